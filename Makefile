@@ -1,0 +1,63 @@
+# Two commands: `make demo` and `make test`. Both make .venv first, once; delete it with `make clean`.
+
+PYTHON ?= python3
+PIP_FLAGS ?=
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check install -q $(PIP_FLAGS) -c constraints.txt
+
+# What an installation depends on: when one of these is newer than the stamp, it is installed again.
+SOURCES := pyproject.toml constraints.txt setup.py $(wildcard src/octavo/ops/native/*.cpp src/octavo/ops/native/*.h)
+PACKAGE := $(VENV)/.octavo-installed
+TESTS := $(VENV)/.octavo-tests-installed
+# What is linted and formatted.
+CODE := $(wildcard src tests bench tools setup.py)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format clean
+
+help:
+	@echo "make demo    install Octavo into $(VENV) and generate text with the bundled model"
+	@echo "make test    the same environment and the test needs; then lint, types and all CPU tests"
+	@echo "make lint    lint, format check and types only"
+	@echo "make format  format the code in place"
+	@echo "make clean   remove $(VENV) and everything that was built"
+
+$(PY):
+	@$(PYTHON) -c 'import sys; sys.exit("octavo: Python 3.11 or newer is needed; try: make PYTHON=python3.12 ..." if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+
+$(PACKAGE): $(SOURCES) | $(PY)
+	@echo "Installing Octavo and its needs into $(VENV) (a few minutes the first time: torch is large) ..."
+	$(PIP) -e .
+	@touch $@
+
+$(TESTS): $(PACKAGE)
+	@echo "Installing the test needs ..."
+	$(PIP) -e '.[test]'
+	@touch $@
+
+demo: $(PACKAGE)
+	@$(VENV)/bin/octavo generate -v --temperature 0 --max-tokens 64 "def fib(n):"
+	@echo
+	@echo "Next, try:"
+	@echo "  $(VENV)/bin/octavo generate --temperature 0.8 --seed 1 'class Stack:'"
+	@echo "  $(VENV)/bin/octavo chat"
+	@echo "  $(VENV)/bin/octavo doctor --explain"
+	@echo "  make test"
+
+test: $(TESTS) lint
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -q
+
+lint: $(TESTS)
+	$(PY) -m ruff check $(CODE)
+	$(PY) -m ruff format --check $(CODE)
+	$(PY) -m mypy
+
+format: $(TESTS)
+	$(PY) -m ruff check --fix-only $(CODE)
+	$(PY) -m ruff format $(CODE)
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info src/octavo/ops/native/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests bench tools -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

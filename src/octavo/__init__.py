@@ -1,0 +1,39 @@
+"""Octavo: a language-model inference engine whose results have the same bits in every batch.
+
+Owns the public names. They load on first use, so that `import octavo` imports nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from octavo.config import EngineConfig as EngineConfig
+    from octavo.llm import LLM as LLM
+    from octavo.outputs import RequestOutput as RequestOutput
+    from octavo.sampling_params import SamplingParams as SamplingParams
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "LLM": "octavo.llm",
+    "SamplingParams": "octavo.sampling_params",
+    "EngineConfig": "octavo.config",
+    "RequestOutput": "octavo.outputs",
+}
+__all__ = ["LLM", "EngineConfig", "RequestOutput", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first asked for."""
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'octavo' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_PUBLIC[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """The public names, loaded or not."""
+    return sorted(__all__)

@@ -1,0 +1,76 @@
+"""Arch: the frozen facts of a checkpoint.
+
+Owns the words in which the rest of Octavo speaks of a model's shape. Does not know config.json (hf_config
+translates it), weights or torch. Invariant: whatever hf_config lets through can be built by the model that
+`Arch.name` names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Rope:
+    """Rotary position embedding of one kind of layer."""
+
+    theta: float = 10000.0
+    kind: str = "default"  # default | linear | llama3 | yarn
+    factor: float = 1.0
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    original_max_position: int = 0  # llama3, yarn
+    rotary_size: int = 0  # channels that rotate; 0: the whole head
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LayerKind:
+    """What one layer's attention sees and keeps."""
+
+    window: int = 0  # tokens that a query sees, itself included; 0: all
+    rope: Rope = Rope()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Moe:
+    """Mixture-of-experts facts."""
+
+    num_experts: int
+    experts_per_token: int
+    expert_size: int  # intermediate size of one expert
+    norm_topk_prob: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Arch:
+    """Facts of one checkpoint. Sizes are counts of elements."""
+
+    name: str  # Hugging Face's architecture, the key of models.ARCHITECTURES
+    dtype: str  # float32 | bfloat16 | float16, as stored
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    max_position: int
+    norm_eps: float
+    layers: tuple[LayerKind, ...]
+    moe_layers: frozenset[int] = frozenset()
+    moe: Moe | None = None
+    tied: bool = False  # the output projection is the embedding
+    activation: str = "silu"  # silu | gelu_tanh
+    attention_bias: bool = False  # bias on q, k and v
+    output_bias: bool = False  # bias on the attention's output projection
+    qk_norm: bool = False
+    attention_scale: float = 0.0  # hf_config resolves it, never 0 there
+    attention_soft_cap: float = 0.0  # 0: none
+    logit_soft_cap: float = 0.0  # 0: none
+    embedding_scale: float = 1.0
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+
+    @property
+    def num_layers(self) -> int:
+        """Count of decoder layers."""
+        return len(self.layers)

@@ -1,0 +1,120 @@
+"""The seam between the engine and an attention backend.
+
+Owns the words: Capability (what a backend can do), AttentionInputs (one step's batch, for prefill, decode and
+verification alike), Variant (what is fixed per layer), the AttentionBackend protocol, the table of names, and the
+ForwardContext that carries a step's inputs to the layers. Knows no backend. Invariant: a backend sees lengths, tables
+and slots, never requests; `prepare` is called once per step and cache group, `run` once per layer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+
+from octavo.registry import Registry
+
+BACKENDS = Registry(
+    "attention backend",
+    {
+        "reference": "octavo.attention.reference:ReferenceBackend",
+        "cpu": "octavo.attention.cpu:CpuBackend",
+    },
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Capability:
+    """What a backend can do, as queryable facts."""
+
+    devices: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]  # of queries and cache
+    head_sizes: tuple[int, ...] = ()  # empty: any
+    kernel_block_multiple: int = 1  # kernel block sizes it takes: multiples of this
+    window: bool = True
+    soft_cap: bool = True
+    reproducible: bool = True  # a row's bits do not depend on its batch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Variant:
+    """What is fixed per layer. Layers with equal variants share a backend's plan."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    scale: float
+    window: int = 0  # tokens that a query sees, itself included; 0: all
+    soft_cap: float = 0.0  # scores become cap * tanh(score / cap); 0: none
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class AttentionInputs:
+    """One step's batch for one cache group. Row i owns tokens query_start[i] .. query_start[i + 1] - 1.
+
+    The queries of a row are the last of its `seq_lens[i]` tokens: the j-th of its n queries has the logical position
+    `seq_lens[i] - n + j`. Their K and V are stored before `run` is called. Table columns beyond
+    `cdiv(seq_lens[i], block_size)` hold garbage and must not be read. Padding (rows beyond `num_rows`): seq_len 0,
+    table row 0, query_start constant, slot -1.
+    """
+
+    num_rows: int
+    num_tokens: int
+    max_query_len: int  # of this batch
+    max_seq_len: int  # upper bound of this batch, never masks
+    block_size: int  # tokens per kernel block
+    query_start: torch.Tensor  # [num_rows + 1] int32
+    seq_lens: torch.Tensor  # [num_rows] int32
+    block_table: torch.Tensor  # [num_rows, width] int32, kernel block ids
+    slot_mapping: torch.Tensor  # [num_tokens] int64, -1: do not write
+
+
+class AttentionBackend(Protocol):
+    """One per cache group."""
+
+    capability: Capability
+
+    def __init__(self, variants: Sequence[Variant], dtype: torch.dtype, device: torch.device) -> None:
+        """`variants`: the distinct ones of the group's layers. Raises ValueError for what it cannot do."""
+
+    def prepare(self, inputs: AttentionInputs, *, for_capture: bool = False) -> None:
+        """Make the step's plan, one per distinct variant, in buffers that keep their addresses."""
+
+    def run(self, q: torch.Tensor, kv: torch.Tensor, variant: Variant, out: torch.Tensor) -> None:
+        """Attend. q, out: [tokens, heads, head_size]; kv: [blocks, kv_heads, block_size, 2 * head_size], K then V
+        along the last axis, any strides but a contiguous last axis."""
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class ForwardContext:
+    """What the layers need of a step: per cache group the inputs and the backend, per layer its group and KV view."""
+
+    inputs: Sequence[AttentionInputs]  # per cache group
+    backends: Sequence[AttentionBackend]  # per cache group
+    group_of_layer: Sequence[int]
+    kv_of_layer: Sequence[torch.Tensor]  # [blocks, kv_heads, block_size, 2 * head_size]
+    positions: torch.Tensor  # [tokens] int64, logical
+
+
+_CONTEXT: ForwardContext | None = None
+
+
+@contextlib.contextmanager
+def forward_context(context: ForwardContext) -> Iterator[None]:
+    """Make `context` the current one for the duration of a forward pass. No nesting."""
+    global _CONTEXT
+    assert _CONTEXT is None, "a forward pass inside a forward pass"
+    _CONTEXT = context
+    try:
+        yield
+    finally:
+        _CONTEXT = None
+
+
+def current_context() -> ForwardContext:
+    """The context of the forward pass that is running."""
+    assert _CONTEXT is not None, "attention runs only inside forward_context"
+    return _CONTEXT

@@ -1,0 +1,49 @@
+"""The fast CPU backend: native attention over the paged cache.
+
+Owns nothing but the step's inputs; `octavo.ops.attention.paged_attention` does the work, one native call per layer.
+Invariant: a query's bits depend on its own row only, whatever the batch, the chunk, the block size or the thread count
+(the canonical order is stated there).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from octavo.attention.base import AttentionInputs, Capability, Variant
+from octavo.ops import native
+from octavo.ops.attention import paged_attention
+
+
+class CpuBackend:
+    """An AttentionBackend for float32 and bfloat16 on CPU; any head size, window, soft cap and block size."""
+
+    capability = Capability(devices=("cpu",), dtypes=(torch.float32, torch.bfloat16))
+
+    def __init__(self, variants: Sequence[Variant], dtype: torch.dtype, device: torch.device) -> None:
+        """Raises ValueError off the CPU, for another dtype, and where the native library is not built."""
+        if device.type != "cpu":
+            raise ValueError(f"attention backend 'cpu' runs on device cpu, got {device}")
+        if dtype not in self.capability.dtypes:
+            raise ValueError(
+                f"attention backend 'cpu' takes dtype float32 or bfloat16, got {dtype}: "
+                "set dtype, or attention_backend='reference'"
+            )
+        if not native.available():
+            raise ValueError(
+                "attention backend 'cpu' needs the native library, which is not built or is switched off: build it "
+                "with `python setup.py build_ext --inplace`, or set attention_backend='reference'"
+            )
+        for variant in variants:
+            if variant.num_heads % variant.num_kv_heads:
+                raise ValueError(f"{variant.num_heads} heads do not divide among {variant.num_kv_heads} KV heads")
+
+    def prepare(self, inputs: AttentionInputs, *, for_capture: bool = False) -> None:
+        """Remember the step's rows, without padding."""
+        rows = inputs.num_rows
+        self._rows = inputs.query_start[: rows + 1], inputs.seq_lens[:rows], inputs.block_table[:rows]
+
+    def run(self, q: torch.Tensor, kv: torch.Tensor, variant: Variant, out: torch.Tensor) -> None:
+        """Attend; see AttentionBackend."""
+        paged_attention(q, kv, *self._rows, out, scale=variant.scale, window=variant.window, soft_cap=variant.soft_cap)

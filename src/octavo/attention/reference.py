@@ -1,0 +1,40 @@
+"""The reference backend: eager float32 attention on any device.
+
+Owns nothing but the step's inputs; `octavo.ops.attention.paged_attention_eager` does the work, row by row. It is the
+oracle of every other backend, made to be obviously right and not to be fast. Invariant: a row's result depends on its
+own queries, keys and values only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from octavo.attention.base import AttentionInputs, Capability, Variant
+from octavo.ops.attention import paged_attention_eager
+
+
+class ReferenceBackend:
+    """An AttentionBackend that takes every Variant."""
+
+    capability = Capability(devices=("cpu", "cuda"), dtypes=(torch.float32, torch.bfloat16, torch.float16))
+
+    def __init__(self, variants: Sequence[Variant], dtype: torch.dtype, device: torch.device) -> None:
+        """Raises ValueError for a dtype that is not a float of at most 32 bits."""
+        if dtype not in self.capability.dtypes:
+            known = ", ".join(map(str, self.capability.dtypes))
+            raise ValueError(f"attention backend 'reference' takes dtype {known}, got {dtype}")
+
+    def prepare(self, inputs: AttentionInputs, *, for_capture: bool = False) -> None:
+        """Remember the step's inputs."""
+        self._inputs = inputs
+
+    def run(self, q: torch.Tensor, kv: torch.Tensor, variant: Variant, out: torch.Tensor) -> None:
+        """Attend; see AttentionBackend."""
+        inputs = self._inputs
+        rows = inputs.num_rows
+        paged_attention_eager(
+            q, kv, inputs.query_start[: rows + 1], inputs.seq_lens[:rows], inputs.block_table[:rows], out,
+            scale=variant.scale, window=variant.window, soft_cap=variant.soft_cap,
+        )  # fmt: skip

@@ -1,0 +1,44 @@
+"""RequestTable: the device truth of every request, one persistent row each.
+
+Owns the tokens of a row and its lengths. A row stays put from admission to finish or preemption (which is completion);
+batches gather from it. Does not know blocks or sampling parameters. Invariants: `token_ids[row, :total_len[row]]` are
+the known tokens, sampled ones included as soon as the sampling kernel ran; `num_computed` of them have their K and V in
+the cache. `*_upper` are host mirrors that count work as soon as it is issued: bounds, never masks.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from octavo.device.staging import StagedTensor
+from octavo.plan import NewRow
+
+
+class RequestTable:
+    """Tables of [max_num_rows] or [max_num_rows, max_model_len]."""
+
+    def __init__(self, *, max_num_rows: int, max_model_len: int, device: torch.device) -> None:
+        """Every row is empty at first."""
+        self.token_ids = StagedTensor(max_num_rows, max_model_len, torch.int32, device)
+        self.prompt_len = StagedTensor(max_num_rows, 0, torch.int32, device)
+        self.total_len = StagedTensor(max_num_rows, 0, torch.int32, device)
+        self.num_computed = StagedTensor(max_num_rows, 0, torch.int32, device)
+        # prefill_len: tokens that were known when the row was added. A step that computes the last of them, or any
+        # later token, samples. After preemption it exceeds the prompt, since replayed output is prefilled as well.
+        self.prefill_len_np = np.zeros(max_num_rows, np.int32)
+        self.num_computed_upper = np.zeros(max_num_rows, np.int32)
+
+    def add(self, new: NewRow) -> None:
+        """Stage a request's whole state into its row."""
+        self.token_ids.stage(new.row, 0, new.token_ids)
+        self.prompt_len.stage_one(new.row, new.num_prompt)
+        self.total_len.stage_one(new.row, len(new.token_ids))
+        self.num_computed.stage_one(new.row, new.num_computed)
+        self.prefill_len_np[new.row] = len(new.token_ids)
+        self.num_computed_upper[new.row] = new.num_computed
+
+    def apply(self) -> None:
+        """Bring the staged rows to the device."""
+        for table in (self.token_ids, self.prompt_len, self.total_len, self.num_computed):
+            table.apply()

@@ -1,0 +1,170 @@
+"""Engine: schedule, execute, update, with one step in flight.
+
+Owns the loop of a step and the inbox of adds and aborts; the parts it drives are built by `start`. Knows neither
+tensors nor HTTP. Invariant: whatever enters through `add` leaves through `step` as a finished output exactly once,
+unless it is aborted.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import random
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from octavo.config import EngineConfig
+from octavo.observe import Phases
+from octavo.outputs import RequestOutput
+from octavo.plan import StepPlan
+from octavo.request import Request
+from octavo.sampling_params import SamplingParams, check, check_request_options
+from octavo.text.output import OutputProcessor
+
+if TYPE_CHECKING:
+    from octavo.worker.executor import PendingResult
+
+_SEED_MASK = 2**64 - 1
+
+
+@dataclasses.dataclass(slots=True)
+class StepTimes:
+    """Seconds that the engine's thread spent since the start, by part of a step, and how many steps ran."""
+
+    num_steps: int = 0
+    schedule: float = 0.0
+    execute: float = 0.0  # issuing steps and waiting for results
+    update: float = 0.0  # the scheduler's update
+    output: float = 0.0  # text and outputs
+
+    def copy(self) -> StepTimes:
+        """The times so far."""
+        return dataclasses.replace(self)
+
+    def since(self, earlier: StepTimes) -> StepTimes:
+        """What was spent after `earlier` was copied."""
+        now, then = dataclasses.astuple(self), dataclasses.astuple(earlier)
+        return StepTimes(*(a - b for a, b in zip(now, then, strict=True)))
+
+    def per_step(self) -> dict[str, float]:
+        """Mean microseconds per step of each part."""
+        parts = dataclasses.asdict(self)
+        num_steps = max(parts.pop("num_steps"), 1)
+        return {name: seconds / num_steps * 1e6 for name, seconds in parts.items()}
+
+
+class Engine:
+    """One model on one worker. `add` and `abort` may be called from any thread; `step` from one."""
+
+    def __init__(self, config: EngineConfig, phases: Phases | None = None) -> None:
+        """Load everything. Raises ValueError, in one line, for a bad setting or model folder."""
+        from octavo.start import start_engine  # imports torch: only when an engine is made
+
+        parts = start_engine(config, phases or Phases())
+        self.resolved, self.arch, self.memory = parts.resolved, parts.arch, parts.memory
+        self.tokenizer, self.limits, self.default_sampling = parts.tokenizer, parts.limits, parts.default_sampling
+        self.scheduler, self.runner = parts.scheduler, parts.runner
+        self.numerics_contract = parts.numerics_contract
+        self.times = StepTimes()
+        self._executor = parts.executor
+        self._outputs = OutputProcessor(parts.tokenizer or None)
+        self._eos_token_ids = frozenset(parts.eos_token_ids)
+        self._seeds = random.Random(parts.resolved.seed)
+        self._inbox: collections.deque[list[Request] | list[str]] = collections.deque()
+        self._in_flight: collections.deque[tuple[StepPlan, PendingResult]] = collections.deque()
+        self._max_in_flight = 1 if parts.resolved.async_scheduling else 0
+
+    def add(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        prompt: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> None:
+        """Queue a request. Raises ParameterError for what the model's limits forbid; then nothing was queued.
+
+        A request with `n` > 1 becomes n sequences; sequence i samples with seed + i, as n requests of their own would.
+        """
+        check_request_options(cache_salt, priority)
+        params = self.tokenizer.resolve_bad_words(params)
+        max_tokens = check(params, self.limits, len(prompt_token_ids))
+        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
+        children = [
+            Request(
+                child_id,
+                prompt_token_ids,
+                params,
+                max_tokens=max_tokens,
+                seed=(seed + index) & _SEED_MASK,
+                eos_token_ids=self._eos_token_ids,
+                priority=priority,
+                cache_salt=cache_salt,
+            )
+            for index, child_id in enumerate(self._outputs.add(request_id, prompt, prompt_token_ids, params))
+        ]
+        self._inbox.append(children)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """End requests as soon as possible, in any state. Unknown ids are ignored."""
+        self._inbox.append(list(request_ids))
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a `step` has anything to do."""
+        return bool(self._inbox) or bool(self._in_flight) or self.scheduler.has_work
+
+    def step(self) -> list[RequestOutput]:
+        """Issue the next step, then take in the results of the oldest one that is due."""
+        started = time.perf_counter()
+        outputs = self._drain_inbox()
+        plan = self.scheduler.schedule()
+        scheduled = time.perf_counter()
+        issued = bool(plan.rows or plan.finished_rows)
+        if issued:
+            self._in_flight.append((plan, self._executor.submit(plan)))
+        if not self._in_flight or (issued and len(self._in_flight) <= self._max_in_flight):
+            self._count(started, scheduled, time.perf_counter(), issued)
+            return outputs
+        due, pending = self._in_flight.popleft()
+        result = pending.result()
+        executed = time.perf_counter()
+        updates = self.scheduler.update(due, result)
+        updated = time.perf_counter()
+        new_outputs, stopped = self._outputs.process(updates)
+        if stopped:
+            self.scheduler.abort(stopped)
+        self._count(started, scheduled, executed, issued)
+        self.times.update += updated - executed
+        self.times.output += time.perf_counter() - updated
+        return outputs + new_outputs
+
+    def run_until_idle(self) -> None:
+        """Step until nothing is left, dropping the outputs. For clean-up after aborts."""
+        while self.has_unfinished:
+            self.step()
+
+    def close(self) -> None:
+        """Wait for issued steps and release the worker. The engine cannot be used afterwards."""
+        self._executor.close()
+
+    def _count(self, started: float, scheduled: float, executed: float, issued: bool) -> None:
+        self.times.num_steps += issued
+        self.times.schedule += scheduled - started
+        self.times.execute += executed - scheduled
+
+    def _drain_inbox(self) -> list[RequestOutput]:
+        outputs: list[RequestOutput] = []
+        while self._inbox:
+            entries = self._inbox.popleft()
+            for entry in entries:
+                if isinstance(entry, Request):
+                    self.scheduler.add(entry)
+                else:
+                    children, final = self._outputs.abort(entry)
+                    self.scheduler.abort(children)
+                    outputs += final
+        return outputs

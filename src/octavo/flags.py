@@ -1,0 +1,259 @@
+"""Command-line flags made from typed fields.
+
+Owns the parser of one command: a flag per EngineConfig field and per SamplingParams field, both spellings of a name
+(dash and underscore), dotted flags for mappings, and the refusal of unknown and repeated flags. Does not know what a
+command does. Invariant: a value stays text until the field's own reader takes it, so every source of a setting is
+checked by the same code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import types
+import typing
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from octavo.config import SETTINGS
+from octavo.settings import ConfigError, Setting, did_you_mean, flag_name
+
+# SamplingParams fields that make no sense in a terminal, or have a flag of the engine's (seed).
+_NO_FLAG = frozenset(
+    {"output_kind", "bad_words_token_ids", "extra_args", "detokenize", "stream_interval", "logprob_token_ids", "seed"}
+)
+_SAMPLING_HELP = {
+    "n": "completions per prompt",
+    "temperature": "0: always the likeliest token",
+    "top_p": "keep the likeliest tokens that make up this probability",
+    "top_k": "keep so many likeliest tokens; 0: all",
+    "min_p": "drop tokens below this share of the likeliest one's probability",
+    "max_tokens": "most tokens to generate; none: fill the context",
+    "min_tokens": "no end before so many tokens",
+    "stop": "a text that ends the output; may be repeated",
+    "stop_token_ids": "token ids that end the output, with commas",
+    "ignore_eos": "go on after the end-of-text token",
+    "logprobs": "log-probabilities of so many likeliest tokens",
+    "repetition_penalty": "above 1 discourages tokens that were seen",
+}
+
+
+class UsageError(ValueError):
+    """A mistake in the command line, in one line."""
+
+
+class Parser(argparse.ArgumentParser):
+    """ArgumentParser whose mistakes are UsageErrors, and whose flags may be given once."""
+
+    def __init__(self, **options: Any) -> None:
+        """No abbreviations: a flag that is added later must not change what a script means."""
+        super().__init__(allow_abbrev=False, formatter_class=_Formatter, **options)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise instead of printing a usage text of many lines."""
+        raise UsageError(f"{' '.join(message.split())}; see `{self.prog} --help`")
+
+    def parse(self, argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, dict[str, Any]]]:
+        """Parse. Returns the namespace, which holds given values only, and the dotted flags by field."""
+        end = list(argv).index("--") if "--" in argv else len(argv)
+        flags, dotted = _split_dotted(argv[:end])
+        namespace, extras = self.parse_known_intermixed_args(flags)
+        if end < len(argv):
+            if not hasattr(namespace, "prompts"):
+                raise UsageError(f"unexpected argument '--'; see `{self.prog} --help`")
+            namespace.prompts += argv[end + 1 :]
+        for extra in extras:
+            if extra.startswith("-"):
+                name = extra.partition("=")[0]
+                hint = did_you_mean(name, self._option_string_actions) or f"see `{self.prog} --help`"
+                raise UsageError(f"unknown flag {name}; {hint}")
+        if extras:
+            raise UsageError(f"unexpected argument {extras[0]!r}; see `{self.prog} --help`")
+        return namespace, dotted
+
+
+class _Formatter(argparse.HelpFormatter):
+    """Help with room for long flags."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=34)
+
+
+class Once(argparse.Action):
+    """Stores a value, or a constant for flags without one; a second time is a UsageError."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        """Store."""
+        if hasattr(namespace, self.dest):
+            raise UsageError(f"{option_string} is given twice")
+        value = values
+        if self.nargs == 0:
+            value = not (option_string or "").startswith("--no-")
+        setattr(namespace, self.dest, value)
+
+
+def add_switch(parser: Parser, *names: str, help: str) -> None:
+    """A flag without a value; the namespace holds it only if it is given."""
+    parser.add_argument(*names, action=Once, nargs=0, default=argparse.SUPPRESS, help=help)
+
+
+def add_config_flags(parser: Parser) -> None:
+    """One flag per EngineConfig field, and --config."""
+    group = parser.add_argument_group("engine settings (also Python arguments, YAML keys; `octavo doctor --explain`)")
+    group.add_argument(
+        "--config", action=Once, default=argparse.SUPPRESS, metavar="FILE", help="a YAML file of settings"
+    )
+    for name, fact in SETTINGS.items():
+        names = [flag_name(name)]
+        if name == "model":
+            names.append("-m")
+        if fact.short:
+            names.append(f"-{fact.short}")
+        _add_flag(group, names, f"config.{name}", fact.kind, _describe(fact))
+
+
+def add_sampling_flags(parser: Parser) -> None:
+    """One flag per SamplingParams field that makes sense in a terminal."""
+    group = parser.add_argument_group("sampling (defaults: the checkpoint's, then these)")
+    for name, (kind, _) in sampling_kinds().items():
+        _add_flag(group, [flag_name(name)], f"sampling.{name}", kind, _SAMPLING_HELP.get(name, ""))
+
+
+def _add_flag(group: Any, names: list[str], dest: str, kind: str, help: str) -> None:
+    common = {"dest": dest, "default": argparse.SUPPRESS, "help": help.replace("%", "%%")}
+    if kind == "bool":
+        names.append("--no-" + names[0].removeprefix("--"))
+        group.add_argument(*names, action=Once, nargs=0, **common)
+    elif kind == "texts":
+        group.add_argument(*names, action="append", metavar="TEXT", **common)
+    else:
+        group.add_argument(*names, action=Once, metavar=_METAVARS[kind], **common)
+
+
+_METAVARS = {
+    "str": "NAME", "int": "N", "float": "X", "length": "N", "bytes": "BYTES", "dict": "JSON", "ints": "N,N,...",
+}  # fmt: skip
+
+
+def _describe(fact: Setting) -> str:
+    limits = ", ".join(fact.choices) or fact.describe_range()
+    return f"{fact.help} ({limits})" if limits else fact.help
+
+
+def sampling_kinds() -> dict[str, tuple[str, bool]]:
+    """SamplingParams field -> (kind, whether None is a value), from its type hints."""
+    from octavo.sampling_params import SamplingParams
+
+    kinds = {}
+    for name, hint in typing.get_type_hints(SamplingParams).items():
+        if name in _NO_FLAG or name.startswith("_"):
+            continue
+        union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+        members = list(typing.get_args(hint)) if union else [hint]
+        optional = type(None) in members
+        for kind, hints in (("bool", bool), ("texts", list[str]), ("ints", list[int]), ("int", int), ("float", float)):
+            if hints in members:
+                kinds[name] = (kind, optional)
+                break
+        else:
+            kinds[name] = ("dict", optional)
+    return kinds
+
+
+def given_sampling(namespace: argparse.Namespace) -> dict[str, Any]:
+    """The sampling values that were given, as Python values. Raises UsageError; ranges are SamplingParams' own."""
+    kinds = sampling_kinds()
+    values = {}
+    for dest, value in vars(namespace).items():
+        group, _, name = dest.partition(".")
+        if group == "sampling":
+            values[name] = read_sampling(name, value, *kinds[name])
+    return values
+
+
+def read_sampling(name: str, value: Any, kind: str, optional: bool) -> Any:
+    """One sampling value from its text."""
+    if isinstance(value, bool) or kind == "texts":
+        return value
+    if optional and value == "none":
+        return None
+    try:
+        match kind:
+            case "int":
+                return int(value)
+            case "float":
+                return float(value)
+            case "ints":
+                return [int(part) for part in value.split(",")]
+            case "bool":
+                return {"true": True, "false": False}[value]
+        loaded = json.loads(value)
+    except (ValueError, KeyError, RecursionError):
+        nouns = {"int": "a whole number", "float": "a number", "ints": "numbers with commas", "bool": "true or false"}
+        raise UsageError(f"{flag_name(name)}: expected {nouns.get(kind, 'JSON')}, got {value[:60]!r}") from None
+    return loaded
+
+
+def given_config(namespace: argparse.Namespace, dotted: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The engine settings that were given, as text, mappings merged with their dotted flags."""
+    values = {}
+    for dest, value in vars(namespace).items():
+        group, _, name = dest.partition(".")
+        if group == "config" and name:
+            values[name] = value
+    for name, entries in dotted.items():
+        if name not in SETTINGS or SETTINGS[name].kind != "dict":
+            mappings = [flag_name(field) for field, fact in SETTINGS.items() if fact.kind == "dict"]
+            hint = did_you_mean(flag_name(name), mappings) or f"dotted flags belong to {', '.join(mappings)}"
+            raise UsageError(f"unknown flag {flag_name(name)}.{next(iter(entries))}; {hint}")
+        whole = values.get(name, "{}")
+        try:
+            merged = json.loads(whole)
+        except (ValueError, RecursionError):
+            merged = None
+        if not isinstance(merged, dict):
+            raise ConfigError(name, whole, "expected a mapping (JSON on the command line)", origin="command line")
+        for key, value in entries.items():
+            if key in merged:
+                raise UsageError(f"{flag_name(name)} and {flag_name(name)}.{key} both set {key}")
+            merged[key] = value
+        values[name] = merged
+    return values
+
+
+def _split_dotted(argv: Sequence[str]) -> tuple[list[str], dict[str, dict[str, Any]]]:
+    """Flags with dashes for underscores, and `--field.key value` taken out."""
+    plain: list[str] = []
+    dotted: dict[str, dict[str, Any]] = {}
+    rest = iter(argv)
+    for argument in rest:
+        if not argument.startswith("--") or any(space in argument.partition("=")[0] for space in " \n\t"):
+            plain.append(argument)
+            continue
+        name, equals, value = argument.partition("=")
+        base, dot, key = name.partition(".")
+        if not dot:
+            plain.append(name.replace("_", "-") + equals + value)
+            continue
+        if not equals:
+            value = next(rest, "")
+        entries = dotted.setdefault(base.removeprefix("--").replace("-", "_"), {})
+        key = key.replace("-", "_")
+        if not key or not value or key in entries:
+            raise UsageError(f"{name} needs a value, once")
+        entries[key] = _plain_value(value)
+    return plain, dotted
+
+
+def _plain_value(text: str) -> Any:
+    """JSON where it is JSON (numbers, true, false), else the text itself."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text

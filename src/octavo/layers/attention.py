@@ -1,0 +1,100 @@
+"""Attention: the projections, the rotation and store of q, k and v, and the call of the step's backend.
+
+Owns one layer's place in the model (its number, its Variant) and its weights. Does not know blocks, rows or
+how a backend works. Invariant: K and V are stored by slot before the backend runs, and the step's context is
+looked up once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from octavo.arch import Rope
+from octavo.attention.base import Variant, current_context
+from octavo.layers.base import Layer
+from octavo.layers.linear import Linear
+from octavo.ops.rope import qk_norm_rope_store, rope_table
+
+
+class RotaryTable(Layer):
+    """Cosines and sines of every position, shared by the layers of one rotary embedding."""
+
+    cos_sin: torch.Tensor  # [max_position, rotary_size] float32
+
+    def __init__(self, rope: Rope, head_size: int, max_position: int) -> None:
+        """The table is computed by `finalize`."""
+        super().__init__()
+        self._rope = rope
+        self._shape = (head_size, max_position)
+
+    def finalize(self, quantization: str | None) -> None:
+        """Compute the table: it is nobody's weight."""
+        self.cos_sin = rope_table(*self._shape, **dataclasses.asdict(self._rope))
+
+
+class Attention(Layer):
+    """Attention of layer number `index`. `norm_offset`: as RMSNorm's, for q and k norms."""
+
+    rotary: RotaryTable
+    q_norm: torch.Tensor | None  # [head_size] float32
+    k_norm: torch.Tensor | None
+
+    def __init__(
+        self,
+        index: int,
+        variant: Variant,
+        rotary: RotaryTable,
+        size: int,
+        dtype: torch.dtype,
+        *,
+        bias: bool = False,
+        output_bias: bool = False,
+        qk_norm: bool = False,
+        norm_eps: float = 1e-6,
+        norm_offset: float = 0.0,
+    ) -> None:
+        """`size`: of the hidden state; `qk_norm`: an RMS norm on each head of q and k."""
+        super().__init__()
+        self.index = index
+        self.variant = variant
+        self.__dict__["rotary"] = rotary  # a reference, not a child: the model owns it
+        self._heads = (variant.num_heads, variant.num_kv_heads, variant.head_size)
+        self._eps = norm_eps
+        self._norm_offset = norm_offset
+        q_size, kv_size = variant.num_heads * variant.head_size, variant.num_kv_heads * variant.head_size
+        self.qkv = Linear(size, {"q": q_size, "k": kv_size, "v": kv_size}, dtype, bias=bias)
+        self.output = Linear(q_size, size, dtype, bias=output_bias)
+        for name in ("q_norm", "k_norm"):
+            if qk_norm:
+                self.declare(name, (variant.head_size,), torch.float32, dummy=1.0 - norm_offset)
+            else:
+                setattr(self, name, None)
+
+    def finalize(self, quantization: str | None) -> None:
+        """Apply the offset to the norms, if there are any."""
+        super().finalize(quantization)
+        for norm in (self.q_norm, self.k_norm):
+            if norm is not None and self._norm_offset:
+                norm.add_(self._norm_offset)
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """x [tokens, size], positions [tokens] int64 -> [tokens, size]."""
+        context = current_context()
+        group = context.group_of_layer[self.index]
+        kv = context.kv_of_layer[self.index]
+        q = qk_norm_rope_store(
+            self.qkv.forward(x),
+            positions,
+            self.rotary.cos_sin,
+            self.q_norm,
+            self.k_norm,
+            self._eps,
+            *self._heads,
+            kv,
+            context.inputs[group].slot_mapping,
+        )
+        out = torch.empty_like(q)
+        context.backends[group].run(q, kv, self.variant, out)
+        return self.output.forward(out.view(x.shape[0], -1))

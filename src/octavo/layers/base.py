@@ -1,0 +1,62 @@
+"""Layer: the module that every layer is.
+
+Owns how a layer is born (parameters declared on the meta device, in named shards), how it gets its values
+(`finalize`, once, when a loader has put a real tensor behind every parameter) and why calling it is cheap.
+Does not know files, requests or batches. Invariant: after `finalize` a layer has no torch parameters left:
+what `forward` reads are plain attributes, laid out for the operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Layer(nn.Module):
+    """An nn.Module whose children and finalized values are plain attributes.
+
+    `nn.Module.__getattr__` and `__call__` cost about half a microsecond each, a decode step makes hundreds of
+    them: so children are also kept in the instance dictionary, and layers call each other's `forward`.
+    """
+
+    # Parameters that may stay bfloat16 where float32 is declared: the layer's operator widens them exactly.
+    widens_exactly: frozenset[str] = frozenset()
+    # Parameters whose memory is free again after `finalize`.
+    copied_by_finalize: frozenset[str] = frozenset()
+
+    def __init__(self) -> None:
+        """No parameters yet."""
+        super().__init__()
+        self.dummy_values: dict[str, float] = {}  # parameters that dummy weights set to a constant
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As nn.Module's; a child module is also a plain attribute."""
+        super().__setattr__(name, value)
+        if isinstance(value, nn.Module):
+            self.__dict__[name] = value
+
+    def declare(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, dummy: float | None = None) -> None:
+        """Declare a parameter: shape and dtype are known, bytes are not there yet."""
+        if dummy is not None:
+            self.dummy_values[name] = dummy
+        self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False))
+
+    def shards(self, name: str) -> Mapping[str, tuple[int, int]]:
+        """Shard name -> (first row, rows) of the parameter `name`; one that is not fused is one shard, ""."""
+        return {"": (0, self._parameters[name].shape[0])}  # type: ignore[union-attr]
+
+    def finalize(self, quantization: str | None) -> None:
+        """Turn the parameters, real by now, into plain attributes. `quantization`: for layers that multiply."""
+        for name in list(self._parameters):
+            self.unwrap(name)
+
+    def unwrap(self, name: str) -> torch.Tensor:
+        """Replace the parameter `name` by its tensor as a plain attribute, and return that."""
+        parameter = self._parameters.pop(name)
+        assert parameter is not None and not parameter.is_meta, f"{name} is finalized before it is loaded"
+        tensor = parameter.detach()
+        self.__dict__[name] = tensor
+        return tensor

@@ -1,0 +1,66 @@
+"""Embedding and output head, with weights of their own or one weight for both.
+
+Owns the token table and the logits' soft cap. Does not know the vocabulary's meaning. Invariant: a tied pair
+stores its weight once, packed for the head's product; the embedding reads rows out of the packed form.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from octavo.layers.base import Layer
+from octavo.layers.linear import Linear
+from octavo.ops.embedding import embed_rows
+
+
+class OutputHead(Linear):
+    """hidden [rows, size] -> logits [rows, vocab] float32; `soft_cap` c gives c * tanh(logits / c), 0: none."""
+
+    def __init__(self, vocab_size: int, size: int, dtype: torch.dtype, *, soft_cap: float = 0.0) -> None:
+        """`size`: of the hidden state."""
+        super().__init__(size, vocab_size, dtype, out_dtype=torch.float32)
+        self._soft_cap = soft_cap
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Logits of the given rows."""
+        logits = super().forward(x)
+        if self._soft_cap:
+            logits = logits.div_(self._soft_cap).tanh_().mul_(self._soft_cap)
+        return logits
+
+
+class Embedding(Layer):
+    """Token ids -> rows of its own table, times `scale` (rounded to the dtype first, as Gemma was trained)."""
+
+    widens_exactly = frozenset({"weight"})
+    weight: torch.Tensor  # [vocab, size]
+
+    def __init__(self, vocab_size: int, size: int, dtype: torch.dtype, *, scale: float = 1.0) -> None:
+        """`dtype`: of the result."""
+        super().__init__()
+        self.declare("weight", (vocab_size, size), dtype)
+        self._dtype = dtype
+        self._scale = torch.tensor(scale, dtype=dtype).item()
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """input_ids [tokens] int64 -> [tokens, size]."""
+        rows = self.weight.index_select(0, input_ids).to(self._dtype)
+        return rows if self._scale == 1.0 else rows.mul_(self._scale)
+
+
+class TiedEmbedding(Layer):
+    """Token ids -> rows of the output head's weight, times `scale`. Has no parameters."""
+
+    head: OutputHead
+
+    def __init__(self, head: OutputHead, dtype: torch.dtype, *, scale: float = 1.0) -> None:
+        """`dtype`: of the result."""
+        super().__init__()
+        self.__dict__["head"] = head  # a reference, not a child: the head's parameters are listed once
+        self._dtype = dtype
+        self._scale = torch.tensor(scale, dtype=dtype).item()
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """input_ids [tokens] int64 -> [tokens, size]."""
+        rows = embed_rows(input_ids, self.head.packed, self._dtype)
+        return rows if self._scale == 1.0 else rows.mul_(self._scale)

@@ -1,0 +1,62 @@
+"""Linear: y = x W^T + b, alone or as several projections fused into one product.
+
+Owns the fused weight's shards and the moment of packing. Does not know what the projections mean or how the
+product is computed (ops.matmul). Invariant: after `finalize` the weight exists once, packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from octavo.layers.base import Layer
+from octavo.ops.matmul import LinearWeight, linear, pack_linear
+
+
+class Linear(Layer):
+    """One weight [out, in]; `out` is an int, or names and sizes of the projections that it fuses, in order."""
+
+    widens_exactly = frozenset({"weight"})
+    copied_by_finalize = frozenset({"weight"})
+    packed: LinearWeight  # set by finalize
+    bias: torch.Tensor | None  # [out] float32
+
+    def __init__(
+        self,
+        in_size: int,
+        out: int | Mapping[str, int],
+        dtype: torch.dtype,
+        *,
+        bias: bool = False,
+        quantize: bool = True,
+        out_dtype: torch.dtype | None = None,
+    ) -> None:
+        """`quantize=False`: never quantized, whatever `finalize` is asked; `out_dtype` None: as the input."""
+        super().__init__()
+        sizes = {"": out} if isinstance(out, int) else dict(out)
+        self._shards: dict[str, tuple[int, int]] = {}
+        rows = 0
+        for name, size in sizes.items():
+            self._shards[name] = (rows, size)
+            rows += size
+        self.declare("weight", (rows, in_size), dtype)
+        if bias:
+            self.declare("bias", (rows,), torch.float32)
+        else:
+            self.bias = None
+        self._quantize = quantize
+        self.out_dtype = out_dtype
+
+    def shards(self, name: str) -> Mapping[str, tuple[int, int]]:
+        """The projections' rows, the same for weight and bias."""
+        return self._shards
+
+    def finalize(self, quantization: str | None) -> None:
+        """Pack the weight and drop the original. The bias becomes a plain attribute."""
+        super().finalize(quantization)
+        self.packed = pack_linear(self.__dict__.pop("weight"), quantization if self._quantize else None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [tokens, in] -> [tokens, out]."""
+        return linear(x, self.packed, self.bias, self.out_dtype)

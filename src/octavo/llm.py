@@ -1,0 +1,251 @@
+"""LLM: offline generation, with vLLM's names.
+
+Owns the reading of prompts (text, token ids, chat messages), the order of results, and the life of the engine behind
+it. Knows nothing of steps or rows. Invariant: `generate` gives one finished RequestOutput per prompt, in order; if it
+raises, whatever it had queued is gone and the engine is idle.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+from octavo.config import load_config
+from octavo.engine import Engine
+from octavo.observe import Phases, progress
+from octavo.outputs import RequestOutput
+from octavo.probe import numerics_id
+from octavo.sampling_params import ParameterError, RequestOutputKind, SamplingParams, check_text, check_token_ids
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Messages = Sequence[Mapping[str, Any]]
+Params = SamplingParams | Sequence[SamplingParams] | None
+
+MAX_PROMPT_KEYS = frozenset({"prompt", "prompt_token_ids", "cache_salt"})
+
+
+class _Ready(msgspec.Struct, frozen=True):
+    """A prompt as the engine takes it."""
+
+    token_ids: list[int]
+    text: str | None
+    cache_salt: str = ""
+
+
+class LLM:
+    """A model that generates. Use it as a context manager, or call `close`, to release it early."""
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        config_file: str | None = None,
+        phases: Phases | None = None,
+        **fields: Any,
+    ) -> None:
+        """`fields` are those of EngineConfig. Raises ValueError, in one line, for a bad setting or model."""
+        if model is not None:
+            fields["model"] = model
+        config, self.config_origins = load_config(python_kwargs=fields, yaml_path=config_file)
+        self.config = config
+        self.engine = Engine(config, phases)
+        self._ids = itertools.count()
+        self._boxes: dict[str, collections.deque[RequestOutput]] = {}  # outputs of live requests, per id
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params = None,
+        *,
+        use_tqdm: bool | None = None,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete each prompt: text, token ids, or {"prompt": ...} / {"prompt_token_ids": ...}.
+
+        `sampling_params`: one for all, or one per prompt; None takes the checkpoint's defaults. `use_tqdm`: a progress
+        bar on stderr; None shows it on a terminal. Raises ParameterError naming the field before anything runs.
+        """
+        many = _as_list(prompts)
+        return self._run([self._ready(prompt) for prompt in many], sampling_params, use_tqdm, priority)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: Params = None,
+        *,
+        use_tqdm: bool | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or each of several, rendered by the model's chat template."""
+        single = bool(messages) and isinstance(messages[0], Mapping)
+        conversations: Any = [messages] if single or not messages else messages
+        ready = [
+            self._ready_chat(
+                conversation,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+            )
+            for conversation in conversations
+        ]
+        return self._run(ready, sampling_params, use_tqdm, None)
+
+    def stream(
+        self, prompt: Prompt | Messages, sampling_params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """Yield what is new as it comes (DELTA outputs). Closing the iterator aborts the request."""
+        if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
+            ready = self._ready_chat(prompt)
+        else:
+            ready = self._ready(prompt)  # type: ignore[arg-type]
+        params = sampling_params or self.get_default_sampling_params()
+        params = msgspec.structs.replace(params, output_kind=RequestOutputKind.DELTA)
+        request_id = self._add(ready, params, 0)
+        box = self._boxes[request_id]
+        try:
+            while True:
+                while box:
+                    output = box.popleft()
+                    yield output
+                    if output.finished:
+                        return
+                self._pump()
+        finally:
+            self._abandon([request_id])
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the checkpoint's generation_config.json asks for, where it says something."""
+        return self.engine.default_sampling
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer: `encode`, `decode` and the special ids."""
+        return self.engine.tokenizer
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every cached prefix. False while requests run."""
+        return self.engine.scheduler.reset_prefix_cache()
+
+    @property
+    def numerics_id(self) -> str:
+        """Equality of bits is promised between runs with the same id."""
+        return numerics_id(self.engine.numerics_contract)
+
+    def close(self) -> None:
+        """Release the engine."""
+        self.engine.close()
+
+    def __enter__(self) -> Self:
+        """The LLM itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Release the engine."""
+        self.close()
+
+    def _ready(self, prompt: Prompt) -> _Ready:
+        text, token_ids, cache_salt = prompt, None, ""
+        if isinstance(prompt, Mapping):
+            for key in prompt:
+                if key not in MAX_PROMPT_KEYS:
+                    known = ", ".join(sorted(MAX_PROMPT_KEYS))
+                    raise ParameterError("prompt", f"unknown key {str(key)[:64]!r}: known are {known}", "unknown_field")
+            text, token_ids, cache_salt = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt", "")
+        elif not isinstance(prompt, str):
+            text, token_ids = None, prompt
+        limits = self.engine.limits
+        if token_ids is not None:
+            return _Ready(check_token_ids(token_ids, limits), text if isinstance(text, str) else None, cache_salt)
+        text = check_text(text, limits)
+        return _Ready(self.engine.tokenizer.encode(text), text, cache_salt)
+
+    def _ready_chat(self, messages: Any, **options: Any) -> _Ready:
+        text, token_ids = self.engine.tokenizer.render_chat(messages, **options)
+        return _Ready(check_token_ids(token_ids, self.engine.limits), text)
+
+    def _add(self, ready: _Ready, params: SamplingParams, priority: int) -> str:
+        request_id = str(next(self._ids))
+        self.engine.add(
+            request_id,
+            ready.token_ids,
+            params,
+            prompt=ready.text,
+            priority=priority,
+            cache_salt=ready.cache_salt,
+        )
+        self._boxes[request_id] = collections.deque()
+        return request_id
+
+    def _run(
+        self, ready: list[_Ready], sampling_params: Params, use_tqdm: bool | None, priority: Sequence[int] | None
+    ) -> list[RequestOutput]:
+        params = self._params_per_prompt(sampling_params, len(ready))
+        if priority is not None and len(priority) != len(ready):
+            raise ParameterError("priority", f"{len(priority)} values for {len(ready)} prompts")
+        ids: list[str] = []
+        try:
+            for index, prompt in enumerate(ready):
+                final = msgspec.structs.replace(params[index], output_kind=RequestOutputKind.FINAL_ONLY)
+                ids.append(self._add(prompt, final, priority[index] if priority else 0))
+            outputs: dict[str, RequestOutput] = {}
+            with progress(len(ready), wanted=use_tqdm) as bar:
+                while len(outputs) < len(ids):
+                    for output in self._pump():
+                        outputs[output.request_id] = output
+                        num_output = sum(len(completion.token_ids) for completion in output.outputs)
+                        bar.add(1, len(output.prompt_token_ids or ()), num_output)
+            return [outputs[request_id] for request_id in ids]
+        finally:
+            self._abandon(ids)
+
+    def _pump(self) -> list[RequestOutput]:
+        """Run one step; outputs go to the boxes of their requests. Returns those that finished."""
+        finished = []
+        for output in self.engine.step():
+            box = self._boxes.get(output.request_id)
+            if box is not None:
+                box.append(output)
+                if output.finished:
+                    finished.append(output)
+        return finished
+
+    def _params_per_prompt(self, params: Params, count: int) -> list[SamplingParams]:
+        if params is None:
+            return [self.get_default_sampling_params()] * count
+        if isinstance(params, SamplingParams):
+            return [params] * count
+        if len(params) != count:
+            raise ParameterError("sampling_params", f"{len(params)} given for {count} prompts: give one, or one each")
+        return list(params)
+
+    def _abandon(self, request_ids: Sequence[str]) -> None:
+        """Forget requests, ended or not; with the last one gone, leave the engine idle."""
+        self.engine.abort([request_id for request_id in request_ids if not self._has_finished(request_id)])
+        for request_id in request_ids:
+            del self._boxes[request_id]
+        while self.engine.has_unfinished and not self._boxes:
+            self._pump()
+
+    def _has_finished(self, request_id: str) -> bool:
+        box = self._boxes[request_id]
+        return bool(box) and box[-1].finished
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A single prompt becomes a list of one. A list of ints is one prompt, whatever else it holds."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    many: list[Any] = list(prompts)
+    if not many:
+        raise ParameterError("prompts", "must not be empty", "empty_prompt")
+    if any(isinstance(entry, int | float) for entry in many):
+        return [many]
+    return many

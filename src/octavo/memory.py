@@ -1,0 +1,253 @@
+"""MemoryPlan: where the bytes go, computed before anything is allocated.
+
+Owns the sizes of weights, workspace, logits and tables, the bytes of a cache block, and the rule that says how many
+blocks there are. `octavo doctor` prints the plan, the engine sizes its cache with the same function. Asks no device:
+free memory is an argument. Invariant: a plan holds at least one request of `max_model_len` tokens and the null block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from octavo.arch import Arch
+from octavo.config import Resolved
+from octavo.groups import CacheGroup
+from octavo.settings import ConfigError
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+# Of what weights and workspace leave, on CPU: the usual share of the cache, the most that an automatic
+# max_model_len may take it to, and the most that an explicit one may.
+_CPU_SHARE, _CPU_AUTO_SHARE, _CPU_EXPLICIT_SHARE = 0.25, 0.5, 0.9
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryPlan:
+    """Bytes by purpose, and what the cache holds. `num_blocks` counts the null block 0."""
+
+    device: str
+    free_bytes: int  # when the plan was made
+    weight_bytes: int
+    weights_loaded: bool  # then they are not part of free_bytes
+    workspace_bytes: int  # activations of max_num_batched_tokens
+    logits_bytes: int
+    table_bytes: int
+    bytes_per_block: int
+    block_size: int
+    num_blocks: int
+    max_model_len: int  # shortened if it was automatic and did not fit
+    blocks_per_request: int  # of max_model_len tokens, in all groups
+    rule: str  # what decided num_blocks
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the cache."""
+        return self.num_blocks * self.bytes_per_block
+
+    @property
+    def max_requests(self) -> float:
+        """Requests of max_model_len tokens that the cache holds at once."""
+        return (self.num_blocks - 1) / self.blocks_per_request
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the cache holds, in requests of max_model_len."""
+        return int(self.max_requests * self.max_model_len)
+
+    def table(self) -> str:
+        """The plan for people, one purpose per line."""
+        state = "loaded" if self.weights_loaded else "to be loaded"
+        rows = [
+            ("free memory", self.free_bytes, f"on {self.device}, now"),
+            ("weights", self.weight_bytes, state),
+            ("workspace", self.workspace_bytes, "activations of the largest step"),
+            ("logits", self.logits_bytes, "of the largest step, while sampling"),
+            ("tables", self.table_bytes, "tokens and blocks of every row"),
+            ("KV cache", self.kv_bytes, f"{self.num_blocks} blocks of {self.bytes_per_block} bytes; {self.rule}"),
+        ]
+        lines = [f"  {name:<12} {show_bytes(size):>10}  {remark}" for name, size, remark in rows]
+        lines.append(
+            f"  The cache holds {self.num_tokens} tokens: {self.max_requests:.1f} requests of "
+            f"max_model_len={self.max_model_len}."
+        )
+        return "\n".join(lines)
+
+
+def show_bytes(size: int) -> str:
+    """A size for people: 512 B, 1.5 KiB, 3.0 GiB."""
+    amount = float(size)
+    for unit in ("B", "KiB", "MiB"):
+        if abs(amount) < 1024:
+            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1024
+    return f"{amount:.1f} GiB"
+
+
+def block_bytes(arch: Arch, dtype: str, groups: Sequence[CacheGroup]) -> int:
+    """Bytes of one block: K and V of `block_size` tokens for as many layers as the largest group has."""
+    layers = max(len(group.layers) for group in groups)
+    return layers * 2 * arch.num_kv_heads * arch.head_size * ITEMSIZE[dtype] * groups[0].block_size
+
+
+def blocks_for_request(groups: Sequence[CacheGroup], num_tokens: int, max_num_batched_tokens: int) -> int:
+    """Blocks that one request of `num_tokens` holds at most, all groups together.
+
+    A sliding group keeps its window and the tokens of the step in hand, plus one block since both ends may be partial.
+    """
+    total = 0
+    for group in groups:
+        blocks = -(-num_tokens // group.block_size)
+        if group.window:
+            live = group.window - 1 + min(max_num_batched_tokens, num_tokens)
+            blocks = min(blocks, -(-live // group.block_size) + 1)
+        total += blocks
+    return total
+
+
+def weight_bytes(arch: Arch, resolved: Resolved) -> int:
+    """Bytes of the weights in memory, as the layers keep them."""
+    itemsize = ITEMSIZE[resolved.dtype]
+    linear = sum(count * _linear_bytes(n, k, resolved) for count, n, k in _linear_shapes(arch))
+    q_size, kv_size = arch.num_heads * arch.head_size, arch.num_kv_heads * arch.head_size
+    vectors = 2 * arch.hidden_size + 2 * arch.head_size * arch.qk_norm
+    vectors += (q_size + 2 * kv_size) * arch.attention_bias + arch.hidden_size * arch.output_bias
+    vectors = arch.num_layers * vectors + arch.hidden_size
+    embedding = 0 if arch.tied else arch.vocab_size * arch.hidden_size  # a tied table is the output head's
+    return linear + (vectors + embedding) * itemsize
+
+
+def _linear_shapes(arch: Arch) -> Iterator[tuple[int, int, int]]:
+    """(how many, outputs, inputs) of every matrix, the output head included, fused as the layers fuse them."""
+    hidden, heads = arch.hidden_size, arch.num_heads + 2 * arch.num_kv_heads
+    yield arch.num_layers, heads * arch.head_size, hidden
+    yield arch.num_layers, hidden, arch.num_heads * arch.head_size
+    dense = arch.num_layers
+    if arch.moe is not None:
+        dense -= len(arch.moe_layers)
+        experts = len(arch.moe_layers) * arch.moe.num_experts
+        yield experts, 2 * arch.moe.expert_size, hidden
+        yield experts, hidden, arch.moe.expert_size
+        yield len(arch.moe_layers), arch.moe.num_experts, hidden  # the router
+    yield dense, 2 * arch.intermediate_size, hidden
+    yield dense, hidden, arch.intermediate_size
+    yield 1, arch.vocab_size, hidden
+
+
+def _linear_bytes(n: int, k: int, resolved: Resolved) -> int:
+    """On CPU outputs are packed in panels of 32; int8 adds a bfloat16 scale per 32 inputs; eager twins hold float32."""
+    if resolved.device != "cpu":
+        return n * k * ITEMSIZE[resolved.dtype]
+    if resolved.native == "none":
+        return n * k * 4
+    padded = -(-n // 32) * 32
+    return padded * -(-k // 32) * 34 if resolved.quantization == "int8" else padded * k * ITEMSIZE[resolved.dtype]
+
+
+def plan_memory(
+    arch: Arch,
+    resolved: Resolved,
+    groups: Sequence[CacheGroup],
+    free_bytes: int,
+    *,
+    total_bytes: int = 0,
+    weights_loaded: bool = False,
+) -> MemoryPlan:
+    """Divide `free_bytes` of the device. `total_bytes` is needed on a GPU, whose utilization counts everything.
+
+    Raises ConfigError with the numbers if not one request of max_model_len fits, unless max_model_len is automatic:
+    then it is shortened to what fits.
+    """
+    weights = weight_bytes(arch, resolved)
+    workspace = _workspace_bytes(arch, resolved)
+    logits = 3 * 4 * resolved.max_num_seqs * arch.vocab_size  # as computed, as processed, and room to sort
+    tables = 4 * resolved.max_num_seqs * resolved.max_model_len
+    tables += 4 * resolved.max_num_seqs * len(groups) * 2 * -(-resolved.max_model_len // resolved.block_size)
+    per_block = block_bytes(arch, resolved.dtype, groups)
+    per_request = blocks_for_request(groups, resolved.max_model_len, resolved.max_num_batched_tokens)
+    available = free_bytes - workspace - logits - tables - (0 if weights_loaded else weights)
+    if resolved.device == "cuda":
+        available -= int((1.0 - resolved.gpu_memory_utilization) * total_bytes)
+    num_blocks, rule = _count_blocks(resolved, available, per_block, per_request)
+    length = resolved.max_model_len
+    if num_blocks - 1 < per_request:
+        length = _fit_length(resolved, groups, num_blocks - 1)
+        if not resolved.max_model_len_is_auto or length < 2:
+            raise _too_small(resolved, available, per_block, per_request, num_blocks, length)
+        per_request = blocks_for_request(groups, length, resolved.max_num_batched_tokens)
+    return MemoryPlan(
+        device=resolved.device,
+        free_bytes=free_bytes,
+        weight_bytes=weights,
+        weights_loaded=weights_loaded,
+        workspace_bytes=workspace,
+        logits_bytes=logits,
+        table_bytes=tables,
+        bytes_per_block=per_block,
+        block_size=resolved.block_size,
+        num_blocks=num_blocks,
+        max_model_len=length,
+        blocks_per_request=per_request,
+        rule=rule,
+    )
+
+
+def _workspace_bytes(arch: Arch, resolved: Resolved) -> int:
+    """A layer's largest set of live tensors, counted in float32 since norms and attention widen."""
+    heads = (2 * arch.num_heads + 2 * arch.num_kv_heads) * arch.head_size
+    mlp = arch.intermediate_size
+    if arch.moe is not None:
+        mlp = max(mlp, arch.moe.expert_size * arch.moe.experts_per_token)
+    return 4 * resolved.max_num_batched_tokens * (4 * arch.hidden_size + max(heads, 3 * mlp))
+
+
+def _count_blocks(resolved: Resolved, available: int, per_block: int, per_request: int) -> tuple[int, str]:
+    """Blocks of the cache, and the rule that said so."""
+    if resolved.num_gpu_blocks_override is not None:
+        return resolved.num_gpu_blocks_override, "num_gpu_blocks_override"
+    if resolved.kv_cache_memory_bytes is not None:
+        return resolved.kv_cache_memory_bytes // per_block, "kv_cache_memory_bytes"
+    available = max(available, 0)
+    if resolved.device == "cuda":
+        return available // per_block, f"gpu_memory_utilization={resolved.gpu_memory_utilization:g}"
+    need = resolved.max_num_seqs * per_request + 1
+    usual = int(available * _CPU_SHARE) // per_block
+    if need <= usual:
+        return need, f"enough for max_num_seqs={resolved.max_num_seqs} requests of max_model_len"
+    share = _CPU_AUTO_SHARE if resolved.max_model_len_is_auto else _CPU_EXPLICIT_SHARE
+    most = int(available * share) // per_block
+    if usual < per_request + 1 <= most:
+        return per_request + 1, "one request of max_model_len"
+    return usual if usual > per_request else min(most, per_request + 1), "a share of the free memory"
+
+
+def _fit_length(resolved: Resolved, groups: Sequence[CacheGroup], num_blocks: int) -> int:
+    """The longest request, at most max_model_len, that `num_blocks` hold; 0 if none."""
+    low, high = 0, resolved.max_model_len
+    while low < high:
+        middle = (low + high + 1) // 2
+        if blocks_for_request(groups, middle, resolved.max_num_batched_tokens) <= num_blocks:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _too_small(
+    resolved: Resolved, available: int, per_block: int, per_request: int, num_blocks: int, fits: int
+) -> ConfigError:
+    needed = (per_request + 1) * per_block
+    limit = (
+        f"one request needs {per_request + 1} blocks ({show_bytes(needed)}), the cache would have {max(num_blocks, 0)} "
+        f"({show_bytes(max(num_blocks, 0) * per_block)} of {show_bytes(max(available, 0))} left for it)"
+    )
+    if resolved.num_gpu_blocks_override is not None:
+        field, change = "num_gpu_blocks_override", f"set it to at least {per_request + 1}"
+    elif resolved.kv_cache_memory_bytes is not None:
+        field, change = "kv_cache_memory_bytes", f"set it to at least {needed}"
+    else:
+        field, change = "max_model_len", "free some memory"
+        if fits >= 2:
+            return ConfigError(field, resolved.max_model_len, limit, f"set --max-model-len to at most {fits}, or auto")
+    if fits >= 2:
+        change += f", or --max-model-len to at most {fits}"
+    return ConfigError(field, getattr(resolved, field), limit, change)

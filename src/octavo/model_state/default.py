@@ -1,0 +1,59 @@
+"""DefaultModelState: decoder-only models whose only state is the KV cache.
+
+Owns one attention backend per cache group and hands each its inputs. Invariant: `prepare` runs once per step, before
+the first layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from octavo.attention.base import AttentionBackend, AttentionInputs, ForwardContext
+from octavo.device.batch import Batch
+from octavo.groups import CacheGroup
+from octavo.kv_cache.pool import KVCachePool
+from octavo.plan import NewRow
+
+
+class DefaultModelState:
+    """Full and sliding-window attention over the paged cache."""
+
+    def __init__(
+        self, groups: Sequence[CacheGroup], backends: Sequence[AttentionBackend], pool: KVCachePool
+    ) -> None:
+        """`backends[g]` serves the layers of `groups[g]`."""
+        self._groups, self._backends, self._pool = tuple(groups), tuple(backends), pool
+
+    def add(self, new: NewRow) -> None:
+        """Nothing is kept per row."""
+
+    def prepare(self, batch: Batch) -> ForwardContext:
+        """Prepare attention for the batch and say what the layers need."""
+        inputs = []
+        for index, (group, backend) in enumerate(zip(self._groups, self._backends, strict=True)):
+            group_inputs = self._inputs(batch, index, group.block_size, batch.block_tables[index])
+            backend.prepare(group_inputs)
+            inputs.append(group_inputs)
+        return ForwardContext(
+            inputs=inputs,
+            backends=self._backends,
+            group_of_layer=self._pool.group_of_layer,
+            kv_of_layer=self._pool.views,
+            positions=batch.positions,
+        )
+
+    @staticmethod
+    def _inputs(batch: Batch, index: int, block_size: int, block_table: torch.Tensor) -> AttentionInputs:
+        return AttentionInputs(
+            num_rows=batch.num_rows,
+            num_tokens=batch.total_tokens,
+            max_query_len=batch.max_query_len,
+            max_seq_len=batch.max_seq_len,
+            block_size=block_size,
+            query_start=batch.query_start,
+            seq_lens=batch.seq_lens,
+            block_table=block_table,
+            slot_mapping=batch.slot_mapping[index],
+        )

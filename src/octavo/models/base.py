@@ -1,0 +1,40 @@
+"""Model: what the engine and the loader ask of every family.
+
+Owns the protocol and the meaning of a weight map. Knows no family. Invariant: a model is whole in its own
+file; what families share is in layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from octavo.arch import Arch
+from octavo.attention.base import Variant
+
+WeightMap = dict[str, tuple[str, str]]
+"""Checkpoint name -> (parameter of the model, shard of it; "" for the whole). A `*` stands for a number, the
+same one on both sides, in order. Entries for parameters that a model does not have (biases) are allowed."""
+
+
+class Model(Protocol):
+    """A decoder built on the meta device, to be filled by `models.loader.load_model`.
+
+    It asks of a step no more than tokens, positions and, in its attention layers, the ForwardContext.
+    """
+
+    arch: Arch
+    attention_variants: Sequence[Variant]  # per layer
+    weight_map: WeightMap
+    ignored_weights: Sequence[str]  # checkpoint names that may be there and are not read; `*` stands for anything
+
+    def __init__(self, arch: Arch, dtype: torch.dtype) -> None:
+        """`dtype`: of activations, and of weights before packing."""
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """input_ids, positions [tokens] int64 -> hidden states after the final norm, [tokens, hidden_size]."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [rows, hidden_size] -> [rows, vocab_size] float32."""

@@ -1,0 +1,119 @@
+"""Qwen2 and Qwen2.5: Llama's decoder with a bias on q, k and v; windows in the upper layers if the checkpoint asks.
+
+Owns the whole model and its weight map. Source: arXiv 2407.10671. Invariant: float32 logits within 1e-4 of
+transformers'.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from octavo.arch import Arch
+from octavo.attention.base import Variant
+from octavo.layers.attention import Attention, RotaryTable
+from octavo.layers.base import Layer
+from octavo.layers.embedding import Embedding, OutputHead, TiedEmbedding
+from octavo.layers.mlp import Mlp
+from octavo.layers.norm import RMSNorm
+from octavo.models.base import WeightMap
+
+WEIGHT_MAP: WeightMap = {
+    "model.layers.*.input_layernorm.weight": ("layers.*.input_norm.weight", ""),
+    "model.layers.*.self_attn.q_proj.weight": ("layers.*.attention.qkv.weight", "q"),
+    "model.layers.*.self_attn.k_proj.weight": ("layers.*.attention.qkv.weight", "k"),
+    "model.layers.*.self_attn.v_proj.weight": ("layers.*.attention.qkv.weight", "v"),
+    "model.layers.*.self_attn.q_proj.bias": ("layers.*.attention.qkv.bias", "q"),
+    "model.layers.*.self_attn.k_proj.bias": ("layers.*.attention.qkv.bias", "k"),
+    "model.layers.*.self_attn.v_proj.bias": ("layers.*.attention.qkv.bias", "v"),
+    "model.layers.*.self_attn.o_proj.weight": ("layers.*.attention.output.weight", ""),
+    "model.layers.*.post_attention_layernorm.weight": ("layers.*.post_attention_norm.weight", ""),
+    "model.layers.*.mlp.gate_proj.weight": ("layers.*.mlp.gate_up.weight", "gate"),
+    "model.layers.*.mlp.up_proj.weight": ("layers.*.mlp.gate_up.weight", "up"),
+    "model.layers.*.mlp.down_proj.weight": ("layers.*.mlp.down.weight", ""),
+    "model.norm.weight": ("norm.weight", ""),
+}
+
+
+class Qwen2Layer(Layer):
+    """One decoder layer. The residual stream travels beside x: each norm adds x to it first."""
+
+    def __init__(self, index: int, arch: Arch, variant: Variant, rotary: RotaryTable, dtype: torch.dtype) -> None:
+        """Layer number `index` of `arch`."""
+        super().__init__()
+        self.input_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
+        self.attention = Attention(
+            index,
+            variant,
+            rotary,
+            arch.hidden_size,
+            dtype,
+            bias=arch.attention_bias,
+        )
+        self.post_attention_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
+        self.mlp = Mlp(arch.hidden_size, arch.intermediate_size, arch.activation, dtype)
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(x, residual) before the layer -> after it. `residual` None: the first layer, x is the embedding."""
+        if residual is None:
+            x, residual = self.input_norm.forward(x), x
+        else:
+            x, residual = self.input_norm.add(x, residual)
+        x = self.attention.forward(x, positions)
+        x, residual = self.post_attention_norm.add(x, residual)
+        return self.mlp.forward(x), residual
+
+
+class Qwen2ForCausalLM(Layer):
+    """The decoder and its output head; see models.base.Model."""
+
+    ignored_weights: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
+
+    def __init__(self, arch: Arch, dtype: torch.dtype) -> None:
+        """On the meta device, of the shape that `arch` says."""
+        super().__init__()
+        self.arch = arch
+        variants = {
+            kind: Variant(
+                num_heads=arch.num_heads,
+                num_kv_heads=arch.num_kv_heads,
+                head_size=arch.head_size,
+                scale=arch.attention_scale,
+                window=kind.window,
+            )
+            for kind in set(arch.layers)
+        }
+        self.attention_variants = [variants[kind] for kind in arch.layers]
+        rotary = {rope: RotaryTable(rope, arch.head_size, arch.max_position) for rope in {k.rope for k in arch.layers}}
+        self.rotary = nn.ModuleList(rotary.values())
+        self.layers = nn.ModuleList(
+            Qwen2Layer(index, arch, variants[kind], rotary[kind.rope], dtype) for index, kind in enumerate(arch.layers)
+        )
+        self.norm = RMSNorm(arch.hidden_size, arch.norm_eps)
+        self.head = OutputHead(arch.vocab_size, arch.hidden_size, dtype)
+        self.embedding: Embedding | TiedEmbedding
+        if arch.tied:
+            self.embedding = TiedEmbedding(self.head, dtype)
+            self.weight_map = {**WEIGHT_MAP, "model.embed_tokens.weight": ("head.weight", "")}
+            self.ignored_weights = (*self.ignored_weights, "lm_head.weight")
+        else:
+            self.embedding = Embedding(arch.vocab_size, arch.hidden_size, dtype)
+            self.weight_map = {
+                **WEIGHT_MAP,
+                "model.embed_tokens.weight": ("embedding.weight", ""),
+                "lm_head.weight": ("head.weight", ""),
+            }
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Hidden states after the final norm."""
+        x, residual = self.embedding.forward(input_ids), None
+        for layer in self.layers:
+            x, residual = layer.forward(x, residual, positions)
+        assert residual is not None, "a decoder has layers"
+        return self.norm.add(x, residual)[0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits in float32."""
+        return self.head.forward(hidden)

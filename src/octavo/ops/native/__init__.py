@@ -1,0 +1,169 @@
+"""The native CPU operators: finds, loads and switches the compiled library.
+
+Owns which library serves (one per instruction set, built by setup.py, none without a compiler) and the C signatures.
+It does not know what an operator computes. Nothing is loaded at import; the first `lib()` loads.
+Invariant: all libraries give the same bits, so the choice is one of speed only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PTR = ctypes.c_void_p
+I64 = ctypes.c_int64
+I32 = ctypes.c_int32
+F32 = ctypes.c_float
+F64 = ctypes.c_double
+# Element types as the C ABI numbers them (vec.h: DType).
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
+
+_FOLDER = Path(__file__).parent
+_ISA_OF_CAPABILITY = {"AVX512": ("x86_64_v4", "x86_64_v3"), "AVX2": ("x86_64_v3",)}
+
+
+class NullLibrary:
+    """What `lib()` returns where no native library serves: false, and without functions."""
+
+    isa = "none"
+
+    def __bool__(self) -> bool:
+        """Always false."""
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        """No function is here; callers ask `if not lib` first."""
+        raise AttributeError(f"native operator {name} was called, but no native library is loaded")
+
+
+_NULL = NullLibrary()
+_signatures: dict[str, tuple[Any, list[Any]]] = {}
+_loaded: dict[str, Any] = {}
+_active: Any = None
+
+
+def lib() -> Any:
+    """The ctypes library in use, or the false null object. Loads on first use."""
+    return _active if _active is not None else _activate()
+
+
+def available() -> bool:
+    """Whether native operators serve now."""
+    return bool(lib())
+
+
+def isa() -> str:
+    """The instruction set in use: "x86_64_v4", "x86_64_v3", "base" or "none"."""
+    return str(lib().isa)
+
+
+def built_isas() -> tuple[str, ...]:
+    """The libraries that are built and that this processor can run, best first."""
+    return tuple(name for name in _candidates() if _path(name).exists())
+
+
+def declare(name: str, argtypes: Sequence[Any], restype: Any = None) -> None:
+    """Announce a C function once, at import of the module that calls it. Loads nothing."""
+    _signatures[name] = (restype, list(argtypes))
+    for library in _loaded.values():
+        _apply(library, name)
+
+
+def set_num_threads(count: int) -> None:
+    """Limit the threads of every native operator (default: `torch.get_num_threads()` when the library loads)."""
+    if count < 1:
+        raise ValueError(f"the number of threads must be at least 1, got {count}")
+    lib()
+    for library in _loaded.values():
+        library.octavo_set_num_threads(count)
+
+
+def num_threads() -> int:
+    """The thread limit in force; 1 where no native library serves."""
+    library = lib()
+    return int(library.octavo_num_threads()) if library else 1
+
+
+@contextlib.contextmanager
+def disabled() -> Iterator[None]:
+    """Within: the eager operators serve. For tests; process-wide, so not for concurrent use."""
+    with _using(_NULL):
+        yield
+
+
+@contextlib.contextmanager
+def using(name: str) -> Iterator[None]:
+    """Within: the library of instruction set `name` serves. For tests; process-wide."""
+    with _using(_load(name)):
+        yield
+
+
+@contextlib.contextmanager
+def _using(library: Any) -> Iterator[None]:
+    global _active
+    previous = lib()
+    _active = library
+    try:
+        yield
+    finally:
+        _active = previous
+
+
+def _activate() -> Any:
+    global _active
+    wanted = os.environ.get("OCTAVO_NATIVE", "1")
+    names = built_isas()
+    if wanted == "0" or (wanted == "1" and not names):
+        _active = _NULL
+    elif wanted == "1":
+        _active = _load(names[0])
+    elif wanted in names:
+        _active = _load(wanted)
+    else:
+        known = ", ".join(("0", "1", *names))
+        raise ValueError(f"OCTAVO_NATIVE={wanted!r} names no library that is built and runs here: known are {known}")
+    return _active
+
+
+def _candidates() -> tuple[str, ...]:
+    # torch has asked the processor already; its AVX2 and AVX512 levels imply what setup.py compiles for.
+    return _ISA_OF_CAPABILITY.get(torch.backends.cpu.get_cpu_capability(), ("base",))
+
+
+def _path(name: str) -> Path:
+    return _FOLDER / f"_octavo_cpu_{name}.so"
+
+
+def _load(name: str) -> Any:
+    if name not in _loaded:
+        # torch is imported above, so its libgomp (same SONAME) is the one this library binds to: one thread pool.
+        library: Any = ctypes.CDLL(str(_path(name)))
+        library.isa = name
+        for function in _signatures:
+            _apply(library, function)
+        library.octavo_set_num_threads(torch.get_num_threads())
+        _loaded[name] = library
+    return _loaded[name]
+
+
+def _apply(library: Any, name: str) -> None:
+    try:
+        function = getattr(library, name)
+    except AttributeError:
+        raise RuntimeError(
+            f"{_path(library.isa).name} has no {name}: it is older than its sources, "
+            "run `python setup.py build_ext --inplace`"
+        ) from None
+    function.restype, function.argtypes = _signatures[name]
+
+
+declare("octavo_set_num_threads", [I32])
+declare("octavo_num_threads", [], I32)
+declare("octavo_vector_lanes", [], I32)
+declare("octavo_advise_huge", [PTR, I64])

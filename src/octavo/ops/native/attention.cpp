@@ -1,0 +1,513 @@
+// Attention over the paged cache, prefill and decode alike (octavo/ops/attention.py).
+//
+// A task is (row, kv head, up to MAX_ROWS query rows); a query row is one (query, head) pair of the kv head's group.
+// Per leaf of LEAF tokens an online softmax over tiles of TILE tokens, both counted from position 0; leaves are folded
+// in ascending order. Whether leaves of a task run one after another or on several threads, the arithmetic is the same.
+// A query row's sums run over exactly the tokens that it sees: a token that only a neighbour sees adds nothing.
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "vec.h"
+
+namespace octavo {
+namespace {
+
+constexpr int TILE = 32;   // octavo.ops.attention.TILE
+constexpr int LEAF = 512;  // octavo.ops.attention.LEAF
+constexpr int MAX_ROWS = 64;
+constexpr int QUAD = 4;                      // tokens per step of the dot products
+constexpr int MICRO = VL == 16 ? 4 : 2;      // query rows that share one pass over K or V in registers
+constexpr int64_t GRAIN = 1 << 18;           // work units (multiply-adds) worth a thread
+static_assert(TILE == 32 && LEAF % TILE == 0, "two vectors of 16 lanes per tile");
+
+struct Call {
+    const void* q;
+    void* out;
+    const void* kv;
+    const int32_t *query_start, *seq_lens, *block_table;
+    int64_t q_token, q_head, out_token, out_head;     // strides, elements
+    int64_t kv_block, kv_head, kv_token, table_row;   // strides, elements
+    int64_t num_rows, num_heads, num_kv_heads, head_size, block_size, window;
+    float scale, soft_cap;
+
+    int64_t group() const { return num_heads / num_kv_heads; }
+    int64_t padded() const { return (head_size + 15) / 16 * 16; }
+};
+
+struct Task {
+    int64_t row, head, first_query, num_queries;
+    int64_t position;                // of the first query
+    int64_t first_leaf, num_leaves;  // that the task covers
+    int64_t slot;                    // split tasks: the first of its partials in the workspace; else -1
+};
+
+// What a set of query rows has seen so far: out = acc / sum.
+struct Partial {
+    float *acc, *max, *sum;  // [rows][padded], [rows], [rows]
+
+    static int64_t size(int64_t rows, int64_t padded) { return rows * (padded + 16); }
+    static Partial at(float* base, int64_t rows, int64_t padded) {
+        return {base, base + rows * padded, base + rows * padded + rows};
+    }
+};
+
+struct Range {
+    int64_t begin, end;
+    bool empty() const { return begin >= end; }
+};
+
+// ---- small vector pieces -----------------------------------------------------------------------------------------
+
+// tanh to 2 ulp: Cephes' polynomial near 0, 1 - 2 / (e^2|x| + 1) elsewhere.
+OCTAVO_INLINE vf vtanh(vf x) {
+    vf size = x < 0.0f ? -x : x, z = x * x;
+    vf p = fma(splat(-5.70498872745e-3f), z, splat(2.06390887954e-2f));
+    p = fma(p, z, splat(-5.37397155531e-2f));
+    p = fma(p, z, splat(1.33314422036e-1f));
+    p = fma(p, z, splat(-3.33332819422e-1f));
+    vf near = fma(p * z, x, x);
+    vf far = 1.0f - 2.0f / (vexp(size + size) + 1.0f);
+    far = x < 0.0f ? -far : far;
+    return size < 0.625f ? near : far;
+}
+
+// Sums over the 16 lanes (vec.h's tree) of `R` x QUAD dot products at once: out[r][t] = sum of lanes of a[r][t].
+template <int R>
+OCTAVO_INLINE void close_dots(const lanes16 (&a)[R][QUAD], float* out, int64_t stride) {
+#if defined(__AVX512F__)
+    __m512 y[QUAD];
+    OCTAVO_UNROLL
+    for (int t = 0; t < QUAD; ++t) {  // lanes + 8, then + 4; 128-bit part r belongs to row r
+        __m512 r0 = (__m512)a[0][t].v[0], r1 = (__m512)a[1 % R][t].v[0];
+        __m512 r2 = (__m512)a[2 % R][t].v[0], r3 = (__m512)a[3 % R][t].v[0];
+        __m512 u = _mm512_add_ps(_mm512_shuffle_f32x4(r0, r1, 0x44), _mm512_shuffle_f32x4(r0, r1, 0xee));
+        __m512 v = _mm512_add_ps(_mm512_shuffle_f32x4(r2, r3, 0x44), _mm512_shuffle_f32x4(r2, r3, 0xee));
+        y[t] = _mm512_add_ps(_mm512_shuffle_f32x4(u, v, 0x88), _mm512_shuffle_f32x4(u, v, 0xdd));
+    }
+    __m512 u = _mm512_add_ps(_mm512_shuffle_ps(y[0], y[1], 0x44), _mm512_shuffle_ps(y[0], y[1], 0xee));
+    __m512 v = _mm512_add_ps(_mm512_shuffle_ps(y[2], y[3], 0x44), _mm512_shuffle_ps(y[2], y[3], 0xee));
+    float sums[16];
+    _mm512_storeu_ps(sums, _mm512_add_ps(_mm512_shuffle_ps(u, v, 0x88), _mm512_shuffle_ps(u, v, 0xdd)));
+    for (int r = 0; r < R; ++r) std::memcpy(out + r * stride, sums + 4 * r, 16);
+#elif defined(__AVX2__)
+    __m256 y[QUAD];
+    OCTAVO_UNROLL
+    for (int t = 0; t < QUAD; ++t) {
+        __m256 r0 = (__m256)(a[0][t].v[0] + a[0][t].v[1]), r1 = (__m256)(a[1 % R][t].v[0] + a[1 % R][t].v[1]);
+        y[t] = _mm256_add_ps(_mm256_permute2f128_ps(r0, r1, 0x20), _mm256_permute2f128_ps(r0, r1, 0x31));
+    }
+    __m256 u = _mm256_add_ps(_mm256_shuffle_ps(y[0], y[1], 0x44), _mm256_shuffle_ps(y[0], y[1], 0xee));
+    __m256 v = _mm256_add_ps(_mm256_shuffle_ps(y[2], y[3], 0x44), _mm256_shuffle_ps(y[2], y[3], 0xee));
+    float sums[8];
+    _mm256_storeu_ps(sums, _mm256_add_ps(_mm256_shuffle_ps(u, v, 0x88), _mm256_shuffle_ps(u, v, 0xdd)));
+    for (int r = 0; r < R; ++r) std::memcpy(out + r * stride, sums + 4 * r, 16);
+#else
+    for (int r = 0; r < R; ++r)
+        for (int t = 0; t < QUAD; ++t) out[r * stride + t] = reduce_add(a[r][t]);
+#endif
+}
+
+// scores[r][begin .. end) of R query rows; may also write up to QUAD - 1 entries beyond, never past TILE.
+template <int R>
+void dot_rows(const float* q, int64_t padded, const float* const* keys, Range range, float* scores) {
+    for (int64_t t = range.begin / QUAD * QUAD; t < range.end; t += QUAD) {
+        const float* k[QUAD];
+        for (int i = 0; i < QUAD; ++i) k[i] = keys[std::min(std::max(t + i, range.begin), range.end - 1)];
+        lanes16 sums[R][QUAD];
+        OCTAVO_UNROLL
+        for (int half = 0; half < lanes16::NV; ++half) {
+            vf s[R][QUAD] = {};
+            for (int64_t c = half * VL; c < padded; c += 16) {
+                vf x[QUAD];
+                OCTAVO_UNROLL
+                for (int i = 0; i < QUAD; ++i) x[i] = load(k[i] + c);
+                OCTAVO_UNROLL
+                for (int r = 0; r < R; ++r) {
+                    vf y = load(q + r * padded + c);
+                    OCTAVO_UNROLL
+                    for (int i = 0; i < QUAD; ++i) s[r][i] = fma(y, x[i], s[r][i]);
+                }
+            }
+            OCTAVO_UNROLL
+            for (int r = 0; r < R; ++r)
+                OCTAVO_UNROLL
+                for (int i = 0; i < QUAD; ++i) sums[r][i].v[half] = s[r][i];
+        }
+        close_dots<R>(sums, scores + t, TILE);
+    }
+}
+
+// acc[r][channels] += weights[r][t] * values[t][channels] over t in range, ascending; C vectors of channels.
+template <int R, int C>
+OCTAVO_INLINE void add_values(float* acc, int64_t padded, const float* weights, const float* const* values,
+                              int64_t channel, Range range) {
+    vf a[R][C];
+    OCTAVO_UNROLL
+    for (int r = 0; r < R; ++r)
+        OCTAVO_UNROLL
+        for (int c = 0; c < C; ++c) a[r][c] = load(acc + r * padded + channel + c * VL);
+    for (int64_t t = range.begin; t < range.end; ++t) {
+        const float* value = values[t] + channel;
+        vf x[C];
+        OCTAVO_UNROLL
+        for (int c = 0; c < C; ++c) x[c] = load(value + c * VL);
+        OCTAVO_UNROLL
+        for (int r = 0; r < R; ++r) {
+            vf w = splat(weights[r * TILE + t]);
+            OCTAVO_UNROLL
+            for (int c = 0; c < C; ++c) a[r][c] = fma(w, x[c], a[r][c]);
+        }
+    }
+    OCTAVO_UNROLL
+    for (int r = 0; r < R; ++r)
+        OCTAVO_UNROLL
+        for (int c = 0; c < C; ++c) store(acc + r * padded + channel + c * VL, a[r][c]);
+}
+
+template <int R>
+void weigh_rows(float* acc, int64_t padded, const float* weights, const float* const* values, Range range) {
+    int64_t channel = 0;
+    for (; channel + 4 * VL <= padded; channel += 4 * VL) add_values<R, 4>(acc, padded, weights, values, channel, range);
+    for (; channel + 2 * VL <= padded; channel += 2 * VL) add_values<R, 2>(acc, padded, weights, values, channel, range);
+    for (; channel < padded; channel += VL) add_values<R, 1>(acc, padded, weights, values, channel, range);
+}
+
+// Calls F<R>::run for R = rows <= MICRO.
+#define OCTAVO_BY_ROWS(rows, F, ...)        \
+    do {                                    \
+        if (rows == 1) F<1>(__VA_ARGS__);   \
+        else if (rows == 2) F<2>(__VA_ARGS__); \
+        else if (rows == 3) F<(MICRO > 2 ? 3 : 1)>(__VA_ARGS__); \
+        else F<(MICRO > 2 ? 4 : 1)>(__VA_ARGS__); \
+    } while (0)
+
+// ---- one leaf ----------------------------------------------------------------------------------------------------
+
+// Per-thread buffers of a task.
+struct Work {
+    float *q, *weights, *rows_copy, *lane_sums;  // [rows][padded], [rows][TILE], [TILE][padded], [rows][16]
+    float *running, *leaf;                       // Partial
+    int32_t* positions;  // [rows]
+    const float* pointers[TILE];
+};
+
+template <class T>
+class Leaf {
+  public:
+    Leaf(const Call& call, const Task& task, Work& work)
+        : call_(call), task_(task), work_(work), padded_(call.padded()), group_(call.group()),
+          num_rows_(task.num_queries * group_) {
+        for (int64_t r = 0; r < num_rows_; ++r) work_.positions[r] = int32_t(task.position + r / group_);
+    }
+
+    // The partial of the task's query rows over leaf `index`, from scratch.
+    void run(int64_t index, Partial to) {
+        std::fill(to.acc, to.acc + num_rows_ * padded_, 0.0f);
+        std::fill(to.max, to.max + num_rows_, -INFINITY);
+        std::fill(work_.lane_sums, work_.lane_sums + num_rows_ * 16, 0.0f);
+        int64_t last = task_.position + task_.num_queries - 1;
+        int64_t end = std::min((index + 1) * LEAF, last + 1);
+        int64_t seen_first = seen(0).begin;
+        for (int64_t start = std::max(index * LEAF, seen_first / TILE * TILE); start < end; start += TILE) {
+            Range tile = {std::max(seen_first - start, int64_t(0)), std::min(end - start, int64_t(TILE))};
+            scores(start, tile, to);
+            values(start, tile, to);
+        }
+        for (int64_t r = 0; r < num_rows_; ++r) to.sum[r] = reduce_add(lanes16::load(work_.lane_sums + r * 16));
+    }
+
+  private:
+    // Positions that query row r sees.
+    Range seen(int64_t r) const {
+        int64_t position = work_.positions[r];
+        return {call_.window > 0 ? std::max(position - call_.window + 1, int64_t(0)) : 0, position + 1};
+    }
+    // The same within the tile that begins at `start`.
+    Range seen_in(int64_t r, int64_t start) const {
+        Range range = seen(r);
+        return {std::max(range.begin - start, int64_t(0)), std::min(range.end - start, int64_t(TILE))};
+    }
+
+    // Point at the rows of K (part 0) or V (part 1) of the tile's visible tokens, as padded float32.
+    void gather(int64_t start, Range tile, int part) {
+        const T* base = static_cast<const T*>(call_.kv) + task_.head * call_.kv_head + part * call_.head_size;
+        const int32_t* table = call_.block_table + task_.row * call_.table_row;
+        int64_t column = (start + tile.begin) / call_.block_size, offset = (start + tile.begin) % call_.block_size;
+        for (int64_t t = tile.begin; t < tile.end; ++t) {
+            const T* row = base + int64_t(table[column]) * call_.kv_block + offset * call_.kv_token;
+            work_.pointers[t] = as_float_row(row, work_.rows_copy + t * padded_);
+            if (++offset == call_.block_size) offset = 0, ++column;
+        }
+    }
+    const float* as_float_row(const float* row, float* copy) const {
+        return padded_ == call_.head_size ? row : widen(row, copy);
+    }
+    const float* as_float_row(const bf16* row, float* copy) const { return widen(row, copy); }
+    template <class U>
+    const float* widen(const U* row, float* copy) const {
+        int64_t c = 0;
+        for (; c + VL <= call_.head_size; c += VL) store(copy + c, load(row + c));
+        for (; c < padded_; c += VL) store(copy + c, load_first(row + c, std::max(call_.head_size - c, int64_t(0))));
+        return copy;
+    }
+
+    // Dot products, then the weights e^(score - max) of every query row; rescales what the rows hold already.
+    void scores(int64_t start, Range tile, Partial to) {
+        gather(start, tile, 0);
+        for (int64_t r = 0; r < num_rows_; r += MICRO) {
+            int64_t rows = std::min(num_rows_ - r, int64_t(MICRO));
+            Range all = {seen_in(r, start).begin, seen_in(r + rows - 1, start).end};
+            if (all.empty()) continue;
+            OCTAVO_BY_ROWS(rows, dot_rows, work_.q + r * padded_, padded_, work_.pointers, all,
+                           work_.weights + r * TILE);
+            for (int64_t i = r; i < r + rows; ++i) soften(i, seen_in(i, start), to);
+        }
+    }
+
+    void soften(int64_t r, Range range, Partial to) {
+        if (range.empty()) return;
+        float* row = work_.weights + r * TILE;
+        lanes16 s[2];
+        lanes16 largest = lanes16::splat(-INFINITY);
+        bool whole = range.end - range.begin == TILE;
+        for (int h = 0; h < 2; ++h)
+            for (int i = 0; i < lanes16::NV; ++i) {
+                vf x = load(row + h * 16 + i * VL) * call_.scale;
+                if (call_.soft_cap > 0) x = call_.soft_cap * vtanh(x / call_.soft_cap);
+                if (!whole) x = visible(h * 16 + i * VL, range) ? x : splat(-INFINITY);
+                s[h].v[i] = x;
+                largest.v[i] = vmax(largest.v[i], x);
+            }
+        float before = to.max[r], now = std::max(before, reduce_max(largest));
+        lanes16 sum = lanes16::load(work_.lane_sums + r * 16);
+        if (now != before && before != -INFINITY) {  // else the factor is 1, or what it scales is 0
+            float factor = vexp(before - now);
+            for (int i = 0; i < lanes16::NV; ++i) sum.v[i] = sum.v[i] * factor;
+            for (int64_t c = 0; c < padded_; c += VL)
+                store(to.acc + r * padded_ + c, load(to.acc + r * padded_ + c) * factor);
+        }
+        to.max[r] = now;
+        for (int i = 0; i < lanes16::NV; ++i) {
+            for (int h = 0; h < 2; ++h) {
+                vf x = s[h].v[i] - now;
+                if (!whole) {
+                    vi mask = visible(h * 16 + i * VL, range);
+                    x = mask ? vexp(mask ? x : vf{}) : vf{};
+                } else {
+                    x = vexp(x);
+                }
+                s[h].v[i] = x;
+            }
+            sum.v[i] = sum.v[i] + (s[0].v[i] + s[1].v[i]);
+        }
+        for (int h = 0; h < 2; ++h) s[h].store(row + h * 16);
+        sum.store(work_.lane_sums + r * 16);
+    }
+
+    static OCTAVO_INLINE vi visible(int32_t first, Range range) {
+        vi lane;
+        for (int i = 0; i < VL; ++i) lane[i] = i;
+        lane += first;
+        return (lane >= int32_t(range.begin)) & (lane < int32_t(range.end));
+    }
+
+    void values(int64_t start, Range tile, Partial to) {
+        gather(start, tile, 1);
+        for (int64_t r = 0; r < num_rows_; r += MICRO) {
+            int64_t rows = std::min(num_rows_ - r, int64_t(MICRO));
+            // Windows and causality move with the query, so the last row begins last and the first row ends first.
+            Range common = {seen_in(r + rows - 1, start).begin, seen_in(r, start).end};
+            if (common.empty()) {
+                for (int64_t i = r; i < r + rows; ++i) weigh_one(i, seen_in(i, start), to);
+                continue;
+            }
+            for (int64_t i = r; i < r + rows; ++i) weigh_one(i, {seen_in(i, start).begin, common.begin}, to);
+            OCTAVO_BY_ROWS(rows, weigh_rows, to.acc + r * padded_, padded_, work_.weights + r * TILE, work_.pointers,
+                           common);
+            for (int64_t i = r; i < r + rows; ++i) weigh_one(i, {common.end, seen_in(i, start).end}, to);
+        }
+    }
+    void weigh_one(int64_t r, Range range, Partial to) {
+        if (range.empty()) return;
+        weigh_rows<1>(to.acc + r * padded_, padded_, work_.weights + r * TILE, work_.pointers, range);
+    }
+
+    const Call& call_;
+    const Task& task_;
+    Work& work_;
+    int64_t padded_, group_, num_rows_;
+};
+
+// ---- tasks -------------------------------------------------------------------------------------------------------
+
+// to = to followed by next: the one formula by which leaves are joined.
+void fold(Partial to, Partial next, int64_t num_rows, int64_t padded) {
+    for (int64_t r = 0; r < num_rows; ++r) {
+        if (next.sum[r] == 0.0f) continue;  // saw nothing
+        float *a = to.acc + r * padded, *b = next.acc + r * padded;
+        if (to.sum[r] == 0.0f) {
+            std::copy(b, b + padded, a);
+            to.max[r] = next.max[r], to.sum[r] = next.sum[r];
+            continue;
+        }
+        float largest = std::max(to.max[r], next.max[r]);
+        float old_factor = vexp(to.max[r] - largest), new_factor = vexp(next.max[r] - largest);
+        for (int64_t c = 0; c < padded; c += VL)
+            store(a + c, fma(load(a + c), splat(old_factor), load(b + c) * new_factor));
+        to.sum[r] = fma(to.sum[r], old_factor, next.sum[r] * new_factor);
+        to.max[r] = largest;
+    }
+}
+
+template <class T>
+void write_out(const Call& call, const Task& task, Partial from) {
+    int64_t padded = call.padded(), group = call.group(), token = call.query_start[task.row] + task.first_query;
+    for (int64_t r = 0; r < task.num_queries * group; ++r) {
+        T* out = static_cast<T*>(call.out) + (token + r / group) * call.out_token +
+                 (task.head * group + r % group) * call.out_head;
+        float sum = from.sum[r] == 0.0f ? 1.0f : from.sum[r];  // a padding row sees nothing and gets zeros
+        for (int64_t c = 0; c < call.head_size; c += VL) {
+            vf x = load(from.acc + r * padded + c) / sum;
+            if (c + VL <= call.head_size) store(out + c, x);
+            else store_first(out + c, x, call.head_size - c);
+        }
+    }
+}
+
+template <class T>
+void load_queries(const Call& call, const Task& task, float* to) {
+    int64_t padded = call.padded(), group = call.group(), token = call.query_start[task.row] + task.first_query;
+    for (int64_t r = 0; r < task.num_queries * group; ++r) {
+        const T* q = static_cast<const T*>(call.q) + (token + r / group) * call.q_token +
+                     (task.head * group + r % group) * call.q_head;
+        for (int64_t c = 0; c < padded; c += VL) {
+            int64_t left = call.head_size - c;
+            store(to + r * padded + c, left >= VL ? load(q + c) : load_first(q + c, std::max(left, int64_t(0))));
+        }
+    }
+}
+
+Work make_work(const Call& call, int64_t rows) {
+    static thread_local Scratch scratch;
+    int64_t padded = call.padded(), partial = Partial::size(rows, padded);
+    float* base = scratch.floats(rows * padded + rows * TILE + TILE * padded + rows * 17 + 2 * partial);
+    Work work;
+    work.q = base;
+    work.weights = work.q + rows * padded;
+    work.rows_copy = work.weights + rows * TILE;
+    work.lane_sums = work.rows_copy + TILE * padded;
+    work.running = work.lane_sums + rows * 16;
+    work.leaf = work.running + partial;
+    work.positions = reinterpret_cast<int32_t*>(work.leaf + partial);
+    return work;
+}
+
+template <class T>
+void run_whole(const Call& call, const Task& task) {
+    int64_t rows = task.num_queries * call.group(), padded = call.padded();
+    Work work = make_work(call, rows);
+    load_queries<T>(call, task, work.q);
+    Leaf<T> leaf(call, task, work);
+    Partial running = Partial::at(work.running, rows, padded), next = Partial::at(work.leaf, rows, padded);
+    leaf.run(task.first_leaf, running);
+    for (int64_t i = 1; i < task.num_leaves; ++i) {
+        leaf.run(task.first_leaf + i, next);
+        fold(running, next, rows, padded);
+    }
+    write_out<T>(call, task, running);
+}
+
+// The call's tasks, the expensive ends of long prompts first.
+class Plan {
+  public:
+    std::vector<Task> tasks;
+    int threads;
+
+    explicit Plan(const Call& call) : call_(call) {
+        int64_t most = std::max(MAX_ROWS / call.group(), int64_t(1)), total = 0;
+        for (int64_t row = 0; row < call.num_rows; ++row) {
+            int64_t queries = call.query_start[row + 1] - call.query_start[row];
+            for (int64_t last = (queries + most - 1) / most - 1; last >= 0; --last) {
+                Task task = {row, 0, last * most, std::min(most, queries - last * most), 0, 0, 0, -1};
+                task.position = call.seq_lens[row] - queries + task.first_query;
+                int64_t first = call.window > 0 ? std::max(task.position - call.window + 1, int64_t(0)) : 0;
+                task.first_leaf = first / LEAF;
+                task.num_leaves = (task.position + task.num_queries - 1) / LEAF - task.first_leaf + 1;
+                total += cost(task) * call.num_kv_heads;
+                for (task.head = 0; task.head < call.num_kv_heads; ++task.head) tasks.push_back(task);
+            }
+        }
+        threads = threads_for(total, GRAIN);
+        share_ = total / (4 * threads);
+    }
+
+    // A task too large to balance: its leaves become tasks of their own.
+    bool splits(const Task& task) const { return threads > 1 && task.num_leaves > 1 && cost(task) > share_; }
+
+  private:
+    int64_t cost(const Task& task) const {
+        int64_t end = task.position + task.num_queries;
+        int64_t begin = call_.window > 0 ? std::max(task.position - call_.window + 1, int64_t(0)) : 0;
+        return (end - begin) * (task.num_queries * call_.group() + 4) * call_.padded();
+    }
+    const Call& call_;
+    int64_t share_;
+};
+
+// (task, leaf) pairs of split tasks; leaf -1 stands for a whole task.
+struct Step {
+    int64_t task, leaf;
+};
+
+template <class T>
+void paged_attention(const Call& call) {
+    Plan plan(call);
+    std::vector<Step> steps;
+    std::vector<int64_t> split;
+    int64_t padded = call.padded(), workspace = 0;
+    for (int64_t i = 0; i < int64_t(plan.tasks.size()); ++i) {
+        Task& task = plan.tasks[i];
+        if (!plan.splits(task)) continue;
+        task.slot = workspace;
+        workspace += task.num_leaves * Partial::size(task.num_queries * call.group(), padded);
+        split.push_back(i);
+        for (int64_t leaf = 0; leaf < task.num_leaves; ++leaf) steps.push_back({i, leaf});
+    }
+    for (int64_t i = 0; i < int64_t(plan.tasks.size()); ++i)
+        if (plan.tasks[i].slot < 0) steps.push_back({i, -1});
+    static thread_local Scratch scratch;
+    float* partials = scratch.floats(workspace);
+    auto partial = [&](const Task& task, int64_t leaf) {
+        int64_t rows = task.num_queries * call.group();
+        return Partial::at(partials + task.slot + leaf * Partial::size(rows, padded), rows, padded);
+    };
+    parallel_tasks(plan.threads, steps.size(), [&](int64_t s) {
+        const Task& task = plan.tasks[steps[s].task];
+        if (steps[s].leaf < 0) return run_whole<T>(call, task);
+        Work work = make_work(call, task.num_queries * call.group());
+        load_queries<T>(call, task, work.q);
+        Leaf<T>(call, task, work).run(task.first_leaf + steps[s].leaf, partial(task, steps[s].leaf));
+    });
+    parallel_tasks(plan.threads, split.size(), [&](int64_t s) {
+        const Task& task = plan.tasks[split[s]];
+        for (int64_t leaf = 1; leaf < task.num_leaves; ++leaf)
+            fold(partial(task, 0), partial(task, leaf), task.num_queries * call.group(), padded);
+        write_out<T>(call, task, partial(task, 0));
+    });
+}
+
+}  // namespace
+}  // namespace octavo
+
+OCTAVO_API void octavo_paged_attention(
+    const void* q, void* out, const void* kv, const int32_t* query_start, const int32_t* seq_lens,
+    const int32_t* block_table, int64_t q_token, int64_t q_head, int64_t out_token, int64_t out_head, int64_t kv_block,
+    int64_t kv_head, int64_t kv_token, int64_t table_row, int64_t num_rows, int64_t num_heads, int64_t num_kv_heads,
+    int64_t head_size, int64_t block_size, int64_t window, float scale, float soft_cap, int32_t dtype) {
+    octavo::Call call = {q,        out,      kv,       query_start, seq_lens,  block_table,  q_token,   q_head,
+                         out_token, out_head, kv_block, kv_head,     kv_token,  table_row,    num_rows,  num_heads,
+                         num_kv_heads, head_size, block_size, window, scale, soft_cap};
+    if (dtype == octavo::F32) octavo::paged_attention<float>(call);
+    else octavo::paged_attention<octavo::bf16>(call);
+}

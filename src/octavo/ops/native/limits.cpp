@@ -1,0 +1,51 @@
+// The two limits of this processor that operators are measured against: streaming reads and register FMAs.
+#include "vec.h"
+
+namespace octavo {
+
+static float read_all(const float* data, int64_t count) {
+    vf sum[8] = {};
+    for (int64_t i = 0; i + 8 * VL <= count; i += 8 * VL)
+        OCTAVO_UNROLL for (int j = 0; j < 8; ++j) sum[j] += load(data + i + j * VL);
+    vf total = (sum[0] + sum[1]) + (sum[2] + sum[3]) + ((sum[4] + sum[5]) + (sum[6] + sum[7]));
+    return total[0];
+}
+
+static float fma_loop(int64_t count) {
+    vf acc[12], x = splat(1.0f), y = splat(1e-9f);
+    for (int j = 0; j < 12; ++j) acc[j] = splat(float(j));  // distinct, or the compiler keeps one chain
+    for (int64_t i = 0; i < count; ++i) OCTAVO_UNROLL
+        for (int j = 0; j < 12; ++j) acc[j] = fma(x, y, acc[j]);
+    vf total = {};
+    for (int j = 0; j < 12; ++j) total += acc[j];
+    return total[0];
+}
+
+}  // namespace octavo
+
+// Read `count` floats once with every thread; shares of 1 MiB go to the next free thread.
+OCTAVO_API float octavo_probe_read(const float* data, int64_t count) {
+    using namespace octavo;
+    constexpr int64_t share = 1 << 18;
+    float sink = 0;
+    parallel_tasks(num_threads(), (count + share - 1) / share, [&](int64_t task) {
+        int64_t left = count - task * share;
+        float sum = read_all(data + task * share, left < share ? left : share);
+#pragma omp atomic
+        sink += sum;
+    });
+    return sink;
+}
+
+// Every thread does `count` x 12 vector FMAs in registers; returns the multiply-adds of all threads (as a double).
+OCTAVO_API double octavo_probe_fma(int64_t count) {
+    using namespace octavo;
+    const int threads = num_threads();
+    float sink = 0;
+    parallel_tasks(threads, threads, [&](int64_t) {
+        float sum = fma_loop(count);
+#pragma omp atomic
+        sink += sum;
+    });
+    return sink == -1.0f ? 0.0 : double(count) * 12 * VL * threads;
+}

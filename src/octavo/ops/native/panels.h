@@ -1,0 +1,130 @@
+// Packed weights: panels of 32 output channels, and the chain kernel that walks one.
+//
+// Layout of a weight [N, K]: panels [ceil(N / 32)][K] of 32 channels each, missing channels zero, the same for every
+// instruction set. Per kind, one k of one panel is
+//   float32   32 floats
+//   bfloat16  16 words: channel j in the low half, j + 16 in the high half, so widening is a shift and a mask
+//   int8      32 bytes; 32 of these k (K padded with zeros) follow 16 words of bfloat16 scales, laid out as above.
+// A weight's float32 value is exact in every kind: an int8 times a bfloat16 scale has at most 15 significant bits.
+// Invariant: each output is one chain acc = fma(x[k], w[k], acc) over k = 0..K-1, whatever the tile.
+#pragma once
+
+#include "vec.h"
+
+namespace octavo {
+
+constexpr int NR = 32;                 // channels of a panel
+constexpr int STRIPS = NR / (2 * VL);  // a strip is two vectors: channels [s VL, s VL + VL) and the same plus 16
+constexpr int QGROUP = 32;             // k that share an int8 scale
+constexpr int MAX_TILE = VL == 8 ? 6 : 12;  // rows of a register tile: 2 accumulators each, of 16 or 32 registers
+
+enum Kind : int32_t { KIND_F32 = 0, KIND_BF16 = 1, KIND_INT8 = 2 };
+
+// Words of two bfloat16 -> two vectors.
+OCTAVO_INLINE void widen_words(const uint32_t* words, vf& low, vf& high) {
+    vu w = load_bits<vu>(words);
+    low = as_float(w << 16);
+    high = as_float(w & 0xffff0000u);
+}
+
+struct F32Panel {
+    static constexpr int64_t GROUP = 0;  // no scales
+    static constexpr int ROW_BYTES = 4 * NR;
+    static OCTAVO_INLINE void weights(const char* row, int strip, const vf*, vf* w) {
+        w[0] = load(reinterpret_cast<const float*>(row) + strip * VL);
+        w[1] = load(reinterpret_cast<const float*>(row) + strip * VL + 16);
+    }
+    static int64_t panel_bytes(int64_t k) { return k * ROW_BYTES; }
+};
+
+struct Bf16Panel {
+    static constexpr int64_t GROUP = 0;
+    static constexpr int ROW_BYTES = 2 * NR;
+    static OCTAVO_INLINE void weights(const char* row, int strip, const vf*, vf* w) {
+        widen_words(reinterpret_cast<const uint32_t*>(row) + strip * VL, w[0], w[1]);
+    }
+    static int64_t panel_bytes(int64_t k) { return k * ROW_BYTES; }
+};
+
+struct Int8Panel {
+    static constexpr int64_t GROUP = QGROUP;
+    static constexpr int ROW_BYTES = NR;
+    static constexpr int SCALE_BYTES = 2 * NR;
+    static constexpr int GROUP_BYTES = SCALE_BYTES + QGROUP * ROW_BYTES;
+    static OCTAVO_INLINE void scales(const char* group, int strip, vf* s) {
+        widen_words(reinterpret_cast<const uint32_t*>(group) + strip * VL, s[0], s[1]);
+    }
+    static OCTAVO_INLINE void weights(const char* row, int strip, const vf* s, vf* w) {
+        w[0] = load(reinterpret_cast<const int8_t*>(row) + strip * VL) * s[0];
+        w[1] = load(reinterpret_cast<const int8_t*>(row) + strip * VL + 16) * s[1];
+    }
+    static int64_t panel_bytes(int64_t k) { return (k + QGROUP - 1) / QGROUP * GROUP_BYTES; }
+};
+
+// What a walk asks the memory for ahead of its use, the hardware's own reach being short with several streams:
+// nothing; its own panels, 2 KiB ahead; or another block of packed weights, into L2.
+enum class Ahead { NOTHING, SELF, BLOCK };
+constexpr int64_t AHEAD_BYTES = 2048;
+
+// `count` k of U strips: the packed rows, and the block to fetch ahead, `ahead_stride` bytes for each k.
+template <int U>
+struct Walk {
+    const char* rows[U];
+    int strips[U];
+    const char* ahead = nullptr;
+    int64_t ahead_stride = 0;
+};
+
+// Continues the chains of MR rows by `count` k, within one group of scales. a is [count][MR]; acc[m][u] is the pair of
+// accumulators of row m in strip u.
+template <class P, int MR, int U, Ahead AHEAD>
+OCTAVO_INLINE void chain_rows(const float* a, Walk<U> walk, const vf (*scales)[2], int64_t count,
+                              vf (&acc)[MR][U][2]) {
+    _Pragma("GCC unroll 4") for (int64_t k = 0; k < count; ++k) {
+        vf w[U][2];
+        OCTAVO_UNROLL for (int u = 0; u < U; ++u) {
+            P::weights(walk.rows[u], walk.strips[u], scales[u], w[u]);
+            if constexpr (AHEAD == Ahead::SELF) {
+                for (int line = 0; line < P::ROW_BYTES; line += 64)
+                    __builtin_prefetch(walk.rows[u] + AHEAD_BYTES + line);
+            }
+            walk.rows[u] += P::ROW_BYTES;
+        }
+        if constexpr (AHEAD == Ahead::BLOCK) {
+            __builtin_prefetch(walk.ahead, 0, 2);
+            __builtin_prefetch(walk.ahead + 64, 0, 2);
+            walk.ahead += walk.ahead_stride;
+        }
+        OCTAVO_UNROLL for (int m = 0; m < MR; ++m) {
+            vf x = splat(a[m]);
+            OCTAVO_UNROLL for (int u = 0; u < U; ++u) {
+                acc[m][u][0] = fma(x, w[u][0], acc[m][u][0]);
+                acc[m][u][1] = fma(x, w[u][1], acc[m][u][1]);
+            }
+        }
+        a += MR;
+    }
+}
+
+// Continues the chains by `count` k; walk.rows start at a group border.
+template <class P, int MR, int U, Ahead AHEAD>
+OCTAVO_INLINE void chain(const float* a, Walk<U> walk, int64_t count, vf (&acc)[MR][U][2]) {
+    vf scales[U][2] = {};
+    if constexpr (P::GROUP == 0) {
+        chain_rows<P, MR, U, AHEAD>(a, walk, scales, count, acc);
+    } else {
+        for (int64_t k = 0; k < count; k += P::GROUP) {
+            Walk<U> quants = walk;
+            OCTAVO_UNROLL for (int u = 0; u < U; ++u) {
+                P::scales(walk.rows[u], walk.strips[u], scales[u]);
+                quants.rows[u] = walk.rows[u] + P::SCALE_BYTES;
+                walk.rows[u] += P::GROUP_BYTES;
+            }
+            // Whole groups get a constant trip count.
+            if (count - k >= P::GROUP) chain_rows<P, MR, U, AHEAD>(a + k * MR, quants, scales, P::GROUP, acc);
+            else chain_rows<P, MR, U, AHEAD>(a + k * MR, quants, scales, count - k, acc);
+        }
+    }
+}
+
+}  // namespace octavo

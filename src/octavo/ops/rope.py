@@ -1,0 +1,169 @@
+"""Rotary position embedding, fused with q/k norm and the store of K and V into the paged cache.
+
+Owns the table of angles (Hugging Face's formulas, in float64) and the one pass from the qkv projection to rotated
+queries and filled cache slots. Does not know layers, requests or block tables: a token has a position and a slot.
+Invariant: a token's results depend on its own row of qkv, its position and its slot only; slot -1 writes nothing.
+
+Rotation is the neox form: channel i of the first half turns with channel i of the second half. Arithmetic is float32,
+products are rounded before they are added (no fused multiply-add), so that native code and the eager twin agree.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from octavo.ops import native
+from octavo.ops.native import F32, I32, I64, PTR
+
+native.declare("octavo_qk_norm_rope_store", [PTR] * 8 + [I64] * 10 + [F32] * 2 + [I32])
+
+
+def _yarn_inverse_frequencies(exponents: torch.Tensor, theta: float, factor: float, original: int) -> torch.Tensor:
+    """YaRN (Peng et al. 2023, arXiv 2309.00071), with the paper's 32 and 1 rotations as the ends of the ramp."""
+    rotary_size = 2 * exponents.numel()
+
+    def channel_of(num_rotations: float) -> float:
+        return rotary_size * math.log(original / (num_rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low = max(math.floor(channel_of(32.0)), 0)
+    high = min(math.ceil(channel_of(1.0)), rotary_size - 1)
+    width = high - low if high != low else 0.001
+    ramp = ((torch.arange(rotary_size // 2, dtype=torch.float64) - low) / width).clamp(0, 1)
+    frequencies = theta**-exponents
+    return frequencies / factor * ramp + frequencies * (1 - ramp)
+
+
+def _llama3_inverse_frequencies(
+    frequencies: torch.Tensor, factor: float, low_freq_factor: float, high_freq_factor: float, original: int
+) -> torch.Tensor:
+    """Llama 3's rule: short waves stay, long waves slow down by `factor`, a linear blend between them."""
+    turns = original * frequencies / (2 * math.pi)
+    blend = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
+    return frequencies / factor * (1 - blend) + frequencies * blend
+
+
+def rope_table(
+    head_size: int,
+    max_position: int,
+    *,
+    theta: float = 10000.0,
+    kind: str = "default",
+    factor: float = 1.0,
+    low_freq_factor: float = 1.0,
+    high_freq_factor: float = 4.0,
+    original_max_position: int = 0,
+    rotary_size: int = 0,
+) -> torch.Tensor:
+    """Cosines, then sines, of positions 0 .. max_position - 1: [max_position, rotary] float32.
+
+    `rotary` is `rotary_size`, or `head_size` where that is 0. Angles are computed in float64 and rounded once. YaRN's
+    attention factor (0.1 ln(factor) + 1) is folded into the table. Raises ValueError for an unknown `kind`, an odd
+    rotary size, and a scaled kind without `original_max_position`.
+    """
+    rotary = rotary_size or head_size
+    if rotary % 2 or rotary > head_size:
+        raise ValueError(f"rotary size {rotary} must be even and at most the head size {head_size}")
+    if kind in ("llama3", "yarn") and original_max_position <= 0:
+        raise ValueError(f"rope kind {kind!r} needs original_max_position > 0, got {original_max_position}")
+    exponents = torch.arange(0, rotary, 2, dtype=torch.float64) / rotary
+    frequencies = theta**-exponents
+    amplitude = 1.0
+    if kind == "linear":
+        frequencies = frequencies / factor
+    elif kind == "llama3":
+        frequencies = _llama3_inverse_frequencies(
+            frequencies, factor, low_freq_factor, high_freq_factor, original_max_position
+        )
+    elif kind == "yarn":
+        frequencies = _yarn_inverse_frequencies(exponents, theta, factor, original_max_position)
+        amplitude = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+    elif kind != "default":
+        raise ValueError(f"unknown rope kind {kind!r}: known are default, linear, llama3, yarn")
+    angles = torch.arange(max_position, dtype=torch.float64)[:, None] * frequencies
+    return torch.cat((angles.cos(), angles.sin()), dim=1).mul_(amplitude).to(torch.float32)
+
+
+def qk_norm_rope_store(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    kv: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    q_scale: float = 1.0,
+) -> torch.Tensor:
+    """Norm (optional) and rotate q and k, write k and v to the cache; returns q: [tokens, heads, head_size].
+
+    qkv: [tokens, (heads + 2 * kv_heads) * head_size], q then k then v, contiguous last axis, float32 or bfloat16;
+    positions: [tokens] int64; cos_sin: `rope_table`; q_norm, k_norm: [head_size] float32 weights of the RMS norm of
+    each head, or None; kv: [blocks, kv_heads, block_size, 2 * head_size] of qkv's dtype, any strides but a contiguous
+    last axis; slot_mapping: [tokens] int64, block * block_size + offset, -1 writes nothing. A normed channel is
+    rounded to the dtype before it turns; `q_scale` multiplies q before its last rounding.
+    """
+    library = native.lib()
+    if not library or qkv.dtype not in native.DTYPE_CODES:
+        return qk_norm_rope_store_eager(
+            qkv, positions, cos_sin, q_norm, k_norm, eps, num_heads, num_kv_heads, head_size, kv, slot_mapping, q_scale
+        )
+    assert kv.dtype == qkv.dtype, "the cache holds the dtype of qkv"
+    num_tokens = qkv.shape[0]
+    q = torch.empty(num_tokens, num_heads, head_size, dtype=qkv.dtype)
+    kv_block, kv_head, kv_token, _ = kv.stride()
+    library.octavo_qk_norm_rope_store(
+        qkv.data_ptr(), positions.data_ptr(), cos_sin.data_ptr(), None if q_norm is None else q_norm.data_ptr(),
+        None if k_norm is None else k_norm.data_ptr(), kv.data_ptr(), q.data_ptr(), slot_mapping.data_ptr(),
+        num_tokens, qkv.stride(0), kv_block, kv_head, kv_token, num_heads, num_kv_heads, head_size, cos_sin.shape[1],
+        kv.shape[2], eps, q_scale, native.DTYPE_CODES[qkv.dtype],
+    )  # fmt: skip
+    return q
+
+
+def _norm_eager(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """RMS norm of the last axis in float32, rounded to x's dtype, as float32."""
+    wide = x.float()
+    if weight is None:
+        return wide
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * scale * weight).to(x.dtype).float()
+
+
+def _rotate_eager(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+    """Rotate x [tokens, heads, head_size] float32 by cos_sin [tokens, rotary]."""
+    half = cos_sin.shape[1] // 2
+    cos, sin = cos_sin[:, None, :half], cos_sin[:, None, half:]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+
+def qk_norm_rope_store_eager(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    kv: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    q_scale: float = 1.0,
+) -> torch.Tensor:
+    """The twin of `qk_norm_rope_store` in plain torch, any device."""
+    num_tokens = qkv.shape[0]
+    heads = qkv.view(num_tokens, num_heads + 2 * num_kv_heads, head_size)
+    q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    rows = cos_sin[positions]
+    q = (_rotate_eager(_norm_eager(q, q_norm, eps), rows) * q_scale).to(qkv.dtype)
+    k = _rotate_eager(_norm_eager(k, k_norm, eps), rows).to(qkv.dtype)
+    written = (slot_mapping >= 0).nonzero().squeeze(1)
+    slots = slot_mapping[written]
+    kv[slots // kv.shape[2], :, slots % kv.shape[2]] = torch.cat((k, v), dim=-1)[written]
+    return q.contiguous()

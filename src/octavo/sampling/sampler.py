@@ -1,0 +1,174 @@
+"""Sampler: logits to tokens, and to log-probabilities where asked.
+
+Owns the order of the stages, the numbers that the drawing kernel needs (temperature, seed), and which rows any stage
+changes. Each feature is a class in a file of its own, which keeps its own rows. Does not know requests beyond NewRow,
+blocks or the model. Invariants: a row's token and log-probabilities depend on its logits, its tokens, its parameters
+and its seed, never on other rows; `__call__` waits for nothing; a row without features meets the NaN check and the
+drawing kernel and nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+import torch
+
+from octavo.device.staging import StagedTensor
+from octavo.ops.sample import nan_rows, sample_rows
+from octavo.plan import NewRow, TokenLogprobs
+from octavo.sampling import logprobs
+from octavo.sampling.logprobs import GroupLogprobs, LogprobGroup, LogprobRows
+from octavo.sampling.masks import AllowedTokens, BadWords, LogitBias, MinTokens
+from octavo.sampling.penalties import Penalties
+from octavo.sampling.rows import RowSet, SampleBatch
+from octavo.sampling.truncation import Truncation
+
+# what SamplerOutput.failed holds, in StepResult's words
+FAILURES = ("", "nan_logits", "no_token_allowed")
+
+
+class Feature(Protocol):
+    """What changes logits for the rows that ask."""
+
+    def add(self, new: NewRow) -> bool:
+        """Stage a row. Returns whether it asks for this feature."""
+
+    def remove(self, row: int) -> None:
+        """Forget a row, whether it asked or not."""
+
+    def apply_staged(self) -> None:
+        """Bring staged rows to the device."""
+
+    def __call__(self, logits: torch.Tensor, batch: SampleBatch) -> None:
+        """Change the logits ([S, V] float32, contiguous) of the rows that ask, in place, and no others."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SamplerOutput:
+    """One step's choice for S logits rows."""
+
+    tokens: torch.Tensor  # [S] int64, always within the vocabulary
+    failed: torch.Tensor  # [S] uint8: 0, or why the token means nothing, an index into FAILURES
+    logprobs: list[GroupLogprobs]  # empty where no row asked; see to_token_logprobs
+
+
+class Sampler:
+    """Samples one token per logits row."""
+
+    def __init__(
+        self,
+        *,
+        max_num_rows: int,
+        vocab_size: int,
+        max_model_len: int,
+        device: torch.device,
+        tokens: torch.Tensor,
+        prompt_lens: torch.Tensor,
+        logprobs_mode: str = "raw_logprobs",
+        max_logprobs: int = 20,
+    ) -> None:
+        """`tokens` and `prompt_lens` are the request table's: they are read, never written.
+
+        tokens: [max_num_rows, max_model_len] int32, a row's prompt, its committed output, then drafts if there are;
+        whatever lies before a batch's position must be there. prompt_lens: [max_num_rows] int32. `vocab_size`: the
+        logits' width. `max_logprobs`: -1 means the vocabulary. Raises ValueError on an unknown `logprobs_mode`.
+        """
+        if logprobs_mode not in logprobs.MODES:
+            raise ValueError(f"logprobs_mode {logprobs_mode!r} is unknown; known: {', '.join(logprobs.MODES)}")
+        assert tokens.shape == (max_num_rows, max_model_len), "the request table has another shape than the sampler"
+        self._raw = logprobs_mode.startswith("raw_")
+        self._as_logits = logprobs_mode.endswith("_logits")
+        self._vocab_size = vocab_size
+        # what the drawing kernel divides by: 0 for greedy rows, 1 for those that Truncation has divided already
+        self._temperature = StagedTensor(max_num_rows, 0, torch.float32, device)
+        self._seed = StagedTensor(max_num_rows, 0, torch.int64, device)
+        self._changed = RowSet(max_num_rows, device)  # rows with any of the stages
+        self._logprobs = LogprobRows(max_num_rows, vocab_size, max_logprobs, device)
+        self._truncation = Truncation(max_num_rows, vocab_size, device)
+        # the list is the order
+        self._stages: tuple[Feature, ...] = (
+            LogitBias(max_num_rows, vocab_size, device),
+            AllowedTokens(max_num_rows, vocab_size, device),
+            MinTokens(max_num_rows, vocab_size, device),
+            Penalties(max_num_rows, vocab_size, device, tokens, prompt_lens),
+            BadWords(max_num_rows, vocab_size, device, tokens, prompt_lens),
+            self._truncation,
+        )
+
+    def add(self, new: NewRow) -> None:
+        """Stage a row, new or resumed. What it held before is forgotten."""
+        self.remove(new.row)
+        uses = [stage.add(new) for stage in self._stages]
+        if any(uses):
+            self._changed.add(new.row)
+        divided = uses[self._stages.index(self._truncation)]
+        self._temperature.stage_one(new.row, 1.0 if divided else new.sampling.temperature)
+        self._seed.stage_one(new.row, as_int64(new.seed))
+        self._logprobs.add(new)
+
+    def remove(self, row: int) -> None:
+        """Forget `row`: it finished or was preempted."""
+        if self._changed.discard(row):
+            for stage in self._stages:
+                stage.remove(row)
+        self._logprobs.remove(row)
+
+    def apply_staged(self) -> None:
+        """Bring what was staged to the device: once per step, before `__call__`."""
+        self._temperature.apply()
+        self._seed.apply()
+        if len(self._changed):
+            for stage in self._stages:
+                stage.apply_staged()
+
+    def __call__(self, logits: torch.Tensor, batch: SampleBatch) -> SamplerOutput:
+        """Sample from `logits` ([S, vocab_size] float32, contiguous), which may be overwritten."""
+        assert logits.is_contiguous() and logits.shape[1] == self._vocab_size, "logits must be [S, vocab_size]"
+        failed = nan_rows(logits).view(torch.uint8)
+        groups = self._logprobs.groups(batch)
+        changed = self._changed.select(batch.rows_np)
+        untouched: dict[int, torch.Tensor] = {}
+        if changed is not None:
+            if self._raw and groups:
+                users = set(changed.at_np.tolist())
+                untouched = {
+                    index: logits.index_select(0, group.at)
+                    for index, group in enumerate(groups) if not users.isdisjoint(group.at_np.tolist())
+                }  # fmt: skip
+            for stage in self._stages:
+                stage(logits, batch)
+        temperatures = self._temperature.data.index_select(0, batch.rows)
+        seeds = self._seed.data.index_select(0, batch.rows)
+        tokens = sample_rows(logits, temperatures, seeds, batch.positions)
+        if changed is not None:
+            # only where all of a row is forbidden can the choice be forbidden
+            choice = logits.view(-1).index_select(0, changed.at * self._vocab_size + tokens.index_select(0, changed.at))
+            blocked = torch.zeros_like(failed).index_copy_(0, changed.at, (choice == -torch.inf).to(torch.uint8) * 2)
+            failed = torch.where(failed == 0, blocked, failed)
+        found = []
+        for index, group in enumerate(groups):
+            own = untouched.get(index)
+            if own is None:
+                own = self._group_logits(group, logits, temperatures)
+            mine = tokens.index_select(0, group.at)
+            found.append(logprobs.compute(group, own, mine, as_logits=self._as_logits))
+        return SamplerOutput(tokens, failed, found)
+
+    def _group_logits(self, group: LogprobGroup, logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+        """The logits of a group that its log-probabilities are made of: as they are, or as they are drawn from."""
+        own = logits if len(group.at_np) == len(logits) else logits.index_select(0, group.at)
+        if self._raw:
+            return own
+        divisor = temperatures.index_select(0, group.at)
+        return own / torch.where(divisor == 0, 1.0, divisor)[:, None]
+
+    def prompt_logprobs(self, logits: torch.Tensor, target_ids: torch.Tensor, num_top: int) -> list[TokenLogprobs]:
+        """One entry per prompt position, see logprobs.prompt_logprobs. Prompts are not processed: raw in every mode."""
+        return logprobs.prompt_logprobs(logits, target_ids, num_top, as_logits=self._as_logits)
+
+
+def as_int64(seed: int) -> int:
+    """The low 64 bits of `seed`, read as a signed word: the kernels take the bit pattern."""
+    seed &= (1 << 64) - 1
+    return seed - (1 << 64) if seed >> 63 else seed

@@ -1,0 +1,473 @@
+"""What a user asks of sampling, and the one place that says whether the question is sound.
+
+Owns SamplingParams (vLLM's names, defaults and meaning), ParameterError, and the checks of parameters and
+prompts against a model's Limits. Every ingress (LLM, CLI, server) comes through here; nothing downstream
+checks again. It knows no tokenizer, scheduler or tensor. Invariant: a constructed SamplingParams holds plain
+ints, floats, strings and lists in the documented ranges, so it survives msgpack; no error repeats content.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import enum
+import math
+import numbers
+import operator
+from collections.abc import Iterable, Sequence, Sized
+from typing import Any
+
+import msgspec
+from msgspec.structs import force_setattr
+
+INT32_MAX = 2**31 - 1
+GREEDY_BELOW = 1e-5  # a lower temperature (a denormal, say) means 0, that is greedy
+MAX_N = 64
+MAX_STOP_STRINGS = 4
+MAX_STOP_CHARS = 256
+MAX_ID_LIST = 128  # stop_token_ids, logprob_token_ids
+MAX_LOGIT_BIAS = 100_000
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_TOKENS = 1024  # all of a request's bad words together
+MAX_PATTERN = 1024
+MAX_EXTRA_BYTES = 65_536
+MAX_CACHE_SALT_BYTES = 1024
+
+
+class ParameterError(ValueError):
+    """A user's mistake: `field` and `code` for programs; the text names field, value and limit."""
+
+    def __init__(self, field: str, message: str, code: str = "out_of_range") -> None:
+        """`message` goes after the field's name: "must be in [0, 2], got 3"."""
+        super().__init__(f"{field}: {message}"[:300])
+        self.field = field
+        self.code = code
+
+
+class RequestOutputKind(enum.IntEnum):
+    """What each RequestOutput holds."""
+
+    CUMULATIVE = 0  # everything generated so far
+    DELTA = 1  # what is new since the last output
+    FINAL_ONLY = 2  # one output, when the request has ended
+
+
+class RepetitionDetectionParams(msgspec.Struct, frozen=True, kw_only=True):
+    """Stop when the output ends in one pattern of tokens, repeated.
+
+    The pattern is `min_pattern_size` (0 means 1) to `max_pattern_size` tokens long and occurs `min_count`
+    times in a row. `max_pattern_size=0` turns the detection off.
+    """
+
+    max_pattern_size: int = 0
+    min_pattern_size: int = 0
+    min_count: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises ParameterError."""
+        name = "repetition_detection"
+        _int(f"{name}.max_pattern_size", self.max_pattern_size, 0, MAX_PATTERN)
+        _int(f"{name}.min_pattern_size", self.min_pattern_size, 0, self.max_pattern_size)
+        _int(f"{name}.min_count", self.min_count, 2 if self.max_pattern_size else 0, MAX_PATTERN)
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How to sample from a model for one prompt. Raises ParameterError (a ValueError) on a bad value.
+
+    After construction `stop`, `stop_token_ids` and `bad_words` are always lists, empty by default. Whether
+    ids and lengths suit a model is for `check`.
+    """
+
+    n: int = 1  # completions per prompt, 1 to 64
+    presence_penalty: float = 0.0  # [-2, 2]
+    frequency_penalty: float = 0.0  # [-2, 2]
+    repetition_penalty: float = 1.0  # [0.01, 100]; above 1 discourages what prompt or output hold already
+    temperature: float = 1.0  # [0, 2]; below 1e-5 is 0, that is greedy
+    top_p: float = 1.0  # (0, 1]
+    top_k: int = 0  # 0 or -1: all
+    min_p: float = 0.0  # [0, 1], relative to the likeliest token's probability
+    seed: int | None = None  # -2**63 to 2**64-1; None or -1: drawn anew for each request
+    stop: str | list[str] | None = None  # at most 4 strings of 1 to 256 characters
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16  # None: fill the context
+    min_tokens: int = 0  # no EOS, stop token or stop string before so many tokens
+    logprobs: int | None = None  # the sampled token's, and those of so many likeliest tokens
+    prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None  # log-probabilities of these tokens as well, at most 128
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    stream_interval: int = 1  # tokens between two outputs of a stream; the first and the last always come
+    logit_bias: dict[int, float] | None = None  # token id -> [-100, 100]
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None  # word sequences that are never completed
+    bad_words_token_ids: list[list[int]] | None = None  # set by the text layer from `bad_words`, not by users
+    extra_args: dict[str, Any] | None = None  # for plug-ins; plain data
+    repetition_detection: RepetitionDetectionParams | None = None
+
+    def __post_init__(self) -> None:
+        """Check and normalise; runs on construction, decoding and `msgspec.structs.replace` alike."""
+        for name, low, high in _FLOATS:
+            force_setattr(self, name, _float(name, getattr(self, name), low, high))
+        for name, low, high, optional in _INTS:
+            value = getattr(self, name)
+            if value is not None or not optional:
+                force_setattr(self, name, _int(name, value, low, high))
+        for name in _BOOLS:
+            if type(getattr(self, name)) is not bool:
+                raise _type_error(name, "true or false", getattr(self, name))
+        if self.temperature < GREEDY_BELOW:
+            force_setattr(self, "temperature", 0.0)
+        if self.top_p == 0.0:
+            raise ParameterError("top_p", "must be in (0, 1], got 0")
+        if self.seed == -1:
+            force_setattr(self, "seed", None)
+        _normalise_strings(self)
+        _normalise_ids(self)
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise _type_error("output_kind", "a RequestOutputKind", self.output_kind)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ParameterError("min_tokens", f"must be <= max_tokens {self.max_tokens}, got {self.min_tokens}")
+        detection = self.repetition_detection
+        if detection is not None and not isinstance(detection, RepetitionDetectionParams):
+            raise _type_error("repetition_detection", "a RepetitionDetectionParams", detection)
+
+    @staticmethod
+    def from_optional(**fields: Any) -> SamplingParams:
+        """Like the constructor, but None means the default, and JSON's shapes are taken.
+
+        That is: `logit_bias` keys may be decimal strings, `repetition_detection` a dict. None stays None
+        where it has a meaning of its own (`max_tokens`, `seed`, `logprobs`). Unknown names raise
+        ParameterError.
+        """
+        known = SamplingParams.__struct_fields__
+        for name in fields:
+            if name not in known or name == "bad_words_token_ids":
+                near = difflib.get_close_matches(str(name)[:64], known, n=1)
+                hint = f", did you mean {near[0]}?" if near else ""
+                raise ParameterError(str(name)[:64], f"unknown sampling parameter{hint}", "unknown_field")
+        given = {name: value for name, value in fields.items() if value is not None or name == "max_tokens"}
+        if isinstance(given.get("logit_bias"), dict):
+            given["logit_bias"] = {_bias_key(key): value for key, value in given["logit_bias"].items()}
+        if isinstance(given.get("repetition_detection"), dict):
+            try:
+                given["repetition_detection"] = RepetitionDetectionParams(**given["repetition_detection"])
+            except TypeError:
+                names = ", ".join(RepetitionDetectionParams.__struct_fields__)
+                raise ParameterError("repetition_detection", f"takes {names}", "unknown_field") from None
+        return SamplingParams(**given)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken, always."""
+        return self.temperature == 0.0
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """`stop` with its normalised type."""
+        return self.stop if isinstance(self.stop, list) else []
+
+
+# name, lowest, highest (both allowed); 0 < top_p is checked apart
+_FLOATS = (
+    ("presence_penalty", -2.0, 2.0),
+    ("frequency_penalty", -2.0, 2.0),
+    ("repetition_penalty", 0.01, 100.0),
+    ("temperature", 0.0, 2.0),
+    ("top_p", 0.0, 1.0),
+    ("min_p", 0.0, 1.0),
+)
+# name, lowest, highest, whether None has a meaning
+_INTS = (
+    ("n", 1, MAX_N, False),
+    ("top_k", -1, INT32_MAX, False),
+    ("seed", -(2**63), 2**64 - 1, True),
+    ("max_tokens", 1, INT32_MAX, True),
+    ("min_tokens", 0, INT32_MAX, False),
+    ("logprobs", 0, INT32_MAX, True),
+    ("prompt_logprobs", 0, INT32_MAX, True),
+    ("stream_interval", 1, INT32_MAX, False),
+)
+_BOOLS = (
+    "ignore_eos",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+)
+
+
+def _shown(value: object) -> str:
+    """A value for an error text: numbers as they are if short, anything else as its kind and size."""
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, int):
+        return str(value) if value.bit_length() <= 70 else f"an integer of {value.bit_length()} bits"
+    if isinstance(value, float):
+        return repr(value)
+    if isinstance(value, str):
+        return f"a string of {len(value)} characters"
+    return f"a {type(value).__name__}"
+
+
+def _type_error(name: str, wanted: str, value: object) -> ParameterError:
+    return ParameterError(name, f"must be {wanted}, got {_shown(value)}", "invalid_type")
+
+
+def _int(name: str, value: object, low: int, high: int) -> int:
+    """`value` as a plain int in [low, high]; bools and floats are refused, numpy's integers are taken."""
+    if type(value) is not int:
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise _type_error(name, "an integer", value)
+        value = operator.index(value)
+    if not low <= value <= high:
+        raise ParameterError(name, f"must be in [{low}, {high}], got {_shown(value)}")
+    return value
+
+
+def _float(name: str, value: object, low: float, high: float) -> float:
+    """`value` as a plain finite float in [low, high]; bools are refused, ints are taken."""
+    if type(value) is not float:
+        if isinstance(value, bool) or not isinstance(value, int | numbers.Real):
+            raise _type_error(name, "a number", value)
+        if isinstance(value, int) and value.bit_length() > 64:  # float() would overflow
+            raise ParameterError(name, f"must be in [{low:g}, {high:g}], got {_shown(value)}")
+        value = float(value)
+    if not math.isfinite(value):
+        raise ParameterError(name, f"must be finite, got {value}", "number_not_finite")
+    if not low <= value <= high:
+        raise ParameterError(name, f"must be in [{low:g}, {high:g}], got {_shown(value)}")
+    return value
+
+
+def _list(name: str, value: object, most: int, wanted: str) -> list[Any]:
+    """`value` as a list of at most `most` entries, None as an empty one."""
+    if value is None:
+        return []
+    if isinstance(value, str | bytes | dict) or not (isinstance(value, Sized) and isinstance(value, Iterable)):
+        raise _type_error(name, wanted, value)
+    if len(value) > most:
+        raise ParameterError(name, f"may hold at most {most} entries, got {len(value)}", "too_many_items")
+    return list(value)
+
+
+def _ids(name: str, value: object, most: int) -> list[int]:
+    entries = _list(name, value, most, "a list of token ids")
+    return [_int(f"{name}[{i}]", entry, 0, INT32_MAX) for i, entry in enumerate(entries)]
+
+
+def check_unicode(name: str, text: str) -> None:
+    """Refuse lone surrogates: they are no text and cannot be encoded. Raises ParameterError."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        message = f"holds a lone surrogate at character {error.start}"
+        raise ParameterError(name, message, "invalid_unicode") from None
+
+
+def _strings(name: str, value: object, most: int, most_chars: int) -> list[str]:
+    entries = _list(name, value, most, "a list of strings")
+    for i, entry in enumerate(entries):
+        if not isinstance(entry, str):
+            raise _type_error(f"{name}[{i}]", "a string", entry)
+        if not 1 <= len(entry) <= most_chars:
+            raise ParameterError(f"{name}[{i}]", f"must have 1 to {most_chars} characters, got {len(entry)}")
+        check_unicode(f"{name}[{i}]", entry)
+    return entries
+
+
+def _normalise_strings(params: SamplingParams) -> None:
+    stop = [params.stop] if isinstance(params.stop, str) else params.stop
+    force_setattr(params, "stop", _strings("stop", stop, MAX_STOP_STRINGS, MAX_STOP_CHARS))
+    words = _strings("bad_words", params.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS)
+    force_setattr(params, "bad_words", words)
+    if params.stop and not params.detokenize:
+        raise ParameterError("stop", "stop strings need detokenize=True", "unsupported_parameter")
+    extra = params.extra_args
+    if extra is None:
+        return
+    if not isinstance(extra, dict):
+        raise _type_error("extra_args", "an object", extra)
+    try:
+        size = len(msgspec.msgpack.encode(extra))
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        raise ParameterError("extra_args", "must hold plain data only", "invalid_type") from None
+    if size > MAX_EXTRA_BYTES:
+        raise ParameterError("extra_args", f"must encode to at most {MAX_EXTRA_BYTES} bytes, got {size}")
+
+
+def _normalise_ids(params: SamplingParams) -> None:
+    force_setattr(params, "stop_token_ids", _ids("stop_token_ids", params.stop_token_ids, MAX_ID_LIST))
+    if params.logprob_token_ids is not None:
+        ids = _ids("logprob_token_ids", params.logprob_token_ids, MAX_ID_LIST)
+        force_setattr(params, "logprob_token_ids", ids)
+    if params.allowed_token_ids is not None:
+        allowed = _ids("allowed_token_ids", params.allowed_token_ids, INT32_MAX)
+        if not allowed:
+            raise ParameterError("allowed_token_ids", "must not be empty: no token could be sampled")
+        force_setattr(params, "allowed_token_ids", allowed)
+    if params.bad_words_token_ids is not None:
+        num = sum(len(ids) for ids in params.bad_words_token_ids)
+        if num > MAX_BAD_WORD_TOKENS:
+            raise ParameterError("bad_words", f"may have {MAX_BAD_WORD_TOKENS} tokens together, got {num}")
+    bias = params.logit_bias
+    if bias is None:
+        return
+    if not isinstance(bias, dict):
+        raise _type_error("logit_bias", "an object of token id to number", bias)
+    if len(bias) > MAX_LOGIT_BIAS:
+        raise ParameterError("logit_bias", f"may hold at most {MAX_LOGIT_BIAS} entries, got {len(bias)}")
+    force_setattr(
+        params,
+        "logit_bias",
+        {
+            _int("logit_bias token id", key, 0, INT32_MAX): _float("logit_bias value", value, -100.0, 100.0)
+            for key, value in bias.items()
+        },
+    )
+
+
+def _bias_key(key: object) -> object:
+    """JSON's object keys are strings: a decimal one is a token id."""
+    if isinstance(key, str):
+        if not (key.isascii() and key.isdecimal() and len(key) <= 10):
+            raise ParameterError("logit_bias", "keys must be token ids in decimal", "invalid_type")
+        return int(key)
+    return key
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What a model and the engine's configuration allow."""
+
+    vocab_size: int  # the logits' width: what sampling indexes
+    max_model_len: int  # tokens of prompt and output together
+    num_token_ids: int = 0  # ids that the tokenizer knows; prompts may hold only these; 0: vocab_size
+    max_token_bytes: int = 0  # UTF-8 bytes that one token can stand for at most; 0: unknown
+    max_logprobs: int = 20
+    max_total_tokens: int = 1 << 20  # n * max_tokens of one request
+
+
+def check(params: SamplingParams, limits: Limits, num_prompt_tokens: int) -> int:
+    """Check what depends on the model and the prompt's length.
+
+    Returns:
+        max_tokens of this request, at least 1: what was asked, cut to the room that the prompt leaves.
+
+    Raises:
+        ParameterError: names the field, the value and the limit.
+
+    """
+    check_length(num_prompt_tokens, limits, params.max_tokens)
+    room = limits.max_model_len - num_prompt_tokens
+    max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+    if params.min_tokens > max_tokens:
+        message = f"{params.min_tokens} is more than the {room} tokens that the prompt leaves"
+        raise ParameterError("min_tokens", f"{message} of max_model_len {limits.max_model_len}")
+    total = params.n * max_tokens
+    if total > limits.max_total_tokens:
+        message = f"n {params.n} x max_tokens {max_tokens} = {total} exceeds {limits.max_total_tokens}"
+        raise ParameterError("n", message)
+    for name in ("logprobs", "prompt_logprobs"):
+        value = getattr(params, name)
+        if value is not None and value > limits.max_logprobs:
+            raise ParameterError(name, f"must be <= max_logprobs {limits.max_logprobs}, got {value}")
+    lists = {name: getattr(params, name) for name in ("stop_token_ids", "logprob_token_ids", "allowed_token_ids")}
+    lists |= {
+        "logit_bias": params.logit_bias,
+        "bad_words": [max(ids) for ids in params.bad_words_token_ids or ()],
+    }
+    for name, ids in lists.items():
+        if ids and max(ids) >= limits.vocab_size:
+            message = f"token ids must be below {limits.vocab_size}, got {max(ids)}"
+            raise ParameterError(name, message, "invalid_token_id")
+    return max_tokens
+
+
+def check_length(num_tokens: int, limits: Limits, max_tokens: int | None = None) -> None:
+    """Check a prompt's length: at least one token, and room for one more. Raises ParameterError."""
+    if num_tokens < 1:
+        raise ParameterError("prompt", "must not be empty", "empty_prompt")
+    if num_tokens >= limits.max_model_len:
+        message = f"prompt {num_tokens} + max_tokens {max_tokens or 1} > max_model_len {limits.max_model_len}"
+        raise ParameterError("prompt", message, "context_length_exceeded")
+
+
+def check_token_ids(token_ids: object, limits: Limits) -> list[int]:
+    """Check a prompt given as token ids: their number first, then each one.
+
+    Returns:
+        The ids as a list of plain ints.
+
+    Raises:
+        ParameterError: empty_prompt, context_length_exceeded, or invalid_token_id with the first bad index.
+
+    """
+    if isinstance(token_ids, str | bytes | dict) or not isinstance(token_ids, Sequence):
+        if not hasattr(token_ids, "tolist"):  # arrays are welcome
+            raise _type_error("prompt", "text or a list of token ids", token_ids)
+        token_ids = token_ids.tolist()
+        if not isinstance(token_ids, list):
+            raise _type_error("prompt", "text or a list of token ids", token_ids)
+    check_length(len(token_ids), limits)
+    high = limits.num_token_ids or limits.vocab_size
+    if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < high:
+        return list(token_ids)
+    for i, token in enumerate(token_ids):
+        if isinstance(token, bool) or not hasattr(token, "__index__"):
+            message = f"token id at index {i} must be an integer, got {_shown(token)}"
+            raise ParameterError("prompt", message, "invalid_token_id")
+        if not 0 <= token < high:
+            message = f"token id at index {i} must be in [0, {high}), got {_shown(int(token))}"
+            raise ParameterError("prompt", message, "invalid_token_id")
+    return [operator.index(token) for token in token_ids]
+
+
+def check_text(text: object, limits: Limits) -> str:
+    """Check a text prompt before it is tokenized.
+
+    It must not be empty, be real Unicode, and not be so long that it cannot fit whatever its tokens are.
+    Raises ParameterError: empty_prompt, invalid_unicode, invalid_type or context_length_exceeded.
+    """
+    if not isinstance(text, str):
+        raise _type_error("prompt", "text or a list of token ids", text)
+    if not text:
+        raise ParameterError("prompt", "must not be empty", "empty_prompt")
+    most = limits.max_model_len * limits.max_token_bytes
+    if most and len(text) > most:  # a character has at least one byte: refuse before encoding
+        num_bytes = len(text)
+    else:
+        check_unicode("prompt", text)
+        num_bytes = len(text.encode())
+    if most and num_bytes > most:
+        message = f"{num_bytes} bytes cannot fit in {limits.max_model_len} tokens (max_model_len) of at most "
+        raise ParameterError("prompt", f"{message}{limits.max_token_bytes} bytes", "context_length_exceeded")
+    return text
+
+
+def check_request_options(cache_salt: object = "", priority: object = 0) -> None:
+    """Check what a request carries beside its prompt and its parameters. Raises ParameterError."""
+    if not isinstance(cache_salt, str):
+        raise _type_error("cache_salt", "a string", cache_salt)
+    check_unicode("cache_salt", cache_salt)
+    if len(cache_salt.encode()) > MAX_CACHE_SALT_BYTES or not cache_salt.isprintable():
+        wanted = f"at most {MAX_CACHE_SALT_BYTES} bytes without control characters"
+        raise ParameterError("cache_salt", f"must be {wanted}, got {_shown(cache_salt)}")
+    _int("priority", priority, -INT32_MAX - 1, INT32_MAX)
+
+
+def ends_in_repetition(tokens: Sequence[int], detection: RepetitionDetectionParams) -> bool:
+    """Whether `tokens` end in one pattern, repeated as `detection` describes."""
+    num, count, last = len(tokens), detection.min_count, tokens[-1] if tokens else -1
+    most = min(detection.max_pattern_size, num // count) if count else 0
+    for size in range(max(detection.min_pattern_size, 1), most + 1):
+        if tokens[-1 - size] != last:
+            continue
+        # the last `count` patterns are equal if each of their tokens equals the one `size` before
+        span = size * (count - 1)
+        if tokens[num - span :] == tokens[num - span - size : num - size]:
+            return True
+    return False

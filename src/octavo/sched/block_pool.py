@@ -1,0 +1,158 @@
+"""BlockPool: who holds which block, and what full blocks can be found again by their content.
+
+Owns the reference counts, the free list in least-recently-used order, the map from (group, hash) to block, and the
+hash chain that names a block's content. Knows nothing of requests, windows or tensors. Block 0 is the null block: it
+is never handed out, released or hashed. A freed block keeps its hash until it is handed out again. Invariant: every
+block but 0 is either free with no reference or referenced and not free, and `num_free + num_used == num_blocks - 1`.
+"""
+
+from __future__ import annotations
+
+import collections
+import secrets
+import struct
+from collections.abc import Iterable, Mapping
+from hashlib import blake2b
+
+NULL_BLOCK = 0
+HASH_SIZE = 16  # bytes
+
+
+class HashChain:
+    """Names of full blocks: a keyed hash of the block's tokens and of the block before it.
+
+    The secret is drawn per process, so that names can be neither guessed nor made to collide from outside. `identity`
+    separates what the tokens do not show (a model, an adapter); a request's cache salt separates tenants.
+    """
+
+    def __init__(self, block_size: int, *, secret: bytes = b"", identity: bytes = b"") -> None:
+        """`secret`: up to 64 bytes, the same in every run that shall have the same names; empty: drawn."""
+        self.block_size = block_size
+        self._secret = secret or secrets.token_bytes(32)
+        self._keyed = blake2b(key=self._secret, digest_size=HASH_SIZE)  # copied: the key is set up once
+        self._identity = identity
+        self._pack = struct.Struct(f"<{block_size}I").pack
+
+    def root(self, salt: str) -> bytes:
+        """The parent of the first block. The personalization keeps roots apart from blocks of any content."""
+        message = struct.pack("<Q", len(self._identity)) + self._identity + salt.encode()
+        return blake2b(message, key=self._secret, digest_size=HASH_SIZE, person=b"octavo.root").digest()
+
+    def extend(self, hashes: list[bytes], tokens: list[int], salt: str, num_blocks: int) -> None:
+        """Append to `hashes` the names of the blocks from `len(hashes)` up to `num_blocks`."""
+        size, pack = self.block_size, self._pack
+        first, last = len(hashes) * size, num_blocks * size
+        if first >= last:
+            return
+        assert len(tokens) >= last, "only full blocks of known tokens have a name"
+        parent = hashes[-1] if hashes else self.root(salt)
+        for start in range(first, last, size):
+            digest = self._keyed.copy()
+            digest.update(parent + pack(*tokens[start : start + size]))
+            parent = digest.digest()
+            hashes.append(parent)
+
+
+class BlockPool:
+    """Blocks 1 .. num_blocks - 1, shared by all cache groups.
+
+    A hash finds at most one block per group. A second block of the same content stays without a hash: it is worth
+    nothing once it is free, and is then the first to be handed out again.
+    """
+
+    def __init__(self, num_blocks: int, num_groups: int) -> None:
+        """`num_blocks` counts the null block."""
+        assert num_blocks >= 2, "a pool has the null block and at least one more"
+        self.num_blocks = num_blocks
+        self._references = [0] * num_blocks
+        self._names: list[tuple[int, bytes] | None] = [None] * num_blocks  # (group, hash) of a findable block
+        self._cached: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
+        self._free = collections.OrderedDict.fromkeys(range(1, num_blocks))  # the next to be handed out first
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody holds, findable by hash or not."""
+        return len(self._free)
+
+    @property
+    def usage(self) -> float:
+        """Share of the blocks that are held, 0 to 1."""
+        return 1.0 - len(self._free) / (self.num_blocks - 1)
+
+    def cached(self, group: int) -> Mapping[bytes, int]:
+        """Hash -> block of one group, held or free."""
+        return self._cached[group]
+
+    def is_free(self, block: int) -> bool:
+        """Whether nobody holds `block`."""
+        return block in self._free
+
+    def take(self, count: int) -> list[int]:
+        """Hand out `count` blocks with one reference each; what they held before is forgotten."""
+        assert count <= len(self._free), "the caller looks at num_free first"
+        blocks = []
+        for _ in range(count):
+            block, _ = self._free.popitem(last=False)
+            if self._names[block] is not None:
+                self._unname(block)
+            self._references[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def share(self, block: int) -> None:
+        """One more reference to a block that was found by its hash."""
+        if self._references[block] == 0:
+            del self._free[block]
+        self._references[block] += 1
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Give back one reference each; null blocks are skipped. Of those now free the first is reused first."""
+        for block in blocks:
+            if block == NULL_BLOCK:
+                continue
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                self._free[block] = None
+                if self._names[block] is None:
+                    self._free.move_to_end(block, last=False)
+
+    def commit(self, block: int, group: int, block_hash: bytes) -> None:
+        """Make a held block findable, unless another of the same content is."""
+        if block_hash not in self._cached[group] and self._names[block] is None:
+            self._cached[group][block_hash] = block
+            self._names[block] = (group, block_hash)
+
+    def forget(self, block_hash: bytes) -> None:
+        """Make the content unfindable in every group. Who holds its blocks keeps them."""
+        for cached in self._cached:
+            block = cached.get(block_hash, NULL_BLOCK)
+            if block != NULL_BLOCK:
+                self._unname(block)
+
+    def reset_prefix_cache(self) -> bool:
+        """Make every block unfindable. False, and nothing changes, while any block is held."""
+        if len(self._free) != self.num_blocks - 1:
+            return False
+        for cached in self._cached:
+            cached.clear()
+        self._names = [None] * self.num_blocks
+        return True
+
+    def check(self, tables: Iterable[Iterable[int]]) -> None:
+        """Assert the invariants, given every block list of every owner. Linear in the pool: for tests and audits."""
+        expected = collections.Counter(block for table in tables for block in table if block != NULL_BLOCK)
+        for block in range(1, self.num_blocks):
+            references = self._references[block]
+            assert references == expected[block], f"block {block}: {references} references, {expected[block]} owners"
+            assert (references == 0) == (block in self._free), f"block {block} is both free and held, or neither"
+        assert NULL_BLOCK not in self._free and self._references[NULL_BLOCK] == 0, "the null block is in use"
+        named = {block: name for block, name in enumerate(self._names) if name is not None}
+        found = {block: (g, h) for g, cached in enumerate(self._cached) for h, block in cached.items()}
+        assert named == found, "the names of blocks and the map from names to blocks differ"
+
+    def _unname(self, block: int) -> None:
+        name = self._names[block]
+        assert name is not None, "the block has no name"
+        group, block_hash = name
+        del self._cached[group][block_hash]
+        self._names[block] = None

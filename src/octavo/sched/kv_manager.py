@@ -1,0 +1,207 @@
+"""KVManager: which blocks each request holds, in every cache group.
+
+Owns the block lists of admitted requests, the search for a prefix hit that suits all groups, and the moment at which
+full blocks become findable. Knows neither rows nor budgets, and leaves the counting of blocks to BlockPool. It relies
+on plans being executed in the order in which they are made: blocks are findable as soon as the step that fills them is
+planned, and may be handed on as soon as the last step that reads them is. Invariant: an admitted request has equally
+long lists in all groups, and every entry that a later query reads is a block that it references.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from octavo.groups import CacheGroup
+from octavo.request import Request
+from octavo.sched.block_pool import NULL_BLOCK, BlockPool, HashChain
+from octavo.sched.groups import cdiv, make_policies
+
+
+class Hit(NamedTuple):
+    """A prefix found in the cache. Holds no references: it is good until the pool changes."""
+
+    num_tokens: int  # a multiple of the block size
+    tables: list[list[int]]  # per group num_tokens / block_size blocks; null where no later query reads
+
+
+@dataclasses.dataclass(slots=True)
+class CacheStats:
+    """Counters since the start, in tokens of first admissions; replay after preemption is not counted."""
+
+    queries: int = 0
+    hits: int = 0
+
+
+class _Entry:
+    """The blocks of one admitted request."""
+
+    __slots__ = ("num_committed", "tables")
+
+    def __init__(self, tables: list[list[int]], num_committed: int) -> None:
+        self.tables = tables  # [group][logical index] -> block
+        self.num_committed = num_committed  # leading blocks that are findable, or were once
+
+
+class KVManager:
+    """Blocks of all requests. All groups have one block size and share one pool."""
+
+    def __init__(
+        self,
+        groups: Sequence[CacheGroup],
+        num_blocks: int,
+        *,
+        enable_prefix_caching: bool = True,
+        secret: bytes = b"",
+        identity: bytes = b"",
+    ) -> None:
+        """`num_blocks` counts the null block. `secret` and `identity`: see HashChain."""
+        assert len({group.block_size for group in groups}) == 1, "all groups have one block size"
+        self.block_size = groups[0].block_size
+        self.num_groups = len(groups)
+        self.stats = CacheStats()
+        self._enable_prefix_caching = enable_prefix_caching
+        self._policies = make_policies(groups)
+        self._sliding = [(i, policy) for i, policy in enumerate(self._policies) if groups[i].window]
+        self._pool = BlockPool(num_blocks, len(groups))
+        self._chain = HashChain(self.block_size, secret=secret, identity=identity)
+        self._entries: dict[str, _Entry] = {}
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that no request holds."""
+        return self._pool.num_free
+
+    @property
+    def usage(self) -> float:
+        """Share of the blocks that requests hold, 0 to 1."""
+        return self._pool.usage
+
+    def fits_alone(self, num_tokens: int, max_new: int) -> bool:
+        """Whether a request can reach `num_tokens` in the empty pool, by steps of at most `max_new` tokens."""
+        return self._peak_blocks(num_tokens, max_new) < self._pool.num_blocks
+
+    def match(self, request: Request, max_tokens: int) -> Hit:
+        """The longest cached prefix of at most `max_tokens` tokens that every group can continue from.
+
+        Each policy can only shorten the hit, so going round until none does ends at the longest common one.
+        """
+        num_blocks = max_tokens // self.block_size if self._enable_prefix_caching else 0
+        hashes = request.block_hashes
+        self._chain.extend(hashes, request.tokens, request.cache_salt, num_blocks)
+        cached = [self._pool.cached(group) for group in range(self.num_groups)]
+        settled = -1
+        while settled != num_blocks:
+            settled = num_blocks
+            for policy, names in zip(self._policies, cached, strict=True):
+                num_blocks = policy.longest_hit(names, hashes, num_blocks)
+        tables = []
+        for policy, names in zip(self._policies, cached, strict=True):
+            first = min(policy.first_needed(num_blocks * self.block_size), num_blocks)
+            tables.append([NULL_BLOCK] * first + [names[name] for name in hashes[first:num_blocks]])
+        return Hit(num_blocks * self.block_size, tables)
+
+    def admit(
+        self, request: Request, hit: Hit, num_tokens: int, *, max_new: int, keep_free: int
+    ) -> list[list[int]] | None:
+        """Blocks for the first `num_tokens` tokens, those of the hit among them, per group from the start.
+
+        None, and nothing changes, unless all tokens that are known, and one more, would fit now by steps of `max_new`
+        tokens and leave `keep_free` blocks.
+        """
+        assert request.request_id not in self._entries, "a request is admitted once, and again only after `free`"
+        pool = self._pool
+        shared = [block for table in hit.tables for block in table if block != NULL_BLOCK]
+        num_held = sum(not pool.is_free(block) for block in shared)
+        num_left = request.num_tokens - hit.num_tokens
+        peak = self._peak_blocks(request.num_tokens + 1, min(num_left, max_new))
+        if peak - num_held + keep_free > pool.num_free:
+            return None
+        for block in shared:
+            pool.share(block)
+        num_more = cdiv(num_tokens - hit.num_tokens, self.block_size)
+        entry = _Entry([table + pool.take(num_more) for table in hit.tables], hit.num_tokens // self.block_size)
+        self._entries[request.request_id] = entry
+        self._commit(request, entry, num_tokens)
+        if request.num_preemptions == 0:
+            self.stats.queries += request.num_tokens
+            self.stats.hits += hit.num_tokens
+        return [list(table) for table in entry.tables]
+
+    def allocate(self, request: Request, num_new: int) -> list[list[int]] | None:
+        """New blocks per group for `num_new` more tokens; empty if the last block has room; None if too few are free.
+
+        Gives back what slid out of every window. Need not be called for one token inside a block.
+        """
+        entry = self._entries[request.request_id]
+        start, end = request.num_computed, request.num_computed + num_new
+        if self._sliding:
+            # Rejected drafts may take num_computed back, but never to before the last known token.
+            self._slide(entry, min(start, request.num_tokens - 1))
+        num_more = cdiv(end, self.block_size) - len(entry.tables[0])
+        new: list[list[int]] = []
+        if num_more > 0:
+            if num_more * self.num_groups > self._pool.num_free:
+                return None
+            for table in entry.tables:
+                new.append(self._pool.take(num_more))
+                table += new[-1]
+        self._commit(request, entry, end)
+        return new
+
+    def free(self, request: Request) -> None:
+        """Give back all blocks; the full ones stay findable. A request without blocks is ignored."""
+        entry = self._entries.get(request.request_id)
+        if entry is not None:
+            self._commit(request, entry, request.num_computed)
+            self._release(request)
+
+    def forget(self, request: Request) -> None:
+        """Give back all blocks of a request that failed, and make all content of its chain unfindable."""
+        for name in request.block_hashes:
+            self._pool.forget(name)
+        self._release(request)
+
+    def reset_prefix_cache(self) -> bool:
+        """Make all content unfindable. False, and nothing changes, while any block is held."""
+        return self._pool.reset_prefix_cache()
+
+    def check(self) -> None:
+        """Assert the invariants of all blocks. Linear in the pool: for tests and audits."""
+        for entry in self._entries.values():
+            assert len(set(map(len, entry.tables))) == 1, "a request's lists are equally long in all groups"
+        self._pool.check(table for entry in self._entries.values() for table in entry.tables)
+
+    def _peak_blocks(self, num_tokens: int, max_new: int) -> int:
+        return sum(policy.peak_blocks(num_tokens, max_new) for policy in self._policies)
+
+    def _slide(self, entry: _Entry, position: int) -> None:
+        """Replace by null what no query from `position` on reads. Null blocks of a list are always leading ones."""
+        for group, policy in self._sliding:
+            table = entry.tables[group]
+            end = first = policy.first_needed(position)
+            while first > 0 and table[first - 1] != NULL_BLOCK:
+                first -= 1
+            if first < end:
+                self._pool.release(table[first:end])
+                table[first:end] = [NULL_BLOCK] * (end - first)
+
+    def _commit(self, request: Request, entry: _Entry, num_computed: int) -> None:
+        """Make the full blocks findable whose tokens are known and, with the steps planned, computed."""
+        num_full = min(num_computed, request.num_tokens) // self.block_size
+        if num_full <= entry.num_committed or not self._enable_prefix_caching:
+            return
+        self._chain.extend(request.block_hashes, request.tokens, request.cache_salt, num_full)
+        for index in range(entry.num_committed, num_full):
+            for group, table in enumerate(entry.tables):
+                if table[index] != NULL_BLOCK:
+                    self._pool.commit(table[index], group, request.block_hashes[index])
+        entry.num_committed = num_full
+
+    def _release(self, request: Request) -> None:
+        """From the tail on, all groups together: a hit needs all groups, and the head of a chain is worth most."""
+        entry = self._entries.pop(request.request_id, None)
+        if entry is not None:
+            for blocks in zip(*map(reversed, entry.tables), strict=True):
+                self._pool.release(blocks)

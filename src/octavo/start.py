@@ -1,0 +1,194 @@
+"""The start of an engine: from a config to running parts, in phases that are timed.
+
+Owns the order of the start and the wiring of its parts. Holds nothing afterwards. Invariant: every refusal of a
+setting or a model folder happens here, before the first request, as one ValueError.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from octavo import probe
+from octavo.arch import Arch
+from octavo.attention.base import BACKENDS, AttentionBackend, Variant
+from octavo.config import EngineConfig, Resolved, resolve
+from octavo.device.batch import InputBuffers
+from octavo.device.block_table import BlockTables
+from octavo.device.request_table import RequestTable
+from octavo.generation_config import default_sampling
+from octavo.groups import CacheGroup, make_groups
+from octavo.hf_config import read_arch
+from octavo.kv_cache.layout import layout_by_name
+from octavo.kv_cache.pool import KVCachePool
+from octavo.memory import MemoryPlan, plan_memory
+from octavo.model_state.default import DefaultModelState
+from octavo.models.base import Model
+from octavo.models.hub import find_model
+from octavo.models.loader import load_model
+from octavo.observe import Phases
+from octavo.ops import native
+from octavo.sampling.sampler import Sampler
+from octavo.sampling_params import Limits, SamplingParams
+from octavo.sched.kv_manager import KVManager
+from octavo.sched.scheduler import Scheduler
+from octavo.text.no_tokenizer import NoTokenizer
+from octavo.text.tokenizer import Tokenizer, load_tokenizer
+from octavo.worker.executor import Executor, InlineExecutor, ThreadExecutor
+from octavo.worker.runner import Runner
+
+_LOG = logging.getLogger(__name__)
+
+# K and V of one head of a block lie together: a query walks them in order.
+_LAYOUT = "LBHNC"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """What an engine drives."""
+
+    resolved: Resolved
+    arch: Arch
+    memory: MemoryPlan
+    tokenizer: Tokenizer | NoTokenizer
+    limits: Limits
+    default_sampling: SamplingParams
+    eos_token_ids: Sequence[int]
+    scheduler: Scheduler
+    runner: Runner
+    executor: Executor
+    numerics_contract: dict[str, str]
+
+
+def start_engine(config: EngineConfig, phases: Phases) -> Parts:
+    """Build every part. Raises ValueError, in one line, for what cannot run."""
+    with phases("find and read the model's config"):
+        folder = find_model(config.model, config.revision)
+        arch = read_arch(folder)
+        facts = probe.device_facts(config.device)
+        resolved = resolve(config, arch, facts)
+    with phases("load the tokenizer"):
+        tokenizer = _load_tokenizer(find_model(config.tokenizer) if config.tokenizer else folder, arch, config)
+    with phases("load the weights"):
+        _set_up_cpu(resolved)
+        device, dtype = torch.device(resolved.device), getattr(torch, resolved.dtype)
+        model = load_model(
+            arch, folder, dtype, resolved.quantization, resolved.load_format, device=device, seed=resolved.seed
+        )
+    with phases("allocate the cache and the tables"):
+        groups = make_groups(arch, resolved.block_size)
+        free_bytes, total_bytes = _memory(resolved)
+        memory = plan_memory(arch, resolved, groups, free_bytes, total_bytes=total_bytes, weights_loaded=True)
+        resolved = dataclasses.replace(resolved, max_model_len=memory.max_model_len)
+        runner = make_runner(model, arch, resolved, groups, memory.num_blocks)
+        scheduler = _make_scheduler(resolved, groups, memory.num_blocks)
+        executor = ThreadExecutor(runner.execute) if resolved.async_scheduling else InlineExecutor(runner.execute)
+    _LOG.info("attention backend %s: %s", resolved.attention_backend, resolved.why.get("attention_backend", "chosen"))
+    return Parts(
+        resolved=resolved,
+        arch=arch,
+        memory=memory,
+        tokenizer=tokenizer,
+        limits=Limits(
+            vocab_size=arch.vocab_size,
+            max_model_len=resolved.max_model_len,
+            num_token_ids=tokenizer.num_token_ids,
+            max_token_bytes=tokenizer.max_token_bytes,
+            max_logprobs=resolved.max_logprobs,
+        ),
+        default_sampling=default_sampling(folder, config),
+        eos_token_ids=arch.eos_token_ids,
+        scheduler=scheduler,
+        runner=runner,
+        executor=executor,
+        numerics_contract=probe.numerics_contract(
+            device=resolved.device,
+            dtype=resolved.dtype,
+            quantization=resolved.quantization,
+            native=native.isa(),
+            attention=resolved.attention_backend,
+        ),
+    )
+
+
+def make_runner(
+    model: Model, arch: Arch, resolved: Resolved, groups: Sequence[CacheGroup], num_blocks: int
+) -> Runner:
+    """Allocate the cache and the tables for `model` and wire them to a runner."""
+    device, dtype = torch.device(resolved.device), getattr(torch, resolved.dtype)
+    pool = KVCachePool(
+        groups,
+        num_blocks=num_blocks,
+        num_kv_heads=arch.num_kv_heads,
+        head_size=arch.head_size,
+        dtype=dtype,
+        device=device,
+        layout=layout_by_name(_LAYOUT),
+    )
+    limits = {"max_num_rows": resolved.max_num_seqs, "max_model_len": resolved.max_model_len}
+    requests = RequestTable(**limits, device=device)
+    tables = BlockTables(groups, **limits, device=device)
+    buffers = InputBuffers(
+        tables, max_num_rows=resolved.max_num_seqs, max_num_tokens=resolved.max_num_batched_tokens, device=device
+    )
+    sampler = Sampler(
+        **limits,
+        vocab_size=arch.vocab_size,
+        device=device,
+        tokens=requests.token_ids.data,
+        prompt_lens=requests.prompt_len.data,
+        logprobs_mode=resolved.logprobs_mode,
+        max_logprobs=resolved.max_logprobs,
+    )
+    backends = [make_backend(resolved, _variants(model, group), dtype, device) for group in groups]
+    state = DefaultModelState(groups, backends, pool)
+    return Runner(model, state, pool, requests, tables, buffers, sampler)
+
+
+def make_backend(
+    resolved: Resolved, variants: Sequence[Variant], dtype: torch.dtype, device: torch.device
+) -> AttentionBackend:
+    """The attention backend of one cache group."""
+    backend: AttentionBackend = BACKENDS.resolve(resolved.attention_backend)(variants, dtype, device)
+    return backend
+
+
+def _variants(model: Model, group: CacheGroup) -> list[Variant]:
+    return list(dict.fromkeys(model.attention_variants[layer] for layer in group.layers))
+
+
+def _make_scheduler(resolved: Resolved, groups: Sequence[CacheGroup], num_blocks: int) -> Scheduler:
+    kv = KVManager(groups, num_blocks, enable_prefix_caching=resolved.enable_prefix_caching)
+    return Scheduler(
+        kv,
+        max_num_seqs=resolved.max_num_seqs,
+        max_num_batched_tokens=resolved.max_num_batched_tokens,
+        max_model_len=resolved.max_model_len,
+        policy=resolved.scheduling_policy,
+        enable_chunked_prefill=resolved.enable_chunked_prefill,
+    )
+
+
+def _load_tokenizer(folder: Path, arch: Arch, config: EngineConfig) -> Tokenizer | NoTokenizer:
+    """Dummy weights may come without a tokenizer; anything else needs one."""
+    if config.load_format == "dummy" and not (folder / "tokenizer.json").exists():
+        return NoTokenizer()
+    return load_tokenizer(folder, arch)
+
+
+def _set_up_cpu(resolved: Resolved) -> None:
+    torch.set_num_threads(resolved.num_threads)
+    if native.available():
+        native.set_num_threads(resolved.num_threads)
+
+
+def _memory(resolved: Resolved) -> tuple[int, int]:
+    """Free and total bytes of the device, with the weights loaded."""
+    if resolved.device == "cuda":
+        free_bytes, total_bytes = torch.cuda.mem_get_info()
+        return free_bytes, total_bytes
+    return probe.memory_bytes()

@@ -1,0 +1,336 @@
+"""From the scheduler's updates to what users see: text, log-probabilities, stop strings, outputs.
+
+Owns every request between add and its last output: its text so far, what was handed out, and its `n` completions as
+one RequestOutput. Does not know the engine, devices or transport. Invariant: a request gives exactly one output with
+`finished`; the updates that arrive for a completion after its end are ignored. A token costs constant time, except
+that RequestOutputKind.CUMULATIVE copies what it repeats.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+
+from octavo.outputs import CompletionOutput, Logprob, LogprobsDict, RequestMetrics, RequestOutput
+from octavo.plan import TokenLogprobs
+from octavo.sampling_params import (
+    ParameterError,
+    RequestOutputKind,
+    SamplingParams,
+    ends_in_repetition,
+)
+from octavo.text.detokenizer import Detokenizer, StopChecker
+from octavo.text.tokenizer import Tokenizer
+from octavo.updates import RequestUpdate
+
+
+class OutputProcessor:
+    """Turns updates into outputs. Used by one thread, but for `add`."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        """Without a tokenizer only requests with `detokenize=False` can be added; tokens then have no text."""
+        self._tokenizer = tokenizer
+        self._requests: dict[str, _Request] = {}
+        self._children: dict[str, _Child] = {}
+
+    def add(
+        self, request_id: str, prompt: str | None, prompt_token_ids: Sequence[int], params: SamplingParams
+    ) -> list[str]:
+        """Begin a request.
+
+        Returns:
+            The ids of its `params.n` sequences, by which updates name them: its own id if there is one.
+
+        Raises:
+            ParameterError: a request with this id is there already, or there is no tokenizer for its text.
+
+        """
+        single = params.n == 1
+        child_ids = [request_id] if single else [f"{index}_{request_id}" for index in range(params.n)]
+        if request_id in self._requests or any(child_id in self._children for child_id in child_ids):
+            raise ParameterError("request_id", "is in use by another request", "conflict")
+        if self._tokenizer is None and params.detokenize:
+            raise ParameterError("detokenize", "must be false: there is no tokenizer", "unsupported_parameter")
+        request = _Request(request_id, prompt, list(prompt_token_ids), params)
+        for index, child_id in enumerate(child_ids):
+            child = _Child(request, index, child_id, self._tokenizer)
+            request.children.append(child)
+            self._children[child_id] = child
+        self._requests[request_id] = request
+        return child_ids
+
+    def process(self, updates: Iterable[RequestUpdate]) -> tuple[list[RequestOutput], list[str]]:
+        """Take the updates of one step.
+
+        Returns:
+            The outputs that are due, one per request at most, and the ids of sequences that ended here (a stop
+            string or a repetition) and that the scheduler has to abort.
+
+        """
+        stopped: list[str] = []
+        touched: dict[str, _Request] = {}
+        now = time.monotonic()
+        for update in updates:
+            child = self._children.get(update.request_id)
+            if child is None:
+                continue
+            request = child.request
+            if child.take(update, now) and update.finish_reason is None:
+                stopped.append(update.request_id)
+            if child.finish_reason is not None:
+                del self._children[update.request_id]
+            if child.is_due():
+                touched[request.request_id] = request
+        return self._emit(touched.values(), now), stopped
+
+    def abort(self, request_ids: Iterable[str]) -> tuple[list[str], list[RequestOutput]]:
+        """End requests, named by the ids they were added with. Unknown ids are ignored.
+
+        Returns:
+            The ids of their unfinished sequences, which the scheduler has to abort, and their last outputs.
+
+        """
+        ended: list[str] = []
+        touched: dict[str, _Request] = {}
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            for child in request.children if request else ():
+                if child.finish_reason is None:
+                    child.end("abort", None)
+                    ended.append(child.child_id)
+                    del self._children[child.child_id]
+                    touched[request_id] = child.request
+        return ended, self._emit(touched.values(), time.monotonic())
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that have not ended."""
+        return len(self._requests)
+
+    def _emit(self, requests: Iterable[_Request], now: float) -> list[RequestOutput]:
+        outputs = []
+        for request in requests:
+            finished = all(child.finish_reason is not None for child in request.children)
+            if finished:
+                del self._requests[request.request_id]
+                request.metrics.finished_time = request.wall(now)
+            elif request.params.output_kind is RequestOutputKind.FINAL_ONLY:
+                continue
+            outputs.append(request.output(finished))
+        return outputs
+
+
+class _Request:
+    """What the completions of a request share."""
+
+    __slots__ = (
+        "_arrival",
+        "children",
+        "metrics",
+        "num_cached",
+        "params",
+        "prompt",
+        "prompt_logprobs",
+        "prompt_token_ids",
+        "request_id",
+    )
+
+    def __init__(
+        self, request_id: str, prompt: str | None, prompt_token_ids: list[int], params: SamplingParams
+    ) -> None:
+        self.request_id, self.prompt, self.prompt_token_ids = request_id, prompt, prompt_token_ids
+        self.params = params
+        self.children: list[_Child] = []
+        wanted = params.prompt_logprobs is not None
+        self.prompt_logprobs: list[LogprobsDict | None] | None = [None] if wanted else None
+        self.num_cached = 0
+        self._arrival = time.monotonic()
+        self.metrics = RequestMetrics(arrival_time=time.time())
+
+    def wall(self, now: float) -> float:
+        """A monotonic time as seconds since the epoch, counted from the arrival."""
+        return self.metrics.arrival_time + now - self._arrival
+
+    def output(self, finished: bool) -> RequestOutput:
+        """What is due now. DELTA: only completions with news; else all of them."""
+        delta = self.params.output_kind is RequestOutputKind.DELTA
+        due = [child for child in self.children if not delta or child.is_due()]
+        prompt_logprobs = self.prompt_logprobs
+        if delta:
+            self.prompt_logprobs = None  # handed out once
+        metrics = self.metrics
+        return RequestOutput(
+            self.request_id,
+            self.prompt,
+            self.prompt_token_ids,
+            prompt_logprobs,
+            [child.output(delta) for child in due],
+            finished,
+            RequestMetrics(
+                metrics.arrival_time,
+                metrics.first_token_time,
+                metrics.last_token_time,
+                metrics.finished_time,
+                metrics.time_in_queue,
+            ),
+            None,
+            self.num_cached,
+        )
+
+
+class _Child:
+    """One completion. `_pieces` is its text not yet handed out (DELTA) or all of it."""
+
+    __slots__ = (
+        "_cumulative",
+        "_detokenizer",
+        "_logprobs",
+        "_num_sent",
+        "_pieces",
+        "_sent_end",
+        "_stop",
+        "_streams",
+        "_token_ids",
+        "_tokenizer",
+        "child_id",
+        "finish_reason",
+        "index",
+        "request",
+        "stop_reason",
+    )
+
+    def __init__(self, request: _Request, index: int, child_id: str, tokenizer: Tokenizer | None) -> None:
+        params = request.params
+        self.request, self.index, self.child_id = request, index, child_id
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self._tokenizer = tokenizer
+        self._detokenizer: Detokenizer = _NO_TEXT
+        if params.detokenize and tokenizer is not None:
+            self._detokenizer = tokenizer.detokenizer(
+                request.prompt_token_ids, params.skip_special_tokens, params.spaces_between_special_tokens
+            )
+        stops = params.stop_strings
+        self._stop = StopChecker(stops, params.include_stop_str_in_output) if stops else None
+        self._streams = params.output_kind is not RequestOutputKind.FINAL_ONLY
+        wanted = params.logprobs is not None or params.logprob_token_ids is not None
+        self._logprobs: list[LogprobsDict] | None = [] if wanted else None
+        self._cumulative = 0.0
+        self._token_ids: list[int] = []
+        self._pieces: list[str] = []
+        self._num_sent = 0  # tokens handed out
+        self._sent_end = False
+
+    def is_due(self) -> bool:
+        """Whether there is something to hand out: the end, the first token, or an interval's worth of tokens."""
+        if self.finish_reason is not None:
+            return not self._sent_end
+        if not self._streams:
+            return False
+        num_new = len(self._token_ids) - self._num_sent
+        return num_new >= self.request.params.stream_interval or (num_new > 0 and self._num_sent == 0)
+
+    def take(self, update: RequestUpdate, now: float) -> bool:
+        """Take one update. Returns whether a stop string or a repetition ended the completion."""
+        request, params = self.request, self.request.params
+        if update.num_cached > request.num_cached:
+            request.num_cached = update.num_cached
+        if update.queue_time is not None and request.metrics.time_in_queue is None:
+            request.metrics.time_in_queue = update.queue_time
+        if update.prompt_logprobs and self.index == 0 and request.prompt_logprobs is not None:
+            request.prompt_logprobs += [self._as_dict(entry) for entry in update.prompt_logprobs]
+        if update.tokens:
+            metrics = request.metrics
+            metrics.last_token_time = request.wall(now)
+            if metrics.first_token_time is None:
+                metrics.first_token_time = metrics.last_token_time
+            if self._take_tokens(update, params):
+                return True
+        if update.finish_reason is not None:
+            self.end(str(update.finish_reason), update.error or update.stop_reason)
+        return False
+
+    def end(self, finish_reason: str, stop_reason: int | str | None) -> None:
+        """The completion is over: let go of the text that was held back."""
+        self.finish_reason, self.stop_reason = finish_reason, stop_reason
+        rest = self._detokenizer.flush()
+        if self._stop is not None:
+            shown, _ = self._stop.feed(rest, active=False)
+            rest = shown + self._stop.flush()
+        if rest:
+            self._pieces.append(rest)
+
+    def output(self, delta: bool) -> CompletionOutput:
+        """The completion as it stands, or what is new of it."""
+        text = "".join(self._pieces)
+        logprobs = self._logprobs
+        if delta:
+            token_ids = self._token_ids[self._num_sent :]
+            logprobs = None if logprobs is None else logprobs[self._num_sent :]
+            self._pieces.clear()
+        else:
+            token_ids = self._token_ids.copy()
+            logprobs = None if logprobs is None else logprobs.copy()
+            self._pieces[:] = [text]
+        self._num_sent = len(self._token_ids)
+        self._sent_end = self.finish_reason is not None
+        cumulative = self._cumulative if logprobs is not None else None
+        return CompletionOutput(self.index, text, token_ids, cumulative, logprobs, self.finish_reason, self.stop_reason)
+
+    def _take_tokens(self, update: RequestUpdate, params: SamplingParams) -> bool:
+        """Append tokens with their text up to a stop. Returns whether one was found here."""
+        tokens, logprobs = update.tokens, update.logprobs
+        # the text of the token that stopped the request is no part of the answer, unless asked for
+        silent = update.finish_reason == "stop" and not params.include_stop_str_in_output
+        last = len(tokens) - 1
+        for i, token_id in enumerate(tokens):
+            self._token_ids.append(token_id)
+            if logprobs and self._logprobs is not None:
+                entry = logprobs[i]
+                self._logprobs.append(self._as_dict(entry))
+                self._cumulative += entry.logprobs[0]
+            if silent and i == last:
+                return False
+            text = self._detokenizer.add(token_id)
+            if self._stop is not None:
+                text, found = self._stop.feed(text, active=len(self._token_ids) > params.min_tokens)
+                if found is not None:
+                    self.finish_reason, self.stop_reason = "stop", found
+                    self._pieces.append(text)
+                    return True
+            if text:
+                self._pieces.append(text)
+            if params.repetition_detection is not None and self._repeats(params):
+                self.end("repetition", "repetition_detected")
+                return True
+        return False
+
+    def _repeats(self, params: SamplingParams) -> bool:
+        detection = params.repetition_detection
+        if detection is None or len(self._token_ids) < params.min_tokens:
+            return False
+        return ends_in_repetition(self._token_ids, detection)
+
+    def _as_dict(self, entry: TokenLogprobs) -> LogprobsDict:
+        text = self._tokenizer.decode_token if self._tokenizer is not None else _no_text
+        return {
+            token_id: Logprob(logprob, rank, text(token_id))
+            for token_id, logprob, rank in zip(entry.token_ids, entry.logprobs, entry.ranks, strict=True)
+        }
+
+
+class _NoText:
+    """The detokenizer of requests that want none."""
+
+    def add(self, token_id: int) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
+_NO_TEXT = _NoText()
+
+
+def _no_text(token_id: int) -> str | None:
+    return None

@@ -1,0 +1,26 @@
+"""The word from the scheduler to the text layer: what one step gave to one request.
+
+Owns RequestUpdate. Frozen and msgpack-able, so that text processing may live in another process than the
+engine. It knows neither text nor devices. Invariant: the updates of a request, in order, hold each of its output
+tokens exactly once; the one with a `finish_reason` is the last.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from octavo.plan import TokenLogprobs
+
+
+class RequestUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
+    """New tokens of one request (one, or several with speculation), and its end if it has ended."""
+
+    request_id: str
+    tokens: list[int] = []  # output tokens of this step, a stop token included
+    logprobs: list[TokenLogprobs] = []  # one per token if the request asks for them, else empty
+    prompt_logprobs: list[TokenLogprobs] = []  # the next prompt positions in order, counted from position 1
+    finish_reason: str | None = None  # "stop", "length", "abort", "error", "repetition"; None: goes on
+    stop_reason: int | str | None = None  # the stop token's id or the stop string; None for EOS
+    num_cached: int = 0  # prompt tokens that a prefix hit saved; the largest value of a request counts
+    queue_time: float | None = None  # seconds from add to the first schedule, in one update at most
+    error: str = ""  # with finish_reason "error": the reason, e.g. "nan_logits"

@@ -1,0 +1,71 @@
+"""Executors: where a worker runs, seen from the engine.
+
+Owns the hand-over of plans and results. `InlineExecutor` runs a step in the caller's thread: nothing overlaps.
+`ThreadExecutor` runs steps in order on one thread of its own, so that the engine plans step N + 1 while step N runs.
+Invariant: steps execute in the order in which they were submitted.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Callable
+from typing import Protocol
+
+from octavo.plan import StepPlan, StepResult
+
+
+class PendingResult(Protocol):
+    """The result of a step that may still run."""
+
+    def result(self) -> StepResult:
+        """Wait for the step and give its result; raises what the step raised."""
+
+
+class Executor(Protocol):
+    """Submits steps to a worker."""
+
+    def submit(self, plan: StepPlan) -> PendingResult:
+        """Issue a step. Does not wait for it where the executor is asynchronous."""
+
+    def close(self) -> None:
+        """Wait for issued steps and release the worker."""
+
+
+class _Done:
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
+
+    def result(self) -> StepResult:
+        return self._result
+
+
+class InlineExecutor:
+    """Runs each step before `submit` returns."""
+
+    def __init__(self, execute: Callable[[StepPlan], StepResult]) -> None:
+        """`execute` is a runner's."""
+        self._execute = execute
+
+    def submit(self, plan: StepPlan) -> PendingResult:
+        """Run the step."""
+        return _Done(self._execute(plan))
+
+    def close(self) -> None:
+        """Nothing is in flight."""
+
+
+class ThreadExecutor:
+    """Runs steps on a thread of its own."""
+
+    def __init__(self, execute: Callable[[StepPlan], StepResult]) -> None:
+        """`execute` is a runner's."""
+        self._execute = execute
+        self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="octavo-worker")
+
+    def submit(self, plan: StepPlan) -> PendingResult:
+        """Queue the step behind the ones before it."""
+        return self._pool.submit(self._execute, plan)
+
+    def close(self) -> None:
+        """Wait for issued steps and end the thread."""
+        self._pool.shutdown(wait=True, cancel_futures=True)

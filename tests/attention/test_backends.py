@@ -1,0 +1,60 @@
+"""The reference and cpu backends through the AttentionBackend protocol."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from batches import make_batch, make_history
+
+from octavo.attention.base import BACKENDS, AttentionInputs, Variant
+from octavo.ops import native
+
+CPU = torch.device("cpu")
+VARIANTS = (
+    Variant(num_heads=4, num_kv_heads=2, head_size=32, scale=0.2),
+    Variant(num_heads=4, num_kv_heads=2, head_size=32, scale=0.2, window=20, soft_cap=15.0),
+)
+
+
+def _run(name: str, dtype: torch.dtype) -> list[torch.Tensor]:
+    history = make_history(1, 90, 4, 2, 32, dtype)
+    batch = make_batch([(history, 90, 1), (history, 64, 40), (history, 3, 3)], 16)
+    inputs = AttentionInputs(
+        num_rows=3, num_tokens=44, max_query_len=40, max_seq_len=128, block_size=16,
+        query_start=torch.cat([batch.query_start, torch.full((4,), 44, dtype=torch.int32)]),
+        seq_lens=torch.cat([batch.seq_lens, torch.zeros(4, dtype=torch.int32)]), block_table=batch.block_table,
+        slot_mapping=torch.full((44,), -1),
+    )  # fmt: skip
+    backend = BACKENDS.resolve(name)(VARIANTS, dtype, CPU)
+    backend.prepare(inputs)
+    results = []
+    for variant in VARIANTS:
+        out = torch.empty_like(batch.q)
+        backend.run(batch.q, batch.kv, variant, out)
+        results.append(out)
+    return results
+
+
+@pytest.mark.skipif(not native.available(), reason="the native library is not built")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cpu_equals_reference(dtype: torch.dtype) -> None:
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    for ours, expected in zip(_run("cpu", dtype), _run("reference", dtype), strict=True):
+        torch.testing.assert_close(ours, expected, atol=tolerance, rtol=0)
+
+
+def test_reference_takes_float16() -> None:
+    assert all(out.isfinite().all() for out in _run("reference", torch.float16))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "named"), [(torch.float16, "cpu", "float16"), (torch.float32, "cuda", "cuda")]
+)
+def test_cpu_refuses_with_the_value(dtype: torch.dtype, device: str, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        BACKENDS.resolve("cpu")(VARIANTS, dtype, torch.device(device))
+
+
+def test_cpu_without_the_library_names_the_way_out() -> None:
+    with native.disabled(), pytest.raises(ValueError, match="build_ext --inplace.*reference"):
+        BACKENDS.resolve("cpu")(VARIANTS, torch.float32, CPU)

@@ -1,0 +1,20 @@
+"""The settings under which a request must give the same tokens and the same bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# A pool of this many blocks holds a few of the prompts at once, so running together they preempt each other.
+SMALL_POOL = {"num_gpu_blocks_override": 40, "max_model_len": 512, "max_num_seqs": 50}
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "batch of 50": {"max_num_seqs": 50},
+    "chunks of 16": {"max_num_batched_tokens": 16, "max_num_seqs": 16},
+    "chunks of 64": {"max_num_batched_tokens": 64, "max_num_seqs": 50},
+    "chunks of 512": {"max_num_batched_tokens": 512, "max_num_seqs": 50},
+    "no prefix cache": {"enable_prefix_caching": False, "max_num_seqs": 50},
+    "small pool": SMALL_POOL,
+    "asynchronous": {"async_scheduling": True, "max_num_seqs": 50},
+    "asynchronous, small pool": {"async_scheduling": True, **SMALL_POOL},
+    "blocks of 64": {"block_size": 64, "max_num_seqs": 50},
+}

@@ -1,0 +1,90 @@
+"""A seeded request gives the same tokens and bit-equal log-probabilities in every setting, in float32 and bfloat16."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from settings_matrix import SETTINGS
+
+from octavo import LLM, SamplingParams
+
+NUM_OUTPUT = 16
+
+Result = list[tuple[list[int], list[float]]]
+
+
+def _params(count: int) -> list[SamplingParams]:
+    return [
+        SamplingParams(
+            temperature=0.9, top_p=0.95, seed=1000 + index, max_tokens=NUM_OUTPUT, ignore_eos=True, logprobs=0
+        )
+        for index in range(count)
+    ]
+
+
+def _results(llm: LLM, prompts: list[str]) -> Result:
+    results = []
+    for output in llm.generate(prompts, _params(len(prompts))):
+        completion = output.outputs[0]
+        assert completion.logprobs is not None
+        logprobs = [
+            entry[token].logprob for entry, token in zip(completion.logprobs, completion.token_ids, strict=True)
+        ]
+        results.append((list(completion.token_ids), logprobs))
+    return results
+
+
+@pytest.fixture(scope="module")
+def alone(held_out_prompts: list[str]) -> dict[str, Result]:
+    """Each prompt by itself."""
+    results = {}
+    for dtype in ("float32", "bfloat16"):
+        with LLM(dtype=dtype, enable_prefix_caching=False) as llm:
+            params = _params(len(held_out_prompts))
+            results[dtype] = [
+                _one(llm, prompt, own) for prompt, own in zip(held_out_prompts, params, strict=True)
+            ]
+    return results
+
+
+def _one(llm: LLM, prompt: str, params: SamplingParams) -> tuple[list[int], list[float]]:
+    completion = llm.generate(prompt, params)[0].outputs[0]
+    assert completion.logprobs is not None
+    chosen = zip(completion.logprobs, completion.token_ids, strict=True)
+    return list(completion.token_ids), [entry[token].logprob for entry, token in chosen]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_setting(
+    make_llm: Any, held_out_prompts: list[str], alone: dict[str, Result], name: str, dtype: str
+) -> None:
+    llm = make_llm(dtype=dtype, **SETTINGS[name])
+    for _ in range(2):  # the second time the prefix cache is warm
+        assert _results(llm, held_out_prompts) == alone[dtype]
+
+
+def test_siblings_equal_separate_requests(make_llm: Any, held_out_prompts: list[str]) -> None:
+    llm = make_llm()
+    params = SamplingParams(temperature=1.0, seed=7, n=4, max_tokens=12, ignore_eos=True)
+    siblings = [list(c.token_ids) for c in llm.generate(held_out_prompts[0], params)[0].outputs]
+    separate = [
+        list(llm.generate(held_out_prompts[0], SamplingParams(temperature=1.0, seed=7 + index, max_tokens=12, ignore_eos=True))[0].outputs[0].token_ids)
+        for index in range(4)
+    ]
+    assert siblings == separate
+    assert len({tuple(ids) for ids in siblings}) > 1
+
+
+def test_control_library_products_depend_on_the_row_count() -> None:
+    """What the operators guard against: the library's float32 product gives a row other bits in another batch."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(768, 256, generator=generator)
+    x = torch.randn(64, 256, generator=generator) * torch.exp2(torch.randn(64, 256, generator=generator) * 4)
+    whole = x @ weight.T
+    differs = [count for count in range(1, 64) if not torch.equal((x[:count] @ weight.T), whole[:count])]
+    if not differs:
+        pytest.skip("this processor's library gives the same bits at every row count")
+    assert differs

@@ -1,0 +1,129 @@
+"""Sizes, docstrings, and what no file may contain."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from pathlib import Path
+
+import pytest
+
+from house import ROOT, files, modules, tree, where
+from octavo.config import ENVIRONMENT, SETTINGS
+
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 60
+MAX_KERNEL_LINES = 120
+MAX_SETTINGS = 60
+
+CODE = [*files(".py", under=("src", "tests", "bench", "tools")), ROOT / "setup.py"]
+SHIPPED = [path for path in CODE if "tests" not in path.relative_to(ROOT).parts]
+
+BANNED_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "transformers"}
+MAY_IMPORT_TRANSFORMERS = {"bench", "tools"}
+BANNED_CALLS = {
+    "eval", "exec", "compile", "__import__", "torch.load", "yaml.load", "yaml.full_load", "yaml.unsafe_load",
+    "yaml.load_all", "yaml.full_load_all", "yaml.unsafe_load_all", "os.system", "os.popen", "subprocess.getoutput",
+}  # fmt: skip
+# Written in two parts, so that this file does not match itself.
+BANNED_TEXTS = [
+    "TO" + "DO",
+    "FIX" + "ME",
+    "X" + "XX",
+    "NotImplemented" + "Error",
+    "/" + "work/",
+    "../" + "shared",
+    "0.0." + "0.0",
+]
+WORKPLACE = ["/" + "work/", "../" + "shared", "brief" + ".md", ".lib" + "rary/", "/opt/" + "wheels", "/opt/" + "pypi"]
+
+
+def _relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("path", CODE + files(".cpp", ".h", ".cu", under=("src",)), ids=_relative)
+def test_files_fit_in_the_head(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_FILE_LINES
+
+
+@pytest.mark.parametrize("path", CODE, ids=_relative)
+def test_functions_fit_on_a_screen(path: Path) -> None:
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            kernel = any("triton" in ast.unparse(decorator) for decorator in node.decorator_list)
+            limit = MAX_KERNEL_LINES if kernel else MAX_FUNCTION_LINES
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert length <= limit, f"{where(path, node.lineno)}: {node.name} has {length} lines"
+
+
+@pytest.mark.parametrize("path", CODE, ids=_relative)
+def test_every_module_says_what_it_is(path: Path) -> None:
+    if path.name == "__init__.py" and not path.read_text(encoding="utf-8").strip():
+        return
+    assert ast.get_docstring(tree(path))
+
+
+def _dotted(node: ast.expr) -> str:
+    return ast.unparse(node) if isinstance(node, ast.Name | ast.Attribute) else ""
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=_relative)
+def test_nothing_is_unpickled_or_evaluated(path: Path) -> None:
+    banned = BANNED_MODULES - (
+        {"transformers"} if path.relative_to(ROOT).parts[0] in MAY_IMPORT_TRANSFORMERS else set()
+    )
+    for node in ast.walk(tree(path)):
+        place = where(path, getattr(node, "lineno", 0))
+        if isinstance(node, ast.Import):
+            assert not {alias.name.partition(".")[0] for alias in node.names} & banned, place
+        elif isinstance(node, ast.ImportFrom):
+            assert (node.module or "").partition(".")[0] not in banned, place
+        elif isinstance(node, ast.Call):
+            assert _dotted(node.func) not in BANNED_CALLS, place
+            for keyword in node.keywords:
+                shell = keyword.arg == "shell" and not (
+                    isinstance(keyword.value, ast.Constant) and not keyword.value.value
+                )
+                assert not shell and keyword.arg != "trust_remote_code", place
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=_relative)
+def test_no_banned_words(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert not [word for word in BANNED_TEXTS if word in text]
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=_relative)
+def test_comments_are_ascii(path: Path) -> None:
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline):
+        if token.type == tokenize.COMMENT:
+            assert token.string.isascii(), where(path, token.start[0])
+
+
+def test_nothing_names_this_workplace() -> None:
+    paths = files(".py", ".md", ".toml", ".txt", ".cpp", ".h", ".json", ".jinja", ".yaml", "", under=("",))
+    for path in paths:
+        if path.stat().st_size < 1 << 20 and path.name != "LICENSE":
+            text = path.read_text(encoding="utf-8", errors="replace")
+            assert not [word for word in WORKPLACE if word in text], path
+
+
+def test_every_environment_variable_stands_for_a_setting() -> None:
+    named = set()
+    for path in modules().values():
+        named |= set(re.findall(r"\bOCTAVO_[A-Z_]+\b", path.read_text(encoding="utf-8")))
+    assert named <= set(ENVIRONMENT)
+    assert set(ENVIRONMENT.values()) <= set(SETTINGS)
+
+
+def test_settings_stay_few_and_explained() -> None:
+    assert len(SETTINGS) <= MAX_SETTINGS
+    assert all(fact.help for fact in SETTINGS.values())
+
+
+def test_the_licence_is_there() -> None:
+    text = (ROOT / "LICENSE").read_text(encoding="utf-8")
+    assert "Apache License" in text and "Version 2.0, January 2004" in text and "END OF TERMS AND CONDITIONS" in text

@@ -1,0 +1,139 @@
+"""Who may import whom, and what loads when."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from house import ROOT, SRC, files, imports, modules, where
+
+WORDS = {
+    "arch", "config", "generation_config", "groups", "hf_config", "memory", "observe", "outputs", "plan", "registry",
+    "request", "sampling_params", "settings", "updates",
+}  # fmt: skip
+DEVICE_SIDE = {"attention", "device", "kv_cache", "layers", "model_state", "models", "ops", "sampling", "worker"}
+
+# package or module -> (what of octavo it may import beside itself, which third-party packages).
+# "words" stands for WORDS; "attention.base" allows that module and not the backends.
+TABLE: dict[str, tuple[set[str], set[str]]] = {
+    **{word: ({"words"}, {"numpy", "msgspec"}) for word in WORDS},
+    "settings": ({"words"}, {"yaml"}),
+    "observe": (set(), {"rich"}),
+    "sched": ({"words"}, {"numpy", "msgspec"}),
+    "kv_cache": ({"words"}, {"torch", "numpy"}),
+    "ops": (set(), {"torch", "triton", "numpy"}),
+    "attention": ({"words", "kv_cache", "ops"}, {"torch", "numpy"}),
+    "layers": ({"attention.base", "ops", "words"}, {"torch"}),
+    "models": ({"layers", "attention.base", "ops", "words"}, {"torch", "numpy", "safetensors", "huggingface_hub"}),
+    "device": ({"attention.base", "kv_cache", "ops", "words"}, {"torch", "numpy"}),
+    "model_state": ({"device", "attention.base", "kv_cache", "words"}, {"torch", "numpy"}),
+    "sampling": ({"device", "ops", "words"}, {"torch", "numpy"}),
+    "worker": ({"words"} | DEVICE_SIDE, {"torch", "numpy"}),
+    "text": ({"words"}, {"tokenizers", "jinja2", "msgspec", "numpy"}),
+    "probe": ({"words", "ops"}, {"torch"}),
+    "start": ({"words", "sched", "text", "probe"} | DEVICE_SIDE, {"torch"}),
+    "engine": ({"words", "start", "text", "worker.executor"}, {"msgspec"}),
+    "llm": ({"words", "engine", "text", "probe"}, {"msgspec"}),
+    "flags": ({"words"}, set()),
+    "terminal": ({"words", "flags", "llm", "benchmark"}, {"msgspec"}),
+    "doctor": ({"words", "flags", "probe", "models.hub"}, set()),
+    "benchmark": ({"words", "flags", "llm", "engine", "probe", "ops"}, {"torch", "numpy"}),
+    "cli": (set(), set()),
+    "__main__": ({"cli"}, set()),
+    "__init__": ({"llm", "config", "outputs", "sampling_params"}, set()),
+}
+BACKENDS_MAY_IMPORT = {"octavo.attention.base", "octavo.attention.mods"}
+
+
+def _package(module: str) -> str:
+    return module.partition(".")[2].partition(".")[0] or "__init__"
+
+
+def _allowed(importer: str, imported: str) -> bool:
+    if not imported.startswith("octavo"):
+        top = imported.partition(".")[0]
+        return top in sys.stdlib_module_names or top in TABLE[_package(importer)][1]
+    own, target = _package(importer), imported.partition(".")[2]
+    top = target.partition(".")[0]
+    if not target:  # the package itself: its version
+        return True
+    inside, allowed = target.split(".")[0], TABLE[own][0]
+    if inside == own:
+        return True
+    if "words" in allowed and top in WORDS:
+        return True
+    return any(target == name or target.startswith(name + ".") for name in allowed)
+
+
+def test_every_package_is_in_the_table() -> None:
+    assert {_package(name) for name in modules()} <= set(TABLE)
+
+
+@pytest.mark.parametrize("module", sorted(modules()))
+def test_import_directions(module: str) -> None:
+    path = modules()[module]
+    wrong = [f"{where(path, line)}: {name}" for name, line in imports(path) if not _allowed(module, name)]
+    assert not wrong, wrong
+
+
+def test_attention_backends_do_not_import_each_other() -> None:
+    for module, path in modules().items():
+        if module.startswith("octavo.attention."):
+            siblings = {name for name, _ in imports(path) if name.startswith("octavo.attention")}
+            assert siblings <= BACKENDS_MAY_IMPORT, module
+
+
+def test_no_octavo_file_outside_the_package_reaches_past_it() -> None:
+    """bench and tools use public modules; nothing imports tests."""
+    for path in files(".py", under=("src", "bench", "tools")):
+        assert not [name for name, _ in imports(path) if name.partition(".")[0] in ("tests", "pytest")], path
+
+
+def _run(code: str) -> str:
+    command = [sys.executable, "-c", code]
+    environment = {"PYTHONPATH": str(SRC), "PATH": ""}
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert not result.stderr, result.stderr
+    return result.stdout
+
+
+def test_words_and_sched_load_no_torch_print_nothing_and_leave_logging_alone() -> None:
+    names = [name for name in modules() if _package(name) in WORDS | {"sched", "flags", "terminal", "cli", "probe"}]
+    code = (
+        f"import importlib, logging, sys\nfor name in {names!r}: importlib.import_module(name)\n"
+        "assert not logging.root.handlers and not logging.getLogger('octavo').handlers\n"
+        "heavy = {'torch', 'transformers', 'tokenizers', 'rich', 'huggingface_hub', 'jinja2', 'yaml'}\n"
+        "heavy &= set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    assert _run(code) == ""
+
+
+def test_import_octavo_loads_the_standard_library_only() -> None:
+    foreign = _run(
+        "import sys; before = set(sys.modules); import octavo\n"
+        "tops = {name.partition('.')[0] for name in set(sys.modules) - before}\n"
+        "print(sorted(tops - set(sys.stdlib_module_names) - {'octavo'}))"
+    )
+    assert foreign.strip() == "[]"
+
+
+@pytest.mark.parametrize("flag", ["--version", "--help"])
+def test_version_and_help_answer_in_300_ms(flag: str) -> None:
+    """Best of five, since other work may share the machine."""
+    best = 1e9
+    for _ in range(5):
+        began = time.perf_counter()
+        subprocess.run(
+            [sys.executable, "-m", "octavo", flag],
+            check=True,
+            capture_output=True,
+            env={"PYTHONPATH": str(SRC)},
+            timeout=60,
+        )
+        best = min(best, time.perf_counter() - began)
+    assert best < 0.3

@@ -1,0 +1,37 @@
+"""Fixtures of the tests of models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from model_rig import Case, make_reference
+from octavo.hf_config import read_arch
+from octavo.models.loader import load_model
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Tiny products gain nothing from threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def tiny_case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
+    """Makes (once per session) the checkpoint of a family, in many small shards."""
+    made: dict[str, Case] = {}
+
+    def make(family: str) -> Case:
+        if family not in made:
+            folder = tmp_path_factory.mktemp(family)
+            reference = make_reference(family)
+            reference.save_pretrained(folder, max_shard_size="60KB")
+            made[family] = Case(folder, reference, load_model(read_arch(folder), folder, torch.float32))
+        return made[family]
+
+    return make

@@ -1,0 +1,193 @@
+"""Tools for tests of models: tiny checkpoints made by transformers, and a rig that runs a model without an
+engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from octavo.arch import Arch
+from octavo.attention.base import BACKENDS, AttentionInputs, ForwardContext, forward_context
+from octavo.groups import make_groups
+
+BLOCK_SIZE = 16
+SMALL: dict[str, Any] = {
+    "vocab_size": 199,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "eos_token_id": 7,
+    "bos_token_id": 1,
+    "pad_token_id": None,
+}
+MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 32}
+GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window_pattern": 3}
+LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"num_key_value_heads": 4}),
+    "llama-tied-biased": ("Llama", {"tie_word_embeddings": True, "attention_bias": True, "head_dim": 32}),
+    "llama3-rope": (
+        "Llama",
+        {"rope_parameters": {**LLAMA3_ROPE, "rope_theta": 5e5, "original_max_position_embeddings": 64}},
+    ),
+    "llama-linear-rope": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}},
+    ),
+    "llama-yarn-rope": (
+        "Llama",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "rope_theta": 1e4,
+                "original_max_position_embeddings": 128,
+            }
+        },
+    ),
+    "mistral-window": ("Mistral", {"sliding_window": 40}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 2}),
+    "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+    "qwen3-biased": ("Qwen3", {"head_dim": 16, "attention_bias": True}),
+    "gemma3-16": ("Gemma3", {**GEMMA, "sliding_window": 16}),
+    "gemma3-32": (
+        "Gemma3",
+        {
+            **GEMMA,
+            "sliding_window": 32,
+            "tie_word_embeddings": False,
+            "final_logit_softcapping": 2.0,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "qwen3-moe": ("Qwen3Moe", {**MOE, "norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "qwen3-moe-tied": ("Qwen3Moe", {**MOE, "norm_topk_prob": False, "tie_word_embeddings": True}),
+}
+
+
+def make_reference(family: str, **changes: Any) -> Any:
+    """A tiny transformers model with weights that make logits of order one, norms and biases that matter."""
+    import transformers
+
+    name, own = FAMILIES[family]
+    config_class = getattr(transformers, {"Gemma3": "Gemma3TextConfig"}.get(name, f"{name}Config"))
+    torch.manual_seed(1)
+    config = config_class(**{**SMALL, **own, **changes}, attn_implementation="eager")
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+            else:
+                parameter.normal_(std=parameter.shape[-1] ** -0.5)
+    return model
+
+
+class Rig:
+    """A model with a cache, run by hand: rows of tokens in, logits of every token out.
+
+    Blocks are handed out in a shuffled order and every unused byte of the cache is NaN.
+    """
+
+    def __init__(self, model: Any, backend: str = "reference", dtype: torch.dtype = torch.float32) -> None:
+        self.model = model
+        arch: Arch = model.arch
+        self.groups = make_groups(arch, BLOCK_SIZE)
+        self.group_of_layer = [
+            next(g for g, group in enumerate(self.groups) if layer in group.layers) for layer in range(arch.num_layers)
+        ]
+        num_blocks = 160
+        shape = (num_blocks, arch.num_kv_heads, BLOCK_SIZE, 2 * arch.head_size)
+        self.kv = [torch.full(shape, torch.nan, dtype=dtype) for _ in arch.layers]
+        self.free = [list(range(1, num_blocks)) for _ in self.groups]
+        for group, blocks in enumerate(self.free):
+            random.Random(group).shuffle(blocks)
+        self.backends = []
+        for group in self.groups:
+            variants = list(dict.fromkeys(model.attention_variants[layer] for layer in group.layers))
+            self.backends.append(BACKENDS.resolve(backend)(variants, dtype, torch.device("cpu")))
+        self.blocks: dict[tuple[int, str], list[int]] = {}
+        self.lengths: dict[str, int] = {}
+
+    def _inputs(self, group: int, chunks: Mapping[str, Sequence[int]]) -> AttentionInputs:
+        tables, slots, starts, lengths = [], [], [0], []
+        for row, tokens in chunks.items():
+            known = self.lengths.get(row, 0)
+            table = self.blocks.setdefault((group, row), [])
+            while len(table) * BLOCK_SIZE < known + len(tokens):
+                table.append(self.free[group].pop())
+            slots += [table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(known, known + len(tokens))]
+            tables.append(table)
+            starts.append(starts[-1] + len(tokens))
+            lengths.append(known + len(tokens))
+        width = max(map(len, tables))
+        return AttentionInputs(
+            num_rows=len(chunks),
+            num_tokens=starts[-1],
+            max_query_len=max(map(len, chunks.values())),
+            max_seq_len=max(lengths),
+            block_size=BLOCK_SIZE,
+            query_start=torch.tensor(starts, dtype=torch.int32),
+            seq_lens=torch.tensor(lengths, dtype=torch.int32),
+            block_table=torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32),
+            slot_mapping=torch.tensor(slots, dtype=torch.int64),
+        )
+
+    @torch.inference_mode()
+    def step(self, chunks: Mapping[str, Sequence[int]]) -> dict[str, torch.Tensor]:
+        """Run the next tokens of each row; returns [tokens, vocab] logits per row."""
+        inputs = [self._inputs(group, chunks) for group in range(len(self.groups))]
+        positions = [self.lengths.get(row, 0) + i for row, tokens in chunks.items() for i in range(len(tokens))]
+        context = ForwardContext(
+            inputs=inputs,
+            backends=self.backends,
+            group_of_layer=self.group_of_layer,
+            kv_of_layer=self.kv,
+            positions=torch.tensor(positions),
+        )
+        for backend, group_inputs in zip(self.backends, inputs, strict=True):
+            backend.prepare(group_inputs)
+        ids = torch.tensor([token for tokens in chunks.values() for token in tokens])
+        with forward_context(context):
+            hidden = self.model.forward(ids, context.positions)
+        logits = self.model.logits(hidden)
+        for row, tokens in chunks.items():
+            self.lengths[row] = self.lengths.get(row, 0) + len(tokens)
+        return dict(zip(chunks, logits.split([len(tokens) for tokens in chunks.values()]), strict=True))
+
+    def run(self, tokens: Sequence[int], sizes: Sequence[int], row: str = "row") -> torch.Tensor:
+        """All tokens of one row in chunks of the given sizes; returns the logits of all, [tokens, vocab]."""
+        assert sum(sizes) == len(tokens)
+        parts, done = [], 0
+        for size in sizes:
+            parts.append(self.step({row: tokens[done : done + size]})[row])
+            done += size
+        return torch.cat(parts)
+
+
+@dataclasses.dataclass
+class Case:
+    """A tiny checkpoint: its folder, transformers' model of it, and ours."""
+
+    folder: Path
+    reference: Any
+    model: Any
+
+    @torch.inference_mode()
+    def expected(self, tokens: Sequence[int]) -> torch.Tensor:
+        """transformers' logits of every token, [tokens, vocab]."""
+        return self.reference(torch.tensor([tokens])).logits[0]

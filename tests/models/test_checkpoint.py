@@ -1,0 +1,168 @@
+"""Safetensors files: what is read, and every kind of broken or hostile file refused before its data is
+touched."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from octavo.models.checkpoint import INDEX_NAME, Checkpoint
+
+F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+def write(path: Path, header: Any, data: bytes = b"\0" * 8, length: int | None = None) -> None:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(ValueError, match=r".") as error:
+        Checkpoint(folder)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_reads_what_safetensors_wrote(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensors = {"a": torch.randn(3, 5, dtype=dtype), "b": torch.randn((), dtype=dtype)}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    checkpoint = Checkpoint(tmp_path)
+    assert set(checkpoint.entries) == set(tensors)
+    for name, tensor in tensors.items():
+        for out_dtype in (dtype, torch.float32):
+            out = torch.empty(tensor.shape, dtype=out_dtype)
+            checkpoint.read(name, out)
+            assert torch.equal(out, tensor.to(out_dtype))
+    checkpoint.check_unchanged()
+    checkpoint.close()
+
+
+@pytest.mark.parametrize(
+    ("header", "data", "length", "message"),
+    [
+        pytest.param({"a": F32}, b"\0" * 8, 2**63, "header length 9223372036854775808 does not fit", id="length 2^63"),
+        pytest.param({"a": F32}, b"\0" * 8, 0, "header length 0 does not fit", id="length 0"),
+        pytest.param({"a": F32}, b"", 10**6, "header length 1000000 does not fit", id="short file"),
+        pytest.param({"a": F32}, b"\0" * 7, None, "tensors end at byte", id="data cut off"),
+        pytest.param({"a": F32}, b"\0" * 9, None, "tensors end at byte", id="trailing bytes"),
+        pytest.param({"a": F32, "b": {**F32, "data_offsets": [4, 12]}}, b"\0" * 12, None, "overlaps", id="overlap"),
+        pytest.param({"a": F32, "b": {**F32, "data_offsets": [9, 17]}}, b"\0" * 17, None, "a gap", id="gap"),
+        pytest.param({"a": {**F32, "shape": [0, 2**40]}}, b"\0" * 8, None, "must be positive", id="shape 0 x 2^40"),
+        pytest.param({"a": {**F32, "shape": [2**41]}}, b"\0" * 8, None, "must be positive", id="shape 2^41"),
+        pytest.param({"a": {**F32, "shape": [3]}}, b"\0" * 8, None, "12 bytes, not 8", id="shape and size differ"),
+        pytest.param({"a": {**F32, "shape": [True]}}, b"\0" * 8, None, "must be positive", id="shape of booleans"),
+        pytest.param({"a": {**F32, "dtype": "Q4"}}, b"\0" * 8, None, "unknown dtype 'Q4'", id="unknown dtype"),
+        pytest.param({"a": {**F32, "data_offsets": [-8, 0]}}, b"\0" * 8, None, "data_offsets", id="negative offset"),
+        pytest.param({"a": {"dtype": "F32"}}, b"\0" * 8, None, "must have dtype, shape", id="fields missing"),
+        pytest.param([1], b"\0" * 8, None, "not a JSON object", id="not an object"),
+        pytest.param(b"{nonsense", b"\0" * 8, None, "header is not valid", id="not JSON"),
+        pytest.param(b"\xff\xfe{}", b"\0" * 8, None, "header is not valid", id="not UTF-8"),
+        pytest.param(b"[" * 99999, b"\0" * 8, None, "header is not valid", id="deep"),
+        pytest.param(
+            b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, "a": {}}',
+            b"\0" * 8,
+            None,
+            "key 'a' comes twice",
+            id="duplicate key",
+        ),
+    ],
+)
+def test_bad_headers_are_refused(tmp_path: Path, header: Any, data: bytes, length: int | None, message: str) -> None:
+    write(tmp_path / "model.safetensors", header, data, length)
+    found = refusal(tmp_path)
+    assert message in found
+    assert "model.safetensors: header" in found
+
+
+def test_only_safetensors_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x02")
+    assert "only safetensors is loaded, found pytorch_model.bin" in refusal(tmp_path)
+
+
+def index(folder: Path, weight_map: Any) -> None:
+    (folder / INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
+
+
+@pytest.mark.parametrize("name", ["../x.safetensors", "/etc/x.safetensors", "a/b.safetensors", "", "..", "passwd"])
+def test_shard_names_are_plain_file_names(tmp_path: Path, name: str) -> None:
+    index(tmp_path, {"a": name})
+    assert "shard name not allowed" in refusal(tmp_path)
+
+
+def test_shards_stay_in_the_folder(tmp_path: Path) -> None:
+    snapshot = tmp_path / "snapshot"
+    snapshot.mkdir()
+    write(tmp_path / "outside.safetensors", {"a": F32})
+    (snapshot / "model.safetensors").symlink_to(tmp_path / "outside.safetensors")
+    assert "out of the folder" in refusal(snapshot)
+
+
+def test_links_into_the_blobs_of_a_hub_cache_are_followed(tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "snapshots" / "abc", tmp_path / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    write(blobs / "123", {"a": F32})
+    (snapshot / "model.safetensors").symlink_to("../../blobs/123")
+    checkpoint = Checkpoint(snapshot)
+    assert list(checkpoint.entries) == ["a"]
+    checkpoint.close()
+
+
+def test_missing_shard(tmp_path: Path) -> None:
+    index(tmp_path, {"a": "model-1.safetensors"})
+    assert "missing shard 'model-1.safetensors'" in refusal(tmp_path)
+
+
+def test_a_link_that_leads_nowhere_or_in_a_circle_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").symlink_to("model.safetensors")
+    assert "model.safetensors" in refusal(tmp_path)
+
+
+def test_one_tensor_in_two_shards(tmp_path: Path) -> None:
+    for name in ("x.safetensors", "y.safetensors"):
+        write(tmp_path / name, {"a": F32})
+    assert "'a' is in two shards: x.safetensors and y.safetensors" in refusal(tmp_path)
+
+
+def test_index_and_shards_must_agree(tmp_path: Path) -> None:
+    write(tmp_path / "x.safetensors", {"a": F32})
+    index(tmp_path, {"a": "x.safetensors", "b": "x.safetensors"})
+    assert "tensor 'b' is not in x.safetensors" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("weight_map", [None, {}, [], {"a": 1}])
+def test_bad_indexes_are_refused(tmp_path: Path, weight_map: Any) -> None:
+    index(tmp_path, weight_map)
+    assert "weight_map" in refusal(tmp_path)
+
+
+def test_a_fifo_is_refused_and_does_not_block(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.safetensors")
+    assert "not a regular file" in refusal(tmp_path)
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_an_error(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(1000)}, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint(tmp_path)
+    os.truncate(tmp_path / "model.safetensors", 200)
+    with pytest.raises(ValueError, match="changed while it was read"):
+        checkpoint.read("a", torch.empty(1000))
+    with pytest.raises(ValueError, match="changed while it was read"):
+        checkpoint.check_unchanged()
+    checkpoint.close()
+
+
+def test_files_are_closed_after_a_refusal(tmp_path: Path) -> None:
+    write(tmp_path / "a.safetensors", {"a": F32})
+    write(tmp_path / "b.safetensors", {"b": F32}, data=b"")
+    before = len(os.listdir("/proc/self/fd"))
+    refusal(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == before

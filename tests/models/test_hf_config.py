@@ -1,0 +1,237 @@
+"""config.json to Arch: both generations of field names, defaults, and one-line refusals."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo.arch import Arch, Rope
+from octavo.hf_config import arch_from_config, read_arch
+from octavo.models import ARCHITECTURES
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": [2, 3],
+}
+GEMMA = {**LLAMA, "architectures": ["Gemma3ForCausalLM"], "sliding_window": 512}
+
+
+def arch(base: dict[str, Any] = LLAMA, **changes: Any) -> Arch:
+    return arch_from_config({**base, **changes})
+
+
+def family(name: str, **changes: Any) -> Arch:
+    return arch(architectures=[name], **changes)
+
+
+def test_llama() -> None:
+    found = arch()
+    assert (found.head_size, found.num_layers, found.dtype, found.tied) == (8, 4, "bfloat16", False)
+    assert found.eos_token_ids == (2, 3)
+    assert found.attention_scale == 8**-0.5
+    assert found.layers[0].rope == Rope(theta=10000.0)
+
+
+def test_every_known_architecture_has_a_model() -> None:
+    for name in ARCHITECTURES:
+        more = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32} if "Moe" in name else {}
+        assert ARCHITECTURES.resolve(name) is not None
+        assert family(name, **more).name == name
+
+
+@pytest.mark.parametrize("field", ["dtype", "torch_dtype"])
+def test_dtype_names_of_both_generations(field: str) -> None:
+    config = {name: value for name, value in LLAMA.items() if name != "torch_dtype"}
+    assert arch(config, **{field: "float16"}).dtype == "float16"
+    assert arch(config).dtype == "float32"
+
+
+def test_rope_forms_of_both_generations_mean_the_same() -> None:
+    scaling = {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 512,
+    }
+    old = arch(rope_theta=5e5, rope_scaling={"type": "llama3", **scaling})
+    new = arch(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **scaling})
+    assert old == new
+    assert new.layers[0].rope == Rope(
+        theta=5e5,
+        kind="llama3",
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position=512,
+    )
+
+
+def test_scaled_ropes_cover_more_positions() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+    assert arch(rope_scaling=yarn).max_position == 16384
+    assert arch(rope_scaling={"type": "linear", "factor": 2.0}).max_position == 8192
+
+
+def test_mistral_windows_every_layer() -> None:
+    assert {kind.window for kind in family("MistralForCausalLM", sliding_window=128).layers} == {128}
+    assert {kind.window for kind in family("MistralForCausalLM", sliding_window=None).layers} == {0}
+
+
+def test_a_window_that_never_cuts_is_no_window() -> None:
+    assert {kind.window for kind in family("MistralForCausalLM", sliding_window=4096).layers} == {0}
+
+
+def test_qwen_windows_the_upper_layers_only_if_asked() -> None:
+    given = {"sliding_window": 128, "max_window_layers": 3}
+    assert [kind.window for kind in family("Qwen2ForCausalLM", **given).layers] == [0] * 4
+    asked = family("Qwen2ForCausalLM", use_sliding_window=True, **given)
+    assert [kind.window for kind in asked.layers] == [0, 0, 0, 128]
+    assert asked.attention_bias
+    assert not asked.output_bias
+
+
+def test_gemma3_alternates_and_has_two_rotary_bases() -> None:
+    found = arch(GEMMA, num_hidden_layers=7, query_pre_attn_scalar=64, rope_scaling={"type": "linear", "factor": 8.0})
+    assert [kind.window for kind in found.layers] == [512] * 5 + [0, 512]
+    assert found.layers[0].rope == Rope(theta=1e4)
+    assert found.layers[5].rope == Rope(theta=1e6, kind="linear", factor=8.0)
+    assert (found.attention_scale, found.embedding_scale, found.activation) == (0.125, 8.0, "gelu_tanh")
+    assert (found.tied, found.qk_norm, found.head_size, found.max_position) == (True, True, 256, 4096)
+
+
+def test_gemma3_in_a_vision_config() -> None:
+    text = {name: value for name, value in GEMMA.items() if name != "architectures"}
+    whole = {"architectures": ["Gemma3ForConditionalGeneration"], "vision_config": {}, "text_config": text}
+    found, plain = arch_from_config(whole), arch(GEMMA)
+    assert found.layers == plain.layers
+    assert found.name == "Gemma3ForConditionalGeneration"
+
+
+def test_layer_types_decide_where_they_are_given() -> None:
+    types = ["full_attention", "sliding_attention"] * 2
+    assert [kind.window for kind in arch(GEMMA, layer_types=types).layers] == [0, 512, 0, 512]
+
+
+def test_moe_layers() -> None:
+    found = family(
+        "Qwen3MoeForCausalLM",
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        mlp_only_layers=[3],
+        decoder_sparse_step=2,
+    )
+    assert found.moe_layers == {1}
+    assert found.moe is not None
+    assert not found.moe.norm_topk_prob
+
+
+def test_auto_map_is_ignored_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        arch(auto_map={"AutoModel": "evil--modeling.Evil"})
+    assert "auto_map is ignored" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 0}, "vocab_size=0 "),
+        ({"vocab_size": -1}, "vocab_size=-1 "),
+        ({"vocab_size": 10**12}, "vocab_size=1000000000000 "),
+        ({"vocab_size": "1000"}, 'vocab_size="1000" '),
+        ({"vocab_size": True}, "vocab_size=true "),
+        ({"vocab_size": None}, "vocab_size=null "),
+        ({"num_attention_heads": 7}, "num_key_value_heads=2 (it must divide num_attention_heads=7)"),
+        ({"num_attention_heads": 6}, "num_attention_heads=6 (it must divide hidden_size=64)"),
+        ({"head_dim": 7}, "head_dim=7 "),
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers=1000000 "),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0 "),
+        ({"max_position_embeddings": 10**9}, "max_position_embeddings=1000000000 "),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=NaN "),
+        ({"torch_dtype": "float8_e4m3fn"}, 'dtype="float8_e4m3fn" '),
+        ({"architectures": ["EvilForCausalLM"]}, 'architectures=["EvilForCausalLM"] (known are Gemma3'),
+        ({"architectures": ["os:system"]}, 'architectures=["os:system"] (known are '),
+        ({"architectures": None}, "architectures=[] (known are "),
+        ({"quantization_config": {"quant_method": "gptq"}}, 'quantization_config="gptq" '),
+        (
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            'rope_type="dynamic" (known are default, linear',
+        ),
+        ({"rope_scaling": {"rope_type": ["x"]}}, 'rope_type=["x"] '),
+        ({"rope_scaling": "linear"}, 'rope_scaling="linear" '),
+        ({"rope_scaling": {"type": "linear"}}, "factor=null "),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_fast": 16}}, "beta_fast=16 "),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "attention_factor": 2.0}}, "attention_factor=2.0 "),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 "),
+        ({"rope_theta": -1}, "rope_theta=-1 "),
+        ({"mlp_bias": True}, "mlp_bias=true "),
+        ({"hidden_act": "relu"}, 'hidden_act="relu" '),
+        ({"hidden_act": ["silu"]}, 'hidden_act=["silu"] '),
+        ({"layer_types": ["full_attention"] * 3}, "layer_types="),
+        ({"layer_types": ["mamba"] * 4}, "layer_types="),
+        ({"eos_token_id": []}, "eos_token_id=[] "),
+        ({"eos_token_id": 1000}, "eos_token_id=1000 "),
+        ({"tie_word_embeddings": "yes"}, 'tie_word_embeddings="yes" '),
+    ],
+)
+def test_refusals_are_one_line_with_field_and_value(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=r"^config\.json: unsupported ") as error:
+        arch(**changes)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def write(folder: Path, **files: Any) -> None:
+    for name, value in files.items():
+        (folder / f"{name}.json").write_text(value if isinstance(value, str) else json.dumps(value))
+
+
+def test_generation_config_has_the_last_word_on_eos(tmp_path: Path) -> None:
+    write(tmp_path, config=LLAMA)
+    assert read_arch(tmp_path).eos_token_ids == (2, 3)
+    write(tmp_path, generation_config={"eos_token_id": 5})
+    assert read_arch(tmp_path).eos_token_ids == (5,)
+
+
+@pytest.mark.parametrize("eos", [[], [1000], "2", 2.0, -1, float("nan")])
+def test_bad_ends_of_text_are_refused(tmp_path: Path, eos: Any) -> None:
+    write(tmp_path, config=LLAMA, generation_config={"eos_token_id": eos})
+    with pytest.raises(ValueError, match=r"/generation_config.json: unsupported eos_token_id="):
+        read_arch(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "not valid JSON"),
+        ("[]", "not a JSON object"),
+        ("[" * 100000, "not valid JSON"),
+        ("1" * 5000, "not valid"),
+    ],
+)
+def test_broken_config_files_are_refused(tmp_path: Path, content: str, message: str) -> None:
+    write(tmp_path, config=content)
+    with pytest.raises(ValueError, match=message):
+        read_arch(tmp_path)
+
+
+def test_missing_and_special_config_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no such file"):
+        read_arch(tmp_path)
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(ValueError, match="regular file"):
+        read_arch(tmp_path)

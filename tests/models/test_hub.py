@@ -1,0 +1,40 @@
+"""Finding a model: bundled, in a folder, on a hub, or a refusal that says what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from octavo.models.hub import BUNDLED, find_model
+
+
+def test_a_folder_is_itself(tmp_path: Path) -> None:
+    assert find_model(str(tmp_path)) == tmp_path
+
+
+@pytest.mark.parametrize("name", BUNDLED)
+def test_bundled_models_need_no_network(name: str) -> None:
+    assert find_model(name).parts[-3:] == ("octavo", "assets", name)
+
+
+@pytest.mark.parametrize("name", ["./no-such", "/no/such/folder", "~/no-such", "a/b/c", "models/x/", "", "a b"])
+def test_a_path_that_does_not_exist_says_so(name: str) -> None:
+    with pytest.raises(ValueError, match="no such folder"):
+        find_model(name)
+
+
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.touch()
+    with pytest.raises(ValueError, match="is a file: give the folder"):
+        find_model(str(file))
+
+
+def test_offline_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ValueError, match=r"give a model folder, or download .* HF_HOME") as error:
+        find_model("some-organisation/some-model")
+    assert "\n" not in str(error.value)

@@ -1,0 +1,61 @@
+"""Every family against transformers, on tiny random checkpoints: float32 logits within 1e-4, however they are run."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from model_rig import FAMILIES, Case, Rig
+from octavo.hf_config import read_arch
+from octavo.models.loader import load_model
+from octavo.ops import native
+
+TOLERANCE = 1e-4
+PROMPT = random.Random(0).choices(range(199), k=300)
+NEEDS_NATIVE = pytest.mark.skipif(not native.available(), reason="the native library is not built")
+BACKENDS = ["reference", pytest.param("cpu", marks=NEEDS_NATIVE)]
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("length", "sizes"),
+    [
+        pytest.param(1, [1], id="1"),
+        pytest.param(17, [17], id="17"),
+        pytest.param(300, [300], id="300"),
+        pytest.param(17, [1] * 17, id="17-token-by-token"),
+        pytest.param(300, [64, 7, 100, 109] + [1] * 20, id="300-chunked-then-decoded"),
+    ],
+)
+def test_logits_equal_transformers(
+    tiny_case: Callable[[str], Case], family: str, length: int, sizes: list[int], backend: str, record_property: Any
+) -> None:
+    case = tiny_case(family)
+    expected = case.expected(PROMPT[:length])
+    found = Rig(case.model, backend).run(PROMPT[:length], sizes)
+    error = (found - expected).abs().max().item()
+    record_property("max_abs_error", error)
+    assert expected.abs().max() > 0.5, "logits too small to tell right from wrong"
+    assert error <= TOLERANCE
+
+
+@NEEDS_NATIVE
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama3-rope", "qwen2-window", "qwen3", "gemma3-16", "qwen3-moe"])
+def test_bits_do_not_depend_on_the_batch(tiny_case: Callable[[str], Case], family: str, dtype: torch.dtype) -> None:
+    """A row alone in one chunk, and the same row chunked beside others, give equal bits."""
+    case = tiny_case(family)
+    model = case.model if dtype == torch.float32 else load_model(read_arch(case.folder), case.folder, dtype)
+    alone = Rig(model, "cpu", dtype).run(PROMPT[:90], [90])
+    rig, parts = Rig(model, "cpu", dtype), []
+    for start, size in ((0, 40), (40, 1), (41, 30), (71, 19)):
+        own, other = PROMPT[start : start + size], PROMPT[200 : 200 + size]
+        parts.append(rig.step({"a": own[:1], "row": own, "z": other})["row"])
+    assert torch.equal(torch.cat(parts), alone)

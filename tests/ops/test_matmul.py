@@ -1,0 +1,157 @@
+"""Dense products: one fused chain over K whatever the rows, threads or vectors; exact packing; the eager twin."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.ops import native
+from octavo.ops.embedding import embed_rows, embed_rows_reference
+from octavo.ops.matmul import linear, linear_reference, pack_linear, unpack
+
+needs_native = pytest.mark.skipif(not native.available(), reason="no native library is built")
+KINDS = ["float32", "bfloat16", "int8"]
+
+
+def heavy_tailed(*shape: int, seed: int = 0) -> Tensor:
+    """Signed values over 16 binades: a change of summation order shows."""
+    generator = torch.Generator().manual_seed(seed)
+    exponents = torch.empty(shape).uniform_(-8, 8, generator=generator)
+    return torch.randn(shape, generator=generator) * torch.exp2(exponents)
+
+
+def pack(values: Tensor, kind: str):
+    return pack_linear(values.bfloat16() if kind == "bfloat16" else values, "int8" if kind == "int8" else None)
+
+
+def chain(row: Tensor, weight: Tensor) -> Tensor:
+    """acc = fma(x[k], w[k], acc): the product is exact in float64, the sum is rounded to float32 at each step."""
+    acc = torch.zeros(weight.shape[0])
+    for k in range(weight.shape[1]):
+        acc = (acc.double() + row[k].double() * weight[:, k].double()).float()
+    return acc
+
+
+@needs_native
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("n", "k"), [(7, 33), (33, 64), (96, 301)])
+def test_output_is_the_sequential_fma_chain(kind: str, n: int, k: int) -> None:
+    weight = pack(heavy_tailed(n, k), kind)
+    x, bias = heavy_tailed(29, k, seed=1), torch.randn(n)
+    values = unpack(weight)
+    for m in (1, 3, 29):
+        assert torch.equal(linear(x[:m], weight, bias)[m - 1], chain(x[m - 1], values) + bias)
+
+
+@needs_native
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
+def test_row_bits_do_not_depend_on_the_rows_beside_it(kind: str, x_dtype: torch.dtype) -> None:
+    """All row counts to 67 and some above, 600 k (more than two blocks), threads 1 and 2, every instruction set."""
+    n, k = 200, 600
+    weight = pack(heavy_tailed(n, k), kind)
+    rows = heavy_tailed(801, k + 3, seed=1).to(x_dtype)[:, :k]
+    target, bias = rows[800], torch.randn(n)
+    alone = linear(rows[800:], weight, bias, torch.float32)[0]
+    before = native.num_threads()
+    for isa in native.built_isas():
+        with native.using(isa):
+            for threads in (1, 2):
+                native.set_num_threads(threads)
+                for m in [*range(1, 68), 191, 193, 769, 800]:
+                    x = rows[:m].clone()
+                    x[m * 7 // 11] = target
+                    y = linear(x, weight, bias, torch.float32)[m * 7 // 11]
+                    assert torch.equal(y, alone), f"{isa}, {threads} threads, {m} rows"
+    native.set_num_threads(before)
+
+
+@needs_native
+def test_a_changed_summation_order_would_be_caught() -> None:
+    """The positive control: the same product summed by torch differs in bits on these inputs."""
+    weight = pack(heavy_tailed(200, 600), "float32")
+    x = heavy_tailed(8, 600, seed=1)
+    assert not torch.equal(linear(x, weight), x @ unpack(weight).t())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("n", "k"), [(1536, 256), (70, 100)])
+def test_eager_twin_keeps_row_bits_and_is_close(kind: str, n: int, k: int) -> None:
+    """Within 1e-5 of the sum of absolute products, and a row's bits do not depend on the row count."""
+    with native.disabled():
+        plain = pack(heavy_tailed(n, k), kind)
+    packed = pack(heavy_tailed(n, k), kind)
+    assert torch.equal(unpack(plain), unpack(packed))
+    x, bias = heavy_tailed(67, k, seed=1), torch.randn(n)
+    scale = x.abs() @ unpack(packed).abs().t() + bias.abs()
+    with native.disabled():
+        alone = linear(x[:1], plain, bias)[0]
+        for m in range(1, 68):
+            rows = x[:m].clone()
+            rows[m * 7 // 11] = x[0]
+            assert torch.equal(linear(rows, plain, bias)[m * 7 // 11], alone)
+        reference = linear(x, plain, bias)
+        assert torch.equal(linear(x, packed, bias), reference), "a packed weight serves the eager twin too"
+    assert ((linear(x, packed, bias) - reference).abs() / scale).max() < 1e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bfloat16_output_is_the_float32_output_rounded_once(kind: str) -> None:
+    weight, x = pack(heavy_tailed(70, 100), kind), heavy_tailed(20, 100).bfloat16()
+    for m in (1, 5, 20):
+        assert torch.equal(linear(x[:m], weight), linear(x[:m], weight, out_dtype=torch.float32).bfloat16())
+
+
+def test_linear_reads_strided_rows_and_writes_a_given_output() -> None:
+    weight, wide = pack(heavy_tailed(70, 100), "float32"), heavy_tailed(20, 150)
+    for m in (1, 5, 20):
+        out = torch.full((m, 90), 7.0)
+        linear(wide[:m, 20:120], weight, out=out[:, :70])
+        assert torch.equal(out[:, :70], linear(wide[:m, 20:120].contiguous(), weight))
+        assert bool((out[:, 70:] == 7.0).all())
+
+
+def test_linear_of_no_rows_is_empty() -> None:
+    assert linear(torch.empty(0, 64), pack(torch.randn(33, 64), "float32")).shape == (0, 33)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (31, 5), (33, 64), (100, 96)])
+def test_packing_is_exact(dtype: torch.dtype, n: int, k: int) -> None:
+    values = torch.randn(n, k + 2).to(dtype)
+    for weight in (values[:, :k], values[:, 1 : k + 1], values.t().contiguous().t()):
+        assert torch.equal(unpack(pack_linear(weight)), weight.float())
+
+
+def test_int8_weights_are_exact_in_15_bits_and_close() -> None:
+    """An error of at most half a step (1/127 of the largest of 32), and no more significant bits than a float holds."""
+    values = heavy_tailed(40, 70)
+    values[3] = 0.0
+    widened = unpack(pack_linear(values, "int8"))
+    groups = torch.nn.functional.pad(values, (0, 26)).view(40, 3, 32).abs().amax(2, keepdim=True)
+    steps = (groups / 127).expand(40, 3, 32).reshape(40, 96)[:, :70]
+    assert bool(((widened - values).abs() <= steps * 0.76).all())  # half a step, and 0.25 where the scale rounds down
+    mantissa, _ = torch.frexp(widened)
+    assert bool((mantissa * 2**15 == (mantissa * 2**15).round()).all())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
+def test_embedding_rows_equal_the_unpacked_weight(kind: str, out_dtype: torch.dtype) -> None:
+    weight = pack(heavy_tailed(100, 70), kind)
+    ids = torch.tensor([0, 99, 31, 32, 31, 63, 64])
+    rows = embed_rows(ids, weight, out_dtype)
+    assert torch.equal(rows, unpack(weight)[ids].to(out_dtype))
+    assert torch.equal(rows, embed_rows_reference(ids, weight, out_dtype))
+
+
+def test_unknown_quantization_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"'int3'.*int8"):
+        pack_linear(torch.randn(4, 4), "int3")
+
+
+@needs_native
+def test_reference_function_agrees_with_the_disabled_library() -> None:
+    weight, x = pack(heavy_tailed(70, 100), "bfloat16"), heavy_tailed(3, 100)
+    with native.disabled():
+        served = linear(x, weight)
+    assert torch.equal(served, linear_reference(x, weight))

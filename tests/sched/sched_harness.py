@@ -1,0 +1,290 @@
+"""A worker without a model, and the answers that it must give.
+
+FakeWorker executes plans literally on a memory of (block, offset) -> what was stored there. What stands for K and V is
+a fingerprint of all tokens up to the position, so a query that reads anything but its own history is caught where it
+reads. The next token is a function of the history alone, so every output can be computed beforehand.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import zlib
+
+from octavo.groups import CacheGroup
+from octavo.memory import blocks_for_request
+from octavo.plan import StepPlan, StepResult, TokenLogprobs
+from octavo.request import Request
+from octavo.sampling_params import SamplingParams
+from octavo.sched.kv_manager import KVManager
+from octavo.sched.scheduler import Scheduler
+from octavo.updates import RequestUpdate
+
+BLOCK = 4
+VOCAB = 40
+EOS = 7
+
+
+def full(block_size: int = BLOCK) -> CacheGroup:
+    return CacheGroup(kind="full", window=0, block_size=block_size, layers=(0,))
+
+
+def sliding(window: int, block_size: int = BLOCK) -> CacheGroup:
+    return CacheGroup(kind="sliding", window=window, block_size=block_size, layers=(0,))
+
+
+def make_scheduler(
+    groups: tuple[CacheGroup, ...] = (full(),),
+    *,
+    num_blocks: int = 1000,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 64,
+    max_model_len: int = 64,
+    policy: str = "fcfs",
+    enable_chunked_prefill: bool = True,
+    enable_prefix_caching: bool = True,
+) -> Scheduler:
+    kv = KVManager(groups, num_blocks, enable_prefix_caching=enable_prefix_caching, secret=b"test")
+    return Scheduler(
+        kv,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
+        policy=policy,
+        enable_chunked_prefill=enable_chunked_prefill,
+    )
+
+
+def smallest_pool(groups: tuple[CacheGroup, ...], max_model_len: int, max_num_batched_tokens: int) -> int:
+    return 1 + blocks_for_request(groups, max_model_len, max_num_batched_tokens)
+
+
+_IDS = itertools.count()
+
+
+def make_request(
+    prompt: list[int] | int,
+    max_tokens: int = 4,
+    *,
+    eos: bool = False,
+    priority: int = 0,
+    salt: str = "",
+    **params: object,
+) -> Request:
+    """`prompt` as a number: so many tokens, distinct from those of any other request made so."""
+    number = next(_IDS)
+    if isinstance(prompt, int):
+        prompt = [1000 * (number + 1) + i for i in range(prompt)]
+    return Request(
+        f"r{number}",
+        prompt,
+        SamplingParams(max_tokens=max_tokens, **params),
+        max_tokens=max_tokens,
+        seed=0,
+        eos_token_ids=frozenset([EOS]) if eos else frozenset(),
+        priority=priority,
+        cache_salt=salt,
+    )
+
+
+def fingerprint(before: int, token: int) -> int:
+    """Of a history, from the one that is a token shorter."""
+    return hash((before, token))
+
+
+def history(tokens: list[int], salt: str) -> list[int]:
+    """Fingerprints of all prefixes of `tokens`, the empty one first. Salted: K and V must not pass between salts."""
+    fingerprints = [zlib.crc32(salt.encode())]
+    for token in tokens:
+        fingerprints.append(fingerprint(fingerprints[-1], token))
+    return fingerprints
+
+
+def next_token(before: int) -> int:
+    """What the model without weights samples after a history."""
+    return hash((before, VOCAB)) % VOCAB
+
+
+@dataclasses.dataclass
+class Answer:
+    """What a request must give if nothing ends it from outside."""
+
+    tokens: list[int]
+    finish_reason: str
+    stop_reason: int | None
+
+
+def expected_answer(request: Request, max_model_len: int) -> Answer:
+    """By generating one token after the other, alone."""
+    params, output = request.params, []
+    before = history(request.tokens[: request.num_prompt], request.cache_salt)[-1]
+    limit = min(params.max_tokens, max_model_len - request.num_prompt)
+    while True:
+        token = next_token(before)
+        before = fingerprint(before, token)
+        output.append(token)
+        if len(output) >= params.min_tokens:
+            if token in request.eos_token_ids:
+                return Answer(output, "stop", None)
+            if token in request.stop_token_ids:
+                return Answer(output, "stop", token)
+        if len(output) >= limit:
+            return Answer(output, "length", None)
+
+
+@dataclasses.dataclass
+class _Row:
+    request_id: str
+    tokens: list[int]  # known to the device: one ahead of the host while a step is in flight
+    history: list[int]
+    num_prompt: int
+    num_computed: int
+    tables: list[list[int]]
+    owed: int  # next prompt position whose log-probabilities are wanted; -1: none
+
+
+class FakeWorker:
+    """Executes plans at once, in order; the caller may hand the results on later."""
+
+    def __init__(self, groups: tuple[CacheGroup, ...], salts: dict[str, str]) -> None:
+        """`salts`: request id -> cache salt, which a real worker does not know."""
+        self.groups = groups
+        self.salts = salts
+        self.memory: dict[tuple[int, int], tuple[int, int, int]] = {}
+        self.rows: dict[int, _Row] = {}
+        self.computed: collections.Counter[str] = collections.Counter()  # request id -> tokens, over all its rows
+        self.fail_next = False
+        self._next_step = 0
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        assert plan.step == self._next_step, "steps are numbered without gaps"
+        self._next_step += 1
+        for row in plan.finished_rows:
+            del self.rows[row]
+        for new in plan.new_rows:
+            assert new.row not in self.rows, "a row has one request at a time"
+            past = history(new.token_ids, self.salts[new.request_id])
+            owed, tables = new.prompt_logprobs_start, [list(ids) for ids in new.block_ids]
+            self.rows[new.row] = _Row(
+                new.request_id, list(new.token_ids), past, new.num_prompt, new.num_computed, tables, owed
+            )
+        for row, block_ids in plan.new_blocks:
+            assert row not in [new.row for new in plan.new_rows], "new rows come whole"
+            for table, ids in zip(self.rows[row].tables, block_ids, strict=True):
+                table += ids
+        work = list(zip(plan.rows, plan.num_tokens, strict=True))
+        assert len(dict(work)) == len(work), "a row computes once per step"
+        for row, num_new in work:
+            self._store(self.rows[row], num_new)
+        for row, num_new in work:
+            self._attend(self.rows[row], num_new)
+        return self._sample(plan, work)
+
+    def _store(self, row: _Row, num_new: int) -> None:
+        assert num_new > 0, "a row in a plan has work"
+        assert row.num_computed + num_new <= len(row.tokens), "only tokens that the device knows are computed"
+        self.computed[row.request_id] += num_new
+        for position in range(row.num_computed, row.num_computed + num_new):
+            for index, (group, table) in enumerate(zip(self.groups, row.tables, strict=True)):
+                block = table[position // group.block_size]
+                assert block != 0, "nothing is stored in the null block"
+                self.memory[block, position % group.block_size] = (index, position, row.history[position + 1])
+
+    def _attend(self, row: _Row, num_new: int) -> None:
+        """The step's queries together read from the first one's window to the last one's position."""
+        for index, (group, table) in enumerate(zip(self.groups, row.tables, strict=True)):
+            first = max(0, row.num_computed - group.window + 1) if group.window else 0
+            for position in range(first, row.num_computed + num_new):
+                found = self.memory.get((table[position // group.block_size], position % group.block_size))
+                assert found == (index, position, row.history[position + 1]), "a query reads its own history"
+
+    def _sample(self, plan: StepPlan, work: list[tuple[int, int]]) -> StepResult:
+        tokens, failed, prompt_logprobs = {}, {}, {}
+        for number, num_new in work:
+            row = self.rows[number]
+            entries = []
+            while 0 < row.owed < row.num_prompt and row.owed <= row.num_computed + num_new:
+                entries.append(TokenLogprobs([row.owed], [float(row.history[row.owed])], [1]))
+                row.owed += 1
+            if entries:
+                prompt_logprobs[number] = entries
+            row.num_computed += num_new
+            tokens[number] = []
+            if row.num_computed == len(row.tokens):
+                token = next_token(row.history[-1])
+                row.tokens.append(token)
+                row.history.append(fingerprint(row.history[-1], token))
+                tokens[number] = [token]
+                if self.fail_next:
+                    failed[number] = "nan_logits"
+                    self.fail_next = False
+        order = sorted(tokens, key=lambda number: (not tokens[number], number))  # like the real one: not the plan's
+        return StepResult(
+            step=plan.step,
+            rows=order,
+            tokens=[tokens[number] for number in order],
+            logprobs={number: [TokenLogprobs(tokens[number], [0.0], [1])] for number in order if tokens[number]},
+            prompt_logprobs=prompt_logprobs,
+            failed=failed,
+        )
+
+
+class Driver:
+    """Scheduler and FakeWorker with up to one step in flight, and a record of what each request was given."""
+
+    def __init__(self, scheduler: Scheduler, groups: tuple[CacheGroup, ...] = (full(),)) -> None:
+        self.scheduler = scheduler
+        self.salts: dict[str, str] = {}
+        self.worker = FakeWorker(groups, self.salts)
+        self.in_flight: collections.deque[tuple[StepPlan, StepResult]] = collections.deque()
+        self.requests: dict[str, Request] = {}
+        self.updates: dict[str, list[RequestUpdate]] = collections.defaultdict(list)
+        self.plans: list[StepPlan] = []
+
+    def add(self, *requests: Request) -> None:
+        for request in requests:
+            self.requests[request.request_id] = request
+            self.salts[request.request_id] = request.cache_salt
+            self.scheduler.add(request)
+
+    def issue(self) -> StepPlan:
+        plan = self.scheduler.schedule()
+        if plan.rows or plan.finished_rows:
+            self.plans.append(plan)
+            self.in_flight.append((plan, self.worker.execute(plan)))
+        return plan
+
+    def collect(self) -> None:
+        for update in self.scheduler.update(*self.in_flight.popleft()):
+            self.updates[update.request_id].append(update)
+
+    def step(self, depth: int = 0) -> StepPlan:
+        """Like the engine's: issue one step, then take in results until `depth` steps are in flight."""
+        while len(self.in_flight) > 1:
+            self.collect()
+        plan = self.issue()
+        issued = bool(plan.rows or plan.finished_rows)
+        while len(self.in_flight) > (depth if issued else 0):
+            self.collect()
+        return plan
+
+    def run(self, depth: int = 0, max_steps: int = 10_000) -> None:
+        """To the end of everything, and an audit."""
+        for _ in range(max_steps):
+            if not self.scheduler.has_work and not self.in_flight:
+                break
+            self.step(depth)
+        else:
+            raise AssertionError("the requests do not finish")
+        self.audit_idle()
+
+    def output(self, request: Request) -> list[int]:
+        return [token for update in self.updates[request.request_id] for token in update.tokens]
+
+    def audit_idle(self) -> None:
+        scheduler = self.scheduler
+        scheduler.kv.check()
+        assert scheduler.num_unfinished == 0 and not scheduler.running and not scheduler.waiting
+        assert scheduler.kv.usage == 0.0, "idle means that every block is free"
+        assert not self.worker.rows, "every row was reported finished, once"

@@ -1,0 +1,254 @@
+"""KVManager: hits that suit all groups, what slides out, what becomes findable and when."""
+
+from __future__ import annotations
+
+import pytest
+from sched_harness import BLOCK, full, make_request, sliding
+
+from octavo.request import Request
+from octavo.sched.kv_manager import KVManager
+
+PROMPT = list(range(100, 120))  # 5 blocks
+
+
+def make_kv(*groups, num_blocks=100, caching=True):
+    return KVManager(groups or (full(),), num_blocks, enable_prefix_caching=caching, secret=b"test")
+
+
+def admit(kv: KVManager, request: Request, num_new: int | None = None, *, max_new: int = 1000, keep_free: int = 0):
+    """Like the scheduler: match, admit, count as computed. Returns (hit tokens, block ids)."""
+    hit = kv.match(request, request.num_tokens - 1)
+    num_tokens = request.num_tokens if num_new is None else hit.num_tokens + num_new
+    blocks = kv.admit(request, hit, num_tokens, max_new=max_new, keep_free=keep_free)
+    if blocks is not None:
+        request.num_computed = num_tokens
+    kv.check()
+    return hit.num_tokens, blocks
+
+
+def compute(kv: KVManager, request: Request, num_new: int):
+    blocks = kv.allocate(request, num_new)
+    if blocks is not None:
+        request.num_computed += num_new
+    kv.check()
+    return blocks
+
+
+def generate(kv: KVManager, request: Request, num_tokens: int) -> None:
+    for token in range(num_tokens):
+        request.tokens.append(token)
+        if request.num_computed % BLOCK == 0:
+            assert compute(kv, request, 1) is not None
+        else:
+            request.num_computed += 1
+
+
+def test_a_hit_leaves_one_token_to_compute():
+    kv = make_kv()
+    admit(kv, make_request(PROMPT))
+    assert admit(kv, make_request(PROMPT))[0] == len(PROMPT) - BLOCK
+    assert admit(kv, make_request([*PROMPT, 1]))[0] == len(PROMPT)
+
+
+def test_a_hit_shares_blocks_with_their_owner():
+    kv = make_kv()
+    _, first = admit(kv, make_request(PROMPT))
+    free = kv.num_free_blocks
+    _, second = admit(kv, make_request([*PROMPT, 1]))
+    assert second[0][:5] == first[0]
+    assert free - kv.num_free_blocks == 1
+
+
+def test_only_tokens_of_planned_steps_can_be_hit():
+    kv = make_kv()
+    admit(kv, make_request(PROMPT), num_new=10)
+    assert admit(kv, make_request(PROMPT))[0] == 8
+
+
+def test_generated_tokens_can_be_hit():
+    kv = make_kv()
+    request = make_request(PROMPT)
+    admit(kv, request)
+    generate(kv, request, 6)
+    kv.free(request)
+    assert admit(kv, make_request(request.tokens))[0] == 24
+
+
+def test_a_token_in_flight_is_not_committed():
+    """The last of 20 computed tokens is not known yet: its block has no name."""
+    kv = make_kv()
+    request = make_request(PROMPT[:19])
+    admit(kv, request)
+    request.num_in_flight, request.num_computed = 1, 20
+    kv.free(request)
+    assert admit(kv, make_request([*PROMPT, 1]))[0] == 16
+
+
+def test_freed_blocks_are_hit_until_they_are_reused():
+    kv = make_kv(num_blocks=7)
+    request = make_request(PROMPT)
+    admit(kv, request)
+    kv.free(request)
+    other = make_request(16)  # 4 blocks and room for one token: one fresh block, then three from the tail
+    admit(kv, other)
+    kv.free(other)
+    assert admit(kv, make_request(PROMPT))[0] == 2 * BLOCK
+
+
+def test_salts_do_not_share():
+    kv = make_kv()
+    admit(kv, make_request(PROMPT, salt="a"))
+    assert admit(kv, make_request(PROMPT, salt="b"))[0] == 0
+    assert admit(kv, make_request(PROMPT, salt="a"))[0] == 16
+
+
+def test_nothing_is_hit_with_caching_off():
+    kv = make_kv(caching=False)
+    admit(kv, make_request(PROMPT))
+    assert admit(kv, make_request(PROMPT))[0] == 0
+
+
+def test_a_failed_request_leaves_nothing_to_hit():
+    kv = make_kv(full(), sliding(6))
+    request = make_request(PROMPT)
+    admit(kv, request)
+    generate(kv, request, 9)  # what slid out is free already, and findable
+    kv.forget(request)
+    kv.check()
+    assert kv.usage == 0.0
+    assert admit(kv, make_request(request.tokens))[0] == 0
+
+
+def test_reset_waits_until_nothing_is_held():
+    kv = make_kv()
+    request = make_request(PROMPT)
+    admit(kv, request)
+    assert not kv.reset_prefix_cache()
+    kv.free(request)
+    assert kv.reset_prefix_cache()
+    assert admit(kv, make_request(PROMPT))[0] == 0
+
+
+def test_admission_asks_for_room_for_all_known_tokens_and_one_more():
+    kv = make_kv(num_blocks=6)
+    assert admit(kv, make_request(PROMPT), num_new=4) == (0, None)
+    assert kv.num_free_blocks == 5
+    assert admit(kv, make_request(PROMPT[:19]), num_new=4)[1] == [[1]]
+
+
+def test_admission_leaves_the_blocks_that_are_to_stay_free():
+    kv = make_kv(num_blocks=8)
+    assert admit(kv, make_request(PROMPT), keep_free=2)[1] is None
+    assert admit(kv, make_request(PROMPT), keep_free=1)[1] is not None
+
+
+def test_a_hit_on_held_blocks_counts_as_room():
+    kv = make_kv(num_blocks=8)
+    admit(kv, make_request(PROMPT))
+    assert admit(kv, make_request([*PROMPT, 1]))[1] is not None
+
+
+def test_a_hit_on_free_blocks_does_not_count_as_room():
+    kv = make_kv(num_blocks=8)
+    request = make_request(PROMPT)
+    admit(kv, request)
+    kv.free(request)
+    assert admit(kv, make_request(8), num_new=8)[1] is not None  # leaves 5 blocks, of which the hit needs all
+    assert admit(kv, make_request([*PROMPT, 1])) == (20, None)
+
+
+def test_growth_that_does_not_fit_takes_nothing():
+    kv = make_kv(num_blocks=7)
+    request = make_request(PROMPT)
+    admit(kv, request)
+    request.tokens += range(9)
+    assert compute(kv, request, 9) is None
+    assert kv.num_free_blocks == 1
+    assert compute(kv, request, 4) == [[6]]
+
+
+def test_a_step_inside_a_block_needs_no_block():
+    kv = make_kv()
+    request = make_request(PROMPT[:10])
+    admit(kv, request, num_new=5)
+    assert compute(kv, request, 3) == []
+
+
+def test_what_slid_out_of_the_window_is_given_back():
+    """At a window of 6 the query at 20 reads from 15 on: blocks 0 to 2 of the sliding group are dead."""
+    kv = make_kv(full(), sliding(6))
+    request = make_request(PROMPT)
+    admit(kv, request)
+    free = kv.num_free_blocks
+    request.tokens.append(1)
+    new = compute(kv, request, 1)
+    assert [len(ids) for ids in new] == [1, 1]
+    assert kv.num_free_blocks == free + 3 - 2
+
+
+def test_a_long_decode_holds_no_more_than_its_window():
+    kv = make_kv(sliding(6))
+    request = make_request(PROMPT)
+    admit(kv, request)
+    generate(kv, request, 60)
+    assert 99 - kv.num_free_blocks <= 3
+
+
+def test_a_hit_holds_null_blocks_before_the_window():
+    kv = make_kv(full(), sliding(6))
+    _, first = admit(kv, make_request(PROMPT))
+    num_hit, second = admit(kv, make_request([*PROMPT, 1]))
+    assert num_hit == 20
+    assert second[0][:5] == first[0]
+    assert second[1][:5] == [0, 0, 0, *first[1][3:]]
+
+
+def test_a_window_continues_where_only_its_last_blocks_are_left():
+    """The first blocks of the sliding group were handed on; the window does not need them."""
+    kv = make_kv(sliding(6), num_blocks=7)
+    request = make_request(PROMPT)
+    admit(kv, request)
+    generate(kv, request, 1)
+    admit(kv, make_request(8))
+    kv.free(request)
+    assert admit(kv, make_request([*PROMPT, 1]))[0] == 20
+
+
+def test_a_hit_is_the_longest_that_all_groups_take():
+    """Each window has its own end; the common one is found by going round until no group shortens it."""
+    kv = make_kv(full(), sliding(6), sliding(14), num_blocks=200)
+    request = make_request(PROMPT)
+    admit(kv, request)
+    kv.free(request)
+    pool, names = kv._pool, request.block_hashes
+    assert admit(kv, make_request([*PROMPT, 1]))[0] == 20
+    pool._unname(pool.cached(1)[names[4]])  # the window of 6 has blocks 0 to 3: at most 16
+    assert kv.match(make_request([*PROMPT, 1]), 20).num_tokens == 16
+    pool._unname(pool.cached(2)[names[2]])  # the window of 14 needs 3 full blocks and a half: at most 8
+    assert kv.match(make_request([*PROMPT, 1]), 20).num_tokens == 8
+    pool._unname(pool.cached(1)[names[0]])  # at 8 the window of 6 reads from 3 on: 0
+    assert kv.match(make_request([*PROMPT, 1]), 20).num_tokens == 0
+
+
+def test_hits_are_counted_once_per_request():
+    kv = make_kv()
+    admit(kv, make_request(PROMPT))
+    request = make_request(PROMPT)
+    admit(kv, request)
+    kv.free(request)
+    request.num_preemptions = 1
+    admit(kv, request)
+    assert (kv.stats.queries, kv.stats.hits) == (40, 16)
+
+
+def test_one_request_is_admitted_once():
+    kv = make_kv()
+    request = make_request(PROMPT)
+    admit(kv, request)
+    with pytest.raises(AssertionError, match="admitted once"):
+        admit(kv, request)
+
+
+def test_groups_have_one_block_size():
+    with pytest.raises(AssertionError, match="one block size"):
+        make_kv(full(4), sliding(6, 8))

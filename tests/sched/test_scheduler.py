@@ -1,0 +1,546 @@
+"""Scheduler: budget, rows, order, preemption, ends, and the totals that async scheduling must keep."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from sched_harness import BLOCK, Driver, expected_answer, full, make_request, make_scheduler, sliding, smallest_pool
+
+from octavo.plan import StepResult
+from octavo.request import FinishReason, Status
+
+HYBRID = (full(), sliding(6), sliding(13))
+
+
+def work(plan):
+    return dict(zip(plan.rows, plan.num_tokens, strict=True))
+
+
+def feed(driver: Driver, *tokens: int, **fields):
+    """Schedule one step for one request and answer with these tokens instead of the worker's."""
+    plan = driver.scheduler.schedule()
+    assert len(plan.rows) == 1
+    result = StepResult(step=plan.step, rows=plan.rows, tokens=[list(tokens)], **fields)
+    return driver.scheduler.update(plan, result)
+
+
+def preempt_at_next_growth(driver, monkeypatch):
+    """The next request that asks for blocks gets none, once: the newest is preempted, inside `schedule`."""
+    kv = driver.scheduler.kv
+    allocate = kv.allocate
+
+    def refuse(request, num_new):
+        monkeypatch.setattr(kv, "allocate", allocate)
+
+    monkeypatch.setattr(kv, "allocate", refuse)
+
+
+# Budget and chunks
+
+
+def test_the_budget_cuts_a_prompt_into_chunks():
+    driver = Driver(make_scheduler(max_num_batched_tokens=8))
+    driver.add(make_request(20, 1))
+    assert [driver.step().num_tokens for _ in range(3)] == [[8], [8], [4]]
+
+
+def test_running_requests_come_before_waiting_ones():
+    driver = Driver(make_scheduler(max_num_batched_tokens=8))
+    driver.add(make_request(5))
+    driver.step()
+    driver.add(make_request(20))
+    assert driver.step().num_tokens == [1, 7]
+
+
+def test_several_prompts_share_a_step():
+    driver = Driver(make_scheduler(max_num_batched_tokens=8))
+    driver.add(make_request(3), make_request(3), make_request(3))
+    assert driver.step().num_tokens == [3, 3, 2]
+
+
+def test_without_chunked_prefill_a_prompt_waits_until_it_fits_whole():
+    driver = Driver(make_scheduler(max_num_batched_tokens=10, max_model_len=10, enable_chunked_prefill=False))
+    driver.add(make_request(6), make_request(6))
+    assert driver.step().num_tokens == [6]
+    assert driver.step().num_tokens == [1, 6]
+
+
+def test_no_more_requests_run_than_there_are_rows():
+    driver = Driver(make_scheduler(max_num_seqs=2))
+    driver.add(*(make_request(3, 2) for _ in range(5)))
+    sizes = [len(driver.step().rows) for _ in range(6)]
+    assert sizes == [2, 2, 2, 2, 1, 1]
+    assert driver.scheduler.stats().num_waiting == 0
+
+
+def test_a_prompt_alone_must_fit_the_budget_without_chunked_prefill():
+    with pytest.raises(AssertionError, match="whole prompt"):
+        make_scheduler(max_num_batched_tokens=8, enable_chunked_prefill=False)
+
+
+def test_the_pool_must_hold_one_longest_request():
+    num_blocks = smallest_pool(HYBRID, 64, 64)
+    make_scheduler(HYBRID, num_blocks=num_blocks)
+    with pytest.raises(AssertionError, match="fits the pool"):
+        make_scheduler(HYBRID, num_blocks=num_blocks - 1)
+
+
+# Rows and plans
+
+
+def test_a_request_keeps_its_row_and_frees_it_once():
+    driver = Driver(make_scheduler())
+    first, second = make_request(3, 2), make_request(3, 5)
+    driver.add(first, second)
+    driver.run()
+    assert [plan.rows for plan in driver.plans] == [[0, 1], [0, 1], [1], [1], [1], []]
+    assert [plan.finished_rows for plan in driver.plans] == [[], [], [0], [], [], [1]]
+
+
+def test_a_freed_row_is_used_again_in_the_plan_that_frees_it():
+    driver = Driver(make_scheduler(max_num_seqs=1))
+    driver.add(make_request(3, 1), make_request(3, 1))
+    driver.step()
+    plan = driver.step()
+    assert plan.finished_rows == [0] and [new.row for new in plan.new_rows] == [0]
+
+
+def test_a_plan_that_says_nothing_has_no_number_of_its_own():
+    driver = Driver(make_scheduler())
+    empty = driver.scheduler.schedule()
+    assert not empty.rows and not empty.finished_rows
+    driver.add(make_request(3))
+    assert driver.step().step == empty.step == 0
+
+
+def test_a_plan_is_a_difference():
+    driver = Driver(make_scheduler())
+    driver.add(make_request(4, 10))
+    assert driver.step().new_rows[0].block_ids == [[1]]
+    assert [driver.step().new_blocks for _ in range(5)] == [[(0, [[2]])], [], [], [], [(0, [[3]])]]
+
+
+def test_block_lists_in_a_plan_are_copies():
+    driver = Driver(make_scheduler())
+    driver.add(make_request(4, 10))
+    new = driver.step().new_rows[0]
+    driver.step()
+    assert new.block_ids == [[1]] and len(new.token_ids) == 4
+
+
+def test_at_most_one_step_is_planned_ahead():
+    scheduler = make_scheduler()
+    scheduler.add(make_request(3, 10))
+    scheduler.schedule()
+    scheduler.schedule()
+    with pytest.raises(AssertionError, match="one step ahead"):
+        scheduler.schedule()
+
+
+def test_a_result_has_every_row_of_its_plan():
+    scheduler = make_scheduler()
+    scheduler.add(make_request(3, 10))
+    plan = scheduler.schedule()
+    with pytest.raises(AssertionError, match="every row"):
+        scheduler.update(plan, StepResult(step=0, rows=[], tokens=[]))
+
+
+# Totals
+
+
+@pytest.mark.parametrize("depth", [0, 1], ids=["sync", "async"])
+@pytest.mark.parametrize("budget", [5, 64])
+@pytest.mark.parametrize("max_tokens", [1, 2, 9])
+def test_a_request_computes_its_prompt_and_all_but_one_output_token(depth, budget, max_tokens):
+    driver = Driver(make_scheduler(HYBRID, max_num_batched_tokens=budget), HYBRID)
+    requests = [make_request(num_prompt, max_tokens) for num_prompt in (1, 7, 12)]
+    driver.add(*requests)
+    driver.run(depth)
+    for request in requests:
+        assert driver.worker.computed[request.request_id] == request.num_prompt + max_tokens - 1
+        assert request.num_output == max_tokens
+    assert driver.scheduler.num_scheduled_tokens == sum(driver.worker.computed.values())
+
+
+@pytest.mark.parametrize("depth", [0, 1], ids=["sync", "async"])
+def test_the_context_ends_a_request_like_max_tokens(depth):
+    driver = Driver(make_scheduler(max_model_len=12))
+    request = make_request(9, 50)
+    driver.add(request)
+    driver.run(depth)
+    assert request.num_tokens == 12 and request.finish_reason is FinishReason.LENGTH
+    assert driver.worker.computed[request.request_id] == 11
+
+
+def test_the_next_step_is_planned_before_the_token_is_known():
+    driver = Driver(make_scheduler())
+    request = make_request(3, 10)
+    driver.add(request)
+    driver.issue()
+    assert work(driver.issue()) == {0: 1}
+    assert (request.num_tokens, request.num_computed, request.num_in_flight) == (3, 4, 2)
+    driver.collect()
+    assert (request.num_tokens, request.num_computed, request.num_in_flight) == (4, 4, 1)
+
+
+def test_a_result_after_the_end_is_dropped():
+    driver = Driver(make_scheduler())
+    answer = expected_answer(request := make_request(3, 10), 64)
+    request.stop_token_ids = request.end_token_ids = frozenset(answer.tokens[:1])
+    driver.add(request)
+    driver.issue()
+    driver.issue()
+    driver.collect()
+    assert request.finished
+    driver.run()
+    assert driver.output(request) == answer.tokens[:1]
+    assert driver.worker.computed[request.request_id] == 4
+
+
+# Ends
+
+
+def test_the_stop_rules_have_an_order():
+    """EOS before stop tokens before the length."""
+    driver = Driver(make_scheduler())
+    request = make_request(3, 1, eos=True, stop_token_ids=[7])
+    driver.add(request)
+    (update,) = feed(driver, 7)
+    assert (update.finish_reason, update.stop_reason) == ("stop", None)
+
+
+def test_a_stop_token_is_the_stop_reason():
+    driver = Driver(make_scheduler())
+    request = make_request(3, 1, stop_token_ids=[9])
+    driver.add(request)
+    (update,) = feed(driver, 9)
+    assert (update.finish_reason, update.stop_reason, update.tokens) == ("stop", 9, [9])
+
+
+def test_nothing_stops_before_min_tokens():
+    driver = Driver(make_scheduler())
+    driver.add(make_request(3, 5, eos=True, stop_token_ids=[9], min_tokens=3))
+    assert [feed(driver, token)[0].finish_reason for token in (7, 9, 7)] == [None, None, "stop"]
+
+
+def test_ignored_eos_does_not_stop():
+    driver = Driver(make_scheduler())
+    driver.add(make_request(3, 2, eos=True, ignore_eos=True))
+    assert [feed(driver, 7)[0].finish_reason for _ in range(2)] == [None, "length"]
+
+
+def test_several_tokens_are_cut_at_the_first_stop():
+    driver = Driver(make_scheduler())
+    request = make_request(3, 10, stop_token_ids=[9])
+    driver.add(request)
+    (update,) = feed(driver, 4, 9, 5, logprobs={0: ["a", "b", "c"]})
+    assert update.tokens == [4, 9] and update.logprobs == ["a", "b"]
+    assert request.tokens[3:] == [4, 9]
+
+
+def test_several_tokens_are_cut_at_max_tokens():
+    driver = Driver(make_scheduler())
+    driver.add(make_request(3, 2))
+    (update,) = feed(driver, 4, 5, 6)
+    assert (update.tokens, update.finish_reason) == ([4, 5], "length")
+
+
+def test_a_loop_ends_a_request_that_asks_for_it():
+    from octavo.sampling_params import RepetitionDetectionParams
+
+    driver = Driver(make_scheduler())
+    detection = RepetitionDetectionParams(max_pattern_size=2, min_count=2)
+    driver.add(make_request([1, 1, 1, 1], 9, repetition_detection=detection))
+    assert [feed(driver, token)[0].finish_reason for token in (1, 2, 1, 2)] == [None, None, None, "repetition"]
+
+
+def test_a_failed_row_ends_its_request_only():
+    driver = Driver(make_scheduler())
+    first, second = make_request(9, 3), make_request(9, 3)
+    driver.add(first, second)
+    driver.worker.fail_next = True
+    driver.run()
+    assert first.finish_reason is FinishReason.ERROR and first.num_output == 0
+    (update,) = driver.updates[first.request_id]
+    assert (update.finish_reason, update.error, update.tokens) == ("error", "nan_logits", [])
+    assert driver.output(second) == expected_answer(second, 64).tokens
+
+
+def test_a_failed_request_is_not_hit():
+    driver = Driver(make_scheduler())
+    driver.add(make_request(list(range(12)), 1))
+    driver.worker.fail_next = True
+    driver.run()
+    driver.add(make_request(list(range(12)), 1))
+    assert driver.step().num_tokens == [12]
+
+
+def test_a_step_without_a_token_gives_no_update():
+    driver = Driver(make_scheduler(max_num_batched_tokens=4))
+    request = make_request(6, 1)
+    driver.add(request)
+    driver.step()
+    assert not driver.updates
+    driver.step()
+    assert len(driver.updates[request.request_id]) == 1
+
+
+# Prefix hits
+
+
+@pytest.mark.parametrize("num_prompt", [3, 8, 9, 15])
+def test_the_second_of_two_equal_prompts_in_one_step_computes_the_rest(num_prompt):
+    driver = Driver(make_scheduler())
+    prompt = list(range(num_prompt))
+    first, second = make_request(prompt), make_request(prompt)
+    driver.add(first, second)
+    num_hit = (num_prompt - 1) // BLOCK * BLOCK
+    assert driver.step().num_tokens == [num_prompt, num_prompt - num_hit]
+    assert (first.num_cached, second.num_cached) == (0, num_hit)
+    driver.run()
+    assert driver.output(first) == driver.output(second)
+
+
+def test_another_salt_computes_everything():
+    driver = Driver(make_scheduler())
+    driver.add(*(make_request(list(range(12)), salt=salt) for salt in ("a", "b", "a")))
+    assert driver.step().num_tokens == [12, 12, 4]
+
+
+def test_num_cached_is_told_with_the_updates():
+    driver = Driver(make_scheduler())
+    driver.add(make_request(list(range(12))), request := make_request(list(range(12))))
+    driver.step()
+    assert driver.updates[request.request_id][0].num_cached == 8
+
+
+def test_hybrid_groups_share_within_a_step():
+    driver = Driver(make_scheduler(HYBRID), HYBRID)
+    driver.add(*(make_request(list(range(31)), 3) for _ in range(3)))
+    assert driver.step().num_tokens == [31, 3, 3]
+    driver.run()
+
+
+# Preemption
+
+
+def crowded(policy: str = "fcfs", priorities=(0, 0, 0)):
+    """Three requests of up to 6 blocks each, in a pool of 10: all are admitted, one is preempted."""
+    driver = Driver(make_scheduler(num_blocks=11, max_model_len=32, policy=policy))
+    requests = [make_request(5, 18, priority=priority) for priority in priorities]
+    driver.add(*requests)
+    return driver, requests
+
+
+def until_preempted(driver: Driver):
+    """To loop over, one step at a time."""
+    for step in range(100):
+        if driver.scheduler.num_preemptions:
+            return
+        yield step
+    raise AssertionError("nobody is preempted")
+
+
+@pytest.mark.parametrize("depth", [0, 1], ids=["sync", "async"])
+def test_preemption_changes_no_token(depth):
+    driver, requests = crowded()
+    driver.run(depth)
+    assert driver.scheduler.num_preemptions > 0
+    for request in requests:
+        assert driver.output(request) == expected_answer(request, 32).tokens
+
+
+@pytest.mark.parametrize("depth", [0, 1], ids=["sync", "async"])
+def test_the_newest_is_preempted_and_returns_to_the_front(depth):
+    driver, (first, second, third) = crowded()
+    driver.add(fourth := make_request(5, 18))
+    for _ in until_preempted(driver):
+        driver.step(depth)
+    assert first.status is second.status is Status.RUNNING
+    assert third.status is Status.PREEMPTED
+    assert driver.scheduler.waiting == [third, fourth]
+
+
+def test_preemption_ends_a_row_and_resumption_is_a_new_row():
+    driver, (_, _, third) = crowded()
+    for _ in until_preempted(driver):
+        plan = driver.step()
+    assert plan.finished_rows == [2] and 2 not in plan.rows and not plan.new_rows
+    known = list(third.tokens)
+    while third.status is Status.PREEMPTED:
+        plan = driver.step()
+    (new,) = plan.new_rows
+    assert new.request_id == third.request_id and new.token_ids == known and new.num_prompt == 5
+
+
+def test_a_preempted_request_takes_its_token_in_flight():
+    driver, (_, _, third) = crowded()
+    for _ in until_preempted(driver):
+        driver.issue()
+        num_known = third.num_tokens
+        if len(driver.in_flight) > 1:
+            driver.collect()
+    assert third.status is Status.PREEMPTED
+    assert (third.num_tokens, third.num_in_flight, third.num_computed) == (num_known + 1, 0, 0)
+    driver.run(1)
+
+
+def test_a_preempted_request_that_stops_on_its_token_in_flight_has_ended(monkeypatch):
+    driver = Driver(make_scheduler())
+    driver.add(make_request(4, 10), request := make_request(4, 10))
+    tokens = expected_answer(request, 64).tokens
+    request.stop_token_ids = request.end_token_ids = frozenset(tokens[:1])
+    driver.issue()
+    preempt_at_next_growth(driver, monkeypatch)
+    driver.issue()
+    assert request.status is Status.PREEMPTED and request.num_in_flight == 1
+    driver.collect()
+    assert request.finished and request not in driver.scheduler.waiting
+    driver.run(1)
+    assert driver.output(request) == tokens[:1]
+
+
+def test_priority_decides_who_runs_and_who_is_preempted():
+    driver, (low, high, middle) = crowded(policy="priority", priorities=(5, -1, 3))
+    assert driver.scheduler.waiting == [high, middle, low]
+    for _ in until_preempted(driver):
+        driver.step()
+    assert low.status is Status.PREEMPTED and high.status is middle.status is Status.RUNNING
+    driver.run()
+    assert high.num_preemptions == 0
+
+
+def test_a_later_request_of_higher_priority_is_admitted_first():
+    driver = Driver(make_scheduler(max_num_seqs=1, policy="priority"))
+    driver.add(make_request(3, 1), low := make_request(3, 1, priority=1), high := make_request(3, 1))
+    driver.step()
+    driver.step()
+    assert high.finished and not low.finished
+
+
+def test_equal_priorities_run_in_order_of_arrival():
+    driver = Driver(make_scheduler(policy="priority"))
+    requests = [make_request(3, priority=1) for _ in range(4)]
+    driver.add(*requests)
+    driver.step()
+    assert driver.scheduler.running == requests
+
+
+def test_a_waiting_request_leaves_room_for_the_running_ones_to_grow():
+    """Without it the newcomer is admitted, preempted for a running one's next block, and computed again."""
+    driver = Driver(make_scheduler(num_blocks=15, max_model_len=32))
+    driver.add(make_request(28, 4), make_request(27, 5))
+    driver.step()
+    assert driver.scheduler.stats().num_waiting == 1
+    driver.run()
+    assert driver.scheduler.num_preemptions == 0
+
+
+@pytest.mark.parametrize("demand", [1.05, 2, 4])
+def test_a_pool_that_is_too_small_does_not_thrash(demand):
+    """Few preemptions per request, and little computed twice."""
+    rng = random.Random(0)
+    requests = [make_request(rng.randint(50, 450), rng.randint(10, 500)) for _ in range(60)]
+    scheduler = make_scheduler(
+        (full(16),),
+        num_blocks=max(int(16 * 400 / 16 / demand), 60) + 1,
+        max_num_seqs=16,
+        max_num_batched_tokens=1000,
+        max_model_len=950,
+    )
+    for request in requests:
+        scheduler.add(request)
+    while scheduler.has_work:
+        plan = scheduler.schedule()
+        owners = {request.row: request for request in scheduler.running}
+        done = [owners[row].num_computed == owners[row].num_tokens for row in plan.rows]
+        scheduler.update(plan, StepResult(step=plan.step, rows=plan.rows, tokens=[[5] if d else [] for d in done]))
+    useful = sum(request.num_prompt + request.max_tokens - 1 for request in requests)
+    assert max(request.num_preemptions for request in requests) <= 4
+    assert scheduler.num_scheduled_tokens <= 1.3 * useful
+
+
+# Abort
+
+
+@pytest.mark.parametrize("depth", [0, 1], ids=["sync", "async"])
+@pytest.mark.parametrize("num_steps", range(5))
+def test_abort_at_any_time_frees_everything(depth, num_steps):
+    """Before admission, in the prompt, with a token in flight, decoding."""
+    driver = Driver(make_scheduler(HYBRID, max_num_batched_tokens=8), HYBRID)
+    driver.add(request := make_request(12, 20))
+    for _ in range(num_steps):
+        driver.step(depth)
+    driver.scheduler.abort([request.request_id])
+    assert request.finish_reason is FinishReason.ABORT
+    assert driver.scheduler.kv.usage == 0.0
+    driver.run(depth)
+    assert not any(update.finish_reason for update in driver.updates[request.request_id])
+
+
+def test_abort_of_a_preempted_request():
+    driver, (_, _, third) = crowded()
+    for _ in until_preempted(driver):
+        driver.step(1)
+    driver.scheduler.abort([third.request_id])
+    assert third not in driver.scheduler.waiting
+    driver.run(1)
+
+
+def test_abort_ignores_what_it_does_not_know():
+    driver = Driver(make_scheduler())
+    driver.add(request := make_request(3, 1))
+    driver.run()
+    driver.scheduler.abort(["nobody", request.request_id, request.request_id])
+    assert request.finish_reason is FinishReason.LENGTH
+
+
+# Prompt log-probabilities
+
+
+def delivered(driver, request):
+    updates = driver.updates[request.request_id]
+    return [entry.token_ids[0] for update in updates for entry in update.prompt_logprobs]
+
+
+@pytest.mark.parametrize("depth", [0, 1], ids=["sync", "async"])
+def test_prompt_logprobs_ignore_the_cache_until_they_are_delivered(depth):
+    driver = Driver(make_scheduler(max_num_batched_tokens=8))
+    driver.add(make_request(list(range(20)), 1))
+    driver.run()
+    driver.add(request := make_request(list(range(20)), 1, prompt_logprobs=0))
+    driver.run(depth)
+    assert driver.worker.computed[request.request_id] == 20
+    assert delivered(driver, request) == list(range(1, 20))
+
+
+def test_a_prompt_of_one_token_has_no_prompt_logprobs():
+    driver = Driver(make_scheduler())
+    driver.add(make_request(1, 1, prompt_logprobs=0))
+    assert driver.step().new_rows[0].prompt_logprobs_start == -1
+
+
+@pytest.mark.parametrize("depth", [0, 1], ids=["sync", "async"])
+@pytest.mark.parametrize("num_steps", [2, 3, 4, 5, 6])
+def test_prompt_logprobs_go_on_after_preemption_where_they_stopped(depth, num_steps, monkeypatch):
+    """In the first chunk, in a later one, on the prompt's last token, decoding; with results in flight or not."""
+    driver = Driver(make_scheduler(max_num_batched_tokens=8))
+    driver.add(make_request(3, 30))
+    driver.add(request := make_request(19, 8, prompt_logprobs=0))
+    for _ in range(num_steps):
+        driver.step(depth)
+    preempt_at_next_growth(driver, monkeypatch)
+    driver.run(depth)
+    assert request.num_preemptions == 1
+    assert delivered(driver, request) == list(range(1, 19))
+    assert driver.output(request) == expected_answer(request, 64).tokens
+
+
+def test_a_resumed_request_hits_what_it_needs_not_score_again():
+    driver = Driver(make_scheduler(max_num_batched_tokens=9))
+    driver.add(request := make_request(20, 5, prompt_logprobs=0))
+    driver.step()
+    driver.scheduler._preempt(request)
+    (new,) = driver.step().new_rows
+    assert (new.num_computed, new.prompt_logprobs_start) == (8, 10)

@@ -1,0 +1,306 @@
+"""Scheduler, KVManager and BlockPool together against a simple model, by hypothesis and by a long random walk.
+
+The model: each request gives the tokens that its history alone implies, whatever happens around it. FakeWorker checks
+at every step that each query reads its own history; `World.check` that no block is lost, free twice, or owned unshared
+by two; the end of each run that everyone finished and every block is free.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from sched_harness import (
+    EOS,
+    VOCAB,
+    Driver,
+    expected_answer,
+    full,
+    make_request,
+    make_scheduler,
+    sliding,
+    smallest_pool,
+)
+
+from octavo.request import FinishReason, Request, Status
+
+GROUPS = [
+    (full(),),
+    (sliding(5),),
+    (full(), sliding(6)),
+    (full(), sliding(1)),
+    (full(), sliding(3), sliding(10)),
+    (full(), full(), sliding(9), sliding(9)),
+]
+MAX_LEN = 40
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """A scheduler's settings, small enough for everything to collide."""
+
+    groups: tuple
+    spare_blocks: int  # beyond what one longest request needs
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    policy: str
+    chunked: bool
+    caching: bool
+
+
+class World:
+    """One scheduler, the requests that were given to it, and what must be true of them."""
+
+    def __init__(self, shape: Shape) -> None:
+        budget = shape.max_num_batched_tokens if shape.chunked else max(shape.max_num_batched_tokens, MAX_LEN)
+        self.max_num_seqs = shape.max_num_seqs
+        scheduler = make_scheduler(
+            shape.groups,
+            num_blocks=smallest_pool(shape.groups, MAX_LEN, budget) + shape.spare_blocks,
+            max_num_seqs=shape.max_num_seqs,
+            max_num_batched_tokens=budget,
+            max_model_len=MAX_LEN,
+            policy=shape.policy,
+            enable_chunked_prefill=shape.chunked,
+            enable_prefix_caching=shape.caching,
+        )
+        self.driver = Driver(scheduler, shape.groups)
+        self.settled: set[str] = set()
+        self.squeeze = False  # the next growth finds no block, once: the newest is preempted, full pool or not
+        self._allocate = scheduler.kv.allocate
+        scheduler.kv.allocate = self.allocate
+
+    def allocate(self, request: Request, num_new: int):
+        if self.squeeze and len(self.scheduler.running) > 1:
+            self.squeeze = False
+            return None
+        return self._allocate(request, num_new)
+
+    @property
+    def scheduler(self):
+        return self.driver.scheduler
+
+    @property
+    def unfinished(self) -> list[Request]:
+        return [request for request in self.driver.requests.values() if not request.finished]
+
+    def add(self, family: int, shared: int, own: list[int], max_tokens: int, **options) -> None:
+        """A prompt that begins like the others of its family."""
+        prompt = [(family * 7 + i * i) % VOCAB for i in range(shared)] + own
+        self.driver.add(make_request(prompt[: MAX_LEN - 1] or [1], max_tokens, **options))
+
+    def follow(self, choice: int, max_tokens: int) -> None:
+        """A prompt that goes on from the output of a request that has ended: the next turn of a chat."""
+        ended = [request for request in self.driver.requests.values() if request.finished]
+        if ended:
+            past = ended[choice % len(ended)]
+            prompt = [*past.tokens, 3][: MAX_LEN - 1]
+            self.driver.add(make_request(prompt, max_tokens, salt=past.cache_salt))
+
+    def issue(self) -> None:
+        if len(self.driver.in_flight) < 2:
+            self.driver.issue()
+
+    def collect(self) -> None:
+        if self.driver.in_flight:
+            self.driver.collect()
+
+    def abort(self, choice: int) -> None:
+        if self.unfinished:
+            self.scheduler.abort([self.unfinished[choice % len(self.unfinished)].request_id, "nobody"])
+
+    def reset(self) -> None:
+        assert self.scheduler.kv.reset_prefix_cache() == (self.scheduler.kv.usage == 0.0)
+
+    def finish(self) -> None:
+        for depth in (1, 0):
+            self.driver.run(depth, max_steps=4000)
+        self.check()
+        assert len(self.settled) == len(self.driver.requests), "everyone finishes"
+
+    def check(self) -> None:
+        scheduler = self.scheduler
+        scheduler.kv.check()
+        rows = [request.row for request in scheduler.running]
+        assert len(set(rows)) == len(rows) <= self.max_num_seqs and all(row >= 0 for row in rows)
+        for queue in (scheduler.running, scheduler.waiting):
+            keys = [scheduler._order(request) for request in queue]
+            assert keys == sorted(keys)
+        assert scheduler.num_unfinished == len(scheduler.running) + len(scheduler.waiting) == len(self.unfinished)
+        for request in self.driver.requests.values():
+            if request.request_id not in self.settled:
+                self._check_request(request)
+
+    def _check_request(self, request: Request) -> None:
+        answer, updates = expected_answer(request, MAX_LEN), self.driver.updates[request.request_id]
+        output = self.driver.output(request)
+        assert output == answer.tokens[: len(output)] and request.num_output == len(output)
+        assert request.num_computed <= request.num_tokens + request.num_in_flight
+        assert (request in self.scheduler.running) == (request.status is Status.RUNNING)
+        scored = [entry.token_ids[0] for update in updates for entry in update.prompt_logprobs]
+        assert scored == list(range(1, len(scored) + 1)), "prompt positions are scored in order, each once"
+        assert sum(update.queue_time is not None for update in updates) <= 1
+        ends = [update.finish_reason for update in updates if update.finish_reason]
+        if not request.finished:
+            assert not ends
+            return
+        self.settled.add(request.request_id)
+        if request.finish_reason is FinishReason.ABORT:
+            assert not ends
+        elif request.finish_reason is FinishReason.ERROR:
+            assert ends == ["error"] and updates[-1].error == "nan_logits"
+        else:
+            assert ends == [answer.finish_reason] and updates[-1].finish_reason
+            assert (output, request.stop_reason) == (answer.tokens, answer.stop_reason)
+            if request.params.prompt_logprobs is not None:
+                assert len(scored) == request.num_prompt - 1
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Any order of the public verbs, with at most one step planned ahead."""
+
+    @initialize(
+        groups=st.sampled_from(GROUPS),
+        spare_blocks=st.integers(0, 12),
+        max_num_seqs=st.integers(1, 5),
+        budget=st.integers(1, 24),
+        policy=st.sampled_from(["fcfs", "priority"]),
+        chunked=st.booleans(),
+        caching=st.sampled_from([True, True, True, False]),
+    )
+    def start(self, groups, spare_blocks, max_num_seqs, budget, policy, chunked, caching):
+        self.world = World(Shape(groups, spare_blocks, max_num_seqs, budget, policy, chunked, caching))
+
+    @rule(
+        family=st.integers(0, 1),
+        shared=st.integers(0, 30),
+        own=st.lists(st.integers(0, VOCAB - 1), max_size=6),
+        max_tokens=st.integers(1, 20),
+        priority=st.integers(0, 2),
+        salt=st.sampled_from(["", "", "tenant"]),
+        stops=st.lists(st.integers(0, VOCAB - 1), max_size=2),
+        eos=st.booleans(),
+        scored=st.sampled_from([None, None, 1]),
+    )
+    def add(self, family, shared, own, max_tokens, priority, salt, stops, eos, scored):
+        options = {"priority": priority, "salt": salt, "eos": eos, "prompt_logprobs": scored}
+        self.world.add(family, shared, own, max_tokens, stop_token_ids=stops, min_tokens=1, **options)
+
+    @rule(choice=st.integers(0, 100), max_tokens=st.integers(1, 20))
+    def follow(self, choice, max_tokens):
+        self.world.follow(choice, max_tokens)
+
+    @rule()
+    def issue(self):
+        self.world.issue()
+
+    @rule()
+    def collect(self):
+        self.world.collect()
+
+    @rule(num_steps=st.integers(1, 8), depth=st.integers(0, 1))
+    def steps(self, num_steps, depth):
+        for _ in range(num_steps):
+            self.world.driver.step(depth)
+
+    @rule(choice=st.integers(0, 100))
+    def abort(self, choice):
+        self.world.abort(choice)
+
+    @rule()
+    def reset(self):
+        self.world.reset()
+
+    @rule()
+    def squeeze(self):
+        self.world.squeeze = True
+
+    @precondition(lambda self: self.world.unfinished)
+    @rule()
+    def fail(self):
+        self.world.driver.worker.fail_next = True
+
+    @invariant()
+    def holds(self):
+        if hasattr(self, "world"):
+            self.world.check()
+
+    def teardown(self):
+        if hasattr(self, "world"):
+            self.world.finish()
+
+
+SchedulerMachine.TestCase.settings = settings(
+    max_examples=150,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+TestSchedulerModel = SchedulerMachine.TestCase
+
+
+def walk(seed: int, num_steps: int) -> World:
+    """A seeded random walk with the weights of a busy server."""
+    rng = random.Random(seed)
+    shape = Shape(
+        groups=rng.choice(GROUPS),
+        spare_blocks=rng.randrange(10),
+        max_num_seqs=rng.randint(1, 8),
+        max_num_batched_tokens=rng.randint(1, 24),
+        policy=rng.choice(["fcfs", "priority"]),
+        chunked=rng.random() < 0.7,
+        caching=rng.random() < 0.9,
+    )
+    world = World(shape)
+    for _ in range(num_steps):
+        dice = rng.random()
+        if dice < 0.15 and len(world.unfinished) < 12:
+            own = [rng.randrange(VOCAB) for _ in range(rng.randrange(6))]
+            world.add(
+                rng.randrange(2),
+                rng.randrange(30),
+                own,
+                rng.randint(1, 39),
+                priority=rng.randrange(3),
+                salt=rng.choice(["", "", "", "tenant"]),
+                eos=rng.random() < 0.5,
+                stop_token_ids=[rng.randrange(VOCAB)] if rng.random() < 0.2 else [],
+                prompt_logprobs=1 if rng.random() < 0.2 else None,
+            )
+        elif dice < 0.2 and len(world.unfinished) < 12:
+            world.follow(rng.randrange(100), rng.randint(1, 20))
+        elif dice < 0.22:
+            world.abort(rng.randrange(100))
+        elif dice < 0.225:
+            world.driver.worker.fail_next = True
+        elif dice < 0.23:
+            world.reset()
+        elif dice < 0.25:
+            world.squeeze = True
+        elif dice < 0.62:
+            world.issue()
+        else:
+            world.collect()
+        world.check()
+    world.finish()
+    return world
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_walk(seed):
+    walk(seed, 600)
+
+
+def test_the_walks_meet_what_they_are_for():
+    """Preemption with and without a token in flight, prefix hits, failures and aborts: else the walks prove little."""
+    worlds = [walk(seed, 400) for seed in range(100, 108)]
+    requests = [request for world in worlds for request in world.driver.requests.values()]
+    assert sum(world.scheduler.num_preemptions for world in worlds) > 40
+    assert sum(world.scheduler.kv.stats.hits for world in worlds) > 200
+    reasons = {request.finish_reason for request in requests}
+    assert reasons >= {FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR}
+    assert any(EOS in request.tokens[request.num_prompt :] for request in requests)

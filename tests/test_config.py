@@ -1,0 +1,274 @@
+"""EngineConfig: fields, layers, and the cross-checks of resolve."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo.arch import Arch, LayerKind
+from octavo.config import DeviceFacts, EngineConfig, Resolved, load_config, resolve
+from octavo.settings import ConfigError, parse_bytes, parse_length
+
+ARCH = Arch(
+    name="Qwen3ForCausalLM",
+    dtype="bfloat16",
+    vocab_size=1000,
+    hidden_size=64,
+    intermediate_size=128,
+    num_heads=4,
+    num_kv_heads=2,
+    head_size=16,
+    max_position=2048,
+    norm_eps=1e-6,
+    layers=(LayerKind(),) * 2,
+)
+CPU = DeviceFacts(num_cores=2, free_bytes=8 << 30, total_bytes=16 << 30, native_isas=("x86_64_v3",))
+GPU = dataclasses.replace(CPU, cuda="NVIDIA H200", cuda_free_bytes=100 << 30, cuda_total_bytes=140 << 30)
+
+
+def resolved(arch: Arch = ARCH, facts: DeviceFacts = CPU, **fields: Any) -> Resolved:
+    return resolve(EngineConfig(**fields), arch, facts)
+
+
+def load(**kwargs: Any) -> tuple[EngineConfig, dict[str, str]]:
+    return load_config(python_kwargs=kwargs, environ={})
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [("4096", 4096), ("16k", 16000), ("16K", 16384), ("25.6k", 25600), ("1M", 1 << 20), ("auto", -1), ("-1", -1)],
+)
+def test_lengths(text: str, tokens: int) -> None:
+    assert parse_length(text) == tokens
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("512", 512), ("4G", 4 << 30), ("4GiB", 4 << 30), ("1.5M", 3 << 19), ("2k", 2048)]
+)
+def test_byte_sizes(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "k", "16kk", "0.3333k", "1e400k", "nan", "16 tokens"])
+def test_lengths_that_are_none(text: str) -> None:
+    with pytest.raises(ConfigError):
+        load(max_model_len=text)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("dtype", "float17", "did you mean float16?"),
+        ("dtype", 16, "expected text"),
+        ("block_size", 12, "power of two"),
+        ("block_size", 4, "from 8 to 256"),
+        ("block_size", 512, "from 8 to 256"),
+        ("block_size", True, "expected a whole number"),
+        ("block_size", 16.0, "expected a whole number"),
+        ("max_num_seqs", 0, "from 1 to 65536"),
+        ("max_num_seqs", "many", "expected a whole number"),
+        ("max_num_seqs", "9" * 5000, "expected a whole number"),
+        ("max_model_len", 1, "from 2 to"),
+        ("max_model_len", -2, "from 2 to"),
+        ("gpu_memory_utilization", 0.0, "greater than 0, at most 1"),
+        ("gpu_memory_utilization", 1.01, "greater than 0, at most 1"),
+        ("gpu_memory_utilization", float("nan"), "greater than 0, at most 1"),
+        ("kv_cache_memory_bytes", "4Q", "512M"),
+        ("num_gpu_blocks_override", 1, "from 2 to"),
+        ("seed", -1, "from 0 to"),
+        ("seed", 2**63, "from 0 to"),
+        ("enable_prefix_caching", "maybe", "true or false"),
+        ("enable_prefix_caching", 1, "true or false"),
+        ("enable_prefix_caching", None, "true or false"),
+        ("attention_config", "{", "a mapping"),
+        ("attention_config", "[" * 100_000, "a mapping"),
+        ("attention_config", '["backend"]', "a mapping"),
+        ("attention_config", {"bakend": "cpu"}, "did you mean backend?"),
+        ("override_generation_config", {"temprature": 1}, "did you mean temperature?"),
+        ("trust_remote_code", True, "never runs code"),
+        ("scheduling_policy", "lifo", "fcfs, priority"),
+        ("model", "", "expected text"),
+        ("model", "a\nb", "expected text"),
+        ("num_threads", 0, "from 1 to 1024"),
+    ],
+)
+def test_a_wrong_value_names_field_value_and_limit_in_one_line(field: str, value: Any, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(**{field: value})
+    message = str(caught.value)
+    assert message.startswith(f"{field}=") and said in message and "\n" not in message and len(message) < 300
+
+
+def test_an_unknown_name_gets_a_suggestion() -> None:
+    with pytest.raises(ConfigError, match="did you mean max_model_len"):
+        load(max_model_length=5)
+
+
+def test_a_config_is_frozen_and_checks_itself() -> None:
+    config = EngineConfig()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.block_size = 32  # type: ignore[misc]
+    with pytest.raises(ConfigError, match="power of two"):
+        EngineConfig(block_size=24)
+    with pytest.raises(ConfigError, match="load_config"):
+        EngineConfig(max_model_len="16k")  # type: ignore[arg-type]
+
+
+def test_layers_in_order_and_their_origins(tmp_path: Path) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text("max-model-len: 16k\nmax_num_seqs: 4\nblock_size: 32\nnum_threads: 1\nseed: 7\n")
+    config, origins = load_config(
+        {"max_num_seqs": "6"}, {"max_num_seqs": 5, "block_size": 64}, path, {"OCTAVO_NUM_THREADS": "3", "HOME": "/"}
+    )
+    assert (config.max_model_len, config.max_num_seqs, config.block_size) == (16000, 6, 64)
+    assert (config.num_threads, config.seed, config.dtype) == (3, 7, "auto")
+    assert origins["max_model_len"] == f"file {path}"
+    assert origins["max_num_seqs"] == "command line"
+    assert origins["block_size"] == "Python argument"
+    assert origins["num_threads"] == "environment"
+    assert origins["dtype"] == "default"
+    assert set(origins) == {field.name for field in dataclasses.fields(EngineConfig)}
+
+
+def test_an_error_names_the_layer(tmp_path: Path) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text("block_size: 13\n")
+    with pytest.raises(ConfigError, match=r"block_size=13 \(from file .*settings.yaml\)"):
+        load_config(yaml_path=path, environ={})
+
+
+def test_an_unknown_environment_variable_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "octavo"):
+        load_config(environ={"OCTAVO_MODLE": "x", "OCTOPUS": "y"})
+    assert "OCTAVO_MODLE is ignored; did you mean OCTAVO_MODEL?" in caplog.text
+    assert "OCTOPUS" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "model: !!python/object/apply:os.system ['true']",
+        "model: !!str x",
+        "attention_config: &a {backend: cpu}",
+        "a: &a [x]\nb: &b [*a, *a]\nmodel: *b",
+        "attention_config: {<<: {backend: cpu}}",
+        "block_size: 16\nblock_size: 32",
+        "block-size: 16\nblock_size: 32",
+        "block_size:\t16\n\tseed: 1",
+        "- block_size",
+        "16: block_size",
+        "model: x\n--- \nmodel: y",
+        "model: \x00",
+        "model: " + "[" * 20_000,
+        "block_sice: 16",
+        "[model]: x",
+        "block_size: 2026-01-01",
+    ],
+)
+def test_yaml_that_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(yaml_path=path, environ={})
+    assert "\n" not in str(caught.value)
+
+
+def test_yaml_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        load_config(yaml_path=tmp_path / "missing.yaml", environ={})
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(yaml_path=tmp_path, environ={})
+    (tmp_path / "large.yaml").write_text("#" * (1 << 20) + "\n")
+    with pytest.raises(ConfigError, match="larger than"):
+        load_config(yaml_path=tmp_path / "large.yaml", environ={})
+    (tmp_path / "binary.yaml").write_bytes(b"model: \xff\xfe")
+    with pytest.raises(ConfigError, match="not plain YAML"):
+        load_config(yaml_path=tmp_path / "binary.yaml", environ={})
+
+
+def test_an_empty_yaml_file_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text("# nothing\n")
+    assert load_config(yaml_path=path, environ={})[0] == EngineConfig()
+
+
+def test_defaults_on_cpu() -> None:
+    made = resolved()
+    assert (made.device, made.dtype, made.native, made.attention_backend) == ("cpu", "bfloat16", "x86_64_v3", "cpu")
+    assert (made.max_model_len, made.max_num_seqs, made.max_num_batched_tokens) == (2048, 64, 512)
+    assert made.num_threads == 2 and made.max_model_len_is_auto
+    assert {"dtype", "device", "attention_backend", "max_num_seqs", "max_model_len"} <= set(made.why)
+
+
+def test_no_default_is_left_open() -> None:
+    open_fields = {"quantization", "kv_cache_memory_bytes", "num_gpu_blocks_override"}
+    made = resolved()
+    assert {name for name in Resolved.__dataclass_fields__ if getattr(made, name) is None} == open_fields
+
+
+def test_defaults_on_a_gpu() -> None:
+    made = resolved(facts=GPU)
+    assert (made.device, made.native, made.attention_backend) == ("cuda", "none", "reference")
+    assert (made.max_num_seqs, made.max_num_batched_tokens) == (256, 2048 * 4)
+
+
+def test_without_compiled_operators_the_reference_backend_serves() -> None:
+    facts = dataclasses.replace(CPU, native_isas=())
+    assert resolved(facts=facts).attention_backend == "reference"
+    assert resolved(native="off").attention_backend == "reference"
+
+
+def test_float16_widens_on_cpu_and_stays_on_a_gpu() -> None:
+    half = dataclasses.replace(ARCH, dtype="float16")
+    assert resolved(half).dtype == "float32"
+    assert resolved(half, GPU).dtype == "float16"
+
+
+def test_the_shorthand_and_the_mapping_say_the_same() -> None:
+    assert resolved(attention_backend="reference").attention_backend == "reference"
+    assert resolved(attention_config={"backend": "REFERENCE"}).attention_backend == "reference"
+    assert resolved(attention_backend="my.module:Backend").attention_backend == "my.module:Backend"
+
+
+def test_sizes_follow_each_other() -> None:
+    assert resolved(max_num_seqs=1000).max_num_batched_tokens == 1000
+    assert resolved(max_num_batched_tokens=16).max_num_seqs == 16
+    assert resolved(enable_chunked_prefill=False).max_num_batched_tokens == 2048
+    assert resolved(enable_chunked_prefill=False, max_num_batched_tokens=100).max_model_len == 100
+    assert resolved(max_model_len=100).max_model_len_is_auto is False
+    assert resolved(max_model_len=-1).max_model_len_is_auto is True
+
+
+@pytest.mark.parametrize(
+    ("facts", "fields", "said"),
+    [
+        (CPU, {"device": "cuda"}, "no CUDA device"),
+        (CPU, {"dtype": "float16"}, "float32 and bfloat16"),
+        (CPU, {"max_model_len": 4096}, "2048 positions; set --max-model-len to at most 2048"),
+        (CPU, {"max_num_batched_tokens": 4, "max_num_seqs": 8}, "max_num_seqs is 8"),
+        (
+            CPU,
+            {"enable_chunked_prefill": False, "max_model_len": 512, "max_num_batched_tokens": 100},
+            "max_model_len=512",
+        ),
+        (CPU, {"attention_backend": "cpu", "native": "off"}, "not in use"),
+        (CPU, {"native": "x86_64_v4"}, "there are: x86_64_v3"),
+        (CPU, {"max_logprobs": 1001}, "1000 tokens"),
+        (CPU, {"attention_config": {"backend": 3}}, "must be a name"),
+        (GPU, {"quantization": "int8"}, "CPU only"),
+        (GPU, {"attention_backend": "cpu"}, "the device is cuda"),
+    ],
+)
+def test_conflicts_are_refused_with_both_numbers(facts: DeviceFacts, fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolved(facts=facts, **fields)
+    assert said in str(caught.value)
+
+
+def test_two_backends_at_once_are_refused() -> None:
+    with pytest.raises(ConfigError, match="keep one"):
+        EngineConfig(attention_backend="cpu", attention_config={"backend": "reference"})

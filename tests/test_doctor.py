@@ -1,0 +1,106 @@
+"""`octavo doctor` and the facts that it is made of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo import cli, probe
+from octavo.config import DeviceFacts
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "torch_dtype": "bfloat16",
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 128,
+    "vocab_size": 300,
+    "tie_word_embeddings": True,
+}
+FACTS = DeviceFacts(num_cores=2, free_bytes=4 << 30, total_bytes=8 << 30, native_isas=("x86_64_v3",))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model folder with a config and no weights, on a machine with known facts."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    monkeypatch.setattr(probe, "device_facts", lambda device: FACTS)
+    return tmp_path
+
+
+def test_doctor_tells_everything_before_weights_exist(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--explain", "-m", str(folder), "--block-size", "32"]) == 0
+    text = capsys.readouterr().out
+    for said in (
+        "torch",
+        "platform",
+        "x86_64_v3",
+        "Qwen3ForCausalLM",
+        "Memory plan",
+        "Numerics contract",
+        "64.0 requests",
+    ):
+        assert said in text, said
+    assert "block_size                   32                       command line" in text
+    assert "seed                         0                        default" in text
+
+
+def test_doctor_on_a_setting_that_cannot_run_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "-m", str(folder), "--max-model-len", "1024"]) == 2
+    assert "512 positions" in capsys.readouterr().err
+
+
+def test_doctor_without_a_model_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "-m", str(folder / "nowhere")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_facts_of_this_machine_are_sane() -> None:
+    free, total = probe.memory_bytes()
+    assert 0 < free <= total
+    assert probe.num_cores() >= 1 and probe.cpu_name()
+    assert probe.versions()["numpy"][0].isdigit()
+
+
+@pytest.mark.parametrize(("quota", "cores"), [("max 100000", 8), ("150000 100000", 2), ("50000 100000", 1), ("", 8)])
+def test_a_cpu_quota_counts(quota: str, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cpu.max").write_text(quota + "\n")
+    monkeypatch.setattr(probe, "_CGROUP", tmp_path)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)), raising=False)
+    assert probe.num_cores() == cores
+
+
+def test_a_memory_limit_counts_without_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in (
+        ("memory.max", "1000"),
+        ("memory.current", "700"),
+        ("memory.stat", "anon 1\ninactive_file 300\n"),
+    ):
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(probe, "_CGROUP", tmp_path)
+    assert probe.memory_bytes() == (600, 1000)
+
+
+def test_the_numerics_id_names_what_bits_depend_on() -> None:
+    facts: dict[str, Any] = {
+        "device": "cpu",
+        "dtype": "float32",
+        "quantization": None,
+        "native": "x86_64_v3",
+        "attention": "cpu",
+    }
+    base = probe.numerics_id(probe.numerics_contract(**facts))
+    assert base == probe.numerics_id(probe.numerics_contract(**facts | {"native": "x86_64_v4"}))
+    for change in ({"dtype": "bfloat16"}, {"quantization": "int8"}, {"native": "none"}, {"attention": "reference"}):
+        assert base != probe.numerics_id(probe.numerics_contract(**facts | change)), change

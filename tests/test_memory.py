@@ -1,0 +1,145 @@
+"""MemoryPlan: bytes per block, the size of the cache, and the refusal of what does not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from octavo.arch import Arch, LayerKind
+from octavo.config import DeviceFacts, EngineConfig, Resolved, resolve
+from octavo.groups import make_groups
+from octavo.memory import MemoryPlan, block_bytes, blocks_for_request, plan_memory, show_bytes, weight_bytes
+from octavo.sched.groups import make_policies
+from octavo.settings import ConfigError
+
+ARCH = Arch(
+    name="Qwen3ForCausalLM",
+    dtype="bfloat16",
+    vocab_size=1000,
+    hidden_size=64,
+    intermediate_size=128,
+    num_heads=4,
+    num_kv_heads=2,
+    head_size=16,
+    max_position=2048,
+    norm_eps=1e-6,
+    layers=(LayerKind(),) * 2,
+)
+SLIDING = dataclasses.replace(ARCH, layers=(LayerKind(window=64),) * 4 + (LayerKind(),) * 2)
+CPU = DeviceFacts(num_cores=2, free_bytes=8 << 30, total_bytes=16 << 30, native_isas=("x86_64_v3",))
+GPU = dataclasses.replace(CPU, cuda="NVIDIA H200")
+PER_BLOCK = 2 * 2 * 2 * 16 * 2 * 16  # layers, K and V, heads, channels, bytes, tokens
+
+
+def plan(
+    free_bytes: int, arch: Arch = ARCH, facts: DeviceFacts = CPU, total_bytes: int = 0, **fields: Any
+) -> MemoryPlan:
+    made = resolve(EngineConfig(**fields), arch, facts)
+    return plan_memory(arch, made, make_groups(arch, made.block_size), free_bytes, total_bytes=total_bytes)
+
+
+def numbers(**fields: Any) -> Resolved:
+    return resolve(EngineConfig(**fields), ARCH, CPU)
+
+
+def test_a_block_counts_the_layers_of_the_largest_group() -> None:
+    assert block_bytes(ARCH, "bfloat16", make_groups(ARCH, 16)) == PER_BLOCK
+    assert block_bytes(SLIDING, "bfloat16", make_groups(SLIDING, 16)) == PER_BLOCK
+    assert block_bytes(ARCH, "float32", make_groups(ARCH, 32)) == 4 * PER_BLOCK
+
+
+@pytest.mark.parametrize("arch", [ARCH, SLIDING])
+@pytest.mark.parametrize("length", [1, 16, 17, 100, 2048])
+@pytest.mark.parametrize("step", [1, 16, 512, 4096])
+def test_the_scheduler_needs_what_the_plan_counts(arch: Arch, length: int, step: int) -> None:
+    groups = make_groups(arch, 16)
+    peaks = [policy.peak_blocks(length, step) for policy in make_policies(groups)]
+    assert blocks_for_request(groups, length, step) == sum(peaks)
+
+
+def test_weights_as_the_layers_keep_them() -> None:
+    matrices = 2 * ((64 + 2 * 32) * 64 + 64 * 64 + 3 * 64 * 128) + 1000 * 64
+    vectors = 2 * 2 * 64 + 64
+    padding = 24 * 64  # the output head's 1000 rows fill 32 panels of 32
+    assert weight_bytes(ARCH, numbers()) == 2 * (matrices + padding + vectors + 1000 * 64)
+    tied = dataclasses.replace(ARCH, tied=True)
+    assert weight_bytes(ARCH, numbers()) - weight_bytes(tied, numbers()) == 2 * 1000 * 64
+    int8 = weight_bytes(tied, numbers(quantization="int8"))
+    assert int8 == (matrices + padding) * 34 // 32 + 2 * vectors
+    assert weight_bytes(tied, numbers(native="off")) == 4 * matrices + 2 * vectors
+
+
+def test_plenty_of_memory_gives_every_request_its_full_length() -> None:
+    made = plan(64 << 30)
+    assert made.num_blocks == 64 * 128 + 1
+    assert made.max_requests == 64.0
+    assert made.num_tokens == 64 * 2048
+    assert "max_num_seqs=64" in made.rule
+
+
+def test_a_quarter_of_what_is_left_is_the_usual_share() -> None:
+    made = plan(64 << 20)
+    left = made.free_bytes - made.weight_bytes - made.workspace_bytes - made.logits_bytes - made.table_bytes
+    assert made.num_blocks == left // 4 // PER_BLOCK
+    assert made.max_model_len == 2048
+
+
+def test_one_full_request_may_take_more_than_the_usual_share() -> None:
+    fields: dict[str, Any] = {"max_num_seqs": 1, "max_num_batched_tokens": 16}
+    needed = 129 * PER_BLOCK
+    base = plan(64 << 20, **fields)
+    other = base.weight_bytes + base.workspace_bytes + base.logits_bytes + base.table_bytes
+    made = plan(other + 2 * needed + 1000, **fields)
+    assert made.num_blocks == 129 and made.rule == "one request of max_model_len"
+
+
+def test_an_automatic_length_shrinks_to_what_fits() -> None:
+    made = plan(64 << 20, num_gpu_blocks_override=11)
+    assert made.max_model_len == 10 * 16 and made.num_blocks == 11 and made.max_requests == 1.0
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"num_gpu_blocks_override": 100}, "set it to at least 129, or --max-model-len to at most 1584"),
+        ({"kv_cache_memory_bytes": 50 * PER_BLOCK}, f"set it to at least {129 * PER_BLOCK}"),
+        ({"kv_cache_memory_bytes": 1}, "the cache would have 0"),
+        ({"max_num_batched_tokens": 64}, "one request needs 129 blocks"),
+    ],
+)
+def test_an_explicit_length_that_does_not_fit_is_refused_with_numbers(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan(2 << 20, max_model_len=2048, **fields)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_no_memory_at_all_is_refused() -> None:
+    with pytest.raises(ConfigError, match="one request needs"):
+        plan(1000)
+
+
+def test_loaded_weights_are_not_counted_twice() -> None:
+    made = numbers()
+    groups = make_groups(ARCH, 16)
+    before = plan_memory(ARCH, made, groups, 64 << 20)
+    after = plan_memory(ARCH, made, groups, (64 << 20) - before.weight_bytes, weights_loaded=True)
+    assert after.num_blocks == before.num_blocks
+
+
+def test_a_gpu_is_used_up_to_its_utilization() -> None:
+    small = plan(10 << 30, facts=GPU, total_bytes=10 << 30, gpu_memory_utilization=0.5)
+    large = plan(10 << 30, facts=GPU, total_bytes=10 << 30, gpu_memory_utilization=0.9)
+    assert large.kv_bytes - small.kv_bytes == pytest.approx(4 << 30, abs=2 * PER_BLOCK)
+
+
+def test_the_table_shows_every_purpose() -> None:
+    text = plan(64 << 30).table()
+    for purpose in ("free memory", "weights", "workspace", "logits", "tables", "KV cache", "64.0 requests"):
+        assert purpose in text
+
+
+@pytest.mark.parametrize(("size", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 30, "3.0 GiB")])
+def test_sizes_for_people(size: int, text: str) -> None:
+    assert show_bytes(size) == text
