@@ -52,18 +52,10 @@ class BuildNative(build_ext):
             raise CompileError("the native operators need GCC or Clang")
         target = Path(self.get_ext_fullpath(ext.name))
         newest_header = max(Path(header).stat().st_mtime for header in ext.depends)
-        # Clang without its OpenMP runtime (macOS) still builds the single-thread library.
-        for openmp in (["-fopenmp"], []):
-            folder = Path(self.build_temp) / ext.name / ("openmp" if openmp else "single")
-            flags = [*ext.extra_compile_args, *openmp]
-            try:
-                objects = [self._object(source, folder, newest_header, flags) for source in ext.sources]
-                target.parent.mkdir(parents=True, exist_ok=True)
-                self.compiler.link_shared_object(objects, str(target), extra_postargs=openmp, target_lang="c++")
-                return
-            except CompileError:
-                if not openmp:
-                    raise
+        folder, flags = Path(self.build_temp) / ext.name, [*ext.extra_compile_args, "-pthread"]
+        objects = [self._object(source, folder, newest_header, flags) for source in ext.sources]
+        target.parent.mkdir(parents=True, exist_ok=True)
+        self.compiler.link_shared_object(objects, str(target), extra_postargs=["-pthread"], target_lang="c++")
 
     def _object(self, source: str, folder: Path, newest_header: float, flags: list[str]) -> str:
         built = folder / Path(source).with_suffix(".o")

@@ -6,7 +6,6 @@ in the same run. Does not judge. Invariant: the last line of output is one JSON 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import platform
@@ -16,10 +15,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from octavo.flags import Parser
 from octavo.llm import LLM
 from octavo.sampling_params import SamplingParams
 
@@ -34,7 +34,9 @@ _QWEN3 = {
 }
 
 
-def _shape(hidden: int, layers: int, heads: int, kv_heads: int, head: int, ff: int, vocab: int, *, tied: bool) -> dict[str, Any]:
+def _shape(
+    hidden: int, layers: int, heads: int, kv_heads: int, head: int, ff: int, vocab: int, *, tied: bool
+) -> dict[str, Any]:
     return _QWEN3 | {
         "hidden_size": hidden,
         "num_hidden_layers": layers,
@@ -166,16 +168,31 @@ def _host(per_step: dict[str, float]) -> dict[str, float]:
 
 
 def measure_limits() -> dict[str, float]:
-    """What this machine can do at most, now: GB/s of streaming reads, float32 GFLOP/s."""
+    """What this machine can do at most, now, with the engine's threads: GB/s of streaming reads, float32 GFLOP/s."""
     import torch
 
     from octavo.ops import native
 
+    native.declare("octavo_probe_read", [native.PTR, native.I64], native.F32)
+    native.declare("octavo_probe_fma", [native.I64], native.F64)
     library = native.lib()
     if not library:
         return {}
-    data = torch.ones(1 << 27)
-    return {"read_gb_s": native.read_bandwidth(data), "fma_gflop_s": native.fma_rate()}
+    data = torch.ones(1 << 26)
+    read = min(_timed(lambda: library.octavo_probe_read(data.data_ptr(), data.numel())) for _ in range(10))
+    rate = max(_rate(lambda: library.octavo_probe_fma(1_000_000)) for _ in range(10))
+    return {"read_gb_s": data.numel() * 4 / read / 1e9, "fma_gflop_s": rate / 1e9}
+
+
+def _timed(call: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def _rate(call: Callable[[], float]) -> float:
+    started = time.perf_counter()
+    return 2.0 * call() / (time.perf_counter() - started)
 
 
 def _limit(name: str, row: dict[str, float], limits: dict[str, float]) -> str:
@@ -189,7 +206,7 @@ def _limit(name: str, row: dict[str, float], limits: dict[str, float]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run workloads and print a table, then one JSON line."""
-    parser = argparse.ArgumentParser(prog="octavo bench engine", description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = Parser(prog="octavo bench engine", description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny")
     parser.add_argument("--workload", choices=[*WORKLOADS, "all"], default="all")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")

@@ -21,6 +21,7 @@ from octavo.plan import StepPlan
 from octavo.request import Request
 from octavo.sampling_params import SamplingParams, check, check_request_options
 from octavo.text.output import OutputProcessor
+from octavo.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from octavo.worker.executor import PendingResult
@@ -59,21 +60,23 @@ class Engine:
 
     def __init__(self, config: EngineConfig, phases: Phases | None = None) -> None:
         """Load everything. Raises ValueError, in one line, for a bad setting or model folder."""
-        from octavo.start import start_engine  # imports torch: only when an engine is made
-
-        parts = start_engine(config, phases or Phases())
+        phases = phases or Phases()
+        with phases("import torch and the engine"):
+            from octavo.start import start_engine
+        parts = start_engine(config, phases)
         self.resolved, self.arch, self.memory = parts.resolved, parts.arch, parts.memory
         self.tokenizer, self.limits, self.default_sampling = parts.tokenizer, parts.limits, parts.default_sampling
         self.scheduler, self.runner = parts.scheduler, parts.runner
         self.numerics_contract = parts.numerics_contract
         self.times = StepTimes()
         self._executor = parts.executor
-        self._outputs = OutputProcessor(parts.tokenizer or None)
+        self._outputs = OutputProcessor(parts.tokenizer if isinstance(parts.tokenizer, Tokenizer) else None)
         self._eos_token_ids = frozenset(parts.eos_token_ids)
         self._seeds = random.Random(parts.resolved.seed)
         self._inbox: collections.deque[list[Request] | list[str]] = collections.deque()
         self._in_flight: collections.deque[tuple[StepPlan, PendingResult]] = collections.deque()
         self._max_in_flight = 1 if parts.resolved.async_scheduling else 0
+        self._failure: BaseException | None = None
 
     def add(
         self,
@@ -89,6 +92,8 @@ class Engine:
 
         A request with `n` > 1 becomes n sequences; sequence i samples with seed + i, as n requests of their own would.
         """
+        if self._failure is not None:
+            raise RuntimeError(f"the engine stopped: {self._failure!r}") from self._failure
         check_request_options(cache_salt, priority)
         params = self.tokenizer.resolve_bad_words(params)
         max_tokens = check(params, self.limits, len(prompt_token_ids))
@@ -114,11 +119,21 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a `step` has anything to do."""
-        return bool(self._inbox) or bool(self._in_flight) or self.scheduler.has_work
+        """Whether a `step` has anything to do. A failed engine has not."""
+        return self._failure is None and (bool(self._inbox) or bool(self._in_flight) or self.scheduler.has_work)
 
     def step(self) -> list[RequestOutput]:
-        """Issue the next step, then take in the results of the oldest one that is due."""
+        """Issue the next step, then take in the results of the oldest one that is due.
+
+        What a step raises is not a request's fault: the engine stops, and says so from then on.
+        """
+        try:
+            return self._step()
+        except Exception as error:
+            self._failure = error
+            raise
+
+    def _step(self) -> list[RequestOutput]:
         started = time.perf_counter()
         outputs = self._drain_inbox()
         plan = self.scheduler.schedule()

@@ -31,8 +31,8 @@ def make_groups(arch: Arch, block_size: int) -> tuple[CacheGroup, ...]:
     Layers of a class are dealt round robin.
     """
     classes: dict[int, list[int]] = {}
-    for layer, kind in enumerate(arch.layers):
-        classes.setdefault(kind.window, []).append(layer)
+    for layer, facts in enumerate(arch.layers):
+        classes.setdefault(facts.window, []).append(layer)
     smallest, largest = min(map(len, classes.values())), max(map(len, classes.values()))
     size = largest if largest * 2 <= smallest * 3 else smallest
     groups = []

@@ -152,13 +152,16 @@ class LLM:
         self.close()
 
     def _ready(self, prompt: Prompt) -> _Ready:
-        text, token_ids, cache_salt = prompt, None, ""
+        text: Any = prompt
+        token_ids: Any = None
+        cache_salt: Any = ""
         if isinstance(prompt, Mapping):
             for key in prompt:
                 if key not in MAX_PROMPT_KEYS:
                     known = ", ".join(sorted(MAX_PROMPT_KEYS))
                     raise ParameterError("prompt", f"unknown key {str(key)[:64]!r}: known are {known}", "unknown_field")
-            text, token_ids, cache_salt = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt", "")
+            text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+            cache_salt = prompt.get("cache_salt", "")
         elif not isinstance(prompt, str):
             text, token_ids = None, prompt
         limits = self.engine.limits

@@ -76,8 +76,9 @@ def start_engine(config: EngineConfig, phases: Phases) -> Parts:
     with phases("load the weights"):
         _set_up_cpu(resolved)
         device, dtype = torch.device(resolved.device), getattr(torch, resolved.dtype)
+        shortened = dataclasses.replace(arch, max_position=resolved.max_model_len)  # sizes the rotary tables
         model = load_model(
-            arch, folder, dtype, resolved.quantization, resolved.load_format, device=device, seed=resolved.seed
+            shortened, folder, dtype, resolved.quantization, resolved.load_format, device=device, seed=resolved.seed
         )
     with phases("allocate the cache and the tables"):
         groups = make_groups(arch, resolved.block_size)
@@ -115,9 +116,7 @@ def start_engine(config: EngineConfig, phases: Phases) -> Parts:
     )
 
 
-def make_runner(
-    model: Model, arch: Arch, resolved: Resolved, groups: Sequence[CacheGroup], num_blocks: int
-) -> Runner:
+def make_runner(model: Model, arch: Arch, resolved: Resolved, groups: Sequence[CacheGroup], num_blocks: int) -> Runner:
     """Allocate the cache and the tables for `model` and wire them to a runner."""
     device, dtype = torch.device(resolved.device), getattr(torch, resolved.dtype)
     pool = KVCachePool(
@@ -182,6 +181,7 @@ def _load_tokenizer(folder: Path, arch: Arch, config: EngineConfig) -> Tokenizer
 
 def _set_up_cpu(resolved: Resolved) -> None:
     torch.set_num_threads(resolved.num_threads)
+    native.select(resolved.native)
     if native.available():
         native.set_num_threads(resolved.num_threads)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from batches import make_batch, make_history
 
+from batches import make_batch, make_history
 from octavo.attention.base import BACKENDS, AttentionInputs, Variant
 from octavo.ops import native
 
@@ -56,5 +56,5 @@ def test_cpu_refuses_with_the_value(dtype: torch.dtype, device: str, named: str)
 
 
 def test_cpu_without_the_library_names_the_way_out() -> None:
-    with native.disabled(), pytest.raises(ValueError, match="build_ext --inplace.*reference"):
+    with native.disabled(), pytest.raises(ValueError, match=r"build_ext --inplace.*reference"):
         BACKENDS.resolve("cpu")(VARIANTS, torch.float32, CPU)

@@ -6,8 +6,8 @@ import random
 
 import pytest
 import torch
-from batches import Batch, History, make_batch, make_history
 
+from batches import Batch, History, make_batch, make_history
 from octavo.ops import native
 from octavo.ops.attention import LEAF, TILE, paged_attention, paged_attention_eager
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 # A pool of this many blocks holds a few of the prompts at once, so running together they preempt each other.
-SMALL_POOL = {"num_gpu_blocks_override": 40, "max_model_len": 512, "max_num_seqs": 50}
+SMALL_POOL = {"num_gpu_blocks_override": 24, "max_model_len": 320, "max_num_seqs": 50}
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "batch of 50": {"max_num_seqs": 50},

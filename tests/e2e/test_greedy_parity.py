@@ -6,11 +6,11 @@ from importlib import resources
 from typing import Any
 
 import pytest
-from settings_matrix import SETTINGS, SMALL_POOL
 
 from octavo import SamplingParams
+from settings_matrix import SETTINGS, SMALL_POOL
 
-NUM_OUTPUT = 24
+NUM_OUTPUT = 32
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT, ignore_eos=True)
 
 

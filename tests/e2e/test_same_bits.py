@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from settings_matrix import SETTINGS
 
 from octavo import LLM, SamplingParams
+from settings_matrix import SETTINGS
 
-NUM_OUTPUT = 16
+NUM_OUTPUT = 32
 
 Result = list[tuple[list[int], list[float]]]
 
@@ -43,9 +43,7 @@ def alone(held_out_prompts: list[str]) -> dict[str, Result]:
     for dtype in ("float32", "bfloat16"):
         with LLM(dtype=dtype, enable_prefix_caching=False) as llm:
             params = _params(len(held_out_prompts))
-            results[dtype] = [
-                _one(llm, prompt, own) for prompt, own in zip(held_out_prompts, params, strict=True)
-            ]
+            results[dtype] = [_one(llm, prompt, own) for prompt, own in zip(held_out_prompts, params, strict=True)]
     return results
 
 
@@ -71,7 +69,13 @@ def test_siblings_equal_separate_requests(make_llm: Any, held_out_prompts: list[
     params = SamplingParams(temperature=1.0, seed=7, n=4, max_tokens=12, ignore_eos=True)
     siblings = [list(c.token_ids) for c in llm.generate(held_out_prompts[0], params)[0].outputs]
     separate = [
-        list(llm.generate(held_out_prompts[0], SamplingParams(temperature=1.0, seed=7 + index, max_tokens=12, ignore_eos=True))[0].outputs[0].token_ids)
+        list(
+            llm.generate(
+                held_out_prompts[0], SamplingParams(temperature=1.0, seed=7 + index, max_tokens=12, ignore_eos=True)
+            )[0]
+            .outputs[0]
+            .token_ids
+        )
         for index in range(4)
     ]
     assert siblings == separate

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from sched_harness import full, sliding
 
 from octavo.sched.groups import make_policies
+from sched_harness import full, sliding
 
 NAMES = [bytes([i]) for i in range(8)]
 

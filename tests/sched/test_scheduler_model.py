@@ -14,6 +14,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from octavo.request import FinishReason, Request, Status
 from sched_harness import (
     EOS,
     VOCAB,
@@ -25,8 +27,6 @@ from sched_harness import (
     sliding,
     smallest_pool,
 )
-
-from octavo.request import FinishReason, Request, Status
 
 GROUPS = [
     (full(),),

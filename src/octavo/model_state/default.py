@@ -20,9 +20,7 @@ from octavo.plan import NewRow
 class DefaultModelState:
     """Full and sliding-window attention over the paged cache."""
 
-    def __init__(
-        self, groups: Sequence[CacheGroup], backends: Sequence[AttentionBackend], pool: KVCachePool
-    ) -> None:
+    def __init__(self, groups: Sequence[CacheGroup], backends: Sequence[AttentionBackend], pool: KVCachePool) -> None:
         """`backends[g]` serves the layers of `groups[g]`."""
         self._groups, self._backends, self._pool = tuple(groups), tuple(backends), pool
 

@@ -107,10 +107,12 @@ def linear(
     m, k = x.shape
     assert k == weight.k, "x and the weight disagree on K"
     if out is None:
-        out = torch.empty((m, weight.n), dtype=out_dtype or x.dtype)
+        out, stride = torch.empty((m, weight.n), dtype=out_dtype or x.dtype), weight.n
+    else:
+        stride = out.stride(0)
     lib.octavo_linear(
         x.data_ptr(), x.stride(0), m, weight.header, None if bias is None else bias.data_ptr(), out.data_ptr(),
-        out.stride(0), native.DTYPE_CODES[x.dtype], native.DTYPE_CODES[out.dtype],
+        stride, native.DTYPE_CODES[x.dtype], native.DTYPE_CODES[out.dtype],
     )  # fmt: skip
     return out
 

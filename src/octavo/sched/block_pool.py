@@ -118,7 +118,7 @@ class BlockPool:
 
     def commit(self, block: int, group: int, block_hash: bytes) -> None:
         """Make a held block findable, unless another of the same content is."""
-        if block_hash not in self._cached[group] and self._names[block] is None:
+        if block_hash not in self._cached[group]:
             self._cached[group][block_hash] = block
             self._names[block] = (group, block_hash)
 
@@ -146,6 +146,7 @@ class BlockPool:
             assert references == expected[block], f"block {block}: {references} references, {expected[block]} owners"
             assert (references == 0) == (block in self._free), f"block {block} is both free and held, or neither"
         assert NULL_BLOCK not in self._free and self._references[NULL_BLOCK] == 0, "the null block is in use"
+        assert self._names[NULL_BLOCK] is None, "the null block has a name"
         named = {block: name for block, name in enumerate(self._names) if name is not None}
         found = {block: (g, h) for g, cached in enumerate(self._cached) for h, block in cached.items()}
         assert named == found, "the names of blocks and the map from names to blocks differ"

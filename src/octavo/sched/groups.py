@@ -21,7 +21,8 @@ def cdiv(a: int, b: int) -> int:
 class Policy(Protocol):
     """One per cache group."""
 
-    def __init__(self, group: CacheGroup) -> None: ...
+    def __init__(self, group: CacheGroup) -> None:
+        """From the group's block size and window."""
 
     def first_needed(self, position: int) -> int:
         """Logical index of the first block that a query at `position` reads; those before it are dead."""
@@ -37,6 +38,7 @@ class FullPolicy:
     """Every query reads everything before it."""
 
     def __init__(self, group: CacheGroup) -> None:
+        """See Policy."""
         self._block_size = group.block_size
 
     def first_needed(self, position: int) -> int:
@@ -59,6 +61,7 @@ class SlidingPolicy:
     """A query reads itself and the `window - 1` tokens before it."""
 
     def __init__(self, group: CacheGroup) -> None:
+        """See Policy."""
         assert group.window > 0, "a sliding window holds at least the query's own token"
         self._block_size = group.block_size
         self._window = group.window

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from octavo.plan import NewRow, StepPlan, StepResult, TokenLogprobs
+from octavo.plan import NewRow, StepPlan, StepResult
 from octavo.request import FinishReason, Request, Status
 from octavo.sampling_params import ends_in_repetition
 from octavo.sched.kv_manager import KVManager
@@ -134,6 +134,10 @@ class Scheduler:
                 self._end(request, FinishReason.ABORT)
                 self._queue_times.pop(request_id, None)
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget every cached prefix. False, and nothing is done, while a request holds blocks."""
+        return self.kv.reset_prefix_cache()
+
     def schedule(self) -> StepPlan:
         """The next step. If it has rows or finished rows, it is to be executed and its result given to `update`.
 
@@ -152,10 +156,10 @@ class Scheduler:
             num_tokens=work.num_tokens,
             new_blocks=work.new_blocks,
         )
+        self._finished_rows = []
         if plan.rows or plan.finished_rows:
             self._outstanding[plan.step] = work.requests
             self.num_scheduled_tokens += self._max_num_batched_tokens - work.budget
-            self._finished_rows = []
             self._step += 1
         return plan
 
@@ -191,7 +195,7 @@ class Scheduler:
     def _settle(self, plan: StepPlan, result: StepResult, owners: dict[int, Request]) -> list[RequestUpdate]:
         """What few rows have, before the loop over all: failures, prompt log-probabilities, rejected drafts."""
         assert len(result.rows) == len(owners), "a result has every row of its plan"
-        updates = []
+        updates: list[RequestUpdate] = []
         for row, reason in result.failed.items():
             request = owners[row]
             if request.status is not _FINISHED:
@@ -271,9 +275,7 @@ class Scheduler:
                 return
             self._admit(request, num_computed, num_new, blocks, work)
 
-    def _admit(
-        self, request: Request, num_computed: int, num_new: int, blocks: list[list[int]], work: _Work
-    ) -> None:
+    def _admit(self, request: Request, num_computed: int, num_new: int, blocks: list[list[int]], work: _Work) -> None:
         """Move the first waiting request to the running ones, and into the plan."""
         del self.waiting[0]
         bisect.insort(self.running, request, key=self._order)

@@ -22,11 +22,15 @@ class NoTokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> NoReturn:
         """Refuse."""
-        raise ParameterError("prompt", "the model folder has no tokenizer.json: pass token ids", "unsupported_parameter")
+        raise ParameterError(
+            "prompt", "the model folder has no tokenizer.json: pass token ids", "unsupported_parameter"
+        )
 
     def render_chat(self, messages: Any, **options: Any) -> NoReturn:
         """Refuse."""
-        raise ParameterError("messages", "the model folder has no tokenizer.json: pass token ids", "unsupported_parameter")
+        raise ParameterError(
+            "messages", "the model folder has no tokenizer.json: pass token ids", "unsupported_parameter"
+        )
 
     def resolve_bad_words(self, params: SamplingParams) -> SamplingParams:
         """The parameters as they are, if they hold no words."""

@@ -75,6 +75,15 @@ def declare(name: str, argtypes: Sequence[Any], restype: Any = None) -> None:
         _apply(library, name)
 
 
+def select(name: str) -> None:
+    """Make library `name` serve from now on; "none": the eager operators. Raises ValueError for what is not built."""
+    global _active
+    if name != "none" and name not in built_isas():
+        known = ", ".join(("none", *built_isas()))
+        raise ValueError(f"native={name!r} names no library that is built and runs here: known are {known}")
+    _active = _NULL if name == "none" else _load(name)
+
+
 def set_num_threads(count: int) -> None:
     """Limit the threads of every native operator (default: `torch.get_num_threads()` when the library loads)."""
     if count < 1:
@@ -117,17 +126,11 @@ def _using(library: Any) -> Iterator[None]:
 
 def _activate() -> Any:
     global _active
-    wanted = os.environ.get("OCTAVO_NATIVE", "1")
+    wanted = os.environ.get("OCTAVO_NATIVE", "auto")
     names = built_isas()
-    if wanted == "0" or (wanted == "1" and not names):
-        _active = _NULL
-    elif wanted == "1":
-        _active = _load(names[0])
-    elif wanted in names:
-        _active = _load(wanted)
-    else:
-        known = ", ".join(("0", "1", *names))
-        raise ValueError(f"OCTAVO_NATIVE={wanted!r} names no library that is built and runs here: known are {known}")
+    if wanted == "auto":
+        wanted = names[0] if names else "none"
+    select("none" if wanted in ("off", "0") else wanted)
     return _active
 
 
@@ -142,7 +145,6 @@ def _path(name: str) -> Path:
 
 def _load(name: str) -> Any:
     if name not in _loaded:
-        # torch is imported above, so its libgomp (same SONAME) is the one this library binds to: one thread pool.
         library: Any = ctypes.CDLL(str(_path(name)))
         library.isa = name
         for function in _signatures:

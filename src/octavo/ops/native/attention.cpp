@@ -8,17 +8,14 @@
 #include <cmath>
 #include <vector>
 
-#include "vec.h"
+#include "attention_rows.h"
 
 namespace octavo {
 namespace {
 
-constexpr int TILE = 32;   // octavo.ops.attention.TILE
 constexpr int LEAF = 512;  // octavo.ops.attention.LEAF
 constexpr int MAX_ROWS = 64;
-constexpr int QUAD = 4;                      // tokens per step of the dot products
-constexpr int MICRO = VL == 16 ? 4 : 2;      // query rows that share one pass over K or V in registers
-constexpr int64_t GRAIN = 1 << 18;           // work units (multiply-adds) worth a thread
+constexpr int64_t GRAIN = 1 << 18;  // work units (multiply-adds) worth a thread
 static_assert(TILE == 32 && LEAF % TILE == 0, "two vectors of 16 lanes per tile");
 
 struct Call {
@@ -52,127 +49,6 @@ struct Partial {
     }
 };
 
-struct Range {
-    int64_t begin, end;
-    bool empty() const { return begin >= end; }
-};
-
-// ---- small vector pieces -----------------------------------------------------------------------------------------
-
-// tanh to 2 ulp: Cephes' polynomial near 0, 1 - 2 / (e^2|x| + 1) elsewhere.
-OCTAVO_INLINE vf vtanh(vf x) {
-    vf size = x < 0.0f ? -x : x, z = x * x;
-    vf p = fma(splat(-5.70498872745e-3f), z, splat(2.06390887954e-2f));
-    p = fma(p, z, splat(-5.37397155531e-2f));
-    p = fma(p, z, splat(1.33314422036e-1f));
-    p = fma(p, z, splat(-3.33332819422e-1f));
-    vf near = fma(p * z, x, x);
-    vf far = 1.0f - 2.0f / (vexp(size + size) + 1.0f);
-    far = x < 0.0f ? -far : far;
-    return size < 0.625f ? near : far;
-}
-
-// Sums over the 16 lanes (vec.h's tree) of `R` x QUAD dot products at once: out[r][t] = sum of lanes of a[r][t].
-template <int R>
-OCTAVO_INLINE void close_dots(const lanes16 (&a)[R][QUAD], float* out, int64_t stride) {
-#if defined(__AVX512F__)
-    __m512 y[QUAD];
-    OCTAVO_UNROLL
-    for (int t = 0; t < QUAD; ++t) {  // lanes + 8, then + 4; 128-bit part r belongs to row r
-        __m512 r0 = (__m512)a[0][t].v[0], r1 = (__m512)a[1 % R][t].v[0];
-        __m512 r2 = (__m512)a[2 % R][t].v[0], r3 = (__m512)a[3 % R][t].v[0];
-        __m512 u = _mm512_add_ps(_mm512_shuffle_f32x4(r0, r1, 0x44), _mm512_shuffle_f32x4(r0, r1, 0xee));
-        __m512 v = _mm512_add_ps(_mm512_shuffle_f32x4(r2, r3, 0x44), _mm512_shuffle_f32x4(r2, r3, 0xee));
-        y[t] = _mm512_add_ps(_mm512_shuffle_f32x4(u, v, 0x88), _mm512_shuffle_f32x4(u, v, 0xdd));
-    }
-    __m512 u = _mm512_add_ps(_mm512_shuffle_ps(y[0], y[1], 0x44), _mm512_shuffle_ps(y[0], y[1], 0xee));
-    __m512 v = _mm512_add_ps(_mm512_shuffle_ps(y[2], y[3], 0x44), _mm512_shuffle_ps(y[2], y[3], 0xee));
-    float sums[16];
-    _mm512_storeu_ps(sums, _mm512_add_ps(_mm512_shuffle_ps(u, v, 0x88), _mm512_shuffle_ps(u, v, 0xdd)));
-    for (int r = 0; r < R; ++r) std::memcpy(out + r * stride, sums + 4 * r, 16);
-#elif defined(__AVX2__)
-    __m256 y[QUAD];
-    OCTAVO_UNROLL
-    for (int t = 0; t < QUAD; ++t) {
-        __m256 r0 = (__m256)(a[0][t].v[0] + a[0][t].v[1]), r1 = (__m256)(a[1 % R][t].v[0] + a[1 % R][t].v[1]);
-        y[t] = _mm256_add_ps(_mm256_permute2f128_ps(r0, r1, 0x20), _mm256_permute2f128_ps(r0, r1, 0x31));
-    }
-    __m256 u = _mm256_add_ps(_mm256_shuffle_ps(y[0], y[1], 0x44), _mm256_shuffle_ps(y[0], y[1], 0xee));
-    __m256 v = _mm256_add_ps(_mm256_shuffle_ps(y[2], y[3], 0x44), _mm256_shuffle_ps(y[2], y[3], 0xee));
-    float sums[8];
-    _mm256_storeu_ps(sums, _mm256_add_ps(_mm256_shuffle_ps(u, v, 0x88), _mm256_shuffle_ps(u, v, 0xdd)));
-    for (int r = 0; r < R; ++r) std::memcpy(out + r * stride, sums + 4 * r, 16);
-#else
-    for (int r = 0; r < R; ++r)
-        for (int t = 0; t < QUAD; ++t) out[r * stride + t] = reduce_add(a[r][t]);
-#endif
-}
-
-// scores[r][begin .. end) of R query rows; may also write up to QUAD - 1 entries beyond, never past TILE.
-template <int R>
-void dot_rows(const float* q, int64_t padded, const float* const* keys, Range range, float* scores) {
-    for (int64_t t = range.begin / QUAD * QUAD; t < range.end; t += QUAD) {
-        const float* k[QUAD];
-        for (int i = 0; i < QUAD; ++i) k[i] = keys[std::min(std::max(t + i, range.begin), range.end - 1)];
-        lanes16 sums[R][QUAD];
-        OCTAVO_UNROLL
-        for (int half = 0; half < lanes16::NV; ++half) {
-            vf s[R][QUAD] = {};
-            for (int64_t c = half * VL; c < padded; c += 16) {
-                vf x[QUAD];
-                OCTAVO_UNROLL
-                for (int i = 0; i < QUAD; ++i) x[i] = load(k[i] + c);
-                OCTAVO_UNROLL
-                for (int r = 0; r < R; ++r) {
-                    vf y = load(q + r * padded + c);
-                    OCTAVO_UNROLL
-                    for (int i = 0; i < QUAD; ++i) s[r][i] = fma(y, x[i], s[r][i]);
-                }
-            }
-            OCTAVO_UNROLL
-            for (int r = 0; r < R; ++r)
-                OCTAVO_UNROLL
-                for (int i = 0; i < QUAD; ++i) sums[r][i].v[half] = s[r][i];
-        }
-        close_dots<R>(sums, scores + t, TILE);
-    }
-}
-
-// acc[r][channels] += weights[r][t] * values[t][channels] over t in range, ascending; C vectors of channels.
-template <int R, int C>
-OCTAVO_INLINE void add_values(float* acc, int64_t padded, const float* weights, const float* const* values,
-                              int64_t channel, Range range) {
-    vf a[R][C];
-    OCTAVO_UNROLL
-    for (int r = 0; r < R; ++r)
-        OCTAVO_UNROLL
-        for (int c = 0; c < C; ++c) a[r][c] = load(acc + r * padded + channel + c * VL);
-    for (int64_t t = range.begin; t < range.end; ++t) {
-        const float* value = values[t] + channel;
-        vf x[C];
-        OCTAVO_UNROLL
-        for (int c = 0; c < C; ++c) x[c] = load(value + c * VL);
-        OCTAVO_UNROLL
-        for (int r = 0; r < R; ++r) {
-            vf w = splat(weights[r * TILE + t]);
-            OCTAVO_UNROLL
-            for (int c = 0; c < C; ++c) a[r][c] = fma(w, x[c], a[r][c]);
-        }
-    }
-    OCTAVO_UNROLL
-    for (int r = 0; r < R; ++r)
-        OCTAVO_UNROLL
-        for (int c = 0; c < C; ++c) store(acc + r * padded + channel + c * VL, a[r][c]);
-}
-
-template <int R>
-void weigh_rows(float* acc, int64_t padded, const float* weights, const float* const* values, Range range) {
-    int64_t channel = 0;
-    for (; channel + 4 * VL <= padded; channel += 4 * VL) add_values<R, 4>(acc, padded, weights, values, channel, range);
-    for (; channel + 2 * VL <= padded; channel += 2 * VL) add_values<R, 2>(acc, padded, weights, values, channel, range);
-    for (; channel < padded; channel += VL) add_values<R, 1>(acc, padded, weights, values, channel, range);
-}
-
 // Calls F<R>::run for R = rows <= MICRO.
 #define OCTAVO_BY_ROWS(rows, F, ...)        \
     do {                                    \
@@ -189,7 +65,8 @@ struct Work {
     float *q, *weights, *rows_copy, *lane_sums;  // [rows][padded], [rows][TILE], [TILE][padded], [rows][16]
     float *running, *leaf;                       // Partial
     int32_t* positions;  // [rows]
-    const float* pointers[TILE];
+    const float* pointers[TILE];         // K or V of the tile's tokens, padded float32
+    const char *here[TILE], *next[TILE];  // cache rows of this tile's and the next tile's tokens
 };
 
 template <class T>
@@ -208,11 +85,15 @@ class Leaf {
         std::fill(work_.lane_sums, work_.lane_sums + num_rows_ * 16, 0.0f);
         int64_t last = task_.position + task_.num_queries - 1;
         int64_t end = std::min((index + 1) * LEAF, last + 1);
-        int64_t seen_first = seen(0).begin;
+        int64_t seen_first = seen(0).begin, located = -1;  // the tile whose rows are in work_.here
         for (int64_t start = std::max(index * LEAF, seen_first / TILE * TILE); start < end; start += TILE) {
             Range tile = {std::max(seen_first - start, int64_t(0)), std::min(end - start, int64_t(TILE))};
+            if (located != start) locate(start, tile, work_.here);
+            located = start + TILE;
+            if (located <= last) locate(located, {0, std::min(last + 1 - located, int64_t(TILE))}, work_.next);
             scores(start, tile, to);
             values(start, tile, to);
+            std::swap(work_.here, work_.next);
         }
         for (int64_t r = 0; r < num_rows_; ++r) to.sum[r] = reduce_add(lanes16::load(work_.lane_sums + r * 16));
     }
@@ -229,16 +110,28 @@ class Leaf {
         return {std::max(range.begin - start, int64_t(0)), std::min(range.end - start, int64_t(TILE))};
     }
 
-    // Point at the rows of K (part 0) or V (part 1) of the tile's visible tokens, as padded float32.
-    void gather(int64_t start, Range tile, int part) {
-        const T* base = static_cast<const T*>(call_.kv) + task_.head * call_.kv_head + part * call_.head_size;
+    // The cache rows of the tile's visible tokens; its other entries repeat one of them.
+    void locate(int64_t start, Range tile, const char** rows) const {
+        const T* base = static_cast<const T*>(call_.kv) + task_.head * call_.kv_head;
         const int32_t* table = call_.block_table + task_.row * call_.table_row;
         int64_t column = (start + tile.begin) / call_.block_size, offset = (start + tile.begin) % call_.block_size;
         for (int64_t t = tile.begin; t < tile.end; ++t) {
-            const T* row = base + int64_t(table[column]) * call_.kv_block + offset * call_.kv_token;
-            work_.pointers[t] = as_float_row(row, work_.rows_copy + t * padded_);
+            rows[t] = reinterpret_cast<const char*>(base + table[column] * call_.kv_block + offset * call_.kv_token);
             if (++offset == call_.block_size) offset = 0, ++column;
         }
+        std::fill(rows, rows + tile.begin, rows[tile.begin]);
+        std::fill(rows + tile.end, rows + TILE, rows[tile.end - 1]);
+    }
+    // Point at K (part 0) or V (part 1) of the tile's visible tokens.
+    void gather(Range tile, int part) {
+        const int64_t value_bytes = call_.head_size * sizeof(T);
+        for (int64_t t = tile.begin; t < tile.end; ++t)
+            work_.pointers[t] = as_float_row(reinterpret_cast<const T*>(work_.here[t] + part * value_bytes),
+                                             work_.rows_copy + t * padded_);
+    }
+    // The next tile's K (part 0) or V (part 1); only the first query rows of a task ask for them.
+    Ahead ahead(int64_t r, int part) const {
+        return r == 0 ? Ahead{work_.next, part * call_.head_size * int64_t(sizeof(T)), sizeof(T)} : Ahead{};
     }
     const float* as_float_row(const float* row, float* copy) const {
         return padded_ == call_.head_size ? row : widen(row, copy);
@@ -254,13 +147,13 @@ class Leaf {
 
     // Dot products, then the weights e^(score - max) of every query row; rescales what the rows hold already.
     void scores(int64_t start, Range tile, Partial to) {
-        gather(start, tile, 0);
+        gather(tile, 0);
         for (int64_t r = 0; r < num_rows_; r += MICRO) {
             int64_t rows = std::min(num_rows_ - r, int64_t(MICRO));
             Range all = {seen_in(r, start).begin, seen_in(r + rows - 1, start).end};
             if (all.empty()) continue;
             OCTAVO_BY_ROWS(rows, dot_rows, work_.q + r * padded_, padded_, work_.pointers, all,
-                           work_.weights + r * TILE);
+                           work_.weights + r * TILE, ahead(r, 0));
             for (int64_t i = r; i < r + rows; ++i) soften(i, seen_in(i, start), to);
         }
     }
@@ -290,13 +183,8 @@ class Leaf {
         to.max[r] = now;
         for (int i = 0; i < lanes16::NV; ++i) {
             for (int h = 0; h < 2; ++h) {
-                vf x = s[h].v[i] - now;
-                if (!whole) {
-                    vi mask = visible(h * 16 + i * VL, range);
-                    x = mask ? vexp(mask ? x : vf{}) : vf{};
-                } else {
-                    x = vexp(x);
-                }
+                vf x = vexp_weight(s[h].v[i] - now);
+                if (!whole) x = visible(h * 16 + i * VL, range) ? x : vf{};
                 s[h].v[i] = x;
             }
             sum.v[i] = sum.v[i] + (s[0].v[i] + s[1].v[i]);
@@ -313,7 +201,7 @@ class Leaf {
     }
 
     void values(int64_t start, Range tile, Partial to) {
-        gather(start, tile, 1);
+        gather(tile, 1);
         for (int64_t r = 0; r < num_rows_; r += MICRO) {
             int64_t rows = std::min(num_rows_ - r, int64_t(MICRO));
             // Windows and causality move with the query, so the last row begins last and the first row ends first.
@@ -324,13 +212,13 @@ class Leaf {
             }
             for (int64_t i = r; i < r + rows; ++i) weigh_one(i, {seen_in(i, start).begin, common.begin}, to);
             OCTAVO_BY_ROWS(rows, weigh_rows, to.acc + r * padded_, padded_, work_.weights + r * TILE, work_.pointers,
-                           common);
+                           common, ahead(r, 1));
             for (int64_t i = r; i < r + rows; ++i) weigh_one(i, {common.end, seen_in(i, start).end}, to);
         }
     }
     void weigh_one(int64_t r, Range range, Partial to) {
         if (range.empty()) return;
-        weigh_rows<1>(to.acc + r * padded_, padded_, work_.weights + r * TILE, work_.pointers, range);
+        weigh_rows<1>(to.acc + r * padded_, padded_, work_.weights + r * TILE, work_.pointers, range, Ahead{});
     }
 
     const Call& call_;
@@ -399,6 +287,7 @@ Work make_work(const Call& call, int64_t rows) {
     work.lane_sums = work.rows_copy + TILE * padded;
     work.running = work.lane_sums + rows * 16;
     work.leaf = work.running + partial;
+    std::fill(work.next, work.next + TILE, reinterpret_cast<const char*>(base));
     work.positions = reinterpret_cast<int32_t*>(work.leaf + partial);
     return work;
 }

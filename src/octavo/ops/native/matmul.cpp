@@ -123,10 +123,11 @@ static void few_rows(const Call& call, const void* x, int64_t stride, int32_t dt
     StreamRange run = stream_for(weight.kind, rows);
     int64_t panels = (weight.n + NR - 1) / NR;
     int threads = threads_for(weight.n * weight.k * (rows + 1) / 2, 40000);
-    // Shares of about 128 KiB: a thread that is held up leaves the rest to the others.
-    int64_t share = (131072 + weight.panel_bytes - 1) / weight.panel_bytes;
+    // Shares of about 128 KiB, equally many for each thread: one that is held up leaves its rest to the others.
     int64_t even = (panels + threads - 1) / threads;
-    share = (share < even ? (share + 3) / 4 * 4 : even);
+    int64_t rounds = 1 + even * weight.panel_bytes / 131072;
+    int64_t share = (even + rounds - 1) / rounds;
+    if (threads > 1 && share < even) share = (share + 3) / 4 * 4;
     parallel_tasks(threads, (panels + share - 1) / share, [&](int64_t task) {
         int64_t begin = task * share, end = begin + share;
         run(call, a, begin, end < panels ? end : panels);

@@ -251,26 +251,30 @@ OCTAVO_INLINE int threads_for(int64_t work, int64_t grain) {
     return int(useful < 1 ? 1 : (useful < limit ? useful : limit));
 }
 
-// body(begin, end) over [0, count) in `threads` contiguous, nearly equal parts; no fork when threads is 1.
-template <class Body>
-OCTAVO_INLINE void parallel_ranges(int threads, int64_t count, const Body& body) {
-    if (threads <= 1 || count <= 1) {
-        body(int64_t(0), count);
-        return;
-    }
-#pragma omp parallel for num_threads(threads) schedule(static, 1)
-    for (int t = 0; t < threads; ++t) body(count * t / threads, count * (t + 1) / threads);
-}
+using TaskFunction = void (*)(const void* context, int64_t task);
 
-// body(task) over [0, count), each task taken by the next free thread.
+// function(context, task) over [0, count) on up to `threads` threads, the caller's included (threads.cpp).
+void run_tasks(int threads, int64_t count, TaskFunction function, const void* context);
+
+// body(task) over [0, count), each task taken by the next free thread; no other thread is woken when `threads` is 1.
 template <class Body>
 OCTAVO_INLINE void parallel_tasks(int threads, int64_t count, const Body& body) {
     if (threads <= 1 || count <= 1) {
         for (int64_t task = 0; task < count; ++task) body(task);
         return;
     }
-#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
-    for (int64_t task = 0; task < count; ++task) body(task);
+    auto call = [](const void* context, int64_t task) { (*static_cast<const Body*>(context))(task); };
+    run_tasks(threads, count, call, &body);
+}
+
+// body(begin, end) over [0, count) in `threads` contiguous, nearly equal parts.
+template <class Body>
+OCTAVO_INLINE void parallel_ranges(int threads, int64_t count, const Body& body) {
+    if (threads <= 1 || count <= 1) {
+        body(int64_t(0), count);
+        return;
+    }
+    parallel_tasks(threads, threads, [&](int64_t t) { body(count * t / threads, count * (t + 1) / threads); });
 }
 
 }  // namespace octavo

@@ -1,0 +1,129 @@
+// The threads of the native operators: a pool that wakes fast, spins briefly, and never waits for a thread that has not
+// begun. Other programs on the machine, and a thread that the system has put aside, cost speed only.
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+
+#if defined(__unix__) || defined(__APPLE__)
+#include <pthread.h>
+#endif
+
+#include "vec.h"
+
+namespace octavo {
+
+static void relax() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+// Idle threads look for work this long before they sleep: longer than the host's work between two operators of a step.
+constexpr auto SPIN = std::chrono::microseconds(100);
+
+// One job at a time. `open_` says that the job's fields may be read; a worker counts itself in `inside_` before it looks
+// at `open_`, and the owner writes the fields only while the job is closed and nobody is inside.
+class Pool {
+  public:
+    void run(int threads, int64_t count, TaskFunction function, const void* context) {
+        std::unique_lock<std::mutex> owner(owner_, std::try_to_lock);
+        if (!owner) {  // another caller's job runs: this one goes on alone, with the same bits
+            for (int64_t task = 0; task < count; ++task) function(context, task);
+            return;
+        }
+        grow(threads - 1);
+        function_ = function, context_ = context, count_ = count, max_workers_ = threads - 1;
+        next_.store(0, std::memory_order_relaxed);
+        open_.store(true);
+        epoch_.fetch_add(1);
+        if (sleeping_.load() > 0) {
+            std::lock_guard<std::mutex> lock(sleep_);
+            wake_.notify_all();
+        }
+        drain();
+        open_.store(false);
+        for (int spins = 0; inside_.load() != 0; ++spins) {
+            if (spins < 2000) relax();
+            else std::this_thread::yield();
+        }
+    }
+
+  private:
+    void grow(int workers) {
+        for (; num_workers_ < workers; ++num_workers_)
+            std::thread([this, index = num_workers_] { work(index); }).detach();
+    }
+
+    void drain() {
+        for (;;) {
+            int64_t task = next_.fetch_add(1, std::memory_order_relaxed);
+            if (task >= count_) return;
+            function_(context_, task);
+        }
+    }
+
+    void work(int index) {
+        for (uint64_t seen = 0;;) {
+            seen = wait(seen);
+            inside_.fetch_add(1);
+            if (open_.load() && index < max_workers_) drain();
+            inside_.fetch_sub(1);
+        }
+    }
+
+    uint64_t wait(uint64_t seen) {
+        auto until = std::chrono::steady_clock::now() + SPIN;
+        for (int spins = 1;; ++spins) {
+            uint64_t epoch = epoch_.load(std::memory_order_acquire);
+            if (epoch != seen) return epoch;
+            relax();
+            if (spins % 64 == 0 && std::chrono::steady_clock::now() > until) break;
+        }
+        std::unique_lock<std::mutex> lock(sleep_);
+        sleeping_.fetch_add(1);
+        wake_.wait(lock, [&] { return epoch_.load() != seen; });
+        sleeping_.fetch_sub(1);
+        return epoch_.load();
+    }
+
+    std::mutex owner_, sleep_;
+    std::condition_variable wake_;
+    std::atomic<uint64_t> epoch_{0};
+    std::atomic<int64_t> next_{0};
+    std::atomic<int> inside_{0}, sleeping_{0};
+    std::atomic<bool> open_{false};
+    int num_workers_ = 0;
+    TaskFunction function_ = nullptr;
+    const void* context_ = nullptr;
+    int64_t count_ = 0;
+    int max_workers_ = 0;
+};
+
+static std::atomic<Pool*> pool{nullptr};
+
+// Never destroyed: detached workers may outlive static destructors. A child after fork has no workers and starts anew.
+static Pool* current_pool() {
+    Pool* current = pool.load(std::memory_order_acquire);
+    if (current != nullptr) return current;
+    static std::mutex making;
+    std::lock_guard<std::mutex> lock(making);
+    if (pool.load() == nullptr) {
+        pool.store(new Pool);
+#if defined(__unix__) || defined(__APPLE__)
+        static bool registered = pthread_atfork(nullptr, nullptr, [] { pool.store(nullptr); }) == 0;
+        (void)registered;
+#endif
+    }
+    return pool.load();
+}
+
+void run_tasks(int threads, int64_t count, TaskFunction function, const void* context) {
+    current_pool()->run(int(std::min<int64_t>(threads, count)), count, function, context);
+}
+
+}  // namespace octavo
