@@ -1,8 +1,8 @@
 """Engine: schedule, execute, update, with one step in flight.
 
-Owns the loop of a step and the inbox of adds and aborts; the parts it drives are built by `start`. Knows neither
-tensors nor HTTP. Invariant: whatever enters through `add` leaves through `step` as a finished output exactly once,
-unless it is aborted.
+Owns the loop of a step and the inbox of adds and aborts (EngineCore), and the engine with text around it (Engine). The
+parts are built by `start`. Knows neither tensors nor HTTP. Invariant: whatever enters through `add` leaves through
+`step` with a finish reason exactly once, unless it is aborted.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import collections
 import dataclasses
 import random
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from octavo.config import EngineConfig
@@ -22,9 +22,13 @@ from octavo.request import Request
 from octavo.sampling_params import SamplingParams, check, check_request_options
 from octavo.text.output import OutputProcessor
 from octavo.text.tokenizer import Tokenizer
+from octavo.updates import RequestUpdate
 
 if TYPE_CHECKING:
+    from octavo.sched.scheduler import Scheduler
+    from octavo.start import Parts
     from octavo.worker.executor import PendingResult
+    from octavo.worker.runner import Runner
 
 _SEED_MASK = 2**64 - 1
 
@@ -55,8 +59,113 @@ class StepTimes:
         return {name: seconds / num_steps * 1e6 for name, seconds in parts.items()}
 
 
+class EngineCore:
+    """Scheduler and worker: sequences in, updates out. It knows no text, so it may live in a process of its own.
+
+    `add` and `abort` may be called from any thread, the rest from one.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        """`parts` come from `start.start_engine`."""
+        self.scheduler, self.runner = parts.scheduler, parts.runner
+        self.times = StepTimes()
+        self._executor = parts.executor
+        self._eos_token_ids = frozenset(parts.eos_token_ids)
+        self._seeds = random.Random(parts.resolved.seed)
+        self._inbox: collections.deque[list[Request] | list[str]] = collections.deque()
+        self._in_flight: collections.deque[tuple[StepPlan, PendingResult]] = collections.deque()
+        self._max_in_flight = 1 if parts.resolved.async_scheduling else 0
+        self._failure: BaseException | None = None
+
+    def add(
+        self,
+        sequence_ids: Sequence[str],
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        max_tokens: int,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> None:
+        """Queue a checked request, one sequence per id; sequence i samples with seed + i, as n requests would.
+
+        Raises RuntimeError if a step has failed before.
+        """
+        if self._failure is not None:
+            raise RuntimeError(f"the engine stopped: {self._failure!r}") from self._failure
+        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
+        sequences = [
+            Request(
+                sequence_id,
+                prompt_token_ids,
+                params,
+                max_tokens=max_tokens,
+                seed=(seed + index) & _SEED_MASK,
+                eos_token_ids=self._eos_token_ids,
+                priority=priority,
+                cache_salt=cache_salt,
+            )
+            for index, sequence_id in enumerate(sequence_ids)
+        ]
+        self._inbox.append(sequences)
+
+    def abort(self, sequence_ids: Iterable[str]) -> None:
+        """End sequences as soon as possible, in any state, without an update. Unknown ids are ignored."""
+        self._inbox.append(list(sequence_ids))
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a `step` has anything to do. A failed engine has not."""
+        return self._failure is None and (bool(self._inbox) or bool(self._in_flight) or self.scheduler.has_work)
+
+    def step(self) -> list[RequestUpdate]:
+        """Issue the next step, then take in the results of the oldest one that is due.
+
+        What a step raises is not a request's fault: the engine stops, and says so from then on.
+        """
+        try:
+            return self._step()
+        except Exception as error:
+            self._failure = error
+            raise
+
+    def close(self) -> None:
+        """Wait for issued steps and release the worker. The engine cannot be used afterwards."""
+        self._executor.close()
+
+    def _step(self) -> list[RequestUpdate]:
+        started = time.perf_counter()
+        self._drain_inbox()
+        plan = self.scheduler.schedule()
+        scheduled = time.perf_counter()
+        issued = bool(plan.rows or plan.finished_rows)
+        if issued:
+            self._in_flight.append((plan, self._executor.submit(plan)))
+        updates: list[RequestUpdate] = []
+        executed = time.perf_counter()
+        if self._in_flight and not (issued and len(self._in_flight) <= self._max_in_flight):
+            due, pending = self._in_flight.popleft()
+            result = pending.result()
+            executed = time.perf_counter()
+            updates = self.scheduler.update(due, result)
+        self.times.num_steps += issued
+        self.times.schedule += scheduled - started
+        self.times.execute += executed - scheduled
+        self.times.update += time.perf_counter() - executed
+        return updates
+
+    def _drain_inbox(self) -> None:
+        while self._inbox:
+            entries = self._inbox.popleft()
+            for entry in entries:
+                if isinstance(entry, Request):
+                    self.scheduler.add(entry)
+                else:
+                    self.scheduler.abort([entry])
+
+
 class Engine:
-    """One model on one worker. `add` and `abort` may be called from any thread; `step` from one."""
+    """An EngineCore with text on both sides: prompts are checked on their way in, outputs come out as text."""
 
     def __init__(self, config: EngineConfig, phases: Phases | None = None) -> None:
         """Load everything. Raises ValueError, in one line, for a bad setting or model folder."""
@@ -66,17 +175,25 @@ class Engine:
         parts = start_engine(config, phases)
         self.resolved, self.arch, self.memory = parts.resolved, parts.arch, parts.memory
         self.tokenizer, self.limits, self.default_sampling = parts.tokenizer, parts.limits, parts.default_sampling
-        self.scheduler, self.runner = parts.scheduler, parts.runner
         self.numerics_contract = parts.numerics_contract
-        self.times = StepTimes()
-        self._executor = parts.executor
+        self.core = EngineCore(parts)
         self._outputs = OutputProcessor(parts.tokenizer if isinstance(parts.tokenizer, Tokenizer) else None)
-        self._eos_token_ids = frozenset(parts.eos_token_ids)
-        self._seeds = random.Random(parts.resolved.seed)
-        self._inbox: collections.deque[list[Request] | list[str]] = collections.deque()
-        self._in_flight: collections.deque[tuple[StepPlan, PendingResult]] = collections.deque()
-        self._max_in_flight = 1 if parts.resolved.async_scheduling else 0
-        self._failure: BaseException | None = None
+        self._aborted: list[RequestOutput] = []  # last outputs of aborted requests, for the next step
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The core's scheduler, for its figures."""
+        return self.core.scheduler
+
+    @property
+    def runner(self) -> Runner:
+        """The core's runner."""
+        return self.core.runner
+
+    @property
+    def times(self) -> StepTimes:
+        """Where the host's time went."""
+        return self.core.times
 
     def add(
         self,
@@ -88,73 +205,35 @@ class Engine:
         priority: int = 0,
         cache_salt: str = "",
     ) -> None:
-        """Queue a request. Raises ParameterError for what the model's limits forbid; then nothing was queued.
-
-        A request with `n` > 1 becomes n sequences; sequence i samples with seed + i, as n requests of their own would.
-        """
-        if self._failure is not None:
-            raise RuntimeError(f"the engine stopped: {self._failure!r}") from self._failure
+        """Queue a request. Raises ParameterError for what the model's limits forbid; then nothing was queued."""
         check_request_options(cache_salt, priority)
         params = self.tokenizer.resolve_bad_words(params)
         max_tokens = check(params, self.limits, len(prompt_token_ids))
-        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
-        children = [
-            Request(
-                child_id,
-                prompt_token_ids,
-                params,
-                max_tokens=max_tokens,
-                seed=(seed + index) & _SEED_MASK,
-                eos_token_ids=self._eos_token_ids,
-                priority=priority,
-                cache_salt=cache_salt,
-            )
-            for index, child_id in enumerate(self._outputs.add(request_id, prompt, prompt_token_ids, params))
-        ]
-        self._inbox.append(children)
+        sequence_ids = self._outputs.add(request_id, prompt, prompt_token_ids, params)
+        self.core.add(
+            sequence_ids, prompt_token_ids, params, max_tokens=max_tokens, priority=priority, cache_salt=cache_salt
+        )
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """End requests as soon as possible, in any state. Unknown ids are ignored."""
-        self._inbox.append(list(request_ids))
+        """End requests; the next step gives their last outputs. Unknown ids are ignored."""
+        sequence_ids, outputs = self._outputs.abort(request_ids)
+        self.core.abort(sequence_ids)
+        self._aborted += outputs
 
     @property
     def has_unfinished(self) -> bool:
         """Whether a `step` has anything to do. A failed engine has not."""
-        return self._failure is None and (bool(self._inbox) or bool(self._in_flight) or self.scheduler.has_work)
+        return self.core.has_unfinished
 
     def step(self) -> list[RequestOutput]:
-        """Issue the next step, then take in the results of the oldest one that is due.
-
-        What a step raises is not a request's fault: the engine stops, and says so from then on.
-        """
-        try:
-            return self._step()
-        except Exception as error:
-            self._failure = error
-            raise
-
-    def _step(self) -> list[RequestOutput]:
+        """One step of the core, told in text."""
+        outputs, self._aborted = self._aborted, []
+        updates = self.core.step()
         started = time.perf_counter()
-        outputs = self._drain_inbox()
-        plan = self.scheduler.schedule()
-        scheduled = time.perf_counter()
-        issued = bool(plan.rows or plan.finished_rows)
-        if issued:
-            self._in_flight.append((plan, self._executor.submit(plan)))
-        if not self._in_flight or (issued and len(self._in_flight) <= self._max_in_flight):
-            self._count(started, scheduled, time.perf_counter(), issued)
-            return outputs
-        due, pending = self._in_flight.popleft()
-        result = pending.result()
-        executed = time.perf_counter()
-        updates = self.scheduler.update(due, result)
-        updated = time.perf_counter()
         new_outputs, stopped = self._outputs.process(updates)
         if stopped:
-            self.scheduler.abort(stopped)
-        self._count(started, scheduled, executed, issued)
-        self.times.update += updated - executed
-        self.times.output += time.perf_counter() - updated
+            self.core.abort(stopped)
+        self.times.output += time.perf_counter() - started
         return outputs + new_outputs
 
     def run_until_idle(self) -> None:
@@ -164,22 +243,4 @@ class Engine:
 
     def close(self) -> None:
         """Wait for issued steps and release the worker. The engine cannot be used afterwards."""
-        self._executor.close()
-
-    def _count(self, started: float, scheduled: float, executed: float, issued: bool) -> None:
-        self.times.num_steps += issued
-        self.times.schedule += scheduled - started
-        self.times.execute += executed - scheduled
-
-    def _drain_inbox(self) -> list[RequestOutput]:
-        outputs: list[RequestOutput] = []
-        while self._inbox:
-            entries = self._inbox.popleft()
-            for entry in entries:
-                if isinstance(entry, Request):
-                    self.scheduler.add(entry)
-                else:
-                    children, final = self._outputs.abort(entry)
-                    self.scheduler.abort(children)
-                    outputs += final
-        return outputs
+        self.core.close()

@@ -84,8 +84,11 @@ class AttentionBackend(Protocol):
         """Make the step's plan, one per distinct variant, in buffers that keep their addresses."""
 
     def run(self, q: torch.Tensor, kv: torch.Tensor, variant: Variant, out: torch.Tensor) -> None:
-        """Attend. q, out: [tokens, heads, head_size]; kv: [blocks, kv_heads, block_size, 2 * head_size], K then V
-        along the last axis, any strides but a contiguous last axis."""
+        """Attend.
+
+        q, out: [tokens, heads, head_size]; kv: [blocks, kv_heads, block_size, 2 * head_size], K then V along the last
+        axis, any strides but a contiguous last axis.
+        """
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
