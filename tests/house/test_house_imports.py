@@ -35,7 +35,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     "text": ({"words"}, {"tokenizers", "jinja2", "msgspec", "numpy"}),
     "probe": ({"words", "ops"}, {"torch"}),
     "start": ({"words", "sched", "text", "probe"} | DEVICE_SIDE, {"torch"}),
-    "engine": ({"words", "start", "text", "worker.executor"}, {"msgspec"}),
+    "engine": ({"words", "start", "text", "sched", "worker"}, {"msgspec"}),
     "llm": ({"words", "engine", "text", "probe"}, {"msgspec"}),
     "flags": ({"words"}, set()),
     "terminal": ({"words", "flags", "llm", "benchmark"}, {"msgspec"}),

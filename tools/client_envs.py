@@ -1,0 +1,57 @@
+"""Make the environments of tests/clients: one virtual environment per client, since their pins clash.
+
+Owns the table of clients and their versions. Re-runnable: an environment whose stamp names the same requirements is
+left alone. Octavo itself is never installed in them: they reach it over HTTP only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parents[1] / ".venv-clients"
+_TORCH = "torch==2.13.0"  # installed first: any build of it will do, so the smallest that the index offers is kept
+# Name -> steps of requirements, each one pip call.
+CLIENTS: dict[str, list[list[str]]] = {
+    "langchain": [["langchain-openai==1.7.4"]],
+    "litellm": [["litellm==1.109.1"]],
+    "lm-eval": [["lm_eval[api]==0.4.13", "transformers>=4.57"]],
+    "guidellm": [[_TORCH], ["guidellm==0.8.1", _TORCH]],
+}
+
+
+def make(name: str, pip_flags: list[str]) -> Path:
+    """Make or keep the environment of one client; its folder."""
+    folder = FOLDER / name
+    stamp, wanted = folder / "requirements.txt", "\n".join(" ".join(step) for step in CLIENTS[name])
+    if stamp.is_file() and stamp.read_text() == wanted:
+        return folder
+    shutil.rmtree(folder, ignore_errors=True)
+    venv.create(folder, with_pip=True)
+    for step in CLIENTS[name]:
+        command = [str(folder / "bin/python"), "-m", "pip", "--disable-pip-version-check", "install", "-q"]
+        subprocess.run([*command, *pip_flags, *step], check=True)
+    stamp.write_text(wanted)
+    return folder
+
+
+def main() -> int:
+    """Make the named environments, or all."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(CLIENTS)}; default: all")
+    names = parser.parse_args().names or list(CLIENTS)
+    unknown = set(names) - set(CLIENTS)
+    if unknown:
+        parser.error(f"unknown clients: {', '.join(sorted(unknown))}")
+    for name in names:
+        print(f"{name}: {make(name, os.environ.get('PIP_FLAGS', '').split())}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
