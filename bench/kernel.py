@@ -1,11 +1,16 @@
 """Kernel benchmarks: each row prints its distance to a limit that the same run measures.
 
     python bench/kernel.py cpu-matmul [--threads 2] [--isa x86_64_v3] [--rounds 15] [--quick]
+    python bench/kernel.py cpu-attention [--threads 2] [--isa x86_64_v3] [--rounds 15]
 
 cpu-matmul: `octavo.ops.matmul.linear` for float32, bfloat16 and int8 weights. Few rows count the weight's bytes per
 second against a streaming read of memory; many rows count multiply-adds against FMAs in registers; tiny shapes stay in
 cache and count microseconds a call. Weights rotate through more memory than the caches hold, except for tiny shapes.
 Every shape is first checked against the eager twin. The last line is JSON.
+
+cpu-attention: the native operator beside what torch offers for a paged cache: a gather of each row's blocks followed by
+scaled_dot_product_attention, and the eager twin. Decode counts the bytes of K and V, prefill the multiply-adds of the
+visible scores.
 """
 
 from __future__ import annotations
@@ -13,14 +18,16 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import time
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from octavo.ops import native
+from octavo.ops.attention import paged_attention, paged_attention_eager
 from octavo.ops.matmul import LinearWeight, linear, linear_reference, pack_linear
+from octavo.ops.native.limits import best_seconds, measure_limits
 
 SHAPES = ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (32000, 1024))
 TINY_SHAPES = ((1536, 256), (256, 768), (512, 256), (4096, 256))
@@ -33,33 +40,6 @@ ROW = (
 )
 # Bytes that the rotating copies of a weight take together: more than the last-level cache's share of these cores.
 ROTATION_BYTES = 160 << 20
-
-
-def best_seconds(call: Callable[[], object], rounds: int, round_seconds: float = 0.02) -> float:
-    """Time of one call: the best of `rounds` averages, as the limits are the best of theirs (the cores are shared)."""
-    call()
-    start = time.perf_counter()
-    call()
-    repeats = max(1, int(round_seconds / max(time.perf_counter() - start, 1e-7)))
-    times = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        for _ in range(repeats):
-            call()
-        times.append((time.perf_counter() - start) / repeats)
-    return min(times)
-
-
-def measure_limits(rounds: int) -> tuple[float, float]:
-    """(read bandwidth in GB/s, FMA rate in GFLOP/s) of the threads in use, best of the rounds."""
-    lib = native.lib()
-    count = 128 << 20
-    data = torch.zeros(count)
-    lib.octavo_advise_huge(data.data_ptr(), count * 4)
-    read = best_seconds(lambda: lib.octavo_probe_read(data.data_ptr(), count), rounds)
-    work = lib.octavo_probe_fma(100_000)
-    fma = best_seconds(lambda: lib.octavo_probe_fma(100_000), 5 * rounds, 0.005)
-    return count * 4 / read / 1e9, work * 2 / fma / 1e9
 
 
 def make_weights(n: int, k: int, kind: str, total_bytes: int) -> list[LinearWeight]:
@@ -105,9 +85,6 @@ def measure(
 
 def cpu_matmul(args: argparse.Namespace) -> dict[str, object]:
     """Run the sub-command; prints the table and returns the JSON record."""
-    if args.threads:
-        native.set_num_threads(args.threads)
-        torch.set_num_threads(args.threads)
     limits = measure_limits(args.rounds)
     print(f"{native.isa()}, {native.num_threads()} threads: read {limits[0]:.1f} GB/s, FMA {limits[1]:.1f} GFLOP/s")
     print(f"{'kind':>9} {'N':>6} {'K':>5} {'M':>4} {'us':>10} {'GB/s':>7} {'GFLOP/s':>8}   read    fma  limit")
@@ -123,26 +100,90 @@ def cpu_matmul(args: argparse.Namespace) -> dict[str, object]:
             "read_gb_s": round(limits[0], 1), "fma_gflop_s": round(limits[1], 1), "rows": rows}  # fmt: skip
 
 
+# name, rows, cached tokens of a row, queries of a row, heads, KV heads, head size
+ATTENTION = (
+    ("decode", 1, 4096, 1, 16, 8, 128),
+    ("decode", 1, 32768, 1, 16, 8, 128),
+    ("decode", 32, 192, 1, 16, 8, 128),
+    ("decode", 32, 192, 1, 4, 2, 64),
+    ("prefill", 1, 0, 512, 16, 8, 128),
+    ("prefill", 4, 0, 128, 16, 8, 128),
+    ("prefill", 1, 1536, 512, 16, 8, 128),
+)
+
+
+def gathered_sdpa(
+    q: Tensor, kv: Tensor, query_start: Tensor, seq_lens: Tensor, table: Tensor, out: Tensor, *, scale: float
+) -> None:
+    """What torch alone would do: copy each row's K and V together, then its attention with a mask."""
+    block = kv.shape[2]
+    for row, length in enumerate(seq_lens.tolist()):
+        start, end = int(query_start[row]), int(query_start[row + 1])
+        blocks = kv[table[row, : -(-length // block)].long()]
+        both = blocks.permute(1, 0, 2, 3).reshape(kv.shape[1], -1, kv.shape[3])[:, :length]
+        k, v = both.chunk(2, dim=-1)
+        mask = torch.arange(length) <= torch.arange(length - (end - start), length)[:, None]
+        heads = functional.scaled_dot_product_attention(
+            q[start:end].transpose(0, 1)[None], k[None], v[None], mask, scale=scale, enable_gqa=True
+        )
+        out[start:end] = heads[0].transpose(0, 1)
+
+
+def cpu_attention(args: argparse.Namespace) -> dict[str, object]:
+    """Run the sub-command; prints the table and returns the JSON record."""
+    limits = measure_limits(args.rounds)
+    print(f"{native.isa()}, {native.num_threads()} threads: read {limits[0]:.1f} GB/s, FMA {limits[1]:.1f} GFLOP/s")
+    print(f"{'case':>8} {'rows':>4} {'cached':>6} {'new':>4} {'heads':>8}  native us  share  gather+sdpa us  eager us")
+    records = []
+    for name, rows, cached, new, heads, kv_heads, size in ATTENTION:
+        length, block = cached + new if name == "prefill" else cached, 16
+        width = -(-length // block)
+        kv = torch.randn(rows * width + 1, kv_heads, block, 2 * size)
+        table = (torch.randperm(rows * width) + 1).view(rows, width).int()
+        q, query_start = torch.randn(rows * new, heads, size), (torch.arange(rows + 1) * new).int()
+        call = (q, kv, query_start, torch.full((rows,), length).int(), table)
+        out, expected = torch.empty_like(q), torch.empty_like(q)
+        seconds = {}
+        for operator in (paged_attention, gathered_sdpa, paged_attention_eager):
+            run: Callable[..., None] = operator
+            best = best_seconds(lambda: run(*call, out, scale=size**-0.5), args.rounds)  # noqa: B023
+            seconds[operator.__name__] = best
+            paged_attention_eager(*call, expected, scale=size**-0.5)
+            assert (out - expected).abs().max() < 1e-4, f"{operator.__name__} differs from the eager twin"
+        visible = rows * sum(range(length - new + 1, length + 1))
+        floor = max(rows * length * kv_heads * 2 * size * 4 / limits[0], 4.0 * visible * heads * size / limits[1]) / 1e9
+        native_s, sdpa_s, eager_s = seconds.values()
+        share = floor / native_s
+        print(
+            f"{name:>8} {rows:>4} {cached:>6} {new:>4} {heads:>3}/{kv_heads}/{size:<3} {native_s * 1e6:>9.1f} "
+            f"{share:>6.0%} {sdpa_s * 1e6:>15.1f} {eager_s * 1e6:>9.1f}", flush=True,
+        )  # fmt: skip
+        records.append({"case": name, "rows": rows, "cached": cached, "new": new, "heads": heads,
+                        "us": native_s * 1e6, "limit_share": share, "sdpa_us": sdpa_s * 1e6,
+                        "eager_us": eager_s * 1e6})  # fmt: skip
+    return {"bench": "cpu-attention", "isa": native.isa(), "threads": native.num_threads(), "rows": records}
+
+
 def main() -> None:
     """Parse the command line and run one benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     matmul = commands.add_parser("cpu-matmul", help="dense products on the CPU")
-    matmul.add_argument("--threads", type=int, default=0, help="default: torch's")
-    matmul.add_argument("--isa", default="", help="a built instruction set, see octavo.ops.native.built_isas()")
-    matmul.add_argument("--rounds", type=int, default=15)
     matmul.add_argument("--quick", action="store_true", help="two large shapes only")
+    attention = commands.add_parser("cpu-attention", help="attention over the paged cache on the CPU")
+    for command, function in ((matmul, cpu_matmul), (attention, cpu_attention)):
+        command.add_argument("--threads", type=int, default=0, help="default: torch's")
+        command.add_argument("--isa", default="", help="a built instruction set, see octavo.ops.native.built_isas()")
+        command.add_argument("--rounds", type=int, default=15)
+        command.set_defaults(function=function)
     args = parser.parse_args()
-    native.declare("octavo_probe_read", [native.PTR, native.I64], native.F32)
-    native.declare("octavo_probe_fma", [native.I64], native.F64)
     if not native.available():
         parser.exit(1, "no native library: build it with `python setup.py build_ext --inplace`\n")
-    if args.isa:
-        with native.using(args.isa):
-            record = cpu_matmul(args)
-    else:
-        record = cpu_matmul(args)
-    print(json.dumps(record))
+    with native.using(args.isa or native.isa()):
+        if args.threads:
+            native.set_num_threads(args.threads)
+            torch.set_num_threads(args.threads)
+        print(json.dumps(args.function(args)))
 
 
 if __name__ == "__main__":

@@ -18,10 +18,10 @@ FOLDER = Path(__file__).resolve().parents[1] / ".venv-clients"
 _TORCH = "torch==2.13.0"  # installed first: any build of it will do, so the smallest that the index offers is kept
 # Name -> steps of requirements, each one pip call.
 CLIENTS: dict[str, list[list[str]]] = {
-    "langchain": [["langchain-openai==1.7.4"]],
-    "litellm": [["litellm==1.109.1"]],
-    "lm-eval": [["lm_eval[api]==0.4.13", "transformers>=4.57"]],
-    "guidellm": [[_TORCH], ["guidellm==0.8.1", _TORCH]],
+    "langchain": [["langchain-openai>=1.3,<2"]],
+    "litellm": [["litellm>=1.90,<2"]],
+    "lm-eval": [["lm_eval[api]>=0.4.11,<0.5", "transformers>=4.57"]],
+    "guidellm": [[_TORCH], ["guidellm>=0.6,<1", _TORCH]],
 }
 
 

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -167,32 +167,15 @@ def _host(per_step: dict[str, float]) -> dict[str, float]:
     return {f"host_{name}_us": value for name, value in per_step.items() if name != "execute"}
 
 
-def measure_limits() -> dict[str, float]:
+def machine_limits() -> dict[str, float]:
     """What this machine can do at most, now, with the engine's threads: GB/s of streaming reads, float32 GFLOP/s."""
-    import torch
-
     from octavo.ops import native
+    from octavo.ops.native.limits import measure_limits
 
-    native.declare("octavo_probe_read", [native.PTR, native.I64], native.F32)
-    native.declare("octavo_probe_fma", [native.I64], native.F64)
-    library = native.lib()
-    if not library:
+    if not native.available():
         return {}
-    data = torch.ones(1 << 26)
-    read = min(_timed(lambda: library.octavo_probe_read(data.data_ptr(), data.numel())) for _ in range(10))
-    rate = max(_rate(lambda: library.octavo_probe_fma(1_000_000)) for _ in range(10))
-    return {"read_gb_s": data.numel() * 4 / read / 1e9, "fma_gflop_s": rate / 1e9}
-
-
-def _timed(call: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
-
-
-def _rate(call: Callable[[], float]) -> float:
-    started = time.perf_counter()
-    return 2.0 * call() / (time.perf_counter() - started)
+    read, fma = measure_limits()
+    return {"read_gb_s": read, "fma_gflop_s": fma}
 
 
 def _limit(name: str, row: dict[str, float], limits: dict[str, float]) -> str:
@@ -216,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     fields: dict[str, Any] = {"dtype": arguments.dtype, "quantization": arguments.quantization}
     if arguments.async_scheduling:
         fields["async_scheduling"] = True
-    limits = measure_limits()
+    limits = machine_limits()
     names = list(WORKLOADS) if arguments.workload == "all" else [arguments.workload]
     results = {}
     for name in names:

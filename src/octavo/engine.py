@@ -89,10 +89,9 @@ class EngineCore:
     ) -> None:
         """Queue a checked request, one sequence per id; sequence i samples with seed + i, as n requests would.
 
-        Raises RuntimeError if a step has failed before.
+        Raises RuntimeError if a step has failed before, or the engine was closed.
         """
-        if self._failure is not None:
-            raise RuntimeError(f"the engine stopped: {self._failure!r}") from self._failure
+        self._check_alive()
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         sequences = [
             Request(
@@ -115,23 +114,30 @@ class EngineCore:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a `step` has anything to do. A failed engine has not."""
+        """Whether a `step` has anything to do. A failed or closed engine has not."""
         return self._failure is None and (bool(self._inbox) or bool(self._in_flight) or self.scheduler.has_work)
 
     def step(self) -> list[RequestUpdate]:
         """Issue the next step, then take in the results of the oldest one that is due.
 
-        What a step raises is not a request's fault: the engine stops, and says so from then on.
+        What a step raises is not a request's fault: the engine stops, and says so from then on. So does an interrupt
+        that cuts a step in two.
         """
+        self._check_alive()
         try:
             return self._step()
-        except Exception as error:
+        except BaseException as error:
             self._failure = error
             raise
 
     def close(self) -> None:
         """Wait for issued steps and release the worker. The engine cannot be used afterwards."""
+        self._failure = self._failure or RuntimeError("it was closed")
         self._executor.close()
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError(f"the engine stopped: {self._failure!r}") from self._failure
 
     def _step(self) -> list[RequestUpdate]:
         started = time.perf_counter()

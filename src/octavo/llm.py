@@ -2,14 +2,14 @@
 
 Owns the reading of prompts (text, token ids, chat messages), the order of results, and the life of the engine behind
 it. Knows nothing of steps or rows. Invariant: `generate` gives one finished RequestOutput per prompt, in order; if it
-raises, whatever it had queued is gone and the engine is idle.
+raises, whatever it had queued is gone and the engine is idle. Ctrl-C waits for the end of a step.
 """
 
 from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,6 +17,7 @@ import msgspec
 
 from octavo.config import load_config
 from octavo.engine import Engine
+from octavo.interrupts import HeldInterrupt
 from octavo.observe import Phases, progress
 from octavo.outputs import RequestOutput
 from octavo.probe import numerics_id
@@ -84,8 +85,8 @@ class LLM:
         tools: list[dict[str, Any]] | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of several, rendered by the model's chat template."""
-        single = bool(messages) and isinstance(messages[0], Mapping)
-        conversations: Any = [messages] if single or not messages else messages
+        many = isinstance(messages, Sequence) and bool(messages) and not isinstance(messages[0], Mapping)
+        conversations: Any = messages if many else [messages]
         ready = [
             self._ready_chat(
                 conversation,
@@ -105,9 +106,10 @@ class LLM:
             ready = self._ready_chat(prompt)
         else:
             ready = self._ready(prompt)  # type: ignore[arg-type]
-        params = sampling_params or self.get_default_sampling_params()
+        params = self._params_per_prompt(sampling_params, 1)[0]
         params = msgspec.structs.replace(params, output_kind=RequestOutputKind.DELTA)
-        request_id = self._add(ready, params, 0)
+        with HeldInterrupt():
+            request_id = self._add(ready, params, 0)
         box = self._boxes[request_id]
         try:
             while True:
@@ -191,13 +193,13 @@ class LLM:
         self, ready: list[_Ready], sampling_params: Params, use_tqdm: bool | None, priority: Sequence[int] | None
     ) -> list[RequestOutput]:
         params = self._params_per_prompt(sampling_params, len(ready))
-        if priority is not None and len(priority) != len(ready):
-            raise ParameterError("priority", f"{len(priority)} values for {len(ready)} prompts")
+        priorities = [0] * len(ready) if priority is None else _priorities(priority, len(ready))
         ids: list[str] = []
         try:
-            for index, prompt in enumerate(ready):
-                final = msgspec.structs.replace(params[index], output_kind=RequestOutputKind.FINAL_ONLY)
-                ids.append(self._add(prompt, final, priority[index] if priority else 0))
+            with HeldInterrupt():
+                for index, prompt in enumerate(ready):
+                    final = msgspec.structs.replace(params[index], output_kind=RequestOutputKind.FINAL_ONLY)
+                    ids.append(self._add(prompt, final, priorities[index]))
             outputs: dict[str, RequestOutput] = {}
             with progress(len(ready), wanted=use_tqdm) as bar:
                 while len(outputs) < len(ids):
@@ -212,12 +214,13 @@ class LLM:
     def _pump(self) -> list[RequestOutput]:
         """Run one step; outputs go to the boxes of their requests. Returns those that finished."""
         finished = []
-        for output in self.engine.step():
-            box = self._boxes.get(output.request_id)
-            if box is not None:
-                box.append(output)
-                if output.finished:
-                    finished.append(output)
+        with HeldInterrupt():
+            for output in self.engine.step():
+                box = self._boxes.get(output.request_id)
+                if box is not None:
+                    box.append(output)
+                    if output.finished:
+                        finished.append(output)
         return finished
 
     def _params_per_prompt(self, params: Params, count: int) -> list[SamplingParams]:
@@ -225,17 +228,23 @@ class LLM:
             return [self.get_default_sampling_params()] * count
         if isinstance(params, SamplingParams):
             return [params] * count
-        if len(params) != count:
-            raise ParameterError("sampling_params", f"{len(params)} given for {count} prompts: give one, or one each")
-        return list(params)
+        given = _listed("sampling_params", params, "SamplingParams, or a list of them")
+        if len(given) != count:
+            raise ParameterError("sampling_params", f"{len(given)} given for {count} prompts: give one, or one each")
+        for index, entry in enumerate(given):
+            if not isinstance(entry, SamplingParams):
+                message = f"must be SamplingParams, got {type(entry).__name__}"
+                raise ParameterError(f"sampling_params[{index}]", message, "invalid_type")
+        return given
 
     def _abandon(self, request_ids: Sequence[str]) -> None:
         """Forget requests, ended or not; with the last one gone, leave the engine idle."""
-        self.engine.abort([request_id for request_id in request_ids if not self._has_finished(request_id)])
-        for request_id in request_ids:
-            del self._boxes[request_id]
-        while self.engine.has_unfinished and not self._boxes:
-            self._pump()
+        with HeldInterrupt():
+            self.engine.abort([request_id for request_id in request_ids if not self._has_finished(request_id)])
+            for request_id in request_ids:
+                del self._boxes[request_id]
+            while self.engine.has_unfinished and not self._boxes:
+                self._pump()
 
     def _has_finished(self, request_id: str) -> bool:
         box = self._boxes[request_id]
@@ -246,9 +255,25 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A single prompt becomes a list of one. A list of ints is one prompt, whatever else it holds."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    many: list[Any] = list(prompts)
+    many = _listed("prompts", prompts, "text, token ids, an object, or a list of these")
     if not many:
         raise ParameterError("prompts", "must not be empty", "empty_prompt")
     if any(isinstance(entry, int | float) for entry in many):
         return [many]
     return many
+
+
+def _priorities(priority: Sequence[int], count: int) -> list[int]:
+    """One per prompt; each is checked with its request."""
+    given = _listed("priority", priority, "a list of integers")
+    if len(given) != count:
+        raise ParameterError("priority", f"{len(given)} values for {count} prompts")
+    return given
+
+
+def _listed(name: str, value: Any, wanted: str) -> list[Any]:
+    """`value` as a list, if it is one that is neither text nor an object."""
+    value = value.tolist() if hasattr(value, "tolist") else value  # arrays are welcome
+    if isinstance(value, str | bytes | bytearray | Mapping) or not isinstance(value, Iterable):
+        raise ParameterError(name, f"must be {wanted}, got {type(value).__name__}", "invalid_type")
+    return list(value)

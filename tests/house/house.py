@@ -12,6 +12,7 @@ SRC = ROOT / "src"
 _SKIPPED = {
     ".git",
     ".venv",
+    ".venv-clients",
     "build",
     "dist",
     "__pycache__",

@@ -11,8 +11,8 @@ import pytest
 from house import ROOT, SRC, files, imports, modules, where
 
 WORDS = {
-    "arch", "config", "generation_config", "groups", "hf_config", "memory", "observe", "outputs", "plan", "registry",
-    "request", "sampling_params", "settings", "updates",
+    "arch", "config", "generation_config", "groups", "hf_config", "interrupts", "memory", "observe", "outputs", "plan",
+    "registry", "request", "sampling_params", "settings", "updates",
 }  # fmt: skip
 DEVICE_SIDE = {"attention", "device", "kv_cache", "layers", "model_state", "models", "ops", "sampling", "worker"}
 

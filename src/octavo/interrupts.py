@@ -1,0 +1,37 @@
+"""Ctrl-C, held back while state changes that must change as a whole.
+
+Owns the handling of SIGINT for that time. Knows nothing of engines. Invariant: an interrupt that comes within is raised
+at the end; a second one is raised at once, since what is within may hang.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType, TracebackType
+
+
+class HeldInterrupt:
+    """Within: KeyboardInterrupt waits. Does nothing outside the main thread or where SIGINT is handled already."""
+
+    def __enter__(self) -> None:
+        """Hold."""
+        self._noted = False
+        in_main = threading.current_thread() is threading.main_thread()
+        self._holds = in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if self._holds:
+            signal.signal(signal.SIGINT, self._note)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Raise KeyboardInterrupt if one came and nothing else is being raised."""
+        if self._holds:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            if self._noted and error is None:
+                raise KeyboardInterrupt
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._noted:
+            raise KeyboardInterrupt
+        self._noted = True
