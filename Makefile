@@ -38,7 +38,7 @@ $(TESTS): $(PACKAGE)
 	@touch $@
 
 demo: $(PACKAGE)
-	@$(VENV)/bin/octavo generate -v --temperature 0 --max-tokens 64 "def fib(n):"
+	@$(VENV)/bin/octavo generate -v --temperature 0 --max-tokens 160 "def read_lines(path):"
 	@echo
 	@echo "Next, try:"
 	@echo "  $(VENV)/bin/octavo generate --temperature 0.8 --seed 1 'class Stack:'"

@@ -273,6 +273,9 @@ format. It is far too small to be correct or to be relied on.
 | batch | {batch} windows of {context} tokens, {steps} steps |
 | optimizer | Muon (matrices) and AdamW (the rest), dropout {dropout}, weight decay {weight_decay} |
 
+The recipe was chosen by this loss among eight, and about a tenth of the held-out lines also stand elsewhere in
+the library, so the figure flatters a little. More steps do not pay: 13,500 gave 0.6912.
+
 ## Data
 
 The standard library of CPython {python}: its `.py` files and the documentation strings in them, nothing else
@@ -295,6 +298,8 @@ other permissive notices of their own). The weights, the tokenizer and the other
 under the Apache License 2.0, as far as the makers of Octavo can grant it.
 
 ## How to make it again
+
+`Lib` is the `Lib` folder of the CPython named above.
 
 ```
 {command}

@@ -1,14 +1,12 @@
-"""What an engine lets people see: logging, counters, the phases of a start, a progress bar.
+"""What an engine lets people see: logging, the phases of a start, a progress bar.
 
 Owns how these are collected and shown, and nothing that they describe. Importing it configures nothing. Invariant:
-observing never changes what is computed, and costs nothing that a step could feel: counters are plain ints, the
-progress bar is a null object unless it is wanted.
+observing never changes what is computed; the progress bar is a null object unless it is wanted.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import os
 import sys
@@ -27,20 +25,6 @@ def setup_logging(level: str = "warning") -> None:
         LOGGER.addHandler(handler)
         LOGGER.propagate = False
     LOGGER.setLevel(level.upper())
-
-
-@dataclasses.dataclass(slots=True)
-class StepCounters:
-    """Totals since the start of an engine. Whoever does the work adds to them."""
-
-    num_steps: int = 0
-    num_scheduled_tokens: int = 0
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0  # prompt tokens that the prefix cache saved
-    num_output_tokens: int = 0
-    num_preemptions: int = 0
-    num_finished: int = 0
-    num_aborted: int = 0
 
 
 class Phases:
