@@ -14,14 +14,15 @@ TESTS := $(VENV)/.octavo-tests-installed
 CODE := $(wildcard src tests bench tools setup.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format clean
+.PHONY: help demo test test-clients lint format clean
 
 help:
 	@echo "make demo    install Octavo into $(VENV) and generate text with the bundled model"
 	@echo "make test    the same environment and the test needs; then lint, types and all CPU tests"
+	@echo "make test-clients  clients from PyPI, each in an environment of its own, against a running server"
 	@echo "make lint    lint, format check and types only"
 	@echo "make format  format the code in place"
-	@echo "make clean   remove $(VENV) and everything that was built"
+	@echo "make clean   remove $(VENV), .venv-clients and everything that was built"
 
 $(PY):
 	@$(PYTHON) -c 'import sys; sys.exit("octavo: Python 3.11 or newer is needed; try: make PYTHON=python3.12 ..." if sys.version_info < (3, 11) else 0)'
@@ -49,6 +50,10 @@ demo: $(PACKAGE)
 test: $(TESTS) lint
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -q
 
+test-clients: $(TESTS)
+	PIP_FLAGS="$(PIP_FLAGS)" $(PY) tools/client_envs.py
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -q -rA -m clients tests
+
 lint: $(TESTS)
 	$(PY) -m ruff check $(CODE)
 	$(PY) -m ruff format --check $(CODE)
@@ -59,5 +64,5 @@ format: $(TESTS)
 	$(PY) -m ruff format $(CODE)
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info src/octavo/ops/native/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-clients build dist src/*.egg-info src/octavo/ops/native/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests bench tools -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -2,6 +2,7 @@
 
     python bench/kernel.py cpu-matmul [--threads 2] [--isa x86_64_v3] [--rounds 15] [--quick]
     python bench/kernel.py cpu-attention [--threads 2] [--isa x86_64_v3] [--rounds 15]
+    python bench/kernel.py attention [--rounds 15] [--quick]
 
 cpu-matmul: `octavo.ops.matmul.linear` for float32, bfloat16 and int8 weights. Few rows count the weight's bytes per
 second against a streaming read of memory; many rows count multiply-adds against FMAs in registers; tiny shapes stay in
@@ -11,6 +12,8 @@ Every shape is first checked against the eager twin. The last line is JSON.
 cpu-attention: the native operator beside what torch offers for a paged cache: a gather of each row's blocks followed by
 scaled_dot_product_attention, and the eager twin. Decode counts the bytes of K and V, prefill the multiply-adds of the
 visible scores.
+
+attention: the Triton operator on a CUDA device, see `cuda_attention.py`.
 """
 
 from __future__ import annotations
@@ -164,6 +167,13 @@ def cpu_attention(args: argparse.Namespace) -> dict[str, object]:
     return {"bench": "cpu-attention", "isa": native.isa(), "threads": native.num_threads(), "rows": records}
 
 
+def cuda_attention(args: argparse.Namespace) -> dict[str, object]:
+    """Run the sub-command; prints the tables and returns the JSON record."""
+    import cuda_attention  # needs triton
+
+    return cuda_attention.run(args.rounds, args.quick)
+
+
 def main() -> None:
     """Parse the command line and run one benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -176,7 +186,15 @@ def main() -> None:
         command.add_argument("--isa", default="", help="a built instruction set, see octavo.ops.native.built_isas()")
         command.add_argument("--rounds", type=int, default=15)
         command.set_defaults(function=function)
+    cuda = commands.add_parser("attention", help="attention over the paged cache on a CUDA device")
+    cuda.add_argument("--rounds", type=int, default=15)
+    cuda.add_argument("--quick", action="store_true", help="32/8 heads and blocks of 64 only")
     args = parser.parse_args()
+    if args.command == "attention":
+        if not torch.cuda.is_available():
+            parser.exit(1, "no CUDA device\n")
+        print(json.dumps(cuda_attention(args)))
+        return
     if not native.available():
         parser.exit(1, "no native library: build it with `python setup.py build_ext --inplace`\n")
     with native.using(args.isa or native.isa()):

@@ -143,3 +143,11 @@ def test_the_table_shows_every_purpose() -> None:
 @pytest.mark.parametrize(("size", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 30, "3.0 GiB")])
 def test_sizes_for_people(size: int, text: str) -> None:
     assert show_bytes(size) == text
+
+
+def test_block_tables_of_kernel_blocks_are_counted() -> None:
+    plain, split = (
+        plan(1 << 30, block_size=128, attention_config=config) for config in ({}, {"kernel_block_size": 16})
+    )
+    kernel_blocks = 2 * 64 * (2048 // 16 - 2048 // 128)  # the table and a step's copy, rows, columns
+    assert split.table_bytes - plain.table_bytes == 4 * kernel_blocks

@@ -19,7 +19,7 @@ _TORCH = "torch==2.13.0"  # installed first: any build of it will do, so the sma
 # Name -> steps of requirements, each one pip call.
 CLIENTS: dict[str, list[list[str]]] = {
     "langchain": [["langchain-openai>=1.3,<2"]],
-    "litellm": [["litellm>=1.90,<2"]],
+    "litellm": [["litellm>=1.90,<2", "mcp"]],
     "lm-eval": [["lm_eval[api]>=0.4.11,<0.5", "transformers>=4.57"]],
     "guidellm": [[_TORCH], ["guidellm>=0.6,<1", _TORCH]],
 }

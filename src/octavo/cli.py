@@ -1,4 +1,4 @@
-"""The `octavo` command: `octavo generate|chat|bench|doctor`.
+"""The `octavo` command: `octavo generate|chat|serve|bench|doctor`.
 
 Owns the table of commands, exit codes, and the form of every error: one line on stderr, 2 for a user's mistake, 1 for
 ours, 130 after Ctrl-C, a traceback only with --debug. Knows no option and no engine. Invariant: nothing is imported
@@ -17,6 +17,7 @@ import octavo
 COMMANDS = {
     "generate": ("octavo.terminal:generate", "complete prompts, streaming to the terminal"),
     "chat": ("octavo.terminal:chat", "talk to a model"),
+    "serve": ("octavo.serve.server:main", "answer requests over HTTP, with OpenAI's API"),
     "bench": ("octavo.terminal:bench", "measure throughput, latency, prefix reuse and start"),
     "doctor": ("octavo.doctor:main", "versions, devices, memory plan, numerics contract, settings"),
 }

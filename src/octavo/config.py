@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.arch import Arch
-from octavo.settings import ConfigError, did_you_mean, flag_name, read_value, read_yaml, setting, settings_of
+from octavo.settings import ConfigError, did_you_mean, fill, flag_name, read_value, read_yaml, setting, settings_of
 
 DEFAULT_MODEL = "octavo-tiny"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -28,7 +28,9 @@ ENVIRONMENT = {
     "OCTAVO_NATIVE": "native",
     "OCTAVO_LOG_LEVEL": "log_level",
 }
-_ATTENTION_KEYS = ("backend",)
+SERVER_ENVIRONMENT = {"OCTAVO_API_KEY": "api_key", "OCTAVO_ADMIN_KEY": "admin_key"}  # fields of ServeConfig
+KV_CACHE_LAYOUTS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
+_ATTENTION_KEYS = ("backend", "kernel_block_size")
 _GENERATION_KEYS = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "max_new_tokens",
@@ -85,6 +87,10 @@ class EngineConfig:
     async_scheduling: bool | None = setting(None, "plan a step while the one before it runs", "bool")
 
     block_size: int = setting(16, "tokens per cache block: a power of two", "int", low=8, high=256)
+    kv_cache_layout: str | None = setting(
+        None, "order of layers, blocks, heads, tokens and channels in the cache (default: the backend's)", "str",
+        choices=KV_CACHE_LAYOUTS, aliases={"HND": "LBHNC", "NHD": "LBNHC"},
+    )  # fmt: skip
     kv_cache_memory_bytes: int | None = setting(None, "bytes of the cache: 512M, 4G", "bytes", low=1, high=1 << 50)
     num_gpu_blocks_override: int | None = setting(
         None, "blocks of the cache on any device, the null block included", "int", low=2, high=_INT32_MAX
@@ -143,35 +149,21 @@ def load_config(
     python_kwargs: Mapping[str, Any] | None = None,
     yaml_path: str | Path | None = None,
     environ: Mapping[str, str] | None = None,
+    yaml_values: Mapping[str, Any] | None = None,
 ) -> tuple[EngineConfig, dict[str, str]]:
     """Fill the fields: defaults, then the YAML file, the environment, Python arguments, the command line; last wins.
 
     Returns the config and, per field, where its value came from. `environ` defaults to the process's. An unknown name
-    is a ConfigError with a suggestion; an unknown OCTAVO_ variable is logged as a warning.
+    is a ConfigError with a suggestion; an unknown OCTAVO_ variable is logged as a warning. `yaml_values` stands for the
+    file's contents where somebody else takes a part of them.
     """
     layers: list[tuple[str, Mapping[str, Any]]] = []
     if yaml_path is not None:
-        layers.append((f"file {yaml_path}", read_yaml(yaml_path)))
+        layers.append((f"file {yaml_path}", read_yaml(yaml_path) if yaml_values is None else yaml_values))
     layers.append(("environment", _read_environment(os.environ if environ is None else environ)))
     layers.append(("Python argument", python_kwargs or {}))
     layers.append(("command line", argv_values or {}))
-    values: dict[str, Any] = {}
-    origins = dict.fromkeys(SETTINGS, "default")
-    for origin, layer in layers:
-        for name, value in layer.items():
-            if name not in SETTINGS:
-                hint = did_you_mean(name, SETTINGS) or "run `octavo doctor --explain` for the list"
-                raise ConfigError(name, value, "unknown setting", hint, origin)
-            try:
-                values[name] = read_value(name, SETTINGS[name], value)
-            except ConfigError as error:
-                raise ConfigError(name, value, error.limit, error.change, origin) from None
-            origins[name] = origin
-    try:
-        return EngineConfig(**values), origins
-    except ConfigError as error:
-        origin = origins.get(error.field, "")
-        raise ConfigError(error.field, error.value, error.limit, error.change, origin) from None
+    return fill(EngineConfig, layers)
 
 
 def _read_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -179,7 +171,7 @@ def _read_environment(environ: Mapping[str, str]) -> dict[str, str]:
     for variable, value in environ.items():
         if variable in ENVIRONMENT:
             values[ENVIRONMENT[variable]] = value
-        elif variable.startswith("OCTAVO_"):
+        elif variable.startswith("OCTAVO_") and variable not in SERVER_ENVIRONMENT:
             hint = did_you_mean(variable, ENVIRONMENT)
             logging.getLogger("octavo").warning("environment: unknown setting %s is ignored; %s", variable, hint)
     return values
@@ -222,6 +214,8 @@ class Resolved:
     scheduling_policy: str
     async_scheduling: bool
     block_size: int
+    kernel_block_size: int | None  # None: the attention backend decides
+    kv_cache_layout: str | None  # None: the attention backend decides
     kv_cache_memory_bytes: int | None  # None: the memory plan decides
     num_gpu_blocks_override: int | None
     gpu_memory_utilization: float
@@ -234,8 +228,8 @@ class Resolved:
 # Fields that a Resolved takes over as they are.
 _UNCHANGED = (
     "model", "load_format", "quantization", "numerics", "enforce_eager", "enable_chunked_prefill",
-    "enable_prefix_caching", "scheduling_policy", "block_size", "kv_cache_memory_bytes", "num_gpu_blocks_override",
-    "gpu_memory_utilization", "seed", "logprobs_mode",
+    "enable_prefix_caching", "scheduling_policy", "block_size", "kv_cache_layout", "kv_cache_memory_bytes",
+    "num_gpu_blocks_override", "gpu_memory_utilization", "seed", "logprobs_mode",
 )  # fmt: skip
 _DEFAULT_SEQS = {"cpu": 64, "cuda": 256}
 _DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
@@ -260,6 +254,7 @@ def resolve(config: EngineConfig, arch: Arch, facts: DeviceFacts) -> Resolved:
         native=native,
         num_threads=config.num_threads or facts.num_cores,
         attention_backend=_resolve_attention(config, device, native != "none", why),
+        kernel_block_size=_resolve_kernel_block_size(config),
         max_model_len=length,
         max_model_len_is_auto=config.max_model_len in (None, -1),
         max_num_seqs=seqs,
@@ -272,11 +267,15 @@ def resolve(config: EngineConfig, arch: Arch, facts: DeviceFacts) -> Resolved:
 
 def _resolve_device(config: EngineConfig, facts: DeviceFacts, why: dict[str, str]) -> str:
     if config.device == "cuda" and not facts.cuda:
-        raise ConfigError("device", "cuda", "no CUDA device is visible to torch", "set --device cpu")
+        raise ConfigError("device", "cuda", "there is no CUDA device that this version can use", "set --device cpu")
     device = config.device
     if device == "auto":
         device = "cuda" if facts.cuda else "cpu"
-        why["device"] = facts.cuda or "no GPU is visible"
+        why["device"] = facts.cuda or "no GPU that this version can use"
+    if config.numerics == "fast" and device == "cpu":
+        raise ConfigError(
+            "numerics", "fast", "CPU operators have one arithmetic, and it is reproducible", "leave it out"
+        )
     if config.quantization and device != "cpu":
         raise ConfigError("quantization", config.quantization, f"runs on CPU only, the device is {device}")
     return device
@@ -321,6 +320,23 @@ def _resolve_attention(config: EngineConfig, device: str, native: bool, why: dic
             "attention_backend", backend, reason, "set --attention-backend reference, or see `octavo doctor`"
         )
     return backend
+
+
+def _resolve_kernel_block_size(config: EngineConfig) -> int | None:
+    size = config.attention_config.get("kernel_block_size")
+    if size is None:
+        return None
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ConfigError(
+            "attention_config", size, "kernel_block_size must be a whole number of at least 1",
+            'e.g. {"kernel_block_size": 64}',
+        )  # fmt: skip
+    if config.block_size % size:
+        raise ConfigError(
+            "attention_config", size, f"kernel_block_size must divide block_size={config.block_size}",
+            "change one of the two",
+        )  # fmt: skip
+    return size
 
 
 def _resolve_sizes(config: EngineConfig, arch: Arch, device: str, why: dict[str, str]) -> tuple[int, int, int]:

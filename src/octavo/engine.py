@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from octavo.config import EngineConfig
+from octavo.grammar import NO_GRAMMARS, Grammars
 from octavo.observe import Phases
 from octavo.outputs import RequestOutput
 from octavo.plan import StepPlan
@@ -27,8 +28,7 @@ from octavo.updates import RequestUpdate
 if TYPE_CHECKING:
     from octavo.sched.scheduler import Scheduler
     from octavo.start import Parts
-    from octavo.worker.executor import PendingResult
-    from octavo.worker.runner import Runner
+    from octavo.worker.executor import Executor, PendingResult
 
 _SEED_MASK = 2**64 - 1
 
@@ -65,17 +65,43 @@ class EngineCore:
     `add` and `abort` may be called from any thread, the rest from one.
     """
 
-    def __init__(self, parts: Parts) -> None:
-        """`parts` come from `start.start_engine`."""
-        self.scheduler, self.runner = parts.scheduler, parts.runner
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        *,
+        eos_token_ids: Iterable[int] = (),
+        seed: int = 0,
+        async_scheduling: bool = False,
+        grammars: Grammars = NO_GRAMMARS,
+    ) -> None:
+        """`seed` draws the seeds of requests that have none; `async_scheduling` plans a step while one runs.
+
+        `grammars` are the worker's: `add` compiles there, in its caller's thread, what the request's rows will use.
+        """
+        self.scheduler = scheduler
         self.times = StepTimes()
-        self._executor = parts.executor
-        self._eos_token_ids = frozenset(parts.eos_token_ids)
-        self._seeds = random.Random(parts.resolved.seed)
+        self._executor = executor
+        self._grammars = grammars
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._seeds = random.Random(seed)
         self._inbox: collections.deque[list[Request] | list[str]] = collections.deque()
         self._in_flight: collections.deque[tuple[StepPlan, PendingResult]] = collections.deque()
-        self._max_in_flight = 1 if parts.resolved.async_scheduling else 0
+        self._max_in_flight = 1 if async_scheduling else 0
         self._failure: BaseException | None = None
+
+    @classmethod
+    def from_parts(cls, parts: Parts) -> EngineCore:
+        """The core of `start.start_engine`'s parts."""
+        resolved = parts.resolved
+        return cls(
+            parts.scheduler,
+            parts.executor,
+            eos_token_ids=parts.eos_token_ids,
+            seed=resolved.seed,
+            async_scheduling=resolved.async_scheduling,
+            grammars=parts.grammars,
+        )
 
     def add(
         self,
@@ -92,6 +118,7 @@ class EngineCore:
         Raises RuntimeError if a step has failed before, or the engine was closed.
         """
         self._check_alive()
+        self._grammars.prepare(params.structured_outputs)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         sequences = [
             Request(
@@ -182,7 +209,8 @@ class Engine:
         self.resolved, self.arch, self.memory = parts.resolved, parts.arch, parts.memory
         self.tokenizer, self.limits, self.default_sampling = parts.tokenizer, parts.limits, parts.default_sampling
         self.numerics_contract = parts.numerics_contract
-        self.core = EngineCore(parts)
+        self._grammars = parts.grammars
+        self.core, self.runner = EngineCore.from_parts(parts), parts.runner
         self._outputs = OutputProcessor(parts.tokenizer if isinstance(parts.tokenizer, Tokenizer) else None)
         self._aborted: list[RequestOutput] = []  # last outputs of aborted requests, for the next step
 
@@ -190,11 +218,6 @@ class Engine:
     def scheduler(self) -> Scheduler:
         """The core's scheduler, for its figures."""
         return self.core.scheduler
-
-    @property
-    def runner(self) -> Runner:
-        """The core's runner."""
-        return self.core.runner
 
     @property
     def times(self) -> StepTimes:
@@ -215,6 +238,7 @@ class Engine:
         check_request_options(cache_salt, priority)
         params = self.tokenizer.resolve_bad_words(params)
         max_tokens = check(params, self.limits, len(prompt_token_ids))
+        self._grammars.check(params.structured_outputs)
         sequence_ids = self._outputs.add(request_id, prompt, prompt_token_ids, params)
         self.core.add(
             sequence_ids, prompt_token_ids, params, max_tokens=max_tokens, priority=priority, cache_salt=cache_salt

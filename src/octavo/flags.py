@@ -12,7 +12,7 @@ import argparse
 import json
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from octavo.config import SETTINGS
@@ -109,13 +109,22 @@ def add_config_flags(parser: Parser) -> None:
     group.add_argument(
         "--config", action=Once, default=argparse.SUPPRESS, metavar="FILE", help="a YAML file of settings"
     )
-    for name, fact in SETTINGS.items():
+    _add_settings(group, "config", SETTINGS)
+
+
+def add_server_flags(parser: Parser, settings: Mapping[str, Setting]) -> None:
+    """One flag per field of ServeConfig, whose settings these are."""
+    _add_settings(parser.add_argument_group("server settings (also YAML keys)"), "serve", settings)
+
+
+def _add_settings(group: Any, prefix: str, settings: Mapping[str, Setting]) -> None:
+    for name, fact in settings.items():
         names = [flag_name(name)]
         if name == "model":
             names.append("-m")
         if fact.short:
             names.append(f"-{fact.short}")
-        _add_flag(group, names, f"config.{name}", fact.kind, _describe(fact))
+        _add_flag(group, names, f"{prefix}.{name}", fact.kind, _describe(fact))
 
 
 def add_sampling_flags(parser: Parser) -> None:
@@ -198,6 +207,12 @@ def read_sampling(name: str, value: Any, kind: str, optional: bool) -> Any:
         nouns = {"int": "a whole number", "float": "a number", "ints": "numbers with commas", "bool": "true or false"}
         raise UsageError(f"{flag_name(name)}: expected {nouns.get(kind, 'JSON')}, got {value[:60]!r}") from None
     return loaded
+
+
+def given_server(namespace: argparse.Namespace) -> dict[str, Any]:
+    """The server settings that were given, as text."""
+    pairs = ((dest.partition("."), value) for dest, value in vars(namespace).items())
+    return {name: value for (group, _, name), value in pairs if group == "serve" and name}
 
 
 def given_config(namespace: argparse.Namespace, dotted: dict[str, dict[str, Any]]) -> dict[str, Any]:

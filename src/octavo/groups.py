@@ -21,6 +21,8 @@ class CacheGroup:
     window: int  # tokens that a query sees, itself included; 0 for full
     block_size: int  # tokens per manager block
     layers: tuple[int, ...]
+    tokens_per_state: int = 1  # tokens that one stored state stands for: more than 1 in compressed caches
+    zero_fresh_blocks: bool = False  # for operators that read bytes that nobody has written
 
 
 def make_groups(arch: Arch, block_size: int) -> tuple[CacheGroup, ...]:

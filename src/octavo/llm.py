@@ -200,10 +200,13 @@ class LLM:
                 for index, prompt in enumerate(ready):
                     final = msgspec.structs.replace(params[index], output_kind=RequestOutputKind.FINAL_ONLY)
                     ids.append(self._add(prompt, final, priorities[index]))
+            mine = set(ids)
             outputs: dict[str, RequestOutput] = {}
             with progress(len(ready), wanted=use_tqdm) as bar:
                 while len(outputs) < len(ids):
                     for output in self._pump():
+                        if output.request_id not in mine:
+                            continue  # a stream's, which takes it from its box
                         outputs[output.request_id] = output
                         num_output = sum(len(completion.token_ids) for completion in output.outputs)
                         bar.add(1, len(output.prompt_token_ids or ()), num_output)

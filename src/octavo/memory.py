@@ -151,8 +151,11 @@ def plan_memory(
     *,
     total_bytes: int = 0,
     weights_loaded: bool = False,
+    kernel_block_sizes: Sequence[int | None] = (),
 ) -> MemoryPlan:
     """Divide `free_bytes` of the device. `total_bytes` is needed on a GPU, whose utilization counts everything.
+
+    kernel_block_sizes: per group, what block tables count in (default: the user's, else the cache's block size).
 
     Raises ConfigError with the numbers if not one request of max_model_len fits, unless max_model_len is automatic:
     then it is shortened to what fits.
@@ -160,8 +163,7 @@ def plan_memory(
     weights = weight_bytes(arch, resolved)
     workspace = _workspace_bytes(arch, resolved)
     logits = 3 * 4 * resolved.max_num_seqs * arch.vocab_size  # as computed, as processed, and room to sort
-    tables = 4 * resolved.max_num_seqs * resolved.max_model_len
-    tables += 4 * resolved.max_num_seqs * len(groups) * 2 * -(-resolved.max_model_len // resolved.block_size)
+    tables = _table_bytes(resolved, groups, kernel_block_sizes or [resolved.kernel_block_size] * len(groups))
     per_block = block_bytes(arch, resolved.dtype, groups)
     per_request = blocks_for_request(groups, resolved.max_model_len, resolved.max_num_batched_tokens)
     available = free_bytes - workspace - logits - tables - (0 if weights_loaded else weights)
@@ -189,6 +191,15 @@ def plan_memory(
         blocks_per_request=per_request,
         rule=rule,
     )
+
+
+def _table_bytes(resolved: Resolved, groups: Sequence[CacheGroup], sizes: Sequence[int | None]) -> int:
+    """Tokens, and per group the persistent block table and a step's copy of it, one int32 per kernel block."""
+    per_row = resolved.max_model_len
+    for group, size in zip(groups, sizes, strict=True):
+        blocks = -(-resolved.max_model_len // group.block_size)
+        per_row += 2 * blocks * (group.block_size // (size or group.block_size))
+    return 4 * resolved.max_num_seqs * per_row
 
 
 def _workspace_bytes(arch: Arch, resolved: Resolved) -> int:

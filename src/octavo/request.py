@@ -69,7 +69,9 @@ class Request:
         self.num_prompt = len(prompt_token_ids)
         self.max_tokens = max_tokens
         self.seed = seed
-        self.eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
+        # a structured output may be followed by EOS alone once it is complete, so there EOS always ends it
+        goes_on = params.ignore_eos and params.structured_outputs is None
+        self.eos_token_ids = frozenset() if goes_on else eos_token_ids
         self.stop_token_ids = frozenset(params.stop_token_ids or ())
         self.end_token_ids = self.eos_token_ids | self.stop_token_ids  # one look-up per token tells whether it may end
         self.check_from = 0  # known tokens from which any token may end it; set with `max_tokens` by the scheduler

@@ -1,7 +1,7 @@
 """What a user asks of sampling, and the one place that says whether the question is sound.
 
-Owns SamplingParams (vLLM's names, defaults and meaning), ParameterError, and the checks of parameters and
-prompts against a model's Limits. Every ingress (LLM, CLI, server) comes through here; nothing downstream
+Owns SamplingParams (vLLM's names, defaults and meaning), and the checks of parameters and prompts against a
+model's Limits. Every ingress (LLM, CLI, server) comes through here; nothing downstream
 checks again. It knows no tokenizer, scheduler or tensor. Invariant: a constructed SamplingParams holds plain
 ints, floats, strings and lists in the documented ranges, so it survives msgpack; no error repeats content.
 """
@@ -11,16 +11,19 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import enum
-import math
-import numbers
 import operator
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 from msgspec.structs import force_setattr
 
-INT32_MAX = 2**31 - 1
+from octavo.checks import INT32_MAX, as_float, as_ids, as_int, as_strings, shown, type_error
+from octavo.checks import ParameterError as ParameterError
+from octavo.checks import check_unicode as check_unicode
+from octavo.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
+from octavo.structured_outputs import read_structured_outputs
+
 GREEDY_BELOW = 1e-5  # a lower temperature (a denormal, say) means 0, that is greedy
 MAX_N = 64
 MAX_STOP_STRINGS = 4
@@ -32,16 +35,6 @@ MAX_BAD_WORD_TOKENS = 1024  # all of a request's bad words together
 MAX_PATTERN = 1024
 MAX_EXTRA_BYTES = 65_536
 MAX_CACHE_SALT_BYTES = 1024
-
-
-class ParameterError(ValueError):
-    """A user's mistake: `field` and `code` for programs; the text names field, value and limit."""
-
-    def __init__(self, field: str, message: str, code: str = "out_of_range") -> None:
-        """`message` goes after the field's name: "must be in [0, 2], got 3"."""
-        super().__init__(f"{field}: {message}"[:300])
-        self.field = field
-        self.code = code
 
 
 class RequestOutputKind(enum.IntEnum):
@@ -66,9 +59,9 @@ class RepetitionDetectionParams(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         """Raises ParameterError."""
         name = "repetition_detection"
-        _int(f"{name}.max_pattern_size", self.max_pattern_size, 0, MAX_PATTERN)
-        _int(f"{name}.min_pattern_size", self.min_pattern_size, 0, self.max_pattern_size)
-        _int(f"{name}.min_count", self.min_count, 2 if self.max_pattern_size else 0, MAX_PATTERN)
+        as_int(f"{name}.max_pattern_size", self.max_pattern_size, 0, MAX_PATTERN)
+        as_int(f"{name}.min_pattern_size", self.min_pattern_size, 0, self.max_pattern_size)
+        as_int(f"{name}.min_count", self.min_count, 2 if self.max_pattern_size else 0, MAX_PATTERN)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -107,18 +100,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     bad_words_token_ids: list[list[int]] | None = None  # set by the text layer from `bad_words`, not by users
     extra_args: dict[str, Any] | None = None  # for plug-ins; plain data
     repetition_detection: RepetitionDetectionParams | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         """Check and normalise; runs on construction, decoding and `msgspec.structs.replace` alike."""
         for name, low, high in _FLOATS:
-            force_setattr(self, name, _float(name, getattr(self, name), low, high))
+            force_setattr(self, name, as_float(name, getattr(self, name), low, high))
         for name, low, high, optional in _INTS:
             value = getattr(self, name)
             if value is not None or not optional:
-                force_setattr(self, name, _int(name, value, low, high))
+                force_setattr(self, name, as_int(name, value, low, high))
         for name in _BOOLS:
             if type(getattr(self, name)) is not bool:
-                raise _type_error(name, "true or false", getattr(self, name))
+                raise type_error(name, "true or false", getattr(self, name))
         if self.temperature < GREEDY_BELOW:
             force_setattr(self, "temperature", 0.0)
         if self.top_p == 0.0:
@@ -128,20 +122,23 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _normalise_strings(self)
         _normalise_ids(self)
         if not isinstance(self.output_kind, RequestOutputKind):
-            raise _type_error("output_kind", "a RequestOutputKind", self.output_kind)
+            raise type_error("output_kind", "a RequestOutputKind", self.output_kind)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ParameterError("min_tokens", f"must be <= max_tokens {self.max_tokens}, got {self.min_tokens}")
         detection = self.repetition_detection
         if detection is not None and not isinstance(detection, RepetitionDetectionParams):
-            raise _type_error("repetition_detection", "a RepetitionDetectionParams", detection)
+            raise type_error("repetition_detection", "a RepetitionDetectionParams", detection)
+        structured = self.structured_outputs
+        if structured is not None and not isinstance(structured, StructuredOutputsParams):
+            raise type_error("structured_outputs", "a StructuredOutputsParams", structured)
 
     @staticmethod
     def from_optional(**fields: Any) -> SamplingParams:
         """Like the constructor, but None means the default, and JSON's shapes are taken.
 
-        That is: `logit_bias` keys may be decimal strings, `repetition_detection` a dict. None stays None
-        where it has a meaning of its own (`max_tokens`, `seed`, `logprobs`). Unknown names raise
-        ParameterError.
+        That is: `logit_bias` keys may be decimal strings, `repetition_detection` and `structured_outputs`
+        dicts. None stays None where it has a meaning of its own (`max_tokens`, `seed`, `logprobs`). Unknown
+        names raise ParameterError.
         """
         known = SamplingParams.__struct_fields__
         for name in fields:
@@ -158,6 +155,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             except TypeError:
                 names = ", ".join(RepetitionDetectionParams.__struct_fields__)
                 raise ParameterError("repetition_detection", f"takes {names}", "unknown_field") from None
+        if isinstance(given.get("structured_outputs"), dict):
+            given["structured_outputs"] = read_structured_outputs(given["structured_outputs"])
         return SamplingParams(**given)
 
     @property
@@ -200,89 +199,10 @@ _BOOLS = (
 )
 
 
-def _shown(value: object) -> str:
-    """A value for an error text: numbers as they are if short, anything else as its kind and size."""
-    if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "null"}[value]
-    if isinstance(value, int):
-        return str(value) if value.bit_length() <= 70 else f"an integer of {value.bit_length()} bits"
-    if isinstance(value, float):
-        return repr(value)
-    if isinstance(value, str):
-        return f"a string of {len(value)} characters"
-    return f"a {type(value).__name__}"
-
-
-def _type_error(name: str, wanted: str, value: object) -> ParameterError:
-    return ParameterError(name, f"must be {wanted}, got {_shown(value)}", "invalid_type")
-
-
-def _int(name: str, value: object, low: int, high: int) -> int:
-    """`value` as a plain int in [low, high]; bools and floats are refused, numpy's integers are taken."""
-    if type(value) is not int:
-        if isinstance(value, bool) or not hasattr(value, "__index__"):
-            raise _type_error(name, "an integer", value)
-        value = operator.index(value)
-    if not low <= value <= high:
-        raise ParameterError(name, f"must be in [{low}, {high}], got {_shown(value)}")
-    return value
-
-
-def _float(name: str, value: object, low: float, high: float) -> float:
-    """`value` as a plain finite float in [low, high]; bools are refused, ints are taken."""
-    if type(value) is not float:
-        if isinstance(value, bool) or not isinstance(value, int | numbers.Real):
-            raise _type_error(name, "a number", value)
-        if isinstance(value, int) and value.bit_length() > 64:  # float() would overflow
-            raise ParameterError(name, f"must be in [{low:g}, {high:g}], got {_shown(value)}")
-        value = float(value)
-    if not math.isfinite(value):
-        raise ParameterError(name, f"must be finite, got {value}", "number_not_finite")
-    if not low <= value <= high:
-        raise ParameterError(name, f"must be in [{low:g}, {high:g}], got {_shown(value)}")
-    return value
-
-
-def _list(name: str, value: object, most: int, wanted: str) -> list[Any]:
-    """`value` as a list of at most `most` entries, None as an empty one."""
-    if value is None:
-        return []
-    if isinstance(value, str | bytes | dict) or not (isinstance(value, Sized) and isinstance(value, Iterable)):
-        raise _type_error(name, wanted, value)
-    if len(value) > most:
-        raise ParameterError(name, f"may hold at most {most} entries, got {len(value)}", "too_many_items")
-    return list(value)
-
-
-def _ids(name: str, value: object, most: int) -> list[int]:
-    entries = _list(name, value, most, "a list of token ids")
-    return [_int(f"{name}[{i}]", entry, 0, INT32_MAX) for i, entry in enumerate(entries)]
-
-
-def check_unicode(name: str, text: str) -> None:
-    """Refuse lone surrogates: they are no text and cannot be encoded. Raises ParameterError."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        message = f"holds a lone surrogate at character {error.start}"
-        raise ParameterError(name, message, "invalid_unicode") from None
-
-
-def _strings(name: str, value: object, most: int, most_chars: int) -> list[str]:
-    entries = _list(name, value, most, "a list of strings")
-    for i, entry in enumerate(entries):
-        if not isinstance(entry, str):
-            raise _type_error(f"{name}[{i}]", "a string", entry)
-        if not 1 <= len(entry) <= most_chars:
-            raise ParameterError(f"{name}[{i}]", f"must have 1 to {most_chars} characters, got {len(entry)}")
-        check_unicode(f"{name}[{i}]", entry)
-    return entries
-
-
 def _normalise_strings(params: SamplingParams) -> None:
     stop = [params.stop] if isinstance(params.stop, str) else params.stop
-    force_setattr(params, "stop", _strings("stop", stop, MAX_STOP_STRINGS, MAX_STOP_CHARS))
-    words = _strings("bad_words", params.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS)
+    force_setattr(params, "stop", as_strings("stop", stop, MAX_STOP_STRINGS, MAX_STOP_CHARS))
+    words = as_strings("bad_words", params.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS)
     force_setattr(params, "bad_words", words)
     if params.stop and not params.detokenize:
         raise ParameterError("stop", "stop strings need detokenize=True", "unsupported_parameter")
@@ -290,7 +210,7 @@ def _normalise_strings(params: SamplingParams) -> None:
     if extra is None:
         return
     if not isinstance(extra, dict):
-        raise _type_error("extra_args", "an object", extra)
+        raise type_error("extra_args", "an object", extra)
     try:
         size = len(msgspec.msgpack.encode(extra))
     except (TypeError, ValueError, OverflowError, RecursionError):
@@ -300,12 +220,12 @@ def _normalise_strings(params: SamplingParams) -> None:
 
 
 def _normalise_ids(params: SamplingParams) -> None:
-    force_setattr(params, "stop_token_ids", _ids("stop_token_ids", params.stop_token_ids, MAX_ID_LIST))
+    force_setattr(params, "stop_token_ids", as_ids("stop_token_ids", params.stop_token_ids, MAX_ID_LIST))
     if params.logprob_token_ids is not None:
-        ids = _ids("logprob_token_ids", params.logprob_token_ids, MAX_ID_LIST)
+        ids = as_ids("logprob_token_ids", params.logprob_token_ids, MAX_ID_LIST)
         force_setattr(params, "logprob_token_ids", ids)
     if params.allowed_token_ids is not None:
-        allowed = _ids("allowed_token_ids", params.allowed_token_ids, INT32_MAX)
+        allowed = as_ids("allowed_token_ids", params.allowed_token_ids, INT32_MAX)
         if not allowed:
             raise ParameterError("allowed_token_ids", "must not be empty: no token could be sampled")
         force_setattr(params, "allowed_token_ids", allowed)
@@ -317,14 +237,14 @@ def _normalise_ids(params: SamplingParams) -> None:
     if bias is None:
         return
     if not isinstance(bias, dict):
-        raise _type_error("logit_bias", "an object of token id to number", bias)
+        raise type_error("logit_bias", "an object of token id to number", bias)
     if len(bias) > MAX_LOGIT_BIAS:
         raise ParameterError("logit_bias", f"may hold at most {MAX_LOGIT_BIAS} entries, got {len(bias)}")
     force_setattr(
         params,
         "logit_bias",
         {
-            _int("logit_bias token id", key, 0, INT32_MAX): _float("logit_bias value", value, -100.0, 100.0)
+            as_int("logit_bias token id", key, 0, INT32_MAX): as_float("logit_bias value", value, -100.0, 100.0)
             for key, value in bias.items()
         },
     )
@@ -408,20 +328,20 @@ def check_token_ids(token_ids: object, limits: Limits) -> list[int]:
     """
     if isinstance(token_ids, str | bytes | dict) or not isinstance(token_ids, Sequence):
         if not hasattr(token_ids, "tolist"):  # arrays are welcome
-            raise _type_error("prompt", "text or a list of token ids", token_ids)
+            raise type_error("prompt", "text or a list of token ids", token_ids)
         token_ids = token_ids.tolist()
         if not isinstance(token_ids, list):
-            raise _type_error("prompt", "text or a list of token ids", token_ids)
+            raise type_error("prompt", "text or a list of token ids", token_ids)
     check_length(len(token_ids), limits)
     high = limits.num_token_ids or limits.vocab_size
     if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < high:
         return list(token_ids)
     for i, token in enumerate(token_ids):
         if isinstance(token, bool) or not hasattr(token, "__index__"):
-            message = f"token id at index {i} must be an integer, got {_shown(token)}"
+            message = f"token id at index {i} must be an integer, got {shown(token)}"
             raise ParameterError("prompt", message, "invalid_token_id")
         if not 0 <= token < high:
-            message = f"token id at index {i} must be in [0, {high}), got {_shown(int(token))}"
+            message = f"token id at index {i} must be in [0, {high}), got {shown(int(token))}"
             raise ParameterError("prompt", message, "invalid_token_id")
     return [operator.index(token) for token in token_ids]
 
@@ -433,7 +353,7 @@ def check_text(text: object, limits: Limits) -> str:
     Raises ParameterError: empty_prompt, invalid_unicode, invalid_type or context_length_exceeded.
     """
     if not isinstance(text, str):
-        raise _type_error("prompt", "text or a list of token ids", text)
+        raise type_error("prompt", "text or a list of token ids", text)
     if not text:
         raise ParameterError("prompt", "must not be empty", "empty_prompt")
     most = limits.max_model_len * limits.max_token_bytes
@@ -451,12 +371,12 @@ def check_text(text: object, limits: Limits) -> str:
 def check_request_options(cache_salt: object = "", priority: object = 0) -> None:
     """Check what a request carries beside its prompt and its parameters. Raises ParameterError."""
     if not isinstance(cache_salt, str):
-        raise _type_error("cache_salt", "a string", cache_salt)
+        raise type_error("cache_salt", "a string", cache_salt)
     check_unicode("cache_salt", cache_salt)
     if len(cache_salt.encode()) > MAX_CACHE_SALT_BYTES or not cache_salt.isprintable():
         wanted = f"at most {MAX_CACHE_SALT_BYTES} bytes without control characters"
-        raise ParameterError("cache_salt", f"must be {wanted}, got {_shown(cache_salt)}")
-    _int("priority", priority, -INT32_MAX - 1, INT32_MAX)
+        raise ParameterError("cache_salt", f"must be {wanted}, got {shown(cache_salt)}")
+    as_int("priority", priority, -INT32_MAX - 1, INT32_MAX)
 
 
 def ends_in_repetition(tokens: Sequence[int], detection: RepetitionDetectionParams) -> bool:

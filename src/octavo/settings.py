@@ -1,9 +1,9 @@
 """What a setting is: a typed dataclass field that says once what it accepts, whoever sets it.
 
-Owns the field factory `setting`, the reading of values (CLI text, YAML and Python values alike), the error ConfigError,
-and the strict YAML reader. Does not know which settings exist. Invariant: `read_value` either gives a value of the
-setting's kind that lies in its range and choices, or raises a ConfigError that names the setting, the value, the limit
-and what to change.
+Owns the field factory `setting`, the reading of values (CLI text, YAML and Python values alike), the filling of a
+config from layers, the error ConfigError, and the strict YAML reader. Does not know which settings exist. Invariant:
+`read_value` either gives a value of the setting's kind that lies in its range and choices, or raises a ConfigError that
+names the setting, the value, the limit and what to change.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 _DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _BYTES = {unit: factor for letter, factor in _BINARY.items() for unit in (letter, letter.lower(), f"{letter}iB")}
 _MAX_YAML_BYTES = 1 << 20
+_T = TypeVar("_T")
 _MAX_SHOWN = 60  # characters of a wrong value that an error repeats
 
 
@@ -36,7 +37,7 @@ class ConfigError(ValueError):
         """One line."""
         shown = " ".join(repr(self.value).split())
         if len(shown) > _MAX_SHOWN:
-            shown = shown[:_MAX_SHOWN] + "..."
+            shown = f"{shown[: _MAX_SHOWN // 2]}...{shown[-_MAX_SHOWN // 2 :]}"  # a path's end says most
         origin = f" (from {self.origin})" if self.origin else ""
         return f"{self.field}={shown}{origin}: {self.limit}; {self.change}"
 
@@ -60,8 +61,8 @@ class Setting:
         if math.isfinite(self.above):
             return f"greater than {self.above:g}, at most {self.high:g}"
         if math.isfinite(self.low) and math.isfinite(self.high):
-            return f"from {self.low:.0f} to {self.high:.0f}"
-        return f"at least {self.low:.0f}" if math.isfinite(self.low) else ""
+            return f"from {int(self.low)} to {int(self.high)}"
+        return f"at least {int(self.low)}" if math.isfinite(self.low) else ""
 
 
 def setting(default: Any, help: str, kind: str, **facts: Any) -> Any:
@@ -180,6 +181,31 @@ def _check_range(name: str, fact: Setting, value: float) -> None:
     in_range = fact.low <= value <= fact.high and value > fact.above  # False for NaN
     if not in_range and not is_auto:
         raise ConfigError(name, value, f"must be {fact.describe_range()}")
+
+
+def fill(config_class: type[_T], layers: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[_T, dict[str, str]]:
+    """A config from layers of (origin, values); the last one that names a field wins.
+
+    Returns it and, per field, where its value came from. An unknown name is a ConfigError with a suggestion.
+    """
+    known = settings_of(config_class)
+    values: dict[str, Any] = {}
+    origins = dict.fromkeys(known, "default")
+    for origin, layer in layers:
+        for name, value in layer.items():
+            if name not in known:
+                hint = did_you_mean(name, known) or "run `octavo doctor --explain` for the list"
+                raise ConfigError(name, value, "unknown setting", hint, origin)
+            try:
+                values[name] = read_value(name, known[name], value)
+            except ConfigError as error:
+                raise ConfigError(name, value, error.limit, error.change, origin) from None
+            origins[name] = origin
+    try:
+        return config_class(**values), origins
+    except ConfigError as error:
+        origin = origins.get(error.field, "")
+        raise ConfigError(error.field, error.value, error.limit, error.change, origin) from None
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:

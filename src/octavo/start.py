@@ -9,26 +9,26 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
 from octavo import probe
 from octavo.arch import Arch
-from octavo.attention.base import BACKENDS, AttentionBackend, Variant
+from octavo.attention.base import BACKENDS, AttentionBackend, Capability, Variant
 from octavo.config import EngineConfig, Resolved, resolve
 from octavo.device.batch import InputBuffers
 from octavo.device.block_table import BlockTables
 from octavo.device.request_table import RequestTable
+from octavo.front import find_and_read, load_text, make_limits
 from octavo.generation_config import default_sampling
+from octavo.grammar import NO_GRAMMARS, Grammars
 from octavo.groups import CacheGroup, make_groups
-from octavo.hf_config import read_arch
-from octavo.kv_cache.layout import layout_by_name
+from octavo.kv_cache.kernel_blocks import prepare_kernel_block_sizes
+from octavo.kv_cache.layout import resolve_layout
 from octavo.kv_cache.pool import KVCachePool
 from octavo.memory import MemoryPlan, plan_memory
 from octavo.model_state.default import DefaultModelState
 from octavo.models.base import Model
-from octavo.models.hub import find_model
 from octavo.models.loader import load_model
 from octavo.observe import Phases
 from octavo.ops import native
@@ -37,14 +37,11 @@ from octavo.sampling_params import Limits, SamplingParams
 from octavo.sched.kv_manager import KVManager
 from octavo.sched.scheduler import Scheduler
 from octavo.text.no_tokenizer import NoTokenizer
-from octavo.text.tokenizer import Tokenizer, load_tokenizer
+from octavo.text.tokenizer import Tokenizer
 from octavo.worker.executor import Executor, InlineExecutor, ThreadExecutor
 from octavo.worker.runner import Runner
 
 _LOG = logging.getLogger(__name__)
-
-# K and V of one head of a block lie together: a query walks them in order.
-_LAYOUT = "LBHNC"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,21 +55,21 @@ class Parts:
     limits: Limits
     default_sampling: SamplingParams
     eos_token_ids: Sequence[int]
+    grammars: Grammars
     scheduler: Scheduler
     runner: Runner
     executor: Executor
     numerics_contract: dict[str, str]
 
 
-def start_engine(config: EngineConfig, phases: Phases) -> Parts:
-    """Build every part. Raises ValueError, in one line, for what cannot run."""
+def start_engine(config: EngineConfig, phases: Phases, *, text: bool = True) -> Parts:
+    """Build every part; without `text` no tokenizer: prompts come as ids. Raises ValueError, in one line."""
     with phases("find and read the model's config"):
-        folder = find_model(config.model, config.revision)
-        arch = read_arch(folder)
+        folder, arch = find_and_read(config)
         facts = probe.device_facts(config.device)
         resolved = resolve(config, arch, facts)
     with phases("load the tokenizer"):
-        tokenizer = _load_tokenizer(find_model(config.tokenizer) if config.tokenizer else folder, arch, config)
+        tokenizer = load_text(config, folder, arch) if text else NoTokenizer()
     with phases("load the weights"):
         _set_up_cpu(resolved)
         device, dtype = torch.device(resolved.device), getattr(torch, resolved.dtype)
@@ -83,9 +80,16 @@ def start_engine(config: EngineConfig, phases: Phases) -> Parts:
     with phases("allocate the cache and the tables"):
         groups = make_groups(arch, resolved.block_size)
         free_bytes, total_bytes = _memory(resolved)
-        memory = plan_memory(arch, resolved, groups, free_bytes, total_bytes=total_bytes, weights_loaded=True)
+        memory = plan_memory(
+            arch, resolved, groups, free_bytes, total_bytes=total_bytes, weights_loaded=True,
+            kernel_block_sizes=_kernel_block_sizes(resolved, groups),
+        )  # fmt: skip
         resolved = dataclasses.replace(resolved, max_model_len=memory.max_model_len)
-        runner = make_runner(model, arch, resolved, groups, memory.num_blocks)
+        # without text it is loaded when the first form is asked for
+        grammars = Grammars(
+            lambda: tokenizer if text else load_text(config, folder, arch), arch.vocab_size, arch.eos_token_ids
+        )
+        runner = make_runner(model, arch, resolved, groups, memory.num_blocks, grammars)
         scheduler = _make_scheduler(resolved, groups, memory.num_blocks)
         executor = ThreadExecutor(runner.execute) if resolved.async_scheduling else InlineExecutor(runner.execute)
     _LOG.info("attention backend %s: %s", resolved.attention_backend, resolved.why.get("attention_backend", "chosen"))
@@ -94,15 +98,15 @@ def start_engine(config: EngineConfig, phases: Phases) -> Parts:
         arch=arch,
         memory=memory,
         tokenizer=tokenizer,
-        limits=Limits(
+        limits=make_limits(
+            tokenizer,
             vocab_size=arch.vocab_size,
             max_model_len=resolved.max_model_len,
-            num_token_ids=tokenizer.num_token_ids,
-            max_token_bytes=tokenizer.max_token_bytes,
             max_logprobs=resolved.max_logprobs,
         ),
         default_sampling=default_sampling(folder, config),
         eos_token_ids=arch.eos_token_ids,
+        grammars=grammars,
         scheduler=scheduler,
         runner=runner,
         executor=executor,
@@ -116,9 +120,17 @@ def start_engine(config: EngineConfig, phases: Phases) -> Parts:
     )
 
 
-def make_runner(model: Model, arch: Arch, resolved: Resolved, groups: Sequence[CacheGroup], num_blocks: int) -> Runner:
+def make_runner(
+    model: Model,
+    arch: Arch,
+    resolved: Resolved,
+    groups: Sequence[CacheGroup],
+    num_blocks: int,
+    grammars: Grammars = NO_GRAMMARS,
+) -> Runner:
     """Allocate the cache and the tables for `model` and wire them to a runner."""
     device, dtype = torch.device(resolved.device), getattr(torch, resolved.dtype)
+    takes = {resolved.attention_backend: _capability(resolved).layouts}
     pool = KVCachePool(
         groups,
         num_blocks=num_blocks,
@@ -126,11 +138,14 @@ def make_runner(model: Model, arch: Arch, resolved: Resolved, groups: Sequence[C
         head_size=arch.head_size,
         dtype=dtype,
         device=device,
-        layout=layout_by_name(_LAYOUT),
+        layout=resolve_layout(takes, wish=resolved.kv_cache_layout),
+        kernel_block_sizes=_kernel_block_sizes(resolved, groups),
     )
+    block_sizes = [block_map.kernel_block_size for block_map in pool.block_maps]
+    _LOG.info("cache layout %s, blocks of %d, kernel blocks of %s", pool.layout.name, resolved.block_size, block_sizes)
     limits = {"max_num_rows": resolved.max_num_seqs, "max_model_len": resolved.max_model_len}
     requests = RequestTable(**limits, device=device)
-    tables = BlockTables(groups, **limits, device=device)
+    tables = BlockTables(groups, **limits, device=device, block_maps=pool.block_maps)
     buffers = InputBuffers(
         tables, max_num_rows=resolved.max_num_seqs, max_num_tokens=resolved.max_num_batched_tokens, device=device
     )
@@ -142,6 +157,7 @@ def make_runner(model: Model, arch: Arch, resolved: Resolved, groups: Sequence[C
         prompt_lens=requests.prompt_len.data,
         logprobs_mode=resolved.logprobs_mode,
         max_logprobs=resolved.max_logprobs,
+        grammars=grammars,
     )
     backends = [make_backend(resolved, _variants(model, group), dtype, device) for group in groups]
     state = DefaultModelState(groups, backends, pool)
@@ -154,6 +170,17 @@ def make_backend(
     """The attention backend of one cache group."""
     backend: AttentionBackend = BACKENDS.resolve(resolved.attention_backend)(variants, dtype, device)
     return backend
+
+
+def _capability(resolved: Resolved) -> Capability:
+    capability: Capability = BACKENDS.resolve(resolved.attention_backend).capability
+    return capability
+
+
+def _kernel_block_sizes(resolved: Resolved, groups: Sequence[CacheGroup]) -> list[int | None]:
+    """Per cache group, what its backend's block tables count in."""
+    takes = {resolved.attention_backend: _capability(resolved).kernel_block_sizes}
+    return prepare_kernel_block_sizes(groups, [takes] * len(groups), wanted=resolved.kernel_block_size)
 
 
 def _variants(model: Model, group: CacheGroup) -> list[Variant]:
@@ -170,13 +197,6 @@ def _make_scheduler(resolved: Resolved, groups: Sequence[CacheGroup], num_blocks
         policy=resolved.scheduling_policy,
         enable_chunked_prefill=resolved.enable_chunked_prefill,
     )
-
-
-def _load_tokenizer(folder: Path, arch: Arch, config: EngineConfig) -> Tokenizer | NoTokenizer:
-    """Dummy weights may come without a tokenizer; anything else needs one."""
-    if config.load_format == "dummy" and not (folder / "tokenizer.json").exists():
-        return NoTokenizer()
-    return load_tokenizer(folder, arch)
 
 
 def _set_up_cpu(resolved: Resolved) -> None:

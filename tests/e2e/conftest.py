@@ -1,15 +1,19 @@
-"""Engines on the bundled model, one per setting, closed when a test ends; and the prompts that it never saw."""
+"""Engines on the bundled model, closed when a test ends; the prompts that it never saw; the command line."""
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Callable, Iterator
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from octavo import LLM
+from octavo import LLM, cli
+from octavo.observe import LOGGER
 
 NUM_PROMPTS = 50
 
@@ -19,6 +23,13 @@ def held_out_prompts() -> list[str]:
     """Cut from files that the bundled model was not trained on."""
     text = resources.files("octavo").joinpath("assets/octavo-tiny/held_out_prompts.json").read_text()
     return json.loads(text)[:NUM_PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    """octavo-tiny in float32 with default settings, shared by a module's tests: each leaves it idle."""
+    with LLM(dtype="float32") as made:
+        yield made
 
 
 @pytest.fixture
@@ -34,3 +45,27 @@ def make_llm() -> Iterator[Callable[..., LLM]]:
     yield make
     for llm in made:
         llm.close()
+
+
+@pytest.fixture
+def octavo(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str, str]]:
+    """Run the command in this process; gives exit code, stdout and stderr."""
+    for name in [name for name in os.environ if name.startswith("OCTAVO_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(LOGGER, "handlers", [*LOGGER.handlers])  # setup_logging's work ends with the test
+    monkeypatch.setattr(LOGGER, "propagate", LOGGER.propagate)
+
+    def run(*argv: object) -> tuple[int, str, str]:
+        code = cli.main([str(argument) for argument in argv])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path) -> Path:
+    """A copy of octavo-tiny that a test may spoil."""
+    folder = tmp_path / "model"
+    with resources.as_file(resources.files("octavo").joinpath("assets/octavo-tiny")) as bundled:
+        shutil.copytree(bundled, folder)
+    return folder

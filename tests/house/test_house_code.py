@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from house import ROOT, files, modules, tree, where
-from octavo.config import ENVIRONMENT, SETTINGS
+from octavo.config import ENVIRONMENT, SERVER_ENVIRONMENT, SETTINGS
+from octavo.serve.settings import SERVE_SETTINGS
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
@@ -115,13 +116,15 @@ def test_every_environment_variable_stands_for_a_setting() -> None:
     named = set()
     for path in modules().values():
         named |= set(re.findall(r"\bOCTAVO_[A-Z_]+\b", path.read_text(encoding="utf-8")))
-    assert named <= set(ENVIRONMENT)
+    assert named <= set(ENVIRONMENT) | set(SERVER_ENVIRONMENT)
     assert set(ENVIRONMENT.values()) <= set(SETTINGS)
+    assert set(SERVER_ENVIRONMENT.values()) <= set(SERVE_SETTINGS)
 
 
 def test_settings_stay_few_and_explained() -> None:
-    assert len(SETTINGS) <= MAX_SETTINGS
-    assert all(fact.help for fact in SETTINGS.values())
+    assert len(SETTINGS) <= MAX_SETTINGS and len(SERVE_SETTINGS) <= MAX_SETTINGS
+    assert all(fact.help for fact in [*SETTINGS.values(), *SERVE_SETTINGS.values()])
+    assert not set(SETTINGS) & set(SERVE_SETTINGS), "one name, one flag"
 
 
 def test_the_licence_is_there() -> None:

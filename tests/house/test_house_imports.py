@@ -11,8 +11,8 @@ import pytest
 from house import ROOT, SRC, files, imports, modules, where
 
 WORDS = {
-    "arch", "config", "generation_config", "groups", "hf_config", "interrupts", "memory", "observe", "outputs", "plan",
-    "registry", "request", "sampling_params", "settings", "updates",
+    "arch", "checks", "config", "generation_config", "groups", "hf_config", "interrupts", "memory", "observe",
+    "outputs", "plan", "registry", "request", "sampling_params", "settings", "structured_outputs", "updates",
 }  # fmt: skip
 DEVICE_SIDE = {"attention", "device", "kv_cache", "layers", "model_state", "models", "ops", "sampling", "worker"}
 
@@ -30,17 +30,23 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     "models": ({"layers", "attention.base", "ops", "words"}, {"torch", "numpy", "safetensors", "huggingface_hub"}),
     "device": ({"attention.base", "kv_cache", "ops", "words"}, {"torch", "numpy"}),
     "model_state": ({"device", "attention.base", "kv_cache", "words"}, {"torch", "numpy"}),
-    "sampling": ({"device", "ops", "words"}, {"torch", "numpy"}),
+    "grammar": ({"words"}, {"llguidance", "msgspec", "numpy"}),
+    "sampling": ({"device", "grammar", "ops", "words"}, {"torch", "numpy"}),
     "worker": ({"words"} | DEVICE_SIDE, {"torch", "numpy"}),
     "text": ({"words"}, {"tokenizers", "jinja2", "msgspec", "numpy"}),
     "probe": ({"words", "ops"}, {"torch"}),
-    "start": ({"words", "sched", "text", "probe"} | DEVICE_SIDE, {"torch"}),
-    "engine": ({"words", "start", "text", "sched", "worker"}, {"msgspec"}),
+    "front": ({"words", "text", "models.hub"}, set()),
+    "start": ({"words", "front", "sched", "text", "probe", "grammar"} | DEVICE_SIDE, {"torch"}),
+    "engine": ({"words", "grammar", "start", "text", "sched", "worker"}, {"msgspec"}),
     "llm": ({"words", "engine", "text", "probe"}, {"msgspec"}),
     "flags": ({"words"}, set()),
     "terminal": ({"words", "flags", "llm", "benchmark"}, {"msgspec"}),
     "doctor": ({"words", "flags", "probe", "models.hub"}, set()),
     "benchmark": ({"words", "flags", "llm", "engine", "probe", "ops"}, {"torch", "numpy"}),
+    "serve": (
+        {"words", "engine", "flags", "front", "grammar", "models.hub", "sched", "start", "text", "worker.executor"},
+        {"httptools", "msgspec", "numpy", "prometheus_client", "starlette", "uvicorn", "uvloop"},
+    ),
     "cli": (set(), set()),
     "__main__": ({"cli"}, set()),
     "__init__": ({"llm", "config", "outputs", "sampling_params"}, set()),

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
 
+from octavo.kv_cache.kernel_blocks import MultipleOf
 from octavo.registry import Registry
 
 BACKENDS = Registry(
@@ -22,6 +24,7 @@ BACKENDS = Registry(
     {
         "reference": "octavo.attention.reference:ReferenceBackend",
         "cpu": "octavo.attention.cpu:CpuBackend",
+        "paged": "octavo.attention.paged:PagedBackend",
     },
 )
 
@@ -33,10 +36,17 @@ class Capability:
     devices: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...]  # of queries and cache
     head_sizes: tuple[int, ...] = ()  # empty: any
-    kernel_block_multiple: int = 1  # kernel block sizes it takes: multiples of this
+    kernel_block_sizes: tuple[int | MultipleOf, ...] = (MultipleOf(1),)  # tokens per block that it takes
+    layouts: tuple[str, ...] = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")  # of the cache, the preferred first
     window: bool = True
     soft_cap: bool = True
     reproducible: bool = True  # a row's bits do not depend on its batch
+    kernel_block_multiple: dataclasses.InitVar[int] = 1  # short for kernel_block_sizes=(MultipleOf(this),)
+
+    def __post_init__(self, kernel_block_multiple: int) -> None:
+        """Spell out the short form."""
+        if kernel_block_multiple != 1:
+            object.__setattr__(self, "kernel_block_sizes", (MultipleOf(kernel_block_multiple),))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +80,32 @@ class AttentionInputs:
     seq_lens: torch.Tensor  # [num_rows] int32
     block_table: torch.Tensor  # [num_rows, width] int32, kernel block ids
     slot_mapping: torch.Tensor  # [num_tokens] int64, -1: do not write
+    call_checked: bool = False  # whether a layer's tensors were found to fit
+
+    def check(self) -> None:
+        """Raises ValueError where a tensor is smaller than the host's numbers say. Costs a few comparisons."""
+        rows, columns = self.block_table.shape
+        if self.max_seq_len > columns * self.block_size:
+            raise ValueError(
+                f"max_seq_len={self.max_seq_len} exceeds the {columns * self.block_size} tokens that {columns} "
+                f"block table columns of {self.block_size} tokens name"
+            )
+        tokens = self.slot_mapping.shape[0]
+        if self.num_rows > rows or self.num_rows > self.seq_lens.shape[0] or self.num_tokens > tokens:
+            rows = min(rows, self.seq_lens.shape[0])
+            raise ValueError(
+                f"{self.num_rows} rows with {self.num_tokens} tokens exceed inputs for {rows} rows and {tokens} tokens"
+            )
+
+    def check_call(self, q: torch.Tensor, kv: torch.Tensor, out: torch.Tensor) -> None:
+        """Raises ValueError where a layer's tensors do not belong to these inputs. The first layer stands for all."""
+        if self.call_checked:
+            return
+        if kv.shape[2] != self.block_size:
+            raise ValueError(f"a cache view of {kv.shape[2]}-token blocks, inputs for {self.block_size}-token blocks")
+        if len(q) < self.num_tokens or len(out) < self.num_tokens:
+            raise ValueError(f"{len(q)} queries and {len(out)} outputs are fewer than num_tokens={self.num_tokens}")
+        self.call_checked = True
 
 
 class AttentionBackend(Protocol):
@@ -102,22 +138,28 @@ class ForwardContext:
     positions: torch.Tensor  # [tokens] int64, logical
 
 
-_CONTEXT: ForwardContext | None = None
+class _Current(threading.local):
+    """Per thread, since engines of one process may compute at the same time."""
+
+    context: ForwardContext | None = None
+
+
+_CURRENT = _Current()
 
 
 @contextlib.contextmanager
 def forward_context(context: ForwardContext) -> Iterator[None]:
-    """Make `context` the current one for the duration of a forward pass. No nesting."""
-    global _CONTEXT
-    assert _CONTEXT is None, "a forward pass inside a forward pass"
-    _CONTEXT = context
+    """Make `context` this thread's current one for the duration of a forward pass. No nesting."""
+    assert _CURRENT.context is None, "a forward pass inside a forward pass"
+    _CURRENT.context = context
     try:
         yield
     finally:
-        _CONTEXT = None
+        _CURRENT.context = None
 
 
 def current_context() -> ForwardContext:
     """The context of the forward pass that is running."""
-    assert _CONTEXT is not None, "attention runs only inside forward_context"
-    return _CONTEXT
+    context = _CURRENT.context
+    assert context is not None, "attention runs only inside forward_context"
+    return context

@@ -40,10 +40,13 @@ class CpuBackend:
                 raise ValueError(f"{variant.num_heads} heads do not divide among {variant.num_kv_heads} KV heads")
 
     def prepare(self, inputs: AttentionInputs, *, for_capture: bool = False) -> None:
-        """Remember the step's rows, without padding."""
+        """Remember the step's rows, without padding. Raises ValueError for inputs that contradict each other."""
+        inputs.check()
+        self._inputs = inputs
         rows = inputs.num_rows
         self._rows = inputs.query_start[: rows + 1], inputs.seq_lens[:rows], inputs.block_table[:rows]
 
     def run(self, q: torch.Tensor, kv: torch.Tensor, variant: Variant, out: torch.Tensor) -> None:
-        """Attend; see AttentionBackend."""
+        """Attend; see AttentionBackend. Raises ValueError for tensors that are not the step's."""
+        self._inputs.check_call(q, kv, out)
         paged_attention(q, kv, *self._rows, out, scale=variant.scale, window=variant.window, soft_cap=variant.soft_cap)

@@ -27,12 +27,14 @@ class ReferenceBackend:
             raise ValueError(f"attention backend 'reference' takes dtype {known}, got {dtype}")
 
     def prepare(self, inputs: AttentionInputs, *, for_capture: bool = False) -> None:
-        """Remember the step's inputs."""
+        """Remember the step's inputs. Raises ValueError for inputs that contradict each other."""
+        inputs.check()
         self._inputs = inputs
 
     def run(self, q: torch.Tensor, kv: torch.Tensor, variant: Variant, out: torch.Tensor) -> None:
-        """Attend; see AttentionBackend."""
+        """Attend; see AttentionBackend. Raises ValueError for tensors that are not the step's."""
         inputs = self._inputs
+        inputs.check_call(q, kv, out)
         rows = inputs.num_rows
         paged_attention_eager(
             q, kv, inputs.query_start[: rows + 1], inputs.seq_lens[:rows], inputs.block_table[:rows], out,

@@ -23,6 +23,7 @@ class InputBuffers:
 
     def __init__(self, tables: BlockTables, *, max_num_rows: int, max_num_tokens: int, device: torch.device) -> None:
         """Sized by the two limits of a step and by the widths of the block tables."""
+        self._max_num_rows, self._max_num_tokens = max_num_rows, max_num_tokens
         self.input_ids = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
         self.positions = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
         self.query_start = torch.zeros(max_num_rows + 1, dtype=torch.int32, device=device)
@@ -32,6 +33,14 @@ class InputBuffers:
             torch.zeros((max_num_rows, table.data.shape[1]), dtype=torch.int32, device=device)
             for table in tables.tables
         ]
+
+    def check(self, num_rows: int, num_tokens: int) -> None:
+        """Raises ValueError for a step that is larger than what these buffers were made for."""
+        if num_rows > self._max_num_rows or num_tokens > self._max_num_tokens:
+            raise ValueError(
+                f"a step of {num_rows} rows and {num_tokens} tokens exceeds max_num_seqs={self._max_num_rows} or "
+                f"max_num_batched_tokens={self._max_num_tokens}"
+            )
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -47,7 +56,7 @@ class Batch:
     query_start: torch.Tensor  # [R + 1] int32
     seq_lens: torch.Tensor  # [R] int32
     slot_mapping: list[torch.Tensor]  # per group [T] int64
-    block_tables: list[torch.Tensor]  # per group [R, width] int32
+    block_tables: list[torch.Tensor]  # per group [R, width] int32, kernel block ids
     sampling: IntArray  # [S] batch entries whose last query gives logits
     logits_indices: IntArray  # [S] token index of each
 
@@ -71,6 +80,7 @@ def build_batch(plan: StepPlan, requests: RequestTable, tables: BlockTables, buf
         order = np.argsort(num_tokens, kind="stable")
         rows, num_tokens = rows[order], num_tokens[order]
     num_rows, total = len(rows), int(num_tokens.sum())
+    buffers.check(num_rows, total)
     token_row = gather_inputs(
         rows, num_tokens, requests.token_ids.data, requests.num_computed.data,
         buffers.input_ids, buffers.positions, buffers.query_start, buffers.seq_lens,
@@ -80,10 +90,10 @@ def build_batch(plan: StepPlan, requests: RequestTable, tables: BlockTables, buf
     max_seq_len = int(upper.max())
     positions = buffers.positions[:total]
     slots, block_tables = [], []
-    for index, (group, table) in enumerate(zip(tables.groups, tables.tables, strict=True)):
-        map_slots(token_row, positions.numpy(), table.data, group.block_size, buffers.slot_mapping[index])
+    for index, (block_size, table) in enumerate(zip(tables.block_sizes, tables.tables, strict=True)):
+        map_slots(token_row, positions.numpy(), table.data, block_size, buffers.slot_mapping[index])
         slots.append(buffers.slot_mapping[index, :total])
-        width = -(-max_seq_len // group.block_size)
+        width = -(-max_seq_len // block_size)
         gathered = buffers.block_tables[index][:num_rows, :width]
         gathered.numpy()[:] = table.data.numpy()[rows, :width]
         block_tables.append(gathered)

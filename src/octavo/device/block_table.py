@@ -1,7 +1,8 @@
 """BlockTables: the device's block tables, one per cache group.
 
-Owns, per group, the block ids of every row in logical order, and how many are live. Does not know which blocks are
-free. Invariant: the first `count` entries of a row are its blocks; entries beyond are garbage and never read.
+Owns, per group, the kernel block ids of every row in logical order, and how many are live. Blocks come in and are split
+where they are staged, so a step does no work for it. Does not know which blocks are free. Invariant: the first `count`
+entries of a row are its kernel blocks; entries beyond are garbage and never read.
 """
 
 from __future__ import annotations
@@ -12,28 +13,50 @@ import torch
 
 from octavo.device.staging import StagedTensor
 from octavo.groups import CacheGroup
+from octavo.kv_cache.kernel_blocks import BlockMap
 
 
 class BlockTables:
-    """`tables[g].data` is [max_num_rows, max_blocks] int32."""
+    """`tables[g].data` is [max_num_rows, max kernel blocks] int32; `block_sizes[g]` is the kernel block size."""
 
     def __init__(
-        self, groups: Sequence[CacheGroup], *, max_num_rows: int, max_model_len: int, device: torch.device
+        self,
+        groups: Sequence[CacheGroup],
+        *,
+        max_num_rows: int,
+        max_model_len: int,
+        device: torch.device,
+        block_maps: Sequence[BlockMap] = (),
     ) -> None:
-        """Sized for `max_model_len` tokens per row."""
-        self.groups = tuple(groups)
+        """Sized for `max_model_len` tokens per row. block_maps: per group (default: blocks are not split)."""
+        self._maps = list(block_maps) or [BlockMap(kernel_block_size=group.block_size) for group in groups]
+        self.block_sizes = [block_map.kernel_block_size for block_map in self._maps]
         self.tables = [
-            StagedTensor(max_num_rows, -(-max_model_len // group.block_size), torch.int32, device) for group in groups
+            StagedTensor(max_num_rows, -(-max_model_len // group.block_size) * block_map.ratio, torch.int32, device)
+            for group, block_map in zip(groups, self._maps, strict=True)
         ]
         self._counts = [[0] * max_num_rows for _ in groups]
 
     def append(self, row: int, block_ids: Sequence[Sequence[int]], *, overwrite: bool = False) -> None:
-        """Stage block ids for `row`, per group: after its live ones, or from the start if `overwrite`."""
-        for table, counts, ids in zip(self.tables, self._counts, block_ids, strict=True):
+        """Stage block ids for `row`, per group: after its live ones, or from the start if `overwrite`.
+
+        Raises RuntimeError, and stages nothing for that group and those after it, where they do not fit the row.
+        """
+        for index, ids in enumerate(block_ids):
+            counts, table = self._counts[index], self.tables[index]
             start = 0 if overwrite else counts[row]
             if ids:
-                table.stage(row, start, ids)
-            counts[row] = start + len(ids)
+                kernel_ids = self._maps[index].expand(ids)
+                end = start + len(kernel_ids)
+                if end > table.data.shape[1]:
+                    raise RuntimeError(
+                        f"Block table write for row {row}, group {index} exceeds row capacity "
+                        f"({end} > {table.data.shape[1]})"
+                    )
+                table.stage(row, start, kernel_ids)
+                counts[row] = end
+            else:
+                counts[row] = start
 
     def apply(self) -> None:
         """Bring the staged ids to the device."""

@@ -1,18 +1,38 @@
 """Layouts: where the bytes of a token's K and V lie.
 
-Owns the physical orders of the logical axes [layer, block, head, token, channel] and the views over one backing
-buffer. A channel axis holds K then V of one head. Does not know who owns a block or which backend reads it. Invariant:
-every layer's view is [block, head, token, channel] with a contiguous channel axis, whatever the layout.
+Owns the physical orders of the logical axes [layer, block, head, token, channel], the views over one backing buffer,
+and the choice of one layout per engine. A channel axis holds K then V of one head. Does not know who owns a block or
+which backend reads it. Invariants: every layer's view is [block, head, token, channel] with a contiguous channel axis;
+the page of layer l and block b is contiguous, at l * layer_stride + b * block_stride, whatever the layout.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
 _AXES = "LBHNC"
+_LOG = logging.getLogger(__name__)
+
+
+class CacheShape(NamedTuple):
+    """Logical sizes: K and V of one head of one token are `num_channels` elements."""
+
+    num_layers: int
+    num_blocks: int
+    num_heads: int
+    block_size: int
+    num_channels: int
+
+    @property
+    def page_numel(self) -> int:
+        """Elements of one block of one layer."""
+        return self.num_heads * self.block_size * self.num_channels
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -21,28 +41,208 @@ class Layout:
 
     name: str
 
-    def strides(self, shape: tuple[int, int, int, int, int]) -> tuple[int, ...]:
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The logical axes from outermost to innermost."""
+        return tuple(map(_AXES.index, self.name))
+
+    @property
+    def layer_view_order(self) -> tuple[int, ...]:
+        """The axes of a layer's view [block, head, token, channel] from outermost to innermost."""
+        return tuple(axis - 1 for axis in self.order if axis)
+
+    @property
+    def layer_compact(self) -> bool:
+        """Whether a layer's bytes lie together."""
+        return self.name[0] == "L"
+
+    @property
+    def block_contiguous(self) -> bool:
+        """Whether a layer's view of one block is contiguous as [head, token, channel]."""
+        return self.name[2:] == "HNC"
+
+    @property
+    def block_compact(self) -> bool:
+        """Whether one block of one layer is one run of bytes: a page."""
+        return set(self.name[:2]) == {"L", "B"}
+
+    @property
+    def block_outermost(self) -> bool:
+        """Whether one block of all layers is one run of bytes."""
+        return self.name[0] == "B"
+
+    @property
+    def token_major(self) -> bool:
+        """Whether a token's heads lie together; then any split of a block is a view of the same bytes."""
+        return self.name.index("N") < self.name.index("H")
+
+    def strides(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Element strides of the logical axes for logical sizes `shape` = (L, B, H, N, C)."""
         strides, step = [0] * 5, 1
-        for letter in reversed(self.name):
-            axis = _AXES.index(letter)
+        for axis in reversed(self.order):
             strides[axis] = step
             step *= shape[axis]
         return tuple(strides)
 
-    def view(self, buffer: torch.Tensor, shape: tuple[int, int, int, int, int]) -> torch.Tensor:
+    def byte_address(self, shape: Sequence[int], itemsize: int, index: Sequence[int]) -> int:
+        """Bytes from the start of the cache to the element at `index` = (layer, block, head, token, channel)."""
+        return itemsize * sum(i * stride for i, stride in zip(index, self.strides(shape), strict=True))
+
+    def view(self, buffer: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         """The logical view [L, B, H, N, C] of a flat `buffer` with exactly as many elements."""
         assert buffer.numel() == math.prod(shape), f"a buffer of {buffer.numel()} elements cannot be viewed as {shape}"
-        return buffer.as_strided(shape, self.strides(shape))
+        return buffer.as_strided(tuple(shape), self.strides(shape))
+
+    def pages(self, buffer: torch.Tensor, shape: CacheShape) -> torch.Tensor:
+        """[L, B, page elements] of a flat `buffer`: the bytes of each block of each layer."""
+        layer, block, *_ = self.strides(shape)
+        return buffer.as_strided((shape.num_layers, shape.num_blocks, shape.page_numel), (layer, block, 1))
+
+    def kernel_stride(self, num_layers: int, ratio: int) -> int:
+        """Kernel blocks from one block to the next in a layer's view of blocks split in `ratio`; 1 if not split.
+
+        Where blocks are outermost, the other layers' kernel blocks lie between.
+        """
+        return ratio * num_layers if self.block_outermost and ratio > 1 else ratio
+
+    def layer_view(self, buffer: torch.Tensor, shape: CacheShape, layer: int, ratio: int = 1) -> torch.Tensor:
+        """[kernel blocks, H, N / ratio, C] of one layer, over the bytes of `buffer`.
+
+        The j-th part of block b is kernel block b * kernel_stride + j. Blocks keep their pages at any ratio; inside a
+        page the parts follow each other.
+        """
+        layers, blocks, heads, tokens, channels = shape
+        assert tokens % ratio == 0, f"a block of {tokens} tokens cannot be split in {ratio}"
+        fine = CacheShape(layers, blocks * ratio, heads, tokens // ratio, channels)
+        if ratio == 1 or self.layer_compact:
+            return self.view(buffer, fine)[layer]
+        stride = self.kernel_stride(layers, ratio)
+        size = ((blocks - 1) * stride + ratio, heads, tokens // ratio, channels)
+        # Parts follow each other within the page, so a part is as far from the next as it is long.
+        inner = self.strides(fine)[2:]
+        start = buffer.storage_offset() + layer * shape.page_numel
+        return buffer.as_strided(size, (fine.page_numel, *inner), start)
 
 
 LAYOUTS = {name: Layout(name) for name in ("LBHNC", "LBNHC", "BLHNC", "BLNHC")}
-_ALIASES = {"HND": "LBHNC", "NHD": "LBNHC"}
+ALIASES = {"HND": "LBHNC", "NHD": "LBNHC"}
 
 
 def layout_by_name(name: str) -> Layout:
     """The layout called `name` or aliased so. Raises ValueError naming the known ones."""
-    layout = LAYOUTS.get(_ALIASES.get(name, name))
+    layout = LAYOUTS.get(ALIASES.get(name, name))
     if layout is None:
-        raise ValueError(f"unknown cache layout {name!r}: known are {', '.join([*LAYOUTS, *_ALIASES])}")
+        raise ValueError(f"unknown cache layout {name!r}: known are {', '.join([*LAYOUTS, *ALIASES])}")
     return layout
+
+
+def resolve_layout(
+    takes: Mapping[str, Sequence[str]],
+    *,
+    wish: str | None = None,
+    settled: str | None = None,
+    mixed_pages: bool = False,
+) -> Layout:
+    """The one layout of an engine.
+
+    takes: per backend and connector the layouts that it takes, the preferred first. The choice is `settled` if the
+    engine has one, else the user's `wish`, else the first that everyone takes in the first participant's order.
+    mixed_pages: groups whose pages differ in size share the pool, so the blocks of all layers must lie together.
+    Raises ValueError, naming what each takes, if nothing satisfies all; a settled layout or a wish is never dropped.
+    """
+    stated = "; ".join(f"{name}: {', '.join(names)}" for name, names in takes.items())
+    sets = [[layout_by_name(name).name for name in names] for names in takes.values()]
+    common = [name for name in (sets[0] if sets else LAYOUTS) if all(name in names for names in sets)]
+    if not common:
+        raise ValueError(f"No KV cache layout satisfies every supported set ({stated}): change the attention backend")
+    wished = None if wish is None else layout_by_name(wish)
+    if mixed_pages:
+        fitting = [name for name in common if not LAYOUTS[name].layer_compact]
+        refused = wished.name if wished is not None and wished.layer_compact else None
+        if refused or not fitting:
+            raise ValueError(
+                f"KV cache layout {refused or ', '.join(common)} cannot express this model's mixed page sizes: "
+                "set kv_cache_layout to BLHNC or BLNHC, with a backend that takes it"
+            )
+        common = fitting
+    if wished is not None and wished.name not in common:
+        raise ValueError(
+            f"kv_cache_layout={wish} does not satisfy every supported set ({stated}): valid are {', '.join(common)}"
+        )
+    if settled is not None:
+        fixed = layout_by_name(settled).name
+        if (wished is not None and wished.name != fixed) or fixed not in common:
+            wanted = wished.name if wished is not None else common[0]
+            raise ValueError(f"KV cache layout is already resolved to {fixed}; cannot change it to {wanted}")
+        return LAYOUTS[fixed]
+    return wished or LAYOUTS[common[0]]
+
+
+def block_rows(layout: Layout, buffer: torch.Tensor, shape: CacheShape) -> list[torch.Tensor]:
+    """The cache as bytes: uint8 tensors [num_blocks, row bytes] that share the bytes of a flat `buffer`.
+
+    One tensor where the blocks of all layers lie together, else one per layer. Row b is block b, all of it.
+    """
+    pages = layout.pages(buffer, shape)
+    if layout.block_outermost:
+        rows = [pages.transpose(0, 1).flatten(1)]
+    else:
+        rows = list(pages.unbind(0))
+    return [row.view(torch.uint8) for row in rows]
+
+
+def extract_blocks(rows: Sequence[torch.Tensor], block_ids: Sequence[int]) -> torch.Tensor:
+    """A copy of whole blocks: uint8 [len(block_ids), bytes of a block in all layers]. rows: `block_rows`."""
+    index = torch.as_tensor(block_ids, dtype=torch.int64, device=rows[0].device)
+    return torch.cat([row[index] for row in rows], dim=1)
+
+
+def inject_blocks(rows: Sequence[torch.Tensor], block_ids: Sequence[int], data: torch.Tensor) -> None:
+    """Write what `extract_blocks` gave to other blocks.
+
+    With more ids than data the first ones are written, and a warning says so; more data than ids, or another width, is
+    a ValueError, and nothing is written.
+    """
+    width = sum(row.shape[1] for row in rows)
+    if data.ndim != 2 or data.shape[1] != width or len(data) > len(block_ids):
+        raise ValueError(f"{tuple(data.shape)} bytes do not fit {len(block_ids)} blocks of {width} bytes each")
+    if len(data) < len(block_ids):
+        _LOG.warning("%d blocks were named and %d came: only the first ones are written", len(block_ids), len(data))
+    index = torch.as_tensor(block_ids[: len(data)], dtype=torch.int64, device=rows[0].device)
+    start = 0
+    for row in rows:
+        row[index] = data[:, start : start + row.shape[1]]
+        start += row.shape[1]
+
+
+def split_kv(view: torch.Tensor) -> torch.Tensor:
+    """A layer's view [B, H, N, 2 * D] as (B, 2, N, H, D): K and V by `unbind(1)`. Zero-copy in every layout."""
+    blocks, heads, tokens, channels = view.shape
+    block, head, token, channel = view.stride()
+    size = channels // 2
+    return view.as_strided((blocks, 2, tokens, heads, size), (block, size * channel, token, head, channel))
+
+
+class NhdCase:
+    """The cache as (num_blocks, 2, block_size, heads, size), for those who think in it.
+
+    K and V are halves of a token here, not of a head: these are other bytes than those of the layouts above, and no
+    backend of Octavo reads them. `split_kv` is the same view of the layouts' own bytes.
+    """
+
+    @staticmethod
+    def shape(num_blocks: int, block_size: int, num_heads: int, size: int) -> tuple[int, int, int, int, int]:
+        """Blocks come first."""
+        return num_blocks, 2, block_size, num_heads, size
+
+    @staticmethod
+    def stride_order(*, with_layers: bool = False) -> tuple[int, ...]:
+        """The axes from outermost to innermost. With a layer axis before the others, layers lie inside blocks."""
+        return (1, 0, 3, 2, 4, 5) if with_layers else (0, 2, 1, 3, 4)
+
+    @staticmethod
+    def view(buffer: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        """`buffer`, flat, as `shape` (five axes, or six with the layers first)."""
+        order = NhdCase.stride_order(with_layers=len(shape) == 6)
+        physical = buffer.view([shape[axis] for axis in order])
+        return physical.permute([order.index(axis) for axis in range(len(order))])

@@ -22,7 +22,9 @@ class DefaultModelState:
 
     def __init__(self, groups: Sequence[CacheGroup], backends: Sequence[AttentionBackend], pool: KVCachePool) -> None:
         """`backends[g]` serves the layers of `groups[g]`."""
-        self._groups, self._backends, self._pool = tuple(groups), tuple(backends), pool
+        assert len(groups) == len(backends), "every cache group has a backend"
+        self._backends, self._pool = tuple(backends), pool
+        self._block_sizes = [block_map.kernel_block_size for block_map in pool.block_maps]
 
     def add(self, new: NewRow) -> None:
         """Nothing is kept per row."""
@@ -30,8 +32,8 @@ class DefaultModelState:
     def prepare(self, batch: Batch) -> ForwardContext:
         """Prepare attention for the batch and say what the layers need."""
         inputs = []
-        for index, (group, backend) in enumerate(zip(self._groups, self._backends, strict=True)):
-            group_inputs = self._inputs(batch, index, group.block_size, batch.block_tables[index])
+        for index, (block_size, backend) in enumerate(zip(self._block_sizes, self._backends, strict=True)):
+            group_inputs = self._inputs(batch, index, block_size, batch.block_tables[index])
             backend.prepare(group_inputs)
             inputs.append(group_inputs)
         return ForwardContext(

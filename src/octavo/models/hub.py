@@ -14,6 +14,7 @@ from pathlib import Path
 
 BUNDLED = ("octavo-tiny",)
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
+_MAX_NAME = 4096
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "tokenizer*"]
 _UNWANTED = ["*/*", "consolidated*"]
 _OFFLINE_WAYS = "give a model folder, or download it where there is a network and set HF_HOME to that cache"
@@ -25,6 +26,8 @@ def find_model(name: str, revision: str | None = None) -> Path:
     A hub repository is taken at `revision` (branch, tag or commit; None: main) and downloaded unless it is cached.
     HF_HOME, HF_HUB_OFFLINE and HF_TOKEN work as in huggingface_hub. Raises ValueError, one line, with what to do.
     """
+    if len(name) > _MAX_NAME:
+        raise ValueError(f"model {name[:40]!r}...: {len(name)} characters, a name has at most {_MAX_NAME}")
     if name in BUNDLED:
         return Path(str(importlib.resources.files("octavo") / "assets" / name))
     path = os.path.expanduser(name)

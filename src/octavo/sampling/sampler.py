@@ -15,9 +15,11 @@ from typing import Protocol
 import torch
 
 from octavo.device.staging import StagedTensor
+from octavo.grammar import NO_GRAMMARS, Grammars
 from octavo.ops.sample import nan_rows, sample_rows
 from octavo.plan import NewRow, TokenLogprobs
 from octavo.sampling import logprobs
+from octavo.sampling.grammar import GrammarMask
 from octavo.sampling.logprobs import GroupLogprobs, LogprobGroup, LogprobRows
 from octavo.sampling.masks import AllowedTokens, BadWords, LogitBias, MinTokens
 from octavo.sampling.penalties import Penalties
@@ -67,12 +69,14 @@ class Sampler:
         prompt_lens: torch.Tensor,
         logprobs_mode: str = "raw_logprobs",
         max_logprobs: int = 20,
+        grammars: Grammars = NO_GRAMMARS,
     ) -> None:
         """`tokens` and `prompt_lens` are the request table's: they are read, never written.
 
         tokens: [max_num_rows, max_model_len] int32, a row's prompt, its committed output, then drafts if there are;
         whatever lies before a batch's position must be there. prompt_lens: [max_num_rows] int32. `vocab_size`: the
-        logits' width. `max_logprobs`: -1 means the vocabulary. Raises ValueError on an unknown `logprobs_mode`.
+        logits' width. `max_logprobs`: -1 means the vocabulary. `grammars` compiles the forms that rows ask for.
+        Raises ValueError on an unknown `logprobs_mode`.
         """
         if logprobs_mode not in logprobs.MODES:
             raise ValueError(f"logprobs_mode {logprobs_mode!r} is unknown; known: {', '.join(logprobs.MODES)}")
@@ -90,6 +94,7 @@ class Sampler:
         self._stages: tuple[Feature, ...] = (
             LogitBias(max_num_rows, vocab_size, device),
             AllowedTokens(max_num_rows, vocab_size, device),
+            GrammarMask(max_num_rows, vocab_size, device, tokens, grammars),
             MinTokens(max_num_rows, vocab_size, device),
             Penalties(max_num_rows, vocab_size, device, tokens, prompt_lens),
             BadWords(max_num_rows, vocab_size, device, tokens, prompt_lens),

@@ -67,6 +67,8 @@ class KVManager:
         self._pool = BlockPool(num_blocks, len(groups))
         self._chain = HashChain(self.block_size, secret=secret, identity=identity)
         self._entries: dict[str, _Entry] = {}
+        self._zeroed = [index for index, group in enumerate(groups) if group.zero_fresh_blocks]
+        self._fresh: list[int] = []  # blocks of these groups, handed out since the last `take_fresh`
 
     @property
     def num_free_blocks(self) -> int:
@@ -120,8 +122,10 @@ class KVManager:
             return None
         for block in shared:
             pool.share(block)
-        num_more = cdiv(num_tokens - hit.num_tokens, self.block_size)
-        entry = _Entry([table + pool.take(num_more) for table in hit.tables], hit.num_tokens // self.block_size)
+        fresh = [pool.take(cdiv(num_tokens - hit.num_tokens, self.block_size)) for _ in hit.tables]
+        self._note_fresh(fresh)
+        tables = [table + more for table, more in zip(hit.tables, fresh, strict=True)]
+        entry = _Entry(tables, hit.num_tokens // self.block_size)
         self._entries[request.request_id] = entry
         self._commit(request, entry, num_tokens)
         if request.num_preemptions == 0:
@@ -147,6 +151,7 @@ class KVManager:
             for table in entry.tables:
                 new.append(self._pool.take(num_more))
                 table += new[-1]
+            self._note_fresh(new)
         self._commit(request, entry, end)
         return new
 
@@ -163,6 +168,13 @@ class KVManager:
             self._pool.forget(name)
         self._release(request)
 
+    def take_fresh(self) -> list[int]:
+        """Blocks to be zeroed by the step that is being planned: handed out since the last call, not found by hash."""
+        if not self._fresh:
+            return []
+        fresh, self._fresh = self._fresh, []
+        return fresh
+
     def reset_prefix_cache(self) -> bool:
         """Make all content unfindable. False, and nothing changes, while any block is held."""
         return self._pool.reset_prefix_cache()
@@ -172,6 +184,10 @@ class KVManager:
         for entry in self._entries.values():
             assert len(set(map(len, entry.tables))) == 1, "a request's lists are equally long in all groups"
         self._pool.check(table for entry in self._entries.values() for table in entry.tables)
+
+    def _note_fresh(self, new: Sequence[list[int]]) -> None:
+        for group in self._zeroed:
+            self._fresh += new[group]
 
     def _peak_blocks(self, num_tokens: int, max_new: int) -> int:
         return sum(policy.peak_blocks(num_tokens, max_new) for policy in self._policies)

@@ -155,6 +155,7 @@ class Scheduler:
             rows=work.rows,
             num_tokens=work.num_tokens,
             new_blocks=work.new_blocks,
+            zero_blocks=self.kv.take_fresh(),
         )
         self._finished_rows = []
         if plan.rows or plan.finished_rows:

@@ -15,6 +15,7 @@ class NoTokenizer:
 
     num_token_ids = 0  # unknown: prompts may hold any id of the model's vocabulary
     max_token_bytes = 0
+    special_token_ids: frozenset[int] = frozenset()
 
     def __bool__(self) -> bool:
         """Always false."""
@@ -25,6 +26,10 @@ class NoTokenizer:
         raise ParameterError(
             "prompt", "the model folder has no tokenizer.json: pass token ids", "unsupported_parameter"
         )
+
+    def token_bytes(self, token_id: int) -> NoReturn:
+        """Refuse."""
+        raise ParameterError("structured_outputs", "the model folder has no tokenizer.json", "unsupported_parameter")
 
     def render_chat(self, messages: Any, **options: Any) -> NoReturn:
         """Refuse."""

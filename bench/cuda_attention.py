@@ -1,0 +1,127 @@
+"""Benchmark of the Triton attention: `python bench/kernel.py attention`.
+
+Decode counts the bytes of K and V that must be read, against a copy's bytes read and written per second; prefill the
+multiply-adds of the visible scores, against a large matrix product. Both limits are measured in the same run. Launches
+are timed in a CUDA graph. Every case is checked against the eager twin, and split rows against whole ones bit by bit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from octavo.ops.attention import paged_attention_eager
+from octavo.ops.paged_attention import Scratch, num_processors, paged_attention, plan_launches
+
+HEAD = 128
+HEADS = ((32, 8), (16, 8))
+BLOCKS = (16, 64, 128)
+DECODE = ((1, 131072), (8, 32768), (64, 4096), (256, 1024))  # rows, tokens of each
+PREFILL = ((1, 8192, 8192), (32, 1024, 1024), (8, 8192, 1024))  # rows, tokens of each, queries of each
+DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+Call = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def seconds(call: Callable[[], object], rounds: int, repeats: int = 5) -> float:
+    """The median time of `call`, of `repeats` in a graph."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(repeats):
+            call()
+    graph.replay()
+    times = []
+    for _ in range(rounds):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3 / repeats)
+    return statistics.median(times)
+
+
+def measure_limits(rounds: int) -> tuple[float, float]:
+    """(bytes per second of the better of two copies, operations per second of a bf16 matrix product)."""
+    source = torch.randn(1 << 29, device="cuda").bfloat16()
+    target = torch.empty_like(source)
+    copies = (lambda: target.copy_(source), lambda: torch.neg(source, out=target))
+    copy = max(2 * source.nbytes / seconds(one, rounds) for one in copies)
+    a, b = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
+    return copy, 2 * 8192**3 / seconds(lambda: a @ b, rounds)
+
+
+def make_call(rows: int, length: int, new: int, heads: tuple[int, int], block: int, dtype: torch.dtype) -> Call:
+    """Random arguments, with blocks in random order."""
+    width = -(-length // block)
+    kv = torch.randn(rows * width + 1, heads[1], block, 2 * HEAD, device="cuda", dtype=torch.bfloat16).to(dtype)
+    table = (torch.randperm(rows * width, device="cuda") + 1).view(rows, width).int()
+    q = torch.randn(rows * new, heads[0], HEAD, device="cuda", dtype=torch.bfloat16)
+    query_start = (torch.arange(rows + 1, device="cuda") * new).int()
+    return q, kv, query_start, torch.full((rows,), length, device="cuda").int(), table
+
+
+def error(call: Call, out: Tensor, rows: int, new: int) -> float:
+    """The relative error of the first `rows` rows."""
+    q, kv, query_start, seq_lens, table = call
+    expected = torch.empty(rows * new, *q.shape[1:], device="cuda")
+    kv = kv if kv.dtype == q.dtype else kv.to(q.dtype)
+    paged_attention_eager(
+        q[: rows * new], kv, query_start[: rows + 1], seq_lens[:rows], table[:rows], expected, scale=HEAD**-0.5
+    )
+    return ((out[: rows * new] - expected).norm() / expected.norm()).item()
+
+
+def run_case(
+    rows: int, length: int, new: int, heads: tuple[int, int], block: int, dtype: str, rounds: int
+) -> tuple[float, float, int]:
+    """(seconds, relative error, splits) of one batch."""
+    call, scratch = make_call(rows, length, new, heads, block, DTYPES[dtype]), Scratch(torch.device("cuda"))
+    outs = []
+    for processors in (1, num_processors(torch.device("cuda"))):  # one processor: rows are not split
+        launches = plan_launches(
+            num_rows=rows, num_tokens=rows * new, max_query_len=new, max_seq_len=length, num_heads=heads[0],
+            num_kv_heads=heads[1], head_size=HEAD, window=0, dtype=torch.bfloat16, scratch=scratch,
+            processors=processors,
+        )  # fmt: skip
+        outs.append(torch.full_like(call[0], float("nan")))
+        paged_attention(*call, outs[-1], scale=HEAD**-0.5, launches=launches, scratch=scratch)
+    assert torch.equal(*outs), "a split moved bits"
+    relative = error(call, outs[-1], min(rows, 2 if new == 1 else 1), new)
+    assert relative < 1e-2, f"the relative error is {relative}"
+    time = seconds(
+        lambda: paged_attention(*call, outs[-1], scale=HEAD**-0.5, launches=launches, scratch=scratch), rounds
+    )
+    return time, relative, launches[0].splits
+
+
+def run(rounds: int, quick: bool) -> dict[str, object]:
+    """Print the tables; the JSON record. quick: 32/8 heads and blocks of 64 only, without fp8."""
+    copy, matrix = measure_limits(rounds)
+    device = torch.cuda.get_device_name()
+    print(f"{device}: copy {copy / 1e12:.3f} TB/s (read + written), bf16 product {matrix / 1e12:.0f} TFLOP/s")
+    print("   case   rows x tokens heads block cache splits       us      rate  share    error")
+    records = []
+    cases = [(rows, length, 1) for rows, length in DECODE] + list(PREFILL)
+    kinds = [(HEADS[0], 64, "bf16")] if quick else itertools.product(HEADS, BLOCKS, DTYPES)
+    for (heads, block, dtype), (rows, length, new) in itertools.product(kinds, cases):
+        time, relative, splits = run_case(rows, length, new, heads, block, dtype, rounds)
+        visible = rows * sum(range(length - new + 1, length + 1))
+        if new == 1:
+            name, work, limit, unit = "decode", visible * heads[1] * 2 * HEAD * DTYPES[dtype].itemsize, copy, "TB/s"
+        else:
+            name, work, limit, unit = "prefill", 4 * HEAD * heads[0] * visible, matrix, "TF/s"
+        share = work / time / limit
+        print(
+            f"{name:>7} {rows:>4}x{new}/{length:<6} {heads[0]:>2}/{heads[1]} {block:>5} {dtype:>5} {splits:>6} "
+            f"{time * 1e6:>8.1f} {work / time / 1e12:>6.2f} {unit} {share:>6.1%} {relative:>8.1e}", flush=True,
+        )  # fmt: skip
+        records.append({"case": name, "rows": rows, "tokens": length, "new": new, "heads": heads, "block": block,
+                        "cache": dtype, "us": time * 1e6, "share": share, "error": relative})  # fmt: skip
+    return {"bench": "attention", "device": device, "copy_tb_s": copy / 1e12, "matrix_tflop_s": matrix / 1e12,
+            "rows": records}  # fmt: skip

@@ -1,0 +1,107 @@
+"""ParameterError, and the checks of single values that every parameter shares.
+
+Owns the form of a user's mistake and the reading of numbers, lists and texts from foreign hands. Knows no parameter
+by name. Invariant: what comes back is a plain int, float, str or list in the given range, and no error repeats content.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+from collections.abc import Iterable, Sized
+from typing import Any
+
+INT32_MAX = 2**31 - 1
+
+
+class ParameterError(ValueError):
+    """A user's mistake: `field` and `code` for programs; the text names field, value and limit."""
+
+    def __init__(self, field: str, message: str, code: str = "out_of_range") -> None:
+        """`message` goes after the field's name: "must be in [0, 2], got 3"."""
+        super().__init__(f"{field}: {message}"[:300])
+        self.field = field
+        self.code = code
+
+
+def shown(value: object) -> str:
+    """A value for an error text: numbers as they are if short, anything else as its kind and size."""
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, int):
+        return str(value) if value.bit_length() <= 70 else f"an integer of {value.bit_length()} bits"
+    if isinstance(value, float):
+        return repr(value)
+    if isinstance(value, str):
+        return f"a string of {len(value)} characters"
+    return f"a {type(value).__name__}"
+
+
+def type_error(name: str, wanted: str, value: object) -> ParameterError:
+    """What to raise where `value` has the wrong type."""
+    return ParameterError(name, f"must be {wanted}, got {shown(value)}", "invalid_type")
+
+
+def as_int(name: str, value: object, low: int, high: int) -> int:
+    """`value` as a plain int in [low, high]; bools and floats are refused, numpy's integers are taken."""
+    if type(value) is not int:
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise type_error(name, "an integer", value)
+        value = operator.index(value)
+    if not low <= value <= high:
+        raise ParameterError(name, f"must be in [{low}, {high}], got {shown(value)}")
+    return value
+
+
+def as_float(name: str, value: object, low: float, high: float) -> float:
+    """`value` as a plain finite float in [low, high]; bools are refused, ints are taken."""
+    if type(value) is not float:
+        if isinstance(value, bool) or not isinstance(value, int | numbers.Real):
+            raise type_error(name, "a number", value)
+        if isinstance(value, int) and value.bit_length() > 64:  # float() would overflow
+            raise ParameterError(name, f"must be in [{low:g}, {high:g}], got {shown(value)}")
+        value = float(value)
+    if not math.isfinite(value):
+        raise ParameterError(name, f"must be finite, got {value}", "number_not_finite")
+    if not low <= value <= high:
+        raise ParameterError(name, f"must be in [{low:g}, {high:g}], got {shown(value)}")
+    return value
+
+
+def as_list(name: str, value: object, most: int, wanted: str) -> list[Any]:
+    """`value` as a list of at most `most` entries, None as an empty one."""
+    if value is None:
+        return []
+    if isinstance(value, str | bytes | dict) or not (isinstance(value, Sized) and isinstance(value, Iterable)):
+        raise type_error(name, wanted, value)
+    if len(value) > most:
+        raise ParameterError(name, f"may hold at most {most} entries, got {len(value)}", "too_many_items")
+    return list(value)
+
+
+def as_ids(name: str, value: object, most: int) -> list[int]:
+    """`value` as a list of at most `most` token ids."""
+    entries = as_list(name, value, most, "a list of token ids")
+    return [as_int(f"{name}[{i}]", entry, 0, INT32_MAX) for i, entry in enumerate(entries)]
+
+
+def check_unicode(name: str, text: str) -> None:
+    """Refuse lone surrogates: they are no text and cannot be encoded. Raises ParameterError."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        message = f"holds a lone surrogate at character {error.start}"
+        raise ParameterError(name, message, "invalid_unicode") from None
+
+
+def as_strings(name: str, value: object, most: int, most_chars: int) -> list[str]:
+    """`value` as a list of at most `most` texts of 1 to `most_chars` characters."""
+    entries = as_list(name, value, most, "a list of strings")
+    for i, entry in enumerate(entries):
+        if not isinstance(entry, str):
+            raise type_error(f"{name}[{i}]", "a string", entry)
+        if not 1 <= len(entry) <= most_chars:
+            raise ParameterError(f"{name}[{i}]", f"must have 1 to {most_chars} characters, got {len(entry)}")
+        check_unicode(f"{name}[{i}]", entry)
+    return entries

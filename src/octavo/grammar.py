@@ -1,0 +1,319 @@
+"""Grammars: the forms that users ask of outputs, compiled with llguidance for one vocabulary.
+
+Owns the limits of compilation, the texts of its errors, the cache of compiled forms, and Matcher, which follows one
+output and tells what may come next. To compile a form takes 0.5 to 2 ms, at the limits some 100 ms. Knows neither
+tensors nor requests; the library is imported by the first form. Invariants: foreign text leads to a working matcher or
+a ParameterError that repeats none of it; what a matcher allows is a function of its form and of the tokens it was
+given, also where matchers share a compiled form.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import re
+import threading
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.checks import ParameterError
+from octavo.structured_outputs import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    import llguidance
+
+MAX_CACHED = 256  # compiled forms; a small one takes 50 KB, one at the limits some MB
+MAX_LEXER_STATES = 50_000  # 1 to 2 KB each, made as a text leads to them
+MAX_GRAMMAR_SIZE = 200_000  # symbols
+# Between the parts of JSON: without a bound, a model that is unsure writes spaces until max_tokens.
+WHITESPACE = r"[ \t\r\n]{1,20}"
+_FIELD = "structured_outputs"
+_GRAMMAR = "grammar_invalid"
+_INVALID = {"json": "schema_invalid", "regex": "regex_invalid"}  # of other forms: _GRAMMAR
+_PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
+_TOO_COMPLEX = re.compile(r"too (large|big|many|complex|deep)|limit|fuel|exceed|recursion", re.IGNORECASE)
+_UNSUPPORTED = re.compile(r"unimplemented|not supported|unknown format|look-around|backreference", re.IGNORECASE)
+
+
+class TokenTexts(Protocol):
+    """What a tokenizer must tell."""
+
+    @property
+    def special_token_ids(self) -> Collection[int]:
+        """Tokens that stand for no text."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token adds to a text; b"" for an id without a token."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text."""
+
+
+class Vocabulary(msgspec.Struct, frozen=True):
+    """The tokens of a model as plain data, for a process that has no tokenizer. It is a TokenTexts."""
+
+    tokens: list[bytes]  # as many as the logits have
+    special_token_ids: list[int]
+    eos_token_ids: list[int]
+
+    @staticmethod
+    def of(texts: TokenTexts, vocab_size: int, eos_token_ids: Iterable[int]) -> Vocabulary:
+        """Ask for every token once."""
+        tokens = [texts.token_bytes(token_id) for token_id in range(vocab_size)]
+        special = sorted(token_id for token_id in texts.special_token_ids if token_id < vocab_size)
+        return Vocabulary(tokens, special, sorted(eos_token_ids))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token adds to a text."""
+        return self.tokens[token_id]
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Nothing: what stands for the text is found by its bytes."""
+        return []
+
+
+class Grammars:
+    """Compiles forms for one model, and keeps them. May be used by several threads."""
+
+    def __init__(self, load: Callable[[], TokenTexts], vocab_size: int, eos_token_ids: Iterable[int]) -> None:
+        """`load` gives the tokenizer; it is called once, by the first form. `vocab_size`: the logits' width."""
+        self._load, self._vocab_size = load, vocab_size
+        self._eos_token_ids = [token_id for token_id in sorted(eos_token_ids) if token_id < vocab_size]
+        # 32-bit words of a mask; without EOS the vocabulary gets one more token, see _Texts
+        self.num_words = -(-(vocab_size + (not self._eos_token_ids)) // 32)
+        self._tokenizer: llguidance.LLTokenizer | None = None
+        self._cache: collections.OrderedDict[bytes, llguidance.LLMatcher] = collections.OrderedDict()
+        self._lock, self._loading = threading.Lock(), threading.Lock()
+
+    def check(self, structured: StructuredOutputsParams | None) -> None:
+        """Compile a form and keep it for `matcher`. Raises ParameterError. None is no form."""
+        if structured is not None:
+            self._compiled(structured)
+
+    def prepare(self, structured: StructuredOutputsParams | None) -> None:
+        """As `check`, but silent: the matcher of a form that cannot be compiled allows nothing."""
+        try:
+            self.check(structured)
+        except ParameterError:
+            return
+
+    def matcher(self, structured: StructuredOutputsParams) -> Matcher:
+        """A matcher at the beginning of an output."""
+        return Matcher(self, structured)
+
+    def copy(self, structured: StructuredOutputsParams) -> llguidance.LLMatcher:
+        """For Matcher: one that shares what the form's other matchers have learned. Raises ParameterError."""
+        return self._compiled(structured).deep_copy()
+
+    def build(self, structured: StructuredOutputsParams) -> llguidance.LLMatcher:
+        """For Matcher: one that shares nothing. Raises ParameterError."""
+        tokenizer = self._tokenizer or self._load_tokenizer()
+        import llguidance
+
+        limits = llguidance.LLParserLimits(
+            max_lexer_states=MAX_LEXER_STATES, max_grammar_size=MAX_GRAMMAR_SIZE, verbose_errors=False
+        )
+        try:
+            found = llguidance.LLMatcher(tokenizer, _grammar_text(structured), log_level=0, limits=limits)
+            mask = found.compute_bitmask() if not found.is_error() else b""
+            error = found.get_error() if found.is_error() else ""
+            ended = found.is_accepting()
+        except Exception as failure:  # what the library refuses while it reads
+            raise _refusal(structured, str(failure)) from None
+        except BaseException as failure:
+            if isinstance(failure, KeyboardInterrupt | SystemExit):
+                raise
+            raise _refusal(structured, "too complex") from None  # a panic of the library
+        if not mask:
+            raise _refusal(structured, error)
+        words = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
+        words[self._eos_token_ids] = 0
+        if error or not (ended or words.any()):
+            raise ParameterError(_name(structured), "no text satisfies it", _INVALID.get(structured.form, _GRAMMAR))
+        return found
+
+    def _compiled(self, structured: StructuredOutputsParams) -> llguidance.LLMatcher:
+        key = structured.key
+        with self._lock:
+            found = self._cache.get(key)
+            if found is not None:
+                self._cache.move_to_end(key)
+                return found
+        found = self.build(structured)  # without the lock: nobody waits for another's form
+        with self._lock:
+            found = self._cache.setdefault(key, found)
+            if len(self._cache) > MAX_CACHED:
+                self._cache.popitem(last=False)
+        return found
+
+    def _load_tokenizer(self) -> llguidance.LLTokenizer:
+        """The vocabulary as llguidance wants it: 0.3 s and 70 MB for 150,000 tokens."""
+        try:
+            import llguidance
+        except ImportError:
+            message = "needs the package llguidance, which is not installed"
+            raise ParameterError(_FIELD, message, "unsupported_parameter") from None
+        with self._loading:
+            if self._tokenizer is None:
+                texts = _Texts(self._load(), self._vocab_size, self._eos_token_ids)
+                self._tokenizer = llguidance.LLTokenizer(
+                    llguidance.TokenizerWrapper(texts), n_vocab=len(texts.tokens), eos_token=texts.eos_token_ids
+                )
+        return self._tokenizer
+
+
+class Matcher:
+    """Follows one output. `fill` may be called for any output of the request, in any order."""
+
+    def __init__(self, grammars: Grammars, structured: StructuredOutputsParams) -> None:
+        """At the beginning; `Grammars.matcher` makes it."""
+        self._grammars, self._structured = grammars, structured
+        self._consumed = np.empty(0, np.int32)
+        self._shared = True
+        self._matcher = self._start()
+
+    def fill(self, output: NDArray[np.int32], bits: NDArray[np.int32]) -> bool:
+        """Set the bits of the tokens that may follow `output`, in a row of `Grammars.num_words` words.
+
+        None is set, and the result is False, if the output has left the grammar or the grammar met a limit.
+        """
+        if self._try_fill(output, bits):
+            return True
+        if self._matcher is not None and self._matcher.is_error() and self._shared:
+            # what others did with the shared form may have met a limit: the answer must be this output's own
+            self._shared = False
+            self._matcher = self._start()
+            self._consumed = self._consumed[:0]
+            if self._try_fill(output, bits):
+                return True
+        bits[:] = 0
+        return False
+
+    def _start(self) -> llguidance.LLMatcher | None:
+        make = self._grammars.copy if self._shared else self._grammars.build
+        try:
+            return make(self._structured)
+        except ParameterError:
+            return None
+
+    def _try_fill(self, output: NDArray[np.int32], bits: NDArray[np.int32]) -> bool:
+        matcher = self._matcher
+        if matcher is None:
+            return False
+        try:
+            if not self._advance(matcher, output):
+                return False
+            matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        except ValueError:
+            return False
+        return not matcher.is_error()
+
+    def _advance(self, matcher: llguidance.LLMatcher, output: NDArray[np.int32]) -> bool:
+        """Bring the matcher behind `output`. Returns whether the grammar allows all of it."""
+        consumed = self._consumed
+        num_both = min(len(consumed), len(output))
+        differ = np.flatnonzero(consumed[:num_both] != output[:num_both])
+        num_kept = int(differ[0]) if len(differ) else num_both
+        if num_kept < len(consumed) and not matcher.rollback(len(consumed) - num_kept):
+            matcher.reset()
+            num_kept = 0
+        rest: list[int] = output[num_kept:].tolist()
+        num_taken = matcher.try_consume_tokens(rest) if rest else 0
+        self._consumed = output[: num_kept + num_taken].copy()
+        return num_taken == len(rest)
+
+
+class _Texts:
+    """A TokenTexts as llguidance's TokenizerWrapper wants it. Called with bytes, it gives tokens for them."""
+
+    bos_token_id: int | None = None
+
+    def __init__(self, texts: TokenTexts, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._encode = texts.encode
+        self.tokens = [texts.token_bytes(token_id) for token_id in range(vocab_size)]
+        self.special_token_ids = sorted({*eos_token_ids, *(i for i in texts.special_token_ids if i < vocab_size)})
+        self.eos_token_ids = list(eos_token_ids)
+        if not self.eos_token_ids:  # one that no logits row has: an output then ends by failing, or by its length
+            self.eos_token_ids = [vocab_size]
+            self.special_token_ids.append(vocab_size)
+            self.tokens.append(b"<end>")
+        self.eos_token_id = self.eos_token_ids[0]
+        self._special = frozenset(self.special_token_ids)
+        self._ids = {text: i for i, text in enumerate(self.tokens) if text and i not in self._special}
+        self._longest = max(map(len, self._ids), default=0)
+
+    def __call__(self, data: bytes) -> list[int]:
+        """The model's own tokens for a forced text; by longest matches where they would say something else."""
+        try:
+            ids = self._encode(data.decode(), add_special_tokens=False)
+        except UnicodeDecodeError:
+            ids = []
+        if self._special.isdisjoint(ids) and b"".join(self.tokens[token_id] for token_id in ids) == data:
+            return ids
+        return self._longest_matches(data)
+
+    def _longest_matches(self, data: bytes) -> list[int]:
+        ids, at = [], 0
+        while at < len(data):
+            for end in range(min(at + self._longest, len(data)), at, -1):
+                found = self._ids.get(data[at:end])
+                if found is not None:
+                    ids.append(found)
+                    break
+            else:  # no token for this byte: what follows cannot be forced
+                break
+            at = end
+        return ids
+
+
+def _grammar_text(structured: StructuredOutputsParams) -> str:
+    """llguidance's text of a form. Raises whatever the library raises."""
+    import llguidance
+
+    match structured.form:
+        case "regex":
+            return llguidance.LLMatcher.grammar_from_regex(structured.regex or "")
+        case "choice":
+            texts = (json.dumps(choice, ensure_ascii=False) for choice in structured.choice or ())
+            return llguidance.LLMatcher.grammar_from_lark("start: " + " | ".join(texts))
+        case "grammar":
+            return llguidance.grammar_from("grammar", structured.grammar or "")
+    schema = structured.json if isinstance(structured.json, str) else '{"type":"object"}'
+    options: dict[str, Any] = {"lenient": False, "whitespace_flexible": not structured.disable_any_whitespace}
+    if not structured.disable_any_whitespace:
+        options["whitespace_pattern"] = structured.whitespace_pattern or WHITESPACE
+    return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=options)  # type: ignore[arg-type]
+
+
+def _name(structured: StructuredOutputsParams) -> str:
+    return f"{_FIELD}.{structured.form}"
+
+
+def _refusal(structured: StructuredOutputsParams, text: str) -> ParameterError:
+    """The library's error as a user's: the sentence that says what is wrong, without what it quotes."""
+    code = _INVALID.get(structured.form, _GRAMMAR)
+    if _UNSUPPORTED.search(text):
+        code = "unsupported"
+    elif _TOO_COMPLEX.search(text):
+        code = "schema_too_complex"
+    named = re.search(r"^error: (.+)$", text, re.MULTILINE)  # a regex's error has many lines
+    line = named[1] if named else text.strip().partition("\n")[0]
+    place = _PLACE.match(line)
+    what = line[place.end() :] if place else line
+    if not what.startswith("Unimplemented keys"):  # those are the JSON schema's own names
+        # what follows a colon, a quote or a bracket may be the user's
+        what = re.split(r": |[\"'(\[]", what)[0].strip()
+    where = f" (line {place[1]}, column {place[2]})" if place else ""
+    reason = f": {what[:160]}{where}" if what else where
+    return ParameterError(_name(structured), f"cannot be used{reason}", code)
+
+
+def _no_texts() -> TokenTexts:
+    raise ParameterError(_FIELD, "this engine has no tokenizer", "unsupported_parameter")
+
+
+NO_GRAMMARS = Grammars(_no_texts, 0, ())

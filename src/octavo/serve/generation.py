@@ -1,0 +1,265 @@
+"""From a parsed request to running streams and back: prompts, parameters, the loop over outputs, counts of tokens.
+
+Owns what completions, chat and responses have in common. Knows no shape of a reply. Invariants: everything is checked
+before the first request reaches the engine; however an exchange ends, none of its requests is left running.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from octavo.outputs import CompletionOutput, RequestOutput
+from octavo.sampling_params import (
+    ParameterError,
+    RequestOutputKind,
+    SamplingParams,
+    check_text,
+    check_token_ids,
+)
+from octavo.serve.async_engine import EngineDeadError, EngineDrainingError, QueueFullError
+from octavo.serve.errors import ApiError, bad_request, not_ready, queue_full
+from octavo.serve.exchange import Exchange
+from octavo.serve.shapes import CompletionDetails, PromptDetails, Usage
+from octavo.serve.state import ServeState, too_many
+from octavo.serve.stream import OutputStream, SlowReaderError
+
+COMPLETION_TOKENS = 16  # of a completion whose request says nothing; a chat fills the context
+NO_TOKEN = "no_token_allowed"  # the engine's word for a request whose wishes exclude each other
+_LONG_TEXT = 16_384  # characters; longer ones are tokenized off the event loop
+_DEFAULTS = SamplingParams()
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """What the engine gets, and its text if the client sent one."""
+
+    token_ids: list[int]
+    text: str | None
+
+
+class Run(msgspec.Struct, kw_only=True):
+    """A checked request: every prompt with the same parameters."""
+
+    id: str
+    prompts: list[Prompt]
+    params: SamplingParams
+    priority: int
+    cache_salt: str
+
+    @property
+    def num_choices(self) -> int:
+        """Completions of all prompts together."""
+        return len(self.prompts) * self.params.n
+
+
+async def read_prompts(state: ServeState, given: Any, *, add_special_tokens: bool = True) -> list[Prompt]:
+    """`prompt` of a request: a text, token ids, or a list of these. Raises ParameterError."""
+    if given is None:
+        raise ParameterError("prompt", "is missing", "missing_field")
+    limits, most = state.engine.limits, state.config.max_prompts
+    many = given if isinstance(given, list) and given and isinstance(given[0], str | list) else [given]
+    if len(many) > most:
+        raise too_many("prompts", most, len(many))
+    prompts = []
+    total = 0
+    for entry in many:
+        if isinstance(entry, str):
+            prompts.append(await read_text(state, entry, add_special_tokens=add_special_tokens))
+        else:
+            prompts.append(Prompt(check_token_ids(entry, limits), None))
+        total += len(prompts[-1].token_ids)
+        if total > limits.max_total_tokens:
+            message = f"may hold at most {limits.max_total_tokens} tokens together"
+            raise ParameterError("prompts", message, "too_many_prompts")
+    return prompts
+
+
+async def read_text(state: ServeState, text: str, *, add_special_tokens: bool = True) -> Prompt:
+    """A text as a prompt. Raises ParameterError."""
+    check_text(text, state.engine.limits)
+    encode = state.engine.tokenizer.encode
+    if len(text) > _LONG_TEXT:
+        token_ids = await asyncio.to_thread(encode, text, add_special_tokens)
+    else:
+        token_ids = encode(text, add_special_tokens)
+    return Prompt(token_ids, text)
+
+
+async def render_chat(
+    state: ServeState, messages: Any, *, template_kwargs: Mapping[str, Any] | None, **options: Any
+) -> Prompt:
+    """A conversation as a prompt. Raises ParameterError."""
+    if messages is None:
+        raise ParameterError("messages", "is missing", "missing_field")
+    for name, value in (template_kwargs or {}).items():
+        if name not in state.template_kwargs:
+            shown = name[:64] if name[:64].isidentifier() else "a name"
+            raise ParameterError("chat_template_kwargs", f"{shown} is not allowed here", "not_allowed")
+        if not isinstance(value, bool | int | float | str):
+            raise ParameterError("chat_template_kwargs", f"{name} must be a plain value", "invalid_type")
+    text, token_ids = await asyncio.to_thread(
+        state.tokenizer.render_chat, messages, chat_template_kwargs=template_kwargs, **options
+    )
+    return Prompt(check_token_ids(token_ids, state.engine.limits), text)
+
+
+def make_params(
+    state: ServeState, given: Mapping[str, Any], *, stream: bool, default_max_tokens: int | None
+) -> SamplingParams:
+    """The checkpoint's defaults with what was given. Raises ParameterError."""
+    base = state.engine.default_sampling
+    fields = {name: value for name in _MAY_BE_SET if (value := getattr(base, name)) != getattr(_DEFAULTS, name)}
+    fields.setdefault("max_tokens", default_max_tokens)
+    fields |= given
+    if not state.engine.tokenizer:
+        fields["detokenize"] = False
+    kind = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
+    return SamplingParams.from_optional(**fields, output_kind=kind)
+
+
+_MAY_BE_SET = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
+               "frequency_penalty", "max_tokens")  # fmt: skip
+
+
+async def submit(state: ServeState, run: Run) -> list[OutputStream]:
+    """Start every prompt of a run, or none. Raises ParameterError or ApiError."""
+    streams: list[OutputStream] = []
+    try:
+        for index, prompt in enumerate(run.prompts):
+            streams.append(
+                state.engine.generate(
+                    f"{run.id}-{index}",
+                    prompt.token_ids,
+                    run.params,
+                    prompt=prompt.text,
+                    priority=run.priority,
+                    cache_salt=run.cache_salt,
+                )
+            )
+        return streams
+    except QueueFullError as error:
+        refusal: Exception = queue_full(str(error), error.retry_after)
+    except EngineDeadError as error:
+        refusal = not_ready(state.engine.state, error.retry_after)
+    except ParameterError as error:
+        refusal = error
+    for stream in streams:
+        await stream.aclose()
+    raise refusal
+
+
+Take = Callable[[int, RequestOutput], Awaitable[None]]
+
+
+async def drive(state: ServeState, exchange: Exchange, run: Run, take: Take, *, streams: bool) -> None:
+    """Run to the end: `take(prompt index, output)` for every output.
+
+    Raises ApiError if the run fails, ClientLeftError if nobody waits for it any more.
+    """
+    outputs = await submit(state, run)
+    seconds = state.config.request_timeout
+    try:
+        with state.open_exchange(exchange, streams=streams):
+            async with exchange.watching():
+                if streams:
+                    await exchange.begin_events()
+                try:
+                    async with asyncio.timeout(seconds) as clock:
+                        await _consume(outputs, take)
+                except TimeoutError:
+                    if not clock.expired():
+                        raise
+                    raise ApiError(504, "timeout", f"the request took longer than {seconds:g} s") from None
+    finally:
+        for stream in outputs:
+            await stream.aclose()
+
+
+async def _consume(outputs: Sequence[OutputStream], take: Take) -> None:
+    async def one(index: int) -> None:
+        async for output in outputs[index]:
+            for completion in output.outputs:
+                _check_sound(completion)
+            await take(index, output)
+
+    with _engine_errors():
+        if len(outputs) == 1:
+            await one(0)
+            return
+        try:
+            async with asyncio.TaskGroup() as group:
+                for index in range(len(outputs)):
+                    group.create_task(one(index))
+        except* Exception as errors:
+            first = errors.exceptions[0]
+            while isinstance(first, BaseExceptionGroup):
+                first = first.exceptions[0]
+            failure = first
+        else:
+            return
+        raise failure
+
+
+@contextlib.contextmanager
+def _engine_errors() -> Iterator[None]:
+    """What ends a running request from outside, as ApiErrors."""
+    try:
+        yield
+    except EngineDrainingError:
+        raise ApiError(503, "draining", "the server shut down before the end") from None
+    except EngineDeadError as error:
+        headers = [(b"retry-after", b"%d" % max(1, round(error.retry_after)))]
+        raise ApiError(503, "engine_restarted", "the engine went away; try again", headers=headers) from None
+    except SlowReaderError:
+        raise ApiError(408, "slow_reader", "the stream was not read in time") from None
+
+
+def _check_sound(completion: CompletionOutput) -> None:
+    if completion.finish_reason == "error" and completion.stop_reason == NO_TOKEN:
+        message = "the output's form, and the tokens that are allowed or forbidden, leave no token to go on with"
+        raise bad_request(NO_TOKEN, message)
+    if completion.finish_reason == "error":
+        raise ApiError(
+            500, "internal_model_error", f"the model failed on this request: {completion.stop_reason}",
+            headers=[(b"x-should-retry", b"false")],
+        )  # fmt: skip
+    if completion.finish_reason == "abort":
+        raise ApiError(503, "aborted", "the request was aborted")
+
+
+class TokenCounter:
+    """Counts the tokens of a run for `usage`."""
+
+    def __init__(self, run: Run) -> None:
+        """Prompts count once, whatever `n` is."""
+        self.num_prompt = sum(len(prompt.token_ids) for prompt in run.prompts)
+        self.num_output = 0
+        self.num_reasoning: int | None = None  # None: this model does not reason
+        self._cached = [0] * len(run.prompts)
+
+    def add(self, index: int, output: RequestOutput) -> None:
+        """Take an output's new tokens into account."""
+        self.num_output += sum(len(completion.token_ids) for completion in output.outputs)
+        self._cached[index] = max(self._cached[index], output.num_cached_tokens or 0)
+
+    @property
+    def num_cached(self) -> int:
+        """Prompt tokens that the prefix cache saved."""
+        return sum(self._cached)
+
+    def usage(self) -> Usage:
+        """As it stands."""
+        usage = Usage(
+            self.num_prompt, self.num_prompt + self.num_output, self.num_output, PromptDetails(self.num_cached)
+        )
+        if self.num_reasoning is not None:
+            usage.completion_tokens_details = CompletionDetails(self.num_reasoning)
+        return usage
+
+    def note(self, exchange: Exchange) -> None:
+        """For the log."""
+        exchange.notes |= {"prompt_tokens": self.num_prompt, "output_tokens": self.num_output}

@@ -1,0 +1,237 @@
+"""Structured outputs at the server's edge: what clients send, and the jail in which it is tried out.
+
+Owns the mapping of OpenAI's `response_format` and vLLM's `structured_outputs` to StructuredOutputsParams, and
+GrammarJail: child processes that compile foreign forms within limits of time and memory, so that what reaches the
+engine is known to compile. Does not know the engine, which compiles the checked form again (0.5 to 2 ms is usual) and
+keeps it. Invariant: every form gets an answer within the time limit and the wait for a child; a child that exceeds a
+limit is killed and replaced by the next check that needs one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from octavo.checks import ParameterError, type_error
+from octavo.grammar import TokenTexts, Vocabulary
+from octavo.serve.grammar_child import MAX_FRAME_BYTES, Verdict, frame_length, pack
+from octavo.structured_outputs import StructuredOutputsParams, read_structured_outputs
+
+_LOG = logging.getLogger(__name__)
+
+COMPILE_SECONDS = 4.5  # the answer is there within 5
+START_SECONDS = 30.0  # for a child to start; on a busy machine an interpreter takes its time
+MEMORY_BYTES = 1 << 30
+MAX_CHILDREN = 2
+MAX_VERDICTS = 1024
+_KEPT_ENVIRONMENT = ("PATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "SYSTEMROOT")
+
+# what a client calls the fields of a StructuredOutputsParams that came from its response_format
+RESPONSE_FORMAT_NAMES = {
+    "structured_outputs": "response_format",
+    "structured_outputs.json": "response_format.json_schema.schema",
+    "structured_outputs.json_object": "response_format",
+}
+
+
+def from_response_format(value: object, field: str = "response_format") -> StructuredOutputsParams | None:
+    """OpenAI's {"type": "text" | "json_object" | "json_schema"}; of the last both forms, chat's and Responses'.
+
+    Errors of the schema itself name `structured_outputs.json`: see RESPONSE_FORMAT_NAMES. Raises ParameterError.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise type_error(field, "an object", value)
+    kind = value.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return StructuredOutputsParams(json_object=True)
+    if kind != "json_schema":
+        raise ParameterError(f"{field}.type", "must be text, json_object or json_schema", "invalid_value")
+    inner = value.get("json_schema", value if "schema" in value else None)
+    if not isinstance(inner, Mapping):
+        raise type_error(f"{field}.json_schema", "an object", inner)
+    schema = inner.get("schema")
+    if schema is None:  # OpenAI makes it optional: any object
+        return StructuredOutputsParams(json_object=True)
+    if not isinstance(schema, Mapping):
+        raise type_error(f"{field}.json_schema.schema", "a JSON schema, that is an object", schema)
+    return StructuredOutputsParams(json=dict(schema))
+
+
+def from_request(response_format: object, structured_outputs: object) -> StructuredOutputsParams | None:
+    """Of a request's two fields, of which one at most may ask for something. Raises ParameterError."""
+    asked = from_response_format(response_format)
+    if structured_outputs is None:
+        return asked
+    if asked is not None:
+        raise ParameterError("structured_outputs", "excludes response_format", "conflicting")
+    return read_structured_outputs(structured_outputs)
+
+
+def from_tool_choice(tools: Iterable[Mapping[str, Any]], name: str | None = None) -> StructuredOutputsParams:
+    """The form of an output that must be tool calls, as `parsers.tools.Named` and `Required` read it.
+
+    `name`: the arguments of this tool, as one JSON object. None: a list of at least one {"name", "arguments"}. The JSON
+    is compact: white space is where a model that would rather not call gets lost.
+    """
+    functions = {str(tool["function"]["name"]): tool["function"] for tool in tools}
+    anything = {"type": "object"}
+    if name is not None:
+        return StructuredOutputsParams(
+            json=dict(functions[name].get("parameters") or anything), disable_any_whitespace=True
+        )
+    calls: list[dict[str, Any]] = []
+    shared: dict[str, Any] = {}
+    for each, function in functions.items():
+        arguments = dict(function.get("parameters") or anything)
+        shared |= {key: arguments.pop(key) for key in ("$defs", "definitions") if key in arguments}
+        properties = {"name": {"const": each}, "arguments": arguments}
+        calls.append({"type": "object", "properties": properties, "required": ["name", "arguments"],
+                      "additionalProperties": False})  # fmt: skip
+    schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls}, **shared}
+    return StructuredOutputsParams(json=schema, disable_any_whitespace=True)
+
+
+class GrammarJail:
+    """Says whether forms can be compiled for a model. One event loop's."""
+
+    def __init__(
+        self,
+        texts: TokenTexts,
+        vocab_size: int,
+        eos_token_ids: Iterable[int],
+        *,
+        seconds: float = COMPILE_SECONDS,
+        memory_bytes: int = MEMORY_BYTES,
+        max_children: int = MAX_CHILDREN,
+    ) -> None:
+        """Nothing is started before the first check. `texts`: the tokenizer; `vocab_size`: the logits' width."""
+        self._make: Callable[[], Vocabulary] = lambda: Vocabulary.of(texts, vocab_size, eos_token_ids)
+        self._seconds, self._memory_bytes = seconds, memory_bytes
+        self._vocabulary = b""
+        self._idle: list[_Child] = []
+        self._children: set[_Child] = set()
+        self._places = asyncio.Semaphore(max_children)
+        self._verdicts: collections.OrderedDict[bytes, Verdict] = collections.OrderedDict()
+        self._running: dict[bytes, asyncio.Task[Verdict]] = {}
+        self.num_killed = 0
+
+    async def check_structured(self, structured: StructuredOutputsParams | None) -> None:
+        """Return if the form can be compiled, or is None. Raises ParameterError within the time limit."""
+        if structured is None:
+            return
+        key = structured.key
+        verdict = self._verdicts.get(key)
+        if verdict is None:
+            task = self._running.get(key)
+            if task is None:
+                task = self._running[key] = asyncio.create_task(self._judge(key, structured))
+                task.add_done_callback(lambda _: self._running.pop(key, None))
+            # a client that leaves must not cost the others that wait for the same answer theirs
+            verdict = await asyncio.shield(task)
+        if verdict.code:
+            raise ParameterError(verdict.field, verdict.message, verdict.code)
+
+    async def close(self) -> None:
+        """End the children."""
+        for task in list(self._running.values()):
+            task.cancel()
+        for child in list(self._children):
+            await self._end(child)
+
+    async def _judge(self, key: bytes, structured: StructuredOutputsParams) -> Verdict:
+        async with self._places:
+            child = self._idle.pop() if self._idle else await self._start()
+            if child is None:
+                return Verdict(f"structured_outputs.{structured.form}", "cannot be checked now", "unavailable")
+            done = False
+            try:
+                verdict = await asyncio.wait_for(child.ask(structured), self._seconds)
+                done = True
+            except (TimeoutError, OSError, asyncio.IncompleteReadError, msgspec.DecodeError) as error:
+                _LOG.warning("a grammar's child exceeded a limit (%s): it is replaced", type(error).__name__)
+                limit = f"{self._seconds:g} s" if isinstance(error, TimeoutError) else "the memory that is allowed"
+                field = f"structured_outputs.{structured.form}"
+                verdict = Verdict(field, f"takes more than {limit} to compile", "schema_too_complex")
+            finally:
+                if done:
+                    self._idle.append(child)
+                else:
+                    self.num_killed += 1
+                    await self._end(child)
+        self._verdicts[key] = verdict
+        if len(self._verdicts) > MAX_VERDICTS:
+            self._verdicts.popitem(last=False)
+        return verdict
+
+    async def _start(self) -> _Child | None:
+        if not self._vocabulary:
+            self._vocabulary = pack(await asyncio.to_thread(self._make))
+        child = None
+        try:
+            child = await _Child.start(self._memory_bytes, self._seconds)
+            self._children.add(child)
+            await asyncio.wait_for(child.begin(self._vocabulary), START_SECONDS)
+        except (TimeoutError, OSError, asyncio.IncompleteReadError, msgspec.DecodeError) as error:
+            _LOG.error("a grammar's child cannot be started: %s", type(error).__name__)
+            if child is not None:
+                await self._end(child)
+            return None
+        return child
+
+    async def _end(self, child: _Child) -> None:
+        self._children.discard(child)
+        await child.kill()
+
+
+class _Child:
+    """One process of the jail."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdin is not None and process.stdout is not None, "a child is started with pipes"
+        self.process, self._sink, self._source = process, process.stdin, process.stdout
+
+    @staticmethod
+    async def start(memory_bytes: int, seconds: float) -> _Child:
+        environment = {name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ}
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)  # where this process looks
+        environment |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
+        numbers = (str(number) for number in (memory_bytes, int(seconds) + 1, os.getpid()))
+        return _Child(await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "octavo.serve.grammar_child", *numbers, env=environment, start_new_session=True,
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
+        ))  # fmt: skip
+
+    async def begin(self, vocabulary: bytes) -> None:
+        self._sink.write(vocabulary)
+        await self._sink.drain()
+        await self._answer()
+
+    async def ask(self, structured: StructuredOutputsParams) -> Verdict:
+        self._sink.write(pack(structured))
+        await self._sink.drain()
+        return await self._answer()
+
+    async def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGKILL)
+        self._sink.close()
+        await self.process.wait()
+
+    async def _answer(self) -> Verdict:
+        length = frame_length(await self._source.readexactly(4))
+        if length > MAX_FRAME_BYTES:
+            raise OSError("a frame is too long")
+        return msgspec.msgpack.decode(await self._source.readexactly(length), type=Verdict)

@@ -1,0 +1,105 @@
+"""Log-probabilities in the two shapes of OpenAI's APIs, and in vLLM's shape for prompts.
+
+Owns the texts of tokens, where they begin in an output, and the order of alternatives. Knows no request. Invariants:
+the token itself is always among its alternatives in completions; a chat gives exactly as many as were asked for.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Any
+
+from octavo.outputs import LogprobsDict
+from octavo.serve.shapes import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
+from octavo.text.tokenizer import Tokenizer
+
+# JSON has no infinities: a token that cannot be sampled gets what OpenAI gives it.
+_LOWEST = -9999.0
+
+
+class TokenTexts:
+    """How tokens are written: as their texts, or as "token_id:5"."""
+
+    def __init__(self, tokenizer: Tokenizer, as_ids: bool) -> None:
+        """`as_ids`: return_tokens_as_token_ids."""
+        self.tokenizer, self._as_ids = tokenizer, as_ids
+
+    def __call__(self, token_id: int) -> str:
+        """A token's text."""
+        return f"token_id:{token_id}" if self._as_ids else self.tokenizer.decode_token(token_id)
+
+
+class Offsets:
+    """Where tokens begin in the text that they make, in characters."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool) -> None:
+        """`skip_special`: special tokens have no text."""
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_token_ids if skip_special else frozenset()
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0
+
+    def add(self, token_id: int) -> int:
+        """Take the next token; where it begins."""
+        offset = self._offset
+        if token_id not in self._skipped:
+            self._offset += len(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
+        return offset
+
+
+def completion_logprobs(
+    texts: TokenTexts, offsets: Offsets, token_ids: Sequence[int], entries: Sequence[LogprobsDict | None]
+) -> CompletionLogprobs:
+    """The lists of /v1/completions; entry i belongs to token i, None where there is none."""
+    made = CompletionLogprobs([], [], [], [])
+    for token_id, entry in zip(token_ids, entries, strict=True):
+        made.tokens.append(texts(token_id))
+        made.text_offset.append(offsets.add(token_id))
+        if entry is None:
+            made.token_logprobs.append(None)
+            made.top_logprobs.append(None)
+            continue
+        top: dict[str, float] = {}
+        for each, logprob in entry.items():
+            top.setdefault(texts(each), _finite(logprob.logprob))  # of tokens with one text the likelier stays
+        made.token_logprobs.append(_finite(entry[token_id].logprob))
+        made.top_logprobs.append(top)
+    return made
+
+
+def chat_logprobs(
+    texts: TokenTexts, token_ids: Sequence[int], entries: Sequence[LogprobsDict], num_top: int
+) -> ChatLogprobs:
+    """The list of /v1/chat/completions."""
+    content = []
+    for token_id, entry in zip(token_ids, entries, strict=True):
+        likeliest = sorted(entry.items(), key=lambda item: item[1].rank or 0)[:num_top] if num_top else []
+        top = [TopLogprob(texts(each), _finite(value.logprob), _bytes(texts, each)) for each, value in likeliest]
+        content.append(TokenLogprob(texts(token_id), _finite(entry[token_id].logprob), _bytes(texts, token_id), top))
+    return ChatLogprobs(content)
+
+
+def prompt_logprobs(entries: Sequence[LogprobsDict | None]) -> list[dict[str, Any] | None]:
+    """vLLM's list: null for the first token, then token id -> logprob, rank and text."""
+    return [
+        None
+        if entry is None
+        else {
+            str(token_id): {
+                "logprob": _finite(value.logprob),
+                "rank": value.rank,
+                "decoded_token": value.decoded_token,
+            }
+            for token_id, value in entry.items()
+        }
+        for entry in entries
+    ]
+
+
+def _bytes(texts: TokenTexts, token_id: int) -> list[int]:
+    return list(texts.tokenizer.token_bytes(token_id))
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LOWEST)

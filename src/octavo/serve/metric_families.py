@@ -1,0 +1,122 @@
+"""The names of /metrics: vLLM's, so that dashboards and autoscalers made for it find what they look for.
+
+Owns name, kind, label, buckets and older names of every family. Holds no values. Invariant: the set of series follows
+from this table and the table of routes alone, so traffic cannot add one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+VLLM, OWN = "vllm:", "octavo:"  # prefixes
+LATENCY = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+FIRST_TOKEN = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
+)  # fmt: skip
+PER_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+STEP_TOKENS = (1, *(2**power for power in range(3, 15)))
+COUNTS = (1, 2, 5, 10, 20)
+HTTP = (0.01, 0.05, 0.1, 0.5, 1, 5, 30, 120)
+TOKENS: tuple[float, ...] = ()  # stands for 1-2-5 steps up to max_model_len
+
+FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """One metric. `label` is one label beside model_name and engine, with all the `values` that it takes."""
+
+    name: str  # without the prefix; counters get _total when they are written
+    kind: str  # gauge | counter | histogram
+    help: str
+    label: str = ""
+    values: tuple[str, ...] = ("",)
+    buckets: tuple[float, ...] = TOKENS
+    alias: str = ""  # an older name of it, still written
+    prefix: str = VLLM
+
+
+def _gauge(name: str, help: str, label: str = "", values: tuple[str, ...] = ("",), alias: str = "") -> Family:
+    return Family(name=name, kind="gauge", help=help, label=label, values=values, alias=alias)
+
+
+def _counter(name: str, help: str, label: str = "", values: tuple[str, ...] = ("",), alias: str = "") -> Family:
+    return Family(name=name, kind="counter", help=help, label=label, values=values, alias=alias)
+
+
+def _histogram(name: str, help: str, buckets: tuple[float, ...] = TOKENS, alias: str = "") -> Family:
+    return Family(name=name, kind="histogram", help=help, buckets=buckets, alias=alias)
+
+
+FAMILIES = (
+    _gauge("num_requests_running", "Requests with a row in the current step"),
+    _gauge("num_requests_waiting", "Requests that wait to run"),
+    _gauge(
+        "num_requests_waiting_by_reason", "Waiting requests by what they wait for", "reason", ("capacity", "deferred")
+    ),
+    _gauge("kv_cache_usage_perc", "Share of the cache's blocks in use, 0 to 1", alias="gpu_cache_usage_perc"),
+    _gauge(
+        "engine_sleep_state",
+        "1 for the state that the engine is in",
+        "sleep_state",
+        ("awake", "weights_offloaded", "discard_all"),
+    ),
+    _counter("prompt_tokens", "Prompt tokens of requests that began to answer"),
+    _counter("generation_tokens", "Tokens generated"),
+    _counter("request_success", "Requests that ended, by reason", "finished_reason", FINISH_REASONS),
+    _counter(
+        "corrupted_requests", "Requests that failed alone: logits that were not numbers, tokens that do not exist"
+    ),
+    _counter("num_preemptions", "Times that a running request lost its blocks"),
+    _counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", alias="gpu_prefix_cache_queries"),
+    _counter("prefix_cache_hits", "Prompt tokens found in the prefix cache", alias="gpu_prefix_cache_hits"),
+    _counter("external_prefix_cache_queries", "Prompt tokens looked up in a connector's cache"),
+    _counter("external_prefix_cache_hits", "Prompt tokens found in a connector's cache"),
+    _counter("mm_cache_queries", "Media items looked up"),
+    _counter("mm_cache_hits", "Media items found"),
+    _counter("prompt_tokens_cached", "Prompt tokens that were not computed again"),
+    _counter(
+        "prompt_tokens_by_source",
+        "Prompt tokens by where their keys and values came from",
+        "source",
+        ("local_compute", "local_cache_hit", "external_kv_transfer"),
+    ),
+    _counter(
+        "admission_rejections",
+        "Requests refused because the queue was full",
+        "reason",
+        ("queued_reqs", "queued_tokens"),
+    ),
+    _histogram("time_to_first_token_seconds", "From arrival to the first token", FIRST_TOKEN),
+    _histogram(
+        "inter_token_latency_seconds", "Between two outputs of a request", PER_TOKEN, "time_per_output_token_seconds"
+    ),
+    _histogram("request_time_per_output_token_seconds", "A request's mean time per token after the first", PER_TOKEN),
+    _histogram("e2e_request_latency_seconds", "From arrival to the end", LATENCY),
+    _histogram("request_queue_time_seconds", "From arrival to the first step", LATENCY),
+    _histogram("request_inference_time_seconds", "From the first step to the last token", LATENCY),
+    _histogram("request_prefill_time_seconds", "From the first step to the first token", LATENCY),
+    _histogram("request_decode_time_seconds", "From the first token to the last", LATENCY),
+    _histogram("request_prompt_tokens", "A request's prompt tokens"),
+    _histogram("request_generation_tokens", "A request's generated tokens"),
+    _histogram("request_max_num_generation_tokens", "Generated tokens of a request's completion, the mean of n"),
+    _histogram("request_prefill_kv_computed_tokens", "A request's prompt tokens that the cache did not hold"),
+    _histogram("request_params_n", "The parameter n", COUNTS),
+    _histogram("request_params_max_tokens", "The parameter max_tokens"),
+    _histogram("iteration_tokens_total", "Tokens of a step; buckets hold the means between two readings", STEP_TOKENS),
+    Family(name="num_free_blocks", kind="gauge", prefix=OWN, help="Blocks of the cache that no request holds"),
+    Family(name="num_requests_open", kind="gauge", prefix=OWN, help="Requests that the front end has not finished"),
+    Family(name="num_tasks", kind="gauge", prefix=OWN, help="Tasks of the front end's event loop"),
+    Family(name="engine_resident_memory_bytes", kind="gauge", prefix=OWN, help="Memory of the engine process"),
+    Family(name="engine_restarts", kind="counter", prefix=OWN, help="Times that the engine process was replaced"),
+)
+
+
+def token_buckets(max_model_len: int) -> tuple[float, ...]:
+    """1, 2, 5, 10, 20, 50, ... up to `max_model_len`."""
+    found: list[float] = []
+    power = 1
+    while power <= max_model_len:
+        found += [step * power for step in (1, 2, 5) if step * power <= max_model_len]
+        power *= 10
+    return tuple(found)

@@ -1,0 +1,255 @@
+"""/metrics: counts what requests, the engine and HTTP did, and writes it in Prometheus' text form.
+
+Owns the values behind `metric_families` and the HTTP families. Fed by the front end's event loop alone, so nothing is
+locked; knows neither sockets nor the engine's process. Invariants: no global registry; the set of series is fixed when
+it is built (and once more when the engine tells its cache); counters never go back, also when the engine restarts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from octavo.serve.messages import EngineInfo
+from octavo.serve.metric_families import FAMILIES, FINISH_REASONS, HTTP, VLLM, Family, token_buckets
+from octavo.serve.stream import RequestFacts
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+OTHER = "other"  # what every unknown method and unknown route is called
+_STATUSES = ("2xx", "3xx", "4xx", "5xx")
+
+
+class Watched(Protocol):
+    """What is read of an AsyncEngine."""
+
+    observers: list[Callable[[str, RequestFacts], None]]
+    info: EngineInfo | None
+
+    @property
+    def stats(self) -> Mapping[str, float]:
+        """EngineStats by name, and what the front end knows."""
+
+
+class Histogram:
+    """Counts per bucket and a sum. A bucket holds what is at most its bound."""
+
+    __slots__ = ("bounds", "counts", "sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        """`bounds` ascend; a last bucket without bound is added."""
+        self.bounds, self.counts, self.sum = tuple(bounds), [0] * (len(bounds) + 1), 0.0
+
+    def observe(self, value: float, count: int = 1) -> None:
+        """Count `value`, `count` times."""
+        self.counts[bisect.bisect_left(self.bounds, value)] += count
+        self.sum += value * count
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        """(upper bound, how many are at most that) for every bucket, +Inf last."""
+        names = [*(str(float(bound)) for bound in self.bounds), "+Inf"]
+        return list(zip(names, map(float, itertools.accumulate(self.counts)), strict=True))
+
+
+class ServerMetrics(Collector):
+    """All values of one server. The methods that count are called by the front end; none may raise for odd input."""
+
+    def __init__(
+        self,
+        model_name: str,
+        *,
+        max_model_len: int = 131072,
+        engine: str = "0",
+        routes: Iterable[tuple[str, str]] = (),
+    ) -> None:
+        """`routes` are (method, path template) pairs: the only values that HTTP labels take beside "other"."""
+        self._labels = (model_name, engine)
+        self._engine: Watched | None = None
+        self._totals: dict[str, float] = {}  # totals of the engine process, as last told
+        self._values: dict[str, dict[str, float]] = {}
+        self._histograms: dict[str, Histogram] = {}
+        for family in FAMILIES:
+            if family.kind == "histogram":
+                self._histograms[family.name] = Histogram(family.buckets or token_buckets(max_model_len))
+            else:
+                self._values[family.name] = dict.fromkeys(family.values, 0.0)
+        self._values["engine_sleep_state"]["awake"] = 1.0
+        self._http_counts: dict[tuple[str, str, str], float] = {}
+        self._http_times: dict[tuple[str, str], Histogram] = {}
+        self.add_routes(routes)
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(self)
+        ProcessCollector(registry=self.registry)
+
+    def add_routes(self, routes: Iterable[tuple[str, str]]) -> None:
+        """Make room for more (method, path template) pairs; only while the server is put together."""
+        for method, path in [*routes, (OTHER, OTHER)]:
+            for name in (method, OTHER):
+                self._http_times.setdefault((name, path), Histogram(HTTP))
+                for status in _STATUSES:
+                    self._http_counts.setdefault((name, path, status), 0.0)
+
+    def http(self, method: str, route: str | None, status: int, seconds: float) -> None:
+        """Count one HTTP exchange. `route` is the path template, None if no route matched."""
+        path = route if (OTHER, route) in self._http_times else OTHER
+        name = method if (method, path) in self._http_times else OTHER
+        group = f"{min(max(status // 100, 2), 5)}xx"
+        self._http_counts[name, str(path), group] += 1
+        self._http_times[name, str(path)].observe(seconds)
+
+    def observe(self, event: str, facts: RequestFacts) -> None:
+        """Take an event of AsyncEngine.observers."""
+        match event:
+            case "first_token":
+                self._first_token(facts)
+            case "tokens":
+                self._tokens(facts)
+            case "finished" | "aborted" | "failed":
+                self._ended(event, facts)
+            case "rejected":
+                counts, reason = self._values["admission_rejections"], facts.finish_reasons.get(0, "")
+                counts["queued_tokens" if "tokens" in reason else "queued_reqs"] += 1
+
+    def _first_token(self, facts: RequestFacts) -> None:
+        values, cached = self._values, min(facts.num_cached_tokens, facts.num_prompt_tokens)
+        if facts.first_token_at is not None:
+            self._histograms["time_to_first_token_seconds"].observe(facts.first_token_at - facts.arrival)
+        values["prompt_tokens"][""] += facts.num_prompt_tokens
+        values["prompt_tokens_cached"][""] += cached
+        values["prompt_tokens_by_source"]["local_cache_hit"] += cached
+        values["prompt_tokens_by_source"]["local_compute"] += facts.num_prompt_tokens - cached
+        values["generation_tokens"][""] += facts.num_new_tokens
+
+    def _tokens(self, facts: RequestFacts) -> None:
+        self._values["generation_tokens"][""] += facts.num_new_tokens
+        if facts.last_token_at is not None and facts.previous_token_at is not None:
+            self._histograms["inter_token_latency_seconds"].observe(facts.last_token_at - facts.previous_token_at)
+
+    def _ended(self, event: str, facts: RequestFacts) -> None:
+        successes, seen, n = self._values["request_success"], self._histograms, facts.params.n
+        missing = "abort" if event == "aborted" else "error"
+        self._values["corrupted_requests"][""] += "error" in facts.finish_reasons.values()
+        for index in range(n):
+            reason = facts.finish_reasons.get(index, missing)
+            successes[reason if reason in FINISH_REASONS else "error"] += 1
+        seen["request_params_n"].observe(n)
+        seen["request_params_max_tokens"].observe(facts.max_tokens)
+        seen["request_prompt_tokens"].observe(facts.num_prompt_tokens)
+        seen["request_prefill_kv_computed_tokens"].observe(max(facts.num_prompt_tokens - facts.num_cached_tokens, 0))
+        seen["request_generation_tokens"].observe(facts.num_output_tokens)
+        seen["request_max_num_generation_tokens"].observe(math.ceil(facts.num_output_tokens / n))
+        if event == "finished":
+            self._times(facts)
+
+    def _times(self, facts: RequestFacts) -> None:
+        """Where the time of a request went that came to its end."""
+        seen, queue = self._histograms, facts.queue_seconds or 0.0
+        if facts.finished_at is not None:
+            seen["e2e_request_latency_seconds"].observe(facts.finished_at - facts.arrival)
+        seen["request_queue_time_seconds"].observe(queue)
+        if facts.first_token_at is None or facts.last_token_at is None:
+            return
+        prefill = max(facts.first_token_at - facts.arrival - queue, 0.0)
+        decode = facts.last_token_at - facts.first_token_at
+        seen["request_prefill_time_seconds"].observe(prefill)
+        seen["request_decode_time_seconds"].observe(decode)
+        seen["request_inference_time_seconds"].observe(prefill + decode)
+        if facts.num_output_tokens > facts.params.n:
+            per_token = decode * facts.params.n / (facts.num_output_tokens - facts.params.n)
+            seen["request_time_per_output_token_seconds"].observe(per_token)
+
+    def watch(self, engine: Watched) -> None:
+        """Follow an engine: its events as they come, its figures whenever they are asked for."""
+        self._engine = engine
+        engine.observers.append(self.observe)
+
+    def _read_engine(self) -> None:
+        """Take the figures of the last heartbeat: gauges as they are, totals by how much they grew."""
+        if self._engine is None:
+            return
+        stats, values = self._engine.stats, self._values
+        for name, source in (
+            ("num_requests_running", "num_running"),
+            ("num_requests_waiting", "num_waiting"),
+            ("kv_cache_usage_perc", "cache_usage"),
+            ("num_free_blocks", "num_free_blocks"),
+            ("engine_resident_memory_bytes", "rss_bytes"),
+            ("num_requests_open", "num_requests"),
+        ):
+            values[name][""] = stats[source]
+        with contextlib.suppress(RuntimeError):  # no loop: it is asked for outside a server
+            values["num_tasks"][""] = len(asyncio.all_tasks())
+        values["num_requests_waiting_by_reason"]["capacity"] = stats["num_waiting"]
+        for name, source in (
+            ("num_preemptions", "num_preemptions"),
+            ("prefix_cache_queries", "num_prefix_queries"),
+            ("prefix_cache_hits", "num_prefix_hits"),
+            ("engine_restarts", "num_restarts"),
+        ):
+            values[name][""] += self._grown(name, stats[source])
+        steps, tokens = self._grown("steps", stats["num_steps"]), self._grown("tokens", stats["num_scheduled_tokens"])
+        if steps > 0:
+            self._histograms["iteration_tokens_total"].observe(tokens / steps, int(steps))
+
+    def _cache_info(self) -> dict[str, str]:
+        info = self._engine.info if self._engine is not None else None
+        if info is None:
+            return {}
+        return {
+            "block_size": str(info.block_size),
+            "num_gpu_blocks": str(info.num_blocks),
+            "cache_dtype": info.dtype,
+            "enable_prefix_caching": str(info.enable_prefix_caching),
+        }
+
+    def _grown(self, name: str, total: float) -> float:
+        """How much a total of the engine process grew since it was last told; a fall is a restart from 0."""
+        last = self._totals.get(name, 0.0)
+        self._totals[name] = total
+        return total - last if total >= last else total
+
+    def collect(self) -> Iterator[Metric]:
+        """Every family, for the registry."""
+        self._read_engine()
+        for family in FAMILIES:
+            for name in filter(None, (family.name, family.alias)):
+                yield self._metric(family, family.prefix + name)
+        cache = self._cache_info()
+        if cache:
+            names, values = zip(*sorted(cache.items()), strict=True)
+            info = GaugeMetricFamily(VLLM + "cache_config_info", "The cache", labels=["engine", *names])
+            info.add_metric([self._labels[1], *values], 1.0)
+            yield info
+        counts = CounterMetricFamily("http_requests", "HTTP requests", labels=["method", "handler", "status"])
+        for key, value in self._http_counts.items():
+            counts.add_metric(key, value)
+        yield counts
+        times = HistogramMetricFamily("http_request_duration_seconds", "HTTP time", labels=["method", "handler"])
+        for pair, histogram in self._http_times.items():
+            times.add_metric(pair, histogram.cumulative(), histogram.sum)
+        yield times
+
+    def _metric(self, family: Family, name: str) -> Metric:
+        labels = ["model_name", "engine"]
+        if family.kind == "histogram":
+            histogram = self._histograms[family.name]
+            made = HistogramMetricFamily(name, family.help, labels=labels)
+            made.add_metric(self._labels, histogram.cumulative(), histogram.sum)
+            return made
+        kind = GaugeMetricFamily if family.kind == "gauge" else CounterMetricFamily
+        single = kind(name, family.help, labels=labels + ([family.label] if family.label else []))
+        for value, amount in self._values[family.name].items():
+            single.add_metric([*self._labels, *([value] if family.label else [])], amount)
+        return single
+
+    def render(self) -> bytes:
+        """The body of /metrics; its type is CONTENT_TYPE."""
+        return generate_latest(self.registry)

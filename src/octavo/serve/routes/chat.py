@@ -1,0 +1,243 @@
+"""POST /v1/chat/completions.
+
+Owns the shape of its replies and events. What of an answer is content, reasoning or a call of a tool is for the
+parsers. Invariants: the first event of a choice names the role and comes with the first token, not before; the last one
+before the usage has the finish reason.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+from msgspec import UNSET
+
+from octavo.outputs import CompletionOutput, RequestOutput
+from octavo.sampling_params import SamplingParams, check_request_options
+from octavo.serve.answer import Answer, Answers, plan_answers
+from octavo.serve.errors import bad_request, renaming
+from octavo.serve.exchange import Exchange
+from octavo.serve.generation import Prompt, Run, TokenCounter, drive, make_params, render_chat
+from octavo.serve.grammar import from_request
+from octavo.serve.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
+from octavo.serve.protocol import ChatRequest, Parsed, StreamOptions, read
+from octavo.serve.routes.completions import DONE, check_stream_options
+from octavo.serve.shapes import (
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatDelta,
+    ChatLogprobs,
+    ChatMessage,
+)
+from octavo.serve.state import ServeState
+
+
+async def create(state: ServeState, exchange: Exchange) -> None:
+    """Answer one request."""
+    parsed = read(ChatRequest, await exchange.json(), strict=state.config.strict)
+    request = parsed.shape
+    model = state.check_model(request.model)
+    names = {"logprobs": "top_logprobs"}
+    if request.max_completion_tokens is not None:
+        names["max_tokens"] = "max_completion_tokens"
+    with renaming(names):
+        await _create(state, exchange, parsed, model)
+
+
+async def _create(state: ServeState, exchange: Exchange, parsed: Parsed[ChatRequest], model: str) -> None:
+    request = parsed.shape
+    answers = plan_answers(state, request)
+    params = _params(state, parsed, answers)
+    state.check_ready()
+    check_request_options(request.cache_salt, request.priority)
+    await state.check_structured(params, request.response_format is not None)
+    prompt = await _render(state, request, answers)
+    run = Run(
+        id=f"chatcmpl-{exchange.own_id}",
+        prompts=[prompt],
+        params=params,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+    )
+    reply = _Reply(state, run, request, model, parsed.warnings, answers)
+    if request.stream:
+        await reply.stream(exchange)
+    else:
+        await reply.whole(exchange)
+
+
+async def _render(state: ServeState, request: ChatRequest, answers: Answers) -> Prompt:
+    kwargs = dict(request.chat_template_kwargs or {})
+    if request.reasoning_effort is not None and "reasoning_effort" in state.template_kwargs:
+        kwargs.setdefault("reasoning_effort", request.reasoning_effort)
+    return await render_chat(
+        state,
+        request.messages,
+        tools=answers.tools,
+        documents=request.documents,
+        add_generation_prompt=request.add_generation_prompt and not request.continue_final_message,
+        continue_final_message=request.continue_final_message,
+        template_kwargs=kwargs,
+    )
+
+
+def _params(state: ServeState, parsed: Parsed[ChatRequest], answers: Answers) -> SamplingParams:
+    request, given = parsed.shape, dict(parsed.sampling)
+    check_stream_options(request.stream, request.stream_options)
+    if request.max_completion_tokens is not None:
+        given["max_tokens"] = request.max_completion_tokens
+    if request.logprobs:
+        given["logprobs"] = request.top_logprobs if request.top_logprobs is not None else 0
+    elif request.top_logprobs not in (None, 0):
+        raise bad_request("unsupported_parameter", "top_logprobs: needs logprobs", "top_logprobs")
+    if answers.needs_special_tokens:
+        given["skip_special_tokens"] = False
+    structured = from_request(request.response_format, request.structured_outputs)
+    forced = answers.forced
+    if forced is not None and structured is not None:
+        raise bad_request("conflicting", "tool_choice: excludes a form of the output", "tool_choice")
+    given["structured_outputs"] = forced or structured
+    return make_params(state, given, stream=request.stream, default_max_tokens=None)
+
+
+class _Reply:
+    """One reply in the making."""
+
+    def __init__(
+        self, state: ServeState, run: Run, request: ChatRequest, model: str, warnings: list[str], answers: Answers
+    ) -> None:
+        self._state, self._run, self._request, self._model = state, run, request, model
+        self._texts = TokenTexts(state.tokenizer, request.return_tokens_as_token_ids)
+        self._count = TokenCounter(run)
+        self._created = int(time.time())
+        self._warnings: Any = warnings or UNSET
+        self._encoder = msgspec.json.Encoder()
+        self._answers = [answers.begin(run.prompts[0].text or "") for _ in range(run.params.n)]
+
+    async def whole(self, exchange: Exchange) -> None:
+        """Reply when all is done."""
+        last: list[RequestOutput] = []
+
+        async def take(index: int, output: RequestOutput) -> None:
+            self._count.add(index, output)
+            last[:] = [output]
+
+        await drive(self._state, exchange, self._run, take, streams=False)
+        self._count.note(exchange)
+        output = last[0]
+        reply = ChatCompletion(
+            id=self._run.id,
+            created=self._created,
+            model=self._model,
+            choices=[self._choice(completion) for completion in output.outputs],
+            usage=self._usage(),
+            warnings=self._warnings,
+        )
+        if self._request.return_token_ids:
+            reply.prompt_token_ids = output.prompt_token_ids
+        if output.prompt_logprobs is not None:
+            reply.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
+        await exchange.reply_json(reply)
+
+    async def stream(self, exchange: Exchange) -> None:
+        """Send events as outputs come."""
+        options = self._request.stream_options or StreamOptions()
+        begun = [False] * self._run.params.n
+
+        async def take(index: int, output: RequestOutput) -> None:
+            self._count.add(index, output)
+            events = []
+            for completion in output.outputs:
+                if not begun[completion.index]:
+                    begun[completion.index] = True
+                    first = ChatChunkChoice(index=completion.index, delta=ChatDelta(role="assistant", content=""))
+                    events.append(self._event([first], options.continuous_usage_stats, output))
+                choice = self._delta(completion)
+                if choice is not None:
+                    events.append(self._event([choice], options.continuous_usage_stats))
+            if events:
+                await exchange.send(b"".join(events))
+
+        await drive(self._state, exchange, self._run, take, streams=True)
+        self._count.note(exchange)
+        usage = self._event([], True) if options.include_usage or options.continuous_usage_stats else b""
+        await exchange.end_events(usage + DONE)
+
+    def _event(
+        self, choices: list[ChatChunkChoice], with_usage: bool, first_output: RequestOutput | None = None
+    ) -> bytes:
+        chunk = ChatCompletion(
+            id=self._run.id,
+            object="chat.completion.chunk",
+            created=self._created,
+            model=self._model,
+            choices=choices,
+            usage=self._usage() if with_usage else UNSET,
+            warnings=self._warnings,
+        )
+        self._warnings = UNSET  # said once
+        if first_output is not None:
+            if self._request.return_token_ids:
+                chunk.prompt_token_ids = first_output.prompt_token_ids
+            if first_output.prompt_logprobs is not None:
+                chunk.prompt_logprobs = prompt_logprobs(first_output.prompt_logprobs)
+        return b"data: " + self._encoder.encode(chunk) + b"\n\n"
+
+    def _choice(self, completion: CompletionOutput) -> ChatChoice:
+        answer = self._answers[completion.index]
+        parts = answer.whole(completion)
+        message = ChatMessage(content=parts.content or (None if parts.tool_calls else ""))
+        if parts.reasoning and self._request.include_reasoning:
+            message.reasoning = message.reasoning_content = parts.reasoning
+        if parts.tool_calls:
+            message.tool_calls = parts.tool_calls
+        choice = ChatChoice(
+            index=completion.index,
+            message=message,
+            logprobs=self._logprobs(completion),
+            finish_reason=answer.finish_reason(completion.finish_reason),
+            stop_reason=completion.stop_reason,
+        )
+        if self._request.return_token_ids:
+            choice.token_ids = completion.token_ids
+        return choice
+
+    def _delta(self, completion: CompletionOutput) -> ChatChunkChoice | None:
+        """A choice of an event; None if there is nothing to say."""
+        answer: Answer = self._answers[completion.index]
+        parts = answer.feed(completion)
+        delta = ChatDelta()
+        if parts.content:
+            delta.content = parts.content
+        if parts.reasoning and self._request.include_reasoning:
+            delta.reasoning = delta.reasoning_content = parts.reasoning
+        if parts.tool_calls:
+            delta.tool_calls = parts.tool_calls
+        choice = ChatChunkChoice(index=completion.index, delta=delta, logprobs=self._logprobs(completion))
+        if completion.finish_reason is not None:
+            choice.finish_reason = answer.finish_reason(completion.finish_reason)
+            choice.stop_reason = completion.stop_reason
+        if self._request.return_token_ids:
+            choice.token_ids = completion.token_ids
+        empty = delta == ChatDelta() and choice.finish_reason is None and not self._says_more
+        return None if empty else choice
+
+    @property
+    def _says_more(self) -> bool:
+        """Whether events have more than text."""
+        options = self._request.stream_options
+        counts = options is not None and options.continuous_usage_stats
+        return self._request.logprobs or self._request.return_token_ids or counts
+
+    def _usage(self) -> Any:
+        if self._answers[0].reasons:
+            self._count.num_reasoning = sum(answer.num_reasoning_tokens for answer in self._answers)
+        return self._count.usage()
+
+    def _logprobs(self, completion: CompletionOutput) -> ChatLogprobs | None:
+        if not self._request.logprobs:
+            return None
+        num_top = self._run.params.logprobs or 0
+        return chat_logprobs(self._texts, completion.token_ids, completion.logprobs or [], num_top)

@@ -1,0 +1,210 @@
+"""POST /v1/completions.
+
+Owns the shape of its replies and events, echo among them. Invariants: choices are prompt-major: choice i of prompt p
+has the index p * n + i; with `echo` and `logprobs` the lists hold the prompt's tokens and then the generated ones.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+from msgspec import UNSET
+
+from octavo.outputs import CompletionOutput, LogprobsDict, RequestOutput
+from octavo.sampling_params import SamplingParams, check_request_options
+from octavo.serve.errors import bad_request
+from octavo.serve.exchange import Exchange
+from octavo.serve.generation import COMPLETION_TOKENS, Prompt, Run, TokenCounter, drive, make_params, read_prompts
+from octavo.serve.grammar import from_request
+from octavo.serve.logprobs import Offsets, TokenTexts, completion_logprobs, prompt_logprobs
+from octavo.serve.protocol import CompletionRequest, Parsed, StreamOptions, read
+from octavo.serve.shapes import Completion, CompletionChoice, CompletionLogprobs
+from octavo.serve.state import ServeState
+
+DONE = b"data: [DONE]\n\n"
+
+
+async def create(state: ServeState, exchange: Exchange) -> None:
+    """Answer one request."""
+    parsed = read(CompletionRequest, await exchange.json(), strict=state.config.strict)
+    request = parsed.shape
+    model = state.check_model(request.model)
+    params = _params(state, parsed)
+    state.check_ready()
+    await state.check_structured(params, request.response_format is not None)
+    check_request_options(request.cache_salt, request.priority)
+    run = Run(
+        id=f"cmpl-{exchange.own_id}",
+        prompts=await read_prompts(state, request.prompt, add_special_tokens=request.add_special_tokens),
+        params=params,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+    )
+    answer = _Answer(state, run, request, model, parsed.warnings)
+    if request.stream:
+        await answer.stream(exchange)
+    else:
+        await answer.whole(exchange)
+
+
+def _params(state: ServeState, parsed: Parsed[CompletionRequest]) -> SamplingParams:
+    request, given = parsed.shape, dict(parsed.sampling)
+    check_stream_options(request.stream, request.stream_options)
+    if request.echo and request.stream:
+        raise bad_request("unsupported_parameter", "echo: excludes stream", "echo")
+    best_of = request.best_of
+    if best_of is not None and (isinstance(best_of, bool) or best_of != given.get("n", 1)):
+        raise bad_request("unsupported_parameter", "best_of: must equal n, or be left out", "best_of")
+    if request.logprobs is not None:
+        given["logprobs"] = request.logprobs
+        if request.echo:
+            given.setdefault("prompt_logprobs", request.logprobs)
+    given["structured_outputs"] = from_request(request.response_format, request.structured_outputs)
+    return make_params(state, given, stream=request.stream, default_max_tokens=COMPLETION_TOKENS)
+
+
+def check_stream_options(stream: bool, options: StreamOptions | None) -> None:
+    """Raise ApiError for options without a stream."""
+    if options is not None and not stream:
+        raise bad_request("unsupported_parameter", "stream_options: needs stream", "stream_options")
+
+
+class _Choice:
+    """What a choice of a stream remembers."""
+
+    __slots__ = ("begun", "offsets")
+
+    def __init__(self, offsets: Offsets | None) -> None:
+        self.offsets = offsets
+        self.begun = False
+
+
+class _Answer:
+    """One answer in the making."""
+
+    def __init__(
+        self, state: ServeState, run: Run, request: CompletionRequest, model: str, warnings: list[str]
+    ) -> None:
+        self._state, self._run, self._request, self._model = state, run, request, model
+        self._count = TokenCounter(run)
+        self._created = int(time.time())
+        self._warnings: Any = warnings or UNSET
+        self._encoder = msgspec.json.Encoder()
+
+    async def whole(self, exchange: Exchange) -> None:
+        """Reply when all is done."""
+        choices: dict[int, CompletionChoice] = {}
+
+        async def take(index: int, output: RequestOutput) -> None:
+            self._count.add(index, output)
+            for completion in output.outputs:
+                choice = self._choice(index, output, completion)
+                choices[choice.index] = choice
+
+        await drive(self._state, exchange, self._run, take, streams=False)
+        self._count.note(exchange)
+        await exchange.reply_json(
+            Completion(
+                id=self._run.id,
+                created=self._created,
+                model=self._model,
+                choices=[choices[index] for index in sorted(choices)],
+                usage=self._count.usage(),
+                warnings=self._warnings,
+            )
+        )
+
+    async def stream(self, exchange: Exchange) -> None:
+        """Send events as outputs come."""
+        options = self._request.stream_options or StreamOptions()
+        wanted = self._request.logprobs is not None
+        states = [_Choice(self._offsets() if wanted else None) for _ in range(self._run.num_choices)]
+
+        async def take(index: int, output: RequestOutput) -> None:
+            self._count.add(index, output)
+            events = []
+            for completion in output.outputs:
+                place = index * self._run.params.n + completion.index
+                choice = self._delta(output, completion, place, states[place])
+                if choice is not None or options.continuous_usage_stats:
+                    events.append(self._event([choice] if choice else [], options.continuous_usage_stats))
+            if events:
+                await exchange.send(b"".join(events))
+
+        await drive(self._state, exchange, self._run, take, streams=True)
+        self._count.note(exchange)
+        usage = self._event([], True) if options.include_usage or options.continuous_usage_stats else b""
+        await exchange.end_events(usage + DONE)
+
+    def _event(self, choices: list[CompletionChoice], with_usage: bool) -> bytes:
+        chunk = Completion(
+            id=self._run.id,
+            created=self._created,
+            model=self._model,
+            choices=choices,
+            usage=self._count.usage() if with_usage else UNSET,
+            warnings=self._warnings,
+        )
+        self._warnings = UNSET  # said once
+        return b"data: " + self._encoder.encode(chunk) + b"\n\n"
+
+    def _choice(self, index: int, output: RequestOutput, completion: CompletionOutput) -> CompletionChoice:
+        request, prompt = self._request, self._run.prompts[index]
+        choice = CompletionChoice(
+            index=index * self._run.params.n + completion.index,
+            text=(self._prompt_text(prompt) if request.echo else "") + completion.text,
+            logprobs=self._logprobs(output, completion) if request.logprobs is not None else None,
+            finish_reason=completion.finish_reason,
+            stop_reason=completion.stop_reason,
+        )
+        if request.return_token_ids:
+            choice.token_ids, choice.prompt_token_ids = completion.token_ids, prompt.token_ids
+        if output.prompt_logprobs is not None and not request.echo:
+            choice.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
+        return choice
+
+    def _delta(
+        self, output: RequestOutput, completion: CompletionOutput, place: int, state: _Choice
+    ) -> CompletionChoice | None:
+        """A choice of an event; None if there is nothing to say."""
+        request = self._request
+        choice = CompletionChoice(
+            index=place,
+            text=completion.text,
+            finish_reason=completion.finish_reason,
+            stop_reason=completion.stop_reason,
+        )
+        if state.offsets is not None:
+            entries = completion.logprobs or []
+            choice.logprobs = completion_logprobs(self._texts, state.offsets, completion.token_ids, entries)
+        if request.return_token_ids:
+            choice.token_ids = completion.token_ids
+            if not state.begun:
+                choice.prompt_token_ids = output.prompt_token_ids
+        if output.prompt_logprobs is not None and not state.begun:
+            choice.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
+        says_more = request.logprobs is not None or request.return_token_ids or not state.begun
+        state.begun = True
+        return choice if choice.text or choice.finish_reason or says_more else None
+
+    def _logprobs(self, output: RequestOutput, completion: CompletionOutput) -> CompletionLogprobs:
+        token_ids = completion.token_ids
+        entries: list[LogprobsDict | None] = list(completion.logprobs or ())
+        if self._request.echo:
+            token_ids = output.prompt_token_ids + token_ids
+            entries = (output.prompt_logprobs or [None]) + entries
+        return completion_logprobs(self._texts, self._offsets(), token_ids, entries)
+
+    @property
+    def _texts(self) -> TokenTexts:
+        return TokenTexts(self._state.tokenizer, self._request.return_tokens_as_token_ids)
+
+    def _offsets(self) -> Offsets:
+        return Offsets(self._state.tokenizer, self._run.params.skip_special_tokens)
+
+    def _prompt_text(self, prompt: Prompt) -> str:
+        if prompt.text is not None:
+            return prompt.text
+        return self._state.tokenizer.decode(prompt.token_ids, self._run.params.skip_special_tokens)

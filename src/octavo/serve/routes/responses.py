@@ -1,0 +1,253 @@
+"""POST /v1/responses: OpenAI's newer form of a chat, for text.
+
+Owns the reading of its input items, and the shape of its replies and events. Nothing is stored: a conversation is sent
+anew each time. Invariant: events are numbered from 0 without gaps, and the last one holds the whole response.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from octavo.outputs import RequestOutput
+from octavo.sampling_params import ParameterError, SamplingParams, check_request_options
+from octavo.serve.answer import Parts, plan_answers
+from octavo.serve.errors import ApiError, bad_request, renaming
+from octavo.serve.exchange import Exchange
+from octavo.serve.generation import Run, TokenCounter, drive, make_params, render_chat
+from octavo.serve.grammar import from_response_format
+from octavo.serve.protocol import ChatRequest, Parsed, ResponsesRequest, read
+from octavo.serve.state import ServeState
+
+_SAMPLING = frozenset({"temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty",
+                       "frequency_penalty", "repetition_penalty", "ignore_eos", "min_tokens"})  # fmt: skip
+_TEXT_PARTS = ("input_text", "output_text", "text")
+_ROLES = ("user", "assistant", "system", "developer")
+
+
+async def create(state: ServeState, exchange: Exchange) -> None:
+    """Answer one request."""
+    body = await exchange.json()
+    for name in ("tools", "tool_choice"):
+        if body.get(name) not in (None, [], "none", "auto"):
+            raise bad_request("unsupported_parameter", f"{name}: is not supported here; use chat completions", name)
+    body = {name: value for name, value in body.items() if name not in ("tools", "tool_choice", "parallel_tool_calls")}
+    parsed = read(ResponsesRequest, body, strict=state.config.strict, sampling=_SAMPLING)
+    request = parsed.shape
+    model = state.check_model(request.model)
+    params = _params(state, parsed)
+    state.check_ready()
+    check_request_options(request.cache_salt, request.priority)
+    await state.check_structured(params, is_response_format=True)
+    prompt = await render_chat(state, read_input(request.input, request.instructions), template_kwargs=None)
+    run = Run(
+        id=f"resp_{exchange.own_id}",
+        prompts=[prompt],
+        params=params,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+    )
+    reply = _Reply(state, run, request, model, parsed.warnings)
+    if request.stream:
+        await reply.stream(exchange)
+    else:
+        await reply.whole(exchange)
+
+
+def _params(state: ServeState, parsed: Parsed[ResponsesRequest]) -> SamplingParams:
+    request, given = parsed.shape, dict(parsed.sampling)
+    if request.max_output_tokens is not None:
+        given["max_tokens"] = request.max_output_tokens
+    if request.top_logprobs not in (None, 0):
+        raise bad_request("unsupported_parameter", "top_logprobs: is not supported here", "top_logprobs")
+    if request.text is not None:
+        given["structured_outputs"] = from_response_format(request.text.format, "text.format")
+    with renaming({"max_tokens": "max_output_tokens"}):
+        return make_params(state, given, stream=request.stream, default_max_tokens=None)
+
+
+def read_input(given: Any, instructions: str | None) -> list[dict[str, Any]]:
+    """`input` as messages. Raises ParameterError."""
+    messages: list[dict[str, Any]] = []
+    if instructions is not None:
+        messages.append({"role": "system", "content": instructions})
+    if given is None:
+        raise ParameterError("input", "is missing", "missing_field")
+    if isinstance(given, str):
+        if not given:
+            raise ParameterError("input", "must not be empty", "empty_prompt")
+        return [*messages, {"role": "user", "content": given}]
+    if not isinstance(given, list):
+        raise ParameterError("input", "must be a text or a list of items", "invalid_type")
+    if not given:
+        raise ParameterError("input", "must not be empty", "empty_prompt")
+    return messages + [message for i, item in enumerate(given) for message in _read_item(f"input[{i}]", item)]
+
+
+def _read_item(name: str, item: Any) -> list[dict[str, Any]]:
+    if not isinstance(item, Mapping):
+        raise ParameterError(name, "must be an object", "invalid_message")
+    kind = item.get("type", "message")
+    if kind == "reasoning":
+        return []
+    if kind != "message":
+        raise ParameterError(name, "only messages are supported here", "unsupported_parameter")
+    role, content = item.get("role"), item.get("content")
+    if role not in _ROLES:
+        raise ParameterError(name, f"role must be one of {', '.join(_ROLES)}", "invalid_message")
+    if isinstance(content, list):
+        texts: list[str] = []
+        for part in content:
+            if not isinstance(part, Mapping) or part.get("type") not in _TEXT_PARTS:
+                raise ParameterError(name, "content parts must be text", "invalid_message")
+            if not isinstance(part.get("text"), str):
+                raise ParameterError(name, "content parts must hold text", "invalid_message")
+            texts.append(part["text"])
+        content = "\n".join(texts)
+    if not isinstance(content, str):
+        raise ParameterError(name, "content must be text or a list of text parts", "invalid_message")
+    return [{"role": "system" if role == "developer" else role, "content": content}]
+
+
+class _Reply:
+    """One reply in the making."""
+
+    def __init__(self, state: ServeState, run: Run, request: ResponsesRequest, model: str, warnings: list[str]) -> None:
+        self._state, self._run, self._request, self._model = state, run, request, model
+        self._warnings = warnings
+        self._count = TokenCounter(run)
+        self._created = int(time.time())
+        self._answer = plan_answers(state, ChatRequest()).begin(run.prompts[0].text or "")
+        self._message_id = f"msg_{run.id.removeprefix('resp_')}"
+        self._reasoning_id = f"rs_{run.id.removeprefix('resp_')}"
+        self._number = 0
+        self._text, self._reasoning = "", ""
+        self._finish: str | None = None
+
+    async def whole(self, exchange: Exchange) -> None:
+        """Reply when all is done."""
+
+        async def take(index: int, output: RequestOutput) -> None:
+            self._count.add(index, output)
+            self._take(self._answer.whole(output.outputs[0]), output)
+
+        await drive(self._state, exchange, self._run, take, streams=False)
+        self._count.note(exchange)
+        await exchange.reply_json(self._response())
+
+    async def stream(self, exchange: Exchange) -> None:
+        """Send events as outputs come."""
+
+        async def take(index: int, output: RequestOutput) -> None:
+            self._count.add(index, output)
+            events = self._opening() if self._number == 0 else []
+            parts = self._answer.feed(output.outputs[0])
+            self._take(parts, output)
+            if parts.content:
+                events.append(
+                    self._event("response.output_text.delta", **self._place, delta=parts.content, logprobs=[])
+                )
+            if events:
+                await exchange.send(b"".join(events))
+
+        try:
+            await drive(self._state, exchange, self._run, take, streams=True)
+        except ApiError as error:
+            failed = {"code": "server_error", "message": error.message}
+            last = self._event("response.failed", response=self._response(status="failed", error=failed))
+            await exchange.send(last)
+            raise
+        self._count.note(exchange)
+        await exchange.end_events(b"".join(self._closing()))
+
+    def _take(self, parts: Parts, output: RequestOutput) -> None:
+        self._text += parts.content
+        self._reasoning += parts.reasoning
+        self._finish = output.outputs[0].finish_reason
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self._message_id, "output_index": 0, "content_index": 0}
+
+    def _opening(self) -> list[bytes]:
+        running = self._response(status="in_progress")
+        item = self._message("in_progress") | {"content": []}
+        return [
+            self._event("response.created", response=running),
+            self._event("response.in_progress", response=running),
+            self._event("response.output_item.added", output_index=0, item=item),
+            self._event("response.content_part.added", **self._place, part=_part("")),
+        ]
+
+    def _closing(self) -> list[bytes]:
+        response = self._response()
+        return [
+            self._event("response.output_text.done", **self._place, text=self._text, logprobs=[]),
+            self._event("response.content_part.done", **self._place, part=_part(self._text)),
+            self._event("response.output_item.done", output_index=0, item=self._message(response["status"])),
+            self._event(f"response.{response['status']}", response=response),
+        ]
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        data = {"type": kind, "sequence_number": self._number, **fields}
+        self._number += 1
+        return b"event: " + kind.encode() + b"\ndata: " + msgspec.json.encode(data) + b"\n\n"
+
+    def _message(self, status: str) -> dict[str, Any]:
+        return {
+            "type": "message",
+            "id": self._message_id,
+            "status": status,
+            "role": "assistant",
+            "content": [_part(self._text)],
+        }
+
+    def _response(self, status: str = "", error: Any = None) -> dict[str, Any]:
+        cut = self._finish == "length"
+        status = status or ("incomplete" if cut else "completed")
+        done = status in ("completed", "incomplete")
+        output: list[dict[str, Any]] = [self._message(status)] if done else []
+        if done and self._reasoning:
+            content = [{"type": "reasoning_text", "text": self._reasoning}]
+            output.append({"type": "reasoning", "id": self._reasoning_id, "summary": [], "content": content})
+        params, request = self._run.params, self._request
+        response = {
+            "id": self._run.id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "error": error,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "metadata": request.metadata or {},
+            "model": self._model,
+            "output": output,
+            "parallel_tool_calls": True,
+            "previous_response_id": None,
+            "temperature": params.temperature,
+            "text": {"format": (request.text.format if request.text else None) or {"type": "text"}},
+            "tool_choice": "none",
+            "tools": [],
+            "top_p": params.top_p,
+            "truncation": "disabled",
+            "usage": self._usage() if done else None,
+        }
+        return response | ({"warnings": self._warnings} if self._warnings else {})
+
+    def _usage(self) -> dict[str, Any]:
+        count = self._count
+        return {
+            "input_tokens": count.num_prompt,
+            "input_tokens_details": {"cached_tokens": count.num_cached},
+            "output_tokens": count.num_output,
+            "output_tokens_details": {"reasoning_tokens": self._answer.num_reasoning_tokens},
+            "total_tokens": count.num_prompt + count.num_output,
+        }
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

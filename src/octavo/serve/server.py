@@ -1,0 +1,219 @@
+"""`octavo serve`: the process that listens.
+
+Owns the socket, the signals, the order of start and stop, and the log's format. Knows no route. Invariants: the address
+is printed once, when connections are taken; after SIGTERM no request is begun and every open one ends, by itself or
+with an error; an engine that is down for good ends the process with its exit code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import uvicorn
+
+from octavo import flags
+from octavo.config import EngineConfig
+from octavo.observe import LOGGER, setup_logging
+from octavo.serve.app import create_app
+from octavo.serve.async_engine import AsyncEngine
+from octavo.serve.http_protocol import guarded
+from octavo.serve.settings import SERVE_SETTINGS, ServeConfig, load_both
+from octavo.settings import ConfigError
+
+_LOG = logging.getLogger(__name__)
+_BACKLOG = 4096
+_SEND_BUFFER_BYTES = 256 << 10  # of the kernel, per connection: a slow reader is noticed in time
+
+
+def main(argv: Sequence[str], *, engine_module: str = "") -> int:
+    """The command. `engine_module`: another engine process than Octavo's, run with `python -m`."""
+    parser = flags.Parser(
+        prog="octavo serve",
+        usage="octavo serve [MODEL] [option ...]",
+        description="Serve a model over HTTP with OpenAI's API.",
+    )
+    parser.add_argument("models", nargs="*", metavar="MODEL", help="as --model (default: octavo-tiny)")
+    flags.add_config_flags(parser)
+    flags.add_server_flags(parser, SERVE_SETTINGS)
+    namespace, dotted = parser.parse(argv)
+    given = flags.given_config(namespace, dotted)
+    if len(namespace.models) > 1 or (namespace.models and "model" in given):
+        raise flags.UsageError("one model is served; give its name once")
+    if namespace.models:
+        given["model"] = namespace.models[0]
+    config, serve = load_both(given, flags.given_server(namespace), getattr(namespace, "config", None))
+    command = [sys.executable, "-m", engine_module] if engine_module else None
+    return run(config, serve, command=command)
+
+
+def run(config: EngineConfig, serve: ServeConfig, *, command: Sequence[str] | None = None) -> int:
+    """Serve until a signal or the engine's end. Returns the exit code. Raises ValueError for what cannot be served."""
+    set_up_logging(config.log_level, serve)
+    sock = listen(serve)
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            return runner.run(_serve(config, serve, sock, command))
+    finally:
+        sock.close()
+        if serve.uds is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(serve.uds)
+
+
+def listen(serve: ServeConfig) -> socket.socket:
+    """A bound socket. Raises ConfigError."""
+    if serve.uds is not None:
+        sock = socket.socket(socket.AF_UNIX)
+        old_mask = os.umask(0o177)
+        try:
+            sock.bind(serve.uds)
+        except OSError as error:
+            raise ConfigError("uds", serve.uds, f"cannot be bound ({error.strerror})") from None
+        finally:
+            os.umask(old_mask)
+    else:
+        field = "port"
+        try:
+            info = socket.getaddrinfo(serve.host.strip("[]"), serve.port, type=socket.SOCK_STREAM)[0]
+            sock = socket.socket(info[0], socket.SOCK_STREAM)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            field = "port" if info[4][1] else "host"
+            sock.bind(info[4])
+        except socket.gaierror:
+            raise ConfigError("host", serve.host, "is no address of this machine") from None
+        except OSError as error:
+            raise ConfigError(field, getattr(serve, field), f"cannot be bound ({error.strerror})") from None
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+    sock.setblocking(False)
+    return sock
+
+
+async def _serve(config: EngineConfig, serve: ServeConfig, sock: socket.socket, command: Sequence[str] | None) -> int:
+    engine = await AsyncEngine.start(
+        config,
+        command=command,
+        max_num_queued_reqs=serve.max_num_queued_reqs,
+        max_num_queued_tokens=serve.max_num_queued_tokens,
+    )
+    try:
+        app = create_app(engine, serve)
+        settings = uvicorn.Config(
+            app, http=guarded(serve), ws="none", lifespan="off", log_config=None, access_log=False,
+            server_header=False, backlog=_BACKLOG, timeout_graceful_shutdown=3,
+            timeout_keep_alive=serve.idle_timeout,  # type: ignore[arg-type]
+        )  # fmt: skip
+        server = _Server(settings)
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(50_000, 20, 50)
+        code = await _until_the_end(server, engine, serve, sock)
+        await app.close()
+        return code
+    finally:
+        await engine.close()
+
+
+async def _until_the_end(server: _Server, engine: AsyncEngine, serve: ServeConfig, sock: socket.socket) -> int:
+    """Serve; on a signal drain; on a second one, or when the engine is gone for good, stop at once."""
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        if stopping.is_set():
+            _LOG.warning("stopping at once")
+            server.force_exit = server.should_exit = True
+            drain.cancel()
+        stopping.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    serving = asyncio.create_task(server.serve(sockets=[sock]))
+    dead = asyncio.create_task(engine.wait_dead())
+    asked = asyncio.create_task(stopping.wait())
+    drain = asyncio.create_task(_drain_when(stopping, engine, serve.drain_seconds))
+    while not server.started and not serving.done():
+        await asyncio.sleep(0.005)
+    announce(sock, engine.model_name, serve)
+    await asyncio.wait([serving, dead, drain], return_when=asyncio.FIRST_COMPLETED)
+    code = 0
+    if dead.done() and not asked.done():
+        print(f"octavo: error: {' '.join(dead.result().split())}", file=sys.stderr, flush=True)
+        code = engine.exit_code
+    server.should_exit = True
+    for task in (dead, asked, drain):
+        task.cancel()
+    await serving
+    return code
+
+
+async def _drain_when(stopping: asyncio.Event, engine: AsyncEngine, seconds: float) -> None:
+    await stopping.wait()
+    _LOG.warning("shutting down: open requests have %g s to end", seconds)
+    await engine.drain(seconds)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server; the signals are ours."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave them alone."""
+        yield
+
+
+def announce(sock: socket.socket, model: str, serve: ServeConfig) -> None:
+    """Print where the server listens, for people and for programs that chose port 0."""
+    if serve.uds is not None:
+        where = f"unix:{serve.uds}"
+    else:
+        host, port = sock.getsockname()[:2]
+        where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    print(f"octavo: serving {model} on {where}", flush=True)
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
+
+
+def set_up_logging(level: str, serve: ServeConfig) -> None:
+    """Octavo's log and uvicorn's on stderr, in the format of the settings."""
+    setup_logging(level)
+    if serve.log_format == "json":
+        for handler in LOGGER.handlers:
+            handler.setFormatter(JsonFormatter())
+    uvicorn_log = logging.getLogger("uvicorn")
+    uvicorn_log.handlers = LOGGER.handlers
+    uvicorn_log.propagate = False
+    uvicorn_log.setLevel(logging.ERROR)
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """A record with its fields, if it has some."""
+        entry: dict[str, Any] = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+        }
+        fields = getattr(record, "fields", None)
+        entry |= fields if fields is not None else {"message": record.getMessage()}
+        if record.exc_info:
+            entry["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(entry, ensure_ascii=False, default=str)

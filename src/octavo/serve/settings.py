@@ -1,0 +1,184 @@
+"""ServeConfig: every option of the server, once.
+
+Owns the fields (CLI flags and YAML keys are these same fields), the reading of key files, and what may be bound without
+a key. Knows neither HTTP nor the engine. Invariant: a ServeConfig that was made may be served as it is: whatever else
+could be wrong with it depends on the machine. Keys are shown by no `repr`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+import logging
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from octavo.config import SERVER_ENVIRONMENT, SETTINGS, EngineConfig, load_config
+from octavo.settings import ConfigError, did_you_mean, fill, read_value, read_yaml, setting, settings_of
+
+MIN_KEY_CHARS = 16
+_MAX_KEY_FILE_BYTES = 1 << 16
+_SECRETS = ("api_key", "admin_key")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ServeConfig:
+    """What a user asks of the server. Raises ConfigError."""
+
+    host: str = setting("127.0.0.1", "address to listen on; any other than loopback needs a key", "str")
+    port: int = setting(8000, "port to listen on; 0: the system chooses", "int", low=0, high=65535)
+    uds: str | None = setting(None, "listen on this Unix socket instead", "str")
+    served_model_name: str | None = setting(None, "names that requests use, with commas (default: the model's)", "str")
+    chat_template: str | None = setting(None, "a file with another chat template", "str")
+    allowed_template_kwargs: str | None = setting(
+        "enable_thinking,thinking", "variables of the template that requests may set, with commas; none: no", "str"
+    )
+    tool_call_parser: str = setting("auto", "how tool calls are read from the output; none: not at all", "str")
+    reasoning_parser: str = setting("auto", "how reasoning is read from the output; none: not at all", "str")
+    strict: bool = setting(False, "refuse unknown fields of a request instead of reporting them", "bool")
+    disable_page: bool = setting(False, "serve no chat page at /", "bool")
+
+    api_key: str | None = dataclasses.field(
+        default=None, repr=False,
+        metadata=setting(None, "keys that may use the API, with commas (better: --api-key-file)", "str").metadata,
+    )  # fmt: skip
+    api_key_file: str | None = setting(None, "a file with such keys, one per line, readable by its owner only", "str")
+    admin_key: str | None = dataclasses.field(
+        default=None, repr=False,
+        metadata=setting(None, "key that may administrate (better: --admin-key-file)", "str").metadata,
+    )  # fmt: skip
+    admin_key_file: str | None = setting(None, "a file with such keys, as above", "str")
+    insecure_no_auth: bool = setting(False, "listen beyond loopback although there is no key", "bool")
+    cors_origins: str | None = setting(None, "web origins that may call from a browser, with commas", "str")
+
+    max_num_queued_reqs: int = setting(1024, "most requests that wait for the engine", "int", low=1, high=1 << 20)
+    max_num_queued_tokens: int | None = setting(
+        None, "most prompt tokens that wait for the engine", "length", low=1, high=1 << 40
+    )
+    max_connections: int = setting(16384, "most open connections", "int", low=1, high=1 << 20)
+    max_body_bytes: int = setting(8 << 20, "longest body of a request", "bytes", low=1024, high=1 << 30)
+    max_items: int = setting(500_000, "most values in a request's JSON", "int", low=1000, high=100_000_000)
+    max_prompts: int = setting(128, "most prompts of one request", "int", low=1, high=1 << 16)
+    max_tools: int = setting(128, "most tools of one request", "int", low=1, high=1 << 16)
+    header_timeout: float = setting(10.0, "seconds for a request's head to arrive", "float", above=0.0, high=3600.0)
+    body_timeout: float = setting(30.0, "longest pause within a request's body", "float", above=0.0, high=3600.0)
+    send_timeout: float = setting(60.0, "longest wait for a client to take bytes", "float", above=0.0, high=3600.0)
+    idle_timeout: float = setting(75.0, "seconds that an idle connection stays open", "float", above=0.0, high=3600.0)
+    request_timeout: float = setting(1800.0, "longest life of a request", "float", above=0.0, high=86400.0)
+    keep_alive_interval: float = setting(
+        15.0, "seconds without a token before a stream shows life", "float", above=0.0, high=3600.0
+    )
+    drain_seconds: float = setting(30.0, "seconds for requests to end after SIGTERM", "float", above=0.0, high=86400.0)
+
+    access_log: bool = setting(True, "log every request (from --log-level info on)", "bool")
+    log_format: str = setting("text", "text, or a JSON object per line", "str", choices=("text", "json"))
+
+    def __post_init__(self) -> None:
+        """Check each field by itself, and that what is open to others has a key."""
+        for name, fact in SERVE_SETTINGS.items():
+            read_value(name, fact, getattr(self, name))
+        for name in _SECRETS:
+            for key in split(getattr(self, name)):
+                check_key(name, key)
+        if self.uds is None and not is_loopback(self.host) and not self.insecure_no_auth and not self.has_key:
+            raise ConfigError(
+                "host", self.host, "others can reach it and there is no key",
+                "set --api-key-file, or --insecure-no-auth if that is meant",
+            )  # fmt: skip
+
+    @property
+    def has_key(self) -> bool:
+        """Whether some key is needed."""
+        return bool(self.api_key or self.api_key_file)
+
+
+SERVE_SETTINGS = settings_of(ServeConfig)
+
+
+def load_both(
+    engine_values: Mapping[str, Any],
+    serve_values: Mapping[str, Any],
+    yaml_path: str | Path | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> tuple[EngineConfig, ServeConfig]:
+    """Both configs; a YAML file may hold settings of either. Raises ConfigError."""
+    environ = os.environ if environ is None else environ
+    layers: list[tuple[str, Mapping[str, Any]]] = []
+    for_engine: dict[str, Any] = {}
+    if yaml_path is not None:
+        values = read_yaml(yaml_path)
+        for name, value in values.items():
+            if name not in SERVE_SETTINGS and name not in SETTINGS:
+                hint = did_you_mean(name, [*SERVE_SETTINGS, *SETTINGS]) or "see `octavo serve --help`"
+                raise ConfigError(name, value, "unknown setting", hint, f"file {yaml_path}")
+        for_engine = {name: value for name, value in values.items() if name in SETTINGS}
+        layers.append((f"file {yaml_path}", {name: values[name] for name in values if name in SERVE_SETTINGS}))
+    given = {name: environ[variable] for variable, name in SERVER_ENVIRONMENT.items() if variable in environ}
+    layers += [("environment", given), ("command line", serve_values)]
+    for name in _SECRETS:
+        if name in serve_values:
+            flag = name.replace("_", "-")
+            logging.getLogger("octavo").warning("--%s can be read by others in `ps`; better: --%s-file", flag, flag)
+    config, _ = load_config(engine_values, None, yaml_path, environ, yaml_values=for_engine)
+    return config, _hiding_keys(layers)
+
+
+def _hiding_keys(layers: list[tuple[str, Mapping[str, Any]]]) -> ServeConfig:
+    try:
+        return fill(ServeConfig, layers)[0]
+    except ConfigError as error:
+        if error.field in _SECRETS:
+            raise ConfigError(error.field, "(hidden)", error.limit, error.change, error.origin) from None
+        raise
+
+
+def split(text: str | None) -> list[str]:
+    """The entries of a text with commas."""
+    return [entry.strip() for entry in (text or "").split(",") if entry.strip()]
+
+
+def check_key(field: str, key: str) -> None:
+    """Raise ConfigError, without the key, if it is too short or could not stand in a header."""
+    if len(key) < MIN_KEY_CHARS:
+        raise ConfigError(field, "(hidden)", f"a key has {len(key)} characters, at least {MIN_KEY_CHARS} are needed")
+    if not key.isascii() or not key.isprintable() or " " in key:
+        raise ConfigError(field, "(hidden)", "a key may hold printable ASCII without spaces only")
+
+
+def read_keys(config: ServeConfig, name: str) -> list[str]:
+    """The keys of `name` ("api_key" or "admin_key") and of its file. Raises ConfigError."""
+    keys = split(getattr(config, name))
+    path = getattr(config, f"{name}_file")
+    if path is None:
+        return keys
+    field = f"{name}_file"
+    try:
+        with open(path, "rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            data = file.read(_MAX_KEY_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(field, path, f"cannot be read ({error.strerror})") from None
+    if mode & (stat.S_IRGRP | stat.S_IROTH | stat.S_IWGRP | stat.S_IWOTH):
+        raise ConfigError(field, path, "others can read or change it", f"run `chmod 600 {path}`")
+    if len(data) > _MAX_KEY_FILE_BYTES:
+        raise ConfigError(field, path, f"is larger than {_MAX_KEY_FILE_BYTES} bytes")
+    lines = [line.strip() for line in data.decode("utf-8", "replace").splitlines()]
+    found = [line for line in lines if line and not line.startswith("#")]
+    if not found:
+        raise ConfigError(field, path, "holds no key")
+    for key in found:
+        check_key(field, key)
+    return keys + found
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,161 @@
+"""ServeState: what every route needs: the engine, the settings, the keys, the names, the figures.
+
+Owns the model's names, whether the engine makes progress, and the comments that keep idle streams open. Knows no field
+of any request. Invariant: all of it is used on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from octavo.sampling_params import ParameterError, SamplingParams
+from octavo.serve.async_engine import AsyncEngine
+from octavo.serve.auth import Keys
+from octavo.serve.errors import ApiError, from_parameter_error, not_ready
+from octavo.serve.exchange import Exchange
+from octavo.serve.grammar import RESPONSE_FORMAT_NAMES, GrammarJail
+from octavo.serve.metrics import ServerMetrics
+from octavo.serve.parsers.output import ParserChoice
+from octavo.serve.settings import ServeConfig, read_keys, split
+from octavo.settings import ConfigError
+from octavo.text.tokenizer import Tokenizer
+
+HEALTH_HEARTBEAT_SECONDS = 2.0
+STEP_DEADLINE = 30.0  # seconds that one step may take before the engine counts as stuck
+_MAX_TEMPLATE_BYTES = 1 << 18
+
+
+class ServeState:
+    """Shared by the handlers of one server."""
+
+    def __init__(self, engine: AsyncEngine, config: ServeConfig) -> None:
+        """Raises ConfigError for keys or a template that cannot be read."""
+        self.engine, self.config = engine, config
+        self.keys = Keys(read_keys(config, "api_key"), read_keys(config, "admin_key"))
+        self.model_names = split(config.served_model_name) or [engine.model_name]
+        self.template_kwargs = frozenset(split(config.allowed_template_kwargs))
+        self.metrics = ServerMetrics(self.model_names[0], max_model_len=engine.limits.max_model_len)
+        self.metrics.watch(engine)
+        engine.observers.append(self.metrics.observe)
+        self.created = int(time.time())
+        self.num_open = 0  # exchanges that generate
+        self._idle_streams: set[Exchange] = set()
+        self._ticker: asyncio.Task[None] | None = None
+        self._jail: GrammarJail | None = None  # made when first needed
+        self._last_steps = (-1, 0.0)  # the count of steps, and since when a busy engine shows it
+        if config.chat_template is not None:
+            sources = self.tokenizer.template.sources
+            sources.clear()
+            sources["default"] = _read_template(config.chat_template)
+        self.parsers = _choose_parsers(engine, config)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises ParameterError if it has none."""
+        if not isinstance(self.engine.tokenizer, Tokenizer):
+            message = "the model folder has no tokenizer.json: only token ids can be completed, without text"
+            raise ParameterError("tokenizer", message, "unsupported_parameter")
+        return self.engine.tokenizer
+
+    def check_model(self, name: str | None) -> str:
+        """The name that the reply gives. Raises ApiError, 400 or 404."""
+        if name is None:
+            raise ApiError(400, "missing_field", "model: is missing", "model")
+        if name not in self.model_names:
+            shown = f"`{name}`" if len(name) <= 128 and name.isprintable() else "of that name"
+            raise ApiError(404, "model_not_found", f"The model {shown} does not exist.", "model")
+        return name
+
+    def check_ready(self) -> None:
+        """Raise ApiError, 503, unless the engine takes requests."""
+        if self.engine.state != "ready":
+            raise not_ready(self.engine.state)
+
+    async def check_structured(self, params: SamplingParams, is_response_format: bool) -> None:
+        """Raise ApiError if the form that an output shall have cannot be compiled."""
+        if params.structured_outputs is None:
+            return
+        if self._jail is None:
+            engine = self.engine
+            self._jail = GrammarJail(engine.tokenizer, engine.limits.vocab_size, engine.arch.eos_token_ids)
+        try:
+            await self._jail.check_structured(params.structured_outputs)
+        except ParameterError as error:
+            raise from_parameter_error(error, RESPONSE_FORMAT_NAMES if is_response_format else {}) from None
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the engine lives: it is heard, and steps follow each other while there is work."""
+        engine = self.engine
+        if engine.state not in ("ready", "draining") or engine.last_heartbeat_age > HEALTH_HEARTBEAT_SECONDS:
+            return False
+        stats, now = engine.stats, time.monotonic()
+        num_steps, busy = int(stats["num_steps"]), bool(stats["num_running"] or stats["num_waiting"])
+        seen, since = self._last_steps
+        if not busy or seen != num_steps:
+            self._last_steps = (num_steps if busy else -1, now)
+            return True
+        return now - since < STEP_DEADLINE
+
+    @contextlib.contextmanager
+    def open_exchange(self, exchange: Exchange, *, streams: bool) -> Iterator[None]:
+        """Count an exchange that generates; one that streams gets comments while it has nothing to say."""
+        self.num_open += 1
+        if streams:
+            self._idle_streams.add(exchange)
+            if self._ticker is None:
+                self._ticker = asyncio.create_task(self._tick())
+        try:
+            yield
+        finally:
+            self.num_open -= 1
+            self._idle_streams.discard(exchange)
+
+    async def _tick(self) -> None:
+        interval = self.config.keep_alive_interval
+        comments: set[asyncio.Task[None]] = set()
+        while True:
+            await asyncio.sleep(min(interval / 4, 1.0))
+            now = time.monotonic()
+            for exchange in self._idle_streams:
+                if now - exchange.last_sent >= interval:
+                    exchange.last_sent = now
+                    task = asyncio.create_task(exchange.send_comment())
+                    comments.add(task)
+                    task.add_done_callback(comments.discard)
+
+    async def close(self) -> None:
+        """Stop what runs beside the exchanges."""
+        if self._ticker is not None:
+            self._ticker.cancel()
+        if self._jail is not None:
+            await self._jail.close()
+
+
+def _choose_parsers(engine: AsyncEngine, config: ServeConfig) -> ParserChoice:
+    template = engine.tokenizer.chat_template if isinstance(engine.tokenizer, Tokenizer) else None
+    for name in ("tool_call_parser", "reasoning_parser"):
+        try:
+            ParserChoice.of(template, **{name: getattr(config, name)})
+        except ValueError as error:
+            raise ConfigError(name, getattr(config, name), str(error)) from None
+    return ParserChoice.of(template, config.tool_call_parser, config.reasoning_parser)
+
+
+def _read_template(path: str) -> str:
+    try:
+        if Path(path).stat().st_size > _MAX_TEMPLATE_BYTES:
+            raise ConfigError("chat_template", path, f"is larger than {_MAX_TEMPLATE_BYTES} bytes")
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise ConfigError("chat_template", path, f"cannot be read ({reason})") from None
+
+
+def too_many(name: str, limit: int, got: int) -> ParameterError:
+    """A list that is too long."""
+    return ParameterError(name, f"may hold at most {limit}, got {got}", "too_many_" + name)

@@ -1,0 +1,160 @@
+"""A cache in any layout and kernel block size, filled by hand and poisoned, and attention computed the plain way."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from batches import History
+from octavo.attention.base import BACKENDS, AttentionBackend, AttentionInputs, Variant
+from octavo.groups import CacheGroup
+from octavo.kv_cache.kernel_blocks import takes_size
+from octavo.kv_cache.layout import layout_by_name
+from octavo.kv_cache.pool import KVCachePool
+
+CPU = torch.device("cpu")
+GARBAGE = 2**31 - 1  # a kernel block id that no pool has
+NUM_LAYERS, LAYER = 3, 1  # neighbours on both sides
+
+Row = tuple[History, int, int]  # what a request computed, how much of it is there, and how many queries it has
+
+
+class Setting(NamedTuple):
+    """How the cache lies."""
+
+    layout: str = "LBHNC"
+    block: int = 16
+    kernel: int = 16
+
+
+SETTINGS = [
+    Setting(layout, block, kernel)
+    for layout in ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
+    for block, kernel in ((16, 16), (32, 16), (128, 16), (128, 32), (128, 64), (64, 64), (128, 128))
+]
+
+
+def backends_here() -> list[str]:
+    """The names of the table whose backends take CPU tensors."""
+    names = []
+    for name in BACKENDS:
+        try:
+            backend = BACKENDS.resolve(name)
+        except ValueError:  # what it needs is not installed
+            continue
+        if "cpu" in backend.capability.devices:
+            names.append(name)
+    return names
+
+
+def takes(name: str, setting: Setting) -> bool:
+    """Whether the backend states that it takes the setting."""
+    capability = BACKENDS.resolve(name).capability
+    return setting.layout in capability.layouts and takes_size(capability.kernel_block_sizes, setting.kernel)
+
+
+@dataclasses.dataclass
+class Step:
+    """A filled pool and the inputs of one step over it."""
+
+    pool: KVCachePool
+    inputs: AttentionInputs
+    q: torch.Tensor
+
+    @property
+    def kv(self) -> torch.Tensor:
+        return middle(self.pool)
+
+    def run(self, backend: AttentionBackend, variant: Variant) -> torch.Tensor:
+        """The outputs of all tokens; what is beyond the last one must stay as it was."""
+        out = torch.full((len(self.q) + 3, *self.q.shape[1:]), 7.0, dtype=self.q.dtype)
+        backend.prepare(self.inputs)
+        backend.run(self.q, self.kv, variant, out)
+        assert (out[len(self.q) :] == 7).all()
+        return out[: len(self.q)]
+
+
+def middle(pool: KVCachePool) -> torch.Tensor:
+    """The view of the layer that a test uses: where there are others, some lie before it and some behind."""
+    return pool.views[len(pool.views) // 2]
+
+
+def make_pool(
+    setting: Setting,
+    num_blocks: int,
+    kv_heads: int,
+    head_size: int,
+    dtype: torch.dtype,
+    *,
+    num_layers: int = NUM_LAYERS,
+) -> KVCachePool:
+    group = CacheGroup(kind="full", window=0, block_size=setting.block, layers=tuple(range(num_layers)))
+    return KVCachePool(
+        [group], num_blocks=num_blocks, num_kv_heads=kv_heads, head_size=head_size, dtype=dtype, device=CPU,
+        layout=layout_by_name(setting.layout), kernel_block_sizes=[setting.kernel],
+    )  # fmt: skip
+
+
+def make_step(rows: Sequence[Row], setting: Setting, *, seed: int = 0, num_blocks: int = 0) -> Step:
+    """Rows over blocks in random order (at the end of a larger pool if `num_blocks` says so).
+
+    Every slot that no row owns is NaN, in other layers and blocks too, and every table entry beyond a row's length is
+    garbage. Two padding rows follow. A larger pool has one layer, and nothing but the rows' slots is touched.
+    """
+    counts = [-(-seq_len // setting.block) for _, seq_len, _ in rows]
+    _, kv_heads, width = rows[0][0].kv.shape
+    pool = make_pool(
+        setting, max(num_blocks, sum(counts) + 4), kv_heads, width // 2, rows[0][0].kv.dtype,
+        num_layers=1 if num_blocks else NUM_LAYERS,
+    )  # fmt: skip
+    if not num_blocks:
+        pool.buffer.fill_(float("nan"))
+    first = pool.shape.num_blocks - sum(counts) - 2 if num_blocks else 1
+    ids = (first + torch.randperm(sum(counts) + 2, generator=torch.Generator().manual_seed(seed))).tolist()
+    block_map, view = pool.block_maps[0], middle(pool)
+    columns = max(counts) * block_map.ratio + 2
+    table = torch.full((len(rows) + 2, columns), GARBAGE, dtype=torch.int32)
+    table[len(rows) :] = 0
+    for row, ((history, seq_len, _), count) in enumerate(zip(rows, counts, strict=True)):
+        kernel_ids = torch.tensor(block_map.expand([ids.pop() for _ in range(count)]))
+        used = -(-seq_len // setting.kernel)
+        table[row, :used] = kernel_ids[:used]
+        at = torch.arange(seq_len)
+        view[kernel_ids[at // setting.kernel], :, at % setting.kernel] = history.kv[:seq_len]
+    queries = [queries for _, _, queries in rows]
+    total = sum(queries)
+    inputs = AttentionInputs(
+        num_rows=len(rows),
+        num_tokens=total,
+        max_query_len=max(queries),
+        max_seq_len=max(seq_len for _, seq_len, _ in rows),
+        block_size=setting.kernel,
+        query_start=torch.tensor([0, *queries, 0, 0]).cumsum(0).to(torch.int32),
+        seq_lens=torch.tensor([*(seq_len for _, seq_len, _ in rows), 0, 0], dtype=torch.int32),
+        block_table=table,
+        slot_mapping=torch.full((total,), -1),
+    )
+    q = torch.cat([history.q[seq_len - queries : seq_len] for history, seq_len, queries in rows])
+    return Step(pool, inputs, q)
+
+
+def attend_plainly(rows: Sequence[Row], variant: Variant) -> torch.Tensor:
+    """Softmax attention in float64 over contiguous keys and values: no pages, no batch."""
+    results = []
+    for history, seq_len, queries in rows:
+        q = history.q[seq_len - queries : seq_len].double()
+        key, value = history.kv[:seq_len].double().chunk(2, dim=-1)
+        key, value = (x.repeat_interleave(variant.num_heads // variant.num_kv_heads, dim=1) for x in (key, value))
+        scores = torch.einsum("qhd,khd->hqk", q, key) * variant.scale
+        if variant.soft_cap:
+            scores = variant.soft_cap * torch.tanh(scores / variant.soft_cap)
+        at, position = torch.arange(seq_len), torch.arange(seq_len - queries, seq_len)[:, None]
+        seen = at <= position
+        if variant.window:
+            seen &= at > position - variant.window
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        results.append(torch.einsum("hqk,khd->qhd", weights, value))
+    return torch.cat(results)

@@ -1,0 +1,59 @@
+"""An attention backend in sixty lines, outside the package: chosen as "example_backend:LoopBackend".
+
+It states what it takes (CPU, float32, kernel blocks of 64 only) and walks its block table one kernel block at a time,
+with a running softmax. Everything else (which layout, how blocks are split, where slots lie) is done for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from octavo.attention.base import AttentionInputs, Capability, Variant
+
+
+class LoopBackend:
+    """An AttentionBackend for kernel blocks of 64 tokens."""
+
+    capability = Capability(devices=("cpu",), dtypes=(torch.float32,), kernel_block_sizes=(64,))
+
+    def __init__(self, variants: Sequence[Variant], dtype: torch.dtype, device: torch.device) -> None:
+        if dtype not in self.capability.dtypes or device.type not in self.capability.devices:
+            raise ValueError(f"LoopBackend runs float32 on cpu, got {dtype} on {device}")
+
+    def prepare(self, inputs: AttentionInputs, *, for_capture: bool = False) -> None:
+        inputs.check()
+        self._inputs = inputs
+
+    def run(self, q: torch.Tensor, kv: torch.Tensor, variant: Variant, out: torch.Tensor) -> None:
+        inputs = self._inputs
+        inputs.check_call(q, kv, out)
+        starts = inputs.query_start.tolist()
+        for row, seq_len in enumerate(inputs.seq_lens[: inputs.num_rows].tolist()):
+            queries = slice(starts[row], starts[row + 1])
+            out[queries] = self._row(q[queries], kv, variant, seq_len, inputs.block_table[row].tolist())
+
+    def _row(self, q: torch.Tensor, kv: torch.Tensor, variant: Variant, seq_len: int, table: list[int]) -> torch.Tensor:
+        size = self._inputs.block_size
+        q = q.unflatten(1, (variant.num_kv_heads, -1)) * variant.scale  # [n, kv heads, group, head size]
+        position = torch.arange(seq_len - len(q), seq_len)[:, None, None, None]
+        best = torch.full((*q.shape[:3], 1), -torch.inf)
+        total, mixed = torch.zeros_like(best), torch.zeros_like(q)
+        for first in range(0, seq_len, size):
+            key, value = kv[table[first // size], :, : seq_len - first].chunk(2, dim=-1)
+            scores = torch.einsum("nkgd,ktd->nkgt", q, key)
+            if variant.soft_cap:
+                scores = variant.soft_cap * torch.tanh(scores / variant.soft_cap)
+            at = torch.arange(first, first + key.shape[1])
+            hidden = at > position
+            if variant.window:
+                hidden = hidden | (at <= position - variant.window)
+            scores = scores.masked_fill(hidden, -torch.inf)
+            higher = torch.maximum(best, scores.amax(-1, keepdim=True))
+            weights = (scores - higher).exp().nan_to_num(0.0)  # nothing seen yet: -inf - -inf
+            kept = (best - higher).exp().nan_to_num(0.0)
+            total = total * kept + weights.sum(-1, keepdim=True)
+            mixed = mixed * kept + torch.einsum("nkgt,ktd->nkgd", weights, value)
+            best = higher
+        return (mixed / total).flatten(1, 2)

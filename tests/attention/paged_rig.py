@@ -1,0 +1,191 @@
+"""What the tests of the Triton attention share, and what its interpreter checks: run as a program, it prints JSON of
+check name -> error text, empty if it holds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import sys
+import traceback
+from typing import Any
+
+import torch
+
+from batches import Batch, make_batch, make_history
+from octavo.attention.base import BACKENDS, AttentionInputs, Variant
+from octavo.ops.attention import paged_attention_eager
+from octavo.ops.paged_attention import LEAF, Scratch, Tile, num_processors, paged_attention, plan_launches
+
+FEW, MANY = 1, 10**6  # processors to plan for: rows are walked whole, or split as far as they go
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    return Batch(*(tensor.to(device) for tensor in batch.args()))
+
+
+def attend(
+    batch: Batch, *, processors: int = 0, scratch: Scratch | None = None, tile: Tile | None = None, **options: Any
+) -> torch.Tensor:
+    """The operator's result over a poisoned output. tile: for rows of many queries."""
+    q, kv = batch.q, batch.kv
+    scratch = scratch or Scratch(q.device)
+    counts = batch.query_start.diff()
+    launches = plan_launches(
+        num_rows=len(batch.seq_lens), num_tokens=len(q), max_query_len=int(counts.max()),
+        max_seq_len=int(batch.seq_lens.max()), num_heads=q.shape[1], num_kv_heads=kv.shape[1], head_size=q.shape[2],
+        window=options.get("window", 0), dtype=q.dtype, scratch=scratch,
+        processors=processors or num_processors(q.device),
+    )  # fmt: skip
+    if tile:
+        tiles = len(q) // (tile.lines // (q.shape[1] // kv.shape[1])) + len(batch.seq_lens)
+        launches = tuple(
+            launch if launch.is_short else dataclasses.replace(launch, tile=tile, num_tiles=tiles)
+            for launch in launches
+        )
+    out = torch.full_like(q, 7.0)
+    paged_attention(*batch.args(), out, scale=q.shape[2] ** -0.5, launches=launches, scratch=scratch, **options)
+    return out
+
+
+def compare_with_twin(seed: int, device: torch.device, dtypes: list[torch.dtype], max_tokens: int) -> None:
+    """A random ragged batch against the eager twin in float32."""
+    rng = random.Random(seed)
+    group, kv_heads, head_size = rng.choice([1, 2, 3, 4]), rng.choice([1, 2]), rng.choice([16, 24, 64])
+    dtype = rng.choice(dtypes)
+    options = {"window": rng.choice([0, 0, 1, 17, 100, 513]), "soft_cap": rng.choice([0.0, 30.0, 5.0])}
+    rows = []
+    for _ in range(rng.randrange(1, 4)):
+        seq_len = rng.randrange(1, rng.choice([40, 700, max_tokens]))
+        history = make_history(rng.randrange(10**6), seq_len, group * kv_heads, kv_heads, head_size, dtype)
+        rows.append((history, seq_len, min(seq_len, rng.choice([1, 1, 5, rng.randrange(1, 60)]))))
+    batch = make_batch(rows, rng.choice([16, 48, 64, 128]), seed=seed, heads_last=rng.random() < 0.5)
+    batch = to_device(batch, device)
+    expected = torch.empty(batch.q.shape, device=device)
+    paged_attention_eager(*batch.args(), expected, scale=head_size**-0.5, **options)
+    tolerance = {
+        torch.float32: {"atol": 2e-5, "rtol": 0.0},
+        torch.float16: {"atol": 2e-3, "rtol": 2**-9},
+        torch.bfloat16: {"atol": 1e-2, "rtol": 2**-6},
+    }[dtype]
+    for processors in (FEW, MANY):
+        got = attend(batch, processors=processors, **options).float()
+        torch.testing.assert_close(got, expected, **tolerance)
+
+
+def run_backend(name: str, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+    """The results of two variants through the AttentionBackend protocol, with padding rows."""
+    variants = (
+        Variant(num_heads=4, num_kv_heads=2, head_size=32, scale=0.2),
+        Variant(num_heads=4, num_kv_heads=2, head_size=32, scale=0.2, window=20, soft_cap=15.0),
+    )
+    history = make_history(1, 90, 4, 2, 32, dtype)
+    batch = to_device(make_batch([(history, 90, 1), (history, 64, 40), (history, 3, 3)], 16), device)
+    padding = {"dtype": torch.int32, "device": device}
+    inputs = AttentionInputs(
+        num_rows=3, num_tokens=44, max_query_len=40, max_seq_len=128, block_size=16,
+        query_start=torch.cat([batch.query_start, torch.full((4,), 44, **padding)]),
+        seq_lens=torch.cat([batch.seq_lens, torch.zeros(4, **padding)]), block_table=batch.block_table,
+        slot_mapping=torch.full((44,), -1),
+    )  # fmt: skip
+    backend = BACKENDS.resolve(name)(variants, dtype, device)
+    backend.prepare(inputs)
+    results = []
+    for variant in variants:
+        out = torch.empty_like(batch.q)
+        backend.run(batch.q, batch.kv, variant, out)
+        results.append(out)
+    return results
+
+
+CPU = torch.device("cpu")
+
+
+def _history(num_tokens: int = 600) -> Any:
+    return make_history(5, num_tokens, 4, 2, 16, torch.float16)
+
+
+def check_twin() -> None:
+    for seed in range(8):
+        compare_with_twin(seed, CPU, [torch.float32, torch.float16], 1200)
+
+
+def check_decode_prefill_and_chunks_agree() -> None:
+    """Nearly: the interpreter's products are numpy's, whose bits depend on a line's place in its tile."""
+    history = _history()
+    for options in ({}, {"window": 70, "soft_cap": 20.0}):
+        whole = attend(make_batch([(history, 600, 600)], 16), **options)
+        close = {"atol": 1e-3, "rtol": 1e-3}
+        for end in (1, 64, 65, LEAF - 1, LEAF, LEAF + 1, 600):
+            one = attend(make_batch([(history, end, 1)], 16), **options)[0]
+            torch.testing.assert_close(one, whole[end - 1], **close)
+        torch.testing.assert_close(attend(make_batch([(history, 550, 50)], 16), **options), whole[500:550], **close)
+
+
+def check_splits_and_neighbours_do_not_move_bits() -> None:
+    row = (_history(1300), 1300, 3)
+    alone = attend(make_batch([row], 16), processors=FEW)
+    assert torch.equal(attend(make_batch([row], 16), processors=MANY), alone)
+    other = make_history(8, 600, 4, 2, 16, torch.float16)
+    crowd = attend(make_batch([(other, 600, 70), (other, 17, 1), row, (other, 30, 5)], 16, seed=1))
+    assert torch.equal(crowd[71:74], alone)
+
+
+def check_block_size_placement_and_layout_do_not_move_bits() -> None:
+    rows = [(_history(), 600, 20), (_history(), 33, 1)]
+    expected = attend(make_batch(rows, 16))
+    for seed, block_size in enumerate((16, 48, 64, 128)):
+        batch = make_batch(rows, block_size, seed=seed, heads_last=bool(seed % 2))
+        assert torch.equal(attend(batch), expected), block_size
+
+
+def check_slid_out_blocks_are_not_read() -> None:
+    batch = make_batch([(_history(), 600, 4)], 16)
+    expected = attend(batch, window=100)
+    gone = (600 - 4 + 1 - 100) // 16
+    batch.kv[batch.block_table[0, :gone].long()] = float("nan")
+    batch.block_table[0, :gone] = 2**31 - 1
+    assert torch.equal(attend(batch, window=100), expected)
+
+
+def check_a_padding_token_becomes_zero_and_tokens_beyond_the_rows_stay() -> None:
+    batch = make_batch([(_history(), 9, 2)], 16)
+    batch.query_start = torch.tensor([0, 2, 3], dtype=torch.int32)
+    batch.seq_lens = torch.tensor([9, 0], dtype=torch.int32)
+    batch.block_table = torch.cat([batch.block_table, torch.zeros_like(batch.block_table)])
+    batch.q = torch.cat([batch.q, batch.q])
+    for processors in (FEW, MANY):
+        out = attend(batch, processors=processors)
+        assert (out[:2] != 7).all() and (out[2] == 0).all() and (out[3] == 7).all()
+
+
+def check_rows_that_do_not_fit_the_scratch_are_not_split() -> None:
+    batch = make_batch([(_history(1300), 1300, 1)], 16)
+    expected = attend(batch, processors=MANY)
+    assert torch.equal(attend(batch, processors=MANY, scratch=Scratch(CPU, limit=64)), expected)
+
+
+def check_backend_equals_reference() -> None:
+    for ours, expected in zip(
+        run_backend("paged", torch.float32, CPU), run_backend("reference", torch.float32, CPU), strict=True
+    ):
+        torch.testing.assert_close(ours, expected, atol=1e-5, rtol=0)
+
+
+CHECKS = {name: check for name, check in list(globals().items()) if name.startswith("check_")}
+
+
+def main() -> None:
+    results = {}
+    for name, check in CHECKS.items():
+        try:
+            check()
+            results[name] = ""
+        except Exception:
+            results[name] = traceback.format_exc()
+    sys.stdout.write(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

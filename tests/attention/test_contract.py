@@ -1,0 +1,200 @@
+"""What every attention backend promises: in every layout, cache block, kernel block and dtype, plain attention."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from batches import make_history
+from contract_rig import CPU, LAYER, SETTINGS, Row, Setting, attend_plainly, backends_here, make_pool, make_step, takes
+from octavo.attention.base import BACKENDS, AttentionBackend, AttentionInputs, Variant
+from octavo.ops import native
+from octavo.ops.rope import qk_norm_rope_store, qk_norm_rope_store_eager, rope_table
+
+HEADS, KV_HEADS, SIZE = 4, 2, 32
+FULL = Variant(num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=SIZE, scale=0.2)
+WINDOW = dataclasses.replace(FULL, window=40)
+CAPPED = dataclasses.replace(FULL, window=150, soft_cap=15.0)
+VARIANTS = {"full": FULL, "sliding window": WINDOW, "window and soft cap": CAPPED}
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+CASES = [
+    (name, dtype) for name in backends_here() for dtype in DTYPES if dtype in BACKENDS.resolve(name).capability.dtypes
+]
+SHAPES: dict[str, list[tuple[int, int]]] = {  # (sequence length, queries) per row
+    "ragged": [(90, 1), (64, 40), (3, 3), (260, 130), (17, 1)],
+    "decode": [(1, 1), (16, 1), (17, 1), (129, 1), (300, 1)],
+    "verification": [(4, 4), (77, 4), (130, 4), (259, 4)],
+    "prefill": [(200, 200)],
+    "prefill with context": [(300, 44), (129, 1), (256, 128)],
+}
+PLAIN = Setting()
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def make_backend(name: str, dtype: torch.dtype) -> AttentionBackend:
+    if name == "cpu" and not native.available():
+        pytest.skip("the native library is not built")
+    return BACKENDS.resolve(name)(list(VARIANTS.values()), dtype, CPU)
+
+
+def make_rows(shape: str, dtype: torch.dtype) -> list[Row]:
+    return [
+        (make_history(seed, length, HEADS, KV_HEADS, SIZE, dtype), length, queries)
+        for seed, (length, queries) in enumerate(SHAPES[shape])
+    ]
+
+
+def assert_near(out: torch.Tensor, expected: torch.Tensor) -> None:
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[out.dtype]
+    torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_INV_6_every_layout_and_kernel_block_size(name: str, dtype: torch.dtype, shape: str, variant: str) -> None:
+    """Unused blocks, slots and table columns are poison. Reproducible backends give the same bits in all settings."""
+    backend, rows = make_backend(name, dtype), make_rows(shape, dtype)
+    plain = make_step(rows, PLAIN).run(backend, VARIANTS[variant])
+    assert_near(plain, attend_plainly(rows, VARIANTS[variant]))
+    for setting in SETTINGS:
+        if takes(name, setting):
+            out = make_step(rows, setting, seed=3).run(backend, VARIANTS[variant])
+            if backend.capability.reproducible:
+                assert torch.equal(out, plain), setting
+            else:
+                assert_near(out, plain.double())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_chunks_equal_the_whole_prompt(name: str, dtype: torch.dtype, variant: str) -> None:
+    backend = make_backend(name, dtype)
+    history = make_history(1, 260, HEADS, KV_HEADS, SIZE, dtype)
+    setting = Setting("BLHNC", 128, 64) if takes(name, Setting("BLHNC", 128, 64)) else PLAIN
+    expected = attend_plainly([(history, 260, 260)], VARIANTS[variant])
+    position = 0
+    for chunk in (1, 15, 50, 62, 100, 32):
+        position += chunk
+        out = make_step([(history, position, chunk)], setting, seed=chunk).run(backend, VARIANTS[variant])
+        assert_near(out, expected[position - chunk : position])
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_INV_5_padding_rows_change_nothing(name: str, dtype: torch.dtype) -> None:
+    """Rows of length 0 without queries, with null blocks, as a padded batch has them."""
+    backend, step = make_backend(name, dtype), make_step(make_rows("ragged", dtype), Setting("LBHNC", 128, 64))
+    expected = step.run(backend, WINDOW)
+    step.inputs.num_rows += 2
+    assert torch.equal(step.run(backend, WINDOW), expected)
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_L3_G4_outputs_do_not_depend_on_where_blocks_lie(name: str, dtype: torch.dtype) -> None:
+    backend, rows = make_backend(name, dtype), make_rows("ragged", dtype)
+    for setting in (PLAIN, Setting("LBNHC", 128, 64), Setting("BLNHC", 64, 16)):
+        if takes(name, setting):
+            outs = [make_step(rows, setting, seed=seed).run(backend, WINDOW) for seed in range(4)]
+            assert all(torch.equal(out, outs[0]) for out in outs[1:]), setting
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLHNC", "BLNHC"])
+@pytest.mark.parametrize("name", backends_here())
+def test_L3_G1_offsets_past_32_bits(name: str, layout: str) -> None:
+    """More than 2^31 / (2 * 8 * 128) tokens, the live blocks at the end. Memory that nobody touches is not taken."""
+    backend = make_backend(name, torch.bfloat16)
+    setting, heads, size = Setting(layout, 64, 16), 8, 128
+    variant = Variant(num_heads=heads, num_kv_heads=heads, head_size=size, scale=size**-0.5)
+    rows = [(make_history(seed, n, heads, heads, size, torch.bfloat16), n, 2) for seed, n in enumerate((130, 40))]
+    expected = make_step(rows, setting).run(backend, variant)
+    try:
+        step = make_step(rows, setting, num_blocks=1_100_000 // setting.block)
+    except (MemoryError, RuntimeError) as error:
+        pytest.skip(f"no address space for the pool: {error}")
+    assert int(step.inputs.block_table[0, 0]) * step.kv.stride(0) > 2**31
+    assert torch.equal(step.run(backend, variant), expected)
+
+
+@pytest.mark.parametrize("store", [qk_norm_rope_store, qk_norm_rope_store_eager])
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_L3_3_a_store_writes_its_slots_and_no_other_byte(setting: Setting, store) -> None:
+    pool = make_pool(setting, 5, KV_HEADS, SIZE, torch.float32)
+    generator = torch.Generator().manual_seed(1)
+    pool.buffer.copy_(torch.randn(pool.buffer.shape, generator=generator))
+    expected = pool.buffer.clone()
+    tokens, width = 24, (HEADS + 2 * KV_HEADS) * SIZE
+    qkv = torch.randn(tokens, width, generator=generator)
+    places = torch.randperm(4 * setting.block, generator=generator)[:tokens] + setting.block  # block 0 is nobody's
+    block_map = pool.block_maps[0]
+    slots = torch.tensor([
+        block_map.expand([place // setting.block])[place % setting.block // setting.kernel] * setting.kernel
+        + place % setting.kernel
+        for place in places.tolist()
+    ])  # fmt: skip
+    slots[::5] = -1
+    position_0 = torch.zeros(tokens, dtype=torch.int64)  # turns nothing
+    store(
+        qkv, position_0, rope_table(SIZE, 4), None, None, 1e-6, HEADS, KV_HEADS, SIZE, pool.views[LAYER], slots
+    )  # fmt: skip
+    key, value = qkv[:, HEADS * SIZE :].view(tokens, 2, KV_HEADS, SIZE).unbind(1)
+    fine = (pool.shape.num_layers, 5 * block_map.ratio, KV_HEADS, setting.kernel, 2 * SIZE)
+    page, part = pool.shape.page_numel, pool.shape.page_numel // block_map.ratio
+    inner = pool.layout.strides(fine)
+    layer_stride, block_stride = (page, 3 * page) if pool.layout.block_outermost else (5 * page, page)
+    for token, place in enumerate(places.tolist()):
+        if slots[token] >= 0:
+            block, offset = divmod(place, setting.block)
+            start = LAYER * layer_stride + block * block_stride + offset // setting.kernel * part
+            for head in range(KV_HEADS):
+                at = start + head * inner[2] + offset % setting.kernel * inner[3]
+                expected[at : at + 2 * SIZE] = torch.cat([key[token, head], value[token, head]])
+    assert torch.equal(pool.buffer, expected)
+
+
+@pytest.mark.parametrize("store", [qk_norm_rope_store, qk_norm_rope_store_eager])
+def test_L3_7_a_store_without_slots_leaves_the_cache_alone(store) -> None:
+    pool = make_pool(Setting(block=32), 3, KV_HEADS, SIZE, torch.float32)
+    before = pool.buffer.fill_(3.0).clone()
+    qkv = torch.randn(9, (HEADS + 2 * KV_HEADS) * SIZE)
+    store(
+        qkv, torch.arange(9), rope_table(SIZE, 9), None, None, 1e-6, HEADS, KV_HEADS, SIZE, pool.views[LAYER],
+        torch.full((9,), -1),
+    )  # fmt: skip
+    assert torch.equal(pool.buffer, before)
+
+
+def _changed(inputs: AttentionInputs, **changes) -> AttentionInputs:
+    return dataclasses.replace(inputs, **changes)
+
+
+@pytest.mark.parametrize("name", backends_here())
+def test_inputs_that_do_not_fit_are_refused_by_name(name: str) -> None:
+    backend, step = make_backend(name, torch.float32), make_step(make_rows("decode", torch.float32), PLAIN)
+    for changes, named in (
+        ({"max_seq_len": 16 * 21 + 1}, r"max_seq_len=337 exceeds the 336 tokens that 21 block table columns of 16"),
+        ({"num_rows": 8}, r"8 rows with 5 tokens exceed inputs for 7 rows and 5 tokens"),
+        ({"num_tokens": 6}, r"5 rows with 6 tokens exceed inputs for 7 rows and 5 tokens"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            backend.prepare(_changed(step.inputs, **changes))
+    backend.prepare(step.inputs)
+    with pytest.raises(ValueError, match="a cache view of 32-token blocks, inputs for 16-token blocks"):
+        backend.run(step.q, torch.zeros(9, KV_HEADS, 32, 2 * SIZE), FULL, torch.empty_like(step.q))
+    with pytest.raises(ValueError, match=r"4 queries and 5 outputs are fewer than num_tokens=5"):
+        backend.run(step.q[:4], step.kv, FULL, torch.empty_like(step.q))
+
+
+def test_L3_1_views_that_backends_see_have_blocks_first() -> None:
+    for setting in SETTINGS:
+        pool = make_pool(setting, 4, KV_HEADS, SIZE, torch.float32)
+        assert pool.views[LAYER].shape[1:] == (KV_HEADS, setting.kernel, 2 * SIZE)
+        assert pool.block_view(LAYER).shape[0] == 4

@@ -1,0 +1,182 @@
+"""Greedy tokens are the same for every backend, layout and (cache block, kernel block); a wish is met or refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo import LLM, SamplingParams
+from octavo.config import KV_CACHE_LAYOUTS, ConfigError
+from octavo.groups import CacheGroup, make_groups
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, detokenize=False)
+SMALL = {"num_gpu_blocks_override": 60, "max_model_len": 512, "max_num_batched_tokens": 96, "num_threads": 1}
+BLOCKS = [(16, 16), (64, 16), (128, 16), (128, 32), (128, 64)]
+# Two kinds of layers, as Gemma 3 has them: every third sees everything, the others a window.
+GEMMA: dict[str, Any] = {
+    "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "vocab_size": 300, "hidden_size": 64,
+    "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "query_pre_attn_scalar": 24, "sliding_window": 40, "sliding_window_pattern": 3, "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6, "torch_dtype": "float32", "eos_token_id": 1, "bos_token_id": 2, "pad_token_id": 0,
+    "hidden_activation": "gelu_pytorch_tanh", "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+}  # fmt: skip
+
+Make = Callable[..., LLM]
+
+
+@pytest.fixture
+def two_groups(tmp_path: Path) -> dict[str, Any]:
+    """Settings of a model with random weights and two cache groups."""
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA))
+    return {"model": str(tmp_path), "load_format": "dummy"}
+
+
+@pytest.fixture
+def example_on_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "attention"))
+    yield "example_backend:LoopBackend"
+    sys.modules.pop("example_backend", None)
+
+
+def ids_of(llm: LLM, prompts: list[Any]) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, GREEDY)]
+
+
+def token_prompts() -> list[dict[str, list[int]]]:
+    return [{"prompt_token_ids": [(7 * i * i + 3 * i + n) % 290 + 3 for i in range(n)]} for n in (5, 130, 67)]
+
+
+def test_octavo_tiny_everywhere(make_llm: Make, held_out_prompts: list[str]) -> None:
+    prompts = sorted(held_out_prompts, key=len)[-6::2]
+    expected = ids_of(make_llm(), prompts)
+    for layout in KV_CACHE_LAYOUTS:
+        for block, kernel in BLOCKS:
+            config = {"kernel_block_size": kernel}
+            llm = make_llm(kv_cache_layout=layout, block_size=block, attention_config=config, **SMALL)
+            assert ids_of(llm, prompts) == expected, (layout, block, kernel)
+            llm.close()
+
+
+@pytest.mark.parametrize("layout", KV_CACHE_LAYOUTS)
+def test_octavo_tiny_on_the_reference_backend(make_llm: Make, held_out_prompts: list[str], layout: str) -> None:
+    prompts = sorted(held_out_prompts, key=len)[:2]
+    expected = ids_of(make_llm(), prompts)
+    for block, kernel in ((16, 16), (128, 32)):
+        config = {"backend": "reference", "kernel_block_size": kernel}
+        llm = make_llm(kv_cache_layout=layout, block_size=block, attention_config=config, **SMALL)
+        assert ids_of(llm, prompts) == expected, (layout, block, kernel)
+        llm.close()
+
+
+def test_two_groups_everywhere(make_llm: Make, two_groups: dict[str, Any]) -> None:
+    """A second round finds its prefixes in the cache, in both groups, and blocks pass from one group to the other."""
+    expected = ids_of(make_llm(attention_backend="reference", **two_groups, **SMALL), token_prompts())
+    assert len({tuple(ids) for ids in expected}) == len(expected)
+    for layout in KV_CACHE_LAYOUTS:
+        for block, kernel in BLOCKS:
+            config = {"kernel_block_size": kernel}
+            llm = make_llm(kv_cache_layout=layout, block_size=block, attention_config=config, **two_groups, **SMALL)
+            for _ in range(2):
+                assert ids_of(llm, token_prompts()) == expected, (layout, block, kernel)
+            assert llm.engine.scheduler.kv.num_groups == 3  # one full, two sliding
+            llm.close()
+
+
+@pytest.mark.parametrize("layout", KV_CACHE_LAYOUTS)
+def test_B2_9_a_backend_that_only_takes_64_gets_64(
+    make_llm: Make, held_out_prompts: list[str], example_on_path: str, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of 128 for the scheduler, 64 for the kernel: nobody else has to know."""
+    prompts = sorted(held_out_prompts, key=len)[-3:]
+    expected = ids_of(make_llm(), prompts)
+    llm = make_llm(block_size=128, kv_cache_layout=layout, attention_config={"backend": example_on_path}, **SMALL)
+    assert llm.engine.scheduler.kv.block_size == 128
+    from example_backend import LoopBackend
+
+    seen = []
+    prepare = LoopBackend.prepare
+    monkeypatch.setattr(
+        LoopBackend, "prepare", lambda self, inputs: (seen.append(inputs.block_size), prepare(self, inputs))
+    )
+    assert ids_of(llm, prompts) == expected
+    assert set(seen) == {64}
+
+
+@pytest.mark.parametrize(("wish", "layout"), [(None, "LBHNC"), ("NHD", "LBNHC"), ("HND", "LBHNC"), ("BLNHC", "BLNHC")])
+def test_a_wish_for_a_layout_is_met(make_llm: Make, wish: str | None, layout: str) -> None:
+    settings = {} if wish is None else {"kv_cache_layout": wish}
+    assert pool_of(make_llm(**settings, **SMALL)).layout.name == layout
+
+
+def test_a_layout_that_the_backend_does_not_take_is_refused(
+    make_llm: Make, example_on_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from example_backend import LoopBackend
+
+    monkeypatch.setattr(LoopBackend, "capability", dataclasses.replace(LoopBackend.capability, layouts=("LBNHC",)))
+    fields = {"block_size": 128, "attention_config": {"backend": example_on_path}, **SMALL}
+    assert pool_of(make_llm(**fields)).layout.name == "LBNHC"
+    with pytest.raises(ValueError, match=r"kv_cache_layout=BLHNC does not satisfy.*LoopBackend: LBNHC"):
+        make_llm(kv_cache_layout="BLHNC", **fields)
+
+
+def test_a_backend_of_another_block_size_is_refused(make_llm: Make, example_on_path: str) -> None:
+    with pytest.raises(ValueError, match=r"No common block size for 16 \(example_backend:LoopBackend: \[64\]\)"):
+        make_llm(block_size=16, attention_config={"backend": example_on_path})
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"attention_config": {"kernel_block_size": 48}, "block_size": 128}, "must divide block_size=128"),
+        ({"attention_config": {"kernel_block_size": "64"}}, "whole number"),
+        ({"attention_config": {"kernel_block_size": 0}}, "whole number"),
+        ({"kv_cache_layout": "NHDX"}, "must be one of LBHNC"),
+    ],
+)
+def test_a_wish_that_cannot_be_met_is_refused(make_llm: Make, fields: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        make_llm(**fields)
+
+
+def pool_of(llm: LLM) -> Any:
+    return llm.engine.runner._pool
+
+
+@pytest.mark.parametrize("layout", KV_CACHE_LAYOUTS)
+def test_INV_6_freed_blocks_full_of_nan_change_nothing(make_llm: Make, two_groups: dict[str, Any], layout: str) -> None:
+    config = {"kernel_block_size": 16}
+    fields = {**two_groups, **SMALL, "block_size": 32, "kv_cache_layout": layout, "attention_config": config}
+    llm = make_llm(enable_prefix_caching=False, **fields)
+    expected = ids_of(llm, token_prompts())
+    pool_of(llm).buffer.fill_(float("nan"))
+    assert ids_of(llm, token_prompts()) == expected
+    assert not pool_of(llm).buffer.isnan().all()
+
+
+@pytest.mark.parametrize("layout", KV_CACHE_LAYOUTS)
+def test_2_16_fresh_blocks_are_zeroed_before_they_are_used(
+    make_llm: Make, two_groups: dict[str, Any], layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every byte of a block that was handed out is a token's or zero; what nobody held keeps its poison."""
+
+    def zeroed(*args: Any) -> tuple[CacheGroup, ...]:
+        return tuple(dataclasses.replace(group, zero_fresh_blocks=True) for group in make_groups(*args))
+
+    monkeypatch.setattr("octavo.start.make_groups", zeroed)
+    llm = make_llm(block_size=32, kv_cache_layout=layout, enable_prefix_caching=False, **two_groups, **SMALL)
+    pool = pool_of(llm)
+    pool.buffer.fill_(float("nan"))
+    handed_out: set[int] = set()
+    zero = pool.zero_blocks
+    monkeypatch.setattr(pool, "zero_blocks", lambda ids: (handed_out.update(ids), zero(ids)))
+    ids_of(llm, token_prompts())
+    assert handed_out
+    for block in range(pool.shape.num_blocks):
+        assert pool.pages[:, block].isnan().any().item() is (block not in handed_out)

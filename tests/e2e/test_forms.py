@@ -1,0 +1,117 @@
+"""Structured outputs on the bundled model: every output has its form, in every setting the same one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from form_corpus import forms, satisfies
+from octavo import LLM, SamplingParams
+from octavo.sampling_params import ParameterError, StructuredOutputsParams
+from settings_matrix import SETTINGS
+
+FORMS = forms()
+PROMPT = "def parse(text):\n    "
+MAX_TOKENS = 100
+
+
+def _params(form: dict[str, Any] | None, **options: Any) -> SamplingParams:
+    structured = StructuredOutputsParams(**form) if form else None
+    return SamplingParams(**{"max_tokens": MAX_TOKENS, "structured_outputs": structured, **options})
+
+
+@pytest.fixture(scope="module")
+def llm() -> Any:
+    with LLM(dtype="float32") as made:
+        yield made
+
+
+def test_there_are_enough_forms() -> None:
+    assert len(FORMS) >= 50
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0}, {"seed": 3, "n": 3}], ids=["greedy", "sampled"])
+def test_every_output_has_its_form(llm: LLM, options: dict[str, Any]) -> None:
+    params = [_params(form, **options) for form in FORMS.values()]
+    for (name, form), output in zip(FORMS.items(), llm.generate([PROMPT] * len(params), params), strict=True):
+        for completion in output.outputs:
+            assert completion.finish_reason == "stop", (name, completion)
+            assert satisfies(form, completion.text), (name, completion.text)
+
+
+def test_a_wrong_text_would_be_noticed() -> None:
+    for name, form in FORMS.items():
+        assert not satisfies(form, "\x00 no such text"), name
+
+
+def _requests() -> tuple[list[str], list[SamplingParams]]:
+    """Every form, and some whose outputs are long enough to outgrow a small pool."""
+    long = [{"regex": f"([a-z]{{1,9}} ){{{50 + index}}}"} for index in range(8)]
+    params = [
+        _params(form, seed=index, max_tokens=150, repetition_penalty=1.1, presence_penalty=0.3)
+        for index, form in enumerate([*long, *FORMS.values()])
+    ]
+    return [PROMPT * 3 + str(index) for index in range(len(params))], params
+
+
+@pytest.fixture(scope="module")
+def alone(llm: LLM) -> list[list[int]]:
+    return [list(llm.generate(prompt, own)[0].outputs[0].token_ids) for prompt, own in zip(*_requests(), strict=True)]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_setting_gives_the_same_tokens(make_llm: Any, alone: list[list[int]], name: str) -> None:
+    """Batches, chunks, preemption, a step in flight: the matcher follows."""
+    llm = make_llm(**SETTINGS[name])
+    assert [list(output.outputs[0].token_ids) for output in llm.generate(*_requests())] == alone
+    if "small pool" in name:
+        assert llm.engine.scheduler.num_preemptions > 0
+
+
+def test_neighbours_keep_their_bits(llm: LLM) -> None:
+    plain = [_params(None, seed=index, logprobs=2, max_tokens=12) for index in range(4)]
+    prompts = [PROMPT + str(index) for index in range(8)]
+    expected = [output.outputs[0] for output in llm.generate(prompts[:4], plain)]
+    structured = [_params(form, seed=1, max_tokens=12) for form in list(FORMS.values())[:4]]
+    mixed = [params for pair in zip(plain, structured, strict=True) for params in pair]
+    order = [prompt for pair in zip(prompts[:4], prompts[4:], strict=True) for prompt in pair]
+    found = [output.outputs[0] for output in llm.generate(order, mixed)][::2]
+    assert [(c.token_ids, c.logprobs) for c in found] == [(c.token_ids, c.logprobs) for c in expected]
+
+
+def test_any_json_object_ends_or_meets_its_limit(llm: LLM) -> None:
+    params = _params({"json_object": True}, seed=5, n=8, max_tokens=64)
+    for completion in llm.generate(PROMPT, params)[0].outputs:
+        assert completion.text.startswith("{")
+        assert completion.finish_reason in ("stop", "length")
+
+
+def test_a_form_of_nothing_stops_at_once(llm: LLM) -> None:
+    completion = llm.generate(PROMPT, _params({"grammar": 'start: ""'}))[0].outputs[0]
+    assert (completion.text, completion.finish_reason, len(completion.token_ids)) == ("", "stop", 1)
+
+
+def test_ignore_eos_does_not_outlive_a_complete_form(llm: LLM) -> None:
+    completion = llm.generate(PROMPT, _params({"choice": ["def"]}, ignore_eos=True))[0].outputs[0]
+    assert (completion.text, completion.finish_reason) == ("def", "stop")
+
+
+@pytest.mark.parametrize("options", [{"min_tokens": 50}, {"allowed_token_ids": [5]}], ids=["min_tokens", "allowed"])
+def test_contradictory_wishes_fail_alone_and_at_once(llm: LLM, options: dict[str, Any]) -> None:
+    outputs = llm.generate([PROMPT] * 2, [_params({"choice": ["def"]}, **options), _params({"choice": ["def"]})])
+    failed = outputs[0].outputs[0]
+    assert (failed.finish_reason, failed.stop_reason) == ("error", "no_token_allowed")
+    assert outputs[1].outputs[0].text == "def"
+
+
+@pytest.mark.parametrize("form", [{"regex": "("}, {"grammar": "start: nothing"}, {"json": {"not": {}}}])
+def test_a_form_that_cannot_be_compiled_is_refused_before_anything_runs(llm: LLM, form: dict[str, Any]) -> None:
+    with pytest.raises(ParameterError, match="structured_outputs"):
+        llm.generate([PROMPT] * 2, [_params(None), _params(form)])
+    assert not llm.engine.has_unfinished
+
+
+def test_log_probabilities_are_of_the_model_not_of_the_mask(llm: LLM) -> None:
+    entry = llm.generate(PROMPT, _params({"choice": ["zzz"]}, temperature=0, logprobs=3))[0].outputs[0].logprobs[0]
+    assert len(entry) == 4 and max(p.rank for p in entry.values()) > 4

@@ -1,0 +1,269 @@
+"""The routes that generate nothing, and what surrounds those that do: health, drain, clients that leave, logs."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import struct
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import octavo
+from octavo.serve.settings import ServeConfig
+from octavo.serve.state import STEP_DEADLINE, ServeState
+from server_rig import SRC, RunningServer, StartServer
+
+LONG = {"model": "octavo-tiny", "prompt": "say it again", "max_tokens": 2000, "ignore_eos": True}
+
+
+def paced(start_server: StartServer, *argv: str, seconds: float = 0.05) -> RunningServer:
+    """The scripted engine with steps that take some time."""
+    path = os.pathsep.join([str(SRC), str(Path(__file__).parent)])
+    return start_server(*argv, scripted="paced_engine", env={"PACE": str(seconds), "PYTHONPATH": path})
+
+
+def wait_for(condition: Any, seconds: float = 5) -> float:
+    """Seconds until `condition()` holds."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < seconds
+        time.sleep(0.01)
+    return time.monotonic() - began
+
+
+def metric(server: RunningServer, name: str) -> float:
+    """A value of /metrics without labels but the usual."""
+    for line in server.get("/metrics").body.decode().splitlines():
+        if line.startswith((f"{name}{{", f"{name} ")):
+            return float(line.split()[-1])
+    raise AssertionError(f"no {name}")
+
+
+def test_models(server: RunningServer) -> None:
+    (card,) = server.get("/v1/models").json()["data"]
+    assert (card["id"], card["object"], card["max_model_len"]) == ("octavo-tiny", "model", 2048)
+    assert server.get("/v1/models/octavo-tiny").json() == card
+    reply = server.get("/v1/models/gpt-4")
+    assert (reply.status, reply.json()["error"]["code"]) == (404, "model_not_found")
+
+
+def test_small_routes(server: RunningServer) -> None:
+    assert (server.get("/health").status, server.get("/health").body) == (200, b"")
+    assert server.get("/ready").json() == {"status": "ready"}
+    assert server.get("/version").json() == {"version": octavo.__version__}
+    assert server.get("/load").json() == {"server_load": 0}
+    assert server.get("/metrics").headers["content-type"].startswith("text/plain")
+    assert metric(server, "vllm:num_requests_running") == 0
+
+
+def test_tokenizer_routes(server: RunningServer) -> None:
+    made = server.post("/tokenize", {"prompt": "hello world", "return_token_strs": True}).json()
+    assert made["count"] == len(made["tokens"]) == len(made["token_strs"]) and made["max_model_len"] == 2048
+    assert "".join(made["token_strs"]) == "hello world"
+    assert server.post("/detokenize", {"tokens": made["tokens"]}).json() == {"prompt": "hello world"}
+    info = server.get("/tokenizer_info").json()
+    assert info["eos_token"] == "<|endoftext|>" and {"bos_token", "pad_token", "chat_template"} <= set(info)
+
+
+def test_the_page_may_be_left_out(scripted_server: RunningServer, start_server: StartServer) -> None:
+    reply = scripted_server.get("/")
+    assert reply.status == 200 and reply.headers["content-type"] == "text/html; charset=utf-8"
+    assert "default-src 'none'" in reply.headers["content-security-policy"]
+    assert start_server("--disable-page").get("/").status == 404
+
+
+def test_the_prefix_cache_is_reset_when_nothing_runs(start_server: StartServer) -> None:
+    server = paced(start_server)
+    assert server.post("/reset_prefix_cache", {}).status == 200
+    with Client(server, LONG | {"stream": True}) as client:
+        client.read_event()
+        reply = server.post("/reset_prefix_cache", {})
+        assert (reply.status, reply.json()["error"]["code"]) == (409, "busy")
+
+
+class Client:
+    """A request whose answer is read bit by bit, or not at all."""
+
+    def __init__(self, server: RunningServer, body: Any, path: str = "/v1/completions") -> None:
+        self.connection = http.client.HTTPConnection(server.host, server.port, timeout=30)
+        self.connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        self.response: http.client.HTTPResponse | None = None
+
+    def read_event(self) -> str:
+        if self.response is None:
+            self.response = self.connection.getresponse()
+        line = self.response.readline().decode().strip()
+        while line == "" and not self.response.isclosed():
+            line = self.response.readline().decode().strip()
+        return line
+
+    def leave(self) -> None:
+        """With a reset, as a process that dies."""
+        if self.connection.sock is not None:
+            self.connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        if self.response is not None:
+            self.response.close()
+        self.connection.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_ends_its_request(start_server: StartServer, stream: bool) -> None:
+    server = paced(start_server, "--log-level", "info")
+    with Client(server, LONG | {"stream": stream, "n": 2, "prompt": ["a", "b"]}) as client:
+        if stream:
+            client.read_event()
+        wait_for(lambda: server.get("/load").json() == {"server_load": 1})
+        wait_for(lambda: metric(server, "vllm:num_requests_running") == 4)
+    assert wait_for(lambda: server.get("/load").json() == {"server_load": 0}) < 1
+    wait_for(lambda: metric(server, "vllm:num_requests_running") == 0, 2)
+    assert metric(server, "vllm:kv_cache_usage_perc") == 0
+    assert "status=499" in server.stderr()
+
+
+def test_a_client_that_leaves_with_a_second_request_in_the_pipe(start_server: StartServer) -> None:
+    server = paced(start_server)
+    body = json.dumps(LONG).encode()
+    one = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+        % len(body)
+    )
+    with socket.create_connection((server.host, server.port)) as connection:
+        connection.sendall((one + body) * 2)
+        wait_for(lambda: server.get("/load").json() == {"server_load": 1})
+    wait_for(lambda: server.get("/load").json() == {"server_load": 0}, 2)
+    wait_for(lambda: metric(server, "vllm:num_requests_running") == 0, 2)
+
+
+def test_an_idle_stream_shows_life(start_server: StartServer) -> None:
+    server = paced(start_server, "--keep-alive-interval", "0.1", seconds=1.0)
+    with Client(server, LONG | {"stream": True}) as client:
+        lines = [client.read_event() for _ in range(3)]
+        assert ": keep-alive" in lines
+        while not lines[-1].startswith("data: "):
+            lines.append(client.read_event())
+        assert json.loads(lines[-1][6:])["choices"][0]["text"]
+
+
+def test_a_request_may_live_so_long(start_server: StartServer) -> None:
+    server = paced(start_server, "--request-timeout", "0.4")
+    reply = server.post("/v1/completions", LONG)
+    assert (reply.status, reply.json()["error"]["code"]) == (504, "timeout")
+    events = server.post("/v1/completions", LONG | {"stream": True}).events()
+    assert events[-1]["error"]["code"] == "timeout" and "[DONE]" not in events and len(events) > 2
+
+
+def test_a_full_queue_says_when_to_come_back(start_server: StartServer) -> None:
+    server = paced(start_server, "--max-num-seqs", "1", "--max-num-queued-reqs", "2")
+    clients = [Client(server, LONG) for _ in range(3)]
+    try:
+        wait_for(lambda: server.get("/load").json() == {"server_load": 3})
+        reply = server.post("/v1/completions", LONG)
+        assert (reply.status, reply.json()["error"]["code"]) == (503, "overloaded")
+        assert int(reply.headers["retry-after"]) >= 1
+        assert server.get("/health").status == 200
+        some = server.post("/v1/completions", LONG | {"prompt": ["a", "b"]})
+        assert some.status == 503 and server.get("/load").json() == {"server_load": 3}
+    finally:
+        for client in clients:
+            client.leave()
+    wait_for(lambda: metric(server, "vllm:num_requests_running") == 0)
+    assert server.post("/v1/completions", LONG | {"max_tokens": 1}).status == 200
+
+
+def test_sigterm_lets_requests_end(start_server: StartServer) -> None:
+    """The running one ends by itself, a new one is refused, the exit code is 0."""
+    server = paced(start_server)
+    replies = []
+    body = LONG | {"max_tokens": 20}
+    thread = threading.Thread(target=lambda: replies.append(server.post("/v1/completions", body)))
+    thread.start()
+    wait_for(lambda: server.get("/load").json() == {"server_load": 1})
+    server.process.send_signal(signal.SIGTERM)
+    assert wait_for(lambda: server.get("/ready").status == 503) < 1
+    refused = server.post("/v1/completions", body)
+    assert (refused.status, refused.json()["error"]["code"]) == (503, "draining")
+    assert refused.headers["connection"] == "close"
+    thread.join()
+    assert replies[0].status == 200 and replies[0].json()["usage"]["completion_tokens"] == 20
+    assert server.process.wait(10) == 0
+
+
+def test_a_drain_has_an_end_and_a_second_signal_is_at_once(start_server: StartServer) -> None:
+    server = paced(start_server, "--drain-seconds", "0.3")
+    with Client(server, LONG | {"stream": True}) as client:
+        client.read_event()
+        server.process.send_signal(signal.SIGTERM)
+        lines = [client.read_event()]
+        while "error" not in lines[-1]:
+            lines.append(client.read_event())
+        assert json.loads(lines[-1][6:])["error"]["code"] == "draining"
+        assert server.process.wait(10) == 0
+    impatient = paced(start_server, "--drain-seconds", "60")
+    with Client(impatient, LONG | {"stream": True}) as client:
+        client.read_event()
+        impatient.process.send_signal(signal.SIGINT)
+        wait_for(lambda: impatient.get("/ready").status == 503)
+        began = time.monotonic()
+        impatient.process.send_signal(signal.SIGINT)
+        assert impatient.process.wait(10) == 0 and time.monotonic() - began < 4
+
+
+def test_health_is_progress() -> None:
+    """A busy engine whose steps do not follow each other is not healthy, an idle one is; silence is not."""
+    state = object.__new__(ServeState)
+    state._last_steps = (-1, 0.0)
+    stats = {"num_steps": 5.0, "num_running": 0.0, "num_waiting": 0.0}
+    engine = SimpleNamespace(state="ready", last_heartbeat_age=0.1, stats=stats)
+    state.engine = engine  # type: ignore[assignment]
+    assert state.healthy
+    stats["num_running"] = 1.0
+    assert state.healthy
+    state._last_steps = (5, time.monotonic() - STEP_DEADLINE - 1)
+    assert not state.healthy
+    stats["num_steps"] = 6.0
+    assert state.healthy
+    state._last_steps = (6, time.monotonic() - STEP_DEADLINE - 1)
+    stats["num_running"] = 0.0
+    assert state.healthy
+    engine.last_heartbeat_age = 3.0
+    assert not state.healthy
+    engine.last_heartbeat_age, engine.state = 0.1, "restarting"
+    assert not state.healthy
+
+
+def test_logs_are_json_lines_without_prompts(start_server: StartServer) -> None:
+    server = start_server("--log-format", "json", "--log-level", "debug")
+    canary = "canary-7f3a"
+    body = {"model": "octavo-tiny", "prompt": canary, "max_tokens": 2, "stop": [canary], "cache_salt": canary}
+    server.post("/v1/completions", body, headers={"X-Request-Id": "mine-1"})
+    server.post("/v1/completions", body | {"temperature": 9, canary: 1})
+    server.post(f"/{canary}", {})
+    wait_for(lambda: server.stderr().count("status") >= 3)
+    entries = [json.loads(line) for line in server.stderr().splitlines()]
+    (entry,) = [entry for entry in entries if entry.get("request_id") == "mine-1"]
+    assert entry["status"] == 200 and entry["route"] == "/v1/completions" and entry["output_tokens"] == 2
+    assert {"time", "level", "ms", "client", "method"} <= set(entry)
+    assert canary not in server.stderr()
+
+
+def test_a_unix_socket_is_its_owners(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    config = ServeConfig(uds=str(path))
+    from octavo.serve.server import listen
+
+    with listen(config):
+        assert path.stat().st_mode & 0o777 == 0o600

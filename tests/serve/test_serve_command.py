@@ -1,0 +1,101 @@
+"""`octavo serve`: what it refuses to start with, in one line and with exit code 2, and what it starts with."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from octavo.serve.settings import ServeConfig, load_both
+from octavo.settings import ConfigError
+from server_rig import SRC, RunningServer, StartServer
+
+
+def refuse(*argv: str) -> str:
+    """The one line of a start that is refused."""
+    result = subprocess.run(
+        [sys.executable, "-m", "octavo", "serve", *argv],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        env={"PYTHONPATH": str(SRC), "PATH": os.environ["PATH"]},
+    )
+    assert result.returncode == 2, result.stderr
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("octavo: error: "), result.stderr
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    "argv, wanted",
+    [
+        (["--prot", "1"], "did you mean --port"),
+        (["--port", "1", "--port", "2"], "given twice"),
+        (["--port", "65536"], "from 0 to 65535"),
+        (["--port", "x"], "whole number"),
+        (["--drain-seconds", "0"], "greater than 0"),
+        (["--log-format", "xml"], "text, json"),
+        (["octavo-tiny", "octavo-tiny"], "one model"),
+        (["octavo-tiny", "--model", "octavo-tiny"], "one model"),
+        (["--port", "0", "--max-model-len", "1000000"], "positions"),
+        (["--block-size", "24"], "power of two"),
+        (["--tool-call-parser", "no-such"], "tool_call_parser"),
+        (["--chat-template", "/no/such/file"], "cannot be read"),
+        (["no-such-model-anywhere/x"], "no-such-model-anywhere"),
+        (["--host", "no.such.host.invalid"], "no.such.host.invalid"),
+    ],
+)
+def test_refused_starts(argv: list[str], wanted: str) -> None:
+    assert wanted in refuse(*argv)
+
+
+def test_a_port_that_is_taken() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert "Address already in use" in refuse("--port", str(taken.getsockname()[1]))
+
+
+def test_yaml_holds_settings_of_both(tmp_path: Path, start_server: StartServer) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text("max-model-len: 512\nserved-model-name: tiny\nmax_prompts: 1\n")
+    server = start_server("--config", str(path), "--max-prompts", "3")
+    card = server.get("/v1/models").json()["data"][0]
+    assert (card["id"], card["max_model_len"]) == ("tiny", 512)
+    assert server.post("/v1/completions", {"model": "tiny", "prompt": ["a"] * 3, "max_tokens": 1}).status == 200
+    path.write_text("max_prompt: 1\n")
+    assert "did you mean max_prompts" in refuse("--config", str(path))
+    path.write_text("port: !!python/object:os.system 1\n")
+    assert "tags" in refuse("--config", str(path))
+
+
+def test_settings_come_in_layers(tmp_path: Path) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text("port: 1\ndrain_seconds: 2\n")
+    environ = {"OCTAVO_API_KEY": "k" * 16}
+    _, serve = load_both({}, {"port": "3"}, path, environ)
+    assert (serve.port, serve.drain_seconds, serve.has_key) == (3, 2.0, True)
+    assert "kkk" not in repr(serve)
+    with pytest.raises(ConfigError, match="hidden") as refusal:
+        load_both({}, {}, None, {"OCTAVO_API_KEY": "short-secret"})
+    assert "short-secret" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("host, fine", [("127.0.0.1", True), ("::1", True), ("localhost", True), ("192.0.2.1", False)])
+def test_only_loopback_needs_no_key(host: str, fine: bool) -> None:
+    ServeConfig(host=host, insecure_no_auth=True)
+    ServeConfig(host=host, api_key="k" * 16)
+    if fine:
+        ServeConfig(host=host)
+    else:
+        with pytest.raises(ConfigError, match="insecure"):
+            ServeConfig(host=host)
+
+
+def test_unknown_variables_of_the_environment_are_told() -> None:
+    with RunningServer(scripted=True, env={"OCTAVO_PROT": "1"}) as server:
+        assert "unknown setting OCTAVO_PROT" in server.stderr()

@@ -1,0 +1,218 @@
+"""The jail that tries foreign forms, and what clients' fields mean."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from octavo.grammar import Vocabulary
+from octavo.sampling_params import ParameterError, StructuredOutputsParams
+from octavo.serve.grammar import GrammarJail, from_request, from_response_format, from_tool_choice
+
+TOKENS = [b"<eos>", *(bytes([byte]) for byte in range(256)), b"ab", b'{"', b"true"]
+VOCABULARY = Vocabulary(TOKENS, [0], [0])
+SLOW = "start: A0\n" + "\n".join(f"A{n}: A{n + 1} A{n + 1}" for n in range(30)) + '\nA30: "x"'  # 0.4 s and more
+
+
+def _form(**fields: Any) -> StructuredOutputsParams:
+    return StructuredOutputsParams(**fields)
+
+
+def _with_jail(use: Callable[[GrammarJail], Coroutine[Any, Any, None]], **options: Any) -> None:
+    async def run() -> None:
+        jail = GrammarJail(VOCABULARY, len(TOKENS), [0], **options)
+        try:
+            await use(jail)
+        finally:
+            pids = [child.process.pid for child in jail._children]
+            await jail.close()
+            assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+async def _error(jail: GrammarJail, form: StructuredOutputsParams) -> ParameterError | None:
+    try:
+        await jail.check_structured(form)
+    except ParameterError as error:
+        return error
+    return None
+
+
+def test_good_forms_pass_and_one_child_serves_them() -> None:
+    async def use(jail: GrammarJail) -> None:
+        await jail.check_structured(None)
+        assert not jail._children
+        for form in (_form(choice=["a"]), _form(regex="a+"), _form(json={}), _form(grammar='start: "a"')):
+            await jail.check_structured(form)
+        assert len(jail._children) == 1 and jail.num_killed == 0
+
+    _with_jail(use)
+
+
+HOSTILE: list[tuple[dict[str, Any], str]] = [
+    ({"json": {"not": {}}}, "unsupported"),
+    ({"json": {"$ref": "#"}}, "schema_invalid"),
+    ({"json": {"allOf": [{"anyOf": [{"properties": {f"p{i}_{j}": {"type": "string"}}} for j in range(6)]}
+                         for i in range(12)]}}, "schema_too_complex"),
+    ({"regex": "(?<=a)b"}, "unsupported"),
+    ({"regex": "("}, "regex_invalid"),
+    ({"regex": "(" * 30_000 + ")" * 30_000}, "schema_too_complex"),
+    ({"grammar": "start: start"}, "grammar_invalid"),
+    ({"grammar": "start: nothing"}, "grammar_invalid"),
+    ({"grammar": "root ::= " + "(" * 30_000 + '"a"' + ")" * 30_000}, "schema_too_complex"),
+    ({"grammar": SLOW}, "schema_too_complex"),
+]  # fmt: skip
+
+
+def test_hostile_forms_are_answered_in_time_and_the_jail_goes_on() -> None:
+    async def use(jail: GrammarJail) -> None:
+        for fields, code in HOSTILE:
+            began = time.monotonic()
+            error = await _error(jail, _form(**fields))
+            assert error is not None and error.code == code, (fields, error)
+            assert time.monotonic() - began < 5 and len(str(error)) <= 300
+        for regex in ("(a+)+$", "(ab){1,1000000}", "((a{1,1000}){1,1000}){1,1000}", "a" * 65_000):
+            began = time.monotonic()
+            await jail.check_structured(_form(regex=regex))
+            assert time.monotonic() - began < 5
+
+    _with_jail(use)
+
+
+def test_a_child_that_takes_too_long_is_killed_and_replaced() -> None:
+    async def use(jail: GrammarJail) -> None:
+        await jail.check_structured(_form(choice=["a"]))
+        (child,) = jail._children
+        began = time.monotonic()
+        error = await _error(jail, _form(grammar=SLOW))
+        assert error is not None and error.code == "schema_too_complex" and "0.05 s" in str(error)
+        assert time.monotonic() - began < 1
+        assert jail.num_killed == 1 and not Path(f"/proc/{child.process.pid}").exists()
+        assert await _error(jail, _form(grammar=SLOW)) is not None
+        assert jail.num_killed == 1  # the verdict is kept
+        await jail.check_structured(_form(choice=["b"]))
+
+    _with_jail(use, seconds=0.05)
+
+
+def test_a_child_that_takes_too_much_memory_answers_for_it() -> None:
+    async def use(jail: GrammarJail) -> None:
+        error = await _error(jail, _form(json={"enum": [f"{number:060}" for number in range(1000)]}))
+        assert error is not None and error.code == "schema_too_complex"
+        assert "memory" in str(error)
+
+    _with_jail(use, memory_bytes=1 << 20)
+
+
+def test_a_child_that_dies_is_replaced() -> None:
+    async def use(jail: GrammarJail) -> None:
+        await jail.check_structured(_form(choice=["a"]))
+        (child,) = jail._children
+        os.kill(child.process.pid, signal.SIGKILL)
+        await _error(jail, _form(choice=["b"]))
+        await jail.check_structured(_form(choice=["c"]))
+
+    _with_jail(use)
+
+
+def test_a_child_has_limits_and_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OCTAVO_API_KEY", "a-secret-key")
+
+    async def use(jail: GrammarJail) -> None:
+        await jail.check_structured(_form(choice=["a"]))
+        (child,) = jail._children
+        folder = Path(f"/proc/{child.process.pid}")
+        limits = (folder / "limits").read_text()
+        assert re.search(rf"Max address space +{1 << 30} +{1 << 30} ", limits)
+        assert re.search(r"Max open files +16 +16 ", limits) and re.search(r"Max cpu time +\d+ ", limits)
+        assert b"a-secret-key" not in (folder / "environ").read_bytes()
+        maps = (folder / "maps").read_text()
+        assert "libtorch" not in maps
+
+    _with_jail(use)
+
+
+def test_many_at_once_share_children_and_answers() -> None:
+    async def use(jail: GrammarJail) -> None:
+        forms = [_form(regex=f"a{{{number % 10}}}") for number in range(200)]
+        await asyncio.gather(*(jail.check_structured(form) for form in forms))
+        assert len(jail._children) == 2 and len(jail._verdicts) == 10
+
+    _with_jail(use)
+
+
+def test_a_client_that_leaves_takes_nothing_along() -> None:
+    async def use(jail: GrammarJail) -> None:
+        await jail.check_structured(_form(choice=["a"]))
+        leaving = asyncio.create_task(jail.check_structured(_form(grammar=SLOW)))
+        staying = asyncio.create_task(_error(jail, _form(grammar=SLOW)))
+        await asyncio.sleep(0.05)
+        leaving.cancel()
+        error = await staying
+        assert error is not None and error.code == "schema_too_complex"
+        assert jail.num_killed == 0
+
+    _with_jail(use)
+
+
+def test_response_formats() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    whole = {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": schema}}
+    assert from_response_format(None) is from_response_format({"type": "text"}) is None
+    assert from_response_format({"type": "json_object"}) == _form(json_object=True)
+    assert from_response_format(whole) == _form(json=schema)
+    assert from_response_format({"type": "json_schema", "name": "n", "schema": schema}) == _form(json=schema)
+    assert from_response_format({"type": "json_schema", "json_schema": {"name": "n"}}) == _form(json_object=True)
+    assert from_request(None, {"regex": "a"}) == _form(regex="a")
+    assert from_request({"type": "text"}, {"regex": "a"}) == _form(regex="a")
+    assert from_request(whole, None) == _form(json=schema)
+
+
+@pytest.mark.parametrize(
+    ("response_format", "structured", "field", "code"),
+    [
+        ("json", None, "response_format", "invalid_type"),
+        ({}, None, "response_format.type", "invalid_value"),
+        ({"type": "xml"}, None, "response_format.type", "invalid_value"),
+        ({"type": "json_schema"}, None, "response_format.json_schema", "invalid_type"),
+        ({"type": "json_schema", "json_schema": {"schema": "x"}}, None, "response_format.json_schema.schema",
+         "invalid_type"),
+        ({"type": "json_object"}, {"regex": "a"}, "structured_outputs", "conflicting"),
+        (None, {"regex": "a", "json": {}}, "structured_outputs", "conflicting"),
+        (None, "a", "structured_outputs", "invalid_type"),
+    ],
+)  # fmt: skip
+def test_bad_fields(response_format: Any, structured: Any, field: str, code: str) -> None:
+    with pytest.raises(ParameterError) as caught:
+        from_request(response_format, structured)
+    assert (caught.value.field, caught.value.code) == (field, code)
+
+
+def test_the_schema_of_required_calls_means_calls() -> None:
+    arguments = {"type": "object", "properties": {"x": {"$ref": "#/$defs/n"}}, "$defs": {"n": {"type": "integer"}}}
+    tools = [
+        {"type": "function", "function": {"name": "f", "parameters": arguments}},
+        {"type": "function", "function": {"name": "g"}},
+    ]
+    schema = json.loads(str(from_tool_choice(tools).json))
+    jsonschema.validate([{"name": "f", "arguments": {"x": 1}}, {"name": "g", "arguments": {}}], schema)
+    for bad in ([], [{"name": "h", "arguments": {}}], [{"name": "f", "arguments": {"x": "1"}}], {"name": "g"}):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(bad, schema)
+
+    async def use(jail: GrammarJail) -> None:
+        await jail.check_structured(from_tool_choice(tools))
+        await jail.check_structured(from_tool_choice(tools, "f"))
+
+    _with_jail(use)
