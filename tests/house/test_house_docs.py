@@ -13,6 +13,7 @@ import pytest
 from house import ROOT, SRC, defined_names, files, modules, tree
 from octavo.config import SETTINGS
 from octavo.flags import sampling_kinds
+from octavo.serve.settings import SERVE_SETTINGS
 from octavo.settings import flag_name
 
 DOCS = [ROOT / "README.md", *files(".md", under=("docs",))]
@@ -119,7 +120,7 @@ def _is_known(span: str) -> bool:
 
 @functools.cache
 def _flags() -> set[str]:
-    known = {flag_name(name) for name in (*SETTINGS, *sampling_kinds())}
+    known = {flag_name(name) for name in (*SETTINGS, *SERVE_SETTINGS, *sampling_kinds())}
     for module in ("cli", "terminal", "doctor", "flags", "benchmark"):
         for node in ast.walk(tree(SRC / "octavo" / f"{module}.py")):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"--[\w-]+", node.value):
