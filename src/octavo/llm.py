@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -100,7 +100,7 @@ class LLM:
 
     def stream(
         self, prompt: Prompt | Messages, sampling_params: SamplingParams | None = None
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput, None, None]:
         """Yield what is new as it comes (DELTA outputs). Closing the iterator aborts the request."""
         if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
             ready = self._ready_chat(prompt)

@@ -205,7 +205,7 @@ def _stream(
 ) -> tuple[str, bool]:
     """Print an answer as it comes. Returns it, and whether it came to its end."""
     pieces: list[str] = []
-    with _StopOnSigint() as stop, contextlib.closing(llm.stream(prompt, params)) as outputs:  # type: ignore[type-var]
+    with _StopOnSigint() as stop, contextlib.closing(llm.stream(prompt, params)) as outputs:
         phases = session.phases if session else Phases()
         with phases("first token"):
             first = next(outputs, None)

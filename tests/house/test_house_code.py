@@ -130,3 +130,9 @@ def test_settings_stay_few_and_explained() -> None:
 def test_the_licence_is_there() -> None:
     text = (ROOT / "LICENSE").read_text(encoding="utf-8")
     assert "Apache License" in text and "Version 2.0, January 2004" in text and "END OF TERMS AND CONDITIONS" in text
+
+
+def test_test_files_have_names_of_their_own() -> None:
+    """pytest imports them by basename, so two files of one name stop the whole run."""
+    names = [path.name for path in (ROOT / "tests").rglob("*.py") if path.name not in ("conftest.py", "__init__.py")]
+    assert sorted(names) == sorted(set(names))
