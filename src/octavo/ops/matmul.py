@@ -1,8 +1,8 @@
 """Dense products with packed weights: `linear` and what it needs.
 
-Owns the packed form of a weight (layout: native/panels.h), int8 quantization, and the canonical arithmetic of a
-product: every output is one chain `acc = fma(x[k], w[k], acc)` over k = 0..K-1 in float32, then the bias, then one
-rounding. It knows nothing of layers or checkpoints.
+Owns the packed form of a weight (layout: native/panels.h; on a GPU the plain [N, K] tensor), int8 quantization, and
+the canonical arithmetic of a product: every output is one chain `acc = fma(x[k], w[k], acc)` over k = 0..K-1 in
+float32 (on a GPU, `gpu.matmul` states it), then the bias, then one rounding. It knows nothing of layers or checkpoints.
 Invariant: a row's bits depend on that row and the weight only: not on the number of rows, threads or the processor's
 vector width. The eager twin keeps the same promise with its own bits (it sums in its library's order).
 """
@@ -45,8 +45,8 @@ class LinearWeight:
 
     n: int
     k: int
-    kind: str  # "float32" | "bfloat16" | "int8"
-    storage: Tensor  # uint8: panels (native); or float32 [n, k]: the exact values (eager)
+    kind: str  # "float32" | "bfloat16" | "int8", on a GPU also "float16"
+    storage: Tensor  # uint8: panels (native); or [n, k]: the exact values, float32 (eager) or of their kind (GPU)
     header: int = 0  # address of the C header, 0 for the eager form
     _keep: tuple[ctypes.Structure, ...] = field(default=(), repr=False)
 
@@ -62,12 +62,15 @@ def pack_linear(weight: Tensor, quantization: str | None = None) -> LinearWeight
     Without quantization bfloat16 stays bfloat16 and float32 float32; float16 becomes float32 (exact). "int8" is
     symmetric, one bfloat16 scale for 32 consecutive k of an output channel (8.5 bits a weight, the grain of
     llama.cpp's q8_0); a scale has 8 significant bits, so int8 times scale is exact in float32 and the product is
-    the same chain as for the other kinds. Raises ValueError for an unknown quantization.
+    the same chain as for the other kinds. On a GPU the weight is kept as it is, in its dtype and memory.
+    Raises ValueError for an unknown quantization, or one that the device has not.
     """
     if quantization is not None and quantization not in QUANTIZATIONS:
         raise ValueError(f"unknown quantization {quantization!r}: known are {', '.join(QUANTIZATIONS)}, or none")
     assert weight.dim() == 2, "a linear weight is [N, K]"
     n, k = weight.shape
+    if weight.is_cuda:
+        return _plain_gpu_weight(weight, quantization)
     if quantization == "int8":
         kind = "int8"
     else:
@@ -90,6 +93,12 @@ def pack_linear(weight: Tensor, quantization: str | None = None) -> LinearWeight
     return LinearWeight(n, k, kind, storage, ctypes.addressof(header), (header,))
 
 
+def _plain_gpu_weight(weight: Tensor, quantization: str | None) -> LinearWeight:
+    if quantization is not None:
+        raise ValueError(f"quantization {quantization!r} needs device 'cpu': on 'cuda' leave quantization out")
+    return LinearWeight(weight.shape[0], weight.shape[1], str(weight.dtype).removeprefix("torch."), weight.contiguous())
+
+
 def linear(
     x: Tensor,
     weight: LinearWeight,
@@ -99,10 +108,13 @@ def linear(
 ) -> Tensor:
     """`x @ weight.T + bias`: x [M, K] float32 or bfloat16, rows may be strided; bias [N] float32 -> [M, N].
 
-    The result has `out_dtype` (default: x's) and is new, or `out` where one is given (last stride 1).
+    On a GPU also float16; there x has the weight's dtype or float32. The result has `out_dtype` (default: x's) and is
+    new, or `out` where one is given (last stride 1).
     """
     lib = native.lib()
     if not (lib and weight.header):
+        if x.is_cuda:
+            return _linear_gpu(x, weight, bias, out_dtype, out)
         return linear_reference(x, weight, bias, out_dtype, out)
     m, k = x.shape
     assert k == weight.k, "x and the weight disagree on K"
@@ -117,6 +129,16 @@ def linear(
     return out
 
 
+def _linear_gpu(
+    x: Tensor, weight: LinearWeight, bias: Tensor | None, out_dtype: torch.dtype | None, out: Tensor | None
+) -> Tensor:
+    from octavo.ops.gpu import matmul  # needs triton
+
+    if out is None:
+        out = torch.empty((x.shape[0], weight.n), dtype=out_dtype or x.dtype, device=x.device)
+    return matmul.linear(x, weight.storage, bias, out)
+
+
 def linear_reference(
     x: Tensor,
     weight: LinearWeight,
@@ -126,16 +148,16 @@ def linear_reference(
 ) -> Tensor:
     """The eager twin of `linear`: float32 products of fixed blocks of rows, so the row count cannot choose a kernel.
 
-    Within 1e-5 of the native product relative to `|x| @ |w|.T`, not equal in bits.
+    Within 1e-5 of the product of the CPU's or the GPU's kernels relative to `|x| @ |w|.T`, not equal in bits.
     """
     m, k = x.shape
-    values = unpack(weight) if weight.header else weight.storage
+    values = unpack(weight)
     # MKL has other kernels for 1 and for 2 to 3 rows, also for a thread's part of the rows: 8 rows a thread avoid both.
     block_rows = max(16, 8 * torch.get_num_threads())
-    padded = torch.zeros((-(-m // block_rows) * block_rows, k))
+    padded = torch.zeros((-(-m // block_rows) * block_rows, k), device=x.device)
     padded[:m] = x
     blocks = [torch.mm(block, values.t()) for block in padded.split(block_rows)] if m else []
-    result = torch.cat(blocks)[:m] if blocks else torch.empty((0, weight.n))
+    result = torch.cat(blocks)[:m] if blocks else padded.new_empty((0, weight.n))
     if bias is not None:
         result = result + bias
     result = result.to(out_dtype or x.dtype)
@@ -145,7 +167,7 @@ def linear_reference(
 def unpack(weight: LinearWeight) -> Tensor:
     """The exact values [N, K] of a weight, float32 (for a bfloat16 or int8 kind too: both widen exactly)."""
     if not weight.header:
-        return weight.storage
+        return weight.storage.float()
     panels, n, k = weight.storage.shape[0], weight.n, weight.k
     if weight.kind == "float32":
         rows = weight.storage.view(torch.float32).view(panels, k, PANEL)

@@ -1,0 +1,77 @@
+"""The products on a CUDA device: against the eager twin, and a row's bits at every number of rows."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ops"))
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from matmul_rig import DTYPES, TILES, check_twin, distance, heavy_tailed
+from octavo.ops import matmul
+from octavo.ops.gpu.matmul import linear
+from octavo.ops.matmul import pack_linear
+
+pytestmark = pytest.mark.gpu
+BF16 = torch.bfloat16
+# (N, K) of a 0.6B and an 8B model: qkv, o, gate and up, down, head; and two that no tile divides.
+SHAPES = (
+    (4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (151936, 1024), (6144, 4096), (4096, 4096), (24576, 4096),
+    (4096, 12288), (151936, 4096), (1000, 328), (33, 72),
+)  # fmt: skip
+SIZES = (*range(1, 131), *(1 << power for power in range(8, 15)))
+
+
+def _row_bits(n: int, k: int, dtype: torch.dtype, sizes: tuple[int, ...], out_dtype: torch.dtype) -> None:
+    """At every size one row, at a random place among others, equals its product alone."""
+    weight = pack_linear(heavy_tailed(n, k, dtype=dtype, seed=1, device="cuda"))
+    x = heavy_tailed(max(sizes), k, dtype=dtype, seed=2, device="cuda")
+    row = heavy_tailed(1, k, dtype=dtype, seed=3, device="cuda")
+    alone = matmul.linear(row, weight, out_dtype=out_dtype)[0]
+    assert distance(matmul.linear(row, weight, out_dtype=torch.float32), row, weight.storage) < 1e-5
+    place, wrong = random.Random(n), []
+    for size in sizes:
+        start, index = place.randrange(max(sizes) - size + 1), place.randrange(size)
+        rows = x[start : start + size].clone()
+        rows[index] = row[0]
+        if not torch.equal(matmul.linear(rows, weight, out_dtype=out_dtype)[index], alone):
+            wrong.append(size)
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_row_bits_do_not_depend_on_the_rows_beside_it(n: int, k: int) -> None:
+    _row_bits(n, k, BF16, SIZES, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize(("n", "k"), SHAPES[:4])
+def test_row_bits_in_other_dtypes(n: int, k: int, dtype: torch.dtype) -> None:
+    _row_bits(n, k, dtype, (*range(1, 131, 3), 256, 1024, 2048), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tiles_and_instruction_families_do_not_move_bits(dtype: torch.dtype) -> None:
+    weight, x = (heavy_tailed(rows, 1024, dtype=dtype, seed=rows, device="cuda") for rows in (512, 130))
+    expected = linear(x, weight, None, torch.empty(130, 512, device="cuda"))
+    for tile in TILES:
+        assert torch.equal(linear(x, weight, None, torch.empty_like(expected), tile), expected), tile
+
+
+def test_equals_the_twin() -> None:
+    check_twin("cuda", DTYPES)
+
+
+def test_float32_products_are_not_rounded_to_tf32() -> None:
+    """The eager twin in float64 is within float32's error, far below tf32's."""
+    x, weight = (torch.randn(64, 1024, device="cuda") for _ in range(2))
+    y = linear(x, weight, None, torch.empty(64, 64, device="cuda"))
+    exact = x.double() @ weight.double().t()
+    assert ((y - exact).norm() / exact.norm()).item() < 1e-6

@@ -1,0 +1,83 @@
+"""What the tests of the GPU products share, and what Triton's interpreter checks: run as a program, it prints JSON of
+check name -> error text, empty if it holds.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+
+import torch
+from torch import Tensor
+
+from octavo.ops.gpu.matmul import Tile, linear
+from octavo.ops.matmul import LinearWeight, linear_reference
+
+TILES = (Tile(16, 16, 32, 1, 2), Tile(8, 64, 64, 4, 3, swap=True), Tile(64, 32, 16, 4, 2, group=2))
+INTERPRETED = (torch.float16, torch.float32)  # the interpreter multiplies bfloat16 as integers
+DTYPES = (*INTERPRETED, torch.bfloat16)
+
+
+def heavy_tailed(*shape: int, dtype: torch.dtype, seed: int, device: str = "cpu") -> Tensor:
+    """Signed values over 16 binades: a change of summation order shows."""
+    generator = torch.Generator(device).manual_seed(seed)
+    exponents = torch.empty(shape, device=device).uniform_(-8, 8, generator=generator)
+    return (torch.randn(shape, generator=generator, device=device) * torch.exp2(exponents)).to(dtype)
+
+
+def plain_weight(values: Tensor) -> LinearWeight:
+    return LinearWeight(*values.shape, str(values.dtype).removeprefix("torch."), values)
+
+
+def distance(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> float:
+    """The largest error of y, float32, against the eager twin, relative to the sum of absolute products."""
+    expected = linear_reference(x, plain_weight(weight), bias, torch.float32)
+    scale = x.float().abs() @ weight.float().abs().t() + (0 if bias is None else bias.abs())
+    return ((y - expected).abs() / scale.clamp(min=1e-30)).max().item()
+
+
+def check_twin(device: str = "cpu", dtypes: tuple[torch.dtype, ...] = INTERPRETED) -> None:
+    for dtype in dtypes:
+        for n, k in ((48, 64), (33, 40), (70, 176)):
+            weight, bias = heavy_tailed(n, k, dtype=dtype, seed=1, device=device), torch.randn(n, device=device)
+            wide = heavy_tailed(21, k + 5, dtype=dtype, seed=2, device=device)
+            for x in (wide[:, :k], wide[:3, 5:].contiguous(), wide[:1, :k]):
+                for tile in (None, *TILES):
+                    room = torch.full((x.shape[0], n + 7), 7.0, device=device)
+                    linear(x, weight, bias, room[:, :n], tile)
+                    assert distance(room[:, :n], x, weight, bias) < 1e-5, (dtype, n, k, tile)
+                    assert bool((room[:, n:] == 7.0).all()), "it wrote beyond the output"
+
+
+def check_float32_rows_read_a_narrower_weight() -> None:
+    x, weight = heavy_tailed(5, 64, dtype=torch.float32, seed=3), heavy_tailed(32, 64, dtype=torch.bfloat16, seed=4)
+    assert distance(linear(x, weight, None, torch.empty(5, 32)), x, weight) < 1e-5
+
+
+def check_the_result_is_rounded_once() -> None:
+    x, weight = (torch.randn(20, 64).half() for _ in range(2))
+    exact = linear(x, weight, None, torch.empty(20, 20))
+    assert torch.equal(linear(x, weight, None, torch.empty(20, 20, dtype=torch.float16)), exact.half())
+
+
+def check_no_rows() -> None:
+    assert linear(torch.empty(0, 64), torch.randn(32, 64), None, torch.empty(0, 32)).shape == (0, 32)
+
+
+CHECKS = {name: check for name, check in globals().items() if name.startswith("check_")}
+
+
+def main() -> None:
+    results = {}
+    for name, check in CHECKS.items():
+        try:
+            check()
+            results[name] = ""
+        except Exception:
+            results[name] = traceback.format_exc()
+    json.dump(results, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
