@@ -10,7 +10,7 @@ import torch
 
 from octavo.layers.base import Layer
 from octavo.layers.linear import Linear
-from octavo.ops.embedding import embed_rows
+from octavo.ops.embedding import embed_rows, gather_rows
 
 
 class OutputHead(Linear):
@@ -44,8 +44,7 @@ class Embedding(Layer):
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids [tokens] int64 -> [tokens, size]."""
-        rows = self.weight.index_select(0, input_ids).to(self._dtype)
-        return rows if self._scale == 1.0 else rows.mul_(self._scale)
+        return gather_rows(input_ids, self.weight, self._dtype, self._scale)
 
 
 class TiedEmbedding(Layer):
@@ -62,5 +61,4 @@ class TiedEmbedding(Layer):
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids [tokens] int64 -> [tokens, size]."""
-        rows = embed_rows(input_ids, self.head.packed, self._dtype)
-        return rows if self._scale == 1.0 else rows.mul_(self._scale)
+        return embed_rows(input_ids, self.head.packed, self._dtype, self._scale)

@@ -3,6 +3,7 @@
 Owns the formulas and the one float32 exponential they share. It knows nothing of layers.
 Invariant: elementwise, float32 inside, rounded once; the native operator and its eager twin give the same bits,
 because both spell out exp in IEEE additions and multiplications (library exps differ between vector and tail code).
+A GPU uses its own exp.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ def gated_activation(gate_up: Tensor, kind: str) -> Tensor:
 
     kind: "silu" (x * sigmoid(x)) or "gelu_tanh" (the tanh form of GELU). Raises KeyError for another kind.
     """
+    if gate_up.is_cuda:
+        from octavo.ops.gpu import activation as gpu
+
+        return gpu.gated_activation(gate_up, kind)
     lib = native.lib()
     if not lib:
         return gated_activation_reference(gate_up, kind)

@@ -2,7 +2,7 @@
 
 Owns the canonical reduction of a row: squares in float32, summed by one halving tree over the row padded with zeros to
 a power of two. It knows nothing of layers. Invariant: a row's bits depend on that row, the weight and eps only, and
-the native operator and its eager twin give the same bits.
+the native operator and its eager twin give the same bits. A GPU has a tree of its own (`octavo.ops.gpu.tree`).
 """
 
 from __future__ import annotations
@@ -19,9 +19,13 @@ native.declare("octavo_rms_norm", [_P, _I, _P, _I, _P, _P, _P, _I, _I, native.F3
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`x / sqrt(mean(x^2) + eps) * weight` per row (Zhang and Sennrich 2019).
 
-    x [T, H] float32 or bfloat16, rows may be strided; weight [H] float32; the result is contiguous, of x's dtype,
-    computed in float32 and rounded once.
+    x [T, H] float32 or bfloat16 (GPU: or float16), rows may be strided; weight [H] float32; the result is contiguous,
+    of x's dtype, computed in float32 and rounded once.
     """
+    if x.is_cuda:
+        from octavo.ops.gpu import norm as gpu
+
+        return gpu.rms_norm(x, weight, eps)
     lib = native.lib()
     if not lib:
         return rms_norm_reference(x, weight, eps)
@@ -37,9 +41,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """`new_residual = x + residual` rounded to their dtype, then its rms_norm: returns (normed, new_residual).
 
-    x and residual [T, H] of one dtype (float32 or bfloat16), rows may be strided; weight [H] float32; both results
-    are new, contiguous and of that dtype.
+    x and residual [T, H] of one dtype (float32, bfloat16, GPU: or float16), rows may be strided; weight [H] float32;
+    both results are new, contiguous and of that dtype.
     """
+    if x.is_cuda:
+        from octavo.ops.gpu import norm as gpu
+
+        return gpu.add_rms_norm(x, residual, weight, eps)
     lib = native.lib()
     if not lib:
         return add_rms_norm_reference(x, residual, weight, eps)

@@ -17,6 +17,8 @@ import torch
 from octavo.ops import native
 from octavo.ops.native import F32, I32, I64, PTR
 
+MAX_FLOAT8 = 448.0  # the largest float8_e4m3fn
+
 native.declare("octavo_qk_norm_rope_store", [PTR] * 8 + [I64] * 10 + [F32] * 2 + [I32])
 
 
@@ -98,21 +100,31 @@ def qk_norm_rope_store(
     kv: torch.Tensor,
     slot_mapping: torch.Tensor,
     q_scale: float = 1.0,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> torch.Tensor:
     """Norm (optional) and rotate q and k, write k and v to the cache; returns q: [tokens, heads, head_size].
 
-    qkv: [tokens, (heads + 2 * kv_heads) * head_size], q then k then v, contiguous last axis, float32 or bfloat16;
-    positions: [tokens] int64; cos_sin: `rope_table`; q_norm, k_norm: [head_size] float32 weights of the RMS norm of
-    each head, or None; kv: [blocks, kv_heads, block_size, 2 * head_size] of qkv's dtype, any strides but a contiguous
-    last axis; slot_mapping: [tokens] int64, block * block_size + offset, -1 writes nothing. A normed channel is
-    rounded to the dtype before it turns; `q_scale` multiplies q before its last rounding.
+    qkv: [tokens, (heads + 2 * kv_heads) * head_size], q then k then v, contiguous last axis, float32 or bfloat16 (GPU:
+    or float16); positions: [tokens] int64; cos_sin: `rope_table`; q_norm, k_norm: [head_size] float32 weights of the
+    RMS norm of each head, or None; kv: [blocks, kv_heads, block_size, 2 * head_size] of qkv's dtype or float8_e4m3fn,
+    any strides but a contiguous last axis; slot_mapping: [tokens] int64, block * block_size + offset, -1 writes
+    nothing. A normed channel is rounded to the dtype before it turns; `q_scale` multiplies q before its last rounding.
+    A float8 cache holds what a cache of qkv's dtype would, divided by `key_scale` or `value_scale` and cut to +-448.
     """
+    if qkv.is_cuda:
+        from octavo.ops.gpu import rope as gpu
+
+        return gpu.qk_norm_rope_store(
+            qkv, positions, cos_sin, q_norm, k_norm, eps, num_heads, num_kv_heads, head_size, kv, slot_mapping,
+            q_scale, key_scale, value_scale,
+        )  # fmt: skip
     library = native.lib()
-    if not library or qkv.dtype not in native.DTYPE_CODES:
+    if not library or qkv.dtype not in native.DTYPE_CODES or kv.dtype != qkv.dtype:
         return qk_norm_rope_store_eager(
-            qkv, positions, cos_sin, q_norm, k_norm, eps, num_heads, num_kv_heads, head_size, kv, slot_mapping, q_scale
-        )
-    assert kv.dtype == qkv.dtype, "the cache holds the dtype of qkv"
+            qkv, positions, cos_sin, q_norm, k_norm, eps, num_heads, num_kv_heads, head_size, kv, slot_mapping,
+            q_scale, key_scale, value_scale,
+        )  # fmt: skip
     num_tokens = qkv.shape[0]
     q = torch.empty(num_tokens, num_heads, head_size, dtype=qkv.dtype)
     kv_block, kv_head, kv_token, _ = kv.stride()
@@ -155,6 +167,8 @@ def qk_norm_rope_store_eager(
     kv: torch.Tensor,
     slot_mapping: torch.Tensor,
     q_scale: float = 1.0,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> torch.Tensor:
     """The twin of `qk_norm_rope_store` in plain torch, any device."""
     num_tokens = qkv.shape[0]
@@ -163,6 +177,12 @@ def qk_norm_rope_store_eager(
     rows = cos_sin[positions]
     q = (_rotate_eager(_norm_eager(q, q_norm, eps), rows) * q_scale).to(qkv.dtype)
     k = _rotate_eager(_norm_eager(k, k_norm, eps), rows).to(qkv.dtype)
+    if kv.dtype == torch.float8_e4m3fn:
+        k, v = (
+            (x.float() / scale).clamp(-MAX_FLOAT8, MAX_FLOAT8).to(kv.dtype).view(torch.uint8)
+            for x, scale in ((k, key_scale), (v, value_scale))
+        )
+        kv = kv.view(torch.uint8)  # torch indexes no float8
     written = (slot_mapping >= 0).nonzero().squeeze(1)
     slots = slot_mapping[written]
     kv[slots // kv.shape[2], :, slots % kv.shape[2]] = torch.cat((k, v), dim=-1)[written]

@@ -1,0 +1,161 @@
+"""q/k norm, rotation and the store of K and V on a GPU: `qk_norm_rope_store` of `octavo.ops.rope`.
+
+Owns the kernel: one launch for all heads of q, k and v, a few heads of a token in each program. Invariant: squares of a
+head are summed by `tree.row_sums` (the rotated halves added first, channels that do not turn last), nothing is
+contracted, so a head's bits depend on its own channels, the position and the constants only.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, assignment"
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.ops.gpu.tree import padded_length, row_sums
+
+_CHANNELS = 1024  # of a program, in heads
+
+
+@triton.jit
+def _stored(x, scale, out, QUANTIZED: tl.constexpr):
+    """x as the cache holds it: divided by the scale and cut to the range of float8 e4m3, if it holds that."""
+    if QUANTIZED:
+        x = tl.div_rn(x, scale)
+        x = tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    return x.to(out.dtype.element_ty)
+
+
+@triton.jit
+def _turned(
+    source, norm, cos_sin, valid, eps, scale, HEAD: tl.constexpr, HALF: tl.constexpr, PADDED_HALF: tl.constexpr,
+    REST: tl.constexpr, HALF_LEVELS: tl.constexpr, REST_LEVELS: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """Some heads, normed and rotated, in float32: the first half, the second half, the channels that do not turn.
+
+    source: [N] pointers to heads; valid: which are there; cos_sin: pointer to the position's row.
+    """
+    channel, other = tl.arange(0, PADDED_HALF), tl.arange(0, REST)
+    half = valid[:, None] & (channel < HALF)[None, :]
+    rest_mask = valid[:, None] & (other < HEAD - 2 * HALF)[None, :]
+    dtype: tl.constexpr = source.dtype.element_ty
+    first = tl.load(source[:, None] + channel[None, :], mask=half, other=0.0).to(tl.float32)
+    second = tl.load(source[:, None] + HALF + channel[None, :], mask=half, other=0.0).to(tl.float32)
+    if HEAD > 2 * HALF:
+        rest = tl.load(source[:, None] + 2 * HALF + other[None, :], mask=rest_mask, other=0.0).to(tl.float32)
+    else:
+        rest = tl.zeros((source.shape[0], REST), tl.float32)
+    cosine = tl.load(cos_sin + channel, mask=channel < HALF, other=0.0)[None, :]
+    sine = tl.load(cos_sin + HALF + channel, mask=channel < HALF, other=0.0)[None, :]
+    if NORM:
+        squares = row_sums(first * first + second * second, HALF_LEVELS)
+        if HEAD > 2 * HALF:
+            squares += row_sums(rest * rest, REST_LEVELS)
+            rest_weight = tl.load(norm + 2 * HALF + other, mask=other < HEAD - 2 * HALF, other=0.0)[None, :]
+        inverse = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(squares, HEAD * 1.0) + eps))[:, None]
+        first_weight = tl.load(norm + channel, mask=channel < HALF, other=0.0)[None, :]
+        second_weight = tl.load(norm + HALF + channel, mask=channel < HALF, other=0.0)[None, :]
+        first = (first * inverse * first_weight).to(dtype).to(tl.float32)
+        second = (second * inverse * second_weight).to(dtype).to(tl.float32)
+        if HEAD > 2 * HALF:
+            rest = (rest * inverse * rest_weight).to(dtype).to(tl.float32)
+    return (first * cosine - second * sine) * scale, (second * cosine + first * sine) * scale, rest * scale
+
+
+@triton.jit
+def _qk_norm_rope_store(
+    qkv, positions, cos_sin, q_norm, k_norm, kv, q_out, slots, qkv_token, kv_block, kv_head, kv_token, block_size,
+    eps, q_scale, key_scale, value_scale,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr,
+    HALF: tl.constexpr, PADDED_HALF: tl.constexpr, REST: tl.constexpr, HALF_LEVELS: tl.constexpr,
+    REST_LEVELS: tl.constexpr, HEADS: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+):  # fmt: skip
+    """Program (token, part): `HEADS` heads of q, of k or of v."""
+    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    Q_PARTS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
+    KV_PARTS: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
+    qkv += token * qkv_token
+    half, rest = tl.arange(0, PADDED_HALF), tl.arange(0, REST)
+    table = cos_sin + tl.load(positions + token).to(tl.int64) * (2 * HALF)
+    if part < Q_PARTS:
+        head = part * HEADS + tl.arange(0, HEADS)
+        valid = head < NUM_HEADS
+        first, second, tail = _turned(
+            qkv + head * HEAD, q_norm, table, valid, eps, q_scale,
+            HEAD, HALF, PADDED_HALF, REST, HALF_LEVELS, REST_LEVELS, Q_NORM,
+        )  # fmt: skip
+        out = q_out + token * (NUM_HEADS * HEAD) + head * HEAD
+        turns = valid[:, None] & (half < HALF)[None, :]
+        tl.store(out[:, None] + half[None, :], first.to(q_out.dtype.element_ty), mask=turns)
+        tl.store(out[:, None] + HALF + half[None, :], second.to(q_out.dtype.element_ty), mask=turns)
+        if HEAD > 2 * HALF:
+            stays = valid[:, None] & (rest < HEAD - 2 * HALF)[None, :]
+            tl.store(out[:, None] + 2 * HALF + rest[None, :], tail.to(q_out.dtype.element_ty), mask=stays)
+    else:
+        slot = tl.load(slots + token).to(tl.int64)
+        place = slot // block_size * kv_block + slot % block_size * kv_token
+        kv_part = (part - Q_PARTS) % KV_PARTS
+        head = kv_part * HEADS + tl.arange(0, HEADS)
+        valid = (head < NUM_KV_HEADS) & (slot >= 0)
+        out = kv + place + head.to(tl.int64) * kv_head
+        if part < Q_PARTS + KV_PARTS:
+            first, second, tail = _turned(
+                qkv + NUM_HEADS * HEAD + head * HEAD, k_norm, table, valid, eps, 1.0,
+                HEAD, HALF, PADDED_HALF, REST, HALF_LEVELS, REST_LEVELS, K_NORM,
+            )  # fmt: skip
+            # a stored channel has been rounded to the dtype of qkv, whatever the cache holds
+            first, second = first.to(qkv.dtype.element_ty), second.to(qkv.dtype.element_ty)
+            first, second = first.to(tl.float32), second.to(tl.float32)
+            turns = valid[:, None] & (half < HALF)[None, :]
+            tl.store(out[:, None] + half[None, :], _stored(first, key_scale, kv, QUANTIZED), mask=turns)
+            tl.store(out[:, None] + HALF + half[None, :], _stored(second, key_scale, kv, QUANTIZED), mask=turns)
+            if HEAD > 2 * HALF:
+                stays = valid[:, None] & (rest < HEAD - 2 * HALF)[None, :]
+                tail = tail.to(qkv.dtype.element_ty).to(tl.float32)
+                tl.store(out[:, None] + 2 * HALF + rest[None, :], _stored(tail, key_scale, kv, QUANTIZED), mask=stays)
+        else:
+            channel = tl.arange(0, PADDED)
+            inside = valid[:, None] & (channel < HEAD)[None, :]
+            source = qkv + (NUM_HEADS + NUM_KV_HEADS) * HEAD + head * HEAD
+            value = tl.load(source[:, None] + channel[None, :], mask=inside, other=0.0).to(tl.float32)
+            tl.store(out[:, None] + HEAD + channel[None, :], _stored(value, value_scale, kv, QUANTIZED), mask=inside)
+
+
+def qk_norm_rope_store(
+    qkv: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    kv: Tensor,
+    slot_mapping: Tensor,
+    q_scale: float,
+    key_scale: float,
+    value_scale: float,
+) -> Tensor:
+    """See `octavo.ops.rope.qk_norm_rope_store`; float16 too."""
+    assert qkv.stride(1) == 1 and kv.stride(3) == 1, "channels are contiguous"
+    num_tokens, half = qkv.shape[0], cos_sin.shape[1] // 2
+    q = torch.empty((num_tokens, num_heads, head_size), dtype=qkv.dtype, device=qkv.device)
+    if not num_tokens:
+        return q
+    padded, padded_half = triton.next_power_of_2(head_size), padded_length(half)
+    rest = padded_length(max(head_size - 2 * half, 1))
+    heads = max(_CHANNELS // padded, 1)
+    parts = triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads)
+    _qk_norm_rope_store[(num_tokens, parts)](
+        qkv, positions, cos_sin, cos_sin if q_norm is None else q_norm, cos_sin if k_norm is None else k_norm, kv, q,
+        slot_mapping, qkv.stride(0), kv.stride(0), kv.stride(1), kv.stride(2), kv.shape[2],
+        eps, q_scale, key_scale, value_scale,
+        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD=head_size, PADDED=padded, HALF=half,
+        PADDED_HALF=padded_half, REST=rest, HALF_LEVELS=padded_half.bit_length() - 1,
+        REST_LEVELS=rest.bit_length() - 1, HEADS=heads, Q_NORM=q_norm is not None, K_NORM=k_norm is not None,
+        QUANTIZED=kv.dtype == torch.float8_e4m3fn, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return q

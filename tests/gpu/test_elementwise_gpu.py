@@ -1,0 +1,125 @@
+"""The elementwise operators on a CUDA device: against their twins, and the same bits for every number of rows."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ops"))
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+import gpu_rig
+from gpu_rig import BF16, F16, F32, HEADS, RopeCase, heavy
+from octavo.ops.activation import gated_activation
+from octavo.ops.embedding import gather_rows
+from octavo.ops.norm import add_rms_norm, rms_norm
+from octavo.ops.rope import qk_norm_rope_store
+
+pytestmark = pytest.mark.gpu
+ROWS = (*range(1, 131), *(2**n for n in range(8, 15)))
+MAX_ROWS = ROWS[-1]
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32])
+@pytest.mark.parametrize("width", [1, 40, 256, 1024, 2560, 4096, 5120, 8192, 16384])
+def test_norm_equals_the_twin(width: int, dtype: torch.dtype) -> None:
+    gpu_rig.check_norm("cuda", width, dtype, 200)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32])
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
+def test_activation_equals_the_twin(kind: str, dtype: torch.dtype) -> None:
+    gpu_rig.check_activation("cuda", kind, dtype, 3072)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32])
+def test_embedding_equals_the_twin(dtype: torch.dtype) -> None:
+    gpu_rig.check_embedding("cuda", dtype)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32])
+@pytest.mark.parametrize("shape", HEADS)
+def test_rope_equals_the_twin(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    gpu_rig.check_rope("cuda", dtype, shape, 100)
+
+
+def assert_rows_keep_their_bits(call: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]) -> None:
+    """`call` takes picked rows of MAX_ROWS; the result of row 17 alone is compared wherever it lies among others."""
+    rng, alone = random.Random(0), call(torch.tensor([17], device="cuda"))
+    for rows in ROWS:
+        at = rng.randrange(rows)
+        pick = torch.randint(0, MAX_ROWS, (rows,), generator=torch.Generator().manual_seed(rows))
+        pick[at] = 17
+        for ours, expected in zip(call(pick.cuda()), alone, strict=True):
+            assert torch.equal(ours[at], expected[0]), (rows, at)
+
+
+@pytest.mark.parametrize("width", [1024, 2560, 4096])
+def test_norms_of_a_row(width: int) -> None:
+    x, residual = heavy(MAX_ROWS, width, BF16, "cuda"), heavy(MAX_ROWS, width, BF16, "cuda", 1)
+    weight = torch.rand(width, device="cuda") + 0.5
+    assert_rows_keep_their_bits(
+        lambda pick: (rms_norm(x[pick], weight, 1e-6), *add_rms_norm(x[pick], residual[pick], weight, 1e-6))
+    )
+
+
+def test_neither_strides_nor_alignment_move_bits() -> None:
+    values, weight = heavy(64, 4100, F32, "cuda"), torch.rand(4096, device="cuda")
+    shifted, whole = values[:, 3:4099], values[:, 3:4099].contiguous()
+    assert torch.equal(rms_norm(shifted, weight, 1e-6), rms_norm(whole, weight, 1e-6))
+    gate_up = heavy(64, 2050, BF16, "cuda")[:, 1:2049]
+    assert torch.equal(gated_activation(gate_up, "silu"), gated_activation(gate_up.contiguous(), "silu"))
+
+
+def test_activation_and_embedding_of_a_row() -> None:
+    x, table = heavy(MAX_ROWS, 6144, BF16, "cuda"), heavy(MAX_ROWS, 1024, BF16, "cuda").contiguous()
+    assert_rows_keep_their_bits(lambda pick: (gated_activation(x[pick], "silu"), gather_rows(pick, table, BF16, 32.0)))
+
+
+@pytest.mark.parametrize("shape", [HEADS[0], HEADS[2]])
+def test_q_and_stored_kv_of_a_token(shape: tuple[int, int, int, int]) -> None:
+    case = RopeCase("cuda", BF16, shape, MAX_ROWS)
+    slots = torch.arange(MAX_ROWS, device="cuda") + 16
+
+    def call(pick: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        case.slots, kv = slots, torch.zeros_like(case.kv)
+        q = qk_norm_rope_store(
+            case.qkv[pick], case.positions[pick], case.table, *case.norms, 1e-6, *case.shape, kv, slots[pick]
+        )
+        stored = kv.transpose(1, 2).flatten(0, 1)[slots[pick]]
+        return q, stored
+
+    assert_rows_keep_their_bits(call)
+
+
+def test_a_cache_beyond_32_bit_offsets() -> None:
+    case = RopeCase("cuda", BF16, (2, 8, 128, 0), 3)
+    kv = torch.zeros(70_000, 8, 16, 256, dtype=BF16, device="cuda")  # 2.3e9 elements
+    slots = torch.tensor([69_999 * 16 + 5, -1, 20], device="cuda")
+    arguments = (case.qkv, case.positions, case.table, *case.norms, 1e-6, *case.shape)
+    qk_norm_rope_store(*arguments, kv, slots)
+    near = torch.zeros(2, 8, 16, 256, dtype=BF16, device="cuda")
+    qk_norm_rope_store(*arguments, near, torch.tensor([5, -1, 20], device="cuda"))
+    assert torch.equal(kv[69_999], near[0]) and torch.equal(kv[1], near[1])
+    assert int(kv.count_nonzero()) == int(near.count_nonzero()), "something else was written"
+
+
+def test_operators_run_in_a_graph_without_a_wait() -> None:
+    x, weight = heavy(4, 1024, BF16, "cuda").contiguous(), torch.ones(1024, device="cuda")
+    expected = rms_norm(x, weight, 1e-6)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = rms_norm(x, weight, 1e-6)
+        graph.replay()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(out, expected)
