@@ -171,7 +171,7 @@ class EngineCore:
         self._drain_inbox()
         plan = self.scheduler.schedule()
         scheduled = time.perf_counter()
-        issued = bool(plan.rows or plan.finished_rows)
+        issued = plan.has_work
         if issued:
             self._in_flight.append((plan, self._executor.submit(plan)))
         updates: list[RequestUpdate] = []

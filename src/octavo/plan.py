@@ -1,16 +1,27 @@
 """The only words between scheduler and worker.
 
-Owns StepPlan (what to run), NewRow (a request's first appearance in a row) and StepResult (what came out). They are
-frozen and msgpack-able, so the two sides may live in one process, two processes or two hosts. This file does not know
-how a plan is made or executed. Invariant: a plan is a difference; a worker that has executed plans 0..N-1 needs plan N
-and nothing else.
+Owns StepPlan (what to run), NewRow (a request's first appearance in a row), NewBlocks (how old rows grow) and
+StepResult (what came out). They are frozen, arrays included, and msgpack-able by `encode` and `decode`, so the two
+sides may live in one process, two processes or two hosts. What there is per running row is an array. This file does
+not know how a plan is made or executed. Invariant: a plan is a difference; a worker that has executed plans 0..N-1
+needs plan N and nothing else.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from octavo.sampling_params import SamplingParams
+
+IntArray = NDArray[np.integer]
+
+NO_INTS: IntArray = np.zeros(0, np.int64)
+NO_INTS.flags.writeable = False
 
 
 class NewRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,23 +39,45 @@ class NewRow(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs_start: int = -1  # first prompt position whose log-probabilities are wanted; -1: none
 
 
-class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
+class NewBlocks(msgspec.Struct, frozen=True, eq=False):
+    """Blocks of one cache group for rows that are there already, in pairs: row rows[i] gets block_ids[i] appended.
+
+    The pairs of a row are neighbours, in logical order.
+    """
+
+    rows: IntArray  # [E]
+    block_ids: IntArray  # [E]
+
+    def by_row(self) -> dict[int, list[int]]:
+        """The blocks of each row, for those who look at one at a time."""
+        found: dict[int, list[int]] = {}
+        for row, block in zip(self.rows.tolist(), self.block_ids.tolist(), strict=True):
+            found.setdefault(row, []).append(block)
+        return found
+
+
+class StepPlan(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """One step: `rows[i]` computes its next `num_tokens[i]` tokens, the last `len(drafts[rows[i]])` of them drafts."""
 
     step: int
     finished_rows: list[int] = []  # rows that ended since the last plan (finished, aborted or preempted): free first
     new_rows: list[NewRow] = []
-    rows: list[int] = []
-    num_tokens: list[int] = []
-    new_blocks: list[tuple[int, list[list[int]]]] = []  # (old row, per group the block ids to append)
+    rows: IntArray = NO_INTS  # [R], each row once
+    num_tokens: IntArray = NO_INTS  # [R], at least 1
+    new_blocks: list[NewBlocks] = []  # per cache group; empty where no row grows
     drafts: dict[int, list[int]] = {}
     zero_blocks: list[int] = []  # fresh blocks of groups that need zeroed bytes
     connector_orders: bytes = b""
 
+    @property
+    def has_work(self) -> bool:
+        """Whether it says anything: a plan without rows may still end some."""
+        return bool(len(self.rows) or self.finished_rows)
+
     def __repr__(self) -> str:
         """Printable without token ids: shapes only."""
         new = [(r.row, len(r.token_ids), r.num_computed) for r in self.new_rows]
-        work = dict(zip(self.rows, self.num_tokens, strict=True))
+        work = dict(zip(self.rows.tolist(), self.num_tokens.tolist(), strict=True))
         return f"StepPlan(step={self.step}, finished={self.finished_rows}, new={new}, tokens={work})"
 
 
@@ -56,12 +89,52 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     ranks: list[int]  # 1 is the most likely
 
 
-class StepResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a step gave. `tokens[i]` belongs to `rows[i]`; it is empty where the row's prompt is not finished."""
+class StepResult(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """What a step gave to the rows that sampled: those of which it computed the last known token. In any order."""
 
     step: int
-    rows: list[int]
-    tokens: list[list[int]]
+    rows: IntArray = NO_INTS  # [S]
+    tokens: IntArray = np.zeros(
+        (0, 1), np.int64
+    )  # [S, W], of which num_sampled[i] of line i count; W = 1 without drafts
+    num_sampled: IntArray = NO_INTS  # [S], 1 to W
     logprobs: dict[int, list[TokenLogprobs]] = {}  # row -> one entry per token of the row
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}  # row -> entries for consecutive prompt positions
     failed: dict[int, str] = {}  # row -> reason, e.g. "nan_logits"; only that request fails
+
+    @staticmethod
+    def of_lists(step: int, rows: Sequence[int], tokens: Sequence[Sequence[int]], **fields: Any) -> StepResult:
+        """From a list of tokens per row. A row with none has not sampled. For workers that go row by row."""
+        sampled = [(row, own) for row, own in zip(rows, tokens, strict=True) if own]
+        counts = np.array([len(own) for _, own in sampled], np.int64)
+        lines = np.zeros((len(sampled), max(counts, default=1)), np.int64)
+        for line, (_, own) in zip(lines, sampled, strict=True):
+            line[: len(own)] = own
+        return StepResult(
+            step=step, rows=np.array([row for row, _ in sampled], np.int64), tokens=lines, num_sampled=counts, **fields
+        )
+
+
+_Message = TypeVar("_Message", StepPlan, StepResult)
+
+
+def encode(message: StepPlan | StepResult) -> bytes:
+    """As msgpack. Arrays go as shape and int64 bytes."""
+    return _ENCODER.encode(message)
+
+
+def decode(data: bytes, kind: type[_Message]) -> _Message:
+    """What `encode` made of a `kind`. Raises msgspec.ValidationError for anything else."""
+    return msgspec.msgpack.decode(data, type=kind, dec_hook=_decode_array)
+
+
+def _encode_array(array: Any) -> tuple[tuple[int, ...], bytes]:
+    return array.shape, np.ascontiguousarray(array, np.int64).tobytes()
+
+
+def _decode_array(_: type, message: Any) -> IntArray:
+    shape, data = message
+    return np.frombuffer(data, np.int64).reshape(shape)
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode_array)

@@ -1,8 +1,10 @@
 """Request: the host truth of one sequence that is being generated.
 
-Owns the tokens of a request, how far they are computed, and its status. Knows nothing of blocks, rows of tensors, text
-or torch. Invariant: `num_computed <= num_tokens + num_in_flight`; while a step is in flight the lengths are upper
-bounds of what the device has finished, after `Scheduler.update` they are exact.
+Owns the tokens of a request, how far they are computed, and its status. While it runs, what changes in every step
+lives in RequestRows, an array per field over all rows, so that a step costs a few array operations and no loop; a
+Request reads through to its row. Knows nothing of blocks, device tensors, text or torch. Invariant: `num_computed <=
+num_tokens + num_in_flight`; while a step is in flight the lengths are upper bounds of what the device has finished,
+after `Scheduler.update` they are exact.
 """
 
 from __future__ import annotations
@@ -10,6 +12,9 @@ from __future__ import annotations
 import enum
 import itertools
 
+import numpy as np
+
+from octavo.plan import IntArray
 from octavo.sampling_params import SamplingParams
 
 _ARRIVALS = itertools.count()
@@ -34,18 +39,44 @@ class FinishReason(enum.StrEnum):
     REPETITION = "repetition"  # SamplingParams.repetition_detection saw a loop
 
 
-class Request:
-    """One sequence: its prompt, its output so far, and its progress.
+NUM_FRESH = 64  # tokens that a row keeps before its request has to take them
 
-    `tokens` holds the prompt and every known output token. `num_computed` counts tokens that scheduled steps have
-    computed or will have computed. `num_in_flight` counts sampled tokens that a step in flight will give.
-    """
+
+class RequestRows:
+    """What a step reads and changes of the running requests, by row. Rows without a request hold zeros."""
+
+    __slots__ = ("fresh", "look_at", "num_computed", "num_known", "num_tokens", "talks", "whole")
+
+    def __init__(self, num_rows: int) -> None:
+        """Arrays of [num_rows]."""
+        self.num_tokens = np.zeros(num_rows, np.int64)
+        self.num_known = np.zeros(num_rows, np.int64)  # num_tokens, and those in flight
+        self.num_computed = np.zeros(num_rows, np.int64)
+        self.whole = np.zeros(num_rows, np.int64)  # num_tokens of a request that reached its max_tokens
+        self.look_at = np.zeros(num_rows, np.int64)  # num_tokens from which a new token needs a look at its request
+        self.talks = np.zeros(num_rows, np.bool_)  # every new token needs one
+        self.fresh = np.zeros((num_rows, NUM_FRESH), np.int64)  # token p, if it is new, in column p % NUM_FRESH
+
+    def append(self, rows: IntArray, tokens: IntArray) -> IntArray:
+        """One more token each for `rows`, [S] both. Returns the new `num_tokens` of each."""
+        lengths = self.num_tokens[rows]
+        self.fresh[rows, lengths % NUM_FRESH] = tokens
+        lengths += 1
+        self.num_tokens[rows] = lengths
+        return lengths
+
+
+_NO_ROWS = RequestRows(0)
+
+
+class Request:
+    """One sequence: its prompt, its output so far, and its progress."""
 
     __slots__ = (
-        "arrival", "block_hashes", "cache_salt", "check_from", "end_token_ids", "eos_token_ids", "error",
-        "finish_reason", "max_tokens", "num_cached", "num_computed", "num_in_flight", "num_preemptions", "num_prompt",
-        "num_prompt_logprobs", "params", "priority", "request_id", "row", "seed", "status", "stop_reason",
-        "stop_token_ids", "tokens",
+        "_num_computed", "_num_in_flight", "_rows", "_tokens", "arrival", "block_hashes", "cache_salt", "check_from",
+        "end_token_ids", "eos_token_ids", "error", "finish_reason", "max_tokens", "num_cached", "num_preemptions",
+        "num_prompt", "num_prompt_logprobs", "num_told", "params", "priority", "quiet", "request_id", "row", "seed",
+        "status", "stop_reason", "stop_token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -59,13 +90,17 @@ class Request:
         eos_token_ids: frozenset[int] = frozenset(),
         priority: int = 0,
         cache_salt: str = "",
+        quiet: bool = False,
     ) -> None:
-        """`max_tokens` and `seed` are resolved: the room in the context is counted in, the seed is never None."""
+        """`max_tokens` and `seed` are resolved: the room in the context is counted in, the seed is never None.
+
+        quiet: updates are wanted for the first token and at the end, not for each token.
+        """
         assert prompt_token_ids, "an empty prompt is refused before a Request is made"
         assert max_tokens >= 1, "a request generates at least one token"
         self.request_id = request_id
         self.params = params
-        self.tokens = list(prompt_token_ids)
+        self.quiet = quiet
         self.num_prompt = len(prompt_token_ids)
         self.max_tokens = max_tokens
         self.seed = seed
@@ -79,9 +114,11 @@ class Request:
         self.cache_salt = cache_salt
         self.arrival = next(_ARRIVALS)
         self.status = Status.WAITING
-        self.row = -1
-        self.num_computed = 0
-        self.num_in_flight = 0
+        self.row = -1  # while it runs: its row, also in RequestRows
+        self._rows = _NO_ROWS
+        self._tokens = list(prompt_token_ids)  # while it runs: less those that only its row has
+        self._num_computed = self._num_in_flight = 0  # while it does not run
+        self.num_told = 0  # output tokens that updates have told
         self.num_cached = 0  # prompt tokens found in the prefix cache at first admission
         self.num_preemptions = 0
         self.num_prompt_logprobs = 0  # prompt positions whose log-probabilities were delivered
@@ -90,15 +127,75 @@ class Request:
         self.stop_reason: int | str | None = None
         self.error = ""
 
+    def enter(self, rows: RequestRows, row: int) -> None:
+        """Run in `row`."""
+        rows.num_tokens[row] = num_tokens = len(self._tokens)
+        rows.num_known[row] = num_tokens + self._num_in_flight
+        rows.num_computed[row] = self._num_computed
+        rows.whole[row] = self.num_prompt + self.max_tokens
+        rows.look_at[row] = min(self.check_from, num_tokens + NUM_FRESH)
+        self._rows, self.row = rows, row
+
+    def leave(self) -> None:
+        """Run no longer."""
+        rows, row = self._rows, self.row
+        self._fetch()
+        self._num_computed, self._num_in_flight = self.num_computed, self.num_in_flight
+        self._rows, self.row = _NO_ROWS, -1
+        for field in (rows.num_tokens, rows.num_known, rows.num_computed, rows.whole, rows.look_at, rows.talks):
+            field[row] = 0
+
+    def append(self, token: int) -> None:
+        """One more known token, which is not in flight any longer or never was."""
+        in_flight = self.num_in_flight
+        self.tokens.append(token)
+        if self.row >= 0:
+            self._rows.num_tokens[self.row] += 1
+            self._note_fetched()
+        self.num_in_flight = in_flight
+
+    @property
+    def tokens(self) -> list[int]:
+        """The prompt and every known output token. Whoever waits may be given more by changing the list."""
+        if self.row >= 0:
+            self._fetch()
+        return self._tokens
+
     @property
     def num_tokens(self) -> int:
         """Known tokens: prompt and output."""
-        return len(self.tokens)
+        return len(self._tokens) if self.row < 0 else int(self._rows.num_tokens[self.row])
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens that scheduled steps have computed or will have computed."""
+        return self._num_computed if self.row < 0 else int(self._rows.num_computed[self.row])
+
+    @num_computed.setter
+    def num_computed(self, value: int) -> None:
+        if self.row < 0:
+            self._num_computed = value
+        else:
+            self._rows.num_computed[self.row] = value
+
+    @property
+    def num_in_flight(self) -> int:
+        """Sampled tokens that steps in flight will give."""
+        if self.row < 0:
+            return self._num_in_flight
+        return int(self._rows.num_known[self.row] - self._rows.num_tokens[self.row])
+
+    @num_in_flight.setter
+    def num_in_flight(self, value: int) -> None:
+        if self.row < 0:
+            self._num_in_flight = value
+        else:
+            self._rows.num_known[self.row] = self._rows.num_tokens[self.row] + value
 
     @property
     def num_output(self) -> int:
         """Known output tokens."""
-        return len(self.tokens) - self.num_prompt
+        return self.num_tokens - self.num_prompt
 
     @property
     def finished(self) -> bool:
@@ -111,3 +208,13 @@ class Request:
             f"Request({self.request_id}, {self.status.name}, prompt={self.num_prompt}, output={self.num_output}, "
             f"computed={self.num_computed}, in_flight={self.num_in_flight})"
         )
+
+    def _fetch(self) -> None:
+        """Take the tokens that only the row has."""
+        start, end = len(self._tokens), int(self._rows.num_tokens[self.row])
+        if start < end:
+            self._tokens += self._rows.fresh[self.row].take(range(start, end), mode="wrap").tolist()
+            self._note_fetched()
+
+    def _note_fetched(self) -> None:
+        self._rows.look_at[self.row] = min(self.check_from, len(self._tokens) + NUM_FRESH)

@@ -169,11 +169,12 @@ class FakeWorker:
             self.rows[new.row] = _Row(
                 new.request_id, list(new.token_ids), past, new.num_prompt, new.num_computed, tables, owed
             )
-        for row, block_ids in plan.new_blocks:
-            assert row not in [new.row for new in plan.new_rows], "new rows come whole"
-            for table, ids in zip(self.rows[row].tables, block_ids, strict=True):
-                table += ids
-        work = list(zip(plan.rows, plan.num_tokens, strict=True))
+        assert len(plan.new_blocks) in (0, len(self.groups))
+        for index, new_blocks in enumerate(plan.new_blocks):
+            for row, ids in new_blocks.by_row().items():
+                assert row not in [new.row for new in plan.new_rows], "new rows come whole"
+                self.rows[row].tables[index] += ids
+        work = list(zip(plan.rows.tolist(), plan.num_tokens.tolist(), strict=True))
         assert len(dict(work)) == len(work), "a row computes once per step"
         for row, num_new in work:
             self._store(self.rows[row], num_new)
@@ -220,10 +221,10 @@ class FakeWorker:
                     failed[number] = "nan_logits"
                     self.fail_next = False
         order = sorted(tokens, key=lambda number: (not tokens[number], number))  # like the real one: not the plan's
-        return StepResult(
-            step=plan.step,
-            rows=order,
-            tokens=[tokens[number] for number in order],
+        return StepResult.of_lists(
+            plan.step,
+            order,
+            [tokens[number] for number in order],
             logprobs={number: [TokenLogprobs(tokens[number], [0.0], [1])] for number in order if tokens[number]},
             prompt_logprobs=prompt_logprobs,
             failed=failed,
@@ -250,7 +251,7 @@ class Driver:
 
     def issue(self) -> StepPlan:
         plan = self.scheduler.schedule()
-        if plan.rows or plan.finished_rows:
+        if plan.has_work:
             self.plans.append(plan)
             self.in_flight.append((plan, self.worker.execute(plan)))
         return plan
@@ -264,7 +265,7 @@ class Driver:
         while len(self.in_flight) > 1:
             self.collect()
         plan = self.issue()
-        issued = bool(plan.rows or plan.finished_rows)
+        issued = plan.has_work
         while len(self.in_flight) > (depth if issued else 0):
             self.collect()
         return plan

@@ -161,7 +161,7 @@ def test_growth_that_does_not_fit_takes_nothing():
     kv = make_kv(num_blocks=7)
     request = make_request(PROMPT)
     admit(kv, request)
-    request.tokens += range(9)
+    request.tokens.extend(range(9))
     assert compute(kv, request, 9) is None
     assert kv.num_free_blocks == 1
     assert compute(kv, request, 4) == [[6]]

@@ -151,8 +151,9 @@ def test_a_pool_that_is_too_small_does_not_thrash(demand):
     while scheduler.has_work:
         plan = scheduler.schedule()
         owners = {request.row: request for request in scheduler.running}
-        done = [owners[row].num_computed == owners[row].num_tokens for row in plan.rows]
-        scheduler.update(plan, StepResult(step=plan.step, rows=plan.rows, tokens=[[5] if d else [] for d in done]))
+        rows = plan.rows.tolist()
+        done = [owners[row].num_computed == owners[row].num_tokens for row in rows]
+        scheduler.update(plan, StepResult.of_lists(plan.step, rows, [[5] if d else [] for d in done]))
     useful = sum(request.num_prompt + request.max_tokens - 1 for request in requests)
     assert max(request.num_preemptions for request in requests) <= 4
     assert scheduler.num_scheduled_tokens <= 1.3 * useful

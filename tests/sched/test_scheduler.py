@@ -14,14 +14,14 @@ HYBRID = (full(), sliding(6), sliding(13))
 
 
 def work(plan):
-    return dict(zip(plan.rows, plan.num_tokens, strict=True))
+    return dict(zip(plan.rows.tolist(), plan.num_tokens.tolist(), strict=True))
 
 
 def feed(driver: Driver, *tokens: int, **fields):
     """Schedule one step for one request and answer with these tokens instead of the worker's."""
     plan = driver.scheduler.schedule()
     assert len(plan.rows) == 1
-    result = StepResult(step=plan.step, rows=plan.rows, tokens=[list(tokens)], **fields)
+    result = StepResult.of_lists(plan.step, plan.rows.tolist(), [tokens], **fields)
     return driver.scheduler.update(plan, result)
 
 
@@ -31,7 +31,7 @@ def feed(driver: Driver, *tokens: int, **fields):
 def test_the_budget_cuts_a_prompt_into_chunks():
     driver = Driver(make_scheduler(max_num_batched_tokens=8))
     driver.add(make_request(20, 1))
-    assert [driver.step().num_tokens for _ in range(3)] == [[8], [8], [4]]
+    assert [driver.step().num_tokens.tolist() for _ in range(3)] == [[8], [8], [4]]
 
 
 def test_running_requests_come_before_waiting_ones():
@@ -39,20 +39,20 @@ def test_running_requests_come_before_waiting_ones():
     driver.add(make_request(5))
     driver.step()
     driver.add(make_request(20))
-    assert driver.step().num_tokens == [1, 7]
+    assert driver.step().num_tokens.tolist() == [1, 7]
 
 
 def test_several_prompts_share_a_step():
     driver = Driver(make_scheduler(max_num_batched_tokens=8))
     driver.add(make_request(3), make_request(3), make_request(3))
-    assert driver.step().num_tokens == [3, 3, 2]
+    assert driver.step().num_tokens.tolist() == [3, 3, 2]
 
 
 def test_without_chunked_prefill_a_prompt_waits_until_it_fits_whole():
     driver = Driver(make_scheduler(max_num_batched_tokens=10, max_model_len=10, enable_chunked_prefill=False))
     driver.add(make_request(6), make_request(6))
-    assert driver.step().num_tokens == [6]
-    assert driver.step().num_tokens == [1, 6]
+    assert driver.step().num_tokens.tolist() == [6]
+    assert driver.step().num_tokens.tolist() == [1, 6]
 
 
 def test_no_more_requests_run_than_there_are_rows():
@@ -83,7 +83,7 @@ def test_a_request_keeps_its_row_and_frees_it_once():
     first, second = make_request(3, 2), make_request(3, 5)
     driver.add(first, second)
     driver.run()
-    assert [plan.rows for plan in driver.plans] == [[0, 1], [0, 1], [1], [1], [1], []]
+    assert [plan.rows.tolist() for plan in driver.plans] == [[0, 1], [0, 1], [1], [1], [1], []]
     assert [plan.finished_rows for plan in driver.plans] == [[], [], [0], [], [], [1]]
 
 
@@ -98,7 +98,7 @@ def test_a_freed_row_is_used_again_in_the_plan_that_frees_it():
 def test_a_plan_that_says_nothing_has_no_number_of_its_own():
     driver = Driver(make_scheduler())
     empty = driver.scheduler.schedule()
-    assert not empty.rows and not empty.finished_rows
+    assert not empty.has_work
     driver.add(make_request(3))
     assert driver.step().step == empty.step == 0
 
@@ -107,7 +107,8 @@ def test_a_plan_is_a_difference():
     driver = Driver(make_scheduler())
     driver.add(make_request(4, 10))
     assert driver.step().new_rows[0].block_ids == [[1]]
-    assert [driver.step().new_blocks for _ in range(5)] == [[(0, [[2]])], [], [], [], [(0, [[3]])]]
+    new_blocks = [[group.by_row() for group in driver.step().new_blocks] for _ in range(5)]
+    assert new_blocks == [[{0: [2]}], [], [], [], [{0: [3]}]]
 
 
 def test_block_lists_in_a_plan_are_copies():
@@ -132,7 +133,7 @@ def test_a_result_has_every_row_of_its_plan():
     scheduler.add(make_request(3, 10))
     plan = scheduler.schedule()
     with pytest.raises(AssertionError, match="every row"):
-        scheduler.update(plan, StepResult(step=0, rows=[], tokens=[]))
+        scheduler.update(plan, StepResult(step=0))
 
 
 # Totals
@@ -250,7 +251,7 @@ def test_rejected_drafts_are_not_computed(num_accepted):
     scheduler.add(request := make_request(3, 20))
     plan = with_drafts(scheduler, request, [4, 5])
     tokens = [4, 5, 6][: num_accepted + 1]
-    scheduler.update(plan, StepResult(step=0, rows=[0], tokens=[tokens]))
+    scheduler.update(plan, StepResult.of_lists(0, [0], [tokens]))
     assert (request.num_tokens, request.num_in_flight) == (3 + len(tokens), 0)
     assert request.num_computed == request.num_tokens - 1
 
@@ -260,7 +261,7 @@ def test_rejected_drafts_of_a_preempted_request_take_nothing_back():
     scheduler.add(request := make_request(3, 20))
     plan = with_drafts(scheduler, request, [4, 5])
     scheduler._preempt(request)
-    scheduler.update(plan, StepResult(step=0, rows=[0], tokens=[[6]]))
+    scheduler.update(plan, StepResult.of_lists(0, [0], [[6]]))
     assert (request.num_tokens, request.num_in_flight, request.num_computed) == (4, 0, 0)
 
 
@@ -289,7 +290,7 @@ def test_a_failed_request_is_not_hit():
     driver.worker.fail_next = True
     driver.run()
     driver.add(make_request(list(range(12)), 1))
-    assert driver.step().num_tokens == [12]
+    assert driver.step().num_tokens.tolist() == [12]
 
 
 def test_a_step_without_a_token_gives_no_update():
@@ -312,7 +313,7 @@ def test_the_second_of_two_equal_prompts_in_one_step_computes_the_rest(num_promp
     first, second = make_request(prompt), make_request(prompt)
     driver.add(first, second)
     num_hit = (num_prompt - 1) // BLOCK * BLOCK
-    assert driver.step().num_tokens == [num_prompt, num_prompt - num_hit]
+    assert driver.step().num_tokens.tolist() == [num_prompt, num_prompt - num_hit]
     assert (first.num_cached, second.num_cached) == (0, num_hit)
     driver.run()
     assert driver.output(first) == driver.output(second)
@@ -321,7 +322,7 @@ def test_the_second_of_two_equal_prompts_in_one_step_computes_the_rest(num_promp
 def test_another_salt_computes_everything():
     driver = Driver(make_scheduler())
     driver.add(*(make_request(list(range(12)), salt=salt) for salt in ("a", "b", "a")))
-    assert driver.step().num_tokens == [12, 12, 4]
+    assert driver.step().num_tokens.tolist() == [12, 12, 4]
 
 
 def test_num_cached_is_told_with_the_updates():
@@ -334,7 +335,7 @@ def test_num_cached_is_told_with_the_updates():
 def test_hybrid_groups_share_within_a_step():
     driver = Driver(make_scheduler(HYBRID), HYBRID)
     driver.add(*(make_request(list(range(31)), 3) for _ in range(3)))
-    assert driver.step().num_tokens == [31, 3, 3]
+    assert driver.step().num_tokens.tolist() == [31, 3, 3]
     driver.run()
 
 

@@ -18,9 +18,8 @@ def reported(driver: Driver) -> list[tuple[set[int], set[int], set[int]]]:
         for row in plan.new_rows:
             for group, ids in enumerate(row.block_ids):
                 new[group].update(ids[row.num_computed // 4 :])  # what lies before is a prefix hit
-        for _, per_group in plan.new_blocks:
-            for group, ids in enumerate(per_group):
-                new[group].update(ids)
+        for group, new_blocks in enumerate(plan.new_blocks):
+            new[group].update(new_blocks.block_ids.tolist())
         assert len(plan.zero_blocks) == len(set(plan.zero_blocks))
         steps.append((set(plan.zero_blocks), *new))
     return steps

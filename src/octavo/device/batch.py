@@ -73,8 +73,7 @@ class Batch:
 
 def build_batch(plan: StepPlan, requests: RequestTable, tables: BlockTables, buffers: InputBuffers) -> Batch:
     """Gather the inputs of `plan` from the rows. The plan's writes must have been applied."""
-    rows = np.array(plan.rows, np.int64)
-    num_tokens = np.array(plan.num_tokens, np.int64)
+    rows, num_tokens = plan.rows, plan.num_tokens
     max_query_len = int(num_tokens.max())
     if max_query_len > 1:
         order = np.argsort(num_tokens, kind="stable")

@@ -14,6 +14,7 @@ import torch
 from octavo.device.staging import StagedTensor
 from octavo.groups import CacheGroup
 from octavo.kv_cache.kernel_blocks import BlockMap
+from octavo.plan import NewBlocks
 
 
 class BlockTables:
@@ -43,20 +44,29 @@ class BlockTables:
         Raises RuntimeError, and stages nothing for that group and those after it, where they do not fit the row.
         """
         for index, ids in enumerate(block_ids):
-            counts, table = self._counts[index], self.tables[index]
-            start = 0 if overwrite else counts[row]
-            if ids:
-                kernel_ids = self._maps[index].expand(ids)
-                end = start + len(kernel_ids)
-                if end > table.data.shape[1]:
-                    raise RuntimeError(
-                        f"Block table write for row {row}, group {index} exceeds row capacity "
-                        f"({end} > {table.data.shape[1]})"
-                    )
-                table.stage(row, start, kernel_ids)
-                counts[row] = end
-            else:
-                counts[row] = start
+            self._append(index, row, ids, 0 if overwrite else self._counts[index][row])
+
+    def _append(self, index: int, row: int, ids: Sequence[int], start: int) -> None:
+        table, end = self.tables[index], start
+        if ids:
+            kernel_ids = self._maps[index].expand(ids)
+            end += len(kernel_ids)
+            if end > table.data.shape[1]:
+                raise RuntimeError(
+                    f"Block table write for row {row}, group {index} exceeds row capacity "
+                    f"({end} > {table.data.shape[1]})"
+                )
+            table.stage(row, start, kernel_ids)
+        self._counts[index][row] = end
+
+    def extend(self, new_blocks: Sequence[NewBlocks]) -> None:
+        """Stage what a plan appends to rows that are there: per group, or nothing at all.
+
+        Raises RuntimeError, and stages nothing for that group and those after it, where it does not fit a row.
+        """
+        for index, new in enumerate(new_blocks):
+            for row, ids in new.by_row().items():
+                self._append(index, row, ids, self._counts[index][row])
 
     def apply(self) -> None:
         """Bring the staged ids to the device."""

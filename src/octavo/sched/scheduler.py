@@ -1,10 +1,12 @@
 """Scheduler: which tokens run in the next step, and when a request ends.
 
-Owns the queues, the rows, the token budget, preemption and the stop rules. Knows neither tensors nor text; blocks are
-KVManager's. There is no prefill or decode phase: a request's computed tokens catch up with its known ones, as far as
-the step's budget goes. Plans may be made one step ahead of results; they are executed in the order of their making.
-Invariant: running and waiting requests are sorted by the policy's order, requests are served in it and preempted from
-its end, so a request that is in the plan in hand is never preempted from it.
+Owns the queues, the rows, the token budget and preemption; the stop rules are in `stops`. Knows neither tensors nor
+text; blocks are KVManager's. There is no prefill or decode phase: a request's computed tokens catch up with its known
+ones, as far as the step's budget goes. Plans may be made one step ahead of results; they are executed in the order of
+their making. What a step does for every running request it does to the arrays of RequestRows; a Request is looked at
+when something happens to it: it starts, grows by a block, may have ended, or wants to be told. Invariant: running and
+waiting requests are sorted by the policy's order, requests are served in it and preempted from its end, so a request
+that is in the plan in hand is never preempted from it.
 """
 
 from __future__ import annotations
@@ -12,13 +14,15 @@ from __future__ import annotations
 import bisect
 import time
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
-from octavo.plan import NewRow, StepPlan, StepResult
-from octavo.request import FinishReason, Request, Status
-from octavo.sampling_params import ends_in_repetition
+from octavo.plan import NO_INTS, IntArray, NewBlocks, NewRow, StepPlan, StepResult
+from octavo.request import FinishReason, Request, RequestRows, Status
 from octavo.sched.kv_manager import KVManager
+from octavo.sched.stops import end_of
 from octavo.updates import RequestUpdate
 
 MAX_OUTSTANDING = 2  # plans without results: one that runs, and the next one
@@ -29,7 +33,7 @@ _ORDERS: dict[str, Callable[[Request], _Order]] = {
     "fcfs": lambda request: (0, request.arrival),
     "priority": lambda request: (request.priority, request.arrival),
 }
-_RUNNING, _FINISHED = Status.RUNNING, Status.FINISHED  # a module's name costs less than a member's, per row
+_NOTHING = StepResult(step=-1)
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,16 +51,24 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
 class _Work:
     """A plan in the making."""
 
-    __slots__ = ("budget", "new_blocks", "new_rows", "num_tokens", "preempted", "requests", "rows")
+    __slots__ = ("budget", "growth", "new_num_tokens", "new_rows", "num_sampling", "num_tokens", "rows", "victims")
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
-        self.preempted = False
-        self.requests: list[Request] = []  # the owners of `rows`
-        self.rows: list[int] = []
-        self.num_tokens: list[int] = []
+        self.victims: set[int] = set()  # rows that were preempted
+        self.rows: IntArray = NO_INTS  # of those that ran before
+        self.num_tokens: IntArray = NO_INTS
         self.new_rows: list[NewRow] = []
-        self.new_blocks: list[tuple[int, list[list[int]]]] = []
+        self.new_num_tokens: list[int] = []
+        self.num_sampling = 0
+        self.growth: list[tuple[int, list[list[int]]]] = []  # (row, per group its new blocks)
+
+
+class _Issued(NamedTuple):
+    """What is remembered of a plan until its result comes."""
+
+    num_sampling: int
+    left: dict[int, Request]  # row -> its request at that step, where it runs there no longer
 
 
 class Scheduler:
@@ -88,7 +100,12 @@ class Scheduler:
         self._free_rows = list(reversed(range(max_num_seqs)))
         self._finished_rows: list[int] = []
         self._step = 0
-        self._outstanding: dict[int, list[Request]] = {}  # step -> the owners of its plan's rows
+        self._outstanding: dict[int, _Issued] = {}  # by step
+        self._rows = RequestRows(max_num_seqs)
+        self._owners: dict[int, Request] = {}  # row -> who runs there
+        self._running_rows = NO_INTS  # of `running`, in its order
+        self._running_changed = False
+        self._may_end = np.zeros(1, np.bool_)  # by token: some request has ended or will end with it; the last: False
         self._blocked: tuple[Request, int] | None = None  # did not fit with so many free blocks
         self._queued_at: dict[str, float] = {}  # of requests that were never admitted
         self._queue_times: dict[str, float] = {}  # of admitted requests, until an update tells it
@@ -146,20 +163,24 @@ class Scheduler:
         assert len(self._outstanding) < MAX_OUTSTANDING, "a plan is made at most one step ahead of results"
         work = _Work(self._max_num_batched_tokens)
         self._schedule_running(work)
-        if not work.preempted:
+        if not work.victims:
             self._schedule_waiting(work)
+        rows, num_tokens = work.rows, work.num_tokens
+        if work.new_rows:
+            rows = np.concatenate([rows, [new.row for new in work.new_rows]])
+            num_tokens = np.concatenate([num_tokens, work.new_num_tokens])
         plan = StepPlan(
             step=self._step,
             finished_rows=self._finished_rows,
             new_rows=work.new_rows,
-            rows=work.rows,
-            num_tokens=work.num_tokens,
-            new_blocks=work.new_blocks,
+            rows=rows,
+            num_tokens=num_tokens,
+            new_blocks=_pack(work.growth),
             zero_blocks=self.kv.take_fresh(),
         )
         self._finished_rows = []
-        if plan.rows or plan.finished_rows:
-            self._outstanding[plan.step] = work.requests
+        if plan.has_work:
+            self._outstanding[plan.step] = _Issued(work.num_sampling, {})
             self.num_scheduled_tokens += self._max_num_batched_tokens - work.budget
             self._step += 1
         return plan
@@ -171,84 +192,137 @@ class Scheduler:
         """
         assert result.step == plan.step, "a plan and its result have one number"
         assert plan.step == next(iter(self._outstanding)), "results come in the order of plans"
-        owners = dict(zip(plan.rows, self._outstanding.pop(plan.step), strict=True))
-        updates = self._settle(plan, result, owners)
-        in_full = bool(result.logprobs or result.prompt_logprobs or self._queue_times)
-        for row, tokens in zip(result.rows, result.tokens, strict=True):
-            request = owners[row]
-            if request.status is _FINISHED:
-                continue
-            if tokens:
-                request.num_in_flight -= 1
-                known = request.tokens
-                for num_kept, token in enumerate(tokens, 1):
-                    known.append(token)
-                    may_end = token in request.end_token_ids or len(known) >= request.check_from
-                    if may_end and self._stop(request, token):
-                        tokens = tokens[:num_kept]
-                        break
-            if in_full or request.status is _FINISHED:
-                self._tell(request, row, tokens, result, updates)
-            elif tokens:
-                updates.append(RequestUpdate(request.request_id, tokens))
+        issued = self._outstanding[plan.step]
+        assert len(result.rows) == issued.num_sampling, "a result has every row that sampled in its plan"
+        updates: list[RequestUpdate] = []
+        if result.failed or result.prompt_logprobs or plan.drafts:
+            self._settle(plan, result, issued, updates)
+        rows, tokens = result.rows, result.tokens
+        one_by_one = range(len(rows)) if tokens.shape[1] > 1 else _places(rows, issued.left)
+        for place in one_by_one:
+            row = int(rows[place])
+            request = issued.left.get(row) or self._owners[row]
+            if request.status is not Status.FINISHED:
+                self._take(request, row, tokens[place, : result.num_sampled[place]].tolist(), result, updates)
+        if one_by_one:
+            rows, tokens = np.delete(rows, one_by_one), np.delete(tokens, one_by_one, axis=0)
+        if len(rows):
+            self._take_all(rows, tokens[:, 0], result, updates)
+        del self._outstanding[plan.step]
         return updates
 
-    def _settle(self, plan: StepPlan, result: StepResult, owners: dict[int, Request]) -> list[RequestUpdate]:
-        """What few rows have, before the loop over all: failures, prompt log-probabilities, rejected drafts."""
-        assert len(result.rows) == len(owners), "a result has every row of its plan"
+    def take_untold(self, request_ids: Iterable[str]) -> list[RequestUpdate]:
+        """What quiet requests have that no update told. Unknown ids are ignored."""
         updates: list[RequestUpdate] = []
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            if request is not None:
+                self._tell(request, request.row, _NOTHING, updates)
+        return updates
+
+    def _settle(self, plan: StepPlan, result: StepResult, issued: _Issued, updates: list[RequestUpdate]) -> None:
+        """What few rows have, before the tokens: failures, prompt log-probabilities, rejected drafts."""
+        owners = self._owners | issued.left
         for row, reason in result.failed.items():
             request = owners[row]
-            if request.status is not _FINISHED:
+            if request.status is not Status.FINISHED:
                 request.error = reason
                 self._end(request, FinishReason.ERROR)
-                self._tell(request, row, [], result, updates)
+                self._tell(request, row, result, updates)
+        num_sampled = dict(zip(result.rows.tolist(), result.num_sampled.tolist(), strict=True))
         for row, entries in result.prompt_logprobs.items():
-            owners[row].num_prompt_logprobs += len(entries)
-        tokens = dict(zip(result.rows, result.tokens, strict=True)) if plan.drafts else {}
+            request = owners[row]
+            request.num_prompt_logprobs += len(entries)
+            if row not in num_sampled and request.status is not Status.FINISHED:
+                self._tell(request, row, result, updates)
         for row, drafts in plan.drafts.items():
             owners[row].num_in_flight -= len(drafts)
-            if owners[row].status is _RUNNING:
-                owners[row].num_computed -= 1 + len(drafts) - len(tokens[row])
-        return updates
+            if owners[row].status is Status.RUNNING:
+                owners[row].num_computed -= 1 + len(drafts) - num_sampled[row]
+
+    def _take_all(self, rows: IntArray, tokens: IntArray, result: StepResult, updates: list[RequestUpdate]) -> None:
+        """One token for each of `rows`, all of which run."""
+        lengths = self._rows.append(rows, tokens)
+        look = self._may_end.take(tokens, mode="clip")
+        look |= lengths >= self._rows.look_at[rows]
+        for place in look.nonzero()[0].tolist():
+            row, token = int(rows[place]), int(tokens[place])
+            request = self._owners[row]
+            known = request.tokens  # takes what only the row had: there is no more room for it
+            may_end = token in request.end_token_ids or len(known) >= request.check_from
+            if may_end and self._stop(request, token):
+                self._tell(request, row, result, updates)
+        talks = self._rows.talks[rows].nonzero()[0]
+        if len(talks):
+            in_full = bool(result.logprobs or result.prompt_logprobs)
+            for row, token in zip(rows[talks].tolist(), tokens[talks].tolist(), strict=True):
+                request = self._owners[row]
+                if in_full or request.quiet or not request.num_told:
+                    self._tell(request, row, result, updates)
+                else:
+                    request.num_told += 1
+                    updates.append(RequestUpdate(request.request_id, [token]))
+
+    def _take(
+        self, request: Request, row: int, tokens: list[int], result: StepResult, updates: list[RequestUpdate]
+    ) -> None:
+        """The tokens of one request, which may have been preempted meanwhile."""
+        request.num_in_flight -= 1
+        for token in tokens:
+            request.append(token)
+            may_end = token in request.end_token_ids or request.num_tokens >= request.check_from
+            if may_end and self._stop(request, token):
+                break
+        if request.status is Status.FINISHED or not request.quiet or not request.num_told:
+            self._tell(request, row, result, updates)
 
     def _schedule_running(self, work: _Work) -> None:
-        """Give each running request what it can use. A decode inside a block is the fast path."""
-        block_size = self.kv.block_size
-        budget, rows, num_tokens, requests = work.budget, work.rows, work.num_tokens, work.requests
-        for request in self.running:  # preemption takes from the end of this list, which ends the loop early
-            if not budget:
-                break
-            start, in_flight = request.num_computed, request.num_in_flight
-            known = len(request.tokens) + in_flight
-            if in_flight and known >= request.num_prompt + request.max_tokens:
-                continue  # its last token is in flight
-            num_new = known - start
-            if num_new > 1 or start % block_size == 0:
-                num_new = min(num_new, budget)
-                if not self._grow(request, num_new, work):
-                    break
-            request.num_computed = start + num_new
-            if start + num_new == known:
-                request.num_in_flight = in_flight + 1
-            budget -= num_new
-            requests.append(request)
-            rows.append(request.row)
-            num_tokens.append(num_new)
-        work.budget = budget
+        """Give each running request what it can use, in order, as far as the budget goes."""
+        rows = self._rows
+        if self._running_changed:
+            self._running_rows = np.array([request.row for request in self.running], np.int64)
+            self._running_changed = False
+        # those whose last token is in flight have nothing to compute
+        wanted = ((rows.num_known - rows.num_computed) * (rows.num_known < rows.whole))[self._running_rows]
+        some = wanted.nonzero()[0]
+        at, num_new = self._running_rows[some], wanted[some]
+        sampling, total = at, int(num_new.sum())
+        if total > work.budget:
+            before = num_new.cumsum() - num_new
+            count = int(before.searchsorted(work.budget))
+            at, whole = at[:count], num_new[:count]
+            num_new = np.minimum(whole, work.budget - before[:count])
+            sampling, total = at[num_new == whole], work.budget
+        if self._grow(at, num_new, work):
+            count = next((place for place, row in enumerate(at.tolist()) if row in work.victims), len(at))
+            at, num_new, sampling = at[:count], num_new[:count], sampling[:count]
+            total = int(num_new.sum())
+        rows.num_computed[at] += num_new
+        rows.num_known[sampling] += 1
+        work.rows, work.num_tokens, work.num_sampling = at, num_new, len(sampling)
+        work.budget -= total
 
-    def _grow(self, request: Request, num_new: int, work: _Work) -> bool:
-        """Blocks for `num_new` more tokens, if need be those of requests behind. False: `request` was preempted."""
-        while (blocks := self.kv.allocate(request, num_new)) is None:
-            victim = self.running[-1]
-            assert len(self.running) > 1, "one request alone fits the pool"
-            self._preempt(victim)
-            work.preempted = True
-            if victim is request:
-                return False
-        if blocks:
-            work.new_blocks.append((request.row, blocks))
-        return True
+    def _grow(self, at: IntArray, num_new: IntArray, work: _Work) -> bool:
+        """Blocks for the rows that leave theirs, in order, if need be those of requests behind.
+
+        A decode inside a block needs none. Returns whether somebody was preempted: the last ones in order.
+        """
+        growing = (self._rows.num_computed[at] % self.kv.block_size == 0) | (num_new > 1)
+        for place in growing.nonzero()[0].tolist():
+            row = int(at[place])
+            if row in work.victims:
+                break
+            request, count = self._owners[row], int(num_new[place])
+            while (blocks := self.kv.allocate(request, count)) is None:
+                assert len(self.running) > 1, "one request alone fits the pool"
+                victim = self.running[-1]
+                work.victims.add(victim.row)
+                self._preempt(victim)
+                if victim is request:
+                    return True
+            if blocks:
+                work.growth.append((row, blocks))
+        return bool(work.victims)
 
     def _schedule_waiting(self, work: _Work) -> None:
         """Admit waiting requests, strictly in order, as far as rows, budget and blocks go."""
@@ -284,15 +358,13 @@ class Scheduler:
         if request.num_preemptions == 0:
             request.num_cached = num_computed
             self._queue_times[request.request_id] = time.perf_counter() - self._queued_at.pop(request.request_id)
-        request.status = _RUNNING
-        request.row = self._free_rows.pop()
         request.num_computed = num_computed + num_new
         if request.num_computed == request.num_tokens:
             request.num_in_flight = 1
+            work.num_sampling += 1
+        self._enter_row(request)
         work.budget -= num_new
-        work.requests.append(request)
-        work.rows.append(request.row)
-        work.num_tokens.append(num_new)
+        work.new_num_tokens.append(num_new)
         missing = _misses_prompt_logprobs(request)
         work.new_rows.append(
             NewRow(
@@ -327,23 +399,17 @@ class Scheduler:
         bisect.insort(self.waiting, request, key=self._order)
 
     def _stop(self, request: Request, token: int) -> bool:
-        """Apply the stop rules to the last token; the first that holds is the reason."""
-        params = request.params
-        enough = request.num_output >= params.min_tokens
-        if enough and token in request.eos_token_ids:
-            self._end(request, FinishReason.STOP)
-        elif enough and token in request.stop_token_ids:
-            request.stop_reason = token
-            self._end(request, FinishReason.STOP)
-        elif request.num_output >= request.max_tokens:
-            self._end(request, FinishReason.LENGTH)
-        elif enough and _loops(request):
-            self._end(request, FinishReason.REPETITION)
-        return request.status is _FINISHED
+        """End the request if the stop rules say so. Returns whether they do."""
+        end = end_of(request, token)
+        if end is None:
+            return False
+        reason, request.stop_reason = end
+        self._end(request, reason)
+        return True
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         """From any state. Blocks are free at once: plans in flight use them before any plan still to be made."""
-        if request.status is _RUNNING:
+        if request.status is Status.RUNNING:
             self._leave(self.running, request)
             self._release_row(request)
         else:
@@ -352,51 +418,78 @@ class Scheduler:
             self.kv.forget(request)
         else:
             self.kv.free(request)
-        request.status = _FINISHED
+        request.status = Status.FINISHED
         request.finish_reason = reason
         del self._requests[request.request_id]
         self._queued_at.pop(request.request_id, None)
 
-    def _tell(
-        self, request: Request, row: int, tokens: list[int], result: StepResult, updates: list[RequestUpdate]
-    ) -> None:
-        """Append the update in full, if there is something to tell."""
+    def _tell(self, request: Request, row: int, result: StepResult, updates: list[RequestUpdate]) -> None:
+        """Append the update in full, if there is something to tell: all tokens that no update told."""
+        tokens = request.tokens[request.num_prompt + request.num_told :]
         prompt_logprobs = result.prompt_logprobs.get(row, [])
-        if tokens or prompt_logprobs or request.finish_reason is not None:
-            updates.append(
-                RequestUpdate(
-                    request_id=request.request_id,
-                    tokens=tokens,
-                    logprobs=result.logprobs.get(row, [])[: len(tokens)],
-                    prompt_logprobs=prompt_logprobs,
-                    finish_reason=request.finish_reason,
-                    stop_reason=request.stop_reason,
-                    num_cached=request.num_cached,
-                    queue_time=self._queue_times.pop(request.request_id, None),
-                    error=request.error,
-                )
+        if not tokens and not prompt_logprobs and request.finish_reason is None:
+            return
+        request.num_told += len(tokens)
+        if request.quiet and tokens and request.row >= 0:
+            self._rows.talks[request.row] = False
+        updates.append(
+            RequestUpdate(
+                request_id=request.request_id,
+                tokens=tokens,
+                logprobs=result.logprobs.get(row, [])[: len(tokens)],
+                prompt_logprobs=prompt_logprobs,
+                finish_reason=request.finish_reason,
+                stop_reason=request.stop_reason,
+                num_cached=request.num_cached,
+                queue_time=self._queue_times.pop(request.request_id, None),
+                error=request.error,
             )
+        )
 
     def _leave(self, queue: list[Request], request: Request) -> None:
         index = bisect.bisect_left(queue, self._order(request), key=self._order)
         assert queue[index] is request, "a queue is sorted, and a request is in the queue of its status"
         del queue[index]
 
+    def _enter_row(self, request: Request) -> None:
+        request.status = Status.RUNNING
+        row = self._free_rows.pop()
+        request.enter(self._rows, row)
+        self._rows.talks[row] = not request.quiet or not request.num_told
+        self._owners[row] = request
+        self._running_changed = True
+        for token in request.end_token_ids:
+            if token >= len(self._may_end) - 1:
+                self._may_end = np.concatenate([self._may_end, np.zeros(token + 1, np.bool_)])
+            self._may_end[token] = True
+
     def _release_row(self, request: Request) -> None:
-        self._free_rows.append(request.row)
-        self._finished_rows.append(request.row)
-        request.row = -1
+        row = request.row
+        for issued in self._outstanding.values():
+            issued.left.setdefault(row, request)
+        request.leave()
+        del self._owners[row]
+        self._free_rows.append(row)
+        self._finished_rows.append(row)
+        self._running_changed = True
+
+
+def _pack(growth: list[tuple[int, list[list[int]]]]) -> list[NewBlocks]:
+    """From blocks by row to blocks by group."""
+    if not growth:
+        return []
+    packed = []
+    for group in range(len(growth[0][1])):
+        pairs = [(row, block) for row, blocks in growth for block in blocks[group]]
+        packed.append(NewBlocks(*np.array(pairs, np.int64).reshape(-1, 2).T))
+    return packed
+
+
+def _places(rows: IntArray, left: dict[int, Request]) -> list[int]:
+    """Where `rows` names a row of `left`."""
+    return [place for place, row in enumerate(rows.tolist()) if row in left] if left else []
 
 
 def _misses_prompt_logprobs(request: Request) -> bool:
     """Whether prompt positions wait for their log-probabilities. The first position has none."""
     return request.params.prompt_logprobs is not None and request.num_prompt_logprobs < request.num_prompt - 1
-
-
-def _loops(request: Request) -> bool:
-    """Whether the output ends in the repetition that its parameters call an end."""
-    detection = request.params.repetition_detection
-    if detection is None:
-        return False
-    longest = detection.max_pattern_size * detection.min_count
-    return ends_in_repetition(request.tokens[max(request.num_prompt, request.num_tokens - longest) :], detection)

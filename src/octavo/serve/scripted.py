@@ -68,17 +68,17 @@ class ScriptedWorker:
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step."""
-        if self._step_seconds and plan.rows:
+        if self._step_seconds and len(plan.rows):
             time.sleep(self._step_seconds)
         for number in plan.finished_rows:
             del self._rows[number]
         for new in plan.new_rows:
             self._rows[new.row] = _new_row(new)
         self._failed = {}
-        tokens: list[list[int]] = []
+        rows, tokens = plan.rows.tolist(), list[list[int]]()
         logprobs: dict[int, list[TokenLogprobs]] = {}
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
-        for number, num_tokens in zip(plan.rows, plan.num_tokens, strict=True):
+        for number, num_tokens in zip(rows, plan.num_tokens.tolist(), strict=True):
             row = self._rows[number]
             row.num_computed += num_tokens
             if row.next_prompt_logprob >= 0:
@@ -91,13 +91,8 @@ class ScriptedWorker:
             row.tokens.append(token)
             if row.params.logprobs is not None or row.params.logprob_token_ids is not None:
                 logprobs[number] = [self._entry(token, row.params.logprobs or 0, row)]
-        return StepResult(
-            step=plan.step,
-            rows=plan.rows,
-            tokens=tokens,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            failed=self._failed,
+        return StepResult.of_lists(
+            plan.step, rows, tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs, failed=self._failed
         )
 
     def _next(self, number: int, row: _Row) -> int:

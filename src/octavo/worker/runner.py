@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import torch
 
 from octavo.attention.base import forward_context
@@ -59,8 +60,8 @@ class Runner:
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step and give its results in the order of the batch."""
         self._apply(plan)
-        if not plan.rows:
-            return StepResult(step=plan.step, rows=[], tokens=[])
+        if not len(plan.rows):
+            return StepResult(step=plan.step)
         batch = build_batch(plan, self._requests, self._tables, self._buffers)
         with forward_context(self._model_state.prepare(batch)):
             hidden = self._model.forward(batch.input_ids, batch.positions)
@@ -73,8 +74,7 @@ class Runner:
             self._prompt_logprobs.pop(row, None)
         for new in plan.new_rows:
             self._add(new)
-        for row, block_ids in plan.new_blocks:
-            self._tables.append(row, block_ids)
+        self._tables.extend(plan.new_blocks)
         self._requests.apply()
         self._tables.apply()
         self._sampler.apply_staged()
@@ -93,8 +93,6 @@ class Runner:
     def _sample(
         self, plan: StepPlan, batch: Batch, hidden: torch.Tensor, prompt_logprobs: dict[int, list[TokenLogprobs]]
     ) -> StepResult:
-        rows: list[int] = batch.rows.tolist()
-        tokens: list[list[int]] = [[] for _ in rows]
         logprobs: dict[int, list[TokenLogprobs]] = {}
         failed: dict[int, str] = {}
         sampling = batch.sampling
@@ -103,8 +101,6 @@ class Runner:
         if len(sampling):
             output = self._sampler(self._logits(batch, hidden), self._sample_batch(batch, sampled_rows))
             sampled = output.tokens
-            for entry, token in zip(sampling.tolist(), sampled.tolist(), strict=True):
-                tokens[entry] = [token]
             for place, entry_logprobs in to_token_logprobs(output.logprobs).items():
                 logprobs[int(sampled_rows[place])] = [entry_logprobs]
             for place in output.failed.nonzero().flatten().tolist() if output.failed.any() else ():
@@ -112,8 +108,9 @@ class Runner:
         self._commit(batch, sampled_rows, sampled)
         return StepResult(
             step=plan.step,
-            rows=rows,
-            tokens=tokens,
+            rows=sampled_rows,
+            tokens=sampled.numpy()[:, None],
+            num_sampled=np.ones(len(sampled_rows), np.int64),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             failed=failed,
