@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from model_rig import FAMILIES, Case, Rig
+from octavo.attention.cpu import CpuBackend
 from octavo.hf_config import read_arch
 from octavo.models.loader import load_model
 from octavo.ops import native
@@ -59,3 +61,15 @@ def test_bits_do_not_depend_on_the_batch(tiny_case: Callable[[str], Case], famil
         own, other = PROMPT[start : start + size], PROMPT[200 : 200 + size]
         parts.append(rig.step({"a": own[:1], "row": own, "z": other})["row"])
     assert torch.equal(torch.cat(parts), alone)
+
+
+@NEEDS_NATIVE
+@pytest.mark.parametrize("family", ["llama-tied-biased", "qwen2-window", "qwen3", "gemma3-16"])
+def test_layer_by_layer_and_in_one_operator_are_equal(
+    tiny_case: Callable[[str], Case], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A backend that is more than the paged operator gets a call per layer, with the same bits."""
+    case = tiny_case(family)
+    found = Rig(case.model, "cpu").run(PROMPT[:60], [40, 1, 19])
+    monkeypatch.setattr(CpuBackend, "capability", dataclasses.replace(CpuBackend.capability, paged_operator=False))
+    assert torch.equal(Rig(case.model, "cpu").run(PROMPT[:60], [40, 1, 19]), found)

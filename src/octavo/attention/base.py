@@ -41,6 +41,7 @@ class Capability:
     window: bool = True
     soft_cap: bool = True
     reproducible: bool = True  # a row's bits do not depend on its batch
+    paged_operator: bool = False  # `run` is ops.attention.paged_attention and no more: a decoder may call that itself
     kernel_block_multiple: dataclasses.InitVar[int] = 1  # short for kernel_block_sizes=(MultipleOf(this),)
 
     def __post_init__(self, kernel_block_multiple: int) -> None:

@@ -19,7 +19,7 @@ from octavo.ops.attention import paged_attention
 class CpuBackend:
     """An AttentionBackend for float32 and bfloat16 on CPU; any head size, window, soft cap and block size."""
 
-    capability = Capability(devices=("cpu",), dtypes=(torch.float32, torch.bfloat16))
+    capability = Capability(devices=("cpu",), dtypes=(torch.float32, torch.bfloat16), paged_operator=True)
 
     def __init__(self, variants: Sequence[Variant], dtype: torch.dtype, device: torch.device) -> None:
         """Raises ValueError off the CPU, for another dtype, and where the native library is not built."""
@@ -40,13 +40,15 @@ class CpuBackend:
                 raise ValueError(f"{variant.num_heads} heads do not divide among {variant.num_kv_heads} KV heads")
 
     def prepare(self, inputs: AttentionInputs, *, for_capture: bool = False) -> None:
-        """Remember the step's rows, without padding. Raises ValueError for inputs that contradict each other."""
+        """Remember the step's inputs. Raises ValueError for inputs that contradict each other."""
         inputs.check()
         self._inputs = inputs
-        rows = inputs.num_rows
-        self._rows = inputs.query_start[: rows + 1], inputs.seq_lens[:rows], inputs.block_table[:rows]
 
     def run(self, q: torch.Tensor, kv: torch.Tensor, variant: Variant, out: torch.Tensor) -> None:
         """Attend; see AttentionBackend. Raises ValueError for tensors that are not the step's."""
-        self._inputs.check_call(q, kv, out)
-        paged_attention(q, kv, *self._rows, out, scale=variant.scale, window=variant.window, soft_cap=variant.soft_cap)
+        inputs, rows = self._inputs, self._inputs.num_rows
+        inputs.check_call(q, kv, out)
+        paged_attention(
+            q, kv, inputs.query_start[: rows + 1], inputs.seq_lens[:rows], inputs.block_table[:rows], out,
+            scale=variant.scale, window=variant.window, soft_cap=variant.soft_cap,
+        )  # fmt: skip

@@ -1,8 +1,7 @@
-"""Attention: the projections, the rotation and store of q, k and v, and the call of the step's backend.
+"""Attention: the weights around one layer's attention, and the rotary tables that layers share.
 
-Owns one layer's place in the model (its number, its Variant) and its weights. Does not know blocks, rows or
-how a backend works. Invariant: K and V are stored by slot before the backend runs, and the step's context is
-looked up once.
+Owns one layer's place in the model (its number, its Variant) and its projections and norms. Does not know blocks, rows,
+backends or in which order a decoder layer computes. Invariant: a norm's offset is applied once, at `finalize`.
 """
 
 from __future__ import annotations
@@ -12,10 +11,10 @@ import dataclasses
 import torch
 
 from octavo.arch import Rope
-from octavo.attention.base import Variant, current_context
+from octavo.attention.base import Variant
 from octavo.layers.base import Layer
 from octavo.layers.linear import Linear
-from octavo.ops.rope import qk_norm_rope_store, rope_table
+from octavo.ops.rope import rope_table
 
 
 class RotaryTable(Layer):
@@ -60,8 +59,7 @@ class Attention(Layer):
         self.index = index
         self.variant = variant
         self.__dict__["rotary"] = rotary  # a reference, not a child: the model owns it
-        self._heads = (variant.num_heads, variant.num_kv_heads, variant.head_size)
-        self._eps = norm_eps
+        self.norm_eps = norm_eps
         self._norm_offset = norm_offset
         q_size, kv_size = variant.num_heads * variant.head_size, variant.num_kv_heads * variant.head_size
         self.qkv = Linear(size, {"q": q_size, "k": kv_size, "v": kv_size}, dtype, bias=bias)
@@ -78,23 +76,3 @@ class Attention(Layer):
         for norm in (self.q_norm, self.k_norm):
             if norm is not None and self._norm_offset:
                 norm.add_(self._norm_offset)
-
-    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """x [tokens, size], positions [tokens] int64 -> [tokens, size]."""
-        context = current_context()
-        group = context.group_of_layer[self.index]
-        kv = context.kv_of_layer[self.index]
-        q = qk_norm_rope_store(
-            self.qkv.forward(x),
-            positions,
-            self.rotary.cos_sin,
-            self.q_norm,
-            self.k_norm,
-            self._eps,
-            *self._heads,
-            kv,
-            context.inputs[group].slot_mapping,
-        )
-        out = torch.empty_like(q)
-        context.backends[group].run(q, kv, self.variant, out)
-        return self.output.forward(out.view(x.shape[0], -1))

@@ -21,8 +21,8 @@ class Mlp(Layer):
         super().__init__()
         self.gate_up = Linear(size, {"gate": inner_size, "up": inner_size}, dtype)
         self.down = Linear(inner_size, size, dtype)
-        self._activation = activation
+        self.activation = activation
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [tokens, size] -> the same shape."""
-        return self.down.forward(gated_activation(self.gate_up.forward(x), self._activation))
+        return self.down.forward(gated_activation(self.gate_up.forward(x), self.activation))

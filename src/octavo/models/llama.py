@@ -14,6 +14,7 @@ from octavo.arch import Arch
 from octavo.attention.base import Variant
 from octavo.layers.attention import Attention, RotaryTable
 from octavo.layers.base import Layer
+from octavo.layers.decoder import Decoder, DecoderLayer
 from octavo.layers.embedding import Embedding, OutputHead, TiedEmbedding
 from octavo.layers.mlp import Mlp
 from octavo.layers.norm import RMSNorm
@@ -29,44 +30,12 @@ WEIGHT_MAP: WeightMap = {
     "model.layers.*.self_attn.v_proj.bias": ("layers.*.attention.qkv.bias", "v"),
     "model.layers.*.self_attn.o_proj.weight": ("layers.*.attention.output.weight", ""),
     "model.layers.*.self_attn.o_proj.bias": ("layers.*.attention.output.bias", ""),
-    "model.layers.*.post_attention_layernorm.weight": ("layers.*.post_attention_norm.weight", ""),
+    "model.layers.*.post_attention_layernorm.weight": ("layers.*.mlp_norm.weight", ""),
     "model.layers.*.mlp.gate_proj.weight": ("layers.*.mlp.gate_up.weight", "gate"),
     "model.layers.*.mlp.up_proj.weight": ("layers.*.mlp.gate_up.weight", "up"),
     "model.layers.*.mlp.down_proj.weight": ("layers.*.mlp.down.weight", ""),
     "model.norm.weight": ("norm.weight", ""),
 }
-
-
-class LlamaLayer(Layer):
-    """One decoder layer. The residual stream travels beside x: each norm adds x to it first."""
-
-    def __init__(self, index: int, arch: Arch, variant: Variant, rotary: RotaryTable, dtype: torch.dtype) -> None:
-        """Layer number `index` of `arch`."""
-        super().__init__()
-        self.input_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
-        self.attention = Attention(
-            index,
-            variant,
-            rotary,
-            arch.hidden_size,
-            dtype,
-            bias=arch.attention_bias,
-            output_bias=arch.output_bias,
-        )
-        self.post_attention_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
-        self.mlp = Mlp(arch.hidden_size, arch.intermediate_size, arch.activation, dtype)
-
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(x, residual) before the layer -> after it. `residual` None: the first layer, x is the embedding."""
-        if residual is None:
-            x, residual = self.input_norm.forward(x), x
-        else:
-            x, residual = self.input_norm.add(x, residual)
-        x = self.attention.forward(x, positions)
-        x, residual = self.post_attention_norm.add(x, residual)
-        return self.mlp.forward(x), residual
 
 
 class LlamaForCausalLM(Layer):
@@ -91,10 +60,21 @@ class LlamaForCausalLM(Layer):
         self.attention_variants = [variants[kind] for kind in arch.layers]
         rotary = {rope: RotaryTable(rope, arch.head_size, arch.max_position) for rope in {k.rope for k in arch.layers}}
         self.rotary = nn.ModuleList(rotary.values())
-        self.layers = nn.ModuleList(
-            LlamaLayer(index, arch, variants[kind], rotary[kind.rope], dtype) for index, kind in enumerate(arch.layers)
-        )
+        self.layers = nn.ModuleList()
+        for index, kind in enumerate(arch.layers):
+            attention = Attention(
+                index,
+                variants[kind],
+                rotary[kind.rope],
+                arch.hidden_size,
+                dtype,
+                bias=arch.attention_bias,
+                output_bias=arch.output_bias,
+            )
+            mlp = Mlp(arch.hidden_size, arch.intermediate_size, arch.activation, dtype)
+            self.layers.append(DecoderLayer(attention, mlp, arch.hidden_size, arch.norm_eps))
         self.norm = RMSNorm(arch.hidden_size, arch.norm_eps)
+        self._decoder = Decoder(self.layers, self.norm)
         self.head = OutputHead(arch.vocab_size, arch.hidden_size, dtype)
         self.embedding: Embedding | TiedEmbedding
         if arch.tied:
@@ -111,11 +91,7 @@ class LlamaForCausalLM(Layer):
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Hidden states after the final norm."""
-        x, residual = self.embedding.forward(input_ids), None
-        for layer in self.layers:
-            x, residual = layer.forward(x, residual, positions)
-        assert residual is not None, "a decoder has layers"
-        return self.norm.add(x, residual)[0]
+        return self._decoder.forward(self.embedding.forward(input_ids), positions)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits in float32."""

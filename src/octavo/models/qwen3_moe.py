@@ -13,6 +13,7 @@ from octavo.arch import Arch
 from octavo.attention.base import Variant
 from octavo.layers.attention import Attention, RotaryTable
 from octavo.layers.base import Layer
+from octavo.layers.decoder import Decoder, DecoderLayer
 from octavo.layers.embedding import Embedding, OutputHead, TiedEmbedding
 from octavo.layers.mlp import Mlp
 from octavo.layers.moe import MoeMlp
@@ -31,7 +32,7 @@ WEIGHT_MAP: WeightMap = {
     "model.layers.*.self_attn.o_proj.bias": ("layers.*.attention.output.bias", ""),
     "model.layers.*.self_attn.q_norm.weight": ("layers.*.attention.q_norm", ""),
     "model.layers.*.self_attn.k_norm.weight": ("layers.*.attention.k_norm", ""),
-    "model.layers.*.post_attention_layernorm.weight": ("layers.*.post_attention_norm.weight", ""),
+    "model.layers.*.post_attention_layernorm.weight": ("layers.*.mlp_norm.weight", ""),
     "model.layers.*.mlp.gate_proj.weight": ("layers.*.mlp.gate_up.weight", "gate"),
     "model.layers.*.mlp.up_proj.weight": ("layers.*.mlp.gate_up.weight", "up"),
     "model.layers.*.mlp.down_proj.weight": ("layers.*.mlp.down.weight", ""),
@@ -41,53 +42,6 @@ WEIGHT_MAP: WeightMap = {
     "model.layers.*.mlp.experts.*.down_proj.weight": ("layers.*.mlp.experts.*.down.weight", ""),
     "model.norm.weight": ("norm.weight", ""),
 }
-
-
-class Qwen3MoeLayer(Layer):
-    """One decoder layer. The residual stream travels beside x: each norm adds x to it first."""
-
-    def __init__(self, index: int, arch: Arch, variant: Variant, rotary: RotaryTable, dtype: torch.dtype) -> None:
-        """Layer number `index` of `arch`."""
-        super().__init__()
-        self.input_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
-        self.attention = Attention(
-            index,
-            variant,
-            rotary,
-            arch.hidden_size,
-            dtype,
-            bias=arch.attention_bias,
-            output_bias=arch.output_bias,
-            qk_norm=True,
-            norm_eps=arch.norm_eps,
-        )
-        self.post_attention_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
-        self.mlp: Mlp | MoeMlp
-        if index in arch.moe_layers:
-            assert arch.moe is not None, "layers with experts need their facts"
-            self.mlp = MoeMlp(
-                arch.hidden_size,
-                arch.moe.expert_size,
-                arch.moe.num_experts,
-                arch.moe.experts_per_token,
-                arch.activation,
-                dtype,
-                normalize=arch.moe.norm_topk_prob,
-            )
-        else:
-            self.mlp = Mlp(arch.hidden_size, arch.intermediate_size, arch.activation, dtype)
-
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(x, residual) before the layer -> after it. `residual` None: the first layer, x is the embedding."""
-        if residual is None:
-            x, residual = self.input_norm.forward(x), x
-        else:
-            x, residual = self.input_norm.add(x, residual)
-        x = self.attention.forward(x, positions)
-        x, residual = self.post_attention_norm.add(x, residual)
-        return self.mlp.forward(x), residual
 
 
 class Qwen3MoeForCausalLM(Layer):
@@ -112,11 +66,23 @@ class Qwen3MoeForCausalLM(Layer):
         self.attention_variants = [variants[kind] for kind in arch.layers]
         rotary = {rope: RotaryTable(rope, arch.head_size, arch.max_position) for rope in {k.rope for k in arch.layers}}
         self.rotary = nn.ModuleList(rotary.values())
-        self.layers = nn.ModuleList(
-            Qwen3MoeLayer(index, arch, variants[kind], rotary[kind.rope], dtype)
-            for index, kind in enumerate(arch.layers)
-        )
+        self.layers = nn.ModuleList()
+        for index, kind in enumerate(arch.layers):
+            attention = Attention(
+                index,
+                variants[kind],
+                rotary[kind.rope],
+                arch.hidden_size,
+                dtype,
+                bias=arch.attention_bias,
+                output_bias=arch.output_bias,
+                qk_norm=True,
+                norm_eps=arch.norm_eps,
+            )
+            mlp = self._mlp(index, arch, dtype)
+            self.layers.append(DecoderLayer(attention, mlp, arch.hidden_size, arch.norm_eps))
         self.norm = RMSNorm(arch.hidden_size, arch.norm_eps)
+        self._decoder = Decoder(self.layers, self.norm)
         self.head = OutputHead(arch.vocab_size, arch.hidden_size, dtype)
         self.embedding: Embedding | TiedEmbedding
         if arch.tied:
@@ -131,13 +97,25 @@ class Qwen3MoeForCausalLM(Layer):
                 "lm_head.weight": ("head.weight", ""),
             }
 
+    @staticmethod
+    def _mlp(index: int, arch: Arch, dtype: torch.dtype) -> Mlp | MoeMlp:
+        """The MLP of layer `index`: experts, or one network where the checkpoint says so."""
+        if index not in arch.moe_layers:
+            return Mlp(arch.hidden_size, arch.intermediate_size, arch.activation, dtype)
+        assert arch.moe is not None, "layers with experts need their facts"
+        return MoeMlp(
+            arch.hidden_size,
+            arch.moe.expert_size,
+            arch.moe.num_experts,
+            arch.moe.experts_per_token,
+            arch.activation,
+            dtype,
+            normalize=arch.moe.norm_topk_prob,
+        )
+
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Hidden states after the final norm."""
-        x, residual = self.embedding.forward(input_ids), None
-        for layer in self.layers:
-            x, residual = layer.forward(x, residual, positions)
-        assert residual is not None, "a decoder has layers"
-        return self.norm.add(x, residual)[0]
+        return self._decoder.forward(self.embedding.forward(input_ids), positions)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits in float32."""

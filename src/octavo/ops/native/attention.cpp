@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "attention_rows.h"
+#include "operators.h"
 
 namespace octavo {
 namespace {

@@ -3,16 +3,10 @@
 // Few rows (at most one register tile): weights are streamed once, widened in registers. More rows: rows are packed
 // into tiles, a block of each panel is widened to float32 once, and tiles run over it, partial chains resting in
 // float32 between blocks of k. Invariant: both walk the chain of panels.h, so a row's bits know neither path nor tile.
+#include "operators.h"
 #include "panels.h"
 
 namespace octavo {
-
-struct Weight {
-    int64_t n, k;
-    int64_t panel_bytes;
-    const char* data;
-    int32_t kind;
-};
 
 struct Call {
     const Weight* weight;

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "vec.h"
+#include "operators.h"
 
 namespace octavo {
 namespace {

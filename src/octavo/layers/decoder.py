@@ -1,0 +1,128 @@
+"""Decoder: what a decoder-only transformer does between embedding and output head.
+
+Owns the layer that most families share (norms, attention, MLP, the residual stream beside them) and the run over all
+layers, in one operator where the step's attention allows it. Does not know blocks, rows or how a backend works.
+Invariant: K and V are stored by slot before attention runs; both ways to run a decoder give the same bits.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import cast
+
+import torch
+from torch import nn
+
+from octavo.attention.base import ForwardContext, current_context
+from octavo.layers.attention import Attention
+from octavo.layers.base import Layer
+from octavo.layers.mlp import Mlp
+from octavo.layers.moe import MoeMlp
+from octavo.layers.norm import RMSNorm
+from octavo.ops.decoder import BoundDecoder, DecoderLayerOperands, enter_attention, leave_attention
+
+
+class DecoderLayer(Layer):
+    """x = attention(norm(x)) + x, then x = mlp(norm(x)) + x; Gemma also norms what attention and MLP leave.
+
+    The residual stream travels beside x: each norm before a half adds x to it first.
+    """
+
+    attention_norm: RMSNorm | None
+    mlp_out_norm: RMSNorm | None
+
+    def __init__(
+        self,
+        attention: Attention,
+        mlp: Mlp | MoeMlp,
+        size: int,
+        eps: float,
+        *,
+        norm_offset: float = 0.0,
+        out_norms: bool = False,
+    ) -> None:
+        """`size`: of the hidden state; `norm_offset`: as RMSNorm's; `out_norms`: `attention_norm`, `mlp_out_norm`."""
+        super().__init__()
+        self.input_norm = RMSNorm(size, eps, norm_offset)
+        self.attention = attention
+        self.attention_norm = RMSNorm(size, eps, norm_offset) if out_norms else None
+        self.mlp_norm = RMSNorm(size, eps, norm_offset)
+        self.mlp = mlp
+        self.mlp_out_norm = RMSNorm(size, eps, norm_offset) if out_norms else None
+        assert isinstance(mlp, Mlp) or not out_norms, "experts are not followed by a norm in any family"
+
+    @functools.cached_property
+    def operands(self) -> DecoderLayerOperands:
+        """The finalized weights, as the operators take them."""
+        attention, variant = self.attention, self.attention.variant
+        mlp = self.mlp if isinstance(self.mlp, Mlp) else None
+        return DecoderLayerOperands(
+            num_heads=variant.num_heads,
+            num_kv_heads=variant.num_kv_heads,
+            head_size=variant.head_size,
+            eps=self.input_norm.eps,
+            input_norm=self.input_norm.weight,
+            qkv=attention.qkv.packed,
+            qkv_bias=attention.qkv.bias,
+            q_norm=attention.q_norm,
+            k_norm=attention.k_norm,
+            head_eps=attention.norm_eps,
+            cos_sin=attention.rotary.cos_sin,
+            output=attention.output.packed,
+            output_bias=attention.output.bias,
+            attention_norm=None if self.attention_norm is None else self.attention_norm.weight,
+            mlp_norm=self.mlp_norm.weight,
+            gate_up=None if mlp is None else mlp.gate_up.packed,
+            down=None if mlp is None else mlp.down.packed,
+            activation="silu" if mlp is None else mlp.activation,
+            mlp_out_norm=None if self.mlp_out_norm is None else self.mlp_out_norm.weight,
+            scale=variant.scale,
+            window=variant.window,
+            soft_cap=variant.soft_cap,
+        )
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(x, residual) before the layer -> after it. `residual` None: the first layer, x is the embedding."""
+        context, operands = current_context(), self.operands
+        group = context.group_of_layer[self.attention.index]
+        kv = context.kv_of_layer[self.attention.index]
+        q, residual = enter_attention(operands, x, residual, positions, kv, context.inputs[group].slot_mapping)
+        attended = torch.empty_like(q)
+        context.backends[group].run(q, kv, self.attention.variant, attended)
+        x, residual = leave_attention(operands, attended, residual)
+        return (x if isinstance(self.mlp, Mlp) else self.mlp.forward(x)), residual
+
+
+class Decoder:
+    """All layers and the norm behind them. Holds references: the model owns the layers."""
+
+    def __init__(self, layers: nn.ModuleList, norm: RMSNorm) -> None:
+        """`layers`: DecoderLayers in order, each with its number as the attention's index."""
+        self._layers, self._norm = tuple(cast(DecoderLayer, layer) for layer in layers), norm
+        self._dense = all(isinstance(layer.mlp, Mlp) for layer in self._layers)
+        self._bound: BoundDecoder | None = None
+        self._bound_to: tuple[object, object] = (None, None)  # the context's cache views and groups
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """x [tokens, size]: the embedding; positions [tokens] int64 -> hidden states after the norm."""
+        context = current_context()
+        if self._dense and all(backend.capability.paged_operator for backend in context.backends):
+            return self._bind(context)(x, positions, context.inputs)
+        residual: torch.Tensor | None = None
+        for layer in self._layers:
+            x, residual = layer.forward(x, residual, positions)
+        assert residual is not None, "a decoder has layers"
+        return self._norm.add(x, residual)[0]
+
+    def _bind(self, context: ForwardContext) -> BoundDecoder:
+        """The decoder on the context's cache, made when that cache is first seen."""
+        views, groups = self._bound_to
+        if self._bound is None or views is not context.kv_of_layer or groups is not context.group_of_layer:
+            operands = [layer.operands for layer in self._layers]
+            self._bound = BoundDecoder(
+                operands, self._norm.weight, self._norm.eps, context.kv_of_layer, context.group_of_layer
+            )
+            self._bound_to = context.kv_of_layer, context.group_of_layer
+        return self._bound

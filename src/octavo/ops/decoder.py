@@ -1,0 +1,261 @@
+"""The two halves of a decoder layer, around its attention, and a whole decoder on the CPU's paged attention.
+
+Owns how the operators of a layer are joined: `enter_attention` is (residual addition,) RMS norm, qkv product, q and k
+norm, rotation and store of K and V; `leave_attention` is output product, residual addition, norm, gated MLP. Does not
+know models, requests or backends. Invariant: a half's bits are those of the separate operators, its `*_composed` twin,
+which serves wherever the one native call does not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from octavo.ops import native
+from octavo.ops.activation import GATED_KINDS, gated_activation
+from octavo.ops.attention import paged_attention
+from octavo.ops.matmul import LinearWeight, linear
+from octavo.ops.norm import add_rms_norm, rms_norm
+from octavo.ops.rope import qk_norm_rope_store
+
+_P, _I, _C, _F = native.PTR, native.I64, native.I32, native.F32
+native.declare("octavo_enter_attention", [_P, _P, _P, _P, _P, _I, _P, _I, _P, _P, _I, _C])
+native.declare("octavo_leave_attention", [_P, _P, _P, _I, _P, _P, _I, _C])
+native.declare("octavo_decode", [_P, _P, _I, _P, _P, _P, _P, _F, _P, _I, _C])
+
+
+class _LayerHeader(ctypes.Structure):
+    """`octavo::DecoderLayer` of decoder.cpp."""
+
+    _fields_ = (
+        *((name, _P) for name in ("input_norm", "attention_norm", "mlp_norm", "mlp_out_norm")),
+        *((name, _P) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, _P) for name in ("qkv_bias", "output_bias", "q_norm", "k_norm", "cos_sin")),
+        *((name, _I) for name in ("num_heads", "num_kv_heads", "head_size", "rotary_size", "window")),
+        *((name, _F) for name in ("eps", "head_eps", "scale", "soft_cap")),
+        ("activation", _C),
+    )
+
+
+class _CacheHeader(ctypes.Structure):
+    """`octavo::LayerCache` of decoder.cpp."""
+
+    _fields_ = (("kv", _P), ("block", _I), ("head", _I), ("token", _I), ("block_size", _I), ("group", _I))
+
+
+class _RowsHeader(ctypes.Structure):
+    """`octavo::GroupRows` of decoder.cpp."""
+
+    _fields_ = (("query_start", _P), ("seq_lens", _P), ("block_table", _P), ("slots", _P), ("num_rows", _I),
+                ("table_row", _I))  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class DecoderLayerOperands:
+    """What a decoder layer computes with. Norm weights are [size] float32, biases [out] float32.
+
+    Without `gate_up` and `down` the MLP is somebody else's, and `leave_attention` gives what it takes.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    eps: float
+    input_norm: Tensor
+    qkv: LinearWeight
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None  # [head_size]
+    k_norm: Tensor | None  # [head_size]
+    head_eps: float  # of q_norm and k_norm
+    cos_sin: Tensor  # rope_table
+    output: LinearWeight
+    output_bias: Tensor | None
+    attention_norm: Tensor | None  # of what attention leaves, before it is added to the residual
+    mlp_norm: Tensor
+    gate_up: LinearWeight | None
+    down: LinearWeight | None
+    activation: str
+    mlp_out_norm: Tensor | None  # of what an MLP in the operands leaves
+    scale: float  # of attention
+    window: int = 0
+    soft_cap: float = 0.0
+
+    @functools.cached_property
+    def header(self) -> _LayerHeader | None:
+        """The C form; None where a weight has none."""
+        weights = {"qkv": self.qkv, "output": self.output, "gate_up": self.gate_up, "down": self.down}
+        if any(weight is not None and not weight.header for weight in weights.values()):
+            return None
+        names = ("input_norm", "attention_norm", "mlp_norm", "mlp_out_norm", "qkv_bias", "output_bias", "q_norm",
+                 "k_norm", "cos_sin")  # fmt: skip
+        return _LayerHeader(
+            **{name: _address(getattr(self, name)) for name in names},
+            **{name: None if weight is None else weight.header for name, weight in weights.items()},
+            num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_size=self.head_size,
+            rotary_size=self.cos_sin.shape[1], window=self.window, eps=self.eps, head_eps=self.head_eps,
+            scale=self.scale, soft_cap=self.soft_cap, activation=GATED_KINDS[self.activation],
+        )  # fmt: skip
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _cache_header(kv: Tensor, group: int) -> _CacheHeader:
+    block, head, token, _ = kv.stride()
+    return _CacheHeader(kv.data_ptr(), block, head, token, kv.shape[2], group)
+
+
+def enter_attention(
+    layer: DecoderLayerOperands,
+    x: Tensor,
+    residual: Tensor | None,
+    positions: Tensor,
+    kv: Tensor,
+    slot_mapping: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """(q [tokens, heads, head_size], residual [tokens, size]) of what the layer before left; K and V are stored.
+
+    x, residual: [tokens, size], rows may be strided; residual None: x is the embedding, and the residual. positions,
+    kv, slot_mapping: as `qk_norm_rope_store`'s.
+    """
+    library = native.lib()
+    code = native.DTYPE_CODES.get(x.dtype)
+    if not library or code is None or layer.header is None or kv.dtype != x.dtype:
+        return enter_attention_composed(layer, x, residual, positions, kv, slot_mapping)
+    tokens = x.shape[0]
+    q = torch.empty((tokens, layer.num_heads, layer.head_size), dtype=x.dtype)
+    cache = ctypes.byref(_cache_header(kv, 0))
+    slots, at = slot_mapping.data_ptr(), positions.data_ptr()
+    total = x if residual is None else torch.empty(x.shape, dtype=x.dtype)
+    before, stride = (None, 0) if residual is None else (residual.data_ptr(), residual.stride(0))
+    library.octavo_enter_attention(
+        ctypes.byref(layer.header), cache, slots, at, x.data_ptr(), x.stride(0), before, stride, total.data_ptr(),
+        q.data_ptr(), tokens, code,
+    )  # fmt: skip
+    return q, total
+
+
+def leave_attention(layer: DecoderLayerOperands, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    """(x, residual), both [tokens, size], of attended [tokens, heads, head_size] and the residual before it.
+
+    x is what the layer leaves for the next one; without an MLP in the operands, what the MLP takes.
+    """
+    library = native.lib()
+    code = native.DTYPE_CODES.get(attended.dtype)
+    if not library or code is None or layer.header is None or not attended.is_contiguous():
+        return leave_attention_composed(layer, attended, residual)
+    x = torch.empty(residual.shape, dtype=attended.dtype)
+    total = torch.empty(residual.shape, dtype=attended.dtype)
+    library.octavo_leave_attention(
+        ctypes.byref(layer.header), attended.data_ptr(), residual.data_ptr(), residual.stride(0), total.data_ptr(),
+        x.data_ptr(), attended.shape[0], code,
+    )  # fmt: skip
+    return x, total
+
+
+def enter_attention_composed(
+    layer: DecoderLayerOperands,
+    x: Tensor,
+    residual: Tensor | None,
+    positions: Tensor,
+    kv: Tensor,
+    slot_mapping: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """`enter_attention` as separate operators, any device."""
+    if residual is None:
+        normed, total = rms_norm(x, layer.input_norm, layer.eps), x
+    else:
+        normed, total = add_rms_norm(x, residual, layer.input_norm, layer.eps)
+    q = qk_norm_rope_store(
+        linear(normed, layer.qkv, layer.qkv_bias), positions, layer.cos_sin, layer.q_norm, layer.k_norm,
+        layer.head_eps, layer.num_heads, layer.num_kv_heads, layer.head_size, kv, slot_mapping,
+    )  # fmt: skip
+    return q, total
+
+
+def leave_attention_composed(layer: DecoderLayerOperands, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    """`leave_attention` as separate operators, any device."""
+    x = linear(attended.view(attended.shape[0], -1), layer.output, layer.output_bias)
+    if layer.attention_norm is not None:
+        x = rms_norm(x, layer.attention_norm, layer.eps)
+    x, residual = add_rms_norm(x, residual, layer.mlp_norm, layer.eps)
+    if layer.gate_up is not None and layer.down is not None:
+        x = linear(gated_activation(linear(x, layer.gate_up), layer.activation), layer.down)
+        if layer.mlp_out_norm is not None:
+            x = rms_norm(x, layer.mlp_out_norm, layer.eps)
+    return x, residual
+
+
+class PagedRows(Protocol):
+    """A step's rows in one cache group: `paged_attention`'s tensors, padding rows allowed, and the tokens' slots."""
+
+    num_rows: int
+    query_start: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    slot_mapping: Tensor
+
+
+class BoundDecoder:
+    """A decoder and the cache that it writes: every layer with `paged_attention`, then a last norm.
+
+    One native call where that can serve.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[DecoderLayerOperands],
+        norm: Tensor,
+        eps: float,
+        kv_of_layer: Sequence[Tensor],
+        group_of_layer: Sequence[int],
+    ) -> None:
+        """`norm`: [size] float32; `kv_of_layer[i]`: as `paged_attention`'s, of cache group `group_of_layer[i]`."""
+        self._layers, self._norm, self._eps = layers, norm, eps
+        self._kv, self._groups = kv_of_layer, group_of_layer
+        headers = [layer.header for layer in layers if layer.header is not None and layer.gate_up is not None]
+        dtypes = {kv.dtype for kv in kv_of_layer}
+        self._dtype = dtypes.pop() if len(dtypes) == 1 and len(headers) == len(layers) else None
+        if self._dtype is not None:
+            self._headers = (_LayerHeader * len(layers))(*headers)
+            caches = map(_cache_header, kv_of_layer, group_of_layer)
+            self._caches = (_CacheHeader * len(layers))(*caches)
+            self._rows = (_RowsHeader * (max(group_of_layer) + 1))()
+
+    def __call__(self, x: Tensor, positions: Tensor, rows: Sequence[PagedRows]) -> Tensor:
+        """x [tokens, size] contiguous, positions [tokens] int64, rows per cache group -> [tokens, size]."""
+        library = native.lib()
+        if not library or x.dtype != self._dtype or x.dtype not in native.DTYPE_CODES:
+            return self.composed(x, positions, rows)
+        for header, group in zip(self._rows, rows, strict=True):
+            header.query_start, header.seq_lens = group.query_start.data_ptr(), group.seq_lens.data_ptr()
+            header.block_table, header.slots = group.block_table.data_ptr(), group.slot_mapping.data_ptr()
+            header.num_rows, header.table_row = group.num_rows, group.block_table.stride(0)
+        out = torch.empty_like(x)
+        library.octavo_decode(
+            self._headers, self._caches, len(self._layers), self._rows, positions.data_ptr(), x.data_ptr(),
+            self._norm.data_ptr(), self._eps, out.data_ptr(), x.shape[0], native.DTYPE_CODES[x.dtype],
+        )  # fmt: skip
+        return out
+
+    def composed(self, x: Tensor, positions: Tensor, rows: Sequence[PagedRows]) -> Tensor:
+        """The same as separate operators."""
+        residual: Tensor | None = None
+        for layer, kv, index in zip(self._layers, self._kv, self._groups, strict=True):
+            group = rows[index]
+            q, residual = enter_attention_composed(layer, x, residual, positions, kv, group.slot_mapping)
+            attended, count = torch.empty_like(q), group.num_rows
+            paged_attention(
+                q, kv, group.query_start[: count + 1], group.seq_lens[:count], group.block_table[:count], attended,
+                scale=layer.scale, window=layer.window, soft_cap=layer.soft_cap,
+            )  # fmt: skip
+            x, residual = leave_attention_composed(layer, attended, residual)
+        assert residual is not None, "a decoder has layers"
+        return add_rms_norm(x, residual, self._norm, self._eps)[0]
