@@ -18,7 +18,9 @@ from octavo.attention.base import BACKENDS, AttentionBackend, Capability, Varian
 from octavo.config import EngineConfig, Resolved, resolve
 from octavo.device.batch import InputBuffers
 from octavo.device.block_table import BlockTables
+from octavo.device.graphs import GraphPool, decode_sizes
 from octavo.device.request_table import RequestTable
+from octavo.device.staging import WriteQueue
 from octavo.front import find_and_read, load_text, make_limits
 from octavo.generation_config import default_sampling
 from octavo.grammar import NO_GRAMMARS, Grammars
@@ -38,7 +40,7 @@ from octavo.sched.kv_manager import KVManager
 from octavo.sched.scheduler import Scheduler
 from octavo.text.no_tokenizer import NoTokenizer
 from octavo.text.tokenizer import Tokenizer
-from octavo.worker.executor import Executor, InlineExecutor, ThreadExecutor
+from octavo.worker.executor import DeviceExecutor, Executor, InlineExecutor, ThreadExecutor
 from octavo.worker.runner import Runner
 
 _LOG = logging.getLogger(__name__)
@@ -91,7 +93,9 @@ def start_engine(config: EngineConfig, phases: Phases, *, text: bool = True) -> 
         )
         runner = make_runner(model, arch, resolved, groups, memory.num_blocks, grammars)
         scheduler = _make_scheduler(resolved, groups, memory.num_blocks)
-        executor = ThreadExecutor(runner.execute) if resolved.async_scheduling else InlineExecutor(runner.execute)
+    if not resolved.enforce_eager and resolved.device == "cuda":
+        with phases("capture the graphs"):
+            runner.capture()
     _LOG.info("attention backend %s: %s", resolved.attention_backend, resolved.why.get("attention_backend", "chosen"))
     return Parts(
         resolved=resolved,
@@ -109,7 +113,7 @@ def start_engine(config: EngineConfig, phases: Phases, *, text: bool = True) -> 
         grammars=grammars,
         scheduler=scheduler,
         runner=runner,
-        executor=executor,
+        executor=_make_executor(runner, resolved),
         numerics_contract=probe.numerics_contract(
             device=resolved.device,
             dtype=resolved.dtype,
@@ -143,14 +147,18 @@ def make_runner(
     )
     block_sizes = [block_map.kernel_block_size for block_map in pool.block_maps]
     _LOG.info("cache layout %s, blocks of %d, kernel blocks of %s", pool.layout.name, resolved.block_size, block_sizes)
-    limits = {"max_num_rows": resolved.max_num_seqs, "max_model_len": resolved.max_model_len}
-    requests = RequestTable(**limits, device=device)
-    tables = BlockTables(groups, **limits, device=device, block_maps=pool.block_maps)
+    queue = WriteQueue(device) if device.type == "cuda" else None
+    rows, length = resolved.max_num_seqs, resolved.max_model_len
+    requests = RequestTable(max_num_rows=rows, max_model_len=length, device=device, queue=queue)
+    tables = BlockTables(
+        groups, max_num_rows=rows, max_model_len=length, device=device, block_maps=pool.block_maps, queue=queue
+    )
     buffers = InputBuffers(
-        tables, max_num_rows=resolved.max_num_seqs, max_num_tokens=resolved.max_num_batched_tokens, device=device
+        requests, tables, max_num_rows=rows, max_num_tokens=resolved.max_num_batched_tokens, device=device, queue=queue
     )
     sampler = Sampler(
-        **limits,
+        max_num_rows=rows + 1,
+        max_model_len=length,
         vocab_size=arch.vocab_size,
         device=device,
         tokens=requests.token_ids.data,
@@ -161,7 +169,14 @@ def make_runner(
     )
     backends = [make_backend(resolved, _variants(model, group), dtype, device) for group in groups]
     state = DefaultModelState(groups, backends, pool)
-    return Runner(model, state, pool, requests, tables, buffers, sampler)
+    graphs = GraphPool(decode_sizes(rows) if device.type == "cuda" and not resolved.enforce_eager else [])
+    return Runner(model, state, pool, requests, tables, buffers, sampler, graphs, max_model_len=length)
+
+
+def _make_executor(runner: Runner, resolved: Resolved) -> Executor:
+    if resolved.device != "cpu":
+        return DeviceExecutor(runner.issue)
+    return ThreadExecutor(runner.execute) if resolved.async_scheduling else InlineExecutor(runner.execute)
 
 
 def make_backend(

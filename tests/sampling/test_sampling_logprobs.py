@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from octavo.sampling.logprobs import prompt_chunks, to_token_logprobs
+from octavo.sampling.logprobs import prompt_chunks, to_prompt_logprobs, to_token_logprobs
 
 V = 97
 
@@ -102,11 +102,9 @@ def test_more_than_max_logprobs_never_gets_here(make_world):
 
 def test_prompt_logprobs_do_not_depend_on_chunks(world):
     logits, targets = logits_of(50, 8), torch.arange(50)
-    whole = world.sampler.prompt_logprobs(logits, targets, 4)
-    parts = []
-    for part in prompt_chunks(50, 16):
-        parts += world.sampler.prompt_logprobs(logits[part], targets[part], 4)
-    assert parts == whole and len(whole) == 50
+    whole = to_prompt_logprobs([world.sampler.prompt_logprobs(logits, targets, 4)])
+    chunks = [world.sampler.prompt_logprobs(logits[part], targets[part], 4) for part in prompt_chunks(50, 16)]
+    assert to_prompt_logprobs(chunks) == whole and len(whole) == 50
     exact = logits.double().log_softmax(1)
     for at, entry in enumerate(whole):
         assert entry.token_ids == [at, *logits[at].topk(4).indices.tolist()]
@@ -116,7 +114,7 @@ def test_prompt_logprobs_do_not_depend_on_chunks(world):
 
 @pytest.mark.parametrize(("num_top", "length"), [(0, 1), (-1, V + 1), (V + 9, V + 1)])
 def test_prompt_logprobs_for_few_and_for_all(world, num_top, length):
-    entries = world.sampler.prompt_logprobs(logits_of(2), torch.tensor([3, 4]), num_top)
+    entries = to_prompt_logprobs([world.sampler.prompt_logprobs(logits_of(2), torch.tensor([3, 4]), num_top)])
     assert [len(entry.ranks) for entry in entries] == [length] * 2
 
 
@@ -124,4 +122,5 @@ def test_prompt_and_sampled_numbers_are_the_same_bits(world):
     world.add(0, temperature=0.0, logprobs=3)
     logits = logits_of(1, 2)
     output = world.sample([0], logits)
-    assert world.sampler.prompt_logprobs(logits, output.tokens, 3) == [to_token_logprobs(output.logprobs)[0]]
+    prompt = to_prompt_logprobs([world.sampler.prompt_logprobs(logits, output.tokens, 3)])
+    assert prompt == [to_token_logprobs(output.logprobs)[0]]

@@ -1,8 +1,9 @@
-"""InputBuffers and Batch: one step's inputs.
+"""Work, InputBuffers and Batch: one step's inputs.
 
-Owns the static tensors that a step's inputs live in, and the views of them that one step uses. Batches are made anew
-each step from the persistent rows; nothing here survives a step but addresses. Knows no requests. Invariant: rows with
-few queries come first; host maxima are bounds on what the device holds.
+Owns what the host knows of a step (Work), the static tensors that a step's inputs live in, and the views of them that
+one step uses (Batch). All are made anew each step from the plan and the persistent rows; nothing here survives a step
+but addresses. Knows no requests. Invariant: rows with few queries come first; host maxima are bounds on what the
+device holds; padding names the null row, the last row of every table.
 """
 
 from __future__ import annotations
@@ -14,51 +15,23 @@ import torch
 
 from octavo.device.block_table import BlockTables
 from octavo.device.request_table import RequestTable
-from octavo.ops.inputs import IntArray, gather_inputs, map_slots
+from octavo.device.staging import StagedTensor, WriteQueue
+from octavo.ops.inputs import GroupTables, IntArray, gather_inputs
 from octavo.plan import StepPlan
 
 
-class InputBuffers:
-    """Static tensors, large enough for any step."""
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """What a step computes, as the host knows it. R rows with T tokens in all, of which S rows sample."""
 
-    def __init__(self, tables: BlockTables, *, max_num_rows: int, max_num_tokens: int, device: torch.device) -> None:
-        """Sized by the two limits of a step and by the widths of the block tables."""
-        self._max_num_rows, self._max_num_tokens = max_num_rows, max_num_tokens
-        self.input_ids = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
-        self.positions = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
-        self.query_start = torch.zeros(max_num_rows + 1, dtype=torch.int32, device=device)
-        self.seq_lens = torch.zeros(max_num_rows, dtype=torch.int32, device=device)
-        self.slot_mapping = torch.full((len(tables.tables), max_num_tokens), -1, dtype=torch.int64, device=device)
-        self.block_tables = [
-            torch.zeros((max_num_rows, table.data.shape[1]), dtype=torch.int32, device=device)
-            for table in tables.tables
-        ]
-
-    def check(self, num_rows: int, num_tokens: int) -> None:
-        """Raises ValueError for a step that is larger than what these buffers were made for."""
-        if num_rows > self._max_num_rows or num_tokens > self._max_num_tokens:
-            raise ValueError(
-                f"a step of {num_rows} rows and {num_tokens} tokens exceeds max_num_seqs={self._max_num_rows} or "
-                f"max_num_batched_tokens={self._max_num_tokens}"
-            )
-
-
-@dataclasses.dataclass(kw_only=True, slots=True)
-class Batch:
-    """One step. R rows with T tokens in all, of which S rows sample."""
-
-    rows: IntArray  # [R] row of each batch entry
-    num_tokens: IntArray  # [R] queries of each
+    rows: IntArray  # [R] int64, row of each batch entry
+    num_tokens: IntArray  # [R] int64, queries of each
+    query_start: IntArray  # [R + 1] int32
+    seq_lens: IntArray  # [R] int32, host upper bounds
     max_query_len: int
-    max_seq_len: int  # host upper bound of this batch
-    input_ids: torch.Tensor  # [T] int64
-    positions: torch.Tensor  # [T] int64
-    query_start: torch.Tensor  # [R + 1] int32
-    seq_lens: torch.Tensor  # [R] int32
-    slot_mapping: list[torch.Tensor]  # per group [T] int64
-    block_tables: list[torch.Tensor]  # per group [R, width] int32, kernel block ids
-    sampling: IntArray  # [S] batch entries whose last query gives logits
-    logits_indices: IntArray  # [S] token index of each
+    max_seq_len: int  # of seq_lens
+    sampling: IntArray  # [S] int64, batch entries whose last query gives logits
+    is_decode: bool  # every row computes the one token that was sampled last
 
     @property
     def num_rows(self) -> int:
@@ -68,47 +41,151 @@ class Batch:
     @property
     def total_tokens(self) -> int:
         """T."""
+        return int(self.query_start[-1])
+
+    @property
+    def logits_indices(self) -> IntArray:
+        """[S] int32, token index of each logits row."""
+        return self.query_start[self.sampling + 1] - 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """One step on the device: views of R rows and T tokens, padding included."""
+
+    max_query_len: int
+    max_seq_len: int  # host upper bound
+    rows: torch.Tensor  # [R] int64
+    input_ids: torch.Tensor  # [T] int64
+    positions: torch.Tensor  # [T] int64
+    query_start: torch.Tensor  # [R + 1] int32
+    seq_lens: torch.Tensor  # [R] int32
+    slot_mapping: list[torch.Tensor]  # per group [T] int64
+    block_tables: list[torch.Tensor]  # per group [R, width] int32, kernel block ids
+
+    @property
+    def num_rows(self) -> int:
+        """R."""
+        return len(self.seq_lens)
+
+    @property
+    def total_tokens(self) -> int:
+        """T."""
         return len(self.input_ids)
 
 
-def build_batch(plan: StepPlan, requests: RequestTable, tables: BlockTables, buffers: InputBuffers) -> Batch:
-    """Gather the inputs of `plan` from the rows. The plan's writes must have been applied."""
-    rows, num_tokens = plan.rows, plan.num_tokens
+def lay_out(plan: StepPlan, requests: RequestTable) -> Work:
+    """The order of a plan's rows, and what follows from it on the host. Counts the step's tokens as issued."""
+    rows = np.array(plan.rows, np.int64)
+    num_tokens = np.array(plan.num_tokens, np.int64)
     max_query_len = int(num_tokens.max())
     if max_query_len > 1:
         order = np.argsort(num_tokens, kind="stable")
         rows, num_tokens = rows[order], num_tokens[order]
-    num_rows, total = len(rows), int(num_tokens.sum())
-    buffers.check(num_rows, total)
-    token_row = gather_inputs(
-        rows, num_tokens, requests.token_ids.data, requests.num_computed.data,
-        buffers.input_ids, buffers.positions, buffers.query_start, buffers.seq_lens,
-    )  # fmt: skip
-    upper = requests.num_computed_upper[rows] + num_tokens
+    query_start = np.zeros(len(rows) + 1, np.int32)
+    np.cumsum(num_tokens, out=query_start[1:])
+    before = requests.num_computed_upper[rows]
+    upper = before + num_tokens
     requests.num_computed_upper[rows] = upper
-    max_seq_len = int(upper.max())
-    positions = buffers.positions[:total]
-    slots, block_tables = [], []
-    for index, (block_size, table) in enumerate(zip(tables.block_sizes, tables.tables, strict=True)):
-        map_slots(token_row, positions.numpy(), table.data, block_size, buffers.slot_mapping[index])
-        slots.append(buffers.slot_mapping[index, :total])
-        width = -(-max_seq_len // block_size)
-        gathered = buffers.block_tables[index][:num_rows, :width]
-        gathered.numpy()[:] = table.data.numpy()[rows, :width]
-        block_tables.append(gathered)
-    sampling = np.flatnonzero(upper >= requests.prefill_len_np[rows])
-    query_start = buffers.query_start[: num_rows + 1]
-    return Batch(
+    prefill_len = requests.prefill_len_np[rows]
+    return Work(
         rows=rows,
         num_tokens=num_tokens,
-        max_query_len=max_query_len,
-        max_seq_len=max_seq_len,
-        input_ids=buffers.input_ids[:total],
-        positions=positions,
         query_start=query_start,
-        seq_lens=buffers.seq_lens[:num_rows],
-        slot_mapping=slots,
-        block_tables=block_tables,
-        sampling=sampling,
-        logits_indices=query_start.numpy()[sampling + 1] - 1,
+        seq_lens=upper,
+        max_query_len=max_query_len,
+        max_seq_len=int(upper.max()),
+        sampling=np.flatnonzero(upper >= prefill_len),
+        is_decode=max_query_len == 1 and bool((before >= prefill_len).all()),
     )
+
+
+class InputBuffers:
+    """Static tensors, large enough for any step."""
+
+    def __init__(
+        self,
+        requests: RequestTable,
+        tables: BlockTables,
+        *,
+        max_num_rows: int,
+        max_num_tokens: int,
+        device: torch.device,
+        queue: WriteQueue | None = None,
+    ) -> None:
+        """Sized by the two limits of a step and by the widths of the block tables. `queue`: see StagedTensor."""
+        self._requests = requests
+        self._max_num_rows, self._max_num_tokens = max_num_rows, max_num_tokens
+        self.input_ids = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
+        self.positions = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
+        self.seq_lens = torch.zeros(max_num_rows, dtype=torch.int32, device=device)
+        self.slot_mapping = torch.full((len(tables.tables), max_num_tokens), -1, dtype=torch.int64, device=device)
+        self.block_tables = [
+            torch.zeros((max_num_rows, table.data.shape[1]), dtype=torch.int32, device=device)
+            for table in tables.tables
+        ]
+        self._groups = GroupTables(
+            [table.data for table in tables.tables], self.block_tables, self.slot_mapping, tables.block_sizes
+        )
+        self.rows = StagedTensor(1, max_num_rows, torch.int64, device, queue)
+        self.query_start = StagedTensor(1, max_num_rows + 1, torch.int32, device, queue)
+        self.sample_of = StagedTensor(1, max_num_rows, torch.int32, device, queue)  # entry -> its sample, -1: none
+        self.sampling = StagedTensor(1, max_num_rows, torch.int64, device, queue)  # [S] entries
+        self.logits_indices = StagedTensor(1, max_num_rows, torch.int64, device, queue)  # [S] token indices
+        self._decode_rows: IntArray = np.empty(
+            0, np.int64
+        )  # what the staged tensors hold, if a decode step is all they hold
+        self._decode_width = 0
+
+    def stage(self, work: Work, num_rows: int) -> None:
+        """Stage which rows run, padded to `num_rows`. A decode step of the same rows as the last one stages nothing.
+
+        Raises ValueError for a step that is larger than what these buffers were made for.
+        """
+        if num_rows > self._max_num_rows or work.total_tokens > self._max_num_tokens:
+            raise ValueError(
+                f"a step of {num_rows} rows and {work.total_tokens} tokens exceeds max_num_seqs={self._max_num_rows} "
+                f"or max_num_batched_tokens={self._max_num_tokens}"
+            )
+        if work.is_decode and num_rows == self._decode_width and np.array_equal(work.rows, self._decode_rows):
+            return
+        self._decode_rows, self._decode_width = (work.rows, num_rows) if work.is_decode else (work.rows[:0], 0)
+        num_real, num_sampling = work.num_rows, len(work.sampling)
+        rows = np.full(num_rows, self._requests.null_row, np.int64)
+        rows[:num_real] = work.rows
+        query_start = np.full(num_rows + 1, work.query_start[-1], np.int32)
+        query_start[:num_real] = work.query_start[:-1]
+        sample_of = np.full(num_rows, -1, np.int32)
+        sample_of[work.sampling] = np.arange(num_sampling, dtype=np.int32)
+        self.rows.stage(0, 0, rows)
+        self.query_start.stage(0, 0, query_start)
+        self.sample_of.stage(0, 0, sample_of)
+        self.sampling.stage(0, 0, work.sampling)
+        self.logits_indices.stage(0, 0, work.logits_indices)
+
+    def apply(self) -> None:
+        """Bring the staged rows to the device."""
+        for tensor in (self.rows, self.query_start, self.sample_of, self.sampling, self.logits_indices):
+            tensor.apply()
+
+    def gather(self, batch: Batch) -> None:
+        """Fill the tensors of `batch`, a view of these buffers, from the rows. A graph may capture it."""
+        requests = self._requests
+        gather_inputs(
+            batch.rows, batch.query_start, requests.token_ids.data, requests.num_computed.data, batch.input_ids,
+            batch.positions, batch.seq_lens, self._groups, max_query_len=batch.max_query_len,
+        )  # fmt: skip
+
+    def view(self, num_rows: int, num_tokens: int, max_query_len: int, max_seq_len: int) -> Batch:
+        """The leading parts of the static tensors as a batch."""
+        return Batch(
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+            rows=self.rows.data[0, :num_rows],
+            input_ids=self.input_ids[:num_tokens],
+            positions=self.positions[:num_tokens],
+            query_start=self.query_start.data[0, : num_rows + 1],
+            seq_lens=self.seq_lens[:num_rows],
+            slot_mapping=[slots[:num_tokens] for slots in self.slot_mapping],
+            block_tables=[table[:num_rows] for table in self.block_tables],
+        )

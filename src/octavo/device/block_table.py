@@ -11,14 +11,17 @@ from collections.abc import Sequence
 
 import torch
 
-from octavo.device.staging import StagedTensor
+from octavo.device.staging import StagedTensor, WriteQueue
 from octavo.groups import CacheGroup
 from octavo.kv_cache.kernel_blocks import BlockMap
 from octavo.plan import NewBlocks
 
 
 class BlockTables:
-    """`tables[g].data` is [max_num_rows, max kernel blocks] int32; `block_sizes[g]` is the kernel block size."""
+    """`tables[g].data` is [max_num_rows + 1, max kernel blocks] int32; `block_sizes[g]` is the kernel block size.
+
+    The last row is the null row: it holds zeros.
+    """
 
     def __init__(
         self,
@@ -28,12 +31,15 @@ class BlockTables:
         max_model_len: int,
         device: torch.device,
         block_maps: Sequence[BlockMap] = (),
+        queue: WriteQueue | None = None,
     ) -> None:
         """Sized for `max_model_len` tokens per row. block_maps: per group (default: blocks are not split)."""
         self._maps = list(block_maps) or [BlockMap(kernel_block_size=group.block_size) for group in groups]
         self.block_sizes = [block_map.kernel_block_size for block_map in self._maps]
         self.tables = [
-            StagedTensor(max_num_rows, -(-max_model_len // group.block_size) * block_map.ratio, torch.int32, device)
+            StagedTensor(
+                max_num_rows + 1, -(-max_model_len // group.block_size) * block_map.ratio, torch.int32, device, queue
+            )
             for group, block_map in zip(groups, self._maps, strict=True)
         ]
         self._counts = [[0] * max_num_rows for _ in groups]

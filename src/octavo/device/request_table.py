@@ -11,19 +11,22 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from octavo.device.staging import StagedTensor
+from octavo.device.staging import StagedTensor, WriteQueue
 from octavo.plan import NewRow
 
 
 class RequestTable:
-    """Tables of [max_num_rows] or [max_num_rows, max_model_len]."""
+    """Tables of [max_num_rows + 1] or [max_num_rows + 1, max_model_len]; the last row is the null row, always empty."""
 
-    def __init__(self, *, max_num_rows: int, max_model_len: int, device: torch.device) -> None:
-        """Every row is empty at first."""
-        self.token_ids = StagedTensor(max_num_rows, max_model_len, torch.int32, device)
-        self.prompt_len = StagedTensor(max_num_rows, 0, torch.int32, device)
-        self.total_len = StagedTensor(max_num_rows, 0, torch.int32, device)
-        self.num_computed = StagedTensor(max_num_rows, 0, torch.int32, device)
+    def __init__(
+        self, *, max_num_rows: int, max_model_len: int, device: torch.device, queue: WriteQueue | None = None
+    ) -> None:
+        """Every row is empty at first. `queue`: see StagedTensor."""
+        self.null_row = max_num_rows
+        self.token_ids = StagedTensor(max_num_rows + 1, max_model_len, torch.int32, device, queue)
+        self.prompt_len = StagedTensor(max_num_rows + 1, 0, torch.int32, device, queue)
+        self.total_len = StagedTensor(max_num_rows + 1, 0, torch.int32, device, queue)
+        self.num_computed = StagedTensor(max_num_rows + 1, 0, torch.int32, device, queue)
         # prefill_len: tokens that were known when the row was added. A step that computes the last of them, or any
         # later token, samples. After preemption it exceeds the prompt, since replayed output is prefilled as well.
         self.prefill_len_np = np.zeros(max_num_rows, np.int32)

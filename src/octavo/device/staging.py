@@ -1,44 +1,131 @@
-"""StagedTensor: device state that the host changes by differences.
+"""StagedTensor and what carries its writes: device state that the host changes by differences.
 
-Owns a tensor with a fixed address and the writes that wait for it. The host stages ragged writes at any time; `apply`
-brings them to the device at one line of the step. Does not know what the rows mean. Invariant: between two `apply`
-calls the tensor changes only through device work; later writes to the same element win.
+Owns tensors with fixed addresses, the writes that wait for them, and the pinned memory that writes and results pass
+through. The host stages ragged writes at any time; `apply` brings them to the device at one line of the step. Does not
+know what the rows mean. Invariant: between two `apply` calls a tensor changes only through device work; later writes
+to the same element win; pinned memory is written again only after the device has read it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from octavo.ops.staged_write import staged_write
+
+_NUM_SLOTS = 4  # more than the two steps that may be outstanding, so that a slot is never waited for
+_NUMPY = {torch.int32: np.int32, torch.int64: np.int64, torch.float32: np.float32}
+
+
+class PinnedRing:
+    """Pinned host memory in slots, handed out in turn. A slot is free again when the work before its event is done."""
+
+    def __init__(self) -> None:
+        """Slots are made when they are first asked for."""
+        self._slots = [torch.empty(0, dtype=torch.int32)] * _NUM_SLOTS
+        self._events = [torch.cuda.Event() for _ in range(_NUM_SLOTS)]
+        self._next = 0
+
+    def take(self, num_words: int) -> tuple[torch.Tensor, torch.cuda.Event]:
+        """The next slot, int32 [at least num_words], and the event to record after the work that uses it."""
+        index = self._next
+        self._next = (index + 1) % _NUM_SLOTS
+        event = self._events[index]
+        event.synchronize()  # of an event that was never recorded: returns at once
+        if self._slots[index].numel() < num_words:
+            self._slots[index] = torch.empty(max(4096, 2 * num_words), dtype=torch.int32, pin_memory=True)
+        return self._slots[index], event
+
+
+class WriteQueue:
+    """Writes to any tensors of one CUDA device, brought over by one copy and one kernel."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Empty at first."""
+        from octavo.ops.gpu.staged_write import WORDS_PER_RUN, write_runs
+
+        self._write_runs, self._header = write_runs, WORDS_PER_RUN
+        self._device = device
+        self._ring = PinnedRing()
+        self._upload = torch.empty(0, dtype=torch.int32, device=device)
+        self._addresses: list[int] = []
+        self._words: list[NDArray[np.int32]] = []
+
+    def stage(self, address: int, words: NDArray[np.int32]) -> None:
+        """Stage `words` for the device memory from `address` on, which the caller keeps alive. Kept, not copied."""
+        self._addresses.append(address)
+        self._words.append(words)
+
+    def apply(self) -> None:
+        """Bring the staged writes to the device, as if in the order in which they were staged."""
+        if not self._addresses:
+            return
+        addresses, words = np.array(self._addresses, np.int64), self._words
+        counts = np.array([len(run) for run in words], np.int64)
+        self._addresses, self._words = [], []
+        order = np.argsort(addresses)
+        if np.any((addresses + 4 * counts)[order[:-1]] > addresses[order[1:]]):
+            for index in range(len(words)):
+                self._send(addresses[index : index + 1], counts[index : index + 1], words[index : index + 1])
+        else:
+            self._send(addresses, counts, words)
+
+    def _send(self, addresses: NDArray[np.int64], counts: NDArray[np.int64], words: list[NDArray[np.int32]]) -> None:
+        num_runs = len(addresses)
+        ends = np.cumsum(counts) + self._header * num_runs
+        num_words = int(ends[-1])
+        slot, event = self._ring.take(num_words)
+        host = slot.numpy()
+        headers = host[: self._header * num_runs].view(np.int64).reshape(num_runs, 2)
+        headers[:, 0] = addresses
+        headers[:, 1] = (ends - counts) | (counts << 32)
+        np.concatenate(words, out=host[self._header * num_runs : num_words])
+        if self._upload.numel() < num_words:
+            self._upload = torch.empty(len(host), dtype=torch.int32, device=self._device)
+        self._upload[:num_words].copy_(slot[:num_words], non_blocking=True)
+        event.record()
+        self._write_runs(self._upload, num_runs, int(counts.max()))
 
 
 class StagedTensor:
     """`data` is [num_rows, width], or [num_rows] where `width` is 0."""
 
-    def __init__(self, num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Zeroed at first."""
+    def __init__(
+        self, num_rows: int, width: int, dtype: torch.dtype, device: torch.device, queue: WriteQueue | None = None
+    ) -> None:
+        """Zeroed at first. `queue`: on CUDA, shared with other tensors: applying one applies all (default: its own)."""
         self.data = torch.zeros((num_rows, width) if width else (num_rows,), dtype=dtype, device=device)
         self._flat = self.data.view(-1)
         self._width = width or 1
         self._starts: list[int] = []
         self._values: list[Sequence[int | float]] = []
+        self._dtype = _NUMPY[dtype]
+        self._address, self._itemsize = self.data.data_ptr(), self.data.element_size()
+        self._queue = WriteQueue(device) if queue is None and device.type == "cuda" else queue
 
-    def stage(self, row: int, start: int, values: Sequence[int | float]) -> None:
-        """Stage `values` for columns start .. start + len(values) - 1 of `row`. Values are kept, not copied."""
+    def stage(self, row: int, start: int, values: Sequence[int | float] | NDArray[np.generic]) -> None:
+        """Stage `values` for columns start .. start + len(values) - 1 of `row`. Values may be kept, not copied."""
         assert start + len(values) <= self._width, f"write of {len(values)} at {start} leaves a row of {self._width}"
-        self._starts.append(row * self._width + start)
-        self._values.append(values)
+        at = row * self._width + start
+        if self._queue is not None:
+            words = np.ascontiguousarray(values, self._dtype).view(np.int32)
+            self._queue.stage(self._address + at * self._itemsize, words)
+            return
+        self._starts.append(at)
+        self._values.append(values)  # type: ignore[arg-type]
 
     def stage_one(self, row: int, value: int | float) -> None:
         """Stage one value for column 0 of `row`."""
-        self._starts.append(row * self._width)
-        self._values.append((value,))
+        self.stage(row, 0, (value,))
 
     def apply(self) -> None:
         """Bring the staged writes to the device, in the order in which they were staged."""
-        if self._starts:
+        if self._queue is not None:
+            self._queue.apply()
+        elif self._starts:
             staged_write(self._flat, self._starts, self._values)
             self._starts.clear()
             self._values.clear()

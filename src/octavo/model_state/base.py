@@ -19,5 +19,5 @@ class ModelState(Protocol):
     def add(self, new: NewRow) -> None:
         """A request entered a row."""
 
-    def prepare(self, batch: Batch) -> ForwardContext:
-        """Prepare attention for the batch and say what the layers need."""
+    def prepare(self, batch: Batch, *, for_capture: bool = False) -> ForwardContext:
+        """Prepare attention for the batch and say what the layers need. `for_capture`: a graph captures the step."""

@@ -29,12 +29,12 @@ class DefaultModelState:
     def add(self, new: NewRow) -> None:
         """Nothing is kept per row."""
 
-    def prepare(self, batch: Batch) -> ForwardContext:
+    def prepare(self, batch: Batch, *, for_capture: bool = False) -> ForwardContext:
         """Prepare attention for the batch and say what the layers need."""
         inputs = []
         for index, (block_size, backend) in enumerate(zip(self._block_sizes, self._backends, strict=True)):
             group_inputs = self._inputs(batch, index, block_size, batch.block_tables[index])
-            backend.prepare(group_inputs)
+            backend.prepare(group_inputs, for_capture=for_capture)
             inputs.append(group_inputs)
         return ForwardContext(
             inputs=inputs,

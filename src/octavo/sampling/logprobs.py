@@ -74,6 +74,10 @@ class LogprobRows:
         self._rows.discard(row)
         self._extra.pop(row, None)
 
+    def wanted(self, rows_np: IntArray) -> bool:
+        """Whether any of these table rows wants something."""
+        return self._rows.select(rows_np) is not None
+
     def groups(self, batch: SampleBatch) -> list[LogprobGroup]:
         """The batch's rows that want something, by appetite."""
         selection = self._rows.select(batch.rows_np)
@@ -166,10 +170,15 @@ def to_token_logprobs(groups: Iterable[GroupLogprobs]) -> dict[int, TokenLogprob
     return found
 
 
+def to_prompt_logprobs(parts: Iterable[GroupLogprobs]) -> list[TokenLogprobs]:
+    """Host entries of what `prompt_logprobs` gave, in the order of positions."""
+    return [entry for numbers in parts for _, entry in sorted(to_token_logprobs([numbers]).items())]
+
+
 def prompt_logprobs(
     logits: torch.Tensor, target_ids: torch.Tensor, num_top: int, *, as_logits: bool = False
-) -> list[TokenLogprobs]:
-    """One entry per prompt position: logits ([P, V] float32) at it, `target_ids` ([P] int64) the token after it.
+) -> GroupLogprobs:
+    """One line per prompt position: logits ([P, V] float32) at it, `target_ids` ([P] int64) the token after it.
 
     `num_top`: likeliest tokens beside the target, -1: all. The result does not depend on how a prompt is cut in chunks;
     `prompt_chunks` cuts it so that logits stay small.
@@ -179,14 +188,13 @@ def prompt_logprobs(
     at = np.arange(num_rows)
     group = LogprobGroup(
         at_np=at,
-        at=torch.from_numpy(at),
+        at=to_device(at, logits.device),
         num_top=num_top,
         num_top_np=np.full(num_rows, num_top),
         num_extra_np=np.zeros(num_rows, np.int64),
         extra_ids=target_ids.new_zeros((num_rows, 0)),
     )
-    found = to_token_logprobs([compute(group, logits, target_ids, as_logits=as_logits)])
-    return [found[place] for place in range(num_rows)]
+    return compute(group, logits, target_ids, as_logits=as_logits)
 
 
 def prompt_chunks(num_rows: int, max_rows: int = 1024) -> Iterator[slice]:

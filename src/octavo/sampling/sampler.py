@@ -17,13 +17,13 @@ import torch
 from octavo.device.staging import StagedTensor
 from octavo.grammar import NO_GRAMMARS, Grammars
 from octavo.ops.sample import nan_rows, sample_rows
-from octavo.plan import NewRow, TokenLogprobs
+from octavo.plan import NewRow
 from octavo.sampling import logprobs
 from octavo.sampling.grammar import GrammarMask
 from octavo.sampling.logprobs import GroupLogprobs, LogprobGroup, LogprobRows
 from octavo.sampling.masks import AllowedTokens, BadWords, LogitBias, MinTokens
 from octavo.sampling.penalties import Penalties
-from octavo.sampling.rows import RowSet, SampleBatch
+from octavo.sampling.rows import IntArray, RowSet, SampleBatch
 from octavo.sampling.truncation import Truncation
 
 # what SamplerOutput.failed holds, in StepResult's words
@@ -127,6 +127,21 @@ class Sampler:
             for stage in self._stages:
                 stage.apply_staged()
 
+    def is_plain(self, rows_np: IntArray) -> bool:
+        """Whether `draw` is all that these table rows need: no stage changes them, none wants log-probabilities."""
+        return self._changed.select(rows_np) is None and not self._logprobs.wanted(rows_np)
+
+    def draw(
+        self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(tokens [S] int64, failed [S] uint8) of plain rows. A graph may capture it; the logits stay as they are.
+
+        logits: [S, vocab_size] float32, contiguous; rows, positions: as in SampleBatch.
+        """
+        temperatures = self._temperature.data.index_select(0, rows)
+        seeds = self._seed.data.index_select(0, rows)
+        return sample_rows(logits, temperatures, seeds, positions), nan_rows(logits).view(torch.uint8)
+
     def __call__(self, logits: torch.Tensor, batch: SampleBatch) -> SamplerOutput:
         """Sample from `logits` ([S, vocab_size] float32, contiguous), which may be overwritten."""
         assert logits.is_contiguous() and logits.shape[1] == self._vocab_size, "logits must be [S, vocab_size]"
@@ -168,8 +183,8 @@ class Sampler:
         divisor = temperatures.index_select(0, group.at)
         return own / torch.where(divisor == 0, 1.0, divisor)[:, None]
 
-    def prompt_logprobs(self, logits: torch.Tensor, target_ids: torch.Tensor, num_top: int) -> list[TokenLogprobs]:
-        """One entry per prompt position, see logprobs.prompt_logprobs. Prompts are not processed: raw in every mode."""
+    def prompt_logprobs(self, logits: torch.Tensor, target_ids: torch.Tensor, num_top: int) -> GroupLogprobs:
+        """One line per prompt position, see logprobs.prompt_logprobs. Prompts are not processed: raw in every mode."""
         return logprobs.prompt_logprobs(logits, target_ids, num_top, as_logits=self._as_logits)
 
 

@@ -1,7 +1,8 @@
 """Executors: where a worker runs, seen from the engine.
 
 Owns the hand-over of plans and results. `InlineExecutor` runs a step in the caller's thread: nothing overlaps.
-`ThreadExecutor` runs steps in order on one thread of its own, so that the engine plans step N + 1 while step N runs.
+`ThreadExecutor` runs steps in order on one thread of its own, so that the engine plans step N + 1 while step N runs;
+with `DeviceExecutor` the same is true of a device that works through what the caller's thread issues.
 Invariant: steps execute in the order in which they were submitted.
 """
 
@@ -52,6 +53,21 @@ class InlineExecutor:
 
     def close(self) -> None:
         """Nothing is in flight."""
+
+
+class DeviceExecutor:
+    """Issues each step in the caller's thread, and leaves the waiting to the result."""
+
+    def __init__(self, issue: Callable[[StepPlan], PendingResult]) -> None:
+        """`issue` is a runner's."""
+        self._issue = issue
+
+    def submit(self, plan: StepPlan) -> PendingResult:
+        """Issue the step."""
+        return self._issue(plan)
+
+    def close(self) -> None:
+        """A step in flight ends by itself."""
 
 
 class ThreadExecutor:

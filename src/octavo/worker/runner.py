@@ -1,29 +1,31 @@
 """Runner: the one place where device work is issued.
 
-Owns the order of a step: apply the plan to the persistent rows, build the batch, prepare attention, run the model,
-sample, commit, report. Knows rows, not requests, and no policy. Invariant: state that outlives a step changes only in
-`_apply` (from the plan) and in `_commit` (from the device's own results).
+Owns the order of a step: apply the plan to the persistent rows, lay out the batch, prepare attention, run the model,
+sample, commit, report; and which of it a graph replays. Knows rows, not requests, and no policy. Invariants: state that
+outlives a step changes only in `_apply` (from the plan) and by `commit_tokens` (from the device's own results); nothing
+between `issue` and `PendingStep.result` waits for the device, but for features that say so.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
 import torch
 
 from octavo.attention.base import forward_context
-from octavo.device.batch import Batch, InputBuffers, build_batch
+from octavo.device.batch import Batch, InputBuffers, Work, lay_out
 from octavo.device.block_table import BlockTables
+from octavo.device.graphs import EAGER, GraphPool
 from octavo.device.request_table import RequestTable
 from octavo.kv_cache.pool import KVCachePool
 from octavo.model_state.base import ModelState
 from octavo.models.base import Model
-from octavo.ops.inputs import IntArray, commit_tokens
-from octavo.plan import NewRow, StepPlan, StepResult, TokenLogprobs
-from octavo.sampling.logprobs import prompt_chunks, to_token_logprobs
+from octavo.ops.inputs import commit_tokens
+from octavo.plan import NewRow, StepPlan, StepResult
+from octavo.sampling.logprobs import GroupLogprobs, prompt_chunks
 from octavo.sampling.rows import SampleBatch
-from octavo.sampling.sampler import FAILURES, Sampler
+from octavo.sampling.sampler import Sampler
+from octavo.worker.results import PendingStep
 
 # Logits rows computed at a time for prompt log-probabilities: bounds their memory, changes no bit.
 _PROMPT_LOGITS_ROWS = 256
@@ -50,23 +52,49 @@ class Runner:
         tables: BlockTables,
         buffers: InputBuffers,
         sampler: Sampler,
+        graphs: GraphPool,
+        *,
+        max_model_len: int,
     ) -> None:
         """All parts share one device and one set of limits."""
         self._model, self._model_state, self._pool = model, model_state, pool
         self._requests, self._tables, self._buffers, self._sampler = requests, tables, buffers, sampler
+        self._graphs, self._max_model_len = graphs, max_model_len
+        self._results = torch.zeros_like(buffers.rows.data[0])
         self._prompt_logprobs: dict[int, _PromptLogprobs] = {}
 
     @torch.inference_mode()
+    def capture(self) -> None:
+        """Capture the graphs. Before the first step."""
+        self._graphs.capture(self._decode)
+
     def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step and give its results in the order of the batch."""
+        """Run one step and wait for its results."""
+        return self.issue(plan).result()
+
+    @torch.inference_mode()
+    def issue(self, plan: StepPlan) -> PendingStep:
+        """Issue one step. On a GPU it runs on while the caller goes on; steps run in the order of their issue."""
         self._apply(plan)
         if not len(plan.rows):
-            return StepResult(step=plan.step)
-        batch = build_batch(plan, self._requests, self._tables, self._buffers)
-        with forward_context(self._model_state.prepare(batch)):
-            hidden = self._model.forward(batch.input_ids, batch.positions)
-        prompt_logprobs = self._collect_prompt_logprobs(batch, hidden) if self._prompt_logprobs else {}
-        return self._sample(plan, batch, hidden, prompt_logprobs)
+            self._bring()
+            return PendingStep(plan.step, self._results[:0])
+        work = lay_out(plan, self._requests)
+        key = self._graphs.dispatch(work)
+        self._buffers.stage(work, work.num_rows if key is EAGER else key.num_rows)
+        self._bring()
+        prompt_logprobs: dict[int, list[GroupLogprobs]] = {}
+        if key is not EAGER:
+            logits = self._graphs.replay(key)
+            groups = self._sample_again(work, logits[: work.num_rows])
+        else:
+            batch = self._buffers.view(work.num_rows, work.total_tokens, work.max_query_len, work.max_seq_len)
+            hidden = self._forward(batch, for_capture=False)
+            if self._prompt_logprobs:
+                prompt_logprobs = self._collect_prompt_logprobs(work, hidden)
+            groups = self._sample(work, batch, hidden)
+        packed = self._results[: len(work.sampling)]
+        return PendingStep(plan.step, packed, work.rows, work.sampling, groups, prompt_logprobs)
 
     def _apply(self, plan: StepPlan) -> None:
         for row in plan.finished_rows:
@@ -74,11 +102,16 @@ class Runner:
             self._prompt_logprobs.pop(row, None)
         for new in plan.new_rows:
             self._add(new)
-        self._tables.extend(plan.new_blocks)
+        for row, block_ids in plan.new_blocks:
+            self._tables.append(row, block_ids)
+        self._pool.zero_blocks(plan.zero_blocks)
+
+    def _bring(self) -> None:
+        """Bring what was staged to the device."""
         self._requests.apply()
         self._tables.apply()
+        self._buffers.apply()
         self._sampler.apply_staged()
-        self._pool.zero_blocks(plan.zero_blocks)
 
     def _add(self, new: NewRow) -> None:
         self._requests.add(new)
@@ -90,62 +123,69 @@ class Runner:
             assert wanted is not None, "a row that owes prompt log-probabilities was asked for them"
             self._prompt_logprobs[new.row] = _PromptLogprobs(new.prompt_logprobs_start, new.num_prompt, wanted)
 
-    def _sample(
-        self, plan: StepPlan, batch: Batch, hidden: torch.Tensor, prompt_logprobs: dict[int, list[TokenLogprobs]]
-    ) -> StepResult:
-        logprobs: dict[int, list[TokenLogprobs]] = {}
-        failed: dict[int, str] = {}
-        sampling = batch.sampling
-        sampled_rows = batch.rows[sampling]
-        sampled = torch.empty(0, dtype=torch.int64)
-        if len(sampling):
-            output = self._sampler(self._logits(batch, hidden), self._sample_batch(batch, sampled_rows))
-            sampled = output.tokens
-            for place, entry_logprobs in to_token_logprobs(output.logprobs).items():
-                logprobs[int(sampled_rows[place])] = [entry_logprobs]
-            for place in output.failed.nonzero().flatten().tolist() if output.failed.any() else ():
-                failed[int(sampled_rows[place])] = FAILURES[int(output.failed[place])]
-        self._commit(batch, sampled_rows, sampled)
-        return StepResult(
-            step=plan.step,
-            rows=sampled_rows,
-            tokens=sampled.numpy()[:, None],
-            num_sampled=np.ones(len(sampled_rows), np.int64),
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            failed=failed,
+    def _decode(self, num_rows: int) -> torch.Tensor:
+        """Issue a whole decode step of the rows that the buffers name, for a graph; gives its logits."""
+        batch = self._buffers.view(num_rows, num_rows, 1, self._max_model_len)
+        logits = self._model.logits(self._forward(batch, for_capture=True))
+        self._commit(batch, *self._sampler.draw(logits, batch.rows, batch.seq_lens.to(torch.int64)))
+        return logits
+
+    def _forward(self, batch: Batch, *, for_capture: bool) -> torch.Tensor:
+        self._buffers.gather(batch)
+        with forward_context(self._model_state.prepare(batch, for_capture=for_capture)):
+            return self._model.forward(batch.input_ids, batch.positions)
+
+    def _sample(self, work: Work, batch: Batch, hidden: torch.Tensor) -> list[GroupLogprobs]:
+        """Sample and commit. Gives the log-probabilities that rows asked for."""
+        num_samples = len(work.sampling)
+        if not num_samples:
+            no_tokens = self._results[:0]
+            self._commit(batch, no_tokens, no_tokens.to(torch.uint8))
+            return []
+        if num_samples < work.total_tokens:  # else every token's logits are wanted: no gather
+            hidden = hidden.index_select(0, self._buffers.logits_indices.data[0, :num_samples])
+        at = self._buffers.sampling.data[0, :num_samples]
+        output = self._sampler(self._model.logits(hidden), self._sample_batch(work, batch, at))
+        self._commit(batch, output.tokens, output.failed)
+        return output.logprobs
+
+    def _sample_again(self, work: Work, logits: torch.Tensor) -> list[GroupLogprobs]:
+        """After a graph has sampled as if all rows were plain: replace its tokens where some are not."""
+        if self._sampler.is_plain(work.rows):
+            return []
+        batch = self._buffers.view(work.num_rows, work.num_rows, 1, work.max_seq_len)
+        at = self._buffers.sampling.data[0, : work.num_rows]
+        output = self._sampler(logits, self._sample_batch(work, batch, at))
+        self._commit(batch, output.tokens, output.failed, again=True)
+        return output.logprobs
+
+    def _sample_batch(self, work: Work, batch: Batch, at: torch.Tensor) -> SampleBatch:
+        return SampleBatch(
+            rows=batch.rows.index_select(0, at),
+            positions=batch.seq_lens.index_select(0, at).to(torch.int64),
+            rows_np=work.rows[work.sampling],
+            max_position=work.max_seq_len,
         )
 
-    def _logits(self, batch: Batch, hidden: torch.Tensor) -> torch.Tensor:
-        if len(batch.sampling) == batch.total_tokens:  # every token's logits are wanted: no gather
-            return self._model.logits(hidden)
-        return self._model.logits(hidden[torch.from_numpy(batch.logits_indices)])
-
-    def _sample_batch(self, batch: Batch, sampled_rows: IntArray) -> SampleBatch:
-        positions = batch.seq_lens[torch.from_numpy(batch.sampling)].to(torch.int64)
-        rows = torch.from_numpy(sampled_rows)
-        return SampleBatch(rows=rows, positions=positions, rows_np=sampled_rows, max_position=batch.max_seq_len)
-
-    def _commit(self, batch: Batch, sampled_rows: IntArray, tokens: torch.Tensor) -> None:
+    def _commit(self, batch: Batch, tokens: torch.Tensor, failed: torch.Tensor, *, again: bool = False) -> None:
         requests = self._requests
         commit_tokens(
-            batch.rows, batch.num_tokens, sampled_rows, tokens,
-            requests.token_ids.data, requests.total_len.data, requests.num_computed.data,
+            batch.rows, batch.seq_lens, self._buffers.sample_of.data[0, : batch.num_rows], tokens, failed,
+            requests.token_ids.data, requests.total_len.data, requests.num_computed.data, self._results, again=again,
         )  # fmt: skip
 
-    def _collect_prompt_logprobs(self, batch: Batch, hidden: torch.Tensor) -> dict[int, list[TokenLogprobs]]:
+    def _collect_prompt_logprobs(self, work: Work, hidden: torch.Tensor) -> dict[int, list[GroupLogprobs]]:
         """The hidden state at position p scores the prompt's token p + 1."""
-        collected: dict[int, list[TokenLogprobs]] = {}
-        query_start = batch.query_start.numpy()
-        for entry, row in enumerate(batch.rows.tolist()):
+        collected: dict[int, list[GroupLogprobs]] = {}
+        for entry, row in enumerate(work.rows.tolist()):
             owed = self._prompt_logprobs.get(row)
             if owed is None:
                 continue
-            end = int(batch.seq_lens[entry])
-            first = end - int(batch.num_tokens[entry])
+            end = int(work.seq_lens[entry])
+            first = end - int(work.num_tokens[entry])
             start, stop = max(owed.next_position - 1, first), min(end, owed.num_prompt - 1)
             if start < stop:
-                offset = int(query_start[entry]) - first
+                offset = int(work.query_start[entry]) - first
                 targets = self._requests.token_ids.data[row, start + 1 : stop + 1].to(torch.int64)
                 collected[row] = self._score(hidden[start + offset : stop + offset], targets, owed.num_logprobs)
                 owed.next_position = stop + 1
@@ -153,8 +193,8 @@ class Runner:
                 del self._prompt_logprobs[row]
         return collected
 
-    def _score(self, hidden: torch.Tensor, targets: torch.Tensor, num_logprobs: int) -> list[TokenLogprobs]:
-        entries: list[TokenLogprobs] = []
-        for chunk in prompt_chunks(len(targets), max_rows=_PROMPT_LOGITS_ROWS):
-            entries += self._sampler.prompt_logprobs(self._model.logits(hidden[chunk]), targets[chunk], num_logprobs)
-        return entries
+    def _score(self, hidden: torch.Tensor, targets: torch.Tensor, num_logprobs: int) -> list[GroupLogprobs]:
+        return [
+            self._sampler.prompt_logprobs(self._model.logits(hidden[chunk]), targets[chunk], num_logprobs)
+            for chunk in prompt_chunks(len(targets), max_rows=_PROMPT_LOGITS_ROWS)
+        ]

@@ -1,0 +1,78 @@
+"""PendingStep: a step's results on their way to the host.
+
+Owns the copies that were started and the event after them. Knows rows, not requests. Invariant: nothing here waits for
+the device before `result` is called; what was copied does not change when later steps run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from octavo.ops.inputs import IntArray
+from octavo.plan import StepResult
+from octavo.sampling.logprobs import GroupLogprobs, to_prompt_logprobs, to_token_logprobs
+from octavo.sampling.sampler import FAILURES
+
+_TOKEN_BITS = 32
+_TOKEN_MASK = (1 << _TOKEN_BITS) - 1
+NO_ROWS: IntArray = np.zeros(0, np.int64)
+
+
+class PendingStep:
+    """The results of one step; see `worker.executor.PendingResult`."""
+
+    def __init__(
+        self,
+        step: int,
+        packed: torch.Tensor,
+        rows: IntArray = NO_ROWS,
+        sampling: IntArray = NO_ROWS,
+        logprobs: Sequence[GroupLogprobs] = (),
+        prompt_logprobs: Mapping[int, Sequence[GroupLogprobs]] | None = None,
+    ) -> None:
+        """Start the copies.
+
+        packed: [S] int64 on the device, token | failure << 32; rows: [R], those of the step; sampling: [S], which of
+        them sampled.
+        """
+        self._step, self._rows, self._sampling = step, rows, sampling
+        self._packed = packed.to("cpu", non_blocking=True, copy=True)
+        self._logprobs = [_to_host(numbers) for numbers in logprobs]
+        self._prompt_logprobs = {
+            row: [_to_host(numbers) for numbers in parts] for row, parts in (prompt_logprobs or {}).items()
+        }
+        self._event = torch.cuda.Event() if packed.is_cuda else None
+        if self._event is not None:
+            self._event.record()
+
+    def result(self) -> StepResult:
+        """Wait for the step and give its result; raises what the device raises."""
+        if self._event is not None:
+            self._event.synchronize()
+        packed, rows = self._packed.numpy(), self._rows[self._sampling]
+        reasons = packed >> _TOKEN_BITS
+        failed = {int(rows[place]): FAILURES[int(reasons[place])] for place in np.flatnonzero(reasons)}
+        logprobs = {int(rows[place]): [entry] for place, entry in to_token_logprobs(self._logprobs).items()}
+        tokens: list[list[int]] = [[] for _ in self._rows]
+        for entry, token in zip(self._sampling.tolist(), (packed & _TOKEN_MASK).tolist(), strict=True):
+            tokens[entry] = [token]
+        return StepResult(
+            step=self._step,
+            rows=self._rows.tolist(),
+            tokens=tokens,
+            logprobs=logprobs,
+            prompt_logprobs={row: to_prompt_logprobs(parts) for row, parts in self._prompt_logprobs.items()},
+            failed=failed,
+        )
+
+
+def _to_host(numbers: GroupLogprobs) -> GroupLogprobs:
+    """A copy on the host, under way."""
+    if not numbers.ids.is_cuda:
+        return numbers
+    tensors = {name: getattr(numbers, name).to("cpu", non_blocking=True) for name in ("ids", "values", "ranks")}
+    return dataclasses.replace(numbers, **tensors)

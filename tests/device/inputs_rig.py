@@ -1,0 +1,141 @@
+"""The input kernels against their twins: run as a program under Triton's interpreter, it prints JSON of
+check name -> error text, empty if it holds. tests/gpu calls the same checks on a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import traceback
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from octavo.ops.gpu import inputs as gpu_inputs
+from octavo.ops.gpu import staged_write as gpu_staged_write
+from octavo.ops.inputs import GroupTables, commit_tokens_eager, gather_inputs_eager
+
+MAX_ROWS, MAX_LEN, MAX_TOKENS = 9, 700, 1500
+BLOCK_SIZES = (16, 8)
+
+
+class World:
+    """Random tables with room for a padded batch, all buffers poisoned; equal seeds give equal worlds."""
+
+    def __init__(self, seed: int, device: str, counts: list[int], padded_rows: int, padded_tokens: int) -> None:
+        rng = np.random.default_rng(seed)
+
+        def ints(high: int, *shape: int) -> torch.Tensor:
+            return torch.from_numpy(rng.integers(0, high, shape).astype(np.int32)).to(device)
+
+        self.token_ids = ints(4000, MAX_ROWS + 1, MAX_LEN)
+        self.num_computed = ints(MAX_LEN - max(counts, default=0), MAX_ROWS + 1)
+        self.num_computed[MAX_ROWS] = 0
+        self.total_len = self.num_computed + 1
+        chosen = rng.permutation(MAX_ROWS)[: len(counts)]
+        rows = np.full(padded_rows, MAX_ROWS)
+        rows[: len(counts)] = chosen
+        starts = np.full(padded_rows + 1, sum(counts), np.int32)
+        starts[: len(counts)] = np.cumsum([0, *counts])[:-1]
+        self.rows, self.query_start = torch.from_numpy(rows).to(device), torch.from_numpy(starts).to(device)
+        self.input_ids = torch.full((padded_tokens,), -7, device=device)
+        self.positions = torch.full((padded_tokens,), -7, device=device)
+        self.seq_lens = torch.full((padded_rows,), -7, dtype=torch.int32, device=device)
+        tables = [ints(999, MAX_ROWS + 1, MAX_LEN // size + 1) for size in BLOCK_SIZES]
+        for table in tables:
+            table[MAX_ROWS] = 0
+        outs = [torch.full_like(table, -7) for table in tables]
+        slots = torch.full((len(tables), MAX_TOKENS), -7, dtype=torch.int64, device=device)
+        self.groups = GroupTables(tables, outs, slots, BLOCK_SIZES)
+
+    def args(self) -> tuple:
+        return (
+            self.rows, self.query_start, self.token_ids, self.num_computed, self.input_ids, self.positions,
+            self.seq_lens, self.groups,
+        )  # fmt: skip
+
+    def assert_equal(self, twin: World) -> None:
+        for name in ("input_ids", "positions", "seq_lens", "num_computed", "total_len", "token_ids"):
+            assert torch.equal(getattr(self, name).cpu(), getattr(twin, name)), name
+        assert torch.equal(self.groups.slots.cpu(), twin.groups.slots)
+        for ours, expected, size in zip(self.groups.outs, twin.groups.outs, BLOCK_SIZES, strict=True):
+            for entry, length in enumerate(twin.seq_lens.tolist()):  # what lies beyond a live prefix is garbage
+                live = -(-length // size) if length else ours.shape[1]
+                assert torch.equal(ours[entry, :live].cpu(), expected[entry, :live]), (entry, size)
+
+
+def _case(rng: random.Random) -> tuple[list[int], int, int]:
+    counts = sorted(rng.choice([1, 1, 1, 2, 5, 16, 17, 100, 300]) for _ in range(rng.randrange(1, MAX_ROWS)))
+    return counts, rng.randrange(len(counts), MAX_ROWS + 1), sum(counts) + rng.choice([0, 0, 1, 9, 290])
+
+
+def check_gather(device: str, cases: int = 12) -> None:
+    rng = random.Random(3)
+    shapes = [([1, 1, 1], 3, 3), ([1, 1], 4, 4), ([], 4, 4), *(_case(rng) for _ in range(cases))]
+    for seed, (counts, rows, tokens) in enumerate(shapes):
+        ours, twin = World(seed, device, counts, rows, tokens), World(seed, "cpu", counts, rows, tokens)
+        gpu_inputs.gather(*ours.args(), max_query_len=max(counts, default=1))
+        gather_inputs_eager(*twin.args())
+        ours.assert_equal(twin)
+
+
+def check_commit(device: str) -> None:
+    counts = [1, 1, 1, 4, 4]
+    sample_of = torch.tensor([0, 1, -1, 2, -1, -1], dtype=torch.int32)
+    tokens, failed = torch.tensor([11, 3999, 5]), torch.tensor([0, 2, 0], dtype=torch.uint8)
+    worlds = World(1, device, counts, 6, 11), World(1, "cpu", counts, 6, 11)
+    results = []
+    for world, commit in zip(worlds, (gpu_inputs.commit, commit_tokens_eager), strict=True):
+        where = world.rows.device
+        gpu_inputs.gather(*world.args(), max_query_len=4) if world is worlds[0] else gather_inputs_eager(*world.args())
+        found = torch.full((6,), -7, device=where)
+        for again, drawn in ((False, tokens), (True, tokens + 1)):
+            commit(
+                world.rows, world.seq_lens, sample_of.to(where), drawn.to(where), failed.to(where), world.token_ids,
+                world.total_len, world.num_computed, found, again=again,
+            )  # fmt: skip
+        results.append(found.cpu())
+    worlds[0].assert_equal(worlds[1])
+    assert torch.equal(*results)
+    assert results[0].tolist() == [12, 4000 + (2 << 32), 6, -7, -7, -7]
+
+
+def check_staged_write(device: str) -> None:
+    ints = torch.zeros(2000, dtype=torch.int32, device=device)
+    longs, floats = torch.zeros(50, dtype=torch.int64, device=device), torch.zeros(50, device=device)
+    values = {
+        (ints, 3): np.arange(5, dtype=np.int32), (ints, 900): np.arange(700, dtype=np.int32) - 9,
+        (longs, 2): np.array([-1, 1 << 40]), (floats, 49): np.array([0.25], np.float32),
+    }  # fmt: skip
+    words = [value.view(np.int32) for value in values.values()]
+    first = 4 * len(words)
+    header = []
+    for (target, start), run in zip(values, words, strict=True):
+        header += [target.data_ptr() + start * target.element_size(), first | len(run) << 32]
+        first += len(run)
+    upload = np.concatenate([np.array(header, np.int64).view(np.int32), *words])
+    gpu_staged_write.write_runs(torch.from_numpy(upload).to(device), len(words), max(map(len, words)))
+    for (target, start), value in values.items():
+        assert torch.equal(target[start : start + len(value)].cpu(), torch.from_numpy(value))
+    assert int(ints.count_nonzero()) == 4 + 699 and int(longs.count_nonzero()) == 2
+
+
+CHECKS: dict[str, Callable[[str], None]] = {
+    "gather": check_gather, "commit": check_commit, "staged_write": check_staged_write,
+}  # fmt: skip
+
+
+def main() -> None:
+    errors = {}
+    for name, check in CHECKS.items():
+        try:
+            check("cpu")
+            errors[name] = ""
+        except Exception:
+            errors[name] = traceback.format_exc()
+    print(json.dumps(errors))
+
+
+if __name__ == "__main__":
+    main()
