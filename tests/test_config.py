@@ -213,7 +213,7 @@ def test_no_default_is_left_open() -> None:
 
 def test_defaults_on_a_gpu() -> None:
     made = resolved(facts=GPU)
-    assert (made.device, made.native, made.attention_backend) == ("cuda", "none", "reference")
+    assert (made.device, made.native, made.attention_backend) == ("cuda", "none", "paged")
     assert (made.max_num_seqs, made.max_num_batched_tokens) == (256, 2048 * 4)
 
 

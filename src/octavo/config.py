@@ -293,11 +293,17 @@ def _resolve_native(config: EngineConfig, facts: DeviceFacts, device: str) -> st
 
 
 def _resolve_dtype(config: EngineConfig, arch: Arch, device: str, why: dict[str, str]) -> str:
-    """On CPU, float16 checkpoints run in float32: widening keeps every weight, bfloat16 would drop 3 bits of each."""
+    """On CPU, float16 checkpoints run in float32: widening keeps every weight, bfloat16 would drop 3 bits of each.
+
+    On a GPU, float32 checkpoints run in bfloat16 unless float32 is asked for.
+    """
     if config.dtype == "auto":
         if device == "cpu" and arch.dtype == "float16":
             why["dtype"] = "the checkpoint's float16, widened: CPU operators take float32 and bfloat16"
             return "float32"
+        if device == "cuda" and arch.dtype == "float32":
+            why["dtype"] = "the default on cuda for a float32 checkpoint, at half the bytes"
+            return "bfloat16"
         why["dtype"] = "the checkpoint's"
         return arch.dtype
     if device == "cpu" and config.dtype == "float16":
@@ -311,6 +317,9 @@ def _resolve_attention(config: EngineConfig, device: str, native: bool, why: dic
         raise ConfigError("attention_config", backend, "backend must be a name", 'e.g. {"backend": "reference"}')
     if ":" not in backend:
         backend = backend.lower()
+    if backend == "auto" and device == "cuda":
+        why["attention_backend"] = "Octavo's own kernels: every mask, one order of sums at any batch"
+        return "paged"
     if backend == "auto":
         why["attention_backend"] = "compiled CPU operators are there" if native else "no compiled CPU operators in use"
         return "cpu" if native else "reference"

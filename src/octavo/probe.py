@@ -17,7 +17,6 @@ from pathlib import Path
 
 from octavo.config import DeviceFacts
 
-GPU_RUNNER = False  # whether the package can run a model on a GPU; until then no GPU is offered to an engine
 _CGROUP = Path("/sys/fs/cgroup")
 _SHOWN_FEATURES = (
     "avx", "avx2", "f16c", "fma", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16", "amx_bf16",
@@ -34,7 +33,7 @@ def device_facts(device: str = "auto") -> DeviceFacts:
 
     free, total = memory_bytes()
     name, cuda_free, cuda_total = "", 0, 0
-    if GPU_RUNNER and device != "cpu" and torch.cuda.is_available():
+    if device != "cpu" and torch.cuda.is_available():
         name = torch.cuda.get_device_name()
         cuda_free, cuda_total = torch.cuda.mem_get_info()
     return DeviceFacts(

@@ -224,6 +224,7 @@ def _set_up_cpu(resolved: Resolved) -> None:
 def _memory(resolved: Resolved) -> tuple[int, int]:
     """Free and total bytes of the device, with the weights loaded."""
     if resolved.device == "cuda":
+        torch.cuda.empty_cache()
         free_bytes, total_bytes = torch.cuda.mem_get_info()
         return free_bytes, total_bytes
     return probe.memory_bytes()

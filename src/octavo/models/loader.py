@@ -91,7 +91,7 @@ class _Filler:
 
     def __init__(self, model: nn.Module, quantization: str | None, device: torch.device) -> None:
         self._quantization = quantization
-        self._device = device
+        self.device = device
         self._layers = {path: module for path, module in model.named_modules() if isinstance(module, Layer)}
         self._buffers: dict[str, torch.Tensor] = {}
         self._spare: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
@@ -115,7 +115,7 @@ class _Filler:
             path, _, name = parameter.rpartition(".")
             declared = self._layers[path].get_parameter(name)
             spare = self._spare.pop((declared.shape, declared.dtype), None)
-            self._buffers[parameter] = _empty(declared) if spare is None else spare
+            self._buffers[parameter] = _empty(declared, self.device) if spare is None else spare
         return self._buffers[parameter][start : start + count]
 
     def filled(self, parameter: str, count: int) -> None:
@@ -125,25 +125,50 @@ class _Filler:
             return
         path, _, name = parameter.rpartition(".")
         layer = self._layers[path]
-        value = self._buffers[parameter].to(self._device)
-        layer.register_parameter(name, nn.Parameter(value, requires_grad=False))
+        layer.register_parameter(name, nn.Parameter(self._buffers[parameter], requires_grad=False))
         self._waiting[path].discard(name)
         if not self._waiting[path]:
             names = [name for name, _ in layer.named_parameters(recurse=False)]
             layer.finalize(self._quantization)
             for name in names:
                 buffer = self._buffers.pop(f"{path}.{name}")
-                if name in layer.copied_by_finalize:
+                if name in layer.copied_by_finalize and buffer.device.type == "cpu":  # elsewhere it is kept as it is
                     self._spare[buffer.shape, buffer.dtype] = buffer
 
     def finish(self) -> None:
         """Finalize the layers without parameters. All others must be done."""
         unfilled = [parameter for parameter, rows in self._missing.items() if rows]
         assert not unfilled, f"parameters were never filled: {unfilled[:5]}"
-        with self._device:
+        with self.device:
             for path, layer in self._layers.items():
                 if path not in self._waiting:
                     layer.finalize(self._quantization)
+
+
+class _PinnedPair:
+    """Two pinned buffers between a file and a device: one is read into while the other is sent."""
+
+    def __init__(self) -> None:
+        self._memory = [torch.empty(0, dtype=torch.uint8)] * 2
+        self._sent: list[torch.cuda.Event | None] = [None, None]
+        self._turn = 0
+
+    def rows(self, target: torch.Tensor) -> torch.Tensor:
+        """Host memory of the shape and dtype of `target`, free to be written."""
+        self._turn ^= 1
+        event = self._sent[self._turn]
+        if event is not None:
+            event.synchronize()
+        size = target.numel() * target.element_size()
+        if self._memory[self._turn].numel() < size:
+            self._memory[self._turn] = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return self._memory[self._turn][:size].view(target.dtype).view(target.shape)
+
+    def send(self, host: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy what `rows` gave last."""
+        target.copy_(host, non_blocking=True)
+        event = self._sent[self._turn] = torch.cuda.Event()
+        event.record()
 
 
 def _fill_from_folder(model: nn.Module, filler: _Filler, folder: Path, check_finite: bool) -> None:
@@ -158,13 +183,17 @@ def _fill_from_folder(model: nn.Module, filler: _Filler, folder: Path, check_fin
         for parameter, dtypes in stored.items():
             if dtypes == {"BF16"}:
                 filler.keep_bfloat16(parameter)
+        host = _PinnedPair()
         for name in checkpoint.entries:
             if name in targets:
                 target = targets[name]
                 rows = filler.rows(target.parameter, target.start, target.shape[0])
-                checkpoint.read(name, rows)
-                if check_finite and not _is_finite(rows):
+                read = rows if rows.device.type == "cpu" else host.rows(rows)
+                checkpoint.read(name, read)
+                if check_finite and not _is_finite(read):
                     raise ValueError(f"{folder}: tensor {name!r} holds NaN or Inf")
+                if read is not rows:
+                    host.send(read, rows)
                 filler.filled(target.parameter, target.shape[0])
         checkpoint.check_unchanged()
     finally:
@@ -206,9 +235,9 @@ def _check_fit(checkpoint: Checkpoint, targets: dict[str, _Target], ignored: Seq
         raise ValueError(f"{folder}: weights do not fit config.json: {'; '.join(problems[:5])}{more}")
 
 
-def _empty(declared: torch.Tensor) -> torch.Tensor:
+def _empty(declared: torch.Tensor, device: torch.device) -> torch.Tensor:
     # not empty_like: on a meta tensor that imports sympy, a third of a second
-    return torch.empty(declared.shape, dtype=declared.dtype)
+    return torch.empty(declared.shape, dtype=declared.dtype, device=device)
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
@@ -231,7 +260,8 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 def _fill_dummy(model: nn.Module, filler: _Filler, seed: int) -> None:
     """Normal weights, the same for the same seed and name in every dtype. One random block is tiled."""
     block = torch.empty(_DUMMY_BLOCK).normal_(std=DUMMY_STD, generator=torch.Generator().manual_seed(seed))
-    sources = {dtype: block.to(dtype) for dtype in {parameter.dtype for parameter in model.parameters()}}
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    sources = {dtype: block.to(dtype).to(filler.device) for dtype in dtypes}
     for path, parameter in list(model.named_parameters()):
         module_path, _, name = path.rpartition(".")
         constant = cast(Layer, model.get_submodule(module_path)).dummy_values.get(name)
