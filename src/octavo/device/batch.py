@@ -16,8 +16,8 @@ import torch
 from octavo.device.block_table import BlockTables
 from octavo.device.request_table import RequestTable
 from octavo.device.staging import StagedTensor, WriteQueue
-from octavo.ops.inputs import GroupTables, IntArray, gather_inputs
-from octavo.plan import StepPlan
+from octavo.ops.inputs import GroupTables, gather_inputs
+from octavo.plan import IntArray, StepPlan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,8 +76,7 @@ class Batch:
 
 def lay_out(plan: StepPlan, requests: RequestTable) -> Work:
     """The order of a plan's rows, and what follows from it on the host. Counts the step's tokens as issued."""
-    rows = np.array(plan.rows, np.int64)
-    num_tokens = np.array(plan.num_tokens, np.int64)
+    rows, num_tokens = plan.rows, plan.num_tokens
     max_query_len = int(num_tokens.max())
     if max_query_len > 1:
         order = np.argsort(num_tokens, kind="stable")

@@ -12,14 +12,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from octavo.ops.inputs import IntArray
-from octavo.plan import StepResult
+from octavo.plan import NO_INTS, IntArray, StepResult
 from octavo.sampling.logprobs import GroupLogprobs, to_prompt_logprobs, to_token_logprobs
 from octavo.sampling.sampler import FAILURES
 
 _TOKEN_BITS = 32
 _TOKEN_MASK = (1 << _TOKEN_BITS) - 1
-NO_ROWS: IntArray = np.zeros(0, np.int64)
 
 
 class PendingStep:
@@ -29,17 +27,12 @@ class PendingStep:
         self,
         step: int,
         packed: torch.Tensor,
-        rows: IntArray = NO_ROWS,
-        sampling: IntArray = NO_ROWS,
+        rows: IntArray = NO_INTS,
         logprobs: Sequence[GroupLogprobs] = (),
         prompt_logprobs: Mapping[int, Sequence[GroupLogprobs]] | None = None,
     ) -> None:
-        """Start the copies.
-
-        packed: [S] int64 on the device, token | failure << 32; rows: [R], those of the step; sampling: [S], which of
-        them sampled.
-        """
-        self._step, self._rows, self._sampling = step, rows, sampling
+        """Start the copies. packed: [S] int64 on the device, token | failure << 32; rows: [S], those that sampled."""
+        self._step, self._rows = step, rows
         self._packed = packed.to("cpu", non_blocking=True, copy=True)
         self._logprobs = [_to_host(numbers) for numbers in logprobs]
         self._prompt_logprobs = {
@@ -53,17 +46,15 @@ class PendingStep:
         """Wait for the step and give its result; raises what the device raises."""
         if self._event is not None:
             self._event.synchronize()
-        packed, rows = self._packed.numpy(), self._rows[self._sampling]
+        packed, rows = self._packed.numpy(), self._rows
         reasons = packed >> _TOKEN_BITS
         failed = {int(rows[place]): FAILURES[int(reasons[place])] for place in np.flatnonzero(reasons)}
         logprobs = {int(rows[place]): [entry] for place, entry in to_token_logprobs(self._logprobs).items()}
-        tokens: list[list[int]] = [[] for _ in self._rows]
-        for entry, token in zip(self._sampling.tolist(), (packed & _TOKEN_MASK).tolist(), strict=True):
-            tokens[entry] = [token]
         return StepResult(
             step=self._step,
-            rows=self._rows.tolist(),
-            tokens=tokens,
+            rows=rows,
+            tokens=(packed & _TOKEN_MASK)[:, None],
+            num_sampled=np.ones(len(rows), np.int64),
             logprobs=logprobs,
             prompt_logprobs={row: to_prompt_logprobs(parts) for row, parts in self._prompt_logprobs.items()},
             failed=failed,

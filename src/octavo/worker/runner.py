@@ -94,7 +94,7 @@ class Runner:
                 prompt_logprobs = self._collect_prompt_logprobs(work, hidden)
             groups = self._sample(work, batch, hidden)
         packed = self._results[: len(work.sampling)]
-        return PendingStep(plan.step, packed, work.rows, work.sampling, groups, prompt_logprobs)
+        return PendingStep(plan.step, packed, work.rows[work.sampling], groups, prompt_logprobs)
 
     def _apply(self, plan: StepPlan) -> None:
         for row in plan.finished_rows:
@@ -102,8 +102,7 @@ class Runner:
             self._prompt_logprobs.pop(row, None)
         for new in plan.new_rows:
             self._add(new)
-        for row, block_ids in plan.new_blocks:
-            self._tables.append(row, block_ids)
+        self._tables.extend(plan.new_blocks)
         self._pool.zero_blocks(plan.zero_blocks)
 
     def _bring(self) -> None:
