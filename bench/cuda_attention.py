@@ -46,14 +46,18 @@ def seconds(call: Callable[[], object], rounds: int, repeats: int = 5) -> float:
     return statistics.median(times)
 
 
-def measure_limits(rounds: int) -> tuple[float, float]:
-    """(bytes per second of the better of two copies, operations per second of a bf16 matrix product)."""
+def measure_copy(rounds: int) -> float:
+    """Bytes read and written per second by the better of two copies."""
     source = torch.randn(1 << 29, device="cuda").bfloat16()
     target = torch.empty_like(source)
     copies = (lambda: target.copy_(source), lambda: torch.neg(source, out=target))
-    copy = max(2 * source.nbytes / seconds(one, rounds) for one in copies)
+    return max(2 * source.nbytes / seconds(one, rounds) for one in copies)
+
+
+def measure_limits(rounds: int) -> tuple[float, float]:
+    """(bytes per second of a copy, operations per second of a bf16 matrix product)."""
     a, b = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
-    return copy, 2 * 8192**3 / seconds(lambda: a @ b, rounds)
+    return measure_copy(rounds), 2 * 8192**3 / seconds(lambda: a @ b, rounds)
 
 
 def make_call(rows: int, length: int, new: int, heads: tuple[int, int], block: int, dtype: torch.dtype) -> Call:

@@ -3,6 +3,7 @@
     python bench/kernel.py cpu-matmul [--threads 2] [--isa x86_64_v3] [--rounds 15] [--quick]
     python bench/kernel.py cpu-attention [--threads 2] [--isa x86_64_v3] [--rounds 15]
     python bench/kernel.py attention [--rounds 15] [--quick]
+    python bench/kernel.py elementwise [--rounds 15] [--quick]
 
 cpu-matmul: `octavo.ops.matmul.linear` for float32, bfloat16 and int8 weights. Few rows count the weight's bytes per
 second against a streaming read of memory; many rows count multiply-adds against FMAs in registers; tiny shapes stay in
@@ -14,6 +15,8 @@ scaled_dot_product_attention, and the eager twin. Decode counts the bytes of K a
 visible scores.
 
 attention: the Triton operator on a CUDA device, see `cuda_attention.py`.
+
+elementwise: norms, rotation with store, activation and embedding on a CUDA device, see `cuda_elementwise.py`.
 """
 
 from __future__ import annotations
@@ -174,6 +177,13 @@ def cuda_attention(args: argparse.Namespace) -> dict[str, object]:
     return cuda_attention.run(args.rounds, args.quick)
 
 
+def cuda_elementwise(args: argparse.Namespace) -> dict[str, object]:
+    """Run the sub-command; prints the table and returns the JSON record."""
+    import cuda_elementwise  # needs triton
+
+    return cuda_elementwise.run(args.rounds, args.quick)
+
+
 def main() -> None:
     """Parse the command line and run one benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -189,11 +199,16 @@ def main() -> None:
     cuda = commands.add_parser("attention", help="attention over the paged cache on a CUDA device")
     cuda.add_argument("--rounds", type=int, default=15)
     cuda.add_argument("--quick", action="store_true", help="32/8 heads and blocks of 64 only")
+    cuda.set_defaults(function=cuda_attention)
+    cuda = commands.add_parser("elementwise", help="norms, rotation, activation and embedding on a CUDA device")
+    cuda.add_argument("--rounds", type=int, default=15)
+    cuda.add_argument("--quick", action="store_true", help="three row counts only")
+    cuda.set_defaults(function=cuda_elementwise)
     args = parser.parse_args()
-    if args.command == "attention":
+    if not args.command.startswith("cpu-"):
         if not torch.cuda.is_available():
             parser.exit(1, "no CUDA device\n")
-        print(json.dumps(cuda_attention(args)))
+        print(json.dumps(args.function(args)))
         return
     if not native.available():
         parser.exit(1, "no native library: build it with `python setup.py build_ext --inplace`\n")

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from octavo.ops.activation import GATED_KINDS
 
+# Channels of a program and its warps: they move no bit.
 _BLOCK = 1024
+_WARPS = 4
 
 
 @triton.jit
@@ -39,7 +41,7 @@ def gated_activation(gate_up: Tensor, kind: str) -> Tensor:
     out = torch.empty((rows, size), dtype=gate_up.dtype, device=gate_up.device)
     if rows:
         _gated[(rows, triton.cdiv(size, _BLOCK))](
-            gate_up, out, gate_up.stride(0), SIZE=size, TANH=GATED_KINDS[kind] == 1, BLOCK=_BLOCK, num_warps=4,
+            gate_up, out, gate_up.stride(0), SIZE=size, TANH=GATED_KINDS[kind] == 1, BLOCK=_BLOCK, num_warps=_WARPS,
             enable_fp_fusion=False,
         )  # fmt: skip
     return out

@@ -11,7 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+# Channels of a program and its warps: they move no bit.
 _BLOCK = 1024
+_WARPS = 4
 
 
 @triton.jit
@@ -33,6 +35,6 @@ def gather_rows(ids: Tensor, table: Tensor, out_dtype: torch.dtype, scale: float
     out = torch.empty((num_tokens, size), dtype=out_dtype, device=table.device)
     if num_tokens:
         _gather[(num_tokens, triton.cdiv(size, _BLOCK))](
-            ids, table, out, scale, SIZE=size, SCALED=scale != 1.0, BLOCK=_BLOCK, num_warps=4
+            ids, table, out, scale, SIZE=size, SCALED=scale != 1.0, BLOCK=_BLOCK, num_warps=_WARPS
         )
     return out

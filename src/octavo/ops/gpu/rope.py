@@ -15,16 +15,33 @@ from torch import Tensor
 
 from octavo.ops.gpu.tree import padded_length, row_sums
 
-_CHANNELS = 1024  # of a program, in heads
+# Channels of a program, in whole heads, and its warps: they move no bit.
+_CHANNELS = 1024
+_WARPS = 4
 
 
 @triton.jit
-def _stored(x, scale, out, QUANTIZED: tl.constexpr):
-    """x as the cache holds it: divided by the scale and cut to the range of float8 e4m3, if it holds that."""
+def _store(place, x, scale, mask, DTYPE: tl.constexpr, QUANTIZED: tl.constexpr):
+    """Store x as DTYPE, or in a float8 cache as what that is, divided by the scale and cut to the range."""
+    x = x.to(DTYPE)
     if QUANTIZED:
-        x = tl.div_rn(x, scale)
-        x = tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
-    return x.to(out.dtype.element_ty)
+        x = tl.clamp(tl.div_rn(x.to(tl.float32), scale), -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(place, x.to(place.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _store_turned(
+    heads, first, second, rest, scale, valid, HEAD: tl.constexpr, HALF: tl.constexpr, DTYPE: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+):  # fmt: skip
+    """Store what `_turned` gives. heads: [N] pointers; valid: which to write."""
+    channel, other = tl.arange(0, first.shape[1]), tl.arange(0, rest.shape[1])
+    mask = valid[:, None] & (channel < HALF)[None, :]
+    _store(heads[:, None] + channel[None, :], first, scale, mask, DTYPE, QUANTIZED)
+    _store(heads[:, None] + HALF + channel[None, :], second, scale, mask, DTYPE, QUANTIZED)
+    if HEAD > 2 * HALF:
+        mask = valid[:, None] & (other < HEAD - 2 * HALF)[None, :]
+        _store(heads[:, None] + 2 * HALF + other[None, :], rest, scale, mask, DTYPE, QUANTIZED)
 
 
 @triton.jit
@@ -76,51 +93,36 @@ def _qk_norm_rope_store(
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     Q_PARTS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     KV_PARTS: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
+    DTYPE: tl.constexpr = qkv.dtype.element_ty
     qkv += token * qkv_token
-    half, rest = tl.arange(0, PADDED_HALF), tl.arange(0, REST)
     table = cos_sin + tl.load(positions + token).to(tl.int64) * (2 * HALF)
     if part < Q_PARTS:
         head = part * HEADS + tl.arange(0, HEADS)
-        valid = head < NUM_HEADS
-        first, second, tail = _turned(
-            qkv + head * HEAD, q_norm, table, valid, eps, q_scale,
+        first, second, rest = _turned(
+            qkv + head * HEAD, q_norm, table, head < NUM_HEADS, eps, q_scale,
             HEAD, HALF, PADDED_HALF, REST, HALF_LEVELS, REST_LEVELS, Q_NORM,
         )  # fmt: skip
-        out = q_out + token * (NUM_HEADS * HEAD) + head * HEAD
-        turns = valid[:, None] & (half < HALF)[None, :]
-        tl.store(out[:, None] + half[None, :], first.to(q_out.dtype.element_ty), mask=turns)
-        tl.store(out[:, None] + HALF + half[None, :], second.to(q_out.dtype.element_ty), mask=turns)
-        if HEAD > 2 * HALF:
-            stays = valid[:, None] & (rest < HEAD - 2 * HALF)[None, :]
-            tl.store(out[:, None] + 2 * HALF + rest[None, :], tail.to(q_out.dtype.element_ty), mask=stays)
+        q = q_out + token * (NUM_HEADS * HEAD) + head * HEAD
+        _store_turned(q, first, second, rest, 1.0, head < NUM_HEADS, HEAD, HALF, DTYPE, False)
     else:
         slot = tl.load(slots + token).to(tl.int64)
-        place = slot // block_size * kv_block + slot % block_size * kv_token
-        kv_part = (part - Q_PARTS) % KV_PARTS
-        head = kv_part * HEADS + tl.arange(0, HEADS)
-        valid = (head < NUM_KV_HEADS) & (slot >= 0)
-        out = kv + place + head.to(tl.int64) * kv_head
+        kv_head_index = (part - Q_PARTS) % KV_PARTS * HEADS + tl.arange(0, HEADS)
+        valid = (kv_head_index < NUM_KV_HEADS) & (slot >= 0)
+        stored = (
+            kv + slot // block_size * kv_block + slot % block_size * kv_token + kv_head_index.to(tl.int64) * kv_head
+        )
+        source = qkv + NUM_HEADS * HEAD + kv_head_index * HEAD
         if part < Q_PARTS + KV_PARTS:
-            first, second, tail = _turned(
-                qkv + NUM_HEADS * HEAD + head * HEAD, k_norm, table, valid, eps, 1.0,
+            first, second, rest = _turned(
+                source, k_norm, table, valid, eps, 1.0,
                 HEAD, HALF, PADDED_HALF, REST, HALF_LEVELS, REST_LEVELS, K_NORM,
             )  # fmt: skip
-            # a stored channel has been rounded to the dtype of qkv, whatever the cache holds
-            first, second = first.to(qkv.dtype.element_ty), second.to(qkv.dtype.element_ty)
-            first, second = first.to(tl.float32), second.to(tl.float32)
-            turns = valid[:, None] & (half < HALF)[None, :]
-            tl.store(out[:, None] + half[None, :], _stored(first, key_scale, kv, QUANTIZED), mask=turns)
-            tl.store(out[:, None] + HALF + half[None, :], _stored(second, key_scale, kv, QUANTIZED), mask=turns)
-            if HEAD > 2 * HALF:
-                stays = valid[:, None] & (rest < HEAD - 2 * HALF)[None, :]
-                tail = tail.to(qkv.dtype.element_ty).to(tl.float32)
-                tl.store(out[:, None] + 2 * HALF + rest[None, :], _stored(tail, key_scale, kv, QUANTIZED), mask=stays)
+            _store_turned(stored, first, second, rest, key_scale, valid, HEAD, HALF, DTYPE, QUANTIZED)
         else:
             channel = tl.arange(0, PADDED)
             inside = valid[:, None] & (channel < HEAD)[None, :]
-            source = qkv + (NUM_HEADS + NUM_KV_HEADS) * HEAD + head * HEAD
-            value = tl.load(source[:, None] + channel[None, :], mask=inside, other=0.0).to(tl.float32)
-            tl.store(out[:, None] + HEAD + channel[None, :], _stored(value, value_scale, kv, QUANTIZED), mask=inside)
+            value = tl.load(source[:, None] + NUM_KV_HEADS * HEAD + channel[None, :], mask=inside, other=0.0)
+            _store(stored[:, None] + HEAD + channel[None, :], value, value_scale, inside, DTYPE, QUANTIZED)
 
 
 def qk_norm_rope_store(
@@ -156,6 +158,6 @@ def qk_norm_rope_store(
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD=head_size, PADDED=padded, HALF=half,
         PADDED_HALF=padded_half, REST=rest, HALF_LEVELS=padded_half.bit_length() - 1,
         REST_LEVELS=rest.bit_length() - 1, HEADS=heads, Q_NORM=q_norm is not None, K_NORM=k_norm is not None,
-        QUANTIZED=kv.dtype == torch.float8_e4m3fn, num_warps=4, enable_fp_fusion=False,
+        QUANTIZED=kv.dtype == torch.float8_e4m3fn, num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return q
