@@ -39,7 +39,6 @@ def cases(shape: tuple[int, int, int, int], rows: int, copies: int) -> Iterator[
     weight, ids = torch.ones(hidden, device="cuda"), torch.randint(0, VOCAB, (rows,), device="cuda")
     yield "rms_norm", 2 * line, lambda i: rms_norm(xs[i], weight, 1e-6)
     yield "add_rms_norm", 4 * line, lambda i: add_rms_norm(xs[i], residuals[i], weight, 1e-6)
-    del xs, residuals
     table = random(VOCAB, hidden)
     yield "gather_rows", 2 * line, lambda i: gather_rows(ids, table, torch.bfloat16)
     qkvs = [random(rows, width) for _ in range(copies)]
@@ -50,7 +49,6 @@ def cases(shape: tuple[int, int, int, int], rows: int, copies: int) -> Iterator[
         "qk_norm_rope_store", rows * (width * 4 + HEAD * 4 + 16),
         lambda i: qk_norm_rope_store(qkvs[i], positions, cos_sin, norm, norm, 1e-6, heads, kv_heads, HEAD, kv, slots),
     )  # fmt: skip
-    del qkvs
     gate_ups = [random(rows, 2 * inner) for _ in range(copies)]
     yield "gated_activation", rows * inner * 6, lambda i: gated_activation(gate_ups[i], "silu")
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from octavo.ops.gpu.tree import padded_length, row_sums
 
-_CHANNELS_PER_WARP = 512  # moves no bit
+_CHANNELS_PER_WARP = 1024  # moves no bit
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from octavo.ops.gpu.tree import padded_length, row_sums
 
 # Channels of a program, in whole heads, and its warps: they move no bit.
 _CHANNELS = 1024
-_WARPS = 4
+_WARPS = 2
 
 
 @triton.jit
