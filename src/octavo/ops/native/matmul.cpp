@@ -1,7 +1,7 @@
 // out = x @ weight.T + bias for packed weights (panels.h), and the gather of their rows.
 //
-// Few rows (at most one register tile): weights are streamed once, widened in registers. More rows: rows are packed
-// into tiles, a block of each panel is widened to float32 once, and tiles run over it, partial chains resting in
+// Few rows (at most one register tile): weights are streamed once, widened in registers. More rows: rows are copied
+// into tiles of blocks, a block of each panel is widened to float32 once, and tiles run over it, partial chains resting in
 // float32 between blocks of k. Invariant: both walk the chain of panels.h, so a row's bits know neither path nor tile.
 #include "operators.h"
 #include "panels.h"
@@ -18,20 +18,26 @@ struct Call {
 
 // ---- rows in, rows out -------------------------------------------------------------------------------------------
 
-// x rows -> a [k][height], float32. Eight k at a time per row keeps both sides' lines in cache.
+// Floats of `rows` rows of x as blocks: [ceil(k / KC)][rows][ROW], so that a row of a block is at a constant distance
+// from the next.
+static int64_t blocked_size(int64_t rows, int64_t k) { return (k + KC - 1) / KC * rows * ROW; }
+
 template <class T>
-static void pack_rows(const T* x, int64_t stride, int64_t k_begin, int64_t k_end, int height, float* a) {
-    for (int64_t k0 = k_begin; k0 < k_end; k0 += 16) {
-        int64_t stop = k0 + 16 < k_end ? k0 + 16 : k_end;
-        for (int m = 0; m < height; ++m)
-            for (int64_t k = k0; k < stop; ++k) a[k * height + m] = to_float(x[m * stride + k]);
+static void block_rows(const T* x, int64_t stride, int64_t k, int64_t rows, float* a) {
+    for (int64_t k0 = 0; k0 < k; k0 += KC, a += rows * ROW) {
+        const int64_t count = k0 + KC < k ? KC : k - k0, whole = count / VL * VL;
+        for (int64_t m = 0; m < rows; ++m) {
+            const T* from = x + m * stride + k0;
+            float* to = a + m * ROW;
+            for (int64_t i = 0; i < whole; i += VL) store(to + i, load(from + i));
+            for (int64_t i = whole; i < count; ++i) to[i] = to_float(from[i]);
+        }
     }
 }
 
-static void pack_rows(const void* x, int64_t stride, int32_t dtype, int64_t row, int64_t k_begin, int64_t k_end,
-                      int height, float* a) {
-    if (dtype == F32) pack_rows(static_cast<const float*>(x) + row * stride, stride, k_begin, k_end, height, a);
-    else pack_rows(static_cast<const bf16*>(x) + row * stride, stride, k_begin, k_end, height, a);
+static void block_rows(const void* x, int64_t stride, int32_t dtype, int64_t row, int64_t k, int64_t rows, float* a) {
+    if (dtype == F32) block_rows(static_cast<const float*>(x) + row * stride, stride, k, rows, a);
+    else block_rows(static_cast<const bf16*>(x) + row * stride, stride, k, rows, a);
 }
 
 template <class T>
@@ -64,9 +70,15 @@ constexpr int strips_together() {
     return fit >= 4 ? most : (fit >= 2 ? 2 : 1);
 }
 
+// Rows of x as blocks: from one block to the next are `block` floats, KC where x itself is the one row.
+struct Few {
+    const float* rows;
+    int64_t block;
+};
+
 // Rows [0, MR) times strips [unit, unit + U), a unit being (panel, strip).
 template <class P, int MR, int U>
-static void stream_units(const Call& call, const float* a, int64_t unit) {
+static void stream_units(const Call& call, const Few& x, int64_t unit) {
     const Weight& weight = *call.weight;
     Walk<U> walk;
     for (int u = 0; u < U; ++u) {
@@ -74,20 +86,24 @@ static void stream_units(const Call& call, const float* a, int64_t unit) {
         walk.strips[u] = int((unit + u) % STRIPS);
     }
     vf acc[MR][U][2] = {};
-    chain<P, MR, U, Ahead::SELF>(a, walk, weight.k, acc);
+    const float* a = x.rows;
+    for (int64_t k = 0; k < weight.k; k += KC, a += x.block) {
+        chain<P, MR, U, Ahead::SELF>(a, walk, weight.k - k < KC ? weight.k - k : KC, acc);
+        for (int u = 0; u < U; ++u) walk.rows[u] += P::panel_bytes(KC);
+    }
     for (int m = 0; m < MR; ++m)
         for (int u = 0; u < U; ++u) finish(call, m, (unit + u) / STRIPS, walk.strips[u], acc[m][u]);
 }
 
 template <class P, int MR>
-static void stream_range(const Call& call, const float* a, int64_t begin, int64_t end) {
+static void stream_range(const Call& call, const Few& x, int64_t begin, int64_t end) {
     constexpr int U = strips_together<P, MR>();
     int64_t unit = begin * STRIPS, last = end * STRIPS;
-    for (; unit + U <= last; unit += U) stream_units<P, MR, U>(call, a, unit);
-    for (; unit < last; ++unit) stream_units<P, MR, 1>(call, a, unit);
+    for (; unit + U <= last; unit += U) stream_units<P, MR, U>(call, x, unit);
+    for (; unit < last; ++unit) stream_units<P, MR, 1>(call, x, unit);
 }
 
-using StreamRange = void (*)(const Call&, const float*, int64_t, int64_t);
+using StreamRange = void (*)(const Call&, const Few&, int64_t, int64_t);
 
 template <class P, int MR>
 static StreamRange stream_for(int rows) {
@@ -104,15 +120,12 @@ static StreamRange stream_for(int32_t kind, int rows) {
 
 static void few_rows(const Call& call, const void* x, int64_t stride, int32_t dtype, int rows) {
     const Weight& weight = *call.weight;
-    const float* a = static_cast<const float*>(x);
+    Few few{static_cast<const float*>(x), KC};
     if (rows > 1 || dtype != F32) {
         static thread_local Scratch scratch;
-        float* packed = scratch.floats(weight.k * rows);
-        int threads = threads_for(weight.k * rows, 8192);
-        parallel_ranges(threads, weight.k, [&](int64_t begin, int64_t end) {
-            pack_rows(x, stride, dtype, 0, begin, end, rows, packed);
-        });
-        a = packed;
+        float* blocks = scratch.floats(blocked_size(rows, weight.k));
+        block_rows(x, stride, dtype, 0, weight.k, rows, blocks);
+        few = {blocks, rows * int64_t(ROW)};
     }
     StreamRange run = stream_for(weight.kind, rows);
     int64_t panels = (weight.n + NR - 1) / NR;
@@ -124,13 +137,12 @@ static void few_rows(const Call& call, const void* x, int64_t stride, int32_t dt
     if (threads > 1 && share < even) share = (share + 3) / 4 * 4;
     parallel_tasks(threads, (panels + share - 1) / share, [&](int64_t task) {
         int64_t begin = task * share, end = begin + share;
-        run(call, a, begin, end < panels ? end : panels);
+        run(call, few, begin, end < panels ? end : panels);
     });
 }
 
 // ---- many rows: widen a block of a panel once, run row tiles over it -------------------------------------------------
 
-constexpr int64_t KC = 256;          // k of a block: a float32 panel block is 32 KiB
 constexpr int64_t BLOCK_ROWS = 192;  // rows whose block of k stays in L2 (192 KiB)
 constexpr int64_t CHUNK_ROWS = 768;  // rows packed at a time: bounds the scratch
 constexpr int64_t GROUP_PANELS = 8;  // panels of a task: their partial chains are 192 KiB
@@ -168,7 +180,7 @@ struct Block {
     int64_t ahead_stride;
 };
 
-// MR rows (a: [count][MR], the first being `row` of the output) times a block; partial: [MR][32].
+// MR rows (a: a block's, the first being `row` of the output) times a block of weights; partial: [MR][32].
 template <int MR, Ahead AHEAD>
 static void tile(const Call& call, const Block& block, const float* a, float* partial, int64_t row) {
     for (int strip = 0; strip < STRIPS; ++strip) {
@@ -216,6 +228,7 @@ static void many_rows_task(const Call& call, const float* a, int64_t row0, const
     static thread_local Scratch block_scratch, partial_scratch;
     const Weight& weight = *call.weight;
     const int64_t first_row = tiling.row(tile_begin), rows = tiling.row(tile_end) - first_row, k = weight.k;
+    const int64_t blocked = blocked_size(1, k);
     float* widened = block_scratch.floats(KC * NR);
     float* partials = partial_scratch.floats((panel_end - panel_begin) * rows * NR);
     for (int64_t k0 = 0; k0 < k; k0 += KC) {
@@ -234,7 +247,7 @@ static void many_rows_task(const Call& call, const float* a, int64_t row0, const
                 const int64_t row = tiling.row(t);
                 const int height = int(tiling.row(t + 1) - row);
                 Tile run = t == tile_begin ? tile_for<Ahead::BLOCK>(height) : tile_for<Ahead::NOTHING>(height);
-                run(call, block, a + row * k + k0 * height, partial + (row - first_row) * NR, row0 + row);
+                run(call, block, a + row * blocked + k0 / KC * height * ROW, partial + (row - first_row) * NR, row0 + row);
             }
         }
     }
@@ -247,11 +260,11 @@ static void many_rows(const Call& call, const void* x, int64_t stride, int32_t d
     for (int64_t row0 = 0; row0 < rows; row0 += CHUNK_ROWS) {
         const int64_t chunk = row0 + CHUNK_ROWS < rows ? CHUNK_ROWS : rows - row0;
         const Tiling tiling(chunk);
-        float* a = scratch.floats(chunk * weight.k);
-        parallel_ranges(threads_for(chunk * weight.k, 8192), tiling.tiles, [&](int64_t begin, int64_t end) {
+        float* a = scratch.floats(blocked_size(chunk, weight.k));
+        parallel_ranges(threads_for(chunk * weight.k, 65536), tiling.tiles, [&](int64_t begin, int64_t end) {
             for (int64_t t = begin; t < end; ++t) {
-                int64_t row = tiling.row(t);
-                pack_rows(x, stride, dtype, row0 + row, 0, weight.k, int(tiling.row(t + 1) - row), a + row * weight.k);
+                const int64_t row = tiling.row(t), height = tiling.row(t + 1) - row;
+                block_rows(x, stride, dtype, row0 + row, weight.k, height, a + row * blocked_size(1, weight.k));
             }
         });
         const int threads = threads_for(chunk * weight.n * weight.k, 100000);

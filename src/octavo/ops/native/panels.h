@@ -17,6 +17,8 @@ constexpr int NR = 32;                 // channels of a panel
 constexpr int STRIPS = NR / (2 * VL);  // a strip is two vectors: channels [s VL, s VL + VL) and the same plus 16
 constexpr int QGROUP = 32;             // k that share an int8 scale
 constexpr int MAX_TILE = VL == 8 ? 6 : 12;  // rows of a register tile: 2 accumulators each, of 16 or 32 registers
+constexpr int KC = 256;                // k of a block: a float32 panel block is 32 KiB
+constexpr int ROW = KC + 16;           // floats from one row of x to the next in a block: not a power of two, for L1
 
 enum Kind : int32_t { KIND_F32 = 0, KIND_BF16 = 1, KIND_INT8 = 2 };
 
@@ -34,7 +36,7 @@ struct F32Panel {
         w[0] = load(reinterpret_cast<const float*>(row) + strip * VL);
         w[1] = load(reinterpret_cast<const float*>(row) + strip * VL + 16);
     }
-    static int64_t panel_bytes(int64_t k) { return k * ROW_BYTES; }
+    static OCTAVO_INLINE int64_t panel_bytes(int64_t k) { return k * ROW_BYTES; }
 };
 
 struct Bf16Panel {
@@ -43,7 +45,7 @@ struct Bf16Panel {
     static OCTAVO_INLINE void weights(const char* row, int strip, const vf*, vf* w) {
         widen_words(reinterpret_cast<const uint32_t*>(row) + strip * VL, w[0], w[1]);
     }
-    static int64_t panel_bytes(int64_t k) { return k * ROW_BYTES; }
+    static OCTAVO_INLINE int64_t panel_bytes(int64_t k) { return k * ROW_BYTES; }
 };
 
 struct Int8Panel {
@@ -58,7 +60,7 @@ struct Int8Panel {
         w[0] = load(reinterpret_cast<const int8_t*>(row) + strip * VL) * s[0];
         w[1] = load(reinterpret_cast<const int8_t*>(row) + strip * VL + 16) * s[1];
     }
-    static int64_t panel_bytes(int64_t k) { return (k + QGROUP - 1) / QGROUP * GROUP_BYTES; }
+    static OCTAVO_INLINE int64_t panel_bytes(int64_t k) { return (k + QGROUP - 1) / QGROUP * GROUP_BYTES; }
 };
 
 // What a walk asks the memory for ahead of its use, the hardware's own reach being short with several streams:
@@ -75,8 +77,8 @@ struct Walk {
     int64_t ahead_stride = 0;
 };
 
-// Continues the chains of MR rows by `count` k, within one group of scales. a is [count][MR]; acc[m][u] is the pair of
-// accumulators of row m in strip u.
+// Continues the chains of MR rows by `count` k, within one group of scales. Row m of x is a + m * ROW; acc[m][u] is the
+// pair of accumulators of row m in strip u.
 template <class P, int MR, int U, Ahead AHEAD>
 OCTAVO_INLINE void chain_rows(const float* a, Walk<U> walk, const vf (*scales)[2], int64_t count,
                               vf (&acc)[MR][U][2]) {
@@ -96,17 +98,16 @@ OCTAVO_INLINE void chain_rows(const float* a, Walk<U> walk, const vf (*scales)[2
             walk.ahead += walk.ahead_stride;
         }
         OCTAVO_UNROLL for (int m = 0; m < MR; ++m) {
-            vf x = splat(a[m]);
+            vf x = splat(a[m * ROW + k]);
             OCTAVO_UNROLL for (int u = 0; u < U; ++u) {
                 acc[m][u][0] = fma(x, w[u][0], acc[m][u][0]);
                 acc[m][u][1] = fma(x, w[u][1], acc[m][u][1]);
             }
         }
-        a += MR;
     }
 }
 
-// Continues the chains by `count` k; walk.rows start at a group border.
+// Continues the chains by `count` <= KC k; walk.rows start at a group border.
 template <class P, int MR, int U, Ahead AHEAD>
 OCTAVO_INLINE void chain(const float* a, Walk<U> walk, int64_t count, vf (&acc)[MR][U][2]) {
     vf scales[U][2] = {};
@@ -121,8 +122,8 @@ OCTAVO_INLINE void chain(const float* a, Walk<U> walk, int64_t count, vf (&acc)[
                 walk.rows[u] += P::GROUP_BYTES;
             }
             // Whole groups get a constant trip count.
-            if (count - k >= P::GROUP) chain_rows<P, MR, U, AHEAD>(a + k * MR, quants, scales, P::GROUP, acc);
-            else chain_rows<P, MR, U, AHEAD>(a + k * MR, quants, scales, count - k, acc);
+            if (count - k >= P::GROUP) chain_rows<P, MR, U, AHEAD>(a + k, quants, scales, P::GROUP, acc);
+            else chain_rows<P, MR, U, AHEAD>(a + k, quants, scales, count - k, acc);
         }
     }
 }

@@ -26,6 +26,14 @@ static void relax() {
 // Idle threads look for work this long before they sleep: longer than the host's work between two operators of a step.
 constexpr auto SPIN = std::chrono::microseconds(100);
 
+constexpr int MAX_THREADS = 256;
+
+// The tasks of a job that one thread takes first.
+struct alignas(64) Share {
+    std::atomic<int64_t> next{0};
+    int64_t end = 0;
+};
+
 // One job at a time. `open_` says that the job's fields may be read; a worker counts itself in `inside_` before it looks
 // at `open_`, and the owner writes the fields only while the job is closed and nobody is inside.
 class Pool {
@@ -37,15 +45,18 @@ class Pool {
             return;
         }
         grow(threads - 1);
-        function_ = function, context_ = context, count_ = count, max_workers_ = threads - 1;
-        next_.store(0, std::memory_order_relaxed);
+        function_ = function, context_ = context, num_shares_ = threads;
+        for (int t = 0; t < threads; ++t) {
+            shares_[t].next.store(count * t / threads, std::memory_order_relaxed);
+            shares_[t].end = count * (t + 1) / threads;
+        }
         open_.store(true);
         epoch_.fetch_add(1);
         if (sleeping_.load() > 0) {
             std::lock_guard<std::mutex> lock(sleep_);
             wake_.notify_all();
         }
-        drain();
+        drain(0);
         open_.store(false);
         for (int spins = 0; inside_.load() != 0; ++spins) {
             if (spins < 2000) relax();
@@ -59,11 +70,15 @@ class Pool {
             std::thread([this, index = num_workers_] { work(index); }).detach();
     }
 
-    void drain() {
-        for (;;) {
-            int64_t task = next_.fetch_add(1, std::memory_order_relaxed);
-            if (task >= count_) return;
-            function_(context_, task);
+    // A thread walks a run of neighbours, as the memory's prefetchers like it, then helps with what the others left.
+    void drain(int self) {
+        for (int i = 0; i < num_shares_; ++i) {
+            Share& share = shares_[(self + i) % num_shares_];
+            for (;;) {
+                int64_t task = share.next.fetch_add(1, std::memory_order_relaxed);
+                if (task >= share.end) break;
+                function_(context_, task);
+            }
         }
     }
 
@@ -71,7 +86,7 @@ class Pool {
         for (uint64_t seen = 0;;) {
             seen = wait(seen);
             inside_.fetch_add(1);
-            if (open_.load() && index < max_workers_) drain();
+            if (open_.load() && index + 1 < num_shares_) drain(index + 1);
             inside_.fetch_sub(1);
         }
     }
@@ -94,14 +109,13 @@ class Pool {
     std::mutex owner_, sleep_;
     std::condition_variable wake_;
     std::atomic<uint64_t> epoch_{0};
-    std::atomic<int64_t> next_{0};
     std::atomic<int> inside_{0}, sleeping_{0};
     std::atomic<bool> open_{false};
     int num_workers_ = 0;
     TaskFunction function_ = nullptr;
     const void* context_ = nullptr;
-    int64_t count_ = 0;
-    int max_workers_ = 0;
+    int num_shares_ = 0;
+    Share shares_[MAX_THREADS];
 };
 
 static std::atomic<Pool*> pool{nullptr};
@@ -123,7 +137,7 @@ static Pool* current_pool() {
 }
 
 void run_tasks(int threads, int64_t count, TaskFunction function, const void* context) {
-    current_pool()->run(int(std::min<int64_t>(threads, count)), count, function, context);
+    current_pool()->run(int(std::min<int64_t>({threads, count, MAX_THREADS})), count, function, context);
 }
 
 }  // namespace octavo
