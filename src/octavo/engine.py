@@ -21,7 +21,7 @@ from octavo.outputs import RequestOutput
 from octavo.plan import StepPlan
 from octavo.request import Request
 from octavo.sampling_params import SamplingParams, check, check_request_options
-from octavo.text.output import OutputProcessor
+from octavo.text.output import OutputProcessor, wants_every_token
 from octavo.text.tokenizer import Tokenizer
 from octavo.updates import RequestUpdate
 
@@ -112,9 +112,11 @@ class EngineCore:
         max_tokens: int,
         priority: int = 0,
         cache_salt: str = "",
+        quiet: bool = False,
     ) -> None:
         """Queue a checked request, one sequence per id; sequence i samples with seed + i, as n requests would.
 
+        quiet: one update for the first token and one at the end will do; `take_untold` gives what is known between.
         Raises RuntimeError if a step has failed before, or the engine was closed.
         """
         self._check_alive()
@@ -130,6 +132,7 @@ class EngineCore:
                 eos_token_ids=self._eos_token_ids,
                 priority=priority,
                 cache_salt=cache_salt,
+                quiet=quiet,
             )
             for index, sequence_id in enumerate(sequence_ids)
         ]
@@ -138,6 +141,10 @@ class EngineCore:
     def abort(self, sequence_ids: Iterable[str]) -> None:
         """End sequences as soon as possible, in any state, without an update. Unknown ids are ignored."""
         self._inbox.append(list(sequence_ids))
+
+    def take_untold(self, sequence_ids: Iterable[str]) -> list[RequestUpdate]:
+        """What quiet sequences have that no update told, e.g. before they are aborted. Unknown ids are ignored."""
+        return self.scheduler.take_untold(sequence_ids)
 
     @property
     def has_unfinished(self) -> bool:
@@ -241,11 +248,19 @@ class Engine:
         self._grammars.check(params.structured_outputs)
         sequence_ids = self._outputs.add(request_id, prompt, prompt_token_ids, params)
         self.core.add(
-            sequence_ids, prompt_token_ids, params, max_tokens=max_tokens, priority=priority, cache_salt=cache_salt
+            sequence_ids,
+            prompt_token_ids,
+            params,
+            max_tokens=max_tokens,
+            priority=priority,
+            cache_salt=cache_salt,
+            quiet=not wants_every_token(params),
         )
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests; the next step gives their last outputs. Unknown ids are ignored."""
+        request_ids = list(request_ids)
+        self._aborted += self._outputs.process(self.core.take_untold(self._outputs.sequence_ids(request_ids)))[0]
         sequence_ids, outputs = self._outputs.abort(request_ids)
         self.core.abort(sequence_ids)
         self._aborted += outputs

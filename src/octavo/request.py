@@ -164,12 +164,12 @@ class Request:
     @property
     def num_tokens(self) -> int:
         """Known tokens: prompt and output."""
-        return len(self._tokens) if self.row < 0 else int(self._rows.num_tokens[self.row])
+        return len(self._tokens) if self.row < 0 else self._rows.num_tokens.item(self.row)
 
     @property
     def num_computed(self) -> int:
         """Tokens that scheduled steps have computed or will have computed."""
-        return self._num_computed if self.row < 0 else int(self._rows.num_computed[self.row])
+        return self._num_computed if self.row < 0 else self._rows.num_computed.item(self.row)
 
     @num_computed.setter
     def num_computed(self, value: int) -> None:
@@ -183,7 +183,7 @@ class Request:
         """Sampled tokens that steps in flight will give."""
         if self.row < 0:
             return self._num_in_flight
-        return int(self._rows.num_known[self.row] - self._rows.num_tokens[self.row])
+        return self._rows.num_known.item(self.row) - self._rows.num_tokens.item(self.row)
 
     @num_in_flight.setter
     def num_in_flight(self, value: int) -> None:
@@ -211,9 +211,10 @@ class Request:
 
     def _fetch(self) -> None:
         """Take the tokens that only the row has."""
-        start, end = len(self._tokens), int(self._rows.num_tokens[self.row])
+        start, end = len(self._tokens), self._rows.num_tokens.item(self.row)
         if start < end:
-            self._tokens += self._rows.fresh[self.row].take(range(start, end), mode="wrap").tolist()
+            line, first, last = self._rows.fresh[self.row], start % NUM_FRESH, (end - 1) % NUM_FRESH + 1
+            self._tokens += (line[first:last] if first < last else np.concatenate([line[first:], line[:last]])).tolist()
             self._note_fetched()
 
     def _note_fetched(self) -> None:

@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from engine_checks import GOOD_PROMPT, GREEDY, assert_idle, good_tokens, num_missing_blocks
 from octavo import LLM, SamplingParams
 from octavo.outputs import CompletionOutput
+from octavo.sampling_params import RequestOutputKind
 
 LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
 BOTH = pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
@@ -71,6 +73,26 @@ def test_an_abort_frees_blocks_within_two_steps(both: dict[bool, LLM], async_sch
         outputs = engine.step() + engine.step()
         assert sorted((o.request_id, o.outputs[0].finish_reason) for o in outputs) == [(n, "abort") for n in "abc"]
         assert_idle(both[async_scheduling])
+
+
+def test_an_aborted_request_keeps_what_it_had(llm: LLM) -> None:
+    """Though nobody looked at its tokens one by one."""
+    whole = llm.generate(GOOD_PROMPT, LONG)[0].outputs[0]
+    engine = llm.engine
+    engine.add(
+        "a",
+        engine.tokenizer.encode(GOOD_PROMPT),
+        msgspec.structs.replace(LONG, output_kind=RequestOutputKind.FINAL_ONLY),
+    )
+    for _ in range(7):
+        assert engine.step() == []
+    engine.abort(["a"])
+    (output,) = engine.step()
+    completion = output.outputs[0]
+    assert 5 <= len(completion.token_ids) <= 7 and completion.finish_reason == "abort"
+    assert completion.token_ids == whole.token_ids[: len(completion.token_ids)]
+    assert completion.text and whole.text.startswith(completion.text.rstrip("\ufffd"))
+    assert_idle(llm)
 
 
 def test_one_stream_goes_on_when_another_is_closed(llm: LLM) -> None:

@@ -70,6 +70,7 @@ def make_request(
     eos: bool = False,
     priority: int = 0,
     salt: str = "",
+    quiet: bool = False,
     **params: object,
 ) -> Request:
     """`prompt` as a number: so many tokens, distinct from those of any other request made so."""
@@ -85,6 +86,7 @@ def make_request(
         eos_token_ids=frozenset([EOS]) if eos else frozenset(),
         priority=priority,
         cache_salt=salt,
+        quiet=quiet,
     )
 
 

@@ -303,6 +303,31 @@ def test_a_step_without_a_token_gives_no_update():
     assert len(driver.updates[request.request_id]) == 1
 
 
+# Quiet requests
+
+
+@pytest.mark.parametrize("depth", [0, 1], ids=["sync", "async"])
+def test_a_quiet_request_is_told_of_its_first_token_and_its_end(depth):
+    driver = Driver(make_scheduler(max_model_len=200))
+    driver.add(quiet := make_request(3, 150, quiet=True), other := make_request(3, 5))
+    driver.run(depth)
+    assert [len(update.tokens) for update in driver.updates[quiet.request_id]] == [1, 149]
+    assert len(driver.updates[other.request_id]) == 5
+    assert driver.output(quiet) == expected_answer(quiet, 200).tokens
+
+
+def test_what_a_quiet_request_was_not_told_can_be_asked_for():
+    driver = Driver(make_scheduler())
+    driver.add(request := make_request(3, 20, quiet=True))
+    for _ in range(6):
+        driver.step()
+    (update,) = driver.scheduler.take_untold([request.request_id, "nobody"])
+    assert update.tokens == expected_answer(request, 64).tokens[1:6] and update.finish_reason is None
+    assert driver.scheduler.take_untold([request.request_id]) == []
+    driver.run()
+    assert [len(update.tokens) for update in driver.updates[request.request_id]] == [1, 14]
+
+
 # Prefix hits
 
 

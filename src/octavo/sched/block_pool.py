@@ -91,11 +91,12 @@ class BlockPool:
         """Hand out `count` blocks with one reference each; what they held before is forgotten."""
         assert count <= len(self._free), "the caller looks at num_free first"
         blocks = []
+        pop, names, references = self._free.popitem, self._names, self._references
         for _ in range(count):
-            block, _ = self._free.popitem(last=False)
-            if self._names[block] is not None:
+            block, _ = pop(last=False)
+            if names[block] is not None:
                 self._unname(block)
-            self._references[block] = 1
+            references[block] = 1
             blocks.append(block)
         return blocks
 

@@ -139,7 +139,8 @@ class KVManager:
         Gives back what slid out of every window. Need not be called for one token inside a block.
         """
         entry = self._entries[request.request_id]
-        start, end = request.num_computed, request.num_computed + num_new
+        start = request.num_computed
+        end = start + num_new
         if self._sliding:
             # Rejected drafts may take num_computed back, but never to before the last known token.
             self._slide(entry, min(start, request.num_tokens - 1))
@@ -205,14 +206,17 @@ class KVManager:
 
     def _commit(self, request: Request, entry: _Entry, num_computed: int) -> None:
         """Make the full blocks findable whose tokens are known and, with the steps planned, computed."""
-        num_full = min(num_computed, request.num_tokens) // self.block_size
-        if num_full <= entry.num_committed or not self._enable_prefix_caching:
+        if num_computed // self.block_size <= entry.num_committed or not self._enable_prefix_caching:
             return
-        self._chain.extend(request.block_hashes, request.tokens, request.cache_salt, num_full)
+        hashes, tokens = request.block_hashes, request.tokens
+        num_full = min(num_computed, len(tokens)) // self.block_size
+        if num_full <= entry.num_committed:
+            return
+        self._chain.extend(hashes, tokens, request.cache_salt, num_full)
         for index in range(entry.num_committed, num_full):
             for group, table in enumerate(entry.tables):
                 if table[index] != NULL_BLOCK:
-                    self._pool.commit(table[index], group, request.block_hashes[index])
+                    self._pool.commit(table[index], group, hashes[index])
         entry.num_committed = num_full
 
     def _release(self, request: Request) -> None:

@@ -24,6 +24,17 @@ from octavo.text.tokenizer import Tokenizer
 from octavo.updates import RequestUpdate
 
 
+def wants_every_token(params: SamplingParams) -> bool:
+    """Whether each token has to be seen when it comes: it is handed out, its text may be a stop, or it has numbers."""
+    return (
+        params.output_kind is not RequestOutputKind.FINAL_ONLY
+        or bool(params.stop_strings)
+        or params.logprobs is not None
+        or params.logprob_token_ids is not None
+        or params.repetition_detection is not None
+    )
+
+
 class OutputProcessor:
     """Turns updates into outputs. Used by one thread, but for `add`."""
 
@@ -101,6 +112,11 @@ class OutputProcessor:
                     del self._children[child.child_id]
                     touched[request_id] = child.request
         return ended, self._emit(touched.values(), time.monotonic())
+
+    def sequence_ids(self, request_ids: Iterable[str]) -> list[str]:
+        """The ids of unfinished sequences of requests, named as they were added. Unknown ids are ignored."""
+        requests = [self._requests[request_id] for request_id in request_ids if request_id in self._requests]
+        return [child.child_id for request in requests for child in request.children if child.finish_reason is None]
 
     @property
     def num_requests(self) -> int:
@@ -280,6 +296,9 @@ class _Child:
     def _take_tokens(self, update: RequestUpdate, params: SamplingParams) -> bool:
         """Append tokens with their text up to a stop. Returns whether one was found here."""
         tokens, logprobs = update.tokens, update.logprobs
+        if self._detokenizer is _NO_TEXT and not wants_every_token(params):
+            self._token_ids += tokens
+            return False
         # the text of the token that stopped the request is no part of the answer, unless asked for
         silent = update.finish_reason == "stop" and not params.include_stop_str_in_output
         last = len(tokens) - 1

@@ -1,0 +1,151 @@
+"""Host time of a step, without a device: `python bench/host.py [--requests 1 64 256 512] [--steps 300]`.
+
+Everything that the engine's thread does for a step but the device's part: schedule, update and outputs, with one step
+in flight. A worker that knows no model answers at once, outside the time that is counted. "steady" requests decode
+inside their block; "growing" ones cross a block every 16 steps, each at another step; "aligned" ones all in the same;
+"streamed" ones hand out every token as text; "churning" ones end after 32 to 96 tokens, and others take their place.
+Microseconds: the mean of each part, then the total's mean, median and worst of a hundred, by the clock; "cpu" is the
+thread's own time per step, that worker's included, which a busy machine does not spoil. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import random
+import statistics
+import time
+
+import numpy as np
+
+from octavo.config import EngineConfig
+from octavo.engine import EngineCore
+from octavo.front import find_and_read, load_text
+from octavo.groups import CacheGroup
+from octavo.plan import StepPlan, StepResult
+from octavo.sampling_params import RequestOutputKind, SamplingParams
+from octavo.sched.kv_manager import KVManager
+from octavo.sched.scheduler import Scheduler
+from octavo.text.no_tokenizer import NoTokenizer
+from octavo.text.output import OutputProcessor, wants_every_token
+from octavo.text.tokenizer import Tokenizer
+from octavo.worker.executor import InlineExecutor
+
+MAX_LEN = 8192
+NUM_BLOCKS = 1 << 17
+SCENARIOS = ("steady", "growing", "aligned", "streamed", "churning")
+LIMITS = {1: 150.0, 256: 350.0, 512: 600.0}  # microseconds per step that a GPU hides
+TOKENS = np.arange(1 << 16)[:, None] * 7919 % 4000 + 50  # what is "sampled"
+
+
+class NullWorker:
+    """Knows how far each row is, and has a token where one is due."""
+
+    def __init__(self, num_rows: int) -> None:
+        """Every row is empty at first."""
+        self._computed = np.zeros(num_rows, np.int64)
+        self._known = np.zeros(num_rows, np.int64)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step."""
+        for new in plan.new_rows:
+            self._computed[new.row], self._known[new.row] = new.num_computed, len(new.token_ids)
+        self._computed[plan.rows] += plan.num_tokens
+        rows = plan.rows[self._computed[plan.rows] == self._known[plan.rows]]
+        self._known[rows] += 1
+        at = plan.step * 512 % (len(TOKENS) - 4096)
+        tokens = TOKENS[at : at + len(rows)]
+        return StepResult(step=plan.step, rows=rows, tokens=tokens, num_sampled=np.ones_like(rows))
+
+
+class Load:
+    """An engine without a model, and the requests that keep it busy."""
+
+    def __init__(self, scenario: str, num_requests: int, tokenizer: Tokenizer) -> None:
+        """With `num_requests` in the queue."""
+        block_size = 16 if scenario != "steady" else MAX_LEN
+        group = CacheGroup(kind="full", window=0, block_size=block_size, layers=(0,))
+        scheduler = Scheduler(
+            KVManager([group], NUM_BLOCKS),
+            max_num_seqs=max(num_requests, 16),
+            max_num_batched_tokens=8192,
+            max_model_len=MAX_LEN,
+        )
+        executor = InlineExecutor(NullWorker(max(num_requests, 16)).execute)
+        self.core = EngineCore(scheduler, executor, eos_token_ids=[2], async_scheduling=True)
+        self._outputs = OutputProcessor(tokenizer)
+        self._scenario, self._random, self._ids = scenario, random.Random(0), itertools.count()
+        self._add(num_requests)
+
+    def _add(self, count: int) -> None:
+        for index in (next(self._ids) for _ in range(count)):
+            num_prompt = 16 + (0 if self._scenario == "aligned" else index * 7 % 64)
+            prompt = self._random.choices(range(50, 4000), k=num_prompt)
+            streamed = self._scenario == "streamed"
+            params = SamplingParams(
+                max_tokens=self._random.randint(32, 96) if self._scenario == "churning" else MAX_LEN - num_prompt,
+                output_kind=RequestOutputKind.DELTA if streamed else RequestOutputKind.FINAL_ONLY,
+                detokenize=streamed,
+            )
+            ids = self._outputs.add(str(index), None, prompt, params)
+            quiet = not wants_every_token(params)
+            self.core.add(ids, prompt, params, max_tokens=params.max_tokens or 1, quiet=quiet)
+
+    def step(self) -> tuple[float, float, float]:
+        """One step. Returns the seconds of schedule, update and outputs."""
+        times = self.core.times
+        schedule, update = times.schedule, times.update
+        updates = self.core.step()
+        started = time.perf_counter()
+        outputs, _ = self._outputs.process(updates)
+        seconds = time.perf_counter() - started
+        if self._scenario == "churning":
+            self._add(sum(output.finished for output in outputs))
+        return times.schedule - schedule, times.update - update, seconds
+
+
+def measure(scenario: str, num_requests: int, num_steps: int, tokenizer: Tokenizer) -> dict[str, float]:
+    """Microseconds per step."""
+    load = Load(scenario, num_requests, tokenizer)
+    for _ in range(100):
+        load.step()
+    started = time.thread_time()
+    parts = [[seconds * 1e6 for seconds in load.step()] for _ in range(num_steps)]
+    cpu = (time.thread_time() - started) / num_steps * 1e6
+    totals = sorted(map(sum, parts))
+    schedule, update, output = (statistics.mean(part) for part in zip(*parts, strict=True))
+    return {
+        "schedule": schedule,
+        "update": update,
+        "output": output,
+        "mean": statistics.mean(totals),
+        "median": statistics.median(totals),
+        "p99": totals[int(len(totals) * 0.99)],
+        "cpu": cpu,
+    }
+
+
+def main() -> None:
+    """Measure every scenario at every size."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 64, 256, 512])
+    parser.add_argument("--steps", type=int, default=300)
+    arguments = parser.parse_args()
+    folder, arch = find_and_read(EngineConfig())
+    tokenizer = load_text(EngineConfig(), folder, arch)
+    assert not isinstance(tokenizer, NoTokenizer), "the bundled model has a tokenizer"
+    gc.collect()
+    gc.freeze()
+    results: dict[str, dict[str, float]] = {}
+    for scenario, count in itertools.product(SCENARIOS, arguments.requests):
+        row = measure(scenario, count, arguments.steps, tokenizer)
+        results[f"{scenario} {count}"] = row
+        limit = f"{row['cpu'] / LIMITS[count]:>5.0%} of {LIMITS[count]:.0f}" if count in LIMITS else ""
+        print(f"{scenario:>9} {count:>5}" + "".join(f"  {name} {value:7.1f}" for name, value in row.items()), limit)
+    print(json.dumps({"steps": arguments.steps, "limits_us": LIMITS, "microseconds": results}))
+
+
+if __name__ == "__main__":
+    main()
