@@ -21,6 +21,8 @@ class Rope:
     high_freq_factor: float = 4.0  # llama3
     original_max_position: int = 0  # llama3, yarn
     rotary_size: int = 0  # channels that rotate; 0: the whole head
+    interleaved: bool = False  # channel 2i turns with 2i + 1; else channel i with the one half a rotation further
+    amplitude: float = 0.0  # of cos and sin; 0: the kind's own
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +41,24 @@ class Moe:
     experts_per_token: int
     expert_size: int  # intermediate size of one expert
     norm_topk_prob: bool = True
+    num_shared: int = 0  # experts that every token meets, run as one
+    scoring: str = "softmax"  # softmax | sigmoid
+    corrected: bool = False  # a bias per expert that takes part in the choice and not in the weight
+    num_groups: int = 1  # experts are chosen within the best `groups_kept` of these
+    groups_kept: int = 1
+    group_score: int = 1  # a group is as good as the sum of this many of its best experts
+    scale: float = 1.0  # of the chosen experts' weights
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Latent:
+    """Latent attention (MLA, DeepSeek-V2, arXiv 2405.04434): one compressed state per token serves every head."""
+
+    latent_size: int  # of the state that K and V are made from
+    rope_size: int  # channels of the one key that turns, shared by the heads
+    nope_size: int  # channels of each head's query and key that do not turn
+    value_size: int  # channels of each head's value
+    query_size: int = 0  # of the compressed query; 0: queries are not compressed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +78,7 @@ class Arch:
     layers: tuple[LayerKind, ...]
     moe_layers: frozenset[int] = frozenset()
     moe: Moe | None = None
+    latent: Latent | None = None  # then num_kv_heads is 1 and head_size the state's, latent and rope
     tied: bool = False  # the output projection is the embedding
     activation: str = "silu"  # silu | gelu_tanh
     attention_bias: bool = False  # bias on q, k and v
@@ -74,3 +95,8 @@ class Arch:
     def num_layers(self) -> int:
         """Count of decoder layers."""
         return len(self.layers)
+
+    @property
+    def cache_channels(self) -> int:
+        """Elements that the cache keeps per token, layer and KV head."""
+        return self.head_size if self.latent else 2 * self.head_size

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from octavo.arch import Arch, LayerKind, Moe, Rope
+from octavo.arch import Arch, Latent, LayerKind, Moe, Rope
 
 _LOG = logging.getLogger(__name__)
 
@@ -124,7 +124,8 @@ class _Family:
     sliding: str = "none"  # none | all | upper: from max_window_layers on | pattern: all but every n-th
     window_flag: bool = False  # sliding_window counts only with use_sliding_window
     head_size: int = 0  # when head_dim is absent; 0: hidden_size / num_attention_heads
-    moe: bool = False
+    moe: str = "none"  # none | qwen | deepseek2 | deepseek3
+    latent: bool = False  # MLA
     gemma: bool = False  # scaled embeddings, query_pre_attn_scalar, two thetas, gelu
     theta: float = 1e4
 
@@ -135,7 +136,9 @@ _FAMILIES = {
     "MistralForCausalLM": _Family(sliding="all"),
     "Qwen2ForCausalLM": _Family(bias="qkv", sliding="upper", window_flag=True),
     "Qwen3ForCausalLM": _Family(bias="field", qk_norm=True, sliding="upper", window_flag=True, head_size=128),
-    "Qwen3MoeForCausalLM": _Family(bias="field", qk_norm=True, sliding="all", window_flag=True, moe=True),
+    "Qwen3MoeForCausalLM": _Family(bias="field", qk_norm=True, sliding="all", window_flag=True, moe="qwen"),
+    "DeepseekV2ForCausalLM": _Family(bias="field", latent=True, moe="deepseek2"),
+    "DeepseekV3ForCausalLM": _Family(bias="field", latent=True, moe="deepseek3"),
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": _GEMMA3,  # its text half
 }
@@ -160,18 +163,18 @@ def arch_from_config(
     _refuse_extras(fields)
     hidden_size = fields.integer("hidden_size", 1, 1 << 20)
     vocab_size = fields.integer("vocab_size", 1, 1 << 24)
-    num_heads, num_kv_heads, head_size = _heads(fields, family, hidden_size)
+    latent = _latent(fields) if family.latent else None
+    num_heads, num_kv_heads, head_size = _heads(fields, family, hidden_size, latent)
     dtype = str(fields.get("dtype", fields.get("torch_dtype", "float32"))).removeprefix("torch.")
     if dtype not in ("float32", "bfloat16", "float16"):
         fields.refuse("dtype", dtype, "float32, bfloat16 or float16 is needed")
     layers, max_position = _layers(fields, family)
-    moe, moe_layers = _moe(fields, len(layers)) if family.moe else (None, frozenset[int]())
+    moe, moe_layers = _moe(fields, family, len(layers))
     activation_field = "hidden_activation" if family.gemma else "hidden_act"
     activation = fields.get(activation_field, "gelu_pytorch_tanh" if family.gemma else "silu")
     if activation not in tuple(_ACTIVATIONS):
         fields.refuse(activation_field, activation, f"known are {', '.join(_ACTIVATIONS)}")
     bias = family.bias == "field" and fields.flag("attention_bias", False)
-    query_scalar = fields.number("query_pre_attn_scalar", 1e-3, 1e6, 256) if family.gemma else head_size
     eos = _Fields(generation or {}, where.removesuffix("config.json") + "generation_config.json").token_ids(
         "eos_token_id", vocab_size
     )
@@ -190,12 +193,13 @@ def arch_from_config(
         layers=layers,
         moe_layers=moe_layers,
         moe=moe,
+        latent=latent,
         tied=fields.flag("tie_word_embeddings", family.gemma),
         activation=_ACTIVATIONS[activation],
         attention_bias=bias or family.bias == "qkv",
         output_bias=bias,
         qk_norm=family.qk_norm,
-        attention_scale=query_scalar**-0.5,
+        attention_scale=_attention_scale(fields, family, head_size, latent),
         logit_soft_cap=fields.number("final_logit_softcapping", 0, 1e6, 0) if family.gemma else 0.0,
         embedding_scale=hidden_size**0.5 if family.gemma else 1.0,
         eos_token_ids=eos or fields.token_ids("eos_token_id", vocab_size),
@@ -225,9 +229,38 @@ def _refuse_extras(fields: _Fields) -> None:
     fields.only("partial_rotary_factor", 1.0)
 
 
-def _heads(fields: _Fields, family: _Family, hidden_size: int) -> tuple[int, int, int]:
+def _latent(fields: _Fields) -> Latent:
+    """What latent attention keeps and makes."""
+    rope_size = fields.integer("qk_rope_head_dim", 2, 1024, 64)
+    if rope_size % 2:
+        fields.refuse("qk_rope_head_dim", rope_size, "rotary embedding needs an even number")
+    compressed = "q_lora_rank" not in fields.values or fields.get("q_lora_rank") is not None
+    return Latent(
+        latent_size=fields.integer("kv_lora_rank", 1, 1 << 16, 512),
+        rope_size=rope_size,
+        nope_size=fields.integer("qk_nope_head_dim", 1, 1024, 128),
+        value_size=fields.integer("v_head_dim", 1, 1024, 128),
+        query_size=fields.integer("q_lora_rank", 1, 1 << 16, 1536) if compressed else 0,
+    )
+
+
+def _attention_scale(fields: _Fields, family: _Family, head_size: int, latent: Latent | None) -> float:
+    """What scores are multiplied by. DeepSeek's YaRN adds the square of 0.1 mscale_all_dim ln(factor) + 1."""
+    if latent is None:
+        return (fields.number("query_pre_attn_scalar", 1e-3, 1e6, 256) if family.gemma else head_size) ** -0.5
+    scale = (latent.nope_size + latent.rope_size) ** -0.5
+    values = _Fields({**fields.mapping("rope_parameters"), **fields.mapping("rope_scaling")}, fields.where)
+    if values.get("rope_type", values.get("type", "default")) == "default":
+        return scale
+    every = values.number("mscale_all_dim", 0, 1e3, 0.0)
+    return scale * _yarn_mscale(values.number("factor", 1e-3, 1e6), every) ** 2
+
+
+def _heads(fields: _Fields, family: _Family, hidden_size: int, latent: Latent | None) -> tuple[int, int, int]:
     """(num_heads, num_kv_heads, head_size)."""
     num_heads = fields.integer("num_attention_heads", 1, 4096)
+    if latent is not None:
+        return num_heads, 1, latent.latent_size + latent.rope_size
     num_kv_heads = fields.integer("num_key_value_heads", 1, 4096, num_heads)
     if num_heads % num_kv_heads:
         fields.refuse("num_key_value_heads", num_kv_heads, f"it must divide num_attention_heads={num_heads}")
@@ -301,15 +334,19 @@ def _rope(fields: _Fields, family: _Family, is_sliding: bool, trained: int) -> R
     default_theta = fields.get("rope_local_base_freq", 1e4) if local else fields.get("rope_theta", family.theta)
     theta = inner.number("rope_theta", 1.0, 1e15, default_theta)
     inner.only("partial_rotary_factor", 1.0)
+    interleaved = family.latent and fields.flag("rope_interleave", True)
     if kind == "default":
-        return Rope(theta=theta, kind=kind)
+        return Rope(theta=theta, kind=kind, interleaved=interleaved)
     original = inner.integer("original_max_position_embeddings", 1, _MAX_POSITION, trained)
     factor = inner.number("factor", 1e-3, 1e6, trained / original if kind == "yarn" else None)
     if kind == "linear":
-        return Rope(theta=theta, kind=kind, factor=factor)
+        return Rope(theta=theta, kind=kind, factor=factor, interleaved=interleaved)
     if kind == "yarn":
-        _refuse_yarn_options(inner, factor)
-        return Rope(theta=theta, kind=kind, factor=factor, original_max_position=original)
+        amplitude = _yarn_amplitude(inner, factor, family.latent)
+        return Rope(
+            theta=theta, kind=kind, factor=factor, original_max_position=original, interleaved=interleaved,
+            amplitude=amplitude,
+        )  # fmt: skip
     low, high = (inner.number(name, 1e-6, 1e6) for name in ("low_freq_factor", "high_freq_factor"))
     if low >= high:
         fields.refuse("high_freq_factor", high, f"it must be greater than low_freq_factor={low:g}")
@@ -323,18 +360,70 @@ def _rope(fields: _Fields, family: _Family, is_sliding: bool, trained: int) -> R
     )
 
 
-def _refuse_yarn_options(fields: _Fields, factor: float) -> None:
-    """YaRN is run as its paper has it: a ramp from 32 to 1 rotations, cos and sin times 0.1 ln(factor) + 1."""
-    attention_factor = fields.number("attention_factor", 0, 1e3, 0.1 * math.log(max(factor, 1.0)) + 1.0)
-    if abs(attention_factor - 0.1 * math.log(max(factor, 1.0)) - 1.0) > 1e-6:
-        fields.refuse("attention_factor", attention_factor, "only 0.1 ln(factor) + 1 is implemented")
-    if fields.get("mscale", 1.0) != 1.0 or fields.get("mscale_all_dim"):
-        fields.refuse("mscale", fields.get("mscale"), "only mscale=1 without mscale_all_dim is implemented")
+def _yarn_mscale(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _yarn_amplitude(fields: _Fields, factor: float, latent: bool) -> float:
+    """What YaRN multiplies cos and sin by: as its paper has it, or the quotient of DeepSeek's two mscales.
+
+    Refuses other ramps than the paper's, from 32 to 1 rotations, and another factor beside it.
+    """
     for name, usual in (("beta_fast", 32), ("beta_slow", 1), ("truncate", True)):
         fields.only(name, usual)
+    amplitude = _yarn_mscale(factor, 1.0)
+    mscale, every = fields.get("mscale"), fields.get("mscale_all_dim")
+    if latent and mscale and every:
+        own, shared = (fields.number(name, 0, 1e3) for name in ("mscale", "mscale_all_dim"))
+        amplitude = _yarn_mscale(factor, own) / _yarn_mscale(factor, shared)
+    elif not latent and (mscale not in (None, 1.0) or every):
+        fields.refuse("mscale", mscale, "only mscale=1 without mscale_all_dim is implemented")
+    given = fields.number("attention_factor", 0, 1e3, amplitude)
+    if abs(given - amplitude) > 1e-6:
+        fields.refuse("attention_factor", given, f"only {amplitude:.6g} is implemented here")
+    return amplitude
 
 
-def _moe(fields: _Fields, num_layers: int) -> tuple[Moe, frozenset[int]]:
+def _moe(fields: _Fields, family: _Family, num_layers: int) -> tuple[Moe | None, frozenset[int]]:
+    """(expert facts, the layers that have experts)."""
+    if family.moe == "none":
+        return None, frozenset()
+    return _qwen_moe(fields, num_layers) if family.moe == "qwen" else _deepseek_moe(fields, family, num_layers)
+
+
+def _deepseek_moe(fields: _Fields, family: _Family, num_layers: int) -> tuple[Moe | None, frozenset[int]]:
+    """DeepSeek-V2: softmax, greedy or by groups; V3: sigmoid, corrected, by groups (arXiv 2412.19437)."""
+    third = family.moe == "deepseek3"
+    num_experts = fields.integer("n_routed_experts", 1, 4096, 256 if third else 64)
+    method = fields.get("topk_method", "noaux_tc" if third else "greedy")
+    if method not in (("noaux_tc",) if third else ("greedy", "group_limited_greedy")):
+        fields.refuse("topk_method", method, "only noaux_tc (V3), greedy and group_limited_greedy (V2) are implemented")
+    grouped = method != "greedy"
+    num_groups = fields.integer("n_group", 1, num_experts, 8 if third else 6) if grouped else 1
+    if num_experts % num_groups or (third and num_experts < 2 * num_groups):
+        fields.refuse("n_group", num_groups, f"groups of n_routed_experts={num_experts} experts must be equal")
+    normalize = fields.flag("norm_topk_prob", third)
+    if normalize and not third:
+        fields.refuse("norm_topk_prob", normalize, "only false is implemented for DeepSeek-V2")
+    moe = Moe(
+        num_experts=num_experts,
+        experts_per_token=fields.integer("num_experts_per_tok", 1, num_experts, 8 if third else 6),
+        expert_size=fields.integer("moe_intermediate_size", 1, 1 << 22, 2048 if third else 1407),
+        norm_topk_prob=normalize,
+        num_shared=fields.integer("n_shared_experts", 0, 64, 1 if third else 2),
+        scoring="sigmoid" if third else "softmax",
+        corrected=third,
+        num_groups=num_groups,
+        groups_kept=fields.integer("topk_group", 1, num_groups, 4 if third else None) if grouped else 1,
+        group_score=2 if third else 1,
+        scale=fields.number("routed_scaling_factor", 0, 1e6, 2.5 if third else 1.0),
+    )
+    first = fields.integer("first_k_dense_replace", 0, num_layers, 3 if third else 0)
+    fields.only("moe_layer_freq", 1)
+    return moe, frozenset(range(first, num_layers))
+
+
+def _qwen_moe(fields: _Fields, num_layers: int) -> tuple[Moe, frozenset[int]]:
     """(expert facts, the layers that have experts)."""
     num_experts = fields.integer("num_experts", 1, 4096, fields.get("num_local_experts"))
     moe = Moe(

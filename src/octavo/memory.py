@@ -86,7 +86,7 @@ def show_bytes(size: int) -> str:
 def block_bytes(arch: Arch, dtype: str, groups: Sequence[CacheGroup]) -> int:
     """Bytes of one block: K and V of `block_size` tokens for as many layers as the largest group has."""
     layers = max(len(group.layers) for group in groups)
-    return layers * 2 * arch.num_kv_heads * arch.head_size * ITEMSIZE[dtype] * groups[0].block_size
+    return layers * arch.num_kv_heads * arch.cache_channels * ITEMSIZE[dtype] * groups[0].block_size
 
 
 def blocks_for_request(groups: Sequence[CacheGroup], num_tokens: int, max_num_batched_tokens: int) -> int:
@@ -118,19 +118,36 @@ def weight_bytes(arch: Arch, resolved: Resolved) -> int:
 
 def _linear_shapes(arch: Arch) -> Iterator[tuple[int, int, int]]:
     """(how many, outputs, inputs) of every matrix, the output head included, fused as the layers fuse them."""
-    hidden, heads = arch.hidden_size, arch.num_heads + 2 * arch.num_kv_heads
-    yield arch.num_layers, heads * arch.head_size, hidden
-    yield arch.num_layers, hidden, arch.num_heads * arch.head_size
-    dense = arch.num_layers
+    hidden, dense = arch.hidden_size, arch.num_layers
+    for count, n, k in _attention_shapes(arch):
+        yield arch.num_layers * count, n, k
     if arch.moe is not None:
         dense -= len(arch.moe_layers)
         experts = len(arch.moe_layers) * arch.moe.num_experts
         yield experts, 2 * arch.moe.expert_size, hidden
         yield experts, hidden, arch.moe.expert_size
         yield len(arch.moe_layers), arch.moe.num_experts, hidden  # the router
+        yield len(arch.moe_layers), 2 * arch.moe.num_shared * arch.moe.expert_size, hidden
+        yield len(arch.moe_layers), hidden, arch.moe.num_shared * arch.moe.expert_size
     yield dense, 2 * arch.intermediate_size, hidden
     yield dense, hidden, arch.intermediate_size
     yield 1, arch.vocab_size, hidden
+
+
+def _attention_shapes(arch: Arch) -> Iterator[tuple[int, int, int]]:
+    """(how many, outputs, inputs) of the matrices of one layer's attention."""
+    hidden, heads, latent = arch.hidden_size, arch.num_heads, arch.latent
+    if latent is None:
+        yield 1, (heads + 2 * arch.num_kv_heads) * arch.head_size, hidden
+        yield 1, hidden, heads * arch.head_size
+        return
+    query = heads * (latent.nope_size + latent.rope_size)
+    yield 1, (latent.query_size or query) + arch.head_size, hidden
+    if latent.query_size:
+        yield 1, query, latent.query_size
+    yield heads, latent.latent_size, latent.nope_size
+    yield heads, latent.value_size, latent.latent_size
+    yield 1, hidden, heads * latent.value_size
 
 
 def _linear_bytes(n: int, k: int, resolved: Resolved) -> int:

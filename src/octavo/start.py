@@ -139,7 +139,7 @@ def make_runner(
         groups,
         num_blocks=num_blocks,
         num_kv_heads=arch.num_kv_heads,
-        head_size=arch.head_size,
+        channels=arch.cache_channels,
         dtype=dtype,
         device=device,
         layout=resolve_layout(takes, wish=resolved.kv_cache_layout),

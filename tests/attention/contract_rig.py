@@ -93,7 +93,7 @@ def make_pool(
 ) -> KVCachePool:
     group = CacheGroup(kind="full", window=0, block_size=setting.block, layers=tuple(range(num_layers)))
     return KVCachePool(
-        [group], num_blocks=num_blocks, num_kv_heads=kv_heads, head_size=head_size, dtype=dtype, device=CPU,
+        [group], num_blocks=num_blocks, num_kv_heads=kv_heads, channels=2 * head_size, dtype=dtype, device=CPU,
         layout=layout_by_name(setting.layout), kernel_block_sizes=[setting.kernel],
     )  # fmt: skip
 

@@ -36,7 +36,7 @@ def make_pool(
 ) -> KVCachePool:
     groups = [dataclasses.replace(group, block_size=block_size) for group in (FULL, SLIDING)]
     pool = KVCachePool(
-        groups, num_blocks=num_blocks, num_kv_heads=heads, head_size=4, dtype=torch.float32, device=CPU,
+        groups, num_blocks=num_blocks, num_kv_heads=heads, channels=8, dtype=torch.float32, device=CPU,
         layout=LAYOUTS[layout], kernel_block_sizes=sizes,
     )  # fmt: skip
     pool.buffer.copy_(torch.arange(pool.buffer.numel(), dtype=torch.float32))
@@ -263,6 +263,6 @@ def test_kernel_block_ids_that_a_table_cannot_hold_are_refused() -> None:
     group = CacheGroup(kind="full", window=0, block_size=128, layers=tuple(range(64)))
     with pytest.raises(ValueError, match=r"300000 blocks of 8192 kernel blocks each pass"):
         KVCachePool(
-            [group], num_blocks=300_000, num_kv_heads=1, head_size=1, dtype=torch.float32, device=torch.device("meta"),
+            [group], num_blocks=300_000, num_kv_heads=1, channels=2, dtype=torch.float32, device=torch.device("meta"),
             layout=LAYOUTS["BLHNC"], kernel_block_sizes=[1],
         )  # fmt: skip

@@ -161,7 +161,7 @@ def test_L3_6_L3_12_groups_agree_where_a_block_starts(name: str) -> None:
     ]
     layout = LAYOUTS[name]
     pool = KVCachePool(
-        groups, num_blocks=5, num_kv_heads=2, head_size=2, dtype=torch.float32, device=torch.device("cpu"),
+        groups, num_blocks=5, num_kv_heads=2, channels=4, dtype=torch.float32, device=torch.device("cpu"),
         layout=layout, kernel_block_sizes=[8, 2],
     )  # fmt: skip
     assert pool.buffer.numel() == 2 * 5 * 2 * 8 * 4

@@ -32,6 +32,20 @@ MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, 
 GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window_pattern": 3}
 LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
+YARN_ROPE = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 128}
+
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"num_key_value_heads": 4}),
     "llama-tied-biased": ("Llama", {"tie_word_embeddings": True, "attention_bias": True, "head_dim": 32}),
@@ -45,14 +59,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama-yarn-rope": (
         "Llama",
-        {
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "factor": 4.0,
-                "rope_theta": 1e4,
-                "original_max_position_embeddings": 128,
-            }
-        },
+        {"rope_parameters": YARN_ROPE},
     ),
     "mistral-window": ("Mistral", {"sliding_window": 40}),
     "mistral": ("Mistral", {"sliding_window": None}),
@@ -75,6 +82,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3-moe": ("Qwen3Moe", {**MOE, "norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "deepseek2": ("DeepseekV2", {**LATENT, "q_lora_rank": None, "topk_method": "greedy"}),
+    "deepseek2-groups": (
+        "DeepseekV2",
+        {**LATENT, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.0},
+    ),
+    "deepseek3": ("DeepseekV3", {**LATENT, "n_group": 4, "topk_group": 2}),
+    "deepseek3-yarn": (
+        "DeepseekV3",
+        {
+            **LATENT,
+            "n_group": 2,
+            "topk_group": 1,
+            "attention_bias": True,
+            "rope_interleave": False,
+            "rope_parameters": {**YARN_ROPE, "mscale": 1.0, "mscale_all_dim": 0.7},
+        },
+    ),
     "qwen3-moe-tied": ("Qwen3Moe", {**MOE, "norm_topk_prob": False, "tie_word_embeddings": True}),
 }
 
@@ -111,7 +135,7 @@ class Rig:
             next(g for g, group in enumerate(self.groups) if layer in group.layers) for layer in range(arch.num_layers)
         ]
         num_blocks = 160
-        shape = (num_blocks, arch.num_kv_heads, BLOCK_SIZE, 2 * arch.head_size)
+        shape = (num_blocks, arch.num_kv_heads, BLOCK_SIZE, arch.cache_channels)
         self.kv = [torch.full(shape, torch.nan, dtype=dtype) for _ in arch.layers]
         self.free = [list(range(1, num_blocks)) for _ in self.groups]
         for group, blocks in enumerate(self.free):

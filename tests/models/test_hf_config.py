@@ -163,7 +163,7 @@ def test_auto_map_is_ignored_with_a_warning(caplog: pytest.LogCaptureFixture) ->
         ({"max_position_embeddings": 10**9}, "max_position_embeddings=1000000000 "),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps=NaN "),
         ({"torch_dtype": "float8_e4m3fn"}, 'dtype="float8_e4m3fn" '),
-        ({"architectures": ["EvilForCausalLM"]}, 'architectures=["EvilForCausalLM"] (known are Gemma3'),
+        ({"architectures": ["EvilForCausalLM"]}, 'architectures=["EvilForCausalLM"] (known are Deepseek'),
         ({"architectures": ["os:system"]}, 'architectures=["os:system"] (known are '),
         ({"architectures": None}, "architectures=[] (known are "),
         ({"quantization_config": {"quant_method": "gptq"}}, 'quantization_config="gptq" '),

@@ -50,7 +50,7 @@ def test_logits_equal_transformers(
 
 @NEEDS_NATIVE
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["llama3-rope", "qwen2-window", "qwen3", "gemma3-16", "qwen3-moe"])
+@pytest.mark.parametrize("family", ["llama3-rope", "qwen2-window", "qwen3", "gemma3-16", "qwen3-moe", "deepseek3"])
 def test_bits_do_not_depend_on_the_batch(tiny_case: Callable[[str], Case], family: str, dtype: torch.dtype) -> None:
     """A row alone in one chunk, and the same row chunked beside others, give equal bits."""
     case = tiny_case(family)

@@ -40,6 +40,7 @@ class Capability:
     layouts: tuple[str, ...] = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")  # of the cache, the preferred first
     window: bool = True
     soft_cap: bool = True
+    latent: bool = False  # takes Variant.value_size
     reproducible: bool = True  # a row's bits do not depend on its batch
     paged_operator: bool = False  # `run` is ops.attention.paged_attention and no more: a decoder may call that itself
     kernel_block_multiple: dataclasses.InitVar[int] = 1  # short for kernel_block_sizes=(MultipleOf(this),)
@@ -60,6 +61,12 @@ class Variant:
     scale: float
     window: int = 0  # tokens that a query sees, itself included; 0: all
     soft_cap: float = 0.0  # scores become cap * tanh(score / cap); 0: none
+    value_size: int = 0  # latent attention: V is the first `value_size` channels of K; 0: V stands beside K
+
+    @property
+    def channels(self) -> int:
+        """Of the cache per token and KV head."""
+        return self.head_size if self.value_size else 2 * self.head_size
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -124,7 +131,8 @@ class AttentionBackend(Protocol):
         """Attend.
 
         q, out: [tokens, heads, head_size]; kv: [blocks, kv_heads, block_size, 2 * head_size], K then V along the last
-        axis, any strides but a contiguous last axis.
+        axis, any strides but a contiguous last axis. Latent: kv [blocks, 1, block_size, head_size], out [tokens, heads,
+        value_size].
         """
 
 
@@ -135,7 +143,7 @@ class ForwardContext:
     inputs: Sequence[AttentionInputs]  # per cache group
     backends: Sequence[AttentionBackend]  # per cache group
     group_of_layer: Sequence[int]
-    kv_of_layer: Sequence[torch.Tensor]  # [blocks, kv_heads, block_size, 2 * head_size]
+    kv_of_layer: Sequence[torch.Tensor]  # [blocks, kv_heads, block_size, channels]
     positions: torch.Tensor  # [tokens] int64, logical
 
 

@@ -19,7 +19,7 @@ from octavo.ops.attention import paged_attention
 class CpuBackend:
     """An AttentionBackend for float32 and bfloat16 on CPU; any head size, window, soft cap and block size."""
 
-    capability = Capability(devices=("cpu",), dtypes=(torch.float32, torch.bfloat16), paged_operator=True)
+    capability = Capability(devices=("cpu",), dtypes=(torch.float32, torch.bfloat16), latent=True, paged_operator=True)
 
     def __init__(self, variants: Sequence[Variant], dtype: torch.dtype, device: torch.device) -> None:
         """Raises ValueError off the CPU, for another dtype, and where the native library is not built."""
@@ -50,5 +50,5 @@ class CpuBackend:
         inputs.check_call(q, kv, out)
         paged_attention(
             q, kv, inputs.query_start[: rows + 1], inputs.seq_lens[:rows], inputs.block_table[:rows], out,
-            scale=variant.scale, window=variant.window, soft_cap=variant.soft_cap,
+            scale=variant.scale, window=variant.window, soft_cap=variant.soft_cap, value_size=variant.value_size,
         )  # fmt: skip

@@ -18,7 +18,7 @@ from octavo.ops.attention import paged_attention_eager
 class ReferenceBackend:
     """An AttentionBackend that takes every Variant."""
 
-    capability = Capability(devices=("cpu", "cuda"), dtypes=(torch.float32, torch.bfloat16, torch.float16))
+    capability = Capability(devices=("cpu", "cuda"), dtypes=(torch.float32, torch.bfloat16, torch.float16), latent=True)
 
     def __init__(self, variants: Sequence[Variant], dtype: torch.dtype, device: torch.device) -> None:
         """Raises ValueError for a dtype that is not a float of at most 32 bits."""
@@ -38,5 +38,5 @@ class ReferenceBackend:
         rows = inputs.num_rows
         paged_attention_eager(
             q, kv, inputs.query_start[: rows + 1], inputs.seq_lens[:rows], inputs.block_table[:rows], out,
-            scale=variant.scale, window=variant.window, soft_cap=variant.soft_cap,
+            scale=variant.scale, window=variant.window, soft_cap=variant.soft_cap, value_size=variant.value_size,
         )  # fmt: skip

@@ -19,7 +19,7 @@ _INT32_MAX = 2**31 - 1
 
 
 class KVCachePool:
-    """`views[layer]` is [kernel blocks, num_kv_heads, kernel_block_size, 2 * head_size], K then V on the last axis.
+    """`views[layer]` is [kernel blocks, num_kv_heads, kernel_block_size, channels]: K then V, or a latent state.
 
     `block_maps[g]` says which kernel blocks of the views of group g a block is.
     """
@@ -30,7 +30,7 @@ class KVCachePool:
         *,
         num_blocks: int,
         num_kv_heads: int,
-        head_size: int,
+        channels: int,
         dtype: torch.dtype,
         device: torch.device,
         layout: Layout,
@@ -41,7 +41,7 @@ class KVCachePool:
         kernel_block_sizes: per group, as `prepare_kernel_block_sizes` gives them; empty: blocks are not split.
         """
         num_slots = max(len(group.layers) for group in groups)
-        shape = CacheShape(num_slots, num_blocks, num_kv_heads, groups[0].block_size, 2 * head_size)
+        shape = CacheShape(num_slots, num_blocks, num_kv_heads, groups[0].block_size, channels)
         self.layout, self.shape = layout, shape
         self.buffer = torch.empty(num_slots * num_blocks * shape.page_numel, dtype=dtype, device=device)
         self.pages = layout.pages(self.buffer, shape)  # [layer slots, num_blocks, page elements]

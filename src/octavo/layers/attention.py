@@ -30,7 +30,9 @@ class RotaryTable(Layer):
 
     def finalize(self, quantization: str | None) -> None:
         """Compute the table: it is nobody's weight."""
-        self.cos_sin = rope_table(*self._shape, **dataclasses.asdict(self._rope))
+        facts = dataclasses.asdict(self._rope)
+        del facts["interleaved"]  # which channels turn together: not the table's business
+        self.cos_sin = rope_table(*self._shape, **facts)
 
 
 class Attention(Layer):

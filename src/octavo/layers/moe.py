@@ -2,7 +2,7 @@
 
 Owns the routing, the grouping of tokens by expert, and the order in which a token's experts are summed. Does
 not know batches. Invariant: a token's result depends on its own row only: its experts are summed in order of
-rank, in float32, whatever other tokens share them.
+rank, then the shared ones, in float32, whatever other tokens share them. Scores are float32.
 """
 
 from __future__ import annotations
@@ -10,46 +10,61 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from octavo.arch import Moe
 from octavo.layers.base import Layer
 from octavo.layers.linear import Linear
 from octavo.layers.mlp import Mlp
 
 
 class MoeMlp(Layer):
-    """Softmax over all experts in float32, then the top ones; `normalize` makes their weights sum to one."""
+    """Routed experts beside shared ones, as `Moe` says: Qwen3's, DeepSeek-V2's and -V3's rules of choice."""
 
-    def __init__(
-        self,
-        size: int,
-        expert_size: int,
-        num_experts: int,
-        experts_per_token: int,
-        activation: str,
-        dtype: torch.dtype,
-        *,
-        normalize: bool,
-    ) -> None:
-        """`size`: of the hidden state; `expert_size`: between one expert's products."""
+    correction: torch.Tensor | None  # [experts] float32, takes part in the choice only
+
+    def __init__(self, size: int, moe: Moe, activation: str, dtype: torch.dtype) -> None:
+        """`size`: of the hidden state."""
         super().__init__()
-        self.router = Linear(size, num_experts, dtype, quantize=False, out_dtype=torch.float32)
-        self.experts = nn.ModuleList(Mlp(size, expert_size, activation, dtype) for _ in range(num_experts))
-        self._experts_per_token = experts_per_token
-        self._normalize = normalize
+        self.router = Linear(size, moe.num_experts, dtype, quantize=False, out_dtype=torch.float32)
+        self.experts = nn.ModuleList(Mlp(size, moe.expert_size, activation, dtype) for _ in range(moe.num_experts))
+        self.shared = Mlp(size, moe.num_shared * moe.expert_size, activation, dtype) if moe.num_shared else None
+        if moe.corrected:
+            self.declare("correction", (moe.num_experts,), torch.float32, dummy=0.0)
+        else:
+            self.correction = None
+        self._moe = moe
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(weights float32, expert ids int64), both [tokens, experts_per_token], best first."""
-        weights, experts = self.router.forward(x).softmax(-1).topk(self._experts_per_token)
-        if self._normalize:
+        moe = self._moe
+        logits = self.router.forward(x)
+        scores = logits.sigmoid() if moe.scoring == "sigmoid" else logits.softmax(-1)
+        choice = scores if self.correction is None else scores + self.correction
+        if moe.num_groups > 1:
+            choice = self._within_best_groups(choice)
+        experts = choice.topk(moe.experts_per_token).indices
+        weights = scores.gather(1, experts)
+        if moe.norm_topk_prob:
             total = weights[:, :1].clone()
-            for rank in range(1, self._experts_per_token):  # a fixed order of summation
+            for rank in range(1, moe.experts_per_token):  # a fixed order of summation
                 total += weights[:, rank : rank + 1]
             weights = weights / total
-        return weights, experts
+        return weights * moe.scale, experts
+
+    def _within_best_groups(self, choice: torch.Tensor) -> torch.Tensor:
+        """`choice` [tokens, experts] with -inf for all experts outside the token's best groups."""
+        moe = self._moe
+        groups = choice.unflatten(1, (moe.num_groups, -1))
+        best = groups.topk(moe.group_score, dim=-1).values
+        value = best[..., 0]
+        for place in range(1, moe.group_score):
+            value = value + best[..., place]
+        kept = torch.zeros_like(value, dtype=torch.bool).scatter_(1, value.topk(moe.groups_kept).indices, True)
+        return groups.masked_fill(~kept[..., None], float("-inf")).flatten(1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [tokens, size] -> the same shape."""
         weights, experts = self.route(x)
-        ranks = self._experts_per_token
+        ranks = self._moe.experts_per_token
         pairs = experts.flatten().argsort(stable=True)  # (token, rank) pairs, one expert's beside each other
         counts = experts.flatten().bincount(minlength=len(self.experts)).tolist()
         results = x.new_empty(x.shape[0] * ranks, x.shape[1])  # [pair, size]
@@ -63,4 +78,6 @@ class MoeMlp(Layer):
         total = by_rank[:, 0] * weights[:, :1]
         for rank in range(1, ranks):
             total += by_rank[:, rank] * weights[:, rank : rank + 1]
+        if self.shared is not None:
+            total += self.shared.forward(x)
         return total.to(x.dtype)

@@ -10,6 +10,8 @@ ARCHITECTURES = Registry(
         "Qwen2ForCausalLM": "octavo.models.qwen2:Qwen2ForCausalLM",
         "Qwen3ForCausalLM": "octavo.models.qwen3:Qwen3ForCausalLM",
         "Qwen3MoeForCausalLM": "octavo.models.qwen3_moe:Qwen3MoeForCausalLM",
+        "DeepseekV2ForCausalLM": "octavo.models.deepseek:DeepseekForCausalLM",
+        "DeepseekV3ForCausalLM": "octavo.models.deepseek:DeepseekForCausalLM",
         "Gemma3ForCausalLM": "octavo.models.gemma3:Gemma3ForCausalLM",
         "Gemma3ForConditionalGeneration": "octavo.models.gemma3:Gemma3ForCausalLM",
     },

@@ -103,15 +103,7 @@ class Qwen3MoeForCausalLM(Layer):
         if index not in arch.moe_layers:
             return Mlp(arch.hidden_size, arch.intermediate_size, arch.activation, dtype)
         assert arch.moe is not None, "layers with experts need their facts"
-        return MoeMlp(
-            arch.hidden_size,
-            arch.moe.expert_size,
-            arch.moe.num_experts,
-            arch.moe.experts_per_token,
-            arch.activation,
-            dtype,
-            normalize=arch.moe.norm_topk_prob,
-        )
+        return MoeMlp(arch.hidden_size, arch.moe, arch.activation, dtype)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Hidden states after the final norm."""

@@ -21,7 +21,7 @@ from octavo.ops.native import F32, I32, I64, PTR
 TILE = 32  # tokens per step of the online softmax; the native source holds the same number
 LEAF = 512  # tokens per independent partial result; a multiple of TILE
 
-native.declare("octavo_paged_attention", [PTR] * 6 + [I64] * 14 + [F32] * 2 + [I32])
+native.declare("octavo_paged_attention", [PTR] * 6 + [I64] * 15 + [F32] * 2 + [I32])
 
 
 def paged_attention(
@@ -35,6 +35,7 @@ def paged_attention(
     scale: float,
     window: int = 0,
     soft_cap: float = 0.0,
+    value_size: int = 0,
 ) -> None:
     """Causal attention of each row's queries, the last of its `seq_lens[row]` tokens, written to `out`.
 
@@ -43,11 +44,22 @@ def paged_attention(
     [rows], block_table: [rows, width], all int32. Tokens of a row with seq_len 0 become 0; tokens beyond
     `query_start[-1]` stay as they are. window: tokens that a query sees, itself included, 0 for all.
     soft_cap: scores become cap * tanh(score / cap), 0 for none.
+    value_size: latent attention: kv is [blocks, 1, block_size, head_size], V is K's first `value_size` channels and
+    out [tokens, heads, value_size]; 0: V stands beside K.
     """
     library = native.lib()
     if not library or q.dtype not in native.DTYPE_CODES:
         paged_attention_eager(
-            q, kv, query_start, seq_lens, block_table, out, scale=scale, window=window, soft_cap=soft_cap
+            q,
+            kv,
+            query_start,
+            seq_lens,
+            block_table,
+            out,
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
+            value_size=value_size,
         )
         return
     _, num_heads, head_size = q.shape
@@ -59,8 +71,8 @@ def paged_attention(
     library.octavo_paged_attention(
         q.data_ptr(), out.data_ptr(), kv.data_ptr(), query_start.data_ptr(), seq_lens.data_ptr(),
         block_table.data_ptr(), q_token, q_head, out_token, out_head, kv_block, kv_head, kv_token,
-        block_table.stride(0), seq_lens.shape[0], num_heads, num_kv_heads, head_size, block_size, window, scale,
-        soft_cap, native.DTYPE_CODES[q.dtype],
+        block_table.stride(0), seq_lens.shape[0], num_heads, num_kv_heads, head_size, block_size, window,
+        value_size, scale, soft_cap, native.DTYPE_CODES[q.dtype],
     )  # fmt: skip
 
 
@@ -75,8 +87,12 @@ def paged_attention_eager(
     scale: float,
     window: int = 0,
     soft_cap: float = 0.0,
+    value_size: int = 0,
 ) -> None:
-    """The twin of `paged_attention` in plain torch: per row a gather of its K and V, then softmax attention."""
+    """The twin of `paged_attention` in plain torch: per row a gather of its K and V, then softmax attention.
+
+    value_size: latent attention: kv [blocks, 1, block_size, head_size], V is K's first `value_size` channels; 0: none.
+    """
     num_kv_heads, block_size = kv.shape[1], kv.shape[2]
     head_size = q.shape[2]
     starts = query_start.tolist()
@@ -91,7 +107,8 @@ def paged_attention_eager(
         first_block, last_block = first // block_size, -(-seq_len // block_size)
         blocks = kv[block_table[row, first_block:last_block].long()]  # [blocks, kv_heads, block, 2 * head_size]
         tokens = blocks.transpose(0, 1).flatten(1, 2)[:, first - first_block * block_size :]
-        keys, values = tokens[:, : seq_len - first].float().split(head_size, dim=-1)
+        tokens = tokens[:, : seq_len - first].float()
+        keys, values = tokens[..., :head_size], tokens[..., :value_size] if value_size else tokens[..., head_size:]
         queries = q[begin:end].float().unflatten(1, (num_kv_heads, -1))  # [tokens, kv_heads, group, head_size]
         scores = torch.einsum("tkgd,ksd->kgts", queries, keys) * scale
         if soft_cap:

@@ -57,12 +57,13 @@ def rope_table(
     high_freq_factor: float = 4.0,
     original_max_position: int = 0,
     rotary_size: int = 0,
+    amplitude: float = 0.0,
 ) -> torch.Tensor:
     """Cosines, then sines, of positions 0 .. max_position - 1: [max_position, rotary] float32.
 
-    `rotary` is `rotary_size`, or `head_size` where that is 0. Angles are computed in float64 and rounded once. YaRN's
-    attention factor (0.1 ln(factor) + 1) is folded into the table. Raises ValueError for an unknown `kind`, an odd
-    rotary size, and a scaled kind without `original_max_position`.
+    `rotary` is `rotary_size`, or `head_size` where that is 0. Angles are computed in float64 and rounded once.
+    `amplitude` multiplies all; 0 means YaRN's attention factor (0.1 ln(factor) + 1), or 1 for other kinds. Raises
+    ValueError for an unknown `kind`, an odd rotary size, and a scaled kind without `original_max_position`.
     """
     rotary = rotary_size or head_size
     if rotary % 2 or rotary > head_size:
@@ -71,7 +72,7 @@ def rope_table(
         raise ValueError(f"rope kind {kind!r} needs original_max_position > 0, got {original_max_position}")
     exponents = torch.arange(0, rotary, 2, dtype=torch.float64) / rotary
     frequencies = theta**-exponents
-    amplitude = 1.0
+    own_amplitude = 1.0
     if kind == "linear":
         frequencies = frequencies / factor
     elif kind == "llama3":
@@ -80,11 +81,11 @@ def rope_table(
         )
     elif kind == "yarn":
         frequencies = _yarn_inverse_frequencies(exponents, theta, factor, original_max_position)
-        amplitude = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+        own_amplitude = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
     elif kind != "default":
         raise ValueError(f"unknown rope kind {kind!r}: known are default, linear, llama3, yarn")
     angles = torch.arange(max_position, dtype=torch.float64)[:, None] * frequencies
-    return torch.cat((angles.cos(), angles.sin()), dim=1).mul_(amplitude).to(torch.float32)
+    return torch.cat((angles.cos(), angles.sin()), dim=1).mul_(amplitude or own_amplitude).to(torch.float32)
 
 
 def qk_norm_rope_store(

@@ -27,8 +27,11 @@ struct Call {
     int64_t q_token, q_head, out_token, out_head;     // strides, elements
     int64_t kv_block, kv_head, kv_token, table_row;   // strides, elements
     int64_t num_rows, num_heads, num_kv_heads, head_size, block_size, window;
+    int64_t value_size;  // latent: V is K's first channels; 0: V, of head_size, stands behind K
     float scale, soft_cap;
 
+    int64_t value_start() const { return value_size > 0 ? 0 : head_size; }
+    int64_t out_size() const { return value_size > 0 ? value_size : head_size; }
     int64_t group() const { return num_heads / num_kv_heads; }
     int64_t padded() const { return (head_size + 15) / 16 * 16; }
 };
@@ -125,14 +128,14 @@ class Leaf {
     }
     // Point at K (part 0) or V (part 1) of the tile's visible tokens.
     void gather(Range tile, int part) {
-        const int64_t value_bytes = call_.head_size * sizeof(T);
+        const int64_t value_bytes = call_.value_start() * sizeof(T);
         for (int64_t t = tile.begin; t < tile.end; ++t)
             work_.pointers[t] = as_float_row(reinterpret_cast<const T*>(work_.here[t] + part * value_bytes),
                                              work_.rows_copy + t * padded_);
     }
     // The next tile's K (part 0) or V (part 1); only the first query rows of a task ask for them.
     Ahead ahead(int64_t r, int part) const {
-        return r == 0 ? Ahead{work_.next, part * call_.head_size * int64_t(sizeof(T)), sizeof(T)} : Ahead{};
+        return r == 0 ? Ahead{work_.next, part * call_.value_start() * int64_t(sizeof(T)), sizeof(T)} : Ahead{};
     }
     const float* as_float_row(const float* row, float* copy) const {
         return padded_ == call_.head_size ? row : widen(row, copy);
@@ -256,10 +259,10 @@ void write_out(const Call& call, const Task& task, Partial from) {
         T* out = static_cast<T*>(call.out) + (token + r / group) * call.out_token +
                  (task.head * group + r % group) * call.out_head;
         float sum = from.sum[r] == 0.0f ? 1.0f : from.sum[r];  // a padding row sees nothing and gets zeros
-        for (int64_t c = 0; c < call.head_size; c += VL) {
+        for (int64_t c = 0; c < call.out_size(); c += VL) {
             vf x = load(from.acc + r * padded + c) / sum;
-            if (c + VL <= call.head_size) store(out + c, x);
-            else store_first(out + c, x, call.head_size - c);
+            if (c + VL <= call.out_size()) store(out + c, x);
+            else store_first(out + c, x, call.out_size() - c);
         }
     }
 }
@@ -394,10 +397,11 @@ OCTAVO_API void octavo_paged_attention(
     const void* q, void* out, const void* kv, const int32_t* query_start, const int32_t* seq_lens,
     const int32_t* block_table, int64_t q_token, int64_t q_head, int64_t out_token, int64_t out_head, int64_t kv_block,
     int64_t kv_head, int64_t kv_token, int64_t table_row, int64_t num_rows, int64_t num_heads, int64_t num_kv_heads,
-    int64_t head_size, int64_t block_size, int64_t window, float scale, float soft_cap, int32_t dtype) {
+    int64_t head_size, int64_t block_size, int64_t window, int64_t value_size, float scale, float soft_cap,
+    int32_t dtype) {
     octavo::Call call = {q,        out,      kv,       query_start, seq_lens,  block_table,  q_token,   q_head,
                          out_token, out_head, kv_block, kv_head,     kv_token,  table_row,    num_rows,  num_heads,
-                         num_kv_heads, head_size, block_size, window, scale, soft_cap};
+                         num_kv_heads, head_size, block_size, window, value_size, scale, soft_cap};
     if (dtype == octavo::F32) octavo::paged_attention<float>(call);
     else octavo::paged_attention<octavo::bf16>(call);
 }

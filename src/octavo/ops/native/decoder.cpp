@@ -93,7 +93,7 @@ void attend(const DecoderLayer& layer, const LayerCache& cache, const GroupRows&
     const int64_t token = layer.num_heads * layer.head_size;
     octavo_paged_attention(q, out, cache.kv, rows.query_start, rows.seq_lens, rows.block_table, token, layer.head_size,
                            token, layer.head_size, cache.block, cache.head, cache.token, rows.table_row, rows.num_rows,
-                           layer.num_heads, layer.num_kv_heads, layer.head_size, cache.block_size, layer.window,
+                           layer.num_heads, layer.num_kv_heads, layer.head_size, cache.block_size, layer.window, 0,
                            layer.scale, layer.soft_cap, tokens.dtype);
 }
 

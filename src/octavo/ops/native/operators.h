@@ -36,4 +36,5 @@ OCTAVO_API void octavo_paged_attention(
     const void* q, void* out, const void* kv, const int32_t* query_start, const int32_t* seq_lens,
     const int32_t* block_table, int64_t q_token, int64_t q_head, int64_t out_token, int64_t out_head, int64_t kv_block,
     int64_t kv_head, int64_t kv_token, int64_t table_row, int64_t num_rows, int64_t num_heads, int64_t num_kv_heads,
-    int64_t head_size, int64_t block_size, int64_t window, float scale, float soft_cap, int32_t dtype);
+    int64_t head_size, int64_t block_size, int64_t window, int64_t value_size, float scale, float soft_cap,
+    int32_t dtype);

@@ -1,0 +1,84 @@
+"""Latent attention (MLA): K and V of all heads live in one compressed state per token.
+
+Owns one layer's place in the model and its weights, among them the halves of the projection that would expand the
+state: they are absorbed into the query and the output, in prefill as in decode, so that there is one order of sums.
+Does not know blocks, rows or how a backend works. Invariant: the state is stored by slot before the backend runs; the
+cache holds [latent, rotated key], which serves as K whole and as V in its first `latent_size` channels.
+
+Source: DeepSeek-V2, arXiv 2405.04434, section 2.1 and its note on absorption.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from octavo.arch import Arch
+from octavo.attention.base import Variant, current_context
+from octavo.layers.attention import RotaryTable
+from octavo.layers.base import Layer
+from octavo.layers.linear import Linear
+from octavo.layers.norm import RMSNorm
+from octavo.ops.head_linear import HeadWeights, head_linear, pack_heads
+from octavo.ops.latent import latent_rope_store
+
+_INNER_EPS = 1e-6  # of the norms on compressed states: no config.json sets it
+
+
+class LatentAttention(Layer):
+    """Attention of layer number `index`."""
+
+    rotary: RotaryTable
+    expand: torch.Tensor  # [heads * (nope + value), latent], until `finalize`
+    absorb_key: HeadWeights  # per head [latent, nope]
+    expand_value: HeadWeights  # per head [value, latent]
+
+    def __init__(self, index: int, arch: Arch, variant: Variant, rotary: RotaryTable, dtype: torch.dtype) -> None:
+        """Layer number `index` of `arch`, which has latent facts."""
+        super().__init__()
+        latent = arch.latent
+        assert latent is not None, "latent attention needs its facts"
+        self.index, self.variant, self._latent = index, variant, latent
+        self._interleaved = arch.layers[index].rope.interleaved
+        self.__dict__["rotary"] = rotary  # a reference, not a child: the model owns it
+        num_heads, state = arch.num_heads, latent.latent_size + latent.rope_size
+        head_query = latent.nope_size + latent.rope_size
+        self._num_heads, self._head_query = num_heads, head_query
+        self._first_size = latent.query_size or num_heads * head_query
+        # the compressed query, or the query itself, and the state in one product
+        self.down = Linear(arch.hidden_size, {"q": self._first_size, "kv": state}, dtype, bias=arch.attention_bias)
+        self.query_norm, self.query_up = None, None
+        if latent.query_size:
+            self.query_norm = RMSNorm(latent.query_size, _INNER_EPS)
+            self.query_up = Linear(latent.query_size, num_heads * head_query, dtype)
+        self.state_norm = RMSNorm(latent.latent_size, _INNER_EPS)
+        expanded = num_heads * (latent.nope_size + latent.value_size)
+        self.declare("expand", (expanded, latent.latent_size), dtype)
+        self.output = Linear(num_heads * latent.value_size, arch.hidden_size, dtype, bias=arch.output_bias)
+
+    def finalize(self, quantization: str | None) -> None:
+        """Split the expansion into what queries absorb and what makes the values."""
+        super().finalize(quantization)
+        heads = self.__dict__.pop("expand").unflatten(0, (self._num_heads, -1))
+        key, value = heads.split((self._latent.nope_size, self._latent.value_size), dim=1)
+        self.absorb_key, self.expand_value = pack_heads(key.transpose(1, 2)), pack_heads(value)
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """x [tokens, size], positions [tokens] int64 -> [tokens, size]."""
+        context = current_context()
+        group, kv = context.group_of_layer[self.index], context.kv_of_layer[self.index]
+        latent, num_tokens = self._latent, x.shape[0]
+        first, state = self.down.forward(x).split((self._first_size, latent.latent_size + latent.rope_size), dim=1)
+        if self.query_norm is not None and self.query_up is not None:
+            first = self.query_up.forward(self.query_norm.forward(first))
+        query = first.unflatten(1, (self._num_heads, self._head_query))
+        q = x.new_empty(num_tokens, self._num_heads, self.variant.head_size)
+        head_linear(query[..., : latent.nope_size], self.absorb_key, q[..., : latent.latent_size])
+        latent_rope_store(
+            query[..., latent.nope_size :], state, positions, self.rotary.cos_sin, self.state_norm.weight,
+            self.state_norm.eps, q[..., latent.latent_size :], kv, context.inputs[group].slot_mapping,
+            interleaved=self._interleaved,
+        )  # fmt: skip
+        seen = x.new_empty(num_tokens, self._num_heads, latent.latent_size)
+        context.backends[group].run(q, kv, self.variant, seen)
+        values = x.new_empty(num_tokens, self._num_heads, latent.value_size)
+        return self.output.forward(head_linear(seen, self.expand_value, values).flatten(1))

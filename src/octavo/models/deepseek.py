@@ -1,0 +1,133 @@
+"""DeepSeek-V2 and -V3: latent attention, and in most layers routed experts beside shared ones.
+
+Owns the whole model and its weight map; Arch says which rule chooses the experts. Layers for multi-token prediction
+that a checkpoint may hold after the last one are not read. Source: arXiv 2405.04434, 2412.19437.
+Invariant: float32 logits within 1e-4 of transformers'.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from octavo.arch import Arch
+from octavo.attention.base import Variant
+from octavo.layers.attention import RotaryTable
+from octavo.layers.base import Layer
+from octavo.layers.embedding import Embedding, OutputHead, TiedEmbedding
+from octavo.layers.latent_attention import LatentAttention
+from octavo.layers.mlp import Mlp
+from octavo.layers.moe import MoeMlp
+from octavo.layers.norm import RMSNorm
+from octavo.models.base import WeightMap
+
+WEIGHT_MAP: WeightMap = {
+    "model.layers.*.input_layernorm.weight": ("layers.*.input_norm.weight", ""),
+    "model.layers.*.self_attn.q_a_proj.weight": ("layers.*.attention.down.weight", "q"),
+    "model.layers.*.self_attn.q_a_proj.bias": ("layers.*.attention.down.bias", "q"),
+    "model.layers.*.self_attn.q_a_layernorm.weight": ("layers.*.attention.query_norm.weight", ""),
+    "model.layers.*.self_attn.q_b_proj.weight": ("layers.*.attention.query_up.weight", ""),
+    "model.layers.*.self_attn.kv_a_proj_with_mqa.weight": ("layers.*.attention.down.weight", "kv"),
+    "model.layers.*.self_attn.kv_a_proj_with_mqa.bias": ("layers.*.attention.down.bias", "kv"),
+    "model.layers.*.self_attn.kv_a_layernorm.weight": ("layers.*.attention.state_norm.weight", ""),
+    "model.layers.*.self_attn.kv_b_proj.weight": ("layers.*.attention.expand", ""),
+    "model.layers.*.self_attn.o_proj.weight": ("layers.*.attention.output.weight", ""),
+    "model.layers.*.self_attn.o_proj.bias": ("layers.*.attention.output.bias", ""),
+    "model.layers.*.post_attention_layernorm.weight": ("layers.*.post_attention_norm.weight", ""),
+    "model.layers.*.mlp.gate_proj.weight": ("layers.*.mlp.gate_up.weight", "gate"),
+    "model.layers.*.mlp.up_proj.weight": ("layers.*.mlp.gate_up.weight", "up"),
+    "model.layers.*.mlp.down_proj.weight": ("layers.*.mlp.down.weight", ""),
+    "model.layers.*.mlp.gate.weight": ("layers.*.mlp.router.weight", ""),
+    "model.layers.*.mlp.gate.e_score_correction_bias": ("layers.*.mlp.correction", ""),
+    "model.layers.*.mlp.experts.*.gate_proj.weight": ("layers.*.mlp.experts.*.gate_up.weight", "gate"),
+    "model.layers.*.mlp.experts.*.up_proj.weight": ("layers.*.mlp.experts.*.gate_up.weight", "up"),
+    "model.layers.*.mlp.experts.*.down_proj.weight": ("layers.*.mlp.experts.*.down.weight", ""),
+    "model.layers.*.mlp.shared_experts.gate_proj.weight": ("layers.*.mlp.shared.gate_up.weight", "gate"),
+    "model.layers.*.mlp.shared_experts.up_proj.weight": ("layers.*.mlp.shared.gate_up.weight", "up"),
+    "model.layers.*.mlp.shared_experts.down_proj.weight": ("layers.*.mlp.shared.down.weight", ""),
+    "model.norm.weight": ("norm.weight", ""),
+}
+
+
+class DeepseekLayer(Layer):
+    """One decoder layer. The residual stream travels beside x: each norm adds x to it first."""
+
+    def __init__(self, index: int, arch: Arch, variant: Variant, rotary: RotaryTable, dtype: torch.dtype) -> None:
+        """Layer number `index` of `arch`."""
+        super().__init__()
+        self.input_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
+        self.attention = LatentAttention(index, arch, variant, rotary, dtype)
+        self.post_attention_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
+        self.mlp: Mlp | MoeMlp
+        if index in arch.moe_layers:
+            assert arch.moe is not None, "layers with experts need their facts"
+            self.mlp = MoeMlp(arch.hidden_size, arch.moe, arch.activation, dtype)
+        else:
+            self.mlp = Mlp(arch.hidden_size, arch.intermediate_size, arch.activation, dtype)
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(x, residual) before the layer -> after it. `residual` None: the first layer, x is the embedding."""
+        if residual is None:
+            x, residual = self.input_norm.forward(x), x
+        else:
+            x, residual = self.input_norm.add(x, residual)
+        x = self.attention.forward(x, positions)
+        x, residual = self.post_attention_norm.add(x, residual)
+        return self.mlp.forward(x), residual
+
+
+class DeepseekForCausalLM(Layer):
+    """The decoder and its output head; see models.base.Model."""
+
+    def __init__(self, arch: Arch, dtype: torch.dtype) -> None:
+        """On the meta device, of the shape that `arch` says."""
+        super().__init__()
+        self.arch = arch
+        assert arch.latent is not None, "DeepSeek's attention is latent"
+        variant = Variant(
+            num_heads=arch.num_heads,
+            num_kv_heads=1,
+            head_size=arch.head_size,
+            scale=arch.attention_scale,
+            value_size=arch.latent.latent_size,
+        )
+        self.attention_variants = [variant] * arch.num_layers
+        rope = arch.layers[0].rope
+        self.rotary = RotaryTable(rope, arch.latent.rope_size, arch.max_position)
+        self.layers = nn.ModuleList(
+            DeepseekLayer(index, arch, variant, self.rotary, dtype) for index in range(arch.num_layers)
+        )
+        self.norm = RMSNorm(arch.hidden_size, arch.norm_eps)
+        self.head = OutputHead(arch.vocab_size, arch.hidden_size, dtype)
+        self.ignored_weights: tuple[str, ...] = ("*.rotary_emb.inv_freq", f"model.layers.{arch.num_layers}.*")
+        self.embedding: Embedding | TiedEmbedding
+        weight_map = dict(WEIGHT_MAP)
+        if not arch.latent.query_size:  # then the first product makes the query itself
+            weight_map["model.layers.*.self_attn.q_proj.weight"] = weight_map.pop(
+                "model.layers.*.self_attn.q_a_proj.weight"
+            )
+        if arch.tied:
+            self.embedding = TiedEmbedding(self.head, dtype)
+            self.weight_map = {**weight_map, "model.embed_tokens.weight": ("head.weight", "")}
+            self.ignored_weights = (*self.ignored_weights, "lm_head.weight")
+        else:
+            self.embedding = Embedding(arch.vocab_size, arch.hidden_size, dtype)
+            self.weight_map = {
+                **weight_map,
+                "model.embed_tokens.weight": ("embedding.weight", ""),
+                "lm_head.weight": ("head.weight", ""),
+            }
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Hidden states after the final norm."""
+        x, residual = self.embedding.forward(input_ids), None
+        for layer in self.layers:
+            x, residual = layer.forward(x, residual, positions)
+        assert residual is not None, "a decoder has layers"
+        return self.norm.add(x, residual)[0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits in float32."""
+        return self.head.forward(hidden)

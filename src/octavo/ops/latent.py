@@ -1,0 +1,49 @@
+"""Latent attention's pass from projections to the cache: norm of the state, rotation of its key and of the queries.
+
+Owns that one pass. Does not know layers, requests or block tables: a token has a position and a slot. Invariant: a
+token's results depend on its own rows, its position and its slot only; slot -1 writes nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from octavo.ops.norm import rms_norm
+
+
+def latent_rope_store(
+    query: torch.Tensor,
+    state: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    rotated: torch.Tensor,
+    kv: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    interleaved: bool,
+) -> None:
+    """Rotate `query` into `rotated`, both [tokens, heads, rope]; norm and rotate `state`, write it to the cache.
+
+    state: [tokens, latent + rope], the key's channels last; positions: [tokens] int64; cos_sin: `rope_table` of
+    rotary size rope; weight: [latent] float32 of the RMS norm; kv: [blocks, 1, block_size, latent + rope] of state's
+    dtype; slot_mapping: [tokens] int64, block * block_size + offset, -1 writes nothing. interleaved: channels 2i and
+    2i + 1 turn together. A turned pair is laid out as its first halves, then its second: queries and keys alike, so
+    that their products are what any other order gives. Arithmetic is float32, rounded once.
+    """
+    latent_size = weight.shape[0]
+    rows = cos_sin[positions]
+    rotated.copy_(_rotate(query.float(), rows[:, None], interleaved))
+    normed = rms_norm(state[:, :latent_size], weight, eps)
+    key = _rotate(state[:, latent_size:].float(), rows, interleaved).to(state.dtype)
+    written = (slot_mapping >= 0).nonzero().squeeze(1)
+    slots = slot_mapping[written]
+    kv[slots // kv.shape[2], 0, slots % kv.shape[2]] = torch.cat((normed, key), dim=-1)[written].to(kv.dtype)
+
+
+def _rotate(x: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """x [..., rope] float32 turned by cos_sin [..., rope]: cosines, then sines."""
+    cos, sin = cos_sin.chunk(2, dim=-1)
+    first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
