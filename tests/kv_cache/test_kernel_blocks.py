@@ -22,7 +22,7 @@ from octavo.kv_cache.kernel_blocks import (
 )
 from octavo.kv_cache.layout import LAYOUTS, extract_blocks
 from octavo.kv_cache.pool import KVCachePool
-from octavo.ops.inputs import map_slots
+from octavo.ops.inputs import GroupTables, gather_inputs
 
 CPU = torch.device("cpu")
 FULL = CacheGroup(kind="full", window=0, block_size=128, layers=(0, 1))
@@ -78,11 +78,20 @@ def test_B2_2_INV_1_slots_do_not_change_when_blocks_are_split(seed: int) -> None
         blocks = [rng.randrange(1, 10**6) for _ in range(8)]
         tables.append(row, [blocks, blocks])
     tables.apply()
-    rows = np.array([rng.randrange(4) for _ in range(100)])
-    positions = np.array([rng.randrange(8 * ratio * kernel) for _ in range(100)])
-    slots = torch.zeros(2, 100, dtype=torch.int64)
-    for group in range(2):
-        map_slots(rows, positions, tables.tables[group].data, tables.block_sizes[group], slots[group])
+    length = 8 * ratio * kernel
+    ends = np.cumsum([0] + [rng.randrange(1, length + 1) for _ in range(4)])
+    num_tokens = int(ends[-1])
+    groups = GroupTables(
+        [table.data for table in tables.tables], [torch.empty_like(table.data) for table in tables.tables],
+        torch.zeros(2, num_tokens, dtype=torch.int64), tables.block_sizes,
+    )  # fmt: skip
+    gather_inputs(
+        torch.arange(4), torch.from_numpy(ends).int(), torch.zeros(4, length, dtype=torch.int32),
+        torch.zeros(4, dtype=torch.int32), *torch.zeros(2, num_tokens, dtype=torch.int64),
+        torch.zeros(4, dtype=torch.int32), groups, max_query_len=length,
+    )  # fmt: skip
+    slots = groups.slots
+    assert slots.unique().numel() > 1
     assert torch.equal(slots[0], slots[1])
 
 
