@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from octavo import gpu_benchmark, probe
 from octavo.flags import Parser
 from octavo.llm import LLM
 from octavo.sampling_params import SamplingParams
@@ -164,7 +165,7 @@ def _flops(shape: str, num_tokens: int, num_logits: int) -> float:
 
 def _host(per_step: dict[str, float]) -> dict[str, float]:
     """Microseconds of host work per step outside the worker."""
-    return {f"host_{name}_us": value for name, value in per_step.items() if name != "execute"}
+    return {f"host_{name}_us": value for name, value in per_step.items() if name not in ("issue", "wait")}
 
 
 def machine_limits() -> dict[str, float]:
@@ -188,26 +189,42 @@ def _limit(name: str, row: dict[str, float], limits: dict[str, float]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run workloads and print a table, then one JSON line."""
+    """Run workloads and print a table, then JSON lines; the last one holds everything."""
     parser = Parser(prog="octavo bench engine", description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny")
-    parser.add_argument("--workload", choices=[*WORKLOADS, "all"], default="all")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--workload", choices=[*WORKLOADS, *gpu_benchmark.WORKLOADS, "all"], default="all")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--quantization", choices=["int8"])
+    parser.add_argument("--numerics", choices=["reproducible", "fast"], default="reproducible")
     parser.add_argument("--async-scheduling", action="store_true")
+    parser.add_argument("--profile", action="store_true", help="on a GPU: where a decode step's time goes")
     arguments = parser.parse_args(argv)
-    fields: dict[str, Any] = {"dtype": arguments.dtype, "quantization": arguments.quantization}
+    on_gpu = arguments.device != "cpu" and bool(probe.device_facts(arguments.device).cuda)
+    fields: dict[str, Any] = {
+        "device": "cuda" if on_gpu else "cpu",
+        "dtype": arguments.dtype or ("bfloat16" if on_gpu else "float32"),
+        "quantization": arguments.quantization,
+        "numerics": arguments.numerics,
+    }
     if arguments.async_scheduling:
         fields["async_scheduling"] = True
+    known = gpu_benchmark.WORKLOADS if on_gpu else WORKLOADS
+    names = list(known) if arguments.workload == "all" else [arguments.workload]
+    if names[0] not in known:
+        parser.error(f"--workload {names[0]} does not run on {fields['device']}: known are {', '.join(known)}")
+    document = {"shape": arguments.shape, **fields}
+    if on_gpu:
+        run = gpu_benchmark.Run(arguments.shape, SHAPES[arguments.shape], fields, dummy_model)
+        return gpu_benchmark.report(run, names, document, profile=arguments.profile)
     limits = machine_limits()
-    names = list(WORKLOADS) if arguments.workload == "all" else [arguments.workload]
     results = {}
     for name in names:
         row = WORKLOADS[name](arguments.shape, fields)
         results[name] = row
-        print(f"{arguments.shape} {arguments.dtype} {arguments.quantization or ''} {name}: {_limit(name, row, limits)}")
+        print(f"{arguments.shape} {fields['dtype']} {arguments.quantization or ''} {name}: {_limit(name, row, limits)}")
         for key, value in row.items():
             print(f"  {key:24} {value:12.3f}")
-    document = {"shape": arguments.shape, **fields, "machine": platform.processor() or platform.machine()}
+    document["machine"] = platform.processor() or platform.machine()
     print(json.dumps(document | {"limits": limits, "results": results}))
     return 0

@@ -39,7 +39,8 @@ class StepTimes:
 
     num_steps: int = 0
     schedule: float = 0.0
-    execute: float = 0.0  # issuing steps and waiting for results
+    issue: float = 0.0  # handing steps to the worker; where nothing overlaps, the step itself
+    wait: float = 0.0  # for results
     update: float = 0.0  # the scheduler's update
     output: float = 0.0  # text and outputs
 
@@ -182,7 +183,7 @@ class EngineCore:
         if issued:
             self._in_flight.append((plan, self._executor.submit(plan)))
         updates: list[RequestUpdate] = []
-        executed = time.perf_counter()
+        executed = issued_at = time.perf_counter()
         if self._in_flight and not (issued and len(self._in_flight) <= self._max_in_flight):
             due, pending = self._in_flight.popleft()
             result = pending.result()
@@ -190,7 +191,8 @@ class EngineCore:
             updates = self.scheduler.update(due, result)
         self.times.num_steps += issued
         self.times.schedule += scheduled - started
-        self.times.execute += executed - scheduled
+        self.times.issue += issued_at - scheduled
+        self.times.wait += executed - issued_at
         self.times.update += time.perf_counter() - executed
         return updates
 

@@ -42,7 +42,8 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     "flags": ({"words"}, set()),
     "terminal": ({"words", "flags", "llm", "benchmark"}, {"msgspec"}),
     "doctor": ({"words", "flags", "probe", "models.hub"}, set()),
-    "benchmark": ({"words", "flags", "llm", "engine", "probe", "ops"}, {"torch", "numpy"}),
+    "benchmark": ({"words", "flags", "gpu_benchmark", "llm", "engine", "probe", "ops"}, {"torch", "numpy"}),
+    "gpu_benchmark": ({"words", "llm", "ops"}, {"torch"}),
     "serve": (
         {"words", "engine", "flags", "front", "grammar", "models.hub", "sched", "start", "text", "worker.executor"},
         {"httptools", "msgspec", "numpy", "prometheus_client", "starlette", "uvicorn", "uvloop"},

@@ -206,7 +206,7 @@ class EngineProcess:
                 num_bad_frames=self._num_bad_frames,
                 num_unknown_aborts=self._num_unknown_aborts,
                 schedule_seconds=times.schedule,
-                execute_seconds=times.execute,
+                execute_seconds=times.issue + times.wait,
                 update_seconds=times.update,
             ),
         )

@@ -1,0 +1,201 @@
+"""Engine workloads on a GPU: each figure beside its physical limit, and where a decode step's time goes.
+
+Owns the workloads, their limits and the profile. Knows shapes by their numbers only; the engine comes from its caller.
+Limits are counted from bytes and operations that the work cannot do without, at the rates that this device shows in the
+same process. Invariant: the last line of output is one JSON document with everything above it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from octavo.llm import LLM
+from octavo.observe import Phases
+from octavo.sampling_params import SamplingParams
+
+MAX_MODEL_LEN, MAX_NUM_SEQS = 4096, 512
+_PROFILED_STEPS = 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Run:
+    """A shape by its config.json, the engine's settings, and what makes an engine of random weights."""
+
+    shape: str
+    facts: dict[str, Any]
+    fields: dict[str, Any]
+    make_llm: Callable[..., AbstractContextManager[LLM]]
+
+    def engine(self, **fields: Any) -> AbstractContextManager[LLM]:
+        """The engine that every workload runs on."""
+        settings = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": MAX_NUM_SEQS, "enable_prefix_caching": False}
+        return self.make_llm(self.shape, **settings, **self.fields, **fields)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Work:
+    """Prompts and output lengths of a workload, and what is counted of it."""
+
+    prompts: list[list[int]]
+    num_outputs: list[int]
+    temperature: float
+    counts_prompts: bool = False
+
+
+def _work(name: str, vocab: int) -> Work:
+    rng = random.Random(1)
+
+    def prompts(count: int, low: int, high: int) -> list[list[int]]:
+        return [[rng.randrange(vocab) for _ in range(rng.randint(low, high))] for _ in range(count)]
+
+    if name == "offline256":
+        return Work(prompts(256, 100, 1024), [rng.randint(100, 1024) for _ in range(256)], 0.6)
+    if name == "single":
+        return Work(prompts(1, 128, 128), [256], 0.0)
+    if name == "prefill":
+        return Work(prompts(32, 4000, 4000), [1] * 32, 0.0, counts_prompts=True)
+    assert name == "decode512", f"unknown workload {name}"
+    return Work(prompts(512, 16, 16), [256] * 512, 0.6)
+
+
+WORKLOADS = ("start", "single", "offline256", "prefill", "decode512")
+
+
+def _generate(llm: LLM, work: Work) -> float:
+    """Seconds."""
+    params = [
+        SamplingParams(
+            max_tokens=count, ignore_eos=True, detokenize=False, temperature=work.temperature, seed=index
+        )
+        for index, count in enumerate(work.num_outputs)
+    ]  # fmt: skip
+    started = time.perf_counter()
+    llm.generate(work.prompts, params, use_tqdm=False)
+    return time.perf_counter() - started
+
+
+def _least_seconds(facts: dict[str, Any], work: Work, copy: float, product: float) -> float:
+    """The time that bytes and operations alone take.
+
+    Weights count once per decode step, K and V once per token that sees them, products for every prompt token; the
+    longest output says how many decode steps there are.
+    """
+    head, kv_heads, layers = facts["head_dim"], facts["num_key_value_heads"], facts["num_hidden_layers"]
+    hidden, heads = facts["hidden_size"], facts["num_attention_heads"]
+    layer = hidden * head * (2 * heads + 2 * kv_heads) + 3 * hidden * facts["intermediate_size"]
+    body, output_head = layers * layer, hidden * facts["vocab_size"]
+    kv_token = 2 * 2 * layers * kv_heads * head
+    lengths = [len(prompt) for prompt in work.prompts]
+    prompt_operations = sum(2 * body * n + 2 * n * n * heads * head * layers for n in lengths)
+    seconds = prompt_operations / product
+    for step in range(1, max(work.num_outputs)):
+        live = [n + step for n, count in zip(lengths, work.num_outputs, strict=True) if step < count]
+        moved = 2 * (body + output_head) + kv_token * sum(live)
+        seconds += max(moved / copy, 2 * (body + output_head) * len(live) / product)
+    return seconds
+
+
+def _start(run: Run) -> list[float]:
+    """Seconds from process start until an engine can take a request: of two processes, the second with warm caches."""
+    code = (
+        "import json, sys\nfrom octavo.benchmark import dummy_model\n"
+        "with dummy_model(sys.argv[1], **json.loads(sys.argv[2])):\n    print('ready', flush=True)"
+    )
+    fields = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": MAX_NUM_SEQS, "enable_prefix_caching": False}
+    command = [sys.executable, "-c", code, run.shape, json.dumps(fields | run.fields)]
+    times = []
+    for _ in range(2):
+        started = time.perf_counter()
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None, "the pipe was asked for"
+            answer = process.stdout.readline()
+            times.append(time.perf_counter() - started)
+        if answer != "ready\n" or process.returncode:
+            raise RuntimeError(f"the engine did not start: exit status {process.returncode}")
+    return times
+
+
+def report(run: Run, names: Sequence[str], document: dict[str, Any], *, profile: bool) -> int:
+    """Run workloads; print a row each, then a JSON line each, then the document."""
+    records: list[dict[str, Any]] = []
+    if "start" in names:
+        first, warm = _start(run)
+        print(f"{run.shape:>5} {'start':<10} {warm:10.2f} s (the process before it {first:.2f} s)", flush=True)
+        records.append({"workload": "start", "value": warm, "unit": "s", "limit": None, "first": first})
+    timed = [name for name in names if name != "start"]
+    if timed or profile:
+        phases = Phases()
+        with run.engine(phases=phases) as llm:
+            from octavo.ops.gpu.limits import measure_limits
+
+            print(phases.table(), flush=True)
+            copy, product = measure_limits()
+            document |= {"copy_tb_s": copy / 1e12, "product_tflop_s": product / 1e12, "phases": phases.entries}
+            print(f"      copy {copy / 1e12:.2f} TB/s, product {product / 1e12:.0f} TFLOP/s", flush=True)
+            records += [_timed(run, llm, name, copy, product) for name in timed]
+            if profile:
+                document["profiles"] = [_profile(llm, num_rows) for num_rows in (1, 64, 256, MAX_NUM_SEQS)]
+    for record in records:
+        record |= {"shape": run.shape, "mode": run.fields["numerics"], "command": " ".join(sys.argv)}
+        print(json.dumps(record))
+    print(json.dumps(document | {"results": records}))
+    return 0
+
+
+def _timed(run: Run, llm: LLM, name: str, copy: float, product: float) -> dict[str, Any]:
+    work = _work(name, run.facts["vocab_size"])
+    warm = dataclasses.replace(work, num_outputs=[min(count, 4) for count in work.num_outputs])
+    _generate(llm, warm)
+    before = llm.engine.times.copy()
+    seconds = _generate(llm, work)
+    spent = llm.engine.times.since(before)
+    tokens = sum(map(len, work.prompts)) if work.counts_prompts else sum(work.num_outputs)
+    rate, limit = tokens / seconds, tokens / _least_seconds(run.facts, work, copy, product)
+    host = spent.per_step()
+    busy = ", ".join(f"{part} {value:.0f}" for part, value in host.items())
+    print(
+        f"{run.shape:>5} {name:<10} {rate:10.0f} tok/s, {rate / limit:6.1%} of {limit:.0f}; {seconds:.3f} s, "
+        f"{spent.num_steps} steps; host us a step: {busy}", flush=True,
+    )  # fmt: skip
+    return {"workload": name, "value": rate, "unit": "tok/s", "limit": limit, "seconds": seconds,
+            "steps": spent.num_steps, "host_us": host}  # fmt: skip
+
+
+def _profile(llm: LLM, num_rows: int) -> dict[str, Any]:
+    """Kernels of decode steps of `num_rows` requests of about 500 tokens, by name: calls and microseconds a step."""
+    from torch.profiler import ProfilerActivity, profile
+
+    engine = llm.engine
+    params = SamplingParams(max_tokens=400, ignore_eos=True, detokenize=False, temperature=0.6, seed=1)
+    ids = [f"profile-{index}" for index in range(num_rows)]
+    for index, request_id in enumerate(ids):
+        engine.add(request_id, [7 + index % 100] * 400, params)
+    for _ in range(100 + num_rows // 16):
+        engine.step()
+    before, started = engine.times.copy(), time.perf_counter()
+    for _ in range(_PROFILED_STEPS):
+        engine.step()
+    wall = (time.perf_counter() - started) / _PROFILED_STEPS * 1e6
+    host = engine.times.since(before).per_step()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(_PROFILED_STEPS):
+            engine.step()
+        engine.abort(ids)
+        engine.run_until_idle()
+    kernels = sorted(profiler.key_averages(), key=lambda entry: -entry.self_device_time_total)
+    steps = _PROFILED_STEPS + 1
+    print(f"decode of {num_rows} rows: {wall:.0f} us a step; host us: {host}")
+    rows = []
+    for entry in kernels[:30]:
+        each = entry.self_device_time_total / steps
+        print(f"  {each:9.1f} us {entry.count / steps:7.1f} calls  {entry.key[:90]}", flush=True)
+        rows.append({"kernel": entry.key, "us": each, "calls": entry.count / steps})
+    return {"rows": num_rows, "wall_us": wall, "host_us": host, "kernels": rows}
