@@ -57,7 +57,7 @@ class Runner:
         max_model_len: int,
     ) -> None:
         """All parts share one device and one set of limits."""
-        self._model, self._model_state, self._pool = model, model_state, pool
+        self.model, self._model_state, self._pool = model, model_state, pool
         self._requests, self._tables, self._buffers, self._sampler = requests, tables, buffers, sampler
         self._graphs, self._max_model_len = graphs, max_model_len
         self._results = torch.zeros_like(buffers.rows.data[0])
@@ -125,14 +125,14 @@ class Runner:
     def _decode(self, num_rows: int) -> torch.Tensor:
         """Issue a whole decode step of the rows that the buffers name, for a graph; gives its logits."""
         batch = self._buffers.view(num_rows, num_rows, 1, self._max_model_len)
-        logits = self._model.logits(self._forward(batch, for_capture=True))
+        logits = self.model.logits(self._forward(batch, for_capture=True))
         self._commit(batch, *self._sampler.draw(logits, batch.rows, batch.seq_lens.to(torch.int64)))
         return logits
 
     def _forward(self, batch: Batch, *, for_capture: bool) -> torch.Tensor:
         self._buffers.gather(batch)
         with forward_context(self._model_state.prepare(batch, for_capture=for_capture)):
-            return self._model.forward(batch.input_ids, batch.positions)
+            return self.model.forward(batch.input_ids, batch.positions)
 
     def _sample(self, work: Work, batch: Batch, hidden: torch.Tensor) -> list[GroupLogprobs]:
         """Sample and commit. Gives the log-probabilities that rows asked for."""
@@ -144,7 +144,7 @@ class Runner:
         if num_samples < work.total_tokens:  # else every token's logits are wanted: no gather
             hidden = hidden.index_select(0, self._buffers.logits_indices.data[0, :num_samples])
         at = self._buffers.sampling.data[0, :num_samples]
-        output = self._sampler(self._model.logits(hidden), self._sample_batch(work, batch, at))
+        output = self._sampler(self.model.logits(hidden), self._sample_batch(work, batch, at))
         self._commit(batch, output.tokens, output.failed)
         return output.logprobs
 
@@ -194,6 +194,6 @@ class Runner:
 
     def _score(self, hidden: torch.Tensor, targets: torch.Tensor, num_logprobs: int) -> list[GroupLogprobs]:
         return [
-            self._sampler.prompt_logprobs(self._model.logits(hidden[chunk]), targets[chunk], num_logprobs)
+            self._sampler.prompt_logprobs(self.model.logits(hidden[chunk]), targets[chunk], num_logprobs)
             for chunk in prompt_chunks(len(targets), max_rows=_PROMPT_LOGITS_ROWS)
         ]

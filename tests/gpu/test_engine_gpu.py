@@ -1,0 +1,210 @@
+"""The engine on a CUDA device: the CPU engine's answers, the same bits in every setting, and never a wait."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "device"))
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from inputs_rig import CHECKS
+from octavo import LLM, SamplingParams
+from octavo.benchmark import SHAPES
+from settings_matrix import SETTINGS
+
+pytestmark = pytest.mark.gpu
+NUM_OUTPUT = 32
+KINDS = ("float32", "bfloat16")
+CACHE = {"kv_cache_memory_bytes": 1 << 30, "max_model_len": 1024}
+GPU_SETTINGS: dict[str, dict[str, Any]] = {
+    **SETTINGS,
+    "no graphs": {"enforce_eager": True, "max_num_seqs": 50},
+    "no graphs, chunks of 64": {"enforce_eager": True, "max_num_batched_tokens": 64, "max_num_seqs": 50},
+    "blocks of 128": {"block_size": 128, "max_num_seqs": 50},
+    "kernel blocks of 16": {"block_size": 64, "attention_config": {"kernel_block_size": 16}, "max_num_seqs": 50},
+    "few graphs": {"max_num_seqs": 3},
+    "waiting for each step": {"async_scheduling": False, "max_num_seqs": 50},
+}
+Result = list[tuple[list[int], list[float]]]
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[str]:
+    text = resources.files("octavo").joinpath("assets/octavo-tiny/held_out_prompts.json").read_text()
+    return json.loads(text)[:50]
+
+
+@contextlib.contextmanager
+def make_llm(**fields: Any) -> Iterator[LLM]:
+    if "num_gpu_blocks_override" not in fields:
+        fields = CACHE | fields
+    with LLM(device="cuda", **fields) as llm:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield llm
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def params_of(count: int, **fields: Any) -> list[SamplingParams]:
+    return [
+        SamplingParams(temperature=0.9, seed=1000 + index, max_tokens=NUM_OUTPUT, ignore_eos=True, logprobs=0, **fields)
+        for index in range(count)
+    ]
+
+
+def generate(llm: LLM, prompts: list[str], params: list[SamplingParams]) -> Result:
+    results = []
+    for output in llm.generate(prompts, params):
+        completion = output.outputs[0]
+        tokens = list(completion.token_ids)
+        entries = completion.logprobs or []
+        results.append((tokens, [entry[token].logprob for entry, token in zip(entries, tokens, strict=bool(entries))]))
+    return results
+
+
+@pytest.fixture(scope="module")
+def alone(prompts: list[str]) -> dict[str, Result]:
+    """Each prompt by itself."""
+    results = {}
+    for dtype in KINDS:
+        with make_llm(dtype=dtype, enable_prefix_caching=False, max_num_seqs=1) as llm:
+            pairs = zip(prompts, params_of(len(prompts)), strict=True)
+            results[dtype] = [generate(llm, [prompt], [own])[0] for prompt, own in pairs]
+    return results
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_input_kernels_equal_their_twins(check: str) -> None:
+    CHECKS[check]("cuda")
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+@pytest.mark.parametrize("name", GPU_SETTINGS)
+def test_every_setting_gives_the_same_bits(prompts: list[str], alone: dict[str, Result], name: str, dtype: str) -> None:
+    with make_llm(dtype=dtype, **GPU_SETTINGS[name]) as llm:
+        for _ in range(2):  # the second time the prefix cache is warm
+            assert generate(llm, prompts, params_of(len(prompts))) == alone[dtype]
+
+
+def test_order_and_neighbours_change_nothing(prompts: list[str], alone: dict[str, Result]) -> None:
+    with make_llm(dtype="bfloat16", max_num_seqs=64) as llm:
+        params = params_of(len(prompts))
+        backwards = generate(llm, prompts[::-1], params[::-1])
+        assert backwards[::-1] == alone["bfloat16"]
+        crowd = [SamplingParams(temperature=2.0, max_tokens=5 + index % 40, ignore_eos=True) for index in range(50)]
+        mixed = list(itertools.chain.from_iterable(zip(prompts, prompts, strict=True)))
+        both = generate(llm, mixed, list(itertools.chain.from_iterable(zip(crowd, params, strict=True))))
+        assert both[1::2] == alone["bfloat16"]
+
+
+def test_log_probabilities_asked_or_not(prompts: list[str], alone: dict[str, Result]) -> None:
+    """Without them a decode step is one graph; with them the sampler runs after it."""
+    plain = [
+        SamplingParams(temperature=0.9, seed=1000 + index, max_tokens=NUM_OUTPUT, ignore_eos=True)
+        for index in range(50)
+    ]
+    with make_llm(dtype="bfloat16", max_num_seqs=50) as llm:
+        tokens = [tokens for tokens, _ in generate(llm, prompts, plain)]
+    assert tokens == [tokens for tokens, _ in alone["bfloat16"]]
+
+
+def test_float32_gives_the_cpu_engines_answers(prompts: list[str]) -> None:
+    greedy = [SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT, ignore_eos=True, logprobs=0)] * len(prompts)
+    with LLM(device="cpu", dtype="float32") as llm:
+        expected = generate(llm, prompts, greedy)
+    with make_llm(dtype="float32") as llm:
+        found = generate(llm, prompts, greedy)
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
+    for (_, ours), (_, theirs) in zip(found, expected, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-3)
+
+
+def test_features_with_and_without_graphs(prompts: list[str]) -> None:
+    features = [
+        {"top_p": 0.9, "top_k": 40}, {"min_p": 0.05}, {"repetition_penalty": 1.2}, {"frequency_penalty": 0.5},
+        {"logit_bias": {5: 4.0}}, {"min_tokens": 8}, {"allowed_token_ids": list(range(300))}, {}, {},
+    ]  # fmt: skip
+    params = [own for fields in features for own in params_of(1, **fields)]
+    with make_llm(dtype="bfloat16") as llm:
+        together = generate(llm, prompts[: len(params)], params)
+    with make_llm(dtype="bfloat16", enforce_eager=True) as llm:
+        apart = [generate(llm, [prompt], [own])[0] for prompt, own in zip(prompts, params, strict=False)]
+    assert together == apart
+
+
+def test_prompt_log_probabilities_do_not_depend_on_chunks(prompts: list[str]) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=4, prompt_logprobs=2, ignore_eos=True)
+    found = []
+    for chunk in (64, 1024):
+        with make_llm(dtype="bfloat16", max_num_batched_tokens=chunk, max_num_seqs=16) as llm:
+            outputs = llm.generate(prompts[:8], params)
+            found.append([output.prompt_logprobs for output in outputs])
+    assert found[0] == found[1]
+
+
+def test_a_graph_captured_before_any_request_holds_up_to_max_model_len(prompts: list[str]) -> None:
+    ids = list(range(1, 1001))
+    params = SamplingParams(temperature=0.9, seed=3, max_tokens=24, ignore_eos=True, logprobs=0)
+    found = []
+    for eager in (False, True):
+        with make_llm(dtype="bfloat16", enforce_eager=eager, max_num_seqs=4) as llm:
+            outputs = llm.generate([{"prompt_token_ids": ids}, {"prompt_token_ids": ids[:3]}], params)
+            found.append([(list(o.outputs[0].token_ids), o.outputs[0].logprobs) for o in outputs])
+    assert found[0] == found[1]
+    assert len(found[0][0][0]) == 24
+
+
+def test_nan_logits_fail_one_request_only(tmp_path: Path) -> None:
+    """A prompt token whose embedding is NaN, in a model with an output head of its own."""
+    shape = SHAPES["tiny"] | {"tie_word_embeddings": False, "vocab_size": 512}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
+    prompts = [{"prompt_token_ids": [7, 8, token]} for token in (5, 6, 9)]
+    with LLM(str(tmp_path), load_format="dummy", device="cuda", enable_prefix_caching=False, **CACHE) as llm:
+        healthy = [output.outputs[0] for output in llm.generate(prompts, params)]
+        llm.engine.runner.model.embedding.weight[6] = float("nan")
+        found = [output.outputs[0] for output in llm.generate(prompts, params)]
+    assert [completion.finish_reason for completion in found] == ["length", "error", "length"]
+    assert [found[index].token_ids for index in (0, 2)] == [healthy[index].token_ids for index in (0, 2)]
+
+
+_LOST_DEVICE = """
+import torch
+from octavo import LLM, SamplingParams
+
+llm = LLM(device="cuda", kv_cache_memory_bytes=1 << 28, enforce_eager=True)
+llm.generate("a", SamplingParams(max_tokens=2))
+forward = llm.engine.runner.model.forward
+def broken(input_ids, positions):
+    torch._assert_async(torch.zeros(1, device="cuda"))
+    return forward(input_ids, positions)
+llm.engine.runner.model.forward = broken
+for attempt in range(2):
+    try:
+        llm.generate("a", SamplingParams(max_tokens=2))
+    except RuntimeError as error:
+        print(attempt, str(error).splitlines()[0][:100])
+"""
+
+
+def test_a_device_error_stops_the_engine() -> None:
+    """In a process of its own: the CUDA context is lost."""
+    run = subprocess.run([sys.executable, "-c", _LOST_DEVICE], capture_output=True, text=True, timeout=120)
+    lines = [line for line in run.stdout.splitlines() if line[:2] in ("0 ", "1 ")]
+    assert len(lines) == 2, run.stderr
+    assert "the engine stopped" in lines[1]
