@@ -102,7 +102,7 @@ def test_B2_9_a_backend_that_only_takes_64_gets_64(
     seen = []
     prepare = LoopBackend.prepare
     monkeypatch.setattr(
-        LoopBackend, "prepare", lambda self, inputs: (seen.append(inputs.block_size), prepare(self, inputs))
+        LoopBackend, "prepare", lambda self, inputs, **options: (seen.append(inputs.block_size), prepare(self, inputs))
     )
     assert ids_of(llm, prompts) == expected
     assert set(seen) == {64}

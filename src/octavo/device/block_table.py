@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from octavo.device.staging import StagedTensor, WriteQueue
@@ -42,7 +43,7 @@ class BlockTables:
             )
             for group, block_map in zip(groups, self._maps, strict=True)
         ]
-        self._counts = [[0] * max_num_rows for _ in groups]
+        self._counts = [np.zeros(max_num_rows, np.int64) for _ in groups]
 
     def append(self, row: int, block_ids: Sequence[Sequence[int]], *, overwrite: bool = False) -> None:
         """Stage block ids for `row`, per group: after its live ones, or from the start if `overwrite`.
@@ -50,20 +51,13 @@ class BlockTables:
         Raises RuntimeError, and stages nothing for that group and those after it, where they do not fit the row.
         """
         for index, ids in enumerate(block_ids):
-            self._append(index, row, ids, 0 if overwrite else self._counts[index][row])
-
-    def _append(self, index: int, row: int, ids: Sequence[int], start: int) -> None:
-        table, end = self.tables[index], start
-        if ids:
-            kernel_ids = self._maps[index].expand(ids)
-            end += len(kernel_ids)
-            if end > table.data.shape[1]:
-                raise RuntimeError(
-                    f"Block table write for row {row}, group {index} exceeds row capacity "
-                    f"({end} > {table.data.shape[1]})"
-                )
-            table.stage(row, start, kernel_ids)
-        self._counts[index][row] = end
+            start = 0 if overwrite else int(self._counts[index][row])
+            kernel_ids = self._maps[index].expand(ids) if ids else ()
+            end = start + len(kernel_ids)
+            self._check_width(index, row, end)
+            if kernel_ids:
+                self.tables[index].stage(row, start, kernel_ids)
+            self._counts[index][row] = end
 
     def extend(self, new_blocks: Sequence[NewBlocks]) -> None:
         """Stage what a plan appends to rows that are there: per group, or nothing at all.
@@ -71,8 +65,25 @@ class BlockTables:
         Raises RuntimeError, and stages nothing for that group and those after it, where it does not fit a row.
         """
         for index, new in enumerate(new_blocks):
-            for row, ids in new.by_row().items():
-                self._append(index, row, ids, self._counts[index][row])
+            if not len(new.rows):
+                continue
+            block_map, counts = self._maps[index], self._counts[index]
+            rows, ids = new.rows, new.block_ids
+            if block_map.ratio > 1:
+                rows = np.repeat(rows, block_map.ratio)
+                ids = np.array(block_map.expand(ids.tolist()))
+            firsts = np.flatnonzero(np.r_[True, rows[1:] != rows[:-1]])  # pairs of a row are neighbours
+            lengths = np.diff(np.r_[firsts, len(rows)])
+            columns = counts[rows] + np.arange(len(rows)) - np.repeat(firsts, lengths)
+            longest = int(columns.argmax())
+            self._check_width(index, int(rows[longest]), int(columns[longest]) + 1)
+            self.tables[index].stage_each(rows, columns, ids)
+            counts[rows[firsts]] += lengths
+
+    def _check_width(self, index: int, row: int, end: int) -> None:
+        width = self.tables[index].data.shape[1]
+        if end > width:
+            raise RuntimeError(f"Block table write for row {row}, group {index} exceeds row capacity ({end} > {width})")
 
     def apply(self) -> None:
         """Bring the staged ids to the device."""

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from octavo.ops.staged_write import staged_write
+from octavo.plan import IntArray
 
 _NUM_SLOTS = 4  # more than the two steps that may be outstanding, so that a slot is never waited for
 _NUMPY = {torch.int32: np.int32, torch.int64: np.int64, torch.float32: np.float32}
@@ -51,38 +52,44 @@ class WriteQueue:
         self._device = device
         self._ring = PinnedRing()
         self._upload = torch.empty(0, dtype=torch.int32, device=device)
-        self._addresses: list[int] = []
+        self._addresses: list[NDArray[np.int64]] = []
+        self._counts: list[NDArray[np.int64]] = []
         self._words: list[NDArray[np.int32]] = []
 
-    def stage(self, address: int, words: NDArray[np.int32]) -> None:
-        """Stage `words` for the device memory from `address` on, which the caller keeps alive. Kept, not copied."""
-        self._addresses.append(address)
+    def stage(self, addresses: NDArray[np.int64], counts: NDArray[np.int64], words: NDArray[np.int32]) -> None:
+        """Stage runs: counts[i] words for the device memory from addresses[i] on, which the caller keeps alive.
+
+        The arrays are kept, not copied.
+        """
+        self._addresses.append(addresses)
+        self._counts.append(counts)
         self._words.append(words)
 
     def apply(self) -> None:
         """Bring the staged writes to the device, as if in the order in which they were staged."""
         if not self._addresses:
             return
-        addresses, words = np.array(self._addresses, np.int64), self._words
-        counts = np.array([len(run) for run in words], np.int64)
-        self._addresses, self._words = [], []
+        addresses, counts = np.concatenate(self._addresses), np.concatenate(self._counts)
+        words = np.concatenate(self._words)
+        self._addresses, self._counts, self._words = [], [], []
         order = np.argsort(addresses)
         if np.any((addresses + 4 * counts)[order[:-1]] > addresses[order[1:]]):
-            for index in range(len(words)):
-                self._send(addresses[index : index + 1], counts[index : index + 1], words[index : index + 1])
+            for index, end in enumerate(np.cumsum(counts).tolist()):
+                one = slice(index, index + 1)
+                self._send(addresses[one], counts[one], words[end - int(counts[index]) : end])
         else:
             self._send(addresses, counts, words)
 
-    def _send(self, addresses: NDArray[np.int64], counts: NDArray[np.int64], words: list[NDArray[np.int32]]) -> None:
+    def _send(self, addresses: NDArray[np.int64], counts: NDArray[np.int64], words: NDArray[np.int32]) -> None:
         num_runs = len(addresses)
-        ends = np.cumsum(counts) + self._header * num_runs
-        num_words = int(ends[-1])
+        first = self._header * num_runs
+        num_words = first + len(words)
         slot, event = self._ring.take(num_words)
         host = slot.numpy()
-        headers = host[: self._header * num_runs].view(np.int64).reshape(num_runs, 2)
+        headers = host[:first].view(np.int64).reshape(num_runs, 2)
         headers[:, 0] = addresses
-        headers[:, 1] = (ends - counts) | (counts << 32)
-        np.concatenate(words, out=host[self._header * num_runs : num_words])
+        headers[:, 1] = (np.cumsum(counts) - counts + first) | (counts << 32)
+        host[first:num_words] = words
         if self._upload.numel() < num_words:
             self._upload = torch.empty(len(host), dtype=torch.int32, device=self._device)
         self._upload[:num_words].copy_(slot[:num_words], non_blocking=True)
@@ -100,10 +107,10 @@ class StagedTensor:
         self.data = torch.zeros((num_rows, width) if width else (num_rows,), dtype=dtype, device=device)
         self._flat = self.data.view(-1)
         self._width = width or 1
-        self._starts: list[int] = []
-        self._values: list[Sequence[int | float]] = []
-        self._dtype = _NUMPY[dtype]
-        self._address, self._itemsize = self.data.data_ptr(), self.data.element_size()
+        self._places: list[int | NDArray[np.int64]] = []
+        self._values: list[Sequence[int | float] | NDArray[np.generic]] = []
+        self._dtype = np.dtype(_NUMPY[dtype])
+        self._address = self.data.data_ptr()
         self._queue = WriteQueue(device) if queue is None and device.type == "cuda" else queue
 
     def stage(self, row: int, start: int, values: Sequence[int | float] | NDArray[np.generic]) -> None:
@@ -112,20 +119,31 @@ class StagedTensor:
         at = row * self._width + start
         if self._queue is not None:
             words = np.ascontiguousarray(values, self._dtype).view(np.int32)
-            self._queue.stage(self._address + at * self._itemsize, words)
+            self._queue.stage(np.array([self._address + at * self._dtype.itemsize]), np.array([len(words)]), words)
             return
-        self._starts.append(at)
-        self._values.append(values)  # type: ignore[arg-type]
+        self._places.append(at)
+        self._values.append(values)
 
     def stage_one(self, row: int, value: int | float) -> None:
         """Stage one value for column 0 of `row`."""
         self.stage(row, 0, (value,))
 
+    def stage_each(self, rows: IntArray, columns: IntArray, values: IntArray) -> None:
+        """Stage values[i] for column columns[i] of row rows[i], each once. The caller checks the columns."""
+        places = rows.astype(np.int64) * self._width + columns
+        if self._queue is not None:
+            words = np.ascontiguousarray(values, self._dtype).view(np.int32)
+            counts = np.full(len(places), self._dtype.itemsize // 4)
+            self._queue.stage(self._address + places * self._dtype.itemsize, counts, words)
+            return
+        self._places.append(places)
+        self._values.append(values)
+
     def apply(self) -> None:
         """Bring the staged writes to the device, in the order in which they were staged."""
         if self._queue is not None:
             self._queue.apply()
-        elif self._starts:
-            staged_write(self._flat, self._starts, self._values)
-            self._starts.clear()
+        elif self._places:
+            staged_write(self._flat, self._places, self._values)
+            self._places.clear()
             self._values.clear()

@@ -1,21 +1,26 @@
-"""Staged writes: ragged host values into a flat device tensor, in order.
+"""Staged writes: ragged host values into a flat CPU tensor, in order.
 
-Owns the eager form. Invariant: a later write to the same element wins.
+Owns the eager form; `octavo.ops.gpu.staged_write` is the GPU's. Invariant: a later write to the same element wins.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 
-def staged_write(dst: torch.Tensor, starts: Sequence[int], values: Sequence[Sequence[int | float]]) -> None:
-    """Write values[i] to dst[starts[i] : starts[i] + len(values[i])], in order. dst: [numel], contiguous."""
-    if dst.device.type == "cpu":
-        array = dst.numpy()
-        for start, run in zip(starts, values, strict=True):
-            array[start : start + len(run)] = run
-        return
-    for start, run in zip(starts, values, strict=True):
-        dst[start : start + len(run)] = torch.as_tensor(run, dtype=dst.dtype).to(dst.device, non_blocking=True)
+def staged_write(
+    dst: torch.Tensor,
+    places: Sequence[int | NDArray[np.int64]],
+    values: Sequence[Sequence[int | float] | NDArray[np.generic]],
+) -> None:
+    """Write values[i] to dst[places[i] : places[i] + len(values[i])], or to the places of an array. dst: [numel]."""
+    array = dst.numpy()
+    for place, run in zip(places, values, strict=True):
+        if isinstance(place, int):
+            array[place : place + len(run)] = run
+        else:
+            array[place] = run

@@ -33,13 +33,15 @@ def _int64(address):
 @triton.jit
 def _pad(groups, input_ids, positions, begin, num_tokens, tile, NUM_GROUPS: tl.constexpr, BLOCK: tl.constexpr):
     """Tokens from `begin` on belong to no row."""
-    for base in range(begin + tile * BLOCK, num_tokens, tl.num_programs(1) * BLOCK):
+    base = begin + tile * BLOCK
+    while base < num_tokens:
         at = base + tl.arange(0, BLOCK)
         tl.store(input_ids + at, tl.zeros((BLOCK,), tl.int64), mask=at < num_tokens)
         tl.store(positions + at, tl.zeros((BLOCK,), tl.int64), mask=at < num_tokens)
         for group in tl.static_range(NUM_GROUPS):
             slots = _int64(tl.load(groups + group * 7 + 4))
             tl.store(slots + at, tl.full((BLOCK,), -1, tl.int64), mask=at < num_tokens)
+        base += tl.num_programs(1) * BLOCK
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
@@ -59,7 +61,8 @@ def _gather(
         if tile == 0:
             tl.store(seq_lens + entry, length)
         step = tl.num_programs(1) * BLOCK
-        for base in range(tile * BLOCK, count, step):
+        base = tile * BLOCK
+        while base < count:
             at = base + tl.arange(0, BLOCK)
             mask = at < count
             position = computed + at
@@ -72,16 +75,19 @@ def _gather(
                 slots, block_size = _int64(tl.load(facts + 4)), tl.load(facts + 5).to(tl.int32)
                 block = tl.load(table + position // block_size, mask=mask, other=0).to(tl.int64)
                 tl.store(slots + begin + at, block * block_size + position % block_size, mask=mask)
+            base += step
         for group in tl.static_range(NUM_GROUPS):
             facts = groups + group * 7
             table = _int32(tl.load(facts)) + row * tl.load(facts + 1)
             out = _int32(tl.load(facts + 2)) + entry.to(tl.int64) * tl.load(facts + 3)
             block_size, columns = tl.load(facts + 5).to(tl.int32), tl.load(facts + 6).to(tl.int32)
             live = tl.where(count > 0, (length + block_size - 1) // block_size, columns)  # padding: zero them all
-            for base in range(tile * BLOCK, live, step):
+            base = tile * BLOCK
+            while base < live:
                 at = base + tl.arange(0, BLOCK)
                 ids = tl.load(table + at, mask=(at < live) & (count > 0), other=0)
                 tl.store(out + at, ids, mask=at < live)
+                base += step
 
 
 def gather(
