@@ -42,6 +42,7 @@ class World:
         self.input_ids = torch.full((padded_tokens,), -7, device=device)
         self.positions = torch.full((padded_tokens,), -7, device=device)
         self.seq_lens = torch.full((padded_rows,), -7, dtype=torch.int32, device=device)
+        self.next_positions = torch.full((padded_rows,), -7, device=device)
         tables = [ints(999, MAX_ROWS + 1, MAX_LEN // size + 1) for size in BLOCK_SIZES]
         for table in tables:
             table[MAX_ROWS] = 0
@@ -52,11 +53,11 @@ class World:
     def args(self) -> tuple:
         return (
             self.rows, self.query_start, self.token_ids, self.num_computed, self.input_ids, self.positions,
-            self.seq_lens, self.groups,
+            self.seq_lens, self.next_positions, self.groups,
         )  # fmt: skip
 
     def assert_equal(self, twin: World) -> None:
-        for name in ("input_ids", "positions", "seq_lens", "num_computed", "total_len", "token_ids"):
+        for name in ("input_ids", "positions", "seq_lens", "next_positions", "num_computed", "total_len", "token_ids"):
             assert torch.equal(getattr(self, name).cpu(), getattr(twin, name)), name
         assert torch.equal(self.groups.slots.cpu(), twin.groups.slots)
         for ours, expected, size in zip(self.groups.outs, twin.groups.outs, BLOCK_SIZES, strict=True):

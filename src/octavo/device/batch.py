@@ -60,6 +60,7 @@ class Batch:
     positions: torch.Tensor  # [T] int64
     query_start: torch.Tensor  # [R + 1] int32
     seq_lens: torch.Tensor  # [R] int32
+    next_positions: torch.Tensor  # [R] int64, where a token goes that a row samples: its seq_len
     slot_mapping: list[torch.Tensor]  # per group [T] int64
     block_tables: list[torch.Tensor]  # per group [R, width] int32, kernel block ids
 
@@ -118,6 +119,7 @@ class InputBuffers:
         self.input_ids = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
         self.positions = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
         self.seq_lens = torch.zeros(max_num_rows, dtype=torch.int32, device=device)
+        self.next_positions = torch.zeros(max_num_rows, dtype=torch.int64, device=device)
         self.slot_mapping = torch.full((len(tables.tables), max_num_tokens), -1, dtype=torch.int64, device=device)
         self.block_tables = [
             torch.zeros((max_num_rows, table.data.shape[1]), dtype=torch.int32, device=device)
@@ -172,7 +174,7 @@ class InputBuffers:
         requests = self._requests
         gather_inputs(
             batch.rows, batch.query_start, requests.token_ids.data, requests.num_computed.data, batch.input_ids,
-            batch.positions, batch.seq_lens, self._groups, max_query_len=batch.max_query_len,
+            batch.positions, batch.seq_lens, batch.next_positions, self._groups, max_query_len=batch.max_query_len,
         )  # fmt: skip
 
     def view(self, num_rows: int, num_tokens: int, max_query_len: int, max_seq_len: int) -> Batch:
@@ -185,6 +187,7 @@ class InputBuffers:
             positions=self.positions[:num_tokens],
             query_start=self.query_start.data[0, : num_rows + 1],
             seq_lens=self.seq_lens[:num_rows],
+            next_positions=self.next_positions[:num_rows],
             slot_mapping=[slots[:num_tokens] for slots in self.slot_mapping],
             block_tables=[table[:num_rows] for table in self.block_tables],
         )

@@ -44,6 +44,7 @@ def gather_inputs(
     input_ids: torch.Tensor,
     positions: torch.Tensor,
     seq_lens: torch.Tensor,
+    next_positions: torch.Tensor,
     groups: GroupTables,
     *,
     max_query_len: int,
@@ -51,20 +52,23 @@ def gather_inputs(
     """Fill the inputs of R rows and T tokens, padding included, and by `groups` their slots and block tables.
 
     rows: [R] int64; query_start: [R + 1] int32; token_ids: [max_num_rows, max_model_len] int32; num_computed:
-    [max_num_rows] int32; input_ids, positions: [T] int64; seq_lens: [R] int32. Row i's tokens are its next ones after
-    `num_computed`. Padding: a row without queries has seq_len 0 and zeros as its block table; tokens from
-    query_start[R] on are token 0 at position 0 with slot -1. A live row's table ends with garbage, see BlockTables.
+    [max_num_rows] int32; input_ids, positions: [T] int64; seq_lens: [R] int32; next_positions: [R] int64, the same
+    numbers. Row i's tokens are its next ones after `num_computed`. Padding: a row without queries has seq_len 0 and
+    zeros as its block table; tokens from query_start[R] on are token 0 at position 0 with slot -1. A live row's table
+    ends with garbage, see BlockTables.
     max_query_len: a bound.
     """
     if input_ids.device.type == "cuda":
         from octavo.ops.gpu.inputs import gather
 
         gather(
-            rows, query_start, token_ids, num_computed, input_ids, positions, seq_lens, groups,
+            rows, query_start, token_ids, num_computed, input_ids, positions, seq_lens, next_positions, groups,
             max_query_len=max_query_len,
         )  # fmt: skip
         return
-    gather_inputs_eager(rows, query_start, token_ids, num_computed, input_ids, positions, seq_lens, groups)
+    gather_inputs_eager(
+        rows, query_start, token_ids, num_computed, input_ids, positions, seq_lens, next_positions, groups
+    )
 
 
 def gather_inputs_eager(
@@ -75,6 +79,7 @@ def gather_inputs_eager(
     input_ids: torch.Tensor,
     positions: torch.Tensor,
     seq_lens: torch.Tensor,
+    next_positions: torch.Tensor,
     groups: GroupTables,
 ) -> None:
     """The twin of `gather_inputs`, for CPU tensors."""
@@ -92,6 +97,7 @@ def gather_inputs_eager(
         np.multiply(start + count, count > 0, out=lengths)
         token_row = np.repeat(row, count)
         position = np.arange(total) - np.repeat(begin[:num_rows] - start, count)
+    next_positions.numpy()[:] = lengths
     positions.numpy()[:total] = position
     input_ids.numpy()[:total] = tokens[token_row, position]
     if total < num_padded:

@@ -126,7 +126,7 @@ class Runner:
         """Issue a whole decode step of the rows that the buffers name, for a graph; gives its logits."""
         batch = self._buffers.view(num_rows, num_rows, 1, self._max_model_len)
         logits = self.model.logits(self._forward(batch, for_capture=True))
-        self._commit(batch, *self._sampler.draw(logits, batch.rows, batch.seq_lens.to(torch.int64)))
+        self._commit(batch, *self._sampler.draw(logits, batch.rows, batch.next_positions))
         return logits
 
     def _forward(self, batch: Batch, *, for_capture: bool) -> torch.Tensor:
@@ -161,7 +161,7 @@ class Runner:
     def _sample_batch(self, work: Work, batch: Batch, at: torch.Tensor) -> SampleBatch:
         return SampleBatch(
             rows=batch.rows.index_select(0, at),
-            positions=batch.seq_lens.index_select(0, at).to(torch.int64),
+            positions=batch.next_positions.index_select(0, at),
             rows_np=work.rows[work.sampling],
             max_position=work.max_seq_len,
         )

@@ -46,8 +46,8 @@ def _pad(groups, input_ids, positions, begin, num_tokens, tile, NUM_GROUPS: tl.c
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def _gather(
-    rows, query_start, token_ids, num_computed, input_ids, positions, seq_lens, groups, width, num_rows, num_tokens,
-    NUM_GROUPS: tl.constexpr, BLOCK: tl.constexpr,
+    rows, query_start, token_ids, num_computed, input_ids, positions, seq_lens, next_positions, groups, width, num_rows,
+    num_tokens, NUM_GROUPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     entry, tile = tl.program_id(0), tl.program_id(1)
     begin = tl.load(query_start + entry)
@@ -60,6 +60,7 @@ def _gather(
         length = tl.where(count > 0, computed + count, 0)
         if tile == 0:
             tl.store(seq_lens + entry, length)
+            tl.store(next_positions + entry, length.to(tl.int64))
         step = tl.num_programs(1) * BLOCK
         base = tile * BLOCK
         while base < count:
@@ -98,6 +99,7 @@ def gather(
     input_ids: torch.Tensor,
     positions: torch.Tensor,
     seq_lens: torch.Tensor,
+    next_positions: torch.Tensor,
     groups: GroupTables,
     *,
     max_query_len: int,
@@ -106,7 +108,7 @@ def gather(
     num_rows = seq_lens.shape[0]
     tiles = max(triton.cdiv(max_query_len, _BLOCK), triton.cdiv(groups.max_columns, _COLUMNS))
     _gather[(num_rows + 1, min(tiles, _MAX_TILES))](
-        rows, query_start, token_ids, num_computed, input_ids, positions, seq_lens, groups.addresses,
+        rows, query_start, token_ids, num_computed, input_ids, positions, seq_lens, next_positions, groups.addresses,
         token_ids.shape[1], num_rows, input_ids.shape[0], NUM_GROUPS=len(groups.tables), BLOCK=_BLOCK, num_warps=2,
     )  # fmt: skip
 
