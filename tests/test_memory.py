@@ -9,8 +9,8 @@ import pytest
 
 from octavo.arch import Arch, LayerKind
 from octavo.config import DeviceFacts, EngineConfig, Resolved, resolve
-from octavo.groups import make_groups
-from octavo.memory import MemoryPlan, block_bytes, blocks_for_request, plan_memory, show_bytes, weight_bytes
+from octavo.groups import block_bytes, make_groups
+from octavo.memory import MemoryPlan, blocks_for_request, plan_memory, show_bytes, weight_bytes
 from octavo.sched.groups import make_policies
 from octavo.settings import ConfigError
 
@@ -45,9 +45,9 @@ def numbers(**fields: Any) -> Resolved:
 
 
 def test_a_block_counts_the_layers_of_the_largest_group() -> None:
-    assert block_bytes(ARCH, "bfloat16", make_groups(ARCH, 16)) == PER_BLOCK
-    assert block_bytes(SLIDING, "bfloat16", make_groups(SLIDING, 16)) == PER_BLOCK
-    assert block_bytes(ARCH, "float32", make_groups(ARCH, 32)) == 4 * PER_BLOCK
+    assert block_bytes(make_groups(ARCH, 16), 2) == PER_BLOCK
+    assert block_bytes(make_groups(SLIDING, 16), 2) == PER_BLOCK
+    assert block_bytes(make_groups(ARCH, 32), 4) == 4 * PER_BLOCK
 
 
 @pytest.mark.parametrize("arch", [ARCH, SLIDING])

@@ -17,7 +17,7 @@ from octavo import flags, probe
 from octavo.arch import Arch
 from octavo.config import SETTINGS, DeviceFacts, EngineConfig, Resolved, load_config, resolve
 from octavo.groups import make_groups
-from octavo.memory import plan_memory, show_bytes
+from octavo.memory import ITEMSIZE, plan_memory, show_bytes
 from octavo.observe import setup_logging
 
 _DESCRIPTION = "Print versions, devices, the memory plan, the numerics contract and settings. Loads no weights."
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     _section("Model", _model(config, arch))
     _section("Runs with", _resolved(resolved))
     print("Memory plan")
-    groups = make_groups(arch, resolved.block_size)
+    groups = make_groups(arch, resolved.block_size, ITEMSIZE[resolved.dtype])
     on_gpu = resolved.device == "cuda"
     free, total = (facts.cuda_free_bytes, facts.cuda_total_bytes) if on_gpu else (facts.free_bytes, facts.total_bytes)
     print(plan_memory(arch, resolved, groups, free, total_bytes=total).table(), end="\n\n")

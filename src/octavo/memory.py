@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from octavo.arch import Arch
 from octavo.config import Resolved
-from octavo.groups import CacheGroup
+from octavo.groups import CacheGroup, block_bytes
 from octavo.settings import ConfigError
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -83,23 +83,19 @@ def show_bytes(size: int) -> str:
     return f"{amount:.1f} GiB"
 
 
-def block_bytes(arch: Arch, dtype: str, groups: Sequence[CacheGroup]) -> int:
-    """Bytes of one block: K and V of `block_size` tokens for as many layers as the largest group has."""
-    layers = max(len(group.layers) for group in groups)
-    return layers * arch.num_kv_heads * arch.cache_channels * ITEMSIZE[dtype] * groups[0].block_size
-
-
 def blocks_for_request(groups: Sequence[CacheGroup], num_tokens: int, max_num_batched_tokens: int) -> int:
     """Blocks that one request of `num_tokens` holds at most, all groups together.
 
-    A sliding group keeps its window and the tokens of the step in hand, plus one block since both ends may be partial.
+    A sliding group keeps its window and the tokens of the step in hand, plus one block since both ends may be partial;
+    a chunked one the tokens of the step and what its first token sees.
     """
     total = 0
     for group in groups:
-        blocks = -(-num_tokens // group.block_size)
+        blocks, step = group.num_blocks(num_tokens), min(max_num_batched_tokens, num_tokens)
         if group.window:
-            live = group.window - 1 + min(max_num_batched_tokens, num_tokens)
-            blocks = min(blocks, -(-live // group.block_size) + 1)
+            blocks = min(blocks, -(-(group.window - 1 + step) // group.block_size) + 1)
+        if group.chunk:
+            blocks = min(blocks, -(-(group.chunk - 1 + step) // group.block_size) + 1)
         total += blocks
     return total
 
@@ -181,7 +177,7 @@ def plan_memory(
     workspace = _workspace_bytes(arch, resolved)
     logits = 3 * 4 * resolved.max_num_seqs * arch.vocab_size  # as computed, as processed, and room to sort
     tables = _table_bytes(resolved, groups, kernel_block_sizes or [resolved.kernel_block_size] * len(groups))
-    per_block = block_bytes(arch, resolved.dtype, groups)
+    per_block = max(block_bytes(groups, ITEMSIZE[resolved.dtype]), 1)
     per_request = blocks_for_request(groups, resolved.max_model_len, resolved.max_num_batched_tokens)
     available = free_bytes - workspace - logits - tables - (0 if weights_loaded else weights)
     if resolved.device == "cuda":
@@ -214,8 +210,7 @@ def _table_bytes(resolved: Resolved, groups: Sequence[CacheGroup], sizes: Sequen
     """Tokens, and per group the persistent block table and a step's copy of it, one int32 per kernel block."""
     per_row = resolved.max_model_len
     for group, size in zip(groups, sizes, strict=True):
-        blocks = -(-resolved.max_model_len // group.block_size)
-        per_row += 2 * blocks * (group.block_size // (size or group.block_size))
+        per_row += 2 * group.num_blocks(resolved.max_model_len) * (group.block_size // (size or group.block_size))
     return 4 * resolved.max_num_seqs * per_row
 
 

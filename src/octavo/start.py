@@ -24,11 +24,11 @@ from octavo.device.staging import WriteQueue
 from octavo.front import find_and_read, load_text, make_limits
 from octavo.generation_config import default_sampling
 from octavo.grammar import NO_GRAMMARS, Grammars
-from octavo.groups import CacheGroup, make_groups
+from octavo.groups import CacheGroup, make_groups, pages_differ
 from octavo.kv_cache.kernel_blocks import prepare_kernel_block_sizes
 from octavo.kv_cache.layout import resolve_layout
 from octavo.kv_cache.pool import KVCachePool
-from octavo.memory import MemoryPlan, plan_memory
+from octavo.memory import ITEMSIZE, MemoryPlan, plan_memory
 from octavo.model_state.default import DefaultModelState
 from octavo.models.base import Model
 from octavo.models.loader import load_model
@@ -80,7 +80,7 @@ def start_engine(config: EngineConfig, phases: Phases, *, text: bool = True) -> 
             shortened, folder, dtype, resolved.quantization, resolved.load_format, device=device, seed=resolved.seed
         )
     with phases("allocate the cache and the tables"):
-        groups = make_groups(arch, resolved.block_size)
+        groups = make_groups(arch, resolved.block_size, ITEMSIZE[resolved.dtype])
         free_bytes, total_bytes = _memory(resolved)
         memory = plan_memory(
             arch, resolved, groups, free_bytes, total_bytes=total_bytes, weights_loaded=True,
@@ -138,11 +138,11 @@ def make_runner(
     pool = KVCachePool(
         groups,
         num_blocks=num_blocks,
-        num_kv_heads=arch.num_kv_heads,
-        channels=arch.cache_channels,
         dtype=dtype,
         device=device,
-        layout=resolve_layout(takes, wish=resolved.kv_cache_layout),
+        layout=resolve_layout(
+            takes, wish=resolved.kv_cache_layout, mixed_pages=pages_differ(groups, ITEMSIZE[resolved.dtype])
+        ),
         kernel_block_sizes=_kernel_block_sizes(resolved, groups),
     )
     block_sizes = [block_map.kernel_block_size for block_map in pool.block_maps]

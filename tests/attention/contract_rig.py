@@ -9,7 +9,14 @@ from typing import NamedTuple
 import torch
 
 from batches import History
-from octavo.attention.base import BACKENDS, AttentionBackend, AttentionInputs, Variant
+from octavo.attention.base import (
+    BACKENDS,
+    NO_TENSORS,
+    AttentionBackend,
+    AttentionInputs,
+    LayerTensors,
+    Variant,
+)
 from octavo.groups import CacheGroup
 from octavo.kv_cache.kernel_blocks import takes_size
 from octavo.kv_cache.layout import layout_by_name
@@ -68,11 +75,12 @@ class Step:
     def kv(self) -> torch.Tensor:
         return middle(self.pool)
 
-    def run(self, backend: AttentionBackend, variant: Variant) -> torch.Tensor:
+    def run(self, backend: AttentionBackend, variant: Variant, layer: LayerTensors = NO_TENSORS) -> torch.Tensor:
         """The outputs of all tokens; what is beyond the last one must stay as it was."""
-        out = torch.full((len(self.q) + 3, *self.q.shape[1:]), 7.0, dtype=self.q.dtype)
+        size = variant.value_size or variant.head_size
+        out = torch.full((len(self.q) + 3, variant.num_heads, size), 7.0, dtype=self.q.dtype)
         backend.prepare(self.inputs)
-        backend.run(self.q, self.kv, variant, out)
+        backend.run(self.q, self.kv, variant, out, layer)
         assert (out[len(self.q) :] == 7).all()
         return out[: len(self.q)]
 
@@ -86,14 +94,17 @@ def make_pool(
     setting: Setting,
     num_blocks: int,
     kv_heads: int,
-    head_size: int,
+    num_channels: int,
     dtype: torch.dtype,
     *,
     num_layers: int = NUM_LAYERS,
 ) -> KVCachePool:
-    group = CacheGroup(kind="full", window=0, block_size=setting.block, layers=tuple(range(num_layers)))
+    group = CacheGroup(
+        kind="full", block_size=setting.block, layers=tuple(range(num_layers)),
+        num_heads=kv_heads, num_channels=num_channels,
+    )  # fmt: skip
     return KVCachePool(
-        [group], num_blocks=num_blocks, num_kv_heads=kv_heads, channels=2 * head_size, dtype=dtype, device=CPU,
+        [group], num_blocks=num_blocks, dtype=dtype, device=CPU,
         layout=layout_by_name(setting.layout), kernel_block_sizes=[setting.kernel],
     )  # fmt: skip
 
@@ -107,12 +118,12 @@ def make_step(rows: Sequence[Row], setting: Setting, *, seed: int = 0, num_block
     counts = [-(-seq_len // setting.block) for _, seq_len, _ in rows]
     _, kv_heads, width = rows[0][0].kv.shape
     pool = make_pool(
-        setting, max(num_blocks, sum(counts) + 4), kv_heads, width // 2, rows[0][0].kv.dtype,
+        setting, max(num_blocks, sum(counts) + 4), kv_heads, width, rows[0][0].kv.dtype,
         num_layers=1 if num_blocks else NUM_LAYERS,
     )  # fmt: skip
     if not num_blocks:
         pool.buffer.fill_(float("nan"))
-    first = pool.shape.num_blocks - sum(counts) - 2 if num_blocks else 1
+    first = pool.num_blocks - sum(counts) - 2 if num_blocks else 1
     ids = (first + torch.randperm(sum(counts) + 2, generator=torch.Generator().manual_seed(seed))).tolist()
     block_map, view = pool.block_maps[0], middle(pool)
     columns = max(counts) * block_map.ratio + 2
@@ -141,20 +152,29 @@ def make_step(rows: Sequence[Row], setting: Setting, *, seed: int = 0, num_block
     return Step(pool, inputs, q)
 
 
-def attend_plainly(rows: Sequence[Row], variant: Variant) -> torch.Tensor:
+def attend_plainly(rows: Sequence[Row], variant: Variant, sinks: torch.Tensor | None = None) -> torch.Tensor:
     """Softmax attention in float64 over contiguous keys and values: no pages, no batch."""
     results = []
     for history, seq_len, queries in rows:
         q = history.q[seq_len - queries : seq_len].double()
-        key, value = history.kv[:seq_len].double().chunk(2, dim=-1)
+        kv = history.kv[:seq_len].double()
+        key, value = kv[..., : variant.head_size], kv[..., : variant.value_size or None]
+        value = value if variant.value_size else kv[..., variant.head_size :]
         key, value = (x.repeat_interleave(variant.num_heads // variant.num_kv_heads, dim=1) for x in (key, value))
         scores = torch.einsum("qhd,khd->hqk", q, key) * variant.scale
         if variant.soft_cap:
             scores = variant.soft_cap * torch.tanh(scores / variant.soft_cap)
         at, position = torch.arange(seq_len), torch.arange(seq_len - queries, seq_len)[:, None]
-        seen = at <= position
+        if variant.alibi_slopes:
+            scores += torch.tensor(variant.alibi_slopes)[:, None, None] * (at - position)
+        seen = at <= position if variant.causal else torch.ones(queries, seq_len, dtype=torch.bool)
         if variant.window:
-            seen &= at > position - variant.window
-        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+            seen &= (at - position).abs() < variant.window
+        if variant.chunk:
+            seen &= at // variant.chunk == position // variant.chunk
+        scores = scores.masked_fill(~seen, float("-inf"))
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, queries, 1)], dim=-1)
+        weights = scores.softmax(-1)[..., :seq_len]
         results.append(torch.einsum("hqk,khd->qhd", weights, value))
     return torch.cat(results)

@@ -10,7 +10,16 @@ from collections.abc import Sequence
 
 import torch
 
-from octavo.attention.base import AttentionInputs, Capability, Variant
+from octavo.attention.base import (
+    NO_SETUP,
+    NO_TENSORS,
+    AttentionInputs,
+    Capability,
+    LayerTensors,
+    Setup,
+    Variant,
+    check_variants,
+)
 
 
 class LoopBackend:
@@ -18,15 +27,18 @@ class LoopBackend:
 
     capability = Capability(devices=("cpu",), dtypes=(torch.float32,), kernel_block_sizes=(64,))
 
-    def __init__(self, variants: Sequence[Variant], dtype: torch.dtype, device: torch.device) -> None:
-        if dtype not in self.capability.dtypes or device.type not in self.capability.devices:
-            raise ValueError(f"LoopBackend runs float32 on cpu, got {dtype} on {device}")
+    def __init__(
+        self, variants: Sequence[Variant], dtype: torch.dtype, device: torch.device, setup: Setup = NO_SETUP
+    ) -> None:
+        check_variants("LoopBackend", self.capability, variants, dtype, setup)
 
     def prepare(self, inputs: AttentionInputs, *, for_capture: bool = False) -> None:
         inputs.check()
         self._inputs = inputs
 
-    def run(self, q: torch.Tensor, kv: torch.Tensor, variant: Variant, out: torch.Tensor) -> None:
+    def run(
+        self, q: torch.Tensor, kv: torch.Tensor, variant: Variant, out: torch.Tensor, layer: LayerTensors = NO_TENSORS
+    ) -> None:
         inputs = self._inputs
         inputs.check_call(q, kv, out)
         starts = inputs.query_start.tolist()

@@ -9,7 +9,15 @@ import torch
 
 from batches import make_history
 from contract_rig import CPU, LAYER, SETTINGS, Row, Setting, attend_plainly, backends_here, make_pool, make_step, takes
-from octavo.attention.base import BACKENDS, AttentionBackend, AttentionInputs, Variant
+from octavo.attention.base import (
+    BACKENDS,
+    NO_TENSORS,
+    AttentionBackend,
+    AttentionInputs,
+    LayerTensors,
+    Variant,
+    alibi_slopes,
+)
 from octavo.ops import native
 from octavo.ops.rope import qk_norm_rope_store, qk_norm_rope_store_eager, rope_table
 
@@ -17,7 +25,16 @@ HEADS, KV_HEADS, SIZE = 4, 2, 32
 FULL = Variant(num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=SIZE, scale=0.2)
 WINDOW = dataclasses.replace(FULL, window=40)
 CAPPED = dataclasses.replace(FULL, window=150, soft_cap=15.0)
-VARIANTS = {"full": FULL, "sliding window": WINDOW, "window and soft cap": CAPPED}
+VARIANTS = {
+    "full": FULL,
+    "sliding window": WINDOW,
+    "window and soft cap": CAPPED,
+    "chunked local": dataclasses.replace(FULL, chunk=48),
+    "ALiBi": dataclasses.replace(FULL, alibi_slopes=alibi_slopes(HEADS), window=130),
+    "sinks": dataclasses.replace(FULL, sinks=True),
+    "not causal": dataclasses.replace(FULL, causal=False),
+}
+SINKS = LayerTensors(sinks=torch.tensor([0.5, -2.0, 3.0, 1.0]))
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CASES = [
     (name, dtype) for name in backends_here() for dtype in DTYPES if dtype in BACKENDS.resolve(name).capability.dtypes
@@ -40,10 +57,21 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
-def make_backend(name: str, dtype: torch.dtype) -> AttentionBackend:
+def make_backend(name: str, dtype: torch.dtype, variant: Variant | None = None) -> AttentionBackend:
+    """With all variants of this page that the backend takes. Skips one that it does not take."""
     if name == "cpu" and not native.available():
         pytest.skip("the native library is not built")
-    return BACKENDS.resolve(name)(list(VARIANTS.values()), dtype, CPU)
+    backend = BACKENDS.resolve(name)
+    taken = [other for other in VARIANTS.values() if all(getattr(backend.capability, fact) for fact in other.facts)]
+    if variant is not None and variant not in taken:
+        with pytest.raises(ValueError, match=f"attention backend '{name}' has no"):
+            backend([variant], dtype, CPU)
+        pytest.skip(f"{name} states that it does not take it")
+    return backend(taken, dtype, CPU)
+
+
+def tensors_of(variant: Variant) -> LayerTensors:
+    return SINKS if variant.sinks else NO_TENSORS
 
 
 def make_rows(shape: str, dtype: torch.dtype) -> list[Row]:
@@ -63,29 +91,30 @@ def assert_near(out: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_INV_6_every_layout_and_kernel_block_size(name: str, dtype: torch.dtype, shape: str, variant: str) -> None:
     """Unused blocks, slots and table columns are poison. Reproducible backends give the same bits in all settings."""
-    backend, rows = make_backend(name, dtype), make_rows(shape, dtype)
-    plain = make_step(rows, PLAIN).run(backend, VARIANTS[variant])
-    assert_near(plain, attend_plainly(rows, VARIANTS[variant]))
+    backend, rows = make_backend(name, dtype, VARIANTS[variant]), make_rows(shape, dtype)
+    layer = tensors_of(VARIANTS[variant])
+    plain = make_step(rows, PLAIN).run(backend, VARIANTS[variant], layer)
+    assert_near(plain, attend_plainly(rows, VARIANTS[variant], layer.sinks))
     for setting in SETTINGS:
         if takes(name, setting):
-            out = make_step(rows, setting, seed=3).run(backend, VARIANTS[variant])
+            out = make_step(rows, setting, seed=3).run(backend, VARIANTS[variant], layer)
             if backend.capability.reproducible:
                 assert torch.equal(out, plain), setting
             else:
                 assert_near(out, plain.double())
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [name for name, variant in VARIANTS.items() if variant.causal])
 @pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_chunks_equal_the_whole_prompt(name: str, dtype: torch.dtype, variant: str) -> None:
-    backend = make_backend(name, dtype)
+    backend, layer = make_backend(name, dtype, VARIANTS[variant]), tensors_of(VARIANTS[variant])
     history = make_history(1, 260, HEADS, KV_HEADS, SIZE, dtype)
     setting = Setting("BLHNC", 128, 64) if takes(name, Setting("BLHNC", 128, 64)) else PLAIN
-    expected = attend_plainly([(history, 260, 260)], VARIANTS[variant])
+    expected = attend_plainly([(history, 260, 260)], VARIANTS[variant], layer.sinks)
     position = 0
     for chunk in (1, 15, 50, 62, 100, 32):
         position += chunk
-        out = make_step([(history, position, chunk)], setting, seed=chunk).run(backend, VARIANTS[variant])
+        out = make_step([(history, position, chunk)], setting, seed=chunk).run(backend, VARIANTS[variant], layer)
         assert_near(out, expected[position - chunk : position])
 
 
@@ -127,7 +156,7 @@ def test_L3_G1_offsets_past_32_bits(name: str, layout: str) -> None:
 @pytest.mark.parametrize("store", [qk_norm_rope_store, qk_norm_rope_store_eager])
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_L3_3_a_store_writes_its_slots_and_no_other_byte(setting: Setting, store) -> None:
-    pool = make_pool(setting, 5, KV_HEADS, SIZE, torch.float32)
+    pool = make_pool(setting, 5, KV_HEADS, 2 * SIZE, torch.float32)
     generator = torch.Generator().manual_seed(1)
     pool.buffer.copy_(torch.randn(pool.buffer.shape, generator=generator))
     expected = pool.buffer.clone()
@@ -146,8 +175,9 @@ def test_L3_3_a_store_writes_its_slots_and_no_other_byte(setting: Setting, store
         qkv, position_0, rope_table(SIZE, 4), None, None, 1e-6, HEADS, KV_HEADS, SIZE, pool.views[LAYER], slots
     )  # fmt: skip
     key, value = qkv[:, HEADS * SIZE :].view(tokens, 2, KV_HEADS, SIZE).unbind(1)
-    fine = (pool.shape.num_layers, 5 * block_map.ratio, KV_HEADS, setting.kernel, 2 * SIZE)
-    page, part = pool.shape.page_numel, pool.shape.page_numel // block_map.ratio
+    fine = (pool.num_pages, 5 * block_map.ratio, KV_HEADS, setting.kernel, 2 * SIZE)
+    page = setting.block * KV_HEADS * 2 * SIZE
+    part = page // block_map.ratio
     inner = pool.layout.strides(fine)
     layer_stride, block_stride = (page, 3 * page) if pool.layout.block_outermost else (5 * page, page)
     for token, place in enumerate(places.tolist()):
@@ -162,7 +192,7 @@ def test_L3_3_a_store_writes_its_slots_and_no_other_byte(setting: Setting, store
 
 @pytest.mark.parametrize("store", [qk_norm_rope_store, qk_norm_rope_store_eager])
 def test_L3_7_a_store_without_slots_leaves_the_cache_alone(store) -> None:
-    pool = make_pool(Setting(block=32), 3, KV_HEADS, SIZE, torch.float32)
+    pool = make_pool(Setting(block=32), 3, KV_HEADS, 2 * SIZE, torch.float32)
     before = pool.buffer.fill_(3.0).clone()
     qkv = torch.randn(9, (HEADS + 2 * KV_HEADS) * SIZE)
     store(
@@ -195,6 +225,33 @@ def test_inputs_that_do_not_fit_are_refused_by_name(name: str) -> None:
 
 def test_L3_1_views_that_backends_see_have_blocks_first() -> None:
     for setting in SETTINGS:
-        pool = make_pool(setting, 4, KV_HEADS, SIZE, torch.float32)
+        pool = make_pool(setting, 4, KV_HEADS, 2 * SIZE, torch.float32)
         assert pool.views[LAYER].shape[1:] == (KV_HEADS, setting.kernel, 2 * SIZE)
         assert pool.block_view(LAYER).shape[0] == 4
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_latent_attention_reads_its_values_from_its_keys(name: str, dtype: torch.dtype) -> None:
+    """One KV head of latent and key; what a layer keeps is [blocks, 1, block_size, latent + key] in every layout."""
+    variant = Variant(num_heads=HEADS, num_kv_heads=1, head_size=40, scale=0.2, value_size=24)
+    if not BACKENDS.resolve(name).capability.latent:
+        pytest.skip(f"{name} states that it does not take it")
+    make_backend(name, dtype)
+    backend = BACKENDS.resolve(name)([variant], dtype, CPU)
+    rows = []
+    for seed, (length, queries) in enumerate(SHAPES["ragged"]):
+        history = make_history(seed, length, HEADS, 1, 40, dtype)
+        history.kv = history.kv[..., :40]
+        rows.append((history, length, queries))
+    plain = make_step(rows, PLAIN).run(backend, variant)
+    assert_near(plain, attend_plainly(rows, variant))
+    for setting in (Setting("LBNHC", 128, 64), Setting("BLHNC", 64, 16)):
+        step = make_step(rows, setting, seed=3)
+        assert step.kv.shape[1:] == (1, setting.kernel, 40)
+        assert torch.equal(step.run(backend, variant), plain)
+
+
+def test_canonical_alibi_slopes() -> None:
+    """Against transformers' build_alibi_tensor for 8 and 12 heads."""
+    assert alibi_slopes(8) == tuple(2.0**-i for i in range(1, 9))
+    assert alibi_slopes(12)[8:] == pytest.approx([2 ** (-0.5 * i) for i in (1, 3, 5, 7)])

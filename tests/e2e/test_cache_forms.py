@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from octavo import LLM, SamplingParams
 from octavo.config import KV_CACHE_LAYOUTS, ConfigError
@@ -178,5 +179,6 @@ def test_2_16_fresh_blocks_are_zeroed_before_they_are_used(
     monkeypatch.setattr(pool, "zero_blocks", lambda ids: (handed_out.update(ids), zero(ids)))
     ids_of(llm, token_prompts())
     assert handed_out
-    for block in range(pool.shape.num_blocks):
-        assert pool.pages[:, block].isnan().any().item() is (block not in handed_out)
+    rows = [row.view(torch.float32) for row in pool.rows()]
+    for block in range(pool.num_blocks):
+        assert any(row[block].isnan().any() for row in rows) is (block not in handed_out)

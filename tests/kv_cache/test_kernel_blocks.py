@@ -34,9 +34,10 @@ ANY = (MultipleOf(1),)
 def make_pool(
     layout: str = "LBHNC", sizes: tuple = (64, 64), num_blocks: int = 8, block_size: int = 128, heads: int = 2
 ) -> KVCachePool:
-    groups = [dataclasses.replace(group, block_size=block_size) for group in (FULL, SLIDING)]
+    shape = {"block_size": block_size, "num_heads": heads, "num_channels": 8}
+    groups = [dataclasses.replace(group, **shape) for group in (FULL, SLIDING)]
     pool = KVCachePool(
-        groups, num_blocks=num_blocks, num_kv_heads=heads, channels=8, dtype=torch.float32, device=CPU,
+        groups, num_blocks=num_blocks, dtype=torch.float32, device=CPU,
         layout=LAYOUTS[layout], kernel_block_sizes=sizes,
     )  # fmt: skip
     pool.buffer.copy_(torch.arange(pool.buffer.numel(), dtype=torch.float32))
@@ -88,7 +89,7 @@ def test_B2_2_INV_1_slots_do_not_change_when_blocks_are_split(seed: int) -> None
     gather_inputs(
         torch.arange(4), torch.from_numpy(ends).int(), torch.zeros(4, length, dtype=torch.int32),
         torch.zeros(4, dtype=torch.int32), *torch.zeros(2, num_tokens, dtype=torch.int64),
-        torch.zeros(4, dtype=torch.int32), groups, max_query_len=length,
+        torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int64), groups, max_query_len=length,
     )  # fmt: skip
     slots = groups.slots
     assert slots.unique().numel() > 1
@@ -269,9 +270,9 @@ def test_B2_G1_compressed_states_are_not_cut() -> None:
 
 
 def test_kernel_block_ids_that_a_table_cannot_hold_are_refused() -> None:
-    group = CacheGroup(kind="full", window=0, block_size=128, layers=tuple(range(64)))
+    group = CacheGroup(kind="full", block_size=128, layers=tuple(range(64)), num_channels=2)
     with pytest.raises(ValueError, match=r"300000 blocks of 8192 kernel blocks each pass"):
         KVCachePool(
-            [group], num_blocks=300_000, num_kv_heads=1, channels=2, dtype=torch.float32, device=torch.device("meta"),
+            [group], num_blocks=300_000, dtype=torch.float32, device=torch.device("meta"),
             layout=LAYOUTS["BLHNC"], kernel_block_sizes=[1],
         )  # fmt: skip

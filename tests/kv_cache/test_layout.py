@@ -118,7 +118,7 @@ def test_L3_8_address_of_an_element_in_nhd() -> None:
 @pytest.mark.parametrize("name", ALL)
 def test_L3_5_rows_are_the_bytes_of_one_block(name: str, dtype: torch.dtype) -> None:
     layout, buffer = LAYOUTS[name], numbered().to(dtype)
-    rows = block_rows(layout, buffer, SHAPE)
+    rows = block_rows(layout, buffer, SHAPE.num_blocks, SHAPE.num_layers)
     page_bytes = 2 * 8 * 2 * 2 * dtype.itemsize  # K and V, tokens, heads, channels
     assert [tuple(row.shape) for row in rows] == (
         [(5, 3 * page_bytes)] if layout.block_outermost else [(5, page_bytes)] * 3
@@ -134,7 +134,7 @@ def test_L3_5_rows_are_the_bytes_of_one_block(name: str, dtype: torch.dtype) -> 
 @pytest.mark.parametrize("name", ALL)
 def test_L3_4_whole_blocks_go_out_and_come_back(name: str, caplog: pytest.LogCaptureFixture) -> None:
     layout, buffer = LAYOUTS[name], torch.randn(NUMEL)
-    rows, before = block_rows(layout, buffer, SHAPE), buffer.clone()
+    rows, before = block_rows(layout, buffer, SHAPE.num_blocks, SHAPE.num_layers), buffer.clone()
     view = layout.layer_view(buffer, SHAPE, 0)
     assert torch.equal(view[[3, 1]], torch.stack([view[3], view[1]]))
     taken = extract_blocks(rows, [3, 1])
@@ -156,12 +156,12 @@ def test_L3_4_whole_blocks_go_out_and_come_back(name: str, caplog: pytest.LogCap
 @pytest.mark.parametrize("name", ALL)
 def test_L3_6_L3_12_groups_agree_where_a_block_starts(name: str) -> None:
     groups = [
-        CacheGroup(kind="full", window=0, block_size=8, layers=(0, 2)),
-        CacheGroup(kind="sliding", window=5, block_size=8, layers=(1,)),
+        CacheGroup(kind="full", block_size=8, layers=(0, 2), num_heads=2, num_channels=4),
+        CacheGroup(kind="sliding", window=5, block_size=8, layers=(1,), num_heads=2, num_channels=4),
     ]
     layout = LAYOUTS[name]
     pool = KVCachePool(
-        groups, num_blocks=5, num_kv_heads=2, channels=4, dtype=torch.float32, device=torch.device("cpu"),
+        groups, num_blocks=5, dtype=torch.float32, device=torch.device("cpu"),
         layout=layout, kernel_block_sizes=[8, 2],
     )  # fmt: skip
     assert pool.buffer.numel() == 2 * 5 * 2 * 8 * 4

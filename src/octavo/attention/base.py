@@ -1,9 +1,10 @@
 """The seam between the engine and an attention backend.
 
-Owns the words: Capability (what a backend can do), AttentionInputs (one step's batch, for prefill, decode and
-verification alike), Variant (what is fixed per layer), the AttentionBackend protocol, the table of names, and the
-ForwardContext that carries a step's inputs to the layers. Knows no backend. Invariant: a backend sees lengths, tables
-and slots, never requests; `prepare` is called once per step and cache group, `run` once per layer.
+Owns the words: Capability (what a backend can do), Setup (what an engine tells it once), AttentionInputs (one step's
+batch, for prefill, decode and verification alike), Variant and LayerTensors (what is fixed per layer, and what a layer
+brings to each call), the AttentionBackend protocol, the table of names, and the ForwardContext that carries a step's
+inputs to the layers. Knows no backend. Invariant: a backend sees lengths, tables and slots, never requests; `prepare`
+is called once per step and cache group, `run` once per layer.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -34,21 +35,22 @@ class Capability:
     """What a backend can do, as queryable facts."""
 
     devices: tuple[str, ...]
-    dtypes: tuple[torch.dtype, ...]  # of queries and cache
+    dtypes: tuple[torch.dtype, ...]  # of queries, and of caches that are not quantized
     head_sizes: tuple[int, ...] = ()  # empty: any
     kernel_block_sizes: tuple[int | MultipleOf, ...] = (MultipleOf(1),)  # tokens per block that it takes
     layouts: tuple[str, ...] = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")  # of the cache, the preferred first
     window: bool = True
+    chunk: bool = False
     soft_cap: bool = True
+    alibi: bool = False
+    sinks: bool = False
+    non_causal: bool = False
     latent: bool = False  # takes Variant.value_size
+    cache_dtypes: tuple[torch.dtype, ...] = ()  # of quantized caches that it takes beside the queries' own dtype
+    eager: frozenset[str] = frozenset()  # names of facts above (or "cache_dtypes") that a slow eager twin serves
+    reads_unwritten: bool = False  # loads slots that no token has written: fresh blocks are zeroed for it
     reproducible: bool = True  # a row's bits do not depend on its batch
     paged_operator: bool = False  # `run` is ops.attention.paged_attention and no more: a decoder may call that itself
-    kernel_block_multiple: dataclasses.InitVar[int] = 1  # short for kernel_block_sizes=(MultipleOf(this),)
-
-    def __post_init__(self, kernel_block_multiple: int) -> None:
-        """Spell out the short form."""
-        if kernel_block_multiple != 1:
-            object.__setattr__(self, "kernel_block_sizes", (MultipleOf(kernel_block_multiple),))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,11 +64,104 @@ class Variant:
     window: int = 0  # tokens that a query sees, itself included; 0: all
     soft_cap: float = 0.0  # scores become cap * tanh(score / cap); 0: none
     value_size: int = 0  # latent attention: V is the first `value_size` channels of K; 0: V stands beside K
+    chunk: int = 0  # a query at p sees keys of p's chunk of so many, counted from position 0; 0: all
+    alibi_slopes: tuple[float, ...] = ()  # per head: slope * (key - query) joins the capped score; empty: none
+    sinks: bool = False  # the layer brings a logit per head that joins the softmax and has no value
+    causal: bool = True  # False: queries see all of the row (with a window: keys less than `window` away)
 
     @property
     def channels(self) -> int:
         """Of the cache per token and KV head."""
         return self.head_size if self.value_size else 2 * self.head_size
+
+    @property
+    def facts(self) -> tuple[str, ...]:
+        """The names of the Capability's facts that this variant needs."""
+        needs = {
+            "window": self.window, "chunk": self.chunk, "soft_cap": self.soft_cap, "alibi": self.alibi_slopes,
+            "sinks": self.sinks, "non_causal": not self.causal, "latent": self.value_size,
+        }  # fmt: skip
+        return tuple(name for name, needed in needs.items() if needed)
+
+
+def alibi_slopes(num_heads: int) -> tuple[float, ...]:
+    """The slopes of ALiBi (Press et al. 2021, arXiv 2108.12409): geometric, from 2^(-8 / n) down, n a power of two.
+
+    Other numbers of heads take the slopes of the power of two below, then every second one of that above.
+    """
+    power = 1 << (num_heads.bit_length() - 1)
+    slopes = [2.0 ** (-8.0 * (i + 1) / power) for i in range(power)]
+    slopes += [2.0 ** (-4.0 * (i + 1) / power) for i in range(0, 2 * (num_heads - power), 2)]
+    return tuple(slopes)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LayerTensors:
+    """A layer's own tensors, float32 at fixed addresses, that attention reads. None: the layer has none."""
+
+    sinks: torch.Tensor | None = None  # [num_heads]
+    key_scale: torch.Tensor | None = None  # [num_kv_heads]: K is what a quantized cache holds times this; None: 1
+    value_scale: torch.Tensor | None = None
+
+
+NO_TENSORS = LayerTensors()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Setup:
+    """What an engine tells its backends once: limits that size persistent buffers, options, the cache's dtype."""
+
+    max_num_rows: int = 0
+    max_num_tokens: int = 0  # of a step
+    max_model_len: int = 0
+    num_blocks: int = 0  # kernel blocks of a layer's view
+    block_size: int = 0  # tokens per kernel block
+    reproducible: bool = True
+    cache_dtype: torch.dtype | None = None  # of a quantized cache; None: the queries'
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # EngineConfig.attention_config
+
+
+NO_SETUP = Setup()
+
+
+def check_variants(
+    name: str,
+    capability: Capability,
+    variants: Sequence[Variant],
+    dtype: torch.dtype,
+    setup: Setup = NO_SETUP,
+) -> None:
+    """Raises ValueError, naming the value and the way out, for what the backend called `name` does not state."""
+    if dtype not in capability.dtypes:
+        raise ValueError(
+            f"attention backend {name!r} takes dtype {_names(capability.dtypes)}, got {_names([dtype])}: set dtype, "
+            "or attention_backend='reference'"
+        )
+    if setup.cache_dtype not in (None, dtype, *capability.cache_dtypes):
+        known = _names([dtype, *capability.cache_dtypes])
+        raise ValueError(
+            f"attention backend {name!r} takes a cache of {known}, got {_names([setup.cache_dtype])}: set "
+            "kv_cache_dtype, or attention_backend='reference'"
+        )
+    for variant in variants:
+        if variant.num_heads % variant.num_kv_heads:
+            raise ValueError(f"{variant.num_heads} heads do not divide among {variant.num_kv_heads} KV heads")
+        if capability.head_sizes and variant.head_size not in capability.head_sizes:
+            known = ", ".join(map(str, capability.head_sizes))
+            raise ValueError(
+                f"attention backend {name!r} takes heads of {known}, got {variant.head_size}: set "
+                "attention_backend='reference'"
+            )
+        for fact in variant.facts:
+            if not getattr(capability, fact):
+                raise ValueError(
+                    f"attention backend {name!r} has no {fact}, which the model needs: set "
+                    "attention_backend='reference'"
+                )
+
+
+def _names(dtypes: Iterable[torch.dtype | None]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -121,18 +216,27 @@ class AttentionBackend(Protocol):
 
     capability: Capability
 
-    def __init__(self, variants: Sequence[Variant], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, variants: Sequence[Variant], dtype: torch.dtype, device: torch.device, setup: Setup = NO_SETUP
+    ) -> None:
         """`variants`: the distinct ones of the group's layers. Raises ValueError for what it cannot do."""
 
     def prepare(self, inputs: AttentionInputs, *, for_capture: bool = False) -> None:
         """Make the step's plan, one per distinct variant, in buffers that keep their addresses."""
 
-    def run(self, q: torch.Tensor, kv: torch.Tensor, variant: Variant, out: torch.Tensor) -> None:
+    def run(
+        self,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        variant: Variant,
+        out: torch.Tensor,
+        layer: LayerTensors = NO_TENSORS,
+    ) -> None:
         """Attend.
 
         q, out: [tokens, heads, head_size]; kv: [blocks, kv_heads, block_size, 2 * head_size], K then V along the last
-        axis, any strides but a contiguous last axis. Latent: kv [blocks, 1, block_size, head_size], out [tokens, heads,
-        value_size].
+        axis, any strides but a contiguous last axis. Latent variants: kv [blocks, 1, block_size, head_size], out
+        [tokens, heads, value_size]. A score is scaled, capped, ALiBi's slope is added, the mask and sinks follow.
         """
 
 

@@ -11,44 +11,68 @@ from collections.abc import Sequence
 
 import torch
 
-from octavo.attention.base import AttentionInputs, Capability, Variant
+from octavo.attention.base import (
+    NO_SETUP,
+    NO_TENSORS,
+    AttentionInputs,
+    Capability,
+    LayerTensors,
+    Setup,
+    Variant,
+    check_variants,
+)
 from octavo.ops import native
 from octavo.ops.attention import paged_attention
 
 
 class CpuBackend:
-    """An AttentionBackend for float32 and bfloat16 on CPU; any head size, window, soft cap and block size."""
+    """An AttentionBackend for float32 and bfloat16 on CPU that takes every Variant and block size."""
 
-    capability = Capability(devices=("cpu",), dtypes=(torch.float32, torch.bfloat16), latent=True, paged_operator=True)
+    capability = Capability(
+        devices=("cpu",),
+        dtypes=(torch.float32, torch.bfloat16),
+        chunk=True,
+        alibi=True,
+        sinks=True,
+        non_causal=True,
+        latent=True,
+        cache_dtypes=(torch.float8_e4m3fn, torch.int8),
+        eager=frozenset({"chunk", "alibi", "sinks", "non_causal", "cache_dtypes"}),
+        paged_operator=True,
+    )
 
-    def __init__(self, variants: Sequence[Variant], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, variants: Sequence[Variant], dtype: torch.dtype, device: torch.device, setup: Setup = NO_SETUP
+    ) -> None:
         """Raises ValueError off the CPU, for another dtype, and where the native library is not built."""
         if device.type != "cpu":
             raise ValueError(f"attention backend 'cpu' runs on device cpu, got {device}")
-        if dtype not in self.capability.dtypes:
-            raise ValueError(
-                f"attention backend 'cpu' takes dtype float32 or bfloat16, got {dtype}: "
-                "set dtype, or attention_backend='reference'"
-            )
+        check_variants("cpu", self.capability, variants, dtype, setup)
         if not native.available():
             raise ValueError(
                 "attention backend 'cpu' needs the native library, which is not built or is switched off: build it "
                 "with `python setup.py build_ext --inplace`, or set attention_backend='reference'"
             )
-        for variant in variants:
-            if variant.num_heads % variant.num_kv_heads:
-                raise ValueError(f"{variant.num_heads} heads do not divide among {variant.num_kv_heads} KV heads")
 
     def prepare(self, inputs: AttentionInputs, *, for_capture: bool = False) -> None:
         """Remember the step's inputs. Raises ValueError for inputs that contradict each other."""
         inputs.check()
         self._inputs = inputs
 
-    def run(self, q: torch.Tensor, kv: torch.Tensor, variant: Variant, out: torch.Tensor) -> None:
+    def run(
+        self,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        variant: Variant,
+        out: torch.Tensor,
+        layer: LayerTensors = NO_TENSORS,
+    ) -> None:
         """Attend; see AttentionBackend. Raises ValueError for tensors that are not the step's."""
         inputs, rows = self._inputs, self._inputs.num_rows
         inputs.check_call(q, kv, out)
         paged_attention(
             q, kv, inputs.query_start[: rows + 1], inputs.seq_lens[:rows], inputs.block_table[:rows], out,
             scale=variant.scale, window=variant.window, soft_cap=variant.soft_cap, value_size=variant.value_size,
+            chunk=variant.chunk, alibi_slopes=variant.alibi_slopes, causal=variant.causal, sinks=layer.sinks,
+            key_scale=layer.key_scale, value_scale=layer.value_scale,
         )  # fmt: skip

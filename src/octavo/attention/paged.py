@@ -11,7 +11,17 @@ from collections.abc import Sequence
 
 import torch
 
-from octavo.attention.base import AttentionInputs, Capability, Variant
+from octavo.attention.base import (
+    NO_SETUP,
+    NO_TENSORS,
+    AttentionInputs,
+    Capability,
+    LayerTensors,
+    Setup,
+    Variant,
+    check_variants,
+)
+from octavo.kv_cache.kernel_blocks import MultipleOf
 from octavo.ops.paged_attention import (
     BLOCK_MULTIPLE,
     MAX_HEAD_SIZE,
@@ -30,21 +40,19 @@ class PagedBackend:
     capability = Capability(
         devices=("cuda",),
         dtypes=(torch.bfloat16, torch.float16, torch.float32),
-        kernel_block_multiple=BLOCK_MULTIPLE,
+        kernel_block_sizes=(MultipleOf(BLOCK_MULTIPLE),),
     )
 
-    def __init__(self, variants: Sequence[Variant], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, variants: Sequence[Variant], dtype: torch.dtype, device: torch.device, setup: Setup = NO_SETUP
+    ) -> None:
         """Raises ValueError for another device, dtype or head size."""
         if not can_run_on(device):
             raise ValueError(
                 f"attention backend 'paged' runs on device cuda, got {device}: set attention_backend='cpu'"
             )
-        if dtype not in self.capability.dtypes:
-            known = ", ".join(str(known).removeprefix("torch.") for known in self.capability.dtypes)
-            raise ValueError(f"attention backend 'paged' takes dtype {known}, got {dtype}: set dtype")
+        check_variants("paged", self.capability, variants, dtype, setup)
         for variant in variants:
-            if variant.num_heads % variant.num_kv_heads:
-                raise ValueError(f"{variant.num_heads} heads do not divide among {variant.num_kv_heads} KV heads")
             if variant.head_size > MAX_HEAD_SIZE:
                 raise ValueError(
                     f"attention backend 'paged' takes heads of at most {MAX_HEAD_SIZE}, got {variant.head_size}: "
@@ -85,7 +93,14 @@ class PagedBackend:
             self._scratch.reserve(launch.num_parts, launch.part_size, for_capture=for_capture)
         return launches
 
-    def run(self, q: torch.Tensor, kv: torch.Tensor, variant: Variant, out: torch.Tensor) -> None:
+    def run(
+        self,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        variant: Variant,
+        out: torch.Tensor,
+        layer: LayerTensors = NO_TENSORS,
+    ) -> None:
         """Attend; see AttentionBackend."""
         paged_attention(
             q, kv, *self._rows, out, scale=variant.scale, window=variant.window, soft_cap=variant.soft_cap,

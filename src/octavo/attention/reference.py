@@ -11,27 +11,52 @@ from collections.abc import Sequence
 
 import torch
 
-from octavo.attention.base import AttentionInputs, Capability, Variant
+from octavo.attention.base import (
+    NO_SETUP,
+    NO_TENSORS,
+    AttentionInputs,
+    Capability,
+    LayerTensors,
+    Setup,
+    Variant,
+    check_variants,
+)
 from octavo.ops.attention import paged_attention_eager
 
 
 class ReferenceBackend:
     """An AttentionBackend that takes every Variant."""
 
-    capability = Capability(devices=("cpu", "cuda"), dtypes=(torch.float32, torch.bfloat16, torch.float16), latent=True)
+    capability = Capability(
+        devices=("cpu", "cuda"),
+        dtypes=(torch.float32, torch.bfloat16, torch.float16),
+        chunk=True,
+        alibi=True,
+        sinks=True,
+        non_causal=True,
+        latent=True,
+        cache_dtypes=(torch.float8_e4m3fn, torch.int8, torch.float32, torch.bfloat16, torch.float16),
+    )
 
-    def __init__(self, variants: Sequence[Variant], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, variants: Sequence[Variant], dtype: torch.dtype, device: torch.device, setup: Setup = NO_SETUP
+    ) -> None:
         """Raises ValueError for a dtype that is not a float of at most 32 bits."""
-        if dtype not in self.capability.dtypes:
-            known = ", ".join(map(str, self.capability.dtypes))
-            raise ValueError(f"attention backend 'reference' takes dtype {known}, got {dtype}")
+        check_variants("reference", self.capability, variants, dtype, setup)
 
     def prepare(self, inputs: AttentionInputs, *, for_capture: bool = False) -> None:
         """Remember the step's inputs. Raises ValueError for inputs that contradict each other."""
         inputs.check()
         self._inputs = inputs
 
-    def run(self, q: torch.Tensor, kv: torch.Tensor, variant: Variant, out: torch.Tensor) -> None:
+    def run(
+        self,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        variant: Variant,
+        out: torch.Tensor,
+        layer: LayerTensors = NO_TENSORS,
+    ) -> None:
         """Attend; see AttentionBackend. Raises ValueError for tensors that are not the step's."""
         inputs = self._inputs
         inputs.check_call(q, kv, out)
@@ -39,4 +64,6 @@ class ReferenceBackend:
         paged_attention_eager(
             q, kv, inputs.query_start[: rows + 1], inputs.seq_lens[:rows], inputs.block_table[:rows], out,
             scale=variant.scale, window=variant.window, soft_cap=variant.soft_cap, value_size=variant.value_size,
+            chunk=variant.chunk, alibi_slopes=variant.alibi_slopes, causal=variant.causal, sinks=layer.sinks,
+            key_scale=layer.key_scale, value_scale=layer.value_scale,
         )  # fmt: skip

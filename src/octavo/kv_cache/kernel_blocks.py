@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from octavo.groups import CacheGroup
+from octavo.groups import KINDS, CacheGroup
 from octavo.kv_cache.layout import Layout
 
 
@@ -80,15 +80,13 @@ def prepare_kernel_block_sizes(
             sizes.append(None)
         elif group.kind == "mamba":
             sizes.append(group.block_size)
-        elif group.kind in ("full", "sliding"):
+        elif group.kind in KINDS:
             size = select_common_block_size(group.block_size, named) if wanted is None else wanted
             _check_split(group.block_size, size, named)
             states_per_block(size, group.tokens_per_state)
             sizes.append(size)
         else:
-            raise ValueError(
-                f"unknown kind of cache group {group.kind!r}: known are full, sliding, mamba, encoder_only"
-            )
+            raise ValueError(f"unknown kind of cache group {group.kind!r}: known are {', '.join(KINDS)}")
     return sizes
 
 

@@ -93,35 +93,43 @@ class Layout:
         assert buffer.numel() == math.prod(shape), f"a buffer of {buffer.numel()} elements cannot be viewed as {shape}"
         return buffer.as_strided(tuple(shape), self.strides(shape))
 
-    def pages(self, buffer: torch.Tensor, shape: CacheShape) -> torch.Tensor:
-        """[L, B, page elements] of a flat `buffer`: the bytes of each block of each layer."""
-        layer, block, *_ = self.strides(shape)
-        return buffer.as_strided((shape.num_layers, shape.num_blocks, shape.page_numel), (layer, block, 1))
-
-    def kernel_stride(self, num_layers: int, ratio: int) -> int:
-        """Kernel blocks from one block to the next in a layer's view of blocks split in `ratio`; 1 if not split.
-
-        Where blocks are outermost, the other layers' kernel blocks lie between.
-        """
-        return ratio * num_layers if self.block_outermost and ratio > 1 else ratio
-
     def layer_view(self, buffer: torch.Tensor, shape: CacheShape, layer: int, ratio: int = 1) -> torch.Tensor:
-        """[kernel blocks, H, N / ratio, C] of one layer, over the bytes of `buffer`.
+        """[kernel blocks, H, N / ratio, C] of one layer, over the bytes of `buffer`; see `page_view`."""
+        layer_stride, block_stride, *_ = self.strides(shape)
+        return self.page_view(buffer, layer * layer_stride, block_stride, shape, ratio)
+
+    def page_view(
+        self, buffer: torch.Tensor, start: int, block_stride: int, shape: CacheShape, ratio: int = 1
+    ) -> torch.Tensor:
+        """[kernel blocks, H, N / ratio, C] of pages that begin at element `start` and lie `block_stride` apart.
 
         The j-th part of block b is kernel block b * kernel_stride + j. Blocks keep their pages at any ratio; inside a
-        page the parts follow each other.
+        page the parts follow each other. Raises ValueError as `kernel_stride` does.
         """
-        layers, blocks, heads, tokens, channels = shape
-        assert tokens % ratio == 0, f"a block of {tokens} tokens cannot be split in {ratio}"
-        fine = CacheShape(layers, blocks * ratio, heads, tokens // ratio, channels)
-        if ratio == 1 or self.layer_compact:
-            return self.view(buffer, fine)[layer]
-        stride = self.kernel_stride(layers, ratio)
+        _, blocks, heads, tokens, channels = shape
+        stride, part = kernel_stride(block_stride, shape.page_numel, ratio), shape.page_numel // ratio
+        inner = self.strides((1, 1, heads, tokens // ratio, channels))[2:]
         size = ((blocks - 1) * stride + ratio, heads, tokens // ratio, channels)
-        # Parts follow each other within the page, so a part is as far from the next as it is long.
-        inner = self.strides(fine)[2:]
-        start = buffer.storage_offset() + layer * shape.page_numel
-        return buffer.as_strided(size, (fine.page_numel, *inner), start)
+        step = block_stride if ratio == 1 else part
+        return buffer.as_strided(size, (step, *inner), buffer.storage_offset() + start)
+
+
+def kernel_stride(block_stride: int, page_numel: int, ratio: int) -> int:
+    """Kernel blocks from one block to the next where blocks, `block_stride` apart, are split in `ratio`.
+
+    1 if they are not split. More than `ratio` where other layers' bytes lie between two blocks. Raises ValueError where
+    these are no whole number of kernel blocks.
+    """
+    if ratio == 1:
+        return 1
+    part = page_numel // ratio
+    if page_numel % ratio or block_stride % part:
+        raise ValueError(
+            f"blocks {block_stride} elements apart do not store pages of {page_numel} densely, so a block cannot be "
+            f"split into {ratio} kernel blocks: set attention_config kernel_block_size to the block size, or another "
+            "backend"
+        )
+    return block_stride // part
 
 
 LAYOUTS = {name: Layout(name) for name in ("LBHNC", "LBNHC", "BLHNC", "BLNHC")}
@@ -178,17 +186,16 @@ def resolve_layout(
     return wished or LAYOUTS[common[0]]
 
 
-def block_rows(layout: Layout, buffer: torch.Tensor, shape: CacheShape) -> list[torch.Tensor]:
+def block_rows(layout: Layout, buffer: torch.Tensor, num_blocks: int, num_pages: int) -> list[torch.Tensor]:
     """The cache as bytes: uint8 tensors [num_blocks, row bytes] that share the bytes of a flat `buffer`.
 
-    One tensor where the blocks of all layers lie together, else one per layer. Row b is block b, all of it.
+    One tensor where the blocks of all layers lie together, else one for each of the `num_pages` of a block. Row b is
+    block b, all of it.
     """
-    pages = layout.pages(buffer, shape)
+    data = buffer.view(torch.uint8)
     if layout.block_outermost:
-        rows = [pages.transpose(0, 1).flatten(1)]
-    else:
-        rows = list(pages.unbind(0))
-    return [row.view(torch.uint8) for row in rows]
+        return [data.view(num_blocks, -1)]
+    return list(data.view(num_pages, num_blocks, -1).unbind(0))
 
 
 def extract_blocks(rows: Sequence[torch.Tensor], block_ids: Sequence[int]) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 Owns one backing allocation for all cache groups and the per-layer views of it. Does not know which request owns a
 block: that is the scheduler's BlockPool. Invariant: block b of every group lies at the same bytes, so a block may pass
-from one group to another; layer slot s of a block belongs to the s-th layer of whichever group holds the block.
+from one group to another; page s of a block belongs to the s-th layer of whichever group holds the block.
 """
 
 from __future__ import annotations
@@ -11,17 +11,20 @@ from collections.abc import Sequence
 
 import torch
 
-from octavo.groups import CacheGroup
-from octavo.kv_cache.kernel_blocks import BlockMap, group_kernel_blocks
-from octavo.kv_cache.layout import CacheShape, Layout, block_rows, extract_blocks, inject_blocks
+from octavo.groups import CacheGroup, block_bytes, pages_differ
+from octavo.kv_cache.kernel_blocks import BlockMap, group_kernel_blocks, states_per_block
+from octavo.kv_cache.layout import CacheShape, Layout, block_rows, extract_blocks, inject_blocks, kernel_stride
 
 _INT32_MAX = 2**31 - 1
 
 
 class KVCachePool:
-    """`views[layer]` is [kernel blocks, num_kv_heads, kernel_block_size, channels]: K then V, or a latent state.
+    """`views[layer]` of an attention layer is [kernel blocks, heads, states of a kernel block, channels].
 
-    `block_maps[g]` says which kernel blocks of the views of group g a block is.
+    The channels are K then V of one head; a latent (mla) layer has one head, and its latent then its key as channels.
+    A state is a token, unless the group compresses several into one. A recurrent layer's view is its bytes, uint8
+    [num_blocks, state_bytes]; a layer that keeps nothing has an empty one. `block_maps[g]` says which kernel blocks of
+    the views of group g a block is.
     """
 
     def __init__(
@@ -29,8 +32,6 @@ class KVCachePool:
         groups: Sequence[CacheGroup],
         *,
         num_blocks: int,
-        num_kv_heads: int,
-        channels: int,
         dtype: torch.dtype,
         device: torch.device,
         layout: Layout,
@@ -38,30 +39,70 @@ class KVCachePool:
     ) -> None:
         """Allocate. Fresh memory is not touched: bytes that no token has written are never read.
 
-        kernel_block_sizes: per group, as `prepare_kernel_block_sizes` gives them; empty: blocks are not split.
+        kernel_block_sizes: per group, as `prepare_kernel_block_sizes` gives them; empty: blocks are not split. Raises
+        ValueError where blocks cannot be split so, and where their pages differ in size and `layout` keeps a layer's
+        pages together.
         """
-        num_slots = max(len(group.layers) for group in groups)
-        shape = CacheShape(num_slots, num_blocks, num_kv_heads, groups[0].block_size, channels)
-        self.layout, self.shape = layout, shape
-        self.buffer = torch.empty(num_slots * num_blocks * shape.page_numel, dtype=dtype, device=device)
-        self.pages = layout.pages(self.buffer, shape)  # [layer slots, num_blocks, page elements]
-        self.block_maps = [_block_map(shape, layout, size) for size in kernel_block_sizes or [None] * len(groups)]
+        itemsize = dtype.itemsize
+        if pages_differ(groups, itemsize) and not layout.block_outermost:
+            raise ValueError(
+                f"KV cache layout {layout.name} cannot express this model's mixed page sizes: "
+                "set kv_cache_layout to BLHNC or BLNHC"
+            )
+        self.layout, self.num_blocks = layout, num_blocks
+        self.block_bytes = block_bytes(groups, itemsize)
+        self.num_pages = max(len(group.layers) for group in groups)  # of a block; where all have one size
+        self.buffer = torch.empty(num_blocks * self.block_bytes // itemsize, dtype=dtype, device=device)
         num_layers = sum(len(group.layers) for group in groups)
-        self.views: list[torch.Tensor] = [self.buffer] * num_layers
+        self.views: list[torch.Tensor] = [self.buffer[:0]] * num_layers
         self.group_of_layer: list[int] = [0] * num_layers
-        for index, (group, block_map) in enumerate(zip(groups, self.block_maps, strict=True)):
+        self.block_maps = [
+            self._bind(index, group, size)
+            for index, (group, size) in enumerate(
+                zip(groups, kernel_block_sizes or [group.block_size for group in groups], strict=True)
+            )
+        ]
+
+    def _bind(self, index: int, group: CacheGroup, size: int | None) -> BlockMap:
+        """Make the views of a group's layers."""
+        for layer in group.layers:
+            self.group_of_layer[layer] = index
+        if size is None or group.kind == "encoder_only":
+            return BlockMap(kernel_block_size=group.block_size)
+        itemsize = self.buffer.itemsize
+        page = group.page_bytes(itemsize)
+        together = self.layout.block_outermost
+        block_stride = self.block_bytes if together else page
+        layer_stride = page if together else page * self.num_blocks
+        if group.state_bytes:
+            data = self.buffer.view(torch.uint8)
             for slot, layer in enumerate(group.layers):
-                self.views[layer] = layout.layer_view(self.buffer, shape, slot, block_map.ratio)
-                self.group_of_layer[layer] = index
+                state = (self.num_blocks, group.state_bytes)
+                self.views[layer] = data.as_strided(state, (block_stride, 1), slot * layer_stride)
+            return BlockMap(kernel_block_size=group.block_size)
+        states_per_block(size, group.tokens_per_state)
+        ratio = group.block_size // size
+        assert ratio * size == group.block_size, f"kernel blocks of {size} do not divide blocks of {group.block_size}"
+        shape = CacheShape(1, self.num_blocks, group.num_heads, group.states_per_block, group.num_channels)
+        stride = kernel_stride(block_stride // itemsize, shape.page_numel, ratio)
+        if self.num_blocks * stride > _INT32_MAX:
+            raise ValueError(
+                f"{self.num_blocks} blocks of {stride} kernel blocks each pass the {_INT32_MAX} that a block table can "
+                "name: lower num_gpu_blocks_override or raise kernel_block_size"
+            )
+        for slot, layer in enumerate(group.layers):
+            start = slot * layer_stride // itemsize
+            self.views[layer] = self.layout.page_view(self.buffer, start, block_stride // itemsize, shape, ratio)
+        return BlockMap(kernel_block_size=size, ratio=ratio, stride=stride)
 
     def block_view(self, layer: int) -> torch.Tensor:
         """`views[layer]` by blocks: [num_blocks, r, heads, kernel block, channels], without the r where it is 1."""
         stride = self.block_maps[self.group_of_layer[layer]].stride
-        return group_kernel_blocks(self.views[layer], self.shape.num_blocks, stride=stride)
+        return group_kernel_blocks(self.views[layer], self.num_blocks, stride=stride)
 
     def rows(self) -> list[torch.Tensor]:
         """The cache as bytes, [num_blocks, row bytes]; see `block_rows`."""
-        return block_rows(self.layout, self.buffer, self.shape)
+        return block_rows(self.layout, self.buffer, self.num_blocks, self.num_pages)
 
     def extract(self, block_ids: Sequence[int]) -> torch.Tensor:
         """A copy of whole blocks, uint8 [len(block_ids), bytes of a block]."""
@@ -74,19 +115,6 @@ class KVCachePool:
     def zero_blocks(self, block_ids: Sequence[int]) -> None:
         """Zero every byte of the blocks, for groups that read what they have not written."""
         if block_ids:
-            self.pages[:, torch.as_tensor(block_ids, device=self.pages.device)] = 0
-
-
-def _block_map(shape: CacheShape, layout: Layout, size: int | None) -> BlockMap:
-    """Raises ValueError if kernel block ids do not fit block tables."""
-    if size is None:
-        return BlockMap(kernel_block_size=shape.block_size)
-    ratio = shape.block_size // size
-    assert ratio * size == shape.block_size, f"kernel blocks of {size} do not divide blocks of {shape.block_size}"
-    stride = layout.kernel_stride(shape.num_layers, ratio)
-    if shape.num_blocks * stride > _INT32_MAX:
-        raise ValueError(
-            f"{shape.num_blocks} blocks of {stride} kernel blocks each pass the {_INT32_MAX} that a block table can "
-            "name: lower num_gpu_blocks_override or raise kernel_block_size"
-        )
-    return BlockMap(kernel_block_size=size, ratio=ratio, stride=stride)
+            index = torch.as_tensor(block_ids, device=self.buffer.device)
+            for row in self.rows():
+                row[index] = 0

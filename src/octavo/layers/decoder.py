@@ -102,13 +102,15 @@ class Decoder:
         """`layers`: DecoderLayers in order, each with its number as the attention's index."""
         self._layers, self._norm = tuple(cast(DecoderLayer, layer) for layer in layers), norm
         self._dense = all(isinstance(layer.mlp, Mlp) for layer in self._layers)
+        variants = [layer.attention.variant for layer in self._layers]
+        self._plain = all(set(variant.facts) <= {"window", "soft_cap"} for variant in variants)
         self._bound: BoundDecoder | None = None
         self._bound_to: tuple[object, object] = (None, None)  # the context's cache views and groups
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """x [tokens, size]: the embedding; positions [tokens] int64 -> hidden states after the norm."""
         context = current_context()
-        if self._dense and all(backend.capability.paged_operator for backend in context.backends):
+        if self._dense and self._plain and all(backend.capability.paged_operator for backend in context.backends):
             return self._bind(context)(x, positions, context.inputs)
         residual: torch.Tensor | None = None
         for layer in self._layers:

@@ -13,6 +13,9 @@ that part.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 
 from octavo.ops import native
@@ -36,38 +39,42 @@ def paged_attention(
     window: int = 0,
     soft_cap: float = 0.0,
     value_size: int = 0,
+    chunk: int = 0,
+    alibi_slopes: Sequence[float] = (),
+    causal: bool = True,
+    sinks: torch.Tensor | None = None,
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
 ) -> None:
-    """Causal attention of each row's queries, the last of its `seq_lens[row]` tokens, written to `out`.
+    """Attention of each row's queries, the last of its `seq_lens[row]` tokens, written to `out`.
 
     q, out: [tokens, heads, head_size] float32 or bfloat16; kv: [blocks, kv_heads, block_size, 2 * head_size] of the
     same dtype, K then V; q, out and kv have any strides but a contiguous last axis. query_start: [rows + 1], seq_lens:
     [rows], block_table: [rows, width], all int32. Tokens of a row with seq_len 0 become 0; tokens beyond
-    `query_start[-1]` stay as they are. window: tokens that a query sees, itself included, 0 for all.
-    soft_cap: scores become cap * tanh(score / cap), 0 for none.
-    value_size: latent attention: kv is [blocks, 1, block_size, head_size], V is K's first `value_size` channels and
-    out [tokens, heads, value_size]; 0: V stands beside K.
+    `query_start[-1]` stay as they are.
+
+    A score is scaled; soft_cap makes it cap * tanh(score / cap), 0 for none; alibi_slopes, one per head, add slope *
+    (key - query). A query sees the keys up to itself (all, if not causal), of these the last `window`, itself included
+    (0: all), of these those of its own chunk of `chunk` tokens from position 0 (0: all). sinks: [heads] float32, a
+    logit that joins the softmax and has no value. value_size: latent attention: kv is [blocks, 1, block_size,
+    head_size], V is K's first `value_size` channels, out [tokens, heads, value_size]. key_scale, value_scale:
+    [kv_heads] float32, what a quantized cache's K and V are multiplied with.
     """
     library = native.lib()
-    if not library or q.dtype not in native.DTYPE_CODES:
+    plain = not chunk and causal and not alibi_slopes and sinks is None and kv.dtype == q.dtype
+    if not library or q.dtype not in native.DTYPE_CODES or not plain:
         paged_attention_eager(
-            q,
-            kv,
-            query_start,
-            seq_lens,
-            block_table,
-            out,
-            scale=scale,
-            window=window,
-            soft_cap=soft_cap,
-            value_size=value_size,
-        )
+            q, kv, query_start, seq_lens, block_table, out, scale=scale, window=window, soft_cap=soft_cap,
+            value_size=value_size, chunk=chunk, alibi_slopes=alibi_slopes, causal=causal, sinks=sinks,
+            key_scale=key_scale, value_scale=value_scale,
+        )  # fmt: skip
         return
     _, num_heads, head_size = q.shape
     _, num_kv_heads, block_size, _ = kv.shape
     q_token, q_head, _ = q.stride()
     out_token, out_head, _ = out.stride()
     kv_block, kv_head, kv_token, _ = kv.stride()
-    assert kv.dtype == q.dtype == out.dtype, "queries, cache and output share a dtype"
+    assert q.dtype == out.dtype, "queries and output share a dtype"
     library.octavo_paged_attention(
         q.data_ptr(), out.data_ptr(), kv.data_ptr(), query_start.data_ptr(), seq_lens.data_ptr(),
         block_table.data_ptr(), q_token, q_head, out_token, out_head, kv_block, kv_head, kv_token,
@@ -88,14 +95,19 @@ def paged_attention_eager(
     window: int = 0,
     soft_cap: float = 0.0,
     value_size: int = 0,
+    chunk: int = 0,
+    alibi_slopes: Sequence[float] = (),
+    causal: bool = True,
+    sinks: torch.Tensor | None = None,
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
 ) -> None:
     """The twin of `paged_attention` in plain torch: per row a gather of its K and V, then softmax attention.
 
-    value_size: latent attention: kv [blocks, 1, block_size, head_size], V is K's first `value_size` channels; 0: none.
+    Any float dtypes; kv may be float8_e4m3fn or int8 as well.
     """
     num_kv_heads, block_size = kv.shape[1], kv.shape[2]
-    head_size = q.shape[2]
-    starts = query_start.tolist()
+    starts, bias = query_start.tolist(), _Bias(window, chunk, tuple(alibi_slopes), causal)
     for row, seq_len in enumerate(seq_lens.tolist()):
         begin, end = starts[row], starts[row + 1]
         if begin == end:
@@ -103,21 +115,74 @@ def paged_attention_eager(
         if seq_len == 0:
             out[begin:end] = 0
             continue
-        first = max(0, seq_len - (end - begin) + 1 - window) if window else 0  # what the first query sees
-        first_block, last_block = first // block_size, -(-seq_len // block_size)
-        blocks = kv[block_table[row, first_block:last_block].long()]  # [blocks, kv_heads, block, 2 * head_size]
-        tokens = blocks.transpose(0, 1).flatten(1, 2)[:, first - first_block * block_size :]
-        tokens = tokens[:, : seq_len - first].float()
-        keys, values = tokens[..., :head_size], tokens[..., :value_size] if value_size else tokens[..., head_size:]
+        position = torch.arange(seq_len - (end - begin), seq_len, device=q.device)
+        first = bias.first_seen(int(position[0]))
+        tokens = _gather(kv, block_table[row], first // block_size, -(-seq_len // block_size))
+        tokens = tokens[:, first % block_size :][:, : seq_len - first]  # [kv_heads, keys, channels]
+        keys, values = _split(tokens, q.shape[2], value_size, key_scale, value_scale)
         queries = q[begin:end].float().unflatten(1, (num_kv_heads, -1))  # [tokens, kv_heads, group, head_size]
         scores = torch.einsum("tkgd,ksd->kgts", queries, keys) * scale
         if soft_cap:
             scores = soft_cap * torch.tanh(scores / soft_cap)
-        position = torch.arange(seq_len - (end - begin), seq_len, device=q.device)[:, None]
-        column = torch.arange(first, seq_len, device=q.device)[None, :]
-        hidden = column > position
-        if window:
-            hidden |= column <= position - window
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+        scores = bias(scores, position[:, None], torch.arange(first, seq_len, device=q.device)[None, :])
+        weights = _softmax(scores, sinks)
         result = torch.einsum("kgts,ksd->tkgd", weights, values)
         out[begin:end] = result.flatten(1, 2).to(out.dtype)
+
+
+class _Bias(NamedTuple):
+    """What depends on the positions of query and key alone."""
+
+    window: int
+    chunk: int
+    alibi_slopes: tuple[float, ...]
+    causal: bool
+
+    def first_seen(self, position: int) -> int:
+        """The first key that a query sees."""
+        first = max(0, position + 1 - self.window) if self.window else 0
+        return max(first, position // self.chunk * self.chunk) if self.chunk else first
+
+    def __call__(self, scores: torch.Tensor, position: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+        """scores [kv_heads, group, queries, keys], -inf where hidden; position [queries, 1], column [1, keys]."""
+        if self.alibi_slopes:
+            slopes = torch.tensor(self.alibi_slopes, device=scores.device).view(*scores.shape[:2], 1, 1)
+            scores = scores + slopes * (column - position)
+        hidden = column > position if self.causal else torch.zeros_like(column > position)
+        if self.window:
+            hidden = hidden | (column <= position - self.window) | (column >= position + self.window)
+        if self.chunk:
+            hidden = hidden | (column // self.chunk != position // self.chunk)
+        return scores.masked_fill(hidden, float("-inf"))
+
+
+def _gather(kv: torch.Tensor, table: torch.Tensor, first: int, last: int) -> torch.Tensor:
+    """The tokens of columns first .. last - 1 of a block table's line, [kv_heads, tokens, channels] float32."""
+    raw = kv.view(torch.uint8) if kv.dtype == torch.float8_e4m3fn else kv  # torch indexes no float8
+    blocks = raw[table[first:last].long()]
+    return blocks.view(kv.dtype).float().transpose(0, 1).flatten(1, 2)
+
+
+def _split(
+    tokens: torch.Tensor,
+    head_size: int,
+    value_size: int,
+    key_scale: torch.Tensor | None,
+    value_scale: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V, scaled, of tokens [kv_heads, keys, channels]."""
+    keys = tokens[..., :head_size]
+    if key_scale is not None:
+        keys = keys * key_scale[:, None, None]
+    if value_size:
+        return keys, keys[..., :value_size]
+    values = tokens[..., head_size:]
+    return keys, values if value_scale is None else values * value_scale[:, None, None]
+
+
+def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Over the keys; a sink takes its share of the sum."""
+    if sinks is None:
+        return scores.softmax(dim=-1)
+    column = sinks.float().view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
+    return torch.cat((scores, column), dim=-1).softmax(dim=-1)[..., :-1]

@@ -86,7 +86,7 @@ class SlidingPolicy:
         return min(cdiv(num_tokens, self._block_size), cdiv(self._window + max_new - 1, self._block_size) + 1)
 
 
-POLICIES: dict[str, type[Policy]] = {"full": FullPolicy, "sliding": SlidingPolicy}
+POLICIES: dict[str, type[Policy]] = {"full": FullPolicy, "mla": FullPolicy, "sliding": SlidingPolicy}
 
 
 def make_policies(groups: Sequence[CacheGroup]) -> list[Policy]:
