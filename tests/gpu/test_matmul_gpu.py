@@ -16,6 +16,7 @@ if not torch.cuda.is_available():
 
 from matmul_rig import DTYPES, TILES, check_twin, distance, heavy_tailed
 from octavo.ops import matmul
+from octavo.ops.gpu import matmul as gpu
 from octavo.ops.gpu.matmul import linear
 from octavo.ops.matmul import pack_linear
 
@@ -63,6 +64,30 @@ def test_tiles_and_instruction_families_do_not_move_bits(dtype: torch.dtype) -> 
     expected = linear(x, weight, None, torch.empty(130, 512, device="cuda"))
     for tile in TILES:
         assert torch.equal(linear(x, weight, None, torch.empty_like(expected), tile), expected), tile
+
+
+@pytest.mark.parametrize(("n", "k"), SHAPES[:10])
+def test_the_library_is_used_where_it_keeps_the_order(n: int, k: int) -> None:
+    assert gpu.check_library(heavy_tailed(n, k, dtype=BF16, seed=1, device="cuda"))
+
+
+def test_the_fast_numerics_are_caught() -> None:
+    """The positive control: the library's free choice moves the bits of some row."""
+    n, k = 4096, 12288
+    weight = pack_linear(heavy_tailed(n, k, dtype=BF16, seed=1, device="cuda"))
+    x = heavy_tailed(600, k, dtype=BF16, seed=2, device="cuda")
+    expected = matmul.linear(x, weight, out_dtype=torch.float32)
+    gpu.select("fast")
+    try:
+        differing = [
+            m
+            for m in (1, 16, 64, 256, 600)
+            if not torch.equal(matmul.linear(x[:m], weight, out_dtype=torch.float32), expected[:m])
+        ]
+    finally:
+        gpu.select("reproducible")
+    assert differing
+    assert torch.equal(matmul.linear(x, weight, out_dtype=torch.float32), expected)
 
 
 def test_equals_the_twin() -> None:

@@ -96,7 +96,11 @@ def pack_linear(weight: Tensor, quantization: str | None = None) -> LinearWeight
 def _plain_gpu_weight(weight: Tensor, quantization: str | None) -> LinearWeight:
     if quantization is not None:
         raise ValueError(f"quantization {quantization!r} needs device 'cpu': on 'cuda' leave quantization out")
-    return LinearWeight(weight.shape[0], weight.shape[1], str(weight.dtype).removeprefix("torch."), weight.contiguous())
+    from octavo.ops.gpu import matmul  # needs triton
+
+    weight = weight.contiguous()
+    matmul.check_library(weight)
+    return LinearWeight(weight.shape[0], weight.shape[1], str(weight.dtype).removeprefix("torch."), weight)
 
 
 def linear(
