@@ -63,9 +63,9 @@ def tile_for(num_rows: int, n: int, k: int, dtype: torch.dtype) -> Tile:
             return Tile(16, 64, 256, 4, 3)
         return Tile(8, 32, 256, 2, 4, swap=True) if n <= 4096 else Tile(16, 32, 256, 2, 4, swap=True)
     if num_rows <= 32:
-        return Tile(32, 64, 128, 4, 4, swap=True)
+        return Tile(16, 64, 256, 4, 3, swap=True) if n <= 4096 else Tile(32, 64, 128, 4, 4, swap=True)
     if num_rows <= 128:
-        return Tile(64, 16, 128, 4, 4) if n <= 1024 else Tile(64, 64, 64, 4, 4)
+        return Tile(64, 16, 128, 4, 4) if n <= 2048 else Tile(64, 64, 64, 4, 4)
     return Tile(128, 128, 64, 8, 4) if num_rows <= 1024 else Tile(128, 256, 64, 8, 3)
 
 
@@ -124,8 +124,10 @@ def check_library(weight: Tensor) -> bool:
 
 
 def _prefers_library(num_rows: int, n: int, k: int) -> bool:
-    """Whether the library is the faster one: its unsplit kernels fall behind where a long K meets few tiles."""
-    return num_rows > (96 if n <= 1024 else 32 if n > 65536 else 16)
+    """Whether the library is the faster one: its unsplit kernels fall far behind where a long K meets few tiles."""
+    if n > 65536:
+        return num_rows > 32
+    return num_rows > 16 and (k < 3072 or num_rows * n >= 1 << 17)
 
 
 def _may_use_library(x: Tensor, weight: Tensor, out: Tensor) -> bool:
