@@ -18,7 +18,7 @@ COMMANDS = {
     "generate": ("octavo.terminal:generate", "complete prompts, streaming to the terminal"),
     "chat": ("octavo.terminal:chat", "talk to a model"),
     "serve": ("octavo.serve.server:main", "answer requests over HTTP, with OpenAI's API"),
-    "bench": ("octavo.terminal:bench", "measure throughput, latency, prefix reuse and start"),
+    "bench": ("octavo.terminal:bench", "measure throughput, latency, prefix reuse, start; compare bits"),
     "doctor": ("octavo.doctor:main", "versions, devices, memory plan, numerics contract, settings"),
 }
 

@@ -83,7 +83,7 @@ def chat(argv: Sequence[str]) -> int:
 
 
 def bench(argv: Sequence[str]) -> int:
-    """Run a set of benchmarks: `octavo bench engine ...` or `octavo bench serve ...`."""
+    """Run a set of benchmarks: `octavo bench engine|serve|reproducibility ...`."""
     if not argv or argv[0] not in _BENCHMARKS:
         raise flags.UsageError(f"octavo bench: say what to measure: {', '.join(_BENCHMARKS)}")
     module, _, function = _BENCHMARKS[argv[0]].partition(":")
@@ -91,7 +91,11 @@ def bench(argv: Sequence[str]) -> int:
     return code
 
 
-_BENCHMARKS = {"engine": "octavo.benchmark:main", "serve": "octavo.serve.bench:main"}
+_BENCHMARKS = {
+    "engine": "octavo.benchmark:main",
+    "serve": "octavo.serve.bench:main",
+    "reproducibility": "octavo.reproducibility:main",
+}
 
 
 def _parser(command: str, description: str) -> flags.Parser:

@@ -44,6 +44,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     "doctor": ({"words", "flags", "probe", "models.hub"}, set()),
     "benchmark": ({"words", "flags", "gpu_benchmark", "llm", "engine", "probe", "ops"}, {"torch", "numpy"}),
     "gpu_benchmark": ({"words", "llm", "ops"}, {"torch"}),
+    "reproducibility": ({"words", "flags", "llm", "engine", "benchmark", "worker"}, {"torch", "numpy", "msgspec"}),
     "serve": (
         {"words", "engine", "flags", "front", "grammar", "models.hub", "sched", "start", "text", "worker.executor"},
         {"httptools", "msgspec", "numpy", "prometheus_client", "starlette", "uvicorn", "uvloop"},

@@ -25,6 +25,7 @@ from octavo.plan import NewRow, StepPlan, StepResult
 from octavo.sampling.logprobs import GroupLogprobs, prompt_chunks
 from octavo.sampling.rows import SampleBatch
 from octavo.sampling.sampler import Sampler
+from octavo.worker.observe_logits import LogitsObserver
 from octavo.worker.results import PendingStep
 
 # Logits rows computed at a time for prompt log-probabilities: bounds their memory, changes no bit.
@@ -62,6 +63,11 @@ class Runner:
         self._graphs, self._max_model_len = graphs, max_model_len
         self._results = torch.zeros_like(buffers.rows.data[0])
         self._prompt_logprobs: dict[int, _PromptLogprobs] = {}
+        self._observers: list[LogitsObserver] = []
+
+    def observe(self, observer: LogitsObserver) -> None:
+        """Show the logits of every step to `observer`, from now on."""
+        self._observers.append(observer)
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -85,8 +91,9 @@ class Runner:
         self._bring()
         prompt_logprobs: dict[int, list[GroupLogprobs]] = {}
         if key is not EAGER:
-            logits = self._graphs.replay(key)
-            groups = self._sample_again(work, logits[: work.num_rows])
+            logits = self._graphs.replay(key)[: work.num_rows]
+            self._show(work, logits)
+            groups = self._sample_again(work, logits)
         else:
             batch = self._buffers.view(work.num_rows, work.total_tokens, work.max_query_len, work.max_seq_len)
             hidden = self._forward(batch, for_capture=False)
@@ -117,6 +124,8 @@ class Runner:
         self._tables.append(new.row, new.block_ids, overwrite=True)
         self._sampler.add(new)
         self._model_state.add(new)
+        for observer in self._observers:
+            observer.add(new)
         if new.prompt_logprobs_start >= 0:
             wanted = new.sampling.prompt_logprobs
             assert wanted is not None, "a row that owes prompt log-probabilities was asked for them"
@@ -144,9 +153,15 @@ class Runner:
         if num_samples < work.total_tokens:  # else every token's logits are wanted: no gather
             hidden = hidden.index_select(0, self._buffers.logits_indices.data[0, :num_samples])
         at = self._buffers.sampling.data[0, :num_samples]
-        output = self._sampler(self.model.logits(hidden), self._sample_batch(work, batch, at))
+        logits = self.model.logits(hidden)
+        self._show(work, logits)
+        output = self._sampler(logits, self._sample_batch(work, batch, at))
         self._commit(batch, output.tokens, output.failed)
         return output.logprobs
+
+    def _show(self, work: Work, logits: torch.Tensor) -> None:
+        for observe in self._observers:
+            observe(logits, work.rows[work.sampling], work.seq_lens[work.sampling])
 
     def _sample_again(self, work: Work, logits: torch.Tensor) -> list[GroupLogprobs]:
         """After a graph has sampled as if all rows were plain: replace its tokens where some are not."""

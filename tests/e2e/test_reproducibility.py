@@ -1,0 +1,60 @@
+"""`octavo bench reproducibility` on the bundled model: nothing differs, and what does is seen."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from octavo import LLM, reproducibility
+from octavo.reproducibility import Answer, Difference, Run, in_groups, make_jobs
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_axis_changes_a_bit(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code = reproducibility.main(["--dtype", dtype, "--tokens", "512", "--seed", "3"])
+    *lines, last = capsys.readouterr().out.splitlines()
+    document = json.loads(last)
+    axes = document["axes"]
+    control = axes.pop("control")
+    assert len(lines) == len(axes) + 1 and len(axes) >= 14
+    for name, row in axes.items():
+        assert row["tokens"] >= 512 and "NOT MET" not in row["remark"], (name, row)
+        assert not (row["different_tokens"] or row["different_logprobs"] or row["different_folds"]), (name, row)
+    if control["different_folds"]:  # else this processor's library gives the same bits at every number of rows
+        assert code == 0 and document["good"]
+
+
+def test_a_model_that_depends_on_the_batch_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its logits, long before it says another token."""
+    with LLM(dtype="float32", enable_prefix_caching=False) as llm:
+        model = llm.engine.runner.model
+        compute = model.logits
+
+        def logits(hidden: torch.Tensor) -> torch.Tensor:
+            found = compute(hidden)
+            if len(found) == 2:
+                found[1, 7] = torch.nextafter(found[1, 7], torch.tensor(torch.inf))
+            return found
+
+        monkeypatch.setattr(model, "logits", logits)
+        run = Run(llm, random.Random(0))
+        jobs = make_jobs(256, llm.engine.limits.vocab_size, 1)
+        expected = run.answers(jobs)
+        found, _ = in_groups(run, jobs, random.Random(0))
+    difference = Difference()
+    for one, other in zip(expected, found, strict=True):
+        difference.add(one, other)
+    assert difference.different_folds > 0 and difference.different_tokens == 0
+
+
+def test_a_comparison_ends_where_tokens_part() -> None:
+    difference = Difference()
+    difference.add(Answer([1, 2, 3], [-0.0, 1.0, 1.0], [5, 6, 7]), Answer([1, 4, 3], [0.0, 1.0, 2.0], [5, 6, 8]))
+    assert difference == Difference(tokens=2, different_tokens=1, different_logprobs=1, different_folds=0)
+    without: Any = Difference()
+    without.add(Answer([1], [-1.0], [5]), Answer([1], [], [5]))
+    assert not without.any
