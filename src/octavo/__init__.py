@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from octavo.attention.mods import AttentionMods as AttentionMods
     from octavo.config import EngineConfig as EngineConfig
     from octavo.llm import LLM as LLM
     from octavo.outputs import RequestOutput as RequestOutput
@@ -18,11 +19,12 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "LLM": "octavo.llm",
+    "AttentionMods": "octavo.attention.mods",
     "SamplingParams": "octavo.sampling_params",
     "EngineConfig": "octavo.config",
     "RequestOutput": "octavo.outputs",
 }
-__all__ = ["LLM", "EngineConfig", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AttentionMods", "EngineConfig", "RequestOutput", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

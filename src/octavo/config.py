@@ -30,7 +30,10 @@ ENVIRONMENT = {
 }
 SERVER_ENVIRONMENT = {"OCTAVO_API_KEY": "api_key", "OCTAVO_ADMIN_KEY": "admin_key"}  # fields of ServeConfig
 KV_CACHE_LAYOUTS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
-_ATTENTION_KEYS = ("backend", "kernel_block_size")
+FLEX_BLOCK_KEYS = (
+    "flex_attn_block_m", "flex_attn_block_n", "flex_attn_q_block_size", "flex_attn_kv_block_size",
+)  # fmt: skip
+_ATTENTION_KEYS = ("backend", "kernel_block_size", *FLEX_BLOCK_KEYS)
 _GENERATION_KEYS = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "max_new_tokens",
@@ -70,6 +73,9 @@ class EngineConfig:
     enforce_eager: bool = setting(False, "never replay CUDA graphs", "bool")
     attention_backend: str | None = setting(None, "shorthand for --attention-config.backend", "str")
     attention_config: dict[str, Any] = setting({}, 'attention options, e.g. {"backend": "reference"}', "dict")
+    attention_mods: Any = setting(
+        None, "octavo.AttentionMods: a mask and score changes of your own, as module:name or file.py:name", "mods"
+    )
 
     max_model_len: int | None = setting(
         None, "most tokens of a request, prompt and output: 4096, 16k, 16K, or auto (what the memory holds)", "length",
@@ -215,6 +221,7 @@ class Resolved:
     async_scheduling: bool
     block_size: int
     kernel_block_size: int | None  # None: the attention backend decides
+    attention_options: Mapping[str, Any]  # attention_config as it was given, for the backend
     kv_cache_layout: str | None  # None: the attention backend decides
     kv_cache_memory_bytes: int | None  # None: the memory plan decides
     num_gpu_blocks_override: int | None
@@ -255,6 +262,7 @@ def resolve(config: EngineConfig, arch: Arch, facts: DeviceFacts) -> Resolved:
         num_threads=config.num_threads or facts.num_cores,
         attention_backend=_resolve_attention(config, device, native != "none", why),
         kernel_block_size=_resolve_kernel_block_size(config),
+        attention_options=dict(config.attention_config),
         max_model_len=length,
         max_model_len_is_auto=config.max_model_len in (None, -1),
         max_num_seqs=seqs,

@@ -20,6 +20,7 @@ from octavo.observe import Phases
 from octavo.outputs import RequestOutput
 from octavo.plan import StepPlan
 from octavo.request import Request
+from octavo.request_fields import FieldSpec, salt_with_fields
 from octavo.sampling_params import SamplingParams, check, check_request_options
 from octavo.text.output import OutputProcessor, wants_every_token
 from octavo.text.tokenizer import Tokenizer
@@ -75,16 +76,19 @@ class EngineCore:
         seed: int = 0,
         async_scheduling: bool = False,
         grammars: Grammars = NO_GRAMMARS,
+        request_fields: Sequence[FieldSpec] = (),
     ) -> None:
         """`seed` draws the seeds of requests that have none; `async_scheduling` plans a step while one runs.
 
         `grammars` are the worker's: `add` compiles there, in its caller's thread, what the request's rows will use.
+        `request_fields`: what the attention reads of a request beside its tokens.
         """
         self.scheduler = scheduler
         self.times = StepTimes()
         self._executor = executor
         self._grammars = grammars
         self._eos_token_ids = frozenset(eos_token_ids)
+        self._request_fields = tuple(request_fields)
         self._seeds = random.Random(seed)
         self._inbox: collections.deque[list[Request] | list[str]] = collections.deque()
         self._in_flight: collections.deque[tuple[StepPlan, PendingResult]] = collections.deque()
@@ -102,6 +106,7 @@ class EngineCore:
             seed=resolved.seed,
             async_scheduling=resolved.async_scheduling,
             grammars=parts.grammars,
+            request_fields=parts.limits.request_fields,
         )
 
     def add(
@@ -123,6 +128,7 @@ class EngineCore:
         self._check_alive()
         self._grammars.prepare(params.structured_outputs)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
+        cache_salt = salt_with_fields(cache_salt, self._request_fields, params.extra_args)
         sequences = [
             Request(
                 sequence_id,

@@ -146,7 +146,8 @@ def _add_flag(group: Any, names: list[str], dest: str, kind: str, help: str) -> 
 
 
 _METAVARS = {
-    "str": "NAME", "int": "N", "float": "X", "length": "N", "bytes": "BYTES", "dict": "JSON", "ints": "N,N,...",
+    "str": "NAME", "int": "N", "float": "X", "length": "N", "bytes": "BYTES", "dict": "JSON",
+    "mods": "MODULE:NAME", "ints": "N,N,...",
 }  # fmt: skip
 
 

@@ -7,6 +7,7 @@ another process (`serve`). Imports no torch. Invariant: both sides read the same
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 from octavo.arch import Arch
@@ -14,6 +15,7 @@ from octavo.config import EngineConfig
 from octavo.generation_config import default_sampling
 from octavo.hf_config import read_arch
 from octavo.models.hub import find_model
+from octavo.request_fields import FieldSpec
 from octavo.sampling_params import Limits, SamplingParams
 from octavo.text.no_tokenizer import NoTokenizer
 from octavo.text.tokenizer import Tokenizer, load_tokenizer
@@ -55,7 +57,12 @@ def load_front(config: EngineConfig, folder: Path, arch: Arch) -> Front:
 
 
 def make_limits(
-    tokenizer: Tokenizer | NoTokenizer, *, vocab_size: int, max_model_len: int, max_logprobs: int
+    tokenizer: Tokenizer | NoTokenizer,
+    *,
+    vocab_size: int,
+    max_model_len: int,
+    max_logprobs: int,
+    request_fields: Sequence[FieldSpec] = (),
 ) -> Limits:
     """What requests are checked against: the engine's numbers and the tokenizer's."""
     return Limits(
@@ -64,4 +71,5 @@ def make_limits(
         num_token_ids=tokenizer.num_token_ids,
         max_token_bytes=tokenizer.max_token_bytes,
         max_logprobs=max_logprobs,
+        request_fields=tuple(request_fields),
     )

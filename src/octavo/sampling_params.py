@@ -21,6 +21,7 @@ from msgspec.structs import force_setattr
 from octavo.checks import INT32_MAX, as_float, as_ids, as_int, as_strings, shown, type_error
 from octavo.checks import ParameterError as ParameterError
 from octavo.checks import check_unicode as check_unicode
+from octavo.request_fields import FieldSpec, check_fields
 from octavo.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
 from octavo.structured_outputs import read_structured_outputs
 
@@ -98,7 +99,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None  # word sequences that are never completed
     bad_words_token_ids: list[list[int]] | None = None  # set by the text layer from `bad_words`, not by users
-    extra_args: dict[str, Any] | None = None  # for plug-ins; plain data
+    extra_args: dict[str, Any] | None = None  # request fields of attention mods, and plug-ins'; plain data
     repetition_detection: RepetitionDetectionParams | None = None
     structured_outputs: StructuredOutputsParams | None = None
 
@@ -269,6 +270,7 @@ class Limits:
     max_token_bytes: int = 0  # UTF-8 bytes that one token can stand for at most; 0: unknown
     max_logprobs: int = 20
     max_total_tokens: int = 1 << 20  # n * max_tokens of one request
+    request_fields: tuple[FieldSpec, ...] = ()  # what attention mods read of `extra_args`
 
 
 def check(params: SamplingParams, limits: Limits, num_prompt_tokens: int) -> int:
@@ -282,6 +284,7 @@ def check(params: SamplingParams, limits: Limits, num_prompt_tokens: int) -> int
 
     """
     check_length(num_prompt_tokens, limits, params.max_tokens)
+    check_fields(limits.request_fields, params.extra_args)
     room = limits.max_model_len - num_prompt_tokens
     max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
     if params.min_tokens > max_tokens:

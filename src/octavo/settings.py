@@ -47,7 +47,7 @@ class Setting:
     """What one field accepts. Numbers lie in [low, high]; `above` is an exclusive lower limit."""
 
     help: str
-    kind: str  # str | int | float | bool | dict | length | bytes
+    kind: str  # str | int | float | bool | dict | length | bytes | mods
     optional: bool = False  # None is a value: resolved later
     choices: tuple[str, ...] = ()
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -141,6 +141,7 @@ _NOUNS = {
     "dict": "a mapping (JSON on the command line)",
     "length": "a number of tokens such as 4096, 16k or 16K, or auto",
     "bytes": "a number of bytes such as 536870912, 512M or 4G",
+    "mods": "module:name, file.py:name, or octavo.AttentionMods",
 }
 _INT_READERS: dict[str, Callable[[str], int]] = {"int": int, "length": parse_length, "bytes": parse_bytes}
 _BOOLS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
@@ -161,6 +162,12 @@ def _convert(name: str, fact: Setting, value: Any) -> Any:
                 if not isinstance(loaded, dict):
                     raise expected
                 return loaded
+            case "mods", str():
+                if ":" not in value or not value.isprintable():
+                    raise expected
+                return value
+            case "mods", object():
+                return value  # checked where it is used: this module loads no torch
             case "str", str():
                 if not value or not value.isprintable():
                     raise expected

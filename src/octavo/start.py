@@ -14,10 +14,12 @@ import torch
 
 from octavo import probe
 from octavo.arch import Arch
-from octavo.attention.base import BACKENDS, AttentionBackend, Capability, Variant
+from octavo.attention.base import BACKENDS, NO_SETUP, AttentionBackend, Capability, Setup, Variant
+from octavo.attention.choice import mods_of, specs_of, suit_mods, with_mods
 from octavo.config import EngineConfig, Resolved, resolve
 from octavo.device.batch import InputBuffers
 from octavo.device.block_table import BlockTables
+from octavo.device.field_tables import FieldTables
 from octavo.device.graphs import GraphPool, decode_sizes
 from octavo.device.request_table import RequestTable
 from octavo.device.staging import WriteQueue
@@ -28,6 +30,7 @@ from octavo.groups import CacheGroup, make_groups, pages_differ
 from octavo.kv_cache.kernel_blocks import prepare_kernel_block_sizes
 from octavo.kv_cache.layout import resolve_layout
 from octavo.kv_cache.pool import KVCachePool
+from octavo.layers.attention import Attention
 from octavo.memory import ITEMSIZE, MemoryPlan, plan_memory
 from octavo.model_state.default import DefaultModelState
 from octavo.models.base import Model
@@ -79,6 +82,7 @@ def start_engine(config: EngineConfig, phases: Phases, *, text: bool = True) -> 
         model = load_model(
             shortened, folder, dtype, resolved.quantization, resolved.load_format, device=device, seed=resolved.seed
         )
+        resolved = _apply_mods(model, config, resolved)
     with phases("allocate the cache and the tables"):
         groups = make_groups(arch, resolved.block_size, ITEMSIZE[resolved.dtype])
         free_bytes, total_bytes = _memory(resolved)
@@ -107,6 +111,7 @@ def start_engine(config: EngineConfig, phases: Phases, *, text: bool = True) -> 
             vocab_size=arch.vocab_size,
             max_model_len=resolved.max_model_len,
             max_logprobs=resolved.max_logprobs,
+            request_fields=specs_of(model.attention_variants),
         ),
         default_sampling=default_sampling(folder, config),
         eos_token_ids=arch.eos_token_ids,
@@ -167,8 +172,14 @@ def make_runner(
         max_logprobs=resolved.max_logprobs,
         grammars=grammars,
     )
-    backends = [make_backend(resolved, _variants(model, group), dtype, device) for group in groups]
-    state = DefaultModelState(groups, backends, pool)
+    fields = FieldTables(
+        specs_of(model.attention_variants), max_num_rows=rows, max_model_len=length, device=device, queue=queue
+    )
+    backends = [
+        make_backend(resolved, _variants(model, group), dtype, device, _setup(resolved, pool, index, fields))
+        for index, group in enumerate(groups)
+    ]
+    state = DefaultModelState(groups, backends, pool, fields)
     graphs = GraphPool(decode_sizes(rows) if device.type == "cuda" and not resolved.enforce_eager else [])
     return Runner(model, state, pool, requests, tables, buffers, sampler, graphs, max_model_len=length)
 
@@ -180,11 +191,40 @@ def _make_executor(runner: Runner, resolved: Resolved) -> Executor:
 
 
 def make_backend(
-    resolved: Resolved, variants: Sequence[Variant], dtype: torch.dtype, device: torch.device
+    resolved: Resolved,
+    variants: Sequence[Variant],
+    dtype: torch.dtype,
+    device: torch.device,
+    setup: Setup = NO_SETUP,
 ) -> AttentionBackend:
     """The attention backend of one cache group."""
-    backend: AttentionBackend = BACKENDS.resolve(resolved.attention_backend)(variants, dtype, device)
+    backend: AttentionBackend = BACKENDS.resolve(resolved.attention_backend)(variants, dtype, device, setup)
     return backend
+
+
+def _setup(resolved: Resolved, pool: KVCachePool, index: int, fields: FieldTables) -> Setup:
+    """What cache group `index` tells its backend."""
+    return Setup(
+        max_num_rows=resolved.max_num_seqs,
+        max_num_tokens=resolved.max_num_batched_tokens,
+        max_model_len=resolved.max_model_len,
+        num_blocks=pool.views[pool.group_of_layer.index(index)].shape[0],
+        block_size=pool.block_maps[index].kernel_block_size,
+        reproducible=resolved.numerics == "reproducible",
+        options=resolved.attention_options,
+        fields=fields.data,
+    )
+
+
+def _apply_mods(model: Model, config: EngineConfig, resolved: Resolved) -> Resolved:
+    """Give each attention layer its variant with the config's mods; `resolved` with a backend that runs them."""
+    pairs = zip(model.attention_variants, mods_of(config, model.arch.num_layers), strict=True)
+    model.attention_variants = [with_mods(variant, own) for variant, own in pairs]
+    assert isinstance(model, torch.nn.Module), "models are trees of layers"
+    for layer in model.modules():
+        if isinstance(layer, Attention):
+            layer.variant = model.attention_variants[layer.index]
+    return suit_mods(config, resolved, model.attention_variants)
 
 
 def _capability(resolved: Resolved) -> Capability:

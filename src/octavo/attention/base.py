@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
+from octavo.attention.mods import NO_MODS, AttentionMods
 from octavo.kv_cache.kernel_blocks import MultipleOf
 from octavo.registry import Registry
 
@@ -46,6 +47,7 @@ class Capability:
     sinks: bool = False
     non_causal: bool = False
     latent: bool = False  # takes Variant.value_size
+    mods: bool = False  # any AttentionMods
     cache_dtypes: tuple[torch.dtype, ...] = ()  # of quantized caches that it takes beside the queries' own dtype
     eager: frozenset[str] = frozenset()  # names of facts above (or "cache_dtypes") that a slow eager twin serves
     reads_unwritten: bool = False  # loads slots that no token has written: fresh blocks are zeroed for it
@@ -68,6 +70,7 @@ class Variant:
     alibi_slopes: tuple[float, ...] = ()  # per head: slope * (key - query) joins the capped score; empty: none
     sinks: bool = False  # the layer brings a logit per head that joins the softmax and has no value
     causal: bool = True  # False: queries see all of the row (with a window: keys less than `window` away)
+    mods: AttentionMods = NO_MODS  # a user's mask and score changes, after the model's own
 
     @property
     def channels(self) -> int:
@@ -80,6 +83,7 @@ class Variant:
         needs = {
             "window": self.window, "chunk": self.chunk, "soft_cap": self.soft_cap, "alibi": self.alibi_slopes,
             "sinks": self.sinks, "non_causal": not self.causal, "latent": self.value_size,
+            "mods": self.mods is not NO_MODS,
         }  # fmt: skip
         return tuple(name for name, needed in needs.items() if needed)
 
@@ -119,6 +123,7 @@ class Setup:
     reproducible: bool = True
     cache_dtype: torch.dtype | None = None  # of a quantized cache; None: the queries'
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # EngineConfig.attention_config
+    fields: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)  # per request field, by row
 
 
 NO_SETUP = Setup()
@@ -183,6 +188,7 @@ class AttentionInputs:
     seq_lens: torch.Tensor  # [num_rows] int32
     block_table: torch.Tensor  # [num_rows, width] int32, kernel block ids
     slot_mapping: torch.Tensor  # [num_tokens] int64, -1: do not write
+    rows: torch.Tensor | None = None  # [num_rows] int64, the table row of each; read where mods are
     call_checked: bool = False  # whether a layer's tensors were found to fit
 
     def check(self) -> None:

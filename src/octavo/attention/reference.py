@@ -1,8 +1,8 @@
 """The reference backend: eager float32 attention on any device.
 
 Owns nothing but the step's inputs; `octavo.ops.attention.paged_attention_eager` does the work, row by row. It is the
-oracle of every other backend, made to be obviously right and not to be fast. Invariant: a row's result depends on its
-own queries, keys and values only.
+oracle of every other backend, made to be obviously right and not to be fast: a user's mods are called for each
+(head, query, key), in logical positions. Invariant: a row's result depends on its own queries, keys and values only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from octavo.attention.base import (
     Variant,
     check_variants,
 )
-from octavo.ops.attention import paged_attention_eager
+from octavo.attention.mods import NO_MODS, AttentionMods, bound
+from octavo.ops.attention import ChangeScores, paged_attention_eager
 
 
 class ReferenceBackend:
@@ -35,6 +36,7 @@ class ReferenceBackend:
         sinks=True,
         non_causal=True,
         latent=True,
+        mods=True,
         cache_dtypes=(torch.float8_e4m3fn, torch.int8, torch.float32, torch.bfloat16, torch.float16),
     )
 
@@ -43,6 +45,7 @@ class ReferenceBackend:
     ) -> None:
         """Raises ValueError for a dtype that is not a float of at most 32 bits."""
         check_variants("reference", self.capability, variants, dtype, setup)
+        self._fields = setup.fields
 
     def prepare(self, inputs: AttentionInputs, *, for_capture: bool = False) -> None:
         """Remember the step's inputs. Raises ValueError for inputs that contradict each other."""
@@ -58,12 +61,34 @@ class ReferenceBackend:
         layer: LayerTensors = NO_TENSORS,
     ) -> None:
         """Attend; see AttentionBackend. Raises ValueError for tensors that are not the step's."""
-        inputs = self._inputs
+        inputs, mods = self._inputs, variant.mods
         inputs.check_call(q, kv, out)
         rows = inputs.num_rows
-        paged_attention_eager(
-            q, kv, inputs.query_start[: rows + 1], inputs.seq_lens[:rows], inputs.block_table[:rows], out,
-            scale=variant.scale, window=variant.window, soft_cap=variant.soft_cap, value_size=variant.value_size,
-            chunk=variant.chunk, alibi_slopes=variant.alibi_slopes, causal=variant.causal, sinks=layer.sinks,
-            key_scale=layer.key_scale, value_scale=layer.value_scale,
-        )  # fmt: skip
+        with bound(self._fields if mods.fields else {}):
+            paged_attention_eager(
+                q, kv, inputs.query_start[: rows + 1], inputs.seq_lens[:rows], inputs.block_table[:rows], out,
+                scale=variant.scale, window=variant.window, soft_cap=variant.soft_cap, value_size=variant.value_size,
+                chunk=variant.chunk, alibi_slopes=variant.alibi_slopes, causal=variant.causal and mods.causal,
+                sinks=layer.sinks, key_scale=layer.key_scale, value_scale=layer.value_scale,
+                change=None if mods is NO_MODS else _apply_mods(mods, inputs.rows),
+            )  # fmt: skip
+
+
+def _apply_mods(mods: AttentionMods, rows: torch.Tensor | None) -> ChangeScores:
+    def call(score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        if mods.score_mod is not None:
+            score = mods.score_mod(score, b, h, q, kv)
+        return torch.where(mods.visible(b, h, q, kv), score, float("-inf"))
+
+    # each level takes one axis away, so that the mods see scalars, as they do in a kernel
+    per_key = torch.vmap(call, (0, None, None, None, 0))
+    per_query = torch.vmap(per_key, (0, None, None, 0, None))
+    per_head = torch.vmap(per_query, (0, None, 0, None, None))
+
+    def change(scores: torch.Tensor, row: int, positions: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        b = torch.tensor(row, device=scores.device) if rows is None else rows[row]
+        heads = torch.arange(scores.shape[0] * scores.shape[1], device=scores.device)
+        changed: torch.Tensor = per_head(scores.flatten(0, 1), b, heads, positions, columns)
+        return changed.view_as(scores)
+
+    return change

@@ -12,25 +12,34 @@ import torch
 
 from octavo.attention.base import AttentionBackend, AttentionInputs, ForwardContext
 from octavo.device.batch import Batch
+from octavo.device.field_tables import FieldTables
 from octavo.groups import CacheGroup
 from octavo.kv_cache.pool import KVCachePool
 from octavo.plan import NewRow
 
 
 class DefaultModelState:
-    """Full and sliding-window attention over the paged cache."""
+    """Full and sliding-window attention over the paged cache, and the request fields that mods read."""
 
-    def __init__(self, groups: Sequence[CacheGroup], backends: Sequence[AttentionBackend], pool: KVCachePool) -> None:
+    def __init__(
+        self,
+        groups: Sequence[CacheGroup],
+        backends: Sequence[AttentionBackend],
+        pool: KVCachePool,
+        fields: FieldTables,
+    ) -> None:
         """`backends[g]` serves the layers of `groups[g]`."""
         assert len(groups) == len(backends), "every cache group has a backend"
-        self._backends, self._pool = tuple(backends), pool
+        self._backends, self._pool, self._fields = tuple(backends), pool, fields
         self._block_sizes = [block_map.kernel_block_size for block_map in pool.block_maps]
 
     def add(self, new: NewRow) -> None:
-        """Nothing is kept per row."""
+        """Take in what the request gives to mods."""
+        self._fields.add(new.row, new.sampling.extra_args)
 
     def prepare(self, batch: Batch, *, for_capture: bool = False) -> ForwardContext:
         """Prepare attention for the batch and say what the layers need."""
+        self._fields.apply()
         inputs = []
         for index, (block_size, backend) in enumerate(zip(self._block_sizes, self._backends, strict=True)):
             group_inputs = self._inputs(batch, index, block_size, batch.block_tables[index])
@@ -56,4 +65,5 @@ class DefaultModelState:
             seq_lens=batch.seq_lens,
             block_table=block_table,
             slot_mapping=batch.slot_mapping[index],
+            rows=batch.rows,
         )

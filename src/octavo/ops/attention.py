@@ -13,7 +13,7 @@ that part.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,6 +23,9 @@ from octavo.ops.native import F32, I32, I64, PTR
 
 TILE = 32  # tokens per step of the online softmax; the native source holds the same number
 LEAF = 512  # tokens per independent partial result; a multiple of TILE
+
+# (scores [kv_heads, group, queries, keys], row, positions [queries], keys' positions [keys]) -> scores, -inf if hidden
+ChangeScores = Callable[[torch.Tensor, int, torch.Tensor, torch.Tensor], torch.Tensor]
 
 native.declare("octavo_paged_attention", [PTR] * 6 + [I64] * 15 + [F32] * 2 + [I32])
 
@@ -101,10 +104,12 @@ def paged_attention_eager(
     sinks: torch.Tensor | None = None,
     key_scale: torch.Tensor | None = None,
     value_scale: torch.Tensor | None = None,
+    change: ChangeScores | None = None,
 ) -> None:
     """The twin of `paged_attention` in plain torch: per row a gather of its K and V, then softmax attention.
 
-    Any float dtypes; kv may be float8_e4m3fn or int8 as well.
+    Any float dtypes; kv may be float8_e4m3fn or int8 as well. change: what else is done to the scores. A query that
+    sees nothing gets 0.
     """
     num_kv_heads, block_size = kv.shape[1], kv.shape[2]
     starts, bias = query_start.tolist(), _Bias(window, chunk, tuple(alibi_slopes), causal)
@@ -124,7 +129,10 @@ def paged_attention_eager(
         scores = torch.einsum("tkgd,ksd->kgts", queries, keys) * scale
         if soft_cap:
             scores = soft_cap * torch.tanh(scores / soft_cap)
-        scores = bias(scores, position[:, None], torch.arange(first, seq_len, device=q.device)[None, :])
+        column = torch.arange(first, seq_len, device=q.device)
+        scores = bias(scores, position[:, None], column[None, :])
+        if change is not None:
+            scores = change(scores, row, position, column)
         weights = _softmax(scores, sinks)
         result = torch.einsum("kgts,ksd->tkgd", weights, values)
         out[begin:end] = result.flatten(1, 2).to(out.dtype)
@@ -183,6 +191,7 @@ def _split(
 def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
     """Over the keys; a sink takes its share of the sum."""
     if sinks is None:
-        return scores.softmax(dim=-1)
+        blind = (scores == float("-inf")).all(dim=-1, keepdim=True)
+        return scores.softmax(dim=-1).masked_fill(blind, 0.0)
     column = sinks.float().view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
     return torch.cat((scores, column), dim=-1).softmax(dim=-1)[..., :-1]

@@ -101,7 +101,10 @@ class EngineProcess:
             return EXIT_FAILED
         self._core = core
         self._limits = Limits(
-            vocab_size=info.vocab_size, max_model_len=info.max_model_len, max_logprobs=info.max_logprobs
+            vocab_size=info.vocab_size,
+            max_model_len=info.max_model_len,
+            max_logprobs=info.max_logprobs,
+            request_fields=tuple(info.request_fields),
         )
         gc.collect()
         gc.freeze()  # what is loaded lives as long as the process: no collection needs to look at it again
@@ -302,6 +305,7 @@ def build_core(config: EngineConfig, phases: Phases) -> tuple[EngineCore, Engine
         num_blocks=memory.num_blocks,
         cache_bytes=memory.kv_bytes,
         weight_bytes=memory.weight_bytes,
+        request_fields=list(parts.limits.request_fields),
         numerics_contract=parts.numerics_contract,
         phases=phases.entries,
     )

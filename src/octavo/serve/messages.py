@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from octavo.request_fields import FieldSpec
 from octavo.sampling_params import SamplingParams
 from octavo.updates import RequestUpdate
 
@@ -76,6 +77,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int  # the null block included
     cache_bytes: int = 0
     weight_bytes: int = 0
+    request_fields: list[FieldSpec] = []
     numerics_contract: dict[str, str] = {}
     phases: list[tuple[str, float, int]] = []  # of the start: name, seconds, depth
 

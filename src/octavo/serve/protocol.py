@@ -122,7 +122,7 @@ _S = TypeVar("_S", bound=Shape)
 
 # Sampling parameters that a body may give under their own name.
 _NOT_IN_BODIES = {
-    "output_kind", "bad_words_token_ids", "extra_args", "detokenize", "stream_interval", "logprobs",
+    "output_kind", "bad_words_token_ids", "detokenize", "stream_interval", "logprobs",
     "structured_outputs",
 }  # fmt: skip
 SAMPLING = frozenset(SamplingParams.__struct_fields__) - _NOT_IN_BODIES
@@ -132,7 +132,7 @@ IGNORED = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "prediction", "verbosity", "web_search_options", "include", "truncation", "background", "conversation",
     "max_tool_calls", "prompt_cache_options", "stream_interval", "vllm_xargs", "mm_processor_kwargs", "detokenize",
-    "function_call", "extra_args", "media_io_kwargs",
+    "function_call", "media_io_kwargs",
 })  # fmt: skip
 
 # Fields that would change the answer and that there is no support for: (code, what to say).

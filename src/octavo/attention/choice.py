@@ -1,0 +1,71 @@
+"""Which mods a model's layers get, and whether an engine's settings suit them.
+
+Owns the folding of mods into what every backend knows, the choice of a backend that can run the rest, and the refusals.
+Knows no kernel. Invariant: a mod is run, folded whole, or refused by name; it is never dropped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from octavo.attention.base import BACKENDS, Variant
+from octavo.attention.mods import NO_MODS, AttentionMods, NativeForm, and_, load_mods, mods_of_layers
+from octavo.config import EngineConfig, Resolved
+from octavo.request_fields import FieldSpec
+from octavo.settings import ConfigError
+
+
+def mods_of(config: EngineConfig, num_layers: int) -> list[AttentionMods]:
+    """Per layer the mods that `config.attention_mods` names. Raises ConfigError."""
+    if config.attention_mods is None:
+        return [NO_MODS] * num_layers
+    try:
+        return mods_of_layers(load_mods(config.attention_mods), num_layers)
+    except ValueError as error:
+        raise ConfigError("attention_mods", config.attention_mods, str(error)) from None
+
+
+def with_mods(variant: Variant, mods: AttentionMods) -> Variant:
+    """The variant of a layer with `mods`, which become the variant's own words if it has words for them."""
+    own = NativeForm(
+        window=variant.window, chunk=variant.chunk, soft_cap=variant.soft_cap, alibi_slopes=variant.alibi_slopes
+    )
+    whole = and_(AttentionMods(native=own, name="the model's"), mods).native
+    if whole is None or not variant.causal or len(whole.alibi_slopes) not in (0, variant.num_heads):
+        return dataclasses.replace(variant, mods=mods)
+    return dataclasses.replace(variant, **dataclasses.asdict(whole), mods=NO_MODS)
+
+
+def specs_of(variants: Iterable[Variant]) -> tuple[FieldSpec, ...]:
+    """The request fields that some layer's mods read. Raises ConfigError where two differ and share a name."""
+    specs = tuple(dict.fromkeys(spec for variant in variants for spec in variant.mods.specs))
+    if len({spec.name for spec in specs}) != len(specs):
+        raise ConfigError("attention_mods", [spec.name for spec in specs], "two request fields share a name and differ")
+    return specs
+
+
+def suit_mods(config: EngineConfig, resolved: Resolved, variants: Sequence[Variant]) -> Resolved:
+    """`resolved` with a backend that runs the mods, where none was asked for. Raises ConfigError."""
+    modded = [variant.mods for variant in variants if variant.mods is not NO_MODS]
+    if not modded:
+        return resolved
+    name = modded[0].name
+    if not BACKENDS.resolve(resolved.attention_backend).capability.mods:
+        asked = config.attention_backend or config.attention_config.get("backend", "auto")
+        if asked != "auto":
+            raise ConfigError(
+                "attention_mods", name, f"attention backend {resolved.attention_backend} cannot run it",
+                "set --attention-backend flex or reference",
+            )  # fmt: skip
+        chosen = "flex" if resolved.device == "cuda" else "reference"
+        why = {**resolved.why, "attention_backend": f"it runs attention_mods={name}"}
+        resolved = dataclasses.replace(resolved, attention_backend=chosen, why=why)
+    if not all(mods.causal for mods in modded):
+        for field in ("enable_chunked_prefill", "enable_prefix_caching"):
+            if getattr(resolved, field):
+                raise ConfigError(
+                    "attention_mods", name, "it looks ahead of a query, so a prompt is computed whole and for itself",
+                    f"set --no-{field.replace('_', '-')}",
+                )  # fmt: skip
+    return resolved

@@ -1,0 +1,301 @@
+"""AttentionMods: what a query may see and how its scores are changed, written in logical positions.
+
+Owns the words of a mod (mask_mod, score_mod, block hints, request fields), their composition, and the binding of
+request fields to a backend's tables. Does not know blocks, batches or kernels. Invariants: a mask decides alone what is
+seen, hints only save work; `b` is a request's row in the tables that request fields read, and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from octavo.request_fields import FieldSpec
+
+MaskMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(b, h, q_idx, kv_idx) -> bool: whether the query sees the key. Arguments are int scalars."""
+ScoreMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(score, b, h, q_idx, kv_idx) -> score; the score is scaled already."""
+BlockTest: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(b, q_first, q_last, kv_first, kv_last) -> bool for tensors that broadcast: a rectangle of positions, ends in it."""
+
+_BOUND: dict[str, Tensor] = {}
+_BINDING = threading.RLock()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RequestField:
+    """A field of requests as a mod reads it: `field[b]`, or `field[b, position]` for a field per token."""
+
+    spec: FieldSpec
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """The value of a request's row. Only while a backend runs."""
+        return _BOUND[self.spec.name][index]
+
+
+def request_field(name: str, kind: str = "int", *, default: float = 0, per_token: bool = False) -> RequestField:
+    """A field that requests carry in `SamplingParams.extra_args[name]`, to be listed in `AttentionMods.fields`.
+
+    kind: int or float, 32 bits each; default: of requests without it; per_token: a list with a value for each token,
+    the last one standing for all later tokens.
+    """
+    return RequestField(FieldSpec(name, kind, default, per_token))
+
+
+@contextlib.contextmanager
+def bound(tables: Mapping[str, Tensor]) -> Iterator[None]:
+    """Let mods read their fields from `tables` (by name: [rows], or [rows, tokens]); one engine at a time."""
+    if not tables:
+        yield
+        return
+    with _BINDING:
+        before = dict(_BOUND)
+        _BOUND.update(tables)
+        try:
+            yield
+        finally:
+            _BOUND.clear()
+            _BOUND.update(before)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NativeForm:
+    """What a Variant says without a mod, in its own words."""
+
+    window: int = 0
+    chunk: int = 0
+    soft_cap: float = 0.0
+    alibi_slopes: tuple[float, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionMods:
+    """A mask and a change of scores, on top of what the model itself has (its windows and caps stay).
+
+    mask_mod and score_mod as FlexAttention takes them, in logical positions: token p of a request is p, whatever block
+    holds it. Tensors may be captured; they must lie on the engine's device. causal: keys behind the query are hidden
+    without the mask's saying so. False needs prompts that are computed in one step and no prefix cache.
+    some, every: hints per rectangle of positions, whether any pair or surely every pair in it is visible by mask_mod
+    alone; blocks that are hidden are not read, blocks that are wholly visible are not masked. fields: what the
+    functions read of a request. name: for messages.
+    """
+
+    mask_mod: MaskMod | None = None
+    score_mod: ScoreMod | None = None
+    causal: bool = True
+    some: BlockTest | None = None
+    every: BlockTest | None = None
+    fields: tuple[RequestField, ...] = ()
+    name: str = ""
+    native: NativeForm | None = None  # set by factories whose effect it is, whole
+
+    def __post_init__(self) -> None:
+        """Raises ValueError where a part is not callable, or two fields share a name."""
+        for part in ("mask_mod", "score_mod", "some", "every"):
+            if getattr(self, part) is not None and not callable(getattr(self, part)):
+                raise ValueError(f"attention_mods: {part} must be a function, got {type(getattr(self, part)).__name__}")
+        object.__setattr__(self, "fields", tuple(self.fields))
+        specs = [field.spec for field in self.fields]
+        if len({spec.name for spec in specs}) != len(set(specs)):
+            raise ValueError("attention_mods: two request fields share a name and differ")
+        if not self.name:
+            named = [getattr(part, "__name__", "mod") for part in (self.mask_mod, self.score_mod) if part is not None]
+            object.__setattr__(self, "name", " and ".join(named) or "no mods")
+
+    @property
+    def specs(self) -> tuple[FieldSpec, ...]:
+        """The fields, each once."""
+        return tuple(dict.fromkeys(field.spec for field in self.fields))
+
+    def some_visible(self, b: Tensor, q_first: Tensor, q_last: Tensor, kv_first: Tensor, kv_last: Tensor) -> Tensor:
+        """Whether a rectangle may have a visible pair, causality included."""
+        shape = torch.broadcast_shapes(q_first.shape, kv_first.shape)
+        seen = torch.ones(shape, dtype=torch.bool, device=q_first.device)
+        if self.causal:
+            seen = seen & (kv_first <= q_last)
+        if self.some is not None:
+            seen = seen & self.some(b, q_first, q_last, kv_first, kv_last)
+        return seen
+
+    def all_visible(self, b: Tensor, q_first: Tensor, q_last: Tensor, kv_first: Tensor, kv_last: Tensor) -> Tensor:
+        """Whether every pair of a rectangle is surely visible, causality included."""
+        shape = torch.broadcast_shapes(q_first.shape, kv_first.shape)
+        if self.mask_mod is not None and self.every is None:
+            return torch.zeros(shape, dtype=torch.bool, device=q_first.device)
+        seen = torch.ones(shape, dtype=torch.bool, device=q_first.device)
+        if self.causal:
+            seen = seen & (kv_last <= q_first)
+        if self.every is not None:
+            seen = seen & self.every(b, q_first, q_last, kv_first, kv_last)
+        return seen
+
+    def visible(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        """The mask, causality included."""
+        if self.mask_mod is None:
+            return kv_idx <= q_idx if self.causal else kv_idx >= 0
+        seen = self.mask_mod(b, h, q_idx, kv_idx)
+        return seen & (kv_idx <= q_idx) if self.causal else seen
+
+
+NO_MODS = AttentionMods(native=NativeForm())
+PerLayer: TypeAlias = AttentionMods | Callable[[int], AttentionMods | None]
+"""What `attention_mods` may be: one for all layers, or a function from a layer's number to its own."""
+
+
+def and_(*parts: AttentionMods) -> AttentionMods:
+    """A key is seen if every part lets it be seen; score changes are applied from left to right."""
+    masks = [part.mask_mod for part in parts if part.mask_mod is not None]
+    scores = [part.score_mod for part in parts if part.score_mod is not None]
+    some = [part.some for part in parts if part.some is not None]
+    every = [part.every for part in parts if part.every is not None]
+    knows_all = all(part.every is not None for part in parts if part.mask_mod is not None)
+    return AttentionMods(
+        mask_mod=_all_of(masks),
+        score_mod=_in_turn(scores),
+        causal=any(part.causal for part in parts) or not parts,
+        some=_all_of(some),
+        every=_all_of(every) if knows_all else None,
+        fields=tuple(dict.fromkeys(field for part in parts for field in part.fields)),
+        name=_join(parts, " & "),
+        native=_native_of(parts),
+    )
+
+
+def or_(*parts: AttentionMods) -> AttentionMods:
+    """A key is seen if some part lets it be seen. Causal only if every part is.
+
+    Raises ValueError for a part that changes scores: which pairs would it change?
+    """
+    if any(part.score_mod is not None for part in parts):
+        raise ValueError("or_ joins masks: put the score_mod outside, and_(or_(...), ...)")
+    if len({part.causal for part in parts}) > 1:
+        parts = tuple(_uncausal(part) if part.causal else part for part in parts)
+    free = any(part.mask_mod is None for part in parts)
+    hinted = all(part.some is not None for part in parts)
+    return AttentionMods(
+        mask_mod=None if free else functools.reduce(_either, (part.mask_mod for part in parts if part.mask_mod)),
+        causal=all(part.causal for part in parts),
+        some=None if free or not hinted else functools.reduce(_either, (part.some for part in parts if part.some)),
+        every=None if free else _any_of([part.every for part in parts if part.every is not None]),
+        fields=tuple(dict.fromkeys(field for part in parts for field in part.fields)),
+        name=_join(parts, " | "),
+    )
+
+
+def _uncausal(part: AttentionMods) -> AttentionMods:
+    """The same mods with causality in the mask."""
+    return dataclasses.replace(
+        part, mask_mod=part.visible, some=part.some_visible, every=part.all_visible, causal=False, native=None
+    )
+
+
+def _join(parts: tuple[AttentionMods, ...], sign: str) -> str:
+    return f"({sign.join(part.name for part in parts)})" if len(parts) > 1 else "".join(part.name for part in parts)
+
+
+def _both(first: Callable[..., Tensor], second: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def both(*at: Tensor) -> Tensor:
+        return first(*at) & second(*at)
+
+    return both
+
+
+def _either(first: Callable[..., Tensor], second: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def either(*at: Tensor) -> Tensor:
+        return first(*at) | second(*at)
+
+    return either
+
+
+def _then(first: ScoreMod, second: ScoreMod) -> ScoreMod:
+    def then(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return second(first(score, b, h, q_idx, kv_idx), b, h, q_idx, kv_idx)
+
+    return then
+
+
+def _all_of(tests: list[Callable[..., Tensor]]) -> Callable[..., Tensor] | None:
+    return functools.reduce(_both, tests) if tests else None
+
+
+def _any_of(tests: list[Callable[..., Tensor]]) -> Callable[..., Tensor] | None:
+    return functools.reduce(_either, tests) if tests else None
+
+
+def _in_turn(scores: list[ScoreMod]) -> ScoreMod | None:
+    return functools.reduce(_then, scores) if scores else None
+
+
+def _native_of(parts: tuple[AttentionMods, ...]) -> NativeForm | None:
+    """The native form of all parts together, if they have one."""
+    whole = NativeForm()
+    for part in parts:
+        form = part.native
+        if form is None or not part.causal:
+            return None
+        twice = (form.chunk and whole.chunk) or (form.soft_cap and whole.soft_cap)
+        if twice or ((form.soft_cap or form.alibi_slopes) and whole.alibi_slopes):  # a variant caps, then falls, once
+            return None
+        whole = NativeForm(
+            window=min(filter(None, (whole.window, form.window)), default=0),
+            chunk=whole.chunk or form.chunk,
+            soft_cap=whole.soft_cap or form.soft_cap,
+            alibi_slopes=whole.alibi_slopes or form.alibi_slopes,
+        )
+    return whole
+
+
+def load_mods(wish: object) -> PerLayer:
+    """What the setting `attention_mods` means: an object as it is, "module:name" or "file.py:name" imported.
+
+    Raises ValueError for anything that is no AttentionMods and no function.
+    """
+    found = wish
+    if isinstance(wish, str):
+        place, colon, name = wish.rpartition(":")
+        if not colon or not place or not name:
+            raise ValueError(f"attention_mods={wish!r}: expected module:name or file.py:name")
+        try:
+            found = getattr(_load_file(place) if place.endswith(".py") else importlib.import_module(place), name)
+        except (ImportError, AttributeError, OSError) as error:
+            raise ValueError(f"attention_mods={wish!r} does not load: {error}") from error
+    if isinstance(found, AttentionMods) or callable(found):
+        return found
+    raise ValueError(
+        f"attention_mods={wish!r} must be octavo.AttentionMods, or a function from a layer's number to one, "
+        f"got {type(found).__name__}"
+    )
+
+
+def _load_file(place: str) -> Any:
+    spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+    assert spec is not None and spec.loader is not None, "a .py file has a loader"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def mods_of_layers(wish: PerLayer, num_layers: int) -> list[AttentionMods]:
+    """Per layer its mods. Raises ValueError for a function's answer of another kind."""
+    if isinstance(wish, AttentionMods):
+        return [wish] * num_layers
+    per_layer = []
+    for layer in range(num_layers):
+        mods = wish(layer) or NO_MODS
+        if not isinstance(mods, AttentionMods):
+            raise ValueError(
+                f"attention_mods of layer {layer} must be AttentionMods or None, got {type(mods).__name__}"
+            )
+        per_layer.append(mods)
+    return per_layer
