@@ -28,6 +28,7 @@ ARCH = Arch(
     layers=(LayerKind(),) * 2,
 )
 SLIDING = dataclasses.replace(ARCH, layers=(LayerKind(window=64),) * 4 + (LayerKind(),) * 2)
+CHUNKED = dataclasses.replace(ARCH, layers=(LayerKind(chunk=48),) * 3 + (LayerKind(), LayerKind(state_bytes=3000)))
 CPU = DeviceFacts(num_cores=2, free_bytes=8 << 30, total_bytes=16 << 30, native_isas=("x86_64_v3",))
 GPU = dataclasses.replace(CPU, cuda="NVIDIA H200")
 PER_BLOCK = 2 * 2 * 2 * 16 * 2 * 16  # layers, K and V, heads, channels, bytes, tokens
@@ -50,7 +51,7 @@ def test_a_block_counts_the_layers_of_the_largest_group() -> None:
     assert block_bytes(make_groups(ARCH, 32), 4) == 4 * PER_BLOCK
 
 
-@pytest.mark.parametrize("arch", [ARCH, SLIDING])
+@pytest.mark.parametrize("arch", [ARCH, SLIDING, CHUNKED])
 @pytest.mark.parametrize("length", [1, 16, 17, 100, 2048])
 @pytest.mark.parametrize("step", [1, 16, 512, 4096])
 def test_the_scheduler_needs_what_the_plan_counts(arch: Arch, length: int, step: int) -> None:

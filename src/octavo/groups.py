@@ -26,7 +26,7 @@ class CacheGroup:
     kind: str  # one of KINDS
     window: int = 0  # sliding: tokens that a query sees, itself included
     chunk: int = 0  # chunked: a query at p sees tokens p // chunk * chunk .. p
-    block_size: int  # tokens per manager block; WHOLE for recurrent state
+    block_size: int  # tokens per manager block; WHOLE where blocks are not made of tokens
     layers: tuple[int, ...]
     num_heads: int = 1  # KV heads
     num_channels: int = 1  # elements of one head and state: K then V, or mla's one latent and its key
@@ -80,7 +80,7 @@ def _class_of(arch: Arch, layer: int, block_size: int) -> CacheGroup:
             kind="mamba", block_size=WHOLE, layers=(), state_bytes=facts.state_bytes, zero_fresh_blocks=True
         )
     if not facts.causal:
-        return CacheGroup(kind="encoder_only", block_size=block_size, layers=())
+        return CacheGroup(kind="encoder_only", block_size=WHOLE, layers=())
     if block_size % facts.tokens_per_state:
         raise ValueError(
             f"block_size={block_size} must be a multiple of tokens_per_state={facts.tokens_per_state} of layer {layer}"

@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import zlib
 
-from octavo.groups import CacheGroup
+from octavo.groups import WHOLE, CacheGroup
 from octavo.memory import blocks_for_request
 from octavo.plan import StepPlan, StepResult, TokenLogprobs
 from octavo.request import Request
@@ -32,6 +32,25 @@ def full(block_size: int = BLOCK) -> CacheGroup:
 
 def sliding(window: int, block_size: int = BLOCK) -> CacheGroup:
     return CacheGroup(kind="sliding", window=window, block_size=block_size, layers=(0,))
+
+
+def chunked(chunk: int, block_size: int = BLOCK) -> CacheGroup:
+    return CacheGroup(kind="chunked", chunk=chunk, block_size=block_size, layers=(0,))
+
+
+def state() -> CacheGroup:
+    return CacheGroup(kind="mamba", block_size=WHOLE, layers=(0,), state_bytes=1, zero_fresh_blocks=True)
+
+
+def nothing() -> CacheGroup:
+    return CacheGroup(kind="encoder_only", block_size=WHOLE, layers=(0,))
+
+
+def first_seen(group: CacheGroup, position: int) -> int:
+    """The first token that a query reads in a group."""
+    if group.chunk:
+        return position // group.chunk * group.chunk
+    return max(0, position - group.window + 1) if group.window else 0
 
 
 def make_scheduler(
@@ -152,6 +171,7 @@ class FakeWorker:
     def __init__(self, groups: tuple[CacheGroup, ...], salts: dict[str, str]) -> None:
         """`salts`: request id -> cache salt, which a real worker does not know."""
         self.groups = groups
+        self.most_tokens = max((group.block_size for group in groups if group.block_size < WHOLE), default=1)
         self.salts = salts
         self.memory: dict[tuple[int, int], tuple[int, int, int]] = {}
         self.rows: dict[int, _Row] = {}
@@ -164,6 +184,9 @@ class FakeWorker:
         self._next_step += 1
         for row in plan.finished_rows:
             del self.rows[row]
+        for block in plan.zero_blocks:
+            for offset in range(self.most_tokens):
+                self.memory.pop((block, offset), None)
         for new in plan.new_rows:
             assert new.row not in self.rows, "a row has one request at a time"
             past = history(new.token_ids, self.salts[new.request_id])
@@ -188,17 +211,30 @@ class FakeWorker:
         assert num_new > 0, "a row in a plan has work"
         assert row.num_computed + num_new <= len(row.tokens), "only tokens that the device knows are computed"
         self.computed[row.request_id] += num_new
-        for position in range(row.num_computed, row.num_computed + num_new):
-            for index, (group, table) in enumerate(zip(self.groups, row.tables, strict=True)):
+        for index, (group, table) in enumerate(zip(self.groups, row.tables, strict=True)):
+            if group.kind == "mamba":
+                self._advance(row, table, index, num_new)
+            if group.block_size == WHOLE:
+                continue
+            for position in range(row.num_computed, row.num_computed + num_new):
                 block = table[position // group.block_size]
                 assert block != 0, "nothing is stored in the null block"
                 self.memory[block, position % group.block_size] = (index, position, row.history[position + 1])
 
+    def _advance(self, row: _Row, table: list[int], index: int, num_new: int) -> None:
+        """A recurrent state: read it, as it was left or zeroed, and leave the next one."""
+        assert len(table) == 1, "one block holds a request's state"
+        before = (index, row.num_computed, row.history[row.num_computed]) if row.num_computed else None
+        assert self.memory.get((table[0], 0)) == before, "a state is the request's own, or zero"
+        end = row.num_computed + num_new
+        self.memory[table[0], 0] = (index, end, row.history[end])
+
     def _attend(self, row: _Row, num_new: int) -> None:
         """The step's queries together read from the first one's window to the last one's position."""
         for index, (group, table) in enumerate(zip(self.groups, row.tables, strict=True)):
-            first = max(0, row.num_computed - group.window + 1) if group.window else 0
-            for position in range(first, row.num_computed + num_new):
+            if group.block_size == WHOLE:
+                continue
+            for position in range(first_seen(group, row.num_computed), row.num_computed + num_new):
                 found = self.memory.get((table[position // group.block_size], position % group.block_size))
                 assert found == (index, position, row.history[position + 1]), "a query reads its own history"
 

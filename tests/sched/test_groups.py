@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from octavo.sched.groups import make_policies
-from sched_harness import full, sliding
+from sched_harness import chunked, full, sliding
 
 NAMES = [bytes([i]) for i in range(8)]
 
@@ -18,10 +18,14 @@ def acceptable(policy, cached, num_blocks, block_size):
     return all(NAMES[i] in cached for i in range(first, num_blocks))
 
 
-@pytest.mark.parametrize("window", [0, 1, 2, 4, 5, 6, 9, 100])
-def test_the_longest_hit_is_the_longest_acceptable_one(window):
+@pytest.mark.parametrize(
+    "group",
+    [full(), *map(sliding, (1, 2, 4, 5, 6, 9, 100)), *map(chunked, (1, 3, 4, 6, 8, 100))],
+    ids=lambda group: f"{group.kind}{group.window or group.chunk}",
+)
+def test_the_longest_hit_is_the_longest_acceptable_one(group):
     """All subsets of 8 blocks, and all limits."""
-    (policy,) = make_policies([sliding(window) if window else full()])
+    (policy,) = make_policies([group])
     for bits in itertools.product([False, True], repeat=8):
         cached = {name for name, bit in zip(NAMES, bits, strict=True) if bit}
         for limit in (0, 3, 8):
@@ -35,11 +39,12 @@ def test_a_window_of_six_needs_its_last_six_tokens(position, first):
     assert policy.first_needed(position) == first
 
 
-@pytest.mark.parametrize("window", [1, 4, 5, 6, 16])
+@pytest.mark.parametrize("size", [1, 4, 5, 6, 16])
 @pytest.mark.parametrize("max_new", [1, 3, 4, 7, 20])
-def test_peak_blocks_bounds_what_any_walk_holds(window, max_new):
+@pytest.mark.parametrize("make", [sliding, chunked])
+def test_peak_blocks_bounds_what_any_walk_holds(make, size, max_new):
     """A walk from any hit by steps of at most max_new; what slid out by the step's first query is given back."""
-    (policy,) = make_policies([sliding(window)])
+    (policy,) = make_policies([make(size)])
     for start in range(0, 40, 4):
         for position in range(start, 40, max_new):
             end = min(position + max_new, 40)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from octavo.request import Request
 from octavo.sched.kv_manager import KVManager
-from sched_harness import BLOCK, full, make_request, sliding
+from sched_harness import BLOCK, chunked, first_seen, full, make_request, nothing, sliding, state
 
 PROMPT = list(range(100, 120))  # 5 blocks
 
@@ -249,6 +253,72 @@ def test_one_request_is_admitted_once():
         admit(kv, request)
 
 
-def test_groups_have_one_block_size():
-    with pytest.raises(AssertionError, match="one block size"):
-        make_kv(full(4), sliding(6, 8))
+def test_block_sizes_divide_each_other():
+    with pytest.raises(AssertionError, match="divide each other"):
+        make_kv(full(4), sliding(6, 6))
+
+
+def test_a_hit_ends_where_a_block_of_every_group_ends():
+    kv = make_kv(full(), sliding(6, block_size=8))
+    _, blocks = admit(kv, make_request(PROMPT))
+    assert [len(table) for table in blocks] == [5, 3]
+    hit, blocks = admit(kv, make_request([*PROMPT, 1]))
+    assert hit == 16
+    assert [len(table) for table in blocks] == [6, 3]
+
+
+def test_a_chunk_needs_nothing_of_the_chunks_before_it():
+    kv = make_kv(chunked(8))
+    request = make_request(PROMPT)  # 20 tokens: what is left of the chunks before the last one is free
+    admit(kv, request)
+    generate(kv, request, 5)
+    kv.free(request)
+    assert kv.match(make_request([*request.tokens, 1]), 25).tables == [[0, 0, 0, 0, 0, 0]]
+    assert kv.match(make_request([*PROMPT, 1]), 20).tables[0][:4] == [0] * 4
+
+
+@pytest.mark.parametrize("groups", [(state(),), (full(), state()), (full(), nothing())])
+def test_no_prefix_is_found_where_a_group_cannot_continue(groups):
+    kv = make_kv(*groups)
+    request = make_request(PROMPT)
+    assert [len(table) for table in admit(kv, request)[1]] == [group.num_blocks(20) for group in groups]
+    kv.free(request)
+    assert admit(kv, make_request(PROMPT))[0] == 0
+
+
+KINDS = [full(), full(8), sliding(1), sliding(6), sliding(9, 8), sliding(30), chunked(4), chunked(6), chunked(8, 16)]
+
+
+@given(st.lists(st.sampled_from(KINDS), min_size=1, max_size=3), st.integers(0, 2**32), st.integers(0, 48))
+def test_a_hit_is_the_longest_that_all_groups_accept(groups, seed, limit):
+    """Against all lengths, one by one: every token that a next query reads lies in a findable block."""
+    rng = random.Random(seed)
+    kv = make_kv(*groups)
+    tokens = list(range(100, 148))
+    admit(kv, make_request(tokens))
+    for name in {rng.randrange(len(groups)): None for _ in range(4)}:  # blocks of single groups are lost
+        cached = kv._pool._cached[name]
+        for found in [found for found in cached if rng.random() < 0.3]:
+            kv._pool._names[cached.pop(found)] = None
+    request = make_request(tokens)
+    hit = kv.match(request, limit)
+    names: list[bytes] = []
+    kv._chain.extend(names, tokens, "", len(tokens) // kv.block_size)
+    findable = [
+        [names[(index + 1) * group.block_size // kv.block_size - 1] in kv._pool.cached(g)
+         for index in range(limit // group.block_size)]
+        for g, group in enumerate(groups)
+    ]  # fmt: skip
+
+    def accepted(length: int) -> bool:
+        return all(
+            length % group.block_size == 0
+            and all(findable[g][p // group.block_size] for p in range(first_seen(group, length), length))
+            for g, group in enumerate(groups)
+        )
+
+    assert hit.num_tokens == max(length for length in range(limit + 1) if accepted(length))
+    for group, table in zip(groups, hit.tables, strict=True):
+        assert len(table) == hit.num_tokens // group.block_size
+        first = first_seen(group, hit.num_tokens) // group.block_size
+        assert all(block == 0 for block in table[:first]) and all(table[first:])

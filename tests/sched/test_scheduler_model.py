@@ -20,12 +20,15 @@ from sched_harness import (
     EOS,
     VOCAB,
     Driver,
+    chunked,
     expected_answer,
     full,
     make_request,
     make_scheduler,
+    nothing,
     sliding,
     smallest_pool,
+    state,
 )
 
 GROUPS = [
@@ -35,6 +38,13 @@ GROUPS = [
     (full(), sliding(1)),
     (full(), sliding(3), sliding(10)),
     (full(), full(), sliding(9), sliding(9)),
+    (full(), chunked(8)),
+    (chunked(6), sliding(5)),
+    (full(), sliding(7, block_size=8)),
+    (sliding(6), full(block_size=16), chunked(10, block_size=8)),
+    (full(), state()),
+    (state(), sliding(6), full(block_size=8), nothing()),
+    (state(),),
 ]
 MAX_LEN = 40
 
@@ -300,7 +310,7 @@ def test_random_walk(seed):
 
 def test_the_walks_meet_what_they_are_for():
     """Preemption with and without a token in flight, prefix hits, failures and aborts: else the walks prove little."""
-    worlds = [walk(seed, 400) for seed in range(100, 110)]
+    worlds = [walk(seed, 400) for seed in range(100, 116)]
     requests = [request for world in worlds for request in world.driver.requests.values()]
     assert sum(world.scheduler.num_preemptions for world in worlds) > 40
     assert sum(world.scheduler.kv.stats.hits for world in worlds) > 200

@@ -3,8 +3,9 @@
 Owns the block lists of admitted requests, the search for a prefix hit that suits all groups, and the moment at which
 full blocks become findable. Knows neither rows nor budgets, and leaves the counting of blocks to BlockPool. It relies
 on plans being executed in the order in which they are made: blocks are findable as soon as the step that fills them is
-planned, and may be handed on as soon as the last step that reads them is. Invariant: an admitted request has equally
-long lists in all groups, and every entry that a later query reads is a block that it references.
+planned, and may be handed on as soon as the last step that reads them is. Groups may have blocks of different sizes;
+content is named in the smallest, and a larger block by the last of those in it. Invariant: an admitted request has the
+blocks of its planned tokens in every group, and every entry that a later query reads is one that it references.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from octavo.groups import CacheGroup
+from octavo.groups import WHOLE, CacheGroup
 from octavo.request import Request
 from octavo.sched.block_pool import NULL_BLOCK, BlockPool, HashChain
-from octavo.sched.groups import cdiv, make_policies
+from octavo.sched.groups import make_policies
 
 
 class Hit(NamedTuple):
     """A prefix found in the cache. Holds no references: it is good until the pool changes."""
 
-    num_tokens: int  # a multiple of the block size
-    tables: list[list[int]]  # per group num_tokens / block_size blocks; null where no later query reads
+    num_tokens: int  # a multiple of every group's block size
+    tables: list[list[int]]  # per group num_tokens / its block size; null where no later query reads
 
 
 @dataclasses.dataclass(slots=True)
@@ -37,15 +38,16 @@ class CacheStats:
 class _Entry:
     """The blocks of one admitted request."""
 
-    __slots__ = ("num_committed", "tables")
+    __slots__ = ("num_committed", "num_tokens", "tables")
 
-    def __init__(self, tables: list[list[int]], num_committed: int) -> None:
+    def __init__(self, tables: list[list[int]], num_tokens: int, num_committed: int) -> None:
         self.tables = tables  # [group][logical index] -> block
-        self.num_committed = num_committed  # leading blocks that are findable, or were once
+        self.num_tokens = num_tokens  # that the tables were made for
+        self.num_committed = num_committed  # leading blocks of the smallest size that are findable, or were once
 
 
 class KVManager:
-    """Blocks of all requests. All groups have one block size and share one pool."""
+    """Blocks of all requests. `block_size` is the smallest of the groups'; all groups share one pool."""
 
     def __init__(
         self,
@@ -57,13 +59,15 @@ class KVManager:
         identity: bytes = b"",
     ) -> None:
         """`num_blocks` counts the null block. `secret` and `identity`: see HashChain."""
-        assert len({group.block_size for group in groups}) == 1, "all groups have one block size"
-        self.block_size = groups[0].block_size
+        self.block_size = min(group.block_size for group in groups)
         self.num_groups = len(groups)
         self.stats = CacheStats()
-        self._enable_prefix_caching = enable_prefix_caching
-        self._policies = make_policies(groups)
-        self._sliding = [(i, policy) for i, policy in enumerate(self._policies) if groups[i].window]
+        self._groups, self._policies = tuple(groups), make_policies(groups)
+        self._ratios = [group.block_size // self.block_size for group in groups]
+        self._alignment = max(group.block_size for group in groups)  # of hits: nobody continues inside a block
+        assert not any(self._alignment % group.block_size for group in groups), "block sizes divide each other"
+        self._enable_prefix_caching = enable_prefix_caching and self._alignment < WHOLE
+        self._sliding = [(i, policy) for i, policy in enumerate(self._policies) if groups[i].window or groups[i].chunk]
         self._pool = BlockPool(num_blocks, len(groups))
         self._chain = HashChain(self.block_size, secret=secret, identity=identity)
         self._entries: dict[str, _Entry] = {}
@@ -89,20 +93,31 @@ class KVManager:
 
         Each policy can only shorten the hit, so going round until none does ends at the longest common one.
         """
-        num_blocks = max_tokens // self.block_size if self._enable_prefix_caching else 0
-        hashes = request.block_hashes
-        self._chain.extend(hashes, request.tokens, request.cache_salt, num_blocks)
-        cached = [self._pool.cached(group) for group in range(self.num_groups)]
+        if not self._enable_prefix_caching:
+            return Hit(0, [[] for _ in self._groups])
+        unit, hashes = self._alignment, request.block_hashes
+        num_tokens = max_tokens // unit * unit
+        self._chain.extend(hashes, request.tokens, request.cache_salt, num_tokens // self.block_size)
+        lookups = [
+            (
+                ratio * self.block_size,
+                policy,
+                self._pool.cached(group),
+                hashes if ratio == 1 else hashes[ratio - 1 :: ratio],
+            )
+            for group, (ratio, policy) in enumerate(zip(self._ratios, self._policies, strict=True))
+        ]
         settled = -1
-        while settled != num_blocks:
-            settled = num_blocks
-            for policy, names in zip(self._policies, cached, strict=True):
-                num_blocks = policy.longest_hit(names, hashes, num_blocks)
+        while settled != num_tokens:
+            settled = num_tokens
+            for size, policy, cached, names in lookups:
+                num_tokens = policy.longest_hit(cached, names, num_tokens // size) * size // unit * unit
         tables = []
-        for policy, names in zip(self._policies, cached, strict=True):
-            first = min(policy.first_needed(num_blocks * self.block_size), num_blocks)
-            tables.append([NULL_BLOCK] * first + [names[name] for name in hashes[first:num_blocks]])
-        return Hit(num_blocks * self.block_size, tables)
+        for size, policy, cached, names in lookups:
+            num_blocks = num_tokens // size
+            first = min(policy.first_needed(num_tokens), num_blocks)
+            tables.append([NULL_BLOCK] * first + [cached[name] for name in names[first:num_blocks]])
+        return Hit(num_tokens, tables)
 
     def admit(
         self, request: Request, hit: Hit, num_tokens: int, *, max_new: int, keep_free: int
@@ -122,10 +137,13 @@ class KVManager:
             return None
         for block in shared:
             pool.share(block)
-        fresh = [pool.take(cdiv(num_tokens - hit.num_tokens, self.block_size)) for _ in hit.tables]
+        fresh = [
+            pool.take(group.num_blocks(num_tokens) - len(table))
+            for group, table in zip(self._groups, hit.tables, strict=True)
+        ]
         self._note_fresh(fresh)
         tables = [table + more for table, more in zip(hit.tables, fresh, strict=True)]
-        entry = _Entry(tables, hit.num_tokens // self.block_size)
+        entry = _Entry(tables, num_tokens, hit.num_tokens // self.block_size)
         self._entries[request.request_id] = entry
         self._commit(request, entry, num_tokens)
         if request.num_preemptions == 0:
@@ -144,15 +162,18 @@ class KVManager:
         if self._sliding:
             # Rejected drafts may take num_computed back, but never to before the last known token.
             self._slide(entry, min(start, request.num_tokens - 1))
-        num_more = cdiv(end, self.block_size) - len(entry.tables[0])
+        num_more = [
+            max(group.num_blocks(end) - len(table), 0) for group, table in zip(self._groups, entry.tables, strict=True)
+        ]
         new: list[list[int]] = []
-        if num_more > 0:
-            if num_more * self.num_groups > self._pool.num_free:
+        if any(num_more):
+            if sum(num_more) > self._pool.num_free:
                 return None
-            for table in entry.tables:
-                new.append(self._pool.take(num_more))
+            for table, count in zip(entry.tables, num_more, strict=True):
+                new.append(self._pool.take(count))
                 table += new[-1]
             self._note_fresh(new)
+        entry.num_tokens = max(entry.num_tokens, end)
         self._commit(request, entry, end)
         return new
 
@@ -183,7 +204,8 @@ class KVManager:
     def check(self) -> None:
         """Assert the invariants of all blocks. Linear in the pool: for tests and audits."""
         for entry in self._entries.values():
-            assert len(set(map(len, entry.tables))) == 1, "a request's lists are equally long in all groups"
+            for group, table in zip(self._groups, entry.tables, strict=True):
+                assert len(table) == group.num_blocks(entry.num_tokens), "a list has the blocks of the planned tokens"
         self._pool.check(table for entry in self._entries.values() for table in entry.tables)
 
     def _note_fresh(self, new: Sequence[list[int]]) -> None:
@@ -213,15 +235,24 @@ class KVManager:
         if num_full <= entry.num_committed:
             return
         self._chain.extend(hashes, tokens, request.cache_salt, num_full)
-        for index in range(entry.num_committed, num_full):
-            for group, table in enumerate(entry.tables):
+        for group, (table, ratio) in enumerate(zip(entry.tables, self._ratios, strict=True)):
+            for index in range(entry.num_committed // ratio, num_full // ratio):
                 if table[index] != NULL_BLOCK:
-                    self._pool.commit(table[index], group, hashes[index])
+                    self._pool.commit(table[index], group, hashes[(index + 1) * ratio - 1])
         entry.num_committed = num_full
 
     def _release(self, request: Request) -> None:
         """From the tail on, all groups together: a hit needs all groups, and the head of a chain is worth most."""
         entry = self._entries.pop(request.request_id, None)
-        if entry is not None:
+        if entry is None:
+            return
+        if self._alignment == self.block_size:
             for blocks in zip(*map(reversed, entry.tables), strict=True):
                 self._pool.release(blocks)
+            return
+        ends = [
+            ((index + 1) * group.block_size, block)
+            for group, table in zip(self._groups, entry.tables, strict=True)
+            for index, block in enumerate(table)
+        ]
+        self._pool.release(block for _, block in sorted(ends, key=lambda end: end[0], reverse=True))
