@@ -38,10 +38,11 @@ class BlockTables:
         self._maps = list(block_maps) or [BlockMap(kernel_block_size=group.block_size) for group in groups]
         self.block_sizes = [block_map.kernel_block_size for block_map in self._maps]
         self.tables = [
-            StagedTensor(
-                max_num_rows + 1, -(-max_model_len // group.block_size) * block_map.ratio, torch.int32, device, queue
+            StagedTensor(max_num_rows + 1, max(width, 1), torch.int32, device, queue)
+            for width in (
+                group.num_blocks(max_model_len) * block_map.ratio
+                for group, block_map in zip(groups, self._maps, strict=True)
             )
-            for group, block_map in zip(groups, self._maps, strict=True)
         ]
         self._counts = [np.zeros(max_num_rows, np.int64) for _ in groups]
 
