@@ -20,7 +20,7 @@ from octavo.config import EngineConfig, Resolved, resolve
 from octavo.device.batch import InputBuffers
 from octavo.device.block_table import BlockTables
 from octavo.device.field_tables import FieldTables
-from octavo.device.graphs import GraphPool, decode_sizes
+from octavo.device.graphs import GraphPool, decode_keys, mixed_keys
 from octavo.device.request_table import RequestTable
 from octavo.device.staging import WriteQueue
 from octavo.front import find_and_read, load_text, make_limits
@@ -180,7 +180,8 @@ def make_runner(
         for index, group in enumerate(groups)
     ]
     state = DefaultModelState(groups, backends, pool, fields)
-    graphs = GraphPool(decode_sizes(rows) if device.type == "cuda" and not resolved.enforce_eager else [])
+    keys = [*decode_keys(rows), *mixed_keys(rows, resolved.max_num_batched_tokens)]
+    graphs = GraphPool(keys if device.type == "cuda" and not resolved.enforce_eager else ())
     return Runner(model, state, pool, requests, tables, buffers, sampler, graphs, max_model_len=length)
 
 

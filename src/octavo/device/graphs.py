@@ -1,71 +1,88 @@
-"""GraphPool: CUDA graphs of whole decode steps.
+"""GraphPool: CUDA graphs of steps.
 
-Owns which batch shapes are captured, the capture and the replay. Does not know what a step does: it is given a
-function that issues one for a padded number of rows. Invariants: a graph reads and writes memory that stays where it
-is; graphs share one memory pool, so what one leaves in it holds until the next replay; only batches whose every row
-computes the token that it sampled last take a graph.
+Owns which batch shapes are captured, the capture and the replay. Does not know what a step does: it is given functions
+that issue one for a padded shape. A decode graph is a whole step, in which every row computes the token that it sampled
+last; a mixed graph is a step up to the hidden states, whatever its rows compute. Invariants: a graph reads and writes
+memory that stays where it is; graphs share one memory pool, so what one leaves in it holds until the next replay; a
+chunk of a prompt never takes a decode graph, however short it is.
 """
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from octavo.device.batch import Work
+
+_MIXED_TOKENS = (16, 32, 64, 128, 256, 384, 512, 768, 1024)  # beyond, the device takes longer than issuing does
+_INTS = {2: "<i2", 4: "<i4"}  # by bytes per element
 
 
 @dataclasses.dataclass(frozen=True, order=True, slots=True)
 class GraphKey:
     """The shape that a graph was captured for. 0 rows: no graph, the step is issued kernel by kernel."""
 
+    num_tokens: int
     num_rows: int
+    is_decode: bool
 
 
-EAGER = GraphKey(0)
+EAGER = GraphKey(0, 0, is_decode=False)
 
 
-def decode_sizes(max_num_rows: int) -> list[int]:
+def decode_keys(max_num_rows: int) -> list[GraphKey]:
     """Padded row counts worth a graph: close together where padding costs most. The last one is `max_num_rows`."""
-    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, max_num_rows, 32)]
-    return [*(size for size in sizes if size < max_num_rows), max_num_rows]
+    sizes = [1, 2, 4, *range(8, 128, 8), *range(128, 256, 16), *range(256, max_num_rows, 32)]
+    return [GraphKey(size, size, is_decode=True) for size in (*(s for s in sizes if s < max_num_rows), max_num_rows)]
+
+
+def mixed_keys(max_num_rows: int, max_num_tokens: int) -> list[GraphKey]:
+    """Padded token counts whose kernels take longer to issue than to run."""
+    sizes = [size for size in _MIXED_TOKENS if size <= max_num_tokens]
+    return [GraphKey(size, min(size, max_num_rows), is_decode=False) for size in sizes]
 
 
 class GraphPool:
-    """The graphs of one runner. With no sizes it is the null object: every step is EAGER."""
+    """The graphs of one runner. Without keys it is the null object: every step is EAGER."""
 
-    def __init__(self, sizes: list[int]) -> None:
-        """`sizes`: ascending padded row counts."""
-        self._keys = [GraphKey(size) for size in sizes]
+    def __init__(self, keys: Sequence[GraphKey] = ()) -> None:
+        """`keys`: the shapes to capture."""
+        self._decode = sorted(key for key in keys if key.is_decode)
+        self._mixed = sorted(key for key in keys if not key.is_decode)
         self._graphs: dict[GraphKey, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
 
-    def capture(self, issue: Callable[[int], torch.Tensor]) -> None:
-        """Capture `issue(num_rows)` for every size, the largest first, so that the others fit in its memory.
+    def capture(self, issue: Callable[[GraphKey], torch.Tensor]) -> None:
+        """Capture `issue(key)` for every key, the largest first, so that the others fit in its memory.
 
         `issue` must have no effect while the tables are empty; what it returns, `replay` gives. Memory of the pool
         that it returns is not kept: it holds until the next replay.
         """
-        pool = torch.cuda.graph_pool_handle() if self._keys else None
+        pool = torch.cuda.graph_pool_handle()
         torch.cuda.synchronize()
         with torch.cuda.stream(torch.cuda.Stream()):
-            for key in reversed(self._keys):
-                issue(key.num_rows)  # compiles and loads what the graph launches
-                graph = torch.cuda.CUDAGraph()
-                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-                try:
-                    output = issue(key.num_rows)
-                finally:
-                    graph.capture_end()
-                self._graphs[key] = graph, _alias(output)
-                del output
+            for keys in (self._mixed, self._decode):
+                for key in reversed(keys):
+                    issue(key)  # compiles and loads what the graph launches
+                    graph = torch.cuda.CUDAGraph()
+                    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                    try:
+                        output = issue(key)
+                    finally:
+                        graph.capture_end()
+                    self._graphs[key] = graph, _alias(output)
+                    del output
         torch.cuda.synchronize()
 
     def dispatch(self, work: Work) -> GraphKey:
-        """The smallest graph that holds a step, or EAGER. A chunk of a prompt takes no graph, however short it is."""
-        place = bisect.bisect_left(self._keys, GraphKey(work.num_rows)) if work.is_decode else len(self._keys)
-        return self._keys[place] if place < len(self._keys) else EAGER
+        """The smallest graph that holds a step, or EAGER."""
+        keys = self._decode if work.is_decode else self._mixed
+        place = bisect.bisect_left(keys, GraphKey(work.total_tokens, work.num_rows, is_decode=False))
+        if place < len(keys) and work.num_rows <= keys[place].num_rows:
+            return keys[place]
+        return EAGER
 
     def replay(self, key: GraphKey) -> torch.Tensor:
         """Run a captured step. The result holds until the next replay."""
@@ -75,15 +92,16 @@ class GraphPool:
 
 
 class _Memory:
-    """Device memory of a tensor, for torch.as_tensor: it is neither kept nor copied."""
+    """Device memory of a tensor as integers, for torch.as_tensor: it is neither kept nor copied."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        assert tensor.is_contiguous() and tensor.dtype == torch.float32, "graphs give contiguous float32"
+    def __init__(self, tensor: torch.Tensor, typestr: str) -> None:
         self.__cuda_array_interface__ = {
-            "shape": tuple(tensor.shape), "typestr": "<f4", "data": (tensor.data_ptr(), False), "version": 3,
+            "shape": tuple(tensor.shape), "typestr": typestr, "data": (tensor.data_ptr(), False), "version": 3,
         }  # fmt: skip
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory, which others may be given once `tensor` is gone."""
-    return torch.as_tensor(_Memory(tensor), device=tensor.device)
+    assert tensor.is_contiguous(), "graphs give contiguous tensors"
+    memory = _Memory(tensor, _INTS[tensor.element_size()])
+    return torch.as_tensor(memory, device=tensor.device).view(tensor.dtype)

@@ -15,7 +15,7 @@ import torch
 from octavo.attention.base import forward_context
 from octavo.device.batch import Batch, InputBuffers, Work, lay_out
 from octavo.device.block_table import BlockTables
-from octavo.device.graphs import EAGER, GraphPool
+from octavo.device.graphs import EAGER, GraphKey, GraphPool
 from octavo.device.request_table import RequestTable
 from octavo.kv_cache.pool import KVCachePool
 from octavo.model_state.base import ModelState
@@ -72,7 +72,7 @@ class Runner:
     @torch.inference_mode()
     def capture(self) -> None:
         """Capture the graphs. Before the first step."""
-        self._graphs.capture(self._decode)
+        self._graphs.capture(lambda key: self._decode(key) if key.is_decode else self._compute(key))
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step and wait for its results."""
@@ -90,16 +90,16 @@ class Runner:
         self._buffers.stage(work, work.num_rows if key is EAGER else key.num_rows)
         self._bring()
         prompt_logprobs: dict[int, list[GroupLogprobs]] = {}
-        if key is not EAGER:
+        if key.is_decode:
             logits = self._graphs.replay(key)[: work.num_rows]
             self._show(work, logits)
             groups = self._sample_again(work, logits)
         else:
             batch = self._buffers.view(work.num_rows, work.total_tokens, work.max_query_len, work.max_seq_len)
-            hidden = self._forward(batch, for_capture=False)
+            hidden = self._forward(batch, for_capture=False) if key is EAGER else self._graphs.replay(key)
             if self._prompt_logprobs:
                 prompt_logprobs = self._collect_prompt_logprobs(work, hidden)
-            groups = self._sample(work, batch, hidden)
+            groups = self._sample(work, batch, hidden[: work.total_tokens])
         packed = self._results[: len(work.sampling)]
         return PendingStep(plan.step, packed, work.rows[work.sampling], groups, prompt_logprobs)
 
@@ -131,12 +131,18 @@ class Runner:
             assert wanted is not None, "a row that owes prompt log-probabilities was asked for them"
             self._prompt_logprobs[new.row] = _PromptLogprobs(new.prompt_logprobs_start, new.num_prompt, wanted)
 
-    def _decode(self, num_rows: int) -> torch.Tensor:
+    def _decode(self, key: GraphKey) -> torch.Tensor:
         """Issue a whole decode step of the rows that the buffers name, for a graph; gives its logits."""
-        batch = self._buffers.view(num_rows, num_rows, 1, self._max_model_len)
+        batch = self._buffers.view(key.num_rows, key.num_tokens, 1, self._max_model_len)
         logits = self.model.logits(self._forward(batch, for_capture=True))
         self._commit(batch, *self._sampler.draw(logits, batch.rows, batch.next_positions))
         return logits
+
+    def _compute(self, key: GraphKey) -> torch.Tensor:
+        """Issue a step up to its hidden states, for a graph."""
+        longest = min(key.num_tokens, self._max_model_len)
+        batch = self._buffers.view(key.num_rows, key.num_tokens, longest, self._max_model_len)
+        return self._forward(batch, for_capture=True)
 
     def _forward(self, batch: Batch, *, for_capture: bool) -> torch.Tensor:
         self._buffers.gather(batch)

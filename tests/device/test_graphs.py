@@ -1,0 +1,63 @@
+"""Which steps take which graph: no device is needed to say."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from octavo.device.batch import Work, lay_out
+from octavo.device.graphs import EAGER, GraphPool, decode_keys, mixed_keys
+from octavo.device.request_table import RequestTable
+from octavo.plan import NewRow, StepPlan
+from octavo.sampling_params import SamplingParams
+
+POOL = GraphPool([*decode_keys(100), *mixed_keys(100, 200)])
+
+
+def work(num_tokens: list[int], *, is_decode: bool = False) -> Work:
+    counts = np.array(num_tokens)
+    return Work(
+        rows=np.arange(len(counts)), num_tokens=counts, query_start=np.r_[0, np.cumsum(counts)].astype(np.int32),
+        seq_lens=counts, max_query_len=int(counts.max()), max_seq_len=int(counts.max()),
+        sampling=np.arange(len(counts)), is_decode=is_decode,
+    )  # fmt: skip
+
+
+def test_sizes_end_at_the_limits() -> None:
+    assert [key.num_rows for key in decode_keys(20)] == [1, 2, 4, 8, 16, 20]
+    assert [key.num_rows for key in decode_keys(1)] == [1]
+    assert [(key.num_tokens, key.num_rows) for key in mixed_keys(20, 130)] == [(16, 16), (32, 20), (64, 20), (128, 20)]
+
+
+@pytest.mark.parametrize(("rows", "padded"), [(1, 1), (3, 4), (5, 8), (8, 8), (97, 100), (100, 100)])
+def test_decode_steps_take_the_next_size(rows: int, padded: int) -> None:
+    key = POOL.dispatch(work([1] * rows, is_decode=True))
+    assert (key.num_rows, key.num_tokens, key.is_decode) == (padded, padded, True)
+
+
+def test_what_is_no_decode_step_takes_no_decode_graph() -> None:
+    """2.10: a prompt's chunk of one token has a decode step's shape."""
+    key = POOL.dispatch(work([1, 1]))
+    assert (key.num_tokens, key.num_rows, key.is_decode) == (16, 16, False)
+    assert POOL.dispatch(work([1, 1, 30])).num_tokens == 32
+    assert POOL.dispatch(work([129])) is EAGER
+    assert GraphPool().dispatch(work([1], is_decode=True)) is EAGER
+
+
+def test_a_step_is_a_decode_step_if_every_row_computes_what_it_sampled() -> None:
+    requests = RequestTable(max_num_rows=4, max_model_len=32, device=torch.device("cpu"))
+    for row, known in enumerate((5, 1)):
+        requests.add(
+            NewRow(row=row, request_id=str(row), token_ids=np.arange(known), num_prompt=known, num_computed=0,
+                   block_ids=[[1]], sampling=SamplingParams(), seed=0)
+        )  # fmt: skip
+
+    def step(rows: list[int], counts: list[int]) -> Work:
+        return lay_out(StepPlan(step=0, rows=np.array(rows), num_tokens=np.array(counts)), requests)
+
+    first = step([0, 1], [4, 1])  # the second row's prompt of one token, all of the first's but one
+    assert first.rows.tolist() == [1, 0] and first.sampling.tolist() == [0] and not first.is_decode
+    last = step([0, 1], [1, 1])  # the first row's last prompt token beside a decode
+    assert last.sampling.tolist() == [0, 1] and not last.is_decode
+    assert step([0, 1], [1, 1]).is_decode
