@@ -19,6 +19,8 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Of what weights and workspace leave, on CPU: the usual share of the cache, the most that an automatic
 # max_model_len may take it to, and the most that an explicit one may.
 _CPU_SHARE, _CPU_AUTO_SHARE, _CPU_EXPLICIT_SHARE = 0.25, 0.5, 0.9
+# Of CUDA graphs: tokens of the largest one of a mixed step, and the bytes of the nodes of all.
+_GRAPH_TOKENS, _GRAPH_NODES = 1024, 512 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +33,7 @@ class MemoryPlan:
     weights_loaded: bool  # then they are not part of free_bytes
     workspace_bytes: int  # activations of max_num_batched_tokens
     logits_bytes: int
+    graph_bytes: int  # of a GPU's graphs: their own activations and logits, and their nodes
     table_bytes: int
     bytes_per_block: int
     block_size: int
@@ -62,6 +65,7 @@ class MemoryPlan:
             ("weights", self.weight_bytes, state),
             ("workspace", self.workspace_bytes, "activations of the largest step"),
             ("logits", self.logits_bytes, "of the largest step, while sampling"),
+            ("graphs", self.graph_bytes, "captured steps, which share one memory"),
             ("tables", self.table_bytes, "tokens and blocks of every row"),
             ("KV cache", self.kv_bytes, f"{self.num_blocks} blocks of {self.bytes_per_block} bytes; {self.rule}"),
         ]
@@ -176,10 +180,11 @@ def plan_memory(
     weights = weight_bytes(arch, resolved)
     workspace = _workspace_bytes(arch, resolved)
     logits = 3 * 4 * resolved.max_num_seqs * arch.vocab_size  # as computed, as processed, and room to sort
+    graphs = _graph_bytes(arch, resolved)
     tables = _table_bytes(resolved, groups, kernel_block_sizes or [resolved.kernel_block_size] * len(groups))
     per_block = max(block_bytes(groups, ITEMSIZE[resolved.dtype]), 1)
     per_request = blocks_for_request(groups, resolved.max_model_len, resolved.max_num_batched_tokens)
-    available = free_bytes - workspace - logits - tables - (0 if weights_loaded else weights)
+    available = free_bytes - workspace - logits - graphs - tables - (0 if weights_loaded else weights)
     if resolved.device == "cuda":
         available -= int((1.0 - resolved.gpu_memory_utilization) * total_bytes)
     num_blocks, rule = _count_blocks(resolved, available, per_block, per_request)
@@ -196,6 +201,7 @@ def plan_memory(
         weights_loaded=weights_loaded,
         workspace_bytes=workspace,
         logits_bytes=logits,
+        graph_bytes=graphs,
         table_bytes=tables,
         bytes_per_block=per_block,
         block_size=resolved.block_size,
@@ -212,6 +218,15 @@ def _table_bytes(resolved: Resolved, groups: Sequence[CacheGroup], sizes: Sequen
     for group, size in zip(groups, sizes, strict=True):
         per_row += 2 * group.num_blocks(resolved.max_model_len) * (group.block_size // (size or group.block_size))
     return 4 * resolved.max_num_seqs * per_row
+
+
+def _graph_bytes(arch: Arch, resolved: Resolved) -> int:
+    """The logits and activations of the largest graphs, which the others share, and what the driver keeps of each."""
+    if resolved.device != "cuda" or resolved.enforce_eager:
+        return 0
+    tokens = min(resolved.max_num_batched_tokens, _GRAPH_TOKENS)
+    logits = 4 * resolved.max_num_seqs * arch.vocab_size
+    return logits + _workspace_bytes(arch, dataclasses.replace(resolved, max_num_batched_tokens=tokens)) + _GRAPH_NODES
 
 
 def _workspace_bytes(arch: Arch, resolved: Resolved) -> int:

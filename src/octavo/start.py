@@ -6,9 +6,10 @@ setting or a model folder happens here, before the first request, as one ValueEr
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -31,7 +32,7 @@ from octavo.kv_cache.kernel_blocks import prepare_kernel_block_sizes
 from octavo.kv_cache.layout import resolve_layout
 from octavo.kv_cache.pool import KVCachePool
 from octavo.layers.attention import Attention
-from octavo.memory import ITEMSIZE, MemoryPlan, plan_memory
+from octavo.memory import ITEMSIZE, MemoryPlan, plan_memory, show_bytes
 from octavo.model_state.default import DefaultModelState
 from octavo.models.base import Model
 from octavo.models.loader import load_model
@@ -41,6 +42,7 @@ from octavo.sampling.sampler import Sampler
 from octavo.sampling_params import Limits, SamplingParams
 from octavo.sched.kv_manager import KVManager
 from octavo.sched.scheduler import Scheduler
+from octavo.settings import ConfigError
 from octavo.text.no_tokenizer import NoTokenizer
 from octavo.text.tokenizer import Tokenizer
 from octavo.worker.executor import DeviceExecutor, Executor, InlineExecutor, ThreadExecutor
@@ -75,15 +77,18 @@ def start_engine(config: EngineConfig, phases: Phases, *, text: bool = True) -> 
         resolved = resolve(config, arch, facts)
     with phases("load the tokenizer"):
         tokenizer = load_text(config, folder, arch) if text else NoTokenizer()
-    with phases("load the weights"):
-        _set_up_cpu(resolved)
+    with phases("load the weights"), _room(resolved, "the weights", "load_format", "take a smaller model or dtype"):
+        _set_up(resolved)
         device, dtype = torch.device(resolved.device), getattr(torch, resolved.dtype)
         shortened = dataclasses.replace(arch, max_position=resolved.max_model_len)  # sizes the rotary tables
         model = load_model(
             shortened, folder, dtype, resolved.quantization, resolved.load_format, device=device, seed=resolved.seed
         )
         resolved = _apply_mods(model, config, resolved)
-    with phases("allocate the cache and the tables"):
+    with (
+        phases("allocate the cache and the tables"),
+        _room(resolved, "the cache and the tables", "gpu_memory_utilization", "lower it, or max_num_seqs"),
+    ):
         groups = make_groups(arch, resolved.block_size, ITEMSIZE[resolved.dtype])
         free_bytes, total_bytes = _memory(resolved)
         memory = plan_memory(
@@ -97,9 +102,7 @@ def start_engine(config: EngineConfig, phases: Phases, *, text: bool = True) -> 
         )
         runner = make_runner(model, arch, resolved, groups, memory.num_blocks, grammars)
         scheduler = _make_scheduler(resolved, groups, memory.num_blocks)
-    if not resolved.enforce_eager and resolved.device == "cuda":
-        with phases("capture the graphs"):
-            runner.capture()
+    _capture(runner, resolved, phases)
     _LOG.info("attention backend %s: %s", resolved.attention_backend, resolved.why.get("attention_backend", "chosen"))
     return Parts(
         resolved=resolved,
@@ -255,7 +258,32 @@ def _make_scheduler(resolved: Resolved, groups: Sequence[CacheGroup], num_blocks
     )
 
 
-def _set_up_cpu(resolved: Resolved) -> None:
+def _capture(runner: Runner, resolved: Resolved, phases: Phases) -> None:
+    if resolved.enforce_eager or resolved.device != "cuda":
+        return
+    change = "lower it or max_num_seqs, or set --enforce-eager"
+    with phases("capture the graphs"), _room(resolved, "the graphs", "gpu_memory_utilization", change):
+        runner.capture()
+    _LOG.info("%s of the GPU's memory are free beside the cache", show_bytes(torch.cuda.mem_get_info()[0]))
+
+
+@contextlib.contextmanager
+def _room(resolved: Resolved, what: str, field: str, change: str) -> Iterator[None]:
+    """Say which part of the start ran out of a GPU's memory, and what to change."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        free, total = map(show_bytes, torch.cuda.mem_get_info())
+        limit = f"{what} do not fit the GPU, which has {free} of {total} left"
+        raise ConfigError(field, getattr(resolved, field), limit, change) from None
+
+
+def _set_up(resolved: Resolved) -> None:
+    if resolved.device == "cuda":
+        from octavo.ops.gpu import matmul
+
+        matmul.select(resolved.numerics)
     torch.set_num_threads(resolved.num_threads)
     native.select(resolved.native)
     if native.available():

@@ -78,9 +78,21 @@ class Runner:
         """Run one step and wait for its results."""
         return self.issue(plan).result()
 
-    @torch.inference_mode()
     def issue(self, plan: StepPlan) -> PendingStep:
-        """Issue one step. On a GPU it runs on while the caller goes on; steps run in the order of their issue."""
+        """Issue one step. On a GPU it runs on while the caller goes on; steps run in the order of their issue.
+
+        Raises RuntimeError where the device has no memory left for it.
+        """
+        try:
+            with torch.inference_mode():
+                return self._issue(plan)
+        except torch.OutOfMemoryError as error:
+            raise RuntimeError(
+                f"the activations of a step of {int(plan.num_tokens.sum())} tokens in {len(plan.rows)} rows do not fit "
+                "the GPU beside weights, graphs and cache: lower gpu_memory_utilization or max_num_batched_tokens"
+            ) from error
+
+    def _issue(self, plan: StepPlan) -> PendingStep:
         self._apply(plan)
         if not len(plan.rows):
             self._bring()
