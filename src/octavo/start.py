@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 
@@ -78,12 +79,7 @@ def start_engine(config: EngineConfig, phases: Phases, *, text: bool = True) -> 
     with phases("load the tokenizer"):
         tokenizer = load_text(config, folder, arch) if text else NoTokenizer()
     with phases("load the weights"), _room(resolved, "the weights", "load_format", "take a smaller model or dtype"):
-        _set_up(resolved)
-        device, dtype = torch.device(resolved.device), getattr(torch, resolved.dtype)
-        shortened = dataclasses.replace(arch, max_position=resolved.max_model_len)  # sizes the rotary tables
-        model = load_model(
-            shortened, folder, dtype, resolved.quantization, resolved.load_format, device=device, seed=resolved.seed
-        )
+        model = _load(arch, folder, resolved)
         resolved = _apply_mods(model, config, resolved)
     with (
         phases("allocate the cache and the tables"),
@@ -129,6 +125,15 @@ def start_engine(config: EngineConfig, phases: Phases, *, text: bool = True) -> 
             native=native.isa(),
             attention=resolved.attention_backend,
         ),
+    )
+
+
+def _load(arch: Arch, folder: Path | None, resolved: Resolved) -> Model:
+    _set_up(resolved)
+    device, dtype = torch.device(resolved.device), getattr(torch, resolved.dtype)
+    shortened = dataclasses.replace(arch, max_position=resolved.max_model_len)  # sizes the rotary tables
+    return load_model(
+        shortened, folder, dtype, resolved.quantization, resolved.load_format, device=device, seed=resolved.seed
     )
 
 
