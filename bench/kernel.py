@@ -4,6 +4,7 @@
     python bench/kernel.py cpu-attention [--threads 2] [--isa x86_64_v3] [--rounds 15]
     python bench/kernel.py attention [--rounds 15] [--quick]
     python bench/kernel.py elementwise [--rounds 15] [--quick]
+    python bench/kernel.py sampling [--rounds 15] [--quick]
 
 cpu-matmul: `octavo.ops.matmul.linear` for float32, bfloat16 and int8 weights. Few rows count the weight's bytes per
 second against a streaming read of memory; many rows count multiply-adds against FMAs in registers; tiny shapes stay in
@@ -17,6 +18,8 @@ visible scores.
 attention: the Triton operator on a CUDA device, see `cuda_attention.py`.
 
 elementwise: norms, rotation with store, activation and embedding on a CUDA device, see `cuda_elementwise.py`.
+
+sampling: drawing, log-probabilities, top-k and top-p on a CUDA device, see `cuda_sampling.py`.
 """
 
 from __future__ import annotations
@@ -182,6 +185,13 @@ def cuda_elementwise(args: argparse.Namespace) -> dict[str, object]:
     import cuda_elementwise  # needs triton
 
     return cuda_elementwise.run(args.rounds, args.quick)
+
+
+def cuda_sampling(args: argparse.Namespace) -> dict[str, object]:
+    """Run the sub-command; prints the table and returns the JSON record."""
+    import cuda_sampling  # needs triton
+
+    return cuda_sampling.run(args.rounds, args.quick)
 
 
 def main() -> None:

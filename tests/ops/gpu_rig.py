@@ -1,4 +1,4 @@
-"""What the tests of the elementwise GPU operators share, and what Triton's interpreter checks of them: run as a
+"""What the tests of the small GPU operators share, and what Triton's interpreter checks of them: run as a
 program, it prints JSON of check name -> error text, empty if it holds.
 """
 
@@ -11,11 +11,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from octavo.ops import activation, embedding, norm, rope
+from octavo.ops import activation, embedding, norm, rope, sample
 from octavo.ops.gpu import activation as gpu_activation
 from octavo.ops.gpu import embedding as gpu_embedding
 from octavo.ops.gpu import norm as gpu_norm
 from octavo.ops.gpu import rope as gpu_rope
+from octavo.ops.gpu import sample as gpu_sample
+from octavo.ops.gpu import truncate as gpu_truncate
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 # (heads, KV heads, head size, rotary size)
@@ -90,13 +92,15 @@ class RopeCase:
         self.kv = kv.transpose(1, 2) if heads_last else kv
         self.slots = (torch.randperm((blocks - 1) * 16, generator=generator)[:tokens] + 16).to(device)
         self.slots[2::7] = -1
+        scales = torch.rand(2, kv_heads, generator=generator).to(device) + 0.5
+        self.scales = (scales[0], scales[1]) if cache else (None, None)
 
     def call(self, function: Callable[..., Tensor], pick: slice | Tensor = slice(None)) -> tuple[Tensor, Tensor]:
         """(q, the cache's bytes) of the picked tokens."""
         kv = self.kv.clone(memory_format=torch.preserve_format)
         q = function(
             self.qkv[pick], self.positions[pick], self.table, *self.norms, 1e-6, *self.shape, kv, self.slots[pick],
-            0.7, 0.5, 2.0,
+            0.7, *self.scales,
         )  # fmt: skip
         return q, kv
 
@@ -115,6 +119,74 @@ def check_rope(device: str, dtype: torch.dtype, shape: tuple[int, int, int, int]
         step = (2**-3 if device == "cuda" else 0.6) if "cache" in options else step
         torch.testing.assert_close(kv, expected_kv, rtol=step, atol=step * float(expected_kv.abs().max()) * 0.5)
         assert torch.equal((kv == 0).all(-1), (expected_kv == 0).all(-1)), "another set of slots was written"
+
+
+class Logits:
+    """Strided logits rows of every kind, with a temperature, seed, position and cuts for each, on the CPU."""
+
+    def __init__(self, vocab_size: int, rows: int = 24) -> None:
+        generator = torch.Generator().manual_seed(vocab_size)
+        self.values = 3 * torch.randn(rows, vocab_size + 16, generator=generator)[:, :vocab_size]
+        self.values[4, 1::2] = float("-inf")
+        self.values[5] = float("-inf")
+        self.values[7] = torch.randint(0, 3, (vocab_size,), generator=generator).float()
+        self.values[8] = 0.0
+        self.temperatures = torch.rand(rows, generator=generator) * 2 + 0.01
+        self.temperatures[::5] = 0
+        self.seeds = torch.randint(-(2**62), 2**62, (rows,), generator=generator) * 2 + 1
+        self.positions = torch.randint(0, 2**31, (rows,), generator=generator)
+        self.top_k = torch.randint(-1, vocab_size + 2, (rows,), generator=generator)
+        self.top_k[:16] = torch.randint(1, 9, (16,), generator=generator)
+        self.top_p = torch.rand(rows, generator=generator)
+        self.min_p = torch.rand(rows, generator=generator) * 0.3
+
+
+def check_draw(device: str, vocab_size: int) -> None:
+    case = Logits(vocab_size)
+    case.values[9, vocab_size // 2] = case.values[10, -1] = float("nan")
+    order = torch.arange(23, -1, -1)
+    arguments = [x.to(device) for x in (case.values, order, case.temperatures, case.seeds, case.positions)]
+    tokens, failed = gpu_sample.draw(*arguments)
+    expected, expected_failed = sample.draw(case.values, order, case.temperatures, case.seeds, case.positions)
+    assert torch.equal(tokens.cpu(), expected)
+    assert torch.equal(failed.cpu(), expected_failed)
+
+
+def check_logprobs(device: str, vocab_size: int) -> None:
+    case = Logits(vocab_size)
+    logits = case.values.to(device)
+    ids = torch.randint(0, vocab_size, (24,), generator=torch.Generator().manual_seed(3))
+    ids[4] = 0
+    finite = [row for row in range(24) if row != 5]
+    exact = case.values.double().log_softmax(dim=1)
+
+    def compare(ours: Tensor, expected: Tensor) -> None:
+        torch.testing.assert_close(ours.cpu().double()[finite], expected[finite], atol=4e-6, rtol=1e-6)
+
+    largest, log_sum = gpu_sample.logprob_stats(logits)
+    assert torch.equal(largest.cpu(), case.values.amax(dim=1))
+    compare(log_sum, case.values.double().logsumexp(dim=1))
+    logprobs, ranks = gpu_sample.token_logprobs(logits, ids.to(device))
+    compare(logprobs, exact.gather(1, ids[:, None])[:, 0])
+    assert torch.equal(ranks.cpu(), sample.token_logprobs_eager(case.values, ids)[1])
+    for k in (1, 5):
+        top, top_values = gpu_sample.top_logprobs(logits, k)
+        assert torch.equal(top.cpu(), sample.top_logprobs_eager(case.values, k)[0])
+        compare(top_values, exact.gather(1, top.cpu()))
+        alone = [gpu_sample.token_logprobs(logits, top[:, at].contiguous())[0] for at in range(k)]
+        assert torch.equal(top_values[finite], torch.stack(alone, 1)[finite]), "other bits than token_logprobs"
+
+
+def check_masks(device: str, vocab_size: int) -> None:
+    case, off = Logits(vocab_size), torch.zeros(24)
+    for top_k, top_p, min_p in (
+        (case.top_k, off + 1, off), (off.long(), case.top_p, off), (off.long(), off + 1, case.min_p),
+        (case.top_k, case.top_p, case.min_p),
+    ):  # fmt: skip
+        expected, ours = case.values.clone(), case.values.to(device)
+        sample.top_k_top_p_mask_(expected, top_k, top_p, min_p)
+        gpu_truncate.top_k_top_p_mask_(ours, *(x.to(device) for x in (top_k, top_p, min_p)))
+        assert torch.equal(ours.cpu(), expected)
 
 
 def interpreted_norm() -> None:
@@ -145,7 +217,27 @@ def interpreted_rows() -> None:
         assert torch.equal(gpu_norm.rms_norm(x[i : i + 1], weight, 1e-6), whole[i : i + 1])
 
 
-INTERPRETED = (interpreted_norm, interpreted_activation, interpreted_embedding, interpreted_rope, interpreted_rows)
+def interpreted_draw() -> None:
+    gpu_sample._PROGRAMS = 48  # few enough that a program passes several tiles, and rows are still split
+    for vocab_size in (7, 500, 5000):
+        check_draw("cpu", vocab_size)
+
+
+def interpreted_logprobs() -> None:
+    for vocab_size in (7, 5000):
+        check_logprobs("cpu", vocab_size)
+
+
+def interpreted_masks() -> None:
+    gpu_truncate._PROGRAMS = 48
+    for vocab_size in (7, 1500):
+        check_masks("cpu", vocab_size)
+
+
+INTERPRETED = (
+    interpreted_norm, interpreted_activation, interpreted_embedding, interpreted_rope, interpreted_rows,
+    interpreted_draw, interpreted_logprobs, interpreted_masks,
+)  # fmt: skip
 
 
 def main() -> None:

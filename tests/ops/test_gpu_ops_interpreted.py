@@ -1,4 +1,4 @@
-"""The elementwise GPU operators under Triton's interpreter, in a process of its own: shapes are tiny."""
+"""Small operators of the GPU under Triton's interpreter, in a process of its own: shapes are tiny."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-CHECKS = tuple(f"interpreted_{name}" for name in ("norm", "activation", "embedding", "rope", "rows"))
+NAMES = ("norm", "activation", "embedding", "rope", "rows", "draw", "logprobs", "masks")
+CHECKS = tuple(f"interpreted_{name}" for name in NAMES)
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 

@@ -101,8 +101,8 @@ def qk_norm_rope_store(
     kv: torch.Tensor,
     slot_mapping: torch.Tensor,
     q_scale: float = 1.0,
-    key_scale: float = 1.0,
-    value_scale: float = 1.0,
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Norm (optional) and rotate q and k, write k and v to the cache; returns q: [tokens, heads, head_size].
 
@@ -111,7 +111,8 @@ def qk_norm_rope_store(
     RMS norm of each head, or None; kv: [blocks, kv_heads, block_size, 2 * head_size] of qkv's dtype or float8_e4m3fn,
     any strides but a contiguous last axis; slot_mapping: [tokens] int64, block * block_size + offset, -1 writes
     nothing. A normed channel is rounded to the dtype before it turns; `q_scale` multiplies q before its last rounding.
-    A float8 cache holds what a cache of qkv's dtype would, divided by `key_scale` or `value_scale` and cut to +-448.
+    A float8 cache holds what a cache of qkv's dtype would, divided by the head's `key_scale` or `value_scale`
+    ([kv_heads] float32, None: 1) and cut to +-448.
     """
     if qkv.is_cuda:
         from octavo.ops.gpu import rope as gpu
@@ -168,8 +169,8 @@ def qk_norm_rope_store_eager(
     kv: torch.Tensor,
     slot_mapping: torch.Tensor,
     q_scale: float = 1.0,
-    key_scale: float = 1.0,
-    value_scale: float = 1.0,
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The twin of `qk_norm_rope_store` in plain torch, any device."""
     num_tokens = qkv.shape[0]
@@ -180,7 +181,10 @@ def qk_norm_rope_store_eager(
     k = _rotate_eager(_norm_eager(k, k_norm, eps), rows).to(qkv.dtype)
     if kv.dtype == torch.float8_e4m3fn:
         k, v = (
-            (x.float() / scale).clamp(-MAX_FLOAT8, MAX_FLOAT8).to(kv.dtype).view(torch.uint8)
+            (x.float() / (1.0 if scale is None else scale[:, None]))
+            .clamp(-MAX_FLOAT8, MAX_FLOAT8)
+            .to(kv.dtype)
+            .view(torch.uint8)
             for x, scale in ((k, key_scale), (v, value_scale))
         )
         kv = kv.view(torch.uint8)  # torch indexes no float8

@@ -5,7 +5,8 @@ requests or sampling parameters beyond the plain numbers of a row. Invariant: a 
 and numbers only, never on the other rows, their count or the thread count. Ties always go to the lower token id.
 
 Logits are [rows, vocab] float32 with a contiguous last axis; rows may be strided. Each operator has an eager twin,
-`<name>_eager`, in plain torch; integers agree bit for bit, floats within rounding.
+`<name>_eager`, in plain torch; integers agree bit for bit, floats within rounding. On a GPU noise and the weights of
+top-p have the bits of the native operators; a draw multiplies by 1 / temperature and adds the noise in one rounding.
 """
 
 from __future__ import annotations
@@ -41,6 +42,10 @@ def sample_rows(
     temperatures: [rows] float32; seeds: [rows] int64 or uint64; positions: [rows] int64, absolute. The noise is
     `gumbel_noise` of (seed, position, token id). -inf and NaN never win; a row of nothing else gives 0.
     """
+    if logits.is_cuda:
+        from octavo.ops.gpu import sample as gpu
+
+        return gpu.draw(logits, None, temperatures, seeds.view(torch.int64), positions)[0]
     library = native.lib()
     if not library:
         return sample_rows_eager(logits, temperatures, seeds, positions)
@@ -51,8 +56,28 @@ def sample_rows(
     return tokens
 
 
+def draw(
+    logits: torch.Tensor, rows: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(`sample_rows` of tables, whether the logits hold a NaN): [S] int64, [S] uint8.
+
+    rows: [S] int64, the place of each logits row in `temperatures` (float32) and `seeds` (int64); positions: [S] int64.
+    On a GPU one kernel, fit for a graph once a launch has run outside of one; launches must not overlap.
+    """
+    if logits.is_cuda:
+        from octavo.ops.gpu import sample as gpu
+
+        return gpu.draw(logits, rows, temperatures, seeds, positions)
+    tokens = sample_rows(logits, temperatures.index_select(0, rows), seeds.index_select(0, rows), positions)
+    return tokens, nan_rows(logits).view(torch.uint8)
+
+
 def logprob_stats(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(max, log of the sum of exponentials) of each row, float32. NaN is no maximum, but makes the second NaN."""
+    if logits.is_cuda:
+        from octavo.ops.gpu import sample as gpu
+
+        return gpu.logprob_stats(logits)
     library = native.lib()
     if not library:
         return logprob_stats_eager(logits)
@@ -63,6 +88,10 @@ def logprob_stats(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(log-probability float32, rank int64) of one token per row. Rank: 1 + the number of larger logits."""
+    if logits.is_cuda:
+        from octavo.ops.gpu import sample as gpu
+
+        return gpu.token_logprobs(logits, token_ids)
     library = native.lib()
     if not library:
         return token_logprobs_eager(logits, token_ids)
@@ -75,6 +104,10 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch
 def top_logprobs(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(token ids int64, log-probabilities float32), both [rows, min(k, vocab)], most likely first."""
     k = min(k, logits.shape[1])
+    if logits.is_cuda:
+        from octavo.ops.gpu import sample as gpu
+
+        return gpu.top_logprobs(logits, k)
     library = native.lib()
     if not library or not 0 < k <= _MAX_NATIVE_TOP:
         return top_logprobs_eager(logits, k)
@@ -86,6 +119,8 @@ def top_logprobs(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tens
 
 def nan_rows(logits: torch.Tensor) -> torch.Tensor:
     """Whether a row holds a NaN: [rows] bool."""
+    if logits.is_cuda:
+        return logits.amax(dim=1).isnan()  # amax lets NaN through
     library = native.lib()
     if not library:
         return nan_rows_eager(logits)
@@ -103,6 +138,11 @@ def top_k_top_p_mask_(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Te
     left. For top-p a probability is the integer floor(e^(x - max) * 2^40), so its sums are exact in any order. Rows
     whose maximum is not finite stay as they are.
     """
+    if logits.is_cuda:
+        from octavo.ops.gpu import truncate
+
+        truncate.top_k_top_p_mask_(logits, top_k, top_p, min_p)
+        return
     library = native.lib()
     if not library:
         top_k_top_p_mask_eager_(logits, top_k, top_p, min_p)

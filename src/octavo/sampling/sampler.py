@@ -16,7 +16,7 @@ import torch
 
 from octavo.device.staging import StagedTensor
 from octavo.grammar import NO_GRAMMARS, Grammars
-from octavo.ops.sample import nan_rows, sample_rows
+from octavo.ops.sample import draw, nan_rows
 from octavo.plan import NewRow
 from octavo.sampling import logprobs
 from octavo.sampling.grammar import GrammarMask
@@ -138,16 +138,14 @@ class Sampler:
 
         logits: [S, vocab_size] float32, contiguous; rows, positions: as in SampleBatch.
         """
-        temperatures = self._temperature.data.index_select(0, rows)
-        seeds = self._seed.data.index_select(0, rows)
-        return sample_rows(logits, temperatures, seeds, positions), nan_rows(logits).view(torch.uint8)
+        return draw(logits, rows, self._temperature.data, self._seed.data, positions)
 
     def __call__(self, logits: torch.Tensor, batch: SampleBatch) -> SamplerOutput:
         """Sample from `logits` ([S, vocab_size] float32, contiguous), which may be overwritten."""
         assert logits.is_contiguous() and logits.shape[1] == self._vocab_size, "logits must be [S, vocab_size]"
-        failed = nan_rows(logits).view(torch.uint8)
         groups = self._logprobs.groups(batch)
         changed = self._changed.select(batch.rows_np)
+        not_a_number = None if changed is None else nan_rows(logits)  # before a mask can hide it
         untouched: dict[int, torch.Tensor] = {}
         if changed is not None:
             if self._raw and groups:
@@ -158,10 +156,9 @@ class Sampler:
                 }  # fmt: skip
             for stage in self._stages:
                 stage(logits, batch)
-        temperatures = self._temperature.data.index_select(0, batch.rows)
-        seeds = self._seed.data.index_select(0, batch.rows)
-        tokens = sample_rows(logits, temperatures, seeds, batch.positions)
-        if changed is not None:
+        tokens, failed = self.draw(logits, batch.rows, batch.positions)
+        if changed is not None and not_a_number is not None:
+            failed = not_a_number.view(torch.uint8)
             # only where all of a row is forbidden can the choice be forbidden
             choice = logits.view(-1).index_select(0, changed.at * self._vocab_size + tokens.index_select(0, changed.at))
             blocked = torch.zeros_like(failed).index_copy_(0, changed.at, (choice == -torch.inf).to(torch.uint8) * 2)
@@ -170,17 +167,17 @@ class Sampler:
         for index, group in enumerate(groups):
             own = untouched.get(index)
             if own is None:
-                own = self._group_logits(group, logits, temperatures)
+                own = self._group_logits(group, logits, batch)
             mine = tokens.index_select(0, group.at)
             found.append(logprobs.compute(group, own, mine, as_logits=self._as_logits))
         return SamplerOutput(tokens, failed, found)
 
-    def _group_logits(self, group: LogprobGroup, logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+    def _group_logits(self, group: LogprobGroup, logits: torch.Tensor, batch: SampleBatch) -> torch.Tensor:
         """The logits of a group that its log-probabilities are made of: as they are, or as they are drawn from."""
         own = logits if len(group.at_np) == len(logits) else logits.index_select(0, group.at)
         if self._raw:
             return own
-        divisor = temperatures.index_select(0, group.at)
+        divisor = self._temperature.data.index_select(0, batch.rows.index_select(0, group.at))
         return own / torch.where(divisor == 0, 1.0, divisor)[:, None]
 
     def prompt_logprobs(self, logits: torch.Tensor, target_ids: torch.Tensor, num_top: int) -> GroupLogprobs:

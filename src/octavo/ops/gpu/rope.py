@@ -83,11 +83,11 @@ def _turned(
 @triton.jit
 def _qk_norm_rope_store(
     qkv, positions, cos_sin, q_norm, k_norm, kv, q_out, slots, qkv_token, kv_block, kv_head, kv_token, block_size,
-    eps, q_scale, key_scale, value_scale,
+    key_scale, value_scale, eps, q_scale,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr,
     HALF: tl.constexpr, PADDED_HALF: tl.constexpr, REST: tl.constexpr, HALF_LEVELS: tl.constexpr,
     REST_LEVELS: tl.constexpr, HEADS: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
-    QUANTIZED: tl.constexpr,
+    QUANTIZED: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Program (token, part): `HEADS` heads of q, of k or of v."""
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -106,23 +106,28 @@ def _qk_norm_rope_store(
         _store_turned(q, first, second, rest, 1.0, head < NUM_HEADS, HEAD, HALF, DTYPE, False)
     else:
         slot = tl.load(slots + token).to(tl.int64)
-        kv_head_index = (part - Q_PARTS) % KV_PARTS * HEADS + tl.arange(0, HEADS)
-        valid = (kv_head_index < NUM_KV_HEADS) & (slot >= 0)
-        stored = (
-            kv + slot // block_size * kv_block + slot % block_size * kv_token + kv_head_index.to(tl.int64) * kv_head
-        )
-        source = qkv + NUM_HEADS * HEAD + kv_head_index * HEAD
-        if part < Q_PARTS + KV_PARTS:
+        place = slot // block_size * kv_block + slot % block_size * kv_token
+        group = (part - Q_PARTS) % KV_PARTS * HEADS + tl.arange(0, HEADS)
+        valid = (group < NUM_KV_HEADS) & (slot >= 0)
+        stored = kv + place + group.to(tl.int64) * kv_head
+        source = qkv + NUM_HEADS * HEAD + group * HEAD
+        is_key = part < Q_PARTS + KV_PARTS
+        scale = tl.full((HEADS,), 1.0, tl.float32)
+        if SCALED:
+            of_key = tl.load(key_scale + group, mask=group < NUM_KV_HEADS, other=1.0)
+            scale = tl.where(is_key, of_key, tl.load(value_scale + group, mask=group < NUM_KV_HEADS, other=1.0))
+        scale = scale[:, None]
+        if is_key:
             first, second, rest = _turned(
                 source, k_norm, table, valid, eps, 1.0,
                 HEAD, HALF, PADDED_HALF, REST, HALF_LEVELS, REST_LEVELS, K_NORM,
             )  # fmt: skip
-            _store_turned(stored, first, second, rest, key_scale, valid, HEAD, HALF, DTYPE, QUANTIZED)
+            _store_turned(stored, first, second, rest, scale, valid, HEAD, HALF, DTYPE, QUANTIZED)
         else:
             channel = tl.arange(0, PADDED)
             inside = valid[:, None] & (channel < HEAD)[None, :]
             value = tl.load(source[:, None] + NUM_KV_HEADS * HEAD + channel[None, :], mask=inside, other=0.0)
-            _store(stored[:, None] + HEAD + channel[None, :], value, value_scale, inside, DTYPE, QUANTIZED)
+            _store(stored[:, None] + HEAD + channel[None, :], value, scale, inside, DTYPE, QUANTIZED)
 
 
 def qk_norm_rope_store(
@@ -138,11 +143,12 @@ def qk_norm_rope_store(
     kv: Tensor,
     slot_mapping: Tensor,
     q_scale: float,
-    key_scale: float,
-    value_scale: float,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
 ) -> Tensor:
     """See `octavo.ops.rope.qk_norm_rope_store`; float16 too."""
     assert qkv.stride(1) == 1 and kv.stride(3) == 1, "channels are contiguous"
+    assert (key_scale is None) == (value_scale is None), "both scales or none"
     num_tokens, half = qkv.shape[0], cos_sin.shape[1] // 2
     q = torch.empty((num_tokens, num_heads, head_size), dtype=qkv.dtype, device=qkv.device)
     if not num_tokens:
@@ -154,10 +160,11 @@ def qk_norm_rope_store(
     _qk_norm_rope_store[(num_tokens, parts)](
         qkv, positions, cos_sin, cos_sin if q_norm is None else q_norm, cos_sin if k_norm is None else k_norm, kv, q,
         slot_mapping, qkv.stride(0), kv.stride(0), kv.stride(1), kv.stride(2), kv.shape[2],
-        eps, q_scale, key_scale, value_scale,
+        cos_sin if key_scale is None else key_scale, cos_sin if value_scale is None else value_scale, eps, q_scale,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD=head_size, PADDED=padded, HALF=half,
         PADDED_HALF=padded_half, REST=rest, HALF_LEVELS=padded_half.bit_length() - 1,
         REST_LEVELS=rest.bit_length() - 1, HEADS=heads, Q_NORM=q_norm is not None, K_NORM=k_norm is not None,
-        QUANTIZED=kv.dtype == torch.float8_e4m3fn, num_warps=_WARPS, enable_fp_fusion=False,
+        QUANTIZED=kv.dtype == torch.float8_e4m3fn, SCALED=key_scale is not None,
+        num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return q
