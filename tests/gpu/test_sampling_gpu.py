@@ -99,7 +99,7 @@ def test_a_captured_draw_follows_its_inputs(no_waits: None) -> None:
     """The null row of a table pads a graph: it changes nothing for the others."""
     logits = torch.randn(8, VOCAB, device="cuda")
     temperatures, seeds = torch.ones(10, device="cuda"), torch.arange(10, device="cuda")
-    temperatures[9] = 0
+    temperatures[9:].zero_()
     rows, positions = torch.full((8,), 9, device="cuda"), torch.zeros(8, dtype=torch.int64, device="cuda")
     sample.draw(logits, rows, temperatures, seeds, positions)
     graph = torch.cuda.CUDAGraph()
@@ -107,8 +107,8 @@ def test_a_captured_draw_follows_its_inputs(no_waits: None) -> None:
         tokens, failed = sample.draw(logits, rows, temperatures, seeds, positions)
     seen = []
     for step in range(3):
-        rows[:5] = torch.arange(5, device="cuda") + step
-        positions[:5] = step + 7
+        rows[:5].copy_(torch.arange(5, device="cuda") + step)
+        positions[:5].fill_(step + 7)
         graph.replay()
         expected, _ = sample.draw(logits[:5].contiguous(), rows[:5], temperatures, seeds, positions[:5])
         seen.append((tokens.clone(), failed.clone(), expected))

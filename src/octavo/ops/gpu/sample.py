@@ -21,8 +21,8 @@ from octavo.ops.gpu.tree import padded_length, row_sums
 
 LEAF = 4096  # vocabulary entries of a partial sum: part of the canonical order
 # Entries of a step of a drawing program, and its warps: for few rows, for many. They move no token.
-_FEW_ROWS, _FEW, _MANY = 16, (2048, 8), (1024, 1)
-_PROGRAMS = 4224  # how many programs a launch should have
+_FEW_ROWS, _FEW, _MANY = 4, (2048, 8), (512, 1)
+_PROGRAMS = 2112  # how many programs a launch should have
 _MAX_SPLITS = 128
 _NAN_BIT = 1 << 30  # in a part's code, beside its token id
 
@@ -77,8 +77,11 @@ def _draw(
     lane = tl.arange(0, TILE)
     start = split * share
     offset = low + start.to(tl.uint32)  # what turns lanes into a tile's ids plus the key's low half
+    logits += line * logits_row + lane
+    ahead = tl.load(logits + start, mask=lane < vocab_size - start, other=float("-inf"))
     for base in range(start, tl.minimum(start + share, vocab_size), TILE):
-        x = tl.load(logits + line * logits_row + base + lane, mask=lane < vocab_size - base, other=float("-inf"))
+        x = ahead  # the next tile is on its way while this one is worked on
+        ahead = tl.load(logits + base + TILE, mask=lane < vocab_size - base - TILE, other=float("-inf"))
         words = uniform_words(offset, high, lane.to(tl.uint32))
         offset += TILE
         bound = tl.reduce(tl.fma(x, inverse, gumbel_bound(words, amount)), 0, _larger_or_nan)
