@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import gc
 import random
 import time
 from collections.abc import Iterable, Sequence
@@ -295,5 +296,8 @@ class Engine:
             self.step()
 
     def close(self) -> None:
-        """Wait for issued steps and release the worker. The engine cannot be used afterwards."""
+        """Wait for issued steps and release the worker, its memory too. The engine cannot be used afterwards."""
         self.core.close()
+        vars(self).pop("runner", None)
+        if self.resolved.device != "cpu":
+            gc.collect()  # the next engine is sized by what is free then

@@ -33,7 +33,7 @@ def both() -> Iterator[dict[bool, LLM]]:
 
 def patch_logits(llm: LLM, monkeypatch: pytest.MonkeyPatch, change: Callable[[int, torch.Tensor], object]) -> None:
     """Let `change(call number, logits)` see what the model gives."""
-    model = llm.engine.runner._model
+    model = llm.engine.runner.model
     compute, calls = model.logits, iter(range(1 << 30))
 
     def logits(hidden: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import concurrent.futures
 from collections.abc import Callable
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from octavo.plan import StepPlan, StepResult
 
@@ -30,6 +30,10 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Wait for issued steps and release the worker."""
+
+
+def _closed(plan: StepPlan) -> NoReturn:
+    raise RuntimeError("the executor was closed")
 
 
 class _Done:
@@ -52,7 +56,8 @@ class InlineExecutor:
         return _Done(self._execute(plan))
 
     def close(self) -> None:
-        """Nothing is in flight."""
+        """Nothing is in flight: let go of the runner."""
+        self._execute = _closed
 
 
 class DeviceExecutor:
@@ -67,7 +72,8 @@ class DeviceExecutor:
         return self._issue(plan)
 
     def close(self) -> None:
-        """A step in flight ends by itself."""
+        """A step in flight ends by itself: let go of the runner."""
+        self._issue = _closed
 
 
 class ThreadExecutor:
@@ -83,5 +89,6 @@ class ThreadExecutor:
         return self._pool.submit(self._execute, plan)
 
     def close(self) -> None:
-        """Wait for issued steps and end the thread."""
+        """Wait for issued steps, end the thread and let go of the runner."""
         self._pool.shutdown(wait=True, cancel_futures=True)
+        self._execute = _closed
