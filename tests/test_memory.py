@@ -10,7 +10,7 @@ import pytest
 from octavo.arch import Arch, LayerKind
 from octavo.config import DeviceFacts, EngineConfig, Resolved, resolve
 from octavo.groups import block_bytes, make_groups
-from octavo.memory import MemoryPlan, blocks_for_request, plan_memory, show_bytes, weight_bytes
+from octavo.memory import MemoryPlan, blocks_for_request, check_weights, plan_memory, show_bytes, weight_bytes
 from octavo.sched.groups import make_policies
 from octavo.settings import ConfigError
 
@@ -153,3 +153,16 @@ def test_block_tables_of_kernel_blocks_are_counted() -> None:
     )
     kernel_blocks = 2 * 64 * (2048 // 16 - 2048 // 128)  # the table and a step's copy, rows, columns
     assert split.table_bytes - plain.table_bytes == 4 * kernel_blocks
+
+
+def test_a_refusal_says_what_took_the_memory() -> None:
+    with pytest.raises(ConfigError) as refused:
+        plan(2 << 20, max_model_len=2048)
+    assert "after weights" in str(refused.value) and "workspace" in str(refused.value)
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_loaded() -> None:
+    size = weight_bytes(ARCH, numbers())
+    check_weights(ARCH, numbers(), size)
+    with pytest.raises(ConfigError, match=r"its weights take .* in bfloat16"):
+        check_weights(ARCH, numbers(), size - 1)

@@ -69,7 +69,7 @@ class MemoryPlan:
             ("tables", self.table_bytes, "tokens and blocks of every row"),
             ("KV cache", self.kv_bytes, f"{self.num_blocks} blocks of {self.bytes_per_block} bytes; {self.rule}"),
         ]
-        lines = [f"  {name:<12} {show_bytes(size):>10}  {remark}" for name, size, remark in rows]
+        lines = [f"  {name:<12} {show_bytes(size):>10}  {remark}" for name, size, remark in rows if size]
         lines.append(
             f"  The cache holds {self.num_tokens} tokens: {self.max_requests:.1f} requests of "
             f"max_model_len={self.max_model_len}."
@@ -114,6 +114,14 @@ def weight_bytes(arch: Arch, resolved: Resolved) -> int:
     vectors = arch.num_layers * vectors + arch.hidden_size
     embedding = 0 if arch.tied else arch.vocab_size * arch.hidden_size  # a tied table is the output head's
     return linear + (vectors + embedding) * itemsize
+
+
+def check_weights(arch: Arch, resolved: Resolved, free_bytes: int) -> None:
+    """Raises ConfigError for a model whose weights alone are more than `free_bytes`, before it is loaded in vain."""
+    size = weight_bytes(arch, resolved)
+    if size > free_bytes:
+        limit = f"its weights take {show_bytes(size)} in {resolved.dtype}, {show_bytes(free_bytes)} are free"
+        raise ConfigError("model", resolved.model, limit, "take a smaller model, or fewer bytes per weight: --dtype")
 
 
 def _linear_shapes(arch: Arch) -> Iterator[tuple[int, int, int]]:
@@ -184,7 +192,8 @@ def plan_memory(
     tables = _table_bytes(resolved, groups, kernel_block_sizes or [resolved.kernel_block_size] * len(groups))
     per_block = max(block_bytes(groups, ITEMSIZE[resolved.dtype]), 1)
     per_request = blocks_for_request(groups, resolved.max_model_len, resolved.max_num_batched_tokens)
-    available = free_bytes - workspace - logits - graphs - tables - (0 if weights_loaded else weights)
+    parts = {"weights": 0 if weights_loaded else weights, "workspace": workspace + logits + tables, "graphs": graphs}
+    available = free_bytes - sum(parts.values())
     if resolved.device == "cuda":
         available -= int((1.0 - resolved.gpu_memory_utilization) * total_bytes)
     num_blocks, rule = _count_blocks(resolved, available, per_block, per_request)
@@ -192,7 +201,9 @@ def plan_memory(
     if num_blocks - 1 < per_request:
         length = _fit_length(resolved, groups, num_blocks - 1)
         if not resolved.max_model_len_is_auto or length < 2:
-            raise _too_small(resolved, available, per_block, per_request, num_blocks, length)
+            taken = ", ".join(f"{name} {show_bytes(size)}" for name, size in parts.items() if size)
+            left = f"{show_bytes(max(available, 0))} are left of {show_bytes(free_bytes)} after {taken}"
+            raise _too_small(resolved, left, per_block, per_request, num_blocks, length)
         per_request = blocks_for_request(groups, length, resolved.max_num_batched_tokens)
     return MemoryPlan(
         device=resolved.device,
@@ -271,12 +282,12 @@ def _fit_length(resolved: Resolved, groups: Sequence[CacheGroup], num_blocks: in
 
 
 def _too_small(
-    resolved: Resolved, available: int, per_block: int, per_request: int, num_blocks: int, fits: int
+    resolved: Resolved, left: str, per_block: int, per_request: int, num_blocks: int, fits: int
 ) -> ConfigError:
     needed = (per_request + 1) * per_block
     limit = (
         f"one request needs {per_request + 1} blocks ({show_bytes(needed)}), the cache would have {max(num_blocks, 0)} "
-        f"({show_bytes(max(num_blocks, 0) * per_block)} of {show_bytes(max(available, 0))} left for it)"
+        f"({show_bytes(max(num_blocks, 0) * per_block)}): {left}"
     )
     if resolved.num_gpu_blocks_override is not None:
         field, change = "num_gpu_blocks_override", f"set it to at least {per_request + 1}"

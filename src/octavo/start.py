@@ -33,7 +33,7 @@ from octavo.kv_cache.kernel_blocks import prepare_kernel_block_sizes
 from octavo.kv_cache.layout import resolve_layout
 from octavo.kv_cache.pool import KVCachePool
 from octavo.layers.attention import Attention
-from octavo.memory import ITEMSIZE, MemoryPlan, plan_memory, show_bytes
+from octavo.memory import ITEMSIZE, MemoryPlan, check_weights, plan_memory, show_bytes
 from octavo.model_state.default import DefaultModelState
 from octavo.models.base import Model
 from octavo.models.loader import load_model
@@ -79,11 +79,13 @@ def start_engine(config: EngineConfig, phases: Phases, *, text: bool = True) -> 
     with phases("load the tokenizer"):
         tokenizer = load_text(config, folder, arch) if text else NoTokenizer()
     with phases("load the weights"), _room(resolved, "the weights", "load_format", "take a smaller model or dtype"):
+        check_weights(arch, resolved, _memory(resolved)[0])
         model = _load(arch, folder, resolved)
         resolved = _apply_mods(model, config, resolved)
+    sized_by = "gpu_memory_utilization" if resolved.device == "cuda" else "kv_cache_memory_bytes"
     with (
         phases("allocate the cache and the tables"),
-        _room(resolved, "the cache and the tables", "gpu_memory_utilization", "lower it, or max_num_seqs"),
+        _room(resolved, "the cache and the tables", sized_by, "lower it, or max_num_seqs"),
     ):
         groups = make_groups(arch, resolved.block_size, ITEMSIZE[resolved.dtype])
         free_bytes, total_bytes = _memory(resolved)
@@ -274,13 +276,16 @@ def _capture(runner: Runner, resolved: Resolved, phases: Phases) -> None:
 
 @contextlib.contextmanager
 def _room(resolved: Resolved, what: str, field: str, change: str) -> Iterator[None]:
-    """Say which part of the start ran out of a GPU's memory, and what to change."""
+    """Say which part of the start ran out of memory, and what to change."""
     try:
         yield
-    except torch.OutOfMemoryError:
-        torch.cuda.empty_cache()
-        free, total = map(show_bytes, torch.cuda.mem_get_info())
-        limit = f"{what} do not fit the GPU, which has {free} of {total} left"
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        on_host = isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)
+        if not on_host and not isinstance(error, torch.OutOfMemoryError):
+            raise
+        free, total = map(show_bytes, _memory(resolved))
+        where = "memory" if on_host else "the GPU"
+        limit = f"{what} do not fit {where}, which has {free} of {total} left"
         raise ConfigError(field, getattr(resolved, field), limit, change) from None
 
 
@@ -296,7 +301,7 @@ def _set_up(resolved: Resolved) -> None:
 
 
 def _memory(resolved: Resolved) -> tuple[int, int]:
-    """Free and total bytes of the device, with the weights loaded."""
+    """Free and total bytes of the device, now."""
     if resolved.device == "cuda":
         torch.cuda.empty_cache()
         free_bytes, total_bytes = torch.cuda.mem_get_info()

@@ -204,6 +204,8 @@ BAD_SETTINGS: list[tuple[dict[str, Any], tuple[str, ...], list[str]]] = [
     ({"kv_cache_memory_bytes": 4096, "max_model_len": 1024},
      ("kv_cache_memory_bytes=4096", "65 blocks", "at least 3727360"),
      ["--kv-cache-memory-bytes", "4096", "--max-model-len", "1024"]),
+    ({"kv_cache_memory_bytes": 200 << 40}, ("kv_cache_memory_bytes", "the cache and the tables do not fit memory"),
+     ["--kv-cache-memory-bytes", "200T"]),
     ({"num_gpu_blocks_override": 3, "max_model_len": 1024}, ("num_gpu_blocks_override=3", "65 blocks", "at least 65"),
      ["--num-gpu-blocks-override", "3", "--max-model-len", "1024"]),
     ({"max_logprobs": 5000}, ("max_logprobs=5000", "4096 tokens"), ["--max-logprobs", "5000"]),
