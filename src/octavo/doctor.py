@@ -55,6 +55,8 @@ def main(argv: Sequence[str]) -> int:
         quantization=resolved.quantization,
         native=resolved.native,
         attention=resolved.attention_backend,
+        numerics=resolved.numerics,
+        gpu=facts.cuda,
     )
     _section("Numerics contract " + probe.numerics_id(contract), contract.items())
     return 0

@@ -104,14 +104,16 @@ def versions() -> dict[str, str]:
 
 
 def numerics_contract(
-    *, device: str, dtype: str, quantization: str | None, native: str, attention: str
+    *, device: str, dtype: str, quantization: str | None, native: str, attention: str, numerics: str, gpu: str = ""
 ) -> dict[str, str]:
     """What the bits of a result depend on, beside the model and the request.
 
     Two engines whose contracts have the same `numerics_id` give the same bits. Instruction sets are not part of it
-    where all compiled libraries agree; whether the compiled operators serve at all is.
+    where all compiled libraries agree; whether the compiled operators serve at all is. On a GPU (`gpu` is its name)
+    the compiler of its kernels is.
     """
-    return {
+    compiler = {"gpu": gpu, "triton": versions()["triton"]} if device == "cuda" else {}
+    return compiler | {
         "operators": _source_digest(Path(__file__).parent),
         "torch": versions()["torch"],
         "machine": f"{platform.system()} {platform.machine()}",
@@ -120,6 +122,7 @@ def numerics_contract(
         "quantization": quantization or "none",
         "cpu operators": "eager" if native == "none" else "compiled",
         "attention": attention,
+        "numerics": numerics,
     }
 
 

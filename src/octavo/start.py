@@ -126,6 +126,8 @@ def start_engine(config: EngineConfig, phases: Phases, *, text: bool = True) -> 
             quantization=resolved.quantization,
             native=native.isa(),
             attention=resolved.attention_backend,
+            numerics=resolved.numerics,
+            gpu=facts.cuda,
         ),
     )
 
