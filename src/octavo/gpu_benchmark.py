@@ -19,10 +19,11 @@ from typing import Any
 
 from octavo.llm import LLM
 from octavo.observe import Phases
-from octavo.sampling_params import SamplingParams
+from octavo.sampling_params import RequestOutputKind, SamplingParams
 
 MAX_MODEL_LEN, MAX_NUM_SEQS = 4096, 512
 _PROFILED_STEPS = 20
+_SHOWN_KERNELS = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -142,7 +143,8 @@ def report(run: Run, names: Sequence[str], document: dict[str, Any], *, profile:
             print(f"      copy {copy / 1e12:.2f} TB/s, product {product / 1e12:.0f} TFLOP/s", flush=True)
             records += [_timed(run, llm, name, copy, product) for name in timed]
             if profile:
-                document["profiles"] = [_profile(llm, num_rows) for num_rows in (1, 64, 256, MAX_NUM_SEQS)]
+                document["decode_profiles"] = [_profile_decode(llm, rows) for rows in (1, 64, 256, MAX_NUM_SEQS)]
+                document["prefill_profile"] = _profile_prefill(llm, run.facts["vocab_size"])
     for record in records:
         record |= {"shape": run.shape, "mode": run.fields["numerics"], "command": " ".join(sys.argv)}
         print(json.dumps(record))
@@ -169,15 +171,18 @@ def _timed(run: Run, llm: LLM, name: str, copy: float, product: float) -> dict[s
             "steps": spent.num_steps, "host_us": host}  # fmt: skip
 
 
-def _profile(llm: LLM, num_rows: int) -> dict[str, Any]:
-    """Kernels of decode steps of `num_rows` requests of about 500 tokens, by name: calls and microseconds a step."""
+def _profile_decode(llm: LLM, num_rows: int) -> dict[str, Any]:
+    """Kernels of a decode step of `num_rows` requests of about 500 tokens."""
     from torch.profiler import ProfilerActivity, profile
 
     engine = llm.engine
-    params = SamplingParams(max_tokens=400, ignore_eos=True, detokenize=False, temperature=0.6, seed=1)
+    params = SamplingParams(
+        max_tokens=400, ignore_eos=True, detokenize=False, temperature=0.6, seed=1,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )  # fmt: skip
     ids = [f"profile-{index}" for index in range(num_rows)]
     for index, request_id in enumerate(ids):
-        engine.add(request_id, [7 + index % 100] * 400, params)
+        engine.add(request_id, [7 + index % 100] * (400 + index % 16), params)
     for _ in range(100 + num_rows // 16):
         engine.step()
     before, started = engine.times.copy(), time.perf_counter()
@@ -190,12 +195,31 @@ def _profile(llm: LLM, num_rows: int) -> dict[str, Any]:
             engine.step()
         engine.abort(ids)
         engine.run_until_idle()
-    kernels = sorted(profiler.key_averages(), key=lambda entry: -entry.self_device_time_total)
-    steps = _PROFILED_STEPS + 1
-    print(f"decode of {num_rows} rows: {wall:.0f} us a step; host us: {host}")
-    rows = []
-    for entry in kernels[:30]:
-        each = entry.self_device_time_total / steps
-        print(f"  {each:9.1f} us {entry.count / steps:7.1f} calls  {entry.key[:90]}", flush=True)
-        rows.append({"kernel": entry.key, "us": each, "calls": entry.count / steps})
-    return {"rows": num_rows, "wall_us": wall, "host_us": host, "kernels": rows}
+    parts = ", ".join(f"{part} {value:.0f}" for part, value in host.items())
+    print(f"decode of {num_rows} rows: {wall:.0f} us a step; host us: {parts}")
+    return {"rows": num_rows, "wall_us": wall, "host_us": host, "kernels": _kernels(profiler, _PROFILED_STEPS + 1)}
+
+
+def _profile_prefill(llm: LLM, vocab: int) -> dict[str, Any]:
+    """Kernels per 8,192 prompt tokens, in prompts of 4,000."""
+    from torch.profiler import ProfilerActivity, profile
+
+    work = _work("prefill", vocab)
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        seconds = _generate(llm, work)
+    steps = sum(map(len, work.prompts)) / 8192
+    print(f"prefill: {seconds / steps * 1e6:.0f} us per 8,192 tokens")
+    return {"wall_us": seconds / steps * 1e6, "kernels": _kernels(profiler, steps)}
+
+
+def _kernels(profiler: Any, steps: float) -> list[dict[str, Any]]:
+    """The longest kernels by name: calls and microseconds a step."""
+    entries = sorted(profiler.key_averages(), key=lambda entry: -entry.self_device_time_total)
+    rows = [
+        {"kernel": entry.key[:90], "us": entry.self_device_time_total / steps, "calls": entry.count / steps}
+        for entry in entries
+    ]
+    for row in rows[:_SHOWN_KERNELS]:
+        print(f"  {row['us']:9.1f} us {row['calls']:7.1f} calls  {row['kernel']}", flush=True)
+    print(f"  {sum(row['us'] for row in rows):9.1f} us in {sum(row['calls'] for row in rows):.0f} kernels", flush=True)
+    return rows[:_SHOWN_KERNELS]
