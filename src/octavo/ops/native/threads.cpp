@@ -97,7 +97,9 @@ class Pool {
             uint64_t epoch = epoch_.load(std::memory_order_acquire);
             if (epoch != seen) return epoch;
             relax();
-            if (spins % 64 == 0 && std::chrono::steady_clock::now() > until) break;
+            if (spins % 64 != 0) continue;
+            if (std::chrono::steady_clock::now() > until) break;
+            std::this_thread::yield();  // others may need this core more
         }
         std::unique_lock<std::mutex> lock(sleep_);
         sleeping_.fetch_add(1);
