@@ -22,7 +22,8 @@ from octavo.outputs import RequestOutput
 from octavo.plan import StepPlan
 from octavo.request import Request
 from octavo.request_fields import FieldSpec, salt_with_fields
-from octavo.sampling_params import SamplingParams, check, check_request_options
+from octavo.sampling_params import SamplingParams
+from octavo.text.admission import check_request
 from octavo.text.output import OutputProcessor, wants_every_token
 from octavo.text.tokenizer import Tokenizer
 from octavo.updates import RequestUpdate
@@ -251,9 +252,9 @@ class Engine:
         cache_salt: str = "",
     ) -> None:
         """Queue a request. Raises ParameterError for what the model's limits forbid; then nothing was queued."""
-        check_request_options(cache_salt, priority)
-        params = self.tokenizer.resolve_bad_words(params)
-        max_tokens = check(params, self.limits, len(prompt_token_ids))
+        params, max_tokens = check_request(
+            self.tokenizer, self.limits, params, len(prompt_token_ids), cache_salt=cache_salt, priority=priority
+        )
         self._grammars.check(params.structured_outputs)
         sequence_ids = self._outputs.add(request_id, prompt, prompt_token_ids, params)
         self.core.add(

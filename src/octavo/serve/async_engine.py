@@ -22,11 +22,12 @@ import msgspec
 from octavo.arch import Arch
 from octavo.config import EngineConfig
 from octavo.front import find_and_read, load_front, make_limits
-from octavo.sampling_params import ParameterError, SamplingParams, check, check_request_options
+from octavo.sampling_params import ParameterError, SamplingParams
 from octavo.serve.client import EngineClient, Supervision
 from octavo.serve.messages import Abort, Add, BadFrameError, CallDone, EngineInfo, ResetPrefixCache, Updates
 from octavo.serve.soundness import is_sound
 from octavo.serve.stream import OutputStream, RequestFacts, SlowReaderError, Stream
+from octavo.text.admission import check_request
 from octavo.text.no_tokenizer import NoTokenizer
 from octavo.text.output import OutputProcessor
 from octavo.text.tokenizer import Tokenizer
@@ -156,10 +157,10 @@ class AsyncEngine:
 
         """
         self._refuse_if_down()
-        check_request_options(cache_salt, priority)
-        params = self.tokenizer.resolve_bad_words(params)
         num_prompt = len(prompt_token_ids)
-        max_tokens = check(params, self.limits, num_prompt)
+        params, max_tokens = check_request(
+            self.tokenizer, self.limits, params, num_prompt, cache_salt=cache_salt, priority=priority
+        )
         facts = RequestFacts(
             request_id=request_id,
             params=params,

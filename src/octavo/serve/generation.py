@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -54,6 +54,40 @@ class Run(msgspec.Struct, kw_only=True):
     def num_choices(self) -> int:
         """Completions of all prompts together."""
         return len(self.prompts) * self.params.n
+
+
+class _Options(Protocol):
+    """What all shapes of a request have."""
+
+    priority: int
+    cache_salt: str
+    stream: bool
+
+
+class Reply(Protocol):
+    """An answer in the making."""
+
+    async def whole(self, exchange: Exchange) -> None:
+        """Reply when all is done."""
+
+    async def stream(self, exchange: Exchange) -> None:
+        """Send events as outputs come."""
+
+
+def make_run(exchange: Exchange, prefix: str, request: _Options, prompts: list[Prompt], params: SamplingParams) -> Run:
+    """The run of a request whose prompts and parameters are checked. `prefix`: of its id."""
+    return Run(
+        id=prefix + exchange.own_id,
+        prompts=prompts,
+        params=params,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+    )
+
+
+async def send(exchange: Exchange, reply: Reply, request: _Options) -> None:
+    """Reply in the form that the request asks for."""
+    await (reply.stream if request.stream else reply.whole)(exchange)
 
 
 async def read_prompts(state: ServeState, given: Any, *, add_special_tokens: bool = True) -> list[Prompt]:

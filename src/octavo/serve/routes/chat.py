@@ -18,7 +18,7 @@ from octavo.sampling_params import SamplingParams, check_request_options
 from octavo.serve.answer import Answer, Answers, plan_answers
 from octavo.serve.errors import bad_request, renaming
 from octavo.serve.exchange import Exchange
-from octavo.serve.generation import Prompt, Run, TokenCounter, drive, make_params, render_chat
+from octavo.serve.generation import Prompt, Run, TokenCounter, drive, make_params, make_run, render_chat, send
 from octavo.serve.grammar import from_request
 from octavo.serve.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
 from octavo.serve.protocol import ChatRequest, Parsed, StreamOptions, read
@@ -54,18 +54,8 @@ async def _create(state: ServeState, exchange: Exchange, parsed: Parsed[ChatRequ
     check_request_options(request.cache_salt, request.priority)
     await state.check_structured(params, request.response_format is not None)
     prompt = await _render(state, request, answers)
-    run = Run(
-        id=f"chatcmpl-{exchange.own_id}",
-        prompts=[prompt],
-        params=params,
-        priority=request.priority,
-        cache_salt=request.cache_salt,
-    )
-    reply = _Reply(state, run, request, model, parsed.warnings, answers)
-    if request.stream:
-        await reply.stream(exchange)
-    else:
-        await reply.whole(exchange)
+    run = make_run(exchange, "chatcmpl-", request, [prompt], params)
+    await send(exchange, _Reply(state, run, request, model, parsed.warnings, answers), request)
 
 
 async def _render(state: ServeState, request: ChatRequest, answers: Answers) -> Prompt:

@@ -16,7 +16,17 @@ from octavo.outputs import CompletionOutput, LogprobsDict, RequestOutput
 from octavo.sampling_params import SamplingParams, check_request_options
 from octavo.serve.errors import bad_request
 from octavo.serve.exchange import Exchange
-from octavo.serve.generation import COMPLETION_TOKENS, Prompt, Run, TokenCounter, drive, make_params, read_prompts
+from octavo.serve.generation import (
+    COMPLETION_TOKENS,
+    Prompt,
+    Run,
+    TokenCounter,
+    drive,
+    make_params,
+    make_run,
+    read_prompts,
+    send,
+)
 from octavo.serve.grammar import from_request
 from octavo.serve.logprobs import Offsets, TokenTexts, completion_logprobs, prompt_logprobs
 from octavo.serve.protocol import CompletionRequest, Parsed, StreamOptions, read
@@ -35,18 +45,9 @@ async def create(state: ServeState, exchange: Exchange) -> None:
     state.check_ready()
     await state.check_structured(params, request.response_format is not None)
     check_request_options(request.cache_salt, request.priority)
-    run = Run(
-        id=f"cmpl-{exchange.own_id}",
-        prompts=await read_prompts(state, request.prompt, add_special_tokens=request.add_special_tokens),
-        params=params,
-        priority=request.priority,
-        cache_salt=request.cache_salt,
-    )
-    answer = _Answer(state, run, request, model, parsed.warnings)
-    if request.stream:
-        await answer.stream(exchange)
-    else:
-        await answer.whole(exchange)
+    prompts = await read_prompts(state, request.prompt, add_special_tokens=request.add_special_tokens)
+    run = make_run(exchange, "cmpl-", request, prompts, params)
+    await send(exchange, _Answer(state, run, request, model, parsed.warnings), request)
 
 
 def _params(state: ServeState, parsed: Parsed[CompletionRequest]) -> SamplingParams:

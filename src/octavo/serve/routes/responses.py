@@ -17,7 +17,7 @@ from octavo.sampling_params import ParameterError, SamplingParams, check_request
 from octavo.serve.answer import Parts, plan_answers
 from octavo.serve.errors import ApiError, bad_request, renaming
 from octavo.serve.exchange import Exchange
-from octavo.serve.generation import Run, TokenCounter, drive, make_params, render_chat
+from octavo.serve.generation import Run, TokenCounter, drive, make_params, make_run, render_chat, send
 from octavo.serve.grammar import from_response_format
 from octavo.serve.protocol import ChatRequest, Parsed, ResponsesRequest, read
 from octavo.serve.state import ServeState
@@ -43,18 +43,8 @@ async def create(state: ServeState, exchange: Exchange) -> None:
     check_request_options(request.cache_salt, request.priority)
     await state.check_structured(params, is_response_format=True)
     prompt = await render_chat(state, read_input(request.input, request.instructions), template_kwargs=None)
-    run = Run(
-        id=f"resp_{exchange.own_id}",
-        prompts=[prompt],
-        params=params,
-        priority=request.priority,
-        cache_salt=request.cache_salt,
-    )
-    reply = _Reply(state, run, request, model, parsed.warnings)
-    if request.stream:
-        await reply.stream(exchange)
-    else:
-        await reply.whole(exchange)
+    run = make_run(exchange, "resp_", request, [prompt], params)
+    await send(exchange, _Reply(state, run, request, model, parsed.warnings), request)
 
 
 def _params(state: ServeState, parsed: Parsed[ResponsesRequest]) -> SamplingParams:
