@@ -98,7 +98,8 @@ def test_INV_6_every_layout_and_kernel_block_size(name: str, dtype: torch.dtype,
     for setting in SETTINGS:
         if takes(name, setting):
             out = make_step(rows, setting, seed=3).run(backend, VARIANTS[variant], layer)
-            if backend.capability.reproducible:
+            same_block = backend.capability.any_block_size or setting.kernel == PLAIN.kernel
+            if backend.capability.reproducible and same_block:
                 assert torch.equal(out, plain), setting
             else:
                 assert_near(out, plain.double())

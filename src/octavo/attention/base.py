@@ -27,6 +27,7 @@ BACKENDS = Registry(
         "reference": "octavo.attention.reference:ReferenceBackend",
         "cpu": "octavo.attention.cpu:CpuBackend",
         "paged": "octavo.attention.paged:PagedBackend",
+        "flex": "octavo.attention.flex:FlexBackend",
     },
 )
 
@@ -52,6 +53,7 @@ class Capability:
     eager: frozenset[str] = frozenset()  # names of facts above (or "cache_dtypes") that a slow eager twin serves
     reads_unwritten: bool = False  # loads slots that no token has written: fresh blocks are zeroed for it
     reproducible: bool = True  # a row's bits do not depend on its batch
+    any_block_size: bool = True  # nor on the kernel block size
     paged_operator: bool = False  # `run` is ops.attention.paged_attention and no more: a decoder may call that itself
 
 

@@ -1,0 +1,295 @@
+"""The FlexAttention backend: any mask and score change, by torch's compiled kernels, over the paged cache.
+
+Owns the mask rows of a step, the map from a layer's token axis to logical positions, and one compiled kernel per
+variant and tile. On the CPU the kernels' eager twin runs. Does not know what a mod means. Invariants: a kernel is
+compiled once, whatever the batch; a query's bits depend on its own row only: tiles lie within one request and start at
+multiples of their size, leaves of keys at absolute places, and leaves are folded in order; `prepare` and `run` are
+device work alone, so a graph may hold both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.attention.base import (
+    NO_SETUP,
+    NO_TENSORS,
+    AttentionInputs,
+    Capability,
+    LayerTensors,
+    Setup,
+    Variant,
+    check_variants,
+)
+from octavo.attention.flex_sizes import FlexSizes, resolve_flex_sizes
+from octavo.attention.mods import AttentionMods, bound
+from octavo.attention.variant_mods import mods_of_variant
+from octavo.kv_cache.kernel_blocks import MultipleOf
+from octavo.ops import flex as ops
+
+_MAX_ELEMENTS = 2**31  # offsets in torch's kernel have 32 bits
+_MAX_MASK_ROWS = 65_535  # of a launch: the second axis of a CUDA grid
+_SCRATCH_BYTES = 512 << 20  # of queries and partial results of one launch
+_Launch = Callable[..., tuple[Tensor, Tensor]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Plan:
+    """One variant's work in this step."""
+
+    shape: ops.Geometry
+    rows: ops.MaskRows
+    num_tiles: int
+    num_leaves: int
+
+
+class FlexBackend:
+    """An AttentionBackend for every mod, on CUDA and, by the eager twin, on CPU."""
+
+    capability = Capability(
+        devices=("cpu", "cuda"),
+        dtypes=(torch.bfloat16, torch.float16, torch.float32),
+        kernel_block_sizes=(MultipleOf(16),),
+        layouts=("LBNHC", "BLNHC"),
+        chunk=True,
+        alibi=True,
+        sinks=True,
+        non_causal=True,
+        mods=True,
+        reads_unwritten=True,
+        any_block_size=False,
+    )
+
+    def __init__(
+        self, variants: Sequence[Variant], dtype: torch.dtype, device: torch.device, setup: Setup = NO_SETUP
+    ) -> None:
+        """Raises ValueError for another dtype, for block sizes that contradict each other, and for a large cache."""
+        check_variants("flex", self.capability, variants, dtype, setup)
+        self._variants, self._dtype, self._device, self._setup = tuple(variants), dtype, device, setup
+        self._mods: dict[Variant, AttentionMods] = {}
+        self._kernels: dict[tuple[Variant, int], _Kernel] = {}
+        self._buffers: dict[tuple[Variant, int], ops.MaskRows] = {}
+        self._logical = torch.zeros(max(setup.num_blocks, 1), dtype=torch.int32, device=device)
+        if setup.block_size:
+            for variant in variants:
+                self._check_cache(variant)
+                self.sizes(variant, setup.block_size)
+
+    def sizes(self, variant: Variant, block_size: int) -> FlexSizes:
+        """What a variant's kernels are compiled with over blocks of `block_size`. Raises ConfigError."""
+        return resolve_flex_sizes(
+            self._setup.options, kernel_block=block_size, group=variant.num_heads // variant.num_kv_heads,
+            float32=self._dtype == torch.float32, reproducible=self._setup.reproducible,
+        )  # fmt: skip
+
+    def _check_cache(self, variant: Variant) -> None:
+        per_block = self._setup.block_size * variant.num_kv_heads * variant.channels
+        if self._device.type == "cuda" and self._setup.num_blocks * per_block > _MAX_ELEMENTS:
+            most = _MAX_ELEMENTS // per_block
+            raise ValueError(
+                f"attention backend 'flex' reaches {most} kernel blocks of {self._setup.block_size} tokens, since its "
+                f"offsets have 32 bits; the cache has {self._setup.num_blocks}: set num_gpu_blocks_override"
+            )
+
+    def prepare(self, inputs: AttentionInputs, *, for_capture: bool = False) -> None:
+        """Make the mask rows of each variant. Device work only. Raises ValueError for inputs that contradict it."""
+        inputs.check()
+        self._inputs, rows = inputs, inputs.num_rows
+        table, lens = inputs.block_table[:rows], inputs.seq_lens[:rows]
+        self._grow(table)
+        ops.place_blocks(self._logical, table, lens, inputs.block_size)
+        self._plans: dict[Variant, _Plan] = {}
+
+    def _grow(self, table: Tensor) -> None:
+        """Without a Setup, as in tests, the tables say how large the cache is; that waits for the device."""
+        if not self._setup.num_blocks:
+            live = table[:, : -(-self._inputs.max_seq_len // self._inputs.block_size)]
+            known = live[live < 2**31 - 1]
+            if known.numel() and int(known.max()) >= len(self._logical):
+                self._logical = torch.zeros(int(known.max()) + 1, dtype=torch.int32, device=self._device)
+
+    def run(self, q: Tensor, kv: Tensor, variant: Variant, out: Tensor, layer: LayerTensors = NO_TENSORS) -> None:
+        """Attend; see AttentionBackend."""
+        self._inputs.check_call(q, kv, out)
+        stride = ops.block_stride(kv)
+        plan, mods = self._plans.get(variant), self._mods_of(variant)
+        with bound(self._setup.fields if mods.fields else {}):
+            if plan is None:
+                plan = self._plans[variant] = self._plan(variant, mods, stride)
+            kernel = self._kernel(variant, mods, plan, stride)
+            key, value = ops.token_axis(kv)
+            for start, count in _parts(plan, variant, q.element_size()):
+                lines = ops.gather_lines(q, plan.rows, plan.shape, start, count)
+                parts, lse = kernel(lines, key, value, plan.rows, start, count)
+                ops.merge_lines(
+                    parts, lse, plan.rows, plan.shape, out, start=start, num_leaves=plan.num_leaves, sinks=layer.sinks
+                )
+
+    def _mods_of(self, variant: Variant) -> AttentionMods:
+        if variant not in self._mods:
+            self._mods[variant] = mods_of_variant(variant, self._device)
+        return self._mods[variant]
+
+    def _plan(self, variant: Variant, mods: AttentionMods, stride: int) -> _Plan:
+        inputs, rows = self._inputs, self._inputs.num_rows
+        shape = self._geometry(variant, stride)
+        num_tiles = ops.max_tiles(rows, inputs.num_tokens, inputs.max_query_len, shape.tokens)
+        num_leaves = -(-inputs.max_seq_len // shape.leaf)
+        buffers = self._mask_rows(variant, shape, num_tiles * num_leaves)
+        table_rows = inputs.rows if inputs.rows is not None else torch.arange(rows, device=self._device)
+        ops.plan_mask_rows(
+            buffers, shape, num_tiles=num_tiles, num_leaves=num_leaves, query_start=inputs.query_start[: rows + 1],
+            seq_lens=inputs.seq_lens[:rows], block_table=inputs.block_table[:rows], table_rows=table_rows[:rows],
+            some=mods.some_visible, every=mods.all_visible,
+        )  # fmt: skip
+        return _Plan(shape, buffers, num_tiles, num_leaves)
+
+    def _geometry(self, variant: Variant, stride: int) -> ops.Geometry:
+        inputs = self._inputs
+        sizes, group = self.sizes(variant, inputs.block_size), variant.num_heads // variant.num_kv_heads
+        few = inputs.max_query_len <= sizes.decode_lines // group
+        longest = self._setup.max_model_len or inputs.block_table.shape[1] * inputs.block_size
+        return ops.Geometry(
+            group=group,
+            lines=sizes.decode_lines if few else sizes.lines,
+            block=inputs.block_size,
+            stride=stride,
+            columns=-(-min(sizes.leaf or longest, longest) // inputs.block_size),
+            q_block=sizes.q_block,
+        )
+
+    def _mask_rows(self, variant: Variant, shape: ops.Geometry, needed: int) -> ops.MaskRows:
+        """The variant's buffers for a tile, made once, for the largest step."""
+        key = variant, shape.lines
+        if key not in self._buffers or not self._setup.max_num_rows:
+            setup, sizes = self._setup, self.sizes(variant, shape.block)
+            leaves = -(-(setup.max_model_len or 1) // shape.leaf)
+            few = shape.lines == sizes.decode_lines
+            longest = shape.tokens if few and sizes.decode_lines != sizes.lines else setup.max_num_tokens
+            tiles = ops.max_tiles(setup.max_num_rows, setup.max_num_tokens, longest, shape.tokens)
+            capacity = tiles * leaves if setup.max_num_rows else needed
+            self._buffers[key] = ops.MaskRows(capacity, shape.columns, self._device)
+        return self._buffers[key]
+
+    def _kernel(self, variant: Variant, mods: AttentionMods, plan: _Plan, stride: int) -> _Kernel:
+        key = variant, plan.shape.lines
+        kernel = self._kernels.get(key)
+        if kernel is None or kernel.shape != plan.shape:
+            kernel = self._kernels[key] = _Kernel(variant, mods, plan.shape, self.sizes(variant, plan.shape.block))
+        kernel.logical = self._logical
+        return kernel
+
+
+def _parts(plan: _Plan, variant: Variant, itemsize: int) -> list[tuple[int, int]]:
+    """(first mask row, how many) of each launch: whole tiles, within what a launch may hold."""
+    row_bytes = 2 * variant.num_kv_heads * plan.shape.lines * variant.head_size * itemsize
+    most = min(_SCRATCH_BYTES // row_bytes, _MAX_MASK_ROWS)
+    tiles = max(most // plan.num_leaves, 1)
+    return [
+        (first * plan.num_leaves, min(tiles, plan.num_tiles - first) * plan.num_leaves)
+        for first in range(0, plan.num_tiles, tiles)
+    ]
+
+
+class _Kernel:
+    """One variant's attention for one tile, compiled when it is first called on a CUDA device."""
+
+    def __init__(self, variant: Variant, mods: AttentionMods, shape: ops.Geometry, sizes: FlexSizes) -> None:
+        self.shape, self.logical = shape, torch.empty(0)
+        self._variant, self._mods, self._sizes = variant, mods, sizes
+        self._compiled: _Launch | None = None
+
+    def __call__(
+        self, lines: Tensor, key: Tensor, value: Tensor, rows: ops.MaskRows, start: int, count: int
+    ) -> tuple[Tensor, Tensor]:
+        """Outputs and logarithms of sums of the mask rows start .. start + count - 1."""
+        tables = rows.row, rows.first, rows.length, self.logical
+        if not lines.is_cuda:
+            mask, score = make_mods(self._mods, self.shape, *tables)
+            scale = self._variant.scale
+            return ops.attend_lines_reference(
+                lines, key, value, rows, self.shape, mask, score, start=start, scale=scale
+            )
+        if self._compiled is None:
+            self._compiled = _compile(self._variant, self._mods, self.shape, self._sizes)
+        part = slice(start, start + count)
+        lists = rows.partial_num[part], rows.partial[part], rows.full_num[part], rows.full[part]
+        if start:
+            tables = rows.row[start:], rows.first[start:], rows.length[start:], self.logical
+        return self._compiled(lines, key, value, *lists, *tables)
+
+
+def make_mods(
+    mods: AttentionMods, shape: ops.Geometry, row: Tensor, first: Tensor, length: Tensor, logical: Tensor
+) -> tuple[ops.MaskMod, ops.ScoreMod]:
+    """The mods in a kernel's own indices (mask row, KV head, line, physical key), from logical ones.
+
+    row, first, length: MaskRows'; logical: [kernel blocks], see `ops.place_blocks`.
+    """
+    group, block, stride = shape.group, shape.block, shape.stride
+
+    def places(z: Tensor, h: Tensor, line: Tensor, n: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        at = logical[n // (block * stride)] * block + n % block
+        return row[z], h * group + line % group, first[z] + line // group, at
+
+    def mask(z: Tensor, h: Tensor, line: Tensor, n: Tensor) -> Tensor:
+        b, head, q_idx, kv_idx = places(z, h, line, n)
+        return mods.visible(b, head, q_idx, kv_idx) & (kv_idx < length[z])
+
+    def score(value: Tensor, z: Tensor, h: Tensor, line: Tensor, n: Tensor) -> Tensor:
+        if mods.score_mod is None:
+            return value
+        return mods.score_mod(value, *places(z, h, line, n))
+
+    return mask, score
+
+
+def _compile(variant: Variant, mods: AttentionMods, shape: ops.Geometry, sizes: FlexSizes) -> _Launch:
+    """torch's FlexAttention for one variant and tile. Everything but the number of mask rows is fixed."""
+    from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+    options: Any = {
+        "FORCE_USE_FLEX_ATTENTION": True, "IS_DIVISIBLE": shape.lines == sizes.lines, "BLOCK_M": sizes.lines,
+        "BLOCK_N": sizes.block_n,
+    }  # fmt: skip
+    if sizes.leaf:  # else torch's own, as in training
+        options |= {"num_warps": 4, "num_stages": 3}
+    block_size, scale = (sizes.lines, shape.block), variant.scale
+    has_score = mods.score_mod is not None
+
+    def attend(
+        lines: Tensor, key: Tensor, value: Tensor, partial_num: Tensor, partial: Tensor, full_num: Tensor,
+        full: Tensor, row: Tensor, first: Tensor, length: Tensor, logical: Tensor,
+    ) -> Any:  # fmt: skip
+        mask, score = make_mods(mods, shape, row, first, length, logical)
+        block_mask = BlockMask.from_kv_blocks(
+            partial_num, partial, full_num, full, BLOCK_SIZE=block_size, mask_mod=mask,
+            seq_lengths=(lines.shape[2], key.shape[2]), compute_q_blocks=False,
+        )  # fmt: skip
+        return flex_attention(
+            lines, key, value, score_mod=score if has_score else None, block_mask=block_mask, scale=scale,
+            return_lse=True, kernel_options=options,
+        )  # fmt: skip
+
+    # a code object of its own: torch counts recompilations, and keeps guards, per code object
+    own = types.FunctionType(
+        attend.__code__.replace(), attend.__globals__, attend.__name__, attend.__defaults__, attend.__closure__
+    )
+    compiled = torch.compile(own, dynamic=False, fullgraph=True)
+    marked: list[bool] = []
+
+    def launch(lines: Tensor, key: Tensor, value: Tensor, *lists_and_tables: Tensor) -> tuple[Tensor, Tensor]:
+        if not marked:
+            marked.append(True)
+            for tensor in (lines, *lists_and_tables[:4]):
+                torch._dynamo.mark_dynamic(tensor, 0, min=2)
+        parts, lse = compiled(lines, key, value, *lists_and_tables)
+        return parts, lse
+
+    return launch

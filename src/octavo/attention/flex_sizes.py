@@ -1,0 +1,101 @@
+"""The block sizes of the flex backend: what a user may set, what is set otherwise, and why a value is refused.
+
+Owns four names: `flex_attn_block_m`, `flex_attn_block_n` (a kernel's tile: lines, keys), `flex_attn_q_block_size` and
+`flex_attn_kv_block_size` (the mask's blocks). Knows no tensor. Invariant: the sizes it gives are powers of two of
+at least 16 (the key block may be any multiple of 16), tiles divide blocks, and a default is legal wherever no size is
+set.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from octavo.settings import ConfigError
+
+SMALLEST = 16  # lines or keys of a matrix instruction
+_LINES = 64  # the fewest that a warp group multiplies at once
+_LEAF = 2048  # tokens of a partial result
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class FlexSizes:
+    """What the kernels are compiled with. A line is a query of one of the heads that share a KV head."""
+
+    lines: int  # of a kernel's tile, whatever the batch: with another number a sum has another order
+    decode_lines: int  # that are loaded and stored of it where each request has few queries
+    block_n: int  # keys of a tile
+    q_block: int  # queries by which blocks are told wholly visible from partly visible
+    kv_block: int  # keys of a mask block: the cache's kernel block
+    leaf: int  # keys of a partial result; 0: one pass over all keys, as torch does it without a cache
+
+
+def resolve_flex_sizes(
+    options: Mapping[str, Any], *, kernel_block: int, group: int, float32: bool = False, reproducible: bool = True
+) -> FlexSizes:
+    """The sizes for kernel blocks of `kernel_block` tokens and `group` heads per KV head. Raises ConfigError.
+
+    With a tile that the user sets, keys are walked in one pass, so that FlexAttention over K and V without a cache and
+    with the same sizes gives the same bits.
+    """
+    m, n = _size(options, "flex_attn_block_m"), _size(options, "flex_attn_block_n")
+    q_block, kv_block = _size(options, "flex_attn_q_block_size"), _size(options, "flex_attn_kv_block_size")
+    if kernel_block % SMALLEST:
+        raise ConfigError(
+            "block_size", kernel_block, f"flex takes kernel blocks that {SMALLEST} divides", "set --block-size 16"
+        )
+    if kv_block not in (None, kernel_block):
+        raise ConfigError(
+            "flex_attn_kv_block_size", kv_block, f"must be the cache's kernel block size, which is {kernel_block}",
+            "set kernel_block_size in attention_config, or --block-size, to it",
+        )  # fmt: skip
+    if reproducible:
+        for name, value in (("flex_attn_block_m", m), ("flex_attn_block_n", n)):
+            if value is not None and value > kernel_block:
+                raise ConfigError(
+                    name, value, f"must be <= the cache's kernel block size, {kernel_block}, for batch invariance",
+                    "lower it, or raise --block-size",
+                )  # fmt: skip
+    default_n = min(_power_of_two_in(kernel_block), 32 if float32 else 64)
+    if n is not None and kernel_block % n:
+        raise ConfigError(
+            "flex_attn_block_n", n, f"must divide the cache's kernel block size, which is {kernel_block}",
+            "change one of the two",
+        )  # fmt: skip
+    smallest = max(SMALLEST, 1 << (group - 1).bit_length())
+    if m is not None and m < group:
+        raise ConfigError("flex_attn_block_m", m, f"must hold the {group} heads of a KV head", "raise it")
+    lines = m or max(smallest, 32 if float32 else _LINES)
+    if q_block is not None and m is not None and q_block % m:
+        raise ConfigError(
+            "flex_attn_q_block_size", q_block, f"must be divisible by flex_attn_block_m={m}", "change one of the two"
+        )
+    return FlexSizes(
+        lines=lines,
+        decode_lines=min(smallest, lines) if not m else lines,
+        block_n=n or default_n,
+        q_block=q_block or max(SMALLEST, _power_of_two_up(lines // group), m or 0),
+        kv_block=kernel_block,
+        leaf=0 if m or n or q_block else max(_LEAF // kernel_block, 1) * kernel_block,
+    )
+
+
+def _size(options: Mapping[str, Any], name: str) -> int | None:
+    """A size that the user set. Not a number, 0, negative, under 16 and not a power of two are all refused."""
+    value = options.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ConfigError(name, value, "must be a whole number", f"e.g. {SMALLEST}")
+    if value < SMALLEST or value & (value - 1):
+        raise ConfigError(name, value, f"must be a power of 2 and at least {SMALLEST}", "leave it out for the default")
+    return value
+
+
+def _power_of_two_in(size: int) -> int:
+    return size & -size
+
+
+def _power_of_two_up(size: int) -> int:
+    return 1 << (size - 1).bit_length()

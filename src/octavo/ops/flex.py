@@ -1,0 +1,324 @@
+"""FlexAttention over the paged cache: mask rows from block tables, lines of queries, folding of partial results.
+
+Owns the form in which a batch is handed to torch's `flex_attention`: a mask row is one tile of a request's queries and
+one leaf of its keys, with its own list of blocks, so that a row walks only its own blocks and rows fill the processors.
+Does not know mods: it is given tests of rectangles of positions. Nothing here waits for the device. Invariants: a mask
+row's blocks depend on its own request; the shapes of index lists do not depend on the pool or on the batch's lengths;
+every list ends in a safe entry, since the kernel loads one beyond the last.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+NULL_BLOCK = 0
+# (table rows, first and last query position, first and last key position), broadcasting -> bool
+RectangleTest = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+# (mask row, KV head, line, physical key) -> bool, and (score, ...) -> score
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Geometry:
+    """What one compiled kernel is made for."""
+
+    group: int  # heads of a KV head
+    lines: int  # of a tile; line t * group + g is head g of the tile's t-th query
+    block: int  # keys of a block
+    stride: int  # kernel blocks from one block of the table to the next in the layer's token axis
+    columns: int  # blocks of a leaf
+    q_block: int  # queries by which blocks are told wholly visible from partly visible
+
+    @property
+    def tokens(self) -> int:
+        """Queries of a tile. Tiles start at multiples of it."""
+        return self.lines // self.group
+
+    @property
+    def leaf(self) -> int:
+        """Keys of a leaf."""
+        return self.columns * self.block
+
+
+class MaskRows:
+    """Persistent buffers of at most `capacity` mask rows: [capacity, ...] int32, at one address.
+
+    partial_num, full_num: blocks of each kind; partial, full [capacity, 1, 1, columns + 1]: which ones, in the layer's
+    token axis. row: the request's table row; first: logical position of line 0; low, high: first and last position
+    that is a query of this step (high < low: none); token: the token of `low` in the batch; length: of the request.
+    """
+
+    def __init__(self, capacity: int, columns: int, device: torch.device) -> None:
+        """Empty rows at first."""
+        self.capacity, self.columns = max(capacity, 2), columns
+        lists = (self.capacity, 1, 1, columns + 1)
+        self.partial, self.full = (torch.zeros(lists, dtype=torch.int32, device=device) for _ in range(2))
+        self.partial_num, self.full_num = (
+            torch.zeros((self.capacity, 1, 1), dtype=torch.int32, device=device) for _ in range(2)
+        )
+        self.row, self.first, self.low, self.high, self.token, self.length = (
+            torch.zeros(self.capacity, dtype=torch.int32, device=device) for _ in range(6)
+        )
+
+    def check(self, num: int) -> None:
+        """Raises ValueError for more mask rows than there is room for."""
+        if num > self.capacity:
+            raise ValueError(
+                f"{num} mask rows of {self.columns + 1} blocks exceed the buffers' {self.capacity}: the step is larger "
+                "than max_num_seqs, max_num_batched_tokens or max_model_len, which size them"
+            )
+
+
+def max_tiles(num_rows: int, num_tokens: int, max_query_len: int, tokens: int) -> int:
+    """Most tiles of `tokens` queries that a batch can have: an upper bound from what the host knows."""
+    if max_query_len <= 1:
+        return num_rows
+    each = (max_query_len + tokens - 2) // tokens + 1  # a row's queries may start within a tile
+    return min(num_rows * each, num_tokens // tokens + 2 * num_rows)
+
+
+def place_blocks(logical: Tensor, block_table: Tensor, seq_lens: Tensor, block: int, stride: int = 1) -> None:
+    """Note the logical index of every live block: logical[id] for table entries below `cdiv(seq_len, block)`.
+
+    logical: [kernel blocks] int32. A block has one logical index, since its name in the cache contains what precedes
+    it; of several the largest wins. The null block's is not used.
+    """
+    column = torch.arange(block_table.shape[1], dtype=torch.int32, device=logical.device)
+    live = column * block < seq_lens[:, None]
+    ids = torch.where(live, block_table, NULL_BLOCK).long().flatten()
+    logical.index_fill_(0, ids, -1)
+    logical.scatter_reduce_(0, ids, column.expand(len(seq_lens), -1).flatten(), "amax")
+
+
+def plan_mask_rows(
+    rows: MaskRows,
+    shape: Geometry,
+    *,
+    num_tiles: int,
+    num_leaves: int,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    table_rows: Tensor,
+    some: RectangleTest,
+    every: RectangleTest,
+) -> int:
+    """Fill the first `num_tiles * num_leaves` mask rows, leaves of a tile side by side; gives how many there are.
+
+    query_start [R + 1], seq_lens [R], block_table [R, width] int32, table_rows [R]. num_tiles and num_leaves are upper
+    bounds; rows beyond what the batch has are empty. A block is listed as full if `every` pair of it and the query
+    block around the tile is visible, as partial if `some` may be.
+    """
+    count = num_tiles * num_leaves
+    rows.check(count)
+    device, tokens, block = seq_lens.device, shape.tokens, shape.block
+    num_queries = query_start[1:] - query_start[:-1]
+    start = seq_lens - num_queries
+    tiles = torch.where(num_queries > 0, (seq_lens - 1) // tokens - start // tokens + 1, 0)
+    ends = tiles.cumsum(0)
+    slot = torch.arange(num_tiles, device=device)
+    entry = torch.searchsorted(ends, slot, right=True).clamp(max=len(seq_lens) - 1)
+    length, before = seq_lens[entry], start[entry]
+    first = ((before // tokens + slot - (ends - tiles)[entry]) * tokens).to(torch.int32)
+    low, high = torch.maximum(first, before), torch.minimum(first + tokens, length) - 1
+    there = slot < ends[-1]
+    high = torch.where(there, high, low - 1)
+    token = torch.where(there, query_start[entry] + low - before, 0)
+    values = {
+        rows.row: table_rows[entry], rows.first: first, rows.low: low, rows.high: high, rows.token: token,
+        rows.length: length,
+    }  # fmt: skip
+    for buffer, value in values.items():
+        buffer[:count].view(num_tiles, num_leaves).copy_(value[:, None])
+    column = torch.arange(num_leaves * shape.columns, dtype=torch.int32, device=device)
+    kv_first, kv_last = (column * block)[None, :], (column * block + block - 1)[None, :]
+    b, q_low, q_high = table_rows[entry][:, None], low[:, None], high[:, None]
+    ids = block_table[entry][:, column.clamp(max=block_table.shape[1] - 1).long()]
+    live = (kv_first < length[:, None]) & (q_low <= q_high)
+    live = live & some(b, q_low, q_high, kv_first, torch.minimum(kv_last, length[:, None] - 1))
+    live = live & (torch.where(live, ids, NULL_BLOCK) != NULL_BLOCK)
+    span = max(shape.q_block, tokens)
+    q_first, q_last = low // span * span, high // span * span + span - 1
+    whole = live & every(b, q_first[:, None], q_last[:, None], kv_first, kv_last)
+    whole = whole & (kv_last < length[:, None])
+    for kind, indices, num in ((live & ~whole, rows.partial, rows.partial_num), (whole, rows.full, rows.full_num)):
+        _pack(kind.view(count, shape.columns), (ids * shape.stride).view(count, shape.columns), indices, num)
+    return count
+
+
+def _pack(chosen: Tensor, ids: Tensor, indices: Tensor, num: Tensor) -> None:
+    """Write the chosen ids of each line to the left of its list, in order; what is left over stays safe."""
+    count, columns = chosen.shape
+    place = torch.where(chosen, chosen.cumsum(1) - 1, columns)
+    lists = torch.zeros((count, columns + 1), dtype=torch.int32, device=ids.device)
+    lists.scatter_(1, place, ids)
+    lists[:, columns] = NULL_BLOCK
+    indices[:count, 0, 0].copy_(lists)
+    num[:count, 0, 0].copy_(chosen.sum(1))
+
+
+def gather_lines(q: Tensor, rows: MaskRows, shape: Geometry, start: int, count: int) -> Tensor:
+    """The queries of mask rows start .. start + count - 1 as lines [count, kv_heads, lines, head_size].
+
+    q: [tokens, heads, head_size]. Lines without a query repeat another one of the row's.
+    """
+    if q.is_cuda:
+        from octavo.ops.gpu import flex as gpu
+
+        return gpu.gather_lines(q, rows, shape, start, count)
+    return gather_lines_reference(q, rows, shape, start, count)
+
+
+def gather_lines_reference(q: Tensor, rows: MaskRows, shape: Geometry, start: int, count: int) -> Tensor:
+    """The twin of `gather_lines`."""
+    part = slice(start, start + count)
+    offset = torch.arange(shape.lines, device=q.device) // shape.group  # [lines]
+    position = rows.first[part, None] + offset
+    low, high = rows.low[part, None], torch.maximum(rows.low[part], rows.high[part])[:, None]
+    token = rows.token[part, None] + position.clamp(low, high) - low
+    head = torch.arange(shape.lines, device=q.device) % shape.group
+    grouped = q.unflatten(1, (-1, shape.group))  # [tokens, kv_heads, group, head_size]
+    token = token.clamp(max=len(q) - 1).long()
+    return grouped[token, :, head.expand_as(token)].transpose(1, 2).contiguous()
+
+
+def merge_lines(
+    parts: Tensor,
+    lse: Tensor,
+    rows: MaskRows,
+    shape: Geometry,
+    out: Tensor,
+    *,
+    start: int,
+    num_leaves: int,
+    sinks: Tensor | None = None,
+) -> None:
+    """Fold the leaves of each tile in ascending order and write its queries to `out` [tokens, heads, head_size].
+
+    parts [count, kv_heads, lines, head_size] and lse [count, kv_heads, lines] (natural logarithm, -inf where nothing
+    was seen) are those of the mask rows from `start` on. sinks: [heads], logits that join the softmax without a value.
+    A leaf that is alone, without a sink, keeps its bits.
+    """
+    if parts.is_cuda:
+        from octavo.ops.gpu import flex as gpu
+
+        gpu.merge_lines(parts, lse, rows, shape, out, start=start, num_leaves=num_leaves, sinks=sinks)
+        return
+    merge_lines_reference(parts, lse, rows, shape, out, start=start, num_leaves=num_leaves, sinks=sinks)
+
+
+def merge_lines_reference(
+    parts: Tensor,
+    lse: Tensor,
+    rows: MaskRows,
+    shape: Geometry,
+    out: Tensor,
+    *,
+    start: int,
+    num_leaves: int,
+    sinks: Tensor | None = None,
+) -> None:
+    """The twin of `merge_lines`. Waits for the device."""
+    tiles, used = len(parts) // num_leaves, shape.tokens * shape.group
+    parts = parts.float().unflatten(0, (tiles, num_leaves))[..., :used, :]
+    lse = lse.unflatten(0, (tiles, num_leaves))[..., :used]
+    most = lse.amax(1)  # [tiles, kv_heads, lines]
+    total = torch.zeros_like(most)
+    if sinks is not None:
+        sink = sinks.float().view(1, -1, 1, shape.group).expand(-1, -1, shape.tokens, -1).flatten(2)
+        most = torch.maximum(most, sink)
+        total = torch.exp(sink - most)
+    most = torch.where(most == float("-inf"), 0.0, most)
+    result = torch.zeros_like(parts[:, 0])
+    for leaf in range(num_leaves):
+        weight = torch.exp(lse[:, leaf] - most)
+        total = total + weight
+        result = result + weight[..., None] * parts[:, leaf]
+    result = result / torch.where(total == 0.0, 1.0, total)[..., None]
+    result = result.unflatten(2, (shape.tokens, shape.group)).transpose(1, 2).flatten(2, 3)  # [tiles, tokens, heads, D]
+    at = slice(start, start + tiles * num_leaves, num_leaves)
+    position = rows.first[at, None] + torch.arange(shape.tokens, device=out.device)
+    valid = (position >= rows.low[at, None]) & (position <= rows.high[at, None])
+    token = rows.token[at, None] + position - rows.low[at, None]
+    out[token[valid].long()] = result[valid].to(out.dtype)
+
+
+def token_axis(kv: Tensor) -> tuple[Tensor, Tensor]:
+    """K and V of a layer's view [blocks, kv_heads, block, 2 * head_size] with its blocks end to end.
+
+    Each [1, kv_heads, tokens, head_size], the same bytes; token t of block b is b * stride * block + t, with the
+    stride of `block_stride`.
+    """
+    blocks, heads, block, channels = kv.shape
+    step, head, token, _ = kv.stride()
+    num_tokens = ((blocks - 1) * block_stride(kv) + 1) * block
+    size = (1, heads, num_tokens, channels // 2)
+    strides = (step * blocks, head, token, 1)
+    start = kv.storage_offset()
+    return kv.as_strided(size, strides, start), kv.as_strided(size, strides, start + channels // 2)
+
+
+def block_stride(kv: Tensor) -> int:
+    """Blocks' worth of the token axis from one block to the next: more than 1 where other layers lie between."""
+    stride, rest = divmod(kv.stride(0), kv.shape[2] * kv.stride(2))
+    assert rest == 0, "flex needs layouts in which a token's heads lie together"
+    return stride
+
+
+def attend_lines_reference(
+    lines: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rows: MaskRows,
+    shape: Geometry,
+    mask: MaskMod,
+    score: ScoreMod,
+    *,
+    start: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """What the compiled kernel computes, in plain torch: partial blocks, then full ones, with a running softmax.
+
+    lines [count, kv_heads, lines, head_size]; gives outputs in the same shape and the logarithms of the sums. Waits for
+    the device.
+    """
+    count, heads, num_lines, _ = lines.shape
+    part = slice(start, start + count)
+    most = torch.full((count, heads, num_lines), float("-inf"), device=lines.device)
+    total, result = torch.zeros_like(most), torch.zeros(lines.shape, device=lines.device)
+    over = (torch.arange(start, start + count, device=lines.device), torch.arange(heads, device=lines.device),
+            torch.arange(num_lines, device=lines.device))  # fmt: skip
+    q, offset = lines.float(), torch.arange(shape.block, device=lines.device)
+    masked, scored = _per_pair(mask, 0), _per_pair(score, 1)
+    for indices, num, is_full in ((rows.partial, rows.partial_num, False), (rows.full, rows.full_num, True)):
+        counts = num[part, 0, 0]
+        for column in range(int(counts.max()) if count else 0):
+            at = indices[part, 0, 0, column].long()[:, None] * shape.block + offset  # [count, block]
+            k, v = (x[0][:, at].transpose(0, 1).float() for x in (key, value))  # [count, kv_heads, block, head_size]
+            scores = scored(torch.matmul(q, k.transpose(2, 3)) * scale, *over, at)
+            seen = (column < counts)[:, None, None, None].expand_as(scores)
+            if not is_full:
+                seen = seen & masked(*over, at)
+            scores = torch.where(seen, scores, float("-inf"))
+            higher = torch.maximum(most, scores.amax(-1))
+            base = torch.where(higher == float("-inf"), 0.0, higher)
+            weights, keep = torch.exp(scores - base[..., None]), torch.exp(most - base)
+            v = torch.where(seen.any(2)[..., None], v, 0.0)  # what no line sees may hold anything
+            total = total * keep + weights.sum(-1)
+            result = result * keep[..., None] + torch.matmul(weights, v)
+            most = higher
+    total = torch.where(total == 0.0, 1.0, total)
+    return (result / total[..., None]).to(lines.dtype), most + torch.log(total)
+
+
+def _per_pair(function: Callable[..., Tensor], scores: int) -> Callable[..., Tensor]:
+    """`function` for all (mask row, head, line, key): `scores` arguments of that shape, then the four."""
+    inner = function
+    for level in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, 0)):
+        inner = torch.vmap(inner, (*(0,) * scores, *level))
+    return inner

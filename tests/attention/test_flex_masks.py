@@ -1,0 +1,236 @@
+"""Mask rows from block tables, compared with a brute-force token mask on thousands of random tables; their bounds."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+import octavo.attention as A
+from octavo.attention.base import Setup, Variant
+from octavo.attention.flex import FlexBackend, make_mods
+from octavo.attention.mods import AttentionMods, bound
+from octavo.ops import flex as ops
+
+CPU = torch.device("cpu")
+GARBAGE = 2**31 - 1
+PLAIN = Variant(num_heads=8, num_kv_heads=2, head_size=16, scale=0.25)
+FIELDS = {"prefix_len": torch.arange(0, 41 * 9, 9, dtype=torch.int32)}
+MODS = [
+    AttentionMods(),
+    A.sliding_window(40),
+    A.chunked(48),
+    A.rswa(20),
+    A.or_(A.sinks(5), A.sliding_window(17)),
+    A.and_(A.dilated(3), A.sliding_window(70)),
+    AttentionMods(mask_mod=lambda b, h, q_idx, kv_idx: (kv_idx // 16 + q_idx // 16) % 3 != 1),
+    AttentionMods(mask_mod=lambda b, h, q_idx, kv_idx: kv_idx < 60, causal=False),
+]
+
+
+class Batch:
+    """Requests whose tables share prefixes, repeat null blocks and end in garbage."""
+
+    def __init__(self, rng: random.Random, block: int, *, most: int = 40, longest: int = 400) -> None:
+        num = rng.randrange(1, most + 1)
+        self.lengths = [rng.randrange(1, longest) for _ in range(num)]
+        self.queries = [min(length, rng.choice([1, 1, 2, 7, rng.randrange(1, 60)])) for length in self.lengths]
+        width = -(-longest // block) + 1
+        ids = list(range(1, num * width + 1))
+        rng.shuffle(ids)
+        self.num_blocks = num * width + 1
+        table = torch.full((num, width), GARBAGE, dtype=torch.int32)
+        for row, length in enumerate(self.lengths):
+            count = -(-length // block)
+            mine = [ids.pop() for _ in range(count)]
+            if row and rng.random() < 0.3:  # a prefix hit
+                shared = min(count, -(-self.lengths[row - 1] // block), rng.randrange(5))
+                mine[:shared] = table[row - 1, :shared].tolist()
+            table[row, :count] = torch.tensor(mine, dtype=torch.int32)
+            table[row, count:] = torch.randint(0, self.num_blocks, (width - count,), dtype=torch.int32)
+        self.table = table
+        self.seq_lens = torch.tensor(self.lengths, dtype=torch.int32)
+        self.query_start = torch.tensor([0, *self.queries]).cumsum(0).int()
+
+    def plan(self, shape: ops.Geometry, mods: AttentionMods, *, slack: int = 0) -> tuple[ops.MaskRows, int, int]:
+        tiles = ops.max_tiles(len(self.lengths), sum(self.queries), max(self.queries), shape.tokens)
+        leaves = -(-(max(self.lengths) + slack) // shape.leaf)
+        rows = ops.MaskRows(tiles * leaves, shape.columns, CPU)
+        with bound(FIELDS):
+            count = ops.plan_mask_rows(
+                rows, shape, num_tiles=tiles, num_leaves=leaves, query_start=self.query_start, seq_lens=self.seq_lens,
+                block_table=self.table, table_rows=torch.arange(len(self.lengths)), some=mods.some_visible,
+                every=mods.all_visible,
+            )  # fmt: skip
+        return rows, count, leaves
+
+
+def visible(mods: AttentionMods, row: int, q: torch.Tensor, length: int) -> torch.Tensor:
+    """The token mask of queries at positions q, [queries, length]."""
+    kv = torch.arange(length)
+    with bound(FIELDS):
+        return mods.visible(torch.tensor(row), torch.tensor(0), q[:, None], kv[None, :]).expand(len(q), length)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_F1_8_and_F1_9_mask_rows_against_a_brute_force_token_mask(seed: int) -> None:
+    """20 x 8 batches of 1 to 40 tables. Blocks are never under-selected, full ones are wholly visible, lists are
+    in order, without repeats, and end in a safe entry (F1.7, F1.G3); tiles never mix requests (K4.G7)."""
+    rng = random.Random(seed)
+    for mods in MODS:
+        block, group = rng.choice([16, 32, 48]), rng.choice([1, 4])
+        columns = rng.choice([2, 3, 100])
+        shape = ops.Geometry(group=group, lines=16, block=block, stride=1, columns=columns, q_block=16)
+        batch = Batch(rng, block)
+        rows, count, leaves = batch.plan(shape, mods, slack=rng.choice([0, 500]))
+        seen_tokens = []
+        for z in range(count):
+            low, high, row, first = (int(x[z]) for x in (rows.low, rows.high, rows.row, rows.first))
+            part, full = (
+                lists[z, 0, 0, : int(num[z])].tolist()
+                for lists, num in ((rows.partial, rows.partial_num), (rows.full, rows.full_num))
+            )
+            for lists, used in ((rows.partial, part), (rows.full, full)):
+                assert lists[z, 0, 0, len(used) :].eq(0).all() and lists.shape[-1] == columns + 1
+            if high < low:
+                assert not part and not full
+                continue
+            length, leaf = batch.lengths[row], z % leaves
+            assert first % shape.tokens == 0 and first <= low and high < first + shape.tokens
+            start = length - batch.queries[row]
+            if leaf == 0:
+                seen_tokens += range(int(rows.token[z]), int(rows.token[z]) + high - low + 1)
+                assert int(rows.token[z]) == int(batch.query_start[row]) + low - start
+            mask = visible(mods, row, torch.arange(low, high + 1), length)
+            expected_part, expected_full = [], []
+            for column in range(leaf * columns, min((leaf + 1) * columns, -(-length // block))):
+                keys = mask[:, column * block : (column + 1) * block]
+                block_id = int(batch.table[row, column])
+                if block_id in full:
+                    assert keys.all() and keys.shape[1] == block
+                    expected_full.append(block_id)
+                elif block_id in part:
+                    expected_part.append(block_id)
+                else:
+                    assert not keys.any()
+            assert (part, full) == (expected_part, expected_full)
+        assert seen_tokens == list(range(sum(batch.queries))), "every query is in one tile"
+
+
+def test_F1_9_a_kernels_own_indices_lead_to_the_logical_mask() -> None:
+    """Physical keys are told from logical ones by the blocks' places; keys past a request's end are hidden."""
+    rng = random.Random(5)
+    for mods in MODS:
+        shape = ops.Geometry(group=4, lines=16, block=16, stride=3, columns=8, q_block=16)
+        batch = Batch(rng, 16, most=6, longest=120)
+        rows, count, leaves = batch.plan(shape, mods)
+        logical = torch.zeros(batch.num_blocks, dtype=torch.int32)
+        ops.place_blocks(logical, batch.table, batch.seq_lens, 16)
+        mask, _ = make_mods(mods, shape, rows.row, rows.first, rows.length, logical)
+        for z in range(0, count, leaves):
+            low, high, row, first = (int(x[z]) for x in (rows.low, rows.high, rows.row, rows.first))
+            for q in range(low, high + 1):
+                expected = visible(mods, row, torch.tensor([q]), batch.lengths[row])[0]
+                blocks = [*rows.partial[z, 0, 0, : rows.partial_num[z]], *rows.full[z, 0, 0, : rows.full_num[z]]]
+                seen = torch.zeros_like(expected)
+                for physical in blocks:
+                    n = physical * 16 + torch.arange(16)
+                    with bound(FIELDS):
+                        keys = mask(torch.tensor(z), torch.tensor(0), torch.tensor((q - first) * 4), n).expand(16)
+                    at = logical[physical // 3] * 16 + torch.arange(16)
+                    assert not keys[at >= len(expected)].any()
+                    seen[at[at < len(expected)]] = keys[at < len(expected)]
+                reach = slice(0, shape.leaf)  # of the first leaf
+                assert torch.equal(seen[reach], expected[reach])
+
+
+def test_F1_6_places_of_physical_blocks() -> None:
+    """Only live entries count; of a repeated block the largest place wins; what another step left does not."""
+    for row, length, expected in (
+        ([3, 5, 1, 9, 9], 33, {3: 0, 5: 1, 1: 2}),
+        ([2, 4, 2, 7, 0], 48, {2: 2, 4: 1}),
+    ):
+        logical = torch.full((10,), 77, dtype=torch.int32)
+        table = torch.tensor([row], dtype=torch.int32)
+        ops.place_blocks(logical, table, torch.tensor([length], dtype=torch.int32), 16)
+        assert {i: int(v) for i, v in enumerate(logical) if i and v != 77} == expected
+
+
+def test_F1_1_and_F1_2_the_numbers_that_failed_upstream() -> None:
+    """16,384 tokens, 4,096 of a request, blocks of 16: buffers are made and are smaller than [1024, 4096]; odd ones."""
+    for tokens, longest, block in ((16384, 4096, 16), (1000, 1000, 48)):
+        setup = Setup(max_num_rows=256, max_num_tokens=tokens, max_model_len=longest, num_blocks=50, block_size=block)
+        backend = FlexBackend([PLAIN], torch.bfloat16, CPU, setup)
+        run_step(backend, [min(longest, 90)] * 3, block)
+        for rows in backend._buffers.values():
+            leaf = rows.columns * block
+            assert rows.capacity >= -(-tokens // 16) and rows.partial.shape[-1] == rows.columns + 1
+            assert rows.columns == min(-(-longest // block), max(2048 // block, 1)) and leaf >= min(
+                longest, 2048 - block
+            )
+            if tokens == 16384:
+                assert rows.partial.numel() + rows.full.numel() < 1024 * 4096
+
+
+def test_F1_3_every_legal_batch_fits() -> None:
+    rng = random.Random(1)
+    for _ in range(2000):
+        tokens, budget = rng.choice([1, 4, 16, 64]), rng.randrange(1, 600)
+        queries, starts = [], []
+        while budget > 0 and len(queries) < 40:
+            queries.append(rng.randrange(1, budget + 1) if rng.random() < 0.3 else 1)
+            starts.append(rng.randrange(1000))
+            budget -= queries[-1]
+        used = sum((s + n - 1) // tokens - s // tokens + 1 for s, n in zip(starts, queries, strict=True))
+        assert used <= ops.max_tiles(len(queries), sum(queries), max(queries), tokens)
+        assert ops.max_tiles(len(queries), sum(queries), max(queries), tokens) <= ops.max_tiles(40, 640, 640, tokens)
+
+
+def run_step(backend: FlexBackend, lengths: list[int], block: int, num_blocks: int = 50) -> torch.Tensor:
+    """One decode step over a cache of zeros."""
+    from octavo.attention.base import AttentionInputs
+
+    rows, width = len(lengths), -(-max(lengths) // block)
+    inputs = AttentionInputs(
+        num_rows=rows, num_tokens=rows, max_query_len=1, max_seq_len=max(lengths), block_size=block,
+        query_start=torch.arange(rows + 1, dtype=torch.int32), seq_lens=torch.tensor(lengths, dtype=torch.int32),
+        block_table=torch.arange(rows * width, dtype=torch.int32).view(rows, width) % (num_blocks - 1) + 1,
+        slot_mapping=torch.full((rows,), -1),
+    )  # fmt: skip
+    kv = torch.zeros(num_blocks, block, 2, 32, dtype=torch.bfloat16).transpose(1, 2)
+    out = torch.empty(rows, 8, 16, dtype=torch.bfloat16)
+    backend.prepare(inputs)
+    backend.run(torch.ones(rows, 8, 16, dtype=torch.bfloat16), kv, PLAIN, out)
+    return out
+
+
+def test_F1_4_addresses_and_strides_stay_over_steps_of_any_size() -> None:
+    setup = Setup(max_num_rows=8, max_num_tokens=64, max_model_len=500, num_blocks=50, block_size=16)
+    backend = FlexBackend([PLAIN], torch.bfloat16, CPU, setup)
+    seen = set()
+    for lengths in ([90] * 3, [1], [500], [17, 300, 4, 4, 4, 4, 4, 4]):
+        run_step(backend, lengths, 16)
+        (rows,) = backend._buffers.values()
+        lists = rows.partial, rows.full, rows.partial_num, rows.full_num, rows.row, rows.first
+        seen.add(tuple((x.data_ptr(), x.stride()) for x in lists))
+    assert len(seen) == 1
+
+
+def test_F1_G2_memory_does_not_grow_with_the_pool() -> None:
+    """But for one number per block, a ten-thousandth of the block itself."""
+    sizes = []
+    for num_blocks in (50, 200_000):
+        setup = Setup(max_num_rows=8, max_num_tokens=64, max_model_len=500, num_blocks=num_blocks, block_size=16)
+        backend = FlexBackend([PLAIN], torch.bfloat16, CPU, setup)
+        run_step(backend, [300, 5], 16)
+        (rows,) = backend._buffers.values()
+        sizes.append(sum(x.numel() for x in vars(rows).values() if isinstance(x, torch.Tensor)))
+        assert backend._logical.numel() == num_blocks
+    assert sizes[0] == sizes[1]
+
+
+def test_F1_G7_too_many_mask_rows_are_refused_with_both_numbers() -> None:
+    rows = ops.MaskRows(10, 4, CPU)
+    with pytest.raises(ValueError, match=r"11 mask rows of 5 blocks exceed the buffers' 10.*max_num_batched_tokens"):
+        rows.check(11)

@@ -1,0 +1,88 @@
+"""The flex backend's block sizes: defaults, and every wrong value refused with its real cause."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from octavo import LLM
+from octavo.attention.base import Setup, Variant
+from octavo.attention.flex import FlexBackend
+from octavo.attention.flex_sizes import resolve_flex_sizes
+from octavo.settings import ConfigError
+
+M, N, Q, KV = "flex_attn_block_m", "flex_attn_block_n", "flex_attn_q_block_size", "flex_attn_kv_block_size"
+
+
+@pytest.mark.parametrize("block", [16, 32, 48, 64, 128, 256, 528])
+@pytest.mark.parametrize("group", [1, 3, 4, 8, 32])
+def test_K4_1_and_K4_G3_defaults_are_legal_for_every_cache_block(block: int, group: int) -> None:
+    for float32 in (False, True):
+        sizes = resolve_flex_sizes({}, kernel_block=block, group=group, float32=float32)
+        assert sizes.kv_block == block and block % sizes.block_n == 0 and sizes.leaf % block == 0
+        for size in (sizes.lines, sizes.block_n, sizes.q_block):
+            assert size >= 16 and size & (size - 1) == 0
+        assert group <= sizes.decode_lines <= sizes.lines
+
+
+def test_K4_5_what_a_user_sets_is_used() -> None:
+    sizes = resolve_flex_sizes({M: 32, N: 16, Q: 64, KV: 32}, kernel_block=32, group=4)
+    assert (sizes.lines, sizes.decode_lines, sizes.block_n, sizes.q_block, sizes.kv_block) == (32, 32, 16, 64, 32)
+    assert sizes.leaf == 0, "keys are walked in one pass, as a trainer walks them"
+
+
+@pytest.mark.parametrize(
+    ("options", "field", "cause"),
+    [
+        ({M: 0}, M, "must be a power of 2 and at least 16"),  # K4.G1, K4.G2
+        ({M: 1}, M, "must be a power of 2 and at least 16"),
+        ({M: 8}, M, "must be a power of 2 and at least 16"),
+        ({M: -16}, M, "must be a power of 2 and at least 16"),
+        ({M: 48}, M, "must be a power of 2 and at least 16"),
+        ({N: 0}, N, "must be a power of 2 and at least 16"),
+        ({N: 7}, N, "must be a power of 2 and at least 16"),
+        ({N: 15}, N, "must be a power of 2 and at least 16"),
+        ({Q: 0}, Q, "must be a power of 2 and at least 16"),
+        ({Q: 24}, Q, "must be a power of 2 and at least 16"),
+        ({Q: -16}, Q, "must be a power of 2 and at least 16"),
+        ({KV: 0}, KV, "must be a power of 2 and at least 16"),
+        ({M: 16.0}, M, "must be a whole number"),
+        ({M: True}, M, "must be a whole number"),
+        ({M: "16"}, M, "must be a whole number"),
+        ({M: 32, Q: 16}, Q, "must be divisible by flex_attn_block_m=32"),  # K4.2
+        ({M: 64}, M, "must be <= the cache's kernel block size, 32, for batch invariance"),  # K4.4, K4.G5
+        ({N: 64}, N, "must be <= the cache's kernel block size, 32, for batch invariance"),
+        ({KV: 16}, KV, "must be the cache's kernel block size, which is 32"),  # K4.G4, F1.10
+        ({KV: 64}, KV, "must be the cache's kernel block size, which is 32"),
+    ],
+)
+def test_K4_2_K4_3_K4_G6_wrong_values_are_refused_by_name(options: dict, field: str, cause: str) -> None:
+    with pytest.raises(ConfigError, match=cause) as error:
+        resolve_flex_sizes(options, kernel_block=32, group=4)
+    assert error.value.field == field
+
+
+def test_K4_4_the_limit_holds_in_reproducible_mode_only_and_equality_is_allowed() -> None:
+    assert resolve_flex_sizes({M: 32, N: 32}, kernel_block=32, group=4).lines == 32
+    assert resolve_flex_sizes({M: 64}, kernel_block=32, group=4, reproducible=False).lines == 64
+    with pytest.raises(ConfigError, match="must divide the cache's kernel block size, which is 48"):
+        resolve_flex_sizes({N: 32}, kernel_block=48, group=4)
+    with pytest.raises(ConfigError, match="must hold the 32 heads of a KV head"):
+        resolve_flex_sizes({M: 16}, kernel_block=64, group=32)
+
+
+def test_sizes_are_checked_at_the_start_of_an_engine() -> None:
+    with pytest.raises(ValueError, match="flex_attn_block_m=8: must be a power of 2 and at least 16"):
+        LLM(attention_config={"backend": "flex", M: 8})
+    with pytest.raises(ValueError, match="unknown key; did you mean flex_attn_block_m"):
+        LLM(attention_config={"backend": "flex", "flex_block_m": 16})
+    with pytest.raises(ValueError, match="takes dtype bfloat16, float16, float32, got float64"):
+        FlexBackend([Variant(num_heads=2, num_kv_heads=1, head_size=16, scale=1.0)], torch.float64, torch.device("cpu"))
+
+
+def test_kernel_blocks_of_a_split_cache_block_are_the_masks_blocks() -> None:
+    """K4.G5: a kernel_block_size smaller than the cache block is what sizes are compared with."""
+    variant = Variant(num_heads=4, num_kv_heads=2, head_size=16, scale=0.25)
+    options = {"kernel_block_size": 16, M: 32}
+    with pytest.raises(ConfigError, match="kernel block size, 16,"):
+        FlexBackend([variant], torch.float32, torch.device("cpu"), Setup(num_blocks=9, block_size=16, options=options))

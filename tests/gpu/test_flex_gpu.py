@@ -1,0 +1,258 @@
+"""The flex backend on a CUDA device: against the reference, and the bits that must not move."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "attention"))
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+import octavo.attention as A
+from batches import History, make_history
+from octavo.attention.base import NO_TENSORS, AttentionInputs, LayerTensors, Setup, Variant
+from octavo.attention.flex import FlexBackend
+from octavo.attention.mods import AttentionMods
+from octavo.attention.reference import ReferenceBackend
+from octavo.ops import flex as ops
+
+pytestmark = pytest.mark.gpu
+DEVICE, BF16 = torch.device("cuda"), torch.bfloat16
+HEADS, KV_HEADS, SIZE, BLOCK = 8, 2, 128, 64
+PLAIN = Variant(num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=SIZE, scale=SIZE**-0.5)
+FIELDS = {"prefix_len": torch.tensor([70, 0, 300, 5], dtype=torch.int32, device=DEVICE)}
+ROWS = [(300, 1), (2500, 1), (64, 64), (4200, 130)]
+LIMITS = {"max_num_rows": 8, "max_num_tokens": 8192, "max_model_len": 8192}
+
+
+def history(seed: int, length: int, dtype: torch.dtype = BF16) -> History:
+    """Heavy-tailed, so that another order of a sum shows."""
+    made = make_history(seed, length, HEADS, KV_HEADS, SIZE, dtype)
+    factor = torch.exp2(6 * torch.rand(length, KV_HEADS, 1, generator=torch.Generator().manual_seed(seed)) - 4)
+    made.kv = (made.kv.float() * factor).to(dtype)
+    return History(made.q.to(DEVICE), made.kv.to(DEVICE))
+
+
+class Step:
+    """Rows of (history, length, queries) over a pool with blocks in random order; unwritten slots hold zeros."""
+
+    def __init__(self, rows, block: int = BLOCK, seed: int = 0, spare: int = 4) -> None:
+        counts = [-(-length // block) for _, length, _ in rows]
+        self.num_blocks = sum(counts) + spare
+        self.kv = torch.zeros(self.num_blocks, block, KV_HEADS, 2 * SIZE, dtype=rows[0][0].kv.dtype, device=DEVICE)
+        self.kv = self.kv.transpose(1, 2)
+        ids = (1 + torch.randperm(self.num_blocks - 1, generator=torch.Generator().manual_seed(seed))).tolist()
+        table = torch.full((len(rows), max(counts) + 2), 2**31 - 1, dtype=torch.int32)
+        for row, ((made, length, _), count) in enumerate(zip(rows, counts, strict=True)):
+            table[row, :count] = torch.tensor([ids.pop() for _ in range(count)])
+            at = torch.arange(length, device=DEVICE)
+            blocks = table[row, :count].to(DEVICE).long()[at // block]
+            self.kv[blocks, :, at % block] = made.kv[:length]
+        queries = [queries for _, _, queries in rows]
+        self.inputs = AttentionInputs(
+            num_rows=len(rows), num_tokens=sum(queries), max_query_len=max(queries),
+            max_seq_len=max(length for _, length, _ in rows), block_size=block,
+            query_start=torch.tensor([0, *queries]).cumsum(0).int().to(DEVICE),
+            seq_lens=torch.tensor([length for _, length, _ in rows], dtype=torch.int32, device=DEVICE),
+            block_table=table.to(DEVICE), slot_mapping=torch.full((sum(queries),), -1, device=DEVICE),
+            rows=torch.arange(len(rows), device=DEVICE),
+        )  # fmt: skip
+        self.q = torch.cat([made.q[length - queries : length] for made, length, queries in rows])
+
+    def setup(self, **options) -> Setup:
+        return Setup(
+            **LIMITS, num_blocks=self.num_blocks, block_size=self.inputs.block_size, fields=FIELDS, options=options
+        )
+
+    def run(self, backend, variant: Variant, layer: LayerTensors = NO_TENSORS) -> torch.Tensor:
+        out = torch.full_like(self.q, float("nan"))
+        backend.prepare(self.inputs)
+        backend.run(self.q, self.kv, variant, out, layer)
+        return out
+
+
+def make_rows(shape=ROWS, dtype: torch.dtype = BF16):
+    return [(history(seed, length, dtype), length, queries) for seed, (length, queries) in enumerate(shape)]
+
+
+def odd_keys(b, h, q_idx, kv_idx):
+    return (kv_idx % 2 == h % 2) | (kv_idx == q_idx)
+
+
+VARIANTS = {
+    "plain": PLAIN,
+    "window and cap": dataclasses.replace(PLAIN, window=100, soft_cap=20.0),
+    "rswa": dataclasses.replace(PLAIN, mods=A.rswa(90)),
+    "user's, capped": dataclasses.replace(PLAIN, mods=A.and_(AttentionMods(mask_mod=odd_keys), A.soft_cap(15.0))),
+    "slopes": dataclasses.replace(PLAIN, mods=A.and_(A.alibi(HEADS), A.chunked(200))),
+    "not causal": dataclasses.replace(PLAIN, causal=False),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_equals_the_reference(name: str) -> None:
+    step, variant = Step(make_rows()), VARIANTS[name]
+    out = step.run(FlexBackend([variant], BF16, DEVICE, step.setup()), variant)
+    expected = step.run(ReferenceBackend([variant], BF16, DEVICE, step.setup()), variant)
+    torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
+
+
+def test_sinks_and_float32() -> None:
+    variant = dataclasses.replace(PLAIN, sinks=True)
+    layer = LayerTensors(sinks=torch.linspace(-2, 3, HEADS, device=DEVICE))
+    step = Step(make_rows(dtype=torch.float32), block=32)
+    out = step.run(FlexBackend([variant], torch.float32, DEVICE, step.setup()), variant, layer)
+    expected = step.run(ReferenceBackend([variant], torch.float32, DEVICE, step.setup()), variant, layer)
+    torch.testing.assert_close(out, expected, atol=5e-3, rtol=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("block", "options"),
+    [
+        (64, {}),
+        (16, {"flex_attn_block_m": 16, "flex_attn_block_n": 16}),
+        (32, {"flex_attn_block_m": 32, "flex_attn_block_n": 32}),
+        (64, {"flex_attn_block_m": 64, "flex_attn_block_n": 64}),
+    ],
+    ids=str,
+)
+def test_K4_7_decode_chunks_and_neighbours_have_the_same_bits(block: int, options: dict[str, int]) -> None:
+    variant = dataclasses.replace(PLAIN, window=3000)
+    made, other = history(1, 4200), history(2, 4200)
+    other.q *= 30  # huge but finite
+    whole = Step([(made, 4200, 4200)], block)
+    backend = FlexBackend([variant], BF16, DEVICE, Setup(**LIMITS, num_blocks=400, block_size=block, options=options))
+    expected = whole.run(backend, variant)
+    for end in (1, 16, 17, 63, 64, 65, 2047, 2048, 2049, 4200):
+        alone = Step([(made, end, 1)], block, seed=end).run(backend, variant)
+        assert torch.equal(alone, expected[end - 1 : end]), end
+        crowd = Step([(other, 3000, 1), (made, end, 1), (other, 77, 1)], block, seed=end).run(backend, variant)
+        assert torch.equal(crowd[1:2], alone), end
+    position = 0
+    for chunk in (3, 60, 64, 1000, 1001, 2072):
+        position += chunk
+        rows = [(other, 900, 1), (made, position, chunk), (other, 500, 33)]
+        out = Step(rows, block, seed=chunk).run(backend, variant)
+        assert torch.equal(out[1 : 1 + chunk], expected[position - chunk : position]), position
+
+
+def test_F1_4_one_compilation_for_all_batches_and_addresses_stay() -> None:
+    """Batch sizes and lengths come and go; a replayed graph follows them."""
+    step = Step(make_rows([(4000, 1)] * 6))
+    backend = FlexBackend([PLAIN], BF16, DEVICE, step.setup())
+    step.run(backend, PLAIN)
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    addresses = {(rows.partial.data_ptr(), rows.full.stride()) for rows in backend._buffers.values()}
+    for shape in ([(1, 1)], [(17, 1), (8000, 1)], [(90, 1)] * 8, [(2048, 1), (2049, 1), (4096, 1)]):
+        small = Step(make_rows(shape))
+        small.inputs.block_table.clamp_(max=step.num_blocks - 1)
+        backend.prepare(small.inputs)
+        out = torch.empty_like(small.q)
+        backend.run(small.q, step.kv, PLAIN, out)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
+    assert {(rows.partial.data_ptr(), rows.full.stride()) for rows in backend._buffers.values()} == addresses
+
+
+def test_F1_G4_a_graph_captured_at_the_bound_serves_every_length() -> None:
+    lengths = [5000, 1, 64, 2049]
+    step = Step(make_rows([(5000, 1)] * 4))
+    step.inputs.max_seq_len = LIMITS["max_model_len"]
+    step.inputs.block_table = torch.nn.functional.pad(
+        step.inputs.block_table, (0, 128 - step.inputs.block_table.shape[1])
+    )
+    backend = FlexBackend([PLAIN], BF16, DEVICE, step.setup())
+    out = torch.empty_like(step.q)
+
+    def issue() -> None:
+        backend.prepare(step.inputs, for_capture=True)
+        backend.run(step.q, step.kv, PLAIN, out)
+
+    issue()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        issue()
+    step.inputs.seq_lens.copy_(torch.tensor(lengths))
+    graph.replay()
+    replayed = out.clone()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        issue()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(replayed, out)
+    fresh = Step([(history(seed, 5000), 5000, 1) for seed in range(4)])
+    expected = torch.empty_like(out)
+    reference = ReferenceBackend([PLAIN], BF16, DEVICE)
+    reference.prepare(dataclasses.replace(fresh.inputs, seq_lens=step.inputs.seq_lens))
+    reference.run(fresh.q, fresh.kv, PLAIN, expected)
+    torch.testing.assert_close(replayed, expected, atol=2e-2, rtol=2e-2)
+
+
+def test_L3_G1_a_cache_beyond_32_bit_offsets_is_refused_with_the_bound() -> None:
+    most = 2**31 // (BLOCK * KV_HEADS * 2 * SIZE)
+    FlexBackend([PLAIN], BF16, DEVICE, Setup(**LIMITS, num_blocks=16, block_size=BLOCK))
+    with pytest.raises(ValueError, match=f"reaches {most} kernel blocks of {BLOCK} tokens"):
+        FlexBackend([PLAIN], BF16, DEVICE, Setup(**LIMITS, num_blocks=most + 1, block_size=BLOCK))
+
+
+def test_kernels_equal_their_twins() -> None:
+    step = Step(make_rows())
+    shape = ops.Geometry(group=4, lines=64, block=BLOCK, stride=1, columns=32, q_block=16)
+    rows = ops.MaskRows(200, shape.columns, DEVICE)
+    inputs = step.inputs
+    tiles = ops.max_tiles(4, inputs.num_tokens, inputs.max_query_len, shape.tokens)
+    plain = AttentionMods()
+    count = ops.plan_mask_rows(
+        rows, shape, num_tiles=tiles, num_leaves=3, query_start=inputs.query_start, seq_lens=inputs.seq_lens,
+        block_table=inputs.block_table, table_rows=inputs.rows, some=plain.some_visible, every=plain.all_visible,
+    )  # fmt: skip
+    lines = ops.gather_lines(step.q, rows, shape, 0, count)
+    assert torch.equal(lines, ops.gather_lines_reference(step.q, rows, shape, 0, count))
+    lse = torch.randn(lines.shape[:3], device=DEVICE)
+    for sinks in (None, torch.linspace(-1, 1, HEADS, device=DEVICE)):
+        outs = [torch.zeros_like(step.q) for _ in range(2)]
+        for merge, out in zip((ops.merge_lines, ops.merge_lines_reference), outs, strict=True):
+            merge(lines, lse, rows, shape, out, start=0, num_leaves=3, sinks=sinks)
+        torch.testing.assert_close(*outs, atol=2e-2, rtol=2e-2)
+
+
+TRAINER = {
+    "causal": (PLAIN, lambda b, h, q, kv: q >= kv, None),
+    "window": (dataclasses.replace(PLAIN, window=150), lambda b, h, q, kv: (q >= kv) & (q - kv < 150), None),
+    "soft cap": (
+        dataclasses.replace(PLAIN, soft_cap=20.0),
+        lambda b, h, q, kv: q >= kv,
+        lambda s, b, h, q, kv: 20.0 * torch.tanh(s / 20.0),
+    ),
+}
+
+
+@pytest.mark.parametrize("size", [16, 64])
+@pytest.mark.parametrize("name", TRAINER)
+def test_K4_8_a_trainers_flex_attention_has_the_same_bits(name: str, size: int) -> None:
+    """Plain K and V, torch's own create_block_mask and the same sizes: the bits of prefill, chunks and decode."""
+    variant, mask, score = TRAINER[name]
+    made, length = history(3, 1000), 1000
+    q, key, value = made.q[None].transpose(1, 2), *made.kv[None].transpose(1, 2).chunk(2, dim=-1)
+    block_mask = create_block_mask(mask, 1, None, length, length, device="cuda", BLOCK_SIZE=(size, size))
+    options = {"BLOCK_M": size, "BLOCK_N": size, "FORCE_USE_FLEX_ATTENTION": True}
+    trained = torch.compile(flex_attention, dynamic=False)(
+        q.contiguous(), key.contiguous(), value.contiguous(), score_mod=score, block_mask=block_mask,
+        scale=variant.scale, enable_gqa=True, kernel_options=options,
+    )  # fmt: skip
+    trained = trained[0].transpose(0, 1)
+    options = dict.fromkeys(("flex_attn_block_m", "flex_attn_block_n", "flex_attn_q_block_size"), size)
+    setup = Setup(**LIMITS, num_blocks=200, block_size=size, options=options)
+    backend = FlexBackend([variant], BF16, DEVICE, setup)
+    assert torch.equal(Step([(made, length, length)], size).run(backend, variant), trained)
+    for end in (1, 15, 16, 17, 500, 640, 1000):
+        out = Step([(made, end, 1), (history(4, 700), 700, 3)], size, seed=end).run(backend, variant)
+        assert torch.equal(out[:1], trained[end - 1 : end]), end
