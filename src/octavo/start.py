@@ -87,7 +87,7 @@ def start_engine(config: EngineConfig, phases: Phases, *, text: bool = True) -> 
         phases("allocate the cache and the tables"),
         _room(resolved, "the cache and the tables", sized_by, "lower it, or max_num_seqs"),
     ):
-        groups = make_groups(arch, resolved.block_size, ITEMSIZE[resolved.dtype])
+        groups = _cache_groups(arch, resolved)
         free_bytes, total_bytes = _memory(resolved)
         memory = plan_memory(
             arch, resolved, groups, free_bytes, total_bytes=total_bytes, weights_loaded=True,
@@ -243,6 +243,14 @@ def _apply_mods(model: Model, config: EngineConfig, resolved: Resolved) -> Resol
 def _capability(resolved: Resolved) -> Capability:
     capability: Capability = BACKENDS.resolve(resolved.attention_backend).capability
     return capability
+
+
+def _cache_groups(arch: Arch, resolved: Resolved) -> tuple[CacheGroup, ...]:
+    """The cache groups, with fresh blocks zeroed where the backend reads what nobody has written."""
+    groups = make_groups(arch, resolved.block_size, ITEMSIZE[resolved.dtype])
+    if not _capability(resolved).reads_unwritten:
+        return groups
+    return tuple(dataclasses.replace(group, zero_fresh_blocks=True) for group in groups)
 
 
 def _kernel_block_sizes(resolved: Resolved, groups: Sequence[CacheGroup]) -> list[int | None]:
