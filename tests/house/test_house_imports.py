@@ -55,7 +55,8 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     "__init__": ({"attention.mods", "llm", "config", "outputs", "sampling_params"}, set()),
 }
 BACKENDS = ("cpu", "flash", "flashinfer", "flex", "mla", "paged", "reference")
-BACKENDS_MAY_IMPORT = {"octavo.attention.base", "octavo.attention.mods", "octavo.attention.flex_sizes"}
+HELPERS = ("base", "flex_sizes", "mods", "variant_mods")
+BACKENDS_MAY_IMPORT = {f"octavo.attention.{name}" for name in HELPERS}
 
 
 def _package(module: str) -> str:
