@@ -24,7 +24,8 @@ static void relax() {
 }
 
 // Idle threads look for work this long before they sleep: longer than the host's work between two operators of a step.
-constexpr auto SPIN = std::chrono::microseconds(100);
+// Gaps within an operator are shorter than the first part of it, after which they offer their core to others.
+constexpr auto SPIN = std::chrono::microseconds(100), INSIST = std::chrono::microseconds(10);
 
 constexpr int MAX_THREADS = 256;
 
@@ -92,14 +93,15 @@ class Pool {
     }
 
     uint64_t wait(uint64_t seen) {
-        auto until = std::chrono::steady_clock::now() + SPIN;
+        const auto begin = std::chrono::steady_clock::now();
         for (int spins = 1;; ++spins) {
             uint64_t epoch = epoch_.load(std::memory_order_acquire);
             if (epoch != seen) return epoch;
             relax();
             if (spins % 64 != 0) continue;
-            if (std::chrono::steady_clock::now() > until) break;
-            std::this_thread::yield();  // others may need this core more
+            const auto idle = std::chrono::steady_clock::now() - begin;
+            if (idle > SPIN) break;
+            if (idle > INSIST) std::this_thread::yield();
         }
         std::unique_lock<std::mutex> lock(sleep_);
         sleeping_.fetch_add(1);
