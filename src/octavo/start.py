@@ -183,6 +183,7 @@ def make_runner(
         logprobs_mode=resolved.logprobs_mode,
         max_logprobs=resolved.max_logprobs,
         grammars=grammars,
+        queue=queue,
     )
     fields = FieldTables(
         specs_of(model.attention_variants), max_num_rows=rows, max_model_len=length, device=device, queue=queue

@@ -12,7 +12,7 @@ import dataclasses
 
 import torch
 
-from octavo.device.staging import StagedTensor
+from octavo.device.staging import StagedTensor, WriteQueue
 from octavo.plan import NewRow
 from octavo.sampling.rows import RowSet, SampleBatch, Selection
 
@@ -37,14 +37,20 @@ class Penalties:
     """vLLM's three penalties, in its order."""
 
     def __init__(
-        self, max_num_rows: int, vocab_size: int, device: torch.device, tokens: torch.Tensor, prompt_lens: torch.Tensor
+        self,
+        max_num_rows: int,
+        vocab_size: int,
+        device: torch.device,
+        tokens: torch.Tensor,
+        prompt_lens: torch.Tensor,
+        queue: WriteQueue | None = None,
     ) -> None:
         """`tokens` and `prompt_lens` are the request table's, see Sampler."""
         self._rows = RowSet(max_num_rows, device)
         self._vocab_size = vocab_size
         self._tokens = tokens
         self._prompt_lens = prompt_lens
-        self._params = StagedTensor(max_num_rows, 3, torch.float32, device)  # repetition, frequency, presence
+        self._params = StagedTensor(max_num_rows, 3, torch.float32, device, queue)  # repetition, frequency, presence
         self._counting: set[int] = set()  # rows with a frequency or presence penalty
         self._counts = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)  # made by the first user
         self._selection: Selection | None = None

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from octavo.device.staging import StagedTensor
+from octavo.device.staging import StagedTensor, WriteQueue
 from octavo.grammar import NO_GRAMMARS, Grammars
 from octavo.ops.sample import draw, nan_rows
 from octavo.plan import NewRow
@@ -70,13 +70,14 @@ class Sampler:
         logprobs_mode: str = "raw_logprobs",
         max_logprobs: int = 20,
         grammars: Grammars = NO_GRAMMARS,
+        queue: WriteQueue | None = None,
     ) -> None:
         """`tokens` and `prompt_lens` are the request table's: they are read, never written.
 
         tokens: [max_num_rows, max_model_len] int32, a row's prompt, its committed output, then drafts if there are;
         whatever lies before a batch's position must be there. prompt_lens: [max_num_rows] int32. `vocab_size`: the
         logits' width. `max_logprobs`: -1 means the vocabulary. `grammars` compiles the forms that rows ask for.
-        Raises ValueError on an unknown `logprobs_mode`.
+        `queue`: see StagedTensor. Raises ValueError on an unknown `logprobs_mode`.
         """
         if logprobs_mode not in logprobs.MODES:
             raise ValueError(f"logprobs_mode {logprobs_mode!r} is unknown; known: {', '.join(logprobs.MODES)}")
@@ -85,18 +86,18 @@ class Sampler:
         self._as_logits = logprobs_mode.endswith("_logits")
         self._vocab_size = vocab_size
         # what the drawing kernel divides by: 0 for greedy rows, 1 for those that Truncation has divided already
-        self._temperature = StagedTensor(max_num_rows, 0, torch.float32, device)
-        self._seed = StagedTensor(max_num_rows, 0, torch.int64, device)
+        self._temperature = StagedTensor(max_num_rows, 0, torch.float32, device, queue)
+        self._seed = StagedTensor(max_num_rows, 0, torch.int64, device, queue)
         self._changed = RowSet(max_num_rows, device)  # rows with any of the stages
         self._logprobs = LogprobRows(max_num_rows, vocab_size, max_logprobs, device)
-        self._truncation = Truncation(max_num_rows, vocab_size, device)
+        self._truncation = Truncation(max_num_rows, vocab_size, device, queue)
         # the list is the order
         self._stages: tuple[Feature, ...] = (
             LogitBias(max_num_rows, vocab_size, device),
             AllowedTokens(max_num_rows, vocab_size, device),
             GrammarMask(max_num_rows, vocab_size, device, tokens, grammars),
             MinTokens(max_num_rows, vocab_size, device),
-            Penalties(max_num_rows, vocab_size, device, tokens, prompt_lens),
+            Penalties(max_num_rows, vocab_size, device, tokens, prompt_lens, queue),
             BadWords(max_num_rows, vocab_size, device, tokens, prompt_lens),
             self._truncation,
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from octavo.device.staging import StagedTensor
+from octavo.device.staging import StagedTensor, WriteQueue
 from octavo.ops.sample import top_k_top_p_mask_
 from octavo.plan import NewRow
 from octavo.sampling.rows import RowSet, SampleBatch, Selection
@@ -18,12 +18,14 @@ from octavo.sampling.rows import RowSet, SampleBatch, Selection
 class Truncation:
     """Divides by the temperature, then forbids by min_p, top_k and top_p, in this order."""
 
-    def __init__(self, max_num_rows: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self, max_num_rows: int, vocab_size: int, device: torch.device, queue: WriteQueue | None = None
+    ) -> None:
         """No row asks at first."""
         self._rows = RowSet(max_num_rows, device)
         self._vocab_size = vocab_size
-        self._params = StagedTensor(max_num_rows, 3, torch.float32, device)  # temperature, top_p, min_p
-        self._top_k = StagedTensor(max_num_rows, 0, torch.int64, device)
+        self._params = StagedTensor(max_num_rows, 3, torch.float32, device, queue)  # temperature, top_p, min_p
+        self._top_k = StagedTensor(max_num_rows, 0, torch.int64, device, queue)
         self._selection: Selection | None = None
         # of the selection, so that steady steps gather nothing: [n] each, float32 but top_k
         self._temperature = self._top_p = self._min_p = torch.empty(0, device=device)

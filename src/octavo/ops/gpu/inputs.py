@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from octavo.ops.gpu.launch import begin_after, chained
 from octavo.ops.inputs import GroupTables
 
 _BLOCK = 256  # tokens or table columns that a program handles at once
@@ -47,8 +48,9 @@ def _pad(groups, input_ids, positions, begin, num_tokens, tile, NUM_GROUPS: tl.c
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def _gather(
     rows, query_start, token_ids, num_computed, input_ids, positions, seq_lens, next_positions, groups, width, num_rows,
-    num_tokens, NUM_GROUPS: tl.constexpr, BLOCK: tl.constexpr,
+    num_tokens, NUM_GROUPS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    begin_after(PDL)
     entry, tile = tl.program_id(0), tl.program_id(1)
     begin = tl.load(query_start + entry)
     if entry == num_rows:
@@ -110,14 +112,16 @@ def gather(
     _gather[(num_rows + 1, min(tiles, _MAX_TILES))](
         rows, query_start, token_ids, num_computed, input_ids, positions, seq_lens, next_positions, groups.addresses,
         token_ids.shape[1], num_rows, input_ids.shape[0], NUM_GROUPS=len(groups.tables), BLOCK=_BLOCK, num_warps=2,
+        **chained(rows.device),
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _commit(
     rows, seq_lens, sample_of, sampled, failed, token_ids, total_len, num_computed, results, width, num_rows,
-    AGAIN: tl.constexpr, BLOCK: tl.constexpr,
+    AGAIN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    begin_after(PDL)
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = entry < num_rows
     length = tl.load(seq_lens + entry, mask=inside, other=0)
@@ -154,5 +158,5 @@ def commit(
     num_rows = seq_lens.shape[0]
     _commit[(triton.cdiv(num_rows, _ENTRIES),)](
         rows, seq_lens, sample_of, sampled, failed, token_ids, total_len, num_computed, results, token_ids.shape[1],
-        num_rows, AGAIN=again, BLOCK=_ENTRIES, num_warps=4,
+        num_rows, AGAIN=again, BLOCK=_ENTRIES, num_warps=4, **chained(rows.device),
     )  # fmt: skip

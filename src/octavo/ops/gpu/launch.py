@@ -1,0 +1,35 @@
+"""Launches that begin before the kernel ahead of them has ended (programmatic dependent launch, Hopper and later).
+
+Owns the options of such a launch and the two calls that a kernel makes. A kernel with `PDL` calls `begin_after` before
+it reads what another kernel wrote and before it writes anything, on every path: the kernel after it relies on that.
+What it reads before are constants: weights. Invariant: no bit depends on how a kernel was launched.
+"""
+
+# Kernels are compiled from their source by Triton, whose values mypy does not know.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, assignment"
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def begin_after(PDL: tl.constexpr):
+    """Let the next kernel be launched, and wait until the one before is done and its writes are seen."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+def chained(device: torch.device) -> dict[str, Any]:
+    """Options for the launch of a kernel that takes `PDL` and calls `begin_after`."""
+    return {"PDL": True, "launch_pdl": True} if _has_pdl(device) else {"PDL": False}
+
+
+@functools.cache
+def _has_pdl(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
