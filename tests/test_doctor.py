@@ -99,11 +99,13 @@ def test_the_numerics_id_names_what_bits_depend_on() -> None:
         "quantization": None,
         "native": "x86_64_v3",
         "attention": "cpu",
+        "cache": "float32",
         "numerics": "reproducible",
     }
     base = probe.numerics_id(probe.numerics_contract(**facts))
     assert base == probe.numerics_id(probe.numerics_contract(**facts | {"native": "x86_64_v4"}))
-    for change in ({"dtype": "bfloat16"}, {"quantization": "int8"}, {"native": "none"}, {"attention": "reference"}):
+    changes = ({"dtype": "bfloat16"}, {"quantization": "int8"}, {"native": "none"}, {"attention": "reference"})
+    for change in (*changes, {"cache": "fp8"}):
         assert base != probe.numerics_id(probe.numerics_contract(**facts | change)), change
     gpus = {probe.numerics_id(probe.numerics_contract(**facts | {"device": "cuda", "gpu": name})) for name in "AB"}
     assert len(gpus | {base}) == 3

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ KV_CACHE_LAYOUTS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
 FLEX_BLOCK_KEYS = (
     "flex_attn_block_m", "flex_attn_block_n", "flex_attn_q_block_size", "flex_attn_kv_block_size",
 )  # fmt: skip
-_ATTENTION_KEYS = ("backend", "kernel_block_size", *FLEX_BLOCK_KEYS)
+_ATTENTION_KEYS = ("backend", "layer_backends", "kernel_block_size", *FLEX_BLOCK_KEYS)
 _GENERATION_KEYS = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "max_new_tokens",
@@ -93,6 +93,10 @@ class EngineConfig:
     async_scheduling: bool | None = setting(None, "plan a step while the one before it runs", "bool")
 
     block_size: int = setting(16, "tokens per cache block: a power of two", "int", low=8, high=256)
+    kv_cache_dtype: str = setting(
+        "auto", "type of the cache (auto: dtype's): fp8 is float8 e4m3", "str",
+        choices=("auto", *DTYPES, "fp8", "int8"), aliases={"fp8_e4m3": "fp8", "fp8_e4m3fn": "fp8"},
+    )  # fmt: skip
     kv_cache_layout: str | None = setting(
         None, "order of layers, blocks, heads, tokens and channels in the cache (default: the backend's)", "str",
         choices=KV_CACHE_LAYOUTS, aliases={"HND": "LBHNC", "NHD": "LBNHC"},
@@ -220,7 +224,9 @@ class Resolved:
     scheduling_policy: str
     async_scheduling: bool
     block_size: int
-    kernel_block_size: int | None  # None: the attention backend decides
+    layer_backends: Mapping[str, Sequence[int]]  # layers with another attention backend, by its name
+    kernel_block_size: int | None  # None: the attention backends decide
+    kv_cache_dtype: str  # float32 | bfloat16 | float16 | fp8 | int8
     attention_options: Mapping[str, Any]  # attention_config as it was given, for the backend
     kv_cache_layout: str | None  # None: the attention backend decides
     kv_cache_memory_bytes: int | None  # None: the memory plan decides
@@ -247,6 +253,7 @@ def resolve(config: EngineConfig, arch: Arch, facts: DeviceFacts) -> Resolved:
     why: dict[str, str] = {}
     device = _resolve_device(config, facts, why)
     native = _resolve_native(config, facts, device)
+    dtype = _resolve_dtype(config, arch, device, why)
     length, seqs, batched_tokens = _resolve_sizes(config, arch, device, why)
     if config.async_scheduling is None:
         why["async_scheduling"] = "on where a device computes beside the host"
@@ -257,11 +264,13 @@ def resolve(config: EngineConfig, arch: Arch, facts: DeviceFacts) -> Resolved:
     return Resolved(
         **{name: getattr(config, name) for name in _UNCHANGED},
         device=device,
-        dtype=_resolve_dtype(config, arch, device, why),
+        dtype=dtype,
         native=native,
         num_threads=config.num_threads or facts.num_cores,
         attention_backend=_resolve_attention(config, device, native != "none", why),
+        layer_backends=_resolve_layer_backends(config),
         kernel_block_size=_resolve_kernel_block_size(config),
+        kv_cache_dtype=_resolve_cache_dtype(config, dtype, why),
         attention_options=dict(config.attention_config),
         max_model_len=length,
         max_model_len_is_auto=config.max_model_len in (None, -1),
@@ -317,6 +326,33 @@ def _resolve_dtype(config: EngineConfig, arch: Arch, device: str, why: dict[str,
     if device == "cpu" and config.dtype == "float16":
         raise ConfigError("dtype", "float16", "CPU operators take float32 and bfloat16")
     return config.dtype
+
+
+def _resolve_cache_dtype(config: EngineConfig, dtype: str, why: dict[str, str]) -> str:
+    """A cache may be narrower than what is computed with, never wider."""
+    if config.kv_cache_dtype == "auto":
+        why["kv_cache_dtype"] = "dtype's"
+        return dtype
+    if config.kv_cache_dtype in DTYPES and config.kv_cache_dtype != dtype and dtype != "float32":
+        raise ConfigError(
+            "kv_cache_dtype", config.kv_cache_dtype, f"K and V are computed in {dtype}", f"set auto, {dtype} or fp8"
+        )
+    return config.kv_cache_dtype
+
+
+def _resolve_layer_backends(config: EngineConfig) -> dict[str, Sequence[int]]:
+    given = config.attention_config.get("layer_backends", {})
+    example = 'e.g. {"layer_backends": {"reference": [0, 1]}}'
+    if not isinstance(given, Mapping):
+        raise ConfigError("attention_config", given, "layer_backends must name layers per backend", example)
+    for name, layers in given.items():
+        numbers = isinstance(layers, Sequence) and all(type(layer) is int and layer >= 0 for layer in layers)
+        if not isinstance(name, str) or not numbers:
+            raise ConfigError("attention_config", given, "layer_backends must name layers per backend", example)
+    everyone = [layer for layers in given.values() for layer in layers]
+    if len(set(everyone)) != len(everyone):
+        raise ConfigError("attention_config", given, "layer_backends names a layer twice", example)
+    return dict(given)
 
 
 def _resolve_attention(config: EngineConfig, device: str, native: bool, why: dict[str, str]) -> str:

@@ -19,6 +19,7 @@ from octavo.config import SETTINGS, DeviceFacts, EngineConfig, Resolved, load_co
 from octavo.groups import make_groups
 from octavo.memory import ITEMSIZE, plan_memory, show_bytes
 from octavo.observe import setup_logging
+from octavo.start_cache import attention_names, buffer_bytes, choose_form
 
 _DESCRIPTION = "Print versions, devices, the memory plan, the numerics contract and settings. Loads no weights."
 
@@ -45,16 +46,21 @@ def main(argv: Sequence[str]) -> int:
     _section("Model", _model(config, arch))
     _section("Runs with", _resolved(resolved))
     print("Memory plan")
-    groups = make_groups(arch, resolved.block_size, ITEMSIZE[resolved.dtype])
+    form = choose_form(resolved, make_groups(arch, resolved.block_size, ITEMSIZE[resolved.kv_cache_dtype]))
     on_gpu = resolved.device == "cuda"
     free, total = (facts.cuda_free_bytes, facts.cuda_total_bytes) if on_gpu else (facts.free_bytes, facts.total_bytes)
-    print(plan_memory(arch, resolved, groups, free, total_bytes=total).table(), end="\n\n")
+    plan = plan_memory(
+        arch, resolved, form.groups, free, total_bytes=total, tables=form.tables,
+        buffer_bytes=buffer_bytes(resolved, form),
+    )  # fmt: skip
+    print(plan.table(), end="\n\n")
     contract = probe.numerics_contract(
         device=resolved.device,
         dtype=resolved.dtype,
         quantization=resolved.quantization,
         native=resolved.native,
-        attention=resolved.attention_backend,
+        attention=attention_names(resolved),
+        cache=resolved.kv_cache_dtype,
         numerics=resolved.numerics,
         gpu=facts.cuda,
     )

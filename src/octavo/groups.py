@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from octavo.arch import Arch
 
@@ -50,6 +51,23 @@ class CacheGroup:
     def num_blocks(self, num_tokens: int) -> int:
         """Entries of a request's block list that `num_tokens` tokens need."""
         return 0 if self.kind == "encoder_only" else -(-num_tokens // self.block_size)
+
+
+class TableSpec(NamedTuple):
+    """A block table: the layers of one cache group that one backend serves, and what it counts in."""
+
+    group: int  # index of the cache group
+    layers: tuple[int, ...]
+    kernel_block_size: int | None  # tokens; None: the layers keep nothing
+    backend: str = ""
+
+
+def table_of_each(groups: Sequence[CacheGroup], sizes: Sequence[int | None] = ()) -> list[TableSpec]:
+    """One table per group. sizes: their kernel block sizes (default: blocks are not split)."""
+    return [
+        TableSpec(index, group.layers, size)
+        for index, (group, size) in enumerate(zip(groups, sizes or [g.block_size for g in groups], strict=True))
+    ]
 
 
 def make_groups(arch: Arch, block_size: int, itemsize: int = 2) -> tuple[CacheGroup, ...]:

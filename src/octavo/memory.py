@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 
 from octavo.arch import Arch
 from octavo.config import Resolved
-from octavo.groups import CacheGroup, block_bytes
+from octavo.groups import CacheGroup, TableSpec, block_bytes, table_of_each
 from octavo.settings import ConfigError
 
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
 # Of what weights and workspace leave, on CPU: the usual share of the cache, the most that an automatic
 # max_model_len may take it to, and the most that an explicit one may.
 _CPU_SHARE, _CPU_AUTO_SHARE, _CPU_EXPLICIT_SHARE = 0.25, 0.5, 0.9
@@ -35,6 +35,7 @@ class MemoryPlan:
     logits_bytes: int
     graph_bytes: int  # of a GPU's graphs: their own activations and logits, and their nodes
     table_bytes: int
+    buffer_bytes: int  # of attention backends: masks, partial results
     bytes_per_block: int
     block_size: int
     num_blocks: int
@@ -67,6 +68,7 @@ class MemoryPlan:
             ("logits", self.logits_bytes, "of the largest step, while sampling"),
             ("graphs", self.graph_bytes, "captured steps, which share one memory"),
             ("tables", self.table_bytes, "tokens and blocks of every row"),
+            ("attention", self.buffer_bytes, "masks and partial results of its backends"),
             ("KV cache", self.kv_bytes, f"{self.num_blocks} blocks of {self.bytes_per_block} bytes; {self.rule}"),
         ]
         lines = [f"  {name:<12} {show_bytes(size):>10}  {remark}" for name, size, remark in rows if size]
@@ -176,11 +178,13 @@ def plan_memory(
     *,
     total_bytes: int = 0,
     weights_loaded: bool = False,
-    kernel_block_sizes: Sequence[int | None] = (),
+    tables: Sequence[TableSpec] = (),
+    buffer_bytes: int = 0,
 ) -> MemoryPlan:
     """Divide `free_bytes` of the device. `total_bytes` is needed on a GPU, whose utilization counts everything.
 
-    kernel_block_sizes: per group, what block tables count in (default: the user's, else the cache's block size).
+    tables: of `choose_tables` (default: one per group, in the user's kernel blocks or unsplit).
+    buffer_bytes: that attention backends keep for themselves.
 
     Raises ConfigError with the numbers if not one request of max_model_len fits, unless max_model_len is automatic:
     then it is shortened to what fits.
@@ -189,10 +193,11 @@ def plan_memory(
     workspace = _workspace_bytes(arch, resolved)
     logits = 3 * 4 * resolved.max_num_seqs * arch.vocab_size  # as computed, as processed, and room to sort
     graphs = _graph_bytes(arch, resolved)
-    tables = _table_bytes(resolved, groups, kernel_block_sizes or [resolved.kernel_block_size] * len(groups))
-    per_block = max(block_bytes(groups, ITEMSIZE[resolved.dtype]), 1)
+    table_bytes = _table_bytes(resolved, groups, tables)
+    per_block = max(block_bytes(groups, ITEMSIZE[resolved.kv_cache_dtype]), 1)
     per_request = blocks_for_request(groups, resolved.max_model_len, resolved.max_num_batched_tokens)
-    parts = {"weights": 0 if weights_loaded else weights, "workspace": workspace + logits + tables, "graphs": graphs}
+    fixed = workspace + logits + table_bytes + buffer_bytes
+    parts = {"weights": 0 if weights_loaded else weights, "workspace": fixed, "graphs": graphs}
     available = free_bytes - sum(parts.values())
     if resolved.device == "cuda":
         available -= int((1.0 - resolved.gpu_memory_utilization) * total_bytes)
@@ -213,7 +218,8 @@ def plan_memory(
         workspace_bytes=workspace,
         logits_bytes=logits,
         graph_bytes=graphs,
-        table_bytes=tables,
+        table_bytes=table_bytes,
+        buffer_bytes=buffer_bytes,
         bytes_per_block=per_block,
         block_size=resolved.block_size,
         num_blocks=num_blocks,
@@ -223,10 +229,12 @@ def plan_memory(
     )
 
 
-def _table_bytes(resolved: Resolved, groups: Sequence[CacheGroup], sizes: Sequence[int | None]) -> int:
-    """Tokens, and per group the persistent block table and a step's copy of it, one int32 per kernel block."""
+def _table_bytes(resolved: Resolved, groups: Sequence[CacheGroup], tables: Sequence[TableSpec]) -> int:
+    """Tokens, and the persistent block tables and a step's copies of them, one int32 per kernel block."""
     per_row = resolved.max_model_len
-    for group, size in zip(groups, sizes, strict=True):
+    wanted = resolved.kernel_block_size
+    for table in tables or table_of_each(groups, [wanted or group.block_size for group in groups]):
+        group, size = groups[table.group], table.kernel_block_size
         per_row += 2 * group.num_blocks(resolved.max_model_len) * (group.block_size // (size or group.block_size))
     return 4 * resolved.max_num_seqs * per_row
 

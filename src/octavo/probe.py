@@ -104,7 +104,15 @@ def versions() -> dict[str, str]:
 
 
 def numerics_contract(
-    *, device: str, dtype: str, quantization: str | None, native: str, attention: str, numerics: str, gpu: str = ""
+    *,
+    device: str,
+    dtype: str,
+    quantization: str | None,
+    native: str,
+    attention: str,
+    cache: str,
+    numerics: str,
+    gpu: str = "",
 ) -> dict[str, str]:
     """What the bits of a result depend on, beside the model and the request.
 
@@ -122,6 +130,7 @@ def numerics_contract(
         "quantization": quantization or "none",
         "cpu operators": "eager" if native == "none" else "compiled",
         "attention": attention,
+        "cache": cache,
         "numerics": numerics,
     }
 

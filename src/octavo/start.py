@@ -16,7 +16,6 @@ import torch
 
 from octavo import probe
 from octavo.arch import Arch
-from octavo.attention.base import BACKENDS, NO_SETUP, AttentionBackend, Capability, Setup, Variant
 from octavo.attention.choice import mods_of, specs_of, suit_mods, with_mods
 from octavo.config import EngineConfig, Resolved, resolve
 from octavo.device.batch import InputBuffers
@@ -28,9 +27,7 @@ from octavo.device.staging import WriteQueue
 from octavo.front import find_and_read, load_text, make_limits
 from octavo.generation_config import default_sampling
 from octavo.grammar import NO_GRAMMARS, Grammars
-from octavo.groups import CacheGroup, make_groups, pages_differ
-from octavo.kv_cache.kernel_blocks import prepare_kernel_block_sizes
-from octavo.kv_cache.layout import resolve_layout
+from octavo.groups import CacheGroup, make_groups
 from octavo.kv_cache.pool import KVCachePool
 from octavo.layers.attention import Attention
 from octavo.memory import ITEMSIZE, MemoryPlan, check_weights, plan_memory, show_bytes
@@ -44,6 +41,15 @@ from octavo.sampling_params import Limits, SamplingParams
 from octavo.sched.kv_manager import KVManager
 from octavo.sched.scheduler import Scheduler
 from octavo.settings import ConfigError
+from octavo.start_cache import (
+    CacheForm,
+    attention_names,
+    buffer_bytes,
+    cache_dtype,
+    choose_form,
+    give_scales,
+    make_backends,
+)
 from octavo.text.no_tokenizer import NoTokenizer
 from octavo.text.tokenizer import Tokenizer
 from octavo.worker.executor import DeviceExecutor, Executor, InlineExecutor, ThreadExecutor
@@ -87,21 +93,21 @@ def start_engine(config: EngineConfig, phases: Phases, *, text: bool = True) -> 
         phases("allocate the cache and the tables"),
         _room(resolved, "the cache and the tables", sized_by, "lower it, or max_num_seqs"),
     ):
-        groups = _cache_groups(arch, resolved)
+        form = choose_form(resolved, make_groups(arch, resolved.block_size, ITEMSIZE[resolved.kv_cache_dtype]))
         free_bytes, total_bytes = _memory(resolved)
         memory = plan_memory(
-            arch, resolved, groups, free_bytes, total_bytes=total_bytes, weights_loaded=True,
-            kernel_block_sizes=_kernel_block_sizes(resolved, groups),
+            arch, resolved, form.groups, free_bytes, total_bytes=total_bytes, weights_loaded=True,
+            tables=form.tables, buffer_bytes=buffer_bytes(resolved, form),
         )  # fmt: skip
         resolved = dataclasses.replace(resolved, max_model_len=memory.max_model_len)
         # without text it is loaded when the first form is asked for
         grammars = Grammars(
             lambda: tokenizer if text else load_text(config, folder, arch), arch.vocab_size, arch.eos_token_ids
         )
-        runner = make_runner(model, arch, resolved, groups, memory.num_blocks, grammars)
-        scheduler = _make_scheduler(resolved, groups, memory.num_blocks)
+        runner = make_runner(model, arch, resolved, form, memory.num_blocks, grammars)
+        scheduler = _make_scheduler(resolved, form.groups, memory.num_blocks)
     _capture(runner, resolved, phases)
-    _LOG.info("attention backend %s: %s", resolved.attention_backend, resolved.why.get("attention_backend", "chosen"))
+    _LOG.info("attention backend %s: %s", attention_names(resolved), resolved.why.get("attention_backend", "chosen"))
     return Parts(
         resolved=resolved,
         arch=arch,
@@ -120,15 +126,20 @@ def start_engine(config: EngineConfig, phases: Phases, *, text: bool = True) -> 
         scheduler=scheduler,
         runner=runner,
         executor=_make_executor(runner, resolved),
-        numerics_contract=probe.numerics_contract(
-            device=resolved.device,
-            dtype=resolved.dtype,
-            quantization=resolved.quantization,
-            native=native.isa(),
-            attention=resolved.attention_backend,
-            numerics=resolved.numerics,
-            gpu=facts.cuda,
-        ),
+        numerics_contract=_contract(resolved, facts.cuda),
+    )
+
+
+def _contract(resolved: Resolved, gpu: str) -> dict[str, str]:
+    return probe.numerics_contract(
+        device=resolved.device,
+        dtype=resolved.dtype,
+        quantization=resolved.quantization,
+        native=native.isa(),
+        attention=attention_names(resolved),
+        cache=resolved.kv_cache_dtype,
+        numerics=resolved.numerics,
+        gpu=gpu,
     )
 
 
@@ -145,31 +156,26 @@ def make_runner(
     model: Model,
     arch: Arch,
     resolved: Resolved,
-    groups: Sequence[CacheGroup],
+    form: CacheForm,
     num_blocks: int,
     grammars: Grammars = NO_GRAMMARS,
 ) -> Runner:
     """Allocate the cache and the tables for `model` and wire them to a runner."""
-    device, dtype = torch.device(resolved.device), getattr(torch, resolved.dtype)
-    takes = {resolved.attention_backend: _capability(resolved).layouts}
+    device = torch.device(resolved.device)
     pool = KVCachePool(
-        groups,
-        num_blocks=num_blocks,
-        dtype=dtype,
-        device=device,
-        layout=resolve_layout(
-            takes, wish=resolved.kv_cache_layout, mixed_pages=pages_differ(groups, ITEMSIZE[resolved.dtype])
-        ),
-        kernel_block_sizes=_kernel_block_sizes(resolved, groups),
-    )
+        form.groups, num_blocks=num_blocks, dtype=cache_dtype(resolved), device=device, layout=form.layout,
+        tables=form.tables,
+    )  # fmt: skip
+    give_scales(model, resolved, form)
     block_sizes = [block_map.kernel_block_size for block_map in pool.block_maps]
     _LOG.info("cache layout %s, blocks of %d, kernel blocks of %s", pool.layout.name, resolved.block_size, block_sizes)
     queue = WriteQueue(device) if device.type == "cuda" else None
     rows, length = resolved.max_num_seqs, resolved.max_model_len
     requests = RequestTable(max_num_rows=rows, max_model_len=length, device=device, queue=queue)
     tables = BlockTables(
-        groups, max_num_rows=rows, max_model_len=length, device=device, block_maps=pool.block_maps, queue=queue
-    )
+        form.groups, max_num_rows=rows, max_model_len=length, device=device, block_maps=pool.block_maps,
+        sources=[table.group for table in form.tables], queue=queue,
+    )  # fmt: skip
     buffers = InputBuffers(
         requests, tables, max_num_rows=rows, max_num_tokens=resolved.max_num_batched_tokens, device=device, queue=queue
     )
@@ -188,11 +194,7 @@ def make_runner(
     fields = FieldTables(
         specs_of(model.attention_variants), max_num_rows=rows, max_model_len=length, device=device, queue=queue
     )
-    backends = [
-        make_backend(resolved, _variants(model, group), dtype, device, _setup(resolved, pool, index, fields))
-        for index, group in enumerate(groups)
-    ]
-    state = DefaultModelState(groups, backends, pool, fields)
+    state = DefaultModelState(make_backends(model, resolved, form, pool, fields), pool, fields)
     keys = [*decode_keys(rows), *mixed_keys(rows, resolved.max_num_batched_tokens)]
     graphs = GraphPool(keys if device.type == "cuda" and not resolved.enforce_eager else ())
     return Runner(model, state, pool, requests, tables, buffers, sampler, graphs, max_model_len=length)
@@ -204,32 +206,6 @@ def _make_executor(runner: Runner, resolved: Resolved) -> Executor:
     return ThreadExecutor(runner.execute) if resolved.async_scheduling else InlineExecutor(runner.execute)
 
 
-def make_backend(
-    resolved: Resolved,
-    variants: Sequence[Variant],
-    dtype: torch.dtype,
-    device: torch.device,
-    setup: Setup = NO_SETUP,
-) -> AttentionBackend:
-    """The attention backend of one cache group."""
-    backend: AttentionBackend = BACKENDS.resolve(resolved.attention_backend)(variants, dtype, device, setup)
-    return backend
-
-
-def _setup(resolved: Resolved, pool: KVCachePool, index: int, fields: FieldTables) -> Setup:
-    """What cache group `index` tells its backend."""
-    return Setup(
-        max_num_rows=resolved.max_num_seqs,
-        max_num_tokens=resolved.max_num_batched_tokens,
-        max_model_len=resolved.max_model_len,
-        num_blocks=pool.views[pool.group_of_layer.index(index)].shape[0],
-        block_size=pool.block_maps[index].kernel_block_size,
-        reproducible=resolved.numerics == "reproducible",
-        options=resolved.attention_options,
-        fields=fields.data,
-    )
-
-
 def _apply_mods(model: Model, config: EngineConfig, resolved: Resolved) -> Resolved:
     """Give each attention layer its variant with the config's mods; `resolved` with a backend that runs them."""
     pairs = zip(model.attention_variants, mods_of(config, model.arch.num_layers), strict=True)
@@ -239,29 +215,6 @@ def _apply_mods(model: Model, config: EngineConfig, resolved: Resolved) -> Resol
         if isinstance(layer, Attention):
             layer.variant = model.attention_variants[layer.index]
     return suit_mods(config, resolved, model.attention_variants)
-
-
-def _capability(resolved: Resolved) -> Capability:
-    capability: Capability = BACKENDS.resolve(resolved.attention_backend).capability
-    return capability
-
-
-def _cache_groups(arch: Arch, resolved: Resolved) -> tuple[CacheGroup, ...]:
-    """The cache groups, with fresh blocks zeroed where the backend reads what nobody has written."""
-    groups = make_groups(arch, resolved.block_size, ITEMSIZE[resolved.dtype])
-    if not _capability(resolved).reads_unwritten:
-        return groups
-    return tuple(dataclasses.replace(group, zero_fresh_blocks=True) for group in groups)
-
-
-def _kernel_block_sizes(resolved: Resolved, groups: Sequence[CacheGroup]) -> list[int | None]:
-    """Per cache group, what its backend's block tables count in."""
-    takes = {resolved.attention_backend: _capability(resolved).kernel_block_sizes}
-    return prepare_kernel_block_sizes(groups, [takes] * len(groups), wanted=resolved.kernel_block_size)
-
-
-def _variants(model: Model, group: CacheGroup) -> list[Variant]:
-    return list(dict.fromkeys(model.attention_variants[layer] for layer in group.layers))
 
 
 def _make_scheduler(resolved: Resolved, groups: Sequence[CacheGroup], num_blocks: int) -> Scheduler:

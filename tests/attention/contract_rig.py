@@ -17,7 +17,7 @@ from octavo.attention.base import (
     LayerTensors,
     Variant,
 )
-from octavo.groups import CacheGroup
+from octavo.groups import CacheGroup, table_of_each
 from octavo.kv_cache.kernel_blocks import takes_size
 from octavo.kv_cache.layout import layout_by_name
 from octavo.kv_cache.pool import KVCachePool
@@ -105,7 +105,7 @@ def make_pool(
     )  # fmt: skip
     return KVCachePool(
         [group], num_blocks=num_blocks, dtype=dtype, device=CPU,
-        layout=layout_by_name(setting.layout), kernel_block_sizes=[setting.kernel],
+        layout=layout_by_name(setting.layout), tables=table_of_each([group], [setting.kernel]),
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from octavo.device.block_table import BlockTables
-from octavo.groups import CacheGroup
+from octavo.groups import CacheGroup, table_of_each
 from octavo.kv_cache.kernel_blocks import (
     BlockMap,
     MultipleOf,
@@ -38,7 +38,7 @@ def make_pool(
     groups = [dataclasses.replace(group, **shape) for group in (FULL, SLIDING)]
     pool = KVCachePool(
         groups, num_blocks=num_blocks, dtype=torch.float32, device=CPU,
-        layout=LAYOUTS[layout], kernel_block_sizes=sizes,
+        layout=LAYOUTS[layout], tables=table_of_each(groups, sizes),
     )  # fmt: skip
     pool.buffer.copy_(torch.arange(pool.buffer.numel(), dtype=torch.float32))
     return pool
@@ -274,5 +274,5 @@ def test_kernel_block_ids_that_a_table_cannot_hold_are_refused() -> None:
     with pytest.raises(ValueError, match=r"300000 blocks of 8192 kernel blocks each pass"):
         KVCachePool(
             [group], num_blocks=300_000, dtype=torch.float32, device=torch.device("meta"),
-            layout=LAYOUTS["BLHNC"], kernel_block_sizes=[1],
+            layout=LAYOUTS["BLHNC"], tables=table_of_each([group], [1]),
         )  # fmt: skip

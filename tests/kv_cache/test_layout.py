@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from octavo.config import KV_CACHE_LAYOUTS, EngineConfig
-from octavo.groups import CacheGroup
+from octavo.groups import CacheGroup, table_of_each
 from octavo.kv_cache.layout import (
     ALIASES,
     LAYOUTS,
@@ -162,7 +162,7 @@ def test_L3_6_L3_12_groups_agree_where_a_block_starts(name: str) -> None:
     layout = LAYOUTS[name]
     pool = KVCachePool(
         groups, num_blocks=5, dtype=torch.float32, device=torch.device("cpu"),
-        layout=layout, kernel_block_sizes=[8, 2],
+        layout=layout, tables=table_of_each(groups, [8, 2]),
     )  # fmt: skip
     assert pool.buffer.numel() == 2 * 5 * 2 * 8 * 4
     page = 2 * 8 * 4

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from octavo.arch import Arch, Latent, LayerKind
-from octavo.groups import WHOLE, block_bytes, make_groups, pages_differ
+from octavo.groups import WHOLE, block_bytes, make_groups, pages_differ, table_of_each
 from octavo.kv_cache.layout import LAYOUTS
 from octavo.kv_cache.pool import KVCachePool
 
@@ -27,7 +27,7 @@ def make_pool(arch: Arch, layout: str, *, num_blocks: int = 6, sizes: tuple[int 
     groups = make_groups(arch, 16, 2)
     return KVCachePool(
         groups, num_blocks=num_blocks, dtype=torch.bfloat16, device=CPU, layout=LAYOUTS[layout],
-        kernel_block_sizes=sizes,
+        tables=table_of_each(groups, sizes),
     )  # fmt: skip
 
 

@@ -106,7 +106,12 @@ class RopeCase:
 
 
 def check_rope(device: str, dtype: torch.dtype, shape: tuple[int, int, int, int], tokens: int = 9) -> None:
-    for options in ({"norm": True}, {"norm": False, "heads_last": True}, {"cache": torch.float8_e4m3fn}):
+    for options in (
+        {"norm": True},
+        {"norm": False, "heads_last": True},
+        {"cache": torch.float8_e4m3fn},
+        {"cache": torch.int8},
+    ):
         case = RopeCase(device, dtype, shape, tokens, **options)
         q, kv = case.call(gpu_rope.qk_norm_rope_store)
         expected_q, expected_kv = case.call(rope.qk_norm_rope_store_eager)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from octavo.ops import native
+from octavo.ops.cache_store import quantize
 from octavo.ops.rope import qk_norm_rope_store, qk_norm_rope_store_eager, rope_table
 
 needs_native = pytest.mark.skipif(not native.available(), reason="the native library is not built")
@@ -101,6 +102,53 @@ def test_only_mapped_slots_are_written() -> None:
     written = torch.zeros(64, dtype=torch.bool)
     written[case.slots[case.slots >= 0]] = True
     assert by_slot[written].isfinite().all() and by_slot[~written].isnan().all()
+
+
+class Scales:
+    """What the heads of a quantized cache are divided by."""
+
+    key, value = torch.tensor([0.25, 1.5]), torch.tensor([0.5, 0.03])
+
+
+@needs_native
+@pytest.mark.parametrize("cache", [torch.bfloat16, torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("head_size", "rotary"), [(64, 0), (24, 0), (96, 48)])
+def test_a_narrow_cache_holds_what_the_twin_rounds_to(
+    cache: torch.dtype, dtype: torch.dtype, head_size: int, rotary: int
+) -> None:
+    case = Case(head_size, dtype, False, rotary)
+    case.qkv[3] *= 4000.0  # beyond the range, and far below
+    case.qkv[4] *= 1e-3
+    case.kv = torch.zeros((4, 16, 2, 2 * head_size)).to(cache).transpose(1, 2)
+    scales = (None, None) if cache == torch.bfloat16 else (Scales.key, Scales.value)
+    results = []
+    for function in (qk_norm_rope_store, qk_norm_rope_store_eager):
+        kv = case.kv.clone(memory_format=torch.preserve_format)
+        function(
+            case.qkv, case.positions, case.table, None, None, 1e-6, *case.heads, kv, case.slots, 1.0, *scales
+        )  # fmt: skip
+        results.append(kv.contiguous().view(torch.uint8))
+    assert torch.equal(*results)
+
+
+@needs_native
+@pytest.mark.parametrize("cache", [torch.float8_e4m3fn, torch.int8])
+def test_every_value_of_a_quantized_cache_is_rounded_as_torch_rounds(cache: torch.dtype) -> None:
+    """All 2^16 bfloat16 values, as V."""
+    values = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(1024, 1, 64)
+    qkv = torch.cat([torch.zeros(1024, 2 * 64, dtype=torch.bfloat16), values[:, 0]], dim=1)
+    kv = torch.zeros(64, 1, 16, 128).to(cache)
+    qk_norm_rope_store(
+        qkv, torch.zeros(1024, dtype=torch.int64), rope_table(64, 1), None, None, 1e-6, 1, 1, 64, kv,
+        torch.arange(1024),
+    )  # fmt: skip
+    expected = quantize(values, cache, None)[:, 0].view(torch.uint8)
+    ours = kv.view(torch.uint8).flatten(0, 2)[:, 64:]
+    nan = values[:, 0].isnan()
+    assert torch.equal(ours[~nan], expected[~nan])
+    stored = kv.flatten(0, 2)[:, 64:].float()
+    assert stored[nan].isnan().all() if cache == torch.float8_e4m3fn else (stored[nan] == 0).all()
 
 
 @needs_native

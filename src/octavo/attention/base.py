@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +30,29 @@ BACKENDS = Registry(
         "flex": "octavo.attention.flex:FlexBackend",
     },
 )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Setup:
+    """What an engine tells its backends once: limits that size persistent buffers, options, the cache's dtype."""
+
+    max_num_rows: int = 0
+    max_num_tokens: int = 0  # of a step
+    max_model_len: int = 0
+    num_blocks: int = 0  # kernel blocks of a layer's view
+    block_size: int = 0  # tokens per kernel block
+    reproducible: bool = True
+    cache_dtype: torch.dtype | None = None  # of a quantized cache; None: the queries'
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # EngineConfig.attention_config
+    fields: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)  # per request field, by row
+
+
+NO_SETUP = Setup()
+
+
+def no_buffers(setup: Setup) -> int:
+    """Of a backend that keeps nothing, or next to nothing, on the device."""
+    return 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +74,7 @@ class Capability:
     mods: bool = False  # any AttentionMods
     cache_dtypes: tuple[torch.dtype, ...] = ()  # of quantized caches that it takes beside the queries' own dtype
     eager: frozenset[str] = frozenset()  # names of facts above (or "cache_dtypes") that a slow eager twin serves
+    buffer_bytes: Callable[[Setup], int] = no_buffers  # it keeps per distinct variant: masks, partial results
     reads_unwritten: bool = False  # loads slots that no token has written: fresh blocks are zeroed for it
     reproducible: bool = True  # a row's bits do not depend on its batch
     any_block_size: bool = True  # nor on the kernel block size
@@ -111,24 +135,6 @@ class LayerTensors:
 
 
 NO_TENSORS = LayerTensors()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Setup:
-    """What an engine tells its backends once: limits that size persistent buffers, options, the cache's dtype."""
-
-    max_num_rows: int = 0
-    max_num_tokens: int = 0  # of a step
-    max_model_len: int = 0
-    num_blocks: int = 0  # kernel blocks of a layer's view
-    block_size: int = 0  # tokens per kernel block
-    reproducible: bool = True
-    cache_dtype: torch.dtype | None = None  # of a quantized cache; None: the queries'
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # EngineConfig.attention_config
-    fields: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)  # per request field, by row
-
-
-NO_SETUP = Setup()
 
 
 def check_variants(
@@ -220,7 +226,7 @@ class AttentionInputs:
 
 
 class AttentionBackend(Protocol):
-    """One per cache group."""
+    """One per cache group that it serves layers of."""
 
     capability: Capability
 
@@ -252,9 +258,9 @@ class AttentionBackend(Protocol):
 class ForwardContext:
     """What the layers need of a step: per cache group the inputs and the backend, per layer its group and KV view."""
 
-    inputs: Sequence[AttentionInputs]  # per cache group
-    backends: Sequence[AttentionBackend]  # per cache group
-    group_of_layer: Sequence[int]
+    inputs: Sequence[AttentionInputs]  # per attention group: the layers of one cache group that one backend serves
+    backends: Sequence[AttentionBackend]  # per attention group
+    group_of_layer: Sequence[int]  # its attention group
     kv_of_layer: Sequence[torch.Tensor]  # [blocks, kv_heads, block_size, channels]
     positions: torch.Tensor  # [tokens] int64, logical
 

@@ -36,8 +36,7 @@ class CpuBackend:
         sinks=True,
         non_causal=True,
         latent=True,
-        cache_dtypes=(torch.float8_e4m3fn, torch.int8),
-        eager=frozenset({"chunk", "alibi", "sinks", "non_causal", "cache_dtypes"}),
+        cache_dtypes=(torch.bfloat16, torch.float8_e4m3fn, torch.int8),
         paged_operator=True,
     )
 

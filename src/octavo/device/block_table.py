@@ -1,6 +1,6 @@
-"""BlockTables: the device's block tables, one per cache group.
+"""BlockTables: the device's block tables, one per cache group and backend.
 
-Owns, per group, the kernel block ids of every row in logical order, and how many are live. Blocks come in and are split
+Owns, per table, the kernel block ids of every row in logical order, and how many are live. Blocks come in and are split
 where they are staged, so a step does no work for it. Does not know which blocks are free. Invariant: the first `count`
 entries of a row are its kernel blocks; entries beyond are garbage and never read.
 """
@@ -19,7 +19,7 @@ from octavo.plan import NewBlocks
 
 
 class BlockTables:
-    """`tables[g].data` is [max_num_rows + 1, max kernel blocks] int32; `block_sizes[g]` is the kernel block size.
+    """`tables[t].data` is [max_num_rows + 1, max kernel blocks] int32; `block_sizes[t]` is the kernel block size.
 
     The last row is the null row: it holds zeros.
     """
@@ -32,9 +32,16 @@ class BlockTables:
         max_model_len: int,
         device: torch.device,
         block_maps: Sequence[BlockMap] = (),
+        sources: Sequence[int] = (),
         queue: WriteQueue | None = None,
     ) -> None:
-        """Sized for `max_model_len` tokens per row. block_maps: per group (default: blocks are not split)."""
+        """Sized for `max_model_len` tokens per row.
+
+        sources: per table its cache group (default: one table each); block_maps: per table (default: blocks are not
+        split).
+        """
+        self._sources = list(sources) or list(range(len(groups)))
+        groups = [groups[source] for source in self._sources]
         self._maps = list(block_maps) or [BlockMap(kernel_block_size=group.block_size) for group in groups]
         self.block_sizes = [block_map.kernel_block_size for block_map in self._maps]
         self.tables = [
@@ -51,7 +58,8 @@ class BlockTables:
 
         Raises RuntimeError, and stages nothing for that group and those after it, where they do not fit the row.
         """
-        for index, ids in enumerate(block_ids):
+        for index, source in enumerate(self._sources):
+            ids = block_ids[source]
             start = 0 if overwrite else int(self._counts[index][row])
             kernel_ids = self._maps[index].expand(ids) if ids else ()
             end = start + len(kernel_ids)
@@ -65,7 +73,10 @@ class BlockTables:
 
         Raises RuntimeError, and stages nothing for that group and those after it, where it does not fit a row.
         """
-        for index, new in enumerate(new_blocks):
+        if not new_blocks:
+            return
+        for index, source in enumerate(self._sources):
+            new = new_blocks[source]
             if not len(new.rows):
                 continue
             block_map, counts = self._maps[index], self._counts[index]
@@ -84,7 +95,9 @@ class BlockTables:
     def _check_width(self, index: int, row: int, end: int) -> None:
         width = self.tables[index].data.shape[1]
         if end > width:
-            raise RuntimeError(f"Block table write for row {row}, group {index} exceeds row capacity ({end} > {width})")
+            raise RuntimeError(
+                f"Block table write for row {row}, group {self._sources[index]} exceeds row capacity ({end} > {width})"
+            )
 
     def apply(self) -> None:
         """Bring the staged ids to the device."""

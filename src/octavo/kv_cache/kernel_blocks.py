@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from octavo.groups import KINDS, CacheGroup
+from octavo.groups import KINDS, CacheGroup, TableSpec
 from octavo.kv_cache.layout import Layout
 
 
@@ -112,6 +112,39 @@ def backend_block_size(group_size: int, name: str, sizes: KernelBlockSizes, layo
             "be split into: reduce block_size or set kv_cache_layout to LBNHC or BLNHC"
         )
     return size
+
+
+def choose_tables(
+    groups: Sequence[CacheGroup],
+    backend_of_layer: Sequence[str],
+    takes: Mapping[str, KernelBlockSizes],
+    layout: Layout,
+    wanted: int | None = None,
+) -> list[TableSpec]:
+    """A block table per group and backend.
+
+    The backends of a group share one kernel block size if there is one that all take; else each takes its own, which
+    `layout` must allow (`backend_block_size`). wanted: as `prepare_kernel_block_sizes`'s. Raises ValueError.
+    """
+    tables: list[TableSpec] = []
+    for index, group in enumerate(groups):
+        layers_of: dict[str, tuple[int, ...]] = {}
+        for layer in group.layers:
+            layers_of[backend_of_layer[layer]] = (*layers_of.get(backend_of_layer[layer], ()), layer)
+        named = {name: takes[name] for name in layers_of}
+        sizes: dict[str, int | None]
+        try:
+            sizes = dict.fromkeys(named, prepare_kernel_block_sizes([group], [named], wanted)[0])
+        except ValueError:
+            if len(named) == 1 or wanted is not None:
+                raise
+            heads = group.num_heads
+            sizes = {
+                name: backend_block_size(group.block_size, name, own, layout, num_heads=heads)
+                for name, own in named.items()
+            }
+        tables += [TableSpec(index, layers, sizes[name], name) for name, layers in layers_of.items()]
+    return tables
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from octavo.groups import CacheGroup, block_bytes, pages_differ
+from octavo.groups import CacheGroup, TableSpec, block_bytes, pages_differ, table_of_each
 from octavo.kv_cache.kernel_blocks import BlockMap, group_kernel_blocks, states_per_block
 from octavo.kv_cache.layout import CacheShape, Layout, block_rows, extract_blocks, inject_blocks, kernel_stride
 
@@ -23,8 +23,8 @@ class KVCachePool:
 
     The channels are K then V of one head; a latent (mla) layer has one head, and its latent then its key as channels.
     A state is a token, unless the group compresses several into one. A recurrent layer's view is its bytes, uint8
-    [num_blocks, state_bytes]; a layer that keeps nothing has an empty one. `block_maps[g]` says which kernel blocks of
-    the views of group g a block is.
+    [num_blocks, state_bytes]; a layer that keeps nothing has an empty one. `block_maps[t]` says which kernel blocks of
+    the views of table t a block is; `group_of_layer[layer]` is the layer's table.
     """
 
     def __init__(
@@ -35,13 +35,12 @@ class KVCachePool:
         dtype: torch.dtype,
         device: torch.device,
         layout: Layout,
-        kernel_block_sizes: Sequence[int | None] = (),
+        tables: Sequence[TableSpec] = (),
     ) -> None:
         """Allocate. Fresh memory is not touched: bytes that no token has written are never read.
 
-        kernel_block_sizes: per group, as `prepare_kernel_block_sizes` gives them; empty: blocks are not split. Raises
-        ValueError where blocks cannot be split so, and where their pages differ in size and `layout` keeps a layer's
-        pages together.
+        tables: as `choose_tables` gives them; empty: one per group, blocks are not split. Raises ValueError where
+        blocks cannot be split so, and where their pages differ in size and `layout` keeps a layer's pages together.
         """
         itemsize = dtype.itemsize
         if pages_differ(groups, itemsize) and not layout.block_outermost:
@@ -56,17 +55,14 @@ class KVCachePool:
         num_layers = sum(len(group.layers) for group in groups)
         self.views: list[torch.Tensor] = [self.buffer[:0]] * num_layers
         self.group_of_layer: list[int] = [0] * num_layers
-        self.block_maps = [
-            self._bind(index, group, size)
-            for index, (group, size) in enumerate(
-                zip(groups, kernel_block_sizes or [group.block_size for group in groups], strict=True)
-            )
-        ]
+        self.tables = tuple(tables or table_of_each(groups))
+        self.block_maps = [self._bind(index, groups[table.group], table) for index, table in enumerate(self.tables)]
 
-    def _bind(self, index: int, group: CacheGroup, size: int | None) -> BlockMap:
-        """Make the views of a group's layers."""
-        for layer in group.layers:
+    def _bind(self, index: int, group: CacheGroup, table: TableSpec) -> BlockMap:
+        """Make the views of a table's layers."""
+        for layer in table.layers:
             self.group_of_layer[layer] = index
+        size = table.kernel_block_size
         if size is None or group.kind == "encoder_only":
             return BlockMap(kernel_block_size=group.block_size)
         itemsize = self.buffer.itemsize
@@ -76,7 +72,8 @@ class KVCachePool:
         layer_stride = page if together else page * self.num_blocks
         if group.state_bytes:
             data = self.buffer.view(torch.uint8)
-            for slot, layer in enumerate(group.layers):
+            for layer in table.layers:
+                slot = group.layers.index(layer)
                 state = (self.num_blocks, group.state_bytes)
                 self.views[layer] = data.as_strided(state, (block_stride, 1), slot * layer_stride)
             return BlockMap(kernel_block_size=group.block_size)
@@ -90,8 +87,8 @@ class KVCachePool:
                 f"{self.num_blocks} blocks of {stride} kernel blocks each pass the {_INT32_MAX} that a block table can "
                 "name: lower num_gpu_blocks_override or raise kernel_block_size"
             )
-        for slot, layer in enumerate(group.layers):
-            start = slot * layer_stride // itemsize
+        for layer in table.layers:
+            start = group.layers.index(layer) * layer_stride // itemsize
             self.views[layer] = self.layout.page_view(self.buffer, start, block_stride // itemsize, shape, ratio)
         return BlockMap(kernel_block_size=size, ratio=ratio, stride=stride)
 

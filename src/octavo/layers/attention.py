@@ -11,7 +11,7 @@ import dataclasses
 import torch
 
 from octavo.arch import Rope
-from octavo.attention.base import Variant
+from octavo.attention.base import NO_TENSORS, Variant
 from octavo.layers.base import Layer
 from octavo.layers.linear import Linear
 from octavo.ops.rope import rope_table
@@ -60,6 +60,7 @@ class Attention(Layer):
         super().__init__()
         self.index = index
         self.variant = variant
+        self.tensors = NO_TENSORS  # what it brings to each call of a backend
         self.__dict__["rotary"] = rotary  # a reference, not a child: the model owns it
         self.norm_eps = norm_eps
         self._norm_offset = norm_offset

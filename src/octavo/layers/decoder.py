@@ -79,6 +79,8 @@ class DecoderLayer(Layer):
             scale=variant.scale,
             window=variant.window,
             soft_cap=variant.soft_cap,
+            key_scale=attention.tensors.key_scale,
+            value_scale=attention.tensors.value_scale,
         )
 
     def forward(
@@ -90,7 +92,7 @@ class DecoderLayer(Layer):
         kv = context.kv_of_layer[self.attention.index]
         q, residual = enter_attention(operands, x, residual, positions, kv, context.inputs[group].slot_mapping)
         attended = torch.empty_like(q)
-        context.backends[group].run(q, kv, self.attention.variant, attended)
+        context.backends[group].run(q, kv, self.attention.variant, attended, self.attention.tensors)
         x, residual = leave_attention(operands, attended, residual)
         return (x if isinstance(self.mlp, Mlp) else self.mlp.forward(x)), residual
 
@@ -102,10 +104,14 @@ class Decoder:
         """`layers`: DecoderLayers in order, each with its number as the attention's index."""
         self._layers, self._norm = tuple(cast(DecoderLayer, layer) for layer in layers), norm
         self._dense = all(isinstance(layer.mlp, Mlp) for layer in self._layers)
-        variants = [layer.attention.variant for layer in self._layers]
-        self._plain = all(set(variant.facts) <= {"window", "soft_cap"} for variant in variants)
         self._bound: BoundDecoder | None = None
         self._bound_to: tuple[object, object] = (None, None)  # the context's cache views and groups
+
+    @functools.cached_property
+    def _plain(self) -> bool:
+        """Whether the layers' attention is what the operator over all layers knows. Variants are final by now."""
+        variants = [layer.attention.variant for layer in self._layers]
+        return all(set(variant.facts) <= {"window", "soft_cap"} for variant in variants)
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """x [tokens, size]: the embedding; positions [tokens] int64 -> hidden states after the norm."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 
 from octavo.arch import Arch
-from octavo.attention.base import Variant, current_context
+from octavo.attention.base import NO_TENSORS, Variant, current_context
 from octavo.layers.attention import RotaryTable
 from octavo.layers.base import Layer
 from octavo.layers.linear import Linear
@@ -38,6 +38,7 @@ class LatentAttention(Layer):
         latent = arch.latent
         assert latent is not None, "latent attention needs its facts"
         self.index, self.variant, self._latent = index, variant, latent
+        self.tensors = NO_TENSORS
         self._interleaved = arch.layers[index].rope.interleaved
         self.__dict__["rotary"] = rotary  # a reference, not a child: the model owns it
         num_heads, state = arch.num_heads, latent.latent_size + latent.rope_size
@@ -76,9 +77,9 @@ class LatentAttention(Layer):
         latent_rope_store(
             query[..., latent.nope_size :], state, positions, self.rotary.cos_sin, self.state_norm.weight,
             self.state_norm.eps, q[..., latent.latent_size :], kv, context.inputs[group].slot_mapping,
-            interleaved=self._interleaved,
+            interleaved=self._interleaved, key_scale=self.tensors.key_scale,
         )  # fmt: skip
         seen = x.new_empty(num_tokens, self._num_heads, latent.latent_size)
-        context.backends[group].run(q, kv, self.variant, seen)
+        context.backends[group].run(q, kv, self.variant, seen, self.tensors)
         values = x.new_empty(num_tokens, self._num_heads, latent.value_size)
         return self.output.forward(head_linear(seen, self.expand_value, values).flatten(1))

@@ -1,6 +1,6 @@
 """DefaultModelState: decoder-only models whose only state is the KV cache.
 
-Owns one attention backend per cache group and hands each its inputs. Invariant: `prepare` runs once per step, before
+Owns one attention backend per block table and hands each its inputs. Invariant: `prepare` runs once per step, before
 the first layer.
 """
 
@@ -13,7 +13,6 @@ import torch
 from octavo.attention.base import AttentionBackend, AttentionInputs, ForwardContext
 from octavo.device.batch import Batch
 from octavo.device.field_tables import FieldTables
-from octavo.groups import CacheGroup
 from octavo.kv_cache.pool import KVCachePool
 from octavo.plan import NewRow
 
@@ -23,13 +22,12 @@ class DefaultModelState:
 
     def __init__(
         self,
-        groups: Sequence[CacheGroup],
         backends: Sequence[AttentionBackend],
         pool: KVCachePool,
         fields: FieldTables,
     ) -> None:
-        """`backends[g]` serves the layers of `groups[g]`."""
-        assert len(groups) == len(backends), "every cache group has a backend"
+        """`backends[t]` serves the layers of the pool's table t."""
+        assert len(pool.tables) == len(backends), "every block table has a backend"
         self._backends, self._pool, self._fields = tuple(backends), pool, fields
         self._block_sizes = [block_map.kernel_block_size for block_map in pool.block_maps]
 

@@ -13,6 +13,8 @@ that part.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -22,12 +24,26 @@ from octavo.ops import native
 from octavo.ops.native import F32, I32, I64, PTR
 
 TILE = 32  # tokens per step of the online softmax; the native source holds the same number
+_NARROW = (torch.bfloat16, torch.float8_e4m3fn, torch.int8)  # caches that native code widens
 LEAF = 512  # tokens per independent partial result; a multiple of TILE
 
 # (scores [kv_heads, group, queries, keys], row, positions [queries], keys' positions [keys]) -> scores, -inf if hidden
 ChangeScores = Callable[[torch.Tensor, int, torch.Tensor, torch.Tensor], torch.Tensor]
 
-native.declare("octavo_paged_attention", [PTR] * 6 + [I64] * 15 + [F32] * 2 + [I32])
+native.declare("octavo_paged_attention", [PTR] * 6 + [I64] * 15 + [F32] * 2 + [PTR, I32])
+
+
+class _Extras(ctypes.Structure):
+    """`octavo::AttentionExtras` of operators.h."""
+
+    _fields_ = (("chunk", I64), *((name, PTR) for name in ("alibi", "sinks", "key_scale", "value_scale")),
+                ("causal", I32), ("kv_dtype", I32))  # fmt: skip
+
+
+@functools.cache
+def _slopes(alibi_slopes: tuple[float, ...]) -> torch.Tensor:
+    """As a tensor that stays."""
+    return torch.tensor(alibi_slopes, dtype=torch.float32)
 
 
 def paged_attention(
@@ -43,7 +59,7 @@ def paged_attention(
     soft_cap: float = 0.0,
     value_size: int = 0,
     chunk: int = 0,
-    alibi_slopes: Sequence[float] = (),
+    alibi_slopes: tuple[float, ...] = (),
     causal: bool = True,
     sinks: torch.Tensor | None = None,
     key_scale: torch.Tensor | None = None,
@@ -51,10 +67,10 @@ def paged_attention(
 ) -> None:
     """Attention of each row's queries, the last of its `seq_lens[row]` tokens, written to `out`.
 
-    q, out: [tokens, heads, head_size] float32 or bfloat16; kv: [blocks, kv_heads, block_size, 2 * head_size] of the
-    same dtype, K then V; q, out and kv have any strides but a contiguous last axis. query_start: [rows + 1], seq_lens:
-    [rows], block_table: [rows, width], all int32. Tokens of a row with seq_len 0 become 0; tokens beyond
-    `query_start[-1]` stay as they are.
+    q, out: [tokens, heads, head_size] float32 or bfloat16; kv: [blocks, kv_heads, block_size, 2 * head_size], K then V,
+    of the same dtype, bfloat16, float8_e4m3fn or int8; q, out and kv have any strides but a contiguous last axis.
+    query_start: [rows + 1], seq_lens: [rows], block_table: [rows, width], all int32. Tokens of a row with seq_len 0
+    become 0; tokens beyond `query_start[-1]` stay as they are.
 
     A score is scaled; soft_cap makes it cap * tanh(score / cap), 0 for none; alibi_slopes, one per head, add slope *
     (key - query). A query sees the keys up to itself (all, if not causal), of these the last `window`, itself included
@@ -64,8 +80,7 @@ def paged_attention(
     [kv_heads] float32, what a quantized cache's K and V are multiplied with.
     """
     library = native.lib()
-    plain = not chunk and causal and not alibi_slopes and sinks is None and kv.dtype == q.dtype
-    if not library or q.dtype not in native.DTYPE_CODES or not plain:
+    if not library or q.dtype not in native.DTYPE_CODES or kv.dtype not in {q.dtype, *_NARROW}:
         paged_attention_eager(
             q, kv, query_start, seq_lens, block_table, out, scale=scale, window=window, soft_cap=soft_cap,
             value_size=value_size, chunk=chunk, alibi_slopes=alibi_slopes, causal=causal, sinks=sinks,
@@ -78,11 +93,18 @@ def paged_attention(
     out_token, out_head, _ = out.stride()
     kv_block, kv_head, kv_token, _ = kv.stride()
     assert q.dtype == out.dtype, "queries and output share a dtype"
+    extras = None
+    if chunk or alibi_slopes or sinks is not None or not causal or kv.dtype != q.dtype:
+        extras = ctypes.byref(_Extras(
+            chunk, _slopes(alibi_slopes).data_ptr() if alibi_slopes else None,
+            *(None if each is None else each.data_ptr() for each in (sinks, key_scale, value_scale)), causal,
+            native.CACHE_CODES[kv.dtype],
+        ))  # fmt: skip
     library.octavo_paged_attention(
         q.data_ptr(), out.data_ptr(), kv.data_ptr(), query_start.data_ptr(), seq_lens.data_ptr(),
         block_table.data_ptr(), q_token, q_head, out_token, out_head, kv_block, kv_head, kv_token,
         block_table.stride(0), seq_lens.shape[0], num_heads, num_kv_heads, head_size, block_size, window,
-        value_size, scale, soft_cap, native.DTYPE_CODES[q.dtype],
+        value_size, scale, soft_cap, extras, native.DTYPE_CODES[q.dtype],
     )  # fmt: skip
 
 

@@ -85,6 +85,8 @@ class DecoderLayerOperands:
     scale: float  # of attention
     window: int = 0
     soft_cap: float = 0.0
+    key_scale: Tensor | None = None  # [kv_heads] float32, of a quantized cache
+    value_scale: Tensor | None = None
 
     @functools.cached_property
     def header(self) -> _LayerHeader | None:
@@ -176,6 +178,7 @@ def enter_attention_composed(
     q = qk_norm_rope_store(
         linear(normed, layer.qkv, layer.qkv_bias), positions, layer.cos_sin, layer.q_norm, layer.k_norm,
         layer.head_eps, layer.num_heads, layer.num_kv_heads, layer.head_size, kv, slot_mapping,
+        key_scale=layer.key_scale, value_scale=layer.value_scale,
     )  # fmt: skip
     return q, total
 
@@ -254,7 +257,8 @@ class BoundDecoder:
             attended, count = torch.empty_like(q), group.num_rows
             paged_attention(
                 q, kv, group.query_start[: count + 1], group.seq_lens[:count], group.block_table[:count], attended,
-                scale=layer.scale, window=layer.window, soft_cap=layer.soft_cap,
+                scale=layer.scale, window=layer.window, soft_cap=layer.soft_cap, key_scale=layer.key_scale,
+                value_scale=layer.value_scale,
             )  # fmt: skip
             x, residual = leave_attention_composed(layer, attended, residual)
         assert residual is not None, "a decoder has layers"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from octavo.ops.cache_store import quantize, store
 from octavo.ops.norm import rms_norm
 
 
@@ -23,23 +24,24 @@ def latent_rope_store(
     slot_mapping: torch.Tensor,
     *,
     interleaved: bool,
+    key_scale: torch.Tensor | None = None,
 ) -> None:
     """Rotate `query` into `rotated`, both [tokens, heads, rope]; norm and rotate `state`, write it to the cache.
 
     state: [tokens, latent + rope], the key's channels last; positions: [tokens] int64; cos_sin: `rope_table` of
     rotary size rope; weight: [latent] float32 of the RMS norm; kv: [blocks, 1, block_size, latent + rope] of state's
-    dtype; slot_mapping: [tokens] int64, block * block_size + offset, -1 writes nothing. interleaved: channels 2i and
-    2i + 1 turn together. A turned pair is laid out as its first halves, then its second: queries and keys alike, so
-    that their products are what any other order gives. Arithmetic is float32, rounded once.
+    dtype, or quantized by key_scale ([1] float32); slot_mapping: [tokens] int64, block * block_size + offset, -1 writes
+    nothing. interleaved: channels 2i and 2i + 1 turn together. A turned pair is laid out as its first halves, then its
+    second: queries and keys alike, so that their products are what any other order gives. Arithmetic is float32,
+    rounded once.
     """
     latent_size = weight.shape[0]
     rows = cos_sin[positions]
     rotated.copy_(_rotate(query.float(), rows[:, None], interleaved))
     normed = rms_norm(state[:, :latent_size], weight, eps)
     key = _rotate(state[:, latent_size:].float(), rows, interleaved).to(state.dtype)
-    written = (slot_mapping >= 0).nonzero().squeeze(1)
-    slots = slot_mapping[written]
-    kv[slots // kv.shape[2], 0, slots % kv.shape[2]] = torch.cat((normed, key), dim=-1)[written].to(kv.dtype)
+    states = torch.cat((normed, key), dim=-1)[:, None]
+    store(kv, quantize(states, kv.dtype, key_scale), slot_mapping)
 
 
 def _rotate(x: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool) -> torch.Tensor:

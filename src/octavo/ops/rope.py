@@ -15,11 +15,12 @@ import math
 import torch
 
 from octavo.ops import native
+from octavo.ops.cache_store import quantize, store
 from octavo.ops.native import F32, I32, I64, PTR
 
-MAX_FLOAT8 = 448.0  # the largest float8_e4m3fn
+_NARROW = (torch.bfloat16, torch.float8_e4m3fn, torch.int8)  # caches that native code rounds to
 
-native.declare("octavo_qk_norm_rope_store", [PTR] * 8 + [I64] * 10 + [F32] * 2 + [I32])
+native.declare("octavo_qk_norm_rope_store", [PTR] * 8 + [I64] * 10 + [F32] * 2 + [PTR] * 2 + [I32] * 2)
 
 
 def _yarn_inverse_frequencies(exponents: torch.Tensor, theta: float, factor: float, original: int) -> torch.Tensor:
@@ -108,11 +109,11 @@ def qk_norm_rope_store(
 
     qkv: [tokens, (heads + 2 * kv_heads) * head_size], q then k then v, contiguous last axis, float32 or bfloat16 (GPU:
     or float16); positions: [tokens] int64; cos_sin: `rope_table`; q_norm, k_norm: [head_size] float32 weights of the
-    RMS norm of each head, or None; kv: [blocks, kv_heads, block_size, 2 * head_size] of qkv's dtype or float8_e4m3fn,
-    any strides but a contiguous last axis; slot_mapping: [tokens] int64, block * block_size + offset, -1 writes
-    nothing. A normed channel is rounded to the dtype before it turns; `q_scale` multiplies q before its last rounding.
-    A float8 cache holds what a cache of qkv's dtype would, divided by the head's `key_scale` or `value_scale`
-    ([kv_heads] float32, None: 1) and cut to +-448.
+    RMS norm of each head, or None; kv: [blocks, kv_heads, block_size, 2 * head_size] of qkv's dtype, or narrower
+    (bfloat16, float8_e4m3fn, int8), any strides but a contiguous last axis; slot_mapping: [tokens] int64, block *
+    block_size + offset, -1 writes nothing. A normed channel is rounded to the dtype before it turns; `q_scale`
+    multiplies q before its last rounding. A quantized cache holds what one of qkv's dtype would, divided by `key_scale`
+    or `value_scale` ([kv_heads] float32; None: 1), cut to +-448 or +-127 and rounded to the nearest, ties to even.
     """
     if qkv.is_cuda:
         from octavo.ops.gpu import rope as gpu
@@ -122,7 +123,7 @@ def qk_norm_rope_store(
             q_scale, key_scale, value_scale,
         )  # fmt: skip
     library = native.lib()
-    if not library or qkv.dtype not in native.DTYPE_CODES or kv.dtype != qkv.dtype:
+    if not library or qkv.dtype not in native.DTYPE_CODES or kv.dtype not in {qkv.dtype, *_NARROW}:
         return qk_norm_rope_store_eager(
             qkv, positions, cos_sin, q_norm, k_norm, eps, num_heads, num_kv_heads, head_size, kv, slot_mapping,
             q_scale, key_scale, value_scale,
@@ -134,7 +135,9 @@ def qk_norm_rope_store(
         qkv.data_ptr(), positions.data_ptr(), cos_sin.data_ptr(), None if q_norm is None else q_norm.data_ptr(),
         None if k_norm is None else k_norm.data_ptr(), kv.data_ptr(), q.data_ptr(), slot_mapping.data_ptr(),
         num_tokens, qkv.stride(0), kv_block, kv_head, kv_token, num_heads, num_kv_heads, head_size, cos_sin.shape[1],
-        kv.shape[2], eps, q_scale, native.DTYPE_CODES[qkv.dtype],
+        kv.shape[2], eps, q_scale, None if key_scale is None else key_scale.data_ptr(),
+        None if value_scale is None else value_scale.data_ptr(), native.CACHE_CODES[kv.dtype],
+        native.DTYPE_CODES[qkv.dtype],
     )  # fmt: skip
     return q
 
@@ -179,16 +182,6 @@ def qk_norm_rope_store_eager(
     rows = cos_sin[positions]
     q = (_rotate_eager(_norm_eager(q, q_norm, eps), rows) * q_scale).to(qkv.dtype)
     k = _rotate_eager(_norm_eager(k, k_norm, eps), rows).to(qkv.dtype)
-    if kv.dtype == torch.float8_e4m3fn:
-        k, v = (
-            (x.float() / (1.0 if scale is None else scale[:, None]))
-            .clamp(-MAX_FLOAT8, MAX_FLOAT8)
-            .to(kv.dtype)
-            .view(torch.uint8)
-            for x, scale in ((k, key_scale), (v, value_scale))
-        )
-        kv = kv.view(torch.uint8)  # torch indexes no float8
-    written = (slot_mapping >= 0).nonzero().squeeze(1)
-    slots = slot_mapping[written]
-    kv[slots // kv.shape[2], :, slots % kv.shape[2]] = torch.cat((k, v), dim=-1)[written]
+    states = torch.cat((quantize(k, kv.dtype, key_scale), quantize(v, kv.dtype, value_scale)), dim=-1)
+    store(kv, states, slot_mapping)
     return q.contiguous()

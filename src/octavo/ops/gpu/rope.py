@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.ops.cache_store import LIMITS
 from octavo.ops.gpu.tree import padded_length, row_sums
 
 # Channels of a program, in whole heads, and its warps: they move no bit.
@@ -22,10 +23,13 @@ _WARPS = 2
 
 @triton.jit
 def _store(place, x, scale, mask, DTYPE: tl.constexpr, QUANTIZED: tl.constexpr):
-    """Store x as DTYPE, or in a float8 cache as what that is, divided by the scale and cut to the range."""
+    """Store x as DTYPE, or in a quantized cache as what that is, divided by the scale, cut and rounded."""
     x = x.to(DTYPE)
     if QUANTIZED:
-        x = tl.clamp(tl.div_rn(x.to(tl.float32), scale), -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+        LIMIT: tl.constexpr = 127.0 if place.dtype.element_ty == tl.int8 else 448.0
+        x = tl.clamp(tl.div_rn(x.to(tl.float32), scale), -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        if place.dtype.element_ty == tl.int8:
+            x = tl.where(x == x, (x + 12582912.0) - 12582912.0, 0.0)  # 1.5 * 2^23 leaves no bits of a fraction
     tl.store(place, x.to(place.dtype.element_ty), mask=mask)
 
 
@@ -164,7 +168,7 @@ def qk_norm_rope_store(
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD=head_size, PADDED=padded, HALF=half,
         PADDED_HALF=padded_half, REST=rest, HALF_LEVELS=padded_half.bit_length() - 1,
         REST_LEVELS=rest.bit_length() - 1, HEADS=heads, Q_NORM=q_norm is not None, K_NORM=k_norm is not None,
-        QUANTIZED=kv.dtype == torch.float8_e4m3fn, SCALED=key_scale is not None,
+        QUANTIZED=kv.dtype in LIMITS, SCALED=key_scale is not None,
         num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return q

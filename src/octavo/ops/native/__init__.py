@@ -23,6 +23,7 @@ F32 = ctypes.c_float
 F64 = ctypes.c_double
 # Element types as the C ABI numbers them (vec.h: DType).
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
+CACHE_CODES = {**DTYPE_CODES, torch.float8_e4m3fn: 2, torch.int8: 3}  # of what a KV cache holds
 
 _FOLDER = Path(__file__).parent
 _ISA_OF_CAPABILITY = {"AVX512": ("x86_64_v4", "x86_64_v3"), "AVX2": ("x86_64_v3",)}

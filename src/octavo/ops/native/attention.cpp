@@ -29,7 +29,22 @@ struct Call {
     int64_t num_rows, num_heads, num_kv_heads, head_size, block_size, window;
     int64_t value_size;  // latent: V is K's first channels; 0: V, of head_size, stands behind K
     float scale, soft_cap;
+    AttentionExtras extras;
 
+    // The keys that a query at `position` of a row sees.
+    Range seen(int64_t row, int64_t position) const {
+        int64_t begin = window > 0 ? std::max(position - window + 1, int64_t(0)) : 0;
+        if (extras.chunk > 0) begin = std::max(begin, position / extras.chunk * extras.chunk);
+        if (extras.causal) return {begin, position + 1};
+        int64_t end = seq_lens[row];
+        if (window > 0) end = std::min(end, position + window);
+        if (extras.chunk > 0) end = std::min(end, (position / extras.chunk + 1) * extras.chunk);
+        return {begin, end};
+    }
+    // The largest range that a task's queries see together.
+    Range seen_by(int64_t row, int64_t first, int64_t count) const {
+        return {seen(row, first).begin, seen(row, first + count - 1).end};
+    }
     int64_t value_start() const { return value_size > 0 ? 0 : head_size; }
     int64_t out_size() const { return value_size > 0 ? value_size : head_size; }
     int64_t group() const { return num_heads / num_kv_heads; }
@@ -73,7 +88,7 @@ struct Work {
     const char *here[TILE], *next[TILE];  // cache rows of this tile's and the next tile's tokens
 };
 
-template <class T>
+template <class T, class K>
 class Leaf {
   public:
     Leaf(const Call& call, const Task& task, Work& work)
@@ -87,14 +102,14 @@ class Leaf {
         std::fill(to.acc, to.acc + num_rows_ * padded_, 0.0f);
         std::fill(to.max, to.max + num_rows_, -INFINITY);
         std::fill(work_.lane_sums, work_.lane_sums + num_rows_ * 16, 0.0f);
-        int64_t last = task_.position + task_.num_queries - 1;
-        int64_t end = std::min((index + 1) * LEAF, last + 1);
-        int64_t seen_first = seen(0).begin, located = -1;  // the tile whose rows are in work_.here
+        Range all = call_.seen_by(task_.row, task_.position, task_.num_queries);
+        int64_t end = std::min((index + 1) * LEAF, all.end);
+        int64_t seen_first = all.begin, located = -1;  // the tile whose rows are in work_.here
         for (int64_t start = std::max(index * LEAF, seen_first / TILE * TILE); start < end; start += TILE) {
             Range tile = {std::max(seen_first - start, int64_t(0)), std::min(end - start, int64_t(TILE))};
             if (located != start) locate(start, tile, work_.here);
             located = start + TILE;
-            if (located <= last) locate(located, {0, std::min(last + 1 - located, int64_t(TILE))}, work_.next);
+            if (located < all.end) locate(located, {0, std::min(all.end - located, int64_t(TILE))}, work_.next);
             scores(start, tile, to);
             values(start, tile, to);
             std::swap(work_.here, work_.next);
@@ -104,10 +119,7 @@ class Leaf {
 
   private:
     // Positions that query row r sees.
-    Range seen(int64_t r) const {
-        int64_t position = work_.positions[r];
-        return {call_.window > 0 ? std::max(position - call_.window + 1, int64_t(0)) : 0, position + 1};
-    }
+    Range seen(int64_t r) const { return call_.seen(task_.row, work_.positions[r]); }
     // The same within the tile that begins at `start`.
     Range seen_in(int64_t r, int64_t start) const {
         Range range = seen(r);
@@ -116,7 +128,7 @@ class Leaf {
 
     // The cache rows of the tile's visible tokens; its other entries repeat one of them.
     void locate(int64_t start, Range tile, const char** rows) const {
-        const T* base = static_cast<const T*>(call_.kv) + task_.head * call_.kv_head;
+        const K* base = static_cast<const K*>(call_.kv) + task_.head * call_.kv_head;
         const int32_t* table = call_.block_table + task_.row * call_.table_row;
         int64_t column = (start + tile.begin) / call_.block_size, offset = (start + tile.begin) % call_.block_size;
         for (int64_t t = tile.begin; t < tile.end; ++t) {
@@ -128,19 +140,27 @@ class Leaf {
     }
     // Point at K (part 0) or V (part 1) of the tile's visible tokens.
     void gather(Range tile, int part) {
-        const int64_t value_bytes = call_.value_start() * sizeof(T);
+        const int64_t value_bytes = call_.value_start() * sizeof(K);
+        const float* scales = part && call_.value_size == 0 ? call_.extras.value_scale : call_.extras.key_scale;
         for (int64_t t = tile.begin; t < tile.end; ++t)
-            work_.pointers[t] = as_float_row(reinterpret_cast<const T*>(work_.here[t] + part * value_bytes),
-                                             work_.rows_copy + t * padded_);
+            work_.pointers[t] = as_float_row(reinterpret_cast<const K*>(work_.here[t] + part * value_bytes),
+                                             work_.rows_copy + t * padded_, scales);
     }
     // The next tile's K (part 0) or V (part 1); only the first query rows of a task ask for them.
     Ahead ahead(int64_t r, int part) const {
-        return r == 0 ? Ahead{work_.next, part * call_.value_start() * int64_t(sizeof(T)), sizeof(T)} : Ahead{};
+        return r == 0 ? Ahead{work_.next, part * call_.value_start() * int64_t(sizeof(K)), sizeof(K)} : Ahead{};
     }
-    const float* as_float_row(const float* row, float* copy) const {
+    const float* as_float_row(const float* row, float* copy, const float*) const {
         return padded_ == call_.head_size ? row : widen(row, copy);
     }
-    const float* as_float_row(const bf16* row, float* copy) const { return widen(row, copy); }
+    const float* as_float_row(const bf16* row, float* copy, const float*) const { return widen(row, copy); }
+    template <class Q>
+    const float* as_float_row(const Q* row, float* copy, const float* scales) const {
+        widen(row, copy);
+        if (scales != nullptr)
+            for (int64_t c = 0; c < padded_; c += VL) store(copy + c, load(copy + c) * scales[task_.head]);
+        return copy;
+    }
     template <class U>
     const float* widen(const U* row, float* copy) const {
         int64_t c = 0;
@@ -158,20 +178,23 @@ class Leaf {
             if (all.empty()) continue;
             OCTAVO_BY_ROWS(rows, dot_rows, work_.q + r * padded_, padded_, work_.pointers, all,
                            work_.weights + r * TILE, ahead(r, 0));
-            for (int64_t i = r; i < r + rows; ++i) soften(i, seen_in(i, start), to);
+            for (int64_t i = r; i < r + rows; ++i) soften(i, start, seen_in(i, start), to);
         }
     }
 
-    void soften(int64_t r, Range range, Partial to) {
+    void soften(int64_t r, int64_t start, Range range, Partial to) {
         if (range.empty()) return;
         float* row = work_.weights + r * TILE;
         lanes16 s[2];
         lanes16 largest = lanes16::splat(-INFINITY);
         bool whole = range.end - range.begin == TILE;
+        const float* slopes = call_.extras.alibi;
+        const float slope = slopes == nullptr ? 0.0f : slopes[task_.head * group_ + r % group_];
         for (int h = 0; h < 2; ++h)
             for (int i = 0; i < lanes16::NV; ++i) {
                 vf x = load(row + h * 16 + i * VL) * call_.scale;
                 if (call_.soft_cap > 0) x = call_.soft_cap * vtanh(x / call_.soft_cap);
+                if (slopes != nullptr) x = x + distances(start + h * 16 + i * VL - work_.positions[r]) * slope;
                 if (!whole) x = visible(h * 16 + i * VL, range) ? x : splat(-INFINITY);
                 s[h].v[i] = x;
                 largest.v[i] = vmax(largest.v[i], x);
@@ -202,6 +225,13 @@ class Leaf {
         for (int i = 0; i < VL; ++i) lane[i] = i;
         lane += first;
         return (lane >= int32_t(range.begin)) & (lane < int32_t(range.end));
+    }
+
+    // first, first + 1, ... as floats
+    static OCTAVO_INLINE vf distances(int64_t first) {
+        vf lane;
+        for (int i = 0; i < VL; ++i) lane[i] = float(first + i);
+        return lane;
     }
 
     void values(int64_t start, Range tile, Partial to) {
@@ -259,8 +289,14 @@ void write_out(const Call& call, const Task& task, Partial from) {
         T* out = static_cast<T*>(call.out) + (token + r / group) * call.out_token +
                  (task.head * group + r % group) * call.out_head;
         float sum = from.sum[r] == 0.0f ? 1.0f : from.sum[r];  // a padding row sees nothing and gets zeros
+        float factor = 1.0f;
+        if (call.extras.sinks != nullptr && from.sum[r] != 0.0f) {
+            float sink = call.extras.sinks[task.head * group + r % group], largest = std::max(from.max[r], sink);
+            factor = vexp(from.max[r] - largest);
+            sum = fma(sum, factor, vexp(sink - largest));
+        }
         for (int64_t c = 0; c < call.out_size(); c += VL) {
-            vf x = load(from.acc + r * padded + c) / sum;
+            vf x = load(from.acc + r * padded + c) * factor / sum;
             if (c + VL <= call.out_size()) store(out + c, x);
             else store_first(out + c, x, call.out_size() - c);
         }
@@ -296,12 +332,12 @@ Work make_work(const Call& call, int64_t rows) {
     return work;
 }
 
-template <class T>
+template <class T, class K>
 void run_whole(const Call& call, const Task& task) {
     int64_t rows = task.num_queries * call.group(), padded = call.padded();
     Work work = make_work(call, rows);
     load_queries<T>(call, task, work.q);
-    Leaf<T> leaf(call, task, work);
+    Leaf<T, K> leaf(call, task, work);
     Partial running = Partial::at(work.running, rows, padded), next = Partial::at(work.leaf, rows, padded);
     leaf.run(task.first_leaf, running);
     for (int64_t i = 1; i < task.num_leaves; ++i) {
@@ -324,9 +360,9 @@ class Plan {
             for (int64_t last = (queries + most - 1) / most - 1; last >= 0; --last) {
                 Task task = {row, 0, last * most, std::min(most, queries - last * most), 0, 0, 0, -1};
                 task.position = call.seq_lens[row] - queries + task.first_query;
-                int64_t first = call.window > 0 ? std::max(task.position - call.window + 1, int64_t(0)) : 0;
-                task.first_leaf = first / LEAF;
-                task.num_leaves = (task.position + task.num_queries - 1) / LEAF - task.first_leaf + 1;
+                Range seen = call.seen_by(row, task.position, task.num_queries);
+                task.first_leaf = seen.begin / LEAF;
+                task.num_leaves = (std::max(seen.end, int64_t(1)) - 1) / LEAF - task.first_leaf + 1;
                 total += cost(task) * call.num_kv_heads;
                 for (task.head = 0; task.head < call.num_kv_heads; ++task.head) tasks.push_back(task);
             }
@@ -340,9 +376,8 @@ class Plan {
 
   private:
     int64_t cost(const Task& task) const {
-        int64_t end = task.position + task.num_queries;
-        int64_t begin = call_.window > 0 ? std::max(task.position - call_.window + 1, int64_t(0)) : 0;
-        return (end - begin) * (task.num_queries * call_.group() + 4) * call_.padded();
+        Range seen = call_.seen_by(task.row, task.position, task.num_queries);
+        return (seen.end - seen.begin) * (task.num_queries * call_.group() + 4) * call_.padded();
     }
     const Call& call_;
     int64_t share_;
@@ -353,7 +388,7 @@ struct Step {
     int64_t task, leaf;
 };
 
-template <class T>
+template <class T, class K>
 void paged_attention(const Call& call) {
     Plan plan(call);
     std::vector<Step> steps;
@@ -377,10 +412,10 @@ void paged_attention(const Call& call) {
     };
     parallel_tasks(plan.threads, steps.size(), [&](int64_t s) {
         const Task& task = plan.tasks[steps[s].task];
-        if (steps[s].leaf < 0) return run_whole<T>(call, task);
+        if (steps[s].leaf < 0) return run_whole<T, K>(call, task);
         Work work = make_work(call, task.num_queries * call.group());
         load_queries<T>(call, task, work.q);
-        Leaf<T>(call, task, work).run(task.first_leaf + steps[s].leaf, partial(task, steps[s].leaf));
+        Leaf<T, K>(call, task, work).run(task.first_leaf + steps[s].leaf, partial(task, steps[s].leaf));
     });
     parallel_tasks(plan.threads, split.size(), [&](int64_t s) {
         const Task& task = plan.tasks[split[s]];
@@ -388,6 +423,14 @@ void paged_attention(const Call& call) {
             fold(partial(task, 0), partial(task, leaf), task.num_queries * call.group(), padded);
         write_out<T>(call, task, partial(task, 0));
     });
+}
+
+template <class T>
+void over_cache(const Call& call) {
+    if (call.extras.kv_dtype == FP8) paged_attention<T, fp8>(call);
+    else if (call.extras.kv_dtype == INT8) paged_attention<T, int8_t>(call);
+    else if (call.extras.kv_dtype == BF16) paged_attention<T, bf16>(call);
+    else paged_attention<T, T>(call);
 }
 
 }  // namespace
@@ -398,10 +441,11 @@ OCTAVO_API void octavo_paged_attention(
     const int32_t* block_table, int64_t q_token, int64_t q_head, int64_t out_token, int64_t out_head, int64_t kv_block,
     int64_t kv_head, int64_t kv_token, int64_t table_row, int64_t num_rows, int64_t num_heads, int64_t num_kv_heads,
     int64_t head_size, int64_t block_size, int64_t window, int64_t value_size, float scale, float soft_cap,
-    int32_t dtype) {
+    const octavo::AttentionExtras* extras, int32_t dtype) {
     octavo::Call call = {q,        out,      kv,       query_start, seq_lens,  block_table,  q_token,   q_head,
                          out_token, out_head, kv_block, kv_head,     kv_token,  table_row,    num_rows,  num_heads,
-                         num_kv_heads, head_size, block_size, window, value_size, scale, soft_cap};
-    if (dtype == octavo::F32) octavo::paged_attention<float>(call);
-    else octavo::paged_attention<octavo::bf16>(call);
+                         num_kv_heads, head_size, block_size, window, value_size, scale, soft_cap,
+                         extras != nullptr ? *extras : octavo::AttentionExtras{0, nullptr, nullptr, nullptr, nullptr, 1, dtype}};
+    if (dtype == octavo::F32) octavo::over_cache<float>(call);
+    else octavo::over_cache<octavo::bf16>(call);
 }

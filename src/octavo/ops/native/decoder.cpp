@@ -67,7 +67,7 @@ void enter_attention(const DecoderLayer& layer, const LayerCache& cache, const i
     octavo_qk_norm_rope_store(qkv, tokens.positions, layer.cos_sin, layer.q_norm, layer.k_norm, cache.kv, q_out, slots,
                               tokens.count, layer.qkv->n, cache.block, cache.head, cache.token, layer.num_heads,
                               layer.num_kv_heads, layer.head_size, layer.rotary_size, cache.block_size, layer.head_eps,
-                              1.0f, tokens.dtype);
+                              1.0f, nullptr, nullptr, tokens.dtype, tokens.dtype);
 }
 
 void leave_attention(const DecoderLayer& layer, const Tokens& tokens, const void* attended, Rows residual,
@@ -94,7 +94,7 @@ void attend(const DecoderLayer& layer, const LayerCache& cache, const GroupRows&
     octavo_paged_attention(q, out, cache.kv, rows.query_start, rows.seq_lens, rows.block_table, token, layer.head_size,
                            token, layer.head_size, cache.block, cache.head, cache.token, rows.table_row, rows.num_rows,
                            layer.num_heads, layer.num_kv_heads, layer.head_size, cache.block_size, layer.window, 0,
-                           layer.scale, layer.soft_cap, tokens.dtype);
+                           layer.scale, layer.soft_cap, nullptr, tokens.dtype);
 }
 
 }  // namespace

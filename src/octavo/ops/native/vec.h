@@ -34,10 +34,13 @@ typedef int32_t vi __attribute__((vector_size(4 * VL)));
 typedef uint32_t vu __attribute__((vector_size(4 * VL)));
 
 // Codes of element types across the C ABI (octavo.ops.native.DTYPE_CODES).
-enum DType : int32_t { F32 = 0, BF16 = 1 };
+enum DType : int32_t { F32 = 0, BF16 = 1, FP8 = 2, INT8 = 3 };
 
 struct bf16 {
     uint16_t bits;
+};
+struct fp8 {  // e4m3fn: no infinities, 0x7f is NaN, 448 the largest
+    uint8_t bits;
 };
 
 // ---- loads, stores, lanes ----------------------------------------------------------------------------------------
@@ -123,20 +126,6 @@ OCTAVO_INLINE void store(bf16* p, vf v) {
 #endif
 }
 
-// The first n < VL lanes; the others read as zero and are not written.
-template <class T>
-OCTAVO_INLINE vf load_first(const T* p, int64_t n) {
-    T tail[VL] = {};
-    std::memcpy(tail, p, sizeof(T) * n);
-    return load(tail);
-}
-template <class T>
-OCTAVO_INLINE void store_first(T* p, vf v, int64_t n) {
-    T tail[VL];
-    store(tail, v);
-    std::memcpy(p, tail, sizeof(T) * n);
-}
-
 // ---- int8 --------------------------------------------------------------------------------------------------------
 
 OCTAVO_INLINE vf load(const int8_t* p) {
@@ -149,6 +138,55 @@ OCTAVO_INLINE vf load(const int8_t* p) {
     for (int i = 0; i < VL; ++i) r[i] = float(p[i]);
     return r;
 #endif
+}
+
+// Round to nearest, ties to even, cut to +-127; NaN becomes 0.
+OCTAVO_INLINE void store(int8_t* p, vf v) {
+    v = vmin(splat(127.0f), vmax(splat(-127.0f), v));
+    vf rounded = (v + 12582912.0f) - 12582912.0f;  // 1.5 * 2^23 leaves no bits of a fraction
+    for (int i = 0; i < VL; ++i) p[i] = rounded[i] == rounded[i] ? int8_t(rounded[i]) : int8_t(0);
+}
+
+// ---- float8 e4m3fn -----------------------------------------------------------------------------------------------
+
+// Exponent and mantissa in float's places read 2^120 too small, subnormals included.
+OCTAVO_INLINE vf load(const fp8* p) {
+    vu bits;
+#if defined(__AVX512F__)
+    bits = (vu)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+#elif defined(__AVX2__)
+    bits = (vu)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+#else
+    for (int i = 0; i < VL; ++i) bits[i] = p[i].bits;
+#endif
+    vu size = bits & 0x7f;
+    vf magnitude = as_float(size << 20) * 1.329227995784916e36f;
+    vf signed_value = as_float((vu)magnitude | ((bits & 0x80) << 24));
+    return size == 0x7f ? as_float(vu{} + 0x7fc00000) : signed_value;
+}
+// Cut to +-448, round to nearest, ties to even; NaN stays NaN.
+OCTAVO_INLINE void store(fp8* p, vf v) {
+    vf cut = vmin(splat(448.0f), vmax(splat(-448.0f), v));
+    vu bits = (vu)cut, sign = (bits >> 24) & 0x80, size = bits & 0x7fffffff;
+    vu normal = (size + (uint32_t(7 - 127) << 23) + 0x7ffff + ((size >> 20) & 1)) >> 20;
+    vu subnormal = (vu)(as_float(size) + 16384.0f) - 0x46800000;  // 2^14: its last place is 2^-9
+    vu result = size < 0x3c800000 ? subnormal : normal;  // below 2^-6
+    result = cut == cut ? result : vu{} + 0x7f;
+    for (int i = 0; i < VL; ++i) p[i].bits = uint8_t(result[i] | sign[i]);
+}
+
+// The first n < VL lanes; the others read as zero and are not written.
+template <class T>
+OCTAVO_INLINE vf load_first(const T* p, int64_t n) {
+    T tail[VL] = {};
+    std::memcpy(tail, p, sizeof(T) * n);
+    return load(tail);
+}
+template <class T>
+OCTAVO_INLINE void store_first(T* p, vf v, int64_t n) {
+    T tail[VL];
+    store(tail, v);
+    std::memcpy(p, tail, sizeof(T) * n);
 }
 
 // ---- the fixed 16-lane reduction ---------------------------------------------------------------------------------

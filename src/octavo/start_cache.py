@@ -1,0 +1,199 @@
+"""The cache of an engine: from settings to a layout, block tables, bytes and attention backends.
+
+Owns the choice of a backend per layer, the one layout and the kernel block sizes that suit all of them, and the scales
+of a quantized cache. Holds nothing afterwards. Invariant: a setting is met or refused by name, never dropped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from octavo.attention.base import (
+    BACKENDS,
+    AttentionBackend,
+    AttentionInputs,
+    Capability,
+    ForwardContext,
+    Setup,
+    Variant,
+    forward_context,
+)
+from octavo.config import Resolved
+from octavo.device.field_tables import FieldTables
+from octavo.groups import CacheGroup, TableSpec, pages_differ
+from octavo.kv_cache.kernel_blocks import choose_tables
+from octavo.kv_cache.layout import Layout, resolve_layout
+from octavo.kv_cache.pool import KVCachePool
+from octavo.layers.attention import Attention
+from octavo.layers.latent_attention import LatentAttention
+from octavo.memory import ITEMSIZE
+from octavo.models.base import Model
+from octavo.ops.cache_store import LIMITS
+
+CALIBRATION_TOKENS = 64
+CALIBRATION_MARGIN = 1.5
+CACHE_DTYPES = {"fp8": torch.float8_e4m3fn}  # the others go by torch's names
+
+
+class CacheForm(NamedTuple):
+    """How the cache lies and who reads it."""
+
+    groups: tuple[CacheGroup, ...]
+    layout: Layout
+    tables: list[TableSpec]
+
+
+def choose_form(resolved: Resolved, groups: Sequence[CacheGroup]) -> CacheForm:
+    """The layout and the block tables that suit all backends. Raises ValueError, naming what each takes."""
+    num_layers = sum(len(group.layers) for group in groups)
+    names = backend_of_layers(resolved, num_layers)
+    facts = {name: capability(name) for name in dict.fromkeys(names)}
+    layout = resolve_layout(
+        {name: fact.layouts for name, fact in facts.items()},
+        wish=resolved.kv_cache_layout,
+        mixed_pages=pages_differ(groups, ITEMSIZE[resolved.kv_cache_dtype]),
+    )
+    takes = {name: fact.kernel_block_sizes for name, fact in facts.items()}
+    tables = choose_tables(groups, names, takes, layout, wanted=resolved.kernel_block_size)
+    careless = {table.group for table in tables if facts[table.backend].reads_unwritten}
+    zeroed = (dataclasses.replace(g, zero_fresh_blocks=True) if i in careless else g for i, g in enumerate(groups))
+    return CacheForm(tuple(zeroed), layout, tables)
+
+
+def backend_of_layers(resolved: Resolved, num_layers: int) -> list[str]:
+    """The name of each layer's backend. Raises ValueError for a layer that the model has not."""
+    names = [resolved.attention_backend] * num_layers
+    for name, layers in resolved.layer_backends.items():
+        for layer in layers:
+            if not 0 <= layer < num_layers:
+                raise ValueError(
+                    f"attention_config layer_backends names layer {layer}: the model has layers 0 to {num_layers - 1}"
+                )
+            names[layer] = name
+    return names
+
+
+def capability(name: str) -> Capability:
+    """What the backend called `name` states."""
+    found: Capability = BACKENDS.resolve(name).capability
+    return found
+
+
+def cache_dtype(resolved: Resolved) -> torch.dtype:
+    """Of the cache's elements."""
+    found: torch.dtype = CACHE_DTYPES.get(resolved.kv_cache_dtype) or getattr(torch, resolved.kv_cache_dtype)
+    return found
+
+
+def make_backends(
+    model: Model, resolved: Resolved, form: CacheForm, pool: KVCachePool, fields: FieldTables
+) -> list[AttentionBackend]:
+    """One backend per block table."""
+    device, dtype = torch.device(resolved.device), getattr(torch, resolved.dtype)
+    backends = []
+    for table, block_map in zip(form.tables, pool.block_maps, strict=True):
+        variants: list[Variant] = list(dict.fromkeys(model.attention_variants[layer] for layer in table.layers))
+        setup = Setup(
+            max_num_rows=resolved.max_num_seqs,
+            max_num_tokens=resolved.max_num_batched_tokens,
+            max_model_len=resolved.max_model_len,
+            num_blocks=pool.views[table.layers[0]].shape[0],
+            block_size=block_map.kernel_block_size,
+            reproducible=resolved.numerics == "reproducible",
+            cache_dtype=pool.buffer.dtype,
+            options=resolved.attention_options,
+            fields=fields.data,
+        )
+        backends.append(BACKENDS.resolve(table.backend)(variants, dtype, device, setup))
+    return backends
+
+
+def buffer_bytes(resolved: Resolved, form: CacheForm) -> int:
+    """What the backends keep for themselves, counted as one variant each."""
+    total = 0
+    for table in form.tables:
+        setup = Setup(
+            max_num_rows=resolved.max_num_seqs,
+            max_num_tokens=resolved.max_num_batched_tokens,
+            max_model_len=resolved.max_model_len,
+            block_size=table.kernel_block_size or 0,
+            options=resolved.attention_options,
+        )
+        total += capability(table.backend).buffer_bytes(setup)
+    return total
+
+
+def attention_names(resolved: Resolved) -> str:
+    """The backends, for people and for the numerics contract."""
+    others = [f"{name} in layers {list(layers)}" for name, layers in resolved.layer_backends.items() if layers]
+    return ", ".join([resolved.attention_backend, *others])
+
+
+def give_scales(model: Model, resolved: Resolved, form: CacheForm) -> None:
+    """Give each attention layer the scales of a quantized cache, one per KV head for K and for V.
+
+    float8 has a range that K and V do not leave: 1. int8 has not: the largest magnitude that a fixed text of
+    CALIBRATION_TOKENS tokens (fewer only if max_model_len is) shows, times CALIBRATION_MARGIN, is its last step. So the
+    scales follow from the model alone, and are the same in every run.
+    """
+    if resolved.kv_cache_dtype not in ("fp8", "int8"):
+        return
+    assert isinstance(model, torch.nn.Module), "models are trees of layers"
+    layers = [layer for layer in model.modules() if isinstance(layer, Attention | LatentAttention)]
+    for layer in layers:  # the tensors stay, operators may keep their addresses
+        key_scale, value_scale = torch.ones(2, layer.variant.num_kv_heads, device=resolved.device)
+        layer.tensors = dataclasses.replace(layer.tensors, key_scale=key_scale, value_scale=value_scale)
+    views = _calibration_cache(model, resolved, form)
+    limit = LIMITS[cache_dtype(resolved)]
+    for layer in layers:
+        largest = views[layer.index].float().abs().amax(dim=(0, 2))  # [heads, channels]
+        key, value = largest.tensor_split([layer.variant.head_size], dim=1)
+        for scale, own in ((layer.tensors.key_scale, key), (layer.tensors.value_scale, value)):
+            if scale is not None and own.numel():
+                scale.copy_((own.amax(dim=1) * (CALIBRATION_MARGIN / limit)).clamp(min=1e-6))
+
+
+@torch.inference_mode()
+def _calibration_cache(model: Model, resolved: Resolved, form: CacheForm) -> list[torch.Tensor]:
+    """What a fixed text leaves in a cache of the computing dtype: per layer [blocks, heads, tokens, channels]."""
+    device, dtype = torch.device(resolved.device), getattr(torch, resolved.dtype)
+    count = min(CALIBRATION_TOKENS, resolved.max_model_len)
+    sizes = {table.kernel_block_size or 1 for table in form.tables}
+    num_blocks = 1 + -(-count // min(sizes))
+    pool = KVCachePool(
+        form.groups, num_blocks=num_blocks * len(form.groups) + 1, dtype=dtype, device=device, layout=form.layout,
+        tables=form.tables,
+    )  # fmt: skip
+    pool.buffer.zero_()
+    positions = torch.arange(count, device=device)
+    backends, inputs, written = [], [], []
+    for table, block_map in zip(form.tables, pool.block_maps, strict=True):
+        size = block_map.kernel_block_size
+        blocks = range(1 + table.group * num_blocks, 1 + (table.group + 1) * num_blocks)
+        ids = torch.tensor([block_map.expand(blocks)], dtype=torch.int32, device=device)
+        step = AttentionInputs(
+            num_rows=1, num_tokens=count, max_query_len=count, max_seq_len=count, block_size=size,
+            query_start=torch.tensor([0, count], dtype=torch.int32, device=device),
+            seq_lens=torch.tensor([count], dtype=torch.int32, device=device), block_table=ids,
+            slot_mapping=ids[0, positions // size].long() * size + positions % size,
+            rows=torch.zeros(1, dtype=torch.int64, device=device),
+        )  # fmt: skip
+        setup = Setup(max_num_rows=1, max_num_tokens=count, max_model_len=count, block_size=size,
+                      num_blocks=pool.views[table.layers[0]].shape[0], options=resolved.attention_options)  # fmt: skip
+        variants = list(dict.fromkeys(model.attention_variants[layer] for layer in table.layers))
+        backend = BACKENDS.resolve(table.backend)(variants, dtype, device, setup)
+        backend.prepare(step)
+        backends.append(backend)
+        inputs.append(step)
+        written.append(ids[0].long())
+    context = ForwardContext(
+        inputs=inputs, backends=backends, group_of_layer=pool.group_of_layer, kv_of_layer=pool.views,
+        positions=positions,
+    )  # fmt: skip
+    with forward_context(context):
+        model.forward((positions * 7919 + 1) % model.arch.vocab_size, positions)
+    return [view[written[group]] for view, group in zip(pool.views, pool.group_of_layer, strict=True)]
