@@ -304,7 +304,9 @@ def walk(seed: int, num_steps: int) -> World:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_random_walk(seed):
+@pytest.mark.parametrize("few", [0, 4], ids=["all rows at once", "few rows one by one"])
+def test_random_walk(seed, few, monkeypatch):
+    monkeypatch.setattr("octavo.sched.scheduler._FEW", few)
     walk(seed, 600)
 
 

@@ -14,15 +14,15 @@ from __future__ import annotations
 import bisect
 import time
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
-from octavo.plan import NO_INTS, IntArray, NewBlocks, NewRow, StepPlan, StepResult
+from octavo.plan import NO_INTS, IntArray, NewRow, StepPlan, StepResult
 from octavo.request import FinishReason, Request, RequestRows, Status
 from octavo.sched.kv_manager import KVManager
 from octavo.sched.stops import end_of
+from octavo.sched.work import Issued, Work, pack, places
 from octavo.updates import RequestUpdate
 
 MAX_OUTSTANDING = 2  # plans without results: one that runs, and the next one
@@ -34,6 +34,7 @@ _ORDERS: dict[str, Callable[[Request], _Order]] = {
     "priority": lambda request: (request.priority, request.arrival),
 }
 _NOTHING = StepResult(step=-1)
+_FEW = 4  # rows that are taken in faster one by one
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,29 +47,6 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_scheduled_tokens: int
     num_prefix_queries: int  # tokens
     num_prefix_hits: int  # tokens
-
-
-class _Work:
-    """A plan in the making."""
-
-    __slots__ = ("budget", "growth", "new_num_tokens", "new_rows", "num_sampling", "num_tokens", "rows", "victims")
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
-        self.victims: set[int] = set()  # rows that were preempted
-        self.rows: IntArray = NO_INTS  # of those that ran before
-        self.num_tokens: IntArray = NO_INTS
-        self.new_rows: list[NewRow] = []
-        self.new_num_tokens: list[int] = []
-        self.num_sampling = 0
-        self.growth: list[tuple[int, list[list[int]]]] = []  # (row, per group its new blocks)
-
-
-class _Issued(NamedTuple):
-    """What is remembered of a plan until its result comes."""
-
-    num_sampling: int
-    left: dict[int, Request]  # row -> its request at that step, where it runs there no longer
 
 
 class Scheduler:
@@ -100,11 +78,12 @@ class Scheduler:
         self._free_rows = list(reversed(range(max_num_seqs)))
         self._finished_rows: list[int] = []
         self._step = 0
-        self._outstanding: dict[int, _Issued] = {}  # by step
+        self._outstanding: dict[int, Issued] = {}  # by step
         self._rows = RequestRows(max_num_seqs)
         self._owners: dict[int, Request] = {}  # row -> who runs there
         self._running_rows = NO_INTS  # of `running`, in its order
         self._running_changed = False
+        self._num_repeats = 0  # steps to come in which each of them computes one token, if nothing changes
         self._may_end = np.zeros(1, np.bool_)  # by token: some request has ended or will end with it; the last: False
         self._blocked: tuple[Request, int] | None = None  # did not fit with so many free blocks
         self._queued_at: dict[str, float] = {}  # of requests that were never admitted
@@ -161,7 +140,7 @@ class Scheduler:
         A plan with neither says nothing, and its number is used again.
         """
         assert len(self._outstanding) < MAX_OUTSTANDING, "a plan is made at most one step ahead of results"
-        work = _Work(self._max_num_batched_tokens)
+        work = Work(self._max_num_batched_tokens)
         self._schedule_running(work)
         if not work.victims:
             self._schedule_waiting(work)
@@ -175,12 +154,12 @@ class Scheduler:
             new_rows=work.new_rows,
             rows=rows,
             num_tokens=num_tokens,
-            new_blocks=_pack(work.growth),
+            new_blocks=pack(work.growth),
             zero_blocks=self.kv.take_fresh(),
         )
         self._finished_rows = []
         if plan.has_work:
-            self._outstanding[plan.step] = _Issued(work.num_sampling, {})
+            self._outstanding[plan.step] = Issued(work.num_sampling, {})
             self.num_scheduled_tokens += self._max_num_batched_tokens - work.budget
             self._step += 1
         return plan
@@ -198,16 +177,19 @@ class Scheduler:
         if result.failed or result.prompt_logprobs or plan.drafts:
             self._settle(plan, result, issued, updates)
         rows, tokens = result.rows, result.tokens
-        one_by_one = range(len(rows)) if tokens.shape[1] > 1 else _places(rows, issued.left)
+        few = len(rows) <= _FEW or tokens.shape[1] > 1
+        one_by_one = range(len(rows)) if few else places(rows, issued.left)
         for place in one_by_one:
-            row = int(rows[place])
+            row = rows.item(place)
             request = issued.left.get(row) or self._owners[row]
             if request.status is not Status.FINISHED:
                 self._take(request, row, tokens[place, : result.num_sampled[place]].tolist(), result, updates)
-        if one_by_one:
-            rows, tokens = np.delete(rows, one_by_one), np.delete(tokens, one_by_one, axis=0)
-        if len(rows):
+        if not one_by_one:
             self._take_all(rows, tokens[:, 0], result, updates)
+        elif len(one_by_one) < len(rows):
+            others = np.ones(len(rows), np.bool_)
+            others[one_by_one] = False
+            self._take_all(rows[others], tokens[others, 0], result, updates)
         del self._outstanding[plan.step]
         return updates
 
@@ -220,7 +202,7 @@ class Scheduler:
                 self._tell(request, request.row, _NOTHING, updates)
         return updates
 
-    def _settle(self, plan: StepPlan, result: StepResult, issued: _Issued, updates: list[RequestUpdate]) -> None:
+    def _settle(self, plan: StepPlan, result: StepResult, issued: Issued, updates: list[RequestUpdate]) -> None:
         """What few rows have, before the tokens: failures, prompt log-probabilities, rejected drafts."""
         owners = self._owners | issued.left
         for row, reason in result.failed.items():
@@ -235,6 +217,7 @@ class Scheduler:
             request.num_prompt_logprobs += len(entries)
             if row not in num_sampled and request.status is not Status.FINISHED:
                 self._tell(request, row, result, updates)
+        self._num_repeats = 0
         for row, drafts in plan.drafts.items():
             owners[row].num_in_flight -= len(drafts)
             if owners[row].status is Status.RUNNING:
@@ -276,9 +259,18 @@ class Scheduler:
         if request.status is Status.FINISHED or not request.quiet or not request.num_told:
             self._tell(request, row, result, updates)
 
-    def _schedule_running(self, work: _Work) -> None:
+    def _schedule_running(self, work: Work) -> None:
         """Give each running request what it can use, in order, as far as the budget goes."""
         rows = self._rows
+        if self._num_repeats and not self._running_changed:
+            self._num_repeats -= 1
+            at = work.rows = self._running_rows
+            work.num_tokens, work.num_sampling = np.ones_like(at), len(at)
+            rows.num_computed[at] += 1
+            rows.num_known[at] += 1
+            work.budget -= len(at)
+            return
+        self._num_repeats = 0
         if self._running_changed:
             self._running_rows = np.array([request.row for request in self.running], np.int64)
             self._running_changed = False
@@ -301,8 +293,11 @@ class Scheduler:
         rows.num_known[sampling] += 1
         work.rows, work.num_tokens, work.num_sampling = at, num_new, len(sampling)
         work.budget -= total
+        if len(sampling) == len(self.running) == total and not work.growth:
+            to_growth, to_end = -rows.num_computed[at] % self.kv.block_size, rows.whole[at] - rows.num_known[at]
+            self._num_repeats = int(np.minimum(to_growth, to_end).min(initial=self.kv.block_size))
 
-    def _grow(self, at: IntArray, num_new: IntArray, work: _Work) -> bool:
+    def _grow(self, at: IntArray, num_new: IntArray, work: Work) -> bool:
         """Blocks for the rows that leave theirs, in order, if need be those of requests behind.
 
         A decode inside a block needs none. Returns whether somebody was preempted: the last ones in order.
@@ -324,7 +319,7 @@ class Scheduler:
                 work.growth.append((row, blocks))
         return bool(work.victims)
 
-    def _schedule_waiting(self, work: _Work) -> None:
+    def _schedule_waiting(self, work: Work) -> None:
         """Admit waiting requests, strictly in order, as far as rows, budget and blocks go."""
         kv = self.kv
         while self.waiting and self._free_rows and work.budget:
@@ -350,7 +345,7 @@ class Scheduler:
                 return
             self._admit(request, num_computed, num_new, blocks, work)
 
-    def _admit(self, request: Request, num_computed: int, num_new: int, blocks: list[list[int]], work: _Work) -> None:
+    def _admit(self, request: Request, num_computed: int, num_new: int, blocks: list[list[int]], work: Work) -> None:
         """Move the first waiting request to the running ones, and into the plan."""
         del self.waiting[0]
         bisect.insort(self.running, request, key=self._order)
@@ -472,22 +467,6 @@ class Scheduler:
         self._free_rows.append(row)
         self._finished_rows.append(row)
         self._running_changed = True
-
-
-def _pack(growth: list[tuple[int, list[list[int]]]]) -> list[NewBlocks]:
-    """From blocks by row to blocks by group."""
-    if not growth:
-        return []
-    packed = []
-    for group in range(len(growth[0][1])):
-        pairs = [(row, block) for row, blocks in growth for block in blocks[group]]
-        packed.append(NewBlocks(*np.array(pairs, np.int64).reshape(-1, 2).T))
-    return packed
-
-
-def _places(rows: IntArray, left: dict[int, Request]) -> list[int]:
-    """Where `rows` names a row of `left`."""
-    return [place for place, row in enumerate(rows.tolist()) if row in left] if left else []
 
 
 def _misses_prompt_logprobs(request: Request) -> bool:

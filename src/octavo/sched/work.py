@@ -1,0 +1,54 @@
+"""A plan in the making, and what is remembered of it until its result comes.
+
+Owns no state of its own: the scheduler fills and keeps these. Invariant: a row that left is told by the plans that it
+was in, so a result finds its request though the row has another one by then.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from octavo.plan import NO_INTS, IntArray, NewBlocks, NewRow
+from octavo.request import Request
+
+
+class Work:
+    """A plan in the making."""
+
+    __slots__ = ("budget", "growth", "new_num_tokens", "new_rows", "num_sampling", "num_tokens", "rows", "victims")
+
+    def __init__(self, budget: int) -> None:
+        """`budget`: tokens that the step may compute."""
+        self.budget = budget
+        self.victims: set[int] = set()  # rows that were preempted
+        self.rows: IntArray = NO_INTS  # of those that ran before
+        self.num_tokens: IntArray = NO_INTS
+        self.new_rows: list[NewRow] = []
+        self.new_num_tokens: list[int] = []
+        self.num_sampling = 0
+        self.growth: list[tuple[int, list[list[int]]]] = []  # (row, per group its new blocks)
+
+
+class Issued(NamedTuple):
+    """What is remembered of a plan until its result comes."""
+
+    num_sampling: int
+    left: dict[int, Request]  # row -> its request at that step, where it runs there no longer
+
+
+def pack(growth: list[tuple[int, list[list[int]]]]) -> list[NewBlocks]:
+    """From blocks by row to blocks by group."""
+    if not growth:
+        return []
+    packed = []
+    for group in range(len(growth[0][1])):
+        pairs = [(row, block) for row, blocks in growth for block in blocks[group]]
+        packed.append(NewBlocks(*np.array(pairs, np.int64).reshape(-1, 2).T))
+    return packed
+
+
+def places(rows: IntArray, left: dict[int, Request]) -> list[int]:
+    """Where `rows` names a row of `left`."""
+    return [place for place, row in enumerate(rows.tolist()) if row in left] if left else []
