@@ -214,7 +214,7 @@ def test_no_default_is_left_open() -> None:
 def test_defaults_on_a_gpu() -> None:
     made = resolved(facts=GPU)
     assert (made.device, made.native, made.attention_backend) == ("cuda", "none", "paged")
-    assert (made.max_num_seqs, made.max_num_batched_tokens) == (256, 2048 * 4)
+    assert (made.max_num_seqs, made.max_num_batched_tokens, made.block_size) == (256, 2048 * 4, 64)
 
 
 def test_without_compiled_operators_the_reference_backend_serves() -> None:

@@ -92,7 +92,9 @@ class EngineConfig:
     )
     async_scheduling: bool | None = setting(None, "plan a step while the one before it runs", "bool")
 
-    block_size: int = setting(16, "tokens per cache block: a power of two", "int", low=8, high=256)
+    block_size: int | None = setting(
+        None, "tokens per cache block: a power of two (default: 16 on CPU, 64 on a GPU)", "int", low=8, high=256
+    )
     kv_cache_dtype: str = setting(
         "auto", "type of the cache (auto: dtype's): fp8 is float8 e4m3", "str",
         choices=("auto", *DTYPES, "fp8", "int8"), aliases={"fp8_e4m3": "fp8", "fp8_e4m3fn": "fp8"},
@@ -137,7 +139,7 @@ class EngineConfig:
                 "trust_remote_code", True, "Octavo never runs code that comes with a checkpoint",
                 "leave it out; docs/adding.md says how to add a model",
             )  # fmt: skip
-        if self.block_size & (self.block_size - 1):
+        if self.block_size is not None and self.block_size & (self.block_size - 1):
             raise ConfigError("block_size", self.block_size, "must be a power of two from 8 to 256")
         for name, known in (("attention_config", _ATTENTION_KEYS), ("override_generation_config", _GENERATION_KEYS)):
             for key in getattr(self, name):
@@ -241,9 +243,10 @@ class Resolved:
 # Fields that a Resolved takes over as they are.
 _UNCHANGED = (
     "model", "load_format", "quantization", "numerics", "enforce_eager", "enable_chunked_prefill",
-    "enable_prefix_caching", "scheduling_policy", "block_size", "kv_cache_layout", "kv_cache_memory_bytes",
+    "enable_prefix_caching", "scheduling_policy", "kv_cache_layout", "kv_cache_memory_bytes",
     "num_gpu_blocks_override", "gpu_memory_utilization", "seed", "logprobs_mode",
 )  # fmt: skip
+DEFAULT_BLOCK_SIZE = {"cpu": 16, "cuda": 64}  # kernels for a GPU read tiles of 64 tokens
 _DEFAULT_SEQS = {"cpu": 64, "cuda": 256}
 _DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
 
@@ -255,6 +258,9 @@ def resolve(config: EngineConfig, arch: Arch, facts: DeviceFacts) -> Resolved:
     native = _resolve_native(config, facts, device)
     dtype = _resolve_dtype(config, arch, device, why)
     length, seqs, batched_tokens = _resolve_sizes(config, arch, device, why)
+    block_size = config.block_size or DEFAULT_BLOCK_SIZE[device]
+    if config.block_size is None:
+        why["block_size"] = f"the default on {device}"
     if config.async_scheduling is None:
         why["async_scheduling"] = "on where a device computes beside the host"
     if config.num_threads is None:
@@ -269,7 +275,8 @@ def resolve(config: EngineConfig, arch: Arch, facts: DeviceFacts) -> Resolved:
         num_threads=config.num_threads or facts.num_cores,
         attention_backend=_resolve_attention(config, device, native != "none", why),
         layer_backends=_resolve_layer_backends(config),
-        kernel_block_size=_resolve_kernel_block_size(config),
+        block_size=block_size,
+        kernel_block_size=_resolve_kernel_block_size(config, block_size),
         kv_cache_dtype=_resolve_cache_dtype(config, dtype, why),
         attention_options=dict(config.attention_config),
         max_model_len=length,
@@ -375,7 +382,7 @@ def _resolve_attention(config: EngineConfig, device: str, native: bool, why: dic
     return backend
 
 
-def _resolve_kernel_block_size(config: EngineConfig) -> int | None:
+def _resolve_kernel_block_size(config: EngineConfig, block_size: int) -> int | None:
     size = config.attention_config.get("kernel_block_size")
     if size is None:
         return None
@@ -384,9 +391,9 @@ def _resolve_kernel_block_size(config: EngineConfig) -> int | None:
             "attention_config", size, "kernel_block_size must be a whole number of at least 1",
             'e.g. {"kernel_block_size": 64}',
         )  # fmt: skip
-    if config.block_size % size:
+    if block_size % size:
         raise ConfigError(
-            "attention_config", size, f"kernel_block_size must divide block_size={config.block_size}",
+            "attention_config", size, f"kernel_block_size must divide block_size={block_size}",
             "change one of the two",
         )  # fmt: skip
     return size

@@ -12,6 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,6 +25,7 @@ if not torch.cuda.is_available():
 from inputs_rig import CHECKS
 from octavo import LLM, SamplingParams
 from octavo.benchmark import SHAPES
+from octavo.device.staging import StagedTensor, WriteQueue
 from settings_matrix import SETTINGS
 
 pytestmark = pytest.mark.gpu
@@ -91,6 +93,23 @@ def alone(prompts: list[str]) -> dict[str, Result]:
 @pytest.mark.parametrize("check", CHECKS)
 def test_input_kernels_equal_their_twins(check: str) -> None:
     CHECKS[check]("cuda")
+
+
+def test_staged_writes_of_several_tensors_arrive_in_order() -> None:
+    device = torch.device("cuda")
+    queue = WriteQueue(device)
+    ints, longs = (StagedTensor(4, 1000, dtype, device, queue) for dtype in (torch.int32, torch.int64))
+    expected = torch.zeros(2, 4, 1000, dtype=torch.int64)
+    for turn in range(6):  # more turns than pinned slots
+        for at, tensor in enumerate((ints, longs)):
+            tensor.stage(turn % 4, 5, range(turn, turn + 700))
+            tensor.stage(turn % 4, 7, [-turn])  # over what was staged before
+            tensor.stage_each(np.array([3, 0]), np.array([999, 998]), np.array([turn, turn << 20]))
+            expected[at, turn % 4, 5:705] = torch.arange(turn, turn + 700)
+            expected[at, turn % 4, 7] = -turn
+            expected[at, 3, 999], expected[at, 0, 998] = turn, turn << 20
+        ints.apply()  # brings all of the queue
+    assert torch.equal(ints.data.cpu().long(), expected[0]) and torch.equal(longs.data.cpu(), expected[1])
 
 
 @pytest.mark.parametrize("dtype", KINDS)

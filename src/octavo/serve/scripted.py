@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from octavo.config import EngineConfig
+from octavo.config import DEFAULT_BLOCK_SIZE, EngineConfig
 from octavo.engine import EngineCore
 from octavo.groups import make_groups
 from octavo.hf_config import read_arch
@@ -146,7 +146,8 @@ def build_core(config: EngineConfig, phases: Phases, options: argparse.Namespace
     max_num_seqs = config.max_num_seqs or DEFAULT_SEQS
     num_tokens = config.max_num_batched_tokens or max(8192, max_num_seqs)
     num_blocks = config.num_gpu_blocks_override or _NUM_BLOCKS
-    kv = KVManager(make_groups(arch, config.block_size), num_blocks, enable_prefix_caching=config.enable_prefix_caching)
+    block_size = config.block_size or DEFAULT_BLOCK_SIZE["cpu"]
+    kv = KVManager(make_groups(arch, block_size), num_blocks, enable_prefix_caching=config.enable_prefix_caching)
     scheduler = Scheduler(kv, max_num_seqs=max_num_seqs, max_num_batched_tokens=num_tokens, max_model_len=length)
     eos_token_ids = list(arch.eos_token_ids)
     worker = ScriptedWorker(
@@ -160,7 +161,7 @@ def build_core(config: EngineConfig, phases: Phases, options: argparse.Namespace
         device="scripted", dtype="none", attention_backend="none", vocab_size=arch.vocab_size, max_model_len=length,
         max_logprobs=arch.vocab_size if config.max_logprobs == -1 else config.max_logprobs, max_num_seqs=max_num_seqs,
         max_num_batched_tokens=num_tokens, enable_prefix_caching=config.enable_prefix_caching,
-        block_size=config.block_size, num_blocks=num_blocks, phases=phases.entries,
+        block_size=block_size, num_blocks=num_blocks, phases=phases.entries,
     )  # fmt: skip
     executor = InlineExecutor(worker.execute)
     return EngineCore(scheduler, executor, eos_token_ids=eos_token_ids, seed=config.seed), info
