@@ -20,15 +20,21 @@ def test_K4_1_and_K4_G3_defaults_are_legal_for_every_cache_block(block: int, gro
     for float32 in (False, True):
         sizes = resolve_flex_sizes({}, kernel_block=block, group=group, float32=float32)
         assert sizes.kv_block == block and block % sizes.block_n == 0 and sizes.leaf % block == 0
-        for size in (sizes.lines, sizes.block_n, sizes.q_block):
+        for size in (sizes.decode_lines, sizes.prefill_lines, sizes.block_n, sizes.q_block):
             assert size >= 16 and size & (size - 1) == 0
-        assert group <= sizes.decode_lines <= sizes.lines
+        assert group <= sizes.decode_lines <= sizes.prefill_lines
 
 
 def test_K4_5_what_a_user_sets_is_used() -> None:
     sizes = resolve_flex_sizes({M: 32, N: 16, Q: 64, KV: 32}, kernel_block=32, group=4)
-    assert (sizes.lines, sizes.decode_lines, sizes.block_n, sizes.q_block, sizes.kv_block) == (32, 32, 16, 64, 32)
-    assert sizes.leaf == 0, "keys are walked in one pass, as a trainer walks them"
+    assert (sizes.prefill_lines, sizes.decode_lines, sizes.block_n, sizes.q_block, sizes.kv_block) == (
+        32,
+        32,
+        16,
+        64,
+        32,
+    )
+    assert sizes.leaf == 0 and not sizes.launch, "keys are walked in one pass, as a trainer walks them"
 
 
 @pytest.mark.parametrize(
@@ -63,8 +69,8 @@ def test_K4_2_K4_3_K4_G6_wrong_values_are_refused_by_name(options: dict, field: 
 
 
 def test_K4_4_the_limit_holds_in_reproducible_mode_only_and_equality_is_allowed() -> None:
-    assert resolve_flex_sizes({M: 32, N: 32}, kernel_block=32, group=4).lines == 32
-    assert resolve_flex_sizes({M: 64}, kernel_block=32, group=4, reproducible=False).lines == 64
+    assert resolve_flex_sizes({M: 32, N: 32}, kernel_block=32, group=4).decode_lines == 32
+    assert resolve_flex_sizes({M: 64}, kernel_block=32, group=4, reproducible=False).decode_lines == 64
     with pytest.raises(ConfigError, match="must divide the cache's kernel block size, which is 48"):
         resolve_flex_sizes({N: 32}, kernel_block=48, group=4)
     with pytest.raises(ConfigError, match="must hold the 32 heads of a KV head"):

@@ -243,7 +243,7 @@ def test_K4_8_a_trainers_flex_attention_has_the_same_bits(name: str, size: int) 
     made, length = history(3, 1000), 1000
     q, key, value = made.q[None].transpose(1, 2), *made.kv[None].transpose(1, 2).chunk(2, dim=-1)
     block_mask = create_block_mask(mask, 1, None, length, length, device="cuda", BLOCK_SIZE=(size, size))
-    options = {"BLOCK_M": size, "BLOCK_N": size, "FORCE_USE_FLEX_ATTENTION": True}
+    options = {"BLOCK_M": size, "BLOCK_N": size, "FORCE_USE_FLEX_ATTENTION": True, "IS_DIVISIBLE": False}
     trained = torch.compile(flex_attention, dynamic=False)(
         q.contiguous(), key.contiguous(), value.contiguous(), score_mod=score, block_mask=block_mask,
         scale=variant.scale, enable_gqa=True, kernel_options=options,

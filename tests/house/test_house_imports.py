@@ -26,7 +26,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     "sched": ({"words"}, {"numpy", "msgspec"}),
     "kv_cache": ({"words"}, {"torch", "numpy"}),
     "ops": (set(), {"torch", "triton", "numpy"}),
-    "attention": ({"words", "kv_cache", "ops"}, {"torch", "numpy"}),
+    "attention": ({"words", "kv_cache", "ops"}, {"torch", "numpy", "matplotlib"}),
     "layers": ({"attention.base", "ops", "words"}, {"torch"}),
     "models": ({"layers", "attention.base", "ops", "words"}, {"torch", "numpy", "safetensors", "huggingface_hub"}),
     "device": ({"attention.base", "kv_cache", "ops", "words"}, {"torch", "numpy"}),

@@ -157,7 +157,7 @@ class FlexBackend:
         longest = self._setup.max_model_len or inputs.block_table.shape[1] * inputs.block_size
         return ops.Geometry(
             group=group,
-            lines=sizes.decode_lines if few else sizes.lines,
+            lines=sizes.decode_lines if few else sizes.prefill_lines,
             block=inputs.block_size,
             stride=stride,
             columns=-(-min(sizes.leaf or longest, longest) // inputs.block_size),
@@ -171,7 +171,7 @@ class FlexBackend:
             setup, sizes = self._setup, self.sizes(variant, shape.block)
             leaves = -(-(setup.max_model_len or 1) // shape.leaf)
             few = shape.lines == sizes.decode_lines
-            longest = shape.tokens if few and sizes.decode_lines != sizes.lines else setup.max_num_tokens
+            longest = shape.tokens if few and sizes.decode_lines != sizes.prefill_lines else setup.max_num_tokens
             tiles = ops.max_tiles(setup.max_num_rows, setup.max_num_tokens, longest, shape.tokens)
             capacity = tiles * leaves if setup.max_num_rows else needed
             self._buffers[key] = ops.MaskRows(capacity, shape.columns, self._device)
@@ -255,12 +255,10 @@ def _compile(variant: Variant, mods: AttentionMods, shape: ops.Geometry, sizes: 
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
     options: Any = {
-        "FORCE_USE_FLEX_ATTENTION": True, "IS_DIVISIBLE": shape.lines == sizes.lines, "BLOCK_M": sizes.lines,
-        "BLOCK_N": sizes.block_n,
+        "FORCE_USE_FLEX_ATTENTION": True, "BLOCK_M": shape.lines, "BLOCK_N": sizes.block_n,
+        "IS_DIVISIBLE": bool(sizes.launch), **dict(sizes.launch),
     }  # fmt: skip
-    if sizes.leaf:  # else torch's own, as in training
-        options |= {"num_warps": 4, "num_stages": 3}
-    block_size, scale = (sizes.lines, shape.block), variant.scale
+    block_size, scale = (shape.lines, shape.block), variant.scale
     has_score = mods.score_mod is not None
 
     def attend(

@@ -15,7 +15,9 @@ from typing import Any
 from octavo.settings import ConfigError
 
 SMALLEST = 16  # lines or keys of a matrix instruction
-_LINES = 64  # the fewest that a warp group multiplies at once
+_PREFILL_LINES = 32
+# Two warps share the keys of a tile, whatever its lines: so a row is summed in one order in all tiles.
+_LAUNCH = (("num_warps", 2), ("num_stages", 4))
 _LEAF = 2048  # tokens of a partial result
 
 
@@ -23,12 +25,13 @@ _LEAF = 2048  # tokens of a partial result
 class FlexSizes:
     """What the kernels are compiled with. A line is a query of one of the heads that share a KV head."""
 
-    lines: int  # of a kernel's tile, whatever the batch: with another number a sum has another order
-    decode_lines: int  # that are loaded and stored of it where each request has few queries
+    decode_lines: int  # of a tile where each request has few queries
+    prefill_lines: int  # of a tile elsewhere
     block_n: int  # keys of a tile
     q_block: int  # queries by which blocks are told wholly visible from partly visible
     kv_block: int  # keys of a mask block: the cache's kernel block
     leaf: int  # keys of a partial result; 0: one pass over all keys, as torch does it without a cache
+    launch: tuple[tuple[str, int], ...] = ()  # of both tiles: they must add in one order; empty: torch's choice
 
 
 def resolve_flex_sizes(
@@ -66,18 +69,21 @@ def resolve_flex_sizes(
     smallest = max(SMALLEST, 1 << (group - 1).bit_length())
     if m is not None and m < group:
         raise ConfigError("flex_attn_block_m", m, f"must hold the {group} heads of a KV head", "raise it")
-    lines = m or max(smallest, 32 if float32 else _LINES)
+    pinned = bool(m or n or q_block)
+    decode = m or smallest
+    prefill = m or max(smallest, _PREFILL_LINES)
     if q_block is not None and m is not None and q_block % m:
         raise ConfigError(
             "flex_attn_q_block_size", q_block, f"must be divisible by flex_attn_block_m={m}", "change one of the two"
         )
     return FlexSizes(
-        lines=lines,
-        decode_lines=min(smallest, lines) if not m else lines,
+        decode_lines=decode,
+        prefill_lines=prefill,
         block_n=n or default_n,
-        q_block=q_block or max(SMALLEST, _power_of_two_up(lines // group), m or 0),
+        q_block=q_block or max(SMALLEST, _power_of_two_up(prefill // group), m or 0),
         kv_block=kernel_block,
-        leaf=0 if m or n or q_block else max(_LEAF // kernel_block, 1) * kernel_block,
+        leaf=0 if pinned else max(_LEAF // kernel_block, 1) * kernel_block,
+        launch=() if pinned else _LAUNCH,
     )
 
 

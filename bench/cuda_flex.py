@@ -1,0 +1,118 @@
+"""Benchmark of the flex backend: `python bench/kernel.py flex`.
+
+Decode counts the bytes of K and V that must be read, against a copy's bytes read and written per second of the same
+run; prefill the multiply-adds of the visible scores. A step (mask rows, queries, attention, folding) is timed in a CUDA
+graph; `attend` is a layer's part of it. Every case is checked against the paged backend or the reference.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import torch
+from torch import Tensor
+
+import octavo.attention as A
+from cuda_attention import measure_limits, seconds
+from octavo.attention.base import AttentionInputs, Setup, Variant
+from octavo.attention.flex import FlexBackend
+from octavo.attention.reference import ReferenceBackend
+
+HEADS, KV_HEADS, HEAD = 32, 8, 128
+PLAIN = Variant(num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=HEAD, scale=HEAD**-0.5)
+DECODE = ((64, 4096), (8, 32768), (1, 131072), (256, 512))
+PREFILL = ((4, 2048, 2048), (1, 8192, 8192))
+VARIANTS = {
+    "plain": PLAIN,
+    "cap + window": dataclasses.replace(PLAIN, soft_cap=30.0, window=1 << 20),  # as many bytes as plain
+    "user's mask": dataclasses.replace(PLAIN, mods=A.or_(A.sinks(64), A.sliding_window(1 << 20))),
+}
+
+
+@dataclasses.dataclass
+class Case:
+    """One batch over a cache in random order."""
+
+    q: Tensor
+    kv: Tensor
+    inputs: AttentionInputs
+
+    def run(self, backend: FlexBackend | ReferenceBackend, variant: Variant, out: Tensor) -> None:
+        """A step of one layer."""
+        backend.prepare(self.inputs)
+        backend.run(self.q, self.kv, variant, out)
+
+
+def make_case(rows: int, length: int, new: int, block: int) -> Case:
+    """`rows` requests of `length` tokens, the last `new` of which are queries."""
+    width = -(-length // block)
+    kv = torch.randn(rows * width + 1, block, KV_HEADS, 2 * HEAD, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+    inputs = AttentionInputs(
+        num_rows=rows, num_tokens=rows * new, max_query_len=new, max_seq_len=length, block_size=block,
+        query_start=(torch.arange(rows + 1, device="cuda") * new).int(),
+        seq_lens=torch.full((rows,), length, device="cuda", dtype=torch.int32),
+        block_table=(torch.randperm(rows * width, device="cuda") + 1).view(rows, width).int(),
+        slot_mapping=torch.full((rows * new,), -1, device="cuda"), rows=torch.arange(rows, device="cuda"),
+    )  # fmt: skip
+    return Case(torch.randn(rows * new, HEADS, HEAD, device="cuda", dtype=torch.bfloat16), kv, inputs)
+
+
+def make_backend(case: Case, variant: Variant) -> FlexBackend:
+    """With an engine's limits."""
+    inputs = case.inputs
+    setup = Setup(
+        max_num_rows=inputs.num_rows, max_num_tokens=max(inputs.num_tokens, 8192), max_model_len=inputs.max_seq_len,
+        num_blocks=case.kv.shape[0], block_size=inputs.block_size,
+    )  # fmt: skip
+    return FlexBackend([variant], torch.bfloat16, torch.device("cuda"), setup)
+
+
+def relative_error(case: Case, variant: Variant, out: Tensor) -> float:
+    """Of the first row."""
+    inputs = case.inputs
+    new = inputs.num_tokens // inputs.num_rows
+    one = dataclasses.replace(inputs, num_rows=1, num_tokens=new)
+    expected = torch.empty_like(case.q[:new])
+    Case(case.q[:new], case.kv, one).run(ReferenceBackend([variant], torch.bfloat16, case.q.device), variant, expected)
+    return ((out[:new].float() - expected.float()).norm() / expected.float().norm()).item()
+
+
+def measure(case: Case, name: str, rounds: int) -> tuple[float, float, float, float]:
+    """(seconds of a step, of a layer's part of it, seconds of the first call, relative error)."""
+    variant, out = VARIANTS[name], torch.empty_like(case.q)
+    backend = make_backend(case, variant)
+    began = time.perf_counter()
+    case.run(backend, variant, out)
+    torch.cuda.synchronize()
+    first = time.perf_counter() - began
+    error = relative_error(case, variant, out) if case.inputs.max_query_len == 1 else 0.0
+    assert error < 1e-2, f"the relative error of {name} is {error}"
+    layer = seconds(lambda: backend.run(case.q, case.kv, variant, out), rounds)
+    return seconds(lambda: case.run(backend, variant, out), rounds), layer, first, error
+
+
+def run(rounds: int, quick: bool) -> dict[str, object]:
+    """Print the table; the JSON record. quick: blocks of 64 and plain attention only."""
+    copy, matrix = measure_limits(rounds)
+    device = torch.cuda.get_device_name()
+    print(f"{device}: copy {copy / 1e12:.3f} TB/s (read + written), bf16 product {matrix / 1e12:.0f} TFLOP/s")
+    print("   case rows x tokens block mods              attend us  share  step us  first s    error")
+    records = []
+    for block in (64,) if quick else (64, 128):
+        for rows, length, new in [(*shape, 1) for shape in DECODE] + list(PREFILL):
+            case = make_case(rows, length, new, block)
+            for name in ("plain",) if quick or new > 1 else VARIANTS:
+                step, layer, first, error = measure(case, name, rounds)
+                visible = rows * sum(range(length - new + 1, length + 1))
+                floor = visible * KV_HEADS * 4 * HEAD / copy if new == 1 else 4 * HEAD * HEADS * visible / matrix
+                print(
+                    f"{'decode' if new == 1 else 'prefill':>7} {rows:>4}x{length:<7} {block:>5} {name:<16} "
+                    f"{layer * 1e6:>10.1f} {floor / layer:>6.1%} {step * 1e6:>8.1f} {first:>8.2f} {error:>8.1e}",
+                    flush=True,
+                )
+                records.append({"rows": rows, "tokens": length, "new": new, "block": block, "mods": name,
+                                "attend_us": layer * 1e6, "step_us": step * 1e6, "share": floor / layer,
+                                "first_s": first, "error": error})  # fmt: skip
+            del case
+    return {"bench": "flex", "device": device, "copy_tb_s": copy / 1e12, "rows": records}
