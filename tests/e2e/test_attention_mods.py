@@ -57,7 +57,7 @@ def test_the_server_runs_mods_that_a_file_names(make_llm: Callable[..., LLM]) ->
             "ignore_eos": True,
             "extra_args": EXTRA,
         }
-        reply = server.request("POST", "/v1/completions", body)
+        reply = server.wait_ready().request("POST", "/v1/completions", body)
         assert reply.status == 200, reply.body
         ours = [choice["logprobs"]["token_logprobs"] for choice in reply.json()["choices"]]
         assert near(ours, expected)
