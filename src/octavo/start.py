@@ -16,12 +16,13 @@ import torch
 
 from octavo import probe
 from octavo.arch import Arch
+from octavo.attention.base import Capability
 from octavo.attention.choice import mods_of, specs_of, suit_mods, with_mods
 from octavo.config import EngineConfig, Resolved, resolve
 from octavo.device.batch import InputBuffers
 from octavo.device.block_table import BlockTables
 from octavo.device.field_tables import FieldTables
-from octavo.device.graphs import GraphPool, decode_keys, mixed_keys
+from octavo.device.graphs import GraphKey, GraphPool, decode_keys, mixed_keys
 from octavo.device.request_table import RequestTable
 from octavo.device.staging import WriteQueue
 from octavo.front import find_and_read, load_text, make_limits
@@ -194,10 +195,25 @@ def make_runner(
     fields = FieldTables(
         specs_of(model.attention_variants), max_num_rows=rows, max_model_len=length, device=device, queue=queue
     )
-    state = DefaultModelState(make_backends(model, resolved, form, pool, fields), pool, fields)
-    keys = [*decode_keys(rows), *mixed_keys(rows, resolved.max_num_batched_tokens)]
-    graphs = GraphPool(keys if device.type == "cuda" and not resolved.enforce_eager else ())
+    backends = make_backends(model, resolved, form, pool, fields)
+    state = DefaultModelState(backends, pool, fields)
+    graphs = GraphPool(_graph_keys(model, resolved, [backend.capability for backend in backends]))
     return Runner(model, state, pool, requests, tables, buffers, sampler, graphs, max_model_len=length)
+
+
+def _graph_keys(model: Model, resolved: Resolved, capabilities: Sequence[Capability]) -> list[GraphKey]:
+    """The steps to capture: those that every attention backend lets a graph hold."""
+    if resolved.device != "cuda" or resolved.enforce_eager:
+        return []
+    needs = {fact for variant in model.attention_variants for fact in variant.facts}
+    if resolved.kv_cache_dtype != resolved.dtype:
+        needs.add("cache_dtypes")
+    held = {"decode", "mixed"}
+    for capability in capabilities:
+        held &= frozenset() if needs & capability.eager else capability.graphs
+    rows, tokens = resolved.max_num_seqs, resolved.max_num_batched_tokens
+    decode = decode_keys(rows) if "decode" in held else []
+    return decode + (mixed_keys(rows, tokens) if "mixed" in held else [])
 
 
 def _make_executor(runner: Runner, resolved: Resolved) -> Executor:

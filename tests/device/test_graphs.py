@@ -61,3 +61,10 @@ def test_a_step_is_a_decode_step_if_every_row_computes_what_it_sampled() -> None
     last = step([0, 1], [1, 1])  # the first row's last prompt token beside a decode
     assert last.sampling.tolist() == [0, 1] and not last.is_decode
     assert step([0, 1], [1, 1]).is_decode
+
+
+def test_every_backend_has_a_say_in_what_is_captured() -> None:
+    from octavo.attention.base import BACKENDS
+
+    assert BACKENDS.resolve("reference").capability.graphs == frozenset()
+    assert BACKENDS.resolve("flex").capability.graphs == {"decode"}

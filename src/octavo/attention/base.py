@@ -78,6 +78,7 @@ class Capability:
     reads_unwritten: bool = False  # loads slots that no token has written: fresh blocks are zeroed for it
     reproducible: bool = True  # a row's bits do not depend on its batch
     any_block_size: bool = True  # nor on the kernel block size
+    graphs: frozenset[str] = frozenset()  # steps of which CUDA graphs hold `prepare` and `run`: "decode", "mixed"
     paged_operator: bool = False  # `run` is ops.attention.paged_attention and no more: a decoder may call that itself
 
 

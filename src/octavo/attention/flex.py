@@ -64,6 +64,7 @@ class FlexBackend:
         mods=True,
         reads_unwritten=True,
         any_block_size=False,
+        graphs=frozenset({"decode"}),
     )
 
     def __init__(

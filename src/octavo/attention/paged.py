@@ -41,6 +41,7 @@ class PagedBackend:
         devices=("cuda",),
         dtypes=(torch.bfloat16, torch.float16, torch.float32),
         kernel_block_sizes=(MultipleOf(BLOCK_MULTIPLE),),
+        graphs=frozenset({"decode", "mixed"}),
     )
 
     def __init__(
