@@ -19,6 +19,8 @@ if not torch.cuda.is_available():
 import gpu_rig
 from octavo.ops import sample
 from octavo.sampling.logprobs import MODES, to_token_logprobs
+from octavo.sampling_params import StructuredOutputsParams
+from test_grammar_mask import EOS, grammar_world
 from test_sampler import random_logits, random_request
 from world import World
 
@@ -48,6 +50,7 @@ def test_logprobs_equal_float64(vocab_size: int) -> None:
 @pytest.mark.parametrize("vocab_size", [7, 500, 32001, VOCAB])
 def test_masks_equal_the_cpus(vocab_size: int) -> None:
     gpu_rig.check_masks("cuda", vocab_size)
+    gpu_rig.check_bits("cuda", vocab_size + 40)
 
 
 def test_flat_logits_draw_like_the_cpu() -> None:
@@ -172,3 +175,27 @@ def test_nan_fails_its_row_only() -> None:
     others = [row for row in range(20) if row != 7]
     assert output.failed.tolist() == [int(row == 7) for row in range(20)]
     assert torch.equal(output.tokens[others], whole.tokens[others])
+
+
+def test_grammars_follow_the_cpu_without_waiting_for_the_forward_pass() -> None:
+    """Rows come, go and are replaced while a token is on its way."""
+    form = {"structured_outputs": StructuredOutputsParams(regex="[abc]{2,9}"), "eos": [EOS]}
+    rng = random.Random(5)
+    ours, cpu = grammar_world("cuda"), grammar_world("cpu")
+    for world in (ours, cpu):
+        for row in range(12):
+            world.add(row, seed=row, **(form if row % 3 else {}))
+    for step in range(8):
+        logits = random_logits(12, step)
+        together, expected = ours.sample(range(12), logits), cpu.sample(range(12), logits)
+        assert torch.equal(together.tokens.cpu(), expected.tokens)
+        assert torch.equal(together.failed.cpu(), expected.failed)
+        for row, token in enumerate(expected.tokens.tolist()):
+            ours.commit(row, token)
+            cpu.commit(row, token)
+        if step % 3 == 1:  # one row ends, another is preempted and comes back with its output
+            row, other = rng.sample(range(12), 2)
+            tokens, num_prompt = cpu.known[other], cpu.requests[other].num_prompt
+            for world in (ours, cpu):
+                world.add(row, seed=step, **form)
+                world.add(other, tokens[:num_prompt], tokens[num_prompt:], seed=other, **(form if other % 3 else {}))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from octavo.ops import activation, embedding, norm, rope, sample
 from octavo.ops.gpu import activation as gpu_activation
+from octavo.ops.gpu import bitmask as gpu_bitmask
 from octavo.ops.gpu import embedding as gpu_embedding
 from octavo.ops.gpu import norm as gpu_norm
 from octavo.ops.gpu import rope as gpu_rope
@@ -194,6 +195,21 @@ def check_masks(device: str, vocab_size: int) -> None:
         assert torch.equal(ours.cpu(), expected)
 
 
+def check_bits(device: str, vocab_size: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = Logits(vocab_size).values.contiguous()
+    words = torch.randint(-(2**31), 2**31, (5, vocab_size // 32 + 2), generator=generator).int()
+    at = torch.tensor([3, 0, 23, 9, 5])
+    expected, ours = logits.clone(), logits.to(device)
+    sample.allow_bits_(expected, at, words)
+    gpu_bitmask.allow_bits_(ours, at.to(device), words.to(device))
+    assert torch.equal(ours.cpu(), expected)
+    for line, row in enumerate(at.tolist()):
+        for token in (0, 31, 32, vocab_size - 1):
+            allowed = int(words[line, token // 32]) >> (token % 32) & 1
+            assert expected[row, token] == (logits[row, token] if allowed else float("-inf"))
+
+
 def interpreted_norm() -> None:
     for width in (1, 17, 96, 256):
         check_norm("cpu", width, F32)
@@ -237,6 +253,7 @@ def interpreted_masks() -> None:
     gpu_truncate._PROGRAMS = 48
     for vocab_size in (7, 1500):
         check_masks("cpu", vocab_size)
+    check_bits("cpu", 100)
 
 
 INTERPRETED = (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 
 from octavo.grammar import Grammars, Vocabulary
 from octavo.sampling_params import StructuredOutputsParams
+from world import World
 
 V = 97
 EOS = 96
@@ -18,10 +18,14 @@ TOKENS = [bytes([32 + at]) for at in range(95)] + [b"ab", b""]
 A, B, C = (ord(char) - 32 for char in "abc")
 
 
-@pytest.fixture
-def world(make_world: Callable[..., Any]) -> Any:
+def grammar_world(device: str) -> World:
     vocabulary = Vocabulary(TOKENS, [EOS], [EOS])
-    return make_world(vocab_size=V, grammars=Grammars(lambda: vocabulary, V, [EOS]))
+    return World(vocab_size=V, device=device, grammars=Grammars(lambda: vocabulary, V, [EOS]))
+
+
+@pytest.fixture
+def world() -> World:
+    return grammar_world("cpu")
 
 
 def _logits(num_rows: int, seed: int) -> torch.Tensor:

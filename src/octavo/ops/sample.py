@@ -150,6 +150,19 @@ def top_k_top_p_mask_(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Te
     library.octavo_top_k_top_p_mask(*_rows(logits), top_k.data_ptr(), top_p.data_ptr(), min_p.data_ptr())
 
 
+def allow_bits_(logits: torch.Tensor, at: torch.Tensor, words: torch.Tensor) -> None:
+    """Set the tokens whose bit is not set to -inf, in place, in the rows `at` of `logits`.
+
+    at: [n] int64, each once; words: [n, at least vocab / 32] int32, bit i % 32 of word i // 32 is token i.
+    """
+    if logits.is_cuda:
+        from octavo.ops.gpu import bitmask
+
+        bitmask.allow_bits_(logits, at, words)
+        return
+    allow_bits_eager_(logits, at, words)
+
+
 def _rows(logits: torch.Tensor) -> tuple[int, int, int, int]:
     """The C arguments (address, row stride, rows, vocab) of float32 logits."""
     assert logits.dtype == torch.float32 and logits.stride(1) == 1, "logits are float32, a row is contiguous"
@@ -237,6 +250,13 @@ def top_logprobs_eager(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torc
 def nan_rows_eager(logits: torch.Tensor) -> torch.Tensor:
     """The twin of `nan_rows`."""
     return logits.isnan().any(dim=1)
+
+
+def allow_bits_eager_(logits: torch.Tensor, at: torch.Tensor, words: torch.Tensor) -> None:
+    """The twin of `allow_bits_`."""
+    bits = (words[:, :, None] >> torch.arange(32, device=words.device)) & 1
+    hidden = bits.flatten(1)[:, : logits.shape[1]] == 0
+    logits.index_copy_(0, at, logits.index_select(0, at).masked_fill_(hidden, _NEG_INF))
 
 
 def top_k_top_p_mask_eager_(

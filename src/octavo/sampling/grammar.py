@@ -3,21 +3,45 @@
 Owns one matcher per row that asks, and forbids the tokens that its grammar does not allow next. Does not know how
 forms are compiled (`octavo.grammar`), nor when a request ends: where its grammar is complete a row may sample EOS, and
 where nothing else can follow it must. Invariant: what is forbidden is a function of the form and of the row's output
-before the position, read from the request table, so preemption, replay, drafts and steps in flight need no care; an
-allowed token keeps its bits.
+before the position, so preemption, replay and steps in flight need no care; an allowed token keeps its bits.
+
+Matchers work on the host. On CPU they read the request table. On a GPU each drawn token is copied to the host as soon
+as it is there, and the next call waits for that copy alone: the forward pass issued since then runs meanwhile.
 """
 
 from __future__ import annotations
+
+import dataclasses
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from octavo.device.staging import PinnedRing
 from octavo.grammar import Grammars, Matcher
+from octavo.ops.sample import allow_bits_
 from octavo.plan import NewRow
-from octavo.sampling.rows import RowSet, SampleBatch, to_device
+from octavo.sampling.rows import RowSet, SampleBatch, Selection, to_device
 
 _INF = float("inf")
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Row:
+    """A row that asks. `tokens` holds what it has said, on a GPU as far as the host knows."""
+
+    matcher: Matcher
+    start: int  # where its output begins in the request table
+    tokens: list[int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Drawn:
+    """Tokens on their way to the host, and the rows that they continue."""
+
+    rows: list[tuple[int, _Row]]
+    tokens: NDArray[np.int64]
+    event: torch.cuda.Event
 
 
 class GrammarMask:
@@ -26,33 +50,35 @@ class GrammarMask:
     def __init__(
         self, max_num_rows: int, vocab_size: int, device: torch.device, tokens: torch.Tensor, grammars: Grammars
     ) -> None:
-        """`tokens` is the request table's, see Sampler. Matchers work on the host: other devices are waited for."""
+        """`tokens` is the request table's, see Sampler."""
         self._rows = RowSet(max_num_rows, device)
         self._vocab_size = vocab_size
         self._device = device
-        self._tokens = tokens
         self._tokens_np = tokens.numpy() if device.type == "cpu" else None
+        self._ring = None if device.type == "cpu" else PinnedRing()
         self._grammars = grammars
         eight = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
         self._bounds = np.where(eight, _INF, -_INF).astype(np.float32)  # [256, 8]: of a byte of eight tokens' bits
-        self._matchers: dict[int, tuple[Matcher, int]] = {}  # row -> its matcher, where its output begins
+        self._of_row: dict[int, _Row] = {}
+        self._drawn: list[_Drawn] = []  # at most one, on a GPU
 
     def add(self, new: NewRow) -> bool:
         """Start a row's matcher. Returns whether it asks for a form."""
         structured = new.sampling.structured_outputs
         if structured is None:
             return False
-        self._matchers[new.row] = self._grammars.matcher(structured), new.num_prompt
+        said = [] if self._ring is None else list(map(int, new.token_ids[new.num_prompt :]))
+        self._of_row[new.row] = _Row(self._grammars.matcher(structured), new.num_prompt, said)
         self._rows.add(new.row)
         return True
 
     def remove(self, row: int) -> None:
         """Forget `row`."""
         self._rows.discard(row)
-        self._matchers.pop(row, None)
+        self._of_row.pop(row, None)
 
     def apply_staged(self) -> None:
-        """Nothing is staged: a matcher follows the request table."""
+        """Nothing is staged: a matcher follows the row's tokens."""
 
     def __call__(self, logits: torch.Tensor, batch: SampleBatch) -> None:
         """Change `logits` ([S, vocab_size] float32, contiguous) in place. A row without any allowed token gets -inf."""
@@ -60,24 +86,44 @@ class GrammarMask:
         if selection is None:
             return
         bits = np.zeros((len(selection.at_np), self._grammars.num_words), np.int32)
+        rows = [self._of_row[row] for row in batch.rows_np[selection.at_np].tolist()]
+        if self._tokens_np is None:
+            self._settle()
+            for line, row in zip(bits, rows, strict=True):
+                row.matcher.fill(np.array(row.tokens, np.int32), line)
+            allow_bits_(logits, selection.at, to_device(bits, self._device))
+            return
         positions = batch.positions.index_select(0, selection.at).tolist()
-        rows = batch.rows_np[selection.at_np].tolist()
-        for line, row, position in zip(bits, rows, positions, strict=True):
-            matcher, start = self._matchers[row]
-            matcher.fill(self._output(row, start, position), line)
+        places = zip(bits, rows, batch.rows_np[selection.at_np].tolist(), positions, strict=True)
+        for line, row, at, position in places:
+            row.matcher.fill(self._tokens_np[at, row.start : position], line)
+        self._hide_on_cpu(logits, selection, bits)
+
+    def _hide_on_cpu(self, logits: torch.Tensor, selection: Selection, bits: NDArray[np.int32]) -> None:
+        # numpy: tensors of this size would wake PyTorch's threads, which then compete with those of the operators;
         # the minimum with +inf keeps every bit of a cell
         bounds = self._bounds[bits.view(np.uint8)].reshape(len(bits), -1)[:, : self._vocab_size]
-        if self._tokens_np is not None:
-            # tensors of this size would wake PyTorch's threads, which then compete with those of the operators
-            logits_np = logits.numpy()
-            for at, bound in zip(selection.at_np, bounds, strict=True):
-                np.minimum(logits_np[at], bound, out=logits_np[at])
-            return
-        bound = to_device(bounds, self._device)
-        logits.index_copy_(0, selection.at, torch.minimum(logits.index_select(0, selection.at), bound))
+        logits_np = logits.numpy()
+        for at, bound in zip(selection.at_np, bounds, strict=True):
+            np.minimum(logits_np[at], bound, out=logits_np[at])
 
-    def _output(self, row: int, start: int, position: int) -> NDArray[np.int32]:
-        """What a row has generated."""
-        if self._tokens_np is not None:
-            return self._tokens_np[row, start:position]
-        return self._tokens[row, start:position].cpu().numpy()
+    def drawn(self, tokens: torch.Tensor, batch: SampleBatch) -> None:
+        """Take note of what was drawn: `tokens` [S] int64 are the rows' next ones."""
+        selection = self._rows.select(batch.rows_np)
+        if self._ring is None or selection is None:
+            return
+        slot, event = self._ring.take(2 * len(selection.at_np))
+        host = slot[: 2 * len(selection.at_np)].view(torch.int64)
+        host.copy_(tokens.index_select(0, selection.at), non_blocking=True)
+        event.record()
+        rows = batch.rows_np[selection.at_np].tolist()
+        self._drawn.append(_Drawn([(row, self._of_row[row]) for row in rows], host.numpy(), event))
+
+    def _settle(self) -> None:
+        """Wait for the tokens on their way, and append them to the rows that still are who they were."""
+        for drawn in self._drawn:
+            drawn.event.synchronize()
+            for (row, was), token in zip(drawn.rows, drawn.tokens.tolist(), strict=True):
+                if self._of_row.get(row) is was:
+                    was.tokens.append(token)
+        self._drawn.clear()

@@ -91,11 +91,12 @@ class Sampler:
         self._changed = RowSet(max_num_rows, device)  # rows with any of the stages
         self._logprobs = LogprobRows(max_num_rows, vocab_size, max_logprobs, device)
         self._truncation = Truncation(max_num_rows, vocab_size, device, queue)
+        self._grammar = GrammarMask(max_num_rows, vocab_size, device, tokens, grammars)
         # the list is the order
         self._stages: tuple[Feature, ...] = (
             LogitBias(max_num_rows, vocab_size, device),
             AllowedTokens(max_num_rows, vocab_size, device),
-            GrammarMask(max_num_rows, vocab_size, device, tokens, grammars),
+            self._grammar,
             MinTokens(max_num_rows, vocab_size, device),
             Penalties(max_num_rows, vocab_size, device, tokens, prompt_lens, queue),
             BadWords(max_num_rows, vocab_size, device, tokens, prompt_lens),
@@ -159,6 +160,7 @@ class Sampler:
                 stage(logits, batch)
         tokens, failed = self.draw(logits, batch.rows, batch.positions)
         if changed is not None and not_a_number is not None:
+            self._grammar.drawn(tokens, batch)
             failed = not_a_number.view(torch.uint8)
             # only where all of a row is forbidden can the choice be forbidden
             choice = logits.view(-1).index_select(0, changed.at * self._vocab_size + tokens.index_select(0, changed.at))

@@ -55,15 +55,16 @@ def _larger_or_nan(left, right):
     return tl.maximum(left, right, propagate_nan=tl.PropagateNan.ALL)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _draw(
     logits, logits_row, rows, temperatures, seeds, positions, tokens, failed, values, codes, arrived,
     vocab_size, share, splits, INDEXED: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr,
-    MAX_SPLITS: tl.constexpr, NAN_BIT: tl.constexpr,
+    TILES: tl.constexpr, MAX_SPLITS: tl.constexpr, NAN_BIT: tl.constexpr,
 ):  # fmt: skip
     """Program (line, split): the winner of `share` entries; the last program of a line takes the best of them.
 
-    Most tiles are passed by a bound on what their scores can be; exact scores are computed where it exceeds the best.
+    A first pass finds for each tile a bound on what its scores can be. Exact scores are then computed in the tile with
+    the largest bound, the next largest, and so on, until no bound reaches the best score.
     """
     line, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(rows + line) if INDEXED else line
@@ -72,29 +73,36 @@ def _draw(
     greedy = temperature == 0.0
     inverse = tl.where(greedy, 1.0, tl.div_rn(1.0, tl.where(greedy, 1.0, temperature)))
     amount = tl.where(greedy, 0.0, 1.0)
-    best = float("-inf")
-    code = 0
-    lane = tl.arange(0, TILE)
+    lane, tile = tl.arange(0, TILE), tl.arange(0, TILES)
     start = split * share
     offset = low + start.to(tl.uint32)  # what turns lanes into a tile's ids plus the key's low half
     logits += line * logits_row + lane
-    ahead = tl.load(logits + start, mask=lane < vocab_size - start, other=float("-inf"))
-    for base in range(start, tl.minimum(start + share, vocab_size), TILE):
-        x = ahead  # the next tile is on its way while this one is worked on
-        ahead = tl.load(logits + base + TILE, mask=lane < vocab_size - base - TILE, other=float("-inf"))
+    bounds = tl.full((TILES,), float("-inf"), tl.float32)
+    for index in range(tl.cdiv(tl.minimum(share, vocab_size - start), TILE)):
+        base = start + index * TILE
+        x = tl.load(logits + base, mask=lane < vocab_size - base, other=float("-inf"))
         words = uniform_words(offset, high, lane.to(tl.uint32))
         offset += TILE
         bound = tl.reduce(tl.fma(x, inverse, gumbel_bound(words, amount)), 0, _larger_or_nan)
-        if (bound > best) | (bound != bound):
-            if tl.max((x != x).to(tl.int32), 0) > 0:
-                code = code | NAN_BIT
-            score = tl.fma(x, inverse, gumbel(words) * amount)
-            score = tl.where(x == x, score, float("-inf"))
-            top = tl.max(score, 0)
-            if top > best:
-                winner = base + tl.min(tl.where(score == top, lane, 2147483647), 0)
-                code = (code & NAN_BIT) | winner
-                best = top
+        bounds = tl.where(tile == index, tl.where(bound == bound, bound, float("inf")), bounds)
+    best = tl.full((), float("-inf"), tl.float32)
+    code = tl.zeros((), tl.int32)
+    bound = tl.max(bounds, 0)
+    while (bound >= best) & (bound > float("-inf")):
+        index = tl.min(tl.where(bounds == bound, tile, TILES), 0)
+        base = start + index * TILE
+        x = tl.load(logits + base, mask=lane < vocab_size - base, other=float("-inf"))
+        words = uniform_words(low + base.to(tl.uint32), high, lane.to(tl.uint32))
+        score = tl.fma(x, inverse, gumbel(words) * amount)
+        score = tl.where(x == x, score, float("-inf"))
+        top = tl.max(score, 0)
+        winner = base + tl.min(tl.where(score == top, lane, TILE), 0)
+        better = (top > best) | ((top == best) & (winner < (code & (NAN_BIT - 1))) & (top > float("-inf")))
+        code = (code & NAN_BIT) | tl.where(better, winner, code & (NAN_BIT - 1))
+        code = code | tl.max((x != x).to(tl.int32), 0) * NAN_BIT
+        best = tl.maximum(best, top)
+        bounds = tl.where(tile == index, float("-inf"), bounds)
+        bound = tl.max(bounds, 0)
     if SPLIT:
         part = (line * splits).to(tl.int32) + split
         tl.store(values + part, best)
@@ -115,6 +123,11 @@ def _draw(
         tl.store(failed + line, (code >= NAN_BIT).to(tl.uint8))
 
 
+def _room_for(tiles: int) -> int:
+    """A power of four, so that few kernels are compiled."""
+    return next(room for room in (8, 32, 128, 512, 2048, 8192) if tiles <= room)
+
+
 def draw(
     logits: Tensor, rows: Tensor | None, temperatures: Tensor, seeds: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -132,8 +145,8 @@ def draw(
     _draw[(num_rows, splits)](
         logits, logits.stride(0), tokens if rows is None else rows, temperatures, seeds, positions, tokens, failed,
         scratch.values, scratch.codes, scratch.arrived, vocab_size, per_split * tile, splits, INDEXED=rows is not None,
-        SPLIT=splits > 1, TILE=tile, MAX_SPLITS=_MAX_SPLITS, NAN_BIT=_NAN_BIT, num_warps=warps,
-        enable_fp_fusion=False,
+        SPLIT=splits > 1, TILE=tile, TILES=_room_for(per_split), MAX_SPLITS=_MAX_SPLITS, NAN_BIT=_NAN_BIT,
+        num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
     return tokens, failed
 
