@@ -50,6 +50,7 @@ def test_logprobs_equal_float64(vocab_size: int) -> None:
 @pytest.mark.parametrize("vocab_size", [7, 500, 32001, VOCAB])
 def test_masks_equal_the_cpus(vocab_size: int) -> None:
     gpu_rig.check_masks("cuda", vocab_size)
+    gpu_rig.check_few("cuda", vocab_size)
     gpu_rig.check_bits("cuda", vocab_size + 40)
 
 

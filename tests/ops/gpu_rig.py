@@ -19,6 +19,7 @@ from octavo.ops.gpu import norm as gpu_norm
 from octavo.ops.gpu import rope as gpu_rope
 from octavo.ops.gpu import sample as gpu_sample
 from octavo.ops.gpu import truncate as gpu_truncate
+from octavo.ops.gpu import truncate_few as gpu_few
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 # (heads, KV heads, head size, rotary size)
@@ -195,6 +196,24 @@ def check_masks(device: str, vocab_size: int) -> None:
         assert torch.equal(ours.cpu(), expected)
 
 
+def check_few(device: str, vocab_size: int, max_top_k: int = sample.FEW) -> None:
+    """Division, min-p, small top-k and top-p in one; flat rows, and rows with few finite entries."""
+    case = Logits(vocab_size)
+    logits = case.values.contiguous()
+    logits[11], logits[12] = float("-inf"), 2.0
+    logits[11, :3] = logits[12, -2:] = 1.0
+    at = torch.arange(23, 1, -1)
+    generator = torch.Generator().manual_seed(1)
+    top_k = torch.randint(1, min(max_top_k, vocab_size) + 1, (22,), generator=generator)
+    temperatures = torch.rand(22, generator=generator) + 0.2
+    for top_p, min_p in ((1.0, 0.0), (0.9, 0.0), (0.5, 0.05)):
+        cuts = (temperatures, top_k, torch.full((22,), top_p), torch.full((22,), min_p))
+        expected, ours = logits.clone(), logits.to(device, copy=True)
+        sample.truncate_(expected, at, *cuts)
+        gpu_few.truncate_few_(ours, at.to(device), *(x.to(device) for x in cuts))
+        assert torch.equal(ours.cpu(), expected), (ours.cpu() != expected).any(1).nonzero()
+
+
 def check_bits(device: str, vocab_size: int) -> None:
     generator = torch.Generator().manual_seed(0)
     logits = Logits(vocab_size).values.contiguous()
@@ -253,6 +272,8 @@ def interpreted_masks() -> None:
     gpu_truncate._PROGRAMS = 48
     for vocab_size in (7, 1500):
         check_masks("cpu", vocab_size)
+    gpu_few._MAX_LEAVES, gpu_few._ROOM = 16, 8
+    check_few("cpu", 60, 8)
     check_bits("cpu", 100)
 
 

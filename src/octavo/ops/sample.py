@@ -23,6 +23,7 @@ _MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
 _LOW = 0xFFFFFFFF
 _NEG_INF = float("-inf")
+FEW = 64  # so many entries of top-k a GPU finds without a search
 _MAX_NATIVE_TOP = 256  # above, a sort beats insertion
 
 _ROWS = [PTR, I64, I64, I64]  # logits, row stride, rows, vocab
@@ -148,6 +149,33 @@ def top_k_top_p_mask_(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Te
         top_k_top_p_mask_eager_(logits, top_k, top_p, min_p)
         return
     library.octavo_top_k_top_p_mask(*_rows(logits), top_k.data_ptr(), top_p.data_ptr(), min_p.data_ptr())
+
+
+def truncate_(
+    logits: torch.Tensor,
+    at: torch.Tensor,
+    temperatures: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    *,
+    few: bool = False,
+) -> None:
+    """Divide the rows `at` of `logits` by their temperatures, then `top_k_top_p_mask_` them, in place.
+
+    at: [n] int64, each once; the others: [n]. few: every top_k lies in 1 .. FEW, which a GPU makes use of.
+    """
+    if few and logits.is_cuda:
+        from octavo.ops.gpu import truncate_few
+
+        truncate_few.truncate_few_(logits, at, temperatures, top_k, top_p, min_p)
+        return
+    whole = len(at) == len(logits)
+    part = logits if whole else logits.index_select(0, at)
+    part.div_(temperatures[:, None])
+    top_k_top_p_mask_(part, top_k, top_p, min_p)
+    if not whole:
+        logits.index_copy_(0, at, part)
 
 
 def allow_bits_(logits: torch.Tensor, at: torch.Tensor, words: torch.Tensor) -> None:

@@ -7,29 +7,17 @@ never come here: no cut can remove the likeliest token. Invariant: which of its 
 
 from __future__ import annotations
 
+import dataclasses
+
+import numpy as np
 import torch
 
 from octavo.device.staging import StagedTensor, WriteQueue
 from octavo.ops.sample import top_k_top_p_mask_
-from octavo.plan import NewRow
-from octavo.sampling.rows import RowSet, SampleBatch, Selection
-
-
-class Truncation:
-    """Divides by the temperature, then forbids by min_p, top_k and top_p, in this order."""
-
-    def __init__(
-        self, max_num_rows: int, vocab_size: int, device: torch.device, queue: WriteQueue | None = None
-    ) -> None:
-        """No row asks at first."""
-        self._rows = RowSet(max_num_rows, device)
-        self._vocab_size = vocab_size
-        self._params = StagedTensor(max_num_rows, 3, torch.float32, device, queue)  # temperature, top_p, min_p
-        self._top_k = StagedTensor(max_num_rows, 0, torch.int64, device, queue)
+        self._few_np = np.zeros(max_num_rows, np.bool_)  # rows with a small top_k: a GPU has a way of its own for them
+        self._device = device
         self._selection: Selection | None = None
-        # of the selection, so that steady steps gather nothing: [n] each, float32 but top_k
-        self._temperature = self._top_p = self._min_p = torch.empty(0, device=device)
-        self._cut = torch.empty(0, dtype=torch.int64, device=device)
+        self._parts: list[_Part] = []  # of the selection
 
     def add(self, new: NewRow) -> bool:
         """Stage the cuts of a row. Returns whether there are any; if so, it is to be drawn at temperature 1."""
@@ -40,6 +28,7 @@ class Truncation:
         self._rows.add(new.row)
         self._params.stage(new.row, 0, (params.temperature, params.top_p, params.min_p))
         self._top_k.stage_one(new.row, top_k)
+        self._few_np[new.row] = top_k <= FEW and self._device.type != "cpu"
         return True
 
     def remove(self, row: int) -> None:
@@ -58,13 +47,21 @@ class Truncation:
             return
         if selection is not self._selection:
             self._selection = selection
-            rows = batch.rows.index_select(0, selection.at)
-            columns = self._params.data.index_select(0, rows).t().contiguous()
-            self._temperature, self._top_p, self._min_p = columns[0, :, None], columns[1], columns[2]
-            self._cut = self._top_k.data.index_select(0, rows)
-        whole = len(selection.at_np) == len(logits)
-        part = logits if whole else logits.index_select(0, selection.at)
-        part.div_(self._temperature)
-        top_k_top_p_mask_(part, self._cut, self._top_p, self._min_p)
-        if not whole:
-            logits.index_copy_(0, selection.at, part)
+            self._parts = self._split(selection, batch)
+        for part in self._parts:
+            truncate_(logits, part.at, part.temperature, part.top_k, part.top_p, part.min_p, few=part.few)
+
+    def _split(self, selection: Selection, batch: SampleBatch) -> list[_Part]:
+        few_np = self._few_np[batch.rows_np[selection.at_np]]
+        parts = []
+        for few in (False, True):
+            mine = np.flatnonzero(few_np == few)
+            if len(mine):
+                at = selection.at if len(mine) == len(few_np) else to_device(selection.at_np[mine], self._device)
+                rows = batch.rows.index_select(0, at)
+                temperature, top_p, min_p = self._params.data.index_select(0, rows).t().contiguous()
+                parts.append(_Part(
+                    at=at, temperature=temperature, top_p=top_p, min_p=min_p,
+                    top_k=self._top_k.data.index_select(0, rows), few=few,
+                ))  # fmt: skip
+        return parts

@@ -22,7 +22,7 @@ _PROGRAMS = 2048
 
 
 @triton.jit
-def _key(x):
+def value_key(x):
     """uint32 that grows as the value falls; NaN counts as -inf, and -0 as 0."""
     x = tl.where(x == x, x, float("-inf")) + 0.0
     bits = x.to(tl.int32, bitcast=True)
@@ -30,7 +30,7 @@ def _key(x):
 
 
 @triton.jit
-def _weight(x, largest):
+def weight_of(x, largest):
     """floor(e^(x - largest) * 2^40), 0 below e^-87; the steps of `octavo.ops.activation.exp_reference`."""
     distance = x - largest
     d = tl.maximum(distance, -87.0)
@@ -68,9 +68,9 @@ def _sum_digits(
             ids = base + tl.arange(0, TILE)
             inside = ids < vocab_size
             x = tl.load(logits + line * logits_row + ids, mask=inside, other=float("-inf"))
-            key = _key(x)
+            key = value_key(x)
             if TOP_P:
-                weight = _weight(x, top)
+                weight = weight_of(x, top)
             else:
                 weight = tl.full((TILE,), 1, tl.int64)
             counted = inside & (weight > 0)
@@ -127,16 +127,16 @@ def _mask(
             for base in range(0, start, TILE):
                 ids = base + tl.arange(0, TILE)
                 x = tl.load(logits + ids, mask=ids < vocab_size, other=float("nan"))
-                seen += tl.sum((_key(x) == last).to(tl.int64), 0)
+                seen += tl.sum((value_key(x) == last).to(tl.int64), 0)
         for base in range(start, tl.minimum(start + share, vocab_size), TILE):
             ids = base + tl.arange(0, TILE)
             inside = ids < vocab_size
             x = tl.load(logits + ids, mask=inside, other=float("-inf"))
-            key = _key(x)
+            key = value_key(x)
             equal = inside & (key == last)
             hidden = key > last
             if needed < weight_of_all:
-                weight = _weight(x, top) if TOP_P else tl.full((TILE,), 1, tl.int64)
+                weight = weight_of(x, top) if TOP_P else tl.full((TILE,), 1, tl.int64)
                 count = equal.to(tl.int64)
                 before = seen + tl.cumsum(count, 0) - count
                 hidden = hidden | (equal & (before * weight >= needed))
