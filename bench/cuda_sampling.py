@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from cuda_attention import measure_copy, seconds
-from octavo.ops.sample import draw, token_logprobs, top_k_top_p_mask_, top_logprobs
+from octavo.ops.sample import draw, token_logprobs, top_k_top_p_mask_, top_logprobs, truncate_
 
 VOCAB = 151936
 ROWS = (1, 16, 64, 256, 512)
@@ -29,7 +29,9 @@ def cases(rows: int) -> Iterator[tuple[str, Callable[[], object]]]:
     yield f"{TOP} likeliest", lambda: top_logprobs(logits, TOP)
     all_kept = torch.zeros_like(place)
     yield "copy", lambda: logits.clone()
-    yield "copy, top-k 50", lambda: top_k_top_p_mask_(logits.clone(), all_kept + 50, ones, zeros)
+    cuts = (0.6 * ones, all_kept + 20, 0.95 * ones, zeros)
+    yield "copy, top-k 20, top-p 0.95", lambda: truncate_(logits.clone(), place, *cuts, few=True)
+    yield "copy, top-k 50, by search", lambda: top_k_top_p_mask_(logits.clone(), all_kept + 50, ones, zeros)
     yield "copy, top-p 0.9", lambda: top_k_top_p_mask_(logits.clone(), all_kept, 0.9 * ones, zeros)
 
 

@@ -13,7 +13,34 @@ import numpy as np
 import torch
 
 from octavo.device.staging import StagedTensor, WriteQueue
-from octavo.ops.sample import top_k_top_p_mask_
+from octavo.ops.sample import FEW, truncate_
+from octavo.plan import NewRow
+from octavo.sampling.rows import RowSet, SampleBatch, Selection, to_device
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Part:
+    """Logits rows that are cut together, with what stays the same between steps: [n] each."""
+
+    at: torch.Tensor  # int64, places among the S
+    temperature: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    top_k: torch.Tensor  # int64
+    few: bool
+
+
+class Truncation:
+    """Divides by the temperature, then forbids by min_p, top_k and top_p, in this order."""
+
+    def __init__(
+        self, max_num_rows: int, vocab_size: int, device: torch.device, queue: WriteQueue | None = None
+    ) -> None:
+        """No row asks at first."""
+        self._rows = RowSet(max_num_rows, device)
+        self._vocab_size = vocab_size
+        self._params = StagedTensor(max_num_rows, 3, torch.float32, device, queue)  # temperature, top_p, min_p
+        self._top_k = StagedTensor(max_num_rows, 0, torch.int64, device, queue)
         self._few_np = np.zeros(max_num_rows, np.bool_)  # rows with a small top_k: a GPU has a way of its own for them
         self._device = device
         self._selection: Selection | None = None

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.activation import GATED_KINDS
+from octavo.ops.gpu.launch import begin_after, chained
 
 # Channels of a program and its warps: they move no bit.
 _BLOCK = 1024
@@ -20,7 +21,8 @@ _WARPS = 4
 
 
 @triton.jit
-def _gated(gate_up, out, in_row, SIZE: tl.constexpr, TANH: tl.constexpr, BLOCK: tl.constexpr):
+def _gated(gate_up, out, in_row, SIZE: tl.constexpr, TANH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    begin_after(PDL)
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < SIZE
@@ -42,6 +44,6 @@ def gated_activation(gate_up: Tensor, kind: str) -> Tensor:
     if rows:
         _gated[(rows, triton.cdiv(size, _BLOCK))](
             gate_up, out, gate_up.stride(0), SIZE=size, TANH=GATED_KINDS[kind] == 1, BLOCK=_BLOCK, num_warps=_WARPS,
-            enable_fp_fusion=False,
+            enable_fp_fusion=False, **chained(gate_up.device),
         )  # fmt: skip
     return out

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.ops.gpu.launch import begin_after, chained
 from octavo.ops.gpu.tree import padded_length, row_sums
 
 _CHANNELS_PER_WARP = 1024  # moves no bit
@@ -21,12 +22,14 @@ _CHANNELS_PER_WARP = 1024  # moves no bit
 def _norm_rows(
     x, residual, weight, out, total, x_row, residual_row, eps,
     SIZE: tl.constexpr, PADDED: tl.constexpr, LEVELS: tl.constexpr, ADD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, PADDED)
     inside = channel < SIZE
-    value = tl.load(x + row * x_row + channel, mask=inside, other=0.0).to(tl.float32)
     scale = tl.load(weight + channel, mask=inside, other=0.0)
+    begin_after(PDL)
+    value = tl.load(x + row * x_row + channel, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         value += tl.load(residual + row * residual_row + channel, mask=inside, other=0.0).to(tl.float32)
         rounded = value.to(total.dtype.element_ty)
@@ -61,5 +64,5 @@ def _launch(x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, total: Ten
         _norm_rows[(rows,)](
             x, residual, weight, out, total, x.stride(0), residual.stride(0), eps,
             SIZE=size, PADDED=padded, LEVELS=padded.bit_length() - 1, ADD=add,
-            num_warps=min(max(padded // _CHANNELS_PER_WARP, 1), 16), enable_fp_fusion=False,
+            num_warps=min(max(padded // _CHANNELS_PER_WARP, 1), 16), enable_fp_fusion=False, **chained(x.device),
         )  # fmt: skip

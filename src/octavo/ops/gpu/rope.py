@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.cache_store import LIMITS
+from octavo.ops.gpu.launch import begin_after, chained
 from octavo.ops.gpu.tree import padded_length, row_sums
 
 # Channels of a program, in whole heads, and its warps: they move no bit.
@@ -91,10 +92,11 @@ def _qk_norm_rope_store(
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr,
     HALF: tl.constexpr, PADDED_HALF: tl.constexpr, REST: tl.constexpr, HALF_LEVELS: tl.constexpr,
     REST_LEVELS: tl.constexpr, HEADS: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
-    QUANTIZED: tl.constexpr, SCALED: tl.constexpr,
+    QUANTIZED: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (token, part): `HEADS` heads of q, of k or of v."""
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    begin_after(PDL)
     Q_PARTS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     KV_PARTS: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
     DTYPE: tl.constexpr = qkv.dtype.element_ty
@@ -169,6 +171,6 @@ def qk_norm_rope_store(
         PADDED_HALF=padded_half, REST=rest, HALF_LEVELS=padded_half.bit_length() - 1,
         REST_LEVELS=rest.bit_length() - 1, HEADS=heads, Q_NORM=q_norm is not None, K_NORM=k_norm is not None,
         QUANTIZED=kv.dtype in LIMITS, SCALED=key_scale is not None,
-        num_warps=_WARPS, enable_fp_fusion=False,
+        num_warps=_WARPS, enable_fp_fusion=False, **chained(qkv.device),
     )  # fmt: skip
     return q

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.ops.gpu.launch import begin_after, chained
 from octavo.ops.gpu.noise import gumbel, gumbel_bound, natural_log, stream_key, uniform_words
 from octavo.ops.gpu.tree import padded_length, row_sums
 
@@ -59,13 +60,14 @@ def _larger_or_nan(left, right):
 def _draw(
     logits, logits_row, rows, temperatures, seeds, positions, tokens, failed, values, codes, arrived,
     vocab_size, share, splits, INDEXED: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr,
-    TILES: tl.constexpr, MAX_SPLITS: tl.constexpr, NAN_BIT: tl.constexpr,
+    TILES: tl.constexpr, MAX_SPLITS: tl.constexpr, NAN_BIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (line, split): the winner of `share` entries; the last program of a line takes the best of them.
 
     A first pass finds for each tile a bound on what its scores can be. Exact scores are then computed in the tile with
     the largest bound, the next largest, and so on, until no bound reaches the best score.
     """
+    begin_after(PDL)
     line, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(rows + line) if INDEXED else line
     temperature = tl.load(temperatures + row)
@@ -146,7 +148,7 @@ def draw(
         logits, logits.stride(0), tokens if rows is None else rows, temperatures, seeds, positions, tokens, failed,
         scratch.values, scratch.codes, scratch.arrived, vocab_size, per_split * tile, splits, INDEXED=rows is not None,
         SPLIT=splits > 1, TILE=tile, TILES=_room_for(per_split), MAX_SPLITS=_MAX_SPLITS, NAN_BIT=_NAN_BIT,
-        num_warps=warps, enable_fp_fusion=False,
+        num_warps=warps, enable_fp_fusion=False, **chained(logits.device),
     )  # fmt: skip
     return tokens, failed
 
