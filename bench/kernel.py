@@ -214,6 +214,10 @@ def main() -> None:
     cuda.add_argument("--rounds", type=int, default=15)
     cuda.add_argument("--quick", action="store_true", help="three row counts only")
     cuda.set_defaults(function=cuda_elementwise)
+    cuda = commands.add_parser("sampling", help="drawing, log-probabilities and masks on a CUDA device")
+    cuda.add_argument("--rounds", type=int, default=15)
+    cuda.add_argument("--quick", action="store_true", help="three row counts only")
+    cuda.set_defaults(function=cuda_sampling)
     args = parser.parse_args()
     if not args.command.startswith("cpu-"):
         if not torch.cuda.is_available():
