@@ -273,7 +273,7 @@ def resolve(config: EngineConfig, arch: Arch, facts: DeviceFacts) -> Resolved:
         dtype=dtype,
         native=native,
         num_threads=config.num_threads or facts.num_cores,
-        attention_backend=_resolve_attention(config, device, native != "none", why),
+        attention_backend=_resolve_attention(config, arch, device, native != "none", why),
         layer_backends=_resolve_layer_backends(config),
         block_size=block_size,
         kernel_block_size=_resolve_kernel_block_size(config, block_size),
@@ -362,12 +362,15 @@ def _resolve_layer_backends(config: EngineConfig) -> dict[str, Sequence[int]]:
     return dict(given)
 
 
-def _resolve_attention(config: EngineConfig, device: str, native: bool, why: dict[str, str]) -> str:
+def _resolve_attention(config: EngineConfig, arch: Arch, device: str, native: bool, why: dict[str, str]) -> str:
     backend = config.attention_backend or config.attention_config.get("backend", "auto")
     if not isinstance(backend, str) or not backend:
         raise ConfigError("attention_config", backend, "backend must be a name", 'e.g. {"backend": "reference"}')
     if ":" not in backend:
         backend = backend.lower()
+    if backend == "auto" and device == "cuda" and arch.latent is not None:
+        why["attention_backend"] = "the model's attention is latent"
+        return "mla"
     if backend == "auto" and device == "cuda":
         why["attention_backend"] = "Octavo's own kernels: every mask, one order of sums at any batch"
         return "paged"

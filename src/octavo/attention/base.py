@@ -27,6 +27,7 @@ BACKENDS = Registry(
         "reference": "octavo.attention.reference:ReferenceBackend",
         "cpu": "octavo.attention.cpu:CpuBackend",
         "paged": "octavo.attention.paged:PagedBackend",
+        "mla": "octavo.attention.mla:MlaBackend",
         "flex": "octavo.attention.flex:FlexBackend",
     },
 )

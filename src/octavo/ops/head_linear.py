@@ -1,26 +1,39 @@
 """One small product per head: x[:, h] @ weight[h].T.
 
-Owns the packed weights of all heads and the loop over them; each product is `octavo.ops.matmul.linear`, so its
-arithmetic is stated there. Does not know what the heads mean. Invariant: a row's bits depend on that row and the
-weights only.
+Owns the packed weights of all heads; each product is `octavo.ops.matmul.linear`'s chain over K in order. Does not know
+what the heads mean. Invariant: a row's bits depend on that row and the weights only.
 """
 
 from __future__ import annotations
+
+import dataclasses
 
 import torch
 
 from octavo.ops.matmul import LinearWeight, linear, pack_linear
 
-HeadWeights = tuple[LinearWeight, ...]
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class HeadWeights:
+    """Weights of all heads, made ready by `pack_heads`."""
+
+    packed: tuple[LinearWeight, ...]  # CPU: one for each head
+    stacked: torch.Tensor | None  # GPU: [heads, N, K]
 
 
 def pack_heads(weight: torch.Tensor) -> HeadWeights:
-    """Pack weight [heads, N, K] for `head_linear`; see pack_linear."""
-    return tuple(pack_linear(head.contiguous()) for head in weight)
+    """Make weight [heads, N, K] ready for `head_linear`; see pack_linear."""
+    if weight.is_cuda:
+        return HeadWeights((), weight.contiguous())
+    return HeadWeights(tuple(pack_linear(head.contiguous()) for head in weight), None)
 
 
 def head_linear(x: torch.Tensor, weights: HeadWeights, out: torch.Tensor) -> torch.Tensor:
     """x [tokens, heads, K] -> out [tokens, heads, N] of x's dtype, which is returned; both may be strided views."""
-    for head, weight in enumerate(weights):
+    if weights.stacked is not None:
+        from octavo.ops.gpu import latent  # needs triton
+
+        return latent.head_linear(x, weights.stacked, out)
+    for head, weight in enumerate(weights.packed):
         linear(x[:, head], weight, out=out[:, head])
     return out

@@ -35,6 +35,32 @@ def latent_rope_store(
     second: queries and keys alike, so that their products are what any other order gives. Arithmetic is float32,
     rounded once.
     """
+    if query.is_cuda:
+        from octavo.ops.gpu import latent  # needs triton
+
+        latent.latent_rope_store(
+            query, state, positions, cos_sin, weight, eps, rotated, kv, slot_mapping, interleaved=interleaved
+        )
+        return
+    latent_rope_store_reference(
+        query, state, positions, cos_sin, weight, eps, rotated, kv, slot_mapping, interleaved=interleaved
+    )
+
+
+def latent_rope_store_reference(
+    query: torch.Tensor,
+    state: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    rotated: torch.Tensor,
+    kv: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    interleaved: bool,
+) -> None:
+    """The twin of `latent_rope_store` in plain torch."""
     latent_size = weight.shape[0]
     rows = cos_sin[positions]
     rotated.copy_(_rotate(query.float(), rows[:, None], interleaved))

@@ -1,0 +1,90 @@
+"""The GPU backend of latent attention: absorbed queries over compressed states, prefill and decode alike.
+
+Owns the step's split and the scratch memory of split rows; `octavo.ops.gpu.latent` does the work. Makes no device work
+in `prepare` and never waits for the device. Invariant: a query's bits depend on its own row only (the canonical order
+is stated there), so every bound that `prepare` takes from the host is free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from octavo.attention.base import (
+    NO_SETUP,
+    NO_TENSORS,
+    AttentionInputs,
+    Capability,
+    LayerTensors,
+    Setup,
+    Variant,
+    check_variants,
+)
+from octavo.ops.gpu.latent import LEAF, latent_attention, part_floats
+from octavo.ops.paged_attention import can_run_on, num_processors
+
+_PROGRAMS = 2  # for each processor, where few queries make splitting pay
+_SCRATCH_BYTES = 256 << 20  # a step that needs more is not split
+
+
+class MlaBackend:
+    """An AttentionBackend for CUDA and latent variants of any size and block size."""
+
+    capability = Capability(
+        devices=("cuda",),
+        dtypes=(torch.bfloat16, torch.float16, torch.float32),
+        window=False,
+        soft_cap=False,
+        latent=True,
+    )
+
+    def __init__(
+        self, variants: Sequence[Variant], dtype: torch.dtype, device: torch.device, setup: Setup = NO_SETUP
+    ) -> None:
+        """Raises ValueError for another device or dtype, and for layers whose attention is not latent."""
+        if not can_run_on(device):
+            raise ValueError(f"attention backend 'mla' runs on device cuda, got {device}: set attention_backend='cpu'")
+        check_variants("mla", self.capability, variants, dtype, setup)
+        for variant in variants:
+            if not variant.value_size:
+                raise ValueError("attention backend 'mla' serves latent attention only: set attention_backend='paged'")
+        self._device = device
+        self._num_heads = max(variant.num_heads for variant in variants)
+        self._latent_size = max(variant.value_size for variant in variants)
+        self._scratch = torch.empty(0, dtype=torch.float32, device=device)
+        self._captured: list[torch.Tensor] = []  # what graphs were captured with
+
+    def prepare(self, inputs: AttentionInputs, *, for_capture: bool = False) -> None:
+        """Choose the split from the host's bounds. Raises ValueError for inputs that contradict each other."""
+        inputs.check()
+        self._inputs = inputs
+        self._max_leaves = -(-inputs.max_seq_len // LEAF)
+        programs = inputs.num_tokens * -(-self._num_heads // 64)
+        self._splits = min(self._max_leaves, -(-_PROGRAMS * num_processors(self._device) // max(programs, 1)))
+        floats = part_floats(inputs.num_tokens, self._num_heads, self._latent_size, self._max_leaves)
+        if self._splits <= 1 or 4 * floats > _SCRATCH_BYTES:
+            self._splits = 1
+            return
+        if self._scratch.numel() < floats:
+            self._scratch = torch.empty(floats, dtype=torch.float32, device=self._device)
+        if for_capture and not any(memory is self._scratch for memory in self._captured):
+            self._captured.append(self._scratch)
+
+    def run(
+        self,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        variant: Variant,
+        out: torch.Tensor,
+        layer: LayerTensors = NO_TENSORS,
+    ) -> None:
+        """Attend; see AttentionBackend. Raises ValueError for tensors that are not the step's."""
+        inputs, rows = self._inputs, self._inputs.num_rows
+        inputs.check_call(q, kv, out)
+        num_tokens = inputs.num_tokens
+        latent_attention(
+            q[:num_tokens], kv, inputs.query_start[: rows + 1], inputs.seq_lens[:rows], inputs.block_table[:rows],
+            out[:num_tokens], scale=variant.scale, splits=self._splits, max_leaves=self._max_leaves,
+            scratch=self._scratch,
+        )  # fmt: skip
