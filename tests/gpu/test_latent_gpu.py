@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-for folder in ("attention", "models"):
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / folder))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "attention"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "models"))
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)

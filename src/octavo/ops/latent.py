@@ -35,7 +35,7 @@ def latent_rope_store(
     second: queries and keys alike, so that their products are what any other order gives. Arithmetic is float32,
     rounded once.
     """
-    if query.is_cuda:
+    if query.is_cuda and kv.dtype == state.dtype:
         from octavo.ops.gpu import latent  # needs triton
 
         latent.latent_rope_store(
@@ -43,8 +43,9 @@ def latent_rope_store(
         )
         return
     latent_rope_store_reference(
-        query, state, positions, cos_sin, weight, eps, rotated, kv, slot_mapping, interleaved=interleaved
-    )
+        query, state, positions, cos_sin, weight, eps, rotated, kv, slot_mapping, interleaved=interleaved,
+        key_scale=key_scale,
+    )  # fmt: skip
 
 
 def latent_rope_store_reference(
@@ -59,6 +60,7 @@ def latent_rope_store_reference(
     slot_mapping: torch.Tensor,
     *,
     interleaved: bool,
+    key_scale: torch.Tensor | None = None,
 ) -> None:
     """The twin of `latent_rope_store` in plain torch."""
     latent_size = weight.shape[0]
