@@ -15,6 +15,7 @@ import torch
 from octavo import LLM, SamplingParams
 from octavo.config import KV_CACHE_LAYOUTS, ConfigError
 from octavo.groups import CacheGroup, make_groups
+from octavo.ops.zero_blocks import zero_blocks
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, detokenize=False)
 SMALL = {"num_gpu_blocks_override": 60, "max_model_len": 512, "max_num_batched_tokens": 96, "num_threads": 1}
@@ -175,8 +176,9 @@ def test_2_16_fresh_blocks_are_zeroed_before_they_are_used(
     pool = pool_of(llm)
     pool.buffer.fill_(float("nan"))
     handed_out: set[int] = set()
-    zero = pool.zero_blocks
-    monkeypatch.setattr(pool, "zero_blocks", lambda ids: (handed_out.update(ids), zero(ids)))
+    monkeypatch.setattr(
+        "octavo.worker.runner.zero_blocks", lambda data, ids: (handed_out.update(ids), zero_blocks(data, ids))
+    )
     ids_of(llm, token_prompts())
     assert handed_out
     rows = [row.view(torch.float32) for row in pool.rows()]

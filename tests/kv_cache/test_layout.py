@@ -23,6 +23,7 @@ from octavo.kv_cache.layout import (
     split_kv,
 )
 from octavo.kv_cache.pool import KVCachePool
+from octavo.ops.zero_blocks import zero_blocks
 
 SHAPE = CacheShape(num_layers=3, num_blocks=5, num_heads=2, block_size=8, num_channels=4)
 NUMEL = 3 * 5 * 2 * 8 * 4
@@ -171,7 +172,7 @@ def test_L3_6_L3_12_groups_agree_where_a_block_starts(name: str) -> None:
         view = pool.block_view(layer)
         assert view.storage_offset() == slot * layer_stride and view.stride(0) == block_stride
     pool.buffer.fill_(1)
-    pool.zero_blocks([3])
+    zero_blocks(pool.data, [3])
     for layer in range(3):
         view = pool.block_view(layer).flatten(1)
         assert (view[3] == 0).all()

@@ -11,6 +11,7 @@ from octavo.arch import Arch, Latent, LayerKind
 from octavo.groups import WHOLE, block_bytes, make_groups, pages_differ, table_of_each
 from octavo.kv_cache.layout import LAYOUTS
 from octavo.kv_cache.pool import KVCachePool
+from octavo.ops.zero_blocks import zero_blocks
 
 CPU = torch.device("cpu")
 ARCH = Arch(
@@ -67,7 +68,7 @@ def test_a_recurrent_layer_keeps_one_state_of_a_request() -> None:
     assert pool.views[1].shape == (6, 5000) and pool.views[1].dtype == torch.uint8
     assert pool.views[0].shape == (6, 2, 32, 32)
     pool.buffer.view(torch.uint8).fill_(1)
-    pool.zero_blocks([2])
+    zero_blocks(pool.data, [2])
     for view in pool.views:
         assert not view[2].any() and view[1].all() and view[3].all()
 

@@ -20,6 +20,8 @@ from octavo.ops.gpu import rope as gpu_rope
 from octavo.ops.gpu import sample as gpu_sample
 from octavo.ops.gpu import truncate as gpu_truncate
 from octavo.ops.gpu import truncate_few as gpu_few
+from octavo.ops.gpu import zero_blocks as gpu_zero
+from octavo.ops.zero_blocks import zero_blocks_eager
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 # (heads, KV heads, head size, rotary size)
@@ -227,6 +229,13 @@ def check_bits(device: str, vocab_size: int) -> None:
         for token in (0, 31, 32, vocab_size - 1):
             allowed = int(words[line, token // 32]) >> (token % 32) & 1
             assert expected[row, token] == (logits[row, token] if allowed else float("-inf"))
+def check_zero_blocks(device: str, pages: int, num_blocks: int, size: int, ids: list[int]) -> None:
+    """Poison everywhere, and no other byte changes."""
+    data = torch.full((pages, num_blocks, size), 0x7F, dtype=torch.uint8, device=device)
+    expected = data.clone()
+    gpu_zero.zero_blocks(data, ids)
+    zero_blocks_eager(expected, ids)
+    assert torch.equal(data, expected)
 
 
 def interpreted_norm() -> None:
@@ -277,9 +286,15 @@ def interpreted_masks() -> None:
     check_bits("cpu", 100)
 
 
+def interpreted_zero_blocks() -> None:
+    check_zero_blocks("cpu", 3, 7, 96, [5, 1])
+    check_zero_blocks("cpu", 1, 4, 20_000, [3])
+    check_zero_blocks("cpu", 2, 5, 33, [0, 4, 2])
+
+
 INTERPRETED = (
     interpreted_norm, interpreted_activation, interpreted_embedding, interpreted_rope, interpreted_rows,
-    interpreted_draw, interpreted_logprobs, interpreted_masks,
+    interpreted_draw, interpreted_logprobs, interpreted_masks, interpreted_zero_blocks,
 )  # fmt: skip
 
 

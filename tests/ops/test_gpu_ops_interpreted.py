@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-NAMES = ("norm", "activation", "embedding", "rope", "rows", "draw", "logprobs", "masks")
+NAMES = ("norm", "activation", "embedding", "rope", "rows", "draw", "logprobs", "masks", "zero_blocks")
 CHECKS = tuple(f"interpreted_{name}" for name in NAMES)
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")

@@ -97,8 +97,17 @@ class KVCachePool:
         stride = self.block_maps[self.group_of_layer[layer]].stride
         return group_kernel_blocks(self.views[layer], self.num_blocks, stride=stride)
 
+    @property
+    def data(self) -> torch.Tensor:
+        """The cache as bytes: uint8 [pages, num_blocks, bytes of a page], one page where a block's layers lie together.
+
+        Block b is data[:, b], all of it.
+        """
+        pages = 1 if self.layout.block_outermost else self.num_pages
+        return self.buffer.view(torch.uint8).view(pages, self.num_blocks, -1)
+
     def rows(self) -> list[torch.Tensor]:
-        """The cache as bytes, [num_blocks, row bytes]; see `block_rows`."""
+        """`data` by pages, [num_blocks, row bytes]; see `block_rows`."""
         return block_rows(self.layout, self.buffer, self.num_blocks, self.num_pages)
 
     def extract(self, block_ids: Sequence[int]) -> torch.Tensor:
@@ -108,10 +117,3 @@ class KVCachePool:
     def inject(self, block_ids: Sequence[int], data: torch.Tensor) -> None:
         """Write what `extract` gave to other blocks; see `inject_blocks`."""
         inject_blocks(self.rows(), block_ids, data)
-
-    def zero_blocks(self, block_ids: Sequence[int]) -> None:
-        """Zero every byte of the blocks, for groups that read what they have not written."""
-        if block_ids:
-            index = torch.as_tensor(block_ids, device=self.buffer.device)
-            for row in self.rows():
-                row[index] = 0

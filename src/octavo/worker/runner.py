@@ -21,6 +21,7 @@ from octavo.kv_cache.pool import KVCachePool
 from octavo.model_state.base import ModelState
 from octavo.models.base import Model
 from octavo.ops.inputs import commit_tokens
+from octavo.ops.zero_blocks import zero_blocks
 from octavo.plan import NewRow, StepPlan, StepResult
 from octavo.sampling.logprobs import GroupLogprobs, prompt_chunks
 from octavo.sampling.rows import SampleBatch
@@ -122,7 +123,7 @@ class Runner:
         for new in plan.new_rows:
             self._add(new)
         self._tables.extend(plan.new_blocks)
-        self._pool.zero_blocks(plan.zero_blocks)
+        zero_blocks(self._pool.data, plan.zero_blocks)
 
     def _bring(self) -> None:
         """Bring what was staged to the device."""
