@@ -230,13 +230,18 @@ def plan_memory(
 
 
 def _table_bytes(resolved: Resolved, groups: Sequence[CacheGroup], tables: Sequence[TableSpec]) -> int:
-    """Tokens, and the persistent block tables and a step's copies of them, one int32 per kernel block."""
-    per_row = resolved.max_model_len
+    """Tokens, block tables and a step's copies of them, one int32 each, and the slots of a step's tokens.
+
+    Persistent tables have a row more than requests run at once: padding reads it.
+    """
+    rows, step = resolved.max_num_seqs, resolved.max_num_batched_tokens
+    total = 4 * (rows + 1) * resolved.max_model_len
     wanted = resolved.kernel_block_size
     for table in tables or table_of_each(groups, [wanted or group.block_size for group in groups]):
         group, size = groups[table.group], table.kernel_block_size
-        per_row += 2 * group.num_blocks(resolved.max_model_len) * (group.block_size // (size or group.block_size))
-    return 4 * resolved.max_num_seqs * per_row
+        columns = group.num_blocks(resolved.max_model_len) * (group.block_size // (size or group.block_size))
+        total += 4 * (2 * rows + 1) * max(columns, 1) + 8 * step
+    return total
 
 
 def _graph_bytes(arch: Arch, resolved: Resolved) -> int:

@@ -51,7 +51,8 @@ def choose_form(resolved: Resolved, groups: Sequence[CacheGroup]) -> CacheForm:
     """The layout and the block tables that suit all backends. Raises ValueError, naming what each takes."""
     num_layers = sum(len(group.layers) for group in groups)
     names = backend_of_layers(resolved, num_layers)
-    facts = {name: capability(name) for name in dict.fromkeys(names)}
+    in_order = dict.fromkeys([resolved.attention_backend, *names])  # whose preferences count first
+    facts = {name: capability(name) for name in in_order if name in names}
     layout = resolve_layout(
         {name: fact.layouts for name, fact in facts.items()},
         wish=resolved.kv_cache_layout,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams
+from octavo.attention.cpu import CpuBackend
 from octavo.config import KV_CACHE_LAYOUTS, ConfigError
 from octavo.groups import CacheGroup, make_groups
 from octavo.ops.zero_blocks import zero_blocks
@@ -110,13 +112,94 @@ def test_B2_9_a_backend_that_only_takes_64_gets_64(
     assert set(seen) == {64}
 
 
+def test_layers_with_another_backend(make_llm: Make, held_out_prompts: list[str], example_on_path: str) -> None:
+    """One group, two backends, one kernel block size that both take: 64."""
+    prompts = sorted(held_out_prompts, key=len)[-3:]
+    expected = ids_of(make_llm(), prompts)
+    for layout in KV_CACHE_LAYOUTS:
+        config = {"backend": "cpu", "layer_backends": {example_on_path: [1, 2], "reference": [0]}}
+        llm = make_llm(block_size=128, kv_cache_layout=layout, attention_config=config, **SMALL)
+        assert ids_of(llm, prompts) == expected, layout
+        assert [block_map.kernel_block_size for block_map in pool_of(llm).block_maps] == [64, 64, 64]
+        llm.close()
+
+
+def test_B2_9_backends_of_one_group_with_kernel_block_sizes_of_their_own(
+    make_llm: Make, held_out_prompts: list[str], example_on_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No size suits both: where a token's heads lie together each reads the same bytes in its own blocks."""
+    from example_backend import LoopBackend
+
+    class SmallBlocks(LoopBackend):
+        capability = dataclasses.replace(LoopBackend.capability, kernel_block_sizes=(32,))
+
+    monkeypatch.setattr("example_backend.SmallBlocks", SmallBlocks, raising=False)
+    prompts = sorted(held_out_prompts, key=len)[-3:]
+    expected = ids_of(make_llm(), prompts)
+    config = {"backend": example_on_path, "layer_backends": {"example_backend:SmallBlocks": [1, 3]}}
+    for layout in ("LBNHC", "BLNHC"):
+        llm = make_llm(block_size=128, kv_cache_layout=layout, attention_config=config, **SMALL)
+        assert [block_map.kernel_block_size for block_map in pool_of(llm).block_maps] == [64, 32]
+        for _ in range(2):
+            assert ids_of(llm, prompts) == expected, layout
+        llm.close()
+    with pytest.raises(ValueError, match="needs 64-token kernel blocks, which 128-token blocks of layout BLHNC cannot"):
+        make_llm(block_size=128, kv_cache_layout="BLHNC", attention_config=config, **SMALL)
+
+
+def test_L3_G3_backends_without_a_common_layout_are_refused_with_what_each_takes(
+    make_llm: Make, example_on_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from example_backend import LoopBackend
+
+    monkeypatch.setattr(LoopBackend, "capability", dataclasses.replace(LoopBackend.capability, layouts=("LBNHC",)))
+    config = {"backend": "cpu", "layer_backends": {example_on_path: [0]}}
+    assert pool_of(make_llm(block_size=64, attention_config=config, **SMALL)).layout.name == "LBNHC"
+    monkeypatch.setattr(CpuBackend, "capability", dataclasses.replace(CpuBackend.capability, layouts=("BLHNC",)))
+    with pytest.raises(ValueError, match=r"No KV cache layout satisfies.*cpu: BLHNC; example_backend:LoopBackend: LBN"):
+        make_llm(block_size=64, attention_config=config, **SMALL)
+
+
+@pytest.mark.parametrize(
+    ("layers", "named"),
+    [
+        ({"reference": [99]}, "names layer 99: the model has layers 0 to"),
+        ({"reference": [0], "cpu": [0]}, "names a layer twice"),
+        ({"reference": "0"}, "must name layers per backend"),
+        (["reference"], "must name layers per backend"),
+        ({"refrence": [0]}, "unknown attention backend 'refrence'"),
+    ],
+)
+def test_layers_that_cannot_have_another_backend(make_llm: Make, layers: Any, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        make_llm(attention_config={"layer_backends": layers})
+
+
+def test_the_choice_of_a_backend_is_logged_once_with_its_reason(
+    make_llm: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("octavo"), "propagate", True)
+    with caplog.at_level(logging.INFO, logger="octavo"):
+        llm = make_llm(log_level="info")
+    reasons = [record.getMessage() for record in caplog.records if "attention backend" in record.getMessage()]
+    assert reasons == ["attention backend cpu: compiled CPU operators are there"]
+    assert llm.engine.memory.table_bytes == table_bytes_of(llm)
+
+
+def table_bytes_of(llm: LLM) -> int:
+    """What the plan calls tables, as allocated."""
+    runner = llm.engine.runner
+    tensors = [runner._requests.token_ids.data, runner._buffers.slot_mapping, *runner._buffers.block_tables]
+    return sum(tensor.nbytes for tensor in [*tensors, *(table.data for table in runner._tables.tables)])
+
+
 @pytest.mark.parametrize(("wish", "layout"), [(None, "LBHNC"), ("NHD", "LBNHC"), ("HND", "LBHNC"), ("BLNHC", "BLNHC")])
 def test_a_wish_for_a_layout_is_met(make_llm: Make, wish: str | None, layout: str) -> None:
     settings = {} if wish is None else {"kv_cache_layout": wish}
     assert pool_of(make_llm(**settings, **SMALL)).layout.name == layout
 
 
-def test_a_layout_that_the_backend_does_not_take_is_refused(
+def test_L3_G2_a_layout_that_the_backend_does_not_take_is_refused(
     make_llm: Make, example_on_path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from example_backend import LoopBackend

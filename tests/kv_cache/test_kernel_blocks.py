@@ -134,7 +134,7 @@ def test_B2_4_appending_continues_in_units_of_the_table() -> None:
         (128, {}, 128),
     ],
 )
-def test_B2_5_the_largest_size_that_all_take(block_size: int, backends: dict, expected: int) -> None:
+def test_B2_5_B2_G4_the_largest_size_that_all_take(block_size: int, backends: dict, expected: int) -> None:
     assert select_common_block_size(block_size, backends) == expected
 
 
