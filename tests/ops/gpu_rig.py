@@ -229,6 +229,8 @@ def check_bits(device: str, vocab_size: int) -> None:
         for token in (0, 31, 32, vocab_size - 1):
             allowed = int(words[line, token // 32]) >> (token % 32) & 1
             assert expected[row, token] == (logits[row, token] if allowed else float("-inf"))
+
+
 def check_zero_blocks(device: str, pages: int, num_blocks: int, size: int, ids: list[int]) -> None:
     """Poison everywhere, and no other byte changes."""
     data = torch.full((pages, num_blocks, size), 0x7F, dtype=torch.uint8, device=device)
