@@ -21,6 +21,7 @@ from octavo.groups import CacheGroup, table_of_each
 from octavo.kv_cache.kernel_blocks import takes_size
 from octavo.kv_cache.layout import layout_by_name
 from octavo.kv_cache.pool import KVCachePool
+from octavo.ops.cache_store import quantize, store
 
 CPU = torch.device("cpu")
 GARBAGE = 2**31 - 1  # a kernel block id that no pool has
@@ -109,20 +110,33 @@ def make_pool(
     )  # fmt: skip
 
 
-def make_step(rows: Sequence[Row], setting: Setting, *, seed: int = 0, num_blocks: int = 0) -> Step:
+def make_step(
+    rows: Sequence[Row],
+    setting: Setting,
+    *,
+    seed: int = 0,
+    num_blocks: int = 0,
+    cache: torch.dtype | None = None,
+    scales: LayerTensors = NO_TENSORS,
+) -> Step:
     """Rows over blocks in random order (at the end of a larger pool if `num_blocks` says so).
 
     Every slot that no row owns is NaN, in other layers and blocks too, and every table entry beyond a row's length is
     garbage. Two padding rows follow. A larger pool has one layer, and nothing but the rows' slots is touched.
+    cache: the cache's type, if it is narrower, with its scales.
     """
+    dtype = cache or rows[0][0].kv.dtype
     counts = [-(-seq_len // setting.block) for _, seq_len, _ in rows]
     _, kv_heads, width = rows[0][0].kv.shape
     pool = make_pool(
-        setting, max(num_blocks, sum(counts) + 4), kv_heads, width, rows[0][0].kv.dtype,
+        setting, max(num_blocks, sum(counts) + 4), kv_heads, width, dtype,
         num_layers=1 if num_blocks else NUM_LAYERS,
     )  # fmt: skip
     if not num_blocks:
-        pool.buffer.fill_(float("nan"))
+        if dtype == torch.int8:
+            pool.buffer.fill_(-99)
+        else:
+            pool.buffer.fill_(float("nan"))
     first = pool.num_blocks - sum(counts) - 2 if num_blocks else 1
     ids = (first + torch.randperm(sum(counts) + 2, generator=torch.Generator().manual_seed(seed))).tolist()
     block_map, view = pool.block_maps[0], middle(pool)
@@ -134,7 +148,8 @@ def make_step(rows: Sequence[Row], setting: Setting, *, seed: int = 0, num_block
         used = -(-seq_len // setting.kernel)
         table[row, :used] = kernel_ids[:used]
         at = torch.arange(seq_len)
-        view[kernel_ids[at // setting.kernel], :, at % setting.kernel] = history.kv[:seq_len]
+        slots = kernel_ids[at // setting.kernel] * setting.kernel + at % setting.kernel
+        store(view, narrowed(history.kv[:seq_len], dtype, scales), slots)
     queries = [queries for _, _, queries in rows]
     total = sum(queries)
     inputs = AttentionInputs(
@@ -150,6 +165,26 @@ def make_step(rows: Sequence[Row], setting: Setting, *, seed: int = 0, num_block
     )
     q = torch.cat([history.q[seq_len - queries : seq_len] for history, seq_len, queries in rows])
     return Step(pool, inputs, q)
+
+
+def narrowed(kv: torch.Tensor, cache: torch.dtype, scales: LayerTensors) -> torch.Tensor:
+    """kv [tokens, kv_heads, 2 * head_size] as a cache holds it."""
+    if scales.key_scale is None:
+        return kv.to(cache)
+    key, value = kv.chunk(2, dim=-1)
+    parts = [quantize(key, cache, scales.key_scale), quantize(value, cache, scales.value_scale)]
+    return torch.cat([part.float() for part in parts], dim=-1).to(cache)
+
+
+def as_read(rows: Sequence[Row], cache: torch.dtype, scales: LayerTensors) -> list[Row]:
+    """The rows with K and V as they come back from a cache."""
+    read = []
+    for history, seq_len, queries in rows:
+        key, value = narrowed(history.kv, cache, scales).float().chunk(2, dim=-1)
+        if scales.key_scale is not None and scales.value_scale is not None:
+            key, value = key * scales.key_scale[:, None], value * scales.value_scale[:, None]
+        read.append((History(history.q, torch.cat([key, value], dim=-1)), seq_len, queries))
+    return read
 
 
 def attend_plainly(rows: Sequence[Row], variant: Variant, sinks: torch.Tensor | None = None) -> torch.Tensor:

@@ -8,9 +8,22 @@ import pytest
 import torch
 
 from batches import make_history
-from contract_rig import CPU, LAYER, SETTINGS, Row, Setting, attend_plainly, backends_here, make_pool, make_step, takes
+from contract_rig import (
+    CPU,
+    LAYER,
+    SETTINGS,
+    Row,
+    Setting,
+    as_read,
+    attend_plainly,
+    backends_here,
+    make_pool,
+    make_step,
+    takes,
+)
 from octavo.attention.base import (
     BACKENDS,
+    NO_SETUP,
     NO_TENSORS,
     AttentionBackend,
     AttentionInputs,
@@ -250,6 +263,45 @@ def test_latent_attention_reads_its_values_from_its_keys(name: str, dtype: torch
         step = make_step(rows, setting, seed=3)
         assert step.kv.shape[1:] == (1, setting.kernel, 40)
         assert torch.equal(step.run(backend, variant), plain)
+
+
+NARROW = [
+    (name, dtype, cache)
+    for name, dtype in CASES
+    for cache in BACKENDS.resolve(name).capability.cache_dtypes
+    if cache.itemsize < dtype.itemsize
+]
+SCALES = LayerTensors(key_scale=torch.tensor([0.02, 0.05]), value_scale=torch.tensor([0.03, 0.01]))
+
+
+@pytest.mark.parametrize(("name", "dtype", "cache"), NARROW, ids=str)
+@pytest.mark.parametrize("variant", ["full", "window and soft cap", "sinks"])
+def test_narrow_caches_with_a_scale_per_head(name: str, dtype: torch.dtype, cache: torch.dtype, variant: str) -> None:
+    """What the cache holds, times the head's scale; the same bits in every layout and kernel block size."""
+    make_backend(name, dtype)
+    setup = dataclasses.replace(NO_SETUP, cache_dtype=cache)
+    backend = BACKENDS.resolve(name)([VARIANTS[variant]], dtype, CPU, setup)
+    scales = SCALES if cache in (torch.float8_e4m3fn, torch.int8) else NO_TENSORS
+    layer = dataclasses.replace(scales, sinks=tensors_of(VARIANTS[variant]).sinks)
+    rows = make_rows("ragged", dtype)
+    plain = make_step(rows, PLAIN, cache=cache, scales=scales).run(backend, VARIANTS[variant], layer)
+    assert_near(plain, attend_plainly(as_read(rows, cache, scales), VARIANTS[variant], layer.sinks))
+    for setting in SETTINGS[::3]:
+        if takes(name, setting):
+            step = make_step(rows, setting, seed=3, cache=cache, scales=scales)
+            out = step.run(backend, VARIANTS[variant], layer)
+            if backend.capability.reproducible:
+                assert torch.equal(out, plain), setting
+            else:
+                assert_near(out, plain.double())
+
+
+@pytest.mark.parametrize("name", backends_here())
+def test_a_cache_type_that_is_not_stated_is_refused(name: str) -> None:
+    setup = dataclasses.replace(NO_SETUP, cache_dtype=torch.float64)
+    dtype = BACKENDS.resolve(name).capability.dtypes[0]
+    with pytest.raises(ValueError, match=f"attention backend '{name}' takes a cache of .*, got float64"):
+        BACKENDS.resolve(name)([FULL], dtype, CPU, setup)
 
 
 def test_canonical_alibi_slopes() -> None:

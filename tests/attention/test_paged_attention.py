@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -56,8 +57,18 @@ EDGES = sorted({1, 2, TILE - 1, TILE, TILE + 1, LEAF - 1, LEAF, LEAF + 1, 2 * LE
 
 @needs_native
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("options", [{}, {"window": 70}, {"window": 600, "soft_cap": 20.0}])
-def test_decode_prefill_and_chunks_have_the_same_bits(dtype: torch.dtype, options: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"window": 70},
+        {"window": 600, "soft_cap": 20.0},
+        {"chunk": 300},
+        {"alibi_slopes": (0.5, 0.25, 0.1, 0.05, 0.02, 0.01), "sinks": torch.linspace(-2, 4, 6)},
+    ],
+    ids=str,
+)
+def test_decode_prefill_and_chunks_have_the_same_bits(dtype: torch.dtype, options: dict[str, Any]) -> None:
     history = _history(dtype)
     whole = attend(make_batch([(history, 1200, 1200)], 16), **options)
     for end in EDGES:
@@ -67,6 +78,27 @@ def test_decode_prefill_and_chunks_have_the_same_bits(dtype: torch.dtype, option
         position += chunk
         out = attend(make_batch([(history, position, chunk)], 16), **options)
         assert torch.equal(out, whole[position - chunk : position]), position
+
+
+@needs_native
+@pytest.mark.parametrize("cache", [torch.float8_e4m3fn, torch.int8])
+def test_decode_prefill_and_chunks_of_a_quantized_cache_have_the_same_bits(cache: torch.dtype) -> None:
+    """And near the twin."""
+    history, scale = _history(), {"key_scale": torch.tensor([0.02, 0.03]), "value_scale": torch.tensor([0.03, 0.01])}
+
+    def run(end: int, queries: int, function: Any = paged_attention) -> torch.Tensor:
+        batch = make_batch([(history, end, queries)], 16)
+        kv = (batch.kv.nan_to_num(9.0) / 0.03).clamp(-127, 127)
+        batch.kv = (kv.round() if cache == torch.int8 else kv).to(cache)
+        out = torch.full_like(batch.q, 7.0)
+        function(*batch.args(), out, scale=0.125, **scale)
+        return out
+
+    whole = run(1200, 1200)
+    torch.testing.assert_close(whole, run(1200, 1200, paged_attention_eager), atol=2e-5, rtol=0)
+    for end in EDGES:
+        assert torch.equal(run(end, 1)[0], whole[end - 1]), end
+    assert torch.equal(run(700, 333), whole[367:700])
 
 
 @needs_native

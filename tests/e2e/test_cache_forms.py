@@ -264,6 +264,6 @@ def test_2_16_fresh_blocks_are_zeroed_before_they_are_used(
     )
     ids_of(llm, token_prompts())
     assert handed_out
-    rows = [row.view(torch.float32) for row in pool.rows()]
+    rows = [row.view(torch.float32) for row in pool.data]
     for block in range(pool.num_blocks):
         assert any(row[block].isnan().any() for row in rows) is (block not in handed_out)

@@ -191,7 +191,7 @@ def test_B2_7_tokens_move_between_pools_of_other_block_sizes(layout: str) -> Non
         parts = wanted.unflatten(0, (-1, block_map.kernel_block_size)).transpose(1, 2)
         receiver.views[layer][index] = parts
         assert torch.equal(tokens(receiver, layer, [4, 6]), wanted)
-    held = extract_blocks(receiver.rows(), [1, 2, 3, 5, 7])
+    held = extract_blocks(receiver.data, [1, 2, 3, 5, 7])
     assert not held.any(), "no other block changed"
 
 

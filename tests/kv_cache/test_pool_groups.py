@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from octavo.arch import Arch, Latent, LayerKind
 from octavo.groups import WHOLE, block_bytes, make_groups, pages_differ, table_of_each
@@ -81,3 +84,47 @@ def test_an_encoder_layer_keeps_nothing() -> None:
     pool = make_pool(arch, "LBHNC", sizes=(16, None))
     assert pool.views[1].numel() == 0 and pool.views[2].shape == (6, 2, 16, 32)
     assert block_bytes(groups, 2) == block_bytes(groups[:1], 2)
+
+
+KINDS = [
+    LayerKind(), LayerKind(window=40), LayerKind(chunk=64), LayerKind(state_bytes=700), LayerKind(state_bytes=9000),
+    LayerKind(tokens_per_state=4), LayerKind(causal=False),
+]  # fmt: skip
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.sampled_from(KINDS), min_size=1, max_size=7), st.sampled_from(list(LAYOUTS)),
+    st.sampled_from([1, 2, 4]), st.integers(0, 2**32),
+)  # fmt: skip
+def test_L3_6_groups_share_blocks_and_no_bytes(layers: list[LayerKind], layout: str, ratio: int, seed: int) -> None:
+    """Each block is written by the layers of one group: all is there afterwards, and nothing else has changed."""
+    arch = dataclasses.replace(ARCH, layers=tuple(layers))
+    groups = make_groups(arch, 16, 2)
+    if pages_differ(groups, 2) and not LAYOUTS[layout].block_outermost:
+        return
+    sizes = [None if group.kind == "encoder_only" else group.block_size // ratio for group in groups]
+    try:
+        pool = make_pool(arch, layout, num_blocks=12, sizes=tuple(sizes))
+    except ValueError as error:
+        assert "do not store pages" in str(error) and ratio > 1
+        return
+    assert pool.data.shape[1] == 12 and pool.data[:, 0].numel() == pool.block_bytes
+    pool.buffer.view(torch.uint8).fill_(0xAB)
+    rng = random.Random(seed)
+    owner = [rng.randrange(-1, len(groups)) for _ in range(12)]  # -1: nobody
+    written = {}
+    for layer in range(len(layers)):
+        if not pool.views[layer].numel():
+            continue
+        view = pool.block_view(layer).view(torch.uint8)
+        for block, group in enumerate(owner):
+            if group < 0 or layer not in groups[group].layers:
+                continue
+            written[layer, block] = torch.randint(0, 256, view[block].shape, dtype=torch.uint8)
+            view[block] = written[layer, block]
+    for (layer, block), expected in written.items():
+        assert torch.equal(pool.block_view(layer).view(torch.uint8)[block], expected)
+    for block, group in enumerate(owner):
+        if group < 0:
+            assert (pool.data[:, block] == 0xAB).all()

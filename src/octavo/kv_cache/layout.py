@@ -186,25 +186,23 @@ def resolve_layout(
     return wished or LAYOUTS[common[0]]
 
 
-def block_rows(layout: Layout, buffer: torch.Tensor, num_blocks: int, num_pages: int) -> list[torch.Tensor]:
-    """The cache as bytes: uint8 tensors [num_blocks, row bytes] that share the bytes of a flat `buffer`.
+def block_rows(layout: Layout, buffer: torch.Tensor, num_blocks: int, num_pages: int) -> torch.Tensor:
+    """The bytes of a flat `buffer` by blocks: uint8 [pages, num_blocks, row bytes], where [:, b] is block b, all of it.
 
-    One tensor where the blocks of all layers lie together, else one for each of the `num_pages` of a block. Row b is
-    block b, all of it.
+    One page where the blocks of all layers lie together, else the `num_pages` of a block.
     """
+    pages = 1 if layout.block_outermost else num_pages
     data = buffer.view(torch.uint8)
-    if layout.block_outermost:
-        return [data.view(num_blocks, -1)]
-    return list(data.view(num_pages, num_blocks, -1).unbind(0))
+    return data.view(pages, num_blocks, data.numel() // (pages * num_blocks))
 
 
-def extract_blocks(rows: Sequence[torch.Tensor], block_ids: Sequence[int]) -> torch.Tensor:
+def extract_blocks(rows: torch.Tensor, block_ids: Sequence[int]) -> torch.Tensor:
     """A copy of whole blocks: uint8 [len(block_ids), bytes of a block in all layers]. rows: `block_rows`."""
     index = torch.as_tensor(block_ids, dtype=torch.int64, device=rows[0].device)
     return torch.cat([row[index] for row in rows], dim=1)
 
 
-def inject_blocks(rows: Sequence[torch.Tensor], block_ids: Sequence[int], data: torch.Tensor) -> None:
+def inject_blocks(rows: torch.Tensor, block_ids: Sequence[int], data: torch.Tensor) -> None:
     """Write what `extract_blocks` gave to other blocks.
 
     With more ids than data the first ones are written, and a warning says so; more data than ids, or another width, is

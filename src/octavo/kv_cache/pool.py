@@ -50,7 +50,8 @@ class KVCachePool:
             )
         self.layout, self.num_blocks = layout, num_blocks
         self.block_bytes = block_bytes(groups, itemsize)
-        self.num_pages = max(len(group.layers) for group in groups)  # of a block; where all have one size
+        # of a block; of use where all have one size
+        self.num_pages = max((len(group.layers) for group in groups if group.page_bytes(1)), default=1)
         self.buffer = torch.empty(num_blocks * self.block_bytes // itemsize, dtype=dtype, device=device)
         num_layers = sum(len(group.layers) for group in groups)
         self.views: list[torch.Tensor] = [self.buffer[:0]] * num_layers
@@ -99,21 +100,13 @@ class KVCachePool:
 
     @property
     def data(self) -> torch.Tensor:
-        """The cache as bytes: uint8 [pages, num_blocks, bytes of a page], one page where a block's layers lie together.
-
-        Block b is data[:, b], all of it.
-        """
-        pages = 1 if self.layout.block_outermost else self.num_pages
-        return self.buffer.view(torch.uint8).view(pages, self.num_blocks, -1)
-
-    def rows(self) -> list[torch.Tensor]:
-        """`data` by pages, [num_blocks, row bytes]; see `block_rows`."""
+        """The cache as bytes, [pages, num_blocks, bytes of a page]; see `block_rows`."""
         return block_rows(self.layout, self.buffer, self.num_blocks, self.num_pages)
 
     def extract(self, block_ids: Sequence[int]) -> torch.Tensor:
         """A copy of whole blocks, uint8 [len(block_ids), bytes of a block]."""
-        return extract_blocks(self.rows(), block_ids)
+        return extract_blocks(self.data, block_ids)
 
     def inject(self, block_ids: Sequence[int], data: torch.Tensor) -> None:
         """Write what `extract` gave to other blocks; see `inject_blocks`."""
-        inject_blocks(self.rows(), block_ids, data)
+        inject_blocks(self.data, block_ids, data)
