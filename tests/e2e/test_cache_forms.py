@@ -31,6 +31,15 @@ GEMMA: dict[str, Any] = {
     "hidden_activation": "gelu_pytorch_tanh", "rope_theta": 1e6, "rope_local_base_freq": 1e4,
 }  # fmt: skip
 
+# Latent attention, with experts from the second layer on.
+DEEPSEEK: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "vocab_size": 300, "hidden_size": 64,
+    "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "n_routed_experts": 8, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 512, "torch_dtype": "float32", "eos_token_id": 1, "bos_token_id": 2,
+}  # fmt: skip
+
 Make = Callable[..., LLM]
 
 
@@ -38,6 +47,13 @@ Make = Callable[..., LLM]
 def two_groups(tmp_path: Path) -> dict[str, Any]:
     """Settings of a model with random weights and two cache groups."""
     (tmp_path / "config.json").write_text(json.dumps(GEMMA))
+    return {"model": str(tmp_path), "load_format": "dummy"}
+
+
+@pytest.fixture
+def latent(tmp_path: Path) -> dict[str, Any]:
+    """Settings of a model with random weights and latent attention."""
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK))
     return {"model": str(tmp_path), "load_format": "dummy"}
 
 
@@ -90,6 +106,23 @@ def test_two_groups_everywhere(make_llm: Make, two_groups: dict[str, Any]) -> No
                 assert ids_of(llm, token_prompts()) == expected, (layout, block, kernel)
             assert llm.engine.scheduler.kv.num_groups == 3  # one full, two sliding
             llm.close()
+
+
+def test_latent_attention_everywhere(make_llm: Make, latent: dict[str, Any]) -> None:
+    expected = ids_of(make_llm(attention_backend="reference", **latent, **SMALL), token_prompts())
+    assert len({tuple(ids) for ids in expected}) == len(expected)
+    for layout in KV_CACHE_LAYOUTS:
+        for block, kernel in ((16, 16), (128, 16), (128, 64)):
+            config = {"kernel_block_size": kernel}
+            llm = make_llm(kv_cache_layout=layout, block_size=block, attention_config=config, **latent, **SMALL)
+            for _ in range(2):  # the second round finds its prefixes in the cache
+                assert ids_of(llm, token_prompts()) == expected, (layout, block, kernel)
+            llm.close()
+
+
+def test_the_mla_backend_refuses_the_cpu(make_llm: Make, latent: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="attention backend 'mla' runs on device cuda, got cpu"):
+        make_llm(attention_backend="mla", **latent, **SMALL)
 
 
 @pytest.mark.parametrize("layout", KV_CACHE_LAYOUTS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,9 +33,15 @@ def test_kernels(check: str, dtype: torch.dtype) -> None:
 
 
 def test_deepseek_answers_as_on_the_cpu_and_bits_do_not_depend_on_the_batch(tmp_path: Path) -> None:
-    make_reference("deepseek3").save_pretrained(tmp_path)
+    make_reference("deepseek3", vocab_size=4096).save_pretrained(tmp_path)
     prompts = [{"prompt_token_ids": tokens} for tokens in PROMPTS]
-    settings = {"model": str(tmp_path), "dtype": "float32", "max_model_len": 256, "num_gpu_blocks_override": 80}
+    settings: dict[str, Any] = {
+        "model": str(tmp_path),
+        "tokenizer": "octavo-tiny",
+        "dtype": "float32",
+        "max_model_len": 256,
+    }
+    settings["num_gpu_blocks_override"] = 80
     with LLM(**settings, device="cpu") as llm:
         expected = [list(output.outputs[0].token_ids) for output in llm.generate(prompts, GREEDY)]
     found = []

@@ -1,11 +1,13 @@
 """Mixture of experts: a router picks a few of many feed-forward networks per token.
 
-Owns the routing, the grouping of tokens by expert, and the order in which a token's experts are summed. Does
-not know batches. Invariant: a token's result depends on its own row only: its experts are summed in order of
-rank, then the shared ones, in float32, whatever other tokens share them. Scores are float32.
+Owns the routing and the order in which a token's experts are summed; `octavo.ops.moe` runs them. Does not know
+batches. Invariant: a token's result depends on its own row only: its experts are summed in order of rank, then the
+shared ones, in float32, whatever other tokens share them. Scores are float32.
 """
 
 from __future__ import annotations
+
+from typing import cast
 
 import torch
 from torch import nn
@@ -14,6 +16,7 @@ from octavo.arch import Moe
 from octavo.layers.base import Layer
 from octavo.layers.linear import Linear
 from octavo.layers.mlp import Mlp
+from octavo.ops.moe import ExpertWeights, run_experts
 
 
 class MoeMlp(Layer):
@@ -32,6 +35,8 @@ class MoeMlp(Layer):
         else:
             self.correction = None
         self._moe = moe
+        self._activation = activation
+        self._gathered: tuple[ExpertWeights, ExpertWeights] | None = None
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(weights float32, expert ids int64), both [tokens, experts_per_token], best first."""
@@ -61,19 +66,19 @@ class MoeMlp(Layer):
         kept = torch.zeros_like(value, dtype=torch.bool).scatter_(1, value.topk(moe.groups_kept).indices, True)
         return groups.masked_fill(~kept[..., None], float("-inf")).flatten(1)
 
+    def _weights(self) -> tuple[ExpertWeights, ExpertWeights]:
+        """Of the two products, gathered when they are first used."""
+        if self._gathered is None:
+            experts = cast(list[Mlp], list(self.experts))
+            gate_up, down = ([getattr(mlp, name).packed for mlp in experts] for name in ("gate_up", "down"))
+            self._gathered = ExpertWeights(gate_up), ExpertWeights(down)
+        return self._gathered
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [tokens, size] -> the same shape."""
         weights, experts = self.route(x)
         ranks = self._moe.experts_per_token
-        pairs = experts.flatten().argsort(stable=True)  # (token, rank) pairs, one expert's beside each other
-        counts = experts.flatten().bincount(minlength=len(self.experts)).tolist()
-        results = x.new_empty(x.shape[0] * ranks, x.shape[1])  # [pair, size]
-        start = 0
-        for expert, count in zip(self.experts, counts, strict=True):
-            if count:
-                chosen = pairs[start : start + count]
-                results[chosen] = expert.forward(x[chosen // ranks])
-                start += count
+        results = run_experts(x, experts, *self._weights(), self._activation)  # [pair, size]
         by_rank = results.view(x.shape[0], ranks, x.shape[1])
         total = by_rank[:, 0] * weights[:, :1]
         for rank in range(1, ranks):
