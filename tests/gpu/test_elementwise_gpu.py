@@ -21,6 +21,7 @@ from octavo.ops.activation import gated_activation
 from octavo.ops.embedding import gather_rows
 from octavo.ops.norm import add_rms_norm, rms_norm
 from octavo.ops.rope import qk_norm_rope_store
+from octavo.ops.zero_blocks import zero_blocks
 
 pytestmark = pytest.mark.gpu
 ROWS = (*range(1, 131), *(2**n for n in range(8, 15)))
@@ -31,6 +32,19 @@ MAX_ROWS = ROWS[-1]
 @pytest.mark.parametrize("width", [1, 40, 256, 1024, 2560, 4096, 5120, 8192, 16384])
 def test_norm_equals_the_twin(width: int, dtype: torch.dtype) -> None:
     gpu_rig.check_norm("cuda", width, dtype, 200)
+
+
+def test_2_16_blocks_are_zeroed_without_a_wait() -> None:
+    gpu_rig.check_zero_blocks("cuda", 3, 70, 40_000, [5, 69, 1])
+    data = torch.full((1, 70, 50 << 20), 7, dtype=torch.uint8, device="cuda")  # the last block is past 2^31
+    zero_blocks(data, [3])  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        zero_blocks(data, [69, 0])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for block in (0, 1, 3, 68, 69):
+        assert bool(data[0, block].any()) == (block not in (0, 3, 69))
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])
