@@ -161,7 +161,7 @@ def check_draw(device: str, vocab_size: int) -> None:
     assert torch.equal(failed.cpu(), expected_failed)
 
 
-def check_logprobs(device: str, vocab_size: int) -> None:
+def check_logprobs(device: str, vocab_size: int, ks: tuple[int, ...] = (1, 5, 20, sample.FEW + 1)) -> None:
     case = Logits(vocab_size)
     logits = case.values.to(device)
     ids = torch.randint(0, vocab_size, (24,), generator=torch.Generator().manual_seed(3))
@@ -178,7 +178,8 @@ def check_logprobs(device: str, vocab_size: int) -> None:
     logprobs, ranks = gpu_sample.token_logprobs(logits, ids.to(device))
     compare(logprobs, exact.gather(1, ids[:, None])[:, 0])
     assert torch.equal(ranks.cpu(), sample.token_logprobs_eager(case.values, ids)[1])
-    for k in (1, 5):
+    for k in ks:
+        k = min(k, vocab_size)
         top, top_values = gpu_sample.top_logprobs(logits, k)
         assert torch.equal(top.cpu(), sample.top_logprobs_eager(case.values, k)[0])
         compare(top_values, exact.gather(1, top.cpu()))
@@ -275,8 +276,8 @@ def interpreted_draw() -> None:
 
 
 def interpreted_logprobs() -> None:
-    for vocab_size in (7, 4200):
-        check_logprobs("cpu", vocab_size)
+    check_logprobs("cpu", 60, (1, 5))
+    check_logprobs("cpu", 4200, (sample.FEW + 1,))
 
 
 def interpreted_masks() -> None:

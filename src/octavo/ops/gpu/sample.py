@@ -19,6 +19,8 @@ from torch import Tensor
 from octavo.ops.gpu.launch import begin_after, chained
 from octavo.ops.gpu.noise import gumbel, gumbel_bound, natural_log, stream_key, uniform_words
 from octavo.ops.gpu.tree import padded_length, row_sums
+from octavo.ops.gpu.truncate_few import likeliest
+from octavo.ops.sample import FEW
 
 LEAF = 4096  # vocabulary entries of a partial sum: part of the canonical order
 # Entries of a step of a drawing program, and its warps: for few rows, for many. They move no token.
@@ -256,10 +258,14 @@ def _order_keys(logits, logits_row, keys, vocab_size, BLOCK: tl.constexpr):
 def top_logprobs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """See `octavo.ops.sample.top_logprobs`."""
     num_rows, vocab_size = logits.shape
-    keys = torch.empty((num_rows, vocab_size), dtype=torch.int64, device=logits.device)
-    if num_rows:
-        _order_keys[(num_rows, triton.cdiv(vocab_size, 1024))](logits, logits.stride(0), keys, vocab_size, BLOCK=1024)
-    token_ids = 0xFFFFFFFF - (keys.topk(k, dim=1).values & 0xFFFFFFFF)
+    if 0 < k <= FEW:
+        token_ids = likeliest(logits, k)
+    else:
+        keys = torch.empty((num_rows, vocab_size), dtype=torch.int64, device=logits.device)
+        if num_rows:
+            grid = (num_rows, triton.cdiv(vocab_size, 1024))
+            _order_keys[grid](logits, logits.stride(0), keys, vocab_size, BLOCK=1024)
+        token_ids = 0xFFFFFFFF - (keys.topk(k, dim=1).values & 0xFFFFFFFF)
     largest, log_sum, _, _ = _row_stats(logits, None)
     shift = torch.where(largest.isfinite(), largest, 0.0)
     return token_ids, logits.gather(1, token_ids) - shift[:, None] - log_sum[:, None]

@@ -1,4 +1,6 @@
-"""Top-k of few entries, with min-p before it and top-p after it, on a GPU: one read and one write of the logits.
+"""The few largest logits on a GPU: listed, or kept as top-k, with min-p before it and top-p after it.
+
+A list costs little more than one read of the logits, a cut two and a write.
 
 Owns the kernels. The vocabulary is cut into leaves; the k-th largest of their maxima is a bar that at least k entries
 reach, and mostly few more. These are gathered, in any order, sorted by (value, lower id first), and cut. Where too many
@@ -16,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.gpu.truncate import value_key, weight_of
+from octavo.ops.sample import FEW
 
 _MAX_LEAVES = 256
 _ROOM = 256  # entries that are gathered and sorted
@@ -58,15 +61,20 @@ def _set_bars(maxima, top_k, bars, counts, num_leaves, LEAVES: tl.constexpr):
 @triton.jit
 def _gather(
     logits, logits_row, at, temperatures, maxima, bars, counts, keys, vocab_size,
-    LEAF: tl.constexpr, LEAVES: tl.constexpr, ROOM: tl.constexpr,
+    LEAF: tl.constexpr, LEAVES: tl.constexpr, ROOM: tl.constexpr, FINITE: tl.constexpr,
 ):  # fmt: skip
-    """Program (line, leaf): append the keys of finite entries that reach the bar, as far as there is room."""
+    """Program (line, leaf): append the keys of entries that reach the bar, as far as there is room.
+
+    FINITE: without those that are -inf, which rows with few allowed tokens are full of.
+    """
     line, leaf = tl.program_id(0), tl.program_id(1)
     bar = tl.load(bars + line)
     if tl.load(maxima + line * LEAVES + leaf) >= bar:
         ids = leaf * LEAF + tl.arange(0, LEAF)
         x = _scaled(logits + tl.load(at + line) * logits_row, ids, tl.load(temperatures + line), vocab_size)
-        reaches = ((x >= bar) & (x > float("-inf"))).to(tl.int32)
+        reaches = ids < vocab_size
+        reaches = (reaches & (x > float("-inf")) if FINITE else reaches) & (x >= bar)
+        reaches = reaches.to(tl.int32)
         place = tl.atomic_add(counts + line, tl.sum(reaches, 0), sem="relaxed") + tl.cumsum(reaches, 0) - 1
         tl.store(keys + line * ROOM + place, _order(x, ids), mask=(reaches > 0) & (place < ROOM))
 
@@ -87,6 +95,36 @@ def _kth_key(logits, temperature, k, vocab_size, SCAN: tl.constexpr):
 
 
 @triton.jit
+def _sorted_keys(logits, temperature, k, keys, count, vocab_size, ROOM: tl.constexpr, SCAN: tl.constexpr):
+    """The gathered keys of a row in their order, at least the first k; where too many came, exactly k."""
+    place = tl.arange(0, ROOM)
+    if count > ROOM:
+        last = _kth_key(logits, temperature, k, vocab_size, SCAN)
+        count = 0
+        for base in range(0, vocab_size, SCAN):
+            ids = base + tl.arange(0, SCAN)
+            order = _order(_scaled(logits, ids, temperature, vocab_size), ids)
+            kept = ((order <= last) & (ids < vocab_size)).to(tl.int32)
+            tl.store(keys + count + tl.cumsum(kept, 0) - 1, order, mask=kept > 0)
+            count += tl.sum(kept, 0)
+        tl.debug_barrier()
+    return tl.sort(tl.load(keys + place, mask=place < count, other=0x7FFFFFFFFFFFFFFF)), count
+
+
+@triton.jit(do_not_specialize=["k"])
+def _list(
+    logits, logits_row, at, temperatures, counts, keys, token_ids, k, vocab_size, ROOM: tl.constexpr, SCAN: tl.constexpr
+):
+    """Program (line): the ids of the first k keys."""
+    line, place = tl.program_id(0).to(tl.int64), tl.arange(0, ROOM)
+    logits += tl.load(at + line) * logits_row
+    count = tl.load(counts + line)
+    temperature = tl.load(temperatures + line)
+    order, _ = _sorted_keys(logits, temperature, k, keys + line * ROOM, count, vocab_size, ROOM, SCAN)
+    tl.store(token_ids + line * k + place, order & 0x7FFFFFFF, mask=place < k)
+
+
+@triton.jit
 def _cut(
     logits, logits_row, at, temperatures, top_k, top_p, min_p_logs, counts, keys, cuts, vocab_size,
     ROOM: tl.constexpr, SCAN: tl.constexpr,
@@ -95,18 +133,9 @@ def _cut(
     line, place = tl.program_id(0), tl.arange(0, ROOM)
     k, temperature = tl.load(top_k + line), tl.load(temperatures + line)
     logits += tl.load(at + line) * logits_row
-    count = tl.load(counts + line)
-    if count > ROOM:
-        last = _kth_key(logits, temperature, k, vocab_size, SCAN)
-        count = 0
-        for base in range(0, vocab_size, SCAN):
-            ids = base + tl.arange(0, SCAN)
-            order = _order(_scaled(logits, ids, temperature, vocab_size), ids)
-            kept = ((order <= last) & (ids < vocab_size)).to(tl.int32)
-            tl.store(keys + line * ROOM + count + tl.cumsum(kept, 0) - 1, order, mask=kept > 0)
-            count += tl.sum(kept, 0)
-        tl.debug_barrier()
-    order = tl.sort(tl.load(keys + line * ROOM + place, mask=place < count, other=0x7FFFFFFFFFFFFFFF))
+    order, count = _sorted_keys(
+        logits, temperature, k, keys + line * ROOM, tl.load(counts + line), vocab_size, ROOM, SCAN
+    )
     x = tl.load(logits + (order & 0x7FFFFFFF), mask=place < count, other=float("-inf"))
     x = tl.div_rn(x, temperature)
     x = tl.where(x == x, x, float("-inf"))
@@ -134,20 +163,17 @@ def _write(logits, logits_row, at, temperatures, cuts, vocab_size, BLOCK: tl.con
     tl.store(logits + ids, tl.where(hidden, float("-inf"), x), mask=ids < vocab_size)
 
 
-def truncate_few_(
-    logits: Tensor, at: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
-) -> None:
-    """See `octavo.ops.sample.truncate_`; every top_k lies in 1 .. FEW."""
+def _gather_keys(
+    logits: Tensor, at: Tensor, temperatures: Tensor, top_k: Tensor, *, finite: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(number of gathered keys of each line, the keys, room for one number of each line)."""
     num_rows, vocab_size = len(at), logits.shape[1]
-    if not num_rows:
-        return
     leaf = max(16, triton.next_power_of_2(triton.cdiv(vocab_size, _MAX_LEAVES)))
     leaves = triton.cdiv(vocab_size, leaf)
-    floats = torch.empty(num_rows, _MAX_LEAVES + 1, dtype=torch.float32, device=logits.device).view(-1)
+    floats = torch.empty(num_rows * (_MAX_LEAVES + 1), dtype=torch.float32, device=logits.device)
     maxima, bars = floats[num_rows:], floats[:num_rows]
     counts = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
     words = torch.empty(num_rows * (_ROOM + 1), dtype=torch.int64, device=logits.device)
-    keys, cuts = words[num_rows:], words[:num_rows]
     row = (logits, logits.stride(0), at, temperatures)
     warps = 4 if leaf >= 512 else 1
     _leaf_maxima[(num_rows, leaves)](
@@ -155,9 +181,36 @@ def truncate_few_(
     )
     _set_bars[(num_rows,)](maxima, top_k, bars, counts, leaves, LEAVES=_MAX_LEAVES, num_warps=4)
     _gather[(num_rows, leaves)](
-        *row, maxima, bars, counts, keys, vocab_size, LEAF=leaf, LEAVES=_MAX_LEAVES, ROOM=_ROOM, num_warps=warps,
-        enable_fp_fusion=False,
+        *row, maxima, bars, counts, words[num_rows:], vocab_size, LEAF=leaf, LEAVES=_MAX_LEAVES, ROOM=_ROOM,
+        FINITE=finite, num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
+    return counts, words[num_rows:], words[:num_rows]
+
+
+def likeliest(logits: Tensor, k: int) -> Tensor:
+    """The ids of the k largest logits of each row, [rows, k] int64, most likely first; 1 <= k <= FEW."""
+    assert 1 <= k <= FEW, "as many keys fit, with room to spare"
+    num_rows, vocab_size = logits.shape
+    token_ids = torch.empty((num_rows, k), dtype=torch.int64, device=logits.device)
+    if num_rows:
+        at, ones = torch.arange(num_rows, device=logits.device), torch.ones(num_rows, device=logits.device)
+        counts, keys, _ = _gather_keys(logits, at, ones, torch.full_like(at, k), finite=False)
+        _list[(num_rows,)](
+            logits, logits.stride(0), at, ones, counts, keys, token_ids, k, vocab_size, ROOM=_ROOM, SCAN=_SCAN,
+            num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    return token_ids
+
+
+def truncate_few_(
+    logits: Tensor, at: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> None:
+    """See `octavo.ops.sample.truncate_`; every top_k lies in 1 .. FEW."""
+    num_rows, vocab_size = len(at), logits.shape[1]
+    if not num_rows:
+        return
+    counts, keys, cuts = _gather_keys(logits, at, temperatures, top_k, finite=True)
+    row = (logits, logits.stride(0), at, temperatures)
     _cut[(num_rows,)](
         *row, top_k, top_p, min_p.log(), counts, keys, cuts, vocab_size, ROOM=_ROOM, SCAN=_SCAN, num_warps=4,
         enable_fp_fusion=False,
