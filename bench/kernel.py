@@ -3,6 +3,7 @@
     python bench/kernel.py cpu-matmul [--threads 2] [--isa x86_64_v3] [--rounds 15] [--quick]
     python bench/kernel.py cpu-attention [--threads 2] [--isa x86_64_v3] [--rounds 15]
     python bench/kernel.py attention [--rounds 15] [--quick]
+    python bench/kernel.py matmul [--rounds 9] [--quick]
     python bench/kernel.py elementwise [--rounds 15] [--quick]
     python bench/kernel.py sampling [--rounds 15] [--quick]
 
@@ -16,6 +17,8 @@ scaled_dot_product_attention, and the eager twin. Decode counts the bytes of K a
 visible scores.
 
 attention: the Triton operator on a CUDA device, see `cuda_attention.py`.
+
+matmul: dense products on a CUDA device beside the library's free choice, see `cuda_matmul.py`.
 
 elementwise: norms, rotation with store, activation and embedding on a CUDA device, see `cuda_elementwise.py`.
 
@@ -194,6 +197,13 @@ def cuda_sampling(args: argparse.Namespace) -> dict[str, object]:
     return cuda_sampling.run(args.rounds, args.quick)
 
 
+def cuda_matmul(args: argparse.Namespace) -> dict[str, object]:
+    """Run the sub-command; prints the table and returns the JSON record."""
+    import cuda_matmul  # needs triton
+
+    return cuda_matmul.run(args.rounds, args.quick)
+
+
 def main() -> None:
     """Parse the command line and run one benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -218,6 +228,10 @@ def main() -> None:
     cuda.add_argument("--rounds", type=int, default=15)
     cuda.add_argument("--quick", action="store_true", help="three row counts only")
     cuda.set_defaults(function=cuda_sampling)
+    cuda = commands.add_parser("matmul", help="dense products on a CUDA device")
+    cuda.add_argument("--rounds", type=int, default=9)
+    cuda.add_argument("--quick", action="store_true", help="three row counts only")
+    cuda.set_defaults(function=cuda_matmul)
     args = parser.parse_args()
     if not args.command.startswith("cpu-"):
         if not torch.cuda.is_available():

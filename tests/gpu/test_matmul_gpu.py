@@ -14,11 +14,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ops"))
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from matmul_rig import DTYPES, TILES, check_twin, distance, heavy_tailed
-from octavo.ops import matmul
+from matmul_rig import DTYPES, TILES, check_fused, check_twin, distance, heavy_tailed
+from octavo.ops import fused, matmul
+from octavo.ops.activation import gated_activation
+from octavo.ops.gpu import few_rows
 from octavo.ops.gpu import matmul as gpu
 from octavo.ops.gpu.matmul import linear
 from octavo.ops.matmul import pack_linear
+from octavo.ops.norm import rms_norm
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
@@ -92,6 +95,27 @@ def test_the_fast_numerics_are_caught() -> None:
 
 def test_equals_the_twin() -> None:
     check_twin("cuda", DTYPES)
+
+
+def test_fused_products_have_the_bits_of_the_separate_operators() -> None:
+    check_fused("cuda", (BF16, torch.float16), exact=True)
+
+
+@pytest.mark.parametrize(("n", "k"), [shape for shape in SHAPES[:10] if shape[0] < 65536])
+def test_fused_products_of_model_shapes(n: int, k: int) -> None:
+    """At every number of rows that is served, with heavy tails."""
+    weight = pack_linear(heavy_tailed(n, k, dtype=BF16, seed=1, device="cuda"))
+    scale = torch.rand(k, device="cuda") + 0.5
+    for rows in range(1, few_rows.MAX_ROWS + 2):
+        x = heavy_tailed(rows, k, dtype=BF16, seed=rows, device="cuda")
+        residual = heavy_tailed(rows, n, dtype=BF16, seed=rows + 50, device="cuda")
+        assert fused.runs_fused(x, weight) == (rows <= few_rows.MAX_ROWS)
+        normed = matmul.linear(rms_norm(x, scale, 1e-6), weight)
+        assert torch.equal(fused.normed_linear(x, scale, 1e-6, weight), normed)
+        gated = gated_activation(normed, "silu")
+        assert torch.equal(fused.normed_linear(x, scale, 1e-6, weight, activation="silu"), gated)
+        total = (matmul.linear(x, weight).float() + residual.float()).to(BF16)
+        assert torch.equal(fused.linear_add(x, weight, None, residual), total)
 
 
 def test_float32_products_are_not_rounded_to_tf32() -> None:

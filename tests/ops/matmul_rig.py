@@ -11,10 +11,11 @@ import traceback
 import torch
 from torch import Tensor
 
+from octavo.ops.gpu import activation, few_rows, norm
 from octavo.ops.gpu.matmul import Tile, linear
 from octavo.ops.matmul import LinearWeight, linear_reference
 
-TILES = (Tile(16, 16, 32, 1, 2), Tile(8, 64, 64, 4, 3, swap=True), Tile(64, 32, 16, 4, 2, group=2))
+TILES = (Tile(16, 16, 32, 1, 2), Tile(8, 64, 64, 4, 3, swap=True), Tile(64, 32, 16, 4, 2, group=2, ahead=3))
 INTERPRETED = (torch.float16, torch.float32)  # the interpreter multiplies bfloat16 as integers
 DTYPES = (*INTERPRETED, torch.bfloat16)
 
@@ -59,6 +60,29 @@ def check_the_result_is_rounded_once() -> None:
     x, weight = (torch.randn(20, 64).half() for _ in range(2))
     exact = linear(x, weight, None, torch.empty(20, 20))
     assert torch.equal(linear(x, weight, None, torch.empty(20, 20, dtype=torch.float16)), exact.half())
+
+
+def check_fused(device: str = "cpu", dtypes: tuple[torch.dtype, ...] = INTERPRETED[:1], exact: bool = False) -> None:
+    """Products in one kernel with what is beside them, against the separate operators."""
+    for dtype in dtypes:
+        for n, k, bias in ((64, 512, None), (128, 256, torch.randn(128, device=device)), (64, 1024, None)):
+            weight = heavy_tailed(n, k, dtype=dtype, seed=7, device=device) / 256
+            scale = torch.rand(k, device=device) + 0.5
+            for rows in (1, 3, 4):
+                x = heavy_tailed(rows, k, dtype=dtype, seed=8, device=device)
+                residual = heavy_tailed(rows, n, dtype=dtype, seed=9, device=device)
+                normed = linear(norm.rms_norm(x, scale, 1e-6), weight, bias, torch.empty_like(residual))
+                pairs = [(few_rows.normed_linear(x, scale, 1e-6, weight, bias, None), normed)]
+                for kind in ("silu", "gelu_tanh"):
+                    gated = activation.gated_activation(normed, kind)
+                    pairs.append((few_rows.normed_linear(x, scale, 1e-6, weight, bias, kind), gated))
+                product = linear(x, weight, bias, torch.empty_like(residual))
+                total = (product.float() + residual.float()).to(dtype)
+                pairs.append((few_rows.linear_add(x, weight, bias, residual), total))
+                for place, (ours, expected) in enumerate(pairs):
+                    if exact:
+                        assert torch.equal(ours, expected), (dtype, n, rows, place)
+                    torch.testing.assert_close(ours, expected, rtol=2e-2, atol=1e-2 * expected.abs().max().item())
 
 
 def check_no_rows() -> None:

@@ -17,6 +17,7 @@ CHECKS = (
     "check_twin",
     "check_float32_rows_read_a_narrower_weight",
     "check_the_result_is_rounded_once",
+    "check_fused",
     "check_no_rows",
 )
 

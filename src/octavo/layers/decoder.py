@@ -19,7 +19,7 @@ from octavo.layers.base import Layer
 from octavo.layers.mlp import Mlp
 from octavo.layers.moe import MoeMlp
 from octavo.layers.norm import RMSNorm
-from octavo.ops.decoder import BoundDecoder, DecoderLayerOperands, enter_attention, leave_attention
+from octavo.ops.decoder import BoundDecoder, DecoderLayerOperands, enter_attention, last_norm, leave_attention
 
 
 class DecoderLayer(Layer):
@@ -85,8 +85,8 @@ class DecoderLayer(Layer):
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(x, residual) before the layer -> after it. `residual` None: the first layer, x is the embedding."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(x, residual) before the layer -> after it. `residual` None: x is also the residual."""
         context, operands = current_context(), self.operands
         group = context.group_of_layer[self.attention.index]
         kv = context.kv_of_layer[self.attention.index]
@@ -121,8 +121,7 @@ class Decoder:
         residual: torch.Tensor | None = None
         for layer in self._layers:
             x, residual = layer.forward(x, residual, positions)
-        assert residual is not None, "a decoder has layers"
-        return self._norm.add(x, residual)[0]
+        return last_norm(x, residual, self._norm.weight, self._norm.eps)
 
     def _bind(self, context: ForwardContext) -> BoundDecoder:
         """The decoder on the context's cache, made when that cache is first seen."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from octavo.ops import native
 from octavo.ops.activation import GATED_KINDS, gated_activation
 from octavo.ops.attention import paged_attention
+from octavo.ops.fused import linear_add, normed_linear, runs_fused
 from octavo.ops.matmul import LinearWeight, linear
 from octavo.ops.norm import add_rms_norm, rms_norm
 from octavo.ops.rope import qk_norm_rope_store
@@ -124,7 +125,7 @@ def enter_attention(
 ) -> tuple[Tensor, Tensor]:
     """(q [tokens, heads, head_size], residual [tokens, size]) of what the layer before left; K and V are stored.
 
-    x, residual: [tokens, size], rows may be strided; residual None: x is the embedding, and the residual. positions,
+    x, residual: [tokens, size], rows may be strided; residual None: x is also the residual. positions,
     kv, slot_mapping: as `qk_norm_rope_store`'s.
     """
     library = native.lib()
@@ -144,10 +145,11 @@ def enter_attention(
     return q, total
 
 
-def leave_attention(layer: DecoderLayerOperands, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+def leave_attention(layer: DecoderLayerOperands, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None]:
     """(x, residual), both [tokens, size], of attended [tokens, heads, head_size] and the residual before it.
 
-    x is what the layer leaves for the next one; without an MLP in the operands, what the MLP takes.
+    x is what the layer leaves for the next one, residual None if x holds it already; without an MLP in the operands, x
+    is what the MLP takes.
     """
     library = native.lib()
     code = native.DTYPE_CODES.get(attended.dtype)
@@ -172,20 +174,30 @@ def enter_attention_composed(
 ) -> tuple[Tensor, Tensor]:
     """`enter_attention` as separate operators, any device."""
     if residual is None:
-        normed, total = rms_norm(x, layer.input_norm, layer.eps), x
+        projected, total = normed_linear(x, layer.input_norm, layer.eps, layer.qkv, layer.qkv_bias), x
     else:
         normed, total = add_rms_norm(x, residual, layer.input_norm, layer.eps)
+        projected = linear(normed, layer.qkv, layer.qkv_bias)
     q = qk_norm_rope_store(
-        linear(normed, layer.qkv, layer.qkv_bias), positions, layer.cos_sin, layer.q_norm, layer.k_norm,
+        projected, positions, layer.cos_sin, layer.q_norm, layer.k_norm,
         layer.head_eps, layer.num_heads, layer.num_kv_heads, layer.head_size, kv, slot_mapping,
         key_scale=layer.key_scale, value_scale=layer.value_scale,
     )  # fmt: skip
     return q, total
 
 
-def leave_attention_composed(layer: DecoderLayerOperands, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+def leave_attention_composed(
+    layer: DecoderLayerOperands, attended: Tensor, residual: Tensor
+) -> tuple[Tensor, Tensor | None]:
     """`leave_attention` as separate operators, any device."""
-    x = linear(attended.view(attended.shape[0], -1), layer.output, layer.output_bias)
+    x = attended.view(attended.shape[0], -1)
+    plain = layer.attention_norm is None and layer.mlp_out_norm is None
+    gate_up, down = layer.gate_up, layer.down
+    if plain and gate_up is not None and down is not None and runs_fused(x, layer.output, gate_up, down):
+        total = linear_add(x, layer.output, layer.output_bias, residual)
+        gated = normed_linear(total, layer.mlp_norm, layer.eps, gate_up, activation=layer.activation)
+        return linear_add(gated, down, None, total), None
+    x = linear(x, layer.output, layer.output_bias)
     if layer.attention_norm is not None:
         x = rms_norm(x, layer.attention_norm, layer.eps)
     x, residual = add_rms_norm(x, residual, layer.mlp_norm, layer.eps)
@@ -194,6 +206,11 @@ def leave_attention_composed(layer: DecoderLayerOperands, attended: Tensor, resi
         if layer.mlp_out_norm is not None:
             x = rms_norm(x, layer.mlp_out_norm, layer.eps)
     return x, residual
+
+
+def last_norm(x: Tensor, residual: Tensor | None, norm: Tensor, eps: float) -> Tensor:
+    """The norm [tokens, size] of what a last layer left."""
+    return rms_norm(x, norm, eps) if residual is None else add_rms_norm(x, residual, norm, eps)[0]
 
 
 class PagedRows(Protocol):
@@ -261,5 +278,4 @@ class BoundDecoder:
                 value_scale=layer.value_scale,
             )  # fmt: skip
             x, residual = leave_attention_composed(layer, attended, residual)
-        assert residual is not None, "a decoder has layers"
-        return add_rms_norm(x, residual, self._norm, self._eps)[0]
+        return last_norm(x, residual, self._norm, self._eps)

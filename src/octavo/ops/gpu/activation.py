@@ -21,6 +21,16 @@ _WARPS = 4
 
 
 @triton.jit
+def gated_value(gate, up, TANH: tl.constexpr):
+    """The activation of float32 gates times their ups, not rounded."""
+    if TANH:
+        exponent = gate * (gate * gate * 0.044715 + 1.0) * -1.5957691216057308
+    else:
+        exponent = -gate
+    return gate / (tl.exp(exponent) + 1.0) * up
+
+
+@triton.jit
 def _gated(gate_up, out, in_row, SIZE: tl.constexpr, TANH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     begin_after(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -28,11 +38,7 @@ def _gated(gate_up, out, in_row, SIZE: tl.constexpr, TANH: tl.constexpr, BLOCK: 
     inside = channel < SIZE
     gate = tl.load(gate_up + row * in_row + channel, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * in_row + SIZE + channel, mask=inside, other=0.0).to(tl.float32)
-    if TANH:
-        exponent = gate * (gate * gate * 0.044715 + 1.0) * -1.5957691216057308
-    else:
-        exponent = -gate
-    result = gate / (tl.exp(exponent) + 1.0) * up
+    result = gated_value(gate, up, TANH)
     tl.store(out + row * SIZE + channel, result.to(out.dtype.element_ty), mask=inside)
 
 

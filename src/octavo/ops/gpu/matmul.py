@@ -16,6 +16,7 @@ import logging
 import torch
 from torch import Tensor
 
+from octavo.ops.gpu.launch import chained
 from octavo.ops.gpu.matmul_kernels import product
 
 _LOG = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class Tile:
     stages: int
     swap: bool = False  # channels are the first side of the matrix unit, whose second may be 8 rows only
     group: int = 8  # row tiles that share a sweep over the channels
+    ahead: int = 0  # steps of K, at most 3, whose weights are read before the kernel ahead is done
 
 
 def select(numerics: str) -> None:
@@ -48,6 +50,11 @@ def select(numerics: str) -> None:
     if numerics not in NUMERICS:
         raise ValueError(f"unknown numerics {numerics!r}: known are {', '.join(NUMERICS)}")
     _numerics = numerics
+
+
+def is_reproducible() -> bool:
+    """Whether products keep the canonical order."""
+    return _numerics == "reproducible"
 
 
 def tile_for(num_rows: int, n: int, k: int, dtype: torch.dtype) -> Tile:
@@ -61,7 +68,9 @@ def tile_for(num_rows: int, n: int, k: int, dtype: torch.dtype) -> Tile:
     if num_rows <= 16 or (num_rows <= 32 and n <= 1024):
         if n > 65536:
             return Tile(16, 64, 256, 4, 3)
-        return Tile(8, 32, 256, 2, 4, swap=True) if n <= 4096 else Tile(16, 32, 256, 2, 4, swap=True)
+        if n <= 4096 or k <= 3072:
+            return Tile(8, 32, 256, 2, 4, swap=True, ahead=1)
+        return Tile(16, 32, 256, 2, 4, swap=True)
     if num_rows <= 32:
         return Tile(16, 64, 256, 4, 3, swap=True) if n <= 4096 else Tile(32, 64, 128, 4, 4, swap=True)
     if num_rows <= 128:
@@ -88,7 +97,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: Ti
     product[(programs,)](
         x, weight, out if bias is None else bias, out, num_rows, x.stride(0), out.stride(0), N=n, K=k, BM=tile.rows,
         BN=tile.channels, BK=tile.depth, GROUP=tile.group, STAGES=tile.stages, SWAP=tile.swap,
-        HAS_BIAS=bias is not None, PRECISION="ieee", num_warps=tile.warps,
+        AHEAD=min(tile.ahead, -(-k // tile.depth)), HAS_BIAS=bias is not None, PRECISION="ieee",
+        num_warps=tile.warps,
+        **chained(x.device),
     )  # fmt: skip
     return out
 

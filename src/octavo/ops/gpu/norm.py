@@ -19,6 +19,13 @@ _CHANNELS_PER_WARP = 1024  # moves no bit
 
 
 @triton.jit
+def inverse_norm(value, eps, SIZE: tl.constexpr, PADDED: tl.constexpr, LEVELS: tl.constexpr):
+    """1 / sqrt(mean of the squares + eps) of a row [PADDED] float32, 0 beyond SIZE: [1]."""
+    square = row_sums(tl.reshape(value * value, (1, PADDED)), LEVELS)
+    return tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(square, SIZE * 1.0) + eps))
+
+
+@triton.jit
 def _norm_rows(
     x, residual, weight, out, total, x_row, residual_row, eps,
     SIZE: tl.constexpr, PADDED: tl.constexpr, LEVELS: tl.constexpr, ADD: tl.constexpr,
@@ -35,9 +42,7 @@ def _norm_rows(
         rounded = value.to(total.dtype.element_ty)
         tl.store(total + row * SIZE + channel, rounded, mask=inside)
         value = rounded.to(tl.float32)
-    square = row_sums(tl.reshape(value * value, (1, PADDED)), LEVELS)
-    inverse = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(square, SIZE * 1.0) + eps))
-    result = value * inverse * scale
+    result = value * inverse_norm(value, eps, SIZE, PADDED, LEVELS) * scale
     tl.store(out + row * SIZE + channel, result.to(out.dtype.element_ty), mask=inside)
 
 
