@@ -47,7 +47,7 @@ class Case:
 def make_case(rows: int, length: int, new: int, block: int) -> Case:
     """`rows` requests of `length` tokens, the last `new` of which are queries."""
     width = -(-length // block)
-    kv = torch.randn(rows * width + 1, block, KV_HEADS, 2 * HEAD, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+    kv = torch.randn(rows * width + 1, KV_HEADS, block, 2 * HEAD, device="cuda", dtype=torch.bfloat16)
     inputs = AttentionInputs(
         num_rows=rows, num_tokens=rows * new, max_query_len=new, max_seq_len=length, block_size=block,
         query_start=(torch.arange(rows + 1, device="cuda") * new).int(),

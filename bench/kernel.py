@@ -4,6 +4,7 @@
     python bench/kernel.py cpu-attention [--threads 2] [--isa x86_64_v3] [--rounds 15]
     python bench/kernel.py attention [--rounds 15] [--quick]
     python bench/kernel.py matmul [--rounds 9] [--quick]
+    python bench/kernel.py flex [--rounds 15] [--quick]
     python bench/kernel.py elementwise [--rounds 15] [--quick]
     python bench/kernel.py sampling [--rounds 15] [--quick]
 
@@ -19,6 +20,8 @@ visible scores.
 attention: the Triton operator on a CUDA device, see `cuda_attention.py`.
 
 matmul: dense products on a CUDA device beside the library's free choice, see `cuda_matmul.py`.
+
+flex: the FlexAttention backend on a CUDA device, see `cuda_flex.py`.
 
 elementwise: norms, rotation with store, activation and embedding on a CUDA device, see `cuda_elementwise.py`.
 
@@ -183,6 +186,13 @@ def cuda_attention(args: argparse.Namespace) -> dict[str, object]:
     return cuda_attention.run(args.rounds, args.quick)
 
 
+def cuda_flex(args: argparse.Namespace) -> dict[str, object]:
+    """Run the sub-command; prints the table and returns the JSON record."""
+    import cuda_flex
+
+    return cuda_flex.run(args.rounds, args.quick)
+
+
 def cuda_elementwise(args: argparse.Namespace) -> dict[str, object]:
     """Run the sub-command; prints the table and returns the JSON record."""
     import cuda_elementwise  # needs triton
@@ -220,6 +230,10 @@ def main() -> None:
     cuda.add_argument("--rounds", type=int, default=15)
     cuda.add_argument("--quick", action="store_true", help="32/8 heads and blocks of 64 only")
     cuda.set_defaults(function=cuda_attention)
+    cuda = commands.add_parser("flex", help="the FlexAttention backend on a CUDA device")
+    cuda.add_argument("--rounds", type=int, default=15)
+    cuda.add_argument("--quick", action="store_true", help="plain attention and blocks of 64 only")
+    cuda.set_defaults(function=cuda_flex)
     cuda = commands.add_parser("elementwise", help="norms, rotation, activation and embedding on a CUDA device")
     cuda.add_argument("--rounds", type=int, default=15)
     cuda.add_argument("--quick", action="store_true", help="three row counts only")

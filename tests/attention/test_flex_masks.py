@@ -60,8 +60,8 @@ class Batch:
         with bound(FIELDS):
             count = ops.plan_mask_rows(
                 rows, shape, num_tiles=tiles, num_leaves=leaves, query_start=self.query_start, seq_lens=self.seq_lens,
-                block_table=self.table, table_rows=torch.arange(len(self.lengths)), some=mods.some_visible,
-                every=mods.all_visible,
+                block_table=self.table, table_rows=torch.arange(len(self.lengths)), one_query=False,
+                some=mods.some_visible, every=mods.all_visible,
             )  # fmt: skip
         return rows, count, leaves
 

@@ -10,6 +10,7 @@ device work alone, so a graph may hold both.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -56,7 +57,6 @@ class FlexBackend:
         devices=("cpu", "cuda"),
         dtypes=(torch.bfloat16, torch.float16, torch.float32),
         kernel_block_sizes=(MultipleOf(16),),
-        layouts=("LBNHC", "BLNHC"),
         chunk=True,
         alibi=True,
         sinks=True,
@@ -119,6 +119,11 @@ class FlexBackend:
         """Attend; see AttentionBackend."""
         self._inputs.check_call(q, kv, out)
         stride = ops.block_stride(kv)
+        if kv.is_cuda and kv.shape[0] * kv.stride(0) > _MAX_ELEMENTS:
+            raise ValueError(
+                f"attention backend 'flex' reaches {_MAX_ELEMENTS} elements from a layer's first block, since its "
+                f"offsets have 32 bits; the cache has {kv.shape[0] * kv.stride(0)}: set num_gpu_blocks_override"
+            )
         plan, mods = self._plans.get(variant), self._mods_of(variant)
         with bound(self._setup.fields if mods.fields else {}):
             if plan is None:
@@ -140,14 +145,16 @@ class FlexBackend:
     def _plan(self, variant: Variant, mods: AttentionMods, stride: int) -> _Plan:
         inputs, rows = self._inputs, self._inputs.num_rows
         shape = self._geometry(variant, stride)
-        num_tiles = ops.max_tiles(rows, inputs.num_tokens, inputs.max_query_len, shape.tokens)
+        # at least 2, since torch compiles anew for a size of 1
+        num_tiles = max(2, ops.max_tiles(rows, inputs.num_tokens, inputs.max_query_len, shape.tokens))
         num_leaves = -(-inputs.max_seq_len // shape.leaf)
         buffers = self._mask_rows(variant, shape, num_tiles * num_leaves)
         table_rows = inputs.rows if inputs.rows is not None else torch.arange(rows, device=self._device)
         ops.plan_mask_rows(
             buffers, shape, num_tiles=num_tiles, num_leaves=num_leaves, query_start=inputs.query_start[: rows + 1],
             seq_lens=inputs.seq_lens[:rows], block_table=inputs.block_table[:rows], table_rows=table_rows[:rows],
-            some=mods.some_visible, every=mods.all_visible,
+            one_query=inputs.max_query_len <= 1, some=mods.some_visible, every=mods.all_visible,
+            reach=_reach(variant),
         )  # fmt: skip
         return _Plan(shape, buffers, num_tiles, num_leaves)
 
@@ -173,7 +180,7 @@ class FlexBackend:
             leaves = -(-(setup.max_model_len or 1) // shape.leaf)
             few = shape.lines == sizes.decode_lines
             longest = shape.tokens if few and sizes.decode_lines != sizes.prefill_lines else setup.max_num_tokens
-            tiles = ops.max_tiles(setup.max_num_rows, setup.max_num_tokens, longest, shape.tokens)
+            tiles = max(2, ops.max_tiles(setup.max_num_rows, setup.max_num_tokens, longest, shape.tokens))
             capacity = tiles * leaves if setup.max_num_rows else needed
             self._buffers[key] = ops.MaskRows(capacity, shape.columns, self._device)
         return self._buffers[key]
@@ -187,15 +194,22 @@ class FlexBackend:
         return kernel
 
 
+def _reach(variant: Variant) -> ops.Reach | None:
+    """A variant's blocks as one kernel finds them; None if the user's hints have a say."""
+    mods = variant.mods
+    causal = variant.causal and mods.causal
+    if mods.some is not None or mods.every is not None or (not causal and (variant.window or variant.chunk)):
+        return None
+    return ops.Reach(causal=causal, window=variant.window, chunk=variant.chunk, exact=mods.mask_mod is None)
+
+
 def _parts(plan: _Plan, variant: Variant, itemsize: int) -> list[tuple[int, int]]:
     """(first mask row, how many) of each launch: whole tiles, within what a launch may hold."""
     row_bytes = 2 * variant.num_kv_heads * plan.shape.lines * variant.head_size * itemsize
     most = min(_SCRATCH_BYTES // row_bytes, _MAX_MASK_ROWS)
-    tiles = max(most // plan.num_leaves, 1)
-    return [
-        (first * plan.num_leaves, min(tiles, plan.num_tiles - first) * plan.num_leaves)
-        for first in range(0, plan.num_tiles, tiles)
-    ]
+    num_parts = -(-plan.num_tiles // max(most // plan.num_leaves, 2))
+    bounds = [plan.num_tiles * part // num_parts for part in range(num_parts + 1)]  # two tiles each, or more
+    return [(first * plan.num_leaves, (last - first) * plan.num_leaves) for first, last in itertools.pairwise(bounds)]
 
 
 class _Kernel:
@@ -287,7 +301,7 @@ def _compile(variant: Variant, mods: AttentionMods, shape: ops.Geometry, sizes: 
         if not marked:
             marked.append(True)
             for tensor in (lines, *lists_and_tables[:4]):
-                torch._dynamo.mark_dynamic(tensor, 0, min=2)
+                torch._dynamo.mark_dynamic(tensor, 0)
         parts, lse = compiled(lines, key, value, *lists_and_tables)
         return parts, lse
 

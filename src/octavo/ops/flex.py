@@ -45,6 +45,16 @@ class Geometry:
         return self.columns * self.block
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Reach:
+    """Tests of rectangles that a kernel knows: keys up to the query, less than `window` back, in the query's chunk."""
+
+    causal: bool
+    window: int = 0  # 0: all
+    chunk: int = 0  # 0: all
+    exact: bool = True  # False: something else hides pairs as well, so no block is wholly visible
+
+
 class MaskRows:
     """Persistent buffers of at most `capacity` mask rows: [capacity, ...] int32, at one address.
 
@@ -64,6 +74,7 @@ class MaskRows:
         self.row, self.first, self.low, self.high, self.token, self.length = (
             torch.zeros(self.capacity, dtype=torch.int32, device=device) for _ in range(6)
         )
+        self.ends = torch.zeros(self.capacity, dtype=torch.int32, device=device)  # scratch: where rows' tiles end
 
     def check(self, num: int) -> None:
         """Raises ValueError for more mask rows than there is room for."""
@@ -82,12 +93,17 @@ def max_tiles(num_rows: int, num_tokens: int, max_query_len: int, tokens: int) -
     return min(num_rows * each, num_tokens // tokens + 2 * num_rows)
 
 
-def place_blocks(logical: Tensor, block_table: Tensor, seq_lens: Tensor, block: int, stride: int = 1) -> None:
+def place_blocks(logical: Tensor, block_table: Tensor, seq_lens: Tensor, block: int) -> None:
     """Note the logical index of every live block: logical[id] for table entries below `cdiv(seq_len, block)`.
 
     logical: [kernel blocks] int32. A block has one logical index, since its name in the cache contains what precedes
     it; of several the largest wins. The null block's is not used.
     """
+    if logical.is_cuda:
+        from octavo.ops.gpu import flex as gpu
+
+        gpu.place_blocks(logical, block_table, seq_lens, block)
+        return
     column = torch.arange(block_table.shape[1], dtype=torch.int32, device=logical.device)
     live = column * block < seq_lens[:, None]
     ids = torch.where(live, block_table, NULL_BLOCK).long().flatten()
@@ -105,17 +121,29 @@ def plan_mask_rows(
     seq_lens: Tensor,
     block_table: Tensor,
     table_rows: Tensor,
+    one_query: bool,
     some: RectangleTest,
     every: RectangleTest,
+    reach: Reach | None = None,
 ) -> int:
     """Fill the first `num_tiles * num_leaves` mask rows, leaves of a tile side by side; gives how many there are.
 
-    query_start [R + 1], seq_lens [R], block_table [R, width] int32, table_rows [R]. num_tiles and num_leaves are upper
+    query_start [R + 1], seq_lens [R], block_table [R, width] int32, table_rows [R] int64. one_query: no row has more
+    than one, so tiles may stand for rows. num_tiles and num_leaves are upper
     bounds; rows beyond what the batch has are empty. A block is listed as full if `every` pair of it and the query
-    block around the tile is visible, as partial if `some` may be.
+    block around the tile is visible, as partial if `some` may be. reach: the two tests in a form that one kernel
+    takes, on a GPU.
     """
     count = num_tiles * num_leaves
-    rows.check(count)
+    rows.check(max(count, len(seq_lens)))
+    if reach is not None and seq_lens.is_cuda:
+        from octavo.ops.gpu import flex as gpu
+
+        gpu.plan_mask_rows(
+            rows, shape, reach, num_tiles=num_tiles, num_leaves=num_leaves, query_start=query_start, seq_lens=seq_lens,
+            block_table=block_table, table_rows=table_rows, one_query=one_query,
+        )  # fmt: skip
+        return count
     device, tokens, block = seq_lens.device, shape.tokens, shape.block
     num_queries = query_start[1:] - query_start[:-1]
     start = seq_lens - num_queries
@@ -266,7 +294,7 @@ def token_axis(kv: Tensor) -> tuple[Tensor, Tensor]:
 def block_stride(kv: Tensor) -> int:
     """Blocks' worth of the token axis from one block to the next: more than 1 where other layers lie between."""
     stride, rest = divmod(kv.stride(0), kv.shape[2] * kv.stride(2))
-    assert rest == 0, "flex needs layouts in which a token's heads lie together"
+    assert rest == 0, "blocks lie at multiples of their tokens"
     return stride
 
 

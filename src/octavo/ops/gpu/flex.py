@@ -1,7 +1,7 @@
-"""Lines of queries and the folding of partial results on a GPU; `octavo.ops.flex` says what they give.
+"""Mask rows, lines of queries and the folding of partial results on a GPU; `octavo.ops.flex` says what they give.
 
-Owns two kernels around torch's own. Invariant: leaves are folded in ascending order, in float32, so a query's bits do
-not depend on how many leaves its neighbours have.
+Owns the kernels around torch's own. Invariant: leaves are added in float32, in groups of fixed places, so a query's
+bits do not depend on how many leaves its neighbours have.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, assignment"
@@ -12,7 +12,107 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.flex import Geometry, MaskRows
+from octavo.ops.flex import NULL_BLOCK, Geometry, MaskRows, Reach
+
+
+@triton.jit(do_not_specialize=["width"])
+def _place(logical, table, seq_lens, table_row, width, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, FILL: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    live = (column * BLOCK < tl.load(seq_lens + row)) & (column < width)
+    ids = tl.load(table + row * table_row + column, mask=live, other=0)
+    if FILL:
+        tl.store(logical + ids, -1, mask=live)
+    else:
+        tl.atomic_max(logical + ids, column, mask=live)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _count_tiles(ends, query_start, seq_lens, num_rows, TOKENS: tl.constexpr, ROWS: tl.constexpr):
+    total = 0
+    for begin in range(0, num_rows, ROWS):
+        row = begin + tl.arange(0, ROWS)
+        inside = row < num_rows
+        queries = tl.load(query_start + row + 1, mask=inside, other=0) - tl.load(
+            query_start + row, mask=inside, other=0
+        )
+        length = tl.load(seq_lens + row, mask=inside, other=0)
+        tiles = (length - 1) // TOKENS - (length - queries) // TOKENS + 1
+        tiles = tl.where(inside & (queries > 0), tiles, 0)
+        tl.store(ends + row, total + tl.cumsum(tiles, 0), mask=inside)
+        total += tl.sum(tiles, 0)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_leaves", "width"])
+def _plan(
+    partial, partial_num, full, full_num, rows, firsts, lows, highs, tokens, lengths, ends, query_start, seq_lens,
+    table, table_rows, table_row, num_rows, num_leaves, width, window, chunk, stride,
+    TOKENS: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, PADDED: tl.constexpr, SPAN: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, EXACT: tl.constexpr, DIRECT: tl.constexpr,
+):  # fmt: skip
+    slot, leaf = tl.program_id(0), tl.program_id(1)
+    before_slot = slot
+    if DIRECT:  # one query each: tiles are rows
+        entry = tl.minimum(slot, num_rows - 1)
+        there = slot < num_rows
+        before_slot = 0
+    else:
+        entry, last = 0, num_rows - 1
+        there = slot < tl.load(ends + last)
+        while entry < last:  # the first row whose tiles end behind the slot
+            middle = (entry + last) // 2
+            behind = tl.load(ends + middle) > slot
+            last = tl.where(behind, middle, last)
+            entry = tl.where(behind, entry, middle + 1)
+        before_slot = slot - tl.where(entry > 0, tl.load(ends + tl.maximum(entry - 1, 0)), 0)
+    token = tl.load(query_start + entry)
+    queries, length = tl.load(query_start + entry + 1) - token, tl.load(seq_lens + entry)
+    start = length - queries
+    there = there & (queries > 0)
+    first = (start // TOKENS + before_slot) * TOKENS
+    low = tl.maximum(first, start)
+    high = tl.where(there, tl.minimum(first + TOKENS, length) - 1, low - 1)
+    z = (slot * num_leaves + leaf).to(tl.int64)
+    tl.store(rows + z, tl.load(table_rows + entry).to(tl.int32))
+    tl.store(firsts + z, first)
+    tl.store(lows + z, low)
+    tl.store(highs + z, high)
+    tl.store(tokens + z, tl.where(there, token + low - start, 0))
+    tl.store(lengths + z, length)
+    place = tl.arange(0, PADDED)
+    column = leaf * COLUMNS + place
+    kv_first, kv_last = column * BLOCK, column * BLOCK + BLOCK - 1
+    kv_there = tl.minimum(kv_last, length - 1)
+    live = there & (place < COLUMNS) & (column < width) & (kv_first < length)
+    q_first, q_last = low // SPAN * SPAN, high // SPAN * SPAN + SPAN - 1
+    whole = kv_last < length
+    if CAUSAL:
+        live = live & (kv_first <= high)
+        whole = whole & (kv_last <= q_first)
+    if WINDOW:
+        live = live & (low - kv_there < window)
+        whole = whole & (q_last - kv_first < window)
+    if CHUNK:
+        live = live & (low // chunk <= kv_there // chunk) & (kv_first // chunk <= high // chunk)
+        own = q_first // chunk
+        whole = whole & (q_last // chunk == own) & (kv_first // chunk == own) & (kv_last // chunk == own)
+    ids = tl.load(table + entry.to(tl.int64) * table_row + column, mask=live, other=0)
+    live = live & (ids != 0)
+    if not EXACT:
+        whole = whole & False
+    _pack(partial, partial_num, z, live & (whole == 0), ids * stride, place, COLUMNS)
+    _pack(full, full_num, z, live & whole, ids * stride, place, COLUMNS)
+
+
+@triton.jit
+def _pack(lists, nums, z, chosen, ids, place, COLUMNS: tl.constexpr):
+    """The chosen ids to the left, in order; the rest of the list is safe."""
+    count = chosen.to(tl.int32)
+    at, num = tl.cumsum(count, 0) - count, tl.sum(count, 0)
+    base = lists + z * (COLUMNS + 1)
+    tl.store(base + at, ids, mask=chosen)
+    tl.store(base + place, 0, mask=(place >= num) & (place <= COLUMNS))
+    tl.store(nums + z, num)
 
 
 @triton.jit(do_not_specialize=["start"])
@@ -38,13 +138,14 @@ def _gather(
 @triton.jit(do_not_specialize=["start", "num_leaves"])
 def _merge(
     parts, lse, out, sinks, first, low, high, token, start, num_leaves, out_token, out_head,
-    GROUP: tl.constexpr, LINES: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr, SINKS: tl.constexpr,
+    GROUP: tl.constexpr, LINES: tl.constexpr, HEAD: tl.constexpr, CHANNELS: tl.constexpr, SINKS: tl.constexpr,
+    LEAVES: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     num_kv_heads = tl.num_programs(1)
     row = tile * num_leaves
-    line, channel = tl.arange(0, LINES), tl.arange(0, PADDED)
+    line, channel = tl.arange(0, LINES), tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
     lowest, highest = tl.load(low + start + row), tl.load(high + start + row)
     position = tl.load(first + start + row) + line // GROUP
     valid = (position >= lowest) & (position <= highest) & (line < LINES // GROUP * GROUP)
@@ -53,25 +154,72 @@ def _merge(
     if SINKS:
         sink = tl.load(sinks + head, mask=valid, other=0.0)
         most = sink
-    for leaf in range(num_leaves):
-        place = ((row + leaf) * num_kv_heads + kv_head) * LINES + line
-        most = tl.maximum(most, tl.load(lse + place, mask=valid, other=float("-inf")))
+    for begin in range(0, num_leaves, LEAVES):
+        leaf = begin + tl.arange(0, LEAVES)
+        place = ((row + leaf) * num_kv_heads + kv_head)[:, None] * LINES + line[None, :]
+        there = (leaf < num_leaves)[:, None] & valid[None, :]
+        most = tl.maximum(most, tl.max(tl.load(lse + place, mask=there, other=float("-inf")), axis=0))
     most = tl.where(most == float("-inf"), 0.0, most)
     total = tl.zeros((LINES,), tl.float32)
     if SINKS:
         total = tl.exp(sink - most)
     inside = valid[:, None] & (channel < HEAD)[None, :]
-    result = tl.zeros((LINES, PADDED), tl.float32)
-    for leaf in range(num_leaves):
-        place = ((row + leaf) * num_kv_heads + kv_head) * LINES + line
-        weight = tl.exp(tl.load(lse + place, mask=valid, other=float("-inf")) - most)
-        total += weight
-        part = tl.load(parts + place[:, None] * HEAD + channel[None, :], mask=inside & (weight > 0)[:, None], other=0.0)
-        result += weight[:, None] * part.to(tl.float32)
+    result = tl.zeros((LINES, CHANNELS), tl.float32)
+    for begin in range(0, num_leaves, LEAVES):
+        # LEAVES at a time from leaf 0 on, so which ones are added together does not depend on how many there are
+        leaf = begin + tl.arange(0, LEAVES)
+        place = ((row + leaf) * num_kv_heads + kv_head)[:, None] * LINES + line[None, :]
+        there = (leaf < num_leaves)[:, None] & valid[None, :]
+        weight = tl.exp(tl.load(lse + place, mask=there, other=float("-inf")) - most[None, :])
+        total += tl.sum(weight, axis=0)
+        part = tl.load(
+            parts + place[:, :, None] * HEAD + channel[None, None, :], mask=(weight > 0)[:, :, None] & inside[None],
+            other=0.0,
+        )  # fmt: skip
+        result += tl.sum(weight[:, :, None] * part.to(tl.float32), axis=0)
     result = result / tl.where(total == 0.0, 1.0, total)[:, None]
     at = tl.load(token + start + row) + position - lowest
     target = out + at.to(tl.int64)[:, None] * out_token + head[:, None] * out_head + channel[None, :]
     tl.store(target, result.to(out.dtype.element_ty), mask=inside)
+
+
+def place_blocks(logical: Tensor, block_table: Tensor, seq_lens: Tensor, block: int) -> None:
+    """See `octavo.ops.flex.place_blocks`."""
+    rows, width = block_table.shape
+    columns = 256
+    for fill in (True, False):
+        _place[(rows, triton.cdiv(width, columns))](
+            logical, block_table, seq_lens, block_table.stride(0), width, BLOCK=block, COLUMNS=columns, FILL=fill,
+            num_warps=4,
+        )  # fmt: skip
+
+
+def plan_mask_rows(
+    rows: MaskRows,
+    shape: Geometry,
+    reach: Reach,
+    *,
+    num_tiles: int,
+    num_leaves: int,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    table_rows: Tensor,
+    one_query: bool,
+) -> None:
+    """See `octavo.ops.flex.plan_mask_rows`."""
+    assert NULL_BLOCK == 0, "lists end in the null block"
+    num_rows, width = block_table.shape
+    if not one_query:
+        _count_tiles[(1,)](rows.ends, query_start, seq_lens, num_rows, TOKENS=shape.tokens, ROWS=1024, num_warps=4)
+    _plan[(num_tiles, num_leaves)](
+        rows.partial, rows.partial_num, rows.full, rows.full_num, rows.row, rows.first, rows.low, rows.high, rows.token,
+        rows.length, rows.ends, query_start, seq_lens, block_table, table_rows, block_table.stride(0), num_rows,
+        num_leaves, width, reach.window, max(reach.chunk, 1), shape.stride, TOKENS=shape.tokens, BLOCK=shape.block,
+        COLUMNS=shape.columns, PADDED=triton.next_power_of_2(shape.columns + 1), SPAN=max(shape.q_block, shape.tokens),
+        CAUSAL=reach.causal, WINDOW=reach.window > 0, CHUNK=reach.chunk > 0, EXACT=reach.exact, DIRECT=one_query,
+        num_warps=1 if shape.columns < 64 else 4,
+    )  # fmt: skip
 
 
 def gather_lines(q: Tensor, rows: MaskRows, shape: Geometry, start: int, count: int) -> Tensor:
@@ -99,9 +247,10 @@ def merge_lines(
 ) -> None:
     """See `octavo.ops.flex.merge_lines`."""
     count, kv_heads, lines, size = parts.shape
+    channels = min(32, triton.next_power_of_2(size))
     assert parts.is_contiguous() and lse.is_contiguous(), "the kernel's own outputs"
-    _merge[(count // num_leaves, kv_heads)](
+    _merge[(count // num_leaves, kv_heads, triton.cdiv(size, channels))](
         parts, lse, out, lse if sinks is None else sinks, rows.first, rows.low, rows.high, rows.token, start,
         num_leaves, out.stride(0), out.stride(1), GROUP=shape.group, LINES=lines, HEAD=size,
-        PADDED=triton.next_power_of_2(size), SINKS=sinks is not None, num_warps=4,
+        CHANNELS=channels, SINKS=sinks is not None, LEAVES=1 if num_leaves == 1 else 8, num_warps=4,
     )  # fmt: skip

@@ -1,0 +1,109 @@
+"""The kernels around torch's FlexAttention, under Triton's interpreter: run as a program, it prints nothing if they
+equal their twins.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from octavo.ops import flex
+from octavo.ops.gpu import flex as gpu
+
+
+def check(group: int, lines: int, num_leaves: int, dtype: torch.dtype, *, sinks: bool, seed: int) -> None:
+    """Random mask rows over a random batch: some tiles start within a request, some are empty."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = flex.Geometry(group=group, lines=lines, block=16, stride=1, columns=2, q_block=16)
+    tiles, kv_heads, size, tokens = 4, 2, 24, 3 * shape.tokens + 2
+    rows = flex.MaskRows(tiles * num_leaves + 3, 2, torch.device("cpu"))
+    first = torch.tensor([0, 2, 5, 0]) * shape.tokens
+    low = first + torch.tensor([0, shape.tokens - 1, 0, 0])
+    high = first + torch.tensor([shape.tokens - 1, shape.tokens - 1, min(1, shape.tokens - 1), -1])
+    token = torch.tensor([2, 0, shape.tokens + 2, 0])
+    start = 3
+    for buffer, value in ((rows.first, first), (rows.low, low), (rows.high, high), (rows.token, token)):
+        buffer[start:] = value.repeat_interleave(num_leaves)
+    count = tiles * num_leaves
+    q = torch.randn(tokens, group * kv_heads, size, generator=generator).to(dtype)
+    lines_of_q = gpu.gather_lines(q, rows, shape, start, count)
+    assert torch.equal(lines_of_q, flex.gather_lines_reference(q, rows, shape, start, count)), "gather"
+    parts = torch.randn(lines_of_q.shape, generator=generator).to(dtype)
+    lse = 8 * torch.randn(lines_of_q.shape[:3], generator=generator)
+    lse[torch.rand(lse.shape, generator=generator) < 0.3] = float("-inf")
+    heads = torch.randn(group * kv_heads, generator=generator) if sinks else None
+    outs = [torch.full_like(q, 7.0) for _ in range(2)]
+    for merge, out in zip((gpu.merge_lines, flex.merge_lines_reference), outs, strict=True):
+        merge(parts, lse, rows, shape, out, start=start, num_leaves=num_leaves, sinks=heads)
+    torch.testing.assert_close(*outs, atol=2e-2 if dtype == torch.bfloat16 else 1e-5, rtol=1e-2)
+    if num_leaves == 1 and not sinks:
+        assert torch.equal(*outs), "a leaf that is alone keeps its bits"
+
+
+def rectangles(reach: flex.Reach):
+    """The tests of `reach` as `plan_mask_rows` takes them."""
+
+    def some(b, q, q_last, kv, kv_last):
+        seen = (kv <= q_last) | torch.tensor(not reach.causal)
+        if reach.window:
+            seen = seen & (q - kv_last < reach.window)
+        if reach.chunk:
+            seen = seen & (q // reach.chunk <= kv_last // reach.chunk) & (kv // reach.chunk <= q_last // reach.chunk)
+        return seen
+
+    def every(b, q, q_last, kv, kv_last):
+        seen = ((kv_last <= q) | torch.tensor(not reach.causal)) & torch.tensor(reach.exact)
+        if reach.window:
+            seen = seen & (q_last - kv < reach.window)
+        if reach.chunk:
+            own = q // reach.chunk
+            seen = seen & (q_last // reach.chunk == own) & (kv // reach.chunk == own) & (kv_last // reach.chunk == own)
+        return seen
+
+    return some, every
+
+
+def check_plan(reach: flex.Reach, queries: list[int], lengths: list[int], columns: int) -> None:
+    """The kernel's mask rows are the twin's; so are the places of blocks."""
+    shape = flex.Geometry(group=4, lines=16, block=16, stride=3, columns=columns, q_block=16)
+    width, num = max(lengths) // 16 + 2, len(lengths)
+    table = torch.randperm(num * width).view(num, width).int()
+    lens, start = torch.tensor(lengths).int(), torch.tensor([0, *queries]).cumsum(0).int()
+    tiles = flex.max_tiles(num, sum(queries), max(queries), shape.tokens) + 1
+    leaves = -(-max(lengths) // shape.leaf) + 1
+    options = {
+        "num_tiles": tiles, "num_leaves": leaves, "query_start": start, "seq_lens": lens, "block_table": table,
+        "table_rows": torch.arange(num) + 5, "one_query": max(queries) <= 1,
+    }  # fmt: skip
+    ours, expected = (flex.MaskRows(tiles * leaves, columns, torch.device("cpu")) for _ in range(2))
+    gpu.plan_mask_rows(ours, shape, reach, **options)
+    some, every = rectangles(reach)
+    flex.plan_mask_rows(expected, shape, some=some, every=every, **options)
+    there = expected.high >= expected.low
+    if not options["one_query"]:
+        assert torch.equal(ours.high >= ours.low, there), "tiles"
+    sizes = [(ours.partial_num, expected.partial_num), (ours.full_num, expected.full_num)]
+    lists = [(ours.partial, expected.partial), (ours.full, expected.full)]
+    scalars = [(getattr(ours, name), getattr(expected, name)) for name in ("row", "first", "low", "high", "token")]
+    for one, other in sizes + lists + scalars:
+        kept, wanted = one[ours.high >= ours.low], other[there]
+        assert torch.equal(kept, wanted), (reach, queries)
+    assert not ours.partial_num[ours.high < ours.low].any() and not ours.full_num[ours.high < ours.low].any()
+    places = [torch.full((num * width,), 9, dtype=torch.int32) for _ in range(2)]
+    gpu.place_blocks(places[0], table, lens, 16)
+    flex.place_blocks(places[1], table, lens, 16)
+    places[1][0] = places[0][0]  # the null block's is not used
+    assert torch.equal(*places), "places"
+
+
+if __name__ == "__main__":
+    for reach in (
+        flex.Reach(causal=True),
+        flex.Reach(causal=True, window=40),
+        flex.Reach(causal=True, chunk=48, exact=False),
+        flex.Reach(causal=False),
+    ):
+        check_plan(reach, [1, 0, 1, 1], [70, 0, 1, 160], 3)
+        check_plan(reach, [5, 0, 30, 1], [70, 0, 33, 160], 4)
+    for seed, (group, lines, num_leaves) in enumerate([(4, 16, 1), (4, 16, 3), (1, 16, 2), (3, 16, 2), (8, 32, 1)]):
+        for dtype in (torch.float32, torch.bfloat16):
+            check(group, lines, num_leaves, dtype, sinks=seed % 2 == 1, seed=seed)
