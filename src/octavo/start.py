@@ -18,6 +18,7 @@ from octavo import probe
 from octavo.arch import Arch
 from octavo.attention.base import Capability
 from octavo.attention.choice import mods_of, specs_of, suit_mods, with_mods
+from octavo.attention.mods import NO_MODS
 from octavo.config import EngineConfig, Resolved, resolve
 from octavo.device.batch import InputBuffers
 from octavo.device.block_table import BlockTables
@@ -224,7 +225,11 @@ def _make_executor(runner: Runner, resolved: Resolved) -> Executor:
 
 def _apply_mods(model: Model, config: EngineConfig, resolved: Resolved) -> Resolved:
     """Give each attention layer its variant with the config's mods; `resolved` with a backend that runs them."""
-    pairs = zip(model.attention_variants, mods_of(config, model.arch.num_layers), strict=True)
+    mods = mods_of(config, model.arch.num_layers)
+    if any(own is not NO_MODS for own in mods):
+        names = ", ".join(dict.fromkeys(own.name for own in mods))
+        resolved = dataclasses.replace(resolved, attention_options={**resolved.attention_options, "mods": names})
+    pairs = zip(model.attention_variants, mods, strict=True)
     model.attention_variants = [with_mods(variant, own) for variant, own in pairs]
     assert isinstance(model, torch.nn.Module), "models are trees of layers"
     for layer in model.modules():

@@ -129,9 +129,10 @@ def buffer_bytes(resolved: Resolved, form: CacheForm) -> int:
 
 
 def attention_names(resolved: Resolved) -> str:
-    """The backends, for people and for the numerics contract."""
+    """The backends, their options and users' mods, for people and for the numerics contract."""
     others = [f"{name} in layers {list(layers)}" for name, layers in resolved.layer_backends.items() if layers]
-    return ", ".join([resolved.attention_backend, *others])
+    options = [f"{name}={value}" for name, value in sorted(resolved.attention_options.items()) if name != "backend"]
+    return ", ".join([resolved.attention_backend, *others, *options])
 
 
 def give_scales(model: Model, resolved: Resolved, form: CacheForm) -> None:

@@ -28,7 +28,7 @@ from octavo.attention.base import (
     Variant,
     check_variants,
 )
-from octavo.attention.flex_sizes import FlexSizes, resolve_flex_sizes
+from octavo.attention.flex_sizes import LEAF, SMALLEST, FlexSizes, resolve_flex_sizes
 from octavo.attention.mods import AttentionMods, bound
 from octavo.attention.variant_mods import mods_of_variant
 from octavo.kv_cache.kernel_blocks import MultipleOf
@@ -50,6 +50,15 @@ class _Plan:
     num_leaves: int
 
 
+def _buffer_bytes(setup: Setup) -> int:
+    """Of one variant's mask rows, for the smallest tiles."""
+    if not setup.block_size:
+        return 0
+    leaf = min(LEAF, setup.max_model_len)
+    tiles = ops.max_tiles(setup.max_num_rows, setup.max_num_tokens, setup.max_num_tokens, SMALLEST // 4)
+    return 8 * tiles * -(-setup.max_model_len // leaf) * (-(-leaf // setup.block_size) + 5)
+
+
 class FlexBackend:
     """An AttentionBackend for every mod, on CUDA and, by the eager twin, on CPU."""
 
@@ -62,7 +71,9 @@ class FlexBackend:
         sinks=True,
         non_causal=True,
         mods=True,
+        buffer_bytes=_buffer_bytes,
         reads_unwritten=True,
+        graphs=frozenset({"decode"}),
         any_block_size=False,
         graphs=frozenset({"decode"}),
     )

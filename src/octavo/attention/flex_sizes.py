@@ -18,7 +18,7 @@ SMALLEST = 16  # lines or keys of a matrix instruction
 _PREFILL_LINES = 32
 # Two warps share the keys of a tile, whatever its lines: so a row is summed in one order in all tiles.
 _LAUNCH = (("num_warps", 2), ("num_stages", 4))
-_LEAF = 2048  # tokens of a partial result
+LEAF = 2048  # tokens of a partial result
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +82,7 @@ def resolve_flex_sizes(
         block_n=n or default_n,
         q_block=q_block or max(SMALLEST, _power_of_two_up(prefill // group), m or 0),
         kv_block=kernel_block,
-        leaf=0 if pinned else max(_LEAF // kernel_block, 1) * kernel_block,
+        leaf=0 if pinned else max(LEAF // kernel_block, 1) * kernel_block,
         launch=() if pinned else _LAUNCH,
     )
 

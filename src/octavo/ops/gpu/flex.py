@@ -99,7 +99,7 @@ def _plan(
     ids = tl.load(table + entry.to(tl.int64) * table_row + column, mask=live, other=0)
     live = live & (ids != 0)
     if not EXACT:
-        whole = whole & False
+        whole = kv_last < 0
     _pack(partial, partial_num, z, live & (whole == 0), ids * stride, place, COLUMNS)
     _pack(full, full_num, z, live & whole, ids * stride, place, COLUMNS)
 
