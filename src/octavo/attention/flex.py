@@ -75,7 +75,6 @@ class FlexBackend:
         reads_unwritten=True,
         graphs=frozenset({"decode"}),
         any_block_size=False,
-        graphs=frozenset({"decode"}),
     )
 
     def __init__(
