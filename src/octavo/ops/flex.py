@@ -144,6 +144,23 @@ def plan_mask_rows(
             block_table=block_table, table_rows=table_rows, one_query=one_query,
         )  # fmt: skip
         return count
+    tests = some, every
+    _plan_in_torch(rows, shape, (num_tiles, num_leaves), query_start, seq_lens, block_table, table_rows, tests)
+    return count
+
+
+def _plan_in_torch(
+    rows: MaskRows,
+    shape: Geometry,
+    size: tuple[int, int],
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    table_rows: Tensor,
+    tests: tuple[RectangleTest, RectangleTest],
+) -> None:
+    (num_tiles, num_leaves), (some, every) = size, tests
+    count = num_tiles * num_leaves
     device, tokens, block = seq_lens.device, shape.tokens, shape.block
     num_queries = query_start[1:] - query_start[:-1]
     start = seq_lens - num_queries
@@ -176,7 +193,6 @@ def plan_mask_rows(
     whole = whole & (kv_last < length[:, None])
     for kind, indices, num in ((live & ~whole, rows.partial, rows.partial_num), (whole, rows.full, rows.full_num)):
         _pack(kind.view(count, shape.columns), (ids * shape.stride).view(count, shape.columns), indices, num)
-    return count
 
 
 def _pack(chosen: Tensor, ids: Tensor, indices: Tensor, num: Tensor) -> None:
