@@ -30,7 +30,7 @@ from octavo.kv_cache.layout import Layout, resolve_layout
 from octavo.kv_cache.pool import KVCachePool
 from octavo.layers.attention import Attention
 from octavo.layers.latent_attention import LatentAttention
-from octavo.memory import ITEMSIZE
+from octavo.memory import ITEMSIZE, MemoryPlan
 from octavo.models.base import Model
 from octavo.ops.cache_store import LIMITS
 
@@ -126,6 +126,25 @@ def buffer_bytes(resolved: Resolved, form: CacheForm) -> int:
         )
         total += capability(table.backend).buffer_bytes(setup)
     return total
+
+
+def within_reach(memory: MemoryPlan, resolved: Resolved, form: CacheForm, model: Model) -> MemoryPlan:
+    """The plan with a cache whose every element all backends reach. What the user set is left to them to refuse."""
+    most, backend = memory.num_blocks, ""
+    for table in form.tables if resolved.device == "cuda" and resolved.num_gpu_blocks_override is None else ():
+        variant, limit = model.attention_variants[table.layers[0]], capability(table.backend).max_elements
+        layers = len(table.layers) if form.layout.block_outermost else 1
+        reached = limit // (memory.block_size * variant.num_kv_heads * variant.channels * layers) if limit else most
+        if reached < most:
+            most, backend = reached, table.backend
+    if not backend:
+        return memory
+    if most <= memory.blocks_per_request:
+        raise ValueError(
+            f"attention backend {backend!r} reaches {most} blocks, a request of max_model_len={memory.max_model_len} "
+            f"takes {memory.blocks_per_request}: set max_model_len, or another attention_backend"
+        )
+    return dataclasses.replace(memory, num_blocks=most, rule=f"what attention backend {backend!r} reaches")
 
 
 def attention_names(resolved: Resolved) -> str:

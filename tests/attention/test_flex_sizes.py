@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from octavo import LLM
+from octavo.arch import Arch, LayerKind
 from octavo.attention.base import Setup, Variant
 from octavo.attention.flex import FlexBackend
 from octavo.attention.flex_sizes import resolve_flex_sizes
+from octavo.config import DeviceFacts, EngineConfig, resolve
+from octavo.groups import make_groups
+from octavo.memory import plan_memory
 from octavo.settings import ConfigError
+from octavo.start_cache import choose_form, within_reach
 
 M, N, Q, KV = "flex_attn_block_m", "flex_attn_block_n", "flex_attn_q_block_size", "flex_attn_kv_block_size"
 
@@ -92,3 +101,29 @@ def test_kernel_blocks_of_a_split_cache_block_are_the_masks_blocks() -> None:
     options = {"kernel_block_size": 16, M: 32}
     with pytest.raises(ConfigError, match="kernel block size, 16,"):
         FlexBackend([variant], torch.float32, torch.device("cpu"), Setup(num_blocks=9, block_size=16, options=options))
+
+
+def test_L3_G1_the_cache_of_a_gpu_ends_where_offsets_of_32_bits_do() -> None:
+    """Flex alone shortens it; what the user set, and a request that does not fit, are refused."""
+    arch = Arch(
+        name="Qwen3ForCausalLM", dtype="bfloat16", vocab_size=100, hidden_size=64, intermediate_size=64, num_heads=16,
+        num_kv_heads=8, head_size=128, max_position=40960, norm_eps=1e-6, layers=(LayerKind(),) * 2,
+    )  # fmt: skip
+    facts = DeviceFacts(num_cores=1, free_bytes=1 << 40, total_bytes=1 << 40, cuda="GPU", cuda_free_bytes=1 << 37,
+                        cuda_total_bytes=1 << 37)  # fmt: skip
+    variants = [Variant(num_heads=16, num_kv_heads=8, head_size=128, scale=1.0)] * 2
+    model: Any = SimpleNamespace(attention_variants=variants)
+    for backend, expected in (("flex", 2**31 // (64 * 8 * 256)), ("paged", 0)):
+        config = EngineConfig(device="cuda", attention_backend=backend, block_size=64, load_format="dummy")
+        resolved = resolve(config, arch, facts)
+        form = choose_form(resolved, make_groups(arch, 64))
+        memory = plan_memory(arch, resolved, form.groups, 1 << 37, total_bytes=1 << 37, weights_loaded=True,
+                             tables=form.tables)  # fmt: skip
+        assert memory.num_blocks > expected
+        planned = within_reach(memory, resolved, form, model)
+        assert planned.num_blocks == (expected or memory.num_blocks)
+        if expected:
+            with pytest.raises(ValueError, match=f"'flex' reaches {expected} blocks.*set max_model_len"):
+                within_reach(dataclasses.replace(memory, blocks_per_request=expected), resolved, form, model)
+            asked = dataclasses.replace(resolved, num_gpu_blocks_override=memory.num_blocks)
+            assert within_reach(memory, asked, form, model) is memory

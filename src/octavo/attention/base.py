@@ -76,6 +76,7 @@ class Capability:
     cache_dtypes: tuple[torch.dtype, ...] = ()  # of quantized caches that it takes beside the queries' own dtype
     eager: frozenset[str] = frozenset()  # names of facts above (or "cache_dtypes") that a slow eager twin serves
     buffer_bytes: Callable[[Setup], int] = no_buffers  # it keeps per distinct variant: masks, partial results
+    max_elements: int = 0  # of a layer's view on a GPU, if its offsets end there; 0: any
     reads_unwritten: bool = False  # loads slots that no token has written: fresh blocks are zeroed for it
     reproducible: bool = True  # a row's bits do not depend on its batch
     any_block_size: bool = True  # nor on the kernel block size

@@ -72,6 +72,7 @@ class FlexBackend:
         non_causal=True,
         mods=True,
         buffer_bytes=_buffer_bytes,
+        max_elements=_MAX_ELEMENTS,
         reads_unwritten=True,
         graphs=frozenset({"decode"}),
         any_block_size=False,
