@@ -45,15 +45,15 @@ SETTINGS = [
 ]
 
 
-def backends_here() -> list[str]:
-    """The names of the table whose backends take CPU tensors."""
+def backends_here(device: str = "cpu") -> list[str]:
+    """The names of the table whose backends take tensors of a device."""
     names = []
     for name in BACKENDS:
         try:
             backend = BACKENDS.resolve(name)
         except ValueError:  # what it needs is not installed
             continue
-        if "cpu" in backend.capability.devices:
+        if device in backend.capability.devices:
             names.append(name)
     return names
 
@@ -79,7 +79,7 @@ class Step:
     def run(self, backend: AttentionBackend, variant: Variant, layer: LayerTensors = NO_TENSORS) -> torch.Tensor:
         """The outputs of all tokens; what is beyond the last one must stay as it was."""
         size = variant.value_size or variant.head_size
-        out = torch.full((len(self.q) + 3, variant.num_heads, size), 7.0, dtype=self.q.dtype)
+        out = self.q.new_full((len(self.q) + 3, variant.num_heads, size), 7.0)
         backend.prepare(self.inputs)
         backend.run(self.q, self.kv, variant, out, layer)
         assert (out[len(self.q) :] == 7).all()
@@ -99,13 +99,14 @@ def make_pool(
     dtype: torch.dtype,
     *,
     num_layers: int = NUM_LAYERS,
+    device: torch.device = CPU,
 ) -> KVCachePool:
     group = CacheGroup(
         kind="full", block_size=setting.block, layers=tuple(range(num_layers)),
         num_heads=kv_heads, num_channels=num_channels,
     )  # fmt: skip
     return KVCachePool(
-        [group], num_blocks=num_blocks, dtype=dtype, device=CPU,
+        [group], num_blocks=num_blocks, dtype=dtype, device=device,
         layout=layout_by_name(setting.layout), tables=table_of_each([group], [setting.kernel]),
     )  # fmt: skip
 
@@ -118,6 +119,7 @@ def make_step(
     num_blocks: int = 0,
     cache: torch.dtype | None = None,
     scales: LayerTensors = NO_TENSORS,
+    device: torch.device = CPU,
 ) -> Step:
     """Rows over blocks in random order (at the end of a larger pool if `num_blocks` says so).
 
@@ -130,7 +132,7 @@ def make_step(
     _, kv_heads, width = rows[0][0].kv.shape
     pool = make_pool(
         setting, max(num_blocks, sum(counts) + 4), kv_heads, width, dtype,
-        num_layers=1 if num_blocks else NUM_LAYERS,
+        num_layers=1 if num_blocks else NUM_LAYERS, device=device,
     )  # fmt: skip
     if not num_blocks:
         if dtype == torch.int8:
@@ -149,7 +151,7 @@ def make_step(
         table[row, :used] = kernel_ids[:used]
         at = torch.arange(seq_len)
         slots = kernel_ids[at // setting.kernel] * setting.kernel + at % setting.kernel
-        store(view, narrowed(history.kv[:seq_len], dtype, scales), slots)
+        store(view, narrowed(history.kv[:seq_len], dtype, scales).to(device), slots.to(device))
     queries = [queries for _, _, queries in rows]
     total = sum(queries)
     inputs = AttentionInputs(
@@ -158,13 +160,13 @@ def make_step(
         max_query_len=max(queries),
         max_seq_len=max(seq_len for _, seq_len, _ in rows),
         block_size=setting.kernel,
-        query_start=torch.tensor([0, *queries, 0, 0]).cumsum(0).to(torch.int32),
-        seq_lens=torch.tensor([*(seq_len for _, seq_len, _ in rows), 0, 0], dtype=torch.int32),
-        block_table=table,
-        slot_mapping=torch.full((total,), -1),
+        query_start=torch.tensor([0, *queries, 0, 0]).cumsum(0).to(device, torch.int32),
+        seq_lens=torch.tensor([*(seq_len for _, seq_len, _ in rows), 0, 0], dtype=torch.int32, device=device),
+        block_table=table.to(device),
+        slot_mapping=torch.full((total,), -1, device=device),
     )
     q = torch.cat([history.q[seq_len - queries : seq_len] for history, seq_len, queries in rows])
-    return Step(pool, inputs, q)
+    return Step(pool, inputs, q.to(device))
 
 
 def narrowed(kv: torch.Tensor, cache: torch.dtype, scales: LayerTensors) -> torch.Tensor:

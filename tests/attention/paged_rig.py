@@ -5,20 +5,25 @@ check name -> error text, empty if it holds.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import random
 import sys
 import traceback
 from typing import Any
+from unittest import mock
 
 import torch
 
 from batches import Batch, make_batch, make_history
-from octavo.attention.base import BACKENDS, AttentionInputs, Variant
+from contract_rig import Setting, make_step
+from octavo.attention.base import BACKENDS, AttentionInputs, LayerTensors, Setup, Variant, alibi_slopes
+from octavo.ops import paged_attention as operator
 from octavo.ops.attention import paged_attention_eager
-from octavo.ops.paged_attention import LEAF, Scratch, Tile, num_processors, paged_attention, plan_launches
+from octavo.ops.paged_attention import Heads, Planner, Scratch, Sight, Tile, paged_attention
+from octavo.ops.paged_attention_work import LEAF, count_leaves
 
-FEW, MANY = 1, 10**6  # processors to plan for: rows are walked whole, or split as far as they go
+FEW, MANY = 1, 16  # processors to plan for: rows are walked almost whole, or by many programs
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
@@ -31,21 +36,15 @@ def attend(
     """The operator's result over a poisoned output. tile: for rows of many queries."""
     q, kv = batch.q, batch.kv
     scratch = scratch or Scratch(q.device)
-    counts = batch.query_start.diff()
-    launches = plan_launches(
-        num_rows=len(batch.seq_lens), num_tokens=len(q), max_query_len=int(counts.max()),
-        max_seq_len=int(batch.seq_lens.max()), num_heads=q.shape[1], num_kv_heads=kv.shape[1], head_size=q.shape[2],
-        window=options.get("window", 0), dtype=q.dtype, scratch=scratch,
-        processors=processors or num_processors(q.device),
+    tensors = {name: options.pop(name, None) for name in ("key_scale", "value_scale", "sinks", "slopes")}
+    sight = Sight(scale=q.shape[2] ** -0.5, **options)
+    heads = Heads(q.shape[1], kv.shape[1], q.shape[2])
+    plan = Planner(heads, sight, q.dtype, q.device, scratch, processors).plan(
+        batch.query_start, batch.seq_lens, num_tokens=len(q), max_query_len=int(batch.query_start.diff().max()),
+        max_seq_len=int(batch.seq_lens.max()), tile=tile,
     )  # fmt: skip
-    if tile:
-        tiles = len(q) // (tile.lines // (q.shape[1] // kv.shape[1])) + len(batch.seq_lens)
-        launches = tuple(
-            launch if launch.is_short else dataclasses.replace(launch, tile=tile, num_tiles=tiles)
-            for launch in launches
-        )
     out = torch.full_like(q, 7.0)
-    paged_attention(*batch.args(), out, scale=q.shape[2] ** -0.5, launches=launches, scratch=scratch, **options)
+    paged_attention(*batch.args(), out, sight=sight, plan=plan, scratch=scratch, **tensors)
     return out
 
 
@@ -164,6 +163,84 @@ def check_rows_that_do_not_fit_the_scratch_are_not_split() -> None:
     batch = make_batch([(_history(1300), 1300, 1)], 16)
     expected = attend(batch, processors=MANY)
     assert torch.equal(attend(batch, processors=MANY, scratch=Scratch(CPU, limit=64)), expected)
+
+
+def check_long_rows_are_merged_to_the_same_bits() -> None:
+    """Where a batch may have long rows, a kernel of its own folds those."""
+    history = make_history(5, 1500, 4, 2, 16, torch.float16)
+    rows = [(history, 1500, 2), (history, 300, 1), (history, 1290, 3)]
+    for options in ({}, {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])}, {"window": 1200}):
+        expected = attend(make_batch(rows, 16), processors=FEW, **dict(options))
+        with mock.patch.multiple(operator, _FOLDS=4, _LONG=5):
+            for processors in (FEW, MANY):
+                assert torch.equal(attend(make_batch(rows, 16), processors=processors, **dict(options)), expected)
+
+
+def check_the_division_is_whole_and_even() -> None:
+    """Every leaf of every short row belongs to one program, and none has much more than its part."""
+    rng = random.Random(3)
+    for kind in ({}, {"window": 700}, {"chunk": 400}) * 4:
+        kv_heads, programs = rng.choice([1, 2, 8]), rng.choice([3, 24])
+        counts = [rng.choice([0, 0, 1, 1, 2, 9]) for _ in range(rng.randrange(1, 9))]
+        lengths = [rng.randrange(count, 6000) if count else 0 for count in counts]
+        planner = Planner(Heads(kv_heads, kv_heads, 16), Sight(scale=1.0, **kind), torch.float16, CPU, Scratch(CPU))
+        start = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
+        with mock.patch.multiple(operator, _ROW_PROGRAMS=programs, MAX_SHORT_QUERIES=2):
+            plan = planner.plan(
+                start, torch.tensor(lengths, dtype=torch.int32), num_tokens=sum(counts), max_query_len=2,
+                max_seq_len=6000,
+            )  # fmt: skip
+        assert plan.rows
+        work = plan.work.tolist()
+        starts = [(work[2 * g], work[2 * g + 1]) for g in range(plan.rows.programs + 1)]
+        assert starts == sorted(starts)
+        leaves = {}
+        for row, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+            if 0 < count <= plan.rows.short:
+                first = max(length - count - kind.get("window", 10**9) + 1, 0)
+                first = (length - count) // kind["chunk"] * kind["chunk"] if "chunk" in kind else first
+                leaves[row] = max(count_leaves(length) - count_leaves(first + 1) + 1, 1)
+        total = [(row * kv_heads + head, leaf) for row in leaves for head in range(kv_heads) for leaf in range(leaves[row])]
+        parts = [sum(begin <= place < end for place in total) for begin, end in itertools.pairwise(starts)]
+        assert sum(parts) == len(total)
+        assert not total or max(parts) <= 4 * (len(total) / len(parts) + 2)
+
+
+def check_features_equal_the_reference() -> None:
+    """Every fact that the backend states, over layouts and kernel blocks; quantized caches with scales."""
+    full = Variant(num_heads=4, num_kv_heads=2, head_size=32, scale=0.2)
+    changes: list[dict[str, Any]] = [
+        {"chunk": 48}, {"alibi_slopes": alibi_slopes(4)}, {"alibi_slopes": alibi_slopes(4), "soft_cap": 9.0},
+        {"sinks": True}, {"sinks": True, "window": 40}, {"causal": False}, {"causal": False, "window": 30},
+    ]  # fmt: skip
+    rows = [(make_history(n, n, 4, 2, 32, torch.float32), n, queries) for n, queries in ((90, 1), (64, 40), (270, 3))]
+    for index, change in enumerate(changes):
+        variant = dataclasses.replace(full, **change)
+        layer = LayerTensors(sinks=torch.tensor([0.5, -2.0, 3.0, 1.0]) if variant.sinks else None)
+        step = make_step(rows, (Setting(), Setting("BLNHC", 128, 64))[index % 2])
+        outs = [
+            step.run(BACKENDS.resolve(name)([variant], torch.float32, CPU), variant, layer)
+            for name in ("paged", "reference")
+        ]
+        torch.testing.assert_close(*outs, atol=1e-5, rtol=0, msg=str(change))
+
+
+def check_quantized_caches_equal_the_reference() -> None:
+    variant = Variant(num_heads=4, num_kv_heads=2, head_size=32, scale=0.2)
+    layer = LayerTensors(key_scale=torch.tensor([0.02, 0.05]), value_scale=torch.tensor([0.5, 0.03]))
+    for stored in (torch.float8_e4m3fn, torch.int8):
+        rows = []
+        for n, queries in ((90, 1), (64, 40)):
+            history = make_history(n, n, 4, 2, 32, torch.float32)
+            rows.append((dataclasses.replace(history, kv=(history.kv * 30).round().clamp(-99, 99).to(stored)), n, queries))
+        step = make_step(rows, Setting())
+        outs = [
+            step.run(
+                BACKENDS.resolve(name)([variant], torch.float32, CPU, Setup(cache_dtype=stored)), variant, layer
+            )
+            for name in ("paged", "reference")
+        ]
+        torch.testing.assert_close(*outs, atol=1e-4, rtol=1e-5)
 
 
 def check_backend_equals_reference() -> None:

@@ -23,6 +23,10 @@ CHECKS = (
     "check_slid_out_blocks_are_not_read",
     "check_a_padding_token_becomes_zero_and_tokens_beyond_the_rows_stay",
     "check_rows_that_do_not_fit_the_scratch_are_not_split",
+    "check_long_rows_are_merged_to_the_same_bits",
+    "check_the_division_is_whole_and_even",
+    "check_features_equal_the_reference",
+    "check_quantized_caches_equal_the_reference",
     "check_backend_equals_reference",
 )
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")

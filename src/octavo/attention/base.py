@@ -29,6 +29,8 @@ BACKENDS = Registry(
         "paged": "octavo.attention.paged:PagedBackend",
         "mla": "octavo.attention.mla:MlaBackend",
         "flex": "octavo.attention.flex:FlexBackend",
+        "flash": "octavo.attention.flash:FlashBackend",
+        "flashinfer": "octavo.attention.flashinfer:FlashInferBackend",
     },
 )
 

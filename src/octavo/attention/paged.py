@@ -1,8 +1,9 @@
 """The GPU backend: Octavo's own Triton kernels over the paged cache.
 
-Owns the step's launches, one set per variant, and the scratch memory that they share; `octavo.ops.paged_attention`
-does the work. Makes no device work in `prepare` and never waits for the device. Invariant: a query's bits depend on
-its own row only (the canonical order is stated there), so every bound that `prepare` takes from the host is free.
+Owns the step's plans, one per variant, and the scratch memory that they share; `octavo.ops.paged_attention` does the
+work. `prepare` launches one small kernel per variant, which a graph captures with the layers, and never waits for the
+device. Invariant: a query's bits depend on its own row only (the canonical order is stated there), so every bound that
+`prepare` takes from the host is free.
 """
 
 from __future__ import annotations
@@ -25,23 +26,28 @@ from octavo.kv_cache.kernel_blocks import MultipleOf
 from octavo.ops.paged_attention import (
     BLOCK_MULTIPLE,
     MAX_HEAD_SIZE,
-    Launch,
+    Heads,
+    Planner,
     Scratch,
+    Sight,
     can_run_on,
-    num_processors,
     paged_attention,
-    plan_launches,
 )
 
 
 class PagedBackend:
-    """An AttentionBackend for CUDA; any head size up to 256, window, soft cap, and block sizes that 16 divides."""
+    """An AttentionBackend for CUDA: heads of up to 256, block sizes that 16 divides, 8-bit caches with scales."""
 
     capability = Capability(
         devices=("cuda",),
         dtypes=(torch.bfloat16, torch.float16, torch.float32),
         kernel_block_sizes=(MultipleOf(BLOCK_MULTIPLE),),
         graphs=frozenset({"decode", "mixed"}),
+        chunk=True,
+        alibi=True,
+        sinks=True,
+        non_causal=True,
+        cache_dtypes=(torch.float8_e4m3fn, torch.int8),
     )
 
     def __init__(
@@ -59,40 +65,43 @@ class PagedBackend:
                     f"attention backend 'paged' takes heads of at most {MAX_HEAD_SIZE}, got {variant.head_size}: "
                     "set attention_backend='reference'"
                 )
-        self._variants, self._dtype, self._device = tuple(variants), dtype, device
+            if variant.window and variant.chunk:
+                raise ValueError(
+                    "attention backend 'paged' takes a window or chunks, not both: set attention_backend='reference'"
+                )
         self._scratch = Scratch(device)
+        self._planners: dict[Variant, Planner] = {}
+        self._slopes: dict[Variant, torch.Tensor | None] = {}
+        for variant in variants:
+            heads = Heads(variant.num_heads, variant.num_kv_heads, variant.head_size)
+            sight = Sight(
+                scale=variant.scale, window=variant.window, chunk=variant.chunk, causal=variant.causal,
+                soft_cap=variant.soft_cap,
+            )  # fmt: skip
+            self._planners[variant] = Planner(heads, sight, dtype, device, self._scratch)
+            slopes = torch.tensor(variant.alibi_slopes, device=device) if variant.alibi_slopes else None
+            self._slopes[variant] = slopes
 
     def prepare(self, inputs: AttentionInputs, *, for_capture: bool = False) -> None:
-        """Choose the launches from the host's bounds. A graph captured after `for_capture` keeps its scratch memory.
+        """Plan from the host's bounds. Inside a graph's capture it is a part of the graph, which keeps its memory.
 
-        Raises ValueError for a block size that 16 does not divide.
+        Raises ValueError for a block size that 16 does not divide and for inputs that contradict each other.
         """
         if inputs.block_size % BLOCK_MULTIPLE:
             raise ValueError(
                 f"attention backend 'paged' takes block sizes that {BLOCK_MULTIPLE} divides, got {inputs.block_size}: "
                 "set block_size"
             )
-        rows = inputs.num_rows
+        inputs.check()
+        self._inputs, rows = inputs, inputs.num_rows
         self._rows = inputs.query_start[: rows + 1], inputs.seq_lens[:rows], inputs.block_table[:rows]
-        self._launches = {variant: self._plan(inputs, variant, for_capture) for variant in self._variants}
-
-    def _plan(self, inputs: AttentionInputs, variant: Variant, for_capture: bool) -> tuple[Launch, ...]:
-        launches = plan_launches(
-            num_rows=inputs.num_rows,
-            num_tokens=inputs.num_tokens,
-            max_query_len=inputs.max_query_len,
-            max_seq_len=inputs.max_seq_len,
-            num_heads=variant.num_heads,
-            num_kv_heads=variant.num_kv_heads,
-            head_size=variant.head_size,
-            window=variant.window,
-            dtype=self._dtype,
-            scratch=self._scratch,
-            processors=num_processors(self._device),
-        )
-        for launch in launches:
-            self._scratch.reserve(launch.num_parts, launch.part_size, for_capture=for_capture)
-        return launches
+        self._plans = {
+            variant: planner.plan(
+                *self._rows[:2], num_tokens=inputs.num_tokens, max_query_len=inputs.max_query_len,
+                max_seq_len=inputs.max_seq_len, for_capture=for_capture,
+            )
+            for variant, planner in self._planners.items()
+        }  # fmt: skip
 
     def run(
         self,
@@ -102,8 +111,10 @@ class PagedBackend:
         out: torch.Tensor,
         layer: LayerTensors = NO_TENSORS,
     ) -> None:
-        """Attend; see AttentionBackend."""
+        """Attend; see AttentionBackend. Raises ValueError for tensors that are not the step's."""
+        self._inputs.check_call(q, kv, out)
         paged_attention(
-            q, kv, *self._rows, out, scale=variant.scale, window=variant.window, soft_cap=variant.soft_cap,
-            launches=self._launches[variant], scratch=self._scratch,
+            q, kv, *self._rows, out, sight=self._planners[variant].sight, plan=self._plans[variant],
+            scratch=self._scratch, key_scale=layer.key_scale, value_scale=layer.value_scale,
+            sinks=layer.sinks if variant.sinks else None, slopes=self._slopes[variant],
         )  # fmt: skip

@@ -1,15 +1,16 @@
 """Attention over the paged cache in Triton: one operator for prefill, decode and verification.
 
 Owns the canonical order of the sums, the launches and their scratch memory; the arithmetic is in
-`paged_attention_kernels`. Does not know requests, layers or backends. Invariant: the bits of a (query, head) depend on
-its own q and on its own K and V in logical order, never on the batch, the chunk, the split, the block size, the tile
-or where blocks lie. Its eager twin is `octavo.ops.attention.paged_attention_eager`.
+`paged_attention_kernels`, the division of short rows among programs in `paged_attention_work`. Does not know requests,
+layers or backends. Invariant: the bits of a (query, head) depend on its own q and on its own K and V in logical order,
+never on the batch, the chunk, the split, the block size, the tile or where blocks lie. Its eager twin is
+`octavo.ops.attention.paged_attention_eager`.
 
-The canonical order: absolute leaves of LEAF tokens from position 0; inside a leaf an online softmax, from scratch,
-over tiles of BN tokens in ascending order; leaves folded in ascending order with one formula (the split-KV scheme of
-Flash-Decoding with splits at fixed places). A fold in registers and a fold of leaves that programs wrote apart are
-the same operations, so how many programs share a row is free. All sums are float32; K and V of a hidden token are
-read as 0.
+The canonical order: absolute leaves from position 0, whose starts `paged_attention_work` states; inside a leaf an
+online softmax, from scratch, over tiles of BN tokens in ascending order; leaves folded in ascending order with one formula (the split-KV scheme of
+Flash-Decoding with splits at fixed places), a sink last. A fold in registers and a fold of leaves that programs wrote
+apart are the same operations, so how many programs share a row is free. All sums are float32; K and V of a hidden
+token are read as 0.
 """
 
 from __future__ import annotations
@@ -19,20 +20,67 @@ import functools
 import math
 
 import torch
+from torch import Tensor
 
-from octavo.ops.paged_attention_kernels import attend, merge
+from octavo.ops.paged_attention_kernels import attend_rows, attend_tiles, merge
+from octavo.ops.paged_attention_work import CHUNK, EVERYTHING, WINDOW, count_leaves, divide
 
-BN = 64  # tokens per step of the online softmax
-LEAF = 512  # tokens per independent partial result; a multiple of BN
 BLOCK_MULTIPLE = 16  # block sizes are multiples of this
-# Where a batch gives each processor fewer programs than the first number, rows are split until it has the second.
-_DECODE_PROGRAMS = (3, 8)
-_PREFILL_PROGRAMS = (1, 2)
-_GATHER = 32  # leaves that a merging program loads at once
-_CHUNK = 128  # leaves whose factors it finds at once
-_CHANNELS = 32  # channels that it merges
 MAX_HEAD_SIZE = 256
+MAX_SHORT_QUERIES = 16  # rows of so many queries, as decode and verification have, share one tile if that holds them
+_ROW_PROGRAMS = 3  # programs for each processor that short rows are divided among
+_TILE_PROGRAMS = (1, 2)  # where tiles give each processor fewer than the first, they are split until it has the second
+_FIXED = 2  # what a (row, KV head) costs besides its tokens, in tiles
+_FOLDS, _LONG = 96, 16  # the most leaves of rows that attend_rows folds itself; where a row has more, it does up to..
+_GATHERED_BYTES = 16 << 10  # leaves whose loads a folding program has in flight
+_CHANNELS, _MERGE_GATHER, _MERGED_ROWS = 32, 32, 16  # of one merging program; rows that merge at a time
 _LOG2_E = math.log2(math.e)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sight:
+    """What a query sees, and how its scores are made. Fixed per layer.
+
+    window: tokens that a query sees, itself included; chunk: it sees those of its own chunk of so many tokens; at most
+    one of them is not 0. causal: it sees none behind it (else, with a window, as many behind as before). soft_cap:
+    scores become cap * tanh(score / cap); 0 for none.
+    """
+
+    scale: float
+    window: int = 0
+    chunk: int = 0
+    causal: bool = True
+    soft_cap: float = 0.0
+
+    @property
+    def kind(self) -> int:
+        """The kernels' word for window and chunk."""
+        assert not (self.window and self.chunk), "a window or chunks, not both"
+        return WINDOW if self.window else CHUNK if self.chunk else EVERYTHING
+
+    @property
+    def reach(self) -> int:
+        """The number that belongs to `kind`."""
+        return self.window or self.chunk
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Heads:
+    """Head counts and sizes of a layer."""
+
+    num_heads: int
+    num_kv_heads: int
+    size: int
+
+    @property
+    def group(self) -> int:
+        """Heads that share a KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def padded(self) -> int:
+        """The power of two that a tile holds for a head, at least 16."""
+        return max(16, _power_of_two(self.size))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,55 +94,77 @@ class Tile:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Launch:
-    """One launch of `attend` over the rows of at most (`is_short`) or of more than `short` queries."""
+class RowsLaunch:
+    """One launch of `attend_rows`, over the rows of at most `short` queries, divided on the device."""
 
     tile: Tile
-    is_short: bool
     short: int
-    width: int  # queries that a short row may have in this batch
+    lines: int  # of a tile that can be there
+    programs: int
+    num_rows: int
+    fold_limit: int  # leaves of a row that is not left to `merge`
+    merges: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TilesLaunch:
+    """One launch of `attend_tiles`, over the rows of more than `short` queries."""
+
+    tile: Tile
+    short: int
     num_tiles: int
     splits: int
     max_leaves: int
-    num_lines: int  # (token, ...) places that `merge` writes, if split
-    num_parts: int  # partial results in the scratch memory
-    part_size: int  # channels of one
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """The launches of a batch for the layers that are alike, and the division of its short rows."""
+
+    rows: RowsLaunch | None
+    tiles: TilesLaunch | None
+    work: Tensor  # see paged_attention_work
+    capacity: int  # leaves of rows that may be split
 
 
 class Scratch:
-    """The partial results of split rows, at one address until it grows.
+    """Partial results and counters, shared by the launches of a stream, at one address until they grow.
 
-    Grows to the largest launch seen, up to `limit` bytes; a launch that needs more is not split. What a graph was
-    captured with is kept.
+    Grows to the largest launch seen, up to `limit` bytes of partial results; what would need more is not split. What a
+    graph was captured with is kept. Counters are 0 between launches.
     """
 
-    def __init__(self, device: torch.device, limit: int = 256 << 20) -> None:
+    def __init__(self, device: torch.device, limit: int = 64 << 20) -> None:
         """`limit`: bytes."""
         self._device, self._limit = device, limit
-        self._memory = torch.empty(0, dtype=torch.float32, device=device)
-        self._captured: list[torch.Tensor] = []
+        self._parts = torch.empty(0, dtype=torch.float32, device=device)
+        self._counters = torch.zeros(0, dtype=torch.int32, device=device)
+        self._captured: list[Tensor] = []
 
-    def fits(self, num_leaves: int, head_size: int) -> bool:
-        """Whether so many partial results may be held at once."""
-        return 4 * num_leaves * (head_size + 4) <= self._limit
+    def capacity(self, leaf_size: int) -> int:
+        """How many leaves of `leaf_size` numbers may be held."""
+        return self._limit // (4 * leaf_size)
 
-    def reserve(self, num_leaves: int, head_size: int, *, for_capture: bool = False) -> None:
+    def reserve(self, num_leaves: int, leaf_size: int, num_counters: int, *, for_capture: bool = False) -> None:
         """Make room. Must happen before a graph is captured that uses it."""
-        assert self.fits(num_leaves, head_size), "a launch that does not fit is not split"
-        if self._memory.numel() < num_leaves * (head_size + 4):
-            self._memory = torch.empty(num_leaves * (head_size + 4), dtype=torch.float32, device=self._device)
-        if for_capture and not any(memory is self._memory for memory in self._captured):
-            self._captured.append(self._memory)
+        size = min(num_leaves, self.capacity(leaf_size)) * leaf_size
+        if self._parts.numel() < size:
+            self._parts = torch.empty(size, dtype=torch.float32, device=self._device)
+        if self._counters.numel() < num_counters:
+            self._counters = torch.zeros(num_counters, dtype=torch.int32, device=self._device)
+        if for_capture:
+            kept = {id(tensor) for tensor in self._captured}
+            self._captured += [tensor for tensor in (self._parts, self._counters) if id(tensor) not in kept]
 
-    def parts(self, num_leaves: int, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Flat room for the sums [num_leaves * head_size] and for four numbers of each [num_leaves * 4]."""
-        self.reserve(num_leaves, head_size)
-        return self._memory[: num_leaves * head_size], self._memory[num_leaves * head_size :]
+    def parts(self, num_leaves: int, lines: int, padded: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Flat room for the sums [leaves, lines, padded] and four numbers of each line, and the counters."""
+        sums = num_leaves * lines * padded
+        return self._parts[:sums], self._parts[sums : sums + num_leaves * lines * 4], self._counters
 
 
 def can_run_on(device: torch.device) -> bool:
     """CUDA, or any device under Triton's interpreter (TRITON_INTERPRET=1)."""
-    return device.type == "cuda" or not hasattr(attend, "device_caches")
+    return device.type == "cuda" or not hasattr(attend_rows, "device_caches")
 
 
 @functools.cache
@@ -105,117 +175,169 @@ def num_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def padded_head_size(head_size: int) -> int:
-    """The power of two that a tile holds for a head, at least 16."""
-    return max(16, 1 << (head_size - 1).bit_length())
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
 
 
-def decode_tile(group: int, dtype: torch.dtype) -> Tile:
-    """The tile for rows of few queries."""
-    lines = max(16, 1 << (group - 1).bit_length())
-    if dtype == torch.float32:
-        return Tile(lines, 4, 2)
-    return Tile(lines, max(2, lines // 16), 3)
+def rows_tile(heads: Heads, max_query_len: int, dtype: torch.dtype) -> Tile:
+    """The tile for rows of few queries: of all if they are at most MAX_SHORT_QUERIES, else of those it holds."""
+    queries = max_query_len if max_query_len <= MAX_SHORT_QUERIES else 1
+    lines = max(16, _power_of_two(heads.group), min(64, _power_of_two(queries * heads.group)))
+    return Tile(lines, 4, 2 if dtype == torch.float32 or heads.padded > 128 else 3)
 
 
-def prefill_tile(group: int, max_query_len: int, head_size: int, dtype: torch.dtype) -> Tile:
+def tiles_tile(heads: Heads, max_query_len: int, dtype: torch.dtype) -> Tile:
     """The tile for rows of many queries."""
     if dtype == torch.float32:
-        return decode_tile(group, dtype)
-    if head_size <= 128 and max_query_len * group > 64:
-        return Tile(max(128, 1 << (group - 1).bit_length()), 8, 2, 128)
-    return Tile(max(64, 1 << (group - 1).bit_length()), 4, 2)
+        return Tile(max(16, _power_of_two(heads.group)), 4, 2)
+    if heads.padded <= 128 and max_query_len * heads.group > 64:
+        return Tile(max(128, _power_of_two(heads.group)), 8, 2, 128)
+    return Tile(max(64, _power_of_two(heads.group)), 4, 2)
 
 
-def plan_launches(
-    *,
-    num_rows: int,
-    num_tokens: int,
-    max_query_len: int,
-    max_seq_len: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_size: int,
-    window: int,
-    dtype: torch.dtype,
-    scratch: Scratch,
-    processors: int,
-) -> tuple[Launch, ...]:
-    """The launches of a batch, from numbers that the host knows. They are upper bounds: larger ones change no bit."""
-    group = num_heads // num_kv_heads
-    reach = min(max_seq_len, window + max_query_len) if window else max_seq_len
-    max_leaves = -(-reach // LEAF) + bool(window)
-    padded = padded_head_size(head_size)
+class Planner:
+    """Makes the plans of layers that are alike, in memory that keeps its address until it grows."""
 
-    def launch(tile: Tile, short: int, width: int, programs: tuple[int, int]) -> Launch:
-        num_tiles = num_rows if width else num_tokens // (tile.lines // group) + num_rows
-        num_lines = num_rows * width if width else num_tokens
-        num_parts, whole = num_lines * num_heads * max_leaves, num_tiles * num_kv_heads
-        splits = min(max_leaves, -(-programs[1] * processors // whole))
-        if splits <= 1 or whole >= programs[0] * processors or not scratch.fits(num_parts, padded):
-            splits, num_lines, num_parts = 1, 0, 0
-        return Launch(tile, width > 0, short, width, num_tiles, splits, max_leaves, num_lines, num_parts, padded)
+    def __init__(
+        self, heads: Heads, sight: Sight, dtype: torch.dtype, device: torch.device, scratch: Scratch, processors: int = 0
+    ) -> None:
+        """dtype: of queries. processors: to plan for, 0 for those of the device."""
+        self.heads, self.sight, self._dtype, self._scratch = heads, sight, dtype, scratch
+        self._processors = processors or num_processors(device)
+        self._work = torch.zeros(0, dtype=torch.int32, device=device)
+        self._captured: list[Tensor] = []
 
-    tile = decode_tile(group, dtype)
-    short = tile.lines // group
-    launches = []
-    if max_query_len <= short or num_tokens < num_rows * max_query_len:  # some row may be short
-        launches.append(launch(tile, short, min(short, max_query_len), _DECODE_PROGRAMS))
-    if max_query_len > short:
-        tile = prefill_tile(group, max_query_len, padded, dtype)
-        launches.append(launch(tile, short, 0, _PREFILL_PROGRAMS))
-    return tuple(launches)
+    def plan(
+        self,
+        query_start: Tensor,
+        seq_lens: Tensor,
+        *,
+        num_tokens: int,
+        max_query_len: int,
+        max_seq_len: int,
+        for_capture: bool = False,
+        tile: Tile | None = None,
+    ) -> Plan:
+        """The plan of a batch. Launches the division of its short rows and waits for nothing.
+
+        The numbers are the host's, as upper bounds: larger ones change no bit. A plan that is made for a graph, inside
+        its capture, holds for all lengths and queries within them. tile: for rows of many queries, other than the
+        table's.
+        """
+        heads, sight, num_rows = self.heads, self.sight, seq_lens.shape[0]
+        reach = min(max_seq_len, sight.reach + max_query_len) if sight.reach else max_seq_len
+        max_leaves = count_leaves(reach) + 1
+        rows_at = rows_tile(heads, max_query_len, self._dtype)
+        short = rows_at.lines // heads.group
+        rows, tiles, capacity = None, None, 0
+        if max_query_len <= short or num_tokens < num_rows * max_query_len:  # some row may be short
+            lines = _power_of_two(min(short, max_query_len) * heads.group)
+            programs = _ROW_PROGRAMS * self._processors
+            merges = max_leaves > _FOLDS
+            rows = RowsLaunch(rows_at, short, lines, programs, num_rows, _LONG if merges else 1 << 30, merges)
+            leaf_size = heads.num_kv_heads * lines * (heads.padded + 4)
+            capacity = min(num_rows * max_leaves, self._scratch.capacity(leaf_size))
+            self._scratch.reserve(capacity, leaf_size, num_rows * heads.num_kv_heads, for_capture=for_capture)
+            self._divide(rows, query_start, seq_lens, capacity, for_capture)
+        if max_query_len > short:
+            tile = tile or tiles_tile(heads, max_query_len, self._dtype)
+            tiles = self._tiles(tile, short, num_tokens // (tile.lines // heads.group) + num_rows, max_leaves)
+        return Plan(rows, tiles, self._work, capacity)
+
+    def _divide(
+        self, rows: RowsLaunch, query_start: Tensor, seq_lens: Tensor, capacity: int, for_capture: bool
+    ) -> None:
+        size = 2 * (rows.programs + 1) + 2 * rows.num_rows + 1
+        if self._work.numel() < size:
+            self._work = torch.zeros(size, dtype=torch.int32, device=seq_lens.device)
+        if for_capture and not any(work is self._work for work in self._captured):
+            self._captured.append(self._work)
+        divide[(rows.programs + 1,)](
+            query_start, seq_lens, self._work, rows.num_rows, rows.short, self.sight.reach, rows.programs, capacity,
+            rows.fold_limit, KV_HEADS=self.heads.num_kv_heads, SEES=self.sight.kind, FIXED=_FIXED, ROWS=512,
+            num_warps=4,
+        )  # fmt: skip
+
+    def _tiles(self, tile: Tile, short: int, num_tiles: int, max_leaves: int) -> TilesLaunch:
+        whole = num_tiles * self.heads.num_kv_heads
+        splits = min(max_leaves, -(-_TILE_PROGRAMS[1] * self._processors // whole))
+        leaf_size = tile.lines * (self.heads.padded + 4)
+        num_leaves = whole * max_leaves
+        if whole >= _TILE_PROGRAMS[0] * self._processors or num_leaves > self._scratch.capacity(leaf_size):
+            splits = 1
+        if splits > 1:
+            self._scratch.reserve(num_leaves, leaf_size, whole)
+        return TilesLaunch(tile, short, num_tiles, splits, max_leaves)
 
 
 def paged_attention(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    query_start: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    out: torch.Tensor,
+    q: Tensor,
+    kv: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    out: Tensor,
     *,
-    scale: float,
-    window: int = 0,
-    soft_cap: float = 0.0,
-    key_scale: float = 1.0,
-    value_scale: float = 1.0,
-    launches: tuple[Launch, ...],
+    sight: Sight,
+    plan: Plan,
     scratch: Scratch,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> None:
-    """Causal attention of each row's queries, the last of its `seq_lens[row]` tokens, written to `out`.
+    """Attention of each row's queries, the last of its `seq_lens[row]` tokens, written to `out`.
 
     q, out: [tokens, heads, head_size] float32, bfloat16 or float16; kv: [blocks, kv_heads, block_size, 2 * head_size]
-    of the same dtype or float8_e4m3fn, K then V; q, out and kv have any strides but a contiguous last axis; block_size
+    of the same dtype, float8_e4m3fn or int8, K then V; q, out and kv have any strides but a contiguous last axis; block_size
     is a multiple of 16. query_start: [rows + 1], seq_lens: [rows], block_table: [rows, width], all int32. Tokens of a
-    row with seq_len 0 become 0; tokens beyond `query_start[-1]` stay as they are. window: tokens that a query sees,
-    itself included, 0 for all. soft_cap: scores become cap * tanh(score / cap), 0 for none. key_scale, value_scale:
-    what stored K and V are multiplied with. launches: from `plan_launches` with bounds that hold for this batch.
+    row with seq_len 0 become 0; tokens beyond `query_start[-1]` stay as they are. plan: from a Planner of the same
+    `sight` and `scratch`, for this batch. key_scale, value_scale: [kv_heads] float32, what stored K and V are
+    multiplied with. sinks: [heads], a score that takes part in the softmax and has no value. slopes: [heads], ALiBi:
+    what a score loses for each token of distance. Both any float type.
     """
     assert query_start.dtype == seq_lens.dtype == block_table.dtype == torch.int32, "lengths and tables are int32"
     assert q.stride(2) == kv.stride(3) == out.stride(2) == block_table.stride(1) == 1, "last axes are contiguous"
-    _, num_heads, head_size = q.shape
-    _, num_kv_heads, block_size, _ = kv.shape
-    padded, num_rows = padded_head_size(head_size), seq_lens.shape[0]
-    score, cap = scale * key_scale * _LOG2_E, 0.0
-    if soft_cap:
-        score, cap = soft_cap * _LOG2_E, 2.0 * _LOG2_E * scale * key_scale / soft_cap
-    for launch in launches:
-        split = launch.splits > 1
-        parts, part_stats = scratch.parts(launch.num_parts, padded)
-        attend[(num_kv_heads, launch.num_tiles, launch.splits)](
-            q, kv, out, query_start, seq_lens, block_table, parts, part_stats, q.stride(0), q.stride(1),
-            out.stride(0), out.stride(1), kv.stride(0), kv.stride(1), kv.stride(2), block_table.stride(0),
-            num_rows, launch.short, launch.width, launch.splits, launch.max_leaves, window, score, cap, value_scale,
-            GROUP=num_heads // num_kv_heads, HEAD=head_size, PADDED=padded, BLOCK=block_size, BM=launch.tile.lines,
-            BN=BN, LEAF=LEAF, STAGES=launch.tile.stages, WINDOW=window > 0, SOFT_CAP=soft_cap > 0,
-            SHORT=launch.is_short, SPLIT=split, PRECISION="ieee", num_warps=launch.tile.warps,
-            maxnreg=launch.tile.registers,
+    heads = Heads(q.shape[1], kv.shape[1], q.shape[2])
+    score, cap = sight.scale * _LOG2_E, 0.0
+    if sight.soft_cap:
+        score, cap = sight.soft_cap * _LOG2_E, 2.0 * _LOG2_E * sight.scale / sight.soft_cap
+    extras = (key_scale, value_scale, sinks, slopes)
+    strides = (q.stride(0), q.stride(1), out.stride(0), out.stride(1), *kv.stride()[:3], block_table.stride(0))
+    fixed: dict[str, object] = {
+        "GROUP": heads.group, "HEAD": heads.size, "PADDED": heads.padded, "BLOCK": kv.shape[2],
+        "SEES": sight.kind, "CAUSAL": sight.causal, "SOFT_CAP": sight.soft_cap > 0, "PRECISION": "ieee",
+    }  # fmt: skip
+    if plan.rows:
+        rows, tile = plan.rows, plan.rows.tile
+        parts = scratch.parts(plan.capacity * heads.num_kv_heads, rows.lines, heads.padded)
+        leaf_base = plan.work[2 * (rows.programs + 1) :]
+        attend_rows[(rows.programs,)](
+            q, kv, out, query_start, seq_lens, block_table, plan.work, leaf_base, *parts, *extras, *strides,
+            rows.short, sight.reach, score, cap, plan.capacity, rows.fold_limit, KV_HEADS=heads.num_kv_heads,
+            BM=tile.lines, STAGES=tile.stages, LINES=rows.lines, GATHER=_gathered(rows.lines, heads),
+            num_warps=tile.warps, maxnreg=tile.registers, **fixed,
         )  # fmt: skip
-        if split:
-            channels = min(padded, _CHANNELS)
-            merge[(num_heads, launch.num_lines, padded // channels)](
-                out, query_start, seq_lens, parts, part_stats, out.stride(0), out.stride(1), num_rows, launch.short,
-                launch.width, launch.max_leaves, window, value_scale, HEAD=head_size, PADDED=padded, LEAF=LEAF,
-                GATHER=_GATHER, CHUNK=_CHUNK, CHANNELS=channels, SHORT=launch.is_short, WINDOW=window > 0, num_warps=1,
+        if rows.merges:
+            channels = min(heads.padded, _CHANNELS)
+            merge[(heads.num_kv_heads * rows.lines, heads.padded // channels, min(rows.num_rows, _MERGED_ROWS))](
+                out, query_start, seq_lens, leaf_base, leaf_base[rows.num_rows :], *parts[:2], value_scale, sinks,
+                out.stride(0), out.stride(1), rows.short, sight.reach, KV_HEADS=heads.num_kv_heads, GROUP=heads.group,
+                HEAD=heads.size, PADDED=heads.padded, LINES=rows.lines, SEES=sight.kind, GATHER=_MERGE_GATHER,
+                CHUNK=256, CHANNELS=channels, num_warps=1,
             )  # fmt: skip
+    if plan.tiles:
+        tiles, tile = plan.tiles, plan.tiles.tile
+        num_leaves = tiles.num_tiles * heads.num_kv_heads * tiles.max_leaves if tiles.splits > 1 else 0
+        parts = scratch.parts(num_leaves, tile.lines, heads.padded)
+        attend_tiles[(heads.num_kv_heads, tiles.num_tiles, tiles.splits)](
+            q, kv, out, query_start, seq_lens, block_table, *parts, *extras, *strides, seq_lens.shape[0], tiles.short,
+            tiles.splits, tiles.max_leaves, sight.reach, score, cap, BM=tile.lines, STAGES=tile.stages,
+            SPLIT=tiles.splits > 1, GATHER=_gathered(tile.lines, heads), num_warps=tile.warps, maxnreg=tile.registers,
+            **fixed,
+        )  # fmt: skip
+
+
+def _gathered(lines: int, heads: Heads) -> int:
+    """How many leaves a folding program loads at once."""
+    return max(1, min(32, _GATHERED_BYTES // (4 * lines * heads.padded)))

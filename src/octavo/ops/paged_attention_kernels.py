@@ -1,8 +1,9 @@
-"""The Triton kernels of `octavo.ops.paged_attention`: one that attends, one that merges what programs left apart.
+"""The Triton kernels of `octavo.ops.paged_attention`: one for rows of few queries, one for tiles of many.
 
 Owns the arithmetic of the canonical order that `paged_attention` states. Does not know launch sizes: tile height,
 splits and grids are free, for no bit depends on them. Invariant: a (query, head) is one row of a tile, every operation
-on a row is the same in every tile, and what a row does not see adds exactly 0 to it.
+on a row is the same in every tile, and what a row does not see adds exactly 0 to it. Where several programs share the
+leaves of a (tile, KV head), each writes its leaves down and the last to arrive folds all of them, in order.
 """
 
 # Kernels are compiled from their source by Triton, whose values mypy does not know.
@@ -12,27 +13,24 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from octavo.ops.paged_attention_work import BN, EVERYTHING, WINDOW, first_seen, leaf_of, leaf_start, row_extent
+
+_EVERYTHING, _WINDOW, _BN = tl.constexpr(EVERYTHING), tl.constexpr(WINDOW), tl.constexpr(BN)
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
 
 @triton.jit
-def _row_of(query_start, num_rows, place, TILE_QUERIES: tl.constexpr):
-    """The last row that begins at `place` or before.
+def _row_of(query_start, num_rows, tile, QUERIES: tl.constexpr):
+    """The row of a tile: row r has its first one at query_start[r] // QUERIES + r.
 
-    TILE_QUERIES: places are tiles, and row r has its first one at query_start[r] // TILE_QUERIES + r; or 0: places are
-    tokens. The loads wait for nothing, unlike a binary search's.
+    The loads wait for nothing, unlike a binary search's.
     """
     count = 0
     for base in range(0, num_rows, 128):
         row = base + tl.arange(0, 128)
-        begin = tl.load(query_start + row, mask=row < num_rows, other=2147483647 // 2)
-        if TILE_QUERIES > 0:
-            begin = begin // TILE_QUERIES + row
-        count += tl.sum(((begin <= place) & (row < num_rows)).to(tl.int32), 0)
+        begin = tl.load(query_start + row, mask=row < num_rows, other=0) // QUERIES + row
+        count += tl.sum(((begin <= tile) & (row < num_rows)).to(tl.int32), 0)
     return count - 1
-
-
-@triton.jit
-def _larger(left, right):
-    return tl.maximum(left, right)
 
 
 @triton.jit
@@ -42,283 +40,438 @@ def _exp2_from(x, top):
 
 
 @triton.jit
-def _row_sum(x, BM: tl.constexpr, BN: tl.constexpr):
-    """The sum of each line as one fixed binary tree.
+def _fold(total, total_sum, total_max, leaf, leaf_sum, leaf_max, AXIS: tl.constexpr):
+    """The totals of some leaves, with the next leaf. An empty one (0, 0, -inf) changes nothing, on either side.
 
-    `tl.sum` alone adds in an order that follows the tile's layout in registers; a sum of two has one order only.
+    AXIS: of the channels.
     """
-    tl.static_assert(BN == 64, "the tree has one level per bit of the column")
-    x = tl.reshape(x, (BM, 2, 2, 2, 2, 2, 2))
-    # Bits 0 and 5, 4, 3 are a thread's own columns in most layouts of the matrix units, bits 2 and 1 its neighbours'.
-    x = tl.sum(tl.sum(tl.sum(tl.sum(x, 6), 1), 1), 1)
-    return tl.sum(tl.sum(x, 1), 1)
-
-
-@triton.jit
-def _fold(total, total_sum, total_max, leaf, leaf_sum, leaf_max):
-    """The totals of some leaves, with the next leaf. An empty one (0, 0, -inf) changes nothing, on either side."""
     top = tl.maximum(total_max, leaf_max)
     keep = _exp2_from(total_max, top)
     add = _exp2_from(leaf_max, top)
     total_sum = tl.fma(total_sum, keep, leaf_sum * add)
-    total = tl.fma(total, tl.expand_dims(keep, -1), leaf * tl.expand_dims(add, -1))
+    total = tl.fma(total, tl.expand_dims(keep, AXIS), leaf * tl.expand_dims(add, AXIS))
     return total, total_sum, top
 
 
 @triton.jit
+def _load_tile(
+    kv, table, start, low, high, kv_block, kv_token, BLOCK: tl.constexpr, HEAD: tl.constexpr,
+    PADDED: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    """K and V of BN tokens. MASK: of those that may not be read (only `low` to `high` - 1 may) come others of the row.
+
+    What is read in place of a token has a finite V, so that its weight of 0 makes 0 of it.
+    """
+    token = start + tl.arange(0, _BN)
+    channel = tl.arange(0, PADDED)
+    if MASK:
+        token = tl.minimum(tl.maximum(token, low), high - 1)
+    if BLOCK // _BN * _BN == BLOCK:  # one block holds the tile, or the part of it that may be read
+        first = tl.minimum(tl.maximum(start, low), high - 1) if MASK else start
+        kv += tl.load(table + first // BLOCK).to(tl.int64) * kv_block
+        place = (token % BLOCK) * kv_token
+    else:
+        place = tl.load(table + token // BLOCK).to(tl.int64) * kv_block + (token % BLOCK) * kv_token
+    at = kv + place[:, None] + channel[None, :]
+    if HEAD == PADDED:
+        return tl.load(at), tl.load(at + HEAD)
+    is_stored = (channel < HEAD)[None, :]
+    return tl.load(at, mask=is_stored, other=0.0), tl.load(at + HEAD, mask=is_stored, other=0.0)
+
+
+@triton.jit
+def _scored(
+    scores, token, line_first, line_last, line_position, line_slope, low, score_scale, cap_scale, SEES: tl.constexpr,
+    SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    """Scores times the scale that is left to apply, and that scale. `token` and what is of a line: broadcast already.
+
+    MASK: a line sees tokens from `line_first` to `line_last`; the others' scores are -inf.
+    """
+    if SOFT_CAP:
+        scores = 1.0 - 2.0 / (tl.exp2(scores * cap_scale) + 1.0)  # tanh
+    if ALIBI:
+        distance = -tl.abs(token - line_position).to(tl.float32)
+        scores = tl.fma(scores, score_scale, line_slope * distance)
+        score_scale = 1.0
+    if MASK:
+        seen = token <= line_last
+        if SEES != _EVERYTHING:
+            seen = seen & (token >= line_first) & (token >= low)
+        scores = tl.where(seen, scores, float("-inf"))
+    return scores, score_scale
+
+
+@triton.jit
 def _step(
-    q, leaf, leaf_sum, leaf_max, kv, table, start, low, high, position, window, score_scale, cap_scale,
-    kv_block, kv_token, BLOCK: tl.constexpr, BN: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr,
-    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
+    q, leaf, leaf_sum, leaf_max, kv, table, start, low, high, first, last, position, slope, score_scale, cap_scale,
+    kv_block, kv_token, BLOCK: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr,
+    SEES: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
+    TURNED: tl.constexpr,
 ):  # fmt: skip
     """One tile of BN tokens of the online softmax.
 
-    Tokens from `low` to `high` - 1 may be read; `position`: the last token that a line sees. MASK: not every line sees
-    every token.
+    q: [lines, PADDED], leaf likewise, leaf_sum: [lines, 8] (all alike: the matrix units add it up as they do a
+    channel of V that is 1). TURNED: all of them are transposed, so that few lines take little of the matrix units.
+    Tokens from `low` to `high` - 1 may be read; MASK: not every line sees every token.
     """
-    token = start + tl.arange(0, BN)
-    channel = tl.arange(0, PADDED)
-    readable = (token >= low) & (token < high)
-    if MASK:
-        block = tl.load(table + token // BLOCK, mask=readable, other=0)
+    AXIS: tl.constexpr = 0 if TURNED else 1  # of tokens in scores, of channels in sums
+    LINES: tl.constexpr = 1 - AXIS
+    k, v = _load_tile(kv, table, start, low, high, kv_block, kv_token, BLOCK, HEAD, PADDED, MASK)
+    if TURNED:
+        scores = tl.dot(k.to(q.dtype), q, input_precision=PRECISION)
     else:
-        block = tl.load(table + token // BLOCK)
-    place = block.to(tl.int64) * kv_block + (token % BLOCK) * kv_token
-    at = kv + place[:, None] + channel[None, :]
-    # What may not be read: K is any stored value, for its score is hidden below; V is 0, for 0 times NaN is NaN.
-    if HEAD == PADDED:
-        k = tl.load(at)
-        v = tl.load(at + HEAD, mask=readable[:, None], other=0.0) if MASK else tl.load(at + HEAD)
-    else:
-        k = tl.load(at, mask=(channel < HEAD)[None, :], other=0.0)
-        if MASK:
-            v = tl.load(at + HEAD, mask=readable[:, None] & (channel < HEAD)[None, :], other=0.0)
-        else:
-            v = tl.load(at + HEAD, mask=(channel < HEAD)[None, :], other=0.0)
-    scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
-    if SOFT_CAP:
-        scores = 1.0 - 2.0 / (tl.exp2(scores * cap_scale) + 1.0)  # tanh
-    if MASK:
-        seen = token[None, :] <= position[:, None]
-        if WINDOW:
-            seen = seen & (token[None, :] > position[:, None] - window) & (token >= low)[None, :]
-        scores = tl.where(seen, scores, float("-inf"))
-    top = tl.maximum(leaf_max, tl.max(scores, 1) * score_scale)
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
+    scores, score_scale = _scored(
+        scores, tl.expand_dims(start + tl.arange(0, _BN), LINES), tl.expand_dims(first, AXIS),
+        tl.expand_dims(last, AXIS), tl.expand_dims(position, AXIS), tl.expand_dims(slope, AXIS), low, score_scale,
+        cap_scale, SEES, SOFT_CAP, ALIBI, MASK,
+    )  # fmt: skip
+    top = tl.maximum(leaf_max, tl.max(scores, AXIS) * score_scale)
     safe = tl.where(top == float("-inf"), 0.0, top)
-    weights = tl.exp2(tl.fma(scores, score_scale, -safe[:, None]))
-    keep = tl.exp2(leaf_max - safe)
-    leaf_sum = tl.fma(leaf_sum, keep, _row_sum(weights, weights.shape[0], BN))
-    leaf = tl.dot(weights.to(q.dtype), v.to(q.dtype), leaf * keep[:, None], input_precision=PRECISION)
+    weights = tl.exp2(tl.fma(scores, score_scale, -tl.expand_dims(safe, AXIS))).to(q.dtype)
+    keep = tl.expand_dims(tl.exp2(leaf_max - safe), AXIS)
+    if TURNED:
+        ones = tl.full((leaf_sum.shape[0], _BN), 1.0, q.dtype)
+        leaf_sum = tl.dot(ones, weights, leaf_sum * keep, input_precision=PRECISION)
+        leaf = tl.dot(tl.trans(v.to(q.dtype)), weights, leaf * keep, input_precision=PRECISION)
+    else:
+        ones = tl.full((_BN, leaf_sum.shape[1]), 1.0, q.dtype)
+        leaf_sum = tl.dot(weights, ones, leaf_sum * keep, input_precision=PRECISION)
+        leaf = tl.dot(weights, v.to(q.dtype), leaf * keep, input_precision=PRECISION)
     return leaf, leaf_sum, top
 
 
 @triton.jit
-def _end_leaf(
-    total, total_sum, total_max, leaf, leaf_sum, leaf_max, parts, part_stats, index, valid, SPLIT: tl.constexpr
-):
-    """Fold the finished leaf into the totals, or write it down where others of its row are elsewhere."""
-    if SPLIT:
-        channel = tl.arange(0, leaf.shape[1])
-        where = parts + index * leaf.shape[1]
-        tl.store(where[:, None] + channel[None, :], leaf, mask=valid[:, None])
-        tl.store(part_stats + index * 4, leaf_max, mask=valid)
-        tl.store(part_stats + index * 4 + 1, leaf_sum, mask=valid)
-    else:
-        total, total_sum, total_max = _fold(total, total_sum, total_max, leaf, leaf_sum, leaf_max)
-    leaf = tl.zeros(leaf.shape, tl.float32)
-    leaf_sum = tl.zeros(leaf_sum.shape, tl.float32)
-    leaf_max = tl.full(leaf_max.shape, float("-inf"), tl.float32)
-    return total, total_sum, total_max, leaf, leaf_sum, leaf_max
-
-
-@triton.jit(do_not_specialize=["num_rows", "short", "width", "splits", "max_leaves", "table_row", "window"])
-def attend(
-    q, kv, out, query_start, seq_lens, table, parts, part_stats,
-    q_token, q_head, out_token, out_head, kv_block, kv_head, kv_token, table_row,
-    num_rows, short, width, splits, max_leaves, window, score_scale, cap_scale, value_scale,
-    GROUP: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, LEAF: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
-    SHORT: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+def _walk(
+    q, kv, table, parts, part_stats, slot, stored, begin, unmasked, end, low, high, first, last, position, slope,
+    score_scale, cap_scale, kv_block, kv_token, BLOCK: tl.constexpr, HEAD: tl.constexpr,
+    PADDED: tl.constexpr, STAGES: tl.constexpr, SEES: tl.constexpr, SOFT_CAP: tl.constexpr,
+    ALIBI: tl.constexpr, PRECISION: tl.constexpr, FOLD: tl.constexpr, STORE: tl.constexpr, LINES: tl.constexpr,
+    TURNED: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (KV heads, tiles, splits). A tile is BM // GROUP queries of a row with the GROUP heads of one KV head.
+    """Tokens from `begin` (a tile's first) to `end` - 1 of a row, for the lines of a tile: the totals of their leaves.
 
-    SHORT: tile i is row i, and rows of more than `short` queries are left out; otherwise the others are.
-    SPLIT: each program takes a run of whole leaves and writes each one to `parts` [lines, heads, max_leaves, PADDED]
-    and its maximum and sum to `part_stats` [.., 4], where a line is a token, or with SHORT row * width + query;
-    otherwise it takes all, folds them and writes `out`.
+    Before `unmasked`, every line sees every token. FOLD: leaves are folded into the totals. STORE: those of lines that
+    are `stored` are written to slot `slot` + leaf. TURNED, SUMS: how tiles and their sums lie, see `_step`.
+    """
+    AXIS: tl.constexpr = 0 if TURNED else 1
+    BM: tl.constexpr = q.shape[1] if TURNED else q.shape[0]
+    leaf = tl.zeros((PADDED, BM) if TURNED else (BM, PADDED), tl.float32)
+    leaf_sum = tl.zeros((SUMS, BM) if TURNED else (BM, SUMS), tl.float32)
+    leaf_max = tl.full((BM,), float("-inf"), tl.float32)
+    total, total_sum, total_max = leaf, tl.zeros((BM,), tl.float32), leaf_max
+    for masked in tl.static_range(2):
+        for start in tl.range(unmasked if masked else begin, end if masked else unmasked, _BN, num_stages=STAGES):
+            leaf, leaf_sum, leaf_max = _step(
+                q, leaf, leaf_sum, leaf_max, kv, table, start, low, high, first, last, position, slope, score_scale,
+                cap_scale, kv_block, kv_token, BLOCK, HEAD, PADDED, SEES, SOFT_CAP, ALIBI, masked, PRECISION,
+                TURNED,
+            )  # fmt: skip
+            if leaf_of(start + _BN) > leaf_of(start) or start + _BN >= end:
+                one_sum = tl.max(leaf_sum, AXIS)
+                if STORE:
+                    at = slot + leaf_of(start)
+                    line, channel = tl.arange(0, BM), tl.arange(0, PADDED)
+                    where = tl.expand_dims(line * PADDED, AXIS) + tl.expand_dims(channel, 1 - AXIS)
+                    tl.store(parts + at * (LINES * PADDED) + where, leaf, mask=tl.expand_dims(stored, AXIS))
+                    tl.store(part_stats + at * (4 * LINES) + line, leaf_max, mask=stored)
+                    tl.store(part_stats + at * (4 * LINES) + LINES + line, one_sum, mask=stored)
+                if FOLD:
+                    total, total_sum, total_max = _fold(total, total_sum, total_max, leaf, one_sum, leaf_max, AXIS)
+                leaf = tl.zeros(leaf.shape, tl.float32)
+                leaf_sum = tl.zeros(leaf_sum.shape, tl.float32)
+                leaf_max = tl.full(leaf_max.shape, float("-inf"), tl.float32)
+    return total, total_sum, total_max
+
+
+@triton.jit
+def _is_last(counter, mine, whole):
+    """Whether this program brought the last of `whole` leaves; the counter is 0 again then."""
+    tl.debug_barrier()
+    before = tl.atomic_add(counter, mine, sem="acq_rel", scope="gpu")
+    is_last = before + mine == whole
+    if is_last:
+        tl.store(counter, 0)
+    return is_last
+
+
+@triton.jit
+def _fold_stored(
+    parts, part_stats, slot, leaves, LINES: tl.constexpr, PADDED: tl.constexpr, GATHER: tl.constexpr
+):
+    """The totals of the leaves at `slot` and behind, whoever wrote them. GATHER: leaves whose loads are in flight."""
+    line, channel = tl.arange(0, LINES), tl.arange(0, PADDED)
+    total = tl.zeros((LINES, PADDED), tl.float32)
+    total_sum = tl.zeros((LINES,), tl.float32)
+    total_max = tl.full((LINES,), float("-inf"), tl.float32)
+    part = parts + slot * (LINES * PADDED) + line[:, None] * PADDED + channel[None, :]
+    stats = part_stats + slot * (4 * LINES) + line
+    for base in range(0, leaves, GATHER):
+        loaded = ()
+        for step in tl.static_range(GATHER):
+            at, there = base + step, base + step < leaves
+            loaded = loaded + (  # noqa: RUF005  (Triton has no starred tuples)
+                tl.load(part + at * (LINES * PADDED), mask=there, other=0.0, cache_modifier=".cg"),
+                tl.load(stats + at * (4 * LINES) + LINES, mask=there, other=0.0, cache_modifier=".cg"),
+                tl.load(stats + at * (4 * LINES), mask=there, other=float("-inf"), cache_modifier=".cg"),
+            )
+        for step in tl.static_range(GATHER):
+            total, total_sum, total_max = _fold(
+                total, total_sum, total_max, loaded[3 * step], loaded[3 * step + 1], loaded[3 * step + 2], 1
+            )
+    return total, total_sum, total_max
+
+
+@triton.jit
+def _write(
+    out, total, total_sum, total_max, row_start, query, head, is_stored, sinks, result_scale, out_token, out_head,
+    HEAD: tl.constexpr,
+):  # fmt: skip
+    """The results of a tile's lines, from the totals of all their leaves."""
+    if sinks is not None:  # one more leaf, of weight 1 at the sink's score and of value 0
+        sink = tl.load(sinks + head, mask=is_stored, other=0.0).to(tl.float32) * _LOG2_E
+        total, total_sum, total_max = _fold(total, total_sum, total_max, total * 0.0, total_sum * 0.0 + 1.0, sink, 1)
+    inverse = tl.where(total_sum == 0.0, 0.0, 1.0 / total_sum) * result_scale
+    channel = tl.arange(0, total.shape[1])
+    at = out + (row_start + query).to(tl.int64) * out_token + head * out_head
+    result = (total * inverse[:, None]).to(out.dtype.element_ty)
+    tl.store(at[:, None] + channel[None, :], result, mask=is_stored[:, None] & (channel < HEAD)[None, :])
+
+
+@triton.jit
+def _lines(first_query, num_queries, kv_index, LINES: tl.constexpr, GROUP: tl.constexpr):
+    """(query in its row, head, whether there is one) of each line of a tile."""
+    line = tl.arange(0, LINES)
+    query = first_query + line // GROUP
+    return query, kv_index * GROUP + line % GROUP, (line < LINES // GROUP * GROUP) & (query < num_queries)
+
+
+@triton.jit
+def _scales(key_scale, value_scale, kv_index, score_scale, cap_scale, SOFT_CAP: tl.constexpr):
+    """What scores are multiplied with, what the soft cap's tanh is, and what results are: for one KV head's cache."""
+    result_scale = 1.0
+    if key_scale is not None:
+        stored_scale = tl.load(key_scale + kv_index)
+        if SOFT_CAP:
+            cap_scale *= stored_scale
+        else:
+            score_scale *= stored_scale
+    if value_scale is not None:
+        result_scale = tl.load(value_scale + kv_index)
+    return score_scale, cap_scale, result_scale
+
+
+@triton.jit
+def _seen(seq_len, num_queries, query, reach, SEES: tl.constexpr, CAUSAL: tl.constexpr):
+    """(first token, last token, position) of each query. One beyond the row's is like the row's last one."""
+    position = tl.minimum(seq_len - num_queries + query, seq_len - 1)
+    last = position
+    if not CAUSAL:
+        last = position * 0 + seq_len - 1
+        if SEES == _WINDOW:
+            last = tl.minimum(position + reach - 1, last)
+    return first_seen(position, reach, SEES), last, position
+
+
+@triton.jit(do_not_specialize=["short", "reach", "table_row", "capacity", "fold_limit"])
+def attend_rows(
+    q, kv, out, query_start, seq_lens, table, work, leaf_base, parts, part_stats, counters, key_scale, value_scale,
+    sinks, slopes, q_token, q_head, out_token, out_head, kv_block, kv_head, kv_token, table_row, short, reach,
+    score_scale, cap_scale, capacity, fold_limit, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr,
+    BLOCK: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
+    SEES: tl.constexpr, CAUSAL: tl.constexpr, SOFT_CAP: tl.constexpr, PRECISION: tl.constexpr, LINES: tl.constexpr,
+    GATHER: tl.constexpr,
+):  # fmt: skip
+    """Grid: (programs of the division). A tile is a row's queries with the GROUP heads of one KV head.
+
+    A row of more than `fold_limit` leaves, if `capacity` holds it, is folded by `merge`. LINES: how many of the tile's BM lines can be there; `parts` is [.., LINES, PADDED], `part_stats` [.., 4, LINES].
+    """
+    start_pair, start_leaf = tl.load(work + tl.program_id(0) * 2), tl.load(work + tl.program_id(0) * 2 + 1)
+    end_pair, end_leaf = tl.load(work + tl.program_id(0) * 2 + 2), tl.load(work + tl.program_id(0) * 2 + 3)
+    for step in range(0, end_pair - start_pair + (end_leaf > 0).to(tl.int32)):
+        pair = start_pair + step
+        row, kv_index = pair // KV_HEADS, pair % KV_HEADS
+        row_start = tl.load(query_start + row)
+        num_queries = tl.load(query_start + row + 1) - row_start
+        seq_len, low, leaves = row_extent(query_start, seq_lens, row, True, short, reach, SEES)
+        begin_leaf = tl.where(pair == start_pair, start_leaf, 0)
+        stop_leaf = tl.where(pair == end_pair, end_leaf, leaves)
+        if begin_leaf < stop_leaf:
+            query, head, valid = _lines(0, num_queries, kv_index, BM, GROUP)
+            channel = tl.arange(0, PADDED)
+            q_at = q + (row_start + query).to(tl.int64) * q_token + head * q_head
+            queries = tl.load(
+                q_at[None, :] + channel[:, None], mask=valid[None, :] & (channel < HEAD)[:, None], other=0.0
+            )
+            slope = head.to(tl.float32)
+            if slopes is not None:
+                slope = tl.load(slopes + head, mask=valid, other=0.0).to(tl.float32) * _LOG2_E
+            factor, cap, result_scale = _scales(key_scale, value_scale, kv_index, score_scale, cap_scale, SOFT_CAP)
+            first, last, position = _seen(seq_len, num_queries, query, reach, SEES, CAUSAL)
+            row_leaf = leaf_of(low)
+            begin = tl.maximum(leaf_start(row_leaf + begin_leaf), low // _BN * _BN)
+            end = tl.minimum(leaf_start(row_leaf + stop_leaf), seq_len)
+            unmasked = begin
+            if SEES == _EVERYTHING:
+                unmasked = tl.maximum(tl.minimum((seq_len - num_queries + 1 if CAUSAL else seq_len) // _BN * _BN, end), begin)
+            row_base = tl.load(leaf_base + row)
+            slot = row_base.to(tl.int64) * KV_HEADS + kv_index * leaves
+            is_left = (leaves > fold_limit) & (row_base + leaves <= capacity)  # for `merge`
+            is_split = (stop_leaf - begin_leaf < leaves) | is_left
+            total, total_sum, total_max = _walk(
+                queries, kv + kv_index.to(tl.int64) * kv_head, table + row.to(tl.int64) * table_row, parts,
+                part_stats, slot - row_leaf, valid & is_split, begin, unmasked, end, low, seq_len, first, last,
+                position, slope, factor, cap, kv_block, kv_token, BLOCK, HEAD, PADDED, STAGES, SEES,
+                SOFT_CAP, slopes is not None, PRECISION, True, True, LINES, True, 64,
+            )  # fmt: skip
+            if not is_split:
+                _write(
+                    out, tl.trans(total), total_sum, total_max, row_start, query, head, valid, sinks, result_scale, out_token,
+                    out_head, HEAD,
+                )  # fmt: skip
+            elif not is_left and _is_last(counters + pair, stop_leaf - begin_leaf, leaves):
+                line_query, line_head, is_line = _lines(0, num_queries, kv_index, LINES, GROUP)
+                folded, folded_sum, folded_max = _fold_stored(parts, part_stats, slot, leaves, LINES, PADDED, GATHER)
+                _write(
+                    out, folded, folded_sum, folded_max, row_start, line_query, line_head, is_line, sinks,
+                    result_scale, out_token, out_head, HEAD,
+                )  # fmt: skip
+
+
+@triton.jit
+def _larger(left, right):
+    return tl.maximum(left, right)
+
+
+@triton.jit(do_not_specialize=["short", "reach"])
+def merge(
+    out, query_start, seq_lens, leaf_base, long_rows, parts, part_stats, value_scale, sinks, out_token, out_head,
+    short, reach, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr,
+    LINES: tl.constexpr, SEES: tl.constexpr, GATHER: tl.constexpr, CHUNK: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Grid: (KV heads * LINES, PADDED / CHANNELS, any). Fold the leaves of long rows, as `_fold` does; write `out`.
+
+    GATHER: leaves whose loads are issued together. CHUNK: leaves whose factors are found together.
+    """
+    kv_index, line = tl.program_id(0) // LINES, tl.program_id(0) % LINES
+    query, head = line // GROUP, kv_index * GROUP + line % GROUP
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    for index in range(tl.program_id(2), tl.load(long_rows), tl.num_programs(2)):
+        row = tl.load(long_rows + 1 + index)
+        row_start = tl.load(query_start + row)
+        _, _, leaves = row_extent(query_start, seq_lens, row, True, short, reach, SEES)
+        if query < tl.load(query_start + row + 1) - row_start and line < LINES // GROUP * GROUP:
+            slot = tl.load(leaf_base + row).to(tl.int64) * KV_HEADS + kv_index * leaves
+            stats, part = part_stats + slot * (4 * LINES) + line, parts + (slot * LINES + line) * PADDED + channel
+            # What `_fold` multiplies with follows from the maxima alone: all of it first, so that the fold is one
+            # chain of multiply-adds.
+            top = float("-inf")
+            for base in range(0, leaves, CHUNK):
+                leaf = base + tl.arange(0, CHUNK)
+                at = stats + leaf * (4 * LINES)
+                leaf_max = tl.load(at, mask=leaf < leaves, other=float("-inf"))
+                before = tl.load(at - 4 * LINES, mask=(leaf > base) & (leaf < leaves), other=float("-inf"))
+                before = tl.maximum(tl.associative_scan(before, 0, _larger), top)
+                after = tl.maximum(before, leaf_max)
+                # Programs of other channels write the same numbers.
+                tl.store(at + 2 * LINES, _exp2_from(before, after), mask=leaf < leaves)
+                tl.store(at + 3 * LINES, _exp2_from(leaf_max, after), mask=leaf < leaves)
+                top = tl.max(after, 0)
+            tl.debug_barrier()
+            total = tl.zeros((CHANNELS,), tl.float32)
+            total_sum = 0.0
+            for base in range(0, leaves, GATHER):
+                loaded = ()
+                for step in tl.static_range(GATHER):
+                    at, there = base + step, base + step < leaves
+                    loaded = loaded + (  # noqa: RUF005  (Triton has no starred tuples)
+                        tl.load(part + at * (LINES * PADDED), mask=there, other=0.0),
+                        tl.load(stats + at * (4 * LINES) + LINES, mask=there, other=0.0),
+                        tl.load(stats + at * (4 * LINES) + 2 * LINES, mask=there, other=1.0),
+                        tl.load(stats + at * (4 * LINES) + 3 * LINES, mask=there, other=0.0),
+                    )
+                for step in tl.static_range(GATHER):
+                    total_sum = tl.fma(total_sum, loaded[4 * step + 2], loaded[4 * step + 1] * loaded[4 * step + 3])
+                    total = tl.fma(total, loaded[4 * step + 2], loaded[4 * step] * loaded[4 * step + 3])
+            if sinks is not None:  # as in `_write`
+                sink = tl.load(sinks + head).to(tl.float32) * _LOG2_E
+                end = tl.maximum(top, sink)
+                total_sum = tl.fma(total_sum, _exp2_from(top, end), _exp2_from(sink, end))
+                total = tl.fma(total, _exp2_from(top, end), total * 0.0)
+            result_scale = 1.0
+            if value_scale is not None:
+                result_scale = tl.load(value_scale + kv_index)
+            inverse = tl.where(total_sum == 0.0, 0.0, 1.0 / total_sum) * result_scale
+            at = out + (row_start + query).to(tl.int64) * out_token + head * out_head
+            tl.store(at + channel, (total * inverse).to(out.dtype.element_ty), mask=channel < HEAD)
+
+
+@triton.jit(do_not_specialize=["num_rows", "short", "splits", "max_leaves", "table_row", "reach"])
+def attend_tiles(
+    q, kv, out, query_start, seq_lens, table, parts, part_stats, counters, key_scale, value_scale, sinks, slopes,
+    q_token, q_head, out_token, out_head, kv_block, kv_head, kv_token, table_row, num_rows, short, splits, max_leaves,
+    reach, score_scale, cap_scale, GROUP: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr,
+    BLOCK: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
+    SEES: tl.constexpr, CAUSAL: tl.constexpr, SOFT_CAP: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr,
+    GATHER: tl.constexpr,
+):  # fmt: skip
+    """Grid: (KV heads, tiles, splits), for rows of more than `short` queries.
+
+    A tile is BM // GROUP queries of a row with the GROUP heads of one KV head. SPLIT: each program takes a run of
+    whole leaves of `max_leaves` at most.
     """
     QUERIES: tl.constexpr = BM // GROUP
     kv_index = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest first
-    if SHORT:
-        row = tile
-        first_query = 0
-    else:
-        row = _row_of(query_start, num_rows, tile, QUERIES)
-        first_query = (tile - tl.load(query_start + row) // QUERIES - row) * QUERIES
+    row = _row_of(query_start, num_rows, tile, QUERIES)
     row_start = tl.load(query_start + row)
+    first_query = (tile - row_start // QUERIES - row) * QUERIES
     num_queries = tl.load(query_start + row + 1) - row_start
-    if SHORT:
-        if num_queries > short or num_queries == 0:
-            return
-    else:
-        if num_queries <= short or first_query >= num_queries:
-            return
+    if num_queries <= short or first_query >= num_queries:
+        return
     seq_len = tl.load(seq_lens + row)
-
-    line = tl.arange(0, BM)
-    query = first_query + line // GROUP
-    head = kv_index * GROUP + line % GROUP
-    valid = (line < QUERIES * GROUP) & (query < num_queries)
+    query, head, valid = _lines(first_query, num_queries, kv_index, BM, GROUP)
     channel = tl.arange(0, PADDED)
-    stored = valid[:, None] & (channel < HEAD)[None, :]
-    token = (row_start + query).to(tl.int64)
-    q_at = q + token * q_token + head * q_head
-    queries = tl.load(q_at[:, None] + channel[None, :], mask=stored, other=0.0)
+    q_at = q + (row_start + query).to(tl.int64) * q_token + head * q_head
+    queries = tl.load(q_at[:, None] + channel[None, :], mask=valid[:, None] & (channel < HEAD)[None, :], other=0.0)
+    slope = head.to(tl.float32)
+    if slopes is not None:
+        slope = tl.load(slopes + head, mask=valid, other=0.0).to(tl.float32) * _LOG2_E
+    factor, cap, result_scale = _scales(key_scale, value_scale, kv_index, score_scale, cap_scale, SOFT_CAP)
+    first, last, position = _seen(seq_len, num_queries, query, reach, SEES, CAUSAL)
 
     first_position = seq_len - num_queries + first_query
-    position = tl.minimum(seq_len - num_queries + query, seq_len - 1)
-    high = tl.minimum(seq_len, first_position + QUERIES)
-    low = 0
-    row_leaf = 0  # the first leaf that the row needs
-    if WINDOW:
-        low = tl.maximum(first_position - window + 1, 0)
-        row_leaf = tl.maximum(seq_len - num_queries - window + 1, 0) // LEAF
-    first_leaf = low // LEAF
-    part = (tl.cdiv(high, LEAF) - first_leaf + splits - 1) // splits
-    begin = (first_leaf + tl.program_id(2) * part) * LEAF
-    end = tl.minimum(begin + part * LEAF, high)
-    begin = tl.maximum(begin, low // BN * BN)
-    if SPLIT and begin >= end:
+    low = first_seen(first_position, reach, SEES)
+    high = seq_len
+    unmasked = seq_len
+    if CAUSAL:
+        high = tl.minimum(seq_len, first_position + QUERIES)
+        unmasked = first_position + 1
+    elif SEES == _WINDOW:
+        high = tl.minimum(seq_len, first_position + QUERIES - 1 + reach)
+    row_leaf = leaf_of(low)
+    leaves = tl.where(high > 0, leaf_of(high - 1) - row_leaf + 1, 1)
+    run = (leaves + splits - 1) // splits
+    begin_leaf = tl.program_id(2) * run
+    stop_leaf = tl.minimum(begin_leaf + run, leaves)
+    if SPLIT and begin_leaf >= stop_leaf:
         return
-    place = token
-    if SHORT:
-        place = row.to(tl.int64) * width + query
-    index = (place * (tl.num_programs(0) * GROUP) + head) * max_leaves - row_leaf
-
-    kv = kv + kv_index.to(tl.int64) * kv_head
-    table = table + row.to(tl.int64) * table_row
-    leaf = tl.zeros((BM, PADDED), tl.float32)
-    leaf_sum = tl.zeros((BM,), tl.float32)
-    leaf_max = tl.full((BM,), float("-inf"), tl.float32)
-    total, total_sum, total_max = leaf, leaf_sum, leaf_max
-    masked = begin
-    if not WINDOW:
-        masked = tl.maximum(tl.minimum((first_position + 1) // BN * BN, end), begin)  # all lines see what is before
-        for start in tl.range(begin, masked, BN, num_stages=STAGES):
-            leaf, leaf_sum, leaf_max = _step(
-                queries, leaf, leaf_sum, leaf_max, kv, table, start, low, high, position, window, score_scale,
-                cap_scale, kv_block, kv_token, BLOCK, BN, HEAD, PADDED, WINDOW, SOFT_CAP, False, PRECISION,
-            )  # fmt: skip
-            if (start + BN) % LEAF == 0:
-                total, total_sum, total_max, leaf, leaf_sum, leaf_max = _end_leaf(
-                    total, total_sum, total_max, leaf, leaf_sum, leaf_max, parts, part_stats, index + start // LEAF,
-                    valid, SPLIT,
-                )  # fmt: skip
-    for start in tl.range(masked, end, BN, num_stages=STAGES):
-        leaf, leaf_sum, leaf_max = _step(
-            queries, leaf, leaf_sum, leaf_max, kv, table, start, low, high, position, window, score_scale, cap_scale,
-            kv_block, kv_token, BLOCK, BN, HEAD, PADDED, WINDOW, SOFT_CAP, True, PRECISION,
-        )  # fmt: skip
-        if (start + BN) % LEAF == 0:
-            total, total_sum, total_max, leaf, leaf_sum, leaf_max = _end_leaf(
-                total, total_sum, total_max, leaf, leaf_sum, leaf_max, parts, part_stats, index + start // LEAF,
-                valid, SPLIT,
-            )  # fmt: skip
-    if tl.cdiv(end, BN) * BN % LEAF != 0:
-        total, total_sum, total_max, leaf, leaf_sum, leaf_max = _end_leaf(
-            total, total_sum, total_max, leaf, leaf_sum, leaf_max, parts, part_stats, index + end // LEAF, valid, SPLIT
-        )
-    if not SPLIT:
-        inverse = tl.where(total_sum == 0.0, 0.0, 1.0 / total_sum) * value_scale
-        out_at = out + token * out_token + head * out_head
-        result = (total * inverse[:, None]).to(out.dtype.element_ty)
-        tl.store(out_at[:, None] + channel[None, :], result, mask=stored)
-
-
-@triton.jit
-def _gather(part, stats, PADDED: tl.constexpr, GATHER: tl.constexpr):
-    """The sums of GATHER leaves, then their weights, then the factors of what is before and of themselves.
-
-    All loads stand before the first use, so that they are in flight together.
-    """
-    loaded = ()
-    for step in tl.static_range(GATHER):
-        loaded = loaded + (tl.load(part + step * PADDED),)  # noqa: RUF005  (Triton has no starred tuples)
-    for field in tl.static_range(1, 4):
-        for step in tl.static_range(GATHER):
-            loaded = loaded + (tl.load(stats + (step * 4 + field)),)  # noqa: RUF005
-    return loaded
-
-
-@triton.jit(do_not_specialize=["num_rows", "short", "width", "max_leaves", "window"])
-def merge(
-    out, query_start, seq_lens, parts, part_stats, out_token, out_head, num_rows, short, width, max_leaves,
-    window, value_scale, HEAD: tl.constexpr, PADDED: tl.constexpr, LEAF: tl.constexpr, GATHER: tl.constexpr,
-    CHUNK: tl.constexpr, CHANNELS: tl.constexpr, SHORT: tl.constexpr, WINDOW: tl.constexpr,
-):  # fmt: skip
-    """Grid: (heads, lines, PADDED / CHANNELS). Fold the leaves that `attend` wrote, in order; write `out`.
-
-    GATHER: leaves whose loads are issued together. CHUNK: leaves whose factors are.
-    """
-    head = tl.program_id(0)
-    line = tl.program_id(1)
-    if SHORT:
-        row = line // width
-        query = line % width
-        row_start = tl.load(query_start + row)
-        num_queries = tl.load(query_start + row + 1) - row_start
-        if query >= num_queries or num_queries > short:
+    begin = tl.maximum(leaf_start(row_leaf + begin_leaf), low // _BN * _BN)
+    end = tl.minimum(leaf_start(row_leaf + stop_leaf), high)
+    unmasked = begin if SEES != _EVERYTHING else tl.maximum(tl.minimum(unmasked // _BN * _BN, end), begin)
+    place = tile.to(tl.int64) * tl.num_programs(0) + kv_index
+    slot = place * max_leaves
+    total, total_sum, total_max = _walk(
+        queries, kv + kv_index.to(tl.int64) * kv_head, table + row.to(tl.int64) * table_row, parts, part_stats,
+        slot - row_leaf, valid, begin, unmasked, end, low, high, first, last, position, slope, factor, cap, kv_block,
+        kv_token, BLOCK, HEAD, PADDED, STAGES, SEES, SOFT_CAP, slopes is not None, PRECISION, not SPLIT,
+        SPLIT, BM, False, 8,
+    )  # fmt: skip
+    if SPLIT:
+        if not _is_last(counters + place, stop_leaf - begin_leaf, leaves):
             return
-    else:
-        row = _row_of(query_start, num_rows, line, 0)
-        row_start = tl.load(query_start + row)
-        num_queries = tl.load(query_start + row + 1) - row_start
-        query = line - row_start
-        if query >= num_queries or num_queries <= short:
-            return
-    seq_len = tl.load(seq_lens + row)
-    high = seq_len - num_queries + query + 1
-    first, row_leaf = 0, 0
-    if WINDOW:
-        first = tl.maximum(high - window, 0) // LEAF
-        row_leaf = tl.maximum(seq_len - num_queries - window + 1, 0) // LEAF
-    last = tl.cdiv(high, LEAF)
-
-    index = (line.to(tl.int64) * tl.num_programs(0) + head) * max_leaves - row_leaf
-    # What `_fold` multiplies with depends on the maxima alone: all of it at once, so that the fold is one chain of fma.
-    top = float("-inf")
-    for base in range(first, last, CHUNK):
-        leaf = base + tl.arange(0, CHUNK)
-        at = part_stats + (index + leaf) * 4
-        leaf_max = tl.load(at, mask=leaf < last, other=float("-inf"))
-        before = tl.load(at - 4, mask=(leaf > base) & (leaf < last), other=float("-inf"))
-        before = tl.maximum(tl.associative_scan(before, 0, _larger), top)
-        after = tl.maximum(before, leaf_max)
-        tl.store(at + 2, _exp2_from(before, after), mask=leaf < last)
-        tl.store(at + 3, _exp2_from(leaf_max, after), mask=leaf < last)
-        top = tl.max(after, 0)
-    tl.debug_barrier()
-    channel = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
-    total = tl.zeros((CHANNELS,), tl.float32)
-    total_sum = 0.0
-    whole = first + (last - first) // GATHER * GATHER
-    for base in range(first, whole, GATHER):
-        loaded = _gather(parts + (index + base) * PADDED + channel, part_stats + (index + base) * 4, PADDED, GATHER)
-        for step in tl.static_range(GATHER):
-            total_sum = tl.fma(total_sum, loaded[2 * GATHER + step], loaded[GATHER + step] * loaded[3 * GATHER + step])
-            total = tl.fma(total, loaded[2 * GATHER + step], loaded[step] * loaded[3 * GATHER + step])
-    for base in range(whole, last, 8):
-        for step in tl.static_range(8):
-            there = base + step < last
-            stats = part_stats + (index + base) * 4 + step * 4
-            leaf_sum = tl.load(stats + 1, mask=there, other=0.0)
-            keep = tl.load(stats + 2, mask=there, other=1.0)
-            add = tl.load(stats + 3, mask=there, other=0.0)
-            leaf = tl.load(parts + (index + base + step) * PADDED + channel, mask=there, other=0.0)
-            total_sum = tl.fma(total_sum, keep, leaf_sum * add)
-            total = tl.fma(total, keep, leaf * add)
-    inverse = tl.where(total_sum == 0.0, 0.0, 1.0 / total_sum) * value_scale
-    result = (total * inverse).to(out.dtype.element_ty)
-    at = out + (row_start + query).to(tl.int64) * out_token + head * out_head
-    tl.store(at + channel, result, mask=channel < HEAD)
+        total, total_sum, total_max = _fold_stored(parts, part_stats, slot, leaves, BM, PADDED, GATHER)
+    _write(
+        out, total, total_sum, total_max, row_start, query, head, valid, sinks, result_scale, out_token, out_head, HEAD
+    )

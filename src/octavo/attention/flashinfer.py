@@ -1,0 +1,117 @@
+"""The FlashInfer backend: `flashinfer-python`'s paged prefill and decode over the one cache.
+
+Owns the wrappers, one per variant, and the page lists of a step; FlashInfer does the work. FlashInfer plans on the
+host, so `prepare` waits for the device once per step and cannot be captured in a graph. The cache is shown to it as two
+views of the same bytes, K and V, of pages [heads, tokens, channels] with any strides: both layouts, no copy.
+Not reproducible: FlashInfer splits rows by the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from octavo.attention.base import (
+    NO_SETUP,
+    NO_TENSORS,
+    AttentionInputs,
+    Capability,
+    LayerTensors,
+    Setup,
+    Variant,
+    check_variants,
+)
+
+_WORKSPACE_BYTES = 256 << 20
+
+
+def _load() -> Any:
+    try:
+        import flashinfer
+    except ImportError as error:
+        raise ValueError(
+            f"attention backend 'flashinfer' needs the package flashinfer-python ({error}): install it, or set "
+            "attention_backend='paged'"
+        ) from error
+    return flashinfer
+
+
+class FlashInferBackend:
+    """An AttentionBackend for CUDA; kernel blocks of 16, 32 or 64 tokens."""
+
+    capability = Capability(
+        devices=("cuda",),
+        dtypes=(torch.bfloat16, torch.float16),
+        head_sizes=(64, 128, 256),
+        kernel_block_sizes=(16, 32, 64),
+        reproducible=False,
+    )
+
+    def __init__(
+        self, variants: Sequence[Variant], dtype: torch.dtype, device: torch.device, setup: Setup = NO_SETUP
+    ) -> None:
+        """Raises ValueError where the package is missing and for another device, dtype, head size or feature."""
+        if device.type != "cuda":
+            raise ValueError(
+                f"attention backend 'flashinfer' runs on device cuda, got {device}: set attention_backend='cpu'"
+            )
+        check_variants("flashinfer", self.capability, variants, dtype, setup)
+        library, self._dtype = _load(), dtype
+        workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._prefill = {
+            variant: library.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend="fa2")
+            for variant in variants
+        }
+        self._decode = {
+            variant: library.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True)
+            for variant in variants
+        }
+
+    def prepare(self, inputs: AttentionInputs, *, for_capture: bool = False) -> None:
+        """Plan on the host, from lengths that are fetched from the device.
+
+        Raises ValueError for inputs that contradict each other, for a block size that is not stated and for a graph.
+        """
+        if for_capture:
+            raise ValueError("attention backend 'flashinfer' plans on the host, not in a graph: set enforce_eager=True")
+        inputs.check()
+        if inputs.block_size not in self.capability.kernel_block_sizes:
+            raise ValueError(
+                f"attention backend 'flashinfer' takes kernel blocks of 16, 32 or 64 tokens, got {inputs.block_size}: "
+                "set attention_config={'kernel_block_size': 64}"
+            )
+        self._inputs, rows = inputs, inputs.num_rows
+        lengths = torch.cat([inputs.seq_lens[:rows], inputs.query_start[: rows + 1]]).cpu()  # the one wait
+        seq_lens, query_start = lengths.split([rows, rows + 1])
+        pages = (seq_lens + inputs.block_size - 1) // inputs.block_size
+        columns = torch.arange(inputs.block_table.shape[1], device=inputs.block_table.device)
+        indices = inputs.block_table[:rows][columns < pages.to(columns.device)[:, None]]
+        page_start = torch.cat([pages.new_zeros(1), pages.cumsum(0)]).to(torch.int32)
+        last_page = torch.where(seq_lens > 0, (seq_lens - 1) % inputs.block_size + 1, 0).to(torch.int32)
+        self._is_decode = bool((query_start.diff() == 1).all())
+        for variant in self._prefill:
+            heads = (variant.num_heads, variant.num_kv_heads, variant.head_size, inputs.block_size)
+            words = {
+                "sm_scale": variant.scale, "window_left": variant.window - 1, "logits_soft_cap": variant.soft_cap,
+                "q_data_type": self._dtype, "kv_data_type": self._dtype,
+            }  # fmt: skip
+            if self._is_decode:
+                self._decode[variant].plan(page_start, indices, last_page, *heads, **words)
+            else:
+                self._prefill[variant].plan(query_start, page_start, indices, last_page, *heads, causal=True, **words)
+
+    def run(
+        self,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        variant: Variant,
+        out: torch.Tensor,
+        layer: LayerTensors = NO_TENSORS,
+    ) -> None:
+        """Attend; see AttentionBackend. Raises ValueError for tensors that are not the step's."""
+        self._inputs.check_call(q, kv, out)
+        tokens = self._inputs.num_tokens
+        wrapper = (self._decode if self._is_decode else self._prefill)[variant]
+        wrapper.run(q[:tokens], (kv[..., : variant.head_size], kv[..., variant.head_size :]), out=out[:tokens])
