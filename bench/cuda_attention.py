@@ -1,8 +1,10 @@
-"""Benchmark of the Triton attention: `python bench/kernel.py attention`.
+"""Benchmark of attention on a CUDA device: `python bench/kernel.py attention`.
 
 Decode counts the bytes of K and V that must be read, against a copy's bytes read and written per second; prefill the
-multiply-adds of the visible scores, against a large matrix product. Both limits are measured in the same run. Launches
-are timed in a CUDA graph. Every case is checked against the eager twin, and split rows against whole ones bit by bit.
+multiply-adds of the visible scores, against a large matrix product. Both limits are measured in the same run. Layers
+are timed in a CUDA graph, without the step's plan. Every case is checked against the eager twin, and split rows against
+whole ones bit by bit. FlashInfer's figures stand beside where its package is installed and takes the case; where it
+takes no blocks of that size, it gets the same tokens in kernel blocks of 64.
 """
 
 from __future__ import annotations
@@ -14,15 +16,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from octavo.attention.base import BACKENDS, AttentionInputs, Variant
 from octavo.ops.attention import paged_attention_eager
-from octavo.ops.paged_attention import Scratch, num_processors, paged_attention, plan_launches
+from octavo.ops.paged_attention import Heads, Planner, Scratch, Sight, num_processors, paged_attention
 
 HEAD = 128
 HEADS = ((32, 8), (16, 8))
 BLOCKS = (16, 64, 128)
-DECODE = ((1, 131072), (8, 32768), (64, 4096), (256, 1024))  # rows, tokens of each
+DECODE = ((1, 131072), (8, 32768), (64, 4096), (256, 1024), (512, 300), (1, 400))  # rows, tokens of each
 PREFILL = ((1, 8192, 8192), (32, 1024, 1024), (8, 8192, 1024))  # rows, tokens of each, queries of each
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+CUDA = torch.device("cuda")
 Call = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
@@ -81,27 +85,43 @@ def error(call: Call, out: Tensor, rows: int, new: int) -> float:
     return ((out[: rows * new] - expected).norm() / expected.norm()).item()
 
 
-def run_case(
-    rows: int, length: int, new: int, heads: tuple[int, int], block: int, dtype: str, rounds: int
-) -> tuple[float, float, int]:
-    """(seconds, relative error, splits) of one batch."""
-    call, scratch = make_call(rows, length, new, heads, block, DTYPES[dtype]), Scratch(torch.device("cuda"))
+def run_paged(call: Call, new: int, length: int, rounds: int) -> tuple[float, float]:
+    """(seconds, relative error) of Octavo's own operator."""
+    q, kv, query_start, seq_lens, _ = call
+    heads, sight, scratch = Heads(q.shape[1], kv.shape[1], HEAD), Sight(scale=HEAD**-0.5), Scratch(CUDA)
     outs = []
-    for processors in (1, num_processors(torch.device("cuda"))):  # one processor: rows are not split
-        launches = plan_launches(
-            num_rows=rows, num_tokens=rows * new, max_query_len=new, max_seq_len=length, num_heads=heads[0],
-            num_kv_heads=heads[1], head_size=HEAD, window=0, dtype=torch.bfloat16, scratch=scratch,
-            processors=processors,
-        )  # fmt: skip
-        outs.append(torch.full_like(call[0], float("nan")))
-        paged_attention(*call, outs[-1], scale=HEAD**-0.5, launches=launches, scratch=scratch)
+    for processors in (1, num_processors(CUDA)):  # for one processor rows are hardly split
+        plan = Planner(heads, sight, q.dtype, CUDA, scratch, processors).plan(
+            query_start, seq_lens, num_tokens=len(q), max_query_len=new, max_seq_len=length
+        )
+        outs.append(torch.full_like(q, float("nan")))
+        paged_attention(*call, outs[-1], sight=sight, plan=plan, scratch=scratch)
     assert torch.equal(*outs), "a split moved bits"
-    relative = error(call, outs[-1], min(rows, 2 if new == 1 else 1), new)
+    relative = error(call, outs[-1], min(len(seq_lens), 2 if new == 1 else 1), new)
     assert relative < 1e-2, f"the relative error is {relative}"
-    time = seconds(
-        lambda: paged_attention(*call, outs[-1], scale=HEAD**-0.5, launches=launches, scratch=scratch), rounds
-    )
-    return time, relative, launches[0].splits
+    return seconds(lambda: paged_attention(*call, outs[-1], sight=sight, plan=plan, scratch=scratch), rounds), relative
+
+
+def run_flashinfer(call: Call, new: int, length: int, rounds: int) -> float:
+    """Seconds of FlashInfer, 0 where it is missing or does not take the case."""
+    q, kv, query_start, seq_lens, table = call
+    variant = Variant(num_heads=q.shape[1], num_kv_heads=kv.shape[1], head_size=HEAD, scale=HEAD**-0.5)
+    try:
+        backend = BACKENDS.resolve("flashinfer")((variant,), q.dtype, CUDA)
+    except ValueError:
+        return 0.0
+    if kv.dtype != q.dtype:
+        return 0.0
+    inputs = AttentionInputs(
+        num_rows=len(seq_lens), num_tokens=len(q), max_query_len=new, max_seq_len=length, block_size=kv.shape[2],
+        query_start=query_start, seq_lens=seq_lens, block_table=table,
+        slot_mapping=torch.full((len(q),), -1, device=CUDA),
+    )  # fmt: skip
+    backend.prepare(inputs)
+    out = torch.empty_like(q)
+    backend.run(q, kv, variant, out)
+    assert error(call, out, 1, new) < 1e-2, "FlashInfer differs from the eager twin"
+    return seconds(lambda: backend.run(q, kv, variant, out), rounds)
 
 
 def run(rounds: int, quick: bool) -> dict[str, object]:
@@ -109,23 +129,28 @@ def run(rounds: int, quick: bool) -> dict[str, object]:
     copy, matrix = measure_limits(rounds)
     device = torch.cuda.get_device_name()
     print(f"{device}: copy {copy / 1e12:.3f} TB/s (read + written), bf16 product {matrix / 1e12:.0f} TFLOP/s")
-    print("   case   rows x tokens heads block cache splits       us      rate  share    error")
+    print("   case   rows x tokens heads block cache       us      rate  share    error  FlashInfer us  share")
     records = []
     cases = [(rows, length, 1) for rows, length in DECODE] + list(PREFILL)
     kinds = [(HEADS[0], 64, "bf16")] if quick else itertools.product(HEADS, BLOCKS, DTYPES)
     for (heads, block, dtype), (rows, length, new) in itertools.product(kinds, cases):
-        time, relative, splits = run_case(rows, length, new, heads, block, dtype, rounds)
+        call = make_call(rows, length, new, heads, block, DTYPES[dtype])
+        time, relative = run_paged(call, new, length, rounds)
+        other = call if block <= 64 else make_call(rows, length, new, heads, 64, DTYPES[dtype])
+        theirs = run_flashinfer(other, new, length, rounds)
         visible = rows * sum(range(length - new + 1, length + 1))
         if new == 1:
             name, work, limit, unit = "decode", visible * heads[1] * 2 * HEAD * DTYPES[dtype].itemsize, copy, "TB/s"
         else:
             name, work, limit, unit = "prefill", 4 * HEAD * heads[0] * visible, matrix, "TF/s"
         share = work / time / limit
+        beside = f"{theirs * 1e6:>13.1f} {work / theirs / limit:>6.1%}" if theirs else ""
         print(
-            f"{name:>7} {rows:>4}x{new}/{length:<6} {heads[0]:>2}/{heads[1]} {block:>5} {dtype:>5} {splits:>6} "
-            f"{time * 1e6:>8.1f} {work / time / 1e12:>6.2f} {unit} {share:>6.1%} {relative:>8.1e}", flush=True,
+            f"{name:>7} {rows:>4}x{new}/{length:<6} {heads[0]:>2}/{heads[1]} {block:>5} {dtype:>5} "
+            f"{time * 1e6:>8.1f} {work / time / 1e12:>6.2f} {unit} {share:>6.1%} {relative:>8.1e} {beside}", flush=True,
         )  # fmt: skip
         records.append({"case": name, "rows": rows, "tokens": length, "new": new, "heads": heads, "block": block,
-                        "cache": dtype, "us": time * 1e6, "share": share, "error": relative})  # fmt: skip
+                        "cache": dtype, "us": time * 1e6, "share": share, "error": relative,
+                        "flashinfer_us": theirs * 1e6})  # fmt: skip
     return {"bench": "attention", "device": device, "copy_tb_s": copy / 1e12, "matrix_tflop_s": matrix / 1e12,
             "rows": records}  # fmt: skip

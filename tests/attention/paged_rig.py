@@ -200,7 +200,9 @@ def check_the_division_is_whole_and_even() -> None:
                 first = max(length - count - kind.get("window", 10**9) + 1, 0)
                 first = (length - count) // kind["chunk"] * kind["chunk"] if "chunk" in kind else first
                 leaves[row] = max(count_leaves(length) - count_leaves(first + 1) + 1, 1)
-        total = [(row * kv_heads + head, leaf) for row in leaves for head in range(kv_heads) for leaf in range(leaves[row])]
+        total = [
+            (row * kv_heads + head, leaf) for row in leaves for head in range(kv_heads) for leaf in range(leaves[row])
+        ]
         parts = [sum(begin <= place < end for place in total) for begin, end in itertools.pairwise(starts)]
         assert sum(parts) == len(total)
         assert not total or max(parts) <= 4 * (len(total) / len(parts) + 2)
@@ -232,12 +234,12 @@ def check_quantized_caches_equal_the_reference() -> None:
         rows = []
         for n, queries in ((90, 1), (64, 40)):
             history = make_history(n, n, 4, 2, 32, torch.float32)
-            rows.append((dataclasses.replace(history, kv=(history.kv * 30).round().clamp(-99, 99).to(stored)), n, queries))
+            rows.append(
+                (dataclasses.replace(history, kv=(history.kv * 30).round().clamp(-99, 99).to(stored)), n, queries)
+            )
         step = make_step(rows, Setting())
         outs = [
-            step.run(
-                BACKENDS.resolve(name)([variant], torch.float32, CPU, Setup(cache_dtype=stored)), variant, layer
-            )
+            step.run(BACKENDS.resolve(name)([variant], torch.float32, CPU, Setup(cache_dtype=stored)), variant, layer)
             for name in ("paged", "reference")
         ]
         torch.testing.assert_close(*outs, atol=1e-4, rtol=1e-5)

@@ -29,7 +29,7 @@ def make_rows(shape: str) -> list[Row]:
 
 
 def attend_as_documented(q, key, value, starts, lengths, table, scale, window, soft_cap=0.0) -> torch.Tensor:
-    """Row i: queries starts[i] .. starts[i + 1], the last of its `lengths[i]` tokens, of [pages, tokens, heads, size]."""
+    """Row i has queries starts[i] .. starts[i + 1], the last of its `lengths[i]` tokens."""
     left, right = window
     assert right in (0, left), "a window is causal or symmetric"
     out = torch.empty_like(q)
@@ -112,7 +112,7 @@ class Wrapper:
 
     def plan(self, *arguments, causal=True, sm_scale, window_left, logits_soft_cap, q_data_type, kv_data_type) -> None:
         query_start, arguments = (None, arguments) if self.is_decode else (arguments[0], arguments[1:])
-        page_start, self.indices, last_page, heads, kv_heads, size, self.page = arguments
+        page_start, self.indices, last_page, *_, self.page = arguments
         assert page_start.device.type == last_page.device.type == "cpu" and self.page in (16, 32, 64)
         pages = page_start.diff()
         self.lengths = torch.where(pages > 0, (pages - 1) * self.page + last_page, 0).to(torch.int32)

@@ -48,7 +48,18 @@ SHAPES: dict[str, list[tuple[int, int]]] = {  # (sequence length, queries) per r
     "prefill with context": [(1200, 44), (129, 1), (256, 128)],
 }
 PLAIN = Setting()
-NAMES = [name for name in backends_here("cuda") if name != "reference"]
+
+
+def _runs(name: str) -> bool:
+    """Whether the package that a backend is made of is installed. FlexAttention's own tests compile enough."""
+    try:
+        BACKENDS.resolve(name)([FULL], torch.bfloat16, DEVICE)
+    except ValueError:
+        return False
+    return name not in ("reference", "flex")
+
+
+NAMES = [name for name in backends_here("cuda") if _runs(name)]
 CASES = [
     (name, dtype)
     for name in NAMES
@@ -146,7 +157,9 @@ def test_L3_G1_offsets_past_32_bits(name: str, layout: str) -> None:
     if not takes(name, setting):
         pytest.skip(f"{name} states that it does not take {layout}")
     variant = Variant(num_heads=heads, num_kv_heads=heads, head_size=size, scale=size**-0.5)
-    rows = [(make_history(seed, n, heads, heads, size, torch.bfloat16), n, k) for seed, n, k in ((0, 130, 100), (1, 40, 1))]
+    rows = [
+        (make_history(seed, n, heads, heads, size, torch.bfloat16), n, k) for seed, n, k in ((0, 130, 100), (1, 40, 1))
+    ]
     limits = Setup(max_num_rows=8, max_num_tokens=256, max_model_len=512, num_blocks=17_000, block_size=64)
     backend = BACKENDS.resolve(name)([variant], torch.bfloat16, DEVICE, limits)
     expected = make_step(rows, setting, device=DEVICE).run(backend, variant)

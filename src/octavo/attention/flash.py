@@ -64,7 +64,7 @@ def _package_attend(function: Any, names: tuple[str, str, str]) -> Attend:
         q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, inputs: AttentionInputs, variant: Variant
     ) -> torch.Tensor:
         starts, lengths, table = _words(inputs)
-        words = {names[0]: lengths, names[1]: table}
+        words: dict[str, Any] = {names[0]: lengths, names[1]: table}
         if variant.soft_cap:
             words[names[2]] = variant.soft_cap
         result = function(

@@ -8,6 +8,7 @@ Not reproducible: FlashInfer splits rows by the batch.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,13 +30,12 @@ _WORKSPACE_BYTES = 256 << 20
 
 def _load() -> Any:
     try:
-        import flashinfer
+        return importlib.import_module("flashinfer")
     except ImportError as error:
         raise ValueError(
             f"attention backend 'flashinfer' needs the package flashinfer-python ({error}): install it, or set "
             "attention_backend='paged'"
         ) from error
-    return flashinfer
 
 
 class FlashInferBackend:

@@ -7,10 +7,10 @@ never on the batch, the chunk, the split, the block size, the tile or where bloc
 `octavo.ops.attention.paged_attention_eager`.
 
 The canonical order: absolute leaves from position 0, whose starts `paged_attention_work` states; inside a leaf an
-online softmax, from scratch, over tiles of BN tokens in ascending order; leaves folded in ascending order with one formula (the split-KV scheme of
-Flash-Decoding with splits at fixed places), a sink last. A fold in registers and a fold of leaves that programs wrote
-apart are the same operations, so how many programs share a row is free. All sums are float32; K and V of a hidden
-token are read as 0.
+online softmax, from scratch, over tiles of BN tokens in ascending order, whose weights the matrix units add up as they
+do a channel of V; leaves folded in ascending order with one formula (the split-KV scheme of Flash-Decoding with splits
+at fixed places), a sink last. A fold in registers and a fold of leaves that programs wrote apart are the same
+operations, so how many programs share a row is free. All sums are float32; a hidden token weighs 0.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from octavo.ops.gpu.launch import chained
 from octavo.ops.paged_attention_kernels import attend_rows, attend_tiles, merge
 from octavo.ops.paged_attention_work import CHUNK, EVERYTHING, WINDOW, count_leaves, divide
 
@@ -30,8 +32,8 @@ MAX_HEAD_SIZE = 256
 MAX_SHORT_QUERIES = 16  # rows of so many queries, as decode and verification have, share one tile if that holds them
 _ROW_PROGRAMS = 3  # programs for each processor that short rows are divided among
 _TILE_PROGRAMS = (1, 2)  # where tiles give each processor fewer than the first, they are split until it has the second
-_FIXED = 2  # what a (row, KV head) costs besides its tokens, in tiles
-_FOLDS, _LONG = 96, 16  # the most leaves of rows that attend_rows folds itself; where a row has more, it does up to..
+_FIXED, _SPLIT, _SPARSE = 2, 12, 3  # in tiles: of a (row, KV head) besides its tokens, and see `divide`
+_FOLDS, _LONG = 96, 16  # leaves of the longest row that attend_rows folds; where rows may have more, it folds so many
 _GATHERED_BYTES = 16 << 10  # leaves whose loads a folding program has in flight
 _CHANNELS, _MERGE_GATHER, _MERGED_ROWS = 32, 32, 16  # of one merging program; rows that merge at a time
 _LOG2_E = math.log2(math.e)
@@ -126,6 +128,12 @@ class Plan:
     work: Tensor  # see paged_attention_work
     capacity: int  # leaves of rows that may be split
 
+    @property
+    def leaf_base(self) -> Tensor:
+        """The part of `work` behind the starts."""
+        assert self.rows is not None, "short rows are divided"
+        return self.work[2 * (self.rows.programs + 1) :]
+
 
 class Scratch:
     """Partial results and counters, shared by the launches of a stream, at one address until they grow.
@@ -182,8 +190,10 @@ def _power_of_two(number: int) -> int:
 def rows_tile(heads: Heads, max_query_len: int, dtype: torch.dtype) -> Tile:
     """The tile for rows of few queries: of all if they are at most MAX_SHORT_QUERIES, else of those it holds."""
     queries = max_query_len if max_query_len <= MAX_SHORT_QUERIES else 1
-    lines = max(16, _power_of_two(heads.group), min(64, _power_of_two(queries * heads.group)))
-    return Tile(lines, 4, 2 if dtype == torch.float32 or heads.padded > 128 else 3)
+    lines = max(8, _power_of_two(heads.group), min(64, _power_of_two(queries * heads.group)))
+    if dtype == torch.float32 or heads.padded > 128:
+        return Tile(lines, 4, 2)
+    return Tile(lines, 4, 3, 168 if lines == 8 else None)
 
 
 def tiles_tile(heads: Heads, max_query_len: int, dtype: torch.dtype) -> Tile:
@@ -199,7 +209,13 @@ class Planner:
     """Makes the plans of layers that are alike, in memory that keeps its address until it grows."""
 
     def __init__(
-        self, heads: Heads, sight: Sight, dtype: torch.dtype, device: torch.device, scratch: Scratch, processors: int = 0
+        self,
+        heads: Heads,
+        sight: Sight,
+        dtype: torch.dtype,
+        device: torch.device,
+        scratch: Scratch,
+        processors: int = 0,
     ) -> None:
         """dtype: of queries. processors: to plan for, 0 for those of the device."""
         self.heads, self.sight, self._dtype, self._scratch = heads, sight, dtype, scratch
@@ -241,7 +257,9 @@ class Planner:
             self._divide(rows, query_start, seq_lens, capacity, for_capture)
         if max_query_len > short:
             tile = tile or tiles_tile(heads, max_query_len, self._dtype)
-            tiles = self._tiles(tile, short, num_tokens // (tile.lines // heads.group) + num_rows, max_leaves)
+            tiles = self._tiles(
+                tile, short, num_tokens // (tile.lines // heads.group) + num_rows, max_leaves, for_capture
+            )
         return Plan(rows, tiles, self._work, capacity)
 
     def _divide(
@@ -254,11 +272,11 @@ class Planner:
             self._captured.append(self._work)
         divide[(rows.programs + 1,)](
             query_start, seq_lens, self._work, rows.num_rows, rows.short, self.sight.reach, rows.programs, capacity,
-            rows.fold_limit, KV_HEADS=self.heads.num_kv_heads, SEES=self.sight.kind, FIXED=_FIXED, ROWS=512,
-            num_warps=4,
+            rows.fold_limit, KV_HEADS=self.heads.num_kv_heads, SEES=self.sight.kind, FIXED=_FIXED, SPLIT=_SPLIT,
+            SPARSE=_SPARSE, ROWS=512, num_warps=4, **chained(seq_lens.device),
         )  # fmt: skip
 
-    def _tiles(self, tile: Tile, short: int, num_tiles: int, max_leaves: int) -> TilesLaunch:
+    def _tiles(self, tile: Tile, short: int, num_tiles: int, max_leaves: int, for_capture: bool) -> TilesLaunch:
         whole = num_tiles * self.heads.num_kv_heads
         splits = min(max_leaves, -(-_TILE_PROGRAMS[1] * self._processors // whole))
         leaf_size = tile.lines * (self.heads.padded + 4)
@@ -266,7 +284,7 @@ class Planner:
         if whole >= _TILE_PROGRAMS[0] * self._processors or num_leaves > self._scratch.capacity(leaf_size):
             splits = 1
         if splits > 1:
-            self._scratch.reserve(num_leaves, leaf_size, whole)
+            self._scratch.reserve(num_leaves, leaf_size, whole, for_capture=for_capture)
         return TilesLaunch(tile, short, num_tiles, splits, max_leaves)
 
 
@@ -289,8 +307,8 @@ def paged_attention(
     """Attention of each row's queries, the last of its `seq_lens[row]` tokens, written to `out`.
 
     q, out: [tokens, heads, head_size] float32, bfloat16 or float16; kv: [blocks, kv_heads, block_size, 2 * head_size]
-    of the same dtype, float8_e4m3fn or int8, K then V; q, out and kv have any strides but a contiguous last axis; block_size
-    is a multiple of 16. query_start: [rows + 1], seq_lens: [rows], block_table: [rows, width], all int32. Tokens of a
+    of the same dtype, float8_e4m3fn or int8, K then V; all with any strides but a contiguous last axis; block_size is a
+    multiple of 16. query_start: [rows + 1], seq_lens: [rows], block_table: [rows, width], all int32. Tokens of a
     row with seq_len 0 become 0; tokens beyond `query_start[-1]` stay as they are. plan: from a Planner of the same
     `sight` and `scratch`, for this batch. key_scale, value_scale: [kv_heads] float32, what stored K and V are
     multiplied with. sinks: [heads], a score that takes part in the softmax and has no value. slopes: [heads], ALiBi:
@@ -302,40 +320,55 @@ def paged_attention(
     score, cap = sight.scale * _LOG2_E, 0.0
     if sight.soft_cap:
         score, cap = sight.soft_cap * _LOG2_E, 2.0 * _LOG2_E * sight.scale / sight.soft_cap
-    extras = (key_scale, value_scale, sinks, slopes)
     strides = (q.stride(0), q.stride(1), out.stride(0), out.stride(1), *kv.stride()[:3], block_table.stride(0))
-    fixed: dict[str, object] = {
-        "GROUP": heads.group, "HEAD": heads.size, "PADDED": heads.padded, "BLOCK": kv.shape[2],
-        "SEES": sight.kind, "CAUSAL": sight.causal, "SOFT_CAP": sight.soft_cap > 0, "PRECISION": "ieee",
+    tensors = (q, kv, out, query_start, seq_lens, block_table)
+    fixed: dict[str, Any] = {
+        "GROUP": heads.group, "HEAD": heads.size, "PADDED": heads.padded, "BLOCK": kv.shape[2], "SEES": sight.kind,
+        "CAUSAL": sight.causal, "SOFT_CAP": sight.soft_cap > 0, "PRECISION": "ieee", **chained(q.device),
     }  # fmt: skip
+    extras = (key_scale, value_scale, sinks, slopes)
     if plan.rows:
         rows, tile = plan.rows, plan.rows.tile
         parts = scratch.parts(plan.capacity * heads.num_kv_heads, rows.lines, heads.padded)
-        leaf_base = plan.work[2 * (rows.programs + 1) :]
         attend_rows[(rows.programs,)](
-            q, kv, out, query_start, seq_lens, block_table, plan.work, leaf_base, *parts, *extras, *strides,
-            rows.short, sight.reach, score, cap, plan.capacity, rows.fold_limit, KV_HEADS=heads.num_kv_heads,
-            BM=tile.lines, STAGES=tile.stages, LINES=rows.lines, GATHER=_gathered(rows.lines, heads),
-            num_warps=tile.warps, maxnreg=tile.registers, **fixed,
+            *tensors, plan.work, plan.leaf_base, *parts, *extras, *strides, rows.short, sight.reach, score, cap,
+            plan.capacity, rows.fold_limit, KV_HEADS=heads.num_kv_heads, BM=tile.lines, STAGES=tile.stages,
+            LINES=rows.lines, GATHER=_gathered(rows.lines, heads), num_warps=tile.warps, maxnreg=tile.registers,
+            **fixed,
         )  # fmt: skip
         if rows.merges:
-            channels = min(heads.padded, _CHANNELS)
-            merge[(heads.num_kv_heads * rows.lines, heads.padded // channels, min(rows.num_rows, _MERGED_ROWS))](
-                out, query_start, seq_lens, leaf_base, leaf_base[rows.num_rows :], *parts[:2], value_scale, sinks,
-                out.stride(0), out.stride(1), rows.short, sight.reach, KV_HEADS=heads.num_kv_heads, GROUP=heads.group,
-                HEAD=heads.size, PADDED=heads.padded, LINES=rows.lines, SEES=sight.kind, GATHER=_MERGE_GATHER,
-                CHUNK=256, CHANNELS=channels, num_warps=1,
-            )  # fmt: skip
+            _merge(out, query_start, seq_lens, plan, parts[:2], heads, sight, value_scale, sinks)
     if plan.tiles:
         tiles, tile = plan.tiles, plan.tiles.tile
         num_leaves = tiles.num_tiles * heads.num_kv_heads * tiles.max_leaves if tiles.splits > 1 else 0
         parts = scratch.parts(num_leaves, tile.lines, heads.padded)
         attend_tiles[(heads.num_kv_heads, tiles.num_tiles, tiles.splits)](
-            q, kv, out, query_start, seq_lens, block_table, *parts, *extras, *strides, seq_lens.shape[0], tiles.short,
-            tiles.splits, tiles.max_leaves, sight.reach, score, cap, BM=tile.lines, STAGES=tile.stages,
-            SPLIT=tiles.splits > 1, GATHER=_gathered(tile.lines, heads), num_warps=tile.warps, maxnreg=tile.registers,
-            **fixed,
+            *tensors, *parts, *extras, *strides, seq_lens.shape[0], tiles.short, tiles.splits, tiles.max_leaves,
+            sight.reach, score, cap, BM=tile.lines, STAGES=tile.stages, SPLIT=tiles.splits > 1,
+            GATHER=_gathered(tile.lines, heads), num_warps=tile.warps, maxnreg=tile.registers, **fixed,
         )  # fmt: skip
+
+
+def _merge(
+    out: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    plan: Plan,
+    parts: tuple[Tensor, ...],
+    heads: Heads,
+    sight: Sight,
+    value_scale: Tensor | None,
+    sinks: Tensor | None,
+) -> None:
+    rows = plan.rows
+    assert rows is not None, "what merges are short rows"
+    channels = min(heads.padded, _CHANNELS)
+    merge[(heads.num_kv_heads * rows.lines, heads.padded // channels, min(rows.num_rows, _MERGED_ROWS))](
+        out, query_start, seq_lens, plan.leaf_base, plan.leaf_base[rows.num_rows :], *parts, value_scale, sinks,
+        out.stride(0), out.stride(1), rows.short, sight.reach, KV_HEADS=heads.num_kv_heads, GROUP=heads.group,
+        HEAD=heads.size, PADDED=heads.padded, LINES=rows.lines, SEES=sight.kind, GATHER=_MERGE_GATHER, CHUNK=512,
+        CHANNELS=channels, num_warps=1, **chained(out.device),
+    )  # fmt: skip
 
 
 def _gathered(lines: int, heads: Heads) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from octavo.ops.gpu.launch import begin_after
 from octavo.ops.paged_attention_work import BN, EVERYTHING, WINDOW, first_seen, leaf_of, leaf_start, row_extent
 
 _EVERYTHING, _WINDOW, _BN = tl.constexpr(EVERYTHING), tl.constexpr(WINDOW), tl.constexpr(BN)
@@ -197,9 +198,7 @@ def _is_last(counter, mine, whole):
 
 
 @triton.jit
-def _fold_stored(
-    parts, part_stats, slot, leaves, LINES: tl.constexpr, PADDED: tl.constexpr, GATHER: tl.constexpr
-):
+def _fold_stored(parts, part_stats, slot, leaves, LINES: tl.constexpr, PADDED: tl.constexpr, GATHER: tl.constexpr):
     """The totals of the leaves at `slot` and behind, whoever wrote them. GATHER: leaves whose loads are in flight."""
     line, channel = tl.arange(0, LINES), tl.arange(0, PADDED)
     total = tl.zeros((LINES, PADDED), tl.float32)
@@ -278,18 +277,20 @@ def _seen(seq_len, num_queries, query, reach, SEES: tl.constexpr, CAUSAL: tl.con
 def attend_rows(
     q, kv, out, query_start, seq_lens, table, work, leaf_base, parts, part_stats, counters, key_scale, value_scale,
     sinks, slopes, q_token, q_head, out_token, out_head, kv_block, kv_head, kv_token, table_row, short, reach,
-    score_scale, cap_scale, capacity, fold_limit, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr,
-    BLOCK: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
-    SEES: tl.constexpr, CAUSAL: tl.constexpr, SOFT_CAP: tl.constexpr, PRECISION: tl.constexpr, LINES: tl.constexpr,
-    GATHER: tl.constexpr,
+    score_scale, cap_scale, capacity, fold_limit, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr,
+    PADDED: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, SEES: tl.constexpr,
+    CAUSAL: tl.constexpr, SOFT_CAP: tl.constexpr, PRECISION: tl.constexpr, LINES: tl.constexpr, GATHER: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (programs of the division). A tile is a row's queries with the GROUP heads of one KV head.
 
-    A row of more than `fold_limit` leaves, if `capacity` holds it, is folded by `merge`. LINES: how many of the tile's BM lines can be there; `parts` is [.., LINES, PADDED], `part_stats` [.., 4, LINES].
+    A row of more than `fold_limit` leaves, if `capacity` holds it, is folded by `merge`. LINES: how many of the tile's
+    BM lines can be there; `parts` is [.., LINES, PADDED], `part_stats` [.., 4, LINES].
     """
+    begin_after(PDL)
     start_pair, start_leaf = tl.load(work + tl.program_id(0) * 2), tl.load(work + tl.program_id(0) * 2 + 1)
     end_pair, end_leaf = tl.load(work + tl.program_id(0) * 2 + 2), tl.load(work + tl.program_id(0) * 2 + 3)
-    for step in range(0, end_pair - start_pair + (end_leaf > 0).to(tl.int32)):
+    for step in range(end_pair - start_pair + (end_leaf > 0).to(tl.int32)):
         pair = start_pair + step
         row, kv_index = pair // KV_HEADS, pair % KV_HEADS
         row_start = tl.load(query_start + row)
@@ -314,7 +315,9 @@ def attend_rows(
             end = tl.minimum(leaf_start(row_leaf + stop_leaf), seq_len)
             unmasked = begin
             if SEES == _EVERYTHING:
-                unmasked = tl.maximum(tl.minimum((seq_len - num_queries + 1 if CAUSAL else seq_len) // _BN * _BN, end), begin)
+                unmasked = tl.maximum(
+                    tl.minimum((seq_len - num_queries + 1 if CAUSAL else seq_len) // _BN * _BN, end), begin
+                )
             row_base = tl.load(leaf_base + row)
             slot = row_base.to(tl.int64) * KV_HEADS + kv_index * leaves
             is_left = (leaves > fold_limit) & (row_base + leaves <= capacity)  # for `merge`
@@ -327,8 +330,8 @@ def attend_rows(
             )  # fmt: skip
             if not is_split:
                 _write(
-                    out, tl.trans(total), total_sum, total_max, row_start, query, head, valid, sinks, result_scale, out_token,
-                    out_head, HEAD,
+                    out, tl.trans(total), total_sum, total_max, row_start, query, head, valid, sinks, result_scale,
+                    out_token, out_head, HEAD,
                 )  # fmt: skip
             elif not is_left and _is_last(counters + pair, stop_leaf - begin_leaf, leaves):
                 line_query, line_head, is_line = _lines(0, num_queries, kv_index, LINES, GROUP)
@@ -349,11 +352,13 @@ def merge(
     out, query_start, seq_lens, leaf_base, long_rows, parts, part_stats, value_scale, sinks, out_token, out_head,
     short, reach, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr,
     LINES: tl.constexpr, SEES: tl.constexpr, GATHER: tl.constexpr, CHUNK: tl.constexpr, CHANNELS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (KV heads * LINES, PADDED / CHANNELS, any). Fold the leaves of long rows, as `_fold` does; write `out`.
 
     GATHER: leaves whose loads are issued together. CHUNK: leaves whose factors are found together.
     """
+    begin_after(PDL)
     kv_index, line = tl.program_id(0) // LINES, tl.program_id(0) % LINES
     query, head = line // GROUP, kv_index * GROUP + line % GROUP
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
@@ -414,13 +419,14 @@ def attend_tiles(
     reach, score_scale, cap_scale, GROUP: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr,
     BLOCK: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
     SEES: tl.constexpr, CAUSAL: tl.constexpr, SOFT_CAP: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr,
-    GATHER: tl.constexpr,
+    GATHER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (KV heads, tiles, splits), for rows of more than `short` queries.
 
     A tile is BM // GROUP queries of a row with the GROUP heads of one KV head. SPLIT: each program takes a run of
     whole leaves of `max_leaves` at most.
     """
+    begin_after(PDL)
     QUERIES: tl.constexpr = BM // GROUP
     kv_index = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest first

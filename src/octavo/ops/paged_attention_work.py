@@ -9,15 +9,17 @@ The work is a line: rows one after another, in a row its KV heads, in a head its
 of it that are read, a (row, head) has FIXED more. Program g of G takes the leaves that begin in the g-th of G equal
 parts. `work` holds G + 1 starts (row * KV heads + head, leaf), then for each row the leaves of the rows before it,
 which is where its partial results lie, then how many rows `merge` has to fold, and which. Rows that would lie beyond
-`capacity` leaves are not split.
+`capacity` leaves are not split, and cheap ones only where programs would idle.
 """
 
 # Kernels are compiled from their source by Triton, whose values mypy does not know.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, assignment"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, assignment, attr-defined"
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from octavo.ops.gpu.launch import begin_after
 
 FIRST_LEAF, FIRST_TOKENS, LEAF = 128, 1024, 512  # tokens of a leaf, before so many tokens and behind them
 BN = 64  # tokens per step of the online softmax; all of the above are multiples
@@ -60,7 +62,9 @@ def row_extent(query_start, seq_lens, row, inside, short, reach, SEES: tl.conste
 
     A row of length 0 has one empty leaf: its queries become 0.
     """
-    num_queries = tl.load(query_start + row + 1, mask=inside, other=0) - tl.load(query_start + row, mask=inside, other=0)
+    num_queries = tl.load(query_start + row + 1, mask=inside, other=0) - tl.load(
+        query_start + row, mask=inside, other=0
+    )
     seq_len = tl.load(seq_lens + row, mask=inside, other=0)
     low = first_seen(seq_len - num_queries, reach, SEES)
     leaves = tl.where(seq_len > 0, leaf_of(seq_len - 1) - leaf_of(low) + 1, 1)
@@ -75,9 +79,14 @@ def _cost(seq_len, low, leaves, FIXED: tl.constexpr):
 @triton.jit(do_not_specialize=["num_rows", "short", "reach", "programs", "capacity", "fold_limit"])
 def divide(
     query_start, seq_lens, work, num_rows, short, reach, programs, capacity, fold_limit, KV_HEADS: tl.constexpr,
-    SEES: tl.constexpr, FIXED: tl.constexpr, ROWS: tl.constexpr,
+    SEES: tl.constexpr, FIXED: tl.constexpr, SPLIT: tl.constexpr, SPARSE: tl.constexpr, ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (programs + 1), one for each start. The last one writes the rest."""
+    """Grid: (programs + 1), one for each start. The last one writes the rest.
+
+    A (row, head) of a cost of up to SPLIT stays whole, unless a program's part is smaller than SPARSE.
+    """
+    begin_after(PDL)
     program = tl.program_id(0)
     is_end = program == programs
     total = 0
@@ -121,7 +130,8 @@ def divide(
     token = (low // _BN + tl.maximum(inside - FIXED, 0)) * _BN  # the leaf that begins here or later is the first
     leaf = tl.maximum(leaf_of(tl.maximum(token - 1, 0)) + 1 - leaf_of(low), 1)
     leaf = tl.where(inside == 0, 0, leaf)
-    is_next = (leaf >= leaves) | ((leaf > 0) & (leaf_end > capacity))
+    is_whole = (leaf_end > capacity) | ((cost <= SPLIT) & (total * KV_HEADS >= SPARSE * programs))
+    is_next = (leaf >= leaves) | ((leaf > 0) & is_whole)
     pair = tl.where(is_next, pair + 1, pair)
     leaf = tl.where(is_next, 0, leaf)
     pair = tl.where(is_end, (row_index + 1) * KV_HEADS, tl.where(there, pair, num_rows * KV_HEADS))
