@@ -12,7 +12,7 @@ def test_every_cell_is_backed_by_a_test() -> None:
     text = (TESTS.parent / "docs/attention.md").read_text(encoding="utf-8")
     known = {
         name
-        for folder in ("attention", "e2e", "kv_cache")
+        for folder in ("attention", "e2e", "gpu", "kv_cache")
         for path in (TESTS / folder).glob("test_*.py")
         for name in re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
     }

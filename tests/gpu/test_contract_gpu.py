@@ -66,6 +66,11 @@ CASES = [
     for dtype in (torch.float32, torch.bfloat16, torch.float16)
     if dtype in BACKENDS.resolve(name).capability.dtypes
 ]
+FEW_SETTINGS = [Setting(), Setting("BLNHC", 128, 64)]  # each kernel block size is a kernel to compile
+
+
+def settings_of(dtype: torch.dtype) -> list[Setting]:
+    return SETTINGS if dtype == torch.bfloat16 else FEW_SETTINGS
 
 
 def make_backend(name: str, variant: Variant, dtype: torch.dtype, setting: Setting, **setup) -> AttentionBackend:
@@ -106,7 +111,7 @@ def test_INV_6_every_layout_and_kernel_block_size(name: str, dtype: torch.dtype,
     for shape in SHAPES:
         rows, plain = make_rows(shape, dtype), None
         expected = attend_plainly(rows, kind, SINKS if kind.sinks else None)
-        for setting in SETTINGS:
+        for setting in settings_of(dtype):
             if not takes(name, setting):
                 continue
             backend = make_backend(name, kind, dtype, setting)
@@ -211,3 +216,17 @@ def test_quantized_caches_with_scales_per_head(name: str, stored: torch.dtype) -
     expected = attend_plainly(plain, FULL).to(DEVICE)
     out = step.run(backend, FULL, layer).double()
     assert (out - expected).norm() / expected.norm() < 1e-2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_contradicting_inputs_are_refused_by_name(name: str) -> None:
+    setting = Setting("LBHNC", 64, 64)
+    if not takes(name, setting):
+        pytest.skip(f"{name} states that it does not take blocks of 64")
+    backend = make_backend(name, FULL, torch.bfloat16, setting)
+    step = make_step(make_rows("decode", torch.bfloat16), setting, device=DEVICE)
+    with pytest.raises(ValueError, match=r"max_seq_len=9999 exceeds the \d+ tokens"):
+        backend.prepare(dataclasses.replace(step.inputs, max_seq_len=9999))
+    backend.prepare(step.inputs)
+    with pytest.raises(ValueError, match="a cache view of 32-token blocks, inputs for 64-token blocks"):
+        backend.run(step.q, torch.zeros(9, KV_HEADS, 32, 2 * SIZE, device=DEVICE), FULL, torch.empty_like(step.q))

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.ops.gpu.launch import chained
 from octavo.ops.paged_attention_kernels import attend_rows, attend_tiles, merge
 from octavo.ops.paged_attention_work import CHUNK, EVERYTHING, WINDOW, count_leaves, divide
 
@@ -273,7 +272,7 @@ class Planner:
         divide[(rows.programs + 1,)](
             query_start, seq_lens, self._work, rows.num_rows, rows.short, self.sight.reach, rows.programs, capacity,
             rows.fold_limit, KV_HEADS=self.heads.num_kv_heads, SEES=self.sight.kind, FIXED=_FIXED, SPLIT=_SPLIT,
-            SPARSE=_SPARSE, ROWS=512, num_warps=4, **chained(seq_lens.device),
+            SPARSE=_SPARSE, ROWS=512, num_warps=4, PDL=False,
         )  # fmt: skip
 
     def _tiles(self, tile: Tile, short: int, num_tiles: int, max_leaves: int, for_capture: bool) -> TilesLaunch:
@@ -324,7 +323,7 @@ def paged_attention(
     tensors = (q, kv, out, query_start, seq_lens, block_table)
     fixed: dict[str, Any] = {
         "GROUP": heads.group, "HEAD": heads.size, "PADDED": heads.padded, "BLOCK": kv.shape[2], "SEES": sight.kind,
-        "CAUSAL": sight.causal, "SOFT_CAP": sight.soft_cap > 0, "PRECISION": "ieee", **chained(q.device),
+        "CAUSAL": sight.causal, "SOFT_CAP": sight.soft_cap > 0, "PRECISION": "ieee", "PDL": False,
     }  # fmt: skip
     extras = (key_scale, value_scale, sinks, slopes)
     if plan.rows:
@@ -367,7 +366,7 @@ def _merge(
         out, query_start, seq_lens, plan.leaf_base, plan.leaf_base[rows.num_rows :], *parts, value_scale, sinks,
         out.stride(0), out.stride(1), rows.short, sight.reach, KV_HEADS=heads.num_kv_heads, GROUP=heads.group,
         HEAD=heads.size, PADDED=heads.padded, LINES=rows.lines, SEES=sight.kind, GATHER=_MERGE_GATHER, CHUNK=512,
-        CHANNELS=channels, num_warps=1, **chained(out.device),
+        CHANNELS=channels, num_warps=1, PDL=False,
     )  # fmt: skip
 
 

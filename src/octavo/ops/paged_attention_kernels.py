@@ -56,12 +56,13 @@ def _fold(total, total_sum, total_max, leaf, leaf_sum, leaf_max, AXIS: tl.conste
 
 @triton.jit
 def _load_tile(
-    kv, table, start, low, high, kv_block, kv_token, BLOCK: tl.constexpr, HEAD: tl.constexpr,
-    PADDED: tl.constexpr, MASK: tl.constexpr,
+    kv, table, start, low, high, kv_block, kv_token, BLOCK: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr,
+    MASK: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
-    """K and V of BN tokens. MASK: of those that may not be read (only `low` to `high` - 1 may) come others of the row.
+    """K [BN, PADDED] and V, transposed if TURNED, of BN tokens.
 
-    What is read in place of a token has a finite V, so that its weight of 0 makes 0 of it.
+    MASK: in place of those that may not be read (only `low` to `high` - 1 may) come others of the row, whose V is
+    finite, so that a weight of 0 makes 0 of it.
     """
     token = start + tl.arange(0, _BN)
     channel = tl.arange(0, PADDED)
@@ -73,11 +74,13 @@ def _load_tile(
         place = (token % BLOCK) * kv_token
     else:
         place = tl.load(table + token // BLOCK).to(tl.int64) * kv_block + (token % BLOCK) * kv_token
-    at = kv + place[:, None] + channel[None, :]
+    keys = kv + place[:, None] + channel[None, :]
+    values = kv + HEAD + tl.expand_dims(place, 0 if TURNED else 1) + tl.expand_dims(channel, 1 if TURNED else 0)
     if HEAD == PADDED:
-        return tl.load(at), tl.load(at + HEAD)
-    is_stored = (channel < HEAD)[None, :]
-    return tl.load(at, mask=is_stored, other=0.0), tl.load(at + HEAD, mask=is_stored, other=0.0)
+        return tl.load(keys), tl.load(values)
+    is_stored = channel < HEAD
+    k = tl.load(keys, mask=is_stored[None, :], other=0.0)
+    return k, tl.load(values, mask=tl.expand_dims(is_stored, 1 if TURNED else 0), other=0.0)
 
 
 @triton.jit
@@ -118,7 +121,7 @@ def _step(
     """
     AXIS: tl.constexpr = 0 if TURNED else 1  # of tokens in scores, of channels in sums
     LINES: tl.constexpr = 1 - AXIS
-    k, v = _load_tile(kv, table, start, low, high, kv_block, kv_token, BLOCK, HEAD, PADDED, MASK)
+    k, v = _load_tile(kv, table, start, low, high, kv_block, kv_token, BLOCK, HEAD, PADDED, MASK, TURNED)
     if TURNED:
         scores = tl.dot(k.to(q.dtype), q, input_precision=PRECISION)
     else:
@@ -135,7 +138,7 @@ def _step(
     if TURNED:
         ones = tl.full((leaf_sum.shape[0], _BN), 1.0, q.dtype)
         leaf_sum = tl.dot(ones, weights, leaf_sum * keep, input_precision=PRECISION)
-        leaf = tl.dot(tl.trans(v.to(q.dtype)), weights, leaf * keep, input_precision=PRECISION)
+        leaf = tl.dot(v.to(q.dtype), weights, leaf * keep, input_precision=PRECISION)
     else:
         ones = tl.full((_BN, leaf_sum.shape[1]), 1.0, q.dtype)
         leaf_sum = tl.dot(weights, ones, leaf_sum * keep, input_precision=PRECISION)

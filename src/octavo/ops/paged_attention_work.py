@@ -21,7 +21,7 @@ import triton.language as tl
 
 from octavo.ops.gpu.launch import begin_after
 
-FIRST_LEAF, FIRST_TOKENS, LEAF = 128, 1024, 512  # tokens of a leaf, before so many tokens and behind them
+FIRST_LEAF, FIRST_TOKENS, LEAF = 256, 1024, 512  # tokens of a leaf, before so many tokens and behind them
 BN = 64  # tokens per step of the online softmax; all of the above are multiples
 EVERYTHING, WINDOW, CHUNK = 0, 1, 2  # what a query sees: all, the last `reach` tokens, its own chunk of `reach` tokens
 _FIRST_LEAF, _FIRST_TOKENS, _LEAF = tl.constexpr(FIRST_LEAF), tl.constexpr(FIRST_TOKENS), tl.constexpr(LEAF)
