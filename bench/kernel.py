@@ -2,7 +2,7 @@
 
     python bench/kernel.py cpu-matmul [--threads 2] [--isa x86_64_v3] [--rounds 15] [--quick]
     python bench/kernel.py cpu-attention [--threads 2] [--isa x86_64_v3] [--rounds 15]
-    python bench/kernel.py attention [--rounds 15] [--quick]
+    python bench/kernel.py attention [--rounds 15] [--quick] [--flashinfer]
     python bench/kernel.py matmul [--rounds 9] [--quick]
     python bench/kernel.py flex [--rounds 15] [--quick]
     python bench/kernel.py elementwise [--rounds 15] [--quick]
@@ -183,7 +183,7 @@ def cuda_attention(args: argparse.Namespace) -> dict[str, object]:
     """Run the sub-command; prints the tables and returns the JSON record."""
     import cuda_attention  # needs triton
 
-    return cuda_attention.run(args.rounds, args.quick)
+    return cuda_attention.run(args.rounds, args.quick, args.flashinfer)
 
 
 def cuda_flex(args: argparse.Namespace) -> dict[str, object]:
@@ -229,6 +229,7 @@ def main() -> None:
     cuda = commands.add_parser("attention", help="attention over the paged cache on a CUDA device")
     cuda.add_argument("--rounds", type=int, default=15)
     cuda.add_argument("--quick", action="store_true", help="32/8 heads and blocks of 64 only")
+    cuda.add_argument("--flashinfer", action="store_true", help="FlashInfer beside; compiles for minutes")
     cuda.set_defaults(function=cuda_attention)
     cuda = commands.add_parser("flex", help="the FlexAttention backend on a CUDA device")
     cuda.add_argument("--rounds", type=int, default=15)
