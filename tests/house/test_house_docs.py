@@ -121,7 +121,7 @@ def _is_known(span: str) -> bool:
 @functools.cache
 def _flags() -> set[str]:
     known = {flag_name(name) for name in (*SETTINGS, *SERVE_SETTINGS, *sampling_kinds())}
-    for module in ("cli", "terminal", "doctor", "flags", "benchmark"):
+    for module in ("cli", "terminal", "doctor", "flags", "benchmark", "reproducibility"):
         for node in ast.walk(tree(SRC / "octavo" / f"{module}.py")):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"--[\w-]+", node.value):
                 known.add(node.value)
