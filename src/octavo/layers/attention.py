@@ -10,7 +10,7 @@ import dataclasses
 
 import torch
 
-from octavo.arch import Rope
+from octavo.arch import Arch, Rope
 from octavo.attention.base import NO_TENSORS, Variant
 from octavo.layers.base import Layer
 from octavo.layers.linear import Linear
@@ -79,3 +79,24 @@ class Attention(Layer):
         for norm in (self.q_norm, self.k_norm):
             if norm is not None and self._norm_offset:
                 norm.add_(self._norm_offset)
+
+
+def plain_variants(arch: Arch) -> list[Variant]:
+    """The attention of each layer, where layers differ by their windows at most."""
+    variants = {
+        kind: Variant(
+            num_heads=arch.num_heads,
+            num_kv_heads=arch.num_kv_heads,
+            head_size=arch.head_size,
+            scale=arch.attention_scale,
+            window=kind.window,
+        )
+        for kind in set(arch.layers)
+    }
+    return [variants[kind] for kind in arch.layers]
+
+
+def rotary_tables(arch: Arch) -> dict[Rope, RotaryTable]:
+    """One table of whole heads for each rotary embedding of the layers."""
+    ropes = {kind.rope for kind in arch.layers}
+    return {rope: RotaryTable(rope, arch.head_size, arch.max_position) for rope in ropes}

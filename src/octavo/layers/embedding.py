@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from octavo.arch import Arch
 from octavo.layers.base import Layer
 from octavo.layers.linear import Linear
 from octavo.ops.embedding import embed_rows, gather_rows
@@ -62,3 +63,11 @@ class TiedEmbedding(Layer):
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids [tokens] int64 -> [tokens, size]."""
         return embed_rows(input_ids, self.head.packed, self._dtype, self._scale)
+
+
+def head_and_embedding(arch: Arch, dtype: torch.dtype) -> tuple[OutputHead, Embedding | TiedEmbedding]:
+    """Both ends of a model, tied if `arch` says so."""
+    head = OutputHead(arch.vocab_size, arch.hidden_size, dtype, soft_cap=arch.logit_soft_cap)
+    if arch.tied:
+        return head, TiedEmbedding(head, dtype, scale=arch.embedding_scale)
+    return head, Embedding(arch.vocab_size, arch.hidden_size, dtype, scale=arch.embedding_scale)

@@ -38,3 +38,13 @@ class Model(Protocol):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [rows, hidden_size] -> [rows, vocab_size] float32."""
+
+
+def end_weights(*, tied: bool) -> WeightMap:
+    """Where `head` and `embedding` of a model have their weights in most checkpoints.
+
+    A tied one may hold `lm_head.weight` as well: a family ignores it.
+    """
+    if tied:
+        return {"model.embed_tokens.weight": ("head.weight", "")}
+    return {"model.embed_tokens.weight": ("embedding.weight", ""), "lm_head.weight": ("head.weight", "")}

@@ -14,12 +14,12 @@ from octavo.arch import Arch
 from octavo.attention.base import Variant
 from octavo.layers.attention import RotaryTable
 from octavo.layers.base import Layer
-from octavo.layers.embedding import Embedding, OutputHead, TiedEmbedding
+from octavo.layers.embedding import head_and_embedding
 from octavo.layers.latent_attention import LatentAttention
 from octavo.layers.mlp import Mlp
 from octavo.layers.moe import MoeMlp
 from octavo.layers.norm import RMSNorm
-from octavo.models.base import WeightMap
+from octavo.models.base import WeightMap, end_weights
 
 WEIGHT_MAP: WeightMap = {
     "model.layers.*.input_layernorm.weight": ("layers.*.input_norm.weight", ""),
@@ -100,25 +100,13 @@ class DeepseekForCausalLM(Layer):
             DeepseekLayer(index, arch, variant, self.rotary, dtype) for index in range(arch.num_layers)
         )
         self.norm = RMSNorm(arch.hidden_size, arch.norm_eps)
-        self.head = OutputHead(arch.vocab_size, arch.hidden_size, dtype)
-        self.ignored_weights: tuple[str, ...] = ("*.rotary_emb.inv_freq", f"model.layers.{arch.num_layers}.*")
-        self.embedding: Embedding | TiedEmbedding
-        weight_map = dict(WEIGHT_MAP)
+        self.head, self.embedding = head_and_embedding(arch, dtype)
+        self.ignored_weights = ("*.rotary_emb.inv_freq", "lm_head.weight", f"model.layers.{arch.num_layers}.*")
+        self.weight_map = {**WEIGHT_MAP, **end_weights(tied=arch.tied)}
         if not arch.latent.query_size:  # then the first product makes the query itself
-            weight_map["model.layers.*.self_attn.q_proj.weight"] = weight_map.pop(
+            self.weight_map["model.layers.*.self_attn.q_proj.weight"] = self.weight_map.pop(
                 "model.layers.*.self_attn.q_a_proj.weight"
             )
-        if arch.tied:
-            self.embedding = TiedEmbedding(self.head, dtype)
-            self.weight_map = {**weight_map, "model.embed_tokens.weight": ("head.weight", "")}
-            self.ignored_weights = (*self.ignored_weights, "lm_head.weight")
-        else:
-            self.embedding = Embedding(arch.vocab_size, arch.hidden_size, dtype)
-            self.weight_map = {
-                **weight_map,
-                "model.embed_tokens.weight": ("embedding.weight", ""),
-                "lm_head.weight": ("head.weight", ""),
-            }
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Hidden states after the final norm."""

@@ -11,14 +11,13 @@ import torch
 from torch import nn
 
 from octavo.arch import Arch
-from octavo.attention.base import Variant
-from octavo.layers.attention import Attention, RotaryTable
+from octavo.layers.attention import Attention, plain_variants, rotary_tables
 from octavo.layers.base import Layer
 from octavo.layers.decoder import Decoder, DecoderLayer
-from octavo.layers.embedding import Embedding, OutputHead, TiedEmbedding
+from octavo.layers.embedding import head_and_embedding
 from octavo.layers.mlp import Mlp
 from octavo.layers.norm import RMSNorm
-from octavo.models.base import WeightMap
+from octavo.models.base import WeightMap, end_weights
 
 WEIGHT_MAP: WeightMap = {
     "model.layers.*.input_layernorm.weight": ("layers.*.input_norm.weight", ""),
@@ -41,30 +40,19 @@ WEIGHT_MAP: WeightMap = {
 class LlamaForCausalLM(Layer):
     """The decoder and its output head; see models.base.Model."""
 
-    ignored_weights: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
+    ignored_weights = ("*.rotary_emb.inv_freq", "lm_head.weight")
 
     def __init__(self, arch: Arch, dtype: torch.dtype) -> None:
         """On the meta device, of the shape that `arch` says."""
         super().__init__()
         self.arch = arch
-        variants = {
-            kind: Variant(
-                num_heads=arch.num_heads,
-                num_kv_heads=arch.num_kv_heads,
-                head_size=arch.head_size,
-                scale=arch.attention_scale,
-                window=kind.window,
-            )
-            for kind in set(arch.layers)
-        }
-        self.attention_variants = [variants[kind] for kind in arch.layers]
-        rotary = {rope: RotaryTable(rope, arch.head_size, arch.max_position) for rope in {k.rope for k in arch.layers}}
+        self.attention_variants, rotary = plain_variants(arch), rotary_tables(arch)
         self.rotary = nn.ModuleList(rotary.values())
         self.layers = nn.ModuleList()
         for index, kind in enumerate(arch.layers):
             attention = Attention(
                 index,
-                variants[kind],
+                self.attention_variants[index],
                 rotary[kind.rope],
                 arch.hidden_size,
                 dtype,
@@ -75,19 +63,8 @@ class LlamaForCausalLM(Layer):
             self.layers.append(DecoderLayer(attention, mlp, arch.hidden_size, arch.norm_eps))
         self.norm = RMSNorm(arch.hidden_size, arch.norm_eps)
         self._decoder = Decoder(self.layers, self.norm)
-        self.head = OutputHead(arch.vocab_size, arch.hidden_size, dtype)
-        self.embedding: Embedding | TiedEmbedding
-        if arch.tied:
-            self.embedding = TiedEmbedding(self.head, dtype)
-            self.weight_map = {**WEIGHT_MAP, "model.embed_tokens.weight": ("head.weight", "")}
-            self.ignored_weights = (*self.ignored_weights, "lm_head.weight")
-        else:
-            self.embedding = Embedding(arch.vocab_size, arch.hidden_size, dtype)
-            self.weight_map = {
-                **WEIGHT_MAP,
-                "model.embed_tokens.weight": ("embedding.weight", ""),
-                "lm_head.weight": ("head.weight", ""),
-            }
+        self.head, self.embedding = head_and_embedding(arch, dtype)
+        self.weight_map = {**WEIGHT_MAP, **end_weights(tied=arch.tied)}
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Hidden states after the final norm."""
