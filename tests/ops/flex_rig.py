@@ -1,5 +1,5 @@
-"""The kernels around torch's FlexAttention, under Triton's interpreter: run as a program, it prints nothing if they
-equal their twins.
+"""The kernels around torch's FlexAttention against their twins: run as a program under Triton's interpreter, it prints
+nothing if they are equal. tests/gpu calls the same checks on a GPU.
 """
 
 from __future__ import annotations
@@ -9,13 +9,17 @@ import torch
 from octavo.ops import flex
 from octavo.ops.gpu import flex as gpu
 
+CPU = torch.device("cpu")
 
-def check(group: int, lines: int, num_leaves: int, dtype: torch.dtype, *, sinks: bool, seed: int) -> None:
+
+def check(
+    group: int, lines: int, num_leaves: int, dtype: torch.dtype, *, sinks: bool, seed: int, device: torch.device = CPU
+) -> None:
     """Random mask rows over a random batch: some tiles start within a request, some are empty."""
     generator = torch.Generator().manual_seed(seed)
     shape = flex.Geometry(group=group, lines=lines, block=16, stride=1, columns=2, q_block=16)
     tiles, kv_heads, size, tokens = 4, 2, 24, 3 * shape.tokens + 2
-    rows = flex.MaskRows(tiles * num_leaves + 3, 2, torch.device("cpu"))
+    rows = flex.MaskRows(tiles * num_leaves + 3, 2, device)
     first = torch.tensor([0, 2, 5, 0]) * shape.tokens
     low = first + torch.tensor([0, shape.tokens - 1, 0, 0])
     high = first + torch.tensor([shape.tokens - 1, shape.tokens - 1, min(1, shape.tokens - 1), -1])
@@ -24,13 +28,14 @@ def check(group: int, lines: int, num_leaves: int, dtype: torch.dtype, *, sinks:
     for buffer, value in ((rows.first, first), (rows.low, low), (rows.high, high), (rows.token, token)):
         buffer[start:] = value.repeat_interleave(num_leaves)
     count = tiles * num_leaves
-    q = torch.randn(tokens, group * kv_heads, size, generator=generator).to(dtype)
+    q = torch.randn(tokens, group * kv_heads, size, generator=generator).to(device, dtype)
     lines_of_q = gpu.gather_lines(q, rows, shape, start, count)
     assert torch.equal(lines_of_q, flex.gather_lines_reference(q, rows, shape, start, count)), "gather"
-    parts = torch.randn(lines_of_q.shape, generator=generator).to(dtype)
+    parts = torch.randn(lines_of_q.shape, generator=generator).to(device, dtype)
     lse = 8 * torch.randn(lines_of_q.shape[:3], generator=generator)
     lse[torch.rand(lse.shape, generator=generator) < 0.3] = float("-inf")
-    heads = torch.randn(group * kv_heads, generator=generator) if sinks else None
+    lse = lse.to(device)
+    heads = torch.randn(group * kv_heads, generator=generator).to(device) if sinks else None
     outs = [torch.full_like(q, 7.0) for _ in range(2)]
     for merge, out in zip((gpu.merge_lines, flex.merge_lines_reference), outs, strict=True):
         merge(parts, lse, rows, shape, out, start=start, num_leaves=num_leaves, sinks=heads)
@@ -62,19 +67,21 @@ def rectangles(reach: flex.Reach):
     return some, every
 
 
-def check_plan(reach: flex.Reach, queries: list[int], lengths: list[int], columns: int) -> None:
+def check_plan(
+    reach: flex.Reach, queries: list[int], lengths: list[int], columns: int, device: torch.device = CPU
+) -> None:
     """The kernel's mask rows are the twin's; so are the places of blocks."""
     shape = flex.Geometry(group=4, lines=16, block=16, stride=3, columns=columns, q_block=16)
     width, num = max(lengths) // 16 + 2, len(lengths)
-    table = torch.randperm(num * width).view(num, width).int()
-    lens, start = torch.tensor(lengths).int(), torch.tensor([0, *queries]).cumsum(0).int()
+    table = torch.randperm(num * width).view(num, width).int().to(device)
+    lens, start = torch.tensor(lengths).int().to(device), torch.tensor([0, *queries]).cumsum(0).int().to(device)
     tiles = flex.max_tiles(num, sum(queries), max(queries), shape.tokens) + 1
     leaves = -(-max(lengths) // shape.leaf) + 1
     options = {
         "num_tiles": tiles, "num_leaves": leaves, "query_start": start, "seq_lens": lens, "block_table": table,
-        "table_rows": torch.arange(num) + 5, "one_query": max(queries) <= 1,
+        "table_rows": torch.arange(num, device=device) + 5, "one_query": max(queries) <= 1,
     }  # fmt: skip
-    ours, expected = (flex.MaskRows(tiles * leaves, columns, torch.device("cpu")) for _ in range(2))
+    ours, expected = (flex.MaskRows(tiles * leaves, columns, device) for _ in range(2))
     gpu.plan_mask_rows(ours, shape, reach, **options)
     some, every = rectangles(reach)
     flex.plan_mask_rows(expected, shape, some=some, every=every, **options)
@@ -88,7 +95,7 @@ def check_plan(reach: flex.Reach, queries: list[int], lengths: list[int], column
         kept, wanted = one[ours.high >= ours.low], other[there]
         assert torch.equal(kept, wanted), (reach, queries)
     assert not ours.partial_num[ours.high < ours.low].any() and not ours.full_num[ours.high < ours.low].any()
-    places = [torch.full((num * width,), 9, dtype=torch.int32) for _ in range(2)]
+    places = [torch.full((num * width,), 9, dtype=torch.int32, device=device) for _ in range(2)]
     gpu.place_blocks(places[0], table, lens, 16)
     flex.place_blocks(places[1], table, lens, 16)
     places[1][0] = places[0][0]  # the null block's is not used

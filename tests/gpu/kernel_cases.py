@@ -1,0 +1,205 @@
+"""One small case for every Triton kernel of the package, for `compute-sanitizer`: run as a program, it runs those
+named, or all, and prints what it ran.
+
+Each case compares with the eager twin, as the rigs do, on shapes with odd edges; `launched_kernels` finds what there is
+to cover in the sources, so a kernel without a case fails a test.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ops"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "attention"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "device"))
+
+import torch
+
+import flex_rig
+import gpu_rig
+import inputs_rig
+import latent_rig
+import matmul_rig
+import moe_rig
+import paged_rig
+from batches import make_batch, make_history
+from octavo.ops import flex
+from octavo.ops import paged_attention as paged
+from octavo.ops.gpu.matmul import linear, tile_for
+
+CUDA = torch.device("cuda")
+BF16, F32 = torch.bfloat16, torch.float32
+OPS = Path(__file__).resolve().parents[2] / "src/octavo/ops"
+
+
+def _norms() -> None:
+    gpu_rig.check_norm("cuda", 40, BF16, 3)
+    gpu_rig.check_norm("cuda", 2560, F32, 2)
+
+
+def _activation() -> None:
+    gpu_rig.check_activation("cuda", "silu", BF16)
+    gpu_rig.check_activation("cuda", "gelu_tanh", F32, 1030)
+
+
+def _rope() -> None:
+    for dtype, shape in ((BF16, (4, 2, 64, 0)), (F32, (2, 1, 96, 24))):
+        gpu_rig.check_rope("cuda", dtype, shape, 5)
+
+
+def _zero() -> None:
+    gpu_rig.check_zero_blocks("cuda", 2, 7, 9000, [5, 1])
+    gpu_rig.check_zero_blocks("cuda", 2, 5, 33, [0, 4])
+
+
+def _inputs() -> None:
+    inputs_rig.check_gather("cuda", 3)
+    inputs_rig.check_commit("cuda")
+
+
+def _products() -> None:
+    """The tiles of the table at every bound of it, and the rig's, on shapes that none divides."""
+    weight = matmul_rig.heavy_tailed(70, 296, dtype=BF16, seed=1, device="cuda")
+    for rows in (1, 9, 17, 33, 129):
+        x = matmul_rig.heavy_tailed(rows, 296, dtype=BF16, seed=2, device="cuda")
+        for tile in (tile_for(rows, 70, 296, BF16), tile_for(rows, 151936, 296, BF16), *matmul_rig.TILES):
+            out = torch.full((rows, 70), 7.0, device="cuda")
+            linear(x, weight, None, out, tile)
+            assert matmul_rig.distance(out, x, weight) < 1e-5, (rows, tile)
+
+
+def _paged() -> None:
+    """Rows divided and merged, tiles whole and split, over windows and blocks of several sizes."""
+    long = make_history(5, 1500, 4, 2, 32, BF16)
+    rows = [(long, 1500, 2), (long, 300, 1), (long, 900, 40), (long, 7, 7)]
+    for options in ({}, {"window": 70, "soft_cap": 20.0}):
+        batch = paged_rig.to_device(make_batch(rows, 16, heads_last=bool(options)), CUDA)
+        expected = paged_rig.attend(batch, processors=paged_rig.FEW, **options)
+        with mock.patch.multiple(paged, _FOLDS=4, _LONG=5):
+            for processors in (paged_rig.FEW, paged_rig.MANY):
+                assert torch.equal(paged_rig.attend(batch, processors=processors, **options), expected)
+
+
+def _latent() -> None:
+    batch = latent_rig.Batch([(700, 1), (20, 9), (513, 2)], BF16, CUDA)
+    whole, split = batch.run("mla", 1), batch.run("mla", 2)
+    assert torch.equal(whole, split)
+    latent_rig.check_store_equals_the_twin(CUDA, BF16)
+    latent_rig.check_head_linear_rows_keep_their_bits(CUDA, BF16)
+
+
+def _experts() -> None:
+    moe_rig.check_equals_one_product_per_pair(CUDA, BF16)
+
+
+def _flex() -> None:
+    flex_rig.check_plan(flex.Reach(causal=True, window=40), [5, 0, 30, 1], [70, 0, 33, 160], 4, CUDA)
+    flex_rig.check_plan(flex.Reach(causal=True), [1, 0, 1, 1], [70, 0, 1, 160], 3, CUDA)
+    for num_leaves in (1, 3):
+        flex_rig.check(4, 16, num_leaves, BF16, sinks=num_leaves > 1, seed=num_leaves, device=CUDA)
+
+
+CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
+    "norm": (_norms, ("gpu.norm._norm_rows",)),
+    "activation": (_activation, ("gpu.activation._gated",)),
+    "embedding": (functools.partial(gpu_rig.check_embedding, "cuda", BF16), ("gpu.embedding._gather",)),
+    "rope and store": (_rope, ("gpu.rope._qk_norm_rope_store",)),
+    "zeroed blocks": (_zero, ("gpu.zero_blocks._zero",)),
+    "inputs": (_inputs, ("gpu.inputs._gather", "gpu.inputs._commit")),
+    "staged writes": (functools.partial(inputs_rig.check_staged_write, "cuda"), ("gpu.staged_write._write",)),
+    "products": (_products, ("gpu.matmul_kernels.product",)),
+    "fused products": (functools.partial(matmul_rig.check_fused, "cuda", (BF16,)), ("gpu.few_rows._product",)),
+    "draw": (functools.partial(gpu_rig.check_draw, "cuda", 4099), ("gpu.sample._draw",)),
+    "logprobs": (
+        functools.partial(gpu_rig.check_logprobs, "cuda", 4201),
+        (
+            "gpu.sample._leaf_sums", "gpu.sample._fold_leaves", "gpu.sample._order_keys", "gpu.truncate_few._list",
+            "gpu.truncate_few._leaf_maxima", "gpu.truncate_few._set_bars", "gpu.truncate_few._gather",
+        ),
+    ),
+    "masks": (
+        functools.partial(gpu_rig.check_masks, "cuda", 4201),
+        ("gpu.truncate._sum_digits", "gpu.truncate._pick_digit", "gpu.truncate._mask", "gpu.truncate._mask_below"),
+    ),
+    "masks of few": (
+        functools.partial(gpu_rig.check_few, "cuda", 4201), ("gpu.truncate_few._cut", "gpu.truncate_few._write"),
+    ),
+    "bit masks": (functools.partial(gpu_rig.check_bits, "cuda", 1041), ("gpu.bitmask._allow_bits",)),
+    "paged attention": (
+        _paged,
+        (
+            "paged_attention_work.divide", "paged_attention_kernels.attend_rows",
+            "paged_attention_kernels.attend_tiles", "paged_attention_kernels.merge",
+        ),
+    ),
+    "latent attention": (
+        _latent,
+        ("gpu.latent._latent_rope_store", "gpu.latent._head_product", "gpu.latent._attend", "gpu.latent._merge"),
+    ),
+    "experts": (_experts, ("gpu.moe._grouped_product",)),
+    "flex": (
+        _flex, ("gpu.flex._place", "gpu.flex._count_tiles", "gpu.flex._plan", "gpu.flex._gather", "gpu.flex._merge"),
+    ),
+}  # fmt: skip
+
+
+def launched_kernels() -> set[str]:
+    """Names below `octavo.ops` of all Triton functions that the host launches: those that no other one uses."""
+    kernels: dict[str, set[str]] = {}
+    used: set[str] = set()
+    for path in sorted(OPS.rglob("*.py")):
+        module = ".".join(path.relative_to(OPS).with_suffix("").parts)
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        places = {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("octavo.ops."):
+                source = (node.module or "").removeprefix("octavo.ops.")
+                places |= {alias.asname or alias.name: f"{source}.{alias.name}" for alias in node.names}
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef) and "triton.jit" in map(_name, node.decorator_list):
+                inner = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)} - {node.name}
+                kernels[f"{module}.{node.name}"] = {places.get(name, f"{module}.{name}") for name in inner}
+    for names in kernels.values():
+        used |= names
+    return set(kernels) - used
+
+
+def _name(decorator: ast.expr) -> str:
+    return ast.unparse(decorator.func if isinstance(decorator, ast.Call) else decorator)
+
+
+@contextlib.contextmanager
+def recorded_launches() -> Iterator[set[str]]:
+    """The names below `octavo.ops` of the kernels that are launched within."""
+    from triton.runtime.jit import JITFunction
+
+    seen, run = set(), JITFunction.run
+
+    def recorded(self, *args, **options):
+        seen.add(f"{self.fn.__module__}.{self.fn.__name__}".removeprefix("octavo.ops."))
+        return run(self, *args, **options)
+
+    with mock.patch.object(JITFunction, "run", recorded):
+        yield seen
+
+
+def main(names: list[str]) -> None:
+    """Run the cases and say how long each took."""
+    random.seed(0)
+    for name in names or CASES:
+        begin = time.perf_counter()
+        CASES[name][0]()
+        torch.cuda.synchronize()
+        print(f"{name}: {time.perf_counter() - begin:.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
