@@ -192,13 +192,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run workloads and print a table, then JSON lines; the last one holds everything."""
     parser = Parser(prog="octavo bench engine", description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny")
-    parser.add_argument("--workload", choices=[*WORKLOADS, *gpu_benchmark.WORKLOADS, "all"], default="all")
+    parser.add_argument("--workload", choices=[*WORKLOADS, *gpu_benchmark.WORKLOADS, "all", "none"], default="all")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--quantization", choices=["int8"])
     parser.add_argument("--numerics", choices=["reproducible", "fast"], default="reproducible")
     parser.add_argument("--async-scheduling", action="store_true")
     parser.add_argument("--profile", action="store_true", help="on a GPU: where a decode step's time goes")
+    parser.add_argument(
+        "--timeline", type=Path, help="on a GPU: a file for what a few decode steps do (tools/draw_timeline.py)"
+    )
     arguments = parser.parse_args(argv)
     on_gpu = arguments.device != "cpu" and bool(probe.device_facts(arguments.device).cuda)
     fields: dict[str, Any] = {
@@ -210,13 +213,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.async_scheduling:
         fields["async_scheduling"] = True
     known = gpu_benchmark.WORKLOADS if on_gpu else WORKLOADS
-    names = list(known) if arguments.workload == "all" else [arguments.workload]
-    if names[0] not in known:
+    names = {"all": list(known), "none": []}.get(arguments.workload, [arguments.workload])
+    if not set(names) <= set(known):
         parser.error(f"--workload {names[0]} does not run on {fields['device']}: known are {', '.join(known)}")
     document = {"shape": arguments.shape, **fields}
     if on_gpu:
         run = gpu_benchmark.Run(arguments.shape, SHAPES[arguments.shape], fields, dummy_model)
-        return gpu_benchmark.report(run, names, document, profile=arguments.profile)
+        return gpu_benchmark.report(run, names, document, profile=arguments.profile, timeline=arguments.timeline)
     limits = machine_limits()
     results = {}
     for name in names:

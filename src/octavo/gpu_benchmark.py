@@ -1,29 +1,33 @@
-"""Engine workloads on a GPU: each figure beside its physical limit, and where a decode step's time goes.
+"""Engine workloads on a GPU: each figure beside its physical limit.
 
-Owns the workloads, their limits and the profile. Knows shapes by their numbers only; the engine comes from its caller.
-Limits are counted from bytes and operations that the work cannot do without, at the rates that this device shows in the
-same process. Invariant: the last line of output is one JSON document with everything above it.
+Owns the workloads, their limits, and which steps `gpu_profile` looks into. Knows shapes by their numbers only; the
+engine comes from its caller. Limits are counted from bytes and operations that the work cannot do without, at the rates
+that this device shows in the same process. Invariant: the last line of output is one JSON document with everything
+above it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
+from octavo import gpu_profile
 from octavo.llm import LLM
 from octavo.observe import Phases
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 
 MAX_MODEL_LEN, MAX_NUM_SEQS = 4096, 512
 _PROFILED_STEPS = 20
-_SHOWN_KERNELS = 16
+_TIMELINE_ROWS, _TIMELINE_STEPS = 64, 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -124,15 +128,20 @@ def _start(run: Run) -> list[float]:
     return times
 
 
-def report(run: Run, names: Sequence[str], document: dict[str, Any], *, profile: bool) -> int:
-    """Run workloads; print a row each, then a JSON line each, then the document."""
+def report(
+    run: Run, names: Sequence[str], document: dict[str, Any], *, profile: bool, timeline: Path | None = None
+) -> int:
+    """Run workloads; print a row each, then a JSON line each, then the document.
+
+    profile: also where a step's time goes. timeline: a file for what a few decode steps do.
+    """
     records: list[dict[str, Any]] = []
     if "start" in names:
         first, warm = _start(run)
         print(f"{run.shape:>5} {'start':<10} {warm:10.2f} s (the process before it {first:.2f} s)", flush=True)
         records.append({"workload": "start", "value": warm, "unit": "s", "limit": None, "first": first})
     timed = [name for name in names if name != "start"]
-    if timed or profile:
+    if timed or profile or timeline:
         phases = Phases()
         with run.engine(phases=phases) as llm:
             from octavo.ops.gpu.limits import measure_limits
@@ -143,8 +152,14 @@ def report(run: Run, names: Sequence[str], document: dict[str, Any], *, profile:
             print(f"      copy {copy / 1e12:.2f} TB/s, product {product / 1e12:.0f} TFLOP/s", flush=True)
             records += [_timed(run, llm, name, copy, product) for name in timed]
             if profile:
-                document["decode_profiles"] = [_profile_decode(llm, rows) for rows in (1, 64, 256, MAX_NUM_SEQS)]
-                document["prefill_profile"] = _profile_prefill(llm, run.facts["vocab_size"])
+                limits = copy, product
+                rows = (1, 64, 256, MAX_NUM_SEQS)
+                document["decode_profiles"] = [_profile_decode(run, llm, count, *limits) for count in rows]
+                document["prefill_profile"] = _profile_prefill(run, llm, *limits)
+            if timeline:
+                with _decoding(llm, _TIMELINE_ROWS):
+                    facts = {"shape": run.shape, "rows": _TIMELINE_ROWS}
+                    gpu_profile.record_timeline(llm, _TIMELINE_STEPS, timeline, **facts)
     for record in records:
         record |= {"shape": run.shape, "mode": run.fields["numerics"], "command": " ".join(sys.argv)}
         print(json.dumps(record))
@@ -171,10 +186,9 @@ def _timed(run: Run, llm: LLM, name: str, copy: float, product: float) -> dict[s
             "steps": spent.num_steps, "host_us": host}  # fmt: skip
 
 
-def _profile_decode(llm: LLM, num_rows: int) -> dict[str, Any]:
-    """Kernels of a decode step of `num_rows` requests of about 500 tokens."""
-    from torch.profiler import ProfilerActivity, profile
-
+@contextlib.contextmanager
+def _decoding(llm: LLM, num_rows: int) -> Iterator[list[int]]:
+    """Requests of about 500 tokens that decode; gives their lengths."""
     engine = llm.engine
     params = SamplingParams(
         max_tokens=400, ignore_eos=True, detokenize=False, temperature=0.6, seed=1,
@@ -185,41 +199,55 @@ def _profile_decode(llm: LLM, num_rows: int) -> dict[str, Any]:
         engine.add(request_id, [7 + index % 100] * (400 + index % 16), params)
     for _ in range(100 + num_rows // 16):
         engine.step()
-    before, started = engine.times.copy(), time.perf_counter()
-    for _ in range(_PROFILED_STEPS):
-        engine.step()
-    wall = (time.perf_counter() - started) / _PROFILED_STEPS * 1e6
-    host = engine.times.since(before).per_step()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(_PROFILED_STEPS):
-            engine.step()
+    try:
+        yield [request.num_tokens for request in engine.scheduler.running]
+    finally:
         engine.abort(ids)
         engine.run_until_idle()
+
+
+def _profile_decode(run: Run, llm: LLM, num_rows: int, copy: float, product: float) -> dict[str, Any]:
+    """Kernels of a decode step of `num_rows` requests of about 500 tokens."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    engine = llm.engine
+    with _decoding(llm, num_rows) as lengths:
+        before, started = engine.times.copy(), time.perf_counter()
+        for _ in range(_PROFILED_STEPS):
+            engine.step()
+        wall = (time.perf_counter() - started) / _PROFILED_STEPS * 1e6
+        host = engine.times.since(before).per_step()
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            for _ in range(_PROFILED_STEPS):
+                engine.step()
+            torch.cuda.synchronize()
     parts = ", ".join(f"{part} {value:.0f}" for part, value in host.items())
     print(f"decode of {num_rows} rows: {wall:.0f} us a step; host us: {parts}")
-    return {"rows": num_rows, "wall_us": wall, "host_us": host, "kernels": _kernels(profiler, _PROFILED_STEPS + 1)}
+    work = gpu_profile.least_work(run.facts, gpu_profile.decode_load([n + 3 * _PROFILED_STEPS // 2 for n in lengths]))
+    found = _families(profiler, _PROFILED_STEPS, work, copy, product)
+    return {"rows": num_rows, "wall_us": wall, "host_us": host} | found
 
 
-def _profile_prefill(llm: LLM, vocab: int) -> dict[str, Any]:
+def _profile_prefill(run: Run, llm: LLM, copy: float, product: float) -> dict[str, Any]:
     """Kernels per 8,192 prompt tokens, in prompts of 4,000."""
     from torch.profiler import ProfilerActivity, profile
 
-    work = _work("prefill", vocab)
+    prompts = _work("prefill", run.facts["vocab_size"])
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        seconds = _generate(llm, work)
-    steps = sum(map(len, work.prompts)) / 8192
+        seconds = _generate(llm, prompts)
+    lengths = [len(prompt) for prompt in prompts.prompts]
+    steps = sum(lengths) / 8192
     print(f"prefill: {seconds / steps * 1e6:.0f} us per 8,192 tokens")
-    return {"wall_us": seconds / steps * 1e6, "kernels": _kernels(profiler, steps)}
+    work = gpu_profile.least_work(run.facts, gpu_profile.prefill_load(lengths))
+    each = {name: (num_bytes / steps, operations / steps) for name, (num_bytes, operations) in work.items()}
+    return {"wall_us": seconds / steps * 1e6} | _families(profiler, steps, each, copy, product)
 
 
-def _kernels(profiler: Any, steps: float) -> list[dict[str, Any]]:
-    """The longest kernels by name: calls and microseconds a step."""
-    entries = sorted(profiler.key_averages(), key=lambda entry: -entry.self_device_time_total)
-    rows = [
-        {"kernel": entry.key[:90], "us": entry.self_device_time_total / steps, "calls": entry.count / steps}
-        for entry in entries
-    ]
-    for row in rows[:_SHOWN_KERNELS]:
-        print(f"  {row['us']:9.1f} us {row['calls']:7.1f} calls  {row['kernel']}", flush=True)
-    print(f"  {sum(row['us'] for row in rows):9.1f} us in {sum(row['calls'] for row in rows):.0f} kernels", flush=True)
-    return rows[:_SHOWN_KERNELS]
+def _families(
+    profiler: Any, steps: float, work: dict[str, tuple[float, float]], copy: float, product: float
+) -> dict[str, Any]:
+    rows = gpu_profile.kernels(profiler, steps)
+    families = gpu_profile.family_rows(rows, work, copy, product)
+    print(gpu_profile.table(rows, families), flush=True)
+    return {"kernels": rows[:16], "families": families}

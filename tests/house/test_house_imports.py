@@ -45,7 +45,8 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     "terminal": ({"words", "flags", "llm", "benchmark"}, {"msgspec"}),
     "doctor": ({"words", "flags", "probe", "models.hub", "start_cache"}, set()),
     "benchmark": ({"words", "flags", "gpu_benchmark", "llm", "engine", "probe", "ops"}, {"torch", "numpy"}),
-    "gpu_benchmark": ({"words", "llm", "ops"}, {"torch"}),
+    "gpu_benchmark": ({"words", "gpu_profile", "llm", "ops"}, {"torch"}),
+    "gpu_profile": ({"llm"}, {"torch"}),
     "reproducibility": ({"words", "flags", "llm", "engine", "benchmark", "worker"}, {"torch", "numpy", "msgspec"}),
     "serve": (
         {"words", "engine", "flags", "front", "grammar", "models.hub", "sched", "start", "text", "worker.executor"},

@@ -1,0 +1,196 @@
+"""Where a step's time goes on a GPU: kernels by family beside what each cannot do without, and a timeline.
+
+Owns the families, their least bytes and operations, and what a profiler is asked. Knows shapes by their numbers, and
+kernels by their names. Invariant: bytes and operations follow from the shape and the batch alone, so a share compares
+a kernel with the machine and never with another kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from octavo.llm import LLM
+
+# Family -> parts of kernel names, the first that fits; what fits none is "other".
+FAMILIES = {
+    "attention": ("attend", "divide", "merge"),
+    "products": ("product", "nvjet", "gemm", "gemv", "cutlass", "splitK"),
+    "norms, rotation, activation": ("norm", "rope", "gated"),
+    "sampling": ("draw", "leaf", "digit", "mask", "cut", "top", "_list"),
+    "inputs and results": ("gather", "commit", "write", "Memcpy", "Memset", "index", "pad"),
+}
+_SHOWN_KERNELS = 16
+_NUM_SYNCHRONIZED = 2  # at the ends of a timeline, to put two clocks on one line
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Load:
+    """What a step computes."""
+
+    num_tokens: int
+    num_logits: int  # tokens whose logits are wanted
+    num_read: int  # tokens whose K and V a layer reads
+    num_pairs: int  # of a query and a token that it sees
+
+
+def decode_load(lengths: Sequence[int]) -> Load:
+    """One query for each request of a length."""
+    return Load(len(lengths), len(lengths), sum(lengths), sum(lengths))
+
+
+def prefill_load(lengths: Sequence[int]) -> Load:
+    """Whole prompts."""
+    return Load(sum(lengths), len(lengths), sum(lengths), sum(n * (n + 1) // 2 for n in lengths))
+
+
+def least_work(facts: dict[str, Any], load: Load) -> dict[str, tuple[float, float]]:
+    """Family -> (bytes, operations) of a step over 16-bit weights and cache: each operand once, fused or not."""
+    hidden, ff, layers = facts["hidden_size"], facts["intermediate_size"], facts["num_hidden_layers"]
+    q_size = facts["num_attention_heads"] * facts["head_dim"]
+    kv_size = 2 * facts["num_key_value_heads"] * facts["head_dim"]
+    qkv, vocab, tokens = q_size + kv_size, facts["vocab_size"], load.num_tokens
+    layer_weights = hidden * (qkv + q_size + 3 * ff)
+    ends = 2 * (hidden * vocab + hidden * load.num_logits) + 4 * vocab * load.num_logits
+    products = 2 * layers * (layer_weights + tokens * (4 * hidden + qkv + q_size + 3 * ff)) + ends
+    attention = 2 * layers * (kv_size * load.num_read + 2 * q_size * tokens)
+    small = 2 * layers * tokens * (8 * hidden + 2 * qkv + 3 * ff)
+    return {
+        "attention": (attention, 4 * layers * q_size * load.num_pairs),
+        "products": (products, 2 * (layers * layer_weights * tokens + hidden * vocab * load.num_logits)),
+        "norms, rotation, activation": (small, 0),
+        "sampling": (4 * vocab * load.num_logits, 0),
+        "inputs and results": (4 * hidden * tokens, 0),
+    }
+
+
+def family_of(kernel: str) -> str:
+    """The family that a kernel's name belongs to."""
+    return next((name for name, parts in FAMILIES.items() if any(part in kernel for part in parts)), "other")
+
+
+def kernels(profiler: Any, steps: float) -> list[dict[str, Any]]:
+    """All kernels by name, the longest first: calls and microseconds a step."""
+    entries = sorted(profiler.key_averages(), key=lambda entry: -entry.self_device_time_total)
+    return [
+        {"kernel": entry.key[:90], "us": entry.self_device_time_total / steps, "calls": entry.count / steps}
+        for entry in entries
+        if entry.self_device_time_total
+    ]
+
+
+def family_rows(
+    rows: Sequence[dict[str, Any]], work: dict[str, tuple[float, float]], copy: float, product: float
+) -> list[dict[str, Any]]:
+    """Families of `kernels` beside their limits. copy: bytes per second; product: operations per second."""
+    found = {name: {"family": name, "calls": 0.0, "us": 0.0} for name in [*FAMILIES, "other"]}
+    for row in rows:
+        family = found[family_of(row["kernel"])]
+        family["calls"] += row["calls"]
+        family["us"] += row["us"]
+    for name, (num_bytes, operations) in work.items():
+        limit = max(num_bytes / copy, operations / product) * 1e6
+        found[name] |= {"mb": num_bytes / 1e6, "gflop": operations / 1e9, "limit_us": limit}
+    return [row for row in found.values() if row["calls"]]
+
+
+def table(rows: Sequence[dict[str, Any]], families: Sequence[dict[str, Any]]) -> str:
+    """The longest kernels, then the families as rows of a Markdown table."""
+    lines = [f"  {row['us']:9.1f} us {row['calls']:7.1f} calls  {row['kernel']}" for row in rows[:_SHOWN_KERNELS]]
+    lines += ["  | family | kernels | us | MB | GFLOP | limit, us | share |", "  |---|---|---|---|---|---|---|"]
+    total = {key: sum(row.get(key, 0.0) for row in families) for key in ("calls", "us", "mb", "gflop", "limit_us")}
+    for row in (*families, {"family": "all", **total}):
+        limit = row.get("limit_us", 0.0)
+        lines.append(
+            f"  | {row['family']} | {row['calls']:.0f} | {row['us']:.0f} | {row.get('mb', 0.0):.1f} | "
+            f"{row.get('gflop', 0.0):.1f} | {limit:.0f} | {limit / max(row['us'], 1e-9):.0%} |"
+        )
+    return "\n".join(lines)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Waited:
+    """A pending result whose waiting is timed."""
+
+    result: Callable[[], Any]
+
+
+@contextlib.contextmanager
+def _host_parts(llm: LLM) -> Iterator[list[tuple[str, int, int]]]:
+    """(part, start, end) of the engine's thread, in nanoseconds of perf_counter."""
+    found: list[tuple[str, int, int]] = []
+    engine = llm.engine
+    core, runner = engine.core, engine.runner
+    executor, outputs = core._executor, engine._outputs
+
+    def timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            started = time.perf_counter_ns()
+            result = call(*args)
+            found.append((name, started, time.perf_counter_ns()))
+            return result
+
+        return run
+
+    submit = timed("issue", executor.submit)
+    wrapped: list[tuple[Any, str, Callable[..., Any]]] = [
+        (core.scheduler, "schedule", timed("schedule", core.scheduler.schedule)),
+        (core.scheduler, "update", timed("update", core.scheduler.update)),
+        (executor, "submit", lambda plan: _Waited(timed("wait", submit(plan).result))),
+        (outputs, "process", timed("outputs", outputs.process)),
+        (runner, "_apply", timed("apply", runner._apply)),
+        (runner, "_bring", timed("stage", runner._bring)),
+    ]
+    for owner, name, call in wrapped:
+        setattr(owner, name, call)
+    try:
+        yield found
+    finally:
+        for owner, name, _ in wrapped:
+            delattr(owner, name)
+
+
+def record_timeline(llm: LLM, num_steps: int, path: Path, **facts: Any) -> None:
+    """Write what the host's thread and the device do during `num_steps` steps of a running engine, as JSON.
+
+    The document has `facts` and `events` [lane, name, start, length] in microseconds; lanes are "engine" and "issue"
+    (the engine's thread), "CUDA" (its calls into the driver's library) and "stream N". The profiler slows what it
+    watches: lengths are for the eye.
+    """
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    marks: list[int] = []
+    with _host_parts(llm) as parts, profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(_NUM_SYNCHRONIZED):
+            torch.cuda.synchronize()
+            marks.append(time.perf_counter_ns())
+        for _ in range(num_steps):
+            llm.engine.step()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory(prefix="octavo-bench-") as folder:
+        trace = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(trace))
+        device = [entry for entry in json.loads(trace.read_text())["traceEvents"] if entry.get("ph") == "X"]
+    synchronized = sorted(entry["ts"] + entry["dur"] for entry in device if entry["name"] == "cudaDeviceSynchronize")
+    offset = synchronized[_NUM_SYNCHRONIZED - 1] - marks[-1] / 1e3
+    events: list[tuple[str, str, float, float]] = []
+    for name, started, ended in parts:
+        lane = "issue" if name in ("apply", "stage") else "engine"
+        events.append((lane, name, started / 1e3 + offset, (ended - started) / 1e3))
+    for entry in device:
+        if entry.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            events.append((f"stream {entry['args']['stream']}", entry["name"][:60], entry["ts"], entry["dur"]))
+        elif str(entry.get("cat")).startswith("cuda_"):
+            events.append(("CUDA", entry["name"], entry["ts"], entry["dur"]))
+    begin = min(start for lane, _, start, _ in events if lane == "engine")
+    document: list[tuple[str, str, float, float]] = [
+        (lane, name, round(start - begin, 3), round(length, 3)) for lane, name, start, length in events
+    ]
+    path.write_text(json.dumps(facts | {"events": sorted(document, key=lambda event: event[2])}))

@@ -1,0 +1,54 @@
+"""What a step on a GPU cannot do without, counted by hand, and the families of kernels."""
+
+from __future__ import annotations
+
+import pytest
+
+from octavo.benchmark import SHAPES
+from octavo.gpu_profile import decode_load, family_of, family_rows, least_work, prefill_load, table
+
+FACTS = {
+    "hidden_size": 4, "intermediate_size": 6, "num_hidden_layers": 3, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 5, "vocab_size": 7,
+}  # fmt: skip
+
+
+def test_bytes_and_operations_of_a_decode_step() -> None:
+    work = least_work(FACTS, decode_load([10, 30]))
+    weights = 4 * (10 + 10) + 10 * 4 + 4 * 12 + 6 * 4  # qkv, o, gate and up, down
+    moved = 2 * (4 + 20) + 2 * (10 + 4) + 2 * (4 + 12) + 2 * (6 + 4)  # of two tokens, in and out
+    ends = 2 * (4 * 7 + 2 * 4) + 4 * 2 * 7
+    assert work["products"] == (2 * 3 * (weights + moved) + ends, 2 * 2 * (3 * weights + 4 * 7))
+    assert work["attention"] == (2 * 3 * (40 * 10 + 2 * 2 * 10), 4 * 3 * 10 * 40)
+    assert work["sampling"] == (4 * 7 * 2, 0)
+
+
+def test_a_prompt_sees_half_of_its_square() -> None:
+    load = prefill_load([3, 2])
+    assert (load.num_tokens, load.num_logits, load.num_read, load.num_pairs) == (5, 2, 5, 6 + 3)
+
+
+def test_weights_are_most_of_an_8b_step_at_one_row() -> None:
+    """16.4 GB less the embedding table, of which one row is read."""
+    num_bytes, _ = least_work(SHAPES["8b"], decode_load([100]))["products"]
+    assert num_bytes / 1e9 == pytest.approx(15.1, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "family"),
+    [
+        ("attend_rows", "attention"), ("divide", "attention"), ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz", "products"),
+        ("_product", "products"), ("_norm_rows", "norms, rotation, activation"), ("_draw", "sampling"),
+        ("_qk_norm_rope_store", "norms, rotation, activation"), ("_gated", "norms, rotation, activation"),
+        ("Memset (Device)", "inputs and results"), ("_commit", "inputs and results"), ("vectorized_add", "other"),
+    ],
+)  # fmt: skip
+def test_families(kernel: str, family: str) -> None:
+    assert family_of(kernel) == family
+
+
+def test_a_family_stands_beside_its_limit() -> None:
+    rows = [{"kernel": "attend_rows", "us": 8.0, "calls": 2.0}, {"kernel": "attend_tiles", "us": 2.0, "calls": 1.0}]
+    families = family_rows(rows, {"attention": (4e6, 1e6), "products": (1.0, 1.0)}, copy=1e12, product=1e15)
+    assert families == [{"family": "attention", "calls": 3.0, "us": 10.0, "mb": 4.0, "gflop": 0.001, "limit_us": 4.0}]
+    assert "| attention | 3 | 10 | 4.0 | 0.0 | 4 | 40% |" in table(rows, families)
