@@ -31,6 +31,7 @@ class HashChain:
         self._secret = secret or secrets.token_bytes(32)
         self._keyed = blake2b(key=self._secret, digest_size=HASH_SIZE)  # copied: the key is set up once
         self._identity = identity
+        self._root = self.root("")
         self._pack = struct.Struct(f"<{block_size}I").pack
 
     def root(self, salt: str) -> bytes:
@@ -45,7 +46,7 @@ class HashChain:
         if first >= last:
             return
         assert len(tokens) >= last, "only full blocks of known tokens have a name"
-        parent = hashes[-1] if hashes else self.root(salt)
+        parent = hashes[-1] if hashes else self.root(salt) if salt else self._root
         for start in range(first, last, size):
             digest = self._keyed.copy()
             digest.update(parent + pack(*tokens[start : start + size]))

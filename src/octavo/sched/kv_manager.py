@@ -70,6 +70,11 @@ class KVManager:
         self._sliding = [(i, policy) for i, policy in enumerate(self._policies) if groups[i].window or groups[i].chunk]
         self._pool = BlockPool(num_blocks, len(groups))
         self._chain = HashChain(self.block_size, secret=secret, identity=identity)
+        self._sizes = [0 if group.kind == "encoder_only" else group.block_size for group in groups]
+        self._lookups = [  # per group: block size, policy, what is findable, its blocks' names among all
+            (ratio * self.block_size, policy, self._pool.cached(group), slice(ratio - 1, None, ratio))
+            for group, (ratio, policy) in enumerate(zip(self._ratios, self._policies, strict=True))
+        ]
         self._entries: dict[str, _Entry] = {}
         self._zeroed = [index for index, group in enumerate(groups) if group.zero_fresh_blocks]
         self._fresh: list[int] = []  # blocks of these groups, handed out since the last `take_fresh`
@@ -98,24 +103,18 @@ class KVManager:
         unit, hashes = self._alignment, request.block_hashes
         num_tokens = max_tokens // unit * unit
         self._chain.extend(hashes, request.tokens, request.cache_salt, num_tokens // self.block_size)
-        lookups = [
-            (
-                ratio * self.block_size,
-                policy,
-                self._pool.cached(group),
-                hashes if ratio == 1 else hashes[ratio - 1 :: ratio],
-            )
-            for group, (ratio, policy) in enumerate(zip(self._ratios, self._policies, strict=True))
-        ]
+        lookups = [(size, policy, cached, hashes[own]) for size, policy, cached, own in self._lookups]
         settled = -1
         while settled != num_tokens:
             settled = num_tokens
             for size, policy, cached, names in lookups:
                 num_tokens = policy.longest_hit(cached, names, num_tokens // size) * size // unit * unit
+            if len(lookups) == 1:
+                break
         tables = []
         for size, policy, cached, names in lookups:
             num_blocks = num_tokens // size
-            first = min(policy.first_needed(num_tokens), num_blocks)
+            first = min(policy.first_needed(num_tokens), num_blocks) if num_blocks else 0
             tables.append([NULL_BLOCK] * first + [cached[name] for name in names[first:num_blocks]])
         return Hit(num_tokens, tables)
 
@@ -137,13 +136,8 @@ class KVManager:
             return None
         for block in shared:
             pool.share(block)
-        fresh = [
-            pool.take(group.num_blocks(num_tokens) - len(table))
-            for group, table in zip(self._groups, hit.tables, strict=True)
-        ]
-        self._note_fresh(fresh)
-        tables = [table + more for table, more in zip(hit.tables, fresh, strict=True)]
-        entry = _Entry(tables, num_tokens, hit.num_tokens // self.block_size)
+        entry = _Entry([list(table) for table in hit.tables], num_tokens, hit.num_tokens // self.block_size)
+        self._append_blocks(entry.tables, num_tokens)
         self._entries[request.request_id] = entry
         self._commit(request, entry, num_tokens)
         if request.num_preemptions == 0:
@@ -162,18 +156,11 @@ class KVManager:
         if self._sliding:
             # Rejected drafts may take num_computed back, but never to before the last known token.
             self._slide(entry, min(start, request.num_tokens - 1))
-        num_more = [
-            max(group.num_blocks(end) - len(table), 0) for group, table in zip(self._groups, entry.tables, strict=True)
-        ]
-        new: list[list[int]] = []
-        if any(num_more):
-            if sum(num_more) > self._pool.num_free:
-                return None
-            for table, count in zip(entry.tables, num_more, strict=True):
-                new.append(self._pool.take(count))
-                table += new[-1]
-            self._note_fresh(new)
-        entry.num_tokens = max(entry.num_tokens, end)
+        new = self._append_blocks(entry.tables, end)
+        if new is None:
+            return None
+        if end > entry.num_tokens:
+            entry.num_tokens = end
         self._commit(request, entry, end)
         return new
 
@@ -208,9 +195,32 @@ class KVManager:
                 assert len(table) == group.num_blocks(entry.num_tokens), "a list has the blocks of the planned tokens"
         self._pool.check(table for entry in self._entries.values() for table in entry.tables)
 
-    def _note_fresh(self, new: Sequence[list[int]]) -> None:
+    def _append_blocks(self, tables: list[list[int]], num_tokens: int) -> list[list[int]] | None:
+        """Blocks that tables lack for so many tokens, per group; empty if there is room; None if too few are free."""
+        if len(tables) == 1 and not self._zeroed:  # what nearly all models have
+            table = tables[0]
+            count = -(-num_tokens // self._alignment) - len(table) if self._sizes[0] else 0
+            if count <= 0:
+                return []
+            if count > self._pool.num_free:
+                return None
+            blocks = self._pool.take(count)
+            table += blocks
+            return [blocks]
+        num_more = [
+            max(-(-num_tokens // size) - len(table), 0) if size else 0
+            for size, table in zip(self._sizes, tables, strict=True)
+        ]
+        if not any(num_more):
+            return []
+        if sum(num_more) > self._pool.num_free:
+            return None
+        new = [self._pool.take(count) for count in num_more]
+        for table, blocks in zip(tables, new, strict=True):
+            table += blocks
         for group in self._zeroed:
             self._fresh += new[group]
+        return new
 
     def _peak_blocks(self, num_tokens: int, max_new: int) -> int:
         return sum(policy.peak_blocks(num_tokens, max_new) for policy in self._policies)

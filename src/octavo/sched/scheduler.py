@@ -82,6 +82,7 @@ class Scheduler:
         self._rows = RequestRows(max_num_seqs)
         self._owners: dict[int, Request] = {}  # row -> who runs there
         self._running_rows = NO_INTS  # of `running`, in its order
+        self._row_order: list[int] = []  # the same, always as it is
         self._running_changed = False
         self._num_repeats = 0  # steps to come in which each of them computes one token, if nothing changes
         self._may_end = np.zeros(1, np.bool_)  # by token: some request has ended or will end with it; the last: False
@@ -272,7 +273,7 @@ class Scheduler:
             return
         self._num_repeats = 0
         if self._running_changed:
-            self._running_rows = np.array([request.row for request in self.running], np.int64)
+            self._running_rows = np.array(self._row_order, np.int64)
             self._running_changed = False
         # those whose last token is in flight have nothing to compute
         wanted = ((rows.num_known - rows.num_computed) * (rows.num_known < rows.whole))[self._running_rows]
@@ -348,7 +349,6 @@ class Scheduler:
     def _admit(self, request: Request, num_computed: int, num_new: int, blocks: list[list[int]], work: Work) -> None:
         """Move the first waiting request to the running ones, and into the plan."""
         del self.waiting[0]
-        bisect.insort(self.running, request, key=self._order)
         self._blocked = None
         if request.num_preemptions == 0:
             request.num_cached = num_computed
@@ -384,7 +384,6 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Back to the waiting ones, with its tokens and without its blocks: to the worker the row has ended."""
-        self._leave(self.running, request)
         self._release_row(request)
         self.kv.free(request)
         request.status = Status.PREEMPTED
@@ -405,10 +404,9 @@ class Scheduler:
     def _end(self, request: Request, reason: FinishReason) -> None:
         """From any state. Blocks are free at once: plans in flight use them before any plan still to be made."""
         if request.status is Status.RUNNING:
-            self._leave(self.running, request)
             self._release_row(request)
         else:
-            self._leave(self.waiting, request)
+            del self.waiting[self._place(self.waiting, request)]
         if reason is FinishReason.ERROR:
             self.kv.forget(request)
         else:
@@ -441,14 +439,17 @@ class Scheduler:
             )
         )
 
-    def _leave(self, queue: list[Request], request: Request) -> None:
-        index = bisect.bisect_left(queue, self._order(request), key=self._order)
-        assert queue[index] is request, "a queue is sorted, and a request is in the queue of its status"
-        del queue[index]
+    def _place(self, queue: list[Request], request: Request) -> int:
+        place = bisect.bisect_left(queue, self._order(request), key=self._order)
+        assert queue[place] is request, "a queue is sorted, and a request is in the queue of its status"
+        return place
 
     def _enter_row(self, request: Request) -> None:
         request.status = Status.RUNNING
         row = self._free_rows.pop()
+        place = bisect.bisect_right(self.running, self._order(request), key=self._order)
+        self.running.insert(place, request)
+        self._row_order.insert(place, row)
         request.enter(self._rows, row)
         self._rows.talks[row] = not request.quiet or not request.num_told
         self._owners[row] = request
@@ -459,7 +460,8 @@ class Scheduler:
             self._may_end[token] = True
 
     def _release_row(self, request: Request) -> None:
-        row = request.row
+        row, place = request.row, self._place(self.running, request)
+        del self.running[place], self._row_order[place]
         for issued in self._outstanding.values():
             issued.left.setdefault(row, request)
         request.leave()

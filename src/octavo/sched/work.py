@@ -51,4 +51,8 @@ def pack(growth: list[tuple[int, list[list[int]]]]) -> list[NewBlocks]:
 
 def places(rows: IntArray, left: dict[int, Request]) -> list[int]:
     """Where `rows` names a row of `left`."""
-    return [place for place, row in enumerate(rows.tolist()) if row in left] if left else []
+    if not left or not len(rows):
+        return []
+    named = np.zeros(max(int(rows.max()), *left) + 1, np.bool_)
+    named[list(left)] = True
+    return named[rows].nonzero()[0].tolist()
