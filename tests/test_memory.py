@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ from octavo.arch import Arch, LayerKind
 from octavo.config import DeviceFacts, EngineConfig, Resolved, resolve
 from octavo.groups import block_bytes, make_groups
 from octavo.memory import MemoryPlan, blocks_for_request, check_weights, plan_memory, show_bytes, weight_bytes
+from octavo.ops import native
 from octavo.sched.groups import make_policies
 from octavo.settings import ConfigError
 
@@ -166,3 +170,29 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_loaded() -> None:
     check_weights(ARCH, numbers(), size)
     with pytest.raises(ConfigError, match=r"its weights take .* in bfloat16"):
         check_weights(ARCH, numbers(), size - 1)
+
+
+_FULL_STEP = """
+import json, resource, psutil
+from octavo import LLM, SamplingParams
+
+with LLM(dtype="float32", max_num_batched_tokens=8192, max_num_seqs=8, enable_prefix_caching=False) as llm:
+    params = SamplingParams(max_tokens=1, ignore_eos=True, detokenize=False)
+    llm.generate({"prompt_token_ids": [5] * 9}, params)
+    before = psutil.Process().memory_info().rss
+    llm.generate([{"prompt_token_ids": [5 + i] * 2040} for i in range(4)], params)
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+    memory = llm.engine.memory
+    print(json.dumps([grown - 4 * memory.blocks_per_request * memory.bytes_per_block, memory.workspace_bytes]))
+"""
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or not native.available(), reason="counts pages as Linux does, of the compiled operators"
+)
+def test_the_largest_step_takes_what_was_planned_for_it() -> None:
+    """In a process of its own, whose largest size is this step's."""
+    run = subprocess.run([sys.executable, "-c", _FULL_STEP], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    taken, planned = json.loads(run.stdout)
+    assert planned / 2 < taken < planned

@@ -19,7 +19,9 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
 # Of what weights and workspace leave, on CPU: the usual share of the cache, the most that an automatic
 # max_model_len may take it to, and the most that an explicit one may.
 _CPU_SHARE, _CPU_AUTO_SHARE, _CPU_EXPLICIT_SHARE = 0.25, 0.5, 0.9
-# Of CUDA graphs: tokens of the largest one of a mixed step, and the bytes of the nodes of all.
+_CPU_PACKED_ROWS = 768  # CHUNK_ROWS of native/matmul.cpp
+# Of CUDA graphs: tokens of the largest one of a mixed step, and the bytes of the nodes of all. An estimate, which a
+# start compares with what they took.
 _GRAPH_TOKENS, _GRAPH_NODES = 1024, 512 << 20
 
 
@@ -66,7 +68,7 @@ class MemoryPlan:
             ("weights", self.weight_bytes, state),
             ("workspace", self.workspace_bytes, "activations of the largest step"),
             ("logits", self.logits_bytes, "of the largest step, while sampling"),
-            ("graphs", self.graph_bytes, "captured steps, which share one memory"),
+            ("graphs", self.graph_bytes, "captured steps, which share one memory; estimated"),
             ("tables", self.table_bytes, "tokens and blocks of every row"),
             ("attention", self.buffer_bytes, "masks and partial results of its backends"),
             ("KV cache", self.kv_bytes, f"{self.num_blocks} blocks of {self.bytes_per_block} bytes; {self.rule}"),
@@ -254,12 +256,21 @@ def _graph_bytes(arch: Arch, resolved: Resolved) -> int:
 
 
 def _workspace_bytes(arch: Arch, resolved: Resolved) -> int:
-    """A layer's largest set of live tensors, counted in float32 since norms and attention widen."""
+    """A layer's largest set of live tensors, counted in float32 since norms and attention widen.
+
+    A compiled decoder keeps all of its buffers, of the activations' type, a quarter larger than they were needed, and
+    each thread what it packs rows into.
+    """
     heads = (2 * arch.num_heads + 2 * arch.num_kv_heads) * arch.head_size
-    mlp = arch.intermediate_size
+    mlp, hidden = arch.intermediate_size, arch.hidden_size
     if arch.moe is not None:
         mlp = max(mlp, arch.moe.expert_size * arch.moe.experts_per_token)
-    return 4 * resolved.max_num_batched_tokens * (4 * arch.hidden_size + max(heads, 3 * mlp))
+    live = 4 * resolved.max_num_batched_tokens * (4 * hidden + max(heads, 3 * mlp))
+    if resolved.device != "cpu" or resolved.native == "none":
+        return live
+    kept = 5 * hidden + heads + arch.num_heads * arch.head_size + 3 * mlp
+    packed = 4 * resolved.num_threads * _CPU_PACKED_ROWS * max(hidden, mlp)
+    return max(live, resolved.max_num_batched_tokens * ITEMSIZE[resolved.dtype] * kept * 5 // 4 + packed)
 
 
 def _count_blocks(resolved: Resolved, available: int, per_block: int, per_request: int) -> tuple[int, str]:

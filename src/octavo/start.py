@@ -110,7 +110,7 @@ def start_engine(config: EngineConfig, phases: Phases, *, text: bool = True) -> 
         )
         runner = make_runner(model, arch, resolved, form, memory.num_blocks, grammars)
         scheduler = _make_scheduler(resolved, form.groups, memory.num_blocks)
-    _capture(runner, resolved, phases)
+    _capture(runner, resolved, phases, memory.graph_bytes)
     _LOG.info("attention backend %s: %s", attention_names(resolved), resolved.why.get("attention_backend", "chosen"))
     return Parts(
         resolved=resolved,
@@ -252,13 +252,16 @@ def _make_scheduler(resolved: Resolved, groups: Sequence[CacheGroup], num_blocks
     )
 
 
-def _capture(runner: Runner, resolved: Resolved, phases: Phases) -> None:
+def _capture(runner: Runner, resolved: Resolved, phases: Phases, planned: int) -> None:
     if resolved.enforce_eager or resolved.device != "cuda":
         return
     change = "lower it or max_num_seqs, or set --enforce-eager"
     with phases("capture the graphs"), _room(resolved, "the graphs", "gpu_memory_utilization", change):
+        before, _ = _memory(resolved)
         runner.capture()
-    _LOG.info("%s of the GPU's memory are free beside the cache", show_bytes(torch.cuda.mem_get_info()[0]))
+        free, _ = _memory(resolved)
+    _LOG.info("graphs took %s of the %s planned", show_bytes(before - free), show_bytes(planned))
+    _LOG.info("%s of the GPU's memory are free beside the cache", show_bytes(free))
 
 
 @contextlib.contextmanager
