@@ -14,7 +14,7 @@ import torch
 
 from octavo.ops.gpu import inputs as gpu_inputs
 from octavo.ops.gpu import staged_write as gpu_staged_write
-from octavo.ops.inputs import GroupTables, commit_tokens_eager, gather_inputs_eager
+from octavo.ops.inputs import GroupTables, RowTensors, StepInputs, commit_tokens_eager, gather_inputs_eager
 
 MAX_ROWS, MAX_LEN, MAX_TOKENS = 9, 700, 1500
 BLOCK_SIZES = (16, 8)
@@ -29,20 +29,24 @@ class World:
         def ints(high: int, *shape: int) -> torch.Tensor:
             return torch.from_numpy(rng.integers(0, high, shape).astype(np.int32)).to(device)
 
-        self.token_ids = ints(4000, MAX_ROWS + 1, MAX_LEN)
-        self.num_computed = ints(MAX_LEN - max(counts, default=0), MAX_ROWS + 1)
-        self.num_computed[MAX_ROWS] = 0
-        self.total_len = self.num_computed + 1
+        token_ids = ints(4000, MAX_ROWS + 1, MAX_LEN)
+        num_computed = ints(MAX_LEN - max(counts, default=0), MAX_ROWS + 1)
+        num_computed[MAX_ROWS] = 0
+        self.table = RowTensors(token_ids, num_computed + 1, num_computed)
         chosen = rng.permutation(MAX_ROWS)[: len(counts)]
         rows = np.full(padded_rows, MAX_ROWS)
         rows[: len(counts)] = chosen
         starts = np.full(padded_rows + 1, sum(counts), np.int32)
         starts[: len(counts)] = np.cumsum([0, *counts])[:-1]
-        self.rows, self.query_start = torch.from_numpy(rows).to(device), torch.from_numpy(starts).to(device)
-        self.input_ids = torch.full((padded_tokens,), -7, device=device)
-        self.positions = torch.full((padded_tokens,), -7, device=device)
-        self.seq_lens = torch.full((padded_rows,), -7, dtype=torch.int32, device=device)
-        self.next_positions = torch.full((padded_rows,), -7, device=device)
+        self.step = StepInputs(
+            max_query_len=max(counts, default=1),
+            rows=torch.from_numpy(rows).to(device),
+            query_start=torch.from_numpy(starts).to(device),
+            input_ids=torch.full((padded_tokens,), -7, device=device),
+            positions=torch.full((padded_tokens,), -7, device=device),
+            seq_lens=torch.full((padded_rows,), -7, dtype=torch.int32, device=device),
+            next_positions=torch.full((padded_rows,), -7, device=device),
+        )
         tables = [ints(999, MAX_ROWS + 1, MAX_LEN // size + 1) for size in BLOCK_SIZES]
         for table in tables:
             table[MAX_ROWS] = 0
@@ -50,18 +54,19 @@ class World:
         slots = torch.full((len(tables), MAX_TOKENS), -7, dtype=torch.int64, device=device)
         self.groups = GroupTables(tables, outs, slots, BLOCK_SIZES)
 
-    def args(self) -> tuple:
-        return (
-            self.rows, self.query_start, self.token_ids, self.num_computed, self.input_ids, self.positions,
-            self.seq_lens, self.next_positions, self.groups,
-        )  # fmt: skip
+    def args(self) -> tuple[StepInputs, RowTensors, GroupTables]:
+        return self.step, self.table, self.groups
 
     def assert_equal(self, twin: World) -> None:
-        for name in ("input_ids", "positions", "seq_lens", "next_positions", "num_computed", "total_len", "token_ids"):
-            assert torch.equal(getattr(self, name).cpu(), getattr(twin, name)), name
+        names = {"step": ("input_ids", "positions", "seq_lens", "next_positions"),
+                 "table": ("num_computed", "total_len", "token_ids")}  # fmt: skip
+        for part, fields in names.items():
+            for name in fields:
+                ours, expected = (getattr(getattr(world, part), name) for world in (self, twin))
+                assert torch.equal(ours.cpu(), expected), name
         assert torch.equal(self.groups.slots.cpu(), twin.groups.slots)
         for ours, expected, size in zip(self.groups.outs, twin.groups.outs, BLOCK_SIZES, strict=True):
-            for entry, length in enumerate(twin.seq_lens.tolist()):  # what lies beyond a live prefix is garbage
+            for entry, length in enumerate(twin.step.seq_lens.tolist()):  # what lies beyond a live prefix is garbage
                 live = -(-length // size) if length else ours.shape[1]
                 assert torch.equal(ours[entry, :live].cpu(), expected[entry, :live]), (entry, size)
 
@@ -76,7 +81,7 @@ def check_gather(device: str, cases: int = 12) -> None:
     shapes = [([1, 1, 1], 3, 3), ([1, 1], 4, 4), ([], 4, 4), *(_case(rng) for _ in range(cases))]
     for seed, (counts, rows, tokens) in enumerate(shapes):
         ours, twin = World(seed, device, counts, rows, tokens), World(seed, "cpu", counts, rows, tokens)
-        gpu_inputs.gather(*ours.args(), max_query_len=max(counts, default=1))
+        gpu_inputs.gather(*ours.args())
         gather_inputs_eager(*twin.args())
         ours.assert_equal(twin)
 
@@ -87,15 +92,14 @@ def check_commit(device: str) -> None:
     tokens, failed = torch.tensor([11, 3999, 5]), torch.tensor([0, 2, 0], dtype=torch.uint8)
     worlds = World(1, device, counts, 6, 11), World(1, "cpu", counts, 6, 11)
     results = []
-    for world, commit in zip(worlds, (gpu_inputs.commit, commit_tokens_eager), strict=True):
-        where = world.rows.device
-        gpu_inputs.gather(*world.args(), max_query_len=4) if world is worlds[0] else gather_inputs_eager(*world.args())
+    gathers, commits = (gpu_inputs.gather, gather_inputs_eager), (gpu_inputs.commit, commit_tokens_eager)
+    for world, gather, commit in zip(worlds, gathers, commits, strict=True):
+        where = world.step.rows.device
+        gather(*world.args())
         found = torch.full((6,), -7, device=where)
         for again, drawn in ((False, tokens), (True, tokens + 1)):
-            commit(
-                world.rows, world.seq_lens, sample_of.to(where), drawn.to(where), failed.to(where), world.token_ids,
-                world.total_len, world.num_computed, found, again=again,
-            )  # fmt: skip
+            samples = sample_of.to(where), drawn.to(where), failed.to(where)
+            commit(world.step, world.table, *samples, found, again=again)
         results.append(found.cpu())
     worlds[0].assert_equal(worlds[1])
     assert torch.equal(*results)

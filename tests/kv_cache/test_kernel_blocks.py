@@ -22,7 +22,7 @@ from octavo.kv_cache.kernel_blocks import (
 )
 from octavo.kv_cache.layout import LAYOUTS, extract_blocks
 from octavo.kv_cache.pool import KVCachePool
-from octavo.ops.inputs import GroupTables, gather_inputs
+from octavo.ops.inputs import GroupTables, RowTensors, StepInputs, gather_inputs
 
 CPU = torch.device("cpu")
 FULL = CacheGroup(kind="full", window=0, block_size=128, layers=(0, 1))
@@ -86,11 +86,12 @@ def test_B2_2_INV_1_slots_do_not_change_when_blocks_are_split(seed: int) -> None
         [table.data for table in tables.tables], [torch.empty_like(table.data) for table in tables.tables],
         torch.zeros(2, num_tokens, dtype=torch.int64), tables.block_sizes,
     )  # fmt: skip
-    gather_inputs(
-        torch.arange(4), torch.from_numpy(ends).int(), torch.zeros(4, length, dtype=torch.int32),
-        torch.zeros(4, dtype=torch.int32), *torch.zeros(2, num_tokens, dtype=torch.int64),
-        torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int64), groups, max_query_len=length,
+    lengths, tokens = torch.zeros(4, dtype=torch.int32), torch.zeros(2, num_tokens, dtype=torch.int64)
+    step = StepInputs(
+        max_query_len=length, rows=torch.arange(4), query_start=torch.from_numpy(ends).int(), input_ids=tokens[0],
+        positions=tokens[1], seq_lens=lengths.clone(), next_positions=lengths.long(),
     )  # fmt: skip
+    gather_inputs(step, RowTensors(torch.zeros(4, length, dtype=torch.int32), lengths, lengths), groups)
     slots = groups.slots
     assert slots.unique().numel() > 1
     assert torch.equal(slots[0], slots[1])

@@ -16,7 +16,7 @@ import torch
 from octavo.device.block_table import BlockTables
 from octavo.device.request_table import RequestTable
 from octavo.device.staging import StagedTensor, WriteQueue
-from octavo.ops.inputs import GroupTables, gather_inputs
+from octavo.ops.inputs import GroupTables, StepInputs, gather_inputs
 from octavo.plan import IntArray, StepPlan
 
 
@@ -50,17 +50,10 @@ class Work:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Batch:
+class Batch(StepInputs):
     """One step on the device: views of R rows and T tokens, padding included."""
 
-    max_query_len: int
     max_seq_len: int  # host upper bound
-    rows: torch.Tensor  # [R] int64
-    input_ids: torch.Tensor  # [T] int64
-    positions: torch.Tensor  # [T] int64
-    query_start: torch.Tensor  # [R + 1] int32
-    seq_lens: torch.Tensor  # [R] int32
-    next_positions: torch.Tensor  # [R] int64, where a token goes that a row samples: its seq_len
     slot_mapping: list[torch.Tensor]  # per group [T] int64
     block_tables: list[torch.Tensor]  # per group [R, width] int32, kernel block ids
 
@@ -171,11 +164,7 @@ class InputBuffers:
 
     def gather(self, batch: Batch) -> None:
         """Fill the tensors of `batch`, a view of these buffers, from the rows. A graph may capture it."""
-        requests = self._requests
-        gather_inputs(
-            batch.rows, batch.query_start, requests.token_ids.data, requests.num_computed.data, batch.input_ids,
-            batch.positions, batch.seq_lens, batch.next_positions, self._groups, max_query_len=batch.max_query_len,
-        )  # fmt: skip
+        gather_inputs(batch, self._requests.tensors, self._groups)
 
     def view(self, num_rows: int, num_tokens: int, max_query_len: int, max_seq_len: int) -> Batch:
         """The leading parts of the static tensors as a batch."""

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from octavo.device.staging import StagedTensor, WriteQueue
+from octavo.ops.inputs import RowTensors
 from octavo.plan import NewRow
 
 
@@ -27,6 +28,7 @@ class RequestTable:
         self.prompt_len = StagedTensor(max_num_rows + 1, 0, torch.int32, device, queue)
         self.total_len = StagedTensor(max_num_rows + 1, 0, torch.int32, device, queue)
         self.num_computed = StagedTensor(max_num_rows + 1, 0, torch.int32, device, queue)
+        self.tensors = RowTensors(self.token_ids.data, self.total_len.data, self.num_computed.data)
         # prefill_len: tokens that were known when the row was added. A step that computes the last of them, or any
         # later token, samples. After preemption it exceeds the prompt, since replayed output is prefilled as well.
         self.prefill_len_np = np.zeros(max_num_rows, np.int32)

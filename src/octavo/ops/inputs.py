@@ -7,6 +7,7 @@ where their queries begin. A row without queries is padding.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -36,58 +37,51 @@ class GroupTables:
         ]).to(slots.device)  # fmt: skip
 
 
-def gather_inputs(
-    rows: torch.Tensor,
-    query_start: torch.Tensor,
-    token_ids: torch.Tensor,
-    num_computed: torch.Tensor,
-    input_ids: torch.Tensor,
-    positions: torch.Tensor,
-    seq_lens: torch.Tensor,
-    next_positions: torch.Tensor,
-    groups: GroupTables,
-    *,
-    max_query_len: int,
-) -> None:
-    """Fill the inputs of R rows and T tokens, padding included, and by `groups` their slots and block tables.
+@dataclasses.dataclass(frozen=True, slots=True)
+class RowTensors:
+    """What a step reads and changes of the persistent rows, int32."""
 
-    rows: [R] int64; query_start: [R + 1] int32; token_ids: [max_num_rows, max_model_len] int32; num_computed:
-    [max_num_rows] int32; input_ids, positions: [T] int64; seq_lens: [R] int32; next_positions: [R] int64, the same
-    numbers. Row i's tokens are its next ones after `num_computed`. Padding: a row without queries has seq_len 0 and
-    zeros as its block table; tokens from query_start[R] on are token 0 at position 0 with slot -1. A live row's table
-    ends with garbage, see BlockTables.
-    max_query_len: a bound.
+    token_ids: torch.Tensor  # [max_num_rows, max_model_len]
+    total_len: torch.Tensor  # [max_num_rows], known tokens
+    num_computed: torch.Tensor  # [max_num_rows]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StepInputs:
+    """One step on the device: R rows and T tokens, padding included."""
+
+    max_query_len: int  # a bound
+    rows: torch.Tensor  # [R] int64
+    query_start: torch.Tensor  # [R + 1] int32
+    input_ids: torch.Tensor  # [T] int64
+    positions: torch.Tensor  # [T] int64
+    seq_lens: torch.Tensor  # [R] int32
+    next_positions: torch.Tensor  # [R] int64, where a token goes that a row samples: its seq_len
+
+
+def gather_inputs(step: StepInputs, table: RowTensors, groups: GroupTables) -> None:
+    """Fill all of `step` but its rows and `query_start`, and by `groups` its slots and block tables.
+
+    Row i's tokens are its next ones after `num_computed`. Padding: a row without queries has seq_len 0 and zeros as its
+    block table; tokens from query_start[R] on are token 0 at position 0 with slot -1. A live row's table ends with
+    garbage, see BlockTables.
     """
-    if input_ids.device.type == "cuda":
+    if step.input_ids.device.type == "cuda":
         from octavo.ops.gpu.inputs import gather
 
-        gather(
-            rows, query_start, token_ids, num_computed, input_ids, positions, seq_lens, next_positions, groups,
-            max_query_len=max_query_len,
-        )  # fmt: skip
+        gather(step, table, groups)
         return
-    gather_inputs_eager(
-        rows, query_start, token_ids, num_computed, input_ids, positions, seq_lens, next_positions, groups
-    )
+    gather_inputs_eager(step, table, groups)
 
 
-def gather_inputs_eager(
-    rows: torch.Tensor,
-    query_start: torch.Tensor,
-    token_ids: torch.Tensor,
-    num_computed: torch.Tensor,
-    input_ids: torch.Tensor,
-    positions: torch.Tensor,
-    seq_lens: torch.Tensor,
-    next_positions: torch.Tensor,
-    groups: GroupTables,
-) -> None:
+def gather_inputs_eager(step: StepInputs, table: RowTensors, groups: GroupTables) -> None:
     """The twin of `gather_inputs`, for CPU tensors."""
-    row, begin, tokens = rows.numpy(), query_start.numpy(), token_ids.numpy()
+    input_ids, positions = step.input_ids, step.positions
+    row, begin, tokens = step.rows.numpy(), step.query_start.numpy(), table.token_ids.numpy()
     num_rows, num_padded = len(row), len(input_ids)
     total = int(begin[num_rows])
-    start = num_computed.numpy()[row]
-    lengths = seq_lens.numpy()
+    start = table.num_computed.numpy()[row]
+    lengths = step.seq_lens.numpy()
     count = np.diff(begin)
     has_padding = not count.all()
     if total == num_rows and not has_padding:  # one token each: nothing to repeat
@@ -97,80 +91,58 @@ def gather_inputs_eager(
         np.multiply(start + count, count > 0, out=lengths)
         token_row = np.repeat(row, count)
         position = np.arange(total) - np.repeat(begin[:num_rows] - start, count)
-    next_positions.numpy()[:] = lengths
+    step.next_positions.numpy()[:] = lengths
     positions.numpy()[:total] = position
     input_ids.numpy()[:total] = tokens[token_row, position]
     if total < num_padded:
         positions[total:] = 0
         input_ids[total:] = 0
     longest = int(lengths.max())
-    for table, out, slots, size in zip(
+    for blocks, out, slots, size in zip(
         groups.tables, groups.outs, groups.slots.numpy(), groups.block_sizes, strict=True
     ):
         index, offset = np.divmod(position, size)
-        table_np = table.numpy()
-        np.add(table_np[token_row, index].astype(np.int64) * size, offset, out=slots[:total])
+        blocks_np = blocks.numpy()
+        np.add(blocks_np[token_row, index].astype(np.int64) * size, offset, out=slots[:total])
         width = -(-longest // size)
         out_np = out.numpy()
-        out_np[:num_rows, :width] = table_np[row, :width]
+        out_np[:num_rows, :width] = blocks_np[row, :width]
         slots[total:num_padded] = -1
         if has_padding:
             out_np[:num_rows][count == 0] = 0
 
 
 def commit_tokens(
-    rows: torch.Tensor,
-    seq_lens: torch.Tensor,
-    sample_of: torch.Tensor,
-    sampled: torch.Tensor,
-    failed: torch.Tensor,
-    token_ids: torch.Tensor,
-    total_len: torch.Tensor,
-    num_computed: torch.Tensor,
-    results: torch.Tensor,
-    *,
-    again: bool = False,
-) -> None:
+    step: StepInputs, table: RowTensors, sample_of: torch.Tensor, sampled: torch.Tensor, failed: torch.Tensor,
+    results: torch.Tensor, *, again: bool = False,
+) -> None:  # fmt: skip
     """Count the step's tokens as computed, append to each row what it sampled, and note that in `results`.
 
-    rows: [R] int64; seq_lens: [R] int32, 0 for padding; sample_of: [R] int32, which of the S samples is an entry's, -1
-    for none; sampled: [S] int64; failed: [S] uint8; token_ids, total_len, num_computed: the request table's;
+    sample_of: [R] int32, which of the S samples is an entry's, -1 for none; sampled: [S] int64; failed: [S] uint8;
     results: [>= S] int64 becomes token | failed << 32. `again`: the step was committed before, its tokens are replaced.
     """
-    if rows.device.type == "cuda":
+    if sampled.device.type == "cuda":
         from octavo.ops.gpu.inputs import commit
 
-        commit(
-            rows, seq_lens, sample_of, sampled, failed, token_ids, total_len, num_computed, results, again=again
-        )  # fmt: skip
+        commit(step, table, sample_of, sampled, failed, results, again=again)
         return
-    commit_tokens_eager(
-        rows, seq_lens, sample_of, sampled, failed, token_ids, total_len, num_computed, results, again=again
-    )
+    commit_tokens_eager(step, table, sample_of, sampled, failed, results, again=again)
 
 
 def commit_tokens_eager(
-    rows: torch.Tensor,
-    seq_lens: torch.Tensor,
-    sample_of: torch.Tensor,
-    sampled: torch.Tensor,
-    failed: torch.Tensor,
-    token_ids: torch.Tensor,
-    total_len: torch.Tensor,
-    num_computed: torch.Tensor,
-    results: torch.Tensor,
-    *,
-    again: bool = False,
-) -> None:
+    step: StepInputs, table: RowTensors, sample_of: torch.Tensor, sampled: torch.Tensor, failed: torch.Tensor,
+    results: torch.Tensor, *, again: bool = False,
+) -> None:  # fmt: skip
     """The twin of `commit_tokens`, for CPU tensors."""
-    length, sample = seq_lens.numpy(), sample_of.numpy()
+    rows, token_ids = step.rows.numpy(), table.token_ids
+    length, sample = step.seq_lens.numpy(), sample_of.numpy()
     live = length > 0
-    num_computed.numpy()[rows.numpy()[live]] = length[live]
+    table.num_computed.numpy()[rows[live]] = length[live]
     live &= sample >= 0
-    row, sample = rows.numpy()[live], sample[live]
+    row, sample = rows[live], sample[live]
     token = sampled.numpy()[sample]
     results.numpy()[sample] = token | failed.numpy()[sample].astype(np.int64) << 32
-    totals = total_len.numpy()
+    totals = table.total_len.numpy()
     at = totals[row] - again
     if not again:
         totals[row] = at + 1

@@ -201,11 +201,8 @@ class Runner:
         )
 
     def _commit(self, batch: Batch, tokens: torch.Tensor, failed: torch.Tensor, *, again: bool = False) -> None:
-        requests = self._requests
-        commit_tokens(
-            batch.rows, batch.seq_lens, self._buffers.sample_of.data[0, : batch.num_rows], tokens, failed,
-            requests.token_ids.data, requests.total_len.data, requests.num_computed.data, self._results, again=again,
-        )  # fmt: skip
+        sample_of = self._buffers.sample_of.data[0, : batch.num_rows]
+        commit_tokens(batch, self._requests.tensors, sample_of, tokens, failed, self._results, again=again)
 
     def _collect_prompt_logprobs(self, work: Work, hidden: torch.Tensor) -> dict[int, list[GroupLogprobs]]:
         """The hidden state at position p scores the prompt's token p + 1."""

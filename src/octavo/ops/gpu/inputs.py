@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from octavo.ops.gpu.launch import begin_after, chained
-from octavo.ops.inputs import GroupTables
+from octavo.ops.inputs import GroupTables, RowTensors, StepInputs
 
 _BLOCK = 256  # tokens or table columns that a program handles at once
 _COLUMNS = 4096  # table columns of a row per program
@@ -93,26 +93,14 @@ def _gather(
                 base += step
 
 
-def gather(
-    rows: torch.Tensor,
-    query_start: torch.Tensor,
-    token_ids: torch.Tensor,
-    num_computed: torch.Tensor,
-    input_ids: torch.Tensor,
-    positions: torch.Tensor,
-    seq_lens: torch.Tensor,
-    next_positions: torch.Tensor,
-    groups: GroupTables,
-    *,
-    max_query_len: int,
-) -> None:
+def gather(step: StepInputs, table: RowTensors, groups: GroupTables) -> None:
     """See `ops.inputs.gather_inputs`."""
-    num_rows = seq_lens.shape[0]
-    tiles = max(triton.cdiv(max_query_len, _BLOCK), triton.cdiv(groups.max_columns, _COLUMNS))
+    num_rows = step.seq_lens.shape[0]
+    tiles = max(triton.cdiv(step.max_query_len, _BLOCK), triton.cdiv(groups.max_columns, _COLUMNS))
     _gather[(num_rows + 1, min(tiles, _MAX_TILES))](
-        rows, query_start, token_ids, num_computed, input_ids, positions, seq_lens, next_positions, groups.addresses,
-        token_ids.shape[1], num_rows, input_ids.shape[0], NUM_GROUPS=len(groups.tables), BLOCK=_BLOCK, num_warps=2,
-        **chained(rows.device),
+        step.rows, step.query_start, table.token_ids, table.num_computed, step.input_ids, step.positions, step.seq_lens,
+        step.next_positions, groups.addresses, table.token_ids.shape[1], num_rows, step.input_ids.shape[0],
+        NUM_GROUPS=len(groups.tables), BLOCK=_BLOCK, num_warps=2, **chained(step.rows.device),
     )  # fmt: skip
 
 
@@ -142,21 +130,13 @@ def _commit(
 
 
 def commit(
-    rows: torch.Tensor,
-    seq_lens: torch.Tensor,
-    sample_of: torch.Tensor,
-    sampled: torch.Tensor,
-    failed: torch.Tensor,
-    token_ids: torch.Tensor,
-    total_len: torch.Tensor,
-    num_computed: torch.Tensor,
-    results: torch.Tensor,
-    *,
-    again: bool = False,
-) -> None:
+    step: StepInputs, table: RowTensors, sample_of: torch.Tensor, sampled: torch.Tensor, failed: torch.Tensor,
+    results: torch.Tensor, *, again: bool = False,
+) -> None:  # fmt: skip
     """See `ops.inputs.commit_tokens`."""
-    num_rows = seq_lens.shape[0]
+    num_rows = step.seq_lens.shape[0]
     _commit[(triton.cdiv(num_rows, _ENTRIES),)](
-        rows, seq_lens, sample_of, sampled, failed, token_ids, total_len, num_computed, results, token_ids.shape[1],
-        num_rows, AGAIN=again, BLOCK=_ENTRIES, num_warps=4, **chained(rows.device),
+        step.rows, step.seq_lens, sample_of, sampled, failed, table.token_ids, table.total_len, table.num_computed,
+        results, table.token_ids.shape[1], num_rows, AGAIN=again, BLOCK=_ENTRIES, num_warps=4,
+        **chained(sampled.device),
     )  # fmt: skip
