@@ -99,8 +99,12 @@ def test_staged_writes_of_several_tensors_arrive_in_order() -> None:
     device = torch.device("cuda")
     queue = WriteQueue(device)
     ints, longs = (StagedTensor(4, 1000, dtype, device, queue) for dtype in (torch.int32, torch.int64))
+    floats, seeds = (StagedTensor(4, 0, dtype, device, queue) for dtype in (torch.float32, torch.int64))
     expected = torch.zeros(2, 4, 1000, dtype=torch.int64)
     for turn in range(6):  # more turns than pinned slots
+        for value in (-1, turn):
+            floats.stage_one(turn % 4, value + 0.5)
+            seeds.stage_one(turn % 4, value << 40)
         for at, tensor in enumerate((ints, longs)):
             tensor.stage(turn % 4, 5, range(turn, turn + 700))
             tensor.stage(turn % 4, 7, [-turn])  # over what was staged before
@@ -110,6 +114,7 @@ def test_staged_writes_of_several_tensors_arrive_in_order() -> None:
             expected[at, 3, 999], expected[at, 0, 998] = turn, turn << 20
         ints.apply()  # brings all of the queue
     assert torch.equal(ints.data.cpu().long(), expected[0]) and torch.equal(longs.data.cpu(), expected[1])
+    assert floats.data.tolist() == [4.5, 5.5, 2.5, 3.5] and seeds.data.tolist() == [n << 40 for n in (4, 5, 2, 3)]
 
 
 @pytest.mark.parametrize("dtype", KINDS)

@@ -9,6 +9,7 @@ to the same element win; pinned memory is written again only after the device ha
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,18 +56,44 @@ class WriteQueue:
         self._addresses: list[NDArray[np.int64]] = []
         self._counts: list[NDArray[np.int64]] = []
         self._words: list[NDArray[np.int32]] = []
+        # not among them yet: runs by their first address, and the values at single addresses, by dtype
+        self._runs: list[tuple[int, NDArray[np.int32]]] = []
+        self._values: dict[np.dtype[Any], dict[int, Any]] = {}
 
     def stage(self, addresses: NDArray[np.int64], counts: NDArray[np.int64], words: NDArray[np.int32]) -> None:
         """Stage runs: counts[i] words for the device memory from addresses[i] on, which the caller keeps alive.
 
         The arrays are kept, not copied.
         """
+        self._settle()
         self._addresses.append(addresses)
         self._counts.append(counts)
         self._words.append(words)
 
+    def stage_run(self, address: int, words: NDArray[np.int32]) -> None:
+        """Stage one run. The array is kept, not copied."""
+        self._runs.append((address, words))
+
+    def stage_value(self, address: int, dtype: np.dtype[Any], value: Any) -> None:
+        """Stage one number, where `stage_run` writes nothing."""
+        self._values.setdefault(dtype, {})[address] = value
+
+    def _settle(self) -> None:
+        """Turn single runs and values into arrays: of hundreds of new requests, each has several."""
+        if self._runs:
+            self._addresses.append(np.array([address for address, _ in self._runs]))
+            self._counts.append(np.array([len(words) for _, words in self._runs]))
+            self._words += [words for _, words in self._runs]
+            self._runs = []
+        for dtype, values in self._values.items():
+            self._addresses.append(np.array([*values]))
+            self._counts.append(np.full(len(values), dtype.itemsize // 4))
+            self._words.append(np.array([*values.values()], dtype).view(np.int32))
+        self._values.clear()
+
     def apply(self) -> None:
         """Bring the staged writes to the device, as if in the order in which they were staged."""
+        self._settle()
         if not self._addresses:
             return
         addresses, counts = np.concatenate(self._addresses), np.concatenate(self._counts)
@@ -118,8 +145,12 @@ class StagedTensor:
         assert start + len(values) <= self._width, f"write of {len(values)} at {start} leaves a row of {self._width}"
         at = row * self._width + start
         if self._queue is not None:
-            words = np.ascontiguousarray(values, self._dtype).view(np.int32)
-            self._queue.stage(np.array([self._address + at * self._dtype.itemsize]), np.array([len(words)]), words)
+            address = self._address + at * self._dtype.itemsize
+            if self._width == 1:
+                for value in values:
+                    self._queue.stage_value(address, self._dtype, value)
+            else:
+                self._queue.stage_run(address, np.ascontiguousarray(values, self._dtype).view(np.int32))
             return
         self._places.append(at)
         self._values.append(values)
