@@ -15,7 +15,7 @@ from octavo.attention.base import BACKENDS, AttentionInputs, Variant
 from octavo.attention.mla import MlaBackend
 from octavo.ops.attention import paged_attention_eager
 from octavo.ops.gpu import latent
-from octavo.ops.latent import latent_rope_store_reference
+from octavo.ops.latent import LatentState, latent_rope_store_reference
 from octavo.ops.rope import rope_table
 
 BLOCK = 16
@@ -123,10 +123,8 @@ def check_store_equals_the_twin(device: torch.device, dtype: torch.dtype) -> Non
         for operator in (latent.latent_rope_store, latent_rope_store_reference):
             kv = torch.full((4, 1, BLOCK, STATE), 7.0, dtype=dtype, device=device)
             rotated = torch.zeros(tokens, HEADS, LATENT + ROPE, dtype=dtype, device=device)
-            operator(
-                query, state, positions, cos_sin, weight, 1e-6, rotated[..., LATENT:], kv, slots,
-                interleaved=interleaved,
-            )  # fmt: skip
+            layer = LatentState(cos_sin, weight, 1e-6, interleaved)
+            operator(layer, query, state, positions, rotated[..., LATENT:], kv, slots)
             results.append((kv.float(), rotated.float()))
         tolerance = 1e-5 if dtype == torch.float32 else 2e-2
         for got, expected in zip(*results, strict=True):

@@ -10,6 +10,8 @@ Source: DeepSeek-V2, arXiv 2405.04434, section 2.1 and its note on absorption.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from octavo.arch import Arch
@@ -19,7 +21,7 @@ from octavo.layers.base import Layer
 from octavo.layers.linear import Linear
 from octavo.layers.norm import RMSNorm
 from octavo.ops.head_linear import HeadWeights, head_linear, pack_heads
-from octavo.ops.latent import latent_rope_store
+from octavo.ops.latent import LatentState, latent_rope_store
 
 _INNER_EPS = 1e-6  # of the norms on compressed states: no config.json sets it
 
@@ -63,6 +65,12 @@ class LatentAttention(Layer):
         key, value = heads.split((self._latent.nope_size, self._latent.value_size), dim=1)
         self.absorb_key, self.expand_value = pack_heads(key.transpose(1, 2)), pack_heads(value)
 
+    @functools.cached_property
+    def _state(self) -> LatentState:
+        """The finalized weights around a state, as their operator takes them."""
+        norm, key_scale = self.state_norm, self.tensors.key_scale
+        return LatentState(self.rotary.cos_sin, norm.weight, norm.eps, self._interleaved, key_scale)
+
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """x [tokens, size], positions [tokens] int64 -> [tokens, size]."""
         context = current_context()
@@ -75,9 +83,8 @@ class LatentAttention(Layer):
         q = x.new_empty(num_tokens, self._num_heads, self.variant.head_size)
         head_linear(query[..., : latent.nope_size], self.absorb_key, q[..., : latent.latent_size])
         latent_rope_store(
-            query[..., latent.nope_size :], state, positions, self.rotary.cos_sin, self.state_norm.weight,
-            self.state_norm.eps, q[..., latent.latent_size :], kv, context.inputs[group].slot_mapping,
-            interleaved=self._interleaved, key_scale=self.tensors.key_scale,
+            self._state, query[..., latent.nope_size :], state, positions, q[..., latent.latent_size :], kv,
+            context.inputs[group].slot_mapping,
         )  # fmt: skip
         seen = x.new_empty(num_tokens, self._num_heads, latent.latent_size)
         context.backends[group].run(q, kv, self.variant, seen, self.tensors)

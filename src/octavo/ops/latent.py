@@ -6,70 +6,56 @@ token's results depend on its own rows, its position and its slot only; slot -1 
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from octavo.ops.cache_store import quantize, store
 from octavo.ops.norm import rms_norm
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class LatentState:
+    """What a layer makes of its states."""
+
+    cos_sin: torch.Tensor  # `rope_table` of rotary size rope
+    weight: torch.Tensor  # [latent] float32, of the RMS norm
+    eps: float
+    interleaved: bool  # channels 2i and 2i + 1 turn together
+    key_scale: torch.Tensor | None = None  # [1] float32, of a quantized cache
+
+
 def latent_rope_store(
-    query: torch.Tensor,
-    state: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    rotated: torch.Tensor,
-    kv: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    *,
-    interleaved: bool,
-    key_scale: torch.Tensor | None = None,
-) -> None:
+    layer: LatentState, query: torch.Tensor, state: torch.Tensor, positions: torch.Tensor, rotated: torch.Tensor,
+    kv: torch.Tensor, slot_mapping: torch.Tensor,
+) -> None:  # fmt: skip
     """Rotate `query` into `rotated`, both [tokens, heads, rope]; norm and rotate `state`, write it to the cache.
 
-    state: [tokens, latent + rope], the key's channels last; positions: [tokens] int64; cos_sin: `rope_table` of
-    rotary size rope; weight: [latent] float32 of the RMS norm; kv: [blocks, 1, block_size, latent + rope] of state's
-    dtype, or quantized by key_scale ([1] float32); slot_mapping: [tokens] int64, block * block_size + offset, -1 writes
-    nothing. interleaved: channels 2i and 2i + 1 turn together. A turned pair is laid out as its first halves, then its
-    second: queries and keys alike, so that their products are what any other order gives. Arithmetic is float32,
-    rounded once.
+    state: [tokens, latent + rope], the key's channels last; positions: [tokens] int64; kv: [blocks, 1, block_size,
+    latent + rope] of state's dtype, or quantized by the key's scale; slot_mapping: [tokens] int64, block * block_size +
+    offset, -1 writes nothing. A turned pair is laid out as its first halves, then its second: queries and keys alike,
+    so that their products are what any other order gives. Arithmetic is float32, rounded once.
     """
     if query.is_cuda and kv.dtype == state.dtype:
         from octavo.ops.gpu import latent  # needs triton
 
-        latent.latent_rope_store(
-            query, state, positions, cos_sin, weight, eps, rotated, kv, slot_mapping, interleaved=interleaved
-        )
+        latent.latent_rope_store(layer, query, state, positions, rotated, kv, slot_mapping)
         return
-    latent_rope_store_reference(
-        query, state, positions, cos_sin, weight, eps, rotated, kv, slot_mapping, interleaved=interleaved,
-        key_scale=key_scale,
-    )  # fmt: skip
+    latent_rope_store_reference(layer, query, state, positions, rotated, kv, slot_mapping)
 
 
 def latent_rope_store_reference(
-    query: torch.Tensor,
-    state: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    rotated: torch.Tensor,
-    kv: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    *,
-    interleaved: bool,
-    key_scale: torch.Tensor | None = None,
-) -> None:
+    layer: LatentState, query: torch.Tensor, state: torch.Tensor, positions: torch.Tensor, rotated: torch.Tensor,
+    kv: torch.Tensor, slot_mapping: torch.Tensor,
+) -> None:  # fmt: skip
     """The twin of `latent_rope_store` in plain torch."""
-    latent_size = weight.shape[0]
-    rows = cos_sin[positions]
-    rotated.copy_(_rotate(query.float(), rows[:, None], interleaved))
-    normed = rms_norm(state[:, :latent_size], weight, eps)
-    key = _rotate(state[:, latent_size:].float(), rows, interleaved).to(state.dtype)
+    latent_size = layer.weight.shape[0]
+    rows = layer.cos_sin[positions]
+    rotated.copy_(_rotate(query.float(), rows[:, None], layer.interleaved))
+    normed = rms_norm(state[:, :latent_size], layer.weight, layer.eps)
+    key = _rotate(state[:, latent_size:].float(), rows, layer.interleaved).to(state.dtype)
     states = torch.cat((normed, key), dim=-1)[:, None]
-    store(kv, quantize(states, kv.dtype, key_scale), slot_mapping)
+    store(kv, quantize(states, kv.dtype, layer.key_scale), slot_mapping)
 
 
 def _rotate(x: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool) -> torch.Tensor:

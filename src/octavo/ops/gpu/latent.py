@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.gpu.tree import padded_length, row_sums
+from octavo.ops.latent import LatentState
 
 BN = 32  # tokens per step of the online softmax
 LEAF = 512  # tokens per independent partial result
@@ -79,29 +80,20 @@ def _latent_rope_store(
 
 
 def latent_rope_store(
-    query: Tensor,
-    state: Tensor,
-    positions: Tensor,
-    cos_sin: Tensor,
-    weight: Tensor,
-    eps: float,
-    rotated: Tensor,
-    kv: Tensor,
+    layer: LatentState, query: Tensor, state: Tensor, positions: Tensor, rotated: Tensor, kv: Tensor,
     slot_mapping: Tensor,
-    *,
-    interleaved: bool,
-) -> None:
+) -> None:  # fmt: skip
     """See `octavo.ops.latent.latent_rope_store`."""
     num_tokens, num_heads, rope_size = query.shape
-    latent_size, half = weight.shape[0], rope_size // 2
+    latent_size, half = layer.weight.shape[0], rope_size // 2
     padded = padded_length(latent_size)
     if num_tokens:
         _latent_rope_store[(num_tokens, 1 + triton.cdiv(num_heads, _HEADS))](
-            query, state, positions, cos_sin, weight, rotated, kv, slot_mapping, query.stride(0), query.stride(1),
-            state.stride(0), rotated.stride(0), rotated.stride(1), kv.stride(0), kv.stride(2), kv.shape[2], eps,
-            NUM_HEADS=num_heads, LATENT=latent_size, PADDED=padded, LEVELS=padded.bit_length() - 1, HALF=half,
-            PADDED_HALF=triton.next_power_of_2(half), HEADS=_HEADS, INTERLEAVED=interleaved, num_warps=2,
-            enable_fp_fusion=False,
+            query, state, positions, layer.cos_sin, layer.weight, rotated, kv, slot_mapping, query.stride(0),
+            query.stride(1), state.stride(0), rotated.stride(0), rotated.stride(1), kv.stride(0), kv.stride(2),
+            kv.shape[2], layer.eps, NUM_HEADS=num_heads, LATENT=latent_size, PADDED=padded,
+            LEVELS=padded.bit_length() - 1, HALF=half, PADDED_HALF=triton.next_power_of_2(half), HEADS=_HEADS,
+            INTERLEAVED=layer.interleaved, num_warps=2, enable_fp_fusion=False,
         )  # fmt: skip
 
 
