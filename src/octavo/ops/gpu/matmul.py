@@ -74,7 +74,9 @@ def tile_for(num_rows: int, n: int, k: int, dtype: torch.dtype) -> Tile:
     if num_rows <= 32:
         return Tile(16, 64, 256, 4, 3, swap=True) if n <= 4096 else Tile(32, 64, 128, 4, 4, swap=True)
     if num_rows <= 128:
-        return Tile(64, 16, 128, 4, 4) if n <= 2048 else Tile(64, 64, 64, 4, 4)
+        if n <= 2048:
+            return Tile(64, 16, 128, 4, 4) if k % 256 else Tile(16, 64, 256, 4, 3, swap=True, ahead=1)
+        return Tile(64, 64, 64, 4, 4)
     return Tile(128, 128, 64, 8, 4) if num_rows <= 1024 else Tile(128, 256, 64, 8, 3)
 
 

@@ -17,9 +17,9 @@ from octavo.ops.cache_store import LIMITS
 from octavo.ops.gpu.launch import begin_after, chained
 from octavo.ops.gpu.tree import padded_length, row_sums
 
-# Channels of a program, in whole heads, and its warps: they move no bit.
-_CHANNELS = 1024
-_WARPS = 2
+# Tokens that are few; then channels of a program, in whole heads, and its warps, for few and for more: the best of a
+# sweep on an H200. They move no bit.
+_FEW_TOKENS, _FEW, _MORE = 64, (1024, 4), (2048, 2)
 
 
 @triton.jit
@@ -161,7 +161,8 @@ def qk_norm_rope_store(
         return q
     padded, padded_half = triton.next_power_of_2(head_size), padded_length(half)
     rest = padded_length(max(head_size - 2 * half, 1))
-    heads = max(_CHANNELS // padded, 1)
+    channels, warps = _FEW if num_tokens <= _FEW_TOKENS else _MORE
+    heads = max(channels // padded, 1)
     parts = triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads)
     _qk_norm_rope_store[(num_tokens, parts)](
         qkv, positions, cos_sin, cos_sin if q_norm is None else q_norm, cos_sin if k_norm is None else k_norm, kv, q,
@@ -171,6 +172,6 @@ def qk_norm_rope_store(
         PADDED_HALF=padded_half, REST=rest, HALF_LEVELS=padded_half.bit_length() - 1,
         REST_LEVELS=rest.bit_length() - 1, HEADS=heads, Q_NORM=q_norm is not None, K_NORM=k_norm is not None,
         QUANTIZED=kv.dtype in LIMITS, SCALED=key_scale is not None,
-        num_warps=_WARPS, enable_fp_fusion=False, **chained(qkv.device),
+        num_warps=warps, enable_fp_fusion=False, **chained(qkv.device),
     )  # fmt: skip
     return q
