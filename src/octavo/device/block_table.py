@@ -84,13 +84,16 @@ class BlockTables:
             if block_map.ratio > 1:
                 rows = np.repeat(rows, block_map.ratio)
                 ids = np.array(block_map.expand(ids.tolist()))
-            firsts = np.flatnonzero(np.r_[True, rows[1:] != rows[:-1]])  # pairs of a row are neighbours
-            lengths = np.diff(np.r_[firsts, len(rows)])
-            columns = counts[rows] + np.arange(len(rows)) - np.repeat(firsts, lengths)
+            starts = rows[1:] != rows[:-1]  # pairs of a row are neighbours
+            columns, alone = counts[rows], bool(starts.all())
+            if not alone:
+                firsts = np.concatenate(([0], starts.nonzero()[0] + 1))
+                lengths = np.diff(firsts, append=len(rows))
+                columns += np.arange(len(rows)) - np.repeat(firsts, lengths)
             longest = int(columns.argmax())
             self._check_width(index, int(rows[longest]), int(columns[longest]) + 1)
             self.tables[index].stage_each(rows, columns, ids)
-            counts[rows[firsts]] += lengths
+            counts[rows] = columns + 1  # of a row the last, and largest, stays
 
     def _check_width(self, index: int, row: int, end: int) -> None:
         width = self.tables[index].data.shape[1]

@@ -128,7 +128,7 @@ class KVManager:
         """
         assert request.request_id not in self._entries, "a request is admitted once, and again only after `free`"
         pool = self._pool
-        shared = [block for table in hit.tables for block in table if block != NULL_BLOCK]
+        shared = [block for table in hit.tables for block in table if block != NULL_BLOCK] if hit.num_tokens else []
         num_held = sum(not pool.is_free(block) for block in shared)
         num_left = request.num_tokens - hit.num_tokens
         peak = self._peak_blocks(request.num_tokens + 1, min(num_left, max_new))
@@ -223,7 +223,7 @@ class KVManager:
         return new
 
     def _peak_blocks(self, num_tokens: int, max_new: int) -> int:
-        return sum(policy.peak_blocks(num_tokens, max_new) for policy in self._policies)
+        return sum([policy.peak_blocks(num_tokens, max_new) for policy in self._policies])
 
     def _slide(self, entry: _Entry, position: int) -> None:
         """Replace by null what no query from `position` on reads. Null blocks of a list are always leading ones."""
@@ -255,6 +255,9 @@ class KVManager:
         """From the tail on, all groups together: a hit needs all groups, and the head of a chain is worth most."""
         entry = self._entries.pop(request.request_id, None)
         if entry is None:
+            return
+        if len(entry.tables) == 1:
+            self._pool.release(reversed(entry.tables[0]))
             return
         if self._alignment == self.block_size:
             for blocks in zip(*map(reversed, entry.tables), strict=True):
