@@ -91,10 +91,9 @@ def start_engine(config: EngineConfig, phases: Phases, *, text: bool = True) -> 
         check_weights(arch, resolved, _memory(resolved)[0])
         model = _load(arch, folder, resolved)
         resolved = _apply_mods(model, config, resolved)
-    sized_by = "gpu_memory_utilization" if resolved.device == "cuda" else "kv_cache_memory_bytes"
     with (
         phases("allocate the cache and the tables"),
-        _room(resolved, "the cache and the tables", sized_by, "lower it, or max_num_seqs"),
+        _room(resolved, "the cache and the tables", _sized_by(resolved), "lower it, or max_num_seqs"),
     ):
         form = choose_form(resolved, make_groups(arch, resolved.block_size, ITEMSIZE[resolved.kv_cache_dtype]))
         free_bytes, total_bytes = _memory(resolved)
@@ -277,6 +276,15 @@ def _room(resolved: Resolved, what: str, field: str, change: str) -> Iterator[No
         where = "memory" if on_host else "the GPU"
         limit = f"{what} do not fit {where}, which has {free} of {total} left"
         raise ConfigError(field, getattr(resolved, field), limit, change) from None
+
+
+def _sized_by(resolved: Resolved) -> str:
+    """The setting that the cache's size follows from."""
+    if resolved.num_gpu_blocks_override is not None:
+        return "num_gpu_blocks_override"
+    if resolved.kv_cache_memory_bytes is not None or resolved.device == "cpu":
+        return "kv_cache_memory_bytes"
+    return "gpu_memory_utilization"
 
 
 def _set_up(resolved: Resolved) -> None:
