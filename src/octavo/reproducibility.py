@@ -15,6 +15,7 @@ import random
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,11 @@ from octavo.worker.observe_logits import LogitsFold
 MAX_LEN = 640
 NUM_OUTPUT = 64
 NUM_SIBLINGS = 4
+NUM_CONTROL = 64  # requests that suffice to show a difference
+MAX_ROWS = 512  # requests that run at once, unless an axis says otherwise
 # around the sizes of blocks, tiles and leaves, where kernels have their edges
 _LENGTHS = (1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 200, 255, 256, 257, 400, 511, 512, 513)
-_GROUPS = (1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 17, 24, 31, 33, 48, 64, 65, 96)
+_GROUPS = (1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 17, 24, 31, 33, 48, 64, 65, 96, 127, 129, 160)
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -267,10 +270,11 @@ class Axis:
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def make_axes(device: str, rng: random.Random) -> list[Axis]:
+def make_axes(device: str, jobs: Sequence[Job], rng: random.Random) -> list[Axis]:
     """All axes of a device but the restart. Axes that share an engine are neighbours."""
-    num_blocks = MAX_LEN // 16 + 60  # the longest request, and a few
-    tight = {"num_gpu_blocks_override": num_blocks, "block_size": 16}
+    longest = MAX_LEN // 16 + 60  # blocks of the longest request, and a few
+    needed = sum(-(-(len(job.prompt) + NUM_OUTPUT) // 16) for job in jobs)
+    tight = {"num_gpu_blocks_override": max(longest, needed // 10), "block_size": 16}
     axes = [
         Axis("batch size", in_groups),
         Axis("order", in_another_order),
@@ -297,7 +301,9 @@ class Bench:
     def __init__(self, shape: str | None, settings: dict[str, Any], num_tokens: int, seed: int) -> None:
         """`shape`: random weights of that shape; None: the model that `settings` name, or the bundled one."""
         self._shape, self._seed, self._num_tokens = shape, seed, num_tokens
-        self._settings = {"max_model_len": MAX_LEN, "enable_prefix_caching": False, **settings}
+        self._settings = {
+            "max_model_len": MAX_LEN, "enable_prefix_caching": False, "max_num_seqs": MAX_ROWS, **settings
+        }  # fmt: skip
         self._jobs: list[Job] = []
         self.device = ""
 
@@ -324,7 +330,7 @@ class Bench:
             if restarted:
                 yield "restart", _compare(expected, restarted), "another process"
             settings: dict[str, Any] = {}
-            for axis in make_axes(self.device, random.Random(self._seed)):
+            for axis in make_axes(self.device, self._jobs, random.Random(self._seed)):
                 if chosen and axis.name not in chosen:
                     continue
                 if axis.settings != settings:
@@ -343,8 +349,8 @@ class Bench:
         if self.device == "cpu":
             return _library_products(self._seed)
         with self.run(numerics="fast") as run:
-            expected = run.answers(self._jobs)
-            return _compare(expected, in_groups(run, self._jobs, random.Random(self._seed))[0]), "numerics=fast"
+            jobs = self._jobs[:NUM_CONTROL]
+            return _compare(run.answers(jobs), in_groups(run, jobs, random.Random(self._seed))[0]), "numerics=fast"
 
 
 def _compare(expected: Sequence[Answer], found: Sequence[Answer]) -> Difference:
@@ -379,7 +385,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="draws the requests and the circumstances")
     parser.add_argument("--axis", action="append", default=[], help="only this one; may be repeated")
     parser.add_argument("--write", metavar="PATH", help="write the answers of the reference, and do no more")
-    given = list(sys.argv[1:] if argv is None else argv)
+    given, started = list(sys.argv[1:] if argv is None else argv), time.perf_counter()
     options = vars(parser.parse_args(given))
     names = ("model", "device", "dtype", "quantization", "attention_backend")
     settings = {name: options[name] for name in names if options[name] is not None}
@@ -392,10 +398,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows: dict[str, dict[str, Any]] = {}
     good = True
     for name, difference, remark in bench.results(restarted, chosen):
-        rows[name] = _print(name, difference, remark)
+        rows[name] = _print(name, difference, remark, started)
         good &= not difference.any and bool(difference.tokens)
     control, remark = bench.control()
-    rows["control"] = _print("control", control, f"{remark}: must differ" + ("" if control.any else ", and does not"))
+    remark += ": must differ" + ("" if control.any else ", and does not")
+    rows["control"] = _print("control", control, remark, started)
     document = {"shape": options["shape"], **settings, "device": bench.device, "seed": options["seed"], "axes": rows}
     print(json.dumps(document | {"good": good and control.any}))
     return 0 if good and control.any else 1
@@ -409,12 +416,12 @@ def _in_another_process(argv: Sequence[str]) -> list[Answer]:
         return msgspec.msgpack.decode(path.read_bytes(), type=list[Answer])
 
 
-def _print(name: str, difference: Difference, remark: str) -> dict[str, Any]:
+def _print(name: str, difference: Difference, remark: str, started: float) -> dict[str, Any]:
     row = dataclasses.asdict(difference)
     print(
-        f"{name:>15}: {difference.tokens:>7} compared, different: {difference.different_folds} logits, "
-        f"{difference.different_logprobs} log-probabilities, {difference.different_tokens} tokens"
-        + (f"  ({remark})" if remark else ""),
+        f"{time.perf_counter() - started:6.1f} s {name:>15}: {difference.tokens:>7} compared, "
+        f"different: {difference.different_folds} logits, {difference.different_logprobs} log-probabilities, "
+        f"{difference.different_tokens} tokens" + (f"  ({remark})" if remark else ""),
         flush=True,
     )
     return row | {"remark": remark}

@@ -11,13 +11,13 @@ import functools
 import numpy as np
 import torch
 
-_ROWS_AT_ONCE = 8  # bounds the scratch: 8 bytes per logit
+_ROWS_AT_ONCE = {"cpu": 8, "cuda": 64}  # bounds the scratch: 16 bytes per logit
 
 
 def fold_rows(rows: torch.Tensor) -> torch.Tensor:
     """The folds of `rows` ([S, N] float32, contiguous), [S] int64, on their device. Waits for nothing."""
-    weights = _weights(rows.shape[1], rows.device)
-    parts = [(part.to(torch.int64) * weights).sum(1) for part in rows.view(torch.int32).split(_ROWS_AT_ONCE)]
+    weights, at_once = _weights(rows.shape[1], rows.device), _ROWS_AT_ONCE[rows.device.type]
+    parts = [(part.to(torch.int64) * weights).sum(1) for part in rows.view(torch.int32).split(at_once)]
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=rows.device)
 
 
