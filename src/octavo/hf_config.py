@@ -220,13 +220,21 @@ def _architecture(fields: _Fields) -> str:
 def _refuse_extras(fields: _Fields) -> None:
     """Refuse what changes the computation and is not implemented."""
     quantization = fields.mapping("quantization_config")
-    if quantization:
+    if quantization and not _is_of_the_cache(quantization):
         fields.refuse("quantization_config", quantization.get("quant_method"), "only plain weights are loaded")
     if fields.get("attn_logit_softcapping") is not None:
         fields.refuse("attn_logit_softcapping", fields.get("attn_logit_softcapping"), "only null is implemented")
     for name in ("mlp_bias", "use_bidirectional_attention"):
         fields.only(name, False)
     fields.only("partial_rotary_factor", 1.0)
+
+
+def _is_of_the_cache(quantization: Mapping[str, Any]) -> bool:
+    """Whether it says no more than how K and V were scaled for a float8 cache, as compressed-tensors writes that."""
+    scheme = quantization.get("kv_cache_scheme")
+    if quantization.get("config_groups") or not isinstance(scheme, Mapping):
+        return False
+    return scheme.get("type") == "float" and scheme.get("num_bits") == 8 and not scheme.get("dynamic")
 
 
 def _latent(fields: _Fields) -> Latent:

@@ -7,6 +7,7 @@ of a quantized cache. Holds nothing afterwards. Invariant: a setting is met or r
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -34,6 +35,7 @@ from octavo.memory import ITEMSIZE, MemoryPlan
 from octavo.models.base import Model
 from octavo.ops.cache_store import LIMITS
 
+_LOG = logging.getLogger(__name__)
 CALIBRATION_TOKENS = 64
 CALIBRATION_MARGIN = 1.5
 CACHE_DTYPES = {"fp8": torch.float8_e4m3fn}  # the others go by torch's names
@@ -157,9 +159,9 @@ def attention_names(resolved: Resolved) -> str:
 def give_scales(model: Model, resolved: Resolved, form: CacheForm) -> None:
     """Give each attention layer the scales of a quantized cache, one per KV head for K and for V.
 
-    float8 has a range that K and V do not leave: 1. int8 has not: the largest magnitude that a fixed text of
-    CALIBRATION_TOKENS tokens (fewer only if max_model_len is) shows, times CALIBRATION_MARGIN, is its last step. So the
-    scales follow from the model alone, and are the same in every run.
+    A float8 cache takes those that the checkpoint has. Others are measured: the largest magnitude that a fixed text of
+    CALIBRATION_TOKENS tokens (fewer only if max_model_len is) shows in a head, times CALIBRATION_MARGIN, becomes the
+    type's largest number. So the scales follow from the model alone, and are the same in every run.
     """
     if resolved.kv_cache_dtype not in ("fp8", "int8"):
         return
@@ -168,14 +170,22 @@ def give_scales(model: Model, resolved: Resolved, form: CacheForm) -> None:
     for layer in layers:  # the tensors stay, operators may keep their addresses
         key_scale, value_scale = torch.ones(2, layer.variant.num_kv_heads, device=resolved.device)
         layer.tensors = dataclasses.replace(layer.tensors, key_scale=key_scale, value_scale=value_scale)
-    views = _calibration_cache(model, resolved, form)
+    stored = [layer for layer in layers if layer.stored_scales is not None and resolved.kv_cache_dtype == "fp8"]
+    if stored:
+        _LOG.info("%d of %d layers have the checkpoint's own cache scales", len(stored), len(layers))
+    views = _calibration_cache(model, resolved, form) if len(stored) < len(layers) else []
     limit = LIMITS[cache_dtype(resolved)]
     for layer in layers:
-        largest = views[layer.index].float().abs().amax(dim=(0, 2))  # [heads, channels]
-        key, value = largest.tensor_split([layer.variant.head_size], dim=1)
-        for scale, own in ((layer.tensors.key_scale, key), (layer.tensors.value_scale, value)):
-            if scale is not None and own.numel():
-                scale.copy_((own.amax(dim=1) * (CALIBRATION_MARGIN / limit)).clamp(min=1e-6))
+        scales = layer.stored_scales
+        if scales is None or layer not in stored:
+            largest = views[layer.index].float().abs().amax(dim=(0, 2))  # [heads, channels]
+            halves = largest.tensor_split([layer.variant.head_size], dim=1)  # of a latent layer: all, and nothing
+            key, value = halves if halves[1].numel() else (largest, largest)
+            margin = CALIBRATION_MARGIN / limit
+            scales = (key.amax(1) * margin).clamp(min=1e-6), (value.amax(1) * margin).clamp(min=1e-6)
+        for scale, own in zip((layer.tensors.key_scale, layer.tensors.value_scale), scales, strict=True):
+            assert scale is not None, "a quantized cache has scales"
+            scale.copy_(own)
 
 
 @torch.inference_mode()

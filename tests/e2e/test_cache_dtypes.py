@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from octavo import LLM, SamplingParams
 from octavo.config import ConfigError
+from octavo.layers.attention import Attention
 
 NUM_OUTPUT = 24
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT, ignore_eos=True, logprobs=0)
@@ -92,3 +96,29 @@ def test_a_cache_that_cannot_be_is_refused(make_llm: Make) -> None:
     with pytest.raises(ValueError, match="attention backend 'cpu' takes a cache of float32, bfloat16"):
         make_llm(kv_cache_dtype="float16")
     assert make_llm(kv_cache_dtype="float16", attention_backend="reference").generate("a", GREEDY)
+
+
+def test_the_checkpoints_own_scales_are_used_by_a_float8_cache(
+    make_llm: Make, prompts: list[str], model_folder: Path
+) -> None:
+    """The scales that the start measured, put into the checkpoint: the same bits. Others: other bits."""
+    measured = make_llm(kv_cache_dtype="fp8")
+    few, layers = prompts[:3], attention_layers(measured)
+    expected = results_of(measured, few)
+    weights = {name: tensor for file in model_folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    for factor in (1.0, 3.0):
+        for layer in layers:
+            key, value = layer.tensors.key_scale, layer.tensors.value_scale
+            assert key is not None and value is not None
+            weights[f"model.layers.{layer.index}.self_attn.k_scale"] = key * factor
+            weights[f"model.layers.{layer.index}.self_attn.v_scale"] = value * factor
+        save_file(weights, next(iter(model_folder.glob("*.safetensors"))))
+        stored = make_llm(model=str(model_folder), kv_cache_dtype="fp8")
+        assert torch.equal(attention_layers(stored)[0].tensors.key_scale, layers[0].tensors.key_scale * factor)
+        assert (results_of(stored, few) == expected) == (factor == 1.0)
+    plain = make_llm(model=str(model_folder))  # a cache that is not quantized has no use for them
+    assert attention_layers(plain)[0].tensors.key_scale is None
+
+
+def attention_layers(llm: LLM) -> list[Attention]:
+    return [layer for layer in llm.engine.runner.model.modules() if isinstance(layer, Attention)]

@@ -166,6 +166,10 @@ def test_auto_map_is_ignored_with_a_warning(caplog: pytest.LogCaptureFixture) ->
         ({"architectures": ["EvilForCausalLM"]}, 'architectures=["EvilForCausalLM"] (known are Deepseek'),
         ({"architectures": ["os:system"]}, 'architectures=["os:system"] (known are '),
         ({"architectures": None}, "architectures=[] (known are "),
+        (
+            {"quantization_config": {"quant_method": "x", "kv_cache_scheme": {"type": "int", "num_bits": 8}}},
+            'quantization_config="x" ',
+        ),
         ({"quantization_config": {"quant_method": "gptq"}}, 'quantization_config="gptq" '),
         (
             {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},

@@ -61,6 +61,7 @@ class Attention(Layer):
         self.index = index
         self.variant = variant
         self.tensors = NO_TENSORS  # what it brings to each call of a backend
+        self.stored_scales: tuple[torch.Tensor, torch.Tensor] | None = None  # of a float8 cache, from the checkpoint
         self.__dict__["rotary"] = rotary  # a reference, not a child: the model owns it
         self.norm_eps = norm_eps
         self._norm_offset = norm_offset

@@ -41,6 +41,7 @@ class LatentAttention(Layer):
         assert latent is not None, "latent attention needs its facts"
         self.index, self.variant, self._latent = index, variant, latent
         self.tensors = NO_TENSORS
+        self.stored_scales: tuple[torch.Tensor, torch.Tensor] | None = None  # as Attention's
         self._interleaved = arch.layers[index].rope.interleaved
         self.__dict__["rotary"] = rotary  # a reference, not a child: the model owns it
         num_heads, state = arch.num_heads, latent.latent_size + latent.rope_size

@@ -25,6 +25,7 @@ from octavo.arch import Arch
 from octavo.layers.base import Layer
 from octavo.models import ARCHITECTURES
 from octavo.models.base import Model
+from octavo.models.cache_scales import give_stored_scales, scale_names
 from octavo.models.checkpoint import DTYPES, Checkpoint
 
 _LOG = logging.getLogger(__name__)
@@ -195,6 +196,7 @@ def _fill_from_folder(model: nn.Module, filler: _Filler, folder: Path, check_fin
                 if read is not rows:
                     host.send(read, rows)
                 filler.filled(target.parameter, target.shape[0])
+        give_stored_scales(model, checkpoint, filler.device)
         checkpoint.check_unchanged()
     finally:
         checkpoint.close()
@@ -227,8 +229,13 @@ def _check_fit(checkpoint: Checkpoint, targets: dict[str, _Target], ignored: Seq
             problems.append(f"{name}: expected {list(target.shape)}, found {list(entry.shape)}")
         elif entry.dtype not in DTYPES:
             problems.append(f"{name}: expected one of {', '.join(DTYPES)}, found {entry.dtype}")
+    scales = scale_names(checkpoint.entries)
     for name, entry in checkpoint.entries.items():
-        if name not in targets and not any(fnmatch.fnmatchcase(name, pattern) for pattern in ignored):
+        if (
+            name not in targets
+            and name not in scales
+            and not any(fnmatch.fnmatchcase(name, pattern) for pattern in ignored)
+        ):
             problems.append(f"{name}: expected nothing, found {entry.dtype} {list(entry.shape)}")
     if problems:
         more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
