@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -18,43 +17,24 @@ from octavo.attention.cpu import CpuBackend
 from octavo.config import KV_CACHE_LAYOUTS, ConfigError
 from octavo.groups import CacheGroup, make_groups
 from octavo.ops.zero_blocks import zero_blocks
+from random_models import DEEPSEEK, GEMMA, settings_of, token_prompts
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, detokenize=False)
 SMALL = {"num_gpu_blocks_override": 60, "max_model_len": 512, "max_num_batched_tokens": 96, "num_threads": 1}
 BLOCKS = [(16, 16), (64, 16), (128, 16), (128, 32), (128, 64)]
-# Two kinds of layers, as Gemma 3 has them: every third sees everything, the others a window.
-GEMMA: dict[str, Any] = {
-    "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "vocab_size": 300, "hidden_size": 64,
-    "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
-    "query_pre_attn_scalar": 24, "sliding_window": 40, "sliding_window_pattern": 3, "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-6, "torch_dtype": "float32", "eos_token_id": 1, "bos_token_id": 2, "pad_token_id": 0,
-    "hidden_activation": "gelu_pytorch_tanh", "rope_theta": 1e6, "rope_local_base_freq": 1e4,
-}  # fmt: skip
-
-# Latent attention, with experts from the second layer on.
-DEEPSEEK: dict[str, Any] = {
-    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "vocab_size": 300, "hidden_size": 64,
-    "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "n_routed_experts": 8, "num_experts_per_tok": 3,
-    "moe_intermediate_size": 32, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 512, "torch_dtype": "float32", "eos_token_id": 1, "bos_token_id": 2,
-}  # fmt: skip
-
 Make = Callable[..., LLM]
 
 
 @pytest.fixture
 def two_groups(tmp_path: Path) -> dict[str, Any]:
     """Settings of a model with random weights and two cache groups."""
-    (tmp_path / "config.json").write_text(json.dumps(GEMMA))
-    return {"model": str(tmp_path), "load_format": "dummy"}
+    return settings_of(GEMMA, tmp_path)
 
 
 @pytest.fixture
 def latent(tmp_path: Path) -> dict[str, Any]:
     """Settings of a model with random weights and latent attention."""
-    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK))
-    return {"model": str(tmp_path), "load_format": "dummy"}
+    return settings_of(DEEPSEEK, tmp_path)
 
 
 @pytest.fixture
@@ -66,10 +46,6 @@ def example_on_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 def ids_of(llm: LLM, prompts: list[Any]) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, GREEDY)]
-
-
-def token_prompts() -> list[dict[str, list[int]]]:
-    return [{"prompt_token_ids": [(7 * i * i + 3 * i + n) % 290 + 3 for i in range(n)]} for n in (5, 130, 67)]
 
 
 def test_octavo_tiny_everywhere(make_llm: Make, held_out_prompts: list[str]) -> None:
@@ -96,27 +72,27 @@ def test_octavo_tiny_on_the_reference_backend(make_llm: Make, held_out_prompts: 
 
 def test_two_groups_everywhere(make_llm: Make, two_groups: dict[str, Any]) -> None:
     """A second round finds its prefixes in the cache, in both groups, and blocks pass from one group to the other."""
-    expected = ids_of(make_llm(attention_backend="reference", **two_groups, **SMALL), token_prompts())
+    expected = ids_of(make_llm(attention_backend="reference", **two_groups, **SMALL), token_prompts(5, 130, 67))
     assert len({tuple(ids) for ids in expected}) == len(expected)
     for layout in KV_CACHE_LAYOUTS:
         for block, kernel in BLOCKS:
             config = {"kernel_block_size": kernel}
             llm = make_llm(kv_cache_layout=layout, block_size=block, attention_config=config, **two_groups, **SMALL)
             for _ in range(2):
-                assert ids_of(llm, token_prompts()) == expected, (layout, block, kernel)
+                assert ids_of(llm, token_prompts(5, 130, 67)) == expected, (layout, block, kernel)
             assert llm.engine.scheduler.kv.num_groups == 3  # one full, two sliding
             llm.close()
 
 
 def test_latent_attention_everywhere(make_llm: Make, latent: dict[str, Any]) -> None:
-    expected = ids_of(make_llm(attention_backend="reference", **latent, **SMALL), token_prompts())
+    expected = ids_of(make_llm(attention_backend="reference", **latent, **SMALL), token_prompts(5, 130, 67))
     assert len({tuple(ids) for ids in expected}) == len(expected)
     for layout in KV_CACHE_LAYOUTS:
         for block, kernel in ((16, 16), (128, 16), (128, 64)):
             config = {"kernel_block_size": kernel}
             llm = make_llm(kv_cache_layout=layout, block_size=block, attention_config=config, **latent, **SMALL)
             for _ in range(2):  # the second round finds its prefixes in the cache
-                assert ids_of(llm, token_prompts()) == expected, (layout, block, kernel)
+                assert ids_of(llm, token_prompts(5, 130, 67)) == expected, (layout, block, kernel)
             llm.close()
 
 
@@ -272,9 +248,9 @@ def test_INV_6_freed_blocks_full_of_nan_change_nothing(make_llm: Make, two_group
     config = {"kernel_block_size": 16}
     fields = {**two_groups, **SMALL, "block_size": 32, "kv_cache_layout": layout, "attention_config": config}
     llm = make_llm(enable_prefix_caching=False, **fields)
-    expected = ids_of(llm, token_prompts())
+    expected = ids_of(llm, token_prompts(5, 130, 67))
     pool_of(llm).buffer.fill_(float("nan"))
-    assert ids_of(llm, token_prompts()) == expected
+    assert ids_of(llm, token_prompts(5, 130, 67)) == expected
     assert not pool_of(llm).buffer.isnan().all()
 
 
@@ -295,7 +271,7 @@ def test_2_16_fresh_blocks_are_zeroed_before_they_are_used(
     monkeypatch.setattr(
         "octavo.worker.runner.zero_blocks", lambda data, ids: (handed_out.update(ids), zero_blocks(data, ids))
     )
-    ids_of(llm, token_prompts())
+    ids_of(llm, token_prompts(5, 130, 67))
     assert handed_out
     rows = [row.view(torch.float32) for row in pool.data]
     for block in range(pool.num_blocks):

@@ -1,0 +1,36 @@
+"""Models with random weights whose layers are not all alike, as config.json has them, and prompts for them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+# Two kinds of layers, as Gemma 3 has them: every third sees everything, the others a window.
+GEMMA: dict[str, Any] = {
+    "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "vocab_size": 300, "hidden_size": 64,
+    "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "query_pre_attn_scalar": 24, "sliding_window": 40, "sliding_window_pattern": 3, "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6, "torch_dtype": "float32", "eos_token_id": 1, "bos_token_id": 2, "pad_token_id": 0,
+    "hidden_activation": "gelu_pytorch_tanh", "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+}  # fmt: skip
+
+# Latent attention, with experts from the second layer on.
+DEEPSEEK: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "vocab_size": 300, "hidden_size": 64,
+    "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "n_routed_experts": 8, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 512, "torch_dtype": "float32", "eos_token_id": 1, "bos_token_id": 2,
+}  # fmt: skip
+
+
+def settings_of(shape: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """An engine's settings for a model of that shape, whose config is written to `folder`."""
+    (folder / "config.json").write_text(json.dumps(shape))
+    return {"model": str(folder), "load_format": "dummy"}
+
+
+def token_prompts(*lengths: int) -> list[dict[str, list[int]]]:
+    """One prompt of each length."""
+    return [{"prompt_token_ids": [(7 * i * i + 3 * i + n) % 290 + 3 for i in range(n)]} for n in lengths]
