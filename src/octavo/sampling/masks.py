@@ -1,18 +1,23 @@
 """Features that move or forbid single tokens: logit bias, allowed tokens, min_tokens, bad words.
 
-Owns one class each, with the verbs add, remove, apply_staged and __call__(logits, batch). They touch only the logits of
-rows that ask, and of those only the cells that the request names (allowed tokens: the whole row). Tokens are read from
-the request table, so drafts before a position count like output. Invariant: a row's result depends on its own tokens
-and parameters; a forbidden token has -inf, any other token keeps its bits.
+Owns one class each, and the verbs that they share: add, remove, apply_staged and __call__(logits, batch). They touch
+only the logits of rows that ask, and of those only the cells that the request names (allowed tokens: the whole row).
+Tokens are read from the request table, so drafts before a position count like output. Invariant: a row's result depends
+on its own tokens and parameters; a forbidden token has -inf, any other token keeps its bits.
 """
 
 from __future__ import annotations
 
+import abc
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from octavo.plan import NewRow
-from octavo.sampling.rows import RowLists, SampleBatch
+from octavo.sampling.rows import Entries, RowLists, SampleBatch
+
+Columns = tuple[NDArray[np.generic], ...]
 
 _INF = float("inf")
 
@@ -26,85 +31,19 @@ def forbid(logits: torch.Tensor, cells: torch.Tensor, where: torch.Tensor) -> No
     logits.view(-1).scatter_reduce_(0, cells, bound, "amin")
 
 
-class LogitBias:
-    """Adds a number to the logits of given tokens."""
+class _TokenLists(abc.ABC):
+    """A feature of rows that name tokens, each with a number or tokens of its own."""
 
     def __init__(self, max_num_rows: int, vocab_size: int, device: torch.device) -> None:
         """No row asks at first."""
         self._lists = RowLists(max_num_rows, vocab_size, device)
 
     def add(self, new: NewRow) -> bool:
-        """Stage the biases of a row. Returns whether there are any."""
-        bias = new.sampling.logit_bias
-        if not bias:
-            return False
-        ids, values = np.array(list(bias), np.int64), np.array(list(bias.values()), np.float32)
-        self._lists.stage(new.row, ids, values)
-        return True
-
-    def remove(self, row: int) -> None:
-        """Forget `row`."""
-        self._lists.remove(row)
-
-    def apply_staged(self) -> None:
-        """Bring staged rows to the device."""
-        self._lists.apply_staged()
-
-    def __call__(self, logits: torch.Tensor, batch: SampleBatch) -> None:
-        """Change `logits` ([S, vocab_size] float32, contiguous) in place."""
-        entries = self._lists.select(batch.rows_np)
-        if entries is not None:  # a row names a token once: no two writes meet
-            logits.view(-1).index_add_(0, entries.cells, entries.columns[1])
-
-
-class AllowedTokens:
-    """Forbids all but the given tokens."""
-
-    def __init__(self, max_num_rows: int, vocab_size: int, device: torch.device) -> None:
-        """No row asks at first."""
-        self._lists = RowLists(max_num_rows, vocab_size, device)
-
-    def add(self, new: NewRow) -> bool:
-        """Stage the allowed tokens of a row. Returns whether there is such a list."""
-        if not new.sampling.allowed_token_ids:
-            return False
-        self._lists.stage(new.row, np.array(new.sampling.allowed_token_ids, np.int64))
-        return True
-
-    def remove(self, row: int) -> None:
-        """Forget `row`."""
-        self._lists.remove(row)
-
-    def apply_staged(self) -> None:
-        """Bring staged rows to the device."""
-        self._lists.apply_staged()
-
-    def __call__(self, logits: torch.Tensor, batch: SampleBatch) -> None:
-        """Change `logits` ([S, vocab_size] float32, contiguous) in place."""
-        entries = self._lists.select(batch.rows_np)
-        if entries is None:
-            return
-        flat = logits.view(-1)
-        kept = flat.index_select(0, entries.cells)
-        logits.index_fill_(0, entries.at, -_INF)
-        flat.index_copy_(0, entries.cells, kept)
-
-
-class MinTokens:
-    """Forbids EOS and the stop tokens until the output has min_tokens tokens."""
-
-    def __init__(self, max_num_rows: int, vocab_size: int, device: torch.device) -> None:
-        """No row asks at first."""
-        self._lists = RowLists(max_num_rows, vocab_size, device)
-
-    def add(self, new: NewRow) -> bool:
-        """Stage the tokens that would end a row, with the position up to which they may not."""
-        ends = sorted({*new.eos_token_ids, *(new.sampling.stop_token_ids or ())})
-        if not ends or new.sampling.min_tokens <= 0:
-            return False
-        least = np.full(len(ends), new.num_prompt + new.sampling.min_tokens, np.int64)
-        self._lists.stage(new.row, np.array(ends, np.int64), least)
-        return True
+        """Stage what a row names. Returns whether it names anything."""
+        columns = self._read(new)
+        if columns is not None:
+            self._lists.stage(new.row, *columns)
+        return columns is not None
 
     def remove(self, row: int) -> None:
         """Forget `row`."""
@@ -118,44 +57,81 @@ class MinTokens:
         """Change `logits` ([S, vocab_size] float32, contiguous) in place."""
         entries = self._lists.select(batch.rows_np)
         if entries is not None:
-            forbid(logits, entries.cells, batch.positions.index_select(0, entries.entry_at) < entries.columns[1])
+            self._change(logits, batch, entries)
+
+    @abc.abstractmethod
+    def _read(self, new: NewRow) -> Columns | None:
+        """The columns of RowLists that a row asks for, None if it does not ask."""
+
+    @abc.abstractmethod
+    def _change(self, logits: torch.Tensor, batch: SampleBatch, entries: Entries) -> None:
+        """Do it for the batch's entries."""
 
 
-class BadWords:
+class LogitBias(_TokenLists):
+    """Adds a number to the logits of given tokens."""
+
+    def _read(self, new: NewRow) -> Columns | None:
+        bias = new.sampling.logit_bias
+        if not bias:
+            return None
+        return np.array(list(bias), np.int64), np.array(list(bias.values()), np.float32)
+
+    def _change(self, logits: torch.Tensor, batch: SampleBatch, entries: Entries) -> None:
+        logits.view(-1).index_add_(0, entries.cells, entries.columns[1])  # a row names a token once: no two writes meet
+
+
+class AllowedTokens(_TokenLists):
+    """Forbids all but the given tokens."""
+
+    def _read(self, new: NewRow) -> Columns | None:
+        allowed = new.sampling.allowed_token_ids
+        return (np.array(allowed, np.int64),) if allowed else None
+
+    def _change(self, logits: torch.Tensor, batch: SampleBatch, entries: Entries) -> None:
+        flat = logits.view(-1)
+        kept = flat.index_select(0, entries.cells)
+        logits.index_fill_(0, entries.at, -_INF)
+        flat.index_copy_(0, entries.cells, kept)
+
+
+class MinTokens(_TokenLists):
+    """Forbids EOS and the stop tokens until the output has min_tokens tokens."""
+
+    def _read(self, new: NewRow) -> Columns | None:
+        """The tokens that would end a row, with the position up to which they may not."""
+        ends = sorted({*new.eos_token_ids, *(new.sampling.stop_token_ids or ())})
+        if not ends or new.sampling.min_tokens <= 0:
+            return None
+        least = np.full(len(ends), new.num_prompt + new.sampling.min_tokens, np.int64)
+        return np.array(ends, np.int64), least
+
+    def _change(self, logits: torch.Tensor, batch: SampleBatch, entries: Entries) -> None:
+        forbid(logits, entries.cells, batch.positions.index_select(0, entries.entry_at) < entries.columns[1])
+
+
+class BadWords(_TokenLists):
     """Forbids the last token of a word when the output ends in the tokens before it."""
 
     def __init__(
         self, max_num_rows: int, vocab_size: int, device: torch.device, tokens: torch.Tensor, prompt_lens: torch.Tensor
     ) -> None:
         """`tokens` and `prompt_lens` are the request table's, see Sampler."""
-        self._lists = RowLists(max_num_rows, vocab_size, device)
+        super().__init__(max_num_rows, vocab_size, device)
         self._tokens = tokens
         self._prompt_lens = prompt_lens
 
-    def add(self, new: NewRow) -> bool:
-        """Stage the words of a row: the last token of each, and those before it, right-aligned after -1."""
+    def _read(self, new: NewRow) -> Columns | None:
+        """The last token of each word, and those before it, right-aligned after -1."""
         words = [word for word in new.sampling.bad_words_token_ids or () if word]
         if not words:
-            return False
+            return None
         prefixes = np.full((len(words), max(map(len, words)) - 1), -1, np.int32)
         for prefix, word in zip(prefixes, words, strict=True):
             prefix[len(prefix) - len(word) + 1 :] = word[:-1]
-        self._lists.stage(new.row, np.array([word[-1] for word in words], np.int64), prefixes)
-        return True
+        return np.array([word[-1] for word in words], np.int64), prefixes
 
-    def remove(self, row: int) -> None:
-        """Forget `row`."""
-        self._lists.remove(row)
-
-    def apply_staged(self) -> None:
-        """Bring staged rows to the device."""
-        self._lists.apply_staged()
-
-    def __call__(self, logits: torch.Tensor, batch: SampleBatch) -> None:
-        """Change `logits` ([S, vocab_size] float32, contiguous) in place."""
-        entries = self._lists.select(batch.rows_np)
-        if entries is None:
-            return
+    def _change(self, logits: torch.Tensor, batch: SampleBatch, entries: Entries) -> None:
         prefix = entries.columns[1]  # [E, W]
         rows = batch.rows.index_select(0, entries.entry_at)
         back = torch.arange(-prefix.shape[1], 0, device=prefix.device)
