@@ -22,7 +22,7 @@ def test_the_least_recently_released_findable_block_is_reused_first():
     pool = BlockPool(4, 1)
     a, b, c = pool.take(3)
     for block in (a, b, c):
-        pool.commit(block, 0, bytes([block]))
+        pool.commit([block], 0, [bytes([block])])
     pool.release([b])
     pool.release([c, a])
     assert pool.take(3) == [b, c, a]
@@ -31,7 +31,7 @@ def test_the_least_recently_released_findable_block_is_reused_first():
 def test_a_block_without_a_hash_is_reused_before_any_findable_one():
     pool = BlockPool(3, 1)
     a, b = pool.take(2)
-    pool.commit(a, 0, b"a")
+    pool.commit([a], 0, [b"a"])
     pool.release([a])
     pool.release([b])
     assert pool.take(1) == [b]
@@ -41,7 +41,7 @@ def test_a_block_without_a_hash_is_reused_before_any_findable_one():
 def test_a_freed_block_is_found_until_it_is_handed_out():
     pool = BlockPool(2, 1)
     (block,) = pool.take(1)
-    pool.commit(block, 0, b"h")
+    pool.commit([block], 0, [b"h"])
     pool.release([block])
     assert pool.cached(0)[b"h"] == block
     pool.take(1)
@@ -61,7 +61,7 @@ def test_a_shared_block_is_free_after_its_last_owner():
 def test_sharing_takes_a_free_block_off_the_free_list():
     pool = BlockPool(3, 1)
     block, _ = pool.take(2)
-    pool.commit(block, 0, b"h")
+    pool.commit([block], 0, [b"h"])
     pool.release([block])
     pool.share(block)
     assert pool.num_free == 0
@@ -71,17 +71,17 @@ def test_sharing_takes_a_free_block_off_the_free_list():
 def test_groups_do_not_find_each_others_blocks():
     pool = BlockPool(3, 2)
     a, b = pool.take(2)
-    pool.commit(a, 0, b"h")
+    pool.commit([a], 0, [b"h"])
     assert b"h" not in pool.cached(1)
-    pool.commit(b, 1, b"h")
+    pool.commit([b], 1, [b"h"])
     assert (pool.cached(0)[b"h"], pool.cached(1)[b"h"]) == (a, b)
 
 
 def test_the_second_block_of_equal_content_stays_without_a_hash():
     pool = BlockPool(3, 1)
     a, b = pool.take(2)
-    pool.commit(a, 0, b"h")
-    pool.commit(b, 0, b"h")
+    pool.commit([a], 0, [b"h"])
+    pool.commit([b], 0, [b"h"])
     pool.release([b])
     assert pool.cached(0)[b"h"] == a
     pool.check([[a]])
@@ -90,8 +90,8 @@ def test_the_second_block_of_equal_content_stays_without_a_hash():
 def test_forgotten_content_is_found_in_no_group():
     pool = BlockPool(3, 2)
     a, b = pool.take(2)
-    pool.commit(a, 0, b"h")
-    pool.commit(b, 1, b"h")
+    pool.commit([a], 0, [b"h"])
+    pool.commit([b], 1, [b"h"])
     pool.forget(b"h")
     assert not pool.cached(0) and not pool.cached(1)
     pool.check([[a, b]])
@@ -100,7 +100,7 @@ def test_forgotten_content_is_found_in_no_group():
 def test_reset_waits_for_the_last_owner():
     pool = BlockPool(2, 1)
     (block,) = pool.take(1)
-    pool.commit(block, 0, b"h")
+    pool.commit([block], 0, [b"h"])
     assert not pool.reset_prefix_cache()
     assert b"h" in pool.cached(0)
     pool.release([block])

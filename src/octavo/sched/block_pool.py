@@ -118,11 +118,13 @@ class BlockPool:
                 if self._names[block] is None:
                     self._free.move_to_end(block, last=False)
 
-    def commit(self, block: int, group: int, block_hash: bytes) -> None:
-        """Make a held block findable, unless another of the same content is."""
-        if block_hash not in self._cached[group]:
-            self._cached[group][block_hash] = block
-            self._names[block] = (group, block_hash)
+    def commit(self, blocks: Iterable[int], group: int, names: Iterable[bytes]) -> None:
+        """Make held blocks findable, each unless another of the same content is. Null blocks are skipped."""
+        cached, held = self._cached[group], self._names
+        for block, name in zip(blocks, names, strict=True):
+            if block != NULL_BLOCK and name not in cached:
+                cached[name] = block
+                held[block] = (group, name)
 
     def forget(self, block_hash: bytes) -> None:
         """Make the content unfindable in every group. Who holds its blocks keeps them."""

@@ -245,10 +245,10 @@ class KVManager:
         if num_full <= entry.num_committed:
             return
         self._chain.extend(hashes, tokens, request.cache_salt, num_full)
-        for group, (table, ratio) in enumerate(zip(entry.tables, self._ratios, strict=True)):
-            for index in range(entry.num_committed // ratio, num_full // ratio):
-                if table[index] != NULL_BLOCK:
-                    self._pool.commit(table[index], group, hashes[(index + 1) * ratio - 1])
+        for group, ratio in enumerate(self._ratios):
+            first, last = entry.num_committed // ratio, num_full // ratio
+            names = hashes[(first + 1) * ratio - 1 : last * ratio : ratio]
+            self._pool.commit(entry.tables[group][first:last], group, names)
         entry.num_committed = num_full
 
     def _release(self, request: Request) -> None:
