@@ -39,6 +39,7 @@ MAX_ROWS = 512  # requests that run at once, unless an axis says otherwise
 # around the sizes of blocks, tiles and leaves, where kernels have their edges
 _LENGTHS = (1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 200, 255, 256, 257, 400, 511, 512, 513)
 _GROUPS = (1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 17, 24, 31, 33, 48, 64, 65, 96, 127, 129, 160)
+_ANY_GROUPS = 6  # batches of any of these sizes; the rest are of the larger half
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -181,11 +182,12 @@ Circumstance = Callable[[Run, Sequence[Job], random.Random], "tuple[list[Answer]
 
 
 def in_groups(run: Run, jobs: Sequence[Job], rng: random.Random) -> tuple[list[Answer], str]:
-    """Batches of 1, 2 and random sizes, one after the other."""
+    """Batches of 1, 2 and random sizes, one after the other; once there were several, of large ones."""
     found: list[Answer] = []
     sizes = [1, 2]
     while sum(sizes) < len(jobs):
-        sizes.append(min(rng.choice(_GROUPS), len(jobs) - sum(sizes)))
+        some = _GROUPS if len(sizes) < _ANY_GROUPS else _GROUPS[len(_GROUPS) // 2 :]
+        sizes.append(min(rng.choice(some), len(jobs) - sum(sizes)))
     for size in sizes:
         found += run.answers(jobs[len(found) : len(found) + size])
     return found, f"groups of {min(sizes)} to {max(sizes)}"
