@@ -20,6 +20,7 @@ import gpu_rig
 from octavo.ops import sample
 from octavo.sampling.logprobs import MODES, to_token_logprobs
 from octavo.sampling_params import StructuredOutputsParams
+from row_counts import assert_rows_keep_their_bits
 from test_grammar_mask import EOS, grammar_world
 from test_sampler import random_logits, random_request
 from world import World
@@ -63,29 +64,47 @@ def test_flat_logits_draw_like_the_cpu() -> None:
     assert torch.equal(ours.cpu(), sample.sample_rows(logits, ones, seeds, seeds))
 
 
-def test_rows_keep_their_bits_among_any_number_of_rows() -> None:
-    vocab_size, rng = 32000, random.Random(0)
-    case = gpu_rig.Logits(vocab_size, 40)
+def test_draws_and_log_probabilities_of_a_row() -> None:
+    case = gpu_rig.Logits(32000, 40)
     values, ids = case.values.cuda(), torch.arange(40, device="cuda") * 700
     tables = [x.cuda() for x in (case.temperatures, case.seeds)]
     positions = case.positions.cuda()
 
-    def run(pick: torch.Tensor) -> list[torch.Tensor]:
+    def call(pick: torch.Tensor) -> tuple[torch.Tensor, ...]:
         logits = values[pick]
         drawn, failed = sample.draw(logits, pick, *tables, positions[pick])
         logprobs, ranks = sample.token_logprobs(logits, ids[pick])
-        return [drawn, failed, *sample.logprob_stats(logits), logprobs, ranks]
+        return drawn, failed, *sample.logprob_stats(logits), logprobs, ranks
 
-    alone = run(torch.tensor([17], device="cuda"))
-    for rows in (*range(1, 131), 256, 512, 1024, 2048, 4096, 8192, 16384):
-        at = rng.randrange(rows)
-        pick = torch.randint(0, 40, (rows,), generator=torch.Generator().manual_seed(rows))
-        pick[at] = 17
-        for ours, expected in zip(run(pick.cuda()), alone, strict=True):
-            assert torch.equal(ours[at], expected[0]), (rows, at)
+    assert_rows_keep_their_bits(call, 40)
 
 
-def test_masks_and_top_logprobs_of_a_row_are_its_own() -> None:
+@pytest.mark.parametrize("max_top_k", [0, 20])
+def test_masks_and_top_logprobs_of_a_row(max_top_k: int) -> None:
+    """Cuts of all kinds together (0), and those that a small top-k allows."""
+    case = gpu_rig.Logits(8200, 40)
+    values, temperatures = case.values.cuda(), case.temperatures.cuda() + 0.1
+    top_k, top_p, min_p = (x.cuda() for x in (case.top_k, case.top_p, case.min_p))
+    words = torch.randint(-(2**31), 2**31, (40, 8200 // 32 + 1), generator=torch.Generator().manual_seed(0))
+    words = words.int().cuda()
+    small = torch.arange(40, device="cuda") % max(max_top_k, 1) + 1
+
+    def call(pick: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits, at = values[pick], torch.arange(len(pick), device="cuda")
+        ids, best = sample.top_logprobs(logits, 5)
+        if max_top_k:
+            cuts = (small[pick], top_p[pick], min_p[pick])
+            sample.truncate_(logits, at, temperatures[pick], *cuts, few=True)
+        else:
+            sample.top_k_top_p_mask_(logits, top_k[pick], top_p[pick], min_p[pick])
+        masked = logits.clone()
+        sample.allow_bits_(masked, at, words[pick])
+        return ids, best, logits, masked
+
+    assert_rows_keep_their_bits(call, 40)
+
+
+def test_masks_and_top_logprobs_of_rows_of_every_kind() -> None:
     case = gpu_rig.Logits(32000)
     numbers = [x.cuda() for x in (case.top_k, case.top_p, case.min_p)]
     together = case.values.cuda().clone()
