@@ -20,9 +20,10 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
 # max_model_len may take it to, and the most that an explicit one may.
 _CPU_SHARE, _CPU_AUTO_SHARE, _CPU_EXPLICIT_SHARE = 0.25, 0.5, 0.9
 _CPU_PACKED_ROWS = 768  # CHUNK_ROWS of native/matmul.cpp
-# Of CUDA graphs: tokens of the largest one of a mixed step, and the bytes of the nodes of all. An estimate, which a
-# start compares with what they took.
-_GRAPH_TOKENS, _GRAPH_NODES = 1024, 512 << 20
+# Of CUDA graphs: tokens of the largest one of a mixed step in a large model; the same times the square of a hidden size
+# (issuing takes 0.5 ms a layer, and a token meets 12 to 15 such squares of weights there); bytes of the nodes of all,
+# an estimate, which a start compares with what they took.
+_GRAPH_TOKENS, _GRAPH_WORK, _GRAPH_NODES = 1024, 1024 * 4096**2, 512 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -250,9 +251,13 @@ def _graph_bytes(arch: Arch, resolved: Resolved) -> int:
     """The logits and activations of the largest graphs, which the others share, and what the driver keeps of each."""
     if resolved.device != "cuda" or resolved.enforce_eager:
         return 0
-    tokens = min(resolved.max_num_batched_tokens, _GRAPH_TOKENS)
-    logits = 4 * resolved.max_num_seqs * arch.vocab_size
-    return logits + _workspace_bytes(arch, dataclasses.replace(resolved, max_num_batched_tokens=tokens)) + _GRAPH_NODES
+    largest = dataclasses.replace(resolved, max_num_batched_tokens=graph_tokens(arch, resolved))
+    return 4 * resolved.max_num_seqs * arch.vocab_size + _workspace_bytes(arch, largest) + _GRAPH_NODES
+
+
+def graph_tokens(arch: Arch, resolved: Resolved) -> int:
+    """Tokens of the largest mixed step that a GPU runs as a graph: beyond, issuing it hides behind running it."""
+    return min(resolved.max_num_batched_tokens, max(_GRAPH_TOKENS, _GRAPH_WORK // arch.hidden_size**2))
 
 
 def _workspace_bytes(arch: Arch, resolved: Resolved) -> int:

@@ -32,7 +32,7 @@ from octavo.grammar import NO_GRAMMARS, Grammars
 from octavo.groups import CacheGroup, make_groups
 from octavo.kv_cache.pool import KVCachePool
 from octavo.layers.attention import Attention
-from octavo.memory import ITEMSIZE, MemoryPlan, check_weights, plan_memory, show_bytes
+from octavo.memory import ITEMSIZE, MemoryPlan, check_weights, graph_tokens, plan_memory, show_bytes
 from octavo.model_state.default import DefaultModelState
 from octavo.models.base import Model
 from octavo.models.loader import load_model
@@ -213,9 +213,9 @@ def _graph_keys(model: Model, resolved: Resolved, capabilities: Sequence[Capabil
     held = {"decode", "mixed"}
     for capability in capabilities:
         held &= frozenset() if needs & capability.eager else capability.graphs
-    rows, tokens = resolved.max_num_seqs, resolved.max_num_batched_tokens
+    rows = resolved.max_num_seqs
     decode = decode_keys(rows) if "decode" in held else []
-    return decode + (mixed_keys(rows, tokens) if "mixed" in held else [])
+    return decode + (mixed_keys(rows, graph_tokens(model.arch, resolved)) if "mixed" in held else [])
 
 
 def _make_executor(runner: Runner, resolved: Resolved) -> Executor:

@@ -27,7 +27,9 @@ def work(num_tokens: list[int], *, is_decode: bool = False) -> Work:
 def test_sizes_end_at_the_limits() -> None:
     assert [key.num_rows for key in decode_keys(20)] == [1, 2, 4, 8, 16, 20]
     assert [key.num_rows for key in decode_keys(1)] == [1]
-    assert [(key.num_tokens, key.num_rows) for key in mixed_keys(20, 130)] == [(16, 16), (32, 20), (64, 20), (128, 20)]
+    mixed = [(16, 16), (32, 20), (64, 20), (128, 20), (130, 20)]
+    assert [(key.num_tokens, key.num_rows) for key in mixed_keys(20, 130)] == mixed
+    assert mixed_keys(20, 128) == mixed_keys(20, 130)[:-1]
 
 
 @pytest.mark.parametrize(("rows", "padded"), [(1, 1), (3, 4), (5, 8), (8, 8), (97, 100), (100, 100)])
@@ -41,7 +43,8 @@ def test_what_is_no_decode_step_takes_no_decode_graph() -> None:
     key = POOL.dispatch(work([1, 1]))
     assert (key.num_tokens, key.num_rows, key.is_decode) == (16, 16, False)
     assert POOL.dispatch(work([1, 1, 30])).num_tokens == 32
-    assert POOL.dispatch(work([129])) is EAGER
+    assert POOL.dispatch(work([129])).num_tokens == 200
+    assert POOL.dispatch(work([201])) is EAGER
     assert GraphPool().dispatch(work([1], is_decode=True)) is EAGER
 
 

@@ -17,7 +17,7 @@ import torch
 
 from octavo.device.batch import Work
 
-_MIXED_TOKENS = (16, 32, 64, 128, 256, 384, 512, 768, 1024)  # beyond, the device takes longer than issuing does
+_MIXED_TOKENS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
 _INTS = {2: "<i2", 4: "<i4"}  # by bytes per element
 
 
@@ -40,8 +40,8 @@ def decode_keys(max_num_rows: int) -> list[GraphKey]:
 
 
 def mixed_keys(max_num_rows: int, max_num_tokens: int) -> list[GraphKey]:
-    """Padded token counts whose kernels take longer to issue than to run."""
-    sizes = [size for size in _MIXED_TOKENS if size <= max_num_tokens]
+    """Padded token counts up to `max_num_tokens`, beyond which kernels take longer to run than to issue."""
+    sizes = [*(size for size in _MIXED_TOKENS if size < max_num_tokens), max_num_tokens]
     return [GraphKey(size, min(size, max_num_rows), is_decode=False) for size in sizes]
 
 
