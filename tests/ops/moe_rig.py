@@ -26,7 +26,7 @@ def _world(tokens: int, ranks: int, device: torch.device, dtype: torch.dtype) ->
     return x, experts.to(device), weight
 
 
-def _run(x: torch.Tensor, experts: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def run(x: torch.Tensor, experts: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     kind = str(weight.dtype).removeprefix("torch.")
     weights = ExpertWeights([LinearWeight(OUT, SIZE, kind, part) for part in weight])
     groups = moe.group_pairs(experts, EXPERTS)
@@ -38,13 +38,13 @@ def check_equals_one_product_per_pair(device: torch.device, dtype: torch.dtype) 
         x, experts, weight = _world(tokens, ranks, device, dtype)
         expected = torch.einsum("ts,trns->trn", x.float(), weight[experts].float()).flatten(0, 1)
         tolerance = 1e-4 if dtype == torch.float32 else 0.1
-        torch.testing.assert_close(_run(x, experts, weight).float(), expected, atol=tolerance, rtol=1e-2)
+        torch.testing.assert_close(run(x, experts, weight).float(), expected, atol=tolerance, rtol=1e-2)
 
 
 def check_bits_of_a_token_alone(device: torch.device, dtype: torch.dtype) -> None:
     x, experts, weight = _world(12, 3, device, dtype)
-    together = _run(x, experts, weight).view(12, 3, OUT)
-    alone = _run(x[5:6], experts[5:6], weight)
+    together = run(x, experts, weight).view(12, 3, OUT)
+    alone = run(x[5:6], experts[5:6], weight)
     assert torch.equal(alone, together[5])
 
 
