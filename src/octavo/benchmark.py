@@ -197,6 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--quantization", choices=["int8"])
     parser.add_argument("--numerics", choices=["reproducible", "fast"], default="reproducible")
+    parser.add_argument("--attention-backend", help="as the engine's setting of this name; without it, its own choice")
     parser.add_argument("--async-scheduling", action="store_true")
     parser.add_argument("--profile", action="store_true", help="on a GPU: where a decode step's time goes")
     parser.add_argument(
@@ -210,6 +211,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "quantization": arguments.quantization,
         "numerics": arguments.numerics,
     }
+    if arguments.attention_backend:
+        fields["attention_config"] = {"backend": arguments.attention_backend}
     if arguments.async_scheduling:
         fields["async_scheduling"] = True
     known = gpu_benchmark.WORKLOADS if on_gpu else WORKLOADS

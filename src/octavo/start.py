@@ -214,7 +214,8 @@ def _graph_keys(model: Model, resolved: Resolved, capabilities: Sequence[Capabil
     for capability in capabilities:
         held &= frozenset() if needs & capability.eager else capability.graphs
     rows = resolved.max_num_seqs
-    decode = decode_keys(rows) if "decode" in held else []
+    lengths = {n for capability in capabilities for n in capability.graph_lengths if n < resolved.max_model_len}
+    decode = decode_keys(rows, sorted(lengths)) if "decode" in held else []
     return decode + (mixed_keys(rows, graph_tokens(model.arch, resolved)) if "mixed" in held else [])
 
 

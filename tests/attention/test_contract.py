@@ -290,7 +290,8 @@ def test_narrow_caches_with_a_scale_per_head(name: str, dtype: torch.dtype, cach
         if takes(name, setting):
             step = make_step(rows, setting, seed=3, cache=cache, scales=scales)
             out = step.run(backend, VARIANTS[variant], layer)
-            if backend.capability.reproducible:
+            same_block = backend.capability.any_block_size or setting.kernel == PLAIN.kernel
+            if backend.capability.reproducible and same_block:
                 assert torch.equal(out, plain), setting
             else:
                 assert_near(out, plain.double())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -118,6 +119,24 @@ def test_F1_8_and_F1_9_mask_rows_against_a_brute_force_token_mask(seed: int) -> 
         assert seen_tokens == list(range(sum(batch.queries))), "every query is in one tile"
 
 
+@pytest.mark.parametrize("group", [1, 3, 4, 7])
+def test_K4_7_tiles_of_every_size_tell_the_same_blocks_full(group: int) -> None:
+    """A kernel walks partly visible blocks first, so a block's kind is part of the order of a query's sums."""
+    rng = random.Random(group)
+    for mods in MODS:
+        batch = Batch(rng, 16, most=8)
+        full: list[dict[tuple[int, int], list[int]]] = []
+        for lines in (16, 32, 128):
+            shape = ops.Geometry(group=group, lines=lines, block=16, stride=1, columns=100, q_block=128)
+            rows, count, _ = batch.plan(shape, mods)
+            seen = {}
+            for z in range(count):
+                ids = rows.full[z, 0, 0, : int(rows.full_num[z])].tolist()
+                seen |= {(int(rows.row[z]), at): ids for at in range(int(rows.low[z]), int(rows.high[z]) + 1)}
+            full.append(seen)
+        assert full[0] == full[1] == full[2] and len(full[0]) == sum(batch.queries)
+
+
 def test_F1_9_a_kernels_own_indices_lead_to_the_logical_mask() -> None:
     """Physical keys are told from logical ones by the blocks' places; keys past a request's end are hidden."""
     rng = random.Random(5)
@@ -158,7 +177,7 @@ def test_F1_6_places_of_physical_blocks() -> None:
 
 
 def test_F1_1_and_F1_2_the_numbers_that_failed_upstream() -> None:
-    """16,384 tokens, 4,096 of a request, blocks of 16: buffers are made and are smaller than [1024, 4096]; odd ones."""
+    """F1.G1: 16,384 tokens, 4,096 of a request, blocks of 16: buffers are made, smaller than [1024, 4096]; odd ones."""
     for tokens, longest, block in ((16384, 4096, 16), (1000, 1000, 48)):
         setup = Setup(max_num_rows=256, max_num_tokens=tokens, max_model_len=longest, num_blocks=50, block_size=block)
         backend = FlexBackend([PLAIN], torch.bfloat16, CPU, setup)
@@ -187,7 +206,9 @@ def test_F1_3_every_legal_batch_fits() -> None:
         assert ops.max_tiles(len(queries), sum(queries), max(queries), tokens) <= ops.max_tiles(40, 640, 640, tokens)
 
 
-def run_step(backend: FlexBackend, lengths: list[int], block: int, num_blocks: int = 50) -> torch.Tensor:
+def run_step(
+    backend: FlexBackend, lengths: list[int], block: int, num_blocks: int = 50, variant: Variant = PLAIN
+) -> torch.Tensor:
     """One decode step over a cache of zeros."""
     from octavo.attention.base import AttentionInputs
 
@@ -201,7 +222,7 @@ def run_step(backend: FlexBackend, lengths: list[int], block: int, num_blocks: i
     kv = torch.zeros(num_blocks, block, 2, 32, dtype=torch.bfloat16).transpose(1, 2)
     out = torch.empty(rows, 8, 16, dtype=torch.bfloat16)
     backend.prepare(inputs)
-    backend.run(torch.ones(rows, 8, 16, dtype=torch.bfloat16), kv, PLAIN, out)
+    backend.run(torch.ones(rows, 8, 16, dtype=torch.bfloat16), kv, variant, out)
     return out
 
 
@@ -215,6 +236,24 @@ def test_F1_4_addresses_and_strides_stay_over_steps_of_any_size() -> None:
         lists = rows.partial, rows.full, rows.partial_num, rows.full_num, rows.row, rows.first
         seen.add(tuple((x.data_ptr(), x.stride()) for x in lists))
     assert len(seen) == 1
+
+
+def test_F1_G5_masks_that_torch_evaluates_lie_in_the_same_buffers() -> None:
+    """Hints of a user's own have no kernel; their mask rows are copied to where a graph looks for them."""
+    hinted = AttentionMods(mask_mod=lambda b, h, q, kv: kv >= 0, some=lambda b, q, q_last, kv, kv_last: kv >= 0)
+    variant = dataclasses.replace(PLAIN, mods=hinted)
+    setup = Setup(max_num_rows=8, max_num_tokens=64, max_model_len=500, num_blocks=50, block_size=16)
+    backend = FlexBackend([variant], torch.bfloat16, CPU, setup)
+    seen, outs = set(), []
+    for lengths in ([90] * 3, [1], [500], [17, 300]):
+        outs.append((run_step(backend, lengths, 16, variant=variant), run_step(plain_backend(setup), lengths, 16)))
+        (rows,) = backend._buffers.values()
+        seen.add(tuple((x.data_ptr(), x.stride()) for x in (rows.partial, rows.full, rows.partial_num, rows.full_num)))
+    assert len(seen) == 1 and all(torch.equal(*pair) for pair in outs)
+
+
+def plain_backend(setup: Setup) -> FlexBackend:
+    return FlexBackend([PLAIN], torch.bfloat16, CPU, setup)
 
 
 def test_F1_G2_memory_does_not_grow_with_the_pool() -> None:

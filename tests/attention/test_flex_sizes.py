@@ -43,7 +43,9 @@ def test_K4_5_what_a_user_sets_is_used() -> None:
         64,
         32,
     )
-    assert sizes.leaf == 0 and not sizes.launch, "keys are walked in one pass, as a trainer walks them"
+    assert sizes.leaf == 0 and not sizes.decode_launch and not sizes.prefill_launch, (
+        "keys are walked in one pass, as a trainer walks them"
+    )
 
 
 @pytest.mark.parametrize(
@@ -75,6 +77,16 @@ def test_K4_2_K4_3_K4_G6_wrong_values_are_refused_by_name(options: dict, field: 
     with pytest.raises(ConfigError, match=cause) as error:
         resolve_flex_sizes(options, kernel_block=32, group=4)
     assert error.value.field == field
+
+
+def test_F1_10_and_K4_G4_another_mask_block_than_the_caches_is_refused_never_slow() -> None:
+    """There is one way to build a mask, over blocks of the cache, also for both-way attention."""
+    both_ways = Variant(num_heads=4, num_kv_heads=2, head_size=16, scale=0.25, causal=False)
+    for size in (16, 64):
+        setup = Setup(num_blocks=9, block_size=32, options={KV: size})
+        with pytest.raises(ConfigError, match=f"{KV}={size}: must be the cache's kernel block size, which is 32"):
+            FlexBackend([both_ways], torch.float32, torch.device("cpu"), setup)
+    FlexBackend([both_ways], torch.float32, torch.device("cpu"), Setup(num_blocks=9, block_size=32, options={KV: 32}))
 
 
 def test_K4_4_the_limit_holds_in_reproducible_mode_only_and_equality_is_allowed() -> None:
@@ -122,6 +134,8 @@ def test_L3_G1_the_cache_of_a_gpu_ends_where_offsets_of_32_bits_do() -> None:
         assert memory.num_blocks > expected
         planned = within_reach(memory, resolved, form, model)
         assert planned.num_blocks == (expected or memory.num_blocks)
+        fewer = within_reach(dataclasses.replace(memory, num_blocks=10_000), resolved, form, model).num_blocks
+        assert fewer == (9984 if backend == "flex" else 10_000), "round, so that a later start has the same kernels"
         if expected:
             with pytest.raises(ValueError, match=f"'flex' reaches {expected} blocks.*set max_model_len"):
                 within_reach(dataclasses.replace(memory, blocks_per_request=expected), resolved, form, model)

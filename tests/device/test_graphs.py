@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 
 from octavo.device.batch import Work, lay_out
-from octavo.device.graphs import EAGER, GraphPool, decode_keys, mixed_keys
+from octavo.device.graphs import ANY_LENGTH, EAGER, GraphKey, GraphPool, decode_keys, mixed_keys
 from octavo.device.request_table import RequestTable
 from octavo.plan import NewRow, StepPlan
 from octavo.sampling_params import SamplingParams
@@ -36,6 +38,16 @@ def test_sizes_end_at_the_limits() -> None:
 def test_decode_steps_take_the_next_size(rows: int, padded: int) -> None:
     key = POOL.dispatch(work([1] * rows, is_decode=True))
     assert (key.num_rows, key.num_tokens, key.is_decode) == (padded, padded, True)
+
+
+def test_short_rows_take_the_graph_of_their_length() -> None:
+    """Where a backend's grid grows with the longest row that a graph serves."""
+    pool = GraphPool(decode_keys(20, (100, 1000)))
+    for longest, length in ((1, 100), (100, 100), (101, 1000), (1000, 1000), (1001, ANY_LENGTH)):
+        for rows, padded in ((1, 1), (3, 4), (17, 20), (20, 20)):
+            step = dataclasses.replace(work([1] * rows, is_decode=True), max_seq_len=longest)
+            assert pool.dispatch(step) == GraphKey(padded, padded, length, is_decode=True)
+    assert pool.dispatch(work([1] * 21, is_decode=True)) is EAGER
 
 
 def test_what_is_no_decode_step_takes_no_decode_graph() -> None:
@@ -71,3 +83,4 @@ def test_every_backend_has_a_say_in_what_is_captured() -> None:
 
     assert BACKENDS.resolve("reference").capability.graphs == frozenset()
     assert BACKENDS.resolve("flex").capability.graphs == {"decode"}
+    assert BACKENDS.resolve("flex").capability.graph_lengths and not BACKENDS.resolve("paged").capability.graph_lengths

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import runpy
 import sys
 from collections.abc import Callable
@@ -71,19 +72,40 @@ def test_the_server_runs_mods_that_a_file_names(make_llm: Callable[..., LLM]) ->
 def test_K4_7_flex_has_the_same_bits_alone_and_in_a_shuffled_batch(
     make_llm: Callable[..., LLM], held_out_prompts: list[str], count: int, sizes: tuple[int, ...]
 ) -> None:
-    """With chunked prefill and prefix hits, at several block sizes."""
-    prompts = [prompt[:80] for prompt in held_out_prompts[:count]]
+    """Each prompt by itself, without a cache, against chunks, prefix hits and neighbours of other lengths."""
+    prompts = [(prompt * 9)[: 20 + 17 * index % 61] for index, prompt in enumerate(held_out_prompts[:count])]
+    prompts[0] = (held_out_prompts[0] * 9)[:300]
+    shuffled = random.Random(1).sample(range(count), count)
     for size in sizes:
         options: dict[str, Any] = {"backend": "flex"}
         if size:
             options |= {"flex_attn_block_m": size, "flex_attn_block_n": size}
-        llm = make_llm(
-            max_num_seqs=count, max_model_len=128, max_num_batched_tokens=48, block_size=size or 16,
-            attention_config=options,
-        )  # fmt: skip
-        together = logprobs(llm, prompts[::-1], None, 3)[::-1]
-        for index in range(0, count, 4):
-            assert logprobs(llm, prompts[index], None, 3)[0] == together[index]
+        fields = {"max_model_len": 128, "block_size": size or 16, "attention_config": options}
+        single = make_llm(**fields, max_num_seqs=1, enable_prefix_caching=False)
+        alone = [logprobs(single, prompt, None, 3)[0] for prompt in prompts]
+        crowded = make_llm(**fields, max_num_seqs=count, max_num_batched_tokens=48)
+        for turn in range(2):  # the second time the prefix cache is warm
+            hits = crowded.engine.scheduler.kv.stats.hits
+            assert logprobs(crowded, [prompts[index] for index in shuffled], None, 3) == [alone[i] for i in shuffled]
+            assert (crowded.engine.scheduler.kv.stats.hits > hits) == bool(turn)
+
+
+@pytest.mark.parametrize("kernel_block", [16, 32])
+def test_F1_5_and_F1_G6_steps_in_flight_and_split_blocks_change_nothing(
+    make_llm: Callable[..., LLM], kernel_block: int
+) -> None:
+    """Kernel blocks of a split cache block: the pool has num_blocks times as many, and all of them are in use."""
+    fields = {**LIMITS, "block_size": 64, "num_gpu_blocks_override": 5, "attention_mods": FIVE["near"]}
+    options = {"backend": "flex", "kernel_block_size": kernel_block}
+    results = []
+    for asynchronous in (False, True):
+        llm = make_llm(**fields, attention_config=options, async_scheduling=asynchronous, enable_prefix_caching=False)
+        results.append(logprobs(llm, PROMPTS * 2, tokens=20))
+    expected = logprobs(
+        make_llm(**{**fields, "block_size": kernel_block, "num_gpu_blocks_override": 40}, attention_backend="flex"),
+        PROMPTS * 2, tokens=20,
+    )  # fmt: skip
+    assert results[0] == results[1] == expected
 
 
 def test_fields_part_the_prefix_cache_of_a_running_engine(make_llm: Callable[..., LLM]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import random
 import sys
 from pathlib import Path
 
@@ -33,9 +35,9 @@ ROWS = [(300, 1), (2500, 1), (64, 64), (4200, 130)]
 LIMITS = {"max_num_rows": 8, "max_num_tokens": 8192, "max_model_len": 8192}
 
 
-def history(seed: int, length: int, dtype: torch.dtype = BF16) -> History:
+def history(seed: int, length: int, dtype: torch.dtype = BF16, heads: int = HEADS) -> History:
     """Heavy-tailed, so that another order of a sum shows."""
-    made = make_history(seed, length, HEADS, KV_HEADS, SIZE, dtype)
+    made = make_history(seed, length, heads, KV_HEADS, SIZE, dtype)
     factor = torch.exp2(6 * torch.rand(length, KV_HEADS, 1, generator=torch.Generator().manual_seed(seed)) - 4)
     made.kv = (made.kv.float() * factor).to(dtype)
     return History(made.q.to(DEVICE), made.kv.to(DEVICE))
@@ -61,7 +63,10 @@ class Step:
             table[row, :count] = torch.tensor([ids.pop() for _ in range(count)])
             at = torch.arange(length, device=DEVICE)
             blocks = table[row, :count].to(DEVICE).long()[at // block]
-            self.kv[blocks, :, at % block] = made.kv[:length]
+            kept, target = made.kv[:length], self.kv
+            if kept.element_size() == 1:  # bytes, since float8 has no assignment by index
+                kept, target = kept.view(torch.uint8), target.view(torch.uint8)
+            target[blocks, :, at % block] = kept
         queries = [queries for _, _, queries in rows]
         self.inputs = AttentionInputs(
             num_rows=len(rows), num_tokens=sum(queries), max_query_len=max(queries),
@@ -111,6 +116,25 @@ def test_equals_the_reference(name: str) -> None:
     torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.int8])
+def test_K4_9_quantized_caches_with_a_scale_per_head(stored: torch.dtype) -> None:
+    """Stored numbers times the scales, against the reference over their products."""
+    scales = torch.tensor([0.02, 0.05], device=DEVICE), torch.tensor([0.5, 0.03], device=DEVICE)
+    layer = LayerTensors(key_scale=scales[0], value_scale=scales[1])
+    variant = dataclasses.replace(PLAIN, soft_cap=20.0)
+    kept, plain = [], []
+    for made, length, queries in make_rows():
+        narrow = (made.kv.float() * 30).round().clamp(-127, 127).to(stored)
+        factor = torch.cat([scale[:, None].expand(-1, SIZE) for scale in scales], dim=1)
+        kept.append((dataclasses.replace(made, kv=narrow), length, queries))
+        plain.append((dataclasses.replace(made, kv=narrow.float() * factor, q=made.q.float()), length, queries))
+    step = Step(kept)
+    backend = FlexBackend([variant], BF16, DEVICE, dataclasses.replace(step.setup(), cache_dtype=stored))
+    out = step.run(backend, variant, layer)
+    expected = Step(plain).run(ReferenceBackend([variant], torch.float32, DEVICE, step.setup()), variant)
+    assert (out.float() - expected).norm() / expected.norm() < 1e-2
+
+
 def test_sinks_and_float32() -> None:
     variant = dataclasses.replace(PLAIN, sinks=True)
     layer = LayerTensors(sinks=torch.linspace(-2, 3, HEADS, device=DEVICE))
@@ -121,21 +145,27 @@ def test_sinks_and_float32() -> None:
 
 
 @pytest.mark.parametrize(
-    ("block", "options"),
+    ("block", "size", "heads", "dtype"),
     [
-        (64, {}),
-        (16, {"flex_attn_block_m": 16, "flex_attn_block_n": 16}),
-        (32, {"flex_attn_block_m": 32, "flex_attn_block_n": 32}),
-        (64, {"flex_attn_block_m": 64, "flex_attn_block_n": 64}),
+        (64, 0, HEADS, BF16),
+        (16, 0, HEADS, BF16),
+        (64, 0, 14, BF16),  # seven heads of a KV head: tiles with lines left over
+        (64, 0, HEADS, torch.float32),
+        (16, 16, HEADS, BF16),
+        (32, 32, HEADS, BF16),
+        (64, 64, HEADS, BF16),
     ],
     ids=str,
 )
-def test_K4_7_decode_chunks_and_neighbours_have_the_same_bits(block: int, options: dict[str, int]) -> None:
-    variant = dataclasses.replace(PLAIN, window=3000)
-    made, other = history(1, 4200), history(2, 4200)
+def test_K4_7_decode_chunks_and_neighbours_have_the_same_bits(
+    block: int, size: int, heads: int, dtype: torch.dtype
+) -> None:
+    options = {"flex_attn_block_m": size, "flex_attn_block_n": size} if size else {}
+    variant = dataclasses.replace(PLAIN, num_heads=heads, window=3000)
+    made, other = history(1, 4200, dtype, heads), history(2, 4200, dtype, heads)
     other.q *= 30  # huge but finite
     whole = Step([(made, 4200, 4200)], block)
-    backend = FlexBackend([variant], BF16, DEVICE, Setup(**LIMITS, num_blocks=800, block_size=block, options=options))
+    backend = FlexBackend([variant], dtype, DEVICE, Setup(**LIMITS, num_blocks=800, block_size=block, options=options))
     expected = whole.run(backend, variant)
     for end in (1, 16, 17, 63, 64, 65, 2047, 2048, 2049, 4200):
         alone = Step([(made, end, 1)], block, seed=end).run(backend, variant)
@@ -221,8 +251,12 @@ def test_kernels_equal_their_twins() -> None:
         some=plain.some_visible, every=plain.all_visible,
     )  # fmt: skip
     lines = ops.gather_lines(step.q, rows, shape, 0, count)
-    assert torch.equal(lines, ops.gather_lines_reference(step.q, rows, shape, 0, count))
+    walked = (rows.partial_num + rows.full_num)[:count, 0, 0] > 0
+    assert torch.equal(lines[walked], ops.gather_lines_reference(step.q, rows, shape, 0, count)[walked])
+    lines = torch.randn_like(lines)
     lse = torch.randn(lines.shape[:3], device=DEVICE)
+    leaf = torch.arange(count, device=DEVICE) % 3
+    lse[leaf * shape.leaf >= rows.length[:count]] = float("-inf")  # a leaf behind the request's end
     for sinks in (None, torch.linspace(-1, 1, HEADS, device=DEVICE)):
         outs = [torch.zeros_like(step.q) for _ in range(2)]
         for merge, out in zip((ops.merge_lines, ops.merge_lines_reference), outs, strict=True):
@@ -262,3 +296,74 @@ def test_K4_8_a_trainers_flex_attention_has_the_same_bits(name: str, size: int) 
     for end in (1, 15, 16, 17, 500, 640, 1024):
         out = Step([(made, end, 1), (history(4, 700), 700, 3)], size, seed=end).run(backend, variant)
         assert torch.equal(out[:1], trained[end - 1 : end]), end
+
+
+MINE = {
+    "a user's": AttentionMods(mask_mod=odd_keys),
+    "window and cap": A.and_(A.sliding_window(150), A.soft_cap(20.0)),
+}
+
+
+@pytest.mark.parametrize("name", MINE)
+def test_K4_8_the_call_for_trainers_has_the_same_bits(name: str) -> None:
+    sizes = dict.fromkeys(("flex_attn_block_m", "flex_attn_block_n", "flex_attn_q_block_size"), 64)
+    made, variant = history(3, 1024), dataclasses.replace(PLAIN, mods=MINE[name])
+    q, key, value = made.q[None].transpose(1, 2), *made.kv[None].transpose(1, 2).chunk(2, dim=-1)
+    q, key, value = (x.contiguous() for x in (q, key, value))
+    trained = A.flex_attention(
+        q, key, value, MINE[name], scale=PLAIN.scale, sizes=sizes | {"flex_attn_kv_block_size": 64}
+    )
+    setup = Setup(**LIMITS, num_blocks=800, block_size=64, options=sizes)
+    backend = FlexBackend([variant], BF16, DEVICE, setup)
+    expected = trained[0].transpose(0, 1)
+    for end, count in ((1024, 1024), (700, 130), (1024, 1), (65, 1)):
+        out = Step([(made, end, count), (history(4, 700), 700, 3)], 64, seed=end).run(backend, variant)
+        assert torch.equal(out[:count], expected[end - count : end]), end
+
+
+def test_K4_7_the_control_torchs_own_choice_of_kernels_moves_bits() -> None:
+    """A query alone and the same query in its prompt: torch splits the keys of one and not of the other."""
+    made, length = history(3, 4096), 4096
+    q, key, value = made.q[None].transpose(1, 2), *made.kv[None].transpose(1, 2).chunk(2, dim=-1)
+    compiled = torch.compile(flex_attention, dynamic=False)
+    outs = []
+    for count in (length, 1):
+        mask = create_block_mask(
+            lambda b, h, i, n, count=count: i + length - count >= n, 1, None, count, length, device="cuda"
+        )
+        last = q[:, :, -count:].contiguous()
+        outs.append(compiled(last, key.contiguous(), value.contiguous(), block_mask=mask, enable_gqa=True)[:, :, -1:])
+    torch.testing.assert_close(*outs, atol=2e-2, rtol=2e-2)
+    assert not torch.equal(*outs)
+
+
+def test_F1_5_and_K4_7_an_engines_logprobs_alone_in_a_crowd_with_graphs_and_without() -> None:
+    """32 prompts in a shuffled batch, in chunks, from the prefix cache; steps captured and issued one by one."""
+    from importlib import resources
+
+    from octavo import LLM, SamplingParams
+
+    text = resources.files("octavo").joinpath("assets/octavo-tiny/held_out_prompts.json").read_text()
+    prompts = [(prompt * 9)[: 50 + 97 * index % 401] for index, prompt in enumerate(json.loads(text)[:32])]
+    params = SamplingParams(temperature=0, max_tokens=8, logprobs=0, ignore_eos=True)
+    fields = {
+        "device": "cuda", "dtype": "bfloat16", "attention_backend": "flex", "block_size": 64, "max_model_len": 1024,
+        "num_gpu_blocks_override": 1000,
+    }  # fmt: skip
+
+    def generate(llm: LLM, order: list[int]) -> dict[int, list[object]]:
+        outputs = llm.generate([prompts[index] for index in order], params)
+        return {
+            index: [output.outputs[0].text, [[x.logprob for x in one.values()] for one in output.outputs[0].logprobs]]
+            for index, output in zip(order, outputs, strict=True)
+        }
+
+    order = random.Random(1).sample(range(32), 32)
+    slowly = {"max_num_seqs": 1, "enable_prefix_caching": False, "enforce_eager": True, "async_scheduling": False}
+    with LLM(**fields, **slowly) as llm:
+        alone: dict[int, list[object]] = {}
+        for index in order:
+            alone |= generate(llm, [index])
+    with LLM(**fields, max_num_seqs=32, max_num_batched_tokens=128) as llm:
+        for _ in range(2):  # the second time the prefix cache is warm
+            assert generate(llm, order) == alone

@@ -27,6 +27,8 @@ def check(
     start = 3
     for buffer, value in ((rows.first, first), (rows.low, low), (rows.high, high), (rows.token, token)):
         buffer[start:] = value.repeat_interleave(num_leaves)
+    rows.length.fill_(10**6)
+    rows.partial_num.fill_(1)
     count = tiles * num_leaves
     q = torch.randn(tokens, group * kv_heads, size, generator=generator).to(device, dtype)
     lines_of_q = gpu.gather_lines(q, rows, shape, start, count)
@@ -36,11 +38,12 @@ def check(
     lse[torch.rand(lse.shape, generator=generator) < 0.3] = float("-inf")
     lse = lse.to(device)
     heads = torch.randn(group * kv_heads, generator=generator).to(device) if sinks else None
+    scale = torch.tensor([0.5, 3.0], device=device) if seed % 3 == 1 else None
     outs = [torch.full_like(q, 7.0) for _ in range(2)]
     for merge, out in zip((gpu.merge_lines, flex.merge_lines_reference), outs, strict=True):
-        merge(parts, lse, rows, shape, out, start=start, num_leaves=num_leaves, sinks=heads)
+        merge(parts, lse, rows, shape, out, start=start, num_leaves=num_leaves, sinks=heads, value_scale=scale)
     torch.testing.assert_close(*outs, atol=2e-2 if dtype == torch.bfloat16 else 1e-5, rtol=1e-2)
-    if num_leaves == 1 and not sinks:
+    if num_leaves == 1 and not sinks and scale is None:
         assert torch.equal(*outs), "a leaf that is alone keeps its bits"
 
 
@@ -111,6 +114,8 @@ if __name__ == "__main__":
     ):
         check_plan(reach, [1, 0, 1, 1], [70, 0, 1, 160], 3)
         check_plan(reach, [5, 0, 30, 1], [70, 0, 33, 160], 4)
-    for seed, (group, lines, num_leaves) in enumerate([(4, 16, 1), (4, 16, 3), (1, 16, 2), (3, 16, 2), (8, 32, 1)]):
+    for seed, (group, lines, num_leaves) in enumerate(
+        [(4, 16, 1), (4, 16, 3), (1, 16, 2), (3, 64, 2), (8, 32, 1), (4, 16, 11)]
+    ):
         for dtype in (torch.float32, torch.bfloat16):
             check(group, lines, num_leaves, dtype, sinks=seed % 2 == 1, seed=seed)

@@ -6,6 +6,7 @@ Owns the public names of `octavo.attention`. Knows nothing of an engine.
 from __future__ import annotations
 
 from octavo.attention.draw import draw as draw
+from octavo.attention.flex_plain import flex_attention as flex_attention
 from octavo.attention.mod_factories import alibi as alibi
 from octavo.attention.mod_factories import causal as causal
 from octavo.attention.mod_factories import chunked as chunked

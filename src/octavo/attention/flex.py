@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -71,10 +72,13 @@ class FlexBackend:
         sinks=True,
         non_causal=True,
         mods=True,
+        cache_dtypes=(torch.float8_e4m3fn, torch.int8),
         buffer_bytes=_buffer_bytes,
         max_elements=_MAX_ELEMENTS,
+        per_pool=True,
         reads_unwritten=True,
         graphs=frozenset({"decode"}),
+        graph_lengths=(LEAF, 4 * LEAF, 16 * LEAF),
         any_block_size=False,
     )
 
@@ -97,7 +101,8 @@ class FlexBackend:
         """What a variant's kernels are compiled with over blocks of `block_size`. Raises ConfigError."""
         return resolve_flex_sizes(
             self._setup.options, kernel_block=block_size, group=variant.num_heads // variant.num_kv_heads,
-            float32=self._dtype == torch.float32, reproducible=self._setup.reproducible,
+            head_size=variant.head_size, float32=self._dtype == torch.float32, one_tile=self._device.type != "cuda",
+            reproducible=self._setup.reproducible,
         )  # fmt: skip
 
     def _check_cache(self, variant: Variant) -> None:
@@ -143,10 +148,11 @@ class FlexBackend:
             key, value = ops.token_axis(kv)
             for start, count in _parts(plan, variant, q.element_size()):
                 lines = ops.gather_lines(q, plan.rows, plan.shape, start, count)
-                parts, lse = kernel(lines, key, value, plan.rows, start, count)
+                parts, lse = kernel(lines, key, value, plan.rows, layer.key_scale, start, count)
                 ops.merge_lines(
-                    parts, lse, plan.rows, plan.shape, out, start=start, num_leaves=plan.num_leaves, sinks=layer.sinks
-                )
+                    parts, lse, plan.rows, plan.shape, out, start=start, num_leaves=plan.num_leaves, sinks=layer.sinks,
+                    value_scale=layer.value_scale,
+                )  # fmt: skip
 
     def _mods_of(self, variant: Variant) -> AttentionMods:
         if variant not in self._mods:
@@ -172,7 +178,7 @@ class FlexBackend:
     def _geometry(self, variant: Variant, stride: int) -> ops.Geometry:
         inputs = self._inputs
         sizes, group = self.sizes(variant, inputs.block_size), variant.num_heads // variant.num_kv_heads
-        few = inputs.max_query_len <= sizes.decode_lines // group
+        few = inputs.max_query_len <= ops.tokens_of(sizes.decode_lines, group)
         longest = self._setup.max_model_len or inputs.block_table.shape[1] * inputs.block_size
         return ops.Geometry(
             group=group,
@@ -232,10 +238,17 @@ class _Kernel:
         self._compiled: _Launch | None = None
 
     def __call__(
-        self, lines: Tensor, key: Tensor, value: Tensor, rows: ops.MaskRows, start: int, count: int
+        self,
+        lines: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rows: ops.MaskRows,
+        key_scale: Tensor | None,
+        start: int,
+        count: int,
     ) -> tuple[Tensor, Tensor]:
-        """Outputs and logarithms of sums of the mask rows start .. start + count - 1."""
-        tables = rows.row, rows.first, rows.length, self.logical
+        """Outputs and logarithms of sums of the mask rows start .. start + count - 1. key_scale: see LayerTensors."""
+        tables = rows.row, rows.first, rows.length, self.logical, key_scale
         if not lines.is_cuda:
             mask, score = make_mods(self._mods, self.shape, *tables)
             scale = self._variant.scale
@@ -247,16 +260,22 @@ class _Kernel:
         part = slice(start, start + count)
         lists = rows.partial_num[part], rows.partial[part], rows.full_num[part], rows.full[part]
         if start:
-            tables = rows.row[start:], rows.first[start:], rows.length[start:], self.logical
+            tables = rows.row[start:], rows.first[start:], rows.length[start:], self.logical, key_scale
         return self._compiled(lines, key, value, *lists, *tables)
 
 
 def make_mods(
-    mods: AttentionMods, shape: ops.Geometry, row: Tensor, first: Tensor, length: Tensor, logical: Tensor
+    mods: AttentionMods,
+    shape: ops.Geometry,
+    row: Tensor,
+    first: Tensor,
+    length: Tensor,
+    logical: Tensor,
+    key_scale: Tensor | None = None,
 ) -> tuple[ops.MaskMod, ops.ScoreMod]:
     """The mods in a kernel's own indices (mask row, KV head, line, physical key), from logical ones.
 
-    row, first, length: MaskRows'; logical: [kernel blocks], see `ops.place_blocks`.
+    row, first, length: MaskRows'; logical: [kernel blocks], see `ops.place_blocks`; key_scale: see LayerTensors.
     """
     group, block, stride = shape.group, shape.block, shape.stride
 
@@ -269,6 +288,8 @@ def make_mods(
         return mods.visible(b, head, q_idx, kv_idx) & (kv_idx < length[z])
 
     def score(value: Tensor, z: Tensor, h: Tensor, line: Tensor, n: Tensor) -> Tensor:
+        if key_scale is not None:
+            value = value * key_scale[h]
         if mods.score_mod is None:
             return value
         return mods.score_mod(value, *places(z, h, line, n))
@@ -276,39 +297,42 @@ def make_mods(
     return mask, score
 
 
+def kernel_options(sizes: FlexSizes, lines: int) -> dict[str, Any]:
+    """What torch compiles a tile of so many lines with."""
+    chosen = sizes.decode_launch if lines == sizes.decode_lines else sizes.prefill_launch
+    return {
+        "FORCE_USE_FLEX_ATTENTION": True, "BLOCK_M": lines, "BLOCK_N": sizes.block_n, "IS_DIVISIBLE": bool(chosen),
+        **dict(chosen),
+    }  # fmt: skip
+
+
 def _compile(variant: Variant, mods: AttentionMods, shape: ops.Geometry, sizes: FlexSizes) -> _Launch:
     """torch's FlexAttention for one variant and tile. Everything but the number of mask rows is fixed."""
-    from torch.nn.attention.flex_attention import BlockMask, flex_attention
+    from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-    options: Any = {
-        "FORCE_USE_FLEX_ATTENTION": True, "BLOCK_M": shape.lines, "BLOCK_N": sizes.block_n,
-        "IS_DIVISIBLE": bool(sizes.launch), **dict(sizes.launch),
-    }  # fmt: skip
+    options: Any = kernel_options(sizes, shape.lines)
     block_size, scale = (shape.lines, shape.block), variant.scale
     has_score = mods.score_mod is not None
 
     def attend(
         lines: Tensor, key: Tensor, value: Tensor, partial_num: Tensor, partial: Tensor, full_num: Tensor,
-        full: Tensor, row: Tensor, first: Tensor, length: Tensor, logical: Tensor,
+        full: Tensor, row: Tensor, first: Tensor, length: Tensor, logical: Tensor, key_scale: Tensor | None,
     ) -> Any:  # fmt: skip
-        mask, score = make_mods(mods, shape, row, first, length, logical)
+        mask, score = make_mods(mods, shape, row, first, length, logical, key_scale)
         block_mask = BlockMask.from_kv_blocks(
             partial_num, partial, full_num, full, BLOCK_SIZE=block_size, mask_mod=mask,
             seq_lengths=(lines.shape[2], key.shape[2]), compute_q_blocks=False,
         )  # fmt: skip
-        return flex_attention(
-            lines, key, value, score_mod=score if has_score else None, block_mask=block_mask, scale=scale,
-            return_lse=True, kernel_options=options,
+        out, aux = flex_attention(
+            lines, key, value, score_mod=score if has_score or key_scale is not None else None,
+            block_mask=block_mask, scale=scale, return_aux=AuxRequest(lse=True), kernel_options=options,
         )  # fmt: skip
+        return out, aux.lse
 
-    # a code object of its own: torch counts recompilations, and keeps guards, per code object
-    own = types.FunctionType(
-        attend.__code__.replace(), attend.__globals__, attend.__name__, attend.__defaults__, attend.__closure__
-    )
-    compiled = torch.compile(own, dynamic=False, fullgraph=True)
+    compiled = compile_alone(attend)
     marked: list[bool] = []
 
-    def launch(lines: Tensor, key: Tensor, value: Tensor, *lists_and_tables: Tensor) -> tuple[Tensor, Tensor]:
+    def launch(lines: Tensor, key: Tensor, value: Tensor, *lists_and_tables: Any) -> tuple[Tensor, Tensor]:
         if not marked:
             marked.append(True)
             for tensor in (lines, *lists_and_tables[:4]):
@@ -317,3 +341,20 @@ def _compile(variant: Variant, mods: AttentionMods, shape: ops.Geometry, sizes: 
         return parts, lse
 
     return launch
+
+
+def compile_alone(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` compiled for the shapes of its first call, but where they are marked dynamic.
+
+    It gets a code object of its own: torch counts recompilations, and keeps guards, per code object.
+    """
+    from torch._inductor import config
+
+    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
+        config.compile_threads = 1  # kernels come one by one, and workers take seconds to start
+    own = types.FunctionType(
+        function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__,
+        function.__closure__,
+    )  # fmt: skip
+    compiled: Callable[..., Any] = torch.compile(own, dynamic=False, fullgraph=True)
+    return compiled

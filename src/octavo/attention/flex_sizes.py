@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from octavo.settings import ConfigError
 
 SMALLEST = 16  # lines or keys of a matrix instruction
-_PREFILL_LINES = 32
-# Two warps share the keys of a tile, whatever its lines: so a row is summed in one order in all tiles.
-_LAUNCH = (("num_warps", 2), ("num_stages", 4))
+_PREFILL_LINES = 128
+_WARP_GROUP_LINES = 64  # of the smallest tile on the instructions of four warps
 LEAF = 2048  # tokens of a partial result
+Launch: TypeAlias = tuple[tuple[str, int], ...]
+"""Options of a compiled kernel by name."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,16 +32,25 @@ class FlexSizes:
     q_block: int  # queries by which blocks are told wholly visible from partly visible
     kv_block: int  # keys of a mask block: the cache's kernel block
     leaf: int  # keys of a partial result; 0: one pass over all keys, as torch does it without a cache
-    launch: tuple[tuple[str, int], ...] = ()  # of both tiles: they must add in one order; empty: torch's choice
+    decode_launch: Launch = ()  # of each tile; empty: torch's choice
+    prefill_launch: Launch = ()
 
 
 def resolve_flex_sizes(
-    options: Mapping[str, Any], *, kernel_block: int, group: int, float32: bool = False, reproducible: bool = True
+    options: Mapping[str, Any],
+    *,
+    kernel_block: int,
+    group: int,
+    head_size: int = 128,
+    float32: bool = False,
+    one_tile: bool = False,
+    reproducible: bool = True,
 ) -> FlexSizes:
     """The sizes for kernel blocks of `kernel_block` tokens and `group` heads per KV head. Raises ConfigError.
 
-    With a tile that the user sets, keys are walked in one pass, so that FlexAttention over K and V without a cache and
-    with the same sizes gives the same bits.
+    one_tile: prefill takes decode's tile, as float32 and wide heads do, whose sums have another order in others. With
+    a tile that the user sets, keys are walked in one pass, so that FlexAttention over plain K and V, without a cache
+    and with the same sizes, gives the same bits.
     """
     m, n = _size(options, "flex_attn_block_m"), _size(options, "flex_attn_block_n")
     q_block, kv_block = _size(options, "flex_attn_q_block_size"), _size(options, "flex_attn_kv_block_size")
@@ -60,18 +70,17 @@ def resolve_flex_sizes(
                     name, value, f"must be <= the cache's kernel block size, {kernel_block}, for batch invariance",
                     "lower it, or raise --block-size",
                 )  # fmt: skip
-    default_n = min(_power_of_two_in(kernel_block), 32 if float32 else 64)
+    default_n = min(_power_of_two_in(kernel_block), 32 if float32 or head_size > 128 else 64)
     if n is not None and kernel_block % n:
-        raise ConfigError(
-            "flex_attn_block_n", n, f"must divide the cache's kernel block size, which is {kernel_block}",
-            "change one of the two",
-        )  # fmt: skip
+        cause = f"must divide the cache's kernel block size, which is {kernel_block}"
+        raise ConfigError("flex_attn_block_n", n, cause, "change one of the two")
     smallest = max(SMALLEST, 1 << (group - 1).bit_length())
     if m is not None and m < group:
         raise ConfigError("flex_attn_block_m", m, f"must hold the {group} heads of a KV head", "raise it")
     pinned = bool(m or n or q_block)
+    one_tile |= pinned or float32 or head_size > 256
     decode = m or smallest
-    prefill = m or max(smallest, _PREFILL_LINES)
+    prefill = decode if one_tile else max(smallest, _PREFILL_LINES if head_size <= 128 else _WARP_GROUP_LINES)
     if q_block is not None and m is not None and q_block % m:
         raise ConfigError(
             "flex_attn_q_block_size", q_block, f"must be divisible by flex_attn_block_m={m}", "change one of the two"
@@ -83,8 +92,19 @@ def resolve_flex_sizes(
         q_block=q_block or max(SMALLEST, _power_of_two_up(prefill // group), m or 0),
         kv_block=kernel_block,
         leaf=0 if pinned else max(LEAF // kernel_block, 1) * kernel_block,
-        launch=() if pinned else _LAUNCH,
+        decode_launch=() if pinned else _launch(decode, head_size, one_tile=one_tile, stages=3),
+        prefill_launch=() if pinned else _launch(prefill, head_size, one_tile=one_tile, stages=2),
     )
+
+
+def _launch(lines: int, head_size: int, *, one_tile: bool, stages: int) -> Launch:
+    """Warps that divide the lines of a tile, never its keys: so a row is summed in one order in all tiles.
+
+    The compiler divides the keys of a tile with fewer lines than keys, so such a tile has one warp.
+    """
+    if one_tile:
+        return ("num_warps", 4 if head_size > 256 else 2), ("num_stages", 2)
+    return ("num_warps", 1 if lines < _WARP_GROUP_LINES else 4), ("num_stages", stages)
 
 
 def _size(options: Mapping[str, Any], name: str) -> int | None:

@@ -18,6 +18,7 @@ import torch
 from octavo.device.batch import Work
 
 _MIXED_TOKENS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
+ANY_LENGTH = 1 << 31  # more than any request has
 _INTS = {2: "<i2", 4: "<i4"}  # by bytes per element
 
 
@@ -27,16 +28,21 @@ class GraphKey:
 
     num_tokens: int
     num_rows: int
-    is_decode: bool
+    max_seq_len: int = ANY_LENGTH  # of the rows that it serves
+    is_decode: bool = dataclasses.field(kw_only=True)
 
 
 EAGER = GraphKey(0, 0, is_decode=False)
 
 
-def decode_keys(max_num_rows: int) -> list[GraphKey]:
-    """Padded row counts worth a graph: close together where padding costs most. The last one is `max_num_rows`."""
+def decode_keys(max_num_rows: int, lengths: Sequence[int] = ()) -> list[GraphKey]:
+    """Padded row counts worth a graph: close together where padding costs most. The last one is `max_num_rows`.
+
+    lengths: for rows of at most so many tokens each count has a graph of its own, beside the one for any length.
+    """
     sizes = [1, 2, 4, *range(8, 128, 8), *range(128, 256, 16), *range(256, max_num_rows, 32)]
-    return [GraphKey(size, size, is_decode=True) for size in (*(s for s in sizes if s < max_num_rows), max_num_rows)]
+    sizes = [*(size for size in sizes if size < max_num_rows), max_num_rows]
+    return [GraphKey(size, size, length, is_decode=True) for size in sizes for length in (*lengths, ANY_LENGTH)]
 
 
 def mixed_keys(max_num_rows: int, max_num_tokens: int) -> list[GraphKey]:
@@ -79,7 +85,9 @@ class GraphPool:
     def dispatch(self, work: Work) -> GraphKey:
         """The smallest graph that holds a step, or EAGER."""
         keys = self._decode if work.is_decode else self._mixed
-        place = bisect.bisect_left(keys, GraphKey(work.total_tokens, work.num_rows, is_decode=False))
+        place = bisect.bisect_left(keys, GraphKey(work.total_tokens, work.num_rows, work.max_seq_len, is_decode=False))
+        while place < len(keys) and keys[place].max_seq_len < work.max_seq_len:
+            place += 1  # each size has a graph for any length, its last
         if place < len(keys) and work.num_rows <= keys[place].num_rows:
             return keys[place]
         return EAGER

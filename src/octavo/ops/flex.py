@@ -23,12 +23,17 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
+def tokens_of(lines: int, group: int) -> int:
+    """Queries of a tile: a power of two, so that a tile of any size lies in one query block of a larger one."""
+    return 1 << ((lines // group).bit_length() - 1)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Geometry:
     """What one compiled kernel is made for."""
 
     group: int  # heads of a KV head
-    lines: int  # of a tile; line t * group + g is head g of the tile's t-th query
+    lines: int  # of a tile; line t * group + g is head g of the tile's t-th query; some may be left over
     block: int  # keys of a block
     stride: int  # kernel blocks from one block of the table to the next in the layer's token axis
     columns: int  # blocks of a leaf
@@ -37,7 +42,7 @@ class Geometry:
     @property
     def tokens(self) -> int:
         """Queries of a tile. Tiles start at multiples of it."""
-        return self.lines // self.group
+        return tokens_of(self.lines, self.group)
 
     @property
     def leaf(self) -> int:
@@ -209,7 +214,8 @@ def _pack(chosen: Tensor, ids: Tensor, indices: Tensor, num: Tensor) -> None:
 def gather_lines(q: Tensor, rows: MaskRows, shape: Geometry, start: int, count: int) -> Tensor:
     """The queries of mask rows start .. start + count - 1 as lines [count, kv_heads, lines, head_size].
 
-    q: [tokens, heads, head_size]. Lines without a query repeat another one of the row's.
+    q: [tokens, heads, head_size]. Lines without a query repeat another one of the row's; on a GPU, those of a row
+    without blocks are left as they are.
     """
     if q.is_cuda:
         from octavo.ops.gpu import flex as gpu
@@ -241,19 +247,24 @@ def merge_lines(
     start: int,
     num_leaves: int,
     sinks: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> None:
     """Fold the leaves of each tile in ascending order and write its queries to `out` [tokens, heads, head_size].
 
     parts [count, kv_heads, lines, head_size] and lse [count, kv_heads, lines] (natural logarithm, -inf where nothing
     was seen) are those of the mask rows from `start` on. sinks: [heads], logits that join the softmax without a value.
-    A leaf that is alone, without a sink, keeps its bits.
+    value_scale: [kv_heads], results are multiplied with it. A leaf that is alone, without either, keeps its bits.
     """
     if parts.is_cuda:
         from octavo.ops.gpu import flex as gpu
 
-        gpu.merge_lines(parts, lse, rows, shape, out, start=start, num_leaves=num_leaves, sinks=sinks)
+        gpu.merge_lines(
+            parts, lse, rows, shape, out, start=start, num_leaves=num_leaves, sinks=sinks, value_scale=value_scale
+        )
         return
-    merge_lines_reference(parts, lse, rows, shape, out, start=start, num_leaves=num_leaves, sinks=sinks)
+    merge_lines_reference(
+        parts, lse, rows, shape, out, start=start, num_leaves=num_leaves, sinks=sinks, value_scale=value_scale
+    )
 
 
 def merge_lines_reference(
@@ -266,6 +277,7 @@ def merge_lines_reference(
     start: int,
     num_leaves: int,
     sinks: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> None:
     """The twin of `merge_lines`. Waits for the device."""
     tiles, used = len(parts) // num_leaves, shape.tokens * shape.group
@@ -284,6 +296,8 @@ def merge_lines_reference(
         total = total + weight
         result = result + weight[..., None] * parts[:, leaf]
     result = result / torch.where(total == 0.0, 1.0, total)[..., None]
+    if value_scale is not None:
+        result = result * value_scale[:, None, None]
     result = result.unflatten(2, (shape.tokens, shape.group)).transpose(1, 2).flatten(2, 3)  # [tiles, tokens, heads, D]
     at = slice(start, start + tiles * num_leaves, num_leaves)
     position = rows.first[at, None] + torch.arange(shape.tokens, device=out.device)

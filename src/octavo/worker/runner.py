@@ -146,7 +146,7 @@ class Runner:
 
     def _decode(self, key: GraphKey) -> torch.Tensor:
         """Issue a whole decode step of the rows that the buffers name, for a graph; gives its logits."""
-        batch = self._buffers.view(key.num_rows, key.num_tokens, 1, self._max_model_len)
+        batch = self._buffers.view(key.num_rows, key.num_tokens, 1, min(key.max_seq_len, self._max_model_len))
         logits = self.model.logits(self._forward(batch, for_capture=True))
         self._commit(batch, *self._sampler.draw(logits, batch.rows, batch.next_positions))
         return logits

@@ -1,7 +1,7 @@
 """Mask rows, lines of queries and the folding of partial results on a GPU; `octavo.ops.flex` says what they give.
 
-Owns the kernels around torch's own. Invariant: leaves are added in float32, in groups of fixed places, so a query's
-bits do not depend on how many leaves its neighbours have.
+Owns the kernels around torch's own. Invariant: leaves are added in float32, one after another in ascending order, and
+one that a query sees nothing of adds exactly 0: so its bits do not depend on how many leaves its neighbours have.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, assignment"
@@ -117,12 +117,14 @@ def _pack(lists, nums, z, chosen, ids, place, COLUMNS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["start"])
 def _gather(
-    q, out, first, low, high, token, start, q_token, q_head,
+    q, out, first, low, high, token, partial_num, full_num, start, q_token, q_head,
     GROUP: tl.constexpr, LINES: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     num_kv_heads = tl.num_programs(1)
+    if tl.load(partial_num + start + row) + tl.load(full_num + start + row) == 0:
+        return  # what has no keys to walk has no use for its queries
     line, channel = tl.arange(0, LINES), tl.arange(0, PADDED)
     lowest = tl.load(low + start + row)
     highest = tl.maximum(tl.load(high + start + row), lowest)
@@ -137,50 +139,56 @@ def _gather(
 
 @triton.jit(do_not_specialize=["start", "num_leaves"])
 def _merge(
-    parts, lse, out, sinks, first, low, high, token, start, num_leaves, out_token, out_head,
-    GROUP: tl.constexpr, LINES: tl.constexpr, HEAD: tl.constexpr, CHANNELS: tl.constexpr, SINKS: tl.constexpr,
-    LEAVES: tl.constexpr,
+    parts, lse, out, sinks, value_scale, first, low, high, token, length, start, num_leaves, out_token, out_head,
+    GROUP: tl.constexpr, LINES: tl.constexpr, PART: tl.constexpr, HEAD: tl.constexpr, CHANNELS: tl.constexpr,
+    LEAF: tl.constexpr, GATHER: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
-    num_kv_heads = tl.num_programs(1)
     row = tile * num_leaves
-    line, channel = tl.arange(0, LINES), tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
+    line = tl.program_id(2) // tl.cdiv(HEAD, CHANNELS) * PART + tl.arange(0, PART)
+    channel = tl.program_id(2) % tl.cdiv(HEAD, CHANNELS) * CHANNELS + tl.arange(0, CHANNELS)
     lowest, highest = tl.load(low + start + row), tl.load(high + start + row)
     position = tl.load(first + start + row) + line // GROUP
     valid = (position >= lowest) & (position <= highest) & (line < LINES // GROUP * GROUP)
-    head = kv_head * GROUP + line % GROUP
-    most = tl.full((LINES,), float("-inf"), tl.float32)
-    if SINKS:
-        sink = tl.load(sinks + head, mask=valid, other=0.0)
-        most = sink
-    for begin in range(0, num_leaves, LEAVES):
-        leaf = begin + tl.arange(0, LEAVES)
-        place = ((row + leaf) * num_kv_heads + kv_head)[:, None] * LINES + line[None, :]
-        there = (leaf < num_leaves)[:, None] & valid[None, :]
-        most = tl.maximum(most, tl.max(tl.load(lse + place, mask=there, other=float("-inf")), axis=0))
-    most = tl.where(most == float("-inf"), 0.0, most)
-    total = tl.zeros((LINES,), tl.float32)
-    if SINKS:
-        total = tl.exp(sink - most)
-    inside = valid[:, None] & (channel < HEAD)[None, :]
-    result = tl.zeros((LINES, CHANNELS), tl.float32)
-    for begin in range(0, num_leaves, LEAVES):
-        # LEAVES at a time from leaf 0 on, so which ones are added together does not depend on how many there are
-        leaf = begin + tl.arange(0, LEAVES)
-        place = ((row + leaf) * num_kv_heads + kv_head)[:, None] * LINES + line[None, :]
-        there = (leaf < num_leaves)[:, None] & valid[None, :]
-        weight = tl.exp(tl.load(lse + place, mask=there, other=float("-inf")) - most[None, :])
-        total += tl.sum(weight, axis=0)
-        part = tl.load(
-            parts + place[:, :, None] * HEAD + channel[None, None, :], mask=(weight > 0)[:, :, None] & inside[None],
-            other=0.0,
-        )  # fmt: skip
-        result += tl.sum(weight[:, :, None] * part.to(tl.float32), axis=0)
-    result = result / tl.where(total == 0.0, 1.0, total)[:, None]
-    at = tl.load(token + start + row) + position - lowest
-    target = out + at.to(tl.int64)[:, None] * out_token + head[:, None] * out_head + channel[None, :]
-    tl.store(target, result.to(out.dtype.element_ty), mask=inside)
+    if tl.max(valid.to(tl.int32), 0) > 0:
+        head = kv_head * GROUP + line % GROUP
+        leaves = tl.minimum(num_leaves, tl.cdiv(tl.load(length + start + row), LEAF))
+        place = (row * tl.num_programs(1) + kv_head) * LINES + line
+        stride = tl.num_programs(1) * LINES  # lines of a leaf
+        most = tl.full((PART,), float("-inf"), tl.float32)
+        if sinks is not None:
+            sink = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32)
+            most = sink
+        for begin in range(0, leaves, GATHER):
+            for step in tl.static_range(GATHER):
+                at = begin + step
+                one = tl.load(lse + place + at * stride, mask=valid & (at < leaves), other=float("-inf"))
+                most = tl.maximum(most, one)
+        most = tl.where(most == float("-inf"), 0.0, most)
+        total = tl.zeros((PART,), tl.float32)
+        if sinks is not None:
+            total = tl.exp(sink - most)
+        inside = (channel < HEAD)[None, :]
+        result = tl.zeros((PART, CHANNELS), tl.float32)
+        for begin in range(0, leaves, GATHER):
+            loaded = ()
+            for step in tl.static_range(GATHER):  # loads of some leaves are in flight together, sums go one by one
+                at = begin + step
+                one = tl.load(lse + place + at * stride, mask=valid & (at < leaves), other=float("-inf"))
+                seen = (one > float("-inf"))[:, None] & inside
+                part = parts + (place + at * stride)[:, None] * HEAD + channel[None, :]
+                part = tl.load(part, mask=seen, other=0.0)
+                loaded = loaded + (tl.exp(one - most), part)  # noqa: RUF005  (Triton has no starred tuples)
+            for step in tl.static_range(GATHER):
+                total += loaded[2 * step]
+                result = tl.fma(loaded[2 * step + 1].to(tl.float32), loaded[2 * step][:, None], result)
+        result = result / tl.where(total == 0.0, 1.0, total)[:, None]
+        if value_scale is not None:
+            result *= tl.load(value_scale + kv_head)
+        query = tl.load(token + start + row) + position - lowest
+        target = out + query.to(tl.int64)[:, None] * out_token + head[:, None] * out_head + channel[None, :]
+        tl.store(target, result.to(out.dtype.element_ty), mask=valid[:, None] & inside)
 
 
 def place_blocks(logical: Tensor, block_table: Tensor, seq_lens: Tensor, block: int) -> None:
@@ -228,8 +236,8 @@ def gather_lines(q: Tensor, rows: MaskRows, shape: Geometry, start: int, count: 
     kv_heads = heads // shape.group
     out = torch.empty((count, kv_heads, shape.lines, size), dtype=q.dtype, device=q.device)
     _gather[(count, kv_heads)](
-        q, out, rows.first, rows.low, rows.high, rows.token, start, q.stride(0), q.stride(1), GROUP=shape.group,
-        LINES=shape.lines, HEAD=size, PADDED=triton.next_power_of_2(size), num_warps=4,
+        q, out, rows.first, rows.low, rows.high, rows.token, rows.partial_num, rows.full_num, start, q.stride(0),
+        q.stride(1), GROUP=shape.group, LINES=shape.lines, HEAD=size, PADDED=triton.next_power_of_2(size), num_warps=4,
     )  # fmt: skip
     return out
 
@@ -244,13 +252,16 @@ def merge_lines(
     start: int,
     num_leaves: int,
     sinks: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> None:
     """See `octavo.ops.flex.merge_lines`."""
     count, kv_heads, lines, size = parts.shape
-    channels = min(32, triton.next_power_of_2(size))
+    channels, part, gather = min(64, triton.next_power_of_2(size)), min(lines, 16), min(num_leaves, 4)
+    if num_leaves > 8:  # few rows of many tokens: latency counts, so more loads are in flight
+        channels, gather = min(16, channels), 32
     assert parts.is_contiguous() and lse.is_contiguous(), "the kernel's own outputs"
-    _merge[(count // num_leaves, kv_heads, triton.cdiv(size, channels))](
-        parts, lse, out, lse if sinks is None else sinks, rows.first, rows.low, rows.high, rows.token, start,
-        num_leaves, out.stride(0), out.stride(1), GROUP=shape.group, LINES=lines, HEAD=size,
-        CHANNELS=channels, SINKS=sinks is not None, LEAVES=1 if num_leaves == 1 else 8, num_warps=4,
+    _merge[(count // num_leaves, kv_heads, lines // part * triton.cdiv(size, channels))](
+        parts, lse, out, sinks, value_scale, rows.first, rows.low, rows.high, rows.token, rows.length, start,
+        num_leaves, out.stride(0), out.stride(1), GROUP=shape.group, LINES=lines, PART=part, HEAD=size,
+        CHANNELS=channels, LEAF=shape.leaf, GATHER=gather, num_warps=4,
     )  # fmt: skip

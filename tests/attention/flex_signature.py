@@ -1,0 +1,48 @@
+"""Decode steps of all sizes and lengths through one compiled kernel, traced without a GPU: run as a program, it prints
+how often it was compiled after each step. A process of its own, since what torch warns of once counts as a change.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from octavo.attention import flex
+from octavo.attention.base import AttentionInputs, Setup, Variant
+
+PLAIN = Variant(num_heads=4, num_kv_heads=2, head_size=16, scale=0.25)
+BLOCKS = 40
+
+
+def compiled(self, lines, key, value, rows, key_scale, start, count):
+    """What a kernel's call does on a GPU."""
+    if self._compiled is None:
+        self._compiled = flex._compile(self._variant, self._mods, self.shape, self._sizes)
+    part = slice(start, start + count)
+    lists = rows.partial_num[part], rows.partial[part], rows.full_num[part], rows.full[part]
+    return self._compiled(lines, key, value, *lists, rows.row, rows.first, rows.length, self.logical, key_scale)
+
+
+@torch.inference_mode()
+def main() -> None:
+    setup = Setup(max_num_rows=16, max_num_tokens=64, max_model_len=4096, num_blocks=BLOCKS, block_size=64)
+    backend = flex.FlexBackend([PLAIN], torch.bfloat16, torch.device("cpu"), setup)
+    layers = torch.zeros(3, BLOCKS, 2, 64, 32, dtype=torch.bfloat16).unbind()
+    for rows, longest in ((16, 4096), (16, 2048), (12, 4096), (3, 100), (1, 4096), (1, 1)):
+        inputs = AttentionInputs(
+            num_rows=rows, num_tokens=rows, max_query_len=1, max_seq_len=longest, block_size=64,
+            query_start=torch.arange(rows + 1).int(), seq_lens=torch.ones(rows).int(),
+            block_table=torch.ones(rows, 64).int(), slot_mapping=torch.zeros(rows, dtype=torch.int64),
+        )  # fmt: skip
+        backend.prepare(inputs)
+        q = torch.ones(rows, 4, 16, dtype=torch.bfloat16)
+        for kv in layers:
+            backend.run(q, kv, PLAIN, torch.empty_like(q))
+        print(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+if __name__ == "__main__":
+    flex._Kernel.__call__ = compiled
+    torch.compile = functools.partial(torch.compile, backend="eager")
+    main()
