@@ -33,7 +33,7 @@ KV_CACHE_LAYOUTS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
 FLEX_BLOCK_KEYS = (
     "flex_attn_block_m", "flex_attn_block_n", "flex_attn_q_block_size", "flex_attn_kv_block_size",
 )  # fmt: skip
-_ATTENTION_KEYS = ("backend", "layer_backends", "kernel_block_size", *FLEX_BLOCK_KEYS)
+_ATTENTION_KEYS = ("backend", "layer_backends", "kernel_block_size", "flashinfer_kernels", *FLEX_BLOCK_KEYS)
 _GENERATION_KEYS = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "max_new_tokens",

@@ -6,48 +6,29 @@ with a running softmax. Everything else (which layout, how blocks are split, whe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-from octavo.attention.base import (
-    NO_SETUP,
-    NO_TENSORS,
-    AttentionInputs,
-    Capability,
-    LayerTensors,
-    Setup,
-    Variant,
-    check_variants,
-)
+from octavo.attention.base import Capability, LayerTensors, Variant
+from octavo.attention.frame import BackendFrame
 
 
-class LoopBackend:
+class LoopBackend(BackendFrame):
     """An AttentionBackend for kernel blocks of 64 tokens."""
 
+    name = "LoopBackend"
     capability = Capability(devices=("cpu",), dtypes=(torch.float32,), kernel_block_sizes=(64,))
 
-    def __init__(
-        self, variants: Sequence[Variant], dtype: torch.dtype, device: torch.device, setup: Setup = NO_SETUP
+    def attend(
+        self, q: torch.Tensor, kv: torch.Tensor, variant: Variant, out: torch.Tensor, layer: LayerTensors
     ) -> None:
-        check_variants("LoopBackend", self.capability, variants, dtype, setup)
-
-    def prepare(self, inputs: AttentionInputs, *, for_capture: bool = False) -> None:
-        inputs.check()
-        self._inputs = inputs
-
-    def run(
-        self, q: torch.Tensor, kv: torch.Tensor, variant: Variant, out: torch.Tensor, layer: LayerTensors = NO_TENSORS
-    ) -> None:
-        inputs = self._inputs
-        inputs.check_call(q, kv, out)
+        inputs = self.inputs
         starts = inputs.query_start.tolist()
         for row, seq_len in enumerate(inputs.seq_lens[: inputs.num_rows].tolist()):
             queries = slice(starts[row], starts[row + 1])
             out[queries] = self._row(q[queries], kv, variant, seq_len, inputs.block_table[row].tolist())
 
     def _row(self, q: torch.Tensor, kv: torch.Tensor, variant: Variant, seq_len: int, table: list[int]) -> torch.Tensor:
-        size = self._inputs.block_size
+        size = self.inputs.block_size
         q = q.unflatten(1, (variant.num_kv_heads, -1)) * variant.scale  # [n, kv heads, group, head size]
         position = torch.arange(seq_len - len(q), seq_len)[:, None, None, None]
         best = torch.full((*q.shape[:3], 1), -torch.inf)

@@ -4,6 +4,7 @@ JSON of check name -> error text, empty if it holds. tests/gpu calls the same ch
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import traceback
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from octavo.attention.base import BACKENDS, AttentionInputs, Variant
+from octavo.attention.base import BACKENDS, NO_SETUP, NO_TENSORS, AttentionInputs, LayerTensors, Variant
 from octavo.attention.mla import MlaBackend
 from octavo.ops.attention import paged_attention_eager
 from octavo.ops.gpu import latent
@@ -60,15 +61,16 @@ class Batch:
             slot_mapping=torch.full((len(self.q),), -1, device=device),
         )  # fmt: skip
 
-    def run(self, backend: str, splits: int = 0) -> torch.Tensor:
+    def run(self, backend: str, splits: int = 0, layer: LayerTensors = NO_TENSORS) -> torch.Tensor:
         variant = Variant(num_heads=HEADS, num_kv_heads=1, head_size=STATE, scale=SCALE, value_size=LATENT)
-        made = BACKENDS.resolve(backend)((variant,), self.q.dtype, self.q.device)
+        setup = dataclasses.replace(NO_SETUP, cache_dtype=self.kv.dtype)
+        made = BACKENDS.resolve(backend)((variant,), self.q.dtype, self.q.device, setup)
         made.prepare(self.inputs)
         out = torch.full((len(self.q), HEADS, LATENT), 7.0, dtype=self.q.dtype, device=self.q.device)
         if splits:
             floats = latent.part_floats(len(self.q), HEADS, LATENT, made._max_leaves)
             made._splits, made._scratch = splits, torch.empty(floats, device=self.q.device)
-        made.run(self.q, self.kv, variant, out)
+        made.run(self.q, self.kv, variant, out, layer)
         return out
 
 
@@ -84,6 +86,17 @@ def check_attention_equals_the_twin(device: torch.device, dtype: torch.dtype) ->
         got = batch.run("mla", splits).float()
         tolerance = {"atol": 2e-5, "rtol": 0.0} if dtype == torch.float32 else {"atol": 1e-2, "rtol": 2**-6}
         torch.testing.assert_close(got, expected, **tolerance)
+
+
+def check_a_quantized_cache_is_its_numbers_times_the_scale(device: torch.device, dtype: torch.dtype) -> None:
+    layer = LayerTensors(key_scale=torch.tensor([0.02], device=device), value_scale=torch.tensor([7.0], device=device))
+    for stored in (torch.float8_e4m3fn, torch.int8):
+        batch = Batch([(700, 1), (40, 40), (513, 5)], dtype, device)
+        batch.kv = (batch.kv * 30).clamp(-120, 120).nan_to_num(-99).round().to(stored)
+        expected = batch.run("reference", layer=layer).float()
+        for splits in (1, 3):
+            got = batch.run("mla", splits, layer).float()
+            assert (got - expected).norm() / expected.norm() < (1e-5 if dtype == torch.float32 else 5e-3), stored
 
 
 def check_bits_depend_on_the_row_only(device: torch.device, dtype: torch.dtype) -> None:
@@ -130,6 +143,18 @@ def check_store_equals_the_twin(device: torch.device, dtype: torch.dtype) -> Non
         for got, expected in zip(*results, strict=True):
             torch.testing.assert_close(got, expected, atol=tolerance, rtol=0)
         assert (results[0][0] == 7).sum() == (results[1][0] == 7).sum(), "the same slots are written"
+        scale = torch.tensor([0.01], device=device)
+        for stored in (torch.float8_e4m3fn, torch.int8):
+            results = []
+            for operator in (latent.latent_rope_store, latent_rope_store_reference):
+                kv = torch.full((4, 1, BLOCK, STATE), 7.0, device=device).to(stored)
+                rotated = torch.zeros(tokens, HEADS, ROPE, dtype=dtype, device=device)
+                layer = LatentState(cos_sin, weight, 1e-6, interleaved, scale)
+                operator(layer, query, state, positions, rotated, kv, slots)
+                results.append(kv.float())
+            step = results[1].abs() * 2**-3 if stored == torch.float8_e4m3fn else torch.ones_like(results[1])
+            assert ((results[0] - results[1]).abs() <= step).all(), "one rounding step apart at most"
+            assert (results[0] != results[1]).float().mean() < 0.01
 
 
 def check_head_linear_rows_keep_their_bits(device: torch.device, dtype: torch.dtype) -> None:

@@ -46,6 +46,16 @@ def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, w
     return attend_as_documented(query, key, value, cu_seq_q, seqused_k, block_table, scale, window_size)
 
 
+def older_varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None,
+                      window_size=(-1, -1)):  # fmt: skip
+    """Of torch 2.11: each row's K and V lie together."""
+    assert max_q == cu_seq_q.diff().max() and max_k >= cu_seq_k.diff().max() and len(key) == cu_seq_k[-1]
+    lengths = cu_seq_k.diff()
+    pages = [torch.nn.utils.rnn.pad_sequence(x.split(lengths.tolist()), batch_first=True) for x in (key, value)]
+    table = torch.arange(len(lengths), dtype=torch.int32)[:, None]
+    return attend_as_documented(query, *pages, cu_seq_q, lengths, table, scale, window_size)
+
+
 def flash_attn_varlen_func(q, k, v, *, cu_seqlens_q, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size,
                            seqused_k, page_table, softcap=0.0):  # fmt: skip
     assert causal == (window_size[1] == 0) and max_seqlen_k >= seqused_k.max() and max_seqlen_q >= 1
@@ -54,13 +64,14 @@ def flash_attn_varlen_func(q, k, v, *, cu_seqlens_q, max_seqlen_q, max_seqlen_k,
     ), None  # and the log-sum-exp
 
 
-@pytest.fixture(params=["torch", "package"])
+@pytest.fixture(params=["torch", "older torch", "package"])
 def library(request, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What is installed: torch with block tables, or FlashAttention 3."""
+    """What is installed: torch with or without block tables, or FlashAttention 3."""
     for name in ("flash_attn_interface", "flash_attn.cute"):
         monkeypatch.setitem(sys.modules, name, None)
-    if request.param == "torch":
-        monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    if "torch" in request.param:
+        function = varlen_attn if request.param == "torch" else older_varlen_attn
+        monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", function)
     else:
         module = types.ModuleType("flash_attn_interface")
         module.flash_attn_varlen_func = flash_attn_varlen_func  # type: ignore[attr-defined]
@@ -80,15 +91,15 @@ def test_flash_hands_over_lengths_tables_and_views(library: str, variant: Varian
         pytest.skip("a decode row sees all of it either way")
     step = make_step(make_rows(shape), Setting(layout, 256, 256))
     backend = object.__new__(flash.FlashBackend)  # its constructor wants a GPU
-    backend._attend, _ = flash._find()
+    backend._library = flash.find_library()
+    assert backend._library.block_tables == (library != "older torch")
     key = step.kv[..., :64]
     assert key.untyped_storage().data_ptr() == step.pool.buffer.untyped_storage().data_ptr(), "no copy"
     assert_near(step.run(backend, variant), attend_plainly(make_rows(shape), variant))
 
 
 def test_flash_soft_cap_is_the_packages_only(library: str) -> None:
-    _, has_soft_cap = flash._find()
-    assert has_soft_cap == (library == "package")
+    assert flash.find_library().soft_cap == (library == "package")
 
 
 def test_flash_says_what_it_found_and_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,8 +110,8 @@ def test_flash_says_what_it_found_and_the_way_out(monkeypatch: pytest.MonkeyPatc
         raise AssertionError
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", older)
-    with pytest.raises(ValueError, match=r"takes no block_table.*set attention_backend='paged'"):
-        flash._find()
+    with pytest.raises(ValueError, match=r"takes no window_size.*set attention_backend='paged'"):
+        flash.find_library()
 
 
 class Wrapper:
@@ -141,7 +152,7 @@ def test_flashinfer_hands_over_pages_and_views(change, shape: str, setting: Sett
     with pytest.raises(ValueError, match="plans on the host"):
         backend.prepare(step.inputs, for_capture=True)
     step.inputs.block_size = 128
-    with pytest.raises(ValueError, match="kernel blocks of 16, 32 or 64 tokens, got 128"):
+    with pytest.raises(ValueError, match="kernel blocks of 16, 32, 64 tokens, got 128"):
         backend.prepare(step.inputs)
 
 
@@ -154,6 +165,13 @@ def test_refusals_name_the_way_out(name: str) -> None:
     with pytest.raises(ValueError, match="has no sinks"):
         backend([sinks], torch.bfloat16, torch.device("cuda"), Setup())
     assert NO_TENSORS.sinks is None
+
+
+def test_flashinfer_refuses_kernels_that_it_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", types.ModuleType("flashinfer"))
+    setup = Setup(options={"flashinfer_kernels": "fa1"})
+    with pytest.raises(ValueError, match="flashinfer_kernels must be one of fa2, fa3, auto, got 'fa1'"):
+        BACKENDS.resolve("flashinfer")([FULL], torch.bfloat16, torch.device("cuda"), setup)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("flashinfer") is not None, reason="flashinfer is installed")

@@ -206,6 +206,12 @@ class AttentionInputs:
     rows: torch.Tensor | None = None  # [num_rows] int64, the table row of each; read where mods are
     call_checked: bool = False  # whether a layer's tensors were found to fit
 
+    @property
+    def live(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """query_start, seq_lens and block_table of the `num_rows` rows."""
+        rows = self.num_rows
+        return self.query_start[: rows + 1], self.seq_lens[:rows], self.block_table[:rows]
+
     def check(self) -> None:
         """Raises ValueError where a tensor is smaller than the host's numbers say. Costs a few comparisons."""
         rows, columns = self.block_table.shape

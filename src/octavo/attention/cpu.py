@@ -1,6 +1,6 @@
 """The fast CPU backend: native attention over the paged cache.
 
-Owns nothing but the step's inputs; `octavo.ops.attention.paged_attention` does the work, one native call per layer.
+Owns nothing; `octavo.ops.attention.paged_attention` does the work, one native call per layer.
 Invariant: a query's bits depend on its own row only, whatever the batch, the chunk, the block size or the thread count
 (the canonical order is stated there).
 """
@@ -11,23 +11,16 @@ from collections.abc import Sequence
 
 import torch
 
-from octavo.attention.base import (
-    NO_SETUP,
-    NO_TENSORS,
-    AttentionInputs,
-    Capability,
-    LayerTensors,
-    Setup,
-    Variant,
-    check_variants,
-)
+from octavo.attention.base import NO_SETUP, Capability, LayerTensors, Setup, Variant
+from octavo.attention.frame import BackendFrame
 from octavo.ops import native
 from octavo.ops.attention import paged_attention
 
 
-class CpuBackend:
+class CpuBackend(BackendFrame):
     """An AttentionBackend for float32 and bfloat16 on CPU that takes every Variant and block size."""
 
+    name = "cpu"
     capability = Capability(
         devices=("cpu",),
         dtypes=(torch.float32, torch.bfloat16),
@@ -43,34 +36,20 @@ class CpuBackend:
     def __init__(
         self, variants: Sequence[Variant], dtype: torch.dtype, device: torch.device, setup: Setup = NO_SETUP
     ) -> None:
-        """Raises ValueError off the CPU, for another dtype, and where the native library is not built."""
-        if device.type != "cpu":
-            raise ValueError(f"attention backend 'cpu' runs on device cpu, got {device}")
-        check_variants("cpu", self.capability, variants, dtype, setup)
+        """See BackendFrame. Raises ValueError where the native library is not built, too."""
+        super().__init__(variants, dtype, device, setup)
         if not native.available():
             raise ValueError(
                 "attention backend 'cpu' needs the native library, which is not built or is switched off: build it "
                 "with `python setup.py build_ext --inplace`, or set attention_backend='reference'"
             )
 
-    def prepare(self, inputs: AttentionInputs, *, for_capture: bool = False) -> None:
-        """Remember the step's inputs. Raises ValueError for inputs that contradict each other."""
-        inputs.check()
-        self._inputs = inputs
-
-    def run(
-        self,
-        q: torch.Tensor,
-        kv: torch.Tensor,
-        variant: Variant,
-        out: torch.Tensor,
-        layer: LayerTensors = NO_TENSORS,
+    def attend(
+        self, q: torch.Tensor, kv: torch.Tensor, variant: Variant, out: torch.Tensor, layer: LayerTensors
     ) -> None:
-        """Attend; see AttentionBackend. Raises ValueError for tensors that are not the step's."""
-        inputs, rows = self._inputs, self._inputs.num_rows
-        inputs.check_call(q, kv, out)
+        """See BackendFrame."""
         paged_attention(
-            q, kv, inputs.query_start[: rows + 1], inputs.seq_lens[:rows], inputs.block_table[:rows], out,
+            q, kv, *self.inputs.live, out,
             scale=variant.scale, window=variant.window, soft_cap=variant.soft_cap, value_size=variant.value_size,
             chunk=variant.chunk, alibi_slopes=variant.alibi_slopes, causal=variant.causal, sinks=layer.sinks,
             key_scale=layer.key_scale, value_scale=layer.value_scale,

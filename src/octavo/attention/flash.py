@@ -1,7 +1,8 @@
 """The FlashAttention backend: `torch.nn.attention.varlen` with block tables, or the `flash-attn` packages.
 
 Owns the choice of the library and the step's arguments; the library does the work. The cache is shown to it as two
-views of the same bytes, K and V, of [blocks, tokens, heads, channels] with any strides: both layouts, no copy.
+views of the same bytes, K and V, of [blocks, tokens, heads, channels] with any strides: both layouts, no copy. A torch
+whose `varlen_attn` takes no block tables (2.11) gets each row's K and V copied together, layer by layer.
 Not reproducible: the libraries split rows by the batch.
 """
 
@@ -10,29 +11,35 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from octavo.attention.base import (
-    NO_SETUP,
-    NO_TENSORS,
-    AttentionInputs,
-    Capability,
-    LayerTensors,
-    Setup,
-    Variant,
-    check_variants,
-)
+from octavo.attention.base import NO_SETUP, AttentionInputs, Capability, LayerTensors, Setup, Variant
+from octavo.attention.frame import BackendFrame
 from octavo.kv_cache.kernel_blocks import MultipleOf
 
 _BLOCK_MULTIPLE = 256  # what FlashAttention 2, the least of them, takes
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionInputs, Variant], torch.Tensor]
 
 
-def _words(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    rows = inputs.num_rows
-    return inputs.query_start[: rows + 1], inputs.seq_lens[:rows], inputs.block_table[:rows]
+class Gather(NamedTuple):
+    """Where each token of a step's rows lies, row after row."""
+
+    starts: torch.Tensor  # [rows + 1] int32, of each row's tokens
+    blocks: torch.Tensor  # [tokens] int64
+    offsets: torch.Tensor  # [tokens] int64, in the block
+
+
+class Library(NamedTuple):
+    """One library's call. A library without block tables gets the rows' K and V copied together."""
+
+    attend: Callable[[torch.Tensor, torch.Tensor, AttentionInputs, Variant, Gather | None], torch.Tensor]
+    soft_cap: bool
+    block_tables: bool = True
+
+
+def _halves(kv: torch.Tensor, variant: Variant) -> tuple[torch.Tensor, torch.Tensor]:
+    return kv[..., : variant.head_size], kv[..., variant.head_size :]
 
 
 def _window(variant: Variant) -> tuple[int, int]:
@@ -40,71 +47,102 @@ def _window(variant: Variant) -> tuple[int, int]:
     return left, 0 if variant.causal else left
 
 
-def _torch_attend(function: Any) -> Attend:
-    """Through `torch.nn.attention.varlen.varlen_attn`."""
+def _torch_library(function: Any) -> Library:
+    """Through `torch.nn.attention.varlen.varlen_attn` with block tables."""
 
     def attend(
-        q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, inputs: AttentionInputs, variant: Variant
+        q: torch.Tensor, kv: torch.Tensor, inputs: AttentionInputs, variant: Variant, gather: Gather | None
     ) -> torch.Tensor:
-        starts, lengths, table = _words(inputs)
+        starts, lengths, table = inputs.live
         result: torch.Tensor = function(
-            q, key, value, starts, None, inputs.max_query_len, inputs.max_seq_len, scale=variant.scale,
-            window_size=_window(variant), enable_gqa=variant.num_heads != variant.num_kv_heads, seqused_k=lengths,
-            block_table=table,
+            q, *_halves(kv.transpose(1, 2), variant), starts, None, inputs.max_query_len, inputs.max_seq_len,
+            scale=variant.scale, window_size=_window(variant), enable_gqa=variant.num_heads != variant.num_kv_heads,
+            seqused_k=lengths, block_table=table,
         )  # fmt: skip
         return result
 
-    return attend
+    return Library(attend, soft_cap=False)
 
 
-def _package_attend(function: Any, names: tuple[str, str, str]) -> Attend:
+def _older_torch_library(function: Any) -> Library:
+    """Through the `varlen_attn` of torch 2.10 to 2.12, which takes K and V of consecutive rows."""
+
+    def attend(
+        q: torch.Tensor, kv: torch.Tensor, inputs: AttentionInputs, variant: Variant, gather: Gather | None
+    ) -> torch.Tensor:
+        assert gather is not None, "rows without block tables are gathered"
+        rows = kv[gather.blocks, :, gather.offsets]  # [tokens, heads, 2 * head_size]
+        result: torch.Tensor = function(
+            q, *_halves(rows, variant), inputs.live[0], gather.starts, inputs.max_query_len, inputs.max_seq_len,
+            scale=variant.scale, window_size=_window(variant),
+        )  # fmt: skip
+        return result
+
+    return Library(attend, soft_cap=False, block_tables=False)
+
+
+def _package(function: Any, names: tuple[str, str, str]) -> Library:
     """Through a package's `flash_attn_varlen_func`; `names`: what it calls lengths, block table and soft cap."""
 
     def attend(
-        q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, inputs: AttentionInputs, variant: Variant
+        q: torch.Tensor, kv: torch.Tensor, inputs: AttentionInputs, variant: Variant, gather: Gather | None
     ) -> torch.Tensor:
-        starts, lengths, table = _words(inputs)
+        starts, lengths, table = inputs.live
         words: dict[str, Any] = {names[0]: lengths, names[1]: table}
         if variant.soft_cap:
             words[names[2]] = variant.soft_cap
+        key, value = _halves(kv.transpose(1, 2), variant)
         result = function(
             q, key, value, cu_seqlens_q=starts, max_seqlen_q=inputs.max_query_len, max_seqlen_k=inputs.max_seq_len,
             softmax_scale=variant.scale, causal=variant.causal, window_size=_window(variant), **words,
         )  # fmt: skip
         return result[0] if isinstance(result, tuple) else result
 
-    return attend
+    return Library(attend, soft_cap=names[2] in inspect.signature(function).parameters)
 
 
-def _find() -> tuple[Attend, bool]:
-    """(how to attend, whether it knows soft caps), from what is installed. Raises ValueError saying what was found."""
+def find_library() -> Library:
+    """The first that is installed. Raises ValueError saying what was found."""
     found = []
     for module_name in ("flash_attn_interface", "flash_attn.cute"):  # FlashAttention 3 and 4: seqused_k, page tables
         try:
             function = importlib.import_module(module_name).flash_attn_varlen_func
         except (ImportError, AttributeError):
             continue
-        parameters = inspect.signature(function).parameters
-        if {"seqused_k", "page_table"} <= set(parameters):
-            return _package_attend(function, ("seqused_k", "page_table", "softcap")), "softcap" in parameters
+        if {"seqused_k", "page_table"} <= set(inspect.signature(function).parameters):
+            return _package(function, ("seqused_k", "page_table", "softcap"))
         found.append(f"{module_name} without page_table")
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         found.append(f"torch {torch.__version__} without torch.nn.attention.varlen")
     else:
-        if {"seqused_k", "block_table", "enable_gqa"} <= set(inspect.signature(varlen_attn).parameters):
-            return _torch_attend(varlen_attn), False
-        found.append(f"torch {torch.__version__}, whose varlen_attn takes no block_table (2.13 does)")
+        parameters = set(inspect.signature(varlen_attn).parameters)
+        if {"seqused_k", "block_table", "enable_gqa"} <= parameters:
+            return _torch_library(varlen_attn)
+        if {"window_size", "scale"} <= parameters:
+            return _older_torch_library(varlen_attn)
+        found.append(f"torch {torch.__version__}, whose varlen_attn takes no window_size (2.11 does)")
     raise ValueError(
         f"attention backend 'flash' found {' and '.join(found)}: install torch 2.13, flash-attn-3 or flash-attn-4, or "
         "set attention_backend='paged'"
     )
 
 
-class FlashBackend:
+def gather_of(inputs: AttentionInputs) -> Gather:
+    """Waits for the device once: the sum of lengths sizes the result."""
+    _, lengths, table = inputs.live
+    counts = lengths.tolist()
+    row = torch.repeat_interleave(torch.arange(len(counts), device=lengths.device), lengths, output_size=sum(counts))
+    starts = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    at = torch.arange(sum(counts), device=lengths.device) - starts[row]
+    return Gather(starts, table[row, at // inputs.block_size].long(), at % inputs.block_size)
+
+
+class FlashBackend(BackendFrame):
     """An AttentionBackend for CUDA; kernel blocks that 256 divides."""
 
+    name = "flash"
     capability = Capability(
         devices=("cuda",),
         dtypes=(torch.bfloat16, torch.float16),
@@ -116,46 +154,29 @@ class FlashBackend:
     def __init__(
         self, variants: Sequence[Variant], dtype: torch.dtype, device: torch.device, setup: Setup = NO_SETUP
     ) -> None:
-        """Raises ValueError where no library takes block tables and for another device, dtype, head size or feature."""
-        if device.type != "cuda":
-            raise ValueError(
-                f"attention backend 'flash' runs on device cuda, got {device}: set attention_backend='cpu'"
-            )
-        check_variants("flash", self.capability, variants, dtype, setup)
+        """See BackendFrame. Raises ValueError where no library is there, and for other heads, too."""
+        super().__init__(variants, dtype, device, setup)
         for variant in variants:
             if variant.head_size > 256 or variant.head_size % 8:
                 raise ValueError(
                     f"attention backend 'flash' takes heads of up to 256 that 8 divides, got {variant.head_size}: set "
                     "attention_backend='paged'"
                 )
-        self._attend, has_soft_cap = _find()
-        if not has_soft_cap and any(variant.soft_cap for variant in variants):
+        self._library = find_library()
+        if not self._library.soft_cap and any(variant.soft_cap for variant in variants):
             raise ValueError(
                 "attention backend 'flash' has no soft_cap through torch: set attention_backend='paged', or install "
                 "flash-attn-3"
             )
 
     def prepare(self, inputs: AttentionInputs, *, for_capture: bool = False) -> None:
-        """Remember the step's inputs. Raises ValueError for inputs that contradict each other or a block size."""
-        inputs.check()
-        if inputs.block_size % _BLOCK_MULTIPLE:
-            raise ValueError(
-                f"attention backend 'flash' takes block sizes that {_BLOCK_MULTIPLE} divides, got {inputs.block_size}: "
-                f"set block_size={_BLOCK_MULTIPLE}"
-            )
-        self._inputs = inputs
+        """Where the rows' tokens lie, for a library without block tables. That waits for the device."""
+        super().prepare(inputs, for_capture=for_capture)
+        self._gather = None if self._library.block_tables else gather_of(inputs)
 
-    def run(
-        self,
-        q: torch.Tensor,
-        kv: torch.Tensor,
-        variant: Variant,
-        out: torch.Tensor,
-        layer: LayerTensors = NO_TENSORS,
+    def attend(
+        self, q: torch.Tensor, kv: torch.Tensor, variant: Variant, out: torch.Tensor, layer: LayerTensors
     ) -> None:
-        """Attend; see AttentionBackend. Raises ValueError for tensors that are not the step's."""
-        inputs = self._inputs
-        inputs.check_call(q, kv, out)
-        tokens, pages = inputs.num_tokens, kv.transpose(1, 2)
-        key, value = pages[..., : variant.head_size], pages[..., variant.head_size :]
-        out[:tokens] = self._attend(q[:tokens], key, value, inputs, variant)
+        """See BackendFrame."""
+        tokens = self.inputs.num_tokens
+        out[:tokens] = self._library.attend(q[:tokens], kv, self.inputs, variant, self._gather)

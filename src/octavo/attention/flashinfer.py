@@ -14,18 +14,11 @@ from typing import Any
 
 import torch
 
-from octavo.attention.base import (
-    NO_SETUP,
-    NO_TENSORS,
-    AttentionInputs,
-    Capability,
-    LayerTensors,
-    Setup,
-    Variant,
-    check_variants,
-)
+from octavo.attention.base import NO_SETUP, AttentionInputs, Capability, LayerTensors, Setup, Variant
+from octavo.attention.frame import BackendFrame
 
 _WORKSPACE_BYTES = 256 << 20
+_KERNELS = ("fa2", "fa3", "auto")  # of prefill; decode has the first
 
 
 def _load() -> Any:
@@ -38,9 +31,10 @@ def _load() -> Any:
         ) from error
 
 
-class FlashInferBackend:
+class FlashInferBackend(BackendFrame):
     """An AttentionBackend for CUDA; kernel blocks of 16, 32 or 64 tokens."""
 
+    name = "flashinfer"
     capability = Capability(
         devices=("cuda",),
         dtypes=(torch.bfloat16, torch.float16),
@@ -52,16 +46,18 @@ class FlashInferBackend:
     def __init__(
         self, variants: Sequence[Variant], dtype: torch.dtype, device: torch.device, setup: Setup = NO_SETUP
     ) -> None:
-        """Raises ValueError where the package is missing and for another device, dtype, head size or feature."""
-        if device.type != "cuda":
-            raise ValueError(
-                f"attention backend 'flashinfer' runs on device cuda, got {device}: set attention_backend='cpu'"
-            )
-        check_variants("flashinfer", self.capability, variants, dtype, setup)
+        """See BackendFrame. Raises ValueError where the package is missing, too."""
+        super().__init__(variants, dtype, device, setup)
         library, self._dtype = _load(), dtype
+        kernels = setup.options.get("flashinfer_kernels", "fa2")
+        if kernels not in _KERNELS:
+            raise ValueError(
+                f"attention_config flashinfer_kernels must be one of {', '.join(_KERNELS)}, got {kernels!r}: fa3 are "
+                "those for Hopper, auto leaves the choice to FlashInfer"
+            )
         workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._prefill = {
-            variant: library.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend="fa2")
+            variant: library.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend=kernels)
             for variant in variants
         }
         self._decode = {
@@ -70,19 +66,11 @@ class FlashInferBackend:
         }
 
     def prepare(self, inputs: AttentionInputs, *, for_capture: bool = False) -> None:
-        """Plan on the host, from lengths that are fetched from the device.
-
-        Raises ValueError for inputs that contradict each other, for a block size that is not stated and for a graph.
-        """
+        """Plan on the host, from lengths that are fetched from the device. Raises ValueError for a graph."""
         if for_capture:
             raise ValueError("attention backend 'flashinfer' plans on the host, not in a graph: set enforce_eager=True")
-        inputs.check()
-        if inputs.block_size not in self.capability.kernel_block_sizes:
-            raise ValueError(
-                f"attention backend 'flashinfer' takes kernel blocks of 16, 32 or 64 tokens, got {inputs.block_size}: "
-                "set attention_config={'kernel_block_size': 64}"
-            )
-        self._inputs, rows = inputs, inputs.num_rows
+        super().prepare(inputs, for_capture=for_capture)
+        rows = inputs.num_rows
         lengths = torch.cat([inputs.seq_lens[:rows], inputs.query_start[: rows + 1]]).cpu()  # the one wait
         seq_lens, query_start = lengths.split([rows, rows + 1])
         pages = (seq_lens + inputs.block_size - 1) // inputs.block_size
@@ -102,16 +90,10 @@ class FlashInferBackend:
             else:
                 self._prefill[variant].plan(query_start, page_start, indices, last_page, *heads, causal=True, **words)
 
-    def run(
-        self,
-        q: torch.Tensor,
-        kv: torch.Tensor,
-        variant: Variant,
-        out: torch.Tensor,
-        layer: LayerTensors = NO_TENSORS,
+    def attend(
+        self, q: torch.Tensor, kv: torch.Tensor, variant: Variant, out: torch.Tensor, layer: LayerTensors
     ) -> None:
-        """Attend; see AttentionBackend. Raises ValueError for tensors that are not the step's."""
-        self._inputs.check_call(q, kv, out)
-        tokens = self._inputs.num_tokens
+        """See BackendFrame."""
+        tokens = self.inputs.num_tokens
         wrapper = (self._decode if self._is_decode else self._prefill)[variant]
         wrapper.run(q[:tokens], (kv[..., : variant.head_size], kv[..., variant.head_size :]), out=out[:tokens])

@@ -11,16 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
-from octavo.attention.base import (
-    NO_SETUP,
-    NO_TENSORS,
-    AttentionInputs,
-    Capability,
-    LayerTensors,
-    Setup,
-    Variant,
-    check_variants,
-)
+from octavo.attention.base import NO_SETUP, AttentionInputs, Capability, LayerTensors, Setup, Variant
+from octavo.attention.frame import BackendFrame
 from octavo.ops.gpu.latent import LEAF, latent_attention, part_floats
 from octavo.ops.paged_attention import can_run_on, num_processors
 
@@ -28,24 +20,24 @@ _PROGRAMS = 2  # for each processor, where few queries make splitting pay
 _SCRATCH_BYTES = 256 << 20  # a step that needs more is not split
 
 
-class MlaBackend:
+class MlaBackend(BackendFrame):
     """An AttentionBackend for CUDA and latent variants of any size and block size."""
 
+    name = "mla"
     capability = Capability(
         devices=("cuda",),
         dtypes=(torch.bfloat16, torch.float16, torch.float32),
         window=False,
         soft_cap=False,
         latent=True,
+        cache_dtypes=(torch.float8_e4m3fn, torch.int8),
     )
 
     def __init__(
         self, variants: Sequence[Variant], dtype: torch.dtype, device: torch.device, setup: Setup = NO_SETUP
     ) -> None:
-        """Raises ValueError for another device or dtype, and for layers whose attention is not latent."""
-        if not can_run_on(device):
-            raise ValueError(f"attention backend 'mla' runs on device cuda, got {device}: set attention_backend='cpu'")
-        check_variants("mla", self.capability, variants, dtype, setup)
+        """See BackendFrame. Raises ValueError for layers whose attention is not latent, too."""
+        super().__init__(variants, dtype, device, setup)
         for variant in variants:
             if not variant.value_size:
                 raise ValueError("attention backend 'mla' serves latent attention only: set attention_backend='paged'")
@@ -55,10 +47,13 @@ class MlaBackend:
         self._scratch = torch.empty(0, dtype=torch.float32, device=device)
         self._captured: list[torch.Tensor] = []  # what graphs were captured with
 
+    def runs_on(self, device: torch.device) -> bool:
+        """See BackendFrame."""
+        return can_run_on(device)
+
     def prepare(self, inputs: AttentionInputs, *, for_capture: bool = False) -> None:
-        """Choose the split from the host's bounds. Raises ValueError for inputs that contradict each other."""
-        inputs.check()
-        self._inputs = inputs
+        """Choose the split from the host's bounds."""
+        super().prepare(inputs, for_capture=for_capture)
         self._max_leaves = -(-inputs.max_seq_len // LEAF)
         programs = inputs.num_tokens * -(-self._num_heads // 64)
         self._splits = min(self._max_leaves, -(-_PROGRAMS * num_processors(self._device) // max(programs, 1)))
@@ -71,20 +66,12 @@ class MlaBackend:
         if for_capture and not any(memory is self._scratch for memory in self._captured):
             self._captured.append(self._scratch)
 
-    def run(
-        self,
-        q: torch.Tensor,
-        kv: torch.Tensor,
-        variant: Variant,
-        out: torch.Tensor,
-        layer: LayerTensors = NO_TENSORS,
+    def attend(
+        self, q: torch.Tensor, kv: torch.Tensor, variant: Variant, out: torch.Tensor, layer: LayerTensors
     ) -> None:
-        """Attend; see AttentionBackend. Raises ValueError for tensors that are not the step's."""
-        inputs, rows = self._inputs, self._inputs.num_rows
-        inputs.check_call(q, kv, out)
-        num_tokens = inputs.num_tokens
+        """See BackendFrame."""
+        num_tokens = self.inputs.num_tokens
         latent_attention(
-            q[:num_tokens], kv, inputs.query_start[: rows + 1], inputs.seq_lens[:rows], inputs.block_table[:rows],
-            out[:num_tokens], scale=variant.scale, splits=self._splits, max_leaves=self._max_leaves,
-            scratch=self._scratch,
+            q[:num_tokens], kv, *self.inputs.live, out[:num_tokens], scale=variant.scale, splits=self._splits,
+            max_leaves=self._max_leaves, scratch=self._scratch, key_scale=layer.key_scale,
         )  # fmt: skip

@@ -12,16 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
-from octavo.attention.base import (
-    NO_SETUP,
-    NO_TENSORS,
-    AttentionInputs,
-    Capability,
-    LayerTensors,
-    Setup,
-    Variant,
-    check_variants,
-)
+from octavo.attention.base import NO_SETUP, AttentionInputs, Capability, LayerTensors, Setup, Variant
+from octavo.attention.frame import BackendFrame
 from octavo.kv_cache.kernel_blocks import MultipleOf
 from octavo.ops.paged_attention import (
     BLOCK_MULTIPLE,
@@ -35,9 +27,10 @@ from octavo.ops.paged_attention import (
 )
 
 
-class PagedBackend:
+class PagedBackend(BackendFrame):
     """An AttentionBackend for CUDA: heads of up to 256, block sizes that 16 divides, 8-bit caches with scales."""
 
+    name = "paged"
     capability = Capability(
         devices=("cuda",),
         dtypes=(torch.bfloat16, torch.float16, torch.float32),
@@ -53,12 +46,8 @@ class PagedBackend:
     def __init__(
         self, variants: Sequence[Variant], dtype: torch.dtype, device: torch.device, setup: Setup = NO_SETUP
     ) -> None:
-        """Raises ValueError for another device, dtype or head size."""
-        if not can_run_on(device):
-            raise ValueError(
-                f"attention backend 'paged' runs on device cuda, got {device}: set attention_backend='cpu'"
-            )
-        check_variants("paged", self.capability, variants, dtype, setup)
+        """See BackendFrame. Raises ValueError for larger heads, and for a window and chunks together, too."""
+        super().__init__(variants, dtype, device, setup)
         for variant in variants:
             if variant.head_size > MAX_HEAD_SIZE:
                 raise ValueError(
@@ -82,19 +71,14 @@ class PagedBackend:
             slopes = torch.tensor(variant.alibi_slopes, device=device) if variant.alibi_slopes else None
             self._slopes[variant] = slopes
 
-    def prepare(self, inputs: AttentionInputs, *, for_capture: bool = False) -> None:
-        """Plan from the host's bounds. Inside a graph's capture it is a part of the graph, which keeps its memory.
+    def runs_on(self, device: torch.device) -> bool:
+        """See BackendFrame."""
+        return can_run_on(device)
 
-        Raises ValueError for a block size that 16 does not divide and for inputs that contradict each other.
-        """
-        if inputs.block_size % BLOCK_MULTIPLE:
-            raise ValueError(
-                f"attention backend 'paged' takes block sizes that {BLOCK_MULTIPLE} divides, got {inputs.block_size}: "
-                "set block_size"
-            )
-        inputs.check()
-        self._inputs, rows = inputs, inputs.num_rows
-        self._rows = inputs.query_start[: rows + 1], inputs.seq_lens[:rows], inputs.block_table[:rows]
+    def prepare(self, inputs: AttentionInputs, *, for_capture: bool = False) -> None:
+        """Plan from the host's bounds. Inside a graph's capture it is a part of the graph, which keeps its memory."""
+        super().prepare(inputs, for_capture=for_capture)
+        self._rows = inputs.live
         self._plans = {
             variant: planner.plan(
                 *self._rows[:2], num_tokens=inputs.num_tokens, max_query_len=inputs.max_query_len,
@@ -103,16 +87,10 @@ class PagedBackend:
             for variant, planner in self._planners.items()
         }  # fmt: skip
 
-    def run(
-        self,
-        q: torch.Tensor,
-        kv: torch.Tensor,
-        variant: Variant,
-        out: torch.Tensor,
-        layer: LayerTensors = NO_TENSORS,
+    def attend(
+        self, q: torch.Tensor, kv: torch.Tensor, variant: Variant, out: torch.Tensor, layer: LayerTensors
     ) -> None:
-        """Attend; see AttentionBackend. Raises ValueError for tensors that are not the step's."""
-        self._inputs.check_call(q, kv, out)
+        """See BackendFrame."""
         paged_attention(
             q, kv, *self._rows, out, sight=self._planners[variant].sight, plan=self._plans[variant],
             scratch=self._scratch, key_scale=layer.key_scale, value_scale=layer.value_scale,

@@ -1,6 +1,6 @@
 """The reference backend: eager float32 attention on any device.
 
-Owns nothing but the step's inputs; `octavo.ops.attention.paged_attention_eager` does the work, row by row. It is the
+Owns nothing but the request fields; `octavo.ops.attention.paged_attention_eager` does the work, row by row. It is the
 oracle of every other backend, made to be obviously right and not to be fast: a user's mods are called for each
 (head, query, key), in logical positions. Invariant: a row's result depends on its own queries, keys and values only.
 """
@@ -11,23 +11,16 @@ from collections.abc import Sequence
 
 import torch
 
-from octavo.attention.base import (
-    NO_SETUP,
-    NO_TENSORS,
-    AttentionInputs,
-    Capability,
-    LayerTensors,
-    Setup,
-    Variant,
-    check_variants,
-)
+from octavo.attention.base import NO_SETUP, Capability, LayerTensors, Setup, Variant
+from octavo.attention.frame import BackendFrame
 from octavo.attention.mods import NO_MODS, AttentionMods, bound
 from octavo.ops.attention import ChangeScores, paged_attention_eager
 
 
-class ReferenceBackend:
+class ReferenceBackend(BackendFrame):
     """An AttentionBackend that takes every Variant."""
 
+    name = "reference"
     capability = Capability(
         devices=("cpu", "cuda"),
         dtypes=(torch.float32, torch.bfloat16, torch.float16),
@@ -43,34 +36,22 @@ class ReferenceBackend:
     def __init__(
         self, variants: Sequence[Variant], dtype: torch.dtype, device: torch.device, setup: Setup = NO_SETUP
     ) -> None:
-        """Raises ValueError for a dtype that is not a float of at most 32 bits."""
-        check_variants("reference", self.capability, variants, dtype, setup)
+        """See BackendFrame."""
+        super().__init__(variants, dtype, device, setup)
         self._fields = setup.fields
 
-    def prepare(self, inputs: AttentionInputs, *, for_capture: bool = False) -> None:
-        """Remember the step's inputs. Raises ValueError for inputs that contradict each other."""
-        inputs.check()
-        self._inputs = inputs
-
-    def run(
-        self,
-        q: torch.Tensor,
-        kv: torch.Tensor,
-        variant: Variant,
-        out: torch.Tensor,
-        layer: LayerTensors = NO_TENSORS,
+    def attend(
+        self, q: torch.Tensor, kv: torch.Tensor, variant: Variant, out: torch.Tensor, layer: LayerTensors
     ) -> None:
-        """Attend; see AttentionBackend. Raises ValueError for tensors that are not the step's."""
-        inputs, mods = self._inputs, variant.mods
-        inputs.check_call(q, kv, out)
-        rows = inputs.num_rows
+        """See BackendFrame."""
+        mods = variant.mods
         with bound(self._fields if mods.fields else {}):
             paged_attention_eager(
-                q, kv, inputs.query_start[: rows + 1], inputs.seq_lens[:rows], inputs.block_table[:rows], out,
+                q, kv, *self.inputs.live, out,
                 scale=variant.scale, window=variant.window, soft_cap=variant.soft_cap, value_size=variant.value_size,
                 chunk=variant.chunk, alibi_slopes=variant.alibi_slopes, causal=variant.causal and mods.causal,
                 sinks=layer.sinks, key_scale=layer.key_scale, value_scale=layer.value_scale,
-                change=None if mods is NO_MODS else _apply_mods(mods, inputs.rows),
+                change=None if mods is NO_MODS else _apply_mods(mods, self.inputs.rows),
             )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import dataclasses
 
 import torch
 
-from octavo.ops.cache_store import quantize, store
+from octavo.ops.cache_store import LIMITS, quantize, store
 from octavo.ops.norm import rms_norm
 
 
@@ -36,7 +36,7 @@ def latent_rope_store(
     offset, -1 writes nothing. A turned pair is laid out as its first halves, then its second: queries and keys alike,
     so that their products are what any other order gives. Arithmetic is float32, rounded once.
     """
-    if query.is_cuda and kv.dtype == state.dtype:
+    if query.is_cuda and (kv.dtype == state.dtype or kv.dtype in LIMITS):
         from octavo.ops.gpu import latent  # needs triton
 
         latent.latent_rope_store(layer, query, state, positions, rotated, kv, slot_mapping)

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.ops.cache_store import LIMITS
+from octavo.ops.gpu.rope import store_rounded
 from octavo.ops.gpu.tree import padded_length, row_sums
 from octavo.ops.latent import LatentState
 
@@ -27,7 +29,10 @@ _LOG2_E = math.log2(math.e)
 
 
 @triton.jit
-def _turn(source, out, cos_sin, inside, HALF: tl.constexpr, PADDED_HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+def _turn(
+    source, out, scale, cos_sin, inside, HALF: tl.constexpr, PADDED_HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+):  # fmt: skip
     """Rotate rows of 2 * HALF channels: source, out [N] pointers; inside [N, PADDED_HALF]."""
     channel = tl.arange(0, PADDED_HALF)
     if INTERLEAVED:
@@ -39,18 +44,18 @@ def _turn(source, out, cos_sin, inside, HALF: tl.constexpr, PADDED_HALF: tl.cons
     cosine = tl.load(cos_sin + channel, mask=channel < HALF, other=0.0)[None, :]
     sine = tl.load(cos_sin + HALF + channel, mask=channel < HALF, other=0.0)[None, :]
     dtype: tl.constexpr = source.dtype.element_ty
-    turned = (first * cosine - second * sine).to(dtype)
-    tl.store(out[:, None] + channel[None, :], turned.to(out.dtype.element_ty), mask=inside)
-    turned = (second * cosine + first * sine).to(dtype)
-    tl.store(out[:, None] + HALF + channel[None, :], turned.to(out.dtype.element_ty), mask=inside)
+    store_rounded(out[:, None] + channel[None, :], first * cosine - second * sine, scale, inside, dtype, QUANTIZED)
+    turned = second * cosine + first * sine
+    store_rounded(out[:, None] + HALF + channel[None, :], turned, scale, inside, dtype, QUANTIZED)
 
 
 @triton.jit
 def _latent_rope_store(
-    query, state, positions, cos_sin, weight, rotated, kv, slots, query_token, query_head, state_token, rotated_token,
-    rotated_head, kv_block, kv_token, block_size, eps,
+    query, state, positions, cos_sin, weight, rotated, kv, slots, key_scale, query_token, query_head, state_token,
+    rotated_token, rotated_head, kv_block, kv_token, block_size, eps,
     NUM_HEADS: tl.constexpr, LATENT: tl.constexpr, PADDED: tl.constexpr, LEVELS: tl.constexpr, HALF: tl.constexpr,
     PADDED_HALF: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    QUANTIZED: tl.constexpr,
 ):  # fmt: skip
     """Program (token, part): part 0 is the state, the others are HEADS heads of the query each."""
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -61,7 +66,7 @@ def _latent_rope_store(
         inside = (head < NUM_HEADS)[:, None] & turns[None, :]
         _turn(
             query + token * query_token + head * query_head, rotated + token * rotated_token + head * rotated_head,
-            table, inside, HALF, PADDED_HALF, INTERLEAVED,
+            1.0, table, inside, HALF, PADDED_HALF, INTERLEAVED, False,
         )  # fmt: skip
     else:
         slot = tl.load(slots + token).to(tl.int64)
@@ -70,13 +75,19 @@ def _latent_rope_store(
             channel = tl.arange(0, PADDED)
             source = state + token * state_token
             value = tl.load(source + channel, mask=channel < LATENT, other=0.0).to(tl.float32)
-            scale = tl.load(weight + channel, mask=channel < LATENT, other=0.0)
+            gain = tl.load(weight + channel, mask=channel < LATENT, other=0.0)
             square = row_sums(tl.reshape(value * value, (1, PADDED)), LEVELS)
             inverse = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(square, LATENT * 1.0) + eps))
-            normed = (value * inverse * scale).to(state.dtype.element_ty)
-            tl.store(stored + channel, normed.to(kv.dtype.element_ty), mask=channel < LATENT)
+            scale = 1.0
+            if key_scale is not None:
+                scale = tl.load(key_scale)
+            normed = value * inverse * gain
+            store_rounded(stored + channel, normed, scale, channel < LATENT, state.dtype.element_ty, QUANTIZED)
             one = tl.zeros((1,), tl.int64)
-            _turn(source + LATENT + one, stored + LATENT + one, table, turns[None, :], HALF, PADDED_HALF, INTERLEAVED)
+            _turn(
+                source + LATENT + one, stored + LATENT + one, scale, table, turns[None, :], HALF, PADDED_HALF,
+                INTERLEAVED, QUANTIZED,
+            )  # fmt: skip
 
 
 def latent_rope_store(
@@ -84,16 +95,17 @@ def latent_rope_store(
     slot_mapping: Tensor,
 ) -> None:  # fmt: skip
     """See `octavo.ops.latent.latent_rope_store`."""
+    assert kv.dtype not in LIMITS or layer.key_scale is not None, "a quantized cache has a scale"
     num_tokens, num_heads, rope_size = query.shape
     latent_size, half = layer.weight.shape[0], rope_size // 2
     padded = padded_length(latent_size)
     if num_tokens:
         _latent_rope_store[(num_tokens, 1 + triton.cdiv(num_heads, _HEADS))](
-            query, state, positions, layer.cos_sin, layer.weight, rotated, kv, slot_mapping, query.stride(0),
-            query.stride(1), state.stride(0), rotated.stride(0), rotated.stride(1), kv.stride(0), kv.stride(2),
-            kv.shape[2], layer.eps, NUM_HEADS=num_heads, LATENT=latent_size, PADDED=padded,
+            query, state, positions, layer.cos_sin, layer.weight, rotated, kv, slot_mapping, layer.key_scale,
+            query.stride(0), query.stride(1), state.stride(0), rotated.stride(0), rotated.stride(1), kv.stride(0),
+            kv.stride(2), kv.shape[2], layer.eps, NUM_HEADS=num_heads, LATENT=latent_size, PADDED=padded,
             LEVELS=padded.bit_length() - 1, HALF=half, PADDED_HALF=triton.next_power_of_2(half), HEADS=_HEADS,
-            INTERLEAVED=layer.interleaved, num_warps=2, enable_fp_fusion=False,
+            INTERLEAVED=layer.interleaved, QUANTIZED=kv.dtype in LIMITS, num_warps=2, enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -191,8 +203,8 @@ def _row_of(query_start, num_rows, token):
 
 @triton.jit(do_not_specialize=["num_rows", "splits", "max_leaves"])
 def _attend(
-    q, kv, out, query_start, seq_lens, table, parts, stats, q_token, q_head, out_token, out_head, kv_block, kv_token,
-    table_row, num_rows, splits, max_leaves, score_scale,
+    q, kv, out, query_start, seq_lens, table, parts, stats, key_scale, q_token, q_head, out_token, out_head, kv_block,
+    kv_token, table_row, num_rows, splits, max_leaves, score_scale,
     NUM_HEADS: tl.constexpr, STATE: tl.constexpr, LATENT: tl.constexpr, PADDED: tl.constexpr,
     PADDED_ROPE: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, LEVELS: tl.constexpr,
     LEAF: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
@@ -218,6 +230,8 @@ def _attend(
     queries = tl.load(at + channel[None, :], mask=live & (channel < LATENT)[None, :], other=0.0)
     turned = tl.load(at + LATENT + rope[None, :], mask=live & (rope < STATE - LATENT)[None, :], other=0.0)
     table += row.to(tl.int64) * table_row
+    if key_scale is not None:
+        score_scale *= tl.load(key_scale)
     total = tl.zeros((BM, PADDED), tl.float32)
     total_sum = tl.zeros((BM,), tl.float32)
     total_max = tl.full((BM,), float("-inf"), tl.float32)
@@ -235,13 +249,15 @@ def _attend(
             total, total_sum, total_max = _fold(total, total_sum, total_max, leaf, leaf_sum, leaf_max)
     if not SPLIT:
         result = total * tl.where(total_sum == 0.0, 0.0, 1.0 / total_sum)[:, None]
+        if key_scale is not None:
+            result *= tl.load(key_scale)
         at = (out + tl.cast(token, tl.int64) * out_token + head * out_head)[:, None]
         tl.store(at + channel[None, :], result.to(out.dtype.element_ty), mask=live & (channel < LATENT)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_rows", "max_leaves"])
 def _merge(
-    out, query_start, seq_lens, parts, stats, out_token, out_head, num_rows, max_leaves,
+    out, query_start, seq_lens, parts, stats, key_scale, out_token, out_head, num_rows, max_leaves,
     NUM_HEADS: tl.constexpr, LATENT: tl.constexpr, PADDED: tl.constexpr, LEAF: tl.constexpr,
 ):  # fmt: skip
     """Program (head, token): fold the leaves that `_attend` wrote apart, in order."""
@@ -264,6 +280,8 @@ def _merge(
         leaf_sum = tl.load(stats + (first + index) * 2 + 1 + one)
         total, total_sum, total_max = _fold(total, total_sum, total_max, leaf, leaf_sum, leaf_max)
     result = total * tl.where(total_sum == 0.0, 0.0, 1.0 / total_sum)[:, None]
+    if key_scale is not None:
+        result *= tl.load(key_scale)
     at = out + tl.cast(token, tl.int64) * out_token + head * out_head + channel
     tl.store(at[None, :], result.to(out.dtype.element_ty), mask=(channel < LATENT)[None, :])
 
@@ -285,6 +303,7 @@ def latent_attention(
     splits: int,
     max_leaves: int,
     scratch: Tensor,
+    key_scale: Tensor | None = None,
 ) -> None:
     """Causal attention of each row's queries over the states of its tokens, written to `out`.
 
@@ -292,6 +311,7 @@ def latent_attention(
     strides but a contiguous last axis; query_start [rows + 1], seq_lens [rows], block_table [rows, width], all int32.
     Tokens of a row with seq_len 0 become 0, those beyond `query_start[-1]` stay. splits: programs that share a query's
     leaves; more than one needs scratch of `part_floats`, for at most `max_leaves` leaves: no bit depends on it.
+    key_scale: [1] float32, what a quantized cache's states are multiplied with.
     """
     num_tokens, num_heads, state_size = q.shape
     latent_size, num_rows = out.shape[2], seq_lens.shape[0]
@@ -301,14 +321,14 @@ def latent_attention(
     if not num_tokens:
         return
     _attend[(splits, triton.cdiv(num_heads, heads), num_tokens)](
-        q, kv, out, query_start, seq_lens, block_table, parts, stats, q.stride(0), q.stride(1), out.stride(0),
-        out.stride(1), kv.stride(0), kv.stride(2), block_table.stride(0), num_rows, splits, max_leaves,
+        q, kv, out, query_start, seq_lens, block_table, parts, stats, key_scale, q.stride(0), q.stride(1),
+        out.stride(0), out.stride(1), kv.stride(0), kv.stride(2), block_table.stride(0), num_rows, splits, max_leaves,
         scale * _LOG2_E, NUM_HEADS=num_heads, STATE=state_size, LATENT=latent_size, PADDED=padded,
         PADDED_ROPE=triton.next_power_of_2(max(state_size - latent_size, 16)), BLOCK=kv.shape[2], BM=heads, BN=BN,
         LEVELS=_LEVELS, LEAF=LEAF, SPLIT=splits > 1, PRECISION="ieee", num_warps=4 if heads == 16 else 8, num_stages=2,
     )  # fmt: skip
     if splits > 1:
         _merge[(num_heads, num_tokens)](
-            out, query_start, seq_lens, parts, stats, out.stride(0), out.stride(1), num_rows, max_leaves,
+            out, query_start, seq_lens, parts, stats, key_scale, out.stride(0), out.stride(1), num_rows, max_leaves,
             NUM_HEADS=num_heads, LATENT=latent_size, PADDED=padded, LEAF=LEAF, num_warps=4,
         )  # fmt: skip

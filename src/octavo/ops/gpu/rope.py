@@ -23,8 +23,11 @@ _FEW_TOKENS, _FEW, _MORE = 64, (1024, 4), (2048, 2)
 
 
 @triton.jit
-def _store(place, x, scale, mask, DTYPE: tl.constexpr, QUANTIZED: tl.constexpr):
-    """Store x as DTYPE, or in a quantized cache as what that is, divided by the scale, cut and rounded."""
+def store_rounded(place, x, scale, mask, DTYPE: tl.constexpr, QUANTIZED: tl.constexpr):
+    """Store x as DTYPE, or in a quantized cache as what that is, divided by the scale, cut and rounded.
+
+    The twin is `octavo.ops.cache_store.quantize`.
+    """
     x = x.to(DTYPE)
     if QUANTIZED:
         LIMIT: tl.constexpr = 127.0 if place.dtype.element_ty == tl.int8 else 448.0
@@ -42,11 +45,11 @@ def _store_turned(
     """Store what `_turned` gives. heads: [N] pointers; valid: which to write."""
     channel, other = tl.arange(0, first.shape[1]), tl.arange(0, rest.shape[1])
     mask = valid[:, None] & (channel < HALF)[None, :]
-    _store(heads[:, None] + channel[None, :], first, scale, mask, DTYPE, QUANTIZED)
-    _store(heads[:, None] + HALF + channel[None, :], second, scale, mask, DTYPE, QUANTIZED)
+    store_rounded(heads[:, None] + channel[None, :], first, scale, mask, DTYPE, QUANTIZED)
+    store_rounded(heads[:, None] + HALF + channel[None, :], second, scale, mask, DTYPE, QUANTIZED)
     if HEAD > 2 * HALF:
         mask = valid[:, None] & (other < HEAD - 2 * HALF)[None, :]
-        _store(heads[:, None] + 2 * HALF + other[None, :], rest, scale, mask, DTYPE, QUANTIZED)
+        store_rounded(heads[:, None] + 2 * HALF + other[None, :], rest, scale, mask, DTYPE, QUANTIZED)
 
 
 @triton.jit
@@ -133,7 +136,7 @@ def _qk_norm_rope_store(
             channel = tl.arange(0, PADDED)
             inside = valid[:, None] & (channel < HEAD)[None, :]
             value = tl.load(source[:, None] + NUM_KV_HEADS * HEAD + channel[None, :], mask=inside, other=0.0)
-            _store(stored[:, None] + HEAD + channel[None, :], value, scale, inside, DTYPE, QUANTIZED)
+            store_rounded(stored[:, None] + HEAD + channel[None, :], value, scale, inside, DTYPE, QUANTIZED)
 
 
 def qk_norm_rope_store(
