@@ -54,7 +54,7 @@ def test_files_fit_in_the_head(path: Path) -> None:
 def test_functions_fit_on_a_screen(path: Path) -> None:
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            kernel = any("triton" in ast.unparse(decorator) for decorator in node.decorator_list)
+            kernel = any(re.search(r"triton|gluon", ast.unparse(mark)) for mark in node.decorator_list)
             limit = MAX_KERNEL_LINES if kernel else MAX_FUNCTION_LINES
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             assert length <= limit, f"{where(path, node.lineno)}: {node.name} has {length} lines"

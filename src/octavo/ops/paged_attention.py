@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.ops.gpu import prompt_attention
 from octavo.ops.paged_attention_kernels import attend_rows, attend_tiles, merge
 from octavo.ops.paged_attention_work import CHUNK, EVERYTHING, WINDOW, count_leaves, divide
 
@@ -119,11 +120,20 @@ class TilesLaunch:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class PromptsLaunch:
+    """One launch of `prompt_attention`, in place of `attend_tiles` where the tensors allow it."""
+
+    num_tiles: int
+    programs: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
     """The launches of a batch for the layers that are alike, and the division of its short rows."""
 
     rows: RowsLaunch | None
     tiles: TilesLaunch | None
+    prompts: PromptsLaunch | None
     work: Tensor  # see paged_attention_work
     capacity: int  # leaves of rows that may be split
 
@@ -244,7 +254,7 @@ class Planner:
         max_leaves = count_leaves(reach) + 1
         rows_at = rows_tile(heads, max_query_len, self._dtype)
         short = rows_at.lines // heads.group
-        rows, tiles, capacity = None, None, 0
+        rows, tiles, prompts, capacity = None, None, None, 0
         if max_query_len <= short or num_tokens < num_rows * max_query_len:  # some row may be short
             lines = _power_of_two(min(short, max_query_len) * heads.group)
             programs = _ROW_PROGRAMS * self._processors
@@ -255,11 +265,20 @@ class Planner:
             self._scratch.reserve(capacity, leaf_size, num_rows * heads.num_kv_heads, for_capture=for_capture)
             self._divide(rows, query_start, seq_lens, capacity, for_capture)
         if max_query_len > short:
-            tile = tile or tiles_tile(heads, max_query_len, self._dtype)
+            chosen = tile or tiles_tile(heads, max_query_len, self._dtype)
             tiles = self._tiles(
-                tile, short, num_tokens // (tile.lines // heads.group) + num_rows, max_leaves, for_capture
+                chosen, short, num_tokens // (chosen.lines // heads.group) + num_rows, max_leaves, for_capture
             )
-        return Plan(rows, tiles, self._work, capacity)
+            if tiles.splits == 1 and tile is None:
+                prompts = self._prompts(num_tokens, num_rows, for_capture)
+        return Plan(rows, tiles, prompts, self._work, capacity)
+
+    def _prompts(self, num_tokens: int, num_rows: int, for_capture: bool) -> PromptsLaunch | None:
+        heads, device = self.heads, self._work.device
+        if not prompt_attention.can_serve(device, self._dtype, heads.group, heads.size, self.sight.causal):
+            return None
+        self._scratch.reserve(0, 1, 1, for_capture=for_capture)
+        return PromptsLaunch(num_tokens // prompt_attention.queries_of_tile(heads.group) + num_rows, self._processors)
 
     def _divide(
         self, rows: RowsLaunch, query_start: Tensor, seq_lens: Tensor, capacity: int, for_capture: bool
@@ -337,7 +356,7 @@ def paged_attention(
         )  # fmt: skip
         if rows.merges:
             _merge(out, query_start, seq_lens, plan, parts[:2], heads, sight, value_scale, sinks)
-    if plan.tiles:
+    if plan.tiles and not _serve_prompts(tensors, extras, plan, scratch, sight, score, cap):
         tiles, tile = plan.tiles, plan.tiles.tile
         num_leaves = tiles.num_tiles * heads.num_kv_heads * tiles.max_leaves if tiles.splits > 1 else 0
         parts = scratch.parts(num_leaves, tile.lines, heads.padded)
@@ -346,6 +365,27 @@ def paged_attention(
             sight.reach, score, cap, BM=tile.lines, STAGES=tile.stages, SPLIT=tiles.splits > 1,
             GATHER=_gathered(tile.lines, heads), num_warps=tile.warps, maxnreg=tile.registers, **fixed,
         )  # fmt: skip
+
+
+def _serve_prompts(
+    tensors: tuple[Tensor, ...],
+    extras: tuple[Tensor | None, ...],
+    plan: Plan,
+    scratch: Scratch,
+    sight: Sight,
+    score: float,
+    cap: float,
+) -> bool:
+    """Whether the rows of many queries were served by the kernel made for them."""
+    (q, kv, *_), (key_scale, value_scale, sinks, slopes) = tensors, extras
+    if not plan.prompts or not plan.tiles or kv.dtype != q.dtype:
+        return False
+    if key_scale is not None or value_scale is not None or slopes is not None:
+        return False
+    return prompt_attention.launch(
+        *tensors, scratch.parts(0, 0, 0)[2], num_tiles=plan.prompts.num_tiles, programs=plan.prompts.programs,
+        short=plan.tiles.short, sees=sight.kind, reach=sight.reach, score_scale=score, cap_scale=cap, sinks=sinks,
+    )  # fmt: skip
 
 
 def _merge(

@@ -1,0 +1,164 @@
+"""Attention of rows of many queries on Hopper GPUs, with the bits of `octavo.ops.paged_attention_kernels`.
+
+Owns which calls it serves, the copy engine's descriptors and the launch; `prompt_attention_kernel` does the work. Does
+not know plans or requests. Invariant: it refuses what its descriptors cannot state, and what it serves has the bits of
+`attend_tiles`. A launch allocates nothing and may be captured: descriptors travel in its arguments.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.ops.paged_attention_work import BN
+
+_LOG = logging.getLogger(__name__)
+_HEAD_SIZES = (64, 128)
+_LINES = 128  # of a tile, see the kernel
+_MAX_GROUP = 64  # heads of a KV head; a part of a tile holds a query of them at least
+_STAGES = 4
+_ALIGNED = 16  # bytes, of what the copy engine steps over
+_LIMIT = 1 << 31  # of a coordinate
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """Where a descriptor's tensor begins: what of a tensor a launch needs. Keeps no memory alive."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        """As a tensor's."""
+        return self.address
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CacheView:
+    """A layer's cache as rows of channels, a token's K and V of a head being in one row.
+
+    The token at place t of block b has row b * block_rows + head * head_rows + t and channels from
+    head * head_channels on. Sizes in rows and channels.
+    """
+
+    rows: int
+    channels: int
+    block_rows: int
+    head_rows: int
+    head_channels: int
+
+
+def queries_of_tile(group: int) -> int:
+    """Queries that a tile holds, where `group` heads share a KV head."""
+    return _LINES // _padded(group)
+
+
+def can_serve(device: torch.device, dtype: torch.dtype, group: int, head_size: int, causal: bool) -> bool:
+    """Whether calls of this kind may be served; `launch` may still refuse a cache."""
+    is_known = dtype in (torch.bfloat16, torch.float16) and head_size in _HEAD_SIZES and group <= _MAX_GROUP and causal
+    return is_known and _has_kernel(device)
+
+
+@functools.cache
+def _has_kernel(device: torch.device) -> bool:
+    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    try:
+        _kernel()
+    except ImportError as error:  # Gluon's names are not settled
+        _LOG.warning("attention of prompts runs at its plain speed: this Triton's Gluon is another one (%s)", error)
+        return False
+    return True
+
+
+@functools.cache
+def _kernel() -> Any:
+    from octavo.ops.gpu.prompt_attention_kernel import attend_prompts
+
+    return attend_prompts
+
+
+def _padded(group: int) -> int:
+    return 1 << (group - 1).bit_length()
+
+
+@functools.lru_cache(maxsize=1024)
+def view_cache(shape: tuple[int, ...], strides: tuple[int, ...], item_size: int) -> CacheView | None:
+    """The view of a cache [blocks, kv_heads, block_size, 2 * head_size] of these strides; None if there is none."""
+    blocks, heads, block_size, channels = shape
+    of_block, of_head, of_token, _ = strides
+    if of_block % of_token or of_token * item_size % _ALIGNED:
+        return None
+    head_rows, head_channels = (of_head // of_token, 0) if of_head % of_token == 0 else (0, of_head)
+    rows = (blocks - 1) * (of_block // of_token) + (heads - 1) * head_rows + block_size
+    width = (heads - 1) * head_channels + channels
+    if width > of_token or head_channels * item_size % _ALIGNED or rows >= _LIMIT:
+        return None
+    return CacheView(rows, width, of_block // of_token, head_rows, head_channels)
+
+
+@functools.lru_cache(maxsize=1024)
+def _descriptor(
+    address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+) -> Any:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    return TensorDescriptor(Place(address, dtype), list(shape), list(strides), list(box), _layout(len(box)))
+
+
+@functools.cache
+def _layout(rank: int) -> Any:
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    return NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)
+
+
+def launch(
+    q: Tensor,
+    kv: Tensor,
+    out: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    counter: Tensor,
+    *,
+    num_tiles: int,
+    programs: int,
+    short: int,
+    sees: int,
+    reach: int,
+    score_scale: float,
+    cap_scale: float,
+    sinks: Tensor | None,
+) -> bool:
+    """Attend as `paged_attention` does, for rows of more than `short` queries; False if the tensors do not allow it.
+
+    The tensors are those of `paged_attention`, with a cache of q's dtype; counter: [1] or more int32, 0 before and
+    after. num_tiles: at least the tiles of `queries_of_tile` queries; programs: to launch. sees, reach: what a query
+    sees. score_scale, cap_scale: of the kernel's, cap_scale 0 for no soft cap.
+    """
+    view = view_cache(kv.shape, kv.stride(), kv.element_size())
+    token, head = q.stride(0), q.stride(1)
+    if view is None or (token | head) * q.element_size() % _ALIGNED or (q.data_ptr() | kv.data_ptr()) % _ALIGNED:
+        return False
+    (num_tokens, num_heads, size), (_, kv_heads, block_size, _) = q.shape, kv.shape
+    group = num_heads // kv_heads
+    padded, piece = _padded(group), math.gcd(block_size, BN)
+    of_q = _descriptor(
+        q.data_ptr(), q.dtype, (num_tokens, num_heads, size), (token, head, 1), (_LINES // 2 // padded, padded, size)
+    )
+    of_cache = _descriptor(kv.data_ptr(), kv.dtype, (view.rows, view.channels), (kv.stride(2), 1), (piece, size))
+    _kernel()[(min(programs, num_tiles * kv_heads),)](
+        of_q, of_cache, out, query_start, seq_lens, block_table, counter, sinks, out.stride(0), out.stride(1),
+        block_table.stride(0), seq_lens.shape[0], num_tiles, short, reach, view.block_rows, view.head_rows,
+        view.head_channels, view.rows, score_scale, cap_scale, KV_HEADS=kv_heads, GROUP=group, PADDED_GROUP=padded,
+        HEAD=size, BLOCK=block_size, PIECE=piece, STAGES=_STAGES, SEES=sees, SOFT_CAP=cap_scale > 0, num_warps=4,
+        maxnreg=168,
+    )  # fmt: skip
+    return True
