@@ -368,7 +368,7 @@ def paged_attention(
 
 
 def _serve_prompts(
-    tensors: tuple[Tensor, ...],
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
     extras: tuple[Tensor | None, ...],
     plan: Plan,
     scratch: Scratch,
