@@ -13,6 +13,7 @@ import functools
 import random
 import sys
 import time
+import unittest
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
@@ -88,6 +89,19 @@ def _paged() -> None:
                 assert torch.equal(paged_rig.attend(batch, processors=processors, **options), expected)
 
 
+def _prompts() -> None:
+    """On Hopper: the plain tiles' bits, with a window and blocks that a tile has several of, and without."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        raise unittest.SkipTest("needs a Hopper GPU")
+    history = make_history(5, 700, 4, 2, 64, BF16)
+    rows = [(history, 700, 150), (history, 90, 1), (history, 130, 130)]
+    for block_size, options in ((64, {}), (16, {"window": 70})):
+        batch = paged_rig.to_device(make_batch(rows, block_size), CUDA)
+        out = paged_rig.attend(batch, processors=paged_rig.FEW, **options)
+        plain = paged_rig.attend(batch, processors=paged_rig.FEW, tile=paged.Tile(128, 8, 2, 128), **options)
+        assert torch.equal(out, plain), options
+
+
 def _latent() -> None:
     batch = latent_rig.Batch([(700, 1), (20, 9), (513, 2)], BF16, CUDA)
     whole, split = batch.run("mla", 1), batch.run("mla", 2)
@@ -140,6 +154,7 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
             "paged_attention_kernels.attend_tiles", "paged_attention_kernels.merge",
         ),
     ),
+    "prompt attention": (_prompts, ("gpu.prompt_attention_kernel.attend_prompts",)),
     "latent attention": (
         _latent,
         ("gpu.latent._latent_rope_store", "gpu.latent._head_product", "gpu.latent._attend", "gpu.latent._merge"),
@@ -152,7 +167,7 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
 
 
 def launched_kernels() -> set[str]:
-    """Names below `octavo.ops` of all Triton functions that the host launches: those that no other one uses."""
+    """Names below `octavo.ops` of all Triton and Gluon functions that the host launches: no other one uses them."""
     kernels: dict[str, set[str]] = {}
     used: set[str] = set()
     for path in sorted(OPS.rglob("*.py")):
@@ -164,7 +179,7 @@ def launched_kernels() -> set[str]:
                 source = (node.module or "").removeprefix("octavo.ops.")
                 places |= {alias.asname or alias.name: f"{source}.{alias.name}" for alias in node.names}
         for node in tree.body:
-            if isinstance(node, ast.FunctionDef) and "triton.jit" in map(_name, node.decorator_list):
+            if isinstance(node, ast.FunctionDef) and {"triton.jit", "gluon.jit"} & {*map(_name, node.decorator_list)}:
                 inner = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)} - {node.name}
                 kernels[f"{module}.{node.name}"] = {places.get(name, f"{module}.{name}") for name in inner}
     for names in kernels.values():
@@ -196,7 +211,8 @@ def main(names: list[str]) -> None:
     random.seed(0)
     for name in names or CASES:
         begin = time.perf_counter()
-        CASES[name][0]()
+        with contextlib.suppress(unittest.SkipTest):
+            CASES[name][0]()
         torch.cuda.synchronize()
         print(f"{name}: {time.perf_counter() - begin:.1f} s", flush=True)
 

@@ -274,11 +274,15 @@ class Planner:
         return Plan(rows, tiles, prompts, self._work, capacity)
 
     def _prompts(self, num_tokens: int, num_rows: int, for_capture: bool) -> PromptsLaunch | None:
+        """None also where most tiles may be those of short rows, which its few programs would only pass over."""
         heads, device = self.heads, self._work.device
         if not prompt_attention.can_serve(device, self._dtype, heads.group, heads.size, self.sight.causal):
             return None
+        whole = num_tokens // prompt_attention.queries_of_tile(heads.group)
+        if num_rows > whole:
+            return None
         self._scratch.reserve(0, 1, 1, for_capture=for_capture)
-        return PromptsLaunch(num_tokens // prompt_attention.queries_of_tile(heads.group) + num_rows, self._processors)
+        return PromptsLaunch(whole + num_rows, self._processors)
 
     def _divide(
         self, rows: RowsLaunch, query_start: Tensor, seq_lens: Tensor, capacity: int, for_capture: bool

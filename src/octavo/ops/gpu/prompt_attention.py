@@ -23,6 +23,7 @@ _HEAD_SIZES = (64, 128)
 _LINES = 128  # of a tile, see the kernel
 _MAX_GROUP = 64  # heads of a KV head; a part of a tile holds a query of them at least
 _STAGES = 4
+_WARPS, _REGISTERS = 4, 168  # of a consumer; for a thread at the launch, before consumers take over the producer's
 _ALIGNED = 16  # bytes, of what the copy engine steps over
 _LIMIT = 1 << 31  # of a coordinate
 
@@ -158,7 +159,7 @@ def launch(
         of_q, of_cache, out, query_start, seq_lens, block_table, counter, sinks, out.stride(0), out.stride(1),
         block_table.stride(0), seq_lens.shape[0], num_tiles, short, reach, view.block_rows, view.head_rows,
         view.head_channels, view.rows, score_scale, cap_scale, KV_HEADS=kv_heads, GROUP=group, PADDED_GROUP=padded,
-        HEAD=size, BLOCK=block_size, PIECE=piece, STAGES=_STAGES, SEES=sees, SOFT_CAP=cap_scale > 0, num_warps=4,
-        maxnreg=168,
+        HEAD=size, BLOCK=block_size, PIECE=piece, STAGES=_STAGES, SEES=sees, SOFT_CAP=cap_scale > 0,
+        num_warps=_WARPS, maxnreg=_REGISTERS,
     )  # fmt: skip
     return True

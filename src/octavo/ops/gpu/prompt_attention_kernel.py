@@ -29,7 +29,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from octavo.ops.paged_attention_work import BN, CHUNK, EVERYTHING, FIRST_LEAF, FIRST_TOKENS, LEAF
 
 LINES = 128  # of a tile: two consumers of what a warp group's matrix instruction holds
-WARPS, REGISTERS = 4, 168  # of a consumer; for each thread at the launch, before consumers take over the producer's
 _LINES, _BN = gl.constexpr(LINES // 2), gl.constexpr(BN)
 _EVERYTHING, _CHUNK = gl.constexpr(EVERYTHING), gl.constexpr(CHUNK)
 _FIRST_TOKENS, _FIRST_LEAF, _LEAF = gl.constexpr(FIRST_TOKENS), gl.constexpr(FIRST_LEAF), gl.constexpr(LEAF)
