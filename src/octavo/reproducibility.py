@@ -276,7 +276,8 @@ def make_axes(device: str, jobs: Sequence[Job], rng: random.Random) -> list[Axis
     """All axes of a device but the restart. Axes that share an engine are neighbours."""
     longest = MAX_LEN // 16 + 60  # blocks of the longest request, and a few
     needed = sum(-(-(len(job.prompt) + NUM_OUTPUT) // 16) for job in jobs)
-    tight = {"num_gpu_blocks_override": max(longest, needed // 10), "block_size": 16}
+    # as few as give preemptions, and not so few that hardly anybody runs
+    tight, tighter = ({"num_gpu_blocks_override": max(longest, needed // part), "block_size": 16} for part in (4, 14))
     axes = [
         Axis("batch size", in_groups),
         Axis("order", in_another_order),
@@ -284,7 +285,7 @@ def make_axes(device: str, jobs: Sequence[Job], rng: random.Random) -> list[Axis
         Axis("mixed steps", one_by_one),
         Axis("siblings", as_siblings),
         Axis("logprobs", with_other_logprobs),
-        Axis("chunk size", all_at_once, {"max_num_batched_tokens": rng.randint(33, 200), "max_num_seqs": 32}),
+        Axis("chunk size", all_at_once, {"max_num_batched_tokens": rng.randint(64, 256), "max_num_seqs": 32}),
         Axis("prefix hit", twice, {"enable_prefix_caching": True}),
         Axis("preemption", crowded, tight),
         Axis("cache block", all_at_once, {"block_size": rng.choice([32, 64, 128])}),
@@ -293,7 +294,7 @@ def make_axes(device: str, jobs: Sequence[Job], rng: random.Random) -> list[Axis
     ]
     if device == "cuda":
         axes.append(Axis("graph or eager", all_at_once, {"enforce_eager": True}))
-    everything = tight | {"enable_prefix_caching": True, "max_num_batched_tokens": rng.randint(70, 300)}
+    everything = tighter | {"enable_prefix_caching": True, "max_num_batched_tokens": rng.randint(128, 384)}
     return [*axes, Axis("everything", whatever, everything | {"max_num_seqs": 64})]
 
 
