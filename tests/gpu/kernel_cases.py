@@ -131,6 +131,10 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "staged writes": (functools.partial(inputs_rig.check_staged_write, "cuda"), ("gpu.staged_write._write",)),
     "products": (_products, ("gpu.matmul_kernels.product",)),
     "fused products": (functools.partial(matmul_rig.check_fused, "cuda", (BF16,)), ("gpu.few_rows._product",)),
+    "a row alone": (
+        functools.partial(matmul_rig.check_fused, "cuda", (BF16,), exact=True, shapes=((2048, 1024, False),)),
+        ("gpu.one_row._product",),
+    ),
     "draw": (functools.partial(gpu_rig.check_draw, "cuda", 4099), ("gpu.sample._draw",)),
     "logprobs": (
         functools.partial(gpu_rig.check_logprobs, "cuda", 4201),

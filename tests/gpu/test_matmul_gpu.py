@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
 from matmul_rig import DTYPES, TILES, check_fused, check_twin, distance, heavy_tailed
 from octavo.ops import fused, matmul
 from octavo.ops.activation import gated_activation
-from octavo.ops.gpu import few_rows
+from octavo.ops.gpu import few_rows, one_row
 from octavo.ops.gpu import matmul as gpu
 from octavo.ops.gpu.matmul import linear
 from octavo.ops.matmul import pack_linear
@@ -116,6 +116,19 @@ def test_fused_products_of_model_shapes(n: int, k: int) -> None:
         assert torch.equal(fused.normed_linear(x, scale, 1e-6, weight, activation="silu"), gated)
         total = (matmul.linear(x, weight).float() + residual.float()).to(BF16)
         assert torch.equal(fused.linear_add(x, weight, None, residual), total)
+
+
+def test_a_row_alone_has_a_kernel_where_its_weights_fit_shared_memory() -> None:
+    x, two = torch.empty(1, 3072, dtype=BF16, device="cuda"), torch.empty(2, 3072, dtype=BF16, device="cuda")
+    cases = ((4096, 1024, None, True), (6144, 1024, "silu", True), (1024, 2048, None, False), (1024, 3072, None, False))
+    for n, k, activation, normed in cases:
+        weight = torch.empty(n, k, dtype=BF16, device="cuda")
+        assert one_row.serves(x[:, :k], weight, None, activation, normed=normed)
+        assert not one_row.serves(x[:, 1:], weight, None, activation, normed=normed), "its copies are 16 bytes wide"
+        assert not one_row.serves(x[:, :k], weight, torch.zeros(n), activation, normed=normed)
+        assert not one_row.serves(two[:, :k], weight, None, activation, normed=normed)
+    weight = torch.empty(24576, 4096, dtype=BF16, device="cuda")
+    assert not one_row.serves(torch.empty(1, 4096, dtype=BF16, device="cuda"), weight, None, "silu", normed=True)
 
 
 def test_float32_products_are_not_rounded_to_tf32() -> None:

@@ -62,10 +62,16 @@ def check_the_result_is_rounded_once() -> None:
     assert torch.equal(linear(x, weight, None, torch.empty(20, 20, dtype=torch.float16)), exact.half())
 
 
-def check_fused(device: str = "cpu", dtypes: tuple[torch.dtype, ...] = INTERPRETED[:1], exact: bool = False) -> None:
-    """Products in one kernel with what is beside them, against the separate operators."""
+def check_fused(
+    device: str = "cpu",
+    dtypes: tuple[torch.dtype, ...] = INTERPRETED[:1],
+    exact: bool = False,
+    shapes: tuple[tuple[int, int, bool], ...] = ((64, 512, False), (128, 256, True), (64, 1024, False)),
+) -> None:
+    """Products in one kernel with what is beside them, against the separate operators. shapes: N, K, with a bias."""
     for dtype in dtypes:
-        for n, k, bias in ((64, 512, None), (128, 256, torch.randn(128, device=device)), (64, 1024, None)):
+        for n, k, has_bias in shapes:
+            bias = torch.randn(n, device=device) if has_bias else None
             weight = heavy_tailed(n, k, dtype=dtype, seed=7, device=device) / 256
             scale = torch.rand(k, device=device) + 0.5
             for rows in (1, 3, 4):

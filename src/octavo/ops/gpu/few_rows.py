@@ -1,7 +1,8 @@
 """Products of few rows on a GPU, each in one kernel with the norm before it and the activation or addition behind it.
 
-Owns that kernel. Does not know layers. Invariant: the bits are those of the separate operators (`matmul`, `norm`,
-`activation`): the same order over K, the same tree of squares, and a rounding wherever those round.
+Owns that kernel; a row alone by weights that fit shared memory is `octavo.ops.gpu.one_row`'s. Does not know layers.
+Invariant: the bits are those of the separate operators (`matmul`, `norm`, `activation`): the same order over K, the
+same tree of squares, and a rounding wherever those round.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, assignment"
@@ -13,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.activation import GATED_KINDS
-from octavo.ops.gpu import matmul
+from octavo.ops.gpu import matmul, one_row
 from octavo.ops.gpu.activation import gated_value
 from octavo.ops.gpu.launch import begin_after, chained
 from octavo.ops.gpu.norm import inverse_norm
@@ -132,6 +133,10 @@ def _launch(
     (num_rows, k), n = x.shape, weight.shape[0]
     assert weight.is_contiguous() and x.stride(1) == 1, "channels are contiguous"
     assert serves(num_rows, x.dtype, weight), "rows and shape fit the kernel"
+    if one_row.serves(x, weight, bias, activation, normed=norm is not None):
+        gated = activation is not None
+        one_row.product(x, weight, out, norm=norm, eps=eps, residual=residual, gated=gated)
+        return
     tile, padded = _tile(n, k, norm is not None), padded_length(k)
     gated, before = activation is not None, x if residual is None else residual
     _product[(n // tile.channels,)](
