@@ -21,7 +21,7 @@ from octavo.attention.base import BACKENDS, AttentionInputs, LayerTensors, Setup
 from octavo.ops import paged_attention as operator
 from octavo.ops.attention import paged_attention_eager
 from octavo.ops.paged_attention import Heads, Planner, Scratch, Sight, Tile, paged_attention
-from octavo.ops.paged_attention_work import LEAF, count_leaves
+from octavo.ops.paged_attention_work import LEAF, count_leaves, count_tiles
 
 FEW, MANY = 1, 16  # processors to plan for: rows are walked almost whole, or by many programs
 
@@ -206,6 +206,17 @@ def check_the_division_is_whole_and_even() -> None:
         parts = [sum(begin <= place < end for place in total) for begin, end in itertools.pairwise(starts)]
         assert sum(parts) == len(total)
         assert not total or max(parts) <= 4 * (len(total) / len(parts) + 2)
+
+
+def check_tiles_of_long_rows_are_numbered_without_gaps() -> None:
+    rng = random.Random(4)
+    for num_rows, queries, short in ((1, 64, 4), (3, 1, 0), (40, 32, 4), (700, 64, 1)):
+        counts = [rng.choice([0, 1, 4, 5, 64, 65, 300]) for _ in range(num_rows)]
+        start = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
+        tile_start = torch.full((num_rows + 1,), -7, dtype=torch.int32)
+        count_tiles[(1,)](start, tile_start, num_rows, short, QUERIES=queries, ROWS=512)
+        tiles = [-(-count // queries) if count > short else 0 for count in counts]
+        assert tile_start.tolist() == list(itertools.accumulate(tiles, initial=0))
 
 
 def check_features_equal_the_reference() -> None:

@@ -25,6 +25,7 @@ CHECKS = (
     "check_rows_that_do_not_fit_the_scratch_are_not_split",
     "check_long_rows_are_merged_to_the_same_bits",
     "check_the_division_is_whole_and_even",
+    "check_tiles_of_long_rows_are_numbered_without_gaps",
     "check_features_equal_the_reference",
     "check_quantized_caches_equal_the_reference",
     "check_backend_equals_reference",

@@ -158,7 +158,7 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
             "paged_attention_kernels.attend_tiles", "paged_attention_kernels.merge",
         ),
     ),
-    "prompt attention": (_prompts, ("gpu.prompt_attention_kernel.attend_prompts",)),
+    "prompt attention": (_prompts, ("gpu.prompt_attention_kernel.attend_prompts", "paged_attention_work.count_tiles")),
     "latent attention": (
         _latent,
         ("gpu.latent._latent_rope_store", "gpu.latent._head_product", "gpu.latent._attend", "gpu.latent._merge"),

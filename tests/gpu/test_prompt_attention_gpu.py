@@ -110,6 +110,23 @@ def test_sinks_and_queries_of_another_stride() -> None:
     _same_bits(batch, sinks=torch.linspace(-2.0, 3.0, 8, device=DEVICE))
 
 
+def test_few_long_rows_among_many_short_and_empty_ones() -> None:
+    """As in a step of prompts and decode, and in a graph for more rows than the step has."""
+    history = _history(900, 8, 2, 128)
+    rows = [(history, 700, 1) if place % 3 else (history, 5, 0) for place in range(600)]
+    rows[7], rows[411] = (history, 900, 640), (history, 333, 200)
+    batch = to_device(make_batch(rows, 64), DEVICE)
+    _same_bits(batch)
+    batch.query_start[:], batch.seq_lens[:] = 0, 0  # no tile at all
+    scratch, sight = operator.Scratch(DEVICE), operator.Sight(scale=1.0)
+    plan = operator.Planner(operator.Heads(8, 2, 128), sight, BF16, DEVICE, scratch, FULL_MACHINE).plan(
+        batch.query_start, batch.seq_lens, num_tokens=len(batch.q), max_query_len=640, max_seq_len=900
+    )
+    out = torch.full_like(batch.q, 7.0)
+    operator.paged_attention(*batch.args(), out, sight=sight, plan=plan, scratch=scratch)
+    assert plan.prompts and (out == 7.0).all()
+
+
 def test_a_pool_beyond_32_bit_offsets() -> None:
     """The live blocks lie at the end of a pool of 700,000 tokens."""
     batch = to_device(make_batch([(_history(900, 16, 8, 128), 900, 700)], 64), DEVICE)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from octavo.ops.gpu import prompt_attention
 from octavo.ops.paged_attention_kernels import attend_rows, attend_tiles, merge
-from octavo.ops.paged_attention_work import CHUNK, EVERYTHING, WINDOW, count_leaves, divide
+from octavo.ops.paged_attention_work import CHUNK, EVERYTHING, WINDOW, count_leaves, count_tiles, divide
 
 BLOCK_MULTIPLE = 16  # block sizes are multiples of this
 MAX_HEAD_SIZE = 256
@@ -123,7 +123,7 @@ class TilesLaunch:
 class PromptsLaunch:
     """One launch of `prompt_attention`, in place of `attend_tiles` where the tensors allow it."""
 
-    num_tiles: int
+    tile_start: Tensor  # of `count_tiles`
     programs: int
 
 
@@ -229,7 +229,7 @@ class Planner:
         """dtype: of queries. processors: to plan for, 0 for those of the device."""
         self.heads, self.sight, self._dtype, self._scratch = heads, sight, dtype, scratch
         self._processors = processors or num_processors(device)
-        self._work = torch.zeros(0, dtype=torch.int32, device=device)
+        self._work = self._tile_start = torch.zeros(0, dtype=torch.int32, device=device)
         self._captured: list[Tensor] = []
 
     def plan(
@@ -270,19 +270,28 @@ class Planner:
                 chosen, short, num_tokens // (chosen.lines // heads.group) + num_rows, max_leaves, for_capture
             )
             if tiles.splits == 1 and tile is None:
-                prompts = self._prompts(num_tokens, num_rows, for_capture)
+                prompts = self._prompts(query_start, short, num_tokens, for_capture)
         return Plan(rows, tiles, prompts, self._work, capacity)
 
-    def _prompts(self, num_tokens: int, num_rows: int, for_capture: bool) -> PromptsLaunch | None:
-        """None also where most tiles may be those of short rows, which its few programs would only pass over."""
-        heads, device = self.heads, self._work.device
+    def _prompts(self, query_start: Tensor, short: int, num_tokens: int, for_capture: bool) -> PromptsLaunch | None:
+        heads, num_rows = self.heads, len(query_start) - 1
+        device = query_start.device
         if not prompt_attention.can_serve(device, self._dtype, heads.group, heads.size, self.sight.causal):
             return None
-        whole = num_tokens // prompt_attention.queries_of_tile(heads.group)
-        if num_rows > whole:
-            return None
         self._scratch.reserve(0, 1, 1, for_capture=for_capture)
-        return PromptsLaunch(whole + num_rows, self._processors)
+        if self._tile_start.numel() <= num_rows:
+            self._tile_start = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
+        if for_capture:
+            self._keep(self._tile_start)
+        queries = prompt_attention.queries_of_tile(heads.group)
+        count_tiles[(1,)](query_start, self._tile_start, num_rows, short, QUERIES=queries, ROWS=512, num_warps=4)
+        items = (num_tokens // queries + num_rows) * heads.num_kv_heads
+        return PromptsLaunch(self._tile_start, min(items, self._processors))
+
+    def _keep(self, tensor: Tensor) -> None:
+        """What a graph was captured with stays where it is."""
+        if not any(kept is tensor for kept in self._captured):
+            self._captured.append(tensor)
 
     def _divide(
         self, rows: RowsLaunch, query_start: Tensor, seq_lens: Tensor, capacity: int, for_capture: bool
@@ -290,8 +299,8 @@ class Planner:
         size = 2 * (rows.programs + 1) + 2 * rows.num_rows + 1
         if self._work.numel() < size:
             self._work = torch.zeros(size, dtype=torch.int32, device=seq_lens.device)
-        if for_capture and not any(work is self._work for work in self._captured):
-            self._captured.append(self._work)
+        if for_capture:
+            self._keep(self._work)
         divide[(rows.programs + 1,)](
             query_start, seq_lens, self._work, rows.num_rows, rows.short, self.sight.reach, rows.programs, capacity,
             rows.fold_limit, KV_HEADS=self.heads.num_kv_heads, SEES=self.sight.kind, FIXED=_FIXED, SPLIT=_SPLIT,
@@ -382,13 +391,13 @@ def _serve_prompts(
 ) -> bool:
     """Whether the rows of many queries were served by the kernel made for them."""
     (q, kv, *_), (key_scale, value_scale, sinks, slopes) = tensors, extras
-    if not plan.prompts or not plan.tiles or kv.dtype != q.dtype:
+    if not plan.prompts or kv.dtype != q.dtype:
         return False
     if key_scale is not None or value_scale is not None or slopes is not None:
         return False
     return prompt_attention.launch(
-        *tensors, scratch.parts(0, 0, 0)[2], num_tiles=plan.prompts.num_tiles, programs=plan.prompts.programs,
-        short=plan.tiles.short, sees=sight.kind, reach=sight.reach, score_scale=score, cap_scale=cap, sinks=sinks,
+        *tensors, plan.prompts.tile_start, scratch.parts(0, 0, 0)[2], programs=plan.prompts.programs, sees=sight.kind,
+        reach=sight.reach, score_scale=score, cap_scale=cap, sinks=sinks,
     )  # fmt: skip
 
 

@@ -10,6 +10,8 @@ of it that are read, a (row, head) has FIXED more. Program g of G takes the leav
 parts. `work` holds G + 1 starts (row * KV heads + head, leaf), then for each row the leaves of the rows before it,
 which is where its partial results lie, then how many rows `merge` has to fold, and which. Rows that would lie beyond
 `capacity` leaves are not split, and cheap ones only where programs would idle.
+
+Long rows need no division: `count_tiles` numbers their tiles without gaps, and programs draw them.
 """
 
 # Kernels are compiled from their source by Triton, whose values mypy does not know.
@@ -137,3 +139,21 @@ def divide(
     pair = tl.where(is_end, (row_index + 1) * KV_HEADS, tl.where(there, pair, num_rows * KV_HEADS))
     tl.store(work + program * 2, pair)
     tl.store(work + program * 2 + 1, tl.where(is_end, 0, leaf))
+
+
+@triton.jit(do_not_specialize=["num_rows", "short"])
+def count_tiles(query_start, tile_start, num_rows, short, QUERIES: tl.constexpr, ROWS: tl.constexpr):
+    """Grid: (1). tile_start: [num_rows + 1], tiles of QUERIES queries that the rows before each have, and all together.
+
+    Rows of at most `short` queries have none.
+    """
+    total = 0
+    for base in range(0, num_rows, ROWS):
+        row = base + tl.arange(0, ROWS)
+        inside = row < num_rows
+        begin = tl.load(query_start + row, mask=inside, other=0)
+        num_queries = tl.load(query_start + row + 1, mask=inside, other=0) - begin
+        tiles = tl.where(inside & (num_queries > short), tl.cdiv(num_queries, QUERIES), 0)
+        tl.store(tile_start + row, total + tl.cumsum(tiles, 0) - tiles, mask=inside)
+        total += tl.sum(tiles, 0)
+    tl.store(tile_start + num_rows, total)

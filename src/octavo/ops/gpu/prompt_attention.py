@@ -127,22 +127,21 @@ def launch(
     query_start: Tensor,
     seq_lens: Tensor,
     block_table: Tensor,
+    tile_start: Tensor,
     counter: Tensor,
     *,
-    num_tiles: int,
     programs: int,
-    short: int,
     sees: int,
     reach: int,
     score_scale: float,
     cap_scale: float,
     sinks: Tensor | None,
 ) -> bool:
-    """Attend as `paged_attention` does, for rows of more than `short` queries; False if the tensors do not allow it.
+    """Attend as `paged_attention` does, for rows that have tiles; False if the tensors do not allow it.
 
-    The tensors are those of `paged_attention`, with a cache of q's dtype; counter: [1] or more int32, 0 before and
-    after. num_tiles: at least the tiles of `queries_of_tile` queries; programs: to launch. sees, reach: what a query
-    sees. score_scale, cap_scale: of the kernel's, cap_scale 0 for no soft cap.
+    The tensors are those of `paged_attention`, with a cache of q's dtype; tile_start: [rows + 1] int32, of
+    `count_tiles` for `queries_of_tile` queries; counter: [1] or more int32, 0 before and after. programs: to launch.
+    sees, reach: what a query sees. score_scale, cap_scale: of the kernel's, cap_scale 0 for no soft cap.
     """
     view = view_cache(kv.shape, kv.stride(), kv.element_size())
     token, head = q.stride(0), q.stride(1)
@@ -155,9 +154,9 @@ def launch(
         q.data_ptr(), q.dtype, (num_tokens, num_heads, size), (token, head, 1), (_LINES // 2 // padded, padded, size)
     )
     of_cache = _descriptor(kv.data_ptr(), kv.dtype, (view.rows, view.channels), (kv.stride(2), 1), (piece, size))
-    _kernel()[(min(programs, num_tiles * kv_heads),)](
-        of_q, of_cache, out, query_start, seq_lens, block_table, counter, sinks, out.stride(0), out.stride(1),
-        block_table.stride(0), seq_lens.shape[0], num_tiles, short, reach, view.block_rows, view.head_rows,
+    _kernel()[(programs,)](
+        of_q, of_cache, out, query_start, seq_lens, block_table, tile_start, counter, sinks, out.stride(0),
+        out.stride(1), block_table.stride(0), seq_lens.shape[0], reach, view.block_rows, view.head_rows,
         view.head_channels, view.rows, score_scale, cap_scale, KV_HEADS=kv_heads, GROUP=group, PADDED_GROUP=padded,
         HEAD=size, BLOCK=block_size, PIECE=piece, STAGES=_STAGES, SEES=sees, SOFT_CAP=cap_scale > 0,
         num_warps=_WARPS, maxnreg=_REGISTERS,

@@ -57,21 +57,19 @@ def _exp2_from(x, top):
 
 
 @gluon.jit
-def _find(item, query_start, seq_lens, num_rows, num_tiles, short, KV_HEADS: gl.constexpr, QUERIES: gl.constexpr):
-    """(row, its first token, first query, queries, length) of an item; a length of -1 where there is nothing to do."""
-    tile = num_tiles - 1 - gl.minimum(item // KV_HEADS, num_tiles - 1)
+def _find(item, total, query_start, seq_lens, tile_start, num_rows, KV_HEADS: gl.constexpr, QUERIES: gl.constexpr):
+    """(row, its first token, first query, queries, length) of an item; of the last one for those behind it."""
+    tile = total // KV_HEADS - 1 - gl.minimum(item, total - 1) // KV_HEADS  # the longest first
     count = 0
     for base in range(0, num_rows, 128):
         at = base + gl.arange(0, 128, _ROWS)
-        begin = gl.load(query_start + at, mask=at < num_rows, other=0) // QUERIES + at
+        begin = gl.load(tile_start + at, mask=at < num_rows, other=0)
         count += gl.sum(((begin <= tile) & (at < num_rows)).to(gl.int32), 0)
-    row = count - 1
+    row = gl.maximum(count - 1, 0)
     row_start = gl.load(query_start + row)
-    first_query = (tile - row_start // QUERIES - row) * QUERIES
+    first_query = (tile - gl.load(tile_start + row)) * QUERIES
     num_queries = gl.load(query_start + row + 1) - row_start
-    there = (item < num_tiles * KV_HEADS) & (num_queries > short) & (first_query < num_queries)
-    seq_len = gl.where(there, gl.load(seq_lens + row), -1)
-    return row, row_start, first_query, num_queries, seq_len
+    return row, row_start, first_query, num_queries, gl.load(seq_lens + row)
 
 
 @gluon.jit
@@ -106,16 +104,16 @@ def _copy(
 
 @gluon.jit
 def _produce(
-    q_desc, kv_desc, query_start, seq_lens, table, counter, words, q_smem, q_full, q_empty, ring, table_row, num_rows,
-    num_tiles, short, reach, block_rows, head_rows, head_channels, outside, KV_HEADS: gl.constexpr,
-    GROUP: gl.constexpr, QUERIES: gl.constexpr, HEAD: gl.constexpr, BLOCK: gl.constexpr, PIECE: gl.constexpr,
-    STAGES: gl.constexpr, SEES: gl.constexpr,
+    q_desc, kv_desc, query_start, seq_lens, table, tile_start, counter, words, q_smem, q_full, q_empty, ring, table_row,
+    num_rows, reach, block_rows, head_rows, head_channels, outside, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
+    QUERIES: gl.constexpr, HEAD: gl.constexpr, BLOCK: gl.constexpr, PIECE: gl.constexpr, STAGES: gl.constexpr,
+    SEES: gl.constexpr,
 ):  # fmt: skip
     """Draw items, (tile, KV head), and copy what they need. `words` tell the consumers about each."""
-    total = num_tiles * KV_HEADS
+    total = gl.load(tile_start + num_rows) * KV_HEADS
     item = gl.program_id(0)
     row, row_start, first_query, num_queries, seq_len = _find(
-        item, query_start, seq_lens, num_rows, num_tiles, short, KV_HEADS, QUERIES
+        item, total, query_start, seq_lens, tile_start, num_rows, KV_HEADS, QUERIES
     )
     step, turn = 0, 0
     while item < total:
@@ -124,22 +122,21 @@ def _produce(
         low = _first_seen(position, reach, SEES)
         high = gl.minimum(seq_len, position + QUERIES)
         begin = low // _BN
-        end = gl.where(seq_len < 0, begin, gl.maximum((high + _BN - 1) // _BN, begin + 1))
+        end = gl.maximum((high + _BN - 1) // _BN, begin + 1)
         line = table + row.to(gl.int64) * table_row
-        if seq_len >= 0:
-            mbarrier.wait(q_empty, (turn & 1) ^ 1)
-            turn += 1
-            words.index(0).store(gl.full([1], row_start + first_query, gl.int32, _ONE))
-            words.index(1).store(gl.full([1], num_queries - first_query, gl.int32, _ONE))
-            words.index(2).store(gl.full([1], position, gl.int32, _ONE))
-            words.index(3).store(gl.full([1], seq_len, gl.int32, _ONE))
-            words.index(4).store(gl.full([1], kv_index, gl.int32, _ONE))
-            words.index(5).store(gl.full([1], begin, gl.int32, _ONE))
-            words.index(6).store(gl.full([1], end, gl.int32, _ONE))
-            mbarrier.expect(q_full, 2 * _LINES * HEAD * 2)
-            for part in gl.static_range(2):
-                where = [row_start + first_query + part * (QUERIES // 2), kv_index * GROUP, 0]
-                tma.async_copy_global_to_shared(q_desc, where, q_full, q_smem.index(part))
+        mbarrier.wait(q_empty, (turn & 1) ^ 1)
+        turn += 1
+        words.index(0).store(gl.full([1], row_start + first_query, gl.int32, _ONE))
+        words.index(1).store(gl.full([1], num_queries - first_query, gl.int32, _ONE))
+        words.index(2).store(gl.full([1], position, gl.int32, _ONE))
+        words.index(3).store(gl.full([1], seq_len, gl.int32, _ONE))
+        words.index(4).store(gl.full([1], kv_index, gl.int32, _ONE))
+        words.index(5).store(gl.full([1], begin, gl.int32, _ONE))
+        words.index(6).store(gl.full([1], end, gl.int32, _ONE))
+        mbarrier.expect(q_full, 2 * _LINES * HEAD * 2)
+        for part in gl.static_range(2):
+            where = [row_start + first_query + part * (QUERIES // 2), kv_index * GROUP, 0]
+            tma.async_copy_global_to_shared(q_desc, where, q_full, q_smem.index(part))
         middle = gl.minimum(begin + 1, end)
         step = _copy(
             begin, middle, step, kv_desc, ring, line, low, high, kv_index, block_rows, head_rows, head_channels,
@@ -151,7 +148,7 @@ def _produce(
             gl.store(counter, 0)
         item = before + gl.num_programs(0)
         row, row_start, first_query, num_queries, seq_len = _find(
-            item, query_start, seq_lens, num_rows, num_tiles, short, KV_HEADS, QUERIES
+            item, total, query_start, seq_lens, tile_start, num_rows, KV_HEADS, QUERIES
         )
         step = _copy(
             middle, end, step, kv_desc, ring, line, low, high, kv_index, block_rows, head_rows, head_channels,
@@ -364,16 +361,16 @@ def _consume(
 
 @gluon.jit(
     do_not_specialize=[
-        "table_row", "num_rows", "num_tiles", "short", "reach", "block_rows", "head_rows", "head_channels", "outside",
+        "table_row", "num_rows", "reach", "block_rows", "head_rows", "head_channels", "outside",
     ]
 )  # fmt: skip
 def attend_prompts(
-    q_desc, kv_desc, out, query_start, seq_lens, table, counter, sinks, out_token, out_head, table_row, num_rows,
-    num_tiles, short, reach, block_rows, head_rows, head_channels, outside, score_scale, cap_scale,
+    q_desc, kv_desc, out, query_start, seq_lens, table, tile_start, counter, sinks, out_token, out_head, table_row,
+    num_rows, reach, block_rows, head_rows, head_channels, outside, score_scale, cap_scale,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, PADDED_GROUP: gl.constexpr, HEAD: gl.constexpr, BLOCK: gl.constexpr,
     PIECE: gl.constexpr, STAGES: gl.constexpr, SEES: gl.constexpr, SOFT_CAP: gl.constexpr,
 ):  # fmt: skip
-    """Grid: (any number of programs up to the items), for rows of more than `short` queries.
+    """Grid: (any number of programs), for the rows that have tiles: see `count_tiles`.
 
     A token of block b and KV head h is in row b * `block_rows` + h * `head_rows` + its place in the block of the
     cache's descriptor, from channel h * `head_channels` on; row `outside` does not exist. `counter`: 0, and then again.
@@ -409,8 +406,8 @@ def attend_prompts(
                 cap_scale, GROUP, PADDED_GROUP, QUERIES, HEAD, STAGES, SEES, SOFT_CAP,
             )),
             (_produce, (
-                q_desc, kv_desc, query_start, seq_lens, table, counter, words, q_smem, q_full, q_empty, ring,
-                table_row, num_rows, num_tiles, short, reach, block_rows, head_rows, head_channels, outside, KV_HEADS,
+                q_desc, kv_desc, query_start, seq_lens, table, tile_start, counter, words, q_smem, q_full, q_empty,
+                ring, table_row, num_rows, reach, block_rows, head_rows, head_channels, outside, KV_HEADS,
                 GROUP, QUERIES, HEAD, BLOCK, PIECE, STAGES, SEES,
             )),
         ],
