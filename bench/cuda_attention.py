@@ -93,7 +93,7 @@ def plan_paged(call: Call, new: int, length: int, processors: int = 0) -> Callab
     """Octavo's own operator on `call`, planned; it writes what it is called with."""
     q, kv, query_start, seq_lens, _ = call
     heads, sight, scratch = Heads(q.shape[1], kv.shape[1], HEAD), Sight(scale=HEAD**-0.5), Scratch(CUDA)
-    plan = Planner(heads, sight, q.dtype, CUDA, scratch, processors or num_processors(CUDA)).plan(
+    plan = Planner(heads, sight, q.dtype, CUDA, scratch, processors or num_processors(CUDA), cache_dtype=kv.dtype).plan(
         query_start, seq_lens, num_tokens=len(q), max_query_len=new, max_seq_len=length
     )
     return lambda out: paged_attention(*call, out, sight=sight, plan=plan, scratch=scratch)

@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 
-from batches import Batch, make_batch, make_history
+from batches import Batch, History, make_batch, make_history
 from contract_rig import Setting, make_step
 from octavo.attention.base import BACKENDS, AttentionInputs, LayerTensors, Setup, Variant, alibi_slopes
 from octavo.ops import paged_attention as operator
@@ -23,7 +23,12 @@ from octavo.ops.attention import paged_attention_eager
 from octavo.ops.paged_attention import Heads, Planner, Scratch, Sight, Tile, paged_attention
 from octavo.ops.paged_attention_work import LEAF, count_leaves, count_tiles
 
-FEW, MANY = 1, 16  # processors to plan for: rows are walked almost whole, or by many programs
+FEW, MANY = 1, 16  # processors to plan for: rows are walked almost whole, or by many programs; few rows undivided
+FEATURES: tuple[dict[str, Any], ...] = (
+    {}, {"window": 70}, {"chunk": 400}, {"causal": False}, {"causal": False, "window": 300}, {"soft_cap": 9.0},
+    {"sinks": [0.5, -2.0, 3.0, 1.0]}, {"slopes": [0.5, 0.25, 0.125, 0.0625]},
+    {"key_scale": [0.5, 2.0], "value_scale": [3.0, 0.25], "soft_cap": 9.0},
+)  # fmt: skip
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
@@ -129,6 +134,21 @@ def check_splits_and_neighbours_do_not_move_bits() -> None:
     other = make_history(8, 600, 4, 2, 16, torch.float16)
     crowd = attend(make_batch([(other, 600, 70), (other, 17, 1), row, (other, 30, 5)], 16, seed=1))
     assert torch.equal(crowd[71:74], alone)
+
+
+def compare_few_with_divided(history: History, block_size: int, device: torch.device, options: dict[str, Any]) -> None:
+    """Rows that `attend_few` takes, and takes again with the same scratch, against the same rows divided."""
+    lists = {name: torch.tensor(value, device=device) for name, value in options.items() if isinstance(value, list)}
+    options = options | lists
+    batch = to_device(make_batch([(history, len(history.kv), 3), (history, 300, 1)], block_size), device)
+    divided, scratch = attend(batch, processors=FEW, **options), Scratch(device)
+    for _ in range(2):
+        assert torch.equal(attend(batch, processors=MANY, scratch=scratch, **options), divided), options
+
+
+def check_few_rows_have_the_bits_of_divided_ones() -> None:
+    for options in FEATURES[1::5]:
+        compare_few_with_divided(_history(), 64, CPU, options)
 
 
 def check_block_size_placement_and_layout_do_not_move_bits() -> None:

@@ -78,7 +78,7 @@ def _products() -> None:
 
 
 def _paged() -> None:
-    """Rows divided and merged, tiles whole and split, over windows and blocks of several sizes."""
+    """Rows divided, merged and few, tiles whole and split, over windows and blocks of several sizes."""
     long = make_history(5, 1500, 4, 2, 32, BF16)
     rows = [(long, 1500, 2), (long, 300, 1), (long, 900, 40), (long, 7, 7)]
     for options in ({}, {"window": 70, "soft_cap": 20.0}):
@@ -87,6 +87,7 @@ def _paged() -> None:
         with mock.patch.multiple(paged, _FOLDS=4, _LONG=5):
             for processors in (paged_rig.FEW, paged_rig.MANY):
                 assert torch.equal(paged_rig.attend(batch, processors=processors, **options), expected)
+        assert torch.equal(paged_rig.attend(batch, **options), expected)
 
 
 def _prompts() -> None:
@@ -154,8 +155,8 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "paged attention": (
         _paged,
         (
-            "paged_attention_work.divide", "paged_attention_kernels.attend_rows",
-            "paged_attention_kernels.attend_tiles", "paged_attention_kernels.merge",
+            "paged_attention_work.divide", "paged_attention_rows.attend_rows", "paged_attention_rows.attend_few",
+            "paged_attention_kernels.attend_tiles", "paged_attention_rows.merge",
         ),
     ),
     "prompt attention": (_prompts, ("gpu.prompt_attention_kernel.attend_prompts", "paged_attention_work.count_tiles")),

@@ -16,9 +16,18 @@ if not torch.cuda.is_available():
 from batches import Batch, History, make_batch, make_history
 from octavo.attention.base import BACKENDS, AttentionInputs, Variant
 from octavo.ops.attention import paged_attention_eager
-from octavo.ops.paged_attention import Tile
+from octavo.ops.paged_attention import Heads, Planner, Scratch, Sight, Tile, paged_attention
 from octavo.ops.paged_attention_work import LEAF
-from paged_rig import FEW, MANY, attend, compare_with_twin, run_backend, to_device
+from paged_rig import (
+    FEATURES,
+    FEW,
+    MANY,
+    attend,
+    compare_few_with_divided,
+    compare_with_twin,
+    run_backend,
+    to_device,
+)
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
@@ -76,6 +85,50 @@ def test_decode_prefill_and_chunks_have_the_same_bits(dtype, heads, kv_heads, he
 def test_tiles_and_instruction_families_do_not_move_bits(tile: Tile) -> None:
     batch = _batch([(_history(), LENGTH, 300)], 64)
     assert torch.equal(attend(batch, tile=tile), attend(batch))
+
+
+@pytest.mark.parametrize("options", FEATURES, ids=str)
+def test_few_rows_have_the_bits_of_divided_ones(options: dict) -> None:
+    compare_few_with_divided(_history(heads=4), 64, DEVICE, options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float8_e4m3fn])
+def test_few_rows_of_other_types_have_the_bits_of_divided_ones(dtype: torch.dtype) -> None:
+    history = _history(BF16 if dtype == torch.float8_e4m3fn else dtype, heads=4)
+    history.kv = history.kv.clamp(-400, 400).to(dtype)
+    compare_few_with_divided(history, 64, DEVICE, {})
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("length", [1300, 9000])
+def test_few_rows_in_a_replayed_graph_follow_their_lengths(length: int, dtype: torch.dtype) -> None:
+    """One capture serves every length up to its bound, and leaves its counters at 0 for the next replay."""
+    history = make_history(3, length, 32, 8, 128, BF16)
+    history.kv = history.kv.to(dtype)
+    batch = _batch([(history, length, 1), (history, length // 3, 1), (history, 1, 1)], 64)
+    heads, sight, scratch = Heads(32, 8, 128), Sight(scale=128**-0.5), Scratch(DEVICE)
+    bounds = {"num_tokens": 3, "max_query_len": 1, "max_seq_len": length}
+    planner = Planner(heads, sight, BF16, DEVICE, scratch, cache_dtype=dtype)
+    out = torch.empty_like(batch.q)
+
+    def run(**options: bool) -> None:
+        plan = planner.plan(batch.query_start, batch.seq_lens, **bounds, **options)
+        paged_attention(*batch.args(), out, sight=sight, plan=plan, scratch=scratch)
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(3):  # as layers follow each other
+            run(for_capture=True)
+    for first in (length, 255, 256, 257, 1, 0, 1023, 1024, 1025, length - 1):
+        batch.seq_lens[0] = first
+        graph.replay()
+        expected = torch.empty_like(out)
+        divided = Planner(heads, sight, BF16, DEVICE, Scratch(DEVICE), 1, cache_dtype=dtype)
+        plan = divided.plan(batch.query_start, batch.seq_lens, **bounds)
+        paged_attention(*batch.args(), expected, sight=sight, plan=plan, scratch=divided._scratch)
+        assert torch.equal(out, expected), first
 
 
 def test_neighbours_do_not_move_bits() -> None:

@@ -67,7 +67,7 @@ class PagedBackend(BackendFrame):
                 scale=variant.scale, window=variant.window, chunk=variant.chunk, causal=variant.causal,
                 soft_cap=variant.soft_cap,
             )  # fmt: skip
-            self._planners[variant] = Planner(heads, sight, dtype, device, self._scratch)
+            self._planners[variant] = Planner(heads, sight, dtype, device, self._scratch, cache_dtype=setup.cache_dtype)
             slopes = torch.tensor(variant.alibi_slopes, device=device) if variant.alibi_slopes else None
             self._slopes[variant] = slopes
 

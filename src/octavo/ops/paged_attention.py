@@ -24,18 +24,22 @@ import torch
 from torch import Tensor
 
 from octavo.ops.gpu import prompt_attention
-from octavo.ops.paged_attention_kernels import attend_rows, attend_tiles, merge
+from octavo.ops.gpu.launch import chained
+from octavo.ops.paged_attention_kernels import attend_tiles
+from octavo.ops.paged_attention_rows import attend_few, attend_rows, merge
 from octavo.ops.paged_attention_work import CHUNK, EVERYTHING, WINDOW, count_leaves, count_tiles, divide
 
 BLOCK_MULTIPLE = 16  # block sizes are multiples of this
 MAX_HEAD_SIZE = 256
 MAX_SHORT_QUERIES = 16  # rows of so many queries, as decode and verification have, share one tile if that holds them
-_ROW_PROGRAMS = 3  # programs for each processor that short rows are divided among
+_ROW_PROGRAMS, _ROW_REGISTERS = 4, 128  # programs for each processor that short rows are divided among, of threads
+_WIDE_ROW_PROGRAMS = 3  # where those are too few
+_FEW_PAIRS, _FEW_PROGRAMS, _FEW_STAGES = 4, 2, 7  # rows are few if each (row, KV head) has so many processors
 _TILE_PROGRAMS = (1, 2)  # where tiles give each processor fewer than the first, they are split until it has the second
 _FIXED, _SPLIT, _SPARSE = 2, 12, 3  # in tiles: of a (row, KV head) besides its tokens, and see `divide`
 _FOLDS, _LONG = 96, 16  # leaves of the longest row that attend_rows folds; where rows may have more, it folds so many
 _GATHERED_BYTES = 16 << 10  # leaves whose loads a folding program has in flight
-_CHANNELS, _MERGE_GATHER, _MERGED_ROWS = 32, 32, 16  # of one merging program; rows that merge at a time
+_CHANNELS, _MERGE_GATHER, _MERGED_ROWS = 32, 128, 16  # of one merging program; rows that merge at a time
 _LOG2_E = math.log2(math.e)
 
 
@@ -97,7 +101,7 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RowsLaunch:
-    """One launch of `attend_rows`, over the rows of at most `short` queries, divided on the device."""
+    """One launch of `attend_rows` or `attend_few`, over the rows of at most `short` queries."""
 
     tile: Tile
     short: int
@@ -106,6 +110,7 @@ class RowsLaunch:
     num_rows: int
     fold_limit: int  # leaves of a row that is not left to `merge`
     merges: bool
+    max_leaves: int  # of a row, where `attend_few` takes them, undivided; else 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -196,13 +201,14 @@ def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def rows_tile(heads: Heads, max_query_len: int, dtype: torch.dtype) -> Tile:
+def rows_tile(heads: Heads, max_query_len: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> Tile:
     """The tile for rows of few queries: of all if they are at most MAX_SHORT_QUERIES, else of those it holds."""
     queries = max_query_len if max_query_len <= MAX_SHORT_QUERIES else 1
     lines = max(8, _power_of_two(heads.group), min(64, _power_of_two(queries * heads.group)))
     if dtype == torch.float32 or heads.padded > 128:
         return Tile(lines, 4, 2)
-    return Tile(lines, 4, 3, 168 if lines == 8 else None)
+    registers = _ROW_REGISTERS if cache_dtype == dtype else 168
+    return Tile(lines, 4, 3, registers if lines == 8 else None)
 
 
 def tiles_tile(heads: Heads, max_query_len: int, dtype: torch.dtype) -> Tile:
@@ -225,9 +231,12 @@ class Planner:
         device: torch.device,
         scratch: Scratch,
         processors: int = 0,
+        *,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
-        """dtype: of queries. processors: to plan for, 0 for those of the device."""
+        """dtype: of queries; cache_dtype: of K and V, if another. processors: to plan for, 0 for the device's."""
         self.heads, self.sight, self._dtype, self._scratch = heads, sight, dtype, scratch
+        self._cache_dtype = cache_dtype or dtype
         self._processors = processors or num_processors(device)
         self._work = self._tile_start = torch.zeros(0, dtype=torch.int32, device=device)
         self._captured: list[Tensor] = []
@@ -252,18 +261,13 @@ class Planner:
         heads, sight, num_rows = self.heads, self.sight, seq_lens.shape[0]
         reach = min(max_seq_len, sight.reach + max_query_len) if sight.reach else max_seq_len
         max_leaves = count_leaves(reach) + 1
-        rows_at = rows_tile(heads, max_query_len, self._dtype)
+        rows_at = rows_tile(heads, max_query_len, self._dtype, self._cache_dtype)
         short = rows_at.lines // heads.group
         rows, tiles, prompts, capacity = None, None, None, 0
         if max_query_len <= short or num_tokens < num_rows * max_query_len:  # some row may be short
-            lines = _power_of_two(min(short, max_query_len) * heads.group)
-            programs = _ROW_PROGRAMS * self._processors
-            merges = max_leaves > _FOLDS
-            rows = RowsLaunch(rows_at, short, lines, programs, num_rows, _LONG if merges else 1 << 30, merges)
-            leaf_size = heads.num_kv_heads * lines * (heads.padded + 4)
-            capacity = min(num_rows * max_leaves, self._scratch.capacity(leaf_size))
-            self._scratch.reserve(capacity, leaf_size, num_rows * heads.num_kv_heads, for_capture=for_capture)
-            self._divide(rows, query_start, seq_lens, capacity, for_capture)
+            rows, capacity = self._rows(
+                rows_at, query_start, seq_lens, min(short, max_query_len), max_leaves, for_capture
+            )
         if max_query_len > short:
             chosen = tile or tiles_tile(heads, max_query_len, self._dtype)
             tiles = self._tiles(
@@ -292,6 +296,26 @@ class Planner:
         """What a graph was captured with stays where it is."""
         if not any(kept is tensor for kept in self._captured):
             self._captured.append(tensor)
+
+    def _rows(
+        self, tile: Tile, query_start: Tensor, seq_lens: Tensor, max_queries: int, max_leaves: int, for_capture: bool
+    ) -> tuple[RowsLaunch, int]:
+        """The launch for rows of up to `max_queries` queries, and how many leaves their partial results may have."""
+        heads, num_rows, short = self.heads, seq_lens.shape[0], tile.lines // self.heads.group
+        lines, num_pairs = _power_of_two(max_queries * heads.group), num_rows * heads.num_kv_heads
+        leaf_size = heads.num_kv_heads * lines * (heads.padded + 4)
+        capacity = min(num_rows * max_leaves, self._scratch.capacity(leaf_size))
+        self._scratch.reserve(capacity, leaf_size, num_pairs, for_capture=for_capture)
+        merges = max_leaves > _FOLDS
+        is_few = num_pairs * _FEW_PAIRS <= self._processors and tile.registers is not None
+        if is_few and capacity == num_rows * max_leaves and not merges:
+            programs = min(num_pairs * max_leaves, _FEW_PROGRAMS * self._processors)
+            tile = dataclasses.replace(tile, stages=_FEW_STAGES, registers=None)
+            return RowsLaunch(tile, short, lines, programs, num_rows, 0, False, max_leaves), capacity
+        programs = (_ROW_PROGRAMS if tile.registers == _ROW_REGISTERS else _WIDE_ROW_PROGRAMS) * self._processors
+        rows = RowsLaunch(tile, short, lines, programs, num_rows, _LONG if merges else 1 << 30, merges, 0)
+        self._divide(rows, query_start, seq_lens, capacity, for_capture)
+        return rows, capacity
 
     def _divide(
         self, rows: RowsLaunch, query_start: Tensor, seq_lens: Tensor, capacity: int, for_capture: bool
@@ -355,19 +379,13 @@ def paged_attention(
     tensors = (q, kv, out, query_start, seq_lens, block_table)
     fixed: dict[str, Any] = {
         "GROUP": heads.group, "HEAD": heads.size, "PADDED": heads.padded, "BLOCK": kv.shape[2], "SEES": sight.kind,
-        "CAUSAL": sight.causal, "SOFT_CAP": sight.soft_cap > 0, "PRECISION": "ieee", "PDL": False,
+        "CAUSAL": sight.causal, "SOFT_CAP": sight.soft_cap > 0, "PRECISION": "ieee",
     }  # fmt: skip
     extras = (key_scale, value_scale, sinks, slopes)
     if plan.rows:
-        rows, tile = plan.rows, plan.rows.tile
-        parts = scratch.parts(plan.capacity * heads.num_kv_heads, rows.lines, heads.padded)
-        attend_rows[(rows.programs,)](
-            *tensors, plan.work, plan.leaf_base, *parts, *extras, *strides, rows.short, sight.reach, score, cap,
-            plan.capacity, rows.fold_limit, KV_HEADS=heads.num_kv_heads, BM=tile.lines, STAGES=tile.stages,
-            LINES=rows.lines, GATHER=_gathered(rows.lines, heads), num_warps=tile.warps, maxnreg=tile.registers,
-            **fixed,
-        )  # fmt: skip
-        if rows.merges:
+        parts = scratch.parts(plan.capacity * heads.num_kv_heads, plan.rows.lines, heads.padded)
+        _attend_rows(plan, heads, tensors, parts, (*extras, *strides), (sight.reach, score, cap), fixed)
+        if plan.rows.merges:
             _merge(out, query_start, seq_lens, plan, parts[:2], heads, sight, value_scale, sinks)
     if plan.tiles and not _serve_prompts(tensors, extras, plan, scratch, sight, score, cap):
         tiles, tile = plan.tiles, plan.tiles.tile
@@ -376,7 +394,34 @@ def paged_attention(
         attend_tiles[(heads.num_kv_heads, tiles.num_tiles, tiles.splits)](
             *tensors, *parts, *extras, *strides, seq_lens.shape[0], tiles.short, tiles.splits, tiles.max_leaves,
             sight.reach, score, cap, BM=tile.lines, STAGES=tile.stages, SPLIT=tiles.splits > 1,
-            GATHER=_gathered(tile.lines, heads), num_warps=tile.warps, maxnreg=tile.registers, **fixed,
+            GATHER=_gathered(tile.lines, heads), num_warps=tile.warps, maxnreg=tile.registers, PDL=False, **fixed,
+        )  # fmt: skip
+
+
+def _attend_rows(
+    plan: Plan,
+    heads: Heads,
+    tensors: tuple[Tensor, ...],
+    parts: tuple[Tensor, ...],
+    rest: tuple[Any, ...],
+    numbers: tuple[Any, ...],
+    fixed: dict[str, Any],
+) -> None:
+    rows = plan.rows
+    assert rows is not None, "the plan has short rows"
+    options: dict[str, Any] = {
+        "KV_HEADS": heads.num_kv_heads, "BM": rows.tile.lines, "LINES": rows.lines, "STAGES": rows.tile.stages,
+        "GATHER": _gathered(rows.lines, heads), "num_warps": rows.tile.warps, **chained(tensors[0].device), **fixed,
+    }  # fmt: skip
+    if rows.max_leaves:
+        attend_few[(rows.programs,)](
+            *tensors, *parts, *rest, rows.short, *numbers, rows.num_rows, rows.max_leaves,
+            ROWS=_power_of_two(rows.num_rows), **options,
+        )  # fmt: skip
+    else:
+        attend_rows[(rows.programs,)](
+            *tensors, plan.work, plan.leaf_base, *parts, *rest, rows.short, *numbers, plan.capacity, rows.fold_limit,
+            maxnreg=rows.tile.registers, **options,
         )  # fmt: skip
 
 
@@ -419,7 +464,7 @@ def _merge(
         out, query_start, seq_lens, plan.leaf_base, plan.leaf_base[rows.num_rows :], *parts, value_scale, sinks,
         out.stride(0), out.stride(1), rows.short, sight.reach, KV_HEADS=heads.num_kv_heads, GROUP=heads.group,
         HEAD=heads.size, PADDED=heads.padded, LINES=rows.lines, SEES=sight.kind, GATHER=_MERGE_GATHER, CHUNK=512,
-        CHANNELS=channels, num_warps=1, PDL=False,
+        CHANNELS=channels, num_warps=1, **chained(out.device),
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from octavo.ops.gpu.launch import begin_after
-from octavo.ops.paged_attention_work import BN, EVERYTHING, WINDOW, first_seen, leaf_of, leaf_start, row_extent
+from octavo.ops.paged_attention_work import BN, EVERYTHING, WINDOW, first_seen, leaf_of, leaf_start
 
 _EVERYTHING, _WINDOW, _BN = tl.constexpr(EVERYTHING), tl.constexpr(WINDOW), tl.constexpr(BN)
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -35,20 +35,20 @@ def _row_of(query_start, num_rows, tile, QUERIES: tl.constexpr):
 
 
 @triton.jit
-def _exp2_from(x, top):
+def exp2_from(x, top):
     """2 ** (x - top), and 0 where x is -inf, even if top is too."""
     return tl.exp2(x - tl.where(top == float("-inf"), 0.0, top))
 
 
 @triton.jit
-def _fold(total, total_sum, total_max, leaf, leaf_sum, leaf_max, AXIS: tl.constexpr):
+def fold(total, total_sum, total_max, leaf, leaf_sum, leaf_max, AXIS: tl.constexpr):
     """The totals of some leaves, with the next leaf. An empty one (0, 0, -inf) changes nothing, on either side.
 
     AXIS: of the channels.
     """
     top = tl.maximum(total_max, leaf_max)
-    keep = _exp2_from(total_max, top)
-    add = _exp2_from(leaf_max, top)
+    keep = exp2_from(total_max, top)
+    add = exp2_from(leaf_max, top)
     total_sum = tl.fma(total_sum, keep, leaf_sum * add)
     total = tl.fma(total, tl.expand_dims(keep, AXIS), leaf * tl.expand_dims(add, AXIS))
     return total, total_sum, top
@@ -147,7 +147,7 @@ def _step(
 
 
 @triton.jit
-def _walk(
+def walk(
     q, kv, table, parts, part_stats, slot, stored, begin, unmasked, end, low, high, first, last, position, slope,
     score_scale, cap_scale, kv_block, kv_token, BLOCK: tl.constexpr, HEAD: tl.constexpr,
     PADDED: tl.constexpr, STAGES: tl.constexpr, SEES: tl.constexpr, SOFT_CAP: tl.constexpr,
@@ -182,7 +182,7 @@ def _walk(
                     tl.store(part_stats + at * (4 * LINES) + line, leaf_max, mask=stored)
                     tl.store(part_stats + at * (4 * LINES) + LINES + line, one_sum, mask=stored)
                 if FOLD:
-                    total, total_sum, total_max = _fold(total, total_sum, total_max, leaf, one_sum, leaf_max, AXIS)
+                    total, total_sum, total_max = fold(total, total_sum, total_max, leaf, one_sum, leaf_max, AXIS)
                 leaf = tl.zeros(leaf.shape, tl.float32)
                 leaf_sum = tl.zeros(leaf_sum.shape, tl.float32)
                 leaf_max = tl.full(leaf_max.shape, float("-inf"), tl.float32)
@@ -190,7 +190,7 @@ def _walk(
 
 
 @triton.jit
-def _is_last(counter, mine, whole):
+def is_last(counter, mine, whole):
     """Whether this program brought the last of `whole` leaves; the counter is 0 again then."""
     tl.debug_barrier()
     before = tl.atomic_add(counter, mine, sem="acq_rel", scope="gpu")
@@ -201,7 +201,7 @@ def _is_last(counter, mine, whole):
 
 
 @triton.jit
-def _fold_stored(parts, part_stats, slot, leaves, LINES: tl.constexpr, PADDED: tl.constexpr, GATHER: tl.constexpr):
+def fold_stored(parts, part_stats, slot, leaves, LINES: tl.constexpr, PADDED: tl.constexpr, GATHER: tl.constexpr):
     """The totals of the leaves at `slot` and behind, whoever wrote them. GATHER: leaves whose loads are in flight."""
     line, channel = tl.arange(0, LINES), tl.arange(0, PADDED)
     total = tl.zeros((LINES, PADDED), tl.float32)
@@ -219,21 +219,21 @@ def _fold_stored(parts, part_stats, slot, leaves, LINES: tl.constexpr, PADDED: t
                 tl.load(stats + at * (4 * LINES), mask=there, other=float("-inf"), cache_modifier=".cg"),
             )
         for step in tl.static_range(GATHER):
-            total, total_sum, total_max = _fold(
+            total, total_sum, total_max = fold(
                 total, total_sum, total_max, loaded[3 * step], loaded[3 * step + 1], loaded[3 * step + 2], 1
             )
     return total, total_sum, total_max
 
 
 @triton.jit
-def _write(
+def write_lines(
     out, total, total_sum, total_max, row_start, query, head, is_stored, sinks, result_scale, out_token, out_head,
     HEAD: tl.constexpr,
 ):  # fmt: skip
     """The results of a tile's lines, from the totals of all their leaves."""
     if sinks is not None:  # one more leaf, of weight 1 at the sink's score and of value 0
         sink = tl.load(sinks + head, mask=is_stored, other=0.0).to(tl.float32) * _LOG2_E
-        total, total_sum, total_max = _fold(total, total_sum, total_max, total * 0.0, total_sum * 0.0 + 1.0, sink, 1)
+        total, total_sum, total_max = fold(total, total_sum, total_max, total * 0.0, total_sum * 0.0 + 1.0, sink, 1)
     inverse = tl.where(total_sum == 0.0, 0.0, 1.0 / total_sum) * result_scale
     channel = tl.arange(0, total.shape[1])
     at = out + (row_start + query).to(tl.int64) * out_token + head * out_head
@@ -242,7 +242,7 @@ def _write(
 
 
 @triton.jit
-def _lines(first_query, num_queries, kv_index, LINES: tl.constexpr, GROUP: tl.constexpr):
+def lines_of(first_query, num_queries, kv_index, LINES: tl.constexpr, GROUP: tl.constexpr):
     """(query in its row, head, whether there is one) of each line of a tile."""
     line = tl.arange(0, LINES)
     query = first_query + line // GROUP
@@ -250,7 +250,7 @@ def _lines(first_query, num_queries, kv_index, LINES: tl.constexpr, GROUP: tl.co
 
 
 @triton.jit
-def _scales(key_scale, value_scale, kv_index, score_scale, cap_scale, SOFT_CAP: tl.constexpr):
+def scales_of(key_scale, value_scale, kv_index, score_scale, cap_scale, SOFT_CAP: tl.constexpr):
     """What scores are multiplied with, what the soft cap's tanh is, and what results are: for one KV head's cache."""
     result_scale = 1.0
     if key_scale is not None:
@@ -265,7 +265,7 @@ def _scales(key_scale, value_scale, kv_index, score_scale, cap_scale, SOFT_CAP: 
 
 
 @triton.jit
-def _seen(seq_len, num_queries, query, reach, SEES: tl.constexpr, CAUSAL: tl.constexpr):
+def seen_by(seq_len, num_queries, query, reach, SEES: tl.constexpr, CAUSAL: tl.constexpr):
     """(first token, last token, position) of each query. One beyond the row's is like the row's last one."""
     position = tl.minimum(seq_len - num_queries + query, seq_len - 1)
     last = position
@@ -274,145 +274,6 @@ def _seen(seq_len, num_queries, query, reach, SEES: tl.constexpr, CAUSAL: tl.con
         if SEES == _WINDOW:
             last = tl.minimum(position + reach - 1, last)
     return first_seen(position, reach, SEES), last, position
-
-
-@triton.jit(do_not_specialize=["short", "reach", "table_row", "capacity", "fold_limit"])
-def attend_rows(
-    q, kv, out, query_start, seq_lens, table, work, leaf_base, parts, part_stats, counters, key_scale, value_scale,
-    sinks, slopes, q_token, q_head, out_token, out_head, kv_block, kv_head, kv_token, table_row, short, reach,
-    score_scale, cap_scale, capacity, fold_limit, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr,
-    PADDED: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, SEES: tl.constexpr,
-    CAUSAL: tl.constexpr, SOFT_CAP: tl.constexpr, PRECISION: tl.constexpr, LINES: tl.constexpr, GATHER: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """Grid: (programs of the division). A tile is a row's queries with the GROUP heads of one KV head.
-
-    A row of more than `fold_limit` leaves, if `capacity` holds it, is folded by `merge`. LINES: how many of the tile's
-    BM lines can be there; `parts` is [.., LINES, PADDED], `part_stats` [.., 4, LINES].
-    """
-    begin_after(PDL)
-    start_pair, start_leaf = tl.load(work + tl.program_id(0) * 2), tl.load(work + tl.program_id(0) * 2 + 1)
-    end_pair, end_leaf = tl.load(work + tl.program_id(0) * 2 + 2), tl.load(work + tl.program_id(0) * 2 + 3)
-    for step in range(end_pair - start_pair + (end_leaf > 0).to(tl.int32)):
-        pair = start_pair + step
-        row, kv_index = pair // KV_HEADS, pair % KV_HEADS
-        row_start = tl.load(query_start + row)
-        num_queries = tl.load(query_start + row + 1) - row_start
-        seq_len, low, leaves = row_extent(query_start, seq_lens, row, True, short, reach, SEES)
-        begin_leaf = tl.where(pair == start_pair, start_leaf, 0)
-        stop_leaf = tl.where(pair == end_pair, end_leaf, leaves)
-        if begin_leaf < stop_leaf:
-            query, head, valid = _lines(0, num_queries, kv_index, BM, GROUP)
-            channel = tl.arange(0, PADDED)
-            q_at = q + (row_start + query).to(tl.int64) * q_token + head * q_head
-            queries = tl.load(
-                q_at[None, :] + channel[:, None], mask=valid[None, :] & (channel < HEAD)[:, None], other=0.0
-            )
-            slope = head.to(tl.float32)
-            if slopes is not None:
-                slope = tl.load(slopes + head, mask=valid, other=0.0).to(tl.float32) * _LOG2_E
-            factor, cap, result_scale = _scales(key_scale, value_scale, kv_index, score_scale, cap_scale, SOFT_CAP)
-            first, last, position = _seen(seq_len, num_queries, query, reach, SEES, CAUSAL)
-            row_leaf = leaf_of(low)
-            begin = tl.maximum(leaf_start(row_leaf + begin_leaf), low // _BN * _BN)
-            end = tl.minimum(leaf_start(row_leaf + stop_leaf), seq_len)
-            unmasked = begin
-            if SEES == _EVERYTHING:
-                unmasked = tl.maximum(
-                    tl.minimum((seq_len - num_queries + 1 if CAUSAL else seq_len) // _BN * _BN, end), begin
-                )
-            row_base = tl.load(leaf_base + row)
-            slot = row_base.to(tl.int64) * KV_HEADS + kv_index * leaves
-            is_left = (leaves > fold_limit) & (row_base + leaves <= capacity)  # for `merge`
-            is_split = (stop_leaf - begin_leaf < leaves) | is_left
-            total, total_sum, total_max = _walk(
-                queries, kv + kv_index.to(tl.int64) * kv_head, table + row.to(tl.int64) * table_row, parts,
-                part_stats, slot - row_leaf, valid & is_split, begin, unmasked, end, low, seq_len, first, last,
-                position, slope, factor, cap, kv_block, kv_token, BLOCK, HEAD, PADDED, STAGES, SEES,
-                SOFT_CAP, slopes is not None, PRECISION, True, True, LINES, True, 64,
-            )  # fmt: skip
-            if not is_split:
-                _write(
-                    out, tl.trans(total), total_sum, total_max, row_start, query, head, valid, sinks, result_scale,
-                    out_token, out_head, HEAD,
-                )  # fmt: skip
-            elif not is_left and _is_last(counters + pair, stop_leaf - begin_leaf, leaves):
-                line_query, line_head, is_line = _lines(0, num_queries, kv_index, LINES, GROUP)
-                folded, folded_sum, folded_max = _fold_stored(parts, part_stats, slot, leaves, LINES, PADDED, GATHER)
-                _write(
-                    out, folded, folded_sum, folded_max, row_start, line_query, line_head, is_line, sinks,
-                    result_scale, out_token, out_head, HEAD,
-                )  # fmt: skip
-
-
-@triton.jit
-def _larger(left, right):
-    return tl.maximum(left, right)
-
-
-@triton.jit(do_not_specialize=["short", "reach"])
-def merge(
-    out, query_start, seq_lens, leaf_base, long_rows, parts, part_stats, value_scale, sinks, out_token, out_head,
-    short, reach, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr,
-    LINES: tl.constexpr, SEES: tl.constexpr, GATHER: tl.constexpr, CHUNK: tl.constexpr, CHANNELS: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """Grid: (KV heads * LINES, PADDED / CHANNELS, any). Fold the leaves of long rows, as `_fold` does; write `out`.
-
-    GATHER: leaves whose loads are issued together. CHUNK: leaves whose factors are found together.
-    """
-    begin_after(PDL)
-    kv_index, line = tl.program_id(0) // LINES, tl.program_id(0) % LINES
-    query, head = line // GROUP, kv_index * GROUP + line % GROUP
-    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    for index in range(tl.program_id(2), tl.load(long_rows), tl.num_programs(2)):
-        row = tl.load(long_rows + 1 + index)
-        row_start = tl.load(query_start + row)
-        _, _, leaves = row_extent(query_start, seq_lens, row, True, short, reach, SEES)
-        if query < tl.load(query_start + row + 1) - row_start and line < LINES // GROUP * GROUP:
-            slot = tl.load(leaf_base + row).to(tl.int64) * KV_HEADS + kv_index * leaves
-            stats, part = part_stats + slot * (4 * LINES) + line, parts + (slot * LINES + line) * PADDED + channel
-            # What `_fold` multiplies with follows from the maxima alone: all of it first, so that the fold is one
-            # chain of multiply-adds.
-            top = float("-inf")
-            for base in range(0, leaves, CHUNK):
-                leaf = base + tl.arange(0, CHUNK)
-                at = stats + leaf * (4 * LINES)
-                leaf_max = tl.load(at, mask=leaf < leaves, other=float("-inf"))
-                before = tl.load(at - 4 * LINES, mask=(leaf > base) & (leaf < leaves), other=float("-inf"))
-                before = tl.maximum(tl.associative_scan(before, 0, _larger), top)
-                after = tl.maximum(before, leaf_max)
-                # Programs of other channels write the same numbers.
-                tl.store(at + 2 * LINES, _exp2_from(before, after), mask=leaf < leaves)
-                tl.store(at + 3 * LINES, _exp2_from(leaf_max, after), mask=leaf < leaves)
-                top = tl.max(after, 0)
-            tl.debug_barrier()
-            total = tl.zeros((CHANNELS,), tl.float32)
-            total_sum = 0.0
-            for base in range(0, leaves, GATHER):
-                loaded = ()
-                for step in tl.static_range(GATHER):
-                    at, there = base + step, base + step < leaves
-                    loaded = loaded + (  # noqa: RUF005  (Triton has no starred tuples)
-                        tl.load(part + at * (LINES * PADDED), mask=there, other=0.0),
-                        tl.load(stats + at * (4 * LINES) + LINES, mask=there, other=0.0),
-                        tl.load(stats + at * (4 * LINES) + 2 * LINES, mask=there, other=1.0),
-                        tl.load(stats + at * (4 * LINES) + 3 * LINES, mask=there, other=0.0),
-                    )
-                for step in tl.static_range(GATHER):
-                    total_sum = tl.fma(total_sum, loaded[4 * step + 2], loaded[4 * step + 1] * loaded[4 * step + 3])
-                    total = tl.fma(total, loaded[4 * step + 2], loaded[4 * step] * loaded[4 * step + 3])
-            if sinks is not None:  # as in `_write`
-                sink = tl.load(sinks + head).to(tl.float32) * _LOG2_E
-                end = tl.maximum(top, sink)
-                total_sum = tl.fma(total_sum, _exp2_from(top, end), _exp2_from(sink, end))
-                total = tl.fma(total, _exp2_from(top, end), total * 0.0)
-            result_scale = 1.0
-            if value_scale is not None:
-                result_scale = tl.load(value_scale + kv_index)
-            inverse = tl.where(total_sum == 0.0, 0.0, 1.0 / total_sum) * result_scale
-            at = out + (row_start + query).to(tl.int64) * out_token + head * out_head
-            tl.store(at + channel, (total * inverse).to(out.dtype.element_ty), mask=channel < HEAD)
 
 
 @triton.jit(do_not_specialize=["num_rows", "short", "splits", "max_leaves", "table_row", "reach"])
@@ -440,15 +301,15 @@ def attend_tiles(
     if num_queries <= short or first_query >= num_queries:
         return
     seq_len = tl.load(seq_lens + row)
-    query, head, valid = _lines(first_query, num_queries, kv_index, BM, GROUP)
+    query, head, valid = lines_of(first_query, num_queries, kv_index, BM, GROUP)
     channel = tl.arange(0, PADDED)
     q_at = q + (row_start + query).to(tl.int64) * q_token + head * q_head
     queries = tl.load(q_at[:, None] + channel[None, :], mask=valid[:, None] & (channel < HEAD)[None, :], other=0.0)
     slope = head.to(tl.float32)
     if slopes is not None:
         slope = tl.load(slopes + head, mask=valid, other=0.0).to(tl.float32) * _LOG2_E
-    factor, cap, result_scale = _scales(key_scale, value_scale, kv_index, score_scale, cap_scale, SOFT_CAP)
-    first, last, position = _seen(seq_len, num_queries, query, reach, SEES, CAUSAL)
+    factor, cap, result_scale = scales_of(key_scale, value_scale, kv_index, score_scale, cap_scale, SOFT_CAP)
+    first, last, position = seen_by(seq_len, num_queries, query, reach, SEES, CAUSAL)
 
     first_position = seq_len - num_queries + first_query
     low = first_seen(first_position, reach, SEES)
@@ -471,16 +332,16 @@ def attend_tiles(
     unmasked = begin if SEES != _EVERYTHING else tl.maximum(tl.minimum(unmasked // _BN * _BN, end), begin)
     place = tile.to(tl.int64) * tl.num_programs(0) + kv_index
     slot = place * max_leaves
-    total, total_sum, total_max = _walk(
+    total, total_sum, total_max = walk(
         queries, kv + kv_index.to(tl.int64) * kv_head, table + row.to(tl.int64) * table_row, parts, part_stats,
         slot - row_leaf, valid, begin, unmasked, end, low, high, first, last, position, slope, factor, cap, kv_block,
         kv_token, BLOCK, HEAD, PADDED, STAGES, SEES, SOFT_CAP, slopes is not None, PRECISION, not SPLIT,
         SPLIT, BM, False, 8,
     )  # fmt: skip
     if SPLIT:
-        if not _is_last(counters + place, stop_leaf - begin_leaf, leaves):
+        if not is_last(counters + place, stop_leaf - begin_leaf, leaves):
             return
-        total, total_sum, total_max = _fold_stored(parts, part_stats, slot, leaves, BM, PADDED, GATHER)
-    _write(
+        total, total_sum, total_max = fold_stored(parts, part_stats, slot, leaves, BM, PADDED, GATHER)
+    write_lines(
         out, total, total_sum, total_max, row_start, query, head, valid, sinks, result_scale, out_token, out_head, HEAD
     )

@@ -1,7 +1,8 @@
 """Launches that begin before the kernel ahead of them has ended (programmatic dependent launch, Hopper and later).
 
-Owns the options of such a launch and the two calls that a kernel makes. A kernel with `PDL` calls `begin_after` before
-it reads what another kernel wrote and before it writes anything, on every path: the kernel after it relies on that.
+Owns the options of such a launch and the calls that a kernel makes. A kernel with `PDL` calls `begin_after`, or
+`wait_before` and later `end_before`, before it reads what another kernel wrote and before it writes anything, on every
+path: the kernel after it relies on that.
 What it reads before are constants: weights. Invariant: no bit depends on how a kernel was launched.
 """
 
@@ -23,6 +24,20 @@ def begin_after(PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def wait_before(PDL: tl.constexpr):
+    """Wait until the kernel before is done and its writes are seen."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def end_before(PDL: tl.constexpr):
+    """Let the next kernel be launched once all programs are here or done, if none did before."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 def chained(device: torch.device) -> dict[str, Any]:
