@@ -14,6 +14,7 @@ import itertools
 import multiprocessing
 import statistics
 from collections.abc import Callable, Sequence
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ DECODE = ((1, 131072), (8, 32768), (64, 4096), (256, 1024), (512, 300), (1, 400)
 PREFILL = ((1, 8192, 8192), (32, 1024, 1024), (8, 8192, 1024))  # rows, tokens of each, queries of each
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 CUDA = torch.device("cuda")
+_WARM_SECONDS = 0.03  # of work before anything is timed: a device that rested is slow at first
 Call = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 Kind = tuple[tuple[int, int], int, str]  # heads, block, cache
 CASES = [(rows, length, 1) for rows, length in DECODE] + list(PREFILL)
@@ -42,7 +44,10 @@ def seconds(call: Callable[[], object], rounds: int, repeats: int = 5) -> float:
     with torch.cuda.graph(graph):
         for _ in range(repeats):
             call()
-    graph.replay()
+    started = perf_counter()
+    while perf_counter() - started < _WARM_SECONDS:
+        graph.replay()
+        torch.cuda.synchronize()
     times = []
     for _ in range(rounds):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

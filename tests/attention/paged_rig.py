@@ -205,7 +205,7 @@ def check_the_division_is_whole_and_even() -> None:
         lengths = [rng.randrange(count, 6000) if count else 0 for count in counts]
         planner = Planner(Heads(kv_heads, kv_heads, 16), Sight(scale=1.0, **kind), torch.float16, CPU, Scratch(CPU))
         start = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
-        with mock.patch.multiple(operator, _ROW_PROGRAMS=programs, MAX_SHORT_QUERIES=2):
+        with mock.patch.multiple(operator, _ROW_PROGRAMS=programs, _WIDE_ROW_PROGRAMS=programs, MAX_SHORT_QUERIES=2):
             plan = planner.plan(
                 start, torch.tensor(lengths, dtype=torch.int32), num_tokens=sum(counts), max_query_len=2,
                 max_seq_len=6000,

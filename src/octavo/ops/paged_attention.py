@@ -33,7 +33,8 @@ BLOCK_MULTIPLE = 16  # block sizes are multiples of this
 MAX_HEAD_SIZE = 256
 MAX_SHORT_QUERIES = 16  # rows of so many queries, as decode and verification have, share one tile if that holds them
 _ROW_PROGRAMS, _ROW_REGISTERS = 4, 128  # programs for each processor that short rows are divided among, of threads
-_WIDE_ROW_PROGRAMS = 3  # where those are too few
+_WIDE_ROW_PROGRAMS, _WIDE_ROW_REGISTERS = 3, 168  # where those are too few
+_WIDE_ROWS = (5, 256)  # from and to so many rows wide programs are as fast or faster, on an H200
 _FEW_PAIRS, _FEW_PROGRAMS, _FEW_STAGES = 4, 2, 7  # rows are few if each (row, KV head) has so many processors
 _TILE_PROGRAMS = (1, 2)  # where tiles give each processor fewer than the first, they are split until it has the second
 _FIXED, _SPLIT, _SPARSE = 2, 12, 3  # in tiles: of a (row, KV head) besides its tokens, and see `divide`
@@ -201,13 +202,14 @@ def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def rows_tile(heads: Heads, max_query_len: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> Tile:
+def rows_tile(heads: Heads, num_rows: int, max_query_len: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> Tile:
     """The tile for rows of few queries: of all if they are at most MAX_SHORT_QUERIES, else of those it holds."""
     queries = max_query_len if max_query_len <= MAX_SHORT_QUERIES else 1
     lines = max(8, _power_of_two(heads.group), min(64, _power_of_two(queries * heads.group)))
     if dtype == torch.float32 or heads.padded > 128:
         return Tile(lines, 4, 2)
-    registers = _ROW_REGISTERS if cache_dtype == dtype else 168
+    is_wide = cache_dtype != dtype or _WIDE_ROWS[0] <= num_rows <= _WIDE_ROWS[1]
+    registers = _WIDE_ROW_REGISTERS if is_wide else _ROW_REGISTERS
     return Tile(lines, 4, 3, registers if lines == 8 else None)
 
 
@@ -261,7 +263,7 @@ class Planner:
         heads, sight, num_rows = self.heads, self.sight, seq_lens.shape[0]
         reach = min(max_seq_len, sight.reach + max_query_len) if sight.reach else max_seq_len
         max_leaves = count_leaves(reach) + 1
-        rows_at = rows_tile(heads, max_query_len, self._dtype, self._cache_dtype)
+        rows_at = rows_tile(heads, num_rows, max_query_len, self._dtype, self._cache_dtype)
         short = rows_at.lines // heads.group
         rows, tiles, prompts, capacity = None, None, None, 0
         if max_query_len <= short or num_tokens < num_rows * max_query_len:  # some row may be short
