@@ -173,15 +173,19 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_loaded() -> None:
 
 
 _FULL_STEP = """
-import json, resource, psutil
+import json, re
+from pathlib import Path
 from octavo import LLM, SamplingParams
+
+def kilobytes(name):  # not getrusage's, which begin with the parent's
+    return int(re.search(name + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
 
 with LLM(dtype="float32", max_num_batched_tokens=8192, max_num_seqs=8, enable_prefix_caching=False) as llm:
     params = SamplingParams(max_tokens=1, ignore_eos=True, detokenize=False)
     llm.generate({"prompt_token_ids": [5] * 9}, params)
-    before = psutil.Process().memory_info().rss
+    before = kilobytes("VmRSS")
     llm.generate([{"prompt_token_ids": [5 + i] * 2040} for i in range(4)], params)
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+    grown = (kilobytes("VmHWM") - before) * 1024
     memory = llm.engine.memory
     print(json.dumps([grown - 4 * memory.blocks_per_request * memory.bytes_per_block, memory.workspace_bytes]))
 """
