@@ -8,10 +8,13 @@ import json
 import random
 import traceback
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
 
+from octavo.device.staging import PinnedRing, StagedTensor, WriteQueue
 from octavo.ops.gpu import inputs as gpu_inputs
 from octavo.ops.gpu import staged_write as gpu_staged_write
 from octavo.ops.inputs import GroupTables, RowTensors, StepInputs, commit_tokens_eager, gather_inputs_eager
@@ -126,8 +129,55 @@ def check_staged_write(device: str) -> None:
     assert int(ints.count_nonzero()) == 4 + 699 and int(longs.count_nonzero()) == 2
 
 
+class _Ring(PinnedRing):
+    """Memory that is read at once: nothing to wait for, and dirty when it is handed out again."""
+
+    def __init__(self) -> None:
+        self._slots = [torch.full((1 << 14,), -5, dtype=torch.int32)]
+
+    def take(self, num_words: int) -> tuple[torch.Tensor, Any]:
+        assert num_words <= len(self._slots[0])
+        return self._slots[0], SimpleNamespace(record=lambda: None)
+
+
+def check_write_queue(device: str) -> None:
+    """Random writes to tensors that share a queue leave what the eager tensors hold."""
+    rng = np.random.default_rng(7)
+    where, cpu = torch.device(device), torch.device("cpu")
+    queue = WriteQueue(where, _Ring() if where == cpu else None)
+    kinds = [(40, torch.int32), (300, torch.int64), (0, torch.float32), (0, torch.int64)]
+    twins = [
+        (StagedTensor(9, width, dtype, where, queue), StagedTensor(9, width, dtype, cpu)) for width, dtype in kinds
+    ]
+
+    def stage() -> None:
+        at = int(rng.integers(len(kinds)))
+        width, row, values = kinds[at][0], int(rng.integers(9)), rng.integers(0, 1 << 20, 300)
+        if width == 0:
+            for tensor in twins[at]:
+                tensor.stage_one(row, int(values[0]))
+        elif rng.integers(2):  # over what was staged before, often
+            start = int(rng.integers(width + 1))  # maybe nothing
+            for tensor in twins[at]:
+                tensor.stage(row, start, values[: width - start])
+        else:
+            rows = np.sort(rng.permutation(9)[: int(rng.integers(1, 9))])
+            for tensor in twins[at]:
+                tensor.stage_each(rows, values[: len(rows)] % width, values[: len(rows)])
+
+    for num_writes in (0, 1, 1, 1, 1, 2, 3, 30, 0, 1):
+        for _ in range(num_writes):
+            stage()
+        for pair in twins:
+            for tensor in pair:
+                tensor.apply()
+        for ours, expected in twins:
+            assert torch.equal(ours.data.cpu(), expected.data)
+
+
 CHECKS: dict[str, Callable[[str], None]] = {
     "gather": check_gather, "commit": check_commit, "staged_write": check_staged_write,
+    "write_queue": check_write_queue,
 }  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.device.batch import Work, lay_out
+from octavo.device.batch import Layout, Work
 from octavo.device.graphs import ANY_LENGTH, EAGER, GraphKey, GraphPool, decode_keys, mixed_keys
 from octavo.device.request_table import RequestTable
 from octavo.plan import NewRow, StepPlan
@@ -68,14 +68,44 @@ def test_a_step_is_a_decode_step_if_every_row_computes_what_it_sampled() -> None
                    block_ids=[[1]], sampling=SamplingParams(), seed=0)
         )  # fmt: skip
 
+    lay_out = Layout(requests)
+
     def step(rows: list[int], counts: list[int]) -> Work:
-        return lay_out(StepPlan(step=0, rows=np.array(rows), num_tokens=np.array(counts)), requests)
+        return lay_out(StepPlan(step=0, rows=np.array(rows), num_tokens=np.array(counts)))
 
     first = step([0, 1], [4, 1])  # the second row's prompt of one token, all of the first's but one
     assert first.rows.tolist() == [1, 0] and first.sampling.tolist() == [0] and not first.is_decode
     last = step([0, 1], [1, 1])  # the first row's last prompt token beside a decode
     assert last.sampling.tolist() == [0, 1] and not last.is_decode
     assert step([0, 1], [1, 1]).is_decode
+
+
+def test_rows_that_decode_again_are_laid_out_as_from_the_start() -> None:
+    """Steps of changing rows, some of which start anew: what is remembered of the last step changes nothing."""
+    rng = np.random.default_rng(5)
+    tables = [RequestTable(max_num_rows=6, max_model_len=99, device=torch.device("cpu")) for _ in range(2)]
+    lay_out, num_kept = Layout(tables[0]), 0
+    last = work([1])
+    for number in range(200):
+        new_rows = [
+            NewRow(row=int(row), request_id="", token_ids=[1] * int(rng.integers(1, 9)), num_prompt=1, num_computed=0,
+                   block_ids=[[1]], sampling=SamplingParams(), seed=0)
+            for row in rng.permutation(6)[: 6 if number == 0 else int(rng.integers(4) == 0)]
+        ]  # fmt: skip
+        for table in tables:
+            for new in new_rows:
+                table.add(new)
+        left = tables[0].prefill_len_np - tables[0].num_computed_upper
+        rows = np.arange(6 if rng.integers(4) else 5)
+        plan = StepPlan(step=number, new_rows=new_rows, rows=rows, num_tokens=np.maximum(left[rows], 1))
+        step, fresh = lay_out(plan), Layout(tables[1])(plan)
+        for field in dataclasses.fields(Work):
+            assert np.array_equal(getattr(step, field.name), getattr(fresh, field.name)), field.name
+        assert np.array_equal(tables[0].num_computed_upper, tables[1].num_computed_upper)
+        assert not (step.rows is last.rows and not (step.is_decode and last.is_decode))
+        num_kept += step.rows is last.rows
+        last = step
+    assert 20 < num_kept < 180
 
 
 def test_every_backend_has_a_say_in_what_is_captured() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-CHECKS = ("gather", "commit", "staged_write")
+CHECKS = ("gather", "commit", "staged_write", "write_queue")
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 

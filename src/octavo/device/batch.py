@@ -17,7 +17,7 @@ from octavo.device.block_table import BlockTables
 from octavo.device.request_table import RequestTable
 from octavo.device.staging import StagedTensor, WriteQueue
 from octavo.ops.inputs import GroupTables, StepInputs, gather_inputs
-from octavo.plan import IntArray, StepPlan
+from octavo.plan import NO_INTS, IntArray, StepPlan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,18 +68,55 @@ class Batch(StepInputs):
         return len(self.input_ids)
 
 
-def lay_out(plan: StepPlan, requests: RequestTable) -> Work:
-    """The order of a plan's rows, and what follows from it on the host. Counts the step's tokens as issued."""
+class Layout:
+    """Puts the rows of plans in order. Knows the last step: rows that all decode again cost a comparison."""
+
+    def __init__(self, requests: RequestTable) -> None:
+        """`requests`: whose tokens are counted as issued."""
+        self._requests = requests
+        self._last: Work | None = None  # if it was a decode step
+        self._last_plan = b""  # its rows and token counts
+
+    def __call__(self, plan: StepPlan) -> Work:
+        """The order of a plan's rows, and what follows from it on the host. Counts the step's tokens as issued.
+
+        Rows that decode as in the last step keep that step's arrays, but for their lengths.
+        """
+        bytes_of_plan = plan.rows.tobytes() + plan.num_tokens.tobytes()
+        if self._last is not None and bytes_of_plan == self._last_plan and not plan.new_rows:
+            work = _next(self._last)
+        else:
+            work = _lay_out(plan, self._requests)
+            self._last_plan = bytes_of_plan
+        self._last = work if work.is_decode else None
+        self._requests.num_computed_upper[work.rows] = work.seq_lens
+        return work
+
+
+def _next(last: Work) -> Work:
+    """The decode step after `last`, of the same rows."""
+    return Work(
+        rows=last.rows,
+        num_tokens=last.num_tokens,
+        query_start=last.query_start,
+        seq_lens=last.seq_lens + 1,
+        max_query_len=1,
+        max_seq_len=last.max_seq_len + 1,
+        sampling=last.sampling,
+        is_decode=True,
+    )
+
+
+def _lay_out(plan: StepPlan, requests: RequestTable) -> Work:
     rows, num_tokens = plan.rows, plan.num_tokens
     max_query_len = int(num_tokens.max())
     if max_query_len > 1:
-        order = np.argsort(num_tokens, kind="stable")
+        order = num_tokens.argsort(kind="stable")
         rows, num_tokens = rows[order], num_tokens[order]
     query_start = np.zeros(len(rows) + 1, np.int32)
-    np.cumsum(num_tokens, out=query_start[1:])
+    num_tokens.cumsum(out=query_start[1:])
     before = requests.num_computed_upper[rows]
     upper = before + num_tokens
-    requests.num_computed_upper[rows] = upper
     prefill_len = requests.prefill_len_np[rows]
     return Work(
         rows=rows,
@@ -88,7 +125,7 @@ def lay_out(plan: StepPlan, requests: RequestTable) -> Work:
         seq_lens=upper,
         max_query_len=max_query_len,
         max_seq_len=int(upper.max()),
-        sampling=np.flatnonzero(upper >= prefill_len),
+        sampling=(upper >= prefill_len).nonzero()[0],
         is_decode=max_query_len == 1 and bool((before >= prefill_len).all()),
     )
 
@@ -126,9 +163,7 @@ class InputBuffers:
         self.sample_of = StagedTensor(1, max_num_rows, torch.int32, device, queue)  # entry -> its sample, -1: none
         self.sampling = StagedTensor(1, max_num_rows, torch.int64, device, queue)  # [S] entries
         self.logits_indices = StagedTensor(1, max_num_rows, torch.int64, device, queue)  # [S] token indices
-        self._decode_rows: IntArray = np.empty(
-            0, np.int64
-        )  # what the staged tensors hold, if a decode step is all they hold
+        self._decode_rows = NO_INTS  # what the staged tensors hold, if a decode step is all they hold
         self._decode_width = 0
 
     def stage(self, work: Work, num_rows: int) -> None:
@@ -141,9 +176,9 @@ class InputBuffers:
                 f"a step of {num_rows} rows and {work.total_tokens} tokens exceeds max_num_seqs={self._max_num_rows} "
                 f"or max_num_batched_tokens={self._max_num_tokens}"
             )
-        if work.is_decode and num_rows == self._decode_width and np.array_equal(work.rows, self._decode_rows):
+        if work.is_decode and num_rows == self._decode_width and work.rows is self._decode_rows:  # see Layout
             return
-        self._decode_rows, self._decode_width = (work.rows, num_rows) if work.is_decode else (work.rows[:0], 0)
+        self._decode_rows, self._decode_width = (work.rows, num_rows) if work.is_decode else (NO_INTS, 0)
         num_real, num_sampling = work.num_rows, len(work.sampling)
         rows = np.full(num_rows, self._requests.null_row, np.int64)
         rows[:num_real] = work.rows

@@ -44,13 +44,11 @@ class BlockTables:
         groups = [groups[source] for source in self._sources]
         self._maps = list(block_maps) or [BlockMap(kernel_block_size=group.block_size) for group in groups]
         self.block_sizes = [block_map.kernel_block_size for block_map in self._maps]
-        self.tables = [
-            StagedTensor(max_num_rows + 1, max(width, 1), torch.int32, device, queue)
-            for width in (
-                group.num_blocks(max_model_len) * block_map.ratio
-                for group, block_map in zip(groups, self._maps, strict=True)
-            )
+        self._widths = [
+            max(group.num_blocks(max_model_len) * block_map.ratio, 1)
+            for group, block_map in zip(groups, self._maps, strict=True)
         ]
+        self.tables = [StagedTensor(max_num_rows + 1, width, torch.int32, device, queue) for width in self._widths]
         self._counts = [np.zeros(max_num_rows, np.int64) for _ in groups]
 
     def append(self, row: int, block_ids: Sequence[Sequence[int]], *, overwrite: bool = False) -> None:
@@ -84,10 +82,9 @@ class BlockTables:
             if block_map.ratio > 1:
                 rows = np.repeat(rows, block_map.ratio)
                 ids = np.array(block_map.expand(ids.tolist()))
-            starts = rows[1:] != rows[:-1]  # pairs of a row are neighbours
-            columns, alone = counts[rows], bool(starts.all())
-            if not alone:
-                firsts = np.concatenate(([0], starts.nonzero()[0] + 1))
+            columns, begins = counts[rows], rows[1:] != rows[:-1]  # pairs of a row are neighbours
+            if np.count_nonzero(begins) < len(begins):
+                firsts = np.concatenate(([0], begins.nonzero()[0] + 1))
                 lengths = np.diff(firsts, append=len(rows))
                 columns += np.arange(len(rows)) - np.repeat(firsts, lengths)
             longest = int(columns.argmax())
@@ -96,7 +93,7 @@ class BlockTables:
             counts[rows] = columns + 1  # of a row the last, and largest, stays
 
     def _check_width(self, index: int, row: int, end: int) -> None:
-        width = self.tables[index].data.shape[1]
+        width = self._widths[index]
         if end > width:
             raise RuntimeError(
                 f"Block table write for row {row}, group {self._sources[index]} exceeds row capacity ({end} > {width})"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import operator
 from collections.abc import Callable, Sequence
 
 import torch
@@ -33,6 +34,7 @@ class GraphKey:
 
 
 EAGER = GraphKey(0, 0, is_decode=False)
+_SIZE = operator.attrgetter("num_tokens", "num_rows", "max_seq_len")  # compared faster than the keys themselves
 
 
 def decode_keys(max_num_rows: int, lengths: Sequence[int] = ()) -> list[GraphKey]:
@@ -85,10 +87,11 @@ class GraphPool:
     def dispatch(self, work: Work) -> GraphKey:
         """The smallest graph that holds a step, or EAGER."""
         keys = self._decode if work.is_decode else self._mixed
-        place = bisect.bisect_left(keys, GraphKey(work.total_tokens, work.num_rows, work.max_seq_len, is_decode=False))
-        while place < len(keys) and keys[place].max_seq_len < work.max_seq_len:
+        num_rows, longest = work.num_rows, work.max_seq_len
+        place = bisect.bisect_left(keys, (work.total_tokens, num_rows, longest), key=_SIZE)
+        while place < len(keys) and keys[place].max_seq_len < longest:
             place += 1  # each size has a graph for any length, its last
-        if place < len(keys) and work.num_rows <= keys[place].num_rows:
+        if place < len(keys) and num_rows <= keys[place].num_rows:
             return keys[place]
         return EAGER
 

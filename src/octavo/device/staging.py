@@ -45,29 +45,30 @@ class PinnedRing:
 class WriteQueue:
     """Writes to any tensors of one CUDA device, brought over by one copy and one kernel."""
 
-    def __init__(self, device: torch.device) -> None:
-        """Empty at first."""
+    def __init__(self, device: torch.device, ring: PinnedRing | None = None) -> None:
+        """Empty at first. `ring`: what the writes pass through (default: its own)."""
         from octavo.ops.gpu.staged_write import WORDS_PER_RUN, write_runs
 
         self._write_runs, self._header = write_runs, WORDS_PER_RUN
         self._device = device
-        self._ring = PinnedRing()
+        self._ring = ring or PinnedRing()
         self._upload = torch.empty(0, dtype=torch.int32, device=device)
         self._addresses: list[NDArray[np.int64]] = []
-        self._counts: list[NDArray[np.int64]] = []
+        self._counts: list[int | NDArray[np.int64]] = []  # words of each run; an int: of all runs alike
         self._words: list[NDArray[np.int32]] = []
         # not among them yet: runs by their first address, and the values at single addresses, by dtype
         self._runs: list[tuple[int, NDArray[np.int32]]] = []
         self._values: dict[np.dtype[Any], dict[int, Any]] = {}
 
-    def stage(self, addresses: NDArray[np.int64], counts: NDArray[np.int64], words: NDArray[np.int32]) -> None:
-        """Stage runs: counts[i] words for the device memory from addresses[i] on, which the caller keeps alive.
+    def stage(self, addresses: NDArray[np.int64], count: int, words: NDArray[np.int32]) -> None:
+        """Stage runs of `count` words each for the device memory from addresses[i] on, which the caller keeps alive.
 
-        The arrays are kept, not copied.
+        The runs of one call do not overlap. The arrays are kept, not copied.
         """
-        self._settle()
+        if self._runs or self._values:
+            self._settle()
         self._addresses.append(addresses)
-        self._counts.append(counts)
+        self._counts.append(count)
         self._words.append(words)
 
     def stage_run(self, address: int, words: NDArray[np.int32]) -> None:
@@ -87,27 +88,40 @@ class WriteQueue:
             self._runs = []
         for dtype, values in self._values.items():
             self._addresses.append(np.array([*values]))
-            self._counts.append(np.full(len(values), dtype.itemsize // 4))
+            self._counts.append(dtype.itemsize // 4)
             self._words.append(np.array([*values.values()], dtype).view(np.int32))
         self._values.clear()
 
     def apply(self) -> None:
         """Bring the staged writes to the device, as if in the order in which they were staged."""
-        self._settle()
-        if not self._addresses:
+        if not (self._addresses or self._runs or self._values):  # as for most tensors of most steps
             return
-        addresses, counts = np.concatenate(self._addresses), np.concatenate(self._counts)
-        words = np.concatenate(self._words)
-        self._addresses, self._counts, self._words = [], [], []
-        order = np.argsort(addresses)
-        if np.any((addresses + 4 * counts)[order[:-1]] > addresses[order[1:]]):
-            for index, end in enumerate(np.cumsum(counts).tolist()):
-                one = slice(index, index + 1)
-                self._send(addresses[one], counts[one], words[end - int(counts[index]) : end])
+        self._settle()
+        staged, self._addresses = self._addresses, []
+        counts, self._counts = self._counts, []
+        words, self._words = self._words, []
+        if len(staged) == 1 and isinstance(counts[0], int):  # new blocks of rows that decode, and no more
+            self._send(staged[0], counts[0], words[0])
         else:
-            self._send(addresses, counts, words)
+            self._apply_all(staged, counts, np.concatenate(words))
 
-    def _send(self, addresses: NDArray[np.int64], counts: NDArray[np.int64], words: NDArray[np.int32]) -> None:
+    def _apply_all(
+        self, staged: list[NDArray[np.int64]], staged_counts: list[int | NDArray[np.int64]], words: NDArray[np.int32]
+    ) -> None:
+        addresses = np.concatenate(staged)
+        counts = np.concatenate([
+            np.full(len(own), count) if isinstance(count, int) else count
+            for own, count in zip(staged, staged_counts, strict=True)
+        ])  # fmt: skip
+        order = addresses.argsort()
+        if not ((addresses + 4 * counts)[order[:-1]] > addresses[order[1:]]).any():
+            self._send(addresses, counts, words)
+            return
+        for index, end in enumerate(counts.cumsum().tolist()):
+            one = slice(index, index + 1)
+            self._send(addresses[one], counts[one], words[end - int(counts[index]) : end])
+
+    def _send(self, addresses: NDArray[np.int64], counts: int | NDArray[np.int64], words: NDArray[np.int32]) -> None:
         num_runs = len(addresses)
         first = self._header * num_runs
         num_words = first + len(words)
@@ -115,13 +129,18 @@ class WriteQueue:
         host = slot.numpy()
         headers = host[:first].view(np.int64).reshape(num_runs, 2)
         headers[:, 0] = addresses
-        headers[:, 1] = (np.cumsum(counts) - counts + first) | (counts << 32)
+        if isinstance(counts, int):
+            longest = counts
+            headers[:, 1] = np.arange(first | counts << 32, num_words | counts << 32, counts)
+        else:
+            longest = int(counts.max())
+            headers[:, 1] = (counts.cumsum() - counts + first) | (counts << 32)
         host[first:num_words] = words
         if self._upload.numel() < num_words:
             self._upload = torch.empty(len(host), dtype=torch.int32, device=self._device)
         self._upload[:num_words].copy_(slot[:num_words], non_blocking=True)
         event.record()
-        self._write_runs(self._upload, num_runs, int(counts.max()))
+        self._write_runs(self._upload, num_runs, longest)
 
 
 class StagedTensor:
@@ -156,17 +175,21 @@ class StagedTensor:
         self._values.append(values)
 
     def stage_one(self, row: int, value: int | float) -> None:
-        """Stage one value for column 0 of `row`."""
-        self.stage(row, 0, (value,))
+        """Stage one value for `row`, of a tensor of width 0."""
+        if self._queue is not None:
+            self._queue.stage_value(self._address + row * self._dtype.itemsize, self._dtype, value)
+        else:
+            self._places.append(row)
+            self._values.append((value,))
 
     def stage_each(self, rows: IntArray, columns: IntArray, values: IntArray) -> None:
         """Stage values[i] for column columns[i] of row rows[i], each once. The caller checks the columns."""
-        places = rows.astype(np.int64) * self._width + columns
         if self._queue is not None:
-            words = np.ascontiguousarray(values, self._dtype).view(np.int32)
-            counts = np.full(len(places), self._dtype.itemsize // 4)
-            self._queue.stage(self._address + places * self._dtype.itemsize, counts, words)
+            size = self._dtype.itemsize
+            addresses = rows.astype(np.int64, copy=False) * (self._width * size) + (columns * size + self._address)
+            self._queue.stage(addresses, size // 4, np.ascontiguousarray(values, self._dtype).view(np.int32))
             return
+        places = rows.astype(np.int64) * self._width + columns
         self._places.append(places)
         self._values.append(values)
 

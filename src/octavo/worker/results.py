@@ -48,7 +48,7 @@ class PendingStep:
             self._event.synchronize()
         packed, rows = self._packed.numpy(), self._rows
         reasons = packed >> _TOKEN_BITS
-        failed = {int(rows[place]): FAILURES[int(reasons[place])] for place in np.flatnonzero(reasons)}
+        failed = {int(rows[place]): FAILURES[int(reasons[place])] for place in reasons.nonzero()[0]}
         logprobs = {int(rows[place]): [entry] for place, entry in to_token_logprobs(self._logprobs).items()}
         return StepResult(
             step=self._step,

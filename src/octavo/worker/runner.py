@@ -13,7 +13,7 @@ import dataclasses
 import torch
 
 from octavo.attention.base import forward_context
-from octavo.device.batch import Batch, InputBuffers, Work, lay_out
+from octavo.device.batch import Batch, InputBuffers, Layout, Work
 from octavo.device.block_table import BlockTables
 from octavo.device.graphs import EAGER, GraphKey, GraphPool
 from octavo.device.request_table import RequestTable
@@ -62,6 +62,8 @@ class Runner:
         self.model, self._model_state, self._pool = model, model_state, pool
         self._requests, self._tables, self._buffers, self._sampler = requests, tables, buffers, sampler
         self._graphs, self._max_model_len = graphs, max_model_len
+        self._lay_out = Layout(requests)
+        self._padded: dict[GraphKey, Batch] = {}  # what the graphs of mixed steps read and fill
         self._results = torch.zeros_like(buffers.rows.data[0])
         self._prompt_logprobs: dict[int, _PromptLogprobs] = {}
         self._observers: list[LogitsObserver] = []
@@ -98,23 +100,24 @@ class Runner:
         if not len(plan.rows):
             self._bring()
             return PendingStep(plan.step, self._results[:0])
-        work = lay_out(plan, self._requests)
+        work = self._lay_out(plan)
         key = self._graphs.dispatch(work)
         self._buffers.stage(work, work.num_rows if key is EAGER else key.num_rows)
         self._bring()
         prompt_logprobs: dict[int, list[GroupLogprobs]] = {}
         if key.is_decode:
-            logits = self._graphs.replay(key)[: work.num_rows]
-            self._show(work, logits)
-            groups = self._sample_again(work, logits)
+            groups = self._sample_again(work, self._graphs.replay(key))
         else:
-            batch = self._buffers.view(work.num_rows, work.total_tokens, work.max_query_len, work.max_seq_len)
-            hidden = self._forward(batch, for_capture=False) if key is EAGER else self._graphs.replay(key)
+            if key is EAGER:
+                batch = self._buffers.view(work.num_rows, work.total_tokens, work.max_query_len, work.max_seq_len)
+                hidden = self._forward(batch, for_capture=False)
+            else:
+                batch, hidden = self._view_of(key), self._graphs.replay(key)
             if self._prompt_logprobs:
                 prompt_logprobs = self._collect_prompt_logprobs(work, hidden)
             groups = self._sample(work, batch, hidden[: work.total_tokens])
-        packed = self._results[: len(work.sampling)]
-        return PendingStep(plan.step, packed, work.rows[work.sampling], groups, prompt_logprobs)
+        rows = work.rows if work.is_decode else work.rows[work.sampling]
+        return PendingStep(plan.step, self._results[: len(rows)], rows, groups, prompt_logprobs)
 
     def _apply(self, plan: StepPlan) -> None:
         for row in plan.finished_rows:
@@ -153,9 +156,15 @@ class Runner:
 
     def _compute(self, key: GraphKey) -> torch.Tensor:
         """Issue a step up to its hidden states, for a graph."""
-        longest = min(key.num_tokens, self._max_model_len)
-        batch = self._buffers.view(key.num_rows, key.num_tokens, longest, self._max_model_len)
-        return self._forward(batch, for_capture=True)
+        return self._forward(self._view_of(key), for_capture=True)
+
+    def _view_of(self, key: GraphKey) -> Batch:
+        """The padded batch of the mixed steps that one graph serves."""
+        batch = self._padded.get(key)
+        if batch is None:
+            longest = min(key.num_tokens, self._max_model_len)
+            batch = self._padded[key] = self._buffers.view(key.num_rows, key.num_tokens, longest, self._max_model_len)
+        return batch
 
     def _forward(self, batch: Batch, *, for_capture: bool) -> torch.Tensor:
         self._buffers.gather(batch)
@@ -183,8 +192,16 @@ class Runner:
             observe(logits, work.rows[work.sampling], work.seq_lens[work.sampling])
 
     def _sample_again(self, work: Work, logits: torch.Tensor) -> list[GroupLogprobs]:
-        """After a graph has sampled as if all rows were plain: replace its tokens where some are not."""
-        if self._sampler.is_plain(work.rows):
+        """After a graph has sampled as if all rows were plain: replace its tokens where some are not.
+
+        logits: [R and padding, vocab_size].
+        """
+        is_plain = self._sampler.is_plain(work.rows)
+        if is_plain and not self._observers:
+            return []
+        logits = logits[: work.num_rows]
+        self._show(work, logits)
+        if is_plain:
             return []
         batch = self._buffers.view(work.num_rows, work.num_rows, 1, work.max_seq_len)
         at = self._buffers.sampling.data[0, : work.num_rows]
