@@ -1,11 +1,11 @@
 """Host time of a step, without a device: `python bench/host.py [--requests 1 64 256 512] [--steps 300]`.
 
-Everything that the engine's thread does for a step but the device's part: schedule, update and outputs, with one step
-in flight. A worker that knows no model answers at once, outside the time that is counted. "steady" requests decode
+What the engine's thread does for a step: schedule, issue, update and outputs, with one step in flight. The runner's
+device does nothing, at once: see null_device for what of issuing is not counted. "steady" requests decode
 inside their block; "growing" ones cross a block every 16 steps, each at another step; "aligned" ones all in the same;
 "streamed" ones hand out every token as text; "churning" ones end after 32 to 96 tokens, and others take their place.
-Microseconds: the mean of each part, then the total's mean, median and worst of a hundred, by the clock; "cpu" is the
-thread's own time per step, that worker's included, which a busy machine does not spoil. The last line is JSON.
+Microseconds: the median of each part, then the total's mean, median and worst of a hundred, by the clock; "cpu" is the
+thread's own time per step, which a busy machine spoils less. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -18,46 +18,25 @@ import random
 import statistics
 import time
 
-import numpy as np
+import torch
 
+from null_device import NullRunner
 from octavo.config import EngineConfig
 from octavo.engine import EngineCore
 from octavo.front import find_and_read, load_text
 from octavo.groups import CacheGroup
-from octavo.plan import StepPlan, StepResult
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 from octavo.sched.kv_manager import KVManager
 from octavo.sched.scheduler import Scheduler
 from octavo.text.no_tokenizer import NoTokenizer
 from octavo.text.output import OutputProcessor, wants_every_token
 from octavo.text.tokenizer import Tokenizer
-from octavo.worker.executor import InlineExecutor
+from octavo.worker.executor import DeviceExecutor
 
 MAX_LEN = 8192
 NUM_BLOCKS = 1 << 17
 SCENARIOS = ("steady", "growing", "aligned", "streamed", "churning")
 LIMITS = {1: 150.0, 256: 350.0, 512: 600.0}  # microseconds per step that a GPU hides
-TOKENS = np.arange(1 << 16)[:, None] * 7919 % 4000 + 50  # what is "sampled"
-
-
-class NullWorker:
-    """Knows how far each row is, and has a token where one is due."""
-
-    def __init__(self, num_rows: int) -> None:
-        """Every row is empty at first."""
-        self._computed = np.zeros(num_rows, np.int64)
-        self._known = np.zeros(num_rows, np.int64)
-
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step."""
-        for new in plan.new_rows:
-            self._computed[new.row], self._known[new.row] = new.num_computed, len(new.token_ids)
-        self._computed[plan.rows] += plan.num_tokens
-        rows = plan.rows[self._computed[plan.rows] == self._known[plan.rows]]
-        self._known[rows] += 1
-        at = plan.step * 512 % (len(TOKENS) - 4096)
-        tokens = TOKENS[at : at + len(rows)]
-        return StepResult(step=plan.step, rows=rows, tokens=tokens, num_sampled=np.ones_like(rows))
 
 
 class Load:
@@ -73,7 +52,11 @@ class Load:
             max_num_batched_tokens=8192,
             max_model_len=MAX_LEN,
         )
-        executor = InlineExecutor(NullWorker(max(num_requests, 16)).execute)
+        runner = NullRunner(
+            group, max_num_rows=max(num_requests, 16), max_num_tokens=8192, max_model_len=MAX_LEN,
+            tokens=torch.arange(max(num_requests, 16)) * 7919 % 4000 + 50,
+        )  # fmt: skip
+        executor = DeviceExecutor(runner.issue)
         self.core = EngineCore(scheduler, executor, eos_token_ids=[2], async_scheduling=True)
         self._outputs = OutputProcessor(tokenizer)
         self._scenario, self._random, self._ids = scenario, random.Random(0), itertools.count()
@@ -93,17 +76,17 @@ class Load:
             quiet = not wants_every_token(params)
             self.core.add(ids, prompt, params, max_tokens=params.max_tokens or 1, quiet=quiet)
 
-    def step(self) -> tuple[float, float, float]:
-        """One step. Returns the seconds of schedule, update and outputs."""
+    def step(self) -> tuple[float, float, float, float]:
+        """One step. Returns the seconds of schedule, issue, update and outputs."""
         times = self.core.times
-        schedule, update = times.schedule, times.update
+        schedule, issue, update = times.schedule, times.issue, times.update
         updates = self.core.step()
         started = time.perf_counter()
         outputs, _ = self._outputs.process(updates)
         seconds = time.perf_counter() - started
         if self._scenario == "churning":
             self._add(sum(output.finished for output in outputs))
-        return times.schedule - schedule, times.update - update, seconds
+        return times.schedule - schedule, times.issue - issue, times.update - update, seconds
 
 
 def measure(scenario: str, num_requests: int, num_steps: int, tokenizer: Tokenizer) -> dict[str, float]:
@@ -115,9 +98,10 @@ def measure(scenario: str, num_requests: int, num_steps: int, tokenizer: Tokeniz
     parts = [[seconds * 1e6 for seconds in load.step()] for _ in range(num_steps)]
     cpu = (time.thread_time() - started) / num_steps * 1e6
     totals = sorted(map(sum, parts))
-    schedule, update, output = (statistics.mean(part) for part in zip(*parts, strict=True))
+    schedule, issue, update, output = (statistics.median(part) for part in zip(*parts, strict=True))
     return {
         "schedule": schedule,
+        "issue": issue,
         "update": update,
         "output": output,
         "mean": statistics.mean(totals),
@@ -136,6 +120,7 @@ def main() -> None:
     folder, arch = find_and_read(EngineConfig())
     tokenizer = load_text(EngineConfig(), folder, arch)
     assert not isinstance(tokenizer, NoTokenizer), "the bundled model has a tokenizer"
+    torch.set_num_threads(1)
     gc.collect()
     gc.freeze()
     results: dict[str, dict[str, float]] = {}

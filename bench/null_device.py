@@ -1,0 +1,97 @@
+"""A runner whose device does nothing: what is left of issuing a step is the host's part.
+
+Owns the parts that stand in for a device's: graphs that replay nothing, writes that reach no tensor, a model and a
+sampler without arithmetic. Does not know who plans the steps. Invariant: the host's work is the runner's own, but for
+the calls of CUDA and Triton: a graph's launch, the writes' copy and kernel, events, pinned memory for results.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+
+from octavo.device.batch import InputBuffers
+from octavo.device.block_table import BlockTables
+from octavo.device.graphs import GraphKey, GraphPool, decode_keys, mixed_keys
+from octavo.device.request_table import RequestTable
+from octavo.device.staging import PinnedRing, WriteQueue
+from octavo.groups import CacheGroup
+from octavo.plan import NewRow
+from octavo.sampling.sampler import Sampler
+from octavo.worker.runner import Runner
+
+CPU = torch.device("cpu")
+_VOCAB_SIZE = 8  # of logits that nobody reads
+
+
+class _Ring(PinnedRing):
+    """Memory that is free at once."""
+
+    def __init__(self) -> None:
+        self._slots = [torch.empty(0, dtype=torch.int32)]
+
+    def take(self, num_words: int) -> tuple[torch.Tensor, Any]:
+        if self._slots[0].numel() < num_words:
+            self._slots[0] = torch.empty(2 * num_words, dtype=torch.int32)
+        return self._slots[0], self
+
+    def record(self) -> None:
+        """The event of a slot."""
+
+
+class _Graphs(GraphPool):
+    """All sizes, of steps that are already done."""
+
+    def __init__(self, max_num_rows: int, max_num_tokens: int) -> None:
+        keys = [*decode_keys(max_num_rows), *mixed_keys(max_num_rows, max_num_tokens)]
+        super().__init__(keys)
+        self._outputs = {key: torch.zeros(key.num_tokens, _VOCAB_SIZE) for key in keys}
+
+    def replay(self, key: GraphKey) -> torch.Tensor:
+        return self._outputs[key]
+
+
+class _Sampler(Sampler):
+    def draw(self, logits: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return logits, logits
+
+
+class _Model:
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+
+class _State:
+    def add(self, new: NewRow) -> None:
+        """Nothing is kept."""
+
+
+class _Pool:
+    data = torch.zeros((1, 1, 1), dtype=torch.uint8)
+
+
+class NullRunner(Runner):
+    """Issues steps, and has a token for each row that samples."""
+
+    def __init__(
+        self, group: CacheGroup, *, max_num_rows: int, max_num_tokens: int, max_model_len: int, tokens: torch.Tensor
+    ) -> None:
+        """tokens: [max_num_rows] int64, what rows "sample", by their place in the batch."""
+        queue = WriteQueue(CPU, _Ring())
+        queue._write_runs = lambda *_: None
+        sizes: dict[str, Any] = {"max_num_rows": max_num_rows, "device": CPU, "queue": queue}
+        requests = RequestTable(max_model_len=max_model_len, **sizes)
+        tables = BlockTables([group], max_model_len=max_model_len, **sizes)
+        sampler = _Sampler(
+            max_num_rows=max_num_rows + 1, vocab_size=_VOCAB_SIZE, max_model_len=max_model_len, device=CPU,
+            tokens=requests.token_ids.data, prompt_lens=requests.prompt_len.data, queue=queue,
+        )  # fmt: skip
+        model, state, pool = (cast(Any, part()) for part in (_Model, _State, _Pool))
+        buffers = InputBuffers(requests, tables, max_num_tokens=max_num_tokens, **sizes)
+        graphs = _Graphs(max_num_rows, max_num_tokens)
+        super().__init__(model, state, pool, requests, tables, buffers, sampler, graphs, max_model_len=max_model_len)
+        self._results.copy_(tokens)
+
+    def _commit(self, *_: Any, **__: Any) -> None:
+        """The results are there."""
