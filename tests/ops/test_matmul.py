@@ -66,6 +66,21 @@ def test_row_bits_do_not_depend_on_the_rows_beside_it(kind: str, x_dtype: torch.
 
 
 @needs_native
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_weight_that_comes_from_memory_has_the_same_chain(kind: str) -> None:
+    """More than 2 MiB, where one row walks fewer panels at a time; an odd number of panels, the last not full."""
+    n, k = {"float32": 1000, "bfloat16": 2000, "int8": 4000}[kind] + 21, 600
+    weight = pack(heavy_tailed(n, k), kind)
+    assert weight.num_bytes > 2 << 20
+    rows, some = heavy_tailed(5, k, seed=1), torch.tensor([0, 31, 32, 500, n - 1])
+    for isa in native.built_isas():
+        with native.using(isa):
+            alone = torch.cat([linear(row[None], weight) for row in rows])
+            assert torch.equal(alone, linear(rows, weight)), isa
+            assert torch.equal(alone[4, some], chain(rows[4], unpack(weight)[some])), isa
+
+
+@needs_native
 def test_a_changed_summation_order_would_be_caught() -> None:
     """The positive control: the same product summed by torch differs in bits on these inputs."""
     weight = pack(heavy_tailed(200, 600), "float32")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops import native
+from octavo.ops.native.memory import PACKED_WEIGHTS
 
 _P, _I, _C = native.PTR, native.I64, native.I32
 native.declare("octavo_linear", [_P, _I, _I, _P, _P, _P, _I, _C, _C])
@@ -48,7 +49,7 @@ class LinearWeight:
     kind: str  # "float32" | "bfloat16" | "int8", on a GPU also "float16"
     storage: Tensor  # uint8: panels (native); or [n, k]: the exact values, float32 (eager) or of their kind (GPU)
     header: int = 0  # address of the C header, 0 for the eager form
-    _keep: tuple[ctypes.Structure, ...] = field(default=(), repr=False)
+    _keep: tuple[object, ...] = field(default=(), repr=False)
 
     @property
     def num_bytes(self) -> int:
@@ -84,13 +85,14 @@ def pack_linear(weight: Tensor, quantization: str | None = None) -> LinearWeight
     if weight.stride(1) != 1:
         weight = weight.contiguous()
     panel_bytes = lib.octavo_panel_bytes(KINDS[kind], k)
-    storage = torch.empty((-(-n // PANEL), panel_bytes), dtype=torch.uint8)
-    lib.octavo_advise_huge(storage.data_ptr(), storage.numel())
+    panels = -(-n // PANEL)
+    part, owner = PACKED_WEIGHTS.take(panels * panel_bytes)
+    storage = part.view(panels, panel_bytes)
     lib.octavo_pack(
         weight.data_ptr(), weight.stride(0), native.DTYPE_CODES[weight.dtype], n, k, KINDS[kind], storage.data_ptr()
     )
     header = _WeightHeader(n, k, panel_bytes, storage.data_ptr(), KINDS[kind])
-    return LinearWeight(n, k, kind, storage, ctypes.addressof(header), (header,))
+    return LinearWeight(n, k, kind, storage, ctypes.addressof(header), (header, owner))
 
 
 def _plain_gpu_weight(weight: Tensor, quantization: str | None) -> LinearWeight:

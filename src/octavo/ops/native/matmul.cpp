@@ -62,9 +62,10 @@ static OCTAVO_INLINE void finish(const Call& call, int64_t row, int64_t panel, i
 
 // ---- few rows: stream the packed weight ----------------------------------------------------------------------------
 
-// Strips walked together: enough independent chains to hide the latency, few enough for the registers.
+// Strips walked together: enough independent chains to hide the latency, few enough for the registers and the memory.
 template <class P, int MR>
 constexpr int strips_together() {
+    if (P::TOGETHER != 0) return P::TOGETHER * STRIPS < 4 ? P::TOGETHER * STRIPS : 4;
     constexpr int most = P::GROUP != 0 && MAX_TILE < 12 ? 2 : 4;  // scales take registers too
     constexpr int fit = MAX_TILE / MR;
     return fit >= 4 ? most : (fit >= 2 ? 2 : 1);
@@ -112,7 +113,15 @@ static StreamRange stream_for(int rows) {
     return nullptr;
 }
 
-static StreamRange stream_for(int32_t kind, int rows) {
+// Bytes from which on a weight counts as coming from memory: beside all others of its model it stays in no L2.
+constexpr int64_t FROM_MEMORY = 2 << 20;
+
+static StreamRange stream_for(const Weight& weight, int rows) {
+    const int32_t kind = weight.kind;
+    if (rows == 1 && weight.n * weight.panel_bytes / NR >= FROM_MEMORY) {
+        if (kind == KIND_F32) return stream_range<F32Stream, 1>;
+        if (kind == KIND_BF16) return stream_range<Bf16Stream, 1>;
+    }
     if (kind == KIND_F32) return stream_for<F32Panel, MAX_TILE>(rows);
     if (kind == KIND_BF16) return stream_for<Bf16Panel, MAX_TILE>(rows);
     return stream_for<Int8Panel, MAX_TILE>(rows);
@@ -127,7 +136,7 @@ static void few_rows(const Call& call, const void* x, int64_t stride, int32_t dt
         block_rows(x, stride, dtype, 0, weight.k, rows, blocks);
         few = {blocks, rows * int64_t(ROW)};
     }
-    StreamRange run = stream_for(weight.kind, rows);
+    StreamRange run = stream_for(weight, rows);
     int64_t panels = (weight.n + NR - 1) / NR;
     int threads = threads_for(weight.n * weight.k * (rows + 1) / 2, 40000);
     // Shares of about 128 KiB, equally many for each thread: one that is held up leaves its rest to the others.

@@ -29,9 +29,12 @@ OCTAVO_INLINE void widen_words(const uint32_t* words, vf& low, vf& high) {
     high = as_float(w & 0xffff0000u);
 }
 
+// Besides the layout, how a kind is streamed: panels walked together (0: as many as the registers hold), and how far
+// ahead it is asked for, into L1 (3) or L2 (2).
 struct F32Panel {
     static constexpr int64_t GROUP = 0;  // no scales
     static constexpr int ROW_BYTES = 4 * NR;
+    static constexpr int TOGETHER = 0, AHEAD_BYTES = 2048, AHEAD_LEVEL = 3;
     static OCTAVO_INLINE void weights(const char* row, int strip, const vf*, vf* w) {
         w[0] = load(reinterpret_cast<const float*>(row) + strip * VL);
         w[1] = load(reinterpret_cast<const float*>(row) + strip * VL + 16);
@@ -42,6 +45,7 @@ struct F32Panel {
 struct Bf16Panel {
     static constexpr int64_t GROUP = 0;
     static constexpr int ROW_BYTES = 2 * NR;
+    static constexpr int TOGETHER = 0, AHEAD_BYTES = 2048, AHEAD_LEVEL = 3;
     static OCTAVO_INLINE void weights(const char* row, int strip, const vf*, vf* w) {
         widen_words(reinterpret_cast<const uint32_t*>(row) + strip * VL, w[0], w[1]);
     }
@@ -53,6 +57,7 @@ struct Int8Panel {
     static constexpr int ROW_BYTES = NR;
     static constexpr int SCALE_BYTES = 2 * NR;
     static constexpr int GROUP_BYTES = SCALE_BYTES + QGROUP * ROW_BYTES;
+    static constexpr int TOGETHER = 0, AHEAD_BYTES = 2048, AHEAD_LEVEL = 3;
     static OCTAVO_INLINE void scales(const char* group, int strip, vf* s) {
         widen_words(reinterpret_cast<const uint32_t*>(group) + strip * VL, s[0], s[1]);
     }
@@ -63,10 +68,18 @@ struct Int8Panel {
     static OCTAVO_INLINE int64_t panel_bytes(int64_t k) { return (k + QGROUP - 1) / QGROUP * GROUP_BYTES; }
 };
 
+// One row times a weight that comes from memory: every panel walked together is a stream of its own to the memory, which
+// serves few best, so only the chains that hide the arithmetic's latency at its pace. In a cache these are slower.
+struct F32Stream : F32Panel {
+    static constexpr int TOGETHER = 2, AHEAD_BYTES = 4096, AHEAD_LEVEL = 2;
+};
+struct Bf16Stream : Bf16Panel {
+    static constexpr int TOGETHER = 1, AHEAD_BYTES = 8192, AHEAD_LEVEL = 2;
+};
+
 // What a walk asks the memory for ahead of its use, the hardware's own reach being short with several streams:
-// nothing; its own panels, 2 KiB ahead; or another block of packed weights, into L2.
+// nothing; its own panels, as their kind says; or another block of packed weights, into L2.
 enum class Ahead { NOTHING, SELF, BLOCK };
-constexpr int64_t AHEAD_BYTES = 2048;
 
 // `count` k of U strips: the packed rows, and the block to fetch ahead, `ahead_stride` bytes for each k.
 template <int U>
@@ -86,9 +99,9 @@ OCTAVO_INLINE void chain_rows(const float* a, Walk<U> walk, const vf (*scales)[2
         vf w[U][2];
         OCTAVO_UNROLL for (int u = 0; u < U; ++u) {
             P::weights(walk.rows[u], walk.strips[u], scales[u], w[u]);
-            if constexpr (AHEAD == Ahead::SELF) {
+            if (AHEAD == Ahead::SELF && (P::ROW_BYTES >= 64 || k % 2 == 0)) {  // each line once
                 for (int line = 0; line < P::ROW_BYTES; line += 64)
-                    __builtin_prefetch(walk.rows[u] + AHEAD_BYTES + line);
+                    __builtin_prefetch(walk.rows[u] + P::AHEAD_BYTES + line, 0, P::AHEAD_LEVEL);
             }
             walk.rows[u] += P::ROW_BYTES;
         }
@@ -118,6 +131,7 @@ OCTAVO_INLINE void chain(const float* a, Walk<U> walk, int64_t count, vf (&acc)[
             Walk<U> quants = walk;
             OCTAVO_UNROLL for (int u = 0; u < U; ++u) {
                 P::scales(walk.rows[u], walk.strips[u], scales[u]);
+                if (AHEAD == Ahead::SELF) __builtin_prefetch(walk.rows[u] + P::AHEAD_BYTES, 0, P::AHEAD_LEVEL);
                 quants.rows[u] = walk.rows[u] + P::SCALE_BYTES;
                 walk.rows[u] += P::GROUP_BYTES;
             }

@@ -1,0 +1,78 @@
+"""Memory of packed weights: parts do not overlap, begin at huge pages, and free their chunk with the last owner."""
+
+import itertools
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+from octavo.ops import native
+from octavo.ops.matmul import linear, linear_reference, pack_linear
+from octavo.ops.native.memory import CHUNK_BYTES, ChunkedMemory
+
+needs_native = pytest.mark.skipif(not native.available(), reason="no native library is built")
+
+
+@needs_native
+def test_parts_share_a_chunk_side_by_side() -> None:
+    memory = ChunkedMemory()
+    parts = [memory.take(size) for size in (100, 64, 1, 4096)]
+    assert parts[0][0].data_ptr() % (2 << 20) == 0
+    for (part, owner), (following, same) in itertools.pairwise(parts):
+        assert owner is same
+        assert following.data_ptr() % 64 == 0
+        assert following.data_ptr() >= part.data_ptr() + part.numel()
+
+
+@needs_native
+def test_a_part_that_does_not_fit_begins_a_chunk() -> None:
+    memory = ChunkedMemory()
+    _, first = memory.take(100)
+    part, second = memory.take(2 * CHUNK_BYTES)
+    assert second is not first
+    assert part.numel() == 2 * CHUNK_BYTES
+    part[-1] = 7  # it is all there
+
+
+@needs_native
+def test_a_chunk_lives_as_long_as_an_owner_of_its_parts() -> None:
+    memory = ChunkedMemory()
+    (_, owner), (_, other) = memory.take(100), memory.take(100)
+    chunk = weakref.ref(owner)
+    del owner
+    assert chunk() is other
+    del other, _
+    assert chunk() is None
+    assert memory.take(100)[0].numel() == 100
+
+
+@needs_native
+def test_a_weight_outlives_those_packed_beside_it() -> None:
+    weights = [pack_linear(torch.randn(40, 48)) for _ in range(3)]
+    x = torch.randn(2, 48)
+    expected = linear_reference(x, weights[1])
+    kept = weights[1]
+    del weights
+    for _ in range(3):
+        pack_linear(torch.full((40, 48), 9.0))
+    torch.testing.assert_close(linear(x, kept), expected)
+
+
+@needs_native
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's /proc")
+def test_where_the_system_grants_huge_pages_weights_have_them() -> None:
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not setting.exists() or "[never]" in setting.read_text():
+        pytest.skip("the system grants no huge pages")
+
+    def huge_bytes() -> int:
+        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+        return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("AnonHugePages"))
+
+    values, before = torch.randn(512, 1024), huge_bytes()
+    weights = [pack_linear(values) for _ in range(20)]  # 2 MiB each
+    granted = huge_bytes() - before
+    if granted == 0:
+        pytest.skip("the system has no free huge pages now")
+    assert granted > sum(weight.num_bytes for weight in weights) // 2
