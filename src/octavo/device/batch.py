@@ -1,9 +1,9 @@
 """Work, InputBuffers and Batch: one step's inputs.
 
 Owns what the host knows of a step (Work), the static tensors that a step's inputs live in, and the views of them that
-one step uses (Batch). All are made anew each step from the plan and the persistent rows; nothing here survives a step
-but addresses. Knows no requests. Invariant: rows with few queries come first; host maxima are bounds on what the
-device holds; padding names the null row, the last row of every table.
+one step uses (Batch). They follow each step from the plan and the persistent rows alone; what survives a step are
+addresses, and the arrays of rows that decode again. Knows no requests. Invariant: rows with few queries come first;
+host maxima are bounds on what the device holds; padding names the null row, the last row of every table.
 """
 
 from __future__ import annotations
