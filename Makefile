@@ -10,6 +10,8 @@ PIP := $(PY) -m pip --disable-pip-version-check install -q $(PIP_FLAGS) -c const
 SOURCES := pyproject.toml constraints.txt setup.py $(wildcard src/octavo/ops/native/*.cpp src/octavo/ops/native/*.h)
 PACKAGE := $(VENV)/.octavo-installed
 TESTS := $(VENV)/.octavo-tests-installed
+# A process a processor, each taking whole files in order: a module's reference results are computed once.
+TEST_PROCESSES ?= -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 # What is linted and formatted.
 CODE := $(wildcard src tests bench tools setup.py)
 
@@ -48,7 +50,7 @@ demo: $(PACKAGE)
 	@echo "  make test"
 
 test: $(TESTS) lint
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -q
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -q $(TEST_PROCESSES)
 
 test-clients: $(TESTS)
 	PIP_FLAGS="$(PIP_FLAGS)" $(PY) tools/client_envs.py

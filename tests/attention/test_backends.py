@@ -1,6 +1,9 @@
-"""The reference and cpu backends through the AttentionBackend protocol."""
+"""Backends through the AttentionBackend protocol, and what each refuses by name."""
 
 from __future__ import annotations
+
+import importlib.util
+import os
 
 import pytest
 import torch
@@ -58,3 +61,16 @@ def test_cpu_refuses_with_the_value(dtype: torch.dtype, device: str, named: str)
 def test_cpu_without_the_library_names_the_way_out() -> None:
     with native.disabled(), pytest.raises(ValueError, match=r"build_ext --inplace.*reference"):
         BACKENDS.resolve("cpu")(VARIANTS, torch.float32, CPU)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter runs on any device")
+def test_paged_refuses_the_cpu_and_names_the_way_out() -> None:
+    with pytest.raises(ValueError, match=r"cuda, got cpu.*attention_backend='cpu'"):
+        BACKENDS.resolve("paged")(VARIANTS, torch.float32, CPU)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is not None, reason="triton is installed")
+def test_without_triton_the_backend_says_what_is_missing() -> None:
+    with pytest.raises(ValueError, match="triton"):
+        BACKENDS.resolve("paged")

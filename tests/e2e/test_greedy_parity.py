@@ -7,47 +7,40 @@ from typing import Any
 
 import pytest
 
-from octavo import SamplingParams
-from settings_matrix import SETTINGS, SMALL_POOL
+from octavo import LLM, SamplingParams
+from settings_matrix import SETTINGS
 
 NUM_OUTPUT = 32
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def expected(held_out_prompts: list[str]) -> list[list[int]]:
-    """transformers' greedy continuation of each prompt, computed one prompt at a time."""
+def alone(held_out_prompts: list[str]) -> list[list[int]]:
+    """The greedy continuation of each prompt by itself."""
+    with LLM(dtype="float32", enable_prefix_caching=False) as llm:
+        return [list(llm.generate(prompt, GREEDY)[0].outputs[0].token_ids) for prompt in held_out_prompts]
+
+
+def test_alone(held_out_prompts: list[str], alone: list[list[int]]) -> None:
+    """Each token is the likeliest that transformers finds behind those before it: its own greedy continuation."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     folder = str(resources.files("octavo").joinpath("assets/octavo-tiny"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    outputs = []
-    for prompt in held_out_prompts:
-        ids = tokenizer(prompt, return_tensors="pt").input_ids
-        generated = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NUM_OUTPUT,
-            min_new_tokens=NUM_OUTPUT, eos_token_id=None, pad_token_id=0,
-        )  # fmt: skip
-        outputs.append(generated[0, ids.shape[1] :].tolist())
-    return outputs
-
-
-def test_alone(make_llm: Any, held_out_prompts: list[str], expected: list[list[int]]) -> None:
-    llm = make_llm(enable_prefix_caching=False)
-    outputs = [llm.generate(prompt, GREEDY)[0].outputs[0].token_ids for prompt in held_out_prompts]
-    assert [list(ids) for ids in outputs] == expected
+    for prompt, tokens in zip(held_out_prompts, alone, strict=True):
+        assert len(tokens) == NUM_OUTPUT
+        ids = tokenizer(prompt).input_ids
+        with torch.inference_mode():
+            logits = model(torch.tensor([ids + tokens[:-1]])).logits[0, len(ids) - 1 :]
+        assert logits.argmax(dim=1).tolist() == tokens
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_together(make_llm: Any, held_out_prompts: list[str], expected: list[list[int]], name: str) -> None:
+def test_together(make_llm: Any, held_out_prompts: list[str], alone: list[list[int]], name: str) -> None:
     llm = make_llm(**SETTINGS[name])
     for _ in range(2):  # the second time the prefix cache is warm
         outputs = llm.generate(held_out_prompts, GREEDY)
-        assert [list(output.outputs[0].token_ids) for output in outputs] == expected
-
-
-def test_small_pool_preempts(make_llm: Any, held_out_prompts: list[str]) -> None:
-    llm = make_llm(**SMALL_POOL)
-    llm.generate(held_out_prompts, GREEDY)
-    assert llm.engine.scheduler.num_preemptions > 0
+        assert [list(output.outputs[0].token_ids) for output in outputs] == alone
+    if "small pool" in name:
+        assert llm.engine.scheduler.num_preemptions > 0

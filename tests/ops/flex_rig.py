@@ -1,6 +1,4 @@
-"""The kernels around torch's FlexAttention against their twins: run as a program under Triton's interpreter, it prints
-nothing if they are equal. tests/gpu calls the same checks on a GPU.
-"""
+"""Kernels around torch's FlexAttention against their twins, under the interpreter and, from tests/gpu, on a GPU."""
 
 from __future__ import annotations
 
@@ -105,7 +103,7 @@ def check_plan(
     assert torch.equal(*places), "places"
 
 
-if __name__ == "__main__":
+def check_plans() -> None:
     for reach in (
         flex.Reach(causal=True),
         flex.Reach(causal=True, window=40),
@@ -114,8 +112,14 @@ if __name__ == "__main__":
     ):
         check_plan(reach, [1, 0, 1, 1], [70, 0, 1, 160], 3)
         check_plan(reach, [5, 0, 30, 1], [70, 0, 33, 160], 4)
+
+
+def check_lines() -> None:
     for seed, (group, lines, num_leaves) in enumerate(
         [(4, 16, 1), (4, 16, 3), (1, 16, 2), (3, 64, 2), (8, 32, 1), (4, 16, 11)]
     ):
         for dtype in (torch.float32, torch.bfloat16):
             check(group, lines, num_leaves, dtype, sinks=seed % 2 == 1, seed=seed)
+
+
+INTERPRETED = {"plans": check_plans, "lines": check_lines}

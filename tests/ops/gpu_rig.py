@@ -1,11 +1,7 @@
-"""What the tests of the small GPU operators share, and what Triton's interpreter checks of them: run as a
-program, it prints JSON of check name -> error text, empty if it holds.
-"""
+"""What the tests of the small GPU operators share, and what Triton's interpreter checks of them."""
 
 from __future__ import annotations
 
-import json
-import traceback
 from collections.abc import Callable
 
 import torch
@@ -297,22 +293,4 @@ def interpreted_zero_blocks() -> None:
     check_zero_blocks("cpu", 2, 5, 33, [0, 4, 2])
 
 
-INTERPRETED = (
-    interpreted_norm, interpreted_activation, interpreted_embedding, interpreted_rope, interpreted_rows,
-    interpreted_draw, interpreted_logprobs, interpreted_masks, interpreted_zero_blocks,
-)  # fmt: skip
-
-
-def main() -> None:
-    results = {}
-    for check in INTERPRETED:
-        try:
-            check()
-            results[check.__name__] = ""
-        except Exception:
-            results[check.__name__] = traceback.format_exc()
-    print(json.dumps(results))
-
-
-if __name__ == "__main__":
-    main()
+INTERPRETED = {name: check for name, check in list(globals().items()) if name.startswith("interpreted_")}

@@ -1,12 +1,6 @@
-"""What the tests of the GPU products share, and what Triton's interpreter checks: run as a program, it prints JSON of
-check name -> error text, empty if it holds.
-"""
+"""What the tests of the GPU products share, and what Triton's interpreter checks of them."""
 
 from __future__ import annotations
-
-import json
-import sys
-import traceback
 
 import torch
 from torch import Tensor
@@ -16,8 +10,8 @@ from octavo.ops.gpu.matmul import Tile, linear
 from octavo.ops.matmul import LinearWeight, linear_reference
 
 TILES = (Tile(16, 16, 32, 1, 2), Tile(8, 64, 64, 4, 3, swap=True), Tile(64, 32, 16, 4, 2, group=2, ahead=3))
-INTERPRETED = (torch.float16, torch.float32)  # the interpreter multiplies bfloat16 as integers
-DTYPES = (*INTERPRETED, torch.bfloat16)
+EXACT = (torch.float16, torch.float32)  # the interpreter multiplies bfloat16 as integers
+DTYPES = (*EXACT, torch.bfloat16)
 
 
 def heavy_tailed(*shape: int, dtype: torch.dtype, seed: int, device: str = "cpu") -> Tensor:
@@ -38,7 +32,7 @@ def distance(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -
     return ((y - expected).abs() / scale.clamp(min=1e-30)).max().item()
 
 
-def check_twin(device: str = "cpu", dtypes: tuple[torch.dtype, ...] = INTERPRETED) -> None:
+def check_twin(device: str = "cpu", dtypes: tuple[torch.dtype, ...] = EXACT) -> None:
     for dtype in dtypes:
         for n, k in ((48, 64), (33, 40), (70, 176)):
             weight, bias = heavy_tailed(n, k, dtype=dtype, seed=1, device=device), torch.randn(n, device=device)
@@ -64,7 +58,7 @@ def check_the_result_is_rounded_once() -> None:
 
 def check_fused(
     device: str = "cpu",
-    dtypes: tuple[torch.dtype, ...] = INTERPRETED[:1],
+    dtypes: tuple[torch.dtype, ...] = EXACT[:1],
     exact: bool = False,
     shapes: tuple[tuple[int, int, bool], ...] = ((64, 512, False), (128, 256, True), (64, 1024, False)),
 ) -> None:
@@ -95,19 +89,4 @@ def check_no_rows() -> None:
     assert linear(torch.empty(0, 64), torch.randn(32, 64), None, torch.empty(0, 32)).shape == (0, 32)
 
 
-CHECKS = {name: check for name, check in globals().items() if name.startswith("check_")}
-
-
-def main() -> None:
-    results = {}
-    for name, check in CHECKS.items():
-        try:
-            check()
-            results[name] = ""
-        except Exception:
-            results[name] = traceback.format_exc()
-    json.dump(results, sys.stdout)
-
-
-if __name__ == "__main__":
-    main()
+INTERPRETED = {name: check for name, check in list(globals().items()) if name.startswith("check_")}
