@@ -78,7 +78,7 @@ class NullRunner(Runner):
         self, group: CacheGroup, *, max_num_rows: int, max_num_tokens: int, max_model_len: int, tokens: torch.Tensor
     ) -> None:
         """tokens: [max_num_rows] int64, what rows "sample", by their place in the batch."""
-        queue = WriteQueue(CPU, _Ring())
+        queue = WriteQueue(_Ring())
         queue._write_runs = lambda *_: None
         sizes: dict[str, Any] = {"max_num_rows": max_num_rows, "device": CPU, "queue": queue}
         requests = RequestTable(max_model_len=max_model_len, **sizes)
@@ -91,7 +91,7 @@ class NullRunner(Runner):
         buffers = InputBuffers(requests, tables, max_num_tokens=max_num_tokens, **sizes)
         graphs = _Graphs(max_num_rows, max_num_tokens)
         super().__init__(model, state, pool, requests, tables, buffers, sampler, graphs, max_model_len=max_model_len)
-        self._results.copy_(tokens)
+        buffers.results.copy_(tokens)
 
     def _commit(self, *_: Any, **__: Any) -> None:
         """The results are there."""

@@ -172,7 +172,7 @@ def make_runner(
     give_scales(model, resolved, form)
     block_sizes = [block_map.kernel_block_size for block_map in pool.block_maps]
     _LOG.info("cache layout %s, blocks of %d, kernel blocks of %s", pool.layout.name, resolved.block_size, block_sizes)
-    queue = WriteQueue(device) if device.type == "cuda" else None
+    queue = WriteQueue() if device.type == "cuda" else None
     rows, length = resolved.max_num_seqs, resolved.max_model_len
     requests = RequestTable(max_num_rows=rows, max_model_len=length, device=device, queue=queue)
     tables = BlockTables(

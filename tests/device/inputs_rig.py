@@ -46,6 +46,8 @@ class World:
             positions=torch.full((padded_tokens,), -7, device=device),
             seq_lens=torch.full((padded_rows,), -7, dtype=torch.int32, device=device),
             next_positions=torch.full((padded_rows,), -7, device=device),
+            turn=torch.tensor([1], dtype=torch.int32, device=device),
+            results=torch.full((2, MAX_ROWS), -7, dtype=torch.int64, pin_memory=device == "cuda"),
         )
         tables = [ints(999, MAX_ROWS + 1, MAX_LEN // size + 1) for size in BLOCK_SIZES]
         for table in tables:
@@ -58,7 +60,7 @@ class World:
         return self.step, self.table, self.groups
 
     def assert_equal(self, twin: World) -> None:
-        names = {"step": ("input_ids", "positions", "seq_lens", "next_positions"),
+        names = {"step": ("input_ids", "positions", "seq_lens", "next_positions", "turn"),
                  "table": ("num_computed", "total_len", "token_ids")}  # fmt: skip
         for part, fields in names.items():
             for name in fields:
@@ -91,19 +93,20 @@ def check_commit(device: str) -> None:
     sample_of = torch.tensor([0, 1, -1, 2, -1, -1], dtype=torch.int32)
     tokens, failed = torch.tensor([11, 3999, 5]), torch.tensor([0, 2, 0], dtype=torch.uint8)
     worlds = World(1, device, counts, 6, 11), World(1, "cpu", counts, 6, 11)
-    results = []
     gathers, commits = (gpu_inputs.gather, gather_inputs_eager), (gpu_inputs.commit, commit_tokens_eager)
     for world, gather, commit in zip(worlds, gathers, commits, strict=True):
         where = world.step.rows.device
-        gather(*world.args())
-        found = torch.full((6,), -7, device=where)
-        for again, drawn in ((False, tokens), (True, tokens + 1)):
-            samples = sample_of.to(where), drawn.to(where), failed.to(where)
-            commit(world.step, world.table, *samples, found, again=again)
-        results.append(found.cpu())
+        for turn, added in ((0, 0), (1, 3)):
+            gather(*world.args())
+            for again, drawn in ((False, tokens + added), (True, tokens + added + 1)):
+                samples = sample_of.to(where), drawn.to(where), failed.to(where)
+                commit(world.step, world.table, *samples, again=again)
+            if where.type == "cuda":
+                torch.cuda.synchronize()
+            expected = [12 + added, 4000 + added + (2 << 32), 6 + added]
+            assert world.step.results[turn].tolist()[:4] == [*expected, -7]
+            assert (world.step.results[0, :3] == torch.tensor([12, 4000 + (2 << 32), 6])).all()  # the turn before holds
     worlds[0].assert_equal(worlds[1])
-    assert torch.equal(*results)
-    assert results[0].tolist() == [12, 4000 + (2 << 32), 6, -7, -7, -7]
 
 
 def check_staged_write(device: str) -> None:
@@ -141,7 +144,7 @@ def check_write_queue(device: str) -> None:
     """Random writes to tensors that share a queue leave what the eager tensors hold."""
     rng = np.random.default_rng(7)
     where, cpu = torch.device(device), torch.device("cpu")
-    queue = WriteQueue(where, _Ring() if where == cpu else None)
+    queue = WriteQueue(_Ring() if where == cpu else None)
     kinds = [(40, torch.int32), (300, torch.int64), (0, torch.float32), (0, torch.int64)]
     twins = [
         (StagedTensor(9, width, dtype, where, queue), StagedTensor(9, width, dtype, cpu)) for width, dtype in kinds

@@ -97,7 +97,7 @@ def test_input_kernels_equal_their_twins(check: str) -> None:
 
 def test_staged_writes_of_several_tensors_arrive_in_order() -> None:
     device = torch.device("cuda")
-    queue = WriteQueue(device)
+    queue = WriteQueue()
     ints, longs = (StagedTensor(4, 1000, dtype, device, queue) for dtype in (torch.int32, torch.int64))
     floats, seeds = (StagedTensor(4, 0, dtype, device, queue) for dtype in (torch.float32, torch.int64))
     expected = torch.zeros(2, 4, 1000, dtype=torch.int64)

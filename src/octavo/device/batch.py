@@ -150,6 +150,9 @@ class InputBuffers:
         self.positions = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
         self.seq_lens = torch.zeros(max_num_rows, dtype=torch.int32, device=device)
         self.next_positions = torch.zeros(max_num_rows, dtype=torch.int64, device=device)
+        self.turn = torch.zeros(1, dtype=torch.int32, device=device)
+        # of the last two steps, which is as many as may be outstanding: written by the device, with no copy between
+        self.results = torch.zeros((2, max_num_rows), dtype=torch.int64, pin_memory=device.type == "cuda")
         self.slot_mapping = torch.full((len(tables.tables), max_num_tokens), -1, dtype=torch.int64, device=device)
         self.block_tables = [
             torch.zeros((max_num_rows, table.data.shape[1]), dtype=torch.int32, device=device)
@@ -212,6 +215,8 @@ class InputBuffers:
             query_start=self.query_start.data[0, : num_rows + 1],
             seq_lens=self.seq_lens[:num_rows],
             next_positions=self.next_positions[:num_rows],
+            turn=self.turn,
+            results=self.results,
             slot_mapping=[slots[:num_tokens] for slots in self.slot_mapping],
             block_tables=[table[:num_rows] for table in self.block_tables],
         )

@@ -1,7 +1,7 @@
 """StagedTensor and what carries its writes: device state that the host changes by differences.
 
 Owns tensors with fixed addresses, the writes that wait for them, and the pinned memory that writes and results pass
-through. The host stages ragged writes at any time; `apply` brings them to the device at one line of the step. Does not
+through; a kernel reads it there. The host stages ragged writes at any time; `apply` brings them to the device at one line of the step. Does not
 know what the rows mean. Invariant: between two `apply` calls a tensor changes only through device work; later writes
 to the same element win; pinned memory is written again only after the device has read it.
 """
@@ -43,16 +43,14 @@ class PinnedRing:
 
 
 class WriteQueue:
-    """Writes to any tensors of one CUDA device, brought over by one copy and one kernel."""
+    """Writes to any tensors of the CUDA device at hand, made by one kernel that reads them from pinned memory."""
 
-    def __init__(self, device: torch.device, ring: PinnedRing | None = None) -> None:
+    def __init__(self, ring: PinnedRing | None = None) -> None:
         """Empty at first. `ring`: what the writes pass through (default: its own)."""
         from octavo.ops.gpu.staged_write import WORDS_PER_RUN, write_runs
 
         self._write_runs, self._header = write_runs, WORDS_PER_RUN
-        self._device = device
         self._ring = ring or PinnedRing()
-        self._upload = torch.empty(0, dtype=torch.int32, device=device)
         self._addresses: list[NDArray[np.int64]] = []
         self._counts: list[int | NDArray[np.int64]] = []  # words of each run; an int: of all runs alike
         self._words: list[NDArray[np.int32]] = []
@@ -136,11 +134,8 @@ class WriteQueue:
             longest = int(counts.max())
             headers[:, 1] = (counts.cumsum() - counts + first) | (counts << 32)
         host[first:num_words] = words
-        if self._upload.numel() < num_words:
-            self._upload = torch.empty(len(host), dtype=torch.int32, device=self._device)
-        self._upload[:num_words].copy_(slot[:num_words], non_blocking=True)
+        self._write_runs(slot, num_runs, longest)
         event.record()
-        self._write_runs(self._upload, num_runs, longest)
 
 
 class StagedTensor:
@@ -157,7 +152,7 @@ class StagedTensor:
         self._values: list[Sequence[int | float] | NDArray[np.generic]] = []
         self._dtype = np.dtype(_NUMPY[dtype])
         self._address = self.data.data_ptr()
-        self._queue = WriteQueue(device) if queue is None and device.type == "cuda" else queue
+        self._queue = WriteQueue() if queue is None and device.type == "cuda" else queue
 
     def stage(self, row: int, start: int, values: Sequence[int | float] | NDArray[np.generic]) -> None:
         """Stage `values` for columns start .. start + len(values) - 1 of `row`. Values may be kept, not copied."""

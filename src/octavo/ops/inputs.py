@@ -57,10 +57,12 @@ class StepInputs:
     positions: torch.Tensor  # [T] int64
     seq_lens: torch.Tensor  # [R] int32
     next_positions: torch.Tensor  # [R] int64, where a token goes that a row samples: its seq_len
+    turn: torch.Tensor  # [1] int32, which of the two results this step fills: 1 and 0 in turn
+    results: torch.Tensor  # [2, >= R] int64 on the host, in memory that the device can write: token | failed << 32
 
 
 def gather_inputs(step: StepInputs, table: RowTensors, groups: GroupTables) -> None:
-    """Fill all of `step` but its rows and `query_start`, and by `groups` its slots and block tables.
+    """Fill all of `step` but its rows and `query_start`, and by `groups` its slots and block tables. Begins a turn.
 
     Row i's tokens are its next ones after `num_computed`. Padding: a row without queries has seq_len 0 and zeros as its
     block table; tokens from query_start[R] on are token 0 at position 0 with slot -1. A live row's table ends with
@@ -79,6 +81,7 @@ def gather_inputs_eager(step: StepInputs, table: RowTensors, groups: GroupTables
     input_ids, positions = step.input_ids, step.positions
     row, begin, tokens = step.rows.numpy(), step.query_start.numpy(), table.token_ids.numpy()
     num_rows, num_padded = len(row), len(input_ids)
+    step.turn.numpy()[0] ^= 1
     total = int(begin[num_rows])
     start = table.num_computed.numpy()[row]
     lengths = step.seq_lens.numpy()
@@ -114,24 +117,24 @@ def gather_inputs_eager(step: StepInputs, table: RowTensors, groups: GroupTables
 
 def commit_tokens(
     step: StepInputs, table: RowTensors, sample_of: torch.Tensor, sampled: torch.Tensor, failed: torch.Tensor,
-    results: torch.Tensor, *, again: bool = False,
+    *, again: bool = False,
 ) -> None:  # fmt: skip
-    """Count the step's tokens as computed, append to each row what it sampled, and note that in `results`.
+    """Count the step's tokens as computed, append to each row what it sampled, and note that in the turn's results.
 
-    sample_of: [R] int32, which of the S samples is an entry's, -1 for none; sampled: [S] int64; failed: [S] uint8;
-    results: [>= S] int64 becomes token | failed << 32. `again`: the step was committed before, its tokens are replaced.
+    sample_of: [R] int32, which of the S samples is an entry's, -1 for none; sampled: [S] int64; failed: [S] uint8.
+    `again`: the step was committed before, its tokens are replaced.
     """
     if sampled.device.type == "cuda":
         from octavo.ops.gpu.inputs import commit
 
-        commit(step, table, sample_of, sampled, failed, results, again=again)
+        commit(step, table, sample_of, sampled, failed, again=again)
         return
-    commit_tokens_eager(step, table, sample_of, sampled, failed, results, again=again)
+    commit_tokens_eager(step, table, sample_of, sampled, failed, again=again)
 
 
 def commit_tokens_eager(
     step: StepInputs, table: RowTensors, sample_of: torch.Tensor, sampled: torch.Tensor, failed: torch.Tensor,
-    results: torch.Tensor, *, again: bool = False,
+    *, again: bool = False,
 ) -> None:  # fmt: skip
     """The twin of `commit_tokens`, for CPU tensors."""
     rows, token_ids = step.rows.numpy(), table.token_ids
@@ -141,7 +144,7 @@ def commit_tokens_eager(
     live &= sample >= 0
     row, sample = rows[live], sample[live]
     token = sampled.numpy()[sample]
-    results.numpy()[sample] = token | failed.numpy()[sample].astype(np.int64) << 32
+    step.results.numpy()[step.turn.numpy()[0], sample] = token | failed.numpy()[sample].astype(np.int64) << 32
     totals = table.total_len.numpy()
     at = totals[row] - again
     if not again:

@@ -1,7 +1,8 @@
 """PendingStep: a step's results on their way to the host.
 
-Owns the copies that were started and the event after them. Knows rows, not requests. Invariant: nothing here waits for
-the device before `result` is called; what was copied does not change when later steps run.
+Owns the event after which they are there, and the copies of log-probabilities that were started. Knows rows, not
+requests. Invariant: nothing here waits for the device before `result` is called; tokens hold until the second step
+after this one is issued, what `result` gives holds for good.
 """
 
 from __future__ import annotations
@@ -30,15 +31,20 @@ class PendingStep:
         rows: IntArray = NO_INTS,
         logprobs: Sequence[GroupLogprobs] = (),
         prompt_logprobs: Mapping[int, Sequence[GroupLogprobs]] | None = None,
+        *,
+        on_gpu: bool,
     ) -> None:
-        """Start the copies. packed: [S] int64 on the device, token | failure << 32; rows: [S], those that sampled."""
-        self._step, self._rows = step, rows
-        self._packed = packed.to("cpu", non_blocking=True, copy=True)
+        """Start the copies.
+
+        packed: [S] int64 on the host, token | failure << 32, once the device has written them; rows: [S], those that
+        sampled; on_gpu: the step was issued to a GPU, not computed.
+        """
+        self._step, self._rows, self._packed = step, rows, packed
         self._logprobs = [_to_host(numbers) for numbers in logprobs]
         self._prompt_logprobs = {
             row: [_to_host(numbers) for numbers in parts] for row, parts in (prompt_logprobs or {}).items()
         }
-        self._event = torch.cuda.Event() if packed.is_cuda else None
+        self._event = torch.cuda.Event() if on_gpu else None
         if self._event is not None:
             self._event.record()
 

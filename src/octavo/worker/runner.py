@@ -64,7 +64,8 @@ class Runner:
         self._graphs, self._max_model_len = graphs, max_model_len
         self._lay_out = Layout(requests)
         self._padded: dict[GraphKey, Batch] = {}  # what the graphs of mixed steps read and fill
-        self._results = torch.zeros_like(buffers.rows.data[0])
+        self._on_gpu = buffers.turn.is_cuda
+        self._turn = 0  # which of the two results the last step fills
         self._prompt_logprobs: dict[int, _PromptLogprobs] = {}
         self._observers: list[LogitsObserver] = []
 
@@ -76,6 +77,7 @@ class Runner:
     def capture(self) -> None:
         """Capture the graphs. Before the first step."""
         self._graphs.capture(lambda key: self._decode(key) if key.is_decode else self._compute(key))
+        self._buffers.turn.zero_()
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step and wait for its results."""
@@ -99,11 +101,12 @@ class Runner:
         self._apply(plan)
         if not len(plan.rows):
             self._bring()
-            return PendingStep(plan.step, self._results[:0])
+            return PendingStep(plan.step, self._buffers.results[0, :0], on_gpu=self._on_gpu)
         work = self._lay_out(plan)
         key = self._graphs.dispatch(work)
         self._buffers.stage(work, work.num_rows if key is EAGER else key.num_rows)
         self._bring()
+        self._turn ^= 1
         prompt_logprobs: dict[int, list[GroupLogprobs]] = {}
         if key.is_decode:
             groups = self._sample_again(work, self._graphs.replay(key))
@@ -117,7 +120,8 @@ class Runner:
                 prompt_logprobs = self._collect_prompt_logprobs(work, hidden)
             groups = self._sample(work, batch, hidden[: work.total_tokens])
         rows = work.rows if work.is_decode else work.rows[work.sampling]
-        return PendingStep(plan.step, self._results[: len(rows)], rows, groups, prompt_logprobs)
+        packed = self._buffers.results[self._turn, : len(rows)]
+        return PendingStep(plan.step, packed, rows, groups, prompt_logprobs, on_gpu=self._on_gpu)
 
     def _apply(self, plan: StepPlan) -> None:
         for row in plan.finished_rows:
@@ -175,7 +179,7 @@ class Runner:
         """Sample and commit. Gives the log-probabilities that rows asked for."""
         num_samples = len(work.sampling)
         if not num_samples:
-            no_tokens = self._results[:0]
+            no_tokens = batch.positions[:0]
             self._commit(batch, no_tokens, no_tokens.to(torch.uint8))
             return []
         if num_samples < work.total_tokens:  # else every token's logits are wanted: no gather
@@ -219,7 +223,7 @@ class Runner:
 
     def _commit(self, batch: Batch, tokens: torch.Tensor, failed: torch.Tensor, *, again: bool = False) -> None:
         sample_of = self._buffers.sample_of.data[0, : batch.num_rows]
-        commit_tokens(batch, self._requests.tensors, sample_of, tokens, failed, self._results, again=again)
+        commit_tokens(batch, self._requests.tensors, sample_of, tokens, failed, again=again)
 
     def _collect_prompt_logprobs(self, work: Work, hidden: torch.Tensor) -> dict[int, list[GroupLogprobs]]:
         """The hidden state at position p scores the prompt's token p + 1."""

@@ -47,13 +47,15 @@ def _pad(groups, input_ids, positions, begin, num_tokens, tile, NUM_GROUPS: tl.c
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def _gather(
-    rows, query_start, token_ids, num_computed, input_ids, positions, seq_lens, next_positions, groups, width, num_rows,
-    num_tokens, NUM_GROUPS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    rows, query_start, token_ids, num_computed, input_ids, positions, seq_lens, next_positions, turn, groups, width,
+    num_rows, num_tokens, NUM_GROUPS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     begin_after(PDL)
     entry, tile = tl.program_id(0), tl.program_id(1)
     begin = tl.load(query_start + entry)
     if entry == num_rows:
+        if tile == 0:
+            tl.store(turn, tl.load(turn) ^ 1)
         _pad(groups, input_ids, positions, begin, num_tokens, tile, NUM_GROUPS, BLOCK)
     else:
         count = tl.load(query_start + entry + 1) - begin
@@ -99,15 +101,15 @@ def gather(step: StepInputs, table: RowTensors, groups: GroupTables) -> None:
     tiles = max(triton.cdiv(step.max_query_len, _BLOCK), triton.cdiv(groups.max_columns, _COLUMNS))
     _gather[(num_rows + 1, min(tiles, _MAX_TILES))](
         step.rows, step.query_start, table.token_ids, table.num_computed, step.input_ids, step.positions, step.seq_lens,
-        step.next_positions, groups.addresses, table.token_ids.shape[1], num_rows, step.input_ids.shape[0],
+        step.next_positions, step.turn, groups.addresses, table.token_ids.shape[1], num_rows, step.input_ids.shape[0],
         NUM_GROUPS=len(groups.tables), BLOCK=_BLOCK, num_warps=2, **chained(step.rows.device),
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _commit(
-    rows, seq_lens, sample_of, sampled, failed, token_ids, total_len, num_computed, results, width, num_rows,
-    AGAIN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    rows, seq_lens, sample_of, sampled, failed, token_ids, total_len, num_computed, turn, results, width, max_num_rows,
+    num_rows, AGAIN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     begin_after(PDL)
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -120,7 +122,7 @@ def _commit(
     inside = inside & (sample >= 0)
     token = tl.load(sampled + sample, mask=inside, other=0)
     reason = tl.load(failed + sample, mask=inside, other=0).to(tl.int64)
-    tl.store(results + sample, token | (reason << 32), mask=inside)
+    tl.store(results + tl.load(turn) * max_num_rows + sample, token | (reason << 32), mask=inside)
     total = tl.load(total_len + row, mask=inside, other=0)
     if AGAIN:
         total -= 1
@@ -131,12 +133,12 @@ def _commit(
 
 def commit(
     step: StepInputs, table: RowTensors, sample_of: torch.Tensor, sampled: torch.Tensor, failed: torch.Tensor,
-    results: torch.Tensor, *, again: bool = False,
+    *, again: bool = False,
 ) -> None:  # fmt: skip
     """See `ops.inputs.commit_tokens`."""
     num_rows = step.seq_lens.shape[0]
     _commit[(triton.cdiv(num_rows, _ENTRIES),)](
         step.rows, step.seq_lens, sample_of, sampled, failed, table.token_ids, table.total_len, table.num_computed,
-        results, table.token_ids.shape[1], num_rows, AGAIN=again, BLOCK=_ENTRIES, num_warps=4,
-        **chained(sampled.device),
+        step.turn, step.results, table.token_ids.shape[1], step.results.shape[1], num_rows, AGAIN=again, BLOCK=_ENTRIES,
+        num_warps=4, **chained(sampled.device),
     )  # fmt: skip
