@@ -1,9 +1,9 @@
 """StagedTensor and what carries its writes: device state that the host changes by differences.
 
-Owns tensors with fixed addresses, the writes that wait for them, and the pinned memory that writes and results pass
-through; a kernel reads it there. The host stages ragged writes at any time; `apply` brings them to the device at one line of the step. Does not
-know what the rows mean. Invariant: between two `apply` calls a tensor changes only through device work; later writes
-to the same element win; pinned memory is written again only after the device has read it.
+Owns tensors with fixed addresses, the writes that wait for them, and the pinned memory that writes pass through, where
+a kernel reads them. The host stages ragged writes at any time; `apply` brings them to the device at one line of the
+step. Does not know what the rows mean. Invariant: between two `apply` calls a tensor changes only through device work;
+later writes to the same element win; pinned memory is written again only after the device has read it.
 """
 
 from __future__ import annotations

@@ -31,7 +31,8 @@ def _write(upload, BLOCK: tl.constexpr):
 def write_runs(upload: torch.Tensor, num_runs: int, max_count: int) -> None:
     """Write each run's values to its address.
 
-    upload: int32, contiguous, 8-byte aligned: `num_runs` headers (see WORDS_PER_RUN), then the values; `first` counts
-    from the start of `upload`. Wider elements are pairs of words. max_count: words of the longest run.
+    upload: int32, contiguous, 8-byte aligned, on the device or in pinned memory: `num_runs` headers (see
+    WORDS_PER_RUN), then the values; `first` counts from the start of `upload`. Wider elements are pairs of words.
+    max_count: words of the longest run.
     """
     _write[(num_runs, triton.cdiv(max_count, _BLOCK))](upload, BLOCK=_BLOCK, num_warps=2)
