@@ -68,6 +68,36 @@ def make_backend(case: Case, variant: Variant) -> FlexBackend:
     return FlexBackend([variant], torch.bfloat16, torch.device("cuda"), setup)
 
 
+def make_mixed(rows: int, length: int, prompt: int, block: int) -> Case:
+    """`rows` requests of `length` tokens that decode beside a prompt of `prompt` tokens."""
+    case = make_case(rows + 1, length, 1, block)
+    inputs, num_tokens = case.inputs, rows + prompt
+    inputs.num_tokens, inputs.max_query_len, inputs.num_single = num_tokens, prompt, rows
+    inputs.query_start[-1] = num_tokens
+    inputs.seq_lens[-1] = prompt
+    inputs.slot_mapping = torch.full((num_tokens,), -1, device="cuda")
+    case.q = torch.randn(num_tokens, HEADS, HEAD, device="cuda", dtype=torch.bfloat16)
+    return case
+
+
+def measure_mixed(rows: int, length: int, prompt: int, block: int, rounds: int) -> dict[str, object]:
+    """A layer of a step that decodes and computes a prompt: with one tile for both, and with a tile for each."""
+    case, times, outs = make_mixed(rows, length, prompt, block), [], []
+    backend = make_backend(case, PLAIN)
+    for singles in (0, rows):
+        case.inputs.num_single = singles
+        outs.append(torch.empty_like(case.q))
+        case.run(backend, PLAIN, outs[-1])
+        times.append(seconds(lambda: backend.run(case.q, case.kv, PLAIN, outs[-1]), rounds))
+    assert torch.equal(*outs), "a tile moved bits"
+    print(
+        f"  mixed {rows:>4}x{length} beside a prompt of {prompt}, blocks of {block}: {times[0] * 1e6:.1f} us with one "
+        f"tile, {times[1] * 1e6:.1f} us with two", flush=True,
+    )  # fmt: skip
+    return {"rows": rows, "tokens": length, "prompt": prompt, "block": block, "one_tile_us": times[0] * 1e6,
+            "two_tiles_us": times[1] * 1e6}  # fmt: skip
+
+
 def relative_error(case: Case, variant: Variant, out: Tensor) -> float:
     """Of the first row."""
     inputs = case.inputs
@@ -115,4 +145,5 @@ def run(rounds: int, quick: bool) -> dict[str, object]:
                                 "attend_us": layer * 1e6, "step_us": step * 1e6, "share": floor / layer,
                                 "first_s": first, "error": error})  # fmt: skip
             del case
+        records.append(measure_mixed(64, 4096, 2048, block, rounds))
     return {"bench": "flex", "device": device, "copy_tb_s": copy / 1e12, "rows": records}

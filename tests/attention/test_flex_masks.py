@@ -9,9 +9,11 @@ import pytest
 import torch
 
 import octavo.attention as A
-from octavo.attention.base import Setup, Variant
+from octavo.attention.base import AttentionInputs, Setup, Variant
 from octavo.attention.flex import FlexBackend, make_mods
+from octavo.attention.flex_sizes import FlexSizes
 from octavo.attention.mods import AttentionMods, bound
+from octavo.attention.reference import ReferenceBackend
 from octavo.ops import flex as ops
 
 CPU = torch.device("cpu")
@@ -210,8 +212,6 @@ def run_step(
     backend: FlexBackend, lengths: list[int], block: int, num_blocks: int = 50, variant: Variant = PLAIN
 ) -> torch.Tensor:
     """One decode step over a cache of zeros."""
-    from octavo.attention.base import AttentionInputs
-
     rows, width = len(lengths), -(-max(lengths) // block)
     inputs = AttentionInputs(
         num_rows=rows, num_tokens=rows, max_query_len=1, max_seq_len=max(lengths), block_size=block,
@@ -254,6 +254,35 @@ def test_F1_G5_masks_that_torch_evaluates_lie_in_the_same_buffers() -> None:
 
 def plain_backend(setup: Setup) -> FlexBackend:
     return FlexBackend([PLAIN], torch.bfloat16, CPU, setup)
+
+
+class TwoTiles(FlexBackend):
+    """As on a GPU, where prompts have larger tiles than decode."""
+
+    def sizes(self, variant: Variant, block_size: int) -> FlexSizes:
+        return dataclasses.replace(super().sizes(variant, block_size), prefill_lines=64)
+
+
+def test_rows_of_one_query_beside_prompts_have_the_tile_of_decode() -> None:
+    lengths, queries = [37, 5, 90, 60], [1, 1, 30, 60]
+    starts = torch.tensor([0, *queries]).cumsum(0).int()
+    setup = Setup(max_num_rows=4, max_num_tokens=128, max_model_len=100, num_blocks=50, block_size=16)
+    inputs = AttentionInputs(
+        num_rows=4, num_tokens=92, max_query_len=60, max_seq_len=90, block_size=16, query_start=starts,
+        seq_lens=torch.tensor(lengths).int(), block_table=torch.randperm(49)[:24].add(1).view(4, 6).int(),
+        slot_mapping=torch.full((92,), -1),
+    )  # fmt: skip
+    q, kv = torch.randn(92, 8, 16), torch.randn(50, 2, 16, 32)
+    outs = []
+    for cls, singles, tiles in ((ReferenceBackend, 0, []), (TwoTiles, 0, [64]), (TwoTiles, 2, [16, 64])):
+        inputs.num_single = singles
+        backend = cls([PLAIN], torch.float32, CPU, setup)
+        outs.append(torch.full_like(q, float("nan")))
+        backend.prepare(inputs)
+        backend.run(q, kv, PLAIN, outs[-1])
+        assert not tiles or [plan.shape.lines for plan in backend._plans[PLAIN]] == tiles
+    torch.testing.assert_close(outs[1], outs[0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(outs[2], outs[0], atol=1e-5, rtol=1e-5)
 
 
 def test_F1_G2_memory_does_not_grow_with_the_pool() -> None:

@@ -26,6 +26,11 @@ def work(num_tokens: list[int], *, is_decode: bool = False) -> Work:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(("counts", "singles"), [([1], 1), ([1, 1, 2, 30], 2), ([5], 0), ([1, 1], 2)])
+def test_rows_of_one_token_are_counted(counts: list[int], singles: int) -> None:
+    assert work(counts).num_single == singles
+
+
 def test_sizes_end_at_the_limits() -> None:
     assert [key.num_rows for key in decode_keys(20)] == [1, 2, 4, 8, 16, 20]
     assert [key.num_rows for key in decode_keys(1)] == [1]

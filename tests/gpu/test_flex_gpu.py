@@ -176,8 +176,11 @@ def test_K4_7_decode_chunks_and_neighbours_have_the_same_bits(
     for chunk in (3, 60, 64, 1000, 1001, 2072):
         position += chunk
         rows = [(other, 900, 1), (made, position, chunk), (other, 500, 33)]
-        out = Step(rows, block, seed=chunk).run(backend, variant)
+        step = Step(rows, block, seed=chunk)
+        out = step.run(backend, variant)
         assert torch.equal(out[1 : 1 + chunk], expected[position - chunk : position]), position
+        step.inputs.num_single = 1  # the row that decodes gets a tile of its own
+        assert torch.equal(step.run(backend, variant), out), position
 
 
 def test_F1_4_one_compilation_for_all_batches_and_addresses_stay() -> None:

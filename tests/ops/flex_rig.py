@@ -45,6 +45,25 @@ def check(
         assert torch.equal(*outs), "a leaf that is alone keeps its bits"
 
 
+def check_order(device: torch.device = CPU) -> None:
+    """A tile's bits do not depend on how many leaves the batch's longest request has."""
+    shape = flex.Geometry(group=4, lines=16, block=16, stride=1, columns=2, q_block=16)
+    generator, outs = torch.Generator().manual_seed(3), []
+    parts, lse = (torch.randn(70, 1, 16, *rest, generator=generator).to(device) for rest in ((24,), ()))
+    for num_leaves in (3, 4, 9, 40, 70):
+        rows = flex.MaskRows(num_leaves, 2, device)
+        rows.first.fill_(60)
+        rows.low.fill_(60)
+        rows.high.fill_(63)
+        rows.length.fill_(3 * shape.leaf - 1)
+        outs.append(torch.zeros(4, 4, 24, device=device))
+        gpu.merge_lines(
+            parts[:num_leaves].contiguous(), lse[:num_leaves].contiguous(), rows, shape, outs[-1], start=0,
+            num_leaves=num_leaves,
+        )  # fmt: skip
+    assert all(torch.equal(out, outs[0]) for out in outs) and outs[0].any(), "the longest request moved bits"
+
+
 def rectangles(reach: flex.Reach):
     """The tests of `reach` as `plan_mask_rows` takes them."""
 
@@ -122,4 +141,4 @@ def check_lines() -> None:
             check(group, lines, num_leaves, dtype, sinks=seed % 2 == 1, seed=seed)
 
 
-INTERPRETED = {"plans": check_plans, "lines": check_lines}
+INTERPRETED = {"plans": check_plans, "lines": check_lines, "order": check_order}

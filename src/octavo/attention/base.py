@@ -204,6 +204,7 @@ class AttentionInputs:
     block_table: torch.Tensor  # [num_rows, width] int32, kernel block ids
     slot_mapping: torch.Tensor  # [num_tokens] int64, -1: do not write
     rows: torch.Tensor | None = None  # [num_rows] int64, the table row of each; read where mods are
+    num_single: int = 0  # rows at the front of which the host knows that they have one query; 0: it may not know
     call_checked: bool = False  # whether a layer's tensors were found to fit
 
     @property

@@ -43,7 +43,7 @@ _Launch = Callable[..., tuple[Tensor, Tensor]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Plan:
-    """One variant's work in this step."""
+    """One variant's work in this step, for all rows or for some that share a tile."""
 
     shape: ops.Geometry
     rows: ops.MaskRows
@@ -121,7 +121,7 @@ class FlexBackend:
         table, lens = inputs.block_table[:rows], inputs.seq_lens[:rows]
         self._grow(table)
         ops.place_blocks(self._logical, table, lens, inputs.block_size)
-        self._plans: dict[Variant, _Plan] = {}
+        self._plans: dict[Variant, list[_Plan]] = {}
 
     def _grow(self, table: Tensor) -> None:
         """Without a Setup, as in tests, the tables say how large the cache is; that waits for the device."""
@@ -140,49 +140,68 @@ class FlexBackend:
                 f"attention backend 'flex' reaches {_MAX_ELEMENTS} elements from a layer's first block, since its "
                 f"offsets have 32 bits; the cache has {kv.shape[0] * kv.stride(0)}: set num_gpu_blocks_override"
             )
-        plan, mods = self._plans.get(variant), self._mods_of(variant)
+        plans, mods = self._plans.get(variant), self._mods_of(variant)
         with bound(self._setup.fields if mods.fields else {}):
-            if plan is None:
-                plan = self._plans[variant] = self._plan(variant, mods, stride)
-            kernel = self._kernel(variant, mods, plan, stride)
+            if plans is None:
+                plans = self._plans[variant] = self._plan(variant, mods, stride)
             key, value = ops.token_axis(kv)
-            for start, count in _parts(plan, variant, q.element_size()):
-                lines = ops.gather_lines(q, plan.rows, plan.shape, start, count)
-                parts, lse = kernel(lines, key, value, plan.rows, layer.key_scale, start, count)
-                ops.merge_lines(
-                    parts, lse, plan.rows, plan.shape, out, start=start, num_leaves=plan.num_leaves, sinks=layer.sinks,
-                    value_scale=layer.value_scale,
-                )  # fmt: skip
+            for plan in plans:
+                kernel = self._kernel(variant, mods, plan)
+                for start, count in _parts(plan, variant, q.element_size()):
+                    lines = ops.gather_lines(q, plan.rows, plan.shape, start, count)
+                    parts, lse = kernel(lines, key, value, plan.rows, layer.key_scale, start, count)
+                    ops.merge_lines(
+                        parts, lse, plan.rows, plan.shape, out, start=start, num_leaves=plan.num_leaves,
+                        sinks=layer.sinks, value_scale=layer.value_scale,
+                    )  # fmt: skip
 
     def _mods_of(self, variant: Variant) -> AttentionMods:
         if variant not in self._mods:
             self._mods[variant] = mods_of_variant(variant, self._device)
         return self._mods[variant]
 
-    def _plan(self, variant: Variant, mods: AttentionMods, stride: int) -> _Plan:
-        inputs, rows = self._inputs, self._inputs.num_rows
-        shape = self._geometry(variant, stride)
+    def _plan(self, variant: Variant, mods: AttentionMods, stride: int) -> list[_Plan]:
+        """Two where rows of one query stand before rows of many: each kind has its own tile, and both the same bits."""
+        inputs, singles = self._inputs, self._inputs.num_single
+        rows, tokens, longest = inputs.num_rows, inputs.num_tokens, inputs.max_query_len
+        if not 0 < singles < rows or self._lines(variant, 1) == self._lines(variant, longest):
+            return [self._plan_rows(variant, mods, stride, slice(0, rows), tokens, longest)]
+        return [
+            self._plan_rows(variant, mods, stride, slice(0, singles), singles, 1),
+            self._plan_rows(variant, mods, stride, slice(singles, rows), tokens - singles, longest),
+        ]
+
+    def _plan_rows(
+        self, variant: Variant, mods: AttentionMods, stride: int, part: slice, num_tokens: int, max_query_len: int
+    ) -> _Plan:
+        inputs = self._inputs
+        shape = self._geometry(variant, stride, max_query_len)
         # at least 2, since torch compiles anew for a size of 1
-        num_tiles = max(2, ops.max_tiles(rows, inputs.num_tokens, inputs.max_query_len, shape.tokens))
+        num_tiles = max(2, ops.max_tiles(part.stop - part.start, num_tokens, max_query_len, shape.tokens))
         num_leaves = -(-inputs.max_seq_len // shape.leaf)
         buffers = self._mask_rows(variant, shape, num_tiles * num_leaves)
-        table_rows = inputs.rows if inputs.rows is not None else torch.arange(rows, device=self._device)
+        table_rows = inputs.rows if inputs.rows is not None else torch.arange(part.stop, device=self._device)
         ops.plan_mask_rows(
-            buffers, shape, num_tiles=num_tiles, num_leaves=num_leaves, query_start=inputs.query_start[: rows + 1],
-            seq_lens=inputs.seq_lens[:rows], block_table=inputs.block_table[:rows], table_rows=table_rows[:rows],
-            one_query=inputs.max_query_len <= 1, some=mods.some_visible, every=mods.all_visible,
-            reach=_reach(variant),
+            buffers, shape, num_tiles=num_tiles, num_leaves=num_leaves,
+            query_start=inputs.query_start[part.start : part.stop + 1], seq_lens=inputs.seq_lens[part],
+            block_table=inputs.block_table[part], table_rows=table_rows[part], one_query=max_query_len <= 1,
+            some=mods.some_visible, every=mods.all_visible, reach=_reach(variant),
         )  # fmt: skip
         return _Plan(shape, buffers, num_tiles, num_leaves)
 
-    def _geometry(self, variant: Variant, stride: int) -> ops.Geometry:
+    def _lines(self, variant: Variant, max_query_len: int) -> int:
+        """Of the tile for rows of at most so many queries."""
+        sizes, group = self.sizes(variant, self._inputs.block_size), variant.num_heads // variant.num_kv_heads
+        few = max_query_len <= ops.tokens_of(sizes.decode_lines, group)
+        return sizes.decode_lines if few else sizes.prefill_lines
+
+    def _geometry(self, variant: Variant, stride: int, max_query_len: int) -> ops.Geometry:
         inputs = self._inputs
         sizes, group = self.sizes(variant, inputs.block_size), variant.num_heads // variant.num_kv_heads
-        few = inputs.max_query_len <= ops.tokens_of(sizes.decode_lines, group)
         longest = self._setup.max_model_len or inputs.block_table.shape[1] * inputs.block_size
         return ops.Geometry(
             group=group,
-            lines=sizes.decode_lines if few else sizes.prefill_lines,
+            lines=self._lines(variant, max_query_len),
             block=inputs.block_size,
             stride=stride,
             columns=-(-min(sizes.leaf or longest, longest) // inputs.block_size),
@@ -202,7 +221,7 @@ class FlexBackend:
             self._buffers[key] = ops.MaskRows(capacity, shape.columns, self._device)
         return self._buffers[key]
 
-    def _kernel(self, variant: Variant, mods: AttentionMods, plan: _Plan, stride: int) -> _Kernel:
+    def _kernel(self, variant: Variant, mods: AttentionMods, plan: _Plan) -> _Kernel:
         key = variant, plan.shape.lines
         kernel = self._kernels.get(key)
         if kernel is None or kernel.shape != plan.shape:

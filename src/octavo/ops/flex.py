@@ -10,12 +10,14 @@ every list ends in a safe entry, since the kernel loads one beyond the last.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 NULL_BLOCK = 0
+MERGE_LEVELS = 6  # leaf i joins sum i % 2**6; the sums are added halves upon each other
 # (table rows, first and last query position, first and last key position), broadcasting -> bool
 RectangleTest = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 # (mask row, KV head, line, physical key) -> bool, and (score, ...) -> score
@@ -133,11 +135,10 @@ def plan_mask_rows(
 ) -> int:
     """Fill the first `num_tiles * num_leaves` mask rows, leaves of a tile side by side; gives how many there are.
 
-    query_start [R + 1], seq_lens [R], block_table [R, width] int32, table_rows [R] int64. one_query: no row has more
-    than one, so tiles may stand for rows. num_tiles and num_leaves are upper
-    bounds; rows beyond what the batch has are empty. A block is listed as full if `every` pair of it and the query
-    block around the tile is visible, as partial if `some` may be. reach: the two tests in a form that one kernel
-    takes, on a GPU.
+    query_start [R + 1] (from any token on), seq_lens [R], block_table [R, width] int32, table_rows [R] int64.
+    one_query: no row has more than one, so tiles may stand for rows. num_tiles and num_leaves are upper bounds; rows
+    beyond what the batch has are empty. A block is listed as full if `every` pair of it and the query block around the
+    tile is visible, as partial if `some` may be. reach: the two tests in a form that one kernel takes, on a GPU.
     """
     count = num_tiles * num_leaves
     rows.check(max(count, len(seq_lens)))
@@ -249,7 +250,7 @@ def merge_lines(
     sinks: Tensor | None = None,
     value_scale: Tensor | None = None,
 ) -> None:
-    """Fold the leaves of each tile in ascending order and write its queries to `out` [tokens, heads, head_size].
+    """Fold the leaves of each tile in the order of MERGE_LEVELS; write its queries to `out` [tokens, heads, head_size].
 
     parts [count, kv_heads, lines, head_size] and lse [count, kv_heads, lines] (natural logarithm, -inf where nothing
     was seen) are those of the mask rows from `start` on. sinks: [heads], logits that join the softmax without a value.
@@ -284,17 +285,14 @@ def merge_lines_reference(
     parts = parts.float().unflatten(0, (tiles, num_leaves))[..., :used, :]
     lse = lse.unflatten(0, (tiles, num_leaves))[..., :used]
     most = lse.amax(1)  # [tiles, kv_heads, lines]
-    total = torch.zeros_like(most)
     if sinks is not None:
         sink = sinks.float().view(1, -1, 1, shape.group).expand(-1, -1, shape.tokens, -1).flatten(2)
         most = torch.maximum(most, sink)
-        total = torch.exp(sink - most)
     most = torch.where(most == float("-inf"), 0.0, most)
-    result = torch.zeros_like(parts[:, 0])
-    for leaf in range(num_leaves):
-        weight = torch.exp(lse[:, leaf] - most)
-        total = total + weight
-        result = result + weight[..., None] * parts[:, leaf]
+    weights = torch.exp(lse - most[:, None])
+    total, result = _fold(weights), _fold(weights[..., None] * parts)
+    if sinks is not None:
+        total = total + torch.exp(sink - most)
     result = result / torch.where(total == 0.0, 1.0, total)[..., None]
     if value_scale is not None:
         result = result * value_scale[:, None, None]
@@ -304,6 +302,18 @@ def merge_lines_reference(
     valid = (position >= rows.low[at, None]) & (position <= rows.high[at, None])
     token = rows.token[at, None] + position - rows.low[at, None]
     out[token[valid].long()] = result[valid].to(out.dtype)
+
+
+def _fold(x: Tensor) -> Tensor:
+    """The sum over leaves, axis 1, in the order of MERGE_LEVELS."""
+    lanes = 1 << min((x.shape[1] - 1).bit_length(), MERGE_LEVELS)
+    sums = [
+        functools.reduce(torch.add, x[:, lane::lanes].unbind(1), torch.zeros_like(x[:, 0])) for lane in range(lanes)
+    ]
+    while len(sums) > 1:
+        half = len(sums) // 2
+        sums = [low + high for low, high in zip(sums[:half], sums[half:], strict=True)]
+    return sums[0]
 
 
 def token_axis(kv: Tensor) -> tuple[Tensor, Tensor]:

@@ -112,7 +112,9 @@ class Runner:
             groups = self._sample_again(work, self._graphs.replay(key))
         else:
             if key is EAGER:
-                batch = self._buffers.view(work.num_rows, work.total_tokens, work.max_query_len, work.max_seq_len)
+                batch = self._buffers.view(
+                    work.num_rows, work.total_tokens, work.max_query_len, work.max_seq_len, work.num_single
+                )
                 hidden = self._forward(batch, for_capture=False)
             else:
                 batch, hidden = self._view_of(key), self._graphs.replay(key)

@@ -1,6 +1,6 @@
 """Mask rows, lines of queries and the folding of partial results on a GPU; `octavo.ops.flex` says what they give.
 
-Owns the kernels around torch's own. Invariant: leaves are added in float32, one after another in ascending order, and
+Owns the kernels around torch's own. Invariant: leaves are added in float32 in one order, by their numbers alone, and
 one that a query sees nothing of adds exactly 0: so its bits do not depend on how many leaves its neighbours have.
 """
 
@@ -12,7 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.flex import NULL_BLOCK, Geometry, MaskRows, Reach
+from octavo.ops.flex import MERGE_LEVELS, NULL_BLOCK, Geometry, MaskRows, Reach
+
+_MERGE_ELEMENTS = 4096  # of partial results that a program of `_merge` has in flight
 
 
 @triton.jit(do_not_specialize=["width"])
@@ -137,58 +139,73 @@ def _gather(
     tl.store(target, tl.load(source, mask=inside), mask=inside)
 
 
+@triton.jit
+def _fold(x, LEVELS: tl.constexpr):
+    """The sum over the first axis, of 2 ** LEVELS, halves upon each other: one order, however it is computed."""
+    for _ in tl.static_range(LEVELS):
+        halves = tl.reshape(x, [2, x.shape[0] // 2, x.shape[1], x.shape[2]])
+        low, high = tl.split(tl.permute(halves, (1, 2, 3, 0)))
+        x = low + high
+    return tl.reshape(x, [x.shape[1], x.shape[2]])
+
+
 @triton.jit(do_not_specialize=["start", "num_leaves"])
 def _merge(
     parts, lse, out, sinks, value_scale, first, low, high, token, length, start, num_leaves, out_token, out_head,
     GROUP: tl.constexpr, LINES: tl.constexpr, PART: tl.constexpr, HEAD: tl.constexpr, CHANNELS: tl.constexpr,
-    LEAF: tl.constexpr, GATHER: tl.constexpr,
+    LEAF: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
+    LANES: tl.constexpr = 1 << LEVELS
     tile = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     row = tile * num_leaves
     line = tl.program_id(2) // tl.cdiv(HEAD, CHANNELS) * PART + tl.arange(0, PART)
     channel = tl.program_id(2) % tl.cdiv(HEAD, CHANNELS) * CHANNELS + tl.arange(0, CHANNELS)
     lowest, highest = tl.load(low + start + row), tl.load(high + start + row)
+    first_token = tl.load(token + start + row)
+    leaves = tl.minimum(num_leaves, tl.cdiv(tl.load(length + start + row), LEAF))
     position = tl.load(first + start + row) + line // GROUP
     valid = (position >= lowest) & (position <= highest) & (line < LINES // GROUP * GROUP)
     if tl.max(valid.to(tl.int32), 0) > 0:
         head = kv_head * GROUP + line % GROUP
-        leaves = tl.minimum(num_leaves, tl.cdiv(tl.load(length + start + row), LEAF))
+        lane = tl.arange(0, LANES)
         place = (row * tl.num_programs(1) + kv_head) * LINES + line
         stride = tl.num_programs(1) * LINES  # lines of a leaf
-        most = tl.full((PART,), float("-inf"), tl.float32)
+        most = tl.full((LANES, PART), float("-inf"), tl.float32)
+        for begin in range(0, leaves, LANES):
+            at = begin + lane
+            there = valid[None, :] & (at < leaves)[:, None]
+            one = tl.load(lse + place[None, :] + (at * stride)[:, None], mask=there, other=float("-inf"))
+            most = tl.maximum(most, one)
+        most = tl.max(most, 0)
         if sinks is not None:
             sink = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32)
-            most = sink
-        for begin in range(0, leaves, GATHER):
-            for step in tl.static_range(GATHER):
-                at = begin + step
-                one = tl.load(lse + place + at * stride, mask=valid & (at < leaves), other=float("-inf"))
-                most = tl.maximum(most, one)
+            most = tl.maximum(most, sink)
         most = tl.where(most == float("-inf"), 0.0, most)
-        total = tl.zeros((PART,), tl.float32)
+        inside = (channel < HEAD)[None, None, :]
+        totals = tl.zeros((LANES, PART, 1), tl.float32)
+        results = tl.zeros((LANES, PART, CHANNELS), tl.float32)
+        for begin in range(0, leaves, LANES):
+            at = begin + lane
+            there = valid[None, :] & (at < leaves)[:, None]
+            source = place[None, :] + (at * stride)[:, None]
+            part = tl.load(
+                parts + source[:, :, None] * HEAD + channel[None, None, :], mask=there[:, :, None] & inside, other=0.0
+            )
+            one = tl.load(lse + source, mask=there, other=float("-inf"))
+            weight = tl.exp(one - most[None, :])[:, :, None]
+            part = tl.where((one > float("-inf"))[:, :, None], part.to(tl.float32), 0.0)
+            totals += weight
+            results = tl.fma(part, weight, results)
+        total, result = tl.reshape(_fold(totals, LEVELS), [PART]), _fold(results, LEVELS)
         if sinks is not None:
-            total = tl.exp(sink - most)
-        inside = (channel < HEAD)[None, :]
-        result = tl.zeros((PART, CHANNELS), tl.float32)
-        for begin in range(0, leaves, GATHER):
-            loaded = ()
-            for step in tl.static_range(GATHER):  # loads of some leaves are in flight together, sums go one by one
-                at = begin + step
-                one = tl.load(lse + place + at * stride, mask=valid & (at < leaves), other=float("-inf"))
-                seen = (one > float("-inf"))[:, None] & inside
-                part = parts + (place + at * stride)[:, None] * HEAD + channel[None, :]
-                part = tl.load(part, mask=seen, other=0.0)
-                loaded = loaded + (tl.exp(one - most), part)  # noqa: RUF005  (Triton has no starred tuples)
-            for step in tl.static_range(GATHER):
-                total += loaded[2 * step]
-                result = tl.fma(loaded[2 * step + 1].to(tl.float32), loaded[2 * step][:, None], result)
+            total += tl.exp(sink - most)
         result = result / tl.where(total == 0.0, 1.0, total)[:, None]
         if value_scale is not None:
             result *= tl.load(value_scale + kv_head)
-        query = tl.load(token + start + row) + position - lowest
+        query = first_token + position - lowest
         target = out + query.to(tl.int64)[:, None] * out_token + head[:, None] * out_head + channel[None, :]
-        tl.store(target, result.to(out.dtype.element_ty), mask=valid[:, None] & inside)
+        tl.store(target, result.to(out.dtype.element_ty), mask=valid[:, None] & (channel < HEAD)[None, :])
 
 
 def place_blocks(logical: Tensor, block_table: Tensor, seq_lens: Tensor, block: int) -> None:
@@ -256,12 +273,12 @@ def merge_lines(
 ) -> None:
     """See `octavo.ops.flex.merge_lines`."""
     count, kv_heads, lines, size = parts.shape
-    channels, part, gather = min(64, triton.next_power_of_2(size)), min(lines, 16), min(num_leaves, 4)
-    if num_leaves > 8:  # few rows of many tokens: latency counts, so more loads are in flight
-        channels, gather = min(16, channels), 32
+    levels = min((num_leaves - 1).bit_length(), MERGE_LEVELS)
+    channels = min(64, triton.next_power_of_2(size), _MERGE_ELEMENTS >> levels + 2)
+    part = min(16, lines, _MERGE_ELEMENTS // channels >> levels)
     assert parts.is_contiguous() and lse.is_contiguous(), "the kernel's own outputs"
     _merge[(count // num_leaves, kv_heads, lines // part * triton.cdiv(size, channels))](
         parts, lse, out, sinks, value_scale, rows.first, rows.low, rows.high, rows.token, rows.length, start,
         num_leaves, out.stride(0), out.stride(1), GROUP=shape.group, LINES=lines, PART=part, HEAD=size,
-        CHANNELS=channels, LEAF=shape.leaf, GATHER=gather, num_warps=4,
+        CHANNELS=channels, LEAF=shape.leaf, LEVELS=levels, num_warps=4,
     )  # fmt: skip
