@@ -19,9 +19,9 @@ def test_every_cell_is_backed_by_a_test() -> None:
     table = [
         line
         for line in text.partition("## What each backend does")[2].partition("\n## ")[0].splitlines()
-        if line.startswith("| ")
-    ][1:]
-    assert len(table) > 8
+        if line.startswith("| ") and not line.startswith("| feature ")
+    ]
+    assert len(table) > 30
     for line in table:
         for cell in line.split("|")[2:-1]:
             named = re.findall(r"`(test_\w+)`", cell)

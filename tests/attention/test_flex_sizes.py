@@ -73,7 +73,7 @@ def test_K4_5_what_a_user_sets_is_used() -> None:
         ({KV: 64}, KV, "must be the cache's kernel block size, which is 32"),
     ],
 )
-def test_K4_2_K4_3_K4_G6_wrong_values_are_refused_by_name(options: dict, field: str, cause: str) -> None:
+def test_K4_2_K4_3_K4_G1_K4_G2_K4_G6_wrong_values_are_refused_by_name(options: dict, field: str, cause: str) -> None:
     with pytest.raises(ConfigError, match=cause) as error:
         resolve_flex_sizes(options, kernel_block=32, group=4)
     assert error.value.field == field
