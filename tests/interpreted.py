@@ -33,10 +33,11 @@ def run_rig(rig: ModuleType) -> dict[str, str]:
 
 
 def quicken() -> None:
-    """Take out of the interpreter what costs half of its time and computes nothing.
+    """Take out of the interpreter two thirds of its time, and nothing that it checks.
 
     It patches triton.language at every call of a device function, where once a process is enough; it builds a table at
-    every look-up of a type; and it folds by exclusive or, as sorting does, element by element in Python.
+    every look-up of a type; it computes overflows that it reports to nobody outside of debug mode; and it folds by
+    exclusive or, as sorting does, element by element in Python.
     """
     import numpy as np
     import triton.language as tl
@@ -57,6 +58,7 @@ def quicken() -> None:
         folded = np.bitwise_xor.reduce(operands[0].handle.data, axis=self.axis, keepdims=self.keep_dims)
         return self.to_tensor(folded, operands[0].dtype)
 
+    interpreter.TritonSemantic.binary_op_sanitize_overflow_impl = lambda self, one, other, operation: None
     interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
     interpreter._get_np_dtype, interpreter.ReduceOps.apply_impl = np_dtype, reduce
 

@@ -149,17 +149,18 @@ class EngineClient:
         self._outbox += frame
 
     async def close(self) -> None:
-        """Ask the engine to stop, and see to it that it does."""
+        """Ask the engine to stop, and see to it that it does. One that still loads has nothing to finish."""
         self._closing = True
         if self._watchdog is not None:
             self._watchdog.cancel()
         life = self._life
         if life is not None:
-            self.send(Stop())
-            self._flush()
-            deadline = time.monotonic() + _STOP_SECONDS
-            while life.process.poll() is None and time.monotonic() < deadline:
-                await asyncio.sleep(0.01)
+            if life.ready:
+                self.send(Stop())
+                self._flush()
+                deadline = time.monotonic() + _STOP_SECONDS
+                while life.process.poll() is None and time.monotonic() < deadline:
+                    await asyncio.sleep(0.01)
             self._end(life, "closed")
         elif self._successor is not None:
             self._successor.cancel()
