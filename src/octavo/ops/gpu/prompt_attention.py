@@ -9,35 +9,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from octavo.ops.gpu.tensor_maps import ALIGNED, describe, takes_gluon
 from octavo.ops.paged_attention_work import BN
 
-_LOG = logging.getLogger(__name__)
 _HEAD_SIZES = (64, 128)
 _LINES = 128  # of a tile, see the kernel
 _MAX_GROUP = 64  # heads of a KV head; a part of a tile holds a query of them at least
 _STAGES = 4
 _WARPS, _REGISTERS = 4, 168  # of a consumer; for a thread at the launch, before consumers take over the producer's
-_ALIGNED = 16  # bytes, of what the copy engine steps over
 _LIMIT = 1 << 31  # of a coordinate
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Place:
-    """Where a descriptor's tensor begins: what of a tensor a launch needs. Keeps no memory alive."""
-
-    address: int
-    dtype: torch.dtype
-
-    def data_ptr(self) -> int:
-        """As a tensor's."""
-        return self.address
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,19 +49,7 @@ def queries_of_tile(group: int) -> int:
 def can_serve(device: torch.device, dtype: torch.dtype, group: int, head_size: int, causal: bool) -> bool:
     """Whether calls of this kind may be served; `launch` may still refuse a cache."""
     is_known = dtype in (torch.bfloat16, torch.float16) and head_size in _HEAD_SIZES and group <= _MAX_GROUP and causal
-    return is_known and _has_kernel(device)
-
-
-@functools.cache
-def _has_kernel(device: torch.device) -> bool:
-    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device)[0] != 9:
-        return False
-    try:
-        _kernel()
-    except ImportError as error:  # Gluon's names are not settled
-        _LOG.warning("attention of prompts runs at its plain speed: this Triton's Gluon is another one (%s)", error)
-        return False
-    return True
+    return is_known and takes_gluon(device)
 
 
 @functools.cache
@@ -94,30 +68,14 @@ def view_cache(shape: tuple[int, ...], strides: tuple[int, ...], item_size: int)
     """The view of a cache [blocks, kv_heads, block_size, 2 * head_size] of these strides; None if there is none."""
     blocks, heads, block_size, channels = shape
     of_block, of_head, of_token, _ = strides
-    if of_block % of_token or of_token * item_size % _ALIGNED:
+    if of_block % of_token or of_token * item_size % ALIGNED:
         return None
     head_rows, head_channels = (of_head // of_token, 0) if of_head % of_token == 0 else (0, of_head)
     rows = (blocks - 1) * (of_block // of_token) + (heads - 1) * head_rows + block_size
     width = (heads - 1) * head_channels + channels
-    if width > of_token or head_channels * item_size % _ALIGNED or rows >= _LIMIT:
+    if width > of_token or head_channels * item_size % ALIGNED or rows >= _LIMIT:
         return None
     return CacheView(rows, width, of_block // of_token, head_rows, head_channels)
-
-
-@functools.lru_cache(maxsize=1024)
-def _descriptor(
-    address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
-) -> Any:
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    return TensorDescriptor(Place(address, dtype), list(shape), list(strides), list(box), _layout(len(box)))
-
-
-@functools.cache
-def _layout(rank: int) -> Any:
-    from triton.experimental.gluon.language import NVMMASharedLayout
-
-    return NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)
 
 
 def launch(
@@ -145,15 +103,15 @@ def launch(
     """
     view = view_cache(kv.shape, kv.stride(), kv.element_size())
     token, head = q.stride(0), q.stride(1)
-    if view is None or (token | head) * q.element_size() % _ALIGNED or (q.data_ptr() | kv.data_ptr()) % _ALIGNED:
+    if view is None or (token | head) * q.element_size() % ALIGNED or (q.data_ptr() | kv.data_ptr()) % ALIGNED:
         return False
     (num_tokens, num_heads, size), (_, kv_heads, block_size, _) = q.shape, kv.shape
     group = num_heads // kv_heads
     padded, piece = _padded(group), math.gcd(block_size, BN)
-    of_q = _descriptor(
+    of_q = describe(
         q.data_ptr(), q.dtype, (num_tokens, num_heads, size), (token, head, 1), (_LINES // 2 // padded, padded, size)
     )
-    of_cache = _descriptor(kv.data_ptr(), kv.dtype, (view.rows, view.channels), (kv.stride(2), 1), (piece, size))
+    of_cache = describe(kv.data_ptr(), kv.dtype, (view.rows, view.channels), (kv.stride(2), 1), (piece, size))
     _kernel()[(programs,)](
         of_q, of_cache, out, query_start, seq_lens, block_table, tile_start, counter, sinks, out.stride(0),
         out.stride(1), block_table.stride(0), seq_lens.shape[0], reach, view.block_rows, view.head_rows,
