@@ -2,8 +2,9 @@
 
 For the products of a 0.6B and an 8B model, at several numbers of rows: Octavo's reproducible product and the library's
 free choice, each beside the limit, the larger of the bytes of weight, input and result over a copy's rate and the
-operations over a large product's rate; both rates are measured in the same run. Then all products of a model's step,
-over distinct weights, in one CUDA graph. Every result is compared, bit by bit, with the row computed alone.
+operations over a large product's rate; both rates are measured in the same run. `gated` is gate_up with its activation,
+a kernel of its own in the library's case. Then all products of a model's step, over distinct weights, in one CUDA
+graph. Every result is compared, bit by bit, with the row computed alone.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from cuda_attention import measure_limits
+from octavo.ops.fused import gated_linear
 from octavo.ops.gpu import matmul
 from octavo.ops.matmul import LinearWeight, linear, pack_linear
 
@@ -26,6 +28,7 @@ MODELS = {
     "8b": (36, {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)},
            (151936, 4096)),
 }  # fmt: skip
+GATED = "gated"
 ROWS = (1, 4, 16, 64, 256, 512, 2048, 8192)
 QUICK_ROWS = (1, 16, 256)
 MAX_HEAD_ROWS = 512  # more tokens than requests never need logits
@@ -69,11 +72,16 @@ def make_weights(n: int, k: int, count: int) -> list[LinearWeight]:
     return [pack_linear(torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02) for _ in range(count)]
 
 
-def check(x: Tensor, weight: LinearWeight, out: Tensor) -> None:
+def multiply(product: str, x: Tensor, weight: LinearWeight, out: Tensor) -> Tensor:
+    """The product, into out; or gates and ups with their activation, which is new."""
+    return gated_linear(x, weight, "silu") if product == GATED else linear(x, weight, out=out)
+
+
+def check(product: str, x: Tensor, weight: LinearWeight, out: Tensor) -> None:
     """The last row, alone, has the bits that it has among the others."""
-    linear(x, weight, out=out)
-    alone = linear(x[-1:], weight, out_dtype=out.dtype)
-    assert torch.equal(out[-1:], alone), f"{x.shape[0]} rows of {weight.n}, {weight.k} move bits"
+    last = multiply(product, x, weight, out)[-1:].clone()
+    alone = multiply(product, x[-1:], weight, out[-1:])
+    assert torch.equal(last, alone), f"{x.shape[0]} rows of {weight.n}, {weight.k} move bits"
 
 
 def measure(model: str, product: str, shape: tuple[int, int], m: int, rounds: int, limits: tuple[float, float]) -> dict:
@@ -82,9 +90,10 @@ def measure(model: str, product: str, shape: tuple[int, int], m: int, rounds: in
     weights = make_weights(n, k, max(1, ROTATION_BYTES // (2 * n * k)) if m < 2048 else 1)
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
     out = torch.empty(m, n, device="cuda", dtype=torch.float32 if product == "head" else torch.bfloat16)
-    check(x, weights[0], out)
-    ours, library = both(lambda: [linear(x, weight, out=out) for weight in weights], rounds)
-    floor = max((2 * n * k + x.nbytes + out.nbytes) / limits[0], 2.0 * m * n * k / limits[1])
+    check(product, x, weights[0], out)
+    ours, library = both(lambda: [multiply(product, x, weight, out) for weight in weights], rounds)
+    out_bytes = out.nbytes // 2 if product == GATED else out.nbytes
+    floor = max((2 * n * k + x.nbytes + out_bytes) / limits[0], 2.0 * m * n * k / limits[1])
     us, library_us, limit_us = (1e6 * value for value in (ours / len(weights), library / len(weights), floor))
     return {"model": model, "product": product, "n": n, "k": k, "m": m, "us": us, "library_us": library_us,
             "limit_us": limit_us, "share": limit_us / us, "ratio": library_us / us}  # fmt: skip
@@ -124,7 +133,7 @@ def run(rounds: int, quick: bool) -> dict[str, object]:
     records = []
     for model, (layers, products, head) in MODELS.items():
         for m in QUICK_ROWS if quick else ROWS:
-            named = {**products, "head": head} if m <= MAX_HEAD_ROWS else products
+            named = {**products, GATED: products["gate_up"]} | ({"head": head} if m <= MAX_HEAD_ROWS else {})
             for product, shape in named.items():
                 records.append(measure(model, product, shape, m, rounds, limits))
                 print(LINE.format(**records[-1]), flush=True)

@@ -34,6 +34,8 @@ import paged_rig
 from batches import make_batch, make_history
 from octavo.ops import flex
 from octavo.ops import paged_attention as paged
+from octavo.ops.gpu import gated_product
+from octavo.ops.gpu.activation import gated_activation
 from octavo.ops.gpu.matmul import linear, tile_for
 
 CUDA = torch.device("cuda")
@@ -75,6 +77,18 @@ def _products() -> None:
             out = torch.full((rows, 70), 7.0, device="cuda")
             linear(x, weight, None, out, tile)
             assert matmul_rig.distance(out, x, weight) < 1e-5, (rows, tile)
+
+
+def _gated() -> None:
+    """On Hopper: the separate operators' bits, by every tile of the table, rows and k that fill none."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        raise unittest.SkipTest("needs a Hopper GPU")
+    weight = matmul_rig.heavy_tailed(768, 320, dtype=BF16, seed=1, device="cuda") / 64
+    for rows in (33, 150):
+        x = matmul_rig.heavy_tailed(rows, 320, dtype=BF16, seed=2, device="cuda")
+        expected = gated_activation(linear(x, weight, None, x.new_empty(rows, 768)), "silu")
+        for tile in gated_product.TILES:
+            assert torch.equal(gated_product.gated_linear(x, weight, "silu", tile), expected), (rows, tile)
 
 
 def _paged() -> None:
@@ -137,6 +151,7 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
         functools.partial(matmul_rig.check_fused, "cuda", (BF16,), exact=True, shapes=((2048, 1024, False),)),
         ("gpu.one_row._product",),
     ),
+    "gated products": (_gated, ("gpu.gated_product_kernel.gated_product",)),
     "draw": (functools.partial(gpu_rig.check_draw, "cuda", 4099), ("gpu.sample._draw",)),
     "logprobs": (
         functools.partial(gpu_rig.check_logprobs, "cuda", 4201),

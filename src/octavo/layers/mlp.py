@@ -10,7 +10,7 @@ import torch
 
 from octavo.layers.base import Layer
 from octavo.layers.linear import Linear
-from octavo.ops.activation import gated_activation
+from octavo.ops.fused import gated_linear
 
 
 class Mlp(Layer):
@@ -25,4 +25,4 @@ class Mlp(Layer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [tokens, size] -> the same shape."""
-        return self.down.forward(gated_activation(self.gate_up.forward(x), self.activation))
+        return self.down.forward(gated_linear(x, self.gate_up.packed, self.activation))

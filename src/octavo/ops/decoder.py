@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from octavo.ops import native
-from octavo.ops.activation import GATED_KINDS, gated_activation
+from octavo.ops.activation import GATED_KINDS
 from octavo.ops.attention import paged_attention
-from octavo.ops.fused import linear_add, normed_linear, runs_fused
+from octavo.ops.fused import gated_linear, linear_add, normed_linear, runs_fused
 from octavo.ops.matmul import LinearWeight, linear
 from octavo.ops.norm import add_rms_norm, rms_norm
 from octavo.ops.rope import qk_norm_rope_store
@@ -202,7 +202,7 @@ def leave_attention_composed(
         x = rms_norm(x, layer.attention_norm, layer.eps)
     x, residual = add_rms_norm(x, residual, layer.mlp_norm, layer.eps)
     if layer.gate_up is not None and layer.down is not None:
-        x = linear(gated_activation(linear(x, layer.gate_up), layer.activation), layer.down)
+        x = linear(gated_linear(x, layer.gate_up, layer.activation), layer.down)
         if layer.mlp_out_norm is not None:
             x = rms_norm(x, layer.mlp_out_norm, layer.eps)
     return x, residual

@@ -1,6 +1,7 @@
 """Products joined with the operators beside them: a norm before, an activation or a rounded addition behind.
 
-Owns the choice between one kernel (a GPU, few rows) and the separate operators. Does not know layers.
+Owns the choice between one kernel (on a GPU: few rows, and gates of many) and the separate operators. Does not know
+layers.
 Invariant: both ways give the same bits.
 """
 
@@ -22,6 +23,16 @@ def runs_fused(x: Tensor, *weights: LinearWeight) -> bool:
     return all(few_rows.serves(x.shape[0], x.dtype, weight.storage) for weight in weights)
 
 
+def gated_linear(x: Tensor, weight: LinearWeight, activation: str) -> Tensor:
+    """`gated_activation` of `linear` of x [T, K] by a weight of gates and then their ups."""
+    if x.is_cuda:
+        from octavo.ops.gpu import gated_product  # needs triton
+
+        if gated_product.serves(x, weight.storage):
+            return gated_product.gated_linear(x, weight.storage, activation)
+    return gated_activation(linear(x, weight), activation)
+
+
 def normed_linear(
     x: Tensor, norm: Tensor, eps: float, weight: LinearWeight, bias: Tensor | None = None, activation: str | None = None
 ) -> Tensor:
@@ -30,7 +41,10 @@ def normed_linear(
         from octavo.ops.gpu import few_rows  # needs triton
 
         return few_rows.normed_linear(x, norm, eps, weight.storage, bias, activation)
-    y = linear(rms_norm(x, norm, eps), weight, bias)
+    normed = rms_norm(x, norm, eps)
+    if activation is not None and bias is None:
+        return gated_linear(normed, weight, activation)
+    y = linear(normed, weight, bias)
     return y if activation is None else gated_activation(y, activation)
 
 
