@@ -17,6 +17,7 @@ from octavo.ops.activation import GATED_KINDS
 from octavo.ops.gpu import matmul, one_row
 from octavo.ops.gpu.activation import gated_value
 from octavo.ops.gpu.launch import begin_after, chained
+from octavo.ops.gpu.matmul_kernels import add_last
 from octavo.ops.gpu.norm import inverse_norm
 from octavo.ops.gpu.tree import padded_length
 
@@ -75,7 +76,7 @@ def _product(
         b = tl.load(weight_at + start)
         sums = tl.dot(b, tl.trans(a), sums)
     if HAS_BIAS:
-        sums += tl.load(bias + channel)[:, None]
+        sums = add_last(sums, tl.load(bias + channel)[:, None])
     y = sums.to(out.dtype.element_ty)
     if GATED:
         gate, up = tl.split(tl.permute(tl.reshape(y, (BN // 2, 2, BM)), (0, 2, 1)))

@@ -49,6 +49,12 @@ def _add(sums, a, b, SWAP: tl.constexpr, PRECISION: tl.constexpr):
     return total
 
 
+@triton.jit
+def add_last(sums, bias):
+    """sums + bias. As a plain sum the compiler would begin a product of one step with the bias: another order."""
+    return tl.fma(sums, tl.full(sums.shape, 1.0, tl.float32), tl.broadcast_to(bias, sums.shape))
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def product(
     x, weight, bias, out, num_rows, x_stride, out_stride, N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr,
@@ -100,6 +106,6 @@ def product(
     if SWAP:
         sums = tl.trans(sums)
     if HAS_BIAS:
-        sums += tl.load(bias + channel, mask=channel < N, other=0.0)[None, :]
+        sums = add_last(sums, tl.load(bias + channel, mask=channel < N, other=0.0)[None, :])
     at = out + row.to(tl.int64)[:, None] * out_stride + channel[None, :]
     tl.store(at, sums.to(out.dtype.element_ty), mask=live & (channel < N)[None, :])
