@@ -2,12 +2,14 @@
 
 Decode counts the bytes of K and V that must be read, against a copy's bytes read and written per second of the same
 run; prefill the multiply-adds of the visible scores. A step (mask rows, queries, attention, folding) is timed in a CUDA
-graph; `attend` is a layer's part of it. Every case is checked against the paged backend or the reference.
+graph; `attend` is a layer's part of it. Decode is checked against the reference. Kernels are compiled before, several
+cases at a time.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 import time
 
 import torch
@@ -22,6 +24,7 @@ from octavo.attention.reference import ReferenceBackend
 HEADS, KV_HEADS, HEAD = 32, 8, 128
 PLAIN = Variant(num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=HEAD, scale=HEAD**-0.5)
 DECODE = ((64, 4096), (8, 32768), (1, 131072), (256, 512))
+Kind = tuple[int, int, int, int, str]  # block, rows, tokens of each, queries of each, variant
 PREFILL = ((4, 2048, 2048), (1, 8192, 8192))
 VARIANTS = {
     "plain": PLAIN,
@@ -122,17 +125,30 @@ def measure(case: Case, name: str, rounds: int) -> tuple[float, float, float, fl
     return seconds(lambda: case.run(backend, variant, out), rounds), layer, first, error
 
 
+def compile_case(kind: Kind) -> None:
+    """Run a case once, so that torch's cache has its kernels. In a process of its own."""
+    block, rows, length, new, name = kind
+    case = make_case(rows, length, new, block)
+    case.run(make_backend(case, VARIANTS[name]), VARIANTS[name], torch.empty_like(case.q))
+    torch.cuda.synchronize()
+
+
 def run(rounds: int, quick: bool) -> dict[str, object]:
     """Print the table; the JSON record. quick: blocks of 64 and plain attention only."""
+    names = ("plain",) if quick else tuple(VARIANTS)
+    shapes = [(*shape, 1) for shape in DECODE] + list(PREFILL)
+    kinds = [(block, *shape, name) for block in ((64,) if quick else (64, 128)) for shape in shapes for name in names]
+    with multiprocessing.get_context("spawn").Pool(min(len(kinds), 12)) as pool:
+        pool.map(compile_case, kinds, chunksize=1)
     copy, matrix = measure_limits(rounds)
     device = torch.cuda.get_device_name()
     print(f"{device}: copy {copy / 1e12:.3f} TB/s (read + written), bf16 product {matrix / 1e12:.0f} TFLOP/s")
     print("   case rows x tokens block mods              attend us  share  step us  first s    error")
     records = []
-    for block in (64,) if quick else (64, 128):
-        for rows, length, new in [(*shape, 1) for shape in DECODE] + list(PREFILL):
+    for block in dict.fromkeys(kind[0] for kind in kinds):
+        for rows, length, new in shapes:
             case = make_case(rows, length, new, block)
-            for name in ("plain",) if quick else VARIANTS:
+            for name in names:
                 step, layer, first, error = measure(case, name, rounds)
                 visible = rows * sum(range(length - new + 1, length + 1))
                 floor = visible * KV_HEADS * 4 * HEAD / copy if new == 1 else 4 * HEAD * HEADS * visible / matrix

@@ -3,7 +3,7 @@
 Owns the mask rows of a step, the map from a layer's token axis to logical positions, and one compiled kernel per
 variant and tile. On the CPU the kernels' eager twin runs. Does not know what a mod means. Invariants: a kernel is
 compiled once, whatever the batch; a query's bits depend on its own row only: tiles lie within one request and start at
-multiples of their size, leaves of keys at absolute places, and leaves are folded in order; `prepare` and `run` are
+multiples of their size, leaves of keys at absolute places, and leaves are folded in one order; `prepare` and `run` are
 device work alone, so a graph may hold both.
 """
 
@@ -176,9 +176,10 @@ class FlexBackend:
     ) -> _Plan:
         inputs = self._inputs
         shape = self._geometry(variant, stride, max_query_len)
-        # at least 2, since torch compiles anew for a size of 1
-        num_tiles = max(2, ops.max_tiles(part.stop - part.start, num_tokens, max_query_len, shape.tokens))
         num_leaves = -(-inputs.max_seq_len // shape.leaf)
+        num_tiles = ops.max_tiles(part.stop - part.start, num_tokens, max_query_len, shape.tokens)
+        if num_leaves == 1:
+            num_tiles = max(num_tiles, 2)  # torch compiles anew for a size of 1
         buffers = self._mask_rows(variant, shape, num_tiles * num_leaves)
         table_rows = inputs.rows if inputs.rows is not None else torch.arange(part.stop, device=self._device)
         ops.plan_mask_rows(

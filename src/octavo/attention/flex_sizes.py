@@ -92,19 +92,22 @@ def resolve_flex_sizes(
         q_block=q_block or max(SMALLEST, _power_of_two_up(prefill // group), m or 0),
         kv_block=kernel_block,
         leaf=0 if pinned else max(LEAF // kernel_block, 1) * kernel_block,
-        decode_launch=() if pinned else _launch(decode, head_size, one_tile=one_tile, stages=3),
-        prefill_launch=() if pinned else _launch(prefill, head_size, one_tile=one_tile, stages=2),
+        decode_launch=() if pinned else _launch(decode, head_size, one_tile=one_tile),
+        prefill_launch=() if pinned else _launch(prefill, head_size, one_tile=one_tile),
     )
 
 
-def _launch(lines: int, head_size: int, *, one_tile: bool, stages: int) -> Launch:
+def _launch(lines: int, head_size: int, *, one_tile: bool) -> Launch:
     """Warps that divide the lines of a tile, never its keys: so a row is summed in one order in all tiles.
 
-    The compiler divides the keys of a tile with fewer lines than keys, so such a tile has one warp.
+    The compiler divides the keys of a tile with fewer lines than keys, so such a tile has one warp. Two tiles of keys
+    in flight leave room for three such programs on a processor, which hide each other's waits.
     """
     if one_tile:
-        return ("num_warps", 4 if head_size > 256 else 2), ("num_stages", 2)
-    return ("num_warps", 1 if lines < _WARP_GROUP_LINES else 4), ("num_stages", stages)
+        warps = 4 if head_size > 256 else 2
+    else:
+        warps = 1 if lines < _WARP_GROUP_LINES else 4
+    return ("num_warps", warps), ("num_stages", 2)
 
 
 def _size(options: Mapping[str, Any], name: str) -> int | None:
