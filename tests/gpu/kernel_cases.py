@@ -31,6 +31,7 @@ import latent_rig
 import matmul_rig
 import moe_rig
 import paged_rig
+import rotate_rig
 from batches import make_batch, make_history
 from octavo.ops import flex
 from octavo.ops import paged_attention as paged
@@ -104,6 +105,13 @@ def _paged() -> None:
         assert torch.equal(paged_rig.attend(batch, **options), expected)
 
 
+def _rotated() -> None:
+    """On Hopper: a row of one program, a row of several, a padding row."""
+    if torch.cuda.get_device_capability()[0] < 9:
+        raise unittest.SkipTest("needs a Hopper GPU")
+    rotate_rig.check([70, 1100, 0], 4, 2, 16)
+
+
 def _prompts() -> None:
     """On Hopper: the plain tiles' bits, with a window and blocks that a tile has several of, and without."""
     if torch.cuda.get_device_capability()[0] != 9:
@@ -152,6 +160,10 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
         ("gpu.one_row._product",),
     ),
     "gated products": (_gated, ("gpu.gated_product_kernel.gated_product",)),
+    "a row alone, streamed": (
+        functools.partial(matmul_rig.check_fused, "cuda", (BF16,), exact=True, shapes=((4096, 4096, False),)),
+        ("gpu.one_row._streamed",),
+    ),
     "draw": (functools.partial(gpu_rig.check_draw, "cuda", 4099), ("gpu.sample._draw",)),
     "logprobs": (
         functools.partial(gpu_rig.check_logprobs, "cuda", 4201),
@@ -176,6 +188,7 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
         ),
     ),
     "prompt attention": (_prompts, ("gpu.prompt_attention_kernel.attend_prompts", "paged_attention_work.count_tiles")),
+    "rotation and attention": (_rotated, ("gpu.rotate_attend._rotate_and_attend",)),
     "latent attention": (
         _latent,
         ("gpu.latent._latent_rope_store", "gpu.latent._head_product", "gpu.latent._attend", "gpu.latent._merge"),

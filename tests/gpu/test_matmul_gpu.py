@@ -118,17 +118,20 @@ def test_fused_products_of_model_shapes(n: int, k: int) -> None:
         assert torch.equal(fused.linear_add(x, weight, None, residual), total)
 
 
-def test_a_row_alone_has_a_kernel_where_its_weights_fit_shared_memory() -> None:
-    x, two = torch.empty(1, 3072, dtype=BF16, device="cuda"), torch.empty(2, 3072, dtype=BF16, device="cuda")
-    cases = ((4096, 1024, None, True), (6144, 1024, "silu", True), (1024, 2048, None, False), (1024, 3072, None, False))
+def test_a_row_alone_has_kernels_of_its_own() -> None:
+    x, two = torch.empty(1, 12289, dtype=BF16, device="cuda"), torch.empty(2, 12289, dtype=BF16, device="cuda")
+    whole = ((4096, 1024, None, True), (6144, 1024, "silu", True), (1024, 2048, None, False), (1024, 3072, None, False))
+    streamed = ((6144, 4096, None, True), (24576, 4096, "silu", True), (4096, 4096, None, False))
+    cases = (*whole, *streamed, (4096, 12288, None, False))
     for n, k, activation, normed in cases:
         weight = torch.empty(n, k, dtype=BF16, device="cuda")
-        assert one_row.serves(x[:, :k], weight, None, activation, normed=normed)
-        assert not one_row.serves(x[:, 1:], weight, None, activation, normed=normed), "its copies are 16 bytes wide"
-        assert not one_row.serves(x[:, :k], weight, torch.zeros(n), activation, normed=normed)
+        small = x[:, :k]
+        assert one_row.serves(small, weight, None, activation, normed=normed)
+        assert not one_row.serves(x[:, 1 : k + 1], weight, None, activation, normed=normed), "copies of 16 bytes"
+        assert not one_row.serves(small, weight, torch.zeros(n), activation, normed=normed)
         assert not one_row.serves(two[:, :k], weight, None, activation, normed=normed)
-    weight = torch.empty(24576, 4096, dtype=BF16, device="cuda")
-    assert not one_row.serves(torch.empty(1, 4096, dtype=BF16, device="cuda"), weight, None, "silu", normed=True)
+    wide = torch.empty(4096, 12288, dtype=BF16, device="cuda")
+    assert not one_row.serves(x[:, :12288], wide, None, None, normed=True), "its norm would fill the registers"
 
 
 def test_float32_products_are_not_rounded_to_tf32() -> None:

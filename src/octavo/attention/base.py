@@ -13,12 +13,13 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from octavo.attention.mods import NO_MODS, AttentionMods
 from octavo.kv_cache.kernel_blocks import MultipleOf
+from octavo.ops.rope import Rotation
 from octavo.registry import Registry
 
 BACKENDS = Registry(
@@ -266,6 +267,19 @@ class AttentionBackend(Protocol):
         axis, any strides but a contiguous last axis. Latent variants: kv [blocks, 1, block_size, head_size], out
         [tokens, heads, value_size]. A score is scaled, capped, ALiBi's slope is added, the mask and sinks follow.
         """
+
+
+@runtime_checkable
+class RotatingBackend(AttentionBackend, Protocol):
+    """One that can also do what lies between a layer's projection and its attention."""
+
+    def rotates(self, rotation: Rotation, kv: torch.Tensor, variant: Variant) -> bool:
+        """Whether `run_rotating` serves the step's rows in such a layer."""
+
+    def run_rotating(
+        self, projected: torch.Tensor, rotation: Rotation, kv: torch.Tensor, variant: Variant, out: torch.Tensor
+    ) -> None:
+        """What `qk_norm_rope_store` does with projected [tokens, channels], and `run` with the q that it gives."""
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)

@@ -25,6 +25,7 @@ from octavo.ops.paged_attention import (
     can_run_on,
     paged_attention,
 )
+from octavo.ops.rope import Rotation
 
 
 class PagedBackend(BackendFrame):
@@ -95,4 +96,25 @@ class PagedBackend(BackendFrame):
             q, kv, *self._rows, out, sight=self._planners[variant].sight, plan=self._plans[variant],
             scratch=self._scratch, key_scale=layer.key_scale, value_scale=layer.value_scale,
             sinks=layer.sinks if variant.sinks else None, slopes=self._slopes[variant],
+        )  # fmt: skip
+
+    def rotates(self, rotation: Rotation, kv: torch.Tensor, variant: Variant) -> bool:
+        """See RotatingBackend."""
+        if kv.device.type != "cuda" or variant.sinks or variant.alibi_slopes:
+            return False
+        from octavo.ops.gpu import rotate_attend  # needs Gluon
+
+        planner = self._planners[variant]
+        return rotate_attend.serves(planner.heads, planner.sight, self._plans[variant], kv, rotation)
+
+    def run_rotating(
+        self, projected: torch.Tensor, rotation: Rotation, kv: torch.Tensor, variant: Variant, out: torch.Tensor
+    ) -> None:
+        """See RotatingBackend."""
+        from octavo.ops.gpu import rotate_attend  # needs Gluon
+
+        self.inputs.check_call(projected, kv, out)
+        rotate_attend.rotate_and_attend(
+            projected, rotation, kv, *self._rows, out, sight=self._planners[variant].sight, plan=self._plans[variant],
+            scratch=self._scratch,
         )  # fmt: skip

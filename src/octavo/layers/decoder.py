@@ -13,13 +13,13 @@ from typing import cast
 import torch
 from torch import nn
 
-from octavo.attention.base import ForwardContext, current_context
+from octavo.attention.base import ForwardContext, RotatingBackend, current_context
 from octavo.layers.attention import Attention
 from octavo.layers.base import Layer
 from octavo.layers.mlp import Mlp
 from octavo.layers.moe import MoeMlp
 from octavo.layers.norm import RMSNorm
-from octavo.ops.decoder import BoundDecoder, DecoderLayerOperands, enter_attention, last_norm, leave_attention
+from octavo.ops.decoder import BoundDecoder, DecoderLayerOperands, enter_attention, last_norm, leave_attention, project
 
 
 class DecoderLayer(Layer):
@@ -89,10 +89,17 @@ class DecoderLayer(Layer):
         """(x, residual) before the layer -> after it. `residual` None: x is also the residual."""
         context, operands = current_context(), self.operands
         group = context.group_of_layer[self.attention.index]
-        kv = context.kv_of_layer[self.attention.index]
-        q, residual = enter_attention(operands, x, residual, positions, kv, context.inputs[group].slot_mapping)
-        attended = torch.empty_like(q)
-        context.backends[group].run(q, kv, self.attention.variant, attended, self.attention.tensors)
+        kv, slots = context.kv_of_layer[self.attention.index], context.inputs[group].slot_mapping
+        backend, variant = context.backends[group], self.attention.variant
+        rotation = operands.rotation(positions, slots)
+        if isinstance(backend, RotatingBackend) and backend.rotates(rotation, kv, variant):
+            projected, residual = project(operands, x, residual)
+            attended = projected.new_empty(projected.shape[0], variant.num_heads, variant.head_size)
+            backend.run_rotating(projected, rotation, kv, variant, attended)
+        else:
+            q, residual = enter_attention(operands, x, residual, positions, kv, slots)
+            attended = torch.empty_like(q)
+            backend.run(q, kv, variant, attended, self.attention.tensors)
         x, residual = leave_attention(operands, attended, residual)
         return (x if isinstance(self.mlp, Mlp) else self.mlp.forward(x)), residual
 

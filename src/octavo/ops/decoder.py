@@ -23,7 +23,7 @@ from octavo.ops.attention import paged_attention
 from octavo.ops.fused import gated_linear, linear_add, normed_linear, runs_fused
 from octavo.ops.matmul import LinearWeight, linear
 from octavo.ops.norm import add_rms_norm, rms_norm
-from octavo.ops.rope import qk_norm_rope_store
+from octavo.ops.rope import Rotation, qk_norm_rope_store
 
 _P, _I, _C, _F = native.PTR, native.I64, native.I32, native.F32
 native.declare("octavo_enter_attention", [_P, _P, _P, _P, _P, _I, _P, _I, _P, _P, _I, _C])
@@ -88,6 +88,13 @@ class DecoderLayerOperands:
     soft_cap: float = 0.0
     key_scale: Tensor | None = None  # [kv_heads] float32, of a quantized cache
     value_scale: Tensor | None = None
+
+    def rotation(self, positions: Tensor, slot_mapping: Tensor) -> Rotation:
+        """What becomes of the projection of tokens."""
+        return Rotation(
+            positions=positions, cos_sin=self.cos_sin, q_norm=self.q_norm, k_norm=self.k_norm, eps=self.head_eps,
+            slot_mapping=slot_mapping,
+        )  # fmt: skip
 
     @functools.cached_property
     def header(self) -> _LayerHeader | None:
@@ -173,17 +180,21 @@ def enter_attention_composed(
     slot_mapping: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """`enter_attention` as separate operators, any device."""
-    if residual is None:
-        projected, total = normed_linear(x, layer.input_norm, layer.eps, layer.qkv, layer.qkv_bias), x
-    else:
-        normed, total = add_rms_norm(x, residual, layer.input_norm, layer.eps)
-        projected = linear(normed, layer.qkv, layer.qkv_bias)
+    projected, total = project(layer, x, residual)
     q = qk_norm_rope_store(
         projected, positions, layer.cos_sin, layer.q_norm, layer.k_norm,
         layer.head_eps, layer.num_heads, layer.num_kv_heads, layer.head_size, kv, slot_mapping,
         key_scale=layer.key_scale, value_scale=layer.value_scale,
     )  # fmt: skip
     return q, total
+
+
+def project(layer: DecoderLayerOperands, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(qkv [tokens, channels], residual): what `enter_attention` does up to the norm of q and k."""
+    if residual is None:
+        return normed_linear(x, layer.input_norm, layer.eps, layer.qkv, layer.qkv_bias), x
+    normed, total = add_rms_norm(x, residual, layer.input_norm, layer.eps)
+    return linear(normed, layer.qkv, layer.qkv_bias), total
 
 
 def leave_attention_composed(

@@ -112,6 +112,7 @@ class RowsLaunch:
     fold_limit: int  # leaves of a row that is not left to `merge`
     merges: bool
     max_leaves: int  # of a row, where `attend_few` takes them, undivided; else 0
+    single: bool = False  # few rows of one query: `octavo.ops.gpu.rotate_attend` may take them too
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -313,7 +314,8 @@ class Planner:
         if is_few and capacity == num_rows * max_leaves and not merges:
             programs = min(num_pairs * max_leaves, _FEW_PROGRAMS * self._processors)
             tile = dataclasses.replace(tile, stages=_FEW_STAGES, registers=None)
-            return RowsLaunch(tile, short, lines, programs, num_rows, 0, False, max_leaves), capacity
+            rows = RowsLaunch(tile, short, lines, programs, num_rows, 0, False, max_leaves, max_queries == 1)
+            return rows, capacity
         programs = (_ROW_PROGRAMS if tile.registers == _ROW_REGISTERS else _WIDE_ROW_PROGRAMS) * self._processors
         rows = RowsLaunch(tile, short, lines, programs, num_rows, _LONG if merges else 1 << 30, merges, 0)
         self._divide(rows, query_start, seq_lens, capacity, for_capture)

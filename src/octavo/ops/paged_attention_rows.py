@@ -131,8 +131,7 @@ def attend_few(
 
     No division is loaded: what a program waits for is short. ROWS: at least num_rows; max_leaves: of a row, bounds.
     """
-    wait_before(PDL)
-    end_before(PDL)
+    begin_after(PDL)
     num_pairs = num_rows * KV_HEADS
     place = tl.program_id(0)
     longest = place // num_pairs + 1  # the first is attended before the lengths are known

@@ -10,6 +10,7 @@ products are rounded before they are added (no fused multiply-add), so that nati
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import torch
@@ -87,6 +88,18 @@ def rope_table(
         raise ValueError(f"unknown rope kind {kind!r}: known are default, linear, llama3, yarn")
     angles = torch.arange(max_position, dtype=torch.float64)[:, None] * frequencies
     return torch.cat((angles.cos(), angles.sin()), dim=1).mul_(amplitude or own_amplitude).to(torch.float32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Rotation:
+    """What becomes of a projection in a layer and step: as `qk_norm_rope_store`'s arguments of these names."""
+
+    positions: torch.Tensor
+    cos_sin: torch.Tensor
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    eps: float
+    slot_mapping: torch.Tensor
 
 
 def qk_norm_rope_store(

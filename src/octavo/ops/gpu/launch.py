@@ -1,9 +1,12 @@
 """Launches that begin before the kernel ahead of them has ended (programmatic dependent launch, Hopper and later).
 
 Owns the options of such a launch and the calls that a kernel makes. A kernel with `PDL` calls `begin_after`, or
-`wait_before` and later `end_before`, before it reads what another kernel wrote and before it writes anything, on every
-path: the kernel after it relies on that.
-What it reads before are constants: weights. Invariant: no bit depends on how a kernel was launched.
+`wait_before` and later `end_before`, before it reads what another kernel wrote and before it writes anything; one
+program at least does so on every path, for the kernel after it relies on that.
+What it reads before are constants: weights, and, behind a kernel that is launched whole, what was written ahead of that
+one. A forward pass begins with such a kernel, `octavo.ops.gpu.embedding`'s: in its layers the step's lengths, tables,
+slots and positions are constants, and so is what the cache holds of earlier steps. Invariant: no bit depends on how a
+kernel was launched.
 """
 
 # Kernels are compiled from their source by Triton, whose values mypy does not know.

@@ -1,14 +1,16 @@
-"""Products of one row on a GPU, whose weights wait in shared memory while the kernel ahead ends.
+"""Products of one row on a GPU, whose weights are on their way, or there, while the kernel ahead ends.
 
-Owns that kernel: what `octavo.ops.gpu.few_rows` computes, for one row of bfloat16 and weights that fit. What is left to
-do once the row is there is the chain of matrix instructions over K, fed from shared memory at their own pace. Does not
-know layers. Invariant: the bits are those of the separate operators: the same order over K, the same tree of squares,
-and a rounding wherever those round.
+Owns these kernels: what `octavo.ops.gpu.few_rows` computes, for one row of bfloat16. Where a program's weights fit
+shared memory, all of them wait there for the row, and what is left to do is the chain of matrix instructions over K at
+its own pace. Larger ones stream through a ring in shared memory, which is full when the row comes. Does not know
+layers. Invariant: the bits are those of the separate operators: the same order over K, the same tree of squares, and a
+rounding wherever those round.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, assignment"
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import torch
@@ -24,9 +26,20 @@ from octavo.ops.gpu.launch import chained
 from octavo.ops.gpu.tree import padded_length, row_sums
 
 _PART = 256  # k of a piece of the weights in shared memory
-_MAX_BYTES = 100 << 10  # of a program's weights: two programs of different kernels share a processor
+_MAX_BYTES = 100 << 10  # of the weights that a processor holds for a kernel: two kernels share it
 _MIN_PROGRAMS = 64  # fewer do not draw weights fast enough
 _MULTIPLE = 1024  # of k: shapes that were not compared on a device are left to the other kernel
+_MAX_NORMED = 4096  # k that the warps of a program that streams hold in registers, to norm them
+_STREAMED, _STREAMED_WARPS = 32, 2  # channels of a program at a time, of gates if gated, and its warps
+
+
+@gluon.jit
+def _normed(x, k, scale, eps, K: gl.constexpr, LEVELS: gl.constexpr, layout: gl.constexpr):
+    """The row's k, normed, in float32."""
+    value = gl.load(x + k, mask=k < K, other=0.0).to(gl.float32)
+    square = gl.reshape(row_sums(value * value, LEVELS), (1, 1))
+    inverse = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(square, K * 1.0) + eps))
+    return value * gl.convert_layout(inverse, layout) * scale
 
 
 @gluon.jit
@@ -68,11 +81,7 @@ def _product(
     if ADD:
         before = gl.load(residual + channel).to(gl.float32)
     if NORM:
-        value = gl.load(x + k, mask=k < K, other=0.0).to(gl.float32)
-        square = gl.reshape(row_sums(value * value, LEVELS), (1, 1))
-        inverse = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(square, K * 1.0) + eps))
-        inverse = gl.convert_layout(inverse, lines)
-        row.store((value * inverse * scale).to(dtype))
+        row.store(_normed(x, k, scale, eps, K, LEVELS, lines).to(dtype))
     else:
         async_copy.async_copy_global_to_shared(row, x + k, mask=k < K)
         async_copy.commit_group()
@@ -95,28 +104,137 @@ def _product(
     gl.store(out + channel[:, None] + column[None, :], total, mask=(column == 0)[None, :])
 
 
-def _tile(n: int, k: int, normed: bool, gated: bool) -> tuple[int, int] | None:
-    """(channels of a program, of gates if gated, and its warps), the best of a sweep on an H200; None: not served."""
+@gluon.jit
+def _ask(
+    ring, at, step, first, stride, N: gl.constexpr, K: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr,
+    GATED: gl.constexpr,
+):  # fmt: skip
+    """Ask for the weights of a step: part step % PARTS of the program's group step // PARTS."""
+    PARTS: gl.constexpr = K // PART
+    offset = (first + step // PARTS * stride).to(gl.int64) * K + step % PARTS * PART
+    slot = step % STAGES
+    if GATED:
+        async_copy.async_copy_global_to_shared(ring.index(2 * slot), at + offset)
+        async_copy.async_copy_global_to_shared(ring.index(2 * slot + 1), at + (offset + N // 2 * K))
+    else:
+        async_copy.async_copy_global_to_shared(ring.index(slot), at + offset)
+
+
+@gluon.jit
+def _streamed(
+    x, norm, weight, residual, out, eps, N: gl.constexpr, K: gl.constexpr, PADDED: gl.constexpr, LEVELS: gl.constexpr,
+    BN: gl.constexpr, WARPS: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr,
+    NORM: gl.constexpr, GATED: gl.constexpr, ADD: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Every so many groups of BN channels; if GATED, of BN gates and their ups. STAGES: of the ring."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    dtype: gl.constexpr = weight.dtype.element_ty
+    PARTS: gl.constexpr = K // PART
+    SIDES: gl.constexpr = 2 if GATED else 1
+    CHUNK: gl.constexpr = PADDED if NORM else K & -K  # of the row: a power of two
+    lines: gl.constexpr = gl.BlockedLayout([1, 8], [256 // PART, PART // 8], [WARPS, 1], [1, 0])
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [1, WARPS], [1, 0])
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    sums: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, 8])
+    left: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
+    right: gl.constexpr = gl.DotOperandLayout(1, sums, 2)
+    first, stride = gl.program_id(0) * BN, gl.num_programs(0) * BN
+    groups = (N // SIDES - first + stride - 1) // stride
+    # The ring is filled.
+    at = weight + gl.arange(0, BN, gl.SliceLayout(1, lines))[:, None].to(gl.int64) * K
+    at += gl.arange(0, PART, gl.SliceLayout(0, lines))[None, :]
+    ring = gl.allocate_shared_memory(dtype, [STAGES * SIDES, BN, PART], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+    for early in gl.static_range(STAGES - 1):
+        _ask(ring, at, early, first, stride, N, K, PART, STAGES, GATED)
+        async_copy.commit_group()
+    row = gl.allocate_shared_memory(dtype, [(K + CHUNK - 1) // CHUNK, 1, CHUNK], plain)
+    k = gl.arange(0, CHUNK, gl.SliceLayout(0, wide))[None, :]
+    if NORM:
+        scale = gl.load(norm + k, mask=k < K, other=0.0)
+    channel = first + gl.arange(0, BN, gl.SliceLayout(1, sums))
+    column = gl.arange(0, 8, gl.SliceLayout(0, sums))  # of the matrix unit: the row is in each
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    # The row is there.
+    if NORM:
+        row.index(0).store(_normed(x, k, scale, eps, K, LEVELS, wide).to(dtype))
+    else:
+        for chunk in gl.static_range(K // CHUNK):
+            row.index(chunk).store(gl.load(x + chunk * CHUNK + k))
+    rows = row._reinterpret(dtype, [(K + CHUNK - 1) // CHUNK * (CHUNK // PART), 1, PART], plain)
+    for group in range(groups):
+        total = gl.zeros([BN, 8], gl.float32, sums)
+        if GATED:
+            up = gl.zeros([BN, 8], gl.float32, sums)
+        if ADD:
+            before = gl.load(residual + channel + group * stride).to(gl.float32)
+        for part in range(PARTS):
+            step = group * PARTS + part
+            async_copy.wait_group(STAGES - 2)
+            tl.debug_barrier()
+            if step + (STAGES - 1) < groups * PARTS:
+                _ask(ring, at, step + (STAGES - 1), first, stride, N, K, PART, STAGES, GATED)
+            async_copy.commit_group()
+            slot = step % STAGES * SIDES
+            b = rows.index(part).permute((1, 0)).load(right)
+            b = gl.broadcast(b, gl.zeros([PART, 8], dtype, right))[0]
+            total = mma_v2(ring.index(slot).load(left), b, total)
+            if GATED:
+                up = mma_v2(ring.index(slot + 1).load(left), b, up)
+        y = total.to(out.dtype.element_ty)
+        if GATED:
+            y = gated_value(y.to(gl.float32), up.to(dtype).to(gl.float32), False).to(dtype)
+        if ADD:
+            y = (y.to(gl.float32) + before[:, None]).to(dtype)
+        gl.store(out + (channel + group * stride)[:, None] + column[None, :], y, mask=(column == 0)[None, :])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Tile:
+    """How a product is launched. stages: of the ring; 0 where a program holds all of its weights."""
+
+    channels: int
+    warps: int
+    programs: int
+    stages: int
+    part: int = _PART
+
+
+@functools.cache
+def _tile(n: int, k: int, normed: bool, gated: bool, processors: int) -> _Tile | None:
+    """The best of a sweep on an H200, in a chain of such products; None: not served."""
+    sides = 2 if gated else 1
+    if k % _MULTIPLE:
+        return None
     channels, warps = (32, 2) if normed and not gated else (16, 1)
-    programs, left = divmod(n // 2 if gated else n, channels)
-    num_bytes = 2 * k * channels * (2 if gated else 1)
-    served = not left and programs >= _MIN_PROGRAMS and k % _MULTIPLE == 0 and num_bytes <= _MAX_BYTES
-    return (channels, warps) if served else None
+    programs, left = divmod(n // sides, channels)
+    if not left and programs >= _MIN_PROGRAMS and 2 * k * channels * sides <= _MAX_BYTES:
+        return _Tile(channels, warps, programs, 0)
+    programs, left = divmod(n // sides, _STREAMED)
+    if left or programs < _MIN_PROGRAMS or (normed and k > _MAX_NORMED):
+        return None
+    a_processor = -(-programs // processors) if programs <= 2 * processors else 1
+    stages = min(_MAX_BYTES // (2 * _PART * _STREAMED * sides * a_processor), k // _PART + 1)
+    return _Tile(_STREAMED, _STREAMED_WARPS, min(programs, a_processor * processors), stages)
 
 
 def serves(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, *, normed: bool) -> bool:
     """Whether x [1, K] by weight [N, K] runs here: bfloat16, without a bias, silu or no activation."""
-    plain = x.shape[0] == 1 and x.dtype == torch.bfloat16 and bias is None and activation in (None, "silu")
-    if not plain or not x.is_cuda or not _has_room(x.device.index):
+    plain = x.shape[0] == 1 and x.dtype == weight.dtype == torch.bfloat16
+    if not plain or bias is not None or activation not in (None, "silu") or not x.is_cuda:
         return False
-    if _tile(weight.shape[0], weight.shape[1], normed, activation is not None) is None:
+    device = _device(x.device.index)
+    if device["max_shared_mem"] < 2 * _MAX_BYTES:
+        return False
+    if _tile(*weight.shape, normed, activation is not None, device["multiprocessor_count"]) is None:
         return False
     return x.data_ptr() % 16 == weight.data_ptr() % 16 == 0  # copies to shared memory are 16 bytes wide
 
 
 @functools.cache
-def _has_room(device: int) -> bool:
-    return driver.active.utils.get_device_properties(device)["max_shared_mem"] >= 2 * _MAX_BYTES
+def _device(index: int) -> dict[str, int]:
+    return dict(driver.active.utils.get_device_properties(index))
 
 
 def product(
@@ -124,12 +242,13 @@ def product(
 ) -> None:
     """Into out [1, N]: the product of x, normed if there is a norm, through silu if gated, or plus the residual."""
     n, k = weight.shape
-    padded, tile = padded_length(k), _tile(n, k, norm is not None, gated)
+    padded = padded_length(k)
+    tile = _tile(n, k, norm is not None, gated, _device(x.device.index)["multiprocessor_count"])
     assert tile is not None, "the shape is served"
-    channels, warps = tile
-    _product[(out.shape[1] // channels,)](
+    kernel, more = (_streamed, {"STAGES": tile.stages}) if tile.stages else (_product, {"BK": 128})
+    kernel[(tile.programs,)](
         x, out if norm is None else norm, weight, x if residual is None else residual, out, eps, N=n, K=k,
-        PADDED=padded, LEVELS=padded.bit_length() - 1, BN=channels, WARPS=warps, BK=128, PART=_PART,
-        NORM=norm is not None, GATED=gated, ADD=residual is not None, num_warps=warps, enable_fp_fusion=False,
-        **chained(x.device),
+        PADDED=padded, LEVELS=padded.bit_length() - 1, BN=tile.channels, WARPS=tile.warps, PART=tile.part,
+        NORM=norm is not None, GATED=gated, ADD=residual is not None, num_warps=tile.warps, enable_fp_fusion=False,
+        **more, **chained(x.device),
     )  # fmt: skip

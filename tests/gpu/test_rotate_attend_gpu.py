@@ -1,0 +1,32 @@
+"""Rotation and attention of few decoding rows in one kernel: the bits of the two operators."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "attention"))
+
+if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] < 9:
+    pytest.skip("needs a Hopper GPU", allow_module_level=True)
+
+import rotate_rig
+
+pytestmark = pytest.mark.gpu
+# around tiles of 64, halves of 256, leaves of 256 and, behind 1,024 tokens, of 512
+LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 130, 255, 256, 257, 300, 511, 513, 1000, 1024, 1025, 1281, 1537, 4000, 20000)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(16, 8), (32, 8), (8, 8), (28, 4)])
+def test_a_row_has_the_bits_of_the_two_operators(heads: int, kv_heads: int) -> None:
+    for index, length in enumerate(LENGTHS):
+        rotate_rig.check([length], heads, kv_heads, (64, 16, 128)[index % 3], seed=index)
+
+
+@pytest.mark.parametrize("lengths", [[300, 5], [700, 1, 64, 1300], [2000, 257, 1], [40, 600, 0, 0], [3, 0]])
+def test_rows_beside_it_move_no_bit(lengths: list[int]) -> None:
+    for block_size in (16, 64):
+        rotate_rig.check(lengths, 16, 8, block_size, normed=block_size == 64, seed=len(lengths))
