@@ -136,8 +136,8 @@ def _turned(first, second, weights, cosine, sine, eps, LEVELS: gl.constexpr, NOR
         squares = row_sums(first * first + second * second, LEVELS)
         inverse = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(squares, 2.0 * first.shape[1]) + eps))
         inverse = gl.convert_layout(inverse, gl.SliceLayout(1, _HEADS))[:, None]
-        first = (first * inverse * weights[0][None, :]).to(dtype).to(gl.float32)
-        second = (second * inverse * weights[1][None, :]).to(dtype).to(gl.float32)
+        first = (first * inverse * weights[0]).to(dtype).to(gl.float32)
+        second = (second * inverse * weights[1]).to(dtype).to(gl.float32)
     halves = gl.join((first * cosine - second * sine).to(dtype), (second * cosine + first * sine).to(dtype))
     return gl.reshape(gl.permute(halves, (0, 2, 1)), [first.shape[0], 2 * first.shape[1]])
 
@@ -286,8 +286,8 @@ def _finish(
 def _rotate_and_attend(
     qkv, positions, cos_sin, q_norm, k_norm, slots, kv, out, query_start, seq_lens, table, parts, stats, counters,
     qkv_token, out_token, kv_block, kv_head, table_row, eps, score_scale, num_rows, max_leaves, kv_token: gl.constexpr,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, LINES: gl.constexpr, HEAD: gl.constexpr, LEVELS: gl.constexpr,
-    BLOCK: gl.constexpr, NORM: gl.constexpr, GATHER: gl.constexpr, PDL: gl.constexpr,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, LINES: gl.constexpr, HEAD: gl.constexpr,
+    LEVELS: gl.constexpr, BLOCK: gl.constexpr, NORM: gl.constexpr, GATHER: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Grid: any. Leaf by leaf, in a leaf row by row, in a row KV head by KV head: each program takes every so many."""
     if PDL:
@@ -295,8 +295,8 @@ def _rotate_and_attend(
     dtype: gl.constexpr = out.dtype.element_ty
     keys = gl.allocate_shared_memory(dtype, [4, 64, HEAD], _SWIZZLED)
     values = gl.allocate_shared_memory(dtype, [4, 64, HEAD], _SWIZZLED)
-    turned = gl.allocate_shared_memory(dtype, [8, HEAD], _SWIZZLED)
-    fresh_k = gl.allocate_shared_memory(dtype, [1, HEAD], _PLAIN)
+    turned = gl.allocate_shared_memory(dtype, [ROWS, HEAD], _SWIZZLED)
+    heads = gl.allocate_shared_memory(dtype, [ROWS, HEAD], _PLAIN)
     fresh_v = gl.allocate_shared_memory(dtype, [1, HEAD], _PLAIN)
     weights_at = gl.allocate_shared_memory(dtype, [_HALF, 8], _PLAIN)
     num_pairs, programs = num_rows * KV_HEADS, gl.num_programs(0)
@@ -321,10 +321,11 @@ def _rotate_and_attend(
     elif PDL and gl.program_id(0) == 0:  # the kernel does not end before the one ahead
         tl.extra.cuda.gdc_wait()
     channel = gl.arange(0, HEAD // 2, gl.SliceLayout(0, _HEADS))
-    q_weights, k_weights = (channel, channel), (channel, channel)
+    head = gl.arange(0, ROWS, gl.SliceLayout(1, _HEADS))[:, None]  # of Q in the group, then that of K
+    weights = (channel, channel)
     if NORM:
-        q_weights = gl.load(q_norm + channel), gl.load(q_norm + HEAD // 2 + channel)
-        k_weights = gl.load(k_norm + channel), gl.load(k_norm + HEAD // 2 + channel)
+        norm = gl.where(head == GROUP, k_norm, q_norm) + channel[None, :]
+        weights = (gl.load(norm), gl.load(norm + HEAD // 2))
     leaf = gl.zeros([HEAD, 8], gl.float32, _S)
     leaf_sum = gl.zeros([HEAD, 8], gl.float32, _S)
     leaf_max = gl.full([8], float("-inf"), gl.float32, _COLUMN)
@@ -356,25 +357,24 @@ def _rotate_and_attend(
         if PDL:
             tl.extra.cuda.gdc_wait()
         # The projection is there.
-        head = gl.arange(0, 8, gl.SliceLayout(1, _HEADS))
-        q_at = qkv + token * qkv_token + (kv_index * GROUP + head)[:, None] * HEAD + channel[None, :]
-        low = gl.load(q_at, mask=(head < GROUP)[:, None], other=0.0)
-        high = gl.load(q_at + HEAD // 2, mask=(head < GROUP)[:, None], other=0.0)
-        one, whole = gl.arange(0, 1, gl.SliceLayout(1, _HEADS)), gl.arange(0, HEAD, gl.SliceLayout(0, _HEADS))[None, :]
-        k_at = qkv + token * qkv_token + (KV_HEADS * GROUP + kv_index + one)[:, None] * HEAD
-        k_low, k_high = gl.load(k_at + channel[None, :]), gl.load(k_at + HEAD // 2 + channel[None, :])
-        new_v = gl.load(k_at + KV_HEADS * HEAD + whole)
-        turned.store(_turned(low, high, q_weights, cosine, sine, eps, LEVELS, NORM))
-        new_k = _turned(k_low, k_high, k_weights, cosine, sine, eps, LEVELS, NORM)
-        fresh_k.store(new_k)
+        source = qkv + token * qkv_token
+        of_heads = gl.where(head == GROUP, KV_HEADS * GROUP + kv_index, kv_index * GROUP + head) * HEAD
+        at = source + of_heads + channel[None, :]
+        low, high = gl.load(at, mask=head <= GROUP, other=0.0), gl.load(at + HEAD // 2, mask=head <= GROUP, other=0.0)
+        whole = gl.arange(0, HEAD, gl.SliceLayout(0, _HEADS))[None, :]
+        new_v = gl.load(source + (KV_HEADS * (GROUP + 1) + kv_index) * HEAD + whole)
+        both = _turned(low, high, weights, cosine, sine, eps, LEVELS, NORM)
+        turned.store(both)
+        heads.store(both)
         fresh_v.store(new_v)
         is_new = seq_len <= leaf_end
-        if is_new & is_done & (slot >= 0):
-            at = kv + (slot // BLOCK * kv_block + kv_index * kv_head + slot % BLOCK * kv_token) + whole
-            gl.store(at, gl.convert_layout(new_k, _HEADS))
-            gl.store(at + HEAD, new_v)
         tl.debug_barrier()
-        queries = turned.permute((1, 0)).load(_RIGHT)
+        fresh_k = heads.slice(GROUP, 1)
+        if is_new & is_done & (slot >= 0):
+            stored = kv + (slot // BLOCK * kv_block + kv_index * kv_head + slot % BLOCK * kv_token) + whole
+            gl.store(stored, fresh_k.load(_HEADS))
+            gl.store(stored + HEAD, new_v)
+        queries = turned.slice(0, 8).permute((1, 0)).load(_RIGHT)
         newest = gl.where(is_new, seq_len - 1 - start, 1 << 20)
         leaf, leaf_sum, leaf_max = _attend_half(
             keys, values, kv, after, queries, fresh_k, fresh_v, newest, leaf_end - start, score_scale, weights_at,
@@ -430,6 +430,6 @@ def rotate_and_attend(
         rotation.cos_sin if rotation.k_norm is None else rotation.k_norm, rotation.slot_mapping, kv, out, query_start,
         seq_lens, block_table, *parts, projected.stride(0), out.stride(0), kv.stride(0), kv.stride(1),
         block_table.stride(0), rotation.eps, sight.scale * _LOG2_E, rows.num_rows, rows.max_leaves,
-        kv_token=kv.stride(2), KV_HEADS=kv_heads, GROUP=group, LINES=rows.lines, HEAD=_HEAD, LEVELS=6, BLOCK=block_size,
-        NORM=norm is not None, GATHER=4, num_warps=_WARPS, enable_fp_fusion=False, **chained(kv.device),
+        kv_token=kv.stride(2), KV_HEADS=kv_heads, GROUP=group, ROWS=8 if group < 8 else 16, LINES=rows.lines,
+        HEAD=_HEAD, LEVELS=6, BLOCK=block_size, NORM=norm is not None, GATHER=4, num_warps=_WARPS, enable_fp_fusion=False, **chained(kv.device),
     )  # fmt: skip
