@@ -431,6 +431,6 @@ def rotate_and_attend(
         seq_lens, block_table, *parts, projected.stride(0), out.stride(0), kv.stride(0), kv.stride(1),
         block_table.stride(0), rotation.eps, sight.scale * _LOG2_E, rows.num_rows, rows.max_leaves,
         kv_token=kv.stride(2), KV_HEADS=kv_heads, GROUP=group, ROWS=8 if group < 8 else 16, LINES=rows.lines,
-        HEAD=_HEAD, LEVELS=6, BLOCK=block_size, NORM=norm is not None, GATHER=4, num_warps=_WARPS, enable_fp_fusion=False,
-        **chained(kv.device),
+        HEAD=_HEAD, LEVELS=6, BLOCK=block_size, NORM=norm is not None, GATHER=4, num_warps=_WARPS,
+        enable_fp_fusion=False, **chained(kv.device),
     )  # fmt: skip
