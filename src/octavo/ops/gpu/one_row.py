@@ -30,7 +30,6 @@ _MAX_BYTES = 100 << 10  # of the weights that a processor holds for a kernel: tw
 _MIN_PROGRAMS = 64  # fewer do not draw weights fast enough
 _MULTIPLE = 1024  # of k: shapes that were not compared on a device are left to the other kernel
 _MAX_NORMED = 4096  # k that the warps of a program that streams hold in registers, to norm them
-_STREAMED, _STREAMED_WARPS = 32, 2  # channels of a program at a time, of gates if gated, and its warps
 
 
 @gluon.jit
@@ -203,7 +202,7 @@ class _Tile:
 
 @functools.cache
 def _tile(n: int, k: int, normed: bool, gated: bool, processors: int) -> _Tile | None:
-    """The best of a sweep on an H200, in a chain of such products; None: not served."""
+    """The best of a sweep on an H200, in chains of such products; None: not served."""
     sides = 2 if gated else 1
     if k % _MULTIPLE:
         return None
@@ -211,12 +210,16 @@ def _tile(n: int, k: int, normed: bool, gated: bool, processors: int) -> _Tile |
     programs, left = divmod(n // sides, channels)
     if not left and programs >= _MIN_PROGRAMS and 2 * k * channels * sides <= _MAX_BYTES:
         return _Tile(channels, warps, programs, 0)
-    programs, left = divmod(n // sides, _STREAMED)
+    channels, warps = (64, 4) if normed and not gated else (32, 2)
+    programs, left = divmod(n // sides, channels)
     if left or programs < _MIN_PROGRAMS or (normed and k > _MAX_NORMED):
         return None
-    a_processor = -(-programs // processors) if programs <= 2 * processors else 1
-    stages = min(_MAX_BYTES // (2 * _PART * _STREAMED * sides * a_processor), k // _PART + 1)
-    return _Tile(_STREAMED, _STREAMED_WARPS, min(programs, a_processor * processors), stages)
+    part, num_bytes = _PART, _MAX_BYTES
+    if programs > 2 * processors:  # two of them fill a processor, and take several groups of channels
+        part, programs = _PART // 2, 2 * processors
+    elif programs > processors:
+        num_bytes //= 2
+    return _Tile(channels, warps, programs, min(num_bytes // (2 * part * channels * sides), k // part + 1), part)
 
 
 def serves(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, *, normed: bool) -> bool:

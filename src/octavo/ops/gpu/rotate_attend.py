@@ -32,7 +32,7 @@ _FIRST_LEAF, _FIRST_TOKENS, _LEAF = gl.constexpr(FIRST_LEAF), gl.constexpr(FIRST
 _FIRST_LEAVES = gl.constexpr(FIRST_TOKENS // FIRST_LEAF)
 _HALF = gl.constexpr(256)  # tokens that are in shared memory
 _HEAD = 128
-_MAX_GROUP = 8  # a line of a matrix instruction each
+_MAX_GROUP = 7  # its queries and K have a line of a matrix instruction each
 _WARPS = 4
 _LOG2_E = math.log2(math.e)
 _S = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8]))
@@ -286,7 +286,7 @@ def _finish(
 def _rotate_and_attend(
     qkv, positions, cos_sin, q_norm, k_norm, slots, kv, out, query_start, seq_lens, table, parts, stats, counters,
     qkv_token, out_token, kv_block, kv_head, table_row, eps, score_scale, num_rows, max_leaves, kv_token: gl.constexpr,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, LINES: gl.constexpr, HEAD: gl.constexpr,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, LINES: gl.constexpr, HEAD: gl.constexpr,
     LEVELS: gl.constexpr, BLOCK: gl.constexpr, NORM: gl.constexpr, GATHER: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Grid: any. Leaf by leaf, in a leaf row by row, in a row KV head by KV head: each program takes every so many."""
@@ -295,8 +295,8 @@ def _rotate_and_attend(
     dtype: gl.constexpr = out.dtype.element_ty
     keys = gl.allocate_shared_memory(dtype, [4, 64, HEAD], _SWIZZLED)
     values = gl.allocate_shared_memory(dtype, [4, 64, HEAD], _SWIZZLED)
-    turned = gl.allocate_shared_memory(dtype, [ROWS, HEAD], _SWIZZLED)
-    heads = gl.allocate_shared_memory(dtype, [ROWS, HEAD], _PLAIN)
+    turned = gl.allocate_shared_memory(dtype, [8, HEAD], _SWIZZLED)
+    heads = gl.allocate_shared_memory(dtype, [8, HEAD], _PLAIN)
     fresh_v = gl.allocate_shared_memory(dtype, [1, HEAD], _PLAIN)
     weights_at = gl.allocate_shared_memory(dtype, [_HALF, 8], _PLAIN)
     num_pairs, programs = num_rows * KV_HEADS, gl.num_programs(0)
@@ -321,7 +321,7 @@ def _rotate_and_attend(
     elif PDL and gl.program_id(0) == 0:  # the kernel does not end before the one ahead
         tl.extra.cuda.gdc_wait()
     channel = gl.arange(0, HEAD // 2, gl.SliceLayout(0, _HEADS))
-    head = gl.arange(0, ROWS, gl.SliceLayout(1, _HEADS))[:, None]  # of Q in the group, then that of K
+    head = gl.arange(0, 8, gl.SliceLayout(1, _HEADS))[:, None]  # of Q in the group, then that of K
     weights = (channel, channel)
     if NORM:
         norm = gl.where(head == GROUP, k_norm, q_norm) + channel[None, :]
@@ -374,7 +374,7 @@ def _rotate_and_attend(
             stored = kv + (slot // BLOCK * kv_block + kv_index * kv_head + slot % BLOCK * kv_token) + whole
             gl.store(stored, fresh_k.load(_HEADS))
             gl.store(stored + HEAD, new_v)
-        queries = turned.slice(0, 8).permute((1, 0)).load(_RIGHT)
+        queries = turned.permute((1, 0)).load(_RIGHT)
         newest = gl.where(is_new, seq_len - 1 - start, 1 << 20)
         leaf, leaf_sum, leaf_max = _attend_half(
             keys, values, kv, after, queries, fresh_k, fresh_v, newest, leaf_end - start, score_scale, weights_at,
@@ -430,7 +430,7 @@ def rotate_and_attend(
         rotation.cos_sin if rotation.k_norm is None else rotation.k_norm, rotation.slot_mapping, kv, out, query_start,
         seq_lens, block_table, *parts, projected.stride(0), out.stride(0), kv.stride(0), kv.stride(1),
         block_table.stride(0), rotation.eps, sight.scale * _LOG2_E, rows.num_rows, rows.max_leaves,
-        kv_token=kv.stride(2), KV_HEADS=kv_heads, GROUP=group, ROWS=8 if group < 8 else 16, LINES=rows.lines,
+        kv_token=kv.stride(2), KV_HEADS=kv_heads, GROUP=group, LINES=rows.lines,
         HEAD=_HEAD, LEVELS=6, BLOCK=block_size, NORM=norm is not None, GATHER=4, num_warps=_WARPS,
         enable_fp_fusion=False, **chained(kv.device),
     )  # fmt: skip
