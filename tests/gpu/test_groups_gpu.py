@@ -140,13 +140,20 @@ def logits_of(model: str, folder: Path, backend: str, dtype: str = "bfloat16", *
     return seen.all()
 
 
+@functools.cache
+def oracles(model: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of the `reference` backend: in bfloat16, and in float32 on the CPU."""
+    with tempfile.TemporaryDirectory() as folder:
+        expected = logits_of(model, Path(folder), "reference")
+        return expected, logits_of(model, Path(folder), "reference", "float32", device="cpu").to(expected.device)
+
+
 @pytest.mark.parametrize(("model", "backend"), CASES)
 def test_bfloat16_logits_are_near_the_reference_backends(
     tmp_path: Path, model: str, backend: str, record_property: Any
 ) -> None:
     """A relative error of at most 1e-2, and no further from float32 than the reference."""
-    found, expected = logits_of(model, tmp_path, backend), logits_of(model, tmp_path, "reference")
-    exact = logits_of(model, tmp_path, "reference", "float32", device="cpu").to(found.device)
+    found, (expected, exact) = logits_of(model, tmp_path, backend), oracles(model)
     assert found.shape == expected.shape == (len(PROMPTS) * 6, found.shape[1])
     error = ((found - expected).norm() / expected.norm()).item()
     own, theirs = (((x - exact).norm() / exact.norm()).item() for x in (found, expected))
