@@ -134,6 +134,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
         (["generate", "a", "--logit-bias", "{"], "expected JSON"),
         (["generate", "a", "--block-size", "13"], "block_size=13 (from command line): must be a power of two"),
         (["generate", "a", "--block-size", "4"], "from 8 to 256"),
+        (["generate", "a", "--nope"], "unknown flag --nope; see `octavo generate --help`"),
         (["generate", "a", "--dtype", "float17"], "did you mean float16?"),
         (["generate", "a", "--max-model-len", "many"], "16k"),
         (["generate", "a", "--kv-cache-memory-bytes", "4Q"], "512M"),

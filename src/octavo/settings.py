@@ -86,8 +86,9 @@ def flag_name(field: str) -> str:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """ "did you mean X?" for a near miss, else ""."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f"did you mean {close[0]}?" if close else ""
+    bare = {word.lstrip("-"): word for word in known}  # that both begin with dashes brings no two flags nearer
+    close = difflib.get_close_matches(name.lstrip("-"), bare, n=1, cutoff=0.6)
+    return f"did you mean {bare[close[0]]}?" if close else ""
 
 
 def parse_length(text: str) -> int:

@@ -34,6 +34,7 @@ from octavo.layers.latent_attention import LatentAttention
 from octavo.memory import ITEMSIZE, MemoryPlan
 from octavo.models.base import Model
 from octavo.ops.cache_store import LIMITS
+from octavo.settings import ConfigError
 
 _LOG = logging.getLogger(__name__)
 CALIBRATION_TOKENS = 64
@@ -81,8 +82,11 @@ def backend_of_layers(resolved: Resolved, num_layers: int) -> list[str]:
 
 
 def capability(name: str) -> Capability:
-    """What the backend called `name` states."""
-    found: Capability = BACKENDS.resolve(name).capability
+    """What the backend called `name` states. Raises ConfigError for one that is not known or does not load."""
+    try:
+        found: Capability = BACKENDS.resolve(name).capability
+    except ValueError as error:
+        raise ConfigError("attention_backend", name, str(error)) from None
     return found
 
 

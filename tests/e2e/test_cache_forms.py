@@ -176,12 +176,17 @@ def test_L3_G3_backends_without_a_common_layout_are_refused_with_what_each_takes
         ({"reference": [0], "cpu": [0]}, "names a layer twice"),
         ({"reference": "0"}, "must name layers per backend"),
         (["reference"], "must name layers per backend"),
-        ({"refrence": [0]}, "unknown attention backend 'refrence'"),
+        ({"refrence": [0]}, "unknown attention backend 'refrence'.*change --attention-backend"),
     ],
 )
 def test_layers_that_cannot_have_another_backend(make_llm: Make, layers: Any, named: str) -> None:
     with pytest.raises(ValueError, match=named):
         make_llm(attention_config={"layer_backends": layers})
+
+
+def test_a_backend_that_is_not_known_is_refused_with_the_setting(make_llm: Make) -> None:
+    with pytest.raises(ValueError, match=r"attention_backend='warp': unknown .* known are cpu, .*--attention-backend"):
+        make_llm(attention_backend="warp")
 
 
 def test_the_choice_of_a_backend_is_logged_once_with_its_reason(
