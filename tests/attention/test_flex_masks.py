@@ -285,6 +285,25 @@ def test_rows_of_one_query_beside_prompts_have_the_tile_of_decode() -> None:
     torch.testing.assert_close(outs[2], outs[0], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize(("length", "tiles"), [(100, 2), (2049, 1), (5000, 1)])
+def test_a_request_alone_has_one_tile_of_several_leaves(length: int, tiles: int) -> None:
+    """But two tiles of one leaf, since torch compiles anew for a mask row that is alone."""
+    setup = Setup(max_num_rows=4, max_num_tokens=64, max_model_len=8192, num_blocks=320, block_size=16)
+    inputs = AttentionInputs(
+        num_rows=1, num_tokens=1, max_query_len=1, max_seq_len=length, block_size=16,
+        query_start=torch.tensor([0, 1]).int(), seq_lens=torch.tensor([length]).int(),
+        block_table=torch.randperm(319)[None].add(1).int(), slot_mapping=torch.full((1,), -1),
+    )  # fmt: skip
+    q, kv, outs = torch.randn(1, 8, 16), torch.randn(320, 2, 16, 32), []
+    for cls in (FlexBackend, ReferenceBackend):
+        backend = cls([PLAIN], torch.float32, CPU, setup)
+        outs.append(torch.full_like(q, float("nan")))
+        backend.prepare(inputs)
+        backend.run(q, kv, PLAIN, outs[-1])
+        assert cls is ReferenceBackend or backend._plans[PLAIN][0].num_tiles == tiles
+    torch.testing.assert_close(*outs, atol=1e-5, rtol=1e-5)
+
+
 def test_F1_G2_memory_does_not_grow_with_the_pool() -> None:
     """But for one number per block, a ten-thousandth of the block itself."""
     sizes = []
