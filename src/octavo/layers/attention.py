@@ -47,27 +47,24 @@ class Attention(Layer):
         index: int,
         variant: Variant,
         rotary: RotaryTable,
-        size: int,
+        arch: Arch,
         dtype: torch.dtype,
         *,
-        bias: bool = False,
-        output_bias: bool = False,
         qk_norm: bool = False,
-        norm_eps: float = 1e-6,
         norm_offset: float = 0.0,
     ) -> None:
-        """`size`: of the hidden state; `qk_norm`: an RMS norm on each head of q and k."""
+        """`qk_norm`: an RMS norm on each head of q and k."""
         super().__init__()
         self.index = index
         self.variant = variant
         self.tensors = NO_TENSORS  # what it brings to each call of a backend
         self.stored_scales: tuple[torch.Tensor, torch.Tensor] | None = None  # of a float8 cache, from the checkpoint
         self.__dict__["rotary"] = rotary  # a reference, not a child: the model owns it
-        self.norm_eps = norm_eps
+        self.norm_eps = arch.norm_eps
         self._norm_offset = norm_offset
         q_size, kv_size = variant.num_heads * variant.head_size, variant.num_kv_heads * variant.head_size
-        self.qkv = Linear(size, {"q": q_size, "k": kv_size, "v": kv_size}, dtype, bias=bias)
-        self.output = Linear(q_size, size, dtype, bias=output_bias)
+        self.qkv = Linear(arch.hidden_size, {"q": q_size, "k": kv_size, "v": kv_size}, dtype, bias=arch.attention_bias)
+        self.output = Linear(q_size, arch.hidden_size, dtype, bias=arch.output_bias)
         for name in ("q_norm", "k_norm"):
             if qk_norm:
                 self.declare(name, (variant.head_size,), torch.float32, dummy=1.0 - norm_offset)

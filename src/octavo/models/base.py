@@ -1,7 +1,7 @@
 """Model: what the engine and the loader ask of every family.
 
-Owns the protocol and the meaning of a weight map. Knows no family. Invariant: a model is whole in its own
-file; what families share is in layers.
+Owns the protocol and the meaning of a weight map. Knows no family. Invariant: what a family's layers are and how its
+weights are called is whole in its own file; what families share is in layers, and around the layers in causal_lm.
 """
 
 from __future__ import annotations

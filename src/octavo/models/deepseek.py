@@ -8,18 +8,17 @@ Invariant: float32 logits within 1e-4 of transformers'.
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from octavo.arch import Arch
 from octavo.attention.base import Variant
 from octavo.layers.attention import RotaryTable
 from octavo.layers.base import Layer
-from octavo.layers.embedding import head_and_embedding
 from octavo.layers.latent_attention import LatentAttention
 from octavo.layers.mlp import Mlp
 from octavo.layers.moe import MoeMlp
 from octavo.layers.norm import RMSNorm
-from octavo.models.base import WeightMap, end_weights
+from octavo.models.base import WeightMap
+from octavo.models.causal_lm import CausalLM
 
 WEIGHT_MAP: WeightMap = {
     "model.layers.*.input_layernorm.weight": ("layers.*.input_norm.weight", ""),
@@ -78,13 +77,11 @@ class DeepseekLayer(Layer):
         return self.mlp.forward(x), residual
 
 
-class DeepseekForCausalLM(Layer):
-    """The decoder and its output head; see models.base.Model."""
+class DeepseekForCausalLM(CausalLM):
+    """Embedding, layers, last norm and output head; see models.base.Model."""
 
     def __init__(self, arch: Arch, dtype: torch.dtype) -> None:
         """On the meta device, of the shape that `arch` says."""
-        super().__init__()
-        self.arch = arch
         assert arch.latent is not None, "DeepSeek's attention is latent"
         variant = Variant(
             num_heads=arch.num_heads,
@@ -93,29 +90,19 @@ class DeepseekForCausalLM(Layer):
             scale=arch.attention_scale,
             value_size=arch.latent.latent_size,
         )
-        self.attention_variants = [variant] * arch.num_layers
-        rope = arch.layers[0].rope
-        self.rotary = RotaryTable(rope, arch.latent.rope_size, arch.max_position)
-        self.layers = nn.ModuleList(
-            DeepseekLayer(index, arch, variant, self.rotary, dtype) for index in range(arch.num_layers)
-        )
-        self.norm = RMSNorm(arch.hidden_size, arch.norm_eps)
-        self.head, self.embedding = head_and_embedding(arch, dtype)
-        self.ignored_weights = ("*.rotary_emb.inv_freq", "lm_head.weight", f"model.layers.{arch.num_layers}.*")
-        self.weight_map = {**WEIGHT_MAP, **end_weights(tied=arch.tied)}
+        rotary = RotaryTable(arch.layers[0].rope, arch.latent.rope_size, arch.max_position)
+        layers = [DeepseekLayer(index, arch, variant, rotary, dtype) for index in range(arch.num_layers)]
+        super().__init__(arch, dtype, [variant] * arch.num_layers, [rotary], layers, WEIGHT_MAP)
+        self.ignored_weights = (*CausalLM.ignored_weights, f"model.layers.{arch.num_layers}.*")
         if not arch.latent.query_size:  # then the first product makes the query itself
             self.weight_map["model.layers.*.self_attn.q_proj.weight"] = self.weight_map.pop(
                 "model.layers.*.self_attn.q_a_proj.weight"
             )
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Hidden states after the final norm."""
+        """Hidden states after the last norm."""
         x, residual = self.embedding.forward(input_ids), None
         for layer in self.layers:
             x, residual = layer.forward(x, residual, positions)
         assert residual is not None, "a decoder has layers"
         return self.norm.add(x, residual)[0]
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits in float32."""
-        return self.head.forward(hidden)

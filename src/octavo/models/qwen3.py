@@ -7,16 +7,13 @@ Invariant: float32 logits within 1e-4 of transformers'.
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from octavo.arch import Arch
 from octavo.layers.attention import Attention, plain_variants, rotary_tables
-from octavo.layers.base import Layer
-from octavo.layers.decoder import Decoder, DecoderLayer
-from octavo.layers.embedding import head_and_embedding
+from octavo.layers.decoder import DecoderLayer
 from octavo.layers.mlp import Mlp
-from octavo.layers.norm import RMSNorm
-from octavo.models.base import WeightMap, end_weights
+from octavo.models.base import WeightMap
+from octavo.models.causal_lm import CausalLM
 
 WEIGHT_MAP: WeightMap = {
     "model.layers.*.input_layernorm.weight": ("layers.*.input_norm.weight", ""),
@@ -38,41 +35,15 @@ WEIGHT_MAP: WeightMap = {
 }
 
 
-class Qwen3ForCausalLM(Layer):
-    """The decoder and its output head; see models.base.Model."""
-
-    ignored_weights = ("*.rotary_emb.inv_freq", "lm_head.weight")
+class Qwen3ForCausalLM(CausalLM):
+    """Embedding, layers, last norm and output head; see models.base.Model."""
 
     def __init__(self, arch: Arch, dtype: torch.dtype) -> None:
         """On the meta device, of the shape that `arch` says."""
-        super().__init__()
-        self.arch = arch
-        self.attention_variants, rotary = plain_variants(arch), rotary_tables(arch)
-        self.rotary = nn.ModuleList(rotary.values())
-        self.layers = nn.ModuleList()
+        variants, rotary = plain_variants(arch), rotary_tables(arch)
+        layers = []
         for index, kind in enumerate(arch.layers):
-            attention = Attention(
-                index,
-                self.attention_variants[index],
-                rotary[kind.rope],
-                arch.hidden_size,
-                dtype,
-                bias=arch.attention_bias,
-                output_bias=arch.output_bias,
-                qk_norm=True,
-                norm_eps=arch.norm_eps,
-            )
+            attention = Attention(index, variants[index], rotary[kind.rope], arch, dtype, qk_norm=True)
             mlp = Mlp(arch.hidden_size, arch.intermediate_size, arch.activation, dtype)
-            self.layers.append(DecoderLayer(attention, mlp, arch.hidden_size, arch.norm_eps))
-        self.norm = RMSNorm(arch.hidden_size, arch.norm_eps)
-        self._decoder = Decoder(self.layers, self.norm)
-        self.head, self.embedding = head_and_embedding(arch, dtype)
-        self.weight_map = {**WEIGHT_MAP, **end_weights(tied=arch.tied)}
-
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Hidden states after the final norm."""
-        return self._decoder.forward(self.embedding.forward(input_ids), positions)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits in float32."""
-        return self.head.forward(hidden)
+            layers.append(DecoderLayer(attention, mlp, arch.hidden_size, arch.norm_eps))
+        super().__init__(arch, dtype, variants, rotary.values(), layers, WEIGHT_MAP)

@@ -1,0 +1,54 @@
+"""CausalLM: what the families share unchanged around their layers.
+
+Owns the last norm, the embedding, the output head, their weights' names and the run from tokens to logits. Does not
+know what a layer is made of: a family builds its layers. Invariant: layers stand in order, each with its number as its
+attention's index.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from octavo.arch import Arch
+from octavo.attention.base import Variant
+from octavo.layers.attention import RotaryTable
+from octavo.layers.base import Layer
+from octavo.layers.decoder import Decoder
+from octavo.layers.embedding import head_and_embedding
+from octavo.layers.norm import RMSNorm
+from octavo.models.base import WeightMap, end_weights
+
+
+class CausalLM(Layer):
+    """The ends of a decoder-only model; see models.base.Model."""
+
+    ignored_weights: Sequence[str] = ("*.rotary_emb.inv_freq", "lm_head.weight")
+    norm_offset = 0.0  # of the last norm, as RMSNorm's
+
+    def __init__(
+        self, arch: Arch, dtype: torch.dtype, variants: Sequence[Variant], rotary: Iterable[RotaryTable],
+        layers: Iterable[Layer], weights: WeightMap,
+    ) -> None:  # fmt: skip
+        """variants: per layer. rotary: the tables that the layers turn by. weights: of the layers and the last norm."""
+        super().__init__()
+        self.arch, self.attention_variants = arch, variants
+        self.rotary, self.layers = nn.ModuleList(rotary), nn.ModuleList(layers)
+        self.norm = RMSNorm(arch.hidden_size, arch.norm_eps, self.norm_offset)
+        self.head, self.embedding = head_and_embedding(arch, dtype)
+        self.weight_map = {**weights, **end_weights(tied=arch.tied)}
+
+    @functools.cached_property
+    def _decoder(self) -> Decoder:
+        return Decoder(self.layers, self.norm)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Hidden states after the last norm. Layers are DecoderLayers, or the family has a run of its own."""
+        return self._decoder.forward(self.embedding.forward(input_ids), positions)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits in float32, soft-capped if the checkpoint asks for it."""
+        return self.head.forward(hidden)
