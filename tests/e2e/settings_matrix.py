@@ -7,6 +7,12 @@ from typing import Any
 # A pool of this many blocks holds a few of the prompts at once, so running together they preempt each other.
 SMALL_POOL = {"num_gpu_blocks_override": 24, "max_model_len": 320, "max_num_seqs": 50}
 
+
+def num_rounds(settings: dict[str, Any]) -> int:
+    """2 where a second round finds the first one's prompts in the prefix cache; a small pool keeps none of them."""
+    return 1 if settings.get("enable_prefix_caching") is False or "num_gpu_blocks_override" in settings else 2
+
+
 SETTINGS: dict[str, dict[str, Any]] = {
     "batch of 50": {"max_num_seqs": 50},
     "chunks of 16": {"max_num_batched_tokens": 16, "max_num_seqs": 16},

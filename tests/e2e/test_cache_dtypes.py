@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from octavo import LLM, SamplingParams
 from octavo.config import ConfigError
 from octavo.layers.attention import Attention
+from settings_matrix import num_rounds
 
 NUM_OUTPUT = 24
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT, ignore_eos=True, logprobs=0)
@@ -70,7 +71,7 @@ def test_a_narrow_cache_has_the_same_bits_in_every_setting(make_llm: Make, promp
     expected = [results_of(alone, [prompt])[0] for prompt in prompts]
     for name, settings in SETTINGS.items():
         llm = make_llm(kv_cache_dtype=dtype, **settings)
-        for _ in range(2):  # the second time the prefix cache is warm
+        for _ in range(num_rounds(settings)):
             assert results_of(llm, prompts) == expected, name
         if name == "small pool":
             assert llm.engine.scheduler.num_preemptions > 0

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from octavo import LLM, SamplingParams
-from settings_matrix import SETTINGS
+from settings_matrix import SETTINGS, num_rounds
 
 NUM_OUTPUT = 32
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT, ignore_eos=True)
@@ -39,7 +39,7 @@ def test_alone(held_out_prompts: list[str], alone: list[list[int]]) -> None:
 @pytest.mark.parametrize("name", SETTINGS)
 def test_together(make_llm: Any, held_out_prompts: list[str], alone: list[list[int]], name: str) -> None:
     llm = make_llm(**SETTINGS[name])
-    for _ in range(2):  # the second time the prefix cache is warm
+    for _ in range(num_rounds(SETTINGS[name])):
         outputs = llm.generate(held_out_prompts, GREEDY)
         assert [list(output.outputs[0].token_ids) for output in outputs] == alone
     if "small pool" in name:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import logging
@@ -29,8 +28,8 @@ from octavo.config import EngineConfig, load_config
 from octavo.engine import EngineCore
 from octavo.observe import Phases, setup_logging
 from octavo.sampling_params import Limits, ParameterError, check, check_request_options, check_token_ids
+from octavo.serve.child import tie_to
 from octavo.serve.messages import (
-    MAX_FRAME_BYTES,
     MAX_TEXT,
     PROTOCOL,
     Abort,
@@ -60,8 +59,6 @@ HEARTBEAT_SECONDS = 0.25
 MAX_BAD_FRAMES = 16  # after so many the front end is taken for broken
 EXIT_CONFIG, EXIT_FAILED, EXIT_BAD_FRAMES = 2, 1, 3
 _RECV_BYTES = 1 << 18
-_SPLIT_ABOVE = MAX_FRAME_BYTES // 2
-_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
 
 # From a config to a core and what there is to say about it. Raises ValueError for what cannot run.
 BuildCore = Callable[[EngineConfig, Phases], tuple[EngineCore, EngineInfo]]
@@ -315,7 +312,8 @@ def build_core(config: EngineConfig, phases: Phases) -> tuple[EngineCore, Engine
 def main(argv: Sequence[str], build: BuildCore = build_core) -> NoReturn:
     """Run an engine process. `argv`: the socket's number and the parent's process id."""
     connection, parent = int(argv[0]), int(argv[1])
-    _tie_to(parent)
+    if not tie_to(parent):
+        _exit(0)
     # Ctrl-C and service managers signal the whole group; the front end decides when the engine ends.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -324,16 +322,6 @@ def main(argv: Sequence[str], build: BuildCore = build_core) -> NoReturn:
         faulthandler.register(signal.SIGUSR1, all_threads=True)  # the watchdog asks before it kills
     with socket.socket(fileno=connection) as sock:
         _exit(EngineProcess(sock).run(build))
-
-
-def _tie_to(parent: int) -> None:
-    """Be killed when `parent` ends (Linux; elsewhere the socket's end does it), and never gain rights."""
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    if os.getppid() != parent:
-        _exit(0)
 
 
 def _exit(code: int) -> NoReturn:

@@ -10,10 +10,7 @@ Run as `python -m octavo.serve.grammar_child MEMORY_BYTES CPU_SECONDS PARENT`. F
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import os
 import resource
-import signal
 import struct
 import sys
 from collections.abc import Sequence
@@ -23,11 +20,11 @@ import msgspec
 
 from octavo.checks import ParameterError
 from octavo.grammar import Grammars, Vocabulary
+from octavo.serve.child import tie_to
 from octavo.structured_outputs import StructuredOutputsParams
 
 MAX_FRAME_BYTES = 1 << 28
 _HEAD = struct.Struct("<I")
-_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -53,7 +50,8 @@ def frame_length(head: bytes) -> int:
 def main(argv: Sequence[str]) -> None:
     """Serve until the input ends."""
     memory_bytes, cpu_seconds, parent = int(argv[0]), int(argv[1]), int(argv[2])
-    _tie_to(parent)
+    if not tie_to(parent):
+        return
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     text = _read(source)
     if text is None:
@@ -97,16 +95,6 @@ def _limit(memory_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (16, 16))
     for limit in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
         resource.setrlimit(limit, (0, 0))
-
-
-def _tie_to(parent: int) -> None:
-    """Be killed with the parent (Linux; elsewhere the input's end does it), and never gain rights."""
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    if os.getppid() != parent:
-        sys.exit(0)
 
 
 if __name__ == "__main__":
