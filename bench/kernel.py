@@ -31,6 +31,7 @@ sampling: drawing, log-probabilities, top-k and top-p on a CUDA device, see `cud
 from __future__ import annotations
 
 import argparse
+import importlib
 import itertools
 import json
 from collections.abc import Callable, Iterator
@@ -53,6 +54,14 @@ ROW = (
     "{kind:>9} {n:>6} {k:>5} {m:>4} {us:>10.2f} {gb_s:>7.1f} {gflop_s:>8.1f} "
     "{read_share:>6.0%} {fma_share:>6.0%} {limit_share:>6.0%}"
 )
+# The sub-commands for a CUDA device: what is measured, rounds, what --quick leaves.
+CUDA = {
+    "attention": ("attention over the paged cache", 15, "32/8 heads and blocks of 64"),
+    "flex": ("the FlexAttention backend", 15, "plain attention and blocks of 64"),
+    "elementwise": ("norms, rotation, activation and embedding", 15, "three row counts"),
+    "sampling": ("drawing, log-probabilities and masks", 15, "three row counts"),
+    "matmul": ("dense products", 9, "three row counts"),
+}
 # Bytes that the rotating copies of a weight take together: more than the last-level cache's share of these cores.
 ROTATION_BYTES = 160 << 20
 
@@ -179,39 +188,11 @@ def cpu_attention(args: argparse.Namespace) -> dict[str, object]:
     return {"bench": "cpu-attention", "isa": native.isa(), "threads": native.num_threads(), "rows": records}
 
 
-def cuda_attention(args: argparse.Namespace) -> dict[str, object]:
-    """Run the sub-command; prints the tables and returns the JSON record."""
-    import cuda_attention  # needs triton
-
-    return cuda_attention.run(args.rounds, args.quick, args.flashinfer)
-
-
-def cuda_flex(args: argparse.Namespace) -> dict[str, object]:
-    """Run the sub-command; prints the table and returns the JSON record."""
-    import cuda_flex
-
-    return cuda_flex.run(args.rounds, args.quick)
-
-
-def cuda_elementwise(args: argparse.Namespace) -> dict[str, object]:
-    """Run the sub-command; prints the table and returns the JSON record."""
-    import cuda_elementwise  # needs triton
-
-    return cuda_elementwise.run(args.rounds, args.quick)
-
-
-def cuda_sampling(args: argparse.Namespace) -> dict[str, object]:
-    """Run the sub-command; prints the table and returns the JSON record."""
-    import cuda_sampling  # needs triton
-
-    return cuda_sampling.run(args.rounds, args.quick)
-
-
-def cuda_matmul(args: argparse.Namespace) -> dict[str, object]:
-    """Run the sub-command; prints the table and returns the JSON record."""
-    import cuda_matmul  # needs triton
-
-    return cuda_matmul.run(args.rounds, args.quick)
+def cuda(args: argparse.Namespace) -> dict[str, object]:
+    """Run the sub-command's module, cuda_*.py beside this file; prints its tables and returns the JSON record."""
+    bench = importlib.import_module(f"cuda_{args.command}")  # most need triton
+    more = {"flashinfer": args.flashinfer} if args.command == "attention" else {}
+    return bench.run(args.rounds, args.quick, **more)
 
 
 def main() -> None:
@@ -226,27 +207,13 @@ def main() -> None:
         command.add_argument("--isa", default="", help="a built instruction set, see octavo.ops.native.built_isas()")
         command.add_argument("--rounds", type=int, default=15)
         command.set_defaults(function=function)
-    cuda = commands.add_parser("attention", help="attention over the paged cache on a CUDA device")
-    cuda.add_argument("--rounds", type=int, default=15)
-    cuda.add_argument("--quick", action="store_true", help="32/8 heads and blocks of 64 only")
-    cuda.add_argument("--flashinfer", action="store_true", help="FlashInfer beside; compiles for minutes")
-    cuda.set_defaults(function=cuda_attention)
-    cuda = commands.add_parser("flex", help="the FlexAttention backend on a CUDA device")
-    cuda.add_argument("--rounds", type=int, default=15)
-    cuda.add_argument("--quick", action="store_true", help="plain attention and blocks of 64 only")
-    cuda.set_defaults(function=cuda_flex)
-    cuda = commands.add_parser("elementwise", help="norms, rotation, activation and embedding on a CUDA device")
-    cuda.add_argument("--rounds", type=int, default=15)
-    cuda.add_argument("--quick", action="store_true", help="three row counts only")
-    cuda.set_defaults(function=cuda_elementwise)
-    cuda = commands.add_parser("sampling", help="drawing, log-probabilities and masks on a CUDA device")
-    cuda.add_argument("--rounds", type=int, default=15)
-    cuda.add_argument("--quick", action="store_true", help="three row counts only")
-    cuda.set_defaults(function=cuda_sampling)
-    cuda = commands.add_parser("matmul", help="dense products on a CUDA device")
-    cuda.add_argument("--rounds", type=int, default=9)
-    cuda.add_argument("--quick", action="store_true", help="three row counts only")
-    cuda.set_defaults(function=cuda_matmul)
+    for name, (what, rounds, quick) in CUDA.items():
+        command = commands.add_parser(name, help=f"{what} on a CUDA device")
+        command.add_argument("--rounds", type=int, default=rounds)
+        command.add_argument("--quick", action="store_true", help=f"{quick} only")
+        if name == "attention":
+            command.add_argument("--flashinfer", action="store_true", help="FlashInfer beside; compiles for minutes")
+        command.set_defaults(function=cuda)
     args = parser.parse_args()
     if not args.command.startswith("cpu-"):
         if not torch.cuda.is_available():

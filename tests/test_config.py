@@ -9,24 +9,11 @@ from typing import Any
 
 import pytest
 
-from octavo.arch import Arch, LayerKind
+from architectures import ARCH, CPU
+from octavo.arch import Arch
 from octavo.config import DeviceFacts, EngineConfig, Resolved, load_config, resolve
 from octavo.settings import ConfigError, parse_bytes, parse_length
 
-ARCH = Arch(
-    name="Qwen3ForCausalLM",
-    dtype="bfloat16",
-    vocab_size=1000,
-    hidden_size=64,
-    intermediate_size=128,
-    num_heads=4,
-    num_kv_heads=2,
-    head_size=16,
-    max_position=2048,
-    norm_eps=1e-6,
-    layers=(LayerKind(),) * 2,
-)
-CPU = DeviceFacts(num_cores=2, free_bytes=8 << 30, total_bytes=16 << 30, native_isas=("x86_64_v3",))
 GPU = dataclasses.replace(CPU, cuda="NVIDIA H200", cuda_free_bytes=100 << 30, cuda_total_bytes=140 << 30)
 
 

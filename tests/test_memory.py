@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from architectures import ARCH, CPU
 from octavo.arch import Arch, LayerKind
 from octavo.config import DeviceFacts, EngineConfig, Resolved, resolve
 from octavo.groups import block_bytes, make_groups
@@ -18,22 +19,8 @@ from octavo.ops import native
 from octavo.sched.groups import make_policies
 from octavo.settings import ConfigError
 
-ARCH = Arch(
-    name="Qwen3ForCausalLM",
-    dtype="bfloat16",
-    vocab_size=1000,
-    hidden_size=64,
-    intermediate_size=128,
-    num_heads=4,
-    num_kv_heads=2,
-    head_size=16,
-    max_position=2048,
-    norm_eps=1e-6,
-    layers=(LayerKind(),) * 2,
-)
 SLIDING = dataclasses.replace(ARCH, layers=(LayerKind(window=64),) * 4 + (LayerKind(),) * 2)
 CHUNKED = dataclasses.replace(ARCH, layers=(LayerKind(chunk=48),) * 3 + (LayerKind(), LayerKind(state_bytes=3000)))
-CPU = DeviceFacts(num_cores=2, free_bytes=8 << 30, total_bytes=16 << 30, native_isas=("x86_64_v3",))
 GPU = dataclasses.replace(CPU, cuda="NVIDIA H200")
 PER_BLOCK = 2 * 2 * 2 * 16 * 2 * 16  # layers, K and V, heads, channels, bytes, tokens
 
