@@ -17,7 +17,14 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check(
-    lengths: list[int], heads: int, kv_heads: int, block_size: int, *, normed: bool = True, seed: int = 0
+    lengths: list[int],
+    heads: int,
+    kv_heads: int,
+    block_size: int,
+    *,
+    normed: bool = True,
+    seed: int = 0,
+    heads_last: bool = False,
 ) -> None:
     """Rows of one query, with what does not belong to them poisoned: the same results and the same cache, twice.
 
@@ -25,7 +32,7 @@ def check(
     """
     live = [length for length in lengths if length]
     histories = [make_history(seed + length, length, heads, kv_heads, SIZE, BF16) for length in live]
-    batch = make_batch([(h, len(h.kv), 1) for h in histories], block_size, seed=seed, heads_last=bool(seed % 2))
+    batch = make_batch([(h, len(h.kv), 1) for h in histories], block_size, seed=seed, heads_last=heads_last)
     num_rows, device = len(lengths), torch.device("cuda")
     counts, generator = torch.tensor([int(length > 0) for length in lengths]), torch.Generator().manual_seed(seed)
     table = torch.zeros(num_rows, batch.block_table.shape[1], dtype=torch.int32)
