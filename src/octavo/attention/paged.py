@@ -79,7 +79,7 @@ class PagedBackend(BackendFrame):
     def prepare(self, inputs: AttentionInputs, *, for_capture: bool = False) -> None:
         """Plan from the host's bounds. Inside a graph's capture it is a part of the graph, which keeps its memory."""
         super().prepare(inputs, for_capture=for_capture)
-        self._rows = inputs.live
+        self._rows, self._is_captured = inputs.live, for_capture
         self._plans = {
             variant: planner.plan(
                 *self._rows[:2], num_tokens=inputs.num_tokens, max_query_len=inputs.max_query_len,
@@ -99,8 +99,13 @@ class PagedBackend(BackendFrame):
         )  # fmt: skip
 
     def rotates(self, rotation: Rotation, kv: torch.Tensor, variant: Variant) -> bool:
-        """See RotatingBackend."""
-        if kv.device.type != "cuda" or variant.sinks or variant.alibi_slopes:
+        """See RotatingBackend.
+
+        Only in graphs, whose rows of one query compute the token that was sampled last. Elsewhere such a row may be the
+        end of a prompt that shares a block with a row which completes that block in the same step: there every K and V
+        is to be stored before any is read.
+        """
+        if not self._is_captured or kv.device.type != "cuda" or variant.sinks or variant.alibi_slopes:
             return False
         from octavo.ops.gpu import rotate_attend  # needs Gluon
 
