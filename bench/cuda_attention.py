@@ -26,7 +26,9 @@ from octavo.ops.paged_attention import Heads, Planner, Scratch, Sight, num_proce
 HEAD = 128
 HEADS = ((32, 8), (16, 8))
 BLOCKS = (16, 64, 128)
-DECODE = ((1, 131072), (8, 32768), (64, 4096), (256, 1024), (512, 300), (1, 400))  # rows, tokens of each
+DECODE = (  # rows, tokens of each
+    (1, 131072), (8, 32768), (64, 4096), (256, 1024), (256, 548), (64, 540), (512, 300), (512, 144), (1, 400)
+)  # fmt: skip
 PREFILL = ((1, 8192, 8192), (32, 1024, 1024), (8, 8192, 1024))  # rows, tokens of each, queries of each
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 CUDA = torch.device("cuda")

@@ -125,6 +125,21 @@ def _prompts() -> None:
         assert torch.equal(out, plain), options
 
 
+def _decode() -> None:
+    """On Hopper: the plain rows' bits, whole, folded and left to be merged."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        raise unittest.SkipTest("needs a Hopper GPU")
+    history = make_history(5, 1500, 4, 2, 64, BF16)
+    rows = [(history, 1500, 2), (history, 300, 1), (history, 7, 4), (history, 64, 1)]
+    for block_size, options in ((64, {}), (16, {"window": 70})):
+        batch = paged_rig.to_device(make_batch(rows, block_size), CUDA)
+        with mock.patch.object(paged.row_attention, "can_serve", lambda *facts: False):
+            plain = paged_rig.attend(batch, processors=paged_rig.FEW, **options)
+        assert torch.equal(paged_rig.attend(batch, processors=paged_rig.FEW, **options), plain), options
+        with mock.patch.multiple(paged, _FOLDS=4, _LONG=5):
+            assert torch.equal(paged_rig.attend(batch, processors=2, **options), plain), options
+
+
 def _latent() -> None:
     batch = latent_rig.Batch([(700, 1), (20, 9), (513, 2)], BF16, CUDA)
     whole, split = batch.run("mla", 1), batch.run("mla", 2)
@@ -187,6 +202,7 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
             "paged_attention_kernels.attend_tiles", "paged_attention_rows.merge",
         ),
     ),
+    "decode attention": (_decode, ("gpu.row_attention_kernel.attend_rows_copied", "paged_attention_work.divide")),
     "prompt attention": (_prompts, ("gpu.prompt_attention_kernel.attend_prompts", "paged_attention_work.count_tiles")),
     "rotation and attention": (_rotated, ("gpu.rotate_attend._rotate_and_attend",)),
     "latent attention": (

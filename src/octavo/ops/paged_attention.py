@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.ops.gpu import prompt_attention
+from octavo.ops.gpu import prompt_attention, row_attention
 from octavo.ops.gpu.launch import chained
 from octavo.ops.paged_attention_kernels import attend_tiles
 from octavo.ops.paged_attention_rows import attend_few, attend_rows, merge
@@ -34,8 +34,9 @@ MAX_HEAD_SIZE = 256
 MAX_SHORT_QUERIES = 16  # rows of so many queries, as decode and verification have, share one tile if that holds them
 _ROW_PROGRAMS, _ROW_REGISTERS = 4, 128  # programs for each processor that short rows are divided among, of threads
 _WIDE_ROW_PROGRAMS, _WIDE_ROW_REGISTERS = 3, 168  # where those are too few
+_ROW_STAGES, _WIDE_ROW_STAGES = 2, 3
 _WIDE_ROWS = (5, 256)  # from and to so many rows wide programs are as fast or faster, on an H200
-_FEW_PAIRS, _FEW_PROGRAMS, _FEW_STAGES = 4, 2, 7  # rows are few if each (row, KV head) has so many processors
+_FEW_PAIRS, _FEW_PROGRAMS, _FEW_STAGES = 4, 2, 4  # rows are few if each (row, KV head) has so many processors
 _TILE_PROGRAMS = (1, 2)  # where tiles give each processor fewer than the first, they are split until it has the second
 _FIXED, _SPLIT, _SPARSE = 2, 12, 3  # in tiles: of a (row, KV head) besides its tokens, and see `divide`
 _FOLDS, _LONG = 96, 16  # leaves of the longest row that attend_rows folds; where rows may have more, it folds so many
@@ -113,6 +114,7 @@ class RowsLaunch:
     merges: bool
     max_leaves: int  # of a row, where `attend_few` takes them, undivided; else 0
     single: bool = False  # few rows of one query: `octavo.ops.gpu.rotate_attend` may take them too
+    is_copied: bool = False  # for `row_attention`, in place of `attend_rows` where the tensors allow it
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -210,8 +212,9 @@ def rows_tile(heads: Heads, num_rows: int, max_query_len: int, dtype: torch.dtyp
     if dtype == torch.float32 or heads.padded > 128:
         return Tile(lines, 4, 2)
     is_wide = cache_dtype != dtype or _WIDE_ROWS[0] <= num_rows <= _WIDE_ROWS[1]
-    registers = _WIDE_ROW_REGISTERS if is_wide else _ROW_REGISTERS
-    return Tile(lines, 4, 3, registers if lines == 8 else None)
+    if lines > 8:
+        return Tile(lines, 4, _ROW_STAGES)
+    return Tile(lines, 4, *((_WIDE_ROW_STAGES, _WIDE_ROW_REGISTERS) if is_wide else (_ROW_STAGES, _ROW_REGISTERS)))
 
 
 def tiles_tile(heads: Heads, max_query_len: int, dtype: torch.dtype) -> Tile:
@@ -314,10 +317,15 @@ class Planner:
         if is_few and capacity == num_rows * max_leaves and not merges:
             programs = min(num_pairs * max_leaves, _FEW_PROGRAMS * self._processors)
             tile = dataclasses.replace(tile, stages=_FEW_STAGES, registers=None)
-            rows = RowsLaunch(tile, short, lines, programs, num_rows, 0, False, max_leaves, max_queries == 1)
+            rows = RowsLaunch(tile, short, lines, programs, num_rows, 0, False, max_leaves, single=max_queries == 1)
             return rows, capacity
-        programs = (_ROW_PROGRAMS if tile.registers == _ROW_REGISTERS else _WIDE_ROW_PROGRAMS) * self._processors
-        rows = RowsLaunch(tile, short, lines, programs, num_rows, _LONG if merges else 1 << 30, merges, 0)
+        is_copied = self._cache_dtype == self._dtype and row_attention.can_serve(
+            seq_lens.device, self._dtype, heads.group, heads.size, self.sight.causal, tile.lines
+        )
+        programs = _ROW_PROGRAMS if tile.registers == _ROW_REGISTERS else _WIDE_ROW_PROGRAMS
+        programs = (row_attention.PROGRAMS if is_copied else programs) * self._processors
+        limit = _LONG if merges else 1 << 30
+        rows = RowsLaunch(tile, short, lines, programs, num_rows, limit, merges, 0, is_copied=is_copied)
         self._divide(rows, query_start, seq_lens, capacity, for_capture)
         return rows, capacity
 
@@ -405,7 +413,7 @@ def paged_attention(
 def _attend_rows(
     plan: Plan,
     heads: Heads,
-    tensors: tuple[Tensor, ...],
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
     parts: tuple[Tensor, ...],
     rest: tuple[Any, ...],
     numbers: tuple[Any, ...],
@@ -422,7 +430,10 @@ def _attend_rows(
             *tensors, *parts, *rest, rows.short, *numbers, rows.num_rows, rows.max_leaves,
             ROWS=_power_of_two(rows.num_rows), **options,
         )  # fmt: skip
-    else:
+    elif not rows.is_copied or not row_attention.launch(
+        *tensors, plan.work, plan.leaf_base, parts, rest[:4], programs=rows.programs, lines=rows.lines,
+        short=rows.short, capacity=plan.capacity, fold_limit=rows.fold_limit, sees=fixed["SEES"], numbers=numbers,
+    ):  # fmt: skip
         attend_rows[(rows.programs,)](
             *tensors, plan.work, plan.leaf_base, *parts, *rest, rows.short, *numbers, plan.capacity, rows.fold_limit,
             maxnreg=rows.tile.registers, **options,

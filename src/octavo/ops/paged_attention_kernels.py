@@ -18,6 +18,7 @@ from octavo.ops.paged_attention_work import BN, EVERYTHING, WINDOW, first_seen, 
 
 _EVERYTHING, _WINDOW, _BN = tl.constexpr(EVERYTHING), tl.constexpr(WINDOW), tl.constexpr(BN)
 _LOG2_E = tl.constexpr(1.4426950408889634)
+_QUARTER = tl.constexpr(BN // 4)  # divides every block size
 
 
 @triton.jit
@@ -55,32 +56,63 @@ def fold(total, total_sum, total_max, leaf, leaf_sum, leaf_max, AXIS: tl.constex
 
 
 @triton.jit
-def _load_tile(
-    kv, table, start, low, high, kv_block, kv_token, BLOCK: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr,
-    MASK: tl.constexpr, TURNED: tl.constexpr,
-):  # fmt: skip
-    """K [BN, PADDED] and V, transposed if TURNED, of BN tokens.
+def _blocks_of(table, start, low, high, BLOCK: tl.constexpr):
+    """The blocks of a tile's quarters; 0 where none of it is read."""
+    ONE_BLOCK: tl.constexpr = BLOCK // _BN * _BN == BLOCK
+    WIDTH: tl.constexpr = _BN if ONE_BLOCK else _QUARTER
+    blocks = ()
+    for quarter in tl.static_range(4):
+        token = start + quarter * _QUARTER
+        if quarter == 0 or not ONE_BLOCK:
+            block = tl.load(table + token // BLOCK, mask=(token < high) & (token + WIDTH > low), other=0)
+        blocks = blocks + (block,)  # noqa: RUF005  (Triton has no starred tuples)
+    return blocks
 
-    MASK: in place of those that may not be read (only `low` to `high` - 1 may) come others of the row, whose V is
-    finite, so that a weight of 0 makes 0 of it.
+
+@triton.jit
+def _load_tile(
+    kv, blocks, start, low, high, kv_block, kv_token, BLOCK: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr,
+    SEES: tl.constexpr, MASK: tl.constexpr, TURNED: tl.constexpr,
+):  # fmt: skip
+    """K [BN, PADDED] and V, transposed if TURNED, of BN tokens. blocks: see `_blocks_of`.
+
+    MASK: those that may not be read (only `low` to `high` - 1 may) are 0, so that a weight of 0 makes 0 of their V.
     """
-    token = start + tl.arange(0, _BN)
-    channel = tl.arange(0, PADDED)
-    if MASK:
-        token = tl.minimum(tl.maximum(token, low), high - 1)
-    if BLOCK // _BN * _BN == BLOCK:  # one block holds the tile, or the part of it that may be read
-        first = tl.minimum(tl.maximum(start, low), high - 1) if MASK else start
-        kv += tl.load(table + first // BLOCK).to(tl.int64) * kv_block
-        place = (token % BLOCK) * kv_token
+    at, channel = tl.arange(0, _BN), tl.arange(0, PADDED)
+    ONE_BLOCK: tl.constexpr = BLOCK // _BN * _BN == BLOCK
+    V_LINES: tl.constexpr = 0 if TURNED else 1
+    line = at * kv_token if ONE_BLOCK else at % _QUARTER * kv_token
+    keys = kv + (line[:, None] + channel[None, :])
+    values = kv + HEAD + (tl.expand_dims(line, V_LINES) + tl.expand_dims(channel, 1 - V_LINES))
+    place = blocks[0].to(tl.int64) * kv_block + (start % BLOCK) * kv_token
+    if ONE_BLOCK:
+        keys += place
+        values += place
     else:
-        place = tl.load(table + token // BLOCK).to(tl.int64) * kv_block + (token % BLOCK) * kv_token
-    keys = kv + place[:, None] + channel[None, :]
-    values = kv + HEAD + tl.expand_dims(place, 0 if TURNED else 1) + tl.expand_dims(channel, 1 if TURNED else 0)
-    if HEAD == PADDED:
+        for quarter in tl.static_range(1, 4):
+            token = start + quarter * _QUARTER
+            other = blocks[quarter].to(tl.int64) * kv_block + (token % BLOCK) * kv_token
+            place = tl.where(at >= quarter * _QUARTER, other, place)
+        keys += place[:, None]
+        values += tl.expand_dims(place, V_LINES)
+    token = start + at
+    if HEAD == PADDED and not MASK:
         return tl.load(keys), tl.load(values)
-    is_stored = channel < HEAD
-    k = tl.load(keys, mask=is_stored[None, :], other=0.0)
-    return k, tl.load(values, mask=tl.expand_dims(is_stored, 1 if TURNED else 0), other=0.0)
+    is_there, is_channel = token < high, channel < HEAD
+    if SEES != _EVERYTHING:
+        is_there = is_there & (token >= low)
+    key_mask, value_mask = is_channel[None, :], tl.expand_dims(is_channel, 1 - V_LINES)
+    if MASK:
+        key_mask, value_mask = is_there[:, None] & key_mask, tl.expand_dims(is_there, V_LINES) & value_mask
+    return tl.load(keys, mask=key_mask, other=0.0), tl.load(values, mask=value_mask, other=0.0)
+
+
+@triton.jit
+def _widened(x, dtype: tl.constexpr):
+    """What the cache holds, as what is computed with."""
+    if x.dtype == tl.float8e4nv and dtype == tl.bfloat16:
+        x = x.to(tl.float16).to(tl.float32)  # exact, and eight times as fast as the direct way
+    return x.to(dtype)
 
 
 @triton.jit
@@ -108,7 +140,7 @@ def _scored(
 
 @triton.jit
 def _step(
-    q, leaf, leaf_sum, leaf_max, kv, table, start, low, high, first, last, position, slope, score_scale, cap_scale,
+    q, leaf, leaf_sum, leaf_max, kv, blocks, start, low, high, first, last, position, slope, score_scale, cap_scale,
     kv_block, kv_token, BLOCK: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr,
     SEES: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
     TURNED: tl.constexpr,
@@ -117,15 +149,15 @@ def _step(
 
     q: [lines, PADDED], leaf likewise, leaf_sum: [lines, 8] (all alike: the matrix units add it up as they do a
     channel of V that is 1). TURNED: all of them are transposed, so that few lines take little of the matrix units.
-    Tokens from `low` to `high` - 1 may be read; MASK: not every line sees every token.
+    Tokens from `low` to `high` - 1 may be read; MASK: not every line sees every token. blocks: see `_blocks_of`.
     """
     AXIS: tl.constexpr = 0 if TURNED else 1  # of tokens in scores, of channels in sums
     LINES: tl.constexpr = 1 - AXIS
-    k, v = _load_tile(kv, table, start, low, high, kv_block, kv_token, BLOCK, HEAD, PADDED, MASK, TURNED)
+    k, v = _load_tile(kv, blocks, start, low, high, kv_block, kv_token, BLOCK, HEAD, PADDED, SEES, MASK, TURNED)
     if TURNED:
-        scores = tl.dot(k.to(q.dtype), q, input_precision=PRECISION)
+        scores = tl.dot(_widened(k, q.dtype), q, input_precision=PRECISION)
     else:
-        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
+        scores = tl.dot(q, tl.trans(_widened(k, q.dtype)), input_precision=PRECISION)
     scores, score_scale = _scored(
         scores, tl.expand_dims(start + tl.arange(0, _BN), LINES), tl.expand_dims(first, AXIS),
         tl.expand_dims(last, AXIS), tl.expand_dims(position, AXIS), tl.expand_dims(slope, AXIS), low, score_scale,
@@ -138,26 +170,26 @@ def _step(
     if TURNED:
         ones = tl.full((leaf_sum.shape[0], _BN), 1.0, q.dtype)
         leaf_sum = tl.dot(ones, weights, leaf_sum * keep, input_precision=PRECISION)
-        leaf = tl.dot(v.to(q.dtype), weights, leaf * keep, input_precision=PRECISION)
+        leaf = tl.dot(_widened(v, q.dtype), weights, leaf * keep, input_precision=PRECISION)
     else:
         ones = tl.full((_BN, leaf_sum.shape[1]), 1.0, q.dtype)
         leaf_sum = tl.dot(weights, ones, leaf_sum * keep, input_precision=PRECISION)
-        leaf = tl.dot(weights, v.to(q.dtype), leaf * keep, input_precision=PRECISION)
+        leaf = tl.dot(weights, _widened(v, q.dtype), leaf * keep, input_precision=PRECISION)
     return leaf, leaf_sum, top
 
 
 @triton.jit
 def walk(
-    q, kv, table, parts, part_stats, slot, stored, begin, unmasked, end, low, high, first, last, position, slope,
-    score_scale, cap_scale, kv_block, kv_token, BLOCK: tl.constexpr, HEAD: tl.constexpr,
-    PADDED: tl.constexpr, STAGES: tl.constexpr, SEES: tl.constexpr, SOFT_CAP: tl.constexpr,
-    ALIBI: tl.constexpr, PRECISION: tl.constexpr, FOLD: tl.constexpr, STORE: tl.constexpr, LINES: tl.constexpr,
-    TURNED: tl.constexpr, SUMS: tl.constexpr,
+    q, kv, table, parts, part_stats, slot, stored, is_split, begin, unmasked, end, low, high, first, last, position,
+    slope, score_scale, cap_scale, kv_block, kv_token, BLOCK: tl.constexpr, HEAD: tl.constexpr,
+    PADDED: tl.constexpr, STAGES: tl.constexpr, SEES: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
+    PRECISION: tl.constexpr, FOLD: tl.constexpr, LINES: tl.constexpr, TURNED: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     """Tokens from `begin` (a tile's first) to `end` - 1 of a row, for the lines of a tile: the totals of their leaves.
 
-    Before `unmasked`, every line sees every token. FOLD: leaves are folded into the totals. STORE: those of lines that
-    are `stored` are written to slot `slot` + leaf. TURNED, SUMS: how tiles and their sums lie, see `_step`.
+    Before `unmasked`, every line sees every token. FOLD: leaves are folded into the totals. is_split: those of lines
+    that are `stored` are written to slot `slot` + leaf. TURNED, SUMS: how tiles and their sums lie, see `_step`; if
+    TURNED, all tiles are masked, which costs less than a second loop's start.
     """
     AXIS: tl.constexpr = 0 if TURNED else 1
     BM: tl.constexpr = q.shape[1] if TURNED else q.shape[0]
@@ -165,16 +197,21 @@ def walk(
     leaf_sum = tl.zeros((SUMS, BM) if TURNED else (BM, SUMS), tl.float32)
     leaf_max = tl.full((BM,), float("-inf"), tl.float32)
     total, total_sum, total_max = leaf, tl.zeros((BM,), tl.float32), leaf_max
-    for masked in tl.static_range(2):
-        for start in tl.range(unmasked if masked else begin, end if masked else unmasked, _BN, num_stages=STAGES):
+    # The table is read a tile ahead, so that a tile's loads wait for nothing.
+    blocks = _blocks_of(table, begin, low, high, BLOCK)
+    for masked in tl.static_range(1 if TURNED else 0, 2):
+        for start in tl.range(
+            begin if TURNED or not masked else unmasked, end if masked else unmasked, _BN, num_stages=STAGES
+        ):
             leaf, leaf_sum, leaf_max = _step(
-                q, leaf, leaf_sum, leaf_max, kv, table, start, low, high, first, last, position, slope, score_scale,
+                q, leaf, leaf_sum, leaf_max, kv, blocks, start, low, high, first, last, position, slope, score_scale,
                 cap_scale, kv_block, kv_token, BLOCK, HEAD, PADDED, SEES, SOFT_CAP, ALIBI, masked, PRECISION,
                 TURNED,
             )  # fmt: skip
+            blocks = _blocks_of(table, start + _BN, low, high, BLOCK)
             if leaf_of(start + _BN) > leaf_of(start) or start + _BN >= end:
                 one_sum = tl.max(leaf_sum, AXIS)
-                if STORE:
+                if is_split:
                     at = slot + leaf_of(start)
                     line, channel = tl.arange(0, BM), tl.arange(0, PADDED)
                     where = tl.expand_dims(line * PADDED, AXIS) + tl.expand_dims(channel, 1 - AXIS)
@@ -334,9 +371,9 @@ def attend_tiles(
     slot = place * max_leaves
     total, total_sum, total_max = walk(
         queries, kv + kv_index.to(tl.int64) * kv_head, table + row.to(tl.int64) * table_row, parts, part_stats,
-        slot - row_leaf, valid, begin, unmasked, end, low, high, first, last, position, slope, factor, cap, kv_block,
-        kv_token, BLOCK, HEAD, PADDED, STAGES, SEES, SOFT_CAP, slopes is not None, PRECISION, not SPLIT,
-        SPLIT, BM, False, 8,
+        slot - row_leaf, valid, SPLIT, begin, unmasked, end, low, high, first, last, position, slope, factor, cap,
+        kv_block, kv_token, BLOCK, HEAD, PADDED, STAGES, SEES, SOFT_CAP, slopes is not None, PRECISION, not SPLIT,
+        BM, False, 8,
     )  # fmt: skip
     if SPLIT:
         if not is_last(counters + place, stop_leaf - begin_leaf, leaves):

@@ -36,14 +36,13 @@ def _attend(
     row, kv_index, pair, begin_leaf, stop_leaf, row_base, is_held, fold_limit, KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr,
     STAGES: tl.constexpr, SEES: tl.constexpr, CAUSAL: tl.constexpr, SOFT_CAP: tl.constexpr, PRECISION: tl.constexpr,
-    LINES: tl.constexpr, GATHER: tl.constexpr, MASKED: tl.constexpr,
+    LINES: tl.constexpr, GATHER: tl.constexpr,
 ):  # fmt: skip
     """Leaves `begin_leaf` to `stop_leaf` - 1 of a row's queries with the GROUP heads of a KV head.
 
     All of the row's that are left, if it has fewer. `row_base`: leaves before the row's in `parts`, which is
     [.., LINES, PADDED], `part_stats` [.., 4, LINES]; LINES: how many of the tile's BM lines can be there. is_held:
-    whether `parts` holds the row; if so, `merge` folds one of more than `fold_limit` leaves. MASKED: tiles that every
-    line sees are masked too, which costs a little and saves a second loop's start.
+    whether `parts` holds the row; if so, `merge` folds one of more than `fold_limit` leaves.
     """
     row_start = tl.load(query_start + row)
     num_queries = tl.load(query_start + row + 1) - row_start
@@ -62,19 +61,14 @@ def _attend(
         row_leaf = leaf_of(low)
         begin = tl.maximum(leaf_start(row_leaf + begin_leaf), low // _BN * _BN)
         end = tl.minimum(leaf_start(row_leaf + stop_leaf), seq_len)
-        unmasked = begin
-        if SEES == _EVERYTHING and not MASKED:
-            unmasked = tl.maximum(
-                tl.minimum((seq_len - num_queries + 1 if CAUSAL else seq_len) // _BN * _BN, end), begin
-            )
         slot = row_base.to(tl.int64) * KV_HEADS + kv_index * leaves
         is_left = (leaves > fold_limit) & is_held  # for `merge`
         is_split = (stop_leaf - begin_leaf < leaves) | is_left
         total, total_sum, total_max = walk(
             queries, kv + kv_index.to(tl.int64) * kv_head, table + row.to(tl.int64) * table_row, parts, part_stats,
-            slot - row_leaf, valid & is_split, begin, unmasked, end, low, seq_len, first, last, position, slope, factor,
+            slot - row_leaf, valid, is_split, begin, begin, end, low, seq_len, first, last, position, slope, factor,
             cap, kv_block, kv_token, BLOCK, HEAD, PADDED, STAGES, SEES, SOFT_CAP, slopes is not None, PRECISION, True,
-            True, LINES, True, 64,
+            LINES, True, 64,
         )  # fmt: skip
         if not is_split:
             write_lines(
@@ -93,18 +87,21 @@ def _attend(
 @triton.jit(do_not_specialize=["short", "reach", "table_row", "capacity", "fold_limit"])
 def attend_rows(
     q, kv, out, query_start, seq_lens, table, work, leaf_base, parts, part_stats, counters, key_scale, value_scale,
-    sinks, slopes, q_token, q_head, out_token, out_head, kv_block, kv_head, kv_token, table_row, short, reach,
-    score_scale, cap_scale, capacity, fold_limit, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr,
-    PADDED: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, SEES: tl.constexpr,
-    CAUSAL: tl.constexpr, SOFT_CAP: tl.constexpr, PRECISION: tl.constexpr, LINES: tl.constexpr, GATHER: tl.constexpr,
-    PDL: tl.constexpr,
+    sinks, slopes, q_token, q_head, out_token, out_head, kv_block, kv_head, kv_token: tl.constexpr, table_row, short,
+    reach, score_scale, cap_scale, capacity, fold_limit, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    HEAD: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
+    SEES: tl.constexpr, CAUSAL: tl.constexpr, SOFT_CAP: tl.constexpr, PRECISION: tl.constexpr, LINES: tl.constexpr,
+    GATHER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (programs of the division). Each takes its part of the leaves."""
     wait_before(PDL)
     start_pair, start_leaf = tl.load(work + tl.program_id(0) * 2), tl.load(work + tl.program_id(0) * 2 + 1)
     end_pair, end_leaf = tl.load(work + tl.program_id(0) * 2 + 2), tl.load(work + tl.program_id(0) * 2 + 3)
-    for step in range(end_pair - start_pair + (end_leaf > 0).to(tl.int32)):
-        pair = start_pair + step
+    count = end_pair - start_pair + (end_leaf > 0).to(tl.int32)
+    for step in range(count):
+        # What is shared with the next program comes first and what is shared with the one before second: folds are done
+        # early, beside other programs' loads.
+        pair = start_pair + tl.where(step == 0, count, step) - 1
         row = pair // KV_HEADS
         _, _, leaves = row_extent(query_start, seq_lens, row, True, short, reach, SEES)
         row_base = tl.load(leaf_base + row)
@@ -113,7 +110,7 @@ def attend_rows(
             slopes, q_token, q_head, out_token, out_head, kv_block, kv_head, kv_token, table_row, short, reach,
             score_scale, cap_scale, row, pair % KV_HEADS, pair, tl.where(pair == start_pair, start_leaf, 0),
             tl.where(pair == end_pair, end_leaf, leaves), row_base, row_base + leaves <= capacity, fold_limit, KV_HEADS,
-            GROUP, HEAD, PADDED, BLOCK, BM, STAGES, SEES, CAUSAL, SOFT_CAP, PRECISION, LINES, GATHER, False,
+            GROUP, HEAD, PADDED, BLOCK, BM, STAGES, SEES, CAUSAL, SOFT_CAP, PRECISION, LINES, GATHER,
         )  # fmt: skip
     end_before(PDL)
 
@@ -121,11 +118,11 @@ def attend_rows(
 @triton.jit(do_not_specialize=["short", "reach", "table_row", "num_rows", "max_leaves"])
 def attend_few(
     q, kv, out, query_start, seq_lens, table, parts, part_stats, counters, key_scale, value_scale, sinks, slopes,
-    q_token, q_head, out_token, out_head, kv_block, kv_head, kv_token, table_row, short, reach, score_scale, cap_scale,
-    num_rows, max_leaves, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr,
-    BLOCK: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, SEES: tl.constexpr, CAUSAL: tl.constexpr,
-    SOFT_CAP: tl.constexpr, PRECISION: tl.constexpr, LINES: tl.constexpr, GATHER: tl.constexpr, ROWS: tl.constexpr,
-    PDL: tl.constexpr,
+    q_token, q_head, out_token, out_head, kv_block, kv_head, kv_token: tl.constexpr, table_row, short, reach,
+    score_scale, cap_scale, num_rows, max_leaves, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr,
+    PADDED: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, SEES: tl.constexpr,
+    CAUSAL: tl.constexpr, SOFT_CAP: tl.constexpr, PRECISION: tl.constexpr, LINES: tl.constexpr, GATHER: tl.constexpr,
+    ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: any. Leaf by leaf, in a leaf row by row, in a row KV head by KV head: each program takes every so many.
 
@@ -145,7 +142,7 @@ def attend_few(
             q, kv, out, query_start, seq_lens, table, parts, part_stats, counters, key_scale, value_scale, sinks,
             slopes, q_token, q_head, out_token, out_head, kv_block, kv_head, kv_token, table_row, short, reach,
             score_scale, cap_scale, row, pair % KV_HEADS, pair, leaf, leaf + 1, row * max_leaves, False, 0, KV_HEADS,
-            GROUP, HEAD, PADDED, BLOCK, BM, STAGES, SEES, CAUSAL, SOFT_CAP, PRECISION, LINES, GATHER, True,
+            GROUP, HEAD, PADDED, BLOCK, BM, STAGES, SEES, CAUSAL, SOFT_CAP, PRECISION, LINES, GATHER,
         )  # fmt: skip
         place += tl.num_programs(0)
 

@@ -66,6 +66,6 @@ def takes_gluon(device: torch.device) -> bool:
         )
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: F401
     except ImportError as error:  # Gluon's names are not settled
-        _LOG.warning("prompts and gated products run at their plain speed: this Triton's Gluon is another (%s)", error)
+        _LOG.warning("decode, prompts and gated products run plainly: this Triton's Gluon is another (%s)", error)
         return False
     return True
