@@ -46,7 +46,10 @@ def test_only_graphs_store_and_read_in_one_kernel() -> None:
         seq_lens=torch.ones(2, **ints), block_table=torch.ones(2, 1, **ints),
         slot_mapping=torch.zeros(2, dtype=torch.int64, device=device),
     )  # fmt: skip
-    rotation = Rotation(inputs.slot_mapping, rope_table(128, 64).to(device), None, None, 1e-6, inputs.slot_mapping)
+    rotation = Rotation(
+        positions=inputs.slot_mapping, cos_sin=rope_table(128, 64).to(device), q_norm=None, k_norm=None, eps=1e-6,
+        slot_mapping=inputs.slot_mapping,
+    )  # fmt: skip
     kv = torch.zeros(2, 8, 64, 256, dtype=torch.bfloat16, device=device)
     for captured in (False, True):
         backend.prepare(inputs, for_capture=captured)

@@ -195,7 +195,7 @@ def test_what_is_read_before_the_kernel_ahead_is_done_is_there() -> None:
     with torch.cuda.graph(graph):
         step(waits=False, for_capture=True)
     for turn in range(8):
-        batch.seq_lens.copy_(torch.tensor([length - 31 * turn for length in lengths], dtype=torch.int32))
+        batch.seq_lens.copy_(torch.tensor([max(length - 31 * turn, 1) for length in lengths], dtype=torch.int32))
         qkv.normal_()
         step(waits=True)
         expected = outs.clone()
