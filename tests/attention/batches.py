@@ -6,6 +6,8 @@ import dataclasses
 
 import torch
 
+from octavo.attention.base import BACKENDS, AttentionInputs, Variant
+
 
 @dataclasses.dataclass
 class History:
@@ -60,3 +62,32 @@ def make_batch(
     start = torch.tensor([0, *(queries for _, _, queries in rows)]).cumsum(0).to(torch.int32)
     q = torch.cat([history.q[seq_len - queries : seq_len] for history, seq_len, queries in rows])
     return Batch(q, kv, start, torch.tensor([seq_len for _, seq_len, _ in rows], dtype=torch.int32), table)
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    return Batch(*(tensor.to(device) for tensor in batch.args()))
+
+
+def run_backend(name: str, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+    """The results of two variants through the AttentionBackend protocol, with padding rows."""
+    variants = (
+        Variant(num_heads=4, num_kv_heads=2, head_size=32, scale=0.2),
+        Variant(num_heads=4, num_kv_heads=2, head_size=32, scale=0.2, window=20, soft_cap=15.0),
+    )
+    history = make_history(1, 90, 4, 2, 32, dtype)
+    batch = to_device(make_batch([(history, 90, 1), (history, 64, 40), (history, 3, 3)], 16), device)
+    padding = {"dtype": torch.int32, "device": device}
+    inputs = AttentionInputs(
+        num_rows=3, num_tokens=44, max_query_len=40, max_seq_len=128, block_size=16,
+        query_start=torch.cat([batch.query_start, torch.full((4,), 44, **padding)]),
+        seq_lens=torch.cat([batch.seq_lens, torch.zeros(4, **padding)]), block_table=batch.block_table,
+        slot_mapping=torch.full((44,), -1),
+    )  # fmt: skip
+    backend = BACKENDS.resolve(name)(variants, dtype, device)
+    backend.prepare(inputs)
+    results = []
+    for variant in variants:
+        out = torch.empty_like(batch.q)
+        backend.run(batch.q, batch.kv, variant, out)
+        results.append(out)
+    return results

@@ -10,9 +10,9 @@ from unittest import mock
 
 import torch
 
-from batches import Batch, History, make_batch, make_history
+from batches import Batch, History, make_batch, make_history, run_backend, to_device
 from contract_rig import Setting, make_step
-from octavo.attention.base import BACKENDS, AttentionInputs, LayerTensors, Setup, Variant, alibi_slopes
+from octavo.attention.base import BACKENDS, LayerTensors, Setup, Variant, alibi_slopes
 from octavo.ops import paged_attention as operator
 from octavo.ops.attention import paged_attention_eager
 from octavo.ops.paged_attention import Heads, Planner, Scratch, Sight, Tile, paged_attention
@@ -24,10 +24,6 @@ FEATURES: tuple[dict[str, Any], ...] = (
     {"sinks": [0.5, -2.0, 3.0, 1.0]}, {"slopes": [0.5, 0.25, 0.125, 0.0625]},
     {"key_scale": [0.5, 2.0], "value_scale": [3.0, 0.25], "soft_cap": 9.0},
 )  # fmt: skip
-
-
-def to_device(batch: Batch, device: torch.device) -> Batch:
-    return Batch(*(tensor.to(device) for tensor in batch.args()))
 
 
 def attend(
@@ -71,31 +67,6 @@ def compare_with_twin(seed: int, device: torch.device, dtypes: list[torch.dtype]
     for processors in (FEW, MANY):
         got = attend(batch, processors=processors, **options).float()
         torch.testing.assert_close(got, expected, **tolerance)
-
-
-def run_backend(name: str, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
-    """The results of two variants through the AttentionBackend protocol, with padding rows."""
-    variants = (
-        Variant(num_heads=4, num_kv_heads=2, head_size=32, scale=0.2),
-        Variant(num_heads=4, num_kv_heads=2, head_size=32, scale=0.2, window=20, soft_cap=15.0),
-    )
-    history = make_history(1, 90, 4, 2, 32, dtype)
-    batch = to_device(make_batch([(history, 90, 1), (history, 64, 40), (history, 3, 3)], 16), device)
-    padding = {"dtype": torch.int32, "device": device}
-    inputs = AttentionInputs(
-        num_rows=3, num_tokens=44, max_query_len=40, max_seq_len=128, block_size=16,
-        query_start=torch.cat([batch.query_start, torch.full((4,), 44, **padding)]),
-        seq_lens=torch.cat([batch.seq_lens, torch.zeros(4, **padding)]), block_table=batch.block_table,
-        slot_mapping=torch.full((44,), -1),
-    )  # fmt: skip
-    backend = BACKENDS.resolve(name)(variants, dtype, device)
-    backend.prepare(inputs)
-    results = []
-    for variant in variants:
-        out = torch.empty_like(batch.q)
-        backend.run(batch.q, batch.kv, variant, out)
-        results.append(out)
-    return results
 
 
 CPU = torch.device("cpu")

@@ -8,8 +8,8 @@ import os
 import pytest
 import torch
 
-from batches import make_batch, make_history
-from octavo.attention.base import BACKENDS, AttentionInputs, Variant
+from batches import run_backend
+from octavo.attention.base import BACKENDS, Variant
 from octavo.ops import native
 
 CPU = torch.device("cpu")
@@ -19,35 +19,16 @@ VARIANTS = (
 )
 
 
-def _run(name: str, dtype: torch.dtype) -> list[torch.Tensor]:
-    history = make_history(1, 90, 4, 2, 32, dtype)
-    batch = make_batch([(history, 90, 1), (history, 64, 40), (history, 3, 3)], 16)
-    inputs = AttentionInputs(
-        num_rows=3, num_tokens=44, max_query_len=40, max_seq_len=128, block_size=16,
-        query_start=torch.cat([batch.query_start, torch.full((4,), 44, dtype=torch.int32)]),
-        seq_lens=torch.cat([batch.seq_lens, torch.zeros(4, dtype=torch.int32)]), block_table=batch.block_table,
-        slot_mapping=torch.full((44,), -1),
-    )  # fmt: skip
-    backend = BACKENDS.resolve(name)(VARIANTS, dtype, CPU)
-    backend.prepare(inputs)
-    results = []
-    for variant in VARIANTS:
-        out = torch.empty_like(batch.q)
-        backend.run(batch.q, batch.kv, variant, out)
-        results.append(out)
-    return results
-
-
 @pytest.mark.skipif(not native.available(), reason="the native library is not built")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_cpu_equals_reference(dtype: torch.dtype) -> None:
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    for ours, expected in zip(_run("cpu", dtype), _run("reference", dtype), strict=True):
+    for ours, expected in zip(run_backend("cpu", dtype, CPU), run_backend("reference", dtype, CPU), strict=True):
         torch.testing.assert_close(ours, expected, atol=tolerance, rtol=0)
 
 
 def test_reference_takes_float16() -> None:
-    assert all(out.isfinite().all() for out in _run("reference", torch.float16))
+    assert all(out.isfinite().all() for out in run_backend("reference", torch.float16, CPU))
 
 
 @pytest.mark.parametrize(
