@@ -21,7 +21,7 @@ from octavo.llm import LLM
 # Family -> parts of kernel names, the first that fits; what fits none is "other".
 FAMILIES = {
     "attention": ("attend", "divide", "merge"),
-    "products": ("product", "nvjet", "gemm", "gemv", "cutlass", "splitK"),
+    "products": ("product", "streamed", "nvjet", "gemm", "gemv", "cutlass", "splitK"),
     "norms, rotation, activation": ("norm", "rope", "gated"),
     "sampling": ("draw", "leaf", "digit", "mask", "cut", "top", "_list"),
     "inputs and results": ("gather", "commit", "write", "Memcpy", "Memset", "index", "pad"),
