@@ -39,7 +39,8 @@ def test_weights_are_most_of_an_8b_step_at_one_row() -> None:
     [
         ("attend_rows", "attention"), ("divide", "attention"), ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz", "products"),
         ("_product", "products"), ("_streamed", "products"), ("_norm_rows", "norms, rotation, activation"),
-        ("_draw", "sampling"), ("_qk_norm_rope_store", "norms, rotation, activation"), ("_gated", "norms, rotation, activation"),
+        ("_draw", "sampling"), ("_qk_norm_rope_store", "norms, rotation, activation"),
+        ("_gated", "norms, rotation, activation"),
         ("Memset (Device)", "inputs and results"), ("_commit", "inputs and results"), ("vectorized_add", "other"),
     ],
 )  # fmt: skip
