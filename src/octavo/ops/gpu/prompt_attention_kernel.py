@@ -26,11 +26,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from octavo.ops.paged_attention_work import BN, CHUNK, EVERYTHING, FIRST_LEAF, FIRST_TOKENS, LEAF
+from octavo.ops.paged_attention_kernels import exp2_from
+from octavo.ops.paged_attention_work import BN, EVERYTHING, FIRST_LEAF, FIRST_TOKENS, LEAF, first_seen
 
 LINES = 128  # of a tile: two consumers of what a warp group's matrix instruction holds
 _LINES, _BN = gl.constexpr(LINES // 2), gl.constexpr(BN)
-_EVERYTHING, _CHUNK = gl.constexpr(EVERYTHING), gl.constexpr(CHUNK)
+_EVERYTHING = gl.constexpr(EVERYTHING)
 _FIRST_TOKENS, _FIRST_LEAF, _LEAF = gl.constexpr(FIRST_TOKENS), gl.constexpr(FIRST_LEAF), gl.constexpr(LEAF)
 _LOG2_E = gl.constexpr(1.4426950408889634)
 _S = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16]))  # of scores
@@ -40,20 +41,6 @@ _WORD = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 _ONE = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 _barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # Triton renamed it
 _ROWS = gl.constexpr(gl.BlockedLayout([4], [32], [1], [0]))
-
-
-@gluon.jit
-def _first_seen(position, reach, SEES: gl.constexpr):
-    if SEES == _EVERYTHING:
-        return position * 0
-    if SEES == _CHUNK:
-        return gl.maximum(position, 0) // reach * reach
-    return gl.maximum(position - reach + 1, 0)
-
-
-@gluon.jit
-def _exp2_from(x, top):
-    return gl.exp2(x - gl.where(top == float("-inf"), 0.0, top))
 
 
 @gluon.jit
@@ -119,7 +106,7 @@ def _produce(
     while item < total:
         kv_index = item % KV_HEADS
         position = seq_len - num_queries + first_query
-        low = _first_seen(position, reach, SEES)
+        low = first_seen(position, reach, SEES)
         high = gl.minimum(seq_len, position + QUERIES)
         begin = low // _BN
         end = gl.maximum((high + _BN - 1) // _BN, begin + 1)
@@ -187,8 +174,8 @@ def _fold(total, total_sum, total_max, leaf, leaf_sum, leaf_max):
     OUT: gl.constexpr = total.type.layout
     CHANNELS: gl.constexpr = gl.SliceLayout(1, OUT)
     top = gl.maximum(total_max, leaf_max)
-    keep = _exp2_from(total_max, top)
-    add = _exp2_from(leaf_max, top)
+    keep = exp2_from(total_max, top)
+    add = exp2_from(leaf_max, top)
     total_sum = gl.fma(total_sum, keep, leaf_sum * add)
     wide = gl.zeros(total.shape, gl.float32, OUT) + gl.convert_layout(keep, CHANNELS, assert_trivial=True)[:, None]
     leaf = leaf * gl.convert_layout(add, CHANNELS, assert_trivial=True)[:, None]
@@ -313,7 +300,7 @@ def _consume(
     while item[6] >= 0:
         token, num_queries, first_position, seq_len, kv_index, at, end = item
         position = gl.minimum(first_position + gl.arange(0, _LINES, _LINE) // PADDED_GROUP, seq_len - 1)
-        first = _first_seen(position, reach, SEES)
+        first = first_seen(position, reach, SEES)
         total = gl.zeros((_LINES, HEAD), gl.float32, OUT)
         total_sum = gl.zeros((_LINES,), gl.float32, _LINE)
         total_max = gl.full((_LINES,), float("-inf"), gl.float32, _LINE)

@@ -25,11 +25,10 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from octavo.ops.gpu.launch import chained
 from octavo.ops.gpu.tree import row_sums
 from octavo.ops.paged_attention import Heads, Plan, Scratch, Sight, num_processors
-from octavo.ops.paged_attention_work import EVERYTHING, FIRST_LEAF, FIRST_TOKENS, LEAF
+from octavo.ops.paged_attention_kernels import exp2_from
+from octavo.ops.paged_attention_work import EVERYTHING, leaf_of, leaf_start
 from octavo.ops.rope import Rotation
 
-_FIRST_LEAF, _FIRST_TOKENS, _LEAF = gl.constexpr(FIRST_LEAF), gl.constexpr(FIRST_TOKENS), gl.constexpr(LEAF)
-_FIRST_LEAVES = gl.constexpr(FIRST_TOKENS // FIRST_LEAF)
 _HALF = gl.constexpr(256)  # tokens that are in shared memory
 _HEAD = 128
 _MAX_GROUP = 7  # its queries and K have a line of a matrix instruction each
@@ -65,16 +64,6 @@ _PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
 @gluon.jit
-def _leaf_of(token):
-    return gl.minimum(token, _FIRST_TOKENS) // _FIRST_LEAF + gl.maximum(token - _FIRST_TOKENS, 0) // _LEAF
-
-
-@gluon.jit
-def _leaf_start(leaf):
-    return gl.minimum(leaf, _FIRST_LEAVES) * _FIRST_LEAF + gl.maximum(leaf - _FIRST_LEAVES, 0) * _LEAF
-
-
-@gluon.jit
 def _length(row, query_start, seq_lens):
     """Tokens of a row; 0 if it has no query."""
     there = gl.load(query_start + row + 1) > gl.load(query_start + row)
@@ -82,15 +71,10 @@ def _length(row, query_start, seq_lens):
 
 
 @gluon.jit
-def _exp2_from(x, top):
-    return gl.exp2(x - gl.where(top == float("-inf"), 0.0, top))
-
-
-@gluon.jit
 def _fold(total, total_sum, total_max, leaf, leaf_sum, leaf_max):
     """As `paged_attention_kernels.fold`; lines are axis 0."""
     top = gl.maximum(total_max, leaf_max)
-    keep, add = _exp2_from(total_max, top), _exp2_from(leaf_max, top)
+    keep, add = exp2_from(total_max, top), exp2_from(leaf_max, top)
     total_sum = gl.fma(total_sum, keep, leaf_sum * add)
     total = gl.fma(total, keep[:, None], leaf * add[:, None])
     return total, total_sum, top
@@ -260,7 +244,7 @@ def _finish(
     """Write a row's results, if its leaf is all of it or the last to be there; else leave the leaf to others."""
     channel, line = gl.arange(0, HEAD, _LINE)[:, None], gl.arange(0, 8, _COLUMN)
     if leaves == 1:
-        add = _exp2_from(leaf_max, leaf_max)[None, :]
+        add = exp2_from(leaf_max, leaf_max)[None, :]
         whole_sum = leaf_sum * add
         whole = leaf * add * gl.where(whole_sum == 0.0, 0.0, 1.0 / whole_sum)
         gl.store(out + line[None, :] * HEAD + channel, whole.to(out.dtype.element_ty), mask=(line < GROUP)[None, :])
@@ -304,12 +288,12 @@ def _rotate_and_attend(
     longest = 0
     for row in range(num_rows):
         longest = gl.maximum(longest, _length(row, query_start, seq_lens))
-    limit = gl.where(longest > 0, _leaf_of(longest - 1) + 1, 0) * num_pairs
+    limit = gl.where(longest > 0, leaf_of(longest - 1) + 1, 0) * num_pairs
     while (place < limit) and (
-        _leaf_start(place // num_pairs) >= _length(place % num_pairs // KV_HEADS, query_start, seq_lens)
+        leaf_start(place // num_pairs) >= _length(place % num_pairs // KV_HEADS, query_start, seq_lens)
     ):
         place += programs
-    start = _leaf_start(place // num_pairs)
+    start = leaf_start(place // num_pairs)
     if place < limit:
         row = place % num_pairs // KV_HEADS
         end = _length(row, query_start, seq_lens) - 1
@@ -333,7 +317,7 @@ def _rotate_and_attend(
         pair = place % num_pairs
         row, kv_index, index = pair // KV_HEADS, pair % KV_HEADS, place // num_pairs
         seq_len = _length(row, query_start, seq_lens)
-        leaf_end = gl.minimum(_leaf_start(index + 1), seq_len)
+        leaf_end = gl.minimum(leaf_start(index + 1), seq_len)
         token = gl.load(query_start + row).to(gl.int64)
         angles = cos_sin + gl.load(positions + token).to(gl.int64) * HEAD
         cosine, sine = gl.load(angles + channel)[None, :], gl.load(angles + HEAD // 2 + channel)[None, :]
@@ -342,10 +326,10 @@ def _rotate_and_attend(
         is_done = start + _HALF >= leaf_end
         next_place = gl.where(is_done, place + programs, place)
         while (next_place < limit) and (
-            _leaf_start(next_place // num_pairs) >= _length(next_place % num_pairs // KV_HEADS, query_start, seq_lens)
+            leaf_start(next_place // num_pairs) >= _length(next_place % num_pairs // KV_HEADS, query_start, seq_lens)
         ):
             next_place += programs
-        next_start = gl.where(is_done, _leaf_start(next_place // num_pairs), start + _HALF)
+        next_start = gl.where(is_done, leaf_start(next_place // num_pairs), start + _HALF)
         next_row = next_place % num_pairs // KV_HEADS
         next_end = 0
         if next_place < limit:
@@ -381,7 +365,7 @@ def _rotate_and_attend(
             leaf, leaf_sum, leaf_max, kv_token, HEAD, BLOCK,
         )  # fmt: skip
         if is_done:
-            leaves = _leaf_of(seq_len - 1) + 1
+            leaves = leaf_of(seq_len - 1) + 1
             slot_at = (row * max_leaves * KV_HEADS + kv_index * leaves).to(gl.int64)
             _finish(
                 leaf, leaf_sum, leaf_max, out + token * out_token + kv_index * (GROUP * HEAD),

@@ -20,14 +20,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from octavo.ops.paged_attention_work import BN, CHUNK, EVERYTHING, FIRST_LEAF, FIRST_TOKENS, LEAF
+from octavo.ops.paged_attention_kernels import exp2_from
+from octavo.ops.paged_attention_work import BN, EVERYTHING, first_seen, leaf_of, leaf_start
 
 LINES = 8  # of a tile, queries x heads of a KV head: what the matrix units take at least
 PIECE = 16  # tokens: divides every block size
 _BN, _PIECE, _PIECES, _LINES = gl.constexpr(BN), gl.constexpr(PIECE), gl.constexpr(BN // PIECE), gl.constexpr(LINES)
-_EVERYTHING, _CHUNK = gl.constexpr(EVERYTHING), gl.constexpr(CHUNK)
-_FIRST_LEAF, _FIRST_TOKENS, _LEAF = gl.constexpr(FIRST_LEAF), gl.constexpr(FIRST_TOKENS), gl.constexpr(LEAF)
-_FIRST_LEAVES = gl.constexpr(FIRST_TOKENS // FIRST_LEAF)
+_EVERYTHING = gl.constexpr(EVERYTHING)
 _LOG2_E = gl.constexpr(1.4426950408889634)
 _GATHER = gl.constexpr(4)  # leaves whose loads a folding program has in flight
 _TURNS = gl.constexpr(2)  # (row, head)s that the consumer is told of ahead
@@ -46,30 +45,6 @@ _TOPS = gl.constexpr(  # [warps, lines]: each thread has all warps' maxima of it
 _ONE = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 _WORD = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 _barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # Triton renamed it
-
-
-@gluon.jit
-def _leaf_of(token):
-    return gl.minimum(token, _FIRST_TOKENS) // _FIRST_LEAF + gl.maximum(token - _FIRST_TOKENS, 0) // _LEAF
-
-
-@gluon.jit
-def _leaf_start(leaf):
-    return gl.minimum(leaf, _FIRST_LEAVES) * _FIRST_LEAF + gl.maximum(leaf - _FIRST_LEAVES, 0) * _LEAF
-
-
-@gluon.jit
-def _first_seen(position, reach, SEES: gl.constexpr):
-    if SEES == _EVERYTHING:
-        return position * 0
-    if SEES == _CHUNK:
-        return gl.maximum(position, 0) // reach * reach
-    return gl.maximum(position - reach + 1, 0)
-
-
-@gluon.jit
-def _exp2_from(x, top):
-    return gl.exp2(x - gl.where(top == float("-inf"), 0.0, top))
 
 
 @gluon.jit
@@ -122,7 +97,7 @@ def _find(
     row_start, row_end, seq_len = gl.load(query_start + row), gl.load(query_start + row + 1), gl.load(seq_lens + row)
     row_base = gl.load(leaf_base + row)
     num_queries = row_end - row_start
-    leaves = _leaf_of(seq_len - 1) - _leaf_of(_first_seen(seq_len - num_queries, reach, SEES)) + 1
+    leaves = leaf_of(seq_len - 1) - leaf_of(first_seen(seq_len - num_queries, reach, SEES)) + 1
     leaves = gl.where((num_queries > 0) & (num_queries <= short), gl.where(seq_len > 0, leaves, 1), 0)
     begin = gl.where(pair == start_pair, start_leaf, 0)
     stop = gl.minimum(gl.where(pair == end_pair, end_leaf, leaves), leaves)
@@ -158,10 +133,10 @@ def _produce(
         row, kv_index, row_start, num_queries, seq_len, leaves, row_base, begin_leaf, stop_leaf = found
         found = _find(index + 1, division, query_start, seq_lens, leaf_base, short, reach, KV_HEADS, SEES)
         if begin_leaf < stop_leaf:
-            low = _first_seen(seq_len - num_queries, reach, SEES)
-            row_leaf = _leaf_of(low)
-            begin = gl.maximum(_leaf_start(row_leaf + begin_leaf), low // _BN * _BN)
-            end = gl.minimum(_leaf_start(row_leaf + stop_leaf), seq_len)
+            low = first_seen(seq_len - num_queries, reach, SEES)
+            row_leaf = leaf_of(low)
+            begin = gl.maximum(leaf_start(row_leaf + begin_leaf), low // _BN * _BN)
+            end = gl.minimum(leaf_start(row_leaf + stop_leaf), seq_len)
             line = table + row.to(gl.int64) * table_row
             is_left = (leaves > fold_limit) & (row_base + leaves <= capacity)
             is_split = stop_leaf - begin_leaf < leaves
@@ -200,8 +175,8 @@ def _fold(total, total_sum, total_max, leaf, leaf_sum, leaf_max):
     """As `octavo.ops.paged_attention_kernels.fold`; channels are axis 0."""
     OUT: gl.constexpr = total.type.layout
     top = gl.maximum(total_max, leaf_max)
-    keep = _exp2_from(total_max, top)
-    add = _exp2_from(leaf_max, top)
+    keep = exp2_from(total_max, top)
+    add = exp2_from(leaf_max, top)
     total_sum = gl.fma(total_sum, keep, leaf_sum * add)
     wide = gl.zeros(total.shape, gl.float32, OUT) + keep[None, :]
     return gl.fma(total, wide, leaf * add[None, :]), total_sum, top
@@ -320,7 +295,7 @@ def _consume(
         mbarrier.arrive(q_empty.index(turn % _TURNS), count=1)
         turn += 1
         position = gl.minimum(seq_len - num_queries + gl.arange(0, _LINES, _LINE) // GROUP, seq_len - 1)
-        first = _first_seen(position, reach, SEES)
+        first = first_seen(position, reach, SEES)
         leaf = gl.zeros([HEAD, _LINES], gl.float32, _S)
         leaf_sum = gl.zeros([_BN, _LINES], gl.float32, _S)
         leaf_max = gl.full([_LINES], float("-inf"), gl.float32, _LINE)
@@ -345,10 +320,10 @@ def _consume(
             leaf = mma_v2(v, weights, leaf * keep[None, :])
             leaf_max = top
             step += 1
-            if (_leaf_of(start + _BN) > _leaf_of(start)) | (start + _BN >= end):
+            if (leaf_of(start + _BN) > leaf_of(start)) | (start + _BN >= end):
                 one_sum = gl.convert_layout(gl.max(leaf_sum, 0), _LINE)
                 if task != _WHOLE:
-                    _keep(parts, part_stats, slot + _leaf_of(start), leaf, one_sum, leaf_max, LINES)
+                    _keep(parts, part_stats, slot + leaf_of(start), leaf, one_sum, leaf_max, LINES)
                 total, total_sum, total_max = _fold(total, total_sum, total_max, leaf, one_sum, leaf_max)
                 leaf = gl.zeros([HEAD, _LINES], gl.float32, _S)
                 leaf_sum = gl.zeros([_BN, _LINES], gl.float32, _S)
@@ -363,7 +338,7 @@ def _consume(
             if before + mine == leaves:  # the last to arrive
                 gl.store(counters + pair, 0)
                 folded, folded_sum, folded_max = _fold_stored(
-                    parts, part_stats, slot + _leaf_of(low), leaves, LINES, HEAD
+                    parts, part_stats, slot + leaf_of(low), leaves, LINES, HEAD
                 )
                 _write(
                     out, sinks, folded, folded_sum, folded_max, row_start, num_queries, kv_index, out_token, out_head,
