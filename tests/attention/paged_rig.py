@@ -44,6 +44,29 @@ def attend(
     return out
 
 
+def heavy_history(length: int, heads: int, kv_heads: int, size: int, dtype: torch.dtype = torch.bfloat16) -> History:
+    """Heavy-tailed, so that another order of a sum shows."""
+    history = make_history(length, length, heads, kv_heads, size, dtype)
+    factor = torch.exp2(6 * torch.rand(length, kv_heads, 1, generator=torch.Generator().manual_seed(6)) - 4)
+    history.kv = (history.kv.float() * factor).to(dtype)
+    return history
+
+
+def attend_by(kernel: str, batch: Batch, processors: int, **options: Any) -> tuple[torch.Tensor, bool]:
+    """The result, and whether the kernel of `octavo.ops.gpu` that has a module of this name made it."""
+    answers = []
+    module = getattr(operator, kernel)
+    launch = module.launch
+
+    def spy(*args: Any, **more: Any) -> bool:
+        answers.append(launch(*args, **more))
+        return answers[-1]
+
+    with mock.patch.object(module, "launch", spy):
+        out = attend(batch, processors=processors, **options)
+    return out, answers == [True]
+
+
 def compare_with_twin(seed: int, device: torch.device, dtypes: list[torch.dtype], max_tokens: int) -> None:
     """A random ragged batch against the eager twin in float32."""
     rng = random.Random(seed)

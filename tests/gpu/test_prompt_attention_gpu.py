@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import sys
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -15,11 +14,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "attention"))
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from batches import Batch, History, make_batch, make_history
+from batches import Batch, History, make_batch
 from octavo.ops import paged_attention as operator
-from octavo.ops.gpu import prompt_attention
 from octavo.ops.paged_attention import Tile
-from paged_rig import attend, to_device
+from paged_rig import attend, attend_by, heavy_history, to_device
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
@@ -28,26 +26,8 @@ PLAIN = Tile(128, 8, 2, 128)  # a plan with a tile of its own runs `attend_tiles
 FULL_MACHINE = 1  # processors to plan for: no tile is split
 
 
-def _history(length: int, heads: int, kv_heads: int, size: int, dtype: torch.dtype = BF16) -> History:
-    """Heavy-tailed, so that another order of a sum shows."""
-    history = make_history(length, length, heads, kv_heads, size, dtype)
-    factor = torch.exp2(6 * torch.rand(length, kv_heads, 1, generator=torch.Generator().manual_seed(6)) - 4)
-    history.kv = (history.kv.float() * factor).to(dtype)
-    return history
-
-
 def _served(batch: Batch, processors: int = FULL_MACHINE, **options) -> tuple[torch.Tensor, bool]:
-    """The result, and whether the kernel for prompts made it."""
-    answers = []
-    launch = prompt_attention.launch
-
-    def spy(*args, **more):
-        answers.append(launch(*args, **more))
-        return answers[-1]
-
-    with mock.patch.object(operator.prompt_attention, "launch", spy):
-        out = attend(batch, processors=processors, **options)
-    return out, answers == [True]
+    return attend_by("prompt_attention", batch, processors, **options)
 
 
 def _same_bits(batch: Batch, **options) -> None:
@@ -62,7 +42,7 @@ def _same_bits(batch: Batch, **options) -> None:
 def _rows(seed: int, heads: int, kv_heads: int, size: int, dtype: torch.dtype) -> list[tuple[History, int, int]]:
     """Prompts, chunks behind contexts, decode rows and short ones."""
     rng = random.Random(seed)
-    history = _history(2100, heads, kv_heads, size, dtype)
+    history = heavy_history(2100, heads, kv_heads, size, dtype)
     rows = [(history, 2100, 1300), (history, 64, 64), (history, 1025, 1), (history, 1537, 33), (history, 1, 1)]
     for _ in range(4):
         length = rng.randrange(2, 2100)
@@ -112,7 +92,7 @@ def test_sinks_and_queries_of_another_stride() -> None:
 
 def test_few_long_rows_among_many_short_and_empty_ones() -> None:
     """As in a step of prompts and decode, and in a graph for more rows than the step has."""
-    history = _history(900, 8, 2, 128)
+    history = heavy_history(900, 8, 2, 128)
     rows = [(history, 700, 1) if place % 3 else (history, 5, 0) for place in range(600)]
     rows[7], rows[411] = (history, 900, 640), (history, 333, 200)
     batch = to_device(make_batch(rows, 64), DEVICE)
@@ -129,7 +109,7 @@ def test_few_long_rows_among_many_short_and_empty_ones() -> None:
 
 def test_a_pool_beyond_32_bit_offsets() -> None:
     """The live blocks lie at the end of a pool of 700,000 tokens."""
-    batch = to_device(make_batch([(_history(900, 16, 8, 128), 900, 700)], 64), DEVICE)
+    batch = to_device(make_batch([(heavy_history(900, 16, 8, 128), 900, 700)], 64), DEVICE)
     expected = attend(batch, tile=PLAIN, processors=FULL_MACHINE)
     pool = torch.empty(700_000 // 64, *batch.kv.shape[1:], dtype=BF16, device=DEVICE)
     live = len(batch.kv)
@@ -141,7 +121,9 @@ def test_a_pool_beyond_32_bit_offsets() -> None:
 
 def test_layers_of_one_pool_and_a_row_without_tokens() -> None:
     """Blocks of several layers lie together; a padding row of length 0 becomes zeros."""
-    batch = to_device(make_batch([(_history(500, 8, 2, 128), 500, 300), (_history(90, 8, 2, 128), 90, 40)], 64), DEVICE)
+    batch = to_device(
+        make_batch([(heavy_history(500, 8, 2, 128), 500, 300), (heavy_history(90, 8, 2, 128), 90, 40)], 64), DEVICE
+    )
     pool = torch.full((len(batch.kv), 3, *batch.kv.shape[1:]), float("nan"), dtype=BF16, device=DEVICE)
     pool[:, 1] = batch.kv
     batch.kv = pool[:, 1]
@@ -153,7 +135,7 @@ def test_layers_of_one_pool_and_a_row_without_tokens() -> None:
 
 
 def test_a_captured_launch_follows_lengths_and_tables() -> None:
-    history = _history(1500, 8, 2, 128)
+    history = heavy_history(1500, 8, 2, 128)
     batch = to_device(make_batch([(history, 1500, 900), (history, 700, 200)], 64), DEVICE)
     other = to_device(make_batch([(history, 1100, 900), (history, 300, 200)], 64, seed=5), DEVICE)
     scratch = operator.Scratch(DEVICE)
@@ -179,7 +161,7 @@ def test_a_captured_launch_follows_lengths_and_tables() -> None:
 
 
 def test_what_it_does_not_take_runs_plain_tiles() -> None:
-    history = _history(300, 8, 2, 128)
+    history = heavy_history(300, 8, 2, 128)
     batch = to_device(make_batch([(history, 300, 200)], 64), DEVICE)
     expected = attend(batch, tile=PLAIN, processors=FULL_MACHINE)
     odd = torch.zeros(len(batch.kv), 2, 64, 260, dtype=BF16, device=DEVICE)[..., :256]  # 520 bytes from token to token

@@ -17,36 +17,17 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 
 from batches import Batch, History, make_batch, make_history
 from octavo.ops import paged_attention as operator
-from octavo.ops.gpu import row_attention
 from octavo.ops.paged_attention import Heads, Planner, Scratch, Sight
 from octavo.ops.rope import qk_norm_rope_store, rope_table
-from paged_rig import attend, to_device
+from paged_rig import attend, attend_by, heavy_history, to_device
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
-def _history(length: int, heads: int, kv_heads: int, size: int, dtype: torch.dtype = BF16) -> History:
-    """Heavy-tailed, so that another order of a sum shows."""
-    history = make_history(length, length, heads, kv_heads, size, dtype)
-    factor = torch.exp2(6 * torch.rand(length, kv_heads, 1, generator=torch.Generator().manual_seed(6)) - 4)
-    history.kv = (history.kv.float() * factor).to(dtype)
-    return history
-
-
 def _served(batch: Batch, processors: int, **options) -> tuple[torch.Tensor, bool]:
-    """The result, and whether the kernel that the copy engine feeds made it."""
-    answers = []
-    launch = row_attention.launch
-
-    def spy(*args, **more):
-        answers.append(launch(*args, **more))
-        return answers[-1]
-
-    with mock.patch.object(operator.row_attention, "launch", spy):
-        out = attend(batch, processors=processors, **options)
-    return out, answers == [True]
+    return attend_by("row_attention", batch, processors, **options)
 
 
 def _plain(batch: Batch, **options) -> torch.Tensor:
@@ -66,7 +47,7 @@ def _same_bits(batch: Batch, **options) -> None:
 def _rows(seed: int, heads: int, kv_heads: int, size: int, dtype: torch.dtype) -> list[tuple[History, int, int]]:
     """Decode rows at the edges of tiles and leaves, and rows of as many queries as a tile holds."""
     rng = random.Random(seed)
-    history = _history(2100, heads, kv_heads, size, dtype)
+    history = heavy_history(2100, heads, kv_heads, size, dtype)
     queries = 8 // (heads // kv_heads)
     edges = (1, 15, 16, 17, 63, 64, 65, 255, 256, 257, 1024, 1025, 1536, 1537, 2100)
     rows = [(history, length, 1) for length in edges]
@@ -137,7 +118,7 @@ def test_what_it_does_not_take_runs_plainly() -> None:
 
 def test_a_replayed_graph_follows_its_lengths() -> None:
     """Counters are 0 again for the next layer and the next replay; padding rows of no queries cost nothing."""
-    history = _history(1300, 32, 8, 128)
+    history = heavy_history(1300, 32, 8, 128)
     batch = to_device(make_batch([(history, 1300 - 13 * row, 1) for row in range(40)], 64), DEVICE)
     heads, sight, scratch = Heads(32, 8, 128), Sight(scale=128**-0.5), Scratch(DEVICE)
     planner, out = Planner(heads, sight, BF16, DEVICE, scratch), torch.empty_like(batch.q)
@@ -164,7 +145,7 @@ def test_a_replayed_graph_follows_its_lengths() -> None:
 def test_what_is_read_before_the_kernel_ahead_is_done_is_there() -> None:
     """Behind the rotation that stores the last tokens, layer after layer in a graph, as in a step of the engine."""
     lengths = [1300 - 29 * row for row in range(40)]
-    history = _history(1300, 16, 8, 128)
+    history = heavy_history(1300, 16, 8, 128)
     batch = to_device(make_batch([(history, length, 1) for length in lengths], 64), DEVICE)
     sight, scratch = Sight(scale=128**-0.5), Scratch(DEVICE)
     planner = Planner(Heads(16, 8, 128), sight, BF16, DEVICE, scratch)
@@ -206,7 +187,7 @@ def test_what_is_read_before_the_kernel_ahead_is_done_is_there() -> None:
 
 def test_a_pool_beyond_32_bit_offsets() -> None:
     """The live blocks lie at the end of a pool of 700,000 tokens."""
-    rows = [(_history(900, 16, 8, 128), length, 1) for length in (900, 333)]
+    rows = [(heavy_history(900, 16, 8, 128), length, 1) for length in (900, 333)]
     batch = to_device(make_batch(rows, 64), DEVICE)
     expected = _plain(batch)
     pool = torch.empty(700_000 // 64, *batch.kv.shape[1:], dtype=BF16, device=DEVICE)
