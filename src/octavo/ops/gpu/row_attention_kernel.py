@@ -48,36 +48,44 @@ _barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # Triton renamed i
 
 
 @gluon.jit
+def _copy_pieces(start, pieces, k, v, arrived, HEAD: gl.constexpr, BLOCK: gl.constexpr):
+    """Ask for the pieces of a tile that may be read; the others arrive at once."""
+    piece_desc, line, low, high, channel, head_row, block_rows = pieces
+    for part in gl.static_range(_PIECES):
+        token = start + part * _PIECE
+        if (token < high) & (token + _PIECE > low):
+            mbarrier.expect(arrived, 2 * _PIECE * HEAD * 2)
+            row = gl.load(line + token // BLOCK) * block_rows + head_row + token % BLOCK
+            tma.async_copy_global_to_shared(piece_desc, [row, channel], arrived, k.slice(part * _PIECE, _PIECE, 0))
+            piece = v.slice(part * _PIECE, _PIECE, 0)
+            tma.async_copy_global_to_shared(piece_desc, [row, channel + HEAD], arrived, piece)
+        else:
+            mbarrier.arrive(arrived, count=1)
+
+
+@gluon.jit
 def _copy(
     start, step, descs, ring, line, low, high, kv_index, block_rows, head_rows, head_channels, HEAD: gl.constexpr,
     BLOCK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Ask for the tile at `start`: whole, or those of its pieces that may be read. A stage has an arrival of each."""
-    kv_desc, piece_desc = descs
     k_smem, v_smem, full, empty = ring
     stage = step % STAGES
     k, v, arrived = k_smem.index(stage), v_smem.index(stage), full.index(stage)
     channel, head_row = kv_index * head_channels, kv_index * head_rows
     mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
-    is_whole = (start + _BN <= high) & (start >= low) & (BLOCK % _BN == 0)
-    if is_whole:
-        mbarrier.expect(arrived, 2 * _BN * HEAD * 2)
-        mbarrier.arrive(arrived, count=_PIECES - 1)
-        row = gl.load(line + start // BLOCK) * block_rows + head_row + start % BLOCK
-        tma.async_copy_global_to_shared(kv_desc, [row, channel], arrived, k)
-        tma.async_copy_global_to_shared(kv_desc, [row, channel + HEAD], arrived, v)
+    pieces = descs[1], line, low, high, channel, head_row, block_rows
+    if BLOCK % _BN == 0:
+        if (start + _BN <= high) & (start >= low):
+            mbarrier.expect(arrived, 2 * _BN * HEAD * 2)
+            mbarrier.arrive(arrived, count=_PIECES - 1)
+            row = gl.load(line + start // BLOCK) * block_rows + head_row + start % BLOCK
+            tma.async_copy_global_to_shared(descs[0], [row, channel], arrived, k)
+            tma.async_copy_global_to_shared(descs[0], [row, channel + HEAD], arrived, v)
+        else:
+            _copy_pieces(start, pieces, k, v, arrived, HEAD, BLOCK)
     else:
-        for part in gl.static_range(_PIECES):
-            token = start + part * _PIECE
-            if (token < high) & (token + _PIECE > low):
-                mbarrier.expect(arrived, 2 * _PIECE * HEAD * 2)
-                row = gl.load(line + token // BLOCK) * block_rows + head_row + token % BLOCK
-                piece = k.slice(part * _PIECE, _PIECE, 0)
-                tma.async_copy_global_to_shared(piece_desc, [row, channel], arrived, piece)
-                piece = v.slice(part * _PIECE, _PIECE, 0)
-                tma.async_copy_global_to_shared(piece_desc, [row, channel + HEAD], arrived, piece)
-            else:
-                mbarrier.arrive(arrived, count=1)
+        _copy_pieces(start, pieces, k, v, arrived, HEAD, BLOCK)
     return step + 1
 
 

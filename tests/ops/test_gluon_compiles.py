@@ -1,0 +1,143 @@
+"""Every kernel in Gluon compiles for Hopper with the Triton that is installed: its language is not settled.
+
+Their wrappers are called with tensors of the CPU, and a driver that has no device: what would be launched is compiled,
+down to machine code. What the kernels compute is for the tests on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.runtime import driver  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+from octavo.ops import paged_attention as paged  # noqa: E402
+from octavo.ops.gpu import gated_product, launch, one_row, prompt_attention, rotate_attend, row_attention  # noqa: E402
+from octavo.ops.rope import Rotation  # noqa: E402
+
+CPU, BF16, FP16 = torch.device("cpu"), torch.bfloat16, torch.float16
+PROCESSORS = 132
+SHARED_BYTES = 232448  # of a processor, for one program
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Any]]:
+    """What has been compiled instead of launched."""
+    found: list[Any] = []
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        found.append(run(self, *args, grid=grid, warmup=True, **kwargs))
+        return found[-1]
+
+    no_device = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        get_current_device=lambda: "a Hopper that is not there",
+        get_current_stream=lambda device: 0,
+    )
+    monkeypatch.setattr(driver, "_active", no_device)
+    monkeypatch.setattr(JITFunction, "run", compile_only)
+    monkeypatch.setattr(launch, "_has_pdl", lambda device: True)
+    monkeypatch.setattr(gated_product, "_processors", lambda device: PROCESSORS)
+    monkeypatch.setattr(rotate_attend, "num_processors", lambda device: PROCESSORS)
+    monkeypatch.setattr(one_row, "_device", lambda index: {"multiprocessor_count": PROCESSORS})
+    yield found
+    assert found, "nothing was compiled"
+    for kernel in found:
+        assert kernel.asm["cubin"]
+        assert kernel.metadata.shared <= SHARED_BYTES
+
+
+def cache(block: int, size: int, dtype: torch.dtype, kv_heads: int = 2) -> torch.Tensor:
+    """[blocks, KV heads, block, 2 * size], each block contiguous."""
+    return torch.zeros(4, block, kv_heads, 2 * size, dtype=dtype).transpose(1, 2)
+
+
+def lengths() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """query_start, seq_lens and block_table of four rows."""
+    return torch.arange(5, dtype=torch.int32), torch.ones(4, dtype=torch.int32), torch.zeros(4, 16, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("block", "size", "group", "sees", "cap", "dtype", "with_sinks"),
+    [
+        (64, 128, 4, 0, 0.0, BF16, False),
+        (16, 128, 2, 0, 0.0, BF16, False),
+        (48, 64, 1, 2, 0.0, FP16, False),
+        (32, 128, 8, 1, 30.0, BF16, True),
+        (128, 64, 4, 0, 0.0, FP16, True),
+    ],
+)
+def test_rows(
+    compiled: list[Any], block: int, size: int, group: int, sees: int, cap: float, dtype: torch.dtype, with_sinks: bool
+) -> None:
+    q = torch.zeros(4, 2 * group, size, dtype=dtype)
+    sinks = torch.zeros(2 * group) if with_sinks else None
+    work, parts, stats = torch.zeros(512, dtype=torch.int32), torch.zeros(4096), torch.zeros(64)
+    counters = torch.zeros(64, dtype=torch.int32)
+    assert row_attention.launch(
+        q, cache(block, size, dtype), torch.zeros_like(q), *lengths(), work, work[264:], (parts, stats, counters),
+        (None, None, sinks, None), programs=132, lines=group, short=1, capacity=16, fold_limit=96, sees=sees,
+        numbers=(100, 0.1, cap),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("block", "size", "group", "sees", "cap", "dtype"),
+    [(64, 128, 4, 0, 0.0, BF16), (16, 128, 2, 1, 30.0, BF16), (48, 64, 3, 2, 0.0, FP16)],
+)
+def test_prompts(
+    compiled: list[Any], block: int, size: int, group: int, sees: int, cap: float, dtype: torch.dtype
+) -> None:
+    q, numbers = torch.zeros(256, 2 * group, size, dtype=dtype), torch.zeros(8, dtype=torch.int32)
+    assert prompt_attention.launch(
+        q, cache(block, size, dtype), torch.zeros_like(q), *lengths(), numbers, numbers, programs=132, sees=sees,
+        reach=100, score_scale=0.1, cap_scale=cap, sinks=None,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("block", "group", "normed"), [(64, 2, True), (16, 7, False)])
+def test_rotation_and_attention(compiled: list[Any], block: int, group: int, normed: bool) -> None:
+    kv, out = cache(block, 128, BF16), torch.zeros(4, 2 * group, 128, dtype=BF16)
+    norm = torch.ones(128) if normed else None
+    rotation = Rotation(
+        positions=torch.zeros(4, dtype=torch.int64), cos_sin=torch.zeros(64, 128), q_norm=norm, k_norm=norm, eps=1e-6,
+        slot_mapping=torch.zeros(4, dtype=torch.int64),
+    )  # fmt: skip
+    rows = paged.RowsLaunch(paged.Tile(16, 4, 3), 1, 8, 132, 4, 0, False, 2, single=True)
+    rotate_attend.rotate_and_attend(
+        torch.zeros(4, (2 * group + 4) * 128, dtype=BF16), rotation, kv, *lengths(), out, sight=paged.Sight(scale=0.1),
+        plan=SimpleNamespace(rows=rows, capacity=8), scratch=SimpleNamespace(parts=lambda *sizes: (
+            torch.zeros(4096), torch.zeros(64), torch.zeros(64, dtype=torch.int32)
+        )),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("tile", gated_product.TILES)
+def test_gated_products(compiled: list[Any], tile: gated_product.Tile) -> None:
+    x, weight = torch.zeros(tile.rows, 1024, dtype=BF16), torch.zeros(6144, 1024, dtype=BF16)
+    gated_product.gated_linear(x, weight, "silu", tile)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("n", "k"), [(6144, 1024), (24576, 4096)])
+def test_one_row_normed(compiled: list[Any], n: int, k: int, gated: bool) -> None:
+    out = torch.zeros(1, n // (1 + gated), dtype=BF16)
+    one_row.product(
+        torch.zeros(1, k, dtype=BF16), torch.zeros(n, k, dtype=BF16), out, norm=torch.ones(k), eps=1e-6, residual=None,
+        gated=gated,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("n", "k"), [(1024, 3072), (4096, 12288)])
+def test_one_row_added(compiled: list[Any], n: int, k: int) -> None:
+    x, residual = torch.zeros(1, k, dtype=BF16), torch.zeros(1, n, dtype=BF16)
+    one_row.product(x, torch.zeros(n, k, dtype=BF16), torch.zeros_like(residual), norm=None, eps=0.0,
+                    residual=residual, gated=False)  # fmt: skip
