@@ -75,7 +75,7 @@ def make_mixed(rows: int, length: int, prompt: int, block: int) -> Case:
     """`rows` requests of `length` tokens that decode beside a prompt of `prompt` tokens."""
     case = make_case(rows + 1, length, 1, block)
     inputs, num_tokens = case.inputs, rows + prompt
-    inputs.num_tokens, inputs.max_query_len, inputs.num_single = num_tokens, prompt, rows
+    inputs.num_tokens, inputs.max_query_len = num_tokens, prompt
     inputs.query_start[-1] = num_tokens
     inputs.seq_lens[-1] = prompt
     inputs.slot_mapping = torch.full((num_tokens,), -1, device="cuda")
@@ -87,8 +87,8 @@ def measure_mixed(rows: int, length: int, prompt: int, block: int, rounds: int) 
     """A layer of a step that decodes and computes a prompt: with one tile for both, and with a tile for each."""
     case, times, outs = make_mixed(rows, length, prompt, block), [], []
     backend = make_backend(case, PLAIN)
-    for singles in (0, rows):
-        case.inputs.num_single = singles
+    for most in (None, 1):
+        case.inputs.max_long = most
         outs.append(torch.empty_like(case.q))
         case.run(backend, PLAIN, outs[-1])
         times.append(seconds(lambda: backend.run(case.q, case.kv, PLAIN, outs[-1]), rounds))

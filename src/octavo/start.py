@@ -23,7 +23,7 @@ from octavo.config import EngineConfig, Resolved, resolve
 from octavo.device.batch import InputBuffers
 from octavo.device.block_table import BlockTables
 from octavo.device.field_tables import FieldTables
-from octavo.device.graphs import GraphKey, GraphPool, decode_keys, mixed_keys
+from octavo.device.graphs import ANY_LENGTH, GraphKey, GraphPool, decode_keys, mixed_keys
 from octavo.device.request_table import RequestTable
 from octavo.device.staging import WriteQueue
 from octavo.front import find_and_read, load_text, make_limits
@@ -216,7 +216,11 @@ def _graph_keys(model: Model, resolved: Resolved, capabilities: Sequence[Capabil
     rows = resolved.max_num_seqs
     lengths = {n for capability in capabilities for n in capability.graph_lengths if n < resolved.max_model_len}
     decode = decode_keys(rows, sorted(lengths)) if "decode" in held else []
-    return decode + (mixed_keys(rows, graph_tokens(model.arch, resolved)) if "mixed" in held else [])
+    if "mixed" not in held:
+        return decode
+    bounded = any(capability.bounded_mixed for capability in capabilities)
+    length = min(lengths) if bounded and lengths else ANY_LENGTH
+    return decode + mixed_keys(rows, graph_tokens(model.arch, resolved), length, bounded=bounded)
 
 
 def _make_executor(runner: Runner, resolved: Resolved) -> Executor:

@@ -26,9 +26,9 @@ def work(num_tokens: list[int], *, is_decode: bool = False) -> Work:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("counts", "singles"), [([1], 1), ([1, 1, 2, 30], 2), ([5], 0), ([1, 1], 2)])
-def test_rows_of_one_token_are_counted(counts: list[int], singles: int) -> None:
-    assert work(counts).num_single == singles
+@pytest.mark.parametrize(("counts", "long"), [([1], 0), ([1, 1, 2, 30], 2), ([5], 1), ([1, 1], 0)])
+def test_rows_of_several_tokens_are_counted(counts: list[int], long: int) -> None:
+    assert work(counts).num_long == long
 
 
 def test_sizes_end_at_the_limits() -> None:
@@ -53,6 +53,22 @@ def test_short_rows_take_the_graph_of_their_length() -> None:
             step = dataclasses.replace(work([1] * rows, is_decode=True), max_seq_len=longest)
             assert pool.dispatch(step) == GraphKey(padded, padded, length, is_decode=True)
     assert pool.dispatch(work([1] * 21, is_decode=True)) is EAGER
+    pool = GraphPool(decode_keys(200, (100,)))
+    for longest, padded in ((100, 144), (101, 192)):  # longer rows have fewer sizes
+        step = dataclasses.replace(work([1] * 129, is_decode=True), max_seq_len=longest)
+        assert pool.dispatch(step).num_rows == padded
+
+
+def test_bounded_graphs_of_mixed_steps_serve_short_rows_of_which_few_have_several_tokens() -> None:
+    """As a backend wants them whose grid is laid out for both."""
+    keys = mixed_keys(100, 1000, 500, bounded=True)
+    assert [key.max_long for key in keys] == [8, 8, 8, 8, 8, 8, 8, 12, 15]
+    assert all(key.max_long == key.num_rows and key.max_seq_len == ANY_LENGTH for key in mixed_keys(100, 1000))
+    pool = GraphPool(keys)
+    for counts, size in (([1] * 8, 16), ([2] * 8, 16), ([2] * 9, 768), ([2] * 15, 1000), ([1] * 80 + [20] * 8, 256)):
+        assert pool.dispatch(work(counts)).num_tokens == size
+    for counts in ([2] * 16, [501], [1] * 101):
+        assert pool.dispatch(work(counts)) is EAGER
 
 
 def test_what_is_no_decode_step_takes_no_decode_graph() -> None:
@@ -117,5 +133,5 @@ def test_every_backend_has_a_say_in_what_is_captured() -> None:
     from octavo.attention.base import BACKENDS
 
     assert BACKENDS.resolve("reference").capability.graphs == frozenset()
-    assert BACKENDS.resolve("flex").capability.graphs == {"decode"}
+    assert BACKENDS.resolve("flex").capability.graphs == {"decode", "mixed"}
     assert BACKENDS.resolve("flex").capability.graph_lengths and not BACKENDS.resolve("paged").capability.graph_lengths

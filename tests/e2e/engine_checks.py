@@ -1,8 +1,13 @@
-"""What holds of an engine whenever nothing runs, and a request that must always give the same."""
+"""What holds of an engine whenever nothing runs, a request that must always give the same, and graphs without a GPU."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
+
 from octavo import LLM, SamplingParams
+from octavo.device.graphs import GraphKey, GraphPool
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 GOOD_PROMPT = "def add(a, b):\n"
@@ -26,3 +31,14 @@ def good_tokens(llm: LLM) -> list[int]:
     tokens = llm.generate(GOOD_PROMPT, GREEDY)[0].outputs[0].token_ids
     assert_idle(llm)
     return list(tokens)
+
+
+class Uncaptured(GraphPool):
+    """Issues in place of each replay what the graph would hold, padded alike."""
+
+    def capture(self, issue: Callable[[GraphKey], torch.Tensor]) -> None:
+        self._issue, self.replayed = issue, set[bool]()
+
+    def replay(self, key: GraphKey) -> torch.Tensor:
+        self.replayed.add(key.is_decode)
+        return self._issue(key)

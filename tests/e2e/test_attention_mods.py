@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import runpy
 import sys
@@ -11,7 +12,10 @@ from typing import Any
 
 import pytest
 
+from engine_checks import Uncaptured, assert_idle
 from octavo import LLM, SamplingParams
+from octavo.attention.flex import FlexBackend
+from octavo.device.graphs import GraphPool, decode_keys, mixed_keys
 from user_mods import EXTRA, FIVE, per_layer
 
 HERE = Path(__file__).resolve().parent
@@ -106,6 +110,28 @@ def test_F1_5_and_F1_G6_steps_in_flight_and_split_blocks_change_nothing(
         PROMPTS * 2, tokens=20,
     )  # fmt: skip
     assert results[0] == results[1] == expected
+
+
+@pytest.mark.parametrize("tiles", [1, 2])
+def test_K4_7_flex_has_the_same_bits_in_steps_padded_as_for_graphs(
+    make_llm: Callable[..., LLM], held_out_prompts: list[str], monkeypatch: pytest.MonkeyPatch, tiles: int
+) -> None:
+    """Longer rows are issued as they are. Two tiles as on a GPU, but the eager twin's have bits of their own."""
+    sizes = FlexBackend.sizes
+    if tiles == 2:
+        monkeypatch.setattr(FlexBackend, "sizes", lambda *args: dataclasses.replace(sizes(*args), prefill_lines=64))
+    prompts = [(prompt * 9)[: 20 + 37 * index % 211] for index, prompt in enumerate(held_out_prompts[:7])]
+    results = []
+    for pool in (GraphPool(), Uncaptured([*decode_keys(8, (60,)), *mixed_keys(8, 64, 60, bounded=True)])):
+        llm = make_llm(**LIMITS, attention_backend="flex")
+        runner = llm.engine.runner
+        runner._graphs = pool
+        if isinstance(pool, Uncaptured):
+            runner.capture()
+        results.append(logprobs(llm, prompts, None, 4))
+        assert_idle(llm)
+    assert results[0] == results[1] if tiles == 1 else near(*results)
+    assert pool.replayed == {True, False}
 
 
 def test_fields_part_the_prefix_cache_of_a_running_engine(make_llm: Callable[..., LLM]) -> None:

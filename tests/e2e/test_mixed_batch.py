@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
-from engine_checks import assert_idle
+from engine_checks import Uncaptured, assert_idle
 from octavo import LLM, SamplingParams
-from octavo.device.graphs import GraphKey, GraphPool, decode_keys, mixed_keys
+from octavo.device.graphs import decode_keys, mixed_keys
 from octavo.outputs import CompletionOutput, LogprobsDict
 from octavo.sampling_params import RepetitionDetectionParams
 from settings_matrix import SMALL_POOL
@@ -80,22 +78,11 @@ def test_the_wishes_are_granted(alone: list[Answer]) -> None:
     assert sum(len(outputs) for _, outputs in alone) == len(alone) + 4
 
 
-class _Uncaptured(GraphPool):
-    """Issues in place of each replay what the graph would hold, padded alike."""
-
-    def capture(self, issue: Callable[[GraphKey], torch.Tensor]) -> None:
-        self._issue, self.replayed = issue, set[bool]()
-
-    def replay(self, key: GraphKey) -> torch.Tensor:
-        self.replayed.add(key.is_decode)
-        return self._issue(key)
-
-
 def test_padded_as_for_graphs(make_llm: Any, held_out_prompts: list[str], alone: list[Answer]) -> None:
     """Decode steps whole and mixed steps up to their hidden states, as on a GPU; requests come and go meanwhile."""
     llm = make_llm(dtype="float32", max_num_seqs=11, max_num_batched_tokens=40)
     runner = llm.engine.runner
-    pool = runner._graphs = _Uncaptured([*decode_keys(11), *mixed_keys(11, 40)])
+    pool = runner._graphs = Uncaptured([*decode_keys(11), *mixed_keys(11, 40)])
     runner.capture()
     prompts = held_out_prompts[: len(alone)]
     assert _answers(llm, prompts) == alone

@@ -22,6 +22,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import octavo.attention as A
 from batches import History, make_history
+from mixtures import MIXTURES, NUM_ROWS, NUM_TOKENS, padded
 from octavo.attention.base import NO_TENSORS, AttentionInputs, LayerTensors, Setup, Variant
 from octavo.attention.flex import FlexBackend
 from octavo.attention.mods import AttentionMods
@@ -181,7 +182,7 @@ def test_K4_7_decode_chunks_and_neighbours_have_the_same_bits(
         step = Step(rows, block, seed=chunk)
         out = step.run(backend, variant)
         assert torch.equal(out[1 : 1 + chunk], expected[position - chunk : position]), position
-        step.inputs.num_single = 1  # the row that decodes gets a tile of its own
+        step.inputs.max_long = 2  # the row that decodes gets a tile of its own
         assert torch.equal(step.run(backend, variant), out), position
 
 
@@ -250,6 +251,44 @@ def test_F1_G4_a_graph_captured_at_the_bound_serves_every_length() -> None:
     torch.testing.assert_close(replayed, expected, atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.parametrize("kind", ["plain", "user's, capped"])
+def test_F1_4_a_mixed_step_replayed_has_the_bits_of_one_issued(kind: str) -> None:
+    """One graph for steps of any mixture, captured while its rows were empty."""
+    variant, steps = VARIANTS[kind], {name: Step(make_rows(shape)) for name, shape in MIXTURES.items()}
+    setup = dataclasses.replace(steps["full"].setup(), max_num_rows=NUM_ROWS)
+    backend = FlexBackend([variant], BF16, DEVICE, setup)
+    for step in steps.values():
+        step.inputs.block_table = torch.nn.functional.pad(
+            step.inputs.block_table, (0, 32 - step.inputs.block_table.shape[1])
+        )
+    held = padded(steps["full"].inputs)
+    changing = held.query_start, held.seq_lens, held.block_table, held.rows
+    for tensor in changing[:3]:
+        tensor.zero_()
+    q, kv = torch.zeros(NUM_TOKENS, HEADS, SIZE, dtype=BF16, device=DEVICE), torch.zeros_like(steps["full"].kv)
+    out = torch.empty_like(q)
+
+    def issue() -> None:
+        backend.prepare(held, for_capture=True)
+        backend.run(q, kv, variant, out)
+
+    issue()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        issue()
+    for name, step in steps.items():
+        step.inputs.max_long = sum(queries > 1 for _, queries in MIXTURES[name])
+        expected, now, tokens = step.run(backend, variant), padded(step.inputs), len(step.q)
+        for target, value in zip(changing, (now.query_start, now.seq_lens, now.block_table, now.rows), strict=True):
+            target.copy_(value)
+        q[:tokens].copy_(step.q)
+        kv.copy_(step.kv)
+        out.fill_(7.0)
+        graph.replay()
+        assert torch.equal(out[:tokens], expected), name
+        assert out[tokens:].eq(7.0).all(), "padding was written"
+
+
 def test_L3_G1_a_cache_beyond_32_bit_offsets_is_refused_with_the_bound() -> None:
     most = 2**31 // (BLOCK * KV_HEADS * 2 * SIZE)
     FlexBackend([PLAIN], BF16, DEVICE, Setup(**LIMITS, num_blocks=16, block_size=BLOCK))
@@ -266,7 +305,7 @@ def test_kernels_equal_their_twins() -> None:
     plain = AttentionMods()
     count = ops.plan_mask_rows(
         rows, shape, num_tiles=tiles, num_leaves=3, query_start=inputs.query_start, seq_lens=inputs.seq_lens,
-        block_table=inputs.block_table, table_rows=inputs.rows, one_query=False,
+        block_table=inputs.block_table, table_rows=inputs.rows, kind=ops.Kind.ALL,
         some=plain.some_visible, every=plain.all_visible,
     )  # fmt: skip
     lines = ops.gather_lines(step.q, rows, shape, 0, count)

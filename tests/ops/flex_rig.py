@@ -88,8 +88,9 @@ def rectangles(reach: flex.Reach):
 
 
 def check_plan(
-    reach: flex.Reach, queries: list[int], lengths: list[int], columns: int, device: torch.device = CPU
-) -> None:
+    reach: flex.Reach, queries: list[int], lengths: list[int], columns: int, device: torch.device = CPU,
+    kind: flex.Kind = flex.Kind.ALL,
+) -> None:  # fmt: skip
     """The kernel's mask rows are the twin's; so are the places of blocks."""
     shape = flex.Geometry(group=4, lines=16, block=16, stride=3, columns=columns, q_block=16)
     width, num = max(lengths) // 16 + 2, len(lengths)
@@ -99,15 +100,16 @@ def check_plan(
     leaves = -(-max(lengths) // shape.leaf) + 1
     options = {
         "num_tiles": tiles, "num_leaves": leaves, "query_start": start, "seq_lens": lens, "block_table": table,
-        "table_rows": torch.arange(num, device=device) + 5, "one_query": max(queries) <= 1,
+        "table_rows": torch.arange(num, device=device) + 5, "kind": kind,
     }  # fmt: skip
     ours, expected = (flex.MaskRows(tiles * leaves, columns, device) for _ in range(2))
     gpu.plan_mask_rows(ours, shape, reach, **options)
     some, every = rectangles(reach)
     flex.plan_mask_rows(expected, shape, some=some, every=every, **options)
     there = expected.high >= expected.low
-    if not options["one_query"]:
-        assert torch.equal(ours.high >= ours.low, there), "tiles"
+    assert torch.equal(ours.high >= ours.low, there), "tiles"
+    used = sum(n == 1 if kind is flex.Kind.SINGLE else n > (kind is flex.Kind.LONG) for n in queries)
+    assert used <= there.view(tiles, leaves)[:, 0].sum() and there.any() == (used > 0)
     sizes = [(ours.partial_num, expected.partial_num), (ours.full_num, expected.full_num)]
     lists = [(ours.partial, expected.partial), (ours.full, expected.full)]
     scalars = [(getattr(ours, name), getattr(expected, name)) for name in ("row", "first", "low", "high", "token")]
@@ -129,8 +131,12 @@ def check_plans() -> None:
         flex.Reach(causal=True, chunk=48, exact=False),
         flex.Reach(causal=False),
     ):
-        check_plan(reach, [1, 0, 1, 1], [70, 0, 1, 160], 3)
+        check_plan(reach, [1, 1, 1, 0], [70, 1, 160, 0], 3, kind=flex.Kind.SINGLE)
         check_plan(reach, [5, 0, 30, 1], [70, 0, 33, 160], 4)
+        for kind in flex.Kind:
+            check_plan(reach, [1, 1, 1, 2, 5, 30, 0], [70, 160, 70, 33, 5, 90, 0], 4, kind=kind)
+        for queries, kind in (([1, 1], flex.Kind.LONG), ([3, 2], flex.Kind.SINGLE), ([0, 0], flex.Kind.ALL)):
+            check_plan(reach, queries, [9, 4], 4, kind=kind)
 
 
 def check_lines() -> None:

@@ -86,6 +86,7 @@ class Capability:
     any_block_size: bool = True  # nor on the kernel block size
     graphs: frozenset[str] = frozenset()  # steps of which CUDA graphs hold `prepare` and `run`: "decode", "mixed"
     graph_lengths: tuple[int, ...] = ()  # rows of at most so many tokens deserve decode graphs of their own
+    bounded_mixed: bool = False  # its mixed graphs are laid out for few rows of several queries, of graph_lengths[0]
     paged_operator: bool = False  # `run` is ops.attention.paged_attention and no more: a decoder may call that itself
 
 
@@ -205,7 +206,7 @@ class AttentionInputs:
     block_table: torch.Tensor  # [num_rows, width] int32, kernel block ids
     slot_mapping: torch.Tensor  # [num_tokens] int64, -1: do not write
     rows: torch.Tensor | None = None  # [num_rows] int64, the table row of each; read where mods are
-    num_single: int = 0  # rows at the front of which the host knows that they have one query; 0: it may not know
+    max_long: int | None = None  # host upper bound of rows with several queries, which come last; None: all rows
     call_checked: bool = False  # whether a layer's tensors were found to fit
 
     @property

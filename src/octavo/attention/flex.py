@@ -77,8 +77,9 @@ class FlexBackend:
         max_elements=_MAX_ELEMENTS,
         per_pool=True,
         reads_unwritten=True,
-        graphs=frozenset({"decode"}),
+        graphs=frozenset({"decode", "mixed"}),
         graph_lengths=(LEAF, 4 * LEAF, 16 * LEAF),
+        bounded_mixed=True,
         any_block_size=False,
     )
 
@@ -161,32 +162,36 @@ class FlexBackend:
         return self._mods[variant]
 
     def _plan(self, variant: Variant, mods: AttentionMods, stride: int) -> list[_Plan]:
-        """Two where rows of one query stand before rows of many: each kind has its own tile, and both the same bits."""
-        inputs, singles = self._inputs, self._inputs.num_single
-        rows, tokens, longest = inputs.num_rows, inputs.num_tokens, inputs.max_query_len
-        if not 0 < singles < rows or self._lines(variant, 1) == self._lines(variant, longest):
-            return [self._plan_rows(variant, mods, stride, slice(0, rows), tokens, longest)]
+        """Two where rows of one query may stand before rows of many: each kind has its tile, and both the same bits.
+
+        The host knows bounds alone, so a graph of one step serves every other one within them.
+        """
+        rows, most, longest = self._inputs.num_rows, self._inputs.max_long, self._inputs.max_query_len
+        if longest <= 1:
+            return [self._plan_rows(variant, mods, stride, ops.Kind.SINGLE, rows, 1)]
+        if most is None or most >= rows or self._lines(variant, 1) == self._lines(variant, longest):
+            return [self._plan_rows(variant, mods, stride, ops.Kind.ALL, rows, longest)]
         return [
-            self._plan_rows(variant, mods, stride, slice(0, singles), singles, 1),
-            self._plan_rows(variant, mods, stride, slice(singles, rows), tokens - singles, longest),
+            self._plan_rows(variant, mods, stride, ops.Kind.SINGLE, rows, 1),
+            self._plan_rows(variant, mods, stride, ops.Kind.LONG, most, longest),
         ]
 
     def _plan_rows(
-        self, variant: Variant, mods: AttentionMods, stride: int, part: slice, num_tokens: int, max_query_len: int
+        self, variant: Variant, mods: AttentionMods, stride: int, kind: ops.Kind, max_rows: int, max_query_len: int
     ) -> _Plan:
         inputs = self._inputs
         shape = self._geometry(variant, stride, max_query_len)
         num_leaves = -(-inputs.max_seq_len // shape.leaf)
-        num_tiles = ops.max_tiles(part.stop - part.start, num_tokens, max_query_len, shape.tokens)
+        num_tiles = ops.max_tiles(max_rows, inputs.num_tokens, max_query_len, shape.tokens)
         if num_leaves == 1:
             num_tiles = max(num_tiles, 2)  # torch compiles anew for a size of 1
-        buffers = self._mask_rows(variant, shape, num_tiles * num_leaves)
-        table_rows = inputs.rows if inputs.rows is not None else torch.arange(part.stop, device=self._device)
+        buffers = self._mask_rows(variant, shape, max(num_tiles * num_leaves, inputs.num_rows))
+        query_start, seq_lens, block_table = inputs.live
+        table_rows = inputs.rows if inputs.rows is not None else torch.arange(inputs.num_rows, device=self._device)
         ops.plan_mask_rows(
-            buffers, shape, num_tiles=num_tiles, num_leaves=num_leaves,
-            query_start=inputs.query_start[part.start : part.stop + 1], seq_lens=inputs.seq_lens[part],
-            block_table=inputs.block_table[part], table_rows=table_rows[part], one_query=max_query_len <= 1,
-            some=mods.some_visible, every=mods.all_visible, reach=_reach(variant),
+            buffers, shape, num_tiles=num_tiles, num_leaves=num_leaves, query_start=query_start, seq_lens=seq_lens,
+            block_table=block_table, table_rows=table_rows[: inputs.num_rows], kind=kind, some=mods.some_visible,
+            every=mods.all_visible, reach=_reach(variant),
         )  # fmt: skip
         return _Plan(shape, buffers, num_tiles, num_leaves)
 

@@ -44,9 +44,9 @@ class Work:
         return int(self.query_start[-1])
 
     @property
-    def num_single(self) -> int:
-        """How many rows compute one token. They come first."""
-        return int(self.num_tokens.searchsorted(1, side="right"))
+    def num_long(self) -> int:
+        """How many rows compute several tokens. They come last."""
+        return self.num_rows - int(self.num_tokens.searchsorted(1, side="right"))
 
     @property
     def logits_indices(self) -> IntArray:
@@ -59,7 +59,7 @@ class Batch(StepInputs):
     """One step on the device: views of R rows and T tokens, padding included."""
 
     max_seq_len: int  # host upper bound
-    num_single: int  # rows at the front that surely have one token
+    max_long: int  # host upper bound of rows with several tokens, which come after the others
     slot_mapping: list[torch.Tensor]  # per group [T] int64
     block_tables: list[torch.Tensor]  # per group [R, width] int32, kernel block ids
 
@@ -210,12 +210,12 @@ class InputBuffers:
         """Fill the tensors of `batch`, a view of these buffers, from the rows. A graph may capture it."""
         gather_inputs(batch, self._requests.tensors, self._groups)
 
-    def view(self, num_rows: int, num_tokens: int, max_query_len: int, max_seq_len: int, num_single: int = 0) -> Batch:
+    def view(self, num_rows: int, num_tokens: int, max_query_len: int, max_seq_len: int, max_long: int = 0) -> Batch:
         """The leading parts of the static tensors as a batch."""
         return Batch(
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
-            num_single=num_single,
+            max_long=max_long,
             rows=self.rows.data[0, :num_rows],
             input_ids=self.input_ids[:num_tokens],
             positions=self.positions[:num_tokens],

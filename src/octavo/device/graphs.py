@@ -30,27 +30,45 @@ class GraphKey:
     num_tokens: int
     num_rows: int
     max_seq_len: int = ANY_LENGTH  # of the rows that it serves
+    max_long: int = 0  # rows of several tokens that it serves
     is_decode: bool = dataclasses.field(kw_only=True)
 
 
 EAGER = GraphKey(0, 0, is_decode=False)
 _SIZE = operator.attrgetter("num_tokens", "num_rows", "max_seq_len")  # compared faster than the keys themselves
+_LONG_TOKENS, _FEWEST_LONG = 64, 8  # of a row of several tokens, on average, in a bounded mixed graph
 
 
 def decode_keys(max_num_rows: int, lengths: Sequence[int] = ()) -> list[GraphKey]:
     """Padded row counts worth a graph: close together where padding costs most. The last one is `max_num_rows`.
 
-    lengths: for rows of at most so many tokens each count has a graph of its own, beside the one for any length.
+    lengths: there are graphs for rows of at most so many tokens, beside those for any length; all but the first such
+    length have fewer counts.
     """
-    sizes = [1, 2, 4, *range(8, 128, 8), *range(128, 256, 16), *range(256, max_num_rows, 32)]
-    sizes = [*(size for size in sizes if size < max_num_rows), max_num_rows]
-    return [GraphKey(size, size, length, is_decode=True) for size in sizes for length in (*lengths, ANY_LENGTH)]
+    fine = [1, 2, 4, *range(8, 128, 8), *range(128, 256, 16), *range(256, max_num_rows, 32)]
+    coarse = [1, 2, 4, 8, *(size for power in range(4, 31) for size in (1 << power, 3 << power - 1))]
+    keys = []
+    for place, length in enumerate((*lengths, ANY_LENGTH)):
+        sizes = [*(size for size in (coarse if place else fine) if size < max_num_rows), max_num_rows]
+        keys += [GraphKey(size, size, length, is_decode=True) for size in sizes]
+    return keys
 
 
-def mixed_keys(max_num_rows: int, max_num_tokens: int) -> list[GraphKey]:
-    """Padded token counts up to `max_num_tokens`, beyond which kernels take longer to run than to issue."""
+def mixed_keys(
+    max_num_rows: int, max_num_tokens: int, length: int = ANY_LENGTH, *, bounded: bool = False
+) -> list[GraphKey]:
+    """Padded token counts up to `max_num_tokens`, beyond which kernels take longer to run than to issue.
+
+    length: of the longest row that they serve. bounded: they serve few rows of several tokens, since such a row may
+    bring tiles of queries that it fills in part, for which a graph has room.
+    """
     sizes = [*(size for size in _MIXED_TOKENS if size < max_num_tokens), max_num_tokens]
-    return [GraphKey(size, min(size, max_num_rows), is_decode=False) for size in sizes]
+    keys = []
+    for size in sizes:
+        num_rows = min(size, max_num_rows)
+        most = min(num_rows, max(size // _LONG_TOKENS, _FEWEST_LONG)) if bounded else num_rows
+        keys.append(GraphKey(size, num_rows, length, most, is_decode=False))
+    return keys
 
 
 class GraphPool:
@@ -86,13 +104,14 @@ class GraphPool:
 
     def dispatch(self, work: Work) -> GraphKey:
         """The smallest graph that holds a step, or EAGER."""
-        keys = self._decode if work.is_decode else self._mixed
+        keys, num_long = (self._decode, 0) if work.is_decode else (self._mixed, work.num_long)
         num_rows, longest = work.num_rows, work.max_seq_len
         place = bisect.bisect_left(keys, (work.total_tokens, num_rows, longest), key=_SIZE)
-        while place < len(keys) and keys[place].max_seq_len < longest:
-            place += 1  # each size has a graph for any length, its last
-        if place < len(keys) and num_rows <= keys[place].num_rows:
-            return keys[place]
+        while place < len(keys):
+            key = keys[place]
+            if longest <= key.max_seq_len and num_rows <= key.num_rows and num_long <= key.max_long:
+                return key
+            place += 1
         return EAGER
 
     def replay(self, key: GraphKey) -> torch.Tensor:

@@ -64,5 +64,5 @@ class DefaultModelState:
             block_table=block_table,
             slot_mapping=batch.slot_mapping[index],
             rows=batch.rows,
-            num_single=batch.num_single,
+            max_long=batch.max_long,
         )

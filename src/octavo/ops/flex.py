@@ -10,6 +10,7 @@ every list ends in a safe entry, since the kernel loads one beyond the last.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 from collections.abc import Callable
 
@@ -62,6 +63,14 @@ class Reach:
     exact: bool = True  # False: something else hides pairs as well, so no block is wholly visible
 
 
+class Kind(enum.Enum):
+    """Rows of a batch that share a tile."""
+
+    ALL = 1
+    SINGLE = 2  # of one query
+    LONG = 3  # of several
+
+
 class MaskRows:
     """Persistent buffers of at most `capacity` mask rows: [capacity, ...] int32, at one address.
 
@@ -93,7 +102,7 @@ class MaskRows:
 
 
 def max_tiles(num_rows: int, num_tokens: int, max_query_len: int, tokens: int) -> int:
-    """Most tiles of `tokens` queries that a batch can have: an upper bound from what the host knows."""
+    """Most tiles of `tokens` queries that so many rows can have: an upper bound from what the host knows."""
     if max_query_len <= 1:
         return num_rows
     each = (max_query_len + tokens - 2) // tokens + 1  # a row's queries may start within a tile
@@ -128,7 +137,7 @@ def plan_mask_rows(
     seq_lens: Tensor,
     block_table: Tensor,
     table_rows: Tensor,
-    one_query: bool,
+    kind: Kind,
     some: RectangleTest,
     every: RectangleTest,
     reach: Reach | None = None,
@@ -136,8 +145,9 @@ def plan_mask_rows(
     """Fill the first `num_tiles * num_leaves` mask rows, leaves of a tile side by side; gives how many there are.
 
     query_start [R + 1] (from any token on), seq_lens [R], block_table [R, width] int32, table_rows [R] int64.
-    one_query: no row has more than one, so tiles may stand for rows. num_tiles and num_leaves are upper bounds; rows
-    beyond what the batch has are empty. A block is listed as full if `every` pair of it and the query block around the
+    kind: of which rows; those of one query stand before those of several. num_tiles and num_leaves are upper bounds;
+    mask rows beyond what the batch has are empty. Long walks come first: rows of one query by their lengths, tiles of
+    other rows from the row's last on. A block is listed as full if `every` pair of it and the query block around the
     tile is visible, as partial if `some` may be. reach: the two tests in a form that one kernel takes, on a GPU.
     """
     count = num_tiles * num_leaves
@@ -147,11 +157,11 @@ def plan_mask_rows(
 
         gpu.plan_mask_rows(
             rows, shape, reach, num_tiles=num_tiles, num_leaves=num_leaves, query_start=query_start, seq_lens=seq_lens,
-            block_table=block_table, table_rows=table_rows, one_query=one_query,
+            block_table=block_table, table_rows=table_rows, kind=kind,
         )  # fmt: skip
         return count
-    tests = some, every
-    _plan_in_torch(rows, shape, (num_tiles, num_leaves), query_start, seq_lens, block_table, table_rows, tests)
+    size, tests = (num_tiles, num_leaves), (some, every)
+    _plan_in_torch(rows, shape, size, query_start, seq_lens, block_table, table_rows, kind, tests)
     return count
 
 
@@ -163,6 +173,7 @@ def _plan_in_torch(
     seq_lens: Tensor,
     block_table: Tensor,
     table_rows: Tensor,
+    kind: Kind,
     tests: tuple[RectangleTest, RectangleTest],
 ) -> None:
     (num_tiles, num_leaves), (some, every) = size, tests
@@ -170,14 +181,17 @@ def _plan_in_torch(
     device, tokens, block = seq_lens.device, shape.tokens, shape.block
     num_queries = query_start[1:] - query_start[:-1]
     start = seq_lens - num_queries
-    tiles = torch.where(num_queries > 0, (seq_lens - 1) // tokens - start // tokens + 1, 0)
-    ends = tiles.cumsum(0)
+    mine = num_queries == 1 if kind is Kind.SINGLE else num_queries >= (2 if kind is Kind.LONG else 1)
+    order = torch.where(mine, seq_lens, 0).argsort(descending=True, stable=True) if kind is Kind.SINGLE else None
+    tiles = torch.where(mine, (seq_lens - 1) // tokens - start // tokens + 1, 0)
+    ends = (tiles if order is None else tiles[order]).cumsum(0)
     slot = torch.arange(num_tiles, device=device)
     entry = torch.searchsorted(ends, slot, right=True).clamp(max=len(seq_lens) - 1)
+    there, behind = slot < ends[-1], ends[entry] - 1 - slot
+    entry = entry if order is None else order[entry]
     length, before = seq_lens[entry], start[entry]
-    first = ((before // tokens + slot - (ends - tiles)[entry]) * tokens).to(torch.int32)
+    first = ((before // tokens + behind) * tokens).to(torch.int32)
     low, high = torch.maximum(first, before), torch.minimum(first + tokens, length) - 1
-    there = slot < ends[-1]
     high = torch.where(there, high, low - 1)
     token = torch.where(there, query_start[entry] + low - before, 0)
     values = {
@@ -197,8 +211,8 @@ def _plan_in_torch(
     q_first, q_last = low // span * span, high // span * span + span - 1
     whole = live & every(b, q_first[:, None], q_last[:, None], kv_first, kv_last)
     whole = whole & (kv_last < length[:, None])
-    for kind, indices, num in ((live & ~whole, rows.partial, rows.partial_num), (whole, rows.full, rows.full_num)):
-        _pack(kind.view(count, shape.columns), (ids * shape.stride).view(count, shape.columns), indices, num)
+    for chosen, indices, num in ((live & ~whole, rows.partial, rows.partial_num), (whole, rows.full, rows.full_num)):
+        _pack(chosen.view(count, shape.columns), (ids * shape.stride).view(count, shape.columns), indices, num)
 
 
 def _pack(chosen: Tensor, ids: Tensor, indices: Tensor, num: Tensor) -> None:

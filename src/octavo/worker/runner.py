@@ -113,7 +113,7 @@ class Runner:
         else:
             if key is EAGER:
                 batch = self._buffers.view(
-                    work.num_rows, work.total_tokens, work.max_query_len, work.max_seq_len, work.num_single
+                    work.num_rows, work.total_tokens, work.max_query_len, work.max_seq_len, work.num_long
                 )
                 hidden = self._forward(batch, for_capture=False)
             else:
@@ -168,8 +168,8 @@ class Runner:
         """The padded batch of the mixed steps that one graph serves."""
         batch = self._padded.get(key)
         if batch is None:
-            longest = min(key.num_tokens, self._max_model_len)
-            batch = self._padded[key] = self._buffers.view(key.num_rows, key.num_tokens, longest, self._max_model_len)
+            longest, length = (min(most, self._max_model_len) for most in (key.num_tokens, key.max_seq_len))
+            batch = self._padded[key] = self._buffers.view(key.num_rows, key.num_tokens, longest, length, key.max_long)
         return batch
 
     def _forward(self, batch: Batch, *, for_capture: bool) -> torch.Tensor:

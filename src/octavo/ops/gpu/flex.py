@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.flex import MERGE_LEVELS, NULL_BLOCK, Geometry, MaskRows, Reach
+from octavo.ops.flex import MERGE_LEVELS, NULL_BLOCK, Geometry, Kind, MaskRows, Reach
+from octavo.ops.gpu.launch import begin_after, chained
 
 _MERGE_ELEMENTS = 4096  # of partial results that a program of `_merge` has in flight
 
@@ -30,7 +31,7 @@ def _place(logical, table, seq_lens, table_row, width, BLOCK: tl.constexpr, COLU
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _count_tiles(ends, query_start, seq_lens, num_rows, TOKENS: tl.constexpr, ROWS: tl.constexpr):
+def _count_tiles(ends, query_start, seq_lens, num_rows, TOKENS: tl.constexpr, LEAST: tl.constexpr, ROWS: tl.constexpr):
     total = 0
     for begin in range(0, num_rows, ROWS):
         row = begin + tl.arange(0, ROWS)
@@ -40,7 +41,7 @@ def _count_tiles(ends, query_start, seq_lens, num_rows, TOKENS: tl.constexpr, RO
         )
         length = tl.load(seq_lens + row, mask=inside, other=0)
         tiles = (length - 1) // TOKENS - (length - queries) // TOKENS + 1
-        tiles = tl.where(inside & (queries > 0), tiles, 0)
+        tiles = tl.where(inside & (queries >= LEAST), tiles, 0)
         tl.store(ends + row, total + tl.cumsum(tiles, 0), mask=inside)
         total += tl.sum(tiles, 0)
 
@@ -51,27 +52,29 @@ def _plan(
     table, table_rows, table_row, num_rows, num_leaves, width, window, chunk, stride,
     TOKENS: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, PADDED: tl.constexpr, SPAN: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, EXACT: tl.constexpr, DIRECT: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     slot, leaf = tl.program_id(0), tl.program_id(1)
-    before_slot = slot
+    behind = 0
     if DIRECT:  # one query each: tiles are rows
         entry = tl.minimum(slot, num_rows - 1)
         there = slot < num_rows
-        before_slot = 0
+        if there:
+            slot = _place_by_length(query_start, seq_lens, entry, num_rows, ROWS)
     else:
         entry, last = 0, num_rows - 1
         there = slot < tl.load(ends + last)
         while entry < last:  # the first row whose tiles end behind the slot
             middle = (entry + last) // 2
-            behind = tl.load(ends + middle) > slot
-            last = tl.where(behind, middle, last)
-            entry = tl.where(behind, entry, middle + 1)
-        before_slot = slot - tl.where(entry > 0, tl.load(ends + tl.maximum(entry - 1, 0)), 0)
+            beyond = tl.load(ends + middle) > slot
+            last = tl.where(beyond, middle, last)
+            entry = tl.where(beyond, entry, middle + 1)
+        behind = tl.load(ends + entry) - 1 - slot
     token = tl.load(query_start + entry)
     queries, length = tl.load(query_start + entry + 1) - token, tl.load(seq_lens + entry)
     start = length - queries
-    there = there & (queries > 0)
-    first = (start // TOKENS + before_slot) * TOKENS
+    there = there & (queries == 1 if DIRECT else queries > 0)
+    first = (start // TOKENS + behind) * TOKENS
     low = tl.maximum(first, start)
     high = tl.where(there, tl.minimum(first + TOKENS, length) - 1, low - 1)
     z = (slot * num_leaves + leaf).to(tl.int64)
@@ -107,6 +110,25 @@ def _plan(
 
 
 @triton.jit
+def _place_by_length(query_start, seq_lens, entry, num_rows, ROWS: tl.constexpr):
+    """The place of a row among those of one query, the longest first; others come after them."""
+    is_single = tl.load(query_start + entry + 1) - tl.load(query_start + entry) == 1
+    length = tl.where(is_single, tl.load(seq_lens + entry), 0)
+    place = 0
+    for begin in range(0, num_rows, ROWS):
+        row = begin + tl.arange(0, ROWS)
+        inside = row < num_rows
+        other = tl.load(seq_lens + row, mask=inside, other=0)
+        queries = tl.load(query_start + row + 1, mask=inside, other=0) - tl.load(
+            query_start + row, mask=inside, other=0
+        )
+        other = tl.where(queries == 1, other, 0)
+        ahead = inside & ((other > length) | ((other == length) & (row < entry)))
+        place += tl.sum(ahead.to(tl.int32), 0)
+    return place
+
+
+@triton.jit
 def _pack(lists, nums, z, chosen, ids, place, COLUMNS: tl.constexpr):
     """The chosen ids to the left, in order; the rest of the list is safe."""
     count = chosen.to(tl.int32)
@@ -120,8 +142,9 @@ def _pack(lists, nums, z, chosen, ids, place, COLUMNS: tl.constexpr):
 @triton.jit(do_not_specialize=["start"])
 def _gather(
     q, out, first, low, high, token, partial_num, full_num, start, q_token, q_head,
-    GROUP: tl.constexpr, LINES: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr,
+    GROUP: tl.constexpr, LINES: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    begin_after(PDL)
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     num_kv_heads = tl.num_programs(1)
@@ -153,8 +176,9 @@ def _fold(x, LEVELS: tl.constexpr):
 def _merge(
     parts, lse, out, sinks, value_scale, first, low, high, token, length, start, num_leaves, out_token, out_head,
     GROUP: tl.constexpr, LINES: tl.constexpr, PART: tl.constexpr, HEAD: tl.constexpr, CHANNELS: tl.constexpr,
-    LEAF: tl.constexpr, LEVELS: tl.constexpr,
+    LEAF: tl.constexpr, LEVELS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    begin_after(PDL)
     LANES: tl.constexpr = 1 << LEVELS
     tile = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
@@ -230,20 +254,23 @@ def plan_mask_rows(
     seq_lens: Tensor,
     block_table: Tensor,
     table_rows: Tensor,
-    one_query: bool,
+    kind: Kind,
 ) -> None:
     """See `octavo.ops.flex.plan_mask_rows`."""
     assert NULL_BLOCK == 0, "lists end in the null block"
     num_rows, width = block_table.shape
-    if not one_query:
-        _count_tiles[(1,)](rows.ends, query_start, seq_lens, num_rows, TOKENS=shape.tokens, ROWS=1024, num_warps=4)
+    if kind is not Kind.SINGLE:
+        _count_tiles[(1,)](
+            rows.ends, query_start, seq_lens, num_rows, TOKENS=shape.tokens, LEAST=2 if kind is Kind.LONG else 1,
+            ROWS=1024, num_warps=4,
+        )  # fmt: skip
     _plan[(num_tiles, num_leaves)](
         rows.partial, rows.partial_num, rows.full, rows.full_num, rows.row, rows.first, rows.low, rows.high, rows.token,
         rows.length, rows.ends, query_start, seq_lens, block_table, table_rows, block_table.stride(0), num_rows,
         num_leaves, width, reach.window, max(reach.chunk, 1), shape.stride, TOKENS=shape.tokens, BLOCK=shape.block,
         COLUMNS=shape.columns, PADDED=triton.next_power_of_2(shape.columns + 1), SPAN=max(shape.q_block, shape.tokens),
-        CAUSAL=reach.causal, WINDOW=reach.window > 0, CHUNK=reach.chunk > 0, EXACT=reach.exact, DIRECT=one_query,
-        num_warps=1 if shape.columns < 64 else 4,
+        CAUSAL=reach.causal, WINDOW=reach.window > 0, CHUNK=reach.chunk > 0, EXACT=reach.exact,
+        DIRECT=kind is Kind.SINGLE, ROWS=512, num_warps=1 if shape.columns < 64 else 4,
     )  # fmt: skip
 
 
@@ -255,6 +282,7 @@ def gather_lines(q: Tensor, rows: MaskRows, shape: Geometry, start: int, count: 
     _gather[(count, kv_heads)](
         q, out, rows.first, rows.low, rows.high, rows.token, rows.partial_num, rows.full_num, start, q.stride(0),
         q.stride(1), GROUP=shape.group, LINES=shape.lines, HEAD=size, PADDED=triton.next_power_of_2(size), num_warps=4,
+        **chained(q.device),
     )  # fmt: skip
     return out
 
@@ -274,11 +302,11 @@ def merge_lines(
     """See `octavo.ops.flex.merge_lines`."""
     count, kv_heads, lines, size = parts.shape
     levels = min((num_leaves - 1).bit_length(), MERGE_LEVELS)
-    channels = min(64, triton.next_power_of_2(size), _MERGE_ELEMENTS >> levels + 2)
+    channels = min(64 if levels else 128, triton.next_power_of_2(size), _MERGE_ELEMENTS >> levels + 2)
     part = min(16, lines, _MERGE_ELEMENTS // channels >> levels)
     assert parts.is_contiguous() and lse.is_contiguous(), "the kernel's own outputs"
     _merge[(count // num_leaves, kv_heads, lines // part * triton.cdiv(size, channels))](
         parts, lse, out, sinks, value_scale, rows.first, rows.low, rows.high, rows.token, rows.length, start,
         num_leaves, out.stride(0), out.stride(1), GROUP=shape.group, LINES=lines, PART=part, HEAD=size,
-        CHANNELS=channels, LEAF=shape.leaf, LEVELS=levels, num_warps=4,
+        CHANNELS=channels, LEAF=shape.leaf, LEVELS=levels, num_warps=4, **chained(out.device),
     )  # fmt: skip
