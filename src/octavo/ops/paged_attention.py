@@ -183,9 +183,9 @@ class Scratch:
             self._captured += [tensor for tensor in (self._parts, self._counters) if id(tensor) not in kept]
 
     def parts(self, num_leaves: int, lines: int, padded: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Flat room for the sums [leaves, lines, padded] and four numbers of each line, and the counters."""
+        """Flat room for the sums [leaves, lines, padded] and two numbers of each line, and the counters."""
         sums = num_leaves * lines * padded
-        return self._parts[:sums], self._parts[sums : sums + num_leaves * lines * 4], self._counters
+        return self._parts[:sums], self._parts[sums : sums + num_leaves * lines * 2], self._counters
 
 
 def can_run_on(device: torch.device) -> bool:
@@ -309,7 +309,7 @@ class Planner:
         """The launch for rows of up to `max_queries` queries, and how many leaves their partial results may have."""
         heads, num_rows, short = self.heads, seq_lens.shape[0], tile.lines // self.heads.group
         lines, num_pairs = _power_of_two(max_queries * heads.group), num_rows * heads.num_kv_heads
-        leaf_size = heads.num_kv_heads * lines * (heads.padded + 4)
+        leaf_size = heads.num_kv_heads * lines * (heads.padded + 2)
         capacity = min(num_rows * max_leaves, self._scratch.capacity(leaf_size))
         self._scratch.reserve(capacity, leaf_size, num_pairs, for_capture=for_capture)
         merges = max_leaves > _FOLDS
@@ -346,7 +346,7 @@ class Planner:
     def _tiles(self, tile: Tile, short: int, num_tiles: int, max_leaves: int, for_capture: bool) -> TilesLaunch:
         whole = num_tiles * self.heads.num_kv_heads
         splits = min(max_leaves, -(-_TILE_PROGRAMS[1] * self._processors // whole))
-        leaf_size = tile.lines * (self.heads.padded + 4)
+        leaf_size = tile.lines * (self.heads.padded + 2)
         num_leaves = whole * max_leaves
         if whole >= _TILE_PROGRAMS[0] * self._processors or num_leaves > self._scratch.capacity(leaf_size):
             splits = 1
@@ -478,8 +478,8 @@ def _merge(
     merge[(heads.num_kv_heads * rows.lines, heads.padded // channels, min(rows.num_rows, _MERGED_ROWS))](
         out, query_start, seq_lens, plan.leaf_base, plan.leaf_base[rows.num_rows :], *parts, value_scale, sinks,
         out.stride(0), out.stride(1), rows.short, sight.reach, KV_HEADS=heads.num_kv_heads, GROUP=heads.group,
-        HEAD=heads.size, PADDED=heads.padded, LINES=rows.lines, SEES=sight.kind, GATHER=_MERGE_GATHER, CHUNK=512,
-        CHANNELS=channels, num_warps=1, **chained(out.device),
+        HEAD=heads.size, PADDED=heads.padded, LINES=rows.lines, SEES=sight.kind, GATHER=_MERGE_GATHER,
+        CHANNELS=channels, num_warps=1, maxnreg=255, **chained(out.device),
     )  # fmt: skip
 
 

@@ -216,8 +216,8 @@ def walk(
                     line, channel = tl.arange(0, BM), tl.arange(0, PADDED)
                     where = tl.expand_dims(line * PADDED, AXIS) + tl.expand_dims(channel, 1 - AXIS)
                     tl.store(parts + at * (LINES * PADDED) + where, leaf, mask=tl.expand_dims(stored, AXIS))
-                    tl.store(part_stats + at * (4 * LINES) + line, leaf_max, mask=stored)
-                    tl.store(part_stats + at * (4 * LINES) + LINES + line, one_sum, mask=stored)
+                    tl.store(part_stats + at * (2 * LINES) + line, leaf_max, mask=stored)
+                    tl.store(part_stats + at * (2 * LINES) + LINES + line, one_sum, mask=stored)
                 if FOLD:
                     total, total_sum, total_max = fold(total, total_sum, total_max, leaf, one_sum, leaf_max, AXIS)
                 leaf = tl.zeros(leaf.shape, tl.float32)
@@ -245,15 +245,15 @@ def fold_stored(parts, part_stats, slot, leaves, LINES: tl.constexpr, PADDED: tl
     total_sum = tl.zeros((LINES,), tl.float32)
     total_max = tl.full((LINES,), float("-inf"), tl.float32)
     part = parts + slot * (LINES * PADDED) + line[:, None] * PADDED + channel[None, :]
-    stats = part_stats + slot * (4 * LINES) + line
+    stats = part_stats + slot * (2 * LINES) + line
     for base in range(0, leaves, GATHER):
         loaded = ()
         for step in tl.static_range(GATHER):
             at, there = base + step, base + step < leaves
             loaded = loaded + (  # noqa: RUF005  (Triton has no starred tuples)
                 tl.load(part + at * (LINES * PADDED), mask=there, other=0.0, cache_modifier=".cg"),
-                tl.load(stats + at * (4 * LINES) + LINES, mask=there, other=0.0, cache_modifier=".cg"),
-                tl.load(stats + at * (4 * LINES), mask=there, other=float("-inf"), cache_modifier=".cg"),
+                tl.load(stats + at * (2 * LINES) + LINES, mask=there, other=0.0, cache_modifier=".cg"),
+                tl.load(stats + at * (2 * LINES), mask=there, other=float("-inf"), cache_modifier=".cg"),
             )
         for step in tl.static_range(GATHER):
             total, total_sum, total_max = fold(

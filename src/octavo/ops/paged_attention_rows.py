@@ -41,7 +41,7 @@ def _attend(
     """Leaves `begin_leaf` to `stop_leaf` - 1 of a row's queries with the GROUP heads of a KV head.
 
     All of the row's that are left, if it has fewer. `row_base`: leaves before the row's in `parts`, which is
-    [.., LINES, PADDED], `part_stats` [.., 4, LINES]; LINES: how many of the tile's BM lines can be there. is_held:
+    [.., LINES, PADDED], `part_stats` [.., 2, LINES]; LINES: how many of the tile's BM lines can be there. is_held:
     whether `parts` holds the row; if so, `merge` folds one of more than `fold_limit` leaves.
     """
     row_start = tl.load(query_start + row)
@@ -156,61 +156,51 @@ def _larger(left, right):
 def merge(
     out, query_start, seq_lens, leaf_base, long_rows, parts, part_stats, value_scale, sinks, out_token, out_head,
     short, reach, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr,
-    LINES: tl.constexpr, SEES: tl.constexpr, GATHER: tl.constexpr, CHUNK: tl.constexpr, CHANNELS: tl.constexpr,
-    PDL: tl.constexpr,
+    LINES: tl.constexpr, SEES: tl.constexpr, GATHER: tl.constexpr, CHANNELS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (KV heads * LINES, PADDED / CHANNELS, any). Fold the leaves of long rows, as `fold` does; write `out`.
 
-    GATHER: leaves whose loads are issued together. CHUNK: leaves whose factors are found together.
+    GATHER: leaves whose loads are issued together.
     """
     begin_after(PDL)
     kv_index, line = tl.program_id(0) // LINES, tl.program_id(0) % LINES
     query, head = line // GROUP, kv_index * GROUP + line % GROUP
-    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    lane = tl.arange(0, CHANNELS)
+    channel = tl.program_id(1) * CHANNELS + lane
     for index in range(tl.program_id(2), tl.load(long_rows), tl.num_programs(2)):
         row = tl.load(long_rows + 1 + index)
         row_start = tl.load(query_start + row)
         _, _, leaves = row_extent(query_start, seq_lens, row, True, short, reach, SEES)
         if query < tl.load(query_start + row + 1) - row_start and line < LINES // GROUP * GROUP:
             slot = tl.load(leaf_base + row).to(tl.int64) * KV_HEADS + kv_index * leaves
-            stats, part = part_stats + slot * (4 * LINES) + line, parts + (slot * LINES + line) * PADDED + channel
-            # What `fold` multiplies with follows from the maxima alone: all of it first, so that the fold is one
-            # chain of multiply-adds.
+            stats, part = part_stats + slot * (2 * LINES) + line, parts + (slot * LINES + line) * PADDED + channel
             top = float("-inf")
-            for base in range(0, leaves, CHUNK):
-                leaf = base + tl.arange(0, CHUNK)
-                at = stats + leaf * (4 * LINES)
-                leaf_max = tl.load(at, mask=leaf < leaves, other=float("-inf"))
-                before = tl.load(at - 4 * LINES, mask=(leaf > base) & (leaf < leaves), other=float("-inf"))
-                tl.debug_barrier()  # or the compiler moves loads behind stores, to wait for each
-                before = tl.maximum(tl.associative_scan(before, 0, _larger), top)
-                after = tl.maximum(before, leaf_max)
-                # Programs of other channels write the same numbers.
-                tl.store(at + 2 * LINES, exp2_from(before, after), mask=leaf < leaves)
-                tl.store(at + 3 * LINES, exp2_from(leaf_max, after), mask=leaf < leaves)
-                top = tl.max(after, 0)
-            tl.debug_barrier()
             total = tl.zeros((CHANNELS,), tl.float32)
             total_sum = tl.zeros((CHANNELS,), tl.float32)
             for base in range(0, leaves, GATHER):
-                loaded, factors = (), ()
-                for step in tl.static_range(GATHER):
-                    there = base + step < leaves
-                    one = tl.load(part + (base + step) * (LINES * PADDED), mask=there, other=0.0)
-                    loaded = loaded + (one,)  # noqa: RUF005  (Triton has no starred tuples)
+                loaded, maxima, sums, factors = (), (), (), ()
                 for step in tl.static_range(0, GATHER, CHANNELS):
-                    leaf = base + step + tl.arange(0, CHANNELS)
-                    at = stats + leaf * (4 * LINES)
-                    add = tl.load(at + 3 * LINES, mask=leaf < leaves, other=0.0)
-                    factors = factors + (  # noqa: RUF005
-                        tl.load(at + 2 * LINES, mask=leaf < leaves, other=1.0), add,
-                        tl.load(at + LINES, mask=leaf < leaves, other=0.0) * add,
-                    )  # fmt: skip
+                    leaf = base + step + lane
+                    at = stats + leaf * (2 * LINES)
+                    maxima = maxima + (tl.load(at, mask=leaf < leaves, other=float("-inf")),)  # noqa: RUF005
+                    sums = sums + (tl.load(at + LINES, mask=leaf < leaves, other=0.0),)  # noqa: RUF005
                 for step in tl.static_range(GATHER):
-                    lane = tl.full((CHANNELS,), step % CHANNELS, tl.int32)
-                    keep = tl.gather(factors[step // CHANNELS * 3], lane, 0)
-                    total_sum = tl.fma(total_sum, keep, tl.gather(factors[step // CHANNELS * 3 + 2], lane, 0))
-                    total = tl.fma(total, keep, loaded[step] * tl.gather(factors[step // CHANNELS * 3 + 1], lane, 0))
+                    one = tl.load(part + (base + step) * (LINES * PADDED), mask=base + step < leaves, other=0.0)
+                    loaded = loaded + (one,)  # noqa: RUF005  (Triton has no starred tuples)
+                # What `fold` multiplies with follows from the maxima alone: all of it first, so that the fold is one
+                # chain of multiply-adds.
+                for group in tl.static_range(GATHER // CHANNELS):
+                    after = tl.maximum(tl.associative_scan(maxima[group], 0, _larger), top)
+                    before = tl.where(lane == 0, top, tl.gather(after, tl.maximum(lane - 1, 0), 0))
+                    add = exp2_from(maxima[group], after)
+                    factors = factors + (exp2_from(before, after), add, sums[group] * add)  # noqa: RUF005
+                    top = tl.maximum(top, tl.max(maxima[group], 0))
+                for step in tl.static_range(GATHER):
+                    at_lane = tl.full((CHANNELS,), step % CHANNELS, tl.int32)
+                    keep = tl.gather(factors[step // CHANNELS * 3], at_lane, 0)
+                    total_sum = tl.fma(total_sum, keep, tl.gather(factors[step // CHANNELS * 3 + 2], at_lane, 0))
+                    add = tl.gather(factors[step // CHANNELS * 3 + 1], at_lane, 0)
+                    total = tl.fma(total, keep, loaded[step] * add)
             if sinks is not None:  # as in `write_lines`
                 sink = tl.load(sinks + head).to(tl.float32) * _LOG2_E
                 end = tl.maximum(top, sink)

@@ -222,15 +222,15 @@ def _fold_stored(parts, part_stats, slot, leaves, LINES: gl.constexpr, HEAD: gl.
     total_sum = gl.zeros([_LINES], gl.float32, gl.SliceLayout(0, F))
     total_max = gl.full([_LINES], float("-inf"), gl.float32, gl.SliceLayout(0, F))
     part = parts + slot.to(gl.int64) * (LINES * HEAD) + line[None, :] * HEAD + channel[:, None]
-    stats = part_stats + slot.to(gl.int64) * (4 * LINES) + line
+    stats = part_stats + slot.to(gl.int64) * (2 * LINES) + line
     for base in range(0, leaves, _GATHER):
         loaded = ()
         for step in gl.static_range(_GATHER):
             at, there = base + step, is_line & (base + step < leaves)
             loaded = loaded + (  # noqa: RUF005  (Triton has no starred tuples)
                 gl.load(part + at * (LINES * HEAD), mask=there[None, :], other=0.0, cache_modifier=".cg"),
-                gl.load(stats + at * (4 * LINES) + LINES, mask=there, other=0.0, cache_modifier=".cg"),
-                gl.load(stats + at * (4 * LINES), mask=there, other=float("-inf"), cache_modifier=".cg"),
+                gl.load(stats + at * (2 * LINES) + LINES, mask=there, other=0.0, cache_modifier=".cg"),
+                gl.load(stats + at * (2 * LINES), mask=there, other=float("-inf"), cache_modifier=".cg"),
             )
         for step in gl.static_range(_GATHER):
             total, total_sum, total_max = _fold(
@@ -269,7 +269,7 @@ def _keep(parts, part_stats, at, leaf, leaf_sum, leaf_max, LINES: gl.constexpr):
     part = parts + at.to(gl.int64) * (LINES * HEAD) + line[None, :] * HEAD + channel[:, None]
     gl.store(part, gl.convert_layout(leaf, F), mask=(line < LINES)[None, :] & (channel < HEAD)[:, None])
     line = gl.arange(0, _LINES, _LINE)
-    stats = part_stats + at.to(gl.int64) * (4 * LINES) + line
+    stats = part_stats + at.to(gl.int64) * (2 * LINES) + line
     gl.store(stats, leaf_max, mask=line < LINES)
     gl.store(stats + LINES, leaf_sum, mask=line < LINES)
 
