@@ -28,6 +28,7 @@ from octavo.attention.flex import FlexBackend
 from octavo.attention.mods import AttentionMods
 from octavo.attention.reference import ReferenceBackend
 from octavo.ops import flex as ops
+from octavo.ops.rope import Rotation, qk_norm_rope_store, rope_table
 
 pytestmark = pytest.mark.gpu
 DEVICE, BF16 = torch.device("cuda"), torch.bfloat16
@@ -249,6 +250,33 @@ def test_F1_G4_a_graph_captured_at_the_bound_serves_every_length() -> None:
     reference.prepare(dataclasses.replace(fresh.inputs, seq_lens=step.inputs.seq_lens))
     reference.run(fresh.q, fresh.kv, PLAIN, expected)
     torch.testing.assert_close(replayed, expected, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("rows", [1, 7])
+def test_queries_rotated_into_their_lines_give_the_same_bits(rows: int) -> None:
+    """A decode step of rows that walk one leaf, the last of them padding: as rotation, store and attention are."""
+    step = Step(make_rows([(50 + 191 * row, 1) for row in range(rows)]))
+    step.inputs.seq_lens[5:] = 0
+    step.inputs.query_start.clamp_(max=5)
+    ends = step.inputs.seq_lens.long() - 1
+    slots = step.inputs.block_table.gather(1, (ends.clamp(min=0) // BLOCK)[:, None])[:, 0] * BLOCK + ends % BLOCK
+    weights = torch.linspace(0.5, 2, SIZE, device=DEVICE)
+    rotation = Rotation(
+        positions=ends.clamp(min=0), cos_sin=rope_table(SIZE, 2048).to(DEVICE), q_norm=weights, k_norm=weights.flip(0),
+        eps=1e-6, slot_mapping=torch.where(ends < 0, -1, slots),
+    )  # fmt: skip
+    projected = torch.randn(rows, (HEADS + 2 * KV_HEADS) * SIZE, device=DEVICE, dtype=BF16)
+    backend = FlexBackend([PLAIN], BF16, DEVICE, step.setup())
+    backend.prepare(step.inputs)
+    caches, outs = [step.kv.clone() for _ in range(2)], [torch.zeros_like(step.q) for _ in range(2)]
+    assert backend.rotates(rotation, caches[0], PLAIN)
+    backend.run_rotating(projected, rotation, caches[0], PLAIN, outs[0])
+    q = qk_norm_rope_store(
+        projected, rotation.positions, rotation.cos_sin, rotation.q_norm, rotation.k_norm, rotation.eps, HEADS,
+        KV_HEADS, SIZE, caches[1], rotation.slot_mapping,
+    )  # fmt: skip
+    backend.run(q, caches[1], PLAIN, outs[1])
+    assert torch.equal(*caches) and torch.equal(*outs) and outs[0][: min(rows, 5)].any(-1).all()
 
 
 @pytest.mark.parametrize("kind", ["plain", "user's, capped"])

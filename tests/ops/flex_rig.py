@@ -35,6 +35,7 @@ def check(
     lse = 8 * torch.randn(lines_of_q.shape[:3], generator=generator)
     lse[torch.rand(lse.shape, generator=generator) < 0.3] = float("-inf")
     lse = lse.to(device)
+    parts[lse == float("-inf")] = 0.0
     heads = torch.randn(group * kv_heads, generator=generator).to(device) if sinks else None
     scale = torch.tensor([0.5, 3.0], device=device) if seed % 3 == 1 else None
     outs = [torch.full_like(q, 7.0) for _ in range(2)]

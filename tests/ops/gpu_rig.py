@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -104,6 +105,17 @@ class RopeCase:
         )  # fmt: skip
         return q, kv
 
+    def in_lines(self) -> Tensor:
+        """q, taken from tiles of 16 lines."""
+        heads, kv_heads, size = self.shape
+        group = heads // kv_heads
+        tile = gpu_rope.Tile(group, 16, 16 // group, len(self.positions) + 1)
+        q, _ = self.call(functools.partial(gpu_rope.qk_norm_rope_store, tile=tile))
+        lines = q.view(tile.num, kv_heads, 16, size)[:-1]
+        line = (self.positions % tile.tokens)[:, None] * group + torch.arange(group, device=q.device)  # [tokens, group]
+        picked = lines.gather(2, line[:, None, :, None].expand(-1, kv_heads, -1, size))
+        return picked.reshape(len(picked), heads, size)
+
 
 def check_rope(device: str, dtype: torch.dtype, shape: tuple[int, int, int, int], tokens: int = 9) -> None:
     for options in (
@@ -114,6 +126,7 @@ def check_rope(device: str, dtype: torch.dtype, shape: tuple[int, int, int, int]
     ):
         case = RopeCase(device, dtype, shape, tokens, **options)
         q, kv = case.call(gpu_rope.qk_norm_rope_store)
+        assert_equal(case.in_lines(), q)
         expected_q, expected_kv = case.call(rope.qk_norm_rope_store_eager)
         # a normed channel may round the other way, which the rotation mixes into two
         scale = float(expected_q.float().abs().max())

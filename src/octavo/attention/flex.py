@@ -34,6 +34,7 @@ from octavo.attention.mods import AttentionMods, bound
 from octavo.attention.variant_mods import mods_of_variant
 from octavo.kv_cache.kernel_blocks import MultipleOf
 from octavo.ops import flex as ops
+from octavo.ops.rope import Rotation
 
 _MAX_ELEMENTS = 2**31  # offsets in torch's kernel have 32 bits
 _MAX_MASK_ROWS = 65_535  # of a launch: the second axis of a CUDA grid
@@ -135,26 +136,61 @@ class FlexBackend:
     def run(self, q: Tensor, kv: Tensor, variant: Variant, out: Tensor, layer: LayerTensors = NO_TENSORS) -> None:
         """Attend; see AttentionBackend."""
         self._inputs.check_call(q, kv, out)
-        stride = ops.block_stride(kv)
+        for plan in self._plans_of(variant, kv):
+            for start, count in _parts(plan, variant, q.element_size()):
+                lines = ops.gather_lines(q, plan.rows, plan.shape, start, count)
+                self._attend(lines, kv, variant, plan, start, out, layer)
+
+    def rotates(self, rotation: Rotation, kv: Tensor, variant: Variant) -> bool:
+        """See RotatingBackend. Where each token is a tile that walks one leaf, its queries can be written as lines."""
+        inputs = self._inputs
+        if not kv.is_cuda or kv.dtype != self._dtype or variant.sinks:
+            return False
+        if inputs.max_query_len > 1 or inputs.num_rows != inputs.num_tokens:
+            return False
+        (plan,) = self._plans_of(variant, kv)
+        return plan.num_leaves == 1 and len(_parts(plan, variant, kv.element_size())) == 1
+
+    def run_rotating(self, projected: Tensor, rotation: Rotation, kv: Tensor, variant: Variant, out: Tensor) -> None:
+        """See RotatingBackend."""
+        from octavo.ops.gpu import rope  # needs Triton
+
+        self._inputs.check_call(projected, kv, out)
+        (plan,) = self._plans_of(variant, kv)
+        shape, kv_heads = plan.shape, variant.num_kv_heads
+        lines = rope.qk_norm_rope_store(
+            projected, rotation.positions, rotation.cos_sin, rotation.q_norm, rotation.k_norm, rotation.eps,
+            variant.num_heads, kv_heads, variant.head_size, kv, rotation.slot_mapping, 1.0, None, None,
+            rope.Tile(shape.group, shape.lines, shape.tokens, plan.num_tiles),
+        )  # fmt: skip
+        self._attend(lines.unflatten(1, (kv_heads, shape.lines)), kv, variant, plan, 0, out, NO_TENSORS)
+
+    def _attend(
+        self, lines: Tensor, kv: Tensor, variant: Variant, plan: _Plan, start: int, out: Tensor, layer: LayerTensors
+    ) -> None:
+        """The mask rows of a plan from `start` on, whose queries are `lines`."""
+        mods, (key, value) = self._mods_of(variant), ops.token_axis(kv)
+        with bound(self._setup.fields if mods.fields else {}):
+            kernel = self._kernel(variant, mods, plan)
+            parts, lse = kernel(lines, key, value, plan.rows, layer.key_scale, start, len(lines))
+        ops.merge_lines(
+            parts, lse, plan.rows, plan.shape, out, start=start, num_leaves=plan.num_leaves, sinks=layer.sinks,
+            value_scale=layer.value_scale,
+        )  # fmt: skip
+
+    def _plans_of(self, variant: Variant, kv: Tensor) -> list[_Plan]:
+        """The step's, made by the first layer that asks. Raises ValueError for a cache beyond the kernel's offsets."""
         if kv.is_cuda and kv.shape[0] * kv.stride(0) > _MAX_ELEMENTS:
             raise ValueError(
                 f"attention backend 'flex' reaches {_MAX_ELEMENTS} elements from a layer's first block, since its "
                 f"offsets have 32 bits; the cache has {kv.shape[0] * kv.stride(0)}: set num_gpu_blocks_override"
             )
-        plans, mods = self._plans.get(variant), self._mods_of(variant)
-        with bound(self._setup.fields if mods.fields else {}):
-            if plans is None:
-                plans = self._plans[variant] = self._plan(variant, mods, stride)
-            key, value = ops.token_axis(kv)
-            for plan in plans:
-                kernel = self._kernel(variant, mods, plan)
-                for start, count in _parts(plan, variant, q.element_size()):
-                    lines = ops.gather_lines(q, plan.rows, plan.shape, start, count)
-                    parts, lse = kernel(lines, key, value, plan.rows, layer.key_scale, start, count)
-                    ops.merge_lines(
-                        parts, lse, plan.rows, plan.shape, out, start=start, num_leaves=plan.num_leaves,
-                        sinks=layer.sinks, value_scale=layer.value_scale,
-                    )  # fmt: skip
+        plans = self._plans.get(variant)
+        if plans is None:
+            mods = self._mods_of(variant)
+            with bound(self._setup.fields if mods.fields else {}):
+                plans = self._plans[variant] = self._plan(variant, mods, ops.block_stride(kv))
+        return plans
 
     def _mods_of(self, variant: Variant) -> AttentionMods:
         if variant not in self._mods:

@@ -145,10 +145,10 @@ def plan_mask_rows(
     """Fill the first `num_tiles * num_leaves` mask rows, leaves of a tile side by side; gives how many there are.
 
     query_start [R + 1] (from any token on), seq_lens [R], block_table [R, width] int32, table_rows [R] int64.
-    kind: of which rows; those of one query stand before those of several. num_tiles and num_leaves are upper bounds;
-    mask rows beyond what the batch has are empty. Long walks come first: rows of one query by their lengths, tiles of
-    other rows from the row's last on. A block is listed as full if `every` pair of it and the query block around the
-    tile is visible, as partial if `some` may be. reach: the two tests in a form that one kernel takes, on a GPU.
+    kind: of which rows; those of one query stand before those of several, and are tiles in their order. Of other rows
+    the last tile comes first, since it walks most. num_tiles and num_leaves are upper bounds; mask rows beyond what the
+    batch has are empty. A block is listed as full if `every` pair of it and the query block around the tile is
+    visible, as partial if `some` may be. reach: the two tests in a form that one kernel takes, on a GPU.
     """
     count = num_tiles * num_leaves
     rows.check(max(count, len(seq_lens)))
@@ -182,13 +182,11 @@ def _plan_in_torch(
     num_queries = query_start[1:] - query_start[:-1]
     start = seq_lens - num_queries
     mine = num_queries == 1 if kind is Kind.SINGLE else num_queries >= (2 if kind is Kind.LONG else 1)
-    order = torch.where(mine, seq_lens, 0).argsort(descending=True, stable=True) if kind is Kind.SINGLE else None
     tiles = torch.where(mine, (seq_lens - 1) // tokens - start // tokens + 1, 0)
-    ends = (tiles if order is None else tiles[order]).cumsum(0)
+    ends = tiles.cumsum(0)
     slot = torch.arange(num_tiles, device=device)
     entry = torch.searchsorted(ends, slot, right=True).clamp(max=len(seq_lens) - 1)
     there, behind = slot < ends[-1], ends[entry] - 1 - slot
-    entry = entry if order is None else order[entry]
     length, before = seq_lens[entry], start[entry]
     first = ((before // tokens + behind) * tokens).to(torch.int32)
     low, high = torch.maximum(first, before), torch.minimum(first + tokens, length) - 1
@@ -268,7 +266,8 @@ def merge_lines(
 
     parts [count, kv_heads, lines, head_size] and lse [count, kv_heads, lines] (natural logarithm, -inf where nothing
     was seen) are those of the mask rows from `start` on. sinks: [heads], logits that join the softmax without a value.
-    value_scale: [kv_heads], results are multiplied with it. A leaf that is alone, without either, keeps its bits.
+    value_scale: [kv_heads], results are multiplied with it. Of a leaf that is alone, without sinks, lse is not read:
+    its lines that saw nothing are 0, and others keep their bits.
     """
     if parts.is_cuda:
         from octavo.ops.gpu import flex as gpu

@@ -52,15 +52,12 @@ def _plan(
     table, table_rows, table_row, num_rows, num_leaves, width, window, chunk, stride,
     TOKENS: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, PADDED: tl.constexpr, SPAN: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, EXACT: tl.constexpr, DIRECT: tl.constexpr,
-    ROWS: tl.constexpr,
 ):  # fmt: skip
     slot, leaf = tl.program_id(0), tl.program_id(1)
     behind = 0
     if DIRECT:  # one query each: tiles are rows
         entry = tl.minimum(slot, num_rows - 1)
         there = slot < num_rows
-        if there:
-            slot = _place_by_length(query_start, seq_lens, entry, num_rows, ROWS)
     else:
         entry, last = 0, num_rows - 1
         there = slot < tl.load(ends + last)
@@ -110,25 +107,6 @@ def _plan(
 
 
 @triton.jit
-def _place_by_length(query_start, seq_lens, entry, num_rows, ROWS: tl.constexpr):
-    """The place of a row among those of one query, the longest first; others come after them."""
-    is_single = tl.load(query_start + entry + 1) - tl.load(query_start + entry) == 1
-    length = tl.where(is_single, tl.load(seq_lens + entry), 0)
-    place = 0
-    for begin in range(0, num_rows, ROWS):
-        row = begin + tl.arange(0, ROWS)
-        inside = row < num_rows
-        other = tl.load(seq_lens + row, mask=inside, other=0)
-        queries = tl.load(query_start + row + 1, mask=inside, other=0) - tl.load(
-            query_start + row, mask=inside, other=0
-        )
-        other = tl.where(queries == 1, other, 0)
-        ahead = inside & ((other > length) | ((other == length) & (row < entry)))
-        place += tl.sum(ahead.to(tl.int32), 0)
-    return place
-
-
-@triton.jit
 def _pack(lists, nums, z, chosen, ids, place, COLUMNS: tl.constexpr):
     """The chosen ids to the left, in order; the rest of the list is safe."""
     count = chosen.to(tl.int32)
@@ -160,6 +138,30 @@ def _gather(
     source = q + at.to(tl.int64)[:, None] * q_token + head[:, None] * q_head + channel[None, :]
     target = out + ((row * num_kv_heads + kv_head) * LINES + line)[:, None] * HEAD + channel[None, :]
     tl.store(target, tl.load(source, mask=inside), mask=inside)
+
+
+@triton.jit(do_not_specialize=["start"])
+def _scatter(
+    parts, out, value_scale, first, low, high, token, start, out_token, out_head,
+    GROUP: tl.constexpr, LINES: tl.constexpr, PART: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """What `_merge` does with a leaf that is alone: no sum."""
+    begin_after(PDL)
+    row, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    line, channel = tl.program_id(2) * PART + tl.arange(0, PART), tl.arange(0, PADDED)
+    lowest, highest = tl.load(low + start + row), tl.load(high + start + row)
+    position = tl.load(first + start + row) + line // GROUP
+    query = tl.load(token + start + row) + position - lowest
+    valid = (position >= lowest) & (position <= highest) & (line < LINES // GROUP * GROUP)
+    mask = valid[:, None] & (channel < HEAD)[None, :]
+    source = parts + ((row * tl.num_programs(1) + kv_head) * LINES + line)[:, None] * HEAD + channel[None, :]
+    part = tl.load(source, mask=mask, other=0.0)
+    if value_scale is not None:
+        part = part.to(tl.float32) * tl.load(value_scale + kv_head)
+    head = kv_head * GROUP + line % GROUP
+    target = out + query.to(tl.int64)[:, None] * out_token + head[:, None] * out_head + channel[None, :]
+    tl.store(target, part.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -270,7 +272,7 @@ def plan_mask_rows(
         num_leaves, width, reach.window, max(reach.chunk, 1), shape.stride, TOKENS=shape.tokens, BLOCK=shape.block,
         COLUMNS=shape.columns, PADDED=triton.next_power_of_2(shape.columns + 1), SPAN=max(shape.q_block, shape.tokens),
         CAUSAL=reach.causal, WINDOW=reach.window > 0, CHUNK=reach.chunk > 0, EXACT=reach.exact,
-        DIRECT=kind is Kind.SINGLE, ROWS=512, num_warps=1 if shape.columns < 64 else 4,
+        DIRECT=kind is Kind.SINGLE, num_warps=1 if shape.columns < 64 else 4,
     )  # fmt: skip
 
 
@@ -301,10 +303,18 @@ def merge_lines(
 ) -> None:
     """See `octavo.ops.flex.merge_lines`."""
     count, kv_heads, lines, size = parts.shape
-    levels = min((num_leaves - 1).bit_length(), MERGE_LEVELS)
-    channels = min(64 if levels else 128, triton.next_power_of_2(size), _MERGE_ELEMENTS >> levels + 2)
-    part = min(16, lines, _MERGE_ELEMENTS // channels >> levels)
     assert parts.is_contiguous() and lse.is_contiguous(), "the kernel's own outputs"
+    if num_leaves == 1 and sinks is None:
+        part = min(16, lines)
+        _scatter[(count, kv_heads, lines // part)](
+            parts, out, value_scale, rows.first, rows.low, rows.high, rows.token, start, out.stride(0), out.stride(1),
+            GROUP=shape.group, LINES=lines, PART=part, HEAD=size, PADDED=triton.next_power_of_2(size), num_warps=2,
+            **chained(out.device),
+        )  # fmt: skip
+        return
+    levels = min((num_leaves - 1).bit_length(), MERGE_LEVELS)
+    channels = min(64, triton.next_power_of_2(size), _MERGE_ELEMENTS >> levels + 2)
+    part = min(16, lines, _MERGE_ELEMENTS // channels >> levels)
     _merge[(count // num_leaves, kv_heads, lines // part * triton.cdiv(size, channels))](
         parts, lse, out, sinks, value_scale, rows.first, rows.low, rows.high, rows.token, rows.length, start,
         num_leaves, out.stride(0), out.stride(1), GROUP=shape.group, LINES=lines, PART=part, HEAD=size,

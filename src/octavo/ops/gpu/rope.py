@@ -8,6 +8,8 @@ contracted, so a head's bits depend on its own channels, the position and the co
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, assignment"
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 import triton
 import triton.language as tl
@@ -95,23 +97,26 @@ def _qk_norm_rope_store(
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr,
     HALF: tl.constexpr, PADDED_HALF: tl.constexpr, REST: tl.constexpr, HALF_LEVELS: tl.constexpr,
     REST_LEVELS: tl.constexpr, HEADS: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
-    QUANTIZED: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
+    QUANTIZED: tl.constexpr, SCALED: tl.constexpr, GROUP: tl.constexpr, LINES: tl.constexpr, TOKENS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, part): `HEADS` heads of q, of k or of v."""
+    """Program (token, part): `HEADS` heads of q, of k or of v. GROUP, LINES, TOKENS: see `Tile`."""
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     begin_after(PDL)
     Q_PARTS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     KV_PARTS: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
     DTYPE: tl.constexpr = qkv.dtype.element_ty
     qkv += token * qkv_token
-    table = cos_sin + tl.load(positions + token).to(tl.int64) * (2 * HALF)
+    position = tl.load(positions + token).to(tl.int64)
+    table = cos_sin + position * (2 * HALF)
     if part < Q_PARTS:
         head = part * HEADS + tl.arange(0, HEADS)
         first, second, rest = _turned(
             qkv + head * HEAD, q_norm, table, head < NUM_HEADS, eps, q_scale,
             HEAD, HALF, PADDED_HALF, REST, HALF_LEVELS, REST_LEVELS, Q_NORM,
         )  # fmt: skip
-        q = q_out + token * (NUM_HEADS * HEAD) + head * HEAD
+        line = head // GROUP * LINES + position % TOKENS * GROUP + head % GROUP
+        q = q_out + (token * (NUM_HEADS // GROUP * LINES) + line) * HEAD
         _store_turned(q, first, second, rest, 1.0, head < NUM_HEADS, HEAD, HALF, DTYPE, False)
     else:
         slot = tl.load(slots + token).to(tl.int64)
@@ -139,6 +144,19 @@ def _qk_norm_rope_store(
             store_rounded(stored[:, None] + HEAD + channel[None, :], value, scale, inside, DTYPE, QUANTIZED)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tile:
+    """Lines of a token's queries: line p % tokens * group + g is that of head g of a KV head, at position p."""
+
+    group: int = 1
+    lines: int = 1
+    tokens: int = 1
+    num: int = 0  # tiles that there are at least, those of no token last
+
+
+_HEADS = Tile()
+
+
 def qk_norm_rope_store(
     qkv: Tensor,
     positions: Tensor,
@@ -154,12 +172,17 @@ def qk_norm_rope_store(
     q_scale: float,
     key_scale: Tensor | None,
     value_scale: Tensor | None,
+    tile: Tile = _HEADS,
 ) -> Tensor:
-    """See `octavo.ops.rope.qk_norm_rope_store`; float16 too."""
+    """See `octavo.ops.rope.qk_norm_rope_store`; float16 too.
+
+    tile: q has the shape [tiles, num_heads // group * lines, head_size]; lines without a query are left as they are.
+    """
     assert qkv.stride(1) == 1 and kv.stride(3) == 1, "channels are contiguous"
     assert (key_scale is None) == (value_scale is None), "both scales or none"
     num_tokens, half = qkv.shape[0], cos_sin.shape[1] // 2
-    q = torch.empty((num_tokens, num_heads, head_size), dtype=qkv.dtype, device=qkv.device)
+    lines = num_heads // tile.group * tile.lines
+    q = torch.empty((max(num_tokens, tile.num), lines, head_size), dtype=qkv.dtype, device=qkv.device)
     if not num_tokens:
         return q
     padded, padded_half = triton.next_power_of_2(head_size), padded_length(half)
@@ -175,6 +198,7 @@ def qk_norm_rope_store(
         PADDED_HALF=padded_half, REST=rest, HALF_LEVELS=padded_half.bit_length() - 1,
         REST_LEVELS=rest.bit_length() - 1, HEADS=heads, Q_NORM=q_norm is not None, K_NORM=k_norm is not None,
         QUANTIZED=kv.dtype in LIMITS, SCALED=key_scale is not None,
+        GROUP=tile.group, LINES=tile.lines, TOKENS=tile.tokens,
         num_warps=warps, enable_fp_fusion=False, **chained(qkv.device),
     )  # fmt: skip
     return q
