@@ -100,14 +100,12 @@ def resolve_flex_sizes(
 def _launch(lines: int, head_size: int, *, one_tile: bool) -> Launch:
     """Warps that divide the lines of a tile, never its keys: so a row is summed in one order in all tiles.
 
-    The compiler divides the keys of a tile with fewer lines than keys, so such a tile has one warp. Two tiles of keys
-    in flight leave room for three such programs on a processor, which hide each other's waits.
+    The compiler divides the keys of a tile with fewer lines than keys, so such a tile has one warp, and three tiles of
+    keys in flight: two are faster where many short rows fill the processors, slower at long, few or unequal ones.
     """
     if one_tile:
-        warps = 4 if head_size > 256 else 2
-    else:
-        warps = 1 if lines < _WARP_GROUP_LINES else 4
-    return ("num_warps", warps), ("num_stages", 2)
+        return ("num_warps", 4 if head_size > 256 else 2), ("num_stages", 2)
+    return (("num_warps", 1), ("num_stages", 3)) if lines < _WARP_GROUP_LINES else (("num_warps", 4), ("num_stages", 2))
 
 
 def _size(options: Mapping[str, Any], name: str) -> int | None:
