@@ -3,11 +3,12 @@
 Owns that kernel: what `octavo.ops.rope.qk_norm_rope_store` and `octavo.ops.paged_attention` compute for a few rows of
 one query. Does not know plans or layers. Invariant: the bits are theirs: the operations on a (query, head) are those of
 `rope._turned` and of `paged_attention_kernels`, in the same order. K and V of earlier steps, lengths and tables are
-read before the kernel ahead is done: the first kernel of a step is launched whole, behind all that writes them.
+read before the kernel ahead is done: the first kernel of a step is behind all that writes them.
 
 A program takes a leaf of a (row, KV head), in halves of four tiles whose scores are found together. Warp w has tile w:
 token 64 w + 16 r + i of a half is line 16 w + i of piece r in shared memory. The newest token's K and V come from the
-projection and are put in their place there.
+projection: V is put in its place there, K is multiplied beside the others. What can be done before the projection is
+there is done before.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, assignment"
@@ -18,6 +19,7 @@ import math
 import torch
 import triton.language as tl
 from torch import Tensor
+from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
@@ -57,7 +59,8 @@ _LINES = gl.constexpr(
         [64, 128],
     )
 )
-_HEADS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [1, 4], [1, 0]))  # every warp has all of them
+_HEADS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [2, 2], [1, 0]))  # 4 to a warp
+_PIECE = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # 16 lines of a tile
 _WIDE = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [1, 4], [1, 0]))
 _SWIZZLED = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
 _PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
@@ -68,6 +71,16 @@ def _length(row, query_start, seq_lens):
     """Tokens of a row; 0 if it has no query."""
     there = gl.load(query_start + row + 1) > gl.load(query_start + row)
     return gl.where(there, gl.load(seq_lens + row), 0)
+
+
+@gluon.jit
+def _busy(place, limit, num_pairs, query_start, seq_lens, KV_HEADS: gl.constexpr):
+    """The first of this program's places, from `place` on, at which a row has tokens; none: `limit` or more."""
+    while (place < limit) and (
+        leaf_start(place // num_pairs) >= _length(place % num_pairs // KV_HEADS, query_start, seq_lens)
+    ):
+        place += gl.num_programs(0)
+    return place
 
 
 @gluon.jit
@@ -127,13 +140,34 @@ def _turned(first, second, weights, cosine, sine, eps, LEVELS: gl.constexpr, NOR
 
 
 @gluon.jit
-def _replace(ring, fresh, place, HEAD: gl.constexpr):
-    """Put a token's K, or V, in its place in a half."""
-    lines: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    piece = ring._reinterpret(ring.dtype, [16, 16, HEAD], _SWIZZLED).index(place // 16 % 4 * 4 + place // 64)
-    old, new = piece.load(lines), fresh.load(lines)
-    line = gl.arange(0, 16, gl.SliceLayout(1, lines))[:, None]
-    piece.store(gl.where(line == place % 16, gl.broadcast(new, old)[0], old))
+def _piece_of(ring, token, HEAD: gl.constexpr):
+    """The 16 lines of a half among which a token's is."""
+    pieces = ring._reinterpret(ring.dtype, [16, 16, HEAD], _SWIZZLED)
+    return pieces.index(token // 16 % 4 * 4 + token // 64 % 4)
+
+
+@gluon.jit
+def _tokens():
+    """The token of each line of a half's scores: [256, 1]."""
+    j = gl.arange(0, _HALF, _LINE)[:, None]
+    return j // 16 % 4 * 64 + j // 64 * 16 + j % 16
+
+
+@constexpr_function
+def _stack(times):
+    """Of [times, 64, 8]: `_S`, once it is seen as 64 * times lines."""
+    registers = [[0, 0, 1], [0, 8, 0], *[[1 << i, 0, 0] for i in range(times.bit_length() - 1)]]
+    lanes = [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[0, 16, 0], [0, 32, 0]], [], [times, 64, 8])
+
+
+@gluon.jit
+def _repeated(x, TIMES: gl.constexpr):
+    """x [64, 8] again and again: [64 * TIMES, 8]."""
+    deep: gl.constexpr = _stack(TIMES)
+    x = gl.convert_layout(x, gl.SliceLayout(0, deep), assert_trivial=True)[None, :, :]
+    x = gl.broadcast(x, gl.zeros([TIMES, 64, 8], x.dtype, deep))[0]
+    return gl.convert_layout(gl.reshape(x, [64 * TIMES, 8]), _S, assert_trivial=True)
 
 
 @gluon.jit
@@ -144,14 +178,12 @@ def _of_tile(x, tile: gl.constexpr):
 
 
 @gluon.jit
-def _weights(scores, leaf_max, limit, score_scale, dtype: gl.constexpr):
+def _weights(scores, leaf_max, score_scale, dtype: gl.constexpr):
     """(weights of a half [256, 8], what each tile's sums before it keep [4, 8], maxima with each tile [4, 8]).
 
-    As `paged_attention_kernels._step` for one tile after another. limit: tokens that are seen.
+    As `paged_attention_kernels._step` for one tile after another. Of tokens that are not seen, scores are -inf.
     """
-    j = gl.arange(0, _HALF, _LINE)[:, None]
-    tile = j // 16 % 4
-    scores = gl.where(tile * 64 + j // 64 * 16 + j % 16 < limit, scores, float("-inf"))
+    tile = gl.arange(0, _HALF, _LINE)[:, None] // 16 % 4
     tops = gl.max(gl.max(gl.reshape(scores, [4, 4, 16, 8]), 2), 0) * score_scale
     tops = gl.convert_layout(tops, gl.SliceLayout(0, _ALL))[None, :, :]
     # [tile, tile before or itself, line]
@@ -169,34 +201,31 @@ def _weights(scores, leaf_max, limit, score_scale, dtype: gl.constexpr):
 
 @gluon.jit
 def _attend_half(
-    keys, values, kv, after, queries, fresh_k, fresh_v, place, limit, score_scale, weights_at, leaf, leaf_sum, leaf_max,
+    keys, values, kv, after, queries, fresh_k, place, limit, score_scale, weights_at, leaf, leaf_sum, leaf_max,
     kv_token: gl.constexpr, HEAD: gl.constexpr, BLOCK: gl.constexpr,
 ):  # fmt: skip
-    """One half: the online softmax over its tiles. `after`: what to ask for when K, and then V, is done with.
+    """One half, whose K is there: the online softmax over its tiles. `after`: what to ask for when it is done with.
 
-    place: of the newest token, if it is in this half.
+    place: of the newest token, if it is in this half; its K is in fresh_k [1, HEAD] alone.
     """
     dtype: gl.constexpr = queries.dtype
-    async_copy.wait_group(1)
-    tl.debug_barrier()
-    if place < _HALF:
-        async_copy.wait_group(0)
-        tl.debug_barrier()
-        _replace(keys, fresh_k, place, HEAD)
-        _replace(values, fresh_v, place, HEAD)
-        tl.debug_barrier()
     whole = keys._reinterpret(dtype, [_HALF, HEAD], _SWIZZLED)
     scores = mma_v2(whole.load(_LEFT), queries, gl.zeros([_HALF, 8], gl.float32, _S))
-    tl.debug_barrier()
+    fresh = gl.broadcast(fresh_k.load(_LEFT), gl.zeros([64, HEAD], dtype, _LEFT))[0]
+    fresh = mma_v2(fresh, queries, gl.zeros([64, 8], gl.float32, _S))
+    token = _tokens()
+    scores = gl.where(token == place, _repeated(fresh, 4), scores)
     line, kv_index, start, end, kv_block, kv_head = after
     if end > 0:
+        tl.debug_barrier()
         _ask(keys, kv, line, kv_index, start, end, kv_block, kv_head, kv_token, HEAD, BLOCK)
     async_copy.commit_group()
-    weights, keep, top = _weights(scores, leaf_max, limit, score_scale, dtype)
+    scores = gl.where(token < limit, scores, float("-inf"))
+    weights, keep, top = _weights(scores, leaf_max, score_scale, dtype)
     weights_at.store(weights)
     async_copy.wait_group(1)
     tl.debug_barrier()
-    ones = gl.full([HEAD, 16], 1.0, dtype, _LEFT)
+    ones = gl.full([64, 16], 1.0, dtype, _LEFT)
     for tile in gl.static_range(4):
         rest = _of_tile(keep, tile)[None, :]
         leaf, leaf_sum = leaf * rest, leaf_sum * rest
@@ -205,8 +234,8 @@ def _attend_half(
             v = values.index(piece).slice(tile * 16, 16).permute((1, 0)).load(_LEFT)
             leaf = mma_v2(v, w, leaf)
             leaf_sum = mma_v2(ones, w, leaf_sum)
-    tl.debug_barrier()
     if end > 0:
+        tl.debug_barrier()
         _ask(values, kv + HEAD, line, kv_index, start, end, kv_block, kv_head, kv_token, HEAD, BLOCK)
     async_copy.commit_group()
     return leaf, leaf_sum, _of_tile(top, 3)
@@ -245,7 +274,7 @@ def _finish(
     channel, line = gl.arange(0, HEAD, _LINE)[:, None], gl.arange(0, 8, _COLUMN)
     if leaves == 1:
         add = exp2_from(leaf_max, leaf_max)[None, :]
-        whole_sum = leaf_sum * add
+        whole_sum = _repeated(leaf_sum * add, HEAD // 64)
         whole = leaf * add * gl.where(whole_sum == 0.0, 0.0, 1.0 / whole_sum)
         gl.store(out + line[None, :] * HEAD + channel, whole.to(out.dtype.element_ty), mask=(line < GROUP)[None, :])
     else:
@@ -253,7 +282,8 @@ def _finish(
         gl.store(at, leaf, mask=(line < GROUP)[None, :])
         at = stats + index * (2 * LINES) + line
         gl.store(at, leaf_max, mask=line < GROUP)
-        gl.store(at[None, :] + LINES + channel * 0, leaf_sum, mask=(line < GROUP)[None, :] & (channel == 0))
+        first = gl.arange(0, 64, _LINE)[:, None]
+        gl.store(at[None, :] + LINES + first * 0, leaf_sum, mask=(line < GROUP)[None, :] & (first == 0))
         tl.debug_barrier()
         before = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
         if before == leaves - 1:
@@ -269,8 +299,8 @@ def _finish(
 @gluon.jit(do_not_specialize=["num_rows", "max_leaves", "table_row"])
 def _rotate_and_attend(
     qkv, positions, cos_sin, q_norm, k_norm, slots, kv, out, query_start, seq_lens, table, parts, stats, counters,
-    qkv_token, out_token, kv_block, kv_head, table_row, eps, score_scale, num_rows, max_leaves, kv_token: gl.constexpr,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, LINES: gl.constexpr, HEAD: gl.constexpr,
+    qkv_token, out_token, kv_block, kv_head, table_row, eps, score_scale, num_rows, max_leaves,
+    kv_token: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, LINES: gl.constexpr, HEAD: gl.constexpr,
     LEVELS: gl.constexpr, BLOCK: gl.constexpr, NORM: gl.constexpr, GATHER: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Grid: any. Leaf by leaf, in a leaf row by row, in a row KV head by KV head: each program takes every so many."""
@@ -281,18 +311,13 @@ def _rotate_and_attend(
     values = gl.allocate_shared_memory(dtype, [4, 64, HEAD], _SWIZZLED)
     turned = gl.allocate_shared_memory(dtype, [8, HEAD], _SWIZZLED)
     heads = gl.allocate_shared_memory(dtype, [8, HEAD], _PLAIN)
-    fresh_v = gl.allocate_shared_memory(dtype, [1, HEAD], _PLAIN)
     weights_at = gl.allocate_shared_memory(dtype, [_HALF, 8], _PLAIN)
-    num_pairs, programs = num_rows * KV_HEADS, gl.num_programs(0)
-    place = gl.program_id(0)
+    num_pairs, place = num_rows * KV_HEADS, gl.program_id(0)
     longest = 0
     for row in range(num_rows):
         longest = gl.maximum(longest, _length(row, query_start, seq_lens))
     limit = gl.where(longest > 0, leaf_of(longest - 1) + 1, 0) * num_pairs
-    while (place < limit) and (
-        leaf_start(place // num_pairs) >= _length(place % num_pairs // KV_HEADS, query_start, seq_lens)
-    ):
-        place += programs
+    place = _busy(place, limit, num_pairs, query_start, seq_lens, KV_HEADS)
     start = leaf_start(place // num_pairs)
     if place < limit:
         row = place % num_pairs // KV_HEADS
@@ -311,7 +336,7 @@ def _rotate_and_attend(
         norm = gl.where(head == GROUP, k_norm, q_norm) + channel[None, :]
         weights = (gl.load(norm), gl.load(norm + HEAD // 2))
     leaf = gl.zeros([HEAD, 8], gl.float32, _S)
-    leaf_sum = gl.zeros([HEAD, 8], gl.float32, _S)
+    leaf_sum = gl.zeros([64, 8], gl.float32, _S)
     leaf_max = gl.full([8], float("-inf"), gl.float32, _COLUMN)
     while place < limit:
         pair = place % num_pairs
@@ -324,20 +349,24 @@ def _rotate_and_attend(
         slot = gl.load(slots + token).to(gl.int64)
         # What comes next.
         is_done = start + _HALF >= leaf_end
-        next_place = gl.where(is_done, place + programs, place)
-        while (next_place < limit) and (
-            leaf_start(next_place // num_pairs) >= _length(next_place % num_pairs // KV_HEADS, query_start, seq_lens)
-        ):
-            next_place += programs
+        next_place = gl.where(is_done, place + gl.num_programs(0), place)
+        next_place = _busy(next_place, limit, num_pairs, query_start, seq_lens, KV_HEADS)
         next_start = gl.where(is_done, leaf_start(next_place // num_pairs), start + _HALF)
         next_row = next_place % num_pairs // KV_HEADS
         next_end = 0
         if next_place < limit:
             next_end = _length(next_row, query_start, seq_lens)
         next_line = table + next_row.to(gl.int64) * table_row
-        after = (
-            next_line, next_place % KV_HEADS, next_start, next_end - 1, kv_block, kv_head,
-        )  # fmt: skip
+        after = (next_line, next_place % KV_HEADS, next_start, next_end - 1, kv_block, kv_head)
+        is_new = seq_len <= leaf_end
+        newest = gl.where(is_new, seq_len - 1 - start, 1 << 20)
+        is_here = newest < _HALF
+        if is_here:  # V, and so K, is there: its place in V is filled below
+            async_copy.wait_group(0)
+        tl.debug_barrier()
+        of_newest = _piece_of(values, newest, HEAD)
+        old_v = of_newest.load(_PIECE)
+        tl.debug_barrier()
         if PDL:
             tl.extra.cuda.gdc_wait()
         # The projection is there.
@@ -345,25 +374,25 @@ def _rotate_and_attend(
         of_heads = gl.where(head == GROUP, KV_HEADS * GROUP + kv_index, kv_index * GROUP + head) * HEAD
         at = source + of_heads + channel[None, :]
         low, high = gl.load(at, mask=head <= GROUP, other=0.0), gl.load(at + HEAD // 2, mask=head <= GROUP, other=0.0)
-        whole = gl.arange(0, HEAD, gl.SliceLayout(0, _HEADS))[None, :]
+        whole = gl.arange(0, HEAD, gl.SliceLayout(0, _PIECE))[None, :]
         new_v = gl.load(source + (KV_HEADS * (GROUP + 1) + kv_index) * HEAD + whole)
         both = _turned(low, high, weights, cosine, sine, eps, LEVELS, NORM)
         turned.store(both)
         heads.store(both)
-        fresh_v.store(new_v)
-        is_new = seq_len <= leaf_end
+        if is_here:
+            line = gl.arange(0, 16, gl.SliceLayout(1, _PIECE))[:, None]
+            of_newest.store(gl.where(line == newest % 16, gl.broadcast(new_v, old_v)[0], old_v))
+        async_copy.wait_group(1)
         tl.debug_barrier()
-        fresh_k = heads.slice(GROUP, 1)
+        queries, fresh_k = turned.permute((1, 0)).load(_RIGHT), heads.slice(GROUP, 1)
+        leaf, leaf_sum, leaf_max = _attend_half(
+            keys, values, kv, after, queries, fresh_k, newest, leaf_end - start, score_scale, weights_at, leaf,
+            leaf_sum, leaf_max, kv_token, HEAD, BLOCK,
+        )  # fmt: skip
         if is_new & is_done & (slot >= 0):
             stored = kv + (slot // BLOCK * kv_block + kv_index * kv_head + slot % BLOCK * kv_token) + whole
-            gl.store(stored, fresh_k.load(_HEADS))
+            gl.store(stored, fresh_k.load(_PIECE))
             gl.store(stored + HEAD, new_v)
-        queries = turned.permute((1, 0)).load(_RIGHT)
-        newest = gl.where(is_new, seq_len - 1 - start, 1 << 20)
-        leaf, leaf_sum, leaf_max = _attend_half(
-            keys, values, kv, after, queries, fresh_k, fresh_v, newest, leaf_end - start, score_scale, weights_at,
-            leaf, leaf_sum, leaf_max, kv_token, HEAD, BLOCK,
-        )  # fmt: skip
         if is_done:
             leaves = leaf_of(seq_len - 1) + 1
             slot_at = (row * max_leaves * KV_HEADS + kv_index * leaves).to(gl.int64)
@@ -373,7 +402,7 @@ def _rotate_and_attend(
                 LINES, HEAD, GATHER,
             )  # fmt: skip
             leaf = gl.zeros([HEAD, 8], gl.float32, _S)
-            leaf_sum = gl.zeros([HEAD, 8], gl.float32, _S)
+            leaf_sum = gl.zeros([64, 8], gl.float32, _S)
             leaf_max = gl.full([8], float("-inf"), gl.float32, _COLUMN)
         place, start = next_place, next_start
 
