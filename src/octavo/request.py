@@ -39,23 +39,25 @@ class FinishReason(enum.StrEnum):
     REPETITION = "repetition"  # SamplingParams.repetition_detection saw a loop
 
 
-NUM_FRESH = 64  # tokens that a row keeps before its request has to take them
+NUM_FRESH = 256  # tokens that a row keeps at most before its request has to take them
+_EARLIER = 128  # by less than this many some rows take them earlier than others: rows that began together, one by one
 
 
 class RequestRows:
     """What a step reads and changes of the running requests, by row. Rows without a request hold zeros."""
 
-    __slots__ = ("fresh", "look_at", "num_computed", "num_known", "num_tokens", "talks", "whole")
+    __slots__ = ("_numbers", "fresh", "look_at", "num_computed", "num_known", "num_tokens", "talks", "whole")
 
     def __init__(self, num_rows: int) -> None:
         """Arrays of [num_rows]."""
-        self.num_tokens = np.zeros(num_rows, np.int64)
-        self.num_known = np.zeros(num_rows, np.int64)  # num_tokens, and those in flight
-        self.num_computed = np.zeros(num_rows, np.int64)
-        self.whole = np.zeros(num_rows, np.int64)  # num_tokens of a request that reached its max_tokens
-        self.look_at = np.zeros(num_rows, np.int64)  # num_tokens from which a new token needs a look at its request
+        self._numbers = np.zeros((5, num_rows), np.int64)
+        self.num_tokens = self._numbers[0]
+        self.num_known = self._numbers[1]  # num_tokens, and those in flight
+        self.num_computed = self._numbers[2]
+        self.whole = self._numbers[3]  # num_tokens of a request that reached its max_tokens
+        self.look_at = self._numbers[4]  # num_tokens from which a new token needs a look at its request
         self.talks = np.zeros(num_rows, np.bool_)  # every new token needs one
-        self.fresh = np.zeros((num_rows, NUM_FRESH), np.int64)  # token p, if it is new, in column p % NUM_FRESH
+        self.fresh = np.zeros((num_rows, NUM_FRESH), np.int32)  # token p, if it is new, in column p % NUM_FRESH
 
     def append(self, rows: IntArray, tokens: IntArray) -> IntArray:
         """One more token each for `rows`, [S] both. Returns the new `num_tokens` of each."""
@@ -64,6 +66,11 @@ class RequestRows:
         lengths += 1
         self.num_tokens[rows] = lengths
         return lengths
+
+    def clear(self, row: int) -> None:
+        """Hold no request in `row`."""
+        self._numbers[:, row] = 0
+        self.talks[row] = False
 
 
 _NO_ROWS = RequestRows(0)
@@ -133,8 +140,8 @@ class Request:
         rows.num_known[row] = num_tokens + self._num_in_flight
         rows.num_computed[row] = self._num_computed
         rows.whole[row] = self.num_prompt + self.max_tokens
-        rows.look_at[row] = min(self.check_from, num_tokens + NUM_FRESH)
         self._rows, self.row = rows, row
+        self._note_fetched()
 
     def leave(self) -> None:
         """Run no longer."""
@@ -142,8 +149,7 @@ class Request:
         self._fetch()
         self._num_computed, self._num_in_flight = self.num_computed, self.num_in_flight
         self._rows, self.row = _NO_ROWS, -1
-        for field in (rows.num_tokens, rows.num_known, rows.num_computed, rows.whole, rows.look_at, rows.talks):
-            field[row] = 0
+        rows.clear(row)
 
     def append(self, token: int) -> None:
         """One more known token, which is not in flight any longer or never was."""
@@ -212,10 +218,15 @@ class Request:
     def _fetch(self) -> None:
         """Take the tokens that only the row has."""
         start, end = len(self._tokens), self._rows.num_tokens.item(self.row)
-        if start < end:
-            line, first, last = self._rows.fresh[self.row], start % NUM_FRESH, (end - 1) % NUM_FRESH + 1
-            self._tokens += (line[first:last] if first < last else np.concatenate([line[first:], line[:last]])).tolist()
-            self._note_fetched()
+        if start == end:
+            return
+        first, last, line = start % NUM_FRESH, end % NUM_FRESH, self._rows.fresh[self.row]
+        if first < last:
+            self._tokens += line[first:last].tolist()
+        else:
+            self._tokens += line[first:].tolist() + line[:last].tolist()
+        self._note_fetched()
 
     def _note_fetched(self) -> None:
-        self._rows.look_at[self.row] = min(self.check_from, len(self._tokens) + NUM_FRESH)
+        room = NUM_FRESH - self.row % _EARLIER
+        self._rows.look_at[self.row] = min(self.check_from, len(self._tokens) + room)

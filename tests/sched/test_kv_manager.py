@@ -47,6 +47,47 @@ def generate(kv: KVManager, request: Request, num_tokens: int) -> None:
             request.num_computed += 1
 
 
+@pytest.mark.parametrize("caching", [True, False])
+def test_extending_many_is_allocating_each(caching):
+    each, all_at_once = make_kv(caching=caching), make_kv(caching=caching)
+    pairs = [
+        (make_request(PROMPT), make_request(PROMPT)),
+        (make_request(list(range(BLOCK))), make_request(list(range(BLOCK)))),
+    ]
+    for request, twin in pairs:
+        admit(each, request)
+        admit(all_at_once, twin)
+    for _ in range(3):
+        starts = [twin.num_computed for _, twin in pairs]
+        expected = [compute(each, request, 1) for request, _ in pairs]
+        assert all_at_once.extend([twin for _, twin in pairs], starts) == [blocks[0][0] for blocks in expected]
+        for request, twin in pairs:
+            twin.num_computed += 1
+            for one in (request, twin):
+                one.tokens.extend(range(BLOCK))
+                one.num_computed += BLOCK - 1
+        all_at_once.check()
+    probe = make_request([*pairs[0][0].tokens, 1])
+    found = [kv.match(probe, probe.num_tokens - 1).num_tokens for kv in (each, all_at_once)]
+    assert found == [caching * (20 + 2 * BLOCK)] * 2
+
+
+def test_extending_leaves_to_allocate_what_takes_a_look_at_each():
+    for kv in (make_kv(full(), full()), make_kv(sliding(8))):
+        request = make_request(PROMPT)
+        admit(kv, request)
+        assert kv.extend([request], [request.num_computed]) is None
+    kv = make_kv(num_blocks=1 + 5 + 2)
+    requests = [make_request(PROMPT[:BLOCK]) for _ in range(2)]
+    for request in requests:
+        admit(kv, request, BLOCK)
+    others = make_request(list(range(300, 300 + 4 * BLOCK)))
+    admit(kv, others)
+    assert kv.num_free_blocks == 1 and kv.extend(requests, [BLOCK, BLOCK]) is None and kv.num_free_blocks == 1
+    assert kv.extend(requests[:1], [BLOCK]) is not None
+    assert kv.extend(requests[:1], [BLOCK]) is None  # its last block has room
+
+
 def test_a_hit_leaves_one_token_to_compute():
     kv = make_kv()
     admit(kv, make_request(PROMPT))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -81,14 +82,17 @@ class World:
         self.driver = Driver(scheduler, shape.groups)
         self.settled: set[str] = set()
         self.squeeze = False  # the next growth finds no block, once: the newest is preempted, full pool or not
-        self._allocate = scheduler.kv.allocate
-        scheduler.kv.allocate = self.allocate
+        self._allocate, self._extend = scheduler.kv.allocate, scheduler.kv.extend
+        scheduler.kv.allocate, scheduler.kv.extend = self.allocate, self.extend
 
     def allocate(self, request: Request, num_new: int):
         if self.squeeze and len(self.scheduler.running) > 1:
             self.squeeze = False
             return None
         return self._allocate(request, num_new)
+
+    def extend(self, requests: Sequence[Request], starts: Sequence[int]):
+        return None if self.squeeze else self._extend(requests, starts)
 
     @property
     def scheduler(self):

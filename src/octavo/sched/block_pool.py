@@ -1,9 +1,11 @@
 """BlockPool: who holds which block, and what full blocks can be found again by their content.
 
-Owns the reference counts, the free list in least-recently-used order, the map from (group, hash) to block, and the
+Owns the reference counts, the free blocks in the order of their reuse, the map from (group, hash) to block, and the
 hash chain that names a block's content. Knows nothing of requests, windows or tensors. Block 0 is the null block: it
-is never handed out, released or hashed. A freed block keeps its hash until it is handed out again. Invariant: every
-block but 0 is either free with no reference or referenced and not free, and `num_free + num_used == num_blocks - 1`.
+is never handed out, released or hashed. A freed block keeps its hash until it is handed out again. Blocks that were
+freed without one are handed out before all others, the last one freed first; then those with one, the first one freed
+first. Invariant: every block but 0 is either free with no reference or referenced and not free, and
+`num_free + num_used == num_blocks - 1`.
 """
 
 from __future__ import annotations
@@ -68,17 +70,18 @@ class BlockPool:
         self._references = [0] * num_blocks
         self._names: list[tuple[int, bytes] | None] = [None] * num_blocks  # (group, hash) of a findable block
         self._cached: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
-        self._free = collections.OrderedDict.fromkeys(range(1, num_blocks))  # the next to be handed out first
+        self._blank = list(range(num_blocks - 1, 0, -1))  # free, freed without a name: the next to be handed out last
+        self._kept = collections.OrderedDict[int, None]()  # free, freed with a name: the next to be handed out first
 
     @property
     def num_free(self) -> int:
         """Blocks that nobody holds, findable by hash or not."""
-        return len(self._free)
+        return len(self._blank) + len(self._kept)
 
     @property
     def usage(self) -> float:
         """Share of the blocks that are held, 0 to 1."""
-        return 1.0 - len(self._free) / (self.num_blocks - 1)
+        return 1.0 - self.num_free / (self.num_blocks - 1)
 
     def cached(self, group: int) -> Mapping[bytes, int]:
         """Hash -> block of one group, held or free."""
@@ -86,37 +89,43 @@ class BlockPool:
 
     def is_free(self, block: int) -> bool:
         """Whether nobody holds `block`."""
-        return block in self._free
+        return block != NULL_BLOCK and not self._references[block]
 
     def take(self, count: int) -> list[int]:
         """Hand out `count` blocks with one reference each; what they held before is forgotten."""
-        assert count <= len(self._free), "the caller looks at num_free first"
-        blocks = []
-        pop, names, references = self._free.popitem, self._names, self._references
-        for _ in range(count):
-            block, _ = pop(last=False)
-            if names[block] is not None:
+        assert count <= self.num_free, "the caller looks at num_free first"
+        blank, references = self._blank, self._references
+        left = max(len(blank) - count, 0)
+        blocks = blank[left:]
+        del blank[left:]
+        blocks.reverse()
+        while len(blocks) < count:
+            block, _ = self._kept.popitem(last=False)
+            if self._names[block] is not None:
                 self._unname(block)
-            references[block] = 1
             blocks.append(block)
+        for block in blocks:
+            references[block] = 1
         return blocks
 
     def share(self, block: int) -> None:
         """One more reference to a block that was found by its hash."""
         if self._references[block] == 0:
-            del self._free[block]
+            del self._kept[block]
         self._references[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
         """Give back one reference each; null blocks are skipped. Of those now free the first is reused first."""
+        references, names, blank, kept = self._references, self._names, self._blank, self._kept
         for block in blocks:
             if block == NULL_BLOCK:
                 continue
-            self._references[block] -= 1
-            if self._references[block] == 0:
-                self._free[block] = None
-                if self._names[block] is None:
-                    self._free.move_to_end(block, last=False)
+            references[block] = left = references[block] - 1
+            if not left:
+                if names[block] is None:
+                    blank.append(block)
+                else:
+                    kept[block] = None
 
     def commit(self, blocks: Iterable[int], group: int, names: Iterable[bytes]) -> None:
         """Make held blocks findable, each unless another of the same content is. Null blocks are skipped."""
@@ -135,7 +144,7 @@ class BlockPool:
 
     def reset_prefix_cache(self) -> bool:
         """Make every block unfindable. False, and nothing changes, while any block is held."""
-        if len(self._free) != self.num_blocks - 1:
+        if self.num_free != self.num_blocks - 1:
             return False
         for cached in self._cached:
             cached.clear()
@@ -145,11 +154,13 @@ class BlockPool:
     def check(self, tables: Iterable[Iterable[int]]) -> None:
         """Assert the invariants, given every block list of every owner. Linear in the pool: for tests and audits."""
         expected = collections.Counter(block for table in tables for block in table if block != NULL_BLOCK)
+        free = {*self._blank, *self._kept}
+        assert len(free) == self.num_free, "a block is free twice"
         for block in range(1, self.num_blocks):
             references = self._references[block]
             assert references == expected[block], f"block {block}: {references} references, {expected[block]} owners"
-            assert (references == 0) == (block in self._free), f"block {block} is both free and held, or neither"
-        assert NULL_BLOCK not in self._free and self._references[NULL_BLOCK] == 0, "the null block is in use"
+            assert (references == 0) == (block in free), f"block {block} is both free and held, or neither"
+        assert NULL_BLOCK not in free and self._references[NULL_BLOCK] == 0, "the null block is in use"
         assert self._names[NULL_BLOCK] is None, "the null block has a name"
         named = {block: name for block, name in enumerate(self._names) if name is not None}
         found = {block: (g, h) for g, cached in enumerate(self._cached) for h, block in cached.items()}

@@ -77,6 +77,8 @@ class KVManager:
         ]
         self._entries: dict[str, _Entry] = {}
         self._zeroed = [index for index, group in enumerate(groups) if group.zero_fresh_blocks]
+        # one growing list of blocks for each request, as nearly all models have
+        self._is_plain = len(groups) == 1 and self._sizes[0] > 0 and not self._sliding and not self._zeroed
         self._fresh: list[int] = []  # blocks of these groups, handed out since the last `take_fresh`
 
     @property
@@ -163,6 +165,26 @@ class KVManager:
             entry.num_tokens = end
         self._commit(request, entry, end)
         return new
+
+    def extend(self, requests: Sequence[Request], starts: Sequence[int]) -> list[int] | None:
+        """What `allocate` gives each for one token more, where that is a block: requests[i] has computed starts[i].
+
+        None, and nothing changes, where it takes a look at each: with several groups, sliding ones or such as need
+        zeros, too few free blocks, and after rejected drafts, which leave room.
+        """
+        if not self._is_plain or len(requests) > self._pool.num_free:
+            return None
+        entries, size = [self._entries[request.request_id] for request in requests], self.block_size
+        if any([len(entry.tables[0]) * size > start for entry, start in zip(entries, starts, strict=True)]):
+            return None
+        blocks = self._pool.take(len(requests))
+        for entry, start, block in zip(entries, starts, blocks, strict=True):
+            entry.tables[0].append(block)
+            entry.num_tokens = start + 1
+        if self._enable_prefix_caching:
+            for request, entry, start in zip(requests, entries, starts, strict=True):
+                self._commit(request, entry, start)
+        return blocks
 
     def free(self, request: Request) -> None:
         """Give back all blocks; the full ones stay findable. A request without blocks is ignored."""

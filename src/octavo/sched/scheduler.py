@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import bisect
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 import numpy as np
 
-from octavo.plan import NO_INTS, IntArray, NewRow, StepPlan, StepResult
+from octavo.plan import NO_INTS, IntArray, NewBlocks, NewRow, StepPlan, StepResult
 from octavo.request import FinishReason, Request, RequestRows, Status
 from octavo.sched.kv_manager import KVManager
 from octavo.sched.stops import end_of
@@ -125,11 +125,11 @@ class Scheduler:
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests in any state, without an update. Unknown ids, ended requests among them, are ignored."""
-        for request_id in request_ids:
-            request = self._requests.get(request_id)
-            if request is not None:
-                self._end(request, FinishReason.ABORT)
-                self._queue_times.pop(request_id, None)
+        ended = [request for request_id in dict.fromkeys(request_ids) if (request := self._requests.get(request_id))]
+        for request in ended:
+            request.finish_reason = FinishReason.ABORT
+            self._queue_times.pop(request.request_id, None)
+        self._end(ended)
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached prefix. False, and nothing is done, while a request holds blocks."""
@@ -155,7 +155,7 @@ class Scheduler:
             new_rows=work.new_rows,
             rows=rows,
             num_tokens=num_tokens,
-            new_blocks=pack(work.growth),
+            new_blocks=work.growth,
             zero_blocks=self.kv.take_fresh(),
         )
         self._finished_rows = []
@@ -209,8 +209,8 @@ class Scheduler:
         for row, reason in result.failed.items():
             request = owners[row]
             if request.status is not Status.FINISHED:
-                request.error = reason
-                self._end(request, FinishReason.ERROR)
+                request.error, request.finish_reason = reason, FinishReason.ERROR
+                self._end([request])
                 self._tell(request, row, result, updates)
         num_sampled = dict(zip(result.rows.tolist(), result.num_sampled.tolist(), strict=True))
         for row, entries in result.prompt_logprobs.items():
@@ -229,13 +229,9 @@ class Scheduler:
         lengths = self._rows.append(rows, tokens)
         look = self._may_end.take(tokens, mode="clip")
         look |= lengths >= self._rows.look_at[rows]
-        for place in look.nonzero()[0].tolist():
-            row, token = int(rows[place]), int(tokens[place])
-            request = self._owners[row]
-            known = request.tokens  # takes what only the row had: there is no more room for it
-            may_end = token in request.end_token_ids or len(known) >= request.check_from
-            if may_end and self._stop(request, token):
-                self._tell(request, row, result, updates)
+        places = look.nonzero()[0]
+        if len(places):
+            self._look(rows[places].tolist(), tokens[places].tolist(), result, updates)
         talks = self._rows.talks[rows].nonzero()[0]
         if len(talks):
             in_full = bool(result.logprobs or result.prompt_logprobs)
@@ -247,6 +243,19 @@ class Scheduler:
                     request.num_told += 1
                     updates.append(RequestUpdate(request.request_id, [token]))
 
+    def _look(self, rows: list[int], tokens: list[int], result: StepResult, updates: list[RequestUpdate]) -> None:
+        """At requests that may end with `tokens`, or whose row has no more room."""
+        ended: dict[int, Request] = {}
+        for row, token in zip(rows, tokens, strict=True):
+            request = self._owners[row]
+            known = request.tokens  # takes what only the row had
+            if (token in request.end_token_ids or len(known) >= request.check_from) and _ends(request, token):
+                ended[row] = request
+        if ended:
+            self._end(list(ended.values()))
+            for row, request in ended.items():
+                self._tell(request, row, result, updates)
+
     def _take(
         self, request: Request, row: int, tokens: list[int], result: StepResult, updates: list[RequestUpdate]
     ) -> None:
@@ -255,7 +264,8 @@ class Scheduler:
         for token in tokens:
             request.append(token)
             may_end = token in request.end_token_ids or request.num_tokens >= request.check_from
-            if may_end and self._stop(request, token):
+            if may_end and _ends(request, token):
+                self._end([request])
                 break
         if request.status is Status.FINISHED or not request.quiet or not request.num_told:
             self._tell(request, row, result, updates)
@@ -303,8 +313,22 @@ class Scheduler:
 
         A decode inside a block needs none. Returns whether somebody was preempted: the last ones in order.
         """
-        growing = (self._rows.num_computed[at] % self.kv.block_size == 0) | (num_new > 1)
-        for place in growing.nonzero()[0].tolist():
+        starts = self._rows.num_computed[at]
+        places = ((starts % self.kv.block_size == 0) | (num_new > 1)).nonzero()[0]
+        if not len(places):
+            return False
+        rows = at[places]
+        if num_new[places].max() == 1:
+            grown = self.kv.extend([self._owners[row] for row in rows.tolist()], starts[places].tolist())
+            if grown is not None:
+                work.growth = [NewBlocks(rows, np.array(grown))]
+                return False
+        self._grow_each(at, num_new, places.tolist(), work)
+        return bool(work.victims)
+
+    def _grow_each(self, at: IntArray, num_new: IntArray, places: list[int], work: Work) -> None:
+        growth: list[tuple[int, list[list[int]]]] = []  # (row, per group its new blocks)
+        for place in places:
             row = int(at[place])
             if row in work.victims:
                 break
@@ -315,10 +339,10 @@ class Scheduler:
                 work.victims.add(victim.row)
                 self._preempt(victim)
                 if victim is request:
-                    return True
+                    break
             if blocks:
-                work.growth.append((row, blocks))
-        return bool(work.victims)
+                growth.append((row, blocks))
+        work.growth = pack(growth)
 
     def _schedule_waiting(self, work: Work) -> None:
         """Admit waiting requests, strictly in order, as far as rows, budget and blocks go."""
@@ -384,7 +408,7 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Back to the waiting ones, with its tokens and without its blocks: to the worker the row has ended."""
-        self._release_row(request)
+        self._release_rows([request])
         self.kv.free(request)
         request.status = Status.PREEMPTED
         request.num_computed = 0
@@ -392,29 +416,22 @@ class Scheduler:
         self.num_preemptions += 1
         bisect.insort(self.waiting, request, key=self._order)
 
-    def _stop(self, request: Request, token: int) -> bool:
-        """End the request if the stop rules say so. Returns whether they do."""
-        end = end_of(request, token)
-        if end is None:
-            return False
-        reason, request.stop_reason = end
-        self._end(request, reason)
-        return True
+    def _end(self, requests: Sequence[Request]) -> None:
+        """End those that have a finish reason, from any state.
 
-    def _end(self, request: Request, reason: FinishReason) -> None:
-        """From any state. Blocks are free at once: plans in flight use them before any plan still to be made."""
-        if request.status is Status.RUNNING:
-            self._release_row(request)
-        else:
-            del self.waiting[self._place(self.waiting, request)]
-        if reason is FinishReason.ERROR:
-            self.kv.forget(request)
-        else:
-            self.kv.free(request)
-        request.status = Status.FINISHED
-        request.finish_reason = reason
-        del self._requests[request.request_id]
-        self._queued_at.pop(request.request_id, None)
+        Blocks are free at once: plans in flight use them before any plan still to be made.
+        """
+        self._release_rows([request for request in requests if request.status is Status.RUNNING])
+        for request in requests:
+            if request.status is not Status.RUNNING:
+                del self.waiting[self._place(self.waiting, request)]
+            if request.finish_reason is FinishReason.ERROR:
+                self.kv.forget(request)
+            else:
+                self.kv.free(request)
+            request.status = Status.FINISHED
+            del self._requests[request.request_id]
+            self._queued_at.pop(request.request_id, None)
 
     def _tell(self, request: Request, row: int, result: StepResult, updates: list[RequestUpdate]) -> None:
         """Append the update in full, if there is something to tell: all tokens that no update told."""
@@ -459,16 +476,34 @@ class Scheduler:
                 self._may_end = np.concatenate([self._may_end, np.zeros(token + 1, np.bool_)])
             self._may_end[token] = True
 
-    def _release_row(self, request: Request) -> None:
-        row, place = request.row, self._place(self.running, request)
-        del self.running[place], self._row_order[place]
-        for issued in self._outstanding.values():
-            issued.left.setdefault(row, request)
-        request.leave()
-        del self._owners[row]
-        self._free_rows.append(row)
-        self._finished_rows.append(row)
-        self._running_changed = True
+    def _release_rows(self, requests: Sequence[Request]) -> None:
+        """These run no longer."""
+        if len(requests) > _FEW:
+            gone = {request.row for request in requests}
+            self.running[:] = [request for request in self.running if request.row not in gone]
+            self._row_order = [row for row in self._row_order if row not in gone]
+        else:
+            for request in requests:
+                place = self._place(self.running, request)
+                del self.running[place], self._row_order[place]
+        for request in requests:
+            row = request.row
+            for issued in self._outstanding.values():
+                issued.left.setdefault(row, request)
+            request.leave()
+            del self._owners[row]
+            self._free_rows.append(row)
+            self._finished_rows.append(row)
+            self._running_changed = True
+
+
+def _ends(request: Request, token: int) -> bool:
+    """Whether the stop rules end the request with `token`, its last one. Notes why."""
+    end = end_of(request, token)
+    if end is None:
+        return False
+    request.finish_reason, request.stop_reason = end
+    return True
 
 
 def _misses_prompt_logprobs(request: Request) -> bool:

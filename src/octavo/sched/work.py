@@ -28,7 +28,7 @@ class Work:
         self.new_rows: list[NewRow] = []
         self.new_num_tokens: list[int] = []
         self.num_sampling = 0
-        self.growth: list[tuple[int, list[list[int]]]] = []  # (row, per group its new blocks)
+        self.growth: list[NewBlocks] = []
 
 
 class Issued(NamedTuple):
