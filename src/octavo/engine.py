@@ -241,6 +241,20 @@ class Engine:
         """Where the host's time went."""
         return self.core.times
 
+    def check(
+        self, num_prompt_tokens: int, params: SamplingParams, *, priority: int = 0, cache_salt: str = ""
+    ) -> tuple[SamplingParams, int]:
+        """What `queue` takes for a request: its parameters, and max_tokens for this prompt.
+
+        Raises ParameterError for what the model's limits forbid.
+        """
+        params, max_tokens = check_request(
+            self.tokenizer, self.limits, params, num_prompt_tokens, cache_salt=cache_salt, priority=priority
+        )
+        self._grammars.check(params.structured_outputs)
+        self._outputs.check(params)
+        return params, max_tokens
+
     def add(
         self,
         request_id: str,
@@ -251,11 +265,22 @@ class Engine:
         priority: int = 0,
         cache_salt: str = "",
     ) -> None:
-        """Queue a request. Raises ParameterError for what the model's limits forbid; then nothing was queued."""
-        params, max_tokens = check_request(
-            self.tokenizer, self.limits, params, len(prompt_token_ids), cache_salt=cache_salt, priority=priority
-        )
-        self._grammars.check(params.structured_outputs)
+        """Check and queue a request. Raises ParameterError; then nothing was queued."""
+        checked = self.check(len(prompt_token_ids), params, priority=priority, cache_salt=cache_salt)
+        self.queue(request_id, prompt_token_ids, *checked, prompt=prompt, priority=priority, cache_salt=cache_salt)
+
+    def queue(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        max_tokens: int,
+        *,
+        prompt: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> None:
+        """Queue a request that `check` let through. Raises ParameterError if its id is in use."""
         sequence_ids = self._outputs.add(request_id, prompt, prompt_token_ids, params)
         self.core.add(
             sequence_ids,

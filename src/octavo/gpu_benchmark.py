@@ -26,7 +26,7 @@ from octavo.observe import Phases
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 
 MAX_MODEL_LEN, MAX_NUM_SEQS = 4096, 512
-_PROFILED_STEPS = 20
+_PROFILED_STEPS, _TIMED_STEPS = 20, 192  # timed: whole rounds of what a row does every so many tokens
 _TIMELINE_ROWS, _TIMELINE_STEPS = 64, 4
 
 
@@ -153,8 +153,9 @@ def report(
             records += [_timed(run, llm, name, copy, product) for name in timed]
             if profile:
                 limits = copy, product
-                rows = (1, 64, 256, MAX_NUM_SEQS)
-                document["decode_profiles"] = [_profile_decode(run, llm, count, *limits) for count in rows]
+                # times first: a profiler slows the calls that it watches, and those after it
+                times = [_time_decode(llm, count) for count in (1, 64, 256, MAX_NUM_SEQS)]
+                document["decode_profiles"] = [_profile_decode(run, llm, entry, *limits) for entry in times]
                 document["prefill_profile"] = _profile_prefill(run, llm, *limits)
             if timeline:
                 with _decoding(llm, _TIMELINE_ROWS):
@@ -206,27 +207,35 @@ def _decoding(llm: LLM, num_rows: int) -> Iterator[list[int]]:
         engine.run_until_idle()
 
 
-def _profile_decode(run: Run, llm: LLM, num_rows: int, copy: float, product: float) -> dict[str, Any]:
-    """Kernels of a decode step of `num_rows` requests of about 500 tokens."""
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
+def _time_decode(llm: LLM, num_rows: int) -> dict[str, Any]:
+    """Microseconds of the steps that `_profile_decode` watches, and the host's in these and more: means."""
     engine = llm.engine
-    with _decoding(llm, num_rows) as lengths:
+    with _decoding(llm, num_rows):
         before, started = engine.times.copy(), time.perf_counter()
         for _ in range(_PROFILED_STEPS):
             engine.step()
         wall = (time.perf_counter() - started) / _PROFILED_STEPS * 1e6
-        host = engine.times.since(before).per_step()
+        for _ in range(_TIMED_STEPS - _PROFILED_STEPS):
+            engine.step()
+        return {"rows": num_rows, "wall_us": wall, "host_us": engine.times.since(before).per_step()}
+
+
+def _profile_decode(run: Run, llm: LLM, timed: dict[str, Any], copy: float, product: float) -> dict[str, Any]:
+    """Kernels of a decode step of requests of about 500 tokens, as many as `_time_decode` had."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    engine, host = llm.engine, timed["host_us"]
+    with _decoding(llm, timed["rows"]) as lengths:
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
             for _ in range(_PROFILED_STEPS):
                 engine.step()
             torch.cuda.synchronize()
     parts = ", ".join(f"{part} {value:.0f}" for part, value in host.items())
-    print(f"decode of {num_rows} rows: {wall:.0f} us a step; host us: {parts}")
-    work = gpu_profile.least_work(run.facts, gpu_profile.decode_load([n + 3 * _PROFILED_STEPS // 2 for n in lengths]))
-    found = _families(profiler, _PROFILED_STEPS, work, copy, product)
-    return {"rows": num_rows, "wall_us": wall, "host_us": host} | found
+    own = host["schedule"] + host["issue"] + host["update"]
+    print(f"decode of {timed['rows']} rows: {timed['wall_us']:.0f} us a step; host us: {parts}; {own:.0f} its own")
+    work = gpu_profile.least_work(run.facts, gpu_profile.decode_load([n + _PROFILED_STEPS // 2 for n in lengths]))
+    return timed | _families(profiler, _PROFILED_STEPS, work, copy, product)
 
 
 def _profile_prefill(run: Run, llm: LLM, copy: float, product: float) -> dict[str, Any]:

@@ -8,12 +8,14 @@ raises, whatever it had queued is gone and the engine is idle. Ctrl-C waits for 
 from __future__ import annotations
 
 import collections
+import copy
 import itertools
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import msgspec
+from msgspec.structs import force_setattr
 
 from octavo.config import load_config
 from octavo.engine import Engine
@@ -36,6 +38,15 @@ class _Ready(msgspec.Struct, frozen=True):
     token_ids: list[int]
     text: str | None
     cache_salt: str = ""
+
+
+class _Checked(NamedTuple):
+    """A request that the engine will take."""
+
+    ready: _Ready
+    params: SamplingParams
+    max_tokens: int
+    priority: int
 
 
 class LLM:
@@ -107,9 +118,9 @@ class LLM:
         else:
             ready = self._ready(prompt)  # type: ignore[arg-type]
         params = self._params_per_prompt(sampling_params, 1)[0]
-        params = msgspec.structs.replace(params, output_kind=RequestOutputKind.DELTA)
+        request = self._check(ready, _with_kind(params, RequestOutputKind.DELTA), 0)
         with HeldInterrupt():
-            request_id = self._add(ready, params, 0)
+            request_id = self._queue(request)
         box = self._boxes[request_id]
         try:
             while True:
@@ -176,14 +187,19 @@ class LLM:
         text, token_ids = self.engine.tokenizer.render_chat(messages, **options)
         return _Ready(check_token_ids(token_ids, self.engine.limits), text)
 
-    def _add(self, ready: _Ready, params: SamplingParams, priority: int) -> str:
-        request_id = str(next(self._ids))
-        self.engine.add(
+    def _check(self, ready: _Ready, params: SamplingParams, priority: int) -> _Checked:
+        checked = self.engine.check(len(ready.token_ids), params, priority=priority, cache_salt=ready.cache_salt)
+        return _Checked(ready, *checked, priority)
+
+    def _queue(self, request: _Checked) -> str:
+        request_id, ready = str(next(self._ids)), request.ready
+        self.engine.queue(
             request_id,
             ready.token_ids,
-            params,
+            request.params,
+            request.max_tokens,
             prompt=ready.text,
-            priority=priority,
+            priority=request.priority,
             cache_salt=ready.cache_salt,
         )
         self._boxes[request_id] = collections.deque()
@@ -194,25 +210,40 @@ class LLM:
     ) -> list[RequestOutput]:
         params = self._params_per_prompt(sampling_params, len(ready))
         priorities = [0] * len(ready) if priority is None else _priorities(priority, len(ready))
-        ids: list[str] = []
+        final = [_with_kind(own, RequestOutputKind.FINAL_ONLY) for own in params]
+        requests = [self._check(*entry) for entry in zip(ready, final, priorities, strict=True)]
+        parts = iter(self._parts(requests))
+        ids: dict[str, None] = {}  # in order
+        outputs: dict[str, RequestOutput] = {}
         try:
-            with HeldInterrupt():
-                for index, prompt in enumerate(ready):
-                    final = msgspec.structs.replace(params[index], output_kind=RequestOutputKind.FINAL_ONLY)
-                    ids.append(self._add(prompt, final, priorities[index]))
-            mine = set(ids)
-            outputs: dict[str, RequestOutput] = {}
             with progress(len(ready), wanted=use_tqdm) as bar:
-                while len(outputs) < len(ids):
+                while len(outputs) < len(requests):
+                    if len(ids) < len(requests):
+                        with HeldInterrupt():
+                            for request in next(parts):
+                                ids[self._queue(request)] = None
                     for output in self._pump():
-                        if output.request_id not in mine:
+                        if output.request_id not in ids:
                             continue  # a stream's, which takes it from its box
                         outputs[output.request_id] = output
                         num_output = sum(len(completion.token_ids) for completion in output.outputs)
                         bar.add(1, len(output.prompt_token_ids or ()), num_output)
             return [outputs[request_id] for request_id in ids]
         finally:
-            self._abandon(ids)
+            self._abandon(list(ids))
+
+    def _parts(self, requests: list[_Checked]) -> list[list[_Checked]]:
+        """What is queued before each of the first steps: all, or prompts for half a step, and the rest.
+
+        The rest is queued while a device computes the half. Priorities count among all, so these go at once.
+        """
+        resolved = self.engine.resolved
+        if not resolved.async_scheduling or any(request.priority != requests[0].priority for request in requests):
+            return [requests]
+        lengths = itertools.accumulate(len(request.ready.token_ids) for request in requests)
+        half = resolved.max_num_batched_tokens // 2
+        count = next((index for index, length in enumerate(lengths, 1) if length >= half), len(requests))
+        return [requests[:count], requests[count:]]
 
     def _pump(self) -> list[RequestOutput]:
         """Run one step; outputs go to the boxes of their requests. Returns those that finished."""
@@ -252,6 +283,13 @@ class LLM:
     def _has_finished(self, request_id: str) -> bool:
         box = self._boxes[request_id]
         return bool(box) and box[-1].finished
+
+
+def _with_kind(params: SamplingParams, kind: RequestOutputKind) -> SamplingParams:
+    """The same parameters for another kind of output. They were checked when they were made."""
+    params = copy.copy(params)
+    force_setattr(params, "output_kind", kind)
+    return params
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

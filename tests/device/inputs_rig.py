@@ -123,7 +123,7 @@ def check_staged_write(device: str) -> None:
         header += [target.data_ptr() + start * target.element_size(), first | len(run) << 32]
         first += len(run)
     upload = np.concatenate([np.array(header, np.int64).view(np.int32), *words])
-    gpu_staged_write.write_runs(torch.from_numpy(upload).to(device), len(words), max(map(len, words)))
+    gpu_staged_write.RunWriter()(torch.from_numpy(upload).to(device), len(words), max(map(len, words)))
     for (target, start), value in values.items():
         assert torch.equal(target[start : start + len(value)].cpu(), torch.from_numpy(value))
     assert int(ints.count_nonzero()) == 4 + 699 and int(longs.count_nonzero()) == 2

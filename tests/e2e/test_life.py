@@ -139,16 +139,16 @@ def test_ctrl_c_in_generate_leaves_the_engine_idle_and_usable(
 
 
 def test_ctrl_c_between_prompts_takes_the_queued_ones_back(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    add = llm.engine.add
+    queue = llm.engine.queue
     good = good_tokens(llm)
     before = llm.engine.scheduler.num_scheduled_tokens
 
     def interrupt(request_id: str, *arguments: Any, **more: Any) -> None:
-        add(request_id, *arguments, **more)
+        queue(request_id, *arguments, **more)
         os.kill(os.getpid(), signal.SIGINT)
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm.engine, "add", interrupt)
+        patch.setattr(llm.engine, "queue", interrupt)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(GOOD_PROMPT, LONG)
     assert_idle(llm)

@@ -47,9 +47,9 @@ class WriteQueue:
 
     def __init__(self, ring: PinnedRing | None = None) -> None:
         """Empty at first. `ring`: what the writes pass through (default: its own)."""
-        from octavo.ops.gpu.staged_write import WORDS_PER_RUN, write_runs
+        from octavo.ops.gpu.staged_write import WORDS_PER_RUN, RunWriter
 
-        self._write_runs, self._header = write_runs, WORDS_PER_RUN
+        self._write_runs, self._header = RunWriter(), WORDS_PER_RUN
         self._ring = ring or PinnedRing()
         self._addresses: list[NDArray[np.int64]] = []
         self._counts: list[int | NDArray[np.int64]] = []  # words of each run; an int: of all runs alike

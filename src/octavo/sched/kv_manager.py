@@ -175,7 +175,7 @@ class KVManager:
         if not self._is_plain or len(requests) > self._pool.num_free:
             return None
         entries, size = [self._entries[request.request_id] for request in requests], self.block_size
-        if any([len(entry.tables[0]) * size > start for entry, start in zip(entries, starts, strict=True)]):
+        if any(len(entry.tables[0]) * size > start for entry, start in zip(entries, starts, strict=True)):
             return None
         blocks = self._pool.take(len(requests))
         for entry, start, block in zip(entries, starts, blocks, strict=True):

@@ -44,6 +44,11 @@ class OutputProcessor:
         self._requests: dict[str, _Request] = {}
         self._children: dict[str, _Child] = {}
 
+    def check(self, params: SamplingParams) -> None:
+        """Raises ParameterError where there is no tokenizer for a request's text."""
+        if self._tokenizer is None and params.detokenize:
+            raise ParameterError("detokenize", "must be false: there is no tokenizer", "unsupported_parameter")
+
     def add(
         self, request_id: str, prompt: str | None, prompt_token_ids: Sequence[int], params: SamplingParams
     ) -> list[str]:
@@ -60,8 +65,7 @@ class OutputProcessor:
         child_ids = [request_id] if single else [f"{index}_{request_id}" for index in range(params.n)]
         if request_id in self._requests or any(child_id in self._children for child_id in child_ids):
             raise ParameterError("request_id", "is in use by another request", "conflict")
-        if self._tokenizer is None and params.detokenize:
-            raise ParameterError("detokenize", "must be false: there is no tokenizer", "unsupported_parameter")
+        self.check(params)
         request = _Request(request_id, prompt, list(prompt_token_ids), params)
         for index, child_id in enumerate(child_ids):
             child = _Child(request, index, child_id, self._tokenizer)

@@ -8,6 +8,8 @@ Invariant: runs of one launch do not overlap, so their order is free. Its eager 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, assignment"
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -16,7 +18,7 @@ WORDS_PER_RUN = 4  # a run is an int64 address, an int32 first word of its value
 _BLOCK = 256  # words per program
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["upload"])
 def _write(upload, BLOCK: tl.constexpr):
     run = tl.program_id(0)
     header = upload.to(tl.pointer_type(tl.int64), bitcast=True) + 2 * run
@@ -28,11 +30,22 @@ def _write(upload, BLOCK: tl.constexpr):
     tl.store(address.to(tl.pointer_type(tl.int32)) + at, words, mask=at < count)
 
 
-def write_runs(upload: torch.Tensor, num_runs: int, max_count: int) -> None:
-    """Write each run's values to its address.
+class RunWriter:
+    """Launches the kernel on one device. It has one signature: looking it up would cost more than the launch."""
 
-    upload: int32, contiguous, 8-byte aligned, on the device or in pinned memory: `num_runs` headers (see
-    WORDS_PER_RUN), then the values; `first` counts from the start of `upload`. Wider elements are pairs of words.
-    max_count: words of the longest run.
-    """
-    _write[(num_runs, triton.cdiv(max_count, _BLOCK))](upload, BLOCK=_BLOCK, num_warps=2)
+    def __init__(self) -> None:
+        """The first launch compiles or loads it."""
+        self._kernel: Any = None
+
+    def __call__(self, upload: torch.Tensor, num_runs: int, max_count: int) -> None:
+        """Write each run's values to its address.
+
+        upload: int32, contiguous, 8-byte aligned, on the device or in pinned memory: `num_runs` headers (see
+        WORDS_PER_RUN), then the values; `first` counts from the start of `upload`. Wider elements are pairs of words.
+        max_count: words of the longest run.
+        """
+        grid = (num_runs, triton.cdiv(max_count, _BLOCK), 1)
+        if self._kernel is None:
+            self._kernel = _write[grid](upload, BLOCK=_BLOCK, num_warps=2)  # still None where Triton interprets
+        else:
+            self._kernel[grid](upload, _BLOCK)
