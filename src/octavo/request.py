@@ -57,7 +57,7 @@ class RequestRows:
         self.whole = self._numbers[3]  # num_tokens of a request that reached its max_tokens
         self.look_at = self._numbers[4]  # num_tokens from which a new token needs a look at its request
         self.talks = np.zeros(num_rows, np.bool_)  # every new token needs one
-        self.fresh = np.zeros((num_rows, NUM_FRESH), np.int32)  # token p, if it is new, in column p % NUM_FRESH
+        self.fresh = np.zeros((num_rows, NUM_FRESH), "<i4")  # token p, if it is new, in column p % NUM_FRESH
 
     def append(self, rows: IntArray, tokens: IntArray) -> IntArray:
         """One more token each for `rows`, [S] both. Returns the new `num_tokens` of each."""
@@ -202,6 +202,18 @@ class Request:
     def num_output(self) -> int:
         """Known output tokens."""
         return self.num_tokens - self.num_prompt
+
+    @property
+    def owes_prompt_logprobs(self) -> bool:
+        """Whether prompt positions wait for their log-probabilities. The first position has none."""
+        return self.params.prompt_logprobs is not None and self.num_prompt_logprobs < self.num_prompt - 1
+
+    def packed(self, start: int, end: int) -> bytes:
+        """Known tokens start .. end - 1 as 32-bit words, little-endian."""
+        first = start % NUM_FRESH
+        if self.row >= 0 and start >= len(self._tokens) and first + end - start <= NUM_FRESH:
+            return self._rows.fresh[self.row, first : first + end - start].tobytes()
+        return np.array(self.tokens[start:end], "<i4").tobytes()
 
     @property
     def finished(self) -> bool:

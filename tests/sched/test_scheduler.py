@@ -308,12 +308,24 @@ def test_a_step_without_a_token_gives_no_update():
 
 @pytest.mark.parametrize("depth", [0, 1], ids=["sync", "async"])
 def test_a_quiet_request_is_told_of_its_first_token_and_its_end(depth):
-    driver = Driver(make_scheduler(max_model_len=200))
-    driver.add(quiet := make_request(3, 150, quiet=True), other := make_request(3, 5))
+    driver = Driver(make_scheduler(max_model_len=700))
+    driver.add(quiet := make_request(3, 600, quiet=True), other := make_request(3, 5))
     driver.run(depth)
-    assert [len(update.tokens) for update in driver.updates[quiet.request_id]] == [1, 149]
+    assert [len(update.tokens) for update in driver.updates[quiet.request_id]] == [1, 599]
     assert len(driver.updates[other.request_id]) == 5
-    assert driver.output(quiet) == expected_answer(quiet, 200).tokens
+    assert driver.output(quiet) == expected_answer(quiet, 700).tokens
+
+
+@pytest.mark.parametrize("depth", [0, 1], ids=["sync", "async"])
+def test_blocks_of_tokens_that_only_rows_know_have_the_names_of_these_tokens(depth):
+    driver = Driver(scheduler := make_scheduler(num_blocks=2000, max_model_len=700))
+    driver.add(*(requests := [make_request(length, 500 + length, quiet=True) for length in range(1, 9)]))
+    driver.run(depth)
+    for request in requests:
+        names: list[bytes] = []
+        scheduler.kv._chain.extend(names, request.tokens, "", (request.num_tokens - 1) // BLOCK)
+        assert request.block_hashes == names
+        assert driver.output(request) == expected_answer(request, 700).tokens
 
 
 def test_what_a_quiet_request_was_not_told_can_be_asked_for():

@@ -50,10 +50,14 @@ class HashChain:
         assert len(tokens) >= last, "only full blocks of known tokens have a name"
         parent = hashes[-1] if hashes else self.root(salt) if salt else self._root
         for start in range(first, last, size):
-            digest = self._keyed.copy()
-            digest.update(parent + pack(*tokens[start : start + size]))
-            parent = digest.digest()
+            parent = self.after(parent, pack(*tokens[start : start + size]))
             hashes.append(parent)
+
+    def after(self, parent: bytes, tokens: bytes) -> bytes:
+        """The name of the block behind the one named `parent`. tokens: its own, 32-bit words, little-endian."""
+        digest = self._keyed.copy()
+        digest.update(parent + tokens)
+        return digest.digest()
 
 
 class BlockPool:

@@ -183,7 +183,7 @@ class KVManager:
             entry.num_tokens = start + 1
         if self._enable_prefix_caching:
             for request, entry, start in zip(requests, entries, starts, strict=True):
-                self._commit(request, entry, start)
+                self._commit_last(request, entry, start)
         return blocks
 
     def free(self, request: Request) -> None:
@@ -272,6 +272,16 @@ class KVManager:
             names = hashes[(first + 1) * ratio - 1 : last * ratio : ratio]
             self._pool.commit(entry.tables[group][first:last], group, names)
         entry.num_committed = num_full
+
+    def _commit_last(self, request: Request, entry: _Entry, num_computed: int) -> None:
+        """`_commit` for one group, where the last block of the tokens is full and mostly the only one to name."""
+        done, hashes, start = entry.num_committed, request.block_hashes, num_computed - self.block_size
+        if not done or done * self.block_size != start or len(hashes) != done or request.num_tokens < num_computed:
+            self._commit(request, entry, num_computed)
+            return
+        hashes.append(self._chain.after(hashes[-1], request.packed(start, num_computed)))
+        self._pool.commit(entry.tables[0][done : done + 1], 0, hashes[-1:])
+        entry.num_committed = done + 1
 
     def _release(self, request: Request) -> None:
         """From the tail on, all groups together: a hit needs all groups, and the head of a chain is worth most."""

@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 import numpy as np
 
-from octavo.plan import NO_INTS, IntArray, NewBlocks, NewRow, StepPlan, StepResult
+from octavo.plan import NO_INTS, IntArray, NewBlocks, StepPlan, StepResult
 from octavo.request import FinishReason, Request, RequestRows, Status
 from octavo.sched.kv_manager import KVManager
-from octavo.sched.stops import end_of
+from octavo.sched.stops import ends
 from octavo.sched.work import Issued, Work, pack, places
 from octavo.updates import RequestUpdate
 
@@ -84,6 +84,7 @@ class Scheduler:
         self._running_rows = NO_INTS  # of `running`, in its order
         self._row_order: list[int] = []  # the same, always as it is
         self._running_changed = False
+        self._ones = np.ones(max_num_seqs, np.int64)
         self._num_repeats = 0  # steps to come in which each of them computes one token, if nothing changes
         self._may_end = np.zeros(1, np.bool_)  # by token: some request has ended or will end with it; the last: False
         self._blocked: tuple[Request, int] | None = None  # did not fit with so many free blocks
@@ -249,7 +250,7 @@ class Scheduler:
         for row, token in zip(rows, tokens, strict=True):
             request = self._owners[row]
             known = request.tokens  # takes what only the row had
-            if (token in request.end_token_ids or len(known) >= request.check_from) and _ends(request, token):
+            if (token in request.end_token_ids or len(known) >= request.check_from) and ends(request, token):
                 ended[row] = request
         if ended:
             self._end(list(ended.values()))
@@ -264,7 +265,7 @@ class Scheduler:
         for token in tokens:
             request.append(token)
             may_end = token in request.end_token_ids or request.num_tokens >= request.check_from
-            if may_end and _ends(request, token):
+            if may_end and ends(request, token):
                 self._end([request])
                 break
         if request.status is Status.FINISHED or not request.quiet or not request.num_told:
@@ -273,13 +274,8 @@ class Scheduler:
     def _schedule_running(self, work: Work) -> None:
         """Give each running request what it can use, in order, as far as the budget goes."""
         rows = self._rows
-        if self._num_repeats and not self._running_changed:
+        if self._num_repeats and not self._running_changed and self._repeat(work):
             self._num_repeats -= 1
-            at = work.rows = self._running_rows
-            work.num_tokens, work.num_sampling = np.ones_like(at), len(at)
-            rows.num_computed[at] += 1
-            rows.num_known[at] += 1
-            work.budget -= len(at)
             return
         self._num_repeats = 0
         if self._running_changed:
@@ -304,9 +300,22 @@ class Scheduler:
         rows.num_known[sampling] += 1
         work.rows, work.num_tokens, work.num_sampling = at, num_new, len(sampling)
         work.budget -= total
-        if len(sampling) == len(self.running) == total and not work.growth:
-            to_growth, to_end = -rows.num_computed[at] % self.kv.block_size, rows.whole[at] - rows.num_known[at]
-            self._num_repeats = int(np.minimum(to_growth, to_end).min(initial=self.kv.block_size))
+        if len(sampling) == len(self.running) == total > 0:
+            self._num_repeats = int((rows.whole[at] - rows.num_known[at]).min())
+
+    def _repeat(self, work: Work) -> bool:
+        """One token for each running request. False, and nothing is done, where blocks for them take a closer look."""
+        rows, at = self._rows, self._running_rows
+        starts = rows.num_computed[at]
+        places = (starts % self.kv.block_size == 0).nonzero()[0]
+        if len(places) and not self._extend(at[places], starts[places], work):
+            return False
+        work.rows, work.num_tokens, work.num_sampling = at, self._ones[: len(at)], len(at)
+        work.budget -= len(at)
+        starts += 1
+        rows.num_computed[at] = starts
+        rows.num_known[at] += 1
+        return True
 
     def _grow(self, at: IntArray, num_new: IntArray, work: Work) -> bool:
         """Blocks for the rows that leave theirs, in order, if need be those of requests behind.
@@ -317,14 +326,18 @@ class Scheduler:
         places = ((starts % self.kv.block_size == 0) | (num_new > 1)).nonzero()[0]
         if not len(places):
             return False
-        rows = at[places]
-        if num_new[places].max() == 1:
-            grown = self.kv.extend([self._owners[row] for row in rows.tolist()], starts[places].tolist())
-            if grown is not None:
-                work.growth = [NewBlocks(rows, np.array(grown))]
-                return False
+        if num_new[places].max() == 1 and self._extend(at[places], starts[places], work):
+            return False
         self._grow_each(at, num_new, places.tolist(), work)
         return bool(work.victims)
+
+    def _extend(self, rows: IntArray, starts: IntArray, work: Work) -> bool:
+        """A block for each of `rows`, which have computed `starts`; False, and nothing is done: see KVManager."""
+        blocks = self.kv.extend([self._owners[row] for row in rows.tolist()], starts.tolist())
+        if blocks is None:
+            return False
+        work.growth = [NewBlocks(rows, np.array(blocks))]
+        return True
 
     def _grow_each(self, at: IntArray, num_new: IntArray, places: list[int], work: Work) -> None:
         growth: list[tuple[int, list[list[int]]]] = []  # (row, per group its new blocks)
@@ -382,27 +395,11 @@ class Scheduler:
             request.num_in_flight = 1
             work.num_sampling += 1
         self._enter_row(request)
-        work.budget -= num_new
-        work.new_num_tokens.append(num_new)
-        missing = _misses_prompt_logprobs(request)
-        work.new_rows.append(
-            NewRow(
-                row=request.row,
-                request_id=request.request_id,
-                token_ids=list(request.tokens),
-                num_prompt=request.num_prompt,
-                num_computed=num_computed,
-                block_ids=blocks,
-                sampling=request.params,
-                seed=request.seed,
-                eos_token_ids=list(request.eos_token_ids),
-                prompt_logprobs_start=request.num_prompt_logprobs + 1 if missing else -1,
-            )
-        )
+        work.admit(request, num_computed, num_new, blocks)
 
     def _max_hit(self, request: Request) -> int:
         """Tokens that need not be computed again: all but one, and none whose log-probabilities are still owed."""
-        if _misses_prompt_logprobs(request):
+        if request.owes_prompt_logprobs:
             return request.num_prompt_logprobs  # position p is scored when token p - 1 is computed
         return request.num_tokens - 1
 
@@ -464,9 +461,14 @@ class Scheduler:
     def _enter_row(self, request: Request) -> None:
         request.status = Status.RUNNING
         row = self._free_rows.pop()
-        place = bisect.bisect_right(self.running, self._order(request), key=self._order)
-        self.running.insert(place, request)
-        self._row_order.insert(place, row)
+        order = self._order(request)
+        if not self.running or self._order(self.running[-1]) < order:  # nearly always
+            self.running.append(request)
+            self._row_order.append(row)
+        else:
+            place = bisect.bisect_right(self.running, order, key=self._order)
+            self.running.insert(place, request)
+            self._row_order.insert(place, row)
         request.enter(self._rows, row)
         self._rows.talks[row] = not request.quiet or not request.num_told
         self._owners[row] = request
@@ -495,17 +497,3 @@ class Scheduler:
             self._free_rows.append(row)
             self._finished_rows.append(row)
             self._running_changed = True
-
-
-def _ends(request: Request, token: int) -> bool:
-    """Whether the stop rules end the request with `token`, its last one. Notes why."""
-    end = end_of(request, token)
-    if end is None:
-        return False
-    request.finish_reason, request.stop_reason = end
-    return True
-
-
-def _misses_prompt_logprobs(request: Request) -> bool:
-    """Whether prompt positions wait for their log-probabilities. The first position has none."""
-    return request.params.prompt_logprobs is not None and request.num_prompt_logprobs < request.num_prompt - 1

@@ -10,18 +10,19 @@ from octavo.request import FinishReason, Request
 from octavo.sampling_params import ends_in_repetition
 
 
-def end_of(request: Request, token: int) -> tuple[FinishReason, int | None] | None:
-    """Why `request` ends with `token`, its last one, and the stop token's id if that is why; None: it goes on."""
-    enough = request.num_output >= request.params.min_tokens
+def ends(request: Request, token: int) -> bool:
+    """Whether `request` ends with `token`, its last one. Notes why, and the stop token's id if that is why."""
+    num_output = request.num_output
+    enough = num_output >= request.params.min_tokens
     if enough and token in request.eos_token_ids:
-        return FinishReason.STOP, None
-    if enough and token in request.stop_token_ids:
-        return FinishReason.STOP, token
-    if request.num_output >= request.max_tokens:
-        return FinishReason.LENGTH, None
-    if enough and _loops(request):
-        return FinishReason.REPETITION, None
-    return None
+        request.finish_reason = FinishReason.STOP
+    elif enough and token in request.stop_token_ids:
+        request.finish_reason, request.stop_reason = FinishReason.STOP, token
+    elif num_output >= request.max_tokens:
+        request.finish_reason = FinishReason.LENGTH
+    elif enough and _loops(request):
+        request.finish_reason = FinishReason.REPETITION
+    return request.finish_reason is not None
 
 
 def _loops(request: Request) -> bool:

@@ -30,6 +30,26 @@ class Work:
         self.num_sampling = 0
         self.growth: list[NewBlocks] = []
 
+    def admit(self, request: Request, num_computed: int, num_new: int, blocks: list[list[int]]) -> None:
+        """A request enters its row, with `num_computed` tokens in the cache, and computes `num_new`."""
+        self.budget -= num_new
+        self.new_num_tokens.append(num_new)
+        owes = request.owes_prompt_logprobs
+        self.new_rows.append(
+            NewRow(
+                row=request.row,
+                request_id=request.request_id,
+                token_ids=list(request.tokens),
+                num_prompt=request.num_prompt,
+                num_computed=num_computed,
+                block_ids=blocks,
+                sampling=request.params,
+                seed=request.seed,
+                eos_token_ids=list(request.eos_token_ids),
+                prompt_logprobs_start=request.num_prompt_logprobs + 1 if owes else -1,
+            )
+        )
+
 
 class Issued(NamedTuple):
     """What is remembered of a plan until its result comes."""
