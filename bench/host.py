@@ -1,4 +1,4 @@
-"""Host time of a step, without a device: `python bench/host.py [--requests 1 64 256 512] [--steps 300]`.
+"""Host time of a step, without a device: `python bench/host.py [--requests 1 256] [--no-prefix-caching]`.
 
 What the engine's thread does for a step: schedule, issue, update and outputs, with one step in flight. The runner's
 device does nothing, at once: see null_device for what of issuing is not counted. "steady" requests decode
@@ -42,12 +42,12 @@ LIMITS = {1: 150.0, 256: 350.0, 512: 600.0}  # microseconds per step that a GPU 
 class Load:
     """An engine without a model, and the requests that keep it busy."""
 
-    def __init__(self, scenario: str, num_requests: int, tokenizer: Tokenizer) -> None:
+    def __init__(self, scenario: str, num_requests: int, tokenizer: Tokenizer, *, caching: bool = True) -> None:
         """With `num_requests` in the queue."""
         block_size = 16 if scenario != "steady" else MAX_LEN
         group = CacheGroup(kind="full", window=0, block_size=block_size, layers=(0,))
         scheduler = Scheduler(
-            KVManager([group], NUM_BLOCKS),
+            KVManager([group], NUM_BLOCKS, enable_prefix_caching=caching),
             max_num_seqs=max(num_requests, 16),
             max_num_batched_tokens=8192,
             max_model_len=MAX_LEN,
@@ -89,9 +89,8 @@ class Load:
         return times.schedule - schedule, times.issue - issue, times.update - update, seconds
 
 
-def measure(scenario: str, num_requests: int, num_steps: int, tokenizer: Tokenizer) -> dict[str, float]:
+def measure(load: Load, num_steps: int) -> dict[str, float]:
     """Microseconds per step."""
-    load = Load(scenario, num_requests, tokenizer)
     for _ in range(100):
         load.step()
     started = time.thread_time()
@@ -116,6 +115,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 64, 256, 512])
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--no-prefix-caching", action="store_true", help="blocks have no names, as in bench/engine.py")
     arguments = parser.parse_args()
     folder, arch = find_and_read(EngineConfig())
     tokenizer = load_text(EngineConfig(), folder, arch)
@@ -125,7 +125,7 @@ def main() -> None:
     gc.freeze()
     results: dict[str, dict[str, float]] = {}
     for scenario, count in itertools.product(SCENARIOS, arguments.requests):
-        row = measure(scenario, count, arguments.steps, tokenizer)
+        row = measure(Load(scenario, count, tokenizer, caching=not arguments.no_prefix_caching), arguments.steps)
         results[f"{scenario} {count}"] = row
         limit = f"{row['cpu'] / LIMITS[count]:>5.0%} of {LIMITS[count]:.0f}" if count in LIMITS else ""
         print(f"{scenario:>9} {count:>5}" + "".join(f"  {name} {value:7.1f}" for name, value in row.items()), limit)

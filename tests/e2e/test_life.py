@@ -3,6 +3,7 @@ come back, and whoever is not concerned notices nothing."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -17,7 +18,7 @@ import torch
 from engine_checks import GOOD_PROMPT, GREEDY, assert_idle, good_tokens, num_missing_blocks
 from octavo import LLM, SamplingParams
 from octavo.outputs import CompletionOutput
-from octavo.sampling_params import RequestOutputKind
+from octavo.sampling_params import ParameterError, RequestOutputKind
 
 LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
 BOTH = pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
@@ -115,6 +116,35 @@ def test_generate_works_within_a_stream(both: dict[bool, LLM], async_scheduling:
         tokens += output.outputs[0].token_ids
         assert llm.generate(GOOD_PROMPT, GREEDY)[0].outputs[0].token_ids == good
     assert tokens == good
+    assert_idle(llm)
+
+
+@BOTH
+@pytest.mark.parametrize("priority", [None, [1, 0, 0, 0]], ids=["in order", "by priority"])
+def test_prompts_beyond_half_a_step_are_queued_while_the_first_ones_run(
+    both: dict[bool, LLM], monkeypatch: pytest.MonkeyPatch, async_scheduling: bool, priority: list[int] | None
+) -> None:
+    llm = both[async_scheduling]
+    prompts = [[5] * 6, [6] * 5, [7] * 3, [8] * 9]
+    expected = [llm.generate([prompt], GREEDY)[0].outputs[0].token_ids for prompt in prompts]
+    events: list[str] = []
+    engine = llm.engine
+    queue, step = engine.queue, engine.step
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "resolved", dataclasses.replace(engine.resolved, max_num_batched_tokens=20))
+        patch.setattr(engine, "queue", lambda *given, **more: (events.append("queue"), queue(*given, **more)))
+        patch.setattr(engine, "step", lambda: (events.append("step"), step())[1])
+        outputs = llm.generate(prompts, GREEDY, priority=priority)
+        assert [output.outputs[0].token_ids for output in outputs] == expected
+        num_first = 2 if async_scheduling and priority is None else 4
+        begin = ["queue"] * num_first + ["step"] + ["queue"] * (4 - num_first) + ["step"]
+        assert events[: len(begin)] == begin and events.count("queue") == 4
+        events.clear()
+        with pytest.raises(ParameterError):
+            llm.generate([*prompts, [10**6]], GREEDY)
+        with pytest.raises(ParameterError):
+            llm.generate(prompts, [GREEDY] * 3 + [SamplingParams(allowed_token_ids=[10**6])])
+        assert not events, "nothing was queued, since one of them cannot be"
     assert_idle(llm)
 
 

@@ -81,20 +81,24 @@ class Layout:
         """`requests`: whose tokens are counted as issued."""
         self._requests = requests
         self._last: Work | None = None  # if it was a decode step
-        self._last_plan = b""  # its rows and token counts
+        self._last_rows, self._last_counts = NO_INTS, NO_INTS  # of its plan
 
     def __call__(self, plan: StepPlan) -> Work:
         """The order of a plan's rows, and what follows from it on the host. Counts the step's tokens as issued.
 
         Rows that decode as in the last step keep that step's arrays, but for their lengths.
         """
-        bytes_of_plan = plan.rows.tobytes() + plan.num_tokens.tobytes()
-        if self._last is not None and bytes_of_plan == self._last_plan and not plan.new_rows:
+        rows, counts = plan.rows, plan.num_tokens
+        if (
+            self._last is not None
+            and not plan.new_rows
+            and (rows is self._last_rows or np.array_equal(rows, self._last_rows))
+            and (counts is self._last_counts or np.array_equal(counts, self._last_counts))
+        ):
             work = _next(self._last)
         else:
             work = _lay_out(plan, self._requests)
-            self._last_plan = bytes_of_plan
-        self._last = work if work.is_decode else None
+        self._last, self._last_rows, self._last_counts = work if work.is_decode else None, rows, counts
         self._requests.num_computed_upper[work.rows] = work.seq_lens
         return work
 

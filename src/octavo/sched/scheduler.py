@@ -82,9 +82,9 @@ class Scheduler:
         self._rows = RequestRows(max_num_seqs)
         self._owners: dict[int, Request] = {}  # row -> who runs there
         self._running_rows = NO_INTS  # of `running`, in its order
+        self._ones = NO_INTS  # as many
         self._row_order: list[int] = []  # the same, always as it is
         self._running_changed = False
-        self._ones = np.ones(max_num_seqs, np.int64)
         self._num_repeats = 0  # steps to come in which each of them computes one token, if nothing changes
         self._may_end = np.zeros(1, np.bool_)  # by token: some request has ended or will end with it; the last: False
         self._blocked: tuple[Request, int] | None = None  # did not fit with so many free blocks
@@ -280,6 +280,7 @@ class Scheduler:
         self._num_repeats = 0
         if self._running_changed:
             self._running_rows = np.array(self._row_order, np.int64)
+            self._ones = np.ones_like(self._running_rows)
             self._running_changed = False
         # those whose last token is in flight have nothing to compute
         wanted = ((rows.num_known - rows.num_computed) * (rows.num_known < rows.whole))[self._running_rows]
@@ -310,7 +311,7 @@ class Scheduler:
         places = (starts % self.kv.block_size == 0).nonzero()[0]
         if len(places) and not self._extend(at[places], starts[places], work):
             return False
-        work.rows, work.num_tokens, work.num_sampling = at, self._ones[: len(at)], len(at)
+        work.rows, work.num_tokens, work.num_sampling = at, self._ones, len(at)
         work.budget -= len(at)
         starts += 1
         rows.num_computed[at] = starts

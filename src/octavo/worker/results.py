@@ -32,21 +32,21 @@ class PendingStep:
         logprobs: Sequence[GroupLogprobs] = (),
         prompt_logprobs: Mapping[int, Sequence[GroupLogprobs]] | None = None,
         *,
-        on_gpu: bool,
+        event: torch.cuda.Event | None = None,
     ) -> None:
         """Start the copies.
 
         packed: [S] int64 on the host, token | failure << 32, once the device has written them; rows: [S], those that
-        sampled; on_gpu: the step was issued to a GPU, not computed.
+        sampled; event: recorded here, after which they are there, where the step was issued to a GPU.
         """
         self._step, self._rows, self._packed = step, rows, packed
         self._logprobs = [_to_host(numbers) for numbers in logprobs]
         self._prompt_logprobs = {
             row: [_to_host(numbers) for numbers in parts] for row, parts in (prompt_logprobs or {}).items()
         }
-        self._event = torch.cuda.Event() if on_gpu else None
-        if self._event is not None:
-            self._event.record()
+        self._event = event
+        if event is not None:
+            event.record()
 
     def result(self) -> StepResult:
         """Wait for the step and give its result; raises what the device raises."""

@@ -64,8 +64,8 @@ class Runner:
         self._graphs, self._max_model_len = graphs, max_model_len
         self._lay_out = Layout(requests)
         self._padded: dict[GraphKey, Batch] = {}  # what the graphs of mixed steps read and fill
-        self._on_gpu = buffers.turn.is_cuda
         self._turn = 0  # which of the two results the last step fills
+        self._events = [torch.cuda.Event() for _ in range(2)] if buffers.turn.is_cuda else [None, None]  # of the turns
         self._prompt_logprobs: dict[int, _PromptLogprobs] = {}
         self._observers: list[LogitsObserver] = []
 
@@ -101,7 +101,7 @@ class Runner:
         self._apply(plan)
         if not len(plan.rows):
             self._bring()
-            return PendingStep(plan.step, self._buffers.results[0, :0], on_gpu=self._on_gpu)
+            return PendingStep(plan.step, self._buffers.results[0, :0])
         work = self._lay_out(plan)
         key = self._graphs.dispatch(work)
         self._buffers.stage(work, work.num_rows if key is EAGER else key.num_rows)
@@ -123,7 +123,7 @@ class Runner:
             groups = self._sample(work, batch, hidden[: work.total_tokens])
         rows = work.rows if work.is_decode else work.rows[work.sampling]
         packed = self._buffers.results[self._turn, : len(rows)]
-        return PendingStep(plan.step, packed, rows, groups, prompt_logprobs, on_gpu=self._on_gpu)
+        return PendingStep(plan.step, packed, rows, groups, prompt_logprobs, event=self._events[self._turn])
 
     def _apply(self, plan: StepPlan) -> None:
         for row in plan.finished_rows:
