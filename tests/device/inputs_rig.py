@@ -152,18 +152,22 @@ def check_write_queue(device: str) -> None:
 
     def stage() -> None:
         at = int(rng.integers(len(kinds)))
-        width, row, values = kinds[at][0], int(rng.integers(9)), rng.integers(0, 1 << 20, 300)
+        width, row, values = kinds[at][0], int(rng.integers(9)), rng.integers(0, 1 << 20, 9 * 300)
+        way = rng.integers(3)
         if width == 0:
             for tensor in twins[at]:
                 tensor.stage_one(row, int(values[0]))
-        elif rng.integers(2):  # over what was staged before, often
+        elif way == 0:  # over what was staged before, often
             start = int(rng.integers(width + 1))  # maybe nothing
             for tensor in twins[at]:
                 tensor.stage(row, start, values[: width - start])
         else:
             rows = np.sort(rng.permutation(9)[: int(rng.integers(1, 9))])
             for tensor in twins[at]:
-                tensor.stage_each(rows, values[: len(rows)] % width, values[: len(rows)])
+                if way == 1:
+                    tensor.stage_each(rows, values[: len(rows)] % width, values[: len(rows)])
+                else:
+                    tensor.stage_lines(rows, values[: len(rows)] % width + 1, values)
 
     for num_writes in (0, 1, 1, 1, 1, 2, 3, 30, 0, 1):
         for _ in range(num_writes):

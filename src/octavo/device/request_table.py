@@ -8,6 +8,8 @@ the cache. `*_upper` are host mirrors that count work as soon as it is issued: b
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import torch
 
@@ -34,14 +36,17 @@ class RequestTable:
         self.prefill_len_np = np.zeros(max_num_rows, np.int32)
         self.num_computed_upper = np.zeros(max_num_rows, np.int32)
 
-    def add(self, new: NewRow) -> None:
-        """Stage a request's whole state into its row."""
-        self.token_ids.stage(new.row, 0, new.token_ids)
-        self.prompt_len.stage_one(new.row, new.num_prompt)
-        self.total_len.stage_one(new.row, len(new.token_ids))
-        self.num_computed.stage_one(new.row, new.num_computed)
-        self.prefill_len_np[new.row] = len(new.token_ids)
-        self.num_computed_upper[new.row] = new.num_computed
+    def add(self, *new: NewRow) -> None:
+        """Stage requests' whole states into their rows."""
+        rows = np.array([one.row for one in new])
+        lengths = np.array([len(one.token_ids) for one in new])
+        num_computed = np.array([one.num_computed for one in new])
+        self.token_ids.stage_lines(rows, lengths, itertools.chain.from_iterable(one.token_ids for one in new))
+        self.prompt_len.stage_each(rows, 0, np.array([one.num_prompt for one in new]))
+        self.total_len.stage_each(rows, 0, lengths)
+        self.num_computed.stage_each(rows, 0, num_computed)
+        self.prefill_len_np[rows] = lengths
+        self.num_computed_upper[rows] = num_computed
 
     def apply(self) -> None:
         """Bring the staged rows to the device."""

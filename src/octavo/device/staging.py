@@ -8,7 +8,7 @@ later writes to the same element win; pinned memory is written again only after 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -58,10 +58,10 @@ class WriteQueue:
         self._runs: list[tuple[int, NDArray[np.int32]]] = []
         self._values: dict[np.dtype[Any], dict[int, Any]] = {}
 
-    def stage(self, addresses: NDArray[np.int64], count: int, words: NDArray[np.int32]) -> None:
-        """Stage runs of `count` words each for the device memory from addresses[i] on, which the caller keeps alive.
+    def stage(self, addresses: NDArray[np.int64], count: int | NDArray[np.int64], words: NDArray[np.int32]) -> None:
+        """Stage runs for the device memory from addresses[i] on, which the caller keeps alive.
 
-        The runs of one call do not overlap. The arrays are kept, not copied.
+        count: words of each run, or of all alike. The runs of one call do not overlap. The arrays are kept, not copied.
         """
         if self._runs or self._values:
             self._settle()
@@ -177,7 +177,19 @@ class StagedTensor:
             self._places.append(row)
             self._values.append((value,))
 
-    def stage_each(self, rows: IntArray, columns: IntArray, values: IntArray) -> None:
+    def stage_lines(self, rows: IntArray, lengths: IntArray, values: Iterable[int]) -> None:
+        """Stage the next lengths[i] of `values`, at least one, for row rows[i], from its first column on."""
+        assert lengths.max(initial=0) <= self._width, f"a line of {lengths.max()} leaves a row of {self._width}"
+        words = np.fromiter(values, self._dtype, int(lengths.sum()))
+        if self._queue is not None:
+            size = self._dtype.itemsize
+            addresses = rows.astype(np.int64, copy=False) * (self._width * size) + self._address
+            self._queue.stage(addresses, lengths.astype(np.int64, copy=False) * (size // 4), words.view(np.int32))
+            return
+        for row, end, length in zip(rows.tolist(), lengths.cumsum().tolist(), lengths.tolist(), strict=True):
+            self.stage(row, 0, words[end - length : end])
+
+    def stage_each(self, rows: IntArray, columns: IntArray | int, values: NDArray[np.generic]) -> None:
         """Stage values[i] for column columns[i] of row rows[i], each once. The caller checks the columns."""
         if self._queue is not None:
             size = self._dtype.itemsize

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from octavo.device.staging import StagedTensor, WriteQueue
@@ -102,17 +103,21 @@ class Sampler:
             BadWords(max_num_rows, vocab_size, device, tokens, prompt_lens),
             self._truncation,
         )
+        self._divides = self._stages.index(self._truncation)
 
-    def add(self, new: NewRow) -> None:
-        """Stage a row, new or resumed. What it held before is forgotten."""
-        self.remove(new.row)
-        uses = [stage.add(new) for stage in self._stages]
-        if any(uses):
-            self._changed.add(new.row)
-        divided = uses[self._stages.index(self._truncation)]
-        self._temperature.stage_one(new.row, 1.0 if divided else new.sampling.temperature)
-        self._seed.stage_one(new.row, as_int64(new.seed))
-        self._logprobs.add(new)
+    def add(self, *new: NewRow) -> None:
+        """Stage rows, new or resumed. What they held before is forgotten."""
+        temperatures = []
+        for one in new:
+            self.remove(one.row)
+            uses = [stage.add(one) for stage in self._stages]
+            if any(uses):
+                self._changed.add(one.row)
+            temperatures.append(1.0 if uses[self._divides] else one.sampling.temperature)
+            self._logprobs.add(one)
+        rows = np.array([one.row for one in new])
+        self._temperature.stage_each(rows, 0, np.array(temperatures))
+        self._seed.stage_each(rows, 0, np.array([as_int64(one.seed) for one in new]))
 
     def remove(self, row: int) -> None:
         """Forget `row`: it finished or was preempted."""

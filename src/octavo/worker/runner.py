@@ -129,6 +129,9 @@ class Runner:
         for row in plan.finished_rows:
             self._sampler.remove(row)
             self._prompt_logprobs.pop(row, None)
+        if plan.new_rows:
+            self._requests.add(*plan.new_rows)
+            self._sampler.add(*plan.new_rows)
         for new in plan.new_rows:
             self._add(new)
         self._tables.extend(plan.new_blocks)
@@ -142,9 +145,7 @@ class Runner:
         self._sampler.apply_staged()
 
     def _add(self, new: NewRow) -> None:
-        self._requests.add(new)
         self._tables.append(new.row, new.block_ids, overwrite=True)
-        self._sampler.add(new)
         self._model_state.add(new)
         for observer in self._observers:
             observer.add(new)
