@@ -69,8 +69,8 @@ def main() -> None:
     figure, (above, below) = plt.subplots(2, 1, figsize=(13, 6), constrained_layout=True)
     end = max(start + length for _, _, start, length in events)
     draw(above, events, lanes, 0.0, end)
-    copies = [start for _, name, start, _ in events if name.startswith("Memcpy DtoH")]
-    begin = copies[(len(copies) - 1) // 2] - ZOOM / 4 if copies else 0.0
+    ends = [start for _, name, start, _ in events if name.startswith("_commit")]  # the last kernel of a step
+    begin = ends[(len(ends) - 1) // 2] - ZOOM / 4 if ends else 0.0
     draw(below, events, lanes, begin, begin + ZOOM)
     above.axvspan(begin, begin + ZOOM, color="#000000", alpha=0.08)
     above.set_title(f"Decode steps of {document['rows']} requests, {document['shape']}, under the profiler")

@@ -230,8 +230,6 @@ class Engine:
         self.core, self.runner = EngineCore.from_parts(parts), parts.runner
         self._outputs = OutputProcessor(parts.tokenizer if isinstance(parts.tokenizer, Tokenizer) else None)
         self._aborted: list[RequestOutput] = []  # last outputs of aborted requests, for the next step
-        if self.resolved.device != "cpu":
-            gc.collect()  # of what loading left, which takes 80 ms: else it happens in the middle of the first batches
 
     @property
     def scheduler(self) -> Scheduler:

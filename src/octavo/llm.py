@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Self
 import msgspec
 from msgspec.structs import force_setattr
 
+from octavo import collector
 from octavo.config import load_config
 from octavo.engine import Engine
 from octavo.interrupts import HeldInterrupt
@@ -216,7 +217,7 @@ class LLM:
         ids: dict[str, None] = {}  # in order
         outputs: dict[str, RequestOutput] = {}
         try:
-            with progress(len(ready), wanted=use_tqdm) as bar:
+            with progress(len(ready), wanted=use_tqdm) as bar, collector.seldom():
                 while len(outputs) < len(requests):
                     if len(ids) < len(requests):
                         with HeldInterrupt():

@@ -11,8 +11,8 @@ import pytest
 from house import ROOT, SRC, files, imports, modules, where
 
 WORDS = {
-    "arch", "checks", "config", "generation_config", "groups", "hf_config", "interrupts", "memory", "observe",
-    "outputs", "plan", "registry", "request", "request_fields", "sampling_params", "settings",
+    "arch", "checks", "collector", "config", "generation_config", "groups", "hf_config", "interrupts", "memory",
+    "observe", "outputs", "plan", "registry", "request", "request_fields", "sampling_params", "settings",
     "structured_outputs", "updates",
 }  # fmt: skip
 DEVICE_SIDE = {"attention", "device", "kv_cache", "layers", "model_state", "models", "ops", "sampling", "worker"}

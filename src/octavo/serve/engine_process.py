@@ -13,7 +13,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import faulthandler
-import gc
 import logging
 import os
 import signal
@@ -24,6 +23,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from octavo import collector
 from octavo.config import EngineConfig, load_config
 from octavo.engine import EngineCore
 from octavo.observe import Phases, setup_logging
@@ -103,9 +103,7 @@ class EngineProcess:
             max_logprobs=info.max_logprobs,
             request_fields=tuple(info.request_fields),
         )
-        gc.collect()
-        gc.freeze()  # what is loaded lives as long as the process: no collection needs to look at it again
-        gc.set_threshold(50_000, 20, 50)
+        collector.settle()
         self.send(Ready(info))
         for target in (self._read, self._beat):
             threading.Thread(target=target, name=f"octavo{target.__name__}", daemon=True).start()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import json
 import logging
 import os
@@ -22,7 +21,7 @@ from typing import Any
 
 import uvicorn
 
-from octavo import flags
+from octavo import collector, flags
 from octavo.config import EngineConfig
 from octavo.observe import LOGGER, setup_logging
 from octavo.serve.app import create_app
@@ -114,9 +113,7 @@ async def _serve(config: EngineConfig, serve: ServeConfig, sock: socket.socket, 
             timeout_keep_alive=serve.idle_timeout,  # type: ignore[arg-type]
         )  # fmt: skip
         server = _Server(settings)
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(50_000, 20, 50)
+        collector.settle()
         code = await _until_the_end(server, engine, serve, sock)
         await app.close()
         return code
