@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -81,6 +82,8 @@ class Parts:
 
 def start_engine(config: EngineConfig, phases: Phases, *, text: bool = True) -> Parts:
     """Build every part; without `text` no tokenizer: prompts come as ids. Raises ValueError, in one line."""
+    compiler = threading.Thread(target=_prepare_compiler, args=(config,), daemon=True)
+    compiler.start()
     with phases("find and read the model's config"):
         folder, arch = find_and_read(config)
         facts = probe.device_facts(config.device)
@@ -89,6 +92,8 @@ def start_engine(config: EngineConfig, phases: Phases, *, text: bool = True) -> 
         tokenizer = load_text(config, folder, arch) if text else NoTokenizer()
     with phases("load the weights"), _room(resolved, "the weights", "load_format", "take a smaller model or dtype"):
         check_weights(arch, resolved, _memory(resolved)[0])
+        _set_up(resolved)
+        compiler.join()
         model = _load(arch, folder, resolved)
         resolved = _apply_mods(model, config, resolved)
     with (
@@ -133,6 +138,14 @@ def start_engine(config: EngineConfig, phases: Phases, *, text: bool = True) -> 
     )
 
 
+def _prepare_compiler(config: EngineConfig) -> None:
+    """What kernels wait for, while the device is opened."""
+    if config.device != "cpu" and torch.version.cuda:
+        from octavo.ops.gpu import launch
+
+        launch.name_compiler()
+
+
 def _contract(resolved: Resolved, gpu: str) -> dict[str, str]:
     return probe.numerics_contract(
         device=resolved.device,
@@ -147,7 +160,6 @@ def _contract(resolved: Resolved, gpu: str) -> dict[str, str]:
 
 
 def _load(arch: Arch, folder: Path | None, resolved: Resolved) -> Model:
-    _set_up(resolved)
     device, dtype = torch.device(resolved.device), getattr(torch, resolved.dtype)
     shortened = dataclasses.replace(arch, max_position=resolved.max_model_len)  # sizes the rotary tables
     return load_model(

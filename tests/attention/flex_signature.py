@@ -8,7 +8,7 @@ import functools
 
 import torch
 
-from octavo.attention import flex
+from octavo.attention import flex, flex_kernel
 from octavo.attention.base import AttentionInputs, Setup, Variant
 
 PLAIN = Variant(num_heads=4, num_kv_heads=2, head_size=16, scale=0.25)
@@ -16,12 +16,11 @@ BLOCKS = 40
 
 
 def compiled(self, lines, key, value, rows, key_scale, start, count):
-    """What a kernel's call does on a GPU."""
-    if self._compiled is None:
-        self._compiled = flex._compile(self._variant, self._mods, self.shape, self._sizes)
-    part = slice(start, start + count)
-    lists = rows.partial_num[part], rows.partial[part], rows.full_num[part], rows.full[part]
-    return self._compiled(lines, key, value, *lists, rows.row, rows.first, rows.length, self.logical, key_scale)
+    """What a kernel's call does on a GPU where it keeps nothing."""
+    if not self._ways:
+        call = flex_kernel.compile_call(self._variant, self._mods, self.shape, self._sizes)
+        self._ways[()] = flex_kernel._through(call)
+    return self._ways[()](lines, key, value, rows, self.logical, (), start, count)
 
 
 @torch.inference_mode()
@@ -29,7 +28,12 @@ def main() -> None:
     setup = Setup(max_num_rows=16, max_num_tokens=64, max_model_len=4096, num_blocks=BLOCKS, block_size=64)
     backend = flex.FlexBackend([PLAIN], torch.bfloat16, torch.device("cpu"), setup)
     layers = torch.zeros(3, BLOCKS, 2, 64, 32, dtype=torch.bfloat16).unbind()
-    for rows, longest in ((16, 4096), (16, 2048), (12, 4096), (3, 100), (1, 4096), (1, 1)):
+    whole = flex._SCRATCH_BYTES
+    for rows, longest, scratch in (
+        (16, 4096, whole), (16, 2048, whole), (12, 4096, whole), (16, 4096, 1 << 14), (3, 100, whole), (1, 4096, whole),
+        (1, 1, whole),
+    ):  # fmt: skip
+        flex._SCRATCH_BYTES = scratch  # the smaller one takes several launches
         inputs = AttentionInputs(
             num_rows=rows, num_tokens=rows, max_query_len=1, max_seq_len=longest, block_size=64,
             query_start=torch.arange(rows + 1).int(), seq_lens=torch.ones(rows).int(),
@@ -43,6 +47,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    flex._Kernel.__call__ = compiled
+    flex_kernel.Kernel.__call__ = compiled
     torch.compile = functools.partial(torch.compile, backend="eager")
     main()

@@ -11,7 +11,8 @@ import torch
 import octavo.attention as A
 from mixtures import MAX_LONG, MIXTURES, NUM_ROWS, NUM_TOKENS, padded
 from octavo.attention.base import AttentionInputs, Setup, Variant
-from octavo.attention.flex import FlexBackend, make_mods
+from octavo.attention.flex import FlexBackend
+from octavo.attention.flex_kernel import make_mods
 from octavo.attention.flex_sizes import FlexSizes
 from octavo.attention.mods import AttentionMods, bound
 from octavo.attention.reference import ReferenceBackend

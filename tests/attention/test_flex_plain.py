@@ -11,7 +11,8 @@ import octavo.attention as A
 from batches import make_history
 from contract_rig import CPU, Row, Setting, as_read, attend_plainly, make_step
 from octavo.attention.base import NO_SETUP, LayerTensors, Setup, Variant, alibi_slopes
-from octavo.attention.flex import FlexBackend, kernel_options
+from octavo.attention.flex import FlexBackend
+from octavo.attention.flex_kernel import kernel_options
 from octavo.attention.flex_sizes import resolve_flex_sizes
 from octavo.attention.mods import AttentionMods
 from octavo.settings import ConfigError

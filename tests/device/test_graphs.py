@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 from octavo.device.batch import Layout, Work
 from octavo.device.graphs import ANY_LENGTH, EAGER, GraphKey, GraphPool, decode_keys, mixed_keys
 from octavo.device.request_table import RequestTable
+from octavo.layers.decoder import Decoder
 from octavo.plan import NewRow, StepPlan
 from octavo.sampling_params import SamplingParams
 
@@ -127,6 +129,13 @@ def test_rows_that_decode_again_are_laid_out_as_from_the_start() -> None:
         num_kept += step.rows is last.rows
         last = step
     assert 20 < num_kept < 180
+
+
+@pytest.mark.parametrize(("kinds", "num"), [("a", 2), ("aaaa", 3), ("baaa", 3), ("aaabaaab", 5), ("aab", 4)])
+def test_a_rehearsal_goes_through_a_layer_of_each_kind_behind_the_first(kinds: str, num: int) -> None:
+    layers = [SimpleNamespace(attention=SimpleNamespace(variant=None), mlp=None, operands=kind) for kind in kinds]
+    context = SimpleNamespace(group_of_layer=[0] * len(kinds), kv_of_layer=torch.zeros(len(kinds), 4).unbind())
+    assert Decoder(layers, None)._num_unlike(context) == num
 
 
 def test_every_backend_has_a_say_in_what_is_captured() -> None:

@@ -36,7 +36,9 @@ def good_tokens(llm: LLM) -> list[int]:
 class Uncaptured(GraphPool):
     """Issues in place of each replay what the graph would hold, padded alike."""
 
-    def capture(self, issue: Callable[[GraphKey], torch.Tensor]) -> None:
+    def capture(self, issue: Callable[[GraphKey], torch.Tensor], rehearse: Callable[[GraphKey], torch.Tensor]) -> None:
+        for keys in (self._mixed, self._decode):
+            rehearse(keys[0])  # once: it has no effect
         self._issue, self.replayed = issue, set[bool]()
 
     def replay(self, key: GraphKey) -> torch.Tensor:

@@ -1,29 +1,69 @@
-"""A decode step with a user's mod in a process of its own: prints what torch's cache of compiled graphs did.
+"""Steps with a user's mod in a process of its own: prints what became of its kernels and the bits of what they gave.
 
-Run as a program with the mod's number; the cache lies where TORCHINDUCTOR_CACHE_DIR says.
+Run as a program with the mod's number and a file to keep the outputs in; XDG_CACHE_HOME says where kernels are kept.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import logging
 import sys
 
 import torch
 
 from octavo.attention.flex import FlexBackend
 from octavo.attention.mods import AttentionMods
-from test_flex_gpu import BF16, DEVICE, PLAIN, Step, make_rows
+from test_flex_gpu import BF16, DEVICE, HEADS, PLAIN, Step, make_rows
+
+SLOPES = torch.linspace(0.01, 0.2, HEADS, device=DEVICE)
 
 
-def main(number: int) -> None:
+def mods_of(number: int) -> AttentionMods:
+    """A mask with a number, and a score with a captured tensor."""
+
     def mask(b, h, q_idx, kv_idx):
         return (kv_idx % number != 3) | (q_idx - kv_idx < 64)
 
-    step, variant = Step(make_rows([(300, 1), (90, 1)])), dataclasses.replace(PLAIN, mods=AttentionMods(mask_mod=mask))
-    step.run(FlexBackend([variant], BF16, DEVICE, step.setup()), variant)
-    counters = torch._dynamo.utils.counters["inductor"]
-    print(counters["fxgraph_cache_hit"], counters["fxgraph_cache_miss"])
+    def score(value, b, h, q_idx, kv_idx):
+        return value - SLOPES[h] * (q_idx - kv_idx)
+
+    return AttentionMods(mask_mod=mask, score_mod=score)
+
+
+class Told(logging.Handler):
+    """What the log says of kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        logger = logging.getLogger("octavo")
+        logger.setLevel(logging.INFO)
+        logger.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+    def count(self, words: str) -> int:
+        return sum(words in line for line in self.lines)
+
+
+@torch.inference_mode()
+def main(number: int, file: str) -> None:
+    told = Told()
+    variant = dataclasses.replace(PLAIN, mods=mods_of(number))
+    outs = []
+    for rows in ([(300, 1), (2500, 1)], [(300, 1), (64, 64), (4200, 130)]):
+        step = Step(make_rows(rows))
+        outs.append(step.run(FlexBackend([variant], BF16, DEVICE, step.setup()), variant).cpu())
+    torch.save(outs, file)
+    answer = {
+        "kept": told.count("compiled, kept at"), "found": told.count("found at"),
+        "compiler": any(f"torch.{name}" in sys.modules for name in ("_dynamo", "_inductor")),
+        "lines": told.lines,
+    }  # fmt: skip
+    print(json.dumps(answer))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), sys.argv[2])

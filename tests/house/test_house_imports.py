@@ -57,7 +57,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     "__init__": ({"attention.mods", "llm", "config", "outputs", "sampling_params"}, set()),
 }
 BACKENDS = ("cpu", "flash", "flashinfer", "flex", "mla", "paged", "reference")
-HELPERS = ("base", "flex_sizes", "frame", "mods", "variant_mods")
+HELPERS = ("base", "flex_kernel", "flex_sizes", "frame", "mods", "variant_mods")
 BACKENDS_MAY_IMPORT = {f"octavo.attention.{name}" for name in HELPERS}
 
 

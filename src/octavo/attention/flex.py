@@ -11,10 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
-import types
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -29,6 +26,7 @@ from octavo.attention.base import (
     Variant,
     check_variants,
 )
+from octavo.attention.flex_kernel import Kernel
 from octavo.attention.flex_sizes import LEAF, SMALLEST, FlexSizes, resolve_flex_sizes
 from octavo.attention.mods import AttentionMods, bound
 from octavo.attention.variant_mods import mods_of_variant
@@ -39,7 +37,6 @@ from octavo.ops.rope import Rotation
 _MAX_ELEMENTS = 2**31  # offsets in torch's kernel have 32 bits
 _MAX_MASK_ROWS = 65_535  # of a launch: the second axis of a CUDA grid
 _SCRATCH_BYTES = 512 << 20  # of queries and partial results of one launch
-_Launch = Callable[..., tuple[Tensor, Tensor]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -91,7 +88,7 @@ class FlexBackend:
         check_variants("flex", self.capability, variants, dtype, setup)
         self._variants, self._dtype, self._device, self._setup = tuple(variants), dtype, device, setup
         self._mods: dict[Variant, AttentionMods] = {}
-        self._kernels: dict[tuple[Variant, int], _Kernel] = {}
+        self._kernels: dict[tuple[Variant, int], Kernel] = {}
         self._buffers: dict[tuple[Variant, int], ops.MaskRows] = {}
         self._logical = torch.zeros(max(setup.num_blocks, 1), dtype=torch.int32, device=device)
         if setup.block_size:
@@ -263,11 +260,11 @@ class FlexBackend:
             self._buffers[key] = ops.MaskRows(capacity, shape.columns, self._device)
         return self._buffers[key]
 
-    def _kernel(self, variant: Variant, mods: AttentionMods, plan: _Plan) -> _Kernel:
+    def _kernel(self, variant: Variant, mods: AttentionMods, plan: _Plan) -> Kernel:
         key = variant, plan.shape.lines
         kernel = self._kernels.get(key)
         if kernel is None or kernel.shape != plan.shape:
-            kernel = self._kernels[key] = _Kernel(variant, mods, plan.shape, self.sizes(variant, plan.shape.block))
+            kernel = self._kernels[key] = Kernel(variant, mods, plan.shape, self.sizes(variant, plan.shape.block))
         kernel.logical = self._logical
         return kernel
 
@@ -288,134 +285,3 @@ def _parts(plan: _Plan, variant: Variant, itemsize: int) -> list[tuple[int, int]
     num_parts = -(-plan.num_tiles // max(most // plan.num_leaves, 2))
     bounds = [plan.num_tiles * part // num_parts for part in range(num_parts + 1)]  # two tiles each, or more
     return [(first * plan.num_leaves, (last - first) * plan.num_leaves) for first, last in itertools.pairwise(bounds)]
-
-
-class _Kernel:
-    """One variant's attention for one tile, compiled when it is first called on a CUDA device."""
-
-    def __init__(self, variant: Variant, mods: AttentionMods, shape: ops.Geometry, sizes: FlexSizes) -> None:
-        self.shape, self.logical = shape, torch.empty(0)
-        self._variant, self._mods, self._sizes = variant, mods, sizes
-        self._compiled: _Launch | None = None
-
-    def __call__(
-        self,
-        lines: Tensor,
-        key: Tensor,
-        value: Tensor,
-        rows: ops.MaskRows,
-        key_scale: Tensor | None,
-        start: int,
-        count: int,
-    ) -> tuple[Tensor, Tensor]:
-        """Outputs and logarithms of sums of the mask rows start .. start + count - 1. key_scale: see LayerTensors."""
-        tables = rows.row, rows.first, rows.length, self.logical, key_scale
-        if not lines.is_cuda:
-            mask, score = make_mods(self._mods, self.shape, *tables)
-            scale = self._variant.scale
-            return ops.attend_lines_reference(
-                lines, key, value, rows, self.shape, mask, score, start=start, scale=scale
-            )
-        if self._compiled is None:
-            self._compiled = _compile(self._variant, self._mods, self.shape, self._sizes)
-        part = slice(start, start + count)
-        lists = rows.partial_num[part], rows.partial[part], rows.full_num[part], rows.full[part]
-        if start:
-            tables = rows.row[start:], rows.first[start:], rows.length[start:], self.logical, key_scale
-        return self._compiled(lines, key, value, *lists, *tables)
-
-
-def make_mods(
-    mods: AttentionMods,
-    shape: ops.Geometry,
-    row: Tensor,
-    first: Tensor,
-    length: Tensor,
-    logical: Tensor,
-    key_scale: Tensor | None = None,
-) -> tuple[ops.MaskMod, ops.ScoreMod]:
-    """The mods in a kernel's own indices (mask row, KV head, line, physical key), from logical ones.
-
-    row, first, length: MaskRows'; logical: [kernel blocks], see `ops.place_blocks`; key_scale: see LayerTensors.
-    """
-    group, block, stride = shape.group, shape.block, shape.stride
-
-    def places(z: Tensor, h: Tensor, line: Tensor, n: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        at = logical[n // (block * stride)] * block + n % block
-        return row[z], h * group + line % group, first[z] + line // group, at
-
-    def mask(z: Tensor, h: Tensor, line: Tensor, n: Tensor) -> Tensor:
-        b, head, q_idx, kv_idx = places(z, h, line, n)
-        return mods.visible(b, head, q_idx, kv_idx) & (kv_idx < length[z])
-
-    def score(value: Tensor, z: Tensor, h: Tensor, line: Tensor, n: Tensor) -> Tensor:
-        if key_scale is not None:
-            value = value * key_scale[h]
-        if mods.score_mod is None:
-            return value
-        return mods.score_mod(value, *places(z, h, line, n))
-
-    return mask, score
-
-
-def kernel_options(sizes: FlexSizes, lines: int) -> dict[str, Any]:
-    """What torch compiles a tile of so many lines with."""
-    chosen = sizes.decode_launch if lines == sizes.decode_lines else sizes.prefill_launch
-    return {
-        "FORCE_USE_FLEX_ATTENTION": True, "BLOCK_M": lines, "BLOCK_N": sizes.block_n, "IS_DIVISIBLE": bool(chosen),
-        **dict(chosen),
-    }  # fmt: skip
-
-
-def _compile(variant: Variant, mods: AttentionMods, shape: ops.Geometry, sizes: FlexSizes) -> _Launch:
-    """torch's FlexAttention for one variant and tile. Everything but the number of mask rows is fixed."""
-    from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
-
-    options: Any = kernel_options(sizes, shape.lines)
-    block_size, scale = (shape.lines, shape.block), variant.scale
-    has_score = mods.score_mod is not None
-
-    def attend(
-        lines: Tensor, key: Tensor, value: Tensor, partial_num: Tensor, partial: Tensor, full_num: Tensor,
-        full: Tensor, row: Tensor, first: Tensor, length: Tensor, logical: Tensor, key_scale: Tensor | None,
-    ) -> Any:  # fmt: skip
-        mask, score = make_mods(mods, shape, row, first, length, logical, key_scale)
-        block_mask = BlockMask.from_kv_blocks(
-            partial_num, partial, full_num, full, BLOCK_SIZE=block_size, mask_mod=mask,
-            seq_lengths=(lines.shape[2], key.shape[2]), compute_q_blocks=False,
-        )  # fmt: skip
-        out, aux = flex_attention(
-            lines, key, value, score_mod=score if has_score or key_scale is not None else None,
-            block_mask=block_mask, scale=scale, return_aux=AuxRequest(lse=True), kernel_options=options,
-        )  # fmt: skip
-        return out, aux.lse
-
-    compiled = compile_alone(attend)
-    marked: list[bool] = []
-
-    def launch(lines: Tensor, key: Tensor, value: Tensor, *lists_and_tables: Any) -> tuple[Tensor, Tensor]:
-        if not marked:
-            marked.append(True)
-            for tensor in (lines, *lists_and_tables[:4]):
-                torch._dynamo.mark_dynamic(tensor, 0)
-        parts, lse = compiled(lines, key, value, *lists_and_tables)
-        return parts, lse
-
-    return launch
-
-
-def compile_alone(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` compiled for the shapes of its first call, but where they are marked dynamic.
-
-    It gets a code object of its own: torch counts recompilations, and keeps guards, per code object.
-    """
-    from torch._inductor import config
-
-    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
-        config.compile_threads = 1  # kernels come one by one, and workers take seconds to start
-    own = types.FunctionType(
-        function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__,
-        function.__closure__,
-    )  # fmt: skip
-    compiled: Callable[..., Any] = torch.compile(own, dynamic=False, fullgraph=True)
-    return compiled

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from octavo.attention.base import AttentionInputs, Setup, Variant
-from octavo.attention.flex import FlexBackend, compile_alone, kernel_options
+from octavo.attention.flex import FlexBackend
+from octavo.attention.flex_kernel import compile_alone, kernel_options
 from octavo.attention.flex_sizes import FlexSizes, resolve_flex_sizes
 from octavo.attention.mods import NO_MODS, AttentionMods, bound
 from octavo.settings import ConfigError

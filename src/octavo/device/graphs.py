@@ -80,18 +80,18 @@ class GraphPool:
         self._mixed = sorted(key for key in keys if not key.is_decode)
         self._graphs: dict[GraphKey, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
 
-    def capture(self, issue: Callable[[GraphKey], torch.Tensor]) -> None:
+    def capture(self, issue: Callable[[GraphKey], torch.Tensor], rehearse: Callable[[GraphKey], torch.Tensor]) -> None:
         """Capture `issue(key)` for every key, the largest first, so that the others fit in its memory.
 
-        `issue` must have no effect while the tables are empty; what it returns, `replay` gives. Memory of the pool
-        that it returns is not kept: it holds until the next replay.
+        What `issue` returns, `replay` gives. Memory of the pool that it returns is not kept: it holds until the next
+        replay. `rehearse(key)` launches every kernel that `issue(key)` does, and has no effect while tables are empty.
         """
         pool = torch.cuda.graph_pool_handle()
         torch.cuda.synchronize()
         with torch.cuda.stream(torch.cuda.Stream()):
             for keys in (self._mixed, self._decode):
                 for key in reversed(keys):
-                    issue(key)  # compiles and loads what the graph launches
+                    rehearse(key)  # compiles and loads what the graph launches
                     graph = torch.cuda.CUDAGraph()
                     graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                     try:

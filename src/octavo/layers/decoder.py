@@ -7,6 +7,7 @@ Invariant: K and V are stored by slot before attention runs; both ways to run a 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import cast
 
@@ -20,6 +21,7 @@ from octavo.layers.mlp import Mlp
 from octavo.layers.moe import MoeMlp
 from octavo.layers.norm import RMSNorm
 from octavo.ops.decoder import BoundDecoder, DecoderLayerOperands, enter_attention, last_norm, leave_attention, project
+from octavo.ops.matmul import LinearWeight
 
 
 class DecoderLayer(Layer):
@@ -111,6 +113,7 @@ class Decoder:
         """`layers`: DecoderLayers in order, each with its number as the attention's index."""
         self._layers, self._norm = tuple(cast(DecoderLayer, layer) for layer in layers), norm
         self._dense = all(isinstance(layer.mlp, Mlp) for layer in self._layers)
+        self._unlike: int | None = None
         self._bound: BoundDecoder | None = None
         self._bound_to: tuple[object, object] = (None, None)  # the context's cache views and groups
 
@@ -126,9 +129,20 @@ class Decoder:
         if self._dense and self._plain and all(backend.capability.paged_operator for backend in context.backends):
             return self._bind(context)(x, positions, context.inputs)
         residual: torch.Tensor | None = None
-        for layer in self._layers:
+        for layer in self._layers[: self._num_unlike(context)] if context.brief else self._layers:
             x, residual = layer.forward(x, residual, positions)
         return last_norm(x, residual, self._norm.weight, self._norm.eps)
+
+    def _num_unlike(self, context: ForwardContext) -> int:
+        """Layers from the first on that launch what all do: one of each kind behind the first, and one behind them."""
+        if self._unlike is None:
+            facts = zip(self._layers, context.group_of_layer, context.kv_of_layer, strict=True)
+            kinds = [
+                (group, layer.attention.variant, type(layer.mlp), _kind(kv), _kind(layer.operands))
+                for layer, group, kv in facts
+            ]
+            self._unlike = max((kinds.index(kind, 1) for kind in kinds[1:]), default=0) + 2
+        return self._unlike
 
     def _bind(self, context: ForwardContext) -> BoundDecoder:
         """The decoder on the context's cache, made when that cache is first seen."""
@@ -140,3 +154,14 @@ class Decoder:
             )
             self._bound_to = context.kv_of_layer, context.group_of_layer
         return self._bound
+
+
+def _kind(value: object) -> object:
+    """What of a layer's operands decides which kernels run: how tensors lie, and every number."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.shape, value.stride(), value.data_ptr() % 16
+    if isinstance(value, LinearWeight):
+        return value.n, value.k, value.kind, _kind(value.storage)
+    if isinstance(value, DecoderLayerOperands):
+        return tuple(_kind(getattr(value, field.name)) for field in dataclasses.fields(value))
+    return value

@@ -9,6 +9,7 @@ between `issue` and `PendingStep.result` waits for the device, but for features 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 
@@ -76,7 +77,11 @@ class Runner:
     @torch.inference_mode()
     def capture(self) -> None:
         """Capture the graphs. Before the first step."""
-        self._graphs.capture(lambda key: self._decode(key) if key.is_decode else self._compute(key))
+
+        def issue(key: GraphKey, *, brief: bool = False) -> torch.Tensor:
+            return self._decode(key, brief=brief) if key.is_decode else self._compute(key, brief=brief)
+
+        self._graphs.capture(issue, functools.partial(issue, brief=True))
         self._buffers.turn.zero_()
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -154,16 +159,19 @@ class Runner:
             assert wanted is not None, "a row that owes prompt log-probabilities was asked for them"
             self._prompt_logprobs[new.row] = _PromptLogprobs(new.prompt_logprobs_start, new.num_prompt, wanted)
 
-    def _decode(self, key: GraphKey) -> torch.Tensor:
-        """Issue a whole decode step of the rows that the buffers name, for a graph; gives its logits."""
+    def _decode(self, key: GraphKey, *, brief: bool = False) -> torch.Tensor:
+        """Issue a whole decode step of the rows that the buffers name, for a graph; gives its logits.
+
+        brief: some layers may be left out, see ForwardContext.
+        """
         batch = self._buffers.view(key.num_rows, key.num_tokens, 1, min(key.max_seq_len, self._max_model_len))
-        logits = self.model.logits(self._forward(batch, for_capture=True))
+        logits = self.model.logits(self._forward(batch, for_capture=True, brief=brief))
         self._commit(batch, *self._sampler.draw(logits, batch.rows, batch.next_positions))
         return logits
 
-    def _compute(self, key: GraphKey) -> torch.Tensor:
-        """Issue a step up to its hidden states, for a graph."""
-        return self._forward(self._view_of(key), for_capture=True)
+    def _compute(self, key: GraphKey, *, brief: bool = False) -> torch.Tensor:
+        """Issue a step up to its hidden states, for a graph. brief: see `_decode`."""
+        return self._forward(self._view_of(key), for_capture=True, brief=brief)
 
     def _view_of(self, key: GraphKey) -> Batch:
         """The padded batch of the mixed steps that one graph serves."""
@@ -173,9 +181,11 @@ class Runner:
             batch = self._padded[key] = self._buffers.view(key.num_rows, key.num_tokens, longest, length, key.max_long)
         return batch
 
-    def _forward(self, batch: Batch, *, for_capture: bool) -> torch.Tensor:
+    def _forward(self, batch: Batch, *, for_capture: bool, brief: bool = False) -> torch.Tensor:
         self._buffers.gather(batch)
-        with forward_context(self._model_state.prepare(batch, for_capture=for_capture)):
+        context = self._model_state.prepare(batch, for_capture=for_capture)
+        context.brief = brief
+        with forward_context(context):
             return self.model.forward(batch.input_ids, batch.positions)
 
     def _sample(self, work: Work, batch: Batch, hidden: torch.Tensor) -> list[GroupLogprobs]:

@@ -1,0 +1,108 @@
+"""The CUDA driver's own calls, for what torch has none: machine code from memory, its launch, the nodes of a graph.
+
+Owns the library's signatures. Does not know what a kernel computes. Invariant: a launch is on the stream that it is
+given and copies its parameters before it returns, so their memory may be used again, and a graph may capture it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+from typing import Any
+
+_KERNEL_NODE = 0
+_MAX_DYNAMIC_SHARED = 8  # the attribute of a function
+_DEFAULT_SHARED = 48 << 10  # bytes of a block that need no leave
+
+
+class DriverError(RuntimeError):
+    """A call of the driver failed, or the driver has no such call."""
+
+
+class _NodeParams(ctypes.Structure):
+    _fields_ = [
+        ("function", ctypes.c_void_p), ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint), ("params", ctypes.POINTER(ctypes.c_void_p)), ("extra", ctypes.c_void_p),
+        ("kernel", ctypes.c_void_p), ("context", ctypes.c_void_p),
+    ]  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Node:
+    """A kernel's launch as a graph holds it."""
+
+    name: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared: int  # bytes
+    params: tuple[tuple[int, int], ...]  # (bytes, value as an unsigned number) of each
+
+
+@functools.cache
+def _library() -> Any:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise DriverError(str(error)) from None
+
+
+def _call(name: str, *args: Any) -> None:
+    try:
+        status = getattr(_library(), name)(*args)
+    except AttributeError:
+        raise DriverError(f"the driver has no {name}") from None
+    if status:
+        raise DriverError(f"{name} failed with {status}")
+
+
+def load(machine_code: bytes, name: str, shared: int) -> int:
+    """The function `name` of a cubin in the current context, free to use so many bytes of shared memory."""
+    module, function = ctypes.c_void_p(), ctypes.c_void_p()
+    _call("cuModuleLoadData", ctypes.byref(module), machine_code)
+    _call("cuModuleGetFunction", ctypes.byref(function), module, name.encode())
+    if shared > _DEFAULT_SHARED:
+        _call("cuFuncSetAttribute", function, _MAX_DYNAMIC_SHARED, shared)
+    assert function.value is not None, "the driver gave a function"
+    return function.value
+
+
+def launch(
+    function: int, grid: tuple[int, int, int], threads: int, shared: int, stream: int, params: ctypes.Array[Any]
+) -> None:
+    """Launch blocks of `threads`; params: addresses of the values."""
+    status = _library().cuLaunchKernel(
+        ctypes.c_void_p(function), *grid, threads, 1, 1, shared, ctypes.c_void_p(stream), params, None
+    )
+    if status:
+        raise DriverError(f"cuLaunchKernel failed with {status}")
+
+
+def kernels_of(graph: int) -> list[Node]:
+    """The launches of a captured graph, in order. Raises DriverError for other nodes, as copies are."""
+    graph_, count = ctypes.c_void_p(graph), ctypes.c_size_t()
+    _call("cuGraphGetNodes", graph_, None, ctypes.byref(count))
+    nodes = (ctypes.c_void_p * max(count.value, 1))()
+    _call("cuGraphGetNodes", graph_, nodes, ctypes.byref(count))
+    return [_read(ctypes.c_void_p(nodes[index])) for index in range(count.value)]
+
+
+def _read(node: ctypes.c_void_p) -> Node:
+    kind, held = ctypes.c_int(), _NodeParams()
+    _call("cuGraphNodeGetType", node, ctypes.byref(kind))
+    if kind.value != _KERNEL_NODE:
+        raise DriverError(f"a graph's node is of the kind {kind.value}")
+    _call("cuGraphKernelNodeGetParams_v2", node, ctypes.byref(held))
+    if not held.function or not held.params:
+        raise DriverError("a graph's launch shows neither function nor parameters")
+    function, name = ctypes.c_void_p(held.function), ctypes.c_char_p()
+    _call("cuFuncGetName", ctypes.byref(name), function)
+    offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+    params: list[tuple[int, int]] = []
+    while not _library().cuFuncGetParamInfo(function, len(params), ctypes.byref(offset), ctypes.byref(size)):
+        raw = ctypes.string_at(held.params[len(params)], size.value)
+        params.append((size.value, int.from_bytes(raw, "little")))
+    return Node(
+        name=(name.value or b"").decode(), grid=(held.grid[0], held.grid[1], held.grid[2]),
+        block=(held.block[0], held.block[1], held.block[2]), shared=held.shared, params=tuple(params),
+    )  # fmt: skip

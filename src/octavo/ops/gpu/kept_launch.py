@@ -1,0 +1,334 @@
+"""A compiled call of torch's as the kernels that it launches: observed once, kept in a file, launched without torch.
+
+Owns the observation (a CUDA graph of the call says which kernels, grids and parameters), the rules by which they follow
+from the number of mask rows, the file and the launch. Does not know what the kernels compute, or what names them.
+Invariants: a launch is the machine code that torch compiled, with the parameters that torch would give it; whatever
+does not follow from the inputs by a rule that holds for every count is refused, and the call stays torch's.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import ctypes
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from octavo.ops.gpu import driver
+
+_LOG = logging.getLogger(__name__)
+_POINTER = 8  # bytes
+_LARGEST_NUMBER = 1 << 40  # of 64 bits; above it are addresses
+_MAX_COUNT = 1 << 16  # of mask rows: an axis of a CUDA grid
+Rule = tuple[int, int, int]
+"""(fixed, times, over): `fixed` if times is 0, else cdiv(times * count, over)."""
+
+
+def versions() -> list[str]:
+    """Of what compiles: machine code of one is not another's."""
+    return [str(torch.__version__), str(torch.version.git_version), str(torch.version.cuda), str(triton.__version__)]
+
+
+class UnkeptError(RuntimeError):
+    """A call is more than launches that follow from its inputs."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Kernel:
+    name: str
+    machine_code: bytes
+    threads: int
+    shared: int
+    grid: tuple[Rule, Rule, Rule]
+    params: tuple[tuple[int, str, Any], ...]  # (bytes, "input" or "buffer" or "number", index or Rule)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Form:
+    """What is kept: launches in order, and the buffers that they write; the first ones are the call's results."""
+
+    kernels: tuple[_Kernel, ...]
+    buffers: tuple[tuple[str, tuple[Rule, ...]], ...]  # (dtype, shape), contiguous
+    num_inputs: int
+    num_results: int
+
+
+class Launch:
+    """A form that is ready: its code is loaded in the current CUDA context. One thread at a time."""
+
+    def __init__(self, form: Form, device: torch.device) -> None:
+        """Raises DriverError where the code does not load."""
+        self._device, self._num_inputs, self._num_results = device, form.num_inputs, form.num_results
+        self._buffers = [(getattr(torch, dtype), shape) for dtype, shape in form.buffers]
+        self._stream = triton.runtime.driver.active.get_current_stream
+        self._kernels = [_Ready(kernel) for kernel in form.kernels]
+
+    def __call__(self, inputs: Sequence[int], count: int) -> list[Tensor]:
+        """The results for `count` mask rows. inputs: addresses, of multiples of 16 bytes, in the order observed."""
+        assert len(inputs) == self._num_inputs, "a form has its inputs"
+        made = [
+            torch.empty([_apply(rule, count) for rule in shape], dtype=dtype, device=self._device)
+            for dtype, shape in self._buffers
+        ]
+        buffers, stream = [buffer.data_ptr() for buffer in made], self._stream(self._device.index)
+        for kernel in self._kernels:
+            kernel.launch(inputs, buffers, count, stream)
+        return made[: self._num_results]
+
+
+class _Ready:
+    """A loaded kernel and room for its parameters, of which those that never change are filled in."""
+
+    def __init__(self, kernel: _Kernel) -> None:
+        """Raises DriverError where the code does not load."""
+        self._kernel = kernel
+        self._function = driver.load(kernel.machine_code, kernel.name, kernel.shared)
+        self._values = (ctypes.c_uint64 * len(kernel.params))()
+        start = ctypes.addressof(self._values)
+        self._addresses = (ctypes.c_void_p * len(kernel.params))(*(start + 8 * i for i in range(len(kernel.params))))
+        places: dict[str, list[tuple[int, Any]]] = {"input": [], "buffer": [], "number": []}
+        for place, (_, kind, what) in enumerate(kernel.params):
+            places[kind].append((place, what))
+        for place, rule in places["number"]:
+            self._values[place] = rule[0]
+        self._inputs, self._buffers = places["input"], places["buffer"]
+        self._counts = [(place, rule) for place, rule in places["number"] if rule[1]]
+
+    def launch(self, inputs: Sequence[int], buffers: Sequence[int], count: int, stream: int) -> None:
+        values, (x, y, z) = self._values, self._kernel.grid
+        for place, index in self._inputs:
+            values[place] = inputs[index]
+        for place, index in self._buffers:
+            values[place] = buffers[index]
+        for place, rule in self._counts:
+            values[place] = _apply(rule, count)
+        grid = _apply(x, count), _apply(y, count), _apply(z, count)
+        driver.launch(self._function, grid, self._kernel.threads, self._kernel.shared, stream, self._addresses)
+
+
+def _apply(rule: Rule, count: int) -> int:
+    fixed, times, over = rule
+    return -(-times * count // over) if times else fixed
+
+
+# what a call launches
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Sight:
+    """One observed call: addresses of its inputs, its results, its launches and the compiled kernels behind them."""
+
+    inputs: list[int]
+    results: list[Tensor]
+    scratch: list[Tensor]
+    nodes: list[driver.Node]
+    compiled: list[Any]
+
+
+def observe(
+    make_inputs: Callable[[int], list[Tensor]],
+    call: Callable[[list[Tensor]], Sequence[Tensor]],
+    counts: Sequence[int],
+) -> Form:
+    """The form of a compiled call that has run before, from calls with these counts of mask rows.
+
+    Raises UnkeptError or DriverError where the call is not wholly launches of kernels that torch compiled.
+    """
+    sights = [_look(make_inputs(count), call) for count in counts]
+    first = sights[0]
+    if len({(len(s.nodes), len(s.compiled), len(s.results), len(s.scratch)) for s in sights}) > 1:
+        raise UnkeptError("it launches other kernels for other counts")
+    made = [tensor.data_ptr() for sight in sights for tensor in (*sight.results, *sight.scratch)]
+    if len(set(made)) < len(made):  # all are held: what is not made anew is a constant
+        raise UnkeptError("it reads tensors of its own")
+    if len(first.nodes) != len(first.compiled) or not first.nodes:
+        raise UnkeptError(f"{len(first.nodes)} launches are {len(first.compiled)} kernels that torch compiled")
+    kernels = tuple(_kernel(sights, counts, index) for index in range(len(first.nodes)))
+    buffers = zip(*(sight.results + sight.scratch for sight in sights), strict=True)
+    return Form(kernels, tuple(_buffer(same, counts) for same in buffers), len(first.inputs), len(first.results))
+
+
+def _look(inputs: list[Tensor], call: Callable[[list[Tensor]], Sequence[Tensor]]) -> _Sight:
+    """Capture a call, on a stream of its own; nothing runs."""
+    addresses = [tensor.data_ptr() for tensor in inputs]
+    if len(set(addresses)) < len(addresses):
+        raise UnkeptError("two of its inputs lie at one address")
+    graph, stream = torch.cuda.CUDAGraph(keep_graph=True), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream), _watched() as calls:
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            results = list(call(inputs))
+        finally:
+            graph.capture_end()
+    nodes = driver.kernels_of(graph.raw_cuda_graph())
+    known = {*addresses, *(result.data_ptr() for result in results)}
+    scratch = {t.data_ptr(): t for _, args in calls for t in args if t.data_ptr() not in known and t.numel()}
+    storages = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+    if any(tensor.untyped_storage().data_ptr() in storages for tensor in (*scratch.values(), *results)):
+        raise UnkeptError("it takes or gives a part of an input")
+    return _Sight(addresses, results, list(scratch.values()), nodes, [kernel for kernel, _ in calls])
+
+
+@contextlib.contextmanager
+def _watched() -> Iterator[list[tuple[Any, list[Tensor]]]]:
+    """Lists (compiled kernel, its tensors) of torch's launches meanwhile."""
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    calls: list[tuple[Any, list[Tensor]]] = []
+    plain: Any = CachingAutotuner.run
+
+    def run(self: Any, *args: Any, **options: Any) -> Any:
+        calls.append((self, [arg for arg in args if isinstance(arg, Tensor)]))
+        return plain(self, *args, **options)
+
+    CachingAutotuner.run = run  # type: ignore[method-assign]
+    try:
+        yield calls
+    finally:
+        CachingAutotuner.run = plain  # type: ignore[method-assign]
+
+
+def _kernel(sights: list[_Sight], counts: Sequence[int], index: int) -> _Kernel:
+    nodes = [sight.nodes[index] for sight in sights]
+    node, compiled = nodes[0], sights[0].compiled[index]
+    fixed = {(one.name, one.block, one.shared, tuple(size for size, _ in one.params)) for one in nodes}
+    if len(fixed) > 1 or node.block[1:] != (1, 1):
+        raise UnkeptError(f"the launch of {node.name} changes with the count")
+    machine_code, scratch_params = _machine_code(compiled, node)
+    params = []
+    for place, (size, _) in enumerate(node.params):
+        values = [one.params[place][1] for one in nodes]
+        params.append((size, *_param(sights, values, counts, size)))
+    if any(kind != "number" or what != (0, 0, 1) for _, kind, what in params[len(params) - scratch_params :]):
+        raise UnkeptError(f"{node.name} was given memory of Triton's own")
+    multiples = {what[1] for _, kind, what in params if kind == "number" and what[1]} | {1}
+    x, y, z = (_grid_rule([one.grid[axis] for one in nodes], counts, multiples) for axis in range(3))
+    if not any(times for _, times, _ in (x, y, z)):
+        raise UnkeptError(f"the grid of {node.name} does not grow with the count")
+    return _Kernel(node.name, machine_code, node.block[0], node.shared, (x, y, z), tuple(params))
+
+
+def _machine_code(compiled: Any, node: driver.Node) -> tuple[bytes, int]:
+    """Of a compiled kernel, from Triton's cache on disk, and how many parameters are for memory of Triton's own."""
+    from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
+
+    (launcher,) = compiled.launchers
+    folder = Path(triton_cache_dir(torch.cuda.current_device())) / launcher.cache_hash
+    facts = json.loads((folder / f"{node.name}.json").read_text())
+    plain = {"num_ctas": 1, "launch_cooperative_grid": False, "launch_pdl": False, "launch_cluster": False}
+    if any(facts.get(name, value) != value for name, value in plain.items()):
+        raise UnkeptError(f"{node.name} is launched in a way of its own")
+    if (facts["name"], facts["shared"], facts["num_warps"] * 32) != (node.name, node.shared, node.block[0]):
+        raise UnkeptError(f"{node.name} is not the kernel that Triton's cache has")
+    scratch = [size for size in ("global_scratch_size", "profile_scratch_size") if size in facts]
+    return (folder / f"{node.name}.cubin").read_bytes(), len(scratch)
+
+
+def _param(sights: list[_Sight], values: list[int], counts: Sequence[int], size: int) -> tuple[str, Any]:
+    """Where a parameter's value comes from."""
+    if size == _POINTER:
+        for kind, tables in (
+            ("input", [sight.inputs for sight in sights]),
+            ("buffer", [[t.data_ptr() for t in (*sight.results, *sight.scratch)] for sight in sights]),
+        ):
+            for index in range(len(tables[0])):
+                if all(table[index] == value for table, value in zip(tables, values, strict=True)):
+                    return kind, index
+    if max(values) > _LARGEST_NUMBER:
+        raise UnkeptError("it is given an address that is none of its inputs")
+    return "number", _rule(values, counts)
+
+
+def _buffer(same: Sequence[Tensor], counts: Sequence[int]) -> tuple[str, tuple[Rule, ...]]:
+    like = same[0]
+    if not all(one.is_contiguous() and one.dtype == like.dtype and one.dim() == like.dim() for one in same):
+        raise UnkeptError("it makes a tensor that is not contiguous")
+    sizes = zip(*(one.shape for one in same), strict=True)
+    return str(like.dtype).removeprefix("torch."), tuple(_rule(size, counts) for size in sizes)
+
+
+def _rule(values: Sequence[int], counts: Sequence[int]) -> Rule:
+    if len(set(values)) == 1:
+        return values[0], 0, 1
+    times = values[0] // counts[0]
+    if any(value != times * count for value, count in zip(values, counts, strict=True)):
+        raise UnkeptError(f"{list(values)} do not follow from {list(counts)} mask rows")
+    return 0, times, 1
+
+
+def _grid_rule(values: Sequence[int], counts: Sequence[int], multiples: set[int]) -> Rule:
+    """A fixed number, or the one way to cut what grows with the count into tiles of a power of two."""
+    if len(set(values)) == 1:
+        return values[0], 0, 1
+    tiled = [
+        (0, times, 1 << power) for times in sorted(multiples | {max(values[0] // counts[0], 1)}) for power in range(14)
+    ]
+    fitting = [
+        rule for rule in tiled if all(_apply(rule, count) == value for count, value in zip(counts, values, strict=True))
+    ]
+    if not fitting:
+        raise UnkeptError(f"grids of {list(values)} do not follow from {list(counts)} mask rows")
+    far = range(2, _MAX_COUNT, 61)
+    if any(_apply(rule, count) != _apply(fitting[0], count) for rule in fitting[1:] for count in far):
+        raise UnkeptError(f"grids of {list(values)} follow from {list(counts)} mask rows in two ways")
+    return fitting[0]
+
+
+# the file
+
+
+def write(path: Path, key: Any, form: Form) -> None:
+    """Keep a form under its key: whole or not at all."""
+    kernels = [
+        dataclasses.asdict(kernel) | {"machine_code": base64.b64encode(kernel.machine_code).decode()}
+        for kernel in form.kernels
+    ]
+    body = [key, dataclasses.asdict(form) | {"kernels": kernels}]
+    text = json.dumps({"sum": _sum(body), "body": body}, indent=1)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent)
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        file.write(text)
+    os.replace(temporary, path)
+
+
+def read(path: Path, key: Any) -> Form | None:
+    """The form kept under a key; None where there is none, or, with a warning, where the file is damaged."""
+    try:
+        whole = json.loads(path.read_text(encoding="utf-8"))
+        if whole["sum"] != _sum(whole["body"]) or whole["body"][0] != key:
+            raise ValueError("its sum or its key is another")
+        form = whole["body"][1]
+        kernels = tuple(
+            _Kernel(**_tuples(kernel) | {"machine_code": base64.b64decode(kernel["machine_code"])})
+            for kernel in form["kernels"]
+        )
+        return Form(**_tuples({**form, "kernels": ()}) | {"kernels": kernels})
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        _LOG.warning("the kept kernel %s is damaged (%s): it is compiled anew", path, error)
+        return None
+
+
+def _sum(body: Any) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _tuples(value: dict[str, Any]) -> dict[str, Any]:
+    def turned(part: Any) -> Any:
+        return tuple(turned(one) for one in part) if isinstance(part, list) else part
+
+    return {key: turned(part) for key, part in value.items()}
