@@ -82,8 +82,7 @@ class Parts:
 
 def start_engine(config: EngineConfig, phases: Phases, *, text: bool = True) -> Parts:
     """Build every part; without `text` no tokenizer: prompts come as ids. Raises ValueError, in one line."""
-    compiler = threading.Thread(target=_prepare_compiler, args=(config,), daemon=True)
-    compiler.start()
+    threading.Thread(target=_prepare_compiler, args=(config,), daemon=True).start()
     with phases("find and read the model's config"):
         folder, arch = find_and_read(config)
         facts = probe.device_facts(config.device)
@@ -93,7 +92,6 @@ def start_engine(config: EngineConfig, phases: Phases, *, text: bool = True) -> 
     with phases("load the weights"), _room(resolved, "the weights", "load_format", "take a smaller model or dtype"):
         check_weights(arch, resolved, _memory(resolved)[0])
         _set_up(resolved)
-        compiler.join()
         model = _load(arch, folder, resolved)
         resolved = _apply_mods(model, config, resolved)
     with (
@@ -139,7 +137,7 @@ def start_engine(config: EngineConfig, phases: Phases, *, text: bool = True) -> 
 
 
 def _prepare_compiler(config: EngineConfig) -> None:
-    """What kernels wait for, while the device is opened."""
+    """What kernels wait for, while the device is opened and weights are read."""
     if config.device != "cpu" and torch.version.cuda:
         from octavo.ops.gpu import launch
 

@@ -7,13 +7,16 @@ import functools
 import json
 import math
 import operator
+import sys
 import textwrap
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 import octavo.attention as A
+from octavo.attention import flex_kernel
 from octavo.attention.flex_key import UnnamedError, name_mods
 from octavo.attention.mods import AttentionMods, bound, request_field
 
@@ -211,3 +214,28 @@ def test_what_has_no_certain_name_is_refused_by_name(what: str) -> None:
 def test_functions_of_their_arguments_alone_have_names() -> None:
     for function in (torch.where, torch.nn.functional.relu, operator.and_, math.floor, max):
         assert name_of(made("def mask(b, h, q, k):\n    return f(q, k)", f=function))
+
+
+def test_settings_of_torchs_compiler_are_part_of_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variables, options that are not as they come, and torch's modes; where caches lie is not."""
+    before, modes = flex_kernel._changed_settings(), flex_kernel._modes()
+    config = ModuleType("torch._inductor.config")
+    config.emulate, config.compile_threads, config.tile = True, 3, 8
+    config._config = {
+        name: SimpleNamespace(default=default, alias=None)
+        for name, default in {"emulate": False, "compile_threads": 1, "tile": 8}.items()
+    }
+    monkeypatch.setitem(sys.modules, "torch._inductor.config", config)
+    monkeypatch.setenv("TRITON_F32_DEFAULT", "ieee")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/elsewhere")
+    added = {("_inductor", "emulate", "True"), ("environment", "TRITON_F32_DEFAULT", "ieee")}
+    assert flex_kernel._changed_settings() - before == added
+    with torch.inference_mode():
+        assert flex_kernel._modes() != modes
+    kept = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        assert flex_kernel._modes() != modes
+    finally:
+        torch.set_float32_matmul_precision(kept)
+    assert flex_kernel._modes() == modes

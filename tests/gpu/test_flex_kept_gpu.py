@@ -128,7 +128,7 @@ def test_a_damaged_file_is_told_and_compiled_anew(cache: Path, caplog: pytest.Lo
         with caplog.at_level(logging.INFO):
             assert torch.equal(run(step, PLAIN), expected)
         assert "is damaged" in caplog.text and "compiled, kept at" in caplog.text
-        assert json.loads(file.read_text()) == json.loads(whole)
+        assert file.read_text() == whole
 
 
 def test_a_mod_without_a_name_is_torchs(cache: Path, caplog: pytest.LogCaptureFixture) -> None:

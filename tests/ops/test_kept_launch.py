@@ -69,7 +69,7 @@ def test_a_damaged_file_is_told_and_not_used(damage: str, tmp_path: Path, caplog
     whole = path.read_text()
     if damage == "another format":
         body = [KEY, {"kernels": [{"name": "attend"}]}]
-        text = json.dumps({"sum": kept_launch._sum(body), "body": body})
+        text = f"{kept_launch._sum(json.dumps(body))}\n{json.dumps(body)}\n"
     else:
         texts = {"half": whole[: len(whole) // 2], "a digit": whole.replace("37120", "37121"), "another key": whole}
         text = texts.get(damage, damage)

@@ -32,11 +32,11 @@ from octavo.ops import flex as ops
 _LOG = logging.getLogger(__name__)
 ALIGNED = 16  # bytes, of what compiled kernels read
 _LISTS = slice(3, 10)  # of a call's inputs: what _lists gives
-_FORMAT = 1  # of a kept kernel's key and file
+_FORMAT = 2  # of a kept kernel's key and file
 _PROBE_LINES = 1 << 13  # of the largest made-up call: more than torch gives one program
 _ENVIRONMENT = ("TORCHINDUCTOR_", "TORCHDYNAMO_", "TORCH_COMPILE", "TRITON_")
 _ELSEWHERE = ("_CACHE_DIR", "_COMPILE_THREADS", "_HOME")  # variables that change no kernel
-_BY_COMPILING: set[tuple[str, str, str]] = set()  # options that importing and running torch's compiler changed
+_BY_COMPILING: set[tuple[str, str, str]] = set()  # settings that torch's compiler itself changed in this process
 _Call = Callable[[list[Tensor]], tuple[Tensor, Tensor]]
 # (lines, key, value, mask rows, logical blocks, scales of K or none, first mask row, how many): what a call takes
 _Way = Callable[[Tensor, Tensor, Tensor, ops.MaskRows, Tensor, tuple[Tensor, ...], int, int], tuple[Tensor, Tensor]]
@@ -114,7 +114,7 @@ class Kernel:
             )
             launch = kept_launch.Launch(form, device)
             probes.compare(call, launch, captured)
-        except (RuntimeError, OSError, KeyError, AttributeError, ValueError) as error:
+        except Exception as error:  # whatever another torch has in another place
             _LOG.warning("%s is not kept, and compiled at every start: %s", what, error)
             return _through(call)
         try:
@@ -216,16 +216,11 @@ class _Probes:
 def _settings(variant: Variant, shape: ops.Geometry, options: dict[str, Any], versions: list[str]) -> Name:
     """Whatever decides what torch makes of a mod, beside the mod and the inputs."""
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
-    environment = sorted(
-        [name, value]
-        for name, value in os.environ.items()
-        if name.startswith(_ENVIRONMENT) and not name.endswith(_ELSEWHERE)
-    )
     return [
         ["format", _FORMAT],
         ["versions", sys.version, *versions],
         ["gpu", gpu.name, gpu.major, gpu.minor, gpu.multi_processor_count],
-        ["environment", environment, sorted(map(list, _changed_options() - _BY_COMPILING))],
+        ["changed", *sorted(map(list, _changed_settings() - _BY_COMPILING))],
         ["modes", *_modes()],
         ["code", name_code(compile_call, compile_alone, make_mods)],
         ["kernel", float(variant.scale).hex(), repr(shape), sorted(options.items())],
@@ -234,20 +229,23 @@ def _settings(variant: Variant, shape: ops.Geometry, options: dict[str, Any], ve
 
 def _modes() -> list[str]:
     """Torch's own, of this thread and of the process."""
-    products = torch.get_float32_matmul_precision(), getattr(torch.backends.cuda.matmul, "fp32_precision", "")
+    precision, products = torch.get_float32_matmul_precision(), torch.backends.cuda.matmul
+    if getattr(products, "fp32_precision", "none") != "none":  # else the older setting holds
+        precision = "highest" if products.fp32_precision == "ieee" else products.fp32_precision
     autograd = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
-    return [
-        str(mode)
-        for mode in (*products, *autograd, torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype())
-    ]
+    others = torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype()
+    return [str(mode) for mode in (precision, *autograd, *others)]
 
 
-def _changed_options() -> set[tuple[str, str, str]]:
-    """Options of torch's compiler that are not as they come. None before it is imported."""
+def _changed_settings() -> set[tuple[str, str, str]]:
+    """Variables that torch's compiler and Triton read, and options of the former that are not as they come.
+
+    Before it is imported, it has no options.
+    """
     modules = {name: sys.modules.get(f"torch.{name}.config") for name in ("_inductor", "_dynamo", "_functorch")}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of options that nobody set
-        return {
+        options = {
             (name, option, repr(getattr(module, option)))
             for name, module in modules.items()
             for option, entry in getattr(module, "_config", {}).items()
@@ -255,6 +253,11 @@ def _changed_options() -> set[tuple[str, str, str]]:
             and option != "compile_threads"
             and getattr(module, option) != entry.default
         }
+    return options | {
+        ("environment", name, value)
+        for name, value in os.environ.items()
+        if name.startswith(_ENVIRONMENT) and not name.endswith(_ELSEWHERE)
+    }
 
 
 def make_mods(
@@ -329,14 +332,14 @@ def compile_call(variant: Variant, mods: AttentionMods, shape: ops.Geometry, siz
     marked: list[bool] = []
 
     def call(inputs: list[Tensor]) -> tuple[Tensor, Tensor]:
-        before = None if marked else _changed_options()
+        before = None if marked else _changed_settings()
         if not marked:
             marked.append(True)
             for tensor in inputs[:1] + inputs[_LISTS]:
                 torch._dynamo.mark_dynamic(tensor, 0)
         parts, lse = compiled(*inputs)
         if before is not None:
-            _BY_COMPILING.update(_changed_options() - before)
+            _BY_COMPILING.update(_changed_settings() - before)
         return parts, lse
 
     return call

@@ -296,21 +296,23 @@ def write(path: Path, key: Any, form: Form) -> None:
         for kernel in form.kernels
     ]
     body = [key, dataclasses.asdict(form) | {"kernels": kernels}]
-    text = json.dumps({"sum": _sum(body), "body": body}, indent=1)
+    text = json.dumps(body)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent)
     with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.write(text)
+        file.write(f"{_sum(text)}\n{text}\n")
     os.replace(temporary, path)
 
 
 def read(path: Path, key: Any) -> Form | None:
     """The form kept under a key; None where there is none, or, with a warning, where the file is damaged."""
     try:
-        whole = json.loads(path.read_text(encoding="utf-8"))
-        if whole["sum"] != _sum(whole["body"]) or whole["body"][0] != key:
-            raise ValueError("its sum or its key is another")
-        form = whole["body"][1]
+        told, text = path.read_text(encoding="utf-8").split("\n")[:2]
+        if told != _sum(text):
+            raise ValueError("its sum is another")
+        kept_key, form = json.loads(text)
+        if kept_key != key:
+            raise ValueError("its key is another")
         kernels = tuple(
             _Kernel(**_tuples(kernel) | {"machine_code": base64.b64decode(kernel["machine_code"])})
             for kernel in form["kernels"]
@@ -323,8 +325,8 @@ def read(path: Path, key: Any) -> Form | None:
         return None
 
 
-def _sum(body: Any) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+def _sum(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _tuples(value: dict[str, Any]) -> dict[str, Any]:

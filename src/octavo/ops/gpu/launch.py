@@ -14,11 +14,14 @@ kernel was launched.
 from __future__ import annotations
 
 import functools
+import threading
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+
+_NAMING = threading.Lock()
 
 
 @triton.jit
@@ -49,12 +52,13 @@ def chained(device: torch.device) -> dict[str, Any]:
 
 
 def name_compiler() -> None:
-    """Let Triton sum up its own files now: 0.3 s that a process's first launch waits for."""
+    """Let Triton sum up its own files, 0.3 s that a process's first launch waits for; or wait for who has begun."""
     try:
         from triton.runtime.cache import triton_key
     except ImportError:  # another Triton
         return
-    triton_key()
+    with _NAMING:  # Triton itself would do it twice
+        triton_key()
 
 
 @functools.cache

@@ -16,7 +16,7 @@ import logging
 import torch
 from torch import Tensor
 
-from octavo.ops.gpu.launch import chained
+from octavo.ops.gpu.launch import chained, name_compiler
 from octavo.ops.gpu.matmul_kernels import product
 
 _LOG = logging.getLogger(__name__)
@@ -112,6 +112,7 @@ def check_library(weight: Tensor) -> bool:
     Compares both over several numbers of heavy-tailed rows; a shape that fails runs Triton tiles at any number of rows.
     Once per shape and process, before anything is captured.
     """
+    name_compiler()
     (n, k), dtype = weight.shape, weight.dtype
     shape = n, k, dtype
     if _numerics == "fast" or shape in _checked:
