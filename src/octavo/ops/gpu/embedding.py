@@ -1,7 +1,7 @@
 """Rows gathered from a table on a GPU: `gather_rows` of `octavo.ops.embedding`.
 
-Owns the kernel. Invariant: values are exact up to the one rounding after the scale. It is launched whole: it begins
-when all before it is done, and so do all kernels behind it, see `octavo.ops.gpu.launch`.
+Owns the kernel. Invariant: values are exact up to the one rounding after the scale. It begins when all before it is
+done, and so do all kernels behind it, see `octavo.ops.gpu.launch`.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, assignment"
@@ -12,13 +12,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.ops.gpu.launch import begin_whole, chained
+
 # Channels of a program and its warps: they move no bit.
 _BLOCK = 1024
 _WARPS = 4
 
 
 @triton.jit
-def _gather(ids, table, out, scale, SIZE: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr):
+def _gather(
+    ids, table, out, scale, SIZE: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    begin_whole(PDL)
     token = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < SIZE
@@ -37,5 +42,6 @@ def gather_rows(ids: Tensor, table: Tensor, out_dtype: torch.dtype, scale: float
     if num_tokens:
         _gather[(num_tokens, triton.cdiv(size, _BLOCK))](
             ids, table, out, scale, SIZE=size, SCALED=scale != 1.0, BLOCK=_BLOCK, num_warps=_WARPS,
+            **chained(table.device),
         )  # fmt: skip
     return out

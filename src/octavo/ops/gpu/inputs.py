@@ -111,19 +111,21 @@ def _commit(
     rows, seq_lens, sample_of, sampled, failed, token_ids, total_len, num_computed, turn, results, width, max_num_rows,
     num_rows, AGAIN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    begin_after(PDL)
+    """What the forward pass does not write is read before the kernel ahead is done, see `octavo.ops.gpu.launch`."""
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = entry < num_rows
     length = tl.load(seq_lens + entry, mask=inside, other=0)
-    inside = inside & (length > 0)
+    live = inside & (length > 0)
     row = tl.load(rows + entry, mask=inside, other=0)
-    tl.store(num_computed + row, length, mask=inside)
     sample = tl.load(sample_of + entry, mask=inside, other=-1)
-    inside = inside & (sample >= 0)
+    total = tl.load(total_len + row, mask=inside, other=0)
+    slot = tl.load(turn) * max_num_rows + sample
+    begin_after(PDL)
+    tl.store(num_computed + row, length, mask=live)
+    inside = live & (sample >= 0)
     token = tl.load(sampled + sample, mask=inside, other=0)
     reason = tl.load(failed + sample, mask=inside, other=0).to(tl.int64)
-    tl.store(results + tl.load(turn) * max_num_rows + sample, token | (reason << 32), mask=inside)
-    total = tl.load(total_len + row, mask=inside, other=0)
+    tl.store(results + slot, token | (reason << 32), mask=inside)
     if AGAIN:
         total -= 1
     else:

@@ -3,10 +3,10 @@
 Owns the options of such a launch and the calls that a kernel makes. A kernel with `PDL` calls `begin_after`, or
 `wait_before` and later `end_before`, before it reads what another kernel wrote and before it writes anything; one
 program at least does so on every path, for the kernel after it relies on that.
-What it reads before are constants: weights, and, behind a kernel that is launched whole, what was written ahead of that
-one. A forward pass begins with such a kernel, `octavo.ops.gpu.embedding`'s: in its layers the step's lengths, tables,
-slots and positions are constants, and so is what the cache holds of earlier steps. Invariant: no bit depends on how a
-kernel was launched.
+What it reads before are constants: weights, and, behind a kernel that calls `begin_whole`, what was written ahead of
+that one. A forward pass begins with such a kernel, `octavo.ops.gpu.embedding`'s: in its layers the step's lengths,
+tables, slots and positions are constants, and so is what the cache holds of earlier steps. Invariant: no bit depends on
+how a kernel was launched.
 """
 
 # Kernels are compiled from their source by Triton, whose values mypy does not know.
@@ -30,6 +30,14 @@ def begin_after(PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def begin_whole(PDL: tl.constexpr):
+    """Wait until all before is done and its writes are seen, and only then let the next kernel be launched."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
