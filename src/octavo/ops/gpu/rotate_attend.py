@@ -59,7 +59,6 @@ _LINES = gl.constexpr(
         [64, 128],
     )
 )
-_HEADS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [2, 2], [1, 0]))  # 4 to a warp
 _PIECE = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # 16 lines of a tile
 _WIDE = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [1, 4], [1, 0]))
 _SWIZZLED = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
@@ -124,6 +123,18 @@ def _ask(
         async_copy.async_copy_global_to_shared(ring.index(piece), at, mask=there[:, None])
 
 
+@constexpr_function
+def _lines(group):
+    """How many lines the heads that are turned together take: those of Q, and K."""
+    return 4 if group < 4 else 8
+
+
+@constexpr_function
+def _heads(lines):
+    """Of halves of heads [lines, 64]: no thread has more than it must."""
+    return gl.BlockedLayout([1, lines // 2], [lines // 4, 128 // lines], [4, 1], [1, 0])
+
+
 @gluon.jit
 def _turned(first, second, weights, cosine, sine, eps, LEVELS: gl.constexpr, NORM: gl.constexpr):
     """Heads, normed and rotated, rounded: [N, head size] of their halves. As `rope._turned`."""
@@ -132,7 +143,7 @@ def _turned(first, second, weights, cosine, sine, eps, LEVELS: gl.constexpr, NOR
     if NORM:
         squares = row_sums(first * first + second * second, LEVELS)
         inverse = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(squares, 2.0 * first.shape[1]) + eps))
-        inverse = gl.convert_layout(inverse, gl.SliceLayout(1, _HEADS))[:, None]
+        inverse = gl.convert_layout(inverse, gl.SliceLayout(1, first.type.layout))[:, None]
         first = (first * inverse * weights[0]).to(dtype).to(gl.float32)
         second = (second * inverse * weights[1]).to(dtype).to(gl.float32)
     halves = gl.join((first * cosine - second * sine).to(dtype), (second * cosine + first * sine).to(dtype))
@@ -201,18 +212,23 @@ def _weights(scores, leaf_max, score_scale, dtype: gl.constexpr):
 
 @gluon.jit
 def _attend_half(
-    keys, values, kv, after, queries, fresh_k, place, limit, score_scale, weights_at, leaf, leaf_sum, leaf_max,
-    kv_token: gl.constexpr, HEAD: gl.constexpr, BLOCK: gl.constexpr,
+    keys, values, kv, after, queries, fresh_k, fresh_v, place, limit, score_scale, weights_at, leaf, leaf_sum,
+    leaf_max, kv_token: gl.constexpr, HEAD: gl.constexpr, BLOCK: gl.constexpr,
 ):  # fmt: skip
     """One half, whose K is there: the online softmax over its tiles. `after`: what to ask for when it is done with.
 
-    place: of the newest token, if it is in this half; its K is in fresh_k [1, HEAD] alone.
+    place: of the newest token, if it is in this half. Its K is in fresh_k [1, HEAD] alone; fresh_v: the lines in shared
+    memory among which its V belongs, what they hold, and V.
     """
     dtype: gl.constexpr = queries.dtype
     whole = keys._reinterpret(dtype, [_HALF, HEAD], _SWIZZLED)
     scores = mma_v2(whole.load(_LEFT), queries, gl.zeros([_HALF, 8], gl.float32, _S))
     fresh = gl.broadcast(fresh_k.load(_LEFT), gl.zeros([64, HEAD], dtype, _LEFT))[0]
     fresh = mma_v2(fresh, queries, gl.zeros([64, 8], gl.float32, _S))
+    if place < _HALF:
+        lines, old, new = fresh_v
+        is_place = gl.arange(0, 16, gl.SliceLayout(1, _PIECE))[:, None] == place % 16
+        lines.store(gl.where(is_place, gl.broadcast(new, old)[0], old))
     token = _tokens()
     scores = gl.where(token == place, _repeated(fresh, 4), scores)
     line, kv_index, start, end, kv_block, kv_head = after
@@ -274,8 +290,8 @@ def _finish(
     channel, line = gl.arange(0, HEAD, _LINE)[:, None], gl.arange(0, 8, _COLUMN)
     if leaves == 1:
         add = exp2_from(leaf_max, leaf_max)[None, :]
-        whole_sum = _repeated(leaf_sum * add, HEAD // 64)
-        whole = leaf * add * gl.where(whole_sum == 0.0, 0.0, 1.0 / whole_sum)
+        whole_sum = leaf_sum * add
+        whole = leaf * add * _repeated(gl.where(whole_sum == 0.0, 0.0, 1.0 / whole_sum), HEAD // 64)
         gl.store(out + line[None, :] * HEAD + channel, whole.to(out.dtype.element_ty), mask=(line < GROUP)[None, :])
     else:
         at = parts + index * (LINES * HEAD) + line[None, :] * HEAD + channel
@@ -329,8 +345,10 @@ def _rotate_and_attend(
         async_copy.commit_group()
     elif PDL and gl.program_id(0) == 0:  # the kernel does not end before the one ahead
         tl.extra.cuda.gdc_wait()
-    channel = gl.arange(0, HEAD // 2, gl.SliceLayout(0, _HEADS))
-    head = gl.arange(0, 8, gl.SliceLayout(1, _HEADS))[:, None]  # of Q in the group, then that of K
+    USED: gl.constexpr = _lines(GROUP)  # of the lines of a matrix instruction
+    HEADS: gl.constexpr = _heads(USED)
+    channel = gl.arange(0, HEAD // 2, gl.SliceLayout(0, HEADS))
+    head = gl.arange(0, USED, gl.SliceLayout(1, HEADS))[:, None]  # of Q in the group, then that of K
     weights = (channel, channel)
     if NORM:
         norm = gl.where(head == GROUP, k_norm, q_norm) + channel[None, :]
@@ -360,8 +378,7 @@ def _rotate_and_attend(
         after = (next_line, next_place % KV_HEADS, next_start, next_end - 1, kv_block, kv_head)
         is_new = seq_len <= leaf_end
         newest = gl.where(is_new, seq_len - 1 - start, 1 << 20)
-        is_here = newest < _HALF
-        if is_here:  # V, and so K, is there: its place in V is filled below
+        if newest < _HALF:  # V, and so K, is there: its place in V is filled while scores are on their way
             async_copy.wait_group(0)
         tl.debug_barrier()
         of_newest = _piece_of(values, newest, HEAD)
@@ -377,17 +394,16 @@ def _rotate_and_attend(
         whole = gl.arange(0, HEAD, gl.SliceLayout(0, _PIECE))[None, :]
         new_v = gl.load(source + (KV_HEADS * (GROUP + 1) + kv_index) * HEAD + whole)
         both = _turned(low, high, weights, cosine, sine, eps, LEVELS, NORM)
+        if USED < 8:  # the others are zeros
+            both = gl.reshape(gl.permute(gl.join(both, gl.zeros_like(both)), (2, 0, 1)), [8, HEAD])
         turned.store(both)
         heads.store(both)
-        if is_here:
-            line = gl.arange(0, 16, gl.SliceLayout(1, _PIECE))[:, None]
-            of_newest.store(gl.where(line == newest % 16, gl.broadcast(new_v, old_v)[0], old_v))
         async_copy.wait_group(1)
         tl.debug_barrier()
         queries, fresh_k = turned.permute((1, 0)).load(_RIGHT), heads.slice(GROUP, 1)
         leaf, leaf_sum, leaf_max = _attend_half(
-            keys, values, kv, after, queries, fresh_k, newest, leaf_end - start, score_scale, weights_at, leaf,
-            leaf_sum, leaf_max, kv_token, HEAD, BLOCK,
+            keys, values, kv, after, queries, fresh_k, (of_newest, old_v, new_v), newest, leaf_end - start, score_scale,
+            weights_at, leaf, leaf_sum, leaf_max, kv_token, HEAD, BLOCK,
         )  # fmt: skip
         if is_new & is_done & (slot >= 0):
             stored = kv + (slot // BLOCK * kv_block + kv_index * kv_head + slot % BLOCK * kv_token) + whole
