@@ -16,6 +16,7 @@ import functools
 import torch
 import triton.language as tl
 from torch import Tensor
+from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
@@ -30,6 +31,7 @@ _MAX_BYTES = 100 << 10  # of the weights that a processor holds for a kernel: tw
 _MIN_PROGRAMS = 64  # fewer do not draw weights fast enough
 _MULTIPLE = 1024  # of k: shapes that were not compared on a device are left to the other kernel
 _MAX_NORMED = 4096  # k that the warps of a program that streams hold in registers, to norm them
+_FOUR = gl.constexpr(gl.DistributedLinearLayout([[0, 1], [0, 2]], [[0, 0]] * 5, [[0, 0]] * 2, [], [1, 4]))
 
 
 @gluon.jit
@@ -41,18 +43,43 @@ def _normed(x, k, scale, eps, K: gl.constexpr, LEVELS: gl.constexpr, layout: gl.
     return value * gl.convert_layout(inverse, layout) * scale
 
 
+@constexpr_function
+def _spread(size):
+    """Of a row [1, size] on four warps, 8 k a thread: warps meet last in the tree of `row_sums`."""
+    lanes = [[0, 32 << i] for i in range(5)]
+    registers = [[0, 1], [0, 2], [0, 4], *[[0, 1024 << i] for i in range((size // 1024).bit_length() - 1)]]
+    return gl.DistributedLinearLayout(registers, lanes, [[0, 8], [0, 16]], [], [1, size])
+
+
+@gluon.jit
+def _normed_by_four(x, k, scale, eps, K: gl.constexpr, LEVELS: gl.constexpr):
+    """The row's k, normed, in float32, by four warps that have it in `_spread`."""
+    value = gl.load(x + k, mask=k < K, other=0.0).to(gl.float32)
+    total = value * value
+    for _ in gl.static_range(3):
+        total = gl.sum(gl.reshape(total, (1, total.shape[1] // 2, 2)), 2)
+    for _ in gl.static_range(LEVELS - 5):
+        total = gl.sum(gl.reshape(total, (1, 2, total.shape[1] // 2)), 1)
+    total = gl.convert_layout(total, _FOUR)  # a sum of each warp
+    total = gl.sum(gl.reshape(gl.sum(gl.reshape(total, (1, 2, 2)), 1), (1, 2)), 1)
+    inverse = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(gl.reshape(total, (1, 1)), K * 1.0) + eps))
+    return value * gl.convert_layout(inverse, value.type.layout) * scale
+
+
 @gluon.jit
 def _product(
     x, norm, weight, residual, out, eps, N: gl.constexpr, K: gl.constexpr, PADDED: gl.constexpr, LEVELS: gl.constexpr,
     BN: gl.constexpr, WARPS: gl.constexpr, BK: gl.constexpr, PART: gl.constexpr,
     NORM: gl.constexpr, GATED: gl.constexpr, ADD: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """BN channels; if GATED, BN gates and their ups."""
+    """BN channels; if GATED, BN gates and their ups. Four warps norm the row, WARPS multiply."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     dtype: gl.constexpr = out.dtype.element_ty
-    lines: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
-    sums: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, 8])
+    ALL: gl.constexpr = 4 if NORM else WARPS
+    lines: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [ALL, 1], [1, 0])
+    wide: gl.constexpr = _spread(PADDED) if NORM else lines
+    sums: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[ALL, 1], instr_shape=[16, 8])
     left: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, sums, 2)
     swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
@@ -69,7 +96,7 @@ def _product(
             async_copy.async_copy_global_to_shared(ups.index(part), at + (N // 2 * K + part * PART))
     async_copy.commit_group()
     row = gl.allocate_shared_memory(dtype, [1, PADDED], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    k = gl.arange(0, PADDED, gl.SliceLayout(0, lines))[None, :]
+    k = gl.arange(0, PADDED, gl.SliceLayout(0, wide))[None, :]
     if NORM:
         scale = gl.load(norm + k, mask=k < K, other=0.0)
     channel = first + gl.arange(0, BN, gl.SliceLayout(1, sums))
@@ -80,21 +107,24 @@ def _product(
     if ADD:
         before = gl.load(residual + channel).to(gl.float32)
     if NORM:
-        row.store(_normed(x, k, scale, eps, K, LEVELS, lines).to(dtype))
+        row.store(_normed_by_four(x, k, scale, eps, K, LEVELS).to(dtype))
     else:
         async_copy.async_copy_global_to_shared(row, x + k, mask=k < K)
         async_copy.commit_group()
     async_copy.wait_group(0)
     tl.debug_barrier()
     total = gl.zeros([BN, 8], gl.float32, sums)
-    if GATED:
-        up = gl.zeros([BN, 8], gl.float32, sums)
-    for start in gl.static_range(0, K, BK):
-        b = row.slice(start, BK, dim=1).permute((1, 0)).load(right)
-        b = gl.broadcast(b, gl.zeros([BK, 8], dtype, right))[0]
-        total = mma_v2(tile.index(start // PART).slice(start % PART, BK, dim=1).load(left), b, total)
-        if GATED:
-            up = mma_v2(ups.index(start // PART).slice(start % PART, BK, dim=1).load(left), b, up)
+    up = total
+    thread = gl.inline_asm_elementwise(
+        "mov.u32 $0, %tid.x;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=True, pack=1
+    )
+    if thread < 32 * WARPS:
+        for start in gl.static_range(0, K, BK):
+            b = row.slice(start, BK, dim=1).permute((1, 0)).load(right)
+            b = gl.broadcast(b, gl.zeros([BK, 8], dtype, right))[0]
+            total = mma_v2(tile.index(start // PART).slice(start % PART, BK, dim=1).load(left), b, total)
+            if GATED:
+                up = mma_v2(ups.index(start // PART).slice(start % PART, BK, dim=1).load(left), b, up)
     total = total.to(dtype)
     if GATED:
         total = gated_value(total.to(gl.float32), up.to(dtype).to(gl.float32), False).to(dtype)
@@ -249,9 +279,10 @@ def product(
     tile = _tile(n, k, norm is not None, gated, _device(x.device.index)["multiprocessor_count"])
     assert tile is not None, "the shape is served"
     kernel, more = (_streamed, {"STAGES": tile.stages}) if tile.stages else (_product, {"BK": 128})
+    warps = tile.warps if tile.stages or norm is None else 4
     kernel[(tile.programs,)](
         x, out if norm is None else norm, weight, x if residual is None else residual, out, eps, N=n, K=k,
         PADDED=padded, LEVELS=padded.bit_length() - 1, BN=tile.channels, WARPS=tile.warps, PART=tile.part,
-        NORM=norm is not None, GATED=gated, ADD=residual is not None, num_warps=tile.warps, enable_fp_fusion=False,
+        NORM=norm is not None, GATED=gated, ADD=residual is not None, num_warps=warps, enable_fp_fusion=False,
         **more, **chained(x.device),
     )  # fmt: skip
