@@ -84,7 +84,8 @@ class LLM:
         bar on stderr; None shows it on a terminal. Raises ParameterError naming the field before anything runs.
         """
         many = _as_list(prompts)
-        return self._run([self._ready(prompt) for prompt in many], sampling_params, use_tqdm, priority)
+        with collector.seldom():
+            return self._run([self._ready(prompt) for prompt in many], sampling_params, use_tqdm, priority)
 
     def chat(
         self,
@@ -99,16 +100,17 @@ class LLM:
         """Answer a conversation, or each of several, rendered by the model's chat template."""
         many = isinstance(messages, Sequence) and bool(messages) and not isinstance(messages[0], Mapping)
         conversations: Any = messages if many else [messages]
-        ready = [
-            self._ready_chat(
-                conversation,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=tools,
-            )
-            for conversation in conversations
-        ]
-        return self._run(ready, sampling_params, use_tqdm, None)
+        with collector.seldom():
+            ready = [
+                self._ready_chat(
+                    conversation,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    tools=tools,
+                )
+                for conversation in conversations
+            ]
+            return self._run(ready, sampling_params, use_tqdm, None)
 
     def stream(
         self, prompt: Prompt | Messages, sampling_params: SamplingParams | None = None
@@ -217,7 +219,7 @@ class LLM:
         ids: dict[str, None] = {}  # in order
         outputs: dict[str, RequestOutput] = {}
         try:
-            with progress(len(ready), wanted=use_tqdm) as bar, collector.seldom():
+            with progress(len(ready), wanted=use_tqdm) as bar:
                 while len(outputs) < len(requests):
                     if len(ids) < len(requests):
                         with HeldInterrupt():
