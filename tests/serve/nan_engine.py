@@ -16,11 +16,12 @@ _starts: dict[int, int] = {}  # row -> sequence length from which on it fails
 _add, _call = Sampler.add, Sampler.__call__
 
 
-def _poisoned_add(self: Sampler, new: NewRow) -> None:
-    _starts.pop(new.row, None)
-    if new.sampling.seed == POISON:
-        _starts[new.row] = new.num_prompt + 2
-    _add(self, new)
+def _poisoned_add(self: Sampler, *rows: NewRow) -> None:
+    for new in rows:
+        _starts.pop(new.row, None)
+        if new.sampling.seed == POISON:
+            _starts[new.row] = new.num_prompt + 2
+    _add(self, *rows)
 
 
 def _poisoned_call(self: Sampler, logits: torch.Tensor, batch: Any) -> Any:
