@@ -39,8 +39,8 @@ class FinishReason(enum.StrEnum):
     REPETITION = "repetition"  # SamplingParams.repetition_detection saw a loop
 
 
-NUM_FRESH = 256  # tokens that a row keeps at most before its request has to take them
-_EARLIER = 128  # by less than this many some rows take them earlier than others: rows that began together, one by one
+NUM_FRESH = 128  # tokens that a row keeps at most before its request has to take them
+_EARLIER = 64  # by less than this many some rows take them earlier than others: rows that began together, one by one
 
 
 class RequestRows:
