@@ -57,11 +57,11 @@ def test_every_tile_has_the_bits_of_the_separate_operators(
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_a_row_has_its_bits_at_every_number_of_rows(n: int, k: int) -> None:
-    """As a model runs it, from a row on to more than the kernel takes; rows of a wider tensor too."""
-    weight, wide = pack_linear(_weight(n, k)), heavy_tailed(520, k + 8, dtype=BF16, seed=3, device="cuda")
+    """As a model runs it, from a row on to more than the kernel takes where K is long; rows of a wider tensor too."""
+    weight, wide = pack_linear(_weight(n, k)), heavy_tailed(3000, k + 8, dtype=BF16, seed=3, device="cuda")
     x = wide[:, 8:]
     expected = _expected(x, weight.storage).view(torch.int16)
-    for rows in (*range(1, 131), 200, 255, 256, 257, 500, 512, 520):
+    for rows in (*range(1, 131), 200, 255, 256, 257, 500, 512, 520, 3000):
         out = fused.gated_linear(x[:rows], weight, "silu")
         assert torch.equal(out.view(torch.int16), expected[:rows]), rows
 

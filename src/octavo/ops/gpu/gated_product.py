@@ -19,7 +19,8 @@ from octavo.ops.gpu.launch import chained
 from octavo.ops.gpu.tensor_maps import ALIGNED, describe, takes_gluon
 
 DEPTH, CHANNELS, SIDE = 64, 64, 8  # as the kernel's: k of a stage, channels of a group, gates side by side
-MIN_ROWS, MAX_ROWS = 33, 512  # fewer are served by tiles of fewer rows, more by the library
+MIN_ROWS, MAX_ROWS = 33, 512  # fewer are served by tiles of fewer rows, more by the library but for a short K
+_SHORT_K = 2048  # up to which gates and ups that are not written and read again are a good part of the time
 _FEW_ROWS = 128  # up to which weights are what is waited for, and idle processors cost little
 _USEFUL_SHARE = 0.9  # of rows and processors, beyond
 
@@ -40,7 +41,8 @@ class Tile:
 
 
 _MOST_ROWS = 256
-TILES = (Tile(64, 1, 10), Tile(64, 2, 8), Tile(64, 3, 6), Tile(128, 3, 5), Tile(_MOST_ROWS, 3, 3))
+_MANY_ROWS = Tile(128, 3, 5)
+TILES = (Tile(64, 1, 10), Tile(64, 2, 8), Tile(64, 3, 6), _MANY_ROWS, Tile(_MOST_ROWS, 3, 3))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -49,8 +51,10 @@ def tile_for(num_rows: int, n: int, k: int, processors: int) -> Tile | None:
 
     The one with which a processor copies least, if it wastes little: so much is alike in the sweeps on an H200.
     """
-    if not MIN_ROWS <= num_rows <= MAX_ROWS or k % DEPTH:
+    if num_rows < MIN_ROWS or k % DEPTH:
         return None
+    if num_rows > MAX_ROWS:
+        return _MANY_ROWS if k <= _SHORT_K and n % (_MANY_ROWS.groups * CHANNELS) == 0 else None
     copied = {tile: _copied(tile, num_rows, n, processors) for tile in TILES if n % (tile.groups * CHANNELS) == 0}
     worth = {tile: count for tile, count in copied.items() if count is not None}
     return min(worth, key=lambda tile: worth[tile]) if worth else None

@@ -378,11 +378,12 @@ def _rotate_and_attend(
         after = (next_line, next_place % KV_HEADS, next_start, next_end - 1, kv_block, kv_head)
         is_new = seq_len <= leaf_end
         newest = gl.where(is_new, seq_len - 1 - start, 1 << 20)
+        of_newest = _piece_of(values, newest, HEAD)
+        old_v = gl.zeros([16, HEAD], dtype, _PIECE)
         if newest < _HALF:  # V, and so K, is there: its place in V is filled while scores are on their way
             async_copy.wait_group(0)
-        tl.debug_barrier()
-        of_newest = _piece_of(values, newest, HEAD)
-        old_v = of_newest.load(_PIECE)
+            tl.debug_barrier()
+            old_v = of_newest.load(_PIECE)
         tl.debug_barrier()
         if PDL:
             tl.extra.cuda.gdc_wait()
