@@ -138,6 +138,7 @@ def _decode() -> None:
         assert torch.equal(paged_rig.attend(batch, processors=paged_rig.FEW, **options), plain), options
         with mock.patch.multiple(paged, _FOLDS=4, _LONG=5):
             assert torch.equal(paged_rig.attend(batch, processors=2, **options), plain), options
+    rotate_rig.check([70, 1100, 300, 0], 4, 2, 64, processors=2)
 
 
 def _latent() -> None:

@@ -65,6 +65,14 @@ def lengths() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.arange(5, dtype=torch.int32), torch.ones(4, dtype=torch.int32), torch.zeros(4, 16, dtype=torch.int32)
 
 
+def turned(size: int, *, normed: bool) -> Rotation:
+    """What becomes of the projection of four tokens."""
+    norm, ints = torch.ones(size) if normed else None, torch.zeros(4, dtype=torch.int64)
+    return Rotation(
+        positions=ints, cos_sin=torch.zeros(64, size), q_norm=norm, k_norm=norm, eps=1e-6, slot_mapping=ints
+    )
+
+
 @pytest.mark.parametrize(
     ("block", "size", "group", "sees", "cap", "dtype", "with_sinks"),
     [
@@ -79,14 +87,16 @@ def test_rows(
     compiled: list[Any], block: int, size: int, group: int, sees: int, cap: float, dtype: torch.dtype, with_sinks: bool
 ) -> None:
     q = torch.zeros(4, 2 * group, size, dtype=dtype)
+    projected = torch.zeros(4, (2 * group + 4) * size, dtype=dtype)
     sinks = torch.zeros(2 * group) if with_sinks else None
     work, parts, stats = torch.zeros(512, dtype=torch.int32), torch.zeros(4096), torch.zeros(64)
     counters = torch.zeros(64, dtype=torch.int32)
-    assert row_attention.launch(
-        q, cache(block, size, dtype), torch.zeros_like(q), *lengths(), work, work[264:], (parts, stats, counters),
-        (None, None, sinks, None), programs=132, lines=group, short=1, capacity=16, fold_limit=96, sees=sees,
-        numbers=(100, 0.1, cap),
-    )  # fmt: skip
+    for of_q, rotation in ((q, None), (projected, turned(size, normed=not cap))):
+        assert row_attention.launch(
+            of_q, cache(block, size, dtype), torch.zeros_like(q), *lengths(), work, work[264:],
+            (parts, stats, counters), (None, None, sinks, None), programs=132, lines=group, short=1, capacity=16,
+            fold_limit=96, sees=sees, numbers=(100, 0.1, cap), rotation=rotation,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -106,11 +116,7 @@ def test_prompts(
 @pytest.mark.parametrize(("block", "group", "normed"), [(64, 2, True), (16, 7, False)])
 def test_rotation_and_attention(compiled: list[Any], block: int, group: int, normed: bool) -> None:
     kv, out = cache(block, 128, BF16), torch.zeros(4, 2 * group, 128, dtype=BF16)
-    norm = torch.ones(128) if normed else None
-    rotation = Rotation(
-        positions=torch.zeros(4, dtype=torch.int64), cos_sin=torch.zeros(64, 128), q_norm=norm, k_norm=norm, eps=1e-6,
-        slot_mapping=torch.zeros(4, dtype=torch.int64),
-    )  # fmt: skip
+    rotation = turned(128, normed=normed)
     rows = paged.RowsLaunch(paged.Tile(16, 4, 3), 1, 8, 132, 4, 0, False, 2, single=True)
     rotate_attend.rotate_and_attend(
         torch.zeros(4, (2 * group + 4) * 128, dtype=BF16), rotation, kv, *lengths(), out, sight=paged.Sight(scale=0.1),

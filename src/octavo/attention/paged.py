@@ -15,6 +15,7 @@ import torch
 from octavo.attention.base import NO_SETUP, AttentionInputs, Capability, LayerTensors, Setup, Variant
 from octavo.attention.frame import BackendFrame
 from octavo.kv_cache.kernel_blocks import MultipleOf
+from octavo.ops import rotated_attention
 from octavo.ops.paged_attention import (
     BLOCK_MULTIPLE,
     MAX_HEAD_SIZE,
@@ -107,19 +108,15 @@ class PagedBackend(BackendFrame):
         """
         if not self._is_captured or kv.device.type != "cuda" or variant.sinks or variant.alibi_slopes:
             return False
-        from octavo.ops.gpu import rotate_attend  # needs Gluon
-
         planner = self._planners[variant]
-        return rotate_attend.serves(planner.heads, planner.sight, self._plans[variant], kv, rotation)
+        return rotated_attention.serves(planner.heads, planner.sight, self._plans[variant], kv, rotation)
 
     def run_rotating(
         self, projected: torch.Tensor, rotation: Rotation, kv: torch.Tensor, variant: Variant, out: torch.Tensor
     ) -> None:
         """See RotatingBackend."""
-        from octavo.ops.gpu import rotate_attend  # needs Gluon
-
         self.inputs.check_call(projected, kv, out)
-        rotate_attend.rotate_and_attend(
+        rotated_attention.rotate_and_attend(
             projected, rotation, kv, *self._rows, out, sight=self._planners[variant].sight, plan=self._plans[variant],
             scratch=self._scratch,
         )  # fmt: skip

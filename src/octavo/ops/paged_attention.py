@@ -28,6 +28,7 @@ from octavo.ops.gpu.launch import chained
 from octavo.ops.paged_attention_kernels import attend_tiles
 from octavo.ops.paged_attention_rows import attend_few, attend_rows, merge
 from octavo.ops.paged_attention_work import CHUNK, EVERYTHING, WINDOW, count_leaves, count_tiles, divide
+from octavo.ops.rope import Rotation
 
 BLOCK_MULTIPLE = 16  # block sizes are multiples of this
 MAX_HEAD_SIZE = 256
@@ -113,7 +114,7 @@ class RowsLaunch:
     fold_limit: int  # leaves of a row that is not left to `merge`
     merges: bool
     max_leaves: int  # of a row, where `attend_few` takes them, undivided; else 0
-    single: bool = False  # few rows of one query: `octavo.ops.gpu.rotate_attend` may take them too
+    single: bool = False  # no row has more than one query: see `octavo.ops.rotated_attention`
     is_copied: bool = False  # for `row_attention`, in place of `attend_rows` where the tensors allow it
 
 
@@ -325,7 +326,9 @@ class Planner:
         programs = _ROW_PROGRAMS if tile.registers == _ROW_REGISTERS else _WIDE_ROW_PROGRAMS
         programs = (row_attention.PROGRAMS if is_copied else programs) * self._processors
         limit = _LONG if merges else 1 << 30
-        rows = RowsLaunch(tile, short, lines, programs, num_rows, limit, merges, 0, is_copied=is_copied)
+        rows = RowsLaunch(
+            tile, short, lines, programs, num_rows, limit, merges, 0, single=max_queries == 1, is_copied=is_copied
+        )
         self._divide(rows, query_start, seq_lens, capacity, for_capture)
         return rows, capacity
 
@@ -370,6 +373,7 @@ def paged_attention(
     value_scale: Tensor | None = None,
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
+    rotation: Rotation | None = None,
 ) -> None:
     """Attention of each row's queries, the last of its `seq_lens[row]` tokens, written to `out`.
 
@@ -379,11 +383,12 @@ def paged_attention(
     row with seq_len 0 become 0; tokens beyond `query_start[-1]` stay as they are. plan: from a Planner of the same
     `sight` and `scratch`, for this batch. key_scale, value_scale: [kv_heads] float32, what stored K and V are
     multiplied with. sinks: [heads], a score that takes part in the softmax and has no value. slopes: [heads], ALiBi:
-    what a score loses for each token of distance. Both any float type.
+    what a score loses for each token of distance. Both any float type. rotation: of what
+    `octavo.ops.rotated_attention` serves; q is then the projection.
     """
     assert query_start.dtype == seq_lens.dtype == block_table.dtype == torch.int32, "lengths and tables are int32"
-    assert q.stride(2) == kv.stride(3) == out.stride(2) == block_table.stride(1) == 1, "last axes are contiguous"
-    heads = Heads(q.shape[1], kv.shape[1], q.shape[2])
+    assert q.stride(-1) == kv.stride(3) == out.stride(2) == block_table.stride(1) == 1, "last axes are contiguous"
+    heads = Heads(out.shape[1], kv.shape[1], out.shape[2])
     score, cap = sight.scale * _LOG2_E, 0.0
     if sight.soft_cap:
         score, cap = sight.soft_cap * _LOG2_E, 2.0 * _LOG2_E * sight.scale / sight.soft_cap
@@ -396,7 +401,7 @@ def paged_attention(
     extras = (key_scale, value_scale, sinks, slopes)
     if plan.rows:
         parts = scratch.parts(plan.capacity * heads.num_kv_heads, plan.rows.lines, heads.padded)
-        _attend_rows(plan, heads, tensors, parts, (*extras, *strides), (sight.reach, score, cap), fixed)
+        _attend_rows(plan, heads, tensors, parts, (*extras, *strides), (sight.reach, score, cap), fixed, rotation)
         if plan.rows.merges:
             _merge(out, query_start, seq_lens, plan, parts[:2], heads, sight, value_scale, sinks)
     if plan.tiles and not _serve_prompts(tensors, extras, plan, scratch, sight, score, cap):
@@ -418,6 +423,7 @@ def _attend_rows(
     rest: tuple[Any, ...],
     numbers: tuple[Any, ...],
     fixed: dict[str, Any],
+    rotation: Rotation | None,
 ) -> None:
     rows = plan.rows
     assert rows is not None, "the plan has short rows"
@@ -433,7 +439,9 @@ def _attend_rows(
     elif not rows.is_copied or not row_attention.launch(
         *tensors, plan.work, plan.leaf_base, parts, rest[:4], programs=rows.programs, lines=rows.lines,
         short=rows.short, capacity=plan.capacity, fold_limit=rows.fold_limit, sees=fixed["SEES"], numbers=numbers,
+        rotation=rotation,
     ):  # fmt: skip
+        assert rotation is None, "rotated rows are served"
         attend_rows[(rows.programs,)](
             *tensors, plan.work, plan.leaf_base, *parts, *rest, rows.short, *numbers, plan.capacity, rows.fold_limit,
             maxnreg=rows.tile.registers, **options,

@@ -25,7 +25,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from octavo.ops.gpu.launch import chained
-from octavo.ops.gpu.tree import row_sums
+from octavo.ops.gpu.turned_heads import turned_heads
 from octavo.ops.paged_attention import Heads, Plan, Scratch, Sight, num_processors
 from octavo.ops.paged_attention_kernels import exp2_from
 from octavo.ops.paged_attention_work import EVERYTHING, leaf_of, leaf_start
@@ -133,21 +133,6 @@ def _lines(group):
 def _heads(lines):
     """Of halves of heads [lines, 64]: no thread has more than it must."""
     return gl.BlockedLayout([1, lines // 2], [lines // 4, 128 // lines], [4, 1], [1, 0])
-
-
-@gluon.jit
-def _turned(first, second, weights, cosine, sine, eps, LEVELS: gl.constexpr, NORM: gl.constexpr):
-    """Heads, normed and rotated, rounded: [N, head size] of their halves. As `rope._turned`."""
-    dtype: gl.constexpr = first.dtype
-    first, second = first.to(gl.float32), second.to(gl.float32)
-    if NORM:
-        squares = row_sums(first * first + second * second, LEVELS)
-        inverse = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(squares, 2.0 * first.shape[1]) + eps))
-        inverse = gl.convert_layout(inverse, gl.SliceLayout(1, first.type.layout))[:, None]
-        first = (first * inverse * weights[0]).to(dtype).to(gl.float32)
-        second = (second * inverse * weights[1]).to(dtype).to(gl.float32)
-    halves = gl.join((first * cosine - second * sine).to(dtype), (second * cosine + first * sine).to(dtype))
-    return gl.reshape(gl.permute(halves, (0, 2, 1)), [first.shape[0], 2 * first.shape[1]])
 
 
 @gluon.jit
@@ -394,7 +379,7 @@ def _rotate_and_attend(
         low, high = gl.load(at, mask=head <= GROUP, other=0.0), gl.load(at + HEAD // 2, mask=head <= GROUP, other=0.0)
         whole = gl.arange(0, HEAD, gl.SliceLayout(0, _PIECE))[None, :]
         new_v = gl.load(source + (KV_HEADS * (GROUP + 1) + kv_index) * HEAD + whole)
-        both = _turned(low, high, weights, cosine, sine, eps, LEVELS, NORM)
+        both = turned_heads(low, high, weights, cosine, sine, eps, LEVELS, NORM)
         if USED < 8:  # the others are zeros
             both = gl.reshape(gl.permute(gl.join(both, gl.zeros_like(both)), (2, 0, 1)), [8, HEAD])
         turned.store(both)
@@ -424,18 +409,13 @@ def _rotate_and_attend(
         place, start = next_place, next_start
 
 
-def serves(heads: Heads, sight: Sight, plan: Plan, kv: Tensor, rotation: Rotation) -> bool:
-    """Whether the rows of a plan run here: few of one query, heads of 128 that turn whole and see all before them."""
-    rows, normed = plan.rows, rotation.q_norm is not None
+def serves(heads: Heads, sight: Sight, kv: Tensor) -> bool:
+    """Whether few rows may run here: of heads of 128 that see all before them."""
     is_plain = sight.kind == EVERYTHING and sight.causal and not sight.soft_cap
-    if rows is None or not rows.single or plan.tiles is not None or not is_plain:
-        return False
-    if heads.size != _HEAD or rotation.cos_sin.shape[1] != _HEAD or normed != (rotation.k_norm is not None):
-        return False
-    return heads.group <= _MAX_GROUP and kv.dtype == torch.bfloat16 and _has_kernel(kv)
+    return is_plain and heads.size == _HEAD and heads.group <= _MAX_GROUP and kv.dtype == torch.bfloat16 and _takes(kv)
 
 
-def _has_kernel(kv: Tensor) -> bool:
+def _takes(kv: Tensor) -> bool:
     """Of a device with room for two kernels' programs on a processor; copies to shared memory are 16 bytes wide."""
     aligned = kv.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in kv.stride()[:3])
     return aligned and "launch_pdl" in chained(kv.device)
@@ -445,10 +425,7 @@ def rotate_and_attend(
     projected: Tensor, rotation: Rotation, kv: Tensor, query_start: Tensor, seq_lens: Tensor, block_table: Tensor,
     out: Tensor, *, sight: Sight, plan: Plan, scratch: Scratch,
 ) -> None:  # fmt: skip
-    """`qk_norm_rope_store` of projected [tokens, (heads + 2 * KV heads) * 128] and `paged_attention` into out.
-
-    Of what `serves`; tensors as theirs, bfloat16. kv, lengths, tables, positions and slots: see the module.
-    """
+    """See `octavo.ops.rotated_attention.rotate_and_attend`; all tensors of channels are bfloat16."""
     rows, (_, kv_heads, block_size, _) = plan.rows, kv.shape
     assert rows is not None, "rows are few"
     assert projected.stride(1) == out.stride(2) == kv.stride(3) == 1 and out.stride(1) == _HEAD, "last axes"

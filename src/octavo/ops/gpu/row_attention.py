@@ -17,6 +17,7 @@ from octavo.ops.gpu.launch import chained
 from octavo.ops.gpu.prompt_attention import view_cache
 from octavo.ops.gpu.tensor_maps import ALIGNED, describe, takes_gluon
 from octavo.ops.paged_attention_work import BN
+from octavo.ops.rope import Rotation
 
 PROGRAMS = 2  # for each processor, of what its shared memory and registers hold
 _HEAD_SIZES = (64, 128)
@@ -29,6 +30,11 @@ def can_serve(device: torch.device, dtype: torch.dtype, group: int, head_size: i
     """Whether calls of this kind may be served, lines being queries x heads of a KV head; `launch` may still refuse."""
     is_known = dtype in (torch.bfloat16, torch.float16) and head_size in _HEAD_SIZES and group in _GROUPS and causal
     return is_known and lines <= _LINES and takes_gluon(device)
+
+
+def takes(kv: Tensor) -> bool:
+    """Whether a cache is one that descriptors can state."""
+    return kv.data_ptr() % ALIGNED == 0 and view_cache(kv.shape, kv.stride(), kv.element_size()) is not None
 
 
 @functools.cache
@@ -57,32 +63,42 @@ def launch(
     fold_limit: int,
     sees: int,
     numbers: tuple[int, float, float],
+    rotation: Rotation | None = None,
 ) -> bool:
     """Attend as `attend_rows` does; False if the tensors do not allow it.
 
-    The tensors are those of `paged_attention`; work, leaf_base and parts those of `attend_rows`; extras: key scales,
-    value scales, sinks, slopes, or None for each. programs: of the division. lines: of a leaf in `parts`. numbers: the
-    reach, the scale of scores, that of the soft cap, 0 for none. The rest: see `attend_rows`.
+    The tensors and rotation are those of `paged_attention`; work, leaf_base and parts those of `attend_rows`; extras:
+    key scales, value scales, sinks, slopes, or None for each. programs: of the division. lines: of a leaf in `parts`.
+    numbers: the reach, the scale of scores, that of the soft cap, 0 for none. The rest: see `attend_rows`.
     """
     key_scale, value_scale, sinks, slopes = extras
     view = view_cache(kv.shape, kv.stride(), kv.element_size())
-    steps = (q.stride(0) | q.stride(1)) * q.element_size() | q.data_ptr() | kv.data_ptr()
-    if view is None or kv.dtype != q.dtype or steps % ALIGNED:
+    steps = 0 if rotation is not None else (q.stride(0) | q.stride(1)) * q.element_size() | q.data_ptr()
+    if view is None or kv.dtype != q.dtype or (steps | kv.data_ptr()) % ALIGNED:
         return False
     if key_scale is not None or value_scale is not None or slopes is not None:
         return False
-    (num_tokens, num_heads, size), (_, kv_heads, block_size, _) = q.shape, kv.shape
+    (num_tokens, num_heads, size), (_, kv_heads, block_size, _) = out.shape, kv.shape
     group, piece = num_heads // kv_heads, BN if block_size % BN == 0 else _PIECE
     cache = (kv.data_ptr(), kv.dtype, (view.rows, view.channels), (kv.stride(2), 1))
-    of_q = describe(
-        q.data_ptr(), q.dtype, (num_tokens, num_heads, size), (q.stride(0), q.stride(1), 1),
-        (_LINES // group, group, size),
-    )  # fmt: skip
+    if rotation is None:
+        of_q = describe(
+            q.data_ptr(), q.dtype, (num_tokens, num_heads, size), (q.stride(0), q.stride(1), 1),
+            (_LINES // group, group, size),
+        )  # fmt: skip
+        turns: tuple[Any, ...] = (None,) * 12
+    else:
+        of_q = None
+        turns = (
+            q, rotation.positions, rotation.cos_sin, rotation.q_norm, rotation.k_norm, rotation.slot_mapping, kv,
+            q.stride(0), *kv.stride()[:3], rotation.eps,
+        )  # fmt: skip
     _kernel()[(programs,)](
         of_q, describe(*cache, (piece, size)), describe(*cache, (_PIECE, size)), out, query_start, seq_lens,
         block_table, work, leaf_base, *parts, sinks, out.stride(0), out.stride(1), block_table.stride(0), short,
         numbers[0], capacity, fold_limit, view.block_rows, view.head_rows, view.head_channels, *numbers[1:],
-        KV_HEADS=kv_heads, GROUP=group, LINES=lines, HEAD=size, BLOCK=block_size, STAGES=_STAGES, SEES=sees,
-        SOFT_CAP=numbers[2] > 0, num_warps=_WARPS, maxnreg=_REGISTERS, **chained(q.device),
+        *turns, KV_HEADS=kv_heads, GROUP=group, LINES=lines, HEAD=size, BLOCK=block_size, STAGES=_STAGES, SEES=sees,
+        SOFT_CAP=numbers[2] > 0, ROTATES=rotation is not None, num_warps=_WARPS, maxnreg=_REGISTERS,
+        enable_fp_fusion=False, **chained(q.device),
     )  # fmt: skip
     return True

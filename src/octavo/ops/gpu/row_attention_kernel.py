@@ -7,7 +7,8 @@ in `parts` and how the programs that share a row fold it.
 A program takes its part of the leaves, as `octavo.ops.paged_attention_work` divides them. One warp, the producer, finds
 the (row, KV head)s of the part and copies their tiles of 64 tokens of K and V into shared memory, stage after stage, on
 past the end of each (row, head) to the next: memory never waits for the facts of a row. Four warps, the consumer,
-compute. Sums are transposed, so that few lines take little of the matrix units.
+compute. Sums are transposed, so that few lines take little of the matrix units. Both are told by
+`octavo.ops.gpu.row_attention_feed`, which may turn Q and store the newest K and V as well.
 """
 
 # Kernels are compiled from their source by Triton, whose values mypy does not know.
@@ -18,21 +19,16 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from octavo.ops.gpu.row_attention_feed import END, FOLDED, PIECES, TILE, TURNS, WHOLE, WORDS, barrier, produce, rotate
+from octavo.ops.gpu.row_attention_feed import LINES as _LINES
 from octavo.ops.paged_attention_kernels import exp2_from
-from octavo.ops.paged_attention_work import BN, EVERYTHING, first_seen, leaf_of, leaf_start
+from octavo.ops.paged_attention_work import EVERYTHING, first_seen, leaf_of
 
-LINES = 8  # of a tile, queries x heads of a KV head: what the matrix units take at least
-PIECE = 16  # tokens: divides every block size
-_BN, _PIECE, _PIECES, _LINES = gl.constexpr(BN), gl.constexpr(PIECE), gl.constexpr(BN // PIECE), gl.constexpr(LINES)
 _EVERYTHING = gl.constexpr(EVERYTHING)
 _LOG2_E = gl.constexpr(1.4426950408889634)
 _GATHER = gl.constexpr(4)  # leaves whose loads a folding program has in flight
-_TURNS = gl.constexpr(2)  # (row, head)s that the consumer is told of ahead
-# What the producer tells of each; of the last two words, what is to be done, and nothing more to come.
-_WORDS = gl.constexpr(12)
-_WHOLE, _FOLDED, _LEFT, _END = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
 _S = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))  # scores [tokens, lines], sums [channels, lines]
 _LINE = gl.constexpr(gl.SliceLayout(0, gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])))
 _A = gl.constexpr(gl.DotOperandLayout(0, gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]), 2))
@@ -42,140 +38,8 @@ _TOPS = gl.constexpr(  # [warps, lines]: each thread has all warps' maxima of it
         [[0, 1], [1, 0], [2, 0]], [[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]], [[0, 0], [0, 0]], [], [4, 8]
     )
 )
-_ONE = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
+_ROTATED = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
 _WORD = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # Triton renamed it
-
-
-@gluon.jit
-def _copy_pieces(start, pieces, k, v, arrived, HEAD: gl.constexpr, BLOCK: gl.constexpr):
-    """Ask for the pieces of a tile that may be read; the others arrive at once."""
-    piece_desc, line, low, high, channel, head_row, block_rows = pieces
-    for part in gl.static_range(_PIECES):
-        token = start + part * _PIECE
-        if (token < high) & (token + _PIECE > low):
-            mbarrier.expect(arrived, 2 * _PIECE * HEAD * 2)
-            row = gl.load(line + token // BLOCK) * block_rows + head_row + token % BLOCK
-            tma.async_copy_global_to_shared(piece_desc, [row, channel], arrived, k.slice(part * _PIECE, _PIECE, 0))
-            piece = v.slice(part * _PIECE, _PIECE, 0)
-            tma.async_copy_global_to_shared(piece_desc, [row, channel + HEAD], arrived, piece)
-        else:
-            mbarrier.arrive(arrived, count=1)
-
-
-@gluon.jit
-def _copy(
-    start, step, descs, ring, line, low, high, kv_index, block_rows, head_rows, head_channels, HEAD: gl.constexpr,
-    BLOCK: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """Ask for the tile at `start`: whole, or those of its pieces that may be read. A stage has an arrival of each."""
-    k_smem, v_smem, full, empty = ring
-    stage = step % STAGES
-    k, v, arrived = k_smem.index(stage), v_smem.index(stage), full.index(stage)
-    channel, head_row = kv_index * head_channels, kv_index * head_rows
-    mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
-    pieces = descs[1], line, low, high, channel, head_row, block_rows
-    if BLOCK % _BN == 0:
-        if (start + _BN <= high) & (start >= low):
-            mbarrier.expect(arrived, 2 * _BN * HEAD * 2)
-            mbarrier.arrive(arrived, count=_PIECES - 1)
-            row = gl.load(line + start // BLOCK) * block_rows + head_row + start % BLOCK
-            tma.async_copy_global_to_shared(descs[0], [row, channel], arrived, k)
-            tma.async_copy_global_to_shared(descs[0], [row, channel + HEAD], arrived, v)
-        else:
-            _copy_pieces(start, pieces, k, v, arrived, HEAD, BLOCK)
-    else:
-        _copy_pieces(start, pieces, k, v, arrived, HEAD, BLOCK)
-    return step + 1
-
-
-@gluon.jit
-def _find(
-    index, division, query_start, seq_lens, leaf_base, short, reach, KV_HEADS: gl.constexpr, SEES: gl.constexpr,
-):  # fmt: skip
-    """(row, KV head, row's first token, queries, length, leaves, those of rows before, the part's first and end).
-
-    index: of the (row, head)s that the division gives this program, in the order of `attend_rows`; the last one's for
-    those behind it, and anything if there is none.
-    """
-    start_pair, start_leaf, end_pair, end_leaf, count = division
-    index = gl.minimum(index, count - 1)
-    pair = gl.maximum(start_pair + gl.where(index <= 0, count, index) - 1, 0)
-    row = pair // KV_HEADS
-    row_start, row_end, seq_len = gl.load(query_start + row), gl.load(query_start + row + 1), gl.load(seq_lens + row)
-    row_base = gl.load(leaf_base + row)
-    num_queries = row_end - row_start
-    leaves = leaf_of(seq_len - 1) - leaf_of(first_seen(seq_len - num_queries, reach, SEES)) + 1
-    leaves = gl.where((num_queries > 0) & (num_queries <= short), gl.where(seq_len > 0, leaves, 1), 0)
-    begin = gl.where(pair == start_pair, start_leaf, 0)
-    stop = gl.minimum(gl.where(pair == end_pair, end_leaf, leaves), leaves)
-    return row, pair % KV_HEADS, row_start, num_queries, seq_len, leaves, row_base, begin, stop
-
-
-@gluon.jit
-def _tell(words, index, value):
-    words.index(index).store(gl.full([1], value, gl.int32, _ONE))
-
-
-@gluon.jit
-def _produce(
-    q_desc, descs, query_start, seq_lens, table, work, leaf_base, words, q_smem, q_full, q_empty, ring, table_row,
-    short, reach, capacity, fold_limit, block_rows, head_rows, head_channels, KV_HEADS: gl.constexpr,
-    GROUP: gl.constexpr, HEAD: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, SEES: gl.constexpr,
-    PDL: gl.constexpr,
-):  # fmt: skip
-    """Find what the division gives this program, tell the consumer, and copy it.
-
-    The division and the lengths are constants of a forward pass, see `octavo.ops.gpu.launch`. No K and V is read before
-    the wait, not even of tokens that are old to their row: another row of the step may be writing them.
-    """
-    part = work + gl.program_id(0) * 2
-    start_pair, start_leaf, end_pair, end_leaf = gl.load(part), gl.load(part + 1), gl.load(part + 2), gl.load(part + 3)
-    count = end_pair - start_pair + (end_leaf > 0).to(gl.int32)
-    division = (start_pair, start_leaf, end_pair, end_leaf, count)
-    step, turn = 0, 0
-    found = _find(0, division, query_start, seq_lens, leaf_base, short, reach, KV_HEADS, SEES)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    for index in range(count):
-        row, kv_index, row_start, num_queries, seq_len, leaves, row_base, begin_leaf, stop_leaf = found
-        found = _find(index + 1, division, query_start, seq_lens, leaf_base, short, reach, KV_HEADS, SEES)
-        if begin_leaf < stop_leaf:
-            low = first_seen(seq_len - num_queries, reach, SEES)
-            row_leaf = leaf_of(low)
-            begin = gl.maximum(leaf_start(row_leaf + begin_leaf), low // _BN * _BN)
-            end = gl.minimum(leaf_start(row_leaf + stop_leaf), seq_len)
-            line = table + row.to(gl.int64) * table_row
-            is_left = (leaves > fold_limit) & (row_base + leaves <= capacity)
-            is_split = stop_leaf - begin_leaf < leaves
-            slot = turn % _TURNS
-            told = slot * _WORDS
-            mbarrier.wait(q_empty.index(slot), (turn // _TURNS & 1) ^ 1)
-            _tell(words, told + 0, row_start)
-            _tell(words, told + 1, num_queries)
-            _tell(words, told + 2, seq_len)
-            _tell(words, told + 3, kv_index)
-            _tell(words, told + 4, begin)
-            _tell(words, told + 5, end)
-            _tell(words, told + 6, row_base * KV_HEADS + kv_index * leaves - row_leaf)
-            _tell(words, told + 7, gl.where(is_left, _LEFT, gl.where(is_split, _FOLDED, _WHOLE)))
-            _tell(words, told + 8, leaves)
-            _tell(words, told + 9, stop_leaf - begin_leaf)
-            _tell(words, told + 10, row * KV_HEADS + kv_index)
-            _tell(words, told + 11, low)
-            mbarrier.expect(q_full.index(slot), _LINES * HEAD * 2)
-            where = [row_start, kv_index * GROUP, 0]
-            tma.async_copy_global_to_shared(q_desc, where, q_full.index(slot), q_smem.index(slot))
-            turn += 1
-            for start in range(begin, end, _BN):
-                step = _copy(
-                    start, step, descs, ring, line, low, seq_len, kv_index, block_rows, head_rows, head_channels,
-                    HEAD, BLOCK, STAGES,
-                )  # fmt: skip
-    slot = turn % _TURNS
-    mbarrier.wait(q_empty.index(slot), (turn // _TURNS & 1) ^ 1)
-    _tell(words, slot * _WORDS + 7, _END)
-    mbarrier.arrive(q_full.index(slot), count=1)
 
 
 @gluon.jit
@@ -197,13 +61,13 @@ def _weights(
     """(weights, maximum, what sums before shrink by) of a tile of scores."""
     if SOFT_CAP:
         scores = 1.0 - 2.0 / (gl.exp2(scores * cap_scale) + 1.0)  # tanh
-    token = start + gl.arange(0, _BN, gl.SliceLayout(1, _S))[:, None]
+    token = start + gl.arange(0, TILE, gl.SliceLayout(1, _S))[:, None]
     seen = token <= last[None, :]
     if SEES != _EVERYTHING:
         seen = seen & (token >= first[None, :])
     scores = gl.where(seen, scores, float("-inf"))
-    tops.store(gl.max(gl.reshape(scores, (4, _BN // 4, _LINES)), 1))
-    _barrier()
+    tops.store(gl.max(gl.reshape(scores, (4, TILE // 4, _LINES)), 1))
+    barrier()
     top = gl.convert_layout(gl.max(tops.load(_TOPS), 0), _LINE, assert_trivial=True)
     top = gl.maximum(leaf_max, top * score_scale)
     safe = gl.where(top == float("-inf"), 0.0, top)
@@ -288,60 +152,60 @@ def _consume(
     """Whatever the producer copies."""
     k_smem, v_smem, full, empty = ring
     dtype: gl.constexpr = q_smem.dtype
-    ones = gl.full([_BN, _BN], 1.0, dtype, _A)
+    ones = gl.full([TILE, TILE], 1.0, dtype, _A)
     step, turn = 0, 0
     mbarrier.wait(q_full.index(0), 0)
     task = _word(words, 7)
-    while task != _END:
-        at = turn % _TURNS * _WORDS
+    while task != END:
+        at = turn % TURNS * WORDS
         row_start, num_queries, seq_len = _word(words, at), _word(words, at + 1), _word(words, at + 2)
         kv_index, begin, end = _word(words, at + 3), _word(words, at + 4), _word(words, at + 5)
         slot, leaves, mine = _word(words, at + 6), _word(words, at + 8), _word(words, at + 9)
         pair, low = _word(words, at + 10), _word(words, at + 11)
-        q = q_smem.index(turn % _TURNS).reshape([_LINES, HEAD]).permute((1, 0)).load(_B)
-        _barrier()
-        mbarrier.arrive(q_empty.index(turn % _TURNS), count=1)
+        q = q_smem.index(turn % TURNS).reshape([_LINES, HEAD]).permute((1, 0)).load(_B)
+        barrier()
+        mbarrier.arrive(q_empty.index(turn % TURNS), count=1)
         turn += 1
         position = gl.minimum(seq_len - num_queries + gl.arange(0, _LINES, _LINE) // GROUP, seq_len - 1)
         first = first_seen(position, reach, SEES)
         leaf = gl.zeros([HEAD, _LINES], gl.float32, _S)
-        leaf_sum = gl.zeros([_BN, _LINES], gl.float32, _S)
+        leaf_sum = gl.zeros([TILE, _LINES], gl.float32, _S)
         leaf_max = gl.full([_LINES], float("-inf"), gl.float32, _LINE)
         total, total_sum, total_max = leaf, gl.zeros([_LINES], gl.float32, _LINE), leaf_max
-        for start in range(begin, end, _BN):
+        for start in range(begin, end, TILE):
             stage = step % STAGES
             mbarrier.wait(full.index(stage), step // STAGES & 1)
             k = k_smem.index(stage).load(_A)
             v = v_smem.index(stage).permute((1, 0)).load(_A)
-            scores = mma_v2(k, q, gl.zeros([_BN, _LINES], gl.float32, _S))
+            scores = mma_v2(k, q, gl.zeros([TILE, _LINES], gl.float32, _S))
             exact, top, keep = _weights(
                 scores, start, first, position, leaf_max, tops, score_scale, cap_scale, SEES, SOFT_CAP
             )
             weight_smem.store(exact.to(dtype))
-            _barrier()
+            barrier()
             mbarrier.arrive(empty.index(stage), count=1)
             weights = weight_smem.load(_B)
-            if (start + _BN > seq_len) | (start < low):  # what was not copied may not be finite
-                token = start + gl.arange(0, _BN, gl.SliceLayout(0, _A))
+            if (start + TILE > seq_len) | (start < low):  # what was not copied may not be finite
+                token = start + gl.arange(0, TILE, gl.SliceLayout(0, _A))
                 v = gl.where(((token < seq_len) & (token >= low))[None, :], v, gl.zeros_like(v))
             leaf_sum = mma_v2(ones, weights, leaf_sum * keep[None, :])
             leaf = mma_v2(v, weights, leaf * keep[None, :])
             leaf_max = top
             step += 1
-            if (leaf_of(start + _BN) > leaf_of(start)) | (start + _BN >= end):
+            if (leaf_of(start + TILE) > leaf_of(start)) | (start + TILE >= end):
                 one_sum = gl.convert_layout(gl.max(leaf_sum, 0), _LINE)
-                if task != _WHOLE:
+                if task != WHOLE:
                     _keep(parts, part_stats, slot + leaf_of(start), leaf, one_sum, leaf_max, LINES)
                 total, total_sum, total_max = _fold(total, total_sum, total_max, leaf, one_sum, leaf_max)
                 leaf = gl.zeros([HEAD, _LINES], gl.float32, _S)
-                leaf_sum = gl.zeros([_BN, _LINES], gl.float32, _S)
+                leaf_sum = gl.zeros([TILE, _LINES], gl.float32, _S)
                 leaf_max = gl.full([_LINES], float("-inf"), gl.float32, _LINE)
-        if task == _WHOLE:
+        if task == WHOLE:
             _write(
                 out, sinks, total, total_sum, total_max, row_start, num_queries, kv_index, out_token, out_head, GROUP
             )
-        elif task == _FOLDED:
-            _barrier()
+        elif task == FOLDED:
+            barrier()
             before = gl.atomic_add(counters + pair, mine, sem="acq_rel", scope="gpu")
             if before + mine == leaves:  # the last to arrive
                 gl.store(counters + pair, 0)
@@ -352,8 +216,8 @@ def _consume(
                     out, sinks, folded, folded_sum, folded_max, row_start, num_queries, kv_index, out_token, out_head,
                     GROUP,
                 )  # fmt: skip
-        mbarrier.wait(q_full.index(turn % _TURNS), turn // _TURNS & 1)
-        task = _word(words, turn % _TURNS * _WORDS + 7)
+        mbarrier.wait(q_full.index(turn % TURNS), turn // TURNS & 1)
+        task = _word(words, turn % TURNS * WORDS + 7)
 
 
 @gluon.jit(
@@ -364,8 +228,10 @@ def _consume(
 def attend_rows_copied(
     q_desc, kv_desc, piece_desc, out, query_start, seq_lens, table, work, leaf_base, parts, part_stats, counters, sinks,
     out_token, out_head, table_row, short, reach, capacity, fold_limit, block_rows, head_rows, head_channels,
-    score_scale, cap_scale, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, LINES: gl.constexpr, HEAD: gl.constexpr,
-    BLOCK: gl.constexpr, STAGES: gl.constexpr, SEES: gl.constexpr, SOFT_CAP: gl.constexpr, PDL: gl.constexpr,
+    score_scale, cap_scale, source, positions, cos_sin, q_norm, k_norm, slots, kv, source_token, kv_block, kv_head,
+    kv_token, eps, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, LINES: gl.constexpr, HEAD: gl.constexpr,
+    BLOCK: gl.constexpr, STAGES: gl.constexpr, SEES: gl.constexpr, SOFT_CAP: gl.constexpr, ROTATES: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """Grid: (programs of the division). Each takes its part of the leaves.
 
@@ -375,38 +241,66 @@ def attend_rows_copied(
     dtype: gl.constexpr = kv_desc.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    q_smem = gl.allocate_shared_memory(dtype, [_TURNS, _LINES // GROUP, GROUP, HEAD], q_desc.layout)
-    k_smem = gl.allocate_shared_memory(dtype, [STAGES, _BN, HEAD], kv_desc.layout)
-    v_smem = gl.allocate_shared_memory(dtype, [STAGES, _BN, HEAD], kv_desc.layout)
+    if ROTATES:
+        q_smem = gl.allocate_shared_memory(dtype, [TURNS, _LINES, HEAD], _ROTATED)
+    else:
+        q_smem = gl.allocate_shared_memory(dtype, [TURNS, _LINES // GROUP, GROUP, HEAD], q_desc.layout)
+    k_smem = gl.allocate_shared_memory(dtype, [STAGES, TILE, HEAD], kv_desc.layout)
+    v_smem = gl.allocate_shared_memory(dtype, [STAGES, TILE, HEAD], kv_desc.layout)
     tops = gl.allocate_shared_memory(gl.float32, [4, _LINES], SWIZZLED)
-    weight_smem = gl.allocate_shared_memory(dtype, [_BN, _LINES], gl.SwizzledSharedLayout(8, 1, 1, [1, 0]))
-    words = gl.allocate_shared_memory(gl.int32, [_TURNS * _WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    q_full = gl.allocate_shared_memory(gl.int64, [_TURNS, 1], BARRIER)
-    q_empty = gl.allocate_shared_memory(gl.int64, [_TURNS, 1], BARRIER)
+    weight_smem = gl.allocate_shared_memory(dtype, [TILE, _LINES], gl.SwizzledSharedLayout(8, 1, 1, [1, 0]))
+    words = gl.allocate_shared_memory(gl.int32, [TURNS * WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    q_full = gl.allocate_shared_memory(gl.int64, [TURNS, 1], BARRIER)
+    q_empty = gl.allocate_shared_memory(gl.int64, [TURNS, 1], BARRIER)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    for turn in gl.static_range(_TURNS):
-        mbarrier.init(q_full.index(turn), 1)
+    for turn in gl.static_range(TURNS):
+        mbarrier.init(q_full.index(turn), 1 + ROTATES)
         mbarrier.init(q_empty.index(turn), 1)
     for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), _PIECES)
+        mbarrier.init(full.index(stage), PIECES)
         mbarrier.init(empty.index(stage), 1)
     fence_async_shared()
     ring = (k_smem, v_smem, full, empty)
-    gl.warp_specialize(
-        [
-            (_consume, (
-                out, sinks, parts, part_stats, counters, words, q_smem, q_full, q_empty, ring, tops, weight_smem,
-                out_token, out_head, reach, score_scale, cap_scale, GROUP, LINES, HEAD, STAGES, SEES, SOFT_CAP,
-            )),
-            (_produce, (
-                q_desc, (kv_desc, piece_desc), query_start, seq_lens, table, work, leaf_base, words, q_smem, q_full,
-                q_empty, ring, table_row, short, reach, capacity, fold_limit, block_rows, head_rows, head_channels,
-                KV_HEADS, GROUP, HEAD, BLOCK, STAGES, SEES, PDL,
-            )),
-        ],
-        [1],
-        [24],
-    )  # fmt: skip
+    if ROTATES:
+        gl.warp_specialize(
+            [
+                (_consume, (
+                    out, sinks, parts, part_stats, counters, words, q_smem, q_full, q_empty, ring, tops, weight_smem,
+                    out_token, out_head, reach, score_scale, cap_scale, GROUP, LINES, HEAD, STAGES, SEES, SOFT_CAP,
+                )),
+                (produce, (
+                    q_desc, (kv_desc, piece_desc), query_start, seq_lens, table, work, leaf_base, words, q_smem, q_full,
+                    q_empty, ring, table_row, short, reach, capacity, fold_limit, block_rows, head_rows, head_channels,
+                    KV_HEADS, GROUP, HEAD, BLOCK, STAGES, SEES, ROTATES, PDL,
+                )),
+                (rotate, (
+                    (
+                        source, positions, cos_sin, q_norm, k_norm, slots, kv, source_token, kv_block, kv_head,
+                        kv_token, eps,
+                    ),
+                    query_start, seq_lens, work, leaf_base, q_smem, q_full, q_empty, short, reach, KV_HEADS, GROUP,
+                    HEAD, BLOCK, SEES, PDL,
+                )),
+            ],
+            [1, 1],
+            [24, 96],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (
+                    out, sinks, parts, part_stats, counters, words, q_smem, q_full, q_empty, ring, tops, weight_smem,
+                    out_token, out_head, reach, score_scale, cap_scale, GROUP, LINES, HEAD, STAGES, SEES, SOFT_CAP,
+                )),
+                (produce, (
+                    q_desc, (kv_desc, piece_desc), query_start, seq_lens, table, work, leaf_base, words, q_smem, q_full,
+                    q_empty, ring, table_row, short, reach, capacity, fold_limit, block_rows, head_rows, head_channels,
+                    KV_HEADS, GROUP, HEAD, BLOCK, STAGES, SEES, ROTATES, PDL,
+                )),
+            ],
+            [1],
+            [24],
+        )  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
