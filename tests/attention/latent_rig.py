@@ -13,7 +13,8 @@ from octavo.attention.base import BACKENDS, NO_SETUP, NO_TENSORS, AttentionInput
 from octavo.attention.mla import MlaBackend
 from octavo.ops.attention import paged_attention_eager
 from octavo.ops.gpu import latent
-from octavo.ops.latent import LatentState, latent_rope_store_reference
+from octavo.ops.latent import latent_rope_store_reference
+from octavo.ops.latent_state import LatentState
 from octavo.ops.rope import rope_table
 
 BLOCK = 16

@@ -17,6 +17,7 @@ from octavo.attention.flex_sizes import FlexSizes
 from octavo.attention.mods import AttentionMods, bound
 from octavo.attention.reference import ReferenceBackend
 from octavo.ops import flex as ops
+from octavo.ops.mask_rows import Geometry, Kind, MaskRows
 
 CPU = torch.device("cpu")
 GARBAGE = 2**31 - 1
@@ -58,14 +59,14 @@ class Batch:
         self.seq_lens = torch.tensor(self.lengths, dtype=torch.int32)
         self.query_start = torch.tensor([0, *self.queries]).cumsum(0).int()
 
-    def plan(self, shape: ops.Geometry, mods: AttentionMods, *, slack: int = 0) -> tuple[ops.MaskRows, int, int]:
+    def plan(self, shape: Geometry, mods: AttentionMods, *, slack: int = 0) -> tuple[MaskRows, int, int]:
         tiles = ops.max_tiles(len(self.lengths), sum(self.queries), max(self.queries), shape.tokens)
         leaves = -(-(max(self.lengths) + slack) // shape.leaf)
-        rows = ops.MaskRows(tiles * leaves, shape.columns, CPU)
+        rows = MaskRows(tiles * leaves, shape.columns, CPU)
         with bound(FIELDS):
             count = ops.plan_mask_rows(
                 rows, shape, num_tiles=tiles, num_leaves=leaves, query_start=self.query_start, seq_lens=self.seq_lens,
-                block_table=self.table, table_rows=torch.arange(len(self.lengths)), kind=ops.Kind.ALL,
+                block_table=self.table, table_rows=torch.arange(len(self.lengths)), kind=Kind.ALL,
                 some=mods.some_visible, every=mods.all_visible,
             )  # fmt: skip
         return rows, count, leaves
@@ -86,7 +87,7 @@ def test_F1_8_and_F1_9_mask_rows_against_a_brute_force_token_mask(seed: int) -> 
     for mods in MODS:
         block, group = rng.choice([16, 32, 48]), rng.choice([1, 4])
         columns = rng.choice([2, 3, 100])
-        shape = ops.Geometry(group=group, lines=16, block=block, stride=1, columns=columns, q_block=16)
+        shape = Geometry(group=group, lines=16, block=block, stride=1, columns=columns, q_block=16)
         batch = Batch(rng, block)
         rows, count, leaves = batch.plan(shape, mods, slack=rng.choice([0, 500]))
         seen_tokens = []
@@ -131,7 +132,7 @@ def test_K4_7_tiles_of_every_size_tell_the_same_blocks_full(group: int) -> None:
         batch = Batch(rng, 16, most=8)
         full: list[dict[tuple[int, int], list[int]]] = []
         for lines in (16, 32, 128):
-            shape = ops.Geometry(group=group, lines=lines, block=16, stride=1, columns=100, q_block=128)
+            shape = Geometry(group=group, lines=lines, block=16, stride=1, columns=100, q_block=128)
             rows, count, _ = batch.plan(shape, mods)
             seen = {}
             for z in range(count):
@@ -145,7 +146,7 @@ def test_F1_9_a_kernels_own_indices_lead_to_the_logical_mask() -> None:
     """Physical keys are told from logical ones by the blocks' places; keys past a request's end are hidden."""
     rng = random.Random(5)
     for mods in MODS:
-        shape = ops.Geometry(group=4, lines=16, block=16, stride=3, columns=8, q_block=16)
+        shape = Geometry(group=4, lines=16, block=16, stride=3, columns=8, q_block=16)
         batch = Batch(rng, 16, most=6, longest=120)
         rows, count, leaves = batch.plan(shape, mods)
         logical = torch.zeros(batch.num_blocks, dtype=torch.int32)
@@ -342,6 +343,6 @@ def test_F1_G2_memory_does_not_grow_with_the_pool() -> None:
 
 
 def test_F1_G7_too_many_mask_rows_are_refused_with_both_numbers() -> None:
-    rows = ops.MaskRows(10, 4, CPU)
+    rows = MaskRows(10, 4, CPU)
     with pytest.raises(ValueError, match=r"11 mask rows of 5 blocks exceed the buffers' 10.*max_num_batched_tokens"):
         rows.check(11)

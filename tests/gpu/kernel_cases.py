@@ -33,11 +33,11 @@ import moe_rig
 import paged_rig
 import rotate_rig
 from batches import make_batch, make_history
-from octavo.ops import flex
 from octavo.ops import paged_attention as paged
 from octavo.ops.gpu import gated_product
 from octavo.ops.gpu.activation import gated_activation
 from octavo.ops.gpu.matmul import linear, tile_for
+from octavo.ops.mask_rows import Kind, Reach
 
 CUDA = torch.device("cuda")
 BF16, F32 = torch.bfloat16, torch.float32
@@ -87,7 +87,7 @@ def _gated() -> None:
     weight = matmul_rig.heavy_tailed(768, 320, dtype=BF16, seed=1, device="cuda") / 64
     for rows in (33, 150):
         x = matmul_rig.heavy_tailed(rows, 320, dtype=BF16, seed=2, device="cuda")
-        expected = gated_activation(linear(x, weight, None, x.new_empty(rows, 768)), "silu")
+        expected = gated_activation(linear(x, weight, None, x.new_empty(rows, 768)), tanh=False)
         for tile in gated_product.TILES:
             assert torch.equal(gated_product.gated_linear(x, weight, "silu", tile), expected), (rows, tile)
 
@@ -154,8 +154,8 @@ def _experts() -> None:
 
 
 def _flex() -> None:
-    flex_rig.check_plan(flex.Reach(causal=True, window=40), [5, 0, 30, 1], [70, 0, 33, 160], 4, CUDA)
-    flex_rig.check_plan(flex.Reach(causal=True), [1, 1, 1, 0], [70, 1, 160, 0], 3, CUDA, flex.Kind.SINGLE)
+    flex_rig.check_plan(Reach(causal=True, window=40), [5, 0, 30, 1], [70, 0, 33, 160], 4, CUDA)
+    flex_rig.check_plan(Reach(causal=True), [1, 1, 1, 0], [70, 1, 160, 0], 3, CUDA, Kind.SINGLE)
     flex_rig.check_order(CUDA)
     for num_leaves in (1, 3):
         flex_rig.check(4, 16, num_leaves, BF16, sinks=num_leaves > 1, seed=num_leaves, device=CUDA)

@@ -26,6 +26,7 @@ from octavo.attention.flex import FlexBackend
 from octavo.attention.mods import AttentionMods
 from octavo.attention.reference import ReferenceBackend
 from octavo.ops import flex as ops
+from octavo.ops.mask_rows import Geometry, Kind, MaskRows
 from octavo.ops.rope import Rotation, qk_norm_rope_store, rope_table
 
 pytestmark = pytest.mark.gpu
@@ -310,14 +311,14 @@ def test_L3_G1_a_cache_beyond_32_bit_offsets_is_refused_with_the_bound() -> None
 
 def test_kernels_equal_their_twins() -> None:
     step = Step(make_rows())
-    shape = ops.Geometry(group=4, lines=64, block=BLOCK, stride=1, columns=32, q_block=16)
-    rows = ops.MaskRows(200, shape.columns, DEVICE)
+    shape = Geometry(group=4, lines=64, block=BLOCK, stride=1, columns=32, q_block=16)
+    rows = MaskRows(200, shape.columns, DEVICE)
     inputs = step.inputs
     tiles = ops.max_tiles(4, inputs.num_tokens, inputs.max_query_len, shape.tokens)
     plain = AttentionMods()
     count = ops.plan_mask_rows(
         rows, shape, num_tiles=tiles, num_leaves=3, query_start=inputs.query_start, seq_lens=inputs.seq_lens,
-        block_table=inputs.block_table, table_rows=inputs.rows, kind=ops.Kind.ALL,
+        block_table=inputs.block_table, table_rows=inputs.rows, kind=Kind.ALL,
         some=plain.some_visible, every=plain.all_visible,
     )  # fmt: skip
     lines = ops.gather_lines(step.q, rows, shape, 0, count)

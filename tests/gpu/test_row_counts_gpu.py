@@ -25,7 +25,7 @@ from batches import Batch, make_batch, make_history
 from gpu_rig import BF16, F16, F32, heavy
 from octavo.ops import fused
 from octavo.ops.gpu import latent
-from octavo.ops.latent import LatentState
+from octavo.ops.latent_state import LatentState
 from octavo.ops.matmul import pack_linear
 from octavo.ops.rope import rope_table
 from paged_rig import attend, to_device

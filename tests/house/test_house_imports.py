@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import graphlib
 import subprocess
 import sys
 import time
@@ -90,6 +91,13 @@ def test_import_directions(module: str) -> None:
     path = modules()[module]
     wrong = [f"{where(path, line)}: {name}" for name, line in imports(path) if not _allowed(module, name)]
     assert not wrong, wrong
+
+
+def test_no_circles_between_modules() -> None:
+    """A module never reaches itself through imports, wherever those stand: in functions and for types alone as well."""
+    graph = {name: {found for found, _ in imports(path)} & modules().keys() for name, path in modules().items()}
+    assert "octavo.ops.gpu.sample" in graph["octavo.ops.sample"], "an import within a function is seen"
+    graphlib.TopologicalSorter(graph).prepare()  # its error lists a circle
 
 
 def test_attention_backends_do_not_import_each_other() -> None:

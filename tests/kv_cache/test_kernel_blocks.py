@@ -22,7 +22,8 @@ from octavo.kv_cache.kernel_blocks import (
 )
 from octavo.kv_cache.layout import LAYOUTS, extract_blocks
 from octavo.kv_cache.pool import KVCachePool
-from octavo.ops.inputs import GroupTables, RowTensors, StepInputs, gather_inputs
+from octavo.ops.inputs import gather_inputs
+from octavo.ops.step_inputs import GroupTables, RowTensors, StepInputs
 
 CPU = torch.device("cpu")
 FULL = CacheGroup(kind="full", window=0, block_size=128, layers=(0, 1))

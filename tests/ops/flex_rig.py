@@ -6,6 +6,7 @@ import torch
 
 from octavo.ops import flex
 from octavo.ops.gpu import flex as gpu
+from octavo.ops.mask_rows import Geometry, Kind, MaskRows, Reach
 
 CPU = torch.device("cpu")
 
@@ -15,9 +16,9 @@ def check(
 ) -> None:
     """Random mask rows over a random batch: some tiles start within a request, some are empty."""
     generator = torch.Generator().manual_seed(seed)
-    shape = flex.Geometry(group=group, lines=lines, block=16, stride=1, columns=2, q_block=16)
+    shape = Geometry(group=group, lines=lines, block=16, stride=1, columns=2, q_block=16)
     tiles, kv_heads, size, tokens = 4, 2, 24, 3 * shape.tokens + 2
-    rows = flex.MaskRows(tiles * num_leaves + 3, 2, device)
+    rows = MaskRows(tiles * num_leaves + 3, 2, device)
     first = torch.tensor([0, 2, 5, 0]) * shape.tokens
     low = first + torch.tensor([0, shape.tokens - 1, 0, 0])
     high = first + torch.tensor([shape.tokens - 1, shape.tokens - 1, min(1, shape.tokens - 1), -1])
@@ -48,11 +49,11 @@ def check(
 
 def check_order(device: torch.device = CPU) -> None:
     """A tile's bits do not depend on how many leaves the batch's longest request has."""
-    shape = flex.Geometry(group=4, lines=16, block=16, stride=1, columns=2, q_block=16)
+    shape = Geometry(group=4, lines=16, block=16, stride=1, columns=2, q_block=16)
     generator, outs = torch.Generator().manual_seed(3), []
     parts, lse = (torch.randn(70, 1, 16, *rest, generator=generator).to(device) for rest in ((24,), ()))
     for num_leaves in (3, 4, 9, 40, 70):
-        rows = flex.MaskRows(num_leaves, 2, device)
+        rows = MaskRows(num_leaves, 2, device)
         rows.first.fill_(60)
         rows.low.fill_(60)
         rows.high.fill_(63)
@@ -65,7 +66,7 @@ def check_order(device: torch.device = CPU) -> None:
     assert all(torch.equal(out, outs[0]) for out in outs) and outs[0].any(), "the longest request moved bits"
 
 
-def rectangles(reach: flex.Reach):
+def rectangles(reach: Reach):
     """The tests of `reach` as `plan_mask_rows` takes them."""
 
     def some(b, q, q_last, kv, kv_last):
@@ -89,11 +90,11 @@ def rectangles(reach: flex.Reach):
 
 
 def check_plan(
-    reach: flex.Reach, queries: list[int], lengths: list[int], columns: int, device: torch.device = CPU,
-    kind: flex.Kind = flex.Kind.ALL,
+    reach: Reach, queries: list[int], lengths: list[int], columns: int, device: torch.device = CPU,
+    kind: Kind = Kind.ALL,
 ) -> None:  # fmt: skip
     """The kernel's mask rows are the twin's; so are the places of blocks."""
-    shape = flex.Geometry(group=4, lines=16, block=16, stride=3, columns=columns, q_block=16)
+    shape = Geometry(group=4, lines=16, block=16, stride=3, columns=columns, q_block=16)
     width, num = max(lengths) // 16 + 2, len(lengths)
     table = torch.randperm(num * width).view(num, width).int().to(device)
     lens, start = torch.tensor(lengths).int().to(device), torch.tensor([0, *queries]).cumsum(0).int().to(device)
@@ -103,13 +104,13 @@ def check_plan(
         "num_tiles": tiles, "num_leaves": leaves, "query_start": start, "seq_lens": lens, "block_table": table,
         "table_rows": torch.arange(num, device=device) + 5, "kind": kind,
     }  # fmt: skip
-    ours, expected = (flex.MaskRows(tiles * leaves, columns, device) for _ in range(2))
+    ours, expected = (MaskRows(tiles * leaves, columns, device) for _ in range(2))
     gpu.plan_mask_rows(ours, shape, reach, **options)
     some, every = rectangles(reach)
     flex.plan_mask_rows(expected, shape, some=some, every=every, **options)
     there = expected.high >= expected.low
     assert torch.equal(ours.high >= ours.low, there), "tiles"
-    used = sum(n == 1 if kind is flex.Kind.SINGLE else n > (kind is flex.Kind.LONG) for n in queries)
+    used = sum(n == 1 if kind is Kind.SINGLE else n > (kind is Kind.LONG) for n in queries)
     assert used <= there.view(tiles, leaves)[:, 0].sum() and there.any() == (used > 0)
     sizes = [(ours.partial_num, expected.partial_num), (ours.full_num, expected.full_num)]
     lists = [(ours.partial, expected.partial), (ours.full, expected.full)]
@@ -127,16 +128,16 @@ def check_plan(
 
 def check_plans() -> None:
     for reach in (
-        flex.Reach(causal=True),
-        flex.Reach(causal=True, window=40),
-        flex.Reach(causal=True, chunk=48, exact=False),
-        flex.Reach(causal=False),
+        Reach(causal=True),
+        Reach(causal=True, window=40),
+        Reach(causal=True, chunk=48, exact=False),
+        Reach(causal=False),
     ):
-        check_plan(reach, [1, 1, 1, 0], [70, 1, 160, 0], 3, kind=flex.Kind.SINGLE)
+        check_plan(reach, [1, 1, 1, 0], [70, 1, 160, 0], 3, kind=Kind.SINGLE)
         check_plan(reach, [5, 0, 30, 1], [70, 0, 33, 160], 4)
-        for kind in flex.Kind:
+        for kind in Kind:
             check_plan(reach, [1, 1, 1, 2, 5, 30, 0], [70, 160, 70, 33, 5, 90, 0], 4, kind=kind)
-        for queries, kind in (([1, 1], flex.Kind.LONG), ([3, 2], flex.Kind.SINGLE), ([0, 0], flex.Kind.ALL)):
+        for queries, kind in (([1, 1], Kind.LONG), ([3, 2], Kind.SINGLE), ([0, 0], Kind.ALL)):
             check_plan(reach, queries, [9, 4], 4, kind=kind)
 
 

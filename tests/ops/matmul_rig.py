@@ -74,7 +74,7 @@ def check_fused(
                 normed = linear(norm.rms_norm(x, scale, 1e-6), weight, bias, torch.empty_like(residual))
                 pairs = [(few_rows.normed_linear(x, scale, 1e-6, weight, bias, None), normed)]
                 for kind in ("silu", "gelu_tanh"):
-                    gated = activation.gated_activation(normed, kind)
+                    gated = activation.gated_activation(normed, tanh=kind == "gelu_tanh")
                     pairs.append((few_rows.normed_linear(x, scale, 1e-6, weight, bias, kind), gated))
                 product = linear(x, weight, bias, torch.empty_like(residual))
                 total = (product.float() + residual.float()).to(dtype)

@@ -27,7 +27,7 @@ def run(x: torch.Tensor, experts: torch.Tensor, weight: torch.Tensor) -> torch.T
     kind = str(weight.dtype).removeprefix("torch.")
     weights = ExpertWeights([LinearWeight(OUT, SIZE, kind, part) for part in weight])
     groups = moe.group_pairs(experts, EXPERTS)
-    return moe.grouped_linear(x, weights, groups, pairs_per_row=experts.shape[1])
+    return moe.grouped_linear(x, weights.addresses, OUT, groups, pairs_per_row=experts.shape[1])
 
 
 def check_equals_one_product_per_pair(device: torch.device, dtype: torch.dtype) -> None:

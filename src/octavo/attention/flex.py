@@ -32,6 +32,7 @@ from octavo.attention.mods import AttentionMods, bound
 from octavo.attention.variant_mods import mods_of_variant
 from octavo.kv_cache.kernel_blocks import MultipleOf
 from octavo.ops import flex as ops
+from octavo.ops.mask_rows import Geometry, Kind, MaskRows, Reach, tokens_of
 from octavo.ops.rope import Rotation
 
 _MAX_ELEMENTS = 2**31  # offsets in torch's kernel have 32 bits
@@ -43,8 +44,8 @@ _SCRATCH_BYTES = 512 << 20  # of queries and partial results of one launch
 class _Plan:
     """One variant's work in this step, for all rows or for some that share a tile."""
 
-    shape: ops.Geometry
-    rows: ops.MaskRows
+    shape: Geometry
+    rows: MaskRows
     num_tiles: int
     num_leaves: int
 
@@ -89,7 +90,7 @@ class FlexBackend:
         self._variants, self._dtype, self._device, self._setup = tuple(variants), dtype, device, setup
         self._mods: dict[Variant, AttentionMods] = {}
         self._kernels: dict[tuple[Variant, int], Kernel] = {}
-        self._buffers: dict[tuple[Variant, int], ops.MaskRows] = {}
+        self._buffers: dict[tuple[Variant, int], MaskRows] = {}
         self._logical = torch.zeros(max(setup.num_blocks, 1), dtype=torch.int32, device=device)
         if setup.block_size:
             for variant in variants:
@@ -201,16 +202,16 @@ class FlexBackend:
         """
         rows, most, longest = self._inputs.num_rows, self._inputs.max_long, self._inputs.max_query_len
         if longest <= 1:
-            return [self._plan_rows(variant, mods, stride, ops.Kind.SINGLE, rows, 1)]
+            return [self._plan_rows(variant, mods, stride, Kind.SINGLE, rows, 1)]
         if most is None or most >= rows or self._lines(variant, 1) == self._lines(variant, longest):
-            return [self._plan_rows(variant, mods, stride, ops.Kind.ALL, rows, longest)]
+            return [self._plan_rows(variant, mods, stride, Kind.ALL, rows, longest)]
         return [
-            self._plan_rows(variant, mods, stride, ops.Kind.SINGLE, rows, 1),
-            self._plan_rows(variant, mods, stride, ops.Kind.LONG, most, longest),
+            self._plan_rows(variant, mods, stride, Kind.SINGLE, rows, 1),
+            self._plan_rows(variant, mods, stride, Kind.LONG, most, longest),
         ]
 
     def _plan_rows(
-        self, variant: Variant, mods: AttentionMods, stride: int, kind: ops.Kind, max_rows: int, max_query_len: int
+        self, variant: Variant, mods: AttentionMods, stride: int, kind: Kind, max_rows: int, max_query_len: int
     ) -> _Plan:
         inputs = self._inputs
         shape = self._geometry(variant, stride, max_query_len)
@@ -231,14 +232,14 @@ class FlexBackend:
     def _lines(self, variant: Variant, max_query_len: int) -> int:
         """Of the tile for rows of at most so many queries."""
         sizes, group = self.sizes(variant, self._inputs.block_size), variant.num_heads // variant.num_kv_heads
-        few = max_query_len <= ops.tokens_of(sizes.decode_lines, group)
+        few = max_query_len <= tokens_of(sizes.decode_lines, group)
         return sizes.decode_lines if few else sizes.prefill_lines
 
-    def _geometry(self, variant: Variant, stride: int, max_query_len: int) -> ops.Geometry:
+    def _geometry(self, variant: Variant, stride: int, max_query_len: int) -> Geometry:
         inputs = self._inputs
         sizes, group = self.sizes(variant, inputs.block_size), variant.num_heads // variant.num_kv_heads
         longest = self._setup.max_model_len or inputs.block_table.shape[1] * inputs.block_size
-        return ops.Geometry(
+        return Geometry(
             group=group,
             lines=self._lines(variant, max_query_len),
             block=inputs.block_size,
@@ -247,7 +248,7 @@ class FlexBackend:
             q_block=sizes.q_block,
         )
 
-    def _mask_rows(self, variant: Variant, shape: ops.Geometry, needed: int) -> ops.MaskRows:
+    def _mask_rows(self, variant: Variant, shape: Geometry, needed: int) -> MaskRows:
         """The variant's buffers for a tile, made once, for the largest step."""
         key = variant, shape.lines
         if key not in self._buffers or not self._setup.max_num_rows:
@@ -257,7 +258,7 @@ class FlexBackend:
             longest = shape.tokens if few and sizes.decode_lines != sizes.prefill_lines else setup.max_num_tokens
             tiles = max(2, ops.max_tiles(setup.max_num_rows, setup.max_num_tokens, longest, shape.tokens))
             capacity = tiles * leaves if setup.max_num_rows else needed
-            self._buffers[key] = ops.MaskRows(capacity, shape.columns, self._device)
+            self._buffers[key] = MaskRows(capacity, shape.columns, self._device)
         return self._buffers[key]
 
     def _kernel(self, variant: Variant, mods: AttentionMods, plan: _Plan) -> Kernel:
@@ -269,13 +270,13 @@ class FlexBackend:
         return kernel
 
 
-def _reach(variant: Variant) -> ops.Reach | None:
+def _reach(variant: Variant) -> Reach | None:
     """A variant's blocks as one kernel finds them; None if the user's hints have a say."""
     mods = variant.mods
     causal = variant.causal and mods.causal
     if mods.some is not None or mods.every is not None or (not causal and (variant.window or variant.chunk)):
         return None
-    return ops.Reach(causal=causal, window=variant.window, chunk=variant.chunk, exact=mods.mask_mod is None)
+    return Reach(causal=causal, window=variant.window, chunk=variant.chunk, exact=mods.mask_mod is None)
 
 
 def _parts(plan: _Plan, variant: Variant, itemsize: int) -> list[tuple[int, int]]:

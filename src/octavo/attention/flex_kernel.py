@@ -28,6 +28,7 @@ from octavo.attention.flex_key import Name, UnnamedError, name_code, name_mods
 from octavo.attention.flex_sizes import FlexSizes
 from octavo.attention.mods import AttentionMods
 from octavo.ops import flex as ops
+from octavo.ops.mask_rows import Geometry, MaskRows
 
 _LOG = logging.getLogger(__name__)
 ALIGNED = 16  # bytes, of what compiled kernels read
@@ -39,13 +40,13 @@ _ELSEWHERE = ("_CACHE_DIR", "_COMPILE_THREADS", "_HOME")  # variables that chang
 _BY_COMPILING: set[tuple[str, str, str]] = set()  # settings that torch's compiler itself changed in this process
 _Call = Callable[[list[Tensor]], tuple[Tensor, Tensor]]
 # (lines, key, value, mask rows, logical blocks, scales of K or none, first mask row, how many): what a call takes
-_Way = Callable[[Tensor, Tensor, Tensor, ops.MaskRows, Tensor, tuple[Tensor, ...], int, int], tuple[Tensor, Tensor]]
+_Way = Callable[[Tensor, Tensor, Tensor, MaskRows, Tensor, tuple[Tensor, ...], int, int], tuple[Tensor, Tensor]]
 
 
 class Kernel:
     """One variant's attention for one tile. Compiled, or found, when it is first called on a CUDA device."""
 
-    def __init__(self, variant: Variant, mods: AttentionMods, shape: ops.Geometry, sizes: FlexSizes) -> None:
+    def __init__(self, variant: Variant, mods: AttentionMods, shape: Geometry, sizes: FlexSizes) -> None:
         """Nothing is compiled yet."""
         self.shape, self.logical = shape, torch.empty(0)
         self._variant, self._mods, self._sizes = variant, mods, sizes
@@ -56,7 +57,7 @@ class Kernel:
         lines: Tensor,
         key: Tensor,
         value: Tensor,
-        rows: ops.MaskRows,
+        rows: MaskRows,
         key_scale: Tensor | None,
         start: int,
         count: int,
@@ -134,7 +135,7 @@ def _through(call: _Call) -> _Way:
     """Torch's compiled call."""
 
     def way(
-        lines: Tensor, key: Tensor, value: Tensor, rows: ops.MaskRows, logical: Tensor, scales: tuple[Tensor, ...],
+        lines: Tensor, key: Tensor, value: Tensor, rows: MaskRows, logical: Tensor, scales: tuple[Tensor, ...],
         start: int, count: int,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         return call([lines, key, value, *_lists(rows, start, count), logical, *scales])
@@ -146,7 +147,7 @@ def _direct(launch: Any, captured: list[Tensor]) -> _Way:
     """The kernels alone."""
 
     def way(
-        lines: Tensor, key: Tensor, value: Tensor, rows: ops.MaskRows, logical: Tensor, scales: tuple[Tensor, ...],
+        lines: Tensor, key: Tensor, value: Tensor, rows: MaskRows, logical: Tensor, scales: tuple[Tensor, ...],
         start: int, count: int,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         lists = _lists(rows, start, count) if start else _buffers(rows)
@@ -159,12 +160,12 @@ def _direct(launch: Any, captured: list[Tensor]) -> _Way:
     return way
 
 
-def _lists(rows: ops.MaskRows, start: int, count: int) -> list[Tensor]:
+def _lists(rows: MaskRows, start: int, count: int) -> list[Tensor]:
     """What a kernel reads of the mask rows start .. start + count - 1."""
     return [buffer[start : start + count] for buffer in _buffers(rows)]
 
 
-def _buffers(rows: ops.MaskRows) -> list[Tensor]:
+def _buffers(rows: MaskRows) -> list[Tensor]:
     return [rows.partial_num, rows.partial, rows.full_num, rows.full, rows.row, rows.first, rows.length]
 
 
@@ -180,7 +181,7 @@ def _likes(inputs: list[Tensor]) -> Name:
 class _Probes:
     """Made-up calls, like the real ones `inputs` but for the number of mask rows."""
 
-    def __init__(self, inputs: list[Tensor], shape: ops.Geometry) -> None:
+    def __init__(self, inputs: list[Tensor], shape: Geometry) -> None:
         """Takes the cache and what a mod reads as they are."""
         lines, key, logical = inputs[0], inputs[1], inputs[_LISTS.stop]
         self._inputs, device = inputs, lines.device
@@ -188,7 +189,7 @@ class _Probes:
         self.counts = 2, 3, largest
         random = torch.Generator(device).manual_seed(0)
         self._lines = torch.randn((largest, *lines.shape[1:]), generator=random, device=device).to(lines.dtype)
-        self._rows = rows = ops.MaskRows(largest, shape.columns, device)
+        self._rows = rows = MaskRows(largest, shape.columns, device)
         blocks = min(key.shape[2] // shape.block, len(logical) * shape.stride)
         longest = min(shape.leaf, 4 * shape.block)
         for buffer, low, high in (
@@ -213,7 +214,7 @@ class _Probes:
                     raise RuntimeError(f"its kernels alone give other bits for {count} mask rows")
 
 
-def _settings(variant: Variant, shape: ops.Geometry, options: dict[str, Any], versions: list[str]) -> Name:
+def _settings(variant: Variant, shape: Geometry, options: dict[str, Any], versions: list[str]) -> Name:
     """Whatever decides what torch makes of a mod, beside the mod and the inputs."""
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
     return [
@@ -262,7 +263,7 @@ def _changed_settings() -> set[tuple[str, str, str]]:
 
 def make_mods(
     mods: AttentionMods,
-    shape: ops.Geometry,
+    shape: Geometry,
     row: Tensor,
     first: Tensor,
     length: Tensor,
@@ -302,7 +303,7 @@ def kernel_options(sizes: FlexSizes, lines: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def compile_call(variant: Variant, mods: AttentionMods, shape: ops.Geometry, sizes: FlexSizes) -> _Call:
+def compile_call(variant: Variant, mods: AttentionMods, shape: Geometry, sizes: FlexSizes) -> _Call:
     """torch's FlexAttention for one variant and tile. Everything but the number of mask rows is fixed.
 
     The call takes lines, key, value, what `_lists` gives, the logical blocks and, if the cache has them, scales of K.

@@ -16,7 +16,8 @@ import torch
 from octavo.device.block_table import BlockTables
 from octavo.device.request_table import RequestTable
 from octavo.device.staging import StagedTensor, WriteQueue
-from octavo.ops.inputs import GroupTables, StepInputs, gather_inputs
+from octavo.ops.inputs import gather_inputs
+from octavo.ops.step_inputs import GroupTables, StepInputs
 from octavo.plan import NO_INTS, IntArray, StepPlan
 
 

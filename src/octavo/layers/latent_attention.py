@@ -21,7 +21,8 @@ from octavo.layers.base import Layer
 from octavo.layers.linear import Linear
 from octavo.layers.norm import RMSNorm
 from octavo.ops.head_linear import HeadWeights, head_linear, pack_heads
-from octavo.ops.latent import LatentState, latent_rope_store
+from octavo.ops.latent import latent_rope_store
+from octavo.ops.latent_state import LatentState
 
 _INNER_EPS = 1e-6  # of the norms on compressed states: no config.json sets it
 

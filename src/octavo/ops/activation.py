@@ -33,7 +33,7 @@ def gated_activation(gate_up: Tensor, kind: str) -> Tensor:
     if gate_up.is_cuda:
         from octavo.ops.gpu import activation as gpu
 
-        return gpu.gated_activation(gate_up, kind)
+        return gpu.gated_activation(gate_up, tanh=GATED_KINDS[kind] == 1)
     lib = native.lib()
     if not lib:
         return gated_activation_reference(gate_up, kind)

@@ -9,96 +9,19 @@ every list ends in a safe entry, since the kernel loads one beyond the last.
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 import functools
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-NULL_BLOCK = 0
-MERGE_LEVELS = 6  # leaf i joins sum i % 2**6; the sums are added halves upon each other
+from octavo.ops.mask_rows import MERGE_LEVELS, NULL_BLOCK, Geometry, Kind, MaskRows, Reach
+
 # (table rows, first and last query position, first and last key position), broadcasting -> bool
 RectangleTest = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 # (mask row, KV head, line, physical key) -> bool, and (score, ...) -> score
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-
-
-def tokens_of(lines: int, group: int) -> int:
-    """Queries of a tile: a power of two, so that a tile of any size lies in one query block of a larger one."""
-    return 1 << ((lines // group).bit_length() - 1)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Geometry:
-    """What one compiled kernel is made for."""
-
-    group: int  # heads of a KV head
-    lines: int  # of a tile; line t * group + g is head g of the tile's t-th query; some may be left over
-    block: int  # keys of a block
-    stride: int  # kernel blocks from one block of the table to the next in the layer's token axis
-    columns: int  # blocks of a leaf
-    q_block: int  # queries by which blocks are told wholly visible from partly visible
-
-    @property
-    def tokens(self) -> int:
-        """Queries of a tile. Tiles start at multiples of it."""
-        return tokens_of(self.lines, self.group)
-
-    @property
-    def leaf(self) -> int:
-        """Keys of a leaf."""
-        return self.columns * self.block
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Reach:
-    """Tests of rectangles that a kernel knows: keys up to the query, less than `window` back, in the query's chunk."""
-
-    causal: bool
-    window: int = 0  # 0: all
-    chunk: int = 0  # 0: all
-    exact: bool = True  # False: something else hides pairs as well, so no block is wholly visible
-
-
-class Kind(enum.Enum):
-    """Rows of a batch that share a tile."""
-
-    ALL = 1
-    SINGLE = 2  # of one query
-    LONG = 3  # of several
-
-
-class MaskRows:
-    """Persistent buffers of at most `capacity` mask rows: [capacity, ...] int32, at one address.
-
-    partial_num, full_num: blocks of each kind; partial, full [capacity, 1, 1, columns + 1]: which ones, in the layer's
-    token axis. row: the request's table row; first: logical position of line 0; low, high: first and last position
-    that is a query of this step (high < low: none); token: the token of `low` in the batch; length: of the request.
-    """
-
-    def __init__(self, capacity: int, columns: int, device: torch.device) -> None:
-        """Empty rows at first."""
-        self.capacity, self.columns = max(capacity, 2), columns
-        lists = (self.capacity, 1, 1, columns + 1)
-        self.partial, self.full = (torch.zeros(lists, dtype=torch.int32, device=device) for _ in range(2))
-        self.partial_num, self.full_num = (
-            torch.zeros((self.capacity, 1, 1), dtype=torch.int32, device=device) for _ in range(2)
-        )
-        self.row, self.first, self.low, self.high, self.token, self.length = (
-            torch.zeros(self.capacity, dtype=torch.int32, device=device) for _ in range(6)
-        )
-        self.ends = torch.zeros(self.capacity, dtype=torch.int32, device=device)  # scratch: where rows' tiles end
-
-    def check(self, num: int) -> None:
-        """Raises ValueError for more mask rows than there is room for."""
-        if num > self.capacity:
-            raise ValueError(
-                f"{num} mask rows of {self.columns + 1} blocks exceed the buffers' {self.capacity}: the step is larger "
-                "than max_num_seqs, max_num_batched_tokens or max_model_len, which size them"
-            )
 
 
 def max_tiles(num_rows: int, num_tokens: int, max_query_len: int, tokens: int) -> int:

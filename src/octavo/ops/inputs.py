@@ -7,58 +7,10 @@ where their queries begin. A row without queries is padding.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
-
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-IntArray = NDArray[np.integer]
-
-
-class GroupTables:
-    """Per cache group: the persistent block table, the batch's copy of it, and the slots. All stay where they are."""
-
-    def __init__(
-        self,
-        tables: Sequence[torch.Tensor],
-        outs: Sequence[torch.Tensor],
-        slots: torch.Tensor,
-        block_sizes: Sequence[int],
-    ) -> None:
-        """tables, outs: [rows, columns] int32; slots: [groups, max_num_tokens] int64; block_sizes: tokens per block."""
-        self.tables, self.outs, self.slots, self.block_sizes = tuple(tables), tuple(outs), slots, tuple(block_sizes)
-        self.max_columns = max(out.shape[1] for out in outs)
-        # what a kernel reads: [groups, 7] int64
-        self.addresses = torch.tensor([
-            [table.data_ptr(), table.stride(0), out.data_ptr(), out.stride(0), slot.data_ptr(), size, out.shape[1]]
-            for table, out, slot, size in zip(tables, outs, slots, block_sizes, strict=True)
-        ]).to(slots.device)  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class RowTensors:
-    """What a step reads and changes of the persistent rows, int32."""
-
-    token_ids: torch.Tensor  # [max_num_rows, max_model_len]
-    total_len: torch.Tensor  # [max_num_rows], known tokens
-    num_computed: torch.Tensor  # [max_num_rows]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class StepInputs:
-    """One step on the device: R rows and T tokens, padding included."""
-
-    max_query_len: int  # a bound
-    rows: torch.Tensor  # [R] int64
-    query_start: torch.Tensor  # [R + 1] int32
-    input_ids: torch.Tensor  # [T] int64
-    positions: torch.Tensor  # [T] int64
-    seq_lens: torch.Tensor  # [R] int32
-    next_positions: torch.Tensor  # [R] int64, where a token goes that a row samples: its seq_len
-    turn: torch.Tensor  # [1] int32, which of the two results this step fills: 1 and 0 in turn
-    results: torch.Tensor  # [2, >= R] int64 on the host, in memory that the device can write: token | failed << 32
+from octavo.ops.step_inputs import GroupTables, RowTensors, StepInputs
 
 
 def gather_inputs(step: StepInputs, table: RowTensors, groups: GroupTables) -> None:

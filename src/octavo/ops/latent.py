@@ -6,23 +6,11 @@ token's results depend on its own rows, its position and its slot only; slot -1 
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 
 from octavo.ops.cache_store import LIMITS, quantize, store
+from octavo.ops.latent_state import LatentState
 from octavo.ops.norm import rms_norm
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LatentState:
-    """What a layer makes of its states."""
-
-    cos_sin: torch.Tensor  # `rope_table` of rotary size rope
-    weight: torch.Tensor  # [latent] float32, of the RMS norm
-    eps: float
-    interleaved: bool  # channels 2i and 2i + 1 turn together
-    key_scale: torch.Tensor | None = None  # [1] float32, of a quantized cache
 
 
 def latent_rope_store(

@@ -37,9 +37,10 @@ def run_experts(
     if x.is_cuda:
         from octavo.ops.gpu import moe  # needs triton
 
+        assert (x.dtype, x.shape[1]) == (gate_up.weights[0].storage.dtype, gate_up.k), "rows as the weights take them"
         groups = moe.group_pairs(experts, len(gate_up.weights))
-        inner = moe.grouped_linear(x, gate_up, groups, pairs_per_row=experts.shape[1])
-        return moe.grouped_linear(gated_activation(inner, activation), down, groups, pairs_per_row=1)
+        inner = moe.grouped_linear(x, gate_up.addresses, gate_up.n, groups, pairs_per_row=experts.shape[1])
+        return moe.grouped_linear(gated_activation(inner, activation), down.addresses, down.n, groups, pairs_per_row=1)
     return run_experts_reference(x, experts, gate_up, down, activation)
 
 

@@ -108,7 +108,7 @@ def top_logprobs(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tens
     if logits.is_cuda:
         from octavo.ops.gpu import sample as gpu
 
-        return gpu.top_logprobs(logits, k)
+        return gpu.top_logprobs(logits, k, few=0 < k <= FEW)
     library = native.lib()
     if not library or not 0 < k <= _MAX_NATIVE_TOP:
         return top_logprobs_eager(logits, k)

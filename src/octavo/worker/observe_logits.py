@@ -11,8 +11,7 @@ from typing import Protocol
 import torch
 
 from octavo.ops.fold import fold_rows
-from octavo.ops.inputs import IntArray
-from octavo.plan import NewRow
+from octavo.plan import IntArray, NewRow
 
 
 class LogitsObserver(Protocol):

@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.activation import GATED_KINDS
 from octavo.ops.gpu.launch import begin_after, chained
 
 # Channels of a program and its warps: they move no bit.
@@ -42,14 +41,14 @@ def _gated(gate_up, out, in_row, SIZE: tl.constexpr, TANH: tl.constexpr, BLOCK: 
     tl.store(out + row * SIZE + channel, result.to(out.dtype.element_ty), mask=inside)
 
 
-def gated_activation(gate_up: Tensor, kind: str) -> Tensor:
-    """See `octavo.ops.activation.gated_activation`; float16 too."""
+def gated_activation(gate_up: Tensor, *, tanh: bool) -> Tensor:
+    """See `octavo.ops.activation.gated_activation`; float16 too. tanh: "gelu_tanh", else "silu"."""
     assert gate_up.stride(1) == 1, "channels are contiguous"
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, size), dtype=gate_up.dtype, device=gate_up.device)
     if rows:
         _gated[(rows, triton.cdiv(size, _BLOCK))](
-            gate_up, out, gate_up.stride(0), SIZE=size, TANH=GATED_KINDS[kind] == 1, BLOCK=_BLOCK, num_warps=_WARPS,
+            gate_up, out, gate_up.stride(0), SIZE=size, TANH=tanh, BLOCK=_BLOCK, num_warps=_WARPS,
             enable_fp_fusion=False, **chained(gate_up.device),
         )  # fmt: skip
     return out

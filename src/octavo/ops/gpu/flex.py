@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.flex import MERGE_LEVELS, NULL_BLOCK, Geometry, Kind, MaskRows, Reach
 from octavo.ops.gpu.launch import begin_after, chained
+from octavo.ops.mask_rows import MERGE_LEVELS, NULL_BLOCK, Geometry, Kind, MaskRows, Reach
 
 _MERGE_ELEMENTS = 4096  # of partial results that a program of `_merge` has in flight
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from octavo.ops.gpu.launch import begin_after, chained
-from octavo.ops.inputs import GroupTables, RowTensors, StepInputs
+from octavo.ops.step_inputs import GroupTables, RowTensors, StepInputs
 
 _BLOCK = 256  # tokens or table columns that a program handles at once
 _COLUMNS = 4096  # table columns of a row per program

@@ -19,7 +19,7 @@ from torch import Tensor
 from octavo.ops.cache_store import LIMITS
 from octavo.ops.gpu.rope import store_rounded
 from octavo.ops.gpu.tree import padded_length, row_sums
-from octavo.ops.latent import LatentState
+from octavo.ops.latent_state import LatentState
 
 BN = 32  # tokens per step of the online softmax
 LEAF = 512  # tokens per independent partial result

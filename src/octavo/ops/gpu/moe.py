@@ -10,15 +10,11 @@ place its pair has.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from octavo.ops.moe import ExpertWeights
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,16 +69,19 @@ def _grouped_product(
     tl.store(at, total.to(out.dtype.element_ty), mask=there[:, None] & (channel < N)[None, :])
 
 
-def grouped_linear(x: Tensor, weights: ExpertWeights, groups: Groups, *, pairs_per_row: int) -> Tensor:
-    """x [pairs / pairs_per_row, K], of the weights' dtype -> [pairs, N], each pair by its expert's weight [N, K]."""
-    num_pairs, num_experts = groups.order.shape[0], len(weights.weights)
-    assert x.stride(1) == 1 and x.dtype == weights.weights[0].storage.dtype, "rows as wide as the weights"
-    out = torch.empty((num_pairs, weights.n), dtype=x.dtype, device=x.device)
+def grouped_linear(x: Tensor, addresses: Tensor, n: int, groups: Groups, *, pairs_per_row: int) -> Tensor:
+    """x [pairs / pairs_per_row, K] -> [pairs, N], each pair by its expert's weight [N, K], contiguous and of x's dtype.
+
+    addresses: [experts] int64, of the weights.
+    """
+    num_pairs, num_experts, k = groups.order.shape[0], addresses.shape[0], x.shape[1]
+    assert x.stride(1) == 1, "channels are contiguous"
+    out = torch.empty((num_pairs, n), dtype=x.dtype, device=x.device)
     if num_pairs:
         tiles = min(num_pairs, triton.cdiv(num_pairs, groups.rows) + num_experts)
-        _grouped_product[(triton.cdiv(weights.n, 64), tiles)](
-            x, weights.addresses, out, groups.order, groups.ends, groups.tile_ends, x.stride(0), pairs_per_row,
-            EXPERTS=num_experts, PADDED=triton.next_power_of_2(num_experts), N=weights.n, K=weights.k, BM=groups.rows,
+        _grouped_product[(triton.cdiv(n, 64), tiles)](
+            x, addresses, out, groups.order, groups.ends, groups.tile_ends, x.stride(0), pairs_per_row,
+            EXPERTS=num_experts, PADDED=triton.next_power_of_2(num_experts), N=n, K=k, BM=groups.rows,
             BN=64, BK=32 if x.dtype == torch.float32 else 64, PRECISION="ieee", num_warps=4, num_stages=3,
         )  # fmt: skip
     return out

@@ -20,7 +20,6 @@ from octavo.ops.gpu.launch import begin_after, chained
 from octavo.ops.gpu.noise import gumbel, gumbel_bound, natural_log, stream_key, uniform_words
 from octavo.ops.gpu.tree import padded_length, row_sums
 from octavo.ops.gpu.truncate_few import likeliest
-from octavo.ops.sample import FEW
 
 LEAF = 4096  # vocabulary entries of a partial sum: part of the canonical order
 # Entries of a step of a drawing program, and its warps: for few rows, for many. They move no token.
@@ -255,10 +254,10 @@ def _order_keys(logits, logits_row, keys, vocab_size, BLOCK: tl.constexpr):
     tl.store(keys + line * vocab_size + ids, key, mask=ids < vocab_size)
 
 
-def top_logprobs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """See `octavo.ops.sample.top_logprobs`."""
+def top_logprobs(logits: Tensor, k: int, *, few: bool) -> tuple[Tensor, Tensor]:
+    """See `octavo.ops.sample.top_logprobs`. few: `likeliest` takes so many."""
     num_rows, vocab_size = logits.shape
-    if 0 < k <= FEW:
+    if few:
         token_ids = likeliest(logits, k)
     else:
         keys = torch.empty((num_rows, vocab_size), dtype=torch.int64, device=logits.device)

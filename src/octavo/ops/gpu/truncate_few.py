@@ -18,7 +18,6 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.gpu.truncate import value_key, weight_of
-from octavo.ops.sample import FEW
 
 _MAX_LEAVES = 256
 _ROOM = 256  # entries that are gathered and sorted
@@ -188,8 +187,8 @@ def _gather_keys(
 
 
 def likeliest(logits: Tensor, k: int) -> Tensor:
-    """The ids of the k largest logits of each row, [rows, k] int64, most likely first; 1 <= k <= FEW."""
-    assert 1 <= k <= FEW, "as many keys fit, with room to spare"
+    """The ids of the k largest logits of each row, [rows, k] int64, most likely first; 1 <= k <= _ROOM / 4."""
+    assert 1 <= k <= _ROOM // 4, "as many keys fit, with room to spare"
     num_rows, vocab_size = logits.shape
     token_ids = torch.empty((num_rows, k), dtype=torch.int64, device=logits.device)
     if num_rows:
@@ -205,7 +204,7 @@ def likeliest(logits: Tensor, k: int) -> Tensor:
 def truncate_few_(
     logits: Tensor, at: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> None:
-    """See `octavo.ops.sample.truncate_`; every top_k lies in 1 .. FEW."""
+    """See `octavo.ops.sample.truncate_`; every top_k lies in 1 .. _ROOM / 4."""
     num_rows, vocab_size = len(at), logits.shape[1]
     if not num_rows:
         return
