@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -60,6 +62,31 @@ def test_a_file_gives_back_what_was_kept(tmp_path: Path) -> None:
     write(path, KEY, FORM)
     assert read(path, KEY) == FORM
     assert [one.name for one in path.parent.iterdir()] == ["x.json"]
+
+
+def test_files_that_are_not_used_go_when_another_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def names() -> set[str]:
+        return {file.name for file in tmp_path.iterdir()}
+
+    monkeypatch.setattr(kept_launch, "_KEPT_FILES", 3)
+    ages = {"old": 91, "old but read": 91, "young": 89}
+    for name in ages:
+        write(tmp_path / name, KEY, FORM)
+    for name, days in ages.items():
+        os.utime(tmp_path / name, (time.time() - days * 86400,) * 2)
+    assert read(tmp_path / "old but read", KEY) == FORM
+    write(tmp_path / "new", KEY, FORM)
+    assert names() == {"old but read", "young", "new"}
+    write(tmp_path / "newer", KEY, FORM)
+    assert names() == {"old but read", "new", "newer"}, "of more than there may be, the one used longest ago goes"
+
+
+def test_files_that_others_remove_meanwhile_are_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = [tmp_path / "gone", tmp_path / "gone too"]
+    listed = Path.iterdir
+    monkeypatch.setattr(Path, "iterdir", lambda folder: [*listed(folder), *gone])
+    write(tmp_path / "x.json", KEY, FORM)
+    assert read(tmp_path / "x.json", KEY) == FORM
 
 
 @pytest.mark.parametrize("damage", ["", "[]", "{}", "half", "a digit", "another key", "another format"])

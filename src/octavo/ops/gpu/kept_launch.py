@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ _LOG = logging.getLogger(__name__)
 _POINTER = 8  # bytes
 _LARGEST_NUMBER = 1 << 40  # of 64 bits; above it are addresses
 _MAX_COUNT = 1 << 16  # of mask rows: an axis of a CUDA grid
+_KEPT_FILES, _KEPT_SECONDS = 256, 90 * 24 * 3600  # in a folder, and since a file was last used
 Rule = tuple[int, int, int]
 """(fixed, times, over): `fixed` if times is 0, else cdiv(times * count, over)."""
 
@@ -290,7 +292,7 @@ def _grid_rule(values: Sequence[int], counts: Sequence[int], multiples: set[int]
 
 
 def write(path: Path, key: Any, form: Form) -> None:
-    """Keep a form under its key: whole or not at all."""
+    """Keep a form under its key: whole or not at all. Files beside it that nothing has read for long go."""
     kernels = [
         dataclasses.asdict(kernel) | {"machine_code": base64.b64encode(kernel.machine_code).decode()}
         for kernel in form.kernels
@@ -302,6 +304,24 @@ def write(path: Path, key: Any, form: Form) -> None:
     with os.fdopen(handle, "w", encoding="utf-8") as file:
         file.write(f"{_sum(text)}\n{text}\n")
     os.replace(temporary, path)
+    _prune(path.parent)
+
+
+def _prune(folder: Path) -> None:
+    """Remove the files that were not used for _KEPT_SECONDS, and those used longest ago beyond the _KEPT_FILES newest.
+
+    Processes may do so at the same time: one that finds no file compiles its kernel anew.
+    """
+    used = []
+    for file in folder.iterdir():
+        with contextlib.suppress(OSError):
+            used.append((file.stat().st_mtime, file))
+    used.sort(reverse=True)
+    oldest = time.time() - _KEPT_SECONDS
+    for place, (last, file) in enumerate(used):
+        if place >= _KEPT_FILES or last < oldest:
+            with contextlib.suppress(OSError):
+                file.unlink()
 
 
 def read(path: Path, key: Any) -> Form | None:
@@ -313,6 +333,8 @@ def read(path: Path, key: Any) -> Form | None:
         kept_key, form = json.loads(text)
         if kept_key != key:
             raise ValueError("its key is another")
+        with contextlib.suppress(OSError):  # of a folder that only others may write to
+            os.utime(path)  # by which `_prune` knows what is used
         kernels = tuple(
             _Kernel(**_tuples(kernel) | {"machine_code": base64.b64decode(kernel["machine_code"])})
             for kernel in form["kernels"]
