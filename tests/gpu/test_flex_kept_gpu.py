@@ -25,6 +25,7 @@ from octavo.attention.base import LayerTensors, Variant
 from octavo.attention.flex import FlexBackend
 from octavo.attention.flex_key import UnnamedError
 from octavo.attention.mods import AttentionMods
+from octavo.ops.gpu import driver
 from test_flex_gpu import BF16, DEVICE, HEADS, KV_HEADS, PLAIN, Step, make_rows
 
 pytestmark = pytest.mark.gpu
@@ -77,6 +78,22 @@ def test_kernels_alone_give_the_bits_of_torchs_call(name: str, cache: Path, monk
     for outs in (compiled, found, in_parts):
         assert all(map(torch.equal, outs, expected))
     assert sorted(cache.iterdir()) == files
+
+
+def test_torchs_kernel_that_gives_sums_alone_runs_where_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A leaf that is alone is one launch, to the bits of torch's call; several leaves are two."""
+    launched, launch = [], driver.launch
+    monkeypatch.setattr(driver, "launch", lambda *arguments: launched.append(arguments) or launch(*arguments))
+    for rows, count in (([(300, 1), (1200, 1)], 1), (DECODE, 2)):
+        step = Step(make_rows(rows))
+        compiled = run(step, PLAIN)
+        launched.clear()
+        found = run(step, PLAIN)
+        assert len(launched) == count
+        with monkeypatch.context() as other:
+            by_torch(other)
+            expected = run(step, PLAIN)
+        assert torch.equal(compiled, expected) and torch.equal(found, expected)
 
 
 def test_a_quantized_cache_with_scales(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,6 +107,16 @@ def test_a_damaged_file_is_told_and_not_used(damage: str, tmp_path: Path, caplog
     assert f"{path} is damaged" in caplog.text
 
 
+def test_launches_that_no_wanted_result_depends_on_are_left_out() -> None:
+    def touching(*buffers: int):
+        return dataclasses.replace(KERNEL, params=((8, "input", 0), *((8, "buffer", i) for i in buffers)))
+
+    attend_and_scale = touching(0, 2), touching(2, 1)
+    assert [kept_launch._needed(attend_and_scale, n) for n in (1, 2)] == [[0], [0, 1]]
+    assert kept_launch._needed((touching(0, 1), touching(1)), 1) == [0], "the second changes its result in place"
+    assert kept_launch._needed((touching(2), touching(3), touching(3, 2), touching(2, 0)), 1) == [0, 1, 2, 3]
+
+
 def test_a_launch_is_given_live_addresses_and_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     launched = []
 

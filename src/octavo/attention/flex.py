@@ -170,7 +170,8 @@ class FlexBackend:
         mods, (key, value) = self._mods_of(variant), ops.token_axis(kv)
         with bound(self._setup.fields if mods.fields else {}):
             kernel = self._kernel(variant, mods, plan)
-            parts, lse = kernel(lines, key, value, plan.rows, layer.key_scale, start, len(lines))
+            sums = plan.num_leaves > 1 or layer.sinks is not None  # else `merge_lines` does not read them
+            parts, lse = kernel(lines, key, value, plan.rows, layer.key_scale, start, len(lines), sums=sums)
         ops.merge_lines(
             parts, lse, plan.rows, plan.shape, out, start=start, num_leaves=plan.num_leaves, sinks=layer.sinks,
             value_scale=layer.value_scale,

@@ -39,8 +39,8 @@ _ENVIRONMENT = ("TORCHINDUCTOR_", "TORCHDYNAMO_", "TORCH_COMPILE", "TRITON_")
 _ELSEWHERE = ("_CACHE_DIR", "_COMPILE_THREADS", "_HOME")  # variables that change no kernel
 _BY_COMPILING: set[tuple[str, str, str]] = set()  # settings that torch's compiler itself changed in this process
 _Call = Callable[[list[Tensor]], tuple[Tensor, Tensor]]
-# (lines, key, value, mask rows, logical blocks, scales of K or none, first mask row, how many): what a call takes
-_Way = Callable[[Tensor, Tensor, Tensor, MaskRows, Tensor, tuple[Tensor, ...], int, int], tuple[Tensor, Tensor]]
+# (lines, key, value, mask rows, logical blocks, scales of K or none, first mask row, how many, whether sums are wanted)
+_Way = Callable[[Tensor, Tensor, Tensor, MaskRows, Tensor, tuple[Tensor, ...], int, int, bool], tuple[Tensor, Tensor]]
 
 
 class Kernel:
@@ -61,8 +61,13 @@ class Kernel:
         key_scale: Tensor | None,
         start: int,
         count: int,
+        *,
+        sums: bool = True,
     ) -> tuple[Tensor, Tensor]:
-        """Outputs and logarithms of sums of the mask rows start .. start + count - 1. key_scale: see LayerTensors."""
+        """Outputs and logarithms of sums of the mask rows start .. start + count - 1. key_scale: see LayerTensors.
+
+        Without `sums` the logarithms may hold anything.
+        """
         if not lines.is_cuda:
             mask, score = make_mods(self._mods, self.shape, rows.row, rows.first, rows.length, self.logical, key_scale)
             scale = self._variant.scale
@@ -79,7 +84,7 @@ class Kernel:
         if way is None:
             inputs = [lines, key, value, *_lists(rows, start, count), self.logical, *scales]
             way = self._ways[like] = self._find(inputs, aligned=aligned)
-        return way(lines, key, value, rows, self.logical, scales, start, count)
+        return way(lines, key, value, rows, self.logical, scales, start, count, sums)
 
     def _find(self, inputs: list[Tensor], *, aligned: bool) -> _Way:
         """Launches that were kept, or are from now on; torch's call where they cannot be. Compiles at most once."""
@@ -136,7 +141,7 @@ def _through(call: _Call) -> _Way:
 
     def way(
         lines: Tensor, key: Tensor, value: Tensor, rows: MaskRows, logical: Tensor, scales: tuple[Tensor, ...],
-        start: int, count: int,
+        start: int, count: int, sums: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         return call([lines, key, value, *_lists(rows, start, count), logical, *scales])
 
@@ -148,13 +153,13 @@ def _direct(launch: Any, captured: list[Tensor]) -> _Way:
 
     def way(
         lines: Tensor, key: Tensor, value: Tensor, rows: MaskRows, logical: Tensor, scales: tuple[Tensor, ...],
-        start: int, count: int,
+        start: int, count: int, sums: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         lists = _lists(rows, start, count) if start else _buffers(rows)
         if start:  # torch copies what lies between multiples of 16 bytes, too
             lists = [part if part.data_ptr() % ALIGNED == 0 else part.clone() for part in lists]
         tensors = (lines, key, value, *lists, logical, *scales, *captured)
-        parts, lse = launch([tensor.data_ptr() for tensor in tensors], count)
+        parts, lse = launch([tensor.data_ptr() for tensor in tensors], count, 2 if sums else 1)
         return parts, lse
 
     return way

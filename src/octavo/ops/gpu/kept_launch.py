@@ -75,18 +75,33 @@ class Launch:
         self._buffers = [(getattr(torch, dtype), shape) for dtype, shape in form.buffers]
         self._stream = triton.runtime.driver.active.get_current_stream
         self._kernels = [_Ready(kernel) for kernel in form.kernels]
+        self._needed = [_needed(form.kernels, results) for results in range(form.num_results + 1)]
 
-    def __call__(self, inputs: Sequence[int], count: int) -> list[Tensor]:
-        """The results for `count` mask rows. inputs: addresses, of multiples of 16 bytes, in the order observed."""
+    def __call__(self, inputs: Sequence[int], count: int, num_results: int | None = None) -> list[Tensor]:
+        """The results for `count` mask rows. inputs: addresses, of multiples of 16 bytes, in the order observed.
+
+        num_results: so many are wanted; the others hold anything.
+        """
         assert len(inputs) == self._num_inputs, "a form has its inputs"
         made = [
             torch.empty([_apply(rule, count) for rule in shape], dtype=dtype, device=self._device)
             for dtype, shape in self._buffers
         ]
         buffers, stream = [buffer.data_ptr() for buffer in made], self._stream(self._device.index)
-        for kernel in self._kernels:
-            kernel.launch(inputs, buffers, count, stream)
+        for index in self._needed[self._num_results if num_results is None else num_results]:
+            self._kernels[index].launch(inputs, buffers, count, stream)
         return made[: self._num_results]
+
+
+def _needed(kernels: Sequence[_Kernel], num_results: int) -> list[int]:
+    """The launches that touch one of the first results, or a buffer that such a launch touches later, in order."""
+    buffers, found = set(range(num_results)), []
+    for index in reversed(range(len(kernels))):
+        touched = {what for _, kind, what in kernels[index].params if kind == "buffer"}
+        if touched & buffers:
+            buffers |= touched
+            found.append(index)
+    return found[::-1]
 
 
 class _Ready:
