@@ -210,6 +210,11 @@ def test_version_and_overview(run: Run) -> None:
         assert code == 0 and all(name in out for name in ("generate", "chat", "bench", "doctor"))
 
 
+def test_bench_says_what_it_measures(run: Run) -> None:
+    code, out, _ = run("bench", "--help")
+    assert code == 0 and all(f"\n  {name} " in out for name in ("engine", "serve", "reproducibility"))
+
+
 def test_one_prompt_streams(run: Run, llm: type[EchoLLM]) -> None:
     code, out, _ = run("generate", "one two three")
     assert (code, out) == (0, "THREE TWO ONE \n")

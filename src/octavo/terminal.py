@@ -84,17 +84,23 @@ def chat(argv: Sequence[str]) -> int:
 
 def bench(argv: Sequence[str]) -> int:
     """Run a set of benchmarks: `octavo bench engine|serve|reproducibility ...`."""
+    if argv and argv[0] in ("--help", "-h"):
+        _write("usage: octavo bench WHAT ...\n\n")
+        for name, (_, help) in _BENCHMARKS.items():
+            _write(f"  {name:<17}{help}\n")
+        _write("\n`octavo bench WHAT --help` lists the options.\n")
+        return 0
     if not argv or argv[0] not in _BENCHMARKS:
         raise flags.UsageError(f"octavo bench: say what to measure: {', '.join(_BENCHMARKS)}")
-    module, _, function = _BENCHMARKS[argv[0]].partition(":")
+    module, _, function = _BENCHMARKS[argv[0]][0].partition(":")
     code: int = getattr(importlib.import_module(module), function)(list(argv[1:]))
     return code
 
 
 _BENCHMARKS = {
-    "engine": "octavo.benchmark:main",
-    "serve": "octavo.serve.bench:main",
-    "reproducibility": "octavo.reproducibility:main",
+    "engine": ("octavo.benchmark:main", "throughput, latency, prefix reuse and start of an engine in this process"),
+    "serve": ("octavo.serve.bench:main", "requests to a server, with vLLM's options and JSON keys"),
+    "reproducibility": ("octavo.reproducibility:main", "one set of requests under all that must change no bit"),
 }
 
 
