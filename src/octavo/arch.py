@@ -89,7 +89,6 @@ class Arch:
     output_bias: bool = False  # bias on the attention's output projection
     qk_norm: bool = False
     attention_scale: float = 0.0  # hf_config resolves it, never 0 there
-    attention_soft_cap: float = 0.0  # 0: none
     logit_soft_cap: float = 0.0  # 0: none
     embedding_scale: float = 1.0
     eos_token_ids: tuple[int, ...] = ()

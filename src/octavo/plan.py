@@ -67,7 +67,6 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     new_blocks: list[NewBlocks] = []  # per cache group; empty where no row grows
     drafts: dict[int, list[int]] = {}
     zero_blocks: list[int] = []  # fresh blocks of groups that need zeroed bytes
-    connector_orders: bytes = b""
 
     @property
     def has_work(self) -> bool:

@@ -191,14 +191,17 @@ def _leaf(
 
 
 @triton.jit
-def _row_of(query_start, num_rows, token):
-    """The last row that begins at `token` or before."""
+def _row_and_seen(query_start, seq_lens, num_rows, token):
+    """The last row that begins at `token` or before, and how many of the row's tokens this one sees."""
     count = 0
     for base in range(0, num_rows, 128):
         row = base + tl.arange(0, 128)
         begin = tl.load(query_start + row, mask=row < num_rows, other=2147483647)
         count += tl.sum(((begin <= token) & (row < num_rows)).to(tl.int32), 0)
-    return count - 1
+    last = count - 1
+    row_start, row_end = tl.load(query_start + last), tl.load(query_start + last + 1)
+    seq_len = tl.load(seq_lens + last)
+    return last, tl.maximum(tl.minimum(seq_len - (row_end - row_start) + token - row_start + 1, seq_len), 0)
 
 
 @triton.jit(do_not_specialize=["num_rows", "splits", "max_leaves"])
@@ -213,10 +216,7 @@ def _attend(
     token = tl.num_programs(2) - 1 - tl.program_id(2)  # the longest first
     if token >= tl.load(query_start + num_rows):
         return
-    row = _row_of(query_start, num_rows, token)
-    row_start, row_end = tl.load(query_start + row), tl.load(query_start + row + 1)
-    seq_len = tl.load(seq_lens + row)
-    high = tl.maximum(tl.minimum(seq_len - (row_end - row_start) + token - row_start + 1, seq_len), 0)
+    row, high = _row_and_seen(query_start, seq_lens, num_rows, token)
     num_leaves = tl.cdiv(high, LEAF)
     run = tl.cdiv(num_leaves, splits)
     first = tl.program_id(0) * run
@@ -264,10 +264,7 @@ def _merge(
     head, token = tl.program_id(0), tl.program_id(1)
     if token >= tl.load(query_start + num_rows):
         return
-    row = _row_of(query_start, num_rows, token)
-    row_start, row_end = tl.load(query_start + row), tl.load(query_start + row + 1)
-    seq_len = tl.load(seq_lens + row)
-    high = tl.maximum(tl.minimum(seq_len - (row_end - row_start) + token - row_start + 1, seq_len), 0)
+    _, high = _row_and_seen(query_start, seq_lens, num_rows, token)
     channel = tl.arange(0, PADDED)
     first = (tl.cast(token, tl.int64) * NUM_HEADS + head) * max_leaves
     total = tl.zeros((1, PADDED), tl.float32)
