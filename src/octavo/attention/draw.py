@@ -83,7 +83,7 @@ def draw(
         from matplotlib.colors import ListedColormap
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ValueError("drawing needs matplotlib: pip install octavo[draw]") from error
+        raise ValueError("drawing needs matplotlib: pip install matplotlib") from error
     seen, blocks = shown = picture(mods, tokens, block=block, head=head, fields=fields)
     count = blocks.shape[1]
     table = list(block_table) if block_table is not None else _shuffle(count)
