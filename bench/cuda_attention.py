@@ -21,7 +21,8 @@ from torch import Tensor
 
 from octavo.attention.base import BACKENDS, AttentionInputs, Setup, Variant
 from octavo.ops.attention import paged_attention_eager
-from octavo.ops.paged_attention import Heads, Planner, Scratch, Sight, num_processors, paged_attention
+from octavo.ops.paged_attention import Heads, Planner, Scratch, num_processors, paged_attention
+from octavo.ops.sight import Sight
 
 HEAD = 128
 HEADS = ((32, 8), (16, 8))
@@ -91,7 +92,7 @@ def error(call: Call, out: Tensor, rows: int, new: int) -> float:
     expected = torch.empty(rows * new, *q.shape[1:], device="cuda")
     kv = kv if kv.dtype == q.dtype else kv.to(q.dtype)
     paged_attention_eager(
-        q[: rows * new], kv, query_start[: rows + 1], seq_lens[:rows], table[:rows], expected, scale=HEAD**-0.5
+        q[: rows * new], kv, query_start[: rows + 1], seq_lens[:rows], table[:rows], expected, sight=Sight(HEAD**-0.5)
     )
     return ((out[: rows * new] - expected).norm() / expected.norm()).item()
 

@@ -44,6 +44,7 @@ from octavo.ops import native
 from octavo.ops.attention import paged_attention, paged_attention_eager
 from octavo.ops.matmul import LinearWeight, linear, linear_reference, pack_linear
 from octavo.ops.native.limits import best_seconds, measure_limits
+from octavo.ops.sight import Sight
 
 SHAPES = ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (32000, 1024))
 TINY_SHAPES = ((1536, 256), (256, 768), (512, 256), (4096, 256))
@@ -137,7 +138,7 @@ ATTENTION = (
 
 
 def gathered_sdpa(
-    q: Tensor, kv: Tensor, query_start: Tensor, seq_lens: Tensor, table: Tensor, out: Tensor, *, scale: float
+    q: Tensor, kv: Tensor, query_start: Tensor, seq_lens: Tensor, table: Tensor, out: Tensor, *, sight: Sight
 ) -> None:
     """What torch alone would do: copy each row's K and V together, then its attention with a mask."""
     block = kv.shape[2]
@@ -148,7 +149,7 @@ def gathered_sdpa(
         k, v = both.chunk(2, dim=-1)
         mask = torch.arange(length) <= torch.arange(length - (end - start), length)[:, None]
         heads = functional.scaled_dot_product_attention(
-            q[start:end].transpose(0, 1)[None], k[None], v[None], mask, scale=scale, enable_gqa=True
+            q[start:end].transpose(0, 1)[None], k[None], v[None], mask, scale=sight.scale, enable_gqa=True
         )
         out[start:end] = heads[0].transpose(0, 1)
 
@@ -170,9 +171,9 @@ def cpu_attention(args: argparse.Namespace) -> dict[str, object]:
         seconds = {}
         for operator in (paged_attention, gathered_sdpa, paged_attention_eager):
             run: Callable[..., None] = operator
-            best = best_seconds(lambda: run(*call, out, scale=size**-0.5), args.rounds)  # noqa: B023
+            best = best_seconds(lambda: run(*call, out, sight=Sight(size**-0.5)), args.rounds)  # noqa: B023
             seconds[operator.__name__] = best
-            paged_attention_eager(*call, expected, scale=size**-0.5)
+            paged_attention_eager(*call, expected, sight=Sight(size**-0.5))
             assert (out - expected).abs().max() < 1e-4, f"{operator.__name__} differs from the eager twin"
         visible = rows * sum(range(length - new + 1, length + 1))
         floor = max(rows * length * kv_heads * 2 * size * 4 / limits[0], 4.0 * visible * heads * size / limits[1]) / 1e9

@@ -16,6 +16,7 @@ from octavo.ops.gpu import latent
 from octavo.ops.latent import latent_rope_store_reference
 from octavo.ops.latent_state import LatentState
 from octavo.ops.rope import rope_table
+from octavo.ops.sight import Sight
 
 BLOCK = 16
 HEADS, LATENT, ROPE = 3, 24, 8
@@ -78,7 +79,7 @@ def check_attention_equals_the_twin(device: torch.device, dtype: torch.dtype) ->
     inputs = batch.inputs
     paged_attention_eager(
         batch.q, batch.kv.float().nan_to_num(), inputs.query_start, inputs.seq_lens, inputs.block_table, expected,
-        scale=SCALE, value_size=LATENT,
+        sight=Sight(SCALE), value_size=LATENT,
     )  # fmt: skip
     for splits in (1, 2, 5):
         got = batch.run("mla", splits).float()

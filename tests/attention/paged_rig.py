@@ -15,8 +15,9 @@ from contract_rig import Setting, make_step
 from octavo.attention.base import BACKENDS, LayerTensors, Setup, Variant, alibi_slopes
 from octavo.ops import paged_attention as operator
 from octavo.ops.attention import paged_attention_eager
-from octavo.ops.paged_attention import Heads, Planner, Scratch, Sight, Tile, paged_attention
+from octavo.ops.paged_attention import Heads, Planner, Scratch, Tile, paged_attention
 from octavo.ops.paged_attention_work import LEAF, count_leaves, count_tiles
+from octavo.ops.sight import Sight
 
 FEW, MANY = 1, 16  # processors to plan for: rows are walked almost whole, or by many programs; few rows undivided
 FEATURES: tuple[dict[str, Any], ...] = (
@@ -81,7 +82,7 @@ def compare_with_twin(seed: int, device: torch.device, dtypes: list[torch.dtype]
     batch = make_batch(rows, rng.choice([16, 48, 64, 128]), seed=seed, heads_last=rng.random() < 0.5)
     batch = to_device(batch, device)
     expected = torch.empty(batch.q.shape, device=device)
-    paged_attention_eager(*batch.args(), expected, scale=head_size**-0.5, **options)
+    paged_attention_eager(*batch.args(), expected, sight=Sight(head_size**-0.5, **options))
     tolerance = {
         torch.float32: {"atol": 2e-5, "rtol": 0.0},
         torch.float16: {"atol": 2e-3, "rtol": 2**-9},

@@ -8,8 +8,9 @@ import torch
 
 from batches import make_batch, make_history
 from octavo.ops import rotated_attention
-from octavo.ops.paged_attention import Heads, Planner, Scratch, Sight, paged_attention
+from octavo.ops.paged_attention import Heads, Planner, Scratch, paged_attention
 from octavo.ops.rope import Rotation, qk_norm_rope_store, rope_table
+from octavo.ops.sight import Sight
 
 BF16, CUDA = torch.bfloat16, torch.device("cuda")
 

@@ -18,6 +18,7 @@ from contract_rig import CPU, Row, Setting, attend_plainly, make_step
 from octavo.attention import flash
 from octavo.attention.base import BACKENDS, NO_TENSORS, Setup, Variant
 from octavo.ops.attention import paged_attention_eager
+from octavo.ops.sight import Sight
 
 FULL = Variant(num_heads=4, num_kv_heads=2, head_size=64, scale=0.2)
 VARIANTS = [FULL, dataclasses.replace(FULL, window=40), dataclasses.replace(FULL, causal=False)]
@@ -35,7 +36,13 @@ def attend_as_documented(q, key, value, starts, lengths, table, scale, window, s
     out = torch.empty_like(q)
     kv = torch.cat([key, value], dim=-1).transpose(1, 2)
     paged_attention_eager(
-        q, kv, starts, lengths, table, out, scale=scale, window=left + 1, soft_cap=soft_cap, causal=right == 0
+        q,
+        kv,
+        starts,
+        lengths,
+        table,
+        out,
+        sight=Sight(scale, window=left + 1, soft_cap=soft_cap, causal=right == 0),
     )
     return out
 

@@ -16,8 +16,9 @@ if not torch.cuda.is_available():
 from batches import Batch, History, make_batch, make_history
 from octavo.attention.base import BACKENDS, AttentionInputs, Variant
 from octavo.ops.attention import paged_attention_eager
-from octavo.ops.paged_attention import Heads, Planner, Scratch, Sight, Tile, paged_attention
+from octavo.ops.paged_attention import Heads, Planner, Scratch, Tile, paged_attention
 from octavo.ops.paged_attention_work import LEAF
+from octavo.ops.sight import Sight
 from paged_rig import (
     FEATURES,
     FEW,
@@ -163,7 +164,7 @@ def test_float8_cache_with_scales() -> None:
     expected = torch.empty(batch.q.shape, device=DEVICE)
     values = torch.cat([stored.float()[..., :128] * 0.5, stored.float()[..., 128:] * 2.0], dim=-1)
     paged_attention_eager(
-        batch.q.float(), values, batch.query_start, batch.seq_lens, batch.block_table, expected, scale=128**-0.5
+        batch.q.float(), values, batch.query_start, batch.seq_lens, batch.block_table, expected, sight=Sight(128**-0.5)
     )
     batch.kv = stored
     scales = {"key_scale": torch.full((2,), 0.5, device=DEVICE), "value_scale": torch.full((2,), 2.0, device=DEVICE)}

@@ -17,6 +17,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 from batches import Batch, History, make_batch
 from octavo.ops import paged_attention as operator
 from octavo.ops.paged_attention import Tile
+from octavo.ops.sight import Sight
 from paged_rig import attend, attend_by, heavy_history, to_device
 
 pytestmark = pytest.mark.gpu
@@ -98,7 +99,7 @@ def test_few_long_rows_among_many_short_and_empty_ones() -> None:
     batch = to_device(make_batch(rows, 64), DEVICE)
     _same_bits(batch)
     batch.query_start[:], batch.seq_lens[:] = 0, 0  # no tile at all
-    scratch, sight = operator.Scratch(DEVICE), operator.Sight(scale=1.0)
+    scratch, sight = operator.Scratch(DEVICE), Sight(scale=1.0)
     plan = operator.Planner(operator.Heads(8, 2, 128), sight, BF16, DEVICE, scratch, FULL_MACHINE).plan(
         batch.query_start, batch.seq_lens, num_tokens=len(batch.q), max_query_len=640, max_seq_len=900
     )
@@ -139,7 +140,7 @@ def test_a_captured_launch_follows_lengths_and_tables() -> None:
     batch = to_device(make_batch([(history, 1500, 900), (history, 700, 200)], 64), DEVICE)
     other = to_device(make_batch([(history, 1100, 900), (history, 300, 200)], 64, seed=5), DEVICE)
     scratch = operator.Scratch(DEVICE)
-    heads, sight = operator.Heads(8, 2, 128), operator.Sight(scale=128**-0.5)
+    heads, sight = operator.Heads(8, 2, 128), Sight(scale=128**-0.5)
     plan = operator.Planner(heads, sight, BF16, DEVICE, scratch, FULL_MACHINE).plan(
         batch.query_start, batch.seq_lens, num_tokens=1100, max_query_len=900, max_seq_len=1500, for_capture=True
     )

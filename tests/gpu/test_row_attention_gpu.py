@@ -17,8 +17,9 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 
 from batches import Batch, History, make_batch, make_history
 from octavo.ops import paged_attention as operator
-from octavo.ops.paged_attention import Heads, Planner, Scratch, Sight
+from octavo.ops.paged_attention import Heads, Planner, Scratch
 from octavo.ops.rope import qk_norm_rope_store, rope_table
+from octavo.ops.sight import Sight
 from paged_rig import attend, attend_by, heavy_history, to_device
 
 pytestmark = pytest.mark.gpu

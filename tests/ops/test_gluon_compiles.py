@@ -21,6 +21,7 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 from octavo.ops import paged_attention as paged  # noqa: E402
 from octavo.ops.gpu import gated_product, launch, one_row, prompt_attention, rotate_attend, row_attention  # noqa: E402
 from octavo.ops.rope import Rotation  # noqa: E402
+from octavo.ops.sight import Sight  # noqa: E402
 
 CPU, BF16, FP16 = torch.device("cpu"), torch.bfloat16, torch.float16
 PROCESSORS = 132
@@ -119,7 +120,7 @@ def test_rotation_and_attention(compiled: list[Any], block: int, group: int, nor
     rotation = turned(128, normed=normed)
     rows = paged.RowsLaunch(paged.Tile(16, 4, 3), 1, 8, 132, 4, 0, False, 2, single=True)
     rotate_attend.rotate_and_attend(
-        torch.zeros(4, (2 * group + 4) * 128, dtype=BF16), rotation, kv, *lengths(), out, sight=paged.Sight(scale=0.1),
+        torch.zeros(4, (2 * group + 4) * 128, dtype=BF16), rotation, kv, *lengths(), out, sight=Sight(scale=0.1),
         plan=SimpleNamespace(rows=rows, capacity=8), scratch=SimpleNamespace(parts=lambda *sizes: (
             torch.zeros(4096), torch.zeros(64), torch.zeros(64, dtype=torch.int32)
         )),

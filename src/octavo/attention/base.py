@@ -20,6 +20,7 @@ import torch
 from octavo.attention.mods import NO_MODS, AttentionMods
 from octavo.kv_cache.kernel_blocks import MultipleOf
 from octavo.ops.rope import Rotation
+from octavo.ops.sight import Sight
 from octavo.registry import Registry
 
 BACKENDS = Registry(
@@ -111,6 +112,11 @@ class Variant:
     def channels(self) -> int:
         """Of the cache per token and KV head."""
         return self.head_size if self.value_size else 2 * self.head_size
+
+    @property
+    def sight(self) -> Sight:
+        """What a query sees, and how its scores are made, in the operators' words."""
+        return Sight(self.scale, self.window, self.chunk, self.causal, self.soft_cap)
 
     @property
     def facts(self) -> tuple[str, ...]:

@@ -50,7 +50,6 @@ class CpuBackend(BackendFrame):
         """See BackendFrame."""
         paged_attention(
             q, kv, *self.inputs.live, out,
-            scale=variant.scale, window=variant.window, soft_cap=variant.soft_cap, value_size=variant.value_size,
-            chunk=variant.chunk, alibi_slopes=variant.alibi_slopes, causal=variant.causal, sinks=layer.sinks,
+            sight=variant.sight, value_size=variant.value_size, alibi_slopes=variant.alibi_slopes, sinks=layer.sinks,
             key_scale=layer.key_scale, value_scale=layer.value_scale,
         )  # fmt: skip

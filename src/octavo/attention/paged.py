@@ -22,7 +22,6 @@ from octavo.ops.paged_attention import (
     Heads,
     Planner,
     Scratch,
-    Sight,
     can_run_on,
     paged_attention,
 )
@@ -65,11 +64,9 @@ class PagedBackend(BackendFrame):
         self._slopes: dict[Variant, torch.Tensor | None] = {}
         for variant in variants:
             heads = Heads(variant.num_heads, variant.num_kv_heads, variant.head_size)
-            sight = Sight(
-                scale=variant.scale, window=variant.window, chunk=variant.chunk, causal=variant.causal,
-                soft_cap=variant.soft_cap,
-            )  # fmt: skip
-            self._planners[variant] = Planner(heads, sight, dtype, device, self._scratch, cache_dtype=setup.cache_dtype)
+            self._planners[variant] = Planner(
+                heads, variant.sight, dtype, device, self._scratch, cache_dtype=setup.cache_dtype
+            )
             slopes = torch.tensor(variant.alibi_slopes, device=device) if variant.alibi_slopes else None
             self._slopes[variant] = slopes
 

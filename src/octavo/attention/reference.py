@@ -7,6 +7,7 @@ oracle of every other backend, made to be obviously right and not to be fast: a 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -44,13 +45,13 @@ class ReferenceBackend(BackendFrame):
         self, q: torch.Tensor, kv: torch.Tensor, variant: Variant, out: torch.Tensor, layer: LayerTensors
     ) -> None:
         """See BackendFrame."""
-        mods = variant.mods
+        mods, sight = variant.mods, variant.sight
         with bound(self._fields if mods.fields else {}):
             paged_attention_eager(
                 q, kv, *self.inputs.live, out,
-                scale=variant.scale, window=variant.window, soft_cap=variant.soft_cap, value_size=variant.value_size,
-                chunk=variant.chunk, alibi_slopes=variant.alibi_slopes, causal=variant.causal and mods.causal,
-                sinks=layer.sinks, key_scale=layer.key_scale, value_scale=layer.value_scale,
+                sight=dataclasses.replace(sight, causal=sight.causal and mods.causal), value_size=variant.value_size,
+                alibi_slopes=variant.alibi_slopes, sinks=layer.sinks, key_scale=layer.key_scale,
+                value_scale=layer.value_scale,
                 change=None if mods is NO_MODS else _apply_mods(mods, self.inputs.rows),
             )  # fmt: skip
 

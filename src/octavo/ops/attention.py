@@ -22,6 +22,7 @@ import torch
 
 from octavo.ops import native
 from octavo.ops.native import F32, I32, I64, PTR
+from octavo.ops.sight import Sight
 
 TILE = 32  # tokens per step of the online softmax; the native source holds the same number
 _NARROW = (torch.bfloat16, torch.float8_e4m3fn, torch.int8)  # caches that native code widens
@@ -54,13 +55,9 @@ def paged_attention(
     block_table: torch.Tensor,
     out: torch.Tensor,
     *,
-    scale: float,
-    window: int = 0,
-    soft_cap: float = 0.0,
+    sight: Sight,
     value_size: int = 0,
-    chunk: int = 0,
     alibi_slopes: tuple[float, ...] = (),
-    causal: bool = True,
     sinks: torch.Tensor | None = None,
     key_scale: torch.Tensor | None = None,
     value_scale: torch.Tensor | None = None,
@@ -72,19 +69,16 @@ def paged_attention(
     query_start: [rows + 1], seq_lens: [rows], block_table: [rows, width], all int32. Tokens of a row with seq_len 0
     become 0; tokens beyond `query_start[-1]` stay as they are.
 
-    A score is scaled; soft_cap makes it cap * tanh(score / cap), 0 for none; alibi_slopes, one per head, add slope *
-    (key - query). A query sees the keys up to itself (all, if not causal), of these the last `window`, itself included
-    (0: all), of these those of its own chunk of `chunk` tokens from position 0 (0: all). sinks: [heads] float32, a
-    logit that joins the softmax and has no value. value_size: latent attention: kv is [blocks, 1, block_size,
-    head_size], V is K's first `value_size` channels, out [tokens, heads, value_size]. key_scale, value_scale:
-    [kv_heads] float32, what a quantized cache's K and V are multiplied with.
+    alibi_slopes, one per head, add slope * (key - query) to the capped score. sinks: [heads] float32, a logit that
+    joins the softmax and has no value. value_size: latent attention: kv is [blocks, 1, block_size, head_size], V is
+    K's first `value_size` channels, out [tokens, heads, value_size]. key_scale, value_scale: [kv_heads] float32, what a
+    quantized cache's K and V are multiplied with.
     """
     library = native.lib()
     if not library or q.dtype not in native.DTYPE_CODES or kv.dtype not in {q.dtype, *_NARROW}:
         paged_attention_eager(
-            q, kv, query_start, seq_lens, block_table, out, scale=scale, window=window, soft_cap=soft_cap,
-            value_size=value_size, chunk=chunk, alibi_slopes=alibi_slopes, causal=causal, sinks=sinks,
-            key_scale=key_scale, value_scale=value_scale,
+            q, kv, query_start, seq_lens, block_table, out, sight=sight, value_size=value_size,
+            alibi_slopes=alibi_slopes, sinks=sinks, key_scale=key_scale, value_scale=value_scale,
         )  # fmt: skip
         return
     _, num_heads, head_size = q.shape
@@ -94,17 +88,17 @@ def paged_attention(
     kv_block, kv_head, kv_token, _ = kv.stride()
     assert q.dtype == out.dtype, "queries and output share a dtype"
     extras = None
-    if chunk or alibi_slopes or sinks is not None or not causal or kv.dtype != q.dtype:
+    if sight.chunk or alibi_slopes or sinks is not None or not sight.causal or kv.dtype != q.dtype:
         extras = ctypes.byref(_Extras(
-            chunk, _slopes(alibi_slopes).data_ptr() if alibi_slopes else None,
-            *(None if each is None else each.data_ptr() for each in (sinks, key_scale, value_scale)), causal,
+            sight.chunk, _slopes(alibi_slopes).data_ptr() if alibi_slopes else None,
+            *(None if each is None else each.data_ptr() for each in (sinks, key_scale, value_scale)), sight.causal,
             native.CACHE_CODES[kv.dtype],
         ))  # fmt: skip
     library.octavo_paged_attention(
         q.data_ptr(), out.data_ptr(), kv.data_ptr(), query_start.data_ptr(), seq_lens.data_ptr(),
         block_table.data_ptr(), q_token, q_head, out_token, out_head, kv_block, kv_head, kv_token,
-        block_table.stride(0), seq_lens.shape[0], num_heads, num_kv_heads, head_size, block_size, window,
-        value_size, scale, soft_cap, extras, native.DTYPE_CODES[q.dtype],
+        block_table.stride(0), seq_lens.shape[0], num_heads, num_kv_heads, head_size, block_size, sight.window,
+        value_size, sight.scale, sight.soft_cap, extras, native.DTYPE_CODES[q.dtype],
     )  # fmt: skip
 
 
@@ -116,13 +110,9 @@ def paged_attention_eager(
     block_table: torch.Tensor,
     out: torch.Tensor,
     *,
-    scale: float,
-    window: int = 0,
-    soft_cap: float = 0.0,
+    sight: Sight,
     value_size: int = 0,
-    chunk: int = 0,
     alibi_slopes: Sequence[float] = (),
-    causal: bool = True,
     sinks: torch.Tensor | None = None,
     key_scale: torch.Tensor | None = None,
     value_scale: torch.Tensor | None = None,
@@ -134,7 +124,7 @@ def paged_attention_eager(
     sees nothing gets 0.
     """
     num_kv_heads, block_size = kv.shape[1], kv.shape[2]
-    starts, bias = query_start.tolist(), _Bias(window, chunk, tuple(alibi_slopes), causal)
+    starts, bias = query_start.tolist(), _Bias(sight, tuple(alibi_slopes))
     for row, seq_len in enumerate(seq_lens.tolist()):
         begin, end = starts[row], starts[row + 1]
         if begin == end:
@@ -148,9 +138,9 @@ def paged_attention_eager(
         tokens = tokens[:, first % block_size :][:, : seq_len - first]  # [kv_heads, keys, channels]
         keys, values = _split(tokens, q.shape[2], value_size, key_scale, value_scale)
         queries = q[begin:end].float().unflatten(1, (num_kv_heads, -1))  # [tokens, kv_heads, group, head_size]
-        scores = torch.einsum("tkgd,ksd->kgts", queries, keys) * scale
-        if soft_cap:
-            scores = soft_cap * torch.tanh(scores / soft_cap)
+        scores = torch.einsum("tkgd,ksd->kgts", queries, keys) * sight.scale
+        if sight.soft_cap:
+            scores = sight.soft_cap * torch.tanh(scores / sight.soft_cap)
         column = torch.arange(first, seq_len, device=q.device)
         scores = bias(scores, position[:, None], column[None, :])
         if change is not None:
@@ -163,26 +153,24 @@ def paged_attention_eager(
 class _Bias(NamedTuple):
     """What depends on the positions of query and key alone."""
 
-    window: int
-    chunk: int
+    sight: Sight
     alibi_slopes: tuple[float, ...]
-    causal: bool
 
     def first_seen(self, position: int) -> int:
         """The first key that a query sees."""
-        first = max(0, position + 1 - self.window) if self.window else 0
-        return max(first, position // self.chunk * self.chunk) if self.chunk else first
+        first = max(0, position + 1 - self.sight.window) if self.sight.window else 0
+        return max(first, position // self.sight.chunk * self.sight.chunk) if self.sight.chunk else first
 
     def __call__(self, scores: torch.Tensor, position: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
         """scores [kv_heads, group, queries, keys], -inf where hidden; position [queries, 1], column [1, keys]."""
         if self.alibi_slopes:
             slopes = torch.tensor(self.alibi_slopes, device=scores.device).view(*scores.shape[:2], 1, 1)
             scores = scores + slopes * (column - position)
-        hidden = column > position if self.causal else torch.zeros_like(column > position)
-        if self.window:
-            hidden = hidden | (column <= position - self.window) | (column >= position + self.window)
-        if self.chunk:
-            hidden = hidden | (column // self.chunk != position // self.chunk)
+        hidden = column > position if self.sight.causal else torch.zeros_like(column > position)
+        if self.sight.window:
+            hidden = hidden | (column <= position - self.sight.window) | (column >= position + self.sight.window)
+        if self.sight.chunk:
+            hidden = hidden | (column // self.sight.chunk != position // self.sight.chunk)
         return scores.masked_fill(hidden, float("-inf"))
 
 

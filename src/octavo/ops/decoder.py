@@ -24,6 +24,7 @@ from octavo.ops.fused import gated_linear, linear_add, normed_linear, runs_fused
 from octavo.ops.matmul import LinearWeight, linear
 from octavo.ops.norm import add_rms_norm, rms_norm
 from octavo.ops.rope import Rotation, qk_norm_rope_store
+from octavo.ops.sight import Sight
 
 _P, _I, _C, _F = native.PTR, native.I64, native.I32, native.F32
 native.declare("octavo_enter_attention", [_P, _P, _P, _P, _P, _I, _P, _I, _P, _P, _I, _C])
@@ -285,7 +286,7 @@ class BoundDecoder:
             attended, count = torch.empty_like(q), group.num_rows
             paged_attention(
                 q, kv, group.query_start[: count + 1], group.seq_lens[:count], group.block_table[:count], attended,
-                scale=layer.scale, window=layer.window, soft_cap=layer.soft_cap, key_scale=layer.key_scale,
+                sight=Sight(layer.scale, layer.window, soft_cap=layer.soft_cap), key_scale=layer.key_scale,
                 value_scale=layer.value_scale,
             )  # fmt: skip
             x, residual = leave_attention_composed(layer, attended, residual)

@@ -29,6 +29,7 @@ from octavo.ops.paged_attention_kernels import attend_tiles
 from octavo.ops.paged_attention_rows import attend_few, attend_rows, merge
 from octavo.ops.paged_attention_work import CHUNK, EVERYTHING, WINDOW, count_leaves, count_tiles, divide
 from octavo.ops.rope import Rotation
+from octavo.ops.sight import Sight
 
 BLOCK_MULTIPLE = 16  # block sizes are multiples of this
 MAX_HEAD_SIZE = 256
@@ -44,33 +45,6 @@ _FOLDS, _LONG = 96, 16  # leaves of the longest row that attend_rows folds; wher
 _GATHERED_BYTES = 16 << 10  # leaves whose loads a folding program has in flight
 _CHANNELS, _MERGE_GATHER, _MERGED_ROWS = 32, 128, 16  # of one merging program; rows that merge at a time
 _LOG2_E = math.log2(math.e)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Sight:
-    """What a query sees, and how its scores are made. Fixed per layer.
-
-    window: tokens that a query sees, itself included; chunk: it sees those of its own chunk of so many tokens; at most
-    one of them is not 0. causal: it sees none behind it (else, with a window, as many behind as before). soft_cap:
-    scores become cap * tanh(score / cap); 0 for none.
-    """
-
-    scale: float
-    window: int = 0
-    chunk: int = 0
-    causal: bool = True
-    soft_cap: float = 0.0
-
-    @property
-    def kind(self) -> int:
-        """The kernels' word for window and chunk."""
-        assert not (self.window and self.chunk), "a window or chunks, not both"
-        return WINDOW if self.window else CHUNK if self.chunk else EVERYTHING
-
-    @property
-    def reach(self) -> int:
-        """The number that belongs to `kind`."""
-        return self.window or self.chunk
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -200,6 +174,11 @@ def num_processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 2
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _sees(sight: Sight) -> int:
+    """The kernels' word for window and chunk; `Sight.reach` is the number that belongs to it."""
+    return WINDOW if sight.window else CHUNK if sight.chunk else EVERYTHING
 
 
 def _power_of_two(number: int) -> int:
@@ -342,7 +321,7 @@ class Planner:
             self._keep(self._work)
         divide[(rows.programs + 1,)](
             query_start, seq_lens, self._work, rows.num_rows, rows.short, self.sight.reach, rows.programs, capacity,
-            rows.fold_limit, KV_HEADS=self.heads.num_kv_heads, SEES=self.sight.kind, FIXED=_FIXED, SPLIT=_SPLIT,
+            rows.fold_limit, KV_HEADS=self.heads.num_kv_heads, SEES=_sees(self.sight), FIXED=_FIXED, SPLIT=_SPLIT,
             SPARSE=_SPARSE, ROWS=512, num_warps=4, PDL=False,
         )  # fmt: skip
 
@@ -395,7 +374,7 @@ def paged_attention(
     strides = (q.stride(0), q.stride(1), out.stride(0), out.stride(1), *kv.stride()[:3], block_table.stride(0))
     tensors = (q, kv, out, query_start, seq_lens, block_table)
     fixed: dict[str, Any] = {
-        "GROUP": heads.group, "HEAD": heads.size, "PADDED": heads.padded, "BLOCK": kv.shape[2], "SEES": sight.kind,
+        "GROUP": heads.group, "HEAD": heads.size, "PADDED": heads.padded, "BLOCK": kv.shape[2], "SEES": _sees(sight),
         "CAUSAL": sight.causal, "SOFT_CAP": sight.soft_cap > 0, "PRECISION": "ieee",
     }  # fmt: skip
     extras = (key_scale, value_scale, sinks, slopes)
@@ -464,7 +443,7 @@ def _serve_prompts(
     if key_scale is not None or value_scale is not None or slopes is not None:
         return False
     return prompt_attention.launch(
-        *tensors, plan.prompts.tile_start, scratch.parts(0, 0, 0)[2], programs=plan.prompts.programs, sees=sight.kind,
+        *tensors, plan.prompts.tile_start, scratch.parts(0, 0, 0)[2], programs=plan.prompts.programs, sees=_sees(sight),
         reach=sight.reach, score_scale=score, cap_scale=cap, sinks=sinks,
     )  # fmt: skip
 
@@ -486,7 +465,7 @@ def _merge(
     merge[(heads.num_kv_heads * rows.lines, heads.padded // channels, min(rows.num_rows, _MERGED_ROWS))](
         out, query_start, seq_lens, plan.leaf_base, plan.leaf_base[rows.num_rows :], *parts, value_scale, sinks,
         out.stride(0), out.stride(1), rows.short, sight.reach, KV_HEADS=heads.num_kv_heads, GROUP=heads.group,
-        HEAD=heads.size, PADDED=heads.padded, LINES=rows.lines, SEES=sight.kind, GATHER=_MERGE_GATHER,
+        HEAD=heads.size, PADDED=heads.padded, LINES=rows.lines, SEES=_sees(sight), GATHER=_MERGE_GATHER,
         CHANNELS=channels, num_warps=1, maxnreg=255, **chained(out.device),
     )  # fmt: skip
 

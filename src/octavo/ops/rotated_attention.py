@@ -10,8 +10,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from octavo.ops.gpu import row_attention
-from octavo.ops.paged_attention import Heads, Plan, Scratch, Sight, paged_attention
+from octavo.ops.paged_attention import Heads, Plan, Scratch, paged_attention
 from octavo.ops.rope import Rotation
+from octavo.ops.sight import Sight
 
 
 def serves(heads: Heads, sight: Sight, plan: Plan, kv: Tensor, rotation: Rotation) -> bool:

@@ -26,10 +26,11 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from octavo.ops.gpu.launch import chained
 from octavo.ops.gpu.turned_heads import turned_heads
-from octavo.ops.paged_attention import Heads, Plan, Scratch, Sight, num_processors
+from octavo.ops.paged_attention import Heads, Plan, Scratch, num_processors
 from octavo.ops.paged_attention_kernels import exp2_from
-from octavo.ops.paged_attention_work import EVERYTHING, leaf_of, leaf_start
+from octavo.ops.paged_attention_work import leaf_of, leaf_start
 from octavo.ops.rope import Rotation
+from octavo.ops.sight import Sight
 
 _HALF = gl.constexpr(256)  # tokens that are in shared memory
 _HEAD = 128
@@ -411,7 +412,7 @@ def _rotate_and_attend(
 
 def serves(heads: Heads, sight: Sight, kv: Tensor) -> bool:
     """Whether few rows may run here: of heads of 128 that see all before them."""
-    is_plain = sight.kind == EVERYTHING and sight.causal and not sight.soft_cap
+    is_plain = not sight.reach and sight.causal and not sight.soft_cap
     return is_plain and heads.size == _HEAD and heads.group <= _MAX_GROUP and kv.dtype == torch.bfloat16 and _takes(kv)
 
 
