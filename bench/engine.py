@@ -1,6 +1,8 @@
-"""Engine workloads from a checkout: `python bench/engine.py --shape tiny --workload all`."""
+"""Engine workloads from a checkout, as `octavo bench engine`: `python bench/engine.py --shape tiny --workload all`."""
 
-from octavo.benchmark import main
+import sys
+
+from octavo.cli import main
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(["bench", "engine", *sys.argv[1:]]))

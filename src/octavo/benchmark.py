@@ -192,7 +192,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run workloads and print a table, then JSON lines; the last one holds everything."""
     parser = Parser(prog="octavo bench engine", description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny")
-    parser.add_argument("--workload", choices=[*WORKLOADS, *gpu_benchmark.WORKLOADS, "all", "none"], default="all")
+    workloads = dict.fromkeys((*WORKLOADS, *gpu_benchmark.WORKLOADS, "all", "none"))  # some run on either device
+    parser.add_argument("--workload", choices=list(workloads), default="all")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--quantization", choices=["int8"])
