@@ -156,7 +156,8 @@ async def _until_the_end(server: _Server, engine: AsyncEngine, serve: ServeConfi
 
 async def _drain_when(stopping: asyncio.Event, engine: AsyncEngine, seconds: float) -> None:
     await stopping.wait()
-    _LOG.warning("shutting down: open requests have %g s to end", seconds)
+    if count := engine.num_requests:
+        _LOG.warning("shutting down: %d open requests have %g s to end", count, seconds)
     await engine.drain(seconds)
 
 
