@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from octavo import early_start
 from octavo.config import EngineConfig
 from octavo.grammar import NO_GRAMMARS, Grammars
 from octavo.observe import Phases
@@ -219,10 +220,7 @@ class Engine:
 
     def __init__(self, config: EngineConfig, phases: Phases | None = None) -> None:
         """Load everything. Raises ValueError, in one line, for a bad setting or model folder."""
-        phases = phases or Phases()
-        with phases("import torch and the engine"):
-            from octavo.start import start_engine
-        parts = start_engine(config, phases)
+        parts = early_start.start(config, phases or Phases())
         self.resolved, self.arch, self.memory = parts.resolved, parts.arch, parts.memory
         self.tokenizer, self.limits, self.default_sampling = parts.tokenizer, parts.limits, parts.default_sampling
         self.numerics_contract = parts.numerics_contract

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import importlib
 import logging
 import threading
 from collections.abc import Iterator, Sequence
@@ -38,6 +40,7 @@ from octavo.model_state.default import DefaultModelState
 from octavo.models.base import Model
 from octavo.models.loader import load_model
 from octavo.observe import Phases
+from octavo.open_device import has_driver, open_runtime
 from octavo.ops import native
 from octavo.sampling.sampler import Sampler
 from octavo.sampling_params import Limits, SamplingParams
@@ -60,6 +63,11 @@ from octavo.worker.executor import DeviceExecutor, Executor, InlineExecutor, Thr
 from octavo.worker.runner import Runner
 
 _LOG = logging.getLogger(__name__)
+# Modules of what any step launches: Python takes as long to import them as a GPU to open.
+_KERNELS = (
+    "embedding", "few_rows", "gated_product_kernel", "inputs", "prompt_attention_kernel", "rope", "rotate_attend",
+    "row_attention_kernel", "sample", "staged_write", "zero_blocks",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,9 +90,8 @@ class Parts:
 
 def start_engine(config: EngineConfig, phases: Phases, *, text: bool = True) -> Parts:
     """Build every part; without `text` no tokenizer: prompts come as ids. Raises ValueError, in one line."""
-    threading.Thread(target=_prepare_compiler, args=(config,), daemon=True).start()
-    with phases("find and read the model's config"):
-        folder, arch = find_and_read(config)
+    folder, arch = _begin(config, phases)
+    with phases("open the device"):
         facts = probe.device_facts(config.device)
         resolved = resolve(config, arch, facts)
     with phases("load the tokenizer"):
@@ -136,12 +143,25 @@ def start_engine(config: EngineConfig, phases: Phases, *, text: bool = True) -> 
     )
 
 
-def _prepare_compiler(config: EngineConfig) -> None:
-    """What kernels wait for, while the device is opened and weights are read."""
-    if config.device != "cpu" and torch.version.cuda:
-        from octavo.ops.gpu import launch
+def _begin(config: EngineConfig, phases: Phases) -> tuple[Path, Arch]:
+    """The model's folder and architecture; and, while threads open a GPU, what kernels wait for."""
+    cuda = torch.version.cuda if config.device != "cpu" and has_driver() else None
+    if cuda:
+        for task in (functools.partial(open_runtime, cuda), _name_compiler):
+            threading.Thread(target=task, daemon=True).start()
+    with phases("find and read the model's config"):
+        found = find_and_read(config)
+    if cuda:
+        with phases("import the kernels"):
+            for name in _KERNELS:
+                importlib.import_module(f"octavo.ops.gpu.{name}")
+    return found
 
-        launch.name_compiler()
+
+def _name_compiler() -> None:
+    from octavo.ops.gpu import launch  # needs Triton
+
+    launch.name_compiler()
 
 
 def _contract(resolved: Resolved, gpu: str) -> dict[str, str]:

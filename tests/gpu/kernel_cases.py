@@ -243,7 +243,9 @@ def launched_kernels() -> set[str]:
 
 
 def _name(decorator: ast.expr) -> str:
-    return ast.unparse(decorator.func if isinstance(decorator, ast.Call) else decorator)
+    if isinstance(decorator, ast.Call):
+        return _name(decorator.args[0] if ast.unparse(decorator.func) == "launched" else decorator.func)
+    return ast.unparse(decorator)
 
 
 @contextlib.contextmanager
@@ -251,14 +253,20 @@ def recorded_launches() -> Iterator[set[str]]:
     """The names below `octavo.ops` of the kernels that are launched within."""
     from triton.runtime.jit import JITFunction
 
+    from octavo.ops.gpu.launch import Direct
+
     seen, run = set(), JITFunction.run
 
     def recorded(self, *args, **options):
         seen.add(f"{self.fn.__module__}.{self.fn.__name__}".removeprefix("octavo.ops."))
         return run(self, *args, **options)
 
-    with mock.patch.object(JITFunction, "run", recorded):
+    with mock.patch.object(JITFunction, "run", recorded), mock.patch.object(Direct, "__getitem__", _by_triton):
         yield seen
+
+
+def _by_triton(kernel, grid):
+    return kernel.kernel[grid]
 
 
 def main(names: list[str]) -> None:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops.gpu import prompt_attention, row_attention
-from octavo.ops.gpu.launch import chained
+from octavo.ops.gpu.launch import Direct, chained
 from octavo.ops.paged_attention_kernels import attend_tiles
 from octavo.ops.paged_attention_rows import attend_few, attend_rows, merge
 from octavo.ops.paged_attention_work import CHUNK, EVERYTHING, WINDOW, count_leaves, count_tiles, divide
@@ -165,7 +165,7 @@ class Scratch:
 
 def can_run_on(device: torch.device) -> bool:
     """CUDA, or any device under Triton's interpreter (TRITON_INTERPRET=1)."""
-    return device.type == "cuda" or not hasattr(attend_rows, "device_caches")
+    return device.type == "cuda" or not isinstance(attend_rows, Direct)
 
 
 @functools.cache

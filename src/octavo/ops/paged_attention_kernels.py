@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from octavo.ops.gpu.launch import begin_after
+from octavo.ops.gpu.launch import begin_after, launched
 from octavo.ops.paged_attention_work import BN, EVERYTHING, WINDOW, first_seen, leaf_of, leaf_start
 
 _EVERYTHING, _WINDOW, _BN = tl.constexpr(EVERYTHING), tl.constexpr(WINDOW), tl.constexpr(BN)
@@ -313,7 +313,7 @@ def seen_by(seq_len, num_queries, query, reach, SEES: tl.constexpr, CAUSAL: tl.c
     return first_seen(position, reach, SEES), last, position
 
 
-@triton.jit(do_not_specialize=["num_rows", "short", "splits", "max_leaves", "table_row", "reach"])
+@launched(triton.jit(do_not_specialize=["num_rows", "short", "splits", "max_leaves", "table_row", "reach"]))
 def attend_tiles(
     q, kv, out, query_start, seq_lens, table, parts, part_stats, counters, key_scale, value_scale, sinks, slopes,
     q_token, q_head, out_token, out_head, kv_block, kv_head, kv_token, table_row, num_rows, short, splits, max_leaves,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from octavo.ops.gpu.launch import begin_after, end_before, wait_before
+from octavo.ops.gpu.launch import begin_after, end_before, launched, wait_before
 from octavo.ops.paged_attention_kernels import (
     exp2_from,
     fold_stored,
@@ -84,7 +84,7 @@ def _attend(
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["short", "reach", "table_row", "capacity", "fold_limit"])
+@launched(triton.jit(do_not_specialize=["short", "reach", "table_row", "capacity", "fold_limit"]))
 def attend_rows(
     q, kv, out, query_start, seq_lens, table, work, leaf_base, parts, part_stats, counters, key_scale, value_scale,
     sinks, slopes, q_token, q_head, out_token, out_head, kv_block, kv_head, kv_token: tl.constexpr, table_row, short,
@@ -115,7 +115,7 @@ def attend_rows(
     end_before(PDL)
 
 
-@triton.jit(do_not_specialize=["short", "reach", "table_row", "num_rows", "max_leaves"])
+@launched(triton.jit(do_not_specialize=["short", "reach", "table_row", "num_rows", "max_leaves"]))
 def attend_few(
     q, kv, out, query_start, seq_lens, table, parts, part_stats, counters, key_scale, value_scale, sinks, slopes,
     q_token, q_head, out_token, out_head, kv_block, kv_head, kv_token: tl.constexpr, table_row, short, reach,
@@ -152,7 +152,7 @@ def _larger(left, right):
     return tl.maximum(left, right)
 
 
-@triton.jit(do_not_specialize=["short", "reach"])
+@launched(triton.jit(do_not_specialize=["short", "reach"]))
 def merge(
     out, query_start, seq_lens, leaf_base, long_rows, parts, part_stats, value_scale, sinks, out_token, out_head,
     short, reach, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr,

@@ -21,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from octavo.ops.gpu.launch import begin_after
+from octavo.ops.gpu.launch import begin_after, launched
 
 FIRST_LEAF, FIRST_TOKENS, LEAF = 256, 1024, 512  # tokens of a leaf, before so many tokens and behind them
 BN = 64  # tokens per step of the online softmax; all of the above are multiples
@@ -78,7 +78,7 @@ def _cost(seq_len, low, leaves, FIXED: tl.constexpr):
     return tl.where(leaves > 0, tl.cdiv(seq_len, _BN) - low // _BN + FIXED, 0)
 
 
-@triton.jit(do_not_specialize=["num_rows", "short", "reach", "programs", "capacity", "fold_limit"])
+@launched(triton.jit(do_not_specialize=["num_rows", "short", "reach", "programs", "capacity", "fold_limit"]))
 def divide(
     query_start, seq_lens, work, num_rows, short, reach, programs, capacity, fold_limit, KV_HEADS: tl.constexpr,
     SEES: tl.constexpr, FIXED: tl.constexpr, SPLIT: tl.constexpr, SPARSE: tl.constexpr, ROWS: tl.constexpr,
@@ -141,7 +141,7 @@ def divide(
     tl.store(work + program * 2 + 1, tl.where(is_end, 0, leaf))
 
 
-@triton.jit(do_not_specialize=["num_rows", "short"])
+@launched(triton.jit(do_not_specialize=["num_rows", "short"]))
 def count_tiles(query_start, tile_start, num_rows, short, QUERIES: tl.constexpr, ROWS: tl.constexpr):
     """Grid: (1). tile_start: [num_rows + 1], tiles of QUERIES queries that the rows before each have, and all together.
 

@@ -23,7 +23,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from octavo import collector
+from octavo import collector, early_start
 from octavo.config import EngineConfig, load_config
 from octavo.engine import EngineCore
 from octavo.observe import Phases, setup_logging
@@ -281,9 +281,7 @@ class EngineProcess:
 
 def build_core(config: EngineConfig, phases: Phases) -> tuple[EngineCore, EngineInfo]:
     """The engine with a model, without a tokenizer."""
-    with phases("import torch and the engine"):
-        from octavo.start import start_engine
-    parts = start_engine(config, phases, text=False)
+    parts = early_start.start(config, phases, text=False)
     resolved, memory = parts.resolved, parts.memory
     info = EngineInfo(
         device=resolved.device,

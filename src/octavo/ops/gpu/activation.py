@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.gpu.launch import begin_after, chained
+from octavo.ops.gpu.launch import begin_after, chained, launched
 
 # Channels of a program and its warps: they move no bit.
 _BLOCK = 1024
@@ -29,7 +29,7 @@ def gated_value(gate, up, TANH: tl.constexpr):
     return gate / (tl.exp(exponent) + 1.0) * up
 
 
-@triton.jit
+@launched(triton.jit)
 def _gated(gate_up, out, in_row, SIZE: tl.constexpr, TANH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     begin_after(PDL)
     row = tl.program_id(0).to(tl.int64)

@@ -12,14 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.gpu.launch import begin_whole, chained
+from octavo.ops.gpu.launch import begin_whole, chained, launched
 
 # Channels of a program and its warps: they move no bit.
 _BLOCK = 1024
 _WARPS = 4
 
 
-@triton.jit
+@launched(triton.jit)
 def _gather(
     ids, table, out, scale, SIZE: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip

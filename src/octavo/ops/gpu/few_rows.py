@@ -1,12 +1,13 @@
 """Products of few rows on a GPU, each in one kernel with the norm before it and the activation or addition behind it.
 
 Owns that kernel; a row alone by weights that fit shared memory is `octavo.ops.gpu.one_row`'s. Does not know layers.
-Invariant: the bits are those of the separate operators (`matmul`, `norm`, `activation`): the same order over K, the
-same tree of squares, and a rounding wherever those round.
+Invariant: the bits are those of `matmul`, `norm` and `activation`: K's order, the tree of squares, every rounding.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, assignment"
 from __future__ import annotations
+
+import functools
 
 import torch
 import triton
@@ -16,13 +17,12 @@ from torch import Tensor
 from octavo.ops.activation import GATED_KINDS
 from octavo.ops.gpu import matmul, one_row
 from octavo.ops.gpu.activation import gated_value
-from octavo.ops.gpu.launch import begin_after, chained
+from octavo.ops.gpu.launch import begin_after, chained, launched
 from octavo.ops.gpu.matmul_kernels import add_last
 from octavo.ops.gpu.norm import inverse_norm
 from octavo.ops.gpu.tree import padded_length
 
-MAX_ROWS = 4  # more are as well served by separate kernels
-_TILE_ROWS = 8
+MAX_ROWS, _TILE_ROWS = 4, 8  # more than the first are as well served by separate kernels
 
 
 @triton.jit
@@ -34,7 +34,7 @@ def _input(at, scale_at, live, inverse, NORM: tl.constexpr):
     return a
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@launched(triton.jit(do_not_specialize=["num_rows"]))
 def _product(
     x, norm, weight, bias, residual, out, num_rows, x_stride, residual_stride, out_stride, eps, N: tl.constexpr,
     K: tl.constexpr, PADDED: tl.constexpr, LEVELS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -94,11 +94,17 @@ def serves(num_rows: int, dtype: torch.dtype, weight: Tensor) -> bool:
     """Whether rows of a dtype by weight [N, K] run here: few, of 16 bits, of a shape that the tiles divide."""
     if not 0 < num_rows <= MAX_ROWS or not matmul.is_reproducible() or dtype not in (torch.bfloat16, torch.float16):
         return False
-    n, k = weight.shape
+    return dtype == weight.dtype and _divides(*weight.shape)
+
+
+@functools.cache
+def _divides(n: int, k: int) -> bool:
+    """Whether the tiles divide a weight [n, k]."""
     tiles = (_tile(n, k, normed) for normed in (False, True))
-    return dtype == weight.dtype and all(k % tile.depth == 0 and n % (2 * tile.channels) == 0 for tile in tiles)
+    return all(k % tile.depth == 0 and n % (2 * tile.channels) == 0 for tile in tiles)
 
 
+@functools.cache
 def _tile(n: int, k: int, normed: bool) -> matmul.Tile:
     """The best of a sweep on an H200, in a chain of such products."""
     if n > 16384:

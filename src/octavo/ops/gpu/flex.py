@@ -12,13 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.gpu.launch import begin_after, chained
+from octavo.ops.gpu.launch import begin_after, chained, launched
 from octavo.ops.mask_rows import MERGE_LEVELS, NULL_BLOCK, Geometry, Kind, MaskRows, Reach
 
 _MERGE_ELEMENTS = 4096  # of partial results that a program of `_merge` has in flight
 
 
-@triton.jit(do_not_specialize=["width"])
+@launched(triton.jit(do_not_specialize=["width"]))
 def _place(logical, table, seq_lens, table_row, width, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, FILL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -30,7 +30,7 @@ def _place(logical, table, seq_lens, table_row, width, BLOCK: tl.constexpr, COLU
         tl.atomic_max(logical + ids, column, mask=live)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@launched(triton.jit(do_not_specialize=["num_rows"]))
 def _count_tiles(ends, query_start, seq_lens, num_rows, TOKENS: tl.constexpr, LEAST: tl.constexpr, ROWS: tl.constexpr):
     total = 0
     for begin in range(0, num_rows, ROWS):
@@ -46,7 +46,7 @@ def _count_tiles(ends, query_start, seq_lens, num_rows, TOKENS: tl.constexpr, LE
         total += tl.sum(tiles, 0)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_leaves", "width"])
+@launched(triton.jit(do_not_specialize=["num_rows", "num_leaves", "width"]))
 def _plan(
     partial, partial_num, full, full_num, rows, firsts, lows, highs, tokens, lengths, ends, query_start, seq_lens,
     table, table_rows, table_row, num_rows, num_leaves, width, window, chunk, stride,
@@ -117,7 +117,7 @@ def _pack(lists, nums, z, chosen, ids, place, COLUMNS: tl.constexpr):
     tl.store(nums + z, num)
 
 
-@triton.jit(do_not_specialize=["start"])
+@launched(triton.jit(do_not_specialize=["start"]))
 def _gather(
     q, out, first, low, high, token, partial_num, full_num, start, q_token, q_head,
     GROUP: tl.constexpr, LINES: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr, PDL: tl.constexpr,
@@ -140,7 +140,7 @@ def _gather(
     tl.store(target, tl.load(source, mask=inside), mask=inside)
 
 
-@triton.jit(do_not_specialize=["start"])
+@launched(triton.jit(do_not_specialize=["start"]))
 def _scatter(
     parts, out, value_scale, first, low, high, token, start, out_token, out_head,
     GROUP: tl.constexpr, LINES: tl.constexpr, PART: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr,
@@ -174,7 +174,7 @@ def _fold(x, LEVELS: tl.constexpr):
     return tl.reshape(x, [x.shape[1], x.shape[2]])
 
 
-@triton.jit(do_not_specialize=["start", "num_leaves"])
+@launched(triton.jit(do_not_specialize=["start", "num_leaves"]))
 def _merge(
     parts, lse, out, sinks, value_scale, first, low, high, token, length, start, num_leaves, out_token, out_head,
     GROUP: tl.constexpr, LINES: tl.constexpr, PART: tl.constexpr, HEAD: tl.constexpr, CHANNELS: tl.constexpr,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from octavo.ops.activation import GATED_KINDS
 from octavo.ops.gpu import matmul
-from octavo.ops.gpu.launch import chained
+from octavo.ops.gpu.launch import Direct, chained
 from octavo.ops.gpu.tensor_maps import ALIGNED, describe, takes_gluon
 
 DEPTH, CHANNELS, SIDE = 64, 64, 8  # as the kernel's: k of a stage, channels of a group, gates side by side
@@ -87,7 +87,7 @@ def serves(x: Tensor, weight: Tensor) -> bool:
 def _kernel() -> Any:
     from octavo.ops.gpu.gated_product_kernel import gated_product
 
-    return gated_product
+    return Direct(gated_product)
 
 
 @functools.cache

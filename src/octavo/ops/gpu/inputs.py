@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from octavo.ops.gpu.launch import begin_after, chained
+from octavo.ops.gpu.launch import begin_after, chained, launched
 from octavo.ops.step_inputs import GroupTables, RowTensors, StepInputs
 
 _BLOCK = 256  # tokens or table columns that a program handles at once
@@ -45,7 +45,7 @@ def _pad(groups, input_ids, positions, begin, num_tokens, tile, NUM_GROUPS: tl.c
         base += tl.num_programs(1) * BLOCK
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
+@launched(triton.jit(do_not_specialize=["num_rows", "num_tokens"]))
 def _gather(
     rows, query_start, token_ids, num_computed, input_ids, positions, seq_lens, next_positions, turn, groups, width,
     num_rows, num_tokens, NUM_GROUPS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -106,7 +106,7 @@ def gather(step: StepInputs, table: RowTensors, groups: GroupTables) -> None:
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@launched(triton.jit(do_not_specialize=["num_rows"]))
 def _commit(
     rows, seq_lens, sample_of, sampled, failed, token_ids, total_len, num_computed, turn, results, width, max_num_rows,
     num_rows, AGAIN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,

@@ -1,12 +1,12 @@
-"""Launches that begin before the kernel ahead of them has ended (programmatic dependent launch, Hopper and later).
+"""Launches: before the kernel ahead has ended (programmatic dependent launch, Hopper), and past Triton's own search.
 
 Owns the options of such a launch and the calls that a kernel makes. A kernel with `PDL` calls `begin_after`, or
 `wait_before` and later `end_before`, before it reads what another kernel wrote and before it writes anything; one
 program at least does so on every path, for the kernel after it relies on that.
 What it reads before are constants: weights, and, behind a kernel that calls `begin_whole`, what was written ahead of
 that one. A forward pass begins with such a kernel, `octavo.ops.gpu.embedding`'s: in its layers the step's lengths,
-tables, slots and positions are constants, and so is what the cache holds of earlier steps. Invariant: no bit depends on
-how a kernel was launched.
+tables, slots and positions are constants, and so is what the cache holds of earlier steps. Invariants: no bit depends
+on how a kernel was launched; a launch is that of the machine code that Triton would choose.
 """
 
 # Kernels are compiled from their source by Triton, whose values mypy does not know.
@@ -72,3 +72,83 @@ def name_compiler() -> None:
 @functools.cache
 def _has_pdl(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+_INT32 = 1 << 31
+_ALIGNED = 15  # of addresses and numbers, Triton knows whether 16 divides them
+_ONE = "1"  # a constant to Triton; as a key, the number would equal True, which says that 16 divides one
+_SCALARS = frozenset({float, bool, type(None)})  # compiled for their kind alone
+
+
+class Direct:
+    """A kernel of Triton's, launched as ever: `kernel[grid](*arguments, **constants_and_options)`.
+
+    Triton looks for what it has compiled longer than a launch takes. Where the arguments are given by place, and the
+    constants, the last parameters, by name, it does so once for each key. A key tells apart all that Triton compiles
+    differently; with an argument of a kind that has no key, every launch is Triton's. Its hooks around launches, and
+    its check that globals have not changed, see the first launch of a key only.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        """`kernel`: a JITFunction."""
+        self.kernel = kernel
+        self._ready: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        """The function that launches so many programs."""
+
+        def launch(*args: Any, **constants: Any) -> None:
+            active = triton.runtime.driver.active
+            device = active.get_current_device()
+            key, values = _look(args, [device, *constants, *constants.values()])
+            ready = self._ready.get(key)
+            if ready is None:
+                compiled = self.kernel[grid](*args, **constants)
+                if key:
+                    self._keep(key, compiled, len(args), constants)
+                return
+            run, function, packed, last = ready
+            x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
+            run(x, y, z, active.get_current_stream(device), function, packed, None, None, None, *values, *last)
+
+        return launch
+
+    def _keep(self, key: tuple[Any, ...], compiled: Any, num_args: int, constants: dict[str, Any]) -> None:
+        """Remember a kernel that was launched, if that can be repeated."""
+        last = list(self.kernel.signature.parameters.values())[num_args:]
+        is_last = self.kernel.constexprs == [num_args + i for i in range(len(last))]
+        if is_last and getattr(compiled, "function", None) is not None:
+            values = [constants.get(parameter.name, parameter.default) for parameter in last]
+            self._ready[key] = compiled.run, compiled.function, compiled.packed_metadata, values
+
+
+def _look(args: tuple[Any, ...], parts: list[Any]) -> tuple[tuple[Any, ...], list[Any]]:
+    """(the key, which begins with `parts`, or () if there is none; the arguments, with addresses for tensors)."""
+    values = []
+    for arg in args:
+        kind = type(arg)
+        if kind is torch.Tensor:
+            address = arg.data_ptr()
+            parts += arg.dtype, address & _ALIGNED == 0
+            values.append(address)
+            continue
+        if kind is int:
+            parts += kind if -_INT32 <= arg < _INT32 else arg >> 63, _ONE if arg == 1 else arg & _ALIGNED == 0
+        elif kind in _SCALARS:
+            parts.append(kind)
+        elif (known := getattr(arg, "compiled_for", None)) is not None:
+            parts.append(known)
+        else:
+            return (), values
+        values.append(arg)
+    return tuple(parts), values
+
+
+def launched(jit: Any) -> Any:
+    """A decorator for kernels that the host launches: what `jit` makes of one, as a Direct unless it is interpreted."""
+
+    def make(function: Any) -> Any:
+        kernel = jit(function)
+        return Direct(kernel) if isinstance(kernel, triton.runtime.JITFunction) else kernel
+
+    return make

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from octavo.ops.gpu.launch import begin_after
+from octavo.ops.gpu.launch import begin_after, launched
 
 
 @triton.jit
@@ -55,7 +55,7 @@ def add_last(sums, bias):
     return tl.fma(sums, tl.full(sums.shape, 1.0, tl.float32), tl.broadcast_to(bias, sums.shape))
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@launched(triton.jit(do_not_specialize=["num_rows"]))
 def product(
     x, weight, bias, out, num_rows, x_stride, out_stride, N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr, SWAP: tl.constexpr,

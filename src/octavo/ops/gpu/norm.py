@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.gpu.launch import begin_after, chained
+from octavo.ops.gpu.launch import begin_after, chained, launched
 from octavo.ops.gpu.tree import padded_length, row_sums
 
 _CHANNELS_PER_WARP = 1024  # moves no bit
@@ -25,7 +25,7 @@ def inverse_norm(value, eps, SIZE: tl.constexpr, PADDED: tl.constexpr, LEVELS: t
     return tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(square, SIZE * 1.0) + eps))
 
 
-@triton.jit
+@launched(triton.jit)
 def _norm_rows(
     x, residual, weight, out, total, x_row, residual_row, eps,
     SIZE: tl.constexpr, PADDED: tl.constexpr, LEVELS: tl.constexpr, ADD: tl.constexpr,

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.runtime import driver
 
 from octavo.ops.gpu.activation import gated_value
-from octavo.ops.gpu.launch import chained
+from octavo.ops.gpu.launch import chained, launched
 from octavo.ops.gpu.tree import padded_length, row_sums
 
 _PART = 256  # k of a piece of the weights in shared memory
@@ -66,7 +66,7 @@ def _normed_by_four(x, k, scale, eps, K: gl.constexpr, LEVELS: gl.constexpr):
     return value * gl.convert_layout(inverse, value.type.layout) * scale
 
 
-@gluon.jit
+@launched(gluon.jit)
 def _product(
     x, norm, weight, residual, out, eps, N: gl.constexpr, K: gl.constexpr, PADDED: gl.constexpr, LEVELS: gl.constexpr,
     BN: gl.constexpr, WARPS: gl.constexpr, BK: gl.constexpr, PART: gl.constexpr,
@@ -149,7 +149,7 @@ def _ask(
         async_copy.async_copy_global_to_shared(ring.index(slot), at + offset)
 
 
-@gluon.jit
+@launched(gluon.jit)
 def _streamed(
     x, norm, weight, residual, out, eps, N: gl.constexpr, K: gl.constexpr, PADDED: gl.constexpr, LEVELS: gl.constexpr,
     BN: gl.constexpr, WARPS: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr,

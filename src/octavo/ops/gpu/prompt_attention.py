@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.ops.gpu.launch import Direct
 from octavo.ops.gpu.tensor_maps import ALIGNED, describe, takes_gluon
 from octavo.ops.paged_attention_work import BN
 
@@ -56,7 +57,7 @@ def can_serve(device: torch.device, dtype: torch.dtype, group: int, head_size: i
 def _kernel() -> Any:
     from octavo.ops.gpu.prompt_attention_kernel import attend_prompts
 
-    return attend_prompts
+    return Direct(attend_prompts)
 
 
 def _padded(group: int) -> int:

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.cache_store import LIMITS
-from octavo.ops.gpu.launch import begin_after, chained
+from octavo.ops.gpu.launch import begin_after, chained, launched
 from octavo.ops.gpu.tree import padded_length, row_sums
 
 # Tokens that are few; then channels of a program, in whole heads, and its warps, for few and for more: the best of a
@@ -90,7 +90,7 @@ def _turned(
     return (first * cosine - second * sine) * scale, (second * cosine + first * sine) * scale, rest * scale
 
 
-@triton.jit
+@launched(triton.jit)
 def _qk_norm_rope_store(
     qkv, positions, cos_sin, q_norm, k_norm, kv, q_out, slots, qkv_token, kv_block, kv_head, kv_token, block_size,
     key_scale, value_scale, eps, q_scale,

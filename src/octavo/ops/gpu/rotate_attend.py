@@ -24,7 +24,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from octavo.ops.gpu.launch import chained
+from octavo.ops.gpu.launch import chained, launched
 from octavo.ops.gpu.turned_heads import turned_heads
 from octavo.ops.paged_attention import Heads, Plan, Scratch, num_processors
 from octavo.ops.paged_attention_kernels import exp2_from
@@ -298,7 +298,7 @@ def _finish(
             gl.store(out + lines[:, None] * HEAD + channels[None, :], result, mask=(lines < GROUP)[:, None])
 
 
-@gluon.jit(do_not_specialize=["num_rows", "max_leaves", "table_row"])
+@launched(gluon.jit(do_not_specialize=["num_rows", "max_leaves", "table_row"]))
 def _rotate_and_attend(
     qkv, positions, cos_sin, q_norm, k_norm, slots, kv, out, query_start, seq_lens, table, parts, stats, counters,
     qkv_token, out_token, kv_block, kv_head, table_row, eps, score_scale, num_rows, max_leaves,

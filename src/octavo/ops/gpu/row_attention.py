@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.ops.gpu.launch import chained
+from octavo.ops.gpu.launch import Direct, chained
 from octavo.ops.gpu.prompt_attention import view_cache
 from octavo.ops.gpu.tensor_maps import ALIGNED, describe, takes_gluon
 from octavo.ops.paged_attention_work import BN
@@ -41,7 +41,7 @@ def takes(kv: Tensor) -> bool:
 def _kernel() -> Any:
     from octavo.ops.gpu.row_attention_kernel import attend_rows_copied
 
-    return attend_rows_copied
+    return Direct(attend_rows_copied)
 
 
 def launch(

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.gpu.launch import begin_after, chained
+from octavo.ops.gpu.launch import begin_after, chained, launched
 from octavo.ops.gpu.noise import gumbel, gumbel_bound, natural_log, stream_key, uniform_words
 from octavo.ops.gpu.tree import padded_length, row_sums
 from octavo.ops.gpu.truncate_few import likeliest
@@ -57,7 +57,7 @@ def _larger_or_nan(left, right):
     return tl.maximum(left, right, propagate_nan=tl.PropagateNan.ALL)
 
 
-@triton.jit(do_not_specialize=["splits"])
+@launched(triton.jit(do_not_specialize=["splits"]))
 def _draw(
     logits, logits_row, rows, temperatures, seeds, positions, tokens, failed, values, codes, arrived,
     vocab_size, share, splits, INDEXED: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr,
@@ -160,7 +160,7 @@ def _exp_from(x, largest):
     return tl.exp(x - tl.where(tl.abs(largest) < float("inf"), largest, 0.0))
 
 
-@triton.jit
+@launched(triton.jit)
 def _leaf_sums(
     logits, logits_row, token_ids, leaf_max, leaf_sum, leaf_rank, vocab_size, num_leaves,
     RANK: tl.constexpr, LEAF: tl.constexpr, LEVELS: tl.constexpr,
@@ -180,7 +180,7 @@ def _leaf_sums(
         tl.store(leaf_rank + at, tl.sum((x > chosen).to(tl.int32), 0))
 
 
-@triton.jit
+@launched(triton.jit)
 def _fold_leaves(
     logits, logits_row, token_ids, leaf_max, leaf_sum, leaf_rank, out_max, out_log_sum, out_logprob, out_rank,
     num_leaves, RANK: tl.constexpr, LEAVES: tl.constexpr, LEVELS: tl.constexpr,
@@ -241,7 +241,7 @@ def token_logprobs(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
     return logprobs, ranks
 
 
-@triton.jit
+@launched(triton.jit)
 def _order_keys(logits, logits_row, keys, vocab_size, BLOCK: tl.constexpr):
     """Distinct int64 keys in the order of (value, lower id first); NaN counts as -inf."""
     line = tl.program_id(0).to(tl.int64)

@@ -41,7 +41,10 @@ def describe(
     """The descriptor of a tensor of a 16-bit dtype that is copied in boxes, `swizzle` bytes wide in shared memory."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    return TensorDescriptor(_Place(address, dtype), list(shape), list(strides), list(box), _layout(len(box), swizzle))
+    place, layout = _Place(address, dtype), _layout(len(box), swizzle)
+    descriptor: Any = TensorDescriptor(place, list(shape), list(strides), list(box), layout)
+    descriptor.compiled_for = dtype, box, swizzle  # see launch.Direct
+    return descriptor
 
 
 @functools.cache

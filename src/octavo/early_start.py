@@ -1,0 +1,28 @@
+"""The part of an engine's start that needs no torch, before and while that is imported.
+
+Owns the thread that opens the GPU meanwhile, and how seldom garbage is looked for. Imports no torch itself. Invariant:
+a start depends on this for its time only.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from octavo import collector
+from octavo.config import EngineConfig
+from octavo.observe import Phases
+from octavo.open_device import open_driver
+
+if TYPE_CHECKING:
+    from octavo.start import Parts
+
+
+def start(config: EngineConfig, phases: Phases, *, text: bool = True) -> Parts:
+    """See `octavo.start.start_engine`."""
+    if config.device != "cpu":
+        threading.Thread(target=open_driver, name="octavo-open-driver", daemon=True).start()
+    with collector.seldom():
+        with phases("import torch and the engine"):
+            from octavo.start import start_engine
+        return start_engine(config, phases, text=text)

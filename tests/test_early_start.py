@@ -1,0 +1,80 @@
+"""A start opens a GPU beside Python; nothing but time depends on it."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import Any
+
+import pytest
+
+from octavo import early_start, open_device
+from octavo.config import EngineConfig
+from octavo.observe import Phases
+
+
+class Library:
+    """A shared library whose functions note that they were called."""
+
+    def __init__(self, *names: str, status: int = 0) -> None:
+        self.calls: list[str] = []
+        for name in names:
+            setattr(self, name, lambda *args, own=name: self.calls.append(own) or status)
+
+
+def load(monkeypatch: pytest.MonkeyPatch, **libraries: Library) -> None:
+    """Let these be the only ones that there are."""
+
+    def find(name: str) -> Library:
+        if name.partition(".")[0] not in libraries:
+            raise OSError(name)
+        return libraries[name.partition(".")[0]]
+
+    monkeypatch.setattr(open_device.ctypes, "CDLL", find)
+
+
+def test_the_context_is_made_where_there_is_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Library("cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain")
+    load(monkeypatch, libcuda=driver)
+    assert open_device.has_driver()
+    open_device.open_driver()
+    assert driver.calls == ["cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain"]
+
+
+def test_a_driver_that_fails_or_is_another_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = Library("cuInit", "cuDeviceGet", status=100)
+    load(monkeypatch, libcuda=failing)
+    open_device.open_driver()
+    assert failing.calls == ["cuInit"]
+    load(monkeypatch, libcuda=Library())
+    open_device.open_driver()
+    load(monkeypatch)
+    assert not open_device.has_driver()
+    open_device.open_driver()
+    open_device.open_runtime("12.8")
+
+
+def test_the_runtime_is_that_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+    runtime = Library("cudaFree")
+    monkeypatch.setattr(open_device.ctypes, "CDLL", lambda name: names.append(name) or runtime)
+    open_device.open_runtime("12.8")
+    assert names == ["libcudart.so.12"] and runtime.calls == ["cudaFree"]
+
+
+@pytest.mark.parametrize(("device", "opened"), [("cpu", False), ("auto", True), ("cuda", True)])
+def test_a_start_opens_the_device_first(device: str, opened: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, thresholds = threading.Event(), []
+
+    def start_engine(config: EngineConfig, phases: Phases, *, text: bool) -> Any:
+        assert begun.wait(5 if opened else 0.1) is opened
+        thresholds.append(gc.get_threshold()[0])
+        return config, text
+
+    monkeypatch.setattr(early_start, "open_driver", begun.set)
+    monkeypatch.setattr("octavo.start.start_engine", start_engine)
+    config, before = EngineConfig(device=device), gc.get_threshold()
+    parts: Any = early_start.start(config, Phases(), text=False)
+    assert parts == (config, False)
+    assert thresholds[0] > before[0], "garbage is looked for less often during a start"
+    assert gc.get_threshold() == before
