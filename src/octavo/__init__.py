@@ -31,7 +31,10 @@ def __getattr__(name: str) -> Any:
     """Import a public name when it is first asked for."""
     if name not in _PUBLIC:
         raise AttributeError(f"module 'octavo' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_PUBLIC[name]), name)
+    from octavo import collector
+
+    with collector.seldom():  # torch, which some need, makes much that is no garbage
+        value = getattr(importlib.import_module(_PUBLIC[name]), name)
     globals()[name] = value
     return value
 

@@ -6,7 +6,10 @@ a start depends on this for its time only.
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import threading
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from octavo import collector
@@ -17,12 +20,28 @@ from octavo.open_device import open_driver
 if TYPE_CHECKING:
     from octavo.start import Parts
 
+_TURN_SECONDS = 0.0005
+
 
 def start(config: EngineConfig, phases: Phases, *, text: bool = True) -> Parts:
     """See `octavo.start.start_engine`."""
     if config.device != "cpu":
         threading.Thread(target=open_driver, name="octavo-open-driver", daemon=True).start()
-    with collector.seldom():
+    with collector.seldom(), _short_turns():
         with phases("import torch and the engine"):
             from octavo.start import start_engine
         return start_engine(config, phases, text=text)
+
+
+@contextlib.contextmanager
+def _short_turns() -> Iterator[None]:
+    """Within: a thread that gives Python up for a moment, as for each piece of a file that it sums up, has it back soon.
+
+    By default it waits 5 ms for one that computes.
+    """
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(min(before, _TURN_SECONDS))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)

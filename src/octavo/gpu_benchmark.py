@@ -147,6 +147,7 @@ def report(
             from octavo.ops.gpu.limits import measure_limits
 
             print(phases.table(), flush=True)
+            llm.engine.capture_rest()  # the first steps of a size are not what is measured
             copy, product = measure_limits()
             document |= {"copy_tb_s": copy / 1e12, "product_tflop_s": product / 1e12, "phases": phases.entries}
             print(f"      copy {copy / 1e12:.2f} TB/s, product {product / 1e12:.0f} TFLOP/s", flush=True)

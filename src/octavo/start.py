@@ -290,11 +290,11 @@ def _capture(runner: Runner, resolved: Resolved, phases: Phases, planned: int) -
     if resolved.enforce_eager or resolved.device != "cuda":
         return
     change = "lower it or max_num_seqs, or set --enforce-eager"
-    with phases("capture the graphs"), _room(resolved, "the graphs", "gpu_memory_utilization", change):
+    with phases("capture the first graphs"), _room(resolved, "the graphs", "gpu_memory_utilization", change):
         before, _ = _memory(resolved)
         runner.capture()
         free, _ = _memory(resolved)
-    _LOG.info("graphs took %s of the %s planned", show_bytes(before - free), show_bytes(planned))
+    _LOG.info("the first graphs took %s of the %s planned for all", show_bytes(before - free), show_bytes(planned))
     _LOG.info("%s of the GPU's memory are free beside the cache", show_bytes(free))
 
 

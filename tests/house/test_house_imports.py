@@ -71,7 +71,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     ),
     "cli": (set(), set()),
     "__main__": ({"cli"}, set()),
-    "__init__": ({"attention.mods", "llm", "config", "outputs", "sampling_params"}, set()),
+    "__init__": ({"attention.mods", "collector", "llm", "config", "outputs", "sampling_params"}, set()),
 }
 BACKENDS = ("cpu", "flash", "flashinfer", "flex", "mla", "paged", "reference")
 HELPERS = ("base", "flex_kernel", "flex_sizes", "frame", "mods", "variant_mods")

@@ -1,23 +1,26 @@
 """GraphPool: CUDA graphs of steps.
 
-Owns which batch shapes are captured, the capture and the replay. Does not know what a step does: it is given functions
-that issue one for a padded shape. A decode graph is a whole step, in which every row computes the token that it sampled
-last; a mixed graph is a step up to the hidden states, whatever its rows compute. Invariants: a graph reads and writes
-memory that stays where it is; graphs share one memory pool, so what one leaves in it holds until the next replay; a
-chunk of a prompt never takes a decode graph, however short it is.
+Owns which batch shapes are captured and when, the capture and the replay. Does not know what a step does: it is given
+functions that issue one for a padded shape. A decode graph is a whole step, in which every row computes the token that
+it sampled last; a mixed graph is a step up to the hidden states, whatever its rows compute. Invariants: a graph reads
+and writes memory that stays where it is; graphs share one memory pool, so what one leaves in it holds until the next
+replay; a chunk of a prompt never takes a decode graph, however short it is; no bit depends on which graphs there are.
 """
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
+import logging
 import operator
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from octavo.device.batch import Work
 
+_LOG = logging.getLogger(__name__)
 _MIXED_TOKENS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
 ANY_LENGTH = 1 << 31  # more than any request has
 _INTS = {2: "<i2", 4: "<i4"}  # by bytes per element
@@ -35,6 +38,7 @@ class GraphKey:
 
 
 EAGER = GraphKey(0, 0, is_decode=False)
+Issue = Callable[[GraphKey], torch.Tensor]
 _SIZE = operator.attrgetter("num_tokens", "num_rows", "max_seq_len")  # compared faster than the keys themselves
 _LONG_TOKENS, _FEWEST_LONG = 64, 8  # of a row of several tokens, on average, in a bounded mixed graph
 
@@ -72,35 +76,76 @@ def mixed_keys(
 
 
 class GraphPool:
-    """The graphs of one runner. Without keys it is the null object: every step is EAGER."""
+    """The graphs of one runner. Without keys it is the null object: every step is EAGER.
+
+    A start captures a few: those that need the most memory, so that the others find it in the pool, and the smallest.
+    The others are captured when they are first asked for, or when nothing else is to be done.
+    """
 
     def __init__(self, keys: Sequence[GraphKey] = ()) -> None:
         """`keys`: the shapes to capture."""
         self._decode = sorted(key for key in keys if key.is_decode)
         self._mixed = sorted(key for key in keys if not key.is_decode)
         self._graphs: dict[GraphKey, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._stream: torch.cuda.Stream | None = None  # of all captures, for libraries keep memory by stream
+        self._pool: Any = None
 
-    def capture(self, issue: Callable[[GraphKey], torch.Tensor], rehearse: Callable[[GraphKey], torch.Tensor]) -> None:
-        """Capture `issue(key)` for every key, the largest first, so that the others fit in its memory.
+    def capture_first(
+        self, issue: Issue, rehearse: Callable[[GraphKey], object], reserve: Callable[[GraphKey], object]
+    ) -> None:
+        """Capture `issue(key)` for the first keys, before any step.
 
         What `issue` returns, `replay` gives. Memory of the pool that it returns is not kept: it holds until the next
-        replay. `rehearse(key)` launches every kernel that `issue(key)` does, and has no effect while tables are empty.
+        replay. `rehearse(key)` launches every kernel that `issue(key)` does, and has no effect while tables are empty;
+        `reserve(key)` lets whatever grows with a key grow, for a capture is no time for that.
         """
-        pool = torch.cuda.graph_pool_handle()
+        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         torch.cuda.synchronize()
-        with torch.cuda.stream(torch.cuda.Stream()):
-            for keys in (self._mixed, self._decode):
-                for key in reversed(keys):
-                    rehearse(key)  # compiles and loads what the graph launches
-                    graph = torch.cuda.CUDAGraph()
-                    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-                    try:
-                        output = issue(key)
-                    finally:
-                        graph.capture_end()
-                    self._graphs[key] = graph, _alias(output)
-                    del output
+        with torch.cuda.stream(self._stream):
+            for key in self.first_keys():
+                rehearse(key)  # compiles and loads what the graph launches, and finds memory
+                self._capture(key, issue)
+            for key in self.missing_keys():
+                reserve(key)
         torch.cuda.synchronize()
+
+    def first_keys(self) -> list[GraphKey]:
+        """Of the keys of each kind and length the largest, then the smallest."""
+        kinds: dict[tuple[bool, int], list[GraphKey]] = {}
+        for key in [*self._mixed, *self._decode]:
+            kinds.setdefault((key.is_decode, key.max_seq_len), []).append(key)
+        return list(dict.fromkeys([*(keys[-1] for keys in kinds.values()), *(keys[0] for keys in kinds.values())]))
+
+    def missing_keys(self) -> list[GraphKey]:
+        """What is left to capture, the largest first."""
+        return [key for key in [*reversed(self._decode), *reversed(self._mixed)] if key not in self._graphs]
+
+    def has(self, key: GraphKey, issue: Issue) -> bool:
+        """Whether there is a graph for a key of `dispatch`. Captures it if need be, while the device goes on.
+
+        Without memory for it, its steps take other graphs from then on, or are EAGER.
+        """
+        if key in self._graphs:
+            return True
+        if key is EAGER:
+            return False
+        try:
+            with torch.cuda.stream(self._stream):
+                self._capture(key, issue)
+        except RuntimeError as error:
+            (self._decode if key.is_decode else self._mixed).remove(key)
+            _LOG.warning("no graph for steps of %d tokens in %d rows: %s", key.num_tokens, key.num_rows, error)
+        return key in self._graphs
+
+    def _capture(self, key: GraphKey, issue: Issue) -> None:
+        graph = torch.cuda.CUDAGraph()
+        # relaxed: launches of a size that no rehearsal had may load kernels
+        graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
+        try:
+            output = issue(key)
+        finally:
+            graph.capture_end()
+        self._graphs[key] = graph, _alias(output)
 
     def dispatch(self, work: Work) -> GraphKey:
         """The smallest graph that holds a step, or EAGER."""

@@ -141,7 +141,7 @@ class EngineProcess:
                 if not idle:
                     idle = True
                     self._send_heartbeat(core)
-                if not self._stopping:
+                if not self._stopping and not core.capture_next():
                     self._wake.wait()
                 continue
             idle = False

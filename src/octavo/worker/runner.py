@@ -13,7 +13,7 @@ import functools
 
 import torch
 
-from octavo.attention.base import forward_context
+from octavo.attention.base import ForwardContext, forward_context
 from octavo.device.batch import Batch, InputBuffers, Layout, Work
 from octavo.device.block_table import BlockTables
 from octavo.device.graphs import EAGER, GraphKey, GraphPool
@@ -64,7 +64,7 @@ class Runner:
         self._requests, self._tables, self._buffers, self._sampler = requests, tables, buffers, sampler
         self._graphs, self._max_model_len = graphs, max_model_len
         self._lay_out = Layout(requests)
-        self._padded: dict[GraphKey, Batch] = {}  # what the graphs of mixed steps read and fill
+        self._padded: dict[GraphKey, Batch] = {}  # what the graphs read and fill
         self._turn = 0  # which of the two results the last step fills
         self._events = [torch.cuda.Event() for _ in range(2)] if buffers.turn.is_cuda else [None, None]  # of the turns
         self._prompt_logprobs: dict[int, _PromptLogprobs] = {}
@@ -76,13 +76,19 @@ class Runner:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Capture the graphs. Before the first step."""
-
-        def issue(key: GraphKey, *, brief: bool = False) -> torch.Tensor:
-            return self._decode(key, brief=brief) if key.is_decode else self._compute(key, brief=brief)
-
-        self._graphs.capture(issue, functools.partial(issue, brief=True))
+        """Capture the graphs that a start needs. Before the first step."""
+        self._graphs.capture_first(
+            self._record, functools.partial(self._record, brief=True), lambda key: self._prepare(self._batch_of(key))
+        )
         self._buffers.turn.zero_()
+
+    @torch.inference_mode()
+    def capture_next(self) -> bool:
+        """Capture one of the graphs that the start has left; False if there is none. Between two steps."""
+        for key in self._graphs.missing_keys():
+            self._graphs.has(key, self._record)
+            return True
+        return False
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step and wait for its results."""
@@ -111,6 +117,8 @@ class Runner:
         key = self._graphs.dispatch(work)
         self._buffers.stage(work, work.num_rows if key is EAGER else key.num_rows)
         self._bring()
+        if not self._graphs.has(key, self._record):  # nothing is staged any more that a capture would launch
+            key = EAGER
         self._turn ^= 1
         prompt_logprobs: dict[int, list[GroupLogprobs]] = {}
         if key.is_decode:
@@ -122,7 +130,7 @@ class Runner:
                 )
                 hidden = self._forward(batch, for_capture=False)
             else:
-                batch, hidden = self._view_of(key), self._graphs.replay(key)
+                batch, hidden = self._batch_of(key), self._graphs.replay(key)
             if self._prompt_logprobs:
                 prompt_logprobs = self._collect_prompt_logprobs(work, hidden)
             groups = self._sample(work, batch, hidden[: work.total_tokens])
@@ -159,31 +167,34 @@ class Runner:
             assert wanted is not None, "a row that owes prompt log-probabilities was asked for them"
             self._prompt_logprobs[new.row] = _PromptLogprobs(new.prompt_logprobs_start, new.num_prompt, wanted)
 
-    def _decode(self, key: GraphKey, *, brief: bool = False) -> torch.Tensor:
-        """Issue a whole decode step of the rows that the buffers name, for a graph; gives its logits.
+    def _record(self, key: GraphKey, *, brief: bool = False) -> torch.Tensor:
+        """Issue what a graph holds: a step up to its hidden states, or a whole decode step, which gives its logits.
 
         brief: some layers may be left out, see ForwardContext.
         """
-        batch = self._buffers.view(key.num_rows, key.num_tokens, 1, min(key.max_seq_len, self._max_model_len))
-        logits = self.model.logits(self._forward(batch, for_capture=True, brief=brief))
+        batch = self._batch_of(key)
+        hidden = self._forward(batch, for_capture=True, brief=brief)
+        if not key.is_decode:
+            return hidden
+        logits = self.model.logits(hidden)
         self._commit(batch, *self._sampler.draw(logits, batch.rows, batch.next_positions))
         return logits
 
-    def _compute(self, key: GraphKey, *, brief: bool = False) -> torch.Tensor:
-        """Issue a step up to its hidden states, for a graph. brief: see `_decode`."""
-        return self._forward(self._view_of(key), for_capture=True, brief=brief)
-
-    def _view_of(self, key: GraphKey) -> Batch:
-        """The padded batch of the mixed steps that one graph serves."""
+    def _batch_of(self, key: GraphKey) -> Batch:
+        """The padded batch of the steps that one graph serves."""
         batch = self._padded.get(key)
         if batch is None:
             longest, length = (min(most, self._max_model_len) for most in (key.num_tokens, key.max_seq_len))
+            longest = 1 if key.is_decode else longest
             batch = self._padded[key] = self._buffers.view(key.num_rows, key.num_tokens, longest, length, key.max_long)
         return batch
 
-    def _forward(self, batch: Batch, *, for_capture: bool, brief: bool = False) -> torch.Tensor:
+    def _prepare(self, batch: Batch, *, for_capture: bool = False) -> ForwardContext:
         self._buffers.gather(batch)
-        context = self._model_state.prepare(batch, for_capture=for_capture)
+        return self._model_state.prepare(batch, for_capture=for_capture)
+
+    def _forward(self, batch: Batch, *, for_capture: bool, brief: bool = False) -> torch.Tensor:
+        context = self._prepare(batch, for_capture=for_capture)
         context.brief = brief
         with forward_context(context):
             return self.model.forward(batch.input_ids, batch.positions)

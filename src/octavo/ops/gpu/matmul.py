@@ -10,8 +10,10 @@ everything to the library, and keep no promise.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -26,6 +28,7 @@ _library_splits: bool | None = None  # what torch was last told; None: nothing y
 # Shapes (N, K, dtype) that `check_library` has seen, and those where it found another order.
 _checked: set[tuple[int, int, torch.dtype]] = set()
 _without_library: set[tuple[int, int, torch.dtype]] = set()
+_late: dict[tuple[int, int, torch.dtype], Tensor] | None = None  # weights of shapes to be checked, see `late_checks`
 _CHECKED_ROWS = (17, 40, 64, 130, 256, 512, 1024)
 _CHECKED_BYTES = 1 << 28  # of one result
 
@@ -112,11 +115,13 @@ def check_library(weight: Tensor) -> bool:
     Compares both over several numbers of heavy-tailed rows; a shape that fails runs Triton tiles at any number of rows.
     Once per shape and process, before anything is captured.
     """
-    name_compiler()
     (n, k), dtype = weight.shape, weight.dtype
     shape = n, k, dtype
     if _numerics == "fast" or shape in _checked:
         return shape not in _without_library
+    if _late is not None:
+        return _late.setdefault(shape, weight) is not None
+    name_compiler()
     _checked.add(shape)
     generator = torch.Generator(weight.device).manual_seed(0)
     for num_rows in _CHECKED_ROWS:
@@ -135,6 +140,19 @@ def check_library(weight: Tensor) -> bool:
             _without_library.add(shape)
             return False
     return True
+
+
+@contextlib.contextmanager
+def late_checks() -> Iterator[None]:
+    """Put off `check_library` to the end: Triton sums up its own files while weights are read. No products within."""
+    global _late
+    _late = {}
+    try:
+        yield
+    finally:
+        weights, _late = _late, None
+    for weight in weights.values():
+        check_library(weight)
 
 
 def _prefers_library(num_rows: int, n: int, k: int) -> bool:
