@@ -35,9 +35,9 @@ def start(config: EngineConfig, phases: Phases, *, text: bool = True) -> Parts:
 
 @contextlib.contextmanager
 def _short_turns() -> Iterator[None]:
-    """Within: a thread that gives Python up for a moment, as for each piece of a file that it sums up, has it back soon.
+    """Within: threads that let others compute for a moment, as for each piece of a file to sum up, go on soon.
 
-    By default it waits 5 ms for one that computes.
+    By default one waits 5 ms for another that computes.
     """
     before = sys.getswitchinterval()
     sys.setswitchinterval(min(before, _TURN_SECONDS))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from types import SimpleNamespace
 
@@ -136,6 +137,73 @@ def test_a_rehearsal_goes_through_a_layer_of_each_kind_behind_the_first(kinds: s
     layers = [SimpleNamespace(attention=SimpleNamespace(variant=None), mlp=None, operands=kind) for kind in kinds]
     context = SimpleNamespace(group_of_layer=[0] * len(kinds), kv_of_layer=torch.zeros(len(kinds), 4).unbind())
     assert Decoder(layers, None)._num_unlike(context) == num
+
+
+class Graph:
+    """In place of a CUDA graph."""
+
+    def capture_begin(self, pool: object, capture_error_mode: str) -> None:
+        pass
+
+    def capture_end(self) -> None:
+        pass
+
+
+@pytest.fixture
+def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captures without one."""
+    for name, value in {
+        "CUDAGraph": Graph, "Stream": object, "stream": lambda stream: contextlib.nullcontext(),
+        "graph_pool_handle": lambda: (0, 1), "synchronize": lambda: None,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr("octavo.device.graphs._alias", lambda output: output)
+
+
+def test_a_start_captures_the_largest_and_the_smallest(no_device: None) -> None:
+    """Of each kind and length; what the others need is made room for, and they come when asked for, or in turn."""
+    keys = [*decode_keys(100, (50,)), *mixed_keys(100, 200)]
+    pool, rehearsed, captured, reserved = GraphPool(keys), [], [], []
+
+    def issue(key: GraphKey) -> torch.Tensor:
+        captured.append(key)
+        return torch.zeros(1)
+
+    pool.capture_first(issue, rehearsed.append, reserved.append)
+    assert captured == rehearsed == pool.first_keys()
+    assert [(key.num_tokens, key.max_seq_len == 50, key.is_decode) for key in captured] == [
+        (200, False, False), (100, True, True), (100, False, True), (16, False, False), (1, True, True),
+        (1, False, True),
+    ]  # fmt: skip
+    assert reserved == pool.missing_keys() and set(reserved) == set(keys) - set(captured)
+    for is_decode in (True, False):
+        sizes = [key.num_tokens for key in reserved if key.is_decode is is_decode]
+        assert sizes == sorted(sizes, reverse=True)
+    key = pool.dispatch(work([1] * 37, is_decode=True))
+    assert key in reserved and pool.has(key, issue) and captured[-1] == key
+    assert pool.has(key, issue) and captured.count(key) == 1
+    assert not pool.has(EAGER, issue)
+    while left := pool.missing_keys():
+        assert pool.has(left[0], issue)
+    assert sorted(captured) == sorted(keys)
+
+
+def test_a_graph_without_memory_is_done_without(no_device: None, caplog: pytest.LogCaptureFixture) -> None:
+    """Its steps take the next larger graph, or none; it is not tried again."""
+    pool = GraphPool(decode_keys(20))
+    pool.capture_first(lambda key: torch.zeros(1), lambda key: None, lambda key: None)
+
+    def fail(key: GraphKey) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no room")
+
+    step = work([1] * 5, is_decode=True)
+    assert pool.dispatch(step).num_rows == 8
+    assert not pool.has(pool.dispatch(step), fail)
+    assert [record.getMessage() for record in caplog.records] == ["no graph for steps of 8 tokens in 8 rows: no room"]
+    assert pool.dispatch(step).num_rows == 16 and 8 not in [key.num_rows for key in pool.missing_keys()]
+    for _ in range(2):
+        assert not pool.has(pool.dispatch(step), fail) or pool.dispatch(step).num_rows == 20
+    assert pool.has(pool.dispatch(step), fail), "the largest was captured by the start"
 
 
 def test_every_backend_has_a_say_in_what_is_captured() -> None:

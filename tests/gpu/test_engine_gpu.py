@@ -25,6 +25,7 @@ if not torch.cuda.is_available():
 from inputs_rig import CHECKS
 from octavo import LLM, SamplingParams
 from octavo.benchmark import SHAPES
+from octavo.device.graphs import GraphKey
 from octavo.device.staging import StagedTensor, WriteQueue
 from settings_matrix import SETTINGS
 
@@ -62,9 +63,9 @@ def make_llm(**fields: Any) -> Iterator[LLM]:
             torch.cuda.set_sync_debug_mode("default")
 
 
-def params_of(count: int, **fields: Any) -> list[SamplingParams]:
+def params_of(count: int, max_tokens: int = NUM_OUTPUT, **fields: Any) -> list[SamplingParams]:
     return [
-        SamplingParams(temperature=0.9, seed=1000 + index, max_tokens=NUM_OUTPUT, ignore_eos=True, logprobs=0, **fields)
+        SamplingParams(temperature=0.9, seed=1000 + index, max_tokens=max_tokens, ignore_eos=True, logprobs=0, **fields)
         for index in range(count)
     ]
 
@@ -191,6 +192,55 @@ def test_a_graph_captured_before_any_request_holds_up_to_max_model_len(prompts: 
             found.append([(list(o.outputs[0].token_ids), o.outputs[0].logprobs) for o in outputs])
     assert found[0] == found[1]
     assert len(found[0][0][0]) == 24
+
+
+def test_graphs_captured_before_and_between_steps_give_the_same_bits(prompts: list[str]) -> None:
+    """A start captures few: the others come when a step asks for them, with requests running, or all at once."""
+    params = [own for count in (3, 9, 14, 30) for own in params_of(6, count)]
+    prompts = (prompts * 2)[: len(params)]
+    found = []
+    for at_once in (False, True):
+        with make_llm(dtype="bfloat16") as llm:
+            graphs = llm.engine.runner._graphs
+            keys = [*graphs._mixed, *graphs._decode]
+            assert 0 < len(graphs.missing_keys()) < len(keys)
+            if at_once:
+                llm.engine.capture_rest()
+                assert not graphs.missing_keys()
+            before = len(graphs.missing_keys())
+            found.append(generate(llm, prompts, params))
+            assert at_once or len(graphs.missing_keys()) < before, "steps have captured theirs"
+            llm.engine.capture_rest()
+            assert not graphs.missing_keys() and [*graphs._mixed, *graphs._decode] == keys, "none was refused"
+            found.append(generate(llm, prompts, params))
+    assert found[0] == found[1] == found[2] == found[3]
+
+
+def test_steps_whose_graphs_find_no_memory_are_eager(
+    prompts: list[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the same bits, one line for each, and later captures as if nothing had been."""
+    params, found = params_of(5, 8), []
+    for fails in (False, True):
+        with make_llm(dtype="bfloat16") as llm:
+            runner = llm.engine.runner
+            record, left = runner._record, [3]
+
+            def fail(key: GraphKey, record: Any = record, left: list[int] = left, **options: Any) -> torch.Tensor:
+                output = record(key, **options)
+                if left[0]:
+                    left[0] -= 1
+                    raise torch.OutOfMemoryError("no memory for this test")
+                return output
+
+            if fails:
+                monkeypatch.setattr(runner, "_record", fail)
+            found.append([generate(llm, prompts[:count], params[:count]) for count in (5, 3)])
+            llm.engine.capture_rest()
+            assert not runner._graphs.missing_keys()
+            found[-1].append(generate(llm, prompts[:5], params))
+    assert found[0] == found[1]
+    assert sum("no memory for this test" in record.getMessage() for record in caplog.records) == 3
 
 
 def test_nan_logits_fail_one_request_only(tmp_path: Path) -> None:
