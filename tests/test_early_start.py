@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import threading
 from typing import Any
 
@@ -78,3 +79,11 @@ def test_a_start_opens_the_device_first(device: str, opened: bool, monkeypatch: 
     assert parts == (config, False)
     assert thresholds[0] > before[0], "garbage is looked for less often during a start"
     assert gc.get_threshold() == before
+
+
+def test_every_module_of_kernels_that_a_start_imports_is_there() -> None:
+    pytest.importorskip("triton")
+    from octavo import start
+
+    for name in start._KERNELS:
+        importlib.import_module(f"octavo.ops.gpu.{name}")

@@ -170,3 +170,24 @@ def test_reference_function_agrees_with_the_disabled_library() -> None:
     with native.disabled():
         served = linear(x, weight)
     assert torch.equal(served, linear_reference(x, weight))
+
+
+def test_checks_of_the_library_are_put_off_while_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for each shape, behind the last weight; none after a load that failed."""
+    pytest.importorskip("triton")
+    from octavo.ops.gpu import matmul as gpu
+
+    monkeypatch.setattr(gpu, "_checked", set())
+    monkeypatch.setattr(gpu, "name_compiler", lambda: None)
+    shapes = [(8, 16), (24, 16), (8, 16)]
+    with gpu.late_checks():
+        for shape in shapes:
+            assert gpu.check_library(torch.zeros(shape))
+        assert not gpu._checked
+    assert {(n, k) for n, k, _ in gpu._checked} == set(shapes)
+    with pytest.raises(ValueError, match="damaged"), gpu.late_checks():
+        gpu.check_library(torch.zeros(40, 16))
+        raise ValueError("damaged")
+    assert {(n, k) for n, k, _ in gpu._checked} == set(shapes)
+    gpu.check_library(torch.zeros(40, 16))
+    assert (40, 16, torch.float32) in gpu._checked

@@ -17,7 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_rig import PROMPT, QUICK, RawEngine, params, raw_engine, read, running, said, script
+from engine_rig import PROMPT, QUICK, RawEngine, helper, params, raw_engine, read, running, said, script
+from late_engine import NUM_LEFT
 from octavo import LLM
 from octavo.config import EngineConfig
 from octavo.models.hub import find_model
@@ -214,6 +215,26 @@ def test_an_idle_engine_does_not_spin() -> None:
             assert engine_share < 0.03 and own_share < 0.03
 
     asyncio.run(main())
+
+
+def test_an_idle_engine_captures_what_its_start_has_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is ready before, stops for requests, and then goes on."""
+    log = tmp_path / "captures"
+    monkeypatch.setenv("LATE", str(log))
+
+    async def main() -> None:
+        async with running(helper("late_engine.py")) as engine:
+            tokens, _ = await read(engine.generate("a", PROMPT, params(20)))
+            assert len(tokens) == 20
+            for _ in range(100):
+                if log.exists() and len(log.read_text().split()) == NUM_LEFT:
+                    break
+                await asyncio.sleep(0.05)
+            tokens, _ = await read(engine.generate("b", PROMPT, params(5)))
+            assert len(tokens) == 5
+
+    asyncio.run(main())
+    assert log.read_text().split() == ["False"] * NUM_LEFT
 
 
 def test_the_front_end_loads_no_torch() -> None:

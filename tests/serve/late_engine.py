@@ -1,0 +1,42 @@
+"""The scripted engine with graphs that its start has left: the variable LATE names a file of their captures.
+
+A line is whether a request was there.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+from octavo.serve import scripted
+from octavo.serve.engine_process import main as run_engine
+
+NUM_LEFT = 5
+
+
+def main(argv: list[str]) -> None:
+    """Run the engine process."""
+    left = [NUM_LEFT]
+
+    def build(config, phases):  # type: ignore[no-untyped-def]
+        options = scripted.argparse.Namespace(step_seconds=0.02, stop_after=0, load_seconds=0.0, faults=False)
+        core, info = scripted.build_core(config, phases, options)
+
+        def capture_next() -> bool:
+            if not left[0]:
+                return False
+            left[0] -= 1
+            with open(os.environ["LATE"], "a", encoding="ascii") as file:
+                file.write(f"{core.has_unfinished}\n")
+            time.sleep(0.03)
+            return True
+
+        core._capture_next = capture_next
+        return core, info
+
+    run_engine(argv, build)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
