@@ -57,6 +57,7 @@ FEW = SamplingParams(max_tokens=2, ignore_eos=True, detokenize=False)
 
 def test_a_model_larger_than_the_gpu_is_refused_before_it_is_made(tmp_path: Path) -> None:
     fields = model_of(tmp_path, hidden_size=32768, num_hidden_layers=200, intermediate_size=131072)
+    torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     with pytest.raises(ValueError, match=r"its weights take \d+\.\d GiB in bfloat16, \d+\.\d GiB are free"):
         LLM(**fields)

@@ -127,3 +127,26 @@ def test_an_argument_of_an_unknown_kind_is_left_to_triton(launches: list[tuple[A
     kernel, x = launch.launched(triton.jit)(_add), torch.zeros(16)
     special = torch.nn.Parameter(x)
     assert not any(same_as_triton(kernel, (1,), special, x, 16, 1.0, BLOCK=16) for _ in range(2))
+
+
+def test_whether_a_kernel_was_compiled_shows_in_its_first_launch(
+    launches: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later one, however long it takes, is no sign."""
+    clock = [0.0]
+    monkeypatch.setattr(launch, "_slowest", 0.0)
+    monkeypatch.setattr(launch, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    kernel, x = launch.launched(triton.jit)(_add), torch.zeros(16)
+
+    def take(seconds: float) -> None:
+        plain = _Launcher.__call__
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_Launcher, "__call__", lambda *args: clock.__setitem__(0, clock[0] + seconds) or plain(*args))
+            kernel[(1,)](x, x, 16, 1.0, BLOCK=16)
+
+    take(0.01)
+    take(3.0)
+    assert not launch.has_compiled()
+    kernel = launch.launched(triton.jit)(_add)
+    take(0.5)
+    assert launch.has_compiled()

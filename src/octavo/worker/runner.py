@@ -76,11 +76,17 @@ class Runner:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Capture the graphs that a start needs. Before the first step."""
+        """Capture the graphs that a start needs, or all where kernels are not compiled yet. Before the first step."""
         self._graphs.capture_first(
             self._record, functools.partial(self._record, brief=True), lambda key: self._prepare(self._batch_of(key))
         )
         self._buffers.turn.zero_()
+        if not self._graphs.missing_keys():
+            return
+        from octavo.ops.gpu import launch  # needs Triton
+
+        while launch.has_compiled() and self.capture_next():  # no step is to wait for what else is to be compiled
+            pass
 
     @torch.inference_mode()
     def capture_next(self) -> bool:

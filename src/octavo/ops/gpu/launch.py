@@ -1,12 +1,12 @@
 """Launches: before the kernel ahead has ended (programmatic dependent launch, Hopper), and past Triton's own search.
 
-Owns the options of such a launch and the calls that a kernel makes. A kernel with `PDL` calls `begin_after`, or
-`wait_before` and later `end_before`, before it reads what another kernel wrote and before it writes anything; one
-program at least does so on every path, for the kernel after it relies on that.
-What it reads before are constants: weights, and, behind a kernel that calls `begin_whole`, what was written ahead of
-that one. A forward pass begins with such a kernel, `octavo.ops.gpu.embedding`'s: in its layers the step's lengths,
-tables, slots and positions are constants, and so is what the cache holds of earlier steps. Invariants: no bit depends
-on how a kernel was launched; a launch is that of the machine code that Triton would choose.
+Owns a launch's options and the calls that a kernel makes. A kernel with `PDL` calls `begin_after`, or `wait_before` and
+later `end_before`, before it reads what another kernel wrote and before it writes anything; one program at least does
+so on every path, for the kernel after it relies on that. What it reads before are constants: weights, and, behind a
+kernel that calls `begin_whole`, what was written ahead of that one. A forward pass begins with such a kernel,
+`octavo.ops.gpu.embedding`'s: in its layers the step's lengths, tables, slots and positions are constants, and so is
+what the cache holds of earlier steps. Invariants: how a kernel is launched moves no bit; it is the machine code that
+Triton would choose.
 """
 
 # Kernels are compiled from their source by Triton, whose values mypy does not know.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from typing import Any
 
 import torch
@@ -74,6 +75,8 @@ def _has_pdl(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+_LOADING_SECONDS = 0.15  # loading takes a few ms, compiling a few tenths of a second at least
+_slowest = 0.0  # of first launches, in seconds
 _INT32 = 1 << 31
 _ALIGNED = 15  # of addresses and numbers, Triton knows whether 16 divides them
 _ONE = "1"  # a constant to Triton; as a key, the number would equal True, which says that 16 divides one
@@ -103,7 +106,7 @@ class Direct:
             key, values = _look(args, [device, *constants, *constants.values()])
             ready = self._ready.get(key)
             if ready is None:
-                compiled = self.kernel[grid](*args, **constants)
+                compiled = _timed(self.kernel[grid], args, constants)
                 if key:
                     self._keep(key, compiled, len(args), constants)
                 return
@@ -120,6 +123,20 @@ class Direct:
         if is_last and getattr(compiled, "function", None) is not None:
             values = [constants.get(parameter.name, parameter.default) for parameter in last]
             self._ready[key] = compiled.run, compiled.function, compiled.packed_metadata, values
+
+
+def _timed(launch: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> Any:
+    """A kernel's first launch, which loads it, or compiles it before."""
+    global _slowest
+    began = time.perf_counter()
+    compiled = launch(*args, **constants)
+    _slowest = max(_slowest, time.perf_counter() - began)
+    return compiled
+
+
+def has_compiled() -> bool:
+    """Whether this process has compiled a kernel that is launched directly, or was as slow to load one."""
+    return _slowest > _LOADING_SECONDS
 
 
 def _look(args: tuple[Any, ...], parts: list[Any]) -> tuple[tuple[Any, ...], list[Any]]:
