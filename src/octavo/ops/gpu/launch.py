@@ -9,7 +9,6 @@ what the cache holds of earlier steps. Invariants: how a kernel is launched move
 Triton would choose.
 """
 
-# Kernels are compiled from their source by Triton, whose values mypy does not know.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, assignment"
 from __future__ import annotations
 
