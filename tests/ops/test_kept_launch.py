@@ -15,7 +15,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from octavo.ops.gpu import kept_launch
+from octavo.ops.gpu import kept_file, kept_launch
 from octavo.ops.gpu.kept_launch import Form, UnkeptError, _grid_rule, _Kernel, _rule, read, write
 
 COUNTS = (2, 3, 67)
@@ -68,7 +68,7 @@ def test_files_that_are_not_used_go_when_another_is_written(tmp_path: Path, monk
     def names() -> set[str]:
         return {file.name for file in tmp_path.iterdir()}
 
-    monkeypatch.setattr(kept_launch, "_KEPT_FILES", 3)
+    monkeypatch.setattr(kept_file, "_KEPT_FILES", 3)
     ages = {"old": 91, "old but read": 91, "young": 89}
     for name in ages:
         write(tmp_path / name, KEY, FORM)
@@ -96,7 +96,7 @@ def test_a_damaged_file_is_told_and_not_used(damage: str, tmp_path: Path, caplog
     whole = path.read_text()
     if damage == "another format":
         body = [KEY, {"kernels": [{"name": "attend"}]}]
-        text = f"{kept_launch._sum(json.dumps(body))}\n{json.dumps(body)}\n"
+        text = f"{kept_file.sum_of(json.dumps(body))}\n{json.dumps(body)}\n"
     else:
         texts = {"half": whole[: len(whole) // 2], "a digit": whole.replace("37120", "37121"), "another key": whole}
         text = texts.get(damage, damage)

@@ -9,7 +9,6 @@ the kernel was first asked for.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -17,7 +16,6 @@ import sys
 import types
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -90,19 +88,19 @@ class Kernel:
         """Launches that were kept, or are from now on; torch's call where they cannot be. Compiles at most once."""
         what = f"attention kernel of {self._mods.name}, tiles of {self.shape.lines} lines"
         device = inputs[0].device
-        from octavo.ops.gpu import driver, kept_launch
+        from octavo.ops.gpu import driver, kept_file, kept_launch
 
         try:
             if not aligned or device.index != torch.cuda.current_device():
                 raise UnnamedError("its cache lies elsewhere than compiled kernels expect")
             name, captured = name_mods(self._mods, device)
             options = kernel_options(self._sizes, self.shape.lines)
-            settings = _settings(self._variant, self.shape, options, kept_launch.versions())
+            settings = _settings(self._variant, self.shape, options, kept_file.versions())
             name = json.loads(json.dumps([settings, _likes(inputs), name]))
         except UnnamedError as error:
             _LOG.info("%s is compiled at every start: %s", what, error)
             return _through(compile_call(self._variant, self._mods, self.shape, self._sizes))
-        path = folder() / f"{hashlib.sha256(json.dumps(name).encode()).hexdigest()}.json"
+        path = kept_file.path_of("flex", name)
         form = kept_launch.read(path, name)
         if form is not None:
             try:
@@ -129,11 +127,6 @@ class Kernel:
         except OSError as error:
             _LOG.warning("%s cannot be kept at %s: %s", what, path, error)
         return _direct(launch, captured)
-
-
-def folder() -> Path:
-    """Where compiled kernels are kept: in the user's cache folder, which XDG_CACHE_HOME names."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "octavo" / "flex"
 
 
 def _through(call: _Call) -> _Way:

@@ -12,12 +12,8 @@ import base64
 import contextlib
 import ctypes
 import dataclasses
-import hashlib
 import json
 import logging
-import os
-import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,20 +22,14 @@ import torch
 import triton
 from torch import Tensor
 
-from octavo.ops.gpu import driver
+from octavo.ops.gpu import driver, kept_file
 
 _LOG = logging.getLogger(__name__)
 _POINTER = 8  # bytes
 _LARGEST_NUMBER = 1 << 40  # of 64 bits; above it are addresses
 _MAX_COUNT = 1 << 16  # of mask rows: an axis of a CUDA grid
-_KEPT_FILES, _KEPT_SECONDS = 256, 90 * 24 * 3600  # in a folder, and since a file was last used
 Rule = tuple[int, int, int]
 """(fixed, times, over): `fixed` if times is 0, else cdiv(times * count, over)."""
-
-
-def versions() -> list[str]:
-    """Of what compiles: machine code of one is not another's."""
-    return [str(torch.__version__), str(torch.version.git_version), str(torch.version.cuda), str(triton.__version__)]
 
 
 class UnkeptError(RuntimeError):
@@ -312,44 +302,13 @@ def write(path: Path, key: Any, form: Form) -> None:
         dataclasses.asdict(kernel) | {"machine_code": base64.b64encode(kernel.machine_code).decode()}
         for kernel in form.kernels
     ]
-    body = [key, dataclasses.asdict(form) | {"kernels": kernels}]
-    text = json.dumps(body)
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent)
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.write(f"{_sum(text)}\n{text}\n")
-    os.replace(temporary, path)
-    _prune(path.parent)
-
-
-def _prune(folder: Path) -> None:
-    """Remove the files that were not used for _KEPT_SECONDS, and those used longest ago beyond the _KEPT_FILES newest.
-
-    Processes may do so at the same time: one that finds no file compiles its kernel anew.
-    """
-    used = []
-    for file in folder.iterdir():
-        with contextlib.suppress(OSError):
-            used.append((file.stat().st_mtime, file))
-    used.sort(reverse=True)
-    oldest = time.time() - _KEPT_SECONDS
-    for place, (last, file) in enumerate(used):
-        if place >= _KEPT_FILES or last < oldest:
-            with contextlib.suppress(OSError):
-                file.unlink()
+    kept_file.write(path, key, dataclasses.asdict(form) | {"kernels": kernels})
 
 
 def read(path: Path, key: Any) -> Form | None:
     """The form kept under a key; None where there is none, or, with a warning, where the file is damaged."""
     try:
-        told, text = path.read_text(encoding="utf-8").split("\n")[:2]
-        if told != _sum(text):
-            raise ValueError("its sum is another")
-        kept_key, form = json.loads(text)
-        if kept_key != key:
-            raise ValueError("its key is another")
-        with contextlib.suppress(OSError):  # of a folder that only others may write to
-            os.utime(path)  # by which `_prune` knows what is used
+        form = kept_file.read(path, key)
         kernels = tuple(
             _Kernel(**_tuples(kernel) | {"machine_code": base64.b64decode(kernel["machine_code"])})
             for kernel in form["kernels"]
@@ -360,10 +319,6 @@ def read(path: Path, key: Any) -> Form | None:
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         _LOG.warning("the kept kernel %s is damaged (%s): it is compiled anew", path, error)
         return None
-
-
-def _sum(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _tuples(value: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,82 @@
+"""Compiled kernels on disk: files of the user's cache folder, each with the key that it was made for.
+
+Owns the file's form, which a sum guards, that it is whole or not there, and which files are removed. Does not know what
+compiles, or what makes a key. Invariant: what is read under a key was written under that key, unchanged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+_KEPT_FILES, _KEPT_SECONDS = 256, 90 * 24 * 3600  # in a folder, and since a file was last used
+
+
+def versions() -> list[str]:
+    """Of what compiles: machine code of one is not another's."""
+    return [str(torch.__version__), str(torch.version.git_version), str(torch.version.cuda), str(triton.__version__)]
+
+
+def folder(part: str) -> Path:
+    """Where compiled kernels of a part of the program are kept; XDG_CACHE_HOME names the user's cache folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "octavo" / part
+
+
+def path_of(part: str, key: Any) -> Path:
+    """The file of a key, which is made of JSON's types."""
+    return folder(part) / f"{sum_of(json.dumps(key))}.json"
+
+
+def write(path: Path, key: Any, body: Any) -> None:
+    """Keep a body, made of JSON's types as its key is: whole or not at all. Raises OSError."""
+    text = json.dumps([key, body])
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent)
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        file.write(f"{sum_of(text)}\n{text}\n")
+    os.replace(temporary, path)
+    _prune(path.parent)
+
+
+def _prune(folder: Path) -> None:
+    """Remove the files that were not used for _KEPT_SECONDS, and those used longest ago beyond the _KEPT_FILES newest.
+
+    Processes may do so at the same time: one that finds no file compiles its kernel anew.
+    """
+    used = []
+    for file in folder.iterdir():
+        with contextlib.suppress(OSError):
+            used.append((file.stat().st_mtime, file))
+    used.sort(reverse=True)
+    oldest = time.time() - _KEPT_SECONDS
+    for place, (last, file) in enumerate(used):
+        if place >= _KEPT_FILES or last < oldest:
+            with contextlib.suppress(OSError):
+                file.unlink()
+
+
+def read(path: Path, key: Any) -> Any:
+    """The body kept under a key. Raises FileNotFoundError, other OSErrors, or ValueError where the file is damaged."""
+    lines = path.read_text(encoding="utf-8").split("\n")
+    if len(lines) < 2 or lines[0] != sum_of(lines[1]):
+        raise ValueError("its sum is another")
+    kept_key, body = json.loads(lines[1])
+    if kept_key != key:
+        raise ValueError("its key is another")
+    with contextlib.suppress(OSError):  # of a folder that only others may write to
+        os.utime(path)  # by which `_prune` knows what is used
+    return body
+
+
+def sum_of(text: str) -> str:
+    """SHA-256, as hexadecimal digits."""
+    return hashlib.sha256(text.encode()).hexdigest()
