@@ -146,7 +146,7 @@ def _source_digest(package: Path) -> str:
     digest = hashlib.sha256()
     for folder in ("ops", "attention", "layers", "models", "sampling"):
         for path in sorted((package / folder).rglob("*")):
-            if path.suffix in (".py", ".cpp", ".h"):
+            if path.suffix in (".py", ".cpp", ".h", ".cu"):
                 digest.update(path.relative_to(package).as_posix().encode() + b"\0")
                 digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()[:16]

@@ -1,5 +1,5 @@
-"""One small case for every Triton kernel of the package, for `compute-sanitizer`: run as a program, it runs those
-named, or all, and prints what it ran.
+"""One small case for every kernel of the package in Triton, Gluon or CUDA C++, for `compute-sanitizer`: run as a
+program, it runs those named, or all, and prints what it ran.
 
 Each case compares with the eager twin, as the rigs do, on shapes with odd edges; `launched_kernels` finds what there is
 to cover in the sources, so a kernel without a case fails a test.
@@ -11,6 +11,7 @@ import ast
 import contextlib
 import functools
 import random
+import re
 import sys
 import time
 import unittest
@@ -34,7 +35,7 @@ import paged_rig
 import rotate_rig
 from batches import make_batch, make_history
 from octavo.ops import paged_attention as paged
-from octavo.ops.gpu import gated_product
+from octavo.ops.gpu import cluster_product, gated_product
 from octavo.ops.gpu.activation import gated_activation
 from octavo.ops.gpu.matmul import linear, tile_for
 from octavo.ops.mask_rows import Kind, Reach
@@ -90,6 +91,22 @@ def _gated() -> None:
         expected = gated_activation(linear(x, weight, None, x.new_empty(rows, 768)), tanh=False)
         for tile in gated_product.TILES:
             assert torch.equal(gated_product.gated_linear(x, weight, "silu", tile), expected), (rows, tile)
+
+
+def _clustered() -> None:
+    """On Hopper: the separate operators' bits, by tiles of each kind, rows, channels and k that fill none."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        raise unittest.SkipTest("needs a Hopper GPU")
+    weight = matmul_rig.heavy_tailed(416, 1088, dtype=BF16, seed=1, device="cuda") / 64
+    x = matmul_rig.heavy_tailed(150, 1088, dtype=BF16, seed=2, device="cuda")
+    plain = linear(x, weight, None, x.new_empty(150, 416), tile_for(16, 416, 1088, BF16))
+    gated = gated_activation(plain, tanh=False)
+    for tile in cluster_product.SAMPLE:
+        out = cluster_product.product(x, weight, torch.empty_like(plain), None, tile)
+        assert torch.equal(out, plain), tile
+        if not tile.rows_first:
+            out = cluster_product.product(x, weight, torch.empty_like(gated), "silu", tile)
+            assert torch.equal(out, gated), tile
 
 
 def _paged() -> None:
@@ -176,6 +193,7 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
         ("gpu.one_row._product",),
     ),
     "gated products": (_gated, ("gpu.gated_product_kernel.gated_product",)),
+    "clustered products": (_clustered, ("gpu.cluster_product.product",)),
     "a row alone, streamed": (
         functools.partial(matmul_rig.check_fused, "cuda", (BF16,), exact=True, shapes=((4096, 4096, False),)),
         ("gpu.one_row._streamed",),
@@ -222,7 +240,7 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
 
 
 def launched_kernels() -> set[str]:
-    """Names below `octavo.ops` of all Triton and Gluon functions that the host launches: no other one uses them."""
+    """Names below `octavo.ops` of kernels that the host launches: in CUDA C++, or Triton's that no other one uses."""
     kernels: dict[str, set[str]] = {}
     used: set[str] = set()
     for path in sorted(OPS.rglob("*.py")):
@@ -239,6 +257,9 @@ def launched_kernels() -> set[str]:
                 kernels[f"{module}.{node.name}"] = {places.get(name, f"{module}.{name}") for name in inner}
     for names in kernels.values():
         used |= names
+    for path in OPS.rglob("*.cu"):
+        module = ".".join(path.relative_to(OPS).with_suffix("").parts)
+        kernels |= {f"{module}.{name}": set() for name in re.findall(r"__global__.*?(\w+)\($", path.read_text(), re.M)}
     return set(kernels) - used
 
 
@@ -253,15 +274,24 @@ def recorded_launches() -> Iterator[set[str]]:
     """The names below `octavo.ops` of the kernels that are launched within."""
     from triton.runtime.jit import JITFunction
 
+    from octavo.ops.gpu import driver
     from octavo.ops.gpu.launch import Direct
 
-    seen, run = set(), JITFunction.run
+    seen, run, launch = set(), JITFunction.run, driver.launch_chained
 
     def recorded(self, *args, **options):
         seen.add(f"{self.fn.__module__}.{self.fn.__name__}".removeprefix("octavo.ops."))
         return run(self, *args, **options)
 
-    with mock.patch.object(JITFunction, "run", recorded), mock.patch.object(Direct, "__getitem__", _by_triton):
+    def recorded_chained(*args):  # of one kernel
+        seen.add("gpu.cluster_product.product")
+        launch(*args)
+
+    with (
+        mock.patch.object(JITFunction, "run", recorded),
+        mock.patch.object(Direct, "__getitem__", _by_triton),
+        mock.patch.object(driver, "launch_chained", recorded_chained),
+    ):
         yield seen
 
 

@@ -138,10 +138,12 @@ def linear(
 def _linear_gpu(
     x: Tensor, weight: LinearWeight, bias: Tensor | None, out_dtype: torch.dtype | None, out: Tensor | None
 ) -> Tensor:
-    from octavo.ops.gpu import matmul  # needs triton
+    from octavo.ops.gpu import cluster_product, matmul  # need triton
 
     if out is None:
         out = torch.empty((x.shape[0], weight.n), dtype=out_dtype or x.dtype, device=x.device)
+    if bias is None and cluster_product.serves(x, weight.storage, out):
+        return cluster_product.product(x, weight.storage, out)
     return matmul.linear(x, weight.storage, bias, out)
 
 

@@ -1,4 +1,4 @@
-"""The CUDA driver's own calls, for what torch has none: machine code from memory, its launch, the nodes of a graph.
+"""The CUDA driver's own calls, for what torch has none: machine code, its launch, nodes of graphs, copies' descriptors.
 
 Owns the library's signatures. Does not know what a kernel computes. Invariant: a launch is on the stream that it is
 given and copies its parameters before it returns, so their memory may be used again, and a graph may capture it.
@@ -14,6 +14,9 @@ from typing import Any
 _KERNEL_NODE = 0
 _MAX_DYNAMIC_SHARED = 8  # the attribute of a function
 _DEFAULT_SHARED = 48 << 10  # bytes of a block that need no leave
+_CLUSTER, _OVERLAPS = 4, 6  # attributes of a launch
+_MAP_BYTES, _MAP_ALIGNED = 128, 64
+_SWIZZLE_128, _PROMOTE_128 = 3, 2  # of a descriptor
 
 
 class DriverError(RuntimeError):
@@ -25,6 +28,17 @@ class _NodeParams(ctypes.Structure):
         ("function", ctypes.c_void_p), ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3),
         ("shared", ctypes.c_uint), ("params", ctypes.POINTER(ctypes.c_void_p)), ("extra", ctypes.c_void_p),
         ("kernel", ctypes.c_void_p), ("context", ctypes.c_void_p),
+    ]  # fmt: skip
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = [("name", ctypes.c_uint64), ("value", ctypes.c_uint * 16)]
+
+
+class _Config(ctypes.Structure):
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(_Attribute)), ("num_attributes", ctypes.c_uint),
     ]  # fmt: skip
 
 
@@ -76,6 +90,41 @@ def launch(
     )
     if status:
         raise DriverError(f"cuLaunchKernel failed with {status}")
+
+
+def launch_chained(
+    function: int, blocks: int, cluster: int, threads: int, shared: int, stream: int, params: ctypes.Array[Any]
+) -> None:
+    """Launch blocks of `threads` in clusters of `cluster`, which may begin before the kernel ahead of them has ended.
+
+    params: addresses of the values.
+    """
+    attributes = (_Attribute * 2)(
+        _Attribute(_OVERLAPS, (ctypes.c_uint * 16)(1)), _Attribute(_CLUSTER, (ctypes.c_uint * 16)(cluster, 1, 1))
+    )
+    config = _Config(
+        (ctypes.c_uint * 3)(blocks, 1, 1), (ctypes.c_uint * 3)(threads, 1, 1), shared, stream, attributes,
+        2 if cluster > 1 else 1,
+    )  # fmt: skip
+    _call("cuLaunchKernelEx", ctypes.byref(config), ctypes.c_void_p(function), params, None)
+
+
+def describe(
+    address: int, element: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+) -> bytes:
+    """The descriptor of a tensor of 16-bit elements that is copied in boxes of 128 bytes' rows, swizzled by 128 bytes.
+
+    element: the driver's number of the type. Shape and box: the innermost axis first; strides, in bytes: of the others.
+    """
+    rank = len(shape)
+    room = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNED)
+    place = -(-ctypes.addressof(room) // _MAP_ALIGNED) * _MAP_ALIGNED
+    _call(
+        "cuTensorMapEncodeTiled", ctypes.c_void_p(place), element, rank, ctypes.c_void_p(address),
+        (ctypes.c_uint64 * rank)(*shape), (ctypes.c_uint64 * (rank - 1))(*strides), (ctypes.c_uint32 * rank)(*box),
+        (ctypes.c_uint32 * rank)(*[1] * rank), 0, _SWIZZLE_128, _PROMOTE_128, 0,
+    )  # fmt: skip
+    return ctypes.string_at(place, _MAP_BYTES)
 
 
 def kernels_of(graph: int) -> list[Node]:

@@ -1,7 +1,8 @@
 """Gates and ups of many rows with their activation, in one kernel on Hopper GPUs.
 
-Owns the choice of a tile, which calls have one, and the launch; `gated_product_kernel` does the work. Does not know
-layers. Invariant: the bits are those of `matmul.linear` and `activation.gated_activation`, whatever tile is chosen.
+Owns the choice of a tile, which calls have one, and the launch; `gated_product_kernel` does the work. It is for what
+`cluster_product` does not take, or cannot have its kernel for. Does not know layers. Invariant: the bits are those of
+`matmul.linear` and `activation.gated_activation`, whatever tile is chosen.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 Owns the choice and the canonical order: an output is one float32 accumulator that walks K in order, in the 16-wide
 steps of the matrix units (in single fused multiply-adds for float32), then the bias, then one rounding. K is never
 split. Few rows run Triton tiles; many rows run cuBLASLt, told not to split K, where `check_library` has found it to
-give the bits of that order. It knows nothing of layers. Invariant: a row's bits depend on that row, the weight and the
-order above only, so every choice made here is free to follow the number of rows. The fast numerics (`select`) leave
-everything to the library, and keep no promise.
+give the bits of that order; on Hopper `cluster_product` takes most between. It knows nothing of layers. Invariant: a
+row's bits depend on that row, the weight and the order above only, so every choice made here is free to follow the
+number of rows. The fast numerics (`select`) leave everything to the library, and keep no promise.
 """
 
 from __future__ import annotations

@@ -1,0 +1,343 @@
+"""Products of dozens to hundreds of rows on Hopper GPUs, and gates and ups with their activation, in one kernel.
+
+Owns the choice of a tile, which calls have one, the kernel's compilation and its launch; `cluster_product.cu` does the
+work. It is CUDA C++ and not Triton because blocks of a cluster share what they read, and because tiles are as wide as
+the rows: Triton 3.6 has no such copies and knows powers of two only. Does not know layers. Invariant: the bits are
+those of `matmul.linear`'s canonical order and of `activation.gated_activation`, whatever tile is chosen; a kernel that
+gives others, or cannot be had, is told once and never used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import itertools
+import logging
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+import triton
+from torch import Tensor
+
+from octavo.ops.activation import GATED_KINDS, gated_activation
+from octavo.ops.gpu import driver, matmul, runtime_compiler
+
+_LOG = logging.getLogger(__name__)
+_SOURCE = Path(__file__).with_suffix(".cu")
+_DEPTH, _LINES = 64, 64  # as the kernel's: k of a stage, first lines of a group of warps
+_SHARED_BYTES = 232448  # of a block
+_ALIGNED = 16  # bytes, of what the copy engine steps over
+_ELEMENTS = {torch.float16: 6, torch.bfloat16: 9}  # the driver's numbers
+_REGISTERS = {2: 240, 3: 160}  # of a thread that multiplies, by groups, where sums are many
+_MOST_SUMS = 96  # of a thread, that leave room for three groups without that
+_MAX_STAGES = 16
+_WIDEST = 256  # second lines of a block
+_PROCESSORS = 132
+_MOST_BLOCKS = 2 * _PROCESSORS
+_COMPILERS = 8  # threads
+_CHECKED = 300, 768, 1152  # rows, channels and K of the example that every kernel multiplies once
+_SHORT = 3072  # the longest K whose weights are read fast enough by every block for itself
+_MAX_ROWS_LONG = 256  # of plain products by longer ones
+_FEWEST_BLOCKS = 96  # that read longer ones at the memory's pace
+_WHOLE_ROWS = 96  # that are not divided for such blocks' sake: the library is faster
+MIN_ROWS, MAX_ROWS = 65, 512
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tile:
+    """What a block computes, and who shares what it reads: see the kernel's macros. Changes no bit."""
+
+    groups: int
+    width: int
+    parts: int = 1
+    first_shared: int = 1
+    second_shared: int = 1
+    rows_first: bool = False
+
+    @property
+    def lines(self) -> tuple[int, int]:
+        """Of the first and of the second side."""
+        return self.groups * _LINES, self.parts * self.width
+
+    @property
+    def rows(self) -> int:
+        """Of a block."""
+        return self.lines[0 if self.rows_first else 1]
+
+    @property
+    def channels(self) -> int:
+        """Of a block; gates and ups both count."""
+        return self.lines[1 if self.rows_first else 0]
+
+    @property
+    def stages(self) -> int:
+        """Of the ring: as many as fit."""
+        return min(_SHARED_BYTES // (sum(self.lines) * _DEPTH * 2 + 16), _MAX_STAGES)
+
+    @property
+    def shared_bytes(self) -> int:
+        """What the ring and its barriers take."""
+        return self.stages * (sum(self.lines) * _DEPTH * 2 + 16)
+
+    @property
+    def registers(self) -> int:
+        """Of a thread that multiplies, which takes them from others; 0: as many as launched."""
+        return _REGISTERS[self.groups] if self.parts > 1 else 0
+
+    @property
+    def threads(self) -> int:
+        """Of a block: those that multiply, and a warp that copies, or four where registers move."""
+        return 128 * self.groups + (128 if self.registers else 32)
+
+    @property
+    def clocks(self) -> float:
+        """Of a processor, for 16 k: the matrix unit's or the shared memory's. Fits the times that an H200 takes.
+
+        The memory moves 128 bytes each: to every group of warps its first and all second lines, and what is copied.
+        """
+        first, second = self.lines
+        read = self.groups * self.parts * (16 + self.width / 4)
+        return max(first * second / 128, read + (first + second) / 4)
+
+    def boxes(self) -> tuple[int, int]:
+        """Lines that a block copies of the first and of the second side, for all that share them."""
+        first, second = self.lines
+        return first // self.first_shared, second // self.second_shared
+
+
+# Every way of sharing, on each side; one and two parts, one to three groups: what tests run.
+SAMPLE = (
+    Tile(1, 16), Tile(1, 48, 1, 2), Tile(1, 256), Tile(2, 128, 1, 1, 2), Tile(2, 80, 1, 2, 1), Tile(3, 192),
+    Tile(3, 128, 2), Tile(3, 112, 2, 2), Tile(1, 144, rows_first=True), Tile(1, 192, 1, 2, rows_first=True),
+    Tile(2, 192, 1, 1, 2, rows_first=True), Tile(3, 96, 1, 2, 1, rows_first=True),
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Kind:
+    """What a kernel computes, beside its tile."""
+
+    dtype: torch.dtype
+    activation: str | None  # of gates, or a plain product
+
+    def macros(self, tile: Tile) -> dict[str, int | str]:
+        """The kernel's."""
+        return {
+            "GROUPS": tile.groups, "WIDTH": tile.width, "PARTS": tile.parts, "STAGES": tile.stages,
+            "FIRST_SHARED": tile.first_shared, "SECOND_SHARED": tile.second_shared,
+            "ROWS_FIRST": int(tile.rows_first), "GATED": int(self.activation is not None),
+            "TANH": 0 if self.activation is None else GATED_KINDS[self.activation],
+            "HALF": int(self.dtype == torch.float16), "CONSUMER_REGISTERS": tile.registers,
+        }  # fmt: skip
+
+    def source(self, tile: Tile) -> str:
+        """The kernel's, behind the matrix unit's instruction, which names each of its sums."""
+        count, element = tile.width // 2, "f16" if self.dtype == torch.float16 else "bf16"
+        names = ", ".join(f"%{index}" for index in range(count))
+        sums = ", ".join(f'"+f"(sums[{index}])' for index in range(count))
+        return (
+            f"__device__ inline void multiply(float (&sums)[{count}], unsigned long long first, "
+            "unsigned long long second) {\n"
+            '    asm volatile("{ .reg .pred p; setp.ne.b32 p, 1, 0; wgmma.mma_async.sync.aligned.'
+            f'm64n{tile.width}k16.f32.{element}.{element} {{{names}}}, %{count}, %{count + 1}, p, 1, 1, 0, 0; }}"\n'
+            f'        : {sums} : "l"(first), "l"(second));\n}}\n' + _source()
+        )
+
+
+@functools.lru_cache(maxsize=4096)
+def tile_for(num_rows: int, n: int, k: int, gated: bool) -> Tile | None:
+    """The tile for a weight [n, k]; None where others serve: of all, the one whose busiest processor is done first.
+
+    Two blocks with the same long weights share them in a cluster: more read them too often, and clusters of four do not
+    fit all processors at once. Plain products of more rows by long weights are as fast in the library.
+    """
+    is_long = k > _SHORT
+    most_rows = _MAX_ROWS_LONG if is_long and not gated else MAX_ROWS
+    if not MIN_ROWS <= num_rows <= most_rows or n % _LINES or k % _DEPTH:
+        return None
+    best: tuple[tuple[float, bool, int], Tile] | None = None
+    for rows_first, groups in itertools.product((False,) if gated else (False, True), (1, 2, 3)):
+        first, second = (num_rows, n) if rows_first else (n, num_rows)
+        first_tiles = -(-first // (groups * _LINES))
+        for second_tiles in range(1, _MOST_BLOCKS // first_tiles + 1):
+            width = _round_up(-(-second // second_tiles))
+            parts = 2 if groups == 3 and width > 2 * _MOST_SUMS else 1
+            width = _round_up(-(-width // parts))
+            row_tiles = first_tiles if rows_first else second_tiles
+            if width * parts > _WIDEST or -(-second // (width * parts)) < second_tiles:
+                continue
+            blocks = first_tiles * second_tiles
+            if is_long and (blocks < _FEWEST_BLOCKS or row_tiles > (2 if num_rows > _WHOLE_ROWS else 1)):
+                continue
+            if rows_first and row_tiles != 2:  # where it was seen to win
+                continue
+            shared = row_tiles if is_long else 1
+            waves = -(-blocks // _PROCESSORS)
+            tile = Tile(groups, width, parts, *((1, shared) if rows_first else (shared, 1)), rows_first)
+            order = waves * tile.clocks, rows_first, -groups
+            if best is None or order < best[0]:
+                best = order, tile
+    return None if best is None else best[1]
+
+
+def _round_up(lines: int) -> int:
+    return -(-lines // 16) * 16
+
+
+@functools.cache
+def _source() -> str:
+    return _SOURCE.read_text(encoding="utf-8")
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    if torch.version.hip or torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    return torch.cuda.get_device_properties(device).multi_processor_count >= _PROCESSORS
+
+
+def serves(x: Tensor, weight: Tensor, out: Tensor | None, activation: str | None = None) -> bool:
+    """Whether rows x [M, K] by a weight [N, K], or by gates before their ups, run here; into `out`, or a new tensor."""
+    (num_rows, k), n = x.shape, weight.shape[0]
+    if not (MIN_ROWS <= num_rows <= MAX_ROWS and x.is_cuda and x.dtype == weight.dtype and x.dtype in _ELEMENTS):
+        return False
+    if not matmul.is_reproducible() or not _is_hopper(x.device):
+        return False
+    steps = 2 * x.stride(0) | x.data_ptr() | weight.data_ptr()
+    if out is not None:
+        steps |= 2 * out.stride(0) | out.data_ptr()
+        if out.dtype != x.dtype or out.stride(1) != 1:
+            return False
+    if steps % _ALIGNED or x.stride(1) != 1 or not weight.is_contiguous():
+        return False
+    tile = tile_for(num_rows, n, k, activation is not None)
+    return tile is not None and _ready(tile, _Kind(x.dtype, activation), x.device, (n, k)) is not None
+
+
+_functions: dict[tuple[Tile, _Kind, int], int | None] = {}  # of a device; None: not to be had
+
+
+def _ready(tile: Tile, kind: _Kind, device: torch.device, shape: tuple[int, int] | None = None) -> int | None:
+    """The kernel's function, loaded and found right; None if it cannot be had, or not while a graph is captured.
+
+    shape: of a weight, for which the rule chose the tile.
+    """
+    name = tile, kind, device.index
+    if name not in _functions:
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        try:
+            code = compile_tile(tile, kind) if shape is None else _machine_codes(kind, *shape)[tile]
+            function = driver.load(code, "product", tile.shared_bytes)
+            _check(function, tile, kind, device)
+            _functions[name] = function
+        except (OSError, driver.DriverError, runtime_compiler.CompileError) as error:
+            _LOG.warning("products with %s run on other kernels, which may be slower: %s", tile, error)
+            _functions[name] = None
+    return _functions[name]
+
+
+@functools.cache
+def _machine_codes(kind: _Kind, n: int, k: int) -> dict[Tile, bytes]:
+    """The kernels that the rule chooses for a weight's shape: kept ones, or compiled all at once."""
+    found = {tile_for(num_rows, n, k, kind.activation is not None) for num_rows in range(MIN_ROWS, MAX_ROWS + 1)}
+    tiles = [tile for tile in found if tile is not None]
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, _COMPILERS)) as pool:
+        codes = pool.map(lambda tile: compile_tile(tile, kind), tiles)
+        return dict(zip(tiles, codes, strict=True))
+
+
+def compile_tile(tile: Tile, kind: _Kind) -> bytes:
+    """The machine code of a kernel. Raises CompileError."""
+    return runtime_compiler.machine_code(kind.source(tile), kind.macros(tile), "sm_90a")
+
+
+def _check(function: int, tile: Tile, kind: _Kind, device: torch.device) -> None:
+    """Raises DriverError if the kernel has other bits than the canonical order. Waits for the GPU, once a kernel."""
+    watched = torch.cuda.get_sync_debug_mode()
+    if watched:
+        torch.cuda.set_sync_debug_mode("default")
+    try:
+        x, weight, plain = _example(kind.dtype, device)
+        expected = plain if kind.activation is None else gated_activation(plain, kind.activation)
+        out = torch.empty_like(expected)
+        _launch(function, tile, kind, x, weight, out)
+        if not torch.equal(out, expected):
+            raise driver.DriverError("it sums in another order")
+    finally:
+        if watched:
+            torch.cuda.set_sync_debug_mode(watched)
+
+
+@functools.cache
+def _example(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows of many sizes, a weight, and their product in the canonical order; more steps than any ring has stages."""
+    generator = torch.Generator(device).manual_seed(0)
+    spread = torch.rand(_CHECKED[0], _CHECKED[2], generator=generator, device=device) * 16 - 8
+    x = (torch.randn(spread.shape, generator=generator, device=device) * spread.exp2()).to(dtype)
+    weight = torch.randn(_CHECKED[1:], generator=generator, device=device).to(dtype) * 0.02
+    out = torch.empty(_CHECKED[:2], dtype=dtype, device=device)
+    return x, weight, matmul.linear(x, weight, None, out, matmul.tile_for(16, *_CHECKED[1:], dtype))
+
+
+def product(x: Tensor, weight: Tensor, out: Tensor, activation: str | None = None, tile: Tile | None = None) -> Tensor:
+    """x [M, K] by weight [N, K], transposed, into out [M, N]; [M, N / 2] with an activation. tile: not the rule's."""
+    (num_rows, k), n = x.shape, weight.shape[0]
+    kind, shape = _Kind(x.dtype, activation), None if tile else (n, k)
+    tile = tile or tile_for(num_rows, n, k, activation is not None)
+    assert tile is not None, "ask `serves` first"
+    function = _ready(tile, kind, x.device, shape)
+    assert function is not None, "ask `serves` first"
+    _launch(function, tile, kind, x, weight, out)
+    return out
+
+
+def _launch(function: int, tile: Tile, kind: _Kind, x: Tensor, weight: Tensor, out: Tensor) -> None:
+    (num_rows, k), n = x.shape, weight.shape[0]
+    boxes = tile.boxes()
+    row_box, channel_box = boxes if tile.rows_first else boxes[::-1]
+    element = _ELEMENTS[x.dtype]
+    rows = _describe(x.data_ptr(), element, (k, num_rows), (2 * x.stride(0),), (_DEPTH, row_box))
+    if kind.activation is None:
+        channels = _describe(weight.data_ptr(), element, (k, n), (2 * k,), (_DEPTH, channel_box))
+    else:  # 8 gates beside their ups
+        channels = _describe(
+            weight.data_ptr(), element, (k, 8, 2, n // 16), (2 * k, n * k, 16 * k), (_DEPTH, 8, 2, channel_box // 16)
+        )
+    row_tiles, channel_tiles = -(-num_rows // tile.rows), -(-n // tile.channels)
+    tiles = (row_tiles, channel_tiles) if tile.rows_first else (channel_tiles, row_tiles)
+    clusters = -(-tiles[0] // tile.second_shared), -(-tiles[1] // tile.first_shared)
+    size = tile.first_shared * tile.second_shared
+    params = _Params(
+        *((rows, channels) if tile.rows_first else (channels, rows)), out.data_ptr(), out.stride(0), num_rows,
+        out.shape[1], k // _DEPTH, clusters[1],
+    )  # fmt: skip
+    start = ctypes.addressof(params)
+    places = (ctypes.c_void_p * len(_OFFSETS))(*(start + offset for offset in _OFFSETS))
+    stream = triton.runtime.driver.active.get_current_stream(x.device.index)
+    driver.launch_chained(
+        function, clusters[0] * clusters[1] * size, size, tile.threads, tile.shared_bytes, stream, places
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _describe(
+    address: int, element: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+) -> ctypes.Array[ctypes.c_uint64]:
+    return (ctypes.c_uint64 * 16).from_buffer_copy(driver.describe(address, element, shape, strides, box))
+
+
+class _Params(ctypes.Structure):
+    """The kernel's, in order."""
+
+    _fields_ = [
+        ("first", ctypes.c_uint64 * 16), ("second", ctypes.c_uint64 * 16), ("out", ctypes.c_uint64),
+        ("stride", ctypes.c_uint64), ("rows", ctypes.c_int), ("channels", ctypes.c_int), ("steps", ctypes.c_int),
+        ("second_clusters", ctypes.c_int),
+    ]  # fmt: skip
+
+
+_OFFSETS = [getattr(_Params, name).offset for name, *_ in _Params._fields_]

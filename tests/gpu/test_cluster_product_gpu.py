@@ -1,0 +1,164 @@
+"""Products of 65 to 512 rows on Hopper: the bits of the canonical order, which calls are taken, and what is written."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ops"))
+
+if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+    pytest.skip("needs a Hopper GPU", allow_module_level=True)
+
+from matmul_rig import heavy_tailed
+from octavo.ops import fused
+from octavo.ops.activation import gated_activation
+from octavo.ops.gpu import cluster_product, matmul
+from octavo.ops.gpu.cluster_product import SAMPLE, Tile, _Kind, product, serves, tile_for
+from octavo.ops.matmul import linear, pack_linear
+
+pytestmark = pytest.mark.gpu
+BF16, F16 = torch.bfloat16, torch.float16
+# (N, K) of a 0.6B model's layer, two of an 8B one's, and one whose tiles and stages are few.
+SHAPES = ((4096, 1024), (1024, 2048), (6144, 1024), (6144, 4096), (4096, 4096), (192, 192))
+
+
+def _weight(n: int, k: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    """Sums are of all sizes: activations of many binades, few of them infinite."""
+    return heavy_tailed(n, k, dtype=torch.float32, seed=1, device="cuda").div(1024 * k**0.5).to(dtype)
+
+
+def _expected(x: torch.Tensor, weight: torch.Tensor, activation: str | None = None) -> torch.Tensor:
+    """By the separate operators, in Triton tiles: one accumulator that walks K in order."""
+    tile = matmul.tile_for(16, *weight.shape, x.dtype)
+    plain = matmul.linear(x, weight, None, x.new_empty(x.shape[0], weight.shape[0]), tile)
+    return plain if activation is None else gated_activation(plain, activation)
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.view(torch.int16), b.view(torch.int16))
+
+
+@pytest.mark.parametrize(("activation", "dtype"), [(None, BF16), (None, F16), ("silu", BF16), ("gelu_tanh", F16)])
+def test_every_tile_has_the_bits_of_the_canonical_order(activation: str | None, dtype: torch.dtype) -> None:
+    """Also with partial tiles of rows and channels, and memory behind the rows is left alone."""
+    n, k = 448, 1088
+    weight, x = _weight(n, k, dtype), heavy_tailed(300, k, dtype=dtype, seed=2, device="cuda")
+    expected = _expected(x, weight, activation)
+    assert expected.isfinite().float().mean() > 0.9
+    assert (expected != 0).float().mean() > 0.5
+    x[290:] = float("nan")
+    tiles = [tile for tile in SAMPLE if activation is None or not tile.rows_first]
+    with ThreadPoolExecutor(8) as pool:  # they are kept
+        list(pool.map(lambda tile: cluster_product.compile_tile(tile, _Kind(dtype, activation)), tiles))
+    for tile in tiles:
+        for rows in (1, 64, 290):
+            room = torch.full_like(expected, 7.0)
+            product(x[:rows], weight, room[:rows], activation, tile)
+            assert _same(room[:rows], expected[:rows]), (rows, tile)
+            assert bool((room[rows:] == 7.0).all()), (rows, tile)
+
+
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_a_row_has_its_bits_at_every_number_of_rows(n: int, k: int) -> None:
+    """As a model runs it, from fewer rows to more than the kernel takes; rows of a wider tensor too."""
+    weight, wide = pack_linear(_weight(n, k)), heavy_tailed(520, k + 8, dtype=BF16, seed=3, device="cuda")
+    x = wide[:, 8:]
+    expected, gated = _expected(x, weight.storage), _expected(x, weight.storage, "silu") if n in (192, 6144) else None
+    for rows in (*range(60, 131), 144, 160, 176, 191, 192, 200, 208, 224, 240, 255, 256, 257, 320, 400, 500, 512, 520):
+        assert serves(x[:rows], weight.storage, None) == (tile_for(rows, n, k, gated=False) is not None)
+        assert _same(linear(x[:rows], weight), expected[:rows]), rows
+        if gated is not None:
+            assert _same(fused.gated_linear(x[:rows], weight, "silu"), gated[:rows]), rows
+
+
+def test_captured_behind_the_kernel_that_makes_its_rows() -> None:
+    """Weights are read before that kernel is done, rows are not; results are not overwritten while they are read."""
+    n, k, turned = 4096, 1024, Tile(1, 64, 1, 2)
+    torch.manual_seed(5)
+    weight, back = (torch.randn(shape, device="cuda").div(shape[1] ** 0.5).to(BF16) for shape in ((n, k), (k, n)))
+    for rows in (72, 256, 512):
+        x = torch.randn(rows, k, device="cuda").to(BF16)
+        out, middle = torch.empty_like(x), x.new_empty(rows, n)
+
+        def call(x: torch.Tensor = x, out: torch.Tensor = out, middle: torch.Tensor = middle) -> None:
+            for turn in range(8):
+                product(x if not turn else out, weight, middle)
+                product(middle, back, out, tile=turned)
+
+        expected = x
+        for _ in range(8):
+            expected = _expected(_expected(expected, weight), back)
+        assert expected.float().std() > 0.1, "of many rounds something is left"
+        call()
+        assert _same(out, expected), rows
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        out.zero_()
+        for _ in range(20):
+            graph.replay()
+        torch.cuda.synchronize()
+        assert _same(out, expected), rows
+
+
+def test_what_it_takes() -> None:
+    weight, x = torch.empty(4096, 1024, dtype=BF16, device="cuda"), torch.empty(72, 1032, dtype=BF16, device="cuda")
+    out = torch.empty(72, 4096, dtype=BF16, device="cuda")
+    assert serves(x[:, :1024], weight, out)
+    assert serves(x[:65, 8:], weight, None)
+    assert serves(x[:, :1024], weight, None, "silu")
+    assert not serves(x[:64, :1024], weight, None), "few rows"
+    assert not serves(x[:, 1:1025], weight, None), "the copy engine steps over 16 bytes"
+    assert not serves(x[:, :1024], weight, out.float())
+    assert not serves(x[:, :1024], weight, out.t())
+    assert not serves(x[:, :1024].float(), weight, None)
+    assert not serves(x[:, :1024].half(), weight, None)
+    assert not serves(x[:, :1000], weight[:, :1000].contiguous(), None), "K is whole stages"
+    matmul.select("fast")
+    try:
+        assert not serves(x[:, :1024], weight, None)
+    finally:
+        matmul.select("reproducible")
+
+
+@pytest.mark.parametrize("why", ["other bits", "does not load", "no compiler"])
+def test_a_kernel_that_cannot_be_had_is_told_once_and_others_serve(
+    why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tile = tile_for(72, 4096, 1024, gated=False)
+    monkeypatch.setattr(cluster_product, "_functions", {})
+    if why == "other bits":
+        rows, channels, plain = cluster_product._example(BF16, torch.device("cuda", 0))
+        monkeypatch.setattr(cluster_product, "_example", lambda *_: (rows, channels.flip(0), plain))
+    elif why == "does not load":
+        monkeypatch.setattr(cluster_product, "_machine_codes", lambda *_: dict.fromkeys([tile], b"none"))
+    else:
+
+        def refuse(*_: object) -> bytes:
+            raise cluster_product.runtime_compiler.CompileError("there is no compiler")
+
+        monkeypatch.setattr(cluster_product, "_machine_codes", refuse)
+    weight, x = pack_linear(_weight(4096, 1024)), heavy_tailed(72, 1024, dtype=BF16, seed=6, device="cuda")
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert not serves(x, weight.storage, None)
+    assert len(caplog.records) == 1
+    assert _same(linear(x, weight), _expected(x, weight.storage))
+
+
+def test_nothing_is_loaded_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x = _weight(4096, 1024), heavy_tailed(72, 1024, dtype=BF16, seed=7, device="cuda")
+    assert serves(x, weight, None)
+    monkeypatch.setattr(cluster_product, "_functions", {})
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        assert not serves(x, weight, None)
+        x.neg_()
+    assert serves(x, weight, None)
+    assert all(isinstance(function, int) for function in cluster_product._functions.values())

@@ -1,0 +1,158 @@
+"""Tiles of products of dozens to hundreds of rows, what a kept kernel is named by, and its compilation: no GPU."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from octavo.ops.gpu import cluster_product, kept_file, runtime_compiler
+from octavo.ops.gpu.cluster_product import MAX_ROWS, MIN_ROWS, SAMPLE, Tile, serves, tile_for
+from octavo.ops.gpu.runtime_compiler import CompileError
+
+BF16 = torch.bfloat16
+PROCESSORS, LARGEST_SHARED = 132, 232448  # of an H200
+# (N, K, gates and ups) of the layers of a 0.6B and an 8B model.
+SHAPES = (
+    (4096, 1024, False), (1024, 2048, False), (6144, 1024, True), (1024, 3072, False),
+    (6144, 4096, False), (4096, 4096, False), (24576, 4096, True), (4096, 12288, False),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("n", "k", "gated"), SHAPES)
+def test_a_models_tiles_hold_all_rows_and_fill_the_processors(n: int, k: int, gated: bool) -> None:
+    for rows in range(MIN_ROWS, MAX_ROWS + 1):
+        tile = tile_for(rows, n, k, gated)
+        if tile is None:
+            assert k > 3072, "the library is as fast for long weights only"
+            assert not gated
+            assert rows <= 96 or rows > 256
+            continue
+        blocks = -(-rows // tile.rows) * -(-n // tile.channels)
+        assert 64 <= blocks <= 2 * PROCESSORS, (rows, tile)
+        assert tile.shared_bytes <= LARGEST_SHARED
+        assert tile.stages >= 3
+        assert not (gated and tile.rows_first), "8 gates and their ups are first lines"
+        shared = tile.second_shared if tile.rows_first else tile.first_shared
+        assert shared == (-(-rows // tile.rows) if k > 3072 else 1), "long weights are read once"
+
+
+@pytest.mark.parametrize(
+    ("rows", "n", "k", "gated", "lines", "rows_first"),
+    [
+        (256, 4096, 4096, False, (64, 128), False),
+        (192, 4096, 12288, False, (64, 96), False),
+        (256, 6144, 4096, False, (128, 96), True),
+        (192, 6144, 4096, False, (64, 192), False),
+        (72, 6144, 4096, False, (64, 80), False),
+        (256, 24576, 4096, True, (192, 256), False),
+        (136, 24576, 4096, True, (192, 144), False),
+        (512, 4096, 1024, False, (128, 128), False),
+        (512, 1024, 2048, False, (64, 64), False),
+        (512, 6144, 1024, True, (192, 128), False),
+    ],
+)
+def test_the_choice_for_known_models(
+    rows: int, n: int, k: int, gated: bool, lines: tuple[int, int], rows_first: bool
+) -> None:
+    tile = tile_for(rows, n, k, gated)
+    assert tile is not None
+    assert (tile.lines, tile.rows_first) == (lines, rows_first)
+
+
+def test_what_has_no_tile() -> None:
+    assert tile_for(128, 4096, 1024, gated=False)
+    assert tile_for(MIN_ROWS - 1, 4096, 1024, gated=False) is None
+    assert tile_for(MAX_ROWS + 1, 4096, 1024, gated=False) is None
+    assert tile_for(257, 4096, 4096, gated=False) is None, "the library is as fast"
+    assert tile_for(96, 4096, 4096, gated=False) is None, "the library is as fast"
+    assert tile_for(128, 4096, 1000, gated=False) is None, "K is whole stages"
+    assert tile_for(128, 4000, 1024, gated=False) is None, "channels are whole groups"
+    assert tile_for(512, 151936, 1024, gated=False) is None, "the library has as many blocks as it likes"
+
+
+def test_a_cpu_has_no_such_kernel() -> None:
+    assert not serves(torch.empty(128, 1024, dtype=BF16), torch.empty(4096, 1024, dtype=BF16), None)
+
+
+# compilation
+
+
+def _compiler() -> object:
+    try:
+        return runtime_compiler._library()
+    except CompileError:
+        pytest.skip("needs the compiler that comes with torch's CUDA packages")
+
+
+@pytest.mark.parametrize("tile", SAMPLE, ids=str)
+def test_every_kind_of_tile_compiles(tile: Tile) -> None:
+    _compiler()
+    for kind in (cluster_product._Kind(BF16, None), cluster_product._Kind(torch.float16, "gelu_tanh")):
+        if kind.activation is None or not tile.rows_first:
+            assert runtime_compiler.compile_cubin(kind.source(tile), kind.macros(tile), "sm_90a")[:4] == b"\x7fELF"
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, ...]]:
+    """What is compiled, by a compiler that gives a few bytes, with an empty cache folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    asked: list[tuple[str, ...]] = []
+
+    def compile_cubin(source: str, macros: dict[str, int], arch: str) -> bytes:
+        asked.append((source, str(macros), arch))
+        return b"\0code %d" % len(asked)
+
+    monkeypatch.setattr(runtime_compiler, "compile_cubin", compile_cubin)
+    return asked
+
+
+def test_a_kernel_is_compiled_once_and_kept(compiled: list[tuple[str, ...]], tmp_path: Path) -> None:
+    ask = runtime_compiler.machine_code
+    assert ask("a", {"N": 1}, "sm_90a") == ask("a", {"N": 1}, "sm_90a") == b"\0code 1"
+    assert len(compiled) == 1
+    assert len(list((tmp_path / "octavo" / "cuda").iterdir())) == 1
+
+
+def test_another_source_macro_device_or_version_is_another_kernel(
+    compiled: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = runtime_compiler.machine_code
+    for source, macros, arch in (
+        ("a", {"N": 1}, "x"),
+        ("b", {"N": 1}, "x"),
+        ("a", {"N": 2}, "x"),
+        ("a", {"N": 1}, "y"),
+    ):
+        ask(source, macros, arch)
+    assert len(compiled) == 4
+    monkeypatch.setattr(kept_file, "versions", lambda: ["another"])
+    ask("a", {"N": 1}, "x")
+    assert len(compiled) == 5
+
+
+def test_a_damaged_file_is_told_and_compiled_anew(
+    compiled: list[tuple[str, ...]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    runtime_compiler.machine_code("a", {}, "x")
+    (path,) = (tmp_path / "octavo" / "cuda").iterdir()
+    path.write_text(path.read_text().replace("a", "b"))
+    with caplog.at_level(logging.WARNING):
+        assert runtime_compiler.machine_code("a", {}, "x") == b"\0code 2"
+    assert f"{path} is damaged" in caplog.text
+    assert runtime_compiler.machine_code("a", {}, "x") == b"\0code 2"
+
+
+def test_a_folder_that_takes_no_files_costs_a_compilation_each_time(
+    compiled: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with caplog.at_level(logging.WARNING):
+        assert runtime_compiler.machine_code("a", {}, "x") == b"\0code 1"
+        assert runtime_compiler.machine_code("a", {}, "x") == b"\0code 2"
+    assert "cannot be kept" in caplog.text
