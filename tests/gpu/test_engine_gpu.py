@@ -27,6 +27,7 @@ from octavo import LLM, SamplingParams
 from octavo.benchmark import SHAPES
 from octavo.device.graphs import GraphKey
 from octavo.device.staging import StagedTensor, WriteQueue
+from octavo.ops.gpu import launch
 from settings_matrix import SETTINGS
 
 pytestmark = pytest.mark.gpu
@@ -194,13 +195,19 @@ def test_a_graph_captured_before_any_request_holds_up_to_max_model_len(prompts: 
     assert len(found[0][0][0]) == 24
 
 
-def test_graphs_captured_before_and_between_steps_give_the_same_bits(prompts: list[str]) -> None:
+FEW_SIZES = {"dtype": "bfloat16", "max_num_seqs": 24, "max_num_batched_tokens": 512}
+
+
+def test_graphs_captured_before_and_between_steps_give_the_same_bits(
+    prompts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A start captures few: the others come when a step asks for them, with requests running, or all at once."""
+    monkeypatch.setattr(launch, "has_compiled", lambda: False)  # else the start captures all
     params = [own for count in (3, 9, 14, 30) for own in params_of(6, count)]
     prompts = (prompts * 2)[: len(params)]
     found = []
     for at_once in (False, True):
-        with make_llm(dtype="bfloat16") as llm:
+        with make_llm(**FEW_SIZES) as llm:
             graphs = llm.engine.runner._graphs
             keys = [*graphs._mixed, *graphs._decode]
             assert 0 < len(graphs.missing_keys()) < len(keys)
@@ -220,9 +227,10 @@ def test_steps_whose_graphs_find_no_memory_are_eager(
     prompts: list[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the same bits, one line for each, and later captures as if nothing had been."""
+    monkeypatch.setattr(launch, "has_compiled", lambda: False)
     params, found = params_of(5, 8), []
     for fails in (False, True):
-        with make_llm(dtype="bfloat16") as llm:
+        with make_llm(**FEW_SIZES) as llm:
             runner = llm.engine.runner
             record, left = runner._record, [3]
 
