@@ -21,7 +21,8 @@ import torch
 from octavo.device.batch import Work
 
 _LOG = logging.getLogger(__name__)
-_MIXED_TOKENS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
+# 4,608: half of a step of 8,192 tokens, beside 512 rows that decode, as `LLM.generate` starts a batch
+_MIXED_TOKENS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 2048, 3072, 4096, 4608, 6144, 8192, 12288, 16384)
 ANY_LENGTH = 1 << 31  # more than any request has
 _INTS = {2: "<i2", 4: "<i4"}  # by bytes per element
 

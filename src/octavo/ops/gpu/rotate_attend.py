@@ -25,6 +25,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from octavo.ops.gpu.launch import chained, launched
+from octavo.ops.gpu.repeated import repeated
 from octavo.ops.gpu.turned_heads import turned_heads
 from octavo.ops.paged_attention import Heads, Plan, Scratch, num_processors
 from octavo.ops.paged_attention_kernels import exp2_from
@@ -150,23 +151,6 @@ def _tokens():
     return j // 16 % 4 * 64 + j // 64 * 16 + j % 16
 
 
-@constexpr_function
-def _stack(times):
-    """Of [times, 64, 8]: `_S`, once it is seen as 64 * times lines."""
-    registers = [[0, 0, 1], [0, 8, 0], *[[1 << i, 0, 0] for i in range(times.bit_length() - 1)]]
-    lanes = [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, [[0, 16, 0], [0, 32, 0]], [], [times, 64, 8])
-
-
-@gluon.jit
-def _repeated(x, TIMES: gl.constexpr):
-    """x [64, 8] again and again: [64 * TIMES, 8]."""
-    deep: gl.constexpr = _stack(TIMES)
-    x = gl.convert_layout(x, gl.SliceLayout(0, deep), assert_trivial=True)[None, :, :]
-    x = gl.broadcast(x, gl.zeros([TIMES, 64, 8], x.dtype, deep))[0]
-    return gl.convert_layout(gl.reshape(x, [64 * TIMES, 8]), _S, assert_trivial=True)
-
-
 @gluon.jit
 def _of_tile(x, tile: gl.constexpr):
     """Line `tile` of x [4, 8]: [8]."""
@@ -216,7 +200,7 @@ def _attend_half(
         is_place = gl.arange(0, 16, gl.SliceLayout(1, _PIECE))[:, None] == place % 16
         lines.store(gl.where(is_place, gl.broadcast(new, old)[0], old))
     token = _tokens()
-    scores = gl.where(token == place, _repeated(fresh, 4), scores)
+    scores = gl.where(token == place, repeated(fresh, 4), scores)
     line, kv_index, start, end, kv_block, kv_head = after
     if end > 0:
         tl.debug_barrier()
@@ -277,7 +261,7 @@ def _finish(
     if leaves == 1:
         add = exp2_from(leaf_max, leaf_max)[None, :]
         whole_sum = leaf_sum * add
-        whole = leaf * add * _repeated(gl.where(whole_sum == 0.0, 0.0, 1.0 / whole_sum), HEAD // 64)
+        whole = leaf * add * repeated(gl.where(whole_sum == 0.0, 0.0, 1.0 / whole_sum), HEAD // 64)
         gl.store(out + line[None, :] * HEAD + channel, whole.to(out.dtype.element_ty), mask=(line < GROUP)[None, :])
     else:
         at = parts + index * (LINES * HEAD) + line[None, :] * HEAD + channel

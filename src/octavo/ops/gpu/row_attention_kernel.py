@@ -21,6 +21,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from octavo.ops.gpu.repeated import repeated
 from octavo.ops.gpu.row_attention_feed import END, FOLDED, PIECES, TILE, TURNS, WHOLE, WORDS, barrier, produce, rotate
 from octavo.ops.gpu.row_attention_feed import LINES as _LINES
 from octavo.ops.paged_attention_kernels import exp2_from
@@ -44,21 +45,20 @@ _WORD = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 @gluon.jit
 def _fold(total, total_sum, total_max, leaf, leaf_sum, leaf_max):
-    """As `octavo.ops.paged_attention_kernels.fold`; channels are axis 0."""
+    """As `octavo.ops.paged_attention_kernels.fold`; channels are axis 0, and sums are rows that are alike."""
     OUT: gl.constexpr = total.type.layout
     top = gl.maximum(total_max, leaf_max)
-    keep = exp2_from(total_max, top)
-    add = exp2_from(leaf_max, top)
-    total_sum = gl.fma(total_sum, keep, leaf_sum * add)
-    wide = gl.zeros(total.shape, gl.float32, OUT) + keep[None, :]
-    return gl.fma(total, wide, leaf * add[None, :]), total_sum, top
+    keep, add = exp2_from(total_max, top)[None, :], exp2_from(leaf_max, top)[None, :]
+    total_sum = gl.fma(total_sum, gl.zeros(total_sum.shape, gl.float32, OUT) + keep, leaf_sum * add)
+    return gl.fma(total, gl.zeros(total.shape, gl.float32, OUT) + keep, leaf * add), total_sum, top
 
 
 @gluon.jit
 def _weights(
-    scores, start, first, last, leaf_max, tops, score_scale, cap_scale, SEES: gl.constexpr, SOFT_CAP: gl.constexpr,
+    scores, start, first, last, leaf_max, tops, read, score_scale, cap_scale, SEES: gl.constexpr,
+    SOFT_CAP: gl.constexpr,
 ):  # fmt: skip
-    """(weights, maximum, what sums before shrink by) of a tile of scores."""
+    """(weights, maximum, what sums before shrink by) of a tile of scores. `read`: of its stage, which is free now."""
     if SOFT_CAP:
         scores = 1.0 - 2.0 / (gl.exp2(scores * cap_scale) + 1.0)  # tanh
     token = start + gl.arange(0, TILE, gl.SliceLayout(1, _S))[:, None]
@@ -68,6 +68,7 @@ def _weights(
     scores = gl.where(seen, scores, float("-inf"))
     tops.store(gl.max(gl.reshape(scores, (4, TILE // 4, _LINES)), 1))
     barrier()
+    mbarrier.arrive(read, count=1)  # all warps have K and V in registers
     top = gl.convert_layout(gl.max(tops.load(_TOPS), 0), _LINE, assert_trivial=True)
     top = gl.maximum(leaf_max, top * score_scale)
     safe = gl.where(top == float("-inf"), 0.0, top)
@@ -83,7 +84,7 @@ def _fold_stored(parts, part_stats, slot, leaves, LINES: gl.constexpr, HEAD: gl.
     line, channel = gl.arange(0, _LINES, gl.SliceLayout(0, F)), gl.arange(0, HEAD, gl.SliceLayout(1, F))
     is_line = line < LINES
     total = gl.zeros([HEAD, _LINES], gl.float32, F)
-    total_sum = gl.zeros([_LINES], gl.float32, gl.SliceLayout(0, F))
+    total_sum = gl.zeros([1, _LINES], gl.float32, F)
     total_max = gl.full([_LINES], float("-inf"), gl.float32, gl.SliceLayout(0, F))
     part = parts + slot.to(gl.int64) * (LINES * HEAD) + line[None, :] * HEAD + channel[:, None]
     stats = part_stats + slot.to(gl.int64) * (2 * LINES) + line
@@ -98,7 +99,7 @@ def _fold_stored(parts, part_stats, slot, leaves, LINES: gl.constexpr, HEAD: gl.
             )
         for step in gl.static_range(_GATHER):
             total, total_sum, total_max = _fold(
-                total, total_sum, total_max, loaded[3 * step], loaded[3 * step + 1], loaded[3 * step + 2]
+                total, total_sum, total_max, loaded[3 * step], loaded[3 * step + 1][None, :], loaded[3 * step + 2]
             )
     return total, total_sum, total_max
 
@@ -110,14 +111,15 @@ def _write(
 ):  # fmt: skip
     """The results of the lines, from the totals of all their leaves."""
     HEAD: gl.constexpr = total.shape[0]
-    OUT: gl.constexpr = gl.BlockedLayout([8, 1], [HEAD // 8, 256 // HEAD], [1, 4], [0, 1])
+    OUT: gl.constexpr = total.type.layout
     if sinks is not None:  # one more leaf, of weight 1 at the sink's score and of value 0
-        SUMS: gl.constexpr = gl.SliceLayout(0, total.type.layout)
-        head = gl.arange(0, _LINES, SUMS) % GROUP
+        head = gl.arange(0, _LINES, gl.SliceLayout(0, OUT)) % GROUP
         sink = gl.load(sinks + kv_index * GROUP + head).to(gl.float32) * _LOG2_E
         total, total_sum, total_max = _fold(total, total_sum, total_max, total * 0.0, total_sum * 0.0 + 1.0, sink)
     inverse = gl.where(total_sum == 0.0, 0.0, 1.0 / total_sum)
-    result = gl.convert_layout((total * inverse[None, :]).to(out.dtype.element_ty), OUT)
+    if total_sum.shape[0] > 1:
+        inverse = repeated(inverse, HEAD // TILE)
+    result = (total * inverse).to(out.dtype.element_ty)
     line, channel = gl.arange(0, _LINES, gl.SliceLayout(0, OUT)), gl.arange(0, HEAD, gl.SliceLayout(1, OUT))
     query, head = line // GROUP, kv_index * GROUP + line % GROUP
     at = out + (row_start + query).to(gl.int64) * out_token + head * out_head
@@ -135,7 +137,8 @@ def _keep(parts, part_stats, at, leaf, leaf_sum, leaf_max, LINES: gl.constexpr):
     line = gl.arange(0, _LINES, _LINE)
     stats = part_stats + at.to(gl.int64) * (2 * LINES) + line
     gl.store(stats, leaf_max, mask=line < LINES)
-    gl.store(stats + LINES, leaf_sum, mask=line < LINES)
+    row = gl.arange(0, TILE, gl.SliceLayout(1, _S))[:, None]
+    gl.store(stats[None, :] + LINES + row * 0, leaf_sum, mask=(line < LINES)[None, :] & (row == 0))
 
 
 @gluon.jit
@@ -171,7 +174,7 @@ def _consume(
         leaf = gl.zeros([HEAD, _LINES], gl.float32, _S)
         leaf_sum = gl.zeros([TILE, _LINES], gl.float32, _S)
         leaf_max = gl.full([_LINES], float("-inf"), gl.float32, _LINE)
-        total, total_sum, total_max = leaf, gl.zeros([_LINES], gl.float32, _LINE), leaf_max
+        total, total_sum, total_max = leaf, leaf_sum, leaf_max
         for start in range(begin, end, TILE):
             stage = step % STAGES
             mbarrier.wait(full.index(stage), step // STAGES & 1)
@@ -179,11 +182,11 @@ def _consume(
             v = v_smem.index(stage).permute((1, 0)).load(_A)
             scores = mma_v2(k, q, gl.zeros([TILE, _LINES], gl.float32, _S))
             exact, top, keep = _weights(
-                scores, start, first, position, leaf_max, tops, score_scale, cap_scale, SEES, SOFT_CAP
-            )
+                scores, start, first, position, leaf_max, tops, empty.index(stage), score_scale, cap_scale, SEES,
+                SOFT_CAP,
+            )  # fmt: skip
             weight_smem.store(exact.to(dtype))
             barrier()
-            mbarrier.arrive(empty.index(stage), count=1)
             weights = weight_smem.load(_B)
             if (start + TILE > seq_len) | (start < low):  # what was not copied may not be finite
                 token = start + gl.arange(0, TILE, gl.SliceLayout(0, _A))
@@ -193,10 +196,9 @@ def _consume(
             leaf_max = top
             step += 1
             if (leaf_of(start + TILE) > leaf_of(start)) | (start + TILE >= end):
-                one_sum = gl.convert_layout(gl.max(leaf_sum, 0), _LINE)
                 if task != WHOLE:
-                    _keep(parts, part_stats, slot + leaf_of(start), leaf, one_sum, leaf_max, LINES)
-                total, total_sum, total_max = _fold(total, total_sum, total_max, leaf, one_sum, leaf_max)
+                    _keep(parts, part_stats, slot + leaf_of(start), leaf, leaf_sum, leaf_max, LINES)
+                total, total_sum, total_max = _fold(total, total_sum, total_max, leaf, leaf_sum, leaf_max)
                 leaf = gl.zeros([HEAD, _LINES], gl.float32, _S)
                 leaf_sum = gl.zeros([TILE, _LINES], gl.float32, _S)
                 leaf_max = gl.full([_LINES], float("-inf"), gl.float32, _LINE)
