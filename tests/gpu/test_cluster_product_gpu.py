@@ -132,7 +132,7 @@ def test_a_kernel_that_cannot_be_had_is_told_once_and_others_serve(
     why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     tile = tile_for(72, 4096, 1024, gated=False)
-    monkeypatch.setattr(cluster_product, "_functions", {})
+    _forget(monkeypatch)
     if why == "other bits":
         rows, channels, plain = cluster_product._example(BF16, torch.device("cuda", 0))
         monkeypatch.setattr(cluster_product, "_example", lambda *_: (rows, channels.flip(0), plain))
@@ -152,13 +152,20 @@ def test_a_kernel_that_cannot_be_had_is_told_once_and_others_serve(
     assert _same(linear(x, weight), _expected(x, weight.storage))
 
 
-def test_nothing_is_loaded_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight, x = _weight(4096, 1024), heavy_tailed(72, 1024, dtype=BF16, seed=7, device="cuda")
-    assert serves(x, weight, None)
-    monkeypatch.setattr(cluster_product, "_functions", {})
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        assert not serves(x, weight, None)
+def test_a_graph_finds_the_kernels_that_another_number_of_rows_made_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is loaded while it is captured, and graphs are captured after steps of other sizes."""
+    weight, x = _weight(4096, 1024), heavy_tailed(600, 1024, dtype=BF16, seed=7, device="cuda")
+    _forget(monkeypatch)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        assert not serves(x[:72], weight, None)
         x.neg_()
-    assert serves(x, weight, None)
-    assert all(isinstance(function, int) for function in cluster_product._functions.values())
+    assert not serves(x, weight, None), "too many rows"
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        for rows in (72, 160, 512):
+            assert serves(x[:rows], weight, None)
+        x.neg_()
+
+
+def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_product, "_functions", {})
+    monkeypatch.setattr(cluster_product, "_prepared", set())

@@ -147,22 +147,27 @@ class _Kind:
         )
 
 
-@functools.lru_cache(maxsize=4096)
 def tile_for(num_rows: int, n: int, k: int, gated: bool) -> Tile | None:
     """The tile for a weight [n, k]; None where others serve: of all, the one whose busiest processor is done first.
 
     Two blocks with the same long weights share them in a cluster: more read them too often, and clusters of four do not
     fit all processors at once. Plain products of more rows by long weights are as fast in the library.
     """
+    return _tile_for(_round_up(num_rows), n, k, gated) if MIN_ROWS <= num_rows <= MAX_ROWS else None
+
+
+@functools.lru_cache(maxsize=4096)
+def _tile_for(num_rows: int, n: int, k: int, gated: bool) -> Tile | None:
     is_long = k > _SHORT
-    most_rows = _MAX_ROWS_LONG if is_long and not gated else MAX_ROWS
-    if not MIN_ROWS <= num_rows <= most_rows or n % _LINES or k % _DEPTH:
+    if n % _LINES or k % _DEPTH or (is_long and not gated and num_rows > _MAX_ROWS_LONG):
         return None
     best: tuple[tuple[float, bool, int], Tile] | None = None
     for rows_first, groups in itertools.product((False,) if gated else (False, True), (1, 2, 3)):
         first, second = (num_rows, n) if rows_first else (n, num_rows)
         first_tiles = -(-first // (groups * _LINES))
-        for second_tiles in range(1, _MOST_BLOCKS // first_tiles + 1):
+        if rows_first and first_tiles != 2:  # where it was seen to win
+            continue
+        for second_tiles in range(-(-second // _WIDEST), _MOST_BLOCKS // first_tiles + 1):
             width = _round_up(-(-second // second_tiles))
             parts = 2 if groups == 3 and width > 2 * _MOST_SUMS else 1
             width = _round_up(-(-width // parts))
@@ -171,8 +176,6 @@ def tile_for(num_rows: int, n: int, k: int, gated: bool) -> Tile | None:
                 continue
             blocks = first_tiles * second_tiles
             if is_long and (blocks < _FEWEST_BLOCKS or row_tiles > (2 if num_rows > _WHOLE_ROWS else 1)):
-                continue
-            if rows_first and row_tiles != 2:  # where it was seen to win
                 continue
             shared = row_tiles if is_long else 1
             waves = -(-blocks // _PROCESSORS)
@@ -200,11 +203,18 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 def serves(x: Tensor, weight: Tensor, out: Tensor | None, activation: str | None = None) -> bool:
-    """Whether rows x [M, K] by a weight [N, K], or by gates before their ups, run here; into `out`, or a new tensor."""
+    """Whether rows x [M, K] by a weight [N, K], or by gates before their ups, run here; into `out`, or a new tensor.
+
+    Whatever M is, the weight's kernels are made ready if no graph is captured: graphs of other M may be, later.
+    """
     (num_rows, k), n = x.shape, weight.shape[0]
-    if not (MIN_ROWS <= num_rows <= MAX_ROWS and x.is_cuda and x.dtype == weight.dtype and x.dtype in _ELEMENTS):
+    if not (x.is_cuda and x.dtype == weight.dtype and x.dtype in _ELEMENTS and matmul.is_reproducible()):
         return False
-    if not matmul.is_reproducible() or not _is_hopper(x.device):
+    if not _is_hopper(x.device):
+        return False
+    kind = _Kind(x.dtype, activation)
+    _prepare(kind, x.device, n, k)
+    if not MIN_ROWS <= num_rows <= MAX_ROWS:
         return False
     steps = 2 * x.stride(0) | x.data_ptr() | weight.data_ptr()
     if out is not None:
@@ -214,36 +224,40 @@ def serves(x: Tensor, weight: Tensor, out: Tensor | None, activation: str | None
     if steps % _ALIGNED or x.stride(1) != 1 or not weight.is_contiguous():
         return False
     tile = tile_for(num_rows, n, k, activation is not None)
-    return tile is not None and _ready(tile, _Kind(x.dtype, activation), x.device, (n, k)) is not None
+    return tile is not None and (tile, kind, x.device.index) in _functions
 
 
-_functions: dict[tuple[Tile, _Kind, int], int | None] = {}  # of a device; None: not to be had
+_functions: dict[tuple[Tile, _Kind, int], int] = {}  # of a device, loaded and found right
+_prepared: set[tuple[_Kind, int, int, int]] = set()  # kinds, devices and shapes whose kernels were asked for
 
 
-def _ready(tile: Tile, kind: _Kind, device: torch.device, shape: tuple[int, int] | None = None) -> int | None:
-    """The kernel's function, loaded and found right; None if it cannot be had, or not while a graph is captured.
+def _prepare(kind: _Kind, device: torch.device, n: int, k: int) -> None:
+    """Load the kernels that the rule chooses for a weight's shape, once; those that cannot be had are told of."""
+    name = kind, device.index, n, k
+    if name in _prepared or torch.cuda.is_current_stream_capturing():
+        return
+    _prepared.add(name)
+    try:
+        for tile, code in _machine_codes(kind, n, k).items():
+            _load(tile, kind, device, code)
+    except (OSError, driver.DriverError, runtime_compiler.CompileError) as error:
+        _LOG.warning("products by a weight [%d, %d] run on other kernels, which may be slower: %s", n, k, error)
 
-    shape: of a weight, for which the rule chose the tile.
-    """
+
+def _load(tile: Tile, kind: _Kind, device: torch.device, code: bytes) -> None:
+    """Raises DriverError."""
     name = tile, kind, device.index
     if name not in _functions:
-        if torch.cuda.is_current_stream_capturing():
-            return None
-        try:
-            code = compile_tile(tile, kind) if shape is None else _machine_codes(kind, *shape)[tile]
-            function = driver.load(code, "product", tile.shared_bytes)
-            _check(function, tile, kind, device)
-            _functions[name] = function
-        except (OSError, driver.DriverError, runtime_compiler.CompileError) as error:
-            _LOG.warning("products with %s run on other kernels, which may be slower: %s", tile, error)
-            _functions[name] = None
-    return _functions[name]
+        function = driver.load(code, "product", tile.shared_bytes)
+        _check(function, tile, kind, device)
+        _functions[name] = function
 
 
 @functools.cache
 def _machine_codes(kind: _Kind, n: int, k: int) -> dict[Tile, bytes]:
     """The kernels that the rule chooses for a weight's shape: kept ones, or compiled all at once."""
-    found = {tile_for(num_rows, n, k, kind.activation is not None) for num_rows in range(MIN_ROWS, MAX_ROWS + 1)}
+    rows = range(_round_up(MIN_ROWS), MAX_ROWS + 1, 16)
+    found = {tile_for(num_rows, n, k, kind.activation is not None) for num_rows in rows}
     tiles = [tile for tile in found if tile is not None]
     with ThreadPoolExecutor(min(os.cpu_count() or 1, _COMPILERS)) as pool:
         codes = pool.map(lambda tile: compile_tile(tile, kind), tiles)
@@ -286,11 +300,13 @@ def _example(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, 
 def product(x: Tensor, weight: Tensor, out: Tensor, activation: str | None = None, tile: Tile | None = None) -> Tensor:
     """x [M, K] by weight [N, K], transposed, into out [M, N]; [M, N / 2] with an activation. tile: not the rule's."""
     (num_rows, k), n = x.shape, weight.shape[0]
-    kind, shape = _Kind(x.dtype, activation), None if tile else (n, k)
-    tile = tile or tile_for(num_rows, n, k, activation is not None)
-    assert tile is not None, "ask `serves` first"
-    function = _ready(tile, kind, x.device, shape)
-    assert function is not None, "ask `serves` first"
+    kind = _Kind(x.dtype, activation)
+    if tile is None:
+        tile = tile_for(num_rows, n, k, activation is not None)
+        assert tile is not None, "ask `serves` first"
+    else:
+        _load(tile, kind, x.device, compile_tile(tile, kind))
+    function = _functions[tile, kind, x.device.index]
     _launch(function, tile, kind, x, weight, out)
     return out
 
