@@ -25,7 +25,7 @@ flex: the FlexAttention backend on a CUDA device, see `cuda_flex.py`.
 
 elementwise: norms, rotation with store, activation and embedding on a CUDA device, see `cuda_elementwise.py`.
 
-sampling: drawing, log-probabilities, top-k and top-p on a CUDA device, see `cuda_sampling.py`.
+sampling: drawing, its cuts and log-probabilities on a CUDA device, see `cuda_sampling.py`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ CUDA = {
     "attention": ("attention over the paged cache", 15, "32/8 heads and blocks of 64"),
     "flex": ("the FlexAttention backend", 15, "plain attention and blocks of 64"),
     "elementwise": ("norms, rotation, activation and embedding", 15, "three row counts"),
-    "sampling": ("drawing, log-probabilities and masks", 15, "three row counts"),
+    "sampling": ("drawing, its cuts and log-probabilities", 15, "three row counts"),
     "matmul": ("dense products", 9, "three row counts"),
 }
 # Bytes that the rotating copies of a weight take together: more than the last-level cache's share of these cores.

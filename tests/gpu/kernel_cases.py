@@ -206,12 +206,12 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
             "gpu.truncate_few._leaf_maxima", "gpu.truncate_few._set_bars", "gpu.truncate_few._gather",
         ),
     ),
-    "masks": (
-        functools.partial(gpu_rig.check_masks, "cuda", 4201),
-        ("gpu.truncate._sum_digits", "gpu.truncate._pick_digit", "gpu.truncate._mask", "gpu.truncate._mask_below"),
-    ),
-    "masks of few": (
-        functools.partial(gpu_rig.check_few, "cuda", 4201), ("gpu.truncate_few._cut", "gpu.truncate_few._write"),
+    "cuts": (
+        functools.partial(gpu_rig.check_cuts, "cuda", 4201),
+        (
+            "gpu.truncate._survey", "gpu.truncate._gather", "gpu.truncate._settle", "gpu.truncate_few._cut",
+            "gpu.cut._write",
+        ),
     ),
     "bit masks": (functools.partial(gpu_rig.check_bits, "cuda", 1041), ("gpu.bitmask._allow_bits",)),
     "paged attention": (

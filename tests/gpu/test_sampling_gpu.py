@@ -49,9 +49,8 @@ def test_logprobs_equal_float64(vocab_size: int) -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [7, 500, 32001, VOCAB])
-def test_masks_equal_the_cpus(vocab_size: int) -> None:
-    gpu_rig.check_masks("cuda", vocab_size)
-    gpu_rig.check_few("cuda", vocab_size)
+def test_cuts_and_masks_equal_the_cpus(vocab_size: int) -> None:
+    gpu_rig.check_cuts("cuda", vocab_size)
     gpu_rig.check_bits("cuda", vocab_size + 40)
 
 
@@ -79,43 +78,43 @@ def test_draws_and_log_probabilities_of_a_row() -> None:
     assert_rows_keep_their_bits(call, 40)
 
 
-@pytest.mark.parametrize("max_top_k", [0, 20])
-def test_masks_and_top_logprobs_of_a_row(max_top_k: int) -> None:
-    """Cuts of all kinds together (0), and those that a small top-k allows."""
+def test_cuts_masks_and_top_logprobs_of_a_row() -> None:
     case = gpu_rig.Logits(8200, 40)
-    values, temperatures = case.values.cuda(), case.temperatures.cuda() + 0.1
-    top_k, top_p, min_p = (x.cuda() for x in (case.top_k, case.top_p, case.min_p))
+    values, seeds, ones = case.values.cuda(), case.seeds.cuda(), torch.ones(40, device="cuda")
+    cuts = sample.Cuts(**{name: x.cuda() for name, x in gpu_rig.cut_tables(case).items()})
     words = torch.randint(-(2**31), 2**31, (40, 8200 // 32 + 1), generator=torch.Generator().manual_seed(0))
     words = words.int().cuda()
-    small = torch.arange(40, device="cuda") % max(max_top_k, 1) + 1
 
     def call(pick: torch.Tensor) -> tuple[torch.Tensor, ...]:
         logits, at = values[pick], torch.arange(len(pick), device="cuda")
         ids, best = sample.top_logprobs(logits, 5)
-        if max_top_k:
-            cuts = (small[pick], top_p[pick], min_p[pick])
-            sample.truncate_(logits, at, temperatures[pick], *cuts, few=True)
-        else:
-            sample.top_k_top_p_mask_(logits, top_k[pick], top_p[pick], min_p[pick])
-        masked = logits.clone()
+        tokens, failed = sample.draw(logits, pick, ones, seeds, pick, cuts)
+        cut, masked = logits.clone(), logits.clone()
+        sample.cut_(cut, pick, cuts)
         sample.allow_bits_(masked, at, words[pick])
-        return ids, best, logits, masked
+        return ids, best, tokens, failed, cut, masked
 
     assert_rows_keep_their_bits(call, 40)
 
 
-def test_masks_and_top_logprobs_of_rows_of_every_kind() -> None:
-    case = gpu_rig.Logits(32000)
-    numbers = [x.cuda() for x in (case.top_k, case.top_p, case.min_p)]
-    together = case.values.cuda().clone()
-    ids, values = sample.top_logprobs(together, 20)
-    sample.top_k_top_p_mask_(together, *numbers)
-    for row in range(24):
-        alone = case.values[row : row + 1].cuda().clone()
-        for ours, expected in zip(sample.top_logprobs(alone, 20), (ids, values), strict=True):
-            assert torch.equal(ours[0], expected[row]) or row == 5
-        sample.top_k_top_p_mask_(alone, *(x[row : row + 1] for x in numbers))
-        assert torch.equal(alone[0], together[row]), row
+def test_a_captured_cut_follows_its_tables() -> None:
+    """Rows that begin and end to be cut; the lists of the run before leave nothing behind."""
+    case = gpu_rig.Logits(VOCAB, 40)
+    logits, seeds, ones = case.values[:8].cuda(), case.seeds.cuda(), torch.ones(40, device="cuda")
+    cuts = sample.Cuts(**{name: x.cuda() for name, x in gpu_rig.cut_tables(case).items()})
+    rows = torch.arange(8, device="cuda")
+    sample.draw(logits, rows, ones, seeds, rows, cuts)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tokens, _ = sample.draw(logits, rows, ones, seeds, rows, cuts)
+    seen = []
+    for step in range(4):
+        rows.add_(step)
+        cuts.divisors[step + 1] = 0.0
+        graph.replay()
+        seen.append((tokens.clone(), sample.draw(logits, rows, ones, seeds, rows, cuts)[0]))
+    for ours, expected in seen:
+        assert torch.equal(ours, expected)
 
 
 def test_a_captured_draw_follows_its_inputs(no_waits: None) -> None:

@@ -6,13 +6,16 @@ import functools
 from collections.abc import Callable
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from octavo.ops import activation, embedding, norm, rope, sample
 from octavo.ops.gpu import activation as gpu_activation
 from octavo.ops.gpu import bitmask as gpu_bitmask
+from octavo.ops.gpu import cut as gpu_cut
 from octavo.ops.gpu import embedding as gpu_embedding
 from octavo.ops.gpu import norm as gpu_norm
+from octavo.ops.gpu import ranking as gpu_ranking
 from octavo.ops.gpu import rope as gpu_rope
 from octavo.ops.gpu import sample as gpu_sample
 from octavo.ops.gpu import truncate as gpu_truncate
@@ -199,34 +202,37 @@ def check_logprobs(device: str, vocab_size: int, ks: tuple[int, ...] = (1, 5, 20
             assert torch.equal(top_values[finite, at], alone[finite]), "other bits than token_logprobs"
 
 
-def check_masks(device: str, vocab_size: int) -> None:
-    case, off = Logits(vocab_size), torch.zeros(24)
+def cut_tables(case: Logits) -> dict[str, Tensor]:
+    """Cuts of all kinds together, for most rows."""
+    divisors = case.temperatures + 0.2
+    divisors[1::8] = 0.0
+    return {"divisors": divisors, "top_k": case.top_k, "top_p": case.top_p, "min_p": case.min_p}
+
+
+def check_cuts(device: str, vocab_size: int, kinds: slice = slice(None)) -> None:
+    """Each cut alone and all together, a small top-k too; rows without cuts between them, and every kind of logits."""
+    case, off, generator = Logits(vocab_size), torch.zeros(24), torch.Generator().manual_seed(1)
+    case.values[11], case.values[12], case.values[13] = float("-inf"), 2.0, case.values[13] * 8
+    case.values[11, :3] = case.values[12, -2:] = 1.0
+    case.values[14, :8] += 30
+    few = torch.randint(1, min(64, vocab_size) + 1, (24,), generator=generator)
+    tables = cut_tables(case)
+    logits, rows = case.values[3:15], torch.randperm(24, generator=generator)[:12]
+    draws = (off + 1, case.seeds, case.positions[:12])
     for top_k, top_p, min_p in (
-        (case.top_k, off + 1, off), (off.long(), case.top_p, off), (off.long(), off + 1, case.min_p),
-        (case.top_k, case.top_p, case.min_p),
-    ):  # fmt: skip
-        expected, ours = case.values.clone(), case.values.to(device)
-        sample.top_k_top_p_mask_(expected, top_k, top_p, min_p)
-        gpu_truncate.top_k_top_p_mask_(ours, *(x.to(device) for x in (top_k, top_p, min_p)))
-        assert torch.equal(ours.cpu(), expected)
-
-
-def check_few(device: str, vocab_size: int, max_top_k: int = sample.FEW) -> None:
-    """Division, min-p, small top-k and top-p in one; flat rows, and rows with few finite entries."""
-    case = Logits(vocab_size)
-    logits = case.values.contiguous()
-    logits[11], logits[12] = float("-inf"), 2.0
-    logits[11, :3] = logits[12, -2:] = 1.0
-    at = torch.arange(13, 3, -1)
-    generator = torch.Generator().manual_seed(1)
-    top_k = torch.randint(1, min(max_top_k, vocab_size) + 1, (10,), generator=generator)
-    temperatures = torch.rand(10, generator=generator) + 0.2
-    for top_p, min_p in ((1.0, 0.0), (0.9, 0.0), (0.5, 0.05)):
-        cuts = (temperatures, top_k, torch.full((10,), top_p), torch.full((10,), min_p))
+        (case.top_k, case.top_p, case.min_p), (off.long(), 0.9 + 0.1 * case.top_p, off), (few, off + 0.95, off),
+        (case.top_k, off + 1, off), (off.long() + 1, off + 1e-9, off), (off.long(), off + 1, case.min_p),
+        (off.long(), off + 0.9999, off), (few, case.top_p, 0.1 * case.min_p), (off.long(), case.top_p, off),
+    )[kinds]:  # fmt: skip
+        tables |= {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+        cuts = sample.Cuts(**tables)
+        there = sample.Cuts(**{name: x.to(device) for name, x in tables.items()})
         expected, ours = logits.clone(), logits.to(device, copy=True)
-        sample.truncate_(expected, at, *cuts)
-        gpu_few.truncate_few_(ours, at.to(device), *(x.to(device) for x in cuts))
-        assert torch.equal(ours.cpu(), expected), (ours.cpu() != expected).any(1).nonzero()
+        sample.cut_(expected, rows, cuts)
+        gpu_cut.cut_(ours, rows.to(device), there)
+        assert torch.equal(ours.cpu(), expected), (ours.cpu() != expected).any(1).nonzero().flatten()
+    tokens, _ = gpu_sample.draw(logits.to(device), rows.to(device), *(x.to(device) for x in draws), there)
+    assert torch.equal(tokens.cpu(), sample.draw(logits, rows, *draws, cuts)[0])
 
 
 def check_bits(device: str, vocab_size: int) -> None:
@@ -293,12 +299,30 @@ def interpreted_logprobs() -> None:
     check_logprobs("cpu", 4200, (sample.FEW + 1,))
 
 
-def interpreted_masks() -> None:
-    gpu_truncate._PROGRAMS = 48
-    for vocab_size in (7, 1100):
-        check_masks("cpu", vocab_size)
-    gpu_few._MAX_LEAVES, gpu_few._ROOM = 16, 8
-    check_few("cpu", 60, 8)
+def interpreted_cuts() -> None:
+    """Also with lists too small for what is near a cut, and with none near enough."""
+    gpu_ranking._SCAN = tl.constexpr(256)
+    gpu_few._MAX_LEAVES, gpu_few._ROOM = 16, 64
+    for vocab_size, room, margin, num_kinds in ((7, 64, 16, 4), (700, 64, 16, 3), (200, 8, 64, 2), (200, 64, 1, 2)):
+        gpu_truncate._ROOM, gpu_truncate._MARGIN = tl.constexpr(room), tl.constexpr(margin)
+        check_cuts("cpu", vocab_size, slice(num_kinds))
+
+
+def interpreted_lists() -> None:
+    """Ordinary rows, and such with tokens far ahead, are cut without a search of the row."""
+    gpu_truncate._PROGRAMS, gpu_truncate._MARGIN, gpu_truncate.search_row = 8, tl.constexpr(64), None
+    logits = 2 * torch.randn(5, 9000, generator=torch.Generator().manual_seed(1))
+    logits[1, 5], logits[2, :3], logits[3, 300:] = 14.0, 25.0, float("-inf")
+    tables = {"divisors": torch.tensor([1.0, 1.0, 0.7, 1.5, 2.0]), "min_p": torch.tensor([0.0, 0.0, 0.01, 0.0, 0.0])}
+    for top_k, top_p in ((0, 0.9), (1000, 0.5)):
+        cuts = sample.Cuts(**tables, top_k=torch.full((5,), top_k), top_p=torch.full((5,), top_p), few=False)
+        expected, ours = logits.clone(), logits.clone()
+        sample.cut_(expected, torch.arange(5), cuts)
+        gpu_cut.cut_(ours, torch.arange(5), cuts)
+        assert torch.equal(ours, expected)
+
+
+def interpreted_bits() -> None:
     check_bits("cpu", 100)
 
 

@@ -16,6 +16,7 @@ import math
 import torch
 
 from octavo.ops import native
+from octavo.ops.cuts import FEW, Cuts
 from octavo.ops.native import I64, PTR
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64
@@ -23,7 +24,6 @@ _MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
 _LOW = 0xFFFFFFFF
 _NEG_INF = float("-inf")
-FEW = 64  # so many entries of top-k a GPU finds without a search
 _MAX_NATIVE_TOP = 256  # above, a sort beats insertion
 
 _ROWS = [PTR, I64, I64, I64]  # logits, row stride, rows, vocab
@@ -58,18 +58,28 @@ def sample_rows(
 
 
 def draw(
-    logits: torch.Tensor, rows: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    cuts: Cuts | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(`sample_rows` of tables, whether the logits hold a NaN): [S] int64, [S] uint8.
+    """(`sample_rows` of tables, whether the logits hold a NaN): [S] int64, [S] uint8. The logits stay as they are.
 
     rows: [S] int64, the place of each logits row in `temperatures` (float32) and `seeds` (int64); positions: [S] int64.
-    On a GPU one kernel, fit for a graph once a launch has run outside of one; launches must not overlap.
+    With cuts the tokens are those of logits after `cut_`. On a GPU one kernel, with cuts some more, fit for a graph
+    once a launch has run outside of one; launches must not overlap.
     """
     if logits.is_cuda:
         from octavo.ops.gpu import sample as gpu
 
-        return gpu.draw(logits, rows, temperatures, seeds, positions)
-    tokens = sample_rows(logits, temperatures.index_select(0, rows), seeds.index_select(0, rows), positions)
+        return gpu.draw(logits, rows, temperatures, seeds, positions, cuts)
+    left = logits
+    if cuts is not None:
+        left = logits.clone()
+        cut_(left, rows, cuts)
+    tokens = sample_rows(left, temperatures.index_select(0, rows), seeds.index_select(0, rows), positions)
     return tokens, nan_rows(logits).view(torch.uint8)
 
 
@@ -137,13 +147,8 @@ def top_k_top_p_mask_(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Te
     where 0. Entries are ordered by (value descending, id ascending). min-p drops probabilities below min_p times the
     largest; top-k keeps the first k; top-p keeps an entry while what precedes it holds less than top_p of what is
     left. For top-p a probability is the integer floor(e^(x - max) * 2^40), so its sums are exact in any order. Rows
-    whose maximum is not finite stay as they are.
+    whose maximum is not finite stay as they are. For the CPU; `cut_` is for any device.
     """
-    if logits.is_cuda:
-        from octavo.ops.gpu import truncate
-
-        truncate.top_k_top_p_mask_(logits, top_k, top_p, min_p)
-        return
     library = native.lib()
     if not library:
         top_k_top_p_mask_eager_(logits, top_k, top_p, min_p)
@@ -151,29 +156,23 @@ def top_k_top_p_mask_(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Te
     library.octavo_top_k_top_p_mask(*_rows(logits), top_k.data_ptr(), top_p.data_ptr(), min_p.data_ptr())
 
 
-def truncate_(
-    logits: torch.Tensor,
-    at: torch.Tensor,
-    temperatures: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-    *,
-    few: bool = False,
-) -> None:
-    """Divide the rows `at` of `logits` by their temperatures, then `top_k_top_p_mask_` them, in place.
+def cut_(logits: torch.Tensor, rows: torch.Tensor, cuts: Cuts) -> None:
+    """Divide the rows that have cuts by their divisors, then `top_k_top_p_mask_` them, in place.
 
-    at: [n] int64, each once; the others: [n]. few: every top_k lies in 1 .. FEW, which a GPU makes use of.
+    rows: [S] int64, the place of each logits row in the tables. A row with a NaN may keep anything.
     """
-    if few and logits.is_cuda:
-        from octavo.ops.gpu import truncate_few
+    if logits.is_cuda:
+        from octavo.ops.gpu import cut
 
-        truncate_few.truncate_few_(logits, at, temperatures, top_k, top_p, min_p)
+        cut.cut_(logits, rows, cuts)
         return
+    divisors = cuts.divisors.index_select(0, rows)
+    at = divisors.nonzero().flatten()
     whole = len(at) == len(logits)
     part = logits if whole else logits.index_select(0, at)
-    part.div_(temperatures[:, None])
-    top_k_top_p_mask_(part, top_k, top_p, min_p)
+    part.div_(divisors.index_select(0, at)[:, None])
+    rows = rows.index_select(0, at)
+    top_k_top_p_mask_(part, *(table.index_select(0, rows) for table in (cuts.top_k, cuts.top_p, cuts.min_p)))
     if not whole:
         logits.index_copy_(0, at, part)
 

@@ -76,7 +76,7 @@ class LogprobRows:
 
     def wanted(self, rows_np: IntArray) -> bool:
         """Whether any of these table rows wants something."""
-        return self._rows.select(rows_np) is not None
+        return self._rows.has_any(rows_np)
 
     def groups(self, batch: SampleBatch) -> list[LogprobGroup]:
         """The batch's rows that want something, by appetite."""

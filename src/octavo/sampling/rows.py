@@ -83,6 +83,10 @@ class RowSet:
         self._key = None
         return True
 
+    def has_any(self, rows_np: IntArray) -> bool:
+        """Whether one of these table rows is in the set."""
+        return self._num > 0 and bool(self._member[rows_np].any())
+
     def select(self, rows_np: IntArray) -> Selection | None:
         """The logits rows whose table row is in the set; None if there is none. Equal calls give one object."""
         if not self._num:

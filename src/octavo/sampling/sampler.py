@@ -3,8 +3,8 @@
 Owns the order of the stages, the numbers that the drawing kernel needs (temperature, seed), and which rows any stage
 changes. Each feature is a class in a file of its own, which keeps its own rows. Does not know requests beyond NewRow,
 blocks or the model. Invariants: a row's token and log-probabilities depend on its logits, its tokens, its parameters
-and its seed, never on other rows; `__call__` waits for nothing; a row without features meets the NaN check and the
-drawing kernel and nothing else.
+and its seed, never on other rows; `__call__` waits for nothing; a row without features meets the drawing kernel, its
+NaN check and its cuts, and nothing else.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from octavo.device.staging import StagedTensor, WriteQueue
 from octavo.grammar import NO_GRAMMARS, Grammars
-from octavo.ops.sample import draw, nan_rows
+from octavo.ops.sample import cut_, draw, nan_rows
 from octavo.plan import NewRow
 from octavo.sampling import logprobs
 from octavo.sampling.grammar import GrammarMask
@@ -86,7 +86,7 @@ class Sampler:
         self._raw = logprobs_mode.startswith("raw_")
         self._as_logits = logprobs_mode.endswith("_logits")
         self._vocab_size = vocab_size
-        # what the drawing kernel divides by: 0 for greedy rows, 1 for those that Truncation has divided already
+        # what the drawing kernel divides by: 0 for greedy rows, 1 for those that are divided before they are cut
         self._temperature = StagedTensor(max_num_rows, 0, torch.float32, device, queue)
         self._seed = StagedTensor(max_num_rows, 0, torch.int64, device, queue)
         self._changed = RowSet(max_num_rows, device)  # rows with any of the stages
@@ -101,9 +101,7 @@ class Sampler:
             MinTokens(max_num_rows, vocab_size, device),
             Penalties(max_num_rows, vocab_size, device, tokens, prompt_lens, queue),
             BadWords(max_num_rows, vocab_size, device, tokens, prompt_lens),
-            self._truncation,
         )
-        self._divides = self._stages.index(self._truncation)
 
     def add(self, *new: NewRow) -> None:
         """Stage rows, new or resumed. What they held before is forgotten."""
@@ -113,7 +111,7 @@ class Sampler:
             uses = [stage.add(one) for stage in self._stages]
             if any(uses):
                 self._changed.add(one.row)
-            temperatures.append(1.0 if uses[self._divides] else one.sampling.temperature)
+            temperatures.append(1.0 if self._truncation.add(one) else one.sampling.temperature)
             self._logprobs.add(one)
         rows = np.array([one.row for one in new])
         self._temperature.stage_each(rows, 0, np.array(temperatures))
@@ -124,19 +122,22 @@ class Sampler:
         if self._changed.discard(row):
             for stage in self._stages:
                 stage.remove(row)
+        self._truncation.remove(row)
         self._logprobs.remove(row)
 
     def apply_staged(self) -> None:
         """Bring what was staged to the device: once per step, before `__call__`."""
         self._temperature.apply()
         self._seed.apply()
+        self._truncation.apply_staged()
         if len(self._changed):
             for stage in self._stages:
                 stage.apply_staged()
 
     def is_plain(self, rows_np: IntArray) -> bool:
-        """Whether `draw` is all that these table rows need: no stage changes them, none wants log-probabilities."""
-        return self._changed.select(rows_np) is None and not self._logprobs.wanted(rows_np)
+        """Whether `draw` is all that these rows need: nothing changes or cuts them, none wants log-probabilities."""
+        is_changed = self._changed.has_any(rows_np) or self._truncation.select(rows_np) is not None
+        return not is_changed and not self._logprobs.wanted(rows_np)
 
     def draw(
         self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
@@ -163,7 +164,11 @@ class Sampler:
                 }  # fmt: skip
             for stage in self._stages:
                 stage(logits, batch)
-        tokens, failed = self.draw(logits, batch.rows, batch.positions)
+        cuts = self._truncation.select(batch.rows_np)
+        if cuts is not None and groups and not self._raw:  # log-probabilities of what is left
+            cut_(logits, batch.rows, cuts)
+            cuts = None
+        tokens, failed = draw(logits, batch.rows, self._temperature.data, self._seed.data, batch.positions, cuts)
         if changed is not None and not_a_number is not None:
             self._grammar.drawn(tokens, batch)
             failed = not_a_number.view(torch.uint8)

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.ops.cuts import Cuts
+from octavo.ops.gpu.cut import is_hidden, last_kept
 from octavo.ops.gpu.launch import begin_after, chained, launched
 from octavo.ops.gpu.noise import gumbel, gumbel_bound, natural_log, stream_key, uniform_words
 from octavo.ops.gpu.tree import padded_length, row_sums
@@ -59,14 +61,16 @@ def _larger_or_nan(left, right):
 
 @launched(triton.jit(do_not_specialize=["splits"]))
 def _draw(
-    logits, logits_row, rows, temperatures, seeds, positions, tokens, failed, values, codes, arrived,
-    vocab_size, share, splits, INDEXED: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr,
-    TILES: tl.constexpr, MAX_SPLITS: tl.constexpr, NAN_BIT: tl.constexpr, PDL: tl.constexpr,
+    logits, logits_row, rows, temperatures, seeds, positions, divisors, last_values, last_ids, tokens, failed, values,
+    codes, arrived, vocab_size, share, splits, INDEXED: tl.constexpr, CUT: tl.constexpr, SPLIT: tl.constexpr,
+    TILE: tl.constexpr, TILES: tl.constexpr, MAX_SPLITS: tl.constexpr, NAN_BIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (line, split): the winner of `share` entries; the last program of a line takes the best of them.
 
     A first pass finds for each tile a bound on what its scores can be. Exact scores are then computed in the tile with
-    the largest bound, the next largest, and so on, until no bound reaches the best score.
+    the largest bound, the next largest, and so on, until no bound reaches the best score. CUT: rows with a divisor are
+    divided, and hide what comes after their last entry; bounds make do with a product and allow for its error, which is
+    that of the largest entry's or less where noise can make up for the distance.
     """
     begin_after(PDL)
     line, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -76,6 +80,15 @@ def _draw(
     greedy = temperature == 0.0
     inverse = tl.where(greedy, 1.0, tl.div_rn(1.0, tl.where(greedy, 1.0, temperature)))
     amount = tl.where(greedy, 0.0, 1.0)
+    rough = inverse
+    if CUT:
+        divisor, last_id = tl.load(divisors + row), tl.load(last_ids + line)
+        error = tl.where(divisor > 0, 1e-6, 0.0)
+        last_value = tl.where(divisor > 0, tl.load(last_values + line), float("-inf"))
+        divisor = tl.where(divisor > 0, divisor, 1.0)
+        rough *= tl.div_rn(1.0, divisor)
+        least = last_value * divisor
+        least -= tl.abs(least) * 1e-6  # what is below is hidden
     lane, tile = tl.arange(0, TILE), tl.arange(0, TILES)
     start = split * share
     offset = low + start.to(tl.uint32)  # what turns lanes into a tile's ids plus the key's low half
@@ -84,10 +97,18 @@ def _draw(
     for index in range(tl.cdiv(tl.minimum(share, vocab_size - start), TILE)):
         base = start + index * TILE
         x = tl.load(logits + base, mask=lane < vocab_size - base, other=float("-inf"))
-        words = uniform_words(offset, high, lane.to(tl.uint32))
+        largest, is_wanted = 0.0, True
+        if CUT:
+            largest = tl.reduce(x, 0, _larger_or_nan)
+            is_wanted = not largest < least
+            x = tl.where(x < least, float("-inf"), x)
+        if is_wanted:
+            words = uniform_words(offset, high, lane.to(tl.uint32))
+            bound = tl.reduce(tl.fma(x, rough, gumbel_bound(words, amount)), 0, _larger_or_nan)
+            if CUT:
+                bound += error * (tl.abs(largest * rough) + 30.0)
+            bounds = tl.where(tile == index, tl.where(bound == bound, bound, float("inf")), bounds)
         offset += TILE
-        bound = tl.reduce(tl.fma(x, inverse, gumbel_bound(words, amount)), 0, _larger_or_nan)
-        bounds = tl.where(tile == index, tl.where(bound == bound, bound, float("inf")), bounds)
     best = tl.full((), float("-inf"), tl.float32)
     code = tl.zeros((), tl.int32)
     bound = tl.max(bounds, 0)
@@ -95,6 +116,9 @@ def _draw(
         index = tl.min(tl.where(bounds == bound, tile, TILES), 0)
         base = start + index * TILE
         x = tl.load(logits + base, mask=lane < vocab_size - base, other=float("-inf"))
+        if CUT:
+            x = tl.div_rn(x, divisor)
+            x = tl.where(is_hidden(x, base + lane, last_value, last_id), float("-inf"), x)
         words = uniform_words(low + base.to(tl.uint32), high, lane.to(tl.uint32))
         score = tl.fma(x, inverse, gumbel(words) * amount)
         score = tl.where(x == x, score, float("-inf"))
@@ -116,9 +140,9 @@ def _draw(
             there = each < splits
             value = tl.load(values + line * splits + each, mask=there, other=float("-inf"), cache_modifier=".cg")
             all_codes = tl.load(codes + line * splits + each, mask=there, other=0, cache_modifier=".cg")
-            largest = tl.max(value, 0)
-            lowest = tl.min(tl.where(value == largest, all_codes & (NAN_BIT - 1), 2147483647), 0)
-            tl.store(tokens + line, tl.where(largest > float("-inf"), lowest, 0).to(tl.int64))
+            top = tl.max(value, 0)
+            lowest = tl.min(tl.where(value == top, all_codes & (NAN_BIT - 1), 2147483647), 0)
+            tl.store(tokens + line, tl.where(top > float("-inf"), lowest, 0).to(tl.int64))
             tl.store(failed + line, (tl.max(all_codes, 0) >= NAN_BIT).to(tl.uint8))
             tl.store(arrived + line, 0)
     else:
@@ -132,9 +156,14 @@ def _room_for(tiles: int) -> int:
 
 
 def draw(
-    logits: Tensor, rows: Tensor | None, temperatures: Tensor, seeds: Tensor, positions: Tensor
+    logits: Tensor,
+    rows: Tensor | None,
+    temperatures: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    cuts: Cuts | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `octavo.ops.sample.draw`; rows None: the tables are of the logits' own rows."""
+    """See `octavo.ops.sample.draw`; rows None: the tables are of the logits' own rows, without cuts."""
     num_rows, vocab_size = logits.shape
     scratch = scratch_of(logits.device)
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
@@ -145,11 +174,14 @@ def draw(
     tiles = triton.cdiv(vocab_size, tile)
     per_split = triton.cdiv(tiles, max(1, min(_PROGRAMS // num_rows, _MAX_SPLITS, tiles)))
     splits = triton.cdiv(tiles, per_split)
+    cut = (temperatures, temperatures, temperatures)
+    if rows is not None and cuts is not None:
+        cut = (cuts.divisors, *last_kept(logits, rows, cuts))
     _draw[(num_rows, splits)](
-        logits, logits.stride(0), tokens if rows is None else rows, temperatures, seeds, positions, tokens, failed,
-        scratch.values, scratch.codes, scratch.arrived, vocab_size, per_split * tile, splits, INDEXED=rows is not None,
-        SPLIT=splits > 1, TILE=tile, TILES=_room_for(per_split), MAX_SPLITS=_MAX_SPLITS, NAN_BIT=_NAN_BIT,
-        num_warps=warps, enable_fp_fusion=False, **chained(logits.device),
+        logits, logits.stride(0), tokens if rows is None else rows, temperatures, seeds, positions, *cut, tokens,
+        failed, scratch.values, scratch.codes, scratch.arrived, vocab_size, per_split * tile, splits,
+        INDEXED=rows is not None, CUT=cuts is not None, SPLIT=splits > 1, TILE=tile, TILES=_room_for(per_split),
+        MAX_SPLITS=_MAX_SPLITS, NAN_BIT=_NAN_BIT, num_warps=warps, enable_fp_fusion=False, **chained(logits.device),
     )  # fmt: skip
     return tokens, failed
 
