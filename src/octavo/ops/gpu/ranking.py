@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+ID_BITS, IDS = tl.constexpr(31), tl.constexpr(2**31 - 1)  # where a key holds its entry's id
 _SCAN = tl.constexpr(4096)  # entries of a step where a program reads a whole row
 _BINS, _COPIES = tl.constexpr(256), tl.constexpr(8)  # for a digit; copies keep additions to one bin apart
 SEARCH_ROOM = tl.constexpr(256 * 8)  # int64 words that a search takes
@@ -66,35 +67,35 @@ def divide(x, divisor, inverse):
 
 
 @triton.jit
-def order_of(x, ids, ID_BITS: tl.constexpr):
+def order_of(x, ids):
     """Distinct int64 keys that grow with (falling value, id)."""
     return (value_key(x).to(tl.int64) << ID_BITS) | ids.to(tl.int64)
 
 
 @triton.jit
-def first_key(x, ID_BITS: tl.constexpr):
+def first_key(x):
     """The first of the keys that entries of a value may have."""
     return value_key(x).to(tl.int64) << ID_BITS
 
 
 @triton.jit
-def last_key(x, ID_BITS: tl.constexpr):
+def last_key(x):
     """The last of them."""
     return ((value_key(x).to(tl.int64) + 1) << ID_BITS) - 1
 
 
 @triton.jit
-def _load_keys(logits, ids, divisor, vocab_size, ID_BITS: tl.constexpr):
+def _load_keys(logits, ids, divisor, vocab_size):
     """Values over the divisor, -inf for NaN, and their keys; none beyond the vocabulary."""
     x = tl.div_rn(tl.load(logits + ids, mask=ids < vocab_size, other=float("-inf")), divisor)
     x = tl.where(x == x, x, float("-inf"))
-    return x, tl.where(ids < vocab_size, order_of(x, ids, ID_BITS), -1)
+    return x, tl.where(ids < vocab_size, order_of(x, ids), -1)
 
 
 @triton.jit
 def _narrow(
     logits, divisor, largest, goal, low, high, shift, bins, vocab_size,
-    WEIGHTS: tl.constexpr, ID_BITS: tl.constexpr,
+    WEIGHTS: tl.constexpr,
 ):  # fmt: skip
     """(goal, low, high) within the bin, 2 ** shift keys, in which the entries from `low` on reach the goal.
 
@@ -107,7 +108,7 @@ def _narrow(
     least_x = tl.full((_SCAN,), float("inf"), tl.float32)
     for base in range(0, vocab_size, _SCAN):
         ids = base + tl.arange(0, _SCAN)
-        x, order = _load_keys(logits, ids, divisor, vocab_size, ID_BITS)
+        x, order = _load_keys(logits, ids, divisor, vocab_size)
         inside = (order >= low) & (order <= high)
         if tl.max(inside.to(tl.int32), 0) > 0:
             weight = weight_of(x, largest) if WEIGHTS else tl.full((_SCAN,), 1, tl.int64)
@@ -122,15 +123,13 @@ def _narrow(
     goal -= tl.sum(tl.where(digit < index, sums, 0), 0)
     start, end = ((low >> shift) + index) << shift, (((low >> shift) + index + 1) << shift) - 1
     # equal entries need no further digits
-    low = tl.maximum(tl.maximum(low, start), first_key(tl.max(largest_x, 0), ID_BITS))
-    end = tl.minimum(tl.minimum(high, end), last_key(tl.min(least_x, 0), ID_BITS))
+    low = tl.maximum(tl.maximum(low, start), first_key(tl.max(largest_x, 0)))
+    end = tl.minimum(tl.minimum(high, end), last_key(tl.min(least_x, 0)))
     return goal, tl.where(index < _BINS, low, high), tl.where(index < _BINS, end, high)
 
 
 @triton.jit
-def search_row(
-    logits, divisor, largest, goal, first, last, bins, vocab_size, WEIGHTS: tl.constexpr, ID_BITS: tl.constexpr
-):
+def search_row(logits, divisor, largest, goal, first, last, bins, vocab_size, WEIGHTS: tl.constexpr):
     """The key up to which a row's entries from the key `first` on weigh `goal`; `last` if those up to it weigh less.
 
     One program's work. bins: `SEARCH_ROOM` int64, which lose what they hold.
@@ -140,16 +139,14 @@ def search_row(
     for place in range(4):
         shift = ID_BITS + 24 - 8 * place
         if (low >> shift) < (high >> shift):
-            goal, low, high = _narrow(
-                logits, divisor, largest, goal, low, high, shift, bins, vocab_size, WEIGHTS, ID_BITS
-            )
+            goal, low, high = _narrow(logits, divisor, largest, goal, low, high, shift, bins, vocab_size, WEIGHTS)
     # what is left is of one value
     if WEIGHTS:
         goal = tl.cdiv(goal, tl.maximum(weight_of(key_value((low >> ID_BITS).to(tl.uint32)), largest), 1))
     found, seen = high, tl.zeros((), tl.int64)
     for base in range(0, vocab_size, _SCAN):
         if seen < goal:
-            _, order = _load_keys(logits, base + tl.arange(0, _SCAN), divisor, vocab_size, ID_BITS)
+            _, order = _load_keys(logits, base + tl.arange(0, _SCAN), divisor, vocab_size)
             equal = ((order >= low) & (order <= high)).to(tl.int64)
             number = tl.sum(equal, 0)
             if seen + number >= goal:
@@ -159,10 +156,10 @@ def search_row(
 
 
 @triton.jit
-def sum_row(logits, divisor, largest, first, last, vocab_size, ID_BITS: tl.constexpr):
+def sum_row(logits, divisor, largest, first, last, vocab_size):
     """The weight of a row's entries with keys from `first` to `last`."""
     total = tl.zeros((_SCAN,), tl.int64)
     for base in range(0, vocab_size, _SCAN):
-        x, order = _load_keys(logits, base + tl.arange(0, _SCAN), divisor, vocab_size, ID_BITS)
+        x, order = _load_keys(logits, base + tl.arange(0, _SCAN), divisor, vocab_size)
         total += tl.where((order >= first) & (order <= last), weight_of(x, largest), 0)
     return tl.sum(total, 0)

@@ -20,6 +20,8 @@ from torch import Tensor
 from octavo.ops.cuts import FEW, Cuts
 from octavo.ops.gpu.launch import begin_after, chained
 from octavo.ops.gpu.ranking import (
+    ID_BITS,
+    IDS,
     SEARCH_ROOM,
     divide,
     first_key,
@@ -40,6 +42,7 @@ _SAMPLES = tl.constexpr(2)  # tiles of a row that set the range of its bins
 _OUTLIERS = tl.constexpr(3)  # of a sample that lie above its bins
 _MARGIN = tl.constexpr(448)  # ranks that are listed on each side of a guess
 _ROOM = SEARCH_ROOM  # entries of a list: of top-k's guess and of top-p's
+_KEEP_ALL = tl.constexpr(2**63 - 1)  # a key after all others
 _LOWEST = tl.constexpr(-3.4028234663852886e38)  # -inf is kept or not: it stays what it is
 # What the programs of a row leave each other. In words of 64 bits: weights before top-p's guess and before the end of
 # top-k's, the maximum's key. In words of 32 bits: entries listed and before top-k's guess, the weight in bin 0 and
@@ -51,12 +54,12 @@ _WORDS = tl.constexpr(16 + 64)
 
 
 @triton.jit
-def _search_list(order, weight, goal, ID_BITS: tl.constexpr):
+def _search_list(order, weight, goal):
     """The first key up to which a list's entries weigh at least `goal`, which they do together."""
     low = tl.min(tl.where(weight > 0, order, 0x7FFFFFFFFFFFFFFF), 0)
     last = tl.max(tl.where(weight > 0, order, 0), 0)
     while (low >> ID_BITS) < (last >> ID_BITS):  # whole values first
-        middle = (((low >> ID_BITS) + (last >> ID_BITS)) >> 1 << ID_BITS) + ((1 << ID_BITS) - 1)
+        middle = (((low >> ID_BITS) + (last >> ID_BITS)) >> 1 << ID_BITS) + IDS
         reaches = tl.sum(tl.where(order <= middle, weight, 0), 0) >= goal
         last = tl.where(reaches, middle, last)
         low = tl.where(reaches, low, middle + 1)
@@ -175,7 +178,7 @@ def _guess(ints, floats, k, p, bar):
 @triton.jit
 def _gather(
     logits, logits_row, rows, divisors, top_k, top_p, min_p_logs, sums, ints, floats, keys, vocab_size,
-    share, TILE: tl.constexpr, FUSED: tl.constexpr, ID_BITS: tl.constexpr, PDL: tl.constexpr,
+    share, TILE: tl.constexpr, FUSED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (line, split): sums of what is surely kept; what lies near the guessed ends goes to the row's list."""
     begin_after(PDL)
@@ -236,7 +239,7 @@ def _gather(
                         mass_k += tl.where(x >= floor_k, weight, 0)
                 if tl.max(listed.to(tl.int32), 0) > 0:
                     place = tl.atomic_add(ints + _LISTED + tl.zeros_like(lane), 1, mask=listed, sem="relaxed")
-                    key = order_of(x, base + lane, ID_BITS)
+                    key = order_of(x, base + lane)
                     tl.store(keys + line * SEARCH_ROOM + place, key, mask=listed & (place < _ROOM))
         tl.atomic_add(sums + _MASS_P, tl.sum(mass_p, 0), sem="relaxed")
         tl.atomic_add(sums + _MASS_K, tl.sum(mass_k, 0), sem="relaxed")
@@ -246,7 +249,7 @@ def _gather(
 @triton.jit
 def _settle(
     logits, logits_row, rows, divisors, top_k, top_p, min_p_logs, sums, ints, floats, keys, last_values,
-    last_ids, vocab_size, ID_BITS: tl.constexpr, PDL: tl.constexpr,
+    last_ids, vocab_size, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (line): the value and the id of the last entry that is kept."""
     begin_after(PDL)
@@ -261,45 +264,45 @@ def _settle(
         keys += line * SEARCH_ROOM
         k, p = tl.load(top_k + row), tl.load(top_p + row)
         largest = tl.div_rn(key_value((0xFFFFFFFF - tl.load(sums + _LARGEST)).to(tl.uint32)), divisor)
-        last = tl.full((), (1 << (32 + ID_BITS)) - 1, tl.int64)
+        last = tl.full((), _KEEP_ALL, tl.int64)
         if tl.abs(largest) < float("inf"):  # else the row keeps all
             bar = tl.maximum(largest + tl.load(min_p_logs + row), _LOWEST)
-            top, last = first_key(largest, ID_BITS), last_key(bar, ID_BITS)
+            top, last = first_key(largest), last_key(bar)
             listed = tl.load(ints + _LISTED)
             fits = listed <= _ROOM
-            order = tl.load(keys + place, mask=place < listed, other=(1 << (32 + ID_BITS)) - 1)
+            order = tl.load(keys + place, mask=place < listed, other=_KEEP_ALL)
             x = key_value((order >> ID_BITS).to(tl.uint32))
             total = tl.load(sums + _MASS_K)
             if (k > 0) & (k < vocab_size):
                 above, below = tl.load(floats), tl.load(floats + 1)
                 inside = (x < above) & (x >= tl.maximum(below, bar))
-                before = last_key(tl.maximum(above, bar), ID_BITS)  # what is up to it was summed
+                before = last_key(tl.maximum(above, bar))  # what is up to it was summed
                 need, count = k - tl.load(ints + _BEFORE_K), tl.sum(inside.to(tl.int64), 0)
                 if fits & (need > 0) & ((need <= count) | (below <= bar)):
                     if need <= count:
-                        last = _search_list(order, inside.to(tl.int64), need, ID_BITS)
+                        last = _search_list(order, inside.to(tl.int64), need)
                     total += tl.sum(tl.where(inside & (order <= last), weight_of(x, largest), 0), 0)
                 else:
                     goal, first = tl.where(need > 0, need, k), tl.where(need > 0, before + 1, top)
                     last = tl.where(need > 0, last, before)
-                    last = search_row(logits, divisor, largest, goal, first, last, keys, vocab_size, False, ID_BITS)
-                    total = sum_row(logits, divisor, largest, top, last, vocab_size, ID_BITS)
+                    last = search_row(logits, divisor, largest, goal, first, last, keys, vocab_size, False)
+                    total = sum_row(logits, divisor, largest, top, last, vocab_size)
             if p < 1.0:
                 above, below = tl.load(floats + 2), tl.load(floats + 3)
                 inside = (x < above) & (x >= tl.maximum(below, bar)) & (order <= last)
                 weight = tl.where(inside, weight_of(x, largest), 0)
-                before = last_key(tl.maximum(above, bar), ID_BITS)
+                before = last_key(tl.maximum(above, bar))
                 goal = tl.maximum(tl.ceil(p.to(tl.float64) * total.to(tl.float64)).to(tl.int64), 1)
                 need = goal - tl.load(sums + _MASS_P)
                 is_beyond = (need > 0) & (before < last)
                 if fits & is_beyond & (need <= tl.sum(weight, 0)):
-                    last = _search_list(order, weight, need, ID_BITS)
+                    last = _search_list(order, weight, need)
                 else:
                     goal, first = tl.where(is_beyond, need, goal), tl.where(is_beyond, before + 1, top)
                     last = tl.where(is_beyond, last, tl.minimum(before, last))
-                    last = search_row(logits, divisor, largest, goal, first, last, keys, vocab_size, True, ID_BITS)
+                    last = search_row(logits, divisor, largest, goal, first, last, keys, vocab_size, True)
         tl.store(last_values + line, key_value((last >> ID_BITS).to(tl.uint32)))
-        tl.store(last_ids + line, (last & ((1 << ID_BITS) - 1)).to(tl.int32))
+        tl.store(last_ids + line, (last & IDS).to(tl.int32))
 
 
 def settle_many(logits: Tensor, rows: Tensor, cuts: Cuts, min_p_logs: Tensor, last: tuple[Tensor, Tensor]) -> None:
@@ -309,7 +312,6 @@ def settle_many(logits: Tensor, rows: Tensor, cuts: Cuts, min_p_logs: Tensor, la
     ints = torch.zeros(num_rows * _WORDS.value, dtype=torch.int32, device=device)
     scratch = (ints.view(torch.int64), ints, ints.view(torch.float32))
     keys = torch.empty(num_rows * SEARCH_ROOM.value, dtype=torch.int64, device=device)
-    id_bits = (vocab_size - 1).bit_length()
     row = (logits, logits.stride(0), rows, cuts.divisors, cuts.top_k)
     options = chained(device)
     grid, share = _divide_rows(num_rows, vocab_size, _SURVEY_TILE)
@@ -317,10 +319,10 @@ def settle_many(logits: Tensor, rows: Tensor, cuts: Cuts, min_p_logs: Tensor, la
     grid, share = _divide_rows(num_rows, vocab_size, _TILE)
     _gather[grid](
         *row, cuts.top_p, min_p_logs, *scratch, keys, vocab_size, share, TILE=_TILE, FUSED=logits.is_cuda,
-        ID_BITS=id_bits, num_warps=1, enable_fp_fusion=False, **options,
+        num_warps=1, enable_fp_fusion=False, **options,
     )  # fmt: skip
     _settle[(num_rows,)](
-        *row, cuts.top_p, min_p_logs, *scratch, keys, *last, vocab_size, ID_BITS=id_bits, num_warps=16,
+        *row, cuts.top_p, min_p_logs, *scratch, keys, *last, vocab_size, num_warps=16,
         enable_fp_fusion=False, **options,
     )  # fmt: skip
 

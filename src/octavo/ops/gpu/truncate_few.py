@@ -18,12 +18,11 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.cuts import FEW, Cuts
-from octavo.ops.gpu.ranking import SEARCH_ROOM, key_value, order_of, search_row, value_key, weight_of
+from octavo.ops.gpu.ranking import ID_BITS, IDS, SEARCH_ROOM, key_value, order_of, search_row, value_key, weight_of
 
 _MAX_LEAVES = 256
 _ROOM = 256  # entries that are gathered and sorted
 _SCAN = 2048
-_ID_BITS = tl.constexpr(31)
 _FEW = tl.constexpr(FEW)
 
 
@@ -87,7 +86,7 @@ def _gather(
         reaches = (reaches & (x > float("-inf")) if FINITE else reaches) & (x >= bar)
         reaches = reaches.to(tl.int32)
         place = tl.atomic_add(counts + line, tl.sum(reaches, 0), sem="relaxed") + tl.cumsum(reaches, 0) - 1
-        tl.store(keys + line * SEARCH_ROOM + place, order_of(x, ids, _ID_BITS), mask=(reaches > 0) & (place < ROOM))
+        tl.store(keys + line * SEARCH_ROOM + place, order_of(x, ids), mask=(reaches > 0) & (place < ROOM))
 
 
 @triton.jit
@@ -96,13 +95,13 @@ def _sorted_keys(logits, divisor, k, maxima, keys, count, vocab_size,
     """The gathered keys of a row in their order, at least the first k; where too many came, exactly k."""
     place = tl.arange(0, ROOM)
     if count > ROOM:
-        first = value_key(tl.max(tl.load(maxima + tl.arange(0, LEAVES)), 0)).to(tl.int64) << _ID_BITS
+        first = value_key(tl.max(tl.load(maxima + tl.arange(0, LEAVES)), 0)).to(tl.int64) << ID_BITS
         last = tl.full((), 0x7FFFFFFFFFFFFFFF, tl.int64)
-        last = search_row(logits, divisor, 0.0, k, first, last, keys, vocab_size, False, _ID_BITS)
+        last = search_row(logits, divisor, 0.0, k, first, last, keys, vocab_size, False)
         count = 0
         for base in range(0, vocab_size, SCAN):
             ids = base + tl.arange(0, SCAN)
-            order = order_of(_load(logits, ids, divisor, vocab_size), ids, _ID_BITS)
+            order = order_of(_load(logits, ids, divisor, vocab_size), ids)
             kept = ((order <= last) & (ids < vocab_size)).to(tl.int32)
             tl.store(keys + count + tl.cumsum(kept, 0) - 1, order, mask=kept > 0)
             count += tl.sum(kept, 0)
@@ -122,7 +121,7 @@ def _list(
         logits + line * logits_row, divisor, k, maxima + line * LEAVES, keys + line * SEARCH_ROOM,
         tl.load(counts + line), vocab_size, LEAVES, ROOM, SCAN,
     )  # fmt: skip
-    tl.store(token_ids + line * k + place, order & 0x7FFFFFFF, mask=place < k)
+    tl.store(token_ids + line * k + place, order & IDS, mask=place < k)
 
 
 @triton.jit
@@ -139,7 +138,7 @@ def _cut(
             logits + line * logits_row, divisor, k, maxima + line * LEAVES, keys + line * SEARCH_ROOM,
             tl.load(counts + line), vocab_size, LEAVES, ROOM, SCAN,
         )  # fmt: skip
-        x = tl.where(place < count, key_value((order >> _ID_BITS).to(tl.uint32)), float("-inf"))
+        x = tl.where(place < count, key_value((order >> ID_BITS).to(tl.uint32)), float("-inf"))
         largest = tl.max(x, 0)
         kept = (place < tl.minimum(k, count)) & (x >= largest + tl.load(min_p_logs + row))
         weight = tl.where(kept, weight_of(x, largest), 0)
@@ -150,8 +149,8 @@ def _cut(
             kept = kept & (reached - weight < tl.maximum(goal, 1))
         last = tl.max(tl.where(kept, order, -1), 0)
         if tl.abs(largest) < float("inf"):
-            tl.store(last_values + line, key_value((last >> _ID_BITS).to(tl.uint32)))
-            tl.store(last_ids + line, (last & 0x7FFFFFFF).to(tl.int32))
+            tl.store(last_values + line, key_value((last >> ID_BITS).to(tl.uint32)))
+            tl.store(last_ids + line, (last & IDS).to(tl.int32))
         else:  # the row stays as it is
             tl.store(last_values + line, float("-inf"))
             tl.store(last_ids + line, vocab_size)
