@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from unittest import mock
 
 import torch
 import triton.language as tl
@@ -310,7 +311,7 @@ def interpreted_cuts() -> None:
 
 def interpreted_lists() -> None:
     """Ordinary rows, and such with tokens far ahead, are cut without a search of the row."""
-    gpu_truncate._PROGRAMS, gpu_truncate._MARGIN, gpu_truncate.search_row = 8, tl.constexpr(64), None
+    gpu_truncate._PROGRAMS, gpu_truncate._ROOM, gpu_truncate._MARGIN = 8, tl.constexpr(512), tl.constexpr(64)
     logits = 2 * torch.randn(5, 9000, generator=torch.Generator().manual_seed(1))
     logits[1, 5], logits[2, :3], logits[3, 300:] = 14.0, 25.0, float("-inf")
     tables = {"divisors": torch.tensor([1.0, 1.0, 0.7, 1.5, 2.0]), "min_p": torch.tensor([0.0, 0.0, 0.01, 0.0, 0.0])}
@@ -318,7 +319,8 @@ def interpreted_lists() -> None:
         cuts = sample.Cuts(**tables, top_k=torch.full((5,), top_k), top_p=torch.full((5,), top_p), few=False)
         expected, ours = logits.clone(), logits.clone()
         sample.cut_(expected, torch.arange(5), cuts)
-        gpu_cut.cut_(ours, torch.arange(5), cuts)
+        with mock.patch.object(gpu_truncate, "search_row", None):
+            gpu_cut.cut_(ours, torch.arange(5), cuts)
         assert torch.equal(ours, expected)
 
 
