@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from octavo import LLM, SamplingParams
-from octavo.device.graphs import GraphKey, GraphPool
+from octavo.device.graphs import EAGER, GraphKey, GraphPool, Issue
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 GOOD_PROMPT = "def add(a, b):\n"
@@ -36,10 +36,18 @@ def good_tokens(llm: LLM) -> list[int]:
 class Uncaptured(GraphPool):
     """Issues in place of each replay what the graph would hold, padded alike."""
 
-    def capture(self, issue: Callable[[GraphKey], torch.Tensor], rehearse: Callable[[GraphKey], torch.Tensor]) -> None:
+    def capture_first(
+        self, issue: Issue, rehearse: Callable[[GraphKey], object], reserve: Callable[[GraphKey], object]
+    ) -> None:
         for keys in (self._mixed, self._decode):
             rehearse(keys[0])  # once: it has no effect
         self._issue, self.replayed = issue, set[bool]()
+
+    def missing_keys(self) -> list[GraphKey]:
+        return []
+
+    def has(self, key: GraphKey, issue: Issue) -> bool:
+        return key is not EAGER
 
     def replay(self, key: GraphKey) -> torch.Tensor:
         self.replayed.add(key.is_decode)
