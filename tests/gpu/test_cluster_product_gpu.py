@@ -84,6 +84,7 @@ def test_captured_behind_the_kernel_that_makes_its_rows() -> None:
     weight, back = (torch.randn(shape, device="cuda").div(shape[1] ** 0.5).to(BF16) for shape in ((n, k), (k, n)))
     for rows in (72, 256, 512):
         x = torch.randn(rows, k, device="cuda").to(BF16)
+        assert serves(x, weight, None)
         out, middle = torch.empty_like(x), x.new_empty(rows, n)
 
         def call(x: torch.Tensor = x, out: torch.Tensor = out, middle: torch.Tensor = middle) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ pytest.importorskip("triton")
 
 from octavo.ops.gpu import cluster_product, kept_file, runtime_compiler
 from octavo.ops.gpu.cluster_product import MAX_ROWS, MIN_ROWS, SAMPLE, Tile, serves, tile_for
+from octavo.ops.gpu.driver import DriverError
 from octavo.ops.gpu.runtime_compiler import CompileError
 
 BF16 = torch.bfloat16
@@ -80,6 +82,34 @@ def test_a_cpu_has_no_such_kernel() -> None:
 
 
 # compilation
+
+
+@pytest.mark.parametrize("why", ["other bits", "does not load", "no compiler"])
+def test_kernels_that_cannot_be_had_are_told_once_and_never_used(
+    why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(error: Exception) -> Callable[..., int]:
+        def call(*_: object) -> int:
+            raise error
+
+        return call
+
+    loaded = refuse(DriverError("no image")) if why == "does not load" else lambda *_: 7
+    checked = refuse(DriverError("it sums in another order")) if why == "other bits" else lambda *_: None
+    compiled = refuse(CompileError("there is no compiler")) if why == "no compiler" else lambda *_: b"code"
+    monkeypatch.setattr(cluster_product.driver, "load", loaded)
+    monkeypatch.setattr(cluster_product, "_check", checked)
+    monkeypatch.setattr(cluster_product, "compile_tile", compiled)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(cluster_product, "_prepared", set())
+    monkeypatch.setattr(cluster_product, "_functions", {})
+    cluster_product._machine_codes.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            cluster_product._prepare(cluster_product._Kind(BF16, None), torch.device("cuda", 0), 4096, 1024)
+    cluster_product._machine_codes.cache_clear()
+    assert not cluster_product._functions
+    assert len(caplog.records) == 1
 
 
 def _compiler() -> object:
