@@ -163,13 +163,15 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_start_captures_the_largest_and_the_smallest(no_device: None) -> None:
     """Of each kind and length; what the others need is made room for, and they come when asked for, or in turn."""
     keys = [*decode_keys(100, (50,)), *mixed_keys(100, 200)]
-    pool, rehearsed, captured, reserved = GraphPool(keys), [], [], []
+    pool, rehearsed, captured, reserved, loaded = GraphPool(keys), [], [], [], []
 
     def issue(key: GraphKey) -> torch.Tensor:
+        assert key in rehearsed or key in loaded
         captured.append(key)
         return torch.zeros(1)
 
-    pool.capture_first(issue, rehearsed.append, reserved.append)
+    pool.capture_first(issue, rehearsed.append, reserved.append, loaded.append)
+    assert not loaded
     assert captured == rehearsed == pool.first_keys()
     assert [(key.num_tokens, key.max_seq_len == 50, key.is_decode) for key in captured] == [
         (200, False, False), (100, True, True), (100, False, True), (16, False, False), (1, True, True),
@@ -186,6 +188,7 @@ def test_a_start_captures_the_largest_and_the_smallest(no_device: None) -> None:
     while left := pool.missing_keys():
         assert pool.has(left[0], issue)
     assert sorted(captured) == sorted(keys)
+    assert sorted(loaded) == sorted(reserved)
 
 
 def test_a_graph_without_memory_is_done_without(no_device: None, caplog: pytest.LogCaptureFixture) -> None:

@@ -36,9 +36,7 @@ def good_tokens(llm: LLM) -> list[int]:
 class Uncaptured(GraphPool):
     """Issues in place of each replay what the graph would hold, padded alike."""
 
-    def capture_first(
-        self, issue: Issue, rehearse: Callable[[GraphKey], object], reserve: Callable[[GraphKey], object]
-    ) -> None:
+    def capture_first(self, issue: Issue, rehearse: Callable[[GraphKey], object], *_: object, **__: object) -> None:
         for keys in (self._mixed, self._decode):
             rehearse(keys[0])  # once: it has no effect
         self._issue, self.replayed = issue, set[bool]()

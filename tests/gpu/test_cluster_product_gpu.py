@@ -20,7 +20,7 @@ from octavo.ops import fused
 from octavo.ops.activation import gated_activation
 from octavo.ops.gpu import cluster_product, matmul
 from octavo.ops.gpu.cluster_product import SAMPLE, Tile, _Kind, product, serves, tile_for
-from octavo.ops.matmul import linear, pack_linear
+from octavo.ops.matmul import linear, load_kernels, pack_linear
 
 pytestmark = pytest.mark.gpu
 BF16, F16 = torch.bfloat16, torch.float16
@@ -153,20 +153,22 @@ def test_a_kernel_that_cannot_be_had_is_told_once_and_others_serve(
     assert _same(linear(x, weight), _expected(x, weight.storage))
 
 
-def test_a_graph_finds_the_kernels_that_another_number_of_rows_made_ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is loaded while it is captured, and graphs are captured after steps of other sizes."""
+def test_a_graph_finds_the_kernels_that_were_loaded_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is loaded while it is captured."""
     weight, x = _weight(4096, 1024), heavy_tailed(600, 1024, dtype=BF16, seed=7, device="cuda")
     _forget(monkeypatch)
+    assert not serves(x, weight, None), "too many rows"
+    assert serves(x[:512], weight, None)
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        assert serves(x[:512], weight, None)
         assert not serves(x[:72], weight, None)
         x.neg_()
-    assert not serves(x, weight, None), "too many rows"
+    load_kernels(72)
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        for rows in (72, 160, 512):
-            assert serves(x[:rows], weight, None)
+        assert serves(x[:72], weight, None)
         x.neg_()
 
 
 def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster_product, "_functions", {})
-    monkeypatch.setattr(cluster_product, "_prepared", set())
+    monkeypatch.setattr(cluster_product, "_met", {})

@@ -101,15 +101,42 @@ def test_kernels_that_cannot_be_had_are_told_once_and_never_used(
     monkeypatch.setattr(cluster_product, "_check", checked)
     monkeypatch.setattr(cluster_product, "compile_tile", compiled)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(cluster_product, "_prepared", set())
+    weights = cluster_product._Kind(BF16, None), torch.device("cuda", 0), 4096, 1024
+    monkeypatch.setattr(cluster_product, "_met", {weights: None})
     monkeypatch.setattr(cluster_product, "_functions", {})
     cluster_product._machine_codes.cache_clear()
     with caplog.at_level(logging.WARNING):
-        for _ in range(3):
-            cluster_product._prepare(cluster_product._Kind(BF16, None), torch.device("cuda", 0), 4096, 1024)
+        for num_rows in (64, 72, 72, 256, 512):
+            cluster_product.load_for(num_rows)
     cluster_product._machine_codes.cache_clear()
-    assert not cluster_product._functions
+    assert len(cluster_product._functions) > 3
+    assert set(cluster_product._functions.values()) == {None}
     assert len(caplog.records) == 1
+
+
+def test_what_is_loaded_for_a_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One kernel a weight that was met and has one, once, and not while a graph is captured."""
+    kinds = [cluster_product._Kind(BF16, activation) for activation in (None, "silu")]
+    shapes = [(kinds[0], 4096, 1024), (kinds[1], 6144, 1024), (kinds[0], 151936, 1024)]
+    loaded: list[bytes] = []
+    capturing = True
+    monkeypatch.setattr(cluster_product.driver, "load", lambda code, *_: loaded.append(code) or len(loaded))
+    monkeypatch.setattr(cluster_product, "_check", lambda *_: None)
+    monkeypatch.setattr(cluster_product, "compile_tile", lambda tile, kind: repr((tile, kind)).encode())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    met = {(kind, torch.device("cuda", 0), n, k): None for kind, n, k in shapes}
+    monkeypatch.setattr(cluster_product, "_met", met)
+    monkeypatch.setattr(cluster_product, "_functions", {})
+    cluster_product._machine_codes.cache_clear()
+    cluster_product.load_for(72)
+    assert not loaded
+    capturing = False
+    for _ in range(2):
+        cluster_product.load_for(72)
+    expected = [repr((tile_for(72, n, k, kind == kinds[1]), kind)).encode() for kind, n, k in shapes[:2]]
+    assert loaded == expected
+    assert list(cluster_product._functions.values()) == [1, 2]
+    cluster_product._machine_codes.cache_clear()
 
 
 def _compiler() -> object:

@@ -76,6 +76,10 @@ def mixed_keys(
     return keys
 
 
+def _nothing(_: GraphKey) -> None:
+    """No key asks for anything."""
+
+
 class GraphPool:
     """The graphs of one runner. Without keys it is the null object: every step is EAGER.
 
@@ -90,17 +94,23 @@ class GraphPool:
         self._graphs: dict[GraphKey, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._stream: torch.cuda.Stream | None = None  # of all captures, for libraries keep memory by stream
         self._pool: Any = None
+        self._load: Callable[[GraphKey], object] = _nothing
 
     def capture_first(
-        self, issue: Issue, rehearse: Callable[[GraphKey], object], reserve: Callable[[GraphKey], object]
+        self,
+        issue: Issue,
+        rehearse: Callable[[GraphKey], object],
+        reserve: Callable[[GraphKey], object],
+        load: Callable[[GraphKey], object] = _nothing,
     ) -> None:
         """Capture `issue(key)` for the first keys, before any step.
 
         What `issue` returns, `replay` gives. Memory of the pool that it returns is not kept: it holds until the next
         replay. `rehearse(key)` launches every kernel that `issue(key)` does, and has no effect while tables are empty;
-        `reserve(key)` lets whatever grows with a key grow, for a capture is no time for that.
+        `reserve(key)` lets whatever grows with a key grow, for a capture is no time for that; nor for what `load(key)`
+        does, ahead of every later one.
         """
-        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        self._pool, self._stream, self._load = torch.cuda.graph_pool_handle(), torch.cuda.Stream(), load
         torch.cuda.synchronize()
         with torch.cuda.stream(self._stream):
             for key in self.first_keys():
@@ -132,6 +142,7 @@ class GraphPool:
             return False
         try:
             with torch.cuda.stream(self._stream):
+                self._load(key)
                 self._capture(key, issue)
         except RuntimeError as error:
             (self._decode if key.is_decode else self._mixed).remove(key)

@@ -147,6 +147,16 @@ def _linear_gpu(
     return matmul.linear(x, weight.storage, bias, out)
 
 
+def load_kernels(num_rows: int) -> None:
+    """On a GPU: load what `linear` and `fused.gated_linear` run for so many rows by the weights that they have met.
+
+    They load nothing while a graph is captured.
+    """
+    from octavo.ops.gpu import cluster_product  # needs triton
+
+    cluster_product.load_for(num_rows)
+
+
 def linear_reference(
     x: Tensor,
     weight: LinearWeight,

@@ -22,6 +22,7 @@ from octavo.kv_cache.pool import KVCachePool
 from octavo.model_state.base import ModelState
 from octavo.models.base import Model
 from octavo.ops.inputs import commit_tokens
+from octavo.ops.matmul import load_kernels
 from octavo.ops.zero_blocks import zero_blocks
 from octavo.plan import NewRow, StepPlan, StepResult
 from octavo.sampling.logprobs import GroupLogprobs, prompt_chunks
@@ -78,7 +79,10 @@ class Runner:
     def capture(self) -> None:
         """Capture the graphs that a start needs, or all where kernels are not compiled yet. Before the first step."""
         self._graphs.capture_first(
-            self._record, functools.partial(self._record, brief=True), lambda key: self._prepare(self._batch_of(key))
+            self._record,
+            functools.partial(self._record, brief=True),
+            reserve=lambda key: self._prepare(self._batch_of(key)),
+            load=lambda key: load_kernels(key.num_tokens),
         )
         self._buffers.turn.zero_()
         if not self._graphs.missing_keys():

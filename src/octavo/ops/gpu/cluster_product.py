@@ -205,15 +205,15 @@ def _is_hopper(device: torch.device) -> bool:
 def serves(x: Tensor, weight: Tensor, out: Tensor | None, activation: str | None = None) -> bool:
     """Whether rows x [M, K] by a weight [N, K], or by gates before their ups, run here; into `out`, or a new tensor.
 
-    Whatever M is, the weight's kernels are made ready if no graph is captured: graphs of other M may be, later.
+    While a graph is captured, only by a kernel that is loaded: by an earlier call for such rows, or `load_for`.
     """
     (num_rows, k), n = x.shape, weight.shape[0]
     if not (x.is_cuda and x.dtype == weight.dtype and x.dtype in _ELEMENTS and matmul.is_reproducible()):
         return False
     if not _is_hopper(x.device):
         return False
-    kind = _Kind(x.dtype, activation)
-    _prepare(kind, x.device, n, k)
+    weights = _Kind(x.dtype, activation), x.device, n, k
+    _met[weights] = None
     if not MIN_ROWS <= num_rows <= MAX_ROWS:
         return False
     steps = 2 * x.stride(0) | x.data_ptr() | weight.data_ptr()
@@ -224,41 +224,60 @@ def serves(x: Tensor, weight: Tensor, out: Tensor | None, activation: str | None
     if steps % _ALIGNED or x.stride(1) != 1 or not weight.is_contiguous():
         return False
     tile = tile_for(num_rows, n, k, activation is not None)
-    return tile is not None and (tile, kind, x.device.index) in _functions
+    return tile is not None and _is_loaded(tile, weights)
 
 
-_functions: dict[tuple[Tile, _Kind, int], int] = {}  # of a device, loaded and found right
-_prepared: set[tuple[_Kind, int, int, int]] = set()  # kinds, devices and shapes whose kernels were asked for
+_Weights = tuple[_Kind, torch.device, int, int]  # what multiplies weights of a shape [N, K], and where
+_met: dict[_Weights, None] = {}  # that `serves` was asked about
+_functions: dict[tuple[Tile, _Kind, int], int | None] = {}  # of a device, found right; None: not to be had
 
 
-def _prepare(kind: _Kind, device: torch.device, n: int, k: int) -> None:
-    """Load the kernels that the rule chooses for a weight's shape, once; those that cannot be had are told of."""
-    name = kind, device.index, n, k
-    if name in _prepared or torch.cuda.is_current_stream_capturing():
-        return
-    _prepared.add(name)
-    try:
-        for tile, code in _machine_codes(kind, n, k).items():
-            _load(tile, kind, device, code)
-    except (OSError, driver.DriverError, runtime_compiler.CompileError) as error:
-        _LOG.warning("products by a weight [%d, %d] run on other kernels, which may be slower: %s", n, k, error)
+def load_for(num_rows: int) -> None:
+    """Load the kernels for so many rows by the weights that `serves` was asked about. Waits for the GPU, a kernel once.
+
+    A graph that is captured next finds them.
+    """
+    for weights in list(_met):
+        kind, _, n, k = weights
+        tile = tile_for(num_rows, n, k, kind.activation is not None)
+        if tile is not None:
+            _is_loaded(tile, weights)
+
+
+def _is_loaded(tile: Tile, weights: _Weights) -> bool:
+    """Whether the rule's kernel is there. Loads it unless a graph is captured; tells once why it cannot be had."""
+    kind, device, n, k = weights
+    name = tile, kind, device.index
+    if name not in _functions:
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        try:
+            _load(tile, kind, device, _machine_codes(kind, n, k)[tile])
+        except (OSError, driver.DriverError, runtime_compiler.CompileError) as error:
+            _LOG.warning("products by a weight [%d, %d] run on other kernels, which may be slower: %s", n, k, error)
+            for other in _tiles(kind, n, k):
+                _functions.setdefault((other, kind, device.index), None)
+    return _functions[name] is not None
 
 
 def _load(tile: Tile, kind: _Kind, device: torch.device, code: bytes) -> None:
     """Raises DriverError."""
-    name = tile, kind, device.index
-    if name not in _functions:
-        function = driver.load(code, "product", tile.shared_bytes)
-        _check(function, tile, kind, device)
-        _functions[name] = function
+    function = driver.load(code, "product", tile.shared_bytes)
+    _check(function, tile, kind, device)
+    _functions[tile, kind, device.index] = function
+
+
+def _tiles(kind: _Kind, n: int, k: int) -> list[Tile]:
+    """All that the rule chooses for a weight's shape."""
+    rows = range(_round_up(MIN_ROWS), MAX_ROWS + 1, 16)
+    found = (tile_for(num_rows, n, k, kind.activation is not None) for num_rows in rows)
+    return list(dict.fromkeys(tile for tile in found if tile is not None))
 
 
 @functools.cache
 def _machine_codes(kind: _Kind, n: int, k: int) -> dict[Tile, bytes]:
     """The kernels that the rule chooses for a weight's shape: kept ones, or compiled all at once."""
-    rows = range(_round_up(MIN_ROWS), MAX_ROWS + 1, 16)
-    found = {tile_for(num_rows, n, k, kind.activation is not None) for num_rows in rows}
-    tiles = [tile for tile in found if tile is not None]
+    tiles = _tiles(kind, n, k)
     with ThreadPoolExecutor(min(os.cpu_count() or 1, _COMPILERS)) as pool:
         codes = pool.map(lambda tile: compile_tile(tile, kind), tiles)
         return dict(zip(tiles, codes, strict=True))
@@ -304,9 +323,10 @@ def product(x: Tensor, weight: Tensor, out: Tensor, activation: str | None = Non
     if tile is None:
         tile = tile_for(num_rows, n, k, activation is not None)
         assert tile is not None, "ask `serves` first"
-    else:
+    elif (tile, kind, x.device.index) not in _functions:
         _load(tile, kind, x.device, compile_tile(tile, kind))
     function = _functions[tile, kind, x.device.index]
+    assert function is not None, "ask `serves` first"
     _launch(function, tile, kind, x, weight, out)
     return out
 
