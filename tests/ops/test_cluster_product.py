@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -152,6 +153,29 @@ def test_every_kind_of_tile_compiles(tile: Tile) -> None:
     for kind in (cluster_product._Kind(BF16, None), cluster_product._Kind(torch.float16, "gelu_tanh")):
         if kind.activation is None or not tile.rows_first:
             assert runtime_compiler.compile_cubin(kind.source(tile), kind.macros(tile), "sm_90a")[:4] == b"\x7fELF"
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "activation"),
+    [
+        (4096, 1024, None), (1024, 2048, None), (6144, 1024, "silu"), (1024, 3072, None), (6144, 4096, None),
+        (4096, 4096, None), (24576, 4096, "silu"), (4096, 12288, None),
+    ],
+)  # fmt: skip
+def test_what_known_models_need_keeps_its_sums_in_registers(n: int, k: int, activation: str | None) -> None:
+    """And the matrix unit's steps on their way: the compiler tells where it makes each wait for the one before."""
+    _compiler()
+    kind = cluster_product._Kind(BF16, activation)
+    tiles = cluster_product._tiles(kind, n, k)
+    assert tiles
+
+    def told(tile: Tile) -> str:
+        return runtime_compiler.compile_told(kind.source(tile), kind.macros(tile), "sm_90a", "--ptxas-options=-v")[1]
+
+    with ThreadPoolExecutor(2) as pool:
+        for tile, text in zip(tiles, pool.map(told, tiles), strict=True):
+            assert "0 bytes spill stores, 0 bytes spill loads" in text, tile
+            assert "wgmma" not in text and "warning" not in text.lower(), text
 
 
 @pytest.fixture

@@ -46,8 +46,14 @@ def machine_code(source: str, macros: Mapping[str, int | str], arch: str) -> byt
 
 def compile_cubin(source: str, macros: Mapping[str, int | str], arch: str) -> bytes:
     """A cubin of CUDA C++. Raises CompileError. Threads may compile at the same time."""
+    return compile_told(source, macros, arch)[0]
+
+
+def compile_told(source: str, macros: Mapping[str, int | str], arch: str, *options: str) -> tuple[bytes, str]:
+    """A cubin of CUDA C++, and what the compiler said, as with the option "--ptxas-options=-v". Raises CompileError."""
     library, program = _library(), ctypes.c_void_p()
     flags = ["--std=c++17", f"--gpu-architecture={arch}", *(f"-D{name}={value}" for name, value in macros.items())]
+    flags += options
     status = library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None)
     if status:
         raise CompileError(f"nvrtcCreateProgram failed with {status}")
@@ -55,9 +61,10 @@ def compile_cubin(source: str, macros: Mapping[str, int | str], arch: str) -> by
         status = library.nvrtcCompileProgram(
             program, len(flags), (ctypes.c_char_p * len(flags))(*(flag.encode() for flag in flags))
         )
+        told = _fetch(library, program, "ProgramLog").decode(errors="replace").strip()
         if status:
-            raise CompileError(f"{macros}: {_fetch(library, program, 'ProgramLog').decode(errors='replace').strip()}")
-        return _fetch(library, program, "CUBIN")
+            raise CompileError(f"{macros}: {told}")
+        return _fetch(library, program, "CUBIN"), told
     finally:
         library.nvrtcDestroyProgram(ctypes.byref(program))
 
