@@ -101,7 +101,7 @@ def _clustered() -> None:
     x = matmul_rig.heavy_tailed(150, 1088, dtype=BF16, seed=2, device="cuda")
     plain = linear(x, weight, None, x.new_empty(150, 416), tile_for(16, 416, 1088, BF16))
     gated = gated_activation(plain, tanh=False)
-    for tile in cluster_product.SAMPLE:
+    for tile in matmul_rig.CLUSTERED:
         out = cluster_product.product(x, weight, torch.empty_like(plain), None, tile)
         assert torch.equal(out, plain), tile
         if not tile.rows_first:

@@ -15,11 +15,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ops"))
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from matmul_rig import heavy_tailed
+from matmul_rig import CLUSTERED, heavy_tailed
 from octavo.ops import fused
 from octavo.ops.activation import gated_activation
 from octavo.ops.gpu import cluster_product, matmul
-from octavo.ops.gpu.cluster_product import SAMPLE, Tile, _Kind, product, serves, tile_for
+from octavo.ops.gpu.cluster_product import Tile, _Kind, product, serves, tile_for
 from octavo.ops.matmul import linear, load_kernels, pack_linear
 
 pytestmark = pytest.mark.gpu
@@ -53,7 +53,7 @@ def test_every_tile_has_the_bits_of_the_canonical_order(activation: str | None, 
     assert expected.isfinite().float().mean() > 0.9
     assert (expected != 0).float().mean() > 0.5
     x[290:] = float("nan")
-    tiles = [tile for tile in SAMPLE if activation is None or not tile.rows_first]
+    tiles = [tile for tile in CLUSTERED if activation is None or not tile.rows_first]
     with ThreadPoolExecutor(8) as pool:  # they are kept
         list(pool.map(lambda tile: cluster_product.compile_tile(tile, _Kind(dtype, activation)), tiles))
     for tile in tiles:

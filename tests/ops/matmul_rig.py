@@ -5,11 +5,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.ops.gpu import activation, few_rows, norm
+from octavo.ops.gpu import activation, cluster_product, few_rows, norm
 from octavo.ops.gpu.matmul import Tile, linear
 from octavo.ops.matmul import LinearWeight, linear_reference
 
 TILES = (Tile(16, 16, 32, 1, 2), Tile(8, 64, 64, 4, 3, swap=True), Tile(64, 32, 16, 4, 2, group=2, ahead=3))
+# Of `octavo.ops.gpu.cluster_product`: every way of sharing, on each side; one and two parts, one to three groups.
+CLUSTERED = tuple(
+    cluster_product.Tile(*numbers, rows_first=rows_first)
+    for rows_first, tiles in (
+        (
+            False,
+            ((1, 16), (1, 48, 1, 2), (1, 256), (2, 128, 1, 1, 2), (2, 80, 1, 2), (3, 192), (3, 128, 2), (3, 112, 2, 2)),
+        ),
+        (True, ((1, 144), (1, 192, 1, 2), (2, 192, 1, 1, 2), (3, 96, 1, 2))),
+    )
+    for numbers in tiles
+)
 EXACT = (torch.float16, torch.float32)  # the interpreter multiplies bfloat16 as integers
 DTYPES = (*EXACT, torch.bfloat16)
 

@@ -12,8 +12,9 @@ import torch
 
 pytest.importorskip("triton")
 
+from matmul_rig import CLUSTERED
 from octavo.ops.gpu import cluster_product, kept_file, runtime_compiler
-from octavo.ops.gpu.cluster_product import MAX_ROWS, MIN_ROWS, SAMPLE, Tile, serves, tile_for
+from octavo.ops.gpu.cluster_product import MAX_ROWS, MIN_ROWS, Tile, serves, tile_for
 from octavo.ops.gpu.driver import DriverError
 from octavo.ops.gpu.runtime_compiler import CompileError
 
@@ -147,7 +148,7 @@ def _compiler() -> object:
         pytest.skip("needs the compiler that comes with torch's CUDA packages")
 
 
-@pytest.mark.parametrize("tile", SAMPLE, ids=str)
+@pytest.mark.parametrize("tile", CLUSTERED, ids=str)
 def test_every_kind_of_tile_compiles(tile: Tile) -> None:
     _compiler()
     for kind in (cluster_product._Kind(BF16, None), cluster_product._Kind(torch.float16, "gelu_tanh")):

@@ -108,14 +108,6 @@ class Tile:
         return first // self.first_shared, second // self.second_shared
 
 
-# Every way of sharing, on each side; one and two parts, one to three groups: what tests run.
-SAMPLE = (
-    Tile(1, 16), Tile(1, 48, 1, 2), Tile(1, 256), Tile(2, 128, 1, 1, 2), Tile(2, 80, 1, 2, 1), Tile(3, 192),
-    Tile(3, 128, 2), Tile(3, 112, 2, 2), Tile(1, 144, rows_first=True), Tile(1, 192, 1, 2, rows_first=True),
-    Tile(2, 192, 1, 1, 2, rows_first=True), Tile(3, 96, 1, 2, 1, rows_first=True),
-)  # fmt: skip
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Kind:
     """What a kernel computes, beside its tile."""
