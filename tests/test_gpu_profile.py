@@ -23,6 +23,14 @@ def test_bytes_and_operations_of_a_decode_step() -> None:
     assert work["sampling"] == (4 * 7 * 2, 0)
 
 
+def test_the_last_layer_of_a_prompt_computes_what_is_sampled_from() -> None:
+    """All of its tokens up to attention, one of each prompt behind it."""
+    work, token = least_work(FACTS, prefill_load([30, 10])), least_work(FACTS, decode_load([1]))
+    projected, behind = 2 * 4 * 20, 2 * (10 * 4 + 4 * 12 + 6 * 4)
+    assert work["products"][1] == 3 * 40 * projected + (2 * 40 + 2) * behind + 2 * 2 * 4 * 7
+    assert token["products"][1] == 3 * (projected + behind) + 2 * 4 * 7
+
+
 def test_a_prompt_sees_half_of_its_square() -> None:
     load = prefill_load([3, 2])
     assert (load.num_tokens, load.num_logits, load.num_read, load.num_pairs) == (5, 2, 5, 6 + 3)

@@ -90,8 +90,8 @@ def _generate(llm: LLM, work: Work) -> float:
 def _least_seconds(facts: dict[str, Any], work: Work, copy: float, product: float) -> float:
     """The time that bytes and operations alone take.
 
-    Weights count once per decode step, K and V once per token that sees them, products for every prompt token; the
-    longest output says how many decode steps there are.
+    Weights count once per decode step, K and V once per token that sees them, products for every prompt token, of the
+    last layer K's and V's but for the prompt's last token; the longest output says how many decode steps there are.
     """
     head, kv_heads, layers = facts["head_dim"], facts["num_key_value_heads"], facts["num_hidden_layers"]
     hidden, heads = facts["hidden_size"], facts["num_attention_heads"]
@@ -99,7 +99,10 @@ def _least_seconds(facts: dict[str, Any], work: Work, copy: float, product: floa
     body, output_head = layers * layer, hidden * facts["vocab_size"]
     kv_token = 2 * 2 * layers * kv_heads * head
     lengths = [len(prompt) for prompt in work.prompts]
-    prompt_operations = sum(2 * body * n + 2 * n * n * heads * head * layers for n in lengths)
+    spared = layer - 2 * hidden * head * kv_heads
+    prompt_operations = sum(
+        2 * (body * n - spared * (n - 1)) + 2 * n * heads * head * (n * (layers - 1) + 2) for n in lengths
+    )
     seconds = prompt_operations / product
     for step in range(1, max(work.num_outputs)):
         live = [n + step for n, count in zip(lengths, work.num_outputs, strict=True) if step < count]

@@ -56,14 +56,17 @@ def least_work(facts: dict[str, Any], load: Load) -> dict[str, tuple[float, floa
     q_size = facts["num_attention_heads"] * facts["head_dim"]
     kv_size = 2 * facts["num_key_value_heads"] * facts["head_dim"]
     qkv, vocab, tokens = q_size + kv_size, facts["vocab_size"], load.num_tokens
-    layer_weights = hidden * (qkv + q_size + 3 * ff)
+    before, behind = hidden * qkv, hidden * (q_size + 3 * ff)  # attention: weights of a layer
+    num_behind = (layers - 1) * tokens + load.num_logits  # of the last layer, what nobody samples from ends there
     ends = 2 * (hidden * vocab + hidden * load.num_logits) + 4 * vocab * load.num_logits
-    products = 2 * layers * (layer_weights + tokens * (4 * hidden + qkv + q_size + 3 * ff)) + ends
+    products = 2 * (
+        layers * (before + behind + tokens * (hidden + qkv)) + num_behind * (3 * hidden + q_size + 3 * ff)
+    ) + ends  # fmt: skip
     attention = 2 * layers * (kv_size * load.num_read + 2 * q_size * tokens)
-    small = 2 * layers * tokens * (8 * hidden + 2 * qkv + 3 * ff)
+    small = 2 * (layers * tokens * (4 * hidden + 2 * qkv) + num_behind * (4 * hidden + 3 * ff))
     return {
         "attention": (attention, 4 * layers * q_size * load.num_pairs),
-        "products": (products, 2 * (layers * layer_weights * tokens + hidden * vocab * load.num_logits)),
+        "products": (products, 2 * (layers * before * tokens + behind * num_behind + hidden * vocab * load.num_logits)),
         "norms, rotation, activation": (small, 0),
         "sampling": (4 * vocab * load.num_logits, 0),
         "inputs and results": (4 * hidden * tokens, 0),

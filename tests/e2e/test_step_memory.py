@@ -11,7 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from octavo import LLM, SamplingParams, cli
+from octavo.layers import decoder
 from octavo.memory import show_bytes
+from octavo.ops.decoder import leave_attention
 from random_models import GEMMA, settings_of, token_prompts
 
 PROMPTS = token_prompts(40, 7, 1)
@@ -54,6 +56,29 @@ def test_no_allocation_of_a_step_grows_with_the_pool(tmp_path: Path, backend: st
             found.append(allocations.sizes)
     assert len(found[0]) > 20, "the steps ran under the mode"
     assert found[0] == found[1]
+
+
+def test_behind_the_last_attention_a_prompt_is_one_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a chunk that nobody samples from as well; a prompt that owes log-probabilities is all of its tokens."""
+    counts: list[int] = []
+
+    def leave(operands: Any, attended: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        counts.append(len(attended))
+        return leave_attention(operands, attended, residual)
+
+    monkeypatch.setattr(decoder, "leave_attention", leave)
+    with LLM(
+        **settings_of(GEMMA, tmp_path), dtype="float32", attention_backend="reference", max_num_batched_tokens=32,
+        max_model_len=64, max_num_seqs=4, async_scheduling=False, enable_prefix_caching=False,
+    ) as llm:  # fmt: skip
+        for prompt_logprobs, expected in ((None, [(32, 1), (16, 2), (2, 2)]), (1, [(32, 32), (16, 16), (2, 2)])):
+            counts.clear()
+            params = SamplingParams(
+                temperature=0.0, max_tokens=2, ignore_eos=True, detokenize=False, prompt_logprobs=prompt_logprobs
+            )
+            llm.generate(token_prompts(40, 8), params, use_tqdm=False)
+            steps = [counts[at : at + 6] for at in range(0, len(counts), 6)]
+            assert steps == [[num_tokens] * 5 + [num_last] for num_tokens, num_last in expected]
 
 
 def test_doctors_plan_holds_the_memory_of_tables_and_masks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -171,9 +171,14 @@ class Rig:
             slot_mapping=torch.tensor(slots, dtype=torch.int64),
         )
 
-    @torch.inference_mode()
     def step(self, chunks: Mapping[str, Sequence[int]]) -> dict[str, torch.Tensor]:
         """Run the next tokens of each row; returns [tokens, vocab] logits per row."""
+        logits = self.step_wanted(chunks, None)
+        return dict(zip(chunks, logits.split([len(tokens) for tokens in chunks.values()]), strict=True))
+
+    @torch.inference_mode()
+    def step_wanted(self, chunks: Mapping[str, Sequence[int]], wanted: torch.Tensor | None) -> torch.Tensor:
+        """Run the next tokens of each row; returns logits [S, vocab] of the tokens at `wanted` [S], None: of all."""
         inputs = [self._inputs(group, chunks) for group in range(len(self.groups))]
         positions = [self.lengths.get(row, 0) + i for row, tokens in chunks.items() for i in range(len(tokens))]
         context = ForwardContext(
@@ -182,16 +187,16 @@ class Rig:
             group_of_layer=self.group_of_layer,
             kv_of_layer=self.kv,
             positions=torch.tensor(positions),
+            wanted=wanted,
         )
         for backend, group_inputs in zip(self.backends, inputs, strict=True):
             backend.prepare(group_inputs)
         ids = torch.tensor([token for tokens in chunks.values() for token in tokens])
         with forward_context(context):
             hidden = self.model.forward(ids, context.positions)
-        logits = self.model.logits(hidden)
         for row, tokens in chunks.items():
             self.lengths[row] = self.lengths.get(row, 0) + len(tokens)
-        return dict(zip(chunks, logits.split([len(tokens) for tokens in chunks.values()]), strict=True))
+        return self.model.logits(hidden)
 
     def run(self, tokens: Sequence[int], sizes: Sequence[int], row: str = "row") -> torch.Tensor:
         """All tokens of one row in chunks of the given sizes; returns the logits of all, [tokens, vocab]."""

@@ -73,3 +73,18 @@ def test_layer_by_layer_and_in_one_operator_are_equal(
     found = Rig(case.model, "cpu").run(PROMPT[:60], [40, 1, 19])
     monkeypatch.setattr(CpuBackend, "capability", dataclasses.replace(CpuBackend.capability, paged_operator=False))
     assert torch.equal(Rig(case.model, "cpu").run(PROMPT[:60], [40, 1, 19]), found)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_last_layer_computes_only_wanted_tokens_with_the_same_bits(
+    tiny_case: Callable[[str], Case], family: str, backend: str
+) -> None:
+    model, chunks = tiny_case(family).model, {"a": PROMPT[:1], "b": PROMPT[7:50], "c": PROMPT[100:117]}
+    every = Rig(model, backend).step_wanted(chunks, None)
+    for wanted in (torch.tensor([0, 43, 60]), torch.tensor([60, 5, 5, 0])):
+        found = Rig(model, backend).step_wanted(chunks, wanted)
+        assert found.shape == (len(wanted), every.shape[1])
+        if backend == "cpu":
+            assert torch.equal(found, every[wanted])
+        torch.testing.assert_close(found, every[wanted], atol=TOLERANCE, rtol=0)

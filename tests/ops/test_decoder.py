@@ -135,6 +135,13 @@ def test_a_whole_decoder_equals_the_separate_operators(
     assert torch.equal(found, expected) and not found.isnan().any()
     assert all(map(_same, caches, expected_caches))
     assert torch.equal(x, kept), "the embedding is the caller's"
+    for wanted in (torch.tensor([count - 1]), torch.randint(0, count, (5,))):  # in any order, some twice
+        for num_layers in (1, 4):
+            decoder = BoundDecoder(layers[:num_layers], norm, 1e-5, caches[:num_layers], groups[:num_layers])
+            own = rows[: max(groups[:num_layers]) + 1]
+            every = decoder(x, positions, own)
+            assert torch.equal(decoder(x, positions, own, wanted), every[wanted])
+            assert torch.equal(decoder.composed(x, positions, own, wanted), every[wanted])
 
 
 @needs_native

@@ -298,6 +298,7 @@ class ForwardContext:
     group_of_layer: Sequence[int]  # its attention group
     kv_of_layer: Sequence[torch.Tensor]  # [blocks, kv_heads, block_size, channels]
     positions: torch.Tensor  # [tokens] int64, logical
+    wanted: torch.Tensor | None = None  # [S] int64, tokens whose hidden states are asked for; None: all, in order
     brief: bool = False  # the results are for nobody: layers that launch what others launch may be left out
 
 

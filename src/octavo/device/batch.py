@@ -63,6 +63,7 @@ class Batch(StepInputs):
     max_long: int  # host upper bound of rows with several tokens, which come after the others
     slot_mapping: list[torch.Tensor]  # per group [T] int64
     block_tables: list[torch.Tensor]  # per group [R, width] int32, kernel block ids
+    wanted: torch.Tensor | None  # [S and padding] int64, tokens whose hidden states are asked for; None: all
 
     @property
     def num_rows(self) -> int:
@@ -176,7 +177,7 @@ class InputBuffers:
         self.query_start = StagedTensor(1, max_num_rows + 1, torch.int32, device, queue)
         self.sample_of = StagedTensor(1, max_num_rows, torch.int32, device, queue)  # entry -> its sample, -1: none
         self.sampling = StagedTensor(1, max_num_rows, torch.int64, device, queue)  # [S] entries
-        self.logits_indices = StagedTensor(1, max_num_rows, torch.int64, device, queue)  # [S] token indices
+        self.logits_indices = StagedTensor(1, max_num_rows, torch.int64, device, queue)  # [S] token indices, zeros
         self._decode_rows = NO_INTS  # what the staged tensors hold, if a decode step is all they hold
         self._decode_width = 0
 
@@ -200,11 +201,13 @@ class InputBuffers:
         query_start[:num_real] = work.query_start[:-1]
         sample_of = np.full(num_rows, -1, np.int32)
         sample_of[work.sampling] = np.arange(num_sampling, dtype=np.int32)
+        logits_indices = np.zeros(num_rows, np.int64)  # padding is a token as well: a graph gathers it
+        logits_indices[:num_sampling] = work.logits_indices
         self.rows.stage(0, 0, rows)
         self.query_start.stage(0, 0, query_start)
         self.sample_of.stage(0, 0, sample_of)
         self.sampling.stage(0, 0, work.sampling)
-        self.logits_indices.stage(0, 0, work.logits_indices)
+        self.logits_indices.stage(0, 0, logits_indices)
 
     def apply(self) -> None:
         """Bring the staged rows to the device."""
@@ -215,8 +218,17 @@ class InputBuffers:
         """Fill the tensors of `batch`, a view of these buffers, from the rows. A graph may capture it."""
         gather_inputs(batch, self._requests.tensors, self._groups)
 
-    def view(self, num_rows: int, num_tokens: int, max_query_len: int, max_seq_len: int, max_long: int = 0) -> Batch:
-        """The leading parts of the static tensors as a batch."""
+    def view(
+        self,
+        num_rows: int,
+        num_tokens: int,
+        max_query_len: int,
+        max_seq_len: int,
+        max_long: int = 0,
+        *,
+        num_wanted: int | None = None,
+    ) -> Batch:
+        """The leading parts of the static tensors as a batch. `num_wanted`: hidden states asked for; None: all."""
         return Batch(
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
@@ -231,4 +243,5 @@ class InputBuffers:
             results=self.results,
             slot_mapping=[slots[:num_tokens] for slots in self.slot_mapping],
             block_tables=[table[:num_rows] for table in self.block_tables],
+            wanted=None if num_wanted is None else self.logits_indices.data[0, :num_wanted],
         )

@@ -2,9 +2,10 @@
 
 Owns which batch shapes are captured and when, the capture and the replay. Does not know what a step does: it is given
 functions that issue one for a padded shape. A decode graph is a whole step, in which every row computes the token that
-it sampled last; a mixed graph is a step up to the hidden states, whatever its rows compute. Invariants: a graph reads
-and writes memory that stays where it is; graphs share one memory pool, so what one leaves in it holds until the next
-replay; a chunk of a prompt never takes a decode graph, however short it is; no bit depends on which graphs there are.
+it sampled last; a mixed graph is a step up to the hidden states that rows sample from, whatever its rows compute.
+Invariants: a graph reads and writes memory that stays where it is; graphs share one memory pool, so what one leaves in
+it holds until the next replay; a chunk of a prompt never takes a decode graph, however short it is; no bit depends on
+which graphs there are.
 """
 
 from __future__ import annotations
@@ -36,6 +37,11 @@ class GraphKey:
     max_seq_len: int = ANY_LENGTH  # of the rows that it serves
     max_long: int = 0  # rows of several tokens that it serves
     is_decode: bool = dataclasses.field(kw_only=True)
+
+    @property
+    def num_wanted(self) -> int | None:
+        """Hidden states that a step of it may ask for, one of a row; None: those of all tokens are computed."""
+        return self.num_rows if self.num_rows < self.num_tokens else None
 
 
 EAGER = GraphKey(0, 0, is_decode=False)

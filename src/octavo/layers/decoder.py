@@ -86,9 +86,16 @@ class DecoderLayer(Layer):
         )
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        positions: torch.Tensor,
+        wanted: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(x, residual) before the layer -> after it. `residual` None: x is also the residual."""
+        """(x, residual) before the layer -> after it. `residual` None: x is also the residual.
+
+        wanted: [S] int64, the tokens that go on behind attention; None: all do.
+        """
         context, operands = current_context(), self.operands
         group = context.group_of_layer[self.attention.index]
         kv, slots = context.kv_of_layer[self.attention.index], context.inputs[group].slot_mapping
@@ -102,6 +109,8 @@ class DecoderLayer(Layer):
             q, residual = enter_attention(operands, x, residual, positions, kv, slots)
             attended = torch.empty_like(q)
             backend.run(q, kv, variant, attended, self.attention.tensors)
+        if wanted is not None:
+            attended, residual = attended.index_select(0, wanted), residual.index_select(0, wanted)
         x, residual = leave_attention(operands, attended, residual)
         return (x if isinstance(self.mlp, Mlp) else self.mlp.forward(x)), residual
 
@@ -124,24 +133,29 @@ class Decoder:
         return all(set(variant.facts) <= {"window", "soft_cap"} for variant in variants)
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """x [tokens, size]: the embedding; positions [tokens] int64 -> hidden states after the norm."""
+        """x [tokens, size]: the embedding; positions [tokens] int64 -> hidden states after the norm.
+
+        Of the tokens that the context says are wanted: the last layer's attention is the last to need the others.
+        """
         context = current_context()
         if self._dense and self._plain and all(backend.capability.paged_operator for backend in context.backends):
-            return self._bind(context)(x, positions, context.inputs)
+            return self._bind(context)(x, positions, context.inputs, context.wanted)
         residual: torch.Tensor | None = None
-        for layer in self._layers[: self._num_unlike(context)] if context.brief else self._layers:
+        *layers, last = self._layers
+        for layer in layers[: self._num_unlike(context)] if context.brief else layers:
             x, residual = layer.forward(x, residual, positions)
+        x, residual = last.forward(x, residual, positions, context.wanted)
         return last_norm(x, residual, self._norm.weight, self._norm.eps)
 
     def _num_unlike(self, context: ForwardContext) -> int:
-        """Layers from the first on that launch what all do: one of each kind behind the first, and one behind them."""
+        """Layers from the first on that launch, with the last one, what all do: one of each kind behind the first."""
         if self._unlike is None:
             facts = zip(self._layers, context.group_of_layer, context.kv_of_layer, strict=True)
             kinds = [
                 (group, layer.attention.variant, type(layer.mlp), _kind(kv), _kind(layer.operands))
                 for layer, group, kv in facts
             ]
-            self._unlike = max((kinds.index(kind, 1) for kind in kinds[1:]), default=0) + 2
+            self._unlike = max((kinds.index(kind, 1) for kind in kinds[1:]), default=0) + 1
         return self._unlike
 
     def _bind(self, context: ForwardContext) -> BoundDecoder:

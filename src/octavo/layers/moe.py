@@ -42,7 +42,7 @@ class MoeMlp(Layer):
         """(weights float32, expert ids int64), both [tokens, experts_per_token], best first."""
         moe = self._moe
         logits = self.router.forward(x)
-        scores = logits.sigmoid() if moe.scoring == "sigmoid" else logits.softmax(-1)
+        scores = _sigmoid(logits) if moe.scoring == "sigmoid" else logits.softmax(-1)
         choice = scores if self.correction is None else scores + self.correction
         if moe.num_groups > 1:
             choice = self._within_best_groups(choice)
@@ -86,3 +86,8 @@ class MoeMlp(Layer):
         if self.shared is not None:
             total += self.shared.forward(x)
         return total.to(x.dtype)
+
+
+def _sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """As a softmax of (x, 0): on a CPU torch's sigmoid has other bits for the last elements of a tensor."""
+    return torch.stack((x, torch.zeros_like(x)), -1).softmax(-1)[..., 0]

@@ -49,6 +49,7 @@ class DefaultModelState:
             group_of_layer=self._pool.group_of_layer,
             kv_of_layer=self._pool.views,
             positions=batch.positions,
+            wanted=batch.wanted,
         )
 
     @staticmethod

@@ -34,7 +34,10 @@ class Model(Protocol):
         """`dtype`: of activations, and of weights before packing."""
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """input_ids, positions [tokens] int64 -> hidden states after the final norm, [tokens, hidden_size]."""
+        """input_ids, positions [tokens] int64 -> hidden states after the final norm, [S, hidden_size].
+
+        Of the S tokens that the ForwardContext calls wanted, which are all tokens unless it says so.
+        """
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [rows, hidden_size] -> [rows, vocab_size] float32."""

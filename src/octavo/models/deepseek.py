@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from octavo.arch import Arch
-from octavo.attention.base import Variant
+from octavo.attention.base import Variant, current_context
 from octavo.layers.attention import RotaryTable
 from octavo.layers.base import Layer
 from octavo.layers.latent_attention import LatentAttention
@@ -65,14 +65,23 @@ class DeepseekLayer(Layer):
             self.mlp = Mlp(arch.hidden_size, arch.intermediate_size, arch.activation, dtype)
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        positions: torch.Tensor,
+        wanted: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(x, residual) before the layer -> after it. `residual` None: the first layer, x is the embedding."""
+        """(x, residual) before the layer -> after it. `residual` None: the first layer, x is the embedding.
+
+        wanted: [S] int64, the tokens that go on behind attention; None: all do.
+        """
         if residual is None:
             x, residual = self.input_norm.forward(x), x
         else:
             x, residual = self.input_norm.add(x, residual)
         x = self.attention.forward(x, positions)
+        if wanted is not None:
+            x, residual = x.index_select(0, wanted), residual.index_select(0, wanted)
         x, residual = self.post_attention_norm.add(x, residual)
         return self.mlp.forward(x), residual
 
@@ -102,7 +111,9 @@ class DeepseekForCausalLM(CausalLM):
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Hidden states after the last norm."""
         x, residual = self.embedding.forward(input_ids), None
-        for layer in self.layers:
+        *layers, last = self.layers
+        for layer in layers:
             x, residual = layer.forward(x, residual, positions)
+        x, residual = last.forward(x, residual, positions, current_context().wanted)
         assert residual is not None, "a decoder has layers"
         return self.norm.add(x, residual)[0]

@@ -82,7 +82,7 @@ class Runner:
             self._record,
             functools.partial(self._record, brief=True),
             reserve=lambda key: self._prepare(self._batch_of(key)),
-            load=lambda key: load_kernels(key.num_tokens),
+            load=self._load,
         )
         self._buffers.turn.zero_()
         if not self._graphs.missing_keys():
@@ -124,7 +124,8 @@ class Runner:
             self._bring()
             return PendingStep(plan.step, self._buffers.results[0, :0])
         work = self._lay_out(plan)
-        key = self._graphs.dispatch(work)
+        scores = not self._prompt_logprobs.keys().isdisjoint(work.rows.tolist()) and not work.is_decode
+        key = EAGER if scores else self._graphs.dispatch(work)
         self._buffers.stage(work, work.num_rows if key is EAGER else key.num_rows)
         self._bring()
         if not self._graphs.has(key, self._record):  # nothing is staged any more that a capture would launch
@@ -135,15 +136,17 @@ class Runner:
             groups = self._sample_again(work, self._graphs.replay(key))
         else:
             if key is EAGER:
+                every = scores or len(work.sampling) == work.total_tokens
                 batch = self._buffers.view(
-                    work.num_rows, work.total_tokens, work.max_query_len, work.max_seq_len, work.num_long
-                )
+                    work.num_rows, work.total_tokens, work.max_query_len, work.max_seq_len, work.num_long,
+                    num_wanted=None if every else max(len(work.sampling), 1),
+                )  # fmt: skip
                 hidden = self._forward(batch, for_capture=False)
             else:
                 batch, hidden = self._batch_of(key), self._graphs.replay(key)
-            if self._prompt_logprobs:
+            if scores:
                 prompt_logprobs = self._collect_prompt_logprobs(work, hidden)
-            groups = self._sample(work, batch, hidden[: work.total_tokens])
+            groups = self._sample(work, batch, hidden)
         rows = work.rows if work.is_decode else work.rows[work.sampling]
         packed = self._buffers.results[self._turn, : len(rows)]
         return PendingStep(plan.step, packed, rows, groups, prompt_logprobs, event=self._events[self._turn])
@@ -196,8 +199,15 @@ class Runner:
         if batch is None:
             longest, length = (min(most, self._max_model_len) for most in (key.num_tokens, key.max_seq_len))
             longest = 1 if key.is_decode else longest
-            batch = self._padded[key] = self._buffers.view(key.num_rows, key.num_tokens, longest, length, key.max_long)
+            batch = self._padded[key] = self._buffers.view(
+                key.num_rows, key.num_tokens, longest, length, key.max_long, num_wanted=key.num_wanted
+            )
         return batch
+
+    @staticmethod
+    def _load(key: GraphKey) -> None:
+        for num_tokens in {key.num_tokens, key.num_wanted or key.num_tokens}:
+            load_kernels(num_tokens)
 
     def _prepare(self, batch: Batch, *, for_capture: bool = False) -> ForwardContext:
         self._buffers.gather(batch)
@@ -210,16 +220,16 @@ class Runner:
             return self.model.forward(batch.input_ids, batch.positions)
 
     def _sample(self, work: Work, batch: Batch, hidden: torch.Tensor) -> list[GroupLogprobs]:
-        """Sample and commit. Gives the log-probabilities that rows asked for."""
+        """Sample and commit. Gives the log-probabilities that rows asked for. hidden: of wanted tokens."""
         num_samples = len(work.sampling)
         if not num_samples:
             no_tokens = batch.positions[:0]
             self._commit(batch, no_tokens, no_tokens.to(torch.uint8))
             return []
-        if num_samples < work.total_tokens:  # else every token's logits are wanted: no gather
+        if batch.wanted is None and num_samples < work.total_tokens:
             hidden = hidden.index_select(0, self._buffers.logits_indices.data[0, :num_samples])
         at = self._buffers.sampling.data[0, :num_samples]
-        logits = self.model.logits(hidden)
+        logits = self.model.logits(hidden[:num_samples])
         self._show(work, logits)
         output = self._sampler(logits, self._sample_batch(work, batch, at))
         self._commit(batch, output.tokens, output.failed)

@@ -4,6 +4,7 @@
 // separate operators. Buffers belong to the calling thread. Norms and activations may run in place: each reads an
 // element, or a whole row, before it writes there.
 #include <algorithm>
+#include <cstring>
 
 #include "operators.h"
 
@@ -88,6 +89,14 @@ void leave_attention(const DecoderLayer& layer, const Tokens& tokens, const void
     if (layer.mlp_out_norm) norm_in_place(tokens, out, layer.mlp_out_norm, size, layer.eps);
 }
 
+// The rows at `wanted` of `width` elements each, one behind the other. Tokens of `wanted` count.
+void gather(const Tokens& wanted, Rows rows, int64_t width, void* out) {
+    const int64_t size = wanted.dtype == F32 ? 4 : 2;
+    for (int64_t i = 0; i < wanted.count; ++i)
+        std::memcpy(static_cast<char*>(out) + i * width * size,
+                    static_cast<const char*>(rows.data) + wanted.positions[i] * rows.stride * size, width * size);
+}
+
 void attend(const DecoderLayer& layer, const LayerCache& cache, const GroupRows& rows, const Tokens& tokens,
             const void* q, void* out) {
     const int64_t token = layer.num_heads * layer.head_size;
@@ -118,13 +127,15 @@ OCTAVO_API void octavo_leave_attention(const octavo::DecoderLayer* layer, const 
                             out);
 }
 
-// x [tokens, size] contiguous -> out: the norm of what the last layer leaves. `rows`: one per cache group.
+// x [tokens, size] contiguous -> out [num_wanted, size]: the norm of what the last layer leaves of the tokens at `wanted`,
+// which may be null: of all. `rows`: one per cache group.
 OCTAVO_API void octavo_decode(const octavo::DecoderLayer* layers, const octavo::LayerCache* caches, int64_t num_layers,
                               const octavo::GroupRows* rows, const int64_t* positions, const void* x, const float* norm,
-                              float eps, void* out, int64_t num_tokens, int32_t dtype) {
+                              float eps, void* out, int64_t num_tokens, const int64_t* wanted, int64_t num_wanted,
+                              int32_t dtype) {
     using namespace octavo;
-    static thread_local Scratch residual_scratch, x_scratch, q_scratch, attended_scratch;
-    const Tokens tokens{positions, num_tokens, dtype};
+    static thread_local Scratch residual_scratch, x_scratch, q_scratch, attended_scratch, wanted_scratch;
+    const Tokens tokens{positions, num_tokens, dtype}, last{wanted, num_wanted, dtype};
     const int64_t size = layers[0].qkv->k;
     void* residual = buffer(residual_scratch, tokens, size);
     void* now = buffer(x_scratch, tokens, size);
@@ -136,8 +147,17 @@ OCTAVO_API void octavo_decode(const octavo::DecoderLayer* layers, const octavo::
         void* attended = buffer(attended_scratch, tokens, layer.num_heads * layer.head_size);
         enter_attention(layer, caches[i], group.slots, tokens, left, before, residual, q);
         attend(layer, caches[i], group, tokens, q, attended);
-        leave_attention(layer, tokens, attended, i == 0 ? left : Rows{residual, size}, residual, now);
+        Rows stream = i == 0 ? left : Rows{residual, size};
+        if (wanted && i == num_layers - 1) {  // nobody needs the other tokens any more
+            gather(last, {attended, layer.output->k}, layer.output->k, q);
+            void* kept = buffer(wanted_scratch, last, size);
+            gather(last, stream, size, kept);
+            leave_attention(layer, last, q, {kept, size}, residual, now);
+        } else {
+            leave_attention(layer, tokens, attended, stream, residual, now);
+        }
         left = {now, size}, before = {residual, size};
     }
-    octavo_rms_norm(left.data, size, before.data, size, norm, out, residual, num_tokens, size, eps, dtype);
+    octavo_rms_norm(left.data, size, before.data, size, norm, out, residual, wanted ? num_wanted : num_tokens, size, eps,
+                    dtype);
 }
