@@ -82,15 +82,14 @@ def _products() -> None:
 
 
 def _gated() -> None:
-    """On Hopper: the separate operators' bits, by every tile of the table, rows and k that fill none."""
+    """On Hopper: the separate operators' bits, with rows and k that fill no tile and no ring."""
     if torch.cuda.get_device_capability()[0] != 9:
         raise unittest.SkipTest("needs a Hopper GPU")
     weight = matmul_rig.heavy_tailed(768, 320, dtype=BF16, seed=1, device="cuda") / 64
     for rows in (33, 150):
         x = matmul_rig.heavy_tailed(rows, 320, dtype=BF16, seed=2, device="cuda")
         expected = gated_activation(linear(x, weight, None, x.new_empty(rows, 768)), tanh=False)
-        for tile in gated_product.TILES:
-            assert torch.equal(gated_product.gated_linear(x, weight, "silu", tile), expected), (rows, tile)
+        assert torch.equal(gated_product.gated_linear(x, weight, "silu"), expected), rows
 
 
 def _clustered() -> None:

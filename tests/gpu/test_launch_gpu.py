@@ -14,7 +14,7 @@ if not torch.cuda.is_available():
 
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from octavo.ops.gpu import gated_product, launch, matmul, norm  # noqa: E402
+from octavo.ops.gpu import gated_product, launch, matmul, norm, tensor_maps  # noqa: E402
 
 BF16 = torch.bfloat16
 
@@ -29,9 +29,9 @@ def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def gated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Its tensors come as descriptors."""
-    if not gated_product.serves(x, weight):
+    if not tensor_maps.takes_gluon(x.device):
         pytest.skip("for Hopper")
-    return gated_product.gated_linear(x, weight, "silu")
+    return gated_product.gated_linear(x, weight[:960], "silu")
 
 
 @pytest.mark.parametrize("call", [normed, product, gated])

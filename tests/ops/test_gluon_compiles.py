@@ -127,10 +127,10 @@ def test_rotation_and_attention(compiled: list[Any], block: int, group: int, nor
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("tile", gated_product.TILES)
-def test_gated_products(compiled: list[Any], tile: gated_product.Tile) -> None:
-    x, weight = torch.zeros(tile.rows, 1024, dtype=BF16), torch.zeros(6144, 1024, dtype=BF16)
-    gated_product.gated_linear(x, weight, "silu", tile)
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_gated_products(compiled: list[Any], activation: str) -> None:
+    x, weight = torch.zeros(1000, 1024, dtype=BF16), torch.zeros(6144, 1024, dtype=BF16)
+    gated_product.gated_linear(x, weight, activation)
 
 
 @pytest.mark.parametrize("gated", [False, True])

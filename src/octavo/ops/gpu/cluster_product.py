@@ -1,4 +1,4 @@
-"""Products of dozens to hundreds of rows on Hopper GPUs, and gates and ups with their activation, in one kernel.
+"""Products of a few to hundreds of rows on Hopper GPUs, and gates and ups with their activation, in one kernel.
 
 Owns the choice of a tile, which calls have one, the kernel's compilation and its launch; `cluster_product.cu` does the
 work. It is CUDA C++ and not Triton because blocks of a cluster share what they read, and because tiles are as wide as
@@ -35,15 +35,17 @@ _REGISTERS = {2: 240, 3: 160}  # of a thread that multiplies, by groups, where s
 _MOST_SUMS = 96  # of a thread, that leave room for three groups without that
 _MAX_STAGES = 16
 _WIDEST = 256  # second lines of a block
-_PROCESSORS = 132
+_PROCESSORS, _FULL_WAVE = 132, 120
 _MOST_BLOCKS = 2 * _PROCESSORS
 _COMPILERS = 8  # threads
 _CHECKED = 300, 768, 1152  # rows, channels and K of the example that every kernel multiplies once
 _SHORT = 3072  # the longest K whose weights are read fast enough by every block for itself
-_MAX_ROWS_LONG = 256  # of plain products by longer ones
-_FEWEST_BLOCKS = 96  # that read longer ones at the memory's pace
+_MAX_ROWS_LONG = 320  # of plain products by longer ones
+_FULL_ROWS = 256  # of such, beyond which blocks in one wave are to fill the processors
+_FEWEST_BLOCKS = 96  # that read longer ones at the memory's pace; fewer, where they read few rows beside:
+_FEWEST_OF_ALL, _FEW_ELEMENTS = 64, 3 << 17
 _WHOLE_ROWS = 96  # that are not divided for such blocks' sake: the library is faster
-MIN_ROWS, MAX_ROWS = 65, 512
+MIN_ROWS, MAX_ROWS = 5, 512  # fewer are `few_rows`'
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -143,7 +145,8 @@ def tile_for(num_rows: int, n: int, k: int, gated: bool) -> Tile | None:
     """The tile for a weight [n, k]; None where others serve: of all, the one whose busiest processor is done first.
 
     Two blocks with the same long weights share them in a cluster: more read them too often, and clusters of four do not
-    fit all processors at once. Plain products of more rows by long weights are as fast in the library.
+    fit all processors at once. A block reads 64 bytes a clock at most: where few have the whole of a long weight to
+    read, and many rows each, the library is faster. Plain products of more rows by long weights are as fast there.
     """
     return _tile_for(_round_up(num_rows), n, k, gated) if MIN_ROWS <= num_rows <= MAX_ROWS else None
 
@@ -153,6 +156,7 @@ def _tile_for(num_rows: int, n: int, k: int, gated: bool) -> Tile | None:
     is_long = k > _SHORT
     if n % _LINES or k % _DEPTH or (is_long and not gated and num_rows > _MAX_ROWS_LONG):
         return None
+    fewest = _FEWEST_OF_ALL if num_rows * k <= _FEW_ELEMENTS else _FEWEST_BLOCKS
     best: tuple[tuple[float, bool, int], Tile] | None = None
     for rows_first, groups in itertools.product((False,) if gated else (False, True), (1, 2, 3)):
         first, second = (num_rows, n) if rows_first else (n, num_rows)
@@ -167,10 +171,12 @@ def _tile_for(num_rows: int, n: int, k: int, gated: bool) -> Tile | None:
             if width * parts > _WIDEST or -(-second // (width * parts)) < second_tiles:
                 continue
             blocks = first_tiles * second_tiles
-            if is_long and (blocks < _FEWEST_BLOCKS or row_tiles > (2 if num_rows > _WHOLE_ROWS else 1)):
+            waves = -(-blocks // _PROCESSORS)
+            if is_long and (blocks < fewest or row_tiles > (2 if num_rows > _WHOLE_ROWS else 1)):
+                continue
+            if is_long and not gated and num_rows > _FULL_ROWS and (rows_first or waves > 1 or blocks < _FULL_WAVE):
                 continue
             shared = row_tiles if is_long else 1
-            waves = -(-blocks // _PROCESSORS)
             tile = Tile(groups, width, parts, *((1, shared) if rows_first else (shared, 1)), rows_first)
             order = waves * tile.clocks, rows_first, -groups
             if best is None or order < best[0]:

@@ -4,10 +4,10 @@ Owns that kernel: how its warps share the work. Does not know which products it 
 one chain of matrix-unit steps over k in ascending order into one float32 accumulator, rounded once; the rest is
 `octavo.ops.gpu.activation`'s arithmetic.
 
-A program has tiles of some rows and of 64 channels for each group of warps that multiplies. A producer warp lets the
-copy engine fill a ring of stages with both; the weights are the first side of the matrix unit, the rows its second, so
-that the wide side, which every group reads, is read once for 64 channels. The copy engine lays 8 gates beside their 8
-ups, which puts both into the same thread's sums. The first stages' weights, which are constants, are asked for before
+A program has tiles of some rows, and of 64 channels for each of three groups of warps that multiply. A warp lets the
+copy engine fill a ring of stages with both; the weights are the first side of the matrix unit, the rows its second,
+so that the wide side, which every group reads, is read once for 64 channels. The copy engine lays 8 gates beside their
+8 ups, which puts both into the same thread's sums. The first stages' weights, which are constants, are asked for before
 the kernel ahead is done. Results leave through shared memory, turned round, by the copy engine too.
 """
 
@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 DEPTH = 64  # k of a stage: 128 bytes, as wide as the copy engine's swizzle
 CHANNELS = 64  # gates and ups of a group of warps
 SIDE = 8  # gates, or ups, that lie side by side
+_CONSUMERS = gl.constexpr(3)  # groups of warps
 _DEPTH, _CHANNELS, _SIDE = gl.constexpr(DEPTH), gl.constexpr(CHANNELS), gl.constexpr(SIDE)
 _barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # Triton renamed it
 
@@ -55,7 +56,7 @@ def _place(turn, num_rows, BM: gl.constexpr):
 @gluon.jit
 def _copy(
     step, x_desc, w_desc, ring, num_rows, STEPS: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
-    CONSUMERS: gl.constexpr, WEIGHTS: gl.constexpr, ROWS: gl.constexpr,
+    WEIGHTS: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """Ask for a step's weights, its rows, or both."""
     x_smem, w_smem, full, _ = ring
@@ -63,11 +64,11 @@ def _copy(
     row, tile = _place(step // STEPS, num_rows, BM)
     k = step % STEPS * _DEPTH
     if WEIGHTS:
-        mbarrier.expect(full.index(stage), (BM + CONSUMERS * _CHANNELS) * _DEPTH * 2)
-        for part in gl.static_range(CONSUMERS):
-            group = (tile * CONSUMERS + part) * (_CHANNELS // (2 * _SIDE))
+        mbarrier.expect(full.index(stage), (BM + _CONSUMERS * _CHANNELS) * _DEPTH * 2)
+        for part in gl.static_range(_CONSUMERS):
+            group = (tile * _CONSUMERS + part) * (_CHANNELS // (2 * _SIDE))
             tma.async_copy_global_to_shared(
-                w_desc, [group, 0, 0, k], full.index(stage), w_smem.index(stage * CONSUMERS + part)
+                w_desc, [group, 0, 0, k], full.index(stage), w_smem.index(stage * _CONSUMERS + part)
             )
     if ROWS:
         tma.async_copy_global_to_shared(x_desc, [row, k], full.index(stage), x_smem.index(stage))
@@ -76,18 +77,18 @@ def _copy(
 @gluon.jit
 def _produce(
     x_desc, w_desc, ring, num_rows, turns, STEPS: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
-    CONSUMERS: gl.constexpr, PDL: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """Fill the ring for all steps of the program's tiles."""
     AHEAD: gl.constexpr = min(STAGES, STEPS)
     for step in gl.static_range(AHEAD):
-        _copy(step, x_desc, w_desc, ring, num_rows, STEPS, BM, STAGES, CONSUMERS, True, False)
+        _copy(step, x_desc, w_desc, ring, num_rows, STEPS, BM, STAGES, True, False)
     _wait_ahead(PDL)
     for step in gl.static_range(AHEAD):
-        _copy(step, x_desc, w_desc, ring, num_rows, STEPS, BM, STAGES, CONSUMERS, False, True)
+        _copy(step, x_desc, w_desc, ring, num_rows, STEPS, BM, STAGES, False, True)
     for step in range(AHEAD, turns * STEPS):
         mbarrier.wait(ring[3].index(step % STAGES), (step // STAGES & 1) ^ 1)
-        _copy(step, x_desc, w_desc, ring, num_rows, STEPS, BM, STAGES, CONSUMERS, True, True)
+        _copy(step, x_desc, w_desc, ring, num_rows, STEPS, BM, STAGES, True, True)
 
 
 @gluon.jit
@@ -106,49 +107,38 @@ def _activate(sums, dtype: gl.constexpr, TANH: gl.constexpr):
 @gluon.jit
 def _consume(
     part, out_desc, ring, out_smem, num_rows, turns, STEPS: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
-    CONSUMERS: gl.constexpr, WIDEST: gl.constexpr, TANH: gl.constexpr,
+    TANH: gl.constexpr,
 ):  # fmt: skip
     """The channels of one part of every tile of the program."""
     x_smem, w_smem, full, empty = ring
-    WIDTH: gl.constexpr = min(BM, WIDEST)
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     buffer = out_smem.index(part)
     for turn in range(turns):
         begin = turn * STEPS
-        sums = gl.zeros((_CHANNELS, WIDTH), gl.float32, SUMS)
-        more = gl.zeros((_CHANNELS, WIDTH), gl.float32, SUMS)
+        sums = gl.zeros((_CHANNELS, BM), gl.float32, SUMS)
         for step in range(begin, begin + STEPS):
             stage = step % STAGES
             mbarrier.wait(full.index(stage), step // STAGES & 1)
-            weights, x = w_smem.index(stage * CONSUMERS + part).reshape([_CHANNELS, _DEPTH]), x_smem.index(stage)
-            sums = warpgroup_mma(weights, x.slice(0, WIDTH, 0).permute((1, 0)), sums, is_async=True)
-            if WIDTH < BM:
-                more = warpgroup_mma(weights, x.slice(WIDTH, WIDTH, 0).permute((1, 0)), more, is_async=True)
-                sums, more = warpgroup_mma_wait(2, deps=[sums, more])
-            else:
-                sums = warpgroup_mma_wait(1, deps=[sums])
+            weights, x = w_smem.index(stage * _CONSUMERS + part).reshape([_CHANNELS, _DEPTH]), x_smem.index(stage)
+            sums = warpgroup_mma(weights, x.permute((1, 0)), sums, is_async=True)
+            sums = warpgroup_mma_wait(1, deps=[sums])
             mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=step > begin)
-        if WIDTH < BM:
-            sums, more = warpgroup_mma_wait(0, deps=[sums, more])
-        else:
-            sums = warpgroup_mma_wait(0, deps=[sums])
+        sums = warpgroup_mma_wait(0, deps=[sums])
         mbarrier.arrive(empty.index((begin + STEPS - 1) % STAGES), count=1)
         tma.store_wait(0)
         _barrier()
-        buffer.slice(0, WIDTH, 0).permute((1, 0)).store(_activate(sums, x_smem.dtype, TANH))
-        if WIDTH < BM:
-            buffer.slice(WIDTH, WIDTH, 0).permute((1, 0)).store(_activate(more, x_smem.dtype, TANH))
+        buffer.permute((1, 0)).store(_activate(sums, x_smem.dtype, TANH))
         fence_async_shared()
         _barrier()
         row, tile = _place(turn, num_rows, BM)
-        tma.async_copy_shared_to_global(out_desc, [row, (tile * CONSUMERS + part) * (_CHANNELS // 2)], buffer)
+        tma.async_copy_shared_to_global(out_desc, [row, (tile * _CONSUMERS + part) * (_CHANNELS // 2)], buffer)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["num_rows"])
 def gated_product(
     x_desc, w_desc, out_desc, num_rows, N: gl.constexpr, K: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
-    CONSUMERS: gl.constexpr, TANH: gl.constexpr, REGISTERS: gl.constexpr, PDL: gl.constexpr,
+    TANH: gl.constexpr, REGISTERS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """out [num_rows, N / 2]: the activation of x [num_rows, K] times weight [N, K], transposed. Grid: tiles, or fewer.
 
@@ -161,45 +151,25 @@ def gated_product(
     dtype: gl.constexpr = x_desc.dtype
     x_smem = gl.allocate_shared_memory(dtype, [STAGES, BM, _DEPTH], x_desc.layout)
     w_smem = gl.allocate_shared_memory(
-        dtype, [STAGES * CONSUMERS, _CHANNELS // (2 * _SIDE), 2, _SIDE, _DEPTH], w_desc.layout
+        dtype, [STAGES * _CONSUMERS, _CHANNELS // (2 * _SIDE), 2, _SIDE, _DEPTH], w_desc.layout
     )
-    out_smem = gl.allocate_shared_memory(dtype, [CONSUMERS, BM, _CHANNELS // 2], out_desc.layout)
+    out_smem = gl.allocate_shared_memory(dtype, [_CONSUMERS, BM, _CHANNELS // 2], out_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), 1)
-        mbarrier.init(empty.index(stage), CONSUMERS)
+        mbarrier.init(empty.index(stage), _CONSUMERS)
     fence_async_shared()
     ring = (x_smem, w_smem, full, empty)
-    tiles = (num_rows + BM - 1) // BM * (N // (CONSUMERS * _CHANNELS))
+    tiles = (num_rows + BM - 1) // BM * (N // (_CONSUMERS * _CHANNELS))
     turns = (tiles - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0)
-    if CONSUMERS == 3:
-        gl.warp_specialize(
-            [
-                (_consume, (0, out_desc, ring, out_smem, num_rows, turns, STEPS, BM, STAGES, 3, 128, TANH)),
-                (_consume, (1, out_desc, ring, out_smem, num_rows, turns, STEPS, BM, STAGES, 3, 128, TANH)),
-                (_consume, (2, out_desc, ring, out_smem, num_rows, turns, STEPS, BM, STAGES, 3, 128, TANH)),
-                (_produce, (x_desc, w_desc, ring, num_rows, turns, STEPS, BM, STAGES, 3, PDL)),
-            ],
-            [4, 4, 1],
-            [REGISTERS, REGISTERS, 24],
-        )  # fmt: skip
-    elif CONSUMERS == 2:
-        gl.warp_specialize(
-            [
-                (_consume, (0, out_desc, ring, out_smem, num_rows, turns, STEPS, BM, STAGES, 2, 256, TANH)),
-                (_consume, (1, out_desc, ring, out_smem, num_rows, turns, STEPS, BM, STAGES, 2, 256, TANH)),
-                (_produce, (x_desc, w_desc, ring, num_rows, turns, STEPS, BM, STAGES, 2, PDL)),
-            ],
-            [4, 1],
-            [REGISTERS, 24],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (_consume, (0, out_desc, ring, out_smem, num_rows, turns, STEPS, BM, STAGES, 1, 256, TANH)),
-                (_produce, (x_desc, w_desc, ring, num_rows, turns, STEPS, BM, STAGES, 1, PDL)),
-            ],
-            [1],
-            [24],
-        )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_consume, (0, out_desc, ring, out_smem, num_rows, turns, STEPS, BM, STAGES, TANH)),
+            (_consume, (1, out_desc, ring, out_smem, num_rows, turns, STEPS, BM, STAGES, TANH)),
+            (_consume, (2, out_desc, ring, out_smem, num_rows, turns, STEPS, BM, STAGES, TANH)),
+            (_produce, (x_desc, w_desc, ring, num_rows, turns, STEPS, BM, STAGES, PDL)),
+        ],
+        [4, 4, 1],
+        [REGISTERS, REGISTERS, 24],
+    )  # fmt: skip
