@@ -96,7 +96,7 @@ def test_rows(
         assert row_attention.launch(
             of_q, cache(block, size, dtype), torch.zeros_like(q), *lengths(), work, work[264:],
             (parts, stats, counters), (None, None, sinks, None), programs=132, lines=group, short=1, capacity=16,
-            fold_limit=96, sees=sees, numbers=(100, 0.1, cap), rotation=rotation,
+            fold_limit=96, sees=sees, merges=with_sinks, numbers=(100, 0.1, cap), rotation=rotation,
         )  # fmt: skip
 
 

@@ -417,8 +417,8 @@ def _attend_rows(
         )  # fmt: skip
     elif not rows.is_copied or not row_attention.launch(
         *tensors, plan.work, plan.leaf_base, parts, rest[:4], programs=rows.programs, lines=rows.lines,
-        short=rows.short, capacity=plan.capacity, fold_limit=rows.fold_limit, sees=fixed["SEES"], numbers=numbers,
-        rotation=rotation,
+        short=rows.short, capacity=plan.capacity, fold_limit=rows.fold_limit, sees=fixed["SEES"], merges=rows.merges,
+        numbers=numbers, rotation=rotation,
     ):  # fmt: skip
         assert rotation is None, "rotated rows are served"
         attend_rows[(rows.programs,)](

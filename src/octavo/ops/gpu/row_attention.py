@@ -62,6 +62,7 @@ def launch(
     capacity: int,
     fold_limit: int,
     sees: int,
+    merges: bool,
     numbers: tuple[int, float, float],
     rotation: Rotation | None = None,
 ) -> bool:
@@ -69,7 +70,8 @@ def launch(
 
     The tensors and rotation are those of `paged_attention`; work, leaf_base and parts those of `attend_rows`; extras:
     key scales, value scales, sinks, slopes, or None for each. programs: of the division. lines: of a leaf in `parts`.
-    numbers: the reach, the scale of scores, that of the soft cap, 0 for none. The rest: see `attend_rows`.
+    merges: the kernel behind it folds long rows. numbers: the reach, the scale of scores, that of the soft cap, 0 for
+    none. The rest: see `attend_rows`.
     """
     key_scale, value_scale, sinks, slopes = extras
     view = view_cache(kv.shape, kv.stride(), kv.element_size())
@@ -98,7 +100,7 @@ def launch(
         block_table, work, leaf_base, *parts, sinks, out.stride(0), out.stride(1), block_table.stride(0), short,
         numbers[0], capacity, fold_limit, view.block_rows, view.head_rows, view.head_channels, *numbers[1:],
         *turns, KV_HEADS=kv_heads, GROUP=group, LINES=lines, HEAD=size, BLOCK=block_size, STAGES=_STAGES, SEES=sees,
-        SOFT_CAP=numbers[2] > 0, ROTATES=rotation is not None, num_warps=_WARPS, maxnreg=_REGISTERS,
-        enable_fp_fusion=False, **chained(q.device),
+        SOFT_CAP=numbers[2] > 0, ROTATES=rotation is not None, MERGED=merges, num_warps=_WARPS,
+        maxnreg=_REGISTERS, enable_fp_fusion=False, **chained(q.device),
     )  # fmt: skip
     return True

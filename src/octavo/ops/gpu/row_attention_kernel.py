@@ -233,13 +233,16 @@ def attend_rows_copied(
     score_scale, cap_scale, source, positions, cos_sin, q_norm, k_norm, slots, kv, source_token, kv_block, kv_head,
     kv_token, eps, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, LINES: gl.constexpr, HEAD: gl.constexpr,
     BLOCK: gl.constexpr, STAGES: gl.constexpr, SEES: gl.constexpr, SOFT_CAP: gl.constexpr, ROTATES: gl.constexpr,
-    PDL: gl.constexpr,
+    MERGED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Grid: (programs of the division). Each takes its part of the leaves.
 
     A token of block b and KV head h is in row b * `block_rows` + h * `head_rows` + its place in the block of the
-    cache's descriptors, from channel h * `head_channels` on. `parts` and `counters` are as in `attend_rows`.
+    cache's descriptors, from channel h * `head_channels` on. `parts` and `counters` are as in `attend_rows`. MERGED:
+    behind it a kernel folds what is left, which is slower if it finds place beside this one's programs only.
     """
+    if PDL and not MERGED:  # the next kernel reads its weights while the last programs of this one end
+        tl.extra.cuda.gdc_launch_dependents()
     dtype: gl.constexpr = kv_desc.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -304,5 +307,5 @@ def attend_rows_copied(
             [1],
             [24],
         )  # fmt: skip
-    if PDL:
+    if PDL and MERGED:
         tl.extra.cuda.gdc_launch_dependents()
