@@ -1,8 +1,9 @@
-"""The collector's thresholds are the process's own again after a batch."""
+"""The collector is the process's own again after a batch, and after what is loaded."""
 
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -33,3 +34,43 @@ def test_a_process_with_its_own_idea_keeps_it(own: tuple[int, int, int]) -> None
     with collector.seldom():
         assert gc.get_threshold() == own
     assert gc.get_threshold() == own
+
+
+class _Ring:
+    """Garbage in a cycle, once nobody holds it."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_nothing_is_collected_while_something_is_loaded_and_garbage_goes_later() -> None:
+    gc.set_threshold(700, 10, 10)
+    with pytest.raises(RuntimeError), collector.loading():
+        rings = [_Ring() for _ in range(1000)]
+        gone = weakref.ref(rings[0])
+        with collector.loading():
+            rings.clear()
+        assert not gc.isenabled() and gone() is not None
+        raise RuntimeError
+    assert gc.isenabled() and gc.get_threshold() == (700, 10, 10) and not gc.get_freeze_count()
+    gc.collect(1)
+    assert gone() is not None, "the young are few"
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_process_that_collects_for_itself_does_so_while_something_is_loaded() -> None:
+    gc.disable()
+    try:
+        with collector.loading():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+    gc.freeze()
+    try:
+        with collector.loading():
+            assert gc.isenabled()
+        assert gc.get_freeze_count()
+    finally:
+        gc.unfreeze()

@@ -33,7 +33,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'octavo' has no attribute {name!r}")
     from octavo import collector
 
-    with collector.seldom():  # torch, which some need, makes much that is no garbage
+    with collector.loading():  # torch, which some need
         value = getattr(importlib.import_module(_PUBLIC[name]), name)
     globals()[name] = value
     return value

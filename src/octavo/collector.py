@@ -24,6 +24,25 @@ def settle() -> None:
 
 
 @contextlib.contextmanager
+def loading() -> Iterator[None]:
+    """Within: no collections, unless the process has its own idea of them.
+
+    What is loaded meanwhile, as torch's 300,000 objects, lives on: 0.2 s of looking at it would find nothing. It is
+    then as old as what has survived collections.
+    """
+    own = gc.isenabled() and not gc.get_freeze_count()
+    if own:
+        gc.disable()
+    try:
+        yield
+    finally:
+        if own:
+            gc.freeze()
+            gc.unfreeze()  # into the oldest generation
+            gc.enable()
+
+
+@contextlib.contextmanager
 def seldom() -> Iterator[None]:
     """Within: collections are seldom, unless the process has its own idea of them."""
     before = gc.get_threshold()

@@ -28,14 +28,14 @@ def start(config: EngineConfig, phases: Phases, *, text: bool = True) -> Parts:
     if config.device != "cpu":
         threading.Thread(target=open_driver, name="octavo-open-driver", daemon=True).start()
     with collector.seldom(), _short_turns():
-        with phases("import torch and the engine"):
+        with phases("import torch and the engine"), collector.loading():
             from octavo.start import start_engine
         return start_engine(config, phases, text=text)
 
 
 @contextlib.contextmanager
 def _short_turns() -> Iterator[None]:
-    """Within: threads that let others compute for a moment, as for each piece of a file to sum up, go on soon.
+    """Within: threads that let others compute for a moment, as one does between torch's operators, go on soon.
 
     By default one waits 5 ms for another that computes.
     """
