@@ -81,6 +81,25 @@ def test_a_start_opens_the_device_first(device: str, opened: bool, monkeypatch: 
     assert gc.get_threshold() == before
 
 
+def test_what_fails_while_the_device_opens_is_left_to_who_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from octavo import start
+    from octavo.ops.gpu import matmul
+
+    called: list[str] = []
+
+    def fails() -> None:
+        called.append("library")
+        raise RuntimeError("no device")
+
+    monkeypatch.setattr(start, "open_runtime", called.append)
+    monkeypatch.setattr(matmul, "open_library", fails)
+    start._open(None)
+    assert not called
+    start._open("12.8")
+    assert called == ["12.8", "library"]
+
+
 def test_every_module_of_kernels_that_a_start_imports_is_there() -> None:
     pytest.importorskip("triton")
     from octavo import start

@@ -120,10 +120,11 @@ def numerics_contract(
     where all compiled libraries agree; whether the compiled operators serve at all is. On a GPU (`gpu` is its name)
     the compiler of its kernels is.
     """
-    compiler = {"gpu": gpu, "triton": versions()["triton"]} if device == "cuda" else {}
+    installed = versions()
+    compiler = {"gpu": gpu, "triton": installed["triton"]} if device == "cuda" else {}
     return compiler | {
         "operators": _source_digest(Path(__file__).parent),
-        "torch": versions()["torch"],
+        "torch": installed["torch"],
         "machine": f"{platform.system()} {platform.machine()}",
         "device": device,
         "dtype": dtype,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import importlib
 import logging
 import threading
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from octavo import probe
+from octavo import collector, probe
 from octavo.arch import Arch
 from octavo.attention.base import Capability
 from octavo.attention.choice import mods_of, specs_of, suit_mods, with_mods
@@ -42,6 +41,7 @@ from octavo.models.loader import load_model
 from octavo.observe import Phases
 from octavo.open_device import has_driver, open_runtime
 from octavo.ops import native
+from octavo.ops.rope import rope_table
 from octavo.sampling.sampler import Sampler
 from octavo.sampling_params import Limits, SamplingParams
 from octavo.sched.kv_manager import KVManager
@@ -90,7 +90,7 @@ class Parts:
 
 def start_engine(config: EngineConfig, phases: Phases, *, text: bool = True) -> Parts:
     """Build every part; without `text` no tokenizer: prompts come as ids. Raises ValueError, in one line."""
-    folder, arch = _begin(config, phases)
+    folder, arch, opening = _begin(config, phases)
     with phases("open the device"):
         facts = probe.device_facts(config.device)
         resolved = resolve(config, arch, facts)
@@ -101,6 +101,7 @@ def start_engine(config: EngineConfig, phases: Phases, *, text: bool = True) -> 
         _set_up(resolved)
         model = _load(arch, folder, resolved)
         resolved = _apply_mods(model, config, resolved)
+        opening.join()  # what it loads takes memory
     with (
         phases("allocate the cache and the tables"),
         _room(resolved, "the cache and the tables", _sized_by(resolved), "lower it, or max_num_seqs"),
@@ -143,25 +144,31 @@ def start_engine(config: EngineConfig, phases: Phases, *, text: bool = True) -> 
     )
 
 
-def _begin(config: EngineConfig, phases: Phases) -> tuple[Path, Arch]:
-    """The model's folder and architecture; and, while threads open a GPU, what kernels wait for."""
+def _begin(config: EngineConfig, phases: Phases) -> tuple[Path, Arch, threading.Thread]:
+    """The model's folder and architecture, and a thread that opens a GPU; meanwhile, what kernels wait for."""
     cuda = torch.version.cuda if config.device != "cpu" and has_driver() else None
-    if cuda:
-        for task in (functools.partial(open_runtime, cuda), _name_compiler):
-            threading.Thread(target=task, daemon=True).start()
+    opening = threading.Thread(target=_open, args=[cuda], daemon=True)
+    opening.start()
     with phases("find and read the model's config"):
         found = find_and_read(config)
     if cuda:
-        with phases("import the kernels"):
+        with phases("import the kernels"), collector.loading():
             for name in _KERNELS:
                 importlib.import_module(f"octavo.ops.gpu.{name}")
-    return found
+    return *found, opening
 
 
-def _name_compiler() -> None:
-    from octavo.ops.gpu import launch  # needs Triton
+def _open(cuda: str | None) -> None:
+    """Open the GPU, and let torch load what it takes longest to: 40 to 110 ms for the first call of an operator."""
+    if not cuda:
+        return
+    open_runtime(cuda)
+    with contextlib.suppress(RuntimeError), torch.device("cuda"):  # what fails here fails again where it is needed
+        from octavo.ops.gpu import matmul  # needs Triton
 
-    launch.name_compiler()
+        matmul.open_library()
+        torch.zeros(2, 2, dtype=torch.bfloat16).index_select(0, torch.zeros(1, dtype=torch.int64))
+        rope_table(8, 4)
 
 
 def _contract(resolved: Resolved, gpu: str) -> dict[str, str]:

@@ -70,8 +70,14 @@ def test_tiles_and_instruction_families_do_not_move_bits(dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize(("n", "k"), SHAPES[:10])
-def test_the_library_is_used_where_it_keeps_the_order(n: int, k: int) -> None:
+def test_the_library_is_used_where_it_keeps_the_order(
+    n: int, k: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compared now, not as kept before; then kept, for this library and driver can be named."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(gpu, "_checked", set())
     assert gpu.check_library(heavy_tailed(n, k, dtype=BF16, seed=1, device="cuda"))
+    assert len(list((tmp_path / "octavo" / "products").iterdir())) == 1
 
 
 def test_the_fast_numerics_are_caught() -> None:

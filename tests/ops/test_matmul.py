@@ -1,5 +1,9 @@
 """Dense products: one fused chain over K whatever the rows, threads or vectors; exact packing; the eager twin."""
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -172,22 +176,89 @@ def test_reference_function_agrees_with_the_disabled_library() -> None:
     assert torch.equal(served, linear_reference(x, weight))
 
 
-def test_checks_of_the_library_are_put_off_while_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One for each shape, behind the last weight; none after a load that failed."""
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[int, ...]]:
+    """The shapes that were compared with the library, which is said to be wrong for 40 channels, by a process anew."""
     pytest.importorskip("triton")
     from octavo.ops.gpu import matmul as gpu
 
+    shapes: list[tuple[int, ...]] = []
+
+    def agrees(weight: torch.Tensor) -> bool:
+        shapes.append(tuple(weight.shape))
+        return weight.shape[0] != 40
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(gpu, "_agrees", agrees)
+    monkeypatch.setattr(gpu, "_library_facts", lambda device: ["a library"])
+    _forget(monkeypatch)
+    return shapes
+
+
+def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    from octavo.ops.gpu import matmul as gpu
+
     monkeypatch.setattr(gpu, "_checked", set())
-    monkeypatch.setattr(gpu, "name_compiler", lambda: None)
-    shapes = [(8, 16), (24, 16), (8, 16)]
-    with gpu.late_checks():
-        for shape in shapes:
-            assert gpu.check_library(torch.zeros(shape))
-        assert not gpu._checked
-    assert {(n, k) for n, k, _ in gpu._checked} == set(shapes)
-    with pytest.raises(ValueError, match="damaged"), gpu.late_checks():
-        gpu.check_library(torch.zeros(40, 16))
-        raise ValueError("damaged")
-    assert {(n, k) for n, k, _ in gpu._checked} == set(shapes)
-    gpu.check_library(torch.zeros(40, 16))
-    assert (40, 16, torch.float32) in gpu._checked
+    monkeypatch.setattr(gpu, "_without_library", set())
+
+
+def test_the_library_is_compared_once_and_its_answer_kept(
+    compared: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from octavo.ops.gpu import matmul as gpu
+
+    good, bad = torch.zeros(8, 16), torch.zeros(40, 16)
+    for _ in range(2):
+        caplog.clear()
+        for weight in (good, bad, good):
+            assert gpu.check_library(weight) is (weight is good)
+        assert caplog.text.count("sums in another order") == 1, "told in every process"
+        assert compared == [(8, 16), (40, 16)]
+        _forget(monkeypatch)
+    assert gpu.check_library(torch.zeros(16, 16)) and gpu.check_library(torch.zeros(8, 16, dtype=torch.bfloat16))
+    assert compared[2:] == [(16, 16), (8, 16)]
+
+
+def test_another_machine_or_library_compares_anew_and_an_unknown_one_always(
+    compared: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from octavo.ops.gpu import matmul as gpu
+
+    for facts, times in ((["a library"], 1), (["another"], 2), (["another"], 2), ([], 3), ([], 4)):
+        monkeypatch.setattr(gpu, "_library_facts", lambda device, facts=facts: facts)
+        assert gpu.check_library(torch.zeros(8, 16))
+        assert len(compared) == times, facts
+        _forget(monkeypatch)
+
+
+def test_what_a_kept_answer_follows_from(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each fact, once there is a library and a driver that can be named."""
+    pytest.importorskip("triton")
+    from octavo.ops.gpu import matmul as gpu
+
+    def facts() -> list[Any]:
+        return gpu._library_facts(torch.device("cuda"))
+
+    properties = {"name": "a GPU", "major": 9, "minor": 0, "multi_processor_count": 132}
+    driver = tmp_path / "version"
+    library = SimpleNamespace(cublasLtGetVersion=lambda: 1)
+    monkeypatch.setattr(gpu.ctypes, "CDLL", lambda name: library)
+    monkeypatch.setattr(gpu, "_DRIVER", driver)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**properties))
+    assert not facts(), "the driver tells no version"
+    driver.write_text("570")
+    seen = [facts()]
+    assert facts() == seen[0] != []
+    library.cublasLtGetVersion = lambda: 2
+    seen.append(facts())
+    driver.write_text("571")
+    seen.append(facts())
+    properties["multi_processor_count"] = 66
+    seen.append(facts())
+    monkeypatch.setenv("CUBLASLT_WORKSPACE_SIZE", "1")
+    seen.append(facts())
+    monkeypatch.setattr(gpu.kept_file, "versions", lambda: ["another torch"])
+    seen.append(facts())
+    assert all(one != other for place, one in enumerate(seen) for other in seen[:place])
+    del library.cublasLtGetVersion
+    assert not facts(), "the library tells no version"

@@ -8,7 +8,6 @@ before data is read.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import fnmatch
 import logging
@@ -74,24 +73,15 @@ def load_model(
     began = time.perf_counter()
     model = cast(nn.Module, ARCHITECTURES.resolve(arch.name)(arch, dtype))
     filler = _Filler(model, quantization, device or torch.device("cpu"))
-    with _late_checks(filler.device):
-        if load_format == "dummy":
-            _fill_dummy(model, filler, seed)
-        elif folder is None:
-            raise ValueError(f"load_format={load_format!r} needs a model folder; 'dummy' does without")
-        else:
-            _fill_from_folder(model, filler, folder, check_finite)
-        filler.finish()
+    if load_format == "dummy":
+        _fill_dummy(model, filler, seed)
+    elif folder is None:
+        raise ValueError(f"load_format={load_format!r} needs a model folder; 'dummy' does without")
+    else:
+        _fill_from_folder(model, filler, folder, check_finite)
+    filler.finish()
     _LOG.info("%s: weights ready in %.2f s", arch.name, time.perf_counter() - began)
     return cast(Model, model)
-
-
-def _late_checks(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    if device.type != "cuda":
-        return contextlib.nullcontext()
-    from octavo.ops.gpu import matmul  # needs Triton
-
-    return matmul.late_checks()
 
 
 class _Filler:

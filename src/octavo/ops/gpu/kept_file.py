@@ -1,7 +1,8 @@
-"""Compiled kernels on disk: files of the user's cache folder, each with the key that it was made for.
+"""What is kept on disk for later starts: files of the user's cache folder, each with the key that it was made for.
 
 Owns the file's form, which a sum guards, that it is whole or not there, and which files are removed. Does not know what
-compiles, or what makes a key. Invariant: what is read under a key was written under that key, unchanged.
+is kept, as compiled kernels, or what makes a key. Invariant: what is read under a key was written under that key,
+unchanged.
 """
 
 from __future__ import annotations
@@ -9,15 +10,18 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 
+_LOG = logging.getLogger(__name__)
 _KEPT_FILES, _KEPT_SECONDS = 256, 90 * 24 * 3600  # in a folder, and since a file was last used
 
 
@@ -28,12 +32,29 @@ def versions() -> list[str]:
 
 def folder(part: str) -> Path:
     """Where compiled kernels of a part of the program are kept; XDG_CACHE_HOME names the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "octavo" / part
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "octavo" / part
 
 
 def path_of(part: str, key: Any) -> Path:
     """The file of a key, which is made of JSON's types."""
     return folder(part) / f"{sum_of(json.dumps(key))}.json"
+
+
+def find(part: str, key: Any, make: Callable[[], Any]) -> Any:
+    """The body kept under a key, or what `make` gives now, which is kept. Keys and bodies are made of JSON's types."""
+    path = path_of(part, key)
+    try:
+        return read(path, key)
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        _LOG.warning("the kept file %s is damaged (%s): it is made anew", path, error)
+    body = make()
+    try:
+        write(path, key, body)
+    except OSError as error:
+        _LOG.warning("the file %s cannot be kept: %s", path, error)
+    return body
 
 
 def write(path: Path, key: Any, body: Any) -> None:

@@ -6,14 +6,14 @@ so on every path, for the kernel after it relies on that. What it reads before a
 kernel that calls `begin_whole`, what was written ahead of that one. A forward pass begins with such a kernel,
 `octavo.ops.gpu.embedding`'s: in its layers the step's lengths, tables, slots and positions are constants, and so is
 what the cache holds of earlier steps. Invariants: how a kernel is launched moves no bit; it is the machine code that
-Triton would choose.
+Triton would choose. A kernel's first launch waits until `octavo.ops.gpu.compiler_name` has named Triton, or names it
+itself.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, assignment"
 from __future__ import annotations
 
 import functools
-import threading
 import time
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-_NAMING = threading.Lock()
+from octavo.ops.gpu.compiler_name import name_compiler
 
 
 @triton.jit
@@ -57,16 +57,6 @@ def end_before(PDL: tl.constexpr):
 def chained(device: torch.device) -> dict[str, Any]:
     """Options for the launch of a kernel that takes `PDL` and calls `begin_after`."""
     return {"PDL": True, "launch_pdl": True} if _has_pdl(device) else {"PDL": False}
-
-
-def name_compiler() -> None:
-    """Let Triton sum up its own files, 0.3 s that a process's first launch waits for; or wait for who has begun."""
-    try:
-        from triton.runtime.cache import triton_key
-    except ImportError:  # another Triton
-        return
-    with _NAMING:  # Triton itself would do it twice
-        triton_key()
 
 
 @functools.cache
@@ -127,6 +117,7 @@ class Direct:
 def _timed(launch: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> Any:
     """A kernel's first launch, which loads it, or compiles it before."""
     global _slowest
+    name_compiler()
     began = time.perf_counter()
     compiled = launch(*args, **constants)
     _slowest = max(_slowest, time.perf_counter() - began)

@@ -10,15 +10,18 @@ number of rows. The fast numerics (`select`) leave everything to the library, an
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import dataclasses
 import logging
-from collections.abc import Iterator
+import os
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from octavo.ops.gpu.launch import chained, name_compiler
+from octavo.ops.gpu import kept_file
+from octavo.ops.gpu.launch import chained
 from octavo.ops.gpu.matmul_kernels import product
 
 _LOG = logging.getLogger(__name__)
@@ -28,9 +31,10 @@ _library_splits: bool | None = None  # what torch was last told; None: nothing y
 # Shapes (N, K, dtype) that `check_library` has seen, and those where it found another order.
 _checked: set[tuple[int, int, torch.dtype]] = set()
 _without_library: set[tuple[int, int, torch.dtype]] = set()
-_late: dict[tuple[int, int, torch.dtype], Tensor] | None = None  # weights of shapes to be checked, see `late_checks`
 _CHECKED_ROWS = (17, 40, 64, 130, 256, 512, 1024)
 _CHECKED_BYTES = 1 << 28  # of one result
+_DRIVER = Path("/proc/driver/nvidia/version")
+_SETTINGS = ("CUBLAS", "NVIDIA_TF32_OVERRIDE", "TORCH_", "PYTORCH_")  # variables that the library's choice may follow
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -113,16 +117,26 @@ def check_library(weight: Tensor) -> bool:
     """Whether, for this weight's shape [N, K] and dtype, the library gives the canonical order's bits.
 
     Compares both over several numbers of heavy-tailed rows; a shape that fails runs Triton tiles at any number of rows.
+    The answer is kept on disk under all that it follows from; where that cannot be told, every process compares.
     Once per shape and process, before anything is captured.
     """
     (n, k), dtype = weight.shape, weight.dtype
     shape = n, k, dtype
     if _numerics == "fast" or shape in _checked:
         return shape not in _without_library
-    if _late is not None:
-        return _late.setdefault(shape, weight) is not None
-    name_compiler()
     _checked.add(shape)
+    facts = _library_facts(weight.device)
+    key = [facts, n, k, str(dtype)]
+    if not (kept_file.find("products", key, lambda: _agrees(weight)) if facts else _agrees(weight)):
+        _LOG.warning(
+            "cuBLASLt sums in another order for a %s weight %s: products of many rows are slower", dtype, shape
+        )
+        _without_library.add(shape)
+    return shape not in _without_library
+
+
+def _agrees(weight: Tensor) -> bool:
+    (n, k), dtype = weight.shape, weight.dtype
     generator = torch.Generator(weight.device).manual_seed(0)
     for num_rows in _CHECKED_ROWS:
         if 4 * num_rows * n > _CHECKED_BYTES:
@@ -134,25 +148,34 @@ def check_library(weight: Tensor) -> bool:
             continue
         linear(x, weight, None, ours, tile_for(1, n, k, dtype))
         if not torch.equal(ours, _library(x, weight, theirs, may_split=False)):
-            _LOG.warning(
-                "cuBLASLt sums in another order for a %s weight %s: products of many rows are slower", dtype, shape
-            )
-            _without_library.add(shape)
             return False
     return True
 
 
-@contextlib.contextmanager
-def late_checks() -> Iterator[None]:
-    """Put off `check_library` to the end: Triton sums up its own files while weights are read. No products within."""
-    global _late
-    _late = {}
+def _library_facts(device: torch.device) -> list[Any]:
+    """What the library's choice of a kernel follows from, and its bits and ours; nothing where not all can be told."""
     try:
-        yield
-    finally:
-        weights, _late = _late, None
-    for weight in weights.values():
-        check_library(weight)
+        version = ctypes.CDLL(f"libcublasLt.so.{str(torch.version.cuda).partition('.')[0]}").cublasLtGetVersion
+        driver = _DRIVER.read_text(encoding="utf-8")
+    except (OSError, AttributeError):
+        return []
+    version.restype = ctypes.c_size_t
+    gpu = torch.cuda.get_device_properties(device)
+    settings = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(_SETTINGS))
+    sources = [
+        Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("matmul.py", "matmul_kernels.py")
+    ]
+    return [
+        kept_file.versions(), version(), driver, gpu.name, gpu.major, gpu.minor, gpu.multi_processor_count, settings,
+        kept_file.sum_of("".join(sources)),
+    ]  # fmt: skip
+
+
+def open_library() -> None:
+    """Let the library multiply something on the default device, for its first products take 110 ms."""
+    x = torch.zeros(32, 32, dtype=torch.bfloat16)
+    for dtype in (torch.bfloat16, torch.float32):
+        _library(x, x, torch.empty(32, 32, dtype=dtype), may_split=not is_reproducible())
 
 
 def _prefers_library(num_rows: int, n: int, k: int) -> bool:

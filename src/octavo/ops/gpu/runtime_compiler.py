@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import ctypes
 import functools
-import logging
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,8 +18,6 @@ import torch
 
 from octavo.ops.gpu import kept_file
 
-_LOG = logging.getLogger(__name__)
-
 
 class CompileError(RuntimeError):
     """There is no compiler, or it refuses the source."""
@@ -29,19 +26,8 @@ class CompileError(RuntimeError):
 def machine_code(source: str, macros: Mapping[str, int | str], arch: str) -> bytes:
     """A cubin of CUDA C++ for a kind of GPU, as "sm_90a": from disk, or compiled now and kept. Raises CompileError."""
     key = [kept_file.sum_of(source), dict(sorted(macros.items())), arch, kept_file.versions()]
-    path = kept_file.path_of("cuda", key)
-    try:
-        return base64.b64decode(kept_file.read(path, key))
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError, TypeError) as error:
-        _LOG.warning("the kept kernel %s is damaged (%s): it is compiled anew", path, error)
-    code = compile_cubin(source, macros, arch)
-    try:
-        kept_file.write(path, key, base64.b64encode(code).decode())
-    except OSError as error:
-        _LOG.warning("a kernel cannot be kept at %s: %s", path, error)
-    return code
+    code = kept_file.find("cuda", key, lambda: base64.b64encode(compile_cubin(source, macros, arch)).decode())
+    return base64.b64decode(code)
 
 
 def compile_cubin(source: str, macros: Mapping[str, int | str], arch: str) -> bytes:
