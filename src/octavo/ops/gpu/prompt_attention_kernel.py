@@ -120,6 +120,7 @@ def _produce(
         words.index(4).store(gl.full([1], kv_index, gl.int32, _ONE))
         words.index(5).store(gl.full([1], begin, gl.int32, _ONE))
         words.index(6).store(gl.full([1], end, gl.int32, _ONE))
+        _barrier()  # Triton has none ahead of an arrival that expects bytes
         mbarrier.expect(q_full, 2 * _LINES * HEAD * 2)
         for part in gl.static_range(2):
             where = [row_start + first_query + part * (QUERIES // 2), kv_index * GROUP, 0]
@@ -282,16 +283,16 @@ def _write(
 
 @gluon.jit
 def _consume(
-    part, out, sinks, words, q_smem, q_full, q_empty, ring, ones, out_token, out_head, reach, score_scale, cap_scale,
-    GROUP: gl.constexpr, PADDED_GROUP: gl.constexpr, QUERIES: gl.constexpr, HEAD: gl.constexpr, STAGES: gl.constexpr,
-    SEES: gl.constexpr, SOFT_CAP: gl.constexpr,
+    part: gl.constexpr, out, sinks, words, q_smem, q_full, q_empty, ring, cleared, ones, out_token, out_head, reach,
+    score_scale, cap_scale, GROUP: gl.constexpr, PADDED_GROUP: gl.constexpr, QUERIES: gl.constexpr, HEAD: gl.constexpr,
+    STAGES: gl.constexpr, SEES: gl.constexpr, SOFT_CAP: gl.constexpr,
 ):  # fmt: skip
     """The lines of one part of every item that the producer draws."""
     k_smem, v_smem, full, empty = ring
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD, 16])
     VALUES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD, HEAD // 8], [4, 1], [1, 0])
     dtype: gl.constexpr = q_smem.dtype
-    step = 0
+    step, clears = 0, 0
     mbarrier.wait(q_full, 0)
     item, q = _begin(part, words, q_smem, q_empty, QUERIES, HEAD)
     turn = 1
@@ -323,12 +324,16 @@ def _consume(
             ring, ones, score_scale, cap_scale, SEES, SOFT_CAP, STAGES, True,
         )  # fmt: skip
         last = step % STAGES
-        if seq_len < (at + 1) * _BN:  # what lies behind the row may not be finite; the other consumer writes the same
-            values = v_smem.index(last).load(VALUES)
-            is_there = at * _BN + gl.arange(0, _BN, gl.SliceLayout(1, VALUES)) < seq_len
-            v_smem.index(last).store(gl.where(is_there[:, None], values, gl.zeros_like(values)))
+        if seq_len < (at + 1) * _BN:  # what lies behind the row may not be finite: each consumer clears a half
+            half = v_smem.index(last).slice(part * (_BN // 2), _BN // 2, 0)
+            place = at * _BN + part * (_BN // 2) + gl.arange(0, _BN // 2, gl.SliceLayout(1, VALUES))
+            values = half.load(VALUES)
+            half.store(gl.where((place < seq_len)[:, None], values, gl.zeros_like(values)))
             fence_async_shared()
             _barrier()
+            mbarrier.arrive(cleared, count=1)
+            mbarrier.wait(cleared, clears & 1)
+            clears += 1
         leaf_token, sum_token = _add(weights, v_smem.index(last), ones, leaf, leaf_sum)
         leaf, leaf_sum = warpgroup_mma_wait(0, deps=[leaf_token, sum_token])
         mbarrier.arrive(empty.index(last), count=1)
@@ -373,6 +378,7 @@ def attend_prompts(
     words = gl.allocate_shared_memory(gl.int32, [7, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     q_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    cleared = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     mbarrier.init(q_full, 1)
@@ -380,17 +386,18 @@ def attend_prompts(
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), 1)
         mbarrier.init(empty.index(stage), 2)
+    mbarrier.init(cleared, 2)
     fence_async_shared()
     ring = (k_smem, v_smem, full, empty)
     gl.warp_specialize(
         [
             (_consume, (
-                0, out, sinks, words, q_smem, q_full, q_empty, ring, ones, out_token, out_head, reach, score_scale,
-                cap_scale, GROUP, PADDED_GROUP, QUERIES, HEAD, STAGES, SEES, SOFT_CAP,
+                0, out, sinks, words, q_smem, q_full, q_empty, ring, cleared, ones, out_token, out_head, reach,
+                score_scale, cap_scale, GROUP, PADDED_GROUP, QUERIES, HEAD, STAGES, SEES, SOFT_CAP,
             )),
             (_consume, (
-                1, out, sinks, words, q_smem, q_full, q_empty, ring, ones, out_token, out_head, reach, score_scale,
-                cap_scale, GROUP, PADDED_GROUP, QUERIES, HEAD, STAGES, SEES, SOFT_CAP,
+                1, out, sinks, words, q_smem, q_full, q_empty, ring, cleared, ones, out_token, out_head, reach,
+                score_scale, cap_scale, GROUP, PADDED_GROUP, QUERIES, HEAD, STAGES, SEES, SOFT_CAP,
             )),
             (_produce, (
                 q_desc, kv_desc, query_start, seq_lens, table, tile_start, counter, words, q_smem, q_full, q_empty,
