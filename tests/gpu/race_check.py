@@ -1,0 +1,161 @@
+"""CUDA's checker of races in shared memory over the cases of `kernel_cases`, told what it cannot follow.
+
+`python3 tests/gpu/race_check.py [checker] [names]` runs the checker, a path or `compute-sanitizer`, on those cases or
+on all, and fails for every hazard whose two places are not in REVIEWED. The checker follows an mbarrier only for the
+thread that arrives at it, not for those that this one met before, so it also reports what is in order. Two kernels of
+one word show that before any case is run: of `hands_over`, which is in order, it must report what REVIEWED waves
+through, else the list is to go; of `forgets_to_wait`, which is not, it must report the race.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+SRC = Path(__file__).resolve().parents[2] / "src/octavo"
+CASES = Path(__file__).with_name("kernel_cases.py")
+CONTROL = r"""
+__device__ unsigned at(const void* shared) { return (unsigned)__cvta_generic_to_shared(shared); }
+__device__ void make(unsigned barrier) { asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier)); }
+__device__ void arrive(unsigned barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+__device__ void wait(unsigned barrier, int phase) {
+    asm volatile(
+        "{ .reg .pred done; again: mbarrier.try_wait.parity.shared.b64 done, [%0], %1; @!done bra.uni again; }"
+        ::"r"(barrier), "r"(phase) : "memory");
+}
+__device__ void run(int* out, bool waits) {  // a warp tells 128 threads a word six times
+    __shared__ volatile int word;
+    __shared__ __align__(8) unsigned long long told, read;
+    int sum = 0;
+    if (threadIdx.x == 0) make(at(&told)), make(at(&read));
+    __syncthreads();
+    for (int turn = 0; turn < 6; ++turn) {
+        if (threadIdx.x >= 128) {
+            if (waits) wait(at(&read), (turn & 1) ^ 1);
+            word = turn + 1;
+            __syncwarp();
+            if (threadIdx.x == 128) arrive(at(&told));
+        } else {
+            if (waits) wait(at(&told), turn & 1);
+            sum += word;
+            asm volatile("bar.sync 1, 128;" ::: "memory");
+            if (threadIdx.x == 0) arrive(at(&read));
+        }
+    }
+    if (threadIdx.x < 128) out[threadIdx.x] = sum;
+}
+extern "C" __global__ void hands_over(int* out) { run(out, true); }
+extern "C" __global__ void forgets_to_wait(int* out) { run(out, false); }
+"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """A function of the package and the tensor that a line of it writes or reads."""
+
+    function: str  # below a module's own name, as "row_attention_feed._tell"
+    tensor: str
+
+
+_WORDS = (
+    "Each lane of the producer's warp writes the same value, and the lane that arrives is one of them. Readers wait "
+    "for that arrival; all have read when they meet, and then one of them arrives for the producer's next words."
+)
+REVIEWED = {
+    frozenset((Place("row_attention_feed._tell", "words"), Place("row_attention_kernel._word", "words"))): _WORDS,
+    frozenset((Place("prompt_attention_kernel._produce", "words"), Place("prompt_attention_kernel._word", "words"))): (
+        _WORDS
+    ),
+    frozenset((Place("row_attention_feed.rotate", "q_smem"), Place("row_attention_kernel._consume", "q_smem"))): (
+        "The lanes that turn Q meet before one of them arrives; readers wait for that, read, meet, and one arrives."
+    ),
+}
+
+
+def place_of(file: str, line: int) -> Place:
+    """Of a line that the checker names; of none of the package's kernels: that line."""
+    for path in SRC.rglob(file):
+        text = path.read_text(encoding="utf-8")
+        functions = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
+        inside = [node.name for node in functions if node.lineno <= line <= (node.end_lineno or 0)]
+        if inside:
+            tensors = re.findall(r"\b(\w+)\.index\(", text.splitlines()[line - 1])
+            return Place(f"{path.stem}.{inside[0]}", tensors[0] if tensors else "")
+    return Place(f"{file}:{line}", "")
+
+
+def judge(report: str) -> tuple[Counter[frozenset[Place]], list[str]]:
+    """(hazards by their two places, the lines of those that nobody reviewed) of the checker's report.
+
+    Raises ValueError where it does not say at all how many there are.
+    """
+    if "RACECHECK SUMMARY" not in report:
+        raise ValueError(f"the checker did not end:\n{report[-2000:]}")
+    found: Counter[frozenset[Place]] = Counter()
+    unknown, first, first_line = [], None, ""
+    for line in report.splitlines():
+        access = re.search(r"(?:Read|Write) access at .*? in (\w+\.py):(\d+)", line)
+        if "Race reported" in line:
+            first, first_line = access, line
+        elif "access at" in line:
+            pair = frozenset(place_of(one[1], int(one[2])) for one in (first, access) if one)
+            found[pair] += 1
+            if pair not in REVIEWED:
+                unknown += [first_line, line]
+        elif re.match(r"=+ (Error|Warning)", line):
+            unknown.append(line)
+    return found, unknown
+
+
+def check(checker: str, *program: str) -> str:
+    """What the checker reports of a Python program. Raises RuntimeError if that fails."""
+    command = [checker, "--tool", "racecheck", "--print-limit", "100000", sys.executable, *program]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{program} failed under the checker:\n{done.stdout[-2000:]}")
+    return done.stdout
+
+
+def run_control() -> None:
+    """Launch the two kernels of one word."""
+    import ctypes
+
+    import torch
+
+    from octavo.ops.gpu import driver, runtime_compiler
+
+    out = torch.zeros(128, dtype=torch.int32, device="cuda")
+    code, address = runtime_compiler.compile_cubin(CONTROL, {}, "sm_90a"), ctypes.c_void_p(out.data_ptr())
+    for name in ("hands_over", "forgets_to_wait"):
+        params = (ctypes.c_void_p * 1)(ctypes.addressof(address))
+        driver.launch(driver.load(code, name, 0), (1, 1, 1), 160, 0, 0, params)
+        torch.cuda.synchronize()
+
+
+def main(arguments: list[str]) -> None:
+    """Judge the checker, then the cases. Ends the process with 1 where one of them fails."""
+    if arguments == ["--control"]:
+        run_control()
+        return
+    checker, *names = arguments or ["compute-sanitizer"]
+    control = check(checker, __file__, "--control")
+    if "at forgets_to_wait+" not in control:
+        sys.exit(f"the checker does not see a race:\n{control[-2000:]}")
+    if "at hands_over+" not in control:
+        sys.exit("the checker follows an arrival for others: REVIEWED is to go")
+    found, unknown = judge(check(checker, str(CASES), *names))
+    for pair, count in found.items():
+        print(f"{count} of {' and '.join(sorted(place.function for place in pair))}: {REVIEWED.get(pair, 'UNKNOWN')}")
+    print("\n".join(unknown) or f"no hazards but these, in {', '.join(names) or 'all cases'}")
+    sys.exit(bool(unknown))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

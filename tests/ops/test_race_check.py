@@ -1,0 +1,76 @@
+"""What is said of CUDA's checker of races: its report is read whole, and what was reviewed is still there."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "gpu"))
+
+import race_check
+from race_check import REVIEWED, SRC, Place, judge, place_of
+
+SUMMARY = "========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)"
+
+
+def line_of(place: Place) -> tuple[str, int]:
+    """(file, line) of the first line of a function that names its tensor."""
+    stem, function = place.function.split(".")
+    (path,) = SRC.rglob(f"{stem}.py")
+    lines = path.read_text(encoding="utf-8").splitlines()
+    begin = lines.index(next(line for line in lines if line.startswith(f"def {function}(")))
+    return path.name, next(at for at in range(begin, len(lines)) if f"{place.tensor}.index(" in lines[at]) + 1
+
+
+def race(*places: tuple[str, int]) -> str:
+    """A report of a race between the first place and each of the others."""
+    (file, line), *others = places
+    report = f"========= Error: Race reported between Read access at kernel+0x10 in {file}:{line}\n"
+    for file, line in others:
+        report += f"=========     and Write access at kernel+0x20 in {file}:{line} [4 hazards]\n"
+    return report + "========= \n" + SUMMARY
+
+
+@pytest.mark.parametrize("pair", REVIEWED)
+def test_what_was_reviewed_is_there_and_passes(pair: frozenset[Place]) -> None:
+    lines = [line_of(place) for place in pair]
+    assert {place_of(*line) for line in lines} == pair
+    found, unknown = judge(race(*lines))
+    assert found == {pair: 1} and not unknown
+
+
+def test_another_pair_another_tensor_and_a_warning_are_told() -> None:
+    (words, q) = (
+        line_of(Place("row_attention_feed._tell", "words")),
+        line_of(Place("row_attention_feed.rotate", "q_smem")),
+    )
+    reader = line_of(Place("row_attention_kernel._word", "words"))
+    assert judge(race(reader, words, q))[1] == race(reader, q).splitlines()[:2]
+    ring = line_of(Place("row_attention_kernel._consume", "k_smem"))
+    assert len(judge(race(ring, q))[1]) == 2
+    assert len(judge(race(("somewhere.py", 1), words))[1]) == 2
+    overflow = "========= Warning: Detected overflow of tracked cuda::barrier structures"
+    assert judge(f"{overflow}\n{SUMMARY}")[1] == [overflow]
+    assert judge(f"[W1122] Warning: of another program\n{SUMMARY}") == ({}, [])
+
+
+def test_a_place_without_a_source_line_is_told() -> None:
+    report = "========= Error: Race reported between Read access at product+0x10\n"
+    report += "=========     and Write access at product+0x20 [4 hazards]\n"
+    assert len(judge(report + SUMMARY)[1]) == 2
+
+
+def test_a_checker_that_broke_off_is_told() -> None:
+    with pytest.raises(ValueError, match="did not end"):
+        judge("========= COMPUTE-SANITIZER")
+    with pytest.raises(RuntimeError, match="failed under the checker"):
+        race_check.check("false")
+
+
+def test_the_control_is_one_that_waits_and_one_that_does_not() -> None:
+    assert re.findall(r"__global__ void (\w+)\(int\* out\) \{ run\(out, (\w+)\)", race_check.CONTROL) == [
+        ("hands_over", "true"), ("forgets_to_wait", "false"),
+    ]  # fmt: skip
