@@ -252,7 +252,7 @@ def _graph_keys(model: Model, resolved: Resolved, capabilities: Sequence[Capabil
         held &= frozenset() if needs & capability.eager else capability.graphs
     rows = resolved.max_num_seqs
     lengths = {n for capability in capabilities for n in capability.graph_lengths if n < resolved.max_model_len}
-    decode = decode_keys(rows, sorted(lengths)) if "decode" in held else []
+    decode = decode_keys(rows, sorted(lengths), model.drawn_rows()) if "decode" in held else []
     if "mixed" not in held:
         return decode
     bounded = any(capability.bounded_mixed for capability in capabilities)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from types import SimpleNamespace
 
 import numpy as np
@@ -60,6 +61,34 @@ def test_short_rows_take_the_graph_of_their_length() -> None:
     for longest, padded in ((100, 144), (101, 192)):  # longer rows have fewer sizes
         step = dataclasses.replace(work([1] * 129, is_decode=True), max_seq_len=longest)
         assert pool.dispatch(step).num_rows == padded
+
+
+def test_rows_that_only_draw_have_graphs_without_logits() -> None:
+    """At the counts where a model draws as it multiplies; other rows, and other counts, have those with logits."""
+    keys = decode_keys(100, (50,), drawn=range(65, 97))
+    drawn = [key for key in keys if not key.gives_logits]
+    assert [(key.num_rows, key.max_seq_len == 50) for key in drawn] == [
+        *((size, True) for size in (72, 80, 88, 96)), (96, False)
+    ]  # fmt: skip
+    assert set(keys) - set(drawn) == set(decode_keys(100, (50,)))
+    pool = GraphPool(keys)
+    for rows, longest in itertools.product((1, 64, 65, 72, 90, 97), (50, 51)):
+        step = dataclasses.replace(work([1] * rows, is_decode=True), max_seq_len=longest)
+        plain, other = pool.dispatch(step, needs_logits=False), pool.dispatch(step)
+        assert plain == dataclasses.replace(other, gives_logits=other.num_rows not in range(65, 97))
+        assert other.gives_logits and other.num_rows >= rows
+    assert all(key.gives_logits for key in (pool.dispatch(work([1] * 9), needs_logits=False), EAGER))
+
+
+def test_a_start_captures_what_draws_and_leaves_its_second_for_last(no_device: None) -> None:
+    keys = decode_keys(96, drawn=range(65, 513))
+    pool, captured = GraphPool([*keys, *mixed_keys(96, 100)]), []
+    pool.capture_first(lambda key: captured.append(key) or torch.zeros(1), lambda key: None, lambda key: None)
+    decode = [key for key in captured if key.is_decode]
+    assert [(key.num_rows, key.gives_logits) for key in decode] == [(96, False), (1, True)]
+    left = pool.missing_keys()
+    assert left[-4:] == [key for key in reversed(keys) if key.gives_logits and key.num_rows > 65]
+    assert all(not key.is_decode or key.num_rows <= 64 or not key.gives_logits for key in left[:-4])
 
 
 def test_bounded_graphs_of_mixed_steps_serve_short_rows_of_which_few_have_several_tokens() -> None:

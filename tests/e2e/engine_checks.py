@@ -39,7 +39,7 @@ class Uncaptured(GraphPool):
     def capture_first(self, issue: Issue, rehearse: Callable[[GraphKey], object], *_: object, **__: object) -> None:
         for keys in (self._mixed, self._decode):
             rehearse(keys[0])  # once: it has no effect
-        self._issue, self.replayed = issue, set[bool]()
+        self._issue, self.replayed = issue, set[tuple[bool, bool]]()
 
     def missing_keys(self) -> list[GraphKey]:
         return []
@@ -48,5 +48,5 @@ class Uncaptured(GraphPool):
         return key is not EAGER
 
     def replay(self, key: GraphKey) -> torch.Tensor:
-        self.replayed.add(key.is_decode)
+        self.replayed.add((key.is_decode, key.gives_logits))
         return self._issue(key)

@@ -82,9 +82,11 @@ def test_padded_as_for_graphs(make_llm: Any, held_out_prompts: list[str], alone:
     """Decode steps whole and mixed steps up to their hidden states, as on a GPU; requests come and go meanwhile."""
     llm = make_llm(dtype="float32", max_num_seqs=11, max_num_batched_tokens=40)
     runner = llm.engine.runner
-    pool = runner._graphs = Uncaptured([*decode_keys(11), *mixed_keys(11, 40)])
+    pool = runner._graphs = Uncaptured([*decode_keys(11, drawn=range(2, 9)), *mixed_keys(11, 40)])
     runner.capture()
     prompts = held_out_prompts[: len(alone)]
     assert _answers(llm, prompts) == alone
-    assert pool.replayed == {True, False}
+    outputs = llm.generate(prompts[:1] * 5, [_params(0)] * 5)  # steps of rows that only draw
+    assert [(output.prompt_logprobs, output.outputs) for output in outputs] == [alone[0]] * 5
+    assert pool.replayed == {(True, True), (True, False), (False, True)}
     assert_idle(llm)

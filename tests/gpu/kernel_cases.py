@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import ctypes
 import functools
 import random
 import re
@@ -35,7 +36,8 @@ import paged_rig
 import rotate_rig
 from batches import make_batch, make_history
 from octavo.ops import paged_attention as paged
-from octavo.ops.gpu import cluster_product, gated_product
+from octavo.ops import sample
+from octavo.ops.gpu import cluster_product, gated_product, head_draw
 from octavo.ops.gpu.activation import gated_activation
 from octavo.ops.gpu.matmul import linear, tile_for
 from octavo.ops.mask_rows import Kind, Reach
@@ -106,6 +108,21 @@ def _clustered() -> None:
         if not tile.rows_first:
             out = cluster_product.product(x, weight, torch.empty_like(gated), "silu", tile)
             assert torch.equal(out, gated), tile
+
+
+def _drawn_heads() -> None:
+    """On Hopper: the tokens of product and draw, by each tile, rows and channels that fill none."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        raise unittest.SkipTest("needs a Hopper GPU")
+    weight = matmul_rig.heavy_tailed(65576, 128, dtype=BF16, seed=1, device="cuda") / 64
+    for num_rows in (70, 150):
+        x = matmul_rig.heavy_tailed(num_rows, 128, dtype=BF16, seed=2, device="cuda")
+        at = torch.arange(num_rows, device="cuda")
+        logits = linear(x, weight, None, x.new_empty(num_rows, 65576, dtype=torch.float32))
+        expected = sample.draw(logits, at, at % 2 / 2, at * 3, at * 5)
+        assert head_draw.serves(x, weight)
+        for own, other in zip(head_draw.draw(x, weight, at, at % 2 / 2, at * 3, at * 5), expected, strict=True):
+            assert torch.equal(own, other), num_rows
 
 
 def _paged() -> None:
@@ -193,6 +210,7 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     ),
     "gated products": (_gated, ("gpu.gated_product_kernel.gated_product",)),
     "clustered products": (_clustered, ("gpu.cluster_product.product",)),
+    "heads that draw": (_drawn_heads, ("gpu.head_draw.product_and_draw",)),
     "a row alone, streamed": (
         functools.partial(matmul_rig.check_fused, "cuda", (BF16,), exact=True, shapes=((4096, 4096, False),)),
         ("gpu.one_row._streamed",),
@@ -282,9 +300,12 @@ def recorded_launches() -> Iterator[set[str]]:
         seen.add(f"{self.fn.__module__}.{self.fn.__name__}".removeprefix("octavo.ops."))
         return run(self, *args, **options)
 
-    def recorded_chained(*args):  # of one kernel
-        seen.add("gpu.cluster_product.product")
-        launch(*args)
+    def recorded_chained(function, *args):
+        name = ctypes.c_char_p()
+        driver._call("cuFuncGetName", ctypes.byref(name), ctypes.c_void_p(function))
+        module = "head_draw" if name.value == b"product_and_draw" else "cluster_product"
+        seen.add(f"gpu.{module}.{(name.value or b'').decode()}")
+        launch(function, *args)
 
     with (
         mock.patch.object(JITFunction, "run", recorded),

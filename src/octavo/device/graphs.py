@@ -14,7 +14,7 @@ import bisect
 import dataclasses
 import logging
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ class GraphKey:
     max_seq_len: int = ANY_LENGTH  # of the rows that it serves
     max_long: int = 0  # rows of several tokens that it serves
     is_decode: bool = dataclasses.field(kw_only=True)
+    gives_logits: bool = dataclasses.field(default=True, kw_only=True)  # False: a decode step of rows that only draw
 
     @property
     def num_wanted(self) -> int | None:
@@ -50,11 +51,12 @@ _SIZE = operator.attrgetter("num_tokens", "num_rows", "max_seq_len")  # compared
 _LONG_TOKENS, _FEWEST_LONG = 64, 8  # of a row of several tokens, on average, in a bounded mixed graph
 
 
-def decode_keys(max_num_rows: int, lengths: Sequence[int] = ()) -> list[GraphKey]:
+def decode_keys(max_num_rows: int, lengths: Sequence[int] = (), drawn: Collection[int] = ()) -> list[GraphKey]:
     """Padded row counts worth a graph: close together where padding costs most. The last one is `max_num_rows`.
 
     lengths: there are graphs for rows of at most so many tokens, beside those for any length; all but the first such
-    length have fewer counts.
+    length have fewer counts. drawn: counts at which a model draws as it multiplies; each of them has one graph
+    more, for rows that only draw.
     """
     fine = [1, 2, 4, *range(8, 128, 8), *range(128, 256, 16), *range(256, max_num_rows, 32)]
     coarse = [1, 2, 4, 8, *(size for power in range(4, 31) for size in (1 << power, 3 << power - 1))]
@@ -62,6 +64,7 @@ def decode_keys(max_num_rows: int, lengths: Sequence[int] = ()) -> list[GraphKey
     for place, length in enumerate((*lengths, ANY_LENGTH)):
         sizes = [*(size for size in (coarse if place else fine) if size < max_num_rows), max_num_rows]
         keys += [GraphKey(size, size, length, is_decode=True) for size in sizes]
+        keys += [dataclasses.replace(key, gives_logits=False) for key in keys[-len(sizes) :] if key.num_rows in drawn]
     return keys
 
 
@@ -97,6 +100,8 @@ class GraphPool:
         """`keys`: the shapes to capture."""
         self._decode = sorted(key for key in keys if key.is_decode)
         self._mixed = sorted(key for key in keys if not key.is_decode)
+        # beside graphs of the same steps that draw only: seldom asked for
+        self._second = {dataclasses.replace(key, gives_logits=True) for key in keys if not key.gives_logits}
         self._graphs: dict[GraphKey, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._stream: torch.cuda.Stream | None = None  # of all captures, for libraries keep memory by stream
         self._pool: Any = None
@@ -129,13 +134,14 @@ class GraphPool:
     def first_keys(self) -> list[GraphKey]:
         """Of the keys of each kind and length the largest, then the smallest."""
         kinds: dict[tuple[bool, int], list[GraphKey]] = {}
-        for key in [*self._mixed, *self._decode]:
+        for key in [*self._mixed, *(key for key in self._decode if key not in self._second)]:
             kinds.setdefault((key.is_decode, key.max_seq_len), []).append(key)
         return list(dict.fromkeys([*(keys[-1] for keys in kinds.values()), *(keys[0] for keys in kinds.values())]))
 
     def missing_keys(self) -> list[GraphKey]:
-        """What is left to capture, the largest first."""
-        return [key for key in [*reversed(self._decode), *reversed(self._mixed)] if key not in self._graphs]
+        """What is left to capture, the largest first; last what is seldom asked for."""
+        left = [key for key in [*reversed(self._decode), *reversed(self._mixed)] if key not in self._graphs]
+        return sorted(left, key=self._second.__contains__)
 
     def has(self, key: GraphKey, issue: Issue) -> bool:
         """Whether there is a graph for a key of `dispatch`. Captures it if need be, while the device goes on.
@@ -165,14 +171,15 @@ class GraphPool:
             graph.capture_end()
         self._graphs[key] = graph, _alias(output)
 
-    def dispatch(self, work: Work) -> GraphKey:
-        """The smallest graph that holds a step, or EAGER."""
+    def dispatch(self, work: Work, *, needs_logits: bool = True) -> GraphKey:
+        """The smallest graph that holds a step, or EAGER. needs_logits: not all rows of the decode step only draw."""
         keys, num_long = (self._decode, 0) if work.is_decode else (self._mixed, work.num_long)
         num_rows, longest = work.num_rows, work.max_seq_len
         place = bisect.bisect_left(keys, (work.total_tokens, num_rows, longest), key=_SIZE)
         while place < len(keys):
             key = keys[place]
-            if longest <= key.max_seq_len and num_rows <= key.num_rows and num_long <= key.max_long:
+            holds = longest <= key.max_seq_len and num_rows <= key.num_rows and num_long <= key.max_long
+            if holds and (key.gives_logits or not needs_logits):
                 return key
             place += 1
         return EAGER

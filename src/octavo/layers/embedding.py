@@ -6,12 +6,16 @@ stores its weight once, packed for the head's product; the embedding reads rows 
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 
 from octavo.arch import Arch
 from octavo.layers.base import Layer
 from octavo.layers.linear import Linear
 from octavo.ops.embedding import embed_rows, gather_rows
+from octavo.ops.fused import drawn_linear, drawn_rows
+from octavo.ops.sample import draw
 
 
 class OutputHead(Linear):
@@ -28,6 +32,23 @@ class OutputHead(Linear):
         if self._soft_cap:
             logits = logits.div_(self._soft_cap).tanh_().mul_(self._soft_cap)
         return logits
+
+    def draw(
+        self,
+        x: torch.Tensor,
+        rows: torch.Tensor,
+        temperatures: torch.Tensor,
+        seeds: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and failures of the rows of x, as `ops.sample.draw` has them of their logits."""
+        if self._soft_cap:
+            return draw(self.forward(x), rows, temperatures, seeds, positions)
+        return drawn_linear(x, self.packed, rows, temperatures, seeds, positions)
+
+    def drawn_rows(self) -> Collection[int]:
+        """The numbers of rows that `draw` takes without writing their logits."""
+        return () if self._soft_cap else drawn_rows(self.packed)
 
 
 class Embedding(Layer):

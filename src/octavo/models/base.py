@@ -6,7 +6,7 @@ weights are called is whole in its own file; what families share is in layers, a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import torch
@@ -41,6 +41,19 @@ class Model(Protocol):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [rows, hidden_size] -> [rows, vocab_size] float32."""
+
+    def draw(
+        self,
+        hidden: torch.Tensor,
+        rows: torch.Tensor,
+        temperatures: torch.Tensor,
+        seeds: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `ops.sample.draw` gives of the logits of hidden [rows, hidden_size]."""
+
+    def drawn_rows(self) -> Collection[int]:
+        """The numbers of rows at which `draw` is faster than logits and a draw."""
 
 
 def end_weights(*, tied: bool) -> WeightMap:

@@ -8,7 +8,7 @@ attention's index.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -52,3 +52,18 @@ class CausalLM(Layer):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits in float32, soft-capped if the checkpoint asks for it."""
         return self.head.forward(hidden)
+
+    def draw(
+        self,
+        hidden: torch.Tensor,
+        rows: torch.Tensor,
+        temperatures: torch.Tensor,
+        seeds: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and failures, as `ops.sample.draw` has them."""
+        return self.head.draw(hidden, rows, temperatures, seeds, positions)
+
+    def drawn_rows(self) -> Collection[int]:
+        """The numbers of rows whose logits are not written where they are drawn from."""
+        return self.head.drawn_rows()

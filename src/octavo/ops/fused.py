@@ -1,17 +1,21 @@
-"""Products joined with the operators beside them: a norm before, an activation or a rounded addition behind.
+"""Products joined with the operators beside them: a norm before, an activation, a rounded addition or a draw behind.
 
-Owns the choice between one kernel (on a GPU: few rows, and gates of many) and the separate operators. Does not know
-layers.
+Owns the choice between one kernel (on a GPU: few rows, and gates and draws of many) and the separate operators. Does
+not know layers.
 Invariant: both ways give the same bits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
+import torch
 from torch import Tensor
 
 from octavo.ops.activation import gated_activation
 from octavo.ops.matmul import LinearWeight, linear
 from octavo.ops.norm import rms_norm
+from octavo.ops.sample import draw
 
 
 def runs_fused(x: Tensor, *weights: LinearWeight) -> bool:
@@ -33,6 +37,27 @@ def gated_linear(x: Tensor, weight: LinearWeight, activation: str) -> Tensor:
         if gated_product.serves(x, weight.storage):
             return gated_product.gated_linear(x, weight.storage, activation)
     return gated_activation(linear(x, weight), activation)
+
+
+def drawn_rows(weight: LinearWeight) -> Collection[int]:
+    """The numbers of rows at which `drawn_linear` writes no logits."""
+    if not weight.storage.is_cuda:
+        return ()
+    from octavo.ops.gpu import head_draw  # needs triton
+
+    return head_draw.takes(weight.storage)
+
+
+def drawn_linear(
+    x: Tensor, weight: LinearWeight, rows: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`sample.draw`, without cuts, of float32 logits, which are `linear` of x [S, K] by a head's weight."""
+    if x.is_cuda:
+        from octavo.ops.gpu import head_draw  # needs triton
+
+        if head_draw.serves(x, weight.storage):
+            return head_draw.draw(x, weight.storage, rows, temperatures, seeds, positions)
+    return draw(linear(x, weight, out_dtype=torch.float32), rows, temperatures, seeds, positions)
 
 
 def normed_linear(

@@ -139,6 +139,11 @@ class Sampler:
         is_changed = self._changed.has_any(rows_np) or self._truncation.select(rows_np) is not None
         return not is_changed and not self._logprobs.wanted(rows_np)
 
+    @property
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Temperatures (float32) and seeds (int64) of all table rows: what `draw` takes of plain ones."""
+        return self._temperature.data, self._seed.data
+
     def draw(
         self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -146,7 +151,7 @@ class Sampler:
 
         logits: [S, vocab_size] float32, contiguous; rows, positions: as in SampleBatch.
         """
-        return draw(logits, rows, self._temperature.data, self._seed.data, positions)
+        return draw(logits, rows, *self.tables, positions)
 
     def __call__(self, logits: torch.Tensor, batch: SampleBatch) -> SamplerOutput:
         """Sample from `logits` ([S, vocab_size] float32, contiguous), which may be overwritten."""
@@ -168,7 +173,7 @@ class Sampler:
         if cuts is not None and groups and not self._raw:  # log-probabilities of what is left
             cut_(logits, batch.rows, cuts)
             cuts = None
-        tokens, failed = draw(logits, batch.rows, self._temperature.data, self._seed.data, batch.positions, cuts)
+        tokens, failed = draw(logits, batch.rows, *self.tables, batch.positions, cuts)
         if changed is not None and not_a_number is not None:
             self._grammar.drawn(tokens, batch)
             failed = not_a_number.view(torch.uint8)

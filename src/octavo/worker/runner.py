@@ -125,7 +125,8 @@ class Runner:
             return PendingStep(plan.step, self._buffers.results[0, :0])
         work = self._lay_out(plan)
         scores = not self._prompt_logprobs.keys().isdisjoint(work.rows.tolist()) and not work.is_decode
-        key = EAGER if scores else self._graphs.dispatch(work)
+        is_plain = work.is_decode and not self._observers and self._sampler.is_plain(work.rows)
+        key = EAGER if scores else self._graphs.dispatch(work, needs_logits=not is_plain)
         self._buffers.stage(work, work.num_rows if key is EAGER else key.num_rows)
         self._bring()
         if not self._graphs.has(key, self._record):  # nothing is staged any more that a capture would launch
@@ -133,7 +134,8 @@ class Runner:
         self._turn ^= 1
         prompt_logprobs: dict[int, list[GroupLogprobs]] = {}
         if key.is_decode:
-            groups = self._sample_again(work, self._graphs.replay(key))
+            output = self._graphs.replay(key)
+            groups = [] if is_plain else self._sample_again(work, output)
         else:
             if key is EAGER:
                 every = scores or len(work.sampling) == work.total_tokens
@@ -181,13 +183,18 @@ class Runner:
             self._prompt_logprobs[new.row] = _PromptLogprobs(new.prompt_logprobs_start, new.num_prompt, wanted)
 
     def _record(self, key: GraphKey, *, brief: bool = False) -> torch.Tensor:
-        """Issue what a graph holds: a step up to its hidden states, or a whole decode step, which gives its logits.
+        """Issue what a graph holds: a step up to its hidden states, or a whole decode step.
 
-        brief: some layers may be left out, see ForwardContext.
+        That gives its logits, or where there are none its hidden states. brief: some layers may be left out, see
+        ForwardContext.
         """
         batch = self._batch_of(key)
         hidden = self._forward(batch, for_capture=True, brief=brief)
         if not key.is_decode:
+            return hidden
+        if not key.gives_logits:
+            drawn = self.model.draw(hidden, batch.rows, *self._sampler.tables, batch.next_positions)
+            self._commit(batch, *drawn)
             return hidden
         logits = self.model.logits(hidden)
         self._commit(batch, *self._sampler.draw(logits, batch.rows, batch.next_positions))
@@ -244,12 +251,9 @@ class Runner:
 
         logits: [R and padding, vocab_size].
         """
-        is_plain = self._sampler.is_plain(work.rows)
-        if is_plain and not self._observers:
-            return []
         logits = logits[: work.num_rows]
         self._show(work, logits)
-        if is_plain:
+        if self._sampler.is_plain(work.rows):
             return []
         batch = self._buffers.view(work.num_rows, work.num_rows, 1, work.max_seq_len)
         at = self._buffers.sampling.data[0, : work.num_rows]

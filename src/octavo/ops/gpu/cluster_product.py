@@ -16,27 +16,21 @@ import itertools
 import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import torch
 import triton
 from torch import Tensor
 
 from octavo.ops.activation import GATED_KINDS, gated_activation
-from octavo.ops.gpu import driver, matmul, runtime_compiler
+from octavo.ops.gpu import cluster_ring, driver, matmul, runtime_compiler
+from octavo.ops.gpu.cluster_ring import ALIGNED, DEPTH, ELEMENTS, LINES, PROCESSORS, Tile, describe, is_hopper
 
 _LOG = logging.getLogger(__name__)
-_SOURCE = Path(__file__).with_suffix(".cu")
-_DEPTH, _LINES = 64, 64  # as the kernel's: k of a stage, first lines of a group of warps
-_SHARED_BYTES = 232448  # of a block
-_ALIGNED = 16  # bytes, of what the copy engine steps over
-_ELEMENTS = {torch.float16: 6, torch.bfloat16: 9}  # the driver's numbers
-_REGISTERS = {2: 240, 3: 160}  # of a thread that multiplies, by groups, where sums are many
+_SOURCE = "cluster_product.cu"
 _MOST_SUMS = 96  # of a thread, that leave room for three groups without that
-_MAX_STAGES = 16
 _WIDEST = 256  # second lines of a block
-_PROCESSORS, _FULL_WAVE = 132, 120
-_MOST_BLOCKS = 2 * _PROCESSORS
+_FULL_WAVE = 120  # blocks
+_MOST_BLOCKS = 2 * PROCESSORS
 _COMPILERS = 8  # threads
 _CHECKED = 300, 768, 1152  # rows, channels and K of the example that every kernel multiplies once
 _SHORT = 3072  # the longest K whose weights are read fast enough by every block for itself
@@ -49,68 +43,6 @@ MIN_ROWS, MAX_ROWS = 5, 512  # fewer are `few_rows`'
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Tile:
-    """What a block computes, and who shares what it reads: see the kernel's macros. Changes no bit."""
-
-    groups: int
-    width: int
-    parts: int = 1
-    first_shared: int = 1
-    second_shared: int = 1
-    rows_first: bool = False
-
-    @property
-    def lines(self) -> tuple[int, int]:
-        """Of the first and of the second side."""
-        return self.groups * _LINES, self.parts * self.width
-
-    @property
-    def rows(self) -> int:
-        """Of a block."""
-        return self.lines[0 if self.rows_first else 1]
-
-    @property
-    def channels(self) -> int:
-        """Of a block; gates and ups both count."""
-        return self.lines[1 if self.rows_first else 0]
-
-    @property
-    def stages(self) -> int:
-        """Of the ring: as many as fit."""
-        return min(_SHARED_BYTES // (sum(self.lines) * _DEPTH * 2 + 16), _MAX_STAGES)
-
-    @property
-    def shared_bytes(self) -> int:
-        """What the ring and its barriers take."""
-        return self.stages * (sum(self.lines) * _DEPTH * 2 + 16)
-
-    @property
-    def registers(self) -> int:
-        """Of a thread that multiplies, which takes them from others; 0: as many as launched."""
-        return _REGISTERS[self.groups] if self.parts > 1 else 0
-
-    @property
-    def threads(self) -> int:
-        """Of a block: those that multiply, and a warp that copies, or four where registers move."""
-        return 128 * self.groups + (128 if self.registers else 32)
-
-    @property
-    def clocks(self) -> float:
-        """Of a processor, for 16 k: the matrix unit's or the shared memory's. Fits the times that an H200 takes.
-
-        The memory moves 128 bytes each: to every group of warps its first and all second lines, and what is copied.
-        """
-        first, second = self.lines
-        read = self.groups * self.parts * (16 + self.width / 4)
-        return max(first * second / 128, read + (first + second) / 4)
-
-    def boxes(self) -> tuple[int, int]:
-        """Lines that a block copies of the first and of the second side, for all that share them."""
-        first, second = self.lines
-        return first // self.first_shared, second // self.second_shared
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class _Kind:
     """What a kernel computes, beside its tile."""
 
@@ -119,26 +51,14 @@ class _Kind:
 
     def macros(self, tile: Tile) -> dict[str, int | str]:
         """The kernel's."""
-        return {
-            "GROUPS": tile.groups, "WIDTH": tile.width, "PARTS": tile.parts, "STAGES": tile.stages,
-            "FIRST_SHARED": tile.first_shared, "SECOND_SHARED": tile.second_shared,
-            "ROWS_FIRST": int(tile.rows_first), "GATED": int(self.activation is not None),
+        return cluster_ring.macros(tile, self.dtype) | {
+            "GATED": int(self.activation is not None),
             "TANH": 0 if self.activation is None else GATED_KINDS[self.activation],
-            "HALF": int(self.dtype == torch.float16), "CONSUMER_REGISTERS": tile.registers,
-        }  # fmt: skip
+        }
 
     def source(self, tile: Tile) -> str:
-        """The kernel's, behind the matrix unit's instruction, which names each of its sums."""
-        count, element = tile.width // 2, "f16" if self.dtype == torch.float16 else "bf16"
-        names = ", ".join(f"%{index}" for index in range(count))
-        sums = ", ".join(f'"+f"(sums[{index}])' for index in range(count))
-        return (
-            f"__device__ inline void multiply(float (&sums)[{count}], unsigned long long first, "
-            "unsigned long long second) {\n"
-            '    asm volatile("{ .reg .pred p; setp.ne.b32 p, 1, 0; wgmma.mma_async.sync.aligned.'
-            f'm64n{tile.width}k16.f32.{element}.{element} {{{names}}}, %{count}, %{count + 1}, p, 1, 1, 0, 0; }}"\n'
-            f'        : {sums} : "l"(first), "l"(second));\n}}\n' + _source()
-        )
+        """The kernel's."""
+        return cluster_ring.source(tile, self.dtype, _SOURCE)
 
 
 def tile_for(num_rows: int, n: int, k: int, gated: bool) -> Tile | None:
@@ -154,13 +74,13 @@ def tile_for(num_rows: int, n: int, k: int, gated: bool) -> Tile | None:
 @functools.lru_cache(maxsize=4096)
 def _tile_for(num_rows: int, n: int, k: int, gated: bool) -> Tile | None:
     is_long = k > _SHORT
-    if n % _LINES or k % _DEPTH or (is_long and not gated and num_rows > _MAX_ROWS_LONG):
+    if n % LINES or k % DEPTH or (is_long and not gated and num_rows > _MAX_ROWS_LONG):
         return None
     fewest = _FEWEST_OF_ALL if num_rows * k <= _FEW_ELEMENTS else _FEWEST_BLOCKS
     best: tuple[tuple[float, bool, int], Tile] | None = None
     for rows_first, groups in itertools.product((False,) if gated else (False, True), (1, 2, 3)):
         first, second = (num_rows, n) if rows_first else (n, num_rows)
-        first_tiles = -(-first // (groups * _LINES))
+        first_tiles = -(-first // (groups * LINES))
         if rows_first and first_tiles != 2:  # where it was seen to win
             continue
         for second_tiles in range(-(-second // _WIDEST), _MOST_BLOCKS // first_tiles + 1):
@@ -171,7 +91,7 @@ def _tile_for(num_rows: int, n: int, k: int, gated: bool) -> Tile | None:
             if width * parts > _WIDEST or -(-second // (width * parts)) < second_tiles:
                 continue
             blocks = first_tiles * second_tiles
-            waves = -(-blocks // _PROCESSORS)
+            waves = -(-blocks // PROCESSORS)
             if is_long and (blocks < fewest or row_tiles > (2 if num_rows > _WHOLE_ROWS else 1)):
                 continue
             if is_long and not gated and num_rows > _FULL_ROWS and (rows_first or waves > 1 or blocks < _FULL_WAVE):
@@ -188,27 +108,15 @@ def _round_up(lines: int) -> int:
     return -(-lines // 16) * 16
 
 
-@functools.cache
-def _source() -> str:
-    return _SOURCE.read_text(encoding="utf-8")
-
-
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    if torch.version.hip or torch.cuda.get_device_capability(device)[0] != 9:
-        return False
-    return torch.cuda.get_device_properties(device).multi_processor_count >= _PROCESSORS
-
-
 def serves(x: Tensor, weight: Tensor, out: Tensor | None, activation: str | None = None) -> bool:
     """Whether rows x [M, K] by a weight [N, K], or by gates before their ups, run here; into `out`, or a new tensor.
 
     While a graph is captured, only by a kernel that is loaded: by an earlier call for such rows, or `load_for`.
     """
     (num_rows, k), n = x.shape, weight.shape[0]
-    if not (x.is_cuda and x.dtype == weight.dtype and x.dtype in _ELEMENTS and matmul.is_reproducible()):
+    if not (x.is_cuda and x.dtype == weight.dtype and x.dtype in ELEMENTS and matmul.is_reproducible()):
         return False
-    if not _is_hopper(x.device):
+    if not is_hopper(x.device):
         return False
     weights = _Kind(x.dtype, activation), x.device, n, k
     _met[weights] = None
@@ -219,7 +127,7 @@ def serves(x: Tensor, weight: Tensor, out: Tensor | None, activation: str | None
         steps |= 2 * out.stride(0) | out.data_ptr()
         if out.dtype != x.dtype or out.stride(1) != 1:
             return False
-    if steps % _ALIGNED or x.stride(1) != 1 or not weight.is_contiguous():
+    if steps % ALIGNED or x.stride(1) != 1 or not weight.is_contiguous():
         return False
     tile = tile_for(num_rows, n, k, activation is not None)
     return tile is not None and _is_loaded(tile, weights)
@@ -333,13 +241,13 @@ def _launch(function: int, tile: Tile, kind: _Kind, x: Tensor, weight: Tensor, o
     (num_rows, k), n = x.shape, weight.shape[0]
     boxes = tile.boxes()
     row_box, channel_box = boxes if tile.rows_first else boxes[::-1]
-    element = _ELEMENTS[x.dtype]
-    rows = _describe(x.data_ptr(), element, (k, num_rows), (2 * x.stride(0),), (_DEPTH, row_box))
+    element = ELEMENTS[x.dtype]
+    rows = describe(x.data_ptr(), element, (k, num_rows), (2 * x.stride(0),), (DEPTH, row_box))
     if kind.activation is None:
-        channels = _describe(weight.data_ptr(), element, (k, n), (2 * k,), (_DEPTH, channel_box))
+        channels = describe(weight.data_ptr(), element, (k, n), (2 * k,), (DEPTH, channel_box))
     else:  # 8 gates beside their ups
-        channels = _describe(
-            weight.data_ptr(), element, (k, 8, 2, n // 16), (2 * k, n * k, 16 * k), (_DEPTH, 8, 2, channel_box // 16)
+        channels = describe(
+            weight.data_ptr(), element, (k, 8, 2, n // 16), (2 * k, n * k, 16 * k), (DEPTH, 8, 2, channel_box // 16)
         )
     row_tiles, channel_tiles = -(-num_rows // tile.rows), -(-n // tile.channels)
     tiles = (row_tiles, channel_tiles) if tile.rows_first else (channel_tiles, row_tiles)
@@ -347,7 +255,7 @@ def _launch(function: int, tile: Tile, kind: _Kind, x: Tensor, weight: Tensor, o
     size = tile.first_shared * tile.second_shared
     params = _Params(
         *((rows, channels) if tile.rows_first else (channels, rows)), out.data_ptr(), out.stride(0), num_rows,
-        out.shape[1], k // _DEPTH, clusters[1],
+        out.shape[1], k // DEPTH, clusters[1],
     )  # fmt: skip
     start = ctypes.addressof(params)
     places = (ctypes.c_void_p * len(_OFFSETS))(*(start + offset for offset in _OFFSETS))
@@ -355,13 +263,6 @@ def _launch(function: int, tile: Tile, kind: _Kind, x: Tensor, weight: Tensor, o
     driver.launch_chained(
         function, clusters[0] * clusters[1] * size, size, tile.threads, tile.shared_bytes, stream, places
     )
-
-
-@functools.lru_cache(maxsize=4096)
-def _describe(
-    address: int, element: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
-) -> ctypes.Array[ctypes.c_uint64]:
-    return (ctypes.c_uint64 * 16).from_buffer_copy(driver.describe(address, element, shape, strides, box))
 
 
 class _Params(ctypes.Structure):

@@ -1,0 +1,68 @@
+"""A head's product that draws: its tiles, its compilation, and what runs where it does not. No GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from octavo.layers.embedding import OutputHead
+from octavo.ops import fused, sample
+from octavo.ops.gpu import head_draw, runtime_compiler
+from octavo.ops.gpu.cluster_ring import Tile, macros, source
+from octavo.ops.gpu.head_draw import MAX_ROWS, ROWS, SHARED_ROWS, SHARED_WEIGHTS, tile_for
+from octavo.ops.matmul import linear, pack_linear
+
+PROCESSORS, LARGEST_SHARED = 132, 232448  # of an H200
+
+
+def test_pairs_of_row_tiles_share_weights_and_others_rows() -> None:
+    for rows in range(1, MAX_ROWS + 1):
+        tile = tile_for(rows)
+        assert (rows in ROWS) == (rows % 128 >= 112 or rows % 128 == 0), "tiles are nearly full"
+        row_tiles = -(-rows // tile.rows)
+        assert tile is (SHARED_ROWS if row_tiles in (1, 3) else SHARED_WEIGHTS)
+        assert row_tiles % tile.second_shared == 0, "no block is without rows"
+        row_clusters = row_tiles // tile.second_shared
+        assert PROCESSORS // 2 % row_clusters == 0, "no processor is idle"
+    for tile in (SHARED_ROWS, SHARED_WEIGHTS):
+        assert (tile.rows, tile.channels, tile.stages) == (128, 256, 4)
+        assert tile.shared_bytes <= LARGEST_SHARED
+
+
+@pytest.mark.parametrize("tile", [SHARED_ROWS, SHARED_WEIGHTS], ids=["rows", "weights"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_kernel_keeps_its_sums_in_registers(tile: Tile, dtype: torch.dtype) -> None:
+    """And the matrix unit's steps on their way: the compiler tells where it makes each wait for the one before."""
+    try:
+        runtime_compiler._library()
+    except runtime_compiler.CompileError:
+        pytest.skip("needs the compiler that comes with torch's CUDA packages")
+    text = source(tile, dtype, "head_draw.cu")
+    told = runtime_compiler.compile_told(text, macros(tile, dtype), "sm_90a", "--ptxas-options=-v")[1]
+    assert "0 bytes spill stores, 0 bytes spill loads" in told
+    assert "wgmma" not in told and "warning" not in told.lower(), told
+
+
+@pytest.mark.parametrize("soft_cap", [0.0, 5.0])
+def test_a_cpu_multiplies_then_draws(soft_cap: float) -> None:
+    num_rows, vocab, size = 70, 300, 32
+    torch.manual_seed(1)
+    weight, x = torch.randn(vocab, size), torch.randn(num_rows, size)
+    tables = torch.arange(num_rows), torch.arange(num_rows) % 3 / 2, torch.arange(num_rows), torch.arange(num_rows) * 5
+    head = OutputHead(vocab, size, torch.float32, soft_cap=soft_cap)
+    head.__dict__["packed"] = pack_linear(weight)
+    assert head.drawn_rows() == fused.drawn_rows(head.packed) == ()
+    expected = sample.draw(head.forward(x), *tables)
+    assert expected[0].unique().numel() > 30
+    assert all(map(torch.equal, head.draw(x, *tables), expected))
+    plain = sample.draw(linear(x, head.packed), *tables)
+    assert all(map(torch.equal, fused.drawn_linear(x, head.packed, *tables), plain))
+    assert (plain[0] == expected[0]).all() == (not soft_cap), "a soft cap moves draws"
+
+
+def test_a_cpu_has_no_such_kernel() -> None:
+    weight = torch.empty(1 << 16, 64, dtype=torch.bfloat16)
+    assert not head_draw.takes(weight)
+    assert not head_draw.serves(torch.empty(128, 64, dtype=torch.bfloat16), weight)
