@@ -65,7 +65,7 @@ from octavo.worker.runner import Runner
 _LOG = logging.getLogger(__name__)
 # Modules of what any step launches: Python takes as long to import them as a GPU to open.
 _KERNELS = (
-    "embedding", "few_rows", "gated_product_kernel", "inputs", "prompt_attention_kernel", "rope", "rotate_attend",
+    "embedding", "few_rows", "inputs", "prompt_attention_kernel", "rope", "rotate_attend",
     "row_attention_kernel", "sample", "staged_write", "zero_blocks",
 )  # fmt: skip
 

@@ -37,7 +37,7 @@ import rotate_rig
 from batches import make_batch, make_history
 from octavo.ops import paged_attention as paged
 from octavo.ops import sample
-from octavo.ops.gpu import cluster_product, gated_product, head_draw
+from octavo.ops.gpu import cluster_product, head_draw
 from octavo.ops.gpu.activation import gated_activation
 from octavo.ops.gpu.matmul import linear, tile_for
 from octavo.ops.mask_rows import Kind, Reach
@@ -83,17 +83,6 @@ def _products() -> None:
             assert matmul_rig.distance(out, x, weight) < 1e-5, (rows, tile)
 
 
-def _gated() -> None:
-    """On Hopper: the separate operators' bits, with rows and k that fill no tile and no ring."""
-    if torch.cuda.get_device_capability()[0] != 9:
-        raise unittest.SkipTest("needs a Hopper GPU")
-    weight = matmul_rig.heavy_tailed(768, 320, dtype=BF16, seed=1, device="cuda") / 64
-    for rows in (33, 150):
-        x = matmul_rig.heavy_tailed(rows, 320, dtype=BF16, seed=2, device="cuda")
-        expected = gated_activation(linear(x, weight, None, x.new_empty(rows, 768)), tanh=False)
-        assert torch.equal(gated_product.gated_linear(x, weight, "silu"), expected), rows
-
-
 def _clustered() -> None:
     """On Hopper: the separate operators' bits, by tiles of each kind, rows, channels and k that fill none."""
     if torch.cuda.get_device_capability()[0] != 9:
@@ -102,12 +91,10 @@ def _clustered() -> None:
     x = matmul_rig.heavy_tailed(150, 1088, dtype=BF16, seed=2, device="cuda")
     plain = linear(x, weight, None, x.new_empty(150, 416), tile_for(16, 416, 1088, BF16))
     gated = gated_activation(plain, tanh=False)
-    for tile in matmul_rig.CLUSTERED:
-        out = cluster_product.product(x, weight, torch.empty_like(plain), None, tile)
-        assert torch.equal(out, plain), tile
-        if not tile.rows_first:
-            out = cluster_product.product(x, weight, torch.empty_like(gated), "silu", tile)
-            assert torch.equal(out, gated), tile
+    for activation, expected in ((None, plain), ("silu", gated)):
+        for tile in matmul_rig.clustered(activation):
+            out = cluster_product.product(x, weight, torch.empty_like(expected), activation, tile)
+            assert torch.equal(out, expected), (activation, tile)
 
 
 def _drawn_heads() -> None:
@@ -208,8 +195,7 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
         functools.partial(matmul_rig.check_fused, "cuda", (BF16,), exact=True, shapes=((2048, 1024, False),)),
         ("gpu.one_row._product",),
     ),
-    "gated products": (_gated, ("gpu.gated_product_kernel.gated_product",)),
-    "clustered products": (_clustered, ("gpu.cluster_product.product",)),
+    "clustered products": (_clustered, ("gpu.cluster_product.product", "gpu.gated_product.gated_product")),
     "heads that draw": (_drawn_heads, ("gpu.head_draw.product_and_draw",)),
     "a row alone, streamed": (
         functools.partial(matmul_rig.check_fused, "cuda", (BF16,), exact=True, shapes=((4096, 4096, False),)),
@@ -274,10 +260,16 @@ def launched_kernels() -> set[str]:
                 kernels[f"{module}.{node.name}"] = {places.get(name, f"{module}.{name}") for name in inner}
     for names in kernels.values():
         used |= names
+    return set(kernels) - used | cuda_kernels()
+
+
+def cuda_kernels() -> set[str]:
+    """Those in CUDA C++."""
+    found: set[str] = set()
     for path in OPS.rglob("*.cu"):
         module = ".".join(path.relative_to(OPS).with_suffix("").parts)
-        kernels |= {f"{module}.{name}": set() for name in re.findall(r"__global__.*?(\w+)\($", path.read_text(), re.M)}
-    return set(kernels) - used
+        found |= {f"{module}.{name}" for name in re.findall(r"__global__.*?(\w+)\($", path.read_text(), re.M)}
+    return found
 
 
 def _name(decorator: ast.expr) -> str:
@@ -303,8 +295,7 @@ def recorded_launches() -> Iterator[set[str]]:
     def recorded_chained(function, *args):
         name = ctypes.c_char_p()
         driver._call("cuFuncGetName", ctypes.byref(name), ctypes.c_void_p(function))
-        module = "head_draw" if name.value == b"product_and_draw" else "cluster_product"
-        seen.add(f"gpu.{module}.{(name.value or b'').decode()}")
+        seen.update(full for full in cuda_kernels() if full.endswith(f".{name.value.decode()}"))
         launch(function, *args)
 
     with (

@@ -1,7 +1,8 @@
-"""Products of 5 to 512 rows on Hopper: the bits of the canonical order, which calls are taken, and what is written."""
+"""Products of 5 to 512 rows on Hopper, gates and ups of more: the canonical order's bits, which calls are taken."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -15,12 +16,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ops"))
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from matmul_rig import CLUSTERED, heavy_tailed
+from matmul_rig import WALKED, clustered, heavy_tailed
 from octavo.ops import fused
 from octavo.ops.activation import gated_activation
 from octavo.ops.gpu import cluster_product, matmul
 from octavo.ops.gpu.cluster_product import Tile, _Kind, product, serves, tile_for
 from octavo.ops.matmul import linear, load_kernels, pack_linear
+from octavo.ops.norm import rms_norm
 
 pytestmark = pytest.mark.gpu
 BF16, F16 = torch.bfloat16, torch.float16
@@ -45,19 +47,22 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize(("activation", "dtype"), [(None, BF16), (None, F16), ("silu", BF16), ("gelu_tanh", F16)])
-def test_every_tile_has_the_bits_of_the_canonical_order(activation: str | None, dtype: torch.dtype) -> None:
-    """Also with partial tiles of rows and channels, and memory behind the rows is left alone."""
+def test_every_tile_has_the_bits_of_the_canonical_order(
+    activation: str | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with partial tiles of rows and channels, where clusters walk, and memory behind the rows is left alone."""
+    monkeypatch.setattr(cluster_product, "_launch", functools.partial(cluster_product._launch, processors=2))
     n, k = 448, 1088
     weight, x = _weight(n, k, dtype), heavy_tailed(300, k, dtype=dtype, seed=2, device="cuda")
     expected = _expected(x, weight, activation)
     assert expected.isfinite().float().mean() > 0.9
     assert (expected != 0).float().mean() > 0.5
     x[290:] = float("nan")
-    tiles = [tile for tile in CLUSTERED if activation is None or not tile.rows_first]
+    tiles = clustered(activation)
     with ThreadPoolExecutor(8) as pool:  # they are kept
         list(pool.map(lambda tile: cluster_product.compile_tile(tile, _Kind(dtype, activation)), tiles))
     for tile in tiles:
-        for rows in (1, 64, 290):
+        for rows in (1, 64, 256, 257, 290):
             room = torch.full_like(expected, 7.0)
             product(x[:rows], weight, room[:rows], activation, tile)
             assert _same(room[:rows], expected[:rows]), (rows, tile)
@@ -66,11 +71,12 @@ def test_every_tile_has_the_bits_of_the_canonical_order(activation: str | None, 
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_a_row_has_its_bits_at_every_number_of_rows(n: int, k: int) -> None:
-    """As a model runs it, from fewer rows to more than the kernel takes; rows of a wider tensor too."""
-    weight, wide = pack_linear(_weight(n, k)), heavy_tailed(520, k + 8, dtype=BF16, seed=3, device="cuda")
+    """As a model runs it, from fewer rows to many, of gates and ups too; rows of a wider tensor."""
+    weight, wide = pack_linear(_weight(n, k)), heavy_tailed(2600, k + 8, dtype=BF16, seed=3, device="cuda")
     x = wide[:, 8:]
     expected, gated = _expected(x, weight.storage), _expected(x, weight.storage, "silu") if n in (192, 6144) else None
-    for rows in (*range(1, 131), 144, 160, 176, 191, 192, 200, 208, 224, 240, 255, 256, 257, 320, 400, 500, 512, 520):
+    tens = 144, 160, 176, 191, 192, 200, 208, 224, 240, 255, 256, 257, 320, 400, 500, 512, 520
+    for rows in (*range(1, 131), *tens, 1023, 1024, 1025, 1279, 1300, 1537, 2048, 2600):
         assert serves(x[:rows], weight.storage, None) == (tile_for(rows, n, k, gated=False) is not None)
         assert _same(linear(x[:rows], weight), expected[:rows]), rows
         if gated is not None:
@@ -108,6 +114,36 @@ def test_captured_behind_the_kernel_that_makes_its_rows() -> None:
         assert _same(out, expected), rows
 
 
+@pytest.mark.parametrize("tile", WALKED[:3], ids=str)
+def test_walks_captured_behind_the_kernel_that_makes_their_rows(tile: Tile) -> None:
+    rows, k = 2100, 1024
+    torch.manual_seed(8)
+    weight = torch.randn(2 * k, k, device="cuda").div(k**0.5).to(BF16)
+    x, ones = torch.randn(rows, k, device="cuda").to(BF16), torch.ones(k, device="cuda")
+    middle, out = torch.empty_like(x), torch.empty_like(x)
+
+    def call() -> None:
+        out.copy_(x)
+        for _ in range(4):
+            product(rms_norm(out, ones, 1e-6), weight, middle, "silu", tile)
+            product(rms_norm(middle, ones, 1e-6), weight, out, "silu", tile)
+
+    expected = x
+    for _ in range(8):
+        expected = _expected(rms_norm(expected, ones, 1e-6), weight, "silu")
+    assert expected.float().std() > 0.1
+    call()
+    assert _same(out, expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    out.zero_()
+    for _ in range(10):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert _same(out, expected)
+
+
 def test_what_it_takes() -> None:
     weight, x = torch.empty(4096, 1024, dtype=BF16, device="cuda"), torch.empty(72, 1032, dtype=BF16, device="cuda")
     out = torch.empty(72, 4096, dtype=BF16, device="cuda")
@@ -118,6 +154,11 @@ def test_what_it_takes() -> None:
     assert not serves(x[:, 1:1025], weight, None), "the copy engine steps over 16 bytes"
     assert not serves(x[:, :1024], weight, out.float())
     assert not serves(x[:, :1024], weight, out.t())
+    many = torch.empty(8100, 1024, dtype=BF16, device="cuda")
+    assert not serves(many, weight, None), "the library is as fast"
+    assert serves(many, weight, None, "silu")
+    assert not serves(many[:520], weight, None, "silu"), "the library is faster"
+    assert not serves(many[:, :448], weight[:, :448].contiguous(), None, "silu"), "a walk's steps are too few"
     assert not serves(x[:, :1024].float(), weight, None)
     assert not serves(x[:, :1024].half(), weight, None)
     assert not serves(x[:, :1000], weight[:, :1000].contiguous(), None), "K is whole stages"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -14,7 +15,7 @@ if not torch.cuda.is_available():
 
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from octavo.ops.gpu import gated_product, launch, matmul, norm, tensor_maps  # noqa: E402
+from octavo.ops.gpu import launch, matmul, norm, prompt_attention, tensor_maps  # noqa: E402
 
 BF16 = torch.bfloat16
 
@@ -27,14 +28,28 @@ def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return matmul.linear(x, weight, None, x.new_empty(len(x), len(weight)), matmul.tile_for(8, *weight.shape, BF16))
 
 
-def gated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Its tensors come as descriptors."""
+def attended(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """A prompt of 64 tokens over a block of a cache, which come as descriptors."""
     if not tensor_maps.takes_gluon(x.device):
         pytest.skip("for Hopper")
-    return gated_product.gated_linear(x, weight[:960], "silu")
+    q, cache = x.view(64, 8, 128), weight.view(-1, 2, 64, 256)
+    out, tiles = torch.empty_like(q), prompt_attention.queries_of_tile(4)
+    start, length, table, tile_start, counter = numbers(64, 64 // tiles)
+    assert prompt_attention.launch(
+        q, cache, out, start, length, table, tile_start, counter, programs=4, sees=0, reach=0, score_scale=0.1,
+        cap_scale=0.0, sinks=None,
+    )  # fmt: skip
+    return out
 
 
-@pytest.mark.parametrize("call", [normed, product, gated])
+@functools.cache
+def numbers(tokens: int, tiles: int) -> list[torch.Tensor]:
+    """One row's query_start, seq_lens, block_table and tile_start, and a counter."""
+    values = [0, tokens], [tokens], [[1]], [0, tiles], [0]
+    return [torch.tensor(value, dtype=torch.int32, device="cuda") for value in values]
+
+
+@pytest.mark.parametrize("call", [normed, product, attended])
 def test_other_tensors_of_a_kind_are_launched_without_triton(
     call: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -62,5 +77,5 @@ def test_other_tensors_of_a_kind_are_launched_without_triton(
         assert torch.equal(one, other)
     x, weight = calls[0]
     shifted = torch.empty(x.numel() + 1, dtype=BF16, device="cuda")[1:].view_as(x).copy_(x)
-    if call is not gated:  # whose descriptors are aligned
+    if call is not attended:  # whose descriptors are aligned
         assert torch.equal(call(shifted, weight), expected[0])

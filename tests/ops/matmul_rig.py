@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
@@ -22,8 +24,19 @@ CLUSTERED = tuple(
     )
     for numbers in tiles
 )
+# Over which clusters walk.
+WALKED = (
+    *(dataclasses.replace(tile, band=2) for tile in cluster_product.WALKED),
+    cluster_product.Tile(2, 256, first_shared=2, band=1),
+    cluster_product.Tile(2, 64, band=3),
+)
 EXACT = (torch.float16, torch.float32)  # the interpreter multiplies bfloat16 as integers
 DTYPES = (*EXACT, torch.bfloat16)
+
+
+def clustered(activation: str | None) -> list[cluster_product.Tile]:
+    """Tiles that compute plain products, or gates and ups, which are first lines."""
+    return list(CLUSTERED) if activation is None else [*WALKED, *(tile for tile in CLUSTERED if not tile.rows_first)]
 
 
 def heavy_tailed(*shape: int, dtype: torch.dtype, seed: int, device: str = "cpu") -> Tensor:

@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from matmul_rig import CLUSTERED
+from matmul_rig import CLUSTERED, WALKED, clustered
 from octavo.ops.gpu import cluster_product, kept_file, runtime_compiler
 from octavo.ops.gpu.cluster_product import MAX_ROWS, MIN_ROWS, Tile, serves, tile_for
 from octavo.ops.gpu.driver import DriverError
@@ -85,6 +85,30 @@ def test_what_has_no_tile() -> None:
     assert tile_for(512, 151936, 1024, gated=False) is None, "the library has as many blocks as it likes"
 
 
+def test_many_rows_of_gates_walk_where_the_processors_are_busy() -> None:
+    for n, k in ((6144, 1024), (24576, 4096)):
+        taken = {rows: tile_for(rows, n, k, gated=True) for rows in range(MAX_ROWS + 1, 9000)}
+        assert all(tile is None or tile in cluster_product.WALKED for tile in taken.values())
+        assert set(cluster_product.WALKED) <= set(cluster_product._tiles(cluster_product._Kind(BF16, "silu"), n, k))
+        assert all(taken[rows] for rows in range(4300, 9000)), "walks are long"
+    for n, k, rows, width in (
+        (24576, 4096, 520, None), (24576, 4096, 1024, 256), (24576, 4096, 1152, 192), (24576, 4096, 8192, 256),
+        (6144, 1024, 1024, 128), (6144, 1024, 1536, 192), (6144, 1024, 8192, 256),
+    ):  # fmt: skip
+        tile = tile_for(rows, n, k, gated=True)
+        assert (None if tile is None else tile.rows) == width, (n, rows)
+    assert tile_for(8192, 24576, 4096, gated=False) is None, "the library is as fast"
+    assert tile_for(8192, 24576, 448, gated=True) is None, "a walk's steps are too few"
+
+
+def test_walked_tiles_have_room_for_their_results() -> None:
+    for tile in WALKED:
+        results = tile.groups * tile.rows * 64
+        assert tile.stages >= 3
+        assert LARGEST_SHARED - 50000 < tile.shared_bytes <= LARGEST_SHARED
+        assert tile.shared_bytes == tile.stages * (sum(tile.lines) * 128 + 16) + results
+
+
 def test_a_cpu_has_no_such_kernel() -> None:
     assert not serves(torch.empty(128, 1024, dtype=BF16), torch.empty(4096, 1024, dtype=BF16), None)
 
@@ -154,11 +178,11 @@ def _compiler() -> object:
         pytest.skip("needs the compiler that comes with torch's CUDA packages")
 
 
-@pytest.mark.parametrize("tile", CLUSTERED, ids=str)
+@pytest.mark.parametrize("tile", (*CLUSTERED, *WALKED), ids=str)
 def test_every_kind_of_tile_compiles(tile: Tile) -> None:
     _compiler()
     for kind in (cluster_product._Kind(BF16, None), cluster_product._Kind(torch.float16, "gelu_tanh")):
-        if kind.activation is None or not tile.rows_first:
+        if tile in clustered(kind.activation):
             assert runtime_compiler.compile_cubin(kind.source(tile), kind.macros(tile), "sm_90a")[:4] == b"\x7fELF"
 
 

@@ -19,7 +19,7 @@ from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from octavo.ops import paged_attention as paged  # noqa: E402
-from octavo.ops.gpu import gated_product, launch, one_row, prompt_attention, rotate_attend, row_attention  # noqa: E402
+from octavo.ops.gpu import launch, one_row, prompt_attention, rotate_attend, row_attention  # noqa: E402
 from octavo.ops.rope import Rotation  # noqa: E402
 from octavo.ops.sight import Sight  # noqa: E402
 
@@ -46,7 +46,6 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathF
     monkeypatch.setattr(driver, "_active", no_device)
     monkeypatch.setattr(JITFunction, "run", compile_only)
     monkeypatch.setattr(launch, "_has_pdl", lambda device: True)
-    monkeypatch.setattr(gated_product, "_processors", lambda device: PROCESSORS)
     monkeypatch.setattr(rotate_attend, "num_processors", lambda device: PROCESSORS)
     monkeypatch.setattr(one_row, "_device", lambda index: {"multiprocessor_count": PROCESSORS})
     yield found
@@ -125,12 +124,6 @@ def test_rotation_and_attention(compiled: list[Any], block: int, group: int, nor
             torch.zeros(4096), torch.zeros(64), torch.zeros(64, dtype=torch.int32)
         )),
     )  # fmt: skip
-
-
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-def test_gated_products(compiled: list[Any], activation: str) -> None:
-    x, weight = torch.zeros(1000, 1024, dtype=BF16), torch.zeros(6144, 1024, dtype=BF16)
-    gated_product.gated_linear(x, weight, activation)
 
 
 @pytest.mark.parametrize("gated", [False, True])

@@ -30,12 +30,10 @@ def runs_fused(x: Tensor, *weights: LinearWeight) -> bool:
 def gated_linear(x: Tensor, weight: LinearWeight, activation: str) -> Tensor:
     """`gated_activation` of `linear` of x [T, K] by a weight of gates and then their ups."""
     if x.is_cuda:
-        from octavo.ops.gpu import cluster_product, gated_product  # need triton
+        from octavo.ops.gpu import cluster_product  # needs triton
 
         if cluster_product.serves(x, weight.storage, None, activation):
             return cluster_product.product(x, weight.storage, x.new_empty(x.shape[0], weight.n // 2), activation)
-        if gated_product.serves(x, weight.storage):
-            return gated_product.gated_linear(x, weight.storage, activation)
     return gated_activation(linear(x, weight), activation)
 
 

@@ -1,10 +1,11 @@
-"""Products of a few to hundreds of rows on Hopper GPUs, and gates and ups with their activation, in one kernel.
+"""Products of a few to hundreds of rows on Hopper GPUs, and gates and ups of these and more with their activation.
 
-Owns the choice of a tile, which calls have one, the kernel's compilation and its launch; `cluster_product.cu` does the
-work. It is CUDA C++ and not Triton because blocks of a cluster share what they read, and because tiles are as wide as
-the rows: Triton 3.6 has no such copies and knows powers of two only. Does not know layers. Invariant: the bits are
-those of `matmul.linear`'s canonical order and of `activation.gated_activation`, whatever tile is chosen; a kernel that
-gives others, or cannot be had, is told once and never used.
+Owns the choice of a tile, which calls have one, the kernels' compilation and launch; `cluster_product.cu` does the
+work, and `gated_product.cu` that of more rows. They are CUDA C++ and not Triton because blocks of a cluster share what
+they read, and because tiles are as wide as the rows: Triton 3.6 has no such copies and knows powers of two only. Does
+not know layers. Invariant: the bits are those of `matmul.linear`'s canonical order and of
+`activation.gated_activation`, whatever tile is chosen; a kernel that gives others, or cannot be had, is told once and
+never used.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from octavo.ops.gpu import cluster_ring, driver, matmul, runtime_compiler
 from octavo.ops.gpu.cluster_ring import ALIGNED, DEPTH, ELEMENTS, LINES, PROCESSORS, Tile, describe, is_hopper
 
 _LOG = logging.getLogger(__name__)
-_SOURCE = "cluster_product.cu"
 _MOST_SUMS = 96  # of a thread, that leave room for three groups without that
 _WIDEST = 256  # second lines of a block
 _FULL_WAVE = 120  # blocks
 _MOST_BLOCKS = 2 * PROCESSORS
+_FEW_PROCESSORS = 4  # of the example, so that clusters walk
 _COMPILERS = 8  # threads
 _CHECKED = 300, 768, 1152  # rows, channels and K of the example that every kernel multiplies once
 _SHORT = 3072  # the longest K whose weights are read fast enough by every block for itself
@@ -39,7 +40,12 @@ _FULL_ROWS = 256  # of such, beyond which blocks in one wave are to fill the pro
 _FEWEST_BLOCKS = 96  # that read longer ones at the memory's pace; fewer, where they read few rows beside:
 _FEWEST_OF_ALL, _FEW_ELEMENTS = 64, 3 << 17
 _WHOLE_ROWS = 96  # that are not divided for such blocks' sake: the library is faster
-MIN_ROWS, MAX_ROWS = 5, 512  # fewer are `few_rows`'
+MIN_ROWS, MAX_ROWS = 5, 512  # fewer are `few_rows`'; beyond, only gates and ups have tiles
+# Over these clusters walk, in bands of some 2,048 rows, which the L2 holds.
+WALKED = tuple(Tile(2, width, second_shared=2, band=2048 // width) for width in (256, 192, 128))
+_LEAST_WALKED_K = 512  # a tile's results are on their way while the next one begins
+_TURN_ROWS = 24  # what a tile costs beside its rows, in rows
+_USEFUL_SHARE = 0.8  # of the processors' time; below, the library with the activation behind it is faster
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,17 +64,21 @@ class _Kind:
 
     def source(self, tile: Tile) -> str:
         """The kernel's."""
-        return cluster_ring.source(tile, self.dtype, _SOURCE)
+        kernel = "gated_product.cu" if tile.band else "cluster_product.cu"
+        return cluster_ring.source(tile, self.dtype, "cluster_results.cu", kernel)
 
 
 def tile_for(num_rows: int, n: int, k: int, gated: bool) -> Tile | None:
     """The tile for a weight [n, k]; None where others serve: of all, the one whose busiest processor is done first.
 
-    Two blocks with the same long weights share them in a cluster: more read them too often, and clusters of four do not
-    fit all processors at once. A block reads 64 bytes a clock at most: where few have the whole of a long weight to
-    read, and many rows each, the library is faster. Plain products of more rows by long weights are as fast there.
+    More than `MAX_ROWS` rows have tiles that clusters walk over. Of fewer, two blocks with the same long weights share
+    them in a cluster: more read them too often, and clusters of four do not fit all processors at once. A block reads
+    64 bytes a clock at most: where few have the whole of a long weight to read, and many rows each, the library is
+    faster. Plain products of more rows by long weights are as fast there.
     """
-    return _tile_for(_round_up(num_rows), n, k, gated) if MIN_ROWS <= num_rows <= MAX_ROWS else None
+    if num_rows > MAX_ROWS:
+        return _walked_for(num_rows, n) if gated and _may_walk(n, k) else None
+    return _tile_for(_round_up(num_rows), n, k, gated) if num_rows >= MIN_ROWS else None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -104,6 +114,24 @@ def _tile_for(num_rows: int, n: int, k: int, gated: bool) -> Tile | None:
     return None if best is None else best[1]
 
 
+def _may_walk(n: int, k: int) -> bool:
+    return n % LINES == k % DEPTH == 0 and k >= _LEAST_WALKED_K
+
+
+@functools.lru_cache(maxsize=4096)
+def _walked_for(num_rows: int, n: int) -> Tile | None:
+    """Of all, the tile whose busiest cluster is done first; None if too much of the others' time is idle."""
+    clusters = PROCESSORS // WALKED[0].cluster
+
+    def cost(tile: Tile) -> int:
+        tiles = -(-num_rows // tile.rows) * -(-n // (tile.cluster * tile.channels))
+        return -(-tiles // clusters) * (tile.rows + _TURN_ROWS)
+
+    best = min(WALKED, key=cost)
+    useful = num_rows * n / (best.cluster * best.channels * clusters)
+    return best if useful >= _USEFUL_SHARE * cost(best) else None
+
+
 def _round_up(lines: int) -> int:
     return -(-lines // 16) * 16
 
@@ -120,7 +148,7 @@ def serves(x: Tensor, weight: Tensor, out: Tensor | None, activation: str | None
         return False
     weights = _Kind(x.dtype, activation), x.device, n, k
     _met[weights] = None
-    if not MIN_ROWS <= num_rows <= MAX_ROWS:
+    if num_rows < MIN_ROWS:
         return False
     steps = 2 * x.stride(0) | x.data_ptr() | weight.data_ptr()
     if out is not None:
@@ -168,16 +196,18 @@ def _is_loaded(tile: Tile, weights: _Weights) -> bool:
 
 def _load(tile: Tile, kind: _Kind, device: torch.device, code: bytes) -> None:
     """Raises DriverError."""
-    function = driver.load(code, "product", tile.shared_bytes)
+    function = driver.load(code, "gated_product" if tile.band else "product", tile.shared_bytes)
     _check(function, tile, kind, device)
     _functions[tile, kind, device.index] = function
 
 
 def _tiles(kind: _Kind, n: int, k: int) -> list[Tile]:
     """All that the rule chooses for a weight's shape."""
+    is_gated = kind.activation is not None
     rows = range(_round_up(MIN_ROWS), MAX_ROWS + 1, 16)
-    found = (tile_for(num_rows, n, k, kind.activation is not None) for num_rows in rows)
-    return list(dict.fromkeys(tile for tile in found if tile is not None))
+    found = (tile_for(num_rows, n, k, is_gated) for num_rows in rows)
+    walked = WALKED if is_gated and _may_walk(n, k) else ()
+    return [*walked, *dict.fromkeys(tile for tile in found if tile is not None)]  # the longest to compile first
 
 
 @functools.cache
@@ -203,7 +233,7 @@ def _check(function: int, tile: Tile, kind: _Kind, device: torch.device) -> None
         x, weight, plain = _example(kind.dtype, device)
         expected = plain if kind.activation is None else gated_activation(plain, kind.activation)
         out = torch.empty_like(expected)
-        _launch(function, tile, kind, x, weight, out)
+        _launch(function, tile, kind, x, weight, out, processors=_FEW_PROCESSORS)
         if not torch.equal(out, expected):
             raise driver.DriverError("it sums in another order")
     finally:
@@ -237,7 +267,9 @@ def product(x: Tensor, weight: Tensor, out: Tensor, activation: str | None = Non
     return out
 
 
-def _launch(function: int, tile: Tile, kind: _Kind, x: Tensor, weight: Tensor, out: Tensor) -> None:
+def _launch(
+    function: int, tile: Tile, kind: _Kind, x: Tensor, weight: Tensor, out: Tensor, processors: int = PROCESSORS
+) -> None:
     (num_rows, k), n = x.shape, weight.shape[0]
     boxes = tile.boxes()
     row_box, channel_box = boxes if tile.rows_first else boxes[::-1]
@@ -252,17 +284,20 @@ def _launch(function: int, tile: Tile, kind: _Kind, x: Tensor, weight: Tensor, o
     row_tiles, channel_tiles = -(-num_rows // tile.rows), -(-n // tile.channels)
     tiles = (row_tiles, channel_tiles) if tile.rows_first else (channel_tiles, row_tiles)
     clusters = -(-tiles[0] // tile.second_shared), -(-tiles[1] // tile.first_shared)
-    size = tile.first_shared * tile.second_shared
-    params = _Params(
-        *((rows, channels) if tile.rows_first else (channels, rows)), out.data_ptr(), out.stride(0), num_rows,
-        out.shape[1], k // DEPTH, clusters[1],
-    )  # fmt: skip
+    blocks, size = clusters[0] * clusters[1] * tile.cluster, tile.cluster
+    sides = (rows, channels) if tile.rows_first else (channels, rows)
+    params: _Params | _WalkedParams
+    if tile.band:
+        box = LINES // 2, tile.rows  # of a group's results
+        results = describe(out.data_ptr(), element, out.shape[::-1], (2 * out.stride(0),), box, swizzle=LINES)
+        params, blocks = _WalkedParams(*sides, results, k // DEPTH, *clusters), min(blocks, processors // size * size)
+    else:
+        params = _Params(*sides, out.data_ptr(), out.stride(0), num_rows, out.shape[1], k // DEPTH, clusters[1])
     start = ctypes.addressof(params)
-    places = (ctypes.c_void_p * len(_OFFSETS))(*(start + offset for offset in _OFFSETS))
+    offsets = _offsets(type(params))
+    places = (ctypes.c_void_p * len(offsets))(*(start + offset for offset in offsets))
     stream = triton.runtime.driver.active.get_current_stream(x.device.index)
-    driver.launch_chained(
-        function, clusters[0] * clusters[1] * size, size, tile.threads, tile.shared_bytes, stream, places
-    )
+    driver.launch_chained(function, blocks, size, tile.threads, tile.shared_bytes, stream, places)
 
 
 class _Params(ctypes.Structure):
@@ -275,4 +310,15 @@ class _Params(ctypes.Structure):
     ]  # fmt: skip
 
 
-_OFFSETS = [getattr(_Params, name).offset for name, *_ in _Params._fields_]
+class _WalkedParams(ctypes.Structure):
+    """Of the kernel whose clusters walk."""
+
+    _fields_ = [
+        ("first", ctypes.c_uint64 * 16), ("second", ctypes.c_uint64 * 16), ("out", ctypes.c_uint64 * 16),
+        ("steps", ctypes.c_int), ("first_clusters", ctypes.c_uint), ("second_clusters", ctypes.c_uint),
+    ]  # fmt: skip
+
+
+@functools.cache
+def _offsets(params: type[_Params | _WalkedParams]) -> list[int]:
+    return [getattr(params, name).offset for name, *_ in params._fields_]

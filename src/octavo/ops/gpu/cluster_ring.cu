@@ -145,11 +145,12 @@ struct Walk {
     }
 };
 
-// Fill the ring, of `total` steps, once all who read what it held have told so.
+// Fill the ring, of `total` steps of a walk, once all who read what it held have told so.
+template <class Steps>
 __device__ void produce(
-    const TensorMap* first, const TensorMap* second, Walk walk, u32 ring, u32 full, u32 empty, int total) {
+    const TensorMap* first, const TensorMap* second, Steps walk, u32 ring, u32 full, u32 empty, int total) {
     int ahead = total < STAGES ? total : STAGES;
-    Walk begin = walk;
+    Steps begin = walk;
     for (int index = 0; index < ahead; ++index, walk.advance()) {
         u32 here = ring + index * STAGE_BYTES;
         expect(full + 8 * index, STAGE_BYTES);
@@ -190,41 +191,64 @@ __device__ inline void fence(Sums& sums) {  // sums change behind the compiler's
 
 // Where a group is in the ring, and whom it tells that it has read a stage.
 struct Reader {
-    u32 stage, parity, released;
-    __device__ Reader(const Place& at, u32 empty) : stage(0), parity(0), released(empty) {
+    u32 stage, parity, before, released;
+    __device__ Reader(const Place& at, u32 empty) : stage(0), parity(0), before(0), released(empty) {
         u32 lane = threadIdx.x % 32;
         if (CLUSTER) released = in_block(empty, at.peer(lane < PEERS ? lane : 0));
     }
+    __device__ void pass() {
+        before = stage;
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+    __device__ void give_back() const {
+        if (threadIdx.x % 32 < PEERS) arrive(released + 8 * before);
+    }
 };
 
-// A group's sums of a tile. A stage is given back once the step after it is on its way, if it is filled again: if it is
-// not among the block's last STAGES. left: the block's steps from here on.
-__device__ inline void consume(Sums& sums, Reader& reader, u32 group, u32 ring, u32 full, int steps, int left) {
-    u32 lane = threadIdx.x % 32, last = 0;
+__device__ inline void clear(Sums& sums) {
 #pragma unroll
     for (u32 i = 0; i < PARTS * WIDTH / 2; ++i) sums[i / (WIDTH / 2)][i % (WIDTH / 2)] = 0.0f;
+    fence(sums);  // else the compiler makes steps wait for each other
+}
+
+// The reader's step is on its way.
+__device__ inline void issue(Sums& sums, const Reader& reader, u32 group, u32 ring, u32 full) {
+    wait(full + 8 * reader.stage, reader.parity);
+    u64 first = describe(ring + reader.stage * STAGE_BYTES + group * 64 * DEPTH_BYTES);
+    u64 second = describe(ring + reader.stage * STAGE_BYTES + FIRST_BYTES);
     fence(sums);
-    for (int step = 0; step < steps; ++step) {
-        wait(full + 8 * reader.stage, reader.parity);
-        u64 first = describe(ring + reader.stage * STAGE_BYTES + group * 64 * DEPTH_BYTES);
-        u64 second = describe(ring + reader.stage * STAGE_BYTES + FIRST_BYTES);
-        fence(sums);
-        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-        for (u32 k = 0; k < STEPS_OF_STAGE; ++k)
+    for (u32 k = 0; k < STEPS_OF_STAGE; ++k)
 #pragma unroll
-            for (u32 part = 0; part < PARTS; ++part)
-                multiply(sums[part], first + 2 * k, second + 2 * k + part * (WIDTH * DEPTH_BYTES >> 4));
-        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-        fence(sums);
-        asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-        if (0 < step && step <= left - STAGES && lane < PEERS) arrive(reader.released + 8 * last);
-        last = reader.stage;
-        if (++reader.stage == STAGES) reader.stage = 0, reader.parity ^= 1;
-    }
+        for (u32 part = 0; part < PARTS; ++part)
+            multiply(sums[part], first + 2 * k, second + 2 * k + part * (WIDTH * DEPTH_BYTES >> 4));
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    fence(sums);
+}
+
+// The step before the reader's is done: its stage is given back if it is filled again.
+__device__ inline void follow(Reader& reader, bool is_filled_again) {
+    asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+    if (is_filled_again) reader.give_back();
+    reader.pass();
+}
+
+// The last step of a tile is done.
+__device__ inline void finish(Sums& sums, const Reader& reader, bool is_filled_again) {
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
     fence(sums);
-    if (steps <= left - STAGES && lane < PEERS) arrive(reader.released + 8 * last);
+    if (is_filled_again) reader.give_back();
+}
+
+// A group's sums of a tile. left: the block's steps from here on; stages of the last STAGES are not filled again.
+__device__ inline void consume(Sums& sums, Reader& reader, u32 group, u32 ring, u32 full, int steps, int left) {
+    clear(sums);
+    for (int step = 0; step < steps; ++step) {
+        issue(sums, reader, group, ring, full);
+        follow(reader, 0 < step && step <= left - STAGES);
+    }
+    finish(sums, reader, steps <= left - STAGES);
 }
 
 // Ready the barriers, before anything else; all threads, and all of the cluster's.

@@ -34,6 +34,7 @@ class Tile:
     first_shared: int = 1
     second_shared: int = 1
     rows_first: bool = False
+    band: int = 0  # clusters walk over tiles, along so many of rows at a time; 0: a block has one tile
 
     @property
     def lines(self) -> tuple[int, int]:
@@ -53,17 +54,25 @@ class Tile:
     @property
     def stages(self) -> int:
         """Of the ring: as many as fit."""
-        return min(_SHARED_BYTES // (sum(self.lines) * DEPTH * 2 + 16), _MAX_STAGES)
+        return min((_SHARED_BYTES - self._results) // self._stage, _MAX_STAGES)
 
     @property
     def shared_bytes(self) -> int:
-        """What the ring and its barriers take."""
-        return self.stages * (sum(self.lines) * DEPTH * 2 + 16)
+        """What the ring and its barriers take, and results where they have a place of their own."""
+        return self.stages * self._stage + self._results
+
+    @property
+    def _stage(self) -> int:
+        return sum(self.lines) * DEPTH * 2 + 16
+
+    @property
+    def _results(self) -> int:
+        return self.groups * self.width * LINES if self.band else 0
 
     @property
     def registers(self) -> int:
         """Of a thread that multiplies, which takes them from others; 0: as many as launched."""
-        return _REGISTERS[self.groups] if self.parts > 1 else 0
+        return _REGISTERS[self.groups] if self.parts > 1 or self.band else 0
 
     @property
     def threads(self) -> int:
@@ -80,6 +89,11 @@ class Tile:
         read = self.groups * self.parts * (16 + self.width / 4)
         return max(first * second / 128, read + (first + second) / 4)
 
+    @property
+    def cluster(self) -> int:
+        """Blocks that share what they read."""
+        return self.first_shared * self.second_shared
+
     def boxes(self) -> tuple[int, int]:
         """Lines that a block copies of the first and of the second side, for all that share them."""
         first, second = self.lines
@@ -91,12 +105,12 @@ def macros(tile: Tile, dtype: torch.dtype) -> dict[str, int | str]:
     return {
         "GROUPS": tile.groups, "WIDTH": tile.width, "PARTS": tile.parts, "STAGES": tile.stages,
         "FIRST_SHARED": tile.first_shared, "SECOND_SHARED": tile.second_shared, "ROWS_FIRST": int(tile.rows_first),
-        "GATED": 0, "HALF": int(dtype == torch.float16), "CONSUMER_REGISTERS": tile.registers,
+        "BAND": tile.band, "GATED": 0, "HALF": int(dtype == torch.float16), "CONSUMER_REGISTERS": tile.registers,
     }  # fmt: skip
 
 
-def source(tile: Tile, dtype: torch.dtype, kernel: str) -> str:
-    """The text of a kernel's file, behind the ring's, behind the matrix unit's instruction, which names its sums."""
+def source(tile: Tile, dtype: torch.dtype, *files: str) -> str:
+    """The texts of a kernel's files, behind the ring's, behind the matrix unit's instruction, which names its sums."""
     count, element = tile.width // 2, "f16" if dtype == torch.float16 else "bf16"
     names = ", ".join(f"%{index}" for index in range(count))
     sums = ", ".join(f'"+f"(sums[{index}])' for index in range(count))
@@ -105,8 +119,8 @@ def source(tile: Tile, dtype: torch.dtype, kernel: str) -> str:
         "unsigned long long second) {\n"
         '    asm volatile("{ .reg .pred p; setp.ne.b32 p, 1, 0; wgmma.mma_async.sync.aligned.'
         f'm64n{tile.width}k16.f32.{element}.{element} {{{names}}}, %{count}, %{count + 1}, p, 1, 1, 0, 0; }}"\n'
-        f'        : {sums} : "l"(first), "l"(second));\n}}\n' + _text("cluster_ring.cu") + _text(kernel)
-    )
+        f'        : {sums} : "l"(first), "l"(second));\n}}\n'
+    ) + "".join(map(_text, ("cluster_ring.cu", *files)))
 
 
 @functools.cache
@@ -124,7 +138,8 @@ def is_hopper(device: torch.device) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def describe(
-    address: int, element: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
-) -> ctypes.Array[ctypes.c_uint64]:
-    """`driver.describe`, of a tensor in steps of the ring: as a kernel's parameter."""
-    return (ctypes.c_uint64 * 16).from_buffer_copy(driver.describe(address, element, shape, strides, box))
+    address: int, element: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...],
+    swizzle: int = 128,
+) -> ctypes.Array[ctypes.c_uint64]:  # fmt: skip
+    """`driver.describe`, of a tensor in steps of the ring unless said: as a kernel's parameter."""
+    return (ctypes.c_uint64 * 16).from_buffer_copy(driver.describe(address, element, shape, strides, box, swizzle))

@@ -16,7 +16,7 @@ _MAX_DYNAMIC_SHARED = 8  # the attribute of a function
 _DEFAULT_SHARED = 48 << 10  # bytes of a block that need no leave
 _CLUSTER, _OVERLAPS = 4, 6  # attributes of a launch
 _MAP_BYTES, _MAP_ALIGNED = 128, 64
-_SWIZZLE_128, _PROMOTE_128 = 3, 2  # of a descriptor
+_SWIZZLES, _PROMOTE_128 = {64: 2, 128: 3}, 2  # of a descriptor
 
 
 class DriverError(RuntimeError):
@@ -110,9 +110,9 @@ def launch_chained(
 
 
 def describe(
-    address: int, element: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+    address: int, element: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzle: int
 ) -> bytes:
-    """The descriptor of a tensor of 16-bit elements that is copied in boxes of 128 bytes' rows, swizzled by 128 bytes.
+    """The descriptor of a tensor of 16-bit elements that is copied in boxes with rows of `swizzle` bytes, 64 or 128.
 
     element: the driver's number of the type. Shape and box: the innermost axis first; strides, in bytes: of the others.
     """
@@ -122,7 +122,8 @@ def describe(
     _call(
         "cuTensorMapEncodeTiled", ctypes.c_void_p(place), element, rank, ctypes.c_void_p(address),
         (ctypes.c_uint64 * rank)(*shape), (ctypes.c_uint64 * (rank - 1))(*strides), (ctypes.c_uint32 * rank)(*box),
-        (ctypes.c_uint32 * rank)(*[1] * rank), 0, _SWIZZLE_128, _PROMOTE_128, 0,
+        (ctypes.c_uint32 * rank)(*[1] * rank), 0, _SWIZZLES[swizzle],
+        _PROMOTE_128, 0,
     )  # fmt: skip
     return ctypes.string_at(place, _MAP_BYTES)
 

@@ -31,27 +31,22 @@ class _Place:
 
 @functools.lru_cache(maxsize=4096)
 def describe(
-    address: int,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    box: tuple[int, ...],
-    swizzle: int = 128,
+    address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
 ) -> Any:
-    """The descriptor of a tensor of a 16-bit dtype that is copied in boxes, `swizzle` bytes wide in shared memory."""
+    """The descriptor of a tensor of a 16-bit dtype that is copied in boxes, 128 bytes wide in shared memory."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    place, layout = _Place(address, dtype), _layout(len(box), swizzle)
+    place, layout = _Place(address, dtype), _layout(len(box))
     descriptor: Any = TensorDescriptor(place, list(shape), list(strides), list(box), layout)
-    descriptor.compiled_for = dtype, box, swizzle  # see launch.Direct
+    descriptor.compiled_for = dtype, box  # see launch.Direct
     return descriptor
 
 
 @functools.cache
-def _layout(rank: int, swizzle: int) -> Any:
+def _layout(rank: int) -> Any:
     from triton.experimental.gluon.language import NVMMASharedLayout
 
-    return NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=16, rank=rank)
+    return NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)
 
 
 @functools.cache
@@ -69,6 +64,6 @@ def takes_gluon(device: torch.device) -> bool:
         )
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: F401
     except ImportError as error:  # Gluon's names are not settled
-        _LOG.warning("decode, prompts and gated products run plainly: this Triton's Gluon is another (%s)", error)
+        _LOG.warning("decode and prompts run plainly: this Triton's Gluon is another (%s)", error)
         return False
     return True
