@@ -12,8 +12,9 @@ from octavo import collector
 
 
 @pytest.fixture(autouse=True)
-def thresholds() -> Iterator[None]:
+def own_collector() -> Iterator[None]:
     before = gc.get_threshold()
+    gc.unfreeze()  # what tests of servers in this process have frozen
     yield
     gc.set_threshold(*before)
 
