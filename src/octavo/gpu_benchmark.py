@@ -212,16 +212,30 @@ def _decoding(llm: LLM, num_rows: int) -> Iterator[list[int]]:
 
 
 def _time_decode(llm: LLM, num_rows: int) -> dict[str, Any]:
-    """Microseconds of the steps that `_profile_decode` watches, and the host's in these and more: means."""
-    engine = llm.engine
+    """Microseconds of the steps that `_profile_decode` watches, and the host's in these and more: means.
+
+    Beside the latter a fixed loop of Python is timed: a virtual processor's speed doubles and halves within seconds.
+    """
+    engine, loop_ns = llm.engine, 0
     with _decoding(llm, num_rows):
         before, started = engine.times.copy(), time.perf_counter()
         for _ in range(_PROFILED_STEPS):
             engine.step()
         wall = (time.perf_counter() - started) / _PROFILED_STEPS * 1e6
-        for _ in range(_TIMED_STEPS - _PROFILED_STEPS):
+        num_more = _TIMED_STEPS - _PROFILED_STEPS
+        for _ in range(num_more):
             engine.step()
-        return {"rows": num_rows, "wall_us": wall, "host_us": engine.times.since(before).per_step()}
+            loop_ns += _fixed_loop()
+        host = engine.times.since(before).per_step()
+        return {"rows": num_rows, "wall_us": wall, "host_us": host, "loop_us": loop_ns / num_more / 1e3}
+
+
+def _fixed_loop() -> int:
+    """The nanoseconds that 400 turns of a loop take."""
+    started, total = time.perf_counter_ns(), 0
+    for turn in range(400):
+        total += turn
+    return time.perf_counter_ns() - started
 
 
 def _profile_decode(run: Run, llm: LLM, timed: dict[str, Any], copy: float, product: float) -> dict[str, Any]:
@@ -237,7 +251,10 @@ def _profile_decode(run: Run, llm: LLM, timed: dict[str, Any], copy: float, prod
             torch.cuda.synchronize()
     parts = ", ".join(f"{part} {value:.0f}" for part, value in host.items())
     own = host["schedule"] + host["issue"] + host["update"]
-    print(f"decode of {timed['rows']} rows: {timed['wall_us']:.0f} us a step; host us: {parts}; {own:.0f} its own")
+    print(
+        f"decode of {timed['rows']} rows: {timed['wall_us']:.0f} us a step; host us: {parts}; {own:.0f} its own, where "
+        f"a fixed loop takes {timed['loop_us']:.1f}"
+    )
     work = gpu_profile.least_work(run.facts, gpu_profile.decode_load([n + _PROFILED_STEPS // 2 for n in lengths]))
     return timed | _families(profiler, _PROFILED_STEPS, work, copy, product)
 
