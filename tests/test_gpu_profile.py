@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from octavo.benchmark import SHAPES
-from octavo.gpu_profile import decode_load, family_of, family_rows, least_work, prefill_load, table
+from octavo.gpu_profile import decode_load, family_of, family_rows, kernels, least_work, prefill_load, table
 
 FACTS = {
     "hidden_size": 4, "intermediate_size": 6, "num_hidden_layers": 3, "num_attention_heads": 2,
@@ -54,6 +54,14 @@ def test_weights_are_most_of_an_8b_step_at_one_row() -> None:
 )  # fmt: skip
 def test_families(kernel: str, family: str) -> None:
     assert family_of(kernel) == family
+
+
+def test_a_kernel_that_waits_for_the_one_ahead_is_not_timed_twice() -> None:
+    launched = [("b", 4.0, 12.0), ("a", 0.0, 10.0), ("c", 5.0, 9.0), ("b", 20.0, 23.0)]
+    assert kernels(launched, steps=2) == [
+        {"kernel": "a", "us": 5.0, "calls": 0.5}, {"kernel": "b", "us": 2.5, "calls": 1.0},
+        {"kernel": "c", "us": 0.0, "calls": 0.5},
+    ]  # fmt: skip
 
 
 def test_a_family_stands_beside_its_limit() -> None:

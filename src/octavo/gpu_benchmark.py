@@ -277,7 +277,7 @@ def _profile_prefill(run: Run, llm: LLM, copy: float, product: float) -> dict[st
 def _families(
     profiler: Any, steps: float, work: dict[str, tuple[float, float]], copy: float, product: float
 ) -> dict[str, Any]:
-    rows = gpu_profile.kernels(profiler, steps)
+    rows = gpu_profile.kernels(gpu_profile.launches(profiler), steps)
     families = gpu_profile.family_rows(rows, work, copy, product)
     print(gpu_profile.table(rows, families), flush=True)
     return {"kernels": rows[:16], "families": families}

@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,14 +79,27 @@ def family_of(kernel: str) -> str:
     return next((name for name, parts in FAMILIES.items() if any(part in kernel for part in parts)), "other")
 
 
-def kernels(profiler: Any, steps: float) -> list[dict[str, Any]]:
-    """All kernels by name, the longest first: calls and microseconds a step."""
-    entries = sorted(profiler.key_averages(), key=lambda entry: -entry.self_device_time_total)
-    return [
-        {"kernel": entry.key[:90], "us": entry.self_device_time_total / steps, "calls": entry.count / steps}
-        for entry in entries
-        if entry.self_device_time_total
-    ]
+def launches(profiler: Any) -> list[tuple[str, float, float]]:
+    """(kernel, start, end) of what the device did, in microseconds."""
+    from torch.autograd import DeviceType  # type: ignore[attr-defined]
+
+    events = (event for event in profiler.events() if event.device_type == DeviceType.CUDA)
+    return [(event.name, event.time_range.start, event.time_range.end) for event in events]
+
+
+def kernels(launched: Iterable[tuple[str, float, float]], steps: float) -> list[dict[str, Any]]:
+    """Of (kernel, start, end), all kernels by name, the longest first: calls and microseconds a step.
+
+    A kernel may be launched while the one ahead ends, and wait. Its time begins when all that started before it have
+    ended, so that times sum to what the device was busy.
+    """
+    found: dict[str, list[float]] = {}
+    latest = -math.inf
+    for name, start, end in sorted(launched, key=lambda launch: launch[1]):
+        found.setdefault(name[:90], []).append(max(end - max(start, latest), 0.0))
+        latest = max(latest, end)
+    rows = [{"kernel": name, "us": sum(us) / steps, "calls": len(us) / steps} for name, us in found.items()]
+    return sorted(rows, key=lambda row: -row["us"])
 
 
 def family_rows(
