@@ -37,7 +37,7 @@ class Load:
 
     num_tokens: int
     num_logits: int  # tokens whose logits are wanted
-    num_read: int  # tokens whose K and V a layer reads
+    num_read: int  # tokens whose K and V a layer reads; all are seen by the last token of their request
     num_pairs: int  # of a query and a token that it sees
 
 
@@ -58,15 +58,16 @@ def least_work(facts: dict[str, Any], load: Load) -> dict[str, tuple[float, floa
     kv_size = 2 * facts["num_key_value_heads"] * facts["head_dim"]
     qkv, vocab, tokens = q_size + kv_size, facts["vocab_size"], load.num_tokens
     before, behind = hidden * qkv, hidden * (q_size + 3 * ff)  # attention: weights of a layer
-    num_behind = (layers - 1) * tokens + load.num_logits  # of the last layer, what nobody samples from ends there
+    num_behind = (layers - 1) * tokens + load.num_logits  # in the last layer nobody else attends
     ends = 2 * (hidden * vocab + hidden * load.num_logits) + 4 * vocab * load.num_logits
     products = 2 * (
         layers * (before + behind + tokens * (hidden + qkv)) + num_behind * (3 * hidden + q_size + 3 * ff)
     ) + ends  # fmt: skip
-    attention = 2 * layers * (kv_size * load.num_read + 2 * q_size * tokens)
+    attention = 2 * (layers * kv_size * load.num_read + 2 * q_size * num_behind)
+    num_pairs = (layers - 1) * load.num_pairs + load.num_read
     small = 2 * (layers * tokens * (4 * hidden + 2 * qkv) + num_behind * (4 * hidden + 3 * ff))
     return {
-        "attention": (attention, 4 * layers * q_size * load.num_pairs),
+        "attention": (attention, 4 * q_size * num_pairs),
         "products": (products, 2 * (layers * before * tokens + behind * num_behind + hidden * vocab * load.num_logits)),
         "norms, rotation, activation": (small, 0),
         "sampling": (4 * vocab * load.num_logits, 0),

@@ -22,6 +22,7 @@ from octavo.kv_cache.kernel_blocks import takes_size
 from octavo.kv_cache.layout import layout_by_name
 from octavo.kv_cache.pool import KVCachePool
 from octavo.ops.cache_store import quantize, store
+from octavo.ops.step_inputs import LastTokens
 
 CPU = torch.device("cpu")
 GARBAGE = 2**31 - 1  # a kernel block id that no pool has
@@ -84,6 +85,17 @@ class Step:
         backend.run(self.q, self.kv, variant, out, layer)
         assert (out[len(self.q) :] == 7).all()
         return out[: len(self.q)]
+
+    def run_last(self, backend: AttentionBackend, variant: Variant, layer: LayerTensors = NO_TENSORS) -> torch.Tensor:
+        """The outputs of each row's last token, after the step was prepared, and prepared again for these alone."""
+        num_rows, tokens = self.inputs.num_rows, self.inputs.query_start[1:].long() - 1
+        start = torch.arange(len(tokens) + 1, dtype=torch.int32, device=self.q.device).clip(max=num_rows)
+        padded = dataclasses.replace(self.inputs, num_rows=len(tokens))
+        backend.prepare(padded)
+        backend.prepare(padded.of(LastTokens(tokens, start)))
+        out = self.q.new_empty(len(tokens), variant.num_heads, variant.value_size or variant.head_size)
+        backend.run(self.q[tokens], self.kv, variant, out, layer)
+        return out[:num_rows]
 
 
 def middle(pool: KVCachePool) -> torch.Tensor:

@@ -132,6 +132,21 @@ def test_chunks_equal_the_whole_prompt(name: str, dtype: torch.dtype, variant: s
         assert_near(out, expected[position - chunk : position])
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("shape", ["ragged", "verification", "prefill with context"])
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_the_last_tokens_alone(name: str, dtype: torch.dtype, shape: str, variant: str) -> None:
+    """As a decoder's last layer has them, beside padding rows."""
+    backend, layer = make_backend(name, dtype, VARIANTS[variant]), tensors_of(VARIANTS[variant])
+    step = make_step(make_rows(shape, dtype), PLAIN)
+    expected = step.run(backend, VARIANTS[variant], layer)[step.inputs.live[0][1:].long() - 1]
+    found = step.run_last(backend, VARIANTS[variant], layer)
+    if backend.capability.reproducible and name != "reference":  # whose sums follow the number of queries
+        assert torch.equal(found, expected)
+    else:
+        assert_near(found, expected.double())
+
+
 @pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_INV_5_padding_rows_change_nothing(name: str, dtype: torch.dtype) -> None:
     """Rows of length 0 without queries, with null blocks, as a padded batch has them."""

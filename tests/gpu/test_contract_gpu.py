@@ -166,6 +166,17 @@ def test_chunks_and_decode_equal_the_whole_prompt(name: str, dtype: torch.dtype,
         assert_same(backend, out, whole[position - chunk : position], position)
 
 
+@pytest.mark.parametrize(("name", "dtype", "variant"), CHUNKED, ids=str)
+def test_the_last_tokens_alone(name: str, dtype: torch.dtype, variant: str) -> None:
+    """As a decoder's last layer has them, beside padding rows."""
+    kind, setting = VARIANTS[variant], one_setting(name, Setting("LBHNC", 128, 64))
+    backend, layer = make_backend(name, kind, dtype, setting), tensors_of(kind)
+    for shape in ("ragged", "verification", "prefill with context"):
+        step = make_step(make_rows(shape, dtype), setting, device=DEVICE)
+        expected = step.run(backend, kind, layer)[step.inputs.live[0][1:].long() - 1]
+        assert_same(backend, step.run_last(backend, kind, layer), expected, shape)
+
+
 @pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_INV_5_and_L3_G4_padding_and_placement_change_nothing(name: str, dtype: torch.dtype) -> None:
     kind = VARIANTS["full"]

@@ -14,6 +14,7 @@ import torch
 from octavo.arch import Arch
 from octavo.attention.base import BACKENDS, AttentionInputs, ForwardContext, forward_context
 from octavo.groups import make_groups
+from octavo.ops.step_inputs import LastTokens
 
 BLOCK_SIZE = 16
 SMALL: dict[str, Any] = {
@@ -121,6 +122,10 @@ def make_reference(family: str, **changes: Any) -> Any:
     return model
 
 
+def _last_tokens(inputs: AttentionInputs) -> LastTokens:
+    return LastTokens(inputs.query_start[1:].long() - 1, torch.arange(inputs.num_rows + 1, dtype=torch.int32))
+
+
 class Rig:
     """A model with a cache, run by hand: rows of tokens in, logits of every token out.
 
@@ -173,12 +178,12 @@ class Rig:
 
     def step(self, chunks: Mapping[str, Sequence[int]]) -> dict[str, torch.Tensor]:
         """Run the next tokens of each row; returns [tokens, vocab] logits per row."""
-        logits = self.step_wanted(chunks, None)
+        logits = self.compute(chunks)
         return dict(zip(chunks, logits.split([len(tokens) for tokens in chunks.values()]), strict=True))
 
     @torch.inference_mode()
-    def step_wanted(self, chunks: Mapping[str, Sequence[int]], wanted: torch.Tensor | None) -> torch.Tensor:
-        """Run the next tokens of each row; returns logits [S, vocab] of the tokens at `wanted` [S], None: of all."""
+    def compute(self, chunks: Mapping[str, Sequence[int]], *, last: bool = False) -> torch.Tensor:
+        """Run the next tokens of each row; returns logits [tokens, vocab] of all, or of each row's `last`."""
         inputs = [self._inputs(group, chunks) for group in range(len(self.groups))]
         positions = [self.lengths.get(row, 0) + i for row, tokens in chunks.items() for i in range(len(tokens))]
         context = ForwardContext(
@@ -187,7 +192,7 @@ class Rig:
             group_of_layer=self.group_of_layer,
             kv_of_layer=self.kv,
             positions=torch.tensor(positions),
-            wanted=wanted,
+            last_tokens=_last_tokens(inputs[0]) if last else None,
         )
         for backend, group_inputs in zip(self.backends, inputs, strict=True):
             backend.prepare(group_inputs)

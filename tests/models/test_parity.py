@@ -77,14 +77,16 @@ def test_layer_by_layer_and_in_one_operator_are_equal(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_last_layer_computes_only_wanted_tokens_with_the_same_bits(
+def test_the_last_layer_computes_only_last_tokens_with_the_same_bits(
     tiny_case: Callable[[str], Case], family: str, backend: str
 ) -> None:
-    model, chunks = tiny_case(family).model, {"a": PROMPT[:1], "b": PROMPT[7:50], "c": PROMPT[100:117]}
-    every = Rig(model, backend).step_wanted(chunks, None)
-    for wanted in (torch.tensor([0, 43, 60]), torch.tensor([60, 5, 5, 0])):
-        found = Rig(model, backend).step_wanted(chunks, wanted)
-        assert found.shape == (len(wanted), every.shape[1])
+    """And the next step finds K and V of all tokens; its lengths are not those of the first."""
+    rigs = [Rig(tiny_case(family).model, backend) for _ in range(2)]
+    for chunks, at in (
+        ({"a": PROMPT[:1], "b": PROMPT[7:50], "c": PROMPT[100:117]}, [0, 43, 60]),
+        ({"d": PROMPT[60:62], "c": PROMPT[117:150], "b": PROMPT[50:90]}, [1, 34, 74]),
+    ):
+        every, found = rigs[0].compute(chunks), rigs[1].compute(chunks, last=True)
         if backend == "cpu":
-            assert torch.equal(found, every[wanted])
-        torch.testing.assert_close(found, every[wanted], atol=TOLERANCE, rtol=0)
+            assert torch.equal(found, every[at])
+        torch.testing.assert_close(found, every[at], atol=TOLERANCE, rtol=0)

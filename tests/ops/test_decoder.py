@@ -19,6 +19,7 @@ from octavo.ops.decoder import (
 )
 from octavo.ops.matmul import pack_linear
 from octavo.ops.rope import rope_table
+from octavo.ops.step_inputs import LastTokens
 
 SIZE, INNER, HEADS, KV_HEADS, HEAD, BLOCK = 72, 88, 4, 2, 24, 4
 MANY = [1, 2, 3, 5, 12, 13, 16, 24, 25, 40]
@@ -135,13 +136,14 @@ def test_a_whole_decoder_equals_the_separate_operators(
     assert torch.equal(found, expected) and not found.isnan().any()
     assert all(map(_same, caches, expected_caches))
     assert torch.equal(x, kept), "the embedding is the caller's"
-    for wanted in (torch.tensor([count - 1]), torch.randint(0, count, (5,))):  # in any order, some twice
-        for num_layers in (1, 4):
-            decoder = BoundDecoder(layers[:num_layers], norm, 1e-5, caches[:num_layers], groups[:num_layers])
-            own = rows[: max(groups[:num_layers]) + 1]
-            every = decoder(x, positions, own)
-            assert torch.equal(decoder(x, positions, own, wanted), every[wanted])
-            assert torch.equal(decoder.composed(x, positions, own, wanted), every[wanted])
+    last = LastTokens(torch.tensor(lengths).cumsum(0) - 1, torch.arange(len(lengths) + 1, dtype=torch.int32))
+    for num_layers in (1, 4):
+        decoder = BoundDecoder(layers[:num_layers], norm, 1e-5, caches[:num_layers], groups[:num_layers])
+        own = rows[: max(groups[:num_layers]) + 1]
+        every = decoder(x, positions, own)
+        assert torch.equal(decoder(x, positions, own, last), every[last.tokens])
+        assert torch.equal(decoder.composed(x, positions, own, last), every[last.tokens])
+        assert torch.equal(x, kept) and all(map(_same, caches, expected_caches))
 
 
 @needs_native

@@ -4,7 +4,7 @@ Owns the words: Capability (what a backend can do), Setup (what an engine tells 
 batch, for prefill, decode and verification alike), Variant and LayerTensors (what is fixed per layer, and what a layer
 brings to each call), the AttentionBackend protocol, the table of names, and the ForwardContext that carries a step's
 inputs to the layers. Knows no backend. Invariant: a backend sees lengths, tables and slots, never requests; `prepare`
-is called once per step and cache group, `run` once per layer.
+is called once per step and cache group, and once more if the last layer attends for fewer tokens; `run` once per layer.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from octavo.attention.mods import NO_MODS, AttentionMods
 from octavo.kv_cache.kernel_blocks import MultipleOf
 from octavo.ops.rope import Rotation
 from octavo.ops.sight import Sight
+from octavo.ops.step_inputs import LastTokens
 from octavo.registry import Registry
 
 BACKENDS = Registry(
@@ -221,6 +222,13 @@ class AttentionInputs:
         rows = self.num_rows
         return self.query_start[: rows + 1], self.seq_lens[:rows], self.block_table[:rows]
 
+    def of(self, last: LastTokens) -> AttentionInputs:
+        """The same rows, with their last tokens as the only queries. Slots stay the step's."""
+        return dataclasses.replace(
+            self, num_tokens=self.num_rows, max_query_len=1, query_start=last.query_start, max_long=0,
+            call_checked=False,
+        )  # fmt: skip
+
     def check(self) -> None:
         """Raises ValueError where a tensor is smaller than the host's numbers say. Costs a few comparisons."""
         rows, columns = self.block_table.shape
@@ -258,7 +266,7 @@ class AttentionBackend(Protocol):
         """`variants`: the distinct ones of the group's layers. Raises ValueError for what it cannot do."""
 
     def prepare(self, inputs: AttentionInputs, *, for_capture: bool = False) -> None:
-        """Make the step's plan, one per distinct variant, in buffers that keep their addresses."""
+        """Make a plan for the layers that come, one per distinct variant, in buffers that keep their addresses."""
 
     def run(
         self,
@@ -298,8 +306,20 @@ class ForwardContext:
     group_of_layer: Sequence[int]  # its attention group
     kv_of_layer: Sequence[torch.Tensor]  # [blocks, kv_heads, block_size, channels]
     positions: torch.Tensor  # [tokens] int64, logical
-    wanted: torch.Tensor | None = None  # [S] int64, tokens whose hidden states are asked for; None: all, in order
+    last_tokens: LastTokens | None = None  # of the rows, whose hidden states alone are asked for; None: of all tokens
+    for_capture: bool = False  # as `prepare`'s
     brief: bool = False  # the results are for nobody: layers that launch what others launch may be left out
+
+    def turn_to_last_tokens(self, layer: int) -> torch.Tensor | None:
+        """Ahead of the last layer, number `layer`: prepare its backend for the tokens that are asked for alone.
+
+        Gives them, [rows] int64; None, and nothing is done, where all are.
+        """
+        if self.last_tokens is None:
+            return None
+        group = self.group_of_layer[layer]
+        self.backends[group].prepare(self.inputs[group].of(self.last_tokens), for_capture=self.for_capture)
+        return self.last_tokens.tokens
 
 
 class _Current(threading.local):

@@ -17,7 +17,7 @@ from octavo.device.block_table import BlockTables
 from octavo.device.request_table import RequestTable
 from octavo.device.staging import StagedTensor, WriteQueue
 from octavo.ops.inputs import gather_inputs
-from octavo.ops.step_inputs import GroupTables, StepInputs
+from octavo.ops.step_inputs import GroupTables, LastTokens, StepInputs
 from octavo.plan import NO_INTS, IntArray, StepPlan
 
 
@@ -49,11 +49,6 @@ class Work:
         """How many rows compute several tokens. They come last."""
         return self.num_rows - int(self.num_tokens.searchsorted(1, side="right"))
 
-    @property
-    def logits_indices(self) -> IntArray:
-        """[S] int32, token index of each logits row."""
-        return self.query_start[self.sampling + 1] - 1
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Batch(StepInputs):
@@ -63,7 +58,7 @@ class Batch(StepInputs):
     max_long: int  # host upper bound of rows with several tokens, which come after the others
     slot_mapping: list[torch.Tensor]  # per group [T] int64
     block_tables: list[torch.Tensor]  # per group [R, width] int32, kernel block ids
-    wanted: torch.Tensor | None  # [S and padding] int64, tokens whose hidden states are asked for; None: all
+    last_tokens: LastTokens | None  # of the rows, whose hidden states alone are asked for; None: those of all tokens
 
     @property
     def num_rows(self) -> int:
@@ -177,7 +172,8 @@ class InputBuffers:
         self.query_start = StagedTensor(1, max_num_rows + 1, torch.int32, device, queue)
         self.sample_of = StagedTensor(1, max_num_rows, torch.int32, device, queue)  # entry -> its sample, -1: none
         self.sampling = StagedTensor(1, max_num_rows, torch.int64, device, queue)  # [S] entries
-        self.logits_indices = StagedTensor(1, max_num_rows, torch.int64, device, queue)  # [S] token indices, zeros
+        self.last_tokens = StagedTensor(1, max_num_rows, torch.int64, device, queue)  # [R] of each row, padding: of all
+        self.last_start = StagedTensor(1, max_num_rows + 1, torch.int32, device, queue)  # query_start of these alone
         self._decode_rows = NO_INTS  # what the staged tensors hold, if a decode step is all they hold
         self._decode_width = 0
 
@@ -194,24 +190,24 @@ class InputBuffers:
         if work.is_decode and num_rows == self._decode_width and work.rows is self._decode_rows:  # see Layout
             return
         self._decode_rows, self._decode_width = (work.rows, num_rows) if work.is_decode else (NO_INTS, 0)
-        num_real, num_sampling = work.num_rows, len(work.sampling)
+        num_real = work.num_rows
         rows = np.full(num_rows, self._requests.null_row, np.int64)
         rows[:num_real] = work.rows
         query_start = np.full(num_rows + 1, work.query_start[-1], np.int32)
         query_start[:num_real] = work.query_start[:-1]
         sample_of = np.full(num_rows, -1, np.int32)
-        sample_of[work.sampling] = np.arange(num_sampling, dtype=np.int32)
-        logits_indices = np.zeros(num_rows, np.int64)  # padding is a token as well: a graph gathers it
-        logits_indices[:num_sampling] = work.logits_indices
+        sample_of[work.sampling] = np.arange(len(work.sampling), dtype=np.int32)
         self.rows.stage(0, 0, rows)
         self.query_start.stage(0, 0, query_start)
         self.sample_of.stage(0, 0, sample_of)
         self.sampling.stage(0, 0, work.sampling)
-        self.logits_indices.stage(0, 0, logits_indices)
+        self.last_tokens.stage(0, 0, query_start[1:] - 1)
+        self.last_start.stage(0, 0, np.arange(num_rows + 1).clip(max=num_real))
 
     def apply(self) -> None:
         """Bring the staged rows to the device."""
-        for tensor in (self.rows, self.query_start, self.sample_of, self.sampling, self.logits_indices):
+        staged = self.rows, self.query_start, self.sample_of, self.sampling, self.last_tokens, self.last_start
+        for tensor in staged:
             tensor.apply()
 
     def gather(self, batch: Batch) -> None:
@@ -226,9 +222,12 @@ class InputBuffers:
         max_seq_len: int,
         max_long: int = 0,
         *,
-        num_wanted: int | None = None,
+        every: bool = False,
     ) -> Batch:
-        """The leading parts of the static tensors as a batch. `num_wanted`: hidden states asked for; None: all."""
+        """The leading parts of the static tensors as a batch. every: hidden states of all tokens are asked for."""
+        last_tokens = None
+        if num_rows < num_tokens and not every:
+            last_tokens = LastTokens(self.last_tokens.data[0, :num_rows], self.last_start.data[0, : num_rows + 1])
         return Batch(
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
@@ -243,5 +242,5 @@ class InputBuffers:
             results=self.results,
             slot_mapping=[slots[:num_tokens] for slots in self.slot_mapping],
             block_tables=[table[:num_rows] for table in self.block_tables],
-            wanted=None if num_wanted is None else self.logits_indices.data[0, :num_wanted],
+            last_tokens=last_tokens,
         )

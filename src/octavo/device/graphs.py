@@ -39,11 +39,6 @@ class GraphKey:
     is_decode: bool = dataclasses.field(kw_only=True)
     gives_logits: bool = dataclasses.field(default=True, kw_only=True)  # False: a decode step of rows that only draw
 
-    @property
-    def num_wanted(self) -> int | None:
-        """Hidden states that a step of it may ask for, one of a row; None: those of all tokens are computed."""
-        return self.num_rows if self.num_rows < self.num_tokens else None
-
 
 EAGER = GraphKey(0, 0, is_decode=False)
 Issue = Callable[[GraphKey], torch.Tensor]

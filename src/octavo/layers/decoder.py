@@ -94,23 +94,24 @@ class DecoderLayer(Layer):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(x, residual) before the layer -> after it. `residual` None: x is also the residual.
 
-        wanted: [S] int64, the tokens that go on behind attention; None: all do.
+        wanted: [S] int64, the tokens that attend and go on, for which the backend is prepared; None: all do. Of the
+        others K and V are stored.
         """
         context, operands = current_context(), self.operands
         group = context.group_of_layer[self.attention.index]
         kv, slots = context.kv_of_layer[self.attention.index], context.inputs[group].slot_mapping
         backend, variant = context.backends[group], self.attention.variant
         rotation = operands.rotation(positions, slots)
-        if isinstance(backend, RotatingBackend) and backend.rotates(rotation, kv, variant):
+        if wanted is None and isinstance(backend, RotatingBackend) and backend.rotates(rotation, kv, variant):
             projected, residual = project(operands, x, residual)
             attended = projected.new_empty(projected.shape[0], variant.num_heads, variant.head_size)
             backend.run_rotating(projected, rotation, kv, variant, attended)
         else:
             q, residual = enter_attention(operands, x, residual, positions, kv, slots)
+            if wanted is not None:
+                q, residual = q.index_select(0, wanted), residual.index_select(0, wanted)
             attended = torch.empty_like(q)
             backend.run(q, kv, variant, attended, self.attention.tensors)
-        if wanted is not None:
-            attended, residual = attended.index_select(0, wanted), residual.index_select(0, wanted)
         x, residual = leave_attention(operands, attended, residual)
         return (x if isinstance(self.mlp, Mlp) else self.mlp.forward(x)), residual
 
@@ -135,16 +136,16 @@ class Decoder:
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """x [tokens, size]: the embedding; positions [tokens] int64 -> hidden states after the norm.
 
-        Of the tokens that the context says are wanted: the last layer's attention is the last to need the others.
+        Of the tokens that the context says are asked for: the last layer needs of the others K and V alone.
         """
         context = current_context()
         if self._dense and self._plain and all(backend.capability.paged_operator for backend in context.backends):
-            return self._bind(context)(x, positions, context.inputs, context.wanted)
+            return self._bind(context)(x, positions, context.inputs, context.last_tokens)
         residual: torch.Tensor | None = None
         *layers, last = self._layers
         for layer in layers[: self._num_unlike(context)] if context.brief else layers:
             x, residual = layer.forward(x, residual, positions)
-        x, residual = last.forward(x, residual, positions, context.wanted)
+        x, residual = last.forward(x, residual, positions, context.turn_to_last_tokens(last.attention.index))
         return last_norm(x, residual, self._norm.weight, self._norm.eps)
 
     def _num_unlike(self, context: ForwardContext) -> int:

@@ -73,8 +73,8 @@ class LatentAttention(Layer):
         norm, key_scale = self.state_norm, self.tensors.key_scale
         return LatentState(self.rotary.cos_sin, norm.weight, norm.eps, self._interleaved, key_scale)
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """x [tokens, size], positions [tokens] int64 -> [tokens, size]."""
+    def forward(self, x: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
+        """x [tokens, size], positions [tokens] int64 -> [tokens, size]; of the tokens at `wanted` [S] if there are."""
         context = current_context()
         group, kv = context.group_of_layer[self.index], context.kv_of_layer[self.index]
         latent, num_tokens = self._latent, x.shape[0]
@@ -88,7 +88,9 @@ class LatentAttention(Layer):
             self._state, query[..., latent.nope_size :], state, positions, q[..., latent.latent_size :], kv,
             context.inputs[group].slot_mapping,
         )  # fmt: skip
-        seen = x.new_empty(num_tokens, self._num_heads, latent.latent_size)
+        if wanted is not None:
+            q = q.index_select(0, wanted)
+        seen = x.new_empty(len(q), self._num_heads, latent.latent_size)
         context.backends[group].run(q, kv, self.variant, seen, self.tensors)
-        values = x.new_empty(num_tokens, self._num_heads, latent.value_size)
+        values = x.new_empty(len(q), self._num_heads, latent.value_size)
         return self.output.forward(head_linear(seen, self.expand_value, values).flatten(1))

@@ -49,7 +49,8 @@ class DefaultModelState:
             group_of_layer=self._pool.group_of_layer,
             kv_of_layer=self._pool.views,
             positions=batch.positions,
-            wanted=batch.wanted,
+            last_tokens=batch.last_tokens,
+            for_capture=for_capture,
         )
 
     @staticmethod

@@ -36,7 +36,7 @@ class Model(Protocol):
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """input_ids, positions [tokens] int64 -> hidden states after the final norm, [S, hidden_size].
 
-        Of the S tokens that the ForwardContext calls wanted, which are all tokens unless it says so.
+        Of the last token of each row, if the ForwardContext asks for no others, else of all tokens.
         """
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -73,15 +73,15 @@ class DeepseekLayer(Layer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(x, residual) before the layer -> after it. `residual` None: the first layer, x is the embedding.
 
-        wanted: [S] int64, the tokens that go on behind attention; None: all do.
+        wanted: [S] int64, the tokens that attend and go on, for which the backend is prepared; None: all do.
         """
         if residual is None:
             x, residual = self.input_norm.forward(x), x
         else:
             x, residual = self.input_norm.add(x, residual)
-        x = self.attention.forward(x, positions)
+        x = self.attention.forward(x, positions, wanted)
         if wanted is not None:
-            x, residual = x.index_select(0, wanted), residual.index_select(0, wanted)
+            residual = residual.index_select(0, wanted)
         x, residual = self.post_attention_norm.add(x, residual)
         return self.mlp.forward(x), residual
 
@@ -114,6 +114,7 @@ class DeepseekForCausalLM(CausalLM):
         *layers, last = self.layers
         for layer in layers:
             x, residual = layer.forward(x, residual, positions)
-        x, residual = last.forward(x, residual, positions, current_context().wanted)
+        wanted = current_context().turn_to_last_tokens(len(layers))
+        x, residual = last.forward(x, residual, positions, wanted)
         assert residual is not None, "a decoder has layers"
         return self.norm.add(x, residual)[0]

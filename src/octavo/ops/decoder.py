@@ -25,11 +25,12 @@ from octavo.ops.matmul import LinearWeight, linear
 from octavo.ops.norm import add_rms_norm, rms_norm
 from octavo.ops.rope import Rotation, qk_norm_rope_store
 from octavo.ops.sight import Sight
+from octavo.ops.step_inputs import LastTokens
 
 _P, _I, _C, _F = native.PTR, native.I64, native.I32, native.F32
 native.declare("octavo_enter_attention", [_P, _P, _P, _P, _P, _I, _P, _I, _P, _P, _I, _C])
 native.declare("octavo_leave_attention", [_P, _P, _P, _I, _P, _P, _I, _C])
-native.declare("octavo_decode", [_P, _P, _I, _P, _P, _P, _P, _F, _P, _I, _P, _I, _C])
+native.declare("octavo_decode", [_P, _P, _I, _P, _P, _P, _P, _F, _P, _I, _P, _P, _C])
 
 
 class _LayerHeader(ctypes.Structure):
@@ -261,39 +262,44 @@ class BoundDecoder:
             self._caches = (_CacheHeader * len(layers))(*caches)
             self._rows = (_RowsHeader * (max(group_of_layer) + 1))()
 
-    def __call__(self, x: Tensor, positions: Tensor, rows: Sequence[PagedRows], wanted: Tensor | None = None) -> Tensor:
-        """x [tokens, size] contiguous, positions [tokens] int64, rows per cache group -> [S, size].
+    def __call__(
+        self, x: Tensor, positions: Tensor, rows: Sequence[PagedRows], last: LastTokens | None = None
+    ) -> Tensor:
+        """x [tokens, size] contiguous, positions [tokens] int64, rows per cache group -> [tokens, size].
 
-        wanted: [S] int64, the tokens that go on behind the last layer's attention; None: all.
+        last: of the rows; these alone attend in the last layer and go on, and the result is theirs, [rows, size].
         """
         library = native.lib()
         if not library or x.dtype != self._dtype or x.dtype not in native.DTYPE_CODES:
-            return self.composed(x, positions, rows, wanted)
+            return self.composed(x, positions, rows, last)
         for header, group in zip(self._rows, rows, strict=True):
             header.query_start, header.seq_lens = group.query_start.data_ptr(), group.seq_lens.data_ptr()
             header.block_table, header.slots = group.block_table.data_ptr(), group.slot_mapping.data_ptr()
             header.num_rows, header.table_row = group.num_rows, group.block_table.stride(0)
-        out = torch.empty_like(x) if wanted is None else x.new_empty(wanted.shape[0], x.shape[1])
+        out = torch.empty_like(x) if last is None else x.new_empty(len(last.tokens), x.shape[1])
+        tokens, start = (None, None) if last is None else (last.tokens.data_ptr(), last.query_start.data_ptr())
         library.octavo_decode(
             self._headers, self._caches, len(self._layers), self._rows, positions.data_ptr(), x.data_ptr(),
-            self._norm.data_ptr(), self._eps, out.data_ptr(), x.shape[0], _address(wanted), out.shape[0],
-            native.DTYPE_CODES[x.dtype],
+            self._norm.data_ptr(), self._eps, out.data_ptr(), x.shape[0], tokens, start, native.DTYPE_CODES[x.dtype],
         )  # fmt: skip
         return out
 
-    def composed(self, x: Tensor, positions: Tensor, rows: Sequence[PagedRows], wanted: Tensor | None = None) -> Tensor:
+    def composed(
+        self, x: Tensor, positions: Tensor, rows: Sequence[PagedRows], last: LastTokens | None = None
+    ) -> Tensor:
         """The same as separate operators."""
         residual: Tensor | None = None
         for layer, kv, index in zip(self._layers, self._kv, self._groups, strict=True):
             group = rows[index]
             q, residual = enter_attention_composed(layer, x, residual, positions, kv, group.slot_mapping)
-            attended, count = torch.empty_like(q), group.num_rows
+            start, count = group.query_start, group.num_rows
+            if last is not None and layer is self._layers[-1]:
+                q, residual, start = q[last.tokens], residual[last.tokens], last.query_start
+            attended = torch.empty_like(q)
             paged_attention(
-                q, kv, group.query_start[: count + 1], group.seq_lens[:count], group.block_table[:count], attended,
+                q, kv, start[: count + 1], group.seq_lens[:count], group.block_table[:count], attended,
                 sight=Sight(layer.scale, layer.window, soft_cap=layer.soft_cap), key_scale=layer.key_scale,
                 value_scale=layer.value_scale,
             )  # fmt: skip
-            if wanted is not None and layer is self._layers[-1]:
-                attended, residual = attended.index_select(0, wanted), residual.index_select(0, wanted)
             x, residual = leave_attention_composed(layer, attended, residual)
         return last_norm(x, residual, self._norm, self._eps)

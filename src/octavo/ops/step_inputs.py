@@ -1,7 +1,7 @@
 """What a step's inputs are gathered from and into: tensors of the persistent rows, of the cache groups and of the step.
 
-Owns plain data that `octavo.ops.inputs` fills, on a CPU or a GPU. Knows rows and slots, not requests. Invariant: every
-tensor stays where it is.
+Owns plain data, most of which `octavo.ops.inputs` fills, on a CPU or a GPU. Knows rows and slots, not requests.
+Invariant: every tensor stays where it is.
 """
 
 from __future__ import annotations
@@ -39,6 +39,14 @@ class RowTensors:
     token_ids: torch.Tensor  # [max_num_rows, max_model_len]
     total_len: torch.Tensor  # [max_num_rows], known tokens
     num_computed: torch.Tensor  # [max_num_rows]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LastTokens:
+    """The last token of each of R rows, as a batch of one query per row. Of padding rows: any token, and no query."""
+
+    tokens: torch.Tensor  # [R] int64, which of the step's tokens they are, in ascending order
+    query_start: torch.Tensor  # [R + 1] int32, of these tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

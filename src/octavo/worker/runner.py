@@ -138,11 +138,9 @@ class Runner:
             groups = [] if is_plain else self._sample_again(work, output)
         else:
             if key is EAGER:
-                every = scores or len(work.sampling) == work.total_tokens
                 batch = self._buffers.view(
-                    work.num_rows, work.total_tokens, work.max_query_len, work.max_seq_len, work.num_long,
-                    num_wanted=None if every else max(len(work.sampling), 1),
-                )  # fmt: skip
+                    work.num_rows, work.total_tokens, work.max_query_len, work.max_seq_len, work.num_long, every=scores
+                )
                 hidden = self._forward(batch, for_capture=False)
             else:
                 batch, hidden = self._batch_of(key), self._graphs.replay(key)
@@ -206,14 +204,12 @@ class Runner:
         if batch is None:
             longest, length = (min(most, self._max_model_len) for most in (key.num_tokens, key.max_seq_len))
             longest = 1 if key.is_decode else longest
-            batch = self._padded[key] = self._buffers.view(
-                key.num_rows, key.num_tokens, longest, length, key.max_long, num_wanted=key.num_wanted
-            )
+            batch = self._padded[key] = self._buffers.view(key.num_rows, key.num_tokens, longest, length, key.max_long)
         return batch
 
     @staticmethod
     def _load(key: GraphKey) -> None:
-        for num_tokens in {key.num_tokens, key.num_wanted or key.num_tokens}:
+        for num_tokens in {key.num_tokens, key.num_rows}:
             load_kernels(num_tokens)
 
     def _prepare(self, batch: Batch, *, for_capture: bool = False) -> ForwardContext:
@@ -227,15 +223,17 @@ class Runner:
             return self.model.forward(batch.input_ids, batch.positions)
 
     def _sample(self, work: Work, batch: Batch, hidden: torch.Tensor) -> list[GroupLogprobs]:
-        """Sample and commit. Gives the log-probabilities that rows asked for. hidden: of wanted tokens."""
+        """Sample and commit. Gives the log-probabilities that rows asked for. hidden: what the batch asks for."""
         num_samples = len(work.sampling)
         if not num_samples:
             no_tokens = batch.positions[:0]
             self._commit(batch, no_tokens, no_tokens.to(torch.uint8))
             return []
-        if batch.wanted is None and num_samples < work.total_tokens:
-            hidden = hidden.index_select(0, self._buffers.logits_indices.data[0, :num_samples])
+        if batch.last_tokens is None and work.num_rows < work.total_tokens:
+            hidden = hidden.index_select(0, self._buffers.last_tokens.data[0, : work.num_rows])
         at = self._buffers.sampling.data[0, :num_samples]
+        if num_samples < work.num_rows:
+            hidden = hidden.index_select(0, at)
         logits = self.model.logits(hidden[:num_samples])
         self._show(work, logits)
         output = self._sampler(logits, self._sample_batch(work, batch, at))

@@ -89,12 +89,12 @@ void leave_attention(const DecoderLayer& layer, const Tokens& tokens, const void
     if (layer.mlp_out_norm) norm_in_place(tokens, out, layer.mlp_out_norm, size, layer.eps);
 }
 
-// The rows at `wanted` of `width` elements each, one behind the other. Tokens of `wanted` count.
-void gather(const Tokens& wanted, Rows rows, int64_t width, void* out) {
-    const int64_t size = wanted.dtype == F32 ? 4 : 2;
-    for (int64_t i = 0; i < wanted.count; ++i)
-        std::memcpy(static_cast<char*>(out) + i * width * size,
-                    static_cast<const char*>(rows.data) + wanted.positions[i] * rows.stride * size, width * size);
+// The rows at `at`, of `width` elements each, one behind the other; in place as well, for `at` ascends. `tokens` count.
+void gather(const Tokens& tokens, const int64_t* at, Rows rows, int64_t width, void* out) {
+    const int64_t size = tokens.dtype == F32 ? 4 : 2;
+    for (int64_t i = 0; i < tokens.count; ++i)
+        std::memmove(static_cast<char*>(out) + i * width * size,
+                     static_cast<const char*>(rows.data) + at[i] * rows.stride * size, width * size);
 }
 
 void attend(const DecoderLayer& layer, const LayerCache& cache, const GroupRows& rows, const Tokens& tokens,
@@ -127,37 +127,36 @@ OCTAVO_API void octavo_leave_attention(const octavo::DecoderLayer* layer, const 
                             out);
 }
 
-// x [tokens, size] contiguous -> out [num_wanted, size]: the norm of what the last layer leaves of the tokens at `wanted`,
-// which may be null: of all. `rows`: one per cache group.
+// x [tokens, size] contiguous -> out: the norm of what the last layer leaves of all tokens, or of each row's last token
+// where `last_tokens` [num_rows] says which these are; `last_start` is their query_start. `rows`: one per cache group.
 OCTAVO_API void octavo_decode(const octavo::DecoderLayer* layers, const octavo::LayerCache* caches, int64_t num_layers,
                               const octavo::GroupRows* rows, const int64_t* positions, const void* x, const float* norm,
-                              float eps, void* out, int64_t num_tokens, const int64_t* wanted, int64_t num_wanted,
-                              int32_t dtype) {
+                              float eps, void* out, int64_t num_tokens, const int64_t* last_tokens,
+                              const int32_t* last_start, int32_t dtype) {
     using namespace octavo;
-    static thread_local Scratch residual_scratch, x_scratch, q_scratch, attended_scratch, wanted_scratch;
-    const Tokens tokens{positions, num_tokens, dtype}, last{wanted, num_wanted, dtype};
+    static thread_local Scratch residual_scratch, x_scratch, q_scratch, attended_scratch, last_scratch;
+    Tokens tokens{positions, num_tokens, dtype};
     const int64_t size = layers[0].qkv->k;
     void* residual = buffer(residual_scratch, tokens, size);
     void* now = buffer(x_scratch, tokens, size);
     Rows left{x, size}, before{nullptr, 0};  // what the last layer left; the residual before it
     for (int64_t i = 0; i < num_layers; ++i) {
         const DecoderLayer& layer = layers[i];
-        const GroupRows& group = rows[caches[i].group];
+        GroupRows group = rows[caches[i].group];
         void* q = buffer(q_scratch, tokens, layer.num_heads * layer.head_size);
         void* attended = buffer(attended_scratch, tokens, layer.num_heads * layer.head_size);
         enter_attention(layer, caches[i], group.slots, tokens, left, before, residual, q);
-        attend(layer, caches[i], group, tokens, q, attended);
         Rows stream = i == 0 ? left : Rows{residual, size};
-        if (wanted && i == num_layers - 1) {  // nobody needs the other tokens any more
-            gather(last, {attended, layer.output->k}, layer.output->k, q);
-            void* kept = buffer(wanted_scratch, last, size);
-            gather(last, stream, size, kept);
-            leave_attention(layer, last, q, {kept, size}, residual, now);
-        } else {
-            leave_attention(layer, tokens, attended, stream, residual, now);
+        if (last_tokens && i == num_layers - 1) {  // of the others nobody needs more than K and V
+            tokens.count = group.num_rows, group.query_start = last_start;
+            gather(tokens, last_tokens, {q, layer.output->k}, layer.output->k, q);
+            void* kept = buffer(last_scratch, tokens, size);
+            gather(tokens, last_tokens, stream, size, kept);
+            stream = {kept, size};
         }
+        attend(layer, caches[i], group, tokens, q, attended);
+        leave_attention(layer, tokens, attended, stream, residual, now);
         left = {now, size}, before = {residual, size};
     }
-    octavo_rms_norm(left.data, size, before.data, size, norm, out, residual, wanted ? num_wanted : num_tokens, size, eps,
-                    dtype);
+    octavo_rms_norm(left.data, size, before.data, size, norm, out, residual, tokens.count, size, eps, dtype);
 }
