@@ -101,6 +101,18 @@ def test_many_rows_of_gates_walk_where_the_processors_are_busy() -> None:
     assert tile_for(8192, 24576, 448, gated=True) is None, "a walk's steps are too few"
 
 
+def test_blocks_copy_the_rows_that_there_are() -> None:
+    """Every row is in a tile, and tiles are even; where blocks copy rows for each other they are whole."""
+    for tile, num_rows, each in (
+        (Tile(1, 64), 5, 5), (Tile(1, 64), 64, 64), (Tile(1, 64), 65, 33), (Tile(1, 80, first_shared=2), 130, 65),
+        (Tile(2, 96, rows_first=True), 256, 128), (Tile(1, 32, rows_first=True), 40, 40),
+        (Tile(1, 64, second_shared=2), 5, 64), (WALKED[0], 1025, 256),
+    ):  # fmt: skip
+        assert cluster_product._rows_of(tile, num_rows) == each, (tile, num_rows)
+        assert each <= tile.rows
+        assert each * -(-num_rows // tile.rows) >= num_rows
+
+
 def test_walked_tiles_have_room_for_their_results() -> None:
     for tile in WALKED:
         results = tile.groups * tile.rows * 64

@@ -55,14 +55,15 @@ __device__ inline void write(u32 room, unsigned short* out, u64 stride, int row,
 }
 
 // steps: K / 64. second_clusters: clusters along the second side. out [rows, channels], stride: elements between rows.
+// tile_rows: of a block; the tile may have room for more.
 extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, 1) product(
     const __grid_constant__ TensorMap first, const __grid_constant__ TensorMap second, unsigned short* out, u64 stride,
-    int rows, int channels, int steps, int second_clusters) {
+    int rows, int channels, int steps, int second_clusters, int tile_rows) {
     extern __shared__ __align__(1024) unsigned char memory[];
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     u32 ring = (u32)__cvta_generic_to_shared(memory), full = ring + STAGES * STAGE_BYTES, empty = full + 8 * STAGES;
     u32 warp = threadIdx.x / 32;
-    Place at(second_clusters);
+    Place at(second_clusters, tile_rows);
     begin(full, empty);
     if (warp >= GROUPS * 4) {
         if (CONSUMER_REGISTERS) asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
@@ -81,5 +82,6 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, 1) product(
     asm volatile("bar.sync %0, 128;" :: "r"(group + 2) : "memory");
     int first_line = at.first_line + group * 64;
     int row = ROWS_FIRST ? first_line : at.second_line, line = ROWS_FIRST ? at.second_line : first_line;
-    write(room, out, stride, row, rows, GATED ? line / 2 : line, channels);
+    int end = min(rows, (ROWS_FIRST ? at.first_line : at.second_line) + tile_rows);
+    write(room, out, stride, row, end, GATED ? line / 2 : line, channels);
 }

@@ -273,6 +273,9 @@ def _launch(
     (num_rows, k), n = x.shape, weight.shape[0]
     boxes = tile.boxes()
     row_box, channel_box = boxes if tile.rows_first else boxes[::-1]
+    row_tiles, channel_tiles = -(-num_rows // tile.rows), -(-n // tile.channels)
+    tile_rows = _rows_of(tile, num_rows)
+    row_box = row_box * tile_rows // tile.rows
     element = ELEMENTS[x.dtype]
     rows = describe(x.data_ptr(), element, (k, num_rows), (2 * x.stride(0),), (DEPTH, row_box))
     if kind.activation is None:
@@ -281,7 +284,6 @@ def _launch(
         channels = describe(
             weight.data_ptr(), element, (k, 8, 2, n // 16), (2 * k, n * k, 16 * k), (DEPTH, 8, 2, channel_box // 16)
         )
-    row_tiles, channel_tiles = -(-num_rows // tile.rows), -(-n // tile.channels)
     tiles = (row_tiles, channel_tiles) if tile.rows_first else (channel_tiles, row_tiles)
     clusters = -(-tiles[0] // tile.second_shared), -(-tiles[1] // tile.first_shared)
     blocks, size = clusters[0] * clusters[1] * tile.cluster, tile.cluster
@@ -292,12 +294,19 @@ def _launch(
         results = describe(out.data_ptr(), element, out.shape[::-1], (2 * out.stride(0),), box, swizzle=LINES)
         params, blocks = _WalkedParams(*sides, results, k // DEPTH, *clusters), min(blocks, processors // size * size)
     else:
-        params = _Params(*sides, out.data_ptr(), out.stride(0), num_rows, out.shape[1], k // DEPTH, clusters[1])
+        shape = num_rows, out.shape[1], k // DEPTH
+        params = _Params(*sides, out.data_ptr(), out.stride(0), *shape, clusters[1], tile_rows)
     start = ctypes.addressof(params)
     offsets = _offsets(type(params))
     places = (ctypes.c_void_p * len(offsets))(*(start + offset for offset in offsets))
     stream = triton.runtime.driver.active.get_current_stream(x.device.index)
     driver.launch_chained(function, blocks, size, tile.threads, tile.shared_bytes, stream, places)
+
+
+def _rows_of(tile: Tile, num_rows: int) -> int:
+    """Of a block that copies its rows for itself: no more than tiles need, since lines beyond the last row are slow."""
+    shared = tile.first_shared if tile.rows_first else tile.second_shared
+    return tile.rows if tile.band or shared > 1 else -(-num_rows // -(-num_rows // tile.rows))
 
 
 class _Params(ctypes.Structure):
@@ -306,7 +315,7 @@ class _Params(ctypes.Structure):
     _fields_ = [
         ("first", ctypes.c_uint64 * 16), ("second", ctypes.c_uint64 * 16), ("out", ctypes.c_uint64),
         ("stride", ctypes.c_uint64), ("rows", ctypes.c_int), ("channels", ctypes.c_int), ("steps", ctypes.c_int),
-        ("second_clusters", ctypes.c_int),
+        ("second_clusters", ctypes.c_int), ("tile_rows", ctypes.c_int),
     ]  # fmt: skip
 
 

@@ -23,6 +23,7 @@ constexpr u32 FIRST_LINES = GROUPS * 64;
 constexpr u32 FIRST_BYTES = FIRST_LINES * DEPTH_BYTES;
 constexpr u32 SECOND_LINES = PARTS * WIDTH;
 constexpr u32 SECOND_BYTES = SECOND_LINES * DEPTH_BYTES;
+constexpr int TILE_ROWS = ROWS_FIRST ? FIRST_LINES : SECOND_LINES;
 constexpr u32 STAGE_BYTES = FIRST_BYTES + SECOND_BYTES;
 constexpr u32 PEERS = FIRST_SHARED + SECOND_SHARED - 1;  // blocks that read what a block copies, itself too
 constexpr bool CLUSTER = FIRST_SHARED * SECOND_SHARED > 1;
@@ -99,14 +100,18 @@ __device__ inline void copy_pairs(const TensorMap* map, u32 to, u32 barrier, int
 struct Place {
     u32 first_rank, second_rank;    // of the tile in the cluster, along each side
     int first_line, second_line;    // of the tile in its matrix
-    __device__ Place(u32 second_clusters) {
+    int rows;                       // of a tile, that are copied: lines beyond hold anything, as do their sums
+    __device__ Place(u32 second_clusters, int rows = TILE_ROWS) : rows(rows) {
         constexpr u32 SIZE = FIRST_SHARED * SECOND_SHARED;
         u32 rank = blockIdx.x % SIZE, cluster = blockIdx.x / SIZE;
         first_rank = rank / FIRST_SHARED;
         second_rank = rank % FIRST_SHARED;
-        first_line = (cluster / second_clusters * SECOND_SHARED + first_rank) * FIRST_LINES;
-        second_line = (cluster % second_clusters * FIRST_SHARED + second_rank) * SECOND_LINES;
+        first_line = (cluster / second_clusters * SECOND_SHARED + first_rank) * first_lines();
+        second_line = (cluster % second_clusters * FIRST_SHARED + second_rank) * second_lines();
     }
+    __device__ int first_lines() const { return ROWS_FIRST ? rows : FIRST_LINES; }
+    __device__ int second_lines() const { return ROWS_FIRST ? SECOND_LINES : rows; }
+    __device__ u32 stage_bytes() const { return (first_lines() + second_lines()) * DEPTH_BYTES; }
     // Blocks of the same first, or second, side, and the rank of one of those that share either.
     __device__ u32 first_mask() const { return ((1u << FIRST_SHARED) - 1) << (first_rank * FIRST_SHARED); }
     __device__ u32 second_mask() const {
@@ -123,17 +128,15 @@ struct Place {
 
 // Ask for this block's part of a side of a step; every block that shares the side gets it.
 __device__ inline void copy_first(const TensorMap* map, const Place& at, u32 stage, u32 full, int step) {
-    constexpr u32 LINES = FIRST_LINES / FIRST_SHARED;
-    u32 to = stage + at.second_rank * LINES * DEPTH_BYTES;
-    int line = at.first_line + at.second_rank * LINES;
+    u32 lines = at.first_lines() / FIRST_SHARED, to = stage + at.second_rank * lines * DEPTH_BYTES;
+    int line = at.first_line + at.second_rank * lines;
     if (GATED) copy_pairs(map, to, full, step * 64, line / 16, at.first_mask());
     else copy_lines(map, to, full, step * 64, line, at.first_mask());
 }
 
 __device__ inline void copy_second(const TensorMap* map, const Place& at, u32 stage, u32 full, int step) {
-    constexpr u32 LINES = SECOND_LINES / SECOND_SHARED;
-    u32 to = stage + FIRST_BYTES + at.first_rank * LINES * DEPTH_BYTES;
-    copy_lines(map, to, full, step * 64, at.second_line + at.first_rank * LINES, at.second_mask());
+    u32 lines = at.second_lines() / SECOND_SHARED, to = stage + FIRST_BYTES + at.first_rank * lines * DEPTH_BYTES;
+    copy_lines(map, to, full, step * 64, at.second_line + at.first_rank * lines, at.second_mask());
 }
 
 // The steps of a block: of a tile, then of the next, whose second side is `stride` lines on.
@@ -153,7 +156,7 @@ __device__ void produce(
     Steps begin = walk;
     for (int index = 0; index < ahead; ++index, walk.advance()) {
         u32 here = ring + index * STAGE_BYTES;
-        expect(full + 8 * index, STAGE_BYTES);
+        expect(full + 8 * index, walk.at.stage_bytes());
         if (ROWS_FIRST) copy_second(second, walk.at, here, full + 8 * index, walk.step);
         else copy_first(first, walk.at, here, full + 8 * index, walk.step);
     }
@@ -169,7 +172,7 @@ __device__ void produce(
     for (int index = ahead; index < total; ++index, walk.advance()) {
         u32 here = ring + stage * STAGE_BYTES;
         wait(empty + 8 * stage, parity);
-        expect(full + 8 * stage, STAGE_BYTES);
+        expect(full + 8 * stage, walk.at.stage_bytes());
         copy_first(first, walk.at, here, full + 8 * stage, walk.step);
         copy_second(second, walk.at, here, full + 8 * stage, walk.step);
         if (++stage == STAGES) stage = 0, parity ^= 1;
