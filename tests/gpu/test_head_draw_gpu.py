@@ -130,6 +130,7 @@ def test_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         matmul.select("reproducible")
     monkeypatch.setattr(head_draw, "_functions", {})
+    assert head_draw.takes(weight) == head_draw.ROWS
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         assert not head_draw.serves(rows, weight), "nothing is loaded while a graph is captured"
         x.neg_()
@@ -137,10 +138,13 @@ def test_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("why", ["other tokens", "does not load"])
 def test_a_kernel_that_cannot_be_had_is_told_once(
-    why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    weight, x = torch.randn(65536, 256, device="cuda").to(BF16), torch.randn(72, 256, device="cuda").to(BF16)
-    monkeypatch.setattr(head_draw, "_functions", {})
+    """Where it is compared now, not as kept before."""
+    weight, x = torch.randn(65536, 256, device="cuda").to(BF16), torch.randn(128, 256, device="cuda").to(BF16)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name in ("_are_found", "_functions"):
+        monkeypatch.setattr(head_draw, name, {})
     if why == "other tokens":
         expected = head_draw.sample.draw
         monkeypatch.setattr(head_draw.sample, "draw", lambda *args: (expected(*args)[0] + 1, expected(*args)[1]))

@@ -183,6 +183,69 @@ def test_what_is_loaded_for_a_number_of_rows(monkeypatch: pytest.MonkeyPatch) ->
     cluster_product._machine_codes.cache_clear()
 
 
+def test_of_kept_kernels_one_is_read_and_missing_ones_are_compiled_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    weights = cluster_product._Kind(BF16, None), torch.device("cuda", 0), 4096, 1024
+    tiles = cluster_product._tiles(weights[0], *weights[2:])
+    texts = {cluster_product._text(tile, weights[0])[0]: tile for tile in tiles}
+    assert len(tiles) > 4
+    compiled: list[str] = []
+    read: list[Path] = []
+    plain = kept_file.read
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(
+        runtime_compiler, "compile_cubin", lambda source, *_: compiled.append(source) or source[:900].encode()
+    )
+    monkeypatch.setattr(kept_file, "read", lambda path, key: read.append(path) or plain(path, key))
+    monkeypatch.setattr(cluster_product.driver, "load", lambda code, *_: 7)
+    monkeypatch.setattr(cluster_product, "_check", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+    def load(num_rows: int) -> None:
+        """As a process anew."""
+        compiled.clear(), read.clear()
+        monkeypatch.setattr(cluster_product, "_met", {weights: None})
+        monkeypatch.setattr(cluster_product, "_functions", {})
+        cluster_product._machine_codes.cache_clear()
+        cluster_product.load_for(num_rows)
+        cluster_product._machine_codes.cache_clear()
+
+    load(72)
+    assert len(compiled) == len(tiles), "all at once, so that no later step waits for the compiler"
+    load(72)
+    assert not compiled
+    assert len(read) == 1, "of what is kept only what is asked for"
+    read[0].unlink()
+    load(256)
+    assert [texts[source] for source in compiled] == [tile_for(72, 4096, 1024, gated=False)]
+
+
+def test_a_kernels_bits_are_compared_once_a_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And again where the machine code is another; one that was found wrong stays so."""
+    kind, device = cluster_product._Kind(BF16, None), torch.device("cuda", 0)
+    tile = tile_for(72, 4096, 1024, gated=False)
+    assert tile is not None
+    wrong, launched = [False], []
+
+    def launch(function: int, tile: Tile, kind: object, x: object, weight: object, out: torch.Tensor, **_: int) -> None:
+        launched.append(function)
+        out.fill_(2.0 if wrong[0] else 1.0)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cluster_product.kept_check, "_facts", lambda device: ["a GPU"])
+    monkeypatch.setattr(cluster_product, "_example", lambda *_: (None, None, torch.ones(3)))
+    monkeypatch.setattr(cluster_product, "_launch", launch)
+    for _ in range(2):
+        cluster_product._check(1, tile, kind, device, b"code")
+    assert launched == [1]
+    wrong[0] = True
+    for _ in range(2):
+        with pytest.raises(DriverError, match="another order"):
+            cluster_product._check(2, tile, kind, device, b"other code")
+    assert launched == [1, 2]
+
+
 def _compiler() -> object:
     try:
         return runtime_compiler._library()

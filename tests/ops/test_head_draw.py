@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -11,6 +15,7 @@ from octavo.layers.embedding import OutputHead
 from octavo.ops import fused, sample
 from octavo.ops.gpu import head_draw, runtime_compiler
 from octavo.ops.gpu.cluster_ring import Tile, macros, source
+from octavo.ops.gpu.driver import DriverError
 from octavo.ops.gpu.head_draw import MAX_ROWS, ROWS, SHARED_ROWS, SHARED_WEIGHTS, tile_for
 from octavo.ops.matmul import linear, pack_linear
 
@@ -66,3 +71,98 @@ def test_a_cpu_has_no_such_kernel() -> None:
     weight = torch.empty(1 << 16, 64, dtype=torch.bfloat16)
     assert not head_draw.takes(weight)
     assert not head_draw.serves(torch.empty(128, 64, dtype=torch.bfloat16), weight)
+
+
+# compilation, loading and what is found
+
+
+class Machine:
+    """A GPU that draws right, or not, as far as `head_draw` can tell; counts what it is asked for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        self.right, self.capturing, self.compared, self.loaded = True, False, [], []  # type: ignore[var-annotated]
+        self._monkeypatch = monkeypatch
+        monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+        monkeypatch.setattr(head_draw, "is_hopper", lambda device: True)
+        monkeypatch.setattr(head_draw, "_scratch", lambda device: ())
+        monkeypatch.setattr(head_draw, "_agrees", self._agrees)
+        monkeypatch.setattr(head_draw.kept_check, "_facts", lambda device: ["a GPU"])
+        monkeypatch.setattr(head_draw.driver, "load", lambda code, *_: self.loaded.append(code) or len(self.loaded))
+        monkeypatch.setattr(runtime_compiler, "compile_cubin", lambda source, macros, _: str(macros).encode())
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
+        self.forget()
+
+    def forget(self) -> None:
+        """From now on as a process anew."""
+        for name in ("_are_found", "_functions"):
+            self._monkeypatch.setattr(head_draw, name, {})
+        head_draw.machine_codes.cache_clear()
+        self.compared.clear()
+        self.loaded.clear()
+
+    def _agrees(self, tile: Tile, weight: torch.Tensor) -> bool:
+        self.compared.append(tile)
+        return self.right
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Machine]:
+    yield Machine(monkeypatch, tmp_path)
+    head_draw.machine_codes.cache_clear()
+
+
+def test_kernels_are_compared_once_a_machine_and_loaded_where_they_serve(machine: Machine) -> None:
+    weight, x = torch.empty(1 << 16, 64, dtype=torch.bfloat16), torch.empty(256, 64, dtype=torch.bfloat16)
+    for compared in ([SHARED_ROWS, SHARED_WEIGHTS], []):
+        assert head_draw.takes(weight) == head_draw.takes(weight) == ROWS
+        assert machine.compared == compared
+        assert not machine.loaded
+        machine.capturing = True
+        assert not head_draw.serves(x, weight), "nothing is loaded while a graph is captured"
+        head_draw.load_for(128)
+        assert not machine.loaded
+        machine.capturing = False
+        head_draw.load_for(64)
+        assert not machine.loaded, "so many rows are not drawn here"
+        for _ in range(2):
+            head_draw.load_for(128)
+        assert len(machine.loaded) == 1
+        machine.capturing = True
+        assert head_draw.serves(x[:128], weight)
+        assert not head_draw.serves(x, weight)
+        machine.capturing = False
+        assert head_draw.serves(x, weight)
+        assert len(set(machine.loaded)) == 2
+        machine.forget()
+    head_draw.takes(torch.empty(1 << 17, 64, dtype=torch.bfloat16))
+    assert machine.compared, "by another weight"
+
+
+@pytest.mark.parametrize("why", ["other tokens", "does not load", "no compiler"])
+def test_kernels_that_cannot_be_had_are_told_once(
+    why: str, machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> bytes:
+        raise runtime_compiler.CompileError("there is no compiler")
+
+    def fail(*_: object) -> int:
+        raise DriverError("no image")
+
+    weight, x = torch.empty(1 << 16, 64, dtype=torch.bfloat16), torch.empty(128, 64, dtype=torch.bfloat16)
+    machine.right = why != "other tokens"
+    if why == "does not load":
+        monkeypatch.setattr(head_draw.driver, "load", fail)
+    elif why == "no compiler":
+        monkeypatch.setattr(runtime_compiler, "compile_cubin", refuse)
+    with caplog.at_level(logging.WARNING):
+        assert not any(head_draw.serves(x, weight) for _ in range(3))
+    assert head_draw.takes(weight) == ()
+    assert len(caplog.records) == 1
+
+
+def test_nothing_is_compared_while_a_graph_is_captured(machine: Machine) -> None:
+    weight = torch.empty(1 << 16, 64, dtype=torch.bfloat16)
+    machine.capturing = True
+    assert head_draw.takes(weight) == ()
+    machine.capturing = False
+    assert head_draw.takes(weight) == ROWS

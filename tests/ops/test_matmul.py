@@ -1,8 +1,6 @@
 """Dense products: one fused chain over K whatever the rows, threads or vectors; exact packing; the eager twin."""
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -190,7 +188,7 @@ def compared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[int,
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(gpu, "_agrees", agrees)
-    monkeypatch.setattr(gpu, "_library_facts", lambda device: ["a library"])
+    monkeypatch.setattr(gpu.kept_check, "_facts", lambda device: ["a library"])
     _forget(monkeypatch)
     return shapes
 
@@ -217,48 +215,3 @@ def test_the_library_is_compared_once_and_its_answer_kept(
         _forget(monkeypatch)
     assert gpu.check_library(torch.zeros(16, 16)) and gpu.check_library(torch.zeros(8, 16, dtype=torch.bfloat16))
     assert compared[2:] == [(16, 16), (8, 16)]
-
-
-def test_another_machine_or_library_compares_anew_and_an_unknown_one_always(
-    compared: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from octavo.ops.gpu import matmul as gpu
-
-    for facts, times in ((["a library"], 1), (["another"], 2), (["another"], 2), ([], 3), ([], 4)):
-        monkeypatch.setattr(gpu, "_library_facts", lambda device, facts=facts: facts)
-        assert gpu.check_library(torch.zeros(8, 16))
-        assert len(compared) == times, facts
-        _forget(monkeypatch)
-
-
-def test_what_a_kept_answer_follows_from(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Each fact, once there is a library and a driver that can be named."""
-    pytest.importorskip("triton")
-    from octavo.ops.gpu import matmul as gpu
-
-    def facts() -> list[Any]:
-        return gpu._library_facts(torch.device("cuda"))
-
-    properties = {"name": "a GPU", "major": 9, "minor": 0, "multi_processor_count": 132}
-    driver = tmp_path / "version"
-    library = SimpleNamespace(cublasLtGetVersion=lambda: 1)
-    monkeypatch.setattr(gpu.ctypes, "CDLL", lambda name: library)
-    monkeypatch.setattr(gpu, "_DRIVER", driver)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**properties))
-    assert not facts(), "the driver tells no version"
-    driver.write_text("570")
-    seen = [facts()]
-    assert facts() == seen[0] != []
-    library.cublasLtGetVersion = lambda: 2
-    seen.append(facts())
-    driver.write_text("571")
-    seen.append(facts())
-    properties["multi_processor_count"] = 66
-    seen.append(facts())
-    monkeypatch.setenv("CUBLASLT_WORKSPACE_SIZE", "1")
-    seen.append(facts())
-    monkeypatch.setattr(gpu.kept_file, "versions", lambda: ["another torch"])
-    seen.append(facts())
-    assert all(one != other for place, one in enumerate(seen) for other in seen[:place])
-    del library.cublasLtGetVersion
-    assert not facts(), "the library tells no version"

@@ -7,12 +7,12 @@ mask; tests compare them with the mask pair by pair.
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from octavo.attention.base import alibi_slopes
 from octavo.attention.mods import AttentionMods, NativeForm, RequestField, request_field
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def causal() -> AttentionMods:
@@ -143,18 +143,20 @@ def alibi(slopes: Tensor | int) -> AttentionMods:
     slopes: [heads] float32 on the engine's device; or the number of heads, for the geometric sequence of "Train Short,
     Test Long" (Press et al., 2021).
     """
+    native = None
     if isinstance(slopes, int):
+        from octavo.attention.base import alibi_slopes  # needs torch
+
         _at_least("alibi", slopes, 1)
-        power = 1 << (slopes.bit_length() - 1)
+        power, native = 1 << (slopes.bit_length() - 1), NativeForm(alibi_slopes=alibi_slopes(slopes))
 
     def fall(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         if isinstance(slopes, int):
-            slope = torch.exp2(torch.where(h < power, -8.0 * (h + 1), -4.0 * (2 * (h - power) + 1)) / power)
+            slope = ((-8.0 * (h + 1)).where(h < power, -4.0 * (2 * (h - power) + 1)) / power).exp2()
         else:
             slope = slopes[h]
         return score - slope * (q_idx - kv_idx)
 
-    native = NativeForm(alibi_slopes=alibi_slopes(slopes)) if isinstance(slopes, int) else None
     return AttentionMods(score_mod=fall, name="alibi", native=native)
 
 
@@ -164,7 +166,7 @@ def soft_cap(cap: float) -> AttentionMods:
         raise ValueError(f"soft_cap must be finite and above 0, got {cap}")
 
     def capped(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return cap * torch.tanh(score / cap)
+        return cap * (score / cap).tanh()
 
     return AttentionMods(score_mod=capped, name=f"soft_cap({cap:g})", native=NativeForm(soft_cap=cap))
 

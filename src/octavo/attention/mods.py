@@ -1,8 +1,9 @@
 """AttentionMods: what a query may see and how its scores are changed, written in logical positions.
 
 Owns the words of a mod (mask_mod, score_mod, block hints, request fields), their composition, and the binding of
-request fields to a backend's tables. Does not know blocks, batches or kernels. Invariants: a mask decides alone what is
-seen, hints only save work; `b` is a request's row in the tables that request fields read, and nothing else.
+request fields to a backend's tables. Does not know blocks, batches or kernels, and imports no torch. Invariants: a mask
+decides alone what is seen, hints only save work; `b` is a request's row in the tables that request fields read, and
+nothing else.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ import importlib.util
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from octavo.request_fields import FieldSpec
 
-MaskMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MaskMod: TypeAlias = "Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]"
 """(b, h, q_idx, kv_idx) -> bool: whether the query sees the key. Arguments are int scalars."""
-ScoreMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+ScoreMod: TypeAlias = "Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]"
 """(score, b, h, q_idx, kv_idx) -> score; the score is scaled already."""
-BlockTest: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+BlockTest: TypeAlias = "Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]"
 """(b, q_first, q_last, kv_first, kv_last) -> bool for tensors that broadcast: a rectangle of positions, ends in it."""
 
 _BOUND: dict[str, Tensor] = {}
@@ -120,25 +121,19 @@ class AttentionMods:
 
     def some_visible(self, b: Tensor, q_first: Tensor, q_last: Tensor, kv_first: Tensor, kv_last: Tensor) -> Tensor:
         """Whether a rectangle may have a visible pair, causality included."""
-        shape = torch.broadcast_shapes(q_first.shape, kv_first.shape)
-        seen = torch.ones(shape, dtype=torch.bool, device=q_first.device)
-        if self.causal:
-            seen = seen & (kv_first <= q_last)
-        if self.some is not None:
-            seen = seen & self.some(b, q_first, q_last, kv_first, kv_last)
-        return seen
+        seen = kv_first <= q_last
+        if not self.causal:
+            seen.fill_(True)
+        return seen if self.some is None else seen & self.some(b, q_first, q_last, kv_first, kv_last)
 
     def all_visible(self, b: Tensor, q_first: Tensor, q_last: Tensor, kv_first: Tensor, kv_last: Tensor) -> Tensor:
         """Whether every pair of a rectangle is surely visible, causality included."""
-        shape = torch.broadcast_shapes(q_first.shape, kv_first.shape)
+        seen = kv_last <= q_first
         if self.mask_mod is not None and self.every is None:
-            return torch.zeros(shape, dtype=torch.bool, device=q_first.device)
-        seen = torch.ones(shape, dtype=torch.bool, device=q_first.device)
-        if self.causal:
-            seen = seen & (kv_last <= q_first)
-        if self.every is not None:
-            seen = seen & self.every(b, q_first, q_last, kv_first, kv_last)
-        return seen
+            return seen.fill_(False)
+        if not self.causal:
+            seen.fill_(True)
+        return seen if self.every is None else seen & self.every(b, q_first, q_last, kv_first, kv_last)
 
     def visible(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """The mask, causality included."""

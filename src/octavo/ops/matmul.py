@@ -148,13 +148,14 @@ def _linear_gpu(
 
 
 def load_kernels(num_rows: int) -> None:
-    """On a GPU: load what `linear` and `fused.gated_linear` run for so many rows by the weights that they have met.
+    """On a GPU: load what products of so many rows run by the weights that they have met, draws of a head's among them.
 
     They load nothing while a graph is captured.
     """
-    from octavo.ops.gpu import cluster_product  # needs triton
+    from octavo.ops.gpu import cluster_product, head_draw  # need triton
 
     cluster_product.load_for(num_rows)
+    head_draw.load_for(num_rows)
 
 
 def linear_reference(

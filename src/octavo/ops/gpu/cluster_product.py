@@ -23,7 +23,7 @@ import triton
 from torch import Tensor
 
 from octavo.ops.activation import GATED_KINDS, gated_activation
-from octavo.ops.gpu import cluster_ring, driver, matmul, runtime_compiler
+from octavo.ops.gpu import cluster_ring, driver, kept_check, kept_file, matmul, runtime_compiler
 from octavo.ops.gpu.cluster_ring import ALIGNED, DEPTH, ELEMENTS, LINES, PROCESSORS, Tile, describe, is_hopper
 
 _LOG = logging.getLogger(__name__)
@@ -186,7 +186,8 @@ def _is_loaded(tile: Tile, weights: _Weights) -> bool:
         if torch.cuda.is_current_stream_capturing():
             return False
         try:
-            _load(tile, kind, device, _machine_codes(kind, n, k)[tile])
+            code = _machine_codes(kind, n, k).get(tile) or compile_tile(tile, kind)  # kept
+            _load(tile, kind, device, code)
         except (OSError, driver.DriverError, runtime_compiler.CompileError) as error:
             _LOG.warning("products by a weight [%d, %d] run on other kernels, which may be slower: %s", n, k, error)
             for other in _tiles(kind, n, k):
@@ -197,7 +198,7 @@ def _is_loaded(tile: Tile, weights: _Weights) -> bool:
 def _load(tile: Tile, kind: _Kind, device: torch.device, code: bytes) -> None:
     """Raises DriverError."""
     function = driver.load(code, "gated_product" if tile.band else "product", tile.shared_bytes)
-    _check(function, tile, kind, device)
+    _check(function, tile, kind, device, code)
     _functions[tile, kind, device.index] = function
 
 
@@ -212,8 +213,8 @@ def _tiles(kind: _Kind, n: int, k: int) -> list[Tile]:
 
 @functools.cache
 def _machine_codes(kind: _Kind, n: int, k: int) -> dict[Tile, bytes]:
-    """The kernels that the rule chooses for a weight's shape: kept ones, or compiled all at once."""
-    tiles = _tiles(kind, n, k)
+    """Of the kernels that the rule chooses for a weight's shape those that are not kept: compiled all at once."""
+    tiles = [tile for tile in _tiles(kind, n, k) if not runtime_compiler.is_kept(*_text(tile, kind))]
     with ThreadPoolExecutor(min(os.cpu_count() or 1, _COMPILERS)) as pool:
         codes = pool.map(lambda tile: compile_tile(tile, kind), tiles)
         return dict(zip(tiles, codes, strict=True))
@@ -221,24 +222,26 @@ def _machine_codes(kind: _Kind, n: int, k: int) -> dict[Tile, bytes]:
 
 def compile_tile(tile: Tile, kind: _Kind) -> bytes:
     """The machine code of a kernel. Raises CompileError."""
-    return runtime_compiler.machine_code(kind.source(tile), kind.macros(tile), "sm_90a")
+    return runtime_compiler.machine_code(*_text(tile, kind))
 
 
-def _check(function: int, tile: Tile, kind: _Kind, device: torch.device) -> None:
-    """Raises DriverError if the kernel has other bits than the canonical order. Waits for the GPU, once a kernel."""
-    watched = torch.cuda.get_sync_debug_mode()
-    if watched:
-        torch.cuda.set_sync_debug_mode("default")
-    try:
+def _text(tile: Tile, kind: _Kind) -> tuple[str, dict[str, int | str], str]:
+    return kind.source(tile), kind.macros(tile), "sm_90a"
+
+
+def _check(function: int, tile: Tile, kind: _Kind, device: torch.device, code: bytes) -> None:
+    """Raises DriverError if the kernel has other bits than the canonical order, now or when that was kept."""
+
+    def agrees() -> bool:
         x, weight, plain = _example(kind.dtype, device)
         expected = plain if kind.activation is None else gated_activation(plain, kind.activation)
         out = torch.empty_like(expected)
         _launch(function, tile, kind, x, weight, out, processors=_FEW_PROCESSORS)
-        if not torch.equal(out, expected):
-            raise driver.DriverError("it sums in another order")
-    finally:
-        if watched:
-            torch.cuda.set_sync_debug_mode(watched)
+        return torch.equal(out, expected)
+
+    what = ["cluster_product", repr(tile), repr(kind), kept_file.sum_of(code)]
+    if not kept_check.holds(what, device, agrees):
+        raise driver.DriverError("it sums in another order")
 
 
 @functools.cache

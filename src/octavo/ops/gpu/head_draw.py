@@ -17,7 +17,7 @@ import torch
 import triton
 from torch import Tensor
 
-from octavo.ops.gpu import driver, matmul, runtime_compiler, sample
+from octavo.ops.gpu import driver, kept_check, kept_file, matmul, runtime_compiler, sample
 from octavo.ops.gpu.cluster_ring import ALIGNED, DEPTH, ELEMENTS, Tile, describe, is_hopper, macros, source
 
 _LOG = logging.getLogger(__name__)
@@ -30,7 +30,11 @@ SHARED_ROWS = Tile(2, 256, first_shared=2, rows_first=True)
 SHARED_WEIGHTS = Tile(2, 256, second_shared=2, rows_first=True)
 _CHECKED_ROWS = {SHARED_ROWS: 72, SHARED_WEIGHTS: 200}  # of the first product of a kernel
 
-_functions: dict[tuple[torch.dtype, torch.device], dict[Tile, int]] = {}  # found right; empty: not to be had
+_REASONS = OSError, driver.DriverError, runtime_compiler.CompileError  # that kernels cannot be had
+
+_Heads = tuple[torch.dtype, torch.device]
+_are_found: dict[_Heads, bool] = {}  # whether the kernels are found right
+_functions: dict[tuple[Tile, _Heads], int] = {}  # that are loaded
 
 
 def tile_for(num_rows: int) -> Tile:
@@ -41,70 +45,105 @@ def tile_for(num_rows: int) -> Tile:
 def takes(weight: Tensor) -> Collection[int]:
     """The numbers of rows that are drawn here by a head's weight [N, K], if they are laid out plainly.
 
-    The first call for a dtype loads the kernels and waits for the GPU, if no graph is captured.
+    The first call for a dtype compares the kernels with what they stand for, once a machine: that waits for the GPU,
+    and is none while a graph is captured.
     """
     n, k = weight.shape
     fits = n >= _FEWEST_CHANNELS and not k % DEPTH and weight.dtype in ELEMENTS and weight.is_contiguous()
     is_served = fits and is_hopper(weight.device) and matmul.is_reproducible() and not weight.data_ptr() % ALIGNED
-    return ROWS if is_served and _are_loaded(weight) else ()
+    return ROWS if is_served and _are_right(weight) else ()
 
 
 def serves(x: Tensor, weight: Tensor) -> bool:
-    """Whether rows x [M, K] by weight [N, K] are drawn here."""
+    """Whether rows x [M, K] by weight [N, K] are drawn here.
+
+    While a graph is captured, only by a kernel that is loaded: by an earlier call for such rows, or `load_for`.
+    """
     if len(x) not in takes(weight) or x.dtype != weight.dtype or x.stride(1) != 1:
         return False
-    return not (2 * x.stride(0) | x.data_ptr()) % ALIGNED
+    if (2 * x.stride(0) | x.data_ptr()) % ALIGNED:
+        return False
+    return _is_loaded(tile_for(len(x)), (weight.dtype, weight.device))
 
 
-def _are_loaded(weight: Tensor) -> bool:
-    """Whether the kernels are there, which this loads; tells once why they cannot be had."""
+def load_for(num_rows: int) -> None:
+    """Load the kernel that draws so many rows by heads of the kinds that `takes` was asked about."""
+    for kind in [kind for kind, are_right in _are_found.items() if are_right and num_rows in ROWS]:
+        _is_loaded(tile_for(num_rows), kind)
+
+
+def _are_right(weight: Tensor) -> bool:
+    """Whether the kernels draw the right tokens; tells once why they cannot be had."""
     kind = weight.dtype, weight.device
-    if kind not in _functions:
+    if kind not in _are_found:
         if torch.cuda.is_current_stream_capturing():
             return False
         try:
-            codes = machine_codes(weight.dtype)
-            found = {tile: driver.load(code, "product_and_draw", tile.shared_bytes) for tile, code in codes.items()}
-            _check(found, weight)
-        except (OSError, driver.DriverError, runtime_compiler.CompileError) as error:
-            _LOG.warning("logits are written and read again where tokens alone are asked for, slower: %s", error)
-            found = {}
-        _functions[kind] = found
-    return bool(_functions[kind])
+            _check(weight)
+            _are_found[kind] = True
+        except _REASONS as error:
+            _give_up(kind, error)
+    return _are_found[kind]
+
+
+def _is_loaded(tile: Tile, kind: _Heads) -> bool:
+    """Whether a right kernel is there. Loads it unless a graph is captured."""
+    if (tile, kind) not in _functions and not torch.cuda.is_current_stream_capturing():
+        try:
+            _load(tile, kind)
+        except _REASONS as error:
+            _give_up(kind, error)
+    return (tile, kind) in _functions
+
+
+def _load(tile: Tile, kind: _Heads) -> int:
+    """Raises what _REASONS are."""
+    code = machine_codes(kind[0])[tile]
+    _scratch(kind[1])
+    return _functions.setdefault((tile, kind), driver.load(code, "product_and_draw", tile.shared_bytes))
+
+
+def _give_up(kind: _Heads, error: Exception) -> None:
+    _LOG.warning("logits are written and read again where tokens alone are asked for, slower: %s", error)
+    _are_found[kind] = False
 
 
 @functools.cache
 def machine_codes(dtype: torch.dtype) -> dict[Tile, bytes]:
     """The kernels' machine code: kept, or compiled now. Raises CompileError."""
+    missing = [tile for tile in _CHECKED_ROWS if not runtime_compiler.is_kept(*_text(tile, dtype))]
     with ThreadPoolExecutor(len(_CHECKED_ROWS)) as pool:
-        codes = pool.map(lambda tile: compile_tile(tile, dtype), _CHECKED_ROWS)
-        return dict(zip(_CHECKED_ROWS, codes, strict=True))
+        compiled = dict(zip(missing, pool.map(lambda tile: compile_tile(tile, dtype), missing), strict=True))
+    return {tile: compiled.get(tile) or compile_tile(tile, dtype) for tile in _CHECKED_ROWS}
 
 
 def compile_tile(tile: Tile, dtype: torch.dtype) -> bytes:
     """The machine code of a kernel. Raises CompileError."""
-    return runtime_compiler.machine_code(source(tile, dtype, "head_draw.cu"), macros(tile, dtype), "sm_90a")
+    return runtime_compiler.machine_code(*_text(tile, dtype))
 
 
-def _check(functions: dict[Tile, int], weight: Tensor) -> None:
-    """Raises DriverError if a kernel draws other tokens than the two that it stands for. Waits for the GPU."""
-    watched = torch.cuda.get_sync_debug_mode()
-    if watched:
-        torch.cuda.set_sync_debug_mode("default")
-    try:
-        for tile, function in functions.items():
-            num_rows, device = _CHECKED_ROWS[tile], weight.device
-            generator = torch.Generator(device).manual_seed(0)
-            x = torch.randn(num_rows, weight.shape[1], generator=generator, device=device).to(weight.dtype)
-            rows = torch.arange(num_rows, device=device)
-            tables = rows, (rows % 2).float(), rows * 7, rows.flip(0)
-            logits = matmul.linear(x, weight, None, x.new_empty(num_rows, weight.shape[0], dtype=torch.float32))
-            expected = sample.draw(logits, *tables)
-            if not all(map(torch.equal, _launch(function, tile, x, weight, *tables), expected)):
-                raise driver.DriverError("the kernel that draws as it multiplies draws other tokens")
-    finally:
-        if watched:
-            torch.cuda.set_sync_debug_mode(watched)
+def _text(tile: Tile, dtype: torch.dtype) -> tuple[str, dict[str, int | str], str]:
+    return source(tile, dtype, "head_draw.cu"), macros(tile, dtype), "sm_90a"
+
+
+def _check(weight: Tensor) -> None:
+    """Raises DriverError if a kernel draws other tokens than the two that it stands for, now or when that was kept."""
+    codes = machine_codes(weight.dtype)
+    what = ["head_draw", *weight.shape, *(kept_file.sum_of(codes[tile]) for tile in codes)]
+    if not kept_check.holds(what, weight.device, lambda: all(_agrees(tile, weight) for tile in codes)):
+        raise driver.DriverError("the kernel that draws as it multiplies draws other tokens")
+
+
+def _agrees(tile: Tile, weight: Tensor) -> bool:
+    num_rows, device = _CHECKED_ROWS[tile], weight.device
+    function = _load(tile, (weight.dtype, device))
+    generator = torch.Generator(device).manual_seed(0)
+    x = torch.randn(num_rows, weight.shape[1], generator=generator, device=device).to(weight.dtype)
+    rows = torch.arange(num_rows, device=device)
+    tables = rows, (rows % 2).float(), rows * 7, rows.flip(0)
+    logits = matmul.linear(x, weight, None, x.new_empty(num_rows, weight.shape[0], dtype=torch.float32))
+    expected = sample.draw(logits, *tables)
+    return all(map(torch.equal, _launch(function, tile, x, weight, *tables), expected))
 
 
 def draw(
@@ -112,7 +151,8 @@ def draw(
 ) -> tuple[Tensor, Tensor]:
     """See `octavo.ops.fused.drawn_linear`, of calls that `serves` takes. Launches must not overlap."""
     tile = tile_for(len(x))
-    return _launch(_functions[weight.dtype, weight.device][tile], tile, x, weight, rows, temperatures, seeds, positions)
+    function = _functions[tile, (weight.dtype, weight.device)]
+    return _launch(function, tile, x, weight, rows, temperatures, seeds, positions)
 
 
 @functools.cache

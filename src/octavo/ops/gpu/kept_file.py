@@ -57,6 +57,15 @@ def find(part: str, key: Any, make: Callable[[], Any]) -> Any:
     return body
 
 
+def has(part: str, key: Any) -> bool:
+    """Whether there is a file for a key, which counts as used now."""
+    try:
+        os.utime(path_of(part, key))
+    except OSError as error:
+        return isinstance(error, PermissionError)  # in a folder that only others may write to
+    return True
+
+
 def write(path: Path, key: Any, body: Any) -> None:
     """Keep a body, made of JSON's types as its key is: whole or not at all. Raises OSError."""
     text = json.dumps([key, body])
@@ -98,6 +107,6 @@ def read(path: Path, key: Any) -> Any:
     return body
 
 
-def sum_of(text: str) -> str:
+def sum_of(text: str | bytes) -> str:
     """SHA-256, as hexadecimal digits."""
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(text.encode() if isinstance(text, str) else text).hexdigest()

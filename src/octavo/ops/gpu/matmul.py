@@ -10,17 +10,13 @@ number of rows. The fast numerics (`select`) leave everything to the library, an
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import logging
-import os
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from octavo.ops.gpu import kept_file
+from octavo.ops.gpu import kept_check
 from octavo.ops.gpu.launch import chained
 from octavo.ops.gpu.matmul_kernels import product
 
@@ -33,8 +29,6 @@ _checked: set[tuple[int, int, torch.dtype]] = set()
 _without_library: set[tuple[int, int, torch.dtype]] = set()
 _CHECKED_ROWS = (17, 40, 64, 130, 256, 512, 1024)
 _CHECKED_BYTES = 1 << 28  # of one result
-_DRIVER = Path("/proc/driver/nvidia/version")
-_SETTINGS = ("CUBLAS", "NVIDIA_TF32_OVERRIDE", "TORCH_", "PYTORCH_")  # variables that the library's choice may follow
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -117,17 +111,14 @@ def check_library(weight: Tensor) -> bool:
     """Whether, for this weight's shape [N, K] and dtype, the library gives the canonical order's bits.
 
     Compares both over several numbers of heavy-tailed rows; a shape that fails runs Triton tiles at any number of rows.
-    The answer is kept on disk under all that it follows from; where that cannot be told, every process compares.
-    Once per shape and process, before anything is captured.
+    The answer is kept on disk under all that it follows from. Once per shape and process, before anything is captured.
     """
     (n, k), dtype = weight.shape, weight.dtype
     shape = n, k, dtype
     if _numerics == "fast" or shape in _checked:
         return shape not in _without_library
     _checked.add(shape)
-    facts = _library_facts(weight.device)
-    key = [facts, n, k, str(dtype)]
-    if not (kept_file.find("products", key, lambda: _agrees(weight)) if facts else _agrees(weight)):
+    if not kept_check.holds(["library", n, k, str(dtype)], weight.device, lambda: _agrees(weight)):
         _LOG.warning(
             "cuBLASLt sums in another order for a %s weight %s: products of many rows are slower", dtype, shape
         )
@@ -150,25 +141,6 @@ def _agrees(weight: Tensor) -> bool:
         if not torch.equal(ours, _library(x, weight, theirs, may_split=False)):
             return False
     return True
-
-
-def _library_facts(device: torch.device) -> list[Any]:
-    """What the library's choice of a kernel follows from, and its bits and ours; nothing where not all can be told."""
-    try:
-        version = ctypes.CDLL(f"libcublasLt.so.{str(torch.version.cuda).partition('.')[0]}").cublasLtGetVersion
-        driver = _DRIVER.read_text(encoding="utf-8")
-    except (OSError, AttributeError):
-        return []
-    version.restype = ctypes.c_size_t
-    gpu = torch.cuda.get_device_properties(device)
-    settings = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(_SETTINGS))
-    sources = [
-        Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("matmul.py", "matmul_kernels.py")
-    ]
-    return [
-        kept_file.versions(), version(), driver, gpu.name, gpu.major, gpu.minor, gpu.multi_processor_count, settings,
-        kept_file.sum_of("".join(sources)),
-    ]  # fmt: skip
 
 
 def open_library() -> None:

@@ -25,9 +25,18 @@ class CompileError(RuntimeError):
 
 def machine_code(source: str, macros: Mapping[str, int | str], arch: str) -> bytes:
     """A cubin of CUDA C++ for a kind of GPU, as "sm_90a": from disk, or compiled now and kept. Raises CompileError."""
-    key = [kept_file.sum_of(source), dict(sorted(macros.items())), arch, kept_file.versions()]
+    key = _key(source, macros, arch)
     code = kept_file.find("cuda", key, lambda: base64.b64encode(compile_cubin(source, macros, arch)).decode())
     return base64.b64decode(code)
+
+
+def is_kept(source: str, macros: Mapping[str, int | str], arch: str) -> bool:
+    """Whether `machine_code` need not compile. What is kept counts as used now."""
+    return kept_file.has("cuda", _key(source, macros, arch))
+
+
+def _key(source: str, macros: Mapping[str, int | str], arch: str) -> list[Any]:
+    return [kept_file.sum_of(source), dict(sorted(macros.items())), arch, kept_file.versions()]
 
 
 def compile_cubin(source: str, macros: Mapping[str, int | str], arch: str) -> bytes:
