@@ -150,8 +150,8 @@ def draw(
     x: Tensor, weight: Tensor, rows: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
     """See `octavo.ops.fused.drawn_linear`, of calls that `serves` takes. Launches must not overlap."""
-    tile = tile_for(len(x))
-    function = _functions[tile, (weight.dtype, weight.device)]
+    tile, kind = tile_for(len(x)), (weight.dtype, weight.device)
+    function = _functions.get((tile, kind)) or _load(tile, kind)
     return _launch(function, tile, x, weight, rows, temperatures, seeds, positions)
 
 
