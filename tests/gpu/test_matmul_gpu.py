@@ -55,6 +55,15 @@ def test_row_bits_do_not_depend_on_the_rows_beside_it(n: int, k: int) -> None:
     _row_bits(n, k, BF16, SIZES, torch.float32)
 
 
+@pytest.mark.parametrize(("n", "k", "channels"), [(4096, 1024, 2048), (6144, 4096, 4096), (1000, 328, 17)])
+def test_a_weight_behind_some_channels_gives_the_others(n: int, k: int, channels: int) -> None:
+    weight = pack_linear(heavy_tailed(n, k, dtype=BF16, seed=1, device="cuda"))
+    rest, x = weight.behind(channels), heavy_tailed(8192, k, dtype=BF16, seed=2, device="cuda")
+    assert rest is not None and rest.storage.data_ptr() == weight.storage[channels].data_ptr()
+    for size in (1, 5, 40, 300, 512, 8192):
+        assert torch.equal(matmul.linear(x[:size], rest), matmul.linear(x[:size], weight)[:, channels:]), size
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize(("n", "k"), SHAPES[:4])
 def test_row_bits_in_other_dtypes(n: int, k: int, dtype: torch.dtype) -> None:

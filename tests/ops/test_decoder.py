@@ -14,6 +14,7 @@ from octavo.ops.decoder import (
     DecoderLayerOperands,
     enter_attention,
     enter_attention_composed,
+    enter_attention_of_few,
     leave_attention,
     leave_attention_composed,
 )
@@ -42,11 +43,12 @@ def _operands(dtype: torch.dtype, quantization: str | None, *, seed: int = 0, **
     def vector(size: int, name: str = "") -> Any:
         return 1 + 0.3 * torch.randn(size) if not name or options.get(name) else None
 
-    width = (HEADS + 2 * KV_HEADS) * HEAD
+    qkv = weight(width := (HEADS + 2 * KV_HEADS) * HEAD, SIZE)
     mlp = not options.get("no_mlp")
     return DecoderLayerOperands(
         num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=HEAD, eps=1e-5, input_norm=vector(SIZE),
-        qkv=weight(width, SIZE), qkv_bias=vector(width, "bias"), q_norm=vector(HEAD, "qk_norm"),
+        qkv=qkv, keys_values=None if options.get("whole") else qkv.behind(HEADS * HEAD),
+        qkv_bias=vector(width, "bias"), q_norm=vector(HEAD, "qk_norm"),
         k_norm=vector(HEAD, "qk_norm"), head_eps=1e-6, cos_sin=rope_table(HEAD, 128, rotary_size=16),
         output=weight(SIZE, HEADS * HEAD), output_bias=vector(SIZE, "bias"), attention_norm=vector(SIZE, "out_norms"),
         mlp_norm=vector(SIZE), gate_up=weight(2 * INNER, SIZE) if mlp else None,
@@ -73,7 +75,7 @@ def _same(first: torch.Tensor, second: torch.Tensor) -> bool:
     return torch.equal(first.nan_to_num(-77.0), second.nan_to_num(-77.0))
 
 
-@pytest.mark.parametrize("options", [*OPTIONS, {"no_mlp": True}])
+@pytest.mark.parametrize("options", [*OPTIONS, {"no_mlp": True}, {"whole": True}])
 @pytest.mark.parametrize(("dtype", "quantization"), DTYPES)
 def test_halves_equal_the_separate_operators(
     dtype: torch.dtype, quantization: str | None, options: dict[str, bool]
@@ -91,6 +93,10 @@ def test_halves_equal_the_separate_operators(
             expected_q, expected_total = enter_attention_composed(layer, x, before, positions, expected_cache, slots)
             assert torch.equal(q, expected_q) and torch.equal(total, expected_total)
             assert _same(cache, expected_cache)
+            few, own_cache = torch.tensor([0, count // 3, count - 1]), _cache(dtype)
+            own_q, own_total = enter_attention_of_few(layer, x, before, positions, own_cache, slots, few)
+            assert torch.equal(own_q, q[few]) and torch.equal(own_total, total[few])
+            assert _same(own_cache, cache)
         attended = torch.randn(count, HEADS, HEAD).to(dtype)
         found, expected = (f(layer, attended, residual) for f in (leave_attention, leave_attention_composed))
         assert all(map(torch.equal, found, expected))

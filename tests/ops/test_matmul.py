@@ -1,5 +1,6 @@
 """Dense products: one fused chain over K whatever the rows, threads or vectors; exact packing; the eager twin."""
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,21 @@ def test_linear_reads_strided_rows_and_writes_a_given_output() -> None:
         linear(wide[:m, 20:120], weight, out=out[:, :70])
         assert torch.equal(out[:, :70], linear(wide[:m, 20:120].contiguous(), weight))
         assert bool((out[:, 70:] == 7.0).all())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_native", [pytest.param(True, marks=needs_native), False])
+def test_a_weight_behind_some_channels_gives_the_others(kind: str, is_native: bool) -> None:
+    """Unless they end inside a panel. Of behind, too; and the whole weight may be gone."""
+    with contextlib.nullcontext() if is_native else native.disabled():
+        whole, x = pack(heavy_tailed(140, 100), kind), heavy_tailed(20, 100)
+        expected = linear(x, whole)
+        assert (whole.behind(33) is None) is is_native
+        some = whole.behind(64)
+        del whole
+        assert some is not None and torch.equal(linear(x, some), expected[:, 64:])
+        fewer = some.behind(64)
+        assert fewer is not None and torch.equal(linear(x, fewer), expected[:, 128:])
 
 
 def test_linear_of_no_rows_is_empty() -> None:

@@ -63,7 +63,8 @@ class Attention(Layer):
         self.norm_eps = arch.norm_eps
         self._norm_offset = norm_offset
         q_size, kv_size = variant.num_heads * variant.head_size, variant.num_kv_heads * variant.head_size
-        self.qkv = Linear(arch.hidden_size, {"q": q_size, "k": kv_size, "v": kv_size}, dtype, bias=arch.attention_bias)
+        projections = {"q": q_size, "k": kv_size, "v": kv_size}
+        self.qkv = Linear(arch.hidden_size, projections, dtype, bias=arch.attention_bias, rest_from="k")
         self.output = Linear(q_size, arch.hidden_size, dtype, bias=arch.output_bias)
         for name in ("q_norm", "k_norm"):
             if qk_norm:

@@ -20,7 +20,15 @@ from octavo.layers.base import Layer
 from octavo.layers.mlp import Mlp
 from octavo.layers.moe import MoeMlp
 from octavo.layers.norm import RMSNorm
-from octavo.ops.decoder import BoundDecoder, DecoderLayerOperands, enter_attention, last_norm, leave_attention, project
+from octavo.ops.decoder import (
+    BoundDecoder,
+    DecoderLayerOperands,
+    enter_attention,
+    enter_attention_of_few,
+    last_norm,
+    leave_attention,
+    project,
+)
 from octavo.ops.matmul import LinearWeight
 
 
@@ -65,6 +73,7 @@ class DecoderLayer(Layer):
             eps=self.input_norm.eps,
             input_norm=self.input_norm.weight,
             qkv=attention.qkv.packed,
+            keys_values=attention.qkv.rest,
             qkv_bias=attention.qkv.bias,
             q_norm=attention.q_norm,
             k_norm=attention.k_norm,
@@ -107,9 +116,10 @@ class DecoderLayer(Layer):
             attended = projected.new_empty(projected.shape[0], variant.num_heads, variant.head_size)
             backend.run_rotating(projected, rotation, kv, variant, attended)
         else:
-            q, residual = enter_attention(operands, x, residual, positions, kv, slots)
-            if wanted is not None:
-                q, residual = q.index_select(0, wanted), residual.index_select(0, wanted)
+            if wanted is None:
+                q, residual = enter_attention(operands, x, residual, positions, kv, slots)
+            else:
+                q, residual = enter_attention_of_few(operands, x, residual, positions, kv, slots, wanted)
             attended = torch.empty_like(q)
             backend.run(q, kv, variant, attended, self.attention.tensors)
         x, residual = leave_attention(operands, attended, residual)

@@ -20,6 +20,7 @@ class Linear(Layer):
     widens_exactly = frozenset({"weight"})
     copied_by_finalize = frozenset({"weight"})
     packed: LinearWeight  # set by finalize
+    rest: LinearWeight | None  # its projections from `rest_from` on, where they can be had apart; set by finalize
     bias: torch.Tensor | None  # [out] float32
 
     def __init__(
@@ -31,8 +32,12 @@ class Linear(Layer):
         bias: bool = False,
         quantize: bool = True,
         out_dtype: torch.dtype | None = None,
+        rest_from: str | None = None,
     ) -> None:
-        """`quantize=False`: never quantized, whatever `finalize` is asked; `out_dtype` None: as the input."""
+        """`quantize=False`: never quantized, whatever `finalize` is asked; `out_dtype` None: as the input.
+
+        rest_from: a projection. None: there is no `rest`.
+        """
         super().__init__()
         sizes = {"": out} if isinstance(out, int) else dict(out)
         self._shards: dict[str, tuple[int, int]] = {}
@@ -45,7 +50,7 @@ class Linear(Layer):
             self.declare("bias", (rows,), torch.float32)
         else:
             self.bias = None
-        self._quantize = quantize
+        self._quantize, self._rest_from = quantize, rest_from
         self.out_dtype = out_dtype
 
     def shards(self, name: str) -> Mapping[str, tuple[int, int]]:
@@ -56,6 +61,7 @@ class Linear(Layer):
         """Pack the weight and drop the original. The bias becomes a plain attribute."""
         super().finalize(quantization)
         self.packed = pack_linear(self.__dict__.pop("weight"), quantization if self._quantize else None)
+        self.rest = None if self._rest_from is None else self.packed.behind(self._shards[self._rest_from][0])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [tokens, in] -> [tokens, out]."""

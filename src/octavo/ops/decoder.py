@@ -30,7 +30,7 @@ from octavo.ops.step_inputs import LastTokens
 _P, _I, _C, _F = native.PTR, native.I64, native.I32, native.F32
 native.declare("octavo_enter_attention", [_P, _P, _P, _P, _P, _I, _P, _I, _P, _P, _I, _C])
 native.declare("octavo_leave_attention", [_P, _P, _P, _I, _P, _P, _I, _C])
-native.declare("octavo_decode", [_P, _P, _I, _P, _P, _P, _P, _F, _P, _I, _P, _P, _C])
+native.declare("octavo_decode", [_P, _P, _I, _P, _P, _P, _P, _F, _P, _I, _P, _P, _P, _C])
 
 
 class _LayerHeader(ctypes.Structure):
@@ -72,6 +72,7 @@ class DecoderLayerOperands:
     eps: float
     input_norm: Tensor
     qkv: LinearWeight
+    keys_values: LinearWeight | None  # the channels of qkv behind those of q; None: they cannot be had apart
     qkv_bias: Tensor | None
     q_norm: Tensor | None  # [head_size]
     k_norm: Tensor | None  # [head_size]
@@ -97,6 +98,14 @@ class DecoderLayerOperands:
             positions=positions, cos_sin=self.cos_sin, q_norm=self.q_norm, k_norm=self.k_norm, eps=self.head_eps,
             slot_mapping=slot_mapping,
         )  # fmt: skip
+
+    @functools.cached_property
+    def without_queries(self) -> DecoderLayerOperands:
+        """The same for K and V alone; itself where those cannot be had apart."""
+        if self.keys_values is None:
+            return self
+        bias = None if self.qkv_bias is None else self.qkv_bias[-self.keys_values.n :]
+        return dataclasses.replace(self, num_heads=0, qkv=self.keys_values, qkv_bias=bias, q_norm=None)
 
     @functools.cached_property
     def header(self) -> _LayerHeader | None:
@@ -152,6 +161,24 @@ def enter_attention(
         q.data_ptr(), tokens, code,
     )  # fmt: skip
     return q, total
+
+
+def enter_attention_of_few(
+    layer: DecoderLayerOperands,
+    x: Tensor,
+    residual: Tensor | None,
+    positions: Tensor,
+    kv: Tensor,
+    slot_mapping: Tensor,
+    few: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """`enter_attention`, whose results are those of the tokens at `few` [S] int64 alone: K and V of all are stored.
+
+    Of these few they are stored twice: the same bits.
+    """
+    _, total = enter_attention(layer.without_queries, x, residual, positions, kv, slot_mapping)
+    x, positions, slot_mapping = (each.index_select(0, few) for each in (total, positions, slot_mapping))
+    return enter_attention(layer, x, None, positions, kv, slot_mapping)
 
 
 def leave_attention(layer: DecoderLayerOperands, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -258,6 +285,7 @@ class BoundDecoder:
         self._dtype = dtypes.pop() if len(dtypes) == 1 and len(headers) == len(layers) else None
         if self._dtype is not None:
             self._headers = (_LayerHeader * len(layers))(*headers)
+            self._last_keys = ctypes.byref(layers[-1].without_queries.header or headers[-1])
             caches = map(_cache_header, kv_of_layer, group_of_layer)
             self._caches = (_CacheHeader * len(layers))(*caches)
             self._rows = (_RowsHeader * (max(group_of_layer) + 1))()
@@ -280,7 +308,8 @@ class BoundDecoder:
         tokens, start = (None, None) if last is None else (last.tokens.data_ptr(), last.query_start.data_ptr())
         library.octavo_decode(
             self._headers, self._caches, len(self._layers), self._rows, positions.data_ptr(), x.data_ptr(),
-            self._norm.data_ptr(), self._eps, out.data_ptr(), x.shape[0], tokens, start, native.DTYPE_CODES[x.dtype],
+            self._norm.data_ptr(), self._eps, out.data_ptr(), x.shape[0], tokens, start, self._last_keys,
+            native.DTYPE_CODES[x.dtype],
         )  # fmt: skip
         return out
 

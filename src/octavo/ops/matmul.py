@@ -10,7 +10,7 @@ vector width. The eager twin keeps the same promise with its own bits (it sums i
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -55,6 +55,18 @@ class LinearWeight:
     def num_bytes(self) -> int:
         """Bytes of the storage."""
         return self.storage.numel() * self.storage.element_size()
+
+    def behind(self, channels: int) -> LinearWeight | None:
+        """The weight without its first channels, in the same memory. None where those end inside a panel."""
+        if self.storage.is_cuda:
+            return _plain_gpu_weight(self.storage[channels:], None)
+        if not self.header:
+            return replace(self, n=self.n - channels, storage=self.storage[channels:])
+        if channels % PANEL:
+            return None
+        storage = self.storage[channels // PANEL :]
+        header = _WeightHeader(self.n - channels, self.k, storage.stride(0), storage.data_ptr(), KINDS[self.kind])
+        return LinearWeight(header.n, self.k, self.kind, storage, ctypes.addressof(header), (header, *self._keep))
 
 
 def pack_linear(weight: Tensor, quantization: str | None = None) -> LinearWeight:

@@ -89,12 +89,13 @@ void leave_attention(const DecoderLayer& layer, const Tokens& tokens, const void
     if (layer.mlp_out_norm) norm_in_place(tokens, out, layer.mlp_out_norm, size, layer.eps);
 }
 
-// The rows at `at`, of `width` elements each, one behind the other; in place as well, for `at` ascends. `tokens` count.
-void gather(const Tokens& tokens, const int64_t* at, Rows rows, int64_t width, void* out) {
-    const int64_t size = tokens.dtype == F32 ? 4 : 2;
-    for (int64_t i = 0; i < tokens.count; ++i)
-        std::memmove(static_cast<char*>(out) + i * width * size,
-                     static_cast<const char*>(rows.data) + at[i] * rows.stride * size, width * size);
+// The rows at `at` of `width` bytes each, one behind the other.
+template <class T>
+T* gather(Scratch& scratch, const int64_t* at, int64_t count, const T* rows, int64_t width = sizeof(T)) {
+    char* out = static_cast<char*>(scratch.bytes(count * width));
+    for (int64_t i = 0; i < count; ++i)
+        std::memcpy(out + i * width, reinterpret_cast<const char*>(rows) + at[i] * width, width);
+    return reinterpret_cast<T*>(out);
 }
 
 void attend(const DecoderLayer& layer, const LayerCache& cache, const GroupRows& rows, const Tokens& tokens,
@@ -128,13 +129,14 @@ OCTAVO_API void octavo_leave_attention(const octavo::DecoderLayer* layer, const 
 }
 
 // x [tokens, size] contiguous -> out: the norm of what the last layer leaves of all tokens, or of each row's last token
-// where `last_tokens` [num_rows] says which these are; `last_start` is their query_start. `rows`: one per cache group.
+// where `last_tokens` [num_rows] says which these are; `last_start` is their query_start, `last_keys` the last layer
+// without its queries. `rows`: one per cache group.
 OCTAVO_API void octavo_decode(const octavo::DecoderLayer* layers, const octavo::LayerCache* caches, int64_t num_layers,
                               const octavo::GroupRows* rows, const int64_t* positions, const void* x, const float* norm,
                               float eps, void* out, int64_t num_tokens, const int64_t* last_tokens,
-                              const int32_t* last_start, int32_t dtype) {
+                              const int32_t* last_start, const octavo::DecoderLayer* last_keys, int32_t dtype) {
     using namespace octavo;
-    static thread_local Scratch residual_scratch, x_scratch, q_scratch, attended_scratch, last_scratch;
+    static thread_local Scratch residual_scratch, x_scratch, q_scratch, attended_scratch, last_scratch[3];
     Tokens tokens{positions, num_tokens, dtype};
     const int64_t size = layers[0].qkv->k;
     void* residual = buffer(residual_scratch, tokens, size);
@@ -145,17 +147,19 @@ OCTAVO_API void octavo_decode(const octavo::DecoderLayer* layers, const octavo::
         GroupRows group = rows[caches[i].group];
         void* q = buffer(q_scratch, tokens, layer.num_heads * layer.head_size);
         void* attended = buffer(attended_scratch, tokens, layer.num_heads * layer.head_size);
-        enter_attention(layer, caches[i], group.slots, tokens, left, before, residual, q);
-        Rows stream = i == 0 ? left : Rows{residual, size};
         if (last_tokens && i == num_layers - 1) {  // of the others nobody needs more than K and V
+            enter_attention(*last_keys, caches[i], group.slots, tokens, left, before, residual, q);
+            const void* stream = i == 0 ? x : residual;
             tokens.count = group.num_rows, group.query_start = last_start;
-            gather(tokens, last_tokens, {q, layer.output->k}, layer.output->k, q);
-            void* kept = buffer(last_scratch, tokens, size);
-            gather(tokens, last_tokens, stream, size, kept);
-            stream = {kept, size};
+            tokens.positions = gather(last_scratch[0], last_tokens, tokens.count, positions);
+            group.slots = gather(last_scratch[1], last_tokens, tokens.count, group.slots);
+            left.data = gather(last_scratch[2], last_tokens, tokens.count, static_cast<const char*>(stream),
+                               size * (dtype == F32 ? 4 : 2));
+            before = {nullptr, 0};
         }
+        enter_attention(layer, caches[i], group.slots, tokens, left, before, residual, q);
         attend(layer, caches[i], group, tokens, q, attended);
-        leave_attention(layer, tokens, attended, stream, residual, now);
+        leave_attention(layer, tokens, attended, before.data ? Rows{residual, size} : left, residual, now);
         left = {now, size}, before = {residual, size};
     }
     octavo_rms_norm(left.data, size, before.data, size, norm, out, residual, tokens.count, size, eps, dtype);
