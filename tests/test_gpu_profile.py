@@ -24,11 +24,11 @@ def test_bytes_and_operations_of_a_decode_step() -> None:
 
 
 def test_the_last_layer_of_a_prompt_computes_what_is_sampled_from() -> None:
-    """All of its tokens up to attention, one of each prompt in it and behind it."""
+    """K and V of all of its tokens; of each prompt one is a query and goes on."""
     work, token = least_work(FACTS, prefill_load([30, 10])), least_work(FACTS, decode_load([1]))
-    projected, behind = 2 * 4 * 20, 2 * (10 * 4 + 4 * 12 + 6 * 4)
-    assert work["products"][1] == 3 * 40 * projected + (2 * 40 + 2) * behind + 2 * 2 * 4 * 7
-    assert token["products"][1] == 3 * (projected + behind) + 2 * 4 * 7
+    every, most = 2 * 4 * 10, 2 * (4 * 10 + 10 * 4 + 4 * 12 + 6 * 4)
+    assert work["products"][1] == 3 * 40 * every + (2 * 40 + 2) * most + 2 * 2 * 4 * 7
+    assert token["products"][1] == 3 * (every + most) + 2 * 4 * 7
     pairs = 2 * (30 * 31 // 2 + 10 * 11 // 2) + 30 + 10
     assert work["attention"] == (2 * (3 * 40 * 10 + (2 * 40 + 2) * 2 * 10), 4 * 10 * pairs)
 

@@ -56,19 +56,19 @@ def least_work(facts: dict[str, Any], load: Load) -> dict[str, tuple[float, floa
     hidden, ff, layers = facts["hidden_size"], facts["intermediate_size"], facts["num_hidden_layers"]
     q_size = facts["num_attention_heads"] * facts["head_dim"]
     kv_size = 2 * facts["num_key_value_heads"] * facts["head_dim"]
-    qkv, vocab, tokens = q_size + kv_size, facts["vocab_size"], load.num_tokens
-    before, behind = hidden * qkv, hidden * (q_size + 3 * ff)  # attention: weights of a layer
-    num_behind = (layers - 1) * tokens + load.num_logits  # in the last layer nobody else attends
+    vocab, tokens = facts["vocab_size"], load.num_tokens
+    every, most = hidden * kv_size, hidden * (2 * q_size + 3 * ff)  # weights of a layer, by tokens that they multiply
+    num_most = (layers - 1) * tokens + load.num_logits  # in the last layer others give K and V alone
     ends = 2 * (hidden * vocab + hidden * load.num_logits) + 4 * vocab * load.num_logits
     products = 2 * (
-        layers * (before + behind + tokens * (hidden + qkv)) + num_behind * (3 * hidden + q_size + 3 * ff)
+        layers * (every + most + tokens * (hidden + kv_size)) + num_most * (3 * hidden + 2 * q_size + 3 * ff)
     ) + ends  # fmt: skip
-    attention = 2 * (layers * kv_size * load.num_read + 2 * q_size * num_behind)
+    attention = 2 * (layers * kv_size * load.num_read + 2 * q_size * num_most)
     num_pairs = (layers - 1) * load.num_pairs + load.num_read
-    small = 2 * (layers * tokens * (4 * hidden + 2 * qkv) + num_behind * (4 * hidden + 3 * ff))
+    small = 2 * (layers * tokens * (4 * hidden + 2 * kv_size) + num_most * (4 * hidden + 2 * q_size + 3 * ff))
     return {
         "attention": (attention, 4 * q_size * num_pairs),
-        "products": (products, 2 * (layers * before * tokens + behind * num_behind + hidden * vocab * load.num_logits)),
+        "products": (products, 2 * (layers * every * tokens + most * num_most + hidden * vocab * load.num_logits)),
         "norms, rotation, activation": (small, 0),
         "sampling": (4 * vocab * load.num_logits, 0),
         "inputs and results": (4 * hidden * tokens, 0),

@@ -19,8 +19,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from octavo import LLM, SamplingParams
-from octavo.ops.inputs import IntArray
-from octavo.plan import NewRow
+from octavo.plan import IntArray, NewRow
 from random_models import DEEPSEEK, GEMMA, settings_of, token_prompts
 
 pytestmark = pytest.mark.gpu
