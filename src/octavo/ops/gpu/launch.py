@@ -5,10 +5,9 @@ later `end_before`, before it reads what another kernel wrote and before it writ
 so on every path, for the kernel after it relies on that. What it reads before are constants: weights, and, behind a
 kernel that calls `begin_whole`, what was written ahead of that one. A forward pass begins with such a kernel,
 `octavo.ops.gpu.embedding`'s: in its layers the step's lengths, tables, slots and positions are constants, and so is
-what the cache holds of earlier steps; and, since torch's own kernels begin whole, so is a division for the last layer,
-which lies ahead of a gather. Invariants: how a kernel is launched moves no bit; it is the machine code that
-Triton would choose. A kernel's first launch waits until `octavo.ops.gpu.compiler_name` has named Triton, or names it
-itself.
+what the cache holds of earlier steps; a division for the last layer is one behind torch's gathers, which begin whole.
+Invariants: how a kernel is launched moves no bit; it is the machine code that Triton would choose. A kernel's first
+launch waits until `octavo.ops.gpu.compiler_name` has named Triton, or names it itself.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, assignment"
