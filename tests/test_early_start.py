@@ -36,10 +36,12 @@ def load(monkeypatch: pytest.MonkeyPatch, **libraries: Library) -> None:
 
 def test_the_context_is_made_where_there_is_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Library("cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain")
-    load(monkeypatch, libcuda=driver)
+    counter = Library("nvmlInit_v2")
+    load(monkeypatch, **{"libcuda": driver, "libnvidia-ml": counter})
     assert open_device.has_driver()
     open_device.open_driver()
     assert driver.calls == ["cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain"]
+    assert counter.calls == ["nvmlInit_v2"]
 
 
 def test_a_driver_that_fails_or_is_another_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +86,7 @@ def test_a_start_opens_the_device_first(device: str, opened: bool, monkeypatch: 
 def test_what_fails_while_the_device_opens_is_left_to_who_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     from octavo import start
-    from octavo.ops.gpu import matmul
+    from octavo.ops.gpu import launch, matmul
 
     called: list[str] = []
 
@@ -92,12 +94,14 @@ def test_what_fails_while_the_device_opens_is_left_to_who_needs_it(monkeypatch: 
         called.append("library")
         raise RuntimeError("no device")
 
+    monkeypatch.setattr(launch, "open_driver", lambda: called.append("driver"))
+
     monkeypatch.setattr(start, "open_runtime", called.append)
     monkeypatch.setattr(matmul, "open_library", fails)
     start._open(None)
     assert not called
     start._open("12.8")
-    assert called == ["12.8", "library"]
+    assert called == ["12.8", "driver", "library"]
 
 
 def test_every_module_of_kernels_that_a_start_imports_is_there() -> None:

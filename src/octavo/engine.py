@@ -232,11 +232,16 @@ class Engine:
         parts = early_start.start(config, phases or Phases())
         self.resolved, self.arch, self.memory = parts.resolved, parts.arch, parts.memory
         self.tokenizer, self.limits, self.default_sampling = parts.tokenizer, parts.limits, parts.default_sampling
-        self.numerics_contract = parts.numerics_contract
+        self._numerics_contract = parts.numerics_contract
         self._grammars = parts.grammars
         self.core, self.runner = EngineCore.from_parts(parts), parts.runner
         self._outputs = OutputProcessor(parts.tokenizer if isinstance(parts.tokenizer, Tokenizer) else None)
         self._aborted: list[RequestOutput] = []  # last outputs of aborted requests, for the next step
+
+    @property
+    def numerics_contract(self) -> dict[str, str]:
+        """What the bits of its results depend on beside the model and the request, as `octavo.probe` reads it."""
+        return self._numerics_contract()
 
     @property
     def scheduler(self) -> Scheduler:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -85,7 +86,7 @@ class Parts:
     scheduler: Scheduler
     runner: Runner
     executor: Executor
-    numerics_contract: dict[str, str]
+    numerics_contract: Callable[[], dict[str, str]]  # reads all sources, so where it is asked for
 
 
 def start_engine(config: EngineConfig, phases: Phases, *, text: bool = True) -> Parts:
@@ -140,7 +141,7 @@ def start_engine(config: EngineConfig, phases: Phases, *, text: bool = True) -> 
         scheduler=scheduler,
         runner=runner,
         executor=_make_executor(runner, resolved),
-        numerics_contract=_contract(resolved, facts.cuda),
+        numerics_contract=functools.cache(lambda: _contract(resolved, facts.cuda)),
     )
 
 
@@ -163,9 +164,10 @@ def _open(cuda: str | None) -> None:
     if not cuda:
         return
     open_runtime(cuda)
-    with contextlib.suppress(RuntimeError), torch.device("cuda"):  # what fails here fails again where it is needed
-        from octavo.ops.gpu import matmul  # needs Triton
+    with contextlib.suppress(Exception), torch.device("cuda"):  # what fails here fails again where it is needed
+        from octavo.ops.gpu import launch, matmul  # need Triton
 
+        launch.open_driver()
         matmul.open_library()
         torch.zeros(2, 2, dtype=torch.bfloat16).index_select(0, torch.zeros(1, dtype=torch.int64))
         rope_table(8, 4)

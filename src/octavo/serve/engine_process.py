@@ -299,7 +299,7 @@ def build_core(config: EngineConfig, phases: Phases) -> tuple[EngineCore, Engine
         cache_bytes=memory.kv_bytes,
         weight_bytes=memory.weight_bytes,
         request_fields=list(parts.limits.request_fields),
-        numerics_contract=parts.numerics_contract,
+        numerics_contract=parts.numerics_contract(),
         phases=phases.entries,
     )
     return EngineCore.from_parts(parts), info

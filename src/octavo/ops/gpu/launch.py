@@ -124,6 +124,11 @@ def _timed(launch: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> Any
     return compiled
 
 
+def open_driver() -> None:
+    """Let Triton find the GPU, for which it runs a program of the system's: 15 ms of its first launch."""
+    triton.runtime.driver.active.get_current_device()
+
+
 def has_compiled() -> bool:
     """Whether this process has compiled a kernel that is launched directly, or was as slow to load one."""
     return _slowest > _LOADING_SECONDS
