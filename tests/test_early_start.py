@@ -108,5 +108,5 @@ def test_every_module_of_kernels_that_a_start_imports_is_there() -> None:
     pytest.importorskip("triton")
     from octavo import start
 
-    for name in start._KERNELS:
+    for name in (*start._KERNELS, *start._PAGED_KERNELS):
         importlib.import_module(f"octavo.ops.gpu.{name}")

@@ -362,8 +362,13 @@ def _resolve_layer_backends(config: EngineConfig) -> dict[str, Sequence[int]]:
     return dict(given)
 
 
+def asked_backend(config: EngineConfig) -> Any:
+    """The attention backend as the settings name it, or "auto"."""
+    return config.attention_backend or config.attention_config.get("backend", "auto")
+
+
 def _resolve_attention(config: EngineConfig, arch: Arch, device: str, native: bool, why: dict[str, str]) -> str:
-    backend = config.attention_backend or config.attention_config.get("backend", "auto")
+    backend = asked_backend(config)
     if not isinstance(backend, str) or not backend:
         raise ConfigError("attention_config", backend, "backend must be a name", 'e.g. {"backend": "reference"}')
     if ":" not in backend:

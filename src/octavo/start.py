@@ -22,7 +22,7 @@ from octavo.arch import Arch
 from octavo.attention.base import Capability
 from octavo.attention.choice import mods_of, specs_of, suit_mods, with_mods
 from octavo.attention.mods import NO_MODS
-from octavo.config import EngineConfig, Resolved, resolve
+from octavo.config import EngineConfig, Resolved, asked_backend, resolve
 from octavo.device.batch import InputBuffers
 from octavo.device.block_table import BlockTables
 from octavo.device.field_tables import FieldTables
@@ -64,11 +64,10 @@ from octavo.worker.executor import DeviceExecutor, Executor, InlineExecutor, Thr
 from octavo.worker.runner import Runner
 
 _LOG = logging.getLogger(__name__)
-# Modules of what any step launches: Python takes as long to import them as a GPU to open.
-_KERNELS = (
-    "embedding", "few_rows", "inputs", "prompt_attention_kernel", "rope", "rotate_attend",
-    "row_attention_kernel", "sample", "staged_write", "zero_blocks",
-)  # fmt: skip
+# Modules of what any step launches, and any with the attention of the default: Python takes as long to import them as
+# a GPU to open.
+_KERNELS = "embedding", "few_rows", "inputs", "rope", "sample", "staged_write", "zero_blocks"
+_PAGED_KERNELS = "prompt_attention_kernel", "rotate_attend", "row_attention_kernel"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,7 +153,7 @@ def _begin(config: EngineConfig, phases: Phases) -> tuple[Path, Arch, threading.
         found = find_and_read(config)
     if cuda:
         with phases("import the kernels"), collector.loading():
-            for name in _KERNELS:
+            for name in (*_KERNELS, *(_PAGED_KERNELS if asked_backend(config) in ("auto", "paged") else ())):
                 importlib.import_module(f"octavo.ops.gpu.{name}")
     return *found, opening
 

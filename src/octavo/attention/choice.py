@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from octavo.attention.base import BACKENDS, Variant
 from octavo.attention.mods import NO_MODS, AttentionMods, NativeForm, and_, load_mods, mods_of_layers
-from octavo.config import EngineConfig, Resolved
+from octavo.config import EngineConfig, Resolved, asked_backend
 from octavo.request_fields import FieldSpec
 from octavo.settings import ConfigError
 
@@ -52,8 +52,7 @@ def suit_mods(config: EngineConfig, resolved: Resolved, variants: Sequence[Varia
         return resolved
     name = modded[0].name
     if not BACKENDS.resolve(resolved.attention_backend).capability.mods:
-        asked = config.attention_backend or config.attention_config.get("backend", "auto")
-        if asked != "auto":
+        if asked_backend(config) != "auto":
             raise ConfigError(
                 "attention_mods", name, f"attention backend {resolved.attention_backend} cannot run it",
                 "set --attention-backend flex or reference",

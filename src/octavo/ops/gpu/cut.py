@@ -1,7 +1,8 @@
 """What rows keep of their logits on a GPU: the last entry, and logits without what comes after it.
 
 Owns the way of each row: `truncate_few` for a small top-k, `truncate` for any other cut. A cut is a prefix of the order
-(value descending, id ascending), so its last entry says all, and a draw can hide the rest as it reads.
+(value descending, id ascending), so its last entry says all, and a draw can hide the rest as it reads. A process
+imports `truncate` where a row first needs it.
 """
 
 # Kernels are compiled from their source by Triton, whose values mypy does not know.
@@ -14,7 +15,6 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.cuts import Cuts
-from octavo.ops.gpu.truncate import settle_many
 from octavo.ops.gpu.truncate_few import settle_few
 
 
@@ -43,6 +43,8 @@ def last_kept(logits: Tensor, rows: Tensor, cuts: Cuts) -> tuple[Tensor, Tensor]
     if len(logits):
         min_p_logs = cuts.min_p.log()
         if cuts.many:
+            from octavo.ops.gpu.truncate import settle_many
+
             settle_many(logits, rows, cuts, min_p_logs, (last_values, last_ids))
         if cuts.few:
             settle_few(logits, rows, cuts, min_p_logs, (last_values, last_ids))
