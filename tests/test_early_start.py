@@ -40,6 +40,7 @@ def test_the_context_is_made_where_there_is_a_driver(monkeypatch: pytest.MonkeyP
     load(monkeypatch, **{"libcuda": driver, "libnvidia-ml": counter})
     assert open_device.has_driver()
     open_device.open_driver()
+    open_device.open_counter()
     assert driver.calls == ["cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain"]
     assert counter.calls == ["nvmlInit_v2"]
 
@@ -54,6 +55,7 @@ def test_a_driver_that_fails_or_is_another_is_left_alone(monkeypatch: pytest.Mon
     load(monkeypatch)
     assert not open_device.has_driver()
     open_device.open_driver()
+    open_device.open_counter()
     open_device.open_runtime("12.8")
 
 
@@ -74,7 +76,7 @@ def test_a_start_opens_the_device_first(device: str, opened: bool, monkeypatch: 
         thresholds.append(gc.get_threshold()[0])
         return config, text
 
-    monkeypatch.setattr(early_start, "open_driver", begun.set)
+    monkeypatch.setattr(early_start, "open_driver", lambda: begun.set())
     monkeypatch.setattr("octavo.start.start_engine", start_engine)
     config, before = EngineConfig(device=device), gc.get_threshold()
     parts: Any = early_start.start(config, Phases(), text=False)

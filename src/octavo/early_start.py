@@ -1,6 +1,6 @@
 """The part of an engine's start that needs no torch, before and while that is imported.
 
-Owns the thread that opens the GPU meanwhile, and how seldom garbage is looked for. Imports no torch itself. Invariant:
+Owns the threads that open the GPU meanwhile, and how seldom garbage is looked for. Imports no torch itself. Invariant:
 a start depends on this for its time only.
 """
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from octavo import collector
 from octavo.config import EngineConfig
 from octavo.observe import Phases
-from octavo.open_device import open_driver
+from octavo.open_device import open_counter, open_driver
 
 if TYPE_CHECKING:
     from octavo.start import Parts
@@ -26,7 +26,8 @@ _TURN_SECONDS = 0.0005
 def start(config: EngineConfig, phases: Phases, *, text: bool = True) -> Parts:
     """See `octavo.start.start_engine`."""
     if config.device != "cpu":
-        threading.Thread(target=open_driver, name="octavo-open-driver", daemon=True).start()
+        for opens in (open_driver, open_counter):
+            threading.Thread(target=opens, name=f"octavo-{opens.__name__}", daemon=True).start()
     with collector.seldom(), _short_turns():
         with phases("import torch and the engine"), collector.loading():
             from octavo.start import start_engine
