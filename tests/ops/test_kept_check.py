@@ -119,9 +119,10 @@ def test_what_a_kept_answer_follows_from(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def test_sources_are_all_that_compute_or_launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(kept_check, "__file__", str(tmp_path / "kept_check.py"))
+    (tmp_path / "gpu").mkdir()
+    monkeypatch.setattr(kept_check, "__file__", str(tmp_path / "gpu" / "kept_check.py"))
     seen = []
-    for name, text in (("a.py", "1"), ("a.py", "2"), ("b.cu", "1"), ("c.cu", "1"), ("c.so", "1")):
+    for name, text in (("a.py", "1"), ("gpu/a.py", "2"), ("gpu/b.cu", "1"), ("gpu/b.cu", "2"), ("gpu/c.so", "1")):
         (tmp_path / name).write_text(text)
         kept_check._sources.cache_clear()
         seen.append(kept_check._sources())

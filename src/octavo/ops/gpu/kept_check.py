@@ -26,7 +26,7 @@ _SETTINGS = ("CUBLAS", "NVIDIA_TF32_OVERRIDE", "TORCH_", "PYTORCH_")  # variable
 def holds(what: list[Any], device: torch.device, compare: Callable[[], bool]) -> bool:
     """What `compare`, which may wait for the GPU, finds: now, or found when it was kept.
 
-    what: all that tells this comparison from others beside the machine and this folder's sources, of JSON's types.
+    what: all that tells this comparison from others beside the machine and the operators' sources, of JSON's types.
     What `compare` raises is not kept. Nothing is captured meanwhile.
     """
 
@@ -70,6 +70,7 @@ def _facts(device: torch.device) -> list[Any]:
 
 @functools.cache
 def _sources() -> str:
-    """The sum of all kernels and what launches them."""
-    files = (path for path in Path(__file__).parent.iterdir() if path.suffix in (".py", ".cu"))
-    return kept_file.sum_of("\0".join(f"{path.name}\0{path.read_text(encoding='utf-8')}" for path in sorted(files)))
+    """The sum of all operators: kernels, what launches them, and what they are compared with."""
+    ops = Path(__file__).parents[1]
+    files = sorted(path for path in (*ops.glob("*.py"), *ops.glob("gpu/*")) if path.suffix in (".py", ".cu"))
+    return kept_file.sum_of(b"\0".join(part for path in files for part in (path.name.encode(), path.read_bytes())))
