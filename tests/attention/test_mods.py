@@ -190,3 +190,10 @@ def test_backends_that_cannot_run_a_mod_refuse_it() -> None:
         LLM(dtype="float32", attention_mods=A.prefix_lm())
     with pytest.raises(ConfigError, match=r"looks ahead of a query.*--no-enable-prefix-caching"):
         LLM(dtype="float32", attention_mods=A.prefix_lm(), enable_chunked_prefill=False)
+
+
+def test_public_names_load_when_they_are_asked_for() -> None:
+    assert {"AttentionMods", "and_", "draw", "flex_attention", "sliding_window"} <= set(dir(A))
+    assert all(callable(getattr(A, name)) and getattr(A, name).__name__ == name for name in dir(A))
+    with pytest.raises(AttributeError, match="has no attribute 'windows'"):
+        _ = A.windows

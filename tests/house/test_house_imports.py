@@ -150,6 +150,17 @@ def test_words_and_sched_load_no_torch_print_nothing_and_leave_logging_alone() -
     assert _run(code) == ""
 
 
+def test_mods_are_told_without_torch() -> None:
+    """It is imported where an engine starts, which opens a GPU meanwhile."""
+    code = (
+        "import sys, octavo\nfrom octavo.attention import and_, causal, or_, prefix, request_field, sinks, soft_cap\n"
+        "own = octavo.AttentionMods(mask_mod=lambda b, h, q, kv: kv % 3 != 1)\n"
+        "and_(or_(own, sinks(4), prefix(request_field('length'))), causal(), soft_cap(2.0))\n"
+        "assert 'torch' not in sys.modules"
+    )
+    assert _run(code) == ""
+
+
 def test_import_octavo_loads_the_standard_library_only() -> None:
     foreign = _run(
         "import sys; before = set(sys.modules); import octavo\n"
