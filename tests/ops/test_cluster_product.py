@@ -34,7 +34,7 @@ def test_a_models_tiles_hold_all_rows_and_fill_the_processors(n: int, k: int, ga
         if tile is None:
             assert k > 3072, "the library is as fast for long weights only"
             assert not gated
-            assert rows > 256 or (rows <= 96 and rows * k > 300000)
+            assert rows > 256 or (64 < rows <= 96 and rows * k > 300000)
             continue
         blocks = -(-rows // tile.rows) * -(-n // tile.channels)
         assert (64 if k > 3072 else n // 64) <= blocks <= 2 * PROCESSORS, (rows, tile)
@@ -55,7 +55,9 @@ def test_a_models_tiles_hold_all_rows_and_fill_the_processors(n: int, k: int, ga
         (72, 6144, 4096, False, (64, 80), False),
         (320, 4096, 12288, False, (64, 160), False),
         (64, 4096, 4096, False, (64, 64), False),
-        (5, 4096, 12288, False, (64, 16), False),
+        (5, 4096, 12288, False, (64, 32), True),
+        (64, 4096, 12288, False, (64, 32), True),
+        (64, 1024, 3072, False, (64, 16), False),
         (24, 24576, 4096, True, (192, 32), False),
         (256, 24576, 4096, True, (192, 256), False),
         (136, 24576, 4096, True, (192, 144), False),
@@ -78,7 +80,7 @@ def test_what_has_no_tile() -> None:
     assert tile_for(MAX_ROWS + 1, 4096, 1024, gated=False) is None
     assert tile_for(321, 4096, 4096, gated=False) is None, "the library is as fast"
     assert tile_for(257, 6144, 4096, gated=False) is None, "not all processors have work"
-    assert tile_for(33, 4096, 12288, gated=False) is None, "few blocks read long weights and many rows"
+    assert tile_for(65, 4096, 12288, gated=False) is None, "few blocks read long weights and many rows"
     assert tile_for(64, 2048, 4096, gated=False) is None, "too few blocks read a long weight"
     assert tile_for(128, 4096, 1000, gated=False) is None, "K is whole stages"
     assert tile_for(128, 4000, 1024, gated=False) is None, "channels are whole groups"
