@@ -112,6 +112,7 @@ def test_captured_behind_the_kernel_that_makes_its_rows() -> None:
         torch.cuda.synchronize()
         expected = _check(-x, weight, tables)
         assert all(map(torch.equal, drawn, expected))
+    assert not any(part.any() for part in head_draw._scratch(x.device)[2:])
 
 
 def test_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,7 @@ class Tile:
     second_shared: int = 1
     rows_first: bool = False
     band: int = 0  # clusters walk over tiles, along so many of rows at a time; 0: a block has one tile
+    kept: int = 0  # sums of a thread, for which there is room behind the ring
 
     @property
     def lines(self) -> tuple[int, int]:
@@ -67,12 +68,12 @@ class Tile:
 
     @property
     def _results(self) -> int:
-        return self.groups * self.width * LINES if self.band else 0
+        return self.groups * self.width * LINES if self.band else self.groups * 128 * 4 * self.kept
 
     @property
     def registers(self) -> int:
         """Of a thread that multiplies, which takes them from others; 0: as many as launched."""
-        return _REGISTERS[self.groups] if self.parts > 1 or self.band else 0
+        return _REGISTERS[self.groups] if self.parts > 1 or self.band or self.kept else 0
 
     @property
     def threads(self) -> int:

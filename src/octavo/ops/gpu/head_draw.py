@@ -25,9 +25,10 @@ _FEWEST_CHANNELS = 1 << 16  # fewer tiles keep the processors busy too unevenly
 # Rows that are drawn here, which nearly fill tiles: with more padding, noise that is long hides what is saved.
 MAX_ROWS, _MOST_PADDING = 512, 16
 ROWS = tuple(rows for rows in range(1, MAX_ROWS + 1) if -rows % 128 <= _MOST_PADDING)
+_KEPT = 16  # sums that a thread settles at a time
 # Two blocks share what they read: the rows, or where row tiles come in pairs the weights.
-SHARED_ROWS = Tile(2, 256, first_shared=2, rows_first=True)
-SHARED_WEIGHTS = Tile(2, 256, second_shared=2, rows_first=True)
+SHARED_ROWS = Tile(2, 256, first_shared=2, rows_first=True, kept=_KEPT)
+SHARED_WEIGHTS = Tile(2, 256, second_shared=2, rows_first=True, kept=_KEPT)
 _CHECKED_ROWS = {SHARED_ROWS: 72, SHARED_WEIGHTS: 200}  # of the first product of a kernel
 
 _REASONS = OSError, driver.DriverError, runtime_compiler.CompileError  # that kernels cannot be had
@@ -156,13 +157,14 @@ def draw(
 
 
 @functools.cache
-def _scratch(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """(scores, codes, arrived) of parts; between launches the last is zero. The first call is not under a capture."""
+def _scratch(device: torch.device) -> tuple[Tensor, ...]:
+    """(scores, codes, arrived, told), see `Parts`; between launches the last two are zero. Not first under a capture."""
     entries = torch.cuda.get_device_properties(device).multi_processor_count * SHARED_ROWS.rows
     return (
         torch.empty(entries, dtype=torch.float32, device=device),
         torch.empty(entries, dtype=torch.int32, device=device),
         torch.zeros(MAX_ROWS // SHARED_ROWS.rows, dtype=torch.int32, device=device),
+        torch.zeros(MAX_ROWS, dtype=torch.int32, device=device),
     )
 
 
@@ -187,7 +189,7 @@ def _launch(
         describe(x.data_ptr(), element, (k, num_rows), (2 * x.stride(0),), (DEPTH, row_box)),
         describe(weight.data_ptr(), element, (k, n), (2 * k,), (DEPTH, channel_box)),
         _Addresses(*(tensor.data_ptr() for tensor in (rows, temperatures, seeds, positions))),
-        (ctypes.c_uint64 * 3)(*(tensor.data_ptr() for tensor in _scratch(device))), tokens.data_ptr(),
+        _Addresses(*(tensor.data_ptr() for tensor in _scratch(device))), tokens.data_ptr(),
         failed.data_ptr(), num_rows, n, k // DEPTH, channel_clusters,
     )  # fmt: skip
     start = ctypes.addressof(params)
@@ -206,7 +208,7 @@ class _Params(ctypes.Structure):
 
     _fields_ = [
         ("first", ctypes.c_uint64 * 16), ("second", ctypes.c_uint64 * 16), ("tables", _Addresses),
-        ("parts", ctypes.c_uint64 * 3), ("tokens", ctypes.c_uint64), ("failed", ctypes.c_uint64),
+        ("parts", _Addresses), ("tokens", ctypes.c_uint64), ("failed", ctypes.c_uint64),
         ("rows", ctypes.c_int), ("channels", ctypes.c_int), ("steps", ctypes.c_int),
         ("channel_clusters", ctypes.c_int),
     ]  # fmt: skip
