@@ -54,7 +54,8 @@ def test_a_models_tiles_hold_all_rows_and_fill_the_processors(n: int, k: int, ga
         (192, 6144, 4096, False, (64, 192), False),
         (72, 6144, 4096, False, (64, 80), False),
         (320, 4096, 12288, False, (64, 160), False),
-        (64, 4096, 4096, False, (64, 64), False),
+        (64, 4096, 4096, False, (64, 32), True),
+        (48, 6144, 4096, False, (64, 48), True),
         (5, 4096, 12288, False, (64, 32), True),
         (64, 4096, 12288, False, (64, 32), True),
         (64, 1024, 3072, False, (64, 16), False),
@@ -81,7 +82,7 @@ def test_what_has_no_tile() -> None:
     assert tile_for(321, 4096, 4096, gated=False) is None, "the library is as fast"
     assert tile_for(257, 6144, 4096, gated=False) is None, "not all processors have work"
     assert tile_for(65, 4096, 12288, gated=False) is None, "few blocks read long weights and many rows"
-    assert tile_for(64, 2048, 4096, gated=False) is None, "too few blocks read a long weight"
+    assert tile_for(80, 2048, 4096, gated=False) is None, "too few blocks read a long weight"
     assert tile_for(128, 4096, 1000, gated=False) is None, "K is whole stages"
     assert tile_for(128, 4000, 1024, gated=False) is None, "channels are whole groups"
     assert tile_for(512, 151936, 1024, gated=False) is None, "the library has as many blocks as it likes"

@@ -35,7 +35,6 @@ _FEW_PROCESSORS = 4  # of the example, so that clusters walk
 _COMPILERS = 8  # threads
 _CHECKED = 300, 768, 1152  # rows, channels and K of the example that every kernel multiplies once
 _SHORT = 3072  # the longest K whose weights are read fast enough by every block for itself
-_STREAMED = 8192  # the longest K whose weights are read as fast by blocks of 64 channels as by more with rows first
 _MAX_ROWS_LONG = 320  # of plain products by longer ones
 _FULL_ROWS = 256  # of such, beyond which blocks in one wave are to fill the processors
 _FEWEST_BLOCKS = 96  # that read longer ones at the memory's pace; fewer, where they read few rows beside:
@@ -88,7 +87,7 @@ def _tile_for(num_rows: int, n: int, k: int, gated: bool) -> Tile | None:
     if n % LINES or k % DEPTH or (is_long and not gated and num_rows > _MAX_ROWS_LONG):
         return None
     fewest = _FEWEST_OF_ALL if num_rows * k <= _FEW_ELEMENTS else _FEWEST_BLOCKS
-    streams = k > _STREAMED and not gated and num_rows <= LINES
+    streams = is_long and not gated and num_rows <= LINES  # weights, which more blocks read if rows are first
     best: tuple[tuple[float, bool, int], Tile] | None = None
     for rows_first, groups in itertools.product((False,) if gated else (False, True), (1, 2, 3)):
         first, second = (num_rows, n) if rows_first else (n, num_rows)

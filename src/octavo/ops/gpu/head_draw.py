@@ -158,7 +158,7 @@ def draw(
 
 @functools.cache
 def _scratch(device: torch.device) -> tuple[Tensor, ...]:
-    """(scores, codes, arrived, told), see `Parts`; between launches the last two are zero. Not first under a capture."""
+    """(scores, codes, arrived, told), see `Parts`; between launches the last two are zero. Not first in a capture."""
     entries = torch.cuda.get_device_properties(device).multi_processor_count * SHARED_ROWS.rows
     return (
         torch.empty(entries, dtype=torch.float32, device=device),
