@@ -91,9 +91,11 @@ def _clustered() -> None:
     x = matmul_rig.heavy_tailed(150, 1088, dtype=BF16, seed=2, device="cuda")
     plain = linear(x, weight, None, x.new_empty(150, 416), tile_for(16, 416, 1088, BF16))
     gated = gated_activation(plain, tanh=False)
-    for activation, expected in ((None, plain), ("silu", gated)):
+    residual = matmul_rig.heavy_tailed(150, 424, dtype=BF16, seed=3, device="cuda")[:, 8:]
+    total = (plain.float() + residual.float()).to(BF16)
+    for activation, before, expected in ((None, None, plain), (None, residual, total), ("silu", None, gated)):
         for tile in matmul_rig.clustered(activation):
-            out = cluster_product.product(x, weight, torch.empty_like(expected), activation, tile)
+            out = cluster_product.product(x, weight, torch.empty_like(expected), activation, tile, before)
             assert torch.equal(out, expected), (activation, tile)
 
 

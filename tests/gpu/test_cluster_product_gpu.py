@@ -1,4 +1,4 @@
-"""Products of 5 to 512 rows on Hopper, gates and ups of more: the canonical order's bits, which calls are taken."""
+"""Products of 5 to 512 rows on Hopper, gates and ups of more: the separate operators' bits, which calls are taken."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
 from matmul_rig import WALKED, clustered, heavy_tailed
-from octavo.ops import fused
+from octavo.ops import decoder, fused
 from octavo.ops.activation import gated_activation
 from octavo.ops.gpu import cluster_product, matmul
 from octavo.ops.gpu.cluster_product import Tile, _Kind, product, serves, tile_for
@@ -42,6 +42,10 @@ def _expected(x: torch.Tensor, weight: torch.Tensor, activation: str | None = No
     return plain if activation is None else gated_activation(plain, activation)
 
 
+def _added(product: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    return (product.float() + residual.float()).to(product.dtype)
+
+
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.view(torch.int16), b.view(torch.int16))
 
@@ -60,6 +64,9 @@ def test_every_tile_has_the_bits_of_the_canonical_order(
     assert (expected != 0).float().mean() > 0.5
     x[290:] = float("nan")
     nothing = torch.full_like(x, float("nan"))
+    residual = heavy_tailed(300, n + 8, dtype=dtype, seed=4, device="cuda")[:, 8:]
+    residual *= expected.float().abs().median() / residual.float().abs().median()
+    total = None if activation else _added(expected, residual)
     tiles = clustered(activation)
     with ThreadPoolExecutor(8) as pool:  # they are kept
         list(pool.map(lambda tile: cluster_product.compile_tile(tile, _Kind(dtype, activation)), tiles))
@@ -70,6 +77,10 @@ def test_every_tile_has_the_bits_of_the_canonical_order(
             product(x[:rows], weight, room[:rows], activation, tile)
             assert _same(room[:rows], expected[:rows]), (rows, tile)
             assert bool((room[rows:] == 7.0).all()), (rows, tile)
+            if total is not None:
+                product(x[:rows], weight, room[:rows], None, tile, residual[:rows])
+                assert _same(room[:rows], total[:rows]), (rows, tile)
+                assert bool((room[rows:] == 7.0).all()), (rows, tile)
 
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
@@ -78,43 +89,52 @@ def test_a_row_has_its_bits_at_every_number_of_rows(n: int, k: int) -> None:
     weight, wide = pack_linear(_weight(n, k)), heavy_tailed(2600, k + 8, dtype=BF16, seed=3, device="cuda")
     x = wide[:, 8:]
     expected, gated = _expected(x, weight.storage), _expected(x, weight.storage, "silu") if n in (192, 6144) else None
+    residual = heavy_tailed(2600, n + 8, dtype=BF16, seed=9, device="cuda").div(1024)[:, :n]
+    total = _added(expected, residual)
     tens = 144, 160, 176, 191, 192, 200, 208, 224, 240, 255, 256, 257, 320, 400, 500, 512, 520
     for rows in (*range(1, 131), *tens, 1023, 1024, 1025, 1279, 1300, 1537, 2048, 2600):
         assert serves(x[:rows], weight.storage, None) == (tile_for(rows, n, k, gated=False) is not None)
         assert _same(linear(x[:rows], weight), expected[:rows]), rows
+        assert _same(fused.linear_add(x[:rows], weight, None, residual[:rows]), total[:rows]), rows
         if gated is not None:
             assert _same(fused.gated_linear(x[:rows], weight, "silu"), gated[:rows]), rows
 
 
 def test_captured_behind_the_kernel_that_makes_its_rows() -> None:
-    """Weights are read before that kernel is done, rows are not; results are not overwritten while they are read."""
+    """Weights are read before that kernel is done, rows and what is added are not; no result is overwritten early."""
     n, k, turned = 4096, 1024, Tile(1, 64, 1, 2)
     torch.manual_seed(5)
-    weight, back = (torch.randn(shape, device="cuda").div(shape[1] ** 0.5).to(BF16) for shape in ((n, k), (k, n)))
+    shapes = (n, k), (k, n), (k, k)
+    weight, back, square = (torch.randn(shape, device="cuda").div(shape[1] ** 0.5).to(BF16) for shape in shapes)
     for rows in (8, 72, 256, 512):
         x = torch.randn(rows, k, device="cuda").to(BF16)
         assert serves(x, weight, None)
-        out, middle = torch.empty_like(x), x.new_empty(rows, n)
+        out, middle, sums = torch.empty_like(x), x.new_empty(rows, n), x.new_empty(8, rows, k)
+        product(out, square, sums[0], tile=tile_for(rows, k, k, gated=False))
 
-        def call(x: torch.Tensor = x, out: torch.Tensor = out, middle: torch.Tensor = middle) -> None:
+        def call(
+            x: torch.Tensor = x, out: torch.Tensor = out, middle: torch.Tensor = middle, sums: torch.Tensor = sums
+        ) -> None:
             for turn in range(8):
-                product(x if not turn else out, weight, middle)
+                product(x if not turn else sums[turn - 1], weight, middle)
                 product(middle, back, out, tile=turned)
+                product(out, square, sums[turn], residual=out)
 
         expected = x
         for _ in range(8):
-            expected = _expected(_expected(expected, weight), back)
+            row = _expected(_expected(expected, weight), back)
+            expected = _added(_expected(row, square), row)
         assert expected.float().std() > 0.1, "of many rounds something is left"
         call()
-        assert _same(out, expected), rows
+        assert _same(sums[7], expected), rows
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             call()
-        out.zero_()
+        sums.zero_()
         for _ in range(20):
             graph.replay()
         torch.cuda.synchronize()
-        assert _same(out, expected), rows
+        assert _same(sums[7], expected), rows
 
 
 @pytest.mark.parametrize("tile", WALKED[:3], ids=str)
@@ -157,6 +177,11 @@ def test_what_it_takes() -> None:
     assert not serves(x[:, 1:1025], weight, None), "the copy engine steps over 16 bytes"
     assert not serves(x[:, :1024], weight, out.float())
     assert not serves(x[:, :1024], weight, out.t())
+    assert serves(x[:, :1024], weight, None, residual=out)
+    assert not serves(x[:, :1024], weight, None, residual=out.t().contiguous().t())
+    assert not serves(x[:, :1024], weight, None, residual=out.half())
+    odd = torch.empty(72, 4100, dtype=BF16, device="cuda")
+    assert not serves(x[:, :1024], weight, None, residual=odd[:, :4096]), "its rows are not 16 bytes apart"
     many = torch.empty(8100, 1024, dtype=BF16, device="cuda")
     assert not serves(many, weight, None), "the library is as fast"
     assert serves(many, weight, None, "silu")
@@ -170,6 +195,47 @@ def test_what_it_takes() -> None:
         assert not serves(x[:, :1024], weight, None)
     finally:
         matmul.select("reproducible")
+
+
+@pytest.mark.parametrize("kinds", ["dense", "expert", "normed", "biased"])
+@pytest.mark.parametrize(("size", "inner"), [(1024, 3072), (4096, 4160), (200, 192)])
+def test_the_end_of_a_layer_has_the_separate_operators_bits(
+    size: int, inner: int, kinds: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Output product, addition, norm, MLP and addition, whichever of these one kernel computes."""
+    at_once = decoder.linear_add_at_once
+    layer = _layer(size, inner, kinds)
+    attended = heavy_tailed(600, size, dtype=BF16, seed=11, device="cuda").div(256).view(600, -1, 8)
+    residual = heavy_tailed(600, size, dtype=BF16, seed=12, device="cuda").div(256)
+    for rows in (1, 3, 4, 5, 16, 33, 72, 130, 256, 300, 513, 600):
+        monkeypatch.setattr(decoder, "linear_add_at_once", lambda *_: None)
+        x, total = decoder.leave_attention_composed(layer, attended[:rows], residual[:rows])
+        assert total is not None
+        monkeypatch.setattr(decoder, "linear_add_at_once", at_once)
+        found, left = decoder.leave_attention_composed(layer, attended[:rows], residual[:rows])
+        if left is None:
+            assert kinds in ("dense", "biased")
+            x, left = _added(x, total), total
+        assert _same(found, x), rows
+        assert _same(left, total), rows
+
+
+def _layer(size: int, inner: int, kinds: str) -> decoder.DecoderLayerOperands:
+    """An end of a layer; its beginning is of no use here."""
+
+    def vector(name: str) -> torch.Tensor | None:
+        return torch.rand(size, device="cuda") + 0.5 if kinds == name else None
+
+    dense = kinds != "expert"
+    norm, output = torch.rand(size, device="cuda") + 0.5, pack_linear(_weight(size, size))
+    return decoder.DecoderLayerOperands(
+        num_heads=size // 8, num_kv_heads=size // 8, head_size=8, eps=1e-6, input_norm=norm, qkv=output, qkv_bias=None,
+        q_norm=None, k_norm=None, head_eps=1e-6, cos_sin=norm, output=output, output_bias=vector("biased"),
+        attention_norm=vector("normed"), mlp_norm=norm,
+        gate_up=pack_linear(_weight(2 * inner, size)) if dense else None,
+        down=pack_linear(_weight(size, inner)) if dense else None, activation="silu", mlp_out_norm=vector("normed"),
+        scale=1.0,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("why", ["other bits", "does not load", "no compiler"])

@@ -231,22 +231,26 @@ def test_a_kernels_bits_are_compared_once_a_machine(monkeypatch: pytest.MonkeyPa
     assert tile is not None
     wrong, launched = [False], []
 
-    def launch(function: int, tile: Tile, kind: object, x: object, weight: object, out: torch.Tensor, **_: int) -> None:
+    def launch(
+        function: int, tile: Tile, kind: object, x: object, weight: object, out: torch.Tensor,
+        residual: torch.Tensor | None, **_: int,
+    ) -> None:  # fmt: skip
         launched.append(function)
-        out.fill_(2.0 if wrong[0] else 1.0)
+        out.copy_((2.0 if wrong[0] else 1.0) * torch.ones(3) + (0.0 if residual is None else residual))
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(cluster_product.kept_check, "_facts", lambda device: ["a GPU"])
     monkeypatch.setattr(cluster_product, "_example", lambda *_: (None, None, torch.ones(3)))
+    monkeypatch.setattr(cluster_product, "_expected", cluster_product._expected.__wrapped__)
     monkeypatch.setattr(cluster_product, "_launch", launch)
     for _ in range(2):
         cluster_product._check(1, tile, kind, device, b"code")
-    assert launched == [1]
+    assert launched == [1, 1], "alone and with what is added"
     wrong[0] = True
     for _ in range(2):
         with pytest.raises(DriverError, match="another order"):
             cluster_product._check(2, tile, kind, device, b"other code")
-    assert launched == [1, 2]
+    assert launched == [1, 1, 2, 2]
 
 
 def _compiler() -> object:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.ops import native
+from octavo.ops import decoder, native
 from octavo.ops.decoder import (
     BoundDecoder,
     DecoderLayerOperands,
@@ -18,7 +18,9 @@ from octavo.ops.decoder import (
     leave_attention,
     leave_attention_composed,
 )
-from octavo.ops.matmul import pack_linear
+from octavo.ops.fused import linear_add
+from octavo.ops.matmul import LinearWeight, pack_linear
+from octavo.ops.norm import add_rms_norm
 from octavo.ops.rope import rope_table
 from octavo.ops.step_inputs import LastTokens
 
@@ -101,6 +103,42 @@ def test_halves_equal_the_separate_operators(
         found, expected = (f(layer, attended, residual) for f in (leave_attention, leave_attention_composed))
         assert all(map(torch.equal, found, expected))
         assert not found[0].isnan().any()
+
+
+@pytest.mark.parametrize("options", [{}, {"bias": True}, {"out_norms": True}, {"no_mlp": True}], ids=str)
+@pytest.mark.parametrize("served", [{"output"}, {"down"}, {"output", "down"}], ids=str)
+def test_a_product_that_adds_leaves_the_norm_the_sum(
+    served: set[str], options: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each by itself: where there is no such kernel, the norm behind adds, and nothing else does."""
+    layer = _operands(torch.bfloat16, None, **options)
+    attended, residual = torch.randn(5, HEADS, HEAD).bfloat16(), torch.randn(5, SIZE).bfloat16()
+    separate = leave_attention_composed(layer, attended, residual)
+    assert separate[1] is not None
+    weights = [weight for name in served if (weight := getattr(layer, name)) is not None]
+    asked: list[LinearWeight] = []
+    normed: list[torch.Tensor] = []
+
+    def at_once(x: Any, weight: LinearWeight, bias: Any, before: torch.Tensor) -> torch.Tensor | None:
+        asked.append(weight)
+        return linear_add(x, weight, bias, before) if weight in weights else None
+
+    def adding_norm(*operands: Any) -> Any:
+        normed.append(operands[0])
+        return add_rms_norm(*operands)
+
+    monkeypatch.setattr(decoder, "linear_add_at_once", at_once)
+    monkeypatch.setattr(decoder, "add_rms_norm", adding_norm)
+    x, total = leave_attention_composed(layer, attended, residual)
+    adds_output = "output" in served and not options.get("out_norms")
+    assert len(normed) == (not adds_output)
+    if options.get("out_norms"):
+        assert not asked, "what is added is not the product"
+    if "down" in served and not options.get("out_norms") and layer.down is not None:
+        assert total is None
+        assert torch.equal(x, (separate[0].float() + separate[1].float()).bfloat16())
+    else:
+        assert total is not None and torch.equal(total, separate[1]) and torch.equal(x, separate[0])
 
 
 @dataclasses.dataclass

@@ -20,7 +20,7 @@ from torch import Tensor
 from octavo.ops import native
 from octavo.ops.activation import GATED_KINDS
 from octavo.ops.attention import paged_attention
-from octavo.ops.fused import gated_linear, linear_add, normed_linear, runs_fused
+from octavo.ops.fused import gated_linear, linear_add_at_once, normed_linear
 from octavo.ops.matmul import LinearWeight, linear
 from octavo.ops.norm import add_rms_norm, rms_norm
 from octavo.ops.rope import Rotation, qk_norm_rope_store
@@ -230,22 +230,24 @@ def leave_attention_composed(
     layer: DecoderLayerOperands, attended: Tensor, residual: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """`leave_attention` as separate operators, any device."""
-    x = attended.view(attended.shape[0], -1)
-    plain = layer.attention_norm is None and layer.mlp_out_norm is None
-    gate_up, down = layer.gate_up, layer.down
-    if plain and gate_up is not None and down is not None and runs_fused(x, layer.output, gate_up, down):
-        total = linear_add(x, layer.output, layer.output_bias, residual)
-        gated = normed_linear(total, layer.mlp_norm, layer.eps, gate_up, activation=layer.activation)
-        return linear_add(gated, down, None, total), None
-    x = linear(x, layer.output, layer.output_bias)
-    if layer.attention_norm is not None:
-        x = rms_norm(x, layer.attention_norm, layer.eps)
-    x, residual = add_rms_norm(x, residual, layer.mlp_norm, layer.eps)
-    if layer.gate_up is not None and layer.down is not None:
-        x = linear(gated_linear(x, layer.gate_up, layer.activation), layer.down)
-        if layer.mlp_out_norm is not None:
-            x = rms_norm(x, layer.mlp_out_norm, layer.eps)
-    return x, residual
+    x, total, normed = attended.view(attended.shape[0], -1), None, None
+    if layer.attention_norm is None:
+        total = linear_add_at_once(x, layer.output, layer.output_bias, residual)
+    if total is None:
+        x = linear(x, layer.output, layer.output_bias)
+        if layer.attention_norm is not None:
+            x = rms_norm(x, layer.attention_norm, layer.eps)
+        normed, total = add_rms_norm(x, residual, layer.mlp_norm, layer.eps)
+    if layer.gate_up is None or layer.down is None:
+        return rms_norm(total, layer.mlp_norm, layer.eps) if normed is None else normed, total
+    if normed is None:
+        gated = normed_linear(total, layer.mlp_norm, layer.eps, layer.gate_up, activation=layer.activation)
+    else:
+        gated = gated_linear(normed, layer.gate_up, layer.activation)
+    if layer.mlp_out_norm is not None:
+        return rms_norm(linear(gated, layer.down), layer.mlp_out_norm, layer.eps), total
+    whole = linear_add_at_once(gated, layer.down, None, total)
+    return (linear(gated, layer.down), total) if whole is None else (whole, None)
 
 
 def last_norm(x: Tensor, residual: Tensor | None, norm: Tensor, eps: float) -> Tensor:

@@ -1,7 +1,7 @@
 """Products joined with the operators beside them: a norm before, an activation, a rounded addition or a draw behind.
 
-Owns the choice between one kernel (on a GPU: few rows, and gates and draws of many) and the separate operators. Does
-not know layers.
+Owns the choice between one kernel (on a GPU: few rows; gates, additions and draws of many) and the separate operators.
+Does not know layers.
 Invariant: both ways give the same bits.
 """
 
@@ -75,8 +75,19 @@ def normed_linear(
 
 def linear_add(x: Tensor, weight: LinearWeight, bias: Tensor | None, residual: Tensor) -> Tensor:
     """`linear` of x [T, K], rounded, plus residual [T, N], rounded again."""
+    total = linear_add_at_once(x, weight, bias, residual)
+    return (linear(x, weight, bias).float() + residual.float()).to(x.dtype) if total is None else total
+
+
+def linear_add_at_once(x: Tensor, weight: LinearWeight, bias: Tensor | None, residual: Tensor) -> Tensor | None:
+    """`linear_add` in one kernel; None where there is none: a norm behind it then adds at less cost."""
     if runs_fused(x, weight):
         from octavo.ops.gpu import few_rows  # needs triton
 
         return few_rows.linear_add(x, weight.storage, bias, residual)
-    return (linear(x, weight, bias).float() + residual.float()).to(x.dtype)
+    if x.is_cuda and bias is None:
+        from octavo.ops.gpu import cluster_product  # needs triton
+
+        if cluster_product.serves(x, weight.storage, None, residual=residual):
+            return cluster_product.product(x, weight.storage, x.new_empty(residual.shape), residual=residual)
+    return None

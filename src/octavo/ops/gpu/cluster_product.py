@@ -1,11 +1,11 @@
-"""Products of a few to hundreds of rows on Hopper GPUs, and gates and ups of these and more with their activation.
+"""Products of a few to hundreds of rows on Hopper GPUs, with what is added; gates and ups with their activation.
 
 Owns the choice of a tile, which calls have one, the kernels' compilation and launch; `cluster_product.cu` does the
 work, and `gated_product.cu` that of more rows. They are CUDA C++ and not Triton because blocks of a cluster share what
 they read, and because tiles are as wide as the rows: Triton 3.6 has no such copies and knows powers of two only. Does
-not know layers. Invariant: the bits are those of `matmul.linear`'s canonical order and of
-`activation.gated_activation`, whatever tile is chosen; a kernel that gives others, or cannot be had, is told once and
-never used.
+not know layers. Invariant: the bits are those of `matmul.linear`'s canonical order, rounded, then of an addition or
+`activation.gated_activation`, rounded again, whatever tile is chosen; a kernel that gives others, or cannot be had, is
+told once and never used.
 """
 
 from __future__ import annotations
@@ -137,9 +137,12 @@ def _round_up(lines: int) -> int:
     return -(-lines // 16) * 16
 
 
-def serves(x: Tensor, weight: Tensor, out: Tensor | None, activation: str | None = None) -> bool:
+def serves(
+    x: Tensor, weight: Tensor, out: Tensor | None, activation: str | None = None, residual: Tensor | None = None
+) -> bool:
     """Whether rows x [M, K] by a weight [N, K], or by gates before their ups, run here; into `out`, or a new tensor.
 
+    With a residual [M, N] that is added, or none: one kernel serves both.
     While a graph is captured, only by a kernel that is loaded: by an earlier call for such rows, or `load_for`.
     """
     (num_rows, k), n = x.shape, weight.shape[0]
@@ -152,10 +155,11 @@ def serves(x: Tensor, weight: Tensor, out: Tensor | None, activation: str | None
     if num_rows < MIN_ROWS:
         return False
     steps = 2 * x.stride(0) | x.data_ptr() | weight.data_ptr()
-    if out is not None:
-        steps |= 2 * out.stride(0) | out.data_ptr()
-        if out.dtype != x.dtype or out.stride(1) != 1:
-            return False
+    for beside in (out, residual):
+        if beside is not None:
+            steps |= 2 * beside.stride(0) | beside.data_ptr()
+            if beside.dtype != x.dtype or beside.stride(1) != 1:
+                return False
     if steps % ALIGNED or x.stride(1) != 1 or not weight.is_contiguous():
         return False
     tile = tile_for(num_rows, n, k, activation is not None)
@@ -235,9 +239,10 @@ def _check(function: int, tile: Tile, kind: _Kind, device: torch.device, code: b
 
     def agrees() -> bool:
         x, weight, plain = _example(kind.dtype, device)
-        expected = plain if kind.activation is None else gated_activation(plain, kind.activation)
+        expected = _expected(kind, device)
         out = torch.empty_like(expected)
-        _launch(function, tile, kind, x, weight, out, processors=_FEW_PROCESSORS)
+        for result, residual in zip(out, (None, plain.flip(0)), strict=False):
+            _launch(function, tile, kind, x, weight, result, residual, processors=_FEW_PROCESSORS)
         return torch.equal(out, expected)
 
     what = ["cluster_product", repr(tile), repr(kind), kept_file.sum_of(code)]
@@ -256,8 +261,23 @@ def _example(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, 
     return x, weight, matmul.linear(x, weight, None, out, matmul.tile_for(16, *_CHECKED[1:], dtype))
 
 
-def product(x: Tensor, weight: Tensor, out: Tensor, activation: str | None = None, tile: Tile | None = None) -> Tensor:
-    """x [M, K] by weight [N, K], transposed, into out [M, N]; [M, N / 2] with an activation. tile: not the rule's."""
+@functools.cache
+def _expected(kind: _Kind, device: torch.device) -> Tensor:
+    """What kernels make of the example: its product and that plus its own last rows first, or the gates' activation."""
+    plain = _example(kind.dtype, device)[2]
+    if kind.activation is not None:
+        return gated_activation(plain, kind.activation)[None]
+    return torch.stack((plain, (plain.float() + plain.flip(0).float()).to(plain.dtype)))
+
+
+def product(
+    x: Tensor, weight: Tensor, out: Tensor, activation: str | None = None, tile: Tile | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """x [M, K] by weight [N, K], transposed, into out [M, N]; [M, N / 2] with an activation. tile: not the rule's.
+
+    residual [M, N]: added to the rounded product, which is rounded again.
+    """
     (num_rows, k), n = x.shape, weight.shape[0]
     kind = _Kind(x.dtype, activation)
     if tile is None:
@@ -267,13 +287,14 @@ def product(x: Tensor, weight: Tensor, out: Tensor, activation: str | None = Non
         _load(tile, kind, x.device, compile_tile(tile, kind))
     function = _functions[tile, kind, x.device.index]
     assert function is not None, "ask `serves` first"
-    _launch(function, tile, kind, x, weight, out)
+    _launch(function, tile, kind, x, weight, out, residual)
     return out
 
 
 def _launch(
-    function: int, tile: Tile, kind: _Kind, x: Tensor, weight: Tensor, out: Tensor, processors: int = PROCESSORS
-) -> None:
+    function: int, tile: Tile, kind: _Kind, x: Tensor, weight: Tensor, out: Tensor, residual: Tensor | None = None,
+    processors: int = PROCESSORS,
+) -> None:  # fmt: skip
     (num_rows, k), n = x.shape, weight.shape[0]
     boxes = tile.boxes()
     row_box, channel_box = boxes if tile.rows_first else boxes[::-1]
@@ -298,8 +319,9 @@ def _launch(
         results = describe(out.data_ptr(), element, out.shape[::-1], (2 * out.stride(0),), box, swizzle=LINES)
         params, blocks = _WalkedParams(*sides, results, k // DEPTH, *clusters), min(blocks, processors // size * size)
     else:
+        added = (0, 0) if residual is None else (residual.data_ptr(), residual.stride(0))
         shape = num_rows, out.shape[1], k // DEPTH
-        params = _Params(*sides, out.data_ptr(), out.stride(0), *shape, clusters[1], tile_rows)
+        params = _Params(*sides, out.data_ptr(), out.stride(0), *added, *shape, clusters[1], tile_rows)
     start = ctypes.addressof(params)
     offsets = _offsets(type(params))
     places = (ctypes.c_void_p * len(offsets))(*(start + offset for offset in offsets))
@@ -318,8 +340,9 @@ class _Params(ctypes.Structure):
 
     _fields_ = [
         ("first", ctypes.c_uint64 * 16), ("second", ctypes.c_uint64 * 16), ("out", ctypes.c_uint64),
-        ("stride", ctypes.c_uint64), ("rows", ctypes.c_int), ("channels", ctypes.c_int), ("steps", ctypes.c_int),
-        ("second_clusters", ctypes.c_int), ("tile_rows", ctypes.c_int),
+        ("stride", ctypes.c_uint64), ("residual", ctypes.c_uint64), ("residual_stride", ctypes.c_uint64),
+        ("rows", ctypes.c_int), ("channels", ctypes.c_int), ("steps", ctypes.c_int), ("second_clusters", ctypes.c_int),
+        ("tile_rows", ctypes.c_int),
     ]  # fmt: skip
 
 
