@@ -229,9 +229,9 @@ def _layer(size: int, inner: int, kinds: str) -> decoder.DecoderLayerOperands:
     dense = kinds != "expert"
     norm, output = torch.rand(size, device="cuda") + 0.5, pack_linear(_weight(size, size))
     return decoder.DecoderLayerOperands(
-        num_heads=size // 8, num_kv_heads=size // 8, head_size=8, eps=1e-6, input_norm=norm, qkv=output, qkv_bias=None,
-        q_norm=None, k_norm=None, head_eps=1e-6, cos_sin=norm, output=output, output_bias=vector("biased"),
-        attention_norm=vector("normed"), mlp_norm=norm,
+        num_heads=size // 8, num_kv_heads=size // 8, head_size=8, eps=1e-6, input_norm=norm, qkv=output,
+        keys_values=None, qkv_bias=None, q_norm=None, k_norm=None, head_eps=1e-6, cos_sin=norm, output=output,
+        output_bias=vector("biased"), attention_norm=vector("normed"), mlp_norm=norm,
         gate_up=pack_linear(_weight(2 * inner, size)) if dense else None,
         down=pack_linear(_weight(size, inner)) if dense else None, activation="silu", mlp_out_norm=vector("normed"),
         scale=1.0,
