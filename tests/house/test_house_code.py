@@ -136,3 +136,17 @@ def test_test_files_have_names_of_their_own() -> None:
     """pytest imports them by basename, so two files of one name stop the whole run."""
     names = [path.name for path in (ROOT / "tests").rglob("*.py") if path.name not in ("conftest.py", "__init__.py")]
     assert sorted(names) == sorted(set(names))
+
+
+def test_no_case_is_named_by_a_set() -> None:
+    """Its order is another in each process, and workers that collect other names run nothing."""
+    found = [
+        where(path, node.lineno)
+        for path in files(".py", under=("tests",))
+        for decorator in ast.walk(tree(path))
+        if isinstance(decorator, ast.Call) and ast.unparse(decorator.func).endswith(".parametrize")
+        if any(keyword.arg == "ids" for keyword in decorator.keywords)
+        for node in ast.walk(decorator)
+        if isinstance(node, ast.Set | ast.SetComp)
+    ]
+    assert not found

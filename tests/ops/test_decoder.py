@@ -106,9 +106,9 @@ def test_halves_equal_the_separate_operators(
 
 
 @pytest.mark.parametrize("options", [{}, {"bias": True}, {"out_norms": True}, {"no_mlp": True}], ids=str)
-@pytest.mark.parametrize("served", [{"output"}, {"down"}, {"output", "down"}], ids=str)
+@pytest.mark.parametrize("served", [("output",), ("down",), ("output", "down")], ids=str)
 def test_a_product_that_adds_leaves_the_norm_the_sum(
-    served: set[str], options: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+    served: tuple[str, ...], options: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each by itself: where there is no such kernel, the norm behind adds, and nothing else does."""
     layer = _operands(torch.bfloat16, None, **options)
