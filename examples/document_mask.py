@@ -29,15 +29,18 @@ mods = octavo.AttentionMods(mask_mod=same_document, fields=(documents,))
 
 
 def main() -> None:
-    """Complete two documents in one request, and each by itself."""
+    """Complete two documents in one request, the second by itself, and both as if they were one."""
     first, second = "The cat sat on the mat.", " Once upon a time there was a"
     with octavo.LLM(dtype="float32", attention_mods=mods) as llm:
-        lengths = [len(llm.get_tokenizer().encode(text)) for text in (first, second)]
-        prompt = [token for text in (first, second) for token in llm.get_tokenizer().encode(text)]
-        ids = [number for number, length in enumerate(lengths) for _ in range(length)]
-        masked = octavo.SamplingParams(temperature=0, max_tokens=12, extra_args={"document_ids": ids})
+        first_ids, second_ids = (llm.get_tokenizer().encode(text) for text in (first, second))
+        ids = [0] * len(first_ids) + [1] * len(second_ids)
         plain = octavo.SamplingParams(temperature=0, max_tokens=12)
-        for name, params in (("two documents", masked), ("one document", plain)):
+        masked = octavo.SamplingParams(temperature=0, max_tokens=12, extra_args={"document_ids": ids})
+        for name, prompt, params in (
+            ("two documents", first_ids + second_ids, masked),
+            ("the second one", second_ids, plain),
+            ("one document", first_ids + second_ids, plain),
+        ):
             print(f"{name}: {llm.generate(prompt, params)[0].outputs[0].text!r}")
 
 
