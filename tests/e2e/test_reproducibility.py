@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from octavo import LLM, reproducibility
-from octavo.reproducibility import Answer, Difference, Run, in_groups, make_jobs
+from octavo.reproducibility import Answer, Bench, Difference, Run, in_groups, make_jobs
 
 # Every axis in float32; in bfloat16 those that test_same_bits.py has not.
 ALL: tuple[str, ...] = ()
@@ -54,6 +54,23 @@ def test_a_model_that_depends_on_the_batch_is_caught(monkeypatch: pytest.MonkeyP
     for one, other in zip(expected, found, strict=True):
         difference.add(one, other)
     assert difference.different_folds > 0 and difference.different_tokens == 0
+
+
+def test_the_control_asks_float32_where_the_fast_mode_keeps_its_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, asked = Bench(None, {}, 1, 0), []
+    bench.device = "cuda"
+
+    def batch_sizes(**settings: Any) -> Difference:
+        asked.append(settings)
+        return Difference(tokens=1, different_folds=int("dtype" in settings or splits))
+
+    monkeypatch.setattr(bench, "_batch_sizes", batch_sizes)
+    splits = False
+    difference, remark = bench.control()
+    assert difference.any and "float32" in remark
+    assert [one.get("dtype") for one in asked] == [None, "float32"] and all(one["numerics"] == "fast" for one in asked)
+    splits = True
+    assert bench.control() == (Difference(tokens=1, different_folds=1), "numerics=fast") and len(asked) == 3
 
 
 def test_a_comparison_ends_where_tokens_part() -> None:
