@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from octavo.serve.app import ROUTES
+from octavo.serve.protocol import IGNORED
 from server_rig import RunningServer, StartServer
 
 MODEL = "octavo-tiny"
@@ -65,6 +66,9 @@ MALFORMED: dict[str, tuple[bytes, str]] = {
     "1e999": (b'{"a": 1e999}', "number_not_finite"),
     "-1e999": (b'{"a": {"b": -1e999}}', "number_not_finite"),
     "5,000 digits": (b'{"a": ' + b"1" * 5000 + b"}", "out_of_range"),
+    "5,000 digits and no exponent": (b'{"a": ' + b"1" * 5000 + b"e}", "out_of_range"),
+    "5,000 digits and no fraction": (b'{"a": [-' + b"1" * 5000 + b".]}", "out_of_range"),
+    "text of a million quotes, without an end": (b'{"a": "' + rb"\"" * 1_000_000, "invalid_json"),
     "10**30": (b'{"a": 1' + b"0" * 30 + b"}", "out_of_range"),
     "65 deep": (b'{"a": ' + b"[" * 64 + b"]" * 64 + b"}", "too_deep"),
     "100,000 deep": (b'{"a": ' + b'{"a":' * 100_000, "too_deep"),
@@ -98,6 +102,18 @@ def test_unknown_fields_are_reported_and_refused_when_strict(
     assert reply.status == 200
     if "tokenize" not in path:
         assert reply.json()["warnings"] == ["modle: unknown field, ignored; did you mean model?"]
+
+
+def test_many_unknown_fields_are_counted(scripted_server: RunningServer) -> None:
+    """Without a search for the name that each may have meant, which would hold up all others for minutes."""
+    body = GOOD[COMPLETIONS] | {f"tempe{i}": 1 for i in range(400_000)}
+    warnings = scripted_server.post(COMPLETIONS, body).json()["warnings"]
+    assert len(warnings) == 17 and warnings[-1] == "and 399984 more"
+
+
+def test_strict_finds_an_unknown_field_behind_many_others(strict_server: RunningServer) -> None:
+    body = GOOD[COMPLETIONS] | dict.fromkeys(sorted(IGNORED), 1) | {"modle": 1}
+    refused(strict_server, COMPLETIONS, body, "unknown_field", "modle")
 
 
 def test_fields_without_effect_are_accepted_and_told(strict_server: RunningServer) -> None:

@@ -16,8 +16,8 @@ from octavo.serve.errors import ApiError, bad_request
 
 MAX_DEPTH = 64
 _MAX_DIGITS = 20  # of an integer; 2**64 has so many
-_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
-_LONG_INTEGER = re.compile(rb"(?<![0-9.eE+-])-?[0-9]{%d,}(?![0-9.eE])" % (_MAX_DIGITS + 1))
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)  # one without an end takes the rest: no second try
+_LONG_INTEGER = re.compile(rb"(?<![0-9.eE+-])-?[0-9]{%d,}+(?!\.[0-9]|[eE][+-]?[0-9])" % (_MAX_DIGITS + 1))
 _NOT_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -42,7 +42,7 @@ def parse(body: bytes, max_items: int) -> dict[str, Any]:
         for name, entry in value.items():
             if not _is_text(name):
                 raise bad_request("invalid_unicode", "a key holds a lone surrogate")
-            if not _is_text(json.dumps(entry, ensure_ascii=False)):
+            if not _is_text(_ENCODER.encode(entry)):
                 raise bad_request("invalid_unicode", f"{name[:64]}: holds a lone surrogate", name[:64])
     return value
 
@@ -96,4 +96,5 @@ def _not_finite(_: str) -> NoReturn:
     raise bad_request("number_not_finite", "the body holds a number that is not finite")
 
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False)
 _DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_float=_float, parse_constant=_not_finite)
