@@ -307,6 +307,8 @@ def _refusal(structured: StructuredOutputsParams, text: str) -> ParameterError:
     if not what.startswith("Unimplemented keys"):  # those are the JSON schema's own names
         # what follows a colon, a quote or a bracket may be the user's
         what = re.split(r": |[\"'(\[]", what)[0].strip()
+    if what in ("Pointer", "Anchor"):
+        what = "a $ref leads nowhere"
     where = f" (line {place[1]}, column {place[2]})" if place else ""
     reason = f": {what[:160]}{where}" if what else where
     return ParameterError(_name(structured), f"cannot be used{reason}", code)

@@ -320,6 +320,21 @@ def test_errors_name_the_clients_fields(scripted_server: RunningServer) -> None:
     refused(scripted_server, COMPLETIONS, body, "invalid_type", "stream_options.include_usage")
 
 
+@pytest.mark.parametrize("reference, code", [("#/$defs/no", "schema_invalid"), ("https://a.b/c", "unsupported")])
+def test_errors_of_a_schema_name_where_it_stands(scripted_server: RunningServer, reference: str, code: str) -> None:
+    schema = {"type": "object", "properties": {"x": {"$ref": reference}}}
+    asked = {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}}
+    for path in GENERATE:
+        refused(scripted_server, path, GOOD[path] | asked, code, "response_format.json_schema.schema")
+        body = GOOD[path] | {"structured_outputs": {"json": schema}}
+        refused(scripted_server, path, body, code, "structured_outputs.json")
+    for choice in ("required", {"type": "function", "function": {"name": "f"}}):
+        body = GOOD[CHAT] | {"tools": [_tool(parameters=schema)], "tool_choice": choice}
+        refused(scripted_server, CHAT, body, code, "tools")
+    text = {"format": {"type": "json_schema", "name": "a", "schema": schema}}
+    refused(scripted_server, RESPONSES, GOOD[RESPONSES] | {"text": text}, code, "text.format.schema")
+
+
 @pytest.mark.parametrize(
     "fields, code",
     [

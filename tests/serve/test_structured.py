@@ -216,3 +216,23 @@ def test_the_schema_of_required_calls_means_calls() -> None:
         await jail.check_structured(from_tool_choice(tools, "f"))
 
     _with_jail(use)
+
+
+def test_the_schemas_of_tools_refer_to_themselves_only() -> None:
+    """Definitions of one name in two tools are two; a tool's root and what is below it are its own."""
+    one, two = ({"type": "object", "properties": {"x": {"$ref": "#/$defs/n"}}, "$defs": {"n": {"type": kind}}}
+                for kind in ("integer", "string"))  # fmt: skip
+    tree = {"type": "object", "properties": {"kids": {"type": "array", "items": {"$ref": "#"}}},
+            "additionalProperties": False}  # fmt: skip
+    twin = {"$id": "https://example.org/twin", "type": "object",
+            "properties": {"x": {"type": "integer"}, "y": {"$ref": "#/properties/x"}}}  # fmt: skip
+    named = {"one": one, "two": two, "tree": tree, "twin": twin}
+    tools = [{"type": "function", "function": {"name": name, "parameters": named[name]}} for name in named]
+    schema = json.loads(str(from_tool_choice(tools).json))
+    good = {"one": {"x": 1}, "two": {"x": "1"}, "tree": {"kids": [{"kids": []}, {}]}, "twin": {"x": 1, "y": 2}}
+    bad = {"one": {"x": "1"}, "two": {"x": 1}, "tree": {"kids": [{"x": []}]}, "twin": {"x": 1, "y": "2"}}
+    jsonschema.validate([{"name": name, "arguments": good[name]} for name in good], schema)
+    for name in bad:
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate([{"name": name, "arguments": bad[name]}], schema)
+    _with_jail(lambda jail: jail.check_structured(from_tool_choice(tools)))

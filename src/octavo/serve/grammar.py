@@ -35,18 +35,25 @@ MAX_CHILDREN = 2
 MAX_VERDICTS = 1024
 _KEPT_ENVIRONMENT = ("PATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "SYSTEMROOT")
 
-# what a client calls the fields of a StructuredOutputsParams that came from its response_format
-RESPONSE_FORMAT_NAMES = {
-    "structured_outputs": "response_format",
-    "structured_outputs.json": "response_format.json_schema.schema",
-    "structured_outputs.json_object": "response_format",
-}
+
+def client_names(field: str, schema: str) -> dict[str, str]:
+    """What a client calls the fields of a StructuredOutputsParams that came from `field`, its schema from `schema`."""
+    return {"structured_outputs": field, "structured_outputs.json": schema, "structured_outputs.json_object": field}
+
+
+def form_names(response_format: object, structured_outputs: object) -> dict[str, str]:
+    """The same, for a request that may have these two fields; with neither its tools alone can ask for a form."""
+    if structured_outputs is not None:
+        return {}
+    if response_format is not None:
+        return client_names("response_format", "response_format.json_schema.schema")
+    return client_names("tools", "tools")
 
 
 def from_response_format(value: object, field: str = "response_format") -> StructuredOutputsParams | None:
     """OpenAI's {"type": "text" | "json_object" | "json_schema"}; of the last both forms, chat's and Responses'.
 
-    Errors of the schema itself name `structured_outputs.json`: see RESPONSE_FORMAT_NAMES. Raises ParameterError.
+    Errors of the schema itself name `structured_outputs.json`: see `client_names`. Raises ParameterError.
     """
     if value is None:
         return None
@@ -87,21 +94,32 @@ def from_tool_choice(tools: Iterable[Mapping[str, Any]], name: str | None = None
     is compact: white space is where a model that would rather not call gets lost.
     """
     functions = {str(tool["function"]["name"]): tool["function"] for tool in tools}
-    anything = {"type": "object"}
+    schemas = {each: dict(function.get("parameters") or {"type": "object"}) for each, function in functions.items()}
     if name is not None:
-        return StructuredOutputsParams(
-            json=dict(functions[name].get("parameters") or anything), disable_any_whitespace=True
-        )
+        return StructuredOutputsParams(json=schemas[name], disable_any_whitespace=True)
     calls: list[dict[str, Any]] = []
-    shared: dict[str, Any] = {}
-    for each, function in functions.items():
-        arguments = dict(function.get("parameters") or anything)
-        shared |= {key: arguments.pop(key) for key in ("$defs", "definitions") if key in arguments}
-        properties = {"name": {"const": each}, "arguments": arguments}
+    for number, each in enumerate(schemas):
+        properties = {"name": {"const": each}, "arguments": {"$ref": f"#/$defs/{number}"}}
         calls.append({"type": "object", "properties": properties, "required": ["name", "arguments"],
                       "additionalProperties": False})  # fmt: skip
-    schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls}, **shared}
+    arguments = {str(number): _moved(schema, f"#/$defs/{number}") for number, schema in enumerate(schemas.values())}
+    for schema in arguments.values():
+        schema.pop("$id", None)  # a name of its own would make it a root again
+    schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls}, "$defs": arguments}
     return StructuredOutputsParams(json=schema, disable_any_whitespace=True)
+
+
+def _moved(node: Any, root: str) -> Any:
+    """A schema as a part of another, at `root`: where it refers to itself, it does so there."""
+    if isinstance(node, list):
+        return [_moved(entry, root) for entry in node]
+    if not isinstance(node, Mapping):
+        return node
+    moved = {key: _moved(value, root) for key, value in node.items()}
+    reference = node.get("$ref")
+    if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
+        moved["$ref"] = root + reference[1:]
+    return moved
 
 
 class GrammarJail:

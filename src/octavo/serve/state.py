@@ -15,9 +15,9 @@ from pathlib import Path
 from octavo.sampling_params import ParameterError, SamplingParams
 from octavo.serve.async_engine import AsyncEngine
 from octavo.serve.auth import Keys
-from octavo.serve.errors import ApiError, from_parameter_error, not_ready
+from octavo.serve.errors import ApiError, not_ready
 from octavo.serve.exchange import Exchange
-from octavo.serve.grammar import RESPONSE_FORMAT_NAMES, GrammarJail
+from octavo.serve.grammar import GrammarJail
 from octavo.serve.metrics import ServerMetrics
 from octavo.serve.parsers.output import ParserChoice
 from octavo.serve.settings import ServeConfig, read_keys, split
@@ -75,17 +75,14 @@ class ServeState:
         if self.engine.state != "ready":
             raise not_ready(self.engine.state)
 
-    async def check_structured(self, params: SamplingParams, is_response_format: bool) -> None:
-        """Raise ApiError if the form that an output shall have cannot be compiled."""
+    async def check_structured(self, params: SamplingParams) -> None:
+        """Raise ParameterError if the form that an output shall have cannot be compiled."""
         if params.structured_outputs is None:
             return
         if self._jail is None:
             engine = self.engine
             self._jail = GrammarJail(engine.tokenizer, engine.limits.vocab_size, engine.arch.eos_token_ids)
-        try:
-            await self._jail.check_structured(params.structured_outputs)
-        except ParameterError as error:
-            raise from_parameter_error(error, RESPONSE_FORMAT_NAMES if is_response_format else {}) from None
+        await self._jail.check_structured(params.structured_outputs)
 
     @property
     def healthy(self) -> bool:

@@ -19,7 +19,7 @@ from octavo.serve.answer import Answer, Answers, plan_answers
 from octavo.serve.errors import bad_request, renaming
 from octavo.serve.exchange import Exchange
 from octavo.serve.generation import Prompt, Run, TokenCounter, drive, make_params, make_run, render_chat, send
-from octavo.serve.grammar import from_request
+from octavo.serve.grammar import form_names, from_request
 from octavo.serve.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
 from octavo.serve.protocol import ChatRequest, Parsed, StreamOptions, read
 from octavo.serve.routes.completions import DONE, check_stream_options
@@ -39,7 +39,7 @@ async def create(state: ServeState, exchange: Exchange) -> None:
     parsed = read(ChatRequest, await exchange.json(), strict=state.config.strict)
     request = parsed.shape
     model = state.check_model(request.model)
-    names = {"logprobs": "top_logprobs"}
+    names = {"logprobs": "top_logprobs", **form_names(request.response_format, request.structured_outputs)}
     if request.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
     with renaming(names):
@@ -52,7 +52,7 @@ async def _create(state: ServeState, exchange: Exchange, parsed: Parsed[ChatRequ
     params = _params(state, parsed, answers)
     state.check_ready()
     check_request_options(request.cache_salt, request.priority)
-    await state.check_structured(params, request.response_format is not None)
+    await state.check_structured(params)
     prompt = await _render(state, request, answers)
     run = make_run(exchange, "chatcmpl-", request, [prompt], params)
     await send(exchange, _Reply(state, run, request, model, parsed.warnings, answers), request)

@@ -14,7 +14,7 @@ from msgspec import UNSET
 
 from octavo.outputs import CompletionOutput, LogprobsDict, RequestOutput
 from octavo.sampling_params import SamplingParams, check_request_options
-from octavo.serve.errors import bad_request
+from octavo.serve.errors import bad_request, renaming
 from octavo.serve.exchange import Exchange
 from octavo.serve.generation import (
     COMPLETION_TOKENS,
@@ -27,7 +27,7 @@ from octavo.serve.generation import (
     read_prompts,
     send,
 )
-from octavo.serve.grammar import from_request
+from octavo.serve.grammar import form_names, from_request
 from octavo.serve.logprobs import Offsets, TokenTexts, completion_logprobs, prompt_logprobs
 from octavo.serve.protocol import CompletionRequest, Parsed, StreamOptions, read
 from octavo.serve.shapes import Completion, CompletionChoice, CompletionLogprobs
@@ -41,9 +41,10 @@ async def create(state: ServeState, exchange: Exchange) -> None:
     parsed = read(CompletionRequest, await exchange.json(), strict=state.config.strict)
     request = parsed.shape
     model = state.check_model(request.model)
-    params = _params(state, parsed)
-    state.check_ready()
-    await state.check_structured(params, request.response_format is not None)
+    with renaming(form_names(request.response_format, request.structured_outputs)):
+        params = _params(state, parsed)
+        state.check_ready()
+        await state.check_structured(params)
     check_request_options(request.cache_salt, request.priority)
     prompts = await read_prompts(state, request.prompt, add_special_tokens=request.add_special_tokens)
     run = make_run(exchange, "cmpl-", request, prompts, params)

@@ -18,7 +18,7 @@ from octavo.serve.answer import Parts, plan_answers
 from octavo.serve.errors import ApiError, bad_request, renaming
 from octavo.serve.exchange import Exchange
 from octavo.serve.generation import Run, TokenCounter, drive, make_params, make_run, render_chat, send
-from octavo.serve.grammar import from_response_format
+from octavo.serve.grammar import client_names, from_response_format
 from octavo.serve.protocol import ChatRequest, Parsed, ResponsesRequest, read
 from octavo.serve.state import ServeState
 
@@ -38,10 +38,11 @@ async def create(state: ServeState, exchange: Exchange) -> None:
     parsed = read(ResponsesRequest, body, strict=state.config.strict, sampling=_SAMPLING)
     request = parsed.shape
     model = state.check_model(request.model)
-    params = _params(state, parsed)
-    state.check_ready()
-    check_request_options(request.cache_salt, request.priority)
-    await state.check_structured(params, is_response_format=True)
+    with renaming({"max_tokens": "max_output_tokens", **client_names("text.format", "text.format.schema")}):
+        params = _params(state, parsed)
+        state.check_ready()
+        check_request_options(request.cache_salt, request.priority)
+        await state.check_structured(params)
     prompt = await render_chat(state, read_input(request.input, request.instructions), template_kwargs=None)
     run = make_run(exchange, "resp_", request, [prompt], params)
     await send(exchange, _Reply(state, run, request, model, parsed.warnings), request)
@@ -55,8 +56,7 @@ def _params(state: ServeState, parsed: Parsed[ResponsesRequest]) -> SamplingPara
         raise bad_request("unsupported_parameter", "top_logprobs: is not supported here", "top_logprobs")
     if request.text is not None:
         given["structured_outputs"] = from_response_format(request.text.format, "text.format")
-    with renaming({"max_tokens": "max_output_tokens"}):
-        return make_params(state, given, stream=request.stream, default_max_tokens=None)
+    return make_params(state, given, stream=request.stream, default_max_tokens=None)
 
 
 def read_input(given: Any, instructions: str | None) -> list[dict[str, Any]]:
