@@ -47,6 +47,14 @@ def test_an_answer_has_the_fields_that_clients_read(server: RunningServer) -> No
     assert made["usage"]["total_tokens"] == made["usage"]["prompt_tokens"] + made["usage"]["completion_tokens"]
 
 
+def test_wishes_for_reasoning_that_change_nothing_are_told(server: RunningServer) -> None:
+    assert chat(server, reasoning_effort="low")["warnings"] == [
+        "reasoning_effort: has no effect (--allowed-template-kwargs)"
+    ]
+    body = {"model": "octavo-tiny", "input": "hi", "max_output_tokens": 1, "reasoning": {"effort": "low"}}
+    assert server.post("/v1/responses", body).json()["warnings"] == ["reasoning: has no effect"]
+
+
 def test_events_come_in_order(server: RunningServer) -> None:
     """The role with the first token, text, the finish reason, the usage without choices."""
     first, *middle, usage = stream(server, stream_options={"include_usage": True})

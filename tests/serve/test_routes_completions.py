@@ -92,6 +92,12 @@ def test_prompt_logprobs_in_vllms_shape(server: RunningServer) -> None:
         assert set(entries[str(token_id)]) == {"logprob", "rank", "decoded_token"} and len(entries) in (2, 3)
 
 
+def test_echo_leaves_prompt_logprobs_that_were_asked_for(server: RunningServer) -> None:
+    plain = complete(server, prompt=[5, 6, 7], prompt_logprobs=2, max_tokens=1)["choices"][0]
+    echoed = complete(server, prompt=[5, 6, 7], prompt_logprobs=2, max_tokens=1, echo=True)["choices"][0]
+    assert echoed["prompt_logprobs"] == plain["prompt_logprobs"] and echoed["text"].endswith(plain["text"])
+
+
 def test_tokens_as_ids(server: RunningServer) -> None:
     choice = complete(server, prompt="a", logprobs=1, return_tokens_as_token_ids=True, return_token_ids=True)[
         "choices"

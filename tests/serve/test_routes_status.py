@@ -184,6 +184,21 @@ def test_a_full_queue_says_when_to_come_back(start_server: StartServer) -> None:
     assert server.post("/v1/completions", LONG | {"max_tokens": 1}).status == 200
 
 
+def test_what_no_queue_could_take_is_a_mistake_and_not_to_be_sent_again(start_server: StartServer) -> None:
+    server = paced(start_server, "--max-num-seqs", "1", "--max-num-queued-reqs", "2", "--max-num-queued-tokens", "8")
+    body = LONG | {"max_tokens": 1}
+    for fields, setting in (
+        ({"prompt": ["a", "b"], "n": 2}, "max_num_queued_reqs 2"),
+        ({"prompt": [[1] * 5, [2] * 4]}, "max_num_queued_tokens"),
+    ):
+        reply = server.post("/v1/completions", body | fields)
+        error = reply.json()["error"]
+        assert (reply.status, error["code"], error["param"]) == (400, "too_many_prompts", "prompt")
+        assert setting in error["message"]
+    for fields in ({"n": 4}, {"prompt": [1] * 9}, {"prompt": [[1] * 5, [2] * 3]}):
+        assert server.post("/v1/completions", body | fields).status == 200
+
+
 def test_sigterm_lets_requests_end(start_server: StartServer) -> None:
     """The running one ends by itself, a new one is refused, the exit code is 0."""
     server = paced(start_server)

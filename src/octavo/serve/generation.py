@@ -161,6 +161,7 @@ _MAY_BE_SET = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "
 
 async def submit(state: ServeState, run: Run) -> list[OutputStream]:
     """Start every prompt of a run, or none. Raises ParameterError or ApiError."""
+    _check_room(state, run)
     streams: list[OutputStream] = []
     try:
         for index, prompt in enumerate(run.prompts):
@@ -184,6 +185,22 @@ async def submit(state: ServeState, run: Run) -> list[OutputStream]:
     for stream in streams:
         await stream.aclose()
     raise refusal
+
+
+def _check_room(state: ServeState, run: Run) -> None:
+    """Refuse what the queue could never take, however often it were sent: one prompt it takes when nothing waits."""
+    engine, num_prompts = state.engine, len(run.prompts)
+    running, waiting = engine.info.max_num_seqs if engine.info else 0, engine.max_num_queued_reqs
+    if num_prompts == 1:
+        return
+    if run.num_choices > running + waiting:
+        message = f"{num_prompts} prompts x n {run.params.n} = {run.num_choices} exceeds {running + waiting}"
+        message += f" (max_num_seqs {running} + max_num_queued_reqs {waiting})"
+        raise ParameterError("prompt", message, "too_many_prompts")
+    num_tokens, most = sum(len(prompt.token_ids) for prompt in run.prompts), engine.max_num_queued_tokens
+    if most is not None and num_tokens > most:
+        message = f"{num_tokens} tokens of all prompts exceed {most} (max_num_queued_tokens)"
+        raise ParameterError("prompt", message, "too_many_prompts")
 
 
 Take = Callable[[int, RequestOutput], Awaitable[None]]

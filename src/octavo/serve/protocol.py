@@ -88,7 +88,6 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     stream: bool = False
     text: TextFormat | None = None
     top_logprobs: Any = None
-    reasoning: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
     priority: Any = 0
     cache_salt: Any = ""
@@ -132,7 +131,7 @@ IGNORED = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "prediction", "verbosity", "web_search_options", "include", "truncation", "background", "conversation",
     "max_tool_calls", "prompt_cache_options", "stream_interval", "vllm_xargs", "mm_processor_kwargs", "detokenize",
-    "function_call", "media_io_kwargs",
+    "function_call", "media_io_kwargs", "reasoning",
 })  # fmt: skip
 
 # Fields that would change the answer and that there is no support for: (code, what to say).

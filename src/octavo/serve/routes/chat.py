@@ -54,13 +54,20 @@ async def _create(state: ServeState, exchange: Exchange, parsed: Parsed[ChatRequ
     check_request_options(request.cache_salt, request.priority)
     await state.check_structured(params)
     prompt = await _render(state, request, answers)
+    if request.reasoning_effort is not None and not _takes_effort(state):
+        parsed.warnings.append("reasoning_effort: has no effect (--allowed-template-kwargs)")
     run = make_run(exchange, "chatcmpl-", request, [prompt], params)
     await send(exchange, _Reply(state, run, request, model, parsed.warnings, answers), request)
 
 
+def _takes_effort(state: ServeState) -> bool:
+    """Whether the template is told of `reasoning_effort`."""
+    return "reasoning_effort" in state.template_kwargs
+
+
 async def _render(state: ServeState, request: ChatRequest, answers: Answers) -> Prompt:
     kwargs = dict(request.chat_template_kwargs or {})
-    if request.reasoning_effort is not None and "reasoning_effort" in state.template_kwargs:
+    if request.reasoning_effort is not None and _takes_effort(state):
         kwargs.setdefault("reasoning_effort", request.reasoning_effort)
     return await render_chat(
         state,

@@ -163,7 +163,7 @@ class _Answer:
         )
         if request.return_token_ids:
             choice.token_ids, choice.prompt_token_ids = completion.token_ids, prompt.token_ids
-        if output.prompt_logprobs is not None and not request.echo:
+        if output.prompt_logprobs is not None and not (request.echo and request.logprobs is not None):
             choice.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
         return choice
 
