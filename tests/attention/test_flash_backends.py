@@ -140,7 +140,7 @@ class Wrapper:
 
     def run(self, q, kv, *, out) -> None:
         key, value = kv
-        assert key.stride() == value.stride() and key.shape[2] == self.page
+        assert key.stride() == value.stride() and key.shape[2] == self.page and len(q) == self.starts[-1]
         pages = key.transpose(1, 2), value.transpose(1, 2)
         out.copy_(attend_as_documented(q, *pages, self.starts, self.lengths, self.table, *self.words))
 
@@ -155,7 +155,9 @@ def test_flashinfer_hands_over_pages_and_views(change, shape: str, setting: Sett
     backend._prefill = {variant: Wrapper(None, "HND", backend="fa2")}
     backend._decode = {variant: Wrapper(None, "HND", use_tensor_cores=True)}
     step = make_step(make_rows(shape), setting)
-    assert_near(step.run(backend, variant), attend_plainly(make_rows(shape), variant))
+    expected = attend_plainly(make_rows(shape), variant)
+    assert_near(step.run(backend, variant), expected)
+    assert_near(step.run_last(backend, variant), expected[step.inputs.live[0][1:].long() - 1])
     with pytest.raises(ValueError, match="plans on the host"):
         backend.prepare(step.inputs, for_capture=True)
     step.inputs.block_size = 128

@@ -78,7 +78,7 @@ class FlashInferBackend(BackendFrame):
         indices = inputs.block_table[:rows][columns < pages.to(columns.device)[:, None]]
         page_start = torch.cat([pages.new_zeros(1), pages.cumsum(0)]).to(torch.int32)
         last_page = torch.where(seq_lens > 0, (seq_lens - 1) % inputs.block_size + 1, 0).to(torch.int32)
-        self._is_decode = bool((query_start.diff() == 1).all())
+        self._is_decode, self._num_queries = bool((query_start.diff() == 1).all()), int(query_start[-1])
         for variant in self._prefill:
             heads = (variant.num_heads, variant.num_kv_heads, variant.head_size, inputs.block_size)
             words = {
@@ -94,6 +94,6 @@ class FlashInferBackend(BackendFrame):
         self, q: torch.Tensor, kv: torch.Tensor, variant: Variant, out: torch.Tensor, layer: LayerTensors
     ) -> None:
         """See BackendFrame."""
-        tokens = self.inputs.num_tokens
+        tokens = self._num_queries  # FlashInfer refuses those of padding, which no row has
         wrapper = (self._decode if self._is_decode else self._prefill)[variant]
         wrapper.run(q[:tokens], (kv[..., : variant.head_size], kv[..., variant.head_size :]), out=out[:tokens])
