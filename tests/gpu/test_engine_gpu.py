@@ -29,6 +29,7 @@ from octavo.device.graphs import GraphKey
 from octavo.device.staging import StagedTensor, WriteQueue
 from octavo.ops.gpu import launch
 from settings_matrix import SETTINGS
+from sync_guard import no_waits
 
 pytestmark = pytest.mark.gpu
 NUM_OUTPUT = 32
@@ -56,12 +57,8 @@ def prompts() -> list[str]:
 def make_llm(**fields: Any) -> Iterator[LLM]:
     if "num_gpu_blocks_override" not in fields:
         fields = CACHE | fields
-    with LLM(device="cuda", **fields) as llm:
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            yield llm
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+    with LLM(device="cuda", **fields) as llm, no_waits():
+        yield llm
 
 
 def params_of(count: int, max_tokens: int = NUM_OUTPUT, **fields: Any) -> list[SamplingParams]:

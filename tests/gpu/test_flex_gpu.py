@@ -28,6 +28,7 @@ from octavo.attention.reference import ReferenceBackend
 from octavo.ops import flex as ops
 from octavo.ops.mask_rows import Geometry, Kind, MaskRows
 from octavo.ops.rope import Rotation, qk_norm_rope_store, rope_table
+from sync_guard import no_waits
 
 pytestmark = pytest.mark.gpu
 DEVICE, BF16 = torch.device("cuda"), torch.bfloat16
@@ -223,11 +224,8 @@ def test_F1_G4_a_graph_captured_at_the_bound_serves_every_length() -> None:
     step.inputs.seq_lens.copy_(torch.tensor(lengths))
     graph.replay()
     replayed = out.clone()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         issue()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(replayed, out)
     fresh = Step([(history(seed, 5000), 5000, 1) for seed in range(4)])
     expected = torch.empty_like(out)
@@ -431,10 +429,10 @@ def test_F1_5_and_K4_7_an_engines_logprobs_alone_in_a_crowd_with_graphs_and_with
 
     order = random.Random(1).sample(range(32), 32)
     slowly = {"max_num_seqs": 1, "enable_prefix_caching": False, "enforce_eager": True, "async_scheduling": False}
-    with LLM(**fields, **slowly) as llm:
+    with LLM(**fields, **slowly) as llm, no_waits():
         alone: dict[int, list[object]] = {}
         for index in order:
             alone |= generate(llm, [index])
-    with LLM(**fields, max_num_seqs=32, max_num_batched_tokens=128) as llm:
+    with LLM(**fields, max_num_seqs=32, max_num_batched_tokens=128) as llm, no_waits():
         for _ in range(2):  # the second time the prefix cache is warm
             assert generate(llm, order) == alone

@@ -19,6 +19,7 @@ if not torch.cuda.is_available():
 from latent_rig import CHECKS
 from model_rig import make_reference
 from octavo import LLM, SamplingParams
+from sync_guard import no_waits
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -46,13 +47,9 @@ def test_deepseek_answers_as_on_the_cpu_and_bits_do_not_depend_on_the_batch(tmp_
         expected = [list(output.outputs[0].token_ids) for output in llm.generate(prompts, GREEDY)]
     found = []
     for setting in ({}, {"enforce_eager": True}, {"max_num_batched_tokens": 32}):
-        with LLM(**settings, device="cuda", **setting) as llm:
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                outputs = llm.generate(prompts, GREEDY)
-                outputs += [llm.generate([prompt], GREEDY)[0] for prompt in prompts]
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
+        with LLM(**settings, device="cuda", **setting) as llm, no_waits():
+            outputs = llm.generate(prompts, GREEDY)
+            outputs += [llm.generate([prompt], GREEDY)[0] for prompt in prompts]
         answers = [output.outputs[0] for output in outputs]
         found.append([[lp.logprob for entry in answer.logprobs for lp in entry.values()] for answer in answers])
         assert [list(answer.token_ids) for answer in answers] == expected * 2

@@ -21,6 +21,7 @@ from octavo.ops import sample
 from octavo.sampling.logprobs import MODES, to_token_logprobs
 from octavo.sampling_params import StructuredOutputsParams
 from row_counts import assert_rows_keep_their_bits
+from sync_guard import no_waits
 from test_grammar_mask import EOS, grammar_world
 from test_sampler import random_logits, random_request
 from world import World
@@ -29,13 +30,10 @@ pytestmark = pytest.mark.gpu
 VOCAB = 151936
 
 
-@pytest.fixture
-def no_waits() -> Iterator[None]:
-    """Within: what waits for the device raises."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    yield
-    torch.cuda.set_sync_debug_mode("default")
+@pytest.fixture(name="no_waits")
+def guarded() -> Iterator[None]:
+    with no_waits():
+        yield
 
 
 @pytest.mark.parametrize("vocab_size", [7, 33, 4096, 32001, VOCAB])
