@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import signal
 import sys
@@ -17,7 +18,7 @@ import pytest
 
 from octavo import cli, flags, terminal
 from octavo.observe import LOGGER
-from octavo.outputs import CompletionOutput, RequestOutput
+from octavo.outputs import CompletionOutput, Logprob, RequestOutput
 from octavo.sampling_params import ParameterError, SamplingParams
 from octavo.settings import ConfigError
 
@@ -30,6 +31,8 @@ class EchoLLM:
     made: list[EchoLLM]
     interrupt_after = -1
     error: Exception | None = None
+    failure: str | None = None  # what ends an output early
+    logprobs: list[dict[int, Logprob]] | None = None
 
     def __init__(self, **fields: Any) -> None:
         if self.error is not None:
@@ -50,12 +53,12 @@ class EchoLLM:
 
     def _output(self, index: int, prompt: str, text: str, finished: bool) -> RequestOutput:
         completion = CompletionOutput(
-            index=0, text=text, token_ids=[1], cumulative_logprob=None, logprobs=None,
-            finish_reason="stop" if finished else None,
+            index=0, text=text, token_ids=[1], cumulative_logprob=None, logprobs=self.logprobs,
+            finish_reason="error" if self.failure else "stop" if finished else None, stop_reason=self.failure,
         )  # fmt: skip
         return RequestOutput(
-            request_id=str(index), prompt=prompt, prompt_token_ids=[5, 6], prompt_logprobs=None, outputs=[completion],
-            finished=finished,
+            request_id=str(index), prompt=prompt, prompt_token_ids=[5, 6], outputs=[completion], finished=finished,
+            prompt_logprobs=self.logprobs and [None, *self.logprobs],
         )  # fmt: skip
 
     def stream(self, prompt: Any, params: SamplingParams) -> Iterator[RequestOutput]:
@@ -244,6 +247,25 @@ def test_json_gives_one_object_per_completion(run: Run, llm: type[EchoLLM]) -> N
     assert entries[1]["prompt_index"] == 1 and entries[0]["finish_reason"] == "stop"
 
 
+def test_json_holds_all_logprobs_and_no_infinities(run: Run, llm: type[EchoLLM]) -> None:
+    llm.logprobs = [{5: Logprob(-0.5), 6: Logprob(-math.inf)}]
+    _, out, _ = run("generate", "--json", "a")
+    found = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert found["logprobs"] == [{"5": -0.5, "6": -9999.0}]
+    assert found["prompt_logprobs"] == [None, {"5": -0.5, "6": -9999.0}]
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",), ("--n", "2")])
+def test_a_failed_output_is_an_error(run: Run, llm: type[EchoLLM], flags: tuple[str, ...]) -> None:
+    for failure, code, said in (
+        ("no_token_allowed", 2, "leave no token to go on"),
+        ("nan_logits", 1, "the model failed on this prompt: nan_logits"),
+    ):
+        llm.failure = failure
+        found, _, err = run("generate", "a", *flags)
+        assert found == code and said in err
+
+
 def test_flags_reach_the_engine_and_the_sampler(run: Run, llm: type[EchoLLM]) -> None:
     run(
         "generate", "a", "--max_model_len", "1k", "--no-enable-prefix-caching", "--attention_config.backend=reference",
@@ -324,6 +346,23 @@ def test_chat_commands(run: Run, llm: type[EchoLLM]) -> None:
     assert "unknown command /rest; did you mean /reset?" in out
     assert "error: prompt: exceeds max_model_len 16" in out, "a refused message leaves the conversation as it was"
     assert "NEVER" not in out
+
+
+def test_chat_sets_json_and_texts_and_takes_them_back(run: Run, llm: type[EchoLLM]) -> None:
+    lines = [
+        '/set logit_bias={"5": 1}', '/set structured_outputs={"choice": ["a"]}', "/set stop=x", "/set min_tokens=3",
+        "first", "/set logit_bias=none", "/set structured-outputs=none", "/set stop=", "second", "/set n=2",
+    ]  # fmt: skip
+    code, out, _ = run("chat", stdin="\n".join(lines))
+    first, second = llm.made[0].params
+    assert code == 0 and "error" not in out and "usage: /set NAME=VALUE" in out
+    assert first.logit_bias == {5: 1.0} and first.structured_outputs is not None and first.stop == ["x"]
+    assert second == msgspec.structs.replace(llm.made[0].get_default_sampling_params(), max_tokens=128, min_tokens=3)
+
+
+def test_a_chat_has_one_answer(run: Run, llm: type[EchoLLM]) -> None:
+    code, _, err = run("chat", "--n", "2", stdin="hello\n")
+    assert code == 2 and "--n: a chat has one answer at a time, got 2" in err and not llm.made
 
 
 def test_control_characters_are_shown_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from octavo.settings import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     from octavo.llm import LLM, Messages, Prompt
-    from octavo.outputs import RequestOutput
+    from octavo.outputs import LogprobsDict, RequestOutput
     from octavo.sampling_params import SamplingParams
 
 DEFAULT_MAX_TOKENS = 128
@@ -67,6 +67,8 @@ def generate(argv: Sequence[str]) -> int:
             for line in _show(index, output, as_json=as_json, echo=echo):
                 _write(line + "\n", raw=as_json)
         session.report()
+        for output in outputs:
+            _check_sound(output)
     return 0
 
 
@@ -76,6 +78,8 @@ def chat(argv: Sequence[str]) -> int:
     parser.add_argument("--system", action=flags.Once, default=argparse.SUPPRESS, metavar="TEXT", help="system message")
     namespace, dotted = parser.parse(argv)
     session = _Session(namespace, dotted)
+    if session.num_choices != 1:
+        raise flags.UsageError(f"--n: a chat has one answer at a time, got {session.num_choices}")
     with session.open() as llm:
         params = session.params(llm)
         session.report()
@@ -154,6 +158,11 @@ class _Session:
         with llm:
             yield llm
 
+    @property
+    def num_choices(self) -> int:
+        """`n`, as it was given."""
+        return self._sampling.get("n", 1)
+
     def params(self, llm: LLM) -> SamplingParams:
         """The checkpoint's defaults with what was given."""
         import msgspec
@@ -224,6 +233,7 @@ def _stream(
             while output is not None:
                 pieces.append(output.outputs[0].text)
                 _write(pieces[-1])
+                _check_sound(output)
                 if stop.requested:
                     break
                 output = next(outputs, None)
@@ -249,10 +259,24 @@ def _show(index: int, output: RequestOutput, *, as_json: bool, echo: bool) -> It
         }
         if completion.logprobs is not None:
             entry["cumulative_logprob"] = completion.cumulative_logprob
-            entry["logprobs"] = [
-                {str(token): value.logprob for token, value in position.items()} for position in completion.logprobs
-            ]
+            entry["logprobs"] = [_plain(position) for position in completion.logprobs]
+        if output.prompt_logprobs is not None:
+            entry["prompt_logprobs"] = [each and _plain(each) for each in output.prompt_logprobs]
         yield json.dumps(entry, ensure_ascii=False)
+
+
+def _plain(position: LogprobsDict) -> dict[str, float]:
+    """Token id -> log-probability; JSON has no infinities, so what cannot be sampled gets the server's -9999."""
+    return {str(token): max(value.logprob, -9999.0) for token, value in position.items()}
+
+
+def _check_sound(output: RequestOutput) -> None:
+    """Raise ValueError for wishes that exclude each other, RuntimeError for a failure of the model."""
+    for completion in output.outputs:
+        if completion.finish_reason == "error" and completion.stop_reason == "no_token_allowed":
+            raise ValueError("the output's form, and the tokens that are allowed or forbidden, leave no token to go on")
+        if completion.finish_reason == "error":
+            raise RuntimeError(f"the model failed on this prompt: {completion.stop_reason}")
 
 
 class _Chat:
@@ -263,7 +287,7 @@ class _Chat:
 /reset           forget the conversation
 /system TEXT     set the system message (and forget the conversation); no TEXT: none
 /set             show the sampling parameters
-/set NAME=VALUE  set one, e.g. /set temperature=0.7
+/set NAME=VALUE  set one, e.g. /set temperature=0.7; /set stop= takes a text back
 /exit            leave (also Ctrl-D)
 Ctrl-C stops an answer."""
 
@@ -332,7 +356,10 @@ Ctrl-C stops an answer."""
     def _set(self, argument: str) -> None:
         import msgspec
 
+        from octavo.sampling_params import SamplingParams
+
         kinds = {**flags.sampling_kinds(), "seed": ("int", True)}
+        del kinds["n"]
         if not argument:
             for name in kinds:
                 print(f"  {name} = {getattr(self._params, name)!r}")
@@ -344,7 +371,8 @@ Ctrl-C stops an answer."""
             return
         kind, optional = kinds[name]
         try:
-            value = [text] if kind == "texts" else flags.read_sampling(name, text, kind, optional)
-            self._params = msgspec.structs.replace(self._params, **{name: value})
+            value = ([text] if text else []) if kind == "texts" else flags.read_sampling(name, text, kind, optional)
+            read = SamplingParams.from_optional(**{"max_tokens": None, name: value})  # JSON's shapes are taken
+            self._params = msgspec.structs.replace(self._params, **{name: getattr(read, name)})
         except ValueError as error:
             print(f"error: {error}")
