@@ -18,6 +18,7 @@ from octavo.sampling_params import (
     ParameterError,
     RequestOutputKind,
     SamplingParams,
+    check_length,
     check_text,
     check_token_ids,
 )
@@ -30,7 +31,7 @@ from octavo.serve.stream import OutputStream, SlowReaderError
 
 COMPLETION_TOKENS = 16  # of a completion whose request says nothing; a chat fills the context
 NO_TOKEN = "no_token_allowed"  # the engine's word for a request whose wishes exclude each other
-_LONG_TEXT = 16_384  # characters; longer ones are tokenized off the event loop
+_LONG_TEXT = 16_384  # characters of a request; what is beyond them is tokenized off the event loop
 _DEFAULTS = SamplingParams()
 
 
@@ -99,10 +100,12 @@ async def read_prompts(state: ServeState, given: Any, *, add_special_tokens: boo
     if len(many) > most:
         raise too_many("prompts", most, len(many))
     prompts = []
-    total = 0
+    total = num_chars = 0
     for entry in many:
         if isinstance(entry, str):
-            prompts.append(await read_text(state, entry, add_special_tokens=add_special_tokens))
+            prompts.append(await read_text(state, entry, num_chars, add_special_tokens=add_special_tokens))
+            num_chars += len(entry)
+            check_length(len(prompts[-1].token_ids), limits)
         else:
             prompts.append(Prompt(check_token_ids(entry, limits), None))
         total += len(prompts[-1].token_ids)
@@ -112,11 +115,13 @@ async def read_prompts(state: ServeState, given: Any, *, add_special_tokens: boo
     return prompts
 
 
-async def read_text(state: ServeState, text: str, *, add_special_tokens: bool = True) -> Prompt:
-    """A text as a prompt. Raises ParameterError."""
+async def read_text(
+    state: ServeState, text: str, num_chars_before: int = 0, *, add_special_tokens: bool = True
+) -> Prompt:
+    """A text as a prompt, behind others of the request with so many characters. Raises ParameterError."""
     check_text(text, state.engine.limits)
     encode = state.engine.tokenizer.encode
-    if len(text) > _LONG_TEXT:
+    if num_chars_before + len(text) > _LONG_TEXT:
         token_ids = await asyncio.to_thread(encode, text, add_special_tokens)
     else:
         token_ids = encode(text, add_special_tokens)
