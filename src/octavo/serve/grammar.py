@@ -170,25 +170,33 @@ class GrammarJail:
             await self._end(child)
 
     async def _judge(self, key: bytes, structured: StructuredOutputsParams) -> Verdict:
+        field = f"structured_outputs.{structured.form}"
         async with self._places:
-            child = self._idle.pop() if self._idle else await self._start()
-            if child is None:
-                return Verdict(f"structured_outputs.{structured.form}", "cannot be checked now", "unavailable")
-            done = False
-            try:
-                verdict = await asyncio.wait_for(child.ask(structured), self._seconds)
-                done = True
-            except (TimeoutError, OSError, asyncio.IncompleteReadError, msgspec.DecodeError) as error:
-                _LOG.warning("a grammar's child exceeded a limit (%s): it is replaced", type(error).__name__)
-                limit = f"{self._seconds:g} s" if isinstance(error, TimeoutError) else "the memory that is allowed"
-                field = f"structured_outputs.{structured.form}"
-                verdict = Verdict(field, f"takes more than {limit} to compile", "schema_too_complex")
-            finally:
-                if done:
-                    self._idle.append(child)
-                else:
-                    self.num_killed += 1
-                    await self._end(child)
+            while True:
+                is_fresh = not self._idle
+                child = await self._start() if is_fresh else self._idle.pop()
+                if child is None:
+                    return Verdict(field, "cannot be checked now", "unavailable")
+                done = False
+                try:
+                    verdict = await asyncio.wait_for(child.ask(structured), self._seconds)
+                    done = True
+                except TimeoutError:
+                    verdict = Verdict(field, f"takes more than {self._seconds:g} s to compile", "schema_too_complex")
+                except (OSError, RuntimeError, asyncio.IncompleteReadError, msgspec.DecodeError):
+                    if not is_fresh:  # it may have been dead before it was asked: another one tells
+                        continue
+                    verdict = Verdict(
+                        field, "takes more than the memory that is allowed to compile", "schema_too_complex"
+                    )
+                finally:
+                    if done:
+                        self._idle.append(child)
+                    else:
+                        _LOG.warning("a grammar's child died, or exceeded a limit: it is replaced")
+                        self.num_killed += 1
+                        await self._end(child)
+                break
         self._verdicts[key] = verdict
         if len(self._verdicts) > MAX_VERDICTS:
             self._verdicts.popitem(last=False)
