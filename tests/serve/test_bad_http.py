@@ -178,6 +178,20 @@ def test_no_cors_headers_unless_asked_for(scripted_server: RunningServer, start_
     assert "access-control-allow-origin" not in allowed.get("/version", headers={"Origin": "https://evil.org"}).headers
 
 
+def test_a_browser_may_send_the_headers_of_openais_client(start_server: StartServer) -> None:
+    allowed = start_server("--cors-origins", "https://example.org")
+    headers = {
+        "Origin": "https://example.org",
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization,content-type,x-stainless-lang,x-stainless-os",
+    }
+    reply = allowed.request("OPTIONS", "/v1/chat/completions", headers=headers)
+    assert reply.status == 200 and "x-stainless-os" in reply.headers["access-control-allow-headers"]
+    shown = allowed.get("/version", headers={"Origin": "https://example.org"}).headers["access-control-expose-headers"]
+    assert {"retry-after", "x-should-retry"} <= set(shown.replace(",", " ").split())
+    assert allowed.request("OPTIONS", "/version", headers=headers | {"Origin": "https://evil.org"}).status == 400
+
+
 @pytest.fixture(scope="module", autouse=True)
 def still_alive(scripted_server: RunningServer) -> object:
     """After all this, nothing was logged as ours and the server answers."""

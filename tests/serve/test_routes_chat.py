@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,6 +54,24 @@ def test_wishes_for_reasoning_that_change_nothing_are_told(server: RunningServer
     ]
     body = {"model": "octavo-tiny", "input": "hi", "max_output_tokens": 1, "reasoning": {"effort": "low"}}
     assert server.post("/v1/responses", body).json()["warnings"] == ["reasoning: has no effect"]
+
+
+def test_what_has_a_form_is_no_reasoning_that_the_prompt_began(start_server: StartServer, tmp_path: Path) -> None:
+    """The form holds from the first token on: nothing could end the reasoning, and no content would be left."""
+    path = tmp_path / "template.jinja"
+    path.write_text("{{ messages[0]['content'] }}\n<think>\n")
+    server = start_server("--chat-template", str(path), scripted=False)
+    form = {"response_format": {"type": "json_object"}, "max_tokens": 40}
+    message = chat(server, **form)["choices"][0]["message"]
+    assert message["content"].startswith("{") and "reasoning" not in message
+    deltas = [event["choices"][0]["delta"] for event in stream(server, **form)]
+    assert "".join(delta.get("content", "") for delta in deltas) == message["content"]
+    text = {"format": {"type": "json_object"}}
+    body = {"model": "octavo-tiny", "temperature": 0, "input": "hello", "max_output_tokens": 40, "text": text}
+    (item,) = server.post("/v1/responses", body).json()["output"]
+    assert item["content"][0]["text"] == message["content"]
+    free = chat(server)["choices"][0]["message"]
+    assert free["reasoning"] == free["reasoning_content"] and not free["content"]
 
 
 def test_events_come_in_order(server: RunningServer) -> None:

@@ -11,6 +11,7 @@ import dataclasses
 from typing import Any
 
 from octavo.outputs import CompletionOutput
+from octavo.sampling_params import SamplingParams
 from octavo.serve.grammar import from_tool_choice
 from octavo.serve.parsers.base import Delta
 from octavo.serve.parsers.output import OutputParser, ParserChoice
@@ -101,11 +102,12 @@ class Answers:
         """Whether the text is needed with its special tokens."""
         return self.parsers.needs_special_tokens(tools=self.choice == "auto")
 
-    def begin(self, prompt: str) -> Answer:
-        """A new answer to a rendered prompt."""
+    def begin(self, prompt: str, params: SamplingParams) -> Answer:
+        """A new answer to a rendered prompt. One with a form begins with it, not within the prompt's reasoning."""
         names = [tool["function"]["name"] for tool in self.tools or ()]
         forced = "" if self.choice in ("none", "auto") else self.choice
-        parser = self.parsers.parser(prompt, tools=names, forced=forced)
+        begun = "" if params.structured_outputs is not None else prompt
+        parser = self.parsers.parser(begun, tools=names, forced=forced)
         return Answer(parser, reasons=self.parsers.reasoning is not None, max_calls=self.max_calls)
 
 

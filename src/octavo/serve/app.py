@@ -150,8 +150,8 @@ def _with_cors(app: Any, origins: list[str]) -> Any:
         app,
         allow_origins=origins,
         allow_methods=["GET", "POST"],
-        allow_headers=["authorization", "content-type", "x-api-key", "x-request-id"],
-        expose_headers=["x-request-id"],
+        allow_headers=["*"],  # OpenAI's client has a dozen of its own; none opens anything, and cookies are not taken
+        expose_headers=["x-request-id", "retry-after", "x-should-retry"],
     )
 
 

@@ -111,7 +111,7 @@ class _Reply:
         self._created = int(time.time())
         self._warnings: Any = warnings or UNSET
         self._encoder = msgspec.json.Encoder()
-        self._answers = [answers.begin(run.prompts[0].text or "") for _ in range(run.params.n)]
+        self._answers = [answers.begin(run.prompts[0].text or "", run.params) for _ in range(run.params.n)]
 
     async def whole(self, exchange: Exchange) -> None:
         """Reply when all is done."""

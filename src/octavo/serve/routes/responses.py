@@ -110,7 +110,7 @@ class _Reply:
         self._warnings = warnings
         self._count = TokenCounter(run)
         self._created = int(time.time())
-        self._answer = plan_answers(state, ChatRequest()).begin(run.prompts[0].text or "")
+        self._answer = plan_answers(state, ChatRequest()).begin(run.prompts[0].text or "", run.params)
         self._message_id = f"msg_{run.id.removeprefix('resp_')}"
         self._reasoning_id = f"rs_{run.id.removeprefix('resp_')}"
         self._number = 0
