@@ -128,6 +128,48 @@ def test_parts_become_lines_where_a_template_takes_text_only():
     assert rendered == "<|im_start|>user\na\nb<|im_end|>\n"
 
 
+def _calls(arguments, **fields):
+    call = {"id": "1", "type": "function", "function": {"name": "get", "arguments": arguments}}
+    return [CALLS[1], {"role": "assistant", "tool_calls": [call], **fields}, CALLS[3]]
+
+
+@pytest.mark.parametrize("template", [QWEN, LLAMA3], ids=["qwen", "llama3"])
+@pytest.mark.parametrize("text, value", [('{"é": "<1>"}', {"é": "<1>"}), ("", {}), ('{"a":', '{"a":'), ("[1]", "[1]")])
+def test_arguments_as_openais_api_has_them_are_the_objects_that_templates_take(template, text, value):
+    """What is no object stays as it is: a model wrote it, and its client sends it back."""
+    ours = _with(template)
+    rendered = ours.apply_chat_template(_calls(text, content=None), tokenize=False)
+    assert rendered == ours.apply_chat_template(_calls(value), tokenize=False)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "{{ call.function.arguments }}", "{{ '```' + call['function']['arguments'] + '```' }}",
+        "{{ '`' ~ call.function.arguments }}", "{% set args = call.function.arguments %}{{ args }}",
+        "{% if call.function.arguments is string %}{{ call.function.arguments }}{% endif %}",
+    ],
+)  # fmt: skip
+def test_a_template_that_writes_arguments_as_they_are_gets_their_text(written):
+    source = "{% for message in messages %}{% for call in message.tool_calls or [] %}" + written
+    rendered = ChatTemplate({"default": source + "{% endfor %}{% endfor %}"}, {}).render(_calls('{"a":1}'))
+    assert rendered.strip("`") == '{"a":1}'
+
+
+def test_a_content_that_is_not_there_is_no_text_or_none():
+    text = _with(CHATML).apply_chat_template(_calls("{}", content=None), tokenize=False)
+    assert "<|im_start|>assistant\n<|im_end|>" in text
+    source = "{% for m in messages %}{% set c = m['content'] %}{{ '-' if c is none else c }} {% endfor %}"
+    for fields in ({"content": None}, {}):
+        assert ChatTemplate({"default": source}, {}).render(_calls("{}", **fields)) == "weather? - sunny "
+
+
+def test_past_reasoning_has_both_names():
+    source = "{% for m in messages %}{{ m.reasoning }} {{ m.reasoning_content }}{% endfor %}"
+    for fields in ({"reasoning": "hm"}, {"reasoning_content": "hm"}, {"reasoning": "hm", "reasoning_content": None}):
+        assert ChatTemplate({"default": source}, {}).render([{"role": "assistant", **fields}]) == "hm hm"
+
+
 def test_tool_use_template_is_taken_for_tools():
     template = ChatTemplate({"default": "plain", "tool_use": "tools: {{ tools | length }}"}, {})
     assert template.render([{"role": "user", "content": "x"}]) == "plain"

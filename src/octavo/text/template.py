@@ -12,7 +12,7 @@ import datetime
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from octavo.sampling_params import ParameterError
 
@@ -81,7 +81,6 @@ class ChatTemplate:
 
         """
         checked = check_messages(messages)
-        chat = [{**_plain(message, guard), "role": message["role"]} for message in checked]
         if continue_final_message and add_generation_prompt:
             raise ParameterError("continue_final_message", "excludes add_generation_prompt", "unsupported_parameter")
         for name, entries in (("tools", tools), ("documents", documents)):
@@ -90,9 +89,10 @@ class ChatTemplate:
         source = self.sources.get("tool_use" if tools and "tool_use" in self.sources else "default")
         if source is None:
             raise TemplateError("the model has no chat template; give the prompt as text or token ids")
-        template, takes_parts = _compile(source)
-        for message in chat:
-            _shape_content(message, takes_parts)
+        template, takes = _compile(source)
+        for message in checked:
+            _shape(message, takes)
+        chat = [{**_plain(message, guard), "role": message["role"]} for message in checked]
         last = _open_final(chat) if continue_final_message else ""
         variables = {**self._special_tokens, **_plain(dict(template_kwargs or {}), guard)}
         variables |= {"tools": _plain(tools, guard), "documents": _plain(documents, guard)}
@@ -105,7 +105,8 @@ def check_messages(messages: object) -> list[dict[str, Any]]:
     """Check the form of a conversation.
 
     Returns:
-        Copies of the messages, without keys whose value is None: templates test for presence.
+        Copies of the messages, without keys whose value is None: templates test for presence. Reasoning has both of
+        its names.
 
     Raises:
         ParameterError: "messages[i]: ..." with code "invalid_message", or "empty_prompt".
@@ -129,12 +130,13 @@ def _check_message(name: str, message: object) -> dict[str, Any]:
     if not all(isinstance(key, str) for key in message):
         raise refuse("keys must be strings")
     role, content = message.get("role"), message.get("content")
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
     if role not in ROLES:
         raise refuse(f"role must be one of {', '.join(ROLES)}")
     if role == "tool" and not isinstance(message.get("tool_call_id"), str):
         raise refuse("a tool message needs the tool_call_id that it answers")
     if content is None:
-        if role != "assistant" or not (message.get("tool_calls") or message.get("reasoning_content")):
+        if role != "assistant" or not (message.get("tool_calls") or reasoning):
             raise refuse(f"content of a message from {role} must be text")
     elif not isinstance(content, str):
         if isinstance(content, bytes | Mapping) or not isinstance(content, Sequence):
@@ -144,7 +146,8 @@ def _check_message(name: str, message: object) -> dict[str, Any]:
                 raise refuse(f"content part {k} must be an object of type text")
             if not isinstance(part.get("text"), str):
                 raise refuse(f"content part {k} must hold text")
-    return {key: value for key, value in message.items() if value is not None}
+    named = {"reasoning": reasoning, "reasoning_content": reasoning} if reasoning else {}
+    return {key: value for key, value in {**message, **named}.items() if value is not None}
 
 
 def _is_list_of_objects(value: object) -> bool:
@@ -168,12 +171,29 @@ def _plain(value: Any, guard: Guard, depth: int = 0) -> Any:
     raise ParameterError("messages", f"hold a {type(value).__name__}, which is no plain data", "invalid_type")
 
 
-def _shape_content(message: dict[str, Any], takes_parts: bool) -> None:
-    """Text parts become one text, unless the template goes through the parts itself."""
+def _shape(message: dict[str, Any], takes: _Takes) -> None:
+    """Bring a message into the form that the template takes: OpenAI's API allows more than one."""
     content = message.get("content")
-    if isinstance(content, list):
+    if content is None:
+        message["content"] = None if takes.no_content else ""
+    elif not isinstance(content, str):
         parts = [{"type": "text", **part} for part in content]
-        message["content"] = parts if takes_parts else "\n".join(part["text"] for part in parts)
+        message["content"] = parts if takes.parts else "\n".join(part["text"] for part in parts)
+    calls = message.get("tool_calls")
+    if not takes.arguments_as_text and isinstance(calls, list | tuple):
+        message["tool_calls"] = [_with_object(call) for call in calls]
+
+
+def _with_object(call: Any) -> Any:
+    """A tool call whose arguments are the object that their text means, if they are a text that means one."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(arguments := function.get("arguments"), str):
+        return call
+    try:
+        value = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):  # a model's slip, sent back: it stays as it is
+        return call
+    return {**call, "function": {**function, "arguments": value}} if isinstance(value, dict) else call
 
 
 def _open_final(chat: list[dict[str, Any]]) -> str:
@@ -219,40 +239,66 @@ def _run(template: jinja2.Template, variables: dict[str, Any]) -> str:
     return "".join(pieces)
 
 
+class _Takes(NamedTuple):
+    """In which forms a template takes what messages hold."""
+
+    parts: bool  # it goes through the parts of a content
+    no_content: bool  # it asks whether a content is none
+    arguments_as_text: bool  # it writes a tool call's arguments as they are: else they are to be an object
+
+
 @functools.lru_cache(maxsize=16)
-def _compile(source: str) -> tuple[jinja2.Template, bool]:
-    """The compiled template, and whether it goes through the parts of a message's content. Raises TemplateError."""
+def _compile(source: str) -> tuple[jinja2.Template, _Takes]:
+    """The compiled template, and what it takes. Raises TemplateError."""
     import jinja2
 
     if len(source) > MAX_SOURCE_CHARS:
         raise TemplateError(f"the source has {len(source)} characters, the limit is {MAX_SOURCE_CHARS}")
     environment = _environment()
     try:
-        return environment.from_string(source), _takes_parts(environment.parse(source))
+        return environment.from_string(source), _takes(environment.parse(source))
     except jinja2.TemplateError as error:
         raise TemplateError(f"line {getattr(error, 'lineno', 0)}: {error}") from None
     except (RecursionError, ValueError, SyntaxError, MemoryError) as error:
         raise TemplateError(f"{type(error).__name__} while compiling") from None
 
 
-def _takes_parts(tree: jinja2.nodes.Template) -> bool:
-    """Whether the template has a loop over a message's content."""
+def _takes(tree: jinja2.nodes.Template) -> _Takes:
+    """What the template does with contents and arguments."""
     from jinja2 import nodes
 
-    def is_content(node: nodes.Node) -> bool:
-        if isinstance(node, nodes.Filter | nodes.Getitem | nodes.Getattr) and isinstance(node.node, nodes.Node):
-            if isinstance(node, nodes.Getattr) and node.attr == "content":
-                return True
-            if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const):
-                return bool(node.arg.value == "content")
-            return is_content(node.node)
+    is_content, is_arguments = _means(tree, "content", filtered=True), _means(tree, "arguments", filtered=False)
+    written = [part for output in tree.find_all(nodes.Output) for part in output.nodes]
+    written += [side for add in tree.find_all(nodes.Add) for side in (add.left, add.right)]
+    written += [part for concat in tree.find_all(nodes.Concat) for part in concat.nodes]
+    return _Takes(
+        parts=any(is_content(loop.iter) for loop in tree.find_all(nodes.For)),
+        no_content=any(test.name == "none" and is_content(test.node) for test in tree.find_all(nodes.Test)),
+        arguments_as_text=any(map(is_arguments, written)),
+    )
+
+
+def _means(tree: jinja2.nodes.Template, name: str, *, filtered: bool) -> Callable[[jinja2.nodes.Node], bool]:
+    """Whether an expression is a field of this name, also by a variable that was set to it.
+
+    `filtered`: what filters and items make of it as well.
+    """
+    from jinja2 import nodes
+
+    def means(node: nodes.Node) -> bool:
+        if isinstance(node, nodes.Getattr) and node.attr == name:
+            return True
+        if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const):
+            return bool(node.arg.value == name)
+        if filtered and isinstance(node, nodes.Filter | nodes.Getitem | nodes.Getattr):
+            return isinstance(node.node, nodes.Node) and means(node.node)
         return isinstance(node, nodes.Name) and node.name in aliases
 
-    aliases = {"content"}
+    aliases = {name}
     for assign in tree.find_all(nodes.Assign):
-        if isinstance(assign.target, nodes.Name) and is_content(assign.node):
+        if isinstance(assign.target, nodes.Name) and means(assign.node):
             aliases.add(assign.target.name)
-    return any(is_content(loop.iter) for loop in tree.find_all(nodes.For))
+    return means
 
 
 @functools.cache
