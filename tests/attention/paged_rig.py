@@ -105,6 +105,12 @@ def check_twin() -> None:
         compare_with_twin(seed, CPU, [torch.float32, torch.float16], 1200)
 
 
+def check_lean_tiles_equal_the_twin() -> None:
+    with mock.patch.object(operator, "shared_bytes", lambda device: 99 << 10):
+        for seed in range(3):
+            compare_with_twin(seed, CPU, [torch.float32, torch.float16], 1200)
+
+
 def check_decode_prefill_and_chunks_agree() -> None:
     """Nearly: the interpreter's products are numpy's, whose bits depend on a line's place in its tile."""
     history = _history()

@@ -18,12 +18,14 @@ from octavo.kv_cache.kernel_blocks import MultipleOf
 from octavo.ops import rotated_attention
 from octavo.ops.paged_attention import (
     BLOCK_MULTIPLE,
+    LEAST_FLOAT32,
     MAX_HEAD_SIZE,
     Heads,
     Planner,
     Scratch,
     can_run_on,
     paged_attention,
+    shared_bytes,
 )
 from octavo.ops.rope import Rotation
 
@@ -47,13 +49,23 @@ class PagedBackend(BackendFrame):
     def __init__(
         self, variants: Sequence[Variant], dtype: torch.dtype, device: torch.device, setup: Setup = NO_SETUP
     ) -> None:
-        """See BackendFrame. Raises ValueError for larger heads, and for a window and chunks together, too."""
+        """See BackendFrame. Raises ValueError for larger heads, and for a window and chunks together, too.
+
+        And for float32 heads of more than 128 on a GPU with too little shared memory for their tiles.
+        """
         super().__init__(variants, dtype, device, setup)
         for variant in variants:
             if variant.head_size > MAX_HEAD_SIZE:
                 raise ValueError(
                     f"attention backend 'paged' takes heads of at most {MAX_HEAD_SIZE}, got {variant.head_size}: "
                     "set attention_backend='reference'"
+                )
+            least = LEAST_FLOAT32 if dtype == torch.float32 and variant.head_size > 128 else 0
+            if (shared := shared_bytes(device)) < least:
+                raise ValueError(
+                    f"attention backend 'paged' takes float32 heads of {variant.head_size} in {least >> 10} KiB of "
+                    f"shared memory, this GPU has {shared >> 10}: set dtype='bfloat16', or "
+                    "attention_backend='reference'"
                 )
             if variant.window and variant.chunk:
                 raise ValueError(

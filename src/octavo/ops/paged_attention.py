@@ -21,6 +21,7 @@ import math
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from octavo.ops.gpu import prompt_attention, row_attention
@@ -38,7 +39,10 @@ _ROW_PROGRAMS, _ROW_REGISTERS = 4, 128  # programs for each processor that short
 _WIDE_ROW_PROGRAMS, _WIDE_ROW_REGISTERS = 3, 168  # where those are too few
 _ROW_STAGES, _WIDE_ROW_STAGES = 2, 3
 _WIDE_ROWS = (5, 256)  # from and to so many rows wide programs are as fast or faster, on an H200
-_FEW_PAIRS, _FEW_PROGRAMS, _FEW_STAGES = 4, 2, 4  # rows are few if each (row, KV head) has so many processors
+_FEW_PAIRS, _FEW_PROGRAMS = 4, 2  # rows are few if each (row, KV head) has so many processors
+_FEW_STAGES, _LEAN_FEW_STAGES = 4, 3
+# Shared memory that the best tiles take, and those of float32 heads of more than 128; lean ones: 99 KiB, or the last.
+_ROOM, _ROOM_FLOAT32, LEAST_FLOAT32 = 128 << 10, 208 << 10, 160 << 10
 _TILE_PROGRAMS = (1, 2)  # where tiles give each processor fewer than the first, they are split until it has the second
 _FIXED, _SPLIT, _SPARSE = 2, 12, 3  # in tiles: of a (row, KV head) besides its tokens, and see `divide`
 _FOLDS, _LONG = 96, 16  # leaves of the longest row that attend_rows folds; where rows may have more, it folds so many
@@ -176,6 +180,20 @@ def num_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@functools.cache
+def shared_bytes(device: torch.device) -> int:
+    """Shared memory that a program may have; the interpreter's has no end."""
+    if device.type != "cuda":
+        return 1 << 30
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])
+
+
+def _is_lean(heads: Heads, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the best tiles are more than a program may have."""
+    return shared_bytes(device) < (_ROOM_FLOAT32 if dtype == torch.float32 and heads.padded > 128 else _ROOM)
+
+
 def _sees(sight: Sight) -> int:
     """The kernels' word for window and chunk; `Sight.reach` is the number that belongs to it."""
     return WINDOW if sight.window else CHUNK if sight.chunk else EVERYTHING
@@ -185,25 +203,28 @@ def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def rows_tile(heads: Heads, num_rows: int, max_query_len: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> Tile:
+def rows_tile(
+    heads: Heads, num_rows: int, max_query_len: int, dtype: torch.dtype, cache_dtype: torch.dtype, *, lean: bool = False
+) -> Tile:
     """The tile for rows of few queries: of all if they are at most MAX_SHORT_QUERIES, else of those it holds."""
     queries = max_query_len if max_query_len <= MAX_SHORT_QUERIES else 1
-    lines = max(8, _power_of_two(heads.group), min(64, _power_of_two(queries * heads.group)))
+    lines = max(8, _power_of_two(heads.group), min(32 if lean else 64, _power_of_two(queries * heads.group)))
     if dtype == torch.float32 or heads.padded > 128:
-        return Tile(lines, 4, 2)
+        return Tile(lines, 4, 1 if lean and heads.padded > 128 else 2)
     is_wide = cache_dtype != dtype or _WIDE_ROWS[0] <= num_rows <= _WIDE_ROWS[1]
     if lines > 8:
         return Tile(lines, 4, _ROW_STAGES)
     return Tile(lines, 4, *((_WIDE_ROW_STAGES, _WIDE_ROW_REGISTERS) if is_wide else (_ROW_STAGES, _ROW_REGISTERS)))
 
 
-def tiles_tile(heads: Heads, max_query_len: int, dtype: torch.dtype) -> Tile:
+def tiles_tile(heads: Heads, max_query_len: int, dtype: torch.dtype, *, lean: bool = False) -> Tile:
     """The tile for rows of many queries."""
+    stages = 1 if lean and heads.padded > 128 else 2
     if dtype == torch.float32:
-        return Tile(max(16, _power_of_two(heads.group)), 4, 2)
-    if heads.padded <= 128 and max_query_len * heads.group > 64:
+        return Tile(max(16, _power_of_two(heads.group)), 4, stages)
+    if heads.padded <= 128 and max_query_len * heads.group > 64 and not lean:
         return Tile(max(128, _power_of_two(heads.group)), 8, 2, 128)
-    return Tile(max(64, _power_of_two(heads.group)), 4, 2)
+    return Tile(max(64, _power_of_two(heads.group)), 4, stages)
 
 
 class Planner:
@@ -222,7 +243,7 @@ class Planner:
     ) -> None:
         """dtype: of queries; cache_dtype: of K and V, if another. processors: to plan for, 0 for the device's."""
         self.heads, self.sight, self._dtype, self._scratch = heads, sight, dtype, scratch
-        self._cache_dtype = cache_dtype or dtype
+        self._cache_dtype, self._lean = cache_dtype or dtype, _is_lean(heads, dtype, device)
         self._processors = processors or num_processors(device)
         self._work = self._tile_start = torch.zeros(0, dtype=torch.int32, device=device)
         self._captured: list[Tensor] = []
@@ -247,7 +268,7 @@ class Planner:
         heads, sight, num_rows = self.heads, self.sight, seq_lens.shape[0]
         reach = min(max_seq_len, sight.reach + max_query_len) if sight.reach else max_seq_len
         max_leaves = count_leaves(reach) + 1
-        rows_at = rows_tile(heads, num_rows, max_query_len, self._dtype, self._cache_dtype)
+        rows_at = rows_tile(heads, num_rows, max_query_len, self._dtype, self._cache_dtype, lean=self._lean)
         short = rows_at.lines // heads.group
         rows, tiles, prompts, capacity = None, None, None, 0
         if max_query_len <= short or num_tokens < num_rows * max_query_len:  # some row may be short
@@ -255,7 +276,7 @@ class Planner:
                 rows_at, query_start, seq_lens, min(short, max_query_len), max_leaves, for_capture
             )
         if max_query_len > short:
-            chosen = tile or tiles_tile(heads, max_query_len, self._dtype)
+            chosen = tile or tiles_tile(heads, max_query_len, self._dtype, lean=self._lean)
             tiles = self._tiles(
                 chosen, short, num_tokens // (chosen.lines // heads.group) + num_rows, max_leaves, for_capture
             )
@@ -296,7 +317,8 @@ class Planner:
         is_few = num_pairs * _FEW_PAIRS <= self._processors and tile.registers is not None
         if is_few and capacity == num_rows * max_leaves and not merges:
             programs = min(num_pairs * max_leaves, _FEW_PROGRAMS * self._processors)
-            tile = dataclasses.replace(tile, stages=_FEW_STAGES, registers=None)
+            stages = _LEAN_FEW_STAGES if self._lean else _FEW_STAGES
+            tile = dataclasses.replace(tile, stages=stages, registers=None)
             rows = RowsLaunch(tile, short, lines, programs, num_rows, 0, False, max_leaves, single=max_queries == 1)
             return rows, capacity
         is_copied = self._cache_dtype == self._dtype and row_attention.can_serve(

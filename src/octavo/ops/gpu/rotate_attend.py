@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from octavo.ops.gpu.launch import chained, launched
 from octavo.ops.gpu.repeated import repeated
 from octavo.ops.gpu.turned_heads import turned_heads
-from octavo.ops.paged_attention import Heads, Plan, Scratch, num_processors
+from octavo.ops.paged_attention import Heads, Plan, Scratch, num_processors, shared_bytes
 from octavo.ops.paged_attention_kernels import exp2_from
 from octavo.ops.paged_attention_work import leaf_of, leaf_start
 from octavo.ops.rope import Rotation
@@ -394,6 +394,9 @@ def _rotate_and_attend(
         place, start = next_place, next_start
 
 
+_SHARED_BYTES = 140 << 10  # that a program takes, at most
+
+
 def serves(heads: Heads, sight: Sight, kv: Tensor) -> bool:
     """Whether few rows may run here: of heads of 128 that see all before them."""
     is_plain = not sight.reach and sight.causal and not sight.soft_cap
@@ -401,9 +404,9 @@ def serves(heads: Heads, sight: Sight, kv: Tensor) -> bool:
 
 
 def _takes(kv: Tensor) -> bool:
-    """Of a device with room for two kernels' programs on a processor; copies to shared memory are 16 bytes wide."""
+    """Of a device that launches early and has the room; copies to shared memory are 16 bytes wide."""
     aligned = kv.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in kv.stride()[:3])
-    return aligned and "launch_pdl" in chained(kv.device)
+    return aligned and "launch_pdl" in chained(kv.device) and shared_bytes(kv.device) >= _SHARED_BYTES
 
 
 def rotate_and_attend(
