@@ -19,6 +19,7 @@ import pytest
 import octavo
 from octavo.serve.settings import ServeConfig
 from octavo.serve.state import STEP_DEADLINE, ServeState
+from octavo.settings import ConfigError
 from server_rig import SRC, RunningServer, StartServer
 
 LONG = {"model": "octavo-tiny", "prompt": "say it again", "max_tokens": 2000, "ignore_eos": True}
@@ -282,3 +283,13 @@ def test_a_unix_socket_is_its_owners(tmp_path: Path) -> None:
 
     with listen(config):
         assert path.stat().st_mode & 0o777 == 0o600
+        with pytest.raises(ConfigError, match="Address already in use"):
+            listen(config)
+    assert path.is_socket(), "as a server that was killed leaves it"
+    with listen(config), socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(path))
+    path.unlink()
+    path.write_text("a file of the user's")
+    with pytest.raises(ConfigError, match="Address already in use"):
+        listen(config)
+    assert path.read_text()

@@ -14,6 +14,7 @@ import logging
 import os
 import signal
 import socket
+import stat
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -74,9 +75,11 @@ def listen(serve: ServeConfig) -> socket.socket:
     """A bound socket. Raises ConfigError."""
     if serve.uds is not None:
         sock = socket.socket(socket.AF_UNIX)
+        _remove_stale(serve.uds)
         old_mask = os.umask(0o177)
         try:
             sock.bind(serve.uds)
+            sock.listen(_BACKLOG)  # from now on nobody takes it for one that was left
         except OSError as error:
             raise ConfigError("uds", serve.uds, f"cannot be bound ({error.strerror})") from None
         finally:
@@ -96,6 +99,16 @@ def listen(serve: ServeConfig) -> socket.socket:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
     sock.setblocking(False)
     return sock
+
+
+def _remove_stale(path: str) -> None:
+    """Remove a socket that nobody listens on: a server that was killed leaves it."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as visitor:
+        if stat.S_ISSOCK(os.lstat(path).st_mode):
+            try:
+                visitor.connect(path)
+            except ConnectionRefusedError:
+                os.unlink(path)
 
 
 async def _serve(config: EngineConfig, serve: ServeConfig, sock: socket.socket, command: Sequence[str] | None) -> int:
