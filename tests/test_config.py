@@ -14,7 +14,9 @@ from octavo.arch import Arch
 from octavo.config import DeviceFacts, EngineConfig, Resolved, load_config, resolve
 from octavo.settings import ConfigError, parse_bytes, parse_length
 
-GPU = dataclasses.replace(CPU, cuda="NVIDIA H200", cuda_free_bytes=100 << 30, cuda_total_bytes=140 << 30)
+GPU = dataclasses.replace(
+    CPU, cuda="NVIDIA H200", cuda_capability=(9, 0), cuda_free_bytes=100 << 30, cuda_total_bytes=140 << 30
+)
 
 
 def resolved(arch: Arch = ARCH, facts: DeviceFacts = CPU, **fields: Any) -> Resolved:
@@ -260,3 +262,12 @@ def test_conflicts_are_refused_with_both_numbers(facts: DeviceFacts, fields: dic
 def test_two_backends_at_once_are_refused() -> None:
     with pytest.raises(ConfigError, match="keep one"):
         EngineConfig(attention_backend="cpu", attention_config={"backend": "reference"})
+
+
+def test_a_gpu_without_float8_refuses_such_a_cache() -> None:
+    ampere = dataclasses.replace(GPU, cuda="NVIDIA A100", cuda_capability=(8, 0))
+    with pytest.raises(ConfigError, match=r"'fp8'.* NVIDIA A100 has compute capability 8\.0, .* need 8\.9; set auto"):
+        resolved(facts=ampere, kv_cache_dtype="fp8")
+    assert resolved(facts=ampere, kv_cache_dtype="int8").kv_cache_dtype == "int8"
+    assert resolved(facts=ampere, kv_cache_dtype="fp8", device="cpu").kv_cache_dtype == "fp8"
+    assert resolved(facts=dataclasses.replace(GPU, cuda_capability=(8, 9)), kv_cache_dtype="fp8").device == "cuda"

@@ -198,6 +198,7 @@ class DeviceFacts:
     total_bytes: int
     native_isas: tuple[str, ...] = ()  # instruction sets whose compiled operators are built and run here, best first
     cuda: str = ""  # the GPU's name; empty: none
+    cuda_capability: tuple[int, int] = (0, 0)
     cuda_free_bytes: int = 0
     cuda_total_bytes: int = 0
     cpu_features: tuple[str, ...] = ()
@@ -247,6 +248,7 @@ _UNCHANGED = (
     "num_gpu_blocks_override", "gpu_memory_utilization", "seed", "logprobs_mode",
 )  # fmt: skip
 DEFAULT_BLOCK_SIZE = {"cpu": 16, "cuda": 64}  # kernels for a GPU read tiles of 64 tokens
+_FP8_CAPABILITY = (8, 9)
 _DEFAULT_SEQS = {"cpu": 64, "cuda": 256}
 _DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
 
@@ -277,7 +279,7 @@ def resolve(config: EngineConfig, arch: Arch, facts: DeviceFacts) -> Resolved:
         layer_backends=_resolve_layer_backends(config),
         block_size=block_size,
         kernel_block_size=_resolve_kernel_block_size(config, block_size),
-        kv_cache_dtype=_resolve_cache_dtype(config, dtype, why),
+        kv_cache_dtype=_resolve_cache_dtype(config, facts, device, dtype, why),
         attention_options=dict(config.attention_config),
         max_model_len=length,
         max_model_len_is_auto=config.max_model_len in (None, -1),
@@ -335,7 +337,7 @@ def _resolve_dtype(config: EngineConfig, arch: Arch, device: str, why: dict[str,
     return config.dtype
 
 
-def _resolve_cache_dtype(config: EngineConfig, dtype: str, why: dict[str, str]) -> str:
+def _resolve_cache_dtype(config: EngineConfig, facts: DeviceFacts, device: str, dtype: str, why: dict[str, str]) -> str:
     """A cache may be narrower than what is computed with, never wider."""
     if config.kv_cache_dtype == "auto":
         why["kv_cache_dtype"] = "dtype's"
@@ -344,6 +346,10 @@ def _resolve_cache_dtype(config: EngineConfig, dtype: str, why: dict[str, str]) 
         raise ConfigError(
             "kv_cache_dtype", config.kv_cache_dtype, f"K and V are computed in {dtype}", f"set auto, {dtype} or fp8"
         )
+    if config.kv_cache_dtype == "fp8" and device == "cuda" and facts.cuda_capability < _FP8_CAPABILITY:
+        own, least = (".".join(map(str, capability)) for capability in (facts.cuda_capability, _FP8_CAPABILITY))
+        limit = f"{facts.cuda} has compute capability {own}, kernels for float8 e4m3 need {least}"
+        raise ConfigError("kv_cache_dtype", "fp8", limit, "set auto or int8")
     return config.kv_cache_dtype
 
 

@@ -32,9 +32,9 @@ def device_facts(device: str = "auto") -> DeviceFacts:
     from octavo.ops import native
 
     free, total = memory_bytes()
-    name, cuda_free, cuda_total = "", 0, 0
+    name, capability, cuda_free, cuda_total = "", (0, 0), 0, 0
     if device != "cpu" and torch.cuda.is_available():
-        name = torch.cuda.get_device_name()
+        name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
         cuda_free, cuda_total = torch.cuda.mem_get_info()
     return DeviceFacts(
         num_cores=num_cores(),
@@ -42,6 +42,7 @@ def device_facts(device: str = "auto") -> DeviceFacts:
         total_bytes=total,
         native_isas=native.built_isas(),
         cuda=name,
+        cuda_capability=capability,
         cuda_free_bytes=cuda_free,
         cuda_total_bytes=cuda_total,
         cpu_features=cpu_features(),
