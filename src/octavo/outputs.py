@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
+NO_TOKEN = "no_token_allowed"  # the stop_reason of an output whose wishes exclude each other: no failure of the model
+
 
 class Logprob(msgspec.Struct, frozen=True, gc=False):
     """Log-probability of one token at one position."""

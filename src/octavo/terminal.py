@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from octavo import flags
 from octavo.config import ENVIRONMENT, EngineConfig, load_config
 from octavo.observe import Phases, setup_logging
+from octavo.outputs import NO_TOKEN
 from octavo.settings import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
@@ -273,7 +274,7 @@ def _plain(position: LogprobsDict) -> dict[str, float]:
 def _check_sound(output: RequestOutput) -> None:
     """Raise ValueError for wishes that exclude each other, RuntimeError for a failure of the model."""
     for completion in output.outputs:
-        if completion.finish_reason == "error" and completion.stop_reason == "no_token_allowed":
+        if completion.finish_reason == "error" and completion.stop_reason == NO_TOKEN:
             raise ValueError("the output's form, and the tokens that are allowed or forbidden, leave no token to go on")
         if completion.finish_reason == "error":
             raise RuntimeError(f"the model failed on this prompt: {completion.stop_reason}")

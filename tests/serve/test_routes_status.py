@@ -65,6 +65,20 @@ def test_small_routes(server: RunningServer) -> None:
     assert metric(server, "vllm:num_requests_running") == 0
 
 
+def test_metrics_count_every_request_once(start_server: StartServer) -> None:
+    server = start_server("--dtype", "float32", scripted=False)
+    body = {"model": "octavo-tiny", "prompt": [[5, 6, 7], [8]], "n": 2, "max_tokens": 3, "ignore_eos": True}
+    usage = server.post("/v1/completions", body).json()["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (4, 12)
+    forbidden = {"structured_outputs": {"regex": "abc"}, "allowed_token_ids": [5], "prompt": [5], "n": 1}
+    assert server.post("/v1/completions", body | forbidden).status == 400
+    for name, value in (
+        ("prompt_tokens_total", 4), ("generation_tokens_total", 12), ("request_prompt_tokens_count", 3),
+        ("request_params_n_sum", 5), ("time_to_first_token_seconds_count", 2), ("corrupted_requests_total", 0),
+    ):  # fmt: skip
+        assert metric(server, f"vllm:{name}") == value, name
+
+
 def test_tokenizer_routes(server: RunningServer) -> None:
     made = server.post("/tokenize", {"prompt": "hello world", "return_token_strs": True}).json()
     assert made["count"] == len(made["tokens"]) == len(made["token_strs"]) and made["max_model_len"] == 2048

@@ -18,6 +18,7 @@ import torch
 from octavo.device.staging import StagedTensor, WriteQueue
 from octavo.grammar import NO_GRAMMARS, Grammars
 from octavo.ops.sample import cut_, draw, nan_rows
+from octavo.outputs import NO_TOKEN
 from octavo.plan import NewRow
 from octavo.sampling import logprobs
 from octavo.sampling.grammar import GrammarMask
@@ -28,7 +29,7 @@ from octavo.sampling.rows import IntArray, RowSet, SampleBatch
 from octavo.sampling.truncation import Truncation
 
 # what SamplerOutput.failed holds, in StepResult's words
-FAILURES = ("", "nan_logits", "no_token_allowed")
+FAILURES = ("", "nan_logits", NO_TOKEN)
 
 
 class Feature(Protocol):

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from octavo.outputs import CompletionOutput, RequestOutput
+from octavo.outputs import NO_TOKEN, CompletionOutput, RequestOutput
 from octavo.sampling_params import (
     ParameterError,
     RequestOutputKind,
@@ -30,7 +30,6 @@ from octavo.serve.state import ServeState, too_many
 from octavo.serve.stream import OutputStream, SlowReaderError
 
 COMPLETION_TOKENS = 16  # of a completion whose request says nothing; a chat fills the context
-NO_TOKEN = "no_token_allowed"  # the engine's word for a request whose wishes exclude each other
 _LONG_TEXT = 16_384  # characters of a request; what is beyond them is tokenized off the event loop
 _DEFAULTS = SamplingParams()
 

@@ -136,7 +136,7 @@ class ServerMetrics(Collector):
     def _ended(self, event: str, facts: RequestFacts) -> None:
         successes, seen, n = self._values["request_success"], self._histograms, facts.params.n
         missing = "abort" if event == "aborted" else "error"
-        self._values["corrupted_requests"][""] += "error" in facts.finish_reasons.values()
+        self._values["corrupted_requests"][""] += facts.is_corrupted
         for index in range(n):
             reason = facts.finish_reasons.get(index, missing)
             successes[reason if reason in FINISH_REASONS else "error"] += 1

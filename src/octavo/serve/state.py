@@ -40,7 +40,6 @@ class ServeState:
         self.template_kwargs = frozenset(split(config.allowed_template_kwargs))
         self.metrics = ServerMetrics(self.model_names[0], max_model_len=engine.limits.max_model_len)
         self.metrics.watch(engine)
-        engine.observers.append(self.metrics.observe)
         self.created = int(time.time())
         self.num_open = 0  # exchanges that generate
         self._idle_streams: set[Exchange] = set()

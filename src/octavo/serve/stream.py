@@ -41,6 +41,7 @@ class RequestFacts(msgspec.Struct, kw_only=True):
     previous_token_at: float | None = None  # the event with tokens before the last one
     last_token_at: float | None = None
     finished_at: float | None = None
+    is_corrupted: bool = False  # failed, and not for wishes that exclude each other
     finish_reasons: dict[int, str] = {}  # by completion; complete once finished; "rejected": {0: reason}
 
 
