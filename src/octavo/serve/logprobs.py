@@ -33,9 +33,9 @@ class TokenTexts:
 class Offsets:
     """Where tokens begin in the text that they make, in characters."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool) -> None:
-        """`skip_special`: special tokens have no text."""
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool, prompt: str = "") -> None:
+        """`skip_special`: special tokens have no text, but where `prompt`, which the text begins with, holds it."""
+        self._tokenizer, self._prompt = tokenizer, prompt
         self._skipped = tokenizer.special_token_ids if skip_special else frozenset()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
@@ -43,8 +43,9 @@ class Offsets:
     def add(self, token_id: int) -> int:
         """Take the next token; where it begins."""
         offset = self._offset
-        if token_id not in self._skipped:
-            self._offset += len(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
+        text = self._decoder.decode(self._tokenizer.token_bytes(token_id))
+        if token_id not in self._skipped or (text and self._prompt.startswith(text, offset)):
+            self._offset += len(text)
         return offset
 
 

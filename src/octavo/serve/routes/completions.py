@@ -192,19 +192,19 @@ class _Answer:
         return choice if choice.text or choice.finish_reason or says_more else None
 
     def _logprobs(self, output: RequestOutput, completion: CompletionOutput) -> CompletionLogprobs:
-        token_ids = completion.token_ids
+        token_ids, echoed = completion.token_ids, ""
         entries: list[LogprobsDict | None] = list(completion.logprobs or ())
         if self._request.echo:
-            token_ids = output.prompt_token_ids + token_ids
+            token_ids, echoed = output.prompt_token_ids + token_ids, output.prompt or ""
             entries = (output.prompt_logprobs or [None]) + entries
-        return completion_logprobs(self._texts, self._offsets(), token_ids, entries)
+        return completion_logprobs(self._texts, self._offsets(echoed), token_ids, entries)
 
     @property
     def _texts(self) -> TokenTexts:
         return TokenTexts(self._state.tokenizer, self._request.return_tokens_as_token_ids)
 
-    def _offsets(self) -> Offsets:
-        return Offsets(self._state.tokenizer, self._run.params.skip_special_tokens)
+    def _offsets(self, echoed: str = "") -> Offsets:
+        return Offsets(self._state.tokenizer, self._run.params.skip_special_tokens, echoed)
 
     def _prompt_text(self, prompt: Prompt) -> str:
         if prompt.text is not None:
