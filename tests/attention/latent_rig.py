@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import random
 from collections.abc import Sequence
+from unittest import mock
 
 import torch
 
@@ -85,6 +86,32 @@ def check_attention_equals_the_twin(device: torch.device, dtype: torch.dtype) ->
         got = batch.run("mla", splits).float()
         tolerance = {"atol": 2e-5, "rtol": 0.0} if dtype == torch.float32 else {"atol": 1e-2, "rtol": 2**-6}
         torch.testing.assert_close(got, expected, **tolerance)
+
+
+def check_heads_of_several_tiles(device: torch.device, dtype: torch.dtype) -> None:
+    batch = Batch([(600, 2), (40, 3)], dtype, device)
+    inputs, heads = batch.inputs, torch.arange(70, device=device) % HEADS
+    q, out = batch.q[:, heads], batch.q.new_empty(len(batch.q), 70, LATENT)
+    expected = batch.run("mla", 1)[:, heads].float()
+    for splits in (1, 2):
+        latent.latent_attention(
+            q, batch.kv, inputs.query_start, inputs.seq_lens, inputs.block_table, out, scale=SCALE, splits=splits,
+            max_leaves=2, scratch=torch.empty(latent.part_floats(len(q), 70, LATENT, 2), device=device),
+        )  # fmt: skip
+        tolerance = {"atol": 2e-5, "rtol": 0.0} if dtype == torch.float32 else {"atol": 1e-2, "rtol": 2**-6}
+        torch.testing.assert_close(out.float(), expected, **tolerance)
+
+
+def check_a_grid_of_many_tokens_is_one_that_cuda_takes(device: torch.device, dtype: torch.dtype) -> None:
+    batch = Batch([(30, 1)], dtype, device)
+    inputs, q = batch.inputs, batch.q.expand(70_000, -1, -1)
+    with mock.patch.object(latent, "_attend", mock.MagicMock()) as kernel:
+        latent.latent_attention(
+            q, batch.kv, inputs.query_start, inputs.seq_lens, inputs.block_table, q[..., :LATENT], scale=SCALE,
+            splits=1, max_leaves=1, scratch=q.new_empty(0),
+        )  # fmt: skip
+    (grid,) = kernel.__getitem__.call_args.args
+    assert max(grid[1:], default=1) <= 65_535, grid
 
 
 def check_a_quantized_cache_is_its_numbers_times_the_scale(device: torch.device, dtype: torch.dtype) -> None:

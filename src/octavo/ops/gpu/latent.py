@@ -212,18 +212,23 @@ def _attend(
     PADDED_ROPE: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, LEVELS: tl.constexpr,
     LEAF: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Program (split, heads, token). SPLIT: each takes a run of leaves and writes them apart, for `_merge`."""
-    token = tl.num_programs(2) - 1 - tl.program_id(2)  # the longest first
+    """Programs: a token's splits, head tile by head tile; all on one axis, for the others of a grid end at 65,535.
+
+    SPLIT: each takes a run of leaves and writes them apart, for `_merge`.
+    """
+    HEAD_TILES: tl.constexpr = (NUM_HEADS + BM - 1) // BM
+    split, place = tl.program_id(0) % splits, tl.program_id(0) // splits
+    token = tl.num_programs(0) // splits // HEAD_TILES - 1 - place // HEAD_TILES  # the longest first
     if token >= tl.load(query_start + num_rows):
         return
     row, high = _row_and_seen(query_start, seq_lens, num_rows, token)
     num_leaves = tl.cdiv(high, LEAF)
     run = tl.cdiv(num_leaves, splits)
-    first = tl.program_id(0) * run
+    first = split * run
     last = tl.minimum(first + run, num_leaves)
     if SPLIT and first >= last:
         return
-    head = tl.program_id(1) * BM + tl.arange(0, BM)
+    head = place % HEAD_TILES * BM + tl.arange(0, BM)
     channel, rope = tl.arange(0, PADDED), tl.arange(0, PADDED_ROPE)
     live = (head < NUM_HEADS)[:, None]
     at = (q + tl.cast(token, tl.int64) * q_token + head * q_head)[:, None]
@@ -317,7 +322,7 @@ def latent_attention(
     heads = 16 if num_heads <= 16 else 64
     if not num_tokens:
         return
-    _attend[(splits, triton.cdiv(num_heads, heads), num_tokens)](
+    _attend[(splits * triton.cdiv(num_heads, heads) * num_tokens,)](
         q, kv, out, query_start, seq_lens, block_table, parts, stats, key_scale, q.stride(0), q.stride(1),
         out.stride(0), out.stride(1), kv.stride(0), kv.stride(2), block_table.stride(0), num_rows, splits, max_leaves,
         scale * _LOG2_E, NUM_HEADS=num_heads, STATE=state_size, LATENT=latent_size, PADDED=padded,
