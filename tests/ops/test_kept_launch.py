@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import logging
 import os
@@ -79,6 +80,16 @@ def test_files_that_are_not_used_go_when_another_is_written(tmp_path: Path, monk
     assert names() == {"old but read", "young", "new"}
     write(tmp_path / "newer", KEY, FORM)
     assert names() == {"old but read", "new", "newer"}, "of more than there may be, the one used longest ago goes"
+
+
+def test_what_cannot_be_written_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        write(tmp_path / "x.json", KEY, FORM)
+    assert not list(tmp_path.iterdir())
 
 
 def test_files_that_others_remove_meanwhile_are_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

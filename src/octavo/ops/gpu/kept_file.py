@@ -71,9 +71,13 @@ def write(path: Path, key: Any, body: Any) -> None:
     text = json.dumps([key, body])
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent)
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.write(f"{sum_of(text)}\n{text}\n")
-    os.replace(temporary, path)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(f"{sum_of(text)}\n{text}\n")
+        os.replace(temporary, path)
+    except OSError:  # as of a full disk
+        os.unlink(temporary)
+        raise
     _prune(path.parent)
 
 
