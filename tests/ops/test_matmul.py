@@ -231,3 +231,20 @@ def test_the_library_is_compared_once_and_its_answer_kept(
         _forget(monkeypatch)
     assert gpu.check_library(torch.zeros(16, 16)) and gpu.check_library(torch.zeros(8, 16, dtype=torch.bfloat16))
     assert compared[2:] == [(16, 16), (8, 16)]
+
+
+def test_a_comparison_that_fails_leaves_the_library_unchecked(
+    compared: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one without memory does, whose engine may start again with other settings."""
+    from octavo.ops.gpu import matmul as gpu
+
+    def fail(weight: torch.Tensor) -> bool:
+        raise torch.OutOfMemoryError
+
+    bad = torch.zeros(40, 16)
+    with monkeypatch.context() as patch:
+        patch.setattr(gpu, "_agrees", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            gpu.check_library(bad)
+    assert not gpu.check_library(bad) and compared == [(40, 16)]

@@ -117,12 +117,12 @@ def check_library(weight: Tensor) -> bool:
     shape = n, k, dtype
     if _numerics == "fast" or shape in _checked:
         return shape not in _without_library
-    _checked.add(shape)
     if not kept_check.holds(["library", n, k, str(dtype)], weight.device, lambda: _agrees(weight)):
         _LOG.warning(
             "cuBLASLt sums in another order for a %s weight %s: products of many rows are slower", dtype, shape
         )
         _without_library.add(shape)
+    _checked.add(shape)
     return shape not in _without_library
 
 
