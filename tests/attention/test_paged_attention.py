@@ -24,10 +24,10 @@ def _keep_threads():
         native.set_num_threads(before)
 
 
-def attend(batch: Batch, **options) -> torch.Tensor:
+def attend(batch: Batch, operator: Any = paged_attention, **options) -> torch.Tensor:
     out = torch.full_like(batch.q, 7.0)
     others = {name: options.pop(name) for name in ("alibi_slopes", "sinks") if name in options}
-    paged_attention(*batch.args(), out, sight=Sight(batch.q.shape[2] ** -0.5, **options), **others)
+    operator(*batch.args(), out, sight=Sight(batch.q.shape[2] ** -0.5, **options), **others)
     return out
 
 
@@ -57,7 +57,10 @@ def _history(dtype: torch.dtype = torch.float32, num_tokens: int = 1200) -> Hist
 EDGES = sorted({1, 2, TILE - 1, TILE, TILE + 1, LEAF - 1, LEAF, LEAF + 1, 2 * LEAF + 5, 1200})
 
 
-@needs_native
+@pytest.mark.parametrize(
+    "operator",
+    [pytest.param(paged_attention, marks=needs_native, id="native"), pytest.param(paged_attention_eager, id="eager")],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "options",
@@ -70,15 +73,17 @@ EDGES = sorted({1, 2, TILE - 1, TILE, TILE + 1, LEAF - 1, LEAF, LEAF + 1, 2 * LE
     ],
     ids=str,
 )
-def test_decode_prefill_and_chunks_have_the_same_bits(dtype: torch.dtype, options: dict[str, Any]) -> None:
+def test_decode_prefill_and_chunks_have_the_same_bits(
+    operator: Any, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
     history = _history(dtype)
-    whole = attend(make_batch([(history, 1200, 1200)], 16), **options)
+    whole = attend(make_batch([(history, 1200, 1200)], 16), operator, **options)
     for end in EDGES:
-        assert torch.equal(attend(make_batch([(history, end, 1)], 16), **options)[0], whole[end - 1]), end
+        assert torch.equal(attend(make_batch([(history, end, 1)], 16), operator, **options)[0], whole[end - 1]), end
     position = 0
     for chunk in (3, 13, 48, 64, 500, 572):
         position += chunk
-        out = attend(make_batch([(history, position, chunk)], 16), **options)
+        out = attend(make_batch([(history, position, chunk)], 16), operator, **options)
         assert torch.equal(out, whole[position - chunk : position]), position
 
 

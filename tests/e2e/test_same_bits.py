@@ -64,6 +64,18 @@ def test_every_setting(
         assert _results(llm, held_out_prompts) == alone[dtype]
 
 
+@pytest.mark.parametrize("twins", [{"native": "off"}, {"attention_backend": "reference"}], ids=["all", "attention"])
+def test_eager_twins(make_llm: Any, held_out_prompts: list[str], twins: dict[str, Any]) -> None:
+    """What runs where no compiler was, and what runs a user's mods on a CPU."""
+    prompts, twins = held_out_prompts[:4], {"num_threads": 1, **twins}
+    llm = make_llm(enable_prefix_caching=False, **twins)
+    expected = [_one(llm, prompt, own) for prompt, own in zip(prompts, _params(len(prompts)), strict=True)]
+    for name in ("chunks of 16", "asynchronous, small pool"):
+        llm = make_llm(**twins, **SETTINGS[name])
+        for _ in range(2):
+            assert _results(llm, prompts) == expected, name
+
+
 def test_siblings_equal_separate_requests(make_llm: Any, held_out_prompts: list[str]) -> None:
     llm = make_llm()
     params = SamplingParams(temperature=1.0, seed=7, n=4, max_tokens=12, ignore_eos=True)

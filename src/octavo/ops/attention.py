@@ -4,7 +4,7 @@ Owns the canonical order of the sums and the checks of its inputs. Does not know
 queries, a length and a line of the block table. Invariant: the bits of a (query, head) depend on its own q and on its
 own K and V in logical order, never on the batch, the chunk, the block size, where blocks lie, or the thread count.
 
-The canonical order (native code; `paged_attention_eager` is independent of it): absolute tiles of TILE tokens from
+The canonical order (native code; `paged_attention_eager` has one of its own): absolute tiles of TILE tokens from
 position 0 inside absolute leaves of LEAF tokens. Within a leaf an online softmax over the tiles in ascending order;
 leaves are folded in ascending order. A dot product is 16 lane sums, then a fixed tree. All in float32. What a query
 does not see is never read for it and takes part in no sum, so a tile that is seen in part equals any other way to see
@@ -27,6 +27,7 @@ from octavo.ops.sight import Sight
 TILE = 32  # tokens per step of the online softmax; the native source holds the same number
 _NARROW = (torch.bfloat16, torch.float8_e4m3fn, torch.int8)  # caches that native code widens
 LEAF = 512  # tokens per independent partial result; a multiple of TILE
+_QUERIES, _KEYS = 16, 256  # tiles of the eager twin
 
 # (scores [kv_heads, group, queries, keys], row, positions [queries], keys' positions [keys]) -> scores, -inf if hidden
 ChangeScores = Callable[[torch.Tensor, int, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -121,37 +122,38 @@ def paged_attention_eager(
     """The twin of `paged_attention` in plain torch: per row a gather of its K and V, then softmax attention.
 
     Any float dtypes; kv may be float8_e4m3fn or int8 as well. change: what else is done to the scores. A query that
-    sees nothing gets 0.
+    sees nothing gets 0. Products and sums are of absolute tiles of one shape, whatever the chunk: where a library chose
+    by shape, bits would depend on it. Hidden keys weigh 0, which leaves every sum as it is.
     """
-    num_kv_heads, block_size = kv.shape[1], kv.shape[2]
     starts, bias = query_start.tolist(), _Bias(sight, tuple(alibi_slopes))
     for row, seq_len in enumerate(seq_lens.tolist()):
         begin, end = starts[row], starts[row + 1]
-        if begin == end:
-            continue
         if seq_len == 0:
             out[begin:end] = 0
+        if begin == end or seq_len == 0:
             continue
-        position = torch.arange(seq_len - (end - begin), seq_len, device=q.device)
-        first = bias.first_seen(int(position[0]))
-        tokens = _gather(kv, block_table[row], first // block_size, -(-seq_len // block_size))
-        tokens = tokens[:, first % block_size :][:, : seq_len - first]  # [kv_heads, keys, channels]
+        start = seq_len - (end - begin)  # position of the first query
+        first = bias.first_seen(start)
+        tokens = _gather(kv, block_table[row], first, seq_len)
         keys, values = _split(tokens, q.shape[2], value_size, key_scale, value_scale)
-        queries = q[begin:end].float().unflatten(1, (num_kv_heads, -1))  # [tokens, kv_heads, group, head_size]
-        scores = torch.einsum("tkgd,ksd->kgts", queries, keys) * sight.scale
-        if sight.soft_cap:
-            scores = sight.soft_cap * torch.tanh(scores / sight.soft_cap)
-        column = torch.arange(first, seq_len, device=q.device)
-        scores = bias(scores, position[:, None], column[None, :])
-        if change is not None:
-            scores = change(scores, row, position, column)
-        weights = _softmax(scores, sinks)
-        result = torch.einsum("kgts,ksd->tkgd", weights, values)
-        out[begin:end] = result.flatten(1, 2).to(out.dtype)
+        for tile in range(start // _QUERIES * _QUERIES, seq_len, _QUERIES):
+            low, high = max(tile, start), min(tile + _QUERIES, seq_len)
+            mine = slice(begin + low - start, begin + high - start)
+            queries = q.new_zeros((_QUERIES, *q.shape[1:]), dtype=torch.float32)
+            queries[low - tile : high - tile] = q[mine]
+            position = torch.arange(tile, tile + _QUERIES, device=q.device).clamp(low, high - 1)
+            scores: list[torch.Tensor] = []
+            for at in range(first // _KEYS * _KEYS, high if sight.causal else seq_len, _KEYS):
+                column = torch.arange(at, at + _KEYS, device=q.device)
+                known = column.clamp(first, seq_len - 1)
+                part = bias(queries, keys[len(scores)], position[:, None], known[None, :])
+                part = part if change is None else change(part, row, position, known)
+                scores.append(part.masked_fill(column != known, float("-inf")))
+            out[mine] = _average(scores, values, sinks)[low - tile : high - tile].to(out.dtype)
 
 
 class _Bias(NamedTuple):
-    """What depends on the positions of query and key alone."""
+    """Scores, and what of them depends on the positions of query and key alone."""
 
     sight: Sight
     alibi_slopes: tuple[float, ...]
@@ -161,8 +163,18 @@ class _Bias(NamedTuple):
         first = max(0, position + 1 - self.sight.window) if self.sight.window else 0
         return max(first, position // self.sight.chunk * self.sight.chunk) if self.sight.chunk else first
 
-    def __call__(self, scores: torch.Tensor, position: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
-        """scores [kv_heads, group, queries, keys], -inf where hidden; position [queries, 1], column [1, keys]."""
+    def __call__(
+        self, queries: torch.Tensor, keys: torch.Tensor, position: torch.Tensor, column: torch.Tensor
+    ) -> torch.Tensor:
+        """Scores [kv_heads, group, queries, keys], -inf where hidden.
+
+        queries: [queries, heads, head_size], at position [queries, 1]; keys: [kv_heads, keys, head_size], at column
+        [1, keys].
+        """
+        groups = queries.unflatten(1, (len(keys), -1))  # [queries, kv_heads, group, head_size]
+        scores = torch.einsum("tkgd,ksd->kgts", groups, keys) * self.sight.scale
+        if self.sight.soft_cap:
+            scores = self.sight.soft_cap * torch.tanh(scores / self.sight.soft_cap)
         if self.alibi_slopes:
             slopes = torch.tensor(self.alibi_slopes, device=scores.device).view(*scores.shape[:2], 1, 1)
             scores = scores + slopes * (column - position)
@@ -175,10 +187,17 @@ class _Bias(NamedTuple):
 
 
 def _gather(kv: torch.Tensor, table: torch.Tensor, first: int, last: int) -> torch.Tensor:
-    """The tokens of columns first .. last - 1 of a block table's line, [kv_heads, tokens, channels] float32."""
+    """Tokens first .. last - 1 of a block table's line, in whole tiles of keys: [kv_heads, tokens, channels] float32.
+
+    What else the tiles would have is 0: nobody may have written it.
+    """
     raw = kv.view(torch.uint8) if kv.dtype == torch.float8_e4m3fn else kv  # torch indexes no float8
-    blocks = raw[table[first:last].long()]
-    return blocks.view(kv.dtype).float().transpose(0, 1).flatten(1, 2)
+    size, base = kv.shape[2], first // _KEYS * _KEYS
+    blocks = raw[table[first // size : -(-last // size)].long()]
+    found = blocks.view(kv.dtype).float().transpose(0, 1).flatten(1, 2)[:, first % size :]
+    tokens = found.new_zeros((len(found), -(-(last - base) // _KEYS) * _KEYS, found.shape[2]))
+    tokens[:, first - base : last - base] = found[:, : last - first]
+    return tokens
 
 
 def _split(
@@ -187,21 +206,33 @@ def _split(
     value_size: int,
     key_scale: torch.Tensor | None,
     value_scale: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V, scaled, of tokens [kv_heads, keys, channels]."""
+) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    """Tiles of K and V, scaled, of tokens [kv_heads, keys, channels]."""
     keys = tokens[..., :head_size]
     if key_scale is not None:
         keys = keys * key_scale[:, None, None]
-    if value_size:
-        return keys, keys[..., :value_size]
-    values = tokens[..., head_size:]
-    return keys, values if value_scale is None else values * value_scale[:, None, None]
+    values = keys[..., :value_size] if value_size else tokens[..., head_size:]
+    if value_scale is not None and not value_size:
+        values = values * value_scale[:, None, None]
+    return keys.split(_KEYS, dim=1), values.split(_KEYS, dim=1)
 
 
-def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Over the keys; a sink takes its share of the sum."""
-    if sinks is None:
-        blind = (scores == float("-inf")).all(dim=-1, keepdim=True)
-        return scores.softmax(dim=-1).masked_fill(blind, 0.0)
-    column = sinks.float().view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
-    return torch.cat((scores, column), dim=-1).softmax(dim=-1)[..., :-1]
+def _average(
+    scores: Sequence[torch.Tensor], values: Sequence[torch.Tensor], sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """The values weighted by the softmax over all keys: [queries, heads, channels]. A sink takes its share of the sum.
+
+    scores: [kv_heads, group, queries, keys] and values: [kv_heads, keys, channels], tiles of keys in order.
+    """
+    best = torch.stack([part.amax(dim=-1) for part in scores]).amax(dim=0)  # [kv_heads, group, queries]
+    sink = best.new_tensor(float("-inf")) if sinks is None else sinks.float().view(*best.shape[:2], 1)
+    best = torch.maximum(best, sink)
+    best = best.masked_fill(best == float("-inf"), 0.0)
+    total = torch.exp(sink - best)
+    result = torch.zeros((), device=best.device)
+    for part, own in zip(scores, values[: len(scores)], strict=True):
+        weights = torch.exp(part - best[..., None])
+        total = total + weights.sum(dim=-1)
+        result = result + torch.einsum("kgts,ksd->tkgd", weights, own)
+    total = total.masked_fill(total == 0.0, 1.0)  # of a query that sees nothing
+    return (result / total.permute(2, 0, 1)[..., None]).flatten(1, 2)
