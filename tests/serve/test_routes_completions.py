@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from server_rig import RunningServer
+from server_rig import RunningServer, StartServer
 
 PATH = "/v1/completions"
 GREEDY = {"model": "octavo-tiny", "temperature": 0, "max_tokens": 8}
@@ -108,6 +108,13 @@ def test_echo_leaves_prompt_logprobs_that_were_asked_for(server: RunningServer) 
     plain = complete(server, prompt=[5, 6, 7], prompt_logprobs=2, max_tokens=1)["choices"][0]
     echoed = complete(server, prompt=[5, 6, 7], prompt_logprobs=2, max_tokens=1, echo=True)["choices"][0]
     assert echoed["prompt_logprobs"] == plain["prompt_logprobs"] and echoed["text"].endswith(plain["text"])
+
+
+def test_a_priority_without_effect_is_told(server: RunningServer, start_server: StartServer) -> None:
+    warnings = ["priority: has no effect (--scheduling-policy)"]
+    assert complete(server, prompt="a", priority=1)["warnings"] == warnings
+    assert "warnings" not in complete(server, prompt="a", priority=0)
+    assert "warnings" not in complete(start_server("--scheduling-policy", "priority"), prompt="a", priority=1)
 
 
 def test_tokens_as_ids(server: RunningServer) -> None:

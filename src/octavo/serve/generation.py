@@ -19,6 +19,7 @@ from octavo.sampling_params import (
     RequestOutputKind,
     SamplingParams,
     check_length,
+    check_request_options,
     check_text,
     check_token_ids,
 )
@@ -88,6 +89,16 @@ def make_run(exchange: Exchange, prefix: str, request: _Options, prompts: list[P
 async def send(exchange: Exchange, reply: Reply, request: _Options) -> None:
     """Reply in the form that the request asks for."""
     await (reply.stream if request.stream else reply.whole)(exchange)
+
+
+def check_options(state: ServeState, request: _Options, warnings: list[str]) -> None:
+    """Check what a request carries beside prompt and parameters, and tell what of it changes nothing.
+
+    Raises ParameterError.
+    """
+    check_request_options(request.cache_salt, request.priority)
+    if request.priority and state.engine.config.scheduling_policy != "priority":
+        warnings.append("priority: has no effect (--scheduling-policy)")
 
 
 async def read_prompts(state: ServeState, given: Any, *, add_special_tokens: bool = True) -> list[Prompt]:

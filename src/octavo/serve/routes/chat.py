@@ -14,11 +14,21 @@ import msgspec
 from msgspec import UNSET
 
 from octavo.outputs import CompletionOutput, RequestOutput
-from octavo.sampling_params import SamplingParams, check_request_options
+from octavo.sampling_params import SamplingParams
 from octavo.serve.answer import Answer, Answers, plan_answers
 from octavo.serve.errors import bad_request, renaming
 from octavo.serve.exchange import Exchange
-from octavo.serve.generation import Prompt, Run, TokenCounter, drive, make_params, make_run, render_chat, send
+from octavo.serve.generation import (
+    Prompt,
+    Run,
+    TokenCounter,
+    check_options,
+    drive,
+    make_params,
+    make_run,
+    render_chat,
+    send,
+)
 from octavo.serve.grammar import form_names, from_request
 from octavo.serve.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
 from octavo.serve.protocol import ChatRequest, Parsed, StreamOptions, read
@@ -51,7 +61,7 @@ async def _create(state: ServeState, exchange: Exchange, parsed: Parsed[ChatRequ
     answers = plan_answers(state, request)
     params = _params(state, parsed, answers)
     state.check_ready()
-    check_request_options(request.cache_salt, request.priority)
+    check_options(state, request, parsed.warnings)
     await state.check_structured(params)
     prompt = await _render(state, request, answers)
     if request.reasoning_effort is not None and not _takes_effort(state):

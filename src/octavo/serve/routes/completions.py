@@ -13,7 +13,7 @@ import msgspec
 from msgspec import UNSET
 
 from octavo.outputs import CompletionOutput, LogprobsDict, RequestOutput
-from octavo.sampling_params import SamplingParams, check_request_options
+from octavo.sampling_params import SamplingParams
 from octavo.serve.errors import bad_request, renaming
 from octavo.serve.exchange import Exchange
 from octavo.serve.generation import (
@@ -21,6 +21,7 @@ from octavo.serve.generation import (
     Prompt,
     Run,
     TokenCounter,
+    check_options,
     drive,
     make_params,
     make_run,
@@ -45,7 +46,7 @@ async def create(state: ServeState, exchange: Exchange) -> None:
         params = _params(state, parsed)
         state.check_ready()
         await state.check_structured(params)
-    check_request_options(request.cache_salt, request.priority)
+    check_options(state, request, parsed.warnings)
     prompts = await read_prompts(state, request.prompt, add_special_tokens=request.add_special_tokens)
     run = make_run(exchange, "cmpl-", request, prompts, params)
     await send(exchange, _Answer(state, run, request, model, parsed.warnings), request)

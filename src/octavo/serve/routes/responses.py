@@ -13,11 +13,11 @@ from typing import Any
 import msgspec
 
 from octavo.outputs import RequestOutput
-from octavo.sampling_params import ParameterError, SamplingParams, check_request_options
+from octavo.sampling_params import ParameterError, SamplingParams
 from octavo.serve.answer import Parts, plan_answers
 from octavo.serve.errors import ApiError, bad_request, renaming
 from octavo.serve.exchange import Exchange
-from octavo.serve.generation import Run, TokenCounter, drive, make_params, make_run, render_chat, send
+from octavo.serve.generation import Run, TokenCounter, check_options, drive, make_params, make_run, render_chat, send
 from octavo.serve.grammar import client_names, from_response_format
 from octavo.serve.protocol import ChatRequest, Parsed, ResponsesRequest, read
 from octavo.serve.state import ServeState
@@ -41,7 +41,7 @@ async def create(state: ServeState, exchange: Exchange) -> None:
     with renaming({"max_tokens": "max_output_tokens", **client_names("text.format", "text.format.schema")}):
         params = _params(state, parsed)
         state.check_ready()
-        check_request_options(request.cache_salt, request.priority)
+        check_options(state, request, parsed.warnings)
         await state.check_structured(params)
     prompt = await render_chat(state, read_input(request.input, request.instructions), template_kwargs=None)
     run = make_run(exchange, "resp_", request, [prompt], params)
