@@ -21,6 +21,6 @@ class RequestUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_logprobs: list[TokenLogprobs] = []  # the next prompt positions in order, counted from position 1
     finish_reason: str | None = None  # "stop", "length", "abort", "error", "repetition"; None: goes on
     stop_reason: int | str | None = None  # the stop token's id or the stop string; None for EOS
-    num_cached: int = 0  # prompt tokens that a prefix hit saved; the largest value of a request counts
+    num_cached: int = 0  # prompt tokens that a prefix hit saved; a request's are those of its first completion
     queue_time: float | None = None  # seconds from add to the first schedule, in one update at most
     error: str = ""  # with finish_reason "error": the reason, e.g. "nan_logits"

@@ -110,6 +110,16 @@ def test_echo_leaves_prompt_logprobs_that_were_asked_for(server: RunningServer) 
     assert echoed["prompt_logprobs"] == plain["prompt_logprobs"] and echoed["text"].endswith(plain["text"])
 
 
+def test_completions_of_one_prompt_are_no_cache_hits(start_server: StartServer) -> None:
+    """The prompt counts once, and is computed: that the second one finds the first one's blocks saved nothing of it."""
+    server = start_server(scripted=False)
+    for num_cached in (0, 96):
+        made = complete(server, prompt=list(range(100, 200)), n=3, max_tokens=2)
+        assert made["usage"]["prompt_tokens_details"] == {"cached_tokens": num_cached}
+    counts = [line for line in server.get("/metrics").body.decode().splitlines() if "tokens_by_source_total{" in line]
+    assert [float(line.split()[-1]) for line in counts] == [104.0, 96.0, 0.0]
+
+
 def test_a_priority_without_effect_is_told(server: RunningServer, start_server: StartServer) -> None:
     warnings = ["priority: has no effect (--scheduling-policy)"]
     assert complete(server, prompt="a", priority=1)["warnings"] == warnings

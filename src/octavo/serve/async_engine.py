@@ -405,7 +405,7 @@ class AsyncEngine:
         num_new = 0
         for update in updates:
             num_new += len(update.tokens)
-            if update.num_cached > facts.num_cached_tokens:
+            if update.num_cached > facts.num_cached_tokens and update.request_id == stream.sequence_ids[0]:
                 facts.num_cached_tokens = update.num_cached
             if update.queue_time is not None and facts.queue_seconds is None:
                 facts.queue_seconds = update.queue_time

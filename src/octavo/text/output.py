@@ -253,7 +253,7 @@ class _Child:
     def take(self, update: RequestUpdate, now: float) -> bool:
         """Take one update. Returns whether a stop string or a repetition ended the completion."""
         request, params = self.request, self.request.params
-        if update.num_cached > request.num_cached:
+        if self.index == 0 and update.num_cached > request.num_cached:  # further ones find the first one's blocks
             request.num_cached = update.num_cached
         if update.queue_time is not None and request.metrics.time_in_queue is None:
             request.metrics.time_in_queue = update.queue_time
