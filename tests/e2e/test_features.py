@@ -104,6 +104,9 @@ def test_repetition_ends_if_it_is_watched(llm: LLM) -> None:
     watch = RepetitionDetectionParams(max_pattern_size=2, min_count=4)
     found = complete(llm, greedy(logit_bias={FORCED: 100.0}, repetition_detection=watch))
     assert (found.token_ids, found.finish_reason) == ([FORCED] * 4, "repetition")
+    assert found.stop_reason == "repetition_detected"
+    found = complete(llm, greedy(logit_bias={FORCED: 100.0}, repetition_detection=watch, max_tokens=4))
+    assert (found.finish_reason, found.stop_reason) == ("length", None)
 
 
 def test_only_allowed_tokens_are_sampled(llm: LLM) -> None:

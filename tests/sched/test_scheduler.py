@@ -269,7 +269,23 @@ def test_a_loop_ends_a_request_that_asks_for_it():
     driver = Driver(make_scheduler())
     detection = RepetitionDetectionParams(max_pattern_size=2, min_count=2)
     driver.add(make_request([1, 1, 1, 1], 9, repetition_detection=detection))
-    assert [feed(driver, token)[0].finish_reason for token in (1, 2, 1, 2)] == [None, None, None, "repetition"]
+    *others, last = (feed(driver, token)[0] for token in (1, 2, 1, 2))
+    assert [update.finish_reason for update in others] == [None] * 3
+    assert (last.finish_reason, last.stop_reason) == ("repetition", "repetition_detected")
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [({"min_tokens": 4}, "repetition"), ({"max_tokens": 2}, "length"), ({"stop_token_ids": [5]}, "stop")],
+    ids=str,
+)
+def test_a_loop_waits_for_min_tokens_and_other_ends_come_first(quiet, fields, reason):
+    driver = Driver(make_scheduler())
+    detection = RepetitionDetectionParams(max_pattern_size=1, min_count=2)
+    driver.add(make_request([1, 1], **{"max_tokens": 9, **fields}, quiet=quiet, repetition_detection=detection))
+    updates = [update for _ in range(fields.get("min_tokens", 2) - (reason == "stop")) for update in feed(driver, 5)]
+    assert updates[-1].finish_reason == reason and all(update.finish_reason is None for update in updates[:-1])
 
 
 def test_a_failed_row_ends_its_request_only():

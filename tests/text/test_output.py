@@ -14,7 +14,6 @@ from octavo.outputs import Logprob, RequestOutput
 from octavo.plan import TokenLogprobs
 from octavo.sampling_params import (
     ParameterError,
-    RepetitionDetectionParams,
     RequestOutputKind,
     SamplingParams,
 )
@@ -145,22 +144,6 @@ def test_no_text_without_detokenize():
         processor.add("r", None, [1], SamplingParams())
     outputs, _ = _run([5, 6], SamplingParams(detokenize=False), processor=processor)
     assert outputs[-1].outputs[0].token_ids == [5, 6]
-
-
-def test_repetition_ends_a_request():
-    detection = RepetitionDetectionParams(max_pattern_size=3, min_count=3)
-    outputs, stopped = _run([1, 2, 3, 2, 3, 2, 3, 9, 9], SamplingParams(repetition_detection=detection))
-    output = outputs[-1].outputs[0]
-    assert (output.token_ids, output.finish_reason) == ([1, 2, 3, 2, 3, 2, 3], "repetition")
-    assert output.stop_reason == "repetition_detected"
-    assert stopped == ["r"]
-
-
-def test_repetition_waits_for_min_tokens():
-    detection = RepetitionDetectionParams(max_pattern_size=1, min_count=2)
-    params = SamplingParams(repetition_detection=detection, min_tokens=5)
-    outputs, _ = _run([7] * 9, params)
-    assert len(outputs[-1].outputs[0].token_ids) == 5
 
 
 def test_logprobs_are_dicts_with_the_sampled_token_first():

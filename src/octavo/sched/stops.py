@@ -11,7 +11,7 @@ from octavo.sampling_params import ends_in_repetition
 
 
 def ends(request: Request, token: int) -> bool:
-    """Whether `request` ends with `token`, its last one. Notes why, and the stop token's id if that is why."""
+    """Whether `request` ends with `token`, its last one. Notes why: a stop token with its id."""
     num_output = request.num_output
     enough = num_output >= request.params.min_tokens
     if enough and token in request.eos_token_ids:
@@ -21,7 +21,7 @@ def ends(request: Request, token: int) -> bool:
     elif num_output >= request.max_tokens:
         request.finish_reason = FinishReason.LENGTH
     elif enough and _loops(request):
-        request.finish_reason = FinishReason.REPETITION
+        request.finish_reason, request.stop_reason = FinishReason.REPETITION, "repetition_detected"
     return request.finish_reason is not None
 
 

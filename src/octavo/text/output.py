@@ -13,12 +13,7 @@ from collections.abc import Iterable, Sequence
 
 from octavo.outputs import CompletionOutput, Logprob, LogprobsDict, RequestMetrics, RequestOutput
 from octavo.plan import TokenLogprobs
-from octavo.sampling_params import (
-    ParameterError,
-    RequestOutputKind,
-    SamplingParams,
-    ends_in_repetition,
-)
+from octavo.sampling_params import ParameterError, RequestOutputKind, SamplingParams
 from octavo.text.detokenizer import Detokenizer, StopChecker
 from octavo.text.tokenizer import Tokenizer
 from octavo.updates import RequestUpdate
@@ -31,7 +26,6 @@ def wants_every_token(params: SamplingParams) -> bool:
         or bool(params.stop_strings)
         or params.logprobs is not None
         or params.logprob_token_ids is not None
-        or params.repetition_detection is not None
     )
 
 
@@ -78,8 +72,8 @@ class OutputProcessor:
         """Take the updates of one step.
 
         Returns:
-            The outputs that are due, one per request at most, and the ids of sequences that ended here (a stop
-            string or a repetition) and that the scheduler has to abort.
+            The outputs that are due, one per request at most, and the ids of sequences that a stop string ended here
+            and that the scheduler has to abort.
 
         """
         stopped: list[str] = []
@@ -251,7 +245,7 @@ class _Child:
         return num_new >= self.request.params.stream_interval or (num_new > 0 and self._num_sent == 0)
 
     def take(self, update: RequestUpdate, now: float) -> bool:
-        """Take one update. Returns whether a stop string or a repetition ended the completion."""
+        """Take one update. Returns whether a stop string ended the completion."""
         request, params = self.request, self.request.params
         if self.index == 0 and update.num_cached > request.num_cached:  # further ones find the first one's blocks
             request.num_cached = update.num_cached
@@ -323,16 +317,7 @@ class _Child:
                     return True
             if text:
                 self._pieces.append(text)
-            if params.repetition_detection is not None and self._repeats(params):
-                self.end("repetition", "repetition_detected")
-                return True
         return False
-
-    def _repeats(self, params: SamplingParams) -> bool:
-        detection = params.repetition_detection
-        if detection is None or len(self._token_ids) < params.min_tokens:
-            return False
-        return ends_in_repetition(self._token_ids, detection)
 
     def _as_dict(self, entry: TokenLogprobs) -> LogprobsDict:
         text = self._tokenizer.decode_token if self._tokenizer is not None else _no_text
