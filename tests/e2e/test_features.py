@@ -109,6 +109,11 @@ def test_repetition_ends_if_it_is_watched(llm: LLM) -> None:
     assert (found.finish_reason, found.stop_reason) == ("length", None)
 
 
+def test_no_named_tokens_leave_the_sampled_ones(llm: LLM, plain: CompletionOutput) -> None:
+    found = complete(llm, greedy(logprob_token_ids=[]))
+    assert [list(entry) for entry in found.logprobs or ()] == [[token] for token in plain.token_ids]
+
+
 def test_only_allowed_tokens_are_sampled(llm: LLM) -> None:
     allowed = [16, 201, 260]
     found = complete(llm, greedy(temperature=2.0, seed=1, allowed_token_ids=allowed))

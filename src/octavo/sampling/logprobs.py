@@ -60,7 +60,7 @@ class LogprobRows:
     def add(self, new: NewRow) -> bool:
         """Note what a row wants. Returns whether it wants anything."""
         num_top, extra = new.sampling.logprobs, new.sampling.logprob_token_ids
-        if num_top is None and not extra:
+        if num_top is None and extra is None:
             return False
         num_top = self._vocab_size if num_top == -1 else min(num_top or 0, self._vocab_size)
         assert num_top <= self._max_logprobs, f"logprobs {num_top} > max_logprobs {self._max_logprobs} was let through"

@@ -98,7 +98,7 @@ def sample_reference(
     """Sample the token after `tokens` (prompt and output) from `logits` ([V] float32, all finite)."""
     processed = process(logits, params, tokens, num_prompt, eos_token_ids)
     token = draw(processed, params, seed, len(tokens))
-    if params.logprobs is None and not params.logprob_token_ids:
+    if params.logprobs is None and params.logprob_token_ids is None:
         return token, None
     source = logits if logprobs_mode.startswith("raw_") else processed
     return token, log_probabilities(source, token, params, as_logits=logprobs_mode.endswith("_logits"))
