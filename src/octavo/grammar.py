@@ -279,7 +279,8 @@ def _grammar_text(structured: StructuredOutputsParams) -> str:
             return llguidance.LLMatcher.grammar_from_regex(structured.regex or "")
         case "choice":
             texts = (json.dumps(choice, ensure_ascii=False) for choice in structured.choice or ())
-            return llguidance.LLMatcher.grammar_from_lark("start: " + " | ".join(texts))
+            lark = "start: " + " | ".join(texts)
+            return llguidance.LLMatcher.grammar_from_lark(lark.replace("\x7f", r"\u007f"))  # which JSON leaves as it is
         case "grammar":
             return llguidance.grammar_from("grammar", structured.grammar or "")
     schema = structured.json if isinstance(structured.json, str) else '{"type":"object"}'

@@ -86,6 +86,7 @@ CHOICES = {
     "prefixes": ["a", "ab", "abc"],
     "texts": ["def main():", "class Main:", "import os\n"],
     "quotes": ['"', "\\", "'", "\t"],
+    "control characters": ["a\x7fb", "\x00", "\x1b\x85"],
     "unicode": ["ß", "日本語", "\U0001f600"],
 }
 
