@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import copy
 import itertools
+import numbers
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -296,13 +297,13 @@ def _with_kind(params: SamplingParams, kind: RequestOutputKind) -> SamplingParam
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A single prompt becomes a list of one. A list of ints is one prompt, whatever else it holds."""
+    """A single prompt becomes a list of one. A list of ints, also numpy's, is one prompt, whatever else it holds."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     many = _listed("prompts", prompts, "text, token ids, an object, or a list of these")
     if not many:
         raise ParameterError("prompts", "must not be empty", "empty_prompt")
-    if any(isinstance(entry, int | float) for entry in many):
+    if any(isinstance(entry, numbers.Real) for entry in many):
         return [many]
     return many
 

@@ -219,10 +219,10 @@ def test_at_the_limit_is_no_mistake(llm: LLM, good: list[int], fields: dict[str,
 
 def test_arrays_are_prompts(llm: LLM) -> None:
     ids = np.array([5, 6, 7])
-    prompts: list[Any] = [[[5, 6, 7]], ids, np.stack([ids, ids])]
-    listed, one, two = (llm.generate(prompt, GREEDY) for prompt in prompts)
-    assert [len(one), len(two)] == [1, 2]
-    assert [output.outputs for output in one + two] == [listed[0].outputs] * 3
+    prompts: list[Any] = [[[5, 6, 7]], ids, [*ids], np.stack([ids, ids])]
+    listed, one, numbers, two = (llm.generate(prompt, GREEDY) for prompt in prompts)
+    assert [len(one), len(numbers), len(two)] == [1, 1, 2]
+    assert [output.outputs for output in one + numbers + two] == [listed[0].outputs] * 4
 
 
 @pytest.mark.parametrize(
