@@ -109,6 +109,13 @@ def test_tiny_temperature_means_greedy(value):
     assert math.copysign(1, params.temperature) == 1
 
 
+@pytest.mark.parametrize("words", [[[-1]], [[1.5]], ["ab"], 5], ids=str)
+def test_tokens_of_bad_words_are_lists_of_ids(words):
+    with pytest.raises(ParameterError, match="bad_words_token_ids"):
+        SamplingParams(bad_words_token_ids=words)
+    assert SamplingParams(bad_words_token_ids=[[], [3]]).bad_words_token_ids == [[3]]
+
+
 def test_seed_of_minus_one_means_none():
     assert SamplingParams(seed=-1).seed is None
 

@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec.structs import force_setattr
 
-from octavo.checks import INT32_MAX, as_float, as_ids, as_int, as_strings, shown, type_error
+from octavo.checks import INT32_MAX, as_float, as_ids, as_int, as_list, as_strings, shown, type_error
 from octavo.checks import ParameterError as ParameterError
 from octavo.checks import check_unicode as check_unicode
 from octavo.request_fields import FieldSpec, check_fields
@@ -90,7 +90,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     min_tokens: int = 0  # no EOS, stop token or stop string before so many tokens
     logprobs: int | None = None  # the sampled token's, and those of so many likeliest tokens
     prompt_logprobs: int | None = None
-    logprob_token_ids: list[int] | None = None  # log-probabilities of these tokens as well, at most 128
+    logprob_token_ids: list[int] | None = None  # the sampled token's, and those of these, at most 128
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
@@ -233,7 +233,10 @@ def _normalise_ids(params: SamplingParams) -> None:
             raise ParameterError("allowed_token_ids", "must not be empty: no token could be sampled")
         force_setattr(params, "allowed_token_ids", allowed)
     if params.bad_words_token_ids is not None:
-        num = sum(len(ids) for ids in params.bad_words_token_ids)
+        lists = as_list("bad_words_token_ids", params.bad_words_token_ids, INT32_MAX, "a list of token lists")
+        words = [as_ids(f"bad_words_token_ids[{i}]", ids, INT32_MAX) for i, ids in enumerate(lists)]
+        force_setattr(params, "bad_words_token_ids", [ids for ids in words if ids])
+        num = sum(map(len, words))
         if num > MAX_BAD_WORD_TOKENS:
             raise ParameterError("bad_words", f"may have {MAX_BAD_WORD_TOKENS} tokens together, got {num}")
     bias = params.logit_bias

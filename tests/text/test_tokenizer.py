@@ -158,6 +158,9 @@ def test_bad_words_without_tokens_or_with_too_many_are_refused():
         tokenizer.resolve_bad_words(SamplingParams(bad_words=[" "]))
     with pytest.raises(ParameterError, match="1024"):
         tokenizer.resolve_bad_words(SamplingParams(bad_words=["\U0001f680" * 1000]))
+    small = Tokenizer(tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0}, [])))  # other letters have no tokens
+    with pytest.raises(ParameterError, match=r"bad_words\[1\]: has no tokens"):
+        small.resolve_bad_words(SamplingParams(bad_words=["a", "b"]))
 
 
 def test_odd_texts_are_encoded_and_come_back():

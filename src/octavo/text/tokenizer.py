@@ -234,12 +234,13 @@ class Tokenizer:
             return params
         sequences: list[list[int]] = []
         for i, word in enumerate(params.bad_words):
-            for text in (word.lstrip(), " " + word.lstrip()):
-                token_ids = self.encode(text, add_special_tokens=False)
-                if token_ids and token_ids not in sequences:
-                    sequences.append(token_ids)
-            if not word.strip() or not sequences:
+            texts = (word.lstrip(), " " + word.lstrip())
+            found = [ids for text in texts if (ids := self.encode(text, add_special_tokens=False))]
+            if not word.strip() or not found:
                 raise ParameterError(f"bad_words[{i}]", "has no tokens")
+            for token_ids in found:
+                if token_ids not in sequences:
+                    sequences.append(token_ids)
         return replace(params, bad_words_token_ids=sequences)
 
     @functools.cached_property
