@@ -132,8 +132,9 @@ def test_an_error_names_the_layer(tmp_path: Path) -> None:
 
 def test_an_unknown_environment_variable_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "octavo"):
-        load_config(environ={"OCTAVO_MODLE": "x", "OCTOPUS": "y"})
+        load_config(environ={"OCTAVO_MODLE": "x", "OCTAVO_DEVICE": "cuda", "OCTOPUS": "y"})
     assert "OCTAVO_MODLE is ignored; did you mean OCTAVO_MODEL?" in caplog.text
+    assert "OCTAVO_DEVICE is ignored; known are OCTAVO_MODEL, " in caplog.text
     assert "OCTOPUS" not in caplog.text
 
 

@@ -184,7 +184,9 @@ def _read_environment(environ: Mapping[str, str]) -> dict[str, str]:
         if variable in ENVIRONMENT:
             values[ENVIRONMENT[variable]] = value
         elif variable.startswith("OCTAVO_") and variable not in SERVER_ENVIRONMENT:
-            hint = did_you_mean(variable, ENVIRONMENT)
+            known = (*ENVIRONMENT, *SERVER_ENVIRONMENT)  # that all begin alike brings no two nearer
+            near = did_you_mean(variable.removeprefix("OCTAVO_"), (name.removeprefix("OCTAVO_") for name in known))
+            hint = near.replace("mean ", "mean OCTAVO_") or f"known are {', '.join(known)}"
             logging.getLogger("octavo").warning("environment: unknown setting %s is ignored; %s", variable, hint)
     return values
 
