@@ -241,6 +241,7 @@ def check_features_equal_the_reference() -> None:
     changes: list[dict[str, Any]] = [
         {"chunk": 48}, {"alibi_slopes": alibi_slopes(4)}, {"alibi_slopes": alibi_slopes(4), "soft_cap": 9.0},
         {"sinks": True}, {"sinks": True, "window": 40}, {"causal": False}, {"causal": False, "window": 30},
+        {"causal": False, "alibi_slopes": alibi_slopes(4)},
     ]  # fmt: skip
     rows = [(make_history(n, n, 4, 2, 32, torch.float32), n, queries) for n, queries in ((90, 1), (64, 40), (270, 3))]
     for index, change in enumerate(changes):

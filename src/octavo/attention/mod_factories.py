@@ -138,7 +138,7 @@ def document(field: str = "document_ids") -> AttentionMods:
 
 
 def alibi(slopes: Tensor | int) -> AttentionMods:
-    """A score falls by its head's slope for each position of distance.
+    """A score falls by its head's slope for each position that the key lies before its query, and rises behind it.
 
     slopes: [heads] float32 on the engine's device; or the number of heads, for the geometric sequence of "Train Short,
     Test Long" (Press et al., 2021).

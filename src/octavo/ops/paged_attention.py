@@ -384,7 +384,7 @@ def paged_attention(
     row with seq_len 0 become 0; tokens beyond `query_start[-1]` stay as they are. plan: from a Planner of the same
     `sight` and `scratch`, for this batch. key_scale, value_scale: [kv_heads] float32, what stored K and V are
     multiplied with. sinks: [heads], a score that takes part in the softmax and has no value. slopes: [heads], ALiBi:
-    what a score loses for each token of distance. Both any float type. rotation: of what
+    times (key - query), what joins a capped score. Both any float type. rotation: of what
     `octavo.ops.rotated_attention` serves; q is then the projection.
     """
     assert query_start.dtype == seq_lens.dtype == block_table.dtype == torch.int32, "lengths and tables are int32"

@@ -127,7 +127,7 @@ def _scored(
     if SOFT_CAP:
         scores = 1.0 - 2.0 / (tl.exp2(scores * cap_scale) + 1.0)  # tanh
     if ALIBI:
-        distance = -tl.abs(token - line_position).to(tl.float32)
+        distance = (token - line_position).to(tl.float32)
         scores = tl.fma(scores, score_scale, line_slope * distance)
         score_scale = 1.0
     if MASK:
