@@ -252,6 +252,25 @@ def test_a_drain_has_an_end_and_a_second_signal_is_at_once(start_server: StartSe
         assert impatient.process.wait(10) == 0 and time.monotonic() - began < 4
 
 
+def test_at_the_end_who_is_slow_is_told_or_cut(start_server: StartServer) -> None:
+    """A body that does not come, and a stream that nobody reads, hold up no stop, and are no errors of ours."""
+    server = start_server("--drain-seconds", "0.2")
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: "
+    body = json.dumps(LONG | {"stream": True, "n": 8, "logprobs": 20}).encode()
+    with socket.create_connection((server.host, server.port)) as half, socket.socket() as deaf:
+        half.sendall(head + b"100\r\n\r\n{")
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.connect((server.host, server.port))
+        deaf.sendall(head + b"%d\r\n\r\n" % len(body) + body)
+        wait_for(lambda: metric(server, "vllm:generation_tokens_total") > 1000)
+        server.process.send_signal(signal.SIGTERM)
+        half.settimeout(10)
+        reply = b"".join(iter(lambda: half.recv(65536), b""))
+        assert reply.startswith(b"HTTP/1.1 503") and b'"draining"' in reply
+        assert server.process.wait(10) == 0
+    assert "Traceback" not in server.stderr()
+
+
 def test_health_is_progress() -> None:
     """A busy engine whose steps do not follow each other is not healthy, an idle one is; silence is not."""
     state = object.__new__(ServeState)

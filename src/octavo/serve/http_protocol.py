@@ -15,7 +15,7 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from octavo.serve.errors import ApiError, bad_request
+from octavo.serve.errors import ApiError, bad_request, not_ready
 from octavo.serve.exchange import Exchange, Receive, Scope, Send
 from octavo.serve.settings import ServeConfig
 
@@ -209,6 +209,14 @@ class GuardedProtocol(HttpToolsProtocol):
         elif self._in_message:
             self._unset_keepalive_if_required()
             self._start_clock(_DISCARD_SECONDS)
+
+    def cut(self) -> None:
+        """The server ends: tell a client whose reply has not begun, wait no longer for one that does not read."""
+        running = self._answering
+        if running is not None and not running.response_started:
+            self._refuse(not_ready("draining"))
+        else:
+            self.transport.abort()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answering = cycle

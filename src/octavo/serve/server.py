@@ -18,7 +18,7 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 
@@ -27,12 +27,13 @@ from octavo.config import EngineConfig
 from octavo.observe import LOGGER, setup_logging
 from octavo.serve.app import create_app
 from octavo.serve.async_engine import AsyncEngine
-from octavo.serve.http_protocol import guarded
+from octavo.serve.http_protocol import GuardedProtocol, guarded
 from octavo.serve.settings import SERVE_SETTINGS, ServeConfig, load_both
 from octavo.settings import ConfigError
 
 _LOG = logging.getLogger(__name__)
 _BACKLOG = 4096
+_LAST_SECONDS = 2.0  # once all requests have ended: for replies on their way, and bodies that still come
 _SEND_BUFFER_BYTES = 256 << 10  # of the kernel, per connection: a slow reader is noticed in time
 
 
@@ -122,7 +123,7 @@ async def _serve(config: EngineConfig, serve: ServeConfig, sock: socket.socket, 
         app = create_app(engine, serve)
         settings = uvicorn.Config(
             app, http=guarded(serve), ws="none", lifespan="off", log_config=None, access_log=False,
-            server_header=False, backlog=_BACKLOG, timeout_graceful_shutdown=3,
+            server_header=False, backlog=_BACKLOG, timeout_graceful_shutdown=5,
             timeout_keep_alive=serve.idle_timeout,  # type: ignore[arg-type]
         )  # fmt: skip
         server = _Server(settings)
@@ -143,6 +144,7 @@ async def _until_the_end(server: _Server, engine: AsyncEngine, serve: ServeConfi
         if stopping.is_set():
             _LOG.warning("stopping at once")
             server.force_exit = server.should_exit = True
+            server.cut()
             drain.cancel()
         stopping.set()
 
@@ -163,7 +165,9 @@ async def _until_the_end(server: _Server, engine: AsyncEngine, serve: ServeConfi
     server.should_exit = True
     for task in (dead, asked, drain):
         task.cancel()
+    cut = loop.call_later(_LAST_SECONDS, server.cut)
     await serving
+    cut.cancel()
     return code
 
 
@@ -181,6 +185,11 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Leave them alone."""
         yield
+
+    def cut(self) -> None:
+        """End what is open."""
+        for connection in list(self.server_state.connections):
+            cast(GuardedProtocol, connection).cut()
 
 
 def announce(sock: socket.socket, model: str, serve: ServeConfig) -> None:
