@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from typing import Any
 
 import numpy as np
@@ -124,6 +125,19 @@ def test_what_cannot_be_compiled_is_refused(grammars: Grammars, fields: dict[str
     assert "secret" not in str(caught.value) and "\n" not in str(caught.value)
     grammars.prepare(form)
     assert _allowed(grammars.matcher(form), []) is None
+
+
+@pytest.mark.parametrize(
+    "schema, said",
+    [
+        ({"$ref": "#/$defs/secret"}, "a $ref leads nowhere"),
+        ({"$ref": "#secret"}, "a $ref leads nowhere"),
+        ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "use anyOf"),
+    ],
+)
+def test_a_refusal_says_what_would_do(grammars: Grammars, schema: dict[str, Any], said: str) -> None:
+    with pytest.raises(ParameterError, match=re.escape(said)):
+        grammars.check(_form(json=schema))
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,13 @@ _GRAMMAR = "grammar_invalid"
 _INVALID = {"json": "schema_invalid", "regex": "regex_invalid"}  # of other forms: _GRAMMAR
 _PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
 _TOO_COMPLEX = re.compile(r"too (large|big|many|complex|deep)|limit|fuel|exceed|recursion", re.IGNORECASE)
+# what is left of the library's words -> words that help
+_SAID_BETTER = {
+    "Pointer": "a $ref leads nowhere",
+    "Anchor": "a $ref leads nowhere",
+    "oneOf constraints are not supported. Enable": "oneOf is not supported unless its schemas surely exclude each other"
+    " (required constants do); use anyOf",
+}
 _UNSUPPORTED = re.compile(r"unimplemented|not supported|unknown format|look-around|backreference", re.IGNORECASE)
 
 
@@ -308,8 +315,7 @@ def _refusal(structured: StructuredOutputsParams, text: str) -> ParameterError:
     if not what.startswith("Unimplemented keys"):  # those are the JSON schema's own names
         # what follows a colon, a quote or a bracket may be the user's
         what = re.split(r": |[\"'(\[]", what)[0].strip()
-    if what in ("Pointer", "Anchor"):
-        what = "a $ref leads nowhere"
+    what = _SAID_BETTER.get(what, what)
     where = f" (line {place[1]}, column {place[2]})" if place else ""
     reason = f": {what[:160]}{where}" if what else where
     return ParameterError(_name(structured), f"cannot be used{reason}", code)
