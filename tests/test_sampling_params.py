@@ -109,6 +109,13 @@ def test_tiny_temperature_means_greedy(value):
     assert math.copysign(1, params.temperature) == 1
 
 
+@pytest.mark.parametrize("fields", [{"n": np.array([1, 2])}, {"stop": np.array(3)}], ids=str)
+def test_arrays_that_are_no_values_are_refused(fields):
+    (field,) = fields
+    with pytest.raises(ParameterError, match=f"{field}: must be .*, got a ndarray"):
+        SamplingParams(**fields)
+
+
 @pytest.mark.parametrize("words", [[[-1]], [[1.5]], ["ab"], 5], ids=str)
 def test_tokens_of_bad_words_are_lists_of_ids(words):
     with pytest.raises(ParameterError, match="bad_words_token_ids"):
@@ -204,6 +211,7 @@ def test_too_long_a_prompt_says_all_three_numbers():
     (5, "invalid_type", "token ids"),
     ({1: 2}, "invalid_type", "token ids"), (np.array(3), "invalid_type", "token ids"),
     (np.array([1.0]), "invalid_token_id", "index 0"), (None, "invalid_type", "null"),
+    ([5, np.array([1, 2])], "invalid_token_id", "index 1 must be an integer, got a ndarray"),
 ])  # fmt: skip
 def test_bad_token_ids_are_refused(token_ids, code, text):
     with pytest.raises(ParameterError, match=text) as caught:

@@ -10,7 +10,7 @@ import math
 import numbers
 import operator
 from collections.abc import Iterable, Sized
-from typing import Any
+from typing import Any, SupportsIndex
 
 INT32_MAX = 2**31 - 1
 
@@ -43,12 +43,23 @@ def type_error(name: str, wanted: str, value: object) -> ParameterError:
     return ParameterError(name, f"must be {wanted}, got {shown(value)}", "invalid_type")
 
 
+def plain_int(value: object) -> int | None:
+    """An integer of any kind as a plain int, numpy's among them. None for anything else, bools and arrays too."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:  # arrays promise more than they hold
+        return None
+
+
 def as_int(name: str, value: object, low: int, high: int) -> int:
     """`value` as a plain int in [low, high]; bools and floats are refused, numpy's integers are taken."""
     if type(value) is not int:
-        if isinstance(value, bool) or not hasattr(value, "__index__"):
+        found = plain_int(value)
+        if found is None:
             raise type_error(name, "an integer", value)
-        value = operator.index(value)
+        value = found
     if not low <= value <= high:
         raise ParameterError(name, f"must be in [{low}, {high}], got {shown(value)}")
     return value
@@ -75,8 +86,12 @@ def as_list(name: str, value: object, most: int, wanted: str) -> list[Any]:
         return []
     if isinstance(value, str | bytes | dict) or not (isinstance(value, Sized) and isinstance(value, Iterable)):
         raise type_error(name, wanted, value)
-    if len(value) > most:
-        raise ParameterError(name, f"may hold at most {most} entries, got {len(value)}", "too_many_items")
+    try:
+        num = len(value)
+    except TypeError:  # arrays without an axis
+        raise type_error(name, wanted, value) from None
+    if num > most:
+        raise ParameterError(name, f"may hold at most {most} entries, got {num}", "too_many_items")
     return list(value)
 
 

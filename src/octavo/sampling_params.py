@@ -13,14 +13,13 @@ import dataclasses
 import difflib
 import enum
 import functools
-import operator
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
 from msgspec.structs import force_setattr
 
-from octavo.checks import INT32_MAX, as_float, as_ids, as_int, as_list, as_strings, shown, type_error
+from octavo.checks import INT32_MAX, as_float, as_ids, as_int, as_list, as_strings, plain_int, shown, type_error
 from octavo.checks import ParameterError as ParameterError
 from octavo.checks import check_unicode as check_unicode
 from octavo.request_fields import FieldSpec, check_fields
@@ -343,16 +342,19 @@ def check_token_ids(token_ids: object, limits: Limits) -> list[int]:
     check_length(len(token_ids), limits)
     high = limits.num_token_ids or limits.vocab_size
     with contextlib.suppress(msgspec.ValidationError):  # the loop says what is wrong, or takes other integers
-        ids: list[int] = msgspec.convert(token_ids, _ids_below(high))
-        return ids
+        converted: list[int] = msgspec.convert(token_ids, _ids_below(high))
+        return converted
+    ids = []
     for i, token in enumerate(token_ids):
-        if isinstance(token, bool) or not hasattr(token, "__index__"):
+        found = plain_int(token)
+        if found is None:
             message = f"token id at index {i} must be an integer, got {shown(token)}"
             raise ParameterError("prompt", message, "invalid_token_id")
-        if not 0 <= token < high:
-            message = f"token id at index {i} must be in [0, {high}), got {shown(int(token))}"
+        if not 0 <= found < high:
+            message = f"token id at index {i} must be in [0, {high}), got {shown(found)}"
             raise ParameterError("prompt", message, "invalid_token_id")
-    return [operator.index(token) for token in token_ids]
+        ids.append(found)
+    return ids
 
 
 @functools.cache
