@@ -27,7 +27,7 @@ def run(x: torch.Tensor, experts: torch.Tensor, weight: torch.Tensor) -> torch.T
     kind = str(weight.dtype).removeprefix("torch.")
     weights = ExpertWeights([LinearWeight(OUT, SIZE, kind, part) for part in weight])
     groups = moe.group_pairs(experts, EXPERTS)
-    return moe.grouped_linear(x, weights.addresses, OUT, groups, pairs_per_row=experts.shape[1])
+    return moe.grouped_linear(x, weights.addresses, weight[0], groups, pairs_per_row=experts.shape[1])
 
 
 def check_equals_one_product_per_pair(device: torch.device, dtype: torch.dtype) -> None:
@@ -36,6 +36,12 @@ def check_equals_one_product_per_pair(device: torch.device, dtype: torch.dtype) 
         expected = torch.einsum("ts,trns->trn", x.float(), weight[experts].float()).flatten(0, 1)
         tolerance = 1e-4 if dtype == torch.float32 else 0.1
         torch.testing.assert_close(run(x, experts, weight).float(), expected, atol=tolerance, rtol=1e-2)
+
+
+def check_float32_rows_read_narrower_weights(device: torch.device, dtype: torch.dtype) -> None:
+    """As a float32 run keeps the matrices of a bfloat16 checkpoint."""
+    x, experts, weight = _world(7, 2, device, torch.bfloat16)
+    assert torch.equal(run(x.float(), experts, weight), run(x.float(), experts, weight.float()))
 
 
 def check_bits_of_a_token_alone(device: torch.device, dtype: torch.dtype) -> None:

@@ -37,10 +37,12 @@ def run_experts(
     if x.is_cuda:
         from octavo.ops.gpu import moe  # needs triton
 
-        assert (x.dtype, x.shape[1]) == (gate_up.weights[0].storage.dtype, gate_up.k), "rows as the weights take them"
+        first, last = gate_up.weights[0].storage, down.weights[0].storage
+        assert x.dtype in (first.dtype, torch.float32) and x.shape[1] == gate_up.k, "rows as the weights take them"
         groups = moe.group_pairs(experts, len(gate_up.weights))
-        inner = moe.grouped_linear(x, gate_up.addresses, gate_up.n, groups, pairs_per_row=experts.shape[1])
-        return moe.grouped_linear(gated_activation(inner, activation), down.addresses, down.n, groups, pairs_per_row=1)
+        inner = moe.grouped_linear(x, gate_up.addresses, first, groups, pairs_per_row=experts.shape[1])
+        inner = gated_activation(inner, activation)
+        return moe.grouped_linear(inner, down.addresses, last, groups, pairs_per_row=1)
     return run_experts_reference(x, experts, gate_up, down, activation)
 
 

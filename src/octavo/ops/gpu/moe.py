@@ -38,11 +38,11 @@ def group_pairs(experts: Tensor, num_experts: int) -> Groups:
 
 @triton.jit
 def _grouped_product(
-    x, addresses, out, order, ends, tile_ends, x_row, pairs_per_row,
+    x, addresses, first_weight, out, order, ends, tile_ends, x_row, pairs_per_row,
     EXPERTS: tl.constexpr, PADDED: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Program (channels, tile of pairs)."""
+    """Program (channels, tile of pairs). first_weight: of the type that all weights have."""
     tile = tl.program_id(1)
     expert_at = tl.arange(0, PADDED)
     tiles = tl.load(tile_ends + expert_at, mask=expert_at < EXPERTS, other=9223372036854775807)
@@ -57,30 +57,30 @@ def _grouped_product(
     pair = tl.load(order + place, mask=there, other=0)
     channel = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)
     x_at = x + (pair // pairs_per_row)[:, None] * x_row
-    weight = tl.load(addresses + expert).to(tl.pointer_type(x.dtype.element_ty))
+    weight = tl.load(addresses + expert).to(tl.pointer_type(first_weight.dtype.element_ty))
     weight_at = weight + channel[None, :] * K
     total = tl.zeros((BM, BN), tl.float32)
     for start in range(0, K, BK):
         k = start + tl.arange(0, BK)
         a = tl.load(x_at + k[None, :], mask=there[:, None] & (k < K)[None, :], other=0.0)
         b = tl.load(weight_at + k[:, None], mask=(channel < N)[None, :] & (k < K)[:, None], other=0.0)
-        total = tl.dot(a, b, total, input_precision=PRECISION)
+        total = tl.dot(a, b.to(a.dtype), total, input_precision=PRECISION)
     at = out + pair[:, None] * N + channel[None, :]
     tl.store(at, total.to(out.dtype.element_ty), mask=there[:, None] & (channel < N)[None, :])
 
 
-def grouped_linear(x: Tensor, addresses: Tensor, n: int, groups: Groups, *, pairs_per_row: int) -> Tensor:
-    """x [pairs / pairs_per_row, K] -> [pairs, N], each pair by its expert's weight [N, K], contiguous and of x's dtype.
+def grouped_linear(x: Tensor, addresses: Tensor, first_weight: Tensor, groups: Groups, *, pairs_per_row: int) -> Tensor:
+    """x [pairs / pairs_per_row, K] -> [pairs, N], each pair by its expert's weight [N, K].
 
-    addresses: [experts] int64, of the weights.
+    addresses: [experts] int64, of the weights, which are contiguous and as the first; of x's dtype, or x is float32.
     """
-    num_pairs, num_experts, k = groups.order.shape[0], addresses.shape[0], x.shape[1]
+    num_pairs, num_experts, (n, k) = groups.order.shape[0], addresses.shape[0], first_weight.shape
     assert x.stride(1) == 1, "channels are contiguous"
     out = torch.empty((num_pairs, n), dtype=x.dtype, device=x.device)
     if num_pairs:
         tiles = min(num_pairs, triton.cdiv(num_pairs, groups.rows) + num_experts)
         _grouped_product[(triton.cdiv(n, 64), tiles)](
-            x, addresses, out, groups.order, groups.ends, groups.tile_ends, x.stride(0), pairs_per_row,
+            x, addresses, first_weight, out, groups.order, groups.ends, groups.tile_ends, x.stride(0), pairs_per_row,
             EXPERTS=num_experts, PADDED=triton.next_power_of_2(num_experts), N=n, K=k, BM=groups.rows,
             BN=64, BK=32 if x.dtype == torch.float32 else 64, PRECISION="ieee", num_warps=4, num_stages=3,
         )  # fmt: skip
