@@ -48,6 +48,14 @@ def test_an_answer_has_the_fields_that_clients_read(server: RunningServer) -> No
     assert made["usage"]["total_tokens"] == made["usage"]["prompt_tokens"] + made["usage"]["completion_tokens"]
 
 
+def test_tools_whose_calls_nobody_looks_for_are_told(server: RunningServer) -> None:
+    """The bundled model's template knows no tools, so no parser was chosen; a forced call needs none."""
+    warnings = ["tools: calls are not looked for in the answer (--tool-call-parser)"]
+    assert chat(server, tools=[TOOL])["warnings"] == warnings
+    for fields in ({"tools": [TOOL], "tool_choice": "none"}, {"tools": [TOOL], "tool_choice": "required"}, {}):
+        assert "warnings" not in chat(server, **fields)
+
+
 def test_wishes_for_reasoning_that_change_nothing_are_told(server: RunningServer) -> None:
     assert chat(server, reasoning_effort="low")["warnings"] == [
         "reasoning_effort: has no effect (--allowed-template-kwargs)"

@@ -64,6 +64,8 @@ async def _create(state: ServeState, exchange: Exchange, parsed: Parsed[ChatRequ
     check_options(state, request, parsed.warnings)
     await state.check_structured(params)
     prompt = await _render(state, request, answers)
+    if answers.choice == "auto" and state.parsers.tools is None:
+        parsed.warnings.append("tools: calls are not looked for in the answer (--tool-call-parser)")
     if request.reasoning_effort is not None and not _takes_effort(state):
         parsed.warnings.append("reasoning_effort: has no effect (--allowed-template-kwargs)")
     run = make_run(exchange, "chatcmpl-", request, [prompt], params)
