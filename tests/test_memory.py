@@ -61,6 +61,10 @@ def test_weights_as_the_layers_keep_them() -> None:
     int8 = weight_bytes(tied, numbers(quantization="int8"))
     assert int8 == (matrices + padding) * 34 // 32 + 2 * vectors
     assert weight_bytes(tied, numbers(native="off")) == 4 * matrices + 2 * vectors
+    widened = numbers(dtype="float32")
+    assert weight_bytes(ARCH, widened) == 2 * (matrices + padding + 1000 * 64) + 4 * vectors
+    made = numbers(dtype="float32", load_format="dummy")
+    assert weight_bytes(ARCH, made) == 4 * (matrices + padding + vectors + 1000 * 64)
 
 
 def test_plenty_of_memory_gives_every_request_its_full_length() -> None:

@@ -111,21 +111,22 @@ def blocks_for_request(groups: Sequence[CacheGroup], num_tokens: int, max_num_ba
 
 def weight_bytes(arch: Arch, resolved: Resolved) -> int:
     """Bytes of the weights in memory, as the layers keep them."""
-    itemsize = ITEMSIZE[resolved.dtype]
-    linear = sum(count * _linear_bytes(n, k, resolved) for count, n, k in _linear_shapes(arch))
+    itemsize, of_matrix = ITEMSIZE[resolved.dtype], ITEMSIZE[_matrix_dtype(arch, resolved)]
+    linear = sum(count * _linear_bytes(n, k, resolved, of_matrix) for count, n, k in _linear_shapes(arch))
     q_size, kv_size = arch.num_heads * arch.head_size, arch.num_kv_heads * arch.head_size
     vectors = 2 * arch.hidden_size + 2 * arch.head_size * arch.qk_norm
     vectors += (q_size + 2 * kv_size) * arch.attention_bias + arch.hidden_size * arch.output_bias
     vectors = arch.num_layers * vectors + arch.hidden_size
     embedding = 0 if arch.tied else arch.vocab_size * arch.hidden_size  # a tied table is the output head's
-    return linear + (vectors + embedding) * itemsize
+    return linear + vectors * itemsize + embedding * of_matrix
 
 
 def check_weights(arch: Arch, resolved: Resolved, free_bytes: int) -> None:
     """Raises ConfigError for a model whose weights alone are more than `free_bytes`, before it is loaded in vain."""
     size = weight_bytes(arch, resolved)
     if size > free_bytes:
-        limit = f"its weights take {show_bytes(size)} in {resolved.dtype}, {show_bytes(free_bytes)} are free"
+        dtype = _matrix_dtype(arch, resolved)
+        limit = f"its weights take {show_bytes(size)} in {dtype}, {show_bytes(free_bytes)} are free"
         raise ConfigError("model", resolved.model, limit, "take a smaller model, or fewer bytes per weight: --dtype")
 
 
@@ -163,14 +164,20 @@ def _attention_shapes(arch: Arch) -> Iterator[tuple[int, int, int]]:
     yield 1, hidden, heads * latent.value_size
 
 
-def _linear_bytes(n: int, k: int, resolved: Resolved) -> int:
+def _matrix_dtype(arch: Arch, resolved: Resolved) -> str:
+    """Of matrices: those stored as bfloat16 stay so under float32, since products widen them exactly."""
+    stays = (arch.dtype, resolved.dtype) == ("bfloat16", "float32") and resolved.load_format != "dummy"
+    return arch.dtype if stays else resolved.dtype
+
+
+def _linear_bytes(n: int, k: int, resolved: Resolved, itemsize: int) -> int:
     """On CPU outputs are packed in panels of 32; int8 adds a bfloat16 scale per 32 inputs; eager twins hold float32."""
     if resolved.device != "cpu":
-        return n * k * ITEMSIZE[resolved.dtype]
+        return n * k * itemsize
     if resolved.native == "none":
         return n * k * 4
     padded = -(-n // 32) * 32
-    return padded * -(-k // 32) * 34 if resolved.quantization == "int8" else padded * k * ITEMSIZE[resolved.dtype]
+    return padded * -(-k // 32) * 34 if resolved.quantization == "int8" else padded * k * itemsize
 
 
 def plan_memory(
