@@ -122,6 +122,10 @@ def test_fields_without_effect_are_accepted_and_told(strict_server: RunningServe
     assert reply.status == 200
     assert reply.json()["warnings"] == [f"{name}: has no effect" for name in ("user", "store", "service_tier")]
     assert "warnings" not in strict_server.post(CHAT, GOOD[CHAT]).json()
+    reply = strict_server.post(CHAT, GOOD[CHAT] | {"modalities": ["text"]})
+    assert reply.json()["warnings"] == ["modalities: has no effect"]
+    reply = strict_server.post(RESPONSES, GOOD[RESPONSES] | {"stream_options": {"include_obfuscation": False}})
+    assert reply.json()["warnings"] == ["stream_options: has no effect"]
 
 
 def test_warnings_of_a_stream_come_once(scripted_server: RunningServer) -> None:

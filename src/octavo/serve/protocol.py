@@ -132,6 +132,7 @@ IGNORED = frozenset({
     "prediction", "verbosity", "web_search_options", "include", "truncation", "background", "conversation",
     "max_tool_calls", "prompt_cache_options", "stream_interval", "vllm_xargs", "mm_processor_kwargs", "detokenize",
     "function_call", "media_io_kwargs", "reasoning",
+    "modalities", "stream_options",
 })  # fmt: skip
 
 # Fields that would change the answer and that there is no support for: (code, what to say).
