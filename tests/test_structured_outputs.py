@@ -29,6 +29,8 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"json": 5}, "structured_outputs.json", "invalid_type"),
     ({"json": {"a": object()}}, "structured_outputs.json", "invalid_type"),
     ({"json": {"a": float}}, "structured_outputs.json", "invalid_type"),
+    ({"json": {"const": float("nan")}}, "structured_outputs.json", "number_not_finite"),
+    ({"json": {"items": [{"maximum": float("inf")}]}}, "structured_outputs.json", "number_not_finite"),
     ({"json": {"enum": list(range(1001))}}, "structured_outputs.json", "schema_too_complex"),
     ({"json": {"enum": list(range(50_000))}}, "structured_outputs.json", "schema_too_complex"),
     ({"json": {"const": "x" * MAX_TEXT_BYTES}}, "structured_outputs.json", "schema_too_complex"),

@@ -7,6 +7,7 @@ constructed StructuredOutputsParams asks for exactly one form, in plain text wit
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -132,7 +133,7 @@ def _schema_text(schema: object) -> str:
 
 
 def _check_tree(name: str, schema: object) -> None:
-    """Bound the schema's depth, size and enums, and refuse references that lead out of it."""
+    """Bound the schema's depth, size and enums; refuse references that lead out of it, and what is no number."""
     num_nodes = 0
     level: list[object] = [schema]
     for _ in range(MAX_DEPTH + 1):
@@ -143,6 +144,8 @@ def _check_tree(name: str, schema: object) -> None:
                 deeper += node.values()
             elif isinstance(node, list | tuple):
                 deeper += node
+            elif isinstance(node, float) and not math.isfinite(node):  # JSON would make it null
+                raise ParameterError(name, f"holds {node}, which is no JSON number", "number_not_finite")
         if not deeper:
             return
         num_nodes += len(deeper)
