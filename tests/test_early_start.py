@@ -85,6 +85,25 @@ def test_a_start_opens_the_device_first(device: str, opened: bool, monkeypatch: 
     assert gc.get_threshold() == before
 
 
+def test_a_gpu_that_the_process_has_chosen_is_the_only_one_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a trainer's rank has by torch.cuda.set_device: a thread of its own would open the first one."""
+    import torch
+
+    from octavo import start
+
+    opened: list[str | None] = []
+    for name in ("open_driver", "open_counter"):
+        monkeypatch.setattr(early_start, name, lambda: opened.append("first"))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(start, "has_driver", lambda: True)
+    monkeypatch.setattr(start, "_open", opened.append)
+    monkeypatch.setattr("octavo.start.start_engine", lambda config, phases, text: start._begin(config, phases)[2])
+    opening: Any = early_start.start(EngineConfig(device="auto"), Phases())
+    opening.join()
+    assert opened == [None]
+
+
 def test_what_fails_while_the_device_opens_is_left_to_who_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     from octavo import start

@@ -25,13 +25,19 @@ _TURN_SECONDS = 0.0005
 
 def start(config: EngineConfig, phases: Phases, *, text: bool = True) -> Parts:
     """See `octavo.start.start_engine`."""
-    if config.device != "cpu":
+    if config.device != "cpu" and not _has_opened():
         for opens in (open_driver, open_counter):
             threading.Thread(target=opens, name=f"octavo-{opens.__name__}", daemon=True).start()
     with collector.seldom(), _short_turns():
         with phases("import torch and the engine"), collector.loading():
             from octavo.start import start_engine
         return start_engine(config, phases, text=text)
+
+
+def _has_opened() -> bool:
+    """Whether torch has opened a GPU here, which need not be the first: others are nobody's then."""
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.cuda.is_initialized())
 
 
 @contextlib.contextmanager

@@ -145,8 +145,12 @@ def start_engine(config: EngineConfig, phases: Phases, *, text: bool = True) -> 
 
 
 def _begin(config: EngineConfig, phases: Phases) -> tuple[Path, Arch, threading.Thread]:
-    """The model's folder and architecture, and a thread that opens a GPU; meanwhile, what kernels wait for."""
-    cuda = torch.version.cuda if config.device != "cpu" and has_driver() else None
+    """The model's folder and architecture, and a thread that opens a GPU; meanwhile, what kernels wait for.
+
+    One that is open is left alone: it may be another than the first, which is a thread's own.
+    """
+    opens = config.device != "cpu" and not torch.cuda.is_initialized() and has_driver()
+    cuda = torch.version.cuda if opens else None
     opening = threading.Thread(target=_open, args=[cuda], daemon=True)
     opening.start()
     with phases("find and read the model's config"):
