@@ -79,7 +79,7 @@ class EngineConfig:
 
     max_model_len: int | None = setting(
         None, "most tokens of a request, prompt and output: 4096, 16k, 16K, or auto (what the memory holds)", "length",
-        low=2, high=_INT32_MAX,
+        low=2, high=_INT32_MAX, has_auto=True,
     )  # fmt: skip
     max_num_seqs: int | None = setting(None, "most requests that run at once", "int", low=1, high=65536)
     max_num_batched_tokens: int | None = setting(

@@ -55,6 +55,7 @@ class Setting:
     high: float = math.inf
     above: float = -math.inf
     short: str = ""  # one-letter flag
+    has_auto: bool = False  # of a length: auto, that is -1, is a value
 
     def describe_range(self) -> str:
         """The range in words, or "" when there is none."""
@@ -120,7 +121,7 @@ def read_value(name: str, fact: Setting, value: Any) -> Any:
     """`value` (text of a flag or the environment, or a YAML or Python value) as the setting's kind, checked."""
     if value is None or (fact.optional and value == "none"):
         if not fact.optional:
-            raise ConfigError(name, None, f"expected {_NOUNS[fact.kind]}")
+            raise ConfigError(name, None, f"expected {_noun(fact)}")
         return None
     converted = _convert(name, fact, value)
     if fact.choices:
@@ -140,7 +141,7 @@ _NOUNS = {
     "float": "a number",
     "bool": "true or false",
     "dict": "a mapping (JSON on the command line)",
-    "length": "a number of tokens such as 4096, 16k or 16K, or auto",
+    "length": "a number of tokens such as 4096, 16k or 16K",
     "bytes": "a number of bytes such as 536870912, 512M or 4G",
     "mods": "module:name, file.py:name, or octavo.AttentionMods",
 }
@@ -148,8 +149,12 @@ _INT_READERS: dict[str, Callable[[str], int]] = {"int": int, "length": parse_len
 _BOOLS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 
 
+def _noun(fact: Setting) -> str:
+    return _NOUNS[fact.kind] + (", or auto" if fact.has_auto else "")
+
+
 def _convert(name: str, fact: Setting, value: Any) -> Any:
-    expected = ConfigError(name, value, f"expected {_NOUNS[fact.kind]}")
+    expected = ConfigError(name, value, f"expected {_noun(fact)}")
     try:
         match fact.kind, value:
             case "bool", bool():
@@ -185,7 +190,7 @@ def _convert(name: str, fact: Setting, value: Any) -> Any:
 
 
 def _check_range(name: str, fact: Setting, value: float) -> None:
-    is_auto = fact.kind == "length" and value == -1
+    is_auto = fact.has_auto and value == -1
     in_range = fact.low <= value <= fact.high and value > fact.above  # False for NaN
     if not in_range and not is_auto:
         raise ConfigError(name, value, f"must be {fact.describe_range()}")
