@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from batches import Batch, History, make_batch, make_history
-from octavo.ops import native
+from octavo.ops import attention, native
 from octavo.ops.attention import LEAF, TILE, paged_attention, paged_attention_eager
 from octavo.ops.sight import Sight
 
@@ -54,12 +55,21 @@ def _history(dtype: torch.dtype = torch.float32, num_tokens: int = 1200) -> Hist
     return make_history(5, num_tokens, 6, 2, 64, dtype)
 
 
+def _eager_as_on_a_gpu(*arguments: Any, **options: Any) -> None:
+    with mock.patch.object(attention, "_TILE", attention._LARGE_TILE):
+        paged_attention_eager(*arguments, **options)
+
+
 EDGES = sorted({1, 2, TILE - 1, TILE, TILE + 1, LEAF - 1, LEAF, LEAF + 1, 2 * LEAF + 5, 1200})
 
 
 @pytest.mark.parametrize(
     "operator",
-    [pytest.param(paged_attention, marks=needs_native, id="native"), pytest.param(paged_attention_eager, id="eager")],
+    [
+        pytest.param(paged_attention, marks=needs_native, id="native"),
+        pytest.param(paged_attention_eager, id="eager"),
+        pytest.param(_eager_as_on_a_gpu, id="eager, large tiles"),
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(

@@ -27,7 +27,8 @@ from octavo.ops.sight import Sight
 TILE = 32  # tokens per step of the online softmax; the native source holds the same number
 _NARROW = (torch.bfloat16, torch.float8_e4m3fn, torch.int8)  # caches that native code widens
 LEAF = 512  # tokens per independent partial result; a multiple of TILE
-_QUERIES, _KEYS = 16, 256  # tiles of the eager twin
+# (queries, keys) of the eager twin's tiles: on a CPU, and where launches cost more than what they compute
+_TILE, _LARGE_TILE = (16, 256), (256, 2048)
 
 # (scores [kv_heads, group, queries, keys], row, positions [queries], keys' positions [keys]) -> scores, -inf if hidden
 ChangeScores = Callable[[torch.Tensor, int, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -126,6 +127,7 @@ def paged_attention_eager(
     by shape, bits would depend on it. Hidden keys weigh 0, which leaves every sum as it is.
     """
     starts, bias = query_start.tolist(), _Bias(sight, tuple(alibi_slopes))
+    num_queries, num_keys = _TILE if q.device.type == "cpu" else _LARGE_TILE
     for row, seq_len in enumerate(seq_lens.tolist()):
         begin, end = starts[row], starts[row + 1]
         if seq_len == 0:
@@ -134,17 +136,19 @@ def paged_attention_eager(
             continue
         start = seq_len - (end - begin)  # position of the first query
         first = bias.first_seen(start)
-        tokens = _gather(kv, block_table[row], first, seq_len)
-        keys, values = _split(tokens, q.shape[2], value_size, key_scale, value_scale)
-        for tile in range(start // _QUERIES * _QUERIES, seq_len, _QUERIES):
-            low, high = max(tile, start), min(tile + _QUERIES, seq_len)
+        tokens = _gather(kv, block_table[row], first, seq_len, num_keys)
+        keys, values = (
+            part.split(num_keys, dim=1) for part in _split(tokens, q.shape[2], value_size, key_scale, value_scale)
+        )
+        for tile in range(start // num_queries * num_queries, seq_len, num_queries):
+            low, high = max(tile, start), min(tile + num_queries, seq_len)
             mine = slice(begin + low - start, begin + high - start)
-            queries = q.new_zeros((_QUERIES, *q.shape[1:]), dtype=torch.float32)
+            queries = q.new_zeros((num_queries, *q.shape[1:]), dtype=torch.float32)
             queries[low - tile : high - tile] = q[mine]
-            position = torch.arange(tile, tile + _QUERIES, device=q.device).clamp(low, high - 1)
+            position = torch.arange(tile, tile + num_queries, device=q.device).clamp(low, high - 1)
             scores: list[torch.Tensor] = []
-            for at in range(first // _KEYS * _KEYS, high if sight.causal else seq_len, _KEYS):
-                column = torch.arange(at, at + _KEYS, device=q.device)
+            for at in range(first // num_keys * num_keys, high if sight.causal else seq_len, num_keys):
+                column = torch.arange(at, at + num_keys, device=q.device)
                 known = column.clamp(first, seq_len - 1)
                 part = bias(queries, keys[len(scores)], position[:, None], known[None, :])
                 part = part if change is None else change(part, row, position, known)
@@ -186,16 +190,16 @@ class _Bias(NamedTuple):
         return scores.masked_fill(hidden, float("-inf"))
 
 
-def _gather(kv: torch.Tensor, table: torch.Tensor, first: int, last: int) -> torch.Tensor:
-    """Tokens first .. last - 1 of a block table's line, in whole tiles of keys: [kv_heads, tokens, channels] float32.
+def _gather(kv: torch.Tensor, table: torch.Tensor, first: int, last: int, num_keys: int) -> torch.Tensor:
+    """Tokens first .. last - 1 of a block table's line, in whole tiles: [kv_heads, tokens, channels] float32.
 
     What else the tiles would have is 0: nobody may have written it.
     """
     raw = kv.view(torch.uint8) if kv.dtype == torch.float8_e4m3fn else kv  # torch indexes no float8
-    size, base = kv.shape[2], first // _KEYS * _KEYS
+    size, base = kv.shape[2], first // num_keys * num_keys
     blocks = raw[table[first // size : -(-last // size)].long()]
     found = blocks.view(kv.dtype).float().transpose(0, 1).flatten(1, 2)[:, first % size :]
-    tokens = found.new_zeros((len(found), -(-(last - base) // _KEYS) * _KEYS, found.shape[2]))
+    tokens = found.new_zeros((len(found), -(-(last - base) // num_keys) * num_keys, found.shape[2]))
     tokens[:, first - base : last - base] = found[:, : last - first]
     return tokens
 
@@ -206,15 +210,15 @@ def _split(
     value_size: int,
     key_scale: torch.Tensor | None,
     value_scale: torch.Tensor | None,
-) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-    """Tiles of K and V, scaled, of tokens [kv_heads, keys, channels]."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V, scaled, of tokens [kv_heads, keys, channels]."""
     keys = tokens[..., :head_size]
     if key_scale is not None:
         keys = keys * key_scale[:, None, None]
     values = keys[..., :value_size] if value_size else tokens[..., head_size:]
     if value_scale is not None and not value_size:
         values = values * value_scale[:, None, None]
-    return keys.split(_KEYS, dim=1), values.split(_KEYS, dim=1)
+    return keys, values
 
 
 def _average(
