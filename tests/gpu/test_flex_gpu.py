@@ -429,10 +429,10 @@ def test_F1_5_and_K4_7_an_engines_logprobs_alone_in_a_crowd_with_graphs_and_with
 
     order = random.Random(1).sample(range(32), 32)
     slowly = {"max_num_seqs": 1, "enable_prefix_caching": False, "enforce_eager": True, "async_scheduling": False}
-    with LLM(**fields, **slowly) as llm, no_waits():
+    with LLM(**fields, **slowly) as llm:
         alone: dict[int, list[object]] = {}
         for index in order:
             alone |= generate(llm, [index])
-    with LLM(**fields, max_num_seqs=32, max_num_batched_tokens=128) as llm, no_waits():
+    with LLM(**fields, max_num_seqs=32, max_num_batched_tokens=128) as llm:
         for _ in range(2):  # the second time the prefix cache is warm
             assert generate(llm, order) == alone

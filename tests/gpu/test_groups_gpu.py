@@ -38,7 +38,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "octavo-tiny": {}, "Gemma 3": WIDE_GEMMA, "Gemma 3, scaled": SCALED_GEMMA, "DeepSeek": DEEPSEEK,
 }  # fmt: skip
 OWN_BLOCKS = {"flash": 256, "flashinfer": 128}  # cache blocks; flashinfer splits them into kernel blocks of 64
-WAITING = {"reference", *OWN_BLOCKS}  # backends that look at what is on the device
+# backends that look at what is on the device, and one that compiles, and compares what it compiled, within a step
+WAITING = {"reference", "flex", *OWN_BLOCKS}
 CASES = [
     (model, backend)
     for model in ("octavo-tiny", "Gemma 3, scaled", "DeepSeek")
