@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from octavo.ops.gpu import kept_check, runtime_compiler
+from octavo.ops.gpu import kept_check, kept_file, runtime_compiler
 from octavo.ops.gpu.driver import DriverError
 
 DEVICE = torch.device("cuda", 0)
@@ -70,6 +70,24 @@ def test_a_damaged_answer_is_told_and_given_anew(
     assert f"{path} is damaged" in caplog.text
     assert not kept_check.holds(["a kernel"], DEVICE, asked)
     assert asked.times == 2
+
+
+@pytest.mark.parametrize("whose", ["anybody's", "another user's"])
+def test_a_file_that_another_user_could_have_written_is_not_used(
+    whose: str, machine: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = Asked()
+    assert kept_check.holds(["a kernel"], DEVICE, asked)
+    (path,) = (tmp_path / "octavo" / "products").iterdir()
+    own = path.stat().st_uid
+    if whose == "anybody's":
+        path.chmod(0o622)
+    else:
+        monkeypatch.setattr(kept_file, "_SYSTEM", own + 1)
+        monkeypatch.setattr("os.geteuid", lambda: own + 2)
+    assert kept_check.holds(["a kernel"], DEVICE, asked)
+    assert asked.times == 2
+    assert f"{path} is damaged or not one's own (another user may have written it)" in caplog.text
 
 
 def test_a_comparison_that_fails_is_made_again(machine: list[str]) -> None:

@@ -1,8 +1,8 @@
 """What is kept on disk for later starts: files of the user's cache folder, each with the key that it was made for.
 
-Owns the file's form, which a sum guards, that it is whole or not there, and which files are removed. Does not know what
-is kept, as compiled kernels, or what makes a key. Invariant: what is read under a key was written under that key,
-unchanged.
+Owns the file's form, which a sum guards, that it is whole or not there, whose it may be, and which files are removed.
+Does not know what is kept, as compiled kernels, or what makes a key. Invariant: what is read under a key was written
+under that key, unchanged, and by nobody but this user or the system's.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import os
+import stat
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,6 +23,8 @@ import torch
 import triton
 
 _LOG = logging.getLogger(__name__)
+_SYSTEM = 0  # the user whose files are trusted beside one's own
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _KEPT_FILES, _KEPT_SECONDS = 256, 90 * 24 * 3600  # in a folder, and since a file was last used
 
 
@@ -48,7 +51,7 @@ def find(part: str, key: Any, make: Callable[[], Any]) -> Any:
     except FileNotFoundError:
         pass
     except (OSError, ValueError) as error:
-        _LOG.warning("the kept file %s is damaged (%s): it is made anew", path, error)
+        _LOG.warning("the kept file %s is damaged or not one's own (%s): it is made anew", path, error)
     body = make()
     try:
         write(path, key, body)
@@ -99,8 +102,15 @@ def _prune(folder: Path) -> None:
 
 
 def read(path: Path, key: Any) -> Any:
-    """The body kept under a key. Raises FileNotFoundError, other OSErrors, or ValueError where the file is damaged."""
-    lines = path.read_text(encoding="utf-8").split("\n")
+    """The body kept under a key. Raises FileNotFoundError, other OSErrors, or ValueError where the file is damaged.
+
+    PermissionError where another user could have written it: machine code runs with this user's rights.
+    """
+    with path.open(encoding="utf-8") as file:
+        facts = os.fstat(file.fileno())
+        if facts.st_uid not in (_SYSTEM, os.geteuid()) or facts.st_mode & _OTHERS_WRITE:
+            raise PermissionError("another user may have written it")
+        lines = file.read().split("\n")
     if len(lines) < 2 or lines[0] != sum_of(lines[1]):
         raise ValueError("its sum is another")
     kept_key, body = json.loads(lines[1])

@@ -306,7 +306,7 @@ def write(path: Path, key: Any, form: Form) -> None:
 
 
 def read(path: Path, key: Any) -> Form | None:
-    """The form kept under a key; None where there is none, or, with a warning, where the file is damaged."""
+    """The form kept under a key; None where there is none, or, with a warning, where the file is not to be used."""
     try:
         form = kept_file.read(path, key)
         kernels = tuple(
@@ -317,7 +317,7 @@ def read(path: Path, key: Any) -> Form | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
-        _LOG.warning("the kept kernel %s is damaged (%s): it is compiled anew", path, error)
+        _LOG.warning("the kept kernel %s is damaged or not one's own (%s): it is compiled anew", path, error)
         return None
 
 
