@@ -49,6 +49,7 @@ demo: $(PACKAGE)
 	@echo "  $(VENV)/bin/octavo doctor --explain"
 	@echo "  make test"
 
+# Each test process computes on one thread, its engines too, unless a test asks for more.
 test: $(TESTS) lint
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -q $(TEST_PROCESSES)
 

@@ -11,7 +11,7 @@ import pytest
 
 from architectures import ARCH, CPU
 from octavo.arch import Arch
-from octavo.config import DeviceFacts, EngineConfig, Resolved, load_config, resolve
+from octavo.config import MAX_THREADS, DeviceFacts, EngineConfig, Resolved, load_config, resolve
 from octavo.settings import ConfigError, parse_bytes, parse_length
 
 GPU = dataclasses.replace(
@@ -196,6 +196,13 @@ def test_defaults_on_cpu() -> None:
     assert (made.max_model_len, made.max_num_seqs, made.max_num_batched_tokens) == (2048, 64, 512)
     assert made.num_threads == 2 and made.max_model_len_is_auto
     assert {"dtype", "device", "attention_backend", "max_num_seqs", "max_model_len"} <= set(made.why)
+
+
+def test_threads_follow_the_user_then_omp_num_threads_then_the_cores() -> None:
+    facts = dataclasses.replace(CPU, omp_num_threads=3)
+    assert resolved(facts=facts).num_threads == 3 and resolved(facts=facts).why["num_threads"] == "OMP_NUM_THREADS"
+    assert resolved(facts=facts, num_threads=4).num_threads == 4
+    assert resolved(facts=dataclasses.replace(CPU, omp_num_threads=10**6)).num_threads == MAX_THREADS
 
 
 def test_no_default_is_left_open() -> None:

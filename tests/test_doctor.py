@@ -81,6 +81,12 @@ def test_a_cpu_quota_counts(quota: str, cores: int, tmp_path: Path, monkeypatch:
     assert probe.num_cores() == cores
 
 
+@pytest.mark.parametrize(("text", "threads"), [("3", 3), (" 2,4", 2), ("", 0), ("many", 0), ("0", 0), ("-1", 0)])
+def test_omp_num_threads_is_read(text: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", text)
+    assert probe.device_facts("cpu").omp_num_threads == threads
+
+
 def test_a_memory_limit_counts_without_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, text in (
         ("memory.max", "1000"),

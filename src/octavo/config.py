@@ -38,6 +38,7 @@ _GENERATION_KEYS = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "max_new_tokens",
 )  # fmt: skip
+MAX_THREADS = 1024
 _INT32_MAX = 2**31 - 1
 _INT64_MAX = 2**63 - 1
 
@@ -69,7 +70,9 @@ class EngineConfig:
         "auto", "compiled CPU operators: the best that run here, one instruction set's, or off (eager twins)", "str",
         choices=("auto", "off", "base", "x86_64_v3", "x86_64_v4"), aliases={"1": "auto", "0": "off"},
     )  # fmt: skip
-    num_threads: int | None = setting(None, "CPU threads (default: the cores)", "int", low=1, high=1024)
+    num_threads: int | None = setting(
+        None, "CPU threads (default: OMP_NUM_THREADS, else the cores)", "int", low=1, high=MAX_THREADS
+    )
     enforce_eager: bool = setting(False, "never replay CUDA graphs", "bool")
     attention_backend: str | None = setting(None, "shorthand for --attention-config.backend", "str")
     attention_config: dict[str, Any] = setting({}, 'attention options, e.g. {"backend": "reference"}', "dict")
@@ -196,6 +199,7 @@ class DeviceFacts:
     """What `resolve` and the memory plan need to know of a machine. Bytes are those an engine could take now."""
 
     num_cores: int
+    omp_num_threads: int = 0  # what OMP_NUM_THREADS asks for; 0: nothing
     free_bytes: int
     total_bytes: int
     native_isas: tuple[str, ...] = ()  # instruction sets whose compiled operators are built and run here, best first
@@ -267,8 +271,7 @@ def resolve(config: EngineConfig, arch: Arch, facts: DeviceFacts) -> Resolved:
         why["block_size"] = f"the default on {device}"
     if config.async_scheduling is None:
         why["async_scheduling"] = "on where a device computes beside the host"
-    if config.num_threads is None:
-        why["num_threads"] = "the cores this process may use"
+    num_threads = _resolve_num_threads(config, facts, why)
     if config.max_logprobs > arch.vocab_size:
         raise ConfigError("max_logprobs", config.max_logprobs, f"the vocabulary has {arch.vocab_size} tokens")
     return Resolved(
@@ -276,7 +279,7 @@ def resolve(config: EngineConfig, arch: Arch, facts: DeviceFacts) -> Resolved:
         device=device,
         dtype=dtype,
         native=native,
-        num_threads=config.num_threads or facts.num_cores,
+        num_threads=num_threads,
         attention_backend=_resolve_attention(config, arch, device, native != "none", why),
         layer_backends=_resolve_layer_backends(config),
         block_size=block_size,
@@ -291,6 +294,16 @@ def resolve(config: EngineConfig, arch: Arch, facts: DeviceFacts) -> Resolved:
         max_logprobs=arch.vocab_size if config.max_logprobs == -1 else config.max_logprobs,
         why=why,
     )
+
+
+def _resolve_num_threads(config: EngineConfig, facts: DeviceFacts, why: dict[str, str]) -> int:
+    if config.num_threads is not None:
+        return config.num_threads
+    if facts.omp_num_threads:
+        why["num_threads"] = "OMP_NUM_THREADS"
+        return min(facts.omp_num_threads, MAX_THREADS)
+    why["num_threads"] = "the cores this process may use"
+    return min(facts.num_cores, MAX_THREADS)
 
 
 def _resolve_device(config: EngineConfig, facts: DeviceFacts, why: dict[str, str]) -> str:

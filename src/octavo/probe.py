@@ -38,6 +38,7 @@ def device_facts(device: str = "auto") -> DeviceFacts:
         cuda_free, cuda_total = torch.cuda.mem_get_info()
     return DeviceFacts(
         num_cores=num_cores(),
+        omp_num_threads=omp_num_threads(),
         free_bytes=free,
         total_bytes=total,
         native_isas=native.built_isas(),
@@ -56,6 +57,12 @@ def num_cores() -> int:
     if quota.isdecimal() and period.isdecimal():
         count = min(count, max(1, math.ceil(int(quota) / int(period))))
     return count
+
+
+def omp_num_threads() -> int:
+    """The threads that OMP_NUM_THREADS grants a process (the first of a list); 0 where it says nothing usable."""
+    first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    return int(first) if first.isdecimal() else 0
 
 
 def memory_bytes() -> tuple[int, int]:

@@ -23,4 +23,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "asynchronous": {"async_scheduling": True, "max_num_seqs": 50},
     "asynchronous, small pool": {"async_scheduling": True, **SMALL_POOL},
     "blocks of 64": {"block_size": 64, "max_num_seqs": 50},
+    "two threads": {"num_threads": 2, "max_num_seqs": 50},
+    "five threads": {"num_threads": 5, "max_num_seqs": 50},
 }
