@@ -156,13 +156,23 @@ def test_what_is_only_frightening_compiles(grammars: Grammars, fields: dict[str,
 
 
 def test_spaces_between_parts_of_json_are_few(grammars: Grammars) -> None:
-    matcher = grammars.matcher(_form(json={"type": "array", "items": {"const": 1}}))
+    matcher = grammars.matcher(_form(json={"type": "array", "items": {"const": 1}}, disable_any_whitespace=False))
     assert b" " in (_allowed(matcher, _ids("[" + " " * 19)) or ())
     assert b" " not in (_allowed(matcher, _ids("[" + " " * 20)) or ())
     bare = grammars.matcher(_form(json={"type": "array"}, disable_any_whitespace=True))
     assert b" " not in (_allowed(bare, _ids("[")) or ())
     dots = grammars.matcher(_form(json={"type": "array"}, whitespace_pattern=r"[.]{1,3}"))
     assert b"." in (_allowed(dots, _ids("[")) or ())
+
+
+@pytest.mark.parametrize("form", [{"json": {"properties": {"a": {"enum": ["x y"]}}}}, {"json_object": True}])
+def test_forced_json_is_compact(grammars: Grammars, form: dict[str, Any]) -> None:
+    """Nobody reads the spaces, and a model that is unsure writes them until max_tokens."""
+    matcher = grammars.matcher(_form(**form))
+    for text in ("", "{", '{"a"', '{"a":', '{"a":"x y"', '{"a":"x y"}'):
+        allowed = _allowed(matcher, _ids(text)) or set()
+        assert not [token for token in allowed if token.strip(b" \t\r\n") != token], text
+    assert b" " in (_allowed(matcher, _ids('{"a":"x')) or ())
 
 
 @pytest.mark.parametrize("num_tokens", [264, 256])

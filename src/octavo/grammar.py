@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 MAX_CACHED = 256  # compiled forms; a small one takes 50 KB, one at the limits some MB
 MAX_LEXER_STATES = 50_000  # 1 to 2 KB each, made as a text leads to them
 MAX_GRAMMAR_SIZE = 200_000  # symbols
-# Between the parts of JSON: without a bound, a model that is unsure writes spaces until max_tokens.
+# Between the parts of JSON, if asked for: without a bound, a model that is unsure writes spaces until max_tokens.
 WHITESPACE = r"[ \t\r\n]{1,20}"
 _FIELD = "structured_outputs"
 _GRAMMAR = "grammar_invalid"
@@ -291,9 +291,10 @@ def _grammar_text(structured: StructuredOutputsParams) -> str:
         case "grammar":
             return llguidance.grammar_from("grammar", structured.grammar or "")
     schema = structured.json if isinstance(structured.json, str) else '{"type":"object"}'
-    options: dict[str, Any] = {"lenient": False, "whitespace_flexible": not structured.disable_any_whitespace}
-    if not structured.disable_any_whitespace:
-        options["whitespace_pattern"] = structured.whitespace_pattern or WHITESPACE
+    spaces = structured.whitespace_pattern or (WHITESPACE if structured.disable_any_whitespace is False else None)
+    options: dict[str, Any] = {"lenient": False, "whitespace_flexible": spaces is not None}
+    if spaces is not None:
+        options["whitespace_pattern"] = spaces
     return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=options)  # type: ignore[arg-type]
 
 

@@ -34,14 +34,15 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
     choice: list[str] | None = None
     grammar: str | None = None  # Lark, or EBNF with ::= (GBNF)
     json_object: bool = False  # any JSON object
-    disable_any_whitespace: bool = False  # JSON without spaces and line breaks between its parts
-    whitespace_pattern: str | None = None  # a regex of what may stand between JSON's parts
+    disable_any_whitespace: bool | None = None  # False: a few spaces and line breaks may stand between JSON's parts
+    whitespace_pattern: str | None = None  # a regex of what may stand there; by default nothing may: JSON is compact
 
     def __post_init__(self) -> None:
         """Check and normalise; runs on construction and decoding alike."""
         for name in ("json_object", "disable_any_whitespace"):
-            if type(getattr(self, name)) is not bool:
-                raise type_error(f"{_FIELD}.{name}", "true or false", getattr(self, name))
+            value = getattr(self, name)
+            if type(value) is not bool and (value is not None or name == "json_object"):
+                raise type_error(f"{_FIELD}.{name}", "true or false", value)
         given = [name for name in FORMS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             got = f"{len(given)} ({', '.join(given)})" if given else "none"
