@@ -1,9 +1,11 @@
 """Layer: the module that every layer is.
 
 Owns how a layer is born (parameters declared on the meta device, in named shards), how it gets its values
-(`finalize`, once, when a loader has put a real tensor behind every parameter) and why calling it is cheap.
-Does not know files, requests or batches. Invariant: after `finalize` a layer has no torch parameters left:
-what `forward` reads are plain attributes, laid out for the operators.
+(`finalize`, once, when a loader has put a real tensor behind every parameter; `join`, once, when all layers have
+theirs) and why calling it is cheap. Does not know files, requests or batches. Invariants: after `finalize` a layer has
+no torch parameters left: what `forward` reads are plain attributes, laid out for the operators; `forward` leaves no
+tensor behind but its results: one that a graph's capture made would hold nothing before that graph runs, and a copy
+from the host would be repeated from memory that is others' by then.
 """
 
 from __future__ import annotations
@@ -52,6 +54,9 @@ class Layer(nn.Module):
         """Turn the parameters, real by now, into plain attributes. `quantization`: for layers that multiply."""
         for name in list(self._parameters):
             self.unwrap(name)
+
+    def join(self) -> None:
+        """Make what the operators need of several layers' values. All layers are finalized; no step has run."""
 
     def unwrap(self, name: str) -> torch.Tensor:
         """Replace the parameter `name` by its tensor as a plain attribute, and return that."""

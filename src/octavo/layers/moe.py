@@ -23,6 +23,7 @@ class MoeMlp(Layer):
     """Routed experts beside shared ones, as `Moe` says: Qwen3's, DeepSeek-V2's and -V3's rules of choice."""
 
     correction: torch.Tensor | None  # [experts] float32, takes part in the choice only
+    weights: tuple[ExpertWeights, ExpertWeights]  # of the two products, set by join
 
     def __init__(self, size: int, moe: Moe, activation: str, dtype: torch.dtype) -> None:
         """`size`: of the hidden state."""
@@ -36,7 +37,12 @@ class MoeMlp(Layer):
             self.correction = None
         self._moe = moe
         self._activation = activation
-        self._gathered: tuple[ExpertWeights, ExpertWeights] | None = None
+
+    def join(self) -> None:
+        """Gather the experts' weights for the two products."""
+        experts = cast(list[Mlp], list(self.experts))
+        gate_up, down = ([getattr(mlp, name).packed for mlp in experts] for name in ("gate_up", "down"))
+        self.weights = ExpertWeights(gate_up), ExpertWeights(down)
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(weights float32, expert ids int64), both [tokens, experts_per_token], best first."""
@@ -66,19 +72,11 @@ class MoeMlp(Layer):
         kept = torch.zeros_like(value, dtype=torch.bool).scatter_(1, value.topk(moe.groups_kept).indices, True)
         return groups.masked_fill(~kept[..., None], float("-inf")).flatten(1)
 
-    def _weights(self) -> tuple[ExpertWeights, ExpertWeights]:
-        """Of the two products, gathered when they are first used."""
-        if self._gathered is None:
-            experts = cast(list[Mlp], list(self.experts))
-            gate_up, down = ([getattr(mlp, name).packed for mlp in experts] for name in ("gate_up", "down"))
-            self._gathered = ExpertWeights(gate_up), ExpertWeights(down)
-        return self._gathered
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [tokens, size] -> the same shape."""
         weights, experts = self.route(x)
         ranks = self._moe.experts_per_token
-        results = run_experts(x, experts, *self._weights(), self._activation)  # [pair, size]
+        results = run_experts(x, experts, *self.weights, self._activation)  # [pair, size]
         by_rank = results.view(x.shape[0], ranks, x.shape[1])
         total = by_rank[:, 0] * weights[:, :1]
         for rank in range(1, ranks):

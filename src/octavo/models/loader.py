@@ -137,13 +137,15 @@ class _Filler:
                     self._spare[buffer.shape, buffer.dtype] = buffer
 
     def finish(self) -> None:
-        """Finalize the layers without parameters. All others must be done."""
+        """Finalize the layers without parameters, then join all. All others must be done."""
         unfilled = [parameter for parameter, rows in self._missing.items() if rows]
         assert not unfilled, f"parameters were never filled: {unfilled[:5]}"
         with self.device:
             for path, layer in self._layers.items():
                 if path not in self._waiting:
                     layer.finalize(self._quantization)
+        for layer in self._layers.values():
+            layer.join()
 
 
 class _PinnedPair:
