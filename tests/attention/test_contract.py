@@ -156,6 +156,24 @@ def test_INV_5_padding_rows_change_nothing(name: str, dtype: torch.dtype) -> Non
     assert torch.equal(step.run(backend, WINDOW), expected)
 
 
+@pytest.mark.parametrize("variant", ["full", "window and soft cap"])
+@pytest.mark.parametrize("shape", ["ragged", "decode"])
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_M5_6_M5_G6_the_bound_of_lengths_changes_no_bit(
+    name: str, dtype: torch.dtype, shape: str, variant: str
+) -> None:
+    """Block table columns beyond a row's length hold ids that no pool has: nothing reads them, whatever the bound."""
+    backend, layer = make_backend(name, dtype, VARIANTS[variant]), tensors_of(VARIANTS[variant])
+    step = make_step(make_rows(shape, dtype), PLAIN)
+    longest, columns = int(step.inputs.seq_lens.max()), step.inputs.block_table.shape[1]
+    assert columns * PLAIN.block > longest and int(step.inputs.block_table.max()) > 10**6
+    step.inputs.max_seq_len = longest
+    expected = step.run(backend, VARIANTS[variant], layer)
+    for bound in (longest + 1, columns * PLAIN.block):
+        step.inputs.max_seq_len = bound
+        assert torch.equal(step.run(backend, VARIANTS[variant], layer), expected), bound
+
+
 @pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_L3_G4_outputs_do_not_depend_on_where_blocks_lie(name: str, dtype: torch.dtype) -> None:
     backend, rows = make_backend(name, dtype), make_rows("ragged", dtype)

@@ -1,4 +1,4 @@
-"""The engine on a CUDA device: the CPU engine's answers, the same bits in every setting, and never a wait."""
+"""The engine on a CUDA device: the CPU engine's answers, the same bits in every setting, and never a wait (M5.7)."""
 
 from __future__ import annotations
 

@@ -1,35 +1,43 @@
-"""Every numbered criterion of the cache, its kernel blocks and layouts, of flex and its sizes is named by a test."""
+"""Every numbered criterion of docs/criteria.md is named by a test, and tests name no other."""
 
 from __future__ import annotations
 
 import re
+from functools import cache
 
 from house import ROOT
 
-CRITERIA = [
-    *(f"B2_{number}" for number in range(1, 12)), *(f"B2_G{number}" for number in range(1, 5)),
-    *(f"L3_{number}" for number in range(1, 13)), *(f"L3_G{number}" for number in range(1, 5)),
-    "INV_1", "INV_5", "INV_6",
-]  # fmt: skip
-NAMED_OR_TOLD = [  # by a test's name, or in what it says of itself
-    *(f"F1_{number}" for number in range(1, 11)), *(f"F1_G{number}" for number in range(1, 8)),
-    *(f"K4_{number}" for number in range(1, 10)), *(f"K4_G{number}" for number in range(1, 8)),
-]  # fmt: skip
+_NUMBER = r"(?:INV-|(?:B2|L3|F1|K4|M5)\.)G?\d+"
+_LINE = re.compile(rf"^- \*\*({_NUMBER})\*\* \S.*\.$", re.MULTILINE)
+
+
+@cache
+def _criteria() -> list[str]:
+    return _LINE.findall((ROOT / "docs" / "criteria.md").read_text(encoding="utf-8"))
+
+
+@cache
+def _told() -> str:
+    """The names of all tests, and what they and their modules say of themselves."""
+    texts = [file.read_text(encoding="utf-8") for file in (ROOT / "tests").rglob("test_*.py") if file != _own()]
+    return "\n".join(text for own in texts for text in re.findall(r'def test_\w+|"""(?s:.*?)"""', own))
+
+
+def _own() -> object:
+    return ROOT / "tests" / "house" / "test_house_criteria.py"
+
+
+def test_a_line_says_one_criterion_once() -> None:
+    text = (ROOT / "docs" / "criteria.md").read_text(encoding="utf-8")
+    assert len(set(_criteria())) == len(_criteria()) == len(re.findall(r"^- ", text, re.MULTILINE)) > 70
 
 
 def test_a_test_names_each_criterion() -> None:
-    texts = [file.read_text(encoding="utf-8") for file in (ROOT / "tests").rglob("test_*.py")]
-    names = [name for text in texts for name in re.findall(r"def (test_\w+)", text)]
-    unnamed = [own for own in CRITERIA if not any(re.search(rf"_{own}(_|$)", name) for name in names)]
+    unnamed = [own for own in _criteria() if not re.search(rf"(_|\b){re.sub('[.-]', '[_.-]', own)}(?![0-9])", _told())]
     assert not unnamed
 
 
-def test_a_test_tells_each_criterion_of_flex() -> None:
-    texts = [file.read_text(encoding="utf-8") for file in (ROOT / "tests").rglob("test_*.py")]
-    told = [text for text in texts for text in re.findall(r'def test_\w+|"""(?s:.*?)"""', text)]
-    untold = [own for own in NAMED_OR_TOLD if not any(re.search(_pattern(own), text) for text in told)]
-    assert not untold
-
-
-def _pattern(criterion: str) -> str:
-    return rf"(_|\b){criterion.replace('_', '[_.]')}(?![0-9])"
+def test_what_tests_name_stands_in_the_docs() -> None:
+    named = {re.sub(r"_", "-" if own.startswith("INV") else ".", own, count=1)
+             for own in re.findall(r"(?<![A-Za-z0-9])((?:INV|B2|L3|F1|K4|M5)[_.-]G?\d+)", _told())}  # fmt: skip
+    assert named - set(_criteria()) == set()
