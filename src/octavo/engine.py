@@ -24,6 +24,7 @@ from octavo.plan import StepPlan
 from octavo.request import Request
 from octavo.request_fields import FieldSpec, salt_with_fields
 from octavo.sampling_params import SamplingParams
+from octavo.seeds import sample_seed
 from octavo.text.admission import check_request
 from octavo.text.output import OutputProcessor, wants_every_token
 from octavo.text.tokenizer import Tokenizer
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
     from octavo.sched.scheduler import Scheduler
     from octavo.start import Parts
     from octavo.worker.executor import Executor, PendingResult
-
-_SEED_MASK = 2**64 - 1
 
 
 @dataclasses.dataclass(slots=True)
@@ -126,7 +125,7 @@ class EngineCore:
         cache_salt: str = "",
         quiet: bool = False,
     ) -> None:
-        """Queue a checked request, one sequence per id; sequence i samples with seed + i, as n requests would.
+        """Queue a checked request, one sequence per id; sequence i draws with `sample_seed(seed, i)`.
 
         quiet: one update for the first token and one at the end will do; `take_untold` gives what is known between.
         Raises RuntimeError if a step has failed before, or the engine was closed.
@@ -141,7 +140,7 @@ class EngineCore:
                 prompt_token_ids,
                 params,
                 max_tokens=max_tokens,
-                seed=(seed + index) & _SEED_MASK,
+                seed=sample_seed(seed, index),
                 eos_token_ids=self._eos_token_ids,
                 priority=priority,
                 cache_salt=cache_salt,

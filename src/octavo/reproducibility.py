@@ -29,6 +29,7 @@ from octavo.flags import Parser
 from octavo.llm import LLM
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams
+from octavo.seeds import sample_seed
 from octavo.worker.observe_logits import LogitsFold
 
 MAX_LEN = 640
@@ -52,7 +53,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Job:
-    """One request. Those of a family differ in nothing but seeds that follow each other."""
+    """One request. Those of a family differ in nothing but their seeds, which are those of one request's samples."""
 
     prompt: list[int]
     params: SamplingParams
@@ -104,7 +105,7 @@ def make_jobs(num_tokens: int, vocab_size: int, seed: int) -> list[Job]:
         for sibling in range(NUM_SIBLINGS):
             params = SamplingParams(
                 max_tokens=NUM_OUTPUT, ignore_eos=True, detokenize=False, logprobs=0,
-                seed=1000 * family + sibling, **kinds[family % len(kinds)],
+                seed=sample_seed(family, sibling), **kinds[family % len(kinds)],
             )  # fmt: skip
             jobs.append(Job(prompt, params))
     return jobs

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams
+from octavo.seeds import sample_seed
 from settings_matrix import SETTINGS, num_rounds
 
 NUM_OUTPUT = 32
@@ -83,7 +84,8 @@ def test_siblings_equal_separate_requests(make_llm: Any, held_out_prompts: list[
     separate = [
         list(
             llm.generate(
-                held_out_prompts[0], SamplingParams(temperature=1.0, seed=7 + index, max_tokens=12, ignore_eos=True)
+                held_out_prompts[0],
+                SamplingParams(temperature=1.0, seed=sample_seed(7, index), max_tokens=12, ignore_eos=True),
             )[0]
             .outputs[0]
             .token_ids
