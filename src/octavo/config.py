@@ -127,6 +127,11 @@ class EngineConfig:
     )
     override_generation_config: dict[str, Any] = setting({}, "sampling defaults that win over the checkpoint's", "dict")
 
+    reasoning_parser: str = setting(
+        "auto", "how reasoning is told from the answer (auto: by the chat template); none: not at all", "str"
+    )
+    enable_in_reasoning: bool = setting(False, "an output's form holds for its reasoning too", "bool")
+
     log_level: str = setting(
         "warning", "what is logged to stderr", "str", choices=("debug", "info", "warning", "error")
     )

@@ -131,7 +131,7 @@ class EngineCore:
         Raises RuntimeError if a step has failed before, or the engine was closed.
         """
         self._check_alive()
-        self._grammars.prepare(params.structured_outputs)
+        self._grammars.prepare(params.structured_outputs, params.thinking)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         cache_salt = salt_with_fields(cache_salt, self._request_fields, params.extra_args)
         sequences = [

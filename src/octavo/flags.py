@@ -20,7 +20,16 @@ from octavo.settings import ConfigError, Setting, did_you_mean, flag_name
 
 # SamplingParams fields that make no sense in a terminal, or have a flag of the engine's (seed).
 _NO_FLAG = frozenset(
-    {"output_kind", "bad_words_token_ids", "extra_args", "detokenize", "stream_interval", "logprob_token_ids", "seed"}
+    {
+        "output_kind",
+        "bad_words_token_ids",
+        "extra_args",
+        "detokenize",
+        "stream_interval",
+        "logprob_token_ids",
+        "seed",
+        "thinking",
+    }
 )
 _SAMPLING_HELP = {
     "n": "completions per prompt",
@@ -35,6 +44,7 @@ _SAMPLING_HELP = {
     "ignore_eos": "go on after the end-of-text token",
     "logprobs": "log-probabilities of so many likeliest tokens",
     "repetition_penalty": "above 1 discourages tokens that were seen",
+    "thinking_token_budget": "tokens of reasoning after which it is ended",
 }
 
 

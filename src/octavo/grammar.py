@@ -10,6 +10,7 @@ given, also where matchers share a compiled form.
 from __future__ import annotations
 
 import collections
+import contextlib
 import json
 import re
 import threading
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 
 from octavo.checks import ParameterError
 from octavo.structured_outputs import StructuredOutputsParams
+from octavo.thinking import ClosingMark, Thinking
 
 if TYPE_CHECKING:
     import llguidance
@@ -93,6 +95,8 @@ class Grammars:
         # 32-bit words of a mask; without EOS the vocabulary gets one more token, see _Texts
         self.num_words = -(-(vocab_size + (not self._eos_token_ids)) // 32)
         self._tokenizer: llguidance.LLTokenizer | None = None
+        self._texts: _Texts | None = None
+        self._marks: dict[str, ClosingMark] = {}  # as many as a model has ways to end its reasoning
         self._cache: collections.OrderedDict[bytes, llguidance.LLMatcher] = collections.OrderedDict()
         self._lock, self._loading = threading.Lock(), threading.Lock()
 
@@ -101,12 +105,26 @@ class Grammars:
         if structured is not None:
             self._compiled(structured)
 
-    def prepare(self, structured: StructuredOutputsParams | None) -> None:
-        """As `check`, but silent: the matcher of a form that cannot be compiled allows nothing."""
-        try:
+    def prepare(self, structured: StructuredOutputsParams | None, thinking: Thinking | None = None) -> None:
+        """As `check`, but silent: the matcher of a form that cannot be compiled allows nothing.
+
+        thinking: the reasoning before it, whose end is compiled and kept as well.
+        """
+        with contextlib.suppress(ParameterError):
+            if thinking is not None:
+                self.closing_mark(thinking.closing)
             self.check(structured)
-        except ParameterError:
-            return
+
+    def closing_mark(self, closing: str) -> ClosingMark:
+        """The end of reasoning in this vocabulary, compiled once per text. Raises ParameterError without tokens."""
+        found = self._marks.get(closing)
+        if found is None:
+            if self._texts is None:
+                self._load_tokenizer()
+            assert self._texts is not None, "a loaded tokenizer keeps its texts"
+            found = ClosingMark(closing, self._texts.tokens, self._eos_token_ids, self.num_words)
+            self._marks[closing] = found
+        return found
 
     def matcher(self, structured: StructuredOutputsParams) -> Matcher:
         """A matcher at the beginning of an output."""
@@ -166,7 +184,7 @@ class Grammars:
             raise ParameterError(_FIELD, message, "unsupported_parameter") from None
         with self._loading:
             if self._tokenizer is None:
-                texts = _Texts(self._load(), self._vocab_size, self._eos_token_ids)
+                texts = self._texts = _Texts(self._load(), self._vocab_size, self._eos_token_ids)
                 self._tokenizer = llguidance.LLTokenizer(
                     llguidance.TokenizerWrapper(texts), n_vocab=len(texts.tokens), eos_token=texts.eos_token_ids
                 )

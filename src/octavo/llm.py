@@ -26,6 +26,8 @@ from octavo.observe import Phases, progress
 from octavo.outputs import RequestOutput
 from octavo.probe import numerics_id
 from octavo.sampling_params import ParameterError, RequestOutputKind, SamplingParams, check_text, check_token_ids
+from octavo.settings import ConfigError
+from octavo.text.thinking import ThinkingRule
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
@@ -40,6 +42,7 @@ class _Ready(msgspec.Struct, frozen=True):
     token_ids: list[int]
     text: str | None
     cache_salt: str = ""
+    is_chat: bool = False  # an answer begins behind it
 
 
 class _Checked(NamedTuple):
@@ -68,6 +71,13 @@ class LLM:
         config, self.config_origins = load_config(python_kwargs=fields, yaml_path=config_file)
         self.config = config
         self.engine = Engine(config, phases)
+        try:
+            self._thinking = ThinkingRule(
+                self.engine.tokenizer, config.reasoning_parser, enable_in_reasoning=config.enable_in_reasoning
+            )
+        except ValueError as error:
+            self.engine.close()
+            raise ConfigError("reasoning_parser", config.reasoning_parser, str(error)) from None
         self._ids = itertools.count()
         self._boxes: dict[str, collections.deque[RequestOutput]] = {}  # outputs of live requests, per id
 
@@ -189,9 +199,13 @@ class LLM:
 
     def _ready_chat(self, messages: Any, **options: Any) -> _Ready:
         text, token_ids = self.engine.tokenizer.render_chat(messages, **options)
-        return _Ready(check_token_ids(token_ids, self.engine.limits), text)
+        is_chat = options.get("add_generation_prompt", True)
+        return _Ready(check_token_ids(token_ids, self.engine.limits), text, is_chat=is_chat)
 
     def _check(self, ready: _Ready, params: SamplingParams, priority: int) -> _Checked:
+        # with a parser by name reasoning is expected; else only what the prompt has begun may come before a form
+        may_open = ready.is_chat and self.config.reasoning_parser != "auto"
+        params = self._thinking.apply(params, ready.text, ready.token_ids, may_open=may_open)
         checked = self.engine.check(len(ready.token_ids), params, priority=priority, cache_salt=ready.cache_salt)
         return _Checked(ready, *checked, priority)
 

@@ -25,6 +25,7 @@ from octavo.checks import check_unicode as check_unicode
 from octavo.request_fields import FieldSpec, check_fields
 from octavo.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
 from octavo.structured_outputs import read_structured_outputs
+from octavo.thinking import Thinking
 
 GREEDY_BELOW = 1e-5  # a lower temperature (a denormal, say) means 0, that is greedy
 MAX_N = 64
@@ -103,6 +104,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     extra_args: dict[str, Any] | None = None  # request fields of attention mods, and plug-ins'; plain data
     repetition_detection: RepetitionDetectionParams | None = None
     structured_outputs: StructuredOutputsParams | None = None
+    thinking_token_budget: int | None = None  # tokens of reasoning after which it is ended; None or -1: no limit
+    thinking: Thinking | None = None  # set by the text layer from the prompt, not by users
 
     def __post_init__(self) -> None:
         """Check and normalise; runs on construction, decoding and `msgspec.structs.replace` alike."""
@@ -119,6 +122,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             force_setattr(self, "temperature", 0.0)
         if self.top_p == 0.0:
             raise ParameterError("top_p", "must be in (0, 1], got 0")
+        if self.thinking_token_budget == -1:
+            force_setattr(self, "thinking_token_budget", None)
         if self.seed == -1:
             force_setattr(self, "seed", None)
         _normalise_strings(self)
@@ -133,6 +138,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         structured = self.structured_outputs
         if structured is not None and not isinstance(structured, StructuredOutputsParams):
             raise type_error("structured_outputs", "a StructuredOutputsParams", structured)
+        if self.thinking is not None and not isinstance(self.thinking, Thinking):
+            raise type_error("thinking", "set by the text layer", self.thinking)
 
     @staticmethod
     def from_optional(**fields: Any) -> SamplingParams:
@@ -144,7 +151,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         """
         known = SamplingParams.__struct_fields__
         for name in fields:
-            if name not in known or name == "bad_words_token_ids":
+            if name not in known or name in _NOT_USERS:
                 near = difflib.get_close_matches(str(name)[:64], known, n=1)
                 hint = f", did you mean {near[0]}?" if near else ""
                 raise ParameterError(str(name)[:64], f"unknown sampling parameter{hint}", "unknown_field")
@@ -172,6 +179,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.stop if isinstance(self.stop, list) else []
 
 
+_NOT_USERS = ("bad_words_token_ids", "thinking")  # fields that the text layer sets
 # name, lowest, highest (both allowed); 0 < top_p is checked apart
 _FLOATS = (
     ("presence_penalty", -2.0, 2.0),
@@ -191,6 +199,7 @@ _INTS = (
     ("logprobs", 0, INT32_MAX, True),
     ("prompt_logprobs", 0, INT32_MAX, True),
     ("stream_interval", 1, INT32_MAX, False),
+    ("thinking_token_budget", -1, INT32_MAX, True),
 )
 _BOOLS = (
     "ignore_eos",

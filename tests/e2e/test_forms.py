@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from form_corpus import forms, satisfies
 from octavo import LLM, SamplingParams
@@ -23,7 +24,7 @@ def _params(form: dict[str, Any] | None, **options: Any) -> SamplingParams:
 
 @pytest.fixture(scope="module")
 def llm() -> Any:
-    with LLM(dtype="float32") as made:
+    with LLM(dtype="float32", reasoning_parser="qwen3") as made:
         yield made
 
 
@@ -46,13 +47,17 @@ def test_a_wrong_text_would_be_noticed() -> None:
 
 
 def _requests() -> tuple[list[str], list[SamplingParams]]:
-    """Every form, and some whose outputs are long enough to outgrow a small pool."""
+    """Every form, some whose outputs are long enough to outgrow a small pool, and some that think before the form."""
     long = [{"regex": f"([a-z]{{1,9}} ){{{50 + index}}}"} for index in range(8)]
     params = [
         _params(form, seed=index, max_tokens=150, repetition_penalty=1.1, presence_penalty=0.3)
         for index, form in enumerate([*long, *FORMS.values()])
     ]
-    return [PROMPT * 3 + str(index) for index in range(len(params))], params
+    prompts = [PROMPT * 3 + str(index) for index in range(len(params))]
+    for index in range(0, len(params), 5):
+        prompts[index] += "<think>\n"
+        params[index] = replace(params[index], thinking_token_budget=10 + index)
+    return prompts, params
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +68,29 @@ def alone(llm: LLM) -> list[list[int]]:
 @pytest.mark.parametrize("name", SETTINGS)
 def test_every_setting_gives_the_same_tokens(make_llm: Any, alone: list[list[int]], name: str) -> None:
     """Batches, chunks, preemption, a step in flight: the matcher follows."""
-    llm = make_llm(**SETTINGS[name])
+    llm = make_llm(reasoning_parser="qwen3", **SETTINGS[name])
     assert [list(output.outputs[0].token_ids) for output in llm.generate(*_requests())] == alone
     if "small pool" in name:
         assert llm.engine.scheduler.num_preemptions > 0
+
+
+def test_reasoning_ends_before_the_form(alone: list[list[int]], llm: LLM) -> None:
+    """What the prompt began goes on as it would without a form, is ended by its budget, and the form follows."""
+    prompts, params = _requests()
+    for index in range(0, len(params), 5):
+        reasoning, mark, _ = llm.get_tokenizer().decode(alone[index]).partition("</think>")
+        free = replace(params[index], structured_outputs=None, thinking_token_budget=None, max_tokens=10 + index)
+        assert mark and reasoning.startswith(llm.generate(prompts[index], free)[0].outputs[0].text)
+
+
+def test_a_prompt_in_ids_thinks_too(llm: LLM) -> None:
+    form = StructuredOutputsParams(choice=["yes", "no"])
+    params = SamplingParams(temperature=0, max_tokens=60, structured_outputs=form, thinking_token_budget=4)
+    by_text = llm.generate(PROMPT + "<think>\n", params)[0]
+    by_ids = llm.generate(by_text.prompt_token_ids or [], params)[0].outputs[0]
+    assert by_ids.text == by_text.outputs[0].text and by_ids.text.endswith(("</think>yes", "</think>no"))
+    plain = replace(params, thinking_token_budget=None)
+    assert llm.generate(PROMPT, plain)[0].outputs[0].text in ("yes", "no")
 
 
 def test_neighbours_keep_their_bits(llm: LLM) -> None:

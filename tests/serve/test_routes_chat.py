@@ -64,22 +64,54 @@ def test_wishes_for_reasoning_that_change_nothing_are_told(server: RunningServer
     assert server.post("/v1/responses", body).json()["warnings"] == ["reasoning: has no effect"]
 
 
-def test_what_has_a_form_is_no_reasoning_that_the_prompt_began(start_server: StartServer, tmp_path: Path) -> None:
-    """The form holds from the first token on: nothing could end the reasoning, and no content would be left."""
+def test_a_form_begins_behind_the_reasoning(start_server: StartServer, tmp_path: Path) -> None:
+    """The prompt's open block goes on as text, its budget ends it, and what follows is the form, cut or whole."""
     path = tmp_path / "template.jinja"
     path.write_text("{{ messages[0]['content'] }}\n<think>\n")
     server = start_server("--chat-template", str(path), scripted=False)
-    form = {"response_format": {"type": "json_object"}, "max_tokens": 40}
-    message = chat(server, **form)["choices"][0]["message"]
+    thinking = {"thinking_token_budget": 7, "max_tokens": 90}
+    forms: list[dict[str, Any]] = [
+        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": {"a": 1}}}}},
+        {"tools": [TOOL], "tool_choice": "required"},
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "lamp"}}},
+    ]
+    free = chat(server, max_tokens=7)["choices"][0]["message"]
+    for form in forms:
+        message = chat(server, **form, **thinking)["choices"][0]["message"]
+        assert message["reasoning"] == message["reasoning_content"] == free["reasoning"]
+        calls = message.get("tool_calls")
+        if calls is None:
+            assert message["content"].startswith("{")
+        else:
+            assert [call["function"]["name"] for call in calls] == ["lamp"] and message["content"] is None
+            assert json.loads(calls[0]["function"]["arguments"]) in ({"on": True}, {"on": False})
+        deltas = [event["choices"][0]["delta"] for event in stream(server, **form, **thinking)]
+        assert "".join(delta.get("reasoning", "") for delta in deltas) == message["reasoning"]
+        assert "".join(delta.get("content", "") for delta in deltas) == (message["content"] or "")
+        pieces = [piece["function"] for delta in deltas for piece in delta.get("tool_calls", ())]
+        whole = calls[0]["function"]["arguments"] if calls else ""
+        assert "".join(piece.get("arguments") or "" for piece in pieces) == whole
+    body = {"model": "octavo-tiny", "temperature": 0, "input": "hello", "max_output_tokens": 90,
+            "thinking_token_budget": 7, "text": {"format": {"type": "json_object"}}}  # fmt: skip
+    message, reasoning = server.post("/v1/responses", body).json()["output"]
+    assert message["content"][0]["text"].startswith("{")
+    assert reasoning["content"][0]["text"] == free["reasoning"]
+
+
+def test_a_form_may_hold_for_the_reasoning_too(start_server: StartServer, tmp_path: Path) -> None:
+    path = tmp_path / "template.jinja"
+    path.write_text("{{ messages[0]['content'] }}\n<think>\n")
+    server = start_server("--chat-template", str(path), "--enable-in-reasoning", scripted=False)
+    message = chat(server, response_format={"type": "json_object"}, max_tokens=40)["choices"][0]["message"]
     assert message["content"].startswith("{") and "reasoning" not in message
-    deltas = [event["choices"][0]["delta"] for event in stream(server, **form)]
-    assert "".join(delta.get("content", "") for delta in deltas) == message["content"]
-    text = {"format": {"type": "json_object"}}
-    body = {"model": "octavo-tiny", "temperature": 0, "input": "hello", "max_output_tokens": 40, "text": text}
-    (item,) = server.post("/v1/responses", body).json()["output"]
-    assert item["content"][0]["text"] == message["content"]
-    free = chat(server)["choices"][0]["message"]
-    assert free["reasoning"] == free["reasoning_content"] and not free["content"]
+    free = chat(server, thinking_token_budget=3)["choices"][0]["message"]
+    assert free["reasoning"] and free["content"]
+
+
+def test_a_budget_without_reasoning_is_refused(server: RunningServer) -> None:
+    error = server.post(PATH, GREEDY | {"thinking_token_budget": 5}).json()["error"]
+    assert error["param"] == "thinking_token_budget" and "--reasoning-parser" in error["message"]
 
 
 def test_events_come_in_order(server: RunningServer) -> None:

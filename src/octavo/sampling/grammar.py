@@ -1,9 +1,10 @@
-"""Structured outputs: a row's output stays within the form that its request asks for.
+"""Structured outputs: a row's output stays within the form that its request asks for, once its reasoning has ended.
 
 Owns one matcher per row that asks, and forbids the tokens that its grammar does not allow next. Does not know how
-forms are compiled (`octavo.grammar`), nor when a request ends: where its grammar is complete a row may sample EOS, and
-where nothing else can follow it must. Invariant: what is forbidden is a function of the form and of the row's output
-before the position, so preemption, replay and steps in flight need no care; an allowed token keeps its bits.
+forms are compiled (`octavo.grammar`), where reasoning ends (`octavo.sampling.thinking`), nor when a request ends: where
+its grammar is complete a row may sample EOS, and where nothing else can follow it must. Invariant: what is forbidden is
+a function of the request and of the row's output before the position, so preemption, replay and steps in flight need no
+care; an allowed token keeps its bits.
 
 Matchers work on the host. On CPU they read the request table. On a GPU each drawn token is copied to the host as soon
 as it is there, and the next call waits for that copy alone: the forward pass issued since then runs meanwhile.
@@ -18,10 +19,11 @@ import torch
 from numpy.typing import NDArray
 
 from octavo.device.staging import PinnedRing
-from octavo.grammar import Grammars, Matcher
+from octavo.grammar import Grammars
 from octavo.ops.sample import allow_bits_
 from octavo.plan import NewRow
 from octavo.sampling.rows import RowSet, SampleBatch, Selection, to_device
+from octavo.sampling.thinking import AfterThinking, Anything, Form
 
 _INF = float("inf")
 
@@ -30,7 +32,7 @@ _INF = float("inf")
 class _Row:
     """A row that asks. `tokens` holds what it has said, on a GPU as far as the host knows."""
 
-    matcher: Matcher
+    matcher: Form
     start: int  # where its output begins in the request table
     tokens: list[int]
 
@@ -63,12 +65,16 @@ class GrammarMask:
         self._drawn: list[_Drawn] = []  # at most one, on a GPU
 
     def add(self, new: NewRow) -> bool:
-        """Start a row's matcher. Returns whether it asks for a form."""
-        structured = new.sampling.structured_outputs
-        if structured is None:
+        """Start a row's matcher. Returns whether it asks for a form, or for an end of its reasoning."""
+        structured, thinking = new.sampling.structured_outputs, new.sampling.thinking
+        if structured is None and thinking is None:
             return False
+        form: Form = Anything() if structured is None else self._grammars.matcher(structured)
+        if thinking is not None:
+            budget = new.sampling.thinking_token_budget
+            form = AfterThinking(self._grammars.closing_mark(thinking.closing), thinking, budget, form)
         said = [] if self._ring is None else list(map(int, new.token_ids[new.num_prompt :]))
-        self._of_row[new.row] = _Row(self._grammars.matcher(structured), new.num_prompt, said)
+        self._of_row[new.row] = _Row(form, new.num_prompt, said)
         self._rows.add(new.row)
         return True
 

@@ -86,6 +86,7 @@ class Answers:
     """How the answers of a request are read."""
 
     parsers: ParserChoice
+    form_waits: bool = True  # for the end of the reasoning
     tools: list[dict[str, Any]] | None = None  # for the template
     choice: str = "none"
     max_calls: int | None = None
@@ -103,11 +104,11 @@ class Answers:
         return self.parsers.needs_special_tokens(tools=self.choice == "auto")
 
     def begin(self, prompt: str, params: SamplingParams) -> Answer:
-        """A new answer to a rendered prompt. One with a form begins with it, not within the prompt's reasoning."""
+        """A new answer to a rendered prompt. A form that does not wait for reasoning leaves no place for any."""
         names = [tool["function"]["name"] for tool in self.tools or ()]
         forced = "" if self.choice in ("none", "auto") else self.choice
-        begun = "" if params.structured_outputs is not None else prompt
-        parser = self.parsers.parser(begun, tools=names, forced=forced)
+        reasons = self.form_waits or params.structured_outputs is None
+        parser = self.parsers.parser(prompt, tools=names, forced=forced, reasons=reasons)
         return Answer(parser, reasons=self.parsers.reasoning is not None, max_calls=self.max_calls)
 
 
@@ -117,6 +118,7 @@ def plan_answers(state: ServeState, request: ChatRequest) -> Answers:
     choice = check_choice(request.tool_choice, tools)
     return Answers(
         parsers=state.parsers,
+        form_waits=state.thinking.form_waits,
         tools=None if choice == "none" else tools,
         choice=choice,
         max_calls=None if request.parallel_tool_calls else 1,

@@ -40,6 +40,7 @@ class Prompt(msgspec.Struct, frozen=True):
 
     token_ids: list[int]
     text: str | None
+    is_chat: bool = False  # an answer begins behind it
 
 
 class Run(msgspec.Struct, kw_only=True):
@@ -153,7 +154,8 @@ async def render_chat(
     text, token_ids = await asyncio.to_thread(
         state.tokenizer.render_chat, messages, chat_template_kwargs=template_kwargs, **options
     )
-    return Prompt(check_token_ids(token_ids, state.engine.limits), text)
+    is_chat = bool(options.get("add_generation_prompt", True))
+    return Prompt(check_token_ids(token_ids, state.engine.limits), text, is_chat)
 
 
 def make_params(
@@ -180,11 +182,12 @@ async def submit(state: ServeState, run: Run) -> list[OutputStream]:
     streams: list[OutputStream] = []
     try:
         for index, prompt in enumerate(run.prompts):
+            params = state.thinking.apply(run.params, prompt.text, prompt.token_ids, may_open=prompt.is_chat)
             streams.append(
                 state.engine.generate(
                     f"{run.id}-{index}",
                     prompt.token_ids,
-                    run.params,
+                    params,
                     prompt=prompt.text,
                     priority=run.priority,
                     cache_salt=run.cache_salt,

@@ -122,7 +122,7 @@ _S = TypeVar("_S", bound=Shape)
 # Sampling parameters that a body may give under their own name.
 _NOT_IN_BODIES = {
     "output_kind", "bad_words_token_ids", "detokenize", "stream_interval", "logprobs",
-    "structured_outputs",
+    "structured_outputs", "thinking",
 }  # fmt: skip
 SAMPLING = frozenset(SamplingParams.__struct_fields__) - _NOT_IN_BODIES
 
@@ -141,7 +141,7 @@ _NOT_ALLOWED = ("not_allowed", "is not allowed in a request")
 REFUSED: dict[str, tuple[str, str]] = {
     **dict.fromkeys(
         ("suffix", "prompt_embeds", "use_beam_search", "length_penalty", "truncate_prompt_tokens", "logits_processors",
-         "functions", "audio", "previous_response_id", "n_discard", "thinking_token_budget", "moderation"),
+         "functions", "audio", "previous_response_id", "n_discard", "moderation"),
         _UNSUPPORTED,
     ),
     **dict.fromkeys(("chat_template", "kv_transfer_params", "bad_words_token_ids", "lora_request"), _NOT_ALLOWED),

@@ -37,7 +37,6 @@ class ServeConfig:
         "enable_thinking,thinking", "variables of the template that requests may set, with commas; none: no", "str"
     )
     tool_call_parser: str = setting("auto", "how tool calls are read from the output; none: not at all", "str")
-    reasoning_parser: str = setting("auto", "how reasoning is read from the output; none: not at all", "str")
     strict: bool = setting(False, "refuse unknown fields of a request instead of reporting them", "bool")
     disable_page: bool = setting(False, "serve no chat page at /", "bool")
 

@@ -22,6 +22,7 @@ from octavo.serve.metrics import ServerMetrics
 from octavo.serve.parsers.output import ParserChoice
 from octavo.serve.settings import ServeConfig, read_keys, split
 from octavo.settings import ConfigError
+from octavo.text.thinking import ThinkingRule
 from octavo.text.tokenizer import Tokenizer
 
 HEALTH_HEARTBEAT_SECONDS = 2.0
@@ -50,7 +51,7 @@ class ServeState:
             sources = self.tokenizer.template.sources
             sources.clear()
             sources["default"] = _read_template(config.chat_template)
-        self.parsers = _choose_parsers(engine, config)
+        self.parsers, self.thinking = _choose_parsers(engine, config)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -132,14 +133,19 @@ class ServeState:
             await self._jail.close()
 
 
-def _choose_parsers(engine: AsyncEngine, config: ServeConfig) -> ParserChoice:
-    template = engine.tokenizer.chat_template if isinstance(engine.tokenizer, Tokenizer) else None
-    for name in ("tool_call_parser", "reasoning_parser"):
-        try:
-            ParserChoice.of(template, **{name: getattr(config, name)})
-        except ValueError as error:
-            raise ConfigError(name, getattr(config, name), str(error)) from None
-    return ParserChoice.of(template, config.tool_call_parser, config.reasoning_parser)
+def _choose_parsers(engine: AsyncEngine, config: ServeConfig) -> tuple[ParserChoice, ThinkingRule]:
+    tokenizer, settings = engine.tokenizer, engine.config
+    template = tokenizer.chat_template if isinstance(tokenizer, Tokenizer) else None
+    name = settings.reasoning_parser
+    try:
+        thinking = ThinkingRule(tokenizer, name, enable_in_reasoning=settings.enable_in_reasoning)
+        ParserChoice.of(template, "none", name)
+    except ValueError as error:
+        raise ConfigError("reasoning_parser", name, str(error)) from None
+    try:
+        return ParserChoice.of(template, config.tool_call_parser, name), thinking
+    except ValueError as error:
+        raise ConfigError("tool_call_parser", config.tool_call_parser, str(error)) from None
 
 
 def _read_template(path: str) -> str:

@@ -14,6 +14,7 @@ from octavo.registry import Registry
 from octavo.serve.parsers.base import Delta
 from octavo.serve.parsers.reasoning import Reasoning
 from octavo.serve.parsers.tools import Named, Required, ToolParser
+from octavo.thinking import MARKS
 
 _TOOLS, _REASONING = "octavo.serve.parsers.tools", "octavo.serve.parsers.reasoning"
 TOOL_PARSERS = Registry(
@@ -27,16 +28,12 @@ TOOL_PARSERS = Registry(
 )
 REASONING_PARSERS = Registry(
     "reasoning parser",
-    {
-        "qwen3": f"{_REASONING}:Reasoning",
-        "deepseek_r1": f"{_REASONING}:Reasoning",
-        "mistral": f"{_REASONING}:MistralReasoning",
-    },
+    dict.fromkeys(MARKS, f"{_REASONING}:Reasoning") | {"mistral": f"{_REASONING}:MistralReasoning"},
 )
 # what a chat template holds -> the parser of what its model writes; the first that fits
 _TOOL_SIGNS = (("<tool_call>", "hermes"), ("[TOOL_CALLS]", "mistral"), ("<|python_tag|>", "llama3_json"),
                ('"parameters": dictionary of argument', "llama3_json"))  # fmt: skip
-_REASONING_SIGNS = (("<think>", "qwen3"), ("[THINK]", "mistral"))
+_REASONING_SIGNS = (("<think>", "qwen3"), ("[THINK]", "mistral"), ("</think>", "qwen3"))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,18 +66,19 @@ class ParserChoice:
         *,
         tools: Collection[str] | None = None,
         forced: str = "",
+        reasons: bool = True,
         new_id: Callable[[], str] | None = None,
     ) -> OutputParser:
         """For one output.
 
         `prompt`: its text, which tells whether the output begins within reasoning. `tools`: names of the tools that may
         be called; empty or None: calls are not looked for. `forced`: "required", or "=" and a tool's name, where the
-        output was held to `serve.grammar.from_tool_choice`.
+        output was held to `serve.grammar.from_tool_choice`. `reasons`: the output may begin with reasoning.
         """
+        reasoning = self.reasoning(self.reasoning.is_open_in(prompt)) if self.reasoning and reasons else None
         if forced:
             calls = Named(forced[1:], new_id) if forced.startswith("=") else Required(tools, new_id)
-            return OutputParser(None, calls)
-        reasoning = self.reasoning(self.reasoning.is_open_in(prompt)) if self.reasoning else None
+            return OutputParser(reasoning, calls)
         return OutputParser(reasoning, self.tools(tools, new_id) if self.tools and tools else None)
 
 

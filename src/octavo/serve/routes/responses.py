@@ -23,7 +23,8 @@ from octavo.serve.protocol import ChatRequest, Parsed, ResponsesRequest, read
 from octavo.serve.state import ServeState
 
 _SAMPLING = frozenset({"temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty",
-                       "frequency_penalty", "repetition_penalty", "ignore_eos", "min_tokens"})  # fmt: skip
+                       "frequency_penalty", "repetition_penalty", "ignore_eos", "min_tokens",
+                       "thinking_token_budget"})  # fmt: skip
 _TEXT_PARTS = ("input_text", "output_text", "text")
 _ROLES = ("user", "assistant", "system", "developer")
 

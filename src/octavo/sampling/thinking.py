@@ -1,0 +1,82 @@
+"""Thinking before the form: what a row may say while it reasons, and where its answer begins.
+
+Owns AfterThinking, which stands before a row's matcher, and Anything, the matcher of a row without a form. Invariant:
+as of a matcher: what it allows is a function of the request and of the output it is given, whichever came before.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.thinking import ClosingMark, Thinking
+
+
+class Form(Protocol):
+    """What follows one output."""
+
+    def fill(self, output: NDArray[np.int32], bits: NDArray[np.int32]) -> bool:
+        """Set the bits of the tokens that may follow `output`; False, and no bit, if there is none."""
+
+
+class Anything:
+    """No form."""
+
+    def fill(self, output: NDArray[np.int32], bits: NDArray[np.int32]) -> bool:
+        """Allow every token."""
+        bits[:] = -1
+        return True
+
+
+class AfterThinking:
+    """Reasoning as it comes, then `form`."""
+
+    def __init__(self, mark: ClosingMark, thinking: Thinking, budget: int | None, form: Form) -> None:
+        """`budget`: tokens of reasoning, its marks not counted, after which it is ended; None: no such limit."""
+        self._mark, self._thinking, self._form = mark, thinking, form
+        self._budget = budget
+        self._first = 0 if thinking.is_open else 1  # where the reasoning begins in an output that has one
+        self._seen = np.empty(0, np.int32)
+        self._state = 0  # of the mark, behind `_seen`
+        self._answer = -1  # where in `_seen` the answer begins; -1: further on
+
+    def fill(self, output: NDArray[np.int32], bits: NDArray[np.int32]) -> bool:
+        """As Form's; `output` may be any output of the request, in any order."""
+        if not self._thinking.is_open and (len(output) == 0 or int(output[0]) != self._thinking.opening_id):
+            done = self._form.fill(output, bits)
+            if len(output) == 0:
+                _add(bits, self._thinking.opening_id)
+            return done or len(output) == 0
+        self._read(output)
+        if self._answer >= 0:
+            return self._form.fill(output[self._answer :], bits)
+        num_over = -1 if self._budget is None else len(output) - self._first - self._budget
+        if 0 <= num_over < len(self._thinking.closing_ids):
+            bits[:] = 0
+            _add(bits, self._thinking.closing_ids[num_over])
+        elif isinstance(self._form, Anything):
+            bits[:] = -1
+        else:
+            bits[:] = self._mark.allowed[self._state]
+        return True
+
+    def _read(self, output: NDArray[np.int32]) -> None:
+        """Bring the state behind `output`."""
+        seen = self._seen
+        if len(seen) > len(output) or not np.array_equal(seen, output[: len(seen)]):
+            seen, self._state, self._answer = seen[:0], 0, -1
+        at = max(len(seen), self._first)
+        while self._answer < 0 and at < len(output):
+            state = self._mark.advance(self._state, int(output[at]))
+            at += 1
+            if state < 0:
+                self._answer = at
+            else:
+                self._state = state
+        self._seen = output[:at].copy()
+
+
+def _add(bits: NDArray[np.int32], token_id: int) -> None:
+    bits.view(np.uint32)[token_id >> 5] |= np.uint32(1 << (token_id & 31))
