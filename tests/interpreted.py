@@ -16,8 +16,10 @@ import traceback
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+from patience import patient
+
 HERE = Path(__file__).parent
-TIMEOUT_S = 280
+TIMEOUT_S = 280  # on a quiet machine
 
 
 @functools.cache
@@ -27,7 +29,7 @@ def run_rig(rig: ModuleType) -> dict[str, str]:
     folders = (HERE.parent / "src", HERE, path.parent)
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(map(str, folders))}
     command = [sys.executable, "-W", "ignore", __file__, path.stem]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=TIMEOUT_S)
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=patient(TIMEOUT_S))
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)
 

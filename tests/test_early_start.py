@@ -12,6 +12,7 @@ import pytest
 from octavo import early_start, open_device
 from octavo.config import EngineConfig
 from octavo.observe import Phases
+from patience import patient
 
 
 class Library:
@@ -72,7 +73,7 @@ def test_a_start_opens_the_device_first(device: str, opened: bool, monkeypatch: 
     begun, thresholds = threading.Event(), []
 
     def start_engine(config: EngineConfig, phases: Phases, *, text: bool) -> Any:
-        assert begun.wait(5 if opened else 0.1) is opened
+        assert begun.wait(patient(5) if opened else 0.1) is opened
         thresholds.append(gc.get_threshold()[0])
         return config, text
 

@@ -12,6 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from patience import patient
+
 
 @pytest.fixture
 def generating(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
@@ -37,7 +39,7 @@ def test_ctrl_c_leaves_nothing_behind(generating: subprocess.Popen[bytes], tmp_p
     assert begun, generating.communicate()
     family = [psutil.Process(generating.pid), *psutil.Process(generating.pid).children(recursive=True)]
     os.killpg(generating.pid, signal.SIGINT)
-    out, err = generating.communicate(timeout=20)
+    out, err = generating.communicate(timeout=patient(20))
     assert generating.returncode == 130
     assert b"Traceback" not in err
     assert out.endswith(b"\n") and len(out) < 2000, "it stopped in the middle of the answer"

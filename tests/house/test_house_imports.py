@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import graphlib
+import resource
 import subprocess
 import sys
-import time
 
 import pytest
 
 from house import ROOT, SRC, files, imports, modules, where
+from patience import patient
 
 WORDS = {
     "arch", "checks", "collector", "config", "generation_config", "groups", "hf_config", "interrupts", "memory",
@@ -132,7 +133,7 @@ def test_no_octavo_file_outside_the_package_reaches_past_it() -> None:
 def _run(code: str) -> str:
     command = [sys.executable, "-c", code]
     environment = {"PYTHONPATH": str(SRC), "PATH": ""}
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=60)
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=patient(60))
     assert result.returncode == 0, result.stderr
     assert not result.stderr, result.stderr
     return result.stdout
@@ -172,16 +173,16 @@ def test_import_octavo_loads_the_standard_library_only() -> None:
 
 @pytest.mark.parametrize("flag", ["--version", "--help"])
 def test_version_and_help_answer_in_300_ms(flag: str) -> None:
-    """Best of five, since other work may share the machine."""
+    """Of processor time, the best of five, since other work may share the machine."""
     best = 1e9
     for _ in range(5):
-        began = time.perf_counter()
+        began = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
         subprocess.run(
             [sys.executable, "-m", "octavo", flag],
             check=True,
             capture_output=True,
             env={"PYTHONPATH": str(SRC)},
-            timeout=60,
+            timeout=patient(60),
         )
-        best = min(best, time.perf_counter() - began)
-    assert best < 0.3
+        best = min(best, resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - began)
+    assert best < patient(0.3)

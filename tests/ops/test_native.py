@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from octavo.ops import native
+from patience import patient
 
 needs_native = pytest.mark.skipif(not native.available(), reason="no native library is built")
 
@@ -18,7 +19,7 @@ def run_python(code: str, **environment: str) -> str:
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=patient(120),
         env={**os.environ, "PYTHONPATH": source_root, **environment},
     )
     assert result.returncode == 0, result.stderr

@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
+from patience import patient
+
 EXECUTABLE = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), ""
 )
@@ -73,7 +75,7 @@ class Chromium:
                 return reply.get("result", {})
 
     def _next(self) -> dict[str, Any]:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + patient(30)
         while b"\0" not in self._rest:
             ready, _, _ = select.select([self._read], [], [], max(0, deadline - time.monotonic()))
             data = os.read(self._read, 1 << 20) if ready else b""
@@ -100,7 +102,7 @@ class Chromium:
 
     def wait_for(self, expression: str, seconds: float = 10) -> Any:
         """Until an expression is true."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + patient(seconds)
         while time.monotonic() < deadline:
             value = self.js(f"(({expression}) || '')")
             if value != "":

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
+from patience import patient
+
 SRC = Path(__file__).resolve().parents[2] / "src"
 _SCRIPTED = "import sys; from octavo.serve.server import main; sys.exit(main(sys.argv[2:], engine_module=sys.argv[1]))"
 
@@ -74,10 +76,15 @@ class RunningServer:
         return self.log.read().decode(errors="replace")
 
     def request(
-        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None, timeout: float = 60
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        headers: dict[str, str] | None = None,
+        timeout: float | None = None,
     ) -> Reply:
         """One request on a connection of its own. A body that is not bytes is sent as JSON."""
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout)
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=patient(timeout))
         try:
             sent = dict(headers or {})
             if body is not None and not isinstance(body, bytes):
@@ -112,8 +119,8 @@ class RunningServer:
 
     def wait_ready(self, timeout: float = 60) -> Self:
         """Until /ready says 200."""
-        deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline:
+        began = time.monotonic()
+        while time.monotonic() - began < patient(timeout):
             assert self.process.poll() is None, self.stderr()
             if self.get("/ready").status == 200:
                 return self
@@ -121,11 +128,11 @@ class RunningServer:
         raise AssertionError(f"not ready after {timeout} s; stderr: {self.stderr()}")
 
     def close(self) -> int:
-        """SIGTERM, and SIGKILL after 20 s. The exit code."""
+        """SIGTERM, and SIGKILL after 20 s of a quiet machine. The exit code."""
         if self.process.poll() is None:
             self.process.terminate()
             try:
-                self.process.wait(20)
+                self.process.wait(patient(20))
             except subprocess.TimeoutExpired:
                 self.process.kill()
         if self.process.stdout:

@@ -15,6 +15,7 @@ from octavo.outputs import CompletionOutput, RequestOutput
 from octavo.sampling_params import ParameterError, RequestOutputKind
 from octavo.serve.async_engine import EngineDrainingError, QueueFullError
 from octavo.serve.stream import MAX_UNREAD, RequestFacts, Stream, merge_outputs
+from patience import patient
 
 # Streams
 
@@ -121,7 +122,7 @@ def test_waiting_with_a_limit_aborts_nothing() -> None:
         async with running(script("--step-seconds", "0.2")) as engine:
             stream = engine.generate("a", PROMPT, params(2))
             assert not await stream.wait(0.02)
-            assert await stream.wait(5)
+            assert await stream.wait(patient(5))
             assert (await read(stream))[0] == said(PROMPT, 2)
             assert await stream.wait(0)  # the end is news enough
 

@@ -15,6 +15,7 @@ import pytest
 from octavo.serve.app import ROUTES, Route
 from octavo.serve.auth import Access, Keys
 from octavo.serve.errors import ApiError
+from patience import patient
 from server_rig import SRC, RunningServer
 
 USER, OTHER, ADMIN = "user-key-0123456789", "other-key-0123456789", "admin-key-0123456789"
@@ -53,7 +54,7 @@ def call(
     server: RunningServer, method: str, path: str, headers: list[tuple[str, str]]
 ) -> tuple[int, dict[str, str], bytes]:
     """One request with headers that may be there twice."""
-    connection = http.client.HTTPConnection(server.host, server.port, timeout=30)
+    connection = http.client.HTTPConnection(server.host, server.port, timeout=patient(30))
     try:
         connection.putrequest(method, path)
         for name, value in [*headers, ("Content-Type", "application/json"), ("Content-Length", "2")]:
@@ -152,7 +153,7 @@ def refuse_start(*argv: str, env: dict[str, str] | None = None) -> str:
         [sys.executable, "-m", "octavo", "serve", *argv],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=patient(30),
         env={"PYTHONPATH": str(SRC), "PATH": os.environ["PATH"], **(env or {})},
     )
     assert result.returncode == 2, result.stderr

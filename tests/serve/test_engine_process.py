@@ -43,6 +43,7 @@ from octavo.serve.messages import (
     encode,
 )  # fmt: skip
 from octavo.updates import RequestUpdate
+from patience import patient
 
 
 def frames_of(*texts: bytes) -> bytes:
@@ -147,7 +148,7 @@ def test_a_front_end_that_sends_only_rubbish_ends_the_engine() -> None:
     with raw_engine(script()) as raw:
         raw.send(*[b"\xc1"] * engine_process.MAX_BAD_FRAMES)
         assert "could not be read" in raw.until(Failed).text
-        assert raw.process.wait(5) == engine_process.EXIT_BAD_FRAMES
+        assert raw.process.wait(patient(5)) == engine_process.EXIT_BAD_FRAMES
 
 
 @pytest.mark.parametrize(
@@ -197,7 +198,7 @@ def test_aborts_of_unknown_and_finished_sequences_are_ignored_and_counted() -> N
 def test_stop_ends_the_process_in_order() -> None:
     with raw_engine(script()) as raw:
         raw.send(Stop())
-        assert raw.process.wait(5) == 0
+        assert raw.process.wait(patient(5)) == 0
 
 
 def test_an_idle_engine_does_not_spin() -> None:
@@ -242,14 +243,16 @@ def test_the_front_end_loads_no_torch() -> None:
         "import sys, octavo.serve.async_engine, octavo.serve.scripted\n"
         "assert not {'torch', 'transformers', 'multiprocessing'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)}, timeout=60)
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)}, timeout=patient(60)
+    )
 
 
 def test_a_setting_that_only_the_engine_can_refuse_is_told() -> None:
     async def main() -> None:
         engine = await AsyncEngine.start(EngineConfig(device="cpu", dtype="float16"), supervision=QUICK)
         with pytest.raises(EngineDeadError, match="dtype='float16'"):
-            await engine.wait_ready(60)
+            await engine.wait_ready(patient(60))
         assert (engine.state, engine.exit_code) == ("dead", 2) and "dtype" in await engine.wait_dead()
         with pytest.raises(EngineDeadError):
             engine.generate("a", PROMPT, params())

@@ -26,12 +26,13 @@ from octavo.serve.bench import Stream
 from octavo.serve.bench_data import Sample
 from octavo.serve.bench_result import percentile
 from octavo.serve.http_client import Client, HttpError
+from patience import patient
 from server_rig import SRC, RunningServer
 
 HERE = Path(__file__).resolve().parent
 _PROBE = """
 import http.client, json, select, sys, time
-connection, times = http.client.HTTPConnection(sys.argv[1], timeout=30), []
+connection, times = http.client.HTTPConnection(sys.argv[1], timeout=300), []
 while not select.select([sys.stdin], [], [], 0.02)[0]:
     began = time.perf_counter()
     connection.request("GET", "/health")
@@ -82,13 +83,13 @@ def _state(server: RunningServer) -> State:
 
 def _settled(server: RunningServer, base: State, seconds: float = 10) -> State:
     """The state once what belongs to requests is gone; it fails if that does not happen."""
-    deadline = time.monotonic() + seconds
+    began = time.monotonic()
     while True:
         state = _state(server)
         clean = state.num_open == 0 and state.num_free_blocks == base.num_free_blocks
         if clean and state.num_fds <= base.num_fds and state.num_tasks <= base.num_tasks:
             return state
-        assert time.monotonic() < deadline, f"left over: {state}; it began with {base}"
+        assert time.monotonic() - began < patient(seconds), f"left over: {state}; it began with {base}"
         time.sleep(0.3)
 
 
@@ -137,7 +138,7 @@ async def _hold(server: RunningServer, num_streams: int, num_tokens: int) -> tup
     tasks = [asyncio.create_task(held.one(index)) for index in range(num_streams)]
     while held.num_started < num_streams and not held.errors:
         await asyncio.sleep(0.05)
-        assert time.perf_counter() - began < 120, f"{held.num_started} of {num_streams} streams began"
+        assert time.perf_counter() - began < patient(120), f"{held.num_started} of {num_streams} streams began"
     state = await asyncio.to_thread(_state, server)
     await asyncio.gather(*tasks)
     await client.close()
@@ -176,7 +177,7 @@ def _show(name: str, figures: dict[str, float]) -> None:
 def test_a_hundred_streams_at_once() -> None:
     figures = _streams(100, 8, 0.1)
     _show("streams", figures)
-    assert figures["health_p99_ms"] < 1000  # other work shares the machine: the slow test is the strict one
+    assert figures["health_p99_ms"] < patient(1000)  # the slow test is the strict one
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import pytest
 
 from chromium import EXECUTABLE, Chromium
 from page_stub import PAGE, PageStub
+from patience import patient
 
 browser_test = [
     pytest.mark.clients,
@@ -86,7 +87,7 @@ class TestInBrowser:
         page.point("#stop", click=True)
         page.wait_for(DONE)
         length = len(page.js(ANSWER))
-        assert stub.left.wait(5)
+        assert stub.left.wait(patient(5))
         assert length == len(page.js(ANSWER)) < 2500
         assert page.js("document.querySelector('#status').textContent") == "Stopped"
         assert page.js("document.activeElement.id") == "message"
@@ -119,7 +120,7 @@ class TestInBrowser:
         page.wait_for(f"({ANSWER} ?? '').length > 10")
         page.press("Escape")
         page.wait_for(DONE)
-        assert stub.left.wait(5)
+        assert stub.left.wait(patient(5))
         assert stub.requests[0]["messages"][-1]["content"] == "one\ntwo"
         assert stub.requests[0]["temperature"] == 0.75
         page.press("Tab", shift=True)  # the answer: arrow keys go through its tokens

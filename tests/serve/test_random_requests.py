@@ -21,6 +21,7 @@ from octavo.serve.protocol import (
     ResponsesRequest,
     TokenizeRequest,
 )
+from patience import patient
 from server_rig import RunningServer
 
 SHAPES = {
@@ -137,7 +138,7 @@ def run(server: RunningServer, count: int, seed: int) -> collections.Counter[int
     """Send `count` requests on one connection after the other. Returns how often each status came."""
     made = Generator(seed)
     seen: collections.Counter[int] = collections.Counter()
-    connection = http.client.HTTPConnection(server.host, server.port, timeout=60)
+    connection = http.client.HTTPConnection(server.host, server.port, timeout=patient(60))
     for number in range(count):
         method, path, body, headers = made.request()
         try:

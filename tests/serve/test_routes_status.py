@@ -20,6 +20,7 @@ import octavo
 from octavo.serve.settings import ServeConfig
 from octavo.serve.state import STEP_DEADLINE, ServeState
 from octavo.settings import ConfigError
+from patience import patient
 from server_rig import SRC, RunningServer, StartServer
 
 LONG = {"model": "octavo-tiny", "prompt": "say it again", "max_tokens": 2000, "ignore_eos": True}
@@ -35,7 +36,7 @@ def wait_for(condition: Any, seconds: float = 5) -> float:
     """Seconds until `condition()` holds."""
     began = time.monotonic()
     while not condition():
-        assert time.monotonic() - began < seconds
+        assert time.monotonic() - began < patient(seconds)
         time.sleep(0.01)
     return time.monotonic() - began
 
@@ -108,7 +109,7 @@ class Client:
     """A request whose answer is read bit by bit, or not at all."""
 
     def __init__(self, server: RunningServer, body: Any, path: str = "/v1/completions") -> None:
-        self.connection = http.client.HTTPConnection(server.host, server.port, timeout=30)
+        self.connection = http.client.HTTPConnection(server.host, server.port, timeout=patient(30))
         self.connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
         self.response: http.client.HTTPResponse | None = None
 
@@ -223,13 +224,13 @@ def test_sigterm_lets_requests_end(start_server: StartServer) -> None:
     thread.start()
     wait_for(lambda: server.get("/load").json() == {"server_load": 1})
     server.process.send_signal(signal.SIGTERM)
-    assert wait_for(lambda: server.get("/ready").status == 503) < 1
+    assert wait_for(lambda: server.get("/ready").status == 503) < patient(1)
     refused = server.post("/v1/completions", body)
     assert (refused.status, refused.json()["error"]["code"]) == (503, "draining")
     assert refused.headers["connection"] == "close"
     thread.join()
     assert replies[0].status == 200 and replies[0].json()["usage"]["completion_tokens"] == 20
-    assert server.process.wait(10) == 0
+    assert server.process.wait(patient(10)) == 0
 
 
 def test_a_drain_has_an_end_and_a_second_signal_is_at_once(start_server: StartServer) -> None:
@@ -241,7 +242,7 @@ def test_a_drain_has_an_end_and_a_second_signal_is_at_once(start_server: StartSe
         while "error" not in lines[-1]:
             lines.append(client.read_event())
         assert json.loads(lines[-1][6:])["error"]["code"] == "draining"
-        assert server.process.wait(10) == 0
+        assert server.process.wait(patient(10)) == 0
     impatient = paced(start_server, "--drain-seconds", "60")
     with Client(impatient, LONG | {"stream": True}) as client:
         client.read_event()
@@ -249,7 +250,7 @@ def test_a_drain_has_an_end_and_a_second_signal_is_at_once(start_server: StartSe
         wait_for(lambda: impatient.get("/ready").status == 503)
         began = time.monotonic()
         impatient.process.send_signal(signal.SIGINT)
-        assert impatient.process.wait(10) == 0 and time.monotonic() - began < 4
+        assert impatient.process.wait(patient(10)) == 0 and time.monotonic() - began < patient(4)
 
 
 def test_at_the_end_who_is_slow_is_told_or_cut(start_server: StartServer) -> None:
@@ -264,10 +265,10 @@ def test_at_the_end_who_is_slow_is_told_or_cut(start_server: StartServer) -> Non
         deaf.sendall(head + b"%d\r\n\r\n" % len(body) + body)
         wait_for(lambda: metric(server, "vllm:generation_tokens_total") > 1000)
         server.process.send_signal(signal.SIGTERM)
-        half.settimeout(10)
+        half.settimeout(patient(10))
         reply = b"".join(iter(lambda: half.recv(65536), b""))
         assert reply.startswith(b"HTTP/1.1 503") and b'"draining"' in reply
-        assert server.process.wait(10) == 0
+        assert server.process.wait(patient(10)) == 0
     assert "Traceback" not in server.stderr()
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from octavo.serve.settings import ServeConfig, load_both
 from octavo.settings import ConfigError
+from patience import patient
 from server_rig import SRC, RunningServer, StartServer
 
 
@@ -21,7 +22,7 @@ def refuse(*argv: str) -> str:
         [sys.executable, "-m", "octavo", "serve", *argv],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=patient(30),
         env={"PYTHONPATH": str(SRC), "PATH": os.environ["PATH"]},
     )
     assert result.returncode == 2, result.stderr

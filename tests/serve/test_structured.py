@@ -18,6 +18,7 @@ import pytest
 from octavo.grammar import Vocabulary
 from octavo.sampling_params import ParameterError, StructuredOutputsParams
 from octavo.serve.grammar import GrammarJail, from_request, from_response_format, from_tool_choice
+from patience import patient
 
 TOKENS = [b"<eos>", *(bytes([byte]) for byte in range(256)), b"ab", b'{"', b"true"]
 VOCABULARY = Vocabulary(TOKENS, [0], [0])
@@ -38,7 +39,7 @@ def _with_jail(use: Callable[[GrammarJail], Coroutine[Any, Any, None]], **option
             await jail.close()
             assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
-    asyncio.run(asyncio.wait_for(run(), 60))
+    asyncio.run(asyncio.wait_for(run(), patient(60)))
 
 
 async def _error(jail: GrammarJail, form: StructuredOutputsParams) -> ParameterError | None:
@@ -81,11 +82,11 @@ def test_hostile_forms_are_answered_in_time_and_the_jail_goes_on() -> None:
             began = time.monotonic()
             error = await _error(jail, _form(**fields))
             assert error is not None and error.code == code, (fields, error)
-            assert time.monotonic() - began < 5 and len(str(error)) <= 300
+            assert time.monotonic() - began < patient(5) and len(str(error)) <= 300
         for regex in ("(a+)+$", "(ab){1,1000000}", "((a{1,1000}){1,1000}){1,1000}", "a" * 65_000):
             began = time.monotonic()
             await jail.check_structured(_form(regex=regex))
-            assert time.monotonic() - began < 5
+            assert time.monotonic() - began < patient(5)
 
     _with_jail(use)
 
@@ -97,7 +98,7 @@ def test_a_child_that_takes_too_long_is_killed_and_replaced() -> None:
         began = time.monotonic()
         error = await _error(jail, _form(grammar=SLOW))
         assert error is not None and error.code == "schema_too_complex" and "0.05 s" in str(error)
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - began < patient(1)
         assert jail.num_killed == 1 and not Path(f"/proc/{child.process.pid}").exists()
         assert await _error(jail, _form(grammar=SLOW)) is not None
         assert jail.num_killed == 1  # the verdict is kept

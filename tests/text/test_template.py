@@ -11,6 +11,7 @@ import pytest
 from octavo.sampling_params import ParameterError
 from octavo.text.template import ROLES, ChatTemplate, TemplateError
 from octavo.text.tokenizer import Tokenizer
+from patience import patient
 from tiny_tokenizers import CHATML, SPECIALS, byte_fallback, byte_level, kinds, save
 
 QWEN = r"""
@@ -237,7 +238,7 @@ def test_hostile_template_fails_its_call_only(name):
         tokenizer.apply_chat_template([{"role": "user", "content": "secret"}])
     assert "secret" not in str(caught.value)
     assert "\n" not in str(caught.value)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < patient(5)
 
 
 def test_no_template_says_so():
