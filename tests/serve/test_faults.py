@@ -118,7 +118,7 @@ def test_a_stopped_engine_is_replaced() -> None:
 @pytest.mark.parametrize(
     ("fault", "reason", "seconds"),
     [
-        ("hang", f"a step of the engine took more than {QUICK.step_deadline:g} s", 3.0),
+        ("hang", "a step of the engine took more than", 3.0),
         ("raise", "a scripted failure", 1.0),
         ("exit", "exited with code 7", 1.0),
     ],
