@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import msgspec
@@ -20,24 +21,25 @@ from octavo.sampling_params import (
     check_text,
     check_token_ids,
     ends_in_repetition,
+    num_kept,
 )
 
 LIMITS = Limits(vocab_size=1000, max_model_len=128, num_token_ids=990, max_token_bytes=8)
 HUGE = 10**5000
 
 BAD_FIELDS = [
-    ("temperature", [-1, 2.1, -1e-320, math.nan, math.inf, "hot", "0.5", True, None, HUGE, -HUGE, [0.5], 1 + 2j]),
+    ("temperature", [-1, 1e31, -1e-320, math.nan, math.inf, "hot", "0.5", True, None, HUGE, -HUGE, [0.5], 1 + 2j]),
     ("top_p", [0, 0.0, -0.0, 1.1, -0.1, math.nan, "1", True]),
     ("top_k", [-2, 2**31, HUGE, 1.0, True, "5", None]),
     ("min_p", [2, -0.1, math.nan, False]),
-    ("n", [0, -1, 65, 10**6, 1.0, True, "2", None]),
+    ("n", [0, -1, 16_385, 10**6, 1.0, True, "2", None]),
     ("max_tokens", [0, -1, 2**31, 16.0, True, "16"]),
     ("min_tokens", [-1, 17, 2**31, True, None]),
-    ("logprobs", [-1, True, 1.0, "5"]),
-    ("prompt_logprobs", [-1, True, 2.0]),
+    ("logprobs", [-2, True, 1.0, "5"]),
+    ("prompt_logprobs", [-2, True, 2.0]),
     ("logprob_token_ids", [[-1], [1.0], [True], list(range(129)), "12", 5, {1: 2}]),
-    ("stop", [["a", "b", "c", "d", "e"], "", ["a", ""], "x" * 257, 10_000 * "x", 5, ["a", 1], b"a", "\ud800"]),
-    ("stop_token_ids", [list(range(300)), [-1], [2**31], [1.5], [True], "1", 5]),
+    ("stop", [["a"] * 257, ["x" * 256] * 65, "", ["a", ""], "x" * 257, 10_000 * "x", 5, ["a", 1], b"a", "\ud800"]),
+    ("stop_token_ids", [[-1], [2**31], [1.5], [True], "1", 5]),
     ("bad_words", [["x"] * 129, [""], "word", [1], ["x" * 1025], ["\udfff"]]),
     ("allowed_token_ids", [[], [-1], [1.0], [True], "1"]),
     ("presence_penalty", [3, -2.1, math.nan, True, "1"]),
@@ -49,7 +51,10 @@ BAD_FIELDS = [
     ("detokenize", [0]),
     ("include_stop_str_in_output", ["true"]),
     ("output_kind", [1, "DELTA", None]),
-    ("logit_bias", [{"5": 1}, {-1: 1}, {1: 101}, {1: -100.5}, {1: math.nan}, {1: "1"}, {True: 1}, {1.0: 1}, [1]]),
+    ("logit_bias", [{"5": 1}, {-1: 1}, {1: math.inf}, {1: math.nan}, {1: "1"}, {True: 1}, {1.0: 1}, [1]]),
+    ("truncate_prompt_tokens", [0, -2, 1.0, True, "5"]),
+    ("flat_logprobs", [1, None]),
+    ("skip_reading_prefix_cache", [0, "yes"]),
     ("extra_args", [[1], {"x": object()}, {"x": "y" * 70_000}, "x"]),
     ("repetition_detection", [{"min_count": 2}, 5]),
 ]
@@ -132,7 +137,7 @@ def test_stop_is_a_list_afterwards():
 
 
 def test_decoding_checks_too():
-    encoded = msgspec.msgpack.encode({"temperature": 3.0})
+    encoded = msgspec.msgpack.encode({"temperature": -3.0})
     with pytest.raises(ValueError, match="temperature"):
         msgspec.msgpack.decode(encoded, type=SamplingParams)
 
@@ -164,6 +169,45 @@ def test_from_optional_refuses(fields, text):
     with pytest.raises(ParameterError, match=text) as caught:
         SamplingParams.from_optional(**fields)
     assert len(str(caught.value)) <= 300
+
+
+def test_an_unknown_parameter_is_a_users_mistake():
+    with pytest.raises(ParameterError, match="temprature: unknown sampling parameter, did you mean temperature") as at:
+        SamplingParams(temprature=1)
+    assert at.value.code == "unknown_field"
+    with pytest.raises(TypeError, match="positional"):
+        SamplingParams(1)
+
+
+def test_what_vllm_takes():
+    params = SamplingParams(
+        temperature=5.0, n=200, stop=[f"s{i}" for i in range(200)], stop_token_ids=list(range(500)),
+        logit_bias={1: 1000.0, 2: -300, 3: 7}, logprobs=-1, prompt_logprobs=-1, truncate_prompt_tokens=-1,
+        flat_logprobs=True, skip_reading_prefix_cache=True,
+    )  # fmt: skip
+    assert params.logit_bias == {1: 100.0, 2: -100.0, 3: 7.0}
+    assert check(params, dataclasses.replace(LIMITS, max_n=200, max_logprobs=1000), 3) == 16
+    for field, limits in (
+        ("n", dataclasses.replace(LIMITS, max_n=199)),
+        ("logprobs", dataclasses.replace(LIMITS, max_n=200)),
+        ("n", dataclasses.replace(LIMITS, max_n=200, max_logprobs=1000, max_total_tokens=200 * 16 - 1)),
+    ):
+        with pytest.raises(ParameterError, match=f"^{field}: .*max_"):
+            check(params, limits, 3)
+
+
+def test_a_truncated_prompt_keeps_its_end():
+    def ids(count, **fields):
+        params = SamplingParams(**fields)
+        return check_token_ids(list(range(count)), LIMITS, num_kept(params, LIMITS))
+
+    assert ids(100, truncate_prompt_tokens=3) == [97, 98, 99]
+    assert ids(2, truncate_prompt_tokens=3) == [0, 1]
+    assert len(ids(900, truncate_prompt_tokens=-1, max_tokens=28)) == 100
+    assert len(ids(900, truncate_prompt_tokens=-1, max_tokens=None)) == 127
+    assert len(ids(900, truncate_prompt_tokens=-1, max_tokens=1000)) == 1
+    with pytest.raises(ParameterError, match="max_model_len 128, got 128"):
+        ids(9, truncate_prompt_tokens=128)
 
 
 @pytest.mark.parametrize(("fields", "num_prompt", "field"), [

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.arch import Arch
+from octavo.sampling_params import MAX_N
 from octavo.settings import ConfigError, did_you_mean, fill, flag_name, read_value, read_yaml, setting, settings_of
 
 DEFAULT_MODEL = "octavo-tiny"
@@ -115,6 +116,10 @@ class EngineConfig:
     seed: int = setting(0, "seeds what requests without a seed sample", "int", low=0, high=_INT64_MAX)
     max_logprobs: int = setting(
         20, "most log-probabilities per token that a request may ask for", "int", low=-1, high=1 << 20
+    )
+    max_n: int = setting(64, "most completions of one request (n)", "int", low=1, high=MAX_N)
+    max_total_tokens: int = setting(
+        1 << 20, "most output tokens of one request: n x max_tokens", "int", low=1, high=1 << 40
     )
     logprobs_mode: str = setting(
         "raw_logprobs",

@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from octavo import early_start
 from octavo.config import EngineConfig
 from octavo.grammar import NO_GRAMMARS, Grammars
@@ -134,11 +136,14 @@ class EngineCore:
         self._grammars.prepare(params.structured_outputs, params.thinking)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         cache_salt = salt_with_fields(cache_salt, self._request_fields, params.extra_args)
+        others = params  # the prompt of one request is scored once
+        if params.prompt_logprobs is not None and len(sequence_ids) > 1:
+            others = msgspec.structs.replace(params, prompt_logprobs=None)
         sequences = [
             Request(
                 sequence_id,
                 prompt_token_ids,
-                params,
+                others if index else params,
                 max_tokens=max_tokens,
                 seed=sample_seed(seed, index),
                 eos_token_ids=self._eos_token_ids,

@@ -62,6 +62,7 @@ def make_limits(
     vocab_size: int,
     max_model_len: int,
     max_logprobs: int,
+    config: EngineConfig,
     request_fields: Sequence[FieldSpec] = (),
 ) -> Limits:
     """What requests are checked against: the engine's numbers and the tokenizer's."""
@@ -71,5 +72,7 @@ def make_limits(
         num_token_ids=tokenizer.num_token_ids,
         max_token_bytes=tokenizer.max_token_bytes,
         max_logprobs=max_logprobs,
+        max_n=config.max_n,
+        max_total_tokens=config.max_total_tokens,
         request_fields=tuple(request_fields),
     )

@@ -25,7 +25,14 @@ from octavo.interrupts import HeldInterrupt
 from octavo.observe import Phases, progress
 from octavo.outputs import RequestOutput
 from octavo.probe import numerics_id
-from octavo.sampling_params import ParameterError, RequestOutputKind, SamplingParams, check_text, check_token_ids
+from octavo.sampling_params import (
+    ParameterError,
+    RequestOutputKind,
+    SamplingParams,
+    check_text,
+    check_token_ids,
+    num_kept,
+)
 from octavo.settings import ConfigError
 from octavo.text.thinking import ThinkingRule
 
@@ -95,8 +102,10 @@ class LLM:
         bar on stderr; None shows it on a terminal. Raises ParameterError naming the field before anything runs.
         """
         many = _as_list(prompts)
+        params = self._params_per_prompt(sampling_params, len(many))
         with collector.seldom():
-            return self._run([self._ready(prompt) for prompt in many], sampling_params, use_tqdm, priority)
+            ready = [self._ready(*each) for each in zip(many, params, strict=True)]
+            return self._run(ready, params, use_tqdm, priority)
 
     def chat(
         self,
@@ -111,27 +120,29 @@ class LLM:
         """Answer a conversation, or each of several, rendered by the model's chat template."""
         many = isinstance(messages, Sequence) and bool(messages) and not isinstance(messages[0], Mapping)
         conversations: Any = messages if many else [messages]
+        params = self._params_per_prompt(sampling_params, len(conversations))
         with collector.seldom():
             ready = [
                 self._ready_chat(
                     conversation,
+                    own,
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message,
                     tools=tools,
                 )
-                for conversation in conversations
+                for conversation, own in zip(conversations, params, strict=True)
             ]
-            return self._run(ready, sampling_params, use_tqdm, None)
+            return self._run(ready, params, use_tqdm, None)
 
     def stream(
         self, prompt: Prompt | Messages, sampling_params: SamplingParams | None = None
     ) -> Generator[RequestOutput, None, None]:
         """Yield what is new as it comes (DELTA outputs). Closing the iterator aborts the request."""
-        if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
-            ready = self._ready_chat(prompt)
-        else:
-            ready = self._ready(prompt)  # type: ignore[arg-type]
         params = self._params_per_prompt(sampling_params, 1)[0]
+        if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
+            ready = self._ready_chat(prompt, params)
+        else:
+            ready = self._ready(prompt, params)  # type: ignore[arg-type]
         request = self._check(ready, _with_kind(params, RequestOutputKind.DELTA), 0)
         with HeldInterrupt():
             request_id = self._queue(request)
@@ -178,7 +189,7 @@ class LLM:
         """Release the engine."""
         self.close()
 
-    def _ready(self, prompt: Prompt) -> _Ready:
+    def _ready(self, prompt: Prompt, params: SamplingParams) -> _Ready:
         text: Any = prompt
         token_ids: Any = None
         cache_salt: Any = ""
@@ -192,15 +203,17 @@ class LLM:
         elif not isinstance(prompt, str):
             text, token_ids = None, prompt
         limits = self.engine.limits
+        kept = num_kept(params, limits)
         if token_ids is not None:
-            return _Ready(check_token_ids(token_ids, limits), text if isinstance(text, str) else None, cache_salt)
+            return _Ready(check_token_ids(token_ids, limits, kept), text if isinstance(text, str) else None, cache_salt)
         text = check_text(text, limits)
-        return _Ready(self.engine.tokenizer.encode(text), text, cache_salt)
+        return _Ready(self.engine.tokenizer.encode(text)[-(kept or 0) :], text, cache_salt)
 
-    def _ready_chat(self, messages: Any, **options: Any) -> _Ready:
+    def _ready_chat(self, messages: Any, params: SamplingParams, **options: Any) -> _Ready:
         text, token_ids = self.engine.tokenizer.render_chat(messages, **options)
+        limits = self.engine.limits
         is_chat = options.get("add_generation_prompt", True)
-        return _Ready(check_token_ids(token_ids, self.engine.limits), text, is_chat=is_chat)
+        return _Ready(check_token_ids(token_ids, limits, num_kept(params, limits)), text, is_chat=is_chat)
 
     def _check(self, ready: _Ready, params: SamplingParams, priority: int) -> _Checked:
         # with a parser by name reasoning is expected; else only what the prompt has begun may come before a form
@@ -224,9 +237,8 @@ class LLM:
         return request_id
 
     def _run(
-        self, ready: list[_Ready], sampling_params: Params, use_tqdm: bool | None, priority: Sequence[int] | None
+        self, ready: list[_Ready], params: list[SamplingParams], use_tqdm: bool | None, priority: Sequence[int] | None
     ) -> list[RequestOutput]:
-        params = self._params_per_prompt(sampling_params, len(ready))
         priorities = [0] * len(ready) if priority is None else _priorities(priority, len(ready))
         final = [_with_kind(own, RequestOutputKind.FINAL_ONLY) for own in params]
         requests = [self._check(*entry) for entry in zip(ready, final, priorities, strict=True)]

@@ -1,10 +1,14 @@
 """What comes out of the engine: plain data with vLLM's names.
 
 Owns RequestOutput, CompletionOutput, Logprob and RequestMetrics. Knows nothing of how they are made. Invariant: all of
-it is msgpack-able, and an output that was handed out is never changed afterwards.
+it is msgpack-able (FlatLogprobs apart), and an output that was handed out is never changed afterwards.
 """
 
 from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, overload
 
 import msgspec
 
@@ -20,6 +24,118 @@ class Logprob(msgspec.Struct, frozen=True, gc=False):
 
 
 LogprobsDict = dict[int, Logprob]  # token id -> Logprob; the sampled (or prompt) token first
+
+
+def _no_text(token_id: int) -> str | None:
+    return None
+
+
+class FlatLogprobs(Sequence[Any]):
+    """Log-probabilities of many positions in flat arrays, with vLLM's names.
+
+    Those of position p are entries start_indices[p] to end_indices[p] - 1 of `token_ids` (int32), `logprobs` (float32)
+    and `ranks` (int32). Read as a list it gives a position's dict, made for the reader; None where there is none.
+    """
+
+    __slots__ = ("_decode", "_ends", "logprobs", "ranks", "token_ids")
+
+    def __init__(self, decode: Callable[[int], str | None] = _no_text) -> None:
+        """Empty. decode: the text of a token."""
+        self._decode = decode
+        self._ends = array("q")
+        self.token_ids, self.logprobs, self.ranks = array("i"), array("f"), array("i")
+
+    def add(self, token_ids: Iterable[int], logprobs: Iterable[float], ranks: Iterable[int]) -> None:
+        """The next position; without entries it has no log-probabilities."""
+        self.token_ids.extend(token_ids)
+        self.logprobs.extend(logprobs)
+        self.ranks.extend(ranks)
+        self._ends.append(len(self.token_ids))
+
+    def add_packed(self, width: int, token_ids: bytes, logprobs: bytes, ranks: bytes) -> None:
+        """The next positions, `width` entries each, as bytes of this machine's int32 and float32."""
+        before = len(self.token_ids)
+        self.token_ids.frombytes(token_ids)
+        self.logprobs.frombytes(logprobs)
+        self.ranks.frombytes(ranks)
+        self._ends.extend(range(before + width, len(self.token_ids) + 1, width))
+
+    @property
+    def start_indices(self) -> list[int]:
+        """Per position its first entry."""
+        return [0, *self._ends[:-1]] if self._ends else []
+
+    @property
+    def end_indices(self) -> list[int]:
+        """Per position the one after its last entry."""
+        return self._ends.tolist()
+
+    @property
+    def decoded_tokens(self) -> list[str | None]:
+        """Per entry the token's text."""
+        return [self._decode(token_id) for token_id in self.token_ids]
+
+    def bounds(self, position: int) -> tuple[int, int]:
+        """First entry of a position, and the one after its last."""
+        return (self._ends[position - 1] if position else 0), self._ends[position]
+
+    def __len__(self) -> int:
+        """How many positions there are."""
+        return len(self._ends)
+
+    def __iter__(self) -> Iterator[Any]:
+        """A dict per position."""
+        start = 0
+        for end in self._ends:
+            yield self._dict(start, end)
+            start = end
+
+    @overload
+    def __getitem__(self, at: int) -> Any: ...
+    @overload
+    def __getitem__(self, at: slice) -> FlatLogprobs: ...
+    def __getitem__(self, at: int | slice) -> Any:
+        """A position's dict, or some neighbouring positions. Raises IndexError."""
+        if isinstance(at, int):
+            return self._dict(*self.bounds(range(len(self._ends))[at]))
+        first, last, step = at.indices(len(self._ends))
+        if step != 1:
+            raise ValueError("only neighbouring positions can be taken")
+        part = FlatLogprobs(self._decode)
+        if first < last:
+            start, end = self.bounds(first)[0], self._ends[last - 1]
+            part.token_ids, part.logprobs = self.token_ids[start:end], self.logprobs[start:end]
+            part.ranks = self.ranks[start:end]
+            part._ends.extend(each - start for each in self._ends[first:last])
+        return part
+
+    @staticmethod
+    def joined(parts: Sequence[FlatLogprobs]) -> FlatLogprobs:
+        """The positions of at least one part, in order."""
+        whole = FlatLogprobs(parts[0]._decode)
+        for part in parts:
+            before = len(whole.token_ids)
+            whole.token_ids += part.token_ids
+            whole.logprobs += part.logprobs
+            whole.ranks += part.ranks
+            whole._ends.extend(each + before for each in part._ends)
+        return whole
+
+    def __eq__(self, other: object) -> bool:
+        """Whether the positions hold the same, in whichever form."""
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        """Sizes only."""
+        return f"FlatLogprobs({len(self._ends)} positions, {len(self.token_ids)} entries)"
+
+    def _dict(self, start: int, end: int) -> LogprobsDict | None:
+        if start == end:
+            return None
+        entries = zip(self.token_ids[start:end], self.logprobs[start:end], self.ranks[start:end], strict=True)
+        return {token_id: Logprob(logprob, rank, self._decode(token_id)) for token_id, logprob, rank in entries}
 
 
 class RequestMetrics(msgspec.Struct):
@@ -39,7 +155,7 @@ class CompletionOutput(msgspec.Struct):
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None  # of all sampled tokens so far, if logprobs were asked for
-    logprobs: list[LogprobsDict] | None  # one per token of token_ids
+    logprobs: Sequence[LogprobsDict] | None  # one per token of token_ids
     finish_reason: str | None = None  # "stop", "length", "abort", "error", "repetition"; None: goes on
     stop_reason: int | str | None = None  # the stop string, the stop token's id, or the error's reason
     lora_request: None = None
@@ -55,7 +171,8 @@ class RequestOutput(msgspec.Struct):
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    prompt_logprobs: list[LogprobsDict | None] | None  # per prompt token, None for the first; DELTA: given once
+    # per prompt token, None for the first; DELTA: given once, with the first completion's first tokens
+    prompt_logprobs: Sequence[LogprobsDict | None] | None
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics | None = None

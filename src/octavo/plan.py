@@ -88,6 +88,67 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     ranks: list[int]  # 1 is the most likely
 
 
+class PromptLogprobs(msgspec.Struct, frozen=True):
+    """Log-probabilities at consecutive positions of a prompt, `width` at each: TokenLogprobs as arrays.
+
+    12 bytes each, where Python's lists take 100: a long prompt has millions of them.
+    """
+
+    width: int  # at least 1
+    token_ids: bytes  # int32, little-endian, position after position
+    logprobs: bytes  # float32
+    ranks: bytes  # int32
+
+    @staticmethod
+    def of(entries: Sequence[TokenLogprobs]) -> PromptLogprobs:
+        """From entries of one width."""
+        if not entries:
+            return NO_PROMPT_LOGPROBS
+        token_ids = np.array([entry.token_ids for entry in entries], "<i4")
+        return PromptLogprobs.of_arrays(
+            token_ids, np.array([e.logprobs for e in entries], "<f4"), np.array([e.ranks for e in entries], "<i4")
+        )
+
+    @staticmethod
+    def of_arrays(token_ids: IntArray, logprobs: NDArray[np.floating], ranks: IntArray) -> PromptLogprobs:
+        """From arrays of one shape, [positions, width]."""
+        assert token_ids.shape == logprobs.shape == ranks.shape, "every id has its number and its rank"
+        return PromptLogprobs(
+            token_ids.shape[1],
+            token_ids.astype("<i4").tobytes(),
+            logprobs.astype("<f4").tobytes(),
+            ranks.astype("<i4").tobytes(),
+        )
+
+    @property
+    def num_positions(self) -> int:
+        """How many positions there are."""
+        return len(self.token_ids) // (4 * self.width)
+
+    def arrays(self) -> tuple[IntArray, NDArray[np.float32], IntArray]:
+        """Ids, values and ranks, each [positions, width]. Raises ValueError where sizes do not agree."""
+        shape = (self.num_positions, self.width)
+        return (
+            np.frombuffer(self.token_ids, "<i4").reshape(shape),
+            np.frombuffer(self.logprobs, "<f4").reshape(shape),
+            np.frombuffer(self.ranks, "<i4").reshape(shape),
+        )
+
+    def entries(self) -> list[TokenLogprobs]:
+        """As an entry per position, for those who look at one at a time."""
+        return [TokenLogprobs(*lines) for lines in zip(*(array.tolist() for array in self.arrays()), strict=True)]
+
+    def cut(self) -> tuple[PromptLogprobs, PromptLogprobs]:
+        """The first half of the positions, and the rest."""
+        at = self.num_positions // 2 * self.width * 4
+        parts = [(part[:at], part[at:]) for part in (self.token_ids, self.logprobs, self.ranks)]
+        first, rest = zip(*parts, strict=True)
+        return PromptLogprobs(self.width, *first), PromptLogprobs(self.width, *rest)
+
+
+NO_PROMPT_LOGPROBS = PromptLogprobs(1, b"", b"", b"")
+
+
 class StepResult(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """What a step gave to the rows that sampled: those of which it computed the last known token. In any order."""
 
@@ -98,7 +159,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     )  # [S, W], of which num_sampled[i] of line i count; W = 1 without drafts
     num_sampled: IntArray = NO_INTS  # [S], 1 to W
     logprobs: dict[int, list[TokenLogprobs]] = {}  # row -> one entry per token of the row
-    prompt_logprobs: dict[int, list[TokenLogprobs]] = {}  # row -> entries for consecutive prompt positions
+    prompt_logprobs: dict[int, PromptLogprobs] = {}  # row -> those of consecutive prompt positions
     failed: dict[int, str] = {}  # row -> reason, e.g. "nan_logits"; only that request fails
 
     @staticmethod

@@ -208,6 +208,15 @@ class Request:
         """Whether prompt positions wait for their log-probabilities. The first position has none."""
         return self.params.prompt_logprobs is not None and self.num_prompt_logprobs < self.num_prompt - 1
 
+    @property
+    def max_hit(self) -> int:
+        """Tokens that need not be computed again: all but one, and none whose log-probabilities are still owed."""
+        if self.params.skip_reading_prefix_cache:
+            return 0
+        if self.owes_prompt_logprobs:
+            return self.num_prompt_logprobs  # position p is scored when token p - 1 is computed
+        return self.num_tokens - 1
+
     def packed(self, start: int, end: int) -> bytes:
         """Known tokens start .. end - 1 as 32-bit words, little-endian."""
         first = start % NUM_FRESH

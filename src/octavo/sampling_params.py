@@ -13,7 +13,7 @@ import dataclasses
 import difflib
 import enum
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -28,10 +28,13 @@ from octavo.structured_outputs import read_structured_outputs
 from octavo.thinking import Thinking
 
 GREEDY_BELOW = 1e-5  # a lower temperature (a denormal, say) means 0, that is greedy
-MAX_N = 64
-MAX_STOP_STRINGS = 4
+MAX_TEMPERATURE = 1e30  # float32 holds its quotients
+MAX_N = 16_384  # whatever Limits.max_n says
+MAX_STOP_STRINGS = 256
 MAX_STOP_CHARS = 256
-MAX_ID_LIST = 128  # stop_token_ids, logprob_token_ids
+MAX_ALL_STOP_CHARS = 16_384  # of a request's stop strings together
+MAX_LOGPROB_IDS = 128
+MOST_BIAS = 100.0  # a larger logit_bias is cut to it
 MAX_LOGIT_BIAS = 100_000
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_TOKENS = 1024  # all of a request's bad words together
@@ -67,28 +70,40 @@ class RepetitionDetectionParams(msgspec.Struct, frozen=True, kw_only=True):
         as_int(f"{name}.min_count", self.min_count, 2 if self.max_pattern_size else 0, MAX_PATTERN)
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class _Checking(type(msgspec.Struct)):  # type: ignore[misc]
+    """Makes SamplingParams whose unknown names are a user's mistake like any other."""
+
+    def __call__(cls, *args: Any, **fields: Any) -> Any:
+        """As the constructor. Raises ParameterError for a name that is no field."""
+        try:
+            return super().__call__(*args, **fields)
+        except TypeError:
+            _refuse_unknown(fields)
+            raise
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, metaclass=_Checking):
     """How to sample from a model for one prompt. Raises ParameterError (a ValueError) on a bad value.
 
     After construction `stop`, `stop_token_ids` and `bad_words` are always lists, empty by default. Whether
     ids and lengths suit a model is for `check`.
     """
 
-    n: int = 1  # completions per prompt, 1 to 64
+    n: int = 1  # completions per prompt, 1 to the engine's max_n
     presence_penalty: float = 0.0  # [-2, 2]
     frequency_penalty: float = 0.0  # [-2, 2]
     repetition_penalty: float = 1.0  # [0.01, 100]; above 1 discourages what prompt or output hold already
-    temperature: float = 1.0  # [0, 2]; below 1e-5 is 0, that is greedy
+    temperature: float = 1.0  # 0 to 1e30; below 1e-5 is 0, that is greedy
     top_p: float = 1.0  # (0, 1]
     top_k: int = 0  # 0 or -1: all
     min_p: float = 0.0  # [0, 1], relative to the likeliest token's probability
     seed: int | None = None  # -2**63 to 2**64-1; None or -1: drawn anew for each request
-    stop: str | list[str] | None = None  # at most 4 strings of 1 to 256 characters
+    stop: str | list[str] | None = None  # at most 256 strings of 1 to 256 characters
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     max_tokens: int | None = 16  # None: fill the context
     min_tokens: int = 0  # no EOS, stop token or stop string before so many tokens
-    logprobs: int | None = None  # the sampled token's, and those of so many likeliest tokens
+    logprobs: int | None = None  # the sampled token's, and those of so many likeliest tokens; -1: of all
     prompt_logprobs: int | None = None
     logprob_token_ids: list[int] | None = None  # the sampled token's, and those of these, at most 128
     detokenize: bool = True
@@ -97,7 +112,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     include_stop_str_in_output: bool = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     stream_interval: int = 1  # tokens between two outputs of a stream; the first and the last always come
-    logit_bias: dict[int, float] | None = None  # token id -> [-100, 100]
+    logit_bias: dict[int, float] | None = None  # token id -> a number, cut to [-100, 100]
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None  # word sequences that are never completed
     bad_words_token_ids: list[list[int]] | None = None  # set by the text layer from `bad_words`, not by users
@@ -106,6 +121,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     structured_outputs: StructuredOutputsParams | None = None
     thinking_token_budget: int | None = None  # tokens of reasoning after which it is ended; None or -1: no limit
     thinking: Thinking | None = None  # set by the text layer from the prompt, not by users
+    truncate_prompt_tokens: int | None = None  # only so many last tokens of the prompt; -1: as many as fit
+    flat_logprobs: bool = False  # log-probabilities come as outputs.FlatLogprobs, which take a tenth of the memory
+    skip_reading_prefix_cache: bool | None = None  # True: the whole prompt is computed, whatever is cached
 
     def __post_init__(self) -> None:
         """Check and normalise; runs on construction, decoding and `msgspec.structs.replace` alike."""
@@ -118,6 +136,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for name in _BOOLS:
             if type(getattr(self, name)) is not bool:
                 raise type_error(name, "true or false", getattr(self, name))
+        if type(self.skip_reading_prefix_cache) is not bool and self.skip_reading_prefix_cache is not None:
+            raise type_error("skip_reading_prefix_cache", "true, false or null", self.skip_reading_prefix_cache)
+        if self.truncate_prompt_tokens == 0:
+            raise ParameterError("truncate_prompt_tokens", "must be -1 or at least 1, got 0")
         if self.temperature < GREEDY_BELOW:
             force_setattr(self, "temperature", 0.0)
         if self.top_p == 0.0:
@@ -149,12 +171,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         dicts. None stays None where it has a meaning of its own (`max_tokens`, `seed`, `logprobs`). Unknown
         names raise ParameterError.
         """
-        known = SamplingParams.__struct_fields__
-        for name in fields:
-            if name not in known or name in _NOT_USERS:
-                near = difflib.get_close_matches(str(name)[:64], known, n=1)
-                hint = f", did you mean {near[0]}?" if near else ""
-                raise ParameterError(str(name)[:64], f"unknown sampling parameter{hint}", "unknown_field")
+        _refuse_unknown(fields, *_NOT_USERS)
         given = {name: value for name, value in fields.items() if value is not None or name == "max_tokens"}
         if isinstance(given.get("logit_bias"), dict):
             given["logit_bias"] = {_bias_key(key): value for key, value in given["logit_bias"].items()}
@@ -180,12 +197,24 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 _NOT_USERS = ("bad_words_token_ids", "thinking")  # fields that the text layer sets
+
+
+def _refuse_unknown(fields: Iterable[str], *unknown: str) -> None:
+    """Raise ParameterError for the first name that is no field, or among `unknown`."""
+    known = [name for name in SamplingParams.__struct_fields__ if name not in unknown]
+    for name in fields:
+        if name not in known:
+            near = difflib.get_close_matches(str(name)[:64], known, n=1)
+            hint = f", did you mean {near[0]}?" if near else ""
+            raise ParameterError(str(name)[:64], f"unknown sampling parameter{hint}", "unknown_field")
+
+
 # name, lowest, highest (both allowed); 0 < top_p is checked apart
 _FLOATS = (
     ("presence_penalty", -2.0, 2.0),
     ("frequency_penalty", -2.0, 2.0),
     ("repetition_penalty", 0.01, 100.0),
-    ("temperature", 0.0, 2.0),
+    ("temperature", 0.0, MAX_TEMPERATURE),
     ("top_p", 0.0, 1.0),
     ("min_p", 0.0, 1.0),
 )
@@ -196,8 +225,9 @@ _INTS = (
     ("seed", -(2**63), 2**64 - 1, True),
     ("max_tokens", 1, INT32_MAX, True),
     ("min_tokens", 0, INT32_MAX, False),
-    ("logprobs", 0, INT32_MAX, True),
-    ("prompt_logprobs", 0, INT32_MAX, True),
+    ("logprobs", -1, INT32_MAX, True),
+    ("prompt_logprobs", -1, INT32_MAX, True),
+    ("truncate_prompt_tokens", -1, INT32_MAX, True),
     ("stream_interval", 1, INT32_MAX, False),
     ("thinking_token_budget", -1, INT32_MAX, True),
 )
@@ -207,12 +237,16 @@ _BOOLS = (
     "skip_special_tokens",
     "spaces_between_special_tokens",
     "include_stop_str_in_output",
+    "flat_logprobs",
 )
 
 
 def _normalise_strings(params: SamplingParams) -> None:
     stop = [params.stop] if isinstance(params.stop, str) else params.stop
     force_setattr(params, "stop", as_strings("stop", stop, MAX_STOP_STRINGS, MAX_STOP_CHARS))
+    num_chars = sum(map(len, params.stop_strings))
+    if num_chars > MAX_ALL_STOP_CHARS:
+        raise ParameterError("stop", f"may have {MAX_ALL_STOP_CHARS} characters together, got {num_chars}")
     words = as_strings("bad_words", params.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS)
     force_setattr(params, "bad_words", words)
     if params.stop and not params.detokenize:
@@ -231,9 +265,9 @@ def _normalise_strings(params: SamplingParams) -> None:
 
 
 def _normalise_ids(params: SamplingParams) -> None:
-    force_setattr(params, "stop_token_ids", as_ids("stop_token_ids", params.stop_token_ids, MAX_ID_LIST))
+    force_setattr(params, "stop_token_ids", as_ids("stop_token_ids", params.stop_token_ids, INT32_MAX))
     if params.logprob_token_ids is not None:
-        ids = as_ids("logprob_token_ids", params.logprob_token_ids, MAX_ID_LIST)
+        ids = as_ids("logprob_token_ids", params.logprob_token_ids, MAX_LOGPROB_IDS)
         force_setattr(params, "logprob_token_ids", ids)
     if params.allowed_token_ids is not None:
         allowed = as_ids("allowed_token_ids", params.allowed_token_ids, INT32_MAX)
@@ -257,11 +291,13 @@ def _normalise_ids(params: SamplingParams) -> None:
     force_setattr(
         params,
         "logit_bias",
-        {
-            as_int("logit_bias token id", key, 0, INT32_MAX): as_float("logit_bias value", value, -100.0, 100.0)
-            for key, value in bias.items()
-        },
+        {as_int("logit_bias token id", key, 0, INT32_MAX): _cut_bias(value) for key, value in bias.items()},
     )
+
+
+def _cut_bias(value: object) -> float:
+    """A finite number, cut to what a bias may be: 100 decides already."""
+    return max(min(as_float("logit_bias value", value, -MAX_TEMPERATURE, MAX_TEMPERATURE), MOST_BIAS), -MOST_BIAS)
 
 
 def _bias_key(key: object) -> object:
@@ -282,6 +318,7 @@ class Limits:
     num_token_ids: int = 0  # ids that the tokenizer knows; prompts may hold only these; 0: vocab_size
     max_token_bytes: int = 0  # UTF-8 bytes that one token can stand for at most; 0: unknown
     max_logprobs: int = 20
+    max_n: int = 64  # completions of one request
     max_total_tokens: int = 1 << 20  # n * max_tokens of one request
     request_fields: tuple[FieldSpec, ...] = ()  # what attention mods read of `extra_args`
 
@@ -303,14 +340,18 @@ def check(params: SamplingParams, limits: Limits, num_prompt_tokens: int) -> int
     if params.min_tokens > max_tokens:
         message = f"{params.min_tokens} is more than the {room} tokens that the prompt leaves"
         raise ParameterError("min_tokens", f"{message} of max_model_len {limits.max_model_len}")
+    if params.n > limits.max_n:
+        raise ParameterError("n", f"must be <= max_n {limits.max_n}, got {params.n}")
     total = params.n * max_tokens
     if total > limits.max_total_tokens:
         message = f"n {params.n} x max_tokens {max_tokens} = {total} exceeds {limits.max_total_tokens}"
-        raise ParameterError("n", message)
+        raise ParameterError("n", f"{message} (max_total_tokens)")
     for name in ("logprobs", "prompt_logprobs"):
         value = getattr(params, name)
         if value is not None and value > limits.max_logprobs:
             raise ParameterError(name, f"must be <= max_logprobs {limits.max_logprobs}, got {value}")
+        if value == -1 and limits.max_logprobs < limits.vocab_size:
+            raise ParameterError(name, f"-1 means all: it needs max_logprobs -1, which is {limits.max_logprobs}")
     lists = {name: getattr(params, name) for name in ("stop_token_ids", "logprob_token_ids", "allowed_token_ids")}
     lists |= {
         "logit_bias": params.logit_bias,
@@ -332,8 +373,17 @@ def check_length(num_tokens: int, limits: Limits, max_tokens: int | None = None)
         raise ParameterError("prompt", message, "context_length_exceeded")
 
 
-def check_token_ids(token_ids: object, limits: Limits) -> list[int]:
-    """Check a prompt given as token ids: their number first, then each one.
+def num_kept(params: SamplingParams, limits: Limits) -> int | None:
+    """How many last tokens of a prompt `truncate_prompt_tokens` keeps; None: all. Raises ParameterError."""
+    most = params.truncate_prompt_tokens
+    if most is None or most < limits.max_model_len:
+        return max(limits.max_model_len - (params.max_tokens or 1), 1) if most == -1 else most
+    message = f"must be below max_model_len {limits.max_model_len}, got {most}"
+    raise ParameterError("truncate_prompt_tokens", message)
+
+
+def check_token_ids(token_ids: object, limits: Limits, kept: int | None = None) -> list[int]:
+    """Check a prompt given as token ids: their number first, then each one. kept: only so many last ones count.
 
     Returns:
         The ids as a list of plain ints.
@@ -348,6 +398,8 @@ def check_token_ids(token_ids: object, limits: Limits) -> list[int]:
         token_ids = token_ids.tolist()
         if not isinstance(token_ids, list):
             raise type_error("prompt", "text or a list of token ids", token_ids)
+    if kept is not None:
+        token_ids = token_ids[-kept:]
     check_length(len(token_ids), limits)
     high = limits.num_token_ids or limits.vocab_size
     with contextlib.suppress(msgspec.ValidationError):  # the loop says what is wrong, or takes other integers

@@ -132,6 +132,7 @@ def start_engine(config: EngineConfig, phases: Phases, *, text: bool = True) -> 
             vocab_size=arch.vocab_size,
             max_model_len=resolved.max_model_len,
             max_logprobs=resolved.max_logprobs,
+            config=config,
             request_fields=specs_of(model.attention_variants),
         ),
         default_sampling=default_sampling(folder, config),

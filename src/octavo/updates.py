@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from octavo.plan import TokenLogprobs
+from octavo.plan import NO_PROMPT_LOGPROBS, PromptLogprobs, TokenLogprobs
 
 
 class RequestUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -18,7 +18,7 @@ class RequestUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
     request_id: str
     tokens: list[int] = []  # output tokens of this step, a stop token included
     logprobs: list[TokenLogprobs] = []  # one per token if the request asks for them, else empty
-    prompt_logprobs: list[TokenLogprobs] = []  # the next prompt positions in order, counted from position 1
+    prompt_logprobs: PromptLogprobs = NO_PROMPT_LOGPROBS  # the next prompt positions in order, counted from position 1
     finish_reason: str | None = None  # "stop", "length", "abort", "error", "repetition"; None: goes on
     stop_reason: int | str | None = None  # the stop token's id or the stop string; None for EOS
     num_cached: int = 0  # prompt tokens that a prefix hit saved; a request's are those of its first completion

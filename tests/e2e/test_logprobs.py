@@ -11,7 +11,7 @@ import torch
 
 from engine_checks import assert_idle
 from octavo import LLM, SamplingParams
-from octavo.outputs import LogprobsDict
+from octavo.outputs import FlatLogprobs, LogprobsDict
 from settings_matrix import SMALL_POOL
 
 PROMPT = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"
@@ -89,6 +89,43 @@ def test_prompt_logprobs_do_not_depend_on_what_is_cached(llm: LLM) -> None:
     cold = _prompt_logprobs(llm)
     assert llm.generate(PROMPT, greedy(max_tokens=1))[0].num_cached_tokens, "the cache is warm"
     assert _prompt_logprobs(llm) == cold
+
+
+def test_flat_logprobs_hold_the_same(llm: LLM) -> None:
+    wishes = {"logprobs": 2, "prompt_logprobs": 3, "n": 2, "temperature": 1.0, "seed": 3}
+    (plain,), (flat,) = (llm.generate(PROMPT, greedy(**wishes, flat_logprobs=each)) for each in (False, True))
+    assert isinstance(plain.prompt_logprobs, list) and isinstance(flat.prompt_logprobs, FlatLogprobs)
+    assert flat.prompt_logprobs == plain.prompt_logprobs and flat.prompt_logprobs[0] is None
+    for ours, theirs in zip(flat.outputs, plain.outputs, strict=True):
+        assert isinstance(ours.logprobs, FlatLogprobs) and isinstance(theirs.logprobs, list)
+        assert list(ours.logprobs) == theirs.logprobs and ours.logprobs[-1] == theirs.logprobs[-1]
+        assert ours.logprobs[3:5] == theirs.logprobs[3:5]
+        starts, ends = ours.logprobs.start_indices, ours.logprobs.end_indices
+        assert starts[1:] == ends[:-1] and len(ours.logprobs.token_ids) == ends[-1]
+        assert ours.logprobs.decoded_tokens[0] == theirs.logprobs[0][ours.token_ids[0]].decoded_token
+
+
+def test_all_log_probabilities(make_llm: Any) -> None:
+    llm = make_llm(max_logprobs=-1)
+    (output,) = llm.generate([[5, 6, 7]], greedy(logprobs=-1, prompt_logprobs=-1, max_tokens=2))
+    for position in (*output.prompt_logprobs[1:], *output.outputs[0].logprobs):
+        assert sorted(position) == list(range(llm.engine.arch.vocab_size))
+        assert sum(math.exp(entry.logprob) for entry in position.values()) == pytest.approx(1, abs=1e-4)
+
+
+def test_the_cache_is_not_read_if_asked(llm: LLM) -> None:
+    llm.generate(PROMPT, greedy())
+    (read,), (skipped,) = (llm.generate(PROMPT, greedy(skip_reading_prefix_cache=each)) for each in (False, True))
+    assert read.num_cached_tokens and skipped.num_cached_tokens == 0
+    assert skipped.outputs[0].token_ids == read.outputs[0].token_ids
+
+
+def test_a_truncated_prompt_answers_as_its_end(llm: LLM) -> None:
+    ids = llm.get_tokenizer().encode(PROMPT)
+    (end,) = llm.generate([ids[-9:]], greedy())
+    for prompt in (PROMPT, ids, {"prompt_token_ids": ids * 200}):
+        (cut,) = llm.generate(prompt, greedy(truncate_prompt_tokens=9))
+        assert cut.prompt_token_ids == ids[-9:] and cut.outputs[0].token_ids == end.outputs[0].token_ids
 
 
 def test_prompt_logprobs_do_not_depend_on_chunks(llm: LLM, make_llm: Any) -> None:

@@ -14,7 +14,7 @@ import zlib
 
 from octavo.groups import WHOLE, CacheGroup
 from octavo.memory import blocks_for_request
-from octavo.plan import StepPlan, StepResult, TokenLogprobs
+from octavo.plan import PromptLogprobs, StepPlan, StepResult, TokenLogprobs
 from octavo.request import Request
 from octavo.sampling_params import SamplingParams
 from octavo.sched.kv_manager import KVManager
@@ -247,7 +247,7 @@ class FakeWorker:
                 entries.append(TokenLogprobs([row.owed], [float(row.history[row.owed])], [1]))
                 row.owed += 1
             if entries:
-                prompt_logprobs[number] = entries
+                prompt_logprobs[number] = PromptLogprobs.of(entries)
             row.num_computed += num_new
             tokens[number] = []
             if row.num_computed == len(row.tokens):

@@ -175,7 +175,7 @@ def test_abort_of_a_preempted_request():
 
 def delivered(driver, request):
     updates = driver.updates[request.request_id]
-    return [entry.token_ids[0] for update in updates for entry in update.prompt_logprobs]
+    return [entry.token_ids[0] for update in updates for entry in update.prompt_logprobs.entries()]
 
 
 @pytest.mark.parametrize("depth", [0, 1], ids=["sync", "async"])

@@ -196,3 +196,18 @@ def test_a_prefix_that_is_cached_is_counted(server: RunningServer) -> None:
     assert complete(server, prompt=ids)["usage"]["prompt_tokens_details"]["cached_tokens"] >= 80
     salted = complete(server, prompt=ids, cache_salt="mine")
     assert salted["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_a_truncated_prompt_is_its_end(server: RunningServer) -> None:
+    ids = list(range(20, 60))
+    wanted = complete(server, prompt=ids[-7:], max_tokens=4, temperature=0, echo=True)["choices"][0]["text"]
+    text = server.post("/detokenize", {"model": "octavo-tiny", "tokens": ids}).json()["prompt"]
+    whole = server.post("/tokenize", {"model": "octavo-tiny", "prompt": text}).json()["tokens"]
+    for prompt in (ids, ids * 500, text):
+        reply = complete(server, prompt=prompt, truncate_prompt_tokens=7, max_tokens=4, temperature=0, echo=True)
+        assert reply["usage"]["prompt_tokens"] == 7
+        if prompt is not text or whole == ids:
+            assert reply["choices"][0]["text"] == wanted
+    body = {"model": "octavo-tiny", "messages": [{"role": "user", "content": "Hello there"}], "max_tokens": 1}
+    reply = server.post("/v1/chat/completions", body | {"truncate_prompt_tokens": 3}).json()
+    assert reply["usage"]["prompt_tokens"] == 3

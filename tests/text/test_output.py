@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.outputs import Logprob, RequestOutput
-from octavo.plan import TokenLogprobs
+from octavo.plan import PromptLogprobs, TokenLogprobs
 from octavo.sampling_params import (
     ParameterError,
     RequestOutputKind,
@@ -167,8 +167,8 @@ def test_prompt_logprobs_begin_with_none(kind):
     processor = OutputProcessor(TOKENIZER)
     processor.add("r", None, [1, 2, 3], SamplingParams(prompt_logprobs=0, output_kind=kind))
     entries = [TokenLogprobs([token], [-1.0], [1]) for token in (2, 3)]
-    assert processor.process([RequestUpdate("r", prompt_logprobs=entries[:1])]) == ([], [])
-    first, _ = processor.process([RequestUpdate("r", [5], prompt_logprobs=entries[1:])])
+    assert processor.process([RequestUpdate("r", prompt_logprobs=PromptLogprobs.of(entries[:1]))]) == ([], [])
+    first, _ = processor.process([RequestUpdate("r", [5], prompt_logprobs=PromptLogprobs.of(entries[1:]))])
     last, _ = processor.process([RequestUpdate("r", [6], finish_reason="length")])
     outputs = first + last
     found = outputs[0].prompt_logprobs

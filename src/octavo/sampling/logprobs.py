@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from octavo.ops.sample import token_logprobs, top_logprobs
-from octavo.plan import NewRow, TokenLogprobs
+from octavo.plan import NewRow, PromptLogprobs, TokenLogprobs
 from octavo.sampling.rows import IntArray, RowSet, SampleBatch, to_device
 
 MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
@@ -170,9 +170,10 @@ def to_token_logprobs(groups: Iterable[GroupLogprobs]) -> dict[int, TokenLogprob
     return found
 
 
-def to_prompt_logprobs(parts: Iterable[GroupLogprobs]) -> list[TokenLogprobs]:
-    """Host entries of what `prompt_logprobs` gave, in the order of positions."""
-    return [entry for numbers in parts for _, entry in sorted(to_token_logprobs([numbers]).items())]
+def to_prompt_logprobs(parts: Iterable[GroupLogprobs]) -> PromptLogprobs:
+    """What `prompt_logprobs` gave, on the host, in the order of positions."""
+    columns = zip(*((part.ids.numpy(), part.values.numpy(), part.ranks.numpy()) for part in parts), strict=True)
+    return PromptLogprobs.of_arrays(*map(np.concatenate, columns))
 
 
 def prompt_logprobs(

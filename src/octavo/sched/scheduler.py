@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 import numpy as np
 
-from octavo.plan import NO_INTS, IntArray, NewBlocks, StepPlan, StepResult
+from octavo.plan import NO_INTS, NO_PROMPT_LOGPROBS, IntArray, NewBlocks, StepPlan, StepResult
 from octavo.request import FinishReason, Request, RequestRows, Status
 from octavo.sched.kv_manager import KVManager
 from octavo.sched.stops import ends
@@ -214,9 +214,9 @@ class Scheduler:
                 self._end([request])
                 self._tell(request, row, result, updates)
         num_sampled = dict(zip(result.rows.tolist(), result.num_sampled.tolist(), strict=True))
-        for row, entries in result.prompt_logprobs.items():
+        for row, part in result.prompt_logprobs.items():
             request = owners[row]
-            request.num_prompt_logprobs += len(entries)
+            request.num_prompt_logprobs += part.num_positions
             if row not in num_sampled and request.status is not Status.FINISHED:
                 self._tell(request, row, result, updates)
         self._num_repeats = 0
@@ -368,7 +368,7 @@ class Scheduler:
                 blocked, num_free = self._blocked
                 if blocked is request and kv.num_free_blocks <= num_free:
                     return
-            hit = kv.match(request, self._max_hit(request))
+            hit = kv.match(request, request.max_hit)
             num_computed = hit.num_tokens  # what a connector finds beyond the hit is added here
             num_new = min(request.num_tokens - num_computed, work.budget)
             if num_computed + num_new < request.num_tokens and not self._enable_chunked_prefill:
@@ -397,12 +397,6 @@ class Scheduler:
             work.num_sampling += 1
         self._enter_row(request)
         work.admit(request, num_computed, num_new, blocks)
-
-    def _max_hit(self, request: Request) -> int:
-        """Tokens that need not be computed again: all but one, and none whose log-probabilities are still owed."""
-        if request.owes_prompt_logprobs:
-            return request.num_prompt_logprobs  # position p is scored when token p - 1 is computed
-        return request.num_tokens - 1
 
     def _preempt(self, request: Request) -> None:
         """Back to the waiting ones, with its tokens and without its blocks: to the worker the row has ended."""
@@ -434,8 +428,8 @@ class Scheduler:
     def _tell(self, request: Request, row: int, result: StepResult, updates: list[RequestUpdate]) -> None:
         """Append the update in full, if there is something to tell: all tokens that no update told."""
         tokens = request.tokens[request.num_prompt + request.num_told :]
-        prompt_logprobs = result.prompt_logprobs.get(row, [])
-        if not tokens and not prompt_logprobs and request.finish_reason is None:
+        prompt_logprobs = result.prompt_logprobs.get(row, NO_PROMPT_LOGPROBS)
+        if not tokens and not prompt_logprobs.num_positions and request.finish_reason is None:
             return
         request.num_told += len(tokens)
         if request.quiet and tokens and request.row >= 0:

@@ -365,6 +365,7 @@ class AsyncEngine:
             vocab_size=info.vocab_size if info else arch.vocab_size,
             max_model_len=info.max_model_len if info else length,
             max_logprobs=info.max_logprobs if info else logprobs,
+            config=config,
             request_fields=info.request_fields if info else (),
         )
 

@@ -101,6 +101,8 @@ class EngineProcess:
             vocab_size=info.vocab_size,
             max_model_len=info.max_model_len,
             max_logprobs=info.max_logprobs,
+            max_n=config.max_n,
+            max_total_tokens=config.max_total_tokens,
             request_fields=tuple(info.request_fields),
         )
         collector.settle()

@@ -102,8 +102,13 @@ def check_options(state: ServeState, request: _Options, warnings: list[str]) -> 
         warnings.append("priority: has no effect (--scheduling-policy)")
 
 
-async def read_prompts(state: ServeState, given: Any, *, add_special_tokens: bool = True) -> list[Prompt]:
-    """`prompt` of a request: a text, token ids, or a list of these. Raises ParameterError."""
+async def read_prompts(
+    state: ServeState, given: Any, *, add_special_tokens: bool = True, kept: int | None = None
+) -> list[Prompt]:
+    """`prompt` of a request: a text, token ids, or a list of these. kept: only so many last tokens of each count.
+
+    Raises ParameterError.
+    """
     if given is None:
         raise ParameterError("prompt", "is missing", "missing_field")
     limits, most = state.engine.limits, state.config.max_prompts
@@ -114,11 +119,14 @@ async def read_prompts(state: ServeState, given: Any, *, add_special_tokens: boo
     total = num_chars = 0
     for entry in many:
         if isinstance(entry, str):
-            prompts.append(await read_text(state, entry, num_chars, add_special_tokens=add_special_tokens))
+            read = await read_text(state, entry, num_chars, add_special_tokens=add_special_tokens)
             num_chars += len(entry)
+            if kept is not None and len(read.token_ids) > kept:
+                read = Prompt(read.token_ids[-kept:], None)
+            prompts.append(read)
             check_length(len(prompts[-1].token_ids), limits)
         else:
-            prompts.append(Prompt(check_token_ids(entry, limits), None))
+            prompts.append(Prompt(check_token_ids(entry, limits, kept), None))
         total += len(prompts[-1].token_ids)
         if total > limits.max_total_tokens:
             message = f"may hold at most {limits.max_total_tokens} tokens together"
@@ -140,9 +148,14 @@ async def read_text(
 
 
 async def render_chat(
-    state: ServeState, messages: Any, *, template_kwargs: Mapping[str, Any] | None, **options: Any
+    state: ServeState,
+    messages: Any,
+    *,
+    template_kwargs: Mapping[str, Any] | None,
+    kept: int | None = None,
+    **options: Any,
 ) -> Prompt:
-    """A conversation as a prompt. Raises ParameterError."""
+    """A conversation as a prompt, of which the last `kept` tokens count. Raises ParameterError."""
     if messages is None:
         raise ParameterError("messages", "is missing", "missing_field")
     for name, value in (template_kwargs or {}).items():
@@ -155,7 +168,7 @@ async def render_chat(
         state.tokenizer.render_chat, messages, chat_template_kwargs=template_kwargs, **options
     )
     is_chat = bool(options.get("add_generation_prompt", True))
-    return Prompt(check_token_ids(token_ids, state.engine.limits), text, is_chat)
+    return Prompt(check_token_ids(token_ids, state.engine.limits, kept), text, is_chat)
 
 
 def make_params(
@@ -169,7 +182,7 @@ def make_params(
     if not state.engine.tokenizer:
         fields["detokenize"] = False
     kind = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
-    return SamplingParams.from_optional(**fields, output_kind=kind)
+    return SamplingParams.from_optional(**fields | {"output_kind": kind, "flat_logprobs": True})
 
 
 _MAY_BE_SET = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",

@@ -140,7 +140,7 @@ _UNSUPPORTED = ("unsupported_parameter", "is not supported")
 _NOT_ALLOWED = ("not_allowed", "is not allowed in a request")
 REFUSED: dict[str, tuple[str, str]] = {
     **dict.fromkeys(
-        ("suffix", "prompt_embeds", "use_beam_search", "length_penalty", "truncate_prompt_tokens", "logits_processors",
+        ("suffix", "prompt_embeds", "use_beam_search", "length_penalty", "logits_processors",
          "functions", "audio", "previous_response_id", "n_discard", "moderation"),
         _UNSUPPORTED,
     ),

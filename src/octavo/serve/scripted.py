@@ -25,7 +25,7 @@ from octavo.groups import make_groups
 from octavo.hf_config import read_arch
 from octavo.models.hub import find_model
 from octavo.observe import Phases
-from octavo.plan import NewRow, StepPlan, StepResult, TokenLogprobs
+from octavo.plan import NewRow, PromptLogprobs, StepPlan, StepResult, TokenLogprobs
 from octavo.sampling_params import SamplingParams
 from octavo.sched.kv_manager import KVManager
 from octavo.sched.scheduler import Scheduler
@@ -77,7 +77,7 @@ class ScriptedWorker:
         self._failed = {}
         rows, tokens = plan.rows.tolist(), list[list[int]]()
         logprobs: dict[int, list[TokenLogprobs]] = {}
-        prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+        prompt_logprobs: dict[int, PromptLogprobs] = {}
         for number, num_tokens in zip(rows, plan.num_tokens.tolist(), strict=True):
             row = self._rows[number]
             row.num_computed += num_tokens
@@ -124,12 +124,12 @@ class ScriptedWorker:
         top_logprobs = [_LOGPROB * (r + 1) for r in range(num_top)]
         return TokenLogprobs([token, *top], [first, *top_logprobs], [1, *range(1, num_top + 1)])
 
-    def _prompt_logprobs(self, row: _Row) -> list[TokenLogprobs]:
+    def _prompt_logprobs(self, row: _Row) -> PromptLogprobs:
         end = min(row.num_computed, row.num_prompt - 1)
         start = row.next_prompt_logprob
         entries = [self._entry(row.tokens[p], row.params.prompt_logprobs or 0) for p in range(start, end + 1)]
         row.next_prompt_logprob = -1 if end == row.num_prompt - 1 else max(end + 1, start)
-        return entries
+        return PromptLogprobs.of(entries)
 
 
 def _new_row(new: NewRow) -> _Row:

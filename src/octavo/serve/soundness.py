@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
+from octavo.plan import PromptLogprobs
 from octavo.request import FinishReason
 from octavo.sampling_params import Limits, SamplingParams
 from octavo.updates import RequestUpdate
@@ -26,11 +29,20 @@ def is_sound(update: RequestUpdate, limits: Limits, params: SamplingParams) -> b
     wanted = params.logprobs is not None or params.logprob_token_ids is not None
     if wanted and len(update.logprobs) != len(update.tokens):
         return False
-    for entry in (*update.logprobs, *update.prompt_logprobs):
+    for entry in update.logprobs:
         if not len(entry.token_ids) == len(entry.logprobs) == len(entry.ranks) >= 1:
             return False
         if any(map(math.isnan, entry.logprobs)):
             return False
         if not all(0 <= token < vocab_size for token in entry.token_ids):
             return False
-    return True
+    return _are_sound(update.prompt_logprobs, vocab_size)
+
+
+def _are_sound(part: PromptLogprobs, vocab_size: int) -> bool:
+    if part.width < 1 or len(part.token_ids) % (4 * part.width):
+        return False
+    if not len(part.token_ids) == len(part.logprobs) == len(part.ranks):
+        return False
+    token_ids, values, _ = part.arrays()
+    return not np.isnan(values).any() and bool(((token_ids >= 0) & (token_ids < vocab_size)).all())

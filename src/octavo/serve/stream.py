@@ -9,12 +9,12 @@ for it is bounded.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Self
 
 import msgspec
 
-from octavo.outputs import CompletionOutput, RequestOutput
+from octavo.outputs import CompletionOutput, FlatLogprobs, LogprobsDict, RequestOutput
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 
 MAX_UNREAD = 1 << 16  # tokens and log-probabilities that wait for a reader
@@ -62,7 +62,11 @@ def _join(parts: list[CompletionOutput]) -> CompletionOutput:
     last = parts[-1]
     if len(parts) == 1:
         return last
-    logprobs = None if last.logprobs is None else [entry for part in parts for entry in part.logprobs or ()]
+    logprobs: Sequence[LogprobsDict] | None = None
+    if isinstance(last.logprobs, FlatLogprobs):
+        logprobs = FlatLogprobs.joined([part.logprobs for part in parts if isinstance(part.logprobs, FlatLogprobs)])
+    elif last.logprobs is not None:
+        logprobs = [entry for part in parts for entry in part.logprobs or ()]
     return msgspec.structs.replace(
         last,
         text="".join([part.text for part in parts]),
@@ -137,7 +141,10 @@ class Stream:
 
 
 def _weight(part: CompletionOutput) -> int:
-    return len(part.token_ids) + (0 if part.logprobs is None else sum(map(len, part.logprobs)))
+    logprobs = part.logprobs
+    if isinstance(logprobs, FlatLogprobs):
+        return len(part.token_ids) + len(logprobs.token_ids)
+    return len(part.token_ids) + (0 if logprobs is None else sum(map(len, logprobs)))
 
 
 class OutputStream:

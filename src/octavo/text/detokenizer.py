@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import codecs
 import dataclasses
+import functools
 import json
 import re
 from collections.abc import Collection, Sequence
@@ -221,14 +222,11 @@ class StopChecker:
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
         """`include`: the stop string stays in the text."""
         self._include = include
-        self._next: list[dict[str, int]] = [{}]
-        self._fail, self._depth = [0], [0]
-        self._found: list[str | None] = [None]  # per state the longest stop string that it ends in
+        automaton = _automaton(tuple(stops))
+        self._next, self._fail = automaton.next, automaton.fail
+        self._depth, self._found = automaton.depth, automaton.found
         self._state = 0
         self._held = ""
-        for stop in stops:
-            self._insert(stop)
-        self._link()
 
     def feed(self, text: str, active: bool = True) -> tuple[str, str | None]:
         """Take new text. Returns (text to give out, the stop string that ends it or None).
@@ -256,28 +254,47 @@ class StopChecker:
         held, self._held, self._state = self._held, "", 0
         return held
 
+
+class _Automaton:
+    """The states of a set of stop strings; the completions of a request share them."""
+
+    __slots__ = ("depth", "fail", "found", "next")
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.next: list[dict[str, int]] = [{}]
+        self.fail, self.depth = [0], [0]
+        self.found: list[str | None] = [None]  # per state the longest stop string that it ends in
+        for stop in stops:
+            self._insert(stop)
+        self._link()
+
     def _insert(self, stop: str) -> None:
         state = 0
         for char in stop:
-            if char not in self._next[state]:
-                self._next[state][char] = len(self._next)
-                self._next.append({})
-                self._fail.append(0)
-                self._depth.append(self._depth[state] + 1)
-                self._found.append(None)
-            state = self._next[state][char]
-        self._found[state] = stop
+            if char not in self.next[state]:
+                self.next[state][char] = len(self.next)
+                self.next.append({})
+                self.fail.append(0)
+                self.depth.append(self.depth[state] + 1)
+                self.found.append(None)
+            state = self.next[state][char]
+        self.found[state] = stop
 
     def _link(self) -> None:
-        queue = list(self._next[0].values())
+        queue = list(self.next[0].values())
         for state in queue:  # grows while it is walked: breadth first
-            for char, child in self._next[state].items():
+            for char, child in self.next[state].items():
                 queue.append(child)
-                fail = self._fail[state]
-                while fail and char not in self._next[fail]:
-                    fail = self._fail[fail]
-                self._fail[child] = self._next[fail].get(char, 0)
-                self._found[child] = self._found[child] or self._found[self._fail[child]]
+                fail = self.fail[state]
+                while fail and char not in self.next[fail]:
+                    fail = self.fail[fail]
+                self.fail[child] = self.next[fail].get(char, 0)
+                self.found[child] = self.found[child] or self.found[self.fail[child]]
+
+
+@functools.lru_cache(maxsize=8)  # a request's completions begin one after the other
+def _automaton(stops: tuple[str, ...]) -> _Automaton:
+    return _Automaton(stops)
 
 
 def error_handler(kind: DecoderKind) -> str:

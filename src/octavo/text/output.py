@@ -9,10 +9,10 @@ that RequestOutputKind.CUMULATIVE copies what it repeats.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
-from octavo.outputs import CompletionOutput, Logprob, LogprobsDict, RequestMetrics, RequestOutput
-from octavo.plan import TokenLogprobs
+from octavo.outputs import CompletionOutput, FlatLogprobs, RequestMetrics, RequestOutput
 from octavo.sampling_params import ParameterError, RequestOutputKind, SamplingParams
 from octavo.text.detokenizer import Detokenizer, StopChecker
 from octavo.text.tokenizer import Tokenizer
@@ -35,6 +35,7 @@ class OutputProcessor:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         """Without a tokenizer only requests with `detokenize=False` can be added; tokens then have no text."""
         self._tokenizer = tokenizer
+        self._decode = tokenizer.decode_token if tokenizer is not None else _no_text
         self._requests: dict[str, _Request] = {}
         self._children: dict[str, _Child] = {}
 
@@ -60,7 +61,7 @@ class OutputProcessor:
         if request_id in self._requests or any(child_id in self._children for child_id in child_ids):
             raise ParameterError("request_id", "is in use by another request", "conflict")
         self.check(params)
-        request = _Request(request_id, prompt, list(prompt_token_ids), params)
+        request = _Request(request_id, prompt, list(prompt_token_ids), params, self._decode)
         for index, child_id in enumerate(child_ids):
             child = _Child(request, index, child_id, self._tokenizer)
             request.children.append(child)
@@ -140,6 +141,7 @@ class _Request:
     __slots__ = (
         "_arrival",
         "children",
+        "decode",
         "metrics",
         "num_cached",
         "params",
@@ -150,13 +152,20 @@ class _Request:
     )
 
     def __init__(
-        self, request_id: str, prompt: str | None, prompt_token_ids: list[int], params: SamplingParams
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        decode: Callable[[int], str | None],
     ) -> None:
         self.request_id, self.prompt, self.prompt_token_ids = request_id, prompt, prompt_token_ids
-        self.params = params
+        self.params, self.decode = params, decode
         self.children: list[_Child] = []
-        wanted = params.prompt_logprobs is not None
-        self.prompt_logprobs: list[LogprobsDict | None] | None = [None] if wanted else None
+        self.prompt_logprobs: FlatLogprobs | None = None
+        if params.prompt_logprobs is not None:
+            self.prompt_logprobs = FlatLogprobs(decode)
+            self.prompt_logprobs.add((), (), ())  # of the first token
         self.num_cached = 0
         self._arrival = time.monotonic()
         self.metrics = RequestMetrics(arrival_time=time.time())
@@ -164,6 +173,10 @@ class _Request:
     def wall(self, now: float) -> float:
         """A monotonic time as seconds since the epoch, counted from the arrival."""
         return self.metrics.arrival_time + now - self._arrival
+
+    def shown(self, logprobs: FlatLogprobs | None) -> Any:
+        """Log-probabilities in the form that was asked for."""
+        return logprobs if logprobs is None or self.params.flat_logprobs else list(logprobs)
 
     def output(self, finished: bool) -> RequestOutput:
         """What is due now. DELTA: only completions with news; else all of them."""
@@ -177,7 +190,7 @@ class _Request:
             self.request_id,
             self.prompt,
             self.prompt_token_ids,
-            prompt_logprobs,
+            self.shown(prompt_logprobs),
             [child.output(delta) for child in due],
             finished,
             RequestMetrics(
@@ -205,7 +218,6 @@ class _Child:
         "_stop",
         "_streams",
         "_token_ids",
-        "_tokenizer",
         "child_id",
         "finish_reason",
         "index",
@@ -218,7 +230,6 @@ class _Child:
         self.request, self.index, self.child_id = request, index, child_id
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
-        self._tokenizer = tokenizer
         self._detokenizer: Detokenizer = _NO_TEXT
         if params.detokenize and tokenizer is not None:
             self._detokenizer = tokenizer.detokenizer(
@@ -228,7 +239,7 @@ class _Child:
         self._stop = StopChecker(stops, params.include_stop_str_in_output) if stops else None
         self._streams = params.output_kind is not RequestOutputKind.FINAL_ONLY
         wanted = params.logprobs is not None or params.logprob_token_ids is not None
-        self._logprobs: list[LogprobsDict] | None = [] if wanted else None
+        self._logprobs = FlatLogprobs(request.decode) if wanted else None
         self._cumulative = 0.0
         self._token_ids: list[int] = []
         self._pieces: list[str] = []
@@ -251,8 +262,9 @@ class _Child:
             request.num_cached = update.num_cached
         if update.queue_time is not None and request.metrics.time_in_queue is None:
             request.metrics.time_in_queue = update.queue_time
-        if update.prompt_logprobs and self.index == 0 and request.prompt_logprobs is not None:
-            request.prompt_logprobs += [self._as_dict(entry) for entry in update.prompt_logprobs]
+        if update.prompt_logprobs.num_positions and self.index == 0 and request.prompt_logprobs is not None:
+            part = update.prompt_logprobs
+            request.prompt_logprobs.add_packed(part.width, part.token_ids, part.logprobs, part.ranks)
         if update.tokens:
             metrics = request.metrics
             metrics.last_token_time = request.wall(now)
@@ -280,16 +292,19 @@ class _Child:
         logprobs = self._logprobs
         if delta:
             token_ids = self._token_ids[self._num_sent :]
-            logprobs = None if logprobs is None else logprobs[self._num_sent :]
+            if logprobs is not None:  # handed over: they are not kept here as well
+                self._logprobs = FlatLogprobs(self.request.decode)
             self._pieces.clear()
         else:
             token_ids = self._token_ids.copy()
-            logprobs = None if logprobs is None else logprobs.copy()
+            logprobs = None if logprobs is None else logprobs[:]
             self._pieces[:] = [text]
         self._num_sent = len(self._token_ids)
         self._sent_end = self.finish_reason is not None
         cumulative = self._cumulative if logprobs is not None else None
-        return CompletionOutput(self.index, text, token_ids, cumulative, logprobs, self.finish_reason, self.stop_reason)
+        return CompletionOutput(
+            self.index, text, token_ids, cumulative, self.request.shown(logprobs), self.finish_reason, self.stop_reason
+        )
 
     def _take_tokens(self, update: RequestUpdate, params: SamplingParams) -> bool:
         """Append tokens with their text up to a stop. Returns whether one was found here."""
@@ -304,7 +319,7 @@ class _Child:
             self._token_ids.append(token_id)
             if logprobs and self._logprobs is not None:
                 entry = logprobs[i]
-                self._logprobs.append(self._as_dict(entry))
+                self._logprobs.add(entry.token_ids, entry.logprobs, entry.ranks)
                 self._cumulative += entry.logprobs[0]
             if silent and i == last:
                 return False
@@ -318,13 +333,6 @@ class _Child:
             if text:
                 self._pieces.append(text)
         return False
-
-    def _as_dict(self, entry: TokenLogprobs) -> LogprobsDict:
-        text = self._tokenizer.decode_token if self._tokenizer is not None else _no_text
-        return {
-            token_id: Logprob(logprob, rank, text(token_id))
-            for token_id, logprob, rank in zip(entry.token_ids, entry.logprobs, entry.ranks, strict=True)
-        }
 
 
 class _NoText:

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import UNSET
 
 from octavo.outputs import CompletionOutput, RequestOutput
-from octavo.sampling_params import SamplingParams
+from octavo.sampling_params import SamplingParams, num_kept
 from octavo.serve.answer import Answer, Answers, plan_answers
 from octavo.serve.errors import bad_request, renaming
 from octavo.serve.exchange import Exchange
@@ -63,7 +63,7 @@ async def _create(state: ServeState, exchange: Exchange, parsed: Parsed[ChatRequ
     state.check_ready()
     check_options(state, request, parsed.warnings)
     await state.check_structured(params)
-    prompt = await _render(state, request, answers)
+    prompt = await _render(state, request, answers, num_kept(params, state.engine.limits))
     if answers.choice == "auto" and state.parsers.tools is None:
         parsed.warnings.append("tools: calls are not looked for in the answer (--tool-call-parser)")
     if request.reasoning_effort is not None and not _takes_effort(state):
@@ -77,7 +77,7 @@ def _takes_effort(state: ServeState) -> bool:
     return "reasoning_effort" in state.template_kwargs
 
 
-async def _render(state: ServeState, request: ChatRequest, answers: Answers) -> Prompt:
+async def _render(state: ServeState, request: ChatRequest, answers: Answers, kept: int | None) -> Prompt:
     kwargs = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort is not None and _takes_effort(state):
         kwargs.setdefault("reasoning_effort", request.reasoning_effort)
@@ -89,6 +89,7 @@ async def _render(state: ServeState, request: ChatRequest, answers: Answers) -> 
         add_generation_prompt=request.add_generation_prompt and not request.continue_final_message,
         continue_final_message=request.continue_final_message,
         template_kwargs=kwargs,
+        kept=kept,
     )
 
 

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import UNSET
 
 from octavo.outputs import CompletionOutput, LogprobsDict, RequestOutput
-from octavo.sampling_params import SamplingParams
+from octavo.sampling_params import SamplingParams, num_kept
 from octavo.serve.errors import bad_request, renaming
 from octavo.serve.exchange import Exchange
 from octavo.serve.generation import (
@@ -47,7 +47,12 @@ async def create(state: ServeState, exchange: Exchange) -> None:
         state.check_ready()
         await state.check_structured(params)
     check_options(state, request, parsed.warnings)
-    prompts = await read_prompts(state, request.prompt, add_special_tokens=request.add_special_tokens)
+    prompts = await read_prompts(
+        state,
+        request.prompt,
+        add_special_tokens=request.add_special_tokens,
+        kept=num_kept(params, state.engine.limits),
+    )
     run = make_run(exchange, "cmpl-", request, prompts, params)
     await send(exchange, _Answer(state, run, request, model, parsed.warnings), request)
 
@@ -197,7 +202,7 @@ class _Answer:
         entries: list[LogprobsDict | None] = list(completion.logprobs or ())
         if self._request.echo:
             token_ids, echoed = output.prompt_token_ids + token_ids, output.prompt or ""
-            entries = (output.prompt_logprobs or [None]) + entries
+            entries = list(output.prompt_logprobs or [None]) + entries
         return completion_logprobs(self._texts, self._offsets(echoed), token_ids, entries)
 
     @property
