@@ -81,7 +81,7 @@ class RunningServer:
         path: str,
         body: Any = None,
         headers: dict[str, str] | None = None,
-        timeout: float | None = None,
+        timeout: float = 60,
     ) -> Reply:
         """One request on a connection of its own. A body that is not bytes is sent as JSON."""
         connection = http.client.HTTPConnection(self.host, self.port, timeout=patient(timeout))
