@@ -240,6 +240,7 @@ class Resolved:
     max_num_batched_tokens: int
     enable_chunked_prefill: bool
     enable_prefix_caching: bool
+    looks_ahead: bool  # a query may see later keys of the prompt: prompts are computed whole
     scheduling_policy: str
     async_scheduling: bool
     block_size: int
@@ -293,6 +294,7 @@ def resolve(config: EngineConfig, arch: Arch, facts: DeviceFacts) -> Resolved:
         attention_backend=_resolve_attention(config, arch, device, native != "none", why),
         layer_backends=_resolve_layer_backends(config),
         block_size=block_size,
+        looks_ahead=False,  # until the mods are known
         kernel_block_size=_resolve_kernel_block_size(config, block_size),
         kv_cache_dtype=_resolve_cache_dtype(config, facts, device, dtype, why),
         attention_options=dict(config.attention_config),

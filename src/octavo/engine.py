@@ -24,7 +24,7 @@ from octavo.observe import Phases
 from octavo.outputs import RequestOutput
 from octavo.plan import StepPlan
 from octavo.request import Request
-from octavo.request_fields import FieldSpec, salt_with_fields
+from octavo.request_fields import FieldSpec, salt_with_fields, salt_with_prompt
 from octavo.sampling_params import SamplingParams
 from octavo.seeds import sample_seed
 from octavo.text.admission import check_request
@@ -81,19 +81,21 @@ class EngineCore:
         async_scheduling: bool = False,
         grammars: Grammars = NO_GRAMMARS,
         request_fields: Sequence[FieldSpec] = (),
+        looks_ahead: bool = False,
         capture_next: Callable[[], bool] = bool,
     ) -> None:
         """`seed` draws the seeds of requests that have none; `async_scheduling` plans a step while one runs.
 
         `grammars` are the worker's: `add` compiles there, in its caller's thread, what the request's rows will use.
-        `request_fields`: what the attention reads of a request beside its tokens. `capture_next`: the worker's.
+        `request_fields`: what the attention reads of a request beside its tokens; `looks_ahead`: whether a query may
+        see later keys of the prompt. `capture_next`: the worker's.
         """
         self.scheduler = scheduler
         self.times = StepTimes()
         self._executor = executor
         self._grammars = grammars
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._request_fields = tuple(request_fields)
+        self._request_fields, self._looks_ahead = tuple(request_fields), looks_ahead
         self._capture_next = capture_next
         self._seeds = random.Random(seed)
         self._inbox: collections.deque[list[Request] | list[str]] = collections.deque()
@@ -113,6 +115,7 @@ class EngineCore:
             async_scheduling=resolved.async_scheduling,
             grammars=parts.grammars,
             request_fields=parts.limits.request_fields,
+            looks_ahead=resolved.looks_ahead,
             capture_next=parts.runner.capture_next,
         )
 
@@ -136,6 +139,8 @@ class EngineCore:
         self._grammars.prepare(params.structured_outputs, params.thinking)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         cache_salt = salt_with_fields(cache_salt, self._request_fields, params.extra_args)
+        if self._looks_ahead:
+            cache_salt = salt_with_prompt(cache_salt, prompt_token_ids)
         others = params  # the prompt of one request is scored once
         if params.prompt_logprobs is not None and len(sequence_ids) > 1:
             others = msgspec.structs.replace(params, prompt_logprobs=None)

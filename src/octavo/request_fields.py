@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from octavo.checks import INT32_MAX, as_float, as_int, as_list
 
@@ -66,3 +67,9 @@ def salt_with_fields(cache_salt: str, specs: Sequence[FieldSpec], extra_args: Ma
         return cache_salt
     digest = hashlib.blake2b(msgspec.msgpack.encode(values), digest_size=16).hexdigest()
     return f"{cache_salt}\0{digest}"  # a user's salt holds no control character
+
+
+def salt_with_prompt(cache_salt: str, prompt_token_ids: Sequence[int]) -> str:
+    """The cache salt of a request whose K and V depend on its whole prompt, as under a mask that looks ahead."""
+    digest = hashlib.blake2b(np.array(prompt_token_ids, "<i8").tobytes(), digest_size=16).hexdigest()
+    return f"{cache_salt}\0{digest}"

@@ -20,8 +20,8 @@ import torch
 from octavo import collector, probe
 from octavo.arch import Arch
 from octavo.attention.base import Capability
-from octavo.attention.choice import mods_of, specs_of, suit_mods, with_mods
-from octavo.attention.mods import NO_MODS
+from octavo.attention.choice import knows_prompts, mods_of, specs_of, suit_mods, with_mods
+from octavo.attention.mods import NO_MODS, PROMPT_LENGTH
 from octavo.config import EngineConfig, Resolved, asked_backend, resolve
 from octavo.device.batch import InputBuffers
 from octavo.device.block_table import BlockTables
@@ -237,9 +237,11 @@ def make_runner(
         grammars=grammars,
         queue=queue,
     )
+    ahead = knows_prompts(model.attention_variants)
     fields = FieldTables(
-        specs_of(model.attention_variants), max_num_rows=rows, max_model_len=length, device=device, queue=queue
-    )
+        specs_of(model.attention_variants), max_num_rows=rows, max_model_len=length, device=device, queue=queue,
+        known={PROMPT_LENGTH.spec.name: requests.prompt_len.data} if ahead else {},
+    )  # fmt: skip
     backends = make_backends(model, resolved, form, pool, fields)
     state = DefaultModelState(backends, pool, fields)
     graphs = GraphPool(_graph_keys(model, resolved, [backend.capability for backend in backends]))
@@ -296,6 +298,7 @@ def _make_scheduler(resolved: Resolved, groups: Sequence[CacheGroup], num_blocks
         max_model_len=resolved.max_model_len,
         policy=resolved.scheduling_policy,
         enable_chunked_prefill=resolved.enable_chunked_prefill,
+        whole_prompts=resolved.looks_ahead,
     )
 
 

@@ -18,7 +18,7 @@ import torch
 import octavo.attention as A
 from octavo.attention import flex_kernel
 from octavo.attention.flex_key import UnnamedError, name_mods
-from octavo.attention.mods import AttentionMods, bound, request_field
+from octavo.attention.mods import AttentionMods, bound, request_field, within_prompt
 
 CPU = torch.device("cpu")
 TABLES = {"near": torch.zeros(4, dtype=torch.int32), "far": torch.zeros(4, dtype=torch.int32)}
@@ -69,6 +69,7 @@ def test_two_makings_of_one_mod_have_one_name() -> None:
         lambda: A.rswa(90, "near"),
         lambda: A.and_(A.alibi(6), A.sliding_window(9)),
         lambda: A.prefix_lm("far"),
+        lambda: within_prompt(A.prefix_lm("far")),
     ):
         names = {name_of(one.mask_mod, one.score_mod, causal=one.causal) for one in (mods(), mods())}
         assert len(names) == 1

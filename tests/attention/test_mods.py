@@ -186,10 +186,23 @@ def test_backends_that_cannot_run_a_mod_refuse_it() -> None:
     if native.available():
         with pytest.raises(ConfigError, match="attention backend cpu cannot run it; set --attention-backend flex or"):
             LLM(dtype="float32", attention_mods=A.dilated(3), attention_backend="cpu")
-    with pytest.raises(ConfigError, match=r"looks ahead of a query.*--no-enable-chunked-prefill"):
-        LLM(dtype="float32", attention_mods=A.prefix_lm())
-    with pytest.raises(ConfigError, match=r"looks ahead of a query.*--no-enable-prefix-caching"):
-        LLM(dtype="float32", attention_mods=A.prefix_lm(), enable_chunked_prefill=False)
+
+
+def test_a_mask_that_looks_ahead_has_whole_prompts() -> None:
+    """In one step each, whatever chunked prefill says; the setting that forbids it is named."""
+    with LLM(dtype="float32", attention_mods=A.prefix_lm(), max_model_len=1024) as llm:
+        resolved = llm.engine.resolved
+        assert resolved.looks_ahead and resolved.enable_chunked_prefill and resolved.enable_prefix_caching
+        assert resolved.max_num_batched_tokens == 1024 and "looks ahead" in resolved.why["max_num_batched_tokens"]
+    with pytest.raises(ConfigError, match=r"max_num_batched_tokens=100.*looks ahead.*max_model_len is 1024"):
+        LLM(dtype="float32", attention_mods=A.prefix_lm(), max_model_len=1024, max_num_batched_tokens=100)
+    with LLM(dtype="float32", attention_mods=A.prefix_lm(), max_num_batched_tokens=100) as llm:
+        assert llm.engine.resolved.max_model_len == 100
+
+
+def test_the_engines_field_cannot_be_a_users() -> None:
+    with pytest.raises(ValueError, match="_prompt_length: the engine has a field of that name"):
+        A.request_field("_prompt_length")
 
 
 def test_public_names_load_when_they_are_asked_for() -> None:

@@ -63,6 +63,7 @@ def make_scheduler(
     policy: str = "fcfs",
     enable_chunked_prefill: bool = True,
     enable_prefix_caching: bool = True,
+    whole_prompts: bool = False,
 ) -> Scheduler:
     kv = KVManager(groups, num_blocks, enable_prefix_caching=enable_prefix_caching, secret=b"test")
     return Scheduler(
@@ -72,6 +73,7 @@ def make_scheduler(
         max_model_len=max_model_len,
         policy=policy,
         enable_chunked_prefill=enable_chunked_prefill,
+        whole_prompts=whole_prompts,
     )
 
 

@@ -55,6 +55,18 @@ def test_without_chunked_prefill_a_prompt_waits_until_it_fits_whole():
     assert driver.step().num_tokens.tolist() == [1, 6]
 
 
+def test_a_whole_prompt_waits_and_replayed_output_does_not():
+    """Under a mask that looks ahead a prompt is one piece, and what is known behind it may be cut."""
+    driver = Driver(make_scheduler(max_num_batched_tokens=10, max_model_len=10, whole_prompts=True))
+    first, second, replayed = make_request(6), make_request(6), make_request(2)
+    replayed.append(1)
+    replayed.append(2)
+    driver.add(first, second, replayed)
+    assert driver.step().num_tokens.tolist() == [6]
+    assert driver.step().num_tokens.tolist() == [1, 6, 3]
+    assert driver.step().num_tokens.tolist() == [1, 1, 1]
+
+
 def test_no_more_requests_run_than_there_are_rows():
     driver = Driver(make_scheduler(max_num_seqs=2))
     driver.add(*(make_request(3, 2) for _ in range(5)))

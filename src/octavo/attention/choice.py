@@ -7,13 +7,25 @@ Knows no kernel. Invariant: a mod is run, folded whole, or refused by name; it i
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Iterable, Sequence
 
 from octavo.attention.base import BACKENDS, Variant
-from octavo.attention.mods import NO_MODS, AttentionMods, NativeForm, and_, load_mods, mods_of_layers
+from octavo.attention.mods import (
+    NO_MODS,
+    PROMPT_LENGTH,
+    AttentionMods,
+    NativeForm,
+    and_,
+    load_mods,
+    mods_of_layers,
+    within_prompt,
+)
 from octavo.config import EngineConfig, Resolved, asked_backend
 from octavo.request_fields import FieldSpec
 from octavo.settings import ConfigError
+
+_LOG = logging.getLogger(__name__)
 
 
 def mods_of(config: EngineConfig, num_layers: int) -> list[AttentionMods]:
@@ -33,13 +45,15 @@ def with_mods(variant: Variant, mods: AttentionMods) -> Variant:
     )
     whole = and_(AttentionMods(native=own, name="the model's"), mods).native
     if whole is None or not variant.causal or len(whole.alibi_slopes) not in (0, variant.num_heads):
-        return dataclasses.replace(variant, mods=mods)
+        looks_ahead = variant.causal and not mods.causal
+        return dataclasses.replace(variant, mods=within_prompt(mods) if looks_ahead else mods)
     return dataclasses.replace(variant, **dataclasses.asdict(whole), mods=NO_MODS)
 
 
 def specs_of(variants: Iterable[Variant]) -> tuple[FieldSpec, ...]:
-    """The request fields that some layer's mods read. Raises ConfigError where two differ and share a name."""
-    specs = tuple(dict.fromkeys(spec for variant in variants for spec in variant.mods.specs))
+    """The fields that some layer's mods read of requests. Raises ConfigError where two differ and share a name."""
+    found = dict.fromkeys(spec for variant in variants for spec in variant.mods.specs)
+    specs = tuple(spec for spec in found if spec is not PROMPT_LENGTH.spec)
     if len({spec.name for spec in specs}) != len(specs):
         raise ConfigError("attention_mods", [spec.name for spec in specs], "two request fields share a name and differ")
     return specs
@@ -60,11 +74,28 @@ def suit_mods(config: EngineConfig, resolved: Resolved, variants: Sequence[Varia
         chosen = "flex" if resolved.device == "cuda" else "reference"
         why = {**resolved.why, "attention_backend": f"it runs attention_mods={name}"}
         resolved = dataclasses.replace(resolved, attention_backend=chosen, why=why)
-    if not all(mods.causal for mods in modded):
-        for field in ("enable_chunked_prefill", "enable_prefix_caching"):
-            if getattr(resolved, field):
-                raise ConfigError(
-                    "attention_mods", name, "it looks ahead of a query, so a prompt is computed whole and for itself",
-                    f"set --no-{field.replace('_', '-')}",
-                )  # fmt: skip
-    return resolved
+    return resolved if all(mods.causal for mods in modded) else _with_whole_prompts(config, resolved, name)
+
+
+def knows_prompts(variants: Iterable[Variant]) -> bool:
+    """Whether some layer's mods read PROMPT_LENGTH."""
+    return any(PROMPT_LENGTH in variant.mods.fields for variant in variants)
+
+
+def _with_whole_prompts(config: EngineConfig, resolved: Resolved, name: str) -> Resolved:
+    """Settings under which every prompt fits one step, for mods that look ahead. Raises ConfigError."""
+    why = dict(resolved.why)
+    length, tokens = resolved.max_model_len, resolved.max_num_batched_tokens
+    reason = f"attention_mods={name} looks ahead of a query, so a prompt is computed in one step"
+    if tokens < length and config.max_num_batched_tokens is None:
+        tokens = length
+        why["max_num_batched_tokens"] = f"max_model_len, since {reason}"
+    elif tokens < length and resolved.max_model_len_is_auto:
+        length = max(tokens, 2)
+        why["max_model_len"] = f"max_num_batched_tokens, since {reason}"
+    elif tokens < length:
+        raise ConfigError(
+            "max_num_batched_tokens", tokens, f"{reason}, and max_model_len is {length}", "raise it to that"
+        )
+    _LOG.info("%s; cached blocks serve requests whose whole prompts are equal", reason)
+    return dataclasses.replace(resolved, looks_ahead=True, max_model_len=length, max_num_batched_tokens=tokens, why=why)

@@ -101,7 +101,7 @@ def prefix(field: RequestField) -> AttentionMods:
 def prefix_lm(field: str = "prefix_len") -> AttentionMods:
     """A prefix whose tokens see each other both ways, then causal. Its length comes with the request.
 
-    Looks ahead, so prompts must be computed in one step and without a prefix cache.
+    Looks ahead, so a prompt is computed in one step, and its cached blocks serve equal prompts only.
     """
     length = request_field(field)
     ahead = prefix(length)

@@ -49,9 +49,15 @@ def request_field(name: str, kind: str = "int", *, default: float = 0, per_token
     """A field that requests carry in `SamplingParams.extra_args[name]`, to be listed in `AttentionMods.fields`.
 
     kind: int or float, 32 bits each; default: of requests without it; per_token: a list with a value for each token,
-    the last one standing for all later tokens.
+    the last one standing for all later tokens. Raises ValueError for the name of PROMPT_LENGTH.
     """
+    if name == PROMPT_LENGTH.spec.name:
+        raise ValueError(f"request field {name}: the engine has a field of that name, take another")
     return RequestField(FieldSpec(name, kind, default, per_token))
+
+
+PROMPT_LENGTH = RequestField(FieldSpec("_prompt_length"))
+"""Tokens of each row's prompt. The engine knows them, so requests do not carry them."""
 
 
 @contextlib.contextmanager
@@ -86,7 +92,7 @@ class AttentionMods:
 
     mask_mod and score_mod as FlexAttention takes them, in logical positions: token p of a request is p, whatever block
     holds it. Tensors may be captured; they must lie on the engine's device. causal: keys behind the query are hidden
-    without the mask's saying so. False needs prompts that are computed in one step and no prefix cache.
+    without the mask's saying so. If False, a prompt's queries see keys behind them, but none that was generated.
     some, every: hints per rectangle of positions, whether any pair or surely every pair in it is visible by mask_mod
     alone; blocks that are hidden are not read, blocks that are wholly visible are not masked. fields: what the
     functions read of a request. name: for messages.
@@ -146,6 +152,30 @@ class AttentionMods:
 NO_MODS = AttentionMods(native=NativeForm())
 PerLayer: TypeAlias = AttentionMods | Callable[[int], AttentionMods | None]
 """What `attention_mods` may be: one for all layers, or a function from a layer's number to its own."""
+
+
+def within_prompt(mods: AttentionMods) -> AttentionMods:
+    """Mods that look ahead, as an engine runs them: what a query saw in the prompt's step is all it ever sees.
+
+    So a prompt's query that is computed again, beside tokens generated since, does not see these.
+    """
+
+    def known(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (kv_idx <= q_idx) | (kv_idx < PROMPT_LENGTH[b])
+
+    def some(b: Tensor, q_first: Tensor, q_last: Tensor, kv_first: Tensor, kv_last: Tensor) -> Tensor:
+        return (kv_first <= q_last) | (kv_first < PROMPT_LENGTH[b])
+
+    def every(b: Tensor, q_first: Tensor, q_last: Tensor, kv_first: Tensor, kv_last: Tensor) -> Tensor:
+        return (kv_last <= q_first) | (kv_last < PROMPT_LENGTH[b])
+
+    # a mask without hints gets none: where nobody has a say in it, a kernel finds the blocks
+    hinted = mods.mask_mod is None or mods.some is not None or mods.every is not None
+    bound_ = AttentionMods(
+        mask_mod=known, causal=False, some=some if hinted else None, every=every if hinted else None,
+        fields=(PROMPT_LENGTH,),
+    )  # fmt: skip
+    return dataclasses.replace(and_(mods, bound_), name=mods.name)
 
 
 def and_(*parts: AttentionMods) -> AttentionMods:

@@ -15,6 +15,7 @@ from octavo.device.staging import StagedTensor, WriteQueue
 from octavo.request_fields import FieldSpec
 
 _DTYPES = {"int": torch.int32, "float": torch.float32}
+NO_TABLES: Mapping[str, torch.Tensor] = {}
 
 
 class FieldTables:
@@ -28,8 +29,12 @@ class FieldTables:
         max_model_len: int,
         device: torch.device,
         queue: WriteQueue | None = None,
+        known: Mapping[str, torch.Tensor] = NO_TABLES,
     ) -> None:
-        """Zeros at first; one more row than `max_num_rows`, the null row. `queue`: see StagedTensor."""
+        """Zeros at first; one more row than `max_num_rows`, the null row. `queue`: see StagedTensor.
+
+        known: tables of others' that mods read as well, by name, [max_num_rows + 1] int32.
+        """
         self._specs, self._max_model_len = tuple(specs), max_model_len
         self._tables = {
             spec.name: StagedTensor(
@@ -37,7 +42,9 @@ class FieldTables:
             )
             for spec in specs
         }
-        self.data: Mapping[str, torch.Tensor] = {name: table.data for name, table in self._tables.items()}
+        self.data: Mapping[str, torch.Tensor] = {
+            **{name: table.data for name, table in self._tables.items()}, **known,
+        }  # fmt: skip
 
     def add(self, row: int, extra_args: Mapping[str, Any] | None) -> None:
         """Stage the values of a request that entered `row`. They were checked before."""

@@ -61,9 +61,11 @@ class Scheduler:
         max_model_len: int,
         policy: str = "fcfs",
         enable_chunked_prefill: bool = True,
+        whole_prompts: bool = False,
     ) -> None:
-        """`policy`: "fcfs", or "priority" (a lower number runs first)."""
-        assert enable_chunked_prefill or max_num_batched_tokens >= max_model_len, "a whole prompt fits one step"
+        """`policy`: "fcfs", or "priority" (a lower number runs first). whole_prompts: only output is chunked."""
+        in_pieces = enable_chunked_prefill and not whole_prompts
+        assert in_pieces or max_num_batched_tokens >= max_model_len, "a whole prompt fits one step"
         assert kv.fits_alone(max_model_len, max_num_batched_tokens), "one request of max_model_len fits the pool"
         self.kv = kv
         self.running: list[Request] = []
@@ -73,7 +75,7 @@ class Scheduler:
         self._order = _ORDERS[policy]
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
-        self._enable_chunked_prefill = enable_chunked_prefill
+        self._enable_chunked_prefill, self._whole_prompts = enable_chunked_prefill, whole_prompts
         self._requests: dict[str, Request] = {}
         self._free_rows = list(reversed(range(max_num_seqs)))
         self._finished_rows: list[int] = []
@@ -371,7 +373,8 @@ class Scheduler:
             hit = kv.match(request, request.max_hit)
             num_computed = hit.num_tokens  # what a connector finds beyond the hit is added here
             num_new = min(request.num_tokens - num_computed, work.budget)
-            if num_computed + num_new < request.num_tokens and not self._enable_chunked_prefill:
+            least = request.num_prompt if self._whole_prompts else 0
+            if num_computed + num_new < (least if self._enable_chunked_prefill else request.num_tokens):
                 return
             # Without room for the running ones to grow the newcomer would soon be preempted, and computed again.
             keep_free = HEADROOM_BLOCKS * len(self.running) * kv.num_groups
