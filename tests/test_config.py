@@ -82,7 +82,7 @@ def test_lengths_that_are_none(text: str) -> None:
         ("attention_config", '["backend"]', "a mapping"),
         ("attention_config", {"bakend": "cpu"}, "did you mean backend?"),
         ("override_generation_config", {"temprature": 1}, "did you mean temperature?"),
-        ("trust_remote_code", True, "never runs code"),
+        ("tensor_parallel_size", 2, "one device"),
         ("scheduling_policy", "lifo", "fcfs, priority"),
         ("model", "", "expected text"),
         ("model", "a\nb", "expected text"),
@@ -230,6 +230,15 @@ def test_float16_widens_on_cpu_and_stays_on_a_gpu() -> None:
     assert resolved(half, GPU).dtype == "float16"
 
 
+def test_more_logprobs_than_the_vocabulary_has_are_all_of_them() -> None:
+    assert [resolved(max_logprobs=most).max_logprobs for most in (-1, 1001, 1000, 5)] == [1000, 1000, 1000, 5]
+
+
+def test_backends_may_have_another_engine_s_name() -> None:
+    assert resolved(attention_backend="TORCH_SDPA").attention_backend == "reference"
+    assert resolved(attention_config={"backend": "FLEX_ATTENTION"}).attention_backend == "flex"
+
+
 def test_the_shorthand_and_the_mapping_say_the_same() -> None:
     assert resolved(attention_backend="reference").attention_backend == "reference"
     assert resolved(attention_config={"backend": "REFERENCE"}).attention_backend == "reference"
@@ -259,7 +268,6 @@ def test_sizes_follow_each_other() -> None:
         ),
         (CPU, {"attention_backend": "cpu", "native": "off"}, "not in use"),
         (CPU, {"native": "x86_64_v4"}, "there are: x86_64_v3"),
-        (CPU, {"max_logprobs": 1001}, "1000 tokens"),
         (CPU, {"attention_config": {"backend": 3}}, "must be a name"),
         (GPU, {"quantization": "int8"}, "CPU only"),
         (GPU, {"attention_backend": "cpu"}, "the device is cuda"),

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.arch import Arch
+from octavo.foreign import translate
 from octavo.sampling_params import MAX_N
 from octavo.settings import ConfigError, did_you_mean, fill, flag_name, read_value, read_yaml, setting, settings_of
 
@@ -52,9 +53,9 @@ class EngineConfig:
     tokenizer: str | None = setting(None, "folder or name of the tokenizer (default: the model's)", "str")
     revision: str | None = setting(None, "branch, tag or commit of a model from the hub", "str")
     load_format: str = setting(
-        "auto", "dummy: random weights, for speed measurements only", "str", choices=("auto", "safetensors", "dummy")
-    )
-    trust_remote_code: bool = setting(False, "always refused: Octavo runs no code of a checkpoint", "bool")
+        "auto", "dummy: random weights, for speed measurements only", "str", choices=("auto", "safetensors", "dummy"),
+        aliases={"hf": "auto"},
+    )  # fmt: skip
     device: str = setting("auto", "where the model runs", "str", choices=("auto", "cpu", "cuda"))
     dtype: str = setting(
         "auto", "type of weights, activations and cache (auto: the checkpoint's)", "str",
@@ -147,11 +148,6 @@ class EngineConfig:
             value = getattr(self, name)
             if read_value(name, fact, value) != value:
                 raise ConfigError(name, value, f"is text for {fact.kind}", "use load_config, which reads text")
-        if self.trust_remote_code:
-            raise ConfigError(
-                "trust_remote_code", True, "Octavo never runs code that comes with a checkpoint",
-                "leave it out; docs/adding.md says how to add a model",
-            )  # fmt: skip
         if self.block_size is not None and self.block_size & (self.block_size - 1):
             raise ConfigError("block_size", self.block_size, "must be a power of two from 8 to 256")
         for name, known in (("attention_config", _ATTENTION_KEYS), ("override_generation_config", _GENERATION_KEYS)):
@@ -179,8 +175,8 @@ def load_config(
     """Fill the fields: defaults, then the YAML file, the environment, Python arguments, the command line; last wins.
 
     Returns the config and, per field, where its value came from. `environ` defaults to the process's. An unknown name
-    is a ConfigError with a suggestion; an unknown OCTAVO_ variable is logged as a warning. `yaml_values` stands for the
-    file's contents where somebody else takes a part of them.
+    is a ConfigError with a suggestion; an unknown OCTAVO_ variable is logged as a warning. Options of other engines are
+    read by `octavo.foreign`. `yaml_values` stands for the file's contents where somebody else takes a part of them.
     """
     layers: list[tuple[str, Mapping[str, Any]]] = []
     if yaml_path is not None:
@@ -188,7 +184,7 @@ def load_config(
     layers.append(("environment", _read_environment(os.environ if environ is None else environ)))
     layers.append(("Python argument", python_kwargs or {}))
     layers.append(("command line", argv_values or {}))
-    return fill(EngineConfig, layers)
+    return fill(EngineConfig, [(origin, translate(values, SETTINGS, origin=origin)) for origin, values in layers])
 
 
 def _read_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -283,8 +279,6 @@ def resolve(config: EngineConfig, arch: Arch, facts: DeviceFacts) -> Resolved:
     if config.async_scheduling is None:
         why["async_scheduling"] = "on where a device computes beside the host"
     num_threads = _resolve_num_threads(config, facts, why)
-    if config.max_logprobs > arch.vocab_size:
-        raise ConfigError("max_logprobs", config.max_logprobs, f"the vocabulary has {arch.vocab_size} tokens")
     return Resolved(
         **{name: getattr(config, name) for name in _UNCHANGED},
         device=device,
@@ -303,7 +297,7 @@ def resolve(config: EngineConfig, arch: Arch, facts: DeviceFacts) -> Resolved:
         max_num_seqs=seqs,
         max_num_batched_tokens=batched_tokens,
         async_scheduling=device == "cuda" if config.async_scheduling is None else config.async_scheduling,
-        max_logprobs=arch.vocab_size if config.max_logprobs == -1 else config.max_logprobs,
+        max_logprobs=resolve_max_logprobs(config, arch),
         why=why,
     )
 
@@ -316,6 +310,11 @@ def _resolve_num_threads(config: EngineConfig, facts: DeviceFacts, why: dict[str
         return min(facts.omp_num_threads, MAX_THREADS)
     why["num_threads"] = "the cores this process may use"
     return min(facts.num_cores, MAX_THREADS)
+
+
+def resolve_max_logprobs(config: EngineConfig, arch: Arch) -> int:
+    """The setting, where the vocabulary has as many tokens: -1 and what lies above it mean all of them."""
+    return min(config.max_logprobs, arch.vocab_size) if config.max_logprobs >= 0 else arch.vocab_size
 
 
 def _resolve_device(config: EngineConfig, facts: DeviceFacts, why: dict[str, str]) -> str:
@@ -395,9 +394,16 @@ def _resolve_layer_backends(config: EngineConfig) -> dict[str, Sequence[int]]:
     return dict(given)
 
 
+_FOREIGN_BACKENDS = {
+    "FLASH_ATTN": "flash", "FLEX_ATTENTION": "flex", "TRITON_ATTN": "paged", "TORCH_SDPA": "reference",
+    "TRITON_MLA": "mla", "CPU_ATTN": "cpu",
+}  # fmt: skip
+
+
 def asked_backend(config: EngineConfig) -> Any:
-    """The attention backend as the settings name it, or "auto"."""
-    return config.attention_backend or config.attention_config.get("backend", "auto")
+    """The attention backend as the settings name it, or "auto"; vLLM's names mean Octavo's."""
+    name = config.attention_backend or config.attention_config.get("backend", "auto")
+    return _FOREIGN_BACKENDS.get(name, name) if isinstance(name, str) else name
 
 
 def _resolve_attention(config: EngineConfig, arch: Arch, device: str, native: bool, why: dict[str, str]) -> str:

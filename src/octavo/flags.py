@@ -1,9 +1,9 @@
 """Command-line flags made from typed fields.
 
 Owns the parser of one command: a flag per EngineConfig field and per SamplingParams field, both spellings of a name
-(dash and underscore), dotted flags for mappings, and the refusal of unknown and repeated flags. Does not know what a
-command does. Invariant: a value stays text until the field's own reader takes it, so every source of a setting is
-checked by the same code.
+(dash and underscore), dotted flags for mappings, the flags of other engines' start lines, and the refusal of unknown
+ones. Does not know what a command does, nor what another engine's option means (`octavo.foreign`). Invariant: a value
+stays text until the field's own reader takes it, so every source of a setting is checked by the same code.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from octavo.config import SETTINGS
+from octavo.foreign import OPTIONS
 from octavo.settings import ConfigError, Setting, did_you_mean, flag_name
 
 # SamplingParams fields that make no sense in a terminal, or have a flag of the engine's (seed).
@@ -53,7 +54,7 @@ class UsageError(ValueError):
 
 
 class Parser(argparse.ArgumentParser):
-    """ArgumentParser whose mistakes are UsageErrors, and whose flags may be given once."""
+    """ArgumentParser whose mistakes are UsageErrors. Of a flag that is repeated the last one counts."""
 
     def __init__(self, **options: Any) -> None:
         """No abbreviations: a flag that is added later must not change what a script means."""
@@ -66,7 +67,7 @@ class Parser(argparse.ArgumentParser):
     def parse(self, argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, dict[str, Any]]]:
         """Parse. Returns the namespace, which holds given values only, and the dotted flags by field."""
         end = list(argv).index("--") if "--" in argv else len(argv)
-        flags, dotted = _split_dotted(argv[:end])
+        flags, dotted = _split_dotted(self._without_values_of_switches(argv[:end]))
         namespace, extras = self.parse_known_intermixed_args(flags)
         if end < len(argv):
             if not hasattr(namespace, "prompts"):
@@ -81,6 +82,25 @@ class Parser(argparse.ArgumentParser):
             raise UsageError(f"unexpected argument {extras[0]!r}; see `{self.prog} --help`")
         return namespace, dotted
 
+    def _without_values_of_switches(self, argv: Sequence[str]) -> list[str]:
+        """`--switch true`, `--switch=true` and their opposites as `--switch` and `--no-switch`."""
+        plain: list[str] = []
+        rest = list(reversed(argv))
+        while rest:
+            argument = rest.pop()
+            name, equals, value = argument.partition("=")
+            action = self._option_string_actions.get(name.replace("_", "-")) if name.startswith("--") else None
+            is_setting = action is not None and action.nargs == 0 and "." in action.dest
+            if is_setting and not equals and rest and rest[-1].lower() in ("true", "false"):
+                value = rest.pop()
+            if is_setting and value:
+                if value.lower() not in ("true", "false"):
+                    raise UsageError(f"{name}: expected true or false, got {value[:60]!r}")
+                negated = name.startswith("--no-")
+                argument = name if value.lower() == "true" else "--" + name[5:] if negated else "--no-" + name[2:]
+            plain.append(argument)
+        return plain
+
 
 class _Formatter(argparse.HelpFormatter):
     """Help with room for long flags."""
@@ -89,8 +109,8 @@ class _Formatter(argparse.HelpFormatter):
         super().__init__(prog, max_help_position=34)
 
 
-class Once(argparse.Action):
-    """Stores a value, or a constant for flags without one; a second time is a UsageError."""
+class Last(argparse.Action):
+    """Stores a value, or a constant for flags without one; several values with commas. The last time counts."""
 
     def __call__(
         self,
@@ -100,31 +120,42 @@ class Once(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         """Store."""
-        if hasattr(namespace, self.dest):
-            raise UsageError(f"{option_string} is given twice")
         value = values
         if self.nargs == 0:
             value = not (option_string or "").startswith("--no-")
+        elif self.nargs == "+":
+            value = ",".join(values)
         setattr(namespace, self.dest, value)
 
 
 def add_switch(parser: Parser, *names: str, help: str) -> None:
     """A flag without a value; the namespace holds it only if it is given."""
-    parser.add_argument(*names, action=Once, nargs=0, default=argparse.SUPPRESS, help=help)
+    parser.add_argument(*names, action=Last, nargs=0, default=argparse.SUPPRESS, help=help)
 
 
 def add_config_flags(parser: Parser) -> None:
     """One flag per EngineConfig field, and --config."""
     group = parser.add_argument_group("engine settings (also Python arguments, YAML keys; `octavo doctor --explain`)")
     group.add_argument(
-        "--config", action=Once, default=argparse.SUPPRESS, metavar="FILE", help="a YAML file of settings"
+        "--config", action=Last, default=argparse.SUPPRESS, metavar="FILE", help="a YAML file of settings"
     )
     _add_settings(group, "config", SETTINGS)
+    _add_foreign(group, SETTINGS, server=False)
 
 
 def add_server_flags(parser: Parser, settings: Mapping[str, Setting]) -> None:
     """One flag per field of ServeConfig, whose settings these are."""
-    _add_settings(parser.add_argument_group("server settings (also YAML keys)"), "serve", settings)
+    group = parser.add_argument_group("server settings (also YAML keys)")
+    _add_settings(group, "serve", settings)
+    _add_foreign(group, settings, server=True)
+
+
+def _add_foreign(group: Any, settings: Mapping[str, Setting], *, server: bool) -> None:
+    """The options of others, which help does not list. Their values stay as they are given."""
+    for name, option in OPTIONS.items():
+        if option.server is server and name not in settings:
+            kind = {"switch": "bool", "values": "several"}.get(option.kind, "str")
+            _add_flag(group, [flag_name(name), *option.short], f"foreign.{name}", kind, argparse.SUPPRESS)
 
 
 def _add_settings(group: Any, prefix: str, settings: Mapping[str, Setting]) -> None:
@@ -134,7 +165,8 @@ def _add_settings(group: Any, prefix: str, settings: Mapping[str, Setting]) -> N
             names.append("-m")
         if fact.short:
             names.append(f"-{fact.short}")
-        _add_flag(group, names, f"{prefix}.{name}", fact.kind, _describe(fact))
+        kind = "several" if fact.several else fact.kind
+        _add_flag(group, names, f"{prefix}.{name}", kind, _describe(fact))
 
 
 def add_sampling_flags(parser: Parser) -> None:
@@ -148,11 +180,13 @@ def _add_flag(group: Any, names: list[str], dest: str, kind: str, help: str) -> 
     common = {"dest": dest, "default": argparse.SUPPRESS, "help": help.replace("%", "%%")}
     if kind == "bool":
         names.append("--no-" + names[0].removeprefix("--"))
-        group.add_argument(*names, action=Once, nargs=0, **common)
+        group.add_argument(*names, action=Last, nargs=0, **common)
     elif kind == "texts":
         group.add_argument(*names, action="append", metavar="TEXT", **common)
+    elif kind == "several":
+        group.add_argument(*names, action=Last, nargs="+", metavar="NAME", **common)
     else:
-        group.add_argument(*names, action=Once, metavar=_METAVARS[kind], **common)
+        group.add_argument(*names, action=Last, metavar=_METAVARS[kind], **common)
 
 
 _METAVARS = {
@@ -227,13 +261,16 @@ def given_server(namespace: argparse.Namespace) -> dict[str, Any]:
 
 
 def given_config(namespace: argparse.Namespace, dotted: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The engine settings that were given, as text, mappings merged with their dotted flags."""
-    values = {}
+    """The engine settings that were given, as text, mappings merged with their dotted flags; others' options too."""
+    values: dict[str, Any] = {}
     for dest, value in vars(namespace).items():
         group, _, name = dest.partition(".")
-        if group == "config" and name:
+        if group in ("config", "foreign") and name:
             values[name] = value
     for name, entries in dotted.items():
+        if name in OPTIONS and name not in SETTINGS:
+            values[name] = entries
+            continue
         if name not in SETTINGS or SETTINGS[name].kind != "dict":
             mappings = [flag_name(field) for field, fact in SETTINGS.items() if fact.kind == "dict"]
             hint = did_you_mean(flag_name(name), mappings) or f"dotted flags belong to {', '.join(mappings)}"
@@ -271,8 +308,8 @@ def _split_dotted(argv: Sequence[str]) -> tuple[list[str], dict[str, dict[str, A
             value = next(rest, "")
         entries = dotted.setdefault(base.removeprefix("--").replace("-", "_"), {})
         key = key.replace("-", "_")
-        if not key or not value or key in entries:
-            raise UsageError(f"{name} needs a value, once")
+        if not key or not value:
+            raise UsageError(f"{name} needs a value")
         entries[key] = _plain_value(value)
     return plain, dotted
 

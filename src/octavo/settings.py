@@ -56,6 +56,7 @@ class Setting:
     above: float = -math.inf
     short: str = ""  # one-letter flag
     has_auto: bool = False  # of a length: auto, that is -1, is a value
+    several: bool = False  # of a str: values with commas; a list of them, and a flag with several, is taken too
 
     def describe_range(self) -> str:
         """The range in words, or "" when there is none."""
@@ -88,7 +89,7 @@ def flag_name(field: str) -> str:
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """ "did you mean X?" for a near miss, else ""."""
     bare = {word.lstrip("-"): word for word in known}  # that both begin with dashes brings no two flags nearer
-    close = difflib.get_close_matches(name.lstrip("-"), bare, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(name.lstrip("-"), bare, n=1, cutoff=0.74)  # what is further off misleads
     return f"did you mean {bare[close[0]]}?" if close else ""
 
 
@@ -174,6 +175,8 @@ def _convert(name: str, fact: Setting, value: Any) -> Any:
                 return value
             case "mods", object():
                 return value  # checked where it is used: this module loads no torch
+            case "str", (list() | tuple()) if fact.several and all(isinstance(entry, str) for entry in value):
+                return ",".join(value)
             case "str", str():
                 if not value or not value.isprintable():
                     raise expected

@@ -43,7 +43,7 @@ def generate(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--echo",
         "--no-echo",
-        action=flags.Once,
+        action=flags.Last,
         nargs=0,
         default=argparse.SUPPRESS,
         help="print the prompt as well",
@@ -76,7 +76,7 @@ def generate(argv: Sequence[str]) -> int:
 def chat(argv: Sequence[str]) -> int:
     """Talk to a model."""
     parser = _parser("chat", "Talk to a model. /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves.")
-    parser.add_argument("--system", action=flags.Once, default=argparse.SUPPRESS, metavar="TEXT", help="system message")
+    parser.add_argument("--system", action=flags.Last, default=argparse.SUPPRESS, metavar="TEXT", help="system message")
     namespace, dotted = parser.parse(argv)
     session = _Session(namespace, dotted)
     if session.num_choices != 1:
@@ -115,7 +115,7 @@ def _parser(command: str, description: str) -> flags.Parser:
     parser.add_argument(
         "-v",
         "--verbose",
-        action=flags.Once,
+        action=flags.Last,
         nargs=0,
         default=argparse.SUPPRESS,
         help="print the phases of the start",

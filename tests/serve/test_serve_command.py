@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import socket
+import ssl
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +16,9 @@ from octavo.serve.settings import ServeConfig, load_both
 from octavo.settings import ConfigError
 from patience import patient
 from server_rig import SRC, RunningServer, StartServer
+
+_SERVE = """import sys; from octavo.serve.server import main
+sys.exit(main(sys.argv[1:], engine_module="octavo.serve.scripted"))"""
 
 
 def refuse(*argv: str) -> str:
@@ -35,7 +40,14 @@ def refuse(*argv: str) -> str:
     "argv, wanted",
     [
         (["--prot", "1"], "did you mean --port"),
-        (["--port", "1", "--port", "2"], "given twice"),
+        (["--port", "1", "--port", "x"], "port='x'"),
+        (["--ssl-keyfil", "x"], "did you mean --ssl-keyfile?"),
+        (["--ssl-keyfile", "x"], "give both --ssl-certfile and --ssl-keyfile"),
+        (["--ssl-keyfile", "/no/key", "--ssl-certfile", "/no/cert"], "cannot be used with ssl_keyfile"),
+        (["--tensor-parallel-size", "2"], "an engine of Octavo uses one device; leave it out, or give 1"),
+        (["--lora-modules", "a=b", "c=d"], "there are no LoRA adapters"),
+        (["--speculative-config.method", "ngram"], "there are no drafts"),
+        (["--root-path", "api/"], "must begin with a slash"),
         (["--port", "65536"], "from 0 to 65535"),
         (["--port", "x"], "whole number"),
         (["--drain-seconds", "0"], "greater than 0"),
@@ -100,3 +112,49 @@ def test_only_loopback_needs_no_key(host: str, fine: bool) -> None:
 def test_unknown_variables_of_the_environment_are_told() -> None:
     with RunningServer(scripted=True, env={"OCTAVO_PROT": "1"}) as server:
         assert "unknown setting OCTAVO_PROT" in server.stderr()
+
+
+def test_a_start_line_of_vllm_starts(start_server: StartServer, tmp_path: Path) -> None:
+    """The flags that its scripts use most beside the common ones, in one line."""
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ greeting }} {{ messages[0]['content'] }}")
+    server = start_server(
+        "octavo-tiny", "--tensor-parallel-size", "1", "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
+        "--disable-log-stats", "--disable-log-requests", "--swap-space", "4", "--tokenizer-mode", "auto",
+        "--chat-template-content-format", "auto", "--default-chat-template-kwargs", '{"greeting": "Dear"}',
+        "--allowed-origins", '["https://a.example"]', "--root-path", "/api", "--uvicorn-log-level", "info",
+        "--compilation-config", "3", "--enable-prompt-tokens-details", "--max-logprobs", "100000",
+        "--trust-remote-code", "--served-model-name", "one", "two", "--chat-template", str(template),
+    )  # fmt: skip
+    assert [card["id"] for card in server.get("/api/v1/models").json()["data"]] == ["one", "two"]
+    assert server.get("/apiv1/models").status == 404
+    body = {"model": "two", "messages": [{"role": "user", "content": "you"}]}
+    asked = server.post("/tokenize", body).json()["tokens"]
+    assert asked == server.post("/tokenize", {"model": "one", "prompt": "Dear you"}).json()["tokens"]
+    reply = server.get("/v1/models", headers={"Origin": "https://a.example"})
+    assert reply.headers["access-control-allow-origin"] == "https://a.example"
+    log = server.stderr()
+    assert "swap_space=4 changes nothing" in log and "trust_remote_code=true changes nothing" in log
+
+
+def test_https() -> None:
+    tls = Path(__file__).parent / "tls"
+    trusted = ssl.create_default_context(cafile=str(tls / "cert.pem"))
+    argv = [sys.executable, "-c", _SERVE, "--port", "0", "--ssl-certfile", str(tls / "cert.pem"),
+            "--ssl-keyfile", str(tls / "key.pem")]  # fmt: skip
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env={"PYTHONPATH": str(SRC)}) as process:
+        try:
+            assert process.stdout is not None
+            address = process.stdout.readline().split()[-1]
+            assert address.startswith("https://127.0.0.1:")
+            connection = http.client.HTTPSConnection(address.removeprefix("https://"), context=trusted, timeout=60)
+            connection.request("GET", "/version")
+            assert connection.getresponse().status == 200
+            connection.close()
+            plain = http.client.HTTPConnection(address.removeprefix("https://"), timeout=60)
+            with pytest.raises((http.client.HTTPException, OSError)):
+                plain.request("GET", "/version")
+                plain.getresponse()
+            plain.close()
+        finally:
+            process.terminate()

@@ -84,6 +84,9 @@ class App:
     async def _exchange(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", "the server speaks HTTP only"
         exchange = Exchange(scope, receive, send, self.state.config)
+        root = self.state.config.root_path
+        if root is not None and exchange.path.startswith(root + "/"):
+            exchange.path = exchange.path[len(root) :]
         try:
             try:
                 await self._answer(exchange)

@@ -20,7 +20,7 @@ from typing import NoReturn
 import msgspec
 
 from octavo.arch import Arch
-from octavo.config import EngineConfig
+from octavo.config import EngineConfig, resolve_max_logprobs
 from octavo.front import find_and_read, load_front, make_limits
 from octavo.outputs import NO_TOKEN
 from octavo.sampling_params import ParameterError, SamplingParams
@@ -357,7 +357,7 @@ class AsyncEngine:
         self.tokenizer = tokenizer
         self._outputs = OutputProcessor(tokenizer if isinstance(tokenizer, Tokenizer) else None)
         config, arch, info = self.config, self.arch, self.info
-        logprobs = arch.vocab_size if config.max_logprobs == -1 else config.max_logprobs
+        logprobs = resolve_max_logprobs(config, arch)
         length = config.max_model_len if config.max_model_len not in (None, -1) else arch.max_position
         assert length is not None, "a length that is not resolved is the checkpoint's"
         self.limits = make_limits(

@@ -164,8 +164,9 @@ async def render_chat(
             raise ParameterError("chat_template_kwargs", f"{shown} is not allowed here", "not_allowed")
         if not isinstance(value, bool | int | float | str):
             raise ParameterError("chat_template_kwargs", f"{name} must be a plain value", "invalid_type")
+    variables = {**state.config.default_chat_template_kwargs, **(template_kwargs or {})}
     text, token_ids = await asyncio.to_thread(
-        state.tokenizer.render_chat, messages, chat_template_kwargs=template_kwargs, **options
+        state.tokenizer.render_chat, messages, chat_template_kwargs=variables, **options
     )
     is_chat = bool(options.get("add_generation_prompt", True))
     return Prompt(check_token_ids(token_ids, state.engine.limits, kept), text, is_chat)

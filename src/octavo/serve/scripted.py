@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from octavo.config import DEFAULT_BLOCK_SIZE, EngineConfig
+from octavo.config import DEFAULT_BLOCK_SIZE, EngineConfig, resolve_max_logprobs
 from octavo.engine import EngineCore
 from octavo.groups import make_groups
 from octavo.hf_config import read_arch
@@ -159,7 +159,7 @@ def build_core(config: EngineConfig, phases: Phases, options: argparse.Namespace
     )
     info = EngineInfo(
         device="scripted", dtype="none", attention_backend="none", vocab_size=arch.vocab_size, max_model_len=length,
-        max_logprobs=arch.vocab_size if config.max_logprobs == -1 else config.max_logprobs, max_num_seqs=max_num_seqs,
+        max_logprobs=resolve_max_logprobs(config, arch), max_num_seqs=max_num_seqs,
         max_num_batched_tokens=num_tokens, enable_prefix_caching=config.enable_prefix_caching,
         block_size=block_size, num_blocks=num_blocks, phases=phases.entries,
     )  # fmt: skip

@@ -14,6 +14,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import stat
 import sys
 import time
@@ -61,6 +62,7 @@ def main(argv: Sequence[str], *, engine_module: str = "") -> int:
 def run(config: EngineConfig, serve: ServeConfig, *, command: Sequence[str] | None = None) -> int:
     """Serve until a signal or the engine's end. Returns the exit code. Raises ValueError for what cannot be served."""
     set_up_logging(config.log_level, serve)
+    check_tls(serve)
     sock = listen(serve)
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
@@ -70,6 +72,24 @@ def run(config: EngineConfig, serve: ServeConfig, *, command: Sequence[str] | No
         if serve.uds is not None:
             with contextlib.suppress(OSError):
                 os.unlink(serve.uds)
+
+
+def check_tls(serve: ServeConfig) -> None:
+    """Read the certificate and its key once, before anything is made. Raises ConfigError."""
+    if serve.ssl_certfile is None:
+        return
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(serve.ssl_certfile, serve.ssl_keyfile)
+    except OSError as error:  # SSLError is one
+        reason = error.strerror or getattr(error, "reason", None) or "it is no such file"
+        raise ConfigError("ssl_certfile", serve.ssl_certfile, f"cannot be used with ssl_keyfile ({reason})") from None
+    if serve.ssl_ca_certs is not None:
+        try:
+            context.load_verify_locations(serve.ssl_ca_certs)
+        except OSError as error:
+            reason = error.strerror or getattr(error, "reason", None) or "it is no such file"
+            raise ConfigError("ssl_ca_certs", serve.ssl_ca_certs, f"cannot be used ({reason})") from None
 
 
 def listen(serve: ServeConfig) -> socket.socket:
@@ -125,6 +145,8 @@ async def _serve(config: EngineConfig, serve: ServeConfig, sock: socket.socket, 
             app, http=guarded(serve), ws="none", lifespan="off", log_config=None, access_log=False,
             server_header=False, backlog=_BACKLOG, timeout_graceful_shutdown=5,
             timeout_keep_alive=serve.idle_timeout,  # type: ignore[arg-type]
+            ssl_keyfile=serve.ssl_keyfile, ssl_certfile=serve.ssl_certfile, ssl_ca_certs=serve.ssl_ca_certs,
+            ssl_cert_reqs=serve.ssl_cert_reqs,
         )  # fmt: skip
         server = _Server(settings)
         collector.settle()
@@ -198,7 +220,8 @@ def announce(sock: socket.socket, model: str, serve: ServeConfig) -> None:
         where = f"unix:{serve.uds}"
     else:
         host, port = sock.getsockname()[:2]
-        where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        scheme = "http" if serve.ssl_certfile is None else "https"
+        where = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
     print(f"octavo: serving {model} on {where}", flush=True)
 
 

@@ -11,12 +11,14 @@ import dataclasses
 import ipaddress
 import logging
 import os
+import re
 import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from octavo.config import SERVER_ENVIRONMENT, SETTINGS, EngineConfig, load_config
+from octavo.foreign import translate
 from octavo.settings import ConfigError, did_you_mean, fill, read_value, read_yaml, setting, settings_of
 
 MIN_KEY_CHARS = 16
@@ -31,8 +33,18 @@ class ServeConfig:
     host: str = setting("127.0.0.1", "address to listen on; any other than loopback needs a key", "str")
     port: int = setting(8000, "port to listen on; 0: the system chooses", "int", low=0, high=65535)
     uds: str | None = setting(None, "listen on this Unix socket instead", "str")
-    served_model_name: str | None = setting(None, "names that requests use, with commas (default: the model's)", "str")
+    served_model_name: str | None = setting(
+        None, "names that requests use, the first one in replies (default: the model's)", "str", several=True
+    )
+    root_path: str | None = setting(None, "prefix of every path, where a proxy leaves it: /api", "str")
+    ssl_keyfile: str | None = setting(None, "file of the TLS certificate's private key: the server speaks HTTPS", "str")
+    ssl_certfile: str | None = setting(None, "file of the TLS certificate", "str")
+    ssl_ca_certs: str | None = setting(None, "file of the authorities that clients' certificates come from", "str")
+    ssl_cert_reqs: int = setting(0, "clients' certificates: 0 none, 1 optional, 2 required", "int", low=0, high=2)
     chat_template: str | None = setting(None, "a file with another chat template", "str")
+    default_chat_template_kwargs: dict[str, Any] = setting(
+        {}, "variables of the template where a request does not set them", "dict"
+    )
     allowed_template_kwargs: str | None = setting(
         "enable_thinking,thinking", "variables of the template that requests may set, with commas; none: no", "str"
     )
@@ -42,7 +54,9 @@ class ServeConfig:
 
     api_key: str | None = dataclasses.field(
         default=None, repr=False,
-        metadata=setting(None, "keys that may use the API, with commas (better: --api-key-file)", "str").metadata,
+        metadata=setting(
+            None, "keys that may use the API, with commas (better: --api-key-file)", "str", several=True
+        ).metadata,
     )  # fmt: skip
     api_key_file: str | None = setting(None, "a file with such keys, one per line, readable by its owner only", "str")
     admin_key: str | None = dataclasses.field(
@@ -51,7 +65,9 @@ class ServeConfig:
     )  # fmt: skip
     admin_key_file: str | None = setting(None, "a file with such keys, as above", "str")
     insecure_no_auth: bool = setting(False, "listen beyond loopback although there is no key", "bool")
-    cors_origins: str | None = setting(None, "web origins that may call from a browser, with commas", "str")
+    cors_origins: str | None = setting(
+        None, "web origins that may call from a browser, with commas", "str", several=True
+    )
 
     max_num_queued_reqs: int = setting(1024, "most requests that wait for the engine", "int", low=1, high=1 << 20)
     max_num_queued_tokens: int | None = setting(
@@ -82,6 +98,14 @@ class ServeConfig:
         for name in _SECRETS:
             for key in split(getattr(self, name)):
                 check_key(name, key)
+        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
+            given = "ssl_keyfile" if self.ssl_certfile is None else "ssl_certfile"
+            raise ConfigError(
+                given, getattr(self, given), "HTTPS needs a certificate and its key",
+                "give both --ssl-certfile and --ssl-keyfile",
+            )  # fmt: skip
+        if self.root_path is not None and not re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", self.root_path):
+            raise ConfigError("root_path", self.root_path, "must begin with a slash and end without one, as /api")
         if self.uds is None and not is_loopback(self.host) and not self.insecure_no_auth and not self.has_key:
             raise ConfigError(
                 "host", self.host, "others can reach it and there is no key",
@@ -103,12 +127,21 @@ def load_both(
     yaml_path: str | Path | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> tuple[EngineConfig, ServeConfig]:
-    """Both configs; a YAML file may hold settings of either. Raises ConfigError."""
+    """Both configs; a YAML file may hold settings of either. Raises ConfigError.
+
+    `engine_values` and the file may hold options of other engines, see `octavo.foreign`.
+    """
     environ = os.environ if environ is None else environ
     layers: list[tuple[str, Mapping[str, Any]]] = []
     for_engine: dict[str, Any] = {}
+    known = {*SETTINGS, *SERVE_SETTINGS}
+    engine_values = translate(engine_values, known, origin="command line", server=True)
+    serve_values = {
+        **{name: engine_values.pop(name) for name in [*engine_values] if name in SERVE_SETTINGS},
+        **serve_values,
+    }
     if yaml_path is not None:
-        values = read_yaml(yaml_path)
+        values = translate(read_yaml(yaml_path), known, origin=f"file {yaml_path}", server=True)
         for name, value in values.items():
             if name not in SERVE_SETTINGS and name not in SETTINGS:
                 hint = did_you_mean(name, [*SERVE_SETTINGS, *SETTINGS]) or "see `octavo serve --help`"

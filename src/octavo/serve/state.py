@@ -149,6 +149,8 @@ def _choose_parsers(engine: AsyncEngine, config: ServeConfig) -> tuple[ParserCho
 
 
 def _read_template(path: str) -> str:
+    if "{{" in path or "{%" in path:  # the template itself
+        return path
     try:
         if Path(path).stat().st_size > _MAX_TEMPLATE_BYTES:
             raise ConfigError("chat_template", path, f"is larger than {_MAX_TEMPLATE_BYTES} bytes")

@@ -1,0 +1,153 @@
+"""Options of other engines' start lines: every row of the table, from a command line, a YAML file and Python."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo import flags
+from octavo.config import SETTINGS, EngineConfig, load_config
+from octavo.foreign import OPTIONS, Option, translate
+from octavo.serve.settings import SERVE_SETTINGS, ServeConfig, load_both
+from octavo.settings import ConfigError
+
+KNOWN = {*SETTINGS, *SERVE_SETTINGS}
+# the rows that become settings: a value, and what it means
+MEANINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "model_path": ("x/y", {"model": "x/y"}),
+    "context_length": ("16k", {"max_model_len": 16000}),
+    "mem_fraction_static": ("0.5", {"gpu_memory_utilization": 0.5}),
+    "max_running_requests": ("7", {"max_num_seqs": 7}),
+    "chunked_prefill_size": ("64", {"max_num_batched_tokens": 64}),
+    "structured_outputs_config": (
+        '{"enable_in_reasoning": true, "reasoning_parser": "qwen3", "backend": "xgrammar"}',
+        {"enable_in_reasoning": True, "reasoning_parser": "qwen3"},
+    ),
+    "allowed_origins": ('["https://a.example", "https://b.example"]',
+                        {"cors_origins": "https://a.example,https://b.example"}),
+    "disable_uvicorn_access_log": ("", {"access_log": False}),
+    "shutdown_timeout": ("5", {"drain_seconds": 5.0}),
+}  # fmt: skip
+
+
+def _parse(argv: Sequence[str]) -> tuple[EngineConfig, ServeConfig]:
+    parser = flags.Parser(prog="octavo serve")
+    parser.add_argument("models", nargs="*")
+    flags.add_config_flags(parser)
+    flags.add_server_flags(parser, SERVE_SETTINGS)
+    namespace, dotted = parser.parse(argv)
+    return load_both(flags.given_config(namespace, dotted), flags.given_server(namespace), environ={})
+
+
+def _argv(name: str, option: Option, value: str) -> list[str]:
+    flag = "--" + name.replace("_", "-")
+    return [flag] if option.kind == "switch" else [flag, value]
+
+
+def _rows(**wanted: bool) -> list[str]:
+    """Names of the rows that are `idle`, or `refused`, or that `mean` a setting."""
+    kind = next(iter(wanted))
+    kinds = {
+        "mean": lambda option: option.becomes is not None,
+        "take": lambda option: option.becomes is None and (option.harmless is None or option.harmless),
+        "refuse": lambda option: option.becomes is None and option.harmless is not None,
+    }
+    return sorted(name for name, option in OPTIONS.items() if kinds[kind](option))
+
+
+def test_every_row_has_a_place_and_a_reason() -> None:
+    assert set(MEANINGS) == set(_rows(mean=True))
+    for name, option in OPTIONS.items():
+        assert name not in KNOWN, f"{name} is a setting: its row is dead"
+        assert (option.becomes is None) == bool(option.reason), name
+        assert not option.reason.endswith("."), name
+
+
+@pytest.mark.parametrize("name", _rows(mean=True))
+def test_what_means_a_setting_is_that_setting(name: str) -> None:
+    value, wanted = MEANINGS[name]
+    engine, serve = _parse(_argv(name, OPTIONS[name], value))
+    for setting, meant in wanted.items():
+        assert getattr(engine if setting in SETTINGS else serve, setting) == meant
+
+
+@pytest.mark.parametrize("name", _rows(take=True))
+def test_what_changes_nothing_is_taken_with_one_line(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    option = OPTIONS[name]
+    value = "anything" if option.harmless is None else next(iter(option.harmless))
+    assert _parse(_argv(name, option, value)) == (EngineConfig(), ServeConfig())
+    (line,) = caplog.messages
+    assert line.startswith(f"{name}=") and line.endswith(f"changes nothing: {option.reason}")
+    for short in option.short:
+        assert _parse([short] if option.kind == "switch" else [short, value]) == (EngineConfig(), ServeConfig())
+
+
+@pytest.mark.parametrize("name", _rows(refuse=True))
+def test_what_cannot_be_had_is_refused_with_the_reason(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    option = OPTIONS[name]
+    with pytest.raises(ConfigError) as refusal:
+        _parse(_argv(name, option, "strange"))
+    assert str(refusal.value).startswith(f"{name}=") and option.reason in str(refusal.value)
+    assert "from command line" in str(refusal.value)
+    nothing: list[Any] = [None, False, {}, []]
+    if option.kind == "switch":
+        assert _parse(["--no-" + name.replace("_", "-")]) == (EngineConfig(), ServeConfig())
+    for value in nothing:
+        assert translate({name: value}, KNOWN, origin="", server=True) == {}
+    assert not caplog.messages or option.harmless
+
+
+def test_python_arguments_and_yaml_are_read_by_the_same_table(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def load(**fields: Any) -> EngineConfig:
+        return load_config(python_kwargs=fields, environ={})[0]
+
+    taken = load(
+        tensor_parallel_size=1,
+        swap_space=4,
+        enable_lora=False,
+        disable_log_stats=True,
+        compilation_config={"level": 3},
+        distributed_executor_backend=None,
+        trust_remote_code=True,
+        max_model_len=64,
+    )
+    assert taken == EngineConfig(max_model_len=64)
+    assert [line.partition("=")[0] for line in caplog.messages] == [
+        "tensor_parallel_size", "swap_space", "disable_log_stats", "compilation_config", "trust_remote_code",
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=2 \(from Python argument\): an engine"):
+        load(tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="uvicorn_log_level"):  # a server's
+        load(uvicorn_log_level="info")
+    path = tmp_path / "vllm.yaml"
+    path.write_text("tensor-parallel-size: 1\nserved-model-name: [a, b]\nuvicorn-log-level: info\nmax-model-len: 32\n")
+    engine, serve = load_both({}, {}, path, {})
+    assert (engine.max_model_len, serve.served_model_name) == (32, "a,b")
+    path.write_text("enable-lora: true\n")
+    with pytest.raises(ConfigError, match=r"enable_lora=True \(from file .*vllm.yaml\)"):
+        load_both({}, {}, path, {})
+
+
+def test_lines_as_people_write_them(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR)
+    line = (
+        "some/model -tp 1 -pp=1 -O3 --dtype half --served-model-name a b --gpu_memory_utilization=0.8 --seed 1 --seed 2"
+        " --enable-prefix-caching --no-enable-prefix-caching --enable-chunked-prefill=False --enforce-eager true"
+        " --compilation-config.level 3 --tool_call_parser hermes --max-logprobs 10000000"
+    )
+    with pytest.raises(ConfigError, match="max_logprobs"):  # beyond any vocabulary
+        _parse(line.split())
+    engine, serve = _parse(line.replace("10000000", "1000000").split())
+    assert (engine.dtype, engine.seed, engine.gpu_memory_utilization) == ("float16", 2, 0.8)
+    assert (engine.enable_prefix_caching, engine.enable_chunked_prefill, engine.enforce_eager) == (False, False, True)
+    assert (serve.served_model_name, serve.tool_call_parser) == ("a,b", "hermes")
+
+
+def test_no_hint_misleads() -> None:
+    for near, hint in (("--tensor-paralel-size", "did you mean --tensor-parallel-size?"), ("--key-of-tls", "--help")):
+        with pytest.raises(flags.UsageError, match=hint):
+            _parse([near, "1"])
