@@ -235,7 +235,7 @@ def test_a_front_end_that_stood_still_does_not_blame_the_engine() -> None:
 
 FRONT_END = """
 import asyncio, sys
-sys.path.insert(0, {here!r})
+sys.path[:0] = {here!r}
 from engine_rig import PROMPT, params, read, running, script
 async def main():
     async with running({command}) as engine:
@@ -252,7 +252,7 @@ asyncio.run(main())
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_the_engine_never_outlives_its_front_end(how: signal.Signals, stopped: bool) -> None:
     """Not even an engine that hangs."""
-    code = FRONT_END.format(here=str(HERE), command='script("--step-seconds", "0.01")')
+    code = FRONT_END.format(here=[str(HERE), str(HERE.parent)], command='script("--step-seconds", "0.01")')
     with subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=child_environment()
     ) as front_end:
