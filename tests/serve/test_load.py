@@ -211,7 +211,7 @@ class Mixed:
             ("/v1/completions", {"prompt": "a text", "max_tokens": length, "stop": ["text"]}, 200),
             ("/v1/chat/completions", {"messages": messages, "max_tokens": length}, 200),
             ("/v1/chat/completions", {"messages": messages, "max_tokens": length, "logprobs": True}, 200),
-            ("/v1/completions", {"prompt": prompt, "max_tokens": length, "temperature": 9}, 400),
+            ("/v1/completions", {"prompt": prompt, "max_tokens": length, "temperature": -1}, 400),
             ("/v1/chat/completions", {"messages": [], "max_tokens": 1}, 400),
             ("/v1/completions", {"prompt": [5000], "max_tokens": 1}, 400),
             ("/tokenize", {"prompt": "some text"}, 200),
