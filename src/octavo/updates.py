@@ -24,3 +24,16 @@ class RequestUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
     num_cached: int = 0  # prompt tokens that a prefix hit saved; a request's are those of its first completion
     queue_time: float | None = None  # seconds from add to the first schedule, in one update at most
     error: str = ""  # with finish_reason "error": the reason, e.g. "nan_logits"
+
+
+def once_each(updates: list[RequestUpdate]) -> list[list[RequestUpdate]]:
+    """Updates in parts that hold each sequence once: where steps arrive together, each still makes its own output."""
+    parts: list[list[RequestUpdate]] = [[]]
+    seen: set[str] = set()
+    for update in updates:
+        if update.request_id in seen:
+            parts.append([])
+            seen.clear()
+        seen.add(update.request_id)
+        parts[-1].append(update)
+    return parts

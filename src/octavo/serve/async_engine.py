@@ -22,7 +22,7 @@ import msgspec
 from octavo.arch import Arch
 from octavo.config import EngineConfig, resolve_max_logprobs
 from octavo.front import find_and_read, load_front, make_limits
-from octavo.outputs import NO_TOKEN
+from octavo.outputs import NO_TOKEN, RequestOutput
 from octavo.sampling_params import ParameterError, SamplingParams
 from octavo.serve.client import EngineClient, Supervision
 from octavo.serve.messages import Abort, Add, BadFrameError, CallDone, EngineInfo, ResetPrefixCache, Updates
@@ -32,7 +32,7 @@ from octavo.text.admission import check_request
 from octavo.text.no_tokenizer import NoTokenizer
 from octavo.text.output import OutputProcessor
 from octavo.text.tokenizer import Tokenizer
-from octavo.updates import RequestUpdate
+from octavo.updates import RequestUpdate, once_each
 
 _LOG = logging.getLogger(__name__)
 
@@ -422,9 +422,12 @@ class AsyncEngine:
                 self._notify("first_token", facts)
             else:
                 self._notify("tokens", facts)
-        outputs, stopped = self._outputs.process(updates)
-        if stopped:
-            self._send_abort(stopped)
+        outputs: list[RequestOutput] = []
+        for part in once_each(updates):
+            made, stopped = self._outputs.process(part)
+            outputs += made
+            if stopped:
+                self._send_abort(stopped)
         for output in outputs:
             facts.finish_reasons |= {o.index: o.finish_reason for o in output.outputs if o.finish_reason is not None}
             facts.is_corrupted |= any(o.finish_reason == "error" and o.stop_reason != NO_TOKEN for o in output.outputs)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -28,7 +28,7 @@ from octavo.serve.errors import ApiError, bad_request, not_ready, queue_full
 from octavo.serve.exchange import Exchange
 from octavo.serve.shapes import CompletionDetails, PromptDetails, Usage
 from octavo.serve.state import ServeState, too_many
-from octavo.serve.stream import OutputStream, SlowReaderError
+from octavo.serve.stream import OutputStream, SlowReaderError, pieces
 
 COMPLETION_TOKENS = 16  # of a completion whose request says nothing; a chat fills the context
 _LONG_TEXT = 16_384  # characters of a request; what is beyond them is tokenized off the event loop
@@ -235,6 +235,7 @@ def _check_room(state: ServeState, run: Run) -> None:
         raise ParameterError("prompt", message, "too_many_prompts")
 
 
+# In a stream a completion comes in the pieces that the engine told, several in one output where they waited.
 Take = Callable[[int, RequestOutput], Awaitable[None]]
 
 
@@ -252,7 +253,7 @@ async def drive(state: ServeState, exchange: Exchange, run: Run, take: Take, *, 
                     await exchange.begin_events()
                 try:
                     async with asyncio.timeout(seconds) as clock:
-                        await _consume(outputs, take)
+                        await _consume(outputs, take, streams=streams)
                 except TimeoutError:
                     if not clock.expired():
                         raise
@@ -262,29 +263,47 @@ async def drive(state: ServeState, exchange: Exchange, run: Run, take: Take, *, 
             await stream.aclose()
 
 
-async def _consume(outputs: Sequence[OutputStream], take: Take) -> None:
+async def _consume(outputs: Sequence[OutputStream], take: Take, *, streams: bool) -> None:
+    failures: dict[tuple[int, int], ApiError] = {}  # by prompt and completion
+
     async def one(index: int) -> None:
         async for output in outputs[index]:
-            for completion in output.outputs:
-                _check_sound(completion)
-            await take(index, output)
+            told = []
+            for completion in pieces(output):
+                failure = _failure(completion)
+                if failure is not None and not streams:
+                    raise failure
+                if failure is not None:
+                    failures[index, completion.index] = failure
+                    completion = msgspec.structs.replace(completion, finish_reason=None, stop_reason=None)
+                if failure is None or completion.text or completion.token_ids:
+                    told.append(completion)
+            if told:
+                await take(index, msgspec.structs.replace(output, outputs=told))
 
     with _engine_errors():
-        if len(outputs) == 1:
-            await one(0)
-            return
-        try:
-            async with asyncio.TaskGroup() as group:
-                for index in range(len(outputs)):
-                    group.create_task(one(index))
-        except* Exception as errors:
-            first = errors.exceptions[0]
-            while isinstance(first, BaseExceptionGroup):
-                first = first.exceptions[0]
-            failure = first
-        else:
-            return
-        raise failure
+        await _all([one(index) for index in range(len(outputs))])
+    if failures:  # a stream says all that comes before: what is shown does not depend on who fails when
+        raise failures[min(failures)]
+
+
+async def _all(works: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Run them side by side. Raises the exception of the first one that fails, and cancels the others."""
+    if len(works) == 1:
+        await works[0]
+        return
+    try:
+        async with asyncio.TaskGroup() as group:
+            for work in works:
+                group.create_task(work)
+    except* Exception as errors:
+        first = errors.exceptions[0]
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        failure = first
+    else:
+        return
+    raise failure
 
 
 @contextlib.contextmanager
@@ -301,17 +320,19 @@ def _engine_errors() -> Iterator[None]:
         raise ApiError(408, "slow_reader", "the stream was not read in time") from None
 
 
-def _check_sound(completion: CompletionOutput) -> None:
+def _failure(completion: CompletionOutput) -> ApiError | None:
+    """What a client is told of a completion that failed."""
     if completion.finish_reason == "error" and completion.stop_reason == NO_TOKEN:
         message = "the output's form, and the tokens that are allowed or forbidden, leave no token to go on with"
-        raise bad_request(NO_TOKEN, message)
+        return bad_request(NO_TOKEN, message)
     if completion.finish_reason == "error":
-        raise ApiError(
+        return ApiError(
             500, "internal_model_error", f"the model failed on this request: {completion.stop_reason}",
             headers=[(b"x-should-retry", b"false")],
         )  # fmt: skip
     if completion.finish_reason == "abort":
-        raise ApiError(503, "aborted", "the request was aborted")
+        return ApiError(503, "aborted", "the request was aborted")
+    return None
 
 
 class TokenCounter:
@@ -319,26 +340,42 @@ class TokenCounter:
 
     def __init__(self, run: Run) -> None:
         """Prompts count once, whatever `n` is."""
-        self.num_prompt = sum(len(prompt.token_ids) for prompt in run.prompts)
-        self.num_output = 0
         self.num_reasoning: int | None = None  # None: this model does not reason
+        self._prompts = [len(prompt.token_ids) for prompt in run.prompts]
         self._cached = [0] * len(run.prompts)
+        self._n = run.params.n
+        self._outputs = [0] * run.num_choices
 
-    def add(self, index: int, output: RequestOutput) -> None:
-        """Take an output's new tokens into account."""
-        self.num_output += sum(len(completion.token_ids) for completion in output.outputs)
+    def see(self, index: int, output: RequestOutput) -> None:
+        """Note what an output of prompt `index` says of the cache."""
         self._cached[index] = max(self._cached[index], output.num_cached_tokens or 0)
+
+    def add(self, index: int, completion: CompletionOutput) -> None:
+        """Take a completion's new tokens into account."""
+        self._outputs[index * self._n + completion.index] += len(completion.token_ids)
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens of all prompts."""
+        return sum(self._prompts)
+
+    @property
+    def num_output(self) -> int:
+        """Tokens of all completions."""
+        return sum(self._outputs)
 
     @property
     def num_cached(self) -> int:
         """Prompt tokens that the prefix cache saved."""
         return sum(self._cached)
 
-    def usage(self) -> Usage:
-        """As it stands."""
-        usage = Usage(
-            self.num_prompt, self.num_prompt + self.num_output, self.num_output, PromptDetails(self.num_cached)
-        )
+    def usage(self, place: int | None = None) -> Usage:
+        """As it stands: of all, or of the choice at `place` alone, which no other choice's pace can change."""
+        num_prompt, num_output, num_cached = self.num_prompt, self.num_output, self.num_cached
+        if place is not None:
+            index = place // self._n
+            num_prompt, num_output, num_cached = self._prompts[index], self._outputs[place], self._cached[index]
+        usage = Usage(num_prompt, num_prompt + num_output, num_output, PromptDetails(num_cached))
         if self.num_reasoning is not None:
             usage.completion_tokens_details = CompletionDetails(self.num_reasoning)
         return usage

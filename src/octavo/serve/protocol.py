@@ -25,8 +25,18 @@ _MAX_NAME = 64  # characters of a field's name that a message repeats
 class StreamOptions(msgspec.Struct, kw_only=True):
     """What a stream holds beside the text."""
 
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+    include_usage: bool | None = None  # an event with the counts at the end; None: as continuous_usage_stats
+    continuous_usage_stats: bool = False  # counts of its choice in each event
+
+    @property
+    def at_end(self) -> bool:
+        """Whether the counts come at the end."""
+        return self.continuous_usage_stats if self.include_usage is None else self.include_usage
+
+    @property
+    def in_each(self) -> bool:
+        """Whether each event has counts."""
+        return self.continuous_usage_stats and self.at_end
 
 
 class Common(msgspec.Struct, kw_only=True):

@@ -9,7 +9,8 @@ for it is bounded.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from typing import Self
 
 import msgspec
@@ -45,17 +46,62 @@ class RequestFacts(msgspec.Struct, kw_only=True):
     finish_reasons: dict[int, str] = {}  # by completion; complete once finished; "rejected": {0: reason}
 
 
+class MergedOutput(RequestOutput, kw_only=True):
+    """Several outputs as one, which remembers where each ended: `pieces` takes them apart again."""
+
+    cuts: dict[int, array[int]]  # by completion: ends of its parts in tokens and in characters, in turn
+
+
 def merge_outputs(outputs: list[RequestOutput]) -> RequestOutput:
     """Consecutive outputs of one request as one: deltas are joined, of whole outputs the last one stays."""
     last = outputs[-1]
     parts: dict[int, list[CompletionOutput]] = {}
+    cuts: dict[int, array[int]] = {}
     for output in outputs:
+        known = output.cuts if isinstance(output, MergedOutput) else {}
         for part in output.outputs:
             parts.setdefault(part.index, []).append(part)
+            own = cuts.setdefault(part.index, array("L"))
+            before = own[-2:] if own else (0, 0)
+            ends = known.get(part.index) or (len(part.token_ids), len(part.text))
+            own.extend(end + before[at % 2] for at, end in enumerate(ends))
     prompt_logprobs = next((o.prompt_logprobs for o in outputs if o.prompt_logprobs is not None), None)
-    return msgspec.structs.replace(
-        last, prompt_logprobs=prompt_logprobs, outputs=[_join(parts[index]) for index in sorted(parts)]
+    return MergedOutput(
+        request_id=last.request_id,
+        prompt=last.prompt,
+        prompt_token_ids=last.prompt_token_ids,
+        prompt_logprobs=prompt_logprobs,
+        outputs=[_join(parts[index]) for index in sorted(parts)],
+        finished=last.finished,
+        metrics=last.metrics,
+        num_cached_tokens=last.num_cached_tokens,
+        cuts=cuts,
     )
+
+
+def pieces(output: RequestOutput) -> list[CompletionOutput]:
+    """The completions of an output as the engine told them, whatever was merged meanwhile: each in order."""
+    if not isinstance(output, MergedOutput):
+        return output.outputs
+    return [piece for whole in output.outputs for piece in _take_apart(whole, output.cuts[whole.index])]
+
+
+def _take_apart(whole: CompletionOutput, cuts: array[int]) -> Iterator[CompletionOutput]:
+    token, char = 0, 0
+    last = len(cuts) - 2
+    for at in range(0, len(cuts), 2):
+        next_token, next_char = cuts[at], cuts[at + 1]
+        ends = at == last
+        yield CompletionOutput(
+            whole.index,
+            whole.text[char:next_char],
+            whole.token_ids[token:next_token],
+            whole.cumulative_logprob if ends else None,
+            None if whole.logprobs is None else whole.logprobs[token:next_token],
+            whole.finish_reason if ends else None,
+            whole.stop_reason if ends else None,
+        )
+        token, char = next_token, next_char
 
 
 def _join(parts: list[CompletionOutput]) -> CompletionOutput:

@@ -73,8 +73,8 @@ class OutputProcessor:
         """Take the updates of one step.
 
         Returns:
-            The outputs that are due, one per request at most, and the ids of sequences that a stop string ended here
-            and that the scheduler has to abort.
+            The outputs that are due, one per request unless some were held back, and the ids of sequences that a stop
+            string ended here and that the scheduler has to abort.
 
         """
         stopped: list[str] = []
@@ -85,13 +85,23 @@ class OutputProcessor:
             if child is None:
                 continue
             request = child.request
+            if child.index and request.owes_prompt_logprobs:
+                request.held.append(update)
+                continue
             if child.take(update, now) and update.finish_reason is None:
                 stopped.append(update.request_id)
             if child.finish_reason is not None:
                 del self._children[update.request_id]
             if child.is_due():
                 touched[request.request_id] = request
-        return self._emit(touched.values(), now), stopped
+        outputs = self._emit(touched.values(), now)
+        for request in touched.values():
+            held, request.held = request.held, []
+            for update in held:
+                more, also_stopped = self.process([update])
+                outputs += more
+                stopped += also_stopped
+        return outputs, stopped
 
     def abort(self, request_ids: Iterable[str]) -> tuple[list[str], list[RequestOutput]]:
         """End requests, named by the ids they were added with. Unknown ids are ignored.
@@ -142,6 +152,7 @@ class _Request:
         "_arrival",
         "children",
         "decode",
+        "held",
         "metrics",
         "num_cached",
         "params",
@@ -166,9 +177,16 @@ class _Request:
         if params.prompt_logprobs is not None:
             self.prompt_logprobs = FlatLogprobs(decode)
             self.prompt_logprobs.add((), (), ())  # of the first token
+        self.held: list[RequestUpdate] = []  # of further completions, until the first one says what is said once
         self.num_cached = 0
         self._arrival = time.monotonic()
         self.metrics = RequestMetrics(arrival_time=time.time())
+
+    @property
+    def owes_prompt_logprobs(self) -> bool:
+        """Whether a stream of deltas has yet to say the prompt's log-probabilities, with its first completion."""
+        delta = self.params.output_kind is RequestOutputKind.DELTA
+        return delta and self.prompt_logprobs is not None and not self.children[0].has_begun
 
     def wall(self, now: float) -> float:
         """A monotonic time as seconds since the epoch, counted from the arrival."""
@@ -245,6 +263,11 @@ class _Child:
         self._pieces: list[str] = []
         self._num_sent = 0  # tokens handed out
         self._sent_end = False
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has a token, or has ended."""
+        return bool(self._token_ids) or self.finish_reason is not None
 
     def is_due(self) -> bool:
         """Whether there is something to hand out: the end, the first token, or an interval's worth of tokens."""

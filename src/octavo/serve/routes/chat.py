@@ -131,7 +131,9 @@ class _Reply:
         last: list[RequestOutput] = []
 
         async def take(index: int, output: RequestOutput) -> None:
-            self._count.add(index, output)
+            self._count.see(index, output)
+            for completion in output.outputs:
+                self._count.add(index, completion)
             last[:] = [output]
 
         await drive(self._state, exchange, self._run, take, streams=False)
@@ -157,42 +159,44 @@ class _Reply:
         begun = [False] * self._run.params.n
 
         async def take(index: int, output: RequestOutput) -> None:
-            self._count.add(index, output)
+            self._count.see(index, output)
             events = []
             for completion in output.outputs:
                 if not begun[completion.index]:
                     begun[completion.index] = True
                     first = ChatChunkChoice(index=completion.index, delta=ChatDelta(role="assistant", content=""))
-                    events.append(self._event([first], options.continuous_usage_stats, output))
+                    events.append(self._event([first], options.in_each, output))
+                self._count.add(index, completion)
                 choice = self._delta(completion)
                 if choice is not None:
-                    events.append(self._event([choice], options.continuous_usage_stats))
+                    events.append(self._event([choice], options.in_each))
             if events:
                 await exchange.send(b"".join(events))
 
         await drive(self._state, exchange, self._run, take, streams=True)
         self._count.note(exchange)
-        usage = self._event([], True) if options.include_usage or options.continuous_usage_stats else b""
+        usage = self._event([], True) if options.at_end else b""
         await exchange.end_events(usage + DONE)
 
     def _event(
         self, choices: list[ChatChunkChoice], with_usage: bool, first_output: RequestOutput | None = None
     ) -> bytes:
+        place = choices[0].index if choices else None
         chunk = ChatCompletion(
             id=self._run.id,
             object="chat.completion.chunk",
             created=self._created,
             model=self._model,
             choices=choices,
-            usage=self._usage() if with_usage else UNSET,
-            warnings=self._warnings,
+            usage=self._usage(place) if with_usage else UNSET,
         )
-        self._warnings = UNSET  # said once
         if first_output is not None:
             if self._request.return_token_ids:
                 chunk.prompt_token_ids = first_output.prompt_token_ids
-            if first_output.prompt_logprobs is not None:
-                chunk.prompt_logprobs = prompt_logprobs(first_output.prompt_logprobs)
+            if place == 0:  # what is said once comes with the first choice
+                chunk.warnings = self._warnings
+                if first_output.prompt_logprobs is not None:
+                    chunk.prompt_logprobs = prompt_logprobs(first_output.prompt_logprobs)
         return b"data: " + self._encoder.encode(chunk) + b"\n\n"
 
     def _choice(self, completion: CompletionOutput) -> ChatChoice:
@@ -238,13 +242,14 @@ class _Reply:
     def _says_more(self) -> bool:
         """Whether events have more than text."""
         options = self._request.stream_options
-        counts = options is not None and options.continuous_usage_stats
+        counts = options is not None and options.in_each
         return self._request.logprobs or self._request.return_token_ids or counts
 
-    def _usage(self) -> Any:
-        if self._answers[0].reasons:
-            self._count.num_reasoning = sum(answer.num_reasoning_tokens for answer in self._answers)
-        return self._count.usage()
+    def _usage(self, place: int | None = None) -> Any:
+        answers = self._answers if place is None else self._answers[place : place + 1]
+        if answers[0].reasons:
+            self._count.num_reasoning = sum(answer.num_reasoning_tokens for answer in answers)
+        return self._count.usage(place)
 
     def _logprobs(self, completion: CompletionOutput) -> ChatLogprobs | None:
         if not self._request.logprobs:

@@ -106,8 +106,9 @@ class _Answer:
         choices: dict[int, CompletionChoice] = {}
 
         async def take(index: int, output: RequestOutput) -> None:
-            self._count.add(index, output)
+            self._count.see(index, output)
             for completion in output.outputs:
+                self._count.add(index, completion)
                 choice = self._choice(index, output, completion)
                 choices[choice.index] = choice
 
@@ -131,31 +132,33 @@ class _Answer:
         states = [_Choice(self._offsets() if wanted else None) for _ in range(self._run.num_choices)]
 
         async def take(index: int, output: RequestOutput) -> None:
-            self._count.add(index, output)
+            self._count.see(index, output)
             events = []
             for completion in output.outputs:
                 place = index * self._run.params.n + completion.index
+                warnings = self._warnings if place == 0 and not states[0].begun else UNSET
+                self._count.add(index, completion)
                 choice = self._delta(output, completion, place, states[place])
-                if choice is not None or options.continuous_usage_stats:
-                    events.append(self._event([choice] if choice else [], options.continuous_usage_stats))
+                if choice is not None or options.in_each:
+                    events.append(self._event([choice] if choice else [], place if options.in_each else -1, warnings))
             if events:
                 await exchange.send(b"".join(events))
 
         await drive(self._state, exchange, self._run, take, streams=True)
         self._count.note(exchange)
-        usage = self._event([], True) if options.include_usage or options.continuous_usage_stats else b""
+        usage = self._event([], None) if options.at_end else b""
         await exchange.end_events(usage + DONE)
 
-    def _event(self, choices: list[CompletionChoice], with_usage: bool) -> bytes:
+    def _event(self, choices: list[CompletionChoice], counted: int | None, warnings: Any = UNSET) -> bytes:
+        """counted: the choice whose tokens are told; None: all, -1: none."""
         chunk = Completion(
             id=self._run.id,
             created=self._created,
             model=self._model,
             choices=choices,
-            usage=self._count.usage() if with_usage else UNSET,
-            warnings=self._warnings,
+            usage=self._count.usage(counted) if counted != -1 else UNSET,
+            warnings=warnings,
         )
-        self._warnings = UNSET  # said once
         return b"data: " + self._encoder.encode(chunk) + b"\n\n"
 
     def _choice(self, index: int, output: RequestOutput, completion: CompletionOutput) -> CompletionChoice:
@@ -191,7 +194,7 @@ class _Answer:
             choice.token_ids = completion.token_ids
             if not state.begun:
                 choice.prompt_token_ids = output.prompt_token_ids
-        if output.prompt_logprobs is not None and not state.begun:
+        if output.prompt_logprobs is not None and completion.index == 0 and not state.begun:
             choice.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
         says_more = request.logprobs is not None or request.return_token_ids or not state.begun
         state.begun = True

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from octavo.outputs import RequestOutput
+from octavo.outputs import CompletionOutput, RequestOutput
 from octavo.sampling_params import ParameterError, SamplingParams
 from octavo.serve.answer import Parts, plan_answers
 from octavo.serve.errors import ApiError, bad_request, renaming
@@ -122,8 +122,9 @@ class _Reply:
         """Reply when all is done."""
 
         async def take(index: int, output: RequestOutput) -> None:
-            self._count.add(index, output)
-            self._take(self._answer.whole(output.outputs[0]), output)
+            self._count.see(index, output)
+            self._count.add(index, output.outputs[0])
+            self._take(self._answer.whole(output.outputs[0]), output.outputs[0])
 
         await drive(self._state, exchange, self._run, take, streams=False)
         self._count.note(exchange)
@@ -133,14 +134,15 @@ class _Reply:
         """Send events as outputs come."""
 
         async def take(index: int, output: RequestOutput) -> None:
-            self._count.add(index, output)
+            self._count.see(index, output)
             events = self._opening() if self._number == 0 else []
-            parts = self._answer.feed(output.outputs[0])
-            self._take(parts, output)
-            if parts.content:
-                events.append(
-                    self._event("response.output_text.delta", **self._place, delta=parts.content, logprobs=[])
-                )
+            for completion in output.outputs:
+                self._count.add(index, completion)
+                parts = self._answer.feed(completion)
+                self._take(parts, completion)
+                if parts.content:
+                    delta = {"delta": parts.content, "logprobs": []}
+                    events.append(self._event("response.output_text.delta", **self._place, **delta))
             if events:
                 await exchange.send(b"".join(events))
 
@@ -154,10 +156,10 @@ class _Reply:
         self._count.note(exchange)
         await exchange.end_events(b"".join(self._closing()))
 
-    def _take(self, parts: Parts, output: RequestOutput) -> None:
+    def _take(self, parts: Parts, completion: CompletionOutput) -> None:
         self._text += parts.content
         self._reasoning += parts.reasoning
-        self._finish = output.outputs[0].finish_reason
+        self._finish = completion.finish_reason
 
     @property
     def _place(self) -> dict[str, Any]:

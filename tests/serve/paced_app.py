@@ -1,0 +1,138 @@
+"""The whole front end in this process, on an engine whose steps come when a random number generator says so."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any
+
+from octavo.config import EngineConfig
+from octavo.front import find_and_read, load_front
+from octavo.plan import PromptLogprobs, TokenLogprobs
+from octavo.serve.app import App, create_app
+from octavo.serve.async_engine import AsyncEngine
+from octavo.serve.messages import Add, EngineInfo, EngineStats, Updates
+from octavo.serve.settings import ServeConfig
+from octavo.updates import RequestUpdate
+
+Script = Callable[[Add, int], tuple[Sequence[int], str]]  # of completion i: its tokens, and the reason of its end
+
+
+class PacedClient:
+    """What AsyncEngine talks to. `rng` decides which sequences a step serves and how many steps arrive at once."""
+
+    num_restarts = 0
+    pid = None
+
+    def __init__(self, engine: AsyncEngine, script: Script, rng: random.Random) -> None:
+        self.engine, self.script, self.rng = engine, script, rng
+        self.stats = EngineStats()
+        self.tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def last_heartbeat(self) -> float:
+        return time.monotonic()
+
+    def send(self, message: Any) -> None:
+        if isinstance(message, Add):
+            self.tasks.append(asyncio.create_task(self._play(message)))
+
+    async def _play(self, add: Add) -> None:
+        rng, ids = self.rng, add.sequence_ids
+        left = {i: list(_updates(add, i, *self.script(add, i))) for i in range(len(ids))}
+        while left:
+            serves = [i for i in left if rng.random() < 0.7] or [next(iter(left))]
+            self.engine.engine_updates(Updates(0, [left[i].pop(0) for i in serves]))
+            left = {i: rest for i, rest in left.items() if rest}
+            for _ in range(rng.choice([0, 0, 1, 3, 20])):
+                await asyncio.sleep(0)
+
+
+def _updates(add: Add, index: int, tokens: Sequence[int], reason: str) -> Iterable[RequestUpdate]:
+    prompt, params, name = add.prompt_token_ids, add.params, add.sequence_ids[index]
+    if params.prompt_logprobs is not None and index == 0:
+        entries = [_entry(token, params.prompt_logprobs) for token in prompt[1:]]
+        half = len(entries) // 2
+        for part in (entries[:half], entries[half:]):
+            yield RequestUpdate(name, prompt_logprobs=PromptLogprobs.of(part))
+    for at, token in enumerate(tokens):
+        logprobs = [] if params.logprobs is None else [_entry(token, params.logprobs)]
+        ends = reason if at == len(tokens) - 1 and reason in ("stop", "length") else None
+        yield RequestUpdate(name, [token], logprobs, finish_reason=ends)
+    if reason not in ("stop", "length"):
+        yield RequestUpdate(name, finish_reason="error", error=reason)
+
+
+def _entry(token: int, num_top: int) -> TokenLogprobs:
+    ids = [token, *range(300, 300 + num_top)]
+    return TokenLogprobs(ids, [-0.5 * at for at, _ in enumerate(ids)], list(range(1, len(ids) + 1)))
+
+
+class PacedApp:
+    """Requests of a test, each at a pace of its own."""
+
+    def __init__(self, **config: Any) -> None:
+        self._engine_config, self._config = EngineConfig(), ServeConfig(access_log=False, **config)
+        folder, self._arch = find_and_read(self._engine_config)
+        self._front = load_front(self._engine_config, folder, self._arch)
+
+    def app(self, script: Script, rng: random.Random) -> App:
+        """The application on an engine of its own; on a running loop."""
+        engine = AsyncEngine(self._engine_config, self._arch, max_num_queued_reqs=1024, max_num_queued_tokens=None)
+        engine.default_sampling = self._front.default_sampling
+        engine._client = PacedClient(engine, script, rng)  # type: ignore[assignment]
+        engine.tokenizer = self._front.tokenizer
+        engine.engine_up(
+            EngineInfo(
+                device="paced", dtype="none", attention_backend="none", vocab_size=self._arch.vocab_size,
+                max_model_len=4096, max_logprobs=20, max_num_seqs=64, max_num_batched_tokens=2048,
+                enable_prefix_caching=True, block_size=16, num_blocks=100,
+            )
+        )  # fmt: skip
+        return create_app(engine, self._config)
+
+    def ask(self, path: str, body: Any, script: Script, seed: int = 0) -> tuple[int, bytes]:
+        """Status and body of one request, whose reader is as slow as `seed` says."""
+        return asyncio.run(self._ask(path, body, script, seed))
+
+    async def _ask(self, path: str, body: Any, script: Script, seed: int) -> tuple[int, bytes]:
+        rng = random.Random(seed)
+        app = self.app(script, rng)
+        status, received = 0, b""
+        asked = False
+
+        async def receive() -> Any:
+            nonlocal asked
+            if asked:
+                await asyncio.Event().wait()
+            asked = True
+            return {"type": "http.request", "body": json.dumps(body).encode()}
+
+        async def send(message: Any) -> None:
+            nonlocal status, received
+            status = message.get("status", status)
+            received += message.get("body", b"")
+            for _ in range(rng.choice([0, 0, 1, 2, 200])):
+                await asyncio.sleep(0)
+
+        headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "client": ("127.0.0.1", 1)}
+        answer: Awaitable[None] = app(scope, receive, send)
+        await answer
+        await app.close()
+        return status, received
+
+    def events(self, path: str, body: Any, script: Script, seed: int) -> list[Any]:
+        """The events of a stream, without what names an answer or a time."""
+        status, received = self.ask(path, body | {"stream": True}, script, seed)
+        assert status == 200, received
+        found = []
+        for line in received.decode().split("\n\n"):
+            data = line.rpartition("data: ")[2]
+            if data and data != "[DONE]":
+                event = json.loads(data)
+                found.append({name: event[name] for name in event if name not in ("id", "created", "item_id")})
+        return found
