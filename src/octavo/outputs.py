@@ -12,6 +12,7 @@ from typing import Any, overload
 
 import msgspec
 
+MOD_FAILED = "attention_mod_failed"  # the stop_reason of a request on which the engine's attention mods failed
 NO_TOKEN = "no_token_allowed"  # the stop_reason of an output whose wishes exclude each other: no failure of the model
 
 

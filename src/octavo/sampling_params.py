@@ -22,7 +22,7 @@ from msgspec.structs import force_setattr
 from octavo.checks import INT32_MAX, as_float, as_ids, as_int, as_list, as_strings, plain_int, shown, type_error
 from octavo.checks import ParameterError as ParameterError
 from octavo.checks import check_unicode as check_unicode
-from octavo.request_fields import FieldSpec, check_fields
+from octavo.request_fields import FieldSpec, check_fields, check_plain
 from octavo.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
 from octavo.structured_outputs import read_structured_outputs
 from octavo.thinking import Thinking
@@ -39,7 +39,6 @@ MAX_LOGIT_BIAS = 100_000
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_TOKENS = 1024  # all of a request's bad words together
 MAX_PATTERN = 1024
-MAX_EXTRA_BYTES = 65_536
 MAX_CACHE_SALT_BYTES = 1024
 
 
@@ -251,17 +250,7 @@ def _normalise_strings(params: SamplingParams) -> None:
     force_setattr(params, "bad_words", words)
     if params.stop and not params.detokenize:
         raise ParameterError("stop", "stop strings need detokenize=True", "unsupported_parameter")
-    extra = params.extra_args
-    if extra is None:
-        return
-    if not isinstance(extra, dict):
-        raise type_error("extra_args", "an object", extra)
-    try:
-        size = len(msgspec.msgpack.encode(extra))
-    except (TypeError, ValueError, OverflowError, RecursionError):
-        raise ParameterError("extra_args", "must hold plain data only", "invalid_type") from None
-    if size > MAX_EXTRA_BYTES:
-        raise ParameterError("extra_args", f"must encode to at most {MAX_EXTRA_BYTES} bytes, got {size}")
+    check_plain(params.extra_args)
 
 
 def _normalise_ids(params: SamplingParams) -> None:
@@ -334,7 +323,7 @@ def check(params: SamplingParams, limits: Limits, num_prompt_tokens: int) -> int
 
     """
     check_length(num_prompt_tokens, limits, params.max_tokens)
-    check_fields(limits.request_fields, params.extra_args)
+    check_fields(limits.request_fields, params.extra_args, limits.max_model_len)
     room = limits.max_model_len - num_prompt_tokens
     max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
     if params.min_tokens > max_tokens:

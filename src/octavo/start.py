@@ -21,7 +21,8 @@ from octavo import collector, probe
 from octavo.arch import Arch
 from octavo.attention.base import Capability
 from octavo.attention.choice import knows_prompts, mods_of, specs_of, suit_mods, with_mods
-from octavo.attention.mods import NO_MODS, PROMPT_LENGTH
+from octavo.attention.mod_check import check_mods
+from octavo.attention.mods import NO_MODS, PROMPT_LENGTH, AttentionMods
 from octavo.config import EngineConfig, Resolved, asked_backend, resolve
 from octavo.device.batch import InputBuffers
 from octavo.device.block_table import BlockTables
@@ -43,6 +44,7 @@ from octavo.observe import Phases
 from octavo.open_device import has_driver, open_runtime
 from octavo.ops import native
 from octavo.ops.rope import rope_table
+from octavo.request_fields import FieldSpec
 from octavo.sampling.sampler import Sampler
 from octavo.sampling_params import Limits, SamplingParams
 from octavo.sched.kv_manager import KVManager
@@ -51,8 +53,10 @@ from octavo.settings import ConfigError
 from octavo.start_cache import (
     CacheForm,
     attention_names,
+    backend_of_layers,
     buffer_bytes,
     cache_dtype,
+    capability,
     choose_form,
     give_scales,
     make_backends,
@@ -94,13 +98,14 @@ def start_engine(config: EngineConfig, phases: Phases, *, text: bool = True) -> 
     with phases("open the device"):
         facts = probe.device_facts(config.device)
         resolved = resolve(config, arch, facts)
+        mods = mods_of(config, arch.num_layers)  # which may be refused: before anything that takes long
     with phases("load the tokenizer"):
         tokenizer = load_text(config, folder, arch) if text else NoTokenizer()
     with phases("load the weights"), _room(resolved, "the weights", "load_format", "take a smaller model or dtype"):
         check_weights(arch, resolved, _memory(resolved)[0])
         _set_up(resolved)
         model = _load(arch, folder, resolved)
-        resolved = _apply_mods(model, config, resolved)
+        resolved = _apply_mods(model, mods, config, resolved)
         opening.join()  # what it loads takes memory
     with (
         phases("allocate the cache and the tables"),
@@ -114,6 +119,7 @@ def start_engine(config: EngineConfig, phases: Phases, *, text: bool = True) -> 
         )  # fmt: skip
         memory = within_reach(memory, resolved, form, model)
         resolved = dataclasses.replace(resolved, max_model_len=memory.max_model_len)
+        specs = _try_mods(model, mods, resolved)
         # without text it is loaded when the first form is asked for
         grammars = Grammars(
             lambda: tokenizer if text else load_text(config, folder, arch), arch.vocab_size, arch.eos_token_ids
@@ -133,7 +139,7 @@ def start_engine(config: EngineConfig, phases: Phases, *, text: bool = True) -> 
             max_model_len=resolved.max_model_len,
             max_logprobs=resolved.max_logprobs,
             config=config,
-            request_fields=specs_of(model.attention_variants),
+            request_fields=specs,
         ),
         default_sampling=default_sampling(folder, config),
         eos_token_ids=arch.eos_token_ids,
@@ -256,14 +262,14 @@ def _graph_keys(model: Model, resolved: Resolved, capabilities: Sequence[Capabil
     if resolved.kv_cache_dtype != resolved.dtype:
         needs.add("cache_dtypes")
     held = {"decode", "mixed"}
-    for capability in capabilities:
-        held &= frozenset() if needs & capability.eager else capability.graphs
+    for facts in capabilities:
+        held &= frozenset() if needs & facts.eager else facts.graphs
     rows = resolved.max_num_seqs
-    lengths = {n for capability in capabilities for n in capability.graph_lengths if n < resolved.max_model_len}
+    lengths = {n for facts in capabilities for n in facts.graph_lengths if n < resolved.max_model_len}
     decode = decode_keys(rows, sorted(lengths), model.drawn_rows()) if "decode" in held else []
     if "mixed" not in held:
         return decode
-    bounded = any(capability.bounded_mixed for capability in capabilities)
+    bounded = any(facts.bounded_mixed for facts in capabilities)
     length = min(lengths) if bounded and lengths else ANY_LENGTH
     return decode + mixed_keys(rows, graph_tokens(model.arch, resolved), length, bounded=bounded)
 
@@ -274,9 +280,8 @@ def _make_executor(runner: Runner, resolved: Resolved) -> Executor:
     return ThreadExecutor(runner.execute) if resolved.async_scheduling else InlineExecutor(runner.execute)
 
 
-def _apply_mods(model: Model, config: EngineConfig, resolved: Resolved) -> Resolved:
-    """Give each attention layer its variant with the config's mods; `resolved` with a backend that runs them."""
-    mods = mods_of(config, model.arch.num_layers)
+def _apply_mods(model: Model, mods: Sequence[AttentionMods], config: EngineConfig, resolved: Resolved) -> Resolved:
+    """Give each attention layer its variant with its mods; `resolved` with a backend that runs them."""
     if any(own is not NO_MODS for own in mods):
         names = ", ".join(dict.fromkeys(own.name for own in mods))
         resolved = dataclasses.replace(resolved, attention_options={**resolved.attention_options, "mods": names})
@@ -287,6 +292,15 @@ def _apply_mods(model: Model, config: EngineConfig, resolved: Resolved) -> Resol
         if isinstance(layer, Attention):
             layer.variant = model.attention_variants[layer.index]
     return suit_mods(config, resolved, model.attention_variants)
+
+
+def _try_mods(model: Model, mods: Sequence[AttentionMods], resolved: Resolved) -> tuple[FieldSpec, ...]:
+    """Evaluate the mods as far as that is possible without a request; gives the request fields that they read."""
+    specs = specs_of(model.attention_variants)
+    slack = max(capability(name).hint_slack for name in backend_of_layers(resolved, len(mods)))
+    layers = zip(mods, model.attention_variants, strict=True)
+    check_mods(layers, specs, resolved.max_model_len, resolved.device, slack)
+    return specs
 
 
 def _make_scheduler(resolved: Resolved, groups: Sequence[CacheGroup], num_blocks: int) -> Scheduler:

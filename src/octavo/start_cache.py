@@ -23,6 +23,8 @@ from octavo.attention.base import (
     Variant,
     forward_context,
 )
+from octavo.attention.choice import specs_of
+from octavo.attention.mods import PROMPT_LENGTH
 from octavo.config import Resolved
 from octavo.device.field_tables import FieldTables
 from octavo.groups import CacheGroup, TableSpec, pages_differ
@@ -213,6 +215,12 @@ def _calibration_cache(model: Model, resolved: Resolved, form: CacheForm) -> lis
     pool.buffer.zero_()
     positions = torch.arange(count, device=device)
     backends, inputs, written = [], [], []
+    fields = FieldTables(
+        specs_of(model.attention_variants), max_num_rows=1, max_model_len=count, device=device,
+        known={PROMPT_LENGTH.spec.name: torch.full((2,), count, dtype=torch.int32, device=device)},
+    )  # fmt: skip
+    fields.add(0, None)
+    fields.apply()
     for table, block_map in zip(form.tables, pool.block_maps, strict=True):
         size = block_map.kernel_block_size
         blocks = range(1 + table.group * num_blocks, 1 + (table.group + 1) * num_blocks)
@@ -225,7 +233,8 @@ def _calibration_cache(model: Model, resolved: Resolved, form: CacheForm) -> lis
             rows=torch.zeros(1, dtype=torch.int64, device=device),
         )  # fmt: skip
         setup = Setup(max_num_rows=1, max_num_tokens=count, max_model_len=count, block_size=size,
-                      num_blocks=pool.views[table.layers[0]].shape[0], options=resolved.attention_options)  # fmt: skip
+                      num_blocks=pool.views[table.layers[0]].shape[0], options=resolved.attention_options,
+                      fields=fields.data)  # fmt: skip
         variants = list(dict.fromkeys(model.attention_variants[layer] for layer in table.layers))
         backend = BACKENDS.resolve(table.backend)(variants, dtype, device, setup)
         backend.prepare(step)

@@ -14,7 +14,8 @@ from contract_rig import CPU, Setting, attend_plainly, make_step
 from octavo import LLM
 from octavo.attention.base import Setup, Variant, alibi_slopes
 from octavo.attention.choice import with_mods
-from octavo.attention.mods import NO_MODS, AttentionMods, bound, load_mods, mods_of_layers
+from octavo.attention.mod_loading import load_mods, mods_of_layers
+from octavo.attention.mods import NO_MODS, AttentionMods, bound
 from octavo.attention.reference import ReferenceBackend
 from octavo.checks import ParameterError
 from octavo.ops import native
@@ -171,7 +172,7 @@ def test_request_fields_are_checked_with_the_request() -> None:
         with pytest.raises(ParameterError, match=text):
             check(SamplingParams(extra_args=extra), limits, 3)
     check(SamplingParams(extra_args={"prefix_len": 3, "heat": 2, "ids": [0, 0, 1], "else": "kept"}), limits, 3)
-    assert specs[1].read(None) == [1.0] and specs[2].read({"ids": []}) == [0]
+    assert specs[1].read(None).expand(1).tolist() == [1.0] and specs[2].read({"ids": []}).expand(1).tolist() == [0]
 
 
 def test_fields_part_the_prefix_cache() -> None:

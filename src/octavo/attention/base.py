@@ -78,6 +78,7 @@ class Capability:
     non_causal: bool = False
     latent: bool = False  # takes Variant.value_size
     mods: bool = False  # any AttentionMods
+    hint_slack: int = 0  # tokens by which queries of a hint's rectangle may end behind the longest request
     cache_dtypes: tuple[torch.dtype, ...] = ()  # of quantized caches that it takes beside the queries' own dtype
     eager: frozenset[str] = frozenset()  # names of facts above (or "cache_dtypes") that a slow eager twin serves
     buffer_bytes: Callable[[Setup], int] = no_buffers  # it keeps per distinct variant: masks, partial results

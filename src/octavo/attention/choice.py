@@ -11,16 +11,8 @@ import logging
 from collections.abc import Iterable, Sequence
 
 from octavo.attention.base import BACKENDS, Variant
-from octavo.attention.mods import (
-    NO_MODS,
-    PROMPT_LENGTH,
-    AttentionMods,
-    NativeForm,
-    and_,
-    load_mods,
-    mods_of_layers,
-    within_prompt,
-)
+from octavo.attention.mod_loading import load_mods, mods_of_layers
+from octavo.attention.mods import NO_MODS, PROMPT_LENGTH, AttentionMods, NativeForm, and_, within_prompt
 from octavo.config import EngineConfig, Resolved, asked_backend
 from octavo.request_fields import FieldSpec
 from octavo.settings import ConfigError

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from octavo.attention.mods import AttentionMods, bound
+from octavo.request_fields import FieldSpec
 
 SKIPPED, PARTIAL, FULL = 0, 1, 2
 _COLOURS = ("#f4f4f4", "#f2c14e", "#3f88c5")
@@ -45,7 +46,7 @@ def picture(
     """
     if tokens < 1 or block < 1:
         raise ValueError(f"tokens and block must be at least 1, got {tokens} and {block}")
-    tables = {spec.name: _table(spec.read(dict(fields or {})), spec.per_token, tokens) for spec in mods.specs}
+    tables = {spec.name: _table(spec, dict(fields or {}), tokens) for spec in mods.specs}
     at = torch.arange(tokens)
     first = torch.arange(0, tokens, block)
     last = (first + block - 1).clamp(max=tokens - 1)
@@ -111,11 +112,9 @@ def draw(
     return figure
 
 
-def _table(values: list[int | float], per_token: bool, tokens: int) -> Tensor:
-    if per_token:
-        values = values[:tokens] + values[-1:] * (tokens - len(values))
-        return torch.tensor([values])
-    return torch.tensor(values)
+def _table(spec: FieldSpec, fields: Mapping[str, Any], tokens: int) -> Tensor:
+    values = torch.from_numpy(spec.read(fields).expand(tokens if spec.per_token else 1))
+    return values[None] if spec.per_token else values
 
 
 def _shuffle(count: int) -> list[int]:

@@ -28,7 +28,7 @@ from octavo.attention.base import (
 )
 from octavo.attention.flex_kernel import Kernel
 from octavo.attention.flex_sizes import LEAF, SMALLEST, FlexSizes, resolve_flex_sizes
-from octavo.attention.mods import AttentionMods, bound
+from octavo.attention.mods import AttentionMods, at_work
 from octavo.attention.variant_mods import mods_of_variant
 from octavo.kv_cache.kernel_blocks import MultipleOf
 from octavo.ops import flex as ops
@@ -71,6 +71,7 @@ class FlexBackend:
         sinks=True,
         non_causal=True,
         mods=True,
+        hint_slack=128,
         cache_dtypes=(torch.float8_e4m3fn, torch.int8),
         buffer_bytes=_buffer_bytes,
         max_elements=_MAX_ELEMENTS,
@@ -168,7 +169,7 @@ class FlexBackend:
     ) -> None:
         """The mask rows of a plan from `start` on, whose queries are `lines`."""
         mods, (key, value) = self._mods_of(variant), ops.token_axis(kv)
-        with bound(self._setup.fields if mods.fields else {}):
+        with at_work(variant.mods, self._setup.fields):
             kernel = self._kernel(variant, mods, plan)
             sums = plan.num_leaves > 1 or layer.sinks is not None  # else `merge_lines` does not read them
             parts, lse = kernel(lines, key, value, plan.rows, layer.key_scale, start, len(lines), sums=sums)
@@ -187,7 +188,7 @@ class FlexBackend:
         plans = self._plans.get(variant)
         if plans is None:
             mods = self._mods_of(variant)
-            with bound(self._setup.fields if mods.fields else {}):
+            with at_work(variant.mods, self._setup.fields):
                 plans = self._plans[variant] = self._plan(variant, mods, ops.block_stride(kv))
         return plans
 

@@ -67,8 +67,8 @@ class Kernel:
         Without `sums` the logarithms may hold anything.
         """
         if not lines.is_cuda:
-            mask, score = make_mods(self._mods, self.shape, rows.row, rows.first, rows.length, self.logical, key_scale)
-            scale = self._variant.scale
+            scale, indices = self._variant.scale, (rows.row, rows.first, rows.length, self.logical)
+            mask, score = make_mods(self._mods, self.shape, *indices, key_scale, within=True)
             return ops.attend_lines_reference(
                 lines, key, value, rows, self.shape, mask, score, start=start, scale=scale
             )
@@ -267,20 +267,28 @@ def make_mods(
     length: Tensor,
     logical: Tensor,
     key_scale: Tensor | None = None,
+    *,
+    within: bool = False,
 ) -> tuple[ops.MaskMod, ops.ScoreMod]:
     """The mods in a kernel's own indices (mask row, KV head, line, physical key), from logical ones.
 
     row, first, length: MaskRows'; logical: [kernel blocks], see `ops.place_blocks`; key_scale: see LayerTensors.
+    within: mods see no position behind the row's tokens, though tiles and blocks end there; what they would give is
+    hidden in either case.
     """
     group, block, stride = shape.group, shape.block, shape.stride
 
     def places(z: Tensor, h: Tensor, line: Tensor, n: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        at = logical[n // (block * stride)] * block + n % block
-        return row[z], h * group + line % group, first[z] + line // group, at
+        q_idx, at = first[z] + line // group, logical[n // (block * stride)] * block + n % block
+        if within:
+            last = length[z] - 1
+            q_idx, at = q_idx.clamp(min=0).minimum(last), at.minimum(last)
+        return row[z], h * group + line % group, q_idx, at
 
     def mask(z: Tensor, h: Tensor, line: Tensor, n: Tensor) -> Tensor:
         b, head, q_idx, kv_idx = places(z, h, line, n)
-        return mods.visible(b, head, q_idx, kv_idx) & (kv_idx < length[z])
+        at = logical[n // (block * stride)] * block + n % block if within else kv_idx
+        return mods.visible(b, head, q_idx, kv_idx) & (at < length[z])
 
     def score(value: Tensor, z: Tensor, h: Tensor, line: Tensor, n: Tensor) -> Tensor:
         if key_scale is not None:

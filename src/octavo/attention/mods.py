@@ -1,9 +1,9 @@
 """AttentionMods: what a query may see and how its scores are changed, written in logical positions.
 
-Owns the words of a mod (mask_mod, score_mod, block hints, request fields), their composition, and the binding of
-request fields to a backend's tables. Does not know blocks, batches or kernels, and imports no torch. Invariants: a mask
-decides alone what is seen, hints only save work; `b` is a request's row in the tables that request fields read, and
-nothing else.
+Owns the words of a mod (mask_mod, score_mod, block hints, request fields), their composition, and what lies around
+their calls: request fields bound to a backend's tables, and ModError for what they raise. Does not know blocks, batches
+or kernels, and imports no torch before a mod fails. Invariants: a mask decides alone what is seen, hints only save
+work; `b` is a request's row in the tables that request fields read, and nothing else.
 """
 
 from __future__ import annotations
@@ -11,10 +11,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib
-import importlib.util
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -45,15 +43,29 @@ class RequestField:
         return _BOUND[self.spec.name][index]
 
 
-def request_field(name: str, kind: str = "int", *, default: float = 0, per_token: bool = False) -> RequestField:
+def request_field(
+    name: str,
+    kind: str = "int",
+    *,
+    default: float = 0,
+    per_token: bool = False,
+    low: float | None = None,
+    high: float | None = None,
+) -> RequestField:
     """A field that requests carry in `SamplingParams.extra_args[name]`, to be listed in `AttentionMods.fields`.
 
     kind: int or float, 32 bits each; default: of requests without it; per_token: a list with a value for each token,
-    the last one standing for all later tokens. Raises ValueError for the name of PROMPT_LENGTH.
+    the last one standing for all later tokens. low, high: bounds, both allowed, that requests are checked against; a
+    mod that indexes with a field needs them. Raises ValueError for a default outside the bounds, and for the
+    name of PROMPT_LENGTH.
     """
     if name == PROMPT_LENGTH.spec.name:
         raise ValueError(f"request field {name}: the engine has a field of that name, take another")
-    return RequestField(FieldSpec(name, kind, default, per_token))
+    return RequestField(FieldSpec(name, kind, default, per_token, low, high))
+
+
+class ModError(RuntimeError):
+    """What a mod raised in a step: fatal to requests, not to the engine."""
 
 
 PROMPT_LENGTH = RequestField(FieldSpec("_prompt_length"))
@@ -74,6 +86,27 @@ def bound(tables: Mapping[str, Tensor]) -> Iterator[None]:
         finally:
             _BOUND.clear()
             _BOUND.update(before)
+
+
+@contextlib.contextmanager
+def at_work(mods: AttentionMods, tables: Mapping[str, Tensor]) -> Iterator[None]:
+    """Around calls of `mods`, a user's or none: their fields are bound to `tables`.
+
+    Raises ModError for what they raise, but for memory and devices that fail.
+    """
+    with bound(tables if mods.fields else {}):
+        try:
+            yield
+        except Exception as error:
+            import traceback
+
+            import torch
+
+            if mods is NO_MODS or isinstance(error, MemoryError | torch.OutOfMemoryError | torch.AcceleratorError):
+                raise
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            place = f"{Path(frame.filename).name}, line {frame.lineno}"
+            raise ModError(f"attention mod {mods.name}: {type(error).__name__}: {error} ({place})") from error
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -108,11 +141,21 @@ class AttentionMods:
     native: NativeForm | None = None  # set by factories whose effect it is, whole
 
     def __post_init__(self) -> None:
-        """Raises ValueError where a part is not callable, or two fields share a name."""
+        """Raises ValueError where a part has the wrong type, or two fields share a name."""
         for part in ("mask_mod", "score_mod", "some", "every"):
             if getattr(self, part) is not None and not callable(getattr(self, part)):
                 raise ValueError(f"attention_mods: {part} must be a function, got {type(getattr(self, part)).__name__}")
-        object.__setattr__(self, "fields", tuple(self.fields))
+        if not isinstance(self.causal, bool):
+            raise ValueError(f"attention_mods: causal must be True or False, got {self.causal!r}")
+        if not isinstance(self.name, str):
+            raise ValueError(f"attention_mods: name must be a string, got {type(self.name).__name__}")
+        given: Any = self.fields
+        one = isinstance(given, RequestField | str) or not isinstance(given, Iterable)
+        fields = (given,) if one else tuple(given)
+        for field in fields:
+            if not isinstance(field, RequestField):
+                raise ValueError(f"attention_mods: fields must be made by request_field(...), got {field!r}")
+        object.__setattr__(self, "fields", fields)
         specs = [field.spec for field in self.fields]
         if len({spec.name for spec in specs}) != len(set(specs)):
             raise ValueError("attention_mods: two request fields share a name and differ")
@@ -279,48 +322,3 @@ def _native_of(parts: tuple[AttentionMods, ...]) -> NativeForm | None:
             alibi_slopes=whole.alibi_slopes or form.alibi_slopes,
         )
     return whole
-
-
-def load_mods(wish: object) -> PerLayer:
-    """What the setting `attention_mods` means: an object as it is, "module:name" or "file.py:name" imported.
-
-    Raises ValueError for anything that is no AttentionMods and no function.
-    """
-    found = wish
-    if isinstance(wish, str):
-        place, colon, name = wish.rpartition(":")
-        if not colon or not place or not name:
-            raise ValueError(f"attention_mods={wish!r}: expected module:name or file.py:name")
-        try:
-            found = getattr(_load_file(place) if place.endswith(".py") else importlib.import_module(place), name)
-        except (ImportError, AttributeError, OSError) as error:
-            raise ValueError(f"attention_mods={wish!r} does not load: {error}") from error
-    if isinstance(found, AttentionMods) or callable(found):
-        return found
-    raise ValueError(
-        f"attention_mods={wish!r} must be octavo.AttentionMods, or a function from a layer's number to one, "
-        f"got {type(found).__name__}"
-    )
-
-
-def _load_file(place: str) -> Any:
-    spec = importlib.util.spec_from_file_location(Path(place).stem, place)
-    assert spec is not None and spec.loader is not None, "a .py file has a loader"
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def mods_of_layers(wish: PerLayer, num_layers: int) -> list[AttentionMods]:
-    """Per layer its mods. Raises ValueError for a function's answer of another kind."""
-    if isinstance(wish, AttentionMods):
-        return [wish] * num_layers
-    per_layer = []
-    for layer in range(num_layers):
-        mods = wish(layer) or NO_MODS
-        if not isinstance(mods, AttentionMods):
-            raise ValueError(
-                f"attention_mods of layer {layer} must be AttentionMods or None, got {type(mods).__name__}"
-            )
-        per_layer.append(mods)
-    return per_layer

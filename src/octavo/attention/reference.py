@@ -14,7 +14,7 @@ import torch
 
 from octavo.attention.base import NO_SETUP, Capability, LayerTensors, Setup, Variant
 from octavo.attention.frame import BackendFrame
-from octavo.attention.mods import NO_MODS, AttentionMods, bound
+from octavo.attention.mods import NO_MODS, AttentionMods, at_work
 from octavo.ops.attention import ChangeScores, paged_attention_eager
 
 
@@ -46,7 +46,7 @@ class ReferenceBackend(BackendFrame):
     ) -> None:
         """See BackendFrame."""
         mods, sight = variant.mods, variant.sight
-        with bound(self._fields if mods.fields else {}):
+        with at_work(mods, self._fields):
             paged_attention_eager(
                 q, kv, *self.inputs.live, out,
                 sight=dataclasses.replace(sight, causal=sight.causal and mods.causal), value_size=variant.value_size,

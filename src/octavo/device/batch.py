@@ -49,6 +49,22 @@ class Work:
         """How many rows compute several tokens. They come last."""
         return self.num_rows - int(self.num_tokens.searchsorted(1, side="right"))
 
+    def only(self, places: IntArray) -> Work:
+        """The same of some batch entries alone: places [N] int64, at least one, in order."""
+        num_tokens, seq_lens = self.num_tokens[places], self.seq_lens[places]
+        query_start = np.zeros(len(places) + 1, np.int32)
+        num_tokens.cumsum(out=query_start[1:])
+        return dataclasses.replace(
+            self,
+            rows=self.rows[places],
+            num_tokens=num_tokens,
+            query_start=query_start,
+            seq_lens=seq_lens,
+            max_query_len=int(num_tokens.max()),
+            max_seq_len=int(seq_lens.max()),
+            sampling=np.isin(places, self.sampling).nonzero()[0],
+        )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Batch(StepInputs):

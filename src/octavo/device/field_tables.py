@@ -49,10 +49,7 @@ class FieldTables:
     def add(self, row: int, extra_args: Mapping[str, Any] | None) -> None:
         """Stage the values of a request that entered `row`. They were checked before."""
         for spec in self._specs:
-            values = spec.read(extra_args)
-            if spec.per_token:
-                values = values[: self._max_model_len]
-                values += values[-1:] * (self._max_model_len - len(values))
+            values = spec.read(extra_args).expand(self._max_model_len if spec.per_token else 1)
             self._tables[spec.name].stage(row, 0, values)
 
     def apply(self) -> None:

@@ -126,11 +126,12 @@ def _plan_in_torch(
     b, q_low, q_high = table_rows[entry][:, None], low[:, None], high[:, None]
     ids = block_table[entry][:, column.clamp(max=block_table.shape[1] - 1).long()]
     live = (kv_first < length[:, None]) & (q_low <= q_high)
-    live = live & some(b, q_low, q_high, kv_first, torch.minimum(kv_last, length[:, None] - 1))
+    key_first, key_last = (torch.minimum(end, length[:, None] - 1) for end in (kv_first, kv_last))
+    live = live & some(b, q_low, q_high, key_first, key_last)
     live = live & (torch.where(live, ids, NULL_BLOCK) != NULL_BLOCK)
     span = max(shape.q_block, tokens)
     q_first, q_last = low // span * span, high // span * span + span - 1
-    whole = live & every(b, q_first[:, None], q_last[:, None], kv_first, kv_last)
+    whole = live & every(b, q_first[:, None], q_last[:, None], key_first, key_last)
     whole = whole & (kv_last < length[:, None])
     for chosen, indices, num in ((live & ~whole, rows.partial, rows.partial_num), (whole, rows.full, rows.full_num)):
         _pack(chosen.view(count, shape.columns), (ids * shape.stride).view(count, shape.columns), indices, num)

@@ -33,12 +33,16 @@ class PendingStep:
         prompt_logprobs: Mapping[int, Sequence[GroupLogprobs]] | None = None,
         *,
         event: torch.cuda.Event | None = None,
+        failed: Mapping[int, str] | None = None,
+        unsampled: IntArray = NO_INTS,
     ) -> None:
         """Start the copies.
 
         packed: [S] int64 on the host, token | failure << 32, once the device has written them; rows: [S], those that
-        sampled; event: recorded here, after which they are there, where the step was issued to a GPU.
+        sampled; event: recorded here, after which they are there, where the step was issued to a GPU. failed: rows that
+        were not computed, and why; unsampled: those of them that were to sample.
         """
+        self._failed, self._unsampled = dict(failed or {}), unsampled
         self._step, self._rows, self._packed = step, rows, packed
         self._logprobs = [_to_host(numbers) for numbers in logprobs]
         self._prompt_logprobs = {
@@ -55,11 +59,16 @@ class PendingStep:
         packed, rows = self._packed.numpy(), self._rows
         reasons = packed >> _TOKEN_BITS
         failed = {int(rows[place]): FAILURES[int(reasons[place])] for place in reasons.nonzero()[0]}
+        tokens = packed & _TOKEN_MASK
+        if self._failed:
+            failed |= self._failed
+            rows = np.concatenate([rows, self._unsampled])
+            tokens = np.concatenate([tokens, np.zeros(len(self._unsampled), tokens.dtype)])
         logprobs = {int(rows[place]): [entry] for place, entry in to_token_logprobs(self._logprobs).items()}
         return StepResult(
             step=self._step,
             rows=rows,
-            tokens=(packed & _TOKEN_MASK)[:, None],
+            tokens=tokens[:, None],
             num_sampled=np.ones(len(rows), np.int64),
             logprobs=logprobs,
             prompt_logprobs={row: to_prompt_logprobs(parts) for row, parts in self._prompt_logprobs.items()},

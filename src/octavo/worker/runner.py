@@ -10,10 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
+from collections.abc import Mapping
 
+import numpy as np
 import torch
 
 from octavo.attention.base import ForwardContext, forward_context
+from octavo.attention.mods import ModError
 from octavo.device.batch import Batch, InputBuffers, Layout, Work
 from octavo.device.block_table import BlockTables
 from octavo.device.graphs import EAGER, GraphKey, GraphPool
@@ -24,13 +28,15 @@ from octavo.models.base import Model
 from octavo.ops.inputs import commit_tokens
 from octavo.ops.matmul import load_kernels
 from octavo.ops.zero_blocks import zero_blocks
-from octavo.plan import NewRow, StepPlan, StepResult
+from octavo.outputs import MOD_FAILED
+from octavo.plan import NO_INTS, IntArray, NewRow, StepPlan, StepResult
 from octavo.sampling.logprobs import GroupLogprobs, prompt_chunks
 from octavo.sampling.rows import SampleBatch
 from octavo.sampling.sampler import Sampler
 from octavo.worker.observe_logits import LogitsObserver
 from octavo.worker.results import PendingStep
 
+_LOG = logging.getLogger(__name__)
 # Logits rows computed at a time for prompt log-probabilities: bounds their memory, changes no bit.
 _PROMPT_LOGITS_ROWS = 256
 
@@ -124,6 +130,16 @@ class Runner:
             self._bring()
             return PendingStep(plan.step, self._buffers.results[0, :0])
         work = self._lay_out(plan)
+        try:
+            return self._issue_work(plan.step, work)
+        except ModError as error:
+            self._take_back_turn()
+            return self._issue_sound(plan.step, work, error)
+
+    def _issue_work(
+        self, step: int, work: Work, failed: Mapping[int, str] | None = None, unsampled: IntArray = NO_INTS
+    ) -> PendingStep:
+        """Issue what a step computes. failed, unsampled: see PendingStep."""
         scores = not self._prompt_logprobs.keys().isdisjoint(work.rows.tolist()) and not work.is_decode
         is_plain = work.is_decode and not self._observers and self._sampler.is_plain(work.rows)
         key = EAGER if scores else self._graphs.dispatch(work, needs_logits=not is_plain)
@@ -149,7 +165,54 @@ class Runner:
             groups = self._sample(work, batch, hidden)
         rows = work.rows if work.is_decode else work.rows[work.sampling]
         packed = self._buffers.results[self._turn, : len(rows)]
-        return PendingStep(plan.step, packed, rows, groups, prompt_logprobs, event=self._events[self._turn])
+        return PendingStep(
+            step, packed, rows, groups, prompt_logprobs, event=self._events[self._turn], failed=failed,
+            unsampled=unsampled,
+        )  # fmt: skip
+
+    def _issue_sound(self, step: int, work: Work, error: ModError) -> PendingStep:
+        """A step some of whose rows' mods fail, without these rows: they end, the others' bits are as ever.
+
+        What the first try has stored of K and V is stored again.
+        """
+        places = np.arange(work.num_rows)
+        wrong = self._find_failing(work, places, error)
+        failed = {int(work.rows[place]): MOD_FAILED for place in wrong}
+        unsampled = work.rows[np.intersect1d(work.sampling, wrong)]
+        sound = np.setdiff1d(places, wrong)
+        if len(sound):
+            return self._issue_work(step, work.only(sound), failed, unsampled)
+        return PendingStep(step, self._buffers.results[0, :0], failed=failed, unsampled=unsampled)
+
+    def _find_failing(self, work: Work, places: IntArray, error: ModError) -> list[int]:
+        """Which of the entries at `places`, which fail with `error` together, fail alone. Nothing is committed."""
+        if len(places) == 1:
+            _LOG.error("a request ends: %s", error)
+            return [int(places[0])]
+        found: list[int] = []
+        for half in np.array_split(places, 2):
+            part = work.only(half)
+            self._buffers.stage(part, part.num_rows)
+            self._bring()
+            try:
+                self._forward(
+                    self._buffers.view(
+                        part.num_rows, part.total_tokens, part.max_query_len, part.max_seq_len, part.num_long
+                    ),
+                    for_capture=False,
+                )
+            except ModError as own:
+                self._take_back_turn(host=False)
+                found += self._find_failing(work, half, own)
+            else:
+                self._take_back_turn(host=False)
+        return found
+
+    def _take_back_turn(self, *, host: bool = True) -> None:
+        """A step that was not committed has had no turn; its inputs were gathered."""
+        self._buffers.turn.bitwise_xor_(1)
+        if host:
+            self._turn ^= 1
 
     def _apply(self, plan: StepPlan) -> None:
         for row in plan.finished_rows:

@@ -1,0 +1,197 @@
+"""Wrong attention mods: refused at the start by name; where only a request shows it, fatal to that request alone."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine_checks import assert_idle
+from octavo import LLM, AttentionMods, SamplingParams
+from octavo.attention import (
+    alibi,
+    and_,
+    causal,
+    document,
+    prefix,
+    prefix_lm,
+    request_field,
+    rswa,
+    temperature,
+)
+from octavo.attention.base import Variant
+from octavo.attention.mod_check import check_mods
+from octavo.checks import ParameterError
+from octavo.settings import ConfigError
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "serve"))
+LIMITS: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 100, "max_num_batched_tokens": 64, "num_threads": 1}
+PLAIN = Variant(num_heads=4, num_kv_heads=2, head_size=16, scale=0.25)
+SHORT, LONG = torch.ones(80, dtype=torch.bool), torch.ones(100, dtype=torch.bool)
+FIELD = request_field("kind")
+BOUNDED = request_field("kind", low=0, high=99)
+KINDS = request_field("kinds", per_token=True, low=0, high=4)
+
+
+def keep(b, h, q, kv):
+    return kv >= 0
+
+
+def loop(b, h, q, kv):
+    return keep(b, h, q, kv) if q > 4 else kv == q
+
+
+WRONG: dict[str, tuple[Callable[[], AttentionMods], str]] = {
+    "arity": (lambda: AttentionMods(mask_mod=lambda b, h, q: q >= 0), r"mask_mod must take \(b, h, q_idx, kv_idx\)"),
+    "score arity": (lambda: AttentionMods(score_mod=keep), r"score_mod must take \(score, b, h, q_idx, kv_idx\)"),
+    "if": (lambda: AttentionMods(mask_mod=loop), "mask_mod .*branches on a tensor.*torch.where"),
+    "None": (lambda: AttentionMods(mask_mod=lambda b, h, q, kv: None), "mask_mod must give a bool tensor, got None"),
+    "float": (lambda: AttentionMods(score_mod=lambda s, *at: 1.0), "score_mod must give a float32 tensor, got float"),
+    "int": (lambda: AttentionMods(mask_mod=lambda b, h, q, kv: 1), "mask_mod must give a bool tensor, got int"),
+    "ints": (lambda: AttentionMods(mask_mod=lambda b, h, q, kv: kv), "mask_mod must give a bool tensor, got .*int64"),
+    "float64": (lambda: AttentionMods(score_mod=lambda s, *at: s.double()), "score_mod must give .*, got .*float64"),
+    "shape": (
+        lambda: AttentionMods(mask_mod=lambda b, h, q, kv: LONG[:3]),
+        r"mask_mod must give one value for a pair, got a tensor of shape \[3\]",
+    ),
+    "undeclared": (
+        lambda: AttentionMods(mask_mod=lambda b, h, q, kv: kv < FIELD[b]),
+        r"mask_mod reads the request field 'kind'.*fields=",
+    ),
+    "another": (lambda: AttentionMods(mask_mod=lambda b, h, q, kv: kv < KINDS[b, kv], fields=(FIELD,)), "'kinds'"),
+    "raises": (lambda: AttentionMods(mask_mod=lambda b, h, q, kv: {}[3]), "mask_mod fails: KeyError: 3"),
+    "table": (
+        lambda: AttentionMods(mask_mod=lambda b, h, q, kv: SHORT[kv]),
+        "mask_mod fails.*index 99 is out of bounds.*size 80.*max_model_len=100",
+    ),
+    "heads": (
+        lambda: AttentionMods(score_mod=lambda s, b, h, q, kv: s * torch.ones(2)[h]),
+        "score_mod fails.*out of bounds.*size 2",
+    ),
+    "field's bounds": (
+        lambda: AttentionMods(mask_mod=lambda b, h, q, kv: LONG[FIELD[b]], fields=(FIELD,)),
+        "mask_mod fails.*with the request field kind=.*low and high",
+    ),
+    "hint raises": (
+        lambda: AttentionMods(mask_mod=keep, some=lambda *at: {}[3]),
+        "some fails: KeyError: 3",
+    ),
+    "hint's shape": (
+        lambda: AttentionMods(mask_mod=keep, every=lambda b, q0, q1, k0, k1: torch.ones(7, dtype=torch.bool)),
+        "every must give.* shape .* got .*7",
+    ),
+    "hint's type": (lambda: AttentionMods(mask_mod=keep, some=lambda b, q0, *at: q0), "some must give a bool tensor"),
+    "hint's arity": (lambda: AttentionMods(mask_mod=keep, some=keep), r"some must take \(b, q_first, q_last, "),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_mod_is_refused_by_name(name: str) -> None:
+    make, message = WRONG[name]
+    mods = make()
+    with pytest.raises(ConfigError, match=message) as error:
+        check_mods([(causal(), PLAIN), (mods, PLAIN)], mods.specs, 100, "cpu")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "mods", [causal(), document(), rswa(4), prefix_lm(), alibi(4), temperature()], ids=lambda mods: mods.name
+)
+def test_right_mods_pass_in_the_shortest_and_the_longest_engine(mods: AttentionMods) -> None:
+    for length in (1, 2, 1 << 24):
+        check_mods([(mods, PLAIN)], mods.specs, length, "cpu", slack=128)
+
+
+@pytest.mark.parametrize("backend", ["reference", "flex"])
+def test_the_start_evaluates_mods(backend: str) -> None:
+    """A prompt that reached the end of the table stopped the engine for all."""
+    make, message = WRONG["table"]
+    with pytest.raises(ConfigError, match=message):
+        LLM(dtype="float32", **LIMITS, attention_backend=backend, attention_mods=make())
+
+
+def test_fields_within_bounds_reach_every_entry_of_a_table(make_llm: Callable[..., LLM]) -> None:
+    mods = AttentionMods(mask_mod=lambda b, h, q, kv: LONG[kv] & LONG[BOUNDED[b]], fields=(BOUNDED,))
+    llm = make_llm(**LIMITS, attention_mods=mods)
+    assert llm.generate([[5] * 9], SamplingParams(max_tokens=1, extra_args={"kind": 99}))[0].outputs[0].token_ids
+    for kind in (-1, 100):
+        with pytest.raises(ParameterError, match=rf"extra_args.kind: must be in \[0, 99\], got {kind}"):
+            llm.generate([[5] * 9], SamplingParams(max_tokens=1, extra_args={"kind": kind}))
+
+
+@pytest.mark.parametrize("backend", ["reference", "flex"])
+def test_mods_see_no_position_beyond_max_model_len(make_llm: Callable[..., LLM], backend: str) -> None:
+    """Tiles and blocks end behind it; a prompt of nearly that length stopped the engine on `flex`."""
+    exact = AttentionMods(mask_mod=lambda b, h, q, kv: LONG[kv] & LONG[q])
+    llm = make_llm(**LIMITS, attention_backend=backend, attention_mods=and_(document(), exact))
+    params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True, extra_args={"document_ids": [1, 2]})
+    assert len(llm.generate([[5] * 97], params)[0].outputs[0].token_ids) == 3
+
+
+@pytest.mark.parametrize("mods", [prefix(FIELD), prefix_lm("kind")], ids=lambda mods: mods.name)
+def test_mods_with_fields_start_with_a_quantized_cache(make_llm: Callable[..., LLM], mods: AttentionMods) -> None:
+    """Its scales are measured with the fields' defaults."""
+    limits = {**LIMITS, "max_num_batched_tokens": 100}
+    llm = make_llm(**limits, kv_cache_dtype="int8", attention_mods=mods)
+    params = SamplingParams(max_tokens=1, extra_args={"kind": 4})
+    assert llm.generate([[5] * 9], params)[0].outputs[0].finish_reason == "length"
+
+
+def fails_at_seven(b, h, q, kv):
+    """Of a table that has 8 values: what a start cannot foresee of a per-token field in the middle."""
+    return torch.tensor([True] * 8)[(KINDS[b, kv] * 3) % 11]
+
+
+FAILING = AttentionMods(mask_mod=fails_at_seven, fields=(KINDS,))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("backend", ["reference", "flex"])
+def test_what_fails_in_a_step_ends_its_own_request(
+    make_llm: Callable[..., LLM], backend: str, asynchronous: bool
+) -> None:
+    """Others, in prompts, chunks and decode beside it, keep their bits; the engine lives."""
+    llm = make_llm(**LIMITS, attention_backend=backend, attention_mods=FAILING, async_scheduling=asynchronous)
+    prompts = [[11 + i] * (9 + 23 * i) for i in range(4)]
+
+    def params(kinds: list[int], **more: Any) -> SamplingParams:
+        return SamplingParams(
+            max_tokens=6, temperature=0, logprobs=1, ignore_eos=True, extra_args={"kinds": kinds}, **more
+        )
+
+    good = [params([0]), params([1, 2]), params([1], prompt_logprobs=1), params([2])]
+    alone = [llm.generate([prompt], own)[0].outputs for prompt, own in zip(prompts, good, strict=True)]
+    llm.reset_prefix_cache()
+    wrong = [params([3]), params([0] * 40 + [3]), params([0] * 11 + [3])]  # in the first step, a later one, in decode
+    outputs = llm.generate([*prompts, [7] * 30, [7] * 70, [7] * 9], [*good, *wrong])
+    assert [output.outputs for output in outputs[:4]] == alone
+    ends = [(output.outputs[0].finish_reason, output.outputs[0].stop_reason) for output in outputs[4:]]
+    assert ends == [("error", "attention_mod_failed")] * 3
+    assert [len(output.outputs[0].token_ids) for output in outputs[4:]] == [0, 0, 3]
+    assert_idle(llm)
+    assert llm.generate([prompts[0]], good[0])[0].outputs == alone[0]
+
+
+def test_over_http_the_request_gets_an_error_and_the_engine_stays() -> None:
+    from server_rig import RunningServer
+
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in LIMITS.items()]
+    mods = f"--attention-mods={Path(__file__).resolve()}:FAILING"
+    with RunningServer("--dtype=float32", mods, *flags, env={"PYTHONPATH": f"{HERE}:{HERE.parents[1] / 'src'}"}) as up:
+        body = {"model": "octavo-tiny", "prompt": [5] * 20, "max_tokens": 4, "temperature": 0}
+        before = up.wait_ready().post("/v1/completions", body)
+        wrong = up.post("/v1/completions", {**body, "extra_args": {"kinds": [3]}})
+        assert wrong.status == 500 and wrong.json()["error"]["code"] == "internal_model_error"
+        assert "attention_mod_failed" in wrong.json()["error"]["message"]
+        after = up.post("/v1/completions", body)
+        assert (before.status, after.status) == (200, 200)
+        assert before.json()["choices"] == after.json()["choices"]
+        misspelt = up.post("/v1/completions", {**body, "extra_args": {"kindz": [1]}})
+        assert misspelt.status == 400 and "did you mean kinds?" in misspelt.json()["error"]["message"]
+        assert "attention mod fails_at_seven: IndexError" in up.stderr()
+        assert "engine_restarted" not in up.stderr()
