@@ -34,6 +34,7 @@ from octavo.sampling_params import (
     num_kept,
 )
 from octavo.settings import ConfigError
+from octavo.text.jail import TextJail
 from octavo.text.thinking import ThinkingRule
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -85,6 +86,7 @@ class LLM:
         except ValueError as error:
             self.engine.close()
             raise ConfigError("reasoning_parser", config.reasoning_parser, str(error)) from None
+        self._jail = TextJail(self.engine.tokenizer)
         self._ids = itertools.count()
         self._boxes: dict[str, collections.deque[RequestOutput]] = {}  # outputs of live requests, per id
 
@@ -117,7 +119,11 @@ class LLM:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
     ) -> list[RequestOutput]:
-        """Answer a conversation, or each of several, rendered by the model's chat template."""
+        """Answer a conversation, or each of several, rendered by the model's chat template.
+
+        A template is a program of whoever made the model: it runs in a child process with limits of time and memory,
+        which is started by the first call.
+        """
         many = isinstance(messages, Sequence) and bool(messages) and not isinstance(messages[0], Mapping)
         conversations: Any = messages if many else [messages]
         params = self._params_per_prompt(sampling_params, len(conversations))
@@ -177,6 +183,7 @@ class LLM:
 
     def close(self) -> None:
         """Release the engine."""
+        self._jail.close()
         self.engine.close()
 
     def __enter__(self) -> Self:
@@ -210,8 +217,8 @@ class LLM:
         return _Ready(self.engine.tokenizer.encode(text)[-(kept or 0) :], text, cache_salt)
 
     def _ready_chat(self, messages: Any, params: SamplingParams, **options: Any) -> _Ready:
-        text, token_ids = self.engine.tokenizer.render_chat(messages, **options)
         limits = self.engine.limits
+        text, token_ids = self._jail.render_chat(messages, limits, **options)
         is_chat = options.get("add_generation_prompt", True)
         return _Ready(check_token_ids(token_ids, limits, num_kept(params, limits)), text, is_chat=is_chat)
 

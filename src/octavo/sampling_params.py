@@ -414,25 +414,25 @@ def _ids_below(high: int) -> Any:
     return list[entry]
 
 
-def check_text(text: object, limits: Limits) -> str:
-    """Check a text prompt before it is tokenized.
+def check_text(text: object, limits: Limits, name: str = "prompt") -> str:
+    """Check a text prompt before it is tokenized. `name`: the field that it came from.
 
     It must not be empty, be real Unicode, and not be so long that it cannot fit whatever its tokens are.
     Raises ParameterError: empty_prompt, invalid_unicode, invalid_type or context_length_exceeded.
     """
     if not isinstance(text, str):
-        raise type_error("prompt", "text or a list of token ids", text)
+        raise type_error(name, "text or a list of token ids", text)
     if not text:
-        raise ParameterError("prompt", "must not be empty", "empty_prompt")
+        raise ParameterError(name, "must not be empty", "empty_prompt")
     most = limits.max_model_len * limits.max_token_bytes
     if most and len(text) > most:  # a character has at least one byte: refuse before encoding
         num_bytes = len(text)
     else:
-        check_unicode("prompt", text)
+        check_unicode(name, text)
         num_bytes = len(text.encode())
     if most and num_bytes > most:
         message = f"{num_bytes} bytes cannot fit in {limits.max_model_len} tokens (max_model_len) of at most "
-        raise ParameterError("prompt", f"{message}{limits.max_token_bytes} bytes", "context_length_exceeded")
+        raise ParameterError(name, f"{message}{limits.max_token_bytes} bytes", "context_length_exceeded")
     return text
 
 

@@ -172,8 +172,9 @@ def test_an_empty_folder_is_one_line(tmp_path: Path) -> None:
         "{{ 'x' * 10**9 }}",
         "{% include '/etc/passwd' %}",
         "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
+        "{{ '%3000000000d' % 1 }}",
     ],
-    ids=["syntax", "sandbox", "loop", "huge", "include", "deep"],
+    ids=["syntax", "sandbox", "loop", "huge", "include", "deep", "percent"],
 )
 def test_a_hostile_chat_template_fails_only_the_chat(model_folder: Path, template: str) -> None:
     (model_folder / "chat_template.jinja").write_text(template)

@@ -13,9 +13,9 @@ from house import ROOT, SRC, files, imports, modules, where
 from patience import patient
 
 WORDS = {
-    "arch", "checks", "collector", "config", "foreign", "generation_config", "groups", "hf_config", "interrupts",
-    "memory", "observe", "outputs", "plan", "registry", "request", "request_fields", "sampling_params", "seeds",
-    "settings", "structured_outputs", "thinking", "updates",
+    "arch", "checks", "child", "collector", "config", "foreign", "generation_config", "groups", "hf_config",
+    "interrupts", "memory", "observe", "outputs", "plan", "registry", "request", "request_fields", "sampling_params",
+    "seeds", "settings", "structured_outputs", "thinking", "updates",
 }  # fmt: skip
 DEVICE_SIDE = {"attention", "device", "kv_cache", "layers", "model_state", "models", "ops", "sampling", "worker"}
 

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import socket
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from octavo.serve.http_protocol import MAX_LINGER_BYTES
 from patience import patient
-from server_rig import RunningServer, StartServer
+from server_rig import SRC, RunningServer, StartServer
 
 BODY = b'{"model":"octavo-tiny","prompt":"hi","max_tokens":1}'
-POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-GET = b"GET /health HTTP/1.1\r\nHost: x\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
 CLOSE = b"Connection: close\r\n"
+PATH = os.pathsep.join([str(SRC), str(Path(__file__).parent)])
 CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
 
 
@@ -26,11 +32,11 @@ def many_headers(count: int, size: int) -> bytes:
 # name -> (bytes, status, code)
 CASES: dict[str, tuple[bytes, int, str]] = {
     "malformed": (b"HELLO\r\n\r\n", 400, "invalid_http"),
-    "nul in the method": (b"GE\0T / HTTP/1.1\r\nHost: x\r\n\r\n", 400, "invalid_http"),
+    "nul in the method": (b"GE\0T / HTTP/1.1\r\nHost: localhost\r\n\r\n", 400, "invalid_http"),
     "tls": (bytes.fromhex("16030100c8010000c40303") + b"x" * 40, 400, "invalid_http"),
     "http/0.9": (b"GET /\r\n", 400, "invalid_http"),
     "h2 preface": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 505, "http_version"),
-    "http/2.0": (b"GET /health HTTP/2.0\r\nHost: x\r\n\r\n", 505, "http_version"),
+    "http/2.0": (b"GET /health HTTP/2.0\r\nHost: localhost\r\n\r\n", 505, "http_version"),
     "no host": (b"GET /health HTTP/1.1\r\n" + CLOSE + b"\r\n", 400, "invalid_host"),
     "two hosts": (GET + b"Host: y\r\n" + CLOSE + b"\r\n", 400, "invalid_host"),
     **{
@@ -55,7 +61,7 @@ CASES: dict[str, tuple[bytes, int, str]] = {
     "head without end": (GET + b"a: " + b"v" * 70_000, 431, "headers_too_large"),
     "101 headers": (GET + many_headers(101, 1) + b"\r\n", 431, "headers_too_large"),
     "header over 16 KB": (GET + b"a: " + b"v" * 17_000 + b"\r\n\r\n", 431, "headers_too_large"),
-    "target over 32 KB": (b"GET /" + b"a" * 40_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", 431, "headers_too_large"),
+    "target over 32 KB": (b"GET /" + b"a" * 40_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", 431, "headers_too_large"),
     "nul in a value": (GET + b"a: b\0c\r\n\r\n", 400, "invalid_http"),
     "cr in a value": (GET + b"a: b\rc\r\n\r\n", 400, "invalid_http"),
     "folded value": (GET + b"a: b\r\n c\r\n\r\n", 400, "invalid_http"),
@@ -64,12 +70,12 @@ CASES: dict[str, tuple[bytes, int, str]] = {
         POST + CLOSE + b"Content-Length: 9000000\r\nExpect: 100-continue\r\n\r\n", 413, "body_too_large",
     ),
     "gzip": (POST + CLOSE + b"Content-Encoding: gzip\r\nContent-Length: 3\r\n\r\nabc", 415, "unsupported_encoding"),
-    "unknown method": (b"FOO /health HTTP/1.1\r\nHost: x\r\n\r\n", 405, "method_not_allowed"),
-    "connect": (b"CONNECT x:80 HTTP/1.1\r\nHost: x\r\n\r\n", 400, "invalid_http"),
-    "double slash": (b"GET //v1/models HTTP/1.1\r\nHost: x\r\n" + CLOSE + b"\r\n", 404, "not_found"),
-    "dots": (b"GET /v1/%2e%2e/admin HTTP/1.1\r\nHost: x\r\n" + CLOSE + b"\r\n", 404, "not_found"),
-    "slash at the end": (b"GET /v1/models/ HTTP/1.1\r\nHost: x\r\n" + CLOSE + b"\r\n", 404, "not_found"),
-    "bytes in the target": (b"GET /\xff HTTP/1.1\r\nHost: x\r\n\r\n", 400, "invalid_http"),
+    "unknown method": (b"FOO /health HTTP/1.1\r\nHost: localhost\r\n\r\n", 405, "method_not_allowed"),
+    "connect": (b"CONNECT x:80 HTTP/1.1\r\nHost: localhost\r\n\r\n", 400, "invalid_http"),
+    "double slash": (b"GET //v1/models HTTP/1.1\r\nHost: localhost\r\n" + CLOSE + b"\r\n", 404, "not_found"),
+    "dots": (b"GET /v1/%2e%2e/admin HTTP/1.1\r\nHost: localhost\r\n" + CLOSE + b"\r\n", 404, "not_found"),
+    "slash at the end": (b"GET /v1/models/ HTTP/1.1\r\nHost: localhost\r\n" + CLOSE + b"\r\n", 404, "not_found"),
+    "bytes in the target": (b"GET /\xff HTTP/1.1\r\nHost: localhost\r\n\r\n", 400, "invalid_http"),
 }  # fmt: skip
 
 
@@ -121,7 +127,7 @@ def test_wrong_methods(scripted_server: RunningServer) -> None:
 
 def test_pipelined_requests_are_answered_in_order_up_to_a_cap(scripted_server: RunningServer) -> None:
     data = scripted_server.raw(
-        b"".join(b"GET /%d HTTP/1.1\r\nHost: x\r\nX-Request-Id: r%d\r\n\r\n" % (i, i) for i in range(10_000))
+        b"".join(b"GET /%d HTTP/1.1\r\nHost: localhost\r\nX-Request-Id: r%d\r\n\r\n" % (i, i) for i in range(10_000))
     )
     ids = [int(number) for number in re.findall(rb"x-request-id: r(\d+)\r\n", data)]
     assert ids[:101] == list(range(101)) and len(ids) <= 102
@@ -199,3 +205,116 @@ def still_alive(scripted_server: RunningServer) -> object:
     yield
     assert scripted_server.get("/health").status == 200
     assert "Traceback" not in scripted_server.stderr()
+
+
+KEY = "k" * 20
+KEYED = b"Authorization: Bearer " + KEY.encode() + b"\r\n"
+
+
+@pytest.fixture(scope="module")
+def keyed_server() -> Iterator[RunningServer]:
+    with RunningServer("--api-key", KEY, scripted=True) as running:
+        yield running.wait_ready()
+
+
+def in_chunks(body: bytes, trailers: bytes) -> bytes:
+    return b"%x\r\n%s\r\n0\r\n%s\r\n" % (len(body), body, trailers)
+
+
+def test_a_trailer_opens_no_door(keyed_server: RunningServer) -> None:
+    head = POST + CLOSE + b"Transfer-Encoding: chunked\r\n"
+    assert answer(keyed_server, head + b"\r\n" + in_chunks(BODY, KEYED))[0] == 401
+    assert answer(keyed_server, head + KEYED + b"\r\n" + in_chunks(BODY, b"Host: y\r\nX-Any: 1\r\n"))[0] == 200
+    without_host = head.replace(b"Host: localhost\r\n", b"") + KEYED + b"\r\n" + in_chunks(BODY, b"Host: localhost\r\n")
+    status, _, body = answer(keyed_server, without_host)
+    assert (status, json.loads(body)["error"]["code"]) == (400, "invalid_host")
+
+
+@pytest.mark.parametrize("trailer", [b"a: %s\r\n" % (b"v" * 100), b"a: " + b"v" * 1000])
+def test_trailers_have_a_bound(keyed_server: RunningServer, trailer: bytes) -> None:
+    """Of lines, and of one line that does not end: the answer comes while they are sent, and then the end."""
+    with socket.create_connection((keyed_server.host, keyed_server.port), timeout=20) as client:
+        client.sendall(POST + KEYED + b"Transfer-Encoding: chunked\r\n\r\n0\r\n")
+        num_bytes = 0
+        with contextlib.suppress(OSError):
+            while num_bytes < 2 * MAX_LINGER_BYTES:
+                client.sendall(trailer * 1000)
+                num_bytes += len(trailer) * 1000
+        assert num_bytes < 2 * MAX_LINGER_BYTES
+        with contextlib.suppress(ConnectionResetError):
+            assert client.recv(65536).startswith(b"HTTP/1.1 400 ")
+    short = b"Transfer-Encoding: chunked\r\n\r\n" + in_chunks(BODY, trailer[:50] + b"\r\n")
+    assert answer(keyed_server, POST + CLOSE + KEYED + short)[0] == 200
+
+
+@pytest.mark.parametrize(("status", "key"), [(413, KEYED), (401, b"")])
+@pytest.mark.parametrize("close", [CLOSE, b""])
+def test_an_early_answer_arrives_although_the_body_goes_on(
+    keyed_server: RunningServer, status: int, key: bytes, close: bytes
+) -> None:
+    """A client that reads only when all is sent: unread bytes would reset the connection, and take the answer away."""
+    head = POST + close + key + b"Content-Length: 12000000\r\n\r\n"
+    with socket.create_connection((keyed_server.host, keyed_server.port), timeout=20) as client:
+        client.sendall(head)
+        for _ in range(12):
+            client.sendall(b" " * 1_000_000)
+        assert client.recv(65536).startswith(b"HTTP/1.1 %d " % status)
+        if close:
+            assert b"".join(iter(lambda: client.recv(65536), b"")).count(b"HTTP/1.1") == 0
+
+
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+@pytest.mark.parametrize("stream", [b"false", b"true"])
+def test_a_client_that_says_no_more_gets_its_answers(
+    scripted_server: RunningServer, version: bytes, stream: bytes
+) -> None:
+    body = b'{"model":"octavo-tiny","prompt":"hi","max_tokens":500,"ignore_eos":true,"stream":%s}' % stream
+    post = POST.replace(b"1.1", version) + b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
+    get = GET + b"\r\n" if version == b"1.1" else b""  # 1.0 has no second request
+    with socket.create_connection((scripted_server.host, scripted_server.port), timeout=20) as client:
+        client.sendall(post + get)
+        client.shutdown(socket.SHUT_WR)
+        received = b"".join(iter(lambda: client.recv(65536), b""))
+    finals = re.findall(rb"HTTP/1\.1 ([2-5]\d\d) ", received)
+    assert finals == [b"200"] * (2 if get else 1)
+    assert b'"finish_reason":"length"' in received
+
+
+def test_a_client_that_says_no_more_and_leaves_is_noticed(start_server: StartServer) -> None:
+    server = start_server(scripted="paced_engine", env={"PACE": "0.05", "PYTHONPATH": PATH})
+    body = b'{"model":"octavo-tiny","prompt":"hi","max_tokens":2000,"ignore_eos":true}'
+    with socket.create_connection((server.host, server.port), timeout=20) as client:
+        client.sendall(POST + b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
+        client.shutdown(socket.SHUT_WR)
+        assert client.recv(65536).startswith(b"HTTP/1.1 100 Continue\r\n")
+        assert server.get("/load").json() == {"server_load": 1}
+    while server.get("/load").json() != {"server_load": 0}:
+        pass
+
+
+OWN_HOSTS = ["localhost", "LocalHost:8000", "127.0.0.1:1", "[::1]:8000", "a.localhost", "192.168.1.7", "localhost."]
+OTHER_HOSTS = ["attacker.example", "localhost.attacker.example", "127.0.0.1.attacker.example:8000", "1.2.3.4.nip.io",
+               "xlocalhost"]  # fmt: skip
+
+
+def host_status(server: RunningServer, host: str) -> int:
+    return server.get("/v1/models", headers={"Host": host}).status
+
+
+def test_without_a_key_the_loopback_answers_to_its_own_names_only(
+    scripted_server: RunningServer, keyed_server: RunningServer
+) -> None:
+    """A web page may let a name of its own point to 127.0.0.1: its Host gives it away."""
+    assert [host_status(scripted_server, host) for host in OWN_HOSTS] == [200] * len(OWN_HOSTS)
+    assert [host_status(scripted_server, host) for host in OTHER_HOSTS] == [403] * len(OTHER_HOSTS)
+    error = scripted_server.get("/", headers={"Host": "attacker.example"}).json()["error"]
+    assert error["code"] == "host_not_allowed" and "--allowed-hosts" in error["message"]
+    keyed = {"Host": "any.example", "Authorization": f"Bearer {KEY}"}
+    assert keyed_server.get("/v1/models", headers=keyed).status == 200
+
+
+def test_allowed_hosts(start_server: StartServer) -> None:
+    server = start_server("--allowed-hosts", "Box.example,*.lan")
+    hosts = ("box.example:80", "a.b.lan", "localhost", "lan", "attacker.example", "xlan")
+    assert [host_status(server, host) for host in hosts] == [200, 200, 200, 403, 403, 403]
+    assert host_status(start_server("--allowed-hosts", "*"), "any.example") == 200

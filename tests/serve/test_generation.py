@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import threading
+from importlib import resources
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,36 +12,49 @@ import pytest
 from octavo.sampling_params import Limits, ParameterError
 from octavo.serve.generation import Prompt, read_prompts
 from octavo.serve.state import ServeState
+from octavo.serve.texts import Texts
+from octavo.text.tokenizer import Tokenizer
 
 
-class _Tokenizer:
-    """A token per character; notes how many were tokenized on the main thread, and in all."""
+class _Counting(Texts):
+    """Notes how many characters were tokenized in this process, and in all."""
 
     def __init__(self) -> None:
+        with resources.as_file(resources.files("octavo").joinpath("assets/octavo-tiny")) as folder:
+            tokenizer = Tokenizer.load(folder)
+        super().__init__(tokenizer)
         self.num_here = self.num_chars = 0
+        encode = tokenizer.encode
 
-    def encode(self, text: str, _: bool) -> list[int]:
-        self.num_chars += len(text)
-        if threading.current_thread() is threading.main_thread():
+        def counted(text: str, add_special_tokens: bool = True) -> list[int]:
             self.num_here += len(text)
-        return [1] * len(text)
+            return encode(text, add_special_tokens)
+
+        tokenizer.encode = counted  # type: ignore[method-assign]
+
+    async def encode(self, text: str, **options: Any) -> list[int]:
+        self.num_chars += len(text)
+        return await super().encode(text, **options)
 
 
-def _read(tokenizer: _Tokenizer, given: Any) -> list[Prompt]:
-    limits = Limits(vocab_size=10, max_model_len=9000)
-    engine = SimpleNamespace(limits=limits, tokenizer=tokenizer)
-    state = SimpleNamespace(engine=engine, config=SimpleNamespace(max_prompts=128))
-    return asyncio.run(read_prompts(cast(ServeState, state), given))
+def _read(texts: Texts, given: Any, max_model_len: int) -> list[Prompt]:
+    engine = SimpleNamespace(limits=Limits(vocab_size=10, max_model_len=max_model_len))
+    state = SimpleNamespace(engine=engine, texts=texts, config=SimpleNamespace(max_prompts=128))
+    try:
+        return asyncio.run(read_prompts(cast(ServeState, state), given))
+    finally:
+        texts.close()
 
 
 def test_many_short_texts_hold_up_the_loop_no_longer_than_one_long_text() -> None:
-    tokenizer = _Tokenizer()
-    assert len(_read(tokenizer, ["x" * 4000] * 20)) == 20
-    assert tokenizer.num_here == 16_000 and tokenizer.num_chars == 80_000
+    texts = _Counting()
+    prompts = _read(texts, ["x" * 4000] * 20, 9000)
+    assert len(prompts) == 20 and all(prompt == prompts[0] for prompt in prompts)
+    assert texts.num_here == 16_000 and texts.num_chars == 80_000
 
 
 def test_a_text_that_is_too_long_is_refused_before_the_next_is_tokenized() -> None:
-    tokenizer = _Tokenizer()
-    with pytest.raises(ParameterError, match=r"prompt 9000 .* max_model_len 9000"):
-        _read(tokenizer, ["x" * 9000] * 20)
-    assert tokenizer.num_chars == 9000
+    texts = _Counting()
+    with pytest.raises(ParameterError, match=r"prompt \d+ .* max_model_len 100"):
+        _read(texts, ["x" * 9000] * 20, 100)
+    assert texts.num_chars == 9000

@@ -154,8 +154,8 @@ def test_a_client_that_leaves_with_a_second_request_in_the_pipe(start_server: St
     server = paced(start_server)
     body = json.dumps(LONG).encode()
     one = (
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-        % len(body)
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n\r\n" % len(body)
     )
     with socket.create_connection((server.host, server.port)) as connection:
         connection.sendall((one + body) * 2)
@@ -250,13 +250,17 @@ def test_a_drain_has_an_end_and_a_second_signal_is_at_once(start_server: StartSe
         wait_for(lambda: impatient.get("/ready").status == 503)
         began = time.monotonic()
         impatient.process.send_signal(signal.SIGINT)
+        lines = [client.read_event()]
+        while "error" not in lines[-1]:
+            lines.append(client.read_event())
+        assert json.loads(lines[-1][6:])["error"]["code"] == "draining"
         assert impatient.process.wait(patient(10)) == 0 and time.monotonic() - began < patient(4)
 
 
 def test_at_the_end_who_is_slow_is_told_or_cut(start_server: StartServer) -> None:
     """A body that does not come, and a stream that nobody reads, hold up no stop, and are no errors of ours."""
     server = start_server("--drain-seconds", "0.2")
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: "
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
     body = json.dumps(LONG | {"stream": True, "n": 8, "logprobs": 20}).encode()
     with socket.create_connection((server.host, server.port)) as half, socket.socket() as deaf:
         half.sendall(head + b"100\r\n\r\n{")

@@ -83,7 +83,7 @@ class App:
 
     async def _exchange(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", "the server speaks HTTP only"
-        exchange = Exchange(scope, receive, send, self.state.config)
+        exchange = Exchange(scope, receive, send, self.state.config, self.state.texts.parse)
         root = self.state.config.root_path
         if root is not None and exchange.path.startswith(root + "/"):
             exchange.path = exchange.path[len(root) :]
@@ -103,7 +103,7 @@ class App:
             self._log(exchange)
 
     async def _answer(self, exchange: Exchange) -> None:
-        check_host(exchange)
+        check_host(exchange, self.state.host_names)
         methods = self._methods(exchange)
         route = methods.get("GET" if exchange.method == "HEAD" else exchange.method)
         self.state.keys.check(exchange.raw_headers, route.access if route else Access.USER)

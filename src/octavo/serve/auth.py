@@ -9,6 +9,8 @@ from __future__ import annotations
 import enum
 import hashlib
 import hmac
+import ipaddress
+import re
 from collections.abc import Iterable, Sequence
 
 from octavo.serve.errors import ApiError
@@ -46,6 +48,32 @@ class Keys:
             )
         if access is Access.ADMIN and not is_admin:
             raise ApiError(403, "forbidden", "this needs an admin key (--admin-key-file)")
+
+
+class HostNames:
+    """The names under which a server may be asked."""
+
+    def __init__(self, names: Iterable[str], *, is_open: bool) -> None:
+        """`names`: beside localhost and all addresses; `*.example` stands for all below it. `is_open`: any name."""
+        self._names = {name.lower().rstrip(".") for name in names} | {"localhost", "*.localhost"}
+        self._is_open = is_open
+
+    def check(self, host: bytes) -> None:
+        """Raise ApiError, 403, unless a request with this Host may go on.
+
+        An address cannot be a page's own name for another machine, so any is let through.
+        """
+        if self._is_open:
+            return
+        name = re.sub(r":[0-9]*$", "", host.decode("latin-1").lower()).rstrip(".")
+        parents = {"*" + name[at:] for at, char in enumerate(name) if char == "."}
+        if name in self._names or not parents.isdisjoint(self._names):
+            return
+        try:
+            ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
+        except ValueError:
+            message = "the Host header names another server than this one (--allowed-hosts)"
+            raise ApiError(403, "host_not_allowed", message) from None
 
 
 def _digest(key: str | bytes) -> bytes:

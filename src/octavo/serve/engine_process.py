@@ -24,11 +24,11 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from octavo import collector, early_start
+from octavo.child import tie_to
 from octavo.config import EngineConfig, load_config
 from octavo.engine import EngineCore
 from octavo.observe import Phases, setup_logging
 from octavo.sampling_params import Limits, ParameterError, check, check_request_options, check_token_ids
-from octavo.serve.child import tie_to
 from octavo.serve.messages import (
     MAX_TEXT,
     PROTOCOL,

@@ -17,18 +17,20 @@ from typing import Any
 
 import msgspec
 
+from octavo.serve.auth import HostNames
 from octavo.serve.errors import ApiError, Headers, bad_request
 from octavo.serve.settings import ServeConfig
-from octavo.serve.strict_json import parse
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Parse = Callable[[bytes, int], Awaitable[dict[str, Any]]]  # a body and the most values that it may hold: see Texts
 
 JSON = b"application/json"
 CLIENT_LEFT = 499  # for logs and metrics; never sent
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9_.-]{1,128}")
 _COMMENT = b": keep-alive\n\n"
+IDLE_EVENT = "octavo.idle_event"  # of a scope whose reply streams: bytes that say nothing and may be sent at any time
 
 
 class ClientLeftError(Exception):
@@ -38,8 +40,11 @@ class ClientLeftError(Exception):
 class Exchange:
     """One request and its reply."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, config: ServeConfig) -> None:
-        """`scope`, `receive` and `send` are ASGI's."""
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, config: ServeConfig, parse: Parse | None = None
+    ) -> None:
+        """`scope`, `receive` and `send` are ASGI's. `parse`: how bodies are read, if any are: see `json`."""
+        self._scope = scope
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.raw_headers: list[tuple[bytes, bytes]] = scope["headers"]
@@ -55,6 +60,7 @@ class Exchange:
         self.last_sent = self.started  # of a stream
         self._streaming = self._ended = self._left = False
         self._config, self._receive, self._send = config, receive, send
+        self._parse = parse
 
     def header(self, name: bytes) -> bytes:
         """A header's value; b"" if it is not there, values with commas if it is there twice."""
@@ -68,7 +74,8 @@ class Exchange:
             raise ApiError(415, "unsupported_media_type", "use Content-Type: application/json in UTF-8")
         if self.header(b"content-encoding").lower() not in (b"", b"identity"):
             raise ApiError(415, "unsupported_encoding", "Content-Encoding is not supported")
-        return parse(await self._body(), self._config.max_items)
+        assert self._parse is not None, "an exchange that has a body knows how to read it"
+        return await self._parse(await self._body(), self._config.max_items)
 
     async def reply(self, status: int, body: bytes, content_type: bytes = JSON, headers: Headers = ()) -> None:
         """Send a whole reply."""
@@ -96,6 +103,7 @@ class Exchange:
             (b"x-request-id", self.request_id.encode()),
         ]
         self.status, self._streaming = 200, True
+        self._scope[IDLE_EVENT] = _COMMENT
         await self._send({"type": "http.response.start", "status": 200, "headers": sent})
 
     async def send(self, frames: bytes) -> None:
@@ -180,10 +188,11 @@ class Exchange:
         return given[0].decode() if len(given) == 1 and _REQUEST_ID.fullmatch(given[0]) else ""
 
 
-def check_host(exchange: Exchange) -> None:
-    """Refuse a request without exactly one plain Host (HTTP/1.0 may have none). Raises ApiError."""
+def check_host(exchange: Exchange, names: HostNames) -> None:
+    """Refuse a request without exactly one plain Host (HTTP/1.0 may have none) that is ours. Raises ApiError."""
     hosts = [value for name, value in exchange.raw_headers if name == b"host"]
     if not hosts and exchange.http_version == "1.0":
         return
     if len(hosts) != 1 or not re.fullmatch(rb"[A-Za-z0-9_.:\[\]%-]{1,255}", hosts[0]):
         raise bad_request("invalid_host", "exactly one valid Host header is needed")
+    names.check(hosts[0])

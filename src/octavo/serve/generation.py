@@ -31,7 +31,6 @@ from octavo.serve.state import ServeState, too_many
 from octavo.serve.stream import OutputStream, SlowReaderError, pieces
 
 COMPLETION_TOKENS = 16  # of a completion whose request says nothing; a chat fills the context
-_LONG_TEXT = 16_384  # characters of a request; what is beyond them is tokenized off the event loop
 _DEFAULTS = SamplingParams()
 
 
@@ -139,11 +138,7 @@ async def read_text(
 ) -> Prompt:
     """A text as a prompt, behind others of the request with so many characters. Raises ParameterError."""
     check_text(text, state.engine.limits)
-    encode = state.engine.tokenizer.encode
-    if num_chars_before + len(text) > _LONG_TEXT:
-        token_ids = await asyncio.to_thread(encode, text, add_special_tokens)
-    else:
-        token_ids = encode(text, add_special_tokens)
+    token_ids = await state.texts.encode(text, add_special_tokens=add_special_tokens, num_chars_before=num_chars_before)
     return Prompt(token_ids, text)
 
 
@@ -165,11 +160,9 @@ async def render_chat(
         if not isinstance(value, bool | int | float | str):
             raise ParameterError("chat_template_kwargs", f"{name} must be a plain value", "invalid_type")
     variables = {**state.config.default_chat_template_kwargs, **(template_kwargs or {})}
-    text, token_ids = await asyncio.to_thread(
-        state.tokenizer.render_chat, messages, chat_template_kwargs=variables, **options
-    )
-    is_chat = bool(options.get("add_generation_prompt", True))
-    return Prompt(check_token_ids(token_ids, state.engine.limits, kept), text, is_chat)
+    limits, is_chat = state.engine.limits, bool(options.get("add_generation_prompt", True))
+    text, token_ids = await state.texts.render_chat(messages, limits, chat_template_kwargs=variables, **options)
+    return Prompt(check_token_ids(token_ids, limits, kept), text, is_chat)
 
 
 def make_params(

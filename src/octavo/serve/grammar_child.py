@@ -19,8 +19,8 @@ from typing import BinaryIO
 import msgspec
 
 from octavo.checks import ParameterError
+from octavo.child import tie_to
 from octavo.grammar import Grammars, Vocabulary
-from octavo.serve.child import tie_to
 from octavo.structured_outputs import StructuredOutputsParams
 
 MAX_FRAME_BYTES = 1 << 28

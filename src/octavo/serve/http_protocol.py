@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import http
 import re
-from typing import Any
+from typing import Any, cast
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from octavo.serve.errors import ApiError, bad_request, not_ready
-from octavo.serve.exchange import Exchange, Receive, Scope, Send
+from octavo.serve.exchange import IDLE_EVENT, Exchange, Receive, Scope, Send
 from octavo.serve.settings import ServeConfig
 
 MAX_HEAD_BYTES = 32 << 10
@@ -27,7 +27,10 @@ MAX_CHUNK_EXTRA_BYTES = 1024  # of a chunked body: extensions and trailers, beyo
 _CHUNK_LINE_BYTES = 24
 _REQUEST_LINE_BYTES = 16  # beside the target
 _DISCARD_SECONDS = 5.0  # for the rest of a body whose reply is sent
-_LINGER_SECONDS = 1.0  # between our last word and the end of the connection: a reset would take the word back
+_LINGER_SECONDS = 1.0  # without a byte, between our last word and the end: a reset would take the word back
+_MAX_LINGER_SECONDS = 30.0
+MAX_LINGER_BYTES = 1 << 27
+_FIRST_PROBE_SECONDS, _MAX_PROBE_SECONDS = 0.05, 1.0  # whether a client that says no more still listens
 _SEND_BUFFER_BYTES = 64 << 10
 
 _METHOD = re.compile(rb"[A-Za-z!#$%&'*+.^_`|~0-9-]{1,32} /")
@@ -64,6 +67,10 @@ class GuardedProtocol(HttpToolsProtocol):
         self._body_bytes = self._num_chunks = 0
         self._deaf = False  # nothing more is read from this connection
         self._answering: RequestResponseCycle | None = None
+        self._lingers_until = self._heard_at = 0.0  # 0: it does not linger
+        self._num_left_bytes = MAX_LINGER_BYTES  # that are read and thrown away, once nothing more is listened to
+        self._half_closed = False  # the client says no more, and may listen
+        self._probe_clock: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client is there."""
@@ -77,6 +84,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """The client has left, or we closed."""
         self._stop_clock()
+        self._stop_probes()
         self.resume_writing()
         self._deaf = True
         running = self._answering
@@ -88,6 +96,10 @@ class GuardedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Bytes arrived."""
         if self._deaf:
+            self._heard_at = self.loop.time()
+            self._num_left_bytes -= len(data)
+            if self._num_left_bytes < 0:
+                self.transport.close()
             return
         self._unset_keepalive_if_required()
         begins = not self._in_message
@@ -119,8 +131,46 @@ class GuardedProtocol(HttpToolsProtocol):
             return _head_too_large() if self._raw_bytes > MAX_HEAD_BYTES else None
         extra = self._raw_bytes - self._header_bytes - self._body_bytes - _CHUNK_LINE_BYTES * self._num_chunks
         if self._num_chunks and extra > MAX_CHUNK_EXTRA_BYTES:
-            return bad_request("invalid_http", "a chunk's extension is too long")
+            message = f"chunk extensions and trailers may have {MAX_CHUNK_EXTRA_BYTES} bytes together"
+            return bad_request("invalid_http", message)
         return None
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client says no more. Whether the connection stays open: for answers that it may wait for."""
+        running = self._answering
+        if self._deaf or self._in_message or running is None or running.response_complete:
+            return False
+        self._half_closed = True
+        self._stop_clock()
+        self._probe(running, _FIRST_PROBE_SECONDS)
+        return True
+
+    def _probe(self, running: RequestResponseCycle, seconds: float) -> None:
+        """See in a while whether the client is there: what is sent to one that has left comes back as an error."""
+        self._probe_clock = self.loop.call_later(seconds, self._probe_now, running, seconds)
+
+    def _probe_now(self, running: RequestResponseCycle, seconds: float) -> None:
+        self._probe_clock = None
+        if running is not self._answering:
+            running, seconds = self._answering or running, _FIRST_PROBE_SECONDS
+        if self.transport.is_closing() or running.response_complete:
+            return
+        idle = cast(Scope, running.scope).get(IDLE_EVENT)
+        if running.response_started:
+            if idle is not None and not self.flow.write_paused:
+                self.transport.write(b"%x\r\n%s\r\n" % (len(idle), idle))
+        elif running.scope["http_version"] == "1.0":  # there is nothing that it would skip
+            if seconds >= _MAX_PROBE_SECONDS:
+                self.transport.abort()
+                return
+        else:
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self._probe(running, min(2 * seconds, _MAX_PROBE_SECONDS))
+
+    def _stop_probes(self) -> None:
+        if self._probe_clock is not None:
+            self._probe_clock.cancel()
+            self._probe_clock = None
 
     def pause_writing(self) -> None:
         """The client does not read as fast as we write."""
@@ -150,7 +200,9 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A whole header."""
+        """A whole header, or a trailer: that comes too late to say anything, and counts as a chunk's extension."""
+        if self._in_body:
+            return
         self._num_headers += 1
         size = len(name) + len(value) + 4
         self._header_bytes += size
@@ -171,16 +223,21 @@ class GuardedProtocol(HttpToolsProtocol):
         if len(self.pipeline) >= MAX_PIPELINED and refusal is None:
             refusal = ApiError(503, "overloaded", f"more than {MAX_PIPELINED} pipelined requests")
         if refusal is None:
-            super().on_headers_complete()
+            self._begin_cycle()
             return
         self._refusal = refusal
         if not self._deaf:
             self._deaf = True
             usual, self.app = self.app, _Refusal(refusal, self.limits)
             try:
-                super().on_headers_complete()
+                self._begin_cycle()
             finally:
                 self.app = usual
+
+    def _begin_cycle(self) -> None:
+        super().on_headers_complete()
+        if self.cycle is not None:
+            self.cycle.transport = cast(asyncio.Transport, _ReplyTransport(self))
 
     def on_chunk_header(self) -> None:
         """A chunk begins."""
@@ -201,14 +258,27 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """A reply is sent; what is left of its request's body is thrown away, for a while."""
+        if self._lingers_until:
+            self.server_state.total_requests += 1
+            return
         super().on_response_complete()
         if self.transport.is_closing() or (self._answering and not self._answering.response_complete):
             return  # the next one's turn
-        if self._deaf:
+        if self._half_closed:
+            self.transport.close()
+        elif self._deaf:
             self._linger()
         elif self._in_message:
             self._unset_keepalive_if_required()
             self._start_clock(_DISCARD_SECONDS)
+
+    def end(self) -> None:
+        """Close behind a reply. A body that still comes is read: unread, it would reset the connection."""
+        if self._in_message:
+            self._deaf = True
+            self._linger()
+        else:
+            self.transport.close()
 
     def cut(self) -> None:
         """The server ends: tell a client whose reply has not begun, wait no longer for one that does not read."""
@@ -253,9 +323,12 @@ class GuardedProtocol(HttpToolsProtocol):
         self._linger()
 
     def _linger(self) -> None:
-        """Say no more, read what still comes, and close soon."""
+        """Say no more, read what still comes, and close when nothing does."""
         self._stop_clock()
+        self._stop_probes()
         self._unset_keepalive_if_required()
+        self._heard_at = self.loop.time()
+        self._lingers_until = self._heard_at + _MAX_LINGER_SECONDS
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.flow.resume_reading()
@@ -274,12 +347,31 @@ class GuardedProtocol(HttpToolsProtocol):
         self._clock = None
         if self._in_message and not self._in_body and not self._deaf:
             self._refuse(ApiError(408, "header_timeout", "the head of the request did not arrive in time"))
+            return
+        now = self.loop.time()
+        if not self._lingers_until and self._in_message:  # a body that nobody wants, and its reply is sent
+            self._deaf = True
+            self._linger()
+        elif now < self._lingers_until and now - self._heard_at < _LINGER_SECONDS:
+            self._start_clock(_LINGER_SECONDS)
         else:
             self.transport.close()
 
     def _give_up(self) -> None:
         self._send_clock = None
         self.transport.abort()
+
+
+class _ReplyTransport:
+    """What a reply is written to. Its end is the protocol's to choose."""
+
+    def __init__(self, protocol: GuardedProtocol) -> None:
+        self._protocol = protocol
+        self.write = protocol.transport.write
+        self.is_closing = protocol.transport.is_closing
+
+    def close(self) -> None:
+        self._protocol.end()
 
 
 class _Refusal:

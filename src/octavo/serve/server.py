@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import json
 import logging
 import os
@@ -35,6 +36,8 @@ from octavo.settings import ConfigError
 _LOG = logging.getLogger(__name__)
 _BACKLOG = 4096
 _LAST_SECONDS = 2.0  # once all requests have ended: for replies on their way, and bodies that still come
+_HURRY_SECONDS = 1.0  # for the last events of open streams, after a second signal
+_SURELY_SECONDS = 20.0  # beyond the grace time, for an end in order
 _SEND_BUFFER_BYTES = 256 << 10  # of the kernel, per connection: a slow reader is noticed in time
 
 
@@ -143,39 +146,48 @@ async def _serve(config: EngineConfig, serve: ServeConfig, sock: socket.socket, 
         app = create_app(engine, serve)
         settings = uvicorn.Config(
             app, http=guarded(serve), ws="none", lifespan="off", log_config=None, access_log=False,
-            server_header=False, backlog=_BACKLOG, timeout_graceful_shutdown=5,
+            server_header=False, backlog=_BACKLOG, timeout_graceful_shutdown=_LAST_SECONDS + 1,  # type: ignore[arg-type]
+
             timeout_keep_alive=serve.idle_timeout,  # type: ignore[arg-type]
             ssl_keyfile=serve.ssl_keyfile, ssl_certfile=serve.ssl_certfile, ssl_ca_certs=serve.ssl_ca_certs,
             ssl_cert_reqs=serve.ssl_cert_reqs,
         )  # fmt: skip
+        app.state.texts.warm()
         server = _Server(settings)
         collector.settle()
-        code = await _until_the_end(server, engine, serve, sock)
-        await app.close()
-        return code
+        try:
+            return await _until_the_end(server, engine, serve, sock)
+        finally:
+            await app.close()
     finally:
         await engine.close()
 
 
 async def _until_the_end(server: _Server, engine: AsyncEngine, serve: ServeConfig, sock: socket.socket) -> int:
     """Serve; on a signal drain; on a second one, or when the engine is gone for good, stop at once."""
-    stopping = asyncio.Event()
+    stopping, hurrying = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
 
+    def stop_now() -> None:
+        server.force_exit = server.should_exit = True
+        server.cut()
+
     def on_signal() -> None:
-        if stopping.is_set():
+        if hurrying.is_set():
+            stop_now()
+        elif stopping.is_set():
             _LOG.warning("stopping at once")
-            server.force_exit = server.should_exit = True
-            server.cut()
-            drain.cancel()
+            hurrying.set()
+            loop.call_later(_HURRY_SECONDS, stop_now)
         stopping.set()
+        _end_surely(_HURRY_SECONDS if hurrying.is_set() else serve.drain_seconds)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     dead = asyncio.create_task(engine.wait_dead())
     asked = asyncio.create_task(stopping.wait())
-    drain = asyncio.create_task(_drain_when(stopping, engine, serve.drain_seconds))
+    drain = asyncio.create_task(_drain_when(stopping, hurrying, engine, serve.drain_seconds))
     while not server.started and not serving.done():
         await asyncio.sleep(0.005)
     announce(sock, engine.model_name, serve)
@@ -193,11 +205,23 @@ async def _until_the_end(server: _Server, engine: AsyncEngine, serve: ServeConfi
     return code
 
 
-async def _drain_when(stopping: asyncio.Event, engine: AsyncEngine, seconds: float) -> None:
+async def _drain_when(stopping: asyncio.Event, hurrying: asyncio.Event, engine: AsyncEngine, seconds: float) -> None:
+    """Let requests end; when that has taken `seconds`, or shall be quick, they end with an error."""
     await stopping.wait()
     if count := engine.num_requests:
         _LOG.warning("shutting down: %d open requests have %g s to end", count, seconds)
-    await engine.drain(seconds)
+    drain, hurry = asyncio.create_task(engine.drain(seconds)), asyncio.create_task(hurrying.wait())
+    await asyncio.wait([drain, hurry], return_when=asyncio.FIRST_COMPLETED)
+    if not drain.done():
+        drain.cancel()
+        await engine.drain(0.0)
+    hurry.cancel()
+
+
+def _end_surely(seconds: float) -> None:
+    """End this process if it has not ended some time after `seconds`, whatever holds it up, and say where it stood."""
+    with contextlib.suppress(OSError, AttributeError, ValueError, RuntimeError):  # without a stderr
+        faulthandler.dump_traceback_later(seconds + _SURELY_SECONDS, exit=True)
 
 
 class _Server(uvicorn.Server):

@@ -65,6 +65,10 @@ class ServeConfig:
     )  # fmt: skip
     admin_key_file: str | None = setting(None, "a file with such keys, as above", "str")
     insecure_no_auth: bool = setting(False, "listen beyond loopback although there is no key", "bool")
+    allowed_hosts: str | None = setting(
+        None, "names that requests may give as Host, with commas; *: any (default: without a key on the loopback, "
+        "localhost and addresses; else any)", "str", several=True,
+    )  # fmt: skip
     cors_origins: str | None = setting(
         None, "web origins that may call from a browser, with commas", "str", several=True
     )
@@ -111,6 +115,17 @@ class ServeConfig:
                 "host", self.host, "others can reach it and there is no key",
                 "set --api-key-file, or --insecure-no-auth if that is meant",
             )  # fmt: skip
+
+    @property
+    def checks_hosts(self) -> bool:
+        """Whether requests must name this server as Host.
+
+        Where the loopback is all that guards a server, a web page must not get in by a name that it owns and lets
+        point to 127.0.0.1. A key guards against that as well.
+        """
+        if self.allowed_hosts is not None:
+            return "*" not in split(self.allowed_hosts)
+        return self.uds is None and is_loopback(self.host) and not self.has_key
 
     @property
     def has_key(self) -> bool:

@@ -14,13 +14,14 @@ from pathlib import Path
 
 from octavo.sampling_params import ParameterError, SamplingParams
 from octavo.serve.async_engine import AsyncEngine
-from octavo.serve.auth import Keys
+from octavo.serve.auth import HostNames, Keys
 from octavo.serve.errors import ApiError, not_ready
 from octavo.serve.exchange import Exchange
 from octavo.serve.grammar import GrammarJail
 from octavo.serve.metrics import ServerMetrics
 from octavo.serve.parsers.output import ParserChoice
 from octavo.serve.settings import ServeConfig, read_keys, split
+from octavo.serve.texts import Texts
 from octavo.settings import ConfigError
 from octavo.text.thinking import ThinkingRule
 from octavo.text.tokenizer import Tokenizer
@@ -37,6 +38,7 @@ class ServeState:
         """Raises ConfigError for keys or a template that cannot be read."""
         self.engine, self.config = engine, config
         self.keys = Keys(read_keys(config, "api_key"), read_keys(config, "admin_key"))
+        self.host_names = HostNames(split(config.allowed_hosts), is_open=not config.checks_hosts)
         self.model_names = split(config.served_model_name) or [engine.model_name]
         self.template_kwargs = frozenset(split(config.allowed_template_kwargs))
         self.metrics = ServerMetrics(self.model_names[0], max_model_len=engine.limits.max_model_len)
@@ -52,6 +54,7 @@ class ServeState:
             sources.clear()
             sources["default"] = _read_template(config.chat_template)
         self.parsers, self.thinking = _choose_parsers(engine, config)
+        self.texts = Texts(engine.tokenizer)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -131,6 +134,7 @@ class ServeState:
             self._ticker.cancel()
         if self._jail is not None:
             await self._jail.close()
+        self.texts.close()
 
 
 def _choose_parsers(engine: AsyncEngine, config: ServeConfig) -> tuple[ParserChoice, ThinkingRule]:

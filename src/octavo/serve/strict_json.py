@@ -49,7 +49,7 @@ def parse(body: bytes, max_items: int) -> dict[str, Any]:
 
 def _check_shape(bare: bytes, max_items: int) -> None:
     """Bounds, from the body without its strings, before a value is built."""
-    if bare.count(b",") >= max_items:
+    if bare.count(b",") + bare.count(b"[") + bare.count(b"{") > max_items:  # each begins a value
         raise bad_request("too_many_items", f"the body holds more than {max_items} values")
     if _LONG_INTEGER.search(bare):
         raise bad_request("out_of_range", f"an integer has more than {_MAX_DIGITS} digits")

@@ -34,10 +34,10 @@ class ControlTokens:
     def __init__(self, backend: tokenizers.Tokenizer, tokens: Mapping[str, int]) -> None:
         """`tokens`: text -> id. A token of one character cannot be broken and is not guarded."""
         self._backend = backend
-        self._ids = {token: token_id for token, token_id in tokens.items() if len(token) > 1}
-        longest_first = sorted(self._ids, key=len, reverse=True)
+        self.ids = {token: token_id for token, token_id in tokens.items() if len(token) > 1}
+        longest_first = sorted(self.ids, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-        heads = {token[:k] for token in self._ids for k in range(1, len(token))}
+        heads = {token[:k] for token in self.ids for k in range(1, len(token))}
         self._heads = {head for head in heads if not head.isalnum()}  # templates compare plain words
         self._longest_head = max(map(len, self._heads), default=0)
 
@@ -54,6 +54,10 @@ class ControlTokens:
             raise ParameterError("messages", message, "invalid_unicode")
         return guarded
 
+    def is_guarded(self, rendered: str) -> bool:
+        """Whether rendered text has guards, for which a second tokenizer is made at the first."""
+        return GUARD in rendered
+
     def plain(self, rendered: str) -> str:
         """Rendered text without guards, to show."""
         return rendered.replace(GUARD, "")
@@ -61,11 +65,11 @@ class ControlTokens:
     def encode(self, rendered: str) -> list[int]:
         """Token ids of rendered text, nothing added. Raises ParameterError if a guard is there and cannot be kept."""
         if GUARD not in rendered:
-            return self._backend.encode(rendered, add_special_tokens=False).ids
+            return encode_text(self._backend, rendered, False, "messages")
         if RENAME in rendered:
             raise ParameterError("messages", "U+FDD1 cannot stand beside control tokens", "invalid_unicode")
         renamed = self._pattern.sub(lambda match: _new_name(match[0]), rendered)
-        return self._twin.encode(renamed.replace(GUARD, ""), add_special_tokens=False).ids
+        return encode_text(self._twin, renamed.replace(GUARD, ""), False, "messages")
 
     @functools.cached_property
     def _twin(self) -> tokenizers.Tokenizer:
@@ -75,7 +79,7 @@ class ControlTokens:
         tree = json.loads(self._backend.to_str())
         tree["post_processor"] = None
         for added in tree["added_tokens"]:
-            if added["content"] in self._ids:
+            if added["content"] in self.ids:
                 added["content"] = _new_name(added["content"])
         model = tree["model"]
         if isinstance(model["vocab"], dict):
@@ -85,14 +89,26 @@ class ControlTokens:
         if isinstance(model.get("unk_token"), str):
             model["unk_token"] = self._renamed(model["unk_token"])
         twin = tokenizers.Tokenizer.from_str(json.dumps(tree))
-        for token, token_id in self._ids.items():
+        for token, token_id in self.ids.items():
             if token_id not in twin.encode(_new_name(token), add_special_tokens=False).ids:
                 message = "text that looks like control tokens cannot be encoded with this tokenizer"
                 raise ParameterError("messages", message, "unsupported")
         return twin
 
     def _renamed(self, token: str) -> str:
-        return _new_name(token) if token in self._ids else token
+        return _new_name(token) if token in self.ids else token
+
+
+def encode_text(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool, field: str = "prompt") -> list[int]:
+    """Token ids. Raises ParameterError for a text that the tokenizer has no tokens for."""
+    try:
+        return backend.encode(text, add_special_tokens=add_special_tokens).ids
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # the library raises bare Exceptions, and its panics are no Exceptions
+        reason = " ".join(str(error).split())[:120]  # of the tokenizer's own parts: it repeats no text
+        message = f"cannot be tokenized: the model's tokenizer fails on it ({reason})"
+        raise ParameterError(field, message, "untokenizable") from None
 
 
 def _new_name(token: str) -> str:

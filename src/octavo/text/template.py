@@ -59,6 +59,30 @@ class ChatTemplate:
         """The default template's source."""
         return self.sources.get("default")
 
+    def conversation(
+        self,
+        messages: object,
+        *,
+        tools: Sequence[Any] | None = None,
+        documents: Sequence[Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """The arguments of `render` as plain data for another process, checked. No template is looked at.
+
+        Raises ParameterError as `render` does for what does not depend on the template.
+        """
+        checked, _ = self._check(messages, tools, documents, add_generation_prompt, continue_final_message)
+        return {
+            "messages": [_plain(message, str) for message in checked],
+            "tools": _plain(tools, str),
+            "documents": _plain(documents, str),
+            "add_generation_prompt": bool(add_generation_prompt),
+            "continue_final_message": bool(continue_final_message),
+            "template_kwargs": _plain(dict(template_kwargs or {}), str),
+        }
+
     def render(
         self,
         messages: object,
@@ -80,15 +104,7 @@ class ChatTemplate:
             TemplateError: no template, a broken one, or one that refuses these messages.
 
         """
-        checked = check_messages(messages)
-        if continue_final_message and add_generation_prompt:
-            raise ParameterError("continue_final_message", "excludes add_generation_prompt", "unsupported_parameter")
-        for name, entries in (("tools", tools), ("documents", documents)):
-            if entries is not None and not _is_list_of_objects(entries):
-                raise ParameterError(name, "must be a list of objects", "invalid_type")
-        source = self.sources.get("tool_use" if tools and "tool_use" in self.sources else "default")
-        if source is None:
-            raise TemplateError("the model has no chat template; give the prompt as text or token ids")
+        checked, source = self._check(messages, tools, documents, add_generation_prompt, continue_final_message)
         template, takes = _compile(source)
         for message in checked:
             _shape(message, takes)
@@ -99,6 +115,26 @@ class ChatTemplate:
         variables |= {"messages": chat, "add_generation_prompt": add_generation_prompt}
         text = _run(template, variables)
         return _cut_final(text, last) if continue_final_message else text
+
+    def _check(
+        self,
+        messages: object,
+        tools: Sequence[Any] | None,
+        documents: Sequence[Any] | None,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+    ) -> tuple[list[dict[str, Any]], str]:
+        """What does not depend on the template's inside: the messages, and the template that takes them."""
+        checked = check_messages(messages)
+        if continue_final_message and add_generation_prompt:
+            raise ParameterError("continue_final_message", "excludes add_generation_prompt", "unsupported_parameter")
+        for name, entries in (("tools", tools), ("documents", documents)):
+            if entries is not None and not _is_list_of_objects(entries):
+                raise ParameterError(name, "must be a list of objects", "invalid_type")
+        source = self.sources.get("tool_use" if tools and "tool_use" in self.sources else "default")
+        if source is None:
+            raise TemplateError("the model has no chat template; give the prompt as text or token ids")
+        return checked, source
 
 
 def check_messages(messages: object) -> list[dict[str, Any]]:

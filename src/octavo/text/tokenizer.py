@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from octavo.sampling_params import ParameterError, SamplingParams, check_unicode
-from octavo.text.control_tokens import ControlTokens
+from octavo.text.control_tokens import ControlTokens, encode_text
 from octavo.text.detokenizer import (
     ByteDetokenizer,
     DecoderKind,
@@ -140,8 +140,11 @@ class Tokenizer:
             raise ValueError(f"tokenizer.json: token id {worst} is outside the model's vocab_size {num_rows}")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a plain prompt. Special tokens in the text count as such, as with Hugging Face."""
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        """Token ids of a plain prompt. Special tokens in the text count as such, as with Hugging Face.
+
+        Raises ParameterError for a text that this tokenizer has no tokens for.
+        """
+        return encode_text(self.backend, text, add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`. Unknown ids add nothing, broken characters become U+FFFD."""
@@ -199,10 +202,10 @@ class Tokenizer:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             template_kwargs=chat_template_kwargs,
-            guard=self._control.guard,
+            guard=self.control.guard,
         )
         check_unicode("messages", rendered)
-        return self._control.plain(rendered), self._control.encode(rendered)
+        return self.control.plain(rendered), self.control.encode(rendered)
 
     def apply_chat_template(
         self,
@@ -244,7 +247,8 @@ class Tokenizer:
         return replace(params, bad_words_token_ids=sequences)
 
     @functools.cached_property
-    def _control(self) -> ControlTokens:
+    def control(self) -> ControlTokens:
+        """The guard of messages, and the encoder of what a template makes of them."""
         return ControlTokens(self.backend, {self._added[token_id]: token_id for token_id in self.special_token_ids})
 
     def _id_of(self, name: str) -> int | None:

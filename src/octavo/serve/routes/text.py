@@ -56,7 +56,8 @@ async def detokenize(state: ServeState, exchange: Exchange) -> None:
     if request.model is not None:
         state.check_model(request.model)
     tokens = _check_tokens(request.tokens, state.engine.limits.num_token_ids or state.engine.limits.vocab_size)
-    text = state.tokenizer.decode(tokens, skip_special_tokens=request.skip_special_tokens)
+    assert state.tokenizer, "there is one to decode with"
+    text = await state.texts.decode(tokens, skip_special_tokens=request.skip_special_tokens)
     await exchange.reply_json({"prompt": text})
 
 
