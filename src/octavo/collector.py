@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 from collections.abc import Iterator
 
 _SELDOM = (50_000, 20, 50)
+_LOCK = threading.Lock()
+_before: list[tuple[int, int, int]] = []  # the thresholds outside, once for each that is within `seldom`
 
 
 def settle() -> None:
@@ -44,11 +47,15 @@ def loading() -> Iterator[None]:
 
 @contextlib.contextmanager
 def seldom() -> Iterator[None]:
-    """Within: collections are seldom, unless the process has its own idea of them."""
-    before = gc.get_threshold()
-    if 0 < before[0] < _SELDOM[0]:
-        gc.set_threshold(*_SELDOM)
+    """Within: collections are seldom, unless the process has its own idea of them. Threads may be within together."""
+    with _LOCK:
+        _before.append(_before[0] if _before else gc.get_threshold())
+        if 0 < _before[0][0] < _SELDOM[0]:
+            gc.set_threshold(*_SELDOM)
     try:
         yield
     finally:
-        gc.set_threshold(*before)
+        with _LOCK:
+            outside = _before.pop()
+            if not _before:
+                gc.set_threshold(*outside)

@@ -337,6 +337,11 @@ class Engine:
         self.times.output += time.perf_counter() - started
         return outputs + new_outputs
 
+    def enter_thread(self) -> None:
+        """To be called by a thread that steps from now on, unless the engine was made there."""
+        if "runner" in vars(self):  # a closed engine says so when it is to step
+            self.runner.enter_thread()
+
     def capture_rest(self) -> None:
         """Capture now what the start has left: a step's graph, else, when one of its size is first asked for."""
         while self.core.capture_next():

@@ -1,13 +1,12 @@
 """LLM: offline generation, with vLLM's names.
 
 Owns the reading of prompts (text, token ids, chat messages), the order of results, and the life of the engine behind
-it. Knows nothing of steps or rows. Invariant: `generate` gives one finished RequestOutput per prompt, in order; if it
-raises, whatever it had queued is gone and the engine is idle. Ctrl-C waits for the end of a step.
+it. Knows nothing of steps, rows or threads. Invariant: `generate` gives one finished RequestOutput per prompt, in
+order; if it raises, whatever it had queued is gone. Ctrl-C waits for the end of a step.
 """
 
 from __future__ import annotations
 
-import collections
 import copy
 import itertools
 import numbers
@@ -21,7 +20,6 @@ from msgspec.structs import force_setattr
 from octavo import collector
 from octavo.config import load_config
 from octavo.engine import Engine
-from octavo.interrupts import HeldInterrupt
 from octavo.observe import Phases, progress
 from octavo.outputs import RequestOutput
 from octavo.probe import numerics_id
@@ -34,6 +32,7 @@ from octavo.sampling_params import (
     num_kept,
 )
 from octavo.settings import ConfigError
+from octavo.sharing import Call, Queued, SharedEngine
 from octavo.text.jail import TextJail
 from octavo.text.thinking import ThinkingRule
 
@@ -63,7 +62,13 @@ class _Checked(NamedTuple):
 
 
 class LLM:
-    """A model that generates. Use it as a context manager, or call `close`, to release it early."""
+    """A model that generates. Use it as a context manager, or call `close`, to release it early.
+
+    Any number of threads may use one LLM. Their requests run in one batch, so together they are as fast as one call
+    with all prompts, and each is answered as if it were alone. An error, Ctrl-C or a stream that is dropped ends the
+    requests of its own call only. `close` ends all: who waits then gets RuntimeError. An iterator of `stream` is for
+    one thread at a time, as any iterator is. `LLM.engine` itself is not for several threads.
+    """
 
     def __init__(
         self,
@@ -88,7 +93,7 @@ class LLM:
             raise ConfigError("reasoning_parser", config.reasoning_parser, str(error)) from None
         self._jail = TextJail(self.engine.tokenizer)
         self._ids = itertools.count()
-        self._boxes: dict[str, collections.deque[RequestOutput]] = {}  # outputs of live requests, per id
+        self._shared = SharedEngine(self.engine)
 
     def generate(
         self,
@@ -150,19 +155,16 @@ class LLM:
         else:
             ready = self._ready(prompt, params)  # type: ignore[arg-type]
         request = self._check(ready, _with_kind(params, RequestOutputKind.DELTA), 0)
-        with HeldInterrupt():
-            request_id = self._queue(request)
-        box = self._boxes[request_id]
+        call = Call([[self._queued(request)]])
         try:
+            self._shared.submit(call)
             while True:
-                while box:
-                    output = box.popleft()
+                for output in self._shared.wait(call):
                     yield output
                     if output.finished:
                         return
-                self._pump()
         finally:
-            self._abandon([request_id])
+            self._shared.forget(call)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the checkpoint's generation_config.json asks for, where it says something."""
@@ -174,7 +176,7 @@ class LLM:
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached prefix. False while requests run."""
-        return self.engine.scheduler.reset_prefix_cache()
+        return self._shared.exclusively(self.engine.scheduler.reset_prefix_cache)
 
     @property
     def numerics_id(self) -> str:
@@ -182,9 +184,9 @@ class LLM:
         return numerics_id(self.engine.numerics_contract)
 
     def close(self) -> None:
-        """Release the engine."""
+        """Release the engine, at the end of a step that runs."""
         self._jail.close()
-        self.engine.close()
+        self._shared.exclusively(self.engine.close)
 
     def __enter__(self) -> Self:
         """The LLM itself."""
@@ -229,19 +231,21 @@ class LLM:
         checked = self.engine.check(len(ready.token_ids), params, priority=priority, cache_salt=ready.cache_salt)
         return _Checked(ready, *checked, priority)
 
-    def _queue(self, request: _Checked) -> str:
+    def _queued(self, request: _Checked) -> Queued:
         request_id, ready = str(next(self._ids)), request.ready
-        self.engine.queue(
-            request_id,
-            ready.token_ids,
-            request.params,
-            request.max_tokens,
-            prompt=ready.text,
-            priority=request.priority,
-            cache_salt=ready.cache_salt,
-        )
-        self._boxes[request_id] = collections.deque()
-        return request_id
+
+        def queue() -> None:
+            self.engine.queue(
+                request_id,
+                ready.token_ids,
+                request.params,
+                request.max_tokens,
+                prompt=ready.text,
+                priority=request.priority,
+                cache_salt=ready.cache_salt,
+            )
+
+        return request_id, queue
 
     def _run(
         self, ready: list[_Ready], params: list[SamplingParams], use_tqdm: bool | None, priority: Sequence[int] | None
@@ -249,25 +253,20 @@ class LLM:
         priorities = [0] * len(ready) if priority is None else _priorities(priority, len(ready))
         final = [_with_kind(own, RequestOutputKind.FINAL_ONLY) for own in params]
         requests = [self._check(*entry) for entry in zip(ready, final, priorities, strict=True)]
-        parts = iter(self._parts(requests))
-        ids: dict[str, None] = {}  # in order
+        parts = [[self._queued(request) for request in part] for part in self._parts(requests)]
         outputs: dict[str, RequestOutput] = {}
+        call = Call(parts)
         try:
+            self._shared.submit(call)
             with progress(len(ready), wanted=use_tqdm) as bar:
                 while len(outputs) < len(requests):
-                    if len(ids) < len(requests):
-                        with HeldInterrupt():
-                            for request in next(parts):
-                                ids[self._queue(request)] = None
-                    for output in self._pump():
-                        if output.request_id not in ids:
-                            continue  # a stream's, which takes it from its box
+                    for output in self._shared.wait(call):
                         outputs[output.request_id] = output
                         num_output = sum(len(completion.token_ids) for completion in output.outputs)
                         bar.add(1, len(output.prompt_token_ids or ()), num_output)
-            return [outputs[request_id] for request_id in ids]
+            return [outputs[request_id] for part in parts for request_id, _ in part]
         finally:
-            self._abandon(list(ids))
+            self._shared.forget(call)
 
     def _parts(self, requests: list[_Checked]) -> list[list[_Checked]]:
         """What is queued before each of the first steps: all, or prompts for half a step, and the rest.
@@ -282,18 +281,6 @@ class LLM:
         count = next((index for index, length in enumerate(lengths, 1) if length >= half), len(requests))
         return [requests[:count], requests[count:]]
 
-    def _pump(self) -> list[RequestOutput]:
-        """Run one step; outputs go to the boxes of their requests. Returns those that finished."""
-        finished = []
-        with HeldInterrupt():
-            for output in self.engine.step():
-                box = self._boxes.get(output.request_id)
-                if box is not None:
-                    box.append(output)
-                    if output.finished:
-                        finished.append(output)
-        return finished
-
     def _params_per_prompt(self, params: Params, count: int) -> list[SamplingParams]:
         if params is None:
             return [self.get_default_sampling_params()] * count
@@ -307,19 +294,6 @@ class LLM:
                 message = f"must be SamplingParams, got {type(entry).__name__}"
                 raise ParameterError(f"sampling_params[{index}]", message, "invalid_type")
         return given
-
-    def _abandon(self, request_ids: Sequence[str]) -> None:
-        """Forget requests, ended or not; with the last one gone, leave the engine idle."""
-        with HeldInterrupt():
-            self.engine.abort([request_id for request_id in request_ids if not self._has_finished(request_id)])
-            for request_id in request_ids:
-                del self._boxes[request_id]
-            while self.engine.has_unfinished and not self._boxes:
-                self._pump()
-
-    def _has_finished(self, request_id: str) -> bool:
-        box = self._boxes[request_id]
-        return bool(box) and box[-1].finished
 
 
 def _with_kind(params: SamplingParams, kind: RequestOutputKind) -> SamplingParams:

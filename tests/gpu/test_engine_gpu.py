@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,14 @@ def test_order_and_neighbours_change_nothing(prompts: list[str], alone: dict[str
         mixed = list(itertools.chain.from_iterable(zip(prompts, prompts, strict=True)))
         both = generate(llm, mixed, list(itertools.chain.from_iterable(zip(crowd, params, strict=True))))
         assert both[1::2] == alone["bfloat16"]
+
+
+def test_many_threads_have_the_bits_of_one(prompts: list[str], alone: dict[str, Result]) -> None:
+    """None of them is the thread that made the engine, and each may have to launch the first kernel of a step."""
+    with make_llm(dtype="bfloat16", max_num_seqs=50) as llm, ThreadPoolExecutor(len(prompts)) as pool:
+        params = params_of(len(prompts))
+        answers = pool.map(lambda index: generate(llm, [prompts[index]], [params[index]])[0], range(len(prompts)))
+        assert list(answers) == alone["bfloat16"]
 
 
 def test_log_probabilities_asked_or_not(prompts: list[str], alone: dict[str, Result]) -> None:

@@ -77,6 +77,11 @@ class Runner:
         self._prompt_logprobs: dict[int, _PromptLogprobs] = {}
         self._observers: list[LogitsObserver] = []
 
+    def enter_thread(self) -> None:
+        """Let the calling thread issue steps: what a GPU's driver is called with is a thread's own."""
+        if self._buffers.turn.is_cuda:
+            torch.cuda.current_stream(self._buffers.turn.device).query()
+
     def observe(self, observer: LogitsObserver) -> None:
         """Show the logits of every step to `observer`, from now on."""
         self._observers.append(observer)

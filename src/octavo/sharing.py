@@ -1,0 +1,163 @@
+"""SharedEngine: one engine for any number of threads, whose requests run in one batch.
+
+Owns which thread steps, the calls on their way in, and whom an output belongs to. It has no thread of its own: of the
+threads that wait for outputs one leads. The leader takes in what all have asked for, steps, and hands the outputs out;
+when it has what it waits for, or is interrupted, another leads. Knows no prompts and no text. Invariants: the engine is
+touched under `_lead` alone; who does not get it either is woken by who has it, or left something in `_inbox`, where
+every holder looks after it has let go.
+"""
+
+from __future__ import annotations
+
+import collections
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from octavo.engine import Engine
+from octavo.interrupts import HeldInterrupt
+from octavo.outputs import RequestOutput
+
+_T = TypeVar("_T")
+Queued = tuple[str, Callable[[], None]]
+"""A request's id, and what queues it in the engine."""
+
+
+class Call:
+    """Requests of one thread, and what came of them."""
+
+    def __init__(self, parts: Sequence[Sequence[Queued]]) -> None:
+        """`parts[i]` is queued before the call's step i."""
+        self.parts = collections.deque(parts)
+        self.outputs: collections.deque[RequestOutput] = collections.deque()
+        self.unfinished: dict[str, None] = {}  # ids of queued requests, in order
+        self.error: Exception | None = None  # why they could not be queued
+        self.is_over = False
+        self.wake = threading.Event()  # something may have changed for who waits
+
+    @property
+    def is_due(self) -> bool:
+        """Whether `wait` has something to say."""
+        return bool(self.outputs) or self.error is not None
+
+
+class SharedEngine:
+    """The engine's calls, one at a time."""
+
+    def __init__(self, engine: Engine) -> None:
+        """The calling thread is the one in which the engine was made."""
+        self._engine = engine
+        self._thread = threading.get_ident()  # that stepped last
+        self._lead = threading.Lock()
+        self._inbox = queue.SimpleQueue[Call]()  # may be used within a garbage collection, as its documentation says
+        self._arriving: list[Call] = []  # with parts to be queued
+        self._owners: dict[str, Call] = {}  # per id of a queued request
+        self._waiting: dict[Call, None] = {}  # in order; changed by single operations alone
+
+    def submit(self, call: Call) -> None:
+        """Ask for a call's requests. They are queued by whoever steps next."""
+        self._inbox.put(call)
+
+    def wait(self, call: Call) -> list[RequestOutput]:
+        """The call's next outputs, at least one. Steps for everybody until they are there, unless another does.
+
+        Raises what a step raises, and what queueing the call's requests raised. Ctrl-C waits for the end of a step.
+        """
+        try:
+            self._waiting[call] = None
+            while not call.is_due:
+                idle = self._inbox.empty() and not self._arriving
+                if (idle or self._alone(self._take_in)) and (call.is_due or self._alone(self._step)):
+                    continue
+                call.wake.wait()
+                call.wake.clear()
+        finally:
+            self._waiting.pop(call, None)
+            self._let_go()
+        if call.error is not None:
+            raise call.error
+        return [call.outputs.popleft() for _ in range(len(call.outputs))]
+
+    def forget(self, call: Call) -> None:
+        """Abort what is left of a call; with the last call gone, leave the engine idle.
+
+        Waits for no other thread and may run anywhere, since a stream's iterator may end in a garbage collection: if
+        another thread leads, it does the work at the end of its step.
+        """
+        call.is_over = True
+        self._inbox.put(call)
+        self._let_go()
+
+    def exclusively(self, action: Callable[[], _T]) -> _T:
+        """`action` between two steps."""
+        try:
+            with self._lead:
+                return action()
+        finally:
+            self._let_go()
+
+    def _alone(self, action: Callable[[], None]) -> bool:
+        """`action` as the leader. False, and nothing is done, if another thread leads."""
+        with HeldInterrupt():
+            if not self._lead.acquire(blocking=False):
+                return False
+            try:
+                action()
+            finally:
+                self._lead.release()
+        return True
+
+    def _let_go(self) -> None:
+        """After leading: see to what came in meanwhile, and let one of those who wait lead."""
+        while not self._inbox.empty() and self._alone(self._take_in):
+            pass
+        for call in list(self._waiting)[:1]:
+            call.wake.set()
+
+    def _take_in(self) -> None:
+        """Begin and end calls, and queue the next part of each."""
+        while not self._inbox.empty():
+            call = self._inbox.get()
+            if call.is_over:
+                self._end(call)
+            else:
+                self._arriving.append(call)
+        for call in self._arriving.copy():
+            self._queue_part(call)
+
+    def _queue_part(self, call: Call) -> None:
+        try:
+            for request_id, queue_it in call.parts.popleft():
+                queue_it()
+                self._owners[request_id] = call
+                call.unfinished[request_id] = None
+        except Exception as error:  # its own: the leader and others go on
+            call.error = error
+            call.parts.clear()
+            call.wake.set()
+        if not call.parts:
+            self._arriving.remove(call)
+
+    def _step(self) -> None:
+        if self._thread != threading.get_ident():
+            self._engine.enter_thread()
+            self._thread = threading.get_ident()
+        for output in self._engine.step():
+            call = self._owners.get(output.request_id)
+            if call is not None:
+                call.outputs.append(output)
+                if output.finished:
+                    del call.unfinished[output.request_id], self._owners[output.request_id]
+                call.wake.set()
+
+    def _end(self, call: Call) -> None:
+        if call in self._arriving:
+            self._arriving.remove(call)
+        for request_id in call.unfinished:
+            del self._owners[request_id]
+        if call.unfinished:
+            self._engine.abort(list(call.unfinished))
+            call.unfinished.clear()
+        while not self._owners and not self._arriving and self._engine.has_unfinished:
+            self._step()
