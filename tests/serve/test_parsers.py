@@ -242,6 +242,10 @@ def test_who_needs_special_tokens() -> None:
     assert ParserChoice.of("[TOOL_CALLS]").needs_special_tokens(tools=True)
     assert not ParserChoice.of("[TOOL_CALLS]").needs_special_tokens(tools=False)
     assert not ParserChoice.of("<tool_call><think>").needs_special_tokens(tools=True)
+    for mark in ("<tool_call>", "</think>"):  # where a vocabulary has it as a special token
+        choice = ParserChoice.of("<tool_call><think>", special_tokens=["<s>", mark])
+        assert choice.needs_special_tokens(tools=True)
+        assert choice.needs_special_tokens(tools=False) is (mark == "</think>")
 
 
 @pytest.mark.parametrize(

@@ -251,3 +251,35 @@ def test_another_template_and_name(start_server: StartServer, tmp_path: Any) -> 
     assert server.post("/detokenize", {"tokens": tokens}).json() == {"prompt": "[hello]"}
     assert [card["id"] for card in server.get("/v1/models").json()["data"]] == ["one", "two"]
     assert server.post(PATH, GREEDY).status == 404
+
+
+CALL = "<tool_call>\n<function=lamp>\n<parameter=on>\nTrue\n</parameter>\n</function>\n</tool_call>"
+
+
+def test_calls_of_a_format_with_tags_over_http(start_server: StartServer, tmp_path: Path) -> None:
+    """The scripted engine says its prompt again, so that the template writes the answer."""
+    path = tmp_path / "template.jinja"
+    path.write_text("{% if tools %}{{ messages[0]['content'] }}{% endif %}{# <function=example> #}")
+    server = start_server("--chat-template", str(path))
+    said = {"messages": [{"role": "user", "content": "Yes.\n" + CALL + CALL}], "tools": [TOOL]}
+    num_tokens = server.post("/tokenize", {"model": "octavo-tiny", "prompt": "Yes.\n" + CALL + CALL}).json()["count"]
+    (choice,) = chat(server, max_tokens=num_tokens, **said)["choices"]
+    functions = [call["function"] for call in choice["message"]["tool_calls"]]
+    assert functions == [{"name": "lamp", "arguments": '{"on": true}'}] * 2 and choice["message"]["content"] == "Yes."
+    deltas = [event["choices"][0]["delta"] for event in stream(server, max_tokens=num_tokens, **said)]
+    assert "".join(delta.get("content", "") for delta in deltas) == "Yes."
+    pieces = [piece for delta in deltas for piece in delta.get("tool_calls", ())]
+    for index in (0, 1):
+        own = [piece["function"] for piece in pieces if piece["index"] == index]
+        assert [piece["name"] for piece in own if "name" in piece] == ["lamp"]
+        assert "".join(piece.get("arguments") or "" for piece in own) == '{"on": true}'
+
+
+def test_a_template_with_tools_that_nobody_knows_is_told_at_the_start(
+    start_server: StartServer, tmp_path: Path
+) -> None:
+    path = tmp_path / "template.jinja"
+    path.write_text("{%- if tools %}{{ tools }}{% endif %}{{ messages[0]['content'] }}")
+    server = start_server("--chat-template", str(path))
+    assert "no parser knows the calls" in server.stderr()
+    assert "not looked for" in chat(server, tools=[TOOL])["warnings"][0]

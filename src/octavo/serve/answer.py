@@ -105,10 +105,11 @@ class Answers:
 
     def begin(self, prompt: str, params: SamplingParams) -> Answer:
         """A new answer to a rendered prompt. A form that does not wait for reasoning leaves no place for any."""
-        names = [tool["function"]["name"] for tool in self.tools or ()]
+        functions = [tool["function"] for tool in self.tools or ()]
+        schemas = {function["name"]: function.get("parameters") for function in functions}
         forced = "" if self.choice in ("none", "auto") else self.choice
         reasons = self.form_waits or params.structured_outputs is None
-        parser = self.parsers.parser(prompt, tools=names, forced=forced, reasons=reasons)
+        parser = self.parsers.parser(prompt, tools=schemas, forced=forced, reasons=reasons)
         return Answer(parser, reasons=self.parsers.reasoning is not None, max_calls=self.max_calls)
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +31,8 @@ from octavo.text.tokenizer import Tokenizer
 HEALTH_HEARTBEAT_SECONDS = 2.0
 STEP_DEADLINE = 30.0  # seconds that one step may take before the engine counts as stuck
 _MAX_TEMPLATE_BYTES = 1 << 18
+_TAKES_TOOLS = re.compile(r"\{%-?[^%]*\btools\b|\{\{-?[^}]*\btools\b")
+_LOG = logging.getLogger(__name__)
 
 
 class ServeState:
@@ -139,7 +143,10 @@ class ServeState:
 
 def _choose_parsers(engine: AsyncEngine, config: ServeConfig) -> tuple[ParserChoice, ThinkingRule]:
     tokenizer, settings = engine.tokenizer, engine.config
-    template = tokenizer.chat_template if isinstance(tokenizer, Tokenizer) else None
+    template, special = "", []
+    if isinstance(tokenizer, Tokenizer):
+        template = "\n".join(tokenizer.template.sources.values())  # there may be one for tools beside the default
+        special = [tokenizer.decode([token_id], False) for token_id in tokenizer.special_token_ids]
     name = settings.reasoning_parser
     try:
         thinking = ThinkingRule(tokenizer, name, enable_in_reasoning=settings.enable_in_reasoning)
@@ -147,9 +154,15 @@ def _choose_parsers(engine: AsyncEngine, config: ServeConfig) -> tuple[ParserCho
     except ValueError as error:
         raise ConfigError("reasoning_parser", name, str(error)) from None
     try:
-        return ParserChoice.of(template, config.tool_call_parser, name), thinking
+        parsers = ParserChoice.of(template, config.tool_call_parser, name, special)
     except ValueError as error:
         raise ConfigError("tool_call_parser", config.tool_call_parser, str(error)) from None
+    if parsers.tools is None and config.tool_call_parser == "auto" and _TAKES_TOOLS.search(template):
+        _LOG.warning(
+            "the chat template takes tools, and no parser knows the calls that it shows: they come as text; "
+            "name a --tool-call-parser, or none"
+        )
+    return parsers, thinking
 
 
 def _read_template(path: str) -> str:

@@ -13,27 +13,48 @@ from collections.abc import Callable, Collection
 from octavo.registry import Registry
 from octavo.serve.parsers.base import Delta
 from octavo.serve.parsers.reasoning import Reasoning
-from octavo.serve.parsers.tools import Named, Required, ToolParser
+from octavo.serve.parsers.tools.base import ToolParser
+from octavo.serve.parsers.tools.forced import Named, Required
 from octavo.thinking import MARKS
 
-_TOOLS, _REASONING = "octavo.serve.parsers.tools", "octavo.serve.parsers.reasoning"
+_TOOLS, _REASONING = "octavo.serve.parsers.tools", "octavo.serve.parsers"
+# vLLM's names
 TOOL_PARSERS = Registry(
     "tool call parser",
     {
-        "hermes": f"{_TOOLS}:Hermes",
-        "qwen3": f"{_TOOLS}:Hermes",
-        "llama3_json": f"{_TOOLS}:Llama3",
-        "mistral": f"{_TOOLS}:Mistral",
+        "deepseek_v3": f"{_TOOLS}.deepseek:DeepSeek",
+        "deepseek_v31": f"{_TOOLS}.deepseek:DeepSeek",
+        "glm45": f"{_TOOLS}.glm45:Glm45",
+        "glm47": f"{_TOOLS}.glm45:Glm45",
+        "hermes": f"{_TOOLS}.hermes:Hermes",
+        "kimi_k2": f"{_TOOLS}.kimi_k2:KimiK2",
+        "llama3_json": f"{_TOOLS}.llama3:Llama3",
+        "minimax_m2": f"{_TOOLS}.minimax_m2:MiniMaxM2",
+        "mistral": f"{_TOOLS}.mistral:Mistral",
+        "openai": f"{_TOOLS}.harmony:Harmony",
+        "qwen3": f"{_TOOLS}.hermes:Hermes",
+        "qwen3_coder": f"{_TOOLS}.qwen3_coder:Qwen3Coder",
+        "qwen3_xml": f"{_TOOLS}.qwen3_coder:Qwen3Coder",
     },
 )
 REASONING_PARSERS = Registry(
     "reasoning parser",
-    dict.fromkeys(MARKS, f"{_REASONING}:Reasoning") | {"mistral": f"{_REASONING}:MistralReasoning"},
+    dict.fromkeys(MARKS, f"{_REASONING}.reasoning:Reasoning")
+    | {
+        "mistral": f"{_REASONING}.reasoning:MistralReasoning",
+        "openai_gptoss": f"{_REASONING}.harmony:HarmonyReasoning",
+    },
 )
 # what a chat template holds -> the parser of what its model writes; the first that fits
-_TOOL_SIGNS = (("<tool_call>", "hermes"), ("[TOOL_CALLS]", "mistral"), ("<|python_tag|>", "llama3_json"),
-               ('"parameters": dictionary of argument', "llama3_json"))  # fmt: skip
-_REASONING_SIGNS = (("<think>", "qwen3"), ("[THINK]", "mistral"), ("</think>", "qwen3"))
+_TOOL_SIGNS = (
+    ("<|channel|>", "openai"), ("<minimax:tool_call>", "minimax_m2"), ("<｜tool▁calls▁begin｜>", "deepseek_v3"),
+    ("<|tool_calls_section_begin|>", "kimi_k2"), ("<arg_key>", "glm45"), ("<function=", "qwen3_coder"),
+    ("<tool_call>", "hermes"), ("[TOOL_CALLS]", "mistral"), ("<|python_tag|>", "llama3_json"),
+    ('"parameters": dictionary of argument', "llama3_json"),
+)  # fmt: skip
+_REASONING_SIGNS = (
+    ("<|channel|>", "openai_gptoss"), ("<think>", "qwen3"), ("[THINK]", "mistral"), ("</think>", "qwen3"),
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,14 +63,21 @@ class ParserChoice:
 
     tools: type[ToolParser] | None = None
     reasoning: type[Reasoning] | None = None
+    special_tokens: frozenset[str] = frozenset()  # of the tokenizer, without which texts come
 
     @staticmethod
-    def of(template: str | None, tool_call_parser: str = "auto", reasoning_parser: str = "auto") -> ParserChoice:
+    def of(
+        template: str | None,
+        tool_call_parser: str = "auto",
+        reasoning_parser: str = "auto",
+        special_tokens: Collection[str] = (),
+    ) -> ParserChoice:
         """By name, or by what the chat template holds. Raises ValueError for an unknown name."""
         template = template or ""
         return ParserChoice(
             _choose(TOOL_PARSERS, tool_call_parser, _TOOL_SIGNS, template),
             _choose(REASONING_PARSERS, reasoning_parser, _REASONING_SIGNS, template),
+            frozenset(special_tokens),
         )
 
     def needs_special_tokens(self, *, tools: bool) -> bool:
@@ -57,8 +85,13 @@ class ParserChoice:
 
         `tools`: whether calls are looked for.
         """
-        calls = tools and self.tools is not None and self.tools.needs_special_tokens
-        return calls or (self.reasoning is not None and self.reasoning.needs_special_tokens)
+        asked = [parser for parser in (self.tools if tools else None, self.reasoning) if parser is not None]
+        return any(parser.needs_special_tokens or self._are_special(parser) for parser in asked)
+
+    def _are_special(self, parser: type) -> bool:
+        """Whether a mark is a special token in this vocabulary, whatever it is in its family's."""
+        marks = (getattr(parser, name, "") for name in ("opening", "closing", "section_open", "call_open"))
+        return not self.special_tokens.isdisjoint(marks)
 
     def parser(
         self,
@@ -72,11 +105,13 @@ class ParserChoice:
         """For one output.
 
         `prompt`: its text, which tells whether the output begins within reasoning. `tools`: names of the tools that may
-        be called; empty or None: calls are not looked for. `forced`: "required", or "=" and a tool's name, where the
-        output was held to `serve.grammar.from_tool_choice`. `reasons`: the output may begin with reasoning.
+        be called, perhaps with their parameters' schemas; empty or None: calls are not looked for. `forced`:
+        "required", or "=" and a tool's name, where the output was held to `serve.grammar.from_tool_choice`.
+        `reasons`: the output may begin with reasoning.
         """
         reasoning = self.reasoning(self.reasoning.is_open_in(prompt)) if self.reasoning and reasons else None
         if forced:
+            new_id = new_id or (self.tools.default_id if self.tools else None)  # as the template wants them
             calls = Named(forced[1:], new_id) if forced.startswith("=") else Required(tools, new_id)
             return OutputParser(reasoning, calls)
         return OutputParser(reasoning, self.tools(tools, new_id) if self.tools and tools else None)
