@@ -95,6 +95,10 @@ class EngineConfig:
     scheduling_policy: str = setting(
         "fcfs", "who runs first: first come, or the lowest priority number", "str", choices=("fcfs", "priority")
     )
+    priority_aging: int = setting(
+        1024, "with priorities: a request is overtaken by at most so many later ones per step of priority; 0: by any",
+        "int", low=0, high=1 << 31,
+    )  # fmt: skip
     async_scheduling: bool | None = setting(None, "plan a step while the one before it runs", "bool")
 
     block_size: int | None = setting(
@@ -238,6 +242,7 @@ class Resolved:
     enable_prefix_caching: bool
     looks_ahead: bool  # a query may see later keys of the prompt: prompts are computed whole
     scheduling_policy: str
+    priority_aging: int
     async_scheduling: bool
     block_size: int
     layer_backends: Mapping[str, Sequence[int]]  # layers with another attention backend, by its name
@@ -257,7 +262,7 @@ class Resolved:
 # Fields that a Resolved takes over as they are.
 _UNCHANGED = (
     "model", "load_format", "quantization", "numerics", "enforce_eager", "enable_chunked_prefill",
-    "enable_prefix_caching", "scheduling_policy", "kv_cache_layout", "kv_cache_memory_bytes",
+    "enable_prefix_caching", "scheduling_policy", "priority_aging", "kv_cache_layout", "kv_cache_memory_bytes",
     "num_gpu_blocks_override", "gpu_memory_utilization", "seed", "logprobs_mode",
 )  # fmt: skip
 DEFAULT_BLOCK_SIZE = {"cpu": 16, "cuda": 64}  # kernels for a GPU read tiles of 64 tokens

@@ -311,6 +311,7 @@ def _make_scheduler(resolved: Resolved, groups: Sequence[CacheGroup], num_blocks
         max_num_batched_tokens=resolved.max_num_batched_tokens,
         max_model_len=resolved.max_model_len,
         policy=resolved.scheduling_policy,
+        priority_aging=resolved.priority_aging,
         enable_chunked_prefill=resolved.enable_chunked_prefill,
         whole_prompts=resolved.looks_ahead,
     )

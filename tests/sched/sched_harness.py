@@ -61,6 +61,7 @@ def make_scheduler(
     max_num_batched_tokens: int = 64,
     max_model_len: int = 64,
     policy: str = "fcfs",
+    priority_aging: int = 0,
     enable_chunked_prefill: bool = True,
     enable_prefix_caching: bool = True,
     whole_prompts: bool = False,
@@ -72,6 +73,7 @@ def make_scheduler(
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
         policy=policy,
+        priority_aging=priority_aging,
         enable_chunked_prefill=enable_chunked_prefill,
         whole_prompts=whole_prompts,
     )

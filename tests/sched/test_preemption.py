@@ -118,6 +118,29 @@ def test_a_later_request_of_higher_priority_is_admitted_first():
     assert high.finished and not low.finished
 
 
+@pytest.mark.parametrize(("aging", "wanted"), [(4, 4), (1, 1)])
+def test_a_request_of_lower_priority_is_overtaken_by_so_many_and_no_more(aging: int, wanted: int) -> None:
+    """At saturation: whenever one ends, one of higher priority has come. Without aging it would wait for ever."""
+    driver = Driver(make_scheduler(max_num_seqs=1, policy="priority", priority_aging=aging))
+    driver.add(make_request(3, 1), low := make_request(3, 1, priority=2))
+    num_overtook = 0
+    while not low.finished:
+        driver.add(high := make_request(3, 1))
+        driver.step()
+        num_overtook += high.finished or low.status is Status.WAITING
+        assert num_overtook <= 2 * wanted + 2, "it starves"
+    assert num_overtook >= 2 * wanted - 1
+
+
+def test_priorities_are_strict_without_aging() -> None:
+    driver = Driver(make_scheduler(max_num_seqs=1, policy="priority"))
+    driver.add(make_request(3, 1), low := make_request(3, 1, priority=1))
+    for _ in range(50):
+        driver.add(make_request(3, 1))
+        driver.step()
+    assert low.status is Status.WAITING
+
+
 def test_equal_priorities_run_in_order_of_arrival():
     driver = Driver(make_scheduler(policy="priority"))
     requests = [make_request(3, priority=1) for _ in range(4)]

@@ -76,6 +76,7 @@ class World:
             max_num_batched_tokens=budget,
             max_model_len=MAX_LEN,
             policy=shape.policy,
+            priority_aging=shape.max_num_seqs % 3,
             enable_chunked_prefill=shape.chunked,
             enable_prefix_caching=shape.caching,
         )

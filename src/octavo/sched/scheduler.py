@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import bisect
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 import numpy as np
@@ -21,6 +21,7 @@ import numpy as np
 from octavo.plan import NO_INTS, NO_PROMPT_LOGPROBS, IntArray, NewBlocks, StepPlan, StepResult
 from octavo.request import FinishReason, Request, RequestRows, Status
 from octavo.sched.kv_manager import KVManager
+from octavo.sched.order import order_of
 from octavo.sched.stops import ends
 from octavo.sched.work import Issued, Work, pack, places
 from octavo.updates import RequestUpdate
@@ -28,11 +29,6 @@ from octavo.updates import RequestUpdate
 MAX_OUTSTANDING = 2  # plans without results: one that runs, and the next one
 HEADROOM_BLOCKS = 2  # kept free per running request and group when one is admitted; 2 halve the preemptions of 1
 
-_Order = tuple[int, int]
-_ORDERS: dict[str, Callable[[Request], _Order]] = {
-    "fcfs": lambda request: (0, request.arrival),
-    "priority": lambda request: (request.priority, request.arrival),
-}
 _NOTHING = StepResult(step=-1)
 _FEW = 4  # rows that are taken in faster one by one
 
@@ -60,10 +56,11 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         policy: str = "fcfs",
+        priority_aging: int = 0,
         enable_chunked_prefill: bool = True,
         whole_prompts: bool = False,
     ) -> None:
-        """`policy`: "fcfs", or "priority" (a lower number runs first). whole_prompts: only output is chunked."""
+        """`policy` and `priority_aging`: see order_of. whole_prompts: only output is chunked."""
         in_pieces = enable_chunked_prefill and not whole_prompts
         assert in_pieces or max_num_batched_tokens >= max_model_len, "a whole prompt fits one step"
         assert kv.fits_alone(max_model_len, max_num_batched_tokens), "one request of max_model_len fits the pool"
@@ -72,7 +69,7 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.num_preemptions = 0
         self.num_scheduled_tokens = 0
-        self._order = _ORDERS[policy]
+        self._order = order_of(policy, priority_aging)
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
         self._enable_chunked_prefill, self._whole_prompts = enable_chunked_prefill, whole_prompts
