@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -27,6 +31,7 @@ from engine_rig import (
     until,
     wait_until_gone,
 )  # fmt: skip
+from octavo.config import EngineConfig
 from octavo.serve.async_engine import AsyncEngine, EngineDeadError
 from octavo.serve.client import Supervision, child_environment
 from octavo.text.tokenizer import Tokenizer
@@ -152,6 +157,76 @@ def test_an_engine_that_fails_again_and_again_stays_down() -> None:
             assert time.monotonic() - began > 0.02 + 3 * 0.04  # delays double up to the most
             with pytest.raises(EngineDeadError):
                 await engine.wait_ready(1)
+
+    asyncio.run(main())
+
+
+def _replace(folder: Path) -> None:
+    """Other weights of the same size, with the old ones' time."""
+    weights, other = folder / "model.safetensors", folder / "other"
+    info = weights.stat()
+    shutil.copy(weights, other)
+    os.utime(other, ns=(info.st_atime_ns, info.st_mtime_ns))
+    other.replace(weights)
+
+
+def _touch(folder: Path) -> None:
+    os.utime(folder / "config.json", ns=(0, 0))
+
+
+def _add(folder: Path) -> None:
+    (folder / "model-00002.safetensors").touch()
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [(_replace, "model.safetensors"), (_touch, "config.json"), (_add, "model-00002.safetensors"), (None, "")],
+)
+def test_an_engine_is_not_started_again_on_other_files(
+    tmp_path: Path, change: Callable[[Path], None] | None, name: str
+) -> None:
+    """It would go on under the same name with other weights, beside the tokenizer of the old ones."""
+    folder = tmp_path / "model"
+    with resources.as_file(resources.files("octavo").joinpath("assets/octavo-tiny")) as bundled:
+        shutil.copytree(bundled, folder)
+
+    async def main() -> None:
+        async with running(script(), model=str(folder)) as engine:
+            (folder / "README.md").write_text("what the model does not consist of")
+            if change is not None:
+                change(folder)
+            pid = engine.engine_pid
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+            await until(lambda: engine.state == "restarting" or engine.state == "dead", 10)
+            if change is None:
+                await engine.wait_ready(patient(60))
+                return
+            reason = await engine.wait_dead()
+            assert reason.startswith("it is not started again: the model's files have changed since the server's start")
+            assert str(folder / name) in reason and reason.endswith(
+                "(start the server again to serve what is there now)"
+            )
+            assert engine.exit_code == 1 and engine.stats["num_restarts"] == 0
+
+    asyncio.run(main())
+
+
+def test_files_that_change_while_the_engine_loads_are_not_served(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    with resources.as_file(resources.files("octavo").joinpath("assets/octavo-tiny")) as bundled:
+        shutil.copytree(bundled, folder)
+
+    async def main() -> None:
+        engine = await AsyncEngine.start(
+            EngineConfig(model=str(folder)), command=script("--load-seconds", "0.3"), supervision=QUICK
+        )
+        try:
+            assert engine.state == "loading"
+            _touch(folder)
+            assert (await engine.wait_dead()).startswith("the model's files have changed since the server's start")
+        finally:
+            await engine.close()
 
     asyncio.run(main())
 

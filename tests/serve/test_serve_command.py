@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import os
+import resource
 import socket
 import ssl
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from octavo.serve.server import with_open_files
 from octavo.serve.settings import ServeConfig, load_both
 from octavo.settings import ConfigError
 from patience import patient
@@ -158,3 +160,27 @@ def test_https() -> None:
             plain.close()
         finally:
             process.terminate()
+
+
+def test_too_few_open_files_are_told_with_the_remedy() -> None:
+    command = [sys.executable, "-m", "octavo", "serve", "--port", "0"]
+    result = subprocess.run(
+        ["sh", "-c", 'ulimit -n 16; exec "$@"', "sh", *command],
+        capture_output=True, text=True, timeout=patient(30),
+        env={"PYTHONPATH": str(SRC), "PATH": os.environ["PATH"]},
+    )  # fmt: skip
+    assert result.returncode == 2, result.stderr
+    (line,) = result.stderr.strip().splitlines()
+    assert "a process may have 16 open files here (ulimit -n)" in line and "raise that limit" in line
+
+
+def test_connections_are_as_many_as_files_may_be_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = (100, 300)
+    raised: list[tuple[int, int]] = []
+    monkeypatch.setattr("resource.getrlimit", lambda _: limits)
+    monkeypatch.setattr("resource.setrlimit", lambda _, given: raised.append(given))
+    assert with_open_files(ServeConfig(max_connections=20)).max_connections == 20 and not raised
+    assert with_open_files(ServeConfig(max_connections=200)).max_connections == 200 and raised == [(264, 300)]
+    assert with_open_files(ServeConfig()).max_connections == 300 - 64 and raised[1:] == [(300, 300)]
+    limits = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    assert with_open_files(ServeConfig()) == ServeConfig() and len(raised) == 2

@@ -22,10 +22,12 @@ import msgspec
 from octavo.arch import Arch
 from octavo.config import EngineConfig, resolve_max_logprobs
 from octavo.front import find_and_read, load_front, make_limits
+from octavo.models.hub import find_model
 from octavo.outputs import NO_TOKEN, RequestOutput
 from octavo.sampling_params import ParameterError, SamplingParams
 from octavo.serve.client import EngineClient, Supervision
 from octavo.serve.messages import Abort, Add, BadFrameError, CallDone, EngineInfo, ResetPrefixCache, Updates
+from octavo.serve.model_files import ModelFiles
 from octavo.serve.soundness import is_sound
 from octavo.serve.stream import OutputStream, RequestFacts, SlowReaderError, Stream
 from octavo.text.admission import check_request
@@ -125,7 +127,9 @@ class AsyncEngine:
         engine = cls(config, arch, max_num_queued_reqs=max_num_queued_reqs, max_num_queued_tokens=max_num_queued_tokens)
         # the engine process reads the same folder, whatever a hub says by then
         found = dataclasses.replace(config, model=str(folder), revision=None)
-        engine._client = EngineClient(found, engine, command=command, supervision=supervision)
+        tokenizer = [await asyncio.to_thread(find_model, config.tokenizer)] if config.tokenizer else []
+        files = await asyncio.to_thread(ModelFiles, [folder, *tokenizer])
+        engine._client = EngineClient(found, engine, command=command, supervision=supervision, changes=files.changes)
         engine._client.start()
         try:
             front = await asyncio.to_thread(load_front, config, folder, arch)

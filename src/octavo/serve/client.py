@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -45,6 +45,7 @@ _LOG = logging.getLogger(__name__)
 
 DEFAULT_COMMAND = (sys.executable, "-m", "octavo.serve.engine_process")
 _BUFFER_BYTES = 4 << 20
+_ADVICE = "start the server again to serve what is there now"
 _STOP_SECONDS = 3.0  # for an engine that was asked to stop
 
 
@@ -111,14 +112,20 @@ class EngineClient:
         *,
         command: Sequence[str] | None = None,
         supervision: Supervision | None = None,
+        changes: Callable[[], str] = str,
     ) -> None:
-        """`command`: another engine that speaks the same messages; it is given the socket's and our numbers."""
+        """`command`: another engine that speaks the same messages; it is given the socket's and our numbers.
+
+        `changes`: what keeps an engine from being the one that was asked for; asked before one is started again and
+        when one is ready. If it says something, the engine stays down.
+        """
         self.num_restarts = 0
         self.stats = EngineStats()
         self.last_heartbeat = time.monotonic()
         self._config, self._listener = config, listener
         self._command = tuple(command or DEFAULT_COMMAND)
         self._rules = supervision or Supervision()
+        self._changes = changes
         self._life: _Life | None = None
         self._successor: asyncio.Task[None] | None = None  # reaps the last process, then starts the next
         self._watchdog: asyncio.Task[None] | None = None
@@ -232,13 +239,16 @@ class EngineClient:
             if message.protocol != PROTOCOL:
                 self._end(life, f"the engine speaks protocol {message.protocol}, not {PROTOCOL}")
                 return
+            if changed := self._changes():
+                self._end(life, f"{changed} ({_ADVICE})", final=True)
+                return
             life.ready = True
             self.last_heartbeat = self._moved_at = time.monotonic()
             self._listener.engine_up(message.info)
         else:
             life.failure = message
 
-    def _end(self, life: _Life, reason: str, *, hangs: bool = False) -> None:
+    def _end(self, life: _Life, reason: str, *, hangs: bool = False, final: bool = False) -> None:
         """The end of a life, whatever it came from: kill, reap, tell, plan the next one."""
         if self._life is not life:
             return
@@ -255,7 +265,7 @@ class EngineClient:
         elif not reason:
             reason = _describe_exit(code)
         never_worked = failure is not None and not life.ready and self.num_restarts == 0
-        self._go_down(reason, life, final=never_worked, is_users=failure is not None and failure.is_users)
+        self._go_down(reason, life, final=final or never_worked, is_users=failure is not None and failure.is_users)
 
     def _go_down(self, reason: str, life: _Life | None, *, final: bool = False, is_users: bool = False) -> None:
         """Count a failure, and plan the next life if there is to be one."""
@@ -279,6 +289,9 @@ class EngineClient:
         if delay is None:
             return
         await asyncio.sleep(delay)
+        if changed := await asyncio.to_thread(self._changes):
+            self._go_down(f"it is not started again: {changed} ({_ADVICE})", None, final=True)
+            return
         self.num_restarts += 1
         try:
             self._spawn()

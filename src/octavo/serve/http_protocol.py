@@ -138,6 +138,8 @@ class GuardedProtocol(HttpToolsProtocol):
     def eof_received(self) -> bool:  # type: ignore[override]
         """The client says no more. Whether the connection stays open: for answers that it may wait for."""
         running = self._answering
+        if self.scheme == "https":  # there both sides close at once
+            return False
         if self._deaf or self._in_message or running is None or running.response_complete:
             return False
         self._half_closed = True

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import faulthandler
 import json
 import logging
 import os
+import resource
 import signal
 import socket
 import ssl
@@ -38,6 +40,7 @@ _BACKLOG = 4096
 _LAST_SECONDS = 2.0  # once all requests have ended: for replies on their way, and bodies that still come
 _HURRY_SECONDS = 1.0  # for the last events of open streams, after a second signal
 _SURELY_SECONDS = 20.0  # beyond the grace time, for an end in order
+_OWN_FILES = 64  # of the process beside connections: libraries, pipes and sockets of its children
 _SEND_BUFFER_BYTES = 256 << 10  # of the kernel, per connection: a slow reader is noticed in time
 
 
@@ -65,6 +68,7 @@ def main(argv: Sequence[str], *, engine_module: str = "") -> int:
 def run(config: EngineConfig, serve: ServeConfig, *, command: Sequence[str] | None = None) -> int:
     """Serve until a signal or the engine's end. Returns the exit code. Raises ValueError for what cannot be served."""
     set_up_logging(config.log_level, serve)
+    serve = with_open_files(serve)
     check_tls(serve)
     sock = listen(serve)
     try:
@@ -93,6 +97,28 @@ def check_tls(serve: ServeConfig) -> None:
         except OSError as error:
             reason = error.strerror or getattr(error, "reason", None) or "it is no such file"
             raise ConfigError("ssl_ca_certs", serve.ssl_ca_certs, f"cannot be used ({reason})") from None
+
+
+def with_open_files(serve: ServeConfig) -> ServeConfig:
+    """Raise this process's limit of open files to what the settings need, or lower the settings to what there is.
+
+    Raises ConfigError if not even a few connections can be had.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, most = (sys.maxsize if limit == resource.RLIM_INFINITY else limit for limit in (soft, hard))
+    wanted = serve.max_connections + _OWN_FILES
+    if soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, most), hard))
+            soft = min(wanted, most)
+    if soft <= _OWN_FILES:
+        limit = f"a process may have {soft} open files here (ulimit -n), and a server needs {_OWN_FILES} of its own"
+        raise ConfigError("max_connections", serve.max_connections, limit, "raise that limit: ulimit -n 4096")
+    if soft < wanted:
+        _LOG.warning("at most %d connections: a process may have %d open files here (ulimit -n)",
+                     soft - _OWN_FILES, soft)  # fmt: skip
+        serve = dataclasses.replace(serve, max_connections=soft - _OWN_FILES)
+    return serve
 
 
 def listen(serve: ServeConfig) -> socket.socket:

@@ -238,9 +238,10 @@ class Tokenizer:
         sequences: list[list[int]] = []
         for i, word in enumerate(params.bad_words):
             texts = (word.lstrip(), " " + word.lstrip())
-            found = [ids for text in texts if (ids := self.encode(text, add_special_tokens=False))]
+            field = f"bad_words[{i}]"
+            found = [ids for text in texts if (ids := encode_text(self.backend, text, False, field))]
             if not word.strip() or not found:
-                raise ParameterError(f"bad_words[{i}]", "has no tokens")
+                raise ParameterError(field, "has no tokens")
             for token_ids in found:
                 if token_ids not in sequences:
                     sequences.append(token_ids)
