@@ -123,7 +123,6 @@ def test_what_cannot_be_compiled_is_refused(grammars: Grammars, fields: dict[str
         grammars.check(form)
     assert (caught.value.field, caught.value.code) == (f"structured_outputs.{form.form}", code), str(caught.value)
     assert "secret" not in str(caught.value) and "\n" not in str(caught.value)
-    grammars.prepare(form)
     assert _allowed(grammars.matcher(form), []) is None
 
 

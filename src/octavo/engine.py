@@ -86,7 +86,7 @@ class EngineCore:
     ) -> None:
         """`seed` draws the seeds of requests that have none; `async_scheduling` plans a step while one runs.
 
-        `grammars` are the worker's: `add` compiles there, in its caller's thread, what the request's rows will use.
+        `grammars` are the worker's: `add` makes there, in its caller's thread, what ends a request's reasoning.
         `request_fields`: what the attention reads of a request beside its tokens; `looks_ahead`: whether a query may
         see later keys of the prompt. `capture_next`: the worker's.
         """
@@ -136,7 +136,8 @@ class EngineCore:
         Raises RuntimeError if a step has failed before, or the engine was closed.
         """
         self._check_alive()
-        self._grammars.prepare(params.structured_outputs, params.thinking)
+        if params.thinking is not None:
+            self._grammars.prepare(params.thinking)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         cache_salt = salt_with_fields(cache_salt, self._request_fields, params.extra_args)
         if self._looks_ahead:

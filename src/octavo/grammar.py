@@ -3,8 +3,9 @@
 Owns the limits of compilation, the texts of its errors, the cache of compiled forms, and Matcher, which follows one
 output and tells what may come next. To compile a form takes 0.5 to 2 ms, at the limits some 100 ms. Knows neither
 tensors nor requests; the library is imported by the first form. Invariants: foreign text leads to a working matcher or
-a ParameterError that repeats none of it; what a matcher allows is a function of its form and of the tokens it was
-given, also where matchers share a compiled form.
+a ParameterError that repeats none of it; a form is compiled once, however many outputs follow it, and a form that
+cannot be compiled is not tried again; what a matcher allows is a function of its form and of the tokens it was given,
+also where matchers share a compiled form.
 """
 
 from __future__ import annotations
@@ -12,16 +13,19 @@ from __future__ import annotations
 import collections
 import contextlib
 import json
+import random
 import re
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from octavo.checks import ParameterError
+from octavo.outputs import TOO_COMPLEX
 from octavo.structured_outputs import StructuredOutputsParams
 from octavo.thinking import ClosingMark, Thinking
 
@@ -31,13 +35,23 @@ if TYPE_CHECKING:
 MAX_CACHED = 256  # compiled forms; a small one takes 50 KB, one at the limits some MB
 MAX_LEXER_STATES = 50_000  # 1 to 2 KB each, made as a text leads to them
 MAX_GRAMMAR_SIZE = 200_000  # symbols
+MASK_FUEL = 2_000_000  # of the lexer for one mask, some 0.1 s: a mask that takes long holds up its own row only
+MASK_ITEMS = 200_000  # of the parser for one mask
+NUM_TRIALS, TRIAL_TOKENS = 4, 32  # texts that are begun before a form is accepted, and how far
+TRIAL_SECONDS = 0.5  # of processor time after which they end
 # Between the parts of JSON, if asked for: without a bound, a model that is unsure writes spaces until max_tokens.
 WHITESPACE = r"[ \t\r\n]{1,20}"
+SLOW_SECONDS = 0.005  # of processor time for one mask; a usual one takes 0.05 ms
+_MAX_RENEWALS = 2  # of a form that others wore out, for one output
+_REPLAY_TOKENS = 256  # that a matcher takes at once: the library holds the interpreter's lock meanwhile
 _FIELD = "structured_outputs"
 _GRAMMAR = "grammar_invalid"
 _INVALID = {"json": "schema_invalid", "regex": "regex_invalid"}  # of other forms: _GRAMMAR
+_ENDS = (b'"', b"}", b"]", b",", b")", b"\n")
+_NO_BYTES = np.empty(0, np.uint8)
+_Made = TypeVar("_Made")
 _PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
-_TOO_COMPLEX = re.compile(r"too (large|big|many|complex|deep)|limit|fuel|exceed|recursion", re.IGNORECASE)
+_TOO_COMPLEX = re.compile(r"too (large|big|many|complex|deep)|limit|fuel|exceed|recursion|max is", re.IGNORECASE)
 # what is left of the library's words -> words that help
 _SAID_BETTER = {
     "Pointer": "a $ref leads nowhere",
@@ -97,23 +111,19 @@ class Grammars:
         self._tokenizer: llguidance.LLTokenizer | None = None
         self._texts: _Texts | None = None
         self._marks: dict[str, ClosingMark] = {}  # as many as a model has ways to end its reasoning
-        self._cache: collections.OrderedDict[bytes, llguidance.LLMatcher] = collections.OrderedDict()
+        self._cache: collections.OrderedDict[bytes, CompiledForm] = collections.OrderedDict()
         self._lock, self._loading = threading.Lock(), threading.Lock()
+        self._ending_tokens = np.empty(0, np.int64)  # that begin with what ends a string, a value or a list
 
     def check(self, structured: StructuredOutputsParams | None) -> None:
-        """Compile a form and keep it for `matcher`. Raises ParameterError. None is no form."""
+        """Compile a form, try it out, and keep it for `matcher`. Raises ParameterError. None is no form."""
         if structured is not None:
-            self._compiled(structured)
+            self._form(structured).get(tried=True)
 
-    def prepare(self, structured: StructuredOutputsParams | None, thinking: Thinking | None = None) -> None:
-        """As `check`, but silent: the matcher of a form that cannot be compiled allows nothing.
-
-        thinking: the reasoning before it, whose end is compiled and kept as well.
-        """
+    def prepare(self, thinking: Thinking) -> None:
+        """Make the end of reasoning, silently: without tokens there is none."""
         with contextlib.suppress(ParameterError):
-            if thinking is not None:
-                self.closing_mark(thinking.closing)
-            self.check(structured)
+            self.closing_mark(thinking.closing)
 
     def closing_mark(self, closing: str) -> ClosingMark:
         """The end of reasoning in this vocabulary, compiled once per text. Raises ParameterError without tokens."""
@@ -127,21 +137,46 @@ class Grammars:
         return found
 
     def matcher(self, structured: StructuredOutputsParams) -> Matcher:
-        """A matcher at the beginning of an output."""
-        return Matcher(self, structured)
+        """A matcher at the beginning of an output. Compiles nothing: the matcher's first mask does, if need be."""
+        return Matcher(self._form(structured))
 
-    def copy(self, structured: StructuredOutputsParams) -> llguidance.LLMatcher:
-        """For Matcher: one that shares what the form's other matchers have learned. Raises ParameterError."""
-        return self._compiled(structured).deep_copy()
+    def try_out(self, structured: StructuredOutputsParams, compiled: llguidance.LLMatcher | None = None) -> None:
+        """Begin some texts, so that a form that would meet a limit within them is refused. Raises ParameterError.
+
+        Which texts is a function of the form; where masks are slow they are fewer. `compiled`: the form's, if it is
+        there. Nothing is kept.
+        """
+        compiled, until = compiled or self.build(structured), time.thread_time() + TRIAL_SECONDS
+        for number in range(NUM_TRIALS):
+            matcher, draw = compiled.deep_copy(), random.Random(number)
+            for _ in range(TRIAL_TOKENS):
+                if time.thread_time() > until:
+                    return
+                mask = np.frombuffer(matcher.compute_bitmask(), np.uint8) if not matcher.is_error() else _NO_BYTES
+                tokens = np.unpackbits(mask, bitorder="little").nonzero()[0]
+                tokens = tokens[~np.isin(tokens, self._eos_token_ids)]
+                if not len(tokens) or not matcher.consume_token(self._pick(tokens, draw, number)):
+                    break
+            said = matcher.get_error() if matcher.is_error() else ""
+            if _TOO_COMPLEX.search(said):
+                raise ParameterError(_name(structured), "is too complex: it meets a limit within a text", TOO_COMPLEX)
+
+    def _pick(self, tokens: NDArray[np.int64], draw: random.Random, number: int) -> int:
+        """Some token; in every other trial one that ends what is open, if there is one: so more of a form is seen."""
+        if number % 2:
+            ending = tokens[np.isin(tokens, self._ending_tokens)]
+            tokens = ending if len(ending) else tokens
+        return int(tokens[draw.randrange(len(tokens))])
 
     def build(self, structured: StructuredOutputsParams) -> llguidance.LLMatcher:
-        """For Matcher: one that shares nothing. Raises ParameterError."""
+        """Compile a form, whatever is kept. Raises ParameterError."""
         tokenizer = self._tokenizer or self._load_tokenizer()
         import llguidance
 
         limits = llguidance.LLParserLimits(
-            max_lexer_states=MAX_LEXER_STATES, max_grammar_size=MAX_GRAMMAR_SIZE, verbose_errors=False
-        )
+            max_lexer_states=MAX_LEXER_STATES, max_grammar_size=MAX_GRAMMAR_SIZE, step_lexer_fuel=MASK_FUEL,
+            step_max_items=MASK_ITEMS, verbose_errors=False,
+        )  # fmt: skip
         try:
             found = llguidance.LLMatcher(tokenizer, _grammar_text(structured), log_level=0, limits=limits)
             mask = found.compute_bitmask() if not found.is_error() else b""
@@ -161,18 +196,16 @@ class Grammars:
             raise ParameterError(_name(structured), "no text satisfies it", _INVALID.get(structured.form, _GRAMMAR))
         return found
 
-    def _compiled(self, structured: StructuredOutputsParams) -> llguidance.LLMatcher:
+    def _form(self, structured: StructuredOutputsParams) -> CompiledForm:
         key = structured.key
         with self._lock:
             found = self._cache.get(key)
-            if found is not None:
+            if found is None:
+                found = self._cache[key] = CompiledForm(self, structured)
+                if len(self._cache) > MAX_CACHED:
+                    self._cache.popitem(last=False)
+            else:
                 self._cache.move_to_end(key)
-                return found
-        found = self.build(structured)  # without the lock: nobody waits for another's form
-        with self._lock:
-            found = self._cache.setdefault(key, found)
-            if len(self._cache) > MAX_CACHED:
-                self._cache.popitem(last=False)
         return found
 
     def _load_tokenizer(self) -> llguidance.LLTokenizer:
@@ -185,50 +218,134 @@ class Grammars:
         with self._loading:
             if self._tokenizer is None:
                 texts = self._texts = _Texts(self._load(), self._vocab_size, self._eos_token_ids)
+                ending = [token for token, text in enumerate(texts.tokens) if text[:1] in _ENDS and text]
+                self._ending_tokens = np.array(ending, np.int64)
                 self._tokenizer = llguidance.LLTokenizer(
                     llguidance.TokenizerWrapper(texts), n_vocab=len(texts.tokens), eos_token=texts.eos_token_ids
                 )
         return self._tokenizer
 
 
-class Matcher:
-    """Follows one output. `fill` may be called for any output of the request, in any order."""
+class CompiledForm:
+    """A form and what it was compiled to, once somebody asked. May be used by several threads."""
 
     def __init__(self, grammars: Grammars, structured: StructuredOutputsParams) -> None:
+        """`Grammars.matcher` makes it."""
+        self._grammars, self.structured = grammars, structured
+        self._lock = threading.Lock()
+        self._matcher: llguidance.LLMatcher | None = None
+        self._refusal: tuple[str, str, str] | None = None  # what to raise anew: field, message, code
+        self._tried = False
+        self._seconds = 0.0  # of the last masks, the slow ones remembered for longer
+
+    def get(self, worn: llguidance.LLMatcher | None = None, *, tried: bool = False) -> llguidance.LLMatcher:
+        """What all outputs of the form share; another one than `worn`. Raises ParameterError.
+
+        tried: it is to be tried out first, unless it has been.
+        """
+        with self._lock:  # one compiles, the others wait for it
+            if self._refusal is not None:
+                field, message, code = self._refusal
+                raise ParameterError(field, message, code)
+            if self._matcher is None or self._matcher is worn:
+                self._matcher = self._refusing(self._grammars.build)
+            if tried and not self._tried:
+                matcher = self._matcher
+                self._refusing(lambda structured: self._grammars.try_out(structured, matcher))
+                self._tried = True
+            return self._matcher
+
+    def _refusing(self, make: Callable[[StructuredOutputsParams], _Made]) -> _Made:
+        """What is refused once stays refused."""
+        try:
+            return make(self.structured)
+        except ParameterError as error:
+            self._refusal = error.field, str(error).removeprefix(f"{error.field}: "), error.code
+            raise
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether it is known what it compiles to, if to anything."""
+        return self._matcher is not None or self._refusal is not None
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether the next mask is expected to take long, as the last ones did."""
+        return self._seconds > SLOW_SECONDS
+
+    def note(self, seconds: float) -> None:
+        """Take note of how long a mask took."""
+        self._seconds = max(seconds, self._seconds * 0.98)
+
+
+class Matcher:
+    """Follows one output. `fill` may be called for any output of the request, in any order, by one thread at a time."""
+
+    def __init__(self, form: CompiledForm) -> None:
         """At the beginning; `Grammars.matcher` makes it."""
-        self._grammars, self._structured = grammars, structured
+        self.form = form
+        self.met_limit = False  # of the library, by the last `fill`: not the output is wrong, the form is too complex
         self._consumed = np.empty(0, np.int32)
-        self._shared = True
-        self._matcher = self._start()
+        self._shared: llguidance.LLMatcher | None = None  # what `_matcher` was copied from
+        self._matcher: llguidance.LLMatcher | None = None
+        self._num_renewals = 0
 
     def fill(self, output: NDArray[np.int32], bits: NDArray[np.int32]) -> bool:
         """Set the bits of the tokens that may follow `output`, in a row of `Grammars.num_words` words.
 
-        None is set, and the result is False, if the output has left the grammar or the grammar met a limit.
+        None is set, and the result is False, if the output has left the grammar or the grammar met a limit; the latter
+        sets `met_limit`. May compile the form, which takes its time.
         """
-        if self._try_fill(output, bits):
-            return True
-        if self._matcher is not None and self._matcher.is_error() and self._shared:
-            # what others did with the shared form may have met a limit: the answer must be this output's own
-            self._shared = False
-            self._matcher = self._start()
-            self._consumed = self._consumed[:0]
-            if self._try_fill(output, bits):
-                return True
-        bits[:] = 0
-        return False
-
-    def _start(self) -> llguidance.LLMatcher | None:
-        make = self._grammars.copy if self._shared else self._grammars.build
+        self.met_limit = False
         try:
-            return make(self._structured)
-        except ParameterError:
-            return None
+            while not self._try_fill(output, bits):
+                if not self._renew():
+                    bits[:] = 0
+                    return False
+        except ParameterError as error:  # the form cannot be compiled, or not again
+            self.met_limit = error.code == TOO_COMPLEX
+            bits[:] = 0
+            return False
+        return True
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether `prepare` has nothing to do."""
+        return self.form.is_compiled
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether the next mask is expected to take long."""
+        return self.form.is_slow
+
+    def prepare(self) -> None:
+        """Compile the form; that of an output that nothing may follow, if it cannot be compiled."""
+        with contextlib.suppress(ParameterError):
+            self.form.get()
+
+    def note(self, seconds: float) -> None:
+        """Take note of how long a mask took."""
+        self.form.note(seconds)
+
+    def _renew(self) -> bool:
+        """Begin anew on a fresh copy of the form, if what failed may be due to what others did with the shared one."""
+        matcher, self._matcher = self._matcher, None
+        assert matcher is not None, "what failed was there"
+        said = matcher.get_error() if matcher.is_error() else ""
+        self.met_limit = _TOO_COMPLEX.search(said) is not None
+        self._consumed = self._consumed[:0]
+        if not self.met_limit or not said.startswith("lexer error") or self._num_renewals >= _MAX_RENEWALS:
+            return False
+        self._num_renewals += 1
+        self._shared = self.form.get(worn=self._shared)
+        return True
 
     def _try_fill(self, output: NDArray[np.int32], bits: NDArray[np.int32]) -> bool:
+        if self._shared is None:
+            self._shared = self.form.get()
+        if self._matcher is None:
+            self._matcher = self._shared.deep_copy()
         matcher = self._matcher
-        if matcher is None:
-            return False
         try:
             if not self._advance(matcher, output):
                 return False
@@ -246,10 +363,15 @@ class Matcher:
         if num_kept < len(consumed) and not matcher.rollback(len(consumed) - num_kept):
             matcher.reset()
             num_kept = 0
-        rest: list[int] = output[num_kept:].tolist()
-        num_taken = matcher.try_consume_tokens(rest) if rest else 0
-        self._consumed = output[: num_kept + num_taken].copy()
-        return num_taken == len(rest)
+        num_taken = num_kept
+        while num_taken < len(output):
+            rest: list[int] = output[num_taken : num_taken + _REPLAY_TOKENS].tolist()
+            num_more = matcher.try_consume_tokens(rest)
+            num_taken += num_more
+            if num_more < len(rest):
+                break
+        self._consumed = output[:num_taken].copy()
+        return num_taken == len(output)
 
 
 class _Texts:
@@ -326,7 +448,7 @@ def _refusal(structured: StructuredOutputsParams, text: str) -> ParameterError:
     if _UNSUPPORTED.search(text):
         code = "unsupported"
     elif _TOO_COMPLEX.search(text):
-        code = "schema_too_complex"
+        code = TOO_COMPLEX
     named = re.search(r"^error: (.+)$", text, re.MULTILINE)  # a regex's error has many lines
     line = named[1] if named else text.strip().partition("\n")[0]
     place = _PLACE.match(line)

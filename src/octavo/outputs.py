@@ -12,8 +12,12 @@ from typing import Any, overload
 
 import msgspec
 
-MOD_FAILED = "attention_mod_failed"  # the stop_reason of a request on which the engine's attention mods failed
-NO_TOKEN = "no_token_allowed"  # the stop_reason of an output whose wishes exclude each other: no failure of the model
+# Stop reasons of outputs that failed on what they asked for, not by a failure of the model: mods of the engine's
+# attention that fail on a request, wishes that exclude each other, a form that met a limit on its way.
+MOD_FAILED = "attention_mod_failed"
+NO_TOKEN = "no_token_allowed"
+TOO_COMPLEX = "schema_too_complex"
+REQUESTS_OWN = (NO_TOKEN, TOO_COMPLEX)
 
 
 class Logprob(msgspec.Struct, frozen=True, gc=False):

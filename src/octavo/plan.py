@@ -157,7 +157,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     tokens: IntArray = np.zeros(
         (0, 1), np.int64
     )  # [S, W], of which num_sampled[i] of line i count; W = 1 without drafts
-    num_sampled: IntArray = NO_INTS  # [S], 1 to W
+    num_sampled: IntArray = NO_INTS  # [S], 1 to W; 0: the row was held, and computes its last token again
     logprobs: dict[int, list[TokenLogprobs]] = {}  # row -> one entry per token of the row
     prompt_logprobs: dict[int, PromptLogprobs] = {}  # row -> those of consecutive prompt positions
     failed: dict[int, str] = {}  # row -> reason, e.g. "nan_logits"; only that request fails

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from octavo import flags
 from octavo.config import ENVIRONMENT, EngineConfig, load_config
 from octavo.observe import Phases, setup_logging
-from octavo.outputs import NO_TOKEN
+from octavo.outputs import NO_TOKEN, TOO_COMPLEX
 from octavo.settings import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
@@ -276,6 +276,8 @@ def _check_sound(output: RequestOutput) -> None:
     for completion in output.outputs:
         if completion.finish_reason == "error" and completion.stop_reason == NO_TOKEN:
             raise ValueError("the output's form, and the tokens that are allowed or forbidden, leave no token to go on")
+        if completion.finish_reason == "error" and completion.stop_reason == TOO_COMPLEX:
+            raise ValueError("the output's form is too complex: it met a limit within the text")
         if completion.finish_reason == "error":
             raise RuntimeError(f"the model failed on this prompt: {completion.stop_reason}")
 

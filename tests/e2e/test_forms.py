@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ from msgspec.structs import replace
 
 from form_corpus import forms, satisfies
 from octavo import LLM, SamplingParams
+from octavo.sampling.grammar import GrammarMask
+from octavo.sampling.mask_jobs import MaskJob
 from octavo.sampling_params import ParameterError, StructuredOutputsParams
 from settings_matrix import SETTINGS
 
@@ -91,6 +94,63 @@ def test_a_prompt_in_ids_thinks_too(llm: LLM) -> None:
     assert by_ids.text == by_text.outputs[0].text and by_ids.text.endswith(("</think>yes", "</think>no"))
     plain = replace(params, thinking_token_budget=None)
     assert llm.generate(PROMPT, plain)[0].outputs[0].text in ("yes", "no")
+
+
+class _Late:
+    """Masks that come late at random, though always the same ones: each row is held now and then."""
+
+    def __init__(self) -> None:
+        self._draw, self._hidden, self.num_held = random.Random(4), set[MaskJob](), 0
+
+    def wait(self, mask: GrammarMask, jobs: list[MaskJob], *, has_others: bool) -> None:
+        for job in self._hidden.intersection(jobs):
+            job.is_done = True
+        while not all(job.is_done for job in jobs):
+            mask._lanes.wait(jobs, len(jobs), 1.0)
+        late = [job for job in jobs if job not in self._hidden and self._draw.random() < 0.3]
+        self._hidden = {*self._hidden, *late}
+        for job in late:
+            job.is_done = False
+        self.num_held += len(late)
+
+
+@pytest.mark.parametrize("name", ["batch of 50", "chunks of 16", "asynchronous, small pool"])
+def test_rows_that_are_held_give_the_same_tokens(
+    make_llm: Any, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A row without a mask computes its last token again: with steps in flight, preemption, chunks, blocks."""
+    late = _Late()
+    monkeypatch.setattr(GrammarMask, "_wait", lambda *args, **options: late.wait(*args, **options))
+    llm = make_llm(reasoning_parser="qwen3", **SETTINGS[name])
+    prompts, params = _requests()
+    plain = [SamplingParams(seed=index, max_tokens=40, logprobs=1) for index in range(4)]
+    expected = [output.outputs[0] for output in llm.generate(prompts[:4], plain)]
+    outputs = llm.generate([*prompts, *prompts[:4]], [*params, *plain])
+    assert [list(output.outputs[0].token_ids) for output in outputs[:-4]] == alone
+    found = [output.outputs[0] for output in outputs[-4:]]
+    assert [(c.token_ids, c.logprobs) for c in found] == [(c.token_ids, c.logprobs) for c in expected]
+    assert late.num_held > 100
+    llm.engine.scheduler.kv.check()
+
+
+def _chain(num_rules: int, before: str = "x") -> str:
+    rules = "\n".join(f'r{n}: r{n + 1} | "a{n}"' for n in range(num_rules))
+    return f'start: /{before}/ r0\n{rules}\nr{num_rules}: "z"'
+
+
+def test_a_form_that_would_meet_a_limit_is_refused_at_admission(llm: LLM) -> None:
+    with pytest.raises(ParameterError, match="too complex") as caught:
+        llm.generate(PROMPT, _params({"grammar": _chain(2500)}))
+    assert caught.value.code == "schema_too_complex"
+
+
+def test_a_form_that_meets_a_limit_later_ends_alone_and_says_so(llm: LLM) -> None:
+    """Beyond what is tried out before: three hundred characters of any text."""
+    late = _params({"grammar": _chain(2500, "[a-z ]{300}")}, temperature=0, n=8, max_tokens=400)
+    outputs = llm.generate([PROMPT, PROMPT], [late, _params({"choice": ["def"]})])
+    ends = {(c.finish_reason, c.stop_reason) for c in outputs[0].outputs}
+    assert ends == {("error", "schema_too_complex")}
+    assert outputs[1].outputs[0].text == "def"
 
 
 def test_neighbours_keep_their_bits(llm: LLM) -> None:

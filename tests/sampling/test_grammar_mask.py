@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+import threading
 from typing import Any
 
 import pytest
 import torch
 
-from octavo.grammar import Grammars, Vocabulary
+from octavo.grammar import Grammars, Matcher, Vocabulary
+from octavo.sampling.grammar import HELD, TOO_COMPLEX
+from octavo.sampling.sampler import FAILURES
 from octavo.sampling_params import StructuredOutputsParams
 from world import World
 
@@ -133,3 +136,98 @@ def test_nan_is_still_seen(world: Any) -> None:
     logits = _logits(1, 0)
     logits[0, 7] = torch.nan
     assert world.sample([0], logits).failed.tolist() == [1]
+
+
+class _Gate:
+    """Holds up the masks of one form until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, regex: str) -> None:
+        self.opened, self.threads = threading.Event(), set[int]()
+        slow, fill = StructuredOutputsParams(regex=regex), Matcher.fill
+
+        def wait(matcher: Matcher, output: Any, bits: Any) -> bool:
+            self.threads.add(threading.get_ident())
+            if matcher.form.structured == slow:
+                assert self.opened.wait(60)
+            return fill(matcher, output, bits)
+
+        monkeypatch.setattr(Matcher, "fill", wait)
+
+
+def test_a_late_mask_holds_its_own_row_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = _Gate(monkeypatch, "[abc]+")
+    vocabulary = Vocabulary(TOKENS, [EOS], [EOS])
+    world = World(vocab_size=V, grammars=Grammars(lambda: vocabulary, V, [EOS]), mask_patience=0.05)
+    world.add(0, seed=3)
+    world.add(1, **_regex("[abc]+"), seed=4)
+    logits = _logits(2, 5)
+    alone = world.sample([0], logits[:1]).tokens
+    for _ in range(3):  # as often as it takes
+        output = world.sample([0, 1], logits)
+        assert output.failed.tolist() == [0, HELD] and output.held.tolist() == [1]
+        assert torch.equal(output.tokens[:1], alone)
+    gate.opened.set()
+    while (output := world.sample([0, 1], logits)).held.size:
+        pass
+    assert output.failed.tolist() == [0, 0]
+    patient = grammar_world("cpu")
+    patient.add(1, **_regex("[abc]+"), seed=4)
+    assert int(patient.sample([1], logits[1:]).tokens[0]) == int(output.tokens[1])
+    assert threading.get_ident() not in gate.threads
+
+
+def test_a_row_that_goes_while_its_mask_is_made_disturbs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = _Gate(monkeypatch, "[abc]+")
+    world = grammar_world("cpu")
+    world.add(0, **_regex("[abc]+"))
+    world.remove(0)
+    world.add(0, **_regex("[ab]"), seed=1)
+    assert not world.sample([0], _logits(1, 6)).failed.any()
+    gate.opened.set()
+
+
+def test_no_form_is_compiled_in_the_steps_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, build = [], Grammars.build
+
+    def note(grammars: Grammars, structured: StructuredOutputsParams) -> Any:
+        threads.append(threading.get_ident())
+        return build(grammars, structured)
+
+    monkeypatch.setattr(Grammars, "build", note)
+    world = grammar_world("cpu")
+    for row in range(20):
+        world.add(row, **_regex("[abc]+" if row else "("))
+    failed = world.sample(range(20), _logits(20, 7)).failed
+    assert failed.tolist() == [2] + [0] * 19
+    assert len(threads) == 2 and threading.get_ident() not in threads
+
+
+def test_a_form_that_meets_a_limit_is_compiled_once_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row compiled it again: 256 rows held up one step for half a minute."""
+    calls, build = [], Grammars.build
+    monkeypatch.setattr(Grammars, "build", lambda *args: (calls.append(1), build(*args))[1])
+    world = grammar_world("cpu")
+    rules = "\n".join(f'r{n}: r{n + 1} | "b{n}"' for n in range(2100))
+    form = {"structured_outputs": StructuredOutputsParams(grammar=f'start: "aa" r0\n{rules}\nr2100: "c"'), "eos": [EOS]}
+    for row in range(12):
+        world.add(row, output=[A] if row else (), **form)
+    world.add(12, **_regex("[abc]"))
+    output = world.sample(range(13), _logits(13, 8))
+    assert output.failed.tolist() == [0] + [TOO_COMPLEX] * 11 + [0] and FAILURES[TOO_COMPLEX] == "schema_too_complex"
+    assert len(calls) == 2
+
+
+def test_a_grammar_that_breaks_the_library_ends_its_row_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    fill = Matcher.fill
+
+    def panic(matcher: Matcher, output: Any, bits: Any) -> bool:
+        if matcher.form.structured.regex == "[ab]+":
+            raise BaseException("a panic")  # as pyo3 raises it
+        return fill(matcher, output, bits)
+
+    monkeypatch.setattr(Matcher, "fill", panic)
+    world = grammar_world("cpu")
+    world.add(0, **_regex("[ab]+"))
+    world.add(1, **_regex("[abc]+"))
+    world.add(2, seed=1)
+    assert world.sample([0, 1, 2], _logits(3, 9)).failed.tolist() == [TOO_COMPLEX, 0, 0]

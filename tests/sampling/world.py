@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ class World:
         self.mode = options.get("logprobs_mode", "raw_logprobs")
         self.table = torch.full((max_num_rows, max_model_len), POISON, dtype=torch.int32, device=device)
         self.prompt_lens = torch.zeros(max_num_rows, dtype=torch.int32, device=device)
+        options.setdefault("mask_patience", math.inf)  # no row is held unless a test wants it
         self.sampler = Sampler(
             max_num_rows=max_num_rows, vocab_size=vocab_size, max_model_len=max_model_len,
             device=self.device, tokens=self.table, prompt_lens=self.prompt_lens, **options,

@@ -17,7 +17,7 @@ import pytest
 
 from octavo.grammar import Vocabulary
 from octavo.sampling_params import ParameterError, StructuredOutputsParams
-from octavo.serve.grammar import GrammarJail, from_request, from_response_format, from_tool_choice
+from octavo.serve.grammar import GrammarJail, JailBusyError, from_request, from_response_format, from_tool_choice
 from patience import patient
 
 TOKENS = [b"<eos>", *(bytes([byte]) for byte in range(256)), b"ab", b'{"', b"true"]
@@ -169,6 +169,53 @@ def test_a_client_that_leaves_takes_nothing_along() -> None:
         assert jail.num_killed == 0
 
     _with_jail(use)
+
+
+def _slow(number: int) -> StructuredOutputsParams:
+    return _form(grammar=SLOW.replace('"x"', f'"x{number}"'))
+
+
+def test_forms_whose_senders_have_left_hold_up_nobody() -> None:
+    async def use(jail: GrammarJail) -> None:
+        leaving = [asyncio.create_task(jail.check_structured(_slow(number))) for number in range(30)]
+        while not all(check.num_askers for check in jail._checks.values()) or len(jail._checks) < 30:
+            await asyncio.sleep(0)
+        for task in leaving:
+            task.cancel()
+        await asyncio.gather(*leaving, return_exceptions=True)
+        assert sum(not check.has_begun for check in jail._checks.values()) == 0
+        await jail.check_structured(_form(choice=["a"]))
+        assert len(jail._verdicts) <= 3 and len(jail._children) <= 2
+
+    _with_jail(use)
+
+
+def test_too_many_forms_are_turned_away() -> None:
+    async def use(jail: GrammarJail) -> None:
+        tasks = [asyncio.create_task(_error(jail, _slow(number))) for number in range(3)]
+        while len(jail._checks) < 3 or not any(check.has_begun for check in jail._checks.values()):
+            await asyncio.sleep(0)
+        with pytest.raises(JailBusyError, match="2 forms of outputs wait") as caught:
+            await jail.check_structured(_slow(3))
+        assert caught.value.retry_after >= 1
+        same = asyncio.create_task(_error(jail, _slow(2)))  # who asks for what is asked already needs no place
+        errors = await asyncio.gather(*tasks, same)
+        assert {error.code for error in errors if error is not None} == {"schema_too_complex"} and all(errors)
+        await jail.check_structured(_form(choice=["a"]))
+
+    _with_jail(use, max_children=1, max_waiting=2)
+
+
+def test_a_form_that_waits_too_long_is_turned_away() -> None:
+    async def use(jail: GrammarJail) -> None:
+        first = asyncio.create_task(_error(jail, _slow(0)))
+        while not any(check.is_compiling for check in jail._checks.values()):
+            await asyncio.sleep(0.001)
+        with pytest.raises(JailBusyError, match=r"within 0\.01 s"):
+            await jail.check_structured(_slow(1))
+        assert await first is not None and not jail._checks
+
+    _with_jail(use, max_children=1, wait_seconds=0.01)
 
 
 def test_response_formats() -> None:

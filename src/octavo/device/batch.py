@@ -115,6 +115,11 @@ class Layout:
         self._requests.num_computed_upper[work.rows] = work.seq_lens
         return work
 
+    def take_back(self, rows: IntArray) -> None:
+        """See RequestTable.take_back."""
+        self._last = None
+        self._requests.take_back(rows)
+
 
 def _next(last: Work) -> Work:
     """The decode step after `last`, of the same rows."""

@@ -15,7 +15,7 @@ import torch
 
 from octavo.device.staging import StagedTensor, WriteQueue
 from octavo.ops.step_inputs import RowTensors
-from octavo.plan import NewRow
+from octavo.plan import IntArray, NewRow
 
 
 class RequestTable:
@@ -47,6 +47,13 @@ class RequestTable:
         self.num_computed.stage_each(rows, 0, num_computed)
         self.prefill_len_np[rows] = lengths
         self.num_computed_upper[rows] = num_computed
+
+    def take_back(self, rows: IntArray) -> None:
+        """The last token of each of `rows` is to be computed again, and what was sampled behind it is dropped."""
+        at = torch.from_numpy(rows).to(self.num_computed.data.device)
+        for lengths in (self.num_computed.data, self.total_len.data):
+            lengths.index_add_(0, at, torch.full_like(at, -1, dtype=lengths.dtype))
+        self.num_computed_upper[rows] -= 1
 
     def apply(self) -> None:
         """Bring the staged rows to the device."""

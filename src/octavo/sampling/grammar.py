@@ -2,17 +2,23 @@
 
 Owns one matcher per row that asks, and forbids the tokens that its grammar does not allow next. Does not know how
 forms are compiled (`octavo.grammar`), where reasoning ends (`octavo.sampling.thinking`), nor when a request ends: where
-its grammar is complete a row may sample EOS, and where nothing else can follow it must. Invariant: what is forbidden is
-a function of the request and of the row's output before the position, so preemption, replay and steps in flight need no
-care; an allowed token keeps its bits.
+its grammar is complete a row may sample EOS, and where nothing else can follow it must. Invariants: what is forbidden
+is a function of the request and of the row's output before the position, so preemption, replay and steps in flight need
+no care, and an allowed token keeps its bits; no form is compiled within a step, and rows that ask for no form wait for
+masks for a twentieth of a step's time at most.
 
-Matchers work on the host. On CPU they read the request table. On a GPU each drawn token is copied to the host as soon
-as it is there, and the next call waits for that copy alone: the forward pass issued since then runs meanwhile.
+Masks are made beside the steps (`mask_jobs`). On CPU the next one is begun as soon as a token is drawn. On a GPU each
+drawn token is copied to the host as soon as it is there, and the next call waits for that copy alone: the forward pass
+issued since then runs meanwhile. A row whose mask is not there in time is held: it draws nothing in this step, and the
+same token's place again in a later one. Where every row of a step would be held, the step waits for the first mask.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import threading
+import time
 
 import numpy as np
 import torch
@@ -21,10 +27,17 @@ from numpy.typing import NDArray
 from octavo.device.staging import PinnedRing
 from octavo.grammar import Grammars
 from octavo.ops.sample import allow_bits_
-from octavo.plan import NewRow
+from octavo.plan import NO_INTS, IntArray, NewRow
+from octavo.sampling.mask_jobs import MaskJob, MaskLanes
 from octavo.sampling.rows import RowSet, SampleBatch, Selection, to_device
 from octavo.sampling.thinking import AfterThinking, Anything, Form
 
+HELD, TOO_COMPLEX = 3, 4  # places in `sampler.FAILURES`
+PATIENCE = 0.05  # of a step's time that it waits for masks
+_FIRST_WAIT = 0.02  # seconds for the first mask, where no row could go on without one
+_POLL_SECONDS = 0.0002  # between two looks at the GPU
+_USUAL_SECONDS = 0.0002  # that a mask may take of a step of rows that all ask, unless its form's last ones were slow
+_NUM_PACES = 16  # steps of which the quickest tells how long a step takes
 _INF = float("inf")
 
 
@@ -35,6 +48,8 @@ class _Row:
     matcher: Form
     start: int  # where its output begins in the request table
     tokens: list[int]
+    lock: threading.Lock
+    job: MaskJob | None = None  # the latest
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,13 +61,31 @@ class _Drawn:
     event: torch.cuda.Event
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Current:
+    """The rows of this step that ask, one entry per line of their logits."""
+
+    selection: Selection
+    numbers: IntArray  # the rows' numbers
+    rows: list[_Row]
+    jobs: list[MaskJob]
+    codes: NDArray[np.uint8]  # 0, HELD or TOO_COMPLEX
+    has_others: bool  # rows that ask for nothing
+
+
 class GrammarMask:
     """Forbids what the grammar of a row does not allow."""
 
     def __init__(
-        self, max_num_rows: int, vocab_size: int, device: torch.device, tokens: torch.Tensor, grammars: Grammars
+        self,
+        max_num_rows: int,
+        vocab_size: int,
+        device: torch.device,
+        tokens: torch.Tensor,
+        grammars: Grammars,
+        patience: float = PATIENCE,
     ) -> None:
-        """`tokens` is the request table's, see Sampler."""
+        """`tokens` is the request table's, see Sampler. `patience`: in step times; inf: no row is ever held."""
         self._rows = RowSet(max_num_rows, device)
         self._vocab_size = vocab_size
         self._device = device
@@ -63,6 +96,11 @@ class GrammarMask:
         self._bounds = np.where(eight, _INF, -_INF).astype(np.float32)  # [256, 8]: of a byte of eight tokens' bits
         self._of_row: dict[int, _Row] = {}
         self._drawn: list[_Drawn] = []  # at most one, on a GPU
+        self._current: _Current | None = None
+        self._lanes = MaskLanes()
+        self._patience = patience
+        self._paces: collections.deque[float] = collections.deque([0.001], maxlen=_NUM_PACES)
+        self._ended_at = 0.0  # the last call
 
     def add(self, new: NewRow) -> bool:
         """Start a row's matcher. Returns whether it asks for a form, or for an end of its reasoning."""
@@ -73,37 +111,83 @@ class GrammarMask:
         if thinking is not None:
             budget = new.sampling.thinking_token_budget
             form = AfterThinking(self._grammars.closing_mark(thinking.closing), thinking, budget, form)
-        said = [] if self._ring is None else list(map(int, new.token_ids[new.num_prompt :]))
-        self._of_row[new.row] = _Row(form, new.num_prompt, said)
+        said = list(map(int, new.token_ids[new.num_prompt :]))
+        row = _Row(form, new.num_prompt, said, threading.Lock())
+        self._of_row[new.row] = row
         self._rows.add(new.row)
+        self._job(row, np.array(said, np.int32))  # the first mask is made while the prompt is computed
         return True
 
     def remove(self, row: int) -> None:
         """Forget `row`."""
         self._rows.discard(row)
-        self._of_row.pop(row, None)
+        gone = self._of_row.pop(row, None)
+        if gone is not None and gone.job is not None:
+            gone.job.cancelled = True
 
     def apply_staged(self) -> None:
         """Nothing is staged: a matcher follows the row's tokens."""
 
     def __call__(self, logits: torch.Tensor, batch: SampleBatch) -> None:
         """Change `logits` ([S, vocab_size] float32, contiguous) in place. A row without any allowed token gets -inf."""
+        self._current = None
         selection = self._rows.select(batch.rows_np)
         if selection is None:
             return
-        bits = np.zeros((len(selection.at_np), self._grammars.num_words), np.int32)
-        rows = [self._of_row[row] for row in batch.rows_np[selection.at_np].tolist()]
+        began = time.perf_counter()
+        self._paces.append(began - self._ended_at)
+        numbers = batch.rows_np[selection.at_np]
+        rows = [self._of_row[row] for row in numbers.tolist()]
         if self._tokens_np is None:
             self._settle()
-            for line, row in zip(bits, rows, strict=True):
-                row.matcher.fill(np.array(row.tokens, np.int32), line)
+            jobs = [self._job(row, np.array(row.tokens, np.int32)) for row in rows]
+        else:
+            positions = batch.positions.index_select(0, selection.at).tolist()
+            places = zip(rows, numbers.tolist(), positions, strict=True)
+            jobs = [self._job(row, self._tokens_np[at, row.start : position]) for row, at, position in places]
+        has_others = len(jobs) < len(batch.rows_np)
+        self._wait(jobs, has_others=has_others)
+        codes = np.zeros(len(jobs), np.uint8)
+        bits = np.full((len(jobs), self._grammars.num_words), -1, np.int32)
+        for place, job in enumerate(jobs):
+            if not job.is_done:
+                codes[place] = HELD
+            elif job.met_limit:
+                codes[place] = TOO_COMPLEX
+            else:
+                bits[place] = job.bits
+        self._current = _Current(selection, numbers, rows, jobs, codes, has_others)
+        if self._tokens_np is None:
             allow_bits_(logits, selection.at, to_device(bits, self._device))
+        else:
+            self._hide_on_cpu(logits, selection, bits)
+        self._ended_at = time.perf_counter()
+
+    def _job(self, row: _Row, output: NDArray[np.int32]) -> MaskJob:
+        """The mask behind `output`, begun now unless it was begun before."""
+        job = row.job
+        if job is None or not np.array_equal(job.output, output):
+            job = row.job = MaskJob(row.matcher, row.lock, output.astype(np.int32), self._grammars.num_words)
+            self._lanes.submit(job)
+        return job
+
+    def _wait(self, jobs: list[MaskJob], *, has_others: bool) -> None:
+        """For masks, as long as that costs the other rows no more than they are to bear."""
+        pending = [job for job in jobs if not job.is_done]
+        if not pending:
             return
-        positions = batch.positions.index_select(0, selection.at).tolist()
-        places = zip(bits, rows, batch.rows_np[selection.at_np].tolist(), positions, strict=True)
-        for line, row, at, position in places:
-            row.matcher.fill(self._tokens_np[at, row.start : position], line)
-        self._hide_on_cpu(logits, selection, bits)
+        if self._ring is not None:  # while the GPU computes logits, waiting costs nothing
+            ahead = torch.cuda.Event()
+            ahead.record()
+            while pending and not ahead.query():
+                self._lanes.wait(pending, len(pending), _POLL_SECONDS)
+                pending = [job for job in pending if not job.is_done]
+        if not has_others and len(pending) == len(jobs):
+            self._lanes.wait(pending, 1, _FIRST_WAIT)
+        seconds = self._patience * min(self._paces)
+        if not has_others:
+            seconds += _USUAL_SECONDS * sum(not job.matcher.is_slow for job in pending)
+        self._lanes.wait(pending, len(pending), min(seconds, threading.TIMEOUT_MAX))
 
     def _hide_on_cpu(self, logits: torch.Tensor, selection: Selection, bits: NDArray[np.int32]) -> None:
         # numpy: tensors of this size would wake PyTorch's threads, which then compete with those of the operators;
@@ -113,16 +197,45 @@ class GrammarMask:
         for at, bound in zip(selection.at_np, bounds, strict=True):
             np.minimum(logits_np[at], bound, out=logits_np[at])
 
-    def drawn(self, tokens: torch.Tensor, batch: SampleBatch) -> None:
-        """Take note of what was drawn: `tokens` [S] int64 are the rows' next ones."""
-        selection = self._rows.select(batch.rows_np)
-        if self._ring is None or selection is None:
+    def judge(self, failed: torch.Tensor) -> torch.Tensor:
+        """`failed` ([S] uint8, see SamplerOutput) with the rows that are held or cannot go on, where it is 0."""
+        current = self._current
+        if current is None or not current.codes.any():
+            return failed
+        own = torch.zeros_like(failed).index_copy_(0, current.selection.at, to_device(current.codes, self._device))
+        return torch.where(failed == 0, own, failed)
+
+    @property
+    def held(self) -> IntArray:
+        """The rows that the last call held."""
+        current = self._current
+        if current is None:
+            return NO_INTS
+        return current.numbers[current.codes == HELD]
+
+    def drawn(self, tokens: torch.Tensor) -> None:
+        """Take note of what was drawn after the last call: `tokens` [S] int64 are the rows' next ones."""
+        current = self._current
+        if current is None:
             return
-        slot, event = self._ring.take(2 * len(selection.at_np))
-        host = slot[: 2 * len(selection.at_np)].view(torch.int64)
-        host.copy_(tokens.index_select(0, selection.at), non_blocking=True)
+        said = (current.codes == 0).nonzero()[0]
+        if self._ring is None:
+            drawn = tokens.numpy()[current.selection.at_np]
+            for place in said.tolist():  # begun now, unless all wait for all: then they are quicker undisturbed
+                row, job = current.rows[place], current.jobs[place]
+                if current.has_others or job.matcher.is_slow:
+                    self._job(row, np.append(job.output, drawn[place]).astype(np.int32))
+            return
+        if not len(said):
+            return
+        at = current.selection.at
+        if len(said) < len(current.rows):
+            at = at.index_select(0, to_device(said, self._device))
+        slot, event = self._ring.take(2 * len(said))
+        host = slot[: 2 * len(said)].view(torch.int64)
+        host.copy_(tokens.index_select(0, at), non_blocking=True)
         event.record()
-        rows = batch.rows_np[selection.at_np].tolist()
+        rows = current.numbers[said].tolist()
         self._drawn.append(_Drawn([(row, self._of_row[row]) for row in rows], host.numpy(), event))
 
     def _settle(self) -> None:

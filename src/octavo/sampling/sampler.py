@@ -18,18 +18,18 @@ import torch
 from octavo.device.staging import StagedTensor, WriteQueue
 from octavo.grammar import NO_GRAMMARS, Grammars
 from octavo.ops.sample import cut_, draw, nan_rows
-from octavo.outputs import NO_TOKEN
-from octavo.plan import NewRow
+from octavo.outputs import NO_TOKEN, TOO_COMPLEX
+from octavo.plan import NO_INTS, IntArray, NewRow
 from octavo.sampling import logprobs
-from octavo.sampling.grammar import GrammarMask
+from octavo.sampling.grammar import PATIENCE, GrammarMask
 from octavo.sampling.logprobs import GroupLogprobs, LogprobGroup, LogprobRows
 from octavo.sampling.masks import AllowedTokens, BadWords, LogitBias, MinTokens
 from octavo.sampling.penalties import Penalties
-from octavo.sampling.rows import IntArray, RowSet, SampleBatch
+from octavo.sampling.rows import RowSet, SampleBatch
 from octavo.sampling.truncation import Truncation
 
-# what SamplerOutput.failed holds, in StepResult's words
-FAILURES = ("", "nan_logits", NO_TOKEN)
+# what SamplerOutput.failed holds, in StepResult's words; a held row has drawn nothing, which is no failure
+FAILURES = ("", "nan_logits", NO_TOKEN, "", TOO_COMPLEX)
 
 
 class Feature(Protocol):
@@ -55,6 +55,7 @@ class SamplerOutput:
     tokens: torch.Tensor  # [S] int64, always within the vocabulary
     failed: torch.Tensor  # [S] uint8: 0, or why the token means nothing, an index into FAILURES
     logprobs: list[GroupLogprobs]  # empty where no row asked; see to_token_logprobs
+    held: IntArray = dataclasses.field(default_factory=lambda: NO_INTS)  # rows that draw the same place again, later
 
 
 class Sampler:
@@ -73,13 +74,14 @@ class Sampler:
         max_logprobs: int = 20,
         grammars: Grammars = NO_GRAMMARS,
         queue: WriteQueue | None = None,
+        mask_patience: float = PATIENCE,
     ) -> None:
         """`tokens` and `prompt_lens` are the request table's: they are read, never written.
 
         tokens: [max_num_rows, max_model_len] int32, a row's prompt, its committed output, then drafts if there are;
         whatever lies before a batch's position must be there. prompt_lens: [max_num_rows] int32. `vocab_size`: the
         logits' width. `max_logprobs`: -1 means the vocabulary. `grammars` compiles the forms that rows ask for.
-        `queue`: see StagedTensor. Raises ValueError on an unknown `logprobs_mode`.
+        `queue`: see StagedTensor; `mask_patience`: see GrammarMask. Raises ValueError on an unknown `logprobs_mode`.
         """
         if logprobs_mode not in logprobs.MODES:
             raise ValueError(f"logprobs_mode {logprobs_mode!r} is unknown; known: {', '.join(logprobs.MODES)}")
@@ -93,7 +95,7 @@ class Sampler:
         self._changed = RowSet(max_num_rows, device)  # rows with any of the stages
         self._logprobs = LogprobRows(max_num_rows, vocab_size, max_logprobs, device)
         self._truncation = Truncation(max_num_rows, vocab_size, device, queue)
-        self._grammar = GrammarMask(max_num_rows, vocab_size, device, tokens, grammars)
+        self._grammar = GrammarMask(max_num_rows, vocab_size, device, tokens, grammars, mask_patience)
         # the list is the order
         self._stages: tuple[Feature, ...] = (
             LogitBias(max_num_rows, vocab_size, device),
@@ -176,12 +178,12 @@ class Sampler:
             cuts = None
         tokens, failed = draw(logits, batch.rows, *self.tables, batch.positions, cuts)
         if changed is not None and not_a_number is not None:
-            self._grammar.drawn(tokens, batch)
+            self._grammar.drawn(tokens)
             failed = not_a_number.view(torch.uint8)
             # only where all of a row is forbidden can the choice be forbidden
             choice = logits.view(-1).index_select(0, changed.at * self._vocab_size + tokens.index_select(0, changed.at))
             blocked = torch.zeros_like(failed).index_copy_(0, changed.at, (choice == -torch.inf).to(torch.uint8) * 2)
-            failed = torch.where(failed == 0, blocked, failed)
+            failed = self._grammar.judge(torch.where(failed == 0, blocked, failed))
         found = []
         for index, group in enumerate(groups):
             own = untouched.get(index)
@@ -189,7 +191,7 @@ class Sampler:
                 own = self._group_logits(group, logits, batch)
             mine = tokens.index_select(0, group.at)
             found.append(logprobs.compute(group, own, mine, as_logits=self._as_logits))
-        return SamplerOutput(tokens, failed, found)
+        return SamplerOutput(tokens, failed, found, self._grammar.held if changed is not None else NO_INTS)
 
     def _group_logits(self, group: LogprobGroup, logits: torch.Tensor, batch: SampleBatch) -> torch.Tensor:
         """The logits of a group that its log-probabilities are made of: as they are, or as they are drawn from."""

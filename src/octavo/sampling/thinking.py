@@ -15,7 +15,25 @@ from octavo.thinking import ClosingMark, Thinking
 
 
 class Form(Protocol):
-    """What follows one output."""
+    """What follows one output. See Matcher."""
+
+    @property
+    def met_limit(self) -> bool:
+        """Whether the last `fill` found nothing because the form is too complex."""
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether `prepare` has nothing to do."""
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether the next mask is expected to take long."""
+
+    def prepare(self) -> None:
+        """Compile what `fill` will need."""
+
+    def note(self, seconds: float) -> None:
+        """Take note of how long a mask took."""
 
     def fill(self, output: NDArray[np.int32], bits: NDArray[np.int32]) -> bool:
         """Set the bits of the tokens that may follow `output`; False, and no bit, if there is none."""
@@ -23,6 +41,15 @@ class Form(Protocol):
 
 class Anything:
     """No form."""
+
+    met_limit = is_slow = False
+    is_compiled = True
+
+    def prepare(self) -> None:
+        """Do nothing."""
+
+    def note(self, seconds: float) -> None:
+        """Do nothing."""
 
     def fill(self, output: NDArray[np.int32], bits: NDArray[np.int32]) -> bool:
         """Allow every token."""
@@ -41,6 +68,29 @@ class AfterThinking:
         self._seen = np.empty(0, np.int32)
         self._state = 0  # of the mark, behind `_seen`
         self._answer = -1  # where in `_seen` the answer begins; -1: further on
+
+    @property
+    def met_limit(self) -> bool:
+        """The form's."""
+        return self._form.met_limit
+
+    @property
+    def is_compiled(self) -> bool:
+        """The form's."""
+        return self._form.is_compiled
+
+    @property
+    def is_slow(self) -> bool:
+        """The form's."""
+        return self._form.is_slow
+
+    def prepare(self) -> None:
+        """Compile the form, while the reasoning goes on."""
+        self._form.prepare()
+
+    def note(self, seconds: float) -> None:
+        """For the form."""
+        self._form.note(seconds)
 
     def fill(self, output: NDArray[np.int32], bits: NDArray[np.int32]) -> bool:
         """As Form's; `output` may be any output of the request, in any order."""

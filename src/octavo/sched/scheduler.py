@@ -15,7 +15,6 @@ import bisect
 import time
 from collections.abc import Iterable, Sequence
 
-import msgspec
 import numpy as np
 
 from octavo.plan import NO_INTS, NO_PROMPT_LOGPROBS, IntArray, NewBlocks, StepPlan, StepResult
@@ -23,7 +22,7 @@ from octavo.request import FinishReason, Request, RequestRows, Status
 from octavo.sched.kv_manager import KVManager
 from octavo.sched.order import order_of
 from octavo.sched.stops import ends
-from octavo.sched.work import Issued, Work, pack, places
+from octavo.sched.work import Issued, SchedulerStats, Work, pack, places, take_back
 from octavo.updates import RequestUpdate
 
 MAX_OUTSTANDING = 2  # plans without results: one that runs, and the next one
@@ -31,18 +30,6 @@ HEADROOM_BLOCKS = 2  # kept free per running request and group when one is admit
 
 _NOTHING = StepResult(step=-1)
 _FEW = 4  # rows that are taken in faster one by one
-
-
-class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Gauges now, counters since the start."""
-
-    num_running: int
-    num_waiting: int
-    cache_usage: float  # share of the blocks that are held, 0 to 1
-    num_preemptions: int
-    num_scheduled_tokens: int
-    num_prefix_queries: int  # tokens
-    num_prefix_hits: int  # tokens
 
 
 class Scheduler:
@@ -177,6 +164,9 @@ class Scheduler:
         updates: list[RequestUpdate] = []
         if result.failed or result.prompt_logprobs or plan.drafts:
             self._settle(plan, result, issued, updates)
+        if not result.num_sampled.all():
+            self._num_repeats = 0
+            result = take_back(plan, result, self._owners | issued.left)
         rows, tokens = result.rows, result.tokens
         few = len(rows) <= _FEW or tokens.shape[1] > 1
         one_by_one = range(len(rows)) if few else places(rows, issued.left)

@@ -8,10 +8,23 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
-from octavo.plan import NO_INTS, IntArray, NewBlocks, NewRow
-from octavo.request import Request
+from octavo.plan import NO_INTS, IntArray, NewBlocks, NewRow, StepPlan, StepResult
+from octavo.request import Request, Status
+
+
+class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Gauges now, counters since the start."""
+
+    num_running: int
+    num_waiting: int
+    cache_usage: float  # share of the blocks that are held, 0 to 1
+    num_preemptions: int
+    num_scheduled_tokens: int
+    num_prefix_queries: int  # tokens
+    num_prefix_hits: int  # tokens
 
 
 class Work:
@@ -76,3 +89,19 @@ def places(rows: IntArray, left: dict[int, Request]) -> list[int]:
     named = np.zeros(max(int(rows.max()), *left) + 1, np.bool_)
     named[list(left)] = True
     return named[rows].nonzero()[0].tolist()
+
+
+def take_back(plan: StepPlan, result: StepResult, owners: dict[int, Request]) -> StepResult:
+    """Count the rows that were held as if the plan had left out their last token. Returns the result of the others."""
+    held = result.num_sampled == 0
+    for row in result.rows[held].tolist():
+        request = owners[row]
+        if request.status is Status.FINISHED:
+            continue
+        request.num_in_flight -= 1
+        if request.status is Status.RUNNING and row not in plan.drafts:  # rejected drafts have taken it back
+            request.num_computed -= 1
+    rest = ~held
+    return msgspec.structs.replace(
+        result, rows=result.rows[rest], tokens=result.tokens[rest], num_sampled=result.num_sampled[rest]
+    )

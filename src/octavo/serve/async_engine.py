@@ -23,7 +23,7 @@ from octavo.arch import Arch
 from octavo.config import EngineConfig, resolve_max_logprobs
 from octavo.front import find_and_read, load_front, make_limits
 from octavo.models.hub import find_model
-from octavo.outputs import NO_TOKEN, RequestOutput
+from octavo.outputs import REQUESTS_OWN, RequestOutput
 from octavo.sampling_params import ParameterError, SamplingParams
 from octavo.serve.client import EngineClient, Supervision
 from octavo.serve.messages import Abort, Add, BadFrameError, CallDone, EngineInfo, ResetPrefixCache, Updates
@@ -434,7 +434,9 @@ class AsyncEngine:
                 self._send_abort(stopped)
         for output in outputs:
             facts.finish_reasons |= {o.index: o.finish_reason for o in output.outputs if o.finish_reason is not None}
-            facts.is_corrupted |= any(o.finish_reason == "error" and o.stop_reason != NO_TOKEN for o in output.outputs)
+            facts.is_corrupted |= any(
+                o.finish_reason == "error" and o.stop_reason not in REQUESTS_OWN for o in output.outputs
+            )
             if not stream.put(output):
                 self._give_up(stream, SlowReaderError("the stream was not read for too long"))
             elif output.finished:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from octavo.outputs import NO_TOKEN, CompletionOutput, RequestOutput
+from octavo.outputs import NO_TOKEN, TOO_COMPLEX, CompletionOutput, RequestOutput
 from octavo.sampling_params import (
     ParameterError,
     RequestOutputKind,
@@ -318,6 +318,8 @@ def _failure(completion: CompletionOutput) -> ApiError | None:
     if completion.finish_reason == "error" and completion.stop_reason == NO_TOKEN:
         message = "the output's form, and the tokens that are allowed or forbidden, leave no token to go on with"
         return bad_request(NO_TOKEN, message)
+    if completion.finish_reason == "error" and completion.stop_reason == TOO_COMPLEX:
+        return bad_request(TOO_COMPLEX, "the output's form is too complex: it met a limit within the text")
     if completion.finish_reason == "error":
         return ApiError(
             500, "internal_model_error", f"the model failed on this request: {completion.stop_reason}",

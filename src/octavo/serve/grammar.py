@@ -3,8 +3,9 @@
 Owns the mapping of OpenAI's `response_format` and vLLM's `structured_outputs` to StructuredOutputsParams, and
 GrammarJail: child processes that compile foreign forms within limits of time and memory, so that what reaches the
 engine is known to compile. Does not know the engine, which compiles the checked form again (0.5 to 2 ms is usual) and
-keeps it. Invariant: every form gets an answer within the time limit and the wait for a child; a child that exceeds a
-limit is killed and replaced by the next check that needs one.
+keeps it. Invariants: every form gets an answer, or is turned away, within the time limit and the longest wait for a
+child; a child that exceeds a limit is killed and replaced by the next check that needs one; a form that nobody waits
+for any more takes no child from those that somebody waits for.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ COMPILE_SECONDS = 4.5  # the answer is there within 5
 START_SECONDS = 30.0  # for a child to start; on a busy machine an interpreter takes its time
 MEMORY_BYTES = 1 << 30
 MAX_CHILDREN = 2
+MAX_WAITING = 32  # forms that wait for a child
+WAIT_SECONDS = 10.0  # for a child
 MAX_VERDICTS = 1024
 _KEPT_ENVIRONMENT = ("PATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "SYSTEMROOT")
 
@@ -122,6 +125,15 @@ def _moved(node: Any, root: str) -> Any:
     return moved
 
 
+class JailBusyError(RuntimeError):
+    """A form cannot be checked now. `retry_after`: seconds after which it may be worth asking again."""
+
+    def __init__(self, reason: str, retry_after: float) -> None:
+        """`reason` is for the client."""
+        super().__init__(reason)
+        self.retry_after = retry_after
+
+
 class GrammarJail:
     """Says whether forms can be compiled for a model. One event loop's."""
 
@@ -134,6 +146,8 @@ class GrammarJail:
         seconds: float = COMPILE_SECONDS,
         memory_bytes: int = MEMORY_BYTES,
         max_children: int = MAX_CHILDREN,
+        max_waiting: int = MAX_WAITING,
+        wait_seconds: float = WAIT_SECONDS,
     ) -> None:
         """Nothing is started before the first check. `texts`: the tokenizer; `vocab_size`: the logits' width."""
         self._make: Callable[[], Vocabulary] = lambda: Vocabulary.of(texts, vocab_size, eos_token_ids)
@@ -142,65 +156,112 @@ class GrammarJail:
         self._idle: list[_Child] = []
         self._children: set[_Child] = set()
         self._places = asyncio.Semaphore(max_children)
+        self._max_children, self._max_waiting, self._wait_seconds = max_children, max_waiting, wait_seconds
         self._verdicts: collections.OrderedDict[bytes, Verdict] = collections.OrderedDict()
-        self._running: dict[bytes, asyncio.Task[Verdict]] = {}
+        self._checks: dict[bytes, _Check] = {}  # that wait or run, in the order of their coming
         self.num_killed = 0
 
     async def check_structured(self, structured: StructuredOutputsParams | None) -> None:
-        """Return if the form can be compiled, or is None. Raises ParameterError within the time limit."""
+        """Return if the form can be compiled, or is None.
+
+        Raises ParameterError within the time limit, JailBusyError if too many wait or the wait is too long.
+        """
         if structured is None:
             return
         key = structured.key
         verdict = self._verdicts.get(key)
         if verdict is None:
-            task = self._running.get(key)
-            if task is None:
-                task = self._running[key] = asyncio.create_task(self._judge(key, structured))
-                task.add_done_callback(lambda _: self._running.pop(key, None))
-            # a client that leaves must not cost the others that wait for the same answer theirs
-            verdict = await asyncio.shield(task)
+            verdict = await self._ask(key, structured)
         if verdict.code:
             raise ParameterError(verdict.field, verdict.message, verdict.code)
 
+    async def _ask(self, key: bytes, structured: StructuredOutputsParams) -> Verdict:
+        check = self._checks.get(key)
+        if check is None:
+            if len(self._checks) >= self._max_children + self._max_waiting:
+                raise self._busy(f"{self._max_waiting} forms of outputs wait to be checked, the most that may")
+            check = self._checks[key] = _Check()
+            check.task = asyncio.create_task(self._judge(key, structured, check))
+            check.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody may be left to see
+        assert check.task is not None, "a check has a task from the beginning"
+        check.num_askers += 1
+        self._drop_abandoned()
+        try:
+            # a client that leaves must not cost the others that wait for the same answer theirs
+            return await asyncio.shield(check.task)
+        finally:
+            check.num_askers -= 1
+            self._drop_abandoned()
+
+    def _drop_abandoned(self) -> None:
+        """End what nobody asks for any more: it waits, or others wait for its child."""
+        others = self._places.locked() and any(c.num_askers and not c.has_begun for c in self._checks.values())
+        for key, check in list(self._checks.items()):
+            is_in_the_way = not check.has_begun or (others and check.is_compiling)
+            if not check.num_askers and check.task is not None and is_in_the_way:
+                del self._checks[key]  # who asks again begins anew
+                check.task.cancel()
+
+    def _busy(self, reason: str) -> JailBusyError:
+        seconds = self._seconds * len(self._checks) / self._max_children
+        return JailBusyError(reason, min(max(seconds, 1.0), 60.0))
+
     async def close(self) -> None:
         """End the children."""
-        for task in list(self._running.values()):
-            task.cancel()
+        for check in self._checks.values():
+            if check.task is not None:
+                check.task.cancel()
         for child in list(self._children):
             await self._end(child)
 
-    async def _judge(self, key: bytes, structured: StructuredOutputsParams) -> Verdict:
-        field = f"structured_outputs.{structured.form}"
-        async with self._places:
-            while True:
-                is_fresh = not self._idle
-                child = await self._start() if is_fresh else self._idle.pop()
-                if child is None:
-                    return Verdict(field, "cannot be checked now", "unavailable")
-                done = False
-                try:
-                    verdict = await asyncio.wait_for(child.ask(structured), self._seconds)
-                    done = True
-                except TimeoutError:
-                    verdict = Verdict(field, f"takes more than {self._seconds:g} s to compile", "schema_too_complex")
-                except (OSError, RuntimeError, asyncio.IncompleteReadError, msgspec.DecodeError):
-                    if not is_fresh:  # it may have been dead before it was asked: another one tells
-                        continue
-                    verdict = Verdict(
-                        field, "takes more than the memory that is allowed to compile", "schema_too_complex"
-                    )
-                finally:
-                    if done:
-                        self._idle.append(child)
-                    else:
-                        _LOG.warning("a grammar's child died, or exceeded a limit: it is replaced")
-                        self.num_killed += 1
-                        await self._end(child)
-                break
+    async def _judge(self, key: bytes, structured: StructuredOutputsParams, check: _Check) -> Verdict:
+        """The verdict, from a child. Ends with the check's entry."""
+        try:
+            try:
+                await asyncio.wait_for(self._places.acquire(), self._wait_seconds)
+            except TimeoutError:
+                raise self._busy(f"no form of an output could be checked within {self._wait_seconds:g} s") from None
+            try:
+                check.has_begun = True
+                verdict = await self._try(structured, check)
+            finally:
+                self._places.release()
+        finally:
+            if self._checks.get(key) is check:
+                del self._checks[key]
         self._verdicts[key] = verdict
         if len(self._verdicts) > MAX_VERDICTS:
             self._verdicts.popitem(last=False)
         return verdict
+
+    async def _try(self, structured: StructuredOutputsParams, check: _Check) -> Verdict:
+        field = f"structured_outputs.{structured.form}"
+        while True:
+            is_fresh = not self._idle
+            child = await self._start() if is_fresh else self._idle.pop()
+            if child is None:
+                raise self._busy("the forms of outputs cannot be checked now")
+            if not check.num_askers:  # all left while the child started, which others will need
+                self._idle.append(child)
+                raise asyncio.CancelledError
+            check.is_compiling, done = True, False
+            try:
+                verdict = await asyncio.wait_for(child.ask(structured), self._seconds)
+                done = True
+            except TimeoutError:
+                verdict = Verdict(field, f"takes more than {self._seconds:g} s to compile", "schema_too_complex")
+            except (OSError, RuntimeError, asyncio.IncompleteReadError, msgspec.DecodeError):
+                if not is_fresh:  # it may have been dead before it was asked: another one tells
+                    continue
+                verdict = Verdict(field, "takes more than the memory that is allowed to compile", "schema_too_complex")
+            finally:
+                if done:
+                    self._idle.append(child)
+                else:
+                    _LOG.warning("a grammar's child died, or exceeded a limit: it is replaced")
+                    self.num_killed += 1
+                    await self._end(child)
+            return verdict
 
     async def _start(self) -> _Child | None:
         if not self._vocabulary:
@@ -220,6 +281,15 @@ class GrammarJail:
     async def _end(self, child: _Child) -> None:
         self._children.discard(child)
         await child.kill()
+
+
+class _Check:
+    """A form that is being checked, and for how many."""
+
+    def __init__(self) -> None:
+        self.num_askers = 0
+        self.has_begun = self.is_compiling = False
+        self.task: asyncio.Task[Verdict] | None = None
 
 
 class _Child:

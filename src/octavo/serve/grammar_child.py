@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> None:
 
 def _judge(grammars: Grammars, text: bytes) -> Verdict:
     try:
-        grammars.build(msgspec.msgpack.decode(text, type=StructuredOutputsParams))
+        grammars.try_out(msgspec.msgpack.decode(text, type=StructuredOutputsParams))
     except ParameterError as error:
         return Verdict(error.field, str(error).removeprefix(f"{error.field}: "), error.code)
     except (MemoryError, RecursionError):

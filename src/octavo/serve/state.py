@@ -17,9 +17,9 @@ from pathlib import Path
 from octavo.sampling_params import ParameterError, SamplingParams
 from octavo.serve.async_engine import AsyncEngine
 from octavo.serve.auth import HostNames, Keys
-from octavo.serve.errors import ApiError, not_ready
+from octavo.serve.errors import ApiError, not_ready, queue_full
 from octavo.serve.exchange import Exchange
-from octavo.serve.grammar import GrammarJail
+from octavo.serve.grammar import GrammarJail, JailBusyError
 from octavo.serve.metrics import ServerMetrics
 from octavo.serve.parsers.output import ParserChoice
 from octavo.serve.settings import ServeConfig, read_keys, split
@@ -82,14 +82,21 @@ class ServeState:
         if self.engine.state != "ready":
             raise not_ready(self.engine.state)
 
-    async def check_structured(self, params: SamplingParams) -> None:
-        """Raise ParameterError if the form that an output shall have cannot be compiled."""
+    async def check_structured(self, exchange: Exchange, params: SamplingParams) -> None:
+        """Raise ParameterError if the form that an output shall have cannot be compiled.
+
+        Raises ApiError, 503, if that cannot be told now, ClientLeftError if nobody waits for it any more.
+        """
         if params.structured_outputs is None:
             return
         if self._jail is None:
             engine = self.engine
             self._jail = GrammarJail(engine.tokenizer, engine.limits.vocab_size, engine.arch.eos_token_ids)
-        await self._jail.check_structured(params.structured_outputs)
+        try:
+            async with exchange.watching():
+                await self._jail.check_structured(params.structured_outputs)
+        except JailBusyError as error:
+            raise queue_full(str(error), error.retry_after) from None
 
     @property
     def healthy(self) -> bool:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from octavo.plan import NO_INTS, IntArray, StepResult
+from octavo.sampling.grammar import HELD
 from octavo.sampling.logprobs import GroupLogprobs, to_prompt_logprobs, to_token_logprobs
 from octavo.sampling.sampler import FAILURES
 
@@ -58,18 +59,20 @@ class PendingStep:
             self._event.synchronize()
         packed, rows = self._packed.numpy(), self._rows
         reasons = packed >> _TOKEN_BITS
-        failed = {int(rows[place]): FAILURES[int(reasons[place])] for place in reasons.nonzero()[0]}
+        said = [(int(rows[place]), int(reasons[place])) for place in reasons.nonzero()[0]]
+        failed = {row: FAILURES[reason] for row, reason in said if reason != HELD}
         tokens = packed & _TOKEN_MASK
         if self._failed:
             failed |= self._failed
             rows = np.concatenate([rows, self._unsampled])
+            reasons = np.concatenate([reasons, np.zeros(len(self._unsampled), reasons.dtype)])
             tokens = np.concatenate([tokens, np.zeros(len(self._unsampled), tokens.dtype)])
         logprobs = {int(rows[place]): [entry] for place, entry in to_token_logprobs(self._logprobs).items()}
         return StepResult(
             step=self._step,
             rows=rows,
             tokens=tokens[:, None],
-            num_sampled=np.ones(len(rows), np.int64),
+            num_sampled=(reasons != HELD).astype(np.int64),
             logprobs=logprobs,
             prompt_logprobs={row: to_prompt_logprobs(parts) for row, parts in self._prompt_logprobs.items()},
             failed=failed,

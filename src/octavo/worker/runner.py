@@ -306,6 +306,7 @@ class Runner:
         self._show(work, logits)
         output = self._sampler(logits, self._sample_batch(work, batch, at))
         self._commit(batch, output.tokens, output.failed)
+        self._take_back(output.held)
         return output.logprobs
 
     def _show(self, work: Work, logits: torch.Tensor) -> None:
@@ -325,6 +326,7 @@ class Runner:
         at = self._buffers.sampling.data[0, : work.num_rows]
         output = self._sampler(logits, self._sample_batch(work, batch, at))
         self._commit(batch, output.tokens, output.failed, again=True)
+        self._take_back(output.held)
         return output.logprobs
 
     def _sample_batch(self, work: Work, batch: Batch, at: torch.Tensor) -> SampleBatch:
@@ -338,6 +340,11 @@ class Runner:
     def _commit(self, batch: Batch, tokens: torch.Tensor, failed: torch.Tensor, *, again: bool = False) -> None:
         sample_of = self._buffers.sample_of.data[0, : batch.num_rows]
         commit_tokens(batch, self._requests.tensors, sample_of, tokens, failed, again=again)
+
+    def _take_back(self, held: IntArray) -> None:
+        """Rows that drew nothing compute the same token in their next step, also where that is planned already."""
+        if len(held):
+            self._lay_out.take_back(held)
 
     def _collect_prompt_logprobs(self, work: Work, hidden: torch.Tensor) -> dict[int, list[GroupLogprobs]]:
         """The hidden state at position p scores the prompt's token p + 1."""

@@ -62,7 +62,7 @@ async def _create(state: ServeState, exchange: Exchange, parsed: Parsed[ChatRequ
     params = _params(state, parsed, answers)
     state.check_ready()
     check_options(state, request, parsed.warnings)
-    await state.check_structured(params)
+    await state.check_structured(exchange, params)
     prompt = await _render(state, request, answers, num_kept(params, state.engine.limits))
     if answers.choice == "auto" and state.parsers.tools is None:
         parsed.warnings.append("tools: calls are not looked for in the answer (--tool-call-parser)")
