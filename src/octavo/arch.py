@@ -15,11 +15,16 @@ class Rope:
     """Rotary position embedding of one kind of layer."""
 
     theta: float = 10000.0
-    kind: str = "default"  # default | linear | llama3 | yarn
+    kind: str = "default"  # default | linear | dynamic | llama3 | yarn | longrope
     factor: float = 1.0
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
-    original_max_position: int = 0  # llama3, yarn
+    original_max_position: int = 0  # dynamic, llama3, yarn, longrope
+    beta_fast: float = 32.0  # yarn: rotations at the ends of its ramp
+    beta_slow: float = 1.0
+    truncate: bool = True  # yarn: the ramp's ends are whole channels
+    short_factors: tuple[float, ...] = ()  # longrope: per pair of channels, for at most original_max_position tokens
+    long_factors: tuple[float, ...] = ()  # for more
     rotary_size: int = 0  # channels that rotate; 0: the whole head
     interleaved: bool = False  # channel 2i turns with 2i + 1; else channel i with the one half a rotation further
     amplitude: float = 0.0  # of cos and sin; 0: the kind's own
@@ -78,6 +83,7 @@ class Arch:
     num_kv_heads: int
     head_size: int
     max_position: int
+    default_length: int = 0  # tokens of a request where nobody asks for more; 0: max_position
     norm_eps: float
     layers: tuple[LayerKind, ...]
     moe_layers: frozenset[int] = frozenset()
@@ -87,6 +93,7 @@ class Arch:
     activation: str = "silu"  # silu | gelu_tanh
     attention_bias: bool = False  # bias on q, k and v
     output_bias: bool = False  # bias on the attention's output projection
+    mlp_bias: bool = False  # bias on all projections of the MLP
     qk_norm: bool = False
     attention_scale: float = 0.0  # hf_config resolves it, never 0 there
     logit_soft_cap: float = 0.0  # 0: none

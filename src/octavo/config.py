@@ -456,8 +456,9 @@ def _resolve_sizes(config: EngineConfig, arch: Arch, device: str, why: dict[str,
     length, seqs, tokens = config.max_model_len, config.max_num_seqs, config.max_num_batched_tokens
     chunked = config.enable_chunked_prefill
     if length is None or length == -1:
-        length = arch.max_position
-        why["max_model_len"] = f"the checkpoint's {arch.max_position} positions"
+        length = arch.default_length or arch.max_position
+        more = f"; up to {arch.max_position} by stretching all" if arch.default_length else ""
+        why["max_model_len"] = f"the checkpoint's {length} positions{more}"
         if not chunked and tokens is not None and tokens < length:
             length = max(tokens, 2)
             why["max_model_len"] = "max_num_batched_tokens, since a prompt is computed in one step"

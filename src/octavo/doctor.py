@@ -103,7 +103,7 @@ def _resolved(resolved: Resolved) -> list[tuple[str, object]]:
 
 
 def _read_arch(config: EngineConfig) -> Arch:
-    from octavo.hf_config import read_arch
+    from octavo.hf_config.checkpoint import read_arch
     from octavo.models.hub import find_model
 
     return read_arch(find_model(config.model, config.revision))

@@ -13,7 +13,7 @@ from pathlib import Path
 from octavo.arch import Arch
 from octavo.config import EngineConfig
 from octavo.generation_config import default_sampling
-from octavo.hf_config import read_arch
+from octavo.hf_config.checkpoint import read_arch
 from octavo.models.hub import find_model
 from octavo.request_fields import FieldSpec
 from octavo.sampling_params import Limits, SamplingParams

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.config import EngineConfig
-from octavo.hf_config import read_json
+from octavo.hf_config.fields import read_json
 from octavo.sampling_params import ParameterError, SamplingParams
 
 _FIELDS = {

@@ -116,6 +116,7 @@ def weight_bytes(arch: Arch, resolved: Resolved) -> int:
     q_size, kv_size = arch.num_heads * arch.head_size, arch.num_kv_heads * arch.head_size
     vectors = 2 * arch.hidden_size + 2 * arch.head_size * arch.qk_norm
     vectors += (q_size + 2 * kv_size) * arch.attention_bias + arch.hidden_size * arch.output_bias
+    vectors += (2 * arch.intermediate_size + arch.hidden_size) * arch.mlp_bias
     vectors = arch.num_layers * vectors + arch.hidden_size
     embedding = 0 if arch.tied else arch.vocab_size * arch.hidden_size  # a tied table is the output head's
     return linear + vectors * itemsize + embedding * of_matrix

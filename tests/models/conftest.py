@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from model_rig import Case, make_reference
-from octavo.hf_config import read_arch
+from octavo.hf_config.checkpoint import read_arch
 from octavo.models.loader import load_model
 
 

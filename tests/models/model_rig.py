@@ -4,6 +4,7 @@ engine."""
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -45,6 +46,23 @@ LATENT = {
     "moe_intermediate_size": 32,
     "first_k_dense_replace": 1,
 }
+# Rotations that depend on the longest request: max_position_embeddings, and the rest of a Llama's config.
+STRETCHED: dict[str, dict[str, Any]] = {
+    "dynamic": {
+        "max_position_embeddings": 64,
+        "rope_parameters": {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 1e4},
+    },
+    "longrope": {
+        "max_position_embeddings": 192,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "original_max_position_embeddings": 64,
+            "short_factor": [1.0 + 0.1 * pair for pair in range(8)],
+            "long_factor": [1.0 + 0.4 * pair for pair in range(8)],
+        },
+    },
+}
 YARN_ROPE = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 128}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -61,6 +79,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-yarn-rope": (
         "Llama",
         {"rope_parameters": YARN_ROPE},
+    ),
+    "llama-yarn-betas": (
+        "Llama",
+        {"rope_parameters": {**YARN_ROPE, "beta_fast": 16, "beta_slow": 2, "truncate": False, "attention_factor": 1.3}},
+    ),
+    "llama-mlp-bias": ("Llama", {"mlp_bias": True, "attention_bias": True}),
+    "llama-partial": ("Llama", {"partial_rotary_factor": 0.5, "head_dim": 24}),
+    "qwen3-partial": ("Qwen3", {"partial_rotary_factor": 0.25, "head_dim": 32}),
+    "deepseek2-biased": (
+        "DeepseekV2",
+        {**LATENT, "q_lora_rank": None, "attention_bias": True, "topk_method": "greedy"},
     ),
     "mistral-window": ("Mistral", {"sliding_window": 40}),
     "mistral": ("Mistral", {"sliding_window": None}),
@@ -104,15 +133,27 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def _turn_partly(module: str) -> None:
+    """Let a family rotate as Qwen3-Next does: the first channels of a head, as many as there are cosines."""
+    from transformers.models.qwen3_next.modeling_qwen3_next import apply_rotary_pos_emb
+
+    importlib.import_module(module).apply_rotary_pos_emb = apply_rotary_pos_emb
+
+
 def make_reference(family: str, **changes: Any) -> Any:
     """A tiny transformers model with weights that make logits of order one, norms and biases that matter."""
     import transformers
 
     name, own = FAMILIES[family]
+    if "partial_rotary_factor" in own:
+        _turn_partly(f"transformers.models.{family.split('-')[0]}.modeling_{family.split('-')[0]}")
     config_class = getattr(transformers, {"Gemma3": "Gemma3TextConfig"}.get(name, f"{name}Config"))
     torch.manual_seed(1)
     config = config_class(**{**SMALL, **own, **changes}, attn_implementation="eager")
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    if "partial_rotary_factor" in own:  # transformers' default rotation of these families turns whole heads
+        size = int(own["head_dim"] * own["partial_rotary_factor"])
+        model.model.rotary_emb.inv_freq = 1e4 ** -(torch.arange(0, size, 2) / size)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:

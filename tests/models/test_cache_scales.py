@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from model_rig import Case
-from octavo.hf_config import read_arch
+from octavo.hf_config.checkpoint import read_arch
 from octavo.layers.attention import Attention
 from octavo.layers.latent_attention import LatentAttention
 from octavo.models.cache_scales import scale_names

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from octavo.arch import Arch, Rope
-from octavo.hf_config import arch_from_config, read_arch
+from octavo.hf_config.checkpoint import arch_from_config, read_arch
 from octavo.models import ARCHITECTURES
 
 LLAMA: dict[str, Any] = {
@@ -84,6 +85,38 @@ def test_scaled_ropes_cover_more_positions() -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
     assert arch(rope_scaling=yarn).max_position == 16384
     assert arch(rope_scaling={"type": "linear", "factor": 2.0}).max_position == 8192
+
+
+def test_other_yarns() -> None:
+    scaling = {"type": "yarn", "factor": 4.0, "beta_fast": 16, "beta_slow": None, "truncate": False}
+    found = arch(rope_scaling={**scaling, "attention_factor": 1.2, "mscale": 0.7}).layers[0].rope
+    assert (found.beta_fast, found.beta_slow, found.truncate, found.amplitude) == (16.0, 1.0, False, 1.2)
+    both = arch(rope_scaling={**scaling, "mscale": 0.7, "mscale_all_dim": 0.5}).layers[0].rope
+    assert both.amplitude == pytest.approx((0.07 * math.log(4) + 1) / (0.05 * math.log(4) + 1))
+
+
+def test_dynamic_rope_serves_what_was_trained_unless_more_is_asked_for() -> None:
+    found = arch(rope_scaling={"type": "dynamic", "factor": 2.0})
+    assert (found.default_length, found.max_position) == (4096, 8192)
+    assert found.layers[0].rope == Rope(kind="dynamic", factor=2.0, original_max_position=4096)
+
+
+def test_longrope_in_both_forms() -> None:
+    """Phi-3 writes the length that was trained for beside rope_scaling, and no factor."""
+    scaling = {"short_factor": [1.0, 1, 1.5, 2], "long_factor": [1, 2, 4, 8]}
+    old = arch(rope_scaling={"type": "su", **scaling}, original_max_position_embeddings=1024)
+    new = arch(rope_parameters={"rope_type": "longrope", **scaling, "original_max_position_embeddings": 1024})
+    assert old == new and (new.max_position, new.default_length) == (4096, 0)
+    rope = new.layers[0].rope
+    assert (rope.short_factors, rope.long_factors) == ((1.0, 1.0, 1.5, 2.0), (1.0, 2.0, 4.0, 8.0))
+    assert rope.amplitude == pytest.approx(math.sqrt(1 + math.log(4) / math.log(1024)))
+
+
+@pytest.mark.parametrize("place", ["partial_rotary_factor", "rope_parameters"])
+def test_heads_that_turn_in_part(place: str) -> None:
+    partly = 0.5 if place == "partial_rotary_factor" else {"partial_rotary_factor": 0.5, "rope_type": "default"}
+    assert arch(**{place: partly}).layers[0].rope == Rope(rotary_size=4)
+    assert arch(partial_rotary_factor=1.0).layers[0].rope == Rope()
 
 
 def test_mistral_windows_every_layer() -> None:
@@ -172,17 +205,26 @@ def test_auto_map_is_ignored_with_a_warning(caplog: pytest.LogCaptureFixture) ->
         ),
         ({"quantization_config": {"quant_method": "gptq"}}, 'quantization_config="gptq" '),
         (
-            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
-            'rope_type="dynamic" (known are default, linear',
+            {"rope_scaling": {"rope_type": "ntk", "factor": 2.0}},
+            'rope_type="ntk" (known are default, linear',
         ),
         ({"rope_scaling": {"rope_type": ["x"]}}, 'rope_type=["x"] '),
         ({"rope_scaling": "linear"}, 'rope_scaling="linear" '),
         ({"rope_scaling": {"type": "linear"}}, "factor=null "),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_fast": 16}}, "beta_fast=16 "),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "attention_factor": 2.0}}, "attention_factor=2.0 "),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 "),
+        ({"rope_scaling": {"type": "dynamic"}}, "factor=null "),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_fast": 1}}, "beta_fast=1.0 (it must be greater than"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_slow": "x"}}, 'beta_slow="x" '),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "truncate": 1}}, "truncate=1 "),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "attention_factor": 0}}, "attention_factor=0 "),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4}}, "long_factor=null (4 numbers from"),
+        ({"rope_scaling": {"type": "su", "short_factor": [1.0] * 3}}, "short_factor=[1.0, 1.0, 1.0] (4 numbers from"),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [1.0, 0, 1, 1]}}, "short_factor=[1.0, 0, 1, 1] "),
+        ({"partial_rotary_factor": 0.4}, "partial_rotary_factor=0.4 (of a head's channels an even number"),
+        ({"partial_rotary_factor": 2}, "partial_rotary_factor=2 "),
+        ({"architectures": ["DeepseekV3ForCausalLM"], "partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 "),
+        ({"architectures": ["MistralForCausalLM"], "mlp_bias": True}, "mlp_bias=true "),
         ({"rope_theta": -1}, "rope_theta=-1 "),
-        ({"mlp_bias": True}, "mlp_bias=true "),
+        ({"mlp_bias": "yes"}, 'mlp_bias="yes" '),
         ({"hidden_act": "relu"}, 'hidden_act="relu" '),
         ({"hidden_act": ["silu"]}, 'hidden_act=["silu"] '),
         ({"layer_types": ["full_attention"] * 3}, "layer_types="),

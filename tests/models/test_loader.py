@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from model_rig import Case, Rig
 from octavo.arch import Arch, LayerKind
-from octavo.hf_config import read_arch
+from octavo.hf_config.checkpoint import read_arch
 from octavo.models.loader import load_model
 from octavo.ops.matmul import unpack
 
@@ -118,15 +118,40 @@ def test_a_leftover_head_of_a_tied_model_is_ignored(
     assert load_model(arch, folder, torch.float32)
 
 
-def test_the_text_half_of_a_vision_checkpoint(tiny_case: Callable[[str], Case], tmp_path: Path) -> None:
-    case = tiny_case("gemma3-16")
-    tensors = {}
+_WHOLE, _TEXT = "Gemma3ForConditionalGeneration", "Gemma3ForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "head", "vision"),
+    [
+        (_WHOLE, "language_model.model.", "language_model.lm_head.", "vision_tower."),  # until transformers 4.51
+        (_WHOLE, "model.language_model.", "lm_head.", "model.vision_tower."),  # from 4.52 on
+        (_TEXT, "language_model.model.", "language_model.lm_head.", "vision_tower."),
+        (_TEXT, "model.language_model.", "lm_head.", "model.vision_tower."),
+        (_TEXT, "model.", "lm_head.", "vision_tower."),
+    ],
+)
+@pytest.mark.parametrize("family", ["gemma3-16", "gemma3-32"])
+def test_the_text_half_of_a_vision_checkpoint(
+    tiny_case: Callable[[str], Case], tmp_path: Path, name: str, body: str, head: str, vision: str, family: str
+) -> None:
+    """Under all names that transformers has written, tied and not."""
+    case = tiny_case(family)
+    tensors = {f"{vision}embeddings": torch.ones(3)}
     for file in case.folder.glob("*.safetensors"):
-        tensors.update({f"language_model.{name}": tensor for name, tensor in load_file(file).items()})
-    save_file({**tensors, "vision_tower.embeddings": torch.ones(3)}, tmp_path / "model.safetensors")
-    arch = dataclasses.replace(case.model.arch, name="Gemma3ForConditionalGeneration")
-    model = load_model(arch, tmp_path, torch.float32)
+        for known, tensor in load_file(file).items():
+            own = head if known.startswith("lm_head.") else body
+            tensors[own + known.removeprefix("lm_head.").removeprefix("model.")] = tensor
+    save_file(tensors, tmp_path / "model.safetensors")
+    model = load_model(dataclasses.replace(case.model.arch, name=name), tmp_path, torch.float32)
     assert torch.equal(Rig(model).run(PROMPT, [6]), Rig(case.model).run(PROMPT, [6]))
+
+
+def test_a_tensor_under_two_names_is_refused(tiny_case: Callable[[str], Case], tmp_path: Path) -> None:
+    tensors = {f"{prefix}norm.weight": torch.ones(64) for prefix in ("model.", "language_model.model.")}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"tensor 'model.norm.weight' is there under two names"):
+        load_model(tiny_case("gemma3-16").model.arch, tmp_path, torch.float32)
 
 
 def test_bfloat16_checkpoint_in_float32(plain: tuple[Arch, dict[str, torch.Tensor], Path]) -> None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from model_rig import FAMILIES, Case, Rig
+from model_rig import FAMILIES, STRETCHED, Case, Rig, make_reference
 from octavo.attention.cpu import CpuBackend
-from octavo.hf_config import read_arch
+from octavo.hf_config.checkpoint import read_arch
 from octavo.models.loader import load_model
 from octavo.ops import native
 from survivors import with_survivors
@@ -108,3 +109,29 @@ def test_a_first_step_leaves_no_tensor_behind(tiny_case: Callable[[str], Case], 
     rig.model.forward = watched
     rig.compute({"row": PROMPT[:20]}, last=True)
     assert left == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "longest", "lengths"),
+    [
+        ("dynamic", 64, (1, 64)),  # as trained
+        ("dynamic", 192, (192,)),  # stretched, as transformers does at this length
+        ("longrope", 64, (1, 64)),
+        ("longrope", 192, (65, 192)),
+    ],
+)
+def test_rotations_that_depend_on_the_longest_request(
+    tmp_path: Path, kind: str, longest: int, lengths: tuple[int, ...]
+) -> None:
+    """In an engine they depend on its max_model_len alone: not on the request's length, nor on its chunks."""
+    reference = make_reference("llama", **STRETCHED[kind])
+    reference.save_pretrained(tmp_path)
+    arch = read_arch(tmp_path)
+    assert (arch.max_position, arch.default_length) == (192, 64 if kind == "dynamic" else 0)
+    model = load_model(dataclasses.replace(arch, max_position=longest), tmp_path, torch.float32)
+    case = Case(tmp_path, reference, model)
+    for length in lengths:
+        expected = case.expected(PROMPT[:length])
+        for sizes in ([length], [1, length // 2, length - 1 - length // 2] if length > 3 else [length]):
+            error = (Rig(model).run(PROMPT[:length], sizes) - expected).abs().max().item()
+            assert error <= TOLERANCE

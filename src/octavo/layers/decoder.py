@@ -59,13 +59,14 @@ class DecoderLayer(Layer):
         self.mlp_norm = RMSNorm(size, eps, norm_offset)
         self.mlp = mlp
         self.mlp_out_norm = RMSNorm(size, eps, norm_offset) if out_norms else None
-        assert isinstance(mlp, Mlp) or not out_norms, "experts are not followed by a norm in any family"
+        self.has_plain_mlp = isinstance(mlp, Mlp) and mlp.gate_up.bias is None  # else it runs by itself
+        assert self.has_plain_mlp or not out_norms, "such an MLP is not followed by a norm in any family"
 
     @functools.cached_property
     def operands(self) -> DecoderLayerOperands:
         """The finalized weights, as the operators take them."""
         attention, variant = self.attention, self.attention.variant
-        mlp = self.mlp if isinstance(self.mlp, Mlp) else None
+        mlp = self.mlp if self.has_plain_mlp and isinstance(self.mlp, Mlp) else None
         return DecoderLayerOperands(
             num_heads=variant.num_heads,
             num_kv_heads=variant.num_kv_heads,
@@ -123,7 +124,7 @@ class DecoderLayer(Layer):
             attended = torch.empty_like(q)
             backend.run(q, kv, variant, attended, self.attention.tensors)
         x, residual = leave_attention(operands, attended, residual)
-        return (x if isinstance(self.mlp, Mlp) else self.mlp.forward(x)), residual
+        return (x if self.has_plain_mlp else self.mlp.forward(x)), residual
 
 
 class Decoder:
@@ -132,7 +133,7 @@ class Decoder:
     def __init__(self, layers: nn.ModuleList, norm: RMSNorm) -> None:
         """`layers`: DecoderLayers in order, each with its number as the attention's index."""
         self._layers, self._norm = tuple(cast(DecoderLayer, layer) for layer in layers), norm
-        self._dense = all(isinstance(layer.mlp, Mlp) for layer in self._layers)
+        self._dense = all(layer.has_plain_mlp for layer in self._layers)
         self._unlike: int | None = None
         self._bound: BoundDecoder | None = None
         self._bound_to: tuple[object, object] = (None, None)  # the context's cache views and groups

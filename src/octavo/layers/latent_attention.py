@@ -50,7 +50,8 @@ class LatentAttention(Layer):
         self._num_heads, self._head_query = num_heads, head_query
         self._first_size = latent.query_size or num_heads * head_query
         # the compressed query, or the query itself, and the state in one product
-        self.down = Linear(arch.hidden_size, {"q": self._first_size, "kv": state}, dtype, bias=arch.attention_bias)
+        bias = "kv" if arch.attention_bias and not latent.query_size else arch.attention_bias  # a whole query has none
+        self.down = Linear(arch.hidden_size, {"q": self._first_size, "kv": state}, dtype, bias=bias)
         self.query_norm, self.query_up = None, None
         if latent.query_size:
             self.query_norm = RMSNorm(latent.query_size, _INNER_EPS)

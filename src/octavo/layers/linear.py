@@ -29,13 +29,14 @@ class Linear(Layer):
         out: int | Mapping[str, int],
         dtype: torch.dtype,
         *,
-        bias: bool = False,
+        bias: bool | str = False,
         quantize: bool = True,
         out_dtype: torch.dtype | None = None,
         rest_from: str | None = None,
     ) -> None:
         """`quantize=False`: never quantized, whatever `finalize` is asked; `out_dtype` None: as the input.
 
+        bias: whether there is one; or the one projection that has one, 0 being added to the others.
         rest_from: a projection. None: there is no `rest`.
         """
         super().__init__()
@@ -46,20 +47,28 @@ class Linear(Layer):
             self._shards[name] = (rows, size)
             rows += size
         self.declare("weight", (rows, in_size), dtype)
+        self._biased = {bias: self._shards[bias]} if isinstance(bias, str) else dict(self._shards)
         if bias:
-            self.declare("bias", (rows,), torch.float32)
+            self.declare("bias", (sum(size for _, size in self._biased.values()),), torch.float32)
         else:
             self.bias = None
+        self._rows = rows
         self._quantize, self._rest_from = quantize, rest_from
         self.out_dtype = out_dtype
 
     def shards(self, name: str) -> Mapping[str, tuple[int, int]]:
-        """The projections' rows, the same for weight and bias."""
-        return self._shards
+        """The projections' rows; of a bias, those that have one."""
+        if name == "weight" or len(self._biased) == len(self._shards):
+            return self._shards
+        return {projection: (0, size) for projection, (_, size) in self._biased.items()}
 
     def finalize(self, quantization: str | None) -> None:
         """Pack the weight and drop the original. The bias becomes a plain attribute."""
         super().finalize(quantization)
+        if self.bias is not None and len(self.bias) < self._rows:
+            ((start, size),) = self._biased.values()
+            own, self.bias = self.bias, self.bias.new_zeros(self._rows)
+            self.bias[start : start + size] = own
         self.packed = pack_linear(self.__dict__.pop("weight"), quantization if self._quantize else None)
         self.rest = None if self._rest_from is None else self.packed.behind(self._shards[self._rest_from][0])
 

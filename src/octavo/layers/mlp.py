@@ -1,6 +1,6 @@
 """Gated feed-forward network: down(activation(gate(x)) * up(x)).
 
-Owns the three projections, gate and up fused. Does not know where it stands.
+Owns the three projections, gate and up fused, and their biases if there are. Does not know where it stands.
 Invariant: one product in, one activation, one product out.
 """
 
@@ -10,19 +10,22 @@ import torch
 
 from octavo.layers.base import Layer
 from octavo.layers.linear import Linear
+from octavo.ops.activation import gated_activation
 from octavo.ops.fused import gated_linear
 
 
 class Mlp(Layer):
     """`activation`: silu | gelu_tanh."""
 
-    def __init__(self, size: int, inner_size: int, activation: str, dtype: torch.dtype) -> None:
-        """`size`: of the hidden state; `inner_size`: between the products."""
+    def __init__(self, size: int, inner_size: int, activation: str, dtype: torch.dtype, *, bias: bool = False) -> None:
+        """`size`: of the hidden state; `inner_size`: between the products; `bias`: on all three."""
         super().__init__()
-        self.gate_up = Linear(size, {"gate": inner_size, "up": inner_size}, dtype)
-        self.down = Linear(inner_size, size, dtype)
+        self.gate_up = Linear(size, {"gate": inner_size, "up": inner_size}, dtype, bias=bias)
+        self.down = Linear(inner_size, size, dtype, bias=bias)
         self.activation = activation
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [tokens, size] -> the same shape."""
-        return self.down.forward(gated_linear(x, self.gate_up.packed, self.activation))
+        if self.gate_up.bias is None:
+            return self.down.forward(gated_linear(x, self.gate_up.packed, self.activation))
+        return self.down.forward(gated_activation(self.gate_up.forward(x), self.activation))

@@ -6,7 +6,7 @@ weights are called is whole in its own file; what families share is in layers, a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -29,6 +29,7 @@ class Model(Protocol):
     attention_variants: Sequence[Variant]  # per layer
     weight_map: WeightMap
     ignored_weights: Sequence[str]  # checkpoint names that may be there and are not read; `*` stands for anything
+    other_prefixes: Mapping[str, str]  # by which some checkpoints begin names -> what these maps begin them by
 
     def __init__(self, arch: Arch, dtype: torch.dtype) -> None:
         """`dtype`: of activations, and of weights before packing."""

@@ -8,7 +8,7 @@ attention's index.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ class CausalLM(Layer):
     """The ends of a decoder-only model; see models.base.Model."""
 
     ignored_weights: Sequence[str] = ("*.rotary_emb.inv_freq", "lm_head.weight")
+    other_prefixes: Mapping[str, str] = {}
     norm_offset = 0.0  # of the last norm, as RMSNorm's
 
     def __init__(

@@ -13,13 +13,13 @@ import json
 import math
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from octavo.hf_config import read_json
+from octavo.hf_config.fields import read_json
 
 MAX_HEADER_BYTES = 100 << 20
 MAX_DIMENSION = 1 << 40
@@ -75,6 +75,22 @@ class Checkpoint:
         except ValueError:
             self.close()
             raise
+
+    def rename(self, prefixes: Mapping[str, str]) -> None:
+        """Call tensors whose names begin with a key of `prefixes` by that prefix's value instead.
+
+        Raises ValueError where two tensors would have one name.
+        """
+        if not prefixes:
+            return
+        entries: dict[str, Entry] = {}
+        for name, entry in self.entries.items():
+            prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
+            known = prefixes.get(prefix, "") + name[len(prefix) :]
+            if known in entries:
+                raise ValueError(f"{self._paths[entry.shard]}: tensor {known!r} is there under two names")
+            entries[known] = entry
+        self.entries = entries
 
     def read(self, name: str, out: torch.Tensor) -> None:
         """Read a tensor into `out`, contiguous CPU memory of its shape; converts where `out` has another dtype."""

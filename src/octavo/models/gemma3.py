@@ -36,13 +36,18 @@ WEIGHT_MAP: WeightMap = {
     "model.layers.*.post_feedforward_layernorm.weight": ("layers.*.mlp_out_norm.weight", ""),
     "model.norm.weight": ("norm.weight", ""),
 }
+# Three generations of names around the text model's own, as transformers has written them.
+_PREFIXES = ("language_model.model.", "language_model.lm_head."), ("model.language_model.", "lm_head.")
+_BESIDE_THE_TEXT = ("vision_tower.*", "multi_modal_projector.*")
 NORM_OFFSET = 1.0  # norm weights are stored as their distance from one
 
 
 class Gemma3ForCausalLM(CausalLM):
     """Embedding, layers, last norm and output head; see models.base.Model."""
 
-    ignored_weights = ("*.rotary_emb.inv_freq", "*lm_head.weight", "vision_tower.*", "multi_modal_projector.*")
+    ignored_weights = (
+        "*.rotary_emb.inv_freq", "*lm_head.weight", *_BESIDE_THE_TEXT, *(f"model.{name}" for name in _BESIDE_THE_TEXT)
+    )  # fmt: skip
     norm_offset = NORM_OFFSET
 
     def __init__(self, arch: Arch, dtype: torch.dtype) -> None:
@@ -58,5 +63,9 @@ class Gemma3ForCausalLM(CausalLM):
                 DecoderLayer(attention, mlp, arch.hidden_size, arch.norm_eps, norm_offset=NORM_OFFSET, out_norms=True)
             )
         super().__init__(arch, dtype, variants, rotary.values(), layers, WEIGHT_MAP)
-        prefix = "language_model." if arch.name == "Gemma3ForConditionalGeneration" else ""
-        self.weight_map = {prefix + name: target for name, target in self.weight_map.items()}
+        own = "language_model." if arch.name == "Gemma3ForConditionalGeneration" else ""
+        self.weight_map = {own + name: target for name, target in self.weight_map.items()}
+        known = f"{own}model.", f"{own}lm_head."
+        self.other_prefixes = {
+            other: name for others in _PREFIXES for other, name in zip(others, known, strict=True) if other != name
+        }

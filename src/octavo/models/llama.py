@@ -30,6 +30,9 @@ WEIGHT_MAP: WeightMap = {
     "model.layers.*.mlp.gate_proj.weight": ("layers.*.mlp.gate_up.weight", "gate"),
     "model.layers.*.mlp.up_proj.weight": ("layers.*.mlp.gate_up.weight", "up"),
     "model.layers.*.mlp.down_proj.weight": ("layers.*.mlp.down.weight", ""),
+    "model.layers.*.mlp.gate_proj.bias": ("layers.*.mlp.gate_up.bias", "gate"),
+    "model.layers.*.mlp.up_proj.bias": ("layers.*.mlp.gate_up.bias", "up"),
+    "model.layers.*.mlp.down_proj.bias": ("layers.*.mlp.down.bias", ""),
     "model.norm.weight": ("norm.weight", ""),
 }
 
@@ -43,6 +46,6 @@ class LlamaForCausalLM(CausalLM):
         layers = []
         for index, kind in enumerate(arch.layers):
             attention = Attention(index, variants[index], rotary[kind.rope], arch, dtype)
-            mlp = Mlp(arch.hidden_size, arch.intermediate_size, arch.activation, dtype)
+            mlp = Mlp(arch.hidden_size, arch.intermediate_size, arch.activation, dtype, bias=arch.mlp_bias)
             layers.append(DecoderLayer(attention, mlp, arch.hidden_size, arch.norm_eps))
         super().__init__(arch, dtype, variants, rotary.values(), layers, WEIGHT_MAP)

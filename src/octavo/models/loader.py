@@ -178,6 +178,7 @@ def _fill_from_folder(model: nn.Module, filler: _Filler, folder: Path, check_fin
     """Stream a folder's tensors, in the order in which they lie in their files."""
     checkpoint = Checkpoint(folder)
     try:
+        checkpoint.rename(cast(Model, model).other_prefixes)
         targets = dict(_targets(model))
         _check_fit(checkpoint, targets, cast(Model, model).ignored_weights, folder)
         stored: dict[str, set[str]] = {}

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -24,15 +25,19 @@ _NARROW = (torch.bfloat16, torch.float8_e4m3fn, torch.int8)  # caches that nativ
 native.declare("octavo_qk_norm_rope_store", [PTR] * 8 + [I64] * 10 + [F32] * 2 + [PTR] * 2 + [I32] * 2)
 
 
-def _yarn_inverse_frequencies(exponents: torch.Tensor, theta: float, factor: float, original: int) -> torch.Tensor:
-    """YaRN (Peng et al. 2023, arXiv 2309.00071), with the paper's 32 and 1 rotations as the ends of the ramp."""
+def _yarn_inverse_frequencies(
+    exponents: torch.Tensor, theta: float, factor: float, original: int, betas: tuple[float, float], truncate: bool
+) -> torch.Tensor:
+    """YaRN (Peng et al. 2023, arXiv 2309.00071). betas: rotations at the ends of the ramp, 32 and 1 in the paper."""
     rotary_size = 2 * exponents.numel()
 
     def channel_of(num_rotations: float) -> float:
         return rotary_size * math.log(original / (num_rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-    low = max(math.floor(channel_of(32.0)), 0)
-    high = min(math.ceil(channel_of(1.0)), rotary_size - 1)
+    low, high = map(channel_of, betas)
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotary_size - 1)
     width = high - low if high != low else 0.001
     ramp = ((torch.arange(rotary_size // 2, dtype=torch.float64) - low) / width).clamp(0, 1)
     frequencies = theta**-exponents
@@ -60,32 +65,52 @@ def rope_table(
     original_max_position: int = 0,
     rotary_size: int = 0,
     amplitude: float = 0.0,
+    beta_fast: float = 32.0,
+    beta_slow: float = 1.0,
+    truncate: bool = True,
+    short_factors: Sequence[float] = (),
+    long_factors: Sequence[float] = (),
 ) -> torch.Tensor:
     """Cosines, then sines, of positions 0 .. max_position - 1: [max_position, rotary] float32.
 
     `rotary` is `rotary_size`, or `head_size` where that is 0. Angles are computed in float64 and rounded once.
-    `amplitude` multiplies all; 0 means YaRN's attention factor (0.1 ln(factor) + 1), or 1 for other kinds. Raises
-    ValueError for an unknown `kind`, an odd rotary size, and a scaled kind without `original_max_position`.
+    `amplitude` multiplies all; 0 means YaRN's attention factor (0.1 ln(factor) + 1), or 1 for other kinds. Two kinds
+    turn all positions otherwise where `max_position` exceeds `original_max_position`: dynamic, as for a text of
+    original_max_position * factor tokens, and longrope, by `long_factors`; a factor for each pair of channels. Raises
+    ValueError for an unknown `kind`, an odd rotary size, and a scaled kind without `original_max_position` or factors.
     """
     rotary = rotary_size or head_size
     if rotary % 2 or rotary > head_size:
         raise ValueError(f"rotary size {rotary} must be even and at most the head size {head_size}")
-    if kind in ("llama3", "yarn") and original_max_position <= 0:
+    if kind in ("dynamic", "llama3", "yarn", "longrope") and original_max_position <= 0:
         raise ValueError(f"rope kind {kind!r} needs original_max_position > 0, got {original_max_position}")
     exponents = torch.arange(0, rotary, 2, dtype=torch.float64) / rotary
     frequencies = theta**-exponents
+    is_long = max_position > original_max_position
     own_amplitude = 1.0
     if kind == "linear":
         frequencies = frequencies / factor
+    elif kind == "dynamic":
+        if is_long and rotary > 2:
+            length = int(original_max_position * factor)
+            stretch = factor * length / original_max_position - (factor - 1)
+            frequencies = (theta * stretch ** (rotary / (rotary - 2))) ** -exponents
+    elif kind == "longrope":
+        factors = torch.tensor(long_factors if is_long else short_factors, dtype=torch.float64)
+        if factors.shape != frequencies.shape:
+            raise ValueError(f"rope kind 'longrope' needs {len(frequencies)} factors of each kind, got {len(factors)}")
+        frequencies = frequencies / factors
     elif kind == "llama3":
         frequencies = _llama3_inverse_frequencies(
             frequencies, factor, low_freq_factor, high_freq_factor, original_max_position
         )
     elif kind == "yarn":
-        frequencies = _yarn_inverse_frequencies(exponents, theta, factor, original_max_position)
+        frequencies = _yarn_inverse_frequencies(
+            exponents, theta, factor, original_max_position, (beta_fast, beta_slow), truncate
+        )
         own_amplitude = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
     elif kind != "default":
-        raise ValueError(f"unknown rope kind {kind!r}: known are default, linear, llama3, yarn")
+        raise ValueError(f"unknown rope kind {kind!r}: known are default, linear, dynamic, llama3, yarn, longrope")
     angles = torch.arange(max_position, dtype=torch.float64)[:, None] * frequencies
     return torch.cat((angles.cos(), angles.sin()), dim=1).mul_(amplitude or own_amplitude).to(torch.float32)
 

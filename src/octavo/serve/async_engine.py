@@ -362,7 +362,9 @@ class AsyncEngine:
         self._outputs = OutputProcessor(tokenizer if isinstance(tokenizer, Tokenizer) else None)
         config, arch, info = self.config, self.arch, self.info
         logprobs = resolve_max_logprobs(config, arch)
-        length = config.max_model_len if config.max_model_len not in (None, -1) else arch.max_position
+        length = (
+            config.max_model_len if config.max_model_len not in (None, -1) else arch.default_length or arch.max_position
+        )
         assert length is not None, "a length that is not resolved is the checkpoint's"
         self.limits = make_limits(
             tokenizer,

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from octavo.config import DEFAULT_BLOCK_SIZE, EngineConfig, resolve_max_logprobs
 from octavo.engine import EngineCore
 from octavo.groups import make_groups
-from octavo.hf_config import read_arch
+from octavo.hf_config.checkpoint import read_arch
 from octavo.models.hub import find_model
 from octavo.observe import Phases
 from octavo.plan import NewRow, PromptLogprobs, StepPlan, StepResult, TokenLogprobs
@@ -141,7 +141,9 @@ def build_core(config: EngineConfig, phases: Phases, options: argparse.Namespace
     with phases("scripted load"):
         time.sleep(options.load_seconds)
     arch = read_arch(find_model(config.model))
-    length = config.max_model_len if config.max_model_len not in (None, -1) else arch.max_position
+    length = (
+        config.max_model_len if config.max_model_len not in (None, -1) else arch.default_length or arch.max_position
+    )
     assert length is not None, "a length that is not resolved is the checkpoint's"
     max_num_seqs = config.max_num_seqs or DEFAULT_SEQS
     num_tokens = config.max_num_batched_tokens or max(8192, max_num_seqs)
