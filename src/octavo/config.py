@@ -51,6 +51,9 @@ class EngineConfig:
 
     model: str = setting(DEFAULT_MODEL, "a bundled model's name, a folder, or a name on the Hugging Face hub", "str")
     tokenizer: str | None = setting(None, "folder or name of the tokenizer (default: the model's)", "str")
+    skip_tokenizer_init: bool = setting(
+        False, "load no tokenizer: prompts and answers are token ids, texts are empty", "bool"
+    )
     revision: str | None = setting(None, "branch, tag or commit of a model from the hub", "str")
     load_format: str = setting(
         "auto", "dummy: random weights, for speed measurements only", "str", choices=("auto", "safetensors", "dummy"),

@@ -38,12 +38,19 @@ def find_and_read(config: EngineConfig) -> tuple[Path, Arch]:
 
 
 def load_text(config: EngineConfig, folder: Path, arch: Arch) -> Tokenizer | NoTokenizer:
-    """The tokenizer. Dummy weights may come without one; anything else needs one."""
+    """The tokenizer, if one is wanted. Dummy weights may come without one; anything else needs one."""
+    if config.skip_tokenizer_init:
+        return NoTokenizer(skipped=True)
     if config.tokenizer:
         folder = find_model(config.tokenizer)
     if config.load_format == "dummy" and not (folder / "tokenizer.json").exists():
         return NoTokenizer()
-    return load_tokenizer(folder, arch)
+    try:
+        return load_tokenizer(folder, arch)
+    except ValueError as error:
+        if (folder / "tokenizer.json").exists():
+            raise
+        raise ValueError(f"{error}; set --tokenizer, or --skip-tokenizer-init for token ids alone") from None
 
 
 def load_front(config: EngineConfig, folder: Path, arch: Arch) -> Front:

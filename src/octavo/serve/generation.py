@@ -29,6 +29,7 @@ from octavo.serve.exchange import Exchange
 from octavo.serve.shapes import CompletionDetails, PromptDetails, Usage
 from octavo.serve.state import ServeState, too_many
 from octavo.serve.stream import OutputStream, SlowReaderError, pieces
+from octavo.text.no_tokenizer import NoTokenizer
 
 COMPLETION_TOKENS = 16  # of a completion whose request says nothing; a chat fills the context
 _DEFAULTS = SamplingParams()
@@ -173,7 +174,8 @@ def make_params(
     fields = {name: value for name in _MAY_BE_SET if (value := getattr(base, name)) != getattr(_DEFAULTS, name)}
     fields.setdefault("max_tokens", default_max_tokens)
     fields |= given
-    if not state.engine.tokenizer:
+    if isinstance(state.engine.tokenizer, NoTokenizer):
+        state.engine.tokenizer.check_text_free(fields.get("stop"), fields.get("structured_outputs"))
         fields["detokenize"] = False
     kind = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
     return SamplingParams.from_optional(**fields | {"output_kind": kind, "flat_logprobs": True})

@@ -12,6 +12,7 @@ from typing import Any
 
 from octavo.outputs import LogprobsDict
 from octavo.serve.shapes import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
+from octavo.text.no_tokenizer import NoTokenizer
 from octavo.text.tokenizer import Tokenizer
 
 # JSON has no infinities: a token that cannot be sampled gets what OpenAI gives it.
@@ -21,21 +22,28 @@ _LOWEST = -9999.0
 class TokenTexts:
     """How tokens are written: as their texts, or as "token_id:5"."""
 
-    def __init__(self, tokenizer: Tokenizer, as_ids: bool) -> None:
-        """`as_ids`: return_tokens_as_token_ids."""
-        self.tokenizer, self._as_ids = tokenizer, as_ids
+    def __init__(self, tokenizer: Tokenizer | NoTokenizer, as_ids: bool) -> None:
+        """`as_ids`: return_tokens_as_token_ids. Without a tokenizer there is no other way."""
+        self._tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else None
+        self._as_ids = as_ids
 
     def __call__(self, token_id: int) -> str:
         """A token's text."""
-        return f"token_id:{token_id}" if self._as_ids else self.tokenizer.decode_token(token_id)
+        if self._as_ids or self._tokenizer is None:
+            return f"token_id:{token_id}"
+        return self._tokenizer.decode_token(token_id)
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """What a token adds to a text."""
+        return self._tokenizer.token_bytes(token_id) if self._tokenizer else b""
 
 
 class Offsets:
     """Where tokens begin in the text that they make, in characters."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool, prompt: str = "") -> None:
+    def __init__(self, tokenizer: Tokenizer | NoTokenizer, skip_special: bool, prompt: str = "") -> None:
         """`skip_special`: special tokens have no text, but where `prompt`, which the text begins with, holds it."""
-        self._tokenizer, self._prompt = tokenizer, prompt
+        self._texts, self._prompt = TokenTexts(tokenizer, False), prompt
         self._skipped = tokenizer.special_token_ids if skip_special else frozenset()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
@@ -43,7 +51,7 @@ class Offsets:
     def add(self, token_id: int) -> int:
         """Take the next token; where it begins."""
         offset = self._offset
-        text = self._decoder.decode(self._tokenizer.token_bytes(token_id))
+        text = self._decoder.decode(self._texts.bytes_of(token_id))
         if token_id not in self._skipped or (text and self._prompt.startswith(text, offset)):
             self._offset += len(text)
         return offset
@@ -99,7 +107,7 @@ def prompt_logprobs(entries: Sequence[LogprobsDict | None]) -> list[dict[str, An
 
 
 def _bytes(texts: TokenTexts, token_id: int) -> list[int]:
-    return list(texts.tokenizer.token_bytes(token_id))
+    return list(texts.bytes_of(token_id))
 
 
 def _finite(logprob: float) -> float:

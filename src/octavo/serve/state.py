@@ -25,6 +25,7 @@ from octavo.serve.parsers.output import ParserChoice
 from octavo.serve.settings import ServeConfig, read_keys, split
 from octavo.serve.texts import Texts
 from octavo.settings import ConfigError
+from octavo.text.no_tokenizer import NoTokenizer
 from octavo.text.thinking import ThinkingRule
 from octavo.text.tokenizer import Tokenizer
 
@@ -54,6 +55,8 @@ class ServeState:
         self._jail: GrammarJail | None = None  # made when first needed
         self._last_steps = (-1, 0.0)  # the count of steps, and since when a busy engine shows it
         if config.chat_template is not None:
+            if isinstance(engine.tokenizer, NoTokenizer):
+                raise ConfigError("chat_template", config.chat_template, engine.tokenizer.reason, "drop one of them")
             sources = self.tokenizer.template.sources
             sources.clear()
             sources["default"] = _read_template(config.chat_template)
@@ -63,10 +66,10 @@ class ServeState:
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises ParameterError if it has none."""
-        if not isinstance(self.engine.tokenizer, Tokenizer):
-            message = "the model folder has no tokenizer.json: only token ids can be completed, without text"
-            raise ParameterError("tokenizer", message, "unsupported_parameter")
-        return self.engine.tokenizer
+        tokenizer = self.engine.tokenizer
+        if isinstance(tokenizer, NoTokenizer):
+            raise tokenizer.refusal("tokenizer", "only token ids can be completed, without text")
+        return tokenizer
 
     def check_model(self, name: str | None) -> str:
         """The name that the reply gives. Raises ApiError, 400 or 404."""

@@ -210,12 +210,12 @@ class _Answer:
 
     @property
     def _texts(self) -> TokenTexts:
-        return TokenTexts(self._state.tokenizer, self._request.return_tokens_as_token_ids)
+        return TokenTexts(self._state.engine.tokenizer, self._request.return_tokens_as_token_ids)
 
     def _offsets(self, echoed: str = "") -> Offsets:
-        return Offsets(self._state.tokenizer, self._run.params.skip_special_tokens, echoed)
+        return Offsets(self._state.engine.tokenizer, self._run.params.skip_special_tokens, echoed)
 
     def _prompt_text(self, prompt: Prompt) -> str:
         if prompt.text is not None:
             return prompt.text
-        return self._state.tokenizer.decode(prompt.token_ids, self._run.params.skip_special_tokens)
+        return self._state.engine.tokenizer.decode(prompt.token_ids, self._run.params.skip_special_tokens)

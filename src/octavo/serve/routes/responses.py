@@ -44,7 +44,9 @@ async def create(state: ServeState, exchange: Exchange) -> None:
         state.check_ready()
         check_options(state, request, parsed.warnings)
         await state.check_structured(exchange, params)
-    prompt = await render_chat(state, read_input(request.input, request.instructions), template_kwargs=None)
+    messages = read_input(request.input, request.instructions)
+    with renaming({"messages": "input"}):
+        prompt = await render_chat(state, messages, template_kwargs=None)
     run = make_run(exchange, "resp_", request, [prompt], params)
     await send(exchange, _Reply(state, run, request, model, parsed.warnings), request)
 
