@@ -30,6 +30,10 @@ MEANINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "allowed_origins": ('["https://a.example", "https://b.example"]',
                         {"cors_origins": "https://a.example,https://b.example"}),
     "disable_uvicorn_access_log": ("", {"access_log": False}),
+    "reasoning_config": (
+        '{"reasoning_start_str": "<think>", "reasoning_end_str": "Enough.</think>"}',
+        {"reasoning_end_text": "Enough.</think>"},
+    ),
     "shutdown_timeout": ("5", {"drain_seconds": 5.0}),
 }  # fmt: skip
 

@@ -143,6 +143,9 @@ class EngineConfig:
     reasoning_parser: str = setting(
         "auto", "how reasoning is told from the answer (auto: by the chat template); none: not at all", "str"
     )
+    reasoning_end_text: str | None = setting(
+        None, "what is written to end reasoning whose budget is spent; its end is the closing mark", "str"
+    )
     enable_in_reasoning: bool = setting(False, "an output's form holds for its reasoning too", "bool")
 
     log_level: str = setting(

@@ -116,14 +116,28 @@ def _listed(name: str, value: Any) -> str:
     return str(value)
 
 
-def _structured(name: str, value: Any) -> dict[str, Any]:
-    """vLLM's options of structured outputs: two of them are settings of ours, the others change nothing."""
+def _reasoning(name: str, value: Any) -> dict[str, Any]:
+    """vLLM's texts around reasoning: how it ends is a setting of ours, how it begins is the parser's."""
+    given = _mapping(name, value)
+    found = {"reasoning_end_text": given["reasoning_end_str"]} if given.get("reasoning_end_str") else {}
+    for key in sorted(map(str, given.keys() - {"reasoning_end_str"})):
+        _LOG.warning("%s.%s changes nothing: --reasoning-parser knows how reasoning begins", name, key[:40])
+    return found
+
+
+def _mapping(name: str, value: Any) -> Mapping[str, Any]:
     try:
         given = json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
         given = None
     if not isinstance(given, Mapping):
         raise ConfigError(name, value, "expected a mapping (JSON on the command line)")
+    return given
+
+
+def _structured(name: str, value: Any) -> dict[str, Any]:
+    """vLLM's options of structured outputs: two of them are settings of ours, the others change nothing."""
+    given = _mapping(name, value)
     found = {key: given[key] for key in ("enable_in_reasoning", "reasoning_parser") if given.get(key) not in (None, "")}
     for key in sorted(map(str, given.keys() - found.keys())):
         _LOG.warning("%s.%s changes nothing: %s", name, key[:40], _FORMS)
@@ -146,6 +160,26 @@ _NETWORK = "nothing runs on other machines"
 _MAMBA = "no model of Octavo's has Mamba layers"
 
 _MODEL = {
+    "model_weights": _never("weights are read from --model"),
+    "model_class_overrides": _never("a new model is a file in src/octavo/models (docs/adding.md)"),
+    "enable_return_routed_experts": _never("which experts ran is not told", kind="switch"),
+    "return_sampling_mask": _never("what a form allows is not told", kind="switch"),
+    "quantization_config": _never("--quantization says all there is"),
+    "allow_deprecated_quantization": _idle("no quantization here is deprecated", kind="switch"),
+    "qlora_adapter_name_or_path": _never("there are no LoRA adapters"),
+    "override_neuron_config": _never("the devices are CPUs and NVIDIA GPUs"),
+    "device_ids": _never("set CUDA_VISIBLE_DEVICES instead", kind="values"),
+    "tokenizer_pool_size": _only("0", "one tokenizer serves all"),
+    "tokenizer_pool_type": _idle("one tokenizer serves all"),
+    "tokenizer_pool_extra_config": _idle("one tokenizer serves all"),
+    "renderer_num_workers": _idle("templates run in processes of their own"),
+    "use_fp64_gumbel": _never("noise is drawn in 32 bits, keyed by seed, position and token", kind="switch"),
+    "enable_trace_replay": _never("no requests are recorded", kind="switch"),
+    "enable_cumem_allocator": _never("an engine keeps its memory until it ends", kind="switch"),
+    "safetensors_prefetch_num_threads": _idle("Octavo has one way to load weights"),
+    "safetensors_prefetch_block_size": _idle("Octavo has one way to load weights"),
+    "fail_on_environ_validation": _idle("an unknown OCTAVO_ variable is told, and no other is read", kind="switch"),
+    "diffusion_config": _never("Octavo generates text, token by token"),
     "model_path": _same("model"),
     "runner": _only("auto generate", "Octavo generates text"),
     "task": _only("auto generate", "Octavo generates text"),
@@ -182,6 +216,35 @@ _MODEL = {
     "use_tqdm_on_load": _idle(_LOADING, kind="switch"),
 }
 _PARALLEL = {
+    "data_parallel_multi_port_external_lb": _never(_ONE, kind="switch"),
+    "data_parallel_supervisor_port": _idle(_ONE),
+    "dp_supervisor_probe_interval_s": _idle(_ONE),
+    "dp_supervisor_probe_timeout_s": _idle(_ONE),
+    "dp_supervisor_probe_failure_threshold": _idle(_ONE),
+    "dp_sync_interval": _idle(_ONE),
+    "dcp_comm_backend": _idle(_ONE),
+    "dcp_q_replicate": _idle(_ONE, kind="switch"),
+    "dcp_kv_cache_interleave_size": _idle(_ONE),
+    "cp_kv_cache_interleave_size": _idle(_ONE),
+    "enable_batch_sharded_sampling": _idle(_ONE, kind="switch"),
+    "ubatch_size": _only("0", _ONE),
+    "dbo_decode_token_threshold": _idle(_ONE),
+    "dbo_prefill_token_threshold": _idle(_ONE),
+    "disable_nccl_for_dp_synchronization": _idle(_ONE, kind="switch"),
+    "enable_nccl_comm_suspend": _idle(_ONE, kind="switch"),
+    "distributed_timeout_seconds": _idle(_NETWORK),
+    "cpu_distributed_timeout_seconds": _idle(_NETWORK),
+    "enable_ep_weight_filter": _idle("all experts are on the one device", kind="switch"),
+    "enable_elastic_ep": _never("all experts are on the one device", kind="switch"),
+    "num_redundant_experts": _only("0", "all experts are on the one device"),
+    "eplb_window_size": _idle("all experts are on the one device"),
+    "eplb_step_interval": _idle("all experts are on the one device"),
+    "eplb_log_balancedness": _idle("all experts are on the one device", kind="switch"),
+    "enable_fault_tolerance": _idle("the server always starts a new engine where one died", kind="switch"),
+    "fault_tolerance_config": _idle("the server always starts a new engine where one died"),
+    "numa_bind": _never("run the command under numactl instead", kind="switch"),
+    "numa_bind_nodes": _never("run the command under numactl instead", kind="values"),
+    "numa_bind_cpus": _never("run the command under numactl instead", kind="values"),
     "tensor_parallel_size": _only("1", _ONE, short=("-tp", "--tp-size", "--tp")),
     "pipeline_parallel_size": _only("1", _ONE, short=("-pp", "--pp-size")),
     "data_parallel_size": _only("1", _ONE + "; start one server per device", short=("-dp", "--dp-size")),
@@ -212,6 +275,26 @@ _PARALLEL = {
     "enable_dbo": _never(_ONE, kind="switch"),
 }
 _CACHE = {
+    "offload_backend": _idle("weights stay on the device"),
+    "cpu_offload_params": _idle("weights stay on the device"),
+    "offload_group_size": _only("0", "weights stay on the device"),
+    "offload_num_in_group": _idle("weights stay on the device"),
+    "offload_prefetch_step": _idle("weights stay on the device"),
+    "offload_params": _idle("weights stay on the device"),
+    "kv_cache_dtype_skip_layers": _never("the cache has one type", kind="values"),
+    "prefix_cache_retention_interval": _idle("the oldest unused blocks go first"),
+    "prefix_match_unit": _idle("whole blocks are found again"),
+    "mamba_cache_mode": _idle(_MAMBA),
+    "mamba_config": _idle(_MAMBA),
+    "mamba_backend": _idle(_MAMBA),
+    "mamba_ssu_algorithm": _idle(_MAMBA),
+    "enable_mamba_cache_stochastic_rounding": _idle(_MAMBA, kind="switch"),
+    "mamba_cache_philox_rounds": _idle(_MAMBA),
+    "use_replayssm": _idle(_MAMBA, kind="switch"),
+    "replayssm_buffer_len": _idle(_MAMBA),
+    "gdn_prefill_backend": _idle(_MAMBA),
+    "kda_prefill_backend": _idle(_MAMBA),
+    "ec_manager_config": _idle(_TEXT),
     "swap_space": _idle("a preempted request is computed again, to the same bits; no memory is set aside"),
     "mem_fraction_static": _same("gpu_memory_utilization"),
     "prefix_caching_hash_algo": _idle("blocks are named by one hash"),
@@ -230,6 +313,16 @@ _CACHE = {
     "disable_hybrid_kv_cache_manager": _idle("layers with windows have groups of their own", kind="switch"),
 }
 _SCHEDULER = {
+    "max_num_scheduled_tokens": _never(_CHUNKS),
+    "scheduler_reserve_full_isl": _idle("a request that finds no block is computed again later", kind="switch"),
+    "prefill_schedule_interval": _only("1", "a request that fits runs at once"),
+    "watermark": _only("0 0.0", "a request that fits runs at once"),
+    "spec_method": _never("there are no drafts"),
+    "spec_model": _never("there are no drafts"),
+    "spec_tokens": _never("there are no drafts"),
+    "ngram_prompt_lookup_max": _never("there are no drafts"),
+    "ngram_prompt_lookup_min": _never("there are no drafts"),
+    "per_request_spec_decode_metrics": _only("none", "there are no drafts"),
     "max_running_requests": _same("max_num_seqs"),
     "chunked_prefill_size": _same("max_num_batched_tokens"),
     "max_num_partial_prefills": _only("1", _CHUNKS),
@@ -249,6 +342,12 @@ _SCHEDULER = {
     "speculative_algorithm": _never("there are no drafts"),
 }
 _COMPILE = {
+    "kernel_config": _idle(_GRAPHS),
+    "ir_op_priority": _idle(_GRAPHS),
+    "enable_flashinfer_autotune": _idle(_GRAPHS, kind="switch"),
+    "enable_bf16x3_router_gemm": _never("products run on Octavo's own kernels", kind="switch"),
+    "jit_monitor_mode": _idle(_GRAPHS),
+    "jit_monitor_verbose": _idle(_GRAPHS, kind="switch"),
     "compilation_config": _idle(_GRAPHS, short=("-cc", "-O")),
     "optimization_level": _idle(_GRAPHS),
     "cuda_graph_sizes": _idle(_GRAPHS, kind="values"),
@@ -263,6 +362,34 @@ _COMPILE = {
     "weight_transfer_config": _never("weights are read once, at the start"),
 }
 _EXTRAS = {
+    "reasoning_config": Option(becomes=_reasoning),
+    "enable_lora_bias": _idle(_LORA, kind="switch"),
+    "long_lora_scaling_factors": _idle(_LORA, kind="values"),
+    "default_mm_loras": _never(_LORA),
+    "lora_target_modules": _idle(_LORA, kind="values"),
+    "specialize_active_lora": _idle(_LORA, kind="switch"),
+    "enable_tower_connector_lora": _idle(_LORA, kind="switch"),
+    "enable_mixed_moe_lora_format": _idle(_LORA, kind="switch"),
+    "enable_moe_shared_loras": _idle(_LORA, kind="switch"),
+    "enable_prompt_adapter": _never("there are no prompt adapters", kind="switch"),
+    "max_prompt_adapters": _idle("there are no prompt adapters"),
+    "max_prompt_adapter_token": _idle("there are no prompt adapters"),
+    "enable_mm_embeds": _never(_TEXT, kind="switch"),
+    "mm_hasher_algorithm": _idle(_TEXT),
+    "mm_shm_cache_max_object_size_mb": _idle(_TEXT),
+    "mm_encoder_only": _never(_TEXT, kind="switch"),
+    "mm_encoder_attn_dtype": _idle(_TEXT),
+    "mm_encoder_fp8_scale_path": _idle(_TEXT),
+    "mm_encoder_fp8_scale_save_path": _idle(_TEXT),
+    "mm_encoder_fp8_scale_save_margin": _idle(_TEXT),
+    "mm_tensor_ipc": _idle(_TEXT),
+    "mm_processor_device": _idle(_TEXT),
+    "mm_ipc_gpu_memory_gb": _idle(_TEXT),
+    "mm_device_do_normalize": _idle(_TEXT, kind="switch"),
+    "video_pruning_method": _idle(_TEXT),
+    "enable_mm_processor_stats": _idle(_TEXT, kind="switch"),
+    "kv_cache_metrics_sample": _idle(_STATS),
+    "enable_logging_iteration_details": _idle(_STATS, kind="switch"),
     "structured_outputs_config": Option(becomes=_structured),
     "guided_decoding_backend": _idle(_FORMS),
     "guided_decoding_disable_fallback": _idle(_FORMS, kind="switch"),
@@ -299,6 +426,12 @@ _EXTRAS = {
     "enable_layerwise_nvtx_tracing": _never("`octavo bench engine` tells a step's times", kind="switch"),
 }
 _SERVER = {
+    "enable_per_request_metrics": _never("times of requests are at /metrics, all together", kind="switch"),
+    "fingerprint_mode": _never("system_fingerprint is Octavo's own"),
+    "fingerprint_value": _never("system_fingerprint is Octavo's own"),
+    "cohere_is_reasoning_model": _idle("there is no route of Cohere's API", kind="switch"),
+    "cohere_format": _idle("there is no route of Cohere's API"),
+    "enable_flash_late_interaction": _idle("Octavo generates text", kind="switch"),
     "allowed_origins": Option(becomes=lambda name, value: {"cors_origins": _listed(name, value)}),
     "allowed_methods": _idle("origins that may call may use every method there is"),
     "allowed_headers": _idle("origins that may call may send every header"),

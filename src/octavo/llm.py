@@ -86,8 +86,14 @@ class LLM:
         self.engine = Engine(config, phases)
         try:
             self._thinking = ThinkingRule(
-                self.engine.tokenizer, config.reasoning_parser, enable_in_reasoning=config.enable_in_reasoning
+                self.engine.tokenizer,
+                config.reasoning_parser,
+                enable_in_reasoning=config.enable_in_reasoning,
+                end_text=config.reasoning_end_text,
             )
+        except ConfigError:
+            self.engine.close()
+            raise
         except ValueError as error:
             self.engine.close()
             raise ConfigError("reasoning_parser", config.reasoning_parser, str(error)) from None

@@ -49,6 +49,9 @@ def refuse(*argv: str) -> str:
         (["--tensor-parallel-size", "2"], "an engine of Octavo uses one device; leave it out, or give 1"),
         (["--lora-modules", "a=b", "c=d"], "there are no LoRA adapters"),
         (["--speculative-config.method", "ngram"], "there are no drafts"),
+        (["--reasoning-parser", "no-such"], "reasoning_parser='no-such'"),
+        (["--reasoning-end-text", "so</think>"], "has no reasoning"),
+        (["--reasoning-parser", "qwen3", "--reasoning-end-text", "so"], "must end with </think>"),
         (["--root-path", "api/"], "must begin with a slash"),
         (["--port", "65536"], "from 0 to 65535"),
         (["--port", "x"], "whole number"),
@@ -126,7 +129,9 @@ def test_a_start_line_of_vllm_starts(start_server: StartServer, tmp_path: Path) 
         "--chat-template-content-format", "auto", "--default-chat-template-kwargs", '{"greeting": "Dear"}',
         "--allowed-origins", '["https://a.example"]', "--root-path", "/api", "--uvicorn-log-level", "info",
         "--compilation-config", "3", "--enable-prompt-tokens-details", "--max-logprobs", "100000",
-        "--trust-remote-code", "--served-model-name", "one", "two", "--chat-template", str(template),
+        "--enable-force-include-usage", "--return-tokens-as-token-ids", "--disable-access-log-for-endpoints", "/health",
+        "--stream-interval", "3", "--log-level", "info", "--trust-remote-code",
+        "--served-model-name", "one", "two", "--chat-template", str(template),
     )  # fmt: skip
     assert [card["id"] for card in server.get("/api/v1/models").json()["data"]] == ["one", "two"]
     assert server.get("/apiv1/models").status == 404
@@ -135,7 +140,17 @@ def test_a_start_line_of_vllm_starts(start_server: StartServer, tmp_path: Path) 
     assert asked == server.post("/tokenize", {"model": "one", "prompt": "Dear you"}).json()["tokens"]
     reply = server.get("/v1/models", headers={"Origin": "https://a.example"})
     assert reply.headers["access-control-allow-origin"] == "https://a.example"
+    said = {"model": "one", "prompt": [300 + at for at in range(8)], "max_tokens": 7, "stream": True, "logprobs": 0}
+    events = server.post("/v1/completions", said).events()[:-1]
+    assert events[-1]["usage"]["completion_tokens"] == 7
+    tokens = [event["choices"][0]["logprobs"]["tokens"] for event in events if event["choices"]]
+    assert tokens == [
+        ["token_id:300"],
+        *([f"token_id:{at}" for at in each] for each in ((301, 302, 303), (304, 305, 306))),
+    ]
+    server.get("/health")
     log = server.stderr()
+    assert "route=/v1/completions" in log and "route=/health" not in log
     assert "swap_space=4 changes nothing" in log and "trust_remote_code=true changes nothing" in log
 
 

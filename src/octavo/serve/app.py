@@ -70,6 +70,7 @@ class App:
             paths = self._prefixes if brace else self._exact
             paths.setdefault(prefix, {})[route.method] = route
         state.metrics.add_routes((route.method, route.path) for route in self.routes)
+        self._unlogged = frozenset(split(state.config.disable_access_log_for_endpoints))
         origins = split(state.config.cors_origins)
         self._entry: Any = _with_cors(self._exchange, origins) if origins else self._exchange
 
@@ -132,7 +133,8 @@ class App:
     def _log(self, exchange: Exchange) -> None:
         seconds = time.monotonic() - exchange.started
         self.state.metrics.http(exchange.method, exchange.route, exchange.status or 500, seconds)
-        if self.state.config.access_log and _LOG.isEnabledFor(logging.INFO):
+        is_logged = self.state.config.access_log and exchange.path not in self._unlogged
+        if is_logged and _LOG.isEnabledFor(logging.INFO):
             fields = {
                 "request_id": exchange.request_id,
                 "client": exchange.client,

@@ -173,6 +173,7 @@ def make_params(
     base = state.engine.default_sampling
     fields = {name: value for name in _MAY_BE_SET if (value := getattr(base, name)) != getattr(_DEFAULTS, name)}
     fields.setdefault("max_tokens", default_max_tokens)
+    fields["stream_interval"] = state.config.stream_interval
     fields |= given
     if isinstance(state.engine.tokenizer, NoTokenizer):
         state.engine.tokenizer.check_text_free(fields.get("stop"), fields.get("structured_outputs"))

@@ -49,6 +49,9 @@ class ServeConfig:
         "enable_thinking,thinking", "variables of the template that requests may set, with commas; none: no", "str"
     )
     tool_call_parser: str = setting("auto", "how tool calls are read from the output; none: not at all", "str")
+    return_tokens_as_token_ids: bool = setting(False, "write tokens as token_id:5 in every answer", "bool")
+    enable_force_include_usage: bool = setting(False, "end every stream with its counts", "bool")
+    stream_interval: int = setting(1, "tokens between two events of a stream", "int", low=1, high=1 << 20)
     strict: bool = setting(False, "refuse unknown fields of a request instead of reporting them", "bool")
     disable_page: bool = setting(False, "serve no chat page at /", "bool")
 
@@ -93,6 +96,9 @@ class ServeConfig:
     drain_seconds: float = setting(30.0, "seconds for requests to end after SIGTERM", "float", above=0.0, high=86400.0)
 
     access_log: bool = setting(True, "log every request (from --log-level info on)", "bool")
+    disable_access_log_for_endpoints: str | None = setting(
+        None, "paths whose requests are not logged: /health,/metrics", "str", several=True
+    )
     log_format: str = setting("text", "text, or a JSON object per line", "str", choices=("text", "json"))
 
     def __post_init__(self) -> None:

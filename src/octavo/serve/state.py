@@ -159,8 +159,12 @@ def _choose_parsers(engine: AsyncEngine, config: ServeConfig) -> tuple[ParserCho
         special = [tokenizer.decode([token_id], False) for token_id in tokenizer.special_token_ids]
     name = settings.reasoning_parser
     try:
-        thinking = ThinkingRule(tokenizer, name, enable_in_reasoning=settings.enable_in_reasoning)
+        thinking = ThinkingRule(
+            tokenizer, name, enable_in_reasoning=settings.enable_in_reasoning, end_text=settings.reasoning_end_text
+        )
         ParserChoice.of(template, "none", name)
+    except ConfigError:
+        raise
     except ValueError as error:
         raise ConfigError("reasoning_parser", name, str(error)) from None
     try:

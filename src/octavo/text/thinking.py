@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from octavo.sampling_params import ParameterError, SamplingParams
+from octavo.settings import ConfigError
 from octavo.text.no_tokenizer import NoTokenizer
 from octavo.text.tokenizer import Tokenizer
 from octavo.thinking import Marks, Thinking, find_marks
@@ -21,14 +22,28 @@ _MAX_TAIL_IDS = 32  # token ids of a prompt's end that hold any opening mark
 class ThinkingRule:
     """For the requests of one model."""
 
-    def __init__(self, tokenizer: Tokenizer | NoTokenizer, parser: str, *, enable_in_reasoning: bool) -> None:
-        """`parser`: as the setting reasoning_parser. `enable_in_reasoning`: forms hold from the first token on.
+    def __init__(
+        self,
+        tokenizer: Tokenizer | NoTokenizer,
+        parser: str,
+        *,
+        enable_in_reasoning: bool,
+        end_text: str | None = None,
+    ) -> None:
+        """`parser`, `end_text`: as the settings reasoning_parser and reasoning_end_text.
 
-        Raises ValueError for an unknown parser.
+        `enable_in_reasoning`: forms hold from the first token on. Raises ValueError for an unknown parser, ConfigError
+        for a text that does not end the reasoning.
         """
         self._tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else None
         self.marks = find_marks(self._tokenizer.chat_template if self._tokenizer else None, parser)
         self.form_waits = not enable_in_reasoning
+        if end_text is not None and (self.marks is None or not end_text.endswith(self.marks.closing)):
+            wanted = (
+                f"must end with {self.marks.closing}" if self.marks else "this model's chat template has no reasoning"
+            )
+            raise ConfigError("reasoning_end_text", end_text, wanted, "change it, or name a --reasoning-parser")
+        self._end_text = end_text
 
     def apply(
         self, params: SamplingParams, text: str | None, token_ids: Sequence[int], *, may_open: bool
@@ -57,7 +72,7 @@ class ThinkingRule:
             opening_id = self._single(tokenizer, marks)
         if not is_open and opening_id < 0:
             return params
-        closing_ids = tokenizer.encode(marks.ending or marks.closing, add_special_tokens=False)
+        closing_ids = tokenizer.encode(self._end_text or marks.ending or marks.closing, add_special_tokens=False)
         thinking = Thinking(closing=marks.closing, closing_ids=closing_ids, is_open=is_open, opening_id=opening_id)
         return replace(params, thinking=thinking)
 

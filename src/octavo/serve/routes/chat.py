@@ -32,7 +32,7 @@ from octavo.serve.generation import (
 from octavo.serve.grammar import form_names, from_request
 from octavo.serve.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
 from octavo.serve.protocol import ChatRequest, Parsed, StreamOptions, read
-from octavo.serve.routes.completions import DONE, check_stream_options
+from octavo.serve.routes.completions import DONE, check_stream_options, follow_settings
 from octavo.serve.shapes import (
     ChatChoice,
     ChatChunkChoice,
@@ -48,6 +48,7 @@ async def create(state: ServeState, exchange: Exchange) -> None:
     """Answer one request."""
     parsed = read(ChatRequest, await exchange.json(), strict=state.config.strict)
     request = parsed.shape
+    follow_settings(state.config, request)
     model = state.check_model(request.model)
     names = {"logprobs": "top_logprobs", **form_names(request.response_format, request.structured_outputs)}
     if request.max_completion_tokens is not None:

@@ -30,7 +30,8 @@ from octavo.serve.generation import (
 )
 from octavo.serve.grammar import form_names, from_request
 from octavo.serve.logprobs import Offsets, TokenTexts, completion_logprobs, prompt_logprobs
-from octavo.serve.protocol import CompletionRequest, Parsed, StreamOptions, read
+from octavo.serve.protocol import Common, CompletionRequest, Parsed, StreamOptions, read
+from octavo.serve.settings import ServeConfig
 from octavo.serve.shapes import Completion, CompletionChoice, CompletionLogprobs
 from octavo.serve.state import ServeState
 
@@ -41,6 +42,7 @@ async def create(state: ServeState, exchange: Exchange) -> None:
     """Answer one request."""
     parsed = read(CompletionRequest, await exchange.json(), strict=state.config.strict)
     request = parsed.shape
+    follow_settings(state.config, request)
     model = state.check_model(request.model)
     with renaming(form_names(request.response_format, request.structured_outputs)):
         params = _params(state, parsed)
@@ -71,6 +73,14 @@ def _params(state: ServeState, parsed: Parsed[CompletionRequest]) -> SamplingPar
             given.setdefault("prompt_logprobs", request.logprobs)
     given["structured_outputs"] = from_request(request.response_format, request.structured_outputs)
     return make_params(state, given, stream=request.stream, default_max_tokens=COMPLETION_TOKENS)
+
+
+def follow_settings(config: ServeConfig, request: Common) -> None:
+    """What the server's settings wish of every answer."""
+    request.return_tokens_as_token_ids |= config.return_tokens_as_token_ids
+    if request.stream and config.enable_force_include_usage:
+        options = request.stream_options or StreamOptions()
+        request.stream_options = msgspec.structs.replace(options, include_usage=True)
 
 
 def check_stream_options(stream: bool, options: StreamOptions | None) -> None:
