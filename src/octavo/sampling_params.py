@@ -230,6 +230,7 @@ _INTS = (
     ("stream_interval", 1, INT32_MAX, False),
     ("thinking_token_budget", -1, INT32_MAX, True),
 )
+FLOAT_FIELDS, INT_FIELDS = (frozenset(name for name, *_ in table) for table in (_FLOATS, _INTS))
 _BOOLS = (
     "ignore_eos",
     "detokenize",

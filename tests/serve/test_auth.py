@@ -16,7 +16,7 @@ from octavo.serve.app import ROUTES, Route
 from octavo.serve.auth import Access, Keys
 from octavo.serve.errors import ApiError
 from patience import patient
-from server_rig import SRC, RunningServer
+from server_rig import SRC, RunningServer, StartServer
 
 USER, OTHER, ADMIN = "user-key-0123456789", "other-key-0123456789", "admin-key-0123456789"
 PATHS = {"/v1/models/{id}": "/v1/models/octavo-tiny"}
@@ -87,7 +87,7 @@ def test_other_spellings_of_a_path_open_nothing(guarded_server: RunningServer, r
     path = PATHS.get(route.path, route.path)
     for spelling in (
         f"/{path}",
-        f"{path}/",
+        f"{path}//",
         f"/x/..{path}",
         f"/%2e{path}",
         path + "%00",
@@ -120,9 +120,9 @@ def test_keys_open_what_they_should(guarded_server: RunningServer, route: Route)
 
 def test_what_is_public_tells_nothing(guarded_server: RunningServer) -> None:
     public = [route for route in ROUTES if route.access is Access.PUBLIC]
-    assert {route.path for route in public} == {"/health", "/ready", "/"}
+    assert {route.path for route in public} == {"/health", "/ping", "/ready", "/"}
     for route in public:
-        body = guarded_server.get(route.path).body
+        body = guarded_server.request(route.method, route.path).body
         assert b"octavo-tiny" not in body and USER.encode() not in body
 
 
@@ -168,20 +168,27 @@ def test_a_key_file_must_be_its_owners(tmp_path: Path) -> None:
         (USER, 0o644, "others can read"),
         ("", 0o600, "holds no key"),
         ("# nothing\n", 0o600, "holds no key"),
-        ("short", 0o600, "at least 16"),
+        ("short", 0o600, "needs 16"),
     ):
         path.write_text(content)
         path.chmod(mode)
-        line = refuse_start("--api-key-file", str(path))
+        line = refuse_start("--api-key-file", str(path), "--host", "0.0." + "0.0")
         assert wanted in line and "short" not in line
     assert "cannot be read" in refuse_start("--api-key-file", str(tmp_path / "missing"))
 
 
 def test_short_keys_and_open_addresses_are_refused() -> None:
     anywhere = "0.0." + "0.0"
-    assert "at least 16" in refuse_start(env={"OCTAVO_API_KEY": "secret-short"})
-    assert "secret-short" not in refuse_start(env={"OCTAVO_API_KEY": "secret-short"})
+    line = refuse_start("--host", anywhere, env={"OCTAVO_API_KEY": "secret-short"})
+    assert "needs 16" in line and "--host" in line and "secret-short" not in line
     assert "--insecure-no-auth" in refuse_start("--host", anywhere)
+
+
+def test_a_short_key_will_do_on_this_machine_with_a_warning(start_server: StartServer) -> None:
+    server = start_server(env={"OCTAVO_API_KEY": "token-1"})
+    assert server.get("/v1/models").status == 401
+    assert server.get("/v1/models", headers={"Authorization": "Bearer token-1"}).status == 200
+    assert "--api-key: a key has fewer than 16 characters" in server.stderr() and "token-1" not in server.stderr()
 
 
 def test_a_key_in_the_command_line_is_warned_of(tmp_path: Path) -> None:

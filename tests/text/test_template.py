@@ -179,9 +179,9 @@ def test_tool_use_template_is_taken_for_tools():
 
 BAD_MESSAGES = [
     ([], "empty"), (None, "list"), ("hi", "list"), ({"role": "user"}, "list"), ([5], r"messages\[0\]"),
-    ([{"role": "user", "content": "a"}, {"role": "robot", "content": "a"}], r"messages\[1\]: role"),
+    ([{"role": "user", "content": "a"}, {"role": "<|robot|>", "content": "a"}], r"messages\[1\]: role"),
     ([{"content": "a"}], "role"), ([{"role": ["user"], "content": "a"}], "role"), ([{"role": "user"}], "must be text"),
-    ([{"role": "user", "content": None}], "must be text"), ([{"role": "assistant", "content": None}], "must be text"),
+    ([{"role": "assistant"}], "must be text"), ([{"role": "x" * 65, "content": "a"}], "role"),
     ([{"role": "user", "content": 5}], "text or a list"), ([{"role": "user", "content": b"a"}], "text or a list"),
     ([{"role": "user", "content": {"text": "a"}}], "text or a list"), ([{"role": "user", "content": ["a"]}], "part 0"),
     ([{"role": "user", "content": [{"type": "image", "text": "a"}]}], "part 0"),
@@ -189,6 +189,12 @@ BAD_MESSAGES = [
     ([{"role": "user", "content": "a", 5: 1}], "keys"), ([{"role": "user", "content": "a", "x": object()}], "plain data"),
     ([{"role": "user", "content": "x"}] * 4097, "4096"), ([{"role": "user", "content": "\ud800"}], "surrogate"),
 ]  # fmt: skip
+
+
+def test_a_content_may_be_null_and_a_role_ones_own():
+    template = ChatTemplate({"default": "{% for m in messages %}[{{ m.role }}|{{ m.content }}]{% endfor %}"}, {})
+    messages = [{"role": role, "content": None} for role in ("user", "assistant", "critic 2.0")]
+    assert template.render(messages) == "[user|][assistant|][critic 2.0|]"
 
 
 @pytest.mark.parametrize(("messages", "text"), BAD_MESSAGES)

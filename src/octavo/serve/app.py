@@ -47,6 +47,8 @@ ROUTES = (
     Route("POST", "/detokenize", text.detokenize),
     Route("GET", "/tokenizer_info", text.tokenizer_info),
     Route("GET", "/health", status.health, Access.PUBLIC),
+    Route("GET", "/ping", status.health, Access.PUBLIC),
+    Route("POST", "/ping", status.health, Access.PUBLIC),
     Route("GET", "/ready", status.ready, Access.PUBLIC),
     Route("GET", "/version", status.version),
     Route("GET", "/metrics", status.metrics),
@@ -120,14 +122,18 @@ class App:
             raise from_parameter_error(error) from None
 
     def _methods(self, exchange: Exchange) -> dict[str, Route]:
-        """Method -> route of the path; empty if there is none."""
-        found = self._exact.get(exchange.path)
-        if found is not None:
-            return found
-        for prefix, methods in self._prefixes.items():
-            if exchange.path.startswith(prefix) and len(exchange.path) > len(prefix):
-                exchange.path_value = exchange.path[len(prefix) :]
-                return methods
+        """Method -> route of the path; empty if there is none. A slash at the end, or a missing /v1, is no matter."""
+        path = exchange.path
+        if len(path) > 2 and path.endswith("/"):
+            path = path[:-1]
+        for each in (path, f"/v1{path}"):
+            found = self._exact.get(each)
+            if found is not None:
+                return found
+            for prefix, methods in self._prefixes.items():
+                if each.startswith(prefix) and len(each) > len(prefix):
+                    exchange.path_value = each[len(prefix) :]
+                    return methods
         return {}
 
     def _log(self, exchange: Exchange) -> None:

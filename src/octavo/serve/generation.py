@@ -154,12 +154,10 @@ async def render_chat(
     """A conversation as a prompt, of which the last `kept` tokens count. Raises ParameterError."""
     if messages is None:
         raise ParameterError("messages", "is missing", "missing_field")
-    for name, value in (template_kwargs or {}).items():
-        if name not in state.template_kwargs:
+    for name in template_kwargs or ():
+        if not state.may_set(name):
             shown = name[:64] if name[:64].isidentifier() else "a name"
             raise ParameterError("chat_template_kwargs", f"{shown} is not allowed here", "not_allowed")
-        if not isinstance(value, bool | int | float | str):
-            raise ParameterError("chat_template_kwargs", f"{name} must be a plain value", "invalid_type")
     variables = {**state.config.default_chat_template_kwargs, **(template_kwargs or {})}
     limits, is_chat = state.engine.limits, bool(options.get("add_generation_prompt", True))
     text, token_ids = await state.texts.render_chat(messages, limits, chat_template_kwargs=variables, **options)

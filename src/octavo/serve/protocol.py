@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from octavo.sampling_params import SamplingParams
+from octavo.sampling_params import FLOAT_FIELDS, INT_FIELDS, SamplingParams
 from octavo.serve.errors import ApiError, bad_request
 from octavo.settings import did_you_mean
 
@@ -141,7 +141,7 @@ IGNORED = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "prediction", "verbosity", "web_search_options", "include", "truncation", "background", "conversation",
     "max_tool_calls", "prompt_cache_options", "stream_interval", "vllm_xargs", "mm_processor_kwargs", "detokenize",
-    "function_call", "media_io_kwargs", "reasoning",
+    "media_io_kwargs", "reasoning",
     "modalities", "stream_options",
 })  # fmt: skip
 
@@ -151,7 +151,7 @@ _NOT_ALLOWED = ("not_allowed", "is not allowed in a request")
 REFUSED: dict[str, tuple[str, str]] = {
     **dict.fromkeys(
         ("suffix", "prompt_embeds", "use_beam_search", "length_penalty", "logits_processors",
-         "functions", "audio", "previous_response_id", "n_discard", "moderation"),
+         "audio", "previous_response_id", "n_discard", "moderation"),
         _UNSUPPORTED,
     ),
     **dict.fromkeys(("chat_template", "kv_transfer_params", "bad_words_token_ids", "lora_request"), _NOT_ALLOWED),
@@ -161,6 +161,11 @@ REFUSED: dict[str, tuple[str, str]] = {
         ("unsupported_parameter", "is gone; use structured_outputs"),
     ),
 }  # fmt: skip
+
+# Integers that are no sampling parameters of their own name.
+_INTS = frozenset({"priority", "top_logprobs", "max_completion_tokens", "max_output_tokens", "best_of", "logprobs"})
+_INTEGER = re.compile(r"[+-]?[0-9]{1,20}")
+_NUMBER = re.compile(r"[+-]?([0-9]{1,20}(\.[0-9]{0,40})?|\.[0-9]{1,40})([eE][+-]?[0-9]{1,3})?")
 
 _AT = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")
 
@@ -186,12 +191,12 @@ def read(kind: type[_S], body: Mapping[str, Any], *, strict: bool, sampling: fro
                 params[name] = None  # fill the context
             continue
         if name in own:
-            fields[name] = value
+            fields[name] = _number(value, int) if name in _INTS else value
         elif name in sampling:
-            params[name] = value
+            params[name] = _lax(name, value)
         elif name in REFUSED:
             code, text = REFUSED[name]
-            if value is not False:
+            if value not in (False, "", []):
                 raise bad_request(code, f"{name}: {text}", name)
         elif name in IGNORED:
             warnings.append(f"{name}: has no effect")
@@ -205,6 +210,26 @@ def read(kind: type[_S], body: Mapping[str, Any], *, strict: bool, sampling: fro
         return Parsed(msgspec.convert(fields, kind), params, warnings)
     except msgspec.ValidationError as error:
         raise _wrong_type(str(error)) from None
+
+
+def _lax(name: str, value: Any) -> Any:
+    """A sampling parameter with its numbers as numbers: vLLM takes "3" and 3.0 for 3."""
+    if name in INT_FIELDS:
+        return _number(value, int)
+    if name in FLOAT_FIELDS:
+        return _number(value, float)
+    if name == "logit_bias" and isinstance(value, dict):
+        return {key: _number(bias, float) for key, bias in value.items()}
+    return value
+
+
+def _number(value: Any, kind: type[int] | type[float]) -> Any:
+    """A number of a kind from its text, or an integer from a float that is one; else the value as it is."""
+    if isinstance(value, str) and _NUMBER.fullmatch(value):
+        value = int(value) if _INTEGER.fullmatch(value) else float(value)
+    if kind is int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
 
 
 def _unknown(name: str, known: list[str], strict: bool) -> str:

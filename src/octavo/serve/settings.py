@@ -46,7 +46,7 @@ class ServeConfig:
         {}, "variables of the template where a request does not set them", "dict"
     )
     allowed_template_kwargs: str | None = setting(
-        "enable_thinking,thinking", "variables of the template that requests may set, with commas; none: no", "str"
+        "auto", "variables of the template that requests may set, with commas; auto: its own", "str"
     )
     tool_call_parser: str = setting("auto", "how tool calls are read from the output; none: not at all", "str")
     return_tokens_as_token_ids: bool = setting(False, "write tokens as token_id:5 in every answer", "bool")
@@ -107,7 +107,7 @@ class ServeConfig:
             read_value(name, fact, getattr(self, name))
         for name in _SECRETS:
             for key in split(getattr(self, name)):
-                check_key(name, key)
+                check_key(name, key, public=self.is_public)
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             given = "ssl_keyfile" if self.ssl_certfile is None else "ssl_certfile"
             raise ConfigError(
@@ -116,7 +116,7 @@ class ServeConfig:
             )  # fmt: skip
         if self.root_path is not None and not re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", self.root_path):
             raise ConfigError("root_path", self.root_path, "must begin with a slash and end without one, as /api")
-        if self.uds is None and not is_loopback(self.host) and not self.insecure_no_auth and not self.has_key:
+        if self.is_public and not self.insecure_no_auth and not self.has_key:
             raise ConfigError(
                 "host", self.host, "others can reach it and there is no key",
                 "set --api-key-file, or --insecure-no-auth if that is meant",
@@ -132,6 +132,11 @@ class ServeConfig:
         if self.allowed_hosts is not None:
             return "*" not in split(self.allowed_hosts)
         return self.uds is None and is_loopback(self.host) and not self.has_key
+
+    @property
+    def is_public(self) -> bool:
+        """Whether others than this machine can reach the server."""
+        return self.uds is None and not is_loopback(self.host)
 
     @property
     def has_key(self) -> bool:
@@ -193,10 +198,11 @@ def split(text: str | None) -> list[str]:
     return [entry.strip() for entry in (text or "").split(",") if entry.strip()]
 
 
-def check_key(field: str, key: str) -> None:
-    """Raise ConfigError, without the key, if it is too short or could not stand in a header."""
-    if len(key) < MIN_KEY_CHARS:
-        raise ConfigError(field, "(hidden)", f"a key has {len(key)} characters, at least {MIN_KEY_CHARS} are needed")
+def check_key(field: str, key: str, *, public: bool) -> None:
+    """Raise ConfigError, without the key, if it could not stand in a header, or is short and `public` can try it."""
+    if len(key) < MIN_KEY_CHARS and public:
+        limit = f"a key has {len(key)} characters; where others can reach the server it needs {MIN_KEY_CHARS}"
+        raise ConfigError(field, "(hidden)", limit, "give a longer one, or listen on 127.0.0.1 (--host)")
     if not key.isascii() or not key.isprintable() or " " in key:
         raise ConfigError(field, "(hidden)", "a key may hold printable ASCII without spaces only")
 
@@ -206,7 +212,7 @@ def read_keys(config: ServeConfig, name: str) -> list[str]:
     keys = split(getattr(config, name))
     path = getattr(config, f"{name}_file")
     if path is None:
-        return keys
+        return _warn_of_short(name, keys)
     field = f"{name}_file"
     try:
         with open(path, "rb") as file:
@@ -223,8 +229,16 @@ def read_keys(config: ServeConfig, name: str) -> list[str]:
     if not found:
         raise ConfigError(field, path, "holds no key")
     for key in found:
-        check_key(field, key)
-    return keys + found
+        check_key(field, key, public=config.is_public)
+    return _warn_of_short(name, keys + found)
+
+
+def _warn_of_short(name: str, keys: list[str]) -> list[str]:
+    """The keys, after a word in the log on those that could be guessed."""
+    if any(len(key) < MIN_KEY_CHARS for key in keys):
+        flag = f"--{name.replace('_', '-')}"
+        logging.getLogger("octavo").warning("%s: a key has fewer than %d characters", flag, MIN_KEY_CHARS)
+    return keys
 
 
 def is_loopback(host: str) -> bool:

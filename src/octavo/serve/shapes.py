@@ -109,6 +109,15 @@ class ToolCall(msgspec.Struct, kw_only=True):
     function: FunctionCall
 
 
+def joined_call(pieces: list[ToolCall]) -> FunctionCall:
+    """Pieces of one call as one piece."""
+    call = FunctionCall(arguments="".join([piece.function.arguments or "" for piece in pieces]))
+    for piece in pieces:
+        if piece.function.name is not UNSET:
+            call.name = piece.function.name
+    return call
+
+
 class ChatMessage(msgspec.Struct, kw_only=True):
     """What the assistant says. Reasoning has both names that clients look for."""
 
@@ -118,6 +127,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
+    function_call: FunctionCall | UnsetType = UNSET  # where the request had functions instead of tools
 
 
 class ChatDelta(msgspec.Struct, kw_only=True):
@@ -128,6 +138,7 @@ class ChatDelta(msgspec.Struct, kw_only=True):
     reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
+    function_call: FunctionCall | UnsetType = UNSET  # where the request had functions instead of tools
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import octavo
 from octavo.sampling_params import ParameterError, SamplingParams
 from octavo.serve.async_engine import AsyncEngine
 from octavo.serve.auth import HostNames, Keys
@@ -34,6 +36,9 @@ STEP_DEADLINE = 30.0  # seconds that one step may take before the engine counts 
 _MAX_TEMPLATE_BYTES = 1 << 18
 _TAKES_TOOLS = re.compile(r"\{%-?[^%]*\btools\b|\{\{-?[^}]*\btools\b")
 _LOG = logging.getLogger(__name__)
+# what the renderer itself gives a template, or what would choose another one
+_TEMPLATES_OWN = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message",
+                            "chat_template", "raise_exception", "strftime_now", "tokenize", "namespace"})  # fmt: skip
 
 
 class ServeState:
@@ -45,7 +50,8 @@ class ServeState:
         self.keys = Keys(read_keys(config, "api_key"), read_keys(config, "admin_key"))
         self.host_names = HostNames(split(config.allowed_hosts), is_open=not config.checks_hosts)
         self.model_names = split(config.served_model_name) or [engine.model_name]
-        self.template_kwargs = frozenset(split(config.allowed_template_kwargs))
+        allowed = config.allowed_template_kwargs
+        self._template_kwargs = None if allowed == "auto" else frozenset(split(allowed))
         self.metrics = ServerMetrics(self.model_names[0], max_model_len=engine.limits.max_model_len)
         self.metrics.watch(engine)
         self.created = int(time.time())
@@ -71,10 +77,27 @@ class ServeState:
             raise tokenizer.refusal("tokenizer", "only token ids can be completed, without text")
         return tokenizer
 
+    def may_set(self, name: str) -> bool:
+        """Whether a request may set this variable of the chat template."""
+        if self._template_kwargs is not None:
+            return name in self._template_kwargs
+        return name.isidentifier() and name not in _TEMPLATES_OWN and not name.endswith("_token")
+
+    def takes(self, name: str) -> bool:
+        """Whether the chat template speaks of a variable that requests may set."""
+        return self.may_set(name) and any(name in source for source in self.tokenizer.template.sources.values())
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes where the model, or what its bits depend on, changes."""
+        contract = self.engine.info.numerics_contract if self.engine.info else {}
+        facts = {**contract, "model": self.engine.model_name, "octavo": octavo.__version__}
+        return f"fp_{hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()[:16]}"
+
     def check_model(self, name: str | None) -> str:
-        """The name that the reply gives. Raises ApiError, 400 or 404."""
+        """The name that the reply gives: the first one, if none is asked for. Raises ApiError, 404."""
         if name is None:
-            raise ApiError(400, "missing_field", "model: is missing", "model")
+            return self.model_names[0]
         if name not in self.model_names:
             shown = f"`{name}`" if len(name) <= 128 and name.isprintable() else "of that name"
             raise ApiError(404, "model_not_found", f"The model {shown} does not exist.", "model")

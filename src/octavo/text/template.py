@@ -11,6 +11,7 @@ from __future__ import annotations
 import datetime
 import functools
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,6 +25,7 @@ MAX_OUTPUT_CHARS = 1 << 20
 MAX_MESSAGES = 4096
 MAX_DEPTH = 64
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+_ROLE = re.compile(r"[A-Za-z0-9_. -]{1,64}")  # a template's own: no text of control tokens
 _CONTINUE = "\ufdd2 "  # marks where a final message ends; a template that trims it takes the space away
 # no `attr` (a way round the sandbox's attribute rules), no `format` or `center` (memory from a number)
 _FILTERS = """
@@ -167,13 +169,16 @@ def _check_message(name: str, message: object) -> dict[str, Any]:
         raise refuse("keys must be strings")
     role, content = message.get("role"), message.get("content")
     reasoning = message.get("reasoning_content") or message.get("reasoning")
-    if role not in ROLES:
-        raise refuse(f"role must be one of {', '.join(ROLES)}")
+    if not isinstance(role, str) or not _ROLE.fullmatch(role):
+        raise refuse("role must be 1 to 64 letters, digits, spaces, dots, dashes or underscores")
     if role == "tool" and not isinstance(message.get("tool_call_id"), str):
         raise refuse("a tool message needs the tool_call_id that it answers")
     if content is None:
-        if role != "assistant" or not (message.get("tool_calls") or reasoning):
+        says_else = role == "assistant" and (message.get("tool_calls") or reasoning)
+        if "content" not in message and not says_else:
             raise refuse(f"content of a message from {role} must be text")
+        if not says_else:
+            message = {**message, "content": ""}
     elif not isinstance(content, str):
         if isinstance(content, bytes | Mapping) or not isinstance(content, Sequence):
             raise refuse("content must be text or a list of text parts")

@@ -30,6 +30,7 @@ from octavo.serve.generation import (
     send,
 )
 from octavo.serve.grammar import form_names, from_request
+from octavo.serve.legacy import with_tools
 from octavo.serve.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
 from octavo.serve.protocol import ChatRequest, Parsed, StreamOptions, read
 from octavo.serve.routes.completions import DONE, check_stream_options, follow_settings
@@ -40,13 +41,15 @@ from octavo.serve.shapes import (
     ChatDelta,
     ChatLogprobs,
     ChatMessage,
+    joined_call,
 )
 from octavo.serve.state import ServeState
 
 
 async def create(state: ServeState, exchange: Exchange) -> None:
     """Answer one request."""
-    parsed = read(ChatRequest, await exchange.json(), strict=state.config.strict)
+    body, legacy = with_tools(await exchange.json())
+    parsed = read(ChatRequest, body, strict=state.config.strict)
     request = parsed.shape
     follow_settings(state.config, request)
     model = state.check_model(request.model)
@@ -54,10 +57,12 @@ async def create(state: ServeState, exchange: Exchange) -> None:
     if request.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
     with renaming(names):
-        await _create(state, exchange, parsed, model)
+        await _create(state, exchange, parsed, model, legacy=legacy)
 
 
-async def _create(state: ServeState, exchange: Exchange, parsed: Parsed[ChatRequest], model: str) -> None:
+async def _create(
+    state: ServeState, exchange: Exchange, parsed: Parsed[ChatRequest], model: str, *, legacy: bool
+) -> None:
     request = parsed.shape
     answers = plan_answers(state, request)
     params = _params(state, parsed, answers)
@@ -70,12 +75,12 @@ async def _create(state: ServeState, exchange: Exchange, parsed: Parsed[ChatRequ
     if request.reasoning_effort is not None and not _takes_effort(state):
         parsed.warnings.append("reasoning_effort: has no effect (--allowed-template-kwargs)")
     run = make_run(exchange, "chatcmpl-", request, [prompt], params)
-    await send(exchange, _Reply(state, run, request, model, parsed.warnings, answers), request)
+    await send(exchange, _Reply(state, run, request, model, parsed.warnings, answers, legacy=legacy), request)
 
 
 def _takes_effort(state: ServeState) -> bool:
     """Whether the template is told of `reasoning_effort`."""
-    return "reasoning_effort" in state.template_kwargs
+    return state.takes("reasoning_effort")
 
 
 async def _render(state: ServeState, request: ChatRequest, answers: Answers, kept: int | None) -> Prompt:
@@ -117,12 +122,22 @@ class _Reply:
     """One reply in the making."""
 
     def __init__(
-        self, state: ServeState, run: Run, request: ChatRequest, model: str, warnings: list[str], answers: Answers
+        self,
+        state: ServeState,
+        run: Run,
+        request: ChatRequest,
+        model: str,
+        warnings: list[str],
+        answers: Answers,
+        *,
+        legacy: bool,
     ) -> None:
+        self._legacy = legacy  # calls are told as `function_call`
         self._state, self._run, self._request, self._model = state, run, request, model
         self._texts = TokenTexts(state.tokenizer, request.return_tokens_as_token_ids)
         self._count = TokenCounter(run)
         self._created = int(time.time())
+        self._fingerprint = state.fingerprint
         self._warnings: Any = warnings or UNSET
         self._encoder = msgspec.json.Encoder()
         self._answers = [answers.begin(run.prompts[0].text or "", run.params) for _ in range(run.params.n)]
@@ -146,6 +161,7 @@ class _Reply:
             model=self._model,
             choices=[self._choice(completion) for completion in output.outputs],
             usage=self._usage(),
+            system_fingerprint=self._fingerprint,
             warnings=self._warnings,
         )
         if self._request.return_token_ids:
@@ -190,6 +206,7 @@ class _Reply:
             model=self._model,
             choices=choices,
             usage=self._usage(place) if with_usage else UNSET,
+            system_fingerprint=self._fingerprint,
         )
         if first_output is not None:
             if self._request.return_token_ids:
@@ -206,13 +223,15 @@ class _Reply:
         message = ChatMessage(content=parts.content or (None if parts.tool_calls else ""))
         if parts.reasoning and self._request.include_reasoning:
             message.reasoning = message.reasoning_content = parts.reasoning
-        if parts.tool_calls:
+        if parts.tool_calls and self._legacy:
+            message.function_call = parts.tool_calls[0].function
+        elif parts.tool_calls:
             message.tool_calls = parts.tool_calls
         choice = ChatChoice(
             index=completion.index,
             message=message,
             logprobs=self._logprobs(completion),
-            finish_reason=answer.finish_reason(completion.finish_reason),
+            finish_reason=self._finish_reason(answer, completion),
             stop_reason=completion.stop_reason,
         )
         if self._request.return_token_ids:
@@ -228,16 +247,22 @@ class _Reply:
             delta.content = parts.content
         if parts.reasoning and self._request.include_reasoning:
             delta.reasoning = delta.reasoning_content = parts.reasoning
-        if parts.tool_calls:
+        if parts.tool_calls and self._legacy:
+            delta.function_call = joined_call(parts.tool_calls)
+        elif parts.tool_calls:
             delta.tool_calls = parts.tool_calls
         choice = ChatChunkChoice(index=completion.index, delta=delta, logprobs=self._logprobs(completion))
         if completion.finish_reason is not None:
-            choice.finish_reason = answer.finish_reason(completion.finish_reason)
+            choice.finish_reason = self._finish_reason(answer, completion)
             choice.stop_reason = completion.stop_reason
         if self._request.return_token_ids:
             choice.token_ids = completion.token_ids
         empty = delta == ChatDelta() and choice.finish_reason is None and not self._says_more
         return None if empty else choice
+
+    def _finish_reason(self, answer: Answer, completion: CompletionOutput) -> str | None:
+        reason = answer.finish_reason(completion.finish_reason)
+        return "function_call" if self._legacy and reason == "tool_calls" else reason
 
     @property
     def _says_more(self) -> bool:

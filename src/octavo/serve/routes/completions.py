@@ -7,6 +7,7 @@ has the index p * n + i; with `echo` and `logprobs` the lists hold the prompt's 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -56,14 +57,13 @@ async def create(state: ServeState, exchange: Exchange) -> None:
         kept=num_kept(params, state.engine.limits),
     )
     run = make_run(exchange, "cmpl-", request, prompts, params)
-    await send(exchange, _Answer(state, run, request, model, parsed.warnings), request)
+    only_prompt = _only_prompt(parsed)
+    await send(exchange, _Answer(state, run, request, model, parsed.warnings, only_prompt=only_prompt), request)
 
 
 def _params(state: ServeState, parsed: Parsed[CompletionRequest]) -> SamplingParams:
     request, given = parsed.shape, dict(parsed.sampling)
     check_stream_options(request.stream, request.stream_options)
-    if request.echo and request.stream:
-        raise bad_request("unsupported_parameter", "echo: excludes stream", "echo")
     best_of = request.best_of
     if best_of is not None and (isinstance(best_of, bool) or best_of != given.get("n", 1)):
         raise bad_request("unsupported_parameter", "best_of: must equal n, or be left out", "best_of")
@@ -71,6 +71,8 @@ def _params(state: ServeState, parsed: Parsed[CompletionRequest]) -> SamplingPar
         given["logprobs"] = request.logprobs
         if request.echo:
             given.setdefault("prompt_logprobs", request.logprobs)
+    if _only_prompt(parsed):
+        given["max_tokens"] = 1  # computes the prompt; the token is not shown, see _Answer
     given["structured_outputs"] = from_request(request.response_format, request.structured_outputs)
     return make_params(state, given, stream=request.stream, default_max_tokens=COMPLETION_TOKENS)
 
@@ -81,6 +83,12 @@ def follow_settings(config: ServeConfig, request: Common) -> None:
     if request.stream and config.enable_force_include_usage:
         options = request.stream_options or StreamOptions()
         request.stream_options = msgspec.structs.replace(options, include_usage=True)
+
+
+def _only_prompt(parsed: Parsed[CompletionRequest]) -> bool:
+    """Whether the prompt shall be said and scored, and nothing else."""
+    most = parsed.sampling.get("max_tokens")
+    return parsed.shape.echo and type(most) is int and most == 0
 
 
 def check_stream_options(stream: bool, options: StreamOptions | None) -> None:
@@ -94,7 +102,7 @@ class _Choice:
 
     __slots__ = ("begun", "offsets")
 
-    def __init__(self, offsets: Offsets | None) -> None:
+    def __init__(self, offsets: Offsets) -> None:
         self.offsets = offsets
         self.begun = False
 
@@ -103,20 +111,32 @@ class _Answer:
     """One answer in the making."""
 
     def __init__(
-        self, state: ServeState, run: Run, request: CompletionRequest, model: str, warnings: list[str]
+        self,
+        state: ServeState,
+        run: Run,
+        request: CompletionRequest,
+        model: str,
+        warnings: list[str],
+        *,
+        only_prompt: bool,
     ) -> None:
+        """only_prompt: nothing of what was generated is shown or counted."""
         self._state, self._run, self._request, self._model = state, run, request, model
         self._count = TokenCounter(run)
         self._created = int(time.time())
         self._warnings: Any = warnings or UNSET
         self._encoder = msgspec.json.Encoder()
+        self._fingerprint = state.fingerprint
+        self._only_prompt = only_prompt
+        self._scores: list[Sequence[LogprobsDict | None] | None] = [None] * len(run.prompts)  # of the prompts' tokens
+        self._echoed = [self._prompt_text(prompt) if request.echo else "" for prompt in run.prompts]
 
     async def whole(self, exchange: Exchange) -> None:
         """Reply when all is done."""
         choices: dict[int, CompletionChoice] = {}
 
         async def take(index: int, output: RequestOutput) -> None:
-            self._count.see(index, output)
+            self._see(index, output)
             for completion in output.outputs:
                 self._count.add(index, completion)
                 choice = self._choice(index, output, completion)
@@ -131,6 +151,7 @@ class _Answer:
                 model=self._model,
                 choices=[choices[index] for index in sorted(choices)],
                 usage=self._count.usage(),
+                system_fingerprint=self._fingerprint,
                 warnings=self._warnings,
             )
         )
@@ -138,17 +159,17 @@ class _Answer:
     async def stream(self, exchange: Exchange) -> None:
         """Send events as outputs come."""
         options = self._request.stream_options or StreamOptions()
-        wanted = self._request.logprobs is not None
-        states = [_Choice(self._offsets() if wanted else None) for _ in range(self._run.num_choices)]
+        n = self._run.params.n
+        states = [_Choice(self._offsets(self._echoed[place // n])) for place in range(self._run.num_choices)]
 
         async def take(index: int, output: RequestOutput) -> None:
-            self._count.see(index, output)
+            self._see(index, output)
             events = []
             for completion in output.outputs:
-                place = index * self._run.params.n + completion.index
+                place = index * n + completion.index
                 warnings = self._warnings if place == 0 and not states[0].begun else UNSET
                 self._count.add(index, completion)
-                choice = self._delta(output, completion, place, states[place])
+                choice = self._delta(index, completion, place, states[place])
                 if choice is not None or options.in_each:
                     events.append(self._event([choice] if choice else [], place if options.in_each else -1, warnings))
             if events:
@@ -159,6 +180,18 @@ class _Answer:
         usage = self._event([], None) if options.at_end else b""
         await exchange.end_events(usage + DONE)
 
+    def _see(self, index: int, output: RequestOutput) -> None:
+        """Take note of what an output says of its prompt."""
+        self._count.see(index, output)
+        if output.prompt_logprobs is not None:
+            self._scores[index] = output.prompt_logprobs
+        if self._only_prompt:
+            for completion in output.outputs:
+                completion.text, completion.token_ids = "", []
+                completion.logprobs = None if completion.logprobs is None else []
+                if completion.finish_reason is not None:
+                    completion.finish_reason, completion.stop_reason = "length", None
+
     def _event(self, choices: list[CompletionChoice], counted: int | None, warnings: Any = UNSET) -> bytes:
         """counted: the choice whose tokens are told; None: all, -1: none."""
         chunk = Completion(
@@ -167,6 +200,7 @@ class _Answer:
             model=self._model,
             choices=choices,
             usage=self._count.usage(counted) if counted != -1 else UNSET,
+            system_fingerprint=self._fingerprint,
             warnings=warnings,
         )
         return b"data: " + self._encoder.encode(chunk) + b"\n\n"
@@ -175,48 +209,60 @@ class _Answer:
         request, prompt = self._request, self._run.prompts[index]
         choice = CompletionChoice(
             index=index * self._run.params.n + completion.index,
-            text=(self._prompt_text(prompt) if request.echo else "") + completion.text,
-            logprobs=self._logprobs(output, completion) if request.logprobs is not None else None,
+            text=self._echoed[index] + completion.text,
+            logprobs=self._logprobs(index, completion) if request.logprobs is not None else None,
             finish_reason=completion.finish_reason,
             stop_reason=completion.stop_reason,
         )
         if request.return_token_ids:
             choice.token_ids, choice.prompt_token_ids = completion.token_ids, prompt.token_ids
-        if output.prompt_logprobs is not None and not (request.echo and request.logprobs is not None):
-            choice.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
+        scores = self._scores[index]
+        if scores is not None and not self._scores_in_echo:
+            choice.prompt_logprobs = prompt_logprobs(scores)
         return choice
 
-    def _delta(
-        self, output: RequestOutput, completion: CompletionOutput, place: int, state: _Choice
-    ) -> CompletionChoice | None:
+    def _delta(self, index: int, completion: CompletionOutput, place: int, state: _Choice) -> CompletionChoice | None:
         """A choice of an event; None if there is nothing to say."""
         request = self._request
+        echoes = request.echo and not state.begun
         choice = CompletionChoice(
             index=place,
-            text=completion.text,
+            text=self._echoed[index] + completion.text if echoes else completion.text,
             finish_reason=completion.finish_reason,
             stop_reason=completion.stop_reason,
         )
-        if state.offsets is not None:
-            entries = completion.logprobs or []
-            choice.logprobs = completion_logprobs(self._texts, state.offsets, completion.token_ids, entries)
+        if request.logprobs is not None:
+            choice.logprobs = self._entries(index, completion, state.offsets, echoes=echoes)
         if request.return_token_ids:
             choice.token_ids = completion.token_ids
             if not state.begun:
-                choice.prompt_token_ids = output.prompt_token_ids
-        if output.prompt_logprobs is not None and completion.index == 0 and not state.begun:
-            choice.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
+                choice.prompt_token_ids = self._run.prompts[index].token_ids
+        scores = self._scores[index]
+        if scores is not None and completion.index == 0 and not state.begun and not self._scores_in_echo:
+            choice.prompt_logprobs = prompt_logprobs(scores)
         says_more = request.logprobs is not None or request.return_token_ids or not state.begun
         state.begun = True
         return choice if choice.text or choice.finish_reason or says_more else None
 
-    def _logprobs(self, output: RequestOutput, completion: CompletionOutput) -> CompletionLogprobs:
-        token_ids, echoed = completion.token_ids, ""
-        entries: list[LogprobsDict | None] = list(completion.logprobs or ())
-        if self._request.echo:
-            token_ids, echoed = output.prompt_token_ids + token_ids, output.prompt or ""
-            entries = list(output.prompt_logprobs or [None]) + entries
-        return completion_logprobs(self._texts, self._offsets(echoed), token_ids, entries)
+    def _logprobs(self, index: int, completion: CompletionOutput) -> CompletionLogprobs:
+        offsets = self._offsets(self._echoed[index])
+        return self._entries(index, completion, offsets, echoes=self._request.echo)
+
+    def _entries(
+        self, index: int, completion: CompletionOutput, offsets: Offsets, *, echoes: bool
+    ) -> CompletionLogprobs:
+        """The lists of a completion's tokens, behind its prompt's if it echoes them."""
+        token_ids = completion.token_ids
+        entries: Sequence[LogprobsDict | None] = completion.logprobs or ()
+        if echoes:
+            token_ids = self._run.prompts[index].token_ids + token_ids
+            entries = [*(self._scores[index] or [None]), *entries]
+        return completion_logprobs(self._texts, offsets, token_ids, entries)
+
+    @property
+    def _scores_in_echo(self) -> bool:
+        """Whether the prompt's log-probabilities stand before the output's."""
+        return self._request.echo and self._request.logprobs is not None
 
     @property
     def _texts(self) -> TokenTexts:
@@ -228,4 +274,4 @@ class _Answer:
     def _prompt_text(self, prompt: Prompt) -> str:
         if prompt.text is not None:
             return prompt.text
-        return self._state.engine.tokenizer.decode(prompt.token_ids, self._run.params.skip_special_tokens)
+        return self._state.engine.tokenizer.decode(prompt.token_ids, skip_special_tokens=False)

@@ -1,0 +1,159 @@
+"""Requests that vLLM takes, and what its clients expect of the answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from octavo.serve.legacy import with_tools
+from paced_app import PacedApp
+from server_rig import RunningServer
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+HI = [{"role": "user", "content": "hi"}]
+SHORT = {"temperature": 0, "max_tokens": 3, "ignore_eos": True}
+FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {"x": {"const": 1}}, "required": ["x"]}}
+
+
+def ask(server: RunningServer, path: str, **fields: Any) -> Any:
+    reply = server.post(path, fields)
+    assert reply.status == 200, reply.body[:300]
+    return reply.json()
+
+
+def stream(server: RunningServer, path: str, **fields: Any) -> list[Any]:
+    return server.post(path, {"stream": True, **fields}).events()[:-1]
+
+
+def test_no_model_is_the_one_that_is_served(scripted_server: RunningServer) -> None:
+    for path, fields in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": HI}), ("/v1/responses", {"input": "hi"})):
+        assert ask(scripted_server, path, **fields)["model"] == "octavo-tiny"
+
+
+NUMBERS = {"max_tokens": 2.0, "temperature": "0.5", "top_k": "5", "seed": "7", "n": "2", "top_p": "1", "priority": "0"}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_may_be_texts_and_integers_floats(scripted_server: RunningServer, name: str) -> None:
+    for path, fields in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": HI})):
+        reply = ask(scripted_server, path, **fields, **{"max_tokens": 2, name: NUMBERS[name]})
+        assert reply["usage"]["completion_tokens"] == (4 if name == "n" else 2) and "warnings" not in reply
+    ask(scripted_server, COMPLETIONS, prompt="a", max_tokens=1, logit_bias={"5": "300"}, logprobs="1", suffix="")
+    ask(scripted_server, CHAT, messages=HI, max_completion_tokens=2.0)
+
+
+def test_messages_without_content_and_of_any_role(scripted_server: RunningServer) -> None:
+    messages = [{"role": "critic", "content": "no"}, {"role": "assistant", "content": None}, *HI]
+    assert ask(scripted_server, CHAT, messages=messages, max_tokens=1)["choices"]
+
+
+def test_any_variable_of_the_template_may_be_set(scripted_server: RunningServer) -> None:
+    ask(scripted_server, CHAT, messages=HI, max_tokens=1, chat_template_kwargs={"custom": {"a": [1]}, "thinking": True})
+
+
+@pytest.mark.parametrize("logprobs", [None, 0, 2])
+@pytest.mark.parametrize("prompt", ["import os", [151, 20, 1], ["a b", "c"]])
+def test_echo_streams_what_it_says_at_once(server: RunningServer, prompt: Any, logprobs: int | None) -> None:
+    asked = {**SHORT, "prompt": prompt, "echo": True, "logprobs": logprobs, "n": 2, "temperature": 1, "seed": 3}
+    whole = {choice["index"]: choice for choice in ask(server, COMPLETIONS, **asked)["choices"]}
+    texts = dict.fromkeys(whole, "")
+    lists: dict[int, dict[str, list[Any]]] = {index: {} for index in whole}
+    for event in stream(server, COMPLETIONS, **asked):
+        (choice,) = event["choices"]
+        texts[choice["index"]] += choice["text"]
+        for name, values in (choice["logprobs"] or {}).items():
+            lists[choice["index"]].setdefault(name, []).extend(values)
+    for index, choice in whole.items():
+        assert texts[index] == choice["text"]
+        assert (lists[index] or None) == choice["logprobs"]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_echo_alone_scores_the_prompt(server: RunningServer, streams: bool) -> None:
+    ids = [151, 20, 1, 30]
+    asked = {"prompt": ids, "echo": True, "max_tokens": 0, "logprobs": 1}
+    if streams:
+        events = stream(server, COMPLETIONS, **asked, stream_options={"include_usage": True})
+        (choice,), usage = events[0]["choices"], events[-1]["usage"]
+        assert len(events) == 2
+    else:
+        reply = ask(server, COMPLETIONS, **asked)
+        (choice,), usage = reply["choices"], reply["usage"]
+    tokens = choice["logprobs"]["tokens"]
+    assert choice["text"] == "".join(tokens) and len(tokens) == 4 and choice["finish_reason"] == "length"
+    assert choice["logprobs"]["token_logprobs"][0] is None and len(choice["logprobs"]["top_logprobs"][1]) >= 1
+    assert usage["completion_tokens"] == 0 and usage["total_tokens"] == 4
+
+
+def test_echoed_ids_show_their_special_tokens(server: RunningServer) -> None:
+    ids = server.post("/tokenize", {"prompt": "<|im_start|>a<|im_end|>"}).json()["tokens"]
+    for logprobs in (None, 0):
+        choice = ask(server, COMPLETIONS, prompt=ids, echo=True, max_tokens=1, logprobs=logprobs)["choices"][0]
+        assert choice["text"].startswith("<|im_start|>a<|im_end|>")
+    assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
+
+
+def test_paths_without_v1_and_with_a_slash(scripted_server: RunningServer) -> None:
+    for path in ("/chat/completions", "/v1/chat/completions/", "/chat/completions/"):
+        assert ask(scripted_server, path, messages=HI, max_tokens=1)["object"] == "chat.completion"
+    assert ask(scripted_server, "/completions", prompt="a", max_tokens=1)["object"] == "text_completion"
+    for path in ("/models", "/v1/models/", "/models/octavo-tiny", "/ping", "/health/"):
+        assert scripted_server.get(path).status == 200, path
+    assert scripted_server.post("/ping", {}).status == 200
+    for path in ("//", "/v1/models//", "/v1/health", "/v1"):
+        assert scripted_server.get(path).status == 404, path
+
+
+def test_answers_name_what_made_them(scripted_server: RunningServer) -> None:
+    for path, fields in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": HI})):
+        found = {ask(scripted_server, path, **fields, max_tokens=1)["system_fingerprint"]}
+        found |= {event["system_fingerprint"] for event in stream(scripted_server, path, **fields, max_tokens=2)}
+        assert len(found) == 1 and next(iter(found)).startswith("fp_")
+
+
+def test_usage_comes_where_it_is_asked_for(scripted_server: RunningServer) -> None:
+    def usages(**options: Any) -> list[Any]:
+        asked = {"messages": HI, "max_tokens": 2, "stream_options": options}
+        return [event.get("usage") for event in stream(scripted_server, CHAT, **asked)]
+
+    for options in ({}, {"include_usage": False}, {"include_usage": False, "continuous_usage_stats": True}):
+        assert not any(usages(**options))
+    *others, last = usages(include_usage=True)
+    assert last["completion_tokens"] == 2 and not any(others)
+    counts = [usage["completion_tokens"] for usage in usages(include_usage=True, continuous_usage_stats=True)]
+    assert counts == [0, 1, 2, 2]  # the first event names the role
+
+
+def test_functions_are_tools_by_an_older_name(server: RunningServer) -> None:
+    asked = {"messages": HI, "functions": [FUNCTION], "function_call": {"name": "f"}, "temperature": 0}
+    (choice,) = ask(server, CHAT, **asked)["choices"]
+    assert choice["message"]["function_call"] == {"name": "f", "arguments": '{"x":1}'}
+    assert "tool_calls" not in choice["message"] and choice["finish_reason"] == "function_call"
+    deltas = [event["choices"][0] for event in stream(server, CHAT, **asked)]
+    calls = [delta["delta"]["function_call"] for delta in deltas if "function_call" in delta["delta"]]
+    assert "".join(call.get("arguments", "") for call in calls) == '{"x":1}'
+    assert [call["name"] for call in calls if "name" in call] == ["f"]
+    assert deltas[-1]["finish_reason"] == "function_call"
+
+
+def test_calls_in_older_messages_become_tool_calls() -> None:
+    message = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}
+    body, legacy = with_tools({"messages": [*HI, message]})
+    (call,) = body["messages"][1]["tool_calls"]
+    assert call["function"] == message["function_call"] and "function_call" not in body["messages"][1] and not legacy
+    plain = {"messages": HI, "tools": []}
+    assert with_tools(plain) == (plain, False) and with_tools(plain)[0] is plain
+
+
+def test_forced_json_is_compact(server: RunningServer) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}, "b": {"type": "boolean"}}, "required": ["a", "b"]}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    (choice,) = ask(server, CHAT, messages=HI, response_format=form, temperature=1, seed=1)["choices"]
+    assert not set(" \t\r\n") & set(choice["message"]["content"])
+
+
+def test_the_paced_engine_speaks_as_the_real_one() -> None:
+    """What `test_same_events` is told by its engine goes the way of all outputs."""
+    (event, last) = PacedApp().events(COMPLETIONS, {"prompt": "a", "max_tokens": 2}, lambda add, i: ([5, 6], "stop"), 1)
+    assert event["choices"][0]["finish_reason"] is None and last["choices"][0]["finish_reason"] == "stop"
