@@ -12,16 +12,19 @@ PACKAGE := $(VENV)/.octavo-installed
 TESTS := $(VENV)/.octavo-tests-installed
 # A process a processor, each taking whole files in order: a module's reference results are computed once.
 TEST_PROCESSES ?= -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+# Of the engines on a GPU, side by side: their kernels are compiled meanwhile, and each takes 1 GB there.
+GPU_TEST_PROCESSES ?= -n logical --maxprocesses 16 --dist loadgroup
 # What is linted and formatted.
 CODE := $(wildcard src tests bench tools setup.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-clients lint format clean
+.PHONY: help demo test test-clients test-gpu-families lint format clean
 
 help:
 	@echo "make demo    install Octavo into $(VENV) and generate text with the bundled model"
 	@echo "make test    the same environment and the test needs; then lint, types and all CPU tests"
 	@echo "make test-clients  clients from PyPI, each in an environment of its own, against a running server"
+	@echo "make test-gpu-families  every family on an NVIDIA GPU with default settings, against the CPU's tokens"
 	@echo "make lint    lint, format check and types only"
 	@echo "make format  format the code in place"
 	@echo "make clean   remove $(VENV), .venv-clients and everything that was built"
@@ -56,6 +59,9 @@ test: $(TESTS) lint
 test-clients: $(TESTS)
 	PIP_FLAGS="$(PIP_FLAGS)" $(PY) tools/client_envs.py
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -q -rA -m clients tests
+
+test-gpu-families: $(TESTS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -q -m gpu $(GPU_TEST_PROCESSES) tests/gpu/test_families_gpu.py
 
 lint: $(TESTS)
 	$(PY) -m ruff check $(CODE)

@@ -1,0 +1,104 @@
+"""Every family at a tiny size, and the steps that each is tried in: what the matrix of families on a GPU is made of.
+
+Models are checkpoints that transformers makes, of random weights which make logits of order one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "models"))
+
+from model_rig import make_reference
+from octavo import LLM, SamplingParams
+from octavo.device.batch import Layout, Work
+from octavo.plan import StepPlan
+
+# Name -> (a family of model_rig, its changes). Heads of 64 and of 128 take other kernels, as do experts and windows.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("llama3-rope", {"head_dim": 64}),
+    "Mistral": ("mistral-window", {"head_dim": 64, "sliding_window": 100}),
+    "Qwen2": ("qwen2", {}),
+    "Qwen3": ("qwen3", {"head_dim": 64}),
+    "Qwen3 of Hopper's shapes": (
+        "qwen3", {"head_dim": 128, "hidden_size": 256, "intermediate_size": 384, "tie_word_embeddings": False},
+    ),
+    "Qwen3-MoE": ("qwen3-moe-tied", {"num_experts": 16, "head_dim": 64}),
+    "Qwen3-MoE, one layer dense": ("qwen3-moe", {"num_hidden_layers": 5}),
+    "Gemma 3": ("gemma3-16", {"sliding_window": 40, "head_dim": 64}),
+    "DeepSeek-V2": ("deepseek2", {}),
+    "DeepSeek-V3": ("deepseek3", {}),
+}  # fmt: skip
+ARCHITECTURES = {
+    "LlamaForCausalLM": "Llama",
+    "MistralForCausalLM": "Mistral",
+    "Qwen2ForCausalLM": "Qwen2",
+    "Qwen3ForCausalLM": "Qwen3",
+    "Qwen3MoeForCausalLM": "Qwen3-MoE",
+    "DeepseekV2ForCausalLM": "DeepSeek-V2",
+    "DeepseekV3ForCausalLM": "DeepSeek-V3",
+    "Gemma3ForCausalLM": "Gemma 3",
+    "Gemma3ForConditionalGeneration": "Gemma 3",  # the same class, of another config
+}
+VOCAB_SIZE, MAX_MODEL_LEN, STEP_TOKENS = 4096, 1280, 8192
+SHARED: dict[str, Any] = {
+    "tokenizer": "octavo-tiny", "max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": STEP_TOKENS,
+}  # fmt: skip
+
+
+def _prompts(*lengths: int) -> list[list[int]]:
+    return [random.Random(1000 * place + n).choices(range(VOCAB_SIZE), k=n) for place, n in enumerate(lengths)]
+
+
+# 21 prompts are more tokens than a step has: the last ones are computed beside rows that decode.
+CASES: dict[str, tuple[list[list[int]], int]] = {  # prompts, tokens of each answer
+    "1 row": (_prompts(37), 24),
+    "17 rows": (_prompts(*range(1, 120, 7)), 16),
+    "64 rows": (_prompts(*(5 + 37 * row % 91 for row in range(64))), 12),
+    "mixed step": (_prompts(*(400 + row for row in range(21))), 8),
+    "1,000 tokens": (_prompts(1000), 12),
+}
+
+
+def write_model(family: str, folder: Path) -> None:
+    """Write the checkpoint of a family."""
+    name, changes = FAMILIES[family]
+    shared = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": 2048}
+    make_reference(name, **{**shared, **changes}).save_pretrained(folder)
+
+
+def answers(llm: LLM, prompts: list[list[int]], count: int) -> list[list[int]]:
+    """The greedy tokens behind each prompt."""
+    params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@dataclasses.dataclass
+class Steps:
+    """What a runner is given to do."""
+
+    lay_out: Layout
+    seen: list[Work] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def of(cls, llm: LLM) -> Steps:
+        """Of an engine, from now on."""
+        runner: Any = llm.engine.runner
+        steps = cls(runner._lay_out)
+        runner._lay_out = steps
+        return steps
+
+    def __call__(self, plan: StepPlan) -> Work:
+        """As the runner's layout."""
+        self.seen.append(self.lay_out(plan))
+        return self.seen[-1]
+
+    @property
+    def num_mixed(self) -> int:
+        """Steps with rows that decode beside parts of prompts."""
+        return sum(work.num_long > 0 and work.num_tokens.min() == 1 for work in self.seen)
