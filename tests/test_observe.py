@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from octavo.observe import LOGGER, NullProgress, Phases, progress, setup_logging
+from octavo.observe import LOGGER, Count, NullProgress, Phases, progress, setup_logging
 
 
 def test_phases_are_listed_in_order_with_their_depth() -> None:
@@ -55,3 +55,45 @@ def test_a_bar_that_is_asked_for_shows_the_rates(monkeypatch: pytest.MonkeyPatch
         bar.add(1, 10, 5)
     shown = sys.stderr.getvalue()  # type: ignore[union-attr]
     assert "2/2" in shown and "prompts/s" in shown and "output" in shown
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def _count_at(times: list[float], stream: io.StringIO) -> None:
+    """So many things, one at each time, of a clock that begins at 0."""
+    now = [0.0]
+    count = Count("compiling", stream, lambda: now[0])
+    for done, now[0] in enumerate(times):
+        count(done + 1, len(times), f"kernel {done}")
+    count.close()
+
+
+def test_what_is_done_at_once_shows_no_count(caplog: pytest.LogCaptureFixture) -> None:
+    stream = _Terminal()
+    _count_at([0.1, 0.5, 0.9], stream)
+    _count_at([0.1, 0.5, 0.9], io.StringIO())
+    assert not stream.getvalue() and not caplog.records
+
+
+def test_a_count_is_a_line_now_and_then_in_the_log(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LOGGER, "propagate", True)
+    _count_at([0.5, 1.5, 2.0, 3.0, 3.6, 3.7], io.StringIO())
+    assert [record.getMessage() for record in caplog.records] == [
+        "compiling: 2 of 6 after 1.5 s (kernel 1)",
+        "compiling: 5 of 6 after 3.6 s (kernel 4)",  # 2 s later
+        "compiling: 6 of 6 after 3.7 s (kernel 5)",  # the last one
+        "compiling: 6 of 6 in 3.7 s, kept for later starts",
+    ]
+
+
+def test_a_count_is_one_line_on_a_terminal(caplog: pytest.LogCaptureFixture) -> None:
+    stream = _Terminal()
+    _count_at([1.5, 1.55, 2.0], stream)
+    assert not caplog.records
+    assert stream.getvalue().count("\n") == 1 and stream.getvalue().endswith("compiling: 3 of 3 in 2.0 s\x1b[K\n")
+    assert "1 of 3 after 1.5 s (kernel 0)" in stream.getvalue() and "2 of 3" not in stream.getvalue()

@@ -11,10 +11,12 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, TextIO
 
 LOGGER = logging.getLogger("octavo")
+_QUIET_SECONDS = 1.0  # of a Count, at first
+_DRAWN_SECONDS, _LOGGED_SECONDS = 0.1, 2.0  # between the lines of a Count, on a terminal and in the log
 
 
 def setup_logging(level: str = "warning") -> None:
@@ -73,6 +75,49 @@ def _process_age() -> float:
     except (OSError, ValueError, IndexError, AttributeError):
         return 0.0
     return max(age, 0.0)
+
+
+class Count:
+    """How many of some things are done: on a terminal a line that is written anew, else one in the log now and then.
+
+    What is over before anyone asks how long it takes shows nothing.
+    """
+
+    def __init__(self, what: str, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        """`what` is under way, e.g. "compiling kernels". `stream`: None takes stderr."""
+        self._what, self._stream, self._clock = what, stream or sys.stderr, clock
+        self._is_terminal = self._stream.isatty()
+        self._began, self._shown = clock(), -1.0
+        self._done = self._total = 0
+
+    def __call__(self, done: int, total: int, name: str) -> None:
+        """`done` of `total`, so far, with `name` as the last one. One call at a time, from any thread."""
+        self._done, self._total = done, total
+        after = self._clock() - self._began
+        if after < _QUIET_SECONDS or (self._shown >= 0 and after - self._shown < self._pause and done < total):
+            return
+        self._shown = after
+        line = f"{self._what}: {done} of {total} after {after:.1f} s ({name})"
+        if self._is_terminal:
+            self._stream.write(f"\r{line}\x1b[K")
+            self._stream.flush()
+        else:
+            LOGGER.warning("%s", line)
+
+    @property
+    def _pause(self) -> float:
+        return _DRAWN_SECONDS if self._is_terminal else _LOGGED_SECONDS
+
+    def close(self) -> None:
+        """End the line. Nothing comes after."""
+        if self._shown < 0:
+            return
+        line = f"{self._what}: {self._done} of {self._total} in {self._clock() - self._began:.1f} s"
+        if self._is_terminal:
+            self._stream.write(f"\r{line}\x1b[K\n")
+            self._stream.flush()
+        else:
+            LOGGER.warning("%s, kept for later starts", line)
 
 
 class Progress(Protocol):

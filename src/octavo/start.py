@@ -40,7 +40,7 @@ from octavo.memory import ITEMSIZE, MemoryPlan, check_weights, graph_tokens, pla
 from octavo.model_state.default import DefaultModelState
 from octavo.models.base import Model
 from octavo.models.loader import load_model
-from octavo.observe import Phases
+from octavo.observe import Count, Phases
 from octavo.open_device import has_driver, open_runtime
 from octavo.ops import native
 from octavo.ops.rope import rope_table
@@ -126,6 +126,7 @@ def start_engine(config: EngineConfig, phases: Phases, *, text: bool = True) -> 
         )
         runner = make_runner(model, arch, resolved, form, memory.num_blocks, grammars)
         scheduler = _make_scheduler(resolved, form.groups, memory.num_blocks)
+    _compile(runner, resolved, phases)
     _capture(runner, resolved, phases, memory.graph_bytes)
     _LOG.info("attention backend %s: %s", attention_names(resolved), resolved.why.get("attention_backend", "chosen"))
     return Parts(
@@ -315,6 +316,19 @@ def _make_scheduler(resolved: Resolved, groups: Sequence[CacheGroup], num_blocks
         enable_chunked_prefill=resolved.enable_chunked_prefill,
         whole_prompts=resolved.looks_ahead,
     )
+
+
+def _compile(runner: Runner, resolved: Resolved, phases: Phases) -> None:
+    """Compile what steps launch, side by side. A start depends on it for its time only."""
+    if resolved.device != "cuda" or not runner.compiles_ahead:
+        return
+    with phases("compile kernels"), contextlib.closing(Count("compiling kernels for this model")) as told:
+        try:
+            num_made = runner.compile_ahead(told)
+        except RuntimeError as error:  # no memory for a step, or no thread
+            _LOG.warning("kernels are compiled when they are first launched, one by one: %s", error)
+            return
+    _LOG.info("%d kernels were compiled", num_made)
 
 
 def _capture(runner: Runner, resolved: Resolved, phases: Phases, planned: int) -> None:

@@ -90,6 +90,7 @@ class Capability:
     graphs: frozenset[str] = frozenset()  # steps of which CUDA graphs hold `prepare` and `run`: "decode", "mixed"
     graph_lengths: tuple[int, ...] = ()  # rows of at most so many tokens deserve decode graphs of their own
     bounded_mixed: bool = False  # its mixed graphs are laid out for few rows of several queries, of graph_lengths[0]
+    compiles_ahead: bool = False  # it launches Triton kernels only: they are compiled in steps that launch nothing
     paged_operator: bool = False  # `run` is ops.attention.paged_attention and no more: a decoder may call that itself
 
 

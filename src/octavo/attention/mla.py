@@ -30,6 +30,7 @@ class MlaBackend(BackendFrame):
         window=False,
         soft_cap=False,
         latent=True,
+        compiles_ahead=True,
         cache_dtypes=(torch.float8_e4m3fn, torch.int8),
     )
 

@@ -39,6 +39,7 @@ class PagedBackend(BackendFrame):
         dtypes=(torch.bfloat16, torch.float16, torch.float32),
         kernel_block_sizes=(MultipleOf(BLOCK_MULTIPLE),),
         graphs=frozenset({"decode", "mixed"}),
+        compiles_ahead=True,
         chunk=True,
         alibi=True,
         sinks=True,

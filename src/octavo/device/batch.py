@@ -198,6 +198,11 @@ class InputBuffers:
         self._decode_rows = NO_INTS  # what the staged tensors hold, if a decode step is all they hold
         self._decode_width = 0
 
+    @property
+    def limits(self) -> tuple[int, int]:
+        """Rows and tokens of the largest step."""
+        return self._max_num_rows, self._max_num_tokens
+
     def stage(self, work: Work, num_rows: int) -> None:
         """Stage which rows run, padded to `num_rows`. A decode step of the same rows as the last one stages nothing.
 

@@ -29,6 +29,7 @@ class DefaultModelState:
         """`backends[t]` serves the layers of the pool's table t."""
         assert len(pool.tables) == len(backends), "every block table has a backend"
         self._backends, self._pool, self._fields = tuple(backends), pool, fields
+        self.compiles_ahead = all(backend.capability.compiles_ahead for backend in backends)
         self._block_sizes = [block_map.kernel_block_size for block_map in pool.block_maps]
 
     def add(self, new: NewRow) -> None:

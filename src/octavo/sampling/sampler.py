@@ -17,7 +17,8 @@ import torch
 
 from octavo.device.staging import StagedTensor, WriteQueue
 from octavo.grammar import NO_GRAMMARS, Grammars
-from octavo.ops.sample import cut_, draw, nan_rows
+from octavo.ops.cuts import FEW
+from octavo.ops.sample import allow_bits_, cut_, draw, nan_rows, token_logprobs, top_logprobs
 from octavo.outputs import NO_TOKEN, TOO_COMPLEX
 from octavo.plan import NO_INTS, IntArray, NewRow
 from octavo.sampling import logprobs
@@ -192,6 +193,19 @@ class Sampler:
             mine = tokens.index_select(0, group.at)
             found.append(logprobs.compute(group, own, mine, as_logits=self._as_logits))
         return SamplerOutput(tokens, failed, found, self._grammar.held if changed is not None else NO_INTS)
+
+    def rehearse(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> None:
+        """Issue all that a call may launch, while nothing is launched: see `octavo.worker.compile_ahead`."""
+        num_rows, vocab_size = logits.shape
+        ids, words = rows.new_zeros(num_rows), rows.new_zeros((num_rows, -(-vocab_size // 32)), dtype=torch.int32)
+        draw(logits, rows, *self.tables, positions)
+        for cuts in self._truncation.ways:
+            draw(logits, rows, *self.tables, positions, cuts)
+            cut_(logits, rows, cuts)
+        token_logprobs(logits, ids)
+        top_logprobs(logits, 1)
+        top_logprobs(logits[:1], FEW + 1)  # of many, the keys of whole rows
+        allow_bits_(logits, ids, words)
 
     def _group_logits(self, group: LogprobGroup, logits: torch.Tensor, batch: SampleBatch) -> torch.Tensor:
         """The logits of a group that its log-probabilities are made of: as they are, or as they are drawn from."""

@@ -53,6 +53,12 @@ class Truncation:
         if self._few.discard(row) or self._many.discard(row):
             self._divisors.stage_one(row, 0.0)
 
+    @property
+    def ways(self) -> tuple[Cuts, Cuts]:
+        """The tables for rows of one way to be cut, and of the other."""
+        few, many = (dataclasses.replace(self._cuts, few=few, many=not few) for few in (True, False))
+        return few, many
+
     def apply_staged(self) -> None:
         """Bring staged rows to the device."""
         for table in (*self._floats, self._top_k):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from octavo.plan import NO_INTS, IntArray, NewRow, StepPlan, StepResult
 from octavo.sampling.logprobs import GroupLogprobs, prompt_chunks
 from octavo.sampling.rows import SampleBatch
 from octavo.sampling.sampler import Sampler
+from octavo.worker.compile_ahead import Shape, compile_ahead
 from octavo.worker.observe_logits import LogitsObserver
 from octavo.worker.results import PendingStep
 
@@ -102,6 +103,44 @@ class Runner:
 
         while launch.has_compiled() and self.capture_next():  # no step is to wait for what else is to be compiled
             pass
+
+    @property
+    def compiles_ahead(self) -> bool:
+        """Whether what steps launch may be compiled by steps that launch nothing."""
+        return self._model_state.compiles_ahead
+
+    @torch.inference_mode()
+    def compile_ahead(self, told: Callable[[int, int, str], object]) -> int:
+        """Compile what steps launch, side by side, before the first; how many kernels were missing. See that module."""
+        return compile_ahead(self, told, (*self._buffers.limits, self._max_model_len))
+
+    def graph_keys(self) -> list[GraphKey]:
+        """See `compile_ahead.Rehearser`."""
+        return list(dict.fromkeys([*self._graphs.first_keys(), *self._graphs.missing_keys()]))
+
+    def rehearse(self, key: GraphKey) -> object:
+        """See `compile_ahead.Rehearser`."""
+        return self._record(key, brief=True)
+
+    def rehearse_writes(self) -> object:
+        """See `compile_ahead.Rehearser`."""
+        from octavo.ops.gpu.staged_write import WORDS_PER_RUN, RunWriter  # needs Triton
+
+        return RunWriter()(torch.zeros(2 * WORDS_PER_RUN, dtype=torch.int32, pin_memory=True), 1, 1)
+
+    def rehearse_step(self, shape: Shape) -> None:
+        """See `compile_ahead.Rehearser`."""
+        rows, tokens, query_len, seq_len, every = shape
+        batch = self._buffers.view(rows, tokens, query_len, seq_len, rows, every=every)
+        hidden = self._forward(batch, for_capture=False, brief=True)
+        logits = self.model.logits(hidden[:rows])
+        self._sampler.rehearse(logits, batch.rows, batch.next_positions)
+        if every:
+            scored = hidden[:_PROMPT_LOGITS_ROWS]
+            self._score(scored, batch.positions[: len(scored)], 1)
+        for again in (False, True):
+            drawn = self._sampler.draw(logits, batch.rows, batch.next_positions)
+            self._commit(batch, *drawn, again=again)
 
     @torch.inference_mode()
     def capture_next(self) -> bool:
@@ -263,7 +302,9 @@ class Runner:
             self._commit(batch, *drawn)
             return hidden
         logits = self.model.logits(hidden)
-        self._commit(batch, *self._sampler.draw(logits, batch.rows, batch.next_positions))
+        for again in (False, True):
+            drawn = self._sampler.draw(logits, batch.rows, batch.next_positions)
+            self._commit(batch, *drawn, again=again)
         return logits
 
     def _batch_of(self, key: GraphKey) -> Batch:

@@ -114,6 +114,18 @@ class Direct:
             self._ready[key] = compiled.run, compiled.function, compiled.packed_metadata, values
 
 
+def once(kernel: Any, seen: set[Any]) -> Any:
+    """What calls a kernel of Triton's as a launch does, but once for each key, which joins `seen`."""
+
+    def call(*args: Any, **constants: Any) -> None:
+        key, _ = _look(args, [id(kernel), *constants, *constants.values()])
+        if not key or key not in seen:
+            seen.add(key)
+            kernel[(1,)](*args, **constants)
+
+    return call
+
+
 def _timed(launch: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> Any:
     """A kernel's first launch, which loads it, or compiles it before."""
     global _slowest

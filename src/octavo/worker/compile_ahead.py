@@ -1,0 +1,91 @@
+"""What steps launch, compiled before there are any: a start's passes over steps of all sizes.
+
+Owns which steps stand for all others. Does not know kernels or how they are compiled aside
+(`octavo.ops.gpu.side_by_side`). Invariant: no state changes; a step that no pass stood for compiles what it needs when
+it is issued.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+from octavo.device.graphs import GraphKey
+
+# Sizes between which operators choose other kernels, and some between.
+_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
+_SETTLED_SECONDS = 0.5  # in which what the first steps launch is loaded, if it was compiled before
+
+
+class Shape(NamedTuple):
+    """A step that no graph holds."""
+
+    num_rows: int
+    num_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    every: bool  # hidden states of all tokens are asked for
+
+
+class Rehearser(Protocol):
+    """A runner, as far as it is needed here. It issues steps of which nothing comes."""
+
+    def graph_keys(self) -> Sequence[GraphKey]:
+        """Those that may be captured, the first ones first."""
+
+    def rehearse(self, key: GraphKey) -> object:
+        """Issue what a graph would hold."""
+
+    def rehearse_writes(self) -> object:
+        """Issue what brings a step's rows to the device."""
+
+    def rehearse_step(self, shape: Shape) -> object:
+        """Issue a step without a graph, with all that a sampler may do."""
+
+
+def step_shapes(max_num_rows: int, max_num_tokens: int, max_model_len: int, *, decodes: bool) -> list[Shape]:
+    """Steps that stand for all that no graph holds, the largest first. decodes: those of rows that decode too."""
+    found: dict[Shape, None] = {}
+    for size in (max_num_tokens, *(size for size in reversed(_SIZES) if size < max_num_tokens)):
+        for num_rows in _row_counts(size, max_num_rows, max_model_len):
+            longest = min(size - num_rows + 1, max_model_len)
+            for length in {longest, max_model_len}:
+                found[Shape(num_rows, size, longest, length, False)] = None
+                if longest > 1:
+                    found[Shape(num_rows, size, longest, length, True)] = None
+    return [shape for shape in found if decodes or shape.max_query_len > 1]
+
+
+def _row_counts(num_tokens: int, most: int, longest: int) -> Iterator[int]:
+    """The fewest rows that have so many tokens, some, and one for each."""
+    fewest = -(-num_tokens // longest)
+    for num_rows in sorted({fewest, num_tokens // 2, num_tokens}):
+        if fewest <= num_rows <= most:
+            yield num_rows
+
+
+def compile_ahead(
+    runner: Rehearser, told: Callable[[int, int, str], object], limits: tuple[int, int, int], num_threads: int = 0
+) -> int:
+    """Compile what a runner's steps launch, side by side; how many kernels were not compiled before.
+
+    Two large steps find out whether any is missing; if none is, that is all. told: see `side_by_side.Told`. limits:
+    rows and tokens of a step, tokens of a request. num_threads: 0 means as many as processors.
+    """
+    from octavo.ops.gpu import side_by_side  # needs Triton
+
+    if not side_by_side.can_compile():
+        return 0
+    keys = runner.graph_keys()
+    shapes = step_shapes(*limits, decodes=not any(key.is_decode for key in keys))
+    issued: list[Callable[[], object]] = [functools.partial(runner.rehearse, key) for key in keys]
+    issued += [functools.partial(runner.rehearse_step, shape) for shape in shapes]
+    issued.append(runner.rehearse_writes)
+    with side_by_side.compiling(told, num_threads) as made:
+        for issue in issued[:2]:
+            issue()
+        if not made.is_settled(_SETTLED_SECONDS):
+            for issue in issued[2:]:
+                issue()
+    return made.num_made

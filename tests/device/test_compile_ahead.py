@@ -1,0 +1,179 @@
+"""What a start compiles before there are requests: which steps stand for all, and passes over them without a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "gpu"))
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.runtime import driver  # noqa: E402
+
+from families import SHARED, write_model  # noqa: E402
+from octavo import LLM, start  # noqa: E402
+from octavo.attention import mla, paged  # noqa: E402
+from octavo.config import Resolved  # noqa: E402
+from octavo.device.graphs import GraphKey, GraphPool, decode_keys, mixed_keys  # noqa: E402
+from octavo.groups import make_groups  # noqa: E402
+from octavo.memory import ITEMSIZE  # noqa: E402
+from octavo.observe import Phases  # noqa: E402
+from octavo.ops import paged_attention  # noqa: E402
+from octavo.ops.gpu import launch, side_by_side  # noqa: E402
+from octavo.worker.compile_ahead import Shape, compile_ahead, step_shapes  # noqa: E402
+
+SHARED_BYTES, PROCESSORS = 232448, 132  # an H200's
+ROWS, TOKENS, LENGTH = 64, 4096, SHARED["max_model_len"]
+
+
+@pytest.mark.parametrize("limits", [(256, 8192, 40960), (64, 4096, 1280), (1, 100, 100), (3, 16, 8)])
+def test_steps_of_all_sizes_stand_for_the_others(limits: tuple[int, int, int]) -> None:
+    rows, tokens, length = limits
+    shapes = step_shapes(*limits, decodes=True)
+    for shape in shapes:
+        assert shape.num_rows <= min(rows, shape.num_tokens) and shape.num_tokens <= tokens
+        assert shape.max_query_len <= shape.max_seq_len <= length
+        assert shape.num_rows * length >= shape.num_tokens, "the rows have so many tokens"
+    sizes = [shape.num_tokens for shape in shapes]
+    assert sizes == sorted(sizes, reverse=True) and sizes[-1] == 1
+    assert sizes[0] == tokens or rows * length < tokens
+    prompts = step_shapes(*limits, decodes=False)
+    assert prompts == [shape for shape in shapes if shape.max_query_len > 1]
+    assert any(shape.every for shape in prompts) or length == 1
+
+
+class Steps:
+    """In place of a runner."""
+
+    def __init__(self, *keys: GraphKey) -> None:
+        self.keys, self.issued = keys, list[Any]()
+
+    def graph_keys(self) -> tuple[GraphKey, ...]:
+        return self.keys
+
+    def rehearse(self, key: GraphKey) -> None:
+        self.issued.append(key)
+
+    def rehearse_step(self, shape: Shape) -> None:
+        self.issued.append(shape)
+
+    def rehearse_writes(self) -> None:
+        self.issued.append("writes")
+
+
+@pytest.mark.parametrize("with_graphs", [True, False])
+@pytest.mark.parametrize("is_settled", [True, False])
+def test_two_steps_find_out_whether_kernels_are_missing(
+    monkeypatch: pytest.MonkeyPatch, is_settled: bool, with_graphs: bool
+) -> None:
+    made = SimpleNamespace(is_settled=lambda seconds: is_settled, num_made=0 if is_settled else 7)
+    monkeypatch.setattr(side_by_side, "compiling", lambda told, num_threads: contextlib.nullcontext(made))
+    runner = Steps(*(decode_keys(8) if with_graphs else []))
+    assert compile_ahead(runner, lambda *_: None, (8, 64, 64)) == made.num_made
+    shapes = step_shapes(8, 64, 64, decodes=not with_graphs)
+    everything = [*runner.keys, *shapes, "writes"]
+    assert runner.issued == (everything[:2] if is_settled else everything)
+
+
+def test_a_triton_that_compiles_nothing_aside_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(side_by_side, "can_compile", lambda: False)
+    runner = Steps(*decode_keys(8))
+    assert compile_ahead(runner, lambda *_: None, (8, 64, 64)) == 0 and not runner.issued
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no thread can be started"), torch.OutOfMemoryError("no room")])
+def test_a_start_goes_on_without_and_says_why(caplog: pytest.LogCaptureFixture, error: RuntimeError) -> None:
+    def fail(told: Any) -> int:
+        raise error
+
+    runner: Any = SimpleNamespace(compiles_ahead=True, compile_ahead=fail)
+    phases, resolved = Phases(), cast(Resolved, SimpleNamespace(device="cuda"))
+    with caplog.at_level(logging.WARNING):
+        start._compile(runner, resolved, phases)
+    assert f"one by one: {error}" in caplog.text and phases.entries[-1][0] == "compile kernels"
+
+
+def test_a_start_compiles_where_kernels_are_launched_as_they_are() -> None:
+    told: list[Any] = []
+    runner: Any = SimpleNamespace(compile_ahead=lambda count: told.append(count) or 0)
+    for device, runner.compiles_ahead in (("cpu", True), ("cuda", False), ("cuda", True)):
+        start._compile(runner, cast(Resolved, SimpleNamespace(device=device)), Phases())
+    assert len(told) == 1
+
+
+@pytest.fixture
+def found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]:
+    """The kernels that would be compiled, for a Hopper that is not there: its tensors are the CPU's."""
+    names: list[str] = []
+
+    def submit(self: side_by_side.Pass, *_: Any, **__: Any) -> Future[Any]:
+        names.append(self.naming)
+        future: Future[Any] = Future()
+        future.set_result(SimpleNamespace())
+        return future
+
+    no_device = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        get_current_device=lambda: f"a Hopper of {tmp_path}",
+        get_current_stream=lambda device: 0,
+    )
+    monkeypatch.setattr(side_by_side.Pass, "submit", submit)
+    monkeypatch.setattr(side_by_side.Pass, "is_settled", lambda *_: False)
+    monkeypatch.setattr(driver, "_active", no_device)
+    monkeypatch.setattr(launch, "_has_pdl", lambda device: True)
+    for module in (paged_attention, paged, mla):
+        for name, value in (("can_run_on", True), ("shared_bytes", SHARED_BYTES), ("num_processors", PROCESSORS)):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, lambda device, value=value: value)
+    for backend in (paged.PagedBackend, mla.MlaBackend):
+        monkeypatch.setattr(backend, "capability", dataclasses.replace(backend.capability, devices=("cpu", "cuda")))
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *args, pin_memory=False, **options: zeros(*args, **options))
+    yield names
+
+
+@pytest.mark.parametrize(
+    ("family", "kernels"),
+    [
+        ("Mistral", {"_qk_norm_rope_store": 2, "attend_rows": 2, "attend_tiles": 2, "product": 8}),
+        ("Qwen3-MoE", {"_qk_norm_rope_store": 2, "attend_rows": 2, "_grouped_product": 4, "product": 8}),
+        ("DeepSeek-V3", {"_latent_rope_store": 1, "_attend": 2, "_merge": 1, "_grouped_product": 4, "product": 8}),
+    ],
+)
+def test_a_pass_finds_the_kernels_of_all_steps_and_changes_no_state(
+    found: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str, kernels: dict[str, int]
+) -> None:
+    write_model(family, tmp_path)
+    shared = SHARED | {"model": str(tmp_path), "dtype": "float32", "attention_backend": "reference", "native": "off"}
+    with LLM(device="cpu", num_gpu_blocks_override=400, **shared) as llm:
+        engine, is_latent = llm.engine, "DeepSeek" in family
+        resolved: Resolved = dataclasses.replace(
+            engine.resolved, attention_backend="mla" if is_latent else "paged", max_num_seqs=ROWS,
+            max_num_batched_tokens=TOKENS,
+        )  # fmt: skip
+        groups = make_groups(engine.arch, resolved.block_size, ITEMSIZE["float32"])
+        runner = start.make_runner(engine.runner.model, engine.arch, resolved, start.choose_form(resolved, groups), 400)
+        assert runner.compiles_ahead
+        if not is_latent:
+            runner._graphs = GraphPool([*decode_keys(ROWS), *mixed_keys(ROWS, 1024)])
+        states = [runner._pool.buffer.fill_(0), runner._buffers.positions, runner._buffers.seq_lens]
+        before = [state.clone() for state in states]
+        monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)
+        runner.compile_ahead(lambda *_: None)
+    assert all(map(torch.equal, states, before))
+    assert {"_gather", "_draw", "_cut", "_settle", "_list", "_leaf_sums", "_allow_bits"} <= {*found}
+    counts = Counter(found)
+    assert all(counts[name] >= least for name, least in kernels.items()), counts
+    assert len(found) < 100, "few kernels serve all steps"
