@@ -141,7 +141,7 @@ def test_lines_as_people_write_them(caplog: pytest.LogCaptureFixture) -> None:
     line = (
         "some/model -tp 1 -pp=1 -O3 --dtype half --served-model-name a b --gpu_memory_utilization=0.8 --seed 1 --seed 2"
         " --enable-prefix-caching --no-enable-prefix-caching --enable-chunked-prefill=False --enforce-eager true"
-        " --compilation-config.level 3 --tool_call_parser hermes --max-logprobs 10000000"
+        " --max-model-len None --compilation-config.level 3 --tool_call_parser hermes --max-logprobs 10000000"
     )
     with pytest.raises(ConfigError, match="max_logprobs"):  # beyond any vocabulary
         _parse(line.split())

@@ -120,7 +120,7 @@ def _scaled(number: str, factor: int) -> int:
 
 def read_value(name: str, fact: Setting, value: Any) -> Any:
     """`value` (text of a flag or the environment, or a YAML or Python value) as the setting's kind, checked."""
-    if value is None or (fact.optional and value == "none"):
+    if value is None or (fact.optional and value in ("none", "None")):
         if not fact.optional:
             raise ConfigError(name, None, f"expected {_noun(fact)}")
         return None

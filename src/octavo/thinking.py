@@ -63,6 +63,8 @@ class ClosingMark:
         A vocabulary of 150,000 tokens takes some 30 ms.
         """
         self._mark, self._tokens = closing.encode(), tokens
+        # some models break the line before they open their reasoning
+        self.line_breaks = frozenset(i for i, token in enumerate(tokens) if token in (b"\n", b"\n\n"))
         self._falls = _falls(self._mark)
         allowed = np.full(num_words * 32, 1, np.uint8)
         allowed[list(end_token_ids)] = 0

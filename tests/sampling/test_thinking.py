@@ -32,6 +32,7 @@ WORDS = [
     b"<",
     b"/",
     b"t",
+    b"\n",
     b"",
 ]
 ID = {word: at for at, word in enumerate(WORDS)}
@@ -81,10 +82,22 @@ def test_the_form_begins_behind_the_mark_however_it_is_spelt(end: list[str]) -> 
 
 def test_a_model_may_open_its_reasoning_itself_or_leave_it() -> None:
     thinking = _thinking(is_open=False, opening_id=ID[b"<t>"])
-    assert _allowed([], thinking) == {"<t>", "a", "b", "ab"}
+    assert _allowed([], thinking) == {"<t>", "\n", "a", "b", "ab"}
     assert _allowed(_ids("a"), thinking) == {"a", "b", "ab"}
     assert _allowed(_ids("<t>", "/"), thinking) == {word.decode() for word in WORDS} - {"", "</t>a"}
     assert _allowed(_ids("<t>", "/", "</t>"), thinking) == {"a", "b", "ab"}
+
+
+def test_a_model_may_break_the_line_before_it_thinks() -> None:
+    thinking = _thinking(is_open=False, opening_id=ID[b"<t>"])
+    assert _allowed(_ids("\n"), thinking) == {"<t>"}  # else the line break would stand before the form
+    assert _allowed(_ids("\n", "<t>", "a", "</t>"), thinking) == {"a", "b", "ab"}
+    assert _allowed(_ids("\n", "<t>", "a"), thinking, 1) == {"</t>"}
+    own = GRAMMARS.matcher(StructuredOutputsParams(regex="\\n?[ab]"))
+    assert _allowed(_ids("\n"), thinking, None, own) == {"a", "b"}  # it is the form's
+    free = {word.decode() for word in WORDS}
+    assert _allowed(_ids("\n"), thinking, 0, Anything()) == _allowed(_ids("\n", "a"), thinking, 0, Anything()) == free
+    assert _allowed(_ids("\n", "<t>"), thinking, 0, Anything()) == {"</t>"}
 
 
 def test_a_budget_ends_the_reasoning() -> None:

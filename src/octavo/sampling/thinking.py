@@ -64,7 +64,8 @@ class AfterThinking:
         """`budget`: tokens of reasoning, its marks not counted, after which it is ended; None: no such limit."""
         self._mark, self._thinking, self._form = mark, thinking, form
         self._budget = budget
-        self._first = 0 if thinking.is_open else 1  # where the reasoning begins in an output that has one
+        self._first = 0  # where the reasoning begins in an output that has one
+        self._breaks: frozenset[int] | None = None  # once needed: line breaks that are none of the form's
         self._seen = np.empty(0, np.int32)
         self._state = 0  # of the mark, behind `_seen`
         self._answer = -1  # where in `_seen` the answer begins; -1: further on
@@ -94,11 +95,13 @@ class AfterThinking:
 
     def fill(self, output: NDArray[np.int32], bits: NDArray[np.int32]) -> bool:
         """As Form's; `output` may be any output of the request, in any order."""
-        if not self._thinking.is_open and (len(output) == 0 or int(output[0]) != self._thinking.opening_id):
-            done = self._form.fill(output, bits)
-            if len(output) == 0:
-                _add(bits, self._thinking.opening_id)
-            return done or len(output) == 0
+        if not self._thinking.is_open:
+            opening_id, breaks = self._thinking.opening_id, self._line_breaks(bits)
+            self._first = 2 if len(output) and int(output[0]) in breaks else 1
+            if len(output) < self._first:
+                return self._fill_before(output, bits, breaks)
+            if int(output[self._first - 1]) != opening_id:
+                return self._form.fill(output, bits)
         self._read(output)
         if self._answer >= 0:
             return self._form.fill(output[self._answer :], bits)
@@ -110,6 +113,24 @@ class AfterThinking:
             bits[:] = -1
         else:
             bits[:] = self._mark.allowed[self._state]
+        return True
+
+    def _line_breaks(self, bits: NDArray[np.int32]) -> frozenset[int]:
+        """Line breaks that only reasoning may begin with. `bits` are overwritten."""
+        if self._breaks is None:
+            self._breaks = self._mark.line_breaks
+            if not isinstance(self._form, Anything) and self._form.fill(np.empty(0, np.int32), bits):
+                self._breaks = frozenset(token_id for token_id in self._breaks if not _has(bits, token_id))
+        return self._breaks
+
+    def _fill_before(self, output: NDArray[np.int32], bits: NDArray[np.int32], breaks: frozenset[int]) -> bool:
+        """Where the reasoning may be opened: at the beginning, or behind a line break."""
+        if len(output) and not isinstance(self._form, Anything):
+            bits[:] = 0
+        elif not self._form.fill(output, bits):
+            return False
+        for token_id in (self._thinking.opening_id, *(() if len(output) else breaks)):
+            _add(bits, token_id)
         return True
 
     def _read(self, output: NDArray[np.int32]) -> None:
@@ -126,6 +147,10 @@ class AfterThinking:
             else:
                 self._state = state
         self._seen = output[:at].copy()
+
+
+def _has(bits: NDArray[np.int32], token_id: int) -> bool:
+    return bool(int(bits.view(np.uint32)[token_id >> 5]) >> (token_id & 31) & 1)
 
 
 def _add(bits: NDArray[np.int32], token_id: int) -> None:
