@@ -69,8 +69,11 @@ def check_order(device: torch.device = CPU) -> None:
 def rectangles(reach: Reach):
     """The tests of `reach` as `plan_mask_rows` takes them."""
 
+    def behind(b, kv):
+        return kv < reach.prompts[b]
+
     def some(b, q, q_last, kv, kv_last):
-        seen = (kv <= q_last) | torch.tensor(not reach.causal)
+        seen = (kv <= q_last) | (behind(b, kv) if reach.prompts is not None else torch.tensor(not reach.causal))
         if reach.window:
             seen = seen & (q - kv_last < reach.window)
         if reach.chunk:
@@ -78,7 +81,8 @@ def rectangles(reach: Reach):
         return seen
 
     def every(b, q, q_last, kv, kv_last):
-        seen = ((kv_last <= q) | torch.tensor(not reach.causal)) & torch.tensor(reach.exact)
+        seen = (kv_last <= q) | (behind(b, kv_last) if reach.prompts is not None else torch.tensor(not reach.causal))
+        seen = seen & torch.tensor(reach.exact)
         if reach.window:
             seen = seen & (q_last - kv < reach.window)
         if reach.chunk:
@@ -132,6 +136,7 @@ def check_plans() -> None:
         Reach(causal=True, window=40),
         Reach(causal=True, chunk=48, exact=False),
         Reach(causal=False),
+        Reach(causal=False, prompts=torch.tensor([0] * 5 + [40, 1, 160, 33, 5, 64, 9], dtype=torch.int32)),
     ):
         check_plan(reach, [1, 1, 1, 0], [70, 1, 160, 0], 3, kind=Kind.SINGLE)
         check_plan(reach, [5, 0, 30, 1], [70, 0, 33, 160], 4)

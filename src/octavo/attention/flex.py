@@ -28,7 +28,7 @@ from octavo.attention.base import (
 )
 from octavo.attention.flex_kernel import Kernel
 from octavo.attention.flex_sizes import LEAF, SMALLEST, FlexSizes, resolve_flex_sizes
-from octavo.attention.mods import AttentionMods, at_work
+from octavo.attention.mods import KNOWN, PROMPT_LENGTH, AttentionMods, at_work
 from octavo.attention.variant_mods import mods_of_variant
 from octavo.kv_cache.kernel_blocks import MultipleOf
 from octavo.ops import flex as ops
@@ -227,7 +227,7 @@ class FlexBackend:
         ops.plan_mask_rows(
             buffers, shape, num_tiles=num_tiles, num_leaves=num_leaves, query_start=query_start, seq_lens=seq_lens,
             block_table=block_table, table_rows=table_rows[: inputs.num_rows], kind=kind, some=mods.some_visible,
-            every=mods.all_visible, reach=_reach(variant),
+            every=mods.all_visible, reach=_reach(variant, self._setup),
         )  # fmt: skip
         return _Plan(shape, buffers, num_tiles, num_leaves)
 
@@ -272,9 +272,11 @@ class FlexBackend:
         return kernel
 
 
-def _reach(variant: Variant) -> Reach | None:
+def _reach(variant: Variant, setup: Setup) -> Reach | None:
     """A variant's blocks as one kernel finds them; None if the user's hints have a say."""
     mods = variant.mods
+    if mods.mask_mod is KNOWN.mask_mod and mods.some is KNOWN.some and not (variant.window or variant.chunk):
+        return Reach(causal=False, prompts=setup.fields[PROMPT_LENGTH.spec.name])
     causal = variant.causal and mods.causal
     if mods.some is not None or mods.every is not None or (not causal and (variant.window or variant.chunk)):
         return None

@@ -197,28 +197,31 @@ PerLayer: TypeAlias = AttentionMods | Callable[[int], AttentionMods | None]
 """What `attention_mods` may be: one for all layers, or a function from a layer's number to its own."""
 
 
+def _known(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return (kv_idx <= q_idx) | (kv_idx < PROMPT_LENGTH[b])
+
+
+def _known_in(b: Tensor, q_first: Tensor, q_last: Tensor, kv_first: Tensor, kv_last: Tensor) -> Tensor:
+    return (kv_first <= q_last) | (kv_first < PROMPT_LENGTH[b])
+
+
+def _all_known(b: Tensor, q_first: Tensor, q_last: Tensor, kv_first: Tensor, kv_last: Tensor) -> Tensor:
+    return (kv_last <= q_first) | (kv_last < PROMPT_LENGTH[b])
+
+
+KNOWN = AttentionMods(mask_mod=_known, causal=False, some=_known_in, every=_all_known, fields=(PROMPT_LENGTH,))
+"""The keys that are known when a query is first computed: the prompt's, and those up to its own."""
+
+
 def within_prompt(mods: AttentionMods) -> AttentionMods:
     """Mods that look ahead, as an engine runs them: what a query saw in the prompt's step is all it ever sees.
 
     So a prompt's query that is computed again, beside tokens generated since, does not see these.
     """
-
-    def known(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return (kv_idx <= q_idx) | (kv_idx < PROMPT_LENGTH[b])
-
-    def some(b: Tensor, q_first: Tensor, q_last: Tensor, kv_first: Tensor, kv_last: Tensor) -> Tensor:
-        return (kv_first <= q_last) | (kv_first < PROMPT_LENGTH[b])
-
-    def every(b: Tensor, q_first: Tensor, q_last: Tensor, kv_first: Tensor, kv_last: Tensor) -> Tensor:
-        return (kv_last <= q_first) | (kv_last < PROMPT_LENGTH[b])
-
     # a mask without hints gets none: where nobody has a say in it, a kernel finds the blocks
-    hinted = mods.mask_mod is None or mods.some is not None or mods.every is not None
-    bound_ = AttentionMods(
-        mask_mod=known, causal=False, some=some if hinted else None, every=every if hinted else None,
-        fields=(PROMPT_LENGTH,),
-    )  # fmt: skip
-    return dataclasses.replace(and_(mods, bound_), name=mods.name)
+    unhinted = mods.mask_mod is not None and mods.some is None and mods.every is None
+    known = dataclasses.replace(KNOWN, some=None, every=None) if unhinted else KNOWN
+    return dataclasses.replace(and_(mods, known), name=mods.name)
 
 
 def and_(*parts: AttentionMods) -> AttentionMods:

@@ -44,12 +44,16 @@ class Geometry:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Reach:
-    """Tests of rectangles that a kernel knows: keys up to the query, less than `window` back, in the query's chunk."""
+    """Tests of rectangles that a kernel knows: keys up to the query, less than `window` back, in the query's chunk.
+
+    prompts: [table rows] int32; keys up to the query, or of the first `prompts[row]`.
+    """
 
     causal: bool
     window: int = 0  # 0: all
     chunk: int = 0  # 0: all
     exact: bool = True  # False: something else hides pairs as well, so no block is wholly visible
+    prompts: torch.Tensor | None = dataclasses.field(default=None, compare=False)
 
 
 class Kind(enum.Enum):

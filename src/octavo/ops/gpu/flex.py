@@ -48,6 +48,7 @@ def _count_tiles(ends, query_start, seq_lens, num_rows, TOKENS: tl.constexpr, LE
 
 @launched(triton.jit(do_not_specialize=["num_rows", "num_leaves", "width"]))
 def _plan(
+    prompts,
     partial, partial_num, full, full_num, rows, firsts, lows, highs, tokens, lengths, ends, query_start, seq_lens,
     table, table_rows, table_row, num_rows, num_leaves, width, window, chunk, stride,
     TOKENS: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, PADDED: tl.constexpr, SPAN: tl.constexpr,
@@ -91,6 +92,10 @@ def _plan(
     if CAUSAL:
         live = live & (kv_first <= high)
         whole = whole & (kv_last <= q_first)
+    if prompts is not None:
+        prompt = tl.load(prompts + tl.load(table_rows + entry))
+        live = live & ((kv_first <= high) | (kv_first < prompt))
+        whole = whole & ((kv_last <= q_first) | (kv_last < prompt))
     if WINDOW:
         live = live & (low - kv_there < window)
         whole = whole & (q_last - kv_first < window)
@@ -267,6 +272,7 @@ def plan_mask_rows(
             ROWS=1024, num_warps=4,
         )  # fmt: skip
     _plan[(num_tiles, num_leaves)](
+        reach.prompts,
         rows.partial, rows.partial_num, rows.full, rows.full_num, rows.row, rows.first, rows.low, rows.high, rows.token,
         rows.length, rows.ends, query_start, seq_lens, block_table, table_rows, block_table.stride(0), num_rows,
         num_leaves, width, reach.window, max(reach.chunk, 1), shape.stride, TOKENS=shape.tokens, BLOCK=shape.block,
