@@ -205,12 +205,15 @@ def _is_loaded(tile: Tile, weights: _Weights) -> bool:
 
 def _compile_ahead(made: side_by_side.Pass, weights: _Weights) -> None:
     """In a pass that launches nothing: the kernels for a weight's shape, and those that they will be compared with."""
+    if weights in made.seen:
+        return
+    made.seen.add(weights)
     kind, device, n, k = weights
-    for tile in _tiles(kind, n, k):
-        if not runtime_compiler.is_kept(*_text(tile, kind)):
-            made.compile("cluster_product", (tile, kind), functools.partial(compile_tile, tile, kind))
-    if ("cluster_product", kind) not in made.seen:
-        made.seen.add(("cluster_product", kind))
+    missing = [tile for tile in _tiles(kind, n, k) if not runtime_compiler.is_kept(*_text(tile, kind))]
+    for tile in missing:
+        made.compile("cluster_product", (tile, kind), functools.partial(compile_tile, tile, kind))
+    if missing and (kind, device) not in made.seen:
+        made.seen.add((kind, device))
         _make_expected(_make_example(kind.dtype, device)[2], kind)
 
 
