@@ -17,6 +17,7 @@ from octavo.hf_config.checkpoint import read_arch
 from octavo.models.hub import find_model
 from octavo.request_fields import FieldSpec
 from octavo.sampling_params import Limits, SamplingParams
+from octavo.text.converted import tokenizer_file
 from octavo.text.no_tokenizer import NoTokenizer
 from octavo.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -43,12 +44,12 @@ def load_text(config: EngineConfig, folder: Path, arch: Arch) -> Tokenizer | NoT
         return NoTokenizer(skipped=True)
     if config.tokenizer:
         folder = find_model(config.tokenizer)
-    if config.load_format == "dummy" and not (folder / "tokenizer.json").exists():
+    if config.load_format == "dummy" and tokenizer_file(folder) is None:
         return NoTokenizer()
     try:
         return load_tokenizer(folder, arch)
     except ValueError as error:
-        if (folder / "tokenizer.json").exists():
+        if tokenizer_file(folder) is not None:
             raise
         raise ValueError(f"{error}; set --tokenizer, or --skip-tokenizer-init for token ids alone") from None
 

@@ -36,7 +36,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     "grammar": ({"words"}, {"llguidance", "msgspec", "numpy"}),
     "sampling": ({"device", "grammar", "ops", "words"}, {"torch", "numpy"}),
     "worker": ({"words"} | DEVICE_SIDE, {"torch", "numpy"}),
-    "text": ({"words"}, {"tokenizers", "jinja2", "msgspec", "numpy"}),
+    "text": ({"words"}, {"tokenizers", "jinja2", "msgspec", "numpy", "sentencepiece"}),
     "probe": ({"words", "ops"}, {"torch"}),
     "front": ({"words", "text", "models.hub"}, set()),
     "open_device": (set(), set()),

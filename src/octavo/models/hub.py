@@ -15,7 +15,7 @@ from pathlib import Path
 BUNDLED = ("octavo-tiny",)
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
 _MAX_NAME = 4096
-_WANTED = ["*.safetensors", "*.json", "*.jinja", "tokenizer*"]
+_WANTED = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "tiktoken.model"]
 _UNWANTED = ["*/*", "consolidated*"]
 _OFFLINE_WAYS = "give a model folder, or download it where there is a network and set HF_HOME to that cache"
 

@@ -1,4 +1,4 @@
-"""A model's tokenizer: tokenizer.json and its companions in a model folder, without transformers.
+"""A model's tokenizer: tokenizer.json, or what stands in its place, and its companions, without transformers.
 
 Owns encoding, decoding, the special tokens and the chat prompt. Knows nothing of requests or the engine; the library
 `tokenizers` is imported when one is loaded. Invariant: a folder either gives a working Tokenizer or one ValueError of
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from octavo.sampling_params import ParameterError, SamplingParams, check_unicode
+from octavo.text import converted
 from octavo.text.control_tokens import ControlTokens, encode_text
 from octavo.text.detokenizer import (
     ByteDetokenizer,
@@ -84,13 +85,20 @@ class Tokenizer:
     def load(cls, folder: str | Path) -> Tokenizer:
         """Read tokenizer.json, tokenizer_config.json, special_tokens_map.json and chat_template.* of a folder.
 
+        Without a tokenizer.json one of the other files that `converted` knows.
+
         Raises:
             ValueError: one line with the file's path and what is wrong.
 
         """
         folder = Path(folder)
-        backend = _read_backend(folder / "tokenizer.json")
         config = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
+        file = converted.tokenizer_file(folder)
+        if file is None or file.name == "tokenizer.json":
+            backend = _read_backend(folder / "tokenizer.json")
+        else:
+            backend, own = converted.convert(file, config)
+            config = own | config
         templates = _templates(config) | _templates(_read_json(folder / "chat_template.json"))
         path = folder / "chat_template.jinja"
         if path.is_file():
