@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.checks import ParameterError
+from octavo.json_schema import rewrite
 from octavo.outputs import TOO_COMPLEX
 from octavo.structured_outputs import StructuredOutputsParams
 from octavo.thinking import ClosingMark, Thinking
@@ -170,6 +171,25 @@ class Grammars:
 
     def build(self, structured: StructuredOutputsParams) -> llguidance.LLMatcher:
         """Compile a form, whatever is kept. Raises ParameterError."""
+        return self.spell(structured)[1]
+
+    def spell(self, structured: StructuredOutputsParams) -> tuple[StructuredOutputsParams, llguidance.LLMatcher]:
+        """A form in words that the library knows, and what it compiles to. Nothing is kept. Raises ParameterError."""
+        try:
+            return structured, self._build(structured)
+        except ParameterError as error:
+            if error.code != "unsupported" or structured.form != "json":
+                raise
+            others = _other_words(structured)
+            if others is None:
+                raise
+            refusal = error
+        try:
+            return others, self._build(others)
+        except ParameterError as error:  # what can be said of it may be nothing: then the keyword is what is wrong
+            raise refusal if error.code == "schema_invalid" else error from None
+
+    def _build(self, structured: StructuredOutputsParams) -> llguidance.LLMatcher:
         tokenizer = self._tokenizer or self._load_tokenizer()
         import llguidance
 
@@ -436,6 +456,16 @@ def _grammar_text(structured: StructuredOutputsParams) -> str:
     if spaces is not None:
         options["whitespace_pattern"] = spaces
     return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=options)  # type: ignore[arg-type]
+
+
+def _other_words(structured: StructuredOutputsParams) -> StructuredOutputsParams | None:
+    """The same form with a schema that says it in words the library knows; None if there are none. ParameterError."""
+    assert isinstance(structured.json, str), "a constructed form holds its schema as text"
+    schema = json.loads(structured.json)
+    made = rewrite(schema)
+    if made is False:
+        raise ParameterError(_name(structured), "no text satisfies it", "schema_invalid")
+    return None if made == schema else msgspec.structs.replace(structured, json={} if made is True else made)
 
 
 def _name(structured: StructuredOutputsParams) -> str:

@@ -14,8 +14,8 @@ from patience import patient
 
 WORDS = {
     "arch", "checks", "child", "collector", "config", "foreign", "generation_config", "groups", "hf_config",
-    "interrupts", "memory", "observe", "outputs", "plan", "registry", "request", "request_fields", "sampling_params",
-    "seeds", "settings", "structured_outputs", "thinking", "updates",
+    "interrupts", "json_schema", "memory", "observe", "outputs", "plan", "registry", "request", "request_fields",
+    "sampling_params", "seeds", "settings", "structured_outputs", "thinking", "updates",
 }  # fmt: skip
 DEVICE_SIDE = {"attention", "device", "kv_cache", "layers", "model_state", "models", "ops", "sampling", "worker"}
 

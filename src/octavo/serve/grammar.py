@@ -161,19 +161,20 @@ class GrammarJail:
         self._checks: dict[bytes, _Check] = {}  # that wait or run, in the order of their coming
         self.num_killed = 0
 
-    async def check_structured(self, structured: StructuredOutputsParams | None) -> None:
-        """Return if the form can be compiled, or is None.
+    async def check_structured(self, structured: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
+        """The form, in words that the engine's library knows, if it can be compiled.
 
         Raises ParameterError within the time limit, JailBusyError if too many wait or the wait is too long.
         """
         if structured is None:
-            return
+            return None
         key = structured.key
         verdict = self._verdicts.get(key)
         if verdict is None:
             verdict = await self._ask(key, structured)
         if verdict.code:
             raise ParameterError(verdict.field, verdict.message, verdict.code)
+        return msgspec.structs.replace(structured, json=verdict.schema) if verdict.schema else structured
 
     async def _ask(self, key: bytes, structured: StructuredOutputsParams) -> Verdict:
         check = self._checks.get(key)

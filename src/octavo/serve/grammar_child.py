@@ -28,11 +28,12 @@ _HEAD = struct.Struct("<I")
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """A form's fate; an empty `code`: it can be compiled."""
+    """A form's fate; an empty `code`: it can be compiled, with `schema` for its own if that is not empty."""
 
     field: str = ""
     message: str = ""
     code: str = ""
+    schema: str = ""
 
 
 def pack(message: msgspec.Struct) -> bytes:
@@ -73,12 +74,14 @@ def main(argv: Sequence[str]) -> None:
 
 def _judge(grammars: Grammars, text: bytes) -> Verdict:
     try:
-        grammars.try_out(msgspec.msgpack.decode(text, type=StructuredOutputsParams))
+        structured = msgspec.msgpack.decode(text, type=StructuredOutputsParams)
+        spelled, compiled = grammars.spell(structured)
+        grammars.try_out(spelled, compiled)
     except ParameterError as error:
         return Verdict(error.field, str(error).removeprefix(f"{error.field}: "), error.code)
     except (MemoryError, RecursionError):
         return Verdict("structured_outputs", "takes more memory than is allowed", "schema_too_complex")
-    return Verdict()
+    return Verdict(schema="" if spelled is structured else str(spelled.json))
 
 
 def _read(source: BinaryIO) -> bytes | None:

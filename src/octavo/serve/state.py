@@ -15,6 +15,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
+
 import octavo
 from octavo.sampling_params import ParameterError, SamplingParams
 from octavo.serve.async_engine import AsyncEngine
@@ -108,21 +110,23 @@ class ServeState:
         if self.engine.state != "ready":
             raise not_ready(self.engine.state)
 
-    async def check_structured(self, exchange: Exchange, params: SamplingParams) -> None:
-        """Raise ParameterError if the form that an output shall have cannot be compiled.
+    async def check_structured(self, exchange: Exchange, params: SamplingParams) -> SamplingParams:
+        """`params` with the form of the output as the engine takes it.
 
-        Raises ApiError, 503, if that cannot be told now, ClientLeftError if nobody waits for it any more.
+        Raises ParameterError if it cannot be compiled, ApiError, 503, if that cannot be told now, ClientLeftError if
+        nobody waits for it any more.
         """
         if params.structured_outputs is None:
-            return
+            return params
         if self._jail is None:
             engine = self.engine
             self._jail = GrammarJail(engine.tokenizer, engine.limits.vocab_size, engine.arch.eos_token_ids)
         try:
             async with exchange.watching():
-                await self._jail.check_structured(params.structured_outputs)
+                structured = await self._jail.check_structured(params.structured_outputs)
         except JailBusyError as error:
             raise queue_full(str(error), error.retry_after) from None
+        return msgspec.structs.replace(params, structured_outputs=structured)
 
     @property
     def healthy(self) -> bool:

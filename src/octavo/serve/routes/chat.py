@@ -68,7 +68,7 @@ async def _create(
     params = _params(state, parsed, answers)
     state.check_ready()
     check_options(state, request, parsed.warnings)
-    await state.check_structured(exchange, params)
+    params = await state.check_structured(exchange, params)
     prompt = await _render(state, request, answers, num_kept(params, state.engine.limits))
     if answers.choice == "auto" and state.parsers.tools is None:
         parsed.warnings.append("tools: calls are not looked for in the answer (--tool-call-parser)")

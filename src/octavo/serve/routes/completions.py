@@ -48,7 +48,7 @@ async def create(state: ServeState, exchange: Exchange) -> None:
     with renaming(form_names(request.response_format, request.structured_outputs)):
         params = _params(state, parsed)
         state.check_ready()
-        await state.check_structured(exchange, params)
+        params = await state.check_structured(exchange, params)
     check_options(state, request, parsed.warnings)
     prompts = await read_prompts(
         state,

@@ -43,7 +43,7 @@ async def create(state: ServeState, exchange: Exchange) -> None:
         params = _params(state, parsed)
         state.check_ready()
         check_options(state, request, parsed.warnings)
-        await state.check_structured(exchange, params)
+        params = await state.check_structured(exchange, params)
     messages = read_input(request.input, request.instructions)
     with renaming({"messages": "input"}):
         prompt = await render_chat(state, messages, template_kwargs=None)
