@@ -94,9 +94,6 @@ class LLM:
         except ConfigError:
             self.engine.close()
             raise
-        except ValueError as error:
-            self.engine.close()
-            raise ConfigError("reasoning_parser", config.reasoning_parser, str(error)) from None
         self._jail = TextJail(self.engine.tokenizer)
         self._ids = itertools.count()
         self._shared = SharedEngine(self.engine)
@@ -129,8 +126,11 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of several, rendered by the model's chat template.
+
+        `chat_template_kwargs`: variables of the template, as `{"enable_thinking": False}`.
 
         A template is a program of whoever made the model: it runs in a child process with limits of time and memory,
         which is started by the first call.
@@ -146,6 +146,7 @@ class LLM:
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message,
                     tools=tools,
+                    chat_template_kwargs=chat_template_kwargs,
                 )
                 for conversation, own in zip(conversations, params, strict=True)
             ]

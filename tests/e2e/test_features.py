@@ -11,7 +11,7 @@ import pytest
 from engine_checks import assert_idle
 from octavo import LLM, RequestOutput, SamplingParams
 from octavo.outputs import CompletionOutput
-from octavo.sampling_params import RepetitionDetectionParams
+from octavo.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
 
 NUM_OUTPUT = 32
 PROMPT = "import os\nimport sys\nfrom collections import"
@@ -236,3 +236,16 @@ def test_several_conversations_are_answered_in_order(llm: LLM) -> None:
     assert [output.outputs for output in together] == [output.outputs for output in alone]
     streamed = list(llm.stream(talks[0], greedy(max_tokens=6)))
     assert "".join(part.outputs[0].text for part in streamed) == alone[0].outputs[0].text
+
+
+def test_a_chat_takes_variables_of_its_template(make_llm: Any) -> None:
+    llm = make_llm(reasoning_parser="qwen3")
+    sources = llm.get_tokenizer().template.sources
+    sources["default"] = "{{ messages[0]['content'] }}{% if enable_thinking %}<think>\n{% endif %}"
+    form = StructuredOutputsParams(choice=["yes", "no"])
+    params = SamplingParams(temperature=0, max_tokens=40, structured_outputs=form, thinking_token_budget=3)
+    chat = [{"role": "user", "content": "def f"}]
+    (thought,) = llm.chat(chat, params, chat_template_kwargs={"enable_thinking": True})
+    assert thought.prompt == "def f<think>\n" and thought.outputs[0].text.endswith(("</think>yes", "</think>no"))
+    (plain,) = llm.chat(chat, params, chat_template_kwargs={"enable_thinking": False})
+    assert plain.prompt == "def f" and plain.outputs[0].text in ("yes", "no")

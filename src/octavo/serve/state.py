@@ -185,15 +185,9 @@ def _choose_parsers(engine: AsyncEngine, config: ServeConfig) -> tuple[ParserCho
         template = "\n".join(tokenizer.template.sources.values())  # there may be one for tools beside the default
         special = [tokenizer.decode([token_id], False) for token_id in tokenizer.special_token_ids]
     name = settings.reasoning_parser
-    try:
-        thinking = ThinkingRule(
-            tokenizer, name, enable_in_reasoning=settings.enable_in_reasoning, end_text=settings.reasoning_end_text
-        )
-        ParserChoice.of(template, "none", name)
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError("reasoning_parser", name, str(error)) from None
+    thinking = ThinkingRule(
+        tokenizer, name, enable_in_reasoning=settings.enable_in_reasoning, end_text=settings.reasoning_end_text
+    )
     try:
         parsers = ParserChoice.of(template, config.tool_call_parser, name, special)
     except ValueError as error:

@@ -32,11 +32,15 @@ class ThinkingRule:
     ) -> None:
         """`parser`, `end_text`: as the settings reasoning_parser and reasoning_end_text.
 
-        `enable_in_reasoning`: forms hold from the first token on. Raises ValueError for an unknown parser, ConfigError
-        for a text that does not end the reasoning.
+        `enable_in_reasoning`: forms hold from the first token on. Raises ConfigError for an unknown parser, or for a
+        text that does not end the reasoning.
         """
         self._tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else None
-        self.marks = find_marks(self._tokenizer.chat_template if self._tokenizer else None, parser)
+        sources = self._tokenizer.template.sources if self._tokenizer else {}
+        try:
+            self.marks = find_marks("\n".join(sources.values()), parser)
+        except ValueError as error:
+            raise ConfigError("reasoning_parser", parser, str(error)) from None
         self.form_waits = not enable_in_reasoning
         if end_text is not None and (self.marks is None or not end_text.endswith(self.marks.closing)):
             wanted = (
