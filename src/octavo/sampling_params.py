@@ -96,7 +96,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     top_p: float = 1.0  # (0, 1]
     top_k: int = 0  # 0 or -1: all
     min_p: float = 0.0  # [0, 1], relative to the likeliest token's probability
-    seed: int | None = None  # -2**63 to 2**64-1; None or -1: drawn anew for each request
+    seed: int | None = None  # -2**63 to 2**64-1; None or -1: drawn anew for each request; of samples: octavo.seeds
     stop: str | list[str] | None = None  # at most 256 strings of 1 to 256 characters
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False

@@ -16,7 +16,7 @@ from engine_checks import assert_idle
 from octavo import LLM, AttentionMods, SamplingParams
 from octavo.attention import prefix_lm
 from octavo.sched import scheduler
-from random_models import settings_of
+from random_models import GEMMA, settings_of
 
 Answer = tuple[list[int], list[float]]
 
@@ -30,9 +30,9 @@ MASKS = {
     "both ways": AttentionMods(causal=False),
     "a mask": AttentionMods(mask_mod=lambda b, h, q_idx, kv_idx: (q_idx + kv_idx) % 3 != 1, causal=False),
     "a long prefix": prefix_lm(),  # it ends within some of the prompts and behind the others
+    "in windows": AttentionMods(causal=False),  # of a model with two kinds of layers
 }
-CASES = [("reference", "both ways"), ("reference", "a mask"), ("reference", "a long prefix"), ("flex", "both ways"),
-         ("flex", "a long prefix")]  # fmt: skip
+CASES = [("reference", mask) for mask in MASKS] + [("flex", "both ways")]
 
 
 class Asked(NamedTuple):
@@ -46,6 +46,7 @@ class Case(NamedTuple):
     """Settings, requests of which some begin alike, and the answer of each by itself."""
 
     fields: dict[str, Any]
+    num_blocks: int  # a pool that is too small for all
     asked: list[Asked]
     expected: list[list[Answer]]
 
@@ -61,11 +62,14 @@ def _answers(llm: LLM, asked: list[Asked]) -> list[list[Answer]]:
     ]
 
 
-@pytest.fixture(scope="module", params=CASES, ids="-".join)
+@pytest.fixture(
+    scope="module", params=[*CASES, pytest.param(("flex", "a long prefix"), marks=pytest.mark.slow)], ids="-".join
+)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     backend, mask = request.param
+    shape = GEMMA | {"num_hidden_layers": 3} if mask == "in windows" else QWEN
     fields: dict[str, Any] = {
-        **settings_of(QWEN, tmp_path_factory.mktemp("model")), "attention_backend": backend,
+        **settings_of(shape, tmp_path_factory.mktemp("model")), "attention_backend": backend,
         "max_model_len": MAX_LEN, "max_num_batched_tokens": MAX_LEN, "max_num_seqs": 8, "attention_mods": MASKS[mask],
     }  # fmt: skip
     rng = random.Random(1)
@@ -80,7 +84,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     ]  # fmt: skip
     alone = {**fields, "enable_prefix_caching": False, "enable_chunked_prefill": False, "max_num_seqs": 1}
     with LLM(**alone) as llm:
-        yield Case(fields, asked, [_answers(llm, [one])[0] for one in asked])
+        yield Case(fields, 22 if mask == "in windows" else 9, asked, [_answers(llm, [one])[0] for one in asked])
 
 
 def _count_pieces(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
@@ -105,7 +109,7 @@ def test_INV_7_preemption_pieces_and_hits_change_nothing(
 ) -> None:
     """INV-7: with such masks preempted requests said something else. Without hits, more is replayed."""
     monkeypatch.setattr(scheduler, "HEADROOM_BLOCKS", 0)  # so that more is preempted
-    llm = make_llm(**case.fields, num_gpu_blocks_override=9, enable_prefix_caching=caching)
+    llm = make_llm(**case.fields, num_gpu_blocks_override=case.num_blocks, enable_prefix_caching=caching)
     llm.engine.scheduler._max_num_batched_tokens = 48  # as if neighbours took the rest
     pieces = _count_pieces(llm, monkeypatch)
     order = random.Random(1).sample(range(len(case.asked)), len(case.asked))
