@@ -123,8 +123,12 @@ def _falls(mark: bytes) -> list[int]:
 
 
 MARKS = {
-    "deepseek_r1": THINK, "deepseek_v3": THINK, "glm45": THINK, "kimi_k2": THINK, "minimax_m2": THINK,
-    "mistral": BRACKETS, "openai_gptoss": HARMONY, "qwen3": THINK,
+    **dict.fromkeys(
+        ("deepseek_r1", "deepseek_v3", "ernie45", "glm45", "holo2", "kimi_k2", "minimax_m2", "nemotron_v3", "olmo3",
+         "qwen3", "step3"),
+        THINK,
+    ),
+    "mistral": BRACKETS, "openai_gptoss": HARMONY,
 }  # fmt: skip
 # what a chat template holds -> the marks of what its model writes; the first that fits
 _SIGNS = (("<|channel|>", HARMONY), ("<think>", THINK), ("[THINK]", BRACKETS), ("</think>", THINK))

@@ -154,6 +154,18 @@ def test_harmony_and_every_cut_of_it(text: str, reasoning: str, content: str, ca
         assert _fed(_parser("openai", "openai_gptoss"), pieces) == whole, pieces
 
 
+def test_a_call_ends_reasoning_that_the_model_forgot_to_end() -> None:
+    """Only where its mark is none that a thought could hold."""
+    call = f"{KIMI}functions.f:0<|tool_call_argument_begin|>{PARIS}<|tool_call_end|><|tool_calls_section_end|>"
+    for text in (f"<think>Hm. {call}", f"<think>Hm.</think>{call}", f"<think>Hm.</think> {call}"):
+        whole = parse(_parser("kimi_k2", "qwen3"), text)
+        assert (whole.reasoning, whole.content, len(whole.calls)) == ("Hm.", "", 1)
+        for pieces in _cuts(text):
+            assert _fed(_parser("kimi_k2", "qwen3"), pieces) == whole, pieces
+    thought = "<think>I could write <tool_call> here.</think>Yes."
+    assert parse(_parser("qwen3_coder", "qwen3"), thought).reasoning == "I could write <tool_call> here."
+
+
 _PIECES = [
     "<tool_call>", "</tool_call>", "<function=f>", "<function=write>", "</function>", "<parameter=path>",
     "<parameter=on>", "</parameter>", "write", "f", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "path",

@@ -29,6 +29,7 @@ TOOL_PARSERS = Registry(
         "hermes": f"{_TOOLS}.hermes:Hermes",
         "kimi_k2": f"{_TOOLS}.kimi_k2:KimiK2",
         "llama3_json": f"{_TOOLS}.llama3:Llama3",
+        "llama4_json": f"{_TOOLS}.llama3:Llama3",
         "minimax_m2": f"{_TOOLS}.minimax_m2:MiniMaxM2",
         "mistral": f"{_TOOLS}.mistral:Mistral",
         "openai": f"{_TOOLS}.harmony:Harmony",
@@ -110,6 +111,8 @@ class ParserChoice:
         `reasons`: the output may begin with reasoning.
         """
         reasoning = self.reasoning(self.reasoning.is_open_in(prompt)) if self.reasoning and reasons else None
+        if isinstance(reasoning, Reasoning) and self.tools and tools and not forced:
+            reasoning.interrupts = self.tools.ends_reasoning
         if forced:
             new_id = new_id or (self.tools.default_id if self.tools else None)  # as the template wants them
             calls = Named(forced[1:], new_id) if forced.startswith("=") else Required(tools, new_id)

@@ -25,6 +25,7 @@ class Reasoning:
 
     opening, closing = "<think>", "</think>"
     needs_special_tokens = False
+    interrupts: tuple[str, ...] = ()  # marks of calls, which end the reasoning too, and begin the answer
 
     def __init__(self, is_open: bool) -> None:
         """`is_open`: the prompt ends within reasoning already, see `is_open_in`."""
@@ -77,7 +78,7 @@ class Reasoning:
                 tape.skip_space()
                 self._state = _State.INSIDE if len(tape) else _State.BEGUN
             case _State.INSIDE:
-                before, mark = tape.take_before([self.closing])
+                before, mark = tape.take_before([self.closing, *self.interrupts])
                 shown = before.rstrip()
                 if shown:
                     pieces.append(("".join(self._space) + shown, ""))
@@ -87,6 +88,9 @@ class Reasoning:
                     return False
                 self._space.clear()
                 self._state = _State.BEHIND
+                if mark != self.closing:
+                    tape.put_back(mark)
+                    self._state = _State.ANSWER
             case _State.BEHIND:
                 tape.skip_space()
                 self._state = _State.ANSWER if len(tape) else _State.BEHIND

@@ -17,6 +17,7 @@ class ToolParser:
     """No format: all is text. The base of those that have one: each step looks at the tape and uses some of it up."""
 
     needs_special_tokens = False  # whether the marks are special tokens, which detokenizing leaves out
+    ends_reasoning: tuple[str, ...] = ()  # marks of calls that no reasoning holds: models forget to end theirs
     default_id: Callable[[], str] = staticmethod(new_call_id)
 
     def __init__(self, tools: Collection[str] | None = None, new_id: Callable[[], str] | None = None) -> None:

@@ -16,6 +16,7 @@ class DeepSeek(Marked):
     """Both forms, told apart by the head."""
 
     section_open, section_close = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+    ends_reasoning = (section_open,)
     call_open, call_close = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
     trailers = ("```",)
 

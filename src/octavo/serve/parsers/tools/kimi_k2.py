@@ -13,6 +13,7 @@ class KimiK2(Marked):
     """The ids are the model's own: its template shows them again with the results."""
 
     section_open, section_close = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+    ends_reasoning = (section_open,)
     call_open, call_close = "<|tool_call_begin|>", "<|tool_call_end|>"
 
     def read_head(self, head: str) -> tuple[str, str] | None:
