@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,8 @@ def chat(server: RunningServer, content: str, **options: Any) -> Reply:
 
 def text_children(server: RunningServer) -> list[psutil.Process]:
     found = psutil.Process(server.process.pid).children()
-    return [child for child in found if "octavo.serve.text_child" in child.cmdline()]
+    alive = [child for child in found if child.status() != psutil.STATUS_ZOMBIE]
+    return [child for child in alive if "octavo.serve.text_child" in child.cmdline()]
 
 
 def template_file(folder: Path, template: str) -> str:
@@ -104,6 +107,45 @@ def test_nobody_waits_while_a_long_text_is_worked_on(start_server: StartServer) 
     assert sorted(reply.status for reply in replies) == [200] * 2 + [400] * 5
     codes = {reply.json()["error"]["code"] for reply in replies if reply.status == 400}
     assert codes == {"context_length_exceeded", "too_many_prompts"}
+
+
+def test_what_clients_who_left_have_asked_is_not_worked_on(start_server: StartServer) -> None:
+    """Short and long, with children that stand still: who has left is noticed, and who stays gets an answer."""
+    server = start_server()
+    children = text_children(server)
+    for child in children:
+        child.send_signal(signal.SIGSTOP)
+    bodies = [
+        json.dumps({"model": "octavo-tiny", "messages": [{"role": "user", "content": text}]}).encode()
+        for text in ("a", "a " * LONG_TEXT, "a " * LONG_BODY)
+    ]
+    clients = []
+    for body in bodies * 4:
+        clients.append(socket.create_connection((server.host, server.port), timeout=20))
+        head = b"Host: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
+        clients[-1].sendall(b"POST /v1/chat/completions HTTP/1.1\r\n" + head + body)
+    assert server.get("/health").status == 200
+    for client in clients:
+        client.close()
+    left = re.compile(rb'http_requests_total\{.*chat/completions".*"4xx"\S* (\d+)')
+    while sum(int(count) for count in left.findall(server.get("/metrics").body)) < len(clients):
+        assert server.get("/health").status == 200
+    for child in children:
+        child.send_signal(signal.SIGCONT)
+    assert chat(server, "a").status == 200 and chat(server, "a " * LONG_TEXT).status == 400
+    assert set(children) <= set(text_children(server)), "none was killed for it"
+
+
+def test_a_childs_death_is_no_requests_trouble(start_server: StartServer) -> None:
+    server = start_server()
+    for _ in range(2):
+        for child in text_children(server):
+            child.send_signal(signal.SIGSTOP)
+        with ThreadPoolExecutor(8) as clients:
+            replies = [clients.submit(chat, server, "a") for _ in range(8)]
+            for child in text_children(server):
+                child.kill()
+        assert [reply.result().status for reply in replies] == [200] * 8
 
 
 def test_text_that_cannot_fit_is_refused_on_every_path(scripted_server: RunningServer) -> None:

@@ -28,6 +28,7 @@ Parse = Callable[[bytes, int], Awaitable[dict[str, Any]]]  # a body and the most
 
 JSON = b"application/json"
 CLIENT_LEFT = 499  # for logs and metrics; never sent
+_WATCHED_BYTES = 1 << 16  # a body that is longer may wait to be read, and its client may leave meanwhile
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9_.-]{1,128}")
 _COMMENT = b": keep-alive\n\n"
 IDLE_EVENT = "octavo.idle_event"  # of a scope whose reply streams: bytes that say nothing and may be sent at any time
@@ -75,7 +76,11 @@ class Exchange:
         if self.header(b"content-encoding").lower() not in (b"", b"identity"):
             raise ApiError(415, "unsupported_encoding", "Content-Encoding is not supported")
         assert self._parse is not None, "an exchange that has a body knows how to read it"
-        return await self._parse(await self._body(), self._config.max_items)
+        body = await self._body()
+        if len(body) <= _WATCHED_BYTES:
+            return await self._parse(body, self._config.max_items)
+        async with self.watching():
+            return await self._parse(body, self._config.max_items)
 
     async def reply(self, status: int, body: bytes, content_type: bytes = JSON, headers: Headers = ()) -> None:
         """Send a whole reply."""

@@ -96,6 +96,12 @@ class ServeState:
         facts = {**contract, "model": self.engine.model_name, "octavo": octavo.__version__}
         return f"fp_{hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()[:16]}"
 
+    def check_tokenizer(self) -> None:
+        """Raise ParameterError if the model has none."""
+        if not isinstance(self.engine.tokenizer, Tokenizer):
+            message = "the model folder has no tokenizer.json: only token ids can be completed, without text"
+            raise ParameterError("tokenizer", message, "unsupported_parameter")
+
     def check_model(self, name: str | None) -> str:
         """The name that the reply gives: the first one, if none is asked for. Raises ApiError, 404."""
         if name is None:

@@ -8,12 +8,13 @@ lock for longer than some milliseconds is done in this process; after `close` no
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -21,7 +22,17 @@ from octavo.sampling_params import Limits
 from octavo.serve.errors import ApiError, bad_request
 from octavo.serve.strict_json import parse
 from octavo.serve.text_child import Refusal
-from octavo.text.jail import LONG_TEXT, JailError, TextJail
+from octavo.serve.text_lane import ShortLane
+from octavo.text.jail import (
+    LONG_TEXT,
+    JailError,
+    TextJail,
+    encode_job,
+    ids_of,
+    render_job,
+    telling_of_template,
+    telling_of_text,
+)
 from octavo.text.jail_child import Job
 from octavo.text.no_tokenizer import NoTokenizer
 from octavo.text.tokenizer import Tokenizer
@@ -31,9 +42,10 @@ _LOG = logging.getLogger(__name__)
 LONG_BODY = 1 << 16  # bytes; the worst JSON of this size takes 30 ms
 LONG_LIST = 16_384  # token ids to decode
 _PARSE_SECONDS, _PARSE_BYTES = 30.0, 4 << 30
+MAX_LONG = 256  # that wait or are worked on; their bodies take memory
 _SMALL_VALUES = 2048
+_RETRY = [(b"retry-after", b"1")]
 _NUM_LONG = 2  # long jobs at once
-_P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
@@ -44,13 +56,14 @@ class Texts:
         """Nothing is started before `warm`, or before it is needed."""
         self._tokenizer = tokenizer
         self._jail = TextJail(tokenizer, module="octavo.serve.text_child")
-        self._short = ThreadPoolExecutor(1, "octavo-text")
+        self._short = ShortLane(self._jail)
         self._long = ThreadPoolExecutor(_NUM_LONG, "octavo-long-text")
+        self._num_long = 0  # that wait or are worked on
 
     def warm(self) -> None:
         """Start a child for each lane, in the background: the first request shall not wait for it."""
-        for lane in (self._short, self._long):
-            lane.submit(self._start)
+        self._short.open()
+        self._long.submit(self._start)
 
     async def parse(self, body: bytes, max_items: int) -> dict[str, Any]:
         """As strict_json.parse. Raises ApiError."""
@@ -61,10 +74,8 @@ class Texts:
             memory_bytes=_PARSE_BYTES,
         )  # fmt: skip
         try:
-            refusal = msgspec.msgpack.decode(await self._in(self._long, self._jail.ask, job), type=Refusal)
+            refusal = msgspec.msgpack.decode(await self._in_long(lambda: self._jail.ask(job)), type=Refusal)
         except JailError as error:
-            if not error.exceeded:
-                raise
             raise bad_request("too_complex", f"the body takes more than {error.exceeded} to read") from None
         if refusal.code:
             raise bad_request(refusal.code, refusal.message, refusal.param)
@@ -73,8 +84,12 @@ class Texts:
     async def render_chat(self, messages: Any, limits: Limits, **options: Any) -> tuple[str, list[int]]:
         """A conversation's prompt as text and token ids. Raises ParameterError or ApiError."""
         jail = self._jail
-        lane = self._short if _is_small([messages, *options.values()]) else self._long
-        rendered = await self._in(lane, lambda: jail.render(jail.conversation(messages, **options)))
+        if _is_small([messages, *options.values()]):
+            job = render_job(jail.conversation(messages, **options))
+            with telling_of_template(), _answering_without_a_child():
+                rendered = (await self._short.ask(job)).decode()
+        else:
+            rendered = await self._in_long(lambda: jail.render(jail.conversation(messages, **options)))
         return jail.plain(rendered, limits), await self.encode(rendered, guarded=True)
 
     async def encode(
@@ -89,38 +104,53 @@ class Texts:
         )  # fmt: skip
         if self._jail.is_quick(text, guarded=guarded, num_chars_before=num_chars_before):
             return encode()
-        return await self._in(self._long if num_chars_before + len(text) > LONG_TEXT else self._short, encode)
+        if num_chars_before + len(text) > LONG_TEXT:
+            return await self._in_long(encode)
+        job = encode_job(text, add_special_tokens=add_special_tokens, guarded=guarded)
+        with telling_of_text("messages"), _answering_without_a_child():
+            return ids_of(await self._short.ask(job))
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The text of token ids. Raises ApiError."""
         if len(token_ids) > LONG_LIST and isinstance(self._tokenizer, Tokenizer):
-            job = functools.partial(self._jail.decode, skip_special_tokens=skip_special_tokens)
-            return await self._in(self._long, job, token_ids)
+            return await self._in_long(lambda: self._jail.decode(token_ids, skip_special_tokens=skip_special_tokens))
         assert isinstance(self._tokenizer, Tokenizer), "who decodes has a tokenizer"
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def close(self) -> None:
         """End the children and the lanes' threads."""
+        self._short.close()
         self._jail.close()
-        for lane in (self._short, self._long):
-            lane.shutdown(wait=False, cancel_futures=True)
+        self._long.shutdown(wait=False, cancel_futures=True)
 
-    async def _in(self, lane: ThreadPoolExecutor, work: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
+    async def _in_long(self, work: Callable[[], _R]) -> _R:
+        """Work that waits for a child, on a thread. It is not begun for a client that has left. Raises JailError."""
+        if self._num_long >= MAX_LONG:
+            raise ApiError(503, "overloaded", f"{MAX_LONG} long texts wait already", headers=_RETRY)
+        self._num_long += 1
         try:
-            call = functools.partial(work, *args, **kwargs)
-            return await asyncio.get_running_loop().run_in_executor(lane, call)
-        except JailError as error:
-            if error.exceeded:
-                raise
-            _LOG.error("%s", error)
-            headers = [(b"retry-after", b"1")]
-            raise ApiError(503, "unavailable", "texts cannot be read at this moment", headers=headers) from None
+            with _answering_without_a_child():
+                return await asyncio.get_running_loop().run_in_executor(self._long, work)
+        finally:
+            self._num_long -= 1
 
     def _start(self) -> None:
         try:
             self._jail.start()
         except JailError as error:  # the first request that needs it tries again
             _LOG.error("%s", error)
+
+
+@contextlib.contextmanager
+def _answering_without_a_child() -> Iterator[None]:
+    """Within, a job that no child could be had for is a 503."""
+    try:
+        yield
+    except JailError as error:
+        if error.exceeded:
+            raise
+        _LOG.error("%s", error)
+        raise ApiError(503, "unavailable", "texts cannot be read at this moment", headers=_RETRY) from None
 
 
 def _is_small(value: Any) -> bool:

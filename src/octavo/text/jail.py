@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -34,7 +34,7 @@ LONG_TEXT = 16_384  # characters; what is shorter is tokenized where it is, in m
 RENDER_SECONDS, RENDER_BYTES = 2.0, 512 << 20
 ENCODE_SECONDS, ENCODE_BYTES = 60.0, 6 << 30  # 8 MB may become 8 million tokens of 200 bytes and more
 START_SECONDS = 60.0
-_SPARE_SECONDS = 30.0  # by the clock, beyond a job's processor time: for a machine that is busy, or a child that stands
+SPARE_SECONDS = 30.0  # by the clock, beyond a job's processor time: for a machine that is busy, or a child that stands
 _KEPT_ENVIRONMENT = ("PATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ", "SYSTEMROOT")
 _SIZES_OF_POOLS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
 
@@ -56,14 +56,14 @@ class TextJail:
         self._tokenizer, self._module = tokenizer, module
         self._lock = threading.Lock()
         self._first: Parts | None = None
-        self._idle: list[_Child] = []
-        self._children: set[_Child] = set()
+        self._idle: list[Child] = []
+        self._children: set[Child] = set()
         self._closed = False
         self.num_killed = 0
 
     def start(self) -> None:
         """Have a child ready. Raises JailError."""
-        self._give_back(self._take()[0])
+        self._give_back(self.take()[0])
 
     def render_chat(self, messages: object, limits: Limits, **options: Any) -> tuple[str, list[int]]:
         """As Tokenizer.render_chat, within limits: of time and memory, and of what fits the model.
@@ -85,13 +85,8 @@ class TextJail:
 
     def render(self, conversation: bytes) -> str:
         """The text of a conversation, with guards. Raises ParameterError or JailError."""
-        job = Job(name="render", data=conversation, seconds=RENDER_SECONDS, memory_bytes=RENDER_BYTES)
-        try:
-            return self.ask(job).decode()
-        except JailError as error:
-            if not error.exceeded:
-                raise
-            raise TemplateError(f"it takes more than {error.exceeded} to render") from None
+        with telling_of_template():
+            return self.ask(render_job(conversation)).decode()
 
     def plain(self, rendered: str, limits: Limits) -> str:
         """Rendered text as it is shown. Raises ParameterError for one that cannot fit whatever its tokens are."""
@@ -110,10 +105,8 @@ class TextJail:
             return tokenizer.encode(text)
         if self.is_quick(text, guarded=guarded, num_chars_before=num_chars_before):
             return tokenizer.control.encode(text) if guarded else tokenizer.encode(text, add_special_tokens)
-        options = {"guarded": guarded, "add_special_tokens": add_special_tokens}
-        data = text.encode()
-        job = Job(name="encode", data=data, options=options, seconds=ENCODE_SECONDS, memory_bytes=ENCODE_BYTES)
-        return _ids(self._ask_of_text(job, "messages" if guarded else "prompt"))
+        with telling_of_text("messages" if guarded else "prompt"):
+            return ids_of(self.ask(encode_job(text, add_special_tokens=add_special_tokens, guarded=guarded)))
 
     def is_quick(self, text: str, *, guarded: bool = False, num_chars_before: int = 0) -> bool:
         """Whether `encode` does a text here: it is short, and needs no tokenizer that is yet to be made."""
@@ -127,35 +120,40 @@ class TextJail:
         data = array.array("I", token_ids).tobytes()
         options = {"skip_special_tokens": skip_special_tokens}
         job = Job(name="decode", data=data, options=options, seconds=ENCODE_SECONDS, memory_bytes=ENCODE_BYTES)
-        return self._ask_of_text(job, "tokens").decode()
+        with telling_of_text("tokens"):
+            return self.ask(job).decode()
 
     def ask(self, job: Job) -> bytes:
         """What a child makes of a job. Raises ParameterError for what it refuses, JailError for what it cannot do."""
         while True:
-            child, is_fresh = self._take()
+            child, is_fresh = self.take()
             try:
                 answer = child.ask(job)
             except (OSError, EOFError, msgspec.DecodeError) as error:
-                code = self._end(child)
-                if isinstance(error, TimeoutError) or code == -signal.SIGPROF:
-                    reason = f"{job.seconds:g} s"
-                elif is_fresh:
-                    reason = f"{job.memory_bytes >> 20} MB"
-                else:  # it may have been dead before it was asked: another one tells
+                refusal = self.end(child, job, is_fresh=is_fresh, is_late=isinstance(error, TimeoutError))
+                if refusal is None:
                     continue
-                self.num_killed += 1
-                raise JailError("" if self._closed else reason, f"a child ended at {job.name} ({code})") from None
+                raise refusal from None
             except BaseException:  # an interrupt: what this child says next would be another job's answer
-                self._end(child)
+                self._forget(child)
                 raise
             self._give_back(child)
-            if answer.code == "template_failed":
-                raise TemplateError(answer.message)
-            if answer.code == "too_complex":
-                raise JailError(f"{job.memory_bytes >> 20} MB", answer.message)
-            if answer.code:
-                raise ParameterError(answer.field, answer.message, answer.code)
-            return answer.data
+            return told(job, answer)
+
+    def end(self, child: Child, job: Job, *, is_fresh: bool, is_late: bool = False) -> JailError | None:
+        """End a child that has no answer. What that says of the job; None: it may have been dead before it was asked.
+
+        `is_late`: its time is over by the clock.
+        """
+        code = self._forget(child)
+        if is_late or code == -signal.SIGPROF:
+            exceeded = f"{job.seconds:g} s"
+        elif is_fresh:
+            exceeded = f"{job.memory_bytes >> 20} MB"
+        else:
+            return None
+        self.num_killed += 1
+        return JailError("" if self._closed else exceeded, f"a child ended at {job.name} ({code})")
 
     def close(self) -> None:
         """End the children; whoever waits for one gets a JailError."""
@@ -166,16 +164,8 @@ class TextJail:
         for child in children:
             child.kill()
 
-    def _ask_of_text(self, job: Job, field: str) -> bytes:
-        try:
-            return self.ask(job)
-        except JailError as error:
-            if not error.exceeded:
-                raise
-            raise ParameterError(field, f"takes more than {error.exceeded} to tokenize", "too_complex") from None
-
-    def _take(self) -> tuple[_Child, bool]:
-        """A child, and whether it is new."""
+    def take(self) -> tuple[Child, bool]:
+        """A child that nobody else asks, and whether it is new. Raises JailError."""
         with self._lock:
             if self._closed:
                 raise JailError("", "the text's children are closed")
@@ -184,45 +174,56 @@ class TextJail:
             if self._first is None:
                 self._first = _parts(self._tokenizer)
         try:
-            child = _Child(self._module, self._know)
+            return self._begun(self._first), True
+        except EOFError:  # it was killed, perhaps; another one may live
+            pass
+        try:
+            return self._begun(self._first), True
+        except EOFError as error:
+            raise JailError("", f"a text's child does not start: {error}") from None
+
+    def _begun(self, first: Parts) -> Child:
+        """A new child that takes jobs. Raises EOFError if it ended before, JailError if there can be none."""
+        try:
+            child = Child(self._module, self._know)
         except OSError as error:
             raise JailError("", f"a text's child cannot be started: {error.strerror}") from None
         try:
-            child.begin(self._first)
+            child.begin(first)
         except (OSError, EOFError, msgspec.DecodeError) as error:
-            self._end(child)
-            raise JailError("", f"a text's child does not start: {type(error).__name__}") from None
+            raise EOFError(f"{type(error).__name__} ({self._forget(child)})") from None
         except BaseException:
-            self._end(child)
+            self._forget(child)
             raise
-        return child, True
+        return child
 
-    def _know(self, child: _Child) -> None:
+    def _know(self, child: Child) -> None:
         with self._lock:
             self._children.add(child)
             if self._closed:
                 raise OSError("closed")
 
-    def _give_back(self, child: _Child) -> None:
+    def _give_back(self, child: Child) -> None:
         with self._lock:
             self._idle.append(child)
 
-    def _end(self, child: _Child) -> int:
+    def _forget(self, child: Child) -> int:
         with self._lock:
             self._children.discard(child)
         return child.kill()
 
 
-class _Child:
+class Child:
     """One process of the jail, and our end of the socket to it."""
 
-    def __init__(self, module: str, know: Callable[[_Child], None]) -> None:
+    def __init__(self, module: str, know: Callable[[Child], None]) -> None:
+        """`know` is told of it as soon as it runs. Raises OSError."""
         environment = {name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ}
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)  # where this process looks
         environment |= dict.fromkeys(_SIZES_OF_POOLS, "1") | {"TOKENIZERS_PARALLELISM": "false"}
-        self._socket, theirs = socket.socketpair()
+        self.socket, theirs = socket.socketpair()
         with theirs, contextlib.ExitStack() as closed_on_failure:
-            closed_on_failure.callback(self._socket.close)
+            closed_on_failure.callback(self.socket.close)
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()], env=environment, start_new_session=True,
@@ -233,26 +234,28 @@ class _Child:
             closed_on_failure.pop_all()
 
     def begin(self, first: Parts) -> None:
-        self._socket.settimeout(START_SECONDS)
-        send(self._socket, first)
+        """Wait until it takes jobs. Raises OSError, EOFError or DecodeError."""
+        self.socket.settimeout(START_SECONDS)
+        send(self.socket, first)
         self._answer()
 
     def ask(self, job: Job) -> Answer:
-        self._socket.settimeout(job.seconds + _SPARE_SECONDS)
-        send(self._socket, job)
+        """Its answer. Raises OSError, EOFError or DecodeError if there is none."""
+        self.socket.settimeout(job.seconds + SPARE_SECONDS)
+        send(self.socket, job)
         return self._answer()
 
     def kill(self) -> int:
         """End it, if it has not ended. What it ended with."""
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for its answer
+            self.socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for its answer
         if self._process.poll() is None:
             self._process.kill()
-        self._socket.close()
+        self.socket.close()
         return self._process.wait()
 
     def _answer(self) -> Answer:
-        frame = receive(self._socket)
+        frame = receive(self.socket)
         if frame is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(1.0)  # so that it can be told what it ended with
@@ -260,8 +263,53 @@ class _Child:
         return msgspec.msgpack.decode(frame, type=Answer)
 
 
-def _ids(data: bytes) -> list[int]:
+def render_job(conversation: bytes) -> Job:
+    """What TextJail.render asks."""
+    return Job(name="render", data=conversation, seconds=RENDER_SECONDS, memory_bytes=RENDER_BYTES)
+
+
+def encode_job(text: str, *, add_special_tokens: bool, guarded: bool) -> Job:
+    """What TextJail.encode asks; `ids_of` reads the answer."""
+    options = {"guarded": guarded, "add_special_tokens": add_special_tokens}
+    return Job(name="encode", data=text.encode(), options=options, seconds=ENCODE_SECONDS, memory_bytes=ENCODE_BYTES)
+
+
+def ids_of(data: bytes) -> list[int]:
+    """Token ids that a child sent."""
     return array.array("I", data).tolist()
+
+
+def told(job: Job, answer: Answer) -> bytes:
+    """What an answer holds. Raises ParameterError or JailError for one that says no."""
+    if answer.code == "template_failed":
+        raise TemplateError(answer.message)
+    if answer.code == "too_complex":
+        raise JailError(f"{job.memory_bytes >> 20} MB", answer.message)
+    if answer.code:
+        raise ParameterError(answer.field, answer.message, answer.code)
+    return answer.data
+
+
+@contextlib.contextmanager
+def telling_of_template() -> Iterator[None]:
+    """Within, a limit that a template exceeds is a user's mistake."""
+    try:
+        yield
+    except JailError as error:
+        if not error.exceeded:
+            raise
+        raise TemplateError(f"it takes more than {error.exceeded} to render") from None
+
+
+@contextlib.contextmanager
+def telling_of_text(field: str) -> Iterator[None]:
+    """Within, a limit that a text of `field` exceeds is a user's mistake."""
+    try:
+        yield
+    except JailError as error:
+        if not error.exceeded:
+            raise
+        raise ParameterError(field, f"takes more than {error.exceeded} to tokenize", "too_complex") from None
 
 
 def _parts(tokenizer: Tokenizer | NoTokenizer) -> Parts:

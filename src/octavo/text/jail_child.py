@@ -133,8 +133,13 @@ def _run(run: Run, texts: Texts, job: Job) -> Answer:
 
 def send(connection: socket.socket, message: msgspec.Struct) -> None:
     """One frame: the length of a msgpack text, and the text."""
+    connection.sendall(frame_of(message))
+
+
+def frame_of(message: msgspec.Struct) -> bytes:
+    """A message as it is sent."""
     text = msgspec.msgpack.encode(message)
-    connection.sendall(_HEAD.pack(len(text)) + text)
+    return _HEAD.pack(len(text)) + text
 
 
 def receive(connection: socket.socket) -> bytes | bytearray | None:

@@ -69,7 +69,8 @@ async def _create(
     state.check_ready()
     check_options(state, request, parsed.warnings)
     params = await state.check_structured(exchange, params)
-    prompt = await _render(state, request, answers, num_kept(params, state.engine.limits))
+    async with exchange.watching():
+        prompt = await _render(state, request, answers, num_kept(params, state.engine.limits))
     if answers.choice == "auto" and state.parsers.tools is None:
         parsed.warnings.append("tools: calls are not looked for in the answer (--tool-call-parser)")
     if request.reasoning_effort is not None and not _takes_effort(state):

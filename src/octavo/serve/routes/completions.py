@@ -50,12 +50,9 @@ async def create(state: ServeState, exchange: Exchange) -> None:
         state.check_ready()
         params = await state.check_structured(exchange, params)
     check_options(state, request, parsed.warnings)
-    prompts = await read_prompts(
-        state,
-        request.prompt,
-        add_special_tokens=request.add_special_tokens,
-        kept=num_kept(params, state.engine.limits),
-    )
+    kept = num_kept(params, state.engine.limits)
+    async with exchange.watching():
+        prompts = await read_prompts(state, request.prompt, add_special_tokens=request.add_special_tokens, kept=kept)
     run = make_run(exchange, "cmpl-", request, prompts, params)
     only_prompt = _only_prompt(parsed)
     await send(exchange, _Answer(state, run, request, model, parsed.warnings, only_prompt=only_prompt), request)

@@ -46,7 +46,8 @@ async def create(state: ServeState, exchange: Exchange) -> None:
         params = await state.check_structured(exchange, params)
     messages = read_input(request.input, request.instructions)
     with renaming({"messages": "input"}):
-        prompt = await render_chat(state, messages, template_kwargs=None)
+        async with exchange.watching():
+            prompt = await render_chat(state, messages, template_kwargs=None)
     run = make_run(exchange, "resp_", request, [prompt], params)
     await send(exchange, _Reply(state, run, request, model, parsed.warnings), request)
 

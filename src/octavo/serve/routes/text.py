@@ -5,12 +5,13 @@ Owns their replies. Invariant: what /tokenize says of a prompt or a conversation
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from octavo.sampling_params import ParameterError
 from octavo.serve.errors import bad_request
 from octavo.serve.exchange import Exchange
-from octavo.serve.generation import read_text, render_chat
+from octavo.serve.generation import Prompt, read_text, render_chat
 from octavo.serve.protocol import DetokenizeRequest, TokenizeRequest, read
 from octavo.serve.state import ServeState
 from octavo.serve.tools import check_tools
@@ -27,17 +28,8 @@ async def tokenize(state: ServeState, exchange: Exchange) -> None:
         state.check_model(request.model)
     if (request.prompt is None) == (request.messages is None):
         raise bad_request("missing_field", "exactly one of prompt and messages is needed", "prompt")
-    if request.messages is not None:
-        prompt = await render_chat(
-            state,
-            request.messages,
-            tools=check_tools(request.tools, state.config.max_tools),
-            add_generation_prompt=request.add_generation_prompt,
-            continue_final_message=request.continue_final_message,
-            template_kwargs=request.chat_template_kwargs,
-        )
-    else:
-        prompt = await read_text(state, request.prompt, add_special_tokens=request.add_special_tokens)
+    async with exchange.watching():
+        prompt = await _prompt(state, request)
     reply: dict[str, Any] = {
         "count": len(prompt.token_ids),
         "max_model_len": state.engine.limits.max_model_len,
@@ -45,8 +37,23 @@ async def tokenize(state: ServeState, exchange: Exchange) -> None:
         "token_strs": None,
     }
     if request.return_token_strs:
-        reply["token_strs"] = [state.tokenizer.decode_token(token_id) for token_id in prompt.token_ids]
+        decode = state.tokenizer.decode_token
+        # on a thread, which gives way: there may be a million
+        reply["token_strs"] = await asyncio.to_thread(lambda: [decode(token_id) for token_id in prompt.token_ids])
     await exchange.reply_json(reply)
+
+
+async def _prompt(state: ServeState, request: TokenizeRequest) -> Prompt:
+    if request.messages is None:
+        return await read_text(state, request.prompt, add_special_tokens=request.add_special_tokens)
+    return await render_chat(
+        state,
+        request.messages,
+        tools=check_tools(request.tools, state.config.max_tools),
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+        template_kwargs=request.chat_template_kwargs,
+    )
 
 
 async def detokenize(state: ServeState, exchange: Exchange) -> None:
@@ -55,9 +62,10 @@ async def detokenize(state: ServeState, exchange: Exchange) -> None:
     request = read(DetokenizeRequest, body, strict=state.config.strict, sampling=_NOTHING).shape
     if request.model is not None:
         state.check_model(request.model)
+    state.check_tokenizer()
     tokens = _check_tokens(request.tokens, state.engine.limits.num_token_ids or state.engine.limits.vocab_size)
-    assert state.tokenizer, "there is one to decode with"
-    text = await state.texts.decode(tokens, skip_special_tokens=request.skip_special_tokens)
+    async with exchange.watching():
+        text = await state.texts.decode(tokens, skip_special_tokens=request.skip_special_tokens)
     await exchange.reply_json({"prompt": text})
 
 
