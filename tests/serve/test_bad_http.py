@@ -74,7 +74,7 @@ CASES: dict[str, tuple[bytes, int, str]] = {
     "connect": (b"CONNECT x:80 HTTP/1.1\r\nHost: localhost\r\n\r\n", 400, "invalid_http"),
     "double slash": (b"GET //v1/models HTTP/1.1\r\nHost: localhost\r\n" + CLOSE + b"\r\n", 404, "not_found"),
     "dots": (b"GET /v1/%2e%2e/admin HTTP/1.1\r\nHost: localhost\r\n" + CLOSE + b"\r\n", 404, "not_found"),
-    "slash at the end": (b"GET /v1/models/ HTTP/1.1\r\nHost: localhost\r\n" + CLOSE + b"\r\n", 404, "not_found"),
+    "slashes at the end": (b"GET /v1/modelsx// HTTP/1.1\r\nHost: localhost\r\n" + CLOSE + b"\r\n", 404, "not_found"),
     "bytes in the target": (b"GET /\xff HTTP/1.1\r\nHost: localhost\r\n\r\n", 400, "invalid_http"),
 }  # fmt: skip
 

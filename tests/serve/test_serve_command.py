@@ -99,8 +99,8 @@ def test_settings_come_in_layers(tmp_path: Path) -> None:
     assert (serve.port, serve.drain_seconds, serve.has_key) == (3, 2.0, True)
     assert "kkk" not in repr(serve)
     with pytest.raises(ConfigError, match="hidden") as refusal:
-        load_both({}, {}, None, {"OCTAVO_API_KEY": "short-secret"})
-    assert "short-secret" not in str(refusal.value)
+        load_both({}, {}, None, {"OCTAVO_API_KEY": "a secret in words"})
+    assert "secret in" not in str(refusal.value)
 
 
 @pytest.mark.parametrize("host, fine", [("127.0.0.1", True), ("::1", True), ("localhost", True), ("192.0.2.1", False)])
