@@ -174,6 +174,8 @@ def test_what_fails_in_a_step_ends_its_own_request(
     assert ends == [("error", "attention_mod_failed")] * 3
     assert [len(output.outputs[0].token_ids) for output in outputs[4:]] == [0, 0, 3]
     assert_idle(llm)
+    assert llm.generate([[7] * 30], wrong[0])[0].outputs[0].finish_reason == "error", "a step of nobody else"
+    assert_idle(llm)
     assert llm.generate([prompts[0]], good[0])[0].outputs == alone[0]
 
 
@@ -191,6 +193,8 @@ def test_over_http_the_request_gets_an_error_and_the_engine_stays() -> None:
         after = up.post("/v1/completions", body)
         assert (before.status, after.status) == (200, 200)
         assert before.json()["choices"] == after.json()["choices"]
+        for kinds in ([0] * 40_000, {"lengths": [9, 40_000, 1], "values": [0, 1, 2]}):
+            assert up.post("/v1/completions", {**body, "extra_args": {"kinds": kinds}}).status == 200
         misspelt = up.post("/v1/completions", {**body, "extra_args": {"kindz": [1]}})
         assert misspelt.status == 400 and "did you mean kinds?" in misspelt.json()["error"]["message"]
         assert "attention mod fails_at_seven: IndexError" in up.stderr()

@@ -136,6 +136,8 @@ class _Check:
                 raise self._refused(
                     f"{part} branches on a tensor (if, and, or, not, int(), float(), bool()): use torch.where, & and |"
                 ) from error
+            if "same device" in told or "on cpu" in told:
+                told += f" (tensors that it captures must lie on {self._device})"
             raise self._refused(f"{part} fails: {told}{self._where(row)}") from error
 
     def _where(self, row: int) -> str:

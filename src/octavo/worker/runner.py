@@ -174,10 +174,12 @@ class Runner:
             self._bring()
             return PendingStep(plan.step, self._buffers.results[0, :0])
         work = self._lay_out(plan)
+        turn = self._turn
         try:
             return self._issue_work(plan.step, work)
         except ModError as error:
-            self._take_back_turn()
+            if self._turn != turn:  # else a graph's capture failed, which gathers nothing
+                self._take_back_turn()
             return self._issue_sound(plan.step, work, error)
 
     def _issue_work(
