@@ -42,11 +42,11 @@ class FlatLogprobs(Sequence[Any]):
     and `ranks` (int32). Read as a list it gives a position's dict, made for the reader; None where there is none.
     """
 
-    __slots__ = ("_decode", "_ends", "logprobs", "ranks", "token_ids")
+    __slots__ = ("_ends", "decode", "logprobs", "ranks", "token_ids")
 
     def __init__(self, decode: Callable[[int], str | None] = _no_text) -> None:
         """Empty. decode: the text of a token."""
-        self._decode = decode
+        self.decode = decode
         self._ends = array("q")
         self.token_ids, self.logprobs, self.ranks = array("i"), array("f"), array("i")
 
@@ -78,7 +78,7 @@ class FlatLogprobs(Sequence[Any]):
     @property
     def decoded_tokens(self) -> list[str | None]:
         """Per entry the token's text."""
-        return [self._decode(token_id) for token_id in self.token_ids]
+        return [self.decode(token_id) for token_id in self.token_ids]
 
     def bounds(self, position: int) -> tuple[int, int]:
         """First entry of a position, and the one after its last."""
@@ -106,7 +106,7 @@ class FlatLogprobs(Sequence[Any]):
         first, last, step = at.indices(len(self._ends))
         if step != 1:
             raise ValueError("only neighbouring positions can be taken")
-        part = FlatLogprobs(self._decode)
+        part = FlatLogprobs(self.decode)
         if first < last:
             start, end = self.bounds(first)[0], self._ends[last - 1]
             part.token_ids, part.logprobs = self.token_ids[start:end], self.logprobs[start:end]
@@ -117,7 +117,7 @@ class FlatLogprobs(Sequence[Any]):
     @staticmethod
     def joined(parts: Sequence[FlatLogprobs]) -> FlatLogprobs:
         """The positions of at least one part, in order."""
-        whole = FlatLogprobs(parts[0]._decode)
+        whole = FlatLogprobs(parts[0].decode)
         for part in parts:
             before = len(whole.token_ids)
             whole.token_ids += part.token_ids
@@ -140,7 +140,7 @@ class FlatLogprobs(Sequence[Any]):
         if start == end:
             return None
         entries = zip(self.token_ids[start:end], self.logprobs[start:end], self.ranks[start:end], strict=True)
-        return {token_id: Logprob(logprob, rank, self._decode(token_id)) for token_id, logprob, rank in entries}
+        return {token_id: Logprob(logprob, rank, self.decode(token_id)) for token_id, logprob, rank in entries}
 
 
 class RequestMetrics(msgspec.Struct):

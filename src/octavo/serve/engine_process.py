@@ -23,6 +23,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+import msgspec
+
 from octavo import collector, early_start
 from octavo.child import tie_to
 from octavo.config import EngineConfig, load_config
@@ -166,7 +168,13 @@ class EngineProcess:
                 self._send_updates(step, updates[:half])
                 self._send_updates(step, updates[half:])
                 return
-            request_id = updates[0].request_id
+            update, scores = updates[0], updates[0].prompt_logprobs
+            if scores.num_positions > 1:
+                first, rest = scores.cut()
+                self._send_updates(step, [RequestUpdate(update.request_id, prompt_logprobs=first)])
+                self._send_updates(step, [msgspec.structs.replace(update, prompt_logprobs=rest)])
+                return
+            request_id = update.request_id
             assert self._core is not None, "updates come from a core"
             self._core.abort([request_id])
             self._sequences.discard(request_id)

@@ -12,7 +12,7 @@ import contextlib
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
 import msgspec
@@ -27,6 +27,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Parse = Callable[[bytes, int], Awaitable[dict[str, Any]]]  # a body and the most values that it may hold: see Texts
 
 JSON = b"application/json"
+_PIECE_BYTES = 65_536  # of a reply that is made while it is sent
 CLIENT_LEFT = 499  # for logs and metrics; never sent
 _WATCHED_BYTES = 1 << 16  # a body that is longer may wait to be read, and its client may leave meanwhile
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9_.-]{1,128}")
@@ -98,6 +99,33 @@ class Exchange:
     async def reply_json(self, value: Any) -> None:
         """200 with a value as JSON."""
         await self.reply(200, msgspec.json.encode(value))
+
+    async def reply_pieces(self, pieces: Iterable[bytes]) -> None:
+        """200 with JSON that is made while it is sent, a piece at a time: others have their turn in between."""
+        parts: list[bytes] = []
+        num_bytes, begun = 0, False
+        for piece in pieces:
+            parts.append(piece)
+            num_bytes += len(piece)
+            if num_bytes < _PIECE_BYTES:
+                continue
+            if not begun:
+                begun, self.status = True, 200
+                await self._send({"type": "http.response.start", "status": 200, "headers": self._headers()})
+            await self._send({"type": "http.response.body", "body": b"".join(parts), "more_body": True})
+            parts, num_bytes = [], 0
+            await asyncio.sleep(0)
+        if begun:
+            await self._send({"type": "http.response.body", "body": b"".join(parts)})
+        else:
+            await self.reply(200, b"".join(parts))
+
+    def _headers(self) -> list[tuple[bytes, bytes]]:
+        return [
+            (b"content-type", JSON),
+            (b"x-request-id", self.request_id.encode()),
+            (b"x-content-type-options", b"nosniff"),
+        ]
 
     async def begin_events(self) -> None:
         """Begin a text/event-stream."""

@@ -87,9 +87,11 @@ def make_run(exchange: Exchange, prefix: str, request: _Options, prompts: list[P
     )
 
 
-async def send(exchange: Exchange, reply: Reply, request: _Options) -> None:
-    """Reply in the form that the request asks for."""
-    await (reply.stream if request.stream else reply.whole)(exchange)
+async def send(state: ServeState, exchange: Exchange, run: Run, reply: Reply, request: _Options) -> None:
+    """Reply in the form that the request asks for. Raises ParameterError or ApiError for too many log-probabilities."""
+    lengths = [len(prompt.token_ids) for prompt in run.prompts]
+    with state.logprobs.held(run.params, state.engine.limits, lengths):
+        await (reply.stream if request.stream else reply.whole)(exchange)
 
 
 def check_options(state: ServeState, request: _Options, warnings: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Log-probabilities in the two shapes of OpenAI's APIs, and in vLLM's shape for prompts.
+"""Log-probabilities in the two shapes of OpenAI's APIs.
 
 Owns the texts of tokens, where they begin in an output, and the order of alternatives. Knows no request. Invariants:
 the token itself is always among its alternatives in completions; a chat gives exactly as many as were asked for.
@@ -7,8 +7,7 @@ the token itself is always among its alternatives in completions; a chat gives e
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from octavo.outputs import LogprobsDict
 from octavo.serve.shapes import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
@@ -65,50 +64,43 @@ def completion_logprobs(
     for token_id, entry in zip(token_ids, entries, strict=True):
         made.tokens.append(texts(token_id))
         made.text_offset.append(offsets.add(token_id))
-        if entry is None:
-            made.token_logprobs.append(None)
-            made.top_logprobs.append(None)
-            continue
-        top: dict[str, float] = {}
-        for each, logprob in entry.items():
-            top.setdefault(texts(each), _finite(logprob.logprob))  # of tokens with one text the likelier stays
-        made.token_logprobs.append(_finite(entry[token_id].logprob))
-        made.top_logprobs.append(top)
+        made.token_logprobs.append(None if entry is None else finite(entry[token_id].logprob))
+        made.top_logprobs.append(top_of(texts, entry))
     return made
+
+
+def top_of(texts: TokenTexts, entry: LogprobsDict | None) -> dict[str, float] | None:
+    """The alternatives at a position, by their texts."""
+    if entry is None:
+        return None
+    top: dict[str, float] = {}
+    for each, logprob in entry.items():
+        top.setdefault(texts(each), finite(logprob.logprob))  # of tokens with one text the likelier stays
+    return top
 
 
 def chat_logprobs(
     texts: TokenTexts, token_ids: Sequence[int], entries: Sequence[LogprobsDict], num_top: int
 ) -> ChatLogprobs:
     """The list of /v1/chat/completions."""
-    content = []
+    return ChatLogprobs(list(chat_entries(texts, token_ids, entries, num_top)))
+
+
+def chat_entries(
+    texts: TokenTexts, token_ids: Sequence[int], entries: Sequence[LogprobsDict], num_top: int
+) -> Iterator[TokenLogprob]:
+    """The entries of that list. num_top: -1: all."""
+    most = None if num_top == -1 else num_top
     for token_id, entry in zip(token_ids, entries, strict=True):
-        likeliest = sorted(entry.items(), key=lambda item: item[1].rank or 0)[:num_top] if num_top else []
-        top = [TopLogprob(texts(each), _finite(value.logprob), _bytes(texts, each)) for each, value in likeliest]
-        content.append(TokenLogprob(texts(token_id), _finite(entry[token_id].logprob), _bytes(texts, token_id), top))
-    return ChatLogprobs(content)
-
-
-def prompt_logprobs(entries: Sequence[LogprobsDict | None]) -> list[dict[str, Any] | None]:
-    """vLLM's list: null for the first token, then token id -> logprob, rank and text."""
-    return [
-        None
-        if entry is None
-        else {
-            str(token_id): {
-                "logprob": _finite(value.logprob),
-                "rank": value.rank,
-                "decoded_token": value.decoded_token,
-            }
-            for token_id, value in entry.items()
-        }
-        for entry in entries
-    ]
+        likeliest = sorted(entry.items(), key=lambda item: item[1].rank or 0)[:most] if num_top else []
+        top = [TopLogprob(texts(each), finite(value.logprob), _bytes(texts, each)) for each, value in likeliest]
+        yield TokenLogprob(texts(token_id), finite(entry[token_id].logprob), _bytes(texts, token_id), top)
 
 
 def _bytes(texts: TokenTexts, token_id: int) -> list[int]:
     return list(texts.bytes_of(token_id))
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
+    """A log-probability that JSON can hold."""
     return max(logprob, _LOWEST)

@@ -84,6 +84,12 @@ class ServeConfig:
     max_body_bytes: int = setting(8 << 20, "longest body of a request", "bytes", low=1024, high=1 << 30)
     max_items: int = setting(500_000, "most values in a request's JSON", "int", low=1000, high=100_000_000)
     max_prompts: int = setting(128, "most prompts of one request", "int", low=1, high=1 << 16)
+    max_request_logprobs: int = setting(
+        1 << 24, "most log-probabilities of one request: tokens times those at each", "int", low=1, high=1 << 40
+    )
+    max_open_logprobs: int = setting(
+        1 << 26, "most log-probabilities of the prompts of all open requests", "int", low=1, high=1 << 40
+    )
     max_tools: int = setting(128, "most tools of one request", "int", low=1, high=1 << 16)
     header_timeout: float = setting(10.0, "seconds for a request's head to arrive", "float", above=0.0, high=3600.0)
     body_timeout: float = setting(30.0, "longest pause within a request's body", "float", above=0.0, high=3600.0)

@@ -48,12 +48,11 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
 
     index: int
     text: str
-    logprobs: CompletionLogprobs | None = None
+    logprobs: CompletionLogprobs | UnsetType | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: list[dict[str, Any] | None] | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, kw_only=True):
@@ -63,7 +62,7 @@ class Completion(msgspec.Struct, kw_only=True):
     object: str = "text_completion"
     created: int
     model: str
-    choices: list[CompletionChoice]
+    choices: list[CompletionChoice] | UnsetType
     usage: Usage | UnsetType | None = UNSET
     system_fingerprint: str | UnsetType = UNSET
     warnings: list[str] | UnsetType = UNSET
@@ -146,7 +145,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
 
     index: int
     message: ChatMessage
-    logprobs: ChatLogprobs | None = None
+    logprobs: ChatLogprobs | UnsetType | None = None
     finish_reason: str | None
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
@@ -170,11 +169,10 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     object: str = "chat.completion"
     created: int
     model: str
-    choices: list[ChatChoice] | list[ChatChunkChoice]
+    choices: list[ChatChoice] | list[ChatChunkChoice] | UnsetType
     usage: Usage | UnsetType | None = UNSET
     system_fingerprint: str | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: list[dict[str, Any] | None] | UnsetType = UNSET
     warnings: list[str] | UnsetType = UNSET
 
 

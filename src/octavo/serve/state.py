@@ -21,6 +21,7 @@ import octavo
 from octavo.sampling_params import ParameterError, SamplingParams
 from octavo.serve.async_engine import AsyncEngine
 from octavo.serve.auth import HostNames, Keys
+from octavo.serve.budget import LogprobBudget
 from octavo.serve.errors import ApiError, not_ready, queue_full
 from octavo.serve.exchange import Exchange
 from octavo.serve.grammar import GrammarJail, JailBusyError
@@ -57,6 +58,7 @@ class ServeState:
         self.metrics = ServerMetrics(self.model_names[0], max_model_len=engine.limits.max_model_len)
         self.metrics.watch(engine)
         self.created = int(time.time())
+        self.logprobs = LogprobBudget(config.max_request_logprobs, config.max_open_logprobs)
         self.num_open = 0  # exchanges that generate
         self._idle_streams: set[Exchange] = set()
         self._ticker: asyncio.Task[None] | None = None

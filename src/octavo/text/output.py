@@ -142,6 +142,8 @@ class OutputProcessor:
             elif request.params.output_kind is RequestOutputKind.FINAL_ONLY:
                 continue
             outputs.append(request.output(finished))
+            if finished:
+                request.let_go()
         return outputs
 
 
@@ -191,6 +193,11 @@ class _Request:
     def wall(self, now: float) -> float:
         """A monotonic time as seconds since the epoch, counted from the arrival."""
         return self.metrics.arrival_time + now - self._arrival
+
+    def let_go(self) -> None:
+        """After the last output: what may be large is for its reader alone."""
+        self.children.clear()
+        self.prompt_logprobs = None
 
     def shown(self, logprobs: FlatLogprobs | None) -> Any:
         """Log-probabilities in the form that was asked for."""

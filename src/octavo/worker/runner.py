@@ -40,6 +40,7 @@ from octavo.worker.results import PendingStep
 _LOG = logging.getLogger(__name__)
 # Logits rows computed at a time for prompt log-probabilities: bounds their memory, changes no bit.
 _PROMPT_LOGITS_ROWS = 256
+_PROMPT_ENTRIES = 1 << 20  # likeliest tokens of those rows together
 
 
 @dataclasses.dataclass(slots=True)
@@ -411,5 +412,10 @@ class Runner:
     def _score(self, hidden: torch.Tensor, targets: torch.Tensor, num_logprobs: int) -> list[GroupLogprobs]:
         return [
             self._sampler.prompt_logprobs(self.model.logits(hidden[chunk]), targets[chunk], num_logprobs)
-            for chunk in prompt_chunks(len(targets), max_rows=_PROMPT_LOGITS_ROWS)
+            for chunk in prompt_chunks(len(targets), max_rows=_rows_of_logits(num_logprobs))
         ]
+
+
+def _rows_of_logits(num_top: int) -> int:
+    """Prompt positions that are scored at a time. num_top: likeliest tokens at each, -1: the vocabulary's."""
+    return min(_PROMPT_LOGITS_ROWS, max(_PROMPT_ENTRIES // (num_top if num_top > 0 else 1 << 18 if num_top else 1), 1))

@@ -8,13 +8,15 @@ before the usage has the finish reason.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 from msgspec import UNSET
 
-from octavo.outputs import CompletionOutput, RequestOutput
+from octavo.outputs import CompletionOutput, FlatLogprobs, RequestOutput
 from octavo.sampling_params import SamplingParams, num_kept
+from octavo.serve import json_pieces
 from octavo.serve.answer import Answer, Answers, plan_answers
 from octavo.serve.errors import bad_request, renaming
 from octavo.serve.exchange import Exchange
@@ -30,10 +32,11 @@ from octavo.serve.generation import (
     send,
 )
 from octavo.serve.grammar import form_names, from_request
+from octavo.serve.json_pieces import array, joined, with_fields
 from octavo.serve.legacy import with_tools
-from octavo.serve.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
+from octavo.serve.logprobs import TokenTexts, chat_logprobs
 from octavo.serve.protocol import ChatRequest, Parsed, StreamOptions, read
-from octavo.serve.routes.completions import DONE, check_stream_options, follow_settings
+from octavo.serve.routes.completions import DONE, END, check_stream_options, follow_settings
 from octavo.serve.shapes import (
     ChatChoice,
     ChatChunkChoice,
@@ -76,7 +79,9 @@ async def _create(
     if request.reasoning_effort is not None and not _takes_effort(state):
         parsed.warnings.append("reasoning_effort: has no effect (--allowed-template-kwargs)")
     run = make_run(exchange, "chatcmpl-", request, [prompt], params)
-    await send(exchange, _Reply(state, run, request, model, parsed.warnings, answers, legacy=legacy), request)
+    await send(
+        state, exchange, run, _Reply(state, run, request, model, parsed.warnings, answers, legacy=legacy), request
+    )
 
 
 def _takes_effort(state: ServeState) -> bool:
@@ -160,16 +165,17 @@ class _Reply:
             id=self._run.id,
             created=self._created,
             model=self._model,
-            choices=[self._choice(completion) for completion in output.outputs],
+            choices=UNSET,
             usage=self._usage(),
             system_fingerprint=self._fingerprint,
             warnings=self._warnings,
         )
         if self._request.return_token_ids:
             reply.prompt_token_ids = output.prompt_token_ids
-        if output.prompt_logprobs is not None:
-            reply.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
-        await exchange.reply_json(reply)
+        fields = [("choices", array(self._choice(completion) for completion in output.outputs))]
+        if isinstance(output.prompt_logprobs, FlatLogprobs):
+            fields.append(("prompt_logprobs", json_pieces.prompt_logprobs(output.prompt_logprobs)))
+        await exchange.reply_pieces(with_fields(self._encoder.encode(reply), fields))
 
     async def stream(self, exchange: Exchange) -> None:
         """Send events as outputs come."""
@@ -183,7 +189,7 @@ class _Reply:
                 if not begun[completion.index]:
                     begun[completion.index] = True
                     first = ChatChunkChoice(index=completion.index, delta=ChatDelta(role="assistant", content=""))
-                    events.append(self._event([first], options.in_each, output))
+                    events.append(await self._first(first, options.in_each, output))
                 self._count.add(index, completion)
                 choice = self._delta(completion)
                 if choice is not None:
@@ -196,9 +202,20 @@ class _Reply:
         usage = self._event([], True) if options.at_end else b""
         await exchange.end_events(usage + DONE)
 
-    def _event(
-        self, choices: list[ChatChunkChoice], with_usage: bool, first_output: RequestOutput | None = None
-    ) -> bytes:
+    async def _first(self, choice: ChatChunkChoice, with_usage: bool, output: RequestOutput) -> bytes:
+        """The first event of a choice: what is said once comes with it, that of all with the first choice."""
+        said = {}
+        if self._request.return_token_ids:
+            said["prompt_token_ids"] = output.prompt_token_ids
+        if choice.index > 0:
+            return self._event([choice], with_usage, **said)
+        event = self._event([choice], with_usage, warnings=self._warnings, **said)
+        if not isinstance(output.prompt_logprobs, FlatLogprobs):
+            return event
+        scores = json_pieces.prompt_logprobs(output.prompt_logprobs)
+        return await joined(with_fields(event.removesuffix(END), [("prompt_logprobs", scores)])) + END
+
+    def _event(self, choices: list[ChatChunkChoice], with_usage: bool, **said: Any) -> bytes:
         place = choices[0].index if choices else None
         chunk = ChatCompletion(
             id=self._run.id,
@@ -208,17 +225,11 @@ class _Reply:
             choices=choices,
             usage=self._usage(place) if with_usage else UNSET,
             system_fingerprint=self._fingerprint,
+            **said,
         )
-        if first_output is not None:
-            if self._request.return_token_ids:
-                chunk.prompt_token_ids = first_output.prompt_token_ids
-            if place == 0:  # what is said once comes with the first choice
-                chunk.warnings = self._warnings
-                if first_output.prompt_logprobs is not None:
-                    chunk.prompt_logprobs = prompt_logprobs(first_output.prompt_logprobs)
-        return b"data: " + self._encoder.encode(chunk) + b"\n\n"
+        return b"data: " + self._encoder.encode(chunk) + END
 
-    def _choice(self, completion: CompletionOutput) -> ChatChoice:
+    def _choice(self, completion: CompletionOutput) -> Iterator[bytes]:
         answer = self._answers[completion.index]
         parts = answer.whole(completion)
         message = ChatMessage(content=parts.content or (None if parts.tool_calls else ""))
@@ -231,13 +242,18 @@ class _Reply:
         choice = ChatChoice(
             index=completion.index,
             message=message,
-            logprobs=self._logprobs(completion),
             finish_reason=self._finish_reason(answer, completion),
             stop_reason=completion.stop_reason,
         )
         if self._request.return_token_ids:
             choice.token_ids = completion.token_ids
-        return choice
+        fields = []
+        if self._request.logprobs and isinstance(completion.logprobs, FlatLogprobs):
+            choice.logprobs = UNSET
+            num_top = self._run.params.logprobs or 0
+            found = json_pieces.chat_logprobs(self._texts, completion.token_ids, completion.logprobs, num_top)
+            fields.append(("logprobs", found))
+        return with_fields(self._encoder.encode(choice), fields)
 
     def _delta(self, completion: CompletionOutput) -> ChatChunkChoice | None:
         """A choice of an event; None if there is nothing to say."""

@@ -7,14 +7,15 @@ has the index p * n + i; with `echo` and `logprobs` the lists hold the prompt's 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
-from octavo.outputs import CompletionOutput, LogprobsDict, RequestOutput
+from octavo.outputs import CompletionOutput, FlatLogprobs, LogprobsDict, RequestOutput
 from octavo.sampling_params import SamplingParams, num_kept
+from octavo.serve import json_pieces
 from octavo.serve.errors import bad_request, renaming
 from octavo.serve.exchange import Exchange
 from octavo.serve.generation import (
@@ -30,13 +31,15 @@ from octavo.serve.generation import (
     send,
 )
 from octavo.serve.grammar import form_names, from_request
-from octavo.serve.logprobs import Offsets, TokenTexts, completion_logprobs, prompt_logprobs
+from octavo.serve.json_pieces import array, joined, with_fields
+from octavo.serve.logprobs import Offsets, TokenTexts, completion_logprobs
 from octavo.serve.protocol import Common, CompletionRequest, Parsed, StreamOptions, read
 from octavo.serve.settings import ServeConfig
-from octavo.serve.shapes import Completion, CompletionChoice, CompletionLogprobs
+from octavo.serve.shapes import Completion, CompletionChoice
 from octavo.serve.state import ServeState
 
-DONE = b"data: [DONE]\n\n"
+END = b"\n\n"
+DONE = b"data: [DONE]" + END
 
 
 async def create(state: ServeState, exchange: Exchange) -> None:
@@ -55,7 +58,9 @@ async def create(state: ServeState, exchange: Exchange) -> None:
         prompts = await read_prompts(state, request.prompt, add_special_tokens=request.add_special_tokens, kept=kept)
     run = make_run(exchange, "cmpl-", request, prompts, params)
     only_prompt = _only_prompt(parsed)
-    await send(exchange, _Answer(state, run, request, model, parsed.warnings, only_prompt=only_prompt), request)
+    await send(
+        state, exchange, run, _Answer(state, run, request, model, parsed.warnings, only_prompt=only_prompt), request
+    )
 
 
 def _params(state: ServeState, parsed: Parsed[CompletionRequest]) -> SamplingParams:
@@ -130,28 +135,27 @@ class _Answer:
 
     async def whole(self, exchange: Exchange) -> None:
         """Reply when all is done."""
-        choices: dict[int, CompletionChoice] = {}
+        done: dict[int, tuple[int, CompletionOutput]] = {}
 
         async def take(index: int, output: RequestOutput) -> None:
             self._see(index, output)
             for completion in output.outputs:
                 self._count.add(index, completion)
-                choice = self._choice(index, output, completion)
-                choices[choice.index] = choice
+                done[index * self._run.params.n + completion.index] = index, completion
 
         await drive(self._state, exchange, self._run, take, streams=False)
         self._count.note(exchange)
-        await exchange.reply_json(
-            Completion(
-                id=self._run.id,
-                created=self._created,
-                model=self._model,
-                choices=[choices[index] for index in sorted(choices)],
-                usage=self._count.usage(),
-                system_fingerprint=self._fingerprint,
-                warnings=self._warnings,
-            )
+        head = Completion(
+            id=self._run.id,
+            created=self._created,
+            model=self._model,
+            choices=UNSET,
+            usage=self._count.usage(),
+            system_fingerprint=self._fingerprint,
+            warnings=self._warnings,
         )
+        choices = array(self._choice(*done[place]) for place in sorted(done))
+        await exchange.reply_pieces(with_fields(self._encoder.encode(head), [("choices", choices)]))
 
     async def stream(self, exchange: Exchange) -> None:
         """Send events as outputs come."""
@@ -161,14 +165,18 @@ class _Answer:
 
         async def take(index: int, output: RequestOutput) -> None:
             self._see(index, output)
-            events = []
+            events: list[bytes] = []
             for completion in output.outputs:
                 place = index * n + completion.index
                 warnings = self._warnings if place == 0 and not states[0].begun else UNSET
                 self._count.add(index, completion)
-                choice = self._delta(index, completion, place, states[place])
+                counted = place if options.in_each else -1
+                if not states[place].begun:
+                    events += await self._first(index, completion, states[place], counted, warnings)
+                    continue
+                choice = self._delta(completion, place, states[place])
                 if choice is not None or options.in_each:
-                    events.append(self._event([choice] if choice else [], place if options.in_each else -1, warnings))
+                    events.append(self._event([choice] if choice else [], counted))
             if events:
                 await exchange.send(b"".join(events))
 
@@ -189,7 +197,7 @@ class _Answer:
                 if completion.finish_reason is not None:
                     completion.finish_reason, completion.stop_reason = "length", None
 
-    def _event(self, choices: list[CompletionChoice], counted: int | None, warnings: Any = UNSET) -> bytes:
+    def _event(self, choices: list[CompletionChoice] | UnsetType, counted: int | None, warnings: Any = UNSET) -> bytes:
         """counted: the choice whose tokens are told; None: all, -1: none."""
         chunk = Completion(
             id=self._run.id,
@@ -200,61 +208,59 @@ class _Answer:
             system_fingerprint=self._fingerprint,
             warnings=warnings,
         )
-        return b"data: " + self._encoder.encode(chunk) + b"\n\n"
+        return b"data: " + self._encoder.encode(chunk) + END
 
-    def _choice(self, index: int, output: RequestOutput, completion: CompletionOutput) -> CompletionChoice:
+    def _choice(
+        self, index: int, completion: CompletionOutput, offsets: Offsets | None = None, *, scored: bool = True
+    ) -> Iterator[bytes]:
+        """A choice from its beginning, in pieces. scored: with the prompt's log-probabilities, if they were wanted."""
         request, prompt = self._request, self._run.prompts[index]
         choice = CompletionChoice(
             index=index * self._run.params.n + completion.index,
             text=self._echoed[index] + completion.text,
-            logprobs=self._logprobs(index, completion) if request.logprobs is not None else None,
             finish_reason=completion.finish_reason,
             stop_reason=completion.stop_reason,
         )
         if request.return_token_ids:
             choice.token_ids, choice.prompt_token_ids = completion.token_ids, prompt.token_ids
-        scores = self._scores[index]
-        if scores is not None and not self._scores_in_echo:
-            choice.prompt_logprobs = prompt_logprobs(scores)
-        return choice
+        scores, fields = self._scores[index], []
+        if request.logprobs is not None:
+            choice.logprobs = UNSET
+            token_ids, parts = completion.token_ids, [scores if request.echo else None, completion.logprobs]
+            if request.echo:
+                token_ids = prompt.token_ids + token_ids
+            flat = FlatLogprobs.joined([part for part in parts if isinstance(part, FlatLogprobs)])
+            offsets = offsets or self._offsets(self._echoed[index])
+            fields.append(("logprobs", json_pieces.completion_logprobs(self._texts, offsets, token_ids, flat)))
+        if isinstance(scores, FlatLogprobs) and scored and not self._scores_in_echo:
+            fields.append(("prompt_logprobs", json_pieces.prompt_logprobs(scores)))
+        return with_fields(self._encoder.encode(choice), fields)
 
-    def _delta(self, index: int, completion: CompletionOutput, place: int, state: _Choice) -> CompletionChoice | None:
-        """A choice of an event; None if there is nothing to say."""
+    async def _first(
+        self, index: int, completion: CompletionOutput, state: _Choice, counted: int, warnings: Any
+    ) -> list[bytes]:
+        """The first event of a choice: what is said once comes with it."""
+        state.begun = True
+        head = self._event(UNSET, counted, warnings).removesuffix(END)
+        choices = array([self._choice(index, completion, state.offsets, scored=completion.index == 0)])
+        return [await joined(with_fields(head, [("choices", choices)])), END]
+
+    def _delta(self, completion: CompletionOutput, place: int, state: _Choice) -> CompletionChoice | None:
+        """A choice of a later event; None if there is nothing to say."""
         request = self._request
-        echoes = request.echo and not state.begun
         choice = CompletionChoice(
             index=place,
-            text=self._echoed[index] + completion.text if echoes else completion.text,
+            text=completion.text,
             finish_reason=completion.finish_reason,
             stop_reason=completion.stop_reason,
         )
         if request.logprobs is not None:
-            choice.logprobs = self._entries(index, completion, state.offsets, echoes=echoes)
+            entries = completion.logprobs or ()
+            choice.logprobs = completion_logprobs(self._texts, state.offsets, completion.token_ids, entries)
         if request.return_token_ids:
             choice.token_ids = completion.token_ids
-            if not state.begun:
-                choice.prompt_token_ids = self._run.prompts[index].token_ids
-        scores = self._scores[index]
-        if scores is not None and completion.index == 0 and not state.begun and not self._scores_in_echo:
-            choice.prompt_logprobs = prompt_logprobs(scores)
-        says_more = request.logprobs is not None or request.return_token_ids or not state.begun
-        state.begun = True
+        says_more = request.logprobs is not None or request.return_token_ids
         return choice if choice.text or choice.finish_reason or says_more else None
-
-    def _logprobs(self, index: int, completion: CompletionOutput) -> CompletionLogprobs:
-        offsets = self._offsets(self._echoed[index])
-        return self._entries(index, completion, offsets, echoes=self._request.echo)
-
-    def _entries(
-        self, index: int, completion: CompletionOutput, offsets: Offsets, *, echoes: bool
-    ) -> CompletionLogprobs:
-        """The lists of a completion's tokens, behind its prompt's if it echoes them."""
-        token_ids = completion.token_ids
-        entries: Sequence[LogprobsDict | None] = completion.logprobs or ()
-        if echoes:
-            token_ids = self._run.prompts[index].token_ids + token_ids
-            entries = [*(self._scores[index] or [None]), *entries]
-        return completion_logprobs(self._texts, offsets, token_ids, entries)
 
     @property
     def _scores_in_echo(self) -> bool:

@@ -49,7 +49,7 @@ async def create(state: ServeState, exchange: Exchange) -> None:
         async with exchange.watching():
             prompt = await render_chat(state, messages, template_kwargs=None)
     run = make_run(exchange, "resp_", request, [prompt], params)
-    await send(exchange, _Reply(state, run, request, model, parsed.warnings), request)
+    await send(state, exchange, run, _Reply(state, run, request, model, parsed.warnings), request)
 
 
 def _params(state: ServeState, parsed: Parsed[ResponsesRequest]) -> SamplingParams:
