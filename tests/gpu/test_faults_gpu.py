@@ -20,8 +20,9 @@ from octavo import LLM, SamplingParams
 from octavo.benchmark import SHAPES
 from octavo.config import EngineConfig
 from octavo.sampling_params import RequestOutputKind
-from octavo.serve.async_engine import AsyncEngine, EngineDeadError
+from octavo.serve.async_engine import AsyncEngine
 from octavo.serve.client import Supervision
+from octavo.serve.refusals import EngineDeadError
 
 pytestmark = pytest.mark.gpu
 HERE = Path(__file__).resolve().parent

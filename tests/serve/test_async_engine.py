@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from engine_rig import PROMPT, params, read, running, said, script
 from octavo.outputs import CompletionOutput, RequestOutput
 from octavo.sampling_params import ParameterError, RequestOutputKind
-from octavo.serve.async_engine import EngineDrainingError, QueueFullError
+from octavo.serve.refusals import EngineDrainingError, QueueFullError
 from octavo.serve.stream import MAX_UNREAD, RequestFacts, Stream, merge_outputs
 from patience import patient
 

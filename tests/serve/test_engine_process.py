@@ -25,7 +25,7 @@ from octavo.models.hub import find_model
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams
 from octavo.serve import engine_process, messages
-from octavo.serve.async_engine import AsyncEngine, EngineDeadError
+from octavo.serve.async_engine import AsyncEngine
 from octavo.serve.messages import (
     Abort,
     Add,
@@ -42,6 +42,7 @@ from octavo.serve.messages import (
     decode_to_engine,
     encode,
 )  # fmt: skip
+from octavo.serve.refusals import EngineDeadError
 from octavo.updates import RequestUpdate
 from patience import patient
 

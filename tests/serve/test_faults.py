@@ -32,8 +32,12 @@ from engine_rig import (
     wait_until_gone,
 )  # fmt: skip
 from octavo.config import EngineConfig
-from octavo.serve.async_engine import AsyncEngine, EngineDeadError
+from octavo.sampling_params import ParameterError, SamplingParams
+from octavo.serve.async_engine import AsyncEngine
 from octavo.serve.client import Supervision, child_environment
+from octavo.serve.refusals import EngineDeadError
+from octavo.serve.stream import RequestFacts
+from octavo.serve.suspects import Suspects
 from octavo.text.tokenizer import Tokenizer
 from patience import patient
 
@@ -229,6 +233,70 @@ def test_files_that_change_while_the_engine_loads_are_not_served(tmp_path: Path)
             await engine.close()
 
     asyncio.run(main())
+
+
+def _fatal(fault: str, **fields: Any) -> SamplingParams:
+    return params(9, extra_args={"fault": fault, "fault_after": 1}, **fields)
+
+
+def test_what_brought_the_engine_down_twice_is_not_served_again() -> None:
+    async def main() -> None:
+        rules = Supervision(first_delay=0.02, max_delay=0.05, max_failures=2)
+        async with running(script("--faults"), supervision=rules) as engine:
+            for number in range(2):
+                await fails(engine.generate(f"a{number}", PROMPT, _fatal("exit", seed=number, n=1 + number)))
+                await engine.wait_ready(patient(10))
+            with pytest.raises(ParameterError, match="refused for 10 minutes") as caught:
+                engine.generate("b", PROMPT, _fatal("exit", seed=7))
+            assert caught.value.code == "refused_after_failures"
+            assert (await read(engine.generate("c", PROMPT, params(5))))[0] == said(PROMPT, 5)
+            assert engine.stats["num_restarts"] == 2
+
+    asyncio.run(main())
+
+
+def test_requests_that_bring_the_engine_down_do_not_end_the_server() -> None:
+    """Whoever was answered meanwhile shows that the machine works."""
+
+    async def main() -> None:
+        rules = Supervision(first_delay=0.02, max_delay=0.05, max_failures=2)
+        async with running(script("--faults"), supervision=rules) as engine:
+            for number in range(4):
+                assert (await read(engine.generate(f"good{number}", PROMPT, params(3))))[0] == said(PROMPT, 3)
+                await fails(engine.generate(f"bad{number}", [*PROMPT, number], _fatal("exit")))
+                await engine.wait_ready(patient(10))
+            assert engine.stats["num_restarts"] == 4
+
+    asyncio.run(main())
+
+
+def test_a_request_whose_sender_left_is_suspected_too() -> None:
+    async def main() -> None:
+        rules = Supervision(first_delay=0.02, max_delay=0.05, step_deadline=0.5, check_interval=0.05)
+        async with running(script("--faults"), supervision=rules) as engine:
+            for number in range(2):
+                stream = engine.generate(f"a{number}", PROMPT, _fatal("hang"))
+                await anext(stream)
+                await until(lambda: engine.step_age > 0.3, patient(10))
+                await stream.aclose()
+                await until(lambda count=number: engine.stats["num_restarts"] > count, patient(10))
+                await engine.wait_ready(patient(10))
+            with pytest.raises(ParameterError, match="refused"):
+                engine.generate("b", PROMPT, _fatal("hang"))
+
+    asyncio.run(main())
+
+
+def test_what_was_answered_is_suspected_no_more() -> None:
+    suspects, now = Suspects(), time.monotonic()
+    facts = RequestFacts(request_id="a", params=params(3), num_prompt_tokens=5, max_tokens=3, arrival=now)
+    for _ in range(3):
+        suspects.begin("a", PROMPT, params(3))
+        suspects.explain(0.0)
+        suspects.watch("failed", facts)
+        suspects.check(PROMPT, params(3))
+        suspects.begin("a", PROMPT, params(3))
+        suspects.watch("finished", facts)
 
 
 def test_a_process_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:

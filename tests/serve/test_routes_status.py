@@ -18,7 +18,7 @@ import pytest
 
 import octavo
 from octavo.serve.settings import ServeConfig
-from octavo.serve.state import STEP_DEADLINE, ServeState
+from octavo.serve.state import HEALTH_STEP_SECONDS, ServeState
 from octavo.settings import ConfigError
 from patience import patient
 from server_rig import SRC, RunningServer, StartServer
@@ -279,19 +279,12 @@ def test_at_the_end_who_is_slow_is_told_or_cut(start_server: StartServer) -> Non
 def test_health_is_progress() -> None:
     """A busy engine whose steps do not follow each other is not healthy, an idle one is; silence is not."""
     state = object.__new__(ServeState)
-    state._last_steps = (-1, 0.0)
-    stats = {"num_steps": 5.0, "num_running": 0.0, "num_waiting": 0.0}
-    engine = SimpleNamespace(state="ready", last_heartbeat_age=0.1, stats=stats)
+    engine = SimpleNamespace(state="ready", last_heartbeat_age=0.1, step_age=0.1)
     state.engine = engine  # type: ignore[assignment]
     assert state.healthy
-    stats["num_running"] = 1.0
-    assert state.healthy
-    state._last_steps = (5, time.monotonic() - STEP_DEADLINE - 1)
+    engine.step_age = HEALTH_STEP_SECONDS + 1
     assert not state.healthy
-    stats["num_steps"] = 6.0
-    assert state.healthy
-    state._last_steps = (6, time.monotonic() - STEP_DEADLINE - 1)
-    stats["num_running"] = 0.0
+    engine.step_age = HEALTH_STEP_SECONDS - 1
     assert state.healthy
     engine.last_heartbeat_age = 3.0
     assert not state.healthy

@@ -28,8 +28,10 @@ from octavo.sampling_params import ParameterError, SamplingParams
 from octavo.serve.client import EngineClient, Supervision
 from octavo.serve.messages import Abort, Add, BadFrameError, CallDone, EngineInfo, ResetPrefixCache, Updates
 from octavo.serve.model_files import ModelFiles
+from octavo.serve.refusals import EngineDeadError, EngineDrainingError, EngineLoadingError, QueueFullError
 from octavo.serve.soundness import is_sound
 from octavo.serve.stream import OutputStream, RequestFacts, SlowReaderError, Stream
+from octavo.serve.suspects import Suspects
 from octavo.text.admission import check_request
 from octavo.text.no_tokenizer import NoTokenizer
 from octavo.text.output import OutputProcessor
@@ -51,32 +53,6 @@ _COUNTERS = (
 Observer = Callable[[str, RequestFacts], None]
 
 
-class EngineDeadError(RuntimeError):
-    """The engine is not there, or went away under an open stream."""
-
-    def __init__(self, reason: str, retry_after: float = 5.0) -> None:
-        """`retry_after`: seconds after which it may be worth asking again."""
-        super().__init__(reason)
-        self.retry_after = retry_after
-
-
-class EngineLoadingError(EngineDeadError):
-    """The engine has not been ready yet."""
-
-
-class EngineDrainingError(EngineDeadError):
-    """The server is about to stop."""
-
-
-class QueueFullError(RuntimeError):
-    """Too many requests wait. `retry_after`: seconds; `reason`: "requests" or "tokens"."""
-
-    def __init__(self, reason: str, limit: int, retry_after: float) -> None:
-        """`limit` is the one that was reached."""
-        super().__init__(f"the queue is full: at most {limit} waiting {reason}")
-        self.reason, self.retry_after = reason, retry_after
-
-
 class AsyncEngine:
     """Requests in, streams of outputs out. All methods are called on the event loop that ran `start`."""
 
@@ -93,7 +69,8 @@ class AsyncEngine:
         self.exit_code = 0  # once dead: 2 for a setting or model that cannot be used, else 1
         self.info: EngineInfo | None = None  # of the engine, once it was ready
         self.max_num_queued_reqs, self.max_num_queued_tokens = max_num_queued_reqs, max_num_queued_tokens
-        self.observers: list[Observer] = []
+        self._suspects = Suspects()
+        self.observers: list[Observer] = [self._suspects.watch]
         self._client: EngineClient
         self._streams: dict[str, Stream] = {}
         self._sequences: dict[str, Stream] = {}  # unfinished ones
@@ -156,7 +133,7 @@ class AsyncEngine:
         "nan_logits". If the engine goes away, reading raises EngineDeadError.
 
         Raises:
-            ParameterError: what the model's limits forbid.
+            ParameterError: what the model's limits forbid, and what was there when the engine failed twice.
             QueueFullError: too many requests or tokens wait.
             EngineDeadError: the engine is loading, restarting, draining or dead.
 
@@ -166,6 +143,7 @@ class AsyncEngine:
         params, max_tokens = check_request(
             self.tokenizer, self.limits, params, num_prompt, cache_salt=cache_salt, priority=priority
         )
+        self._suspects.check(prompt_token_ids, params)
         facts = RequestFacts(
             request_id=request_id,
             params=params,
@@ -182,6 +160,7 @@ class AsyncEngine:
             raise ParameterError("prompt", f"prompt and parameters are too large: {error}", "too_large") from None
         stream = Stream(facts, sequence_ids)
         self._streams[request_id] = stream
+        self._suspects.begin(request_id, prompt_token_ids, params)
         self._sequences.update(dict.fromkeys(sequence_ids, stream))
         self._num_unstarted_tokens += num_prompt
         self._notify("added", facts)
@@ -260,6 +239,11 @@ class AsyncEngine:
         return time.monotonic() - self._client.last_heartbeat
 
     @property
+    def step_age(self) -> float:
+        """Seconds since the engine began its last step or had nothing to do, as far as its heartbeats told."""
+        return self._client.step_age
+
+    @property
     def engine_pid(self) -> int | None:
         """The engine's process id, while there is one."""
         return self._client.pid
@@ -333,6 +317,10 @@ class AsyncEngine:
         answer = self._calls.get(message.call_id)
         if answer is not None and not answer.done():
             answer.set_result(message.ok)
+
+    def explains_failure(self) -> bool:
+        """Whether the open requests, rather than the machine, are why the engine failed."""
+        return self._suspects.explain(self.step_age)
 
     def engine_down(self, reason: str, *, final: bool, is_users: bool) -> None:
         """Tell every stream."""

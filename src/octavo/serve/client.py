@@ -59,7 +59,7 @@ class Supervision:
     load_deadline: float = 1800.0  # from the start of the process to Ready
     first_delay: float = 1.0  # before a restart; doubles with each failure in the window
     max_delay: float = 30.0
-    max_failures: int = 5  # within the window: then the engine stays down
+    max_failures: int = 5  # within the window that no requests explain: then the engine stays down
     failure_window: float = 600.0
 
 
@@ -74,6 +74,9 @@ class Listener(Protocol):
 
     def engine_call_done(self, message: CallDone) -> None:
         """The answer to a call."""
+
+    def explains_failure(self) -> bool:
+        """Whether requests are why a ready engine failed, which was not killed from outside. `engine_down` follows."""
 
     def engine_down(self, reason: str, *, final: bool, is_users: bool) -> None:
         """The engine is gone, with all that it was doing. `final`: it will not be restarted."""
@@ -130,6 +133,7 @@ class EngineClient:
         self._successor: asyncio.Task[None] | None = None  # reaps the last process, then starts the next
         self._watchdog: asyncio.Task[None] | None = None
         self._failures: list[float] = []
+        self._unexplained: list[float] = []  # of them, those that count against the machine
         self._started_at = self._checked_at = self._moved_at = time.monotonic()
         self._num_turns = -1
         self._closing = False
@@ -139,6 +143,11 @@ class EngineClient:
     def pid(self) -> int | None:
         """The engine's process id, while there is one."""
         return self._life.process.pid if self._life is not None else None
+
+    @property
+    def step_age(self) -> float:
+        """Seconds since the engine's loop last moved, or had nothing to do."""
+        return time.monotonic() - self._moved_at
 
     def start(self) -> None:
         """Spawn the engine. It reports itself through the listener."""
@@ -260,18 +269,25 @@ class EngineClient:
             life.transport.abort()
         code = _kill(life.process)
         failure = life.failure
+        from_outside = not hangs and failure is None and code in (-signal.SIGKILL, -signal.SIGTERM)
+        explained = life.ready and not from_outside and self._listener.explains_failure()
         if failure is not None:
             reason = failure.text
         elif not reason:
             reason = _describe_exit(code)
         never_worked = failure is not None and not life.ready and self.num_restarts == 0
-        self._go_down(reason, life, final=final or never_worked, is_users=failure is not None and failure.is_users)
+        is_users = failure is not None and failure.is_users
+        self._go_down(reason, life, final=final or never_worked, is_users=is_users, explained=explained)
 
-    def _go_down(self, reason: str, life: _Life | None, *, final: bool = False, is_users: bool = False) -> None:
-        """Count a failure, and plan the next life if there is to be one."""
+    def _go_down(
+        self, reason: str, life: _Life | None, *, final: bool = False, is_users: bool = False, explained: bool = False
+    ) -> None:
+        """Count a failure, and plan the next life if there is to be one. explained: by requests."""
         now, rules = time.monotonic(), self._rules
         self._failures = [t for t in self._failures if now - t < rules.failure_window] + [now]
-        final = final or self._closing or len(self._failures) >= rules.max_failures
+        if not explained:
+            self._unexplained = [t for t in self._unexplained if now - t < rules.failure_window] + [now]
+        final = final or self._closing or len(self._unexplained) >= rules.max_failures
         if not self._closing:
             level = logging.INFO if is_users else logging.ERROR  # a user's mistake is told once, by who exits
             _LOG.log(level, "the engine is down: %s%s", reason, " (not restarted)" if final else "")

@@ -23,9 +23,9 @@ from octavo.sampling_params import (
     check_text,
     check_token_ids,
 )
-from octavo.serve.async_engine import EngineDeadError, EngineDrainingError, QueueFullError
 from octavo.serve.errors import ApiError, bad_request, not_ready, queue_full
 from octavo.serve.exchange import Exchange
+from octavo.serve.refusals import EngineDeadError, EngineDrainingError, QueueFullError
 from octavo.serve.shapes import CompletionDetails, PromptDetails, Usage
 from octavo.serve.state import ServeState, too_many
 from octavo.serve.stream import OutputStream, SlowReaderError, pieces

@@ -35,7 +35,7 @@ from octavo.text.thinking import ThinkingRule
 from octavo.text.tokenizer import Tokenizer
 
 HEALTH_HEARTBEAT_SECONDS = 2.0
-STEP_DEADLINE = 30.0  # seconds that one step may take before the engine counts as stuck
+HEALTH_STEP_SECONDS = 10.0  # for one step; the watchdog, which is sure after 30, ends the engine
 _MAX_TEMPLATE_BYTES = 1 << 18
 _TAKES_TOOLS = re.compile(r"\{%-?[^%]*\btools\b|\{\{-?[^}]*\btools\b")
 _LOG = logging.getLogger(__name__)
@@ -63,7 +63,6 @@ class ServeState:
         self._idle_streams: set[Exchange] = set()
         self._ticker: asyncio.Task[None] | None = None
         self._jail: GrammarJail | None = None  # made when first needed
-        self._last_steps = (-1, 0.0)  # the count of steps, and since when a busy engine shows it
         if config.chat_template is not None:
             if isinstance(engine.tokenizer, NoTokenizer):
                 raise ConfigError("chat_template", config.chat_template, engine.tokenizer.reason, "drop one of them")
@@ -142,13 +141,7 @@ class ServeState:
         engine = self.engine
         if engine.state not in ("ready", "draining") or engine.last_heartbeat_age > HEALTH_HEARTBEAT_SECONDS:
             return False
-        stats, now = engine.stats, time.monotonic()
-        num_steps, busy = int(stats["num_steps"]), bool(stats["num_running"] or stats["num_waiting"])
-        seen, since = self._last_steps
-        if not busy or seen != num_steps:
-            self._last_steps = (num_steps if busy else -1, now)
-            return True
-        return now - since < STEP_DEADLINE
+        return engine.step_age <= HEALTH_STEP_SECONDS
 
     @contextlib.contextmanager
     def open_exchange(self, exchange: Exchange, *, streams: bool) -> Iterator[None]:

@@ -10,10 +10,10 @@ import functools
 from importlib import resources
 
 import octavo
-from octavo.serve.async_engine import EngineDeadError
 from octavo.serve.errors import ApiError, not_ready
 from octavo.serve.exchange import Exchange
 from octavo.serve.metrics import CONTENT_TYPE
+from octavo.serve.refusals import EngineDeadError
 from octavo.serve.shapes import ModelCard, ModelList
 from octavo.serve.state import ServeState
 

@@ -1,0 +1,32 @@
+"""Why AsyncEngine takes no request, or gives one up: errors that say when it may be worth asking again.
+
+Owns their classes. Knows no HTTP and no engine.
+"""
+
+from __future__ import annotations
+
+
+class EngineDeadError(RuntimeError):
+    """The engine is not there, or went away under an open stream."""
+
+    def __init__(self, reason: str, retry_after: float = 5.0) -> None:
+        """`retry_after`: seconds after which it may be worth asking again."""
+        super().__init__(reason)
+        self.retry_after = retry_after
+
+
+class EngineLoadingError(EngineDeadError):
+    """The engine has not been ready yet."""
+
+
+class EngineDrainingError(EngineDeadError):
+    """The server is about to stop."""
+
+
+class QueueFullError(RuntimeError):
+    """Too many requests wait. `retry_after`: seconds; `reason`: "requests" or "tokens"."""
+
+    def __init__(self, reason: str, limit: int, retry_after: float) -> None:
+        """`limit` is the one that was reached."""
+        super().__init__(f"the queue is full: at most {limit} waiting {reason}")
+        self.reason, self.retry_after = reason, retry_after
