@@ -177,6 +177,17 @@ def test_https() -> None:
             process.terminate()
 
 
+def test_an_end_that_does_not_come_is_forced_and_says_where_it_stood() -> None:
+    """Whatever holds the server up after a signal, it ends some time after its grace time."""
+    code = "import threading; from octavo.serve import server; server._SURELY_SECONDS = 0.1\n"
+    code += "server._end_surely(0.1); threading.Event().wait()"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=patient(30),
+        env={"PYTHONPATH": str(SRC), "PATH": os.environ["PATH"]},
+    )  # fmt: skip
+    assert result.returncode == 1 and "Timeout" in result.stderr and "line 2 in <module>" in result.stderr
+
+
 def test_too_few_open_files_are_told_with_the_remedy() -> None:
     command = [sys.executable, "-m", "octavo", "serve", "--port", "0"]
     result = subprocess.run(

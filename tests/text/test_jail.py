@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import threading
@@ -151,6 +152,33 @@ def test_who_waits_for_a_child_is_told_when_the_jail_closes(make_jail: MakeJail)
     assert said == [""] and not child.is_running()
     with pytest.raises(JailError, match="closed"):
         jail.start()
+
+
+def test_a_jail_that_is_forgotten_leaves_no_child() -> None:
+    jail = TextJail(Tokenizer(byte_level(), {"chat_template": CHATML}))
+    jail.start()
+    child = child_of(jail)
+    del jail
+    gc.collect()
+    assert not child.is_running()
+
+
+def test_a_forked_process_has_children_of_its_own(make_jail: MakeJail) -> None:
+    """Both ask at once: an answer that went to the other would be another's prompt."""
+    jail = make_jail()
+    wanted = jail.render_chat(TALK, LIMITS)
+    child = child_of(jail)
+    pid = os.fork()
+    if not pid:
+        same = [jail.render_chat(TALK, LIMITS) == wanted for _ in range(20)]
+        is_own = child_of(jail).pid != child.pid
+        jail.close()
+        os._exit(0 if all(same) and is_own else 1)
+    other = [{"role": "user", "content": "of the parent"}]
+    for _ in range(20):
+        assert "of the parent" in jail.render_chat(other, LIMITS)[0]
+    assert os.waitpid(pid, 0)[1] == 0
+    assert child.is_running() and child_of(jail).pid == child.pid
 
 
 def test_a_model_without_tokenizer_says_so() -> None:

@@ -75,6 +75,7 @@ def run(config: EngineConfig, serve: ServeConfig, *, command: Sequence[str] | No
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             return runner.run(_serve(config, serve, sock, command))
     finally:
+        faulthandler.cancel_dump_traceback_later()
         sock.close()
         if serve.uds is not None:
             with contextlib.suppress(OSError):

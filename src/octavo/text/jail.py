@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -59,7 +60,9 @@ class TextJail:
         self._idle: list[Child] = []
         self._children: set[Child] = set()
         self._closed = False
+        self._owner = os.getpid()
         self.num_killed = 0
+        weakref.finalize(self, _end_all, self._children, self._owner)  # for who forgets to close it
 
     def start(self) -> None:
         """Have a child ready. Raises JailError."""
@@ -169,6 +172,10 @@ class TextJail:
         with self._lock:
             if self._closed:
                 raise JailError("", "the text's children are closed")
+            if os.getpid() != self._owner:  # after a fork the children and their answers are the parent's
+                self._owner = os.getpid()
+                self._idle.clear()
+                self._children.clear()
             if self._idle:
                 return self._idle.pop(), False
             if self._first is None:
@@ -211,6 +218,12 @@ class TextJail:
         with self._lock:
             self._children.discard(child)
         return child.kill()
+
+
+def _end_all(children: set[Child], owner: int) -> None:
+    if os.getpid() == owner:
+        for child in children:
+            child.kill()
 
 
 class Child:
