@@ -8,7 +8,13 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
+from typing import Any
+
+# Without the wrappers, which make an enum of every number: a third of the time that holding takes a step.
+_get: Callable[[int], Any] = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
+_set: Callable[[int, Any], Any] = getattr(signal.signal, "__wrapped__", signal.signal)
 
 
 class HeldInterrupt:
@@ -18,16 +24,16 @@ class HeldInterrupt:
         """Hold."""
         self._noted = False
         in_main = threading.current_thread() is threading.main_thread()
-        self._holds = in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        self._holds = in_main and _get(signal.SIGINT) is signal.default_int_handler
         if self._holds:
-            signal.signal(signal.SIGINT, self._note)
+            _set(signal.SIGINT, self._note)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Raise KeyboardInterrupt if one came and nothing else is being raised."""
         if self._holds:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+            _set(signal.SIGINT, signal.default_int_handler)
             if self._noted and error is None:
                 raise KeyboardInterrupt
 

@@ -74,7 +74,8 @@ class SharedEngine:
                 call.wake.clear()
         finally:
             self._waiting.pop(call, None)
-            self._let_go()
+            if self._waiting or not self._inbox.empty():
+                self._let_go()
         if call.error is not None:
             raise call.error
         return [call.outputs.popleft() for _ in range(len(call.outputs))]
