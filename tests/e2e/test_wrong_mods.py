@@ -179,6 +179,25 @@ def test_what_fails_in_a_step_ends_its_own_request(
     assert llm.generate([prompts[0]], good[0])[0].outputs == alone[0]
 
 
+@pytest.mark.parametrize("error", [KeyError, SystemExit])
+def test_a_mod_that_fails_for_everybody_leaves_the_engine(make_llm: Callable[..., LLM], error: type) -> None:
+    broken: list[int] = []
+
+    def fails(b, h, q, kv):
+        if broken:
+            raise error(3)
+        return kv >= 0
+
+    llm = make_llm(**LIMITS, attention_mods=AttentionMods(mask_mod=fails))
+    params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+    before = llm.generate([[5] * 9], params)[0].outputs
+    broken.append(1)
+    ends = [output.outputs[0].stop_reason for output in llm.generate([[5] * 9, [6] * 9, [7] * 9], params)]
+    assert ends == ["attention_mod_failed"] * 3
+    broken.clear()
+    assert llm.generate([[5] * 9], params)[0].outputs == before
+
+
 def test_over_http_the_request_gets_an_error_and_the_engine_stays() -> None:
     from server_rig import RunningServer
 

@@ -21,6 +21,8 @@ from octavo.plan import StepPlan
 # Name -> (a family of model_rig, its changes). Heads of 64 and of 128 take other kernels, as do experts and windows.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("llama3-rope", {"head_dim": 64}),
+    "Llama, MLPs with biases": ("llama-mlp-bias", {"head_dim": 64}),
+    "Llama, heads that turn in part": ("llama-partial", {"head_dim": 64}),
     "Mistral": ("mistral-window", {"head_dim": 64, "sliding_window": 100}),
     "Qwen2": ("qwen2", {}),
     "Qwen3": ("qwen3", {"head_dim": 64}),

@@ -152,7 +152,7 @@ def make_reference(family: str, **changes: Any) -> Any:
     config = config_class(**{**SMALL, **own, **changes}, attn_implementation="eager")
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     if "partial_rotary_factor" in own:  # transformers' default rotation of these families turns whole heads
-        size = int(own["head_dim"] * own["partial_rotary_factor"])
+        size = int(config.head_dim * own["partial_rotary_factor"])
         model.model.rotary_emb.inv_freq = 1e4 ** -(torch.arange(0, size, 2) / size)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -97,7 +97,7 @@ def at_work(mods: AttentionMods, tables: Mapping[str, Tensor]) -> Iterator[None]
     with bound(tables if mods.fields else {}):
         try:
             yield
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             import traceback
 
             import torch
