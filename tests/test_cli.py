@@ -130,7 +130,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
         (["generate", "a", "--max-tokens"], "expected"),
         (["generate", "a", "--max-tokens", "0"], "max_tokens: must be in [1,"),
         (["generate", "a", "--max-tokens", "ten"], "--max-tokens: expected a whole number"),
-        (["generate", "a", "--temperature", "2.5"], "temperature: must be in [0, 2]"),
+        (["generate", "a", "--temperature", "-1"], "temperature: must be in [0, "),
         (["generate", "a", "--temperature", "hot"], "--temperature: expected a number"),
         (["generate", "a", "--top-p", "0"], "top_p"),
         (["generate", "a", "--stop", ""], "stop[0]"),
@@ -335,7 +335,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(run: Run, llm: type[EchoLLM]) 
 def test_chat_commands(run: Run, llm: type[EchoLLM]) -> None:
     lines = [
         "/help", "first", "/reset", "second", "/system be kind", "third", "/set temperature=0.25", "/set top-k=4",
-        "/set temperature=9", "/set temprature=1", "/rest", "fourth", "too long", "fifth", "/exit", "never",
+        "/set temperature=-9", "/set temprature=1", "/rest", "fourth", "too long", "fifth", "/exit", "never",
     ]  # fmt: skip
     code, out, _ = run("chat", stdin="\n".join(lines))
     prompts, params = llm.made[0].prompts, llm.made[0].params
@@ -343,7 +343,7 @@ def test_chat_commands(run: Run, llm: type[EchoLLM]) -> None:
     assert [len(prompt) for prompt in prompts] == [1, 1, 2, 4, 6, 6]
     assert prompts[2][0] == {"role": "system", "content": "be kind"}
     assert (params[2].temperature, params[3].temperature, params[3].top_k) == (0.5, 0.25, 4)
-    assert "error: temperature: must be in [0, 2]" in out and "did you mean temperature?" in out
+    assert "error: temperature: must be in [0, " in out and "did you mean temperature?" in out
     assert "unknown command /rest; did you mean /reset?" in out
     assert "error: prompt: exceeds max_model_len 16" in out, "a refused message leaves the conversation as it was"
     assert "NEVER" not in out

@@ -117,7 +117,7 @@ BAD_FOLDERS: dict[str, tuple[Spoil, tuple[str, ...]]] = {
     "temperature NaN": (
         change("generation_config.json", temperature=float("nan")), ("generation_config.json", "temperature", "nan")),
     "temperature 3": (
-        change("generation_config.json", temperature=3), ("generation_config.json", "temperature", "[0, 2]", "3")),
+        change("generation_config.json", temperature=-3), ("generation_config.json", "temperature", "[0, 1e+30]")),
     "no end of text": (
         change("generation_config.json", eos_token_id=[]), ("generation_config.json", "eos_token_id=[]")),
     "end of text outside the vocabulary": (
@@ -218,8 +218,8 @@ BAD_SETTINGS: list[tuple[dict[str, Any], tuple[str, ...], list[str]]] = [
     ({"tokenizer": "/nowhere"}, ("/nowhere",), ["--tokenizer", "/nowhere"]),
     ({"seed": -1}, ("seed=-1", "from 0 to 9223372036854775807"), ["--seed", "-1"]),
     ({"gpu_memory_utilization": 1.5}, ("gpu_memory_utilization=1.5", "at most 1"), ["--gpu-memory-utilization", "1.5"]),
-    ({"override_generation_config": {"temperature": 3}}, ("override_generation_config", "temperature", "[0, 2]"),
-     ["--override-generation-config", '{"temperature": 3}']),
+    ({"override_generation_config": {"temperature": -3}}, ("override_generation_config", "temperature", "[0, 1e+30]"),
+     ["--override-generation-config", '{"temperature": -3}']),
 ]  # fmt: skip
 
 

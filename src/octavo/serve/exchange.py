@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, MutableMapping
 from typing import Any
 
 import msgspec
@@ -101,31 +102,29 @@ class Exchange:
         await self.reply(200, msgspec.json.encode(value))
 
     async def reply_pieces(self, pieces: Iterable[bytes]) -> None:
-        """200 with JSON that is made while it is sent, a piece at a time: others have their turn in between."""
-        parts: list[bytes] = []
-        num_bytes, begun = 0, False
-        for piece in pieces:
-            parts.append(piece)
-            num_bytes += len(piece)
-            if num_bytes < _PIECE_BYTES:
-                continue
-            if not begun:
-                begun, self.status = True, 200
-                await self._send({"type": "http.response.start", "status": 200, "headers": self._headers()})
-            await self._send({"type": "http.response.body", "body": b"".join(parts), "more_body": True})
-            parts, num_bytes = [], 0
-            await asyncio.sleep(0)
-        if begun:
-            await self._send({"type": "http.response.body", "body": b"".join(parts)})
-        else:
-            await self.reply(200, b"".join(parts))
+        """200 with JSON that is made while it is sent, a piece at a time: others have their turn in between.
 
-    def _headers(self) -> list[tuple[bytes, bytes]]:
-        return [
+        Raises ClientLeftError once there is nobody to read the rest.
+        """
+        parts = _in_parts(pieces)
+        first = next(parts, b"")
+        second = next(parts, None)
+        if second is None:
+            await self.reply(200, first)
+            return
+        self.status = 200
+        sent = [
             (b"content-type", JSON),
             (b"x-request-id", self.request_id.encode()),
             (b"x-content-type-options", b"nosniff"),
         ]
+        async with self.watching():
+            await self._send({"type": "http.response.start", "status": 200, "headers": sent})
+            for part in itertools.chain((first, second), parts):
+                await self._send({"type": "http.response.body", "body": part, "more_body": True})
+                await asyncio.sleep(0)
+            self._ended = True
+        await self._send({"type": "http.response.body", "body": b""})
 
     async def begin_events(self) -> None:
         """Begin a text/event-stream."""
@@ -219,6 +218,20 @@ class Exchange:
     def _client_id(self) -> str:
         given = [value for name, value in self.raw_headers if name == b"x-request-id"]
         return given[0].decode() if len(given) == 1 and _REQUEST_ID.fullmatch(given[0]) else ""
+
+
+def _in_parts(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """Neighbouring pieces together, as long as they are short."""
+    parts: list[bytes] = []
+    num_bytes = 0
+    for piece in pieces:
+        parts.append(piece)
+        num_bytes += len(piece)
+        if num_bytes >= _PIECE_BYTES:
+            yield b"".join(parts)
+            parts, num_bytes = [], 0
+    if parts:
+        yield b"".join(parts)
 
 
 def check_host(exchange: Exchange, names: HostNames) -> None:
