@@ -125,6 +125,7 @@ class Last(argparse.Action):
             value = not (option_string or "").startswith("--no-")
         elif self.nargs == "+":
             value = ",".join(values)
+            namespace.several = (self.dest, values)  # for take_model
         setattr(namespace, self.dest, value)
 
 
@@ -252,6 +253,18 @@ def read_sampling(name: str, value: Any, kind: str, optional: bool) -> Any:
         nouns = {"int": "a whole number", "float": "a number", "ints": "numbers with commas", "bool": "true or false"}
         raise UsageError(f"{flag_name(name)}: expected {nouns.get(kind, 'JSON')}, got {value[:60]!r}") from None
     return loaded
+
+
+def take_model(namespace: argparse.Namespace, argv: Sequence[str]) -> str | None:
+    """The model that ends a line after a flag that takes several values, as in `--served-model-name NAME MODEL`.
+
+    Only for a line that names no other model: the flag is left with the values before it.
+    """
+    dest, values = getattr(namespace, "several", ("", []))
+    if len(values) < 2 or values[-1] != argv[-1]:
+        return None
+    setattr(namespace, dest, ",".join(values[:-1]))
+    return str(values[-1])
 
 
 def given_server(namespace: argparse.Namespace) -> dict[str, Any]:

@@ -63,6 +63,11 @@ def refuse(*argv: str) -> str:
         (["--block-size", "24"], "power of two"),
         (["--tool-call-parser", "no-such"], "tool_call_parser"),
         (["--chat-template", "/no/such/file"], "cannot be read"),
+        (["--served-model-name", "name", "no-such-model-anywhere/y"], "no-such-model-anywhere/y"),
+        (
+            ["--served-model-name", "a", "--cors-origins", "http://b", "no-such-model-anywhere/z"],
+            "no-such-model-anywhere/z",
+        ),
         (["no-such-model-anywhere/x"], "no-such-model-anywhere"),
         (["--host", "no.such.host.invalid"], "no.such.host.invalid"),
     ],

@@ -56,6 +56,10 @@ def main(argv: Sequence[str], *, engine_module: str = "") -> int:
     flags.add_server_flags(parser, SERVE_SETTINGS)
     namespace, dotted = parser.parse(argv)
     given = flags.given_config(namespace, dotted)
+    if not namespace.models and not {"model", "model_path"} & given.keys() and not hasattr(namespace, "config"):
+        model = flags.take_model(namespace, argv)
+        namespace.models += [model] if model is not None else []
+        given = flags.given_config(namespace, dotted)
     if len(namespace.models) > 1 or (namespace.models and "model" in given):
         raise flags.UsageError("one model is served; give its name once")
     if namespace.models:
