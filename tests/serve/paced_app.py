@@ -6,13 +6,13 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Self
 
 from octavo.config import EngineConfig
 from octavo.front import find_and_read, load_front
 from octavo.plan import PromptLogprobs, TokenLogprobs
-from octavo.serve.app import App, create_app
+from octavo.serve.app import create_app
 from octavo.serve.async_engine import AsyncEngine
 from octavo.serve.messages import Add, EngineInfo, EngineStats, Updates
 from octavo.serve.settings import ServeConfig
@@ -27,8 +27,11 @@ class PacedClient:
     num_restarts = 0
     pid = None
 
-    def __init__(self, engine: AsyncEngine, script: Script, rng: random.Random) -> None:
-        self.engine, self.script, self.rng = engine, script, rng
+    script: Script
+    rng: random.Random
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self.engine = engine
         self.stats = EngineStats()
         self.tasks: list[asyncio.Task[None]] = []
 
@@ -41,8 +44,8 @@ class PacedClient:
             self.tasks.append(asyncio.create_task(self._play(message)))
 
     async def _play(self, add: Add) -> None:
-        rng, ids = self.rng, add.sequence_ids
-        left = {i: list(_updates(add, i, *self.script(add, i))) for i in range(len(ids))}
+        rng, ids, script = self.rng, add.sequence_ids, self.script
+        left = {i: list(_updates(add, i, *script(add, i))) for i in range(len(ids))}
         while left:
             serves = [i for i in left if rng.random() < 0.7] or [next(iter(left))]
             self.engine.engine_updates(Updates(0, [left[i].pop(0) for i in serves]))
@@ -72,35 +75,42 @@ def _entry(token: int, num_top: int) -> TokenLogprobs:
 
 
 class PacedApp:
-    """Requests of a test, each at a pace of its own."""
+    """One front end for all requests of a test, each at a pace of its own. Closed like a file."""
 
     def __init__(self, **config: Any) -> None:
-        self._engine_config, self._config = EngineConfig(), ServeConfig(access_log=False, **config)
-        folder, self._arch = find_and_read(self._engine_config)
-        self._front = load_front(self._engine_config, folder, self._arch)
+        self._runner = asyncio.Runner()
+        self._runner.run(self._start(EngineConfig(), ServeConfig(access_log=False, **config)))
 
-    def app(self, script: Script, rng: random.Random) -> App:
-        """The application on an engine of its own; on a running loop."""
-        engine = AsyncEngine(self._engine_config, self._arch, max_num_queued_reqs=1024, max_num_queued_tokens=None)
-        engine.default_sampling = self._front.default_sampling
-        engine._client = PacedClient(engine, script, rng)  # type: ignore[assignment]
-        engine.tokenizer = self._front.tokenizer
+    async def _start(self, engine_config: EngineConfig, config: ServeConfig) -> None:
+        folder, arch = find_and_read(engine_config)
+        front = load_front(engine_config, folder, arch)
+        engine = AsyncEngine(engine_config, arch, max_num_queued_reqs=1024, max_num_queued_tokens=None)
+        engine.default_sampling = front.default_sampling
+        self._client = PacedClient(engine)
+        engine._client = self._client  # type: ignore[assignment]
+        engine.tokenizer = front.tokenizer
         engine.engine_up(
             EngineInfo(
-                device="paced", dtype="none", attention_backend="none", vocab_size=self._arch.vocab_size,
+                device="paced", dtype="none", attention_backend="none", vocab_size=arch.vocab_size,
                 max_model_len=4096, max_logprobs=20, max_num_seqs=64, max_num_batched_tokens=2048,
                 enable_prefix_caching=True, block_size=16, num_blocks=100,
             )
         )  # fmt: skip
-        return create_app(engine, self._config)
+        self._app = create_app(engine, config)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._runner.run(self._app.close())
+        self._runner.close()
 
     def ask(self, path: str, body: Any, script: Script, seed: int = 0) -> tuple[int, bytes]:
         """Status and body of one request, whose reader is as slow as `seed` says."""
-        return asyncio.run(self._ask(path, body, script, seed))
+        return self._runner.run(self._ask(path, body, script, random.Random(seed)))
 
-    async def _ask(self, path: str, body: Any, script: Script, seed: int) -> tuple[int, bytes]:
-        rng = random.Random(seed)
-        app = self.app(script, rng)
+    async def _ask(self, path: str, body: Any, script: Script, rng: random.Random) -> tuple[int, bytes]:
+        self._client.script, self._client.rng = script, rng
         status, received = 0, b""
         asked = False
 
@@ -120,9 +130,9 @@ class PacedApp:
 
         headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
         scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "client": ("127.0.0.1", 1)}
-        answer: Awaitable[None] = app(scope, receive, send)
-        await answer
-        await app.close()
+        await self._app(scope, receive, send)
+        await asyncio.gather(*self._client.tasks)
+        self._client.tasks.clear()
         return status, received
 
     def events(self, path: str, body: Any, script: Script, seed: int) -> list[Any]:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from octavo.serve.legacy import with_tools
-from paced_app import PacedApp
 from server_rig import RunningServer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -151,9 +150,3 @@ def test_forced_json_is_compact(server: RunningServer) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     (choice,) = ask(server, CHAT, messages=HI, response_format=form, temperature=1, seed=1)["choices"]
     assert not set(" \t\r\n") & set(choice["message"]["content"])
-
-
-def test_the_paced_engine_speaks_as_the_real_one() -> None:
-    """What `test_same_events` is told by its engine goes the way of all outputs."""
-    (event, last) = PacedApp().events(COMPLETIONS, {"prompt": "a", "max_tokens": 2}, lambda add, i: ([5, 6], "stop"), 1)
-    assert event["choices"][0]["finish_reason"] is None and last["choices"][0]["finish_reason"] == "stop"

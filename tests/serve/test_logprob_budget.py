@@ -36,8 +36,9 @@ def answer(add: Add, index: int) -> tuple[Sequence[int], str]:
 
 
 @pytest.fixture(scope="module")
-def paced() -> PacedApp:
-    return PacedApp()
+def paced() -> Iterator[PacedApp]:
+    with PacedApp() as app:
+        yield app
 
 
 def filled(num_positions: int, width: int) -> FlatLogprobs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -15,12 +15,13 @@ from paced_app import PacedApp
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 PROMPT = list(range(40, 52))
 MESSAGES = [{"role": "user", "content": "hi"}]
-NUM_PACES = 60
+NUM_PACES = 30
 
 
 @pytest.fixture(scope="module")
-def paced() -> PacedApp:
-    return PacedApp()
+def paced() -> Iterator[PacedApp]:
+    with PacedApp() as app:
+        yield app
 
 
 def talk(add: Add, index: int) -> tuple[Sequence[int], str]:

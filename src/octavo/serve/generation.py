@@ -264,8 +264,12 @@ async def _consume(outputs: Sequence[OutputStream], take: Take, *, streams: bool
 
     async def one(index: int) -> None:
         async for output in outputs[index]:
+            parts = pieces(output)
+            if parts is output.outputs and all(part.finish_reason not in ("error", "abort") for part in parts):
+                await take(index, output)
+                continue
             told = []
-            for completion in pieces(output):
+            for completion in parts:
                 failure = _failure(completion)
                 if failure is not None and not streams:
                     raise failure
