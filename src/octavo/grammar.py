@@ -1,6 +1,6 @@
 """Grammars: the forms that users ask of outputs, compiled with llguidance for one vocabulary.
 
-Owns the limits of compilation, the texts of its errors, the cache of compiled forms, and Matcher, which follows one
+Owns the limits of compilation, the cache of compiled forms, and Matcher, which follows one
 output and tells what may come next. To compile a form takes 0.5 to 2 ms, at the limits some 100 ms. Knows neither
 tensors nor requests; the library is imported by the first form. Invariants: foreign text leads to a working matcher or
 a ParameterError that repeats none of it; a form is compiled once, however many outputs follow it, and a form that
@@ -12,20 +12,18 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import json
 import random
-import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from octavo.checks import ParameterError
-from octavo.json_schema import rewrite
+from octavo.grammar_text import FIELD, MET_A_LIMIT, as_lark, grammar_text, name_of, no_text, other_words, refusal
 from octavo.outputs import TOO_COMPLEX
 from octavo.structured_outputs import StructuredOutputsParams
 from octavo.thinking import ClosingMark, Thinking
@@ -40,27 +38,12 @@ MASK_FUEL = 2_000_000  # of the lexer for one mask, some 0.1 s: a mask that take
 MASK_ITEMS = 200_000  # of the parser for one mask
 NUM_TRIALS, TRIAL_TOKENS = 4, 32  # texts that are begun before a form is accepted, and how far
 TRIAL_SECONDS = 0.5  # of processor time after which they end
-# Between the parts of JSON, if asked for: without a bound, a model that is unsure writes spaces until max_tokens.
-WHITESPACE = r"[ \t\r\n]{1,20}"
 SLOW_SECONDS = 0.005  # of processor time for one mask; a usual one takes 0.05 ms
 _MAX_RENEWALS = 2  # of a form that others wore out, for one output
 _REPLAY_TOKENS = 256  # that a matcher takes at once: the library holds the interpreter's lock meanwhile
-_FIELD = "structured_outputs"
-_GRAMMAR = "grammar_invalid"
-_INVALID = {"json": "schema_invalid", "regex": "regex_invalid"}  # of other forms: _GRAMMAR
 _ENDS = (b'"', b"}", b"]", b",", b")", b"\n")
 _NO_BYTES = np.empty(0, np.uint8)
 _Made = TypeVar("_Made")
-_PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
-_TOO_COMPLEX = re.compile(r"too (large|big|many|complex|deep)|limit|fuel|exceed|recursion|max is", re.IGNORECASE)
-# what is left of the library's words -> words that help
-_SAID_BETTER = {
-    "Pointer": "a $ref leads nowhere",
-    "Anchor": "a $ref leads nowhere",
-    "oneOf constraints are not supported. Enable": "oneOf is not supported unless its schemas surely exclude each other"
-    " (required constants do); use anyOf",
-}
-_UNSUPPORTED = re.compile(r"unimplemented|not supported|unknown format|look-around|backreference", re.IGNORECASE)
 
 
 class TokenTexts(Protocol):
@@ -159,8 +142,8 @@ class Grammars:
                 if not len(tokens) or not matcher.consume_token(self._pick(tokens, draw, number)):
                     break
             said = matcher.get_error() if matcher.is_error() else ""
-            if _TOO_COMPLEX.search(said):
-                raise ParameterError(_name(structured), "is too complex: it meets a limit within a text", TOO_COMPLEX)
+            if MET_A_LIMIT.search(said):
+                raise ParameterError(name_of(structured), "is too complex: it meets a limit within a text", TOO_COMPLEX)
 
     def _pick(self, tokens: NDArray[np.int64], draw: random.Random, number: int) -> int:
         """Some token; in every other trial one that ends what is open, if there is one: so more of a form is seen."""
@@ -174,20 +157,25 @@ class Grammars:
         return self.spell(structured)[1]
 
     def spell(self, structured: StructuredOutputsParams) -> tuple[StructuredOutputsParams, llguidance.LLMatcher]:
-        """A form in words that the library knows, and what it compiles to. Nothing is kept. Raises ParameterError."""
+        """A form in words that the library knows, and what it compiles to. Nothing is kept. Raises ParameterError.
+
+        To compile those words again leaves the interpreter's lock alone, which to find them may hold for seconds.
+        """
+        if structured.form == "grammar":
+            structured = as_lark(structured)
         try:
             return structured, self._build(structured)
         except ParameterError as error:
             if error.code != "unsupported" or structured.form != "json":
                 raise
-            others = _other_words(structured)
+            others = other_words(structured)
             if others is None:
                 raise
-            refusal = error
+            first = error
         try:
             return others, self._build(others)
         except ParameterError as error:  # what can be said of it may be nothing: then the keyword is what is wrong
-            raise refusal if error.code == "schema_invalid" else error from None
+            raise first if error.code == "schema_invalid" else error from None
 
     def _build(self, structured: StructuredOutputsParams) -> llguidance.LLMatcher:
         tokenizer = self._tokenizer or self._load_tokenizer()
@@ -198,22 +186,22 @@ class Grammars:
             step_max_items=MASK_ITEMS, verbose_errors=False,
         )  # fmt: skip
         try:
-            found = llguidance.LLMatcher(tokenizer, _grammar_text(structured), log_level=0, limits=limits)
+            found = llguidance.LLMatcher(tokenizer, grammar_text(structured), log_level=0, limits=limits)
             mask = found.compute_bitmask() if not found.is_error() else b""
             error = found.get_error() if found.is_error() else ""
             ended = found.is_accepting()
         except Exception as failure:  # what the library refuses while it reads
-            raise _refusal(structured, str(failure)) from None
+            raise refusal(structured, str(failure)) from None
         except BaseException as failure:
             if isinstance(failure, KeyboardInterrupt | SystemExit):
                 raise
-            raise _refusal(structured, "too complex") from None  # a panic of the library
+            raise refusal(structured, "too complex") from None  # a panic of the library
         if not mask:
-            raise _refusal(structured, error)
+            raise refusal(structured, error)
         words = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
         words[self._eos_token_ids] = 0
         if error or not (ended or words.any()):
-            raise ParameterError(_name(structured), "no text satisfies it", _INVALID.get(structured.form, _GRAMMAR))
+            raise no_text(structured)
         return found
 
     def _form(self, structured: StructuredOutputsParams) -> CompiledForm:
@@ -234,7 +222,7 @@ class Grammars:
             import llguidance
         except ImportError:
             message = "needs the package llguidance, which is not installed"
-            raise ParameterError(_FIELD, message, "unsupported_parameter") from None
+            raise ParameterError(FIELD, message, "unsupported_parameter") from None
         with self._loading:
             if self._tokenizer is None:
                 texts = self._texts = _Texts(self._load(), self._vocab_size, self._eos_token_ids)
@@ -256,6 +244,7 @@ class CompiledForm:
         self._matcher: llguidance.LLMatcher | None = None
         self._refusal: tuple[str, str, str] | None = None  # what to raise anew: field, message, code
         self._tried = False
+        self._spelled = structured
         self._seconds = 0.0  # of the last masks, the slow ones remembered for longer
 
     def get(self, worn: llguidance.LLMatcher | None = None, *, tried: bool = False) -> llguidance.LLMatcher:
@@ -267,8 +256,10 @@ class CompiledForm:
             if self._refusal is not None:
                 field, message, code = self._refusal
                 raise ParameterError(field, message, code)
-            if self._matcher is None or self._matcher is worn:
-                self._matcher = self._refusing(self._grammars.build)
+            if self._matcher is None:
+                self._spelled, self._matcher = self._refusing(self._grammars.spell)
+            elif self._matcher is worn:
+                self._matcher = self._grammars.build(self._spelled)
             if tried and not self._tried:
                 matcher = self._matcher
                 self._refusing(lambda structured: self._grammars.try_out(structured, matcher))
@@ -352,7 +343,7 @@ class Matcher:
         matcher, self._matcher = self._matcher, None
         assert matcher is not None, "what failed was there"
         said = matcher.get_error() if matcher.is_error() else ""
-        self.met_limit = _TOO_COMPLEX.search(said) is not None
+        self.met_limit = MET_A_LIMIT.search(said) is not None
         self._consumed = self._consumed[:0]
         if not self.met_limit or not said.startswith("lexer error") or self._num_renewals >= _MAX_RENEWALS:
             return False
@@ -437,63 +428,8 @@ class _Texts:
         return ids
 
 
-def _grammar_text(structured: StructuredOutputsParams) -> str:
-    """llguidance's text of a form. Raises whatever the library raises."""
-    import llguidance
-
-    match structured.form:
-        case "regex":
-            return llguidance.LLMatcher.grammar_from_regex(structured.regex or "")
-        case "choice":
-            texts = (json.dumps(choice, ensure_ascii=False) for choice in structured.choice or ())
-            lark = "start: " + " | ".join(texts)
-            return llguidance.LLMatcher.grammar_from_lark(lark.replace("\x7f", r"\u007f"))  # which JSON leaves as it is
-        case "grammar":
-            return llguidance.grammar_from("grammar", structured.grammar or "")
-    schema = structured.json if isinstance(structured.json, str) else '{"type":"object"}'
-    spaces = structured.whitespace_pattern or (WHITESPACE if structured.disable_any_whitespace is False else None)
-    options: dict[str, Any] = {"lenient": False, "whitespace_flexible": spaces is not None}
-    if spaces is not None:
-        options["whitespace_pattern"] = spaces
-    return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=options)  # type: ignore[arg-type]
-
-
-def _other_words(structured: StructuredOutputsParams) -> StructuredOutputsParams | None:
-    """The same form with a schema that says it in words the library knows; None if there are none. ParameterError."""
-    assert isinstance(structured.json, str), "a constructed form holds its schema as text"
-    schema = json.loads(structured.json)
-    made = rewrite(schema)
-    if made is False:
-        raise ParameterError(_name(structured), "no text satisfies it", "schema_invalid")
-    return None if made == schema else msgspec.structs.replace(structured, json={} if made is True else made)
-
-
-def _name(structured: StructuredOutputsParams) -> str:
-    return f"{_FIELD}.{structured.form}"
-
-
-def _refusal(structured: StructuredOutputsParams, text: str) -> ParameterError:
-    """The library's error as a user's: the sentence that says what is wrong, without what it quotes."""
-    code = _INVALID.get(structured.form, _GRAMMAR)
-    if _UNSUPPORTED.search(text):
-        code = "unsupported"
-    elif _TOO_COMPLEX.search(text):
-        code = TOO_COMPLEX
-    named = re.search(r"^error: (.+)$", text, re.MULTILINE)  # a regex's error has many lines
-    line = named[1] if named else text.strip().partition("\n")[0]
-    place = _PLACE.match(line)
-    what = line[place.end() :] if place else line
-    if not what.startswith("Unimplemented keys"):  # those are the JSON schema's own names
-        # what follows a colon, a quote or a bracket may be the user's
-        what = re.split(r": |[\"'(\[]", what)[0].strip()
-    what = _SAID_BETTER.get(what, what)
-    where = f" (line {place[1]}, column {place[2]})" if place else ""
-    reason = f": {what[:160]}{where}" if what else where
-    return ParameterError(_name(structured), f"cannot be used{reason}", code)
-
-
 def _no_texts() -> TokenTexts:
-    raise ParameterError(_FIELD, "this engine has no tokenizer", "unsupported_parameter")
+    raise ParameterError(FIELD, "this engine has no tokenizer", "unsupported_parameter")
 
 
 NO_GRAMMARS = Grammars(_no_texts, 0, ())

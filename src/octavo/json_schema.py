@@ -17,7 +17,7 @@ from urllib.parse import unquote
 
 from octavo.checks import ParameterError
 
-MAX_NODES = 20_000  # of what is made: alternatives of alternatives multiply
+MAX_NODES = 8_000  # of what is made: alternatives of alternatives multiply
 MAX_DEPTH = 48  # of references followed and alternatives nested
 MAX_FIRST_MATCH = 16  # places of an array where the first match of `contains` may be
 MAX_UNIQUE = 5  # values of which all arrangements are written out

@@ -187,13 +187,13 @@ def test_a_row_that_goes_while_its_mask_is_made_disturbs_nobody(monkeypatch: pyt
 
 
 def test_no_form_is_compiled_in_the_steps_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads, build = [], Grammars.build
+    threads, build = [], Grammars._build
 
     def note(grammars: Grammars, structured: StructuredOutputsParams) -> Any:
         threads.append(threading.get_ident())
         return build(grammars, structured)
 
-    monkeypatch.setattr(Grammars, "build", note)
+    monkeypatch.setattr(Grammars, "_build", note)
     world = grammar_world("cpu")
     for row in range(20):
         world.add(row, **_regex("[abc]+" if row else "("))
@@ -204,8 +204,8 @@ def test_no_form_is_compiled_in_the_steps_thread(monkeypatch: pytest.MonkeyPatch
 
 def test_a_form_that_meets_a_limit_is_compiled_once_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each row compiled it again: 256 rows held up one step for half a minute."""
-    calls, build = [], Grammars.build
-    monkeypatch.setattr(Grammars, "build", lambda *args: (calls.append(1), build(*args))[1])
+    calls, build = [], Grammars._build
+    monkeypatch.setattr(Grammars, "_build", lambda *args: (calls.append(1), build(*args))[1])
     world = grammar_world("cpu")
     rules = "\n".join(f'r{n}: r{n + 1} | "b{n}"' for n in range(2100))
     form = {"structured_outputs": StructuredOutputsParams(grammar=f'start: "aa" r0\n{rules}\nr2100: "c"'), "eos": [EOS]}

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import select
+import socket
+import time
 from typing import Any
 
 import pytest
 
+from patience import patient
 from server_rig import RunningServer, StartServer
 
 PATH = "/v1/completions"
@@ -211,3 +217,28 @@ def test_a_truncated_prompt_is_its_end(server: RunningServer) -> None:
     body = {"model": "octavo-tiny", "messages": [{"role": "user", "content": "Hello there"}], "max_tokens": 1}
     reply = server.post("/v1/chat/completions", body | {"truncate_prompt_tokens": 3}).json()
     assert reply["usage"]["prompt_tokens"] == 3
+
+
+def test_forms_that_take_long_are_turned_away_and_hold_up_nobody(server: RunningServer) -> None:
+    """Forty at once, whose senders then leave: the queue has an end, and what nobody waits for leaves it."""
+    grammar = "start: A0\n" + "\n".join(f"A{n}: A{n + 1} A{n + 1} A{n + 1}" for n in range(30)) + '\nA30: "x'
+    with contextlib.ExitStack() as stack:
+        connections = []
+        for number in range(40):
+            form = {"grammar": f'{grammar}{number}"'}
+            body = json.dumps({"prompt": "a", "model": "octavo-tiny", "structured_outputs": form}).encode()
+            connection = stack.enter_context(socket.create_connection((server.host, server.port)))
+            connection.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                b"Content-Length: %d\r\n\r\n" % len(body) + body
+            )
+            connections.append(connection)
+        ready, _, _ = select.select(connections, [], [], patient(30))
+        assert ready
+        head = ready[0].recv(65536)
+        assert head.startswith(b"HTTP/1.1 503") and b"retry-after" in head.lower()
+    deadline = time.monotonic() + patient(30)
+    body = GREEDY | {"prompt": "say ", "structured_outputs": {"regex": "a{3}c"}}
+    while (reply := server.post(PATH, body)).status == 503:  # until it was noticed that they left
+        assert time.monotonic() < deadline
+    assert reply.json()["choices"][0]["text"] == "aaac"

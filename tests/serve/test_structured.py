@@ -190,6 +190,25 @@ def test_forms_whose_senders_have_left_hold_up_nobody() -> None:
     _with_jail(use)
 
 
+def test_the_engine_gets_forms_in_words_that_compile_at_once() -> None:
+    """What takes the interpreter's lock for long is done in the jail, once."""
+    rules = "\n".join(f'r{number} ::= "a" r{number + 1}' for number in range(50))
+    forms = [
+        _form(grammar=f'root ::= r0\n{rules}\nr50 ::= "z"'),
+        _form(json={"oneOf": [{"required": ["a"]}, {"required": ["b"]}], "type": "object"}),
+        _form(json={"type": "string", "format": "color"}),
+    ]
+
+    async def use(jail: GrammarJail) -> None:
+        for form in forms:
+            spelled = await jail.check_structured(form)
+            assert spelled is not None and spelled != form and spelled.form == form.form
+            assert await jail.check_structured(spelled) == spelled
+        assert await jail.check_structured(_form(choice=["a"])) == _form(choice=["a"])
+
+    _with_jail(use)
+
+
 def test_too_many_forms_are_turned_away() -> None:
     async def use(jail: GrammarJail) -> None:
         tasks = [asyncio.create_task(_error(jail, _slow(number))) for number in range(3)]

@@ -174,7 +174,9 @@ class GrammarJail:
             verdict = await self._ask(key, structured)
         if verdict.code:
             raise ParameterError(verdict.field, verdict.message, verdict.code)
-        return msgspec.structs.replace(structured, json=verdict.schema) if verdict.schema else structured
+        if not verdict.spelled:
+            return structured
+        return msgspec.structs.replace(structured, **{structured.form: verdict.spelled})
 
     async def _ask(self, key: bytes, structured: StructuredOutputsParams) -> Verdict:
         check = self._checks.get(key)
@@ -205,7 +207,7 @@ class GrammarJail:
 
     def _busy(self, reason: str) -> JailBusyError:
         seconds = self._seconds * len(self._checks) / self._max_children
-        return JailBusyError(reason, min(max(seconds, 1.0), 60.0))
+        return JailBusyError(reason, max(min(seconds, self._wait_seconds), 1.0))  # by then all who wait have gone
 
     async def close(self) -> None:
         """End the children."""

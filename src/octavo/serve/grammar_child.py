@@ -28,12 +28,12 @@ _HEAD = struct.Struct("<I")
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """A form's fate; an empty `code`: it can be compiled, with `schema` for its own if that is not empty."""
+    """A form's fate; an empty `code`: it can be compiled, as `spelled` if that is not empty."""
 
     field: str = ""
     message: str = ""
     code: str = ""
-    schema: str = ""
+    spelled: str = ""
 
 
 def pack(message: msgspec.Struct) -> bytes:
@@ -81,7 +81,7 @@ def _judge(grammars: Grammars, text: bytes) -> Verdict:
         return Verdict(error.field, str(error).removeprefix(f"{error.field}: "), error.code)
     except (MemoryError, RecursionError):
         return Verdict("structured_outputs", "takes more memory than is allowed", "schema_too_complex")
-    return Verdict(schema="" if spelled is structured else str(spelled.json))
+    return Verdict(spelled="" if spelled is structured else str(getattr(spelled, spelled.form)))
 
 
 def _read(source: BinaryIO) -> bytes | None:
