@@ -105,7 +105,7 @@ class EngineConfig:
     async_scheduling: bool | None = setting(None, "plan a step while the one before it runs", "bool")
 
     block_size: int | None = setting(
-        None, "tokens per cache block: a power of two (default: 16 on CPU, 64 on a GPU)", "int", low=8, high=256
+        None, "tokens of a cache block: 8 or a multiple of 16 (default: 16 on CPU, 64 on GPU)", "int", low=8, high=1024
     )
     kv_cache_dtype: str = setting(
         "auto", "type of the cache (auto: dtype's): fp8 is float8 e4m3", "str",
@@ -158,8 +158,8 @@ class EngineConfig:
             value = getattr(self, name)
             if read_value(name, fact, value) != value:
                 raise ConfigError(name, value, f"is text for {fact.kind}", "use load_config, which reads text")
-        if self.block_size is not None and self.block_size & (self.block_size - 1):
-            raise ConfigError("block_size", self.block_size, "must be a power of two from 8 to 256")
+        if self.block_size not in (None, 8) and self.block_size % 16:
+            raise ConfigError("block_size", self.block_size, "must be 8 or a multiple of 16, up to 1024")
         for name, known in (("attention_config", _ATTENTION_KEYS), ("override_generation_config", _GENERATION_KEYS)):
             for key in getattr(self, name):
                 if key not in known:

@@ -198,7 +198,7 @@ def test_code_beside_the_weights_is_not_run(model_folder: Path, octavo: Octavo) 
 BAD_SETTINGS: list[tuple[dict[str, Any], tuple[str, ...], list[str]]] = [
     ({"max_model_len": 4096}, ("max_model_len=4096", "2048 positions"), ["--max-model-len", "4096"]),
     ({"max_model_len": 1}, ("max_model_len=1", "from 2 to"), ["--max-model-len", "1"]),
-    ({"block_size": 24}, ("block_size=24", "power of two from 8 to 256"), ["--block-size", "24"]),
+    ({"block_size": 24}, ("block_size=24", "8 or a multiple of 16, up to 1024"), ["--block-size", "24"]),
     ({"max_num_seqs": 0}, ("max_num_seqs=0", "from 1 to 65536"), ["--max-num-seqs", "0"]),
     ({"max_num_batched_tokens": 4, "max_num_seqs": 8}, ("max_num_batched_tokens=4", "max_num_seqs is 8"),
      ["--max-num-batched-tokens", "4", "--max-num-seqs", "8"]),

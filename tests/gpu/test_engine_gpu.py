@@ -41,6 +41,8 @@ GPU_SETTINGS: dict[str, dict[str, Any]] = {
     "no graphs": {"enforce_eager": True, "max_num_seqs": 50},
     "no graphs, chunks of 64": {"enforce_eager": True, "max_num_batched_tokens": 64, "max_num_seqs": 50},
     "blocks of 128": {"block_size": 128, "max_num_seqs": 50},
+    "blocks of 48": {"block_size": 48, "max_num_seqs": 50},
+    "blocks of 144": {"block_size": 144, "max_num_seqs": 50},
     "kernel blocks of 16": {"block_size": 64, "attention_config": {"kernel_block_size": 16}, "max_num_seqs": 50},
     "few graphs": {"max_num_seqs": 3},
     "waiting for each step": {"async_scheduling": False, "max_num_seqs": 50},

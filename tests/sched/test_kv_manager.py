@@ -363,3 +363,15 @@ def test_a_hit_is_the_longest_that_all_groups_accept(groups, seed, limit):
         assert len(table) == hit.num_tokens // group.block_size
         first = first_seen(group, hit.num_tokens) // group.block_size
         assert all(block == 0 for block in table[:first]) and all(table[first:])
+
+
+@pytest.mark.parametrize("other", [nothing(), state()], ids=["encoder_only", "mamba"])
+@pytest.mark.parametrize("size", [48, 144, 528])
+def test_K4_G3_blocks_of_any_size_stand_beside_groups_whose_blocks_are_not_made_of_tokens(size, other) -> None:
+    kv = make_kv(full(size), other)
+    request = make_request(list(range(100, 100 + size + 1)))
+    found, blocks = admit(kv, request)
+    assert found == 0 and [len(table) for table in blocks] == [2, 1 if other.kind == "mamba" else 0]
+    kv.free(request)
+    kv.check()
+    assert kv.num_free_blocks == 99

@@ -60,7 +60,7 @@ def refuse(*argv: str) -> str:
         (["octavo-tiny", "octavo-tiny"], "one model"),
         (["octavo-tiny", "--model", "octavo-tiny"], "one model"),
         (["--port", "0", "--max-model-len", "1000000"], "positions"),
-        (["--block-size", "24"], "power of two"),
+        (["--block-size", "24"], "8 or a multiple of 16"),
         (["--tool-call-parser", "no-such"], "tool_call_parser"),
         (["--chat-template", "/no/such/file"], "cannot be read"),
         (["--served-model-name", "name", "no-such-model-anywhere/y"], "no-such-model-anywhere/y"),

@@ -65,7 +65,8 @@ class KVManager:
         self._groups, self._policies = tuple(groups), make_policies(groups)
         self._ratios = [group.block_size // self.block_size for group in groups]
         self._alignment = max(group.block_size for group in groups)  # of hits: nobody continues inside a block
-        assert not any(self._alignment % group.block_size for group in groups), "block sizes divide each other"
+        sizes = [group.block_size for group in groups if group.block_size < WHOLE]
+        assert not any(max(sizes) % size for size in sizes), "block sizes divide each other"
         self._enable_prefix_caching = enable_prefix_caching and self._alignment < WHOLE
         self._sliding = [(i, policy) for i, policy in enumerate(self._policies) if groups[i].window or groups[i].chunk]
         self._pool = BlockPool(num_blocks, len(groups))
