@@ -24,6 +24,7 @@ import msgspec
 import numpy as np
 
 from octavo.benchmark import SHAPES, dummy_model
+from octavo.config import DEFAULT_BLOCK_SIZE
 from octavo.engine import Engine
 from octavo.flags import Parser
 from octavo.llm import LLM
@@ -40,6 +41,7 @@ MAX_ROWS = 512  # requests that run at once, unless an axis says otherwise
 # around the sizes of blocks, tiles and leaves, where kernels have their edges
 _LENGTHS = (1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 200, 255, 256, 257, 400, 511, 512, 513)
 _GROUPS = (1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 17, 24, 31, 33, 48, 64, 65, 96, 127, 129, 160)
+_BLOCK_SIZES = (16, 48, 64, 528)  # a tile's keys, fewer, and sizes whose borders seldom are a tile's
 _ANY_GROUPS = 6  # batches of any of these sizes; the rest are of the larger half
 
 
@@ -289,8 +291,13 @@ def make_axes(device: str, jobs: Sequence[Job], rng: random.Random) -> list[Axis
         Axis("chunk size", all_at_once, {"max_num_batched_tokens": rng.randint(64, 256), "max_num_seqs": 32}),
         Axis("prefix hit", twice, {"enable_prefix_caching": True}),
         Axis("preemption", crowded, tight),
-        Axis("cache block", all_at_once, {"block_size": rng.choice([32, 64, 128])}),
+        *(
+            Axis(f"blocks of {size}", all_at_once, {"block_size": size})
+            for size in _BLOCK_SIZES
+            if size != DEFAULT_BLOCK_SIZE[device]  # the reference's
+        ),
         Axis("kernel block", all_at_once, {"block_size": 64, "attention_config": {"kernel_block_size": 16}}),
+        Axis("odd kernel block", all_at_once, {"block_size": 144, "attention_config": {"kernel_block_size": 48}}),
         Axis("step in flight", all_at_once, {"async_scheduling": device == "cpu"}),
     ]
     if device == "cuda":

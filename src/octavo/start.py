@@ -60,7 +60,6 @@ from octavo.start_cache import (
     choose_form,
     give_scales,
     make_backends,
-    within_reach,
 )
 from octavo.text.no_tokenizer import NoTokenizer
 from octavo.text.tokenizer import Tokenizer
@@ -117,7 +116,6 @@ def start_engine(config: EngineConfig, phases: Phases, *, text: bool = True) -> 
             arch, resolved, form.groups, free_bytes, total_bytes=total_bytes, weights_loaded=True,
             tables=form.tables, buffer_bytes=buffer_bytes(resolved, form),
         )  # fmt: skip
-        memory = within_reach(memory, resolved, form, model)
         resolved = dataclasses.replace(resolved, max_model_len=memory.max_model_len)
         specs = _try_mods(model, mods, resolved)
         # without text it is loaded when the first form is asked for

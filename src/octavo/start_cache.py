@@ -33,7 +33,7 @@ from octavo.kv_cache.layout import Layout, resolve_layout
 from octavo.kv_cache.pool import KVCachePool
 from octavo.layers.attention import Attention
 from octavo.layers.latent_attention import LatentAttention
-from octavo.memory import ITEMSIZE, MemoryPlan
+from octavo.memory import ITEMSIZE
 from octavo.models.base import Model
 from octavo.ops.cache_store import LIMITS
 from octavo.settings import ConfigError
@@ -134,32 +134,6 @@ def buffer_bytes(resolved: Resolved, form: CacheForm) -> int:
         )
         total += capability(table.backend).buffer_bytes(setup)
     return total
-
-
-def within_reach(memory: MemoryPlan, resolved: Resolved, form: CacheForm, model: Model) -> MemoryPlan:
-    """The plan with a cache whose every element all backends reach. What the user set is left to them to refuse.
-
-    Where a backend's kernels are compiled for the number of blocks, it is lowered by up to 3 % to a round one: free
-    memory is never the same twice, and a later start is to find the kernels of an earlier one.
-    """
-    most, backend = memory.num_blocks, ""
-    for table in form.tables if resolved.device == "cuda" and resolved.num_gpu_blocks_override is None else ():
-        variant, limit = model.attention_variants[table.layers[0]], capability(table.backend).max_elements
-        layers = len(table.layers) if form.layout.block_outermost else 1
-        reached = limit // (memory.block_size * variant.num_kv_heads * variant.channels * layers) if limit else most
-        if capability(table.backend).per_pool:
-            rounded = min(most, reached) & -(1 << max(0, min(most, reached).bit_length() - 6))
-            reached = rounded if rounded > memory.blocks_per_request else reached
-        if reached < most:
-            most, backend = reached, table.backend
-    if not backend:
-        return memory
-    if most <= memory.blocks_per_request:
-        raise ValueError(
-            f"attention backend {backend!r} reaches {most} blocks, a request of max_model_len={memory.max_model_len} "
-            f"takes {memory.blocks_per_request}: set max_model_len, or another attention_backend"
-        )
-    return dataclasses.replace(memory, num_blocks=most, rule=f"what attention backend {backend!r} takes")
 
 
 def attention_names(resolved: Resolved) -> str:

@@ -42,7 +42,7 @@ class Setting(NamedTuple):
 SETTINGS = [
     Setting(layout, block, kernel)
     for layout in ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
-    for block, kernel in ((16, 16), (32, 16), (128, 16), (128, 32), (128, 64), (64, 64), (128, 128))
+    for block, kernel in ((16, 16), (32, 16), (128, 16), (128, 32), (144, 48), (128, 64), (64, 64), (128, 128))
 ]
 
 
@@ -131,20 +131,21 @@ def make_step(
     num_blocks: int = 0,
     cache: torch.dtype | None = None,
     scales: LayerTensors = NO_TENSORS,
+    num_layers: int = 1,
     device: torch.device = CPU,
 ) -> Step:
     """Rows over blocks in random order (at the end of a larger pool if `num_blocks` says so).
 
     Every slot that no row owns is NaN, in other layers and blocks too, and every table entry beyond a row's length is
-    garbage. Two padding rows follow. A larger pool has one layer, and nothing but the rows' slots is touched.
-    cache: the cache's type, if it is narrower, with its scales.
+    garbage. Two padding rows follow. A larger pool has `num_layers`, and nothing but the rows' slots is touched. cache:
+    the cache's type, if it is narrower, with its scales.
     """
     dtype = cache or rows[0][0].kv.dtype
     counts = [-(-seq_len // setting.block) for _, seq_len, _ in rows]
     _, kv_heads, width = rows[0][0].kv.shape
     pool = make_pool(
         setting, max(num_blocks, sum(counts) + 4), kv_heads, width, dtype,
-        num_layers=1 if num_blocks else NUM_LAYERS, device=device,
+        num_layers=num_layers if num_blocks else NUM_LAYERS, device=device,
     )  # fmt: skip
     if not num_blocks:
         if dtype == torch.int8:

@@ -15,12 +15,12 @@ PLAIN = Variant(num_heads=4, num_kv_heads=2, head_size=16, scale=0.25)
 BLOCKS = 40
 
 
-def compiled(self, lines, key, value, rows, key_scale, start, count, *, sums):
+def compiled(self, lines, kv, rows, key_scale, start, count, *, sums):
     """What a kernel's call does on a GPU where it keeps nothing."""
     if not self._ways:
         call = flex_kernel.compile_call(self._variant, self._mods, self.shape, self._sizes)
         self._ways[()] = flex_kernel._through(call)
-    return self._ways[()](lines, key, value, rows, self.logical, (), start, count, sums)
+    return self._ways[()](lines, *kv[:1].chunk(2, dim=-1), rows, (), start, count, sums)
 
 
 @torch.inference_mode()

@@ -30,25 +30,26 @@ class Batch:
     """Rows of (seq_len, queries) over one cache of shuffled blocks; what no row owns is NaN."""
 
     def __init__(
-        self, rows: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.device, seed: int = 0
-    ) -> None:
+        self, rows: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.device, seed: int = 0,
+        block: int = BLOCK,
+    ) -> None:  # fmt: skip
         longest = max(seq_len for seq_len, _ in rows)
         history, queries = [], []
         for row in range(len(rows)):
             generator = torch.Generator().manual_seed(row)
             history.append(torch.randn(1024, STATE, generator=generator))
             queries.append(torch.randn(1024, HEADS, STATE, generator=generator))
-        blocks = list(range(1, 4 + sum(-(-seq_len // BLOCK) for seq_len, _ in rows)))
+        blocks = list(range(1, 4 + sum(-(-seq_len // block) for seq_len, _ in rows)))
         random.Random(seed).shuffle(blocks)
-        width = -(-longest // BLOCK) + 1
-        self.kv = torch.full((len(blocks) + 1, 1, BLOCK, STATE), torch.nan)
+        width = -(-longest // block) + 1
+        self.kv = torch.full((len(blocks) + 1, 1, block, STATE), torch.nan)
         table = torch.randint(0, len(blocks), (len(rows), width), dtype=torch.int32)
         parts, starts = [], [0]
         for row, (seq_len, count) in enumerate(rows):
-            for first in range(0, seq_len, BLOCK):
-                block = table[row, first // BLOCK] = blocks.pop()
-                part = history[row][first : min(first + BLOCK, seq_len)]
-                self.kv[block, 0, : len(part)] = part
+            for first in range(0, seq_len, block):
+                own = table[row, first // block] = blocks.pop()
+                part = history[row][first : min(first + block, seq_len)]
+                self.kv[own, 0, : len(part)] = part
             parts.append(queries[row][seq_len - count : seq_len])
             starts.append(starts[-1] + count)
         self.kv = self.kv.to(device, dtype)
@@ -56,7 +57,7 @@ class Batch:
         ints = {"dtype": torch.int32, "device": device}
         self.inputs = AttentionInputs(
             num_rows=len(rows), num_tokens=len(self.q), max_query_len=max(count for _, count in rows),
-            max_seq_len=longest, block_size=BLOCK, query_start=torch.tensor(starts, **ints),
+            max_seq_len=longest, block_size=block, query_start=torch.tensor(starts, **ints),
             seq_lens=torch.tensor([seq_len for seq_len, _ in rows], **ints), block_table=table.to(device),
             slot_mapping=torch.full((len(self.q),), -1, device=device),
         )  # fmt: skip
@@ -132,6 +133,12 @@ def check_bits_depend_on_the_row_only(device: torch.device, dtype: torch.dtype) 
         got = Batch(rows, dtype, device, seed).run("mla", splits)
         place = rows[0][1] - 1
         assert torch.equal(got[place], alone[0]), f"{rows} split by {splits} moves bits"
+
+
+def check_no_bit_depends_on_the_block_size(device: torch.device, dtype: torch.dtype) -> None:
+    rows, sizes = [(700, 1), (40, 9), (530, 3)], (8, 16, 48, 528)
+    outs = [Batch(rows, dtype, device, seed, block).run("mla", 1) for seed, block in enumerate(sizes)]
+    assert all(torch.equal(out, outs[0]) for out in outs)
 
 
 def check_padding_rows_are_left_alone(device: torch.device, dtype: torch.dtype) -> None:

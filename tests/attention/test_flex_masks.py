@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 
 import pytest
@@ -17,7 +18,7 @@ from octavo.attention.flex_sizes import FlexSizes
 from octavo.attention.mods import AttentionMods, bound
 from octavo.attention.reference import ReferenceBackend
 from octavo.ops import flex as ops
-from octavo.ops.mask_rows import Geometry, Kind, MaskRows
+from octavo.ops.mask_rows import NOWHERE, Geometry, Kind, MaskRows
 
 CPU = torch.device("cpu")
 GARBAGE = 2**31 - 1
@@ -39,7 +40,7 @@ class Batch:
     """Requests whose tables share prefixes, repeat null blocks and end in garbage."""
 
     def __init__(self, rng: random.Random, block: int, *, most: int = 40, longest: int = 400) -> None:
-        num = rng.randrange(1, most + 1)
+        num, self.block = rng.randrange(1, most + 1), block
         self.lengths = [rng.randrange(1, longest) for _ in range(num)]
         self.queries = [min(length, rng.choice([1, 1, 2, 7, rng.randrange(1, 60)])) for length in self.lengths]
         width = -(-longest // block) + 1
@@ -59,10 +60,18 @@ class Batch:
         self.seq_lens = torch.tensor(self.lengths, dtype=torch.int32)
         self.query_start = torch.tensor([0, *self.queries]).cumsum(0).int()
 
+    def places(self, row: int, starts: range, unit: int) -> list[int]:
+        """Where the units of a request that begin at such positions lie; -1: nowhere."""
+        found = []
+        for start in starts:
+            id = int(self.table[row, start // self.block]) if start < self.lengths[row] else 0
+            found.append(id * (self.block // unit) + start % self.block // unit if id else -1)
+        return found
+
     def plan(self, shape: Geometry, mods: AttentionMods, *, slack: int = 0) -> tuple[MaskRows, int, int]:
         tiles = ops.max_tiles(len(self.lengths), sum(self.queries), max(self.queries), shape.tokens)
         leaves = -(-(max(self.lengths) + slack) // shape.leaf)
-        rows = MaskRows(tiles * leaves, shape.columns, CPU)
+        rows = MaskRows(tiles * leaves, shape, CPU)
         with bound(FIELDS):
             count = ops.plan_mask_rows(
                 rows, shape, num_tiles=tiles, num_leaves=leaves, query_start=self.query_start, seq_lens=self.seq_lens,
@@ -79,26 +88,38 @@ def visible(mods: AttentionMods, row: int, q: torch.Tensor, length: int) -> torc
         return mods.visible(torch.tensor(row), torch.tensor(0), q[:, None], kv[None, :]).expand(len(q), length)
 
 
+def shape_of(rng: random.Random, block: int, **others: int) -> Geometry:
+    """Mask blocks of a size of their own: a part of a block, a block, several, or parts of two."""
+    kv_block = rng.choice([16, 32, 64])
+    sizes = {"group": rng.choice([1, 4]), "lines": 16, "stride": 1, "columns": rng.choice([2, 3, 100]), "q_block": 16}
+    return Geometry(block=block, kv_block=kv_block, unit=math.gcd(block, kv_block), **(sizes | others))
+
+
+def entries(lists: torch.Tensor, num: torch.Tensor, z: int, shape: Geometry) -> dict[int, list[int]]:
+    """Of a list: its mask blocks' numbers, in order, and where their units lie. The rest of it must be safe."""
+    whole, used = lists[z, 0, 0].unflatten(0, (-1, shape.entry)), int(num[z])
+    assert whole.shape[0] == shape.columns + 1 and whole[used:].eq(0).all()
+    found = {int(entry[0]): entry[1:].tolist() for entry in whole[:used]}
+    assert list(found) == sorted(found) and len(found) == used
+    return found
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_F1_8_and_F1_9_mask_rows_against_a_brute_force_token_mask(seed: int) -> None:
     """20 x 8 batches of 1 to 40 tables. Blocks are never under-selected, full ones are wholly visible, lists are
     in order, without repeats, and end in a safe entry (F1.7, F1.G3); tiles never mix requests (K4.G7)."""
     rng = random.Random(seed)
     for mods in MODS:
-        block, group = rng.choice([16, 32, 48]), rng.choice([1, 4])
-        columns = rng.choice([2, 3, 100])
-        shape = Geometry(group=group, lines=16, block=block, stride=1, columns=columns, q_block=16)
-        batch = Batch(rng, block)
+        block = rng.choice([16, 32, 48])
+        shape = shape_of(rng, block)
+        size, columns, batch = shape.kv_block, shape.columns, Batch(rng, block)
         rows, count, leaves = batch.plan(shape, mods, slack=rng.choice([0, 500]))
         seen_tokens = []
         for z in range(count):
             low, high, row, first = (int(x[z]) for x in (rows.low, rows.high, rows.row, rows.first))
             part, full = (
-                lists[z, 0, 0, : int(num[z])].tolist()
-                for lists, num in ((rows.partial, rows.partial_num), (rows.full, rows.full_num))
+                entries(*pair, z, shape) for pair in ((rows.partial, rows.partial_num), (rows.full, rows.full_num))
             )
-            for lists, used in ((rows.partial, part), (rows.full, full)):
-                assert lists[z, 0, 0, len(used) :].eq(0).all() and lists.shape[-1] == columns + 1
             if high < low:
                 assert not part and not full
                 continue
@@ -109,18 +130,17 @@ def test_F1_8_and_F1_9_mask_rows_against_a_brute_force_token_mask(seed: int) -> 
                 seen_tokens += range(int(rows.token[z]), int(rows.token[z]) + high - low + 1)
                 assert int(rows.token[z]) == int(batch.query_start[row]) + low - start
             mask = visible(mods, row, torch.arange(low, high + 1), length)
-            expected_part, expected_full = [], []
-            for column in range(leaf * columns, min((leaf + 1) * columns, -(-length // block))):
-                keys = mask[:, column * block : (column + 1) * block]
-                block_id = int(batch.table[row, column])
-                if block_id in full:
-                    assert keys.all() and keys.shape[1] == block
-                    expected_full.append(block_id)
-                elif block_id in part:
-                    expected_part.append(block_id)
+            for column in range(leaf * columns, min((leaf + 1) * columns, -(-length // size))):
+                keys = mask[:, column * size : (column + 1) * size]
+                places = batch.places(row, range(column * size, (column + 1) * size, shape.unit), shape.unit)
+                if column in full:
+                    assert keys.all() and keys.shape[1] == size and full[column] == places
+                elif column in part:
+                    instead = ~max(places)  # of a unit that is not there
+                    assert part[column] == [instead if place < 0 else place for place in places]
                 else:
                     assert not keys.any()
-            assert (part, full) == (expected_part, expected_full)
+            assert not set(part) & set(full) and all(at // columns == leaf for at in [*part, *full])
         assert sorted(seen_tokens) == list(range(sum(batch.queries))), "every query is in one tile"
 
 
@@ -132,53 +152,78 @@ def test_K4_7_tiles_of_every_size_tell_the_same_blocks_full(group: int) -> None:
         batch = Batch(rng, 16, most=8)
         full: list[dict[tuple[int, int], list[int]]] = []
         for lines in (16, 32, 128):
-            shape = Geometry(group=group, lines=lines, block=16, stride=1, columns=100, q_block=128)
+            shape = Geometry(group=group, lines=lines, block=16, stride=1, columns=100, q_block=128, kv_block=16)
             rows, count, _ = batch.plan(shape, mods)
             seen = {}
             for z in range(count):
-                ids = rows.full[z, 0, 0, : int(rows.full_num[z])].tolist()
-                seen |= {(int(rows.row[z]), at): ids for at in range(int(rows.low[z]), int(rows.high[z]) + 1)}
+                numbers = list(entries(rows.full, rows.full_num, z, shape))
+                seen |= {(int(rows.row[z]), at): numbers for at in range(int(rows.low[z]), int(rows.high[z]) + 1)}
             full.append(seen)
         assert full[0] == full[1] == full[2] and len(full[0]) == sum(batch.queries)
 
 
+def test_lists_name_the_same_mask_blocks_at_every_block_size() -> None:
+    """Which there are, of which kind, in which order: the order of a query's sums. Only where they lie differs."""
+    for mods in MODS:
+        told = []
+        for block in (16, 32, 48, 64, 128, 144, 256, 528):
+            batch = Batch(random.Random(3), block, most=8)
+            shape = shape_of(random.Random(1), block, columns=5, group=4)
+            rows, count, _ = batch.plan(shape, mods)
+            lists = (rows.partial, rows.partial_num), (rows.full, rows.full_num)
+            told.append([[list(entries(*pair, z, shape)) for pair in lists] for z in range(count)])
+        assert all(one == told[0] for one in told)
+
+
 def test_F1_9_a_kernels_own_indices_lead_to_the_logical_mask() -> None:
-    """Physical keys are told from logical ones by the blocks' places; keys past a request's end are hidden."""
+    """Keys past a request's end and those that the cache has not are hidden, and no mod is asked about them."""
     rng = random.Random(5)
     for mods in MODS:
-        shape = Geometry(group=4, lines=16, block=16, stride=3, columns=8, q_block=16)
+        shape = shape_of(rng, 16, group=4, stride=3, columns=8)
         batch = Batch(rng, 16, most=6, longest=120)
         rows, count, leaves = batch.plan(shape, mods)
-        logical = torch.zeros(batch.num_blocks, dtype=torch.int32)
-        ops.place_blocks(logical, batch.table, batch.seq_lens, 16)
-        mask, _ = make_mods(mods, shape, rows.row, rows.first, rows.length, logical)
+        asked: list[int] = []
+
+        def looked_up(b, h, q_idx, kv_idx, mods=mods, asked=asked):
+            asked += [int(q_idx), *kv_idx.tolist()]
+            return mods.mask_mod(b, h, q_idx, kv_idx) if mods.mask_mod else kv_idx >= 0
+
+        asking = dataclasses.replace(mods, mask_mod=looked_up)
+        mask, _ = make_mods(asking, shape, rows.row, rows.first, rows.length)
         for z in range(0, count, leaves):
             low, high, row, first = (int(x[z]) for x in (rows.low, rows.high, rows.row, rows.first))
             for q in range(low, high + 1):
                 expected = visible(mods, row, torch.tensor([q]), batch.lengths[row])[0]
-                blocks = [*rows.partial[z, 0, 0, : rows.partial_num[z]], *rows.full[z, 0, 0, : rows.full_num[z]]]
+                lists = (rows.partial, rows.partial_num), (rows.full, rows.full_num)
                 seen = torch.zeros_like(expected)
-                for physical in blocks:
-                    n = physical * 16 + torch.arange(16)
+                for number in [at for pair in lists for at in entries(*pair, z, shape)]:
+                    n = number * shape.kv_block + torch.arange(shape.kv_block)
                     with bound(FIELDS):
-                        keys = mask(torch.tensor(z), torch.tensor(0), torch.tensor((q - first) * 4), n).expand(16)
-                    at = logical[physical // 3] * 16 + torch.arange(16)
-                    assert not keys[at >= len(expected)].any()
-                    seen[at[at < len(expected)]] = keys[at < len(expected)]
+                        keys = mask(torch.tensor(z), torch.tensor(0), torch.tensor((q - first) * 4), n)
+                        nowhere = mask(torch.tensor(z), torch.tensor(0), torch.tensor(15), torch.tensor([NOWHERE]))
+                    assert not keys[n >= len(expected)].any() and not nowhere.any()
+                    seen[n[n < len(expected)]] = keys[n < len(expected)]
                 reach = slice(0, shape.leaf)  # of the first leaf
                 assert torch.equal(seen[reach], expected[reach])
+        assert not asked or (min(asked) >= 0 and max(asked) < max(batch.lengths))
 
 
 def test_F1_6_places_of_physical_blocks() -> None:
-    """Only live entries count; of a repeated block the largest place wins; what another step left does not."""
-    for row, length, expected in (
-        ([3, 5, 1, 9, 9], 33, {3: 0, 5: 1, 1: 2}),
-        ([2, 4, 2, 7, 0], 48, {2: 2, 4: 1}),
+    """Only live entries count; a block that a table repeats stands at each of its places; the null block at none."""
+    for table, length, expected in (
+        ([3, 5, 1, 9, 9], 33, {0: [3 * 4, 5 * 4, 1 * 4, ~20]}),
+        ([2, 4, 2, 7, 0], 80, {0: [2 * 4, 4 * 4, 2 * 4, 7 * 4]}),
+        ([0, 0, 6, 0, 8], 80, {0: [~24, ~24, 24, ~24], 1: [32, ~32, ~32, ~32]}),
     ):
-        logical = torch.full((10,), 77, dtype=torch.int32)
-        table = torch.tensor([row], dtype=torch.int32)
-        ops.place_blocks(logical, table, torch.tensor([length], dtype=torch.int32), 16)
-        assert {i: int(v) for i, v in enumerate(logical) if i and v != 77} == expected
+        shape = Geometry(group=1, lines=16, block=16, stride=4, columns=2, q_block=16)
+        rows, tests = MaskRows(2, shape, CPU), AttentionMods()
+        ops.plan_mask_rows(
+            rows, shape, num_tiles=2, num_leaves=1, query_start=torch.tensor([0, 1]).int(),
+            seq_lens=torch.tensor([length]).int(), block_table=torch.tensor([table]).int(),
+            table_rows=torch.tensor([0]), kind=Kind.ALL, some=tests.some_visible, every=tests.all_visible,
+        )  # fmt: skip
+        part, full = (entries(*x, 0, shape) for x in ((rows.partial, rows.partial_num), (rows.full, rows.full_num)))
+        assert part | full == expected and (0 in full) == (length == 80 and table[0] == 2)
 
 
 def test_F1_1_and_F1_2_the_numbers_that_failed_upstream() -> None:
@@ -188,11 +233,8 @@ def test_F1_1_and_F1_2_the_numbers_that_failed_upstream() -> None:
         backend = FlexBackend([PLAIN], torch.bfloat16, CPU, setup)
         run_step(backend, [min(longest, 90)] * 3, block)
         for rows in backend._buffers.values():
-            leaf = rows.columns * block
-            assert rows.capacity >= -(-tokens // 16) and rows.partial.shape[-1] == rows.columns + 1
-            assert rows.columns == min(-(-longest // block), max(2048 // block, 1)) and leaf >= min(
-                longest, 2048 - block
-            )
+            assert rows.capacity >= -(-tokens // 16) and rows.columns == -(-min(longest, 2048) // 64)
+            assert rows.partial.shape[-1] == (rows.columns + 1) * (1 + 64 // 16)
             if tokens == 16384:
                 assert rows.partial.numel() + rows.full.numel() < 1024 * 4096
 
@@ -330,7 +372,6 @@ def test_a_request_alone_has_one_tile_of_several_leaves(length: int, tiles: int)
 
 
 def test_F1_G2_memory_does_not_grow_with_the_pool() -> None:
-    """But for one number per block, a ten-thousandth of the block itself."""
     sizes = []
     for num_blocks in (50, 200_000):
         setup = Setup(max_num_rows=8, max_num_tokens=64, max_model_len=500, num_blocks=num_blocks, block_size=16)
@@ -338,11 +379,11 @@ def test_F1_G2_memory_does_not_grow_with_the_pool() -> None:
         run_step(backend, [300, 5], 16)
         (rows,) = backend._buffers.values()
         sizes.append(sum(x.numel() for x in vars(rows).values() if isinstance(x, torch.Tensor)))
-        assert backend._logical.numel() == num_blocks
+        sizes[-1] += sum(x.numel() for x in vars(backend).values() if isinstance(x, torch.Tensor))
     assert sizes[0] == sizes[1]
 
 
 def test_F1_G7_too_many_mask_rows_are_refused_with_both_numbers() -> None:
-    rows = MaskRows(10, 4, CPU)
+    rows = MaskRows(10, Geometry(group=1, lines=16, block=16, stride=1, columns=4, q_block=16), CPU)
     with pytest.raises(ValueError, match=r"11 mask rows of 5 blocks exceed the buffers' 10.*max_num_batched_tokens"):
         rows.check(11)

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 
 from octavo import LLM
-from octavo.arch import Arch, LayerKind
 from octavo.attention.base import Setup, Variant
 from octavo.attention.flex import FlexBackend
 from octavo.attention.flex_sizes import resolve_flex_sizes
-from octavo.config import DeviceFacts, EngineConfig, resolve
-from octavo.groups import make_groups
-from octavo.memory import plan_memory
 from octavo.settings import ConfigError
-from octavo.start_cache import choose_form, within_reach
 
 M, N, Q, KV = "flex_attn_block_m", "flex_attn_block_n", "flex_attn_q_block_size", "flex_attn_kv_block_size"
 
@@ -26,9 +17,11 @@ M, N, Q, KV = "flex_attn_block_m", "flex_attn_block_n", "flex_attn_q_block_size"
 @pytest.mark.parametrize("block", [16, 32, 48, 64, 128, 256, 528])
 @pytest.mark.parametrize("group", [1, 3, 4, 8, 32])
 def test_K4_1_and_K4_G3_defaults_are_legal_for_every_cache_block(block: int, group: int) -> None:
+    """And the same for all of them: bits follow from sizes, and must not follow from the cache's block."""
     for float32 in (False, True):
         sizes = resolve_flex_sizes({}, kernel_block=block, group=group, float32=float32)
-        assert sizes.kv_block == block and block % sizes.block_n == 0 and sizes.leaf % block == 0
+        assert sizes == resolve_flex_sizes({}, kernel_block=64, group=group, float32=float32)
+        assert sizes.kv_block == 64 and sizes.kv_block % sizes.block_n == 0 and sizes.leaf % sizes.kv_block == 0
         for size in (sizes.decode_lines, sizes.prefill_lines, sizes.block_n, sizes.q_block):
             assert size >= 16 and size & (size - 1) == 0
         assert group <= sizes.decode_lines <= sizes.prefill_lines
@@ -46,6 +39,14 @@ def test_K4_5_what_a_user_sets_is_used() -> None:
     assert sizes.leaf == 0 and not sizes.decode_launch and not sizes.prefill_launch, (
         "keys are walked in one pass, as a trainer walks them"
     )
+
+
+def test_a_users_tile_is_the_masks_block_whatever_the_caches_is() -> None:
+    for block in (32, 48, 64, 256):
+        sizes = resolve_flex_sizes({M: 16, N: 16}, kernel_block=block, group=4)
+        assert (sizes.block_n, sizes.kv_block, sizes.leaf) == (16, 16, 0)
+        sizes = resolve_flex_sizes({M: 16}, kernel_block=block, group=4)
+        assert (sizes.block_n, sizes.kv_block, sizes.leaf) == (64, 64, 0)
 
 
 @pytest.mark.parametrize(
@@ -113,31 +114,3 @@ def test_kernel_blocks_of_a_split_cache_block_are_the_masks_blocks() -> None:
     options = {"kernel_block_size": 16, M: 32}
     with pytest.raises(ConfigError, match="kernel block size, 16,"):
         FlexBackend([variant], torch.float32, torch.device("cpu"), Setup(num_blocks=9, block_size=16, options=options))
-
-
-def test_L3_G1_the_cache_of_a_gpu_ends_where_offsets_of_32_bits_do() -> None:
-    """Flex alone shortens it; what the user set, and a request that does not fit, are refused."""
-    arch = Arch(
-        name="Qwen3ForCausalLM", dtype="bfloat16", vocab_size=100, hidden_size=64, intermediate_size=64, num_heads=16,
-        num_kv_heads=8, head_size=128, max_position=40960, norm_eps=1e-6, layers=(LayerKind(),) * 2,
-    )  # fmt: skip
-    facts = DeviceFacts(num_cores=1, free_bytes=1 << 40, total_bytes=1 << 40, cuda="GPU", cuda_free_bytes=1 << 37,
-                        cuda_total_bytes=1 << 37)  # fmt: skip
-    variants = [Variant(num_heads=16, num_kv_heads=8, head_size=128, scale=1.0)] * 2
-    model: Any = SimpleNamespace(attention_variants=variants)
-    for backend, expected in (("flex", 2**31 // (64 * 8 * 256)), ("paged", 0)):
-        config = EngineConfig(device="cuda", attention_backend=backend, block_size=64, load_format="dummy")
-        resolved = resolve(config, arch, facts)
-        form = choose_form(resolved, make_groups(arch, 64))
-        memory = plan_memory(arch, resolved, form.groups, 1 << 37, total_bytes=1 << 37, weights_loaded=True,
-                             tables=form.tables)  # fmt: skip
-        assert memory.num_blocks > expected
-        planned = within_reach(memory, resolved, form, model)
-        assert planned.num_blocks == (expected or memory.num_blocks)
-        fewer = within_reach(dataclasses.replace(memory, num_blocks=10_000), resolved, form, model).num_blocks
-        assert fewer == (9984 if backend == "flex" else 10_000), "round, so that a later start has the same kernels"
-        if expected:
-            with pytest.raises(ValueError, match=f"'flex' reaches {expected} blocks.*set max_model_len"):
-                within_reach(dataclasses.replace(memory, blocks_per_request=expected), resolved, form, model)
-            asked = dataclasses.replace(resolved, num_gpu_blocks_override=memory.num_blocks)
-            assert within_reach(memory, asked, form, model) is memory

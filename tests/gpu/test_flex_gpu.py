@@ -20,10 +20,12 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import octavo.attention as A
 from batches import History, make_history
+from contract_rig import GARBAGE, Setting, make_step
 from mixtures import MIXTURES, NUM_ROWS, NUM_TOKENS, padded
 from octavo.attention.base import NO_TENSORS, AttentionInputs, LayerTensors, Setup, Variant
 from octavo.attention.flex import FlexBackend
 from octavo.attention.mods import AttentionMods
+from octavo.attention.paged import PagedBackend
 from octavo.attention.reference import ReferenceBackend
 from octavo.ops import flex as ops
 from octavo.ops.mask_rows import Geometry, Kind, MaskRows
@@ -54,7 +56,7 @@ class Step:
         self, rows, block: int = BLOCK, seed: int = 0, *, heads_last: bool = False, num_blocks: int = 800
     ) -> None:
         counts = [-(-length // block) for _, length, _ in rows]
-        self.num_blocks = num_blocks  # as an engine has it: a cache of another size is another kernel
+        self.num_blocks = num_blocks
         shape = (self.num_blocks, KV_HEADS, block, 2 * SIZE)
         if heads_last:
             shape = (self.num_blocks, block, KV_HEADS, 2 * SIZE)
@@ -300,17 +302,66 @@ def test_F1_4_a_mixed_step_replayed_has_the_bits_of_one_issued(kind: str) -> Non
         assert out[tokens:].eq(7.0).all(), "padding was written"
 
 
-def test_L3_G1_a_cache_beyond_32_bit_offsets_is_refused_with_the_bound() -> None:
-    most = 2**31 // (BLOCK * KV_HEADS * 2 * SIZE)
-    FlexBackend([PLAIN], BF16, DEVICE, Setup(**LIMITS, num_blocks=16, block_size=BLOCK))
-    with pytest.raises(ValueError, match=f"reaches {most} kernel blocks of {BLOCK} tokens"):
-        FlexBackend([PLAIN], BF16, DEVICE, Setup(**LIMITS, num_blocks=most + 1, block_size=BLOCK))
+@pytest.mark.parametrize(
+    ("layout", "block", "num_layers"),
+    [("LBHNC", 64, 1), ("LBNHC", 48, 1), ("BLHNC", 16, 28), ("BLNHC", 64, 28)],
+)
+def test_L3_G1_pools_beyond_32_bit_offsets_in_every_layout(layout: str, block: int, num_layers: int) -> None:
+    """The live blocks at the end of more than 2^31 elements, in a middle layer: the bits of a small pool."""
+    setting, rows = Setting(layout, block, block), [(history(0, 300), 300, 1), (history(1, 130), 130, 100)]
+    num_blocks = (1 << 31) // (num_layers * block * KV_HEADS * 2 * SIZE) + 50
+    near = make_step(rows, setting, seed=1, device=DEVICE)
+    far = make_step(rows, setting, seed=2, num_blocks=num_blocks, num_layers=num_layers, device=DEVICE)
+    near.kv.nan_to_num_()
+    tables = near.inputs.block_table, far.inputs.block_table
+    live = (tables[0] != GARBAGE) & (torch.arange(tables[0].shape[0], device=DEVICE) < len(rows))[:, None]
+    far.kv[tables[1][live].long()] = near.kv[tables[0][live].long()]  # with zeros in slots that nobody wrote
+    assert int(tables[1][0, 0]) * far.kv.stride(0) > 2**31
+    setup = Setup(**LIMITS, num_blocks=far.kv.shape[0], block_size=block)
+    backend = FlexBackend([PLAIN], BF16, DEVICE, setup)
+    out = far.run(backend, PLAIN)
+    assert torch.equal(out, near.run(backend, PLAIN))
+    for other in (ReferenceBackend, PagedBackend):
+        expected = far.run(other([PLAIN], BF16, DEVICE, setup), PLAIN)
+        torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
+
+
+BLOCKS = (16, 32, 48, 64, 128, 144, 256)
+SIZED = {  # variant, dtype, sizes of the user's
+    "plain": (PLAIN, BF16, {}),
+    "user's, capped": (VARIANTS["user's, capped"], BF16, {}),
+    "window, float32": (dataclasses.replace(PLAIN, window=700), torch.float32, {}),
+    "a tile of 16": (PLAIN, BF16, {"flex_attn_block_m": 16, "flex_attn_block_n": 16}),
+}
+
+
+@pytest.mark.parametrize("name", SIZED)
+def test_K4_7_every_block_size_has_the_same_bits(name: str) -> None:
+    """Decode and prompts; block sizes that are no powers of two among them."""
+    variant, dtype, sizes = SIZED[name]
+    outs = []
+    for block in BLOCKS:
+        step = Step(make_rows(dtype=dtype), block, seed=block)
+        outs.append(step.run(FlexBackend([variant], dtype, DEVICE, step.setup(**sizes)), variant))
+    assert all(torch.equal(out, outs[0]) for out in outs), [torch.equal(out, outs[0]) for out in outs]
+    expected = step.run(ReferenceBackend([variant], dtype, DEVICE, step.setup()), variant)
+    torch.testing.assert_close(outs[0], expected, atol=2e-2, rtol=2e-2)
+
+
+def test_a_kernel_serves_pools_of_every_number_of_blocks() -> None:
+    """Nothing is compiled for another pool."""
+    rows = make_rows([(300, 1), (70, 1)])
+    backend = FlexBackend([PLAIN], BF16, DEVICE, Setup(**LIMITS, block_size=BLOCK))
+    first = Step(rows).run(backend, PLAIN)
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert torch.equal(Step(rows, num_blocks=93, seed=3).run(backend, PLAIN), first)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
 
 
 def test_kernels_equal_their_twins() -> None:
     step = Step(make_rows())
     shape = Geometry(group=4, lines=64, block=BLOCK, stride=1, columns=32, q_block=16)
-    rows = MaskRows(200, shape.columns, DEVICE)
+    rows = MaskRows(200, shape, DEVICE)
     inputs = step.inputs
     tiles = ops.max_tiles(4, inputs.num_tokens, inputs.max_query_len, shape.tokens)
     plain = AttentionMods()

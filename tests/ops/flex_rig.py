@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from octavo.ops import flex
@@ -18,7 +20,7 @@ def check(
     generator = torch.Generator().manual_seed(seed)
     shape = Geometry(group=group, lines=lines, block=16, stride=1, columns=2, q_block=16)
     tiles, kv_heads, size, tokens = 4, 2, 24, 3 * shape.tokens + 2
-    rows = MaskRows(tiles * num_leaves + 3, 2, device)
+    rows = MaskRows(tiles * num_leaves + 3, shape, device)
     first = torch.tensor([0, 2, 5, 0]) * shape.tokens
     low = first + torch.tensor([0, shape.tokens - 1, 0, 0])
     high = first + torch.tensor([shape.tokens - 1, shape.tokens - 1, min(1, shape.tokens - 1), -1])
@@ -53,7 +55,7 @@ def check_order(device: torch.device = CPU) -> None:
     generator, outs = torch.Generator().manual_seed(3), []
     parts, lse = (torch.randn(70, 1, 16, *rest, generator=generator).to(device) for rest in ((24,), ()))
     for num_leaves in (3, 4, 9, 40, 70):
-        rows = MaskRows(num_leaves, 2, device)
+        rows = MaskRows(num_leaves, shape, device)
         rows.first.fill_(60)
         rows.low.fill_(60)
         rows.high.fill_(63)
@@ -95,12 +97,16 @@ def rectangles(reach: Reach):
 
 def check_plan(
     reach: Reach, queries: list[int], lengths: list[int], columns: int, device: torch.device = CPU,
-    kind: Kind = Kind.ALL,
+    kind: Kind = Kind.ALL, block: int = 16, kv_block: int = 16,
 ) -> None:  # fmt: skip
-    """The kernel's mask rows are the twin's; so are the places of blocks."""
-    shape = Geometry(group=4, lines=16, block=16, stride=3, columns=columns, q_block=16)
-    width, num = max(lengths) // 16 + 2, len(lengths)
+    """The kernel's mask rows are the twin's."""
+    shape = Geometry(
+        group=4, lines=16, block=block, stride=3, columns=columns, q_block=16, kv_block=kv_block,
+        unit=math.gcd(block, kv_block),
+    )  # fmt: skip
+    width, num = max(lengths) // block + 2, len(lengths)
     table = torch.randperm(num * width).view(num, width).int().to(device)
+    table[:, 1] = 0  # a block that was given back
     lens, start = torch.tensor(lengths).int().to(device), torch.tensor([0, *queries]).cumsum(0).int().to(device)
     tiles = flex.max_tiles(num, sum(queries), max(queries), shape.tokens) + 1
     leaves = -(-max(lengths) // shape.leaf) + 1
@@ -108,7 +114,7 @@ def check_plan(
         "num_tiles": tiles, "num_leaves": leaves, "query_start": start, "seq_lens": lens, "block_table": table,
         "table_rows": torch.arange(num, device=device) + 5, "kind": kind,
     }  # fmt: skip
-    ours, expected = (MaskRows(tiles * leaves, columns, device) for _ in range(2))
+    ours, expected = (MaskRows(tiles * leaves, shape, device) for _ in range(2))
     gpu.plan_mask_rows(ours, shape, reach, **options)
     some, every = rectangles(reach)
     flex.plan_mask_rows(expected, shape, some=some, every=every, **options)
@@ -123,11 +129,6 @@ def check_plan(
         kept, wanted = one[ours.high >= ours.low], other[there]
         assert torch.equal(kept, wanted), (reach, queries)
     assert not ours.partial_num[ours.high < ours.low].any() and not ours.full_num[ours.high < ours.low].any()
-    places = [torch.full((num * width,), 9, dtype=torch.int32, device=device) for _ in range(2)]
-    gpu.place_blocks(places[0], table, lens, 16)
-    flex.place_blocks(places[1], table, lens, 16)
-    places[1][0] = places[0][0]  # the null block's is not used
-    assert torch.equal(*places), "places"
 
 
 def check_plans() -> None:
@@ -140,6 +141,8 @@ def check_plans() -> None:
     ):
         check_plan(reach, [1, 1, 1, 0], [70, 1, 160, 0], 3, kind=Kind.SINGLE)
         check_plan(reach, [5, 0, 30, 1], [70, 0, 33, 160], 4)
+        for block, kv_block in ((16, 64), (48, 64), (64, 16), (144, 64)):
+            check_plan(reach, [5, 0, 30, 1], [70, 0, 33, 300], 2, block=block, kv_block=kv_block)
         for kind in Kind:
             check_plan(reach, [1, 1, 1, 2, 5, 30, 0], [70, 160, 70, 33, 5, 90, 0], 4, kind=kind)
         for queries, kind in (([1, 1], Kind.LONG), ([3, 2], Kind.SINGLE), ([0, 0], Kind.ALL)):

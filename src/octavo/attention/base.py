@@ -82,11 +82,8 @@ class Capability:
     cache_dtypes: tuple[torch.dtype, ...] = ()  # of quantized caches that it takes beside the queries' own dtype
     eager: frozenset[str] = frozenset()  # names of facts above (or "cache_dtypes") that a slow eager twin serves
     buffer_bytes: Callable[[Setup], int] = no_buffers  # it keeps per distinct variant: masks, partial results
-    max_elements: int = 0  # of a layer's view on a GPU, if its offsets end there; 0: any
-    per_pool: bool = False  # kernels are compiled for the number of blocks: it is a round one, which later starts have
     reads_unwritten: bool = False  # loads slots that no token has written: fresh blocks are zeroed for it
-    reproducible: bool = True  # a row's bits do not depend on its batch
-    any_block_size: bool = True  # nor on the kernel block size
+    reproducible: bool = True  # a row's bits depend neither on its batch nor on how the cache lies
     graphs: frozenset[str] = frozenset()  # steps of which CUDA graphs hold `prepare` and `run`: "decode", "mixed"
     graph_lengths: tuple[int, ...] = ()  # rows of at most so many tokens deserve decode graphs of their own
     bounded_mixed: bool = False  # its mixed graphs are laid out for few rows of several queries, of graph_lengths[0]

@@ -1,8 +1,8 @@
 """The FlexAttention backend: any mask and score change, by torch's compiled kernels, over the paged cache.
 
-Owns the mask rows of a step, the map from a layer's token axis to logical positions, and one compiled kernel per
-variant and tile. On the CPU the kernels' eager twin runs. Does not know what a mod means. Invariants: a kernel is
-compiled once, whatever the batch; a query's bits depend on its own row only: tiles lie within one request and start at
+Owns the mask rows of a step, and one compiled kernel per variant and tile. On the CPU the kernels' eager twin runs.
+Does not know what a mod means. Invariants: a kernel is compiled once, whatever the batch and the pool; a query's bits
+depend on its own row only, not on how the cache lies: tiles of queries and of keys lie within one request and start at
 multiples of their size, leaves of keys at absolute places, and leaves are folded in one order; `prepare` and `run` are
 device work alone, so a graph may hold both.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -32,10 +33,9 @@ from octavo.attention.mods import KNOWN, PROMPT_LENGTH, AttentionMods, at_work
 from octavo.attention.variant_mods import mods_of_variant
 from octavo.kv_cache.kernel_blocks import MultipleOf
 from octavo.ops import flex as ops
-from octavo.ops.mask_rows import Geometry, Kind, MaskRows, Reach, tokens_of
+from octavo.ops.mask_rows import MASK_BLOCK, Geometry, Kind, MaskRows, Reach, tokens_of
 from octavo.ops.rope import Rotation
 
-_MAX_ELEMENTS = 2**31  # offsets in torch's kernel have 32 bits
 _MAX_MASK_ROWS = 65_535  # of a launch: the second axis of a CUDA grid
 _SCRATCH_BYTES = 512 << 20  # of queries and partial results of one launch
 
@@ -54,9 +54,15 @@ def _buffer_bytes(setup: Setup) -> int:
     """Of one variant's mask rows, for the smallest tiles."""
     if not setup.block_size:
         return 0
-    leaf = min(LEAF, setup.max_model_len)
     tiles = ops.max_tiles(setup.max_num_rows, setup.max_num_tokens, setup.max_num_tokens, SMALLEST // 4)
-    return 8 * tiles * -(-setup.max_model_len // leaf) * (-(-leaf // setup.block_size) + 5)
+    leaves, columns = -(-setup.max_model_len // LEAF), -(-min(LEAF, setup.max_model_len) // MASK_BLOCK)
+    entry = 1 + MASK_BLOCK // _unit(setup.block_size, MASK_BLOCK // 2)
+    return 8 * tiles * leaves * ((columns + 1) * entry + 5)
+
+
+def _unit(block_size: int, block_n: int) -> int:
+    """Keys that lie together wherever a tile of `block_n` meets blocks of `block_size` tokens."""
+    return math.gcd(block_size, block_n)
 
 
 class FlexBackend:
@@ -74,28 +80,23 @@ class FlexBackend:
         hint_slack=128,
         cache_dtypes=(torch.float8_e4m3fn, torch.int8),
         buffer_bytes=_buffer_bytes,
-        max_elements=_MAX_ELEMENTS,
-        per_pool=True,
         reads_unwritten=True,
         graphs=frozenset({"decode", "mixed"}),
         graph_lengths=(LEAF, 4 * LEAF, 16 * LEAF),
         bounded_mixed=True,
-        any_block_size=False,
     )
 
     def __init__(
         self, variants: Sequence[Variant], dtype: torch.dtype, device: torch.device, setup: Setup = NO_SETUP
     ) -> None:
-        """Raises ValueError for another dtype, for block sizes that contradict each other, and for a large cache."""
+        """Raises ValueError for another dtype and for block sizes that contradict each other."""
         check_variants("flex", self.capability, variants, dtype, setup)
         self._variants, self._dtype, self._device, self._setup = tuple(variants), dtype, device, setup
         self._mods: dict[Variant, AttentionMods] = {}
         self._kernels: dict[tuple[Variant, int], Kernel] = {}
         self._buffers: dict[tuple[Variant, int], MaskRows] = {}
-        self._logical = torch.zeros(max(setup.num_blocks, 1), dtype=torch.int32, device=device)
         if setup.block_size:
             for variant in variants:
-                self._check_cache(variant)
                 self.sizes(variant, setup.block_size)
 
     def sizes(self, variant: Variant, block_size: int) -> FlexSizes:
@@ -106,31 +107,11 @@ class FlexBackend:
             reproducible=self._setup.reproducible,
         )  # fmt: skip
 
-    def _check_cache(self, variant: Variant) -> None:
-        per_block = self._setup.block_size * variant.num_kv_heads * variant.channels
-        if self._device.type == "cuda" and self._setup.num_blocks * per_block > _MAX_ELEMENTS:
-            most = _MAX_ELEMENTS // per_block
-            raise ValueError(
-                f"attention backend 'flex' reaches {most} kernel blocks of {self._setup.block_size} tokens, since its "
-                f"offsets have 32 bits; the cache has {self._setup.num_blocks}: set num_gpu_blocks_override"
-            )
-
     def prepare(self, inputs: AttentionInputs, *, for_capture: bool = False) -> None:
         """Make the mask rows of each variant. Device work only. Raises ValueError for inputs that contradict it."""
         inputs.check()
-        self._inputs, rows = inputs, inputs.num_rows
-        table, lens = inputs.block_table[:rows], inputs.seq_lens[:rows]
-        self._grow(table)
-        ops.place_blocks(self._logical, table, lens, inputs.block_size)
+        self._inputs = inputs
         self._plans: dict[Variant, list[_Plan]] = {}
-
-    def _grow(self, table: Tensor) -> None:
-        """Without a Setup, as in tests, the tables say how large the cache is; that waits for the device."""
-        if not self._setup.num_blocks:
-            live = table[:, : -(-self._inputs.max_seq_len // self._inputs.block_size)]
-            known = live[live < 2**31 - 1]
-            if known.numel() and int(known.max()) >= len(self._logical):
-                self._logical = torch.zeros(int(known.max()) + 1, dtype=torch.int32, device=self._device)
 
     def run(self, q: Tensor, kv: Tensor, variant: Variant, out: Tensor, layer: LayerTensors = NO_TENSORS) -> None:
         """Attend; see AttentionBackend."""
@@ -168,23 +149,18 @@ class FlexBackend:
         self, lines: Tensor, kv: Tensor, variant: Variant, plan: _Plan, start: int, out: Tensor, layer: LayerTensors
     ) -> None:
         """The mask rows of a plan from `start` on, whose queries are `lines`."""
-        mods, (key, value) = self._mods_of(variant), ops.token_axis(kv)
+        mods = self._mods_of(variant)
         with at_work(variant.mods, self._setup.fields):
             kernel = self._kernel(variant, mods, plan)
             sums = plan.num_leaves > 1 or layer.sinks is not None  # else `merge_lines` does not read them
-            parts, lse = kernel(lines, key, value, plan.rows, layer.key_scale, start, len(lines), sums=sums)
+            parts, lse = kernel(lines, kv, plan.rows, layer.key_scale, start, len(lines), sums=sums)
         ops.merge_lines(
             parts, lse, plan.rows, plan.shape, out, start=start, num_leaves=plan.num_leaves, sinks=layer.sinks,
             value_scale=layer.value_scale,
         )  # fmt: skip
 
     def _plans_of(self, variant: Variant, kv: Tensor) -> list[_Plan]:
-        """The step's, made by the first layer that asks. Raises ValueError for a cache beyond the kernel's offsets."""
-        if kv.is_cuda and kv.shape[0] * kv.stride(0) > _MAX_ELEMENTS:
-            raise ValueError(
-                f"attention backend 'flex' reaches {_MAX_ELEMENTS} elements from a layer's first block, since its "
-                f"offsets have 32 bits; the cache has {kv.shape[0] * kv.stride(0)}: set num_gpu_blocks_override"
-            )
+        """The step's, made by the first layer that asks."""
         plans = self._plans.get(variant)
         if plans is None:
             mods = self._mods_of(variant)
@@ -246,8 +222,10 @@ class FlexBackend:
             lines=self._lines(variant, max_query_len),
             block=inputs.block_size,
             stride=stride,
-            columns=-(-min(sizes.leaf or longest, longest) // inputs.block_size),
+            columns=-(-min(sizes.leaf or longest, longest) // sizes.kv_block),
             q_block=sizes.q_block,
+            kv_block=sizes.kv_block,
+            unit=_unit(inputs.block_size, sizes.block_n),
         )
 
     def _mask_rows(self, variant: Variant, shape: Geometry, needed: int) -> MaskRows:
@@ -260,7 +238,7 @@ class FlexBackend:
             longest = shape.tokens if few and sizes.decode_lines != sizes.prefill_lines else setup.max_num_tokens
             tiles = max(2, ops.max_tiles(setup.max_num_rows, setup.max_num_tokens, longest, shape.tokens))
             capacity = tiles * leaves if setup.max_num_rows else needed
-            self._buffers[key] = MaskRows(capacity, shape.columns, self._device)
+            self._buffers[key] = MaskRows(capacity, shape, self._device)
         return self._buffers[key]
 
     def _kernel(self, variant: Variant, mods: AttentionMods, plan: _Plan) -> Kernel:
@@ -268,7 +246,6 @@ class FlexBackend:
         kernel = self._kernels.get(key)
         if kernel is None or kernel.shape != plan.shape:
             kernel = self._kernels[key] = Kernel(variant, mods, plan.shape, self.sizes(variant, plan.shape.block))
-        kernel.logical = self._logical
         return kernel
 
 

@@ -1,10 +1,10 @@
-"""One variant's attention for one tile: torch's FlexAttention, compiled once, kept for later starts.
+"""One variant's attention for one tile: FlexAttention over the paged cache, compiled once, kept for later starts.
 
-Owns the mods in a kernel's own indices, what torch is asked to compile, and which of three ways a call takes: the eager
-twin on the CPU, torch's compiled call, or the kernels that it launches, without torch's compiler around them. Does not
-know batches. Invariants: all ways on a device give the same bits; a kernel that was kept is launched only if its key
-names all that it was compiled from; tensors that a mod captured are read where they lie now, numbers as they were when
-the kernel was first asked for.
+Owns the mods in a kernel's own indices, what torch is asked to compile (`flex_template` has the kernel), and which of
+three ways a call takes: the eager twin on the CPU, torch's compiled call, or the kernels that it launches, without
+torch's compiler around them. Does not know batches. Invariants: all ways on a device give the same bits; a kernel that
+was kept is launched only if its key names all that it was compiled from; tensors that a mod captured are read where
+they lie now, numbers as they were when the kernel was first asked for.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.attention import flex_template
 from octavo.attention.base import Variant
 from octavo.attention.flex_key import Name, UnnamedError, name_code, name_mods
 from octavo.attention.flex_sizes import FlexSizes
@@ -31,14 +32,14 @@ from octavo.ops.mask_rows import Geometry, MaskRows
 _LOG = logging.getLogger(__name__)
 ALIGNED = 16  # bytes, of what compiled kernels read
 _LISTS = slice(3, 10)  # of a call's inputs: what _lists gives
-_FORMAT = 2  # of a kept kernel's key and file
+_FORMAT = 3  # of a kept kernel's key and file
 _PROBE_LINES = 1 << 13  # of the largest made-up call: more than torch gives one program
 _ENVIRONMENT = ("TORCHINDUCTOR_", "TORCHDYNAMO_", "TORCH_COMPILE", "TRITON_")
 _ELSEWHERE = ("_CACHE_DIR", "_COMPILE_THREADS", "_HOME")  # variables that change no kernel
 _BY_COMPILING: set[tuple[str, str, str]] = set()  # settings that torch's compiler itself changed in this process
 _Call = Callable[[list[Tensor]], tuple[Tensor, Tensor]]
-# (lines, key, value, mask rows, logical blocks, scales of K or none, first mask row, how many, whether sums are wanted)
-_Way = Callable[[Tensor, Tensor, Tensor, MaskRows, Tensor, tuple[Tensor, ...], int, int, bool], tuple[Tensor, Tensor]]
+# (lines, key, value, mask rows, scales of K or none, first mask row, how many, whether sums are wanted)
+_Way = Callable[[Tensor, Tensor, Tensor, MaskRows, tuple[Tensor, ...], int, int, bool], tuple[Tensor, Tensor]]
 
 
 class Kernel:
@@ -46,15 +47,14 @@ class Kernel:
 
     def __init__(self, variant: Variant, mods: AttentionMods, shape: Geometry, sizes: FlexSizes) -> None:
         """Nothing is compiled yet."""
-        self.shape, self.logical = shape, torch.empty(0)
+        self.shape = shape
         self._variant, self._mods, self._sizes = variant, mods, sizes
         self._ways: dict[tuple[object, ...], _Way] = {}  # by what is compiled for
 
     def __call__(
         self,
         lines: Tensor,
-        key: Tensor,
-        value: Tensor,
+        kv: Tensor,
         rows: MaskRows,
         key_scale: Tensor | None,
         start: int,
@@ -64,27 +64,26 @@ class Kernel:
     ) -> tuple[Tensor, Tensor]:
         """Outputs and logarithms of sums of the mask rows start .. start + count - 1. key_scale: see LayerTensors.
 
-        Without `sums` the logarithms may hold anything.
+        kv: a layer's view of the cache. Without `sums` the logarithms may hold anything.
         """
         if not lines.is_cuda:
-            scale, indices = self._variant.scale, (rows.row, rows.first, rows.length, self.logical)
-            mask, score = make_mods(self._mods, self.shape, *indices, key_scale, within=True)
+            mask, score = make_mods(self._mods, self.shape, rows.row, rows.first, rows.length, key_scale)
+            scale = self._variant.scale
             return ops.attend_lines_reference(
-                lines, key, value, rows, self.shape, mask, score, start=start, scale=scale
+                lines, *ops.token_axis(kv), rows, self.shape, mask, score, start=start, scale=scale
             )
         scales = () if key_scale is None else (key_scale,)
-        aligned = all(tensor.data_ptr() % ALIGNED == 0 for tensor in (key, value, *scales))
-        like = (
-            key.dtype, key.shape, key.stride(), value.stride(), lines.dtype, lines.shape[1:], self.logical.shape[0],
-            len(scales), aligned,
-        )  # fmt: skip
+        key, value = kv[:1].chunk(2, dim=-1)  # where it begins and how it lies: the lists lead from there
+        aligned = tuple(tensor.data_ptr() % ALIGNED == 0 for tensor in (key, value, *scales))
+        like = key.dtype, key.shape, key.stride()[1:], lines.dtype, lines.shape[1:], len(scales), aligned
         way = self._ways.get(like)
         if way is None:
-            inputs = [lines, key, value, *_lists(rows, start, count), self.logical, *scales]
-            way = self._ways[like] = self._find(inputs, aligned=aligned)
-        return way(lines, key, value, rows, self.logical, scales, start, count, sums)
+            inputs = [lines, key, value, *_lists(rows, start, count), *scales]
+            num_units = ((kv.shape[0] - 1) * self.shape.stride + 1) * self.shape.block // self.shape.unit
+            way = self._ways[like] = self._find(inputs, num_units, aligned=all(aligned))
+        return way(lines, key, value, rows, scales, start, count, sums)
 
-    def _find(self, inputs: list[Tensor], *, aligned: bool) -> _Way:
+    def _find(self, inputs: list[Tensor], num_units: int, *, aligned: bool) -> _Way:
         """Launches that were kept, or are from now on; torch's call where they cannot be. Compiles at most once."""
         what = f"attention kernel of {self._mods.name}, tiles of {self.shape.lines} lines"
         device = inputs[0].device
@@ -94,7 +93,7 @@ class Kernel:
             if not aligned or device.index != torch.cuda.current_device():
                 raise UnnamedError("its cache lies elsewhere than compiled kernels expect")
             name, captured = name_mods(self._mods, device)
-            options = kernel_options(self._sizes, self.shape.lines)
+            options = kernel_options(self._sizes, self.shape.lines) | flex_template.unit_options(self.shape.unit)
             settings = _settings(self._variant, self.shape, options, kept_file.versions())
             name = json.loads(json.dumps([settings, _likes(inputs), name]))
         except UnnamedError as error:
@@ -112,7 +111,7 @@ class Kernel:
         call = compile_call(self._variant, self._mods, self.shape, self._sizes)
         call(inputs)
         try:
-            probes = _Probes(inputs, self.shape)
+            probes = _Probes(inputs, self.shape, num_units)
             form = kept_launch.observe(
                 lambda count: [*probes(count), *captured], lambda made: call(made[: len(inputs)]), probes.counts
             )
@@ -133,10 +132,10 @@ def _through(call: _Call) -> _Way:
     """Torch's compiled call."""
 
     def way(
-        lines: Tensor, key: Tensor, value: Tensor, rows: MaskRows, logical: Tensor, scales: tuple[Tensor, ...],
-        start: int, count: int, sums: bool,
+        lines: Tensor, key: Tensor, value: Tensor, rows: MaskRows, scales: tuple[Tensor, ...], start: int, count: int,
+        sums: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        return call([lines, key, value, *_lists(rows, start, count), logical, *scales])
+        return call([lines, key, value, *_lists(rows, start, count), *scales])
 
     return way
 
@@ -145,13 +144,13 @@ def _direct(launch: Any, captured: list[Tensor]) -> _Way:
     """The kernels alone."""
 
     def way(
-        lines: Tensor, key: Tensor, value: Tensor, rows: MaskRows, logical: Tensor, scales: tuple[Tensor, ...],
-        start: int, count: int, sums: bool,
+        lines: Tensor, key: Tensor, value: Tensor, rows: MaskRows, scales: tuple[Tensor, ...], start: int, count: int,
+        sums: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         lists = _lists(rows, start, count) if start else _buffers(rows)
         if start:  # torch copies what lies between multiples of 16 bytes, too
             lists = [part if part.data_ptr() % ALIGNED == 0 else part.clone() for part in lists]
-        tensors = (lines, key, value, *lists, logical, *scales, *captured)
+        tensors = (lines, key, value, *lists, *scales, *captured)
         parts, lse = launch([tensor.data_ptr() for tensor in tensors], count, 2 if sums else 1)
         return parts, lse
 
@@ -179,23 +178,25 @@ def _likes(inputs: list[Tensor]) -> Name:
 class _Probes:
     """Made-up calls, like the real ones `inputs` but for the number of mask rows."""
 
-    def __init__(self, inputs: list[Tensor], shape: Geometry) -> None:
-        """Takes the cache and what a mod reads as they are."""
-        lines, key, logical = inputs[0], inputs[1], inputs[_LISTS.stop]
+    def __init__(self, inputs: list[Tensor], shape: Geometry, num_units: int) -> None:
+        """Takes the cache, of so many units, and what a mod reads as they are."""
+        lines = inputs[0]
         self._inputs, device = inputs, lines.device
         largest = max(67, _PROBE_LINES // (lines.shape[1] * lines.shape[2]) + 2)
         self.counts = 2, 3, largest
         random = torch.Generator(device).manual_seed(0)
         self._lines = torch.randn((largest, *lines.shape[1:]), generator=random, device=device).to(lines.dtype)
-        self._rows = rows = MaskRows(largest, shape.columns, device)
-        blocks = min(key.shape[2] // shape.block, len(logical) * shape.stride)
-        longest = min(shape.leaf, 4 * shape.block)
+        self._rows = rows = MaskRows(largest, shape, device)
+        longest = min(shape.leaf, 4 * shape.kv_block)
         for buffer, low, high in (
-            (rows.partial, 1, blocks), (rows.full, 1, blocks), (rows.partial_num, 0, min(shape.columns, 4)),
+            (rows.partial, 1, num_units), (rows.full, 1, num_units), (rows.partial_num, 0, min(shape.columns, 4)),
             (rows.full_num, 0, min(shape.columns, 4)), (rows.length, 1, longest),
             (rows.first, 0, 2 if shape.leaf >= 2 * shape.tokens else 1),
         ):  # fmt: skip
             buffer.random_(min(low, high - 1), high, generator=random)
+        for buffer in (rows.partial, rows.full):  # each entry begins with a mask block's number
+            blocks = buffer[..., :: shape.entry]
+            blocks.remainder_(longest // shape.kv_block)
         rows.first *= shape.tokens
 
     def __call__(self, count: int) -> list[Tensor]:
@@ -265,30 +266,24 @@ def make_mods(
     row: Tensor,
     first: Tensor,
     length: Tensor,
-    logical: Tensor,
     key_scale: Tensor | None = None,
-    *,
-    within: bool = False,
 ) -> tuple[ops.MaskMod, ops.ScoreMod]:
-    """The mods in a kernel's own indices (mask row, KV head, line, physical key), from logical ones.
+    """The mods in a kernel's own indices (mask row, KV head, line, logical key), from a request's own.
 
-    row, first, length: MaskRows'; logical: [kernel blocks], see `ops.place_blocks`; key_scale: see LayerTensors.
-    within: mods see no position behind the row's tokens, though tiles and blocks end there; what they would give is
-    hidden in either case.
+    row, first, length: MaskRows'; key_scale: see LayerTensors. A mod may look positions up in a table, so it is asked
+    for positions of the request alone: the last one stands for those behind it.
     """
-    group, block, stride = shape.group, shape.block, shape.stride
+    group, asks = shape.group, mods.mask_mod is not None or mods.score_mod is not None
 
     def places(z: Tensor, h: Tensor, line: Tensor, n: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        q_idx, at = first[z] + line // group, logical[n // (block * stride)] * block + n % block
-        if within:
+        q_idx, kv_idx = first[z] + line // group, n
+        if asks:
             last = length[z] - 1
-            q_idx, at = q_idx.clamp(min=0).minimum(last), at.minimum(last)
-        return row[z], h * group + line % group, q_idx, at
+            q_idx, kv_idx = q_idx.clamp(min=0).minimum(last), torch.minimum(kv_idx, last)
+        return row[z], h * group + line % group, q_idx, kv_idx
 
     def mask(z: Tensor, h: Tensor, line: Tensor, n: Tensor) -> Tensor:
-        b, head, q_idx, kv_idx = places(z, h, line, n)
-        at = logical[n // (block * stride)] * block + n % block if within else kv_idx
-        return mods.visible(b, head, q_idx, kv_idx) & (at < length[z])
+        return mods.visible(*places(z, h, line, n)) & (n < length[z])
 
     def score(value: Tensor, z: Tensor, h: Tensor, line: Tensor, n: Tensor) -> Tensor:
         if key_scale is not None:
@@ -312,19 +307,20 @@ def kernel_options(sizes: FlexSizes, lines: int) -> dict[str, Any]:
 def compile_call(variant: Variant, mods: AttentionMods, shape: Geometry, sizes: FlexSizes) -> _Call:
     """torch's FlexAttention for one variant and tile. Everything but the number of mask rows is fixed.
 
-    The call takes lines, key, value, what `_lists` gives, the logical blocks and, if the cache has them, scales of K.
+    The call takes lines, the first block's key and value, what `_lists` gives and, if the cache has them, scales of K.
     """
     from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-    options: Any = kernel_options(sizes, shape.lines)
-    block_size, scale = (shape.lines, shape.block), variant.scale
+    flex_template.install()
+    options: Any = kernel_options(sizes, shape.lines) | flex_template.unit_options(shape.unit)
+    block_size, scale = (shape.lines, shape.kv_block), variant.scale
     has_score = mods.score_mod is not None
 
     def attend(
         lines: Tensor, key: Tensor, value: Tensor, partial_num: Tensor, partial: Tensor, full_num: Tensor,
-        full: Tensor, row: Tensor, first: Tensor, length: Tensor, logical: Tensor, key_scale: Tensor | None = None,
+        full: Tensor, row: Tensor, first: Tensor, length: Tensor, key_scale: Tensor | None = None,
     ) -> Any:  # fmt: skip
-        mask, score = make_mods(mods, shape, row, first, length, logical, key_scale)
+        mask, score = make_mods(mods, shape, row, first, length, key_scale)
         block_mask = BlockMask.from_kv_blocks(
             partial_num, partial, full_num, full, BLOCK_SIZE=block_size, mask_mod=mask,
             seq_lengths=(lines.shape[2], key.shape[2]), compute_q_blocks=False,

@@ -1,10 +1,11 @@
 """FlexAttention over the paged cache: mask rows from block tables, lines of queries, folding of partial results.
 
-Owns the form in which a batch is handed to torch's `flex_attention`: a mask row is one tile of a request's queries and
-one leaf of its keys, with its own list of blocks, so that a row walks only its own blocks and rows fill the processors.
-Does not know mods: it is given tests of rectangles of positions. Nothing here waits for the device. Invariants: a mask
-row's blocks depend on its own request; the shapes of index lists do not depend on the pool or on the batch's lengths;
-every list ends in a safe entry, since the kernel loads one beyond the last.
+Owns the form in which a batch is handed to `flex_attention`: a mask row is one tile of a request's queries and one leaf
+of its keys, with its own list of mask blocks, so that a row walks only its own and rows fill the processors. Does not
+know mods: it is given tests of rectangles of positions. Nothing here waits for the device. Invariants: a mask row's
+list depends on its own request; mask blocks stand at logical positions, so which there are, and of which kind, does not
+depend on the cache's block size; the shapes of lists do not depend on the pool or on the batch's lengths; every list
+ends in a safe entry, since the kernel loads one beyond the last.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from octavo.ops.mask_rows import MERGE_LEVELS, NULL_BLOCK, Geometry, Kind, MaskRows, Reach
+from octavo.ops.mask_rows import MERGE_LEVELS, NOWHERE, NULL_BLOCK, Geometry, Kind, MaskRows, Reach
 
 # (table rows, first and last query position, first and last key position), broadcasting -> bool
 RectangleTest = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-# (mask row, KV head, line, physical key) -> bool, and (score, ...) -> score
+# (mask row, KV head, line, logical key) -> bool, and (score, ...) -> score
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -30,24 +31,6 @@ def max_tiles(num_rows: int, num_tokens: int, max_query_len: int, tokens: int) -
         return num_rows
     each = (max_query_len + tokens - 2) // tokens + 1  # a row's queries may start within a tile
     return min(num_rows * each, num_tokens // tokens + 2 * num_rows)
-
-
-def place_blocks(logical: Tensor, block_table: Tensor, seq_lens: Tensor, block: int) -> None:
-    """Note the logical index of every live block: logical[id] for table entries below `cdiv(seq_len, block)`.
-
-    logical: [kernel blocks] int32. A block has one logical index, since its name in the cache contains what precedes
-    it; of several the largest wins. The null block's is not used.
-    """
-    if logical.is_cuda:
-        from octavo.ops.gpu import flex as gpu
-
-        gpu.place_blocks(logical, block_table, seq_lens, block)
-        return
-    column = torch.arange(block_table.shape[1], dtype=torch.int32, device=logical.device)
-    live = column * block < seq_lens[:, None]
-    ids = torch.where(live, block_table, NULL_BLOCK).long().flatten()
-    logical.index_fill_(0, ids, -1)
-    logical.scatter_reduce_(0, ids, column.expand(len(seq_lens), -1).flatten(), "amax")
 
 
 def plan_mask_rows(
@@ -70,8 +53,9 @@ def plan_mask_rows(
     query_start [R + 1] (from any token on), seq_lens [R], block_table [R, width] int32, table_rows [R] int64.
     kind: of which rows; those of one query stand before those of several, and are tiles in their order. Of other rows
     the last tile comes first, since it walks most. num_tiles and num_leaves are upper bounds; mask rows beyond what the
-    batch has are empty. A block is listed as full if `every` pair of it and the query block around the tile is
-    visible, as partial if `some` may be. reach: the two tests in a form that one kernel takes, on a GPU.
+    batch has are empty. A mask block is listed as full if `every` pair of it and the query block around the tile is
+    visible, as partial if `some` may be and the cache has any of it. reach: the two tests in a form that one kernel
+    takes, on a GPU.
     """
     count = num_tiles * num_leaves
     rows.check(max(count, len(seq_lens)))
@@ -101,7 +85,7 @@ def _plan_in_torch(
 ) -> None:
     (num_tiles, num_leaves), (some, every) = size, tests
     count = num_tiles * num_leaves
-    device, tokens, block = seq_lens.device, shape.tokens, shape.block
+    device, tokens = seq_lens.device, shape.tokens
     num_queries = query_start[1:] - query_start[:-1]
     start = seq_lens - num_queries
     mine = num_queries == 1 if kind is Kind.SINGLE else num_queries >= (2 if kind is Kind.LONG else 1)
@@ -122,29 +106,41 @@ def _plan_in_torch(
     for buffer, value in values.items():
         buffer[:count].view(num_tiles, num_leaves).copy_(value[:, None])
     column = torch.arange(num_leaves * shape.columns, dtype=torch.int32, device=device)
-    kv_first, kv_last = (column * block)[None, :], (column * block + block - 1)[None, :]
+    kv_first, kv_last = (column * shape.kv_block)[None, :], (column * shape.kv_block + shape.kv_block - 1)[None, :]
     b, q_low, q_high = table_rows[entry][:, None], low[:, None], high[:, None]
-    ids = block_table[entry][:, column.clamp(max=block_table.shape[1] - 1).long()]
+    units = _units(shape, column, block_table[entry], length)  # [tiles, columns of all leaves, units], -1: none
     live = (kv_first < length[:, None]) & (q_low <= q_high)
     key_first, key_last = (torch.minimum(end, length[:, None] - 1) for end in (kv_first, kv_last))
     live = live & some(b, q_low, q_high, key_first, key_last)
-    live = live & (torch.where(live, ids, NULL_BLOCK) != NULL_BLOCK)
+    live = live & (units >= 0).any(2)
     span = max(shape.q_block, tokens)
     q_first, q_last = low // span * span, high // span * span + span - 1
     whole = live & every(b, q_first[:, None], q_last[:, None], key_first, key_last)
-    whole = whole & (kv_last < length[:, None])
+    whole = whole & (kv_last < length[:, None]) & (units >= 0).all(2)
+    instead = ~units.amax(2, keepdim=True)  # what may be read in the stead of a unit that is not there
+    entries = torch.cat([column.expand(num_tiles, -1)[..., None], torch.where(units < 0, instead, units)], 2)
+    entries = entries.view(count, shape.columns, shape.entry)
     for chosen, indices, num in ((live & ~whole, rows.partial, rows.partial_num), (whole, rows.full, rows.full_num)):
-        _pack(chosen.view(count, shape.columns), (ids * shape.stride).view(count, shape.columns), indices, num)
+        _pack(chosen.view(count, shape.columns), entries, indices, num)
 
 
-def _pack(chosen: Tensor, ids: Tensor, indices: Tensor, num: Tensor) -> None:
-    """Write the chosen ids of each line to the left of its list, in order; what is left over stays safe."""
-    count, columns = chosen.shape
+def _units(shape: Geometry, column: Tensor, table: Tensor, length: Tensor) -> Tensor:
+    """[tiles, columns, units of a mask block] int32: where each lies in the layer's token axis; -1: nowhere."""
+    inside = torch.arange(0, shape.kv_block, shape.unit, dtype=torch.int32, device=column.device)
+    at = column[:, None] * shape.kv_block + inside
+    ids = table[:, (at // shape.block).clamp(max=table.shape[1] - 1).long()]
+    there = (at < length[:, None, None]) & (ids != NULL_BLOCK)
+    return torch.where(there, ids * shape.units + at % shape.block // shape.unit, -1)
+
+
+def _pack(chosen: Tensor, entries: Tensor, indices: Tensor, num: Tensor) -> None:
+    """Write the chosen entries of each line to the left of its list, in order; what is left over stays safe."""
+    count, columns, width = entries.shape
     place = torch.where(chosen, chosen.cumsum(1) - 1, columns)
-    lists = torch.zeros((count, columns + 1), dtype=torch.int32, device=ids.device)
-    lists.scatter_(1, place, ids)
+    lists = torch.zeros((count, columns + 1, width), dtype=torch.int32, device=entries.device)
+    lists.scatter_(1, place[..., None].expand_as(entries), entries)
     lists[:, columns] = NULL_BLOCK
-    indices[:count, 0, 0].copy_(lists)
+    indices[:count, 0, 0].copy_(lists.flatten(1))
     num[:count, 0, 0].copy_(chosen.sum(1))
 
 
@@ -289,8 +285,8 @@ def attend_lines_reference(
 ) -> tuple[Tensor, Tensor]:
     """What the compiled kernel computes, in plain torch: partial blocks, then full ones, with a running softmax.
 
-    lines [count, kv_heads, lines, head_size]; gives outputs in the same shape and the logarithms of the sums. Waits for
-    the device.
+    lines [count, kv_heads, lines, head_size]; key, value: see `token_axis`. Gives outputs in the shape of lines and the
+    logarithms of the sums. Waits for the device.
     """
     count, heads, num_lines, _ = lines.shape
     part = slice(start, start + count)
@@ -298,17 +294,16 @@ def attend_lines_reference(
     total, result = torch.zeros_like(most), torch.zeros(lines.shape, device=lines.device)
     over = (torch.arange(start, start + count, device=lines.device), torch.arange(heads, device=lines.device),
             torch.arange(num_lines, device=lines.device))  # fmt: skip
-    q, offset = lines.float(), torch.arange(shape.block, device=lines.device)
-    masked, scored = _per_pair(mask, 0), _per_pair(score, 1)
+    q, scored, masked = lines.float(), _per_pair(score, 1), _per_pair(mask, 0)
     for indices, num, is_full in ((rows.partial, rows.partial_num, False), (rows.full, rows.full_num, True)):
-        counts = num[part, 0, 0]
+        counts, lists = num[part, 0, 0], indices[part, 0, 0].unflatten(1, (-1, shape.entry))
         for column in range(int(counts.max()) if count else 0):
-            at = indices[part, 0, 0, column].long()[:, None] * shape.block + offset  # [count, block]
-            k, v = (x[0][:, at].transpose(0, 1).float() for x in (key, value))  # [count, kv_heads, block, head_size]
-            scores = scored(torch.matmul(q, k.transpose(2, 3)) * scale, *over, at)
+            at, positions = _keys(lists[:, column], shape)
+            k, v = (x[0][:, at].transpose(0, 1).float() for x in (key, value))  # [count, kv_heads, keys, head_size]
+            scores = scored(torch.matmul(q, k.transpose(2, 3)) * scale, *over, positions)
             seen = (column < counts)[:, None, None, None].expand_as(scores)
             if not is_full:
-                seen = seen & masked(*over, at)
+                seen = seen & masked(*over, positions)
             scores = torch.where(seen, scores, float("-inf"))
             higher = torch.maximum(most, scores.amax(-1))
             base = torch.where(higher == float("-inf"), 0.0, higher)
@@ -319,6 +314,15 @@ def attend_lines_reference(
             most = higher
     total = torch.where(total == 0.0, 1.0, total)
     return (result / total[..., None]).to(lines.dtype), most + torch.log(total)
+
+
+def _keys(entry: Tensor, shape: Geometry) -> tuple[Tensor, Tensor]:
+    """Of mask blocks [count, entry]: their keys' places in the token axis and logical positions, [count, keys]."""
+    inside, units = torch.arange(shape.unit, device=entry.device), entry[:, 1:, None].long()
+    at = torch.where(units < 0, ~units, units) * shape.unit + inside
+    start = torch.arange(0, shape.kv_block, shape.unit, device=entry.device)[:, None]
+    positions = torch.where(units < 0, NOWHERE, entry[:, :1, None] * shape.kv_block + start + inside)
+    return at.flatten(1), positions.flatten(1)
 
 
 def _per_pair(function: Callable[..., Tensor], scores: int) -> Callable[..., Tensor]:

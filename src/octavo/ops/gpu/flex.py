@@ -18,18 +18,6 @@ from octavo.ops.mask_rows import MERGE_LEVELS, NULL_BLOCK, Geometry, Kind, MaskR
 _MERGE_ELEMENTS = 4096  # of partial results that a program of `_merge` has in flight
 
 
-@launched(triton.jit(do_not_specialize=["width"]))
-def _place(logical, table, seq_lens, table_row, width, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, FILL: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    live = (column * BLOCK < tl.load(seq_lens + row)) & (column < width)
-    ids = tl.load(table + row * table_row + column, mask=live, other=0)
-    if FILL:
-        tl.store(logical + ids, -1, mask=live)
-    else:
-        tl.atomic_max(logical + ids, column, mask=live)
-
-
 @launched(triton.jit(do_not_specialize=["num_rows"]))
 def _count_tiles(ends, query_start, seq_lens, num_rows, TOKENS: tl.constexpr, LEAST: tl.constexpr, ROWS: tl.constexpr):
     total = 0
@@ -50,9 +38,10 @@ def _count_tiles(ends, query_start, seq_lens, num_rows, TOKENS: tl.constexpr, LE
 def _plan(
     prompts,
     partial, partial_num, full, full_num, rows, firsts, lows, highs, tokens, lengths, ends, query_start, seq_lens,
-    table, table_rows, table_row, num_rows, num_leaves, width, window, chunk, stride,
-    TOKENS: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, PADDED: tl.constexpr, SPAN: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, EXACT: tl.constexpr, DIRECT: tl.constexpr,
+    table, table_rows, table_row, num_rows, num_leaves, width, window, chunk, block_units,
+    TOKENS: tl.constexpr, BLOCK: tl.constexpr, MASK_BLOCK: tl.constexpr, UNIT: tl.constexpr, COLUMNS: tl.constexpr,
+    PADDED: tl.constexpr, SPAN: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    EXACT: tl.constexpr, DIRECT: tl.constexpr,
 ):  # fmt: skip
     slot, leaf = tl.program_id(0), tl.program_id(1)
     behind = 0
@@ -84,9 +73,9 @@ def _plan(
     tl.store(lengths + z, length)
     place = tl.arange(0, PADDED)
     column = leaf * COLUMNS + place
-    kv_first, kv_last = column * BLOCK, column * BLOCK + BLOCK - 1
+    kv_first, kv_last = column * MASK_BLOCK, column * MASK_BLOCK + MASK_BLOCK - 1
     kv_there = tl.minimum(kv_last, length - 1)
-    live = there & (place < COLUMNS) & (column < width) & (kv_first < length)
+    live = there & (place < COLUMNS) & (kv_first < length)
     q_first, q_last = low // SPAN * SPAN, high // SPAN * SPAN + SPAN - 1
     whole = kv_last < length
     if CAUSAL:
@@ -103,23 +92,45 @@ def _plan(
         live = live & (low // chunk <= kv_there // chunk) & (kv_first // chunk <= high // chunk)
         own = q_first // chunk
         whole = whole & (q_last // chunk == own) & (kv_first // chunk == own) & (kv_last // chunk == own)
-    ids = tl.load(table + entry.to(tl.int64) * table_row + column, mask=live, other=0)
-    live = live & (ids != 0)
+    table += entry.to(tl.int64) * table_row
+    most, least = tl.full((PADDED,), -1, tl.int32), tl.full((PADDED,), 2147483647, tl.int32)
+    for unit in tl.static_range(MASK_BLOCK // UNIT):
+        one = _unit_at(table, kv_first + unit * UNIT, length, width, live, block_units, BLOCK, UNIT)
+        most, least = tl.maximum(most, one), tl.minimum(least, one)
+    live = live & (most >= 0)
+    whole = whole & (least >= 0)
     if not EXACT:
         whole = kv_last < 0
-    _pack(partial, partial_num, z, live & (whole == 0), ids * stride, place, COLUMNS)
-    _pack(full, full_num, z, live & whole, ids * stride, place, COLUMNS)
+    partly, wholly = live & (whole == 0), live & whole
+    at_partial = _pack(partial, partial_num, z, partly, column, place, COLUMNS, MASK_BLOCK // UNIT)
+    at_full = _pack(full, full_num, z, wholly, column, place, COLUMNS, MASK_BLOCK // UNIT)
+    for unit in tl.static_range(MASK_BLOCK // UNIT):
+        one = _unit_at(table, kv_first + unit * UNIT, length, width, live, block_units, BLOCK, UNIT)
+        one = tl.where(one < 0, -1 - most, one)  # what may be read in its stead
+        tl.store(partial + at_partial + (1 + unit), one, mask=partly)
+        tl.store(full + at_full + (1 + unit), one, mask=wholly)
 
 
 @triton.jit
-def _pack(lists, nums, z, chosen, ids, place, COLUMNS: tl.constexpr):
-    """The chosen ids to the left, in order; the rest of the list is safe."""
+def _unit_at(table, token, length, width, live, block_units, BLOCK: tl.constexpr, UNIT: tl.constexpr):
+    """Where the units that begin at such tokens lie; -1: nowhere."""
+    column = token // BLOCK
+    ids = tl.load(table + column, mask=live & (token < length) & (column < width), other=0)
+    return tl.where(ids != 0, ids * block_units + token % BLOCK // UNIT, -1)
+
+
+@triton.jit
+def _pack(lists, nums, z, chosen, column, place, COLUMNS: tl.constexpr, UNITS: tl.constexpr):
+    """The chosen mask blocks to the left, in order; the rest of the list is safe. Gives where their entries are."""
     count = chosen.to(tl.int32)
     at, num = tl.cumsum(count, 0) - count, tl.sum(count, 0)
-    base = lists + z * (COLUMNS + 1)
-    tl.store(base + at, ids, mask=chosen)
-    tl.store(base + place, 0, mask=(place >= num) & (place <= COLUMNS))
+    base = z * ((COLUMNS + 1) * (1 + UNITS))
+    own = base + at * (1 + UNITS)
+    tl.store(lists + own, column, mask=chosen)
+    for part in tl.static_range(1 + UNITS):
+        tl.store(lists + (base + place * (1 + UNITS) + part), 0, mask=(place >= num) & (place <= COLUMNS))
     tl.store(nums + z, num)
+    return own
 
 
 @launched(triton.jit(do_not_specialize=["start"]))
@@ -239,17 +250,6 @@ def _merge(
         tl.store(target, result.to(out.dtype.element_ty), mask=valid[:, None] & (channel < HEAD)[None, :])
 
 
-def place_blocks(logical: Tensor, block_table: Tensor, seq_lens: Tensor, block: int) -> None:
-    """See `octavo.ops.flex.place_blocks`."""
-    rows, width = block_table.shape
-    columns = 256
-    for fill in (True, False):
-        _place[(rows, triton.cdiv(width, columns))](
-            logical, block_table, seq_lens, block_table.stride(0), width, BLOCK=block, COLUMNS=columns, FILL=fill,
-            num_warps=4,
-        )  # fmt: skip
-
-
 def plan_mask_rows(
     rows: MaskRows,
     shape: Geometry,
@@ -275,10 +275,11 @@ def plan_mask_rows(
         reach.prompts,
         rows.partial, rows.partial_num, rows.full, rows.full_num, rows.row, rows.first, rows.low, rows.high, rows.token,
         rows.length, rows.ends, query_start, seq_lens, block_table, table_rows, block_table.stride(0), num_rows,
-        num_leaves, width, reach.window, max(reach.chunk, 1), shape.stride, TOKENS=shape.tokens, BLOCK=shape.block,
-        COLUMNS=shape.columns, PADDED=triton.next_power_of_2(shape.columns + 1), SPAN=max(shape.q_block, shape.tokens),
-        CAUSAL=reach.causal, WINDOW=reach.window > 0, CHUNK=reach.chunk > 0, EXACT=reach.exact,
-        DIRECT=kind is Kind.SINGLE, num_warps=1 if shape.columns < 64 else 4,
+        num_leaves, width, reach.window, max(reach.chunk, 1), shape.units, TOKENS=shape.tokens, BLOCK=shape.block,
+        MASK_BLOCK=shape.kv_block, UNIT=shape.unit, COLUMNS=shape.columns,
+        PADDED=triton.next_power_of_2(shape.columns + 1), SPAN=max(shape.q_block, shape.tokens), CAUSAL=reach.causal,
+        WINDOW=reach.window > 0, CHUNK=reach.chunk > 0, EXACT=reach.exact, DIRECT=kind is Kind.SINGLE,
+        num_warps=1 if shape.columns < 64 else 4,
     )  # fmt: skip
 
 
