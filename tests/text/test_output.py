@@ -312,3 +312,18 @@ def test_cost_of_a_token_does_not_grow_with_the_text(kind):
 
     cost(1000)
     assert cost(40_000) < 20 * cost(2000)
+
+
+def test_further_completions_wait_for_what_the_first_one_says():
+    """In a stream of deltas; each of their tokens is then an output of its own, as without the wait."""
+    processor = OutputProcessor(None)
+    params = SamplingParams(n=2, prompt_logprobs=0, output_kind=DELTA, detokenize=False)
+    first, second = processor.add("r", None, [1, 2], params)
+    scores = PromptLogprobs.of([TokenLogprobs([2], [-1.0], [1])])
+    early = [RequestUpdate(second, [5]), RequestUpdate(second, [6], finish_reason="length")]
+    assert [processor.process([update]) for update in early] == [([], [])] * 2
+    outputs, _ = processor.process([RequestUpdate(first, [7], prompt_logprobs=scores)])
+    assert [[part.token_ids for part in output.outputs] for output in outputs] == [[[7]], [[5]], [[6]]]
+    assert [output.prompt_logprobs is None for output in outputs] == [False, True, True]
+    (last,), _ = processor.process([RequestUpdate(first, [8], finish_reason="length")])
+    assert last.finished and processor.num_requests == 0
