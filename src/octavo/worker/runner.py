@@ -305,9 +305,7 @@ class Runner:
             self._commit(batch, *drawn)
             return hidden
         logits = self.model.logits(hidden)
-        for again in (False, True):
-            drawn = self._sampler.draw(logits, batch.rows, batch.next_positions)
-            self._commit(batch, *drawn, again=again)
+        self._commit(batch, *self._sampler.draw(logits, batch.rows, batch.next_positions))
         return logits
 
     def _batch_of(self, key: GraphKey) -> Batch:
