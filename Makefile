@@ -7,7 +7,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check install -q $(PIP_FLAGS) -c constraints.txt
 
 # What an installation depends on: when one of these is newer than the stamp, it is installed again.
-SOURCES := pyproject.toml constraints.txt setup.py $(wildcard src/octavo/ops/native/*.cpp src/octavo/ops/native/*.h)
+SOURCES := pyproject.toml constraints.txt setup.py $(wildcard src/octavo/ops/native/*.cpp src/octavo/ops/native/include/*.h)
 PACKAGE := $(VENV)/.octavo-installed
 TESTS := $(VENV)/.octavo-tests-installed
 # A process a processor, each taking whole files in order: a module's reference results are computed once.

@@ -66,7 +66,7 @@ class BuildNative(build_ext):
 
 
 sources = sorted(str(path) for path in NATIVE.glob("*.cpp"))
-headers = sorted(str(path) for path in [*NATIVE.glob("*.h"), "setup.py"])
+headers = sorted(str(path) for path in [*NATIVE.glob("include/*.h"), "setup.py"])
 extensions = [
     Extension(f"octavo.ops.native._octavo_cpu_{name}", sources, depends=headers, optional=True, language="c++",
               extra_compile_args=[*COMMON_FLAGS, *flags])

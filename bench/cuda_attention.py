@@ -2,10 +2,10 @@
 
 Decode counts the bytes of K and V that must be read, against a copy's bytes read and written per second; prefill the
 multiply-adds of the visible scores, against a large matrix product. Both limits are measured in the same run. Layers
-are timed in a CUDA graph, without the step's plan. Every case is checked against the eager twin, and split rows against
-whole ones bit by bit. Kernels are compiled before, by a process for each kind of layer. With --flashinfer, which may
-compile for minutes, FlashInfer's figures stand beside where it takes the case (in prefill its faster kernels count);
-where it takes no blocks of that size, it gets the same tokens in kernel blocks of 64.
+are timed in a CUDA graph, without the step's plan. Every case is checked against the reference implementation, and
+split rows against whole ones bit by bit. Kernels are compiled before, by a process for each kind of layer. With
+--flashinfer, which may compile for minutes, FlashInfer's figures stand beside where it takes the case (in prefill its
+faster kernels count); where it takes no blocks of that size, it gets the same tokens in kernel blocks of 64.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch import Tensor
 
 from octavo.attention.base import BACKENDS, AttentionInputs, Setup, Variant
 from octavo.ops.attention import paged_attention_eager
-from octavo.ops.paged_attention import Heads, Planner, Scratch, num_processors, paged_attention
-from octavo.ops.sight import Sight
+from octavo.ops.attention.mask_spec import MaskSpec
+from octavo.ops.attention.paged import Heads, Planner, Scratch, num_processors, paged_attention
 
 HEAD = 128
 HEADS = ((32, 8), (16, 8))
@@ -92,7 +92,13 @@ def error(call: Call, out: Tensor, rows: int, new: int) -> float:
     expected = torch.empty(rows * new, *q.shape[1:], device="cuda")
     kv = kv if kv.dtype == q.dtype else kv.to(q.dtype)
     paged_attention_eager(
-        q[: rows * new], kv, query_start[: rows + 1], seq_lens[:rows], table[:rows], expected, sight=Sight(HEAD**-0.5)
+        q[: rows * new],
+        kv,
+        query_start[: rows + 1],
+        seq_lens[:rows],
+        table[:rows],
+        expected,
+        mask_spec=MaskSpec(HEAD**-0.5),
     )
     return ((out[: rows * new] - expected).norm() / expected.norm()).item()
 
@@ -100,11 +106,11 @@ def error(call: Call, out: Tensor, rows: int, new: int) -> float:
 def plan_paged(call: Call, new: int, length: int, processors: int = 0) -> Callable[[Tensor], None]:
     """Octavo's own operator on `call`, planned; it writes what it is called with."""
     q, kv, query_start, seq_lens, _ = call
-    heads, sight, scratch = Heads(q.shape[1], kv.shape[1], HEAD), Sight(scale=HEAD**-0.5), Scratch(CUDA)
-    plan = Planner(heads, sight, q.dtype, CUDA, scratch, processors or num_processors(CUDA), cache_dtype=kv.dtype).plan(
-        query_start, seq_lens, num_tokens=len(q), max_query_len=new, max_seq_len=length
-    )
-    return lambda out: paged_attention(*call, out, sight=sight, plan=plan, scratch=scratch)
+    heads, mask_spec, scratch = Heads(q.shape[1], kv.shape[1], HEAD), MaskSpec(scale=HEAD**-0.5), Scratch(CUDA)
+    plan = Planner(
+        heads, mask_spec, q.dtype, CUDA, scratch, processors or num_processors(CUDA), cache_dtype=kv.dtype
+    ).plan(query_start, seq_lens, num_tokens=len(q), max_query_len=new, max_seq_len=length)
+    return lambda out: paged_attention(*call, out, mask_spec=mask_spec, plan=plan, scratch=scratch)
 
 
 def run_paged(call: Call, new: int, length: int, rounds: int) -> tuple[float, float]:
@@ -153,7 +159,7 @@ def run_flashinfer(call: Call, new: int, length: int, rounds: int) -> float:
         backend.prepare(inputs)
         out = torch.empty_like(q)
         backend.run(q, kv, variant, out)
-        assert error(call, out, 1, new) < 1e-2, "FlashInfer differs from the eager twin"
+        assert error(call, out, 1, new) < 1e-2, "FlashInfer differs from the reference implementation"
         times.append(seconds(lambda: backend.run(q, kv, variant, out), rounds))  # noqa: B023
     return min(times)
 

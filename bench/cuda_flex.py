@@ -18,7 +18,7 @@ from torch import Tensor
 import octavo.attention as A
 from cuda_attention import measure_limits, seconds
 from octavo.attention.base import AttentionInputs, Setup, Variant
-from octavo.attention.flex import FlexBackend
+from octavo.attention.flex.backend import FlexBackend
 from octavo.attention.reference import ReferenceBackend
 
 HEADS, KV_HEADS, HEAD = 32, 8, 128

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from cuda_attention import measure_limits
-from octavo.ops.fused import gated_linear
-from octavo.ops.gpu import matmul
-from octavo.ops.matmul import LinearWeight, linear, pack_linear
+from octavo.ops.gemm import LinearWeight, linear, pack_linear
+from octavo.ops.gemm import gpu as matmul
+from octavo.ops.gemm.fused import gated_linear
 
 # model -> (layers, {product: (N, K)} of a layer, head)
 MODELS = {

@@ -1,7 +1,7 @@
 """Benchmark of drawing, cuts and log-probabilities on a CUDA device: `python bench/kernel.py sampling`.
 
 Counts one read of the logits, against a copy's bytes read and written per second, measured in the same run: what a
-single pass needs. Cuts and the likeliest tokens take several. Launches are timed in a CUDA graph.
+single pass needs. TruncationRows and the likeliest tokens take several. Launches are timed in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 from cuda_attention import measure_copy, seconds
-from octavo.ops.cuts import Cuts
-from octavo.ops.sample import draw, token_logprobs, top_logprobs
+from octavo.ops.sampling import draw, token_logprobs, top_logprobs
+from octavo.ops.sampling.truncation import TruncationRows
 
 VOCAB = 151936
 ROWS = (1, 16, 64, 256, 512)
@@ -33,11 +33,11 @@ def cases(rows: int) -> Iterator[tuple[str, Callable[[], object]]]:
         ("top-k 20, top-p 0.95, 0.6", 0.6, 20, 0.95), ("top-k 50", 1.0, 50, 1.0),
         ("top-p 0.9", 1.0, 0, 0.9), ("top-p 0.95, 0.7", 0.7, 0, 0.95),
     ):  # fmt: skip
-        cuts = Cuts(
+        truncation = TruncationRows(
             divisors=divisor * ones, top_k=torch.full_like(place, top_k), top_p=top_p * ones, min_p=zeros,
             few=top_k > 0, many=top_k == 0,
         )  # fmt: skip
-        yield f"draw, {name}", functools.partial(draw, logits, place, ones, position, position, cuts)
+        yield f"draw, {name}", functools.partial(draw, logits, place, ones, position, position, truncation)
 
 
 def run(rounds: int, quick: bool) -> dict[str, object]:

@@ -2,7 +2,7 @@
 
 import sys
 
-from octavo.cli import main
+from octavo.cli.main import main
 
 if __name__ == "__main__":
     raise SystemExit(main(["bench", "engine", *sys.argv[1:]]))

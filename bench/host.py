@@ -21,13 +21,13 @@ import time
 import torch
 
 from null_device import NullRunner
-from octavo.config import EngineConfig
+from octavo.cache.groups import CacheGroup
+from octavo.config.engine_config import EngineConfig
 from octavo.engine import EngineCore
-from octavo.front import find_and_read, load_text
-from octavo.groups import CacheGroup
-from octavo.sampling_params import RequestOutputKind, SamplingParams
+from octavo.request.sampling_params import RequestOutputKind, SamplingParams
 from octavo.sched.kv_manager import KVManager
 from octavo.sched.scheduler import Scheduler
+from octavo.startup.frontend import find_and_read, load_text
 from octavo.text.no_tokenizer import NoTokenizer
 from octavo.text.output import OutputProcessor, wants_every_token
 from octavo.text.tokenizer import Tokenizer

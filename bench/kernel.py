@@ -8,14 +8,14 @@
     python bench/kernel.py elementwise [--rounds 15] [--quick]
     python bench/kernel.py sampling [--rounds 15] [--quick]
 
-cpu-matmul: `octavo.ops.matmul.linear` for float32, bfloat16 and int8 weights. Few rows count the weight's bytes per
+cpu-matmul: `octavo.ops.gemm.linear` for float32, bfloat16 and int8 weights. Few rows count the weight's bytes per
 second against a streaming read of memory; many rows count multiply-adds against FMAs in registers; tiny shapes stay in
 cache and count microseconds a call. Weights rotate through more memory than the caches hold, except for tiny shapes.
-Every shape is first checked against the eager twin. The last line is JSON.
+Every shape is first checked against the reference implementation. The last line is JSON.
 
 cpu-attention: the native operator beside what torch offers for a paged cache: a gather of each row's blocks followed by
-scaled_dot_product_attention, and the eager twin. Decode counts the bytes of K and V, prefill the multiply-adds of the
-visible scores.
+scaled_dot_product_attention, and the reference implementation. Decode counts the bytes of K and V, prefill the
+multiply-adds of the visible scores.
 
 attention: the Triton operator on a CUDA device, see `cuda_attention.py`.
 
@@ -42,9 +42,9 @@ from torch.nn import functional
 
 from octavo.ops import native
 from octavo.ops.attention import paged_attention, paged_attention_eager
-from octavo.ops.matmul import LinearWeight, linear, linear_reference, pack_linear
+from octavo.ops.attention.mask_spec import MaskSpec
+from octavo.ops.gemm import LinearWeight, linear, linear_reference, pack_linear
 from octavo.ops.native.limits import best_seconds, measure_limits
-from octavo.ops.sight import Sight
 
 SHAPES = ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (32000, 1024))
 TINY_SHAPES = ((1536, 256), (256, 768), (512, 256), (4096, 256))
@@ -77,7 +77,7 @@ def make_weights(n: int, k: int, kind: str, total_bytes: int) -> list[LinearWeig
 
 
 def check(x: Tensor, weight: LinearWeight) -> None:
-    """Compare with the eager twin, relative to the sum of absolute products."""
+    """Compare with the reference implementation, relative to the sum of absolute products."""
     difference = (linear(x, weight) - linear_reference(x, weight)).abs().max().item()
     scale = 0.02 * weight.k**0.5
     assert difference < 1e-4 * max(scale, 1.0), f"linear differs from its twin by {difference}"
@@ -138,7 +138,7 @@ ATTENTION = (
 
 
 def gathered_sdpa(
-    q: Tensor, kv: Tensor, query_start: Tensor, seq_lens: Tensor, table: Tensor, out: Tensor, *, sight: Sight
+    q: Tensor, kv: Tensor, query_start: Tensor, seq_lens: Tensor, table: Tensor, out: Tensor, *, mask_spec: MaskSpec
 ) -> None:
     """What torch alone would do: copy each row's K and V together, then its attention with a mask."""
     block = kv.shape[2]
@@ -149,7 +149,7 @@ def gathered_sdpa(
         k, v = both.chunk(2, dim=-1)
         mask = torch.arange(length) <= torch.arange(length - (end - start), length)[:, None]
         heads = functional.scaled_dot_product_attention(
-            q[start:end].transpose(0, 1)[None], k[None], v[None], mask, scale=sight.scale, enable_gqa=True
+            q[start:end].transpose(0, 1)[None], k[None], v[None], mask, scale=mask_spec.scale, enable_gqa=True
         )
         out[start:end] = heads[0].transpose(0, 1)
 
@@ -171,10 +171,10 @@ def cpu_attention(args: argparse.Namespace) -> dict[str, object]:
         seconds = {}
         for operator in (paged_attention, gathered_sdpa, paged_attention_eager):
             run: Callable[..., None] = operator
-            best = best_seconds(lambda: run(*call, out, sight=Sight(size**-0.5)), args.rounds)  # noqa: B023
+            best = best_seconds(lambda: run(*call, out, mask_spec=MaskSpec(size**-0.5)), args.rounds)  # noqa: B023
             seconds[operator.__name__] = best
-            paged_attention_eager(*call, expected, sight=Sight(size**-0.5))
-            assert (out - expected).abs().max() < 1e-4, f"{operator.__name__} differs from the eager twin"
+            paged_attention_eager(*call, expected, mask_spec=MaskSpec(size**-0.5))
+            assert (out - expected).abs().max() < 1e-4, f"{operator.__name__} differs from the reference implementation"
         visible = rows * sum(range(length - new + 1, length + 1))
         floor = max(rows * length * kv_heads * 2 * size * 4 / limits[0], 4.0 * visible * heads * size / limits[1]) / 1e9
         native_s, sdpa_s, eager_s = seconds.values()

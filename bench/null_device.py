@@ -11,12 +11,12 @@ from typing import Any, cast
 
 import torch
 
+from octavo.cache.groups import CacheGroup
 from octavo.device.batch import InputBuffers
 from octavo.device.block_table import BlockTables
 from octavo.device.graphs import GraphKey, GraphPool, decode_keys, mixed_keys
 from octavo.device.request_table import RequestTable
 from octavo.device.staging import PinnedRing, WriteQueue
-from octavo.groups import CacheGroup
 from octavo.plan import NewRow
 from octavo.sampling.sampler import Sampler
 from octavo.worker.runner import Runner

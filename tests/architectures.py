@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from octavo.arch import Arch, LayerKind
-from octavo.config import DeviceFacts
+from octavo.checkpoint.arch import Arch, LayerKind
+from octavo.config.engine_config import DeviceFacts
 
 ARCH = Arch(
     name="Qwen3ForCausalLM",

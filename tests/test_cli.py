@@ -16,11 +16,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from octavo import cli, flags, terminal
+from octavo.cli import flags, terminal
+from octavo.cli import main as cli
+from octavo.config.settings import ConfigError
 from octavo.observe import LOGGER
-from octavo.outputs import CompletionOutput, Logprob, RequestOutput
-from octavo.sampling_params import ParameterError, SamplingParams
-from octavo.settings import ConfigError
+from octavo.request.outputs import CompletionOutput, Logprob, RequestOutput
+from octavo.request.sampling_params import ParameterError, SamplingParams
 
 Run = Callable[..., tuple[int, str, str]]
 

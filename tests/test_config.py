@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from architectures import ARCH, CPU
-from octavo.arch import Arch
-from octavo.config import MAX_THREADS, DeviceFacts, EngineConfig, Resolved, load_config, resolve
-from octavo.settings import ConfigError, parse_bytes, parse_length
+from octavo.checkpoint.arch import Arch
+from octavo.config.engine_config import MAX_THREADS, DeviceFacts, EngineConfig, Resolved, load_config, resolve
+from octavo.config.settings import ConfigError, parse_bytes, parse_length
 
 GPU = dataclasses.replace(
     CPU, cuda="NVIDIA H200", cuda_capability=(9, 0), cuda_free_bytes=100 << 30, cuda_total_bytes=140 << 30

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from octavo import cli, probe
-from octavo.config import DeviceFacts
+from octavo.cli import main as cli
+from octavo.config.engine_config import DeviceFacts
+from octavo.startup import probe
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from octavo import flags
-from octavo.config import SETTINGS, EngineConfig, load_config
-from octavo.foreign import OPTIONS, Option, translate
+from octavo.cli import flags
+from octavo.config.engine_config import SETTINGS, EngineConfig, load_config
+from octavo.config.settings import ConfigError
+from octavo.config.vllm_options import OPTIONS, Option, translate
 from octavo.serve.settings import SERVE_SETTINGS, ServeConfig, load_both
-from octavo.settings import ConfigError
 
 KNOWN = {*SETTINGS, *SERVE_SETTINGS}
 # the rows that become settings: a value, and what it means

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.benchmark import SHAPES
-from octavo.gpu_profile import decode_load, family_of, family_rows, kernels, least_work, prefill_load, table
+from octavo.bench.engine import SHAPES
+from octavo.bench.gpu_profile import decode_load, family_of, family_rows, kernels, least_work, prefill_load, table
 
 FACTS = {
     "hidden_size": 4, "intermediate_size": 6, "num_hidden_layers": 3, "num_attention_heads": 2,

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-import octavo.grammar
-from octavo.grammar import NO_GRAMMARS, Grammars, Matcher, Vocabulary
-from octavo.sampling_params import ParameterError, StructuredOutputsParams
+import octavo.grammar.compiler
+from octavo.grammar.compiler import NO_GRAMMARS, Grammars, Matcher, Vocabulary
+from octavo.request.sampling_params import ParameterError, StructuredOutputsParams
 
 EOS = 0
 # single bytes, and words that overlap
@@ -82,7 +82,7 @@ def test_answers_do_not_depend_on_the_way(grammars: Grammars) -> None:
 
 def test_a_limit_that_others_met_is_not_ours(monkeypatch: pytest.MonkeyPatch, grammars: Grammars) -> None:
     """Matchers of one form share what they learn of it, and could wear it out for each other."""
-    monkeypatch.setattr(octavo.grammar, "MAX_LEXER_STATES", 400)
+    monkeypatch.setattr(octavo.grammar.compiler, "MAX_LEXER_STATES", 400)
     form, rng = _form(regex="(a|b)*a(a|b){18}"), random.Random(1)
     hungry, output = grammars.matcher(form), list[int]()
     while _allowed(hungry, output) is not None:

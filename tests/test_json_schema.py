@@ -10,9 +10,9 @@ import jsonschema
 import numpy as np
 import pytest
 
-from octavo.grammar import Grammars, Vocabulary
-from octavo.json_schema import FORMATS, other_strings, rewrite
-from octavo.sampling_params import ParameterError, StructuredOutputsParams
+from octavo.grammar.compiler import Grammars, Vocabulary
+from octavo.grammar.json_schema import FORMATS, other_strings, rewrite
+from octavo.request.sampling_params import ParameterError, StructuredOutputsParams
 from schema_corpus import EXACT, PARTLY, REFUSED
 
 TOKENS = [b"<eos>", *(bytes([byte]) for byte in range(256))]

@@ -11,13 +11,20 @@ from typing import Any
 import pytest
 
 from architectures import ARCH, CPU
-from octavo.arch import Arch, LayerKind
-from octavo.config import DeviceFacts, EngineConfig, Resolved, resolve
-from octavo.groups import block_bytes, make_groups
-from octavo.memory import MemoryPlan, blocks_for_request, check_weights, plan_memory, show_bytes, weight_bytes
+from octavo.cache.groups import block_bytes, make_groups
+from octavo.cache.policies import make_policies
+from octavo.checkpoint.arch import Arch, LayerKind
+from octavo.config.engine_config import DeviceFacts, EngineConfig, Resolved, resolve
+from octavo.config.settings import ConfigError
 from octavo.ops import native
-from octavo.sched.groups import make_policies
-from octavo.settings import ConfigError
+from octavo.startup.memory_plan import (
+    MemoryPlan,
+    blocks_for_request,
+    check_weights,
+    plan_memory,
+    show_bytes,
+    weight_bytes,
+)
 from patience import patient
 
 SLIDING = dataclasses.replace(ARCH, layers=(LayerKind(window=64),) * 4 + (LayerKind(),) * 2)

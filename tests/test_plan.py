@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from octavo.plan import NewBlocks, NewRow, StepPlan, StepResult, TokenLogprobs, decode, encode
-from octavo.sampling_params import SamplingParams
+from octavo.request.sampling_params import SamplingParams
 
 
 def test_a_plan_survives_the_wire() -> None:

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from octavo.sampling_params import (
+from octavo.request.sampling_params import (
     Limits,
     ParameterError,
     RepetitionDetectionParams,

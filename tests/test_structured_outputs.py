@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from octavo.sampling_params import ParameterError, SamplingParams, StructuredOutputsParams
-from octavo.structured_outputs import MAX_TEXT_BYTES, read_structured_outputs
+from octavo.request.sampling_params import ParameterError, SamplingParams, StructuredOutputsParams
+from octavo.request.structured_outputs import MAX_TEXT_BYTES, read_structured_outputs
 
 
 def _deep(depth: int) -> dict[str, Any]:

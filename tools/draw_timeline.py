@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from octavo.gpu_profile import FAMILIES, family_of
+from octavo.bench.gpu_profile import FAMILIES, family_of
 
 HOST_COLORS = {
     "schedule": "#f4d35e", "issue": "#ee964b", "wait": "#e8e8e8", "update": "#a3d977", "outputs": "#c9b1ff",

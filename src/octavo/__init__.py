@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from octavo.attention.mods import AttentionMods as AttentionMods
-    from octavo.config import EngineConfig as EngineConfig
+    from octavo.config.engine_config import EngineConfig as EngineConfig
     from octavo.llm import LLM as LLM
-    from octavo.outputs import RequestOutput as RequestOutput
-    from octavo.sampling_params import SamplingParams as SamplingParams
+    from octavo.request.outputs import RequestOutput as RequestOutput
+    from octavo.request.sampling_params import SamplingParams as SamplingParams
 
 __version__ = "0.1.0"
 
 _PUBLIC = {
     "LLM": "octavo.llm",
     "AttentionMods": "octavo.attention.mods",
-    "SamplingParams": "octavo.sampling_params",
-    "EngineConfig": "octavo.config",
-    "RequestOutput": "octavo.outputs",
+    "SamplingParams": "octavo.request.sampling_params",
+    "EngineConfig": "octavo.config.engine_config",
+    "RequestOutput": "octavo.request.outputs",
 }
 __all__ = ["LLM", "AttentionMods", "EngineConfig", "RequestOutput", "SamplingParams", "__version__"]
 
@@ -31,9 +31,9 @@ def __getattr__(name: str) -> Any:
     """Import a public name when it is first asked for."""
     if name not in _PUBLIC:
         raise AttributeError(f"module 'octavo' has no attribute {name!r}")
-    from octavo import collector
+    from octavo.startup import gc_control
 
-    with collector.loading():  # torch, which some need
+    with gc_control.loading():  # torch, which some need
         value = getattr(importlib.import_module(_PUBLIC[name]), name)
     globals()[name] = value
     return value

@@ -17,24 +17,24 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from octavo import early_start
-from octavo.config import EngineConfig
-from octavo.grammar import NO_GRAMMARS, Grammars
+from octavo.config.engine_config import EngineConfig
+from octavo.grammar.compiler import NO_GRAMMARS, Grammars
 from octavo.observe import Phases
-from octavo.outputs import RequestOutput
 from octavo.plan import StepPlan
-from octavo.request import Request
-from octavo.request_fields import FieldSpec, salt_with_fields, salt_with_prompt
-from octavo.sampling_params import SamplingParams
-from octavo.seeds import sample_seed
+from octavo.request.fields import FieldSpec, salt_with_fields, salt_with_prompt
+from octavo.request.outputs import RequestOutput
+from octavo.request.request import Request
+from octavo.request.sampling_params import SamplingParams
+from octavo.request.seeds import sample_seed
+from octavo.request.updates import RequestUpdate
+from octavo.startup import warm_start
 from octavo.text.admission import check_request
 from octavo.text.output import OutputProcessor, wants_every_token
 from octavo.text.tokenizer import Tokenizer
-from octavo.updates import RequestUpdate
 
 if TYPE_CHECKING:
     from octavo.sched.scheduler import Scheduler
-    from octavo.start import Parts
+    from octavo.startup.build import Parts
     from octavo.worker.executor import Executor, PendingResult
 
 
@@ -128,7 +128,7 @@ class EngineCore:
         max_tokens: int,
         priority: int = 0,
         cache_salt: str = "",
-        quiet: bool = False,
+        coalesce_updates: bool = False,
     ) -> None:
         """Queue a checked request, one sequence per id; sequence i draws with `sample_seed(seed, i)`.
 
@@ -155,7 +155,7 @@ class EngineCore:
                 eos_token_ids=self._eos_token_ids,
                 priority=priority,
                 cache_salt=cache_salt,
-                quiet=quiet,
+                coalesce_updates=coalesce_updates,
             )
             for index, sequence_id in enumerate(sequence_ids)
         ]
@@ -239,7 +239,7 @@ class Engine:
 
     def __init__(self, config: EngineConfig, phases: Phases | None = None) -> None:
         """Load everything. Raises ValueError, in one line, for a bad setting or model folder."""
-        parts = early_start.start(config, phases or Phases())
+        parts = warm_start.start(config, phases or Phases())
         self.resolved, self.arch, self.memory = parts.resolved, parts.arch, parts.memory
         self.tokenizer, self.limits, self.default_sampling = parts.tokenizer, parts.limits, parts.default_sampling
         self._numerics_contract = parts.numerics_contract
@@ -250,7 +250,7 @@ class Engine:
 
     @property
     def numerics_contract(self) -> dict[str, str]:
-        """What the bits of its results depend on beside the model and the request, as `octavo.probe` reads it."""
+        """What its results' bits depend on beside the model and the request, as `octavo.startup.probe` reads it."""
         return self._numerics_contract()
 
     @property
@@ -311,7 +311,7 @@ class Engine:
             max_tokens=max_tokens,
             priority=priority,
             cache_salt=cache_salt,
-            quiet=not wants_every_token(params),
+            coalesce_updates=not wants_every_token(params),
         )
 
     def abort(self, request_ids: Iterable[str]) -> None:

@@ -17,13 +17,12 @@ from typing import Any, NamedTuple, Self
 import msgspec
 from msgspec.structs import force_setattr
 
-from octavo import collector
-from octavo.config import load_config
+from octavo.config.engine_config import load_config
+from octavo.config.settings import ConfigError
 from octavo.engine import Engine
 from octavo.observe import Phases, progress
-from octavo.outputs import RequestOutput
-from octavo.probe import numerics_id
-from octavo.sampling_params import (
+from octavo.request.outputs import RequestOutput
+from octavo.request.sampling_params import (
     ParameterError,
     RequestOutputKind,
     SamplingParams,
@@ -31,8 +30,9 @@ from octavo.sampling_params import (
     check_token_ids,
     num_kept,
 )
-from octavo.settings import ConfigError
 from octavo.sharing import Call, Queued, SharedEngine
+from octavo.startup import gc_control
+from octavo.startup.probe import numerics_id
 from octavo.text.jail import TextJail
 from octavo.text.thinking import ThinkingRule
 
@@ -113,7 +113,7 @@ class LLM:
         """
         many = _as_list(prompts)
         params = self._params_per_prompt(sampling_params, len(many))
-        with collector.seldom():
+        with gc_control.relaxed():
             ready = [self._ready(*each) for each in zip(many, params, strict=True)]
             return self._run(ready, params, use_tqdm, priority)
 
@@ -138,7 +138,7 @@ class LLM:
         many = isinstance(messages, Sequence) and bool(messages) and not isinstance(messages[0], Mapping)
         conversations: Any = messages if many else [messages]
         params = self._params_per_prompt(sampling_params, len(conversations))
-        with collector.seldom():
+        with gc_control.relaxed():
             ready = [
                 self._ready_chat(
                     conversation,

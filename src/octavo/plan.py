@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.sampling_params import SamplingParams
+from octavo.request.sampling_params import SamplingParams
 
 IntArray = NDArray[np.integer]
 

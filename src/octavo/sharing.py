@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from octavo.engine import Engine
-from octavo.interrupts import HeldInterrupt
-from octavo.outputs import RequestOutput
+from octavo.request.outputs import RequestOutput
+from octavo.startup.interrupts import HeldInterrupt
 
 _T = TypeVar("_T")
 Queued = tuple[str, Callable[[], None]]

@@ -17,12 +17,12 @@ from octavo.attention.base import (
     LayerTensors,
     Variant,
 )
-from octavo.groups import CacheGroup, table_of_each
-from octavo.kv_cache.kernel_blocks import takes_size
-from octavo.kv_cache.layout import layout_by_name
-from octavo.kv_cache.pool import KVCachePool
-from octavo.ops.cache_store import quantize, store
-from octavo.ops.step_inputs import LastTokens
+from octavo.cache.groups import CacheGroup, table_of_each
+from octavo.cache.kernel_blocks import takes_size
+from octavo.cache.layout import layout_by_name
+from octavo.cache.pool import KVCachePool
+from octavo.ops.cache_write.quantize import quantize, store
+from octavo.ops.inputs.tensors import LastTokens
 
 CPU = torch.device("cpu")
 GARBAGE = 2**31 - 1  # a kernel block id that no pool has
@@ -59,7 +59,7 @@ def backends_here(device: str = "cpu") -> list[str]:
     return names
 
 
-def takes(name: str, setting: Setting) -> bool:
+def supports(name: str, setting: Setting) -> bool:
     """Whether the backend states that it takes the setting."""
     capability = BACKENDS.resolve(name).capability
     return setting.layout in capability.layouts and takes_size(capability.kernel_block_sizes, setting.kernel)

@@ -25,8 +25,10 @@ import torch
 import octavo.attention as A
 from batches import make_history
 from contract_rig import CPU, Row, Setting, Step, attend_plainly, make_step
-from octavo.attention import flex, flex_kernel, flex_template
 from octavo.attention.base import LayerTensors, Setup, Variant
+from octavo.attention.flex import backend as flex
+from octavo.attention.flex import kernel as flex_kernel
+from octavo.attention.flex import template as flex_template
 from octavo.attention.mods import AttentionMods
 
 HEADS, KV_HEADS, SIZE = 4, 2, 16

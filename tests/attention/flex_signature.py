@@ -8,8 +8,9 @@ import functools
 
 import torch
 
-from octavo.attention import flex, flex_kernel
 from octavo.attention.base import AttentionInputs, Setup, Variant
+from octavo.attention.flex import backend as flex
+from octavo.attention.flex import kernel as flex_kernel
 
 PLAIN = Variant(num_heads=4, num_kv_heads=2, head_size=16, scale=0.25)
 BLOCKS = 40

@@ -13,11 +13,11 @@ import torch
 from octavo.attention.base import BACKENDS, NO_SETUP, NO_TENSORS, AttentionInputs, LayerTensors, Variant
 from octavo.attention.mla import MlaBackend
 from octavo.ops.attention import paged_attention_eager
-from octavo.ops.gpu import latent
+from octavo.ops.attention.mask_spec import MaskSpec
+from octavo.ops.latent import gpu as latent
 from octavo.ops.latent import latent_rope_store_reference
-from octavo.ops.latent_state import LatentState
+from octavo.ops.latent.state import LatentState
 from octavo.ops.rope import rope_table
-from octavo.ops.sight import Sight
 
 BLOCK = 16
 HEADS, LATENT, ROPE = 3, 24, 8
@@ -75,13 +75,13 @@ class Batch:
         return out
 
 
-def check_attention_equals_the_twin(device: torch.device, dtype: torch.dtype) -> None:
+def check_attention_equals_the_reference(device: torch.device, dtype: torch.dtype) -> None:
     batch = Batch([(700, 1), (40, 40), (1, 1), (513, 5), (512, 1)], dtype, device)
     expected = torch.empty(len(batch.q), HEADS, LATENT, device=device)
     inputs = batch.inputs
     paged_attention_eager(
         batch.q, batch.kv.float().nan_to_num(), inputs.query_start, inputs.seq_lens, inputs.block_table, expected,
-        sight=Sight(SCALE), value_size=LATENT,
+        mask_spec=MaskSpec(SCALE), value_size=LATENT,
     )  # fmt: skip
     for splits in (1, 2, 5):
         got = batch.run("mla", splits).float()

@@ -13,11 +13,11 @@ import torch
 from batches import Batch, History, make_batch, make_history, run_backend, to_device
 from contract_rig import Setting, make_step
 from octavo.attention.base import BACKENDS, LayerTensors, Setup, Variant, alibi_slopes
-from octavo.ops import paged_attention as operator
+from octavo.ops.attention import paged as operator
 from octavo.ops.attention import paged_attention_eager
-from octavo.ops.paged_attention import Heads, Planner, Scratch, Tile, paged_attention
-from octavo.ops.paged_attention_work import LEAF, count_leaves, count_tiles
-from octavo.ops.sight import Sight
+from octavo.ops.attention.mask_spec import MaskSpec
+from octavo.ops.attention.paged import Heads, Planner, Scratch, Tile, paged_attention
+from octavo.ops.attention.paged_workload import LEAF, count_leaves, count_tiles
 
 FEW, MANY = 1, 16  # processors to plan for: rows are walked almost whole, or by many programs; few rows undivided
 FEATURES: tuple[dict[str, Any], ...] = (
@@ -34,14 +34,14 @@ def attend(
     q, kv = batch.q, batch.kv
     scratch = scratch or Scratch(q.device)
     tensors = {name: options.pop(name, None) for name in ("key_scale", "value_scale", "sinks", "slopes")}
-    sight = Sight(scale=q.shape[2] ** -0.5, **options)
+    mask_spec = MaskSpec(scale=q.shape[2] ** -0.5, **options)
     heads = Heads(q.shape[1], kv.shape[1], q.shape[2])
-    plan = Planner(heads, sight, q.dtype, q.device, scratch, processors).plan(
+    plan = Planner(heads, mask_spec, q.dtype, q.device, scratch, processors).plan(
         batch.query_start, batch.seq_lens, num_tokens=len(q), max_query_len=int(batch.query_start.diff().max()),
         max_seq_len=int(batch.seq_lens.max()), tile=tile,
     )  # fmt: skip
     out = torch.full_like(q, 7.0)
-    paged_attention(*batch.args(), out, sight=sight, plan=plan, scratch=scratch, **tensors)
+    paged_attention(*batch.args(), out, mask_spec=mask_spec, plan=plan, scratch=scratch, **tensors)
     return out
 
 
@@ -54,7 +54,7 @@ def heavy_history(length: int, heads: int, kv_heads: int, size: int, dtype: torc
 
 
 def attend_by(kernel: str, batch: Batch, processors: int, **options: Any) -> tuple[torch.Tensor, bool]:
-    """The result, and whether the kernel of `octavo.ops.gpu` that has a module of this name made it."""
+    """The result, and whether the kernel of `octavo.ops.attention` that has a module of this name made it."""
     answers = []
     module = getattr(operator, kernel)
     launch = module.launch
@@ -69,7 +69,7 @@ def attend_by(kernel: str, batch: Batch, processors: int, **options: Any) -> tup
 
 
 def compare_with_twin(seed: int, device: torch.device, dtypes: list[torch.dtype], max_tokens: int) -> None:
-    """A random ragged batch against the eager twin in float32."""
+    """A random ragged batch against the reference implementation in float32."""
     rng = random.Random(seed)
     group, kv_heads, head_size = rng.choice([1, 2, 3, 4]), rng.choice([1, 2]), rng.choice([16, 24, 64])
     dtype = rng.choice(dtypes)
@@ -82,7 +82,7 @@ def compare_with_twin(seed: int, device: torch.device, dtypes: list[torch.dtype]
     batch = make_batch(rows, rng.choice([16, 48, 64, 128]), seed=seed, heads_last=rng.random() < 0.5)
     batch = to_device(batch, device)
     expected = torch.empty(batch.q.shape, device=device)
-    paged_attention_eager(*batch.args(), expected, sight=Sight(head_size**-0.5, **options))
+    paged_attention_eager(*batch.args(), expected, mask_spec=MaskSpec(head_size**-0.5, **options))
     tolerance = {
         torch.float32: {"atol": 2e-5, "rtol": 0.0},
         torch.float16: {"atol": 2e-3, "rtol": 2**-9},
@@ -100,7 +100,7 @@ def _history(num_tokens: int = 600) -> Any:
     return make_history(5, num_tokens, 4, 2, 16, torch.float16)
 
 
-def check_twin() -> None:
+def check_reference() -> None:
     for seed in range(8):
         compare_with_twin(seed, CPU, [torch.float32, torch.float16], 1200)
 
@@ -199,7 +199,7 @@ def check_the_division_is_whole_and_even() -> None:
         kv_heads, programs = rng.choice([1, 2, 8]), rng.choice([3, 24])
         counts = [rng.choice([0, 0, 1, 1, 2, 9]) for _ in range(rng.randrange(1, 9))]
         lengths = [rng.randrange(count, 6000) if count else 0 for count in counts]
-        planner = Planner(Heads(kv_heads, kv_heads, 16), Sight(scale=1.0, **kind), torch.float16, CPU, Scratch(CPU))
+        planner = Planner(Heads(kv_heads, kv_heads, 16), MaskSpec(scale=1.0, **kind), torch.float16, CPU, Scratch(CPU))
         start = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
         with mock.patch.multiple(operator, _ROW_PROGRAMS=programs, _WIDE_ROW_PROGRAMS=programs, MAX_SHORT_QUERIES=2):
             plan = planner.plan(

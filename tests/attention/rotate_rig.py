@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from batches import make_batch, make_history
-from octavo.ops import rotated_attention
-from octavo.ops.paged_attention import Heads, Planner, Scratch, paged_attention
+from octavo.ops.attention import rope_decode
+from octavo.ops.attention.mask_spec import MaskSpec
+from octavo.ops.attention.paged import Heads, Planner, Scratch, paged_attention
 from octavo.ops.rope import Rotation, qk_norm_rope_store, rope_table
-from octavo.ops.sight import Sight
 
 BF16, CUDA = torch.bfloat16, torch.device("cuda")
 
@@ -81,8 +81,8 @@ def check(
         lengths, heads, kv_heads, block_size, size, dtype, normed=normed, seed=seed, heads_last=heads_last
     )
     num_live = len(newest[0])
-    sight, scratch, of = Sight(scale=size**-0.5, **options), Scratch(CUDA), Heads(heads, kv_heads, size)
-    plan = Planner(of, sight, dtype, CUDA, scratch, processors).plan(
+    mask_spec, scratch, of = MaskSpec(scale=size**-0.5, **options), Scratch(CUDA), Heads(heads, kv_heads, size)
+    plan = Planner(of, mask_spec, dtype, CUDA, scratch, processors).plan(
         rows[0], rows[1], num_tokens=len(lengths), max_query_len=1, max_seq_len=max(lengths)
     )
     expected_kv = kv.clone()
@@ -91,15 +91,15 @@ def check(
         kv_heads, size, expected_kv, rotation.slot_mapping,
     )  # fmt: skip
     expected = torch.full_like(q, 7.0)
-    paged_attention(q, expected_kv, *rows, expected, sight=sight, plan=plan, scratch=scratch)
+    paged_attention(q, expected_kv, *rows, expected, mask_spec=mask_spec, plan=plan, scratch=scratch)
     torch.cuda.synchronize()
-    assert not expected[:num_live].isnan().any() and rotated_attention.serves(of, sight, plan, kv, rotation)
+    assert not expected[:num_live].isnan().any() and rope_decode.serves(of, mask_spec, plan, kv, rotation)
     for _ in range(2):
         kv[newest] = float("nan")  # until it is stored
         out = torch.full_like(q, 7.0)
         torch.cuda.synchronize()  # what it reads early is there
-        rotated_attention.rotate_and_attend(
-            projected, rotation, kv, *rows, out, sight=sight, plan=plan, scratch=scratch
+        rope_decode.rotate_and_attend(
+            projected, rotation, kv, *rows, out, mask_spec=mask_spec, plan=plan, scratch=scratch
         )
         assert torch.equal(_bits(out), _bits(expected)), (lengths, (out != expected).sum())
         assert torch.equal(_bits(kv), _bits(expected_kv)), (lengths, "cache")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import octavo.attention as A
-from octavo.attention.drawing import FULL, PARTIAL, SKIPPED, draw, picture
+from octavo.attention.mods.drawing import FULL, PARTIAL, SKIPPED, draw, picture
 
 needs_matplotlib = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="no matplotlib")
 

@@ -18,7 +18,7 @@ from contract_rig import CPU, Row, Setting, attend_plainly, make_step
 from octavo.attention import flash
 from octavo.attention.base import BACKENDS, NO_TENSORS, Setup, Variant
 from octavo.ops.attention import paged_attention_eager
-from octavo.ops.sight import Sight
+from octavo.ops.attention.mask_spec import MaskSpec
 
 FULL = Variant(num_heads=4, num_kv_heads=2, head_size=64, scale=0.2)
 VARIANTS = [FULL, dataclasses.replace(FULL, window=40), dataclasses.replace(FULL, causal=False)]
@@ -42,7 +42,7 @@ def attend_as_documented(q, key, value, starts, lengths, table, scale, window, s
         lengths,
         table,
         out,
-        sight=Sight(scale, window=left + 1, soft_cap=soft_cap, causal=right == 0),
+        mask_spec=MaskSpec(scale, window=left + 1, soft_cap=soft_cap, causal=right == 0),
     )
     return out
 

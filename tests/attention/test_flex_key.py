@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import octavo.attention as A
-from octavo.attention import flex_kernel
-from octavo.attention.flex_key import UnnamedError, name_mods
+from octavo.attention.flex import kernel as flex_kernel
+from octavo.attention.flex.key import NotFingerprintable, name_mods
 from octavo.attention.mods import AttentionMods, bound, request_field, within_prompt
 
 CPU = torch.device("cpu")
@@ -208,7 +208,7 @@ UNNAMED = {
 @pytest.mark.parametrize("what", UNNAMED)
 def test_what_has_no_certain_name_is_refused_by_name(what: str) -> None:
     mask, told = UNNAMED[what]
-    with pytest.raises(UnnamedError, match=told):
+    with pytest.raises(NotFingerprintable, match=told):
         name_of(mask)
 
 

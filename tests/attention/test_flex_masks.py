@@ -12,13 +12,13 @@ import torch
 import octavo.attention as A
 from mixtures import MAX_LONG, MIXTURES, NUM_ROWS, NUM_TOKENS, padded
 from octavo.attention.base import AttentionInputs, Setup, Variant
-from octavo.attention.flex import FlexBackend
-from octavo.attention.flex_kernel import make_mods
-from octavo.attention.flex_sizes import FlexSizes
+from octavo.attention.flex.backend import FlexBackend
+from octavo.attention.flex.block_sizes import FlexSizes
+from octavo.attention.flex.kernel import make_mods
 from octavo.attention.mods import AttentionMods, bound
 from octavo.attention.reference import ReferenceBackend
 from octavo.ops import flex as ops
-from octavo.ops.mask_rows import NOWHERE, Geometry, Kind, MaskRows
+from octavo.ops.flex.mask_rows import NOWHERE, Geometry, Kind, MaskRows
 
 CPU = torch.device("cpu")
 GARBAGE = 2**31 - 1

@@ -11,11 +11,11 @@ import octavo.attention as A
 from batches import make_history
 from contract_rig import CPU, Row, Setting, as_read, attend_plainly, make_step
 from octavo.attention.base import NO_SETUP, LayerTensors, Setup, Variant, alibi_slopes
-from octavo.attention.flex import FlexBackend
-from octavo.attention.flex_kernel import kernel_options
-from octavo.attention.flex_sizes import resolve_flex_sizes
+from octavo.attention.flex.backend import FlexBackend
+from octavo.attention.flex.block_sizes import resolve_flex_sizes
+from octavo.attention.flex.kernel import kernel_options
 from octavo.attention.mods import AttentionMods
-from octavo.settings import ConfigError
+from octavo.config.settings import ConfigError
 
 HEADS, KV_HEADS, SIZE, LENGTH = 4, 2, 32, 256
 FULL = Variant(num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=SIZE, scale=0.2)

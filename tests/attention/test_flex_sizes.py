@@ -7,9 +7,9 @@ import torch
 
 from octavo import LLM
 from octavo.attention.base import Setup, Variant
-from octavo.attention.flex import FlexBackend
-from octavo.attention.flex_sizes import resolve_flex_sizes
-from octavo.settings import ConfigError
+from octavo.attention.flex.backend import FlexBackend
+from octavo.attention.flex.block_sizes import resolve_flex_sizes
+from octavo.config.settings import ConfigError
 
 M, N, Q, KV = "flex_attn_block_m", "flex_attn_block_n", "flex_attn_q_block_size", "flex_attn_kv_block_size"
 

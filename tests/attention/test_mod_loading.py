@@ -9,8 +9,8 @@ import pytest
 
 import octavo.attention as A
 from octavo import LLM, AttentionMods
-from octavo.attention.mod_loading import load_mods, mods_of_layers
-from octavo.settings import ConfigError
+from octavo.attention.mods.loading import load_mods, mods_of_layers
+from octavo.config.settings import ConfigError
 
 
 def mask(b, h, q_idx, kv_idx):

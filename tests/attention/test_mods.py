@@ -13,15 +13,15 @@ from batches import make_history
 from contract_rig import CPU, Setting, attend_plainly, make_step
 from octavo import LLM
 from octavo.attention.base import Setup, Variant, alibi_slopes
-from octavo.attention.choice import with_mods
-from octavo.attention.mod_loading import load_mods, mods_of_layers
 from octavo.attention.mods import NO_MODS, AttentionMods, bound
+from octavo.attention.mods.choice import with_mods
+from octavo.attention.mods.loading import load_mods, mods_of_layers
 from octavo.attention.reference import ReferenceBackend
-from octavo.checks import ParameterError
+from octavo.config.settings import ConfigError
 from octavo.ops import native
-from octavo.request_fields import FieldSpec, salt_with_fields
-from octavo.sampling_params import Limits, SamplingParams, check
-from octavo.settings import ConfigError
+from octavo.request.fields import FieldSpec, salt_with_fields
+from octavo.request.sampling_params import Limits, SamplingParams, check
+from octavo.request.validation import ParameterError
 
 PREFIX = A.request_field("prefix_len")
 FIELDS = {"prefix_len": torch.tensor([7, 0, 23]), "document_ids": torch.arange(60).repeat(3, 1) // 9}
@@ -146,7 +146,7 @@ def test_names_load_and_wrong_ones_are_refused(tmp_path) -> None:
     (tmp_path / "own.py").write_text("import octavo.attention as A\nmods = A.chunked(16)\nnumber = 3\n")
     loaded = load_mods(f"{tmp_path}/own.py:mods")
     assert isinstance(loaded, AttentionMods) and loaded.name == "chunked(16)"
-    for wish, text in (
+    for requested, text in (
         (f"{tmp_path}/own.py:missing", "does not load"),
         ("no_such_module:mods", "does not load"),
         (f"{tmp_path}/own.py:number", "must be octavo.AttentionMods"),
@@ -154,7 +154,7 @@ def test_names_load_and_wrong_ones_are_refused(tmp_path) -> None:
         (3, "must be octavo.AttentionMods"),
     ):
         with pytest.raises(ValueError, match=text):
-            load_mods(wish)
+            load_mods(requested)
     with pytest.raises(ValueError, match="mask_mod must be a function, got int"):
         AttentionMods(mask_mod=3)  # type: ignore[arg-type]
 

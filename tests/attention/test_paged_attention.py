@@ -1,4 +1,4 @@
-"""Native paged attention against its eager twin, and the bits that must not move."""
+"""Native paged attention against its reference implementation, and the bits that must not move."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from batches import Batch, History, make_batch, make_history
 from octavo.ops import attention, native
 from octavo.ops.attention import LEAF, TILE, paged_attention, paged_attention_eager
-from octavo.ops.sight import Sight
+from octavo.ops.attention.mask_spec import MaskSpec
 
 needs_native = pytest.mark.skipif(not native.available(), reason="the native library is not built")
 
@@ -28,7 +28,7 @@ def _keep_threads():
 def attend(batch: Batch, operator: Any = paged_attention, **options) -> torch.Tensor:
     out = torch.full_like(batch.q, 7.0)
     others = {name: options.pop(name) for name in ("alibi_slopes", "sinks") if name in options}
-    operator(*batch.args(), out, sight=Sight(batch.q.shape[2] ** -0.5, **options), **others)
+    operator(*batch.args(), out, mask_spec=MaskSpec(batch.q.shape[2] ** -0.5, **options), **others)
     return out
 
 
@@ -46,7 +46,7 @@ def test_native_equals_the_twin(seed: int) -> None:
         rows.append((history, seq_len, min(seq_len, rng.choice([1, 1, 5, rng.randrange(1, 90)]))))
     batch = make_batch(rows, rng.choice([1, 8, 16, 48, 64]), seed=seed, heads_last=rng.random() < 0.5)
     expected = torch.empty(batch.q.shape)
-    paged_attention_eager(*batch.args(), expected, sight=Sight(head_size**-0.5, **options))
+    paged_attention_eager(*batch.args(), expected, mask_spec=MaskSpec(head_size**-0.5, **options))
     tolerance = {"atol": 1e-5, "rtol": 0} if dtype == torch.float32 else {"atol": 1e-3, "rtol": 2**-8}
     torch.testing.assert_close(attend(batch, **options).float(), expected, **tolerance)
 
@@ -108,7 +108,7 @@ def test_decode_prefill_and_chunks_of_a_quantized_cache_have_the_same_bits(cache
         kv = (batch.kv.nan_to_num(9.0) / 0.03).clamp(-127, 127)
         batch.kv = (kv.round() if cache == torch.int8 else kv).to(cache)
         out = torch.full_like(batch.q, 7.0)
-        function(*batch.args(), out, sight=Sight(0.125), **scale)
+        function(*batch.args(), out, mask_spec=MaskSpec(0.125), **scale)
         return out
 
     whole = run(1200, 1200)
@@ -186,5 +186,5 @@ def test_a_padding_token_becomes_zero_and_tokens_beyond_the_rows_stay(eager: boo
     batch.block_table = torch.cat([batch.block_table, torch.zeros_like(batch.block_table)])
     batch.q = torch.cat([batch.q, batch.q])
     out = torch.full_like(batch.q, 7.0)
-    (paged_attention_eager if eager else paged_attention)(*batch.args(), out, sight=Sight(0.1))
+    (paged_attention_eager if eager else paged_attention)(*batch.args(), out, mask_spec=MaskSpec(0.1))
     assert (out[:2] != 7).all() and (out[2] == 0).all() and (out[3] == 7).all()

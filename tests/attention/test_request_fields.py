@@ -11,10 +11,10 @@ import torch
 
 import octavo.attention as A
 from octavo import LLM
-from octavo.checks import ParameterError
 from octavo.device.field_tables import FieldTables
-from octavo.request_fields import FieldSpec, salt_with_fields
-from octavo.sampling_params import Limits, SamplingParams, check
+from octavo.request.fields import FieldSpec, salt_with_fields
+from octavo.request.sampling_params import Limits, SamplingParams, check
+from octavo.request.validation import ParameterError
 
 IDS = FieldSpec("document_ids", per_token=True)
 HEAT = FieldSpec("heat", "float", 1.0, per_token=True)

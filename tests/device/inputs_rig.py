@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from octavo.device.staging import PinnedRing, StagedTensor, WriteQueue
-from octavo.ops.gpu import inputs as gpu_inputs
-from octavo.ops.gpu import staged_write as gpu_staged_write
 from octavo.ops.inputs import commit_tokens_eager, gather_inputs_eager
-from octavo.ops.step_inputs import GroupTables, RowTensors, StepInputs
+from octavo.ops.inputs import gpu as gpu_inputs
+from octavo.ops.inputs import staged_write_gpu as gpu_staged_write
+from octavo.ops.inputs.tensors import GroupTables, RowTensors, StepInputs
 
 MAX_ROWS, MAX_LEN, MAX_TOKENS = 9, 700, 1500
 BLOCK_SIZES = (16, 8)

@@ -23,15 +23,16 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 
 from families import SHARED, write_model  # noqa: E402
-from octavo import LLM, start  # noqa: E402
+from octavo import LLM  # noqa: E402
 from octavo.attention import mla, paged  # noqa: E402
-from octavo.config import Resolved  # noqa: E402
+from octavo.cache.groups import make_groups  # noqa: E402
+from octavo.config.engine_config import Resolved  # noqa: E402
 from octavo.device.graphs import GraphKey, GraphPool, decode_keys, mixed_keys  # noqa: E402
-from octavo.groups import make_groups  # noqa: E402
-from octavo.memory import ITEMSIZE  # noqa: E402
 from octavo.observe import Phases  # noqa: E402
-from octavo.ops import paged_attention  # noqa: E402
-from octavo.ops.gpu import launch, side_by_side  # noqa: E402
+from octavo.ops.attention import paged as paged_attention  # noqa: E402
+from octavo.ops.compile import launch, side_by_side  # noqa: E402
+from octavo.startup import build as start  # noqa: E402
+from octavo.startup.memory_plan import ITEMSIZE  # noqa: E402
 from octavo.worker.compile_ahead import Shape, compile_ahead, step_shapes  # noqa: E402
 
 SHARED_BYTES, PROCESSORS = 232448, 132  # an H200's

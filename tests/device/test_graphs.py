@@ -11,19 +11,19 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.device.batch import Layout, Work
+from octavo.device.batch import BatchOrder, StepShape
 from octavo.device.graphs import ANY_LENGTH, EAGER, GraphKey, GraphPool, decode_keys, mixed_keys
 from octavo.device.request_table import RequestTable
 from octavo.layers.decoder import Decoder
 from octavo.plan import NewRow, StepPlan
-from octavo.sampling_params import SamplingParams
+from octavo.request.sampling_params import SamplingParams
 
 POOL = GraphPool([*decode_keys(100), *mixed_keys(100, 200)])
 
 
-def work(num_tokens: list[int], *, is_decode: bool = False) -> Work:
+def work(num_tokens: list[int], *, is_decode: bool = False) -> StepShape:
     counts = np.array(num_tokens)
-    return Work(
+    return StepShape(
         rows=np.arange(len(counts)), num_tokens=counts, query_start=np.r_[0, np.cumsum(counts)].astype(np.int32),
         seq_lens=counts, max_query_len=int(counts.max()), max_seq_len=int(counts.max()),
         sampling=np.arange(len(counts)), is_decode=is_decode,
@@ -121,9 +121,9 @@ def test_a_step_is_a_decode_step_if_every_row_computes_what_it_sampled() -> None
                    block_ids=[[1]], sampling=SamplingParams(), seed=0)
         )  # fmt: skip
 
-    lay_out = Layout(requests)
+    lay_out = BatchOrder(requests)
 
-    def step(rows: list[int], counts: list[int]) -> Work:
+    def step(rows: list[int], counts: list[int]) -> StepShape:
         return lay_out(StepPlan(step=0, rows=np.array(rows), num_tokens=np.array(counts)))
 
     first = step([0, 1], [4, 1])  # the second row's prompt of one token, all of the first's but one
@@ -137,7 +137,7 @@ def test_rows_that_decode_again_are_laid_out_as_from_the_start() -> None:
     """Steps of changing rows, some of which start anew: what is remembered of the last step changes nothing."""
     rng = np.random.default_rng(5)
     tables = [RequestTable(max_num_rows=6, max_model_len=99, device=torch.device("cpu")) for _ in range(2)]
-    lay_out, num_kept = Layout(tables[0]), 0
+    lay_out, num_kept = BatchOrder(tables[0]), 0
     last = work([1])
     for number in range(200):
         new_rows = [
@@ -151,8 +151,8 @@ def test_rows_that_decode_again_are_laid_out_as_from_the_start() -> None:
         left = tables[0].prefill_len_np - tables[0].num_computed_upper
         rows = np.arange(6 if rng.integers(4) else 5)
         plan = StepPlan(step=number, new_rows=new_rows, rows=rows, num_tokens=np.maximum(left[rows], 1))
-        step, fresh = lay_out(plan), Layout(tables[1])(plan)
-        for field in dataclasses.fields(Work):
+        step, fresh = lay_out(plan), BatchOrder(tables[1])(plan)
+        for field in dataclasses.fields(StepShape):
             assert np.array_equal(getattr(step, field.name), getattr(fresh, field.name)), field.name
         assert np.array_equal(tables[0].num_computed_upper, tables[1].num_computed_upper)
         assert not (step.rows is last.rows and not (step.is_decode and last.is_decode))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams
-from octavo.device.batch import Batch, Layout, Work
+from octavo.device.batch import Batch, BatchOrder, StepShape
 from octavo.device.graphs import GraphPool, decode_keys
 from octavo.device.request_table import RequestTable
 from octavo.model_state.default import DefaultModelState
@@ -21,7 +21,7 @@ from octavo.worker.runner import Runner
 MAX_LEN = 64
 
 
-def make_layout(lengths: Sequence[int]) -> Layout:
+def make_layout(lengths: Sequence[int]) -> BatchOrder:
     """Rows of which all tokens but the last are computed."""
     requests = RequestTable(max_num_rows=8, max_model_len=MAX_LEN, device=torch.device("cpu"))
     for row, length in enumerate(lengths):
@@ -29,10 +29,10 @@ def make_layout(lengths: Sequence[int]) -> Layout:
             NewRow(row=row, request_id=str(row), token_ids=[1] * length, num_prompt=length, num_computed=length - 1,
                    block_ids=[[1]], sampling=SamplingParams(), seed=0)
         )  # fmt: skip
-    return Layout(requests)
+    return BatchOrder(requests)
 
 
-def step(lay_out: Layout, rows: Sequence[int]) -> Work:
+def step(lay_out: BatchOrder, rows: Sequence[int]) -> StepShape:
     return lay_out(StepPlan(step=0, rows=np.array(rows), num_tokens=np.ones(len(rows), np.int64)))
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from octavo import LLM, cli
+from octavo import LLM
+from octavo.cli import main as cli
 from octavo.observe import LOGGER
 
 NUM_PROMPTS = 50

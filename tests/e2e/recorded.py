@@ -21,8 +21,8 @@ from typing import Any
 import user_mods
 from octavo import LLM, AttentionMods, SamplingParams
 from octavo.attention import sliding_window
-from octavo.outputs import RequestOutput
-from octavo.structured_outputs import StructuredOutputsParams
+from octavo.request.outputs import RequestOutput
+from octavo.request.structured_outputs import StructuredOutputsParams
 from random_models import DEEPSEEK, GEMMA, settings_of, token_prompts
 
 FILE = Path(__file__).with_name("recorded_bits.json")

@@ -14,7 +14,7 @@ import pytest
 
 from engine_checks import Uncaptured, assert_idle
 from octavo import LLM, SamplingParams
-from octavo.attention.flex import FlexBackend
+from octavo.attention.flex.backend import FlexBackend
 from octavo.device.graphs import GraphPool, decode_keys, mixed_keys
 from user_mods import EXTRA, FIVE, per_layer
 
@@ -116,7 +116,7 @@ def test_F1_5_and_F1_G6_steps_in_flight_and_split_blocks_change_nothing(
 def test_K4_7_flex_has_the_same_bits_in_steps_padded_as_for_graphs(
     make_llm: Callable[..., LLM], held_out_prompts: list[str], monkeypatch: pytest.MonkeyPatch, tiles: int
 ) -> None:
-    """Longer rows are issued as they are. Two tiles as on a GPU, but the eager twin's have bits of their own."""
+    """Longer rows are issued as they are. Two tiles as on a GPU, but the reference's have bits of their own."""
     sizes = FlexBackend.sizes
     if tiles == 2:
         monkeypatch.setattr(FlexBackend, "sizes", lambda *args: dataclasses.replace(sizes(*args), prefill_lines=64))

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from octavo import LLM, SamplingParams
-from octavo.config import ConfigError
+from octavo.config.engine_config import ConfigError
 from octavo.layers.attention import Attention
 from settings_matrix import num_rounds
 

@@ -14,9 +14,9 @@ import torch
 
 from octavo import LLM, SamplingParams
 from octavo.attention.cpu import CpuBackend
-from octavo.config import KV_CACHE_LAYOUTS, ConfigError
-from octavo.groups import CacheGroup, make_groups
-from octavo.ops.zero_blocks import zero_blocks
+from octavo.cache.groups import CacheGroup, make_groups
+from octavo.config.engine_config import KV_CACHE_LAYOUTS, ConfigError
+from octavo.ops.cache_write.zero_blocks import zero_blocks
 from random_models import DEEPSEEK, GEMMA, settings_of, token_prompts
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, detokenize=False)
@@ -192,7 +192,7 @@ def test_a_backend_that_is_not_known_is_refused_with_the_setting(make_llm: Make)
 def test_the_choice_of_a_backend_is_logged_once_with_its_reason(
     make_llm: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    logger, messages = logging.getLogger("octavo.start"), []
+    logger, messages = logging.getLogger("octavo.startup.build"), []
     monkeypatch.setattr(logger, "info", lambda text, *arguments: messages.append(text % arguments))
     llm = make_llm()
     reasons = [message for message in messages if message.startswith("attention backend")]
@@ -268,7 +268,7 @@ def test_2_16_fresh_blocks_are_zeroed_before_they_are_used(
     def zeroed(*args: Any) -> tuple[CacheGroup, ...]:
         return tuple(dataclasses.replace(group, zero_fresh_blocks=True) for group in make_groups(*args))
 
-    monkeypatch.setattr("octavo.start.make_groups", zeroed)
+    monkeypatch.setattr("octavo.startup.build.make_groups", zeroed)
     llm = make_llm(block_size=32, kv_cache_layout=layout, enable_prefix_caching=False, **two_groups, **SMALL)
     pool = pool_of(llm)
     pool.buffer.fill_(float("nan"))

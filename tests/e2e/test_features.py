@@ -10,8 +10,8 @@ import pytest
 
 from engine_checks import assert_idle
 from octavo import LLM, RequestOutput, SamplingParams
-from octavo.outputs import CompletionOutput
-from octavo.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
+from octavo.request.outputs import CompletionOutput
+from octavo.request.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
 
 NUM_OUTPUT = 32
 PROMPT = "import os\nimport sys\nfrom collections import"
@@ -230,11 +230,11 @@ def test_chat_renders_the_template(llm: LLM) -> None:
 
 
 def test_several_conversations_are_answered_in_order(llm: LLM) -> None:
-    talks = [[{"role": "user", "content": text}] for text in ("one", "two")]
-    together = llm.chat(talks, greedy(max_tokens=6))
-    alone = [llm.chat(talk, greedy(max_tokens=6))[0] for talk in talks]
+    needs_update = [[{"role": "user", "content": text}] for text in ("one", "two")]
+    together = llm.chat(needs_update, greedy(max_tokens=6))
+    alone = [llm.chat(talk, greedy(max_tokens=6))[0] for talk in needs_update]
     assert [output.outputs for output in together] == [output.outputs for output in alone]
-    streamed = list(llm.stream(talks[0], greedy(max_tokens=6)))
+    streamed = list(llm.stream(needs_update[0], greedy(max_tokens=6)))
     assert "".join(part.outputs[0].text for part in streamed) == alone[0].outputs[0].text
 
 

@@ -10,9 +10,9 @@ from msgspec.structs import replace
 
 from form_corpus import forms, satisfies
 from octavo import LLM, SamplingParams
+from octavo.request.sampling_params import ParameterError, StructuredOutputsParams
 from octavo.sampling.grammar import GrammarMask
 from octavo.sampling.mask_jobs import MaskJob
-from octavo.sampling_params import ParameterError, StructuredOutputsParams
 from settings_matrix import SETTINGS
 
 FORMS = forms()

@@ -17,8 +17,8 @@ import torch
 
 from engine_checks import GOOD_PROMPT, GREEDY, assert_idle, good_tokens, num_missing_blocks
 from octavo import LLM, SamplingParams
-from octavo.outputs import CompletionOutput
-from octavo.sampling_params import ParameterError, RequestOutputKind
+from octavo.request.outputs import CompletionOutput
+from octavo.request.sampling_params import ParameterError, RequestOutputKind
 
 LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
 BOTH = pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])

@@ -11,7 +11,7 @@ import torch
 
 from engine_checks import assert_idle
 from octavo import LLM, SamplingParams
-from octavo.outputs import FlatLogprobs, LogprobsDict
+from octavo.request.outputs import FlatLogprobs, LogprobsDict
 from settings_matrix import SMALL_POOL
 
 PROMPT = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"

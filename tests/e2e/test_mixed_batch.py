@@ -9,8 +9,8 @@ import pytest
 from engine_checks import Uncaptured, assert_idle
 from octavo import LLM, SamplingParams
 from octavo.device.graphs import decode_keys, mixed_keys
-from octavo.outputs import CompletionOutput, LogprobsDict
-from octavo.sampling_params import RepetitionDetectionParams
+from octavo.request.outputs import CompletionOutput, LogprobsDict
+from octavo.request.sampling_params import RepetitionDetectionParams
 from settings_matrix import SMALL_POOL
 
 Answer = tuple[list[LogprobsDict | None] | None, list[CompletionOutput]]

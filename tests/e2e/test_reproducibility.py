@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from octavo import LLM, reproducibility
-from octavo.reproducibility import Answer, Bench, Difference, Run, in_groups, make_jobs
+from octavo import LLM
+from octavo.bench import reproducibility
+from octavo.bench.reproducibility import Answer, Bench, Difference, Run, in_groups, make_jobs
 
 # Every axis in float32; in bfloat16 those that test_same_bits.py has not.
 ALL: tuple[str, ...] = ()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams
-from octavo.seeds import sample_seed
+from octavo.request.seeds import sample_seed
 from settings_matrix import SETTINGS, num_rounds
 
 NUM_OUTPUT = 32
@@ -66,7 +66,7 @@ def test_every_setting(
 
 
 @pytest.mark.parametrize("twins", [{"native": "off"}, {"attention_backend": "reference"}], ids=["all", "attention"])
-def test_eager_twins(make_llm: Any, held_out_prompts: list[str], twins: dict[str, Any]) -> None:
+def test_reference_implementations(make_llm: Any, held_out_prompts: list[str], twins: dict[str, Any]) -> None:
     """What runs where no compiler was, and what runs a user's mods on a CPU."""
     prompts, twins = held_out_prompts[:4], {"num_threads": 1, **twins}
     llm = make_llm(enable_prefix_caching=False, **twins)

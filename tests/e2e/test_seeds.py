@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from octavo import LLM, SamplingParams
-from octavo.seeds import sample_seed
+from octavo.request.seeds import sample_seed
 
 PROMPT = list(range(40, 60))
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from octavo import LLM, SamplingParams
-from octavo.sampling_params import ParameterError, StructuredOutputsParams
+from octavo.request.sampling_params import ParameterError, StructuredOutputsParams
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serve"))
 from server_rig import RunningServer

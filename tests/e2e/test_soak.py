@@ -11,7 +11,7 @@ import pytest
 
 from engine_checks import assert_idle
 from octavo import LLM, SamplingParams
-from octavo.outputs import RequestOutput
+from octavo.request.outputs import RequestOutput
 from patience import patient
 
 NUM_REQUESTS = 200

@@ -10,10 +10,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from octavo import LLM, SamplingParams, cli
+from octavo import LLM, SamplingParams
+from octavo.cli import main as cli
 from octavo.layers import decoder
-from octavo.memory import show_bytes
-from octavo.ops.decoder import leave_attention
+from octavo.ops.decoder import post_attention
+from octavo.startup.memory_plan import show_bytes
 from random_models import GEMMA, settings_of, token_prompts
 
 PROMPTS = token_prompts(40, 7, 1)
@@ -64,9 +65,9 @@ def test_behind_the_last_attention_a_prompt_is_one_token(tmp_path: Path, monkeyp
 
     def leave(operands: Any, attended: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, Any]:
         counts.append(len(attended))
-        return leave_attention(operands, attended, residual)
+        return post_attention(operands, attended, residual)
 
-    monkeypatch.setattr(decoder, "leave_attention", leave)
+    monkeypatch.setattr(decoder, "post_attention", leave)
     with LLM(
         **settings_of(GEMMA, tmp_path), dtype="float32", attention_backend="reference", max_num_batched_tokens=32,
         max_model_len=64, max_num_seqs=4, async_scheduling=False, enable_prefix_caching=False,

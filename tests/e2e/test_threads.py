@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from engine_checks import assert_idle
-from octavo import LLM, SamplingParams, collector
-from octavo.sampling_params import ParameterError
+from octavo import LLM, SamplingParams
+from octavo.request.sampling_params import ParameterError
+from octavo.startup import gc_control
 
 NUM_THREADS = 12
 PATIENCE = 60  # seconds until a thread that hangs is a failure
@@ -203,7 +204,7 @@ def test_closing_in_one_thread_ends_what_others_wait_for(make_llm: Callable[...,
 def test_the_collectors_thresholds_come_back_whoever_ends_first() -> None:
     outside = gc.get_threshold()
     gc.set_threshold(700, 10, 10)
-    before, first, second = gc.get_threshold(), collector.seldom(), collector.seldom()
+    before, first, second = gc.get_threshold(), gc_control.relaxed(), gc_control.relaxed()
     first.__enter__()
     second.__enter__()
     assert gc.get_threshold() != before

@@ -24,9 +24,9 @@ from octavo.attention import (
     temperature,
 )
 from octavo.attention.base import Variant
-from octavo.attention.mod_check import check_mods
-from octavo.checks import ParameterError
-from octavo.settings import ConfigError
+from octavo.attention.mods.check import check_mods
+from octavo.config.settings import ConfigError
+from octavo.request.validation import ParameterError
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "serve"))

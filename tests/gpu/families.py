@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "models"))
 
 from model_rig import make_reference
 from octavo import LLM, SamplingParams
-from octavo.device.batch import Layout, Work
+from octavo.device.batch import BatchOrder, StepShape
 from octavo.plan import StepPlan
 
 # Name -> (a family of model_rig, its changes). Heads of 64 and of 128 take other kernels, as do experts and windows.
@@ -84,8 +84,8 @@ def answers(llm: LLM, prompts: list[list[int]], count: int) -> list[list[int]]:
 class Steps:
     """What a runner is given to do."""
 
-    lay_out: Layout
-    seen: list[Work] = dataclasses.field(default_factory=list)
+    lay_out: BatchOrder
+    seen: list[StepShape] = dataclasses.field(default_factory=list)
 
     @classmethod
     def of(cls, llm: LLM) -> Steps:
@@ -95,7 +95,7 @@ class Steps:
         runner._lay_out = steps
         return steps
 
-    def __call__(self, plan: StepPlan) -> Work:
+    def __call__(self, plan: StepPlan) -> StepShape:
         """As the runner's layout."""
         self.seen.append(self.lay_out(plan))
         return self.seen[-1]

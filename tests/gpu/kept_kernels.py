@@ -12,7 +12,7 @@ import sys
 
 import torch
 
-from octavo.attention.flex import FlexBackend
+from octavo.attention.flex.backend import FlexBackend
 from octavo.attention.mods import AttentionMods
 from test_flex_gpu import BF16, DEVICE, HEADS, PLAIN, Step, make_rows
 

@@ -1,8 +1,8 @@
 """One small case for every kernel of the package in Triton, Gluon or CUDA C++, for `compute-sanitizer`: run as a
 program, it runs those named, or all, and prints what it ran.
 
-Each case compares with the eager twin, as the rigs do, on shapes with odd edges; `launched_kernels` finds what there is
-to cover in the sources, so a kernel without a case fails a test.
+Each case compares with the reference implementation, as the rigs do, on shapes with odd edges; `launched_kernels` finds
+what there is to cover in the sources, so a kernel without a case fails a test.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ import moe_rig
 import paged_rig
 import rotate_rig
 from batches import make_batch, make_history
-from octavo.ops import paged_attention as paged
-from octavo.ops import sample
-from octavo.ops.gpu import cluster_product, head_draw
-from octavo.ops.gpu.activation import gated_activation
-from octavo.ops.gpu.matmul import linear, tile_for
-from octavo.ops.mask_rows import Kind, Reach
+from octavo.ops import sampling as sample
+from octavo.ops.activation.gpu import gated_activation
+from octavo.ops.attention import paged
+from octavo.ops.flex.mask_rows import Kind, Reach
+from octavo.ops.gemm import cluster_gemm
+from octavo.ops.gemm.gpu import linear, tile_for
+from octavo.ops.sampling import fused_lm_head_sampling
 
 CUDA = torch.device("cuda")
 BF16, F32 = torch.bfloat16, torch.float32
@@ -95,7 +96,7 @@ def _clustered() -> None:
     total = (plain.float() + residual.float()).to(BF16)
     for activation, before, expected in ((None, None, plain), (None, residual, total), ("silu", None, gated)):
         for tile in matmul_rig.clustered(activation):
-            out = cluster_product.product(x, weight, torch.empty_like(expected), activation, tile, before)
+            out = cluster_gemm.product(x, weight, torch.empty_like(expected), activation, tile, before)
             assert torch.equal(out, expected), (activation, tile)
 
 
@@ -109,8 +110,10 @@ def _drawn_heads() -> None:
         at = torch.arange(num_rows, device="cuda")
         logits = linear(x, weight, None, x.new_empty(num_rows, 65576, dtype=torch.float32))
         expected = sample.draw(logits, at, at % 2 / 2, at * 3, at * 5)
-        assert head_draw.serves(x, weight)
-        for own, other in zip(head_draw.draw(x, weight, at, at % 2 / 2, at * 3, at * 5), expected, strict=True):
+        assert fused_lm_head_sampling.serves(x, weight)
+        for own, other in zip(
+            fused_lm_head_sampling.draw(x, weight, at, at % 2 / 2, at * 3, at * 5), expected, strict=True
+        ):
             assert torch.equal(own, other), num_rows
 
 
@@ -155,7 +158,7 @@ def _decode() -> None:
     rows = [(history, 1500, 2), (history, 300, 1), (history, 7, 4), (history, 64, 1)]
     for block_size, options in ((64, {}), (16, {"window": 70})):
         batch = paged_rig.to_device(make_batch(rows, block_size), CUDA)
-        with mock.patch.object(paged.row_attention, "can_serve", lambda *facts: False):
+        with mock.patch.object(paged.decode_attention, "can_serve", lambda *facts: False):
             plain = paged_rig.attend(batch, processors=paged_rig.FEW, **options)
         assert torch.equal(paged_rig.attend(batch, processors=paged_rig.FEW, **options), plain), options
         with mock.patch.multiple(paged, _FOLDS=4, _LONG=5):
@@ -184,61 +187,65 @@ def _flex() -> None:
 
 
 CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
-    "norm": (_norms, ("gpu.norm._norm_rows",)),
-    "activation": (_activation, ("gpu.activation._gated",)),
-    "embedding": (functools.partial(gpu_rig.check_embedding, "cuda", BF16), ("gpu.embedding._gather",)),
-    "rope and store": (_rope, ("gpu.rope._qk_norm_rope_store",)),
-    "zeroed blocks": (_zero, ("gpu.zero_blocks._zero",)),
-    "inputs": (_inputs, ("gpu.inputs._gather", "gpu.inputs._commit")),
-    "staged writes": (functools.partial(inputs_rig.check_staged_write, "cuda"), ("gpu.staged_write._write",)),
-    "products": (_products, ("gpu.matmul_kernels.product",)),
-    "fused products": (functools.partial(matmul_rig.check_fused, "cuda", (BF16,)), ("gpu.few_rows._product",)),
+    "norm": (_norms, ("norm.gpu._norm_rows",)),
+    "activation": (_activation, ("activation.gpu._gated",)),
+    "embedding": (functools.partial(gpu_rig.check_embedding, "cuda", BF16), ("embedding.gpu._gather",)),
+    "rope and store": (_rope, ("rope.gpu._qk_norm_rope_store",)),
+    "zeroed blocks": (_zero, ("cache_write.zero_blocks_gpu._zero",)),
+    "inputs": (_inputs, ("inputs.gpu._gather", "inputs.gpu._commit")),
+    "staged writes": (functools.partial(inputs_rig.check_staged_write, "cuda"), ("inputs.staged_write_gpu._write",)),
+    "products": (_products, ("gemm.kernels.product",)),
+    "fused products": (functools.partial(matmul_rig.check_fused, "cuda", (BF16,)), ("gemm.skinny_gemm._product",)),
     "a row alone": (
         functools.partial(matmul_rig.check_fused, "cuda", (BF16,), exact=True, shapes=((2048, 1024, False),)),
-        ("gpu.one_row._product",),
+        ("gemm.gemv._product",),
     ),
-    "clustered products": (_clustered, ("gpu.cluster_product.product", "gpu.gated_product.gated_product")),
-    "heads that draw": (_drawn_heads, ("gpu.head_draw.product_and_draw",)),
+    "clustered products": (_clustered, ("gemm.cluster_gemm.product", "gemm.gated_gemm.gated_gemm")),
+    "heads that draw": (_drawn_heads, ("sampling.fused_lm_head_sampling.product_and_draw",)),
     "a row alone, streamed": (
         functools.partial(matmul_rig.check_fused, "cuda", (BF16,), exact=True, shapes=((4096, 4096, False),)),
-        ("gpu.one_row._streamed",),
+        ("gemm.gemv._streamed",),
     ),
-    "draw": (functools.partial(gpu_rig.check_draw, "cuda", 4099), ("gpu.sample._draw",)),
+    "draw": (functools.partial(gpu_rig.check_draw, "cuda", 4099), ("sampling.gpu._draw",)),
     "logprobs": (
         functools.partial(gpu_rig.check_logprobs, "cuda", 4201),
         (
-            "gpu.sample._leaf_sums", "gpu.sample._fold_leaves", "gpu.sample._order_keys", "gpu.truncate_few._list",
-            "gpu.truncate_few._leaf_maxima", "gpu.truncate_few._set_bars", "gpu.truncate_few._gather",
+            "sampling.gpu._leaf_sums", "sampling.gpu._fold_leaves", "sampling.gpu._order_keys",
+            "sampling.topk_topp_small._list",
+            "sampling.topk_topp_small._leaf_maxima", "sampling.topk_topp_small._set_bars",
+            "sampling.topk_topp_small._gather",
         ),
     ),
-    "cuts": (
+    "truncation": (
         functools.partial(gpu_rig.check_cuts, "cuda", 4201),
         (
-            "gpu.truncate._survey", "gpu.truncate._gather", "gpu.truncate._settle", "gpu.truncate_few._cut",
-            "gpu.cut._write",
+            "sampling.topk_topp._survey", "sampling.topk_topp._gather", "sampling.topk_topp._settle",
+            "sampling.topk_topp_small._cut",
+            "sampling.truncation_gpu._write",
         ),
     ),
-    "bit masks": (functools.partial(gpu_rig.check_bits, "cuda", 1041), ("gpu.bitmask._allow_bits",)),
+    "bit masks": (functools.partial(gpu_rig.check_bits, "cuda", 1041), ("sampling.bitmask._allow_bits",)),
     "paged attention": (
         _paged,
         (
-            "paged_attention_work.divide", "paged_attention_rows.attend_rows", "paged_attention_rows.attend_few",
-            "paged_attention_kernels.attend_tiles", "paged_attention_rows.merge",
+            "attention.paged_workload.divide", "attention.paged_decode_kernels.attend_rows",
+            "attention.paged_decode_kernels.attend_few",
+            "attention.paged_kernels.attend_tiles", "attention.paged_decode_kernels.merge",
         ),
     ),
-    "decode attention": (_decode, ("gpu.row_attention_kernel.attend_rows_copied", "paged_attention_work.divide")),
-    "prompt attention": (_prompts, ("gpu.prompt_attention_kernel.attend_prompts", "paged_attention_work.count_tiles")),
-    "rotation and attention": (_rotated, ("gpu.rotate_attend._rotate_and_attend",)),
+    "decode attention": (_decode, ("attention.decode_kernel.attend_rows_copied", "attention.paged_workload.divide")),
+    "prompt attention": (_prompts, ("attention.prefill_kernel.attend_prompts", "attention.paged_workload.count_tiles")),
+    "rotation and attention": (_rotated, ("attention.rope_decode_kernel._rotate_and_attend",)),
     "latent attention": (
         _latent,
-        ("gpu.latent._latent_rope_store", "gpu.latent._head_product", "gpu.latent._attend", "gpu.latent._merge"),
+        ("latent.gpu._latent_rope_store", "latent.gpu._head_product", "latent.gpu._attend", "latent.gpu._merge"),
     ),
-    "experts": (_experts, ("gpu.moe._grouped_product",)),
+    "experts": (_experts, ("moe.gpu._grouped_product",)),
     "flex": (
         _flex,
         (
-            "gpu.flex._count_tiles", "gpu.flex._plan", "gpu.flex._gather", "gpu.flex._merge",
-            "gpu.flex._scatter",
+            "flex.gpu._count_tiles", "flex.gpu._plan", "flex.gpu._gather", "flex.gpu._merge",
+            "flex.gpu._scatter",
         ),
     ),
 }  # fmt: skip
@@ -285,8 +292,8 @@ def recorded_launches() -> Iterator[set[str]]:
     """The names below `octavo.ops` of the kernels that are launched within."""
     from triton.runtime.jit import JITFunction
 
-    from octavo.ops.gpu import driver
-    from octavo.ops.gpu.launch import Direct
+    from octavo.ops.compile import driver
+    from octavo.ops.compile.launch import Direct
 
     seen, run, launch = set(), JITFunction.run, driver.launch_chained
 

@@ -7,7 +7,7 @@ import sys
 import torch
 
 from octavo.plan import NewRow, StepPlan
-from octavo.serve.engine_process import main
+from octavo.serve.engine.process import main
 from octavo.worker.results import PendingStep
 from octavo.worker.runner import Runner
 

@@ -60,7 +60,7 @@ extern "C" __global__ void forgets_to_wait(int* out) { run(out, false); }
 class Place:
     """A function of the package and the tensor that a line of it writes or reads."""
 
-    function: str  # below a module's own name, as "row_attention_feed._tell"
+    function: str  # below a module's own name, as "decode_feed._tell"
     tensor: str
 
 
@@ -69,11 +69,9 @@ _WORDS = (
     "for that arrival; all have read when they meet, and then one of them arrives for the producer's next words."
 )
 REVIEWED = {
-    frozenset((Place("row_attention_feed._tell", "words"), Place("row_attention_kernel._word", "words"))): _WORDS,
-    frozenset((Place("prompt_attention_kernel._produce", "words"), Place("prompt_attention_kernel._word", "words"))): (
-        _WORDS
-    ),
-    frozenset((Place("row_attention_feed.rotate", "q_smem"), Place("row_attention_kernel._consume", "q_smem"))): (
+    frozenset((Place("decode_feed._tell", "words"), Place("decode_kernel._word", "words"))): _WORDS,
+    frozenset((Place("prefill_kernel._produce", "words"), Place("prefill_kernel._word", "words"))): (_WORDS),
+    frozenset((Place("decode_feed.rotate", "q_smem"), Place("decode_kernel._consume", "q_smem"))): (
         "The lanes that turn Q meet before one of them arrives; readers wait for that, read, meet, and one arrives."
     ),
 }
@@ -129,10 +127,10 @@ def run_control() -> None:
 
     import torch
 
-    from octavo.ops.gpu import driver, runtime_compiler
+    from octavo.ops.compile import driver, nvrtc
 
     out = torch.zeros(128, dtype=torch.int32, device="cuda")
-    code, address = runtime_compiler.compile_cubin(CONTROL, {}, "sm_90a"), ctypes.c_void_p(out.data_ptr())
+    code, address = nvrtc.compile_cubin(CONTROL, {}, "sm_90a"), ctypes.c_void_p(out.data_ptr())
     for name in ("hands_over", "forgets_to_wait"):
         params = (ctypes.c_void_p * 1)(ctypes.addressof(address))
         driver.launch(driver.load(code, name, 0), (1, 1, 1), 160, 0, 0, params)

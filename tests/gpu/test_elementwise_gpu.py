@@ -16,10 +16,10 @@ if not torch.cuda.is_available():
 import gpu_rig
 from gpu_rig import BF16, F16, F32, HEADS, RopeCase, heavy
 from octavo.ops.activation import gated_activation
+from octavo.ops.cache_write.zero_blocks import zero_blocks
 from octavo.ops.embedding import gather_rows
 from octavo.ops.norm import add_rms_norm, rms_norm
 from octavo.ops.rope import qk_norm_rope_store
-from octavo.ops.zero_blocks import zero_blocks
 from row_counts import DISTINCT, assert_rows_keep_their_bits
 
 pytestmark = pytest.mark.gpu

@@ -25,10 +25,10 @@ if not torch.cuda.is_available():
 
 from inputs_rig import CHECKS
 from octavo import LLM, SamplingParams
-from octavo.benchmark import SHAPES
+from octavo.bench.engine import SHAPES
 from octavo.device.graphs import GraphKey
 from octavo.device.staging import StagedTensor, WriteQueue
-from octavo.ops.gpu import launch
+from octavo.ops.compile import launch
 from settings_matrix import SETTINGS
 from sync_guard import no_waits
 

@@ -17,12 +17,12 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from octavo import LLM, SamplingParams
-from octavo.benchmark import SHAPES
-from octavo.config import EngineConfig
-from octavo.sampling_params import RequestOutputKind
-from octavo.serve.async_engine import AsyncEngine
-from octavo.serve.client import Supervision
-from octavo.serve.refusals import EngineDeadError
+from octavo.bench.engine import SHAPES
+from octavo.config.engine_config import EngineConfig
+from octavo.request.sampling_params import RequestOutputKind
+from octavo.serve.engine.async_engine import AsyncEngine
+from octavo.serve.engine.client import Supervision
+from octavo.serve.engine.refusals import EngineDeadError
 
 pytestmark = pytest.mark.gpu
 HERE = Path(__file__).resolve().parent

@@ -23,12 +23,12 @@ from batches import History, make_history
 from contract_rig import GARBAGE, Setting, make_step
 from mixtures import MIXTURES, NUM_ROWS, NUM_TOKENS, padded
 from octavo.attention.base import NO_TENSORS, AttentionInputs, LayerTensors, Setup, Variant
-from octavo.attention.flex import FlexBackend
+from octavo.attention.flex.backend import FlexBackend
 from octavo.attention.mods import AttentionMods
 from octavo.attention.paged import PagedBackend
 from octavo.attention.reference import ReferenceBackend
 from octavo.ops import flex as ops
-from octavo.ops.mask_rows import Geometry, Kind, MaskRows
+from octavo.ops.flex.mask_rows import Geometry, Kind, MaskRows
 from octavo.ops.rope import Rotation, qk_norm_rope_store, rope_table
 from sync_guard import no_waits
 
@@ -255,7 +255,7 @@ def test_queries_rotated_into_their_lines_give_the_same_bits(rows: int) -> None:
     backend.prepare(step.inputs)
     caches, outs = [step.kv.clone() for _ in range(2)], [torch.zeros_like(step.q) for _ in range(2)]
     assert backend.rotates(rotation, caches[0], PLAIN)
-    backend.run_rotating(projected, rotation, caches[0], PLAIN, outs[0])
+    backend.run_fused_rope(projected, rotation, caches[0], PLAIN, outs[0])
     q = qk_norm_rope_store(
         projected, rotation.positions, rotation.cos_sin, rotation.q_norm, rotation.k_norm, rotation.eps, HEADS,
         KV_HEADS, SIZE, caches[1], rotation.slot_mapping,

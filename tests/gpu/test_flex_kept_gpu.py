@@ -20,12 +20,13 @@ if not torch.cuda.is_available():
 
 import octavo.attention as A
 from kept_kernels import SLOPES, mods_of
-from octavo.attention import flex, flex_kernel
 from octavo.attention.base import LayerTensors, Variant
-from octavo.attention.flex import FlexBackend
-from octavo.attention.flex_key import UnnamedError
+from octavo.attention.flex import backend as flex
+from octavo.attention.flex import kernel as flex_kernel
+from octavo.attention.flex.backend import FlexBackend
+from octavo.attention.flex.key import NotFingerprintable
 from octavo.attention.mods import AttentionMods
-from octavo.ops.gpu import driver
+from octavo.ops.compile import driver
 from test_flex_gpu import BF16, DEVICE, HEADS, KV_HEADS, PLAIN, Step, make_rows
 
 pytestmark = pytest.mark.gpu
@@ -40,7 +41,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_):
-        raise UnnamedError("a test compares")
+        raise NotFingerprintable("a test compares")
 
     monkeypatch.setattr(flex_kernel, "name_mods", refuse)
 

@@ -1,4 +1,4 @@
-"""The products on a CUDA device: against the eager twin, and a row's bits at every number of rows."""
+"""The products on a CUDA device: against the reference implementation, and a row's bits at every number of rows."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ops"))
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from matmul_rig import DTYPES, TILES, check_fused, check_twin, distance, heavy_tailed
-from octavo.ops import fused, matmul
+from matmul_rig import DTYPES, TILES, check_fused, check_reference, distance, heavy_tailed
+from octavo.ops import gemm as matmul
 from octavo.ops.activation import gated_activation
-from octavo.ops.gpu import few_rows, one_row
-from octavo.ops.gpu import matmul as gpu
-from octavo.ops.gpu.matmul import linear
-from octavo.ops.matmul import pack_linear
+from octavo.ops.gemm import fused, gemv, gpu, pack_linear, skinny_gemm
+from octavo.ops.gemm.gpu import linear
 from octavo.ops.norm import rms_norm
 
 pytestmark = pytest.mark.gpu
@@ -109,7 +107,7 @@ def test_the_fast_numerics_are_caught() -> None:
 
 
 def test_equals_the_twin() -> None:
-    check_twin("cuda", DTYPES)
+    check_reference("cuda", DTYPES)
 
 
 def test_fused_products_have_the_bits_of_the_separate_operators() -> None:
@@ -121,10 +119,10 @@ def test_fused_products_of_model_shapes(n: int, k: int) -> None:
     """At every number of rows that is served, with heavy tails."""
     weight = pack_linear(heavy_tailed(n, k, dtype=BF16, seed=1, device="cuda"))
     scale = torch.rand(k, device="cuda") + 0.5
-    for rows in range(1, few_rows.MAX_ROWS + 2):
+    for rows in range(1, skinny_gemm.MAX_ROWS + 2):
         x = heavy_tailed(rows, k, dtype=BF16, seed=rows, device="cuda")
         residual = heavy_tailed(rows, n, dtype=BF16, seed=rows + 50, device="cuda")
-        assert fused.runs_fused(x, weight) == (rows <= few_rows.MAX_ROWS)
+        assert fused.runs_fused(x, weight) == (rows <= skinny_gemm.MAX_ROWS)
         normed = matmul.linear(rms_norm(x, scale, 1e-6), weight)
         assert torch.equal(fused.normed_linear(x, scale, 1e-6, weight), normed)
         gated = gated_activation(normed, "silu")
@@ -141,16 +139,16 @@ def test_a_row_alone_has_kernels_of_its_own() -> None:
     for n, k, activation, normed in cases:
         weight = torch.empty(n, k, dtype=BF16, device="cuda")
         small = x[:, :k]
-        assert one_row.serves(small, weight, None, activation, normed=normed)
-        assert not one_row.serves(x[:, 1 : k + 1], weight, None, activation, normed=normed), "copies of 16 bytes"
-        assert not one_row.serves(small, weight, torch.zeros(n), activation, normed=normed)
-        assert not one_row.serves(two[:, :k], weight, None, activation, normed=normed)
+        assert gemv.serves(small, weight, None, activation, normed=normed)
+        assert not gemv.serves(x[:, 1 : k + 1], weight, None, activation, normed=normed), "copies of 16 bytes"
+        assert not gemv.serves(small, weight, torch.zeros(n), activation, normed=normed)
+        assert not gemv.serves(two[:, :k], weight, None, activation, normed=normed)
     wide = torch.empty(4096, 12288, dtype=BF16, device="cuda")
-    assert not one_row.serves(x[:, :12288], wide, None, None, normed=True), "its norm would fill the registers"
+    assert not gemv.serves(x[:, :12288], wide, None, None, normed=True), "its norm would fill the registers"
 
 
 def test_float32_products_are_not_rounded_to_tf32() -> None:
-    """The eager twin in float64 is within float32's error, far below tf32's."""
+    """The reference implementation in float64 is within float32's error, far below tf32's."""
     x, weight = (torch.randn(64, 1024, device="cuda") for _ in range(2))
     y = linear(x, weight, None, torch.empty(64, 64, device="cuda"))
     exact = x.double() @ weight.double().t()

@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
 
 from octavo import LLM, AttentionMods, SamplingParams
 from octavo.attention import and_, document, request_field
-from octavo.settings import ConfigError
+from octavo.config.settings import ConfigError
 
 pytestmark = pytest.mark.gpu
 LIMITS: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 100, "device": "cuda", "num_gpu_blocks_override": 64}

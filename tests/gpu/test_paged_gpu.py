@@ -1,4 +1,4 @@
-"""The Triton attention on a CUDA device: against its eager twin, and the bits that must not move."""
+"""The Triton attention on a CUDA device: against its reference implementation, and the bits that must not move."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if not torch.cuda.is_available():
 from batches import Batch, History, make_batch, make_history
 from octavo.attention.base import BACKENDS, AttentionInputs, Variant
 from octavo.ops.attention import paged_attention_eager
-from octavo.ops.paged_attention import Heads, Planner, Scratch, Tile, paged_attention
-from octavo.ops.paged_attention_work import LEAF
-from octavo.ops.sight import Sight
+from octavo.ops.attention.mask_spec import MaskSpec
+from octavo.ops.attention.paged import Heads, Planner, Scratch, Tile, paged_attention
+from octavo.ops.attention.paged_workload import LEAF
 from paged_rig import (
     FEATURES,
     FEW,
@@ -107,14 +107,14 @@ def test_few_rows_in_a_replayed_graph_follow_their_lengths(length: int, dtype: t
     history = make_history(3, length, 32, 8, 128, BF16)
     history.kv = history.kv.to(dtype)
     batch = _batch([(history, length, 1), (history, length // 3, 1), (history, 1, 1)], 64)
-    heads, sight, scratch = Heads(32, 8, 128), Sight(scale=128**-0.5), Scratch(DEVICE)
+    heads, mask_spec, scratch = Heads(32, 8, 128), MaskSpec(scale=128**-0.5), Scratch(DEVICE)
     bounds = {"num_tokens": 3, "max_query_len": 1, "max_seq_len": length}
-    planner = Planner(heads, sight, BF16, DEVICE, scratch, cache_dtype=dtype)
+    planner = Planner(heads, mask_spec, BF16, DEVICE, scratch, cache_dtype=dtype)
     out = torch.empty_like(batch.q)
 
     def run(**options: bool) -> None:
         plan = planner.plan(batch.query_start, batch.seq_lens, **bounds, **options)
-        paged_attention(*batch.args(), out, sight=sight, plan=plan, scratch=scratch)
+        paged_attention(*batch.args(), out, mask_spec=mask_spec, plan=plan, scratch=scratch)
 
     run()
     torch.cuda.synchronize()
@@ -126,9 +126,9 @@ def test_few_rows_in_a_replayed_graph_follow_their_lengths(length: int, dtype: t
         batch.seq_lens[0] = first
         graph.replay()
         expected = torch.empty_like(out)
-        divided = Planner(heads, sight, BF16, DEVICE, Scratch(DEVICE), 1, cache_dtype=dtype)
+        divided = Planner(heads, mask_spec, BF16, DEVICE, Scratch(DEVICE), 1, cache_dtype=dtype)
         plan = divided.plan(batch.query_start, batch.seq_lens, **bounds)
-        paged_attention(*batch.args(), expected, sight=sight, plan=plan, scratch=divided._scratch)
+        paged_attention(*batch.args(), expected, mask_spec=mask_spec, plan=plan, scratch=divided._scratch)
         assert torch.equal(out, expected), first
 
 
@@ -164,7 +164,13 @@ def test_float8_cache_with_scales() -> None:
     expected = torch.empty(batch.q.shape, device=DEVICE)
     values = torch.cat([stored.float()[..., :128] * 0.5, stored.float()[..., 128:] * 2.0], dim=-1)
     paged_attention_eager(
-        batch.q.float(), values, batch.query_start, batch.seq_lens, batch.block_table, expected, sight=Sight(128**-0.5)
+        batch.q.float(),
+        values,
+        batch.query_start,
+        batch.seq_lens,
+        batch.block_table,
+        expected,
+        mask_spec=MaskSpec(128**-0.5),
     )
     batch.kv = stored
     scales = {"key_scale": torch.full((2,), 0.5, device=DEVICE), "value_scale": torch.full((2,), 2.0, device=DEVICE)}

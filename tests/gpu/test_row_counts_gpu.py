@@ -23,10 +23,9 @@ import latent_rig
 import moe_rig
 from batches import Batch, make_batch, make_history
 from gpu_rig import BF16, F16, F32, heavy
-from octavo.ops import fused
-from octavo.ops.gpu import latent
-from octavo.ops.latent_state import LatentState
-from octavo.ops.matmul import pack_linear
+from octavo.ops.gemm import fused, pack_linear
+from octavo.ops.latent import gpu as latent
+from octavo.ops.latent.state import LatentState
 from octavo.ops.rope import rope_table
 from paged_rig import attend, to_device
 from row_counts import DISTINCT, MAX_ROWS, ROWS, assert_rows_keep_their_bits

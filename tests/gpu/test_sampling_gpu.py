@@ -17,9 +17,9 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 import gpu_rig
-from octavo.ops import sample
+from octavo.ops import sampling as sample
+from octavo.request.sampling_params import StructuredOutputsParams
 from octavo.sampling.logprobs import MODES, to_token_logprobs
-from octavo.sampling_params import StructuredOutputsParams
 from row_counts import assert_rows_keep_their_bits
 from sync_guard import no_waits
 from test_grammar_mask import EOS, grammar_world
@@ -79,16 +79,16 @@ def test_draws_and_log_probabilities_of_a_row() -> None:
 def test_cuts_masks_and_top_logprobs_of_a_row() -> None:
     case = gpu_rig.Logits(8200, 40)
     values, seeds, ones = case.values.cuda(), case.seeds.cuda(), torch.ones(40, device="cuda")
-    cuts = sample.Cuts(**{name: x.cuda() for name, x in gpu_rig.cut_tables(case).items()})
+    truncation = sample.TruncationRows(**{name: x.cuda() for name, x in gpu_rig.cut_tables(case).items()})
     words = torch.randint(-(2**31), 2**31, (40, 8200 // 32 + 1), generator=torch.Generator().manual_seed(0))
     words = words.int().cuda()
 
     def call(pick: torch.Tensor) -> tuple[torch.Tensor, ...]:
         logits, at = values[pick], torch.arange(len(pick), device="cuda")
         ids, best = sample.top_logprobs(logits, 5)
-        tokens, failed = sample.draw(logits, pick, ones, seeds, pick, cuts)
+        tokens, failed = sample.draw(logits, pick, ones, seeds, pick, truncation)
         cut, masked = logits.clone(), logits.clone()
-        sample.cut_(cut, pick, cuts)
+        sample.cut_(cut, pick, truncation)
         sample.allow_bits_(masked, at, words[pick])
         return ids, best, tokens, failed, cut, masked
 
@@ -99,18 +99,18 @@ def test_a_captured_cut_follows_its_tables() -> None:
     """Rows that begin and end to be cut; the lists of the run before leave nothing behind."""
     case = gpu_rig.Logits(VOCAB, 40)
     logits, seeds, ones = case.values[:8].cuda(), case.seeds.cuda(), torch.ones(40, device="cuda")
-    cuts = sample.Cuts(**{name: x.cuda() for name, x in gpu_rig.cut_tables(case).items()})
+    truncation = sample.TruncationRows(**{name: x.cuda() for name, x in gpu_rig.cut_tables(case).items()})
     rows = torch.arange(8, device="cuda")
-    sample.draw(logits, rows, ones, seeds, rows, cuts)
+    sample.draw(logits, rows, ones, seeds, rows, truncation)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        tokens, _ = sample.draw(logits, rows, ones, seeds, rows, cuts)
+        tokens, _ = sample.draw(logits, rows, ones, seeds, rows, truncation)
     seen = []
     for step in range(4):
         rows.add_(step)
-        cuts.divisors[step + 1] = 0.0
+        truncation.divisors[step + 1] = 0.0
         graph.replay()
-        seen.append((tokens.clone(), sample.draw(logits, rows, ones, seeds, rows, cuts)[0]))
+        seen.append((tokens.clone(), sample.draw(logits, rows, ones, seeds, rows, truncation)[0]))
     for ours, expected in seen:
         assert torch.equal(ours, expected)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from house import ROOT, files, modules, tree, where
-from octavo.config import ENVIRONMENT, SERVER_ENVIRONMENT, SETTINGS
+from octavo.config.engine_config import ENVIRONMENT, SERVER_ENVIRONMENT, SETTINGS
 from octavo.serve.settings import SERVE_SETTINGS
 
 MAX_FILE_LINES = 500

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from house import ROOT, SRC, defined_names, files, modules, tree
-from octavo.config import SETTINGS
-from octavo.flags import sampling_kinds
+from octavo.cli.flags import sampling_kinds
+from octavo.config.engine_config import SETTINGS
+from octavo.config.settings import flag_name
 from octavo.serve.settings import SERVE_SETTINGS
-from octavo.settings import flag_name
 
 DOCS = [ROOT / "README.md", *files(".md", under=("docs",))]
 _TOP = ("src", "docs", "tests", "tools", "bench", ".ci")
@@ -121,7 +121,7 @@ def _is_known(span: str) -> bool:
 @functools.cache
 def _flags() -> set[str]:
     known = {flag_name(name) for name in (*SETTINGS, *SERVE_SETTINGS, *sampling_kinds())}
-    for module in ("cli", "terminal", "doctor", "flags", "benchmark", "reproducibility"):
+    for module in ("cli/main", "cli/terminal", "cli/doctor", "cli/flags", "bench/engine", "bench/reproducibility"):
         for node in ast.walk(tree(SRC / "octavo" / f"{module}.py")):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"--[\w-]+", node.value):
                 known.add(node.value)
@@ -163,13 +163,13 @@ def test_links_in_docs_lead_somewhere(path: Path) -> None:
 @pytest.mark.parametrize(
     ("span", "known"),
     [
-        ("octavo.config.resolve", True),
-        ("octavo.config.no_such_name", False),
+        ("octavo.config.engine_config.resolve", True),
+        ("octavo.config.engine_config.no_such_name", False),
         ("EngineConfig.model", True),
         ("EngineConfig.no_such_field", False),
         ("NoSuchClass", False),
         ("no_such_function()", False),
-        ("src/octavo/config.py", True),
+        ("src/octavo/config/engine_config.py", True),
         ("src/octavo/no_such_file.py", False),
         ("--max-model-len", True),
         ("--no-such-flag", False),

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from model_rig import Case, make_reference
-from octavo.hf_config.checkpoint import read_arch
-from octavo.models.loader import load_model
+from octavo.checkpoint.config_reader.checkpoint import read_arch
+from octavo.checkpoint.loader import load_model
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from octavo.arch import Arch
 from octavo.attention.base import BACKENDS, AttentionInputs, ForwardContext, forward_context
-from octavo.groups import make_groups
-from octavo.ops.step_inputs import LastTokens
+from octavo.cache.groups import make_groups
+from octavo.checkpoint.arch import Arch
+from octavo.ops.inputs.tensors import LastTokens
 
 BLOCK_SIZE = 16
 SMALL: dict[str, Any] = {

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from model_rig import Case
-from octavo.hf_config.checkpoint import read_arch
+from octavo.checkpoint.cache_scales import scale_names
+from octavo.checkpoint.config_reader.checkpoint import read_arch
+from octavo.checkpoint.loader import load_model
 from octavo.layers.attention import Attention
 from octavo.layers.latent_attention import LatentAttention
-from octavo.models.cache_scales import scale_names
-from octavo.models.loader import load_model
 
 Tensors = dict[str, torch.Tensor]
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from octavo.models.checkpoint import INDEX_NAME, Checkpoint
+from octavo.checkpoint.safetensors import INDEX_NAME, Checkpoint
 
 F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 

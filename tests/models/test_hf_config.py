@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from octavo.arch import Arch, Rope
-from octavo.hf_config.checkpoint import arch_from_config, read_arch
+from octavo.checkpoint.arch import Arch, Rope
+from octavo.checkpoint.config_reader.checkpoint import arch_from_config, read_arch
 from octavo.models import ARCHITECTURES
 
 LLAMA: dict[str, Any] = {

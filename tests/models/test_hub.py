@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo.models.hub import BUNDLED, find_model
+from octavo.checkpoint.hub import BUNDLED, find_model
 
 
 def test_a_folder_is_itself(tmp_path: Path) -> None:

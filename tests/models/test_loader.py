@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from model_rig import Case, Rig
-from octavo.arch import Arch, LayerKind
-from octavo.hf_config.checkpoint import read_arch
-from octavo.models.loader import load_model
-from octavo.ops.matmul import unpack
+from octavo.checkpoint.arch import Arch, LayerKind
+from octavo.checkpoint.config_reader.checkpoint import read_arch
+from octavo.checkpoint.loader import load_model
+from octavo.ops.gemm import unpack
 
 PROMPT = [5, 100, 42, 7, 9, 150]
 

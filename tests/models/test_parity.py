@@ -13,8 +13,8 @@ import torch
 
 from model_rig import FAMILIES, STRETCHED, Case, Rig, make_reference
 from octavo.attention.cpu import CpuBackend
-from octavo.hf_config.checkpoint import read_arch
-from octavo.models.loader import load_model
+from octavo.checkpoint.config_reader.checkpoint import read_arch
+from octavo.checkpoint.loader import load_model
 from octavo.ops import native
 from survivors import with_survivors
 

@@ -7,8 +7,8 @@ import math
 import torch
 
 from octavo.ops import flex
-from octavo.ops.gpu import flex as gpu
-from octavo.ops.mask_rows import Geometry, Kind, MaskRows, Reach
+from octavo.ops.flex import gpu
+from octavo.ops.flex.mask_rows import Geometry, Kind, MaskRows, Reach
 
 CPU = torch.device("cpu")
 

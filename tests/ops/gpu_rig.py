@@ -10,19 +10,20 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops import activation, embedding, norm, rope, sample
-from octavo.ops.gpu import activation as gpu_activation
-from octavo.ops.gpu import bitmask as gpu_bitmask
-from octavo.ops.gpu import cut as gpu_cut
-from octavo.ops.gpu import embedding as gpu_embedding
-from octavo.ops.gpu import norm as gpu_norm
-from octavo.ops.gpu import ranking as gpu_ranking
-from octavo.ops.gpu import rope as gpu_rope
-from octavo.ops.gpu import sample as gpu_sample
-from octavo.ops.gpu import truncate as gpu_truncate
-from octavo.ops.gpu import truncate_few as gpu_few
-from octavo.ops.gpu import zero_blocks as gpu_zero
-from octavo.ops.zero_blocks import zero_blocks_eager
+from octavo.ops import activation, embedding, norm, rope
+from octavo.ops import sampling as sample
+from octavo.ops.activation import gpu as gpu_activation
+from octavo.ops.cache_write import zero_blocks_gpu as gpu_zero
+from octavo.ops.cache_write.zero_blocks import zero_blocks_eager
+from octavo.ops.embedding import gpu as gpu_embedding
+from octavo.ops.norm import gpu as gpu_norm
+from octavo.ops.rope import gpu as gpu_rope
+from octavo.ops.sampling import bitmask as gpu_bitmask
+from octavo.ops.sampling import gpu as gpu_sample
+from octavo.ops.sampling import ranking as gpu_ranking
+from octavo.ops.sampling import topk_topp as gpu_truncate
+from octavo.ops.sampling import topk_topp_small as gpu_few
+from octavo.ops.sampling import truncation_gpu as gpu_cut
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 # (heads, KV heads, head size, rotary size)
@@ -204,7 +205,7 @@ def check_logprobs(device: str, vocab_size: int, ks: tuple[int, ...] = (1, 5, 20
 
 
 def cut_tables(case: Logits) -> dict[str, Tensor]:
-    """Cuts of all kinds together, for most rows."""
+    """TruncationRows of all kinds together, for most rows."""
     divisors = case.temperatures + 0.2
     divisors[1::8] = 0.0
     return {"divisors": divisors, "top_k": case.top_k, "top_p": case.top_p, "min_p": case.min_p}
@@ -226,14 +227,14 @@ def check_cuts(device: str, vocab_size: int, kinds: slice = slice(None)) -> None
         (off.long(), off + 0.9999, off), (few, case.top_p, 0.1 * case.min_p), (off.long(), case.top_p, off),
     )[kinds]:  # fmt: skip
         tables |= {"top_k": top_k, "top_p": top_p, "min_p": min_p}
-        cuts = sample.Cuts(**tables)
-        there = sample.Cuts(**{name: x.to(device) for name, x in tables.items()})
+        truncation = sample.TruncationRows(**tables)
+        there = sample.TruncationRows(**{name: x.to(device) for name, x in tables.items()})
         expected, ours = logits.clone(), logits.to(device, copy=True)
-        sample.cut_(expected, rows, cuts)
+        sample.cut_(expected, rows, truncation)
         gpu_cut.cut_(ours, rows.to(device), there)
         assert torch.equal(ours.cpu(), expected), (ours.cpu() != expected).any(1).nonzero().flatten()
     tokens, _ = gpu_sample.draw(logits.to(device), rows.to(device), *(x.to(device) for x in draws), there)
-    assert torch.equal(tokens.cpu(), sample.draw(logits, rows, *draws, cuts)[0])
+    assert torch.equal(tokens.cpu(), sample.draw(logits, rows, *draws, truncation)[0])
 
 
 def check_bits(device: str, vocab_size: int) -> None:
@@ -316,11 +317,13 @@ def interpreted_lists() -> None:
     logits[1, 5], logits[2, :3], logits[3, 300:] = 14.0, 25.0, float("-inf")
     tables = {"divisors": torch.tensor([1.0, 1.0, 0.7, 1.5, 2.0]), "min_p": torch.tensor([0.0, 0.0, 0.01, 0.0, 0.0])}
     for top_k, top_p in ((0, 0.9), (1000, 0.5)):
-        cuts = sample.Cuts(**tables, top_k=torch.full((5,), top_k), top_p=torch.full((5,), top_p), few=False)
+        truncation = sample.TruncationRows(
+            **tables, top_k=torch.full((5,), top_k), top_p=torch.full((5,), top_p), few=False
+        )
         expected, ours = logits.clone(), logits.clone()
-        sample.cut_(expected, torch.arange(5), cuts)
+        sample.cut_(expected, torch.arange(5), truncation)
         with mock.patch.object(gpu_truncate, "search_row", None):
-            gpu_cut.cut_(ours, torch.arange(5), cuts)
+            gpu_cut.cut_(ours, torch.arange(5), truncation)
         assert torch.equal(ours, expected)
 
 

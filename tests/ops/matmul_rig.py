@@ -7,14 +7,15 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from octavo.ops.gpu import activation, cluster_product, few_rows, norm
-from octavo.ops.gpu.matmul import Tile, linear
-from octavo.ops.matmul import LinearWeight, linear_reference
+from octavo.ops.activation import gpu as activation
+from octavo.ops.gemm import LinearWeight, cluster_gemm, linear_reference, skinny_gemm
+from octavo.ops.gemm.gpu import Tile, linear
+from octavo.ops.norm import gpu as norm
 
 TILES = (Tile(16, 16, 32, 1, 2), Tile(8, 64, 64, 4, 3, swap=True), Tile(64, 32, 16, 4, 2, group=2, ahead=3))
-# Of `octavo.ops.gpu.cluster_product`: every way of sharing, on each side; one and two parts, one to three groups.
+# Of `octavo.ops.gemm.cluster_gemm`: every way of sharing, on each side; one and two parts, one to three groups.
 CLUSTERED = tuple(
-    cluster_product.Tile(*numbers, rows_first=rows_first)
+    cluster_gemm.Tile(*numbers, rows_first=rows_first)
     for rows_first, tiles in (
         (
             False,
@@ -26,15 +27,15 @@ CLUSTERED = tuple(
 )
 # Over which clusters walk.
 WALKED = (
-    *(dataclasses.replace(tile, band=2) for tile in cluster_product.WALKED),
-    cluster_product.Tile(2, 256, first_shared=2, band=1),
-    cluster_product.Tile(2, 64, band=3),
+    *(dataclasses.replace(tile, band=2) for tile in cluster_gemm.WALKED),
+    cluster_gemm.Tile(2, 256, first_shared=2, band=1),
+    cluster_gemm.Tile(2, 64, band=3),
 )
 EXACT = (torch.float16, torch.float32)  # the interpreter multiplies bfloat16 as integers
 DTYPES = (*EXACT, torch.bfloat16)
 
 
-def clustered(activation: str | None) -> list[cluster_product.Tile]:
+def clustered(activation: str | None) -> list[cluster_gemm.Tile]:
     """Tiles that compute plain products, or gates and ups, which are first lines."""
     return list(CLUSTERED) if activation is None else [*WALKED, *(tile for tile in CLUSTERED if not tile.rows_first)]
 
@@ -51,13 +52,13 @@ def plain_weight(values: Tensor) -> LinearWeight:
 
 
 def distance(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> float:
-    """The largest error of y, float32, against the eager twin, relative to the sum of absolute products."""
+    """The largest error of y, float32, against the reference, relative to the sum of absolute products."""
     expected = linear_reference(x, plain_weight(weight), bias, torch.float32)
     scale = x.float().abs() @ weight.float().abs().t() + (0 if bias is None else bias.abs())
     return ((y - expected).abs() / scale.clamp(min=1e-30)).max().item()
 
 
-def check_twin(device: str = "cpu", dtypes: tuple[torch.dtype, ...] = EXACT) -> None:
+def check_reference(device: str = "cpu", dtypes: tuple[torch.dtype, ...] = EXACT) -> None:
     for dtype in dtypes:
         for n, k in ((48, 64), (33, 40), (70, 176)):
             weight, bias = heavy_tailed(n, k, dtype=dtype, seed=1, device=device), torch.randn(n, device=device)
@@ -97,13 +98,13 @@ def check_fused(
                 x = heavy_tailed(rows, k, dtype=dtype, seed=8, device=device)
                 residual = heavy_tailed(rows, n, dtype=dtype, seed=9, device=device)
                 normed = linear(norm.rms_norm(x, scale, 1e-6), weight, bias, torch.empty_like(residual))
-                pairs = [(few_rows.normed_linear(x, scale, 1e-6, weight, bias, None), normed)]
+                pairs = [(skinny_gemm.normed_linear(x, scale, 1e-6, weight, bias, None), normed)]
                 for kind in ("silu", "gelu_tanh"):
                     gated = activation.gated_activation(normed, tanh=kind == "gelu_tanh")
-                    pairs.append((few_rows.normed_linear(x, scale, 1e-6, weight, bias, kind), gated))
+                    pairs.append((skinny_gemm.normed_linear(x, scale, 1e-6, weight, bias, kind), gated))
                 product = linear(x, weight, bias, torch.empty_like(residual))
                 total = (product.float() + residual.float()).to(dtype)
-                pairs.append((few_rows.linear_add(x, weight, bias, residual), total))
+                pairs.append((skinny_gemm.linear_add(x, weight, bias, residual), total))
                 for place, (ours, expected) in enumerate(pairs):
                     if exact:
                         assert torch.equal(ours, expected), (dtype, n, rows, place)

@@ -6,9 +6,9 @@ import functools
 
 import torch
 
-from octavo.ops.gpu import moe
-from octavo.ops.matmul import LinearWeight
+from octavo.ops.gemm import LinearWeight
 from octavo.ops.moe import ExpertWeights
+from octavo.ops.moe import gpu as moe
 
 EXPERTS, SIZE, OUT = 5, 40, 70
 CPU = torch.device("cpu")

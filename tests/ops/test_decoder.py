@@ -12,17 +12,17 @@ from octavo.ops import decoder, native
 from octavo.ops.decoder import (
     BoundDecoder,
     DecoderLayerOperands,
-    enter_attention,
     enter_attention_composed,
     enter_attention_of_few,
-    leave_attention,
     leave_attention_composed,
+    post_attention,
+    pre_attention,
 )
-from octavo.ops.fused import linear_add
-from octavo.ops.matmul import LinearWeight, pack_linear
+from octavo.ops.gemm import LinearWeight, pack_linear
+from octavo.ops.gemm.fused import linear_add
+from octavo.ops.inputs.tensors import LastTokens
 from octavo.ops.norm import add_rms_norm
 from octavo.ops.rope import rope_table
-from octavo.ops.step_inputs import LastTokens
 
 SIZE, INNER, HEADS, KV_HEADS, HEAD, BLOCK = 72, 88, 4, 2, 24, 4
 MANY = [1, 2, 3, 5, 12, 13, 16, 24, 25, 40]
@@ -91,7 +91,7 @@ def test_halves_equal_the_separate_operators(
         slots[count // 2] = -1
         for before in (None, residual):
             cache, expected_cache = _cache(dtype), _cache(dtype)
-            q, total = enter_attention(layer, x, before, positions, cache, slots)
+            q, total = pre_attention(layer, x, before, positions, cache, slots)
             expected_q, expected_total = enter_attention_composed(layer, x, before, positions, expected_cache, slots)
             assert torch.equal(q, expected_q) and torch.equal(total, expected_total)
             assert _same(cache, expected_cache)
@@ -100,7 +100,7 @@ def test_halves_equal_the_separate_operators(
             assert torch.equal(own_q, q[few]) and torch.equal(own_total, total[few])
             assert _same(own_cache, cache)
         attended = torch.randn(count, HEADS, HEAD).to(dtype)
-        found, expected = (f(layer, attended, residual) for f in (leave_attention, leave_attention_composed))
+        found, expected = (f(layer, attended, residual) for f in (post_attention, leave_attention_composed))
         assert all(map(torch.equal, found, expected))
         assert not found[0].isnan().any()
 
@@ -196,11 +196,11 @@ def test_without_the_library_halves_are_close() -> None:
     layer = _operands(torch.float32, None, bias=True, qk_norm=True)
     x, positions, slots = torch.randn(5, SIZE), torch.arange(5), torch.arange(5)
     cache, eager_cache = (torch.zeros(40, KV_HEADS, BLOCK, 2 * HEAD) for _ in range(2))
-    q, total = enter_attention(layer, x, None, positions, cache, slots)
-    found = leave_attention(layer, q, total)
+    q, total = pre_attention(layer, x, None, positions, cache, slots)
+    found = post_attention(layer, q, total)
     with native.disabled():
-        eager_q, eager_total = enter_attention(layer, x, None, positions, eager_cache, slots)
-        eager = leave_attention(layer, eager_q, eager_total)
+        eager_q, eager_total = pre_attention(layer, x, None, positions, eager_cache, slots)
+        eager = post_attention(layer, eager_q, eager_total)
     torch.testing.assert_close(q, eager_q, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(cache, eager_cache, atol=1e-5, rtol=1e-5)
     for one, other in zip(found, eager, strict=True):

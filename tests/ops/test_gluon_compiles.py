@@ -18,10 +18,14 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from octavo.ops import paged_attention as paged  # noqa: E402
-from octavo.ops.gpu import launch, one_row, prompt_attention, rotate_attend, row_attention  # noqa: E402
+from octavo.ops.attention import decode as decode_attention  # noqa: E402
+from octavo.ops.attention import paged  # noqa: E402
+from octavo.ops.attention import prefill as prefill_attention  # noqa: E402
+from octavo.ops.attention import rope_decode_kernel as fused_rope_decode  # noqa: E402
+from octavo.ops.attention.mask_spec import MaskSpec  # noqa: E402
+from octavo.ops.compile import launch  # noqa: E402
+from octavo.ops.gemm import gemv  # noqa: E402
 from octavo.ops.rope import Rotation  # noqa: E402
-from octavo.ops.sight import Sight  # noqa: E402
 
 CPU, BF16, FP16 = torch.device("cpu"), torch.bfloat16, torch.float16
 PROCESSORS = 132
@@ -46,8 +50,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathF
     monkeypatch.setattr(driver, "_active", no_device)
     monkeypatch.setattr(JITFunction, "run", compile_only)
     monkeypatch.setattr(launch, "_has_pdl", lambda device: True)
-    monkeypatch.setattr(rotate_attend, "num_processors", lambda device: PROCESSORS)
-    monkeypatch.setattr(one_row, "_device", lambda index: {"multiprocessor_count": PROCESSORS})
+    monkeypatch.setattr(fused_rope_decode, "num_processors", lambda device: PROCESSORS)
+    monkeypatch.setattr(gemv, "_device", lambda index: {"multiprocessor_count": PROCESSORS})
     yield found
     assert found, "nothing was compiled"
     for kernel in found:
@@ -92,7 +96,7 @@ def test_rows(
     work, parts, stats = torch.zeros(512, dtype=torch.int32), torch.zeros(4096), torch.zeros(64)
     counters = torch.zeros(64, dtype=torch.int32)
     for of_q, rotation in ((q, None), (projected, turned(size, normed=not cap))):
-        assert row_attention.launch(
+        assert decode_attention.launch(
             of_q, cache(block, size, dtype), torch.zeros_like(q), *lengths(), work, work[264:],
             (parts, stats, counters), (None, None, sinks, None), programs=132, lines=group, short=1, capacity=16,
             fold_limit=96, sees=sees, merges=with_sinks, numbers=(100, 0.1, cap), rotation=rotation,
@@ -107,7 +111,7 @@ def test_prompts(
     compiled: list[Any], block: int, size: int, group: int, sees: int, cap: float, dtype: torch.dtype
 ) -> None:
     q, numbers = torch.zeros(256, 2 * group, size, dtype=dtype), torch.zeros(8, dtype=torch.int32)
-    assert prompt_attention.launch(
+    assert prefill_attention.launch(
         q, cache(block, size, dtype), torch.zeros_like(q), *lengths(), numbers, numbers, programs=132, sees=sees,
         reach=100, score_scale=0.1, cap_scale=cap, sinks=None,
     )  # fmt: skip
@@ -118,8 +122,8 @@ def test_rotation_and_attention(compiled: list[Any], block: int, group: int, nor
     kv, out = cache(block, 128, BF16), torch.zeros(4, 2 * group, 128, dtype=BF16)
     rotation = turned(128, normed=normed)
     rows = paged.RowsLaunch(paged.Tile(16, 4, 3), 1, 8, 132, 4, 0, False, 2, single=True)
-    rotate_attend.rotate_and_attend(
-        torch.zeros(4, (2 * group + 4) * 128, dtype=BF16), rotation, kv, *lengths(), out, sight=Sight(scale=0.1),
+    fused_rope_decode.rotate_and_attend(
+        torch.zeros(4, (2 * group + 4) * 128, dtype=BF16), rotation, kv, *lengths(), out, mask_spec=MaskSpec(scale=0.1),
         plan=SimpleNamespace(rows=rows, capacity=8), scratch=SimpleNamespace(parts=lambda *sizes: (
             torch.zeros(4096), torch.zeros(64), torch.zeros(64, dtype=torch.int32)
         )),
@@ -130,7 +134,7 @@ def test_rotation_and_attention(compiled: list[Any], block: int, group: int, nor
 @pytest.mark.parametrize(("n", "k"), [(6144, 1024), (24576, 4096)])
 def test_one_row_normed(compiled: list[Any], n: int, k: int, gated: bool) -> None:
     out = torch.zeros(1, n // (1 + gated), dtype=BF16)
-    one_row.product(
+    gemv.product(
         torch.zeros(1, k, dtype=BF16), torch.zeros(n, k, dtype=BF16), out, norm=torch.ones(k), eps=1e-6, residual=None,
         gated=gated,
     )  # fmt: skip
@@ -139,5 +143,5 @@ def test_one_row_normed(compiled: list[Any], n: int, k: int, gated: bool) -> Non
 @pytest.mark.parametrize(("n", "k"), [(1024, 3072), (4096, 12288)])
 def test_one_row_added(compiled: list[Any], n: int, k: int) -> None:
     x, residual = torch.zeros(1, k, dtype=BF16), torch.zeros(1, n, dtype=BF16)
-    one_row.product(x, torch.zeros(n, k, dtype=BF16), torch.zeros_like(residual), norm=None, eps=0.0,
+    gemv.product(x, torch.zeros(n, k, dtype=BF16), torch.zeros_like(residual), norm=None, eps=0.0,
                     residual=residual, gated=False)  # fmt: skip

@@ -15,7 +15,7 @@ import triton.language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 
-from octavo.ops.gpu import launch  # noqa: E402
+from octavo.ops.compile import launch  # noqa: E402
 
 
 def _add(x, y, count, scale, BLOCK: tl.constexpr, TWICE: tl.constexpr = False):  # type: ignore[no-untyped-def]

@@ -19,9 +19,10 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 
 from octavo.attention import paged as paged_backend  # noqa: E402
 from octavo.attention.base import Variant  # noqa: E402
-from octavo.ops import paged_attention as paged  # noqa: E402
-from octavo.ops.gpu import launch, rotate_attend  # noqa: E402
-from octavo.ops.sight import Sight  # noqa: E402
+from octavo.ops.attention import paged  # noqa: E402
+from octavo.ops.attention import rope_decode_kernel as fused_rope_decode  # noqa: E402
+from octavo.ops.attention.mask_spec import MaskSpec  # noqa: E402
+from octavo.ops.compile import launch  # noqa: E402
 
 CPU, BF16, FP32, FP8 = torch.device("cpu"), torch.bfloat16, torch.float32, torch.float8_e4m3fn
 DESKTOP, A100, HOPPER = 101_376, 166_912, 232_448  # bytes of shared memory that a program may have
@@ -44,7 +45,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     )
     monkeypatch.setattr(driver, "_active", no_device)
     monkeypatch.setattr(JITFunction, "run", compile_only)
-    for module in (paged, paged_backend, rotate_attend):
+    for module in (paged, paged_backend, fused_rope_decode):
         monkeypatch.setattr(module, "shared_bytes", lambda device: state.shared)
     yield state
 
@@ -53,8 +54,8 @@ def attend(
     heads: paged.Heads, dtype: torch.dtype, cache_dtype: torch.dtype, num_rows: int, queries: int, length: int
 ) -> None:
     """Compile what attends for rows of so many queries and tokens."""
-    scratch, sight = paged.Scratch(CPU), Sight(scale=0.1)
-    planner = paged.Planner(heads, sight, dtype, CPU, scratch, 132, cache_dtype=cache_dtype)
+    scratch, mask_spec = paged.Scratch(CPU), MaskSpec(scale=0.1)
+    planner = paged.Planner(heads, mask_spec, dtype, CPU, scratch, 132, cache_dtype=cache_dtype)
     starts = torch.arange(num_rows + 1, dtype=torch.int32) * queries
     lengths = torch.full((num_rows,), length, dtype=torch.int32)
     plan = planner.plan(starts, lengths, num_tokens=num_rows * queries, max_query_len=queries, max_seq_len=length)
@@ -63,7 +64,7 @@ def attend(
     scales = {} if cache_dtype == dtype else dict.fromkeys(("key_scale", "value_scale"), torch.ones(8))
     table = torch.zeros(num_rows, -(-length // 64), dtype=torch.int32)
     paged.paged_attention(
-        q, kv, starts, lengths, table, torch.zeros_like(q), sight=sight, plan=plan, scratch=scratch, **scales
+        q, kv, starts, lengths, table, torch.zeros_like(q), mask_spec=mask_spec, plan=plan, scratch=scratch, **scales
     )
 
 
@@ -119,4 +120,4 @@ def test_rotation_in_one_kernel_needs_its_room(
     gpu.shared = shared
     monkeypatch.setattr(launch, "_has_pdl", lambda device: True)
     kv = torch.zeros(2, 2, 64, 256, dtype=BF16)
-    assert rotate_attend.serves(paged.Heads(4, 2, 128), Sight(scale=1.0), kv) is takes
+    assert fused_rope_decode.serves(paged.Heads(4, 2, 128), MaskSpec(scale=1.0), kv) is takes

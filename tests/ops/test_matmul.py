@@ -1,4 +1,4 @@
-"""Dense products: one fused chain over K whatever the rows, threads or vectors; exact packing; the eager twin."""
+"""Dense products: one fused chain over K whatever the rows, threads or vectors; exact packing; the reference."""
 
 import contextlib
 from pathlib import Path
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from octavo.ops import native
 from octavo.ops.embedding import embed_rows, embed_rows_reference
-from octavo.ops.matmul import linear, linear_reference, pack_linear, unpack
+from octavo.ops.gemm import linear, linear_reference, pack_linear, unpack
 
 needs_native = pytest.mark.skipif(not native.available(), reason="no native library is built")
 KINDS = ["float32", "bfloat16", "int8"]
@@ -108,7 +108,9 @@ def test_eager_twin_keeps_row_bits_and_is_close(kind: str, n: int, k: int) -> No
             rows[m * 7 // 11] = x[0]
             assert torch.equal(linear(rows, plain, bias)[m * 7 // 11], alone)
         reference = linear(x, plain, bias)
-        assert torch.equal(linear(x, packed, bias), reference), "a packed weight serves the eager twin too"
+        assert torch.equal(linear(x, packed, bias), reference), (
+            "a packed weight serves the reference implementation too"
+        )
     assert ((linear(x, packed, bias) - reference).abs() / scale).max() < 1e-5
 
 
@@ -194,7 +196,7 @@ def test_reference_function_agrees_with_the_disabled_library() -> None:
 def compared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[int, ...]]:
     """The shapes that were compared with the library, which is said to be wrong for 40 channels, by a process anew."""
     pytest.importorskip("triton")
-    from octavo.ops.gpu import matmul as gpu
+    from octavo.ops.gemm import gpu
 
     shapes: list[tuple[int, ...]] = []
 
@@ -204,13 +206,13 @@ def compared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[int,
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(gpu, "_agrees", agrees)
-    monkeypatch.setattr(gpu.kept_check, "_facts", lambda device: ["a library"])
+    monkeypatch.setattr(gpu.validation_cache, "_facts", lambda device: ["a library"])
     _forget(monkeypatch)
     return shapes
 
 
 def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    from octavo.ops.gpu import matmul as gpu
+    from octavo.ops.gemm import gpu
 
     monkeypatch.setattr(gpu, "_checked", set())
     monkeypatch.setattr(gpu, "_without_library", set())
@@ -219,7 +221,7 @@ def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_library_is_compared_once_and_its_answer_kept(
     compared: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from octavo.ops.gpu import matmul as gpu
+    from octavo.ops.gemm import gpu
 
     good, bad = torch.zeros(8, 16), torch.zeros(40, 16)
     for _ in range(2):
@@ -237,7 +239,7 @@ def test_a_comparison_that_fails_leaves_the_library_unchecked(
     compared: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one without memory does, whose engine may start again with other settings."""
-    from octavo.ops.gpu import matmul as gpu
+    from octavo.ops.gemm import gpu
 
     def fail(weight: torch.Tensor) -> bool:
         raise torch.OutOfMemoryError

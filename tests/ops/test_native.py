@@ -30,7 +30,7 @@ def run_python(code: str, **environment: str) -> str:
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's /proc")
 def test_import_loads_nothing() -> None:
     code = (
-        "import octavo.ops.matmul as m, torch\n"
+        "import octavo.ops.gemm as m, torch\n"
         "maps = lambda: {l.split()[-1] for l in open('/proc/self/maps')}\n"
         "assert not [f for f in maps() if '_octavo_cpu' in f]\n"
         "m.linear(torch.ones(2, 8), m.pack_linear(torch.ones(4, 8)))\n"

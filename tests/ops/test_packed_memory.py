@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from octavo.ops import native
-from octavo.ops.matmul import linear, linear_reference, pack_linear
+from octavo.ops.gemm import linear, linear_reference, pack_linear
 from octavo.ops.native.memory import CHUNK_BYTES, ChunkedMemory
 
 needs_native = pytest.mark.skipif(not native.available(), reason="no native library is built")

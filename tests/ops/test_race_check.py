@@ -44,12 +44,12 @@ def test_what_was_reviewed_is_there_and_passes(pair: frozenset[Place]) -> None:
 
 def test_another_pair_another_tensor_and_a_warning_are_told() -> None:
     (words, q) = (
-        line_of(Place("row_attention_feed._tell", "words")),
-        line_of(Place("row_attention_feed.rotate", "q_smem")),
+        line_of(Place("decode_feed._tell", "words")),
+        line_of(Place("decode_feed.rotate", "q_smem")),
     )
-    reader = line_of(Place("row_attention_kernel._word", "words"))
+    reader = line_of(Place("decode_kernel._word", "words"))
     assert judge(race(reader, words, q))[1] == race(reader, q).splitlines()[:2]
-    ring = line_of(Place("row_attention_kernel._consume", "k_smem"))
+    ring = line_of(Place("decode_kernel._consume", "k_smem"))
     assert len(judge(race(ring, q))[1]) == 2
     assert len(judge(race(("somewhere.py", 1), words))[1]) == 2
     overflow = "========= Warning: Detected overflow of tracked cuda::barrier structures"

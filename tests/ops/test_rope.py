@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from octavo.ops import native
-from octavo.ops.cache_store import quantize
+from octavo.ops.cache_write.quantize import quantize
 from octavo.ops.rope import qk_norm_rope_store, qk_norm_rope_store_eager, rope_table
 
 needs_native = pytest.mark.skipif(not native.available(), reason="the native library is not built")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from octavo.ops import native, sample
+from octavo.ops import native
+from octavo.ops import sampling as sample
 
 needs_native = pytest.mark.skipif(not native.available(), reason="the native library is not built")
 SIZES = [1, 7, 33, 500, 4096, 32001]

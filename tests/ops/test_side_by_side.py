@@ -16,7 +16,9 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from octavo.ops.gpu import cluster_product, launch, matmul, side_by_side  # noqa: E402
+from octavo.ops.compile import launch, side_by_side  # noqa: E402
+from octavo.ops.gemm import cluster_gemm  # noqa: E402
+from octavo.ops.gemm import gpu as matmul  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not side_by_side.can_compile(), reason="this Triton compiles nothing aside")
 BF16 = torch.bfloat16
@@ -127,23 +129,23 @@ def test_the_kernels_in_cuda_of_a_weight_are_compiled_and_not_run(
 ) -> None:
     compiled, (n, k) = [], (192, 64)
     monkeypatch.setattr(
-        cluster_product.runtime_compiler,
+        cluster_gemm.nvrtc,
         "compile_cubin",
         lambda source, macros, arch: compiled.append(macros) or b"code",
     )
-    monkeypatch.setattr(cluster_product, "is_hopper", lambda device: True)
-    kind = cluster_product._Kind(BF16, None)
+    monkeypatch.setattr(cluster_gemm, "is_hopper", lambda device: True)
+    kind = cluster_gemm._Kind(BF16, None)
     weights = kind, torch.device("cpu"), n, k
-    tile = cluster_product.tile_for(64, n, k, False)
+    tile = cluster_gemm.tile_for(64, n, k, False)
     assert tile is not None
     x, weight, out = torch.ones(64, k, dtype=BF16), torch.ones(n, k, dtype=BF16), torch.zeros(64, n, dtype=BF16)
-    asked, tiles_of = [], cluster_product._tiles
-    monkeypatch.setattr(cluster_product, "_tiles", lambda *of: asked.append(of) or tiles_of(*of))
+    asked, tiles_of = [], cluster_gemm._tiles
+    monkeypatch.setattr(cluster_gemm, "_tiles", lambda *of: asked.append(of) or tiles_of(*of))
     for _ in range(2):
         with side_by_side.compiling(lambda *_: None) as made:
             for _ in range(3):
-                assert cluster_product._is_loaded(tile, weights)
-                assert cluster_product.product(x, weight, out) is out and not out.any()
+                assert cluster_gemm._is_loaded(tile, weights)
+                assert cluster_gemm.product(x, weight, out) is out and not out.any()
     assert len(asked) == 2, "once in a pass"
     assert len(compiled) == len(tiles_of(kind, n, k)) and made.num_made == 0
-    assert not any(name[1] == kind and name[2] is None for name in cluster_product._functions)
+    assert not any(name[1] == kind and name[2] is None for name in cluster_gemm._functions)

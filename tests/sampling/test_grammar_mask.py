@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.grammar import Grammars, Matcher, Vocabulary
+from octavo.grammar.compiler import Grammars, Matcher, Vocabulary
+from octavo.request.sampling_params import StructuredOutputsParams
 from octavo.sampling.grammar import HELD, TOO_COMPLEX
 from octavo.sampling.sampler import FAILURES
-from octavo.sampling_params import StructuredOutputsParams
 from world import World
 
 V = 97

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from octavo.ops import sample
+from octavo.ops import sampling as sample
 from octavo.sampling import sampler
 from octavo.sampling.logprobs import MODES, to_token_logprobs
 from octavo.sampling.sampler import FAILURES, as_int64

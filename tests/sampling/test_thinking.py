@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.grammar import Grammars, Vocabulary
+from octavo.grammar.compiler import Grammars, Vocabulary
+from octavo.request.sampling_params import StructuredOutputsParams
+from octavo.request.thinking import ClosingMark, Thinking
 from octavo.sampling.thinking import AfterThinking, Anything
-from octavo.sampling_params import StructuredOutputsParams
-from octavo.thinking import ClosingMark, Thinking
 from world import World
 
 WORDS = [

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from octavo.plan import NewRow, TokenLogprobs
+from octavo.request.sampling_params import SamplingParams
 from octavo.sampling.reference import sample_reference
 from octavo.sampling.rows import SampleBatch
 from octavo.sampling.sampler import Sampler, SamplerOutput
-from octavo.sampling_params import SamplingParams
 
 POISON = 2**31 - 1  # what unused places of the request table hold
 

@@ -12,14 +12,14 @@ import dataclasses
 import itertools
 import zlib
 
-from octavo.groups import WHOLE, CacheGroup
-from octavo.memory import blocks_for_request
+from octavo.cache.groups import WHOLE, CacheGroup
 from octavo.plan import PromptLogprobs, StepPlan, StepResult, TokenLogprobs
-from octavo.request import Request
-from octavo.sampling_params import SamplingParams
+from octavo.request.request import Request
+from octavo.request.sampling_params import SamplingParams
+from octavo.request.updates import RequestUpdate
 from octavo.sched.kv_manager import KVManager
 from octavo.sched.scheduler import Scheduler
-from octavo.updates import RequestUpdate
+from octavo.startup.memory_plan import blocks_for_request
 
 BLOCK = 4
 VOCAB = 40
@@ -93,7 +93,7 @@ def make_request(
     eos: bool = False,
     priority: int = 0,
     salt: str = "",
-    quiet: bool = False,
+    coalesce_updates: bool = False,
     **params: object,
 ) -> Request:
     """`prompt` as a number: so many tokens, distinct from those of any other request made so."""
@@ -109,7 +109,7 @@ def make_request(
         eos_token_ids=frozenset([EOS]) if eos else frozenset(),
         priority=priority,
         cache_salt=salt,
-        quiet=quiet,
+        coalesce_updates=coalesce_updates,
     )
 
 

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from octavo.sched.groups import make_policies
+from octavo.cache.policies import make_policies
 from sched_harness import chunked, full, sliding
 
 NAMES = [bytes([i]) for i in range(8)]

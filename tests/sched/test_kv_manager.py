@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.request import Request
+from octavo.request.request import Request
 from octavo.sched.kv_manager import KVManager
 from sched_harness import BLOCK, chunked, first_seen, full, make_request, nothing, sliding, state
 
@@ -340,7 +340,7 @@ def test_a_hit_is_the_longest_that_all_groups_accept(groups, seed, limit):
     for name in {rng.randrange(len(groups)): None for _ in range(4)}:  # blocks of single groups are lost
         cached = kv._pool._cached[name]
         for found in [found for found in cached if rng.random() < 0.3]:
-            kv._pool._names[cached.pop(found)] = None
+            kv._pool._hashes[cached.pop(found)] = None
     request = make_request(tokens)
     hit = kv.match(request, limit)
     names: list[bytes] = []

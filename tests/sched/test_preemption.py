@@ -7,7 +7,7 @@ import random
 import pytest
 
 from octavo.plan import StepResult
-from octavo.request import Status
+from octavo.request.request import Status
 from sched_harness import Driver, expected_answer, full, make_request, make_scheduler
 
 

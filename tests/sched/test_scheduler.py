@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from octavo.plan import StepResult
-from octavo.request import FinishReason
-from octavo.sampling_params import RepetitionDetectionParams
+from octavo.request.request import FinishReason
+from octavo.request.sampling_params import RepetitionDetectionParams
 from sched_harness import BLOCK, Driver, expected_answer, full, make_request, make_scheduler, sliding, smallest_pool
 
 HYBRID = (full(), sliding(6), sliding(13))
@@ -286,16 +286,20 @@ def test_a_loop_ends_a_request_that_asks_for_it():
     assert (last.finish_reason, last.stop_reason) == ("repetition", "repetition_detected")
 
 
-@pytest.mark.parametrize("quiet", [False, True])
+@pytest.mark.parametrize("coalesce_updates", [False, True])
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [({"min_tokens": 4}, "repetition"), ({"max_tokens": 2}, "length"), ({"stop_token_ids": [5]}, "stop")],
     ids=str,
 )
-def test_a_loop_waits_for_min_tokens_and_other_ends_come_first(quiet, fields, reason):
+def test_a_loop_waits_for_min_tokens_and_other_ends_come_first(coalesce_updates, fields, reason):
     driver = Driver(make_scheduler())
     detection = RepetitionDetectionParams(max_pattern_size=1, min_count=2)
-    driver.add(make_request([1, 1], **{"max_tokens": 9, **fields}, quiet=quiet, repetition_detection=detection))
+    driver.add(
+        make_request(
+            [1, 1], **{"max_tokens": 9, **fields}, coalesce_updates=coalesce_updates, repetition_detection=detection
+        )
+    )
     updates = [update for _ in range(fields.get("min_tokens", 2) - (reason == "stop")) for update in feed(driver, 5)]
     assert updates[-1].finish_reason == reason and all(update.finish_reason is None for update in updates[:-1])
 
@@ -337,17 +341,17 @@ def test_a_step_without_a_token_gives_no_update():
 @pytest.mark.parametrize("depth", [0, 1], ids=["sync", "async"])
 def test_a_quiet_request_is_told_of_its_first_token_and_its_end(depth):
     driver = Driver(make_scheduler(max_model_len=700))
-    driver.add(quiet := make_request(3, 600, quiet=True), other := make_request(3, 5))
+    driver.add(coalesce_updates := make_request(3, 600, coalesce_updates=True), other := make_request(3, 5))
     driver.run(depth)
-    assert [len(update.tokens) for update in driver.updates[quiet.request_id]] == [1, 599]
+    assert [len(update.tokens) for update in driver.updates[coalesce_updates.request_id]] == [1, 599]
     assert len(driver.updates[other.request_id]) == 5
-    assert driver.output(quiet) == expected_answer(quiet, 700).tokens
+    assert driver.output(coalesce_updates) == expected_answer(coalesce_updates, 700).tokens
 
 
 @pytest.mark.parametrize("depth", [0, 1], ids=["sync", "async"])
 def test_blocks_of_tokens_that_only_rows_know_have_the_names_of_these_tokens(depth):
     driver = Driver(scheduler := make_scheduler(num_blocks=2000, max_model_len=700))
-    driver.add(*(requests := [make_request(length, 500 + length, quiet=True) for length in range(1, 9)]))
+    driver.add(*(requests := [make_request(length, 500 + length, coalesce_updates=True) for length in range(1, 9)]))
     driver.run(depth)
     for request in requests:
         names: list[bytes] = []
@@ -358,7 +362,7 @@ def test_blocks_of_tokens_that_only_rows_know_have_the_names_of_these_tokens(dep
 
 def test_what_a_quiet_request_was_not_told_can_be_asked_for():
     driver = Driver(make_scheduler())
-    driver.add(request := make_request(3, 20, quiet=True))
+    driver.add(request := make_request(3, 20, coalesce_updates=True))
     for _ in range(6):
         driver.step()
     (update,) = driver.scheduler.take_untold([request.request_id, "nobody"])

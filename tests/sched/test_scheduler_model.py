@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from octavo.request import FinishReason, Request, Status
+from octavo.request.request import FinishReason, Request, Status
 from sched_harness import (
     EOS,
     VOCAB,
@@ -155,7 +155,7 @@ class World:
         output = self.driver.output(request)
         ends = [update.finish_reason for update in updates if update.finish_reason]
         assert output == answer.tokens[: len(output)]
-        assert request.num_output == len(output) or (request.quiet and not ends and len(output) <= 1)
+        assert request.num_output == len(output) or (request.coalesce_updates and not ends and len(output) <= 1)
         assert request.num_computed <= request.num_tokens + request.num_in_flight
         assert (request in self.scheduler.running) == (request.status is Status.RUNNING)
         scored = [entry.token_ids[0] for update in updates for entry in update.prompt_logprobs.entries()]
@@ -201,10 +201,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         stops=st.lists(st.integers(0, VOCAB - 1), max_size=2),
         eos=st.booleans(),
         scored=st.sampled_from([None, None, 1]),
-        quiet=st.booleans(),
+        coalesce_updates=st.booleans(),
     )
-    def add(self, family, shared, own, max_tokens, priority, salt, stops, eos, scored, quiet):
-        options = {"priority": priority, "salt": salt, "eos": eos, "prompt_logprobs": scored, "quiet": quiet}
+    def add(self, family, shared, own, max_tokens, priority, salt, stops, eos, scored, coalesce_updates):
+        options = {
+            "priority": priority,
+            "salt": salt,
+            "eos": eos,
+            "prompt_logprobs": scored,
+            "coalesce_updates": coalesce_updates,
+        }
         self.world.add(family, shared, own, max_tokens, stop_token_ids=stops, min_tokens=1, **options)
 
     @rule(choice=st.integers(0, 100), max_tokens=st.integers(1, 20))
@@ -287,7 +293,7 @@ def walk(seed: int, num_steps: int) -> World:
                 eos=rng.random() < 0.5,
                 stop_token_ids=[rng.randrange(VOCAB)] if rng.random() < 0.2 else [],
                 prompt_logprobs=1 if rng.random() < 0.2 else None,
-                quiet=rng.random() < 0.5,
+                coalesce_updates=rng.random() < 0.5,
             )
         elif dice < 0.2 and len(world.unfinished) < 12:
             world.follow(rng.randrange(100), rng.randint(1, 20))

@@ -15,14 +15,14 @@ from typing import Any
 
 import psutil
 
-from octavo.config import EngineConfig
-from octavo.outputs import RequestOutput
-from octavo.sampling_params import RequestOutputKind, SamplingParams
-from octavo.serve import scripted
-from octavo.serve.async_engine import AsyncEngine
-from octavo.serve.client import Supervision, child_environment
-from octavo.serve.messages import FrameReader, FromEngine, Ready, Start, decode_from_engine, encode
-from octavo.serve.stream import OutputStream
+from octavo.config.engine_config import EngineConfig
+from octavo.request.outputs import RequestOutput
+from octavo.request.sampling_params import RequestOutputKind, SamplingParams
+from octavo.serve.engine import mock_engine as scripted
+from octavo.serve.engine.async_engine import AsyncEngine
+from octavo.serve.engine.client import Supervision, child_environment
+from octavo.serve.engine.messages import FrameReader, FromEngine, Ready, Start, decode_from_engine, encode
+from octavo.serve.engine.stream import OutputStream
 from patience import patient
 
 HERE = Path(__file__).resolve().parent

@@ -9,8 +9,8 @@ import os
 import sys
 import time
 
-from octavo.serve import scripted
-from octavo.serve.engine_process import main as run_engine
+from octavo.serve.engine import mock_engine as scripted
+from octavo.serve.engine.process import main as run_engine
 
 NUM_LEFT = 5
 

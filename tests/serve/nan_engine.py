@@ -9,7 +9,7 @@ import torch
 
 from octavo.plan import NewRow
 from octavo.sampling.sampler import Sampler
-from octavo.serve.engine_process import main
+from octavo.serve.engine.process import main
 
 POISON = 666
 _starts: dict[int, int] = {}  # row -> sequence length from which on it fails

@@ -9,14 +9,14 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
-from octavo.config import EngineConfig
-from octavo.front import find_and_read, load_front
+from octavo.config.engine_config import EngineConfig
 from octavo.plan import PromptLogprobs, TokenLogprobs
+from octavo.request.updates import RequestUpdate
 from octavo.serve.app import create_app
-from octavo.serve.async_engine import AsyncEngine
-from octavo.serve.messages import Add, EngineInfo, EngineStats, Updates
+from octavo.serve.engine.async_engine import AsyncEngine
+from octavo.serve.engine.messages import Add, EngineInfo, EngineStats, Updates
 from octavo.serve.settings import ServeConfig
-from octavo.updates import RequestUpdate
+from octavo.startup.frontend import find_and_read, load_frontend
 
 Script = Callable[[Add, int], tuple[Sequence[int], str]]  # of completion i: its tokens, and the reason of its end
 
@@ -83,7 +83,7 @@ class PacedApp:
 
     async def _start(self, engine_config: EngineConfig, config: ServeConfig) -> None:
         folder, arch = find_and_read(engine_config)
-        front = load_front(engine_config, folder, arch)
+        front = load_frontend(engine_config, folder, arch)
         engine = AsyncEngine(engine_config, arch, max_num_queued_reqs=1024, max_num_queued_tokens=None)
         engine.default_sampling = front.default_sampling
         self._client = PacedClient(engine)

@@ -43,11 +43,11 @@ class Reply:
 class RunningServer:
     """`octavo serve` in a process of its own, on a port that the kernel chose. Closed like a file.
 
-    `scripted`: with an engine module instead of a model; True is octavo.serve.scripted.
+    `scripted`: with an engine module instead of a model; True is octavo.serve.engine.mock_engine.
     """
 
     def __init__(self, *argv: str, scripted: bool | str = False, env: dict[str, str] | None = None) -> None:
-        module = scripted if isinstance(scripted, str) else "octavo.serve.scripted"
+        module = scripted if isinstance(scripted, str) else "octavo.serve.engine.mock_engine"
         start = ["-c", _SCRIPTED, module] if scripted else ["-m", "octavo", "serve"]
         self.log = tempfile.TemporaryFile("w+b")  # noqa: SIM115 - it lives as long as the server
         self.process = subprocess.Popen(

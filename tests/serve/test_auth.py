@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from octavo.serve.app import ROUTES, Route
-from octavo.serve.auth import Access, Keys
 from octavo.serve.errors import ApiError
+from octavo.serve.http.auth import Access, Keys
 from patience import patient
 from server_rig import SRC, RunningServer, StartServer
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo.serve.http_protocol import MAX_LINGER_BYTES
+from octavo.serve.http.protocol import MAX_LINGER_BYTES
 from patience import patient
 from server_rig import SRC, RunningServer, StartServer
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from octavo.serve.api.protocol import IGNORED
 from octavo.serve.app import ROUTES
-from octavo.serve.protocol import IGNORED
 from server_rig import RunningServer, StartServer
 
 MODEL = "octavo-tiny"

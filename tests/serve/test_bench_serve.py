@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from octavo.cli import main
-from octavo.serve import bench
-from octavo.serve.bench_data import make_samples
-from octavo.serve.bench_result import Outcome, percentile, summarize
-from octavo.serve.http_client import Client, EventSplitter, HttpError
+from octavo.bench import serve as bench
+from octavo.bench.http_client import Client, EventSplitter, HttpError
+from octavo.bench.serve_data import make_samples
+from octavo.bench.serve_result import Outcome, percentile, summarize
+from octavo.cli.main import main
 from patience import patient
 
 Handler = Callable[[str, bytes, asyncio.StreamWriter], Awaitable[None]]

@@ -20,13 +20,15 @@ from hypothesis import strategies as st
 from engine_rig import PROMPT, QUICK, RawEngine, helper, params, raw_engine, read, running, said, script
 from late_engine import NUM_LEFT
 from octavo import LLM
-from octavo.config import EngineConfig
-from octavo.models.hub import find_model
-from octavo.outputs import RequestOutput
-from octavo.sampling_params import SamplingParams
-from octavo.serve import engine_process, messages
-from octavo.serve.async_engine import AsyncEngine
-from octavo.serve.messages import (
+from octavo.checkpoint.hub import find_model
+from octavo.config.engine_config import EngineConfig
+from octavo.request.outputs import RequestOutput
+from octavo.request.sampling_params import SamplingParams
+from octavo.request.updates import RequestUpdate
+from octavo.serve.engine import messages
+from octavo.serve.engine import process as engine_process
+from octavo.serve.engine.async_engine import AsyncEngine
+from octavo.serve.engine.messages import (
     Abort,
     Add,
     BadFrameError,
@@ -42,8 +44,7 @@ from octavo.serve.messages import (
     decode_to_engine,
     encode,
 )  # fmt: skip
-from octavo.serve.refusals import EngineDeadError
-from octavo.updates import RequestUpdate
+from octavo.serve.engine.refusals import EngineDeadError
 from patience import patient
 
 
@@ -56,12 +57,12 @@ def frames_of(*texts: bytes) -> bytes:
 
 @given(st.lists(st.binary(max_size=20), max_size=6), st.lists(st.integers(1, 9), min_size=1, max_size=20))
 @settings(max_examples=100, deadline=None)
-def test_frames_do_not_depend_on_how_the_stream_is_cut(texts: list[bytes], cuts: list[int]) -> None:
+def test_frames_do_not_depend_on_how_the_stream_is_cut(texts: list[bytes], truncation: list[int]) -> None:
     """Frames above 12 bytes are too long here: they are reported, and what follows them is read."""
     reader, data, found = FrameReader(12), frames_of(*texts), []
     at, turn = 0, 0
     while at < len(data):
-        step = cuts[turn % len(cuts)]
+        step = truncation[turn % len(truncation)]
         found += reader.feed(data[at : at + step])
         at, turn = at + step, turn + 1
     assert found == [text if len(text) <= 12 else None for text in texts]
@@ -241,7 +242,7 @@ def test_an_idle_engine_captures_what_its_start_has_left(tmp_path: Path, monkeyp
 
 def test_the_front_end_loads_no_torch() -> None:
     code = (
-        "import sys, octavo.serve.async_engine, octavo.serve.scripted\n"
+        "import sys, octavo.serve.engine.async_engine, octavo.serve.engine.mock_engine\n"
         "assert not {'torch', 'transformers', 'multiprocessing'} & set(sys.modules)"
     )
     subprocess.run(

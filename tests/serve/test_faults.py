@@ -31,13 +31,13 @@ from engine_rig import (
     until,
     wait_until_gone,
 )  # fmt: skip
-from octavo.config import EngineConfig
-from octavo.sampling_params import ParameterError, SamplingParams
-from octavo.serve.async_engine import AsyncEngine
-from octavo.serve.client import Supervision, child_environment
-from octavo.serve.refusals import EngineDeadError
-from octavo.serve.stream import RequestFacts
-from octavo.serve.suspects import Suspects
+from octavo.config.engine_config import EngineConfig
+from octavo.request.sampling_params import ParameterError, SamplingParams
+from octavo.serve.engine.async_engine import AsyncEngine
+from octavo.serve.engine.client import Supervision, child_environment
+from octavo.serve.engine.refusals import EngineDeadError
+from octavo.serve.engine.stream import RequestFacts
+from octavo.serve.engine.suspects import Suspects
 from octavo.text.tokenizer import Tokenizer
 from patience import patient
 

@@ -9,10 +9,10 @@ from typing import Any, cast
 
 import pytest
 
-from octavo.sampling_params import Limits, ParameterError
-from octavo.serve.generation import Prompt, read_prompts
+from octavo.request.sampling_params import Limits, ParameterError
+from octavo.serve.api.generation import Prompt, read_prompts
+from octavo.serve.sandbox.texts import Texts
 from octavo.serve.state import ServeState
-from octavo.serve.texts import Texts
 from octavo.text.tokenizer import Tokenizer
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from octavo.serve.legacy import with_tools
+from octavo.serve.api.legacy import with_tools
 from server_rig import RunningServer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -22,10 +22,10 @@ from typing import Any
 import psutil
 import pytest
 
-from octavo.serve.bench import Stream
-from octavo.serve.bench_data import Sample
-from octavo.serve.bench_result import percentile
-from octavo.serve.http_client import Client, HttpError
+from octavo.bench.http_client import Client, HttpError
+from octavo.bench.serve import Stream
+from octavo.bench.serve_data import Sample
+from octavo.bench.serve_result import percentile
 from patience import patient
 from server_rig import SRC, RunningServer
 

@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 
-from octavo.outputs import FlatLogprobs
 from octavo.plan import PromptLogprobs, TokenLogprobs
-from octavo.sampling_params import Limits, ParameterError, RequestOutputKind, SamplingParams
-from octavo.serve import json_pieces
-from octavo.serve.budget import LogprobBudget, count_logprobs
-from octavo.serve.engine_process import EngineProcess
+from octavo.request.outputs import FlatLogprobs
+from octavo.request.sampling_params import Limits, ParameterError, RequestOutputKind, SamplingParams
+from octavo.request.updates import RequestUpdate
+from octavo.serve.api.budget import LogprobBudget, count_logprobs
+from octavo.serve.engine.messages import MAX_FRAME_BYTES, Add, FrameReader, Updates, decode_from_engine, encode
+from octavo.serve.engine.process import EngineProcess
 from octavo.serve.errors import ApiError
-from octavo.serve.exchange import ClientLeftError, Exchange
-from octavo.serve.messages import MAX_FRAME_BYTES, Add, FrameReader, Updates, decode_from_engine, encode
+from octavo.serve.http import json_pieces
+from octavo.serve.http.exchange import ClientLeftError, Exchange
 from octavo.serve.settings import ServeConfig
-from octavo.updates import RequestUpdate
 from paced_app import PacedApp
 from server_rig import StartServer
 
@@ -109,7 +109,7 @@ def vars_of(entry: Any) -> dict[str, Any]:
 
 
 def test_others_have_their_turn_while_an_answer_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octavo.serve.exchange._PIECE_BYTES", 1000)
+    monkeypatch.setattr("octavo.serve.http.exchange._PIECE_BYTES", 1000)
     num_turns, turns_at = 0, []
     sent: list[dict[str, Any]] = []
 
@@ -144,7 +144,7 @@ def test_others_have_their_turn_while_an_answer_is_written(monkeypatch: pytest.M
 
 
 def test_a_client_that_leaves_is_written_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octavo.serve.exchange._PIECE_BYTES", 1000)
+    monkeypatch.setattr("octavo.serve.http.exchange._PIECE_BYTES", 1000)
     num_made = 0
     left = asyncio.Event()
 
@@ -197,7 +197,7 @@ def test_prompts_scores_travel_as_arrays() -> None:
 
 
 def test_long_scores_of_one_step_are_sent_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octavo.serve.messages.MAX_FRAME_BYTES", 2000)
+    monkeypatch.setattr("octavo.serve.engine.messages.MAX_FRAME_BYTES", 2000)
     packed = PromptLogprobs.of([TokenLogprobs([at, 5], [-0.5, -1.0], [2, 1]) for at in range(300)])
     ours, theirs = socket.socketpair()
     with ours, theirs:

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from octavo.sampling_params import SamplingParams
+from octavo.request.sampling_params import SamplingParams
 from octavo.serve import metric_families
-from octavo.serve.messages import EngineInfo
+from octavo.serve.engine.messages import EngineInfo
+from octavo.serve.engine.stream import RequestFacts
 from octavo.serve.metrics import ServerMetrics
-from octavo.serve.stream import RequestFacts
 
 LABELS = {"model_name": "m", "engine": "0"}
 GRAFANA = Path(metric_families.__file__).with_name("grafana.json")

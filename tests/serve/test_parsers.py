@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.serve.grammar import from_tool_choice
 from octavo.serve.parsers.base import Tape
 from octavo.serve.parsers.json_scan import JsonScanner
 from octavo.serve.parsers.output import REASONING_PARSERS, TOOL_PARSERS, OutputParser, Parsed, ParserChoice, parse
+from octavo.serve.sandbox.grammar import from_tool_choice
 
 TOOLS = {"get_weather", "f", "a.b-c"}
 PARIS = '{"city": "Paris"}'
@@ -125,11 +125,11 @@ def _fed(parser: OutputParser, pieces: Sequence[str]) -> Parsed:
 def _cuts(text: str) -> list[list[str]]:
     """Characters one by one, every cut in two, and 200 cuts in more."""
     rng = random.Random(len(text))
-    cuts = [list(text)] + [[text[:at], text[at:]] for at in range(len(text) + 1)]
+    truncation = [list(text)] + [[text[:at], text[at:]] for at in range(len(text) + 1)]
     for _ in range(200):
         marks = sorted(rng.choices(range(len(text) + 1), k=rng.randint(2, 9)))
-        cuts.append([text[a:b] for a, b in itertools.pairwise([0, *marks, len(text)])])
-    return cuts
+        truncation.append([text[a:b] for a, b in itertools.pairwise([0, *marks, len(text)])])
+    return truncation
 
 
 @pytest.mark.parametrize(("name", "text", "content", "calls"), CALLS)

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from octavo.serve.app import ROUTES
-from octavo.serve.protocol import (
+from octavo.serve.api.protocol import (
     IGNORED,
     REFUSED,
     SAMPLING,
@@ -21,6 +20,7 @@ from octavo.serve.protocol import (
     ResponsesRequest,
     TokenizeRequest,
 )
+from octavo.serve.app import ROUTES
 from patience import patient
 from server_rig import RunningServer
 

@@ -12,9 +12,9 @@ import psutil
 import pytest
 
 from engine_rig import PROMPT, params, read, running, said, script, until
-from octavo.outputs import RequestOutput
-from octavo.serve.async_engine import AsyncEngine
-from octavo.serve.stream import SlowReaderError
+from octavo.request.outputs import RequestOutput
+from octavo.serve.engine.async_engine import AsyncEngine
+from octavo.serve.engine.stream import SlowReaderError
 
 
 def test_streams_that_nobody_reads_hold_one_merged_output() -> None:
@@ -41,7 +41,7 @@ def test_streams_that_nobody_reads_hold_one_merged_output() -> None:
 
 
 def test_a_stream_with_too_much_unread_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octavo.serve.stream.MAX_UNREAD", 500)
+    monkeypatch.setattr("octavo.serve.engine.stream.MAX_UNREAD", 500)
 
     async def main() -> None:
         async with running(script()) as engine:

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 import octavo
+from octavo.config.settings import ConfigError
 from octavo.serve.settings import ServeConfig
 from octavo.serve.state import HEALTH_STEP_SECONDS, ServeState
-from octavo.settings import ConfigError
 from patience import patient
 from server_rig import SRC, RunningServer, StartServer
 

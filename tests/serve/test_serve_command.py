@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from octavo.config.settings import ConfigError
 from octavo.serve.server import with_open_files
 from octavo.serve.settings import ServeConfig, load_both
-from octavo.settings import ConfigError
 from patience import patient
 from server_rig import SRC, RunningServer, StartServer
 
 _SERVE = """import sys; from octavo.serve.server import main
-sys.exit(main(sys.argv[1:], engine_module="octavo.serve.scripted"))"""
+sys.exit(main(sys.argv[1:], engine_module="octavo.serve.engine.mock_engine"))"""
 
 
 def refuse(*argv: str) -> str:

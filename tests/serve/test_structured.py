@@ -15,9 +15,15 @@ from typing import Any
 import jsonschema
 import pytest
 
-from octavo.grammar import Vocabulary
-from octavo.sampling_params import ParameterError, StructuredOutputsParams
-from octavo.serve.grammar import GrammarJail, JailBusyError, from_request, from_response_format, from_tool_choice
+from octavo.grammar.compiler import Vocabulary
+from octavo.request.sampling_params import ParameterError, StructuredOutputsParams
+from octavo.serve.sandbox.grammar import (
+    GrammarSandbox,
+    JailBusyError,
+    from_request,
+    from_response_format,
+    from_tool_choice,
+)
 from patience import patient
 
 TOKENS = [b"<eos>", *(bytes([byte]) for byte in range(256)), b"ab", b'{"', b"true"]
@@ -29,9 +35,9 @@ def _form(**fields: Any) -> StructuredOutputsParams:
     return StructuredOutputsParams(**fields)
 
 
-def _with_jail(use: Callable[[GrammarJail], Coroutine[Any, Any, None]], **options: Any) -> None:
+def _with_jail(use: Callable[[GrammarSandbox], Coroutine[Any, Any, None]], **options: Any) -> None:
     async def run() -> None:
-        jail = GrammarJail(VOCABULARY, len(TOKENS), [0], **options)
+        jail = GrammarSandbox(VOCABULARY, len(TOKENS), [0], **options)
         try:
             await use(jail)
         finally:
@@ -42,7 +48,7 @@ def _with_jail(use: Callable[[GrammarJail], Coroutine[Any, Any, None]], **option
     asyncio.run(asyncio.wait_for(run(), patient(60)))
 
 
-async def _error(jail: GrammarJail, form: StructuredOutputsParams) -> ParameterError | None:
+async def _error(jail: GrammarSandbox, form: StructuredOutputsParams) -> ParameterError | None:
     try:
         await jail.check_structured(form)
     except ParameterError as error:
@@ -51,7 +57,7 @@ async def _error(jail: GrammarJail, form: StructuredOutputsParams) -> ParameterE
 
 
 def test_good_forms_pass_and_one_child_serves_them() -> None:
-    async def use(jail: GrammarJail) -> None:
+    async def use(jail: GrammarSandbox) -> None:
         await jail.check_structured(None)
         assert not jail._children
         for form in (_form(choice=["a"]), _form(regex="a+"), _form(json={}), _form(grammar='start: "a"')):
@@ -77,7 +83,7 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
 
 
 def test_hostile_forms_are_answered_in_time_and_the_jail_goes_on() -> None:
-    async def use(jail: GrammarJail) -> None:
+    async def use(jail: GrammarSandbox) -> None:
         for fields, code in HOSTILE:
             began = time.monotonic()
             error = await _error(jail, _form(**fields))
@@ -92,7 +98,7 @@ def test_hostile_forms_are_answered_in_time_and_the_jail_goes_on() -> None:
 
 
 def test_a_child_that_takes_too_long_is_killed_and_replaced() -> None:
-    async def use(jail: GrammarJail) -> None:
+    async def use(jail: GrammarSandbox) -> None:
         await jail.check_structured(_form(choice=["a"]))
         (child,) = jail._children
         began = time.monotonic()
@@ -108,7 +114,7 @@ def test_a_child_that_takes_too_long_is_killed_and_replaced() -> None:
 
 
 def test_a_child_that_takes_too_much_memory_answers_for_it() -> None:
-    async def use(jail: GrammarJail) -> None:
+    async def use(jail: GrammarSandbox) -> None:
         error = await _error(jail, _form(json={"enum": [f"{number:060}" for number in range(1000)]}))
         assert error is not None and error.code == "schema_too_complex"
         assert "memory" in str(error)
@@ -117,7 +123,7 @@ def test_a_child_that_takes_too_much_memory_answers_for_it() -> None:
 
 
 def test_a_child_that_dies_is_replaced() -> None:
-    async def use(jail: GrammarJail) -> None:
+    async def use(jail: GrammarSandbox) -> None:
         await jail.check_structured(_form(choice=["a"]))
         (child,) = jail._children
         os.kill(child.process.pid, signal.SIGKILL)
@@ -134,7 +140,7 @@ def test_a_child_that_dies_is_replaced() -> None:
 def test_a_child_has_limits_and_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OCTAVO_API_KEY", "a-secret-key")
 
-    async def use(jail: GrammarJail) -> None:
+    async def use(jail: GrammarSandbox) -> None:
         await jail.check_structured(_form(choice=["a"]))
         (child,) = jail._children
         folder = Path(f"/proc/{child.process.pid}")
@@ -149,7 +155,7 @@ def test_a_child_has_limits_and_no_secrets(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_many_at_once_share_children_and_answers() -> None:
-    async def use(jail: GrammarJail) -> None:
+    async def use(jail: GrammarSandbox) -> None:
         forms = [_form(regex=f"a{{{number % 10}}}") for number in range(200)]
         await asyncio.gather(*(jail.check_structured(form) for form in forms))
         assert len(jail._children) == 2 and len(jail._verdicts) == 10
@@ -158,7 +164,7 @@ def test_many_at_once_share_children_and_answers() -> None:
 
 
 def test_a_client_that_leaves_takes_nothing_along() -> None:
-    async def use(jail: GrammarJail) -> None:
+    async def use(jail: GrammarSandbox) -> None:
         await jail.check_structured(_form(choice=["a"]))
         leaving = asyncio.create_task(jail.check_structured(_form(grammar=SLOW)))
         staying = asyncio.create_task(_error(jail, _form(grammar=SLOW)))
@@ -176,7 +182,7 @@ def _slow(number: int) -> StructuredOutputsParams:
 
 
 def test_forms_whose_senders_have_left_hold_up_nobody() -> None:
-    async def use(jail: GrammarJail) -> None:
+    async def use(jail: GrammarSandbox) -> None:
         leaving = [asyncio.create_task(jail.check_structured(_slow(number))) for number in range(30)]
         while not all(check.num_askers for check in jail._checks.values()) or len(jail._checks) < 30:
             await asyncio.sleep(0)
@@ -199,7 +205,7 @@ def test_the_engine_gets_forms_in_words_that_compile_at_once() -> None:
         _form(json={"type": "string", "format": "color"}),
     ]
 
-    async def use(jail: GrammarJail) -> None:
+    async def use(jail: GrammarSandbox) -> None:
         for form in forms:
             spelled = await jail.check_structured(form)
             assert spelled is not None and spelled != form and spelled.form == form.form
@@ -210,7 +216,7 @@ def test_the_engine_gets_forms_in_words_that_compile_at_once() -> None:
 
 
 def test_too_many_forms_are_turned_away() -> None:
-    async def use(jail: GrammarJail) -> None:
+    async def use(jail: GrammarSandbox) -> None:
         tasks = [asyncio.create_task(_error(jail, _slow(number))) for number in range(3)]
         while len(jail._checks) < 3 or not any(check.has_begun for check in jail._checks.values()):
             await asyncio.sleep(0)
@@ -226,7 +232,7 @@ def test_too_many_forms_are_turned_away() -> None:
 
 
 def test_a_form_that_waits_too_long_is_turned_away() -> None:
-    async def use(jail: GrammarJail) -> None:
+    async def use(jail: GrammarSandbox) -> None:
         first = asyncio.create_task(_error(jail, _slow(0)))
         while not any(check.is_compiling for check in jail._checks.values()):
             await asyncio.sleep(0.001)
@@ -282,7 +288,7 @@ def test_the_schema_of_required_calls_means_calls() -> None:
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(bad, schema)
 
-    async def use(jail: GrammarJail) -> None:
+    async def use(jail: GrammarSandbox) -> None:
         await jail.check_structured(from_tool_choice(tools))
         await jail.check_structured(from_tool_choice(tools, "f"))
 

@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from octavo.serve.errors import ApiError
-from octavo.serve.strict_json import parse
-from octavo.serve.texts import LONG_BODY
+from octavo.serve.http.strict_json import parse
+from octavo.serve.sandbox.texts import LONG_BODY
 from octavo.text.jail import LONG_TEXT
 from server_rig import Reply, RunningServer, StartServer
 
@@ -36,7 +36,7 @@ def chat(server: RunningServer, content: str, **options: Any) -> Reply:
 def text_children(server: RunningServer) -> list[psutil.Process]:
     found = psutil.Process(server.process.pid).children()
     alive = [child for child in found if child.status() != psutil.STATUS_ZOMBIE]
-    return [child for child in alive if "octavo.serve.text_child" in child.cmdline()]
+    return [child for child in alive if "octavo.serve.sandbox.text_child" in child.cmdline()]
 
 
 def template_file(folder: Path, template: str) -> str:

@@ -129,11 +129,11 @@ def _fed(parser: OutputParser, pieces: Sequence[str]) -> Parsed:
 def _cuts(text: str) -> list[list[str]]:
     """Characters one by one, every cut in two, and 60 cuts in more."""
     rng = random.Random(len(text))
-    cuts = [list(text)] + [[text[:at], text[at:]] for at in range(len(text) + 1)]
+    truncation = [list(text)] + [[text[:at], text[at:]] for at in range(len(text) + 1)]
     for _ in range(60):
         marks = sorted(rng.choices(range(len(text) + 1), k=rng.randint(2, 9)))
-        cuts.append([text[a:b] for a, b in itertools.pairwise([0, *marks, len(text)])])
-    return cuts
+        truncation.append([text[a:b] for a, b in itertools.pairwise([0, *marks, len(text)])])
+    return truncation
 
 
 @pytest.mark.parametrize(("name", "text", "content", "calls"), CALLS)

@@ -130,10 +130,10 @@ STOPS = st.lists(st.text(alphabet="abc", min_size=1, max_size=5), min_size=1, ma
 
 
 @settings(max_examples=400, deadline=None)
-@given(text=SMALL, stops=STOPS, cuts=st.lists(st.integers(0, 40)), include=st.booleans())
-def test_stop_is_found_whatever_the_pieces(text, stops, cuts, include):
+@given(text=SMALL, stops=STOPS, truncation=st.lists(st.integers(0, 40)), include=st.booleans())
+def test_stop_is_found_whatever_the_pieces(text, stops, truncation, include):
     checker = StopChecker(stops, include)
-    borders = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    borders = sorted({0, len(text), *(cut for cut in truncation if cut < len(text))})
     shown, found = "", None
     kept, expected = _first_stop(text, stops)
     for start, end in itertools.pairwise(borders):

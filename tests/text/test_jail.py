@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 
-from octavo.sampling_params import Limits, ParameterError
+from octavo.request.sampling_params import Limits, ParameterError
 from octavo.text import jail as jail_module
 from octavo.text.jail import LONG_TEXT, JailError, TextJail
 from octavo.text.no_tokenizer import NoTokenizer

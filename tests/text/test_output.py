@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.outputs import Logprob, RequestOutput
 from octavo.plan import PromptLogprobs, TokenLogprobs
-from octavo.sampling_params import (
+from octavo.request.outputs import Logprob, RequestOutput
+from octavo.request.sampling_params import (
     ParameterError,
     RequestOutputKind,
     SamplingParams,
 )
+from octavo.request.updates import RequestUpdate
 from octavo.text.output import OutputProcessor
 from octavo.text.tokenizer import Tokenizer
-from octavo.updates import RequestUpdate
 from tiny_tokenizers import byte_level
 
 TOKENIZER = Tokenizer(byte_level(), {"eos_token": "<|im_end|>"})

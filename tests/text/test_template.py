@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from octavo.sampling_params import ParameterError
+from octavo.request.sampling_params import ParameterError
 from octavo.text.template import ROLES, ChatTemplate, TemplateError
 from octavo.text.tokenizer import Tokenizer
 from patience import patient

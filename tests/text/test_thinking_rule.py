@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from octavo.sampling_params import ParameterError, SamplingParams, StructuredOutputsParams
+from octavo.config.settings import ConfigError
+from octavo.request.sampling_params import ParameterError, SamplingParams, StructuredOutputsParams
+from octavo.request.thinking import BRACKETS, HARMONY, MARKS, THINK, find_marks
 from octavo.serve.parsers.output import REASONING_PARSERS, ParserChoice
-from octavo.settings import ConfigError
 from octavo.text.no_tokenizer import NoTokenizer
 from octavo.text.thinking import ThinkingRule
 from octavo.text.tokenizer import Tokenizer
-from octavo.thinking import BRACKETS, HARMONY, MARKS, THINK, find_marks
 from tiny_tokenizers import byte_level
 
 FORM = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))

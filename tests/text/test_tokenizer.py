@@ -9,7 +9,7 @@ import sys
 import pytest
 import tokenizers
 
-from octavo.sampling_params import ParameterError, SamplingParams
+from octavo.request.sampling_params import ParameterError, SamplingParams
 from octavo.text.tokenizer import Tokenizer
 from tiny_tokenizers import CHATML, byte_fallback, byte_level, kinds, save, word_piece
 

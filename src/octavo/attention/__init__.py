@@ -10,29 +10,29 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from octavo.attention.drawing import draw as draw
-    from octavo.attention.flex_plain import flex_attention as flex_attention
-    from octavo.attention.mod_factories import alibi as alibi
-    from octavo.attention.mod_factories import causal as causal
-    from octavo.attention.mod_factories import chunked as chunked
-    from octavo.attention.mod_factories import dilated as dilated
-    from octavo.attention.mod_factories import document as document
-    from octavo.attention.mod_factories import prefix as prefix
-    from octavo.attention.mod_factories import prefix_lm as prefix_lm
-    from octavo.attention.mod_factories import rswa as rswa
-    from octavo.attention.mod_factories import sinks as sinks
-    from octavo.attention.mod_factories import sliding_window as sliding_window
-    from octavo.attention.mod_factories import soft_cap as soft_cap
-    from octavo.attention.mod_factories import temperature as temperature
+    from octavo.attention.flex.dense import flex_attention as flex_attention
     from octavo.attention.mods import AttentionMods as AttentionMods
     from octavo.attention.mods import and_ as and_
     from octavo.attention.mods import or_ as or_
     from octavo.attention.mods import request_field as request_field
+    from octavo.attention.mods.drawing import draw as draw
+    from octavo.attention.mods.factories import alibi as alibi
+    from octavo.attention.mods.factories import causal as causal
+    from octavo.attention.mods.factories import chunked as chunked
+    from octavo.attention.mods.factories import dilated as dilated
+    from octavo.attention.mods.factories import document as document
+    from octavo.attention.mods.factories import prefix as prefix
+    from octavo.attention.mods.factories import prefix_lm as prefix_lm
+    from octavo.attention.mods.factories import rswa as rswa
+    from octavo.attention.mods.factories import sinks as sinks
+    from octavo.attention.mods.factories import sliding_window as sliding_window
+    from octavo.attention.mods.factories import soft_cap as soft_cap
+    from octavo.attention.mods.factories import temperature as temperature
 
 _MODULES = {
-    "drawing": ("draw",),
-    "flex_plain": ("flex_attention",),
-    "mod_factories": (
+    "mods.drawing": ("draw",),
+    "flex.dense": ("flex_attention",),
+    "mods.factories": (
         "alibi",
         "causal",
         "chunked",

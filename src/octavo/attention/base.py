@@ -18,10 +18,10 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from octavo.attention.mods import NO_MODS, AttentionMods
-from octavo.kv_cache.kernel_blocks import MultipleOf
+from octavo.cache.kernel_blocks import MultipleOf
+from octavo.ops.attention.mask_spec import MaskSpec
+from octavo.ops.inputs.tensors import LastTokens
 from octavo.ops.rope import Rotation
-from octavo.ops.sight import Sight
-from octavo.ops.step_inputs import LastTokens
 from octavo.registry import Registry
 
 BACKENDS = Registry(
@@ -31,7 +31,7 @@ BACKENDS = Registry(
         "cpu": "octavo.attention.cpu:CpuBackend",
         "paged": "octavo.attention.paged:PagedBackend",
         "mla": "octavo.attention.mla:MlaBackend",
-        "flex": "octavo.attention.flex:FlexBackend",
+        "flex": "octavo.attention.flex.backend:FlexBackend",
         "flash": "octavo.attention.flash:FlashBackend",
         "flashinfer": "octavo.attention.flashinfer:FlashInferBackend",
     },
@@ -80,9 +80,11 @@ class Capability:
     mods: bool = False  # any AttentionMods
     hint_slack: int = 0  # tokens by which queries of a hint's rectangle may end behind the longest request
     cache_dtypes: tuple[torch.dtype, ...] = ()  # of quantized caches that it takes beside the queries' own dtype
-    eager: frozenset[str] = frozenset()  # names of facts above (or "cache_dtypes") that a slow eager twin serves
+    eager: frozenset[str] = (
+        frozenset()
+    )  # names of facts above (or "cache_dtypes") that a slow reference implementation serves
     buffer_bytes: Callable[[Setup], int] = no_buffers  # it keeps per distinct variant: masks, partial results
-    reads_unwritten: bool = False  # loads slots that no token has written: fresh blocks are zeroed for it
+    reads_uninitialized: bool = False  # loads slots that no token has written: fresh blocks are zeroed for it
     reproducible: bool = True  # a row's bits depend neither on its batch nor on how the cache lies
     graphs: frozenset[str] = frozenset()  # steps of which CUDA graphs hold `prepare` and `run`: "decode", "mixed"
     graph_lengths: tuple[int, ...] = ()  # rows of at most so many tokens deserve decode graphs of their own
@@ -114,9 +116,9 @@ class Variant:
         return self.head_size if self.value_size else 2 * self.head_size
 
     @property
-    def sight(self) -> Sight:
+    def mask_spec(self) -> MaskSpec:
         """What a query sees, and how its scores are made, in the operators' words."""
-        return Sight(self.scale, self.window, self.chunk, self.causal, self.soft_cap)
+        return MaskSpec(self.scale, self.window, self.chunk, self.causal, self.soft_cap)
 
     @property
     def facts(self) -> tuple[str, ...]:
@@ -284,13 +286,13 @@ class AttentionBackend(Protocol):
 
 
 @runtime_checkable
-class RotatingBackend(AttentionBackend, Protocol):
+class FusedRopeBackend(AttentionBackend, Protocol):
     """One that can also do what lies between a layer's projection and its attention."""
 
     def rotates(self, rotation: Rotation, kv: torch.Tensor, variant: Variant) -> bool:
-        """Whether `run_rotating` serves the step's rows in such a layer."""
+        """Whether `run_fused_rope` serves the step's rows in such a layer."""
 
-    def run_rotating(
+    def run_fused_rope(
         self, projected: torch.Tensor, rotation: Rotation, kv: torch.Tensor, variant: Variant, out: torch.Tensor
     ) -> None:
         """What `qk_norm_rope_store` does with projected [tokens, channels], and `run` with the q that it gives."""
@@ -307,9 +309,9 @@ class ForwardContext:
     positions: torch.Tensor  # [tokens] int64, logical
     last_tokens: LastTokens | None = None  # of the rows, whose hidden states alone are asked for; None: of all tokens
     for_capture: bool = False  # as `prepare`'s
-    brief: bool = False  # the results are for nobody: layers that launch what others launch may be left out
+    warmup_only: bool = False  # the results are for nobody: layers that launch what others launch may be left out
 
-    def turn_to_last_tokens(self, layer: int) -> torch.Tensor | None:
+    def narrow_to_last_tokens(self, layer: int) -> torch.Tensor | None:
         """Ahead of the last layer, number `layer`: prepare its backend for the tokens that are asked for alone.
 
         Gives them, [rows] int64; None, and nothing is done, where all are.

@@ -50,6 +50,7 @@ class CpuBackend(BackendFrame):
         """See BackendFrame."""
         paged_attention(
             q, kv, *self.inputs.live, out,
-            sight=variant.sight, value_size=variant.value_size, alibi_slopes=variant.alibi_slopes, sinks=layer.sinks,
+            mask_spec=variant.mask_spec, value_size=variant.value_size,
+            alibi_slopes=variant.alibi_slopes, sinks=layer.sinks,
             key_scale=layer.key_scale, value_scale=layer.value_scale,
         )  # fmt: skip

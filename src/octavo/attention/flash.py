@@ -17,7 +17,7 @@ import torch
 
 from octavo.attention.base import NO_SETUP, AttentionInputs, Capability, LayerTensors, Setup, Variant
 from octavo.attention.frame import BackendFrame
-from octavo.kv_cache.kernel_blocks import MultipleOf
+from octavo.cache.kernel_blocks import MultipleOf
 
 _BLOCK_MULTIPLE = 256  # what FlashAttention 2, the least of them, takes
 

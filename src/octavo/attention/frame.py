@@ -21,7 +21,7 @@ from octavo.attention.base import (
     Variant,
     check_variants,
 )
-from octavo.kv_cache.kernel_blocks import takes_size
+from octavo.cache.kernel_blocks import takes_size
 
 
 class BackendFrame(abc.ABC):

@@ -1,6 +1,6 @@
 """The GPU backend of latent attention: absorbed queries over compressed states, prefill and decode alike.
 
-Owns the step's split and the scratch memory of split rows; `octavo.ops.gpu.latent` does the work. Makes no device work
+Owns the step's split and the scratch memory of split rows; `octavo.ops.latent.gpu` does the work. Makes no device work
 in `prepare` and never waits for the device. Invariant: a query's bits depend on its own row only (the canonical order
 is stated there), so every bound that `prepare` takes from the host is free.
 """
@@ -13,8 +13,8 @@ import torch
 
 from octavo.attention.base import NO_SETUP, AttentionInputs, Capability, LayerTensors, Setup, Variant
 from octavo.attention.frame import BackendFrame
-from octavo.ops.gpu.latent import LEAF, latent_attention, part_floats
-from octavo.ops.paged_attention import can_run_on, num_processors
+from octavo.ops.attention.paged import can_run_on, num_processors
+from octavo.ops.latent.gpu import LEAF, latent_attention, part_floats
 
 _PROGRAMS = 2  # for each processor, where few queries make splitting pay
 _SCRATCH_BYTES = 256 << 20  # a step that needs more is not split

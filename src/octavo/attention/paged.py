@@ -1,6 +1,6 @@
 """The GPU backend: Octavo's own Triton kernels over the paged cache.
 
-Owns the step's plans, one per variant, and the scratch memory that they share; `octavo.ops.paged_attention` does the
+Owns the step's plans, one per variant, and the scratch memory that they share; `octavo.ops.attention.paged` does the
 work. `prepare` launches one small kernel per variant, which a graph captures with the layers, and never waits for the
 device. Invariant: a query's bits depend on its own row only (the canonical order is stated there), so every bound that
 `prepare` takes from the host is free.
@@ -14,9 +14,9 @@ import torch
 
 from octavo.attention.base import NO_SETUP, AttentionInputs, Capability, LayerTensors, Setup, Variant
 from octavo.attention.frame import BackendFrame
-from octavo.kv_cache.kernel_blocks import MultipleOf
-from octavo.ops import rotated_attention
-from octavo.ops.paged_attention import (
+from octavo.cache.kernel_blocks import MultipleOf
+from octavo.ops.attention import rope_decode
+from octavo.ops.attention.paged import (
     BLOCK_MULTIPLE,
     LEAST_FLOAT32,
     MAX_HEAD_SIZE,
@@ -78,7 +78,7 @@ class PagedBackend(BackendFrame):
         for variant in variants:
             heads = Heads(variant.num_heads, variant.num_kv_heads, variant.head_size)
             self._planners[variant] = Planner(
-                heads, variant.sight, dtype, device, self._scratch, cache_dtype=setup.cache_dtype
+                heads, variant.mask_spec, dtype, device, self._scratch, cache_dtype=setup.cache_dtype
             )
             slopes = torch.tensor(variant.alibi_slopes, device=device) if variant.alibi_slopes else None
             self._slopes[variant] = slopes
@@ -104,13 +104,14 @@ class PagedBackend(BackendFrame):
     ) -> None:
         """See BackendFrame."""
         paged_attention(
-            q, kv, *self._rows, out, sight=self._planners[variant].sight, plan=self._plans[variant],
+            q, kv, *self._rows, out,
+            mask_spec=self._planners[variant].mask_spec, plan=self._plans[variant],
             scratch=self._scratch, key_scale=layer.key_scale, value_scale=layer.value_scale,
             sinks=layer.sinks if variant.sinks else None, slopes=self._slopes[variant],
         )  # fmt: skip
 
     def rotates(self, rotation: Rotation, kv: torch.Tensor, variant: Variant) -> bool:
-        """See RotatingBackend.
+        """See FusedRopeBackend.
 
         Only in graphs, whose rows of one query compute the token that was sampled last. Elsewhere such a row may be the
         end of a prompt that shares a block with a row which completes that block in the same step: there every K and V
@@ -119,14 +120,15 @@ class PagedBackend(BackendFrame):
         if not self._is_captured or kv.device.type != "cuda" or variant.sinks or variant.alibi_slopes:
             return False
         planner = self._planners[variant]
-        return rotated_attention.serves(planner.heads, planner.sight, self._plans[variant], kv, rotation)
+        return rope_decode.serves(planner.heads, planner.mask_spec, self._plans[variant], kv, rotation)
 
-    def run_rotating(
+    def run_fused_rope(
         self, projected: torch.Tensor, rotation: Rotation, kv: torch.Tensor, variant: Variant, out: torch.Tensor
     ) -> None:
-        """See RotatingBackend."""
+        """See FusedRopeBackend."""
         self.inputs.check_call(projected, kv, out)
-        rotated_attention.rotate_and_attend(
-            projected, rotation, kv, *self._rows, out, sight=self._planners[variant].sight, plan=self._plans[variant],
+        rope_decode.rotate_and_attend(
+            projected, rotation, kv, *self._rows, out, mask_spec=self._planners[variant].mask_spec,
+            plan=self._plans[variant],
             scratch=self._scratch,
         )  # fmt: skip

@@ -1,7 +1,7 @@
-"""Work, InputBuffers and Batch: one step's inputs.
+"""StepShape, InputBuffers and Batch: one step's inputs.
 
-Owns what the host knows of a step (Work), the static tensors that a step's inputs live in, and the views of them that
-one step uses (Batch). They follow each step from the plan and the persistent rows alone; what survives a step are
+Owns what the host knows of a step (StepShape), the static tensors that a step's inputs live in, and the views of them
+that one step uses (Batch). They follow each step from the plan and the persistent rows alone; what survives a step are
 addresses, and the arrays of rows that decode again. Knows no requests. Invariant: rows with few queries come first;
 host maxima are bounds on what the device holds; padding names the null row, the last row of every table.
 """
@@ -17,12 +17,12 @@ from octavo.device.block_table import BlockTables
 from octavo.device.request_table import RequestTable
 from octavo.device.staging import StagedTensor, WriteQueue
 from octavo.ops.inputs import gather_inputs
-from octavo.ops.step_inputs import GroupTables, LastTokens, StepInputs
+from octavo.ops.inputs.tensors import GroupTables, LastTokens, StepInputs
 from octavo.plan import NO_INTS, IntArray, StepPlan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
+class StepShape:
     """What a step computes, as the host knows it. R rows with T tokens in all, of which S rows sample."""
 
     rows: IntArray  # [R] int64, row of each batch entry
@@ -49,7 +49,7 @@ class Work:
         """How many rows compute several tokens. They come last."""
         return self.num_rows - int(self.num_tokens.searchsorted(1, side="right"))
 
-    def only(self, places: IntArray) -> Work:
+    def only(self, places: IntArray) -> StepShape:
         """The same of some batch entries alone: places [N] int64, at least one, in order."""
         num_tokens, seq_lens = self.num_tokens[places], self.seq_lens[places]
         query_start = np.zeros(len(places) + 1, np.int32)
@@ -87,16 +87,16 @@ class Batch(StepInputs):
         return len(self.input_ids)
 
 
-class Layout:
+class BatchOrder:
     """Puts the rows of plans in order. Knows the last step: rows that all decode again cost a comparison."""
 
     def __init__(self, requests: RequestTable) -> None:
         """`requests`: whose tokens are counted as issued."""
         self._requests = requests
-        self._last: Work | None = None  # if it was a decode step
+        self._last: StepShape | None = None  # if it was a decode step
         self._last_rows, self._last_counts = NO_INTS, NO_INTS  # of its plan
 
-    def __call__(self, plan: StepPlan) -> Work:
+    def __call__(self, plan: StepPlan) -> StepShape:
         """The order of a plan's rows, and what follows from it on the host. Counts the step's tokens as issued.
 
         Rows that decode as in the last step keep that step's arrays, but for their lengths.
@@ -121,9 +121,9 @@ class Layout:
         self._requests.take_back(rows)
 
 
-def _next(last: Work) -> Work:
+def _next(last: StepShape) -> StepShape:
     """The decode step after `last`, of the same rows."""
-    return Work(
+    return StepShape(
         rows=last.rows,
         num_tokens=last.num_tokens,
         query_start=last.query_start,
@@ -135,7 +135,7 @@ def _next(last: Work) -> Work:
     )
 
 
-def _lay_out(plan: StepPlan, requests: RequestTable) -> Work:
+def _lay_out(plan: StepPlan, requests: RequestTable) -> StepShape:
     rows, num_tokens = plan.rows, plan.num_tokens
     max_query_len = int(num_tokens.max())
     if max_query_len > 1:
@@ -146,7 +146,7 @@ def _lay_out(plan: StepPlan, requests: RequestTable) -> Work:
     before = requests.num_computed_upper[rows]
     upper = before + num_tokens
     prefill_len = requests.prefill_len_np[rows]
-    return Work(
+    return StepShape(
         rows=rows,
         num_tokens=num_tokens,
         query_start=query_start,
@@ -203,7 +203,7 @@ class InputBuffers:
         """Rows and tokens of the largest step."""
         return self._max_num_rows, self._max_num_tokens
 
-    def stage(self, work: Work, num_rows: int) -> None:
+    def stage(self, work: StepShape, num_rows: int) -> None:
         """Stage which rows run, padded to `num_rows`. A decode step of the same rows as the last one stages nothing.
 
         Raises ValueError for a step that is larger than what these buffers were made for.
@@ -213,7 +213,7 @@ class InputBuffers:
                 f"a step of {num_rows} rows and {work.total_tokens} tokens exceeds max_num_seqs={self._max_num_rows} "
                 f"or max_num_batched_tokens={self._max_num_tokens}"
             )
-        if work.is_decode and num_rows == self._decode_width and work.rows is self._decode_rows:  # see Layout
+        if work.is_decode and num_rows == self._decode_width and work.rows is self._decode_rows:  # see BatchOrder
             return
         self._decode_rows, self._decode_width = (work.rows, num_rows) if work.is_decode else (NO_INTS, 0)
         num_real = work.num_rows

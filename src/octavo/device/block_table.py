@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from octavo.cache.groups import CacheGroup
+from octavo.cache.kernel_blocks import BlockMap
 from octavo.device.staging import StagedTensor, WriteQueue
-from octavo.groups import CacheGroup
-from octavo.kv_cache.kernel_blocks import BlockMap
 from octavo.plan import NewBlocks
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from octavo.device.staging import StagedTensor, WriteQueue
-from octavo.request_fields import FieldSpec
+from octavo.request.fields import FieldSpec
 
 _DTYPES = {"int": torch.int32, "float": torch.float32}
 NO_TABLES: Mapping[str, torch.Tensor] = {}

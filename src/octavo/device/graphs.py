@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from octavo.device.batch import Work
+from octavo.device.batch import StepShape
 
 _LOG = logging.getLogger(__name__)
 # 4,608: half of a step of 8,192 tokens, beside 512 rows that decode, as `LLM.generate` starts a batch
@@ -166,7 +166,7 @@ class GraphPool:
             graph.capture_end()
         self._graphs[key] = graph, _alias(output)
 
-    def dispatch(self, work: Work, *, needs_logits: bool = True) -> GraphKey:
+    def dispatch(self, work: StepShape, *, needs_logits: bool = True) -> GraphKey:
         """The smallest graph that holds a step, or EAGER. needs_logits: not all rows of the decode step only draw."""
         keys, num_long = (self._decode, 0) if work.is_decode else (self._mixed, work.num_long)
         num_rows, longest = work.num_rows, work.max_seq_len

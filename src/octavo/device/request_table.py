@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from octavo.device.staging import StagedTensor, WriteQueue
-from octavo.ops.step_inputs import RowTensors
+from octavo.ops.inputs.tensors import RowTensors
 from octavo.plan import IntArray, NewRow
 
 

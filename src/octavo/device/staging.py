@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from octavo.ops.staged_write import staged_write
+from octavo.ops.inputs.staged_write import staged_write
 from octavo.plan import IntArray
 
 _NUM_SLOTS = 4  # more than the two steps that may be outstanding, so that a slot is never waited for
@@ -47,7 +47,7 @@ class WriteQueue:
 
     def __init__(self, ring: PinnedRing | None = None) -> None:
         """Empty at first. `ring`: what the writes pass through (default: its own)."""
-        from octavo.ops.gpu.staged_write import WORDS_PER_RUN, RunWriter
+        from octavo.ops.inputs.staged_write_gpu import WORDS_PER_RUN, RunWriter
 
         self._write_runs, self._header = RunWriter(), WORDS_PER_RUN
         self._ring = ring or PinnedRing()

@@ -10,8 +10,8 @@ import dataclasses
 
 import torch
 
-from octavo.arch import Arch, Rope
 from octavo.attention.base import NO_TENSORS, Variant
+from octavo.checkpoint.arch import Arch, Rope
 from octavo.layers.base import Layer
 from octavo.layers.linear import Linear
 from octavo.ops.rope import rope_table

@@ -14,7 +14,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from octavo.attention.base import ForwardContext, RotatingBackend, current_context
+from octavo.attention.base import ForwardContext, FusedRopeBackend, current_context
 from octavo.layers.attention import Attention
 from octavo.layers.base import Layer
 from octavo.layers.mlp import Mlp
@@ -23,13 +23,13 @@ from octavo.layers.norm import RMSNorm
 from octavo.ops.decoder import (
     BoundDecoder,
     DecoderLayerOperands,
-    enter_attention,
     enter_attention_of_few,
     last_norm,
-    leave_attention,
+    post_attention,
+    pre_attention,
     project,
 )
-from octavo.ops.matmul import LinearWeight
+from octavo.ops.gemm import LinearWeight
 
 
 class DecoderLayer(Layer):
@@ -112,18 +112,18 @@ class DecoderLayer(Layer):
         kv, slots = context.kv_of_layer[self.attention.index], context.inputs[group].slot_mapping
         backend, variant = context.backends[group], self.attention.variant
         rotation = operands.rotation(positions, slots)
-        if wanted is None and isinstance(backend, RotatingBackend) and backend.rotates(rotation, kv, variant):
+        if wanted is None and isinstance(backend, FusedRopeBackend) and backend.rotates(rotation, kv, variant):
             projected, residual = project(operands, x, residual)
             attended = projected.new_empty(projected.shape[0], variant.num_heads, variant.head_size)
-            backend.run_rotating(projected, rotation, kv, variant, attended)
+            backend.run_fused_rope(projected, rotation, kv, variant, attended)
         else:
             if wanted is None:
-                q, residual = enter_attention(operands, x, residual, positions, kv, slots)
+                q, residual = pre_attention(operands, x, residual, positions, kv, slots)
             else:
                 q, residual = enter_attention_of_few(operands, x, residual, positions, kv, slots, wanted)
             attended = torch.empty_like(q)
             backend.run(q, kv, variant, attended, self.attention.tensors)
-        x, residual = leave_attention(operands, attended, residual)
+        x, residual = post_attention(operands, attended, residual)
         return (x if self.has_plain_mlp else self.mlp.forward(x)), residual
 
 
@@ -154,9 +154,9 @@ class Decoder:
             return self._bind(context)(x, positions, context.inputs, context.last_tokens)
         residual: torch.Tensor | None = None
         *layers, last = self._layers
-        for layer in layers[: self._num_unlike(context)] if context.brief else layers:
+        for layer in layers[: self._num_unlike(context)] if context.warmup_only else layers:
             x, residual = layer.forward(x, residual, positions)
-        x, residual = last.forward(x, residual, positions, context.turn_to_last_tokens(last.attention.index))
+        x, residual = last.forward(x, residual, positions, context.narrow_to_last_tokens(last.attention.index))
         return last_norm(x, residual, self._norm.weight, self._norm.eps)
 
     def _num_unlike(self, context: ForwardContext) -> int:

@@ -10,12 +10,12 @@ from collections.abc import Collection
 
 import torch
 
-from octavo.arch import Arch
+from octavo.checkpoint.arch import Arch
 from octavo.layers.base import Layer
 from octavo.layers.linear import Linear
 from octavo.ops.embedding import embed_rows, gather_rows
-from octavo.ops.fused import drawn_linear, drawn_rows
-from octavo.ops.sample import draw
+from octavo.ops.gemm.fused import drawn_linear, fused_sampling_rows
+from octavo.ops.sampling import draw
 
 
 class OutputHead(Linear):
@@ -46,9 +46,9 @@ class OutputHead(Linear):
             return draw(self.forward(x), rows, temperatures, seeds, positions)
         return drawn_linear(x, self.packed, rows, temperatures, seeds, positions)
 
-    def drawn_rows(self) -> Collection[int]:
+    def fused_sampling_rows(self) -> Collection[int]:
         """The numbers of rows that `draw` takes without writing their logits."""
-        return () if self._soft_cap else drawn_rows(self.packed)
+        return () if self._soft_cap else fused_sampling_rows(self.packed)
 
 
 class Embedding(Layer):

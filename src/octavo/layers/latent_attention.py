@@ -14,15 +14,15 @@ import functools
 
 import torch
 
-from octavo.arch import Arch
 from octavo.attention.base import NO_TENSORS, Variant, current_context
+from octavo.checkpoint.arch import Arch
 from octavo.layers.attention import RotaryTable
 from octavo.layers.base import Layer
 from octavo.layers.linear import Linear
 from octavo.layers.norm import RMSNorm
-from octavo.ops.head_linear import HeadWeights, head_linear, pack_heads
+from octavo.ops.gemm.head_linear import HeadWeights, head_linear, pack_heads
 from octavo.ops.latent import latent_rope_store
-from octavo.ops.latent_state import LatentState
+from octavo.ops.latent.state import LatentState
 
 _INNER_EPS = 1e-6  # of the norms on compressed states: no config.json sets it
 

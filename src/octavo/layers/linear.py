@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 
 from octavo.layers.base import Layer
-from octavo.ops.matmul import LinearWeight, linear, pack_linear
+from octavo.ops.gemm import LinearWeight, linear, pack_linear
 
 
 class Linear(Layer):

@@ -11,7 +11,7 @@ import torch
 from octavo.layers.base import Layer
 from octavo.layers.linear import Linear
 from octavo.ops.activation import gated_activation
-from octavo.ops.fused import gated_linear
+from octavo.ops.gemm.fused import gated_linear
 
 
 class Mlp(Layer):

@@ -12,7 +12,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from octavo.arch import Moe
+from octavo.checkpoint.arch import Moe
 from octavo.layers.base import Layer
 from octavo.layers.linear import Linear
 from octavo.layers.mlp import Mlp

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import torch
 
 from octavo.attention.base import AttentionBackend, AttentionInputs, ForwardContext
+from octavo.cache.pool import KVCachePool
 from octavo.device.batch import Batch
 from octavo.device.field_tables import FieldTables
-from octavo.kv_cache.pool import KVCachePool
 from octavo.plan import NewRow
 
 

@@ -11,8 +11,8 @@ from typing import Protocol
 
 import torch
 
-from octavo.arch import Arch
 from octavo.attention.base import Variant
+from octavo.checkpoint.arch import Arch
 
 WeightMap = dict[str, tuple[str, str]]
 """Checkpoint name -> (parameter of the model, shard of it; "" for the whole). A `*` stands for a number, the
@@ -53,7 +53,7 @@ class Model(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What `ops.sample.draw` gives of the logits of hidden [rows, hidden_size]."""
 
-    def drawn_rows(self) -> Collection[int]:
+    def fused_sampling_rows(self) -> Collection[int]:
         """The numbers of rows at which `draw` is faster than logits and a draw."""
 
 

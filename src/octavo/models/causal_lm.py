@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
-from octavo.arch import Arch
 from octavo.attention.base import Variant
+from octavo.checkpoint.arch import Arch
 from octavo.layers.attention import RotaryTable
 from octavo.layers.base import Layer
 from octavo.layers.decoder import Decoder
@@ -65,6 +65,6 @@ class CausalLM(Layer):
         """Tokens and failures, as `ops.sample.draw` has them."""
         return self.head.draw(hidden, rows, temperatures, seeds, positions)
 
-    def drawn_rows(self) -> Collection[int]:
+    def fused_sampling_rows(self) -> Collection[int]:
         """The numbers of rows whose logits are not written where they are drawn from."""
-        return self.head.drawn_rows()
+        return self.head.fused_sampling_rows()

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from octavo.arch import Arch
 from octavo.attention.base import Variant, current_context
+from octavo.checkpoint.arch import Arch
 from octavo.layers.attention import RotaryTable
 from octavo.layers.base import Layer
 from octavo.layers.latent_attention import LatentAttention
@@ -114,7 +114,7 @@ class DeepseekForCausalLM(CausalLM):
         *layers, last = self.layers
         for layer in layers:
             x, residual = layer.forward(x, residual, positions)
-        wanted = current_context().turn_to_last_tokens(len(layers))
+        wanted = current_context().narrow_to_last_tokens(len(layers))
         x, residual = last.forward(x, residual, positions, wanted)
         assert residual is not None, "a decoder has layers"
         return self.norm.add(x, residual)[0]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from octavo.arch import Arch
+from octavo.checkpoint.arch import Arch
 from octavo.layers.attention import Attention, plain_variants, rotary_tables
 from octavo.layers.decoder import DecoderLayer
 from octavo.layers.mlp import Mlp

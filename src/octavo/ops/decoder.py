@@ -1,7 +1,7 @@
 """The two halves of a decoder layer, around its attention, and a whole decoder on the CPU's paged attention.
 
-Owns how the operators of a layer are joined: `enter_attention` is (residual addition,) RMS norm, qkv product, q and k
-norm, rotation and store of K and V; `leave_attention` is output product, residual addition, norm, gated MLP. Does not
+Owns how the operators of a layer are joined: `pre_attention` is (residual addition,) RMS norm, qkv product, q and k
+norm, rotation and store of K and V; `post_attention` is output product, residual addition, norm, gated MLP. Does not
 know models, requests or backends. Invariant: a half's bits are those of the separate operators, its `*_composed` twin,
 which serves wherever the one native call does not.
 """
@@ -20,12 +20,12 @@ from torch import Tensor
 from octavo.ops import native
 from octavo.ops.activation import GATED_KINDS
 from octavo.ops.attention import paged_attention
-from octavo.ops.fused import gated_linear, linear_add_at_once, normed_linear
-from octavo.ops.matmul import LinearWeight, linear
+from octavo.ops.attention.mask_spec import MaskSpec
+from octavo.ops.gemm import LinearWeight, linear
+from octavo.ops.gemm.fused import gated_linear, linear_add_at_once, normed_linear
+from octavo.ops.inputs.tensors import LastTokens
 from octavo.ops.norm import add_rms_norm, rms_norm
 from octavo.ops.rope import Rotation, qk_norm_rope_store
-from octavo.ops.sight import Sight
-from octavo.ops.step_inputs import LastTokens
 
 _P, _I, _C, _F = native.PTR, native.I64, native.I32, native.F32
 native.declare("octavo_enter_attention", [_P, _P, _P, _P, _P, _I, _P, _I, _P, _P, _I, _C])
@@ -63,7 +63,7 @@ class _RowsHeader(ctypes.Structure):
 class DecoderLayerOperands:
     """What a decoder layer computes with. Norm weights are [size] float32, biases [out] float32.
 
-    Without `gate_up` and `down` the MLP is somebody else's, and `leave_attention` gives what it takes.
+    Without `gate_up` and `down` the MLP is somebody else's, and `post_attention` gives what it takes.
     """
 
     num_heads: int
@@ -133,7 +133,7 @@ def _cache_header(kv: Tensor, group: int) -> _CacheHeader:
     return _CacheHeader(kv.data_ptr(), block, head, token, kv.shape[2], group)
 
 
-def enter_attention(
+def pre_attention(
     layer: DecoderLayerOperands,
     x: Tensor,
     residual: Tensor | None,
@@ -172,16 +172,16 @@ def enter_attention_of_few(
     slot_mapping: Tensor,
     few: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """`enter_attention`, whose results are those of the tokens at `few` [S] int64 alone: K and V of all are stored.
+    """`pre_attention`, whose results are those of the tokens at `few` [S] int64 alone: K and V of all are stored.
 
     Of these few they are stored twice: the same bits.
     """
-    _, total = enter_attention(layer.without_queries, x, residual, positions, kv, slot_mapping)
+    _, total = pre_attention(layer.without_queries, x, residual, positions, kv, slot_mapping)
     x, positions, slot_mapping = (each.index_select(0, few) for each in (total, positions, slot_mapping))
-    return enter_attention(layer, x, None, positions, kv, slot_mapping)
+    return pre_attention(layer, x, None, positions, kv, slot_mapping)
 
 
-def leave_attention(layer: DecoderLayerOperands, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None]:
+def post_attention(layer: DecoderLayerOperands, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None]:
     """(x, residual), both [tokens, size], of attended [tokens, heads, head_size] and the residual before it.
 
     x is what the layer leaves for the next one, residual None if x holds it already; without an MLP in the operands, x
@@ -208,7 +208,7 @@ def enter_attention_composed(
     kv: Tensor,
     slot_mapping: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """`enter_attention` as separate operators, any device."""
+    """`pre_attention` as separate operators, any device."""
     projected, total = project(layer, x, residual)
     q = qk_norm_rope_store(
         projected, positions, layer.cos_sin, layer.q_norm, layer.k_norm,
@@ -219,7 +219,7 @@ def enter_attention_composed(
 
 
 def project(layer: DecoderLayerOperands, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(qkv [tokens, channels], residual): what `enter_attention` does up to the norm of q and k."""
+    """(qkv [tokens, channels], residual): what `pre_attention` does up to the norm of q and k."""
     if residual is None:
         return normed_linear(x, layer.input_norm, layer.eps, layer.qkv, layer.qkv_bias), x
     normed, total = add_rms_norm(x, residual, layer.input_norm, layer.eps)
@@ -229,7 +229,7 @@ def project(layer: DecoderLayerOperands, x: Tensor, residual: Tensor | None) -> 
 def leave_attention_composed(
     layer: DecoderLayerOperands, attended: Tensor, residual: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """`leave_attention` as separate operators, any device."""
+    """`post_attention` as separate operators, any device."""
     x, total, normed = attended.view(attended.shape[0], -1), None, None
     if layer.attention_norm is None:
         total = linear_add_at_once(x, layer.output, layer.output_bias, residual)
@@ -329,7 +329,7 @@ class BoundDecoder:
             attended = torch.empty_like(q)
             paged_attention(
                 q, kv, start[: count + 1], group.seq_lens[:count], group.block_table[:count], attended,
-                sight=Sight(layer.scale, layer.window, soft_cap=layer.soft_cap), key_scale=layer.key_scale,
+                mask_spec=MaskSpec(layer.scale, layer.window, soft_cap=layer.soft_cap), key_scale=layer.key_scale,
                 value_scale=layer.value_scale,
             )  # fmt: skip
             x, residual = leave_attention_composed(layer, attended, residual)

@@ -1,11 +1,11 @@
 """Structured outputs: a row's output stays within the form that its request asks for, once its reasoning has ended.
 
 Owns one matcher per row that asks, and forbids the tokens that its grammar does not allow next. Does not know how
-forms are compiled (`octavo.grammar`), where reasoning ends (`octavo.sampling.thinking`), nor when a request ends: where
-its grammar is complete a row may sample EOS, and where nothing else can follow it must. Invariants: what is forbidden
-is a function of the request and of the row's output before the position, so preemption, replay and steps in flight need
-no care, and an allowed token keeps its bits; no form is compiled within a step, and rows that ask for no form wait for
-masks for a twentieth of a step's time at most.
+forms are compiled (`octavo.grammar.compiler`), where reasoning ends (`octavo.sampling.thinking`), nor when a request
+ends: where its grammar is complete a row may sample EOS, and where nothing else can follow it must. Invariants: what is
+forbidden is a function of the request and of the row's output before the position, so preemption, replay and steps in
+flight need no care, and an allowed token keeps its bits; no form is compiled within a step, and rows that ask for no
+form wait for masks for a twentieth of a step's time at most.
 
 Masks are made beside the steps (`mask_jobs`). On CPU the next one is begun as soon as a token is drawn. On a GPU each
 drawn token is copied to the host as soon as it is there, and the next call waits for that copy alone: the forward pass
@@ -25,8 +25,8 @@ import torch
 from numpy.typing import NDArray
 
 from octavo.device.staging import PinnedRing
-from octavo.grammar import Grammars
-from octavo.ops.sample import allow_bits_
+from octavo.grammar.compiler import Grammars
+from octavo.ops.sampling import allow_bits_
 from octavo.plan import NO_INTS, IntArray, NewRow
 from octavo.sampling.mask_jobs import MaskJob, MaskLanes
 from octavo.sampling.rows import RowSet, SampleBatch, Selection, to_device

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import torch
 
-from octavo.ops.sample import token_logprobs, top_logprobs
+from octavo.ops.sampling import token_logprobs, top_logprobs
 from octavo.plan import NewRow, PromptLogprobs, TokenLogprobs
 from octavo.sampling.rows import IntArray, RowSet, SampleBatch, to_device
 

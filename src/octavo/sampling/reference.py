@@ -1,4 +1,4 @@
-"""The sampler's eager twin: one logits row of one request, the slow and obvious way.
+"""The sampler's reference implementation: one logits row of one request, the slow and obvious way.
 
 Owns the meaning of every sampling parameter in plain numpy; the tests hold Sampler to it. Knows no rows, batches or
 devices. Shares one thing with the fast path: the noise, whose recipe is in ops.sample. Invariant: the answer is a pure
@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from octavo.ops.sample import gumbel_noise
+from octavo.ops.sampling import gumbel_noise
 from octavo.plan import TokenLogprobs
+from octavo.request.sampling_params import SamplingParams
 from octavo.sampling.sampler import as_int64
-from octavo.sampling_params import SamplingParams
 
 FloatArray = NDArray[np.float32]
 _NEG_INF = np.float32(-np.inf)

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from octavo.device.staging import StagedTensor, WriteQueue
-from octavo.grammar import NO_GRAMMARS, Grammars
-from octavo.ops.cuts import FEW
-from octavo.ops.sample import allow_bits_, cut_, draw, nan_rows, token_logprobs, top_logprobs
-from octavo.outputs import NO_TOKEN, TOO_COMPLEX
+from octavo.grammar.compiler import NO_GRAMMARS, Grammars
+from octavo.ops.sampling import allow_bits_, cut_, draw, nan_rows, token_logprobs, top_logprobs
+from octavo.ops.sampling.truncation import FEW
 from octavo.plan import NO_INTS, IntArray, NewRow
+from octavo.request.outputs import NO_TOKEN, TOO_COMPLEX
 from octavo.sampling import logprobs
 from octavo.sampling.grammar import PATIENCE, GrammarMask
 from octavo.sampling.logprobs import GroupLogprobs, LogprobGroup, LogprobRows
@@ -173,11 +173,11 @@ class Sampler:
                 }  # fmt: skip
             for stage in self._stages:
                 stage(logits, batch)
-        cuts = self._truncation.select(batch.rows_np)
-        if cuts is not None and groups and not self._raw:  # log-probabilities of what is left
-            cut_(logits, batch.rows, cuts)
-            cuts = None
-        tokens, failed = draw(logits, batch.rows, *self.tables, batch.positions, cuts)
+        truncation = self._truncation.select(batch.rows_np)
+        if truncation is not None and groups and not self._raw:  # log-probabilities of what is left
+            cut_(logits, batch.rows, truncation)
+            truncation = None
+        tokens, failed = draw(logits, batch.rows, *self.tables, batch.positions, truncation)
         if changed is not None and not_a_number is not None:
             self._grammar.drawn(tokens)
             failed = not_a_number.view(torch.uint8)
@@ -199,9 +199,9 @@ class Sampler:
         num_rows, vocab_size = logits.shape
         ids, words = rows.new_zeros(num_rows), rows.new_zeros((num_rows, -(-vocab_size // 32)), dtype=torch.int32)
         draw(logits, rows, *self.tables, positions)
-        for cuts in self._truncation.ways:
-            draw(logits, rows, *self.tables, positions, cuts)
-            cut_(logits, rows, cuts)
+        for truncation in self._truncation.ways:
+            draw(logits, rows, *self.tables, positions, truncation)
+            cut_(logits, rows, truncation)
         token_logprobs(logits, ids)
         top_logprobs(logits, 1)
         top_logprobs(logits[:1], FEW + 1)  # of many, the keys of whole rows

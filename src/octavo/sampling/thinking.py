@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.thinking import ClosingMark, Thinking
+from octavo.request.thinking import ClosingMark, Thinking
 
 
 class Form(Protocol):

@@ -13,7 +13,7 @@ import dataclasses
 import torch
 
 from octavo.device.staging import StagedTensor, WriteQueue
-from octavo.ops.cuts import FEW, Cuts
+from octavo.ops.sampling.truncation import FEW, TruncationRows
 from octavo.plan import NewRow
 from octavo.sampling.rows import IntArray, RowSet
 
@@ -31,7 +31,7 @@ class Truncation:
         )
         self._top_k = StagedTensor(max_num_rows, 0, torch.int64, device, queue)
         self._few, self._many = RowSet(max_num_rows, device), RowSet(max_num_rows, device)  # by top_k
-        self._cuts = Cuts(
+        self._cuts = TruncationRows(
             divisors=self._divisors.data, top_k=self._top_k.data, top_p=self._top_p.data, min_p=self._min_p.data
         )
 
@@ -54,7 +54,7 @@ class Truncation:
             self._divisors.stage_one(row, 0.0)
 
     @property
-    def ways(self) -> tuple[Cuts, Cuts]:
+    def ways(self) -> tuple[TruncationRows, TruncationRows]:
         """The tables for rows of one way to be cut, and of the other."""
         few, many = (dataclasses.replace(self._cuts, few=few, many=not few) for few in (True, False))
         return few, many
@@ -64,7 +64,7 @@ class Truncation:
         for table in (*self._floats, self._top_k):
             table.apply()
 
-    def select(self, rows_np: IntArray) -> Cuts | None:
+    def select(self, rows_np: IntArray) -> TruncationRows | None:
         """The tables of all rows' cuts; None if none of these table rows has any."""
         few, many = self._few.has_any(rows_np), self._many.has_any(rows_np)
         return dataclasses.replace(self._cuts, few=few, many=many) if few or many else None

@@ -72,15 +72,19 @@ class BlockPool:
         assert num_blocks >= 2, "a pool has the null block and at least one more"
         self.num_blocks = num_blocks
         self._references = [0] * num_blocks
-        self._names: list[tuple[int, bytes] | None] = [None] * num_blocks  # (group, hash) of a findable block
+        self._hashes: list[tuple[int, bytes] | None] = [None] * num_blocks  # (group, hash) of a findable block
         self._cached: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
-        self._blank = list(range(num_blocks - 1, 0, -1))  # free, freed without a name: the next to be handed out last
-        self._kept = collections.OrderedDict[int, None]()  # free, freed with a name: the next to be handed out first
+        self._free_uncached = list(
+            range(num_blocks - 1, 0, -1)
+        )  # free, freed without a name: the next to be handed out last
+        self._free_cached = collections.OrderedDict[
+            int, None
+        ]()  # free, freed with a name: the next to be handed out first
 
     @property
     def num_free(self) -> int:
         """Blocks that nobody holds, findable by hash or not."""
-        return len(self._blank) + len(self._kept)
+        return len(self._free_uncached) + len(self._free_cached)
 
     @property
     def usage(self) -> float:
@@ -98,14 +102,14 @@ class BlockPool:
     def take(self, count: int) -> list[int]:
         """Hand out `count` blocks with one reference each; what they held before is forgotten."""
         assert count <= self.num_free, "the caller looks at num_free first"
-        blank, references = self._blank, self._references
+        blank, references = self._free_uncached, self._references
         left = max(len(blank) - count, 0)
         blocks = blank[left:]
         del blank[left:]
         blocks.reverse()
         while len(blocks) < count:
-            block, _ = self._kept.popitem(last=False)
-            if self._names[block] is not None:
+            block, _ = self._free_cached.popitem(last=False)
+            if self._hashes[block] is not None:
                 self._unname(block)
             blocks.append(block)
         for block in blocks:
@@ -115,12 +119,12 @@ class BlockPool:
     def share(self, block: int) -> None:
         """One more reference to a block that was found by its hash."""
         if self._references[block] == 0:
-            del self._kept[block]
+            del self._free_cached[block]
         self._references[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
         """Give back one reference each; null blocks are skipped. Of those now free the first is reused first."""
-        references, names, blank, kept = self._references, self._names, self._blank, self._kept
+        references, names, blank, kept = self._references, self._hashes, self._free_uncached, self._free_cached
         for block in blocks:
             if block == NULL_BLOCK:
                 continue
@@ -133,7 +137,7 @@ class BlockPool:
 
     def commit(self, blocks: Iterable[int], group: int, names: Iterable[bytes]) -> None:
         """Make held blocks findable, each unless another of the same content is. Null blocks are skipped."""
-        cached, held = self._cached[group], self._names
+        cached, held = self._cached[group], self._hashes
         for block, name in zip(blocks, names, strict=True):
             if block != NULL_BLOCK and name not in cached:
                 cached[name] = block
@@ -152,27 +156,27 @@ class BlockPool:
             return False
         for cached in self._cached:
             cached.clear()
-        self._names = [None] * self.num_blocks
+        self._hashes = [None] * self.num_blocks
         return True
 
     def check(self, tables: Iterable[Iterable[int]]) -> None:
         """Assert the invariants, given every block list of every owner. Linear in the pool: for tests and audits."""
         expected = collections.Counter(block for table in tables for block in table if block != NULL_BLOCK)
-        free = {*self._blank, *self._kept}
+        free = {*self._free_uncached, *self._free_cached}
         assert len(free) == self.num_free, "a block is free twice"
         for block in range(1, self.num_blocks):
             references = self._references[block]
             assert references == expected[block], f"block {block}: {references} references, {expected[block]} owners"
             assert (references == 0) == (block in free), f"block {block} is both free and held, or neither"
         assert NULL_BLOCK not in free and self._references[NULL_BLOCK] == 0, "the null block is in use"
-        assert self._names[NULL_BLOCK] is None, "the null block has a name"
-        named = {block: name for block, name in enumerate(self._names) if name is not None}
+        assert self._hashes[NULL_BLOCK] is None, "the null block has a name"
+        named = {block: name for block, name in enumerate(self._hashes) if name is not None}
         found = {block: (g, h) for g, cached in enumerate(self._cached) for h, block in cached.items()}
         assert named == found, "the names of blocks and the map from names to blocks differ"
 
     def _unname(self, block: int) -> None:
-        name = self._names[block]
+        name = self._hashes[block]
         assert name is not None, "the block has no name"
         group, block_hash = name
         del self._cached[group][block_hash]
-        self._names[block] = None
+        self._hashes[block] = None

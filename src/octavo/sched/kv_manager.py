@@ -14,10 +14,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from octavo.groups import WHOLE, CacheGroup
-from octavo.request import Request
+from octavo.cache.groups import WHOLE, CacheGroup
+from octavo.cache.policies import make_policies
+from octavo.request.request import Request
 from octavo.sched.block_pool import NULL_BLOCK, BlockPool, HashChain
-from octavo.sched.groups import make_policies
 
 
 class Hit(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from octavo.request import Request
+from octavo.request.request import Request
 
 Order = tuple[int, int]
 

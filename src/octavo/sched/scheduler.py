@@ -18,12 +18,12 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from octavo.plan import NO_INTS, NO_PROMPT_LOGPROBS, IntArray, NewBlocks, StepPlan, StepResult
-from octavo.request import FinishReason, Request, RequestRows, Status
+from octavo.request.request import FinishReason, Request, RequestRows, Status
+from octavo.request.updates import RequestUpdate
 from octavo.sched.kv_manager import KVManager
 from octavo.sched.order import order_of
 from octavo.sched.stops import ends
-from octavo.sched.work import Issued, SchedulerStats, Work, pack, places, take_back
-from octavo.updates import RequestUpdate
+from octavo.sched.work import Issued, PlanBuilder, SchedulerStats, pack, places, take_back
 
 MAX_OUTSTANDING = 2  # plans without results: one that runs, and the next one
 HEADROOM_BLOCKS = 2  # kept free per running request and group when one is admitted; 2 halve the preemptions of 1
@@ -128,7 +128,7 @@ class Scheduler:
         A plan with neither says nothing, and its number is used again.
         """
         assert len(self._outstanding) < MAX_OUTSTANDING, "a plan is made at most one step ahead of results"
-        work = Work(self._max_num_batched_tokens)
+        work = PlanBuilder(self._max_num_batched_tokens)
         self._schedule_running(work)
         if not work.victims:
             self._schedule_waiting(work)
@@ -174,7 +174,7 @@ class Scheduler:
             row = rows.item(place)
             request = issued.left.get(row) or self._owners[row]
             if request.status is not Status.FINISHED:
-                self._take(request, row, tokens[place, : result.num_sampled[place]].tolist(), result, updates)
+                self._append(request, row, tokens[place, : result.num_sampled[place]].tolist(), result, updates)
         if not one_by_one:
             self._take_all(rows, tokens[:, 0], result, updates)
         elif len(one_by_one) < len(rows):
@@ -190,7 +190,7 @@ class Scheduler:
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is not None:
-                self._tell(request, request.row, _NOTHING, updates)
+                self._emit(request, request.row, _NOTHING, updates)
         return updates
 
     def _settle(self, plan: StepPlan, result: StepResult, issued: Issued, updates: list[RequestUpdate]) -> None:
@@ -201,13 +201,13 @@ class Scheduler:
             if request.status is not Status.FINISHED:
                 request.error, request.finish_reason = reason, FinishReason.ERROR
                 self._end([request])
-                self._tell(request, row, result, updates)
+                self._emit(request, row, result, updates)
         num_sampled = dict(zip(result.rows.tolist(), result.num_sampled.tolist(), strict=True))
         for row, part in result.prompt_logprobs.items():
             request = owners[row]
             request.num_prompt_logprobs += part.num_positions
             if row not in num_sampled and request.status is not Status.FINISHED:
-                self._tell(request, row, result, updates)
+                self._emit(request, row, result, updates)
         self._num_repeats = 0
         for row, drafts in plan.drafts.items():
             owners[row].num_in_flight -= len(drafts)
@@ -218,22 +218,22 @@ class Scheduler:
         """One token for each of `rows`, all of which run."""
         lengths = self._rows.append(rows, tokens)
         look = self._may_end.take(tokens, mode="clip")
-        look |= lengths >= self._rows.look_at[rows]
+        look |= lengths >= self._rows.check_at[rows]
         places = look.nonzero()[0]
         if len(places):
-            self._look(rows[places].tolist(), tokens[places].tolist(), result, updates)
-        talks = self._rows.talks[rows].nonzero()[0]
-        if len(talks):
+            self._check_stop(rows[places].tolist(), tokens[places].tolist(), result, updates)
+        needs_update = self._rows.needs_update[rows].nonzero()[0]
+        if len(needs_update):
             in_full = bool(result.logprobs or result.prompt_logprobs)
-            for row, token in zip(rows[talks].tolist(), tokens[talks].tolist(), strict=True):
+            for row, token in zip(rows[needs_update].tolist(), tokens[needs_update].tolist(), strict=True):
                 request = self._owners[row]
-                if in_full or request.quiet or not request.num_told:
-                    self._tell(request, row, result, updates)
+                if in_full or request.coalesce_updates or not request.num_reported:
+                    self._emit(request, row, result, updates)
                 else:
-                    request.num_told += 1
+                    request.num_reported += 1
                     updates.append(RequestUpdate(request.request_id, [token]))
 
-    def _look(self, rows: list[int], tokens: list[int], result: StepResult, updates: list[RequestUpdate]) -> None:
+    def _check_stop(self, rows: list[int], tokens: list[int], result: StepResult, updates: list[RequestUpdate]) -> None:
         """At requests that may end with `tokens`, or whose row has no more room."""
         ended: dict[int, Request] = {}
         for row, token in zip(rows, tokens, strict=True):
@@ -244,9 +244,9 @@ class Scheduler:
         if ended:
             self._end(list(ended.values()))
             for row, request in ended.items():
-                self._tell(request, row, result, updates)
+                self._emit(request, row, result, updates)
 
-    def _take(
+    def _append(
         self, request: Request, row: int, tokens: list[int], result: StepResult, updates: list[RequestUpdate]
     ) -> None:
         """The tokens of one request, which may have been preempted meanwhile."""
@@ -257,10 +257,10 @@ class Scheduler:
             if may_end and ends(request, token):
                 self._end([request])
                 break
-        if request.status is Status.FINISHED or not request.quiet or not request.num_told:
-            self._tell(request, row, result, updates)
+        if request.status is Status.FINISHED or not request.coalesce_updates or not request.num_reported:
+            self._emit(request, row, result, updates)
 
-    def _schedule_running(self, work: Work) -> None:
+    def _schedule_running(self, work: PlanBuilder) -> None:
         """Give each running request what it can use, in order, as far as the budget goes."""
         rows = self._rows
         if self._num_repeats and not self._running_changed and self._repeat(work):
@@ -272,7 +272,7 @@ class Scheduler:
             self._ones = np.ones_like(self._running_rows)
             self._running_changed = False
         # those whose last token is in flight have nothing to compute
-        wanted = ((rows.num_known - rows.num_computed) * (rows.num_known < rows.whole))[self._running_rows]
+        wanted = ((rows.num_known - rows.num_computed) * (rows.num_known < rows.max_len))[self._running_rows]
         some = wanted.nonzero()[0]
         at, num_new = self._running_rows[some], wanted[some]
         sampling, total = at, int(num_new.sum())
@@ -291,9 +291,9 @@ class Scheduler:
         work.rows, work.num_tokens, work.num_sampling = at, num_new, len(sampling)
         work.budget -= total
         if len(sampling) == len(self.running) == total > 0:
-            self._num_repeats = int((rows.whole[at] - rows.num_known[at]).min())
+            self._num_repeats = int((rows.max_len[at] - rows.num_known[at]).min())
 
-    def _repeat(self, work: Work) -> bool:
+    def _repeat(self, work: PlanBuilder) -> bool:
         """One token for each running request. False, and nothing is done, where blocks for them take a closer look."""
         rows, at = self._rows, self._running_rows
         starts = rows.num_computed[at]
@@ -307,7 +307,7 @@ class Scheduler:
         rows.num_known[at] += 1
         return True
 
-    def _grow(self, at: IntArray, num_new: IntArray, work: Work) -> bool:
+    def _grow(self, at: IntArray, num_new: IntArray, work: PlanBuilder) -> bool:
         """Blocks for the rows that leave theirs, in order, if need be those of requests behind.
 
         A decode inside a block needs none. Returns whether somebody was preempted: the last ones in order.
@@ -321,7 +321,7 @@ class Scheduler:
         self._grow_each(at, num_new, places.tolist(), work)
         return bool(work.victims)
 
-    def _extend(self, rows: IntArray, starts: IntArray, work: Work) -> bool:
+    def _extend(self, rows: IntArray, starts: IntArray, work: PlanBuilder) -> bool:
         """A block for each of `rows`, which have computed `starts`; False, and nothing is done: see KVManager."""
         blocks = self.kv.extend([self._owners[row] for row in rows.tolist()], starts.tolist())
         if blocks is None:
@@ -329,7 +329,7 @@ class Scheduler:
         work.growth = [NewBlocks(rows, np.array(blocks))]
         return True
 
-    def _grow_each(self, at: IntArray, num_new: IntArray, places: list[int], work: Work) -> None:
+    def _grow_each(self, at: IntArray, num_new: IntArray, places: list[int], work: PlanBuilder) -> None:
         growth: list[tuple[int, list[list[int]]]] = []  # (row, per group its new blocks)
         for place in places:
             row = int(at[place])
@@ -347,7 +347,7 @@ class Scheduler:
                 growth.append((row, blocks))
         work.growth = pack(growth)
 
-    def _schedule_waiting(self, work: Work) -> None:
+    def _schedule_waiting(self, work: PlanBuilder) -> None:
         """Admit waiting requests, strictly in order, as far as rows, budget and blocks go."""
         kv = self.kv
         while self.waiting and self._free_rows and work.budget:
@@ -374,7 +374,9 @@ class Scheduler:
                 return
             self._admit(request, num_computed, num_new, blocks, work)
 
-    def _admit(self, request: Request, num_computed: int, num_new: int, blocks: list[list[int]], work: Work) -> None:
+    def _admit(
+        self, request: Request, num_computed: int, num_new: int, blocks: list[list[int]], work: PlanBuilder
+    ) -> None:
         """Move the first waiting request to the running ones, and into the plan."""
         del self.waiting[0]
         self._blocked = None
@@ -415,15 +417,15 @@ class Scheduler:
             del self._requests[request.request_id]
             self._queued_at.pop(request.request_id, None)
 
-    def _tell(self, request: Request, row: int, result: StepResult, updates: list[RequestUpdate]) -> None:
+    def _emit(self, request: Request, row: int, result: StepResult, updates: list[RequestUpdate]) -> None:
         """Append the update in full, if there is something to tell: all tokens that no update told."""
-        tokens = request.tokens[request.num_prompt + request.num_told :]
+        tokens = request.tokens[request.num_prompt + request.num_reported :]
         prompt_logprobs = result.prompt_logprobs.get(row, NO_PROMPT_LOGPROBS)
         if not tokens and not prompt_logprobs.num_positions and request.finish_reason is None:
             return
-        request.num_told += len(tokens)
-        if request.quiet and tokens and request.row >= 0:
-            self._rows.talks[request.row] = False
+        request.num_reported += len(tokens)
+        if request.coalesce_updates and tokens and request.row >= 0:
+            self._rows.needs_update[request.row] = False
         updates.append(
             RequestUpdate(
                 request_id=request.request_id,
@@ -455,7 +457,7 @@ class Scheduler:
             self.running.insert(place, request)
             self._row_order.insert(place, row)
         request.enter(self._rows, row)
-        self._rows.talks[row] = not request.quiet or not request.num_told
+        self._rows.needs_update[row] = not request.coalesce_updates or not request.num_reported
         self._owners[row] = request
         self._running_changed = True
         for token in request.end_token_ids:

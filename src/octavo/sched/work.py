@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from octavo.plan import NO_INTS, IntArray, NewBlocks, NewRow, StepPlan, StepResult
-from octavo.request import Request, Status
+from octavo.request.request import Request, Status
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,7 +27,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_prefix_hits: int  # tokens
 
 
-class Work:
+class PlanBuilder:
     """A plan in the making."""
 
     __slots__ = ("budget", "growth", "new_num_tokens", "new_rows", "num_sampling", "num_tokens", "rows", "victims")

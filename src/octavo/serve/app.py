@@ -13,11 +13,11 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from octavo.sampling_params import ParameterError
-from octavo.serve.async_engine import AsyncEngine
-from octavo.serve.auth import Access
+from octavo.request.sampling_params import ParameterError
+from octavo.serve.engine.async_engine import AsyncEngine
 from octavo.serve.errors import ApiError, from_parameter_error, internal
-from octavo.serve.exchange import CLIENT_LEFT, ClientLeftError, Exchange, Receive, Scope, Send, check_host
+from octavo.serve.http.auth import Access
+from octavo.serve.http.exchange import CLIENT_LEFT, ClientLeftError, Exchange, Receive, Scope, Send, check_host
 from octavo.serve.routes import chat, completions, responses, status, text
 from octavo.serve.settings import ServeConfig, split
 from octavo.serve.state import ServeState

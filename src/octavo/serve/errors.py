@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from octavo.sampling_params import ParameterError
+from octavo.request.sampling_params import ParameterError
 
 MAX_MESSAGE_CHARS = 300
 Headers = Sequence[tuple[bytes, bytes]]

@@ -19,9 +19,9 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from octavo.serve.messages import EngineInfo
+from octavo.serve.engine.messages import EngineInfo
+from octavo.serve.engine.stream import RequestFacts
 from octavo.serve.metric_families import FAMILIES, FINISH_REASONS, HTTP, VLLM, Family, token_buckets
-from octavo.serve.stream import RequestFacts
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OTHER = "other"  # what every unknown method and unknown route is called

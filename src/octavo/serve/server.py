@@ -26,14 +26,15 @@ from typing import Any, cast
 
 import uvicorn
 
-from octavo import collector, flags
-from octavo.config import EngineConfig
+from octavo.cli import flags
+from octavo.config.engine_config import EngineConfig
+from octavo.config.settings import ConfigError
 from octavo.observe import LOGGER, setup_logging
 from octavo.serve.app import create_app
-from octavo.serve.async_engine import AsyncEngine
-from octavo.serve.http_protocol import GuardedProtocol, guarded
+from octavo.serve.engine.async_engine import AsyncEngine
+from octavo.serve.http.protocol import GuardedProtocol, guarded
 from octavo.serve.settings import SERVE_SETTINGS, ServeConfig, load_both
-from octavo.settings import ConfigError
+from octavo.startup import gc_control
 
 _LOG = logging.getLogger(__name__)
 _BACKLOG = 4096
@@ -185,7 +186,7 @@ async def _serve(config: EngineConfig, serve: ServeConfig, sock: socket.socket, 
         )  # fmt: skip
         app.state.texts.warm()
         server = _Server(settings)
-        collector.settle()
+        gc_control.settle()
         try:
             return await _until_the_end(server, engine, serve, sock)
         finally:

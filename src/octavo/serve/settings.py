@@ -17,9 +17,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from octavo.config import SERVER_ENVIRONMENT, SETTINGS, EngineConfig, load_config
-from octavo.foreign import translate
-from octavo.settings import ConfigError, did_you_mean, fill, read_value, read_yaml, setting, settings_of
+from octavo.config.engine_config import SERVER_ENVIRONMENT, SETTINGS, EngineConfig, load_config
+from octavo.config.settings import ConfigError, did_you_mean, fill, read_value, read_yaml, setting, settings_of
+from octavo.config.vllm_options import translate
 
 MIN_KEY_CHARS = 16
 _MAX_KEY_FILE_BYTES = 1 << 16
@@ -161,7 +161,7 @@ def load_both(
 ) -> tuple[EngineConfig, ServeConfig]:
     """Both configs; a YAML file may hold settings of either. Raises ConfigError.
 
-    `engine_values` and the file may hold options of other engines, see `octavo.foreign`.
+    `engine_values` and the file may hold options of other engines, see `octavo.config.vllm_options`.
     """
     environ = os.environ if environ is None else environ
     layers: list[tuple[str, Mapping[str, Any]]] = []

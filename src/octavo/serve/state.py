@@ -18,18 +18,18 @@ from pathlib import Path
 import msgspec
 
 import octavo
-from octavo.sampling_params import ParameterError, SamplingParams
-from octavo.serve.async_engine import AsyncEngine
-from octavo.serve.auth import HostNames, Keys
-from octavo.serve.budget import LogprobBudget
+from octavo.config.settings import ConfigError
+from octavo.request.sampling_params import ParameterError, SamplingParams
+from octavo.serve.api.budget import LogprobBudget
+from octavo.serve.engine.async_engine import AsyncEngine
 from octavo.serve.errors import ApiError, not_ready, queue_full
-from octavo.serve.exchange import Exchange
-from octavo.serve.grammar import GrammarJail, JailBusyError
+from octavo.serve.http.auth import HostNames, Keys
+from octavo.serve.http.exchange import Exchange
 from octavo.serve.metrics import ServerMetrics
 from octavo.serve.parsers.output import ParserChoice
+from octavo.serve.sandbox.grammar import GrammarSandbox, JailBusyError
+from octavo.serve.sandbox.texts import Texts
 from octavo.serve.settings import ServeConfig, read_keys, split
-from octavo.serve.texts import Texts
-from octavo.settings import ConfigError
 from octavo.text.no_tokenizer import NoTokenizer
 from octavo.text.thinking import ThinkingRule
 from octavo.text.tokenizer import Tokenizer
@@ -62,7 +62,7 @@ class ServeState:
         self.num_open = 0  # exchanges that generate
         self._idle_streams: set[Exchange] = set()
         self._ticker: asyncio.Task[None] | None = None
-        self._jail: GrammarJail | None = None  # made when first needed
+        self._jail: GrammarSandbox | None = None  # made when first needed
         if config.chat_template is not None:
             if isinstance(engine.tokenizer, NoTokenizer):
                 raise ConfigError("chat_template", config.chat_template, engine.tokenizer.reason, "drop one of them")
@@ -127,7 +127,7 @@ class ServeState:
             return params
         if self._jail is None:
             engine = self.engine
-            self._jail = GrammarJail(engine.tokenizer, engine.limits.vocab_size, engine.arch.eos_token_ids)
+            self._jail = GrammarSandbox(engine.tokenizer, engine.limits.vocab_size, engine.arch.eos_token_ids)
         try:
             async with exchange.watching():
                 structured = await self._jail.check_structured(params.structured_outputs)

@@ -6,7 +6,7 @@ what it lets through, no later part refuses for what the request says.
 
 from __future__ import annotations
 
-from octavo.sampling_params import Limits, SamplingParams, check, check_request_options
+from octavo.request.sampling_params import Limits, SamplingParams, check, check_request_options
 from octavo.text.no_tokenizer import NoTokenizer
 from octavo.text.tokenizer import Tokenizer
 

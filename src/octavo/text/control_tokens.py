@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from octavo.sampling_params import ParameterError
+from octavo.request.sampling_params import ParameterError
 
 if TYPE_CHECKING:
     import tokenizers

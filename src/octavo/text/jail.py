@@ -24,8 +24,8 @@ from typing import Any
 
 import msgspec
 
-from octavo.checks import ParameterError
-from octavo.sampling_params import Limits, check_text
+from octavo.request.sampling_params import Limits, check_text
+from octavo.request.validation import ParameterError
 from octavo.text.jail_child import Answer, Job, Parts, receive, send
 from octavo.text.no_tokenizer import NoTokenizer
 from octavo.text.template import TemplateError

@@ -22,8 +22,8 @@ from typing import Any
 
 import msgspec
 
-from octavo.checks import ParameterError, check_unicode
-from octavo.child import tie_to
+from octavo.request.validation import ParameterError, check_unicode
+from octavo.startup.child import exit_with_parent
 from octavo.text.control_tokens import ControlTokens, encode_text
 from octavo.text.template import ChatTemplate
 from octavo.text.tokenizer import Tokenizer
@@ -103,7 +103,7 @@ JOBS: dict[str, Run] = {"render": render, "encode": encode, "decode": decode}
 def main(argv: Sequence[str], jobs: Mapping[str, Run] = JOBS) -> None:
     """Serve until the socket is closed."""
     connection = socket.socket(fileno=int(argv[0]))
-    if not tie_to(int(argv[1])):
+    if not exit_with_parent(int(argv[1])):
         return
     first = receive(connection)
     if first is None:

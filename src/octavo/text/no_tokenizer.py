@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from msgspec.structs import replace
 
-from octavo.sampling_params import ParameterError, SamplingParams
+from octavo.request.sampling_params import ParameterError, SamplingParams
 
 
 class NoTokenizer:

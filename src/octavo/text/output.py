@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from octavo.outputs import CompletionOutput, FlatLogprobs, RequestMetrics, RequestOutput
-from octavo.sampling_params import ParameterError, RequestOutputKind, SamplingParams
+from octavo.request.outputs import CompletionOutput, FlatLogprobs, RequestMetrics, RequestOutput
+from octavo.request.sampling_params import ParameterError, RequestOutputKind, SamplingParams
+from octavo.request.updates import RequestUpdate
 from octavo.text.detokenizer import Detokenizer, StopChecker
 from octavo.text.tokenizer import Tokenizer
-from octavo.updates import RequestUpdate
 
 
 def wants_every_token(params: SamplingParams) -> bool:

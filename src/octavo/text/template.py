@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from octavo.sampling_params import ParameterError
+from octavo.request.sampling_params import ParameterError
 
 if TYPE_CHECKING:
     import jinja2

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from octavo.sampling_params import ParameterError, SamplingParams
-from octavo.settings import ConfigError
+from octavo.config.settings import ConfigError
+from octavo.request.sampling_params import ParameterError, SamplingParams
+from octavo.request.thinking import Marks, Thinking, find_marks
 from octavo.text.no_tokenizer import NoTokenizer
 from octavo.text.tokenizer import Tokenizer
-from octavo.thinking import Marks, Thinking, find_marks
 
 _MAX_TAIL_IDS = 32  # token ids of a prompt's end that hold any opening mark
 

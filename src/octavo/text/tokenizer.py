@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from octavo.sampling_params import ParameterError, SamplingParams, check_unicode
+from octavo.request.sampling_params import ParameterError, SamplingParams, check_unicode
 from octavo.text import converted
 from octavo.text.control_tokens import ControlTokens, encode_text
 from octavo.text.detokenizer import (
@@ -34,7 +34,7 @@ from octavo.text.template import ChatTemplate
 if TYPE_CHECKING:
     import tokenizers
 
-    from octavo.arch import Arch
+    from octavo.checkpoint.arch import Arch
 
 MAX_TOKENIZER_BYTES = 256 << 20
 MAX_CONFIG_BYTES = 16 << 20

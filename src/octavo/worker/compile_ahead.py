@@ -1,8 +1,8 @@
 """What steps launch, compiled before there are any: a start's passes over steps of all sizes.
 
 Owns which steps stand for all others. Does not know kernels or how they are compiled aside
-(`octavo.ops.gpu.side_by_side`). Invariant: no state changes; a step that no pass stood for compiles what it needs when
-it is issued.
+(`octavo.ops.compile.side_by_side`). Invariant: no state changes; a step that no pass stood for compiles what it needs
+when it is issued.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def compile_ahead(
     Two large steps find out whether any is missing; if none is, that is all. told: see `side_by_side.Told`. limits:
     rows and tokens of a step, tokens of a request. num_threads: 0 means as many as processors.
     """
-    from octavo.ops.gpu import side_by_side  # needs Triton
+    from octavo.ops.compile import side_by_side  # needs Triton
 
     if not side_by_side.can_compile():
         return 0

@@ -1,6 +1,6 @@
 """Observers of logits: what a model gave, seen before sampling, for comparisons between runs.
 
-Owns the protocol and LogitsFold. Knows rows and request ids, not what is done with the folds. Invariant: an observer
+Owns the protocol and LogitsDigest. Knows rows and request ids, not what is done with the folds. Invariant: an observer
 changes nothing; without one a step does no work for it.
 """
 
@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from octavo.ops.fold import fold_rows
+from octavo.ops.digest import digest_rows
 from octavo.plan import IntArray, NewRow
 
 
@@ -24,7 +24,7 @@ class LogitsObserver(Protocol):
         """`logits` ([S, V] float32) choose the tokens at `positions` ([S]) of `rows` ([S]); they change afterwards."""
 
 
-class LogitsFold:
+class LogitsDigest:
     """A 64-bit fold of the logits per request and position."""
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class LogitsFold:
     def __call__(self, logits: torch.Tensor, rows: IntArray, positions: IntArray) -> None:
         """See LogitsObserver. The folds stay on the device until they are taken."""
         ids = [self._ids[row] for row in rows.tolist()]
-        self._seen.append((ids, positions.tolist(), fold_rows(logits)))
+        self._seen.append((ids, positions.tolist(), digest_rows(logits)))
 
     def take(self) -> dict[str, dict[int, int]]:
         """What was seen since the last call: sequence id -> position -> fold."""

@@ -18,18 +18,18 @@ import torch
 
 from octavo.attention.base import ForwardContext, forward_context
 from octavo.attention.mods import ModError
-from octavo.device.batch import Batch, InputBuffers, Layout, Work
+from octavo.cache.pool import KVCachePool
+from octavo.device.batch import Batch, BatchOrder, InputBuffers, StepShape
 from octavo.device.block_table import BlockTables
 from octavo.device.graphs import EAGER, GraphKey, GraphPool
 from octavo.device.request_table import RequestTable
-from octavo.kv_cache.pool import KVCachePool
 from octavo.model_state.base import ModelState
 from octavo.models.base import Model
+from octavo.ops.cache_write.zero_blocks import zero_blocks
+from octavo.ops.gemm import load_kernels
 from octavo.ops.inputs import commit_tokens
-from octavo.ops.matmul import load_kernels
-from octavo.ops.zero_blocks import zero_blocks
-from octavo.outputs import MOD_FAILED
 from octavo.plan import NO_INTS, IntArray, NewRow, StepPlan, StepResult
+from octavo.request.outputs import MOD_FAILED
 from octavo.sampling.logprobs import GroupLogprobs, prompt_chunks
 from octavo.sampling.rows import SampleBatch
 from octavo.sampling.sampler import Sampler
@@ -72,7 +72,7 @@ class Runner:
         self.model, self._model_state, self._pool = model, model_state, pool
         self._requests, self._tables, self._buffers, self._sampler = requests, tables, buffers, sampler
         self._graphs, self._max_model_len = graphs, max_model_len
-        self._lay_out = Layout(requests)
+        self._lay_out = BatchOrder(requests)
         self._padded: dict[GraphKey, Batch] = {}  # what the graphs read and fill
         self._turn = 0  # which of the two results the last step fills
         self._events = [torch.cuda.Event() for _ in range(2)] if buffers.turn.is_cuda else [None, None]  # of the turns
@@ -93,14 +93,14 @@ class Runner:
         """Capture the graphs that a start needs, or all where kernels are not compiled yet. Before the first step."""
         self._graphs.capture_first(
             self._record,
-            functools.partial(self._record, brief=True),
+            functools.partial(self._record, warmup_only=True),
             reserve=lambda key: self._prepare(self._batch_of(key)),
             load=self._load,
         )
         self._buffers.turn.zero_()
         if not self._graphs.missing_keys():
             return
-        from octavo.ops.gpu import launch  # needs Triton
+        from octavo.ops.compile import launch  # needs Triton
 
         while launch.has_compiled() and self.capture_next():  # no step is to wait for what else is to be compiled
             pass
@@ -121,11 +121,11 @@ class Runner:
 
     def rehearse(self, key: GraphKey) -> object:
         """See `compile_ahead.Rehearser`."""
-        return self._record(key, brief=True)
+        return self._record(key, warmup_only=True)
 
     def rehearse_writes(self) -> object:
         """See `compile_ahead.Rehearser`."""
-        from octavo.ops.gpu.staged_write import WORDS_PER_RUN, RunWriter  # needs Triton
+        from octavo.ops.inputs.staged_write_gpu import WORDS_PER_RUN, RunWriter  # needs Triton
 
         return RunWriter()(torch.zeros(2 * WORDS_PER_RUN, dtype=torch.int32, pin_memory=True), 1, 1)
 
@@ -133,7 +133,7 @@ class Runner:
         """See `compile_ahead.Rehearser`."""
         rows, tokens, query_len, seq_len, every = shape
         batch = self._buffers.view(rows, tokens, query_len, seq_len, rows, every=every)
-        hidden = self._forward(batch, for_capture=False, brief=True)
+        hidden = self._forward(batch, for_capture=False, warmup_only=True)
         logits = self.model.logits(hidden[:rows])
         self._sampler.rehearse(logits, batch.rows, batch.next_positions)
         if every:
@@ -184,7 +184,7 @@ class Runner:
             return self._issue_sound(plan.step, work, error)
 
     def _issue_work(
-        self, step: int, work: Work, failed: Mapping[int, str] | None = None, unsampled: IntArray = NO_INTS
+        self, step: int, work: StepShape, failed: Mapping[int, str] | None = None, unsampled: IntArray = NO_INTS
     ) -> PendingStep:
         """Issue what a step computes. failed, unsampled: see PendingStep."""
         scores = not self._prompt_logprobs.keys().isdisjoint(work.rows.tolist()) and not work.is_decode
@@ -217,7 +217,7 @@ class Runner:
             unsampled=unsampled,
         )  # fmt: skip
 
-    def _issue_sound(self, step: int, work: Work, error: ModError) -> PendingStep:
+    def _issue_sound(self, step: int, work: StepShape, error: ModError) -> PendingStep:
         """A step some of whose rows' mods fail, without these rows: they end, the others' bits are as ever.
 
         What the first try has stored of K and V is stored again.
@@ -231,7 +231,7 @@ class Runner:
             return self._issue_work(step, work.only(sound), failed, unsampled)
         return PendingStep(step, self._buffers.results[0, :0], failed=failed, unsampled=unsampled)
 
-    def _find_failing(self, work: Work, places: IntArray, error: ModError) -> list[int]:
+    def _find_failing(self, work: StepShape, places: IntArray, error: ModError) -> list[int]:
         """Which of the entries at `places`, which fail with `error` together, fail alone. Nothing is committed."""
         if len(places) == 1:
             _LOG.error("a request ends: %s", error)
@@ -290,14 +290,14 @@ class Runner:
             assert wanted is not None, "a row that owes prompt log-probabilities was asked for them"
             self._prompt_logprobs[new.row] = _PromptLogprobs(new.prompt_logprobs_start, new.num_prompt, wanted)
 
-    def _record(self, key: GraphKey, *, brief: bool = False) -> torch.Tensor:
+    def _record(self, key: GraphKey, *, warmup_only: bool = False) -> torch.Tensor:
         """Issue what a graph holds: a step up to its hidden states, or a whole decode step.
 
         That gives its logits, or where there are none its hidden states. brief: some layers may be left out, see
         ForwardContext.
         """
         batch = self._batch_of(key)
-        hidden = self._forward(batch, for_capture=True, brief=brief)
+        hidden = self._forward(batch, for_capture=True, warmup_only=warmup_only)
         if not key.is_decode:
             return hidden
         if not key.gives_logits:
@@ -326,13 +326,13 @@ class Runner:
         self._buffers.gather(batch)
         return self._model_state.prepare(batch, for_capture=for_capture)
 
-    def _forward(self, batch: Batch, *, for_capture: bool, brief: bool = False) -> torch.Tensor:
+    def _forward(self, batch: Batch, *, for_capture: bool, warmup_only: bool = False) -> torch.Tensor:
         context = self._prepare(batch, for_capture=for_capture)
-        context.brief = brief
+        context.warmup_only = warmup_only
         with forward_context(context):
             return self.model.forward(batch.input_ids, batch.positions)
 
-    def _sample(self, work: Work, batch: Batch, hidden: torch.Tensor) -> list[GroupLogprobs]:
+    def _sample(self, work: StepShape, batch: Batch, hidden: torch.Tensor) -> list[GroupLogprobs]:
         """Sample and commit. Gives the log-probabilities that rows asked for. hidden: what the batch asks for."""
         num_samples = len(work.sampling)
         if not num_samples:
@@ -351,11 +351,11 @@ class Runner:
         self._take_back(output.held)
         return output.logprobs
 
-    def _show(self, work: Work, logits: torch.Tensor) -> None:
+    def _show(self, work: StepShape, logits: torch.Tensor) -> None:
         for observe in self._observers:
             observe(logits, work.rows[work.sampling], work.seq_lens[work.sampling])
 
-    def _sample_again(self, work: Work, logits: torch.Tensor) -> list[GroupLogprobs]:
+    def _sample_again(self, work: StepShape, logits: torch.Tensor) -> list[GroupLogprobs]:
         """After a graph has sampled as if all rows were plain: replace its tokens where some are not.
 
         logits: [R and padding, vocab_size].
@@ -371,7 +371,7 @@ class Runner:
         self._take_back(output.held)
         return output.logprobs
 
-    def _sample_batch(self, work: Work, batch: Batch, at: torch.Tensor) -> SampleBatch:
+    def _sample_batch(self, work: StepShape, batch: Batch, at: torch.Tensor) -> SampleBatch:
         return SampleBatch(
             rows=batch.rows.index_select(0, at),
             positions=batch.next_positions.index_select(0, at),
@@ -388,7 +388,7 @@ class Runner:
         if len(held):
             self._lay_out.take_back(held)
 
-    def _collect_prompt_logprobs(self, work: Work, hidden: torch.Tensor) -> dict[int, list[GroupLogprobs]]:
+    def _collect_prompt_logprobs(self, work: StepShape, hidden: torch.Tensor) -> dict[int, list[GroupLogprobs]]:
         """The hidden state at position p scores the prompt's token p + 1."""
         collected: dict[int, list[GroupLogprobs]] = {}
         for entry, row in enumerate(work.rows.tolist()):

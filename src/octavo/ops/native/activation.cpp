@@ -2,7 +2,7 @@
 //
 // Element by element and without fused multiply-adds, so neither the place of an element nor the vector width shows,
 // and gated_activation_reference has the same bits.
-#include "operators.h"
+#include "include/operators.h"
 
 namespace octavo {
 

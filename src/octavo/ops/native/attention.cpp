@@ -1,4 +1,4 @@
-// Attention over the paged cache, prefill and decode alike (octavo/ops/attention.py).
+// Attention over the paged cache, prefill and decode alike (octavo/ops/attention/__init__.py).
 //
 // A task is (row, kv head, up to MAX_ROWS query rows); a query row is one (query, head) pair of the kv head's group.
 // Per leaf of LEAF tokens an online softmax over tiles of TILE tokens, both counted from position 0; leaves are folded
@@ -8,8 +8,8 @@
 #include <cmath>
 #include <vector>
 
-#include "attention_rows.h"
-#include "operators.h"
+#include "include/attention_rows.h"
+#include "include/operators.h"
 
 namespace octavo {
 namespace {

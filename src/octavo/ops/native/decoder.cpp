@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "operators.h"
+#include "include/operators.h"
 
 namespace octavo {
 namespace {
@@ -57,7 +57,7 @@ void* buffer(Scratch& scratch, const Tokens& tokens, int64_t width) {
     return scratch.bytes(tokens.count * width * (tokens.dtype == F32 ? 4 : 2));
 }
 
-void enter_attention(const DecoderLayer& layer, const LayerCache& cache, const int64_t* slots, const Tokens& tokens,
+void pre_attention(const DecoderLayer& layer, const LayerCache& cache, const int64_t* slots, const Tokens& tokens,
                      Rows x, Rows residual, void* residual_out, void* q_out) {
     static thread_local Scratch normed_scratch, qkv_scratch;
     void* normed = buffer(normed_scratch, tokens, layer.qkv->k);
@@ -71,7 +71,7 @@ void enter_attention(const DecoderLayer& layer, const LayerCache& cache, const i
                               1.0f, nullptr, nullptr, tokens.dtype, tokens.dtype);
 }
 
-void leave_attention(const DecoderLayer& layer, const Tokens& tokens, const void* attended, Rows residual,
+void post_attention(const DecoderLayer& layer, const Tokens& tokens, const void* attended, Rows residual,
                      void* residual_out, void* out) {
     static thread_local Scratch gate_up_scratch, inner_scratch;
     const int64_t size = layer.output->n;
@@ -116,7 +116,7 @@ OCTAVO_API void octavo_enter_attention(const octavo::DecoderLayer* layer, const 
                                        const int64_t* slots, const int64_t* positions, const void* x, int64_t x_stride,
                                        const void* residual, int64_t residual_stride, void* residual_out, void* q_out,
                                        int64_t num_tokens, int32_t dtype) {
-    octavo::enter_attention(*layer, *cache, slots, {positions, num_tokens, dtype}, {x, x_stride},
+    octavo::pre_attention(*layer, *cache, slots, {positions, num_tokens, dtype}, {x, x_stride},
                             {residual, residual_stride}, residual_out, q_out);
 }
 
@@ -124,7 +124,7 @@ OCTAVO_API void octavo_enter_attention(const octavo::DecoderLayer* layer, const 
 OCTAVO_API void octavo_leave_attention(const octavo::DecoderLayer* layer, const void* attended, const void* residual,
                                        int64_t residual_stride, void* residual_out, void* out, int64_t num_tokens,
                                        int32_t dtype) {
-    octavo::leave_attention(*layer, {nullptr, num_tokens, dtype}, attended, {residual, residual_stride}, residual_out,
+    octavo::post_attention(*layer, {nullptr, num_tokens, dtype}, attended, {residual, residual_stride}, residual_out,
                             out);
 }
 
@@ -148,7 +148,7 @@ OCTAVO_API void octavo_decode(const octavo::DecoderLayer* layers, const octavo::
         void* q = buffer(q_scratch, tokens, layer.num_heads * layer.head_size);
         void* attended = buffer(attended_scratch, tokens, layer.num_heads * layer.head_size);
         if (last_tokens && i == num_layers - 1) {  // of the others nobody needs more than K and V
-            enter_attention(*last_keys, caches[i], group.slots, tokens, left, before, residual, q);
+            pre_attention(*last_keys, caches[i], group.slots, tokens, left, before, residual, q);
             const void* stream = i == 0 ? x : residual;
             tokens.count = group.num_rows, group.query_start = last_start;
             tokens.positions = gather(last_scratch[0], last_tokens, tokens.count, positions);
@@ -157,9 +157,9 @@ OCTAVO_API void octavo_decode(const octavo::DecoderLayer* layers, const octavo::
                                size * (dtype == F32 ? 4 : 2));
             before = {nullptr, 0};
         }
-        enter_attention(layer, caches[i], group.slots, tokens, left, before, residual, q);
+        pre_attention(layer, caches[i], group.slots, tokens, left, before, residual, q);
         attend(layer, caches[i], group, tokens, q, attended);
-        leave_attention(layer, tokens, attended, before.data ? Rows{residual, size} : left, residual, now);
+        post_attention(layer, tokens, attended, before.data ? Rows{residual, size} : left, residual, now);
         left = {now, size}, before = {residual, size};
     }
     octavo_rms_norm(left.data, size, before.data, size, norm, out, residual, tokens.count, size, eps, dtype);

@@ -1,7 +1,7 @@
 // The two limits of this processor that operators are measured against: streaming reads and register FMAs.
 #include <atomic>
 
-#include "vec.h"
+#include "include/vec.h"
 
 namespace octavo {
 

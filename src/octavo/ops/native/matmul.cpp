@@ -3,8 +3,8 @@
 // Few rows (at most one register tile): weights are streamed once, widened in registers. More rows: rows are copied
 // into tiles of blocks, a block of each panel is widened to float32 once, and tiles run over it, partial chains resting in
 // float32 between blocks of k. Invariant: both walk the chain of panels.h, so a row's bits know neither path nor tile.
-#include "operators.h"
-#include "panels.h"
+#include "include/operators.h"
+#include "include/panels.h"
 
 namespace octavo {
 
@@ -127,7 +127,7 @@ static StreamRange stream_for(const Weight& weight, int rows) {
     return stream_for<Int8Panel, MAX_TILE>(rows);
 }
 
-static void few_rows(const Call& call, const void* x, int64_t stride, int32_t dtype, int rows) {
+static void few_row_tile(const Call& call, const void* x, int64_t stride, int32_t dtype, int rows) {
     const Weight& weight = *call.weight;
     Few few{static_cast<const float*>(x), KC};
     if (rows > 1 || dtype != F32) {
@@ -324,7 +324,7 @@ OCTAVO_API void octavo_linear(const void* x, int64_t x_stride, int64_t m, const 
     using namespace octavo;
     const Call call{weight, bias, out, out_stride, out_dtype};
     if (m <= 0 || weight->n <= 0) return;
-    if (m <= MAX_TILE) few_rows(call, x, x_stride, x_dtype, int(m));
+    if (m <= MAX_TILE) few_row_tile(call, x, x_stride, x_dtype, int(m));
     else many_rows(call, x, x_stride, x_dtype, m);
 }
 

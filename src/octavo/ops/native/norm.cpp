@@ -5,7 +5,7 @@
 // evaluates it in torch with the same bits. No fused multiply-add anywhere in this file.
 #include <cmath>
 
-#include "operators.h"
+#include "include/operators.h"
 
 namespace octavo {
 

@@ -1,7 +1,7 @@
 // Packs a weight [N, K] into panels (panels.h), quantizing to int8 on the way where asked.
 #include <cmath>
 
-#include "panels.h"
+#include "include/panels.h"
 
 namespace octavo {
 

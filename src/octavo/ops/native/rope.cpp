@@ -1,11 +1,11 @@
-// One pass per token over the qkv projection: q/k RMS norm, rotation, store of K and V (octavo/ops/rope.py).
+// One pass per token over the qkv projection: q/k RMS norm, rotation, store of K and V (octavo/ops/rope/__init__.py).
 //
 // A head is worked on alone, in float32: norm (sum of squares in the fixed 16-lane tree), one rounding to the dtype,
 // rotation without fused multiply-add, one rounding. A token's result does not depend on its neighbours.
 #include <algorithm>
 #include <cmath>
 
-#include "operators.h"
+#include "include/operators.h"
 
 namespace octavo {
 namespace {

@@ -6,7 +6,7 @@
 #include <sys/mman.h>
 #endif
 
-#include "vec.h"
+#include "include/vec.h"
 
 namespace octavo {
 

@@ -1,4 +1,4 @@
-// Row-wise kernels over float32 logits (octavo/ops/sample.py, which states the recipe of the random stream).
+// Row-wise kernels over float32 logits (octavo/ops/sampling/__init__.py, which states the recipe of the random stream).
 //
 // Rows are spread over threads, a row is never cut, and every sum runs in an order that only the vocabulary's size
 // decides. Ties go to the lower token id.
@@ -6,7 +6,7 @@
 #include <cmath>
 #include <vector>
 
-#include "vec.h"
+#include "include/vec.h"
 
 namespace octavo {
 namespace {

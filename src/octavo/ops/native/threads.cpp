@@ -11,7 +11,7 @@
 #include <pthread.h>
 #endif
 
-#include "vec.h"
+#include "include/vec.h"
 
 namespace octavo {
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from octavo.request.thinking import HARMONY
 from octavo.serve.parsers.base import Tape
-from octavo.thinking import HARMONY
 
 _START, _CHANNEL, _MESSAGE, _CALL = "<|start|>", "<|channel|>", "<|message|>", "<|call|>"
 _ENDS = ["<|end|>", "<|return|>", _CALL, _START, _CHANNEL]

@@ -11,11 +11,11 @@ import dataclasses
 from collections.abc import Callable, Collection
 
 from octavo.registry import Registry
+from octavo.request.thinking import MARKS
 from octavo.serve.parsers.base import Delta
 from octavo.serve.parsers.reasoning import Reasoning
 from octavo.serve.parsers.tools.base import ToolParser
 from octavo.serve.parsers.tools.forced import Named, Required
-from octavo.thinking import MARKS
 
 _TOOLS, _REASONING = "octavo.serve.parsers.tools", "octavo.serve.parsers"
 # vLLM's names

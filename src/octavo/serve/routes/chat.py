@@ -14,13 +14,10 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
-from octavo.outputs import CompletionOutput, FlatLogprobs, RequestOutput
-from octavo.sampling_params import SamplingParams, num_kept
-from octavo.serve import json_pieces
-from octavo.serve.answer import Answer, Answers, plan_answers
-from octavo.serve.errors import bad_request, renaming
-from octavo.serve.exchange import Exchange
-from octavo.serve.generation import (
+from octavo.request.outputs import CompletionOutput, FlatLogprobs, RequestOutput
+from octavo.request.sampling_params import SamplingParams, num_kept
+from octavo.serve.api.answer import Answer, Answers, plan_answers
+from octavo.serve.api.generation import (
     Prompt,
     Run,
     TokenCounter,
@@ -31,13 +28,10 @@ from octavo.serve.generation import (
     render_chat,
     send,
 )
-from octavo.serve.grammar import form_names, from_request
-from octavo.serve.json_pieces import array, joined, with_fields
-from octavo.serve.legacy import with_tools
-from octavo.serve.logprobs import TokenTexts, chat_logprobs
-from octavo.serve.protocol import ChatRequest, Parsed, StreamOptions, read
-from octavo.serve.routes.completions import DONE, END, check_stream_options, follow_settings
-from octavo.serve.shapes import (
+from octavo.serve.api.legacy import with_tools
+from octavo.serve.api.logprobs import TokenTexts, chat_logprobs
+from octavo.serve.api.protocol import ChatRequest, Parsed, StreamOptions, read
+from octavo.serve.api.shapes import (
     ChatChoice,
     ChatChunkChoice,
     ChatCompletion,
@@ -46,6 +40,12 @@ from octavo.serve.shapes import (
     ChatMessage,
     joined_call,
 )
+from octavo.serve.errors import bad_request, renaming
+from octavo.serve.http import json_pieces
+from octavo.serve.http.exchange import Exchange
+from octavo.serve.http.json_pieces import array, joined, with_fields
+from octavo.serve.routes.completions import DONE, END, check_stream_options, follow_settings
+from octavo.serve.sandbox.grammar import form_names, from_request
 from octavo.serve.state import ServeState
 
 

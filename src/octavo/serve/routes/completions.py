@@ -13,12 +13,9 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from octavo.outputs import CompletionOutput, FlatLogprobs, LogprobsDict, RequestOutput
-from octavo.sampling_params import SamplingParams, num_kept
-from octavo.serve import json_pieces
-from octavo.serve.errors import bad_request, renaming
-from octavo.serve.exchange import Exchange
-from octavo.serve.generation import (
+from octavo.request.outputs import CompletionOutput, FlatLogprobs, LogprobsDict, RequestOutput
+from octavo.request.sampling_params import SamplingParams, num_kept
+from octavo.serve.api.generation import (
     COMPLETION_TOKENS,
     Prompt,
     Run,
@@ -30,12 +27,15 @@ from octavo.serve.generation import (
     read_prompts,
     send,
 )
-from octavo.serve.grammar import form_names, from_request
-from octavo.serve.json_pieces import array, joined, with_fields
-from octavo.serve.logprobs import Offsets, TokenTexts, completion_logprobs
-from octavo.serve.protocol import Common, CompletionRequest, Parsed, StreamOptions, read
+from octavo.serve.api.logprobs import Offsets, TokenTexts, completion_logprobs
+from octavo.serve.api.protocol import Common, CompletionRequest, Parsed, StreamOptions, read
+from octavo.serve.api.shapes import Completion, CompletionChoice
+from octavo.serve.errors import bad_request, renaming
+from octavo.serve.http import json_pieces
+from octavo.serve.http.exchange import Exchange
+from octavo.serve.http.json_pieces import array, joined, with_fields
+from octavo.serve.sandbox.grammar import form_names, from_request
 from octavo.serve.settings import ServeConfig
-from octavo.serve.shapes import Completion, CompletionChoice
 from octavo.serve.state import ServeState
 
 END = b"\n\n"

@@ -12,14 +12,23 @@ from typing import Any
 
 import msgspec
 
-from octavo.outputs import CompletionOutput, RequestOutput
-from octavo.sampling_params import ParameterError, SamplingParams
-from octavo.serve.answer import Parts, plan_answers
+from octavo.request.outputs import CompletionOutput, RequestOutput
+from octavo.request.sampling_params import ParameterError, SamplingParams
+from octavo.serve.api.answer import Parts, plan_answers
+from octavo.serve.api.generation import (
+    Run,
+    TokenCounter,
+    check_options,
+    drive,
+    make_params,
+    make_run,
+    render_chat,
+    send,
+)
+from octavo.serve.api.protocol import ChatRequest, Parsed, ResponsesRequest, read
 from octavo.serve.errors import ApiError, bad_request, renaming
-from octavo.serve.exchange import Exchange
-from octavo.serve.generation import Run, TokenCounter, check_options, drive, make_params, make_run, render_chat, send
-from octavo.serve.grammar import client_names, from_response_format
-from octavo.serve.protocol import ChatRequest, Parsed, ResponsesRequest, read
+from octavo.serve.http.exchange import Exchange
+from octavo.serve.sandbox.grammar import client_names, from_response_format
 from octavo.serve.state import ServeState
 
 _SAMPLING = frozenset({"temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty",

@@ -10,11 +10,11 @@ import functools
 from importlib import resources
 
 import octavo
+from octavo.serve.api.shapes import ModelCard, ModelList
+from octavo.serve.engine.refusals import EngineDeadError
 from octavo.serve.errors import ApiError, not_ready
-from octavo.serve.exchange import Exchange
+from octavo.serve.http.exchange import Exchange
 from octavo.serve.metrics import CONTENT_TYPE
-from octavo.serve.refusals import EngineDeadError
-from octavo.serve.shapes import ModelCard, ModelList
 from octavo.serve.state import ServeState
 
 # The page is one file: its scripts and styles are inline, and it may talk to nobody but this server.

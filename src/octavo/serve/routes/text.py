@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from octavo.sampling_params import ParameterError
+from octavo.request.sampling_params import ParameterError
+from octavo.serve.api.generation import Prompt, read_text, render_chat
+from octavo.serve.api.protocol import DetokenizeRequest, TokenizeRequest, read
+from octavo.serve.api.tools import check_tools
 from octavo.serve.errors import bad_request
-from octavo.serve.exchange import Exchange
-from octavo.serve.generation import Prompt, read_text, render_chat
-from octavo.serve.protocol import DetokenizeRequest, TokenizeRequest, read
+from octavo.serve.http.exchange import Exchange
 from octavo.serve.state import ServeState
-from octavo.serve.tools import check_tools
 
 _NOTHING: frozenset[str] = frozenset()
 MAX_TOKENS = 1 << 20  # of a list to detokenize

@@ -1,0 +1,238 @@
+"""Engine benchmarks: named workloads on named shapes, each figure beside its physical limit.
+
+Owns the workloads and the shapes (dummy weights: good for speed, never for correctness). Measures the machine's limits
+in the same run. Does not judge. Invariant: the last line of output is one JSON document with everything above it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from octavo.bench import gpu_engine as gpu_benchmark
+from octavo.cli.flags import Parser
+from octavo.llm import LLM
+from octavo.request.sampling_params import SamplingParams
+from octavo.startup import probe
+
+_QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "hidden_act": "silu",
+    "attention_bias": False,
+}
+
+
+def _shape(
+    hidden: int, layers: int, heads: int, kv_heads: int, head: int, ff: int, vocab: int, *, tied: bool
+) -> dict[str, Any]:
+    return _QWEN3 | {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head,
+        "intermediate_size": ff,
+        "vocab_size": vocab,
+        "tie_word_embeddings": tied,
+    }
+
+
+SHAPES = {
+    "tiny": _shape(256, 4, 4, 2, 64, 768, 4096, tied=True),
+    "0.6b-cpu": _shape(1024, 28, 16, 8, 128, 3072, 32000, tied=True),
+    "0.6b": _shape(1024, 28, 16, 8, 128, 3072, 151936, tied=True),
+    "8b": _shape(4096, 36, 32, 8, 128, 12288, 151936, tied=False),
+}
+
+
+@contextlib.contextmanager
+def dummy_model(shape: str, **fields: Any) -> Iterator[LLM]:
+    """An engine on random weights of a named shape."""
+    with tempfile.TemporaryDirectory(prefix="octavo-bench-") as folder:
+        Path(folder, "config.json").write_text(json.dumps(SHAPES[shape]))
+        with LLM(folder, load_format="dummy", **fields) as llm:
+            yield llm
+
+
+def _prompts(count: int, low: int, high: int, vocab: int, seed: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(vocab) for _ in range(rng.randint(low, high))] for _ in range(count)]
+
+
+def _fixed(num_output: int, **fields: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=num_output, ignore_eos=True, detokenize=False, temperature=0.0, **fields)
+
+
+def throughput(shape: str, fields: dict[str, Any]) -> dict[str, float]:
+    """32 prompts of 64 to 256 tokens, 64 out, all at once."""
+    prompts = _prompts(32, 64, 256, SHAPES[shape]["vocab_size"], 1)
+    with dummy_model(shape, enable_prefix_caching=False, **fields) as llm:
+        llm.generate(prompts[:2], _fixed(2), use_tqdm=False)
+        before, started = llm.engine.times.copy(), time.perf_counter()
+        llm.generate(prompts, _fixed(64), use_tqdm=False)
+        seconds = time.perf_counter() - started
+        host = llm.engine.times.since(before).per_step()
+    num_input = sum(map(len, prompts))
+    return {
+        "output_tok_s": 32 * 64 / seconds,
+        "all_tok_s": (num_input + 32 * 64) / seconds,
+        "seconds": seconds,
+        "gflop_s": _flops(shape, num_input + 32 * 64, 32 * 64) / seconds / 1e9,
+        **_host(host),
+    }
+
+
+def latency(shape: str, fields: dict[str, Any]) -> dict[str, float]:
+    """One prompt of 128, 64 out: time to the first token, then the rate of the rest; medians of three."""
+    first_times, rates = [], []
+    with dummy_model(shape, enable_prefix_caching=False, **fields) as llm:
+        prompts = _prompts(4, 128, 128, SHAPES[shape]["vocab_size"], 2)
+        llm.generate(prompts[:1], _fixed(4), use_tqdm=False)
+        before = llm.engine.times.copy()
+        for prompt in prompts[1:]:
+            started = time.perf_counter()
+            stream = llm.stream(prompt, _fixed(64))
+            next(stream)
+            first = time.perf_counter()
+            for _ in stream:
+                pass
+            first_times.append(first - started)
+            rates.append(63 / (time.perf_counter() - first))
+        host = llm.engine.times.since(before).per_step()
+        step_bytes = llm.engine.memory.weight_bytes
+    rate = statistics.median(rates)
+    return {
+        "first_token_s": statistics.median(first_times),
+        "decode_tok_s": rate,
+        "weight_gb_s": rate * step_bytes / 1e9,
+        **_host(host),
+    }
+
+
+def prefix(shape: str, fields: dict[str, Any]) -> dict[str, float]:
+    """16 prompts that share 512 of 544 tokens, 16 out: with an empty prefix cache at first, and without one."""
+    shared = _prompts(1, 512, 512, SHAPES[shape]["vocab_size"], 3)[0]
+    prompts = [shared + tail for tail in _prompts(16, 32, 32, SHAPES[shape]["vocab_size"], 4)]
+    seconds = {}
+    for name, caching in (("cold_with_cache_s", True), ("without_cache_s", False)):
+        with dummy_model(shape, enable_prefix_caching=caching, **fields) as llm:
+            llm.generate(_prompts(1, 16, 16, 1000, 5), _fixed(2), use_tqdm=False)
+            started = time.perf_counter()
+            llm.generate(prompts, _fixed(16), use_tqdm=False)
+            seconds[name] = time.perf_counter() - started
+    return seconds
+
+
+def start(shape: str, fields: dict[str, Any]) -> dict[str, float]:
+    """Process start to the first byte of text from the bundled model, a new process each time; median of five."""
+    del shape, fields  # the bundled model as a user meets it
+    command = [sys.executable, "-m", "octavo", "generate", "def fib(n):", "--max-tokens", "8", "--temperature", "0"]
+    times = []
+    for _ in range(5):
+        started = time.perf_counter()
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+            assert process.stdout is not None, "the pipe was asked for"
+            process.stdout.read(1)
+            times.append(time.perf_counter() - started)
+            process.stdout.read()
+    return {"first_byte_s": statistics.median(times)}
+
+
+WORKLOADS = {"throughput": throughput, "latency": latency, "prefix": prefix, "start": start}
+
+
+def _flops(shape: str, num_tokens: int, num_logits: int) -> float:
+    """Operations of the matrix products: 2 per weight and token, the output projection where tokens are sampled."""
+    facts = SHAPES[shape]
+    q_size, kv_size = (facts[key] * facts["head_dim"] for key in ("num_attention_heads", "num_key_value_heads"))
+    layer = facts["hidden_size"] * (2 * q_size + 2 * kv_size + 3 * facts["intermediate_size"])
+    head = facts["hidden_size"] * facts["vocab_size"]
+    return 2.0 * (num_tokens * layer * facts["num_hidden_layers"] + num_logits * head)
+
+
+def _host(per_step: dict[str, float]) -> dict[str, float]:
+    """Microseconds of host work per step outside the worker."""
+    return {f"host_{name}_us": value for name, value in per_step.items() if name not in ("issue", "wait")}
+
+
+def machine_limits() -> dict[str, float]:
+    """What this machine can do at most, now, with the engine's threads: GB/s of streaming reads, float32 GFLOP/s."""
+    from octavo.ops import native
+    from octavo.ops.native.limits import measure_limits
+
+    if not native.available():
+        return {}
+    read, fma = measure_limits()
+    return {"read_gb_s": read, "fma_gflop_s": fma}
+
+
+def _limit(name: str, row: dict[str, float], limits: dict[str, float]) -> str:
+    """The row's distance to the limit, in words; empty where none applies."""
+    if name == "throughput" and "fma_gflop_s" in limits:
+        return f"{row['gflop_s'] / limits['fma_gflop_s']:.0%} of {limits['fma_gflop_s']:.0f} GFLOP/s"
+    if name == "latency" and "read_gb_s" in limits:
+        return f"{row['weight_gb_s'] / limits['read_gb_s']:.0%} of {limits['read_gb_s']:.1f} GB/s"
+    return ""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run workloads and print a table, then JSON lines; the last one holds everything."""
+    parser = Parser(prog="octavo bench engine", description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny")
+    workloads = dict.fromkeys((*WORKLOADS, *gpu_benchmark.WORKLOADS, "all", "none"))  # some run on either device
+    parser.add_argument("--workload", choices=list(workloads), default="all")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--quantization", choices=["int8"])
+    parser.add_argument("--numerics", choices=["reproducible", "fast"], default="reproducible")
+    parser.add_argument("--attention-backend", help="as the engine's setting of this name; without it, its own choice")
+    parser.add_argument("--async-scheduling", action="store_true")
+    parser.add_argument("--profile", action="store_true", help="on a GPU: where a decode step's time goes")
+    parser.add_argument(
+        "--timeline", type=Path, help="on a GPU: a file for what a few decode steps do (tools/draw_timeline.py)"
+    )
+    arguments = parser.parse_args(argv)
+    on_gpu = arguments.device != "cpu" and bool(probe.device_facts(arguments.device).cuda)
+    fields: dict[str, Any] = {
+        "device": "cuda" if on_gpu else "cpu",
+        "dtype": arguments.dtype or ("bfloat16" if on_gpu else "float32"),
+        "quantization": arguments.quantization,
+        "numerics": arguments.numerics,
+    }
+    if arguments.attention_backend:
+        fields["attention_config"] = {"backend": arguments.attention_backend}
+    if arguments.async_scheduling:
+        fields["async_scheduling"] = True
+    known = gpu_benchmark.WORKLOADS if on_gpu else WORKLOADS
+    names = {"all": list(known), "none": []}.get(arguments.workload, [arguments.workload])
+    if not set(names) <= set(known):
+        parser.error(f"--workload {names[0]} does not run on {fields['device']}: known are {', '.join(known)}")
+    document = {"shape": arguments.shape, **fields}
+    if on_gpu:
+        run = gpu_benchmark.Run(arguments.shape, SHAPES[arguments.shape], fields, dummy_model)
+        return gpu_benchmark.report(run, names, document, profile=arguments.profile, timeline=arguments.timeline)
+    limits = machine_limits()
+    results = {}
+    for name in names:
+        row = WORKLOADS[name](arguments.shape, fields)
+        results[name] = row
+        print(f"{arguments.shape} {fields['dtype']} {arguments.quantization or ''} {name}: {_limit(name, row, limits)}")
+        for key, value in row.items():
+            print(f"  {key:24} {value:12.3f}")
+    document["machine"] = platform.processor() or platform.machine()
+    print(json.dumps(document | {"limits": limits, "results": results}))
+    return 0

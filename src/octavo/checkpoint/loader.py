@@ -1,0 +1,288 @@
+"""Loading: from a checkpoint's tensors, or from nothing, to a model that runs.
+
+Owns the match of checkpoint names to a model's parameters, the order of work, and dummy weights. Does not
+know a family (the model brings its weight map) or a file format (Checkpoint). Invariant: a load ends with
+every parameter filled and every tensor of the checkpoint used or named as ignored; anything else is refused
+before data is read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import logging
+import math
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import nn
+
+from octavo.checkpoint.arch import Arch
+from octavo.checkpoint.cache_scales import give_stored_scales, scale_names
+from octavo.checkpoint.safetensors import DTYPES, Checkpoint
+from octavo.layers.base import Layer
+from octavo.models import ARCHITECTURES
+from octavo.models.base import Model
+
+_LOG = logging.getLogger(__name__)
+
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
+DUMMY_STD = 0.02
+_FINITE_CHUNK = 1 << 18  # elements: half a megabyte stays in the cache
+_DUMMY_BLOCK = (1 << 22) - 3  # elements; odd, so that rows of a tiled weight differ
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Target:
+    """Where one tensor of a checkpoint goes: rows start .. start + shape[0] of a parameter."""
+
+    parameter: str
+    start: int
+    shape: tuple[int, ...]
+
+
+def load_model(
+    arch: Arch,
+    folder: Path | None,
+    dtype: torch.dtype,
+    quantization: str | None = None,
+    load_format: str = "auto",
+    device: torch.device | None = None,
+    seed: int = 0,
+    *,
+    check_finite: bool = True,
+) -> Model:
+    """Build `arch`'s model on the meta device and fill it, tensor by tensor.
+
+    `folder` holds the safetensors files; `load_format="dummy"` needs none (normal weights of standard
+    deviation 0.02 from `seed`, norms of one). `dtype`: of activations and of weights before packing.
+    `arch.max_position` sizes the rotary tables: lower it with `dataclasses.replace` to the longest sequence
+    that will be run. Matrices stored as bfloat16 stay so under `dtype=torch.float32`: products widen them
+    exactly, and half the bytes are read. `check_finite=False` skips the search for NaN and Inf.
+
+    Peak memory: the packed weights, plus the parameters of layers that are half read and one buffer for each shape of
+    parameter (together about two decoder layers, or the output head where that is larger), plus one tensor as stored
+    where its dtype is not the one wanted. Raises ValueError, one line, for a checkpoint that does not fit.
+    """
+    if load_format not in LOAD_FORMATS:
+        raise ValueError(f"unknown load_format {load_format!r}: known are {', '.join(LOAD_FORMATS)}")
+    began = time.perf_counter()
+    model = cast(nn.Module, ARCHITECTURES.resolve(arch.name)(arch, dtype))
+    filler = _Filler(model, quantization, device or torch.device("cpu"))
+    if load_format == "dummy":
+        _fill_dummy(model, filler, seed)
+    elif folder is None:
+        raise ValueError(f"load_format={load_format!r} needs a model folder; 'dummy' does without")
+    else:
+        _fill_from_folder(model, filler, folder, check_finite)
+    filler.finish()
+    _LOG.info("%s: weights ready in %.2f s", arch.name, time.perf_counter() - began)
+    return cast(Model, model)
+
+
+class _Filler:
+    """Hands out memory for a model's parameters, and finalizes each layer as soon as all of its own are filled.
+
+    Memory that a layer has packed serves the next parameter of the same shape: fresh pages cost more than the copy.
+    """
+
+    def __init__(self, model: nn.Module, quantization: str | None, device: torch.device) -> None:
+        self._quantization = quantization
+        self.device = device
+        self._layers = {path: module for path, module in model.named_modules() if isinstance(module, Layer)}
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._spare: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
+        self._missing: dict[str, int] = {}  # parameter -> rows still to come
+        self._waiting: dict[str, set[str]] = {}  # layer -> names of its parameters that are not complete
+        for path, layer in self._layers.items():
+            for name, parameter in layer.named_parameters(recurse=False):
+                self._missing[f"{path}.{name}"] = parameter.shape[0]
+                self._waiting.setdefault(path, set()).add(name)
+
+    def keep_bfloat16(self, parameter: str) -> None:
+        """Declare `parameter`, all of it stored as bfloat16, bfloat16, if its layer is free to."""
+        path, _, name = parameter.rpartition(".")
+        layer = self._layers[path]
+        if name in layer.widens_exactly:
+            layer.declare(name, tuple(layer.get_parameter(name).shape), torch.bfloat16)
+
+    def rows(self, parameter: str, start: int, count: int) -> torch.Tensor:
+        """The memory of rows start .. start + count of `parameter`, to be filled; then call `filled`."""
+        if parameter not in self._buffers:
+            path, _, name = parameter.rpartition(".")
+            declared = self._layers[path].get_parameter(name)
+            spare = self._spare.pop((declared.shape, declared.dtype), None)
+            self._buffers[parameter] = _empty(declared, self.device) if spare is None else spare
+        return self._buffers[parameter][start : start + count]
+
+    def filled(self, parameter: str, count: int) -> None:
+        """`count` more rows of `parameter` have their values."""
+        self._missing[parameter] -= count
+        if self._missing[parameter]:
+            return
+        path, _, name = parameter.rpartition(".")
+        layer = self._layers[path]
+        layer.register_parameter(name, nn.Parameter(self._buffers[parameter], requires_grad=False))
+        self._waiting[path].discard(name)
+        if not self._waiting[path]:
+            names = [name for name, _ in layer.named_parameters(recurse=False)]
+            layer.finalize(self._quantization)
+            for name in names:
+                buffer = self._buffers.pop(f"{path}.{name}")
+                if name in layer.copied_by_finalize and buffer.device.type == "cpu":  # elsewhere it is kept as it is
+                    self._spare[buffer.shape, buffer.dtype] = buffer
+
+    def finish(self) -> None:
+        """Finalize the layers without parameters, then join all. All others must be done."""
+        unfilled = [parameter for parameter, rows in self._missing.items() if rows]
+        assert not unfilled, f"parameters were never filled: {unfilled[:5]}"
+        with self.device:
+            for path, layer in self._layers.items():
+                if path not in self._waiting:
+                    layer.finalize(self._quantization)
+        for layer in self._layers.values():
+            layer.join()
+
+
+class _PinnedPair:
+    """Two pinned buffers between a file and a device: one is read into while the other is sent."""
+
+    def __init__(self) -> None:
+        self._memory = [torch.empty(0, dtype=torch.uint8)] * 2
+        self._sent: list[torch.cuda.Event | None] = [None, None]
+        self._turn = 0
+
+    def rows(self, target: torch.Tensor) -> torch.Tensor:
+        """Host memory of the shape and dtype of `target`, free to be written."""
+        self._turn ^= 1
+        event = self._sent[self._turn]
+        if event is not None:
+            event.synchronize()
+        size = target.numel() * target.element_size()
+        if self._memory[self._turn].numel() < size:
+            self._memory[self._turn] = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return self._memory[self._turn][:size].view(target.dtype).view(target.shape)
+
+    def send(self, host: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy what `rows` gave last."""
+        target.copy_(host, non_blocking=True)
+        event = self._sent[self._turn] = torch.cuda.Event()
+        event.record()
+
+
+def _fill_from_folder(model: nn.Module, filler: _Filler, folder: Path, check_finite: bool) -> None:
+    """Stream a folder's tensors, in the order in which they lie in their files."""
+    checkpoint = Checkpoint(folder)
+    try:
+        checkpoint.rename(cast(Model, model).other_prefixes)
+        targets = dict(_targets(model))
+        _check_fit(checkpoint, targets, cast(Model, model).ignored_weights, folder)
+        stored: dict[str, set[str]] = {}
+        for name, target in targets.items():
+            stored.setdefault(target.parameter, set()).add(checkpoint.entries[name].dtype)
+        for parameter, dtypes in stored.items():
+            if dtypes == {"BF16"}:
+                filler.keep_bfloat16(parameter)
+        host = _PinnedPair()
+        for name in checkpoint.entries:
+            if name in targets:
+                target = targets[name]
+                rows = filler.rows(target.parameter, target.start, target.shape[0])
+                read = rows if rows.device.type == "cpu" else host.rows(rows)
+                checkpoint.read(name, read)
+                if check_finite and not _is_finite(read):
+                    raise ValueError(f"{folder}: tensor {name!r} holds NaN or Inf")
+                if read is not rows:
+                    host.send(read, rows)
+                filler.filled(target.parameter, target.shape[0])
+        give_stored_scales(model, checkpoint, filler.device)
+        checkpoint.check_unchanged()
+    finally:
+        checkpoint.close()
+
+
+def _targets(model: nn.Module) -> Iterator[tuple[str, _Target]]:
+    """(checkpoint name, where it goes) for every tensor the model needs: its weight map read backwards."""
+    names = {target: name for name, target in cast(Model, model).weight_map.items()}
+    for path, parameter in model.named_parameters():
+        pattern = ".".join("*" if part.isdigit() else part for part in path.split("."))
+        numbers = [part for part in path.split(".") if part.isdigit()]
+        module_path, _, name = path.rpartition(".")
+        layer = model.get_submodule(module_path)
+        assert isinstance(layer, Layer), f"{path} belongs to no Layer"
+        for shard, (start, rows) in layer.shards(name).items():
+            assert (pattern, shard) in names, f"the weight map has nothing for {pattern} shard {shard!r}"
+            pieces = names[pattern, shard].split("*")
+            theirs = pieces[0] + "".join(number + piece for number, piece in zip(numbers, pieces[1:], strict=True))
+            yield theirs, _Target(path, start, (rows, *parameter.shape[1:]))
+
+
+def _check_fit(checkpoint: Checkpoint, targets: dict[str, _Target], ignored: Sequence[str], folder: Path) -> None:
+    """Raise ValueError, with the first five reasons, unless the checkpoint has exactly what the model needs."""
+    problems = []
+    for name, target in targets.items():
+        entry = checkpoint.entries.get(name)
+        if entry is None:
+            problems.append(f"{name}: expected {list(target.shape)}, found nothing")
+        elif entry.shape != target.shape:
+            problems.append(f"{name}: expected {list(target.shape)}, found {list(entry.shape)}")
+        elif entry.dtype not in DTYPES:
+            problems.append(f"{name}: expected one of {', '.join(DTYPES)}, found {entry.dtype}")
+    scales = scale_names(checkpoint.entries)
+    for name, entry in checkpoint.entries.items():
+        if (
+            name not in targets
+            and name not in scales
+            and not any(fnmatch.fnmatchcase(name, pattern) for pattern in ignored)
+        ):
+            problems.append(f"{name}: expected nothing, found {entry.dtype} {list(entry.shape)}")
+    if problems:
+        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise ValueError(f"{folder}: weights do not fit config.json: {'; '.join(problems[:5])}{more}")
+
+
+def _empty(declared: torch.Tensor, device: torch.device) -> torch.Tensor:
+    # not empty_like: on a meta tensor that imports sympy, a third of a second
+    return torch.empty(declared.shape, dtype=declared.dtype, device=device)
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Whether no element of a contiguous tensor is NaN or Inf, at the speed of reading it.
+
+    Of 16-bit floats the largest magnitude is compared as an integer (their sums convert element by element, 30 times
+    slower); wider ones are summed, and searched only where the sum overflows.
+    """
+    if tensor.element_size() != 2:
+        return math.isfinite(tensor.sum().item()) or bool(tensor.isfinite().all())
+    infinity = torch.tensor(math.inf, dtype=tensor.dtype).view(torch.int16).item()
+    scratch = torch.empty(_FINITE_CHUNK, dtype=torch.int16)
+    for chunk in torch.split(tensor.view(-1).view(torch.int16), _FINITE_CHUNK):
+        magnitudes = torch.bitwise_and(chunk, 0x7FFF, out=scratch[: chunk.numel()])
+        if magnitudes.max().item() >= infinity:
+            return False
+    return True
+
+
+def _fill_dummy(model: nn.Module, filler: _Filler, seed: int) -> None:
+    """Normal weights, the same for the same seed and name in every dtype. One random block is tiled."""
+    block = torch.empty(_DUMMY_BLOCK).normal_(std=DUMMY_STD, generator=torch.Generator().manual_seed(seed))
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    sources = {dtype: block.to(dtype).to(filler.device) for dtype in dtypes}
+    for path, parameter in list(model.named_parameters()):
+        module_path, _, name = path.rpartition(".")
+        constant = cast(Layer, model.get_submodule(module_path)).dummy_values.get(name)
+        flat = filler.rows(path, 0, parameter.shape[0]).view(-1)
+        if constant is not None:
+            flat.fill_(constant)
+        else:
+            source = sources[parameter.dtype]
+            done, offset = 0, zlib.crc32(path.encode()) % _DUMMY_BLOCK
+            while done < flat.numel():
+                count = min(flat.numel() - done, _DUMMY_BLOCK - offset)
+                flat[done : done + count] = source[offset : offset + count]
+                done, offset = done + count, 0
+        filler.filled(path, parameter.shape[0])

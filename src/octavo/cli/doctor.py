@@ -1,0 +1,128 @@
+"""`octavo doctor`: what an engine would run with, told before anything is loaded.
+
+Owns the report: versions, machine, devices, compiled operators, model, memory plan, numerics contract and, with
+--explain, every setting with its origin. Computes nothing itself: the report is made of what probe, config and memory
+say. Invariant: it reads a checkpoint's config.json and no weights.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import octavo
+from octavo.cache.groups import make_groups
+from octavo.checkpoint.arch import Arch
+from octavo.cli import flags
+from octavo.config.engine_config import SETTINGS, DeviceFacts, EngineConfig, Resolved, load_config, resolve
+from octavo.observe import setup_logging
+from octavo.startup import probe
+from octavo.startup.cache import attention_names, buffer_bytes, choose_form
+from octavo.startup.memory_plan import ITEMSIZE, plan_memory, show_bytes
+
+_DESCRIPTION = "Print versions, devices, the memory plan, the numerics contract and settings. Loads no weights."
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the report. A setting or model that cannot run is a ValueError after what could be told."""
+    parser = flags.Parser(
+        prog="octavo doctor",
+        usage="octavo doctor [option ...]",
+        description=_DESCRIPTION,
+    )
+    flags.add_switch(parser, "--explain", help="every setting with its origin")
+    flags.add_config_flags(parser)
+    namespace, dotted = parser.parse(argv)
+    setup_logging("warning")
+    given = flags.given_config(namespace, dotted)
+    config, origins = load_config(given, None, getattr(namespace, "config", None))
+    facts = probe.device_facts(config.device)
+    _section("Octavo", _machine(facts))
+    if getattr(namespace, "explain", False):
+        _section("Settings", _settings(config, origins))
+    arch = _read_arch(config)
+    resolved = resolve(config, arch, facts)
+    _section("Model", _model(config, arch))
+    _section("Runs with", _resolved(resolved))
+    print("Memory plan")
+    form = choose_form(resolved, make_groups(arch, resolved.block_size, ITEMSIZE[resolved.kv_cache_dtype]))
+    on_gpu = resolved.device == "cuda"
+    free, total = (facts.cuda_free_bytes, facts.cuda_total_bytes) if on_gpu else (facts.free_bytes, facts.total_bytes)
+    plan = plan_memory(
+        arch, resolved, form.groups, free, total_bytes=total, tables=form.tables,
+        buffer_bytes=buffer_bytes(resolved, form),
+    )  # fmt: skip
+    print(plan.table(), end="\n\n")
+    contract = probe.numerics_contract(
+        device=resolved.device,
+        dtype=resolved.dtype,
+        quantization=resolved.quantization,
+        native=resolved.native,
+        attention=attention_names(resolved),
+        cache=resolved.kv_cache_dtype,
+        numerics=resolved.numerics,
+        gpu=facts.cuda,
+    )
+    _section("Numerics contract " + probe.numerics_id(contract), contract.items())
+    return 0
+
+
+def _section(title: str, rows: Iterable[tuple[str, object]]) -> None:
+    print(title)
+    for name, value in rows:
+        print(f"  {name:<28} {value}")
+    print()
+
+
+def _machine(facts: DeviceFacts) -> list[tuple[str, object]]:
+    rows: list[tuple[str, object]] = [("octavo", octavo.__version__), ("python", platform.python_version())]
+    rows += probe.versions().items()
+    rows += [
+        ("platform", platform.platform()),
+        ("processor", probe.cpu_name()),
+        ("cores", facts.num_cores),
+        ("instruction sets", " ".join(facts.cpu_features) or "not told"),
+        ("memory", f"{show_bytes(facts.free_bytes)} free of {show_bytes(facts.total_bytes)}"),
+        ("GPU", f"{facts.cuda}, {show_bytes(facts.cuda_free_bytes)} free" if facts.cuda else "none"),
+        ("compiled CPU operators", ", ".join(facts.native_isas) or "none: their reference implementations run, slower"),
+    ]
+    return rows
+
+
+def _settings(config: EngineConfig, origins: Mapping[str, str]) -> list[tuple[str, object]]:
+    return [(name, f"{getattr(config, name)!r:<24} {origins[name]}") for name in SETTINGS]
+
+
+def _resolved(resolved: Resolved) -> list[tuple[str, object]]:
+    rows: list[tuple[str, Any]] = []
+    for name in Resolved.__dataclass_fields__:
+        if name not in ("why", "model", "max_model_len_is_auto"):
+            rows.append((name, f"{getattr(resolved, name)!s:<16} {resolved.why.get(name, '')}".rstrip()))
+    return rows
+
+
+def _read_arch(config: EngineConfig) -> Arch:
+    from octavo.checkpoint.config_reader.checkpoint import read_arch
+    from octavo.checkpoint.hub import find_model
+
+    return read_arch(find_model(config.model, config.revision))
+
+
+def _model(config: EngineConfig, arch: Arch) -> list[tuple[str, object]]:
+    windows = sorted({layer.window for layer in arch.layers if layer.window})
+    return [
+        ("model", config.model),
+        ("architecture", arch.name),
+        ("layers", f"{arch.num_layers}" + (f", sliding windows {windows}" if windows else "")),
+        ("heads", f"{arch.num_heads} query, {arch.num_kv_heads} key/value, of {arch.head_size}"),
+        ("hidden, intermediate", f"{arch.hidden_size}, {arch.intermediate_size}"),
+        ("vocabulary", arch.vocab_size),
+        ("positions", arch.max_position),
+        ("stored as", arch.dtype),
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

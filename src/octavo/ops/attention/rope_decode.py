@@ -1,0 +1,50 @@
+"""Rotation, store and attention of decoding rows in one kernel on a GPU: which of two kernels, and whether any.
+
+Owns that choice. Does not know layers or steps: whoever calls it knows that no row reads what another one stores.
+Invariant: the bits are those of `octavo.ops.rope.qk_norm_rope_store` and `octavo.ops.attention.paged`, one behind the
+other.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from octavo.ops.attention import decode as decode_attention
+from octavo.ops.attention.mask_spec import MaskSpec
+from octavo.ops.attention.paged import Heads, Plan, Scratch, paged_attention
+from octavo.ops.rope import Rotation
+
+
+def serves(heads: Heads, mask_spec: MaskSpec, plan: Plan, kv: Tensor, rotation: Rotation) -> bool:
+    """Whether the rows of a plan run here: all of one query, whose heads turn whole and are normed both or neither."""
+    rows = plan.rows
+    if rows is None or not rows.single or plan.tiles is not None or rotation.cos_sin.shape[1] != heads.size:
+        return False
+    if (rotation.q_norm is None) != (rotation.k_norm is None):
+        return False
+    if rows.max_leaves:
+        from octavo.ops.attention import rope_decode_kernel as fused_rope_decode  # needs Gluon
+
+        return fused_rope_decode.serves(heads, mask_spec, kv)
+    return rows.is_copied and decode_attention.supports(kv)
+
+
+def rotate_and_attend(
+    projected: Tensor, rotation: Rotation, kv: Tensor, query_start: Tensor, seq_lens: Tensor, block_table: Tensor,
+    out: Tensor, *, mask_spec: MaskSpec, plan: Plan, scratch: Scratch,
+) -> None:  # fmt: skip
+    """`qk_norm_rope_store` of projected [tokens, (heads + 2 * KV heads) * head_size] and `paged_attention` into out.
+
+    Of what `serves`; tensors as theirs. K and V of earlier steps, lengths, tables, positions and slots are read before
+    the kernel ahead is done: the first kernel of a step is behind all that writes them. No row reads what another one
+    stores in the same call.
+    """
+    rows = (query_start, seq_lens, block_table)
+    if plan.rows is not None and plan.rows.max_leaves:
+        from octavo.ops.attention import rope_decode_kernel as fused_rope_decode  # needs Gluon
+
+        fused_rope_decode.rotate_and_attend(
+            projected, rotation, kv, *rows, out, mask_spec=mask_spec, plan=plan, scratch=scratch
+        )
+    else:
+        paged_attention(projected, kv, *rows, out, mask_spec=mask_spec, plan=plan, scratch=scratch, rotation=rotation)

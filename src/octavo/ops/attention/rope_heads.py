@@ -1,0 +1,36 @@
+"""The rotation of heads inside kernels in Gluon: `octavo.ops.rope.gpu._turned` for halves that turn whole.
+
+Owns those operations. Does not know where heads come from or go. Invariant: the operations on a head are those of
+`_turned`, in the same order, whatever the layout; the kernel is compiled without contraction.
+"""
+
+# Kernels are compiled from their source by Triton, whose values mypy does not know.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, assignment"
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from octavo.ops.compile.row_sum import row_sums
+
+
+@gluon.jit
+def turned_halves(first, second, weights, cosine, sine, eps, LEVELS: gl.constexpr, NORM: gl.constexpr):
+    """Halves of heads [N, head size / 2], normed, rotated and rounded. As `rope._turned`."""
+    dtype: gl.constexpr = first.dtype
+    first, second = first.to(gl.float32), second.to(gl.float32)
+    if NORM:
+        squares = row_sums(first * first + second * second, LEVELS)
+        inverse = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(squares, 2.0 * first.shape[1]) + eps))
+        inverse = gl.convert_layout(inverse, gl.SliceLayout(1, first.type.layout))[:, None]
+        first = (first * inverse * weights[0]).to(dtype).to(gl.float32)
+        second = (second * inverse * weights[1]).to(dtype).to(gl.float32)
+    return (first * cosine - second * sine).to(dtype), (second * cosine + first * sine).to(dtype)
+
+
+@gluon.jit
+def rope_heads(first, second, weights, cosine, sine, eps, LEVELS: gl.constexpr, NORM: gl.constexpr):
+    """`turned_halves`, side by side: [N, head size]."""
+    first, second = turned_halves(first, second, weights, cosine, sine, eps, LEVELS, NORM)
+    return gl.reshape(gl.permute(gl.join(first, second), (0, 2, 1)), [first.shape[0], 2 * first.shape[1]])

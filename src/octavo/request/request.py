@@ -1,0 +1,285 @@
+"""Request: the host truth of one sequence that is being generated.
+
+Owns the tokens of a request, how far they are computed, and its status. While it runs, what changes in every step
+lives in RequestRows, an array per field over all rows, so that a step costs a few array operations and no loop; a
+Request reads through to its row. Knows nothing of blocks, device tensors, text or torch. Invariant: `num_computed <=
+num_tokens + num_in_flight`; while a step is in flight the lengths are upper bounds of what the device has finished,
+after `Scheduler.update` they are exact.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+
+import numpy as np
+
+from octavo.plan import IntArray
+from octavo.request.sampling_params import SamplingParams
+
+_ARRIVALS = itertools.count()
+
+
+class Status(enum.IntEnum):
+    """Where a request stands. Everything from FINISHED on has ended."""
+
+    WAITING = 0
+    RUNNING = 1
+    PREEMPTED = 2  # waits again; its tokens are kept, its blocks are not
+    FINISHED = 3
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended, in the field's words."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+    REPETITION = "repetition"  # SamplingParams.repetition_detection saw a loop
+
+
+NUM_RECENT = 128  # tokens that a row keeps at most before its request has to take them
+_EARLIER = 64  # by less than this many some rows take them earlier than others: rows that began together, one by one
+
+
+class RequestRows:
+    """What a step reads and changes of the running requests, by row. Rows without a request hold zeros."""
+
+    __slots__ = (
+        "_numbers",
+        "check_at",
+        "max_len",
+        "needs_update",
+        "num_computed",
+        "num_known",
+        "num_tokens",
+        "recent_tokens",
+    )
+
+    def __init__(self, num_rows: int) -> None:
+        """Arrays of [num_rows]."""
+        self._numbers = np.zeros((5, num_rows), np.int64)
+        self.num_tokens = self._numbers[0]
+        self.num_known = self._numbers[1]  # num_tokens, and those in flight
+        self.num_computed = self._numbers[2]
+        self.max_len = self._numbers[3]  # num_tokens of a request that reached its max_tokens
+        self.check_at = self._numbers[4]  # num_tokens from which a new token needs a look at its request
+        self.needs_update = np.zeros(num_rows, np.bool_)  # every new token needs one
+        self.recent_tokens = np.zeros((num_rows, NUM_RECENT), "<i4")  # token p, if it is new, in column p % NUM_RECENT
+
+    def append(self, rows: IntArray, tokens: IntArray) -> IntArray:
+        """One more token each for `rows`, [S] both. Returns the new `num_tokens` of each."""
+        lengths = self.num_tokens[rows]
+        self.recent_tokens[rows, lengths % NUM_RECENT] = tokens
+        lengths += 1
+        self.num_tokens[rows] = lengths
+        return lengths
+
+    def clear(self, row: int) -> None:
+        """Hold no request in `row`."""
+        self._numbers[:, row] = 0
+        self.needs_update[row] = False
+
+
+_NO_ROWS = RequestRows(0)
+
+
+class Request:
+    """One sequence: its prompt, its output so far, and its progress."""
+
+    __slots__ = (
+        "_num_computed",
+        "_num_in_flight",
+        "_rows",
+        "_tokens",
+        "arrival",
+        "block_hashes",
+        "cache_salt",
+        "check_from",
+        "coalesce_updates",
+        "end_token_ids",
+        "eos_token_ids",
+        "error",
+        "finish_reason",
+        "max_tokens",
+        "num_cached",
+        "num_preemptions",
+        "num_prompt",
+        "num_prompt_logprobs",
+        "num_reported",
+        "params",
+        "priority",
+        "request_id",
+        "row",
+        "seed",
+        "status",
+        "stop_reason",
+        "stop_token_ids",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        max_tokens: int,
+        seed: int,
+        eos_token_ids: frozenset[int] = frozenset(),
+        priority: int = 0,
+        cache_salt: str = "",
+        coalesce_updates: bool = False,
+    ) -> None:
+        """`max_tokens` and `seed` are resolved: the room in the context is counted in, the seed is never None.
+
+        quiet: updates are wanted for the first token and at the end, not for each token.
+        """
+        assert prompt_token_ids, "an empty prompt is refused before a Request is made"
+        assert max_tokens >= 1, "a request generates at least one token"
+        self.request_id = request_id
+        self.params = params
+        self.coalesce_updates = coalesce_updates
+        self.num_prompt = len(prompt_token_ids)
+        self.max_tokens = max_tokens
+        self.seed = seed
+        # a structured output may be followed by EOS alone once it is complete, so there EOS always ends it
+        goes_on = params.ignore_eos and params.structured_outputs is None
+        self.eos_token_ids = frozenset() if goes_on else eos_token_ids
+        self.stop_token_ids = frozenset(params.stop_token_ids or ())
+        self.end_token_ids = self.eos_token_ids | self.stop_token_ids  # one look-up per token tells whether it may end
+        self.check_from = 0  # known tokens from which any token may end it; set with `max_tokens` by the scheduler
+        self.priority = priority
+        self.cache_salt = cache_salt
+        self.arrival = next(_ARRIVALS)
+        self.status = Status.WAITING
+        self.row = -1  # while it runs: its row, also in RequestRows
+        self._rows = _NO_ROWS
+        self._tokens = list(prompt_token_ids)  # while it runs: less those that only its row has
+        self._num_computed = self._num_in_flight = 0  # while it does not run
+        self.num_reported = 0  # output tokens that updates have told
+        self.num_cached = 0  # prompt tokens found in the prefix cache at first admission
+        self.num_preemptions = 0
+        self.num_prompt_logprobs = 0  # prompt positions whose log-probabilities were delivered
+        self.block_hashes: list[bytes] = []  # of full blocks, extended by the KV manager
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self.error = ""
+
+    def enter(self, rows: RequestRows, row: int) -> None:
+        """Run in `row`."""
+        rows.num_tokens[row] = num_tokens = len(self._tokens)
+        rows.num_known[row] = num_tokens + self._num_in_flight
+        rows.num_computed[row] = self._num_computed
+        rows.max_len[row] = self.num_prompt + self.max_tokens
+        self._rows, self.row = rows, row
+        self._note_fetched()
+
+    def leave(self) -> None:
+        """Run no longer."""
+        rows, row = self._rows, self.row
+        self._fetch()
+        self._num_computed, self._num_in_flight = self.num_computed, self.num_in_flight
+        self._rows, self.row = _NO_ROWS, -1
+        rows.clear(row)
+
+    def append(self, token: int) -> None:
+        """One more known token, which is not in flight any longer or never was."""
+        in_flight = self.num_in_flight
+        self.tokens.append(token)
+        if self.row >= 0:
+            self._rows.num_tokens[self.row] += 1
+            self._note_fetched()
+        self.num_in_flight = in_flight
+
+    @property
+    def tokens(self) -> list[int]:
+        """The prompt and every known output token. Whoever waits may be given more by changing the list."""
+        if self.row >= 0:
+            self._fetch()
+        return self._tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens: prompt and output."""
+        return len(self._tokens) if self.row < 0 else self._rows.num_tokens.item(self.row)
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens that scheduled steps have computed or will have computed."""
+        return self._num_computed if self.row < 0 else self._rows.num_computed.item(self.row)
+
+    @num_computed.setter
+    def num_computed(self, value: int) -> None:
+        if self.row < 0:
+            self._num_computed = value
+        else:
+            self._rows.num_computed[self.row] = value
+
+    @property
+    def num_in_flight(self) -> int:
+        """Sampled tokens that steps in flight will give."""
+        if self.row < 0:
+            return self._num_in_flight
+        return self._rows.num_known.item(self.row) - self._rows.num_tokens.item(self.row)
+
+    @num_in_flight.setter
+    def num_in_flight(self, value: int) -> None:
+        if self.row < 0:
+            self._num_in_flight = value
+        else:
+            self._rows.num_known[self.row] = self._rows.num_tokens[self.row] + value
+
+    @property
+    def num_output(self) -> int:
+        """Known output tokens."""
+        return self.num_tokens - self.num_prompt
+
+    @property
+    def owes_prompt_logprobs(self) -> bool:
+        """Whether prompt positions wait for their log-probabilities. The first position has none."""
+        return self.params.prompt_logprobs is not None and self.num_prompt_logprobs < self.num_prompt - 1
+
+    @property
+    def max_hit(self) -> int:
+        """Tokens that need not be computed again: all but one, and none whose log-probabilities are still owed."""
+        if self.params.skip_reading_prefix_cache:
+            return 0
+        if self.owes_prompt_logprobs:
+            return self.num_prompt_logprobs  # position p is scored when token p - 1 is computed
+        return self.num_tokens - 1
+
+    def packed(self, start: int, end: int) -> bytes:
+        """Known tokens start .. end - 1 as 32-bit words, little-endian."""
+        first = start % NUM_RECENT
+        if self.row >= 0 and start >= len(self._tokens) and first + end - start <= NUM_RECENT:
+            return self._rows.recent_tokens[self.row, first : first + end - start].tobytes()
+        return np.array(self.tokens[start:end], "<i4").tobytes()
+
+    @property
+    def finished(self) -> bool:
+        """Whether the request has ended, for whatever reason."""
+        return self.status is Status.FINISHED
+
+    def __repr__(self) -> str:
+        """Printable without content."""
+        return (
+            f"Request({self.request_id}, {self.status.name}, prompt={self.num_prompt}, output={self.num_output}, "
+            f"computed={self.num_computed}, in_flight={self.num_in_flight})"
+        )
+
+    def _fetch(self) -> None:
+        """Take the tokens that only the row has."""
+        start, end = len(self._tokens), self._rows.num_tokens.item(self.row)
+        if start == end:
+            return
+        first, last, line = start % NUM_RECENT, end % NUM_RECENT, self._rows.recent_tokens[self.row]
+        if first < last:
+            self._tokens += line[first:last].tolist()
+        else:
+            self._tokens += line[first:].tolist() + line[:last].tolist()
+        self._note_fetched()
+
+    def _note_fetched(self) -> None:
+        room = NUM_RECENT - self.row % _EARLIER
+        self._rows.check_at[self.row] = min(self.check_from, len(self._tokens) + room)

@@ -1,0 +1,488 @@
+"""AsyncEngine: generation for many at once on one event loop, by an engine in a process of its own.
+
+Owns the requests between `generate` and their last output: admission, text, streams, and what they are told when the
+engine dies. Knows no HTTP. Invariant: every stream ends, with a finished output or an exception; a stream that is
+closed before that is aborted in the engine; a stream that nobody reads holds one merged output, not a queue of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import NoReturn
+
+import msgspec
+
+from octavo.checkpoint.arch import Arch
+from octavo.checkpoint.hub import find_model
+from octavo.config.engine_config import EngineConfig, resolve_max_logprobs
+from octavo.request.outputs import REQUESTS_OWN, RequestOutput
+from octavo.request.sampling_params import ParameterError, SamplingParams
+from octavo.request.updates import RequestUpdate, once_each
+from octavo.serve.engine.client import EngineClient, Supervision
+from octavo.serve.engine.messages import Abort, Add, BadFrameError, CallDone, EngineInfo, ResetPrefixCache, Updates
+from octavo.serve.engine.model_files import ModelFiles
+from octavo.serve.engine.refusals import EngineDeadError, EngineDrainingError, EngineLoadingError, QueueFullError
+from octavo.serve.engine.stream import OutputStream, RequestFacts, SlowReaderError, Stream
+from octavo.serve.engine.suspects import Suspects
+from octavo.serve.engine.validate_update import validate_update
+from octavo.startup.frontend import find_and_read, load_frontend, make_limits
+from octavo.text.admission import check_request
+from octavo.text.no_tokenizer import NoTokenizer
+from octavo.text.output import OutputProcessor
+from octavo.text.tokenizer import Tokenizer
+
+_LOG = logging.getLogger(__name__)
+
+READY_HEARTBEAT_SECONDS = 1.0  # an engine that was silent for longer is not ready
+_SLICE = 64  # updates that are delivered before the loop looks after others
+_PACE_WINDOW = 64  # finished requests from which the pace is told
+_COUNTERS = (
+    "num_steps", "num_preemptions", "num_scheduled_tokens", "num_prefix_queries", "num_prefix_hits", "num_bad_frames",
+    "num_unknown_aborts", "schedule_seconds", "execute_seconds", "update_seconds",
+)  # fmt: skip
+
+# Called with what happened and the request's facts, which change later: "added", "first_token", "tokens" (later ones),
+# "finished", "aborted" (by the client), "failed" (the engine died), "rejected" (the queue is full; never added).
+Observer = Callable[[str, RequestFacts], None]
+
+
+class AsyncEngine:
+    """Requests in, streams of outputs out. All methods are called on the event loop that ran `start`."""
+
+    def __init__(
+        self, config: EngineConfig, arch: Arch, *, max_num_queued_reqs: int, max_num_queued_tokens: int | None
+    ) -> None:
+        """Use `start`."""
+        self.config, self.arch = config, arch
+        self.model_name = config.model
+        self.tokenizer: Tokenizer | NoTokenizer = NoTokenizer()
+        self.default_sampling = SamplingParams()
+        self.state = "loading"  # loading | ready | restarting | draining | dead
+        self.error = ""  # why the engine is down, or was last
+        self.exit_code = 0  # once dead: 2 for a setting or model that cannot be used, else 1
+        self.info: EngineInfo | None = None  # of the engine, once it was ready
+        self.max_num_queued_reqs, self.max_num_queued_tokens = max_num_queued_reqs, max_num_queued_tokens
+        self._suspects = Suspects()
+        self.observers: list[Observer] = [self._suspects.watch]
+        self._client: EngineClient
+        self._streams: dict[str, Stream] = {}
+        self._sequences: dict[str, Stream] = {}  # unfinished ones
+        self._undelivered: collections.deque[RequestUpdate] = collections.deque()
+        self._delivering = False  # the next slice is on its way
+        self._num_unstarted_tokens = 0  # prompt tokens of requests without a first token
+        self._calls: dict[int, asyncio.Future[bool]] = {}
+        self._num_calls = 0
+        self._changed = asyncio.Event()  # of `state` or of the last open stream; a new one each time
+        self._finish_times: collections.deque[float] = collections.deque(maxlen=_PACE_WINDOW)
+        self._past_counters: dict[str, float] = dict.fromkeys(_COUNTERS, 0)  # of engine processes that are gone
+        self._closing = False
+        self._set_text(NoTokenizer())
+
+    @classmethod
+    async def start(
+        cls,
+        config: EngineConfig,
+        *,
+        command: Sequence[str] | None = None,
+        supervision: Supervision | None = None,
+        max_num_queued_reqs: int = 1024,
+        max_num_queued_tokens: int | None = None,
+    ) -> AsyncEngine:
+        """Spawn the engine and load the front end's part; the engine may go on loading: see `wait_ready`.
+
+        `command`: another engine child, e.g. scripted.COMMAND. Raises ValueError, in one line, for a bad setting or
+        model folder that shows here; what only the engine sees makes it `dead`.
+        """
+        folder, arch = await asyncio.to_thread(find_and_read, config)
+        engine = cls(config, arch, max_num_queued_reqs=max_num_queued_reqs, max_num_queued_tokens=max_num_queued_tokens)
+        # the engine process reads the same folder, whatever a hub says by then
+        found = dataclasses.replace(config, model=str(folder), revision=None)
+        tokenizer = [await asyncio.to_thread(find_model, config.tokenizer)] if config.tokenizer else []
+        files = await asyncio.to_thread(ModelFiles, [folder, *tokenizer])
+        engine._client = EngineClient(found, engine, command=command, supervision=supervision, changes=files.changes)
+        engine._client.start()
+        try:
+            front = await asyncio.to_thread(load_frontend, config, folder, arch)
+        except BaseException:
+            await engine.close()
+            raise
+        engine.default_sampling = front.default_sampling
+        engine._set_text(front.tokenizer)
+        return engine
+
+    def generate(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        prompt: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> OutputStream:
+        """Queue a request; its outputs come from the stream, of the kind that `params.output_kind` says.
+
+        A failure of this request alone ends its stream with finish_reason "error" and the cause as stop_reason, e.g.
+        "nan_logits". If the engine goes away, reading raises EngineDeadError.
+
+        Raises:
+            ParameterError: what the model's limits forbid, and what was there when the engine failed twice.
+            QueueFullError: too many requests or tokens wait.
+            EngineDeadError: the engine is loading, restarting, draining or dead.
+
+        """
+        self._refuse_if_down()
+        num_prompt = len(prompt_token_ids)
+        params, max_tokens = check_request(
+            self.tokenizer, self.limits, params, num_prompt, cache_salt=cache_salt, priority=priority
+        )
+        self._suspects.check(prompt_token_ids, params)
+        facts = RequestFacts(
+            request_id=request_id,
+            params=params,
+            num_prompt_tokens=num_prompt,
+            max_tokens=max_tokens,
+            arrival=time.monotonic(),
+        )
+        self._admit(facts)
+        sequence_ids = self._outputs.add(request_id, prompt, prompt_token_ids, params)
+        try:
+            self._client.send(Add(sequence_ids, prompt_token_ids, params, max_tokens, priority, cache_salt))
+        except BadFrameError as error:
+            self._outputs.abort([request_id])
+            raise ParameterError("prompt", f"prompt and parameters are too large: {error}", "too_large") from None
+        stream = Stream(facts, sequence_ids)
+        self._streams[request_id] = stream
+        self._suspects.begin(request_id, prompt_token_ids, params)
+        self._sequences.update(dict.fromkeys(sequence_ids, stream))
+        self._num_unstarted_tokens += num_prompt
+        self._notify("added", facts)
+        return OutputStream(stream, self._abandon)
+
+    async def abort(self, request_ids: Iterable[str]) -> None:
+        """End requests; their streams end with finish_reason "abort". Unknown ids are ignored."""
+        sequence_ids, outputs = self._outputs.abort(request_ids)
+        self._send_abort(sequence_ids)
+        for output in outputs:
+            stream = self._streams[output.request_id]
+            stream.put(output)
+            self._forget(stream, "aborted")
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget every cached prefix. False, and nothing is done, while any block is held by a request."""
+        self._refuse_if_down()
+        self._num_calls += 1
+        call_id, answer = self._num_calls, asyncio.get_running_loop().create_future()
+        self._calls[call_id] = answer
+        try:
+            self._client.send(ResetPrefixCache(call_id))
+            return await answer
+        finally:
+            del self._calls[call_id]
+
+    async def wait_ready(self, timeout: float | None = None) -> None:
+        """Until requests are taken. Raises EngineDeadError with the reason if that will never be, or TimeoutError."""
+        async with asyncio.timeout(timeout):
+            while self.state != "ready":
+                if self.state in ("dead", "draining"):
+                    raise EngineDeadError(self.error or f"the server is {self.state}")
+                await self._changed.wait()
+
+    async def wait_dead(self) -> str:
+        """Until the engine is down for good. Returns why."""
+        while self.state != "dead":
+            await self._changed.wait()
+        return self.error
+
+    async def drain(self, seconds: float) -> bool:
+        """Take no more requests and let the open ones finish. What is left then fails with EngineDrainingError.
+
+        Returns whether all of them finished.
+        """
+        if self.state != "dead":
+            self._set_state("draining")
+        try:
+            async with asyncio.timeout(seconds):
+                while self._streams:
+                    await self._changed.wait()
+        except TimeoutError:
+            left = list(self._streams.values())
+            self._send_abort([sequence_id for stream in left for sequence_id in stream.sequence_ids])
+            self._outputs.abort(list(self._streams))
+            for stream in left:
+                stream.fail(EngineDrainingError("the server is stopping"))
+                self._forget(stream, "failed")
+            return False
+        return True
+
+    async def close(self) -> None:
+        """Stop the engine. Open streams fail."""
+        self._closing = True
+        await self._client.close()
+        self._set_state("dead")
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests are taken, and the engine was heard of within the last second."""
+        return self.state == "ready" and self.last_heartbeat_age <= READY_HEARTBEAT_SECONDS
+
+    @property
+    def last_heartbeat_age(self) -> float:
+        """Seconds since the engine was heard of, or was started."""
+        return time.monotonic() - self._client.last_heartbeat
+
+    @property
+    def step_age(self) -> float:
+        """Seconds since the engine began its last step or had nothing to do, as far as its heartbeats told."""
+        return self._client.step_age
+
+    @property
+    def engine_pid(self) -> int | None:
+        """The engine's process id, while there is one."""
+        return self._client.pid
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that have not ended."""
+        return len(self._streams)
+
+    @property
+    def stats(self) -> dict[str, float]:
+        """EngineStats by name, as of the last heartbeat; its counters go on over restarts. And what is known here."""
+        known = msgspec.structs.asdict(self._client.stats)
+        for name in _COUNTERS:
+            known[name] += self._past_counters[name]
+        known["num_requests"] = len(self._streams)
+        known["num_queued"] = self._num_queued
+        known["num_queued_tokens"] = self._num_unstarted_tokens
+        known["num_restarts"] = self._client.num_restarts
+        known["last_heartbeat_age"] = self.last_heartbeat_age
+        return known
+
+    # What the client tells.
+
+    def engine_up(self, info: EngineInfo) -> None:
+        """Requests may come."""
+        self.info = info
+        self._set_text(self.tokenizer)
+        if self.state != "draining":
+            self._set_state("ready")
+
+    def engine_updates(self, message: Updates) -> None:
+        """Bring one step's results to their streams, a slice at a time: a large step must not hold up the loop."""
+        self._undelivered.extend(message.updates)
+        if not self._delivering:
+            self._deliver_slice()
+
+    def _deliver_slice(self) -> None:
+        waiting = self._undelivered
+        updates = [waiting.popleft() for _ in range(min(len(waiting), _SLICE))]
+        self._delivering = bool(waiting)
+        if waiting:
+            asyncio.get_running_loop().call_soon(self._deliver_slice)
+        self._deliver_all(updates)
+
+    def _deliver_all(self, news: list[RequestUpdate]) -> None:
+        """To each stream its part. What is wrong with one request is no other's trouble."""
+        now = time.monotonic()
+        by_stream: dict[Stream, list[RequestUpdate]] = {}
+        sequences, limits = self._sequences, self.limits
+        for update in news:
+            stream = sequences.get(update.request_id)
+            if stream is None:  # aborted meanwhile
+                continue
+            if not validate_update(update, limits, stream.facts.params):
+                _LOG.error("request %s: the engine's result is not sound", stream.facts.request_id)
+                self._send_abort([update.request_id])
+                update = RequestUpdate(update.request_id, finish_reason="error", error="internal_model_error")
+            by_stream.setdefault(stream, []).append(update)
+        for stream, updates in by_stream.items():
+            try:
+                self._deliver(stream, updates, now)
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException:  # panics of the tokenizers' library are no Exceptions
+                _LOG.exception("request %s failed", stream.facts.request_id)
+                self._give_up(stream, RuntimeError("the output could not be processed"))
+
+    def engine_call_done(self, message: CallDone) -> None:
+        """Wake the caller."""
+        answer = self._calls.get(message.call_id)
+        if answer is not None and not answer.done():
+            answer.set_result(message.ok)
+
+    def explains_failure(self) -> bool:
+        """Whether the open requests, rather than the machine, are why the engine failed."""
+        return self._suspects.explain(self.step_age)
+
+    def engine_down(self, reason: str, *, final: bool, is_users: bool) -> None:
+        """Tell every stream."""
+        self.error = reason
+        self._deliver_all(list(self._undelivered))
+        self._undelivered.clear()
+        for name in _COUNTERS:
+            self._past_counters[name] += getattr(self._client.stats, name)
+        streams = list(self._streams.values())
+        for stream in streams:
+            stream.fail(EngineDeadError(f"the engine went away: {reason}"))
+        for answer in self._calls.values():
+            if not answer.done():
+                answer.set_exception(EngineDeadError(f"the engine went away: {reason}"))
+        self._set_text(self.tokenizer)
+        for stream in streams:
+            self._forget(stream, "failed")
+        if final:
+            self.exit_code = 0 if self._closing else 2 if is_users else 1
+            self._set_state("dead")
+        elif self.state != "draining":
+            self._set_state("loading" if self.info is None else "restarting")
+
+    def _set_text(self, tokenizer: Tokenizer | NoTokenizer) -> None:
+        """Begin anew with a tokenizer; the limits are the engine's own if it is known."""
+        self.tokenizer = tokenizer
+        self._outputs = OutputProcessor(tokenizer if isinstance(tokenizer, Tokenizer) else None)
+        config, arch, info = self.config, self.arch, self.info
+        logprobs = resolve_max_logprobs(config, arch)
+        length = (
+            config.max_model_len if config.max_model_len not in (None, -1) else arch.default_length or arch.max_position
+        )
+        assert length is not None, "a length that is not resolved is the checkpoint's"
+        self.limits = make_limits(
+            tokenizer,
+            vocab_size=info.vocab_size if info else arch.vocab_size,
+            max_model_len=info.max_model_len if info else length,
+            max_logprobs=info.max_logprobs if info else logprobs,
+            config=config,
+            request_fields=info.request_fields if info else (),
+        )
+
+    def _refuse_if_down(self) -> None:
+        if self.state == "ready":
+            return
+        if self.state == "loading":
+            raise EngineLoadingError("the model is being loaded")
+        if self.state == "draining":
+            raise EngineDrainingError("the server is stopping")
+        raise EngineDeadError(f"the engine is {self.state}: {self.error}")
+
+    @property
+    def _num_queued(self) -> int:
+        """Sequences beyond those that can run at once."""
+        return max(len(self._sequences) - (self.info.max_num_seqs if self.info else 0), 0)
+
+    def _admit(self, facts: RequestFacts) -> None:
+        """Raise QueueFullError if the request would have to wait behind too much."""
+        most, most_tokens = self.max_num_queued_reqs, self.max_num_queued_tokens
+        num_running = self.info.max_num_seqs if self.info else 0
+        if len(self._sequences) + facts.params.n > num_running + most and self._sequences:
+            self._reject(facts, "requests", most)
+        num_tokens = self._num_unstarted_tokens + facts.num_prompt_tokens
+        if most_tokens is not None and num_tokens > most_tokens and self._num_unstarted_tokens:
+            self._reject(facts, "tokens", most_tokens)
+
+    def _reject(self, facts: RequestFacts, reason: str, limit: int) -> NoReturn:
+        facts.finish_reasons = {0: reason}
+        self._notify("rejected", facts)
+        times = self._finish_times
+        pace = len(times) / max(time.monotonic() - times[0], 1e-3) if times else 1.0  # requests per second
+        raise QueueFullError(reason, limit, float(min(max(math.ceil(self._num_queued / 4 / pace), 1), 60)))
+
+    def _deliver(self, stream: Stream, updates: list[RequestUpdate], now: float) -> None:
+        """The updates of one request in one step."""
+        facts = stream.facts
+        num_new = 0
+        for update in updates:
+            num_new += len(update.tokens)
+            if update.num_cached > facts.num_cached_tokens and update.request_id == stream.sequence_ids[0]:
+                facts.num_cached_tokens = update.num_cached
+            if update.queue_time is not None and facts.queue_seconds is None:
+                facts.queue_seconds = update.queue_time
+            if update.finish_reason is not None:
+                self._sequences.pop(update.request_id, None)
+        if num_new:
+            facts.num_new_tokens = num_new
+            facts.num_output_tokens += num_new
+            facts.previous_token_at, facts.last_token_at = facts.last_token_at, now
+            if facts.first_token_at is None:
+                facts.first_token_at = now
+                self._num_unstarted_tokens -= facts.num_prompt_tokens
+                self._notify("first_token", facts)
+            else:
+                self._notify("tokens", facts)
+        outputs: list[RequestOutput] = []
+        for part in once_each(updates):
+            made, stopped = self._outputs.process(part)
+            outputs += made
+            if stopped:
+                self._send_abort(stopped)
+        for output in outputs:
+            facts.finish_reasons |= {o.index: o.finish_reason for o in output.outputs if o.finish_reason is not None}
+            facts.is_corrupted |= any(
+                o.finish_reason == "error" and o.stop_reason not in REQUESTS_OWN for o in output.outputs
+            )
+            if not stream.put(output):
+                self._give_up(stream, SlowReaderError("the stream was not read for too long"))
+            elif output.finished:
+                self._finish_times.append(now)
+                self._forget(stream, "finished")
+
+    def _give_up(self, stream: Stream, error: Exception) -> None:
+        """End a stream with an exception, and its request in the engine."""
+        with contextlib.suppress(BaseException):  # what is wrong with its text may be wrong again
+            self._outputs.abort([stream.facts.request_id])
+        self._send_abort(stream.sequence_ids)
+        stream.fail(error)
+        self._forget(stream, "failed")
+
+    def _abandon(self, request_id: str) -> None:
+        """The reader has left."""
+        stream = self._streams.get(request_id)
+        if stream is not None and not stream.ended:
+            stream.ended = True
+            self._outputs.abort([request_id])
+            self._send_abort(stream.sequence_ids)
+            self._forget(stream, "aborted")
+
+    def _send_abort(self, sequence_ids: list[str]) -> None:
+        """To the engine, for those that it still has."""
+        known = [sequence_id for sequence_id in sequence_ids if self._sequences.pop(sequence_id, None) is not None]
+        if known:
+            self._client.send(Abort(known))
+
+    def _forget(self, stream: Stream, event: str) -> None:
+        """The last word on a request."""
+        facts = stream.facts
+        if self._streams.pop(facts.request_id, None) is None:
+            return
+        for sequence_id in stream.sequence_ids:
+            self._sequences.pop(sequence_id, None)
+        if facts.first_token_at is None:
+            self._num_unstarted_tokens -= facts.num_prompt_tokens
+        facts.finished_at = time.monotonic()
+        self._notify(event, facts)
+        if not self._streams:
+            self._announce()
+
+    def _set_state(self, state: str) -> None:
+        if self.state != "dead":
+            self.state = state
+            self._announce()
+
+    def _announce(self) -> None:
+        """Wake whoever waits for a change."""
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    def _notify(self, event: str, facts: RequestFacts) -> None:
+        for observer in self.observers:
+            try:
+                observer(event, facts)
+            except Exception:  # who looks on must not disturb
+                _LOG.exception("an observer failed")

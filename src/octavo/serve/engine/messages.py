@@ -1,0 +1,214 @@
+"""The words between the front end and the engine process, and the frames that carry them.
+
+Owns the message types, their encoding (msgpack, typed and strict) and the framing on a stream socket: four bytes of
+little-endian length, then the message. Knows neither processes nor engines. Nothing is ever unpickled. Invariant: a
+frame that is too long, malformed or unknown is reported as such and never reaches more than its own bytes: the reader
+stays in step with the stream and never holds more than MAX_FRAME_BYTES of it.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import msgspec
+
+from octavo.request.fields import FieldSpec
+from octavo.request.sampling_params import SamplingParams
+from octavo.request.updates import RequestUpdate
+
+PROTOCOL = 1
+MAX_FRAME_BYTES = 64 << 20
+MAX_TEXT = 2000  # characters of an error that a message carries
+_LENGTH = struct.Struct("<I")
+
+
+class Start(msgspec.Struct, frozen=True, tag="start", forbid_unknown_fields=True):
+    """Front end to engine, the first word: the fields of EngineConfig that are not at their defaults."""
+
+    config: dict[str, Any]
+    protocol: int = PROTOCOL
+
+
+class Add(msgspec.Struct, frozen=True, tag="add", forbid_unknown_fields=True):
+    """Generate: one sequence per id."""
+
+    sequence_ids: list[str]
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    max_tokens: int
+    priority: int = 0
+    cache_salt: str = ""
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort", forbid_unknown_fields=True):
+    """End sequences without a word back."""
+
+    sequence_ids: list[str]
+
+
+class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset_prefix_cache", forbid_unknown_fields=True):
+    """Answered by CallDone, after a step that has seen all that was sent before."""
+
+    call_id: int
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop", forbid_unknown_fields=True):
+    """Finish the step that runs and exit."""
+
+
+ToEngine = Start | Add | Abort | ResetPrefixCache | Stop
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine came up with."""
+
+    device: str
+    dtype: str
+    attention_backend: str
+    quantization: str | None = None
+    vocab_size: int
+    max_model_len: int
+    max_logprobs: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    enable_prefix_caching: bool
+    block_size: int
+    num_blocks: int  # the null block included
+    cache_bytes: int = 0
+    weight_bytes: int = 0
+    request_fields: list[FieldSpec] = []
+    numerics_contract: dict[str, str] = {}
+    phases: list[tuple[str, float, int]] = []  # of the start: name, seconds, depth
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Gauges of this moment, and counters since the start of the engine process."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    cache_usage: float = 0.0  # share of the blocks that are held, 0 to 1
+    num_free_blocks: int = 0
+    rss_bytes: int = 0  # of the engine process
+    num_steps: int = 0
+    num_preemptions: int = 0
+    num_scheduled_tokens: int = 0
+    num_prefix_queries: int = 0  # tokens
+    num_prefix_hits: int = 0  # tokens
+    num_bad_frames: int = 0  # messages of the front end that were dropped
+    num_unknown_aborts: int = 0  # aborts of sequences that were not there (any more)
+    schedule_seconds: float = 0.0
+    execute_seconds: float = 0.0
+    update_seconds: float = 0.0
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready", forbid_unknown_fields=True):
+    """The engine is loaded and takes requests."""
+
+    info: EngineInfo
+    protocol: int = PROTOCOL
+
+
+class Updates(msgspec.Struct, frozen=True, tag="updates", forbid_unknown_fields=True):
+    """What one step gave: one frame, unless it would be too long for one."""
+
+    step: int
+    updates: list[RequestUpdate]
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", forbid_unknown_fields=True):
+    """Sent four times a second by a thread of its own, and when the engine falls idle."""
+
+    num_turns: int  # of the engine's loop: stands still while a step hangs
+    busy: bool  # there is something to step for
+    stats: EngineStats
+
+
+class CallDone(msgspec.Struct, frozen=True, tag="call_done", forbid_unknown_fields=True):
+    """The answer to a call."""
+
+    call_id: int
+    ok: bool
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed", forbid_unknown_fields=True):
+    """The last word: why the engine ends."""
+
+    text: str
+    is_users: bool = False  # a setting or a model folder that cannot be used; else our fault
+
+
+FromEngine = Ready | Updates | Heartbeat | CallDone | Failed
+
+_ENCODER = msgspec.msgpack.Encoder()
+_TO_ENGINE = msgspec.msgpack.Decoder(ToEngine)
+_FROM_ENGINE = msgspec.msgpack.Decoder(FromEngine)
+
+
+class BadFrameError(ValueError):
+    """A frame that is no message. Says of which kind the defect is, not what the frame held."""
+
+
+def encode(message: ToEngine | FromEngine) -> bytearray:
+    """The frame of a message. Raises BadFrameError if it would be longer than MAX_FRAME_BYTES."""
+    frame = bytearray(_LENGTH.size)
+    _ENCODER.encode_into(message, frame, _LENGTH.size)
+    length = len(frame) - _LENGTH.size
+    if length > MAX_FRAME_BYTES:
+        raise BadFrameError(f"a message of {length} bytes is longer than {MAX_FRAME_BYTES}")
+    _LENGTH.pack_into(frame, 0, length)
+    return frame
+
+
+def decode_to_engine(frame: bytes | None) -> ToEngine:
+    """The message of the front end in a frame that FrameReader gave. Raises BadFrameError."""
+    return _decode(_TO_ENGINE, frame)
+
+
+def decode_from_engine(frame: bytes | None) -> FromEngine:
+    """The message of the engine in a frame that FrameReader gave. Raises BadFrameError."""
+    return _decode(_FROM_ENGINE, frame)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder, frame: bytes | None) -> Any:
+    if frame is None:
+        raise BadFrameError(f"longer than {MAX_FRAME_BYTES} bytes")
+    try:
+        return decoder.decode(frame)
+    except (ValueError, TypeError, RecursionError, OverflowError, MemoryError) as error:
+        raise BadFrameError(f"{type(error).__name__} in a message of {len(frame)} bytes") from None
+
+
+class FrameReader:
+    """TruncationRows a byte stream into frames."""
+
+    def __init__(self, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
+        """Longer frames are skipped as they arrive, and reported as None."""
+        self._max = max_frame_bytes
+        self._buffer = bytearray()
+        self._skip = 0  # bytes of a frame that is too long, still to come
+
+    def feed(self, data: bytes) -> list[bytes | None]:
+        """The frames that end in `data`, each whole."""
+        if self._skip:
+            num_skipped = min(self._skip, len(data))
+            self._skip -= num_skipped
+            data = data[num_skipped:]
+        buffer = self._buffer
+        buffer += data
+        frames: list[bytes | None] = []
+        start = 0
+        while len(buffer) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(buffer, start)
+            end = start + _LENGTH.size + length
+            if length > self._max:
+                frames.append(None)
+                self._skip = max(end - len(buffer), 0)
+                start = min(end, len(buffer))
+                continue
+            if end > len(buffer):
+                break
+            frames.append(bytes(memoryview(buffer)[start + _LENGTH.size : end]))
+            start = end
+        del buffer[:start]
+        return frames

@@ -1,0 +1,355 @@
+"""The engine process: an EngineCore behind a socket.
+
+Owns the loop of steps, the reader thread that feeds the core's inbox, the heartbeat thread, and the exits. Knows no
+text and no HTTP; `scripted` runs another core in the same loop. Invariant: whatever the front end sends, only the
+request that it is about can fail; the process never outlives the front end, and waits without spinning while there is
+nothing to do.
+
+Run as `python -m octavo.serve.engine.process FD PARENT`: a connected stream socket, and the process to die with.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import faulthandler
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+import msgspec
+
+from octavo.config.engine_config import EngineConfig, load_config
+from octavo.engine import EngineCore
+from octavo.observe import Phases, setup_logging
+from octavo.request.sampling_params import Limits, ParameterError, check, check_request_options, check_token_ids
+from octavo.request.updates import RequestUpdate
+from octavo.serve.engine.messages import (
+    MAX_TEXT,
+    PROTOCOL,
+    Abort,
+    Add,
+    BadFrameError,
+    CallDone,
+    EngineInfo,
+    EngineStats,
+    Failed,
+    FrameReader,
+    FromEngine,
+    Heartbeat,
+    Ready,
+    ResetPrefixCache,
+    Start,
+    Stop,
+    ToEngine,
+    Updates,
+    decode_to_engine,
+    encode,
+)
+from octavo.startup import gc_control, warm_start
+from octavo.startup.child import exit_with_parent
+
+_LOG = logging.getLogger(__name__)
+
+HEARTBEAT_SECONDS = 0.25
+MAX_BAD_FRAMES = 16  # after so many the front end is taken for broken
+EXIT_CONFIG, EXIT_FAILED, EXIT_BAD_FRAMES = 2, 1, 3
+_RECV_BYTES = 1 << 18
+
+# From a config to a core and what there is to say about it. Raises ValueError for what cannot run.
+BuildCore = Callable[[EngineConfig, Phases], tuple[EngineCore, EngineInfo]]
+
+
+class EngineProcess:
+    """The threads around one core. `run` is the main thread's."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        """`connection` leads to the front end."""
+        self._connection = connection
+        self._frames = FrameReader()
+        self._send_lock = threading.Lock()
+        self._wake = threading.Event()
+        self._core: EngineCore | None = None
+        self._limits = Limits(vocab_size=0, max_model_len=0)
+        self._sequences: set[str] = set()  # unfinished ones
+        self._calls: collections.deque[ResetPrefixCache] = collections.deque()
+        self._stopping = False
+        self._num_turns = 0
+        self._num_bad_frames = 0
+        self._num_unknown_aborts = 0
+
+    def run(self, build: BuildCore) -> int:
+        """Until Stop; the exit code."""
+        phases = Phases()
+        try:
+            start = self._first_message()
+            config, _ = load_config(python_kwargs=start.config, environ={})
+            setup_logging(config.log_level)
+            core, info = build(config, phases)
+        except (ValueError, TypeError) as error:
+            self._send_failure(str(error), is_users=isinstance(error, ValueError))
+            return EXIT_CONFIG
+        except Exception as error:
+            self._send_failure(_describe(error))
+            return EXIT_FAILED
+        self._core = core
+        self._limits = Limits(
+            vocab_size=info.vocab_size,
+            max_model_len=info.max_model_len,
+            max_logprobs=info.max_logprobs,
+            max_n=config.max_n,
+            max_total_tokens=config.max_total_tokens,
+            request_fields=tuple(info.request_fields),
+        )
+        gc_control.settle()
+        self.send(Ready(info))
+        for target in (self._read, self._beat):
+            threading.Thread(target=target, name=f"octavo{target.__name__}", daemon=True).start()
+        try:
+            self._loop(core)
+        except Exception as error:
+            _LOG.exception("the engine failed")
+            self._send_failure(_describe(error))
+            return EXIT_FAILED
+        core.close()
+        return 0
+
+    def send(self, message: FromEngine) -> None:
+        """One frame, from any thread. Waits while the front end does not read."""
+        frame = encode(message)
+        with self._send_lock:
+            self._connection.sendall(frame)
+
+    def _first_message(self) -> Start:
+        while True:
+            data = self._connection.recv(_RECV_BYTES)
+            if not data:
+                _exit(0)
+            for frame in self._frames.feed(data):
+                message = decode_to_engine(frame)
+                if isinstance(message, Start) and message.protocol == PROTOCOL:
+                    return message
+                raise BadFrameError(f"the front end does not speak protocol {PROTOCOL}")
+
+    def _loop(self, core: EngineCore) -> None:
+        idle = False
+        while not self._stopping:
+            self._wake.clear()
+            if not (core.has_unfinished or self._calls):
+                if not idle:
+                    idle = True
+                    self._send_heartbeat(core)
+                if not self._stopping and not core.capture_next():
+                    self._wake.wait()
+                continue
+            idle = False
+            calls = [self._calls.popleft() for _ in range(len(self._calls))]
+            updates = core.step()
+            self._num_turns += 1
+            if updates:
+                self._sequences.difference_update(u.request_id for u in updates if u.finish_reason is not None)
+                self._send_updates(core.times.num_steps, updates)
+            for call in calls:
+                self.send(CallDone(call.call_id, core.scheduler.reset_prefix_cache()))
+
+    def _send_updates(self, step: int, updates: list[RequestUpdate]) -> None:
+        """In one frame, or in as few as may be."""
+        try:
+            self.send(Updates(step, updates))
+        except BadFrameError:
+            if len(updates) > 1:
+                half = len(updates) // 2
+                self._send_updates(step, updates[:half])
+                self._send_updates(step, updates[half:])
+                return
+            update, scores = updates[0], updates[0].prompt_logprobs
+            if scores.num_positions > 1:
+                first, rest = scores.cut()
+                self._send_updates(step, [RequestUpdate(update.request_id, prompt_logprobs=first)])
+                self._send_updates(step, [msgspec.structs.replace(update, prompt_logprobs=rest)])
+                return
+            request_id = update.request_id
+            assert self._core is not None, "updates come from a core"
+            self._core.abort([request_id])
+            self._sequences.discard(request_id)
+            self._send_refusal(request_id, "output_too_large")
+
+    def _send_refusal(self, sequence_id: str, reason: str) -> None:
+        self.send(Updates(0, [RequestUpdate(sequence_id, finish_reason="error", error=reason)]))
+
+    def _send_failure(self, text: str, *, is_users: bool = False) -> None:
+        with contextlib.suppress(OSError):  # the front end may be gone as well
+            self.send(Failed(text[:MAX_TEXT], is_users))
+
+    def _beat(self) -> None:
+        """The heartbeat thread."""
+        assert self._core is not None, "the heart beats once the core is there"
+        pause = threading.Event()
+        while True:
+            self._send_heartbeat(self._core)
+            pause.wait(HEARTBEAT_SECONDS)
+
+    def _send_heartbeat(self, core: EngineCore) -> None:
+        stats, times = core.scheduler.stats(), core.times
+        message = Heartbeat(
+            self._num_turns,
+            core.has_unfinished,
+            EngineStats(
+                num_running=stats.num_running,
+                num_waiting=stats.num_waiting,
+                cache_usage=stats.cache_usage,
+                num_free_blocks=core.scheduler.kv.num_free_blocks,
+                rss_bytes=_rss_bytes(),
+                num_steps=times.num_steps,
+                num_preemptions=stats.num_preemptions,
+                num_scheduled_tokens=stats.num_scheduled_tokens,
+                num_prefix_queries=stats.num_prefix_queries,
+                num_prefix_hits=stats.num_prefix_hits,
+                num_bad_frames=self._num_bad_frames,
+                num_unknown_aborts=self._num_unknown_aborts,
+                schedule_seconds=times.schedule,
+                execute_seconds=times.issue + times.wait,
+                update_seconds=times.update,
+            ),
+        )
+        try:
+            self.send(message)
+        except OSError:
+            _exit(0)
+
+    def _read(self) -> None:
+        """The reader thread: it blocks in recv, and ends the process with the front end."""
+        while True:
+            try:
+                data = self._connection.recv(_RECV_BYTES)
+            except OSError:
+                data = b""
+            if not data:
+                _exit(0)
+            for frame in self._frames.feed(data):
+                try:
+                    self._take(decode_to_engine(frame))
+                except BadFrameError as error:
+                    self._drop(str(error))
+            self._wake.set()
+
+    def _drop(self, reason: str) -> None:
+        self._num_bad_frames += 1
+        _LOG.error("dropped a message of the front end: %s", reason)
+        if self._num_bad_frames >= MAX_BAD_FRAMES:
+            self._send_failure(f"{self._num_bad_frames} messages of the front end could not be read")
+            _exit(EXIT_BAD_FRAMES)
+
+    def _take(self, message: ToEngine) -> None:
+        assert self._core is not None, "the reader starts once the core is there"
+        if isinstance(message, Add):
+            self._add(self._core, message)
+        elif isinstance(message, Abort):
+            known = [sequence_id for sequence_id in message.sequence_ids if sequence_id in self._sequences]
+            self._num_unknown_aborts += len(message.sequence_ids) - len(known)
+            self._sequences.difference_update(known)
+            self._core.abort(known)
+        elif isinstance(message, ResetPrefixCache):
+            self._calls.append(message)
+        elif isinstance(message, Stop):
+            self._stopping = True
+        else:
+            raise BadFrameError("a message that has no place here")
+
+    def _add(self, core: EngineCore, message: Add) -> None:
+        """Queue it if it cannot hurt: the front end has checked everything, this checks what is indexed here."""
+        ids = message.sequence_ids
+        if len(set(ids)) != len(ids) or len(ids) != message.params.n or not self._sequences.isdisjoint(ids):
+            raise BadFrameError("sequence ids that are in use, or not one per completion")
+        self._sequences.update(ids)
+        try:
+            check_request_options(message.cache_salt, message.priority)
+            check_token_ids(message.prompt_token_ids, self._limits)
+            most = check(message.params, self._limits, len(message.prompt_token_ids))
+            if not 1 <= message.max_tokens <= most:
+                raise ParameterError("max_tokens", f"must be in [1, {most}], got {message.max_tokens}")
+            core.add(
+                ids,
+                message.prompt_token_ids,
+                message.params,
+                max_tokens=message.max_tokens,
+                priority=message.priority,
+                cache_salt=message.cache_salt,
+            )
+        except Exception as error:  # nothing that a request holds may end this thread
+            _LOG.error("refused a request: %s", error if isinstance(error, ValueError) else _describe(error))
+            self._sequences.difference_update(ids)
+            for sequence_id in ids:
+                self._send_refusal(sequence_id, "refused_by_engine")
+
+
+def build_core(config: EngineConfig, phases: Phases) -> tuple[EngineCore, EngineInfo]:
+    """The engine with a model, without a tokenizer."""
+    parts = warm_start.start(config, phases, text=False)
+    resolved, memory = parts.resolved, parts.memory
+    info = EngineInfo(
+        device=resolved.device,
+        dtype=resolved.dtype,
+        attention_backend=resolved.attention_backend,
+        quantization=resolved.quantization,
+        vocab_size=parts.arch.vocab_size,
+        max_model_len=resolved.max_model_len,
+        max_logprobs=resolved.max_logprobs,
+        max_num_seqs=resolved.max_num_seqs,
+        max_num_batched_tokens=resolved.max_num_batched_tokens,
+        enable_prefix_caching=resolved.enable_prefix_caching,
+        block_size=resolved.block_size,
+        num_blocks=memory.num_blocks,
+        cache_bytes=memory.kv_bytes,
+        weight_bytes=memory.weight_bytes,
+        request_fields=list(parts.limits.request_fields),
+        numerics_contract=parts.numerics_contract(),
+        phases=phases.entries,
+    )
+    return EngineCore.from_parts(parts), info
+
+
+def main(argv: Sequence[str], build: BuildCore = build_core) -> NoReturn:
+    """Run an engine process. `argv`: the socket's number and the parent's process id."""
+    connection, parent = int(argv[0]), int(argv[1])
+    if not exit_with_parent(parent):
+        _exit(0)
+    # Ctrl-C and service managers signal the whole group; the front end decides when the engine ends.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    with contextlib.suppress(OSError, AttributeError, ValueError):  # without a stderr nobody would read them
+        faulthandler.enable(all_threads=True)
+        faulthandler.register(signal.SIGUSR1, all_threads=True)  # the watchdog asks before it kills
+    with socket.socket(fileno=connection) as sock:
+        _exit(EngineProcess(sock).run(build))
+
+
+def _exit(code: int) -> NoReturn:
+    """At once, from any thread: there is nothing to clean up that the kernel does not."""
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _describe(error: BaseException) -> str:
+    """The error and where it was raised, in one line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
+    return " ".join(f"{type(error).__name__}: {error}{place}".split())
+
+
+def _rss_bytes() -> int:
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

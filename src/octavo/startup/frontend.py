@@ -1,0 +1,86 @@
+"""Frontend: the half of a start that needs no device: folder, architecture, tokenizer, sampling defaults, limits.
+
+Owns the order in which they are found, for an engine in this process (`start`) and for a front end whose engine is
+another process (`serve`). Imports no torch. Invariant: both sides read the same folder and come to the same limits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from octavo.checkpoint.arch import Arch
+from octavo.checkpoint.config_reader.checkpoint import read_arch
+from octavo.checkpoint.generation_config import default_sampling
+from octavo.checkpoint.hub import find_model
+from octavo.config.engine_config import EngineConfig
+from octavo.request.fields import FieldSpec
+from octavo.request.sampling_params import Limits, SamplingParams
+from octavo.text.converted import tokenizer_file
+from octavo.text.no_tokenizer import NoTokenizer
+from octavo.text.tokenizer import Tokenizer, load_tokenizer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Frontend:
+    """What turns requests of users into requests of an engine."""
+
+    folder: Path
+    arch: Arch
+    tokenizer: Tokenizer | NoTokenizer
+    default_sampling: SamplingParams
+
+
+def find_and_read(config: EngineConfig) -> tuple[Path, Arch]:
+    """The model's folder, downloaded if need be, and its architecture. Raises ValueError, in one line."""
+    folder = find_model(config.model, config.revision)
+    return folder, read_arch(folder)
+
+
+def load_text(config: EngineConfig, folder: Path, arch: Arch) -> Tokenizer | NoTokenizer:
+    """The tokenizer, if one is wanted. Dummy weights may come without one; anything else needs one."""
+    if config.skip_tokenizer_init:
+        return NoTokenizer(skipped=True)
+    if config.tokenizer:
+        folder = find_model(config.tokenizer)
+    if config.load_format == "dummy" and tokenizer_file(folder) is None:
+        return NoTokenizer()
+    try:
+        return load_tokenizer(folder, arch)
+    except ValueError as error:
+        if tokenizer_file(folder) is not None:
+            raise
+        raise ValueError(f"{error}; set --tokenizer, or --skip-tokenizer-init for token ids alone") from None
+
+
+def load_frontend(config: EngineConfig, folder: Path, arch: Arch) -> Frontend:
+    """Everything beside the engine. Raises ValueError, in one line."""
+    return Frontend(
+        folder=folder,
+        arch=arch,
+        tokenizer=load_text(config, folder, arch),
+        default_sampling=default_sampling(folder, config),
+    )
+
+
+def make_limits(
+    tokenizer: Tokenizer | NoTokenizer,
+    *,
+    vocab_size: int,
+    max_model_len: int,
+    max_logprobs: int,
+    config: EngineConfig,
+    request_fields: Sequence[FieldSpec] = (),
+) -> Limits:
+    """What requests are checked against: the engine's numbers and the tokenizer's."""
+    return Limits(
+        vocab_size=vocab_size,
+        max_model_len=max_model_len,
+        num_token_ids=tokenizer.num_token_ids,
+        max_token_bytes=tokenizer.max_token_bytes,
+        max_logprobs=max_logprobs,
+        max_n=config.max_n,
+        max_total_tokens=config.max_total_tokens,
+        request_fields=tuple(request_fields),
+    )

@@ -1,0 +1,339 @@
+"""MemoryPlan: where the bytes go, computed before anything is allocated.
+
+Owns the sizes of weights, workspace, logits and tables, the bytes of a cache block, and the rule that says how many
+blocks there are. `octavo doctor` prints the plan, the engine sizes its cache with the same function. Asks no device:
+free memory is an argument. Invariant: a plan holds at least one request of `max_model_len` tokens and the null block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from octavo.cache.groups import CacheGroup, TableSpec, block_bytes, table_of_each
+from octavo.checkpoint.arch import Arch
+from octavo.config.engine_config import Resolved
+from octavo.config.settings import ConfigError
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
+# Of what weights and workspace leave, on CPU: the usual share of the cache, the most that an automatic
+# max_model_len may take it to, and the most that an explicit one may.
+_CPU_SHARE, _CPU_AUTO_SHARE, _CPU_EXPLICIT_SHARE = 0.25, 0.5, 0.9
+_CPU_PACKED_ROWS = 768  # CHUNK_ROWS of native/matmul.cpp
+# Of CUDA graphs: tokens of the largest one of a mixed step in a large model; the same times the square of a hidden size
+# (issuing takes 0.5 ms a layer, and a token meets 12 to 15 such squares of weights there); bytes of the nodes of all,
+# an estimate, which a start compares with what they took.
+_GRAPH_TOKENS, _GRAPH_WORK, _GRAPH_NODES = 1024, 1024 * 4096**2, 512 << 20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryPlan:
+    """Bytes by purpose, and what the cache holds. `num_blocks` counts the null block 0."""
+
+    device: str
+    free_bytes: int  # when the plan was made
+    weight_bytes: int
+    weights_loaded: bool  # then they are not part of free_bytes
+    workspace_bytes: int  # activations of max_num_batched_tokens
+    logits_bytes: int
+    graph_bytes: int  # of a GPU's graphs: their own activations and logits, and their nodes
+    table_bytes: int
+    buffer_bytes: int  # of attention backends: masks, partial results
+    bytes_per_block: int
+    block_size: int
+    num_blocks: int
+    max_model_len: int  # shortened if it was automatic and did not fit
+    blocks_per_request: int  # of max_model_len tokens, in all groups
+    rule: str  # what decided num_blocks
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the cache."""
+        return self.num_blocks * self.bytes_per_block
+
+    @property
+    def max_requests(self) -> float:
+        """Requests of max_model_len tokens that the cache holds at once."""
+        return (self.num_blocks - 1) / self.blocks_per_request
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the cache holds, in requests of max_model_len."""
+        return int(self.max_requests * self.max_model_len)
+
+    def table(self) -> str:
+        """The plan for people, one purpose per line."""
+        state = "loaded" if self.weights_loaded else "to be loaded"
+        rows = [
+            ("free memory", self.free_bytes, f"on {self.device}, now"),
+            ("weights", self.weight_bytes, state),
+            ("workspace", self.workspace_bytes, "activations of the largest step"),
+            ("logits", self.logits_bytes, "of the largest step, while sampling"),
+            ("graphs", self.graph_bytes, "captured steps, which share one memory; estimated"),
+            ("tables", self.table_bytes, "tokens and blocks of every row"),
+            ("attention", self.buffer_bytes, "masks and partial results of its backends"),
+            ("KV cache", self.kv_bytes, f"{self.num_blocks} blocks of {self.bytes_per_block} bytes; {self.rule}"),
+        ]
+        lines = [f"  {name:<12} {show_bytes(size):>10}  {remark}" for name, size, remark in rows if size]
+        lines.append(
+            f"  The cache holds {self.num_tokens} tokens: {self.max_requests:.1f} requests of "
+            f"max_model_len={self.max_model_len}."
+        )
+        return "\n".join(lines)
+
+
+def show_bytes(size: int) -> str:
+    """A size for people: 512 B, 1.5 KiB, 3.0 GiB."""
+    amount = float(size)
+    for unit in ("B", "KiB", "MiB"):
+        if abs(amount) < 1024:
+            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1024
+    return f"{amount:.1f} GiB"
+
+
+def blocks_for_request(groups: Sequence[CacheGroup], num_tokens: int, max_num_batched_tokens: int) -> int:
+    """Blocks that one request of `num_tokens` holds at most, all groups together.
+
+    A sliding group keeps its window and the tokens of the step in hand, plus one block since both ends may be partial;
+    a chunked one the tokens of the step and what its first token sees.
+    """
+    total = 0
+    for group in groups:
+        blocks, step = group.num_blocks(num_tokens), min(max_num_batched_tokens, num_tokens)
+        if group.window:
+            blocks = min(blocks, -(-(group.window - 1 + step) // group.block_size) + 1)
+        if group.chunk:
+            blocks = min(blocks, -(-(group.chunk - 1 + step) // group.block_size) + 1)
+        total += blocks
+    return total
+
+
+def weight_bytes(arch: Arch, resolved: Resolved) -> int:
+    """Bytes of the weights in memory, as the layers keep them."""
+    itemsize, of_matrix = ITEMSIZE[resolved.dtype], ITEMSIZE[_matrix_dtype(arch, resolved)]
+    linear = sum(count * _linear_bytes(n, k, resolved, of_matrix) for count, n, k in _linear_shapes(arch))
+    q_size, kv_size = arch.num_heads * arch.head_size, arch.num_kv_heads * arch.head_size
+    vectors = 2 * arch.hidden_size + 2 * arch.head_size * arch.qk_norm
+    vectors += (q_size + 2 * kv_size) * arch.attention_bias + arch.hidden_size * arch.output_bias
+    vectors += (2 * arch.intermediate_size + arch.hidden_size) * arch.mlp_bias
+    vectors = arch.num_layers * vectors + arch.hidden_size
+    embedding = 0 if arch.tied else arch.vocab_size * arch.hidden_size  # a tied table is the output head's
+    return linear + vectors * itemsize + embedding * of_matrix
+
+
+def check_weights(arch: Arch, resolved: Resolved, free_bytes: int) -> None:
+    """Raises ConfigError for a model whose weights alone are more than `free_bytes`, before it is loaded in vain."""
+    size = weight_bytes(arch, resolved)
+    if size > free_bytes:
+        dtype = _matrix_dtype(arch, resolved)
+        limit = f"its weights take {show_bytes(size)} in {dtype}, {show_bytes(free_bytes)} are free"
+        raise ConfigError("model", resolved.model, limit, "take a smaller model, or fewer bytes per weight: --dtype")
+
+
+def _linear_shapes(arch: Arch) -> Iterator[tuple[int, int, int]]:
+    """(how many, outputs, inputs) of every matrix, the output head included, fused as the layers fuse them."""
+    hidden, dense = arch.hidden_size, arch.num_layers
+    for count, n, k in _attention_shapes(arch):
+        yield arch.num_layers * count, n, k
+    if arch.moe is not None:
+        dense -= len(arch.moe_layers)
+        experts = len(arch.moe_layers) * arch.moe.num_experts
+        yield experts, 2 * arch.moe.expert_size, hidden
+        yield experts, hidden, arch.moe.expert_size
+        yield len(arch.moe_layers), arch.moe.num_experts, hidden  # the router
+        yield len(arch.moe_layers), 2 * arch.moe.num_shared * arch.moe.expert_size, hidden
+        yield len(arch.moe_layers), hidden, arch.moe.num_shared * arch.moe.expert_size
+    yield dense, 2 * arch.intermediate_size, hidden
+    yield dense, hidden, arch.intermediate_size
+    yield 1, arch.vocab_size, hidden
+
+
+def _attention_shapes(arch: Arch) -> Iterator[tuple[int, int, int]]:
+    """(how many, outputs, inputs) of the matrices of one layer's attention."""
+    hidden, heads, latent = arch.hidden_size, arch.num_heads, arch.latent
+    if latent is None:
+        yield 1, (heads + 2 * arch.num_kv_heads) * arch.head_size, hidden
+        yield 1, hidden, heads * arch.head_size
+        return
+    query = heads * (latent.nope_size + latent.rope_size)
+    yield 1, (latent.query_size or query) + arch.head_size, hidden
+    if latent.query_size:
+        yield 1, query, latent.query_size
+    yield heads, latent.latent_size, latent.nope_size
+    yield heads, latent.value_size, latent.latent_size
+    yield 1, hidden, heads * latent.value_size
+
+
+def _matrix_dtype(arch: Arch, resolved: Resolved) -> str:
+    """Of matrices: those stored as bfloat16 stay so under float32, since products widen them exactly."""
+    stays = (arch.dtype, resolved.dtype) == ("bfloat16", "float32") and resolved.load_format != "dummy"
+    return arch.dtype if stays else resolved.dtype
+
+
+def _linear_bytes(n: int, k: int, resolved: Resolved, itemsize: int) -> int:
+    """On CPU outputs are packed in panels of 32; int8 adds a bfloat16 scale per 32 inputs; references hold float32."""
+    if resolved.device != "cpu":
+        return n * k * itemsize
+    if resolved.native == "none":
+        return n * k * 4
+    padded = -(-n // 32) * 32
+    return padded * -(-k // 32) * 34 if resolved.quantization == "int8" else padded * k * itemsize
+
+
+def plan_memory(
+    arch: Arch,
+    resolved: Resolved,
+    groups: Sequence[CacheGroup],
+    free_bytes: int,
+    *,
+    total_bytes: int = 0,
+    weights_loaded: bool = False,
+    tables: Sequence[TableSpec] = (),
+    buffer_bytes: int = 0,
+) -> MemoryPlan:
+    """Divide `free_bytes` of the device. `total_bytes` is needed on a GPU, whose utilization counts everything.
+
+    tables: of `choose_tables` (default: one per group, in the user's kernel blocks or unsplit).
+    buffer_bytes: that attention backends keep for themselves.
+
+    Raises ConfigError with the numbers if not one request of max_model_len fits, unless max_model_len is automatic:
+    then it is shortened to what fits.
+    """
+    weights = weight_bytes(arch, resolved)
+    workspace = _workspace_bytes(arch, resolved)
+    logits = 3 * 4 * resolved.max_num_seqs * arch.vocab_size  # as computed, as processed, and room to sort
+    graphs = _graph_bytes(arch, resolved)
+    table_bytes = _table_bytes(resolved, groups, tables)
+    per_block = max(block_bytes(groups, ITEMSIZE[resolved.kv_cache_dtype]), 1)
+    per_request = blocks_for_request(groups, resolved.max_model_len, resolved.max_num_batched_tokens)
+    fixed = workspace + logits + table_bytes + buffer_bytes
+    parts = {"weights": 0 if weights_loaded else weights, "workspace": fixed, "graphs": graphs}
+    available = free_bytes - sum(parts.values())
+    if resolved.device == "cuda":
+        available -= int((1.0 - resolved.gpu_memory_utilization) * total_bytes)
+    num_blocks, rule = _count_blocks(resolved, available, per_block, per_request)
+    length = resolved.max_model_len
+    if num_blocks - 1 < per_request:
+        length = _fit_length(resolved, groups, num_blocks - 1)
+        if not resolved.max_model_len_is_auto or length < 2:
+            taken = ", ".join(f"{name} {show_bytes(size)}" for name, size in parts.items() if size)
+            left = f"{show_bytes(max(available, 0))} are left of {show_bytes(free_bytes)} after {taken}"
+            raise _too_small(resolved, left, per_block, per_request, num_blocks, length)
+        per_request = blocks_for_request(groups, length, resolved.max_num_batched_tokens)
+    return MemoryPlan(
+        device=resolved.device,
+        free_bytes=free_bytes,
+        weight_bytes=weights,
+        weights_loaded=weights_loaded,
+        workspace_bytes=workspace,
+        logits_bytes=logits,
+        graph_bytes=graphs,
+        table_bytes=table_bytes,
+        buffer_bytes=buffer_bytes,
+        bytes_per_block=per_block,
+        block_size=resolved.block_size,
+        num_blocks=num_blocks,
+        max_model_len=length,
+        blocks_per_request=per_request,
+        rule=rule,
+    )
+
+
+def _table_bytes(resolved: Resolved, groups: Sequence[CacheGroup], tables: Sequence[TableSpec]) -> int:
+    """Tokens, block tables and a step's copies of them, one int32 each, and the slots of a step's tokens.
+
+    Persistent tables have a row more than requests run at once: padding reads it.
+    """
+    rows, step = resolved.max_num_seqs, resolved.max_num_batched_tokens
+    total = 4 * (rows + 1) * resolved.max_model_len
+    wanted = resolved.kernel_block_size
+    for table in tables or table_of_each(groups, [wanted or group.block_size for group in groups]):
+        group, size = groups[table.group], table.kernel_block_size
+        columns = group.num_blocks(resolved.max_model_len) * (group.block_size // (size or group.block_size))
+        total += 4 * (2 * rows + 1) * max(columns, 1) + 8 * step
+    return total
+
+
+def _graph_bytes(arch: Arch, resolved: Resolved) -> int:
+    """The logits and activations of the largest graphs, which the others share, and what the driver keeps of each."""
+    if resolved.device != "cuda" or resolved.enforce_eager:
+        return 0
+    largest = dataclasses.replace(resolved, max_num_batched_tokens=graph_tokens(arch, resolved))
+    return 4 * resolved.max_num_seqs * arch.vocab_size + _workspace_bytes(arch, largest) + _GRAPH_NODES
+
+
+def graph_tokens(arch: Arch, resolved: Resolved) -> int:
+    """Tokens of the largest mixed step that a GPU runs as a graph: beyond, issuing it hides behind running it."""
+    return min(resolved.max_num_batched_tokens, max(_GRAPH_TOKENS, _GRAPH_WORK // arch.hidden_size**2))
+
+
+def _workspace_bytes(arch: Arch, resolved: Resolved) -> int:
+    """A layer's largest set of live tensors, counted in float32 since norms and attention widen.
+
+    A compiled decoder keeps all of its buffers, of the activations' type, a quarter larger than they were needed, and
+    each thread what it packs rows into.
+    """
+    heads = (2 * arch.num_heads + 2 * arch.num_kv_heads) * arch.head_size
+    mlp, hidden = arch.intermediate_size, arch.hidden_size
+    if arch.moe is not None:
+        mlp = max(mlp, arch.moe.expert_size * arch.moe.experts_per_token)
+    live = 4 * resolved.max_num_batched_tokens * (4 * hidden + max(heads, 3 * mlp))
+    if resolved.device != "cpu" or resolved.native == "none":
+        return live
+    kept = 5 * hidden + heads + arch.num_heads * arch.head_size + 3 * mlp
+    packed = 4 * resolved.num_threads * _CPU_PACKED_ROWS * max(hidden, mlp)
+    return max(live, resolved.max_num_batched_tokens * ITEMSIZE[resolved.dtype] * kept * 5 // 4 + packed)
+
+
+def _count_blocks(resolved: Resolved, available: int, per_block: int, per_request: int) -> tuple[int, str]:
+    """Blocks of the cache, and the rule that said so."""
+    if resolved.num_gpu_blocks_override is not None:
+        return resolved.num_gpu_blocks_override, "num_gpu_blocks_override"
+    if resolved.kv_cache_memory_bytes is not None:
+        return resolved.kv_cache_memory_bytes // per_block, "kv_cache_memory_bytes"
+    available = max(available, 0)
+    if resolved.device == "cuda":
+        return available // per_block, f"gpu_memory_utilization={resolved.gpu_memory_utilization:g}"
+    need = resolved.max_num_seqs * per_request + 1
+    usual = int(available * _CPU_SHARE) // per_block
+    if need <= usual:
+        return need, f"enough for max_num_seqs={resolved.max_num_seqs} requests of max_model_len"
+    share = _CPU_AUTO_SHARE if resolved.max_model_len_is_auto else _CPU_EXPLICIT_SHARE
+    most = int(available * share) // per_block
+    if usual < per_request + 1 <= most:
+        return per_request + 1, "one request of max_model_len"
+    return usual if usual > per_request else min(most, per_request + 1), "a share of the free memory"
+
+
+def _fit_length(resolved: Resolved, groups: Sequence[CacheGroup], num_blocks: int) -> int:
+    """The longest request, at most max_model_len, that `num_blocks` hold; 0 if none."""
+    low, high = 0, resolved.max_model_len
+    while low < high:
+        middle = (low + high + 1) // 2
+        if blocks_for_request(groups, middle, resolved.max_num_batched_tokens) <= num_blocks:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _too_small(
+    resolved: Resolved, left: str, per_block: int, per_request: int, num_blocks: int, fits: int
+) -> ConfigError:
+    needed = (per_request + 1) * per_block
+    limit = (
+        f"one request needs {per_request + 1} blocks ({show_bytes(needed)}), the cache would have {max(num_blocks, 0)} "
+        f"({show_bytes(max(num_blocks, 0) * per_block)}): {left}"
+    )
+    if resolved.num_gpu_blocks_override is not None:
+        field, change = "num_gpu_blocks_override", f"set it to at least {per_request + 1}"
+    elif resolved.kv_cache_memory_bytes is not None:
+        field, change = "kv_cache_memory_bytes", f"set it to at least {needed}"
+    else:
+        field, change = "max_model_len", "free some memory"
+        if fits >= 2:
+            return ConfigError(field, resolved.max_model_len, limit, f"set --max-model-len to at most {fits}, or auto")
+    if fits >= 2:
+        change += f", or --max-model-len to at most {fits}"
+    return ConfigError(field, getattr(resolved, field), limit, change)

@@ -1,0 +1,54 @@
+"""The part of an engine's start that needs no torch, before and while that is imported.
+
+Owns the threads that open the GPU meanwhile, and how seldom garbage is looked for. Imports no torch itself. Invariant:
+a start depends on this for its time only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from octavo.config.engine_config import EngineConfig
+from octavo.observe import Phases
+from octavo.startup import gc_control
+from octavo.startup.cuda_init import open_counter, open_driver
+
+if TYPE_CHECKING:
+    from octavo.startup.build import Parts
+
+_TURN_SECONDS = 0.0005
+
+
+def start(config: EngineConfig, phases: Phases, *, text: bool = True) -> Parts:
+    """See `octavo.startup.build.start_engine`."""
+    if config.device != "cpu" and not _has_opened():
+        for opens in (open_driver, open_counter):
+            threading.Thread(target=opens, name=f"octavo-{opens.__name__}", daemon=True).start()
+    with gc_control.relaxed(), _short_turns():
+        with phases("import torch and the engine"), gc_control.loading():
+            from octavo.startup.build import start_engine
+        return start_engine(config, phases, text=text)
+
+
+def _has_opened() -> bool:
+    """Whether torch has opened a GPU here, which need not be the first: others are nobody's then."""
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.cuda.is_initialized())
+
+
+@contextlib.contextmanager
+def _short_turns() -> Iterator[None]:
+    """Within: threads that let others compute for a moment, as one does between torch's operators, go on soon.
+
+    By default one waits 5 ms for another that computes.
+    """
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(min(before, _TURN_SECONDS))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)

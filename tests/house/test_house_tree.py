@@ -1,0 +1,71 @@
+"""The picture of the tree: few modules in the root, folders that fit in the head, and the field's words."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from house import ROOT, SRC, files
+
+MAX_ROOT_MODULES = 8
+MAX_FOLDER_FILES = 15
+CODE_SUFFIXES = (".py", ".cu", ".cpp", ".h")
+
+# Words that the code and its pages used for things that the field has a word for. docs/glossary.md has what stands now.
+RETIRED = {
+    "eager twin": "reference implementation", "eager twins": "reference implementations", "kept_file": "disk_cache",
+    "kept_check": "validation_cache", "kept_launch": "aot_launch", "UnkeptError": "NotCacheable",
+    "compiler_name": "fingerprint", "UnnamedError": "NotFingerprintable", "few_rows": "skinny_gemm", "one_row": "gemv",
+    "cluster_product": "cluster_gemm", "gated_product": "gated_gemm", "cluster_ring": "gemm_pipeline",
+    "prompt_attention": "prefill_attention", "row_attention": "decode_attention", "rotate_attend": "fused_rope_decode",
+    "turned_heads": "rope_heads", "RotatingBackend": "FusedRopeBackend", "run_rotating": "run_fused_rope",
+    "head_draw": "fused_lm_head_sampling", "drawn_rows": "fused_sampling_rows", "Sight": "MaskSpec",
+    "Cuts": "TruncationRows", "truncate_few": "topk_topp_small", "settle_few": "apply_topk_topp_small",
+    "fold_rows": "digest_rows", "LogitsFold": "LogitsDigest", "enter_attention": "pre_attention",
+    "leave_attention": "post_attention", "turn_to_last_tokens": "narrow_to_last_tokens",
+    "suit_mods": "check_mods_supported", "careless": "uninitialized_groups", "within_reach": "cap_to_backend_limit",
+    "give_scales": "calibrate_kv_scales", "CacheForm": "KVCacheLayoutPlan", "early_start": "warm_start",
+    "open_device": "cuda_init", "look_at": "check_at", "num_told": "num_reported", "GrammarJail": "GrammarSandbox",
+    "tie_to": "exit_with_parent", "is_sound": "validate_update", "runtime_compiler": "nvrtc",
+}  # fmt: skip
+
+
+def _relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def test_the_root_holds_few_modules() -> None:
+    assert len(list((SRC / "octavo").glob("*.py"))) <= MAX_ROOT_MODULES
+
+
+def test_folders_fit_in_the_head() -> None:
+    counts = Counter(path.parent for path in files(*CODE_SUFFIXES, under=("src",)))
+    assert {_relative(folder): count for folder, count in counts.items() if count > MAX_FOLDER_FILES} == {}
+
+
+@pytest.mark.parametrize(
+    "path", files(".py", ".md", ".cu", ".cpp", ".h", under=("src", "docs", "bench", "tools")), ids=_relative
+)
+def test_no_retired_word(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    found = {word: now for word, now in RETIRED.items() if re.search(rf"(?<![A-Za-z0-9_]){word}(?![A-Za-z0-9_])", text)}
+    assert not found, f"{_relative(path)}: say {found}"
+
+
+def test_every_operator_stands_in_the_table() -> None:
+    table = (SRC / "octavo/ops/README.md").read_text(encoding="utf-8")
+    ops = SRC / "octavo/ops"
+    members = {f"{path.parent.name}/" for path in ops.glob("*/__init__.py")} | {path.name for path in ops.glob("*.py")}
+    missing = [name for name in members - {"__init__.py"} if f"`{name}`" not in table]
+    assert not missing
+
+
+def test_a_glossary_line_says_one_term() -> None:
+    lines = [
+        line for line in (ROOT / "docs/glossary.md").read_text(encoding="utf-8").splitlines() if line.startswith("- ")
+    ]
+    terms = [re.match(r"- \*\*(.+?)\*\*(?: \*\(ours\)\*)?: \S", line) for line in lines]
+    assert all(terms) and len({term[1] for term in terms if term}) == len(lines) > 40
