@@ -82,6 +82,7 @@ def test_a_count_is_a_line_now_and_then_in_the_log(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LOGGER, "propagate", True)
+    monkeypatch.setattr(LOGGER, "handlers", [])
     _count_at([0.5, 1.5, 2.0, 3.0, 3.6, 3.7], io.StringIO())
     assert [record.getMessage() for record in caplog.records] == [
         "compiling: 2 of 6 after 1.5 s (kernel 1)",

@@ -59,7 +59,7 @@ def backends_here(device: str = "cpu") -> list[str]:
     return names
 
 
-def supports(name: str, setting: Setting) -> bool:
+def takes(name: str, setting: Setting) -> bool:
     """Whether the backend states that it takes the setting."""
     capability = BACKENDS.resolve(name).capability
     return setting.layout in capability.layouts and takes_size(capability.kernel_block_sizes, setting.kernel)

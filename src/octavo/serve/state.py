@@ -100,8 +100,7 @@ class ServeState:
     def check_tokenizer(self) -> None:
         """Raise ParameterError if the model has none."""
         if not isinstance(self.engine.tokenizer, Tokenizer):
-            message = "the model folder has no tokenizer.json: only token ids can be completed, without text"
-            raise ParameterError("tokenizer", message, "unsupported_parameter")
+            raise self.engine.tokenizer.refusal("tokenizer", "only token ids can be completed, without text")
 
     def check_model(self, name: str | None) -> str:
         """The name that the reply gives: the first one, if none is asked for. Raises ApiError, 404."""
