@@ -81,18 +81,19 @@ def _groups(folder: Path, device: str) -> Iterator[tuple[str, dict[str, Any], li
     """(name, settings of an engine, prompts, parameters): 200 requests in all."""
     text = resources.files("octavo").joinpath("assets/octavo-tiny/held_out_prompts.json").read_text()
     prompts = json.loads(text)[:30]
-    tiny = {"device": device, "max_model_len": 512}
+    place: dict[str, Any] = {"device": device} | ({"gpu_memory_utilization": 0.2} if device == "cuda" else {})
+    tiny = place | {"max_model_len": 512}
     for dtype in ("float32", "bfloat16"):
         yield f"octavo-tiny {dtype}", tiny | {"dtype": dtype}, prompts, [
             _params(index, 4000, text=True) for index in range(30)
         ]  # fmt: skip
     mods = {"window": sliding_window(24), "scores": user_mods.near, "not causal": AttentionMods(causal=False)}
-    for place, (name, own) in enumerate(mods.items()):
+    for index, (name, own) in enumerate(mods.items()):
         settings = tiny | {"dtype": "float32", "attention_backend": "flex", "attention_mods": own}
-        count = 8 if place else 4
+        count = 8 if index else 4
         yield f"mods: {name}", settings, prompts[:count], [_params(index, 4000, text=False) for index in range(count)]
     shapes = {"windows": GEMMA, "latent": DEEPSEEK, "experts": _QWEN_MOE, "mistral": _MISTRAL}
-    for place, (name, shape) in enumerate(shapes.items()):
+    for index, (name, shape) in enumerate(shapes.items()):
         own_folder = folder / name
         own_folder.mkdir()
         settings = settings_of(shape, own_folder) | {
