@@ -155,9 +155,26 @@ def test_commands_in_docs_use_flags_and_targets_that_exist(path: Path) -> None:
 
 @pytest.mark.parametrize("path", DOCS, ids=_relative)
 def test_links_in_docs_lead_somewhere(path: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", path.read_text(encoding="utf-8")):
-        if "://" not in target:
-            assert (path.parent / target).exists(), target
+    for target in re.findall(r"\]\(([^)]+)\)", path.read_text(encoding="utf-8")):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        page = path.parent / name if name else path
+        assert page.exists(), target
+        assert not anchor or anchor in _anchors(page), target
+
+
+def _anchors(page: Path) -> set[str]:
+    """What a page's headings are called in links."""
+    heads = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("path", DOCS, ids=_relative)
+def test_docs_say_what_is_true_now(path: Path) -> None:
+    """A figure's commit is told in notes/, beside its neighbours: a page that names one is about another day."""
+    text = path.read_text(encoding="utf-8")
+    assert not [word for word in re.findall(r"\b[0-9a-f]{7,40}\b", text) if re.search(r"\d", word)]
 
 
 @pytest.mark.parametrize(
