@@ -33,7 +33,7 @@ from octavo.request.sampling_params import (
 from octavo.sharing import Call, Queued, SharedEngine
 from octavo.startup import gc_control
 from octavo.startup.probe import numerics_id
-from octavo.text.jail import TextJail
+from octavo.text.sandbox import TextSandbox
 from octavo.text.thinking import ThinkingRule
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -94,7 +94,7 @@ class LLM:
         except ConfigError:
             self.engine.close()
             raise
-        self._jail = TextJail(self.engine.tokenizer)
+        self._sandbox = TextSandbox(self.engine.tokenizer)
         self._ids = itertools.count()
         self._shared = SharedEngine(self.engine)
 
@@ -192,7 +192,7 @@ class LLM:
 
     def close(self) -> None:
         """Release the engine, at the end of a step that runs."""
-        self._jail.close()
+        self._sandbox.close()
         self._shared.exclusively(self.engine.close)
 
     def __enter__(self) -> Self:
@@ -227,7 +227,7 @@ class LLM:
 
     def _ready_chat(self, messages: Any, params: SamplingParams, **options: Any) -> _Ready:
         limits = self.engine.limits
-        text, token_ids = self._jail.render_chat(messages, limits, **options)
+        text, token_ids = self._sandbox.render_chat(messages, limits, **options)
         is_chat = options.get("add_generation_prompt", True)
         return _Ready(check_token_ids(token_ids, limits, num_kept(params, limits)), text, is_chat=is_chat)
 

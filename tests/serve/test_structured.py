@@ -1,4 +1,4 @@
-"""The jail that tries foreign forms, and what clients' fields mean."""
+"""The sandbox that tries foreign forms, and what clients' fields mean."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from octavo.grammar.compiler import Vocabulary
 from octavo.request.sampling_params import ParameterError, StructuredOutputsParams
 from octavo.serve.sandbox.grammar import (
     GrammarSandbox,
-    JailBusyError,
+    SandboxBusyError,
     from_request,
     from_response_format,
     from_tool_choice,
@@ -35,36 +35,36 @@ def _form(**fields: Any) -> StructuredOutputsParams:
     return StructuredOutputsParams(**fields)
 
 
-def _with_jail(use: Callable[[GrammarSandbox], Coroutine[Any, Any, None]], **options: Any) -> None:
+def _with_sandbox(use: Callable[[GrammarSandbox], Coroutine[Any, Any, None]], **options: Any) -> None:
     async def run() -> None:
-        jail = GrammarSandbox(VOCABULARY, len(TOKENS), [0], **options)
+        sandbox = GrammarSandbox(VOCABULARY, len(TOKENS), [0], **options)
         try:
-            await use(jail)
+            await use(sandbox)
         finally:
-            pids = [child.process.pid for child in jail._children]
-            await jail.close()
+            pids = [child.process.pid for child in sandbox._children]
+            await sandbox.close()
             assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
     asyncio.run(asyncio.wait_for(run(), patient(60)))
 
 
-async def _error(jail: GrammarSandbox, form: StructuredOutputsParams) -> ParameterError | None:
+async def _error(sandbox: GrammarSandbox, form: StructuredOutputsParams) -> ParameterError | None:
     try:
-        await jail.check_structured(form)
+        await sandbox.check_structured(form)
     except ParameterError as error:
         return error
     return None
 
 
 def test_good_forms_pass_and_one_child_serves_them() -> None:
-    async def use(jail: GrammarSandbox) -> None:
-        await jail.check_structured(None)
-        assert not jail._children
+    async def use(sandbox: GrammarSandbox) -> None:
+        await sandbox.check_structured(None)
+        assert not sandbox._children
         for form in (_form(choice=["a"]), _form(regex="a+"), _form(json={}), _form(grammar='start: "a"')):
-            await jail.check_structured(form)
-        assert len(jail._children) == 1 and jail.num_killed == 0
+            await sandbox.check_structured(form)
+        assert len(sandbox._children) == 1 and sandbox.num_killed == 0
 
-    _with_jail(use)
+    _with_sandbox(use)
 
 
 HOSTILE: list[tuple[dict[str, Any], str]] = [
@@ -82,67 +82,67 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-def test_hostile_forms_are_answered_in_time_and_the_jail_goes_on() -> None:
-    async def use(jail: GrammarSandbox) -> None:
+def test_hostile_forms_are_answered_in_time_and_the_sandbox_goes_on() -> None:
+    async def use(sandbox: GrammarSandbox) -> None:
         for fields, code in HOSTILE:
             began = time.monotonic()
-            error = await _error(jail, _form(**fields))
+            error = await _error(sandbox, _form(**fields))
             assert error is not None and error.code == code, (fields, error)
             assert time.monotonic() - began < patient(5) and len(str(error)) <= 300
         for regex in ("(a+)+$", "(ab){1,1000000}", "((a{1,1000}){1,1000}){1,1000}", "a" * 65_000):
             began = time.monotonic()
-            await jail.check_structured(_form(regex=regex))
+            await sandbox.check_structured(_form(regex=regex))
             assert time.monotonic() - began < patient(5)
 
-    _with_jail(use)
+    _with_sandbox(use)
 
 
 def test_a_child_that_takes_too_long_is_killed_and_replaced() -> None:
-    async def use(jail: GrammarSandbox) -> None:
-        await jail.check_structured(_form(choice=["a"]))
-        (child,) = jail._children
+    async def use(sandbox: GrammarSandbox) -> None:
+        await sandbox.check_structured(_form(choice=["a"]))
+        (child,) = sandbox._children
         began = time.monotonic()
-        error = await _error(jail, _form(grammar=SLOW))
+        error = await _error(sandbox, _form(grammar=SLOW))
         assert error is not None and error.code == "schema_too_complex" and "0.05 s" in str(error)
         assert time.monotonic() - began < patient(1)
-        assert jail.num_killed == 1 and not Path(f"/proc/{child.process.pid}").exists()
-        assert await _error(jail, _form(grammar=SLOW)) is not None
-        assert jail.num_killed == 1  # the verdict is kept
-        await jail.check_structured(_form(choice=["b"]))
+        assert sandbox.num_killed == 1 and not Path(f"/proc/{child.process.pid}").exists()
+        assert await _error(sandbox, _form(grammar=SLOW)) is not None
+        assert sandbox.num_killed == 1  # the verdict is kept
+        await sandbox.check_structured(_form(choice=["b"]))
 
-    _with_jail(use, seconds=0.05)
+    _with_sandbox(use, seconds=0.05)
 
 
 def test_a_child_that_takes_too_much_memory_answers_for_it() -> None:
-    async def use(jail: GrammarSandbox) -> None:
-        error = await _error(jail, _form(json={"enum": [f"{number:060}" for number in range(1000)]}))
+    async def use(sandbox: GrammarSandbox) -> None:
+        error = await _error(sandbox, _form(json={"enum": [f"{number:060}" for number in range(1000)]}))
         assert error is not None and error.code == "schema_too_complex"
         assert "memory" in str(error)
 
-    _with_jail(use, memory_bytes=1 << 20)
+    _with_sandbox(use, memory_bytes=1 << 20)
 
 
 def test_a_child_that_dies_is_replaced() -> None:
-    async def use(jail: GrammarSandbox) -> None:
-        await jail.check_structured(_form(choice=["a"]))
-        (child,) = jail._children
+    async def use(sandbox: GrammarSandbox) -> None:
+        await sandbox.check_structured(_form(choice=["a"]))
+        (child,) = sandbox._children
         os.kill(child.process.pid, signal.SIGKILL)
-        await jail.check_structured(_form(choice=["b"]))  # it was dead before it was asked: no fault of the form
-        (child,) = jail._children
+        await sandbox.check_structured(_form(choice=["b"]))  # it was dead before it was asked: no fault of the form
+        (child,) = sandbox._children
         os.kill(child.process.pid, signal.SIGKILL)
         while child.process.returncode is None:
             await asyncio.sleep(0.01)
-        await jail.check_structured(_form(choice=["c"]))
+        await sandbox.check_structured(_form(choice=["c"]))
 
-    _with_jail(use)
+    _with_sandbox(use)
 
 
 def test_a_child_has_limits_and_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OCTAVO_API_KEY", "a-secret-key")
 
-    async def use(jail: GrammarSandbox) -> None:
-        await jail.check_structured(_form(choice=["a"]))
-        (child,) = jail._children
+    async def use(sandbox: GrammarSandbox) -> None:
+        await sandbox.check_structured(_form(choice=["a"]))
+        (child,) = sandbox._children
         folder = Path(f"/proc/{child.process.pid}")
         limits = (folder / "limits").read_text()
         assert re.search(rf"Max address space +{1 << 30} +{1 << 30} ", limits)
@@ -151,30 +151,30 @@ def test_a_child_has_limits_and_no_secrets(monkeypatch: pytest.MonkeyPatch) -> N
         maps = (folder / "maps").read_text()
         assert "libtorch" not in maps
 
-    _with_jail(use)
+    _with_sandbox(use)
 
 
 def test_many_at_once_share_children_and_answers() -> None:
-    async def use(jail: GrammarSandbox) -> None:
+    async def use(sandbox: GrammarSandbox) -> None:
         forms = [_form(regex=f"a{{{number % 10}}}") for number in range(200)]
-        await asyncio.gather(*(jail.check_structured(form) for form in forms))
-        assert len(jail._children) == 2 and len(jail._verdicts) == 10
+        await asyncio.gather(*(sandbox.check_structured(form) for form in forms))
+        assert len(sandbox._children) == 2 and len(sandbox._verdicts) == 10
 
-    _with_jail(use)
+    _with_sandbox(use)
 
 
 def test_a_client_that_leaves_takes_nothing_along() -> None:
-    async def use(jail: GrammarSandbox) -> None:
-        await jail.check_structured(_form(choice=["a"]))
-        leaving = asyncio.create_task(jail.check_structured(_form(grammar=SLOW)))
-        staying = asyncio.create_task(_error(jail, _form(grammar=SLOW)))
+    async def use(sandbox: GrammarSandbox) -> None:
+        await sandbox.check_structured(_form(choice=["a"]))
+        leaving = asyncio.create_task(sandbox.check_structured(_form(grammar=SLOW)))
+        staying = asyncio.create_task(_error(sandbox, _form(grammar=SLOW)))
         await asyncio.sleep(0.05)
         leaving.cancel()
         error = await staying
         assert error is not None and error.code == "schema_too_complex"
-        assert jail.num_killed == 0
+        assert sandbox.num_killed == 0
 
-    _with_jail(use)
+    _with_sandbox(use)
 
 
 def _slow(number: int) -> StructuredOutputsParams:
@@ -182,22 +182,22 @@ def _slow(number: int) -> StructuredOutputsParams:
 
 
 def test_forms_whose_senders_have_left_hold_up_nobody() -> None:
-    async def use(jail: GrammarSandbox) -> None:
-        leaving = [asyncio.create_task(jail.check_structured(_slow(number))) for number in range(30)]
-        while not all(check.num_askers for check in jail._checks.values()) or len(jail._checks) < 30:
+    async def use(sandbox: GrammarSandbox) -> None:
+        leaving = [asyncio.create_task(sandbox.check_structured(_slow(number))) for number in range(30)]
+        while not all(check.num_askers for check in sandbox._checks.values()) or len(sandbox._checks) < 30:
             await asyncio.sleep(0)
         for task in leaving:
             task.cancel()
         await asyncio.gather(*leaving, return_exceptions=True)
-        assert sum(not check.has_begun for check in jail._checks.values()) == 0
-        await jail.check_structured(_form(choice=["a"]))
-        assert len(jail._verdicts) <= 3 and len(jail._children) <= 2
+        assert sum(not check.has_begun for check in sandbox._checks.values()) == 0
+        await sandbox.check_structured(_form(choice=["a"]))
+        assert len(sandbox._verdicts) <= 3 and len(sandbox._children) <= 2
 
-    _with_jail(use)
+    _with_sandbox(use)
 
 
 def test_the_engine_gets_forms_in_words_that_compile_at_once() -> None:
-    """What takes the interpreter's lock for long is done in the jail, once."""
+    """What takes the interpreter's lock for long is done in the sandbox, once."""
     rules = "\n".join(f'r{number} ::= "a" r{number + 1}' for number in range(50))
     forms = [
         _form(grammar=f'root ::= r0\n{rules}\nr50 ::= "z"'),
@@ -205,42 +205,42 @@ def test_the_engine_gets_forms_in_words_that_compile_at_once() -> None:
         _form(json={"type": "string", "format": "color"}),
     ]
 
-    async def use(jail: GrammarSandbox) -> None:
+    async def use(sandbox: GrammarSandbox) -> None:
         for form in forms:
-            spelled = await jail.check_structured(form)
+            spelled = await sandbox.check_structured(form)
             assert spelled is not None and spelled != form and spelled.form == form.form
-            assert await jail.check_structured(spelled) == spelled
-        assert await jail.check_structured(_form(choice=["a"])) == _form(choice=["a"])
+            assert await sandbox.check_structured(spelled) == spelled
+        assert await sandbox.check_structured(_form(choice=["a"])) == _form(choice=["a"])
 
-    _with_jail(use)
+    _with_sandbox(use)
 
 
 def test_too_many_forms_are_turned_away() -> None:
-    async def use(jail: GrammarSandbox) -> None:
-        tasks = [asyncio.create_task(_error(jail, _slow(number))) for number in range(3)]
-        while len(jail._checks) < 3 or not any(check.has_begun for check in jail._checks.values()):
+    async def use(sandbox: GrammarSandbox) -> None:
+        tasks = [asyncio.create_task(_error(sandbox, _slow(number))) for number in range(3)]
+        while len(sandbox._checks) < 3 or not any(check.has_begun for check in sandbox._checks.values()):
             await asyncio.sleep(0)
-        with pytest.raises(JailBusyError, match="2 forms of outputs wait") as caught:
-            await jail.check_structured(_slow(3))
+        with pytest.raises(SandboxBusyError, match="2 forms of outputs wait") as caught:
+            await sandbox.check_structured(_slow(3))
         assert caught.value.retry_after >= 1
-        same = asyncio.create_task(_error(jail, _slow(2)))  # who asks for what is asked already needs no place
+        same = asyncio.create_task(_error(sandbox, _slow(2)))  # who asks for what is asked already needs no place
         errors = await asyncio.gather(*tasks, same)
         assert {error.code for error in errors if error is not None} == {"schema_too_complex"} and all(errors)
-        await jail.check_structured(_form(choice=["a"]))
+        await sandbox.check_structured(_form(choice=["a"]))
 
-    _with_jail(use, max_children=1, max_waiting=2)
+    _with_sandbox(use, max_children=1, max_waiting=2)
 
 
 def test_a_form_that_waits_too_long_is_turned_away() -> None:
-    async def use(jail: GrammarSandbox) -> None:
-        first = asyncio.create_task(_error(jail, _slow(0)))
-        while not any(check.is_compiling for check in jail._checks.values()):
+    async def use(sandbox: GrammarSandbox) -> None:
+        first = asyncio.create_task(_error(sandbox, _slow(0)))
+        while not any(check.is_compiling for check in sandbox._checks.values()):
             await asyncio.sleep(0.001)
-        with pytest.raises(JailBusyError, match=r"within 0\.01 s"):
-            await jail.check_structured(_slow(1))
-        assert await first is not None and not jail._checks
+        with pytest.raises(SandboxBusyError, match=r"within 0\.01 s"):
+            await sandbox.check_structured(_slow(1))
+        assert await first is not None and not sandbox._checks
 
-    _with_jail(use, max_children=1, wait_seconds=0.01)
+    _with_sandbox(use, max_children=1, wait_seconds=0.01)
 
 
 def test_response_formats() -> None:
@@ -288,11 +288,11 @@ def test_the_schema_of_required_calls_means_calls() -> None:
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(bad, schema)
 
-    async def use(jail: GrammarSandbox) -> None:
-        await jail.check_structured(from_tool_choice(tools))
-        await jail.check_structured(from_tool_choice(tools, "f"))
+    async def use(sandbox: GrammarSandbox) -> None:
+        await sandbox.check_structured(from_tool_choice(tools))
+        await sandbox.check_structured(from_tool_choice(tools, "f"))
 
-    _with_jail(use)
+    _with_sandbox(use)
 
 
 def test_the_schemas_of_tools_refer_to_themselves_only() -> None:
@@ -312,4 +312,4 @@ def test_the_schemas_of_tools_refer_to_themselves_only() -> None:
     for name in bad:
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate([{"name": name, "arguments": bad[name]}], schema)
-    _with_jail(lambda jail: jail.check_structured(from_tool_choice(tools)))
+    _with_sandbox(lambda sandbox: sandbox.check_structured(from_tool_choice(tools)))

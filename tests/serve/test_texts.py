@@ -17,7 +17,7 @@ import pytest
 from octavo.serve.errors import ApiError
 from octavo.serve.http.strict_json import parse
 from octavo.serve.sandbox.texts import LONG_BODY
-from octavo.text.jail import LONG_TEXT
+from octavo.text.sandbox import LONG_TEXT
 from server_rig import Reply, RunningServer, StartServer
 
 HOSTILE = {

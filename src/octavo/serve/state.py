@@ -27,7 +27,7 @@ from octavo.serve.http.auth import HostNames, Keys
 from octavo.serve.http.exchange import Exchange
 from octavo.serve.metrics import ServerMetrics
 from octavo.serve.parsers.output import ParserChoice
-from octavo.serve.sandbox.grammar import GrammarSandbox, JailBusyError
+from octavo.serve.sandbox.grammar import GrammarSandbox, SandboxBusyError
 from octavo.serve.sandbox.texts import Texts
 from octavo.serve.settings import ServeConfig, read_keys, split
 from octavo.text.no_tokenizer import NoTokenizer
@@ -62,7 +62,7 @@ class ServeState:
         self.num_open = 0  # exchanges that generate
         self._idle_streams: set[Exchange] = set()
         self._ticker: asyncio.Task[None] | None = None
-        self._jail: GrammarSandbox | None = None  # made when first needed
+        self._sandbox: GrammarSandbox | None = None  # made when first needed
         if config.chat_template is not None:
             if isinstance(engine.tokenizer, NoTokenizer):
                 raise ConfigError("chat_template", config.chat_template, engine.tokenizer.reason, "drop one of them")
@@ -124,13 +124,13 @@ class ServeState:
         """
         if params.structured_outputs is None:
             return params
-        if self._jail is None:
+        if self._sandbox is None:
             engine = self.engine
-            self._jail = GrammarSandbox(engine.tokenizer, engine.limits.vocab_size, engine.arch.eos_token_ids)
+            self._sandbox = GrammarSandbox(engine.tokenizer, engine.limits.vocab_size, engine.arch.eos_token_ids)
         try:
             async with exchange.watching():
-                structured = await self._jail.check_structured(params.structured_outputs)
-        except JailBusyError as error:
+                structured = await self._sandbox.check_structured(params.structured_outputs)
+        except SandboxBusyError as error:
             raise queue_full(str(error), error.retry_after) from None
         return msgspec.structs.replace(params, structured_outputs=structured)
 
@@ -173,8 +173,8 @@ class ServeState:
         """Stop what runs beside the exchanges."""
         if self._ticker is not None:
             self._ticker.cancel()
-        if self._jail is not None:
-            await self._jail.close()
+        if self._sandbox is not None:
+            await self._sandbox.close()
         self.texts.close()
 
 

@@ -1,4 +1,4 @@
-"""Structured outputs at the server's edge: what clients send, and the jail in which it is tried out.
+"""Structured outputs at the server's edge: what clients send, and the sandbox in which it is tried out.
 
 Owns the mapping of OpenAI's `response_format` and vLLM's `structured_outputs` to StructuredOutputsParams, and
 GrammarSandbox: child processes that compile foreign forms within limits of time and memory, so that what reaches the
@@ -125,7 +125,7 @@ def _moved(node: Any, root: str) -> Any:
     return moved
 
 
-class JailBusyError(RuntimeError):
+class SandboxBusyError(RuntimeError):
     """A form cannot be checked now. `retry_after`: seconds after which it may be worth asking again."""
 
     def __init__(self, reason: str, retry_after: float) -> None:
@@ -164,7 +164,7 @@ class GrammarSandbox:
     async def check_structured(self, structured: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
         """The form, in words that the engine's library knows, if it can be compiled.
 
-        Raises ParameterError within the time limit, JailBusyError if too many wait or the wait is too long.
+        Raises ParameterError within the time limit, SandboxBusyError if too many wait or the wait is too long.
         """
         if structured is None:
             return None
@@ -205,9 +205,9 @@ class GrammarSandbox:
                 del self._checks[key]  # who asks again begins anew
                 check.task.cancel()
 
-    def _busy(self, reason: str) -> JailBusyError:
+    def _busy(self, reason: str) -> SandboxBusyError:
         seconds = self._seconds * len(self._checks) / self._max_children
-        return JailBusyError(reason, max(min(seconds, self._wait_seconds), 1.0))  # by then all who wait have gone
+        return SandboxBusyError(reason, max(min(seconds, self._wait_seconds), 1.0))  # by then all who wait have gone
 
     async def close(self) -> None:
         """End the children."""
@@ -296,7 +296,7 @@ class _Check:
 
 
 class _Child:
-    """One process of the jail."""
+    """One process of the sandbox."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdin is not None and process.stdout is not None, "a child is started with pipes"

@@ -1,8 +1,8 @@
-"""The grammar jail's inside: a process that compiles foreign forms and says whether that worked.
+"""The grammar sandbox's inside: a process that compiles foreign forms and says whether that worked.
 
 Owns its own limits (address space, processor time, files), which it sets before it reads a form, and the frames on its
 standard input and output. Knows no request and keeps nothing between forms. Invariant: one frame in, one frame out, in
-order; whatever a form does to it, the jail outside answers for it.
+order; whatever a form does to it, the sandbox outside answers for it.
 
 Run as `python -m octavo.serve.sandbox.grammar_child MEMORY_BYTES CPU_SECONDS PARENT`. First frame: a Vocabulary.
 """

@@ -1,4 +1,4 @@
-"""The server's text child: a text jail's inside that reads long JSON as well.
+"""The server's text child: a text sandbox's inside that reads long JSON as well.
 
 Owns that one job. Invariant: what it lets through, `strict_json.parse` lets through, and what it refuses it refuses
 with the same words.
@@ -16,7 +16,7 @@ import msgspec
 
 from octavo.serve.errors import ApiError
 from octavo.serve.http.strict_json import parse
-from octavo.text.jail_child import JOBS, Texts, main
+from octavo.text.sandbox_child import JOBS, Texts, main
 
 
 class Refusal(msgspec.Struct, frozen=True):

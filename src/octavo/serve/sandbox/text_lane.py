@@ -1,4 +1,4 @@
-"""ShortLane: short jobs for a text jail, asked on the event loop, one behind the other.
+"""ShortLane: short jobs for a text sandbox, asked on the event loop, one behind the other.
 
 Owns one child at a time, the line of jobs before it, and the clock of the one that it works on. Knows what no job is
 about. Invariant: every job is answered in its turn, or told why not; a child that ends takes down the job that it
@@ -15,8 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 
 from octavo.serve.engine.messages import FrameReader
-from octavo.text.jail import SPARE_SECONDS, Child, JailError, TextJail, told
-from octavo.text.jail_child import Answer, Job, frame_of
+from octavo.text.sandbox import SPARE_SECONDS, Child, SandboxError, TextSandbox, told
+from octavo.text.sandbox_child import Answer, Job, frame_of
 
 _LOG = logging.getLogger(__name__)
 
@@ -37,9 +37,9 @@ class _Entry:
 class ShortLane(asyncio.Protocol):
     """One event loop's. `ask` may be called by any number of tasks."""
 
-    def __init__(self, jail: TextJail) -> None:
+    def __init__(self, sandbox: TextSandbox) -> None:
         """Nothing is started before `open`, or before it is needed."""
-        self._jail = jail
+        self._sandbox = sandbox
         self._starter = ThreadPoolExecutor(1, "octavo-text-start")  # a child ends with the thread that started it
         self._child: Child | None = None
         self._is_fresh = False  # it has not answered yet
@@ -52,9 +52,9 @@ class ShortLane(asyncio.Protocol):
         self._closed = False
 
     async def ask(self, job: Job) -> bytes:
-        """What a child makes of a job. Raises ParameterError or JailError, as TextJail.ask."""
+        """What a child makes of a job. Raises ParameterError or SandboxError, as TextSandbox.ask."""
         if self._closed or len(self._waiting) >= MAX_WAITING:
-            raise JailError("", "the line is closed" if self._closed else "too many short texts wait")
+            raise SandboxError("", "the line is closed" if self._closed else "too many short texts wait")
         entry = _Entry(job, asyncio.get_running_loop().create_future())
         self._waiting.append(entry)
         self._send()
@@ -66,28 +66,28 @@ class ShortLane(asyncio.Protocol):
             self._opening = asyncio.create_task(self._open(), name="octavo-text-child")
 
     def close(self) -> None:
-        """Fail what waits. The child is the jail's to end."""
+        """Fail what waits. The child is the sandbox's to end."""
         self._closed = True
         self._stop_clock()
         if self._opening is not None:
             self._opening.cancel()
         if self._transport is not None:
             self._transport.abort()
-        self._fail_all(JailError("", "the server stops"))
+        self._fail_all(SandboxError("", "the server stops"))
         self._starter.shutdown(wait=False, cancel_futures=True)
 
     async def _open(self) -> None:
         loop = asyncio.get_running_loop()
         try:
-            child, self._is_fresh = await loop.run_in_executor(self._starter, self._jail.take)
+            child, self._is_fresh = await loop.run_in_executor(self._starter, self._sandbox.take)
             child.socket.setblocking(False)
             self._frames = FrameReader()
             self._child = child
             transport, _ = await loop.create_unix_connection(lambda: self, sock=child.socket.dup())
-        except (JailError, OSError) as error:
+        except (SandboxError, OSError) as error:
             _LOG.error("a text's child cannot be started: %s", error)
             self._opening = None
-            self._fail_all(error if isinstance(error, JailError) else JailError("", str(error)))
+            self._fail_all(error if isinstance(error, SandboxError) else SandboxError("", str(error)))
             return
         self._transport, self._opening = transport, None
         self._send()
@@ -122,7 +122,7 @@ class ShortLane(asyncio.Protocol):
         if sent:
             first = sent[0]
             is_to_blame = self._is_fresh and first.has_warning
-            refusal = self._jail.end(child, first.job, is_fresh=is_to_blame, is_late=is_late)
+            refusal = self._sandbox.end(child, first.job, is_fresh=is_to_blame, is_late=is_late)
             first.has_warning |= self._is_fresh
             if refusal is not None:
                 sent.popleft()
@@ -154,7 +154,7 @@ class ShortLane(asyncio.Protocol):
             self._clock.cancel()
             self._clock = None
 
-    def _fail_all(self, error: JailError) -> None:
+    def _fail_all(self, error: SandboxError) -> None:
         for entry in (*self._sent, *self._waiting):
             if not entry.answer.done():
                 entry.answer.set_exception(error)

@@ -1,8 +1,9 @@
 """Texts: what the server does with foreign text, off its event loop.
 
-Owns two lanes to the text jail: one for what is short, so that nobody waits behind a stranger's megabytes, and one for
-what is long; and the bounds that decide between them. Knows no route. Invariants: nothing that holds the interpreter's
-lock for longer than some milliseconds is done in this process; after `close` no thread of the lanes waits.
+Owns two lanes to the text sandbox: one for what is short, so that nobody waits behind a stranger's megabytes, and one
+for what is long; and the bounds that decide between them. Knows no route. Invariants: nothing that holds the
+interpreter's lock for longer than some milliseconds is done in this process; after `close` no thread of the lanes
+waits.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from octavo.serve.errors import ApiError, bad_request
 from octavo.serve.http.strict_json import parse
 from octavo.serve.sandbox.text_child import Refusal
 from octavo.serve.sandbox.text_lane import ShortLane
-from octavo.text.jail import (
+from octavo.text.no_tokenizer import NoTokenizer
+from octavo.text.sandbox import (
     LONG_TEXT,
-    JailError,
-    TextJail,
+    SandboxError,
+    TextSandbox,
     encode_job,
     ids_of,
     render_job,
     telling_of_template,
     telling_of_text,
 )
-from octavo.text.jail_child import Job
-from octavo.text.no_tokenizer import NoTokenizer
+from octavo.text.sandbox_child import Job
 from octavo.text.tokenizer import Tokenizer
 
 _LOG = logging.getLogger(__name__)
@@ -55,8 +56,8 @@ class Texts:
     def __init__(self, tokenizer: Tokenizer | NoTokenizer) -> None:
         """Nothing is started before `warm`, or before it is needed."""
         self._tokenizer = tokenizer
-        self._jail = TextJail(tokenizer, module="octavo.serve.sandbox.text_child")
-        self._short = ShortLane(self._jail)
+        self._sandbox = TextSandbox(tokenizer, module="octavo.serve.sandbox.text_child")
+        self._short = ShortLane(self._sandbox)
         self._long = ThreadPoolExecutor(_NUM_LONG, "octavo-long-text")
         self._num_long = 0  # that wait or are worked on
 
@@ -74,8 +75,8 @@ class Texts:
             memory_bytes=_PARSE_BYTES,
         )  # fmt: skip
         try:
-            refusal = msgspec.msgpack.decode(await self._in_long(lambda: self._jail.ask(job)), type=Refusal)
-        except JailError as error:
+            refusal = msgspec.msgpack.decode(await self._in_long(lambda: self._sandbox.ask(job)), type=Refusal)
+        except SandboxError as error:
             raise bad_request("too_complex", f"the body takes more than {error.exceeded} to read") from None
         if refusal.code:
             raise bad_request(refusal.code, refusal.message, refusal.param)
@@ -83,26 +84,26 @@ class Texts:
 
     async def render_chat(self, messages: Any, limits: Limits, **options: Any) -> tuple[str, list[int]]:
         """A conversation's prompt as text and token ids. Raises ParameterError or ApiError."""
-        jail = self._jail
+        sandbox = self._sandbox
         if _is_small([messages, *options.values()]):
-            job = render_job(jail.conversation(messages, **options))
+            job = render_job(sandbox.conversation(messages, **options))
             with telling_of_template(), _answering_without_a_child():
                 rendered = (await self._short.ask(job)).decode()
         else:
-            rendered = await self._in_long(lambda: jail.render(jail.conversation(messages, **options)))
-        return jail.plain(rendered, limits), await self.encode(rendered, guarded=True)
+            rendered = await self._in_long(lambda: sandbox.render(sandbox.conversation(messages, **options)))
+        return sandbox.plain(rendered, limits), await self.encode(rendered, guarded=True)
 
     async def encode(
         self, text: str, *, add_special_tokens: bool = False, guarded: bool = False, num_chars_before: int = 0
     ) -> list[int]:
-        """Token ids of a text; see TextJail.encode. Raises ParameterError or ApiError."""
+        """Token ids of a text; see TextSandbox.encode. Raises ParameterError or ApiError."""
         if isinstance(self._tokenizer, NoTokenizer):
             return self._tokenizer.encode(text)
         encode = functools.partial(
-            self._jail.encode, text, add_special_tokens=add_special_tokens, guarded=guarded,
+            self._sandbox.encode, text, add_special_tokens=add_special_tokens, guarded=guarded,
             num_chars_before=num_chars_before,
         )  # fmt: skip
-        if self._jail.is_quick(text, guarded=guarded, num_chars_before=num_chars_before):
+        if self._sandbox.is_quick(text, guarded=guarded, num_chars_before=num_chars_before):
             return encode()
         if num_chars_before + len(text) > LONG_TEXT:
             return await self._in_long(encode)
@@ -113,18 +114,18 @@ class Texts:
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The text of token ids. Raises ApiError."""
         if len(token_ids) > LONG_LIST and isinstance(self._tokenizer, Tokenizer):
-            return await self._in_long(lambda: self._jail.decode(token_ids, skip_special_tokens=skip_special_tokens))
+            return await self._in_long(lambda: self._sandbox.decode(token_ids, skip_special_tokens=skip_special_tokens))
         assert isinstance(self._tokenizer, Tokenizer), "who decodes has a tokenizer"
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def close(self) -> None:
         """End the children and the lanes' threads."""
         self._short.close()
-        self._jail.close()
+        self._sandbox.close()
         self._long.shutdown(wait=False, cancel_futures=True)
 
     async def _in_long(self, work: Callable[[], _R]) -> _R:
-        """Work that waits for a child, on a thread. It is not begun for a client that has left. Raises JailError."""
+        """Work that waits for a child, on a thread. It is not begun for a client that has left. Raises SandboxError."""
         if self._num_long >= MAX_LONG:
             raise ApiError(503, "overloaded", f"{MAX_LONG} long texts wait already", headers=_RETRY)
         self._num_long += 1
@@ -136,8 +137,8 @@ class Texts:
 
     def _start(self) -> None:
         try:
-            self._jail.start()
-        except JailError as error:  # the first request that needs it tries again
+            self._sandbox.start()
+        except SandboxError as error:  # the first request that needs it tries again
             _LOG.error("%s", error)
 
 
@@ -146,7 +147,7 @@ def _answering_without_a_child() -> Iterator[None]:
     """Within, a job that no child could be had for is a 503."""
     try:
         yield
-    except JailError as error:
+    except SandboxError as error:
         if error.exceeded:
             raise
         _LOG.error("%s", error)

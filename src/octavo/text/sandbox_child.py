@@ -1,10 +1,10 @@
-"""The text jail's inside: a process that runs chat templates and tokenizes long texts.
+"""The text sandbox's inside: a process that runs chat templates and tokenizes long texts.
 
 Owns its own limits (processor time and address space, set for each job; files), and the frames on its socket. Keeps
 nothing between jobs. Invariant: one frame in, one frame out, in order; what exceeds a limit ends this process and
-nothing else, and the jail outside answers for it.
+nothing else, and the sandbox outside answers for it.
 
-Run as `python -m octavo.text.jail_child SOCKET PARENT`. First frame: Parts; the answer to it says that jobs may come.
+Run as `python -m octavo.text.sandbox_child SOCKET PARENT`. First frame: Parts; its answer says that jobs may come.
 """
 
 from __future__ import annotations

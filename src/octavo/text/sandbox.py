@@ -1,4 +1,4 @@
-"""TextJail: chat templates and long texts are worked on in child processes, which can be killed.
+"""TextSandbox: chat templates and long texts are worked on in child processes, which can be killed.
 
 Owns the children, their limits of processor time and memory, and what is said when one exceeds them. A model's template
 is a program that somebody else wrote, and the tokenizers' library holds the interpreter's lock while it works: neither
@@ -26,8 +26,8 @@ import msgspec
 
 from octavo.request.sampling_params import Limits, check_text
 from octavo.request.validation import ParameterError
-from octavo.text.jail_child import Answer, Job, Parts, receive, send
 from octavo.text.no_tokenizer import NoTokenizer
+from octavo.text.sandbox_child import Answer, Job, Parts, receive, send
 from octavo.text.template import TemplateError
 from octavo.text.tokenizer import Tokenizer
 
@@ -40,7 +40,7 @@ _KEPT_ENVIRONMENT = ("PATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LANG", "LC_ALL", 
 _SIZES_OF_POOLS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
 
 
-class JailError(Exception):
+class SandboxError(Exception):
     """A job was not done. `exceeded`: the limit that ended it, or "" where no child could be had."""
 
     def __init__(self, exceeded: str, reason: str) -> None:
@@ -49,10 +49,10 @@ class JailError(Exception):
         self.exceeded = exceeded
 
 
-class TextJail:
+class TextSandbox:
     """A tokenizer's children. Any thread may ask; there are as many children as threads that ask at once."""
 
-    def __init__(self, tokenizer: Tokenizer | NoTokenizer, *, module: str = "octavo.text.jail_child") -> None:
+    def __init__(self, tokenizer: Tokenizer | NoTokenizer, *, module: str = "octavo.text.sandbox_child") -> None:
         """Nothing is started before it is needed. `module`: a child that may know more jobs."""
         self._tokenizer, self._module = tokenizer, module
         self._lock = threading.Lock()
@@ -65,7 +65,7 @@ class TextJail:
         weakref.finalize(self, _end_all, self._children, self._owner)  # for who forgets to close it
 
     def start(self) -> None:
-        """Have a child ready. Raises JailError."""
+        """Have a child ready. Raises SandboxError."""
         self._give_back(self.take()[0])
 
     def render_chat(self, messages: object, limits: Limits, **options: Any) -> tuple[str, list[int]]:
@@ -73,7 +73,7 @@ class TextJail:
 
         Raises:
             ParameterError: a bad message, a template that fails or takes too long, a text that cannot fit.
-            JailError: there is no child.
+            SandboxError: there is no child.
 
         """
         rendered = self.render(self.conversation(messages, **options))
@@ -87,7 +87,7 @@ class TextJail:
         return json.dumps(self._tokenizer.template.conversation(messages, **options)).encode()
 
     def render(self, conversation: bytes) -> str:
-        """The text of a conversation, with guards. Raises ParameterError or JailError."""
+        """The text of a conversation, with guards. Raises ParameterError or SandboxError."""
         with telling_of_template():
             return self.ask(render_job(conversation)).decode()
 
@@ -101,7 +101,7 @@ class TextJail:
     ) -> list[int]:
         """Token ids of a text; of rendered text if `guarded`. Long ones are worked on in a child.
 
-        `num_chars_before`: other text of the same request. Raises ParameterError or JailError.
+        `num_chars_before`: other text of the same request. Raises ParameterError or SandboxError.
         """
         tokenizer = self._tokenizer
         if isinstance(tokenizer, NoTokenizer):
@@ -119,7 +119,7 @@ class TextJail:
         return not (guarded and self._tokenizer.control.is_guarded(text))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """The text of many tokens. Raises ParameterError or JailError."""
+        """The text of many tokens. Raises ParameterError or SandboxError."""
         data = array.array("I", token_ids).tobytes()
         options = {"skip_special_tokens": skip_special_tokens}
         job = Job(name="decode", data=data, options=options, seconds=ENCODE_SECONDS, memory_bytes=ENCODE_BYTES)
@@ -127,7 +127,7 @@ class TextJail:
             return self.ask(job).decode()
 
     def ask(self, job: Job) -> bytes:
-        """What a child makes of a job. Raises ParameterError for what it refuses, JailError for what it cannot do."""
+        """What a child makes of a job. Raises ParameterError for what it refuses, SandboxError for what it cannot."""
         while True:
             child, is_fresh = self.take()
             try:
@@ -143,7 +143,7 @@ class TextJail:
             self._give_back(child)
             return told(job, answer)
 
-    def end(self, child: Child, job: Job, *, is_fresh: bool, is_late: bool = False) -> JailError | None:
+    def end(self, child: Child, job: Job, *, is_fresh: bool, is_late: bool = False) -> SandboxError | None:
         """End a child that has no answer. What that says of the job; None: it may have been dead before it was asked.
 
         `is_late`: its time is over by the clock.
@@ -156,10 +156,10 @@ class TextJail:
         else:
             return None
         self.num_killed += 1
-        return JailError("" if self._closed else exceeded, f"a child ended at {job.name} ({code})")
+        return SandboxError("" if self._closed else exceeded, f"a child ended at {job.name} ({code})")
 
     def close(self) -> None:
-        """End the children; whoever waits for one gets a JailError."""
+        """End the children; whoever waits for one gets a SandboxError."""
         with self._lock:
             self._closed = True
             children = list(self._children)
@@ -168,10 +168,10 @@ class TextJail:
             child.kill()
 
     def take(self) -> tuple[Child, bool]:
-        """A child that nobody else asks, and whether it is new. Raises JailError."""
+        """A child that nobody else asks, and whether it is new. Raises SandboxError."""
         with self._lock:
             if self._closed:
-                raise JailError("", "the text's children are closed")
+                raise SandboxError("", "the text's children are closed")
             if os.getpid() != self._owner:  # after a fork the children and their answers are the parent's
                 self._owner = os.getpid()
                 self._idle.clear()
@@ -187,14 +187,14 @@ class TextJail:
         try:
             return self._begun(self._first), True
         except EOFError as error:
-            raise JailError("", f"a text's child does not start: {error}") from None
+            raise SandboxError("", f"a text's child does not start: {error}") from None
 
     def _begun(self, first: Parts) -> Child:
-        """A new child that takes jobs. Raises EOFError if it ended before, JailError if there can be none."""
+        """A new child that takes jobs. Raises EOFError if it ended before, SandboxError if there can be none."""
         try:
             child = Child(self._module, self._know)
         except OSError as error:
-            raise JailError("", f"a text's child cannot be started: {error.strerror}") from None
+            raise SandboxError("", f"a text's child cannot be started: {error.strerror}") from None
         try:
             child.begin(first)
         except (OSError, EOFError, msgspec.DecodeError) as error:
@@ -227,7 +227,7 @@ def _end_all(children: set[Child], owner: int) -> None:
 
 
 class Child:
-    """One process of the jail, and our end of the socket to it."""
+    """One process of the sandbox, and our end of the socket to it."""
 
     def __init__(self, module: str, know: Callable[[Child], None]) -> None:
         """`know` is told of it as soon as it runs. Raises OSError."""
@@ -277,12 +277,12 @@ class Child:
 
 
 def render_job(conversation: bytes) -> Job:
-    """What TextJail.render asks."""
+    """What TextSandbox.render asks."""
     return Job(name="render", data=conversation, seconds=RENDER_SECONDS, memory_bytes=RENDER_BYTES)
 
 
 def encode_job(text: str, *, add_special_tokens: bool, guarded: bool) -> Job:
-    """What TextJail.encode asks; `ids_of` reads the answer."""
+    """What TextSandbox.encode asks; `ids_of` reads the answer."""
     options = {"guarded": guarded, "add_special_tokens": add_special_tokens}
     return Job(name="encode", data=text.encode(), options=options, seconds=ENCODE_SECONDS, memory_bytes=ENCODE_BYTES)
 
@@ -293,11 +293,11 @@ def ids_of(data: bytes) -> list[int]:
 
 
 def told(job: Job, answer: Answer) -> bytes:
-    """What an answer holds. Raises ParameterError or JailError for one that says no."""
+    """What an answer holds. Raises ParameterError or SandboxError for one that says no."""
     if answer.code == "template_failed":
         raise TemplateError(answer.message)
     if answer.code == "too_complex":
-        raise JailError(f"{job.memory_bytes >> 20} MB", answer.message)
+        raise SandboxError(f"{job.memory_bytes >> 20} MB", answer.message)
     if answer.code:
         raise ParameterError(answer.field, answer.message, answer.code)
     return answer.data
@@ -308,7 +308,7 @@ def telling_of_template() -> Iterator[None]:
     """Within, a limit that a template exceeds is a user's mistake."""
     try:
         yield
-    except JailError as error:
+    except SandboxError as error:
         if not error.exceeded:
             raise
         raise TemplateError(f"it takes more than {error.exceeded} to render") from None
@@ -319,7 +319,7 @@ def telling_of_text(field: str) -> Iterator[None]:
     """Within, a limit that a text of `field` exceeds is a user's mistake."""
     try:
         yield
-    except JailError as error:
+    except SandboxError as error:
         if not error.exceeded:
             raise
         raise ParameterError(field, f"takes more than {error.exceeded} to tokenize", "too_complex") from None
