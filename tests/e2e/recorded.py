@@ -96,10 +96,7 @@ def _groups(folder: Path, device: str) -> Iterator[tuple[str, dict[str, Any], li
     for index, (name, shape) in enumerate(shapes.items()):
         own_folder = folder / name
         own_folder.mkdir()
-        settings = settings_of(shape, own_folder) | {
-            "device": device,
-            "dtype": "float32" if place % 2 == 0 else "bfloat16",
-        }
+        settings = settings_of(shape, own_folder) | place | {"dtype": "bfloat16" if index % 2 else "float32"}
         lengths = (_LENGTHS * 2)[:30]
         yield name, settings, token_prompts(*lengths), [_params(index, 290, text=False) for index in range(30)]
 
