@@ -31,6 +31,7 @@ RETIRED = {
     "give_scales": "calibrate_kv_scales", "CacheForm": "KVCacheLayoutPlan", "early_start": "warm_start",
     "open_device": "cuda_init", "look_at": "check_at", "num_told": "num_reported", "GrammarJail": "GrammarSandbox",
     "tie_to": "exit_with_parent", "is_sound": "validate_update", "runtime_compiler": "nvrtc",
+    "scripted": "mock", "scripted_server": "mock_server", "ScriptedWorker": "MockWorker",
     "jail": "sandbox", "jails": "sandboxes", "TextJail": "TextSandbox", "JailError": "SandboxError",
     "JailBusyError": "SandboxBusyError", "jail_child": "sandbox_child",
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Running servers: `server` with octavo-tiny, `scripted_server` with an engine that needs no model."""
+"""Running servers: `server` with octavo-tiny, `mock_server` with an engine that needs no model."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ import pytest
 from server_rig import RunningServer, StartServer
 
 
-def _started(argv: Sequence[str], scripted: bool) -> Iterator[RunningServer]:
-    with RunningServer(*argv, scripted=scripted) as running:
+def _started(argv: Sequence[str], mock: bool) -> Iterator[RunningServer]:
+    with RunningServer(*argv, mock=mock) as running:
         yield running.wait_ready()
 
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[RunningServer]:
     """octavo-tiny in float32, shared by all tests: none may stop it or reset its cache."""
-    yield from _started(["--dtype", "float32"], scripted=False)
+    yield from _started(["--dtype", "float32"], mock=False)
 
 
 @pytest.fixture(scope="session")
-def scripted_server() -> Iterator[RunningServer]:
-    """The scripted engine behind the real front end."""
-    yield from _started([], scripted=True)
+def mock_server() -> Iterator[RunningServer]:
+    """The mock engine behind the real front end."""
+    yield from _started([], mock=True)
 
 
 @pytest.fixture
 def start_server() -> Iterator[StartServer]:
-    """Servers with options of a test's own: start_server("--strict", scripted=True); closed when the test ends."""
+    """Servers with options of a test's own: start_server("--strict", mock=True); closed when the test ends."""
     running: list[RunningServer] = []
 
-    def start(*argv: str, scripted: bool | str = True, env: dict[str, str] | None = None) -> RunningServer:
-        running.append(RunningServer(*argv, scripted=scripted, env=env))
+    def start(*argv: str, mock: bool | str = True, env: dict[str, str] | None = None) -> RunningServer:
+        running.append(RunningServer(*argv, mock=mock, env=env))
         return running[-1].wait_ready()
 
     yield start

@@ -1,4 +1,4 @@
-"""Engines for the tests of the front end: real, scripted and broken ones, each closed when its block ends."""
+"""Engines for the tests of the front end: real, mock and broken ones, each closed when its block ends."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import psutil
 from octavo.config.engine_config import EngineConfig
 from octavo.request.outputs import RequestOutput
 from octavo.request.sampling_params import RequestOutputKind, SamplingParams
-from octavo.serve.engine import mock_engine as scripted
+from octavo.serve.engine import mock_engine
 from octavo.serve.engine.async_engine import AsyncEngine
 from octavo.serve.engine.client import Supervision, child_environment
 from octavo.serve.engine.messages import FrameReader, FromEngine, Ready, Start, decode_from_engine, encode
@@ -33,8 +33,8 @@ QUICK = Supervision(
 
 
 def script(*options: str) -> list[str]:
-    """The command of a scripted engine."""
-    return [*scripted.COMMAND, *options]
+    """The command of a mock engine."""
+    return [*mock_engine.COMMAND, *options]
 
 
 def helper(name: str, *options: str) -> list[str]:
@@ -73,7 +73,7 @@ async def read(stream: OutputStream) -> tuple[list[int], RequestOutput]:
 
 
 def said(prompt: list[int], num_tokens: int) -> list[int]:
-    """What a scripted engine answers."""
+    """What a mock engine answers."""
     return [prompt[i % len(prompt)] for i in range(num_tokens)]
 
 

@@ -1,4 +1,4 @@
-"""The scripted engine with graphs that its start has left: the variable LATE names a file of their captures.
+"""The mock engine with graphs that its start has left: the variable LATE names a file of their captures.
 
 A line is whether a request was there.
 """
@@ -9,7 +9,7 @@ import os
 import sys
 import time
 
-from octavo.serve.engine import mock_engine as scripted
+from octavo.serve.engine import mock_engine
 from octavo.serve.engine.process import main as run_engine
 
 NUM_LEFT = 5
@@ -20,8 +20,8 @@ def main(argv: list[str]) -> None:
     left = [NUM_LEFT]
 
     def build(config, phases):  # type: ignore[no-untyped-def]
-        options = scripted.argparse.Namespace(step_seconds=0.02, stop_after=0, load_seconds=0.0, faults=False)
-        core, info = scripted.build_core(config, phases, options)
+        options = mock_engine.argparse.Namespace(step_seconds=0.02, stop_after=0, load_seconds=0.0, faults=False)
+        core, info = mock_engine.build_core(config, phases, options)
 
         def capture_next() -> bool:
             if not left[0]:

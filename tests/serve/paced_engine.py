@@ -1,4 +1,4 @@
-"""The scripted engine at a pace: the environment variable PACE says how many seconds a step takes."""
+"""The mock engine at a pace: the environment variable PACE says how many seconds a step takes."""
 
 from __future__ import annotations
 

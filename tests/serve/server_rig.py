@@ -19,7 +19,9 @@ from typing import Any, Self
 from patience import patient
 
 SRC = Path(__file__).resolve().parents[2] / "src"
-_SCRIPTED = "import sys; from octavo.serve.server import main; sys.exit(main(sys.argv[2:], engine_module=sys.argv[1]))"
+_WITH_ENGINE = (
+    "import sys; from octavo.serve.server import main; sys.exit(main(sys.argv[2:], engine_module=sys.argv[1]))"
+)
 
 
 @dataclasses.dataclass
@@ -43,12 +45,12 @@ class Reply:
 class RunningServer:
     """`octavo serve` in a process of its own, on a port that the kernel chose. Closed like a file.
 
-    `scripted`: with an engine module instead of a model; True is octavo.serve.engine.mock_engine.
+    `mock`: with an engine module instead of a model; True is octavo.serve.engine.mock_engine.
     """
 
-    def __init__(self, *argv: str, scripted: bool | str = False, env: dict[str, str] | None = None) -> None:
-        module = scripted if isinstance(scripted, str) else "octavo.serve.engine.mock_engine"
-        start = ["-c", _SCRIPTED, module] if scripted else ["-m", "octavo", "serve"]
+    def __init__(self, *argv: str, mock: bool | str = False, env: dict[str, str] | None = None) -> None:
+        module = mock if isinstance(mock, str) else "octavo.serve.engine.mock_engine"
+        start = ["-c", _WITH_ENGINE, module] if mock else ["-m", "octavo", "serve"]
         self.log = tempfile.TemporaryFile("w+b")  # noqa: SIM115 - it lives as long as the server
         self.process = subprocess.Popen(
             [sys.executable, *start, "--port", "0", *argv],

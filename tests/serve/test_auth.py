@@ -46,7 +46,7 @@ STRANGERS: dict[str, list[tuple[str, str]]] = {
 def guarded_server() -> Iterator[RunningServer]:
     """A server with two user keys and an admin key."""
     environment = {"OCTAVO_API_KEY": f"{OTHER},{USER}", "OCTAVO_ADMIN_KEY": ADMIN}
-    with RunningServer("--log-level", "debug", scripted=True, env=environment) as running:
+    with RunningServer("--log-level", "debug", mock=True, env=environment) as running:
         yield running.wait_ready()
 
 
@@ -192,12 +192,12 @@ def test_a_short_key_will_do_on_this_machine_with_a_warning(start_server: StartS
 
 
 def test_a_key_in_the_command_line_is_warned_of(tmp_path: Path) -> None:
-    with RunningServer("--api-key", USER, scripted=True) as server:
+    with RunningServer("--api-key", USER, mock=True) as server:
         assert "--api-key can be read by others" in server.stderr() and USER not in server.stderr()
         path = tmp_path / "keys"
     path.write_text(f"# two\n{OTHER}\n{USER}\n")
     path.chmod(0o600)
-    with RunningServer("--api-key-file", str(path), scripted=True) as server:
+    with RunningServer("--api-key-file", str(path), mock=True) as server:
         server.wait_ready()
         assert server.get("/v1/models").status == 401
         assert server.get("/v1/models", headers={"Authorization": f"Bearer {USER}"}).status == 200

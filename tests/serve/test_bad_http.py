@@ -89,9 +89,9 @@ def answer(server: RunningServer, data: bytes) -> tuple[int, dict[bytes, bytes],
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_bad_bytes(scripted_server: RunningServer, name: str) -> None:
+def test_bad_bytes(mock_server: RunningServer, name: str) -> None:
     data, wanted, code = CASES[name]
-    status, headers, body = answer(scripted_server, data)
+    status, headers, body = answer(mock_server, data)
     error = json.loads(body)["error"]
     assert (status, error["code"]) == (wanted, code)
     assert set(error) == {"message", "type", "param", "code"} and len(error["message"]) <= 300
@@ -100,14 +100,14 @@ def test_bad_bytes(scripted_server: RunningServer, name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["", "text/plain", "application/json; charset=utf-16", "multipart/form-data"])
-def test_media_types(scripted_server: RunningServer, kind: str) -> None:
-    reply = scripted_server.post("/v1/completions", BODY, headers={"Content-Type": kind})
+def test_media_types(mock_server: RunningServer, kind: str) -> None:
+    reply = mock_server.post("/v1/completions", BODY, headers={"Content-Type": kind})
     assert (reply.status, reply.json()["error"]["code"]) == (415, "unsupported_media_type")
 
 
-def test_a_body_that_was_announced_is_asked_for(scripted_server: RunningServer) -> None:
+def test_a_body_that_was_announced_is_asked_for(mock_server: RunningServer) -> None:
     head = POST + CLOSE + b"Content-Length: %d\r\nExpect: 100-continue\r\n\r\n" % len(BODY)
-    assert scripted_server.raw(head + BODY).startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\n")
+    assert mock_server.raw(head + BODY).startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\n")
 
 
 def test_a_body_is_cut_off_by_count(start_server: StartServer) -> None:
@@ -117,32 +117,32 @@ def test_a_body_is_cut_off_by_count(start_server: StartServer) -> None:
     assert (status, json.loads(body)["error"]["code"]) == (413, "body_too_large")
 
 
-def test_wrong_methods(scripted_server: RunningServer) -> None:
+def test_wrong_methods(mock_server: RunningServer) -> None:
     for method in ("DELETE", "PUT", "PATCH", "OPTIONS", "TRACE"):
-        reply = scripted_server.request(method, "/v1/completions")
+        reply = mock_server.request(method, "/v1/completions")
         assert (reply.status, reply.headers["allow"]) == (405, "POST")
-    assert scripted_server.get("/v1/completions").status == 405
-    assert scripted_server.request("HEAD", "/health").status == 200
+    assert mock_server.get("/v1/completions").status == 405
+    assert mock_server.request("HEAD", "/health").status == 200
 
 
-def test_pipelined_requests_are_answered_in_order_up_to_a_cap(scripted_server: RunningServer) -> None:
-    data = scripted_server.raw(
+def test_pipelined_requests_are_answered_in_order_up_to_a_cap(mock_server: RunningServer) -> None:
+    data = mock_server.raw(
         b"".join(b"GET /%d HTTP/1.1\r\nHost: localhost\r\nX-Request-Id: r%d\r\n\r\n" % (i, i) for i in range(10_000))
     )
     ids = [int(number) for number in re.findall(rb"x-request-id: r(\d+)\r\n", data)]
     assert ids[:101] == list(range(101)) and len(ids) <= 102
 
 
-def test_request_ids_are_echoed_if_they_are_plain(scripted_server: RunningServer) -> None:
-    assert scripted_server.get("/ready", headers={"X-Request-Id": "a.b-c_1"}).headers["x-request-id"] == "a.b-c_1"
+def test_request_ids_are_echoed_if_they_are_plain(mock_server: RunningServer) -> None:
+    assert mock_server.get("/ready", headers={"X-Request-Id": "a.b-c_1"}).headers["x-request-id"] == "a.b-c_1"
     for bad in ("a b", "a" * 129, "é".encode().decode("latin-1"), "a/b"):
-        own = scripted_server.get("/ready", headers={"X-Request-Id": bad}).headers["x-request-id"]
+        own = mock_server.get("/ready", headers={"X-Request-Id": bad}).headers["x-request-id"]
         assert re.fullmatch("[0-9a-f]{32}", own)
 
 
-def test_two_requests_with_one_id_do_not_meet(scripted_server: RunningServer) -> None:
+def test_two_requests_with_one_id_do_not_meet(mock_server: RunningServer) -> None:
     body = {"model": "octavo-tiny", "prompt": "hi", "max_tokens": 1, "request_id": "same"}
-    replies = [scripted_server.post("/v1/completions", body, headers={"X-Request-Id": "same"}) for _ in range(2)]
+    replies = [mock_server.post("/v1/completions", body, headers={"X-Request-Id": "same"}) for _ in range(2)]
     assert [reply.status for reply in replies] == [200, 200]
     assert replies[0].json()["id"] != replies[1].json()["id"]
 
@@ -175,11 +175,11 @@ def test_too_many_connections(start_server: StartServer) -> None:
     assert server.get("/health").status == 200
 
 
-def test_no_cors_headers_unless_asked_for(scripted_server: RunningServer, start_server: StartServer) -> None:
+def test_no_cors_headers_unless_asked_for(mock_server: RunningServer, start_server: StartServer) -> None:
     origin = {"Origin": "https://example.org"}
-    reply = scripted_server.get("/version", headers=origin)
+    reply = mock_server.get("/version", headers=origin)
     assert "access-control-allow-origin" not in reply.headers
-    assert scripted_server.post("/reset_prefix_cache", {}, headers=origin).status == 403
+    assert mock_server.post("/reset_prefix_cache", {}, headers=origin).status == 403
     allowed = start_server("--cors-origins", "https://example.org")
     assert allowed.get("/version", headers=origin).headers["access-control-allow-origin"] == "https://example.org"
     assert "access-control-allow-origin" not in allowed.get("/version", headers={"Origin": "https://evil.org"}).headers
@@ -200,11 +200,11 @@ def test_a_browser_may_send_the_headers_of_openais_client(start_server: StartSer
 
 
 @pytest.fixture(scope="module", autouse=True)
-def still_alive(scripted_server: RunningServer) -> object:
+def still_alive(mock_server: RunningServer) -> object:
     """After all this, nothing was logged as ours and the server answers."""
     yield
-    assert scripted_server.get("/health").status == 200
-    assert "Traceback" not in scripted_server.stderr()
+    assert mock_server.get("/health").status == 200
+    assert "Traceback" not in mock_server.stderr()
 
 
 KEY = "k" * 20
@@ -213,7 +213,7 @@ KEYED = b"Authorization: Bearer " + KEY.encode() + b"\r\n"
 
 @pytest.fixture(scope="module")
 def keyed_server() -> Iterator[RunningServer]:
-    with RunningServer("--api-key", KEY, scripted=True) as running:
+    with RunningServer("--api-key", KEY, mock=True) as running:
         yield running.wait_ready()
 
 
@@ -265,13 +265,11 @@ def test_an_early_answer_arrives_although_the_body_goes_on(
 
 @pytest.mark.parametrize("version", [b"1.0", b"1.1"])
 @pytest.mark.parametrize("stream", [b"false", b"true"])
-def test_a_client_that_says_no_more_gets_its_answers(
-    scripted_server: RunningServer, version: bytes, stream: bytes
-) -> None:
+def test_a_client_that_says_no_more_gets_its_answers(mock_server: RunningServer, version: bytes, stream: bytes) -> None:
     body = b'{"model":"octavo-tiny","prompt":"hi","max_tokens":500,"ignore_eos":true,"stream":%s}' % stream
     post = POST.replace(b"1.1", version) + b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
     get = GET + b"\r\n" if version == b"1.1" else b""  # 1.0 has no second request
-    with socket.create_connection((scripted_server.host, scripted_server.port), timeout=20) as client:
+    with socket.create_connection((mock_server.host, mock_server.port), timeout=20) as client:
         client.sendall(post + get)
         client.shutdown(socket.SHUT_WR)
         received = b"".join(iter(lambda: client.recv(65536), b""))
@@ -281,7 +279,7 @@ def test_a_client_that_says_no_more_gets_its_answers(
 
 
 def test_a_client_that_says_no_more_and_leaves_is_noticed(start_server: StartServer) -> None:
-    server = start_server(scripted="paced_engine", env={"PACE": "0.05", "PYTHONPATH": PATH})
+    server = start_server(mock="paced_engine", env={"PACE": "0.05", "PYTHONPATH": PATH})
     body = b'{"model":"octavo-tiny","prompt":"hi","max_tokens":2000,"ignore_eos":true}'
     with socket.create_connection((server.host, server.port), timeout=20) as client:
         client.sendall(POST + b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
@@ -302,12 +300,12 @@ def host_status(server: RunningServer, host: str) -> int:
 
 
 def test_without_a_key_the_loopback_answers_to_its_own_names_only(
-    scripted_server: RunningServer, keyed_server: RunningServer
+    mock_server: RunningServer, keyed_server: RunningServer
 ) -> None:
     """A web page may let a name of its own point to 127.0.0.1: its Host gives it away."""
-    assert [host_status(scripted_server, host) for host in OWN_HOSTS] == [200] * len(OWN_HOSTS)
-    assert [host_status(scripted_server, host) for host in OTHER_HOSTS] == [403] * len(OTHER_HOSTS)
-    error = scripted_server.get("/", headers={"Host": "attacker.example"}).json()["error"]
+    assert [host_status(mock_server, host) for host in OWN_HOSTS] == [200] * len(OWN_HOSTS)
+    assert [host_status(mock_server, host) for host in OTHER_HOSTS] == [403] * len(OTHER_HOSTS)
+    error = mock_server.get("/", headers={"Host": "attacker.example"}).json()["error"]
     assert error["code"] == "host_not_allowed" and "--allowed-hosts" in error["message"]
     keyed = {"Host": "any.example", "Authorization": f"Bearer {KEY}"}
     assert keyed_server.get("/v1/models", headers=keyed).status == 200

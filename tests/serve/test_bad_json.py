@@ -42,8 +42,8 @@ def test_every_route_with_a_body_is_here() -> None:
 
 
 @pytest.mark.parametrize("path", GOOD)
-def test_the_good_bodies_are_good(scripted_server: RunningServer, path: str) -> None:
-    assert scripted_server.post(path, GOOD[path]).status == 200
+def test_the_good_bodies_are_good(mock_server: RunningServer, path: str) -> None:
+    assert mock_server.post(path, GOOD[path]).status == 200
 
 
 MALFORMED: dict[str, tuple[bytes, str]] = {
@@ -81,33 +81,33 @@ MALFORMED: dict[str, tuple[bytes, str]] = {
 
 @pytest.mark.parametrize("name", MALFORMED)
 @pytest.mark.parametrize("path", GOOD)
-def test_malformed_bodies(scripted_server: RunningServer, path: str, name: str) -> None:
+def test_malformed_bodies(mock_server: RunningServer, path: str, name: str) -> None:
     body, code = MALFORMED[name]
-    refused(scripted_server, path, body, code)
+    refused(mock_server, path, body, code)
 
 
-def test_the_place_of_a_mistake_is_told(scripted_server: RunningServer) -> None:
-    error = scripted_server.post(COMPLETIONS, '{"a": "é", b}'.encode()).json()["error"]
+def test_the_place_of_a_mistake_is_told(mock_server: RunningServer) -> None:
+    error = mock_server.post(COMPLETIONS, '{"a": "é", b}'.encode()).json()["error"]
     assert "at byte 12" in error["message"]  # é has two
 
 
 @pytest.mark.parametrize("path", GOOD)
 def test_unknown_fields_are_reported_and_refused_when_strict(
-    scripted_server: RunningServer, strict_server: RunningServer, path: str
+    mock_server: RunningServer, strict_server: RunningServer, path: str
 ) -> None:
     body = GOOD[path] | {"modle": 1}
     refused(strict_server, path, body, "unknown_field", "modle")
     assert "did you mean model?" in strict_server.post(path, body).json()["error"]["message"]
-    reply = scripted_server.post(path, body)
+    reply = mock_server.post(path, body)
     assert reply.status == 200
     if "tokenize" not in path:
         assert reply.json()["warnings"] == ["modle: unknown field, ignored; did you mean model?"]
 
 
-def test_many_unknown_fields_are_counted(scripted_server: RunningServer) -> None:
+def test_many_unknown_fields_are_counted(mock_server: RunningServer) -> None:
     """Without a search for the name that each may have meant, which would hold up all others for minutes."""
     body = GOOD[COMPLETIONS] | {f"tempe{i}": 1 for i in range(400_000)}
-    warnings = scripted_server.post(COMPLETIONS, body).json()["warnings"]
+    warnings = mock_server.post(COMPLETIONS, body).json()["warnings"]
     assert len(warnings) == 17 and warnings[-1] == "and 399984 more"
 
 
@@ -128,9 +128,9 @@ def test_fields_without_effect_are_accepted_and_told(strict_server: RunningServe
     assert reply.json()["warnings"] == ["stream_options: has no effect"]
 
 
-def test_warnings_of_a_stream_come_once(scripted_server: RunningServer) -> None:
+def test_warnings_of_a_stream_come_once(mock_server: RunningServer) -> None:
     for path in GENERATE:
-        events = scripted_server.post(path, GOOD[path] | {"stream": True, "max_tokens": 4, "usr": 1}).events()
+        events = mock_server.post(path, GOOD[path] | {"stream": True, "max_tokens": 4, "usr": 1}).events()
         assert ["warnings" in event for event in events[:-1]] == [True] + [False] * (len(events) - 2)
 
 
@@ -182,17 +182,17 @@ BAD_TYPES: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize("path", GENERATE)
 @pytest.mark.parametrize("field", BAD_FIELDS)
-def test_values_out_of_range(scripted_server: RunningServer, path: str, field: str) -> None:
+def test_values_out_of_range(mock_server: RunningServer, path: str, field: str) -> None:
     values, code = BAD_FIELDS[field]
     for value in values:
-        refused(scripted_server, path, GOOD[path] | {field: value}, code)
+        refused(mock_server, path, GOOD[path] | {field: value}, code)
 
 
 @pytest.mark.parametrize("path", GENERATE)
 @pytest.mark.parametrize("field", BAD_TYPES)
-def test_values_of_the_wrong_type(scripted_server: RunningServer, path: str, field: str) -> None:
+def test_values_of_the_wrong_type(mock_server: RunningServer, path: str, field: str) -> None:
     for value in BAD_TYPES[field]:
-        refused(scripted_server, path, GOOD[path] | {field: value}, "invalid_type")
+        refused(mock_server, path, GOOD[path] | {field: value}, "invalid_type")
 
 
 @pytest.mark.parametrize(
@@ -213,14 +213,14 @@ def test_values_of_the_wrong_type(scripted_server: RunningServer, path: str, fie
     ],
 )
 @pytest.mark.parametrize("path", GENERATE)
-def test_other_mistakes(scripted_server: RunningServer, path: str, fields: dict[str, Any], code: str) -> None:
-    refused(scripted_server, path, GOOD[path] | fields, code)
+def test_other_mistakes(mock_server: RunningServer, path: str, fields: dict[str, Any], code: str) -> None:
+    refused(mock_server, path, GOOD[path] | fields, code)
 
 
 @pytest.mark.parametrize("name", ["gpt-4", "../../x", "octavo-tiny/", "x" * 10_000, "\n", ""])
 @pytest.mark.parametrize("path", GOOD)
-def test_unknown_models(scripted_server: RunningServer, path: str, name: str) -> None:
-    refused(scripted_server, path, GOOD[path] | {"model": name}, "model_not_found", "model", status=404)
+def test_unknown_models(mock_server: RunningServer, path: str, name: str) -> None:
+    refused(mock_server, path, GOOD[path] | {"model": name}, "model_not_found", "model", status=404)
 
 
 @pytest.mark.parametrize(
@@ -248,8 +248,8 @@ def test_unknown_models(scripted_server: RunningServer, path: str, name: str) ->
         (None, "missing_field"),
     ],
 )  # fmt: skip
-def test_bad_prompts(scripted_server: RunningServer, prompt: Any, code: str) -> None:
-    refused(scripted_server, COMPLETIONS, GOOD[COMPLETIONS] | {"prompt": prompt}, code)
+def test_bad_prompts(mock_server: RunningServer, prompt: Any, code: str) -> None:
+    refused(mock_server, COMPLETIONS, GOOD[COMPLETIONS] | {"prompt": prompt}, code)
 
 
 @pytest.mark.parametrize(
@@ -263,8 +263,8 @@ def test_bad_prompts(scripted_server: RunningServer, prompt: Any, code: str) -> 
         ({"logprobs": -1}, "out_of_range"),
     ],
 )
-def test_mistakes_of_completions(scripted_server: RunningServer, fields: dict[str, Any], code: str) -> None:
-    refused(scripted_server, COMPLETIONS, GOOD[COMPLETIONS] | fields, code)
+def test_mistakes_of_completions(mock_server: RunningServer, fields: dict[str, Any], code: str) -> None:
+    refused(mock_server, COMPLETIONS, GOOD[COMPLETIONS] | fields, code)
 
 
 def _tool(**changes: Any) -> dict[str, Any]:
@@ -312,32 +312,32 @@ def _tool(**changes: Any) -> dict[str, Any]:
         ({"audio": {}}, "unsupported_parameter"),
     ],
 )  # fmt: skip
-def test_mistakes_of_chat(scripted_server: RunningServer, fields: dict[str, Any], code: str) -> None:
-    refused(scripted_server, CHAT, GOOD[CHAT] | fields, code)
+def test_mistakes_of_chat(mock_server: RunningServer, fields: dict[str, Any], code: str) -> None:
+    refused(mock_server, CHAT, GOOD[CHAT] | fields, code)
 
 
-def test_errors_name_the_clients_fields(scripted_server: RunningServer) -> None:
-    refused(scripted_server, CHAT, GOOD[CHAT] | {"max_completion_tokens": 0}, "out_of_range", "max_completion_tokens")
+def test_errors_name_the_clients_fields(mock_server: RunningServer) -> None:
+    refused(mock_server, CHAT, GOOD[CHAT] | {"max_completion_tokens": 0}, "out_of_range", "max_completion_tokens")
     body = GOOD[CHAT] | {"logprobs": True, "top_logprobs": 21}
-    refused(scripted_server, CHAT, body, "out_of_range", "top_logprobs")
-    refused(scripted_server, RESPONSES, GOOD[RESPONSES] | {"max_output_tokens": 0}, "out_of_range", "max_output_tokens")
+    refused(mock_server, CHAT, body, "out_of_range", "top_logprobs")
+    refused(mock_server, RESPONSES, GOOD[RESPONSES] | {"max_output_tokens": 0}, "out_of_range", "max_output_tokens")
     body = GOOD[COMPLETIONS] | {"stream": True, "stream_options": {"include_usage": 1}}
-    refused(scripted_server, COMPLETIONS, body, "invalid_type", "stream_options.include_usage")
+    refused(mock_server, COMPLETIONS, body, "invalid_type", "stream_options.include_usage")
 
 
 @pytest.mark.parametrize("reference, code", [("#/$defs/no", "schema_invalid"), ("https://a.b/c", "unsupported")])
-def test_errors_of_a_schema_name_where_it_stands(scripted_server: RunningServer, reference: str, code: str) -> None:
+def test_errors_of_a_schema_name_where_it_stands(mock_server: RunningServer, reference: str, code: str) -> None:
     schema = {"type": "object", "properties": {"x": {"$ref": reference}}}
     asked = {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}}
     for path in GENERATE:
-        refused(scripted_server, path, GOOD[path] | asked, code, "response_format.json_schema.schema")
+        refused(mock_server, path, GOOD[path] | asked, code, "response_format.json_schema.schema")
         body = GOOD[path] | {"structured_outputs": {"json": schema}}
-        refused(scripted_server, path, body, code, "structured_outputs.json")
+        refused(mock_server, path, body, code, "structured_outputs.json")
     for choice in ("required", {"type": "function", "function": {"name": "f"}}):
         body = GOOD[CHAT] | {"tools": [_tool(parameters=schema)], "tool_choice": choice}
-        refused(scripted_server, CHAT, body, code, "tools")
+        refused(mock_server, CHAT, body, code, "tools")
     text = {"format": {"type": "json_schema", "name": "a", "schema": schema}}
-    refused(scripted_server, RESPONSES, GOOD[RESPONSES] | {"text": text}, code, "text.format.schema")
+    refused(mock_server, RESPONSES, GOOD[RESPONSES] | {"text": text}, code, "text.format.schema")
 
 
 @pytest.mark.parametrize(
@@ -357,49 +357,49 @@ def test_errors_of_a_schema_name_where_it_stands(scripted_server: RunningServer,
         ({"text": {"format": {"type": "xml"}}}, "invalid_value"),
     ],
 )
-def test_mistakes_of_responses(scripted_server: RunningServer, fields: dict[str, Any], code: str) -> None:
-    refused(scripted_server, RESPONSES, GOOD[RESPONSES] | fields, code)
+def test_mistakes_of_responses(mock_server: RunningServer, fields: dict[str, Any], code: str) -> None:
+    refused(mock_server, RESPONSES, GOOD[RESPONSES] | fields, code)
 
 
-def test_mistakes_of_the_tokenizer_routes(scripted_server: RunningServer) -> None:
+def test_mistakes_of_the_tokenizer_routes(mock_server: RunningServer) -> None:
     for fields, code in (
         ({"prompt": None}, "missing_field"),
         ({"messages": []}, "missing_field"),
         ({"prompt": 1}, "invalid_type"),
     ):
-        refused(scripted_server, "/tokenize", GOOD["/tokenize"] | fields, code)
+        refused(mock_server, "/tokenize", GOOD["/tokenize"] | fields, code)
     for tokens, code in (
         (None, "missing_field"),
         ("x", "invalid_type"),
         ([4096], "invalid_token_id"),
         ([True], "invalid_token_id"),
     ):
-        refused(scripted_server, "/detokenize", GOOD["/detokenize"] | {"tokens": tokens}, code)
+        refused(mock_server, "/detokenize", GOOD["/detokenize"] | {"tokens": tokens}, code)
 
 
-def test_odd_text_is_text(scripted_server: RunningServer) -> None:
+def test_odd_text_is_text(mock_server: RunningServer) -> None:
     texts = ["\0", "\u202e abc", "\u200b", "🙂" * 200, "e" + "\u0301" * 500, "<|im_start|>", "<|endoftext|>"]
     for text in texts:
         for path, field in ((COMPLETIONS, {"prompt": text}), (CHAT, {"messages": [{"role": "user", "content": text}]})):
-            assert scripted_server.post(path, GOOD[path] | field).status == 200
+            assert mock_server.post(path, GOOD[path] | field).status == 200
 
 
-def test_content_is_not_repeated(scripted_server: RunningServer) -> None:
+def test_content_is_not_repeated(mock_server: RunningServer) -> None:
     canary = "canary-8d1f"
     for path in GENERATE:
         for fields in ({"stop": [canary, 1]}, {canary: 1, "temperature": 3}, {"logit_bias": {canary: 1}}):
-            assert canary not in scripted_server.post(path, GOOD[path] | fields).body.decode()
-    assert canary not in scripted_server.stderr()
+            assert canary not in mock_server.post(path, GOOD[path] | fields).body.decode()
+    assert canary not in mock_server.stderr()
 
 
-def test_minus_zero_is_zero(scripted_server: RunningServer) -> None:
+def test_minus_zero_is_zero(mock_server: RunningServer) -> None:
     body = json.dumps(GOOD[COMPLETIONS])[:-1] + ', "temperature": -0, "top_k": -0}'
-    assert scripted_server.post(COMPLETIONS, body.encode()).status == 200
+    assert mock_server.post(COMPLETIONS, body.encode()).status == 200
 
 
 @pytest.fixture(scope="module")
 def strict_server() -> Any:
-    with RunningServer("--strict", scripted=True) as running:
+    with RunningServer("--strict", mock=True) as running:
         yield running.wait_ready()
 
 

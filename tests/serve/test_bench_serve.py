@@ -56,7 +56,7 @@ async def _serving(handler: Handler) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
-class Scripted:
+class MockServer:
     """Completions of `max_tokens` tokens, PAUSE apart; a chat begins with a chunk that only names the role."""
 
     def __init__(self, fault: str = "") -> None:
@@ -103,7 +103,7 @@ class Scripted:
 def measured(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Iterator[Callable[..., dict[str, Any]]]:
     """Run the command against a handler; the saved details with "printed" (the last line) and "code" beside them."""
 
-    def run(handler: Scripted, *options: str) -> dict[str, Any]:
+    def run(handler: MockServer, *options: str) -> dict[str, Any]:
         async def both() -> int:
             async with _serving(handler) as url:
                 argv = ["bench", "serve", "--base-url", url, "--save-detailed", "--save-result", *options]
@@ -125,7 +125,7 @@ LENGTHS = ("--random-input-len", "5", "--random-output-len", "4")
 
 def test_keys_and_figures_of_a_run(measured: Callable[..., dict[str, Any]]) -> None:
     result = measured(
-        Scripted(), *LENGTHS, "--num-prompts", "6", "--max-concurrency", "2", "--goodput", "ttft:1000", "e2el:10000",
+        MockServer(), *LENGTHS, "--num-prompts", "6", "--max-concurrency", "2", "--goodput", "ttft:1000", "e2el:10000",
         "--percentile-metrics", "ttft,tpot,itl,e2el", "--metric-percentiles", "50,99.9", "--metadata", "a=b",
     )  # fmt: skip
     assert result["code"] == 0 and result["completed"] == 6 and result["failed"] == 0
@@ -142,14 +142,14 @@ def test_keys_and_figures_of_a_run(measured: Callable[..., dict[str, Any]]) -> N
 
 
 def test_an_empty_first_chunk_is_no_first_token(measured: Callable[..., dict[str, Any]]) -> None:
-    result = measured(Scripted(), *LENGTHS, "--num-prompts", "2", "--backend", "openai-chat")
+    result = measured(MockServer(), *LENGTHS, "--num-prompts", "2", "--backend", "openai-chat")
     assert result["completed"] == 2
     assert min(result["ttfts"]) >= PAUSE
     assert result["generated_texts"] == ["xxxx", "xxxx"]
 
 
 def test_what_is_sent(measured: Callable[..., dict[str, Any]]) -> None:
-    handler = Scripted()
+    handler = MockServer()
     measured(
         handler, *LENGTHS, "--num-prompts", "3", "--random-prefix-len", "7", "--served-model-name", "other",
         "--top-k", "3", "--logprobs", "2", "--extra-body", '{"min_tokens": 1}', "--num-warmups", "1",
@@ -164,7 +164,7 @@ def test_what_is_sent(measured: Callable[..., dict[str, Any]]) -> None:
 
 
 def test_max_concurrency_holds(measured: Callable[..., dict[str, Any]]) -> None:
-    handler = Scripted()
+    handler = MockServer()
     measured(handler, *LENGTHS, "--num-prompts", "7", "--max-concurrency", "3")
     assert handler.most_open == 3
 
@@ -175,13 +175,13 @@ def test_max_concurrency_holds(measured: Callable[..., dict[str, Any]]) -> None:
 )
 def test_failures_are_counted_and_named(measured: Callable[..., dict[str, Any]], fault: str, error: str) -> None:
     options = (*LENGTHS, "--num-prompts", "2", "--ready-check-timeout-sec", "0")
-    result = measured(Scripted(fault), *options)
+    result = measured(MockServer(fault), *options)
     assert result["code"] == 1 and result["completed"] == 0 and result["failed"] == 2
     assert all(error in each for each in result["errors"]), result["errors"]
 
 
 def test_a_refused_first_request_ends_the_command(measured: Callable[..., dict[str, Any]]) -> None:
-    result = measured(Scripted("refuse"), *LENGTHS, "--num-prompts", "2")
+    result = measured(MockServer("refuse"), *LENGTHS, "--num-prompts", "2")
     assert result["code"] == 2 and "HTTP 400" in result["stderr"] and "no such model" in result["stderr"]
 
 

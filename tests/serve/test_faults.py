@@ -100,7 +100,7 @@ def test_a_killed_engine_comes_back_20_times() -> None:
     asyncio.run(kill_rounds(None, 20))
 
 
-def test_a_killed_scripted_engine_comes_back_20_times() -> None:
+def test_a_killed_mock_engine_comes_back_20_times() -> None:
     asyncio.run(kill_rounds(script("--step-seconds", "0.002"), 20))
 
 
@@ -128,7 +128,7 @@ def test_a_stopped_engine_is_replaced() -> None:
     ("fault", "reason", "seconds"),
     [
         ("hang", "a step of the engine took more than", 3.0),
-        ("raise", "a scripted failure", 1.0),
+        ("raise", "a mock failure", 1.0),
         ("exit", "exited with code 7", 1.0),
     ],
 )

@@ -25,30 +25,30 @@ def stream(server: RunningServer, path: str, **fields: Any) -> list[Any]:
     return server.post(path, {"stream": True, **fields}).events()[:-1]
 
 
-def test_no_model_is_the_one_that_is_served(scripted_server: RunningServer) -> None:
+def test_no_model_is_the_one_that_is_served(mock_server: RunningServer) -> None:
     for path, fields in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": HI}), ("/v1/responses", {"input": "hi"})):
-        assert ask(scripted_server, path, **fields)["model"] == "octavo-tiny"
+        assert ask(mock_server, path, **fields)["model"] == "octavo-tiny"
 
 
 NUMBERS = {"max_tokens": 2.0, "temperature": "0.5", "top_k": "5", "seed": "7", "n": "2", "top_p": "1", "priority": "0"}
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-def test_numbers_may_be_texts_and_integers_floats(scripted_server: RunningServer, name: str) -> None:
+def test_numbers_may_be_texts_and_integers_floats(mock_server: RunningServer, name: str) -> None:
     for path, fields in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": HI})):
-        reply = ask(scripted_server, path, **fields, **{"max_tokens": 2, name: NUMBERS[name]})
+        reply = ask(mock_server, path, **fields, **{"max_tokens": 2, name: NUMBERS[name]})
         assert reply["usage"]["completion_tokens"] == (4 if name == "n" else 2) and "warnings" not in reply
-    ask(scripted_server, COMPLETIONS, prompt="a", max_tokens=1, logit_bias={"5": "300"}, logprobs="1", suffix="")
-    ask(scripted_server, CHAT, messages=HI, max_completion_tokens=2.0)
+    ask(mock_server, COMPLETIONS, prompt="a", max_tokens=1, logit_bias={"5": "300"}, logprobs="1", suffix="")
+    ask(mock_server, CHAT, messages=HI, max_completion_tokens=2.0)
 
 
-def test_messages_without_content_and_of_any_role(scripted_server: RunningServer) -> None:
+def test_messages_without_content_and_of_any_role(mock_server: RunningServer) -> None:
     messages = [{"role": "critic", "content": "no"}, {"role": "assistant", "content": None}, *HI]
-    assert ask(scripted_server, CHAT, messages=messages, max_tokens=1)["choices"]
+    assert ask(mock_server, CHAT, messages=messages, max_tokens=1)["choices"]
 
 
-def test_any_variable_of_the_template_may_be_set(scripted_server: RunningServer) -> None:
-    ask(scripted_server, CHAT, messages=HI, max_tokens=1, chat_template_kwargs={"custom": {"a": [1]}, "thinking": True})
+def test_any_variable_of_the_template_may_be_set(mock_server: RunningServer) -> None:
+    ask(mock_server, CHAT, messages=HI, max_tokens=1, chat_template_kwargs={"custom": {"a": [1]}, "thinking": True})
 
 
 @pytest.mark.parametrize("logprobs", [None, 0, 2])
@@ -93,28 +93,28 @@ def test_echoed_ids_show_their_special_tokens(server: RunningServer) -> None:
     assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
 
 
-def test_paths_without_v1_and_with_a_slash(scripted_server: RunningServer) -> None:
+def test_paths_without_v1_and_with_a_slash(mock_server: RunningServer) -> None:
     for path in ("/chat/completions", "/v1/chat/completions/", "/chat/completions/"):
-        assert ask(scripted_server, path, messages=HI, max_tokens=1)["object"] == "chat.completion"
-    assert ask(scripted_server, "/completions", prompt="a", max_tokens=1)["object"] == "text_completion"
+        assert ask(mock_server, path, messages=HI, max_tokens=1)["object"] == "chat.completion"
+    assert ask(mock_server, "/completions", prompt="a", max_tokens=1)["object"] == "text_completion"
     for path in ("/models", "/v1/models/", "/models/octavo-tiny", "/ping", "/health/"):
-        assert scripted_server.get(path).status == 200, path
-    assert scripted_server.post("/ping", {}).status == 200
+        assert mock_server.get(path).status == 200, path
+    assert mock_server.post("/ping", {}).status == 200
     for path in ("//", "/v1/models//", "/v1/health", "/v1"):
-        assert scripted_server.get(path).status == 404, path
+        assert mock_server.get(path).status == 404, path
 
 
-def test_answers_name_what_made_them(scripted_server: RunningServer) -> None:
+def test_answers_name_what_made_them(mock_server: RunningServer) -> None:
     for path, fields in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": HI})):
-        found = {ask(scripted_server, path, **fields, max_tokens=1)["system_fingerprint"]}
-        found |= {event["system_fingerprint"] for event in stream(scripted_server, path, **fields, max_tokens=2)}
+        found = {ask(mock_server, path, **fields, max_tokens=1)["system_fingerprint"]}
+        found |= {event["system_fingerprint"] for event in stream(mock_server, path, **fields, max_tokens=2)}
         assert len(found) == 1 and next(iter(found)).startswith("fp_")
 
 
-def test_usage_comes_where_it_is_asked_for(scripted_server: RunningServer) -> None:
+def test_usage_comes_where_it_is_asked_for(mock_server: RunningServer) -> None:
     def usages(**options: Any) -> list[Any]:
         asked = {"messages": HI, "max_tokens": 2, "stream_options": options}
-        return [event.get("usage") for event in stream(scripted_server, CHAT, **asked)]
+        return [event.get("usage") for event in stream(mock_server, CHAT, **asked)]
 
     for options in ({}, {"include_usage": False}, {"include_usage": False, "continuous_usage_stats": True}):
         assert not any(usages(**options))

@@ -1,4 +1,4 @@
-"""Many streams at once, and many requests after another, through the real front end and a scripted engine.
+"""Many streams at once, and many requests after another, through the real front end and a mock engine.
 
 The small sizes run always and can fail; the large ones are slow and give the figures, which they print.
 """
@@ -95,7 +95,7 @@ def _settled(server: RunningServer, base: State, seconds: float = 10) -> State:
 
 def _paced(step_seconds: float) -> RunningServer:
     environment = {"PYTHONPATH": os.pathsep.join((str(SRC), str(HERE))), "PACE": str(step_seconds)}
-    return RunningServer(scripted="paced_engine", env=environment).wait_ready()
+    return RunningServer(mock="paced_engine", env=environment).wait_ready()
 
 
 class Held:
@@ -260,7 +260,7 @@ class Mixed:
 def _soak(count: int, rounds: int, at_once: int, show: Callable[[str, dict[str, float]], None]) -> list[State]:
     """Rounds of mixed requests; the state of the idle server before the first and after each."""
     # few blocks, so that the prefix cache is full, and no longer grows, after the first round
-    with RunningServer("--num-gpu-blocks-override", "4096", scripted=True).wait_ready() as server:
+    with RunningServer("--num-gpu-blocks-override", "4096", mock=True).wait_ready() as server:
 
         async def run(seed: int, number: int) -> Mixed:
             client = Client(server.url)

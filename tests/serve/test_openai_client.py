@@ -218,7 +218,7 @@ def test_a_forced_tool_call(client: openai.OpenAI, model: str, choice: Any) -> N
 
 
 def test_a_tool_call_in_a_models_own_words(start_server: StartServer) -> None:
-    """The scripted engine says its prompt again, so the prompt holds the call."""
+    """The mock engine says its prompt again, so the prompt holds the call."""
     said = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>'
     with _client(start_server("--tool-call-parser", "hermes")) as client:
         name = client.models.list().data[0].id

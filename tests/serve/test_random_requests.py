@@ -177,8 +177,8 @@ def restarts(server: RunningServer) -> str:
     return engine[0]
 
 
-def test_2000_random_requests(scripted_server: RunningServer) -> None:
-    check(scripted_server, 2000, 1)
+def test_2000_random_requests(mock_server: RunningServer) -> None:
+    check(mock_server, 2000, 1)
 
 
 def test_some_random_requests_to_the_real_engine(server: RunningServer) -> None:
@@ -186,6 +186,6 @@ def test_some_random_requests_to_the_real_engine(server: RunningServer) -> None:
 
 
 @pytest.mark.slow
-def test_20000_random_requests(scripted_server: RunningServer) -> None:
+def test_20000_random_requests(mock_server: RunningServer) -> None:
     for seed in range(10, 30):
-        check(scripted_server, 1000, seed)
+        check(mock_server, 1000, seed)

@@ -69,7 +69,7 @@ def test_a_form_begins_behind_the_reasoning(start_server: StartServer, tmp_path:
     path = tmp_path / "template.jinja"
     path.write_text("{{ messages[0]['content'] }}\n<think>\n")
     ended = "Enough of it.</think>"
-    server = start_server("--chat-template", str(path), "--reasoning-end-text", ended, scripted=False)
+    server = start_server("--chat-template", str(path), "--reasoning-end-text", ended, mock=False)
     thinking = {"thinking_token_budget": 7, "max_tokens": 90}
     forms: list[dict[str, Any]] = [
         {"response_format": {"type": "json_object"}},
@@ -104,7 +104,7 @@ def test_a_form_begins_behind_the_reasoning(start_server: StartServer, tmp_path:
 def test_a_form_may_hold_for_the_reasoning_too(start_server: StartServer, tmp_path: Path) -> None:
     path = tmp_path / "template.jinja"
     path.write_text("{{ messages[0]['content'] }}\n<think>\n")
-    server = start_server("--chat-template", str(path), "--enable-in-reasoning", scripted=False)
+    server = start_server("--chat-template", str(path), "--enable-in-reasoning", mock=False)
     message = chat(server, response_format={"type": "json_object"}, max_tokens=40)["choices"][0]["message"]
     assert message["content"].startswith("{") and "reasoning" not in message
     free = chat(server, thinking_token_budget=3)["choices"][0]["message"]
@@ -259,7 +259,7 @@ CALL = "<tool_call>\n<function=lamp>\n<parameter=on>\nTrue\n</parameter>\n</func
 
 
 def test_calls_of_a_format_with_tags_over_http(start_server: StartServer, tmp_path: Path) -> None:
-    """The scripted engine says its prompt again, so that the template writes the answer."""
+    """The mock engine says its prompt again, so that the template writes the answer."""
     path = tmp_path / "template.jinja"
     path.write_text("{% if tools %}{{ messages[0]['content'] }}{% endif %}{# <function=example> #}")
     server = start_server("--chat-template", str(path))

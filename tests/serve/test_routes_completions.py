@@ -118,7 +118,7 @@ def test_echo_leaves_prompt_logprobs_that_were_asked_for(server: RunningServer) 
 
 def test_completions_of_one_prompt_are_no_cache_hits(start_server: StartServer) -> None:
     """The prompt counts once, and is computed: that the second one finds the first one's blocks saved nothing of it."""
-    server = start_server(scripted=False)
+    server = start_server(mock=False)
     for num_cached in (0, 96):
         made = complete(server, prompt=list(range(100, 200)), n=3, max_tokens=2)
         assert made["usage"]["prompt_tokens_details"] == {"cached_tokens": num_cached}

@@ -27,9 +27,9 @@ LONG = {"model": "octavo-tiny", "prompt": "say it again", "max_tokens": 2000, "i
 
 
 def paced(start_server: StartServer, *argv: str, seconds: float = 0.05) -> RunningServer:
-    """The scripted engine with steps that take some time."""
+    """The mock engine with steps that take some time."""
     path = os.pathsep.join([str(SRC), str(Path(__file__).parent)])
-    return start_server(*argv, scripted="paced_engine", env={"PACE": str(seconds), "PYTHONPATH": path})
+    return start_server(*argv, mock="paced_engine", env={"PACE": str(seconds), "PYTHONPATH": path})
 
 
 def wait_for(condition: Any, seconds: float = 5) -> float:
@@ -67,7 +67,7 @@ def test_small_routes(server: RunningServer) -> None:
 
 
 def test_metrics_count_every_request_once(start_server: StartServer) -> None:
-    server = start_server("--dtype", "float32", scripted=False)
+    server = start_server("--dtype", "float32", mock=False)
     body = {"model": "octavo-tiny", "prompt": [[5, 6, 7], [8]], "n": 2, "max_tokens": 3, "ignore_eos": True}
     usage = server.post("/v1/completions", body).json()["usage"]
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (4, 12)
@@ -89,8 +89,8 @@ def test_tokenizer_routes(server: RunningServer) -> None:
     assert info["eos_token"] == "<|endoftext|>" and {"bos_token", "pad_token", "chat_template"} <= set(info)
 
 
-def test_the_page_may_be_left_out(scripted_server: RunningServer, start_server: StartServer) -> None:
-    reply = scripted_server.get("/")
+def test_the_page_may_be_left_out(mock_server: RunningServer, start_server: StartServer) -> None:
+    reply = mock_server.get("/")
     assert reply.status == 200 and reply.headers["content-type"] == "text/html; charset=utf-8"
     assert "default-src 'none'" in reply.headers["content-security-policy"]
     assert start_server("--disable-page").get("/").status == 404

@@ -120,7 +120,7 @@ def test_only_loopback_needs_no_key(host: str, fine: bool) -> None:
 
 
 def test_unknown_variables_of_the_environment_are_told() -> None:
-    with RunningServer(scripted=True, env={"OCTAVO_PROT": "1"}) as server:
+    with RunningServer(mock=True, env={"OCTAVO_PROT": "1"}) as server:
         assert "unknown setting OCTAVO_PROT" in server.stderr()
 
 

@@ -148,7 +148,7 @@ def test_a_childs_death_is_no_requests_trouble(start_server: StartServer) -> Non
         assert [reply.result().status for reply in replies] == [200] * 8
 
 
-def test_text_that_cannot_fit_is_refused_on_every_path(scripted_server: RunningServer) -> None:
+def test_text_that_cannot_fit_is_refused_on_every_path(mock_server: RunningServer) -> None:
     """2048 tokens of at most 82 bytes: 400 KB are refused before they are tokenized, wherever they stand."""
     text = "word " * 80_000
     for path, body in (
@@ -160,7 +160,7 @@ def test_text_that_cannot_fit_is_refused_on_every_path(scripted_server: RunningS
         ("/tokenize", {"prompt": text}),
         ("/v1/completions", {"prompt": text}),
     ):  # fmt: skip
-        reply = scripted_server.post(path, {"model": "octavo-tiny", **body})
+        reply = mock_server.post(path, {"model": "octavo-tiny", **body})
         if "tools" in body:
             assert reply.status == 200, "the bundled template writes no tools"
             continue
@@ -198,10 +198,10 @@ BODIES = {
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_long_json_is_read_as_short_json_is(scripted_server: RunningServer, name: str) -> None:
+def test_long_json_is_read_as_short_json_is(mock_server: RunningServer, name: str) -> None:
     given = BODIES[name]
     body = given if isinstance(given, bytes) else given.encode()
-    reply = scripted_server.post("/tokenize", body).json()["error"]
+    reply = mock_server.post("/tokenize", body).json()["error"]
     try:
         parse(body, 500_000)
     except ApiError as error:

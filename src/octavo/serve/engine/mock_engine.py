@@ -1,4 +1,4 @@
-"""A scripted engine: the engine process without a model, for load, soak and fault tests.
+"""A mock engine: the engine process without a model, for load, soak and fault tests.
 
 Owns what stands in for a worker: the tokens of a sequence are its prompt, said again and again, at a pace that can be
 set. Everything else is real: the loop, the scheduler, its blocks, the messages. Imports no torch. Invariant: output
@@ -48,7 +48,7 @@ class _Row:
     next_prompt_logprob: int  # position; -1: none are owed
 
 
-class ScriptedWorker:
+class MockWorker:
     """Executes plans as a worker would, but knows the answer."""
 
     def __init__(
@@ -107,7 +107,7 @@ class ScriptedWorker:
 
     def _break(self, fault: object, number: int) -> int:
         if fault == "raise":
-            raise RuntimeError("a scripted failure")
+            raise RuntimeError("a mock failure")
         if fault == "exit":
             os._exit(7)
         if fault == "hang":
@@ -137,8 +137,8 @@ def _new_row(new: NewRow) -> _Row:
 
 
 def build_core(config: EngineConfig, phases: Phases, options: argparse.Namespace) -> tuple[EngineCore, EngineInfo]:
-    """A core on the scripted worker, sized by the config where it says something."""
-    with phases("scripted load"):
+    """A core on the mock worker, sized by the config where it says something."""
+    with phases("mock load"):
         time.sleep(options.load_seconds)
     arch = read_arch(find_model(config.model))
     length = (
@@ -152,7 +152,7 @@ def build_core(config: EngineConfig, phases: Phases, options: argparse.Namespace
     kv = KVManager(make_groups(arch, block_size), num_blocks, enable_prefix_caching=config.enable_prefix_caching)
     scheduler = Scheduler(kv, max_num_seqs=max_num_seqs, max_num_batched_tokens=num_tokens, max_model_len=length)
     eos_token_ids = list(arch.eos_token_ids)
-    worker = ScriptedWorker(
+    worker = MockWorker(
         arch.vocab_size,
         step_seconds=options.step_seconds,
         stop_after=options.stop_after,
@@ -160,7 +160,7 @@ def build_core(config: EngineConfig, phases: Phases, options: argparse.Namespace
         faults=options.faults,
     )
     info = EngineInfo(
-        device="scripted", dtype="none", attention_backend="none", vocab_size=arch.vocab_size, max_model_len=length,
+        device="mock", dtype="none", attention_backend="none", vocab_size=arch.vocab_size, max_model_len=length,
         max_logprobs=resolve_max_logprobs(config, arch), max_num_seqs=max_num_seqs,
         max_num_batched_tokens=num_tokens, enable_prefix_caching=config.enable_prefix_caching,
         block_size=block_size, num_blocks=num_blocks, phases=phases.entries,
