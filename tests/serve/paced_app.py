@@ -77,9 +77,9 @@ def _entry(token: int, num_top: int) -> TokenLogprobs:
 class PacedApp:
     """One front end for all requests of a test, each at a pace of its own. Closed like a file."""
 
-    def __init__(self, **config: Any) -> None:
+    def __init__(self, engine: EngineConfig | None = None, **config: Any) -> None:
         self._runner = asyncio.Runner()
-        self._runner.run(self._start(EngineConfig(), ServeConfig(access_log=False, **config)))
+        self._runner.run(self._start(engine or EngineConfig(), ServeConfig(access_log=False, **config)))
 
     async def _start(self, engine_config: EngineConfig, config: ServeConfig) -> None:
         folder, arch = find_and_read(engine_config)

@@ -26,9 +26,20 @@ from octavo.serve.state import ServeState
 class Parts:
     """What is new of an answer."""
 
-    content: str = ""
-    reasoning: str = ""
-    tool_calls: list[ToolCall] = dataclasses.field(default_factory=list)  # with an index: pieces; else whole
+    stretches: list[tuple[bool, str]] = dataclasses.field(default_factory=list)  # whether it is reasoning, and the text
+    tool_calls: list[ToolCall] = dataclasses.field(
+        default_factory=list
+    )  # with an index: pieces, one a call; else whole
+
+    @property
+    def content(self) -> str:
+        """What is said to the user."""
+        return "".join([text for is_reasoning, text in self.stretches if not is_reasoning])
+
+    @property
+    def reasoning(self) -> str:
+        """What comes before it."""
+        return "".join([text for is_reasoning, text in self.stretches if is_reasoning])
 
 
 class Answer:
@@ -47,10 +58,12 @@ class Answer:
             deltas += self._parser.finish()
         parts = Parts()
         for delta in deltas:
-            parts.content += delta.content
-            parts.reasoning += delta.reasoning
+            if delta.content:
+                parts.stretches.append((False, delta.content))
+            if delta.reasoning:
+                parts.stretches.append((True, delta.reasoning))
             if delta.tool_index >= 0 and (self._max_calls is None or delta.tool_index < self._max_calls):
-                parts.tool_calls.append(_piece(delta))
+                _join(parts.tool_calls, _piece(delta))
         if parts.reasoning and not parts.content:
             self.num_reasoning_tokens += len(completion.token_ids)
         return parts
@@ -72,6 +85,15 @@ class Answer:
     def finish_reason(self, reason: str | None) -> str | None:
         """What a client is told: an answer that calls tools ends with "tool_calls"."""
         return "tool_calls" if reason == "stop" and self._parser.num_calls else reason
+
+
+def _join(pieces: list[ToolCall], piece: ToolCall) -> None:
+    """Add a piece of a call. Clients look for one entry a call in each event: a second piece of it joins the first."""
+    if not pieces or pieces[-1].index != piece.index:
+        pieces.append(piece)
+        return
+    function = pieces[-1].function
+    function.arguments = (function.arguments or "") + (piece.function.arguments or "")
 
 
 def _piece(delta: Delta) -> ToolCall:

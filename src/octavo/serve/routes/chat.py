@@ -232,7 +232,7 @@ class _Reply:
     def _choice(self, completion: CompletionOutput) -> Iterator[bytes]:
         answer = self._answers[completion.index]
         parts = answer.whole(completion)
-        message = ChatMessage(content=parts.content or (None if parts.tool_calls else ""))
+        message = ChatMessage(content=parts.content or (None if parts.tool_calls or parts.reasoning else ""))
         if parts.reasoning and self._request.include_reasoning:
             message.reasoning = message.reasoning_content = parts.reasoning
         if parts.tool_calls and self._legacy:

@@ -25,6 +25,7 @@ from octavo.serve.api.generation import (
     render_chat,
     send,
 )
+from octavo.serve.api.items import Event, Items
 from octavo.serve.api.protocol import ChatRequest, Parsed, ResponsesRequest, read
 from octavo.serve.errors import ApiError, bad_request, renaming
 from octavo.serve.http.exchange import Exchange
@@ -124,10 +125,8 @@ class _Reply:
         self._count = TokenCounter(run)
         self._created = int(time.time())
         self._answer = plan_answers(state, ChatRequest()).begin(run.prompts[0].text or "", run.params)
-        self._message_id = f"msg_{run.id.removeprefix('resp_')}"
-        self._reasoning_id = f"rs_{run.id.removeprefix('resp_')}"
+        self._items = Items(run.id.removeprefix("resp_"))
         self._number = 0
-        self._text, self._reasoning = "", ""
         self._finish: str | None = None
 
     async def whole(self, exchange: Exchange) -> None:
@@ -139,6 +138,7 @@ class _Reply:
             self._take(self._answer.whole(output.outputs[0]), output.outputs[0])
 
         await drive(self._state, exchange, self._run, take, streams=False)
+        self._items.end("")
         self._count.note(exchange)
         await exchange.reply_json(self._response())
 
@@ -150,11 +150,7 @@ class _Reply:
             events = self._opening() if self._number == 0 else []
             for completion in output.outputs:
                 self._count.add(index, completion)
-                parts = self._answer.feed(completion)
-                self._take(parts, completion)
-                if parts.content:
-                    delta = {"delta": parts.content, "logprobs": []}
-                    events.append(self._event("response.output_text.delta", **self._place, **delta))
+                events += self._events(self._take(self._answer.feed(completion), completion))
             if events:
                 await exchange.send(b"".join(events))
 
@@ -168,56 +164,34 @@ class _Reply:
         self._count.note(exchange)
         await exchange.end_events(b"".join(self._closing()))
 
-    def _take(self, parts: Parts, completion: CompletionOutput) -> None:
-        self._text += parts.content
-        self._reasoning += parts.reasoning
+    def _take(self, parts: Parts, completion: CompletionOutput) -> list[Event]:
         self._finish = completion.finish_reason
-
-    @property
-    def _place(self) -> dict[str, Any]:
-        return {"item_id": self._message_id, "output_index": 0, "content_index": 0}
+        return self._items.take(parts.stretches)
 
     def _opening(self) -> list[bytes]:
         running = self._response(status="in_progress")
-        item = self._message("in_progress") | {"content": []}
         return [
             self._event("response.created", response=running),
             self._event("response.in_progress", response=running),
-            self._event("response.output_item.added", output_index=0, item=item),
-            self._event("response.content_part.added", **self._place, part=_part("")),
         ]
 
     def _closing(self) -> list[bytes]:
         response = self._response()
-        return [
-            self._event("response.output_text.done", **self._place, text=self._text, logprobs=[]),
-            self._event("response.content_part.done", **self._place, part=_part(self._text)),
-            self._event("response.output_item.done", output_index=0, item=self._message(response["status"])),
-            self._event(f"response.{response['status']}", response=response),
-        ]
+        last = self._events(self._items.end(response["status"]))
+        return [*last, self._event(f"response.{response['status']}", response=response)]
+
+    def _events(self, events: list[Event]) -> list[bytes]:
+        return [self._event(kind, **fields) for kind, fields in events]
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         data = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1
         return b"event: " + kind.encode() + b"\ndata: " + msgspec.json.encode(data) + b"\n\n"
 
-    def _message(self, status: str) -> dict[str, Any]:
-        return {
-            "type": "message",
-            "id": self._message_id,
-            "status": status,
-            "role": "assistant",
-            "content": [_part(self._text)],
-        }
-
     def _response(self, status: str = "", error: Any = None) -> dict[str, Any]:
         cut = self._finish == "length"
         status = status or ("incomplete" if cut else "completed")
         done = status in ("completed", "incomplete")
-        output: list[dict[str, Any]] = [self._message(status)] if done else []
-        if done and self._reasoning:
-            content = [{"type": "reasoning_text", "text": self._reasoning}]
-            output.append({"type": "reasoning", "id": self._reasoning_id, "summary": [], "content": content})
         params, request = self._run.params, self._request
         response = {
             "id": self._run.id,
@@ -230,7 +204,7 @@ class _Reply:
             "max_output_tokens": request.max_output_tokens,
             "metadata": request.metadata or {},
             "model": self._model,
-            "output": output,
+            "output": self._items.whole(status) if done else [],
             "parallel_tool_calls": True,
             "previous_response_id": None,
             "temperature": params.temperature,
@@ -252,7 +226,3 @@ class _Reply:
             "output_tokens_details": {"reasoning_tokens": self._answer.num_reasoning_tokens},
             "total_tokens": count.num_prompt + count.num_output,
         }
-
-
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
