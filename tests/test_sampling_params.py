@@ -240,9 +240,40 @@ def test_max_tokens_is_cut_to_the_room(max_tokens, num_prompt, expected):
 
 
 def test_too_long_a_prompt_says_all_three_numbers():
-    with pytest.raises(ParameterError, match=r"prompt 9000 \+ max_tokens 100 > max_model_len 128") as caught:
+    with pytest.raises(ParameterError, match=r"^prompt: 9000 tokens \+ max_tokens 100 > max_model_len 128") as caught:
         check_length(9000, LIMITS, 100)
+    with pytest.raises(
+        ParameterError, match=r"^prompt: 9000 tokens leave no room for an answer within max_model_len 128"
+    ):
+        check_length(9000, LIMITS)
     assert caught.value.code == "context_length_exceeded"
+
+
+def test_parameters_may_be_changed_and_a_clone_shares_nothing():
+    params = SamplingParams(stop="a", logit_bias={5: 1.0}, extra_args={"x": [1]})
+    other = params.clone()
+    assert other == params
+    params.temperature, params.stop = 0.25, "b"
+    params.logit_bias[6], params.extra_args["x"][0] = 2.0, 2
+    assert (other.temperature, other.stop) == (1.0, ["a"])
+    assert (other.logit_bias, other.extra_args) == ({5: 1.0}, {"x": [1]})
+    assert params.clone().stop == ["b"]
+    params.top_p = 7
+    with pytest.raises(ParameterError, match="top_p"):
+        params.clone()
+    with pytest.raises(AttributeError):
+        params.temprature = 1
+
+
+def test_names_of_others_say_what_to_use():
+    for name, hint in (("guided_decoding", "structured_outputs"), ("best_of", "n completions")):
+        with pytest.raises(ParameterError, match=hint):
+            SamplingParams(**{name: 1})
+
+
+def test_no_completion_is_told_without_the_highest_number():
+    with pytest.raises(ParameterError, match=r"^n: must be at least 1, got 0$"):
+        SamplingParams(n=0)
 
 
 @pytest.mark.parametrize(("token_ids", "code", "text"), [

@@ -288,7 +288,7 @@ class Engine:
         cache_salt: str = "",
     ) -> None:
         """Check and queue a request. Raises ParameterError; then nothing was queued."""
-        checked = self.check(len(prompt_token_ids), params, priority=priority, cache_salt=cache_salt)
+        checked = self.check(len(prompt_token_ids), params.clone(), priority=priority, cache_salt=cache_salt)
         self.queue(request_id, prompt_token_ids, *checked, prompt=prompt, priority=priority, cache_salt=cache_salt)
 
     def queue(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 import numbers
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from types import TracebackType
@@ -18,7 +19,6 @@ import msgspec
 from msgspec.structs import force_setattr
 
 from octavo.config.engine_config import load_config
-from octavo.config.settings import ConfigError
 from octavo.engine import Engine
 from octavo.observe import Phases, progress
 from octavo.request.outputs import RequestOutput
@@ -33,9 +33,13 @@ from octavo.request.sampling_params import (
 from octavo.sharing import Call, Queued, SharedEngine
 from octavo.startup import gc_control
 from octavo.startup.probe import numerics_id
+from octavo.text.no_tokenizer import NoTokenizer
 from octavo.text.sandbox import TextSandbox
+from octavo.text.template import read_template
 from octavo.text.thinking import ThinkingRule
+from octavo.text.tokenizer import Tokenizer
 
+_LOG = logging.getLogger(__name__)
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -75,23 +79,29 @@ class LLM:
         model: str | None = None,
         *,
         config_file: str | None = None,
+        chat_template: str | None = None,
         phases: Phases | None = None,
         **fields: Any,
     ) -> None:
-        """`fields` are those of EngineConfig. Raises ValueError, in one line, for a bad setting or model."""
+        """`fields` are those of EngineConfig. `chat_template`: a file with another one than the model's, or its text.
+
+        Raises ValueError, in one line, for a bad setting or model.
+        """
         if model is not None:
             fields["model"] = model
         config, self.config_origins = load_config(python_kwargs=fields, yaml_path=config_file)
         self.config = config
         self.engine = Engine(config, phases)
         try:
+            if chat_template is not None:
+                self._text("chat_template").use_chat_template(chat_template)
             self._thinking = ThinkingRule(
                 self.engine.tokenizer,
                 config.reasoning_parser,
                 enable_in_reasoning=config.enable_in_reasoning,
                 end_text=config.reasoning_end_text,
             )
-        except ConfigError:
+        except ValueError:
             self.engine.close()
             raise
         self._sandbox = TextSandbox(self.engine.tokenizer)
@@ -104,13 +114,20 @@ class LLM:
         sampling_params: Params = None,
         *,
         use_tqdm: bool | None = None,
+        lora_request: None = None,
         priority: Sequence[int] | None = None,
+        tokenization_kwargs: None = None,
+        mm_processor_kwargs: None = None,
     ) -> list[RequestOutput]:
         """Complete each prompt: text, token ids, or {"prompt": ...} / {"prompt_token_ids": ...}.
 
         `sampling_params`: one for all, or one per prompt; None takes the checkpoint's defaults. `use_tqdm`: a progress
-        bar on stderr; None shows it on a terminal. Raises ParameterError naming the field before anything runs.
+        bar on stderr; None shows it on a terminal. Arguments that may be None only are vLLM's for what Octavo has not.
+        Raises ParameterError naming the field before anything runs.
         """
+        _refuse_given(
+            lora_request=lora_request, tokenization_kwargs=tokenization_kwargs, mm_processor_kwargs=mm_processor_kwargs
+        )
         many = _as_list(prompts)
         params = self._params_per_prompt(sampling_params, len(many))
         with gc_control.relaxed():
@@ -123,18 +140,33 @@ class LLM:
         sampling_params: Params = None,
         *,
         use_tqdm: bool | None = None,
+        lora_request: None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        tokenization_kwargs: None = None,
+        mm_processor_kwargs: None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of several, rendered by the model's chat template.
 
-        `chat_template_kwargs`: variables of the template, as `{"enable_thinking": False}`.
+        `chat_template`: another template than the model's, a file or its text. `chat_template_content_format`: "string"
+        joins the parts of a content, "openai" makes a list of each text, "auto" looks at the template.
+        `chat_template_kwargs`: variables of the template, as `{"enable_thinking": False}`. A log line tells of `tools`
+        that the template does not show. Arguments that may be None only are vLLM's for what Octavo has not.
 
         A template is a program of whoever made the model: it runs in a child process with limits of time and memory,
         which is started by the first call.
         """
+        _refuse_given(
+            lora_request=lora_request, tokenization_kwargs=tokenization_kwargs, mm_processor_kwargs=mm_processor_kwargs
+        )
+        if chat_template is not None:
+            chat_template = read_template(chat_template)
+        if tools and not self._text("messages").template.takes_tools(chat_template):
+            _LOG.warning("tools are left out of the prompt: the chat template does not show them to the model")
         many = isinstance(messages, Sequence) and bool(messages) and not isinstance(messages[0], Mapping)
         conversations: Any = messages if many else [messages]
         params = self._params_per_prompt(sampling_params, len(conversations))
@@ -147,6 +179,8 @@ class LLM:
                     continue_final_message=continue_final_message,
                     tools=tools,
                     chat_template_kwargs=chat_template_kwargs,
+                    chat_template=chat_template,
+                    content_format=chat_template_content_format,
                 )
                 for conversation, own in zip(conversations, params, strict=True)
             ]
@@ -155,7 +189,11 @@ class LLM:
     def stream(
         self, prompt: Prompt | Messages, sampling_params: SamplingParams | None = None
     ) -> Generator[RequestOutput, None, None]:
-        """Yield what is new as it comes (DELTA outputs). Closing the iterator aborts the request."""
+        """Yield what is new as it comes. Closing the iterator aborts the request.
+
+        Each output is a RequestOutput of kind DELTA, whatever `output_kind` says: `output.outputs[0].text` is the text
+        since the last one.
+        """
         params = self._params_per_prompt(sampling_params, 1)[0]
         if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
             ready = self._ready_chat(prompt, params)
@@ -174,12 +212,15 @@ class LLM:
             self._shared.forget(call)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the checkpoint's generation_config.json asks for, where it says something."""
-        return self.engine.default_sampling
+        """What the checkpoint's generation_config.json asks for, where it says something: a copy, to be changed."""
+        return self.engine.default_sampling.clone()
 
     def get_tokenizer(self) -> Any:
-        """The tokenizer: `encode`, `decode` and the special ids."""
-        return self.engine.tokenizer
+        """The tokenizer, with Hugging Face's names: `encode`, `decode`, a call, `apply_chat_template`, the special ids.
+
+        Raises ValueError where there is none.
+        """
+        return self._text("tokenizer")
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached prefix. False while requests run."""
@@ -204,6 +245,13 @@ class LLM:
     ) -> None:
         """Release the engine."""
         self.close()
+
+    def _text(self, field: str) -> Tokenizer:
+        """The tokenizer. Raises ParameterError where there is none."""
+        tokenizer = self.engine.tokenizer
+        if isinstance(tokenizer, NoTokenizer):
+            raise tokenizer.refusal(field, "pass token ids")
+        return tokenizer
 
     def _ready(self, prompt: Prompt, params: SamplingParams) -> _Ready:
         text: Any = prompt
@@ -291,8 +339,8 @@ class LLM:
     def _params_per_prompt(self, params: Params, count: int) -> list[SamplingParams]:
         if params is None:
             return [self.get_default_sampling_params()] * count
-        if isinstance(params, SamplingParams):
-            return [params] * count
+        if isinstance(params, SamplingParams):  # a clone: these may be changed while requests run
+            return [params.clone()] * count
         given = _listed("sampling_params", params, "SamplingParams, or a list of them")
         if len(given) != count:
             raise ParameterError("sampling_params", f"{len(given)} given for {count} prompts: give one, or one each")
@@ -300,7 +348,8 @@ class LLM:
             if not isinstance(entry, SamplingParams):
                 message = f"must be SamplingParams, got {type(entry).__name__}"
                 raise ParameterError(f"sampling_params[{index}]", message, "invalid_type")
-        return given
+        clones = {id(entry): entry.clone() for entry in given}
+        return [clones[id(entry)] for entry in given]
 
 
 def _with_kind(params: SamplingParams, kind: RequestOutputKind) -> SamplingParams:
@@ -315,11 +364,16 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
     many = _listed("prompts", prompts, "text, token ids, an object, or a list of these")
-    if not many:
-        raise ParameterError("prompts", "must not be empty", "empty_prompt")
     if any(isinstance(entry, numbers.Real) for entry in many):
         return [many]
     return many
+
+
+def _refuse_given(**arguments: object) -> None:
+    """Raise ParameterError for an argument of vLLM's that Octavo has nothing for."""
+    for name, value in arguments.items():
+        if value:
+            raise ParameterError(name, "is not supported: leave it out, or give None", "unsupported_parameter")
 
 
 def _priorities(priority: Sequence[int], count: int) -> list[int]:

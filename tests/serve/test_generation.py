@@ -55,6 +55,6 @@ def test_many_short_texts_hold_up_the_loop_no_longer_than_one_long_text() -> Non
 
 def test_a_text_that_is_too_long_is_refused_before_the_next_is_tokenized() -> None:
     texts = _Counting()
-    with pytest.raises(ParameterError, match=r"prompt \d+ .* max_model_len 100"):
+    with pytest.raises(ParameterError, match=r"prompt: \d+ tokens .* max_model_len 100"):
         _read(texts, ["x" * 9000] * 20, 100)
     assert texts.num_chars == 9000

@@ -134,7 +134,7 @@ class EngineConfig:
     max_logprobs: int = setting(
         20, "most log-probabilities per token that a request may ask for", "int", low=-1, high=1 << 20
     )
-    max_n: int = setting(64, "most completions of one request (n)", "int", low=1, high=MAX_N)
+    max_n: int = setting(1024, "most completions of one request (n)", "int", low=1, high=MAX_N)
     max_total_tokens: int = setting(
         1 << 20, "most output tokens of one request: n x max_tokens", "int", low=1, high=1 << 40
     )

@@ -444,7 +444,6 @@ _SERVER = {
     "exclude_tools_when_tool_choice_none": _idle("that is what happens", kind="switch"),
     "tool_parser_plugin": _never("give --tool-call-parser package.module:Class"),
     "tool_server": _never("tools are called by the client"),
-    "chat_template_content_format": _only("auto", "the template itself tells which form of contents it takes"),
     "trust_request_chat_template": _never("templates are the server's: a request's own could run for long",
                                           kind="switch"),
     "response_role": _only("assistant", "an answer is the assistant's"),

@@ -2,13 +2,15 @@
 
 Owns SamplingParams (vLLM's names, defaults and meaning), and the checks of parameters and prompts against a
 model's Limits. Every ingress (LLM, CLI, server) comes through here; nothing downstream
-checks again. It knows no tokenizer, scheduler or tensor. Invariant: a constructed SamplingParams holds plain
-ints, floats, strings and lists in the documented ranges, so it survives msgpack; no error repeats content.
+checks again. It knows no tokenizer, scheduler or tensor. Invariant: a SamplingParams that was just constructed or
+cloned holds plain ints, floats, strings and lists in the documented ranges, so it survives msgpack; no error repeats
+content.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import difflib
 import enum
@@ -91,11 +93,12 @@ class _Checking(type(msgspec.Struct)):  # type: ignore[misc]
             raise
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, metaclass=_Checking):
+class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, metaclass=_Checking):
     """How to sample from a model for one prompt. Raises ParameterError (a ValueError) on a bad value.
 
     After construction `stop`, `stop_token_ids` and `bad_words` are always lists, empty by default. Whether
-    ids and lengths suit a model is for `check`.
+    ids and lengths suit a model is for `check`. A field may be changed: the new value is checked when the parameters
+    are used. An engine takes a clone, so a later change touches no request that is there already.
     """
 
     n: int = 1  # completions per prompt, 1 to the engine's max_n
@@ -140,6 +143,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         """Check and normalise; runs on construction, decoding and `msgspec.structs.replace` alike."""
         for name, low, high in _FLOATS:
             force_setattr(self, name, as_float(name, getattr(self, name), low, high))
+        if (num := plain_int(self.n)) is not None and num < 1:  # how many there may be is the engine's max_n
+            raise ParameterError("n", f"must be at least 1, got {shown(num)}")
         for name, low, high, optional in _INTS:
             value = getattr(self, name)
             if value is not None or not optional:
@@ -196,6 +201,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             given["structured_outputs"] = read_structured_outputs(given["structured_outputs"])
         return SamplingParams(**given)
 
+    def clone(self) -> SamplingParams:
+        """A copy that shares nothing, with all its values checked. Raises ParameterError."""
+        return msgspec.structs.replace(self, extra_args=copy.deepcopy(self.extra_args))
+
     @property
     def greedy(self) -> bool:
         """Whether the likeliest token is taken, always."""
@@ -207,6 +216,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.stop if isinstance(self.stop, list) else []
 
 
+# names of others for what is asked for in another way
+_ELSEWHERE = {
+    "guided_decoding": "is structured_outputs here: octavo.StructuredOutputsParams(json=...), regex, choice or grammar",
+    "best_of": "is not supported: ask for n completions, and take the best by their cumulative_logprob",
+    "use_beam_search": "is not supported: there is no beam search",
+    "logits_processors": "is not supported: see docs/adding.md for what changes logits",
+}
 _NOT_USERS = ("bad_words_token_ids", "thinking")  # fields that the text layer sets
 
 
@@ -215,6 +231,8 @@ def _refuse_unknown(fields: Iterable[str], *unknown: str) -> None:
     known = [name for name in SamplingParams.__struct_fields__ if name not in unknown]
     for name in fields:
         if name not in known:
+            if name in _ELSEWHERE and name not in unknown:
+                raise ParameterError(name, _ELSEWHERE[name], "unknown_field")
             near = difflib.get_close_matches(str(name)[:64], known, n=1)
             hint = f", did you mean {near[0]}?" if near else ""
             raise ParameterError(str(name)[:64], f"unknown sampling parameter{hint}", "unknown_field")
@@ -320,7 +338,7 @@ class Limits:
     num_token_ids: int = 0  # ids that the tokenizer knows; prompts may hold only these; 0: vocab_size
     max_token_bytes: int = 0  # UTF-8 bytes that one token can stand for at most; 0: unknown
     max_logprobs: int = 20
-    max_n: int = 64  # completions of one request
+    max_n: int = 1024  # completions of one request
     max_total_tokens: int = 1 << 20  # n * max_tokens of one request
     request_fields: tuple[FieldSpec, ...] = ()  # what attention mods read of `extra_args`
 
@@ -371,7 +389,9 @@ def check_length(num_tokens: int, limits: Limits, max_tokens: int | None = None)
     if num_tokens < 1:
         raise ParameterError("prompt", "must not be empty", "empty_prompt")
     if num_tokens >= limits.max_model_len:
-        message = f"prompt {num_tokens} + max_tokens {max_tokens or 1} > max_model_len {limits.max_model_len}"
+        message = f"{num_tokens} tokens leave no room for an answer within max_model_len {limits.max_model_len}"
+        if max_tokens is not None:
+            message = f"{num_tokens} tokens + max_tokens {max_tokens} > max_model_len {limits.max_model_len}"
         raise ParameterError("prompt", message, "context_length_exceeded")
 
 

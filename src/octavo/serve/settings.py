@@ -20,6 +20,7 @@ from typing import Any
 from octavo.config.engine_config import SERVER_ENVIRONMENT, SETTINGS, EngineConfig, load_config
 from octavo.config.settings import ConfigError, did_you_mean, fill, read_value, read_yaml, setting, settings_of
 from octavo.config.vllm_options import translate
+from octavo.text.template import CONTENT_FORMATS
 
 MIN_KEY_CHARS = 16
 _MAX_KEY_FILE_BYTES = 1 << 16
@@ -42,6 +43,10 @@ class ServeConfig:
     ssl_ca_certs: str | None = setting(None, "file of the authorities that clients' certificates come from", "str")
     ssl_cert_reqs: int = setting(0, "clients' certificates: 0 none, 1 optional, 2 required", "int", low=0, high=2)
     chat_template: str | None = setting(None, "a file with another chat template", "str")
+    chat_template_content_format: str = setting(
+        "auto", "contents that a template gets: string joins parts, openai makes lists (auto: as the template asks)",
+        "str", choices=CONTENT_FORMATS,
+    )  # fmt: skip
     default_chat_template_kwargs: dict[str, Any] = setting(
         {}, "variables of the template where a request does not set them", "dict"
     )
@@ -83,7 +88,7 @@ class ServeConfig:
     max_connections: int = setting(16384, "most open connections", "int", low=1, high=1 << 20)
     max_body_bytes: int = setting(8 << 20, "longest body of a request", "bytes", low=1024, high=1 << 30)
     max_items: int = setting(500_000, "most values in a request's JSON", "int", low=1000, high=100_000_000)
-    max_prompts: int = setting(128, "most prompts of one request", "int", low=1, high=1 << 16)
+    max_prompts: int = setting(1024, "most prompts of one request", "int", low=1, high=1 << 16)
     max_request_logprobs: int = setting(
         1 << 24, "most log-probabilities of one request: tokens times those at each", "int", low=1, high=1 << 40
     )

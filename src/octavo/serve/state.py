@@ -10,10 +10,8 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-import re
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 
@@ -36,8 +34,6 @@ from octavo.text.tokenizer import Tokenizer
 
 HEALTH_HEARTBEAT_SECONDS = 2.0
 HEALTH_STEP_SECONDS = 10.0  # for one step; the watchdog, which is sure after 30, ends the engine
-_MAX_TEMPLATE_BYTES = 1 << 18
-_TAKES_TOOLS = re.compile(r"\{%-?[^%]*\btools\b|\{\{-?[^}]*\btools\b")
 _LOG = logging.getLogger(__name__)
 # what the renderer itself gives a template, or what would choose another one
 _TEMPLATES_OWN = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message",
@@ -66,9 +62,7 @@ class ServeState:
         if config.chat_template is not None:
             if isinstance(engine.tokenizer, NoTokenizer):
                 raise ConfigError("chat_template", config.chat_template, engine.tokenizer.reason, "drop one of them")
-            sources = self.tokenizer.template.sources
-            sources.clear()
-            sources["default"] = _read_template(config.chat_template)
+            self.tokenizer.use_chat_template(config.chat_template)
         self.parsers, self.thinking = _choose_parsers(engine, config)
         self.texts = Texts(engine.tokenizer)
 
@@ -96,11 +90,6 @@ class ServeState:
         contract = self.engine.info.numerics_contract if self.engine.info else {}
         facts = {**contract, "model": self.engine.model_name, "octavo": octavo.__version__}
         return f"fp_{hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()[:16]}"
-
-    def check_tokenizer(self) -> None:
-        """Raise ParameterError if the model has none."""
-        if not isinstance(self.engine.tokenizer, Tokenizer):
-            raise self.engine.tokenizer.refusal("tokenizer", "only token ids can be completed, without text")
 
     def check_model(self, name: str | None) -> str:
         """The name that the reply gives: the first one, if none is asked for. Raises ApiError, 404."""
@@ -180,9 +169,10 @@ class ServeState:
 
 def _choose_parsers(engine: AsyncEngine, config: ServeConfig) -> tuple[ParserChoice, ThinkingRule]:
     tokenizer, settings = engine.tokenizer, engine.config
-    template, special = "", []
+    template, special, takes_tools = "", [], False
     if isinstance(tokenizer, Tokenizer):
         template = "\n".join(tokenizer.template.sources.values())  # there may be one for tools beside the default
+        takes_tools = tokenizer.template.takes_tools()
         special = [tokenizer.decode([token_id], False) for token_id in tokenizer.special_token_ids]
     name = settings.reasoning_parser
     thinking = ThinkingRule(
@@ -192,24 +182,14 @@ def _choose_parsers(engine: AsyncEngine, config: ServeConfig) -> tuple[ParserCho
         parsers = ParserChoice.of(template, config.tool_call_parser, name, special)
     except ValueError as error:
         raise ConfigError("tool_call_parser", config.tool_call_parser, str(error)) from None
-    if parsers.tools is None and config.tool_call_parser == "auto" and _TAKES_TOOLS.search(template):
+    if parsers.tools is not None and config.tool_call_parser != "auto" and not takes_tools:
+        _LOG.warning("the chat template shows the model no tools: requests' tools are left out (--chat-template)")
+    if parsers.tools is None and config.tool_call_parser == "auto" and takes_tools:
         _LOG.warning(
             "the chat template takes tools, and no parser knows the calls that it shows: they come as text; "
             "name a --tool-call-parser, or none"
         )
     return parsers, thinking
-
-
-def _read_template(path: str) -> str:
-    if "{{" in path or "{%" in path:  # the template itself
-        return path
-    try:
-        if Path(path).stat().st_size > _MAX_TEMPLATE_BYTES:
-            raise ConfigError("chat_template", path, f"is larger than {_MAX_TEMPLATE_BYTES} bytes")
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8"
-        raise ConfigError("chat_template", path, f"cannot be read ({reason})") from None
 
 
 def too_many(name: str, limit: int, got: int) -> ParameterError:

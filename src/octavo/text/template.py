@@ -13,8 +13,10 @@ import functools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from octavo.config.settings import ConfigError
 from octavo.request.sampling_params import ParameterError
 
 if TYPE_CHECKING:
@@ -24,6 +26,8 @@ MAX_SOURCE_CHARS = 256 * 1024
 MAX_OUTPUT_CHARS = 1 << 20
 MAX_MESSAGES = 4096
 MAX_DEPTH = 64
+CONTENT_FORMATS = ("auto", "string", "openai")
+_TOOLS = re.compile(r"\{%-?[^%]*\btools\b|\{\{-?[^}]*\btools\b")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 _ROLE = re.compile(r"[A-Za-z0-9_. -]{1,64}")  # a template's own: no text of control tokens
 _CONTINUE = "\ufdd2 "  # marks where a final message ends; a template that trims it takes the space away
@@ -70,12 +74,18 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
+        content_format: str = "auto",
     ) -> dict[str, Any]:
         """The arguments of `render` as plain data for another process, checked. No template is looked at.
 
         Raises ParameterError as `render` does for what does not depend on the template.
         """
-        checked, _ = self._check(messages, tools, documents, add_generation_prompt, continue_final_message)
+        checked = _check(messages, tools, documents, add_generation_prompt, continue_final_message)
+        self._choose(tools, chat_template)
+        if content_format not in CONTENT_FORMATS:
+            message = f"must be one of {', '.join(CONTENT_FORMATS)}"
+            raise ParameterError("chat_template_content_format", message, "invalid_value")
         return {
             "messages": [_plain(message, str) for message in checked],
             "tools": _plain(tools, str),
@@ -83,6 +93,8 @@ class ChatTemplate:
             "add_generation_prompt": bool(add_generation_prompt),
             "continue_final_message": bool(continue_final_message),
             "template_kwargs": _plain(dict(template_kwargs or {}), str),
+            "chat_template": chat_template,
+            "content_format": content_format,
         }
 
     def render(
@@ -94,22 +106,26 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
+        content_format: str = "auto",
         guard: Guard = str,
     ) -> str:
         """Render `messages` (dicts of role, content and so on) as one text.
 
         `guard` sees every string that came from outside, but the checked roles. `continue_final_message` leaves the
-        last message open, so that generation goes on within it.
+        last message open, so that generation goes on within it. `chat_template`: another source than the model's.
+        `content_format`: "string" joins the parts of a content, "openai" makes a list of each text, "auto" looks at the
+        template.
 
         Raises:
             ParameterError: a bad message, code "invalid_message".
             TemplateError: no template, a broken one, or one that refuses these messages.
 
         """
-        checked, source = self._check(messages, tools, documents, add_generation_prompt, continue_final_message)
-        template, takes = _compile(source)
+        checked = _check(messages, tools, documents, add_generation_prompt, continue_final_message)
+        template, takes = _compile(self._choose(tools, chat_template))
         for message in checked:
-            _shape(message, takes)
+            _shape(message, takes, content_format)
         chat = [{**_plain(message, guard), "role": message["role"]} for message in checked]
         last = _open_final(chat) if continue_final_message else ""
         variables = {**self._special_tokens, **_plain(dict(template_kwargs or {}), guard)}
@@ -118,25 +134,52 @@ class ChatTemplate:
         text = _run(template, variables)
         return _cut_final(text, last) if continue_final_message else text
 
-    def _check(
-        self,
-        messages: object,
-        tools: Sequence[Any] | None,
-        documents: Sequence[Any] | None,
-        add_generation_prompt: bool,
-        continue_final_message: bool,
-    ) -> tuple[list[dict[str, Any]], str]:
-        """What does not depend on the template's inside: the messages, and the template that takes them."""
-        checked = check_messages(messages)
-        if continue_final_message and add_generation_prompt:
-            raise ParameterError("continue_final_message", "excludes add_generation_prompt", "unsupported_parameter")
-        for name, entries in (("tools", tools), ("documents", documents)):
-            if entries is not None and not _is_list_of_objects(entries):
-                raise ParameterError(name, "must be a list of objects", "invalid_type")
+    def takes_tools(self, chat_template: str | None = None) -> bool:
+        """Whether the model is shown tools: its template, or the one that stands for it, speaks of them."""
+        sources = self.sources.values() if chat_template is None else [chat_template]
+        return any(_TOOLS.search(source) for source in sources)
+
+    def _choose(self, tools: Sequence[Any] | None, chat_template: str | None) -> str:
+        """The source of the template that takes this conversation."""
+        if chat_template is not None:
+            return chat_template
         source = self.sources.get("tool_use" if tools and "tool_use" in self.sources else "default")
         if source is None:
-            raise TemplateError("the model has no chat template; give the prompt as text or token ids")
-        return checked, source
+            ways = "give one (--chat-template, in Python chat_template), or the prompt as text or token ids"
+            raise TemplateError(f"the model has no chat template; {ways}")
+        return source
+
+
+def read_template(given: str) -> str:
+    """A chat template from its file, or the source itself. Raises ConfigError."""
+    if "{{" in given or "{%" in given:
+        return given
+    try:
+        if Path(given).stat().st_size > MAX_SOURCE_CHARS:
+            raise ConfigError("chat_template", given, f"is larger than {MAX_SOURCE_CHARS} bytes")
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise ConfigError("chat_template", given, f"cannot be read ({reason})") from None
+
+
+def _check(
+    messages: object,
+    tools: Sequence[Any] | None,
+    documents: Sequence[Any] | None,
+    add_generation_prompt: bool,
+    continue_final_message: bool,
+) -> list[dict[str, Any]]:
+    """What does not depend on the template: the messages, whose checked copies these are."""
+    checked = check_messages(messages)
+    if continue_final_message and add_generation_prompt:
+        raise ParameterError("continue_final_message", "excludes add_generation_prompt", "unsupported_parameter")
+    for name, entries in (("tools", tools), ("documents", documents)):
+        if entries is not None and not _is_list_of_objects(entries):
+            raise ParameterError(name, "must be a list of objects", "invalid_type")
+    return checked
 
 
 def check_messages(messages: object) -> list[dict[str, Any]]:
@@ -212,14 +255,17 @@ def _plain(value: Any, guard: Guard, depth: int = 0) -> Any:
     raise ParameterError("messages", f"hold a {type(value).__name__}, which is no plain data", "invalid_type")
 
 
-def _shape(message: dict[str, Any], takes: _Takes) -> None:
+def _shape(message: dict[str, Any], takes: _Takes, content_format: str) -> None:
     """Bring a message into the form that the template takes: OpenAI's API allows more than one."""
     content = message.get("content")
     if content is None:
         message["content"] = None if takes.no_content else ""
     elif not isinstance(content, str):
         parts = [{"type": "text", **part} for part in content]
-        message["content"] = parts if takes.parts else "\n".join(part["text"] for part in parts)
+        keeps = takes.parts if content_format == "auto" else content_format == "openai"
+        message["content"] = parts if keeps else "\n".join(part["text"] for part in parts)
+    elif content_format == "openai":
+        message["content"] = [{"type": "text", "text": content}]
     calls = message.get("tool_calls")
     if not takes.arguments_as_text and isinstance(calls, list | tuple):
         message["tool_calls"] = [_with_object(call) for call in calls]

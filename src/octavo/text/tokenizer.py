@@ -29,7 +29,7 @@ from octavo.text.detokenizer import (
     byte_level_alphabet,
     decode_bytes,
 )
-from octavo.text.template import ChatTemplate
+from octavo.text.template import ChatTemplate, read_template
 
 if TYPE_CHECKING:
     import tokenizers
@@ -154,6 +154,23 @@ class Tokenizer:
         """
         return encode_text(self.backend, text, add_special_tokens)
 
+    def __call__(self, text: str | Sequence[str], add_special_tokens: bool = True) -> dict[str, Any]:
+        """Hugging Face's form of `encode`: `input_ids` and `attention_mask` of a text, or lists of them of texts.
+
+        Raises ParameterError as `encode` does.
+        """
+        many = [text] if isinstance(text, str) else list(text)
+        ids = [self.encode(each, add_special_tokens) for each in many]
+        masks = [[1] * len(each) for each in ids]
+        one = isinstance(text, str)
+        return {"input_ids": ids[0] if one else ids, "attention_mask": masks[0] if one else masks}
+
+    def use_chat_template(self, given: str) -> None:
+        """Take another chat template than the model's: a file, or the template itself. Raises ConfigError."""
+        source = read_template(given)
+        self.template.sources.clear()
+        self.template.sources["default"] = source
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`. Unknown ids add nothing, broken characters become U+FFFD."""
         if self.kind.name == "other":
@@ -194,6 +211,8 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
+        content_format: str = "auto",
     ) -> tuple[str, list[int]]:
         """The prompt of a conversation, as text to show and as token ids.
 
@@ -210,6 +229,8 @@ class Tokenizer:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             template_kwargs=chat_template_kwargs,
+            chat_template=chat_template,
+            content_format=content_format,
             guard=self.control.guard,
         )
         check_unicode("messages", rendered)
@@ -223,6 +244,7 @@ class Tokenizer:
         add_generation_prompt: bool = False,
         continue_final_message: bool = False,
         tokenize: bool = True,
+        chat_template: str | None = None,
         **kwargs: Any,
     ) -> str | list[int]:
         """Hugging Face's name and defaults for `render_chat`. Returns token ids, or text if not `tokenize`."""
@@ -233,6 +255,7 @@ class Tokenizer:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             chat_template_kwargs=kwargs,
+            chat_template=chat_template,
         )
         return token_ids if tokenize else text
 

@@ -162,7 +162,8 @@ async def render_chat(
             raise ParameterError("chat_template_kwargs", f"{shown} is not allowed here", "not_allowed")
     variables = {**state.config.default_chat_template_kwargs, **(template_kwargs or {})}
     limits, is_chat = state.engine.limits, bool(options.get("add_generation_prompt", True))
-    text, token_ids = await state.texts.render_chat(messages, limits, chat_template_kwargs=variables, **options)
+    options |= {"chat_template_kwargs": variables, "content_format": state.config.chat_template_content_format}
+    text, token_ids = await state.texts.render_chat(messages, limits, **options)
     return Prompt(check_token_ids(token_ids, limits, kept), text, is_chat)
 
 

@@ -74,7 +74,9 @@ async def _create(
     params = await state.check_structured(exchange, params)
     async with exchange.watching():
         prompt = await _render(state, request, answers, num_kept(params, state.engine.limits))
-    if answers.choice == "auto" and state.parsers.tools is None:
+    if answers.tools and not state.tokenizer.template.takes_tools():
+        parsed.warnings.append("tools: the chat template does not show them to the model (--chat-template)")
+    elif answers.choice == "auto" and state.parsers.tools is None:
         parsed.warnings.append("tools: calls are not looked for in the answer (--tool-call-parser)")
     if request.reasoning_effort is not None and not _takes_effort(state):
         parsed.warnings.append("reasoning_effort: has no effect (--allowed-template-kwargs)")

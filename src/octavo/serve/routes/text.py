@@ -62,8 +62,7 @@ async def detokenize(state: ServeState, exchange: Exchange) -> None:
     request = read(DetokenizeRequest, body, strict=state.config.strict, sampling=_NOTHING).shape
     if request.model is not None:
         state.check_model(request.model)
-    state.check_tokenizer()
-    tokens = _check_tokens(request.tokens, state.engine.limits.num_token_ids or state.engine.limits.vocab_size)
+    tokens = _check_tokens(request.tokens, state.tokenizer.num_token_ids)
     async with exchange.watching():
         text = await state.texts.decode(tokens, skip_special_tokens=request.skip_special_tokens)
     await exchange.reply_json({"prompt": text})
