@@ -22,7 +22,17 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.grammar.text import FIELD, MET_A_LIMIT, as_lark, grammar_text, name_of, no_text, other_words, refusal
+from octavo.grammar.text import (
+    FIELD,
+    MET_A_LIMIT,
+    as_lark,
+    grammar_text,
+    in_safe_numbers,
+    name_of,
+    no_text,
+    other_words,
+    refusal,
+)
 from octavo.request.outputs import TOO_COMPLEX
 from octavo.request.structured_outputs import StructuredOutputsParams
 from octavo.request.thinking import ClosingMark, Thinking
@@ -178,7 +188,7 @@ class Grammars:
             raise first if error.code == "schema_invalid" else error from None
 
     def _build(self, structured: StructuredOutputsParams) -> llguidance.LLMatcher:
-        tokenizer = self._tokenizer or self._load_tokenizer()
+        tokenizer, structured = self._tokenizer or self._load_tokenizer(), in_safe_numbers(structured)
         import llguidance
 
         limits = llguidance.LLParserLimits(

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from octavo.grammar.json_schema import rewrite
+from octavo.grammar.numbers import safe_grammar, safe_numbers
 from octavo.request.outputs import TOO_COMPLEX
 from octavo.request.structured_outputs import MAX_TEXT_BYTES, StructuredOutputsParams
 from octavo.request.validation import ParameterError
@@ -54,6 +55,19 @@ def grammar_text(structured: StructuredOutputsParams) -> str:
     if spaces is not None:
         options["whitespace_pattern"] = spaces
     return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=options)  # type: ignore[arg-type]
+
+
+def in_safe_numbers(structured: StructuredOutputsParams) -> StructuredOutputsParams:
+    """The form with numbers that the library reads right; itself where they are. Raises ParameterError."""
+    if structured.form == "grammar":
+        text = structured.grammar or ""
+        safe = safe_grammar(text)
+        return structured if safe == text else msgspec.structs.replace(structured, grammar=safe)
+    if structured.form != "json" or not isinstance(structured.json, str):
+        return structured
+    schema = json.loads(structured.json)
+    made = safe_numbers(schema)
+    return structured if made is schema else msgspec.structs.replace(structured, json=made)
 
 
 def as_lark(structured: StructuredOutputsParams) -> StructuredOutputsParams:
