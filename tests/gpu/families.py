@@ -32,6 +32,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3-MoE": ("qwen3-moe-tied", {"num_experts": 16, "head_dim": 64}),
     "Qwen3-MoE, one layer dense": ("qwen3-moe", {"num_hidden_layers": 5}),
     "Gemma 3": ("gemma3-16", {"sliding_window": 40, "head_dim": 64}),
+    "OLMo 3": ("olmo3", {"head_dim": 64, "sliding_window": 100, "rope_parameters": None}),
+    "Phi-4": (
+        "phi4",
+        {
+            "hidden_size": 256, "max_position_embeddings": 2048,
+            "rope_parameters": {
+                "rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75,
+                "original_max_position_embeddings": 512, "short_factor": [1.0] * 24,
+                "long_factor": [1.0 + 0.1 * pair for pair in range(24)],
+            },
+        },
+    ),
+    "GLM-4": ("glm", {"head_dim": 64}),
+    "GLM-4-0414": ("glm4-biased", {"head_dim": 128}),
     "DeepSeek-V2": ("deepseek2", {}),
     "DeepSeek-V3": ("deepseek3", {}),
 }  # fmt: skip
@@ -41,6 +55,10 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": "Qwen2",
     "Qwen3ForCausalLM": "Qwen3",
     "Qwen3MoeForCausalLM": "Qwen3-MoE",
+    "Olmo3ForCausalLM": "OLMo 3",
+    "Phi3ForCausalLM": "Phi-4",
+    "GlmForCausalLM": "GLM-4",
+    "Glm4ForCausalLM": "GLM-4-0414",
     "DeepseekV2ForCausalLM": "DeepSeek-V2",
     "DeepseekV3ForCausalLM": "DeepSeek-V3",
     "Gemma3ForCausalLM": "Gemma 3",

@@ -46,6 +46,14 @@ LATENT = {
     "moe_intermediate_size": 32,
     "first_k_dense_replace": 1,
 }
+PHI4_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0 + 0.1 * pair for pair in range(6)],
+    "long_factor": [1.0 + 0.4 * pair for pair in range(6)],
+}
+GLM_ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 # Rotations that depend on the longest request: max_position_embeddings, and the rest of a Llama's config.
 STRETCHED: dict[str, dict[str, Any]] = {
     "dynamic": {
@@ -61,6 +69,11 @@ STRETCHED: dict[str, dict[str, Any]] = {
             "short_factor": [1.0 + 0.1 * pair for pair in range(8)],
             "long_factor": [1.0 + 0.4 * pair for pair in range(8)],
         },
+    },
+    "longrope, in part": {
+        "max_position_embeddings": 192,
+        "original_max_position_embeddings": 64,
+        "rope_parameters": {**PHI4_ROPE, "original_max_position_embeddings": 64},
     },
 }
 YARN_ROPE = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 128}
@@ -129,6 +142,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {**YARN_ROPE, "mscale": 1.0, "mscale_all_dim": 0.7},
         },
     ),
+    "olmo3": (
+        "Olmo3",
+        {
+            "num_hidden_layers": 5,
+            "sliding_window": 24,
+            "attention_bias": True,
+            "rope_parameters": {
+                "full_attention": {**YARN_ROPE, "attention_factor": 1.2},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "phi3": ("Phi3", {"sliding_window": 40}),
+    "phi4": (
+        "Phi3",
+        {"tie_word_embeddings": True, "rope_parameters": {**PHI4_ROPE, "original_max_position_embeddings": 512}},
+    ),
+    "glm": ("Glm", {"head_dim": 24, "rope_parameters": GLM_ROPE}),
+    "glm4": ("Glm4", {"head_dim": 24, "attention_bias": False, "rope_parameters": GLM_ROPE}),
+    "glm4-biased": ("Glm4", {"head_dim": 16, "rope_parameters": {**GLM_ROPE, "partial_rotary_factor": 1.0}}),
     "qwen3-moe-tied": ("Qwen3Moe", {**MOE, "norm_topk_prob": False, "tie_word_embeddings": True}),
 }
 

@@ -197,7 +197,7 @@ def test_auto_map_is_ignored_with_a_warning(caplog: pytest.LogCaptureFixture) ->
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps=NaN "),
         ({"torch_dtype": "float8_e4m3fn"}, 'dtype="float8_e4m3fn" '),
         ({"architectures": ["EvilForCausalLM"]}, 'architectures=["EvilForCausalLM"] (known are Deepseek'),
-        ({"architectures": ["os:system"]}, 'architectures=["os:system"] (known are '),
+        ({"architectures": ["os:system"]}, 'architectures=["os:system"] (it names code: '),
         ({"architectures": None}, "architectures=[] (known are "),
         (
             {"quantization_config": {"quant_method": "x", "kv_cache_scheme": {"type": "int", "num_bits": 8}}},
@@ -281,3 +281,49 @@ def test_missing_and_special_config_files_are_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "config.json")
     with pytest.raises(ValueError, match="regular file"):
         read_arch(tmp_path)
+
+
+def test_olmo3_stretches_the_layers_that_see_everything() -> None:
+    """As OLMo 3 7B's file says it: one theta, YaRN beside it, and which layers slide."""
+    yarn = {
+        "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192, "attention_factor": 1.2,
+        "beta_fast": 32.0, "beta_slow": 1.0,
+    }  # fmt: skip
+    found = family(
+        "Olmo3ForCausalLM", rope_theta=5e5, rope_scaling=yarn, max_position_embeddings=65536, sliding_window=4096
+    )
+    assert [layer.window for layer in found.layers] == [4096, 4096, 4096, 0]
+    assert found.layers[0].rope == Rope(theta=5e5)
+    assert (found.layers[3].rope.kind, found.layers[3].rope.amplitude, found.max_position) == ("yarn", 1.2, 65536)
+    assert not found.qk_norm, "its norms are not those of single heads"
+    with pytest.raises(ValueError, match="full_attention and sliding_attention are needed"):
+        family("Olmo3ForCausalLM", rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+
+
+def test_phi4_mini() -> None:
+    rope = {"type": "longrope", "short_factor": [1.0] * 3, "long_factor": [2.0] * 3}
+    facts = {
+        "partial_rotary_factor": 0.75, "rope_scaling": rope, "original_max_position_embeddings": 4096,
+        "max_position_embeddings": 131072, "sliding_window": 262144,
+    }  # fmt: skip
+    found = family("Phi3ForCausalLM", **facts)
+    assert (found.layers[0].window, found.max_position, found.attention_bias) == (0, 131072, False)
+    turned = found.layers[0].rope
+    assert (turned.rotary_size, turned.factor, turned.original_max_position) == (6, 32.0, 4096)
+    old = family("Phi3ForCausalLM", **{**facts, "rope_scaling": {**rope, "type": "yarn"}})
+    assert old == found, "Phi-3's first files say yarn and mean longrope"
+
+
+def test_phi3_sees_a_window_where_its_file_says_so() -> None:
+    assert family("Phi3ForCausalLM", sliding_window=2047).layers[0].window == 2047
+    assert family("Phi3ForCausalLM").layers[0].window == 0
+    assert family("Phi3ForCausalLM", sliding_window=None).layers[0].window == 0
+
+
+@pytest.mark.parametrize("name", ["GlmForCausalLM", "Glm4ForCausalLM"])
+def test_glm4_turns_half_of_each_head_in_pairs(name: str) -> None:
+    found = family(name, head_dim=128)
+    assert found.layers[0].rope == Rope(rotary_size=64, interleaved=True)
+    assert (found.attention_bias, found.output_bias) == (True, False)
+    assert not family(name, attention_bias=False).attention_bias
+    assert family(name, partial_rotary_factor=1.0).layers[0].rope.rotary_size == 0

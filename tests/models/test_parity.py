@@ -52,7 +52,10 @@ def test_logits_equal_transformers(
 
 @NEEDS_NATIVE
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["llama3-rope", "qwen2-window", "qwen3", "gemma3-16", "qwen3-moe", "deepseek3"])
+@pytest.mark.parametrize(
+    "family",
+    ["llama3-rope", "qwen2-window", "qwen3", "gemma3-16", "qwen3-moe", "deepseek3", "olmo3", "phi4", "glm4-biased"],
+)
 def test_bits_do_not_depend_on_the_batch(tiny_case: Callable[[str], Case], family: str, dtype: torch.dtype) -> None:
     """A row alone in one chunk, and the same row chunked beside others, give equal bits."""
     case = tiny_case(family)
@@ -66,7 +69,7 @@ def test_bits_do_not_depend_on_the_batch(tiny_case: Callable[[str], Case], famil
 
 
 @NEEDS_NATIVE
-@pytest.mark.parametrize("family", ["llama-tied-biased", "qwen2-window", "qwen3", "gemma3-16"])
+@pytest.mark.parametrize("family", ["llama-tied-biased", "qwen2-window", "qwen3", "gemma3-16", "phi4", "glm4-biased"])
 def test_layer_by_layer_and_in_one_operator_are_equal(
     tiny_case: Callable[[str], Case], family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,19 +115,21 @@ def test_a_first_step_leaves_no_tensor_behind(tiny_case: Callable[[str], Case], 
 
 
 @pytest.mark.parametrize(
-    ("kind", "longest", "lengths"),
+    ("family", "kind", "longest", "lengths"),
     [
-        ("dynamic", 64, (1, 64)),  # as trained
-        ("dynamic", 192, (192,)),  # stretched, as transformers does at this length
-        ("longrope", 64, (1, 64)),
-        ("longrope", 192, (65, 192)),
+        ("llama", "dynamic", 64, (1, 64)),  # as trained
+        ("llama", "dynamic", 192, (192,)),  # stretched, as transformers does at this length
+        ("llama", "longrope", 64, (1, 64)),
+        ("llama", "longrope", 192, (65, 192)),
+        ("phi4", "longrope, in part", 64, (1, 64)),
+        ("phi4", "longrope, in part", 192, (65, 192)),
     ],
 )
 def test_rotations_that_depend_on_the_longest_request(
-    tmp_path: Path, kind: str, longest: int, lengths: tuple[int, ...]
+    tmp_path: Path, family: str, kind: str, longest: int, lengths: tuple[int, ...]
 ) -> None:
     """In an engine they depend on its max_model_len alone: not on the request's length, nor on its chunks."""
-    reference = make_reference("llama", **STRETCHED[kind])
+    reference = make_reference(family, **STRETCHED[kind])
     reference.save_pretrained(tmp_path)
     arch = read_arch(tmp_path)
     assert (arch.max_position, arch.default_length) == (192, 64 if kind == "dynamic" else 0)

@@ -1,7 +1,7 @@
 """Arch: the frozen facts of a checkpoint.
 
-Owns the words in which the rest of Octavo speaks of a model's shape. Does not know config.json (hf_config
-translates it), weights or torch. Invariant: whatever hf_config lets through can be built by the model that
+Owns the words in which the rest of Octavo speaks of a model's shape. Does not know config.json (config_reader
+translates it), weights or torch. Invariant: whatever config_reader lets through can be built by the model that
 `Arch.name` names.
 """
 
@@ -74,7 +74,7 @@ class Latent:
 class Arch:
     """Facts of one checkpoint. Sizes are counts of elements."""
 
-    name: str  # Hugging Face's architecture, the key of models.ARCHITECTURES
+    name: str  # Hugging Face's architecture, the key of models.ARCHITECTURES, or "package.module:Class"
     dtype: str  # float32 | bfloat16 | float16, as stored
     vocab_size: int
     hidden_size: int
@@ -95,7 +95,7 @@ class Arch:
     output_bias: bool = False  # bias on the attention's output projection
     mlp_bias: bool = False  # bias on all projections of the MLP
     qk_norm: bool = False
-    attention_scale: float = 0.0  # hf_config resolves it, never 0 there
+    attention_scale: float = 0.0  # config_reader resolves it, never 0 there
     logit_soft_cap: float = 0.0  # 0: none
     embedding_scale: float = 1.0
     eos_token_ids: tuple[int, ...] = ()

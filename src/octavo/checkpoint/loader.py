@@ -214,7 +214,9 @@ def _targets(model: nn.Module) -> Iterator[tuple[str, _Target]]:
         module_path, _, name = path.rpartition(".")
         layer = model.get_submodule(module_path)
         assert isinstance(layer, Layer), f"{path} belongs to no Layer"
-        for shard, (start, rows) in layer.shards(name).items():
+        stored_whole = (pattern, "") in names  # several projections, stored as one tensor in the layer's order
+        shards = {"": (0, parameter.shape[0])} if stored_whole else layer.shards(name)
+        for shard, (start, rows) in shards.items():
             assert (pattern, shard) in names, f"the weight map has nothing for {pattern} shard {shard!r}"
             pieces = names[pattern, shard].split("*")
             theirs = pieces[0] + "".join(number + piece for number, piece in zip(numbers, pieces[1:], strict=True))

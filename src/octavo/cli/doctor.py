@@ -107,7 +107,7 @@ def _read_arch(config: EngineConfig) -> Arch:
     from octavo.checkpoint.config_reader.checkpoint import read_arch
     from octavo.checkpoint.hub import find_model
 
-    return read_arch(find_model(config.model, config.revision))
+    return read_arch(find_model(config.model, config.revision), config.model_packages)
 
 
 def _model(config: EngineConfig, arch: Arch) -> list[tuple[str, object]]:

@@ -64,6 +64,10 @@ class EngineConfig:
         False, "load no tokenizer: prompts and answers are token ids, texts are empty", "bool"
     )
     revision: str | None = setting(None, "branch, tag or commit of a model from the hub", "str")
+    model_packages: str | None = setting(
+        None, "installed packages, with commas, in which a config.json may name its model's class; their code runs",
+        "str", several=True,
+    )  # fmt: skip
     load_format: str = setting(
         "auto", "dummy: random weights, for speed measurements only", "str", choices=("auto", "safetensors", "dummy"),
         aliases={"hf": "auto"},

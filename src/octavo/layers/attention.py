@@ -1,7 +1,9 @@
 """Attention: the weights around one layer's attention, and the rotary tables that layers share.
 
-Owns one layer's place in the model (its number, its Variant) and its projections and norms. Does not know blocks, rows,
-backends or in which order a decoder layer computes. Invariant: a norm's offset is applied once, at `finalize`.
+Owns one layer's place in the model (its number, its Variant) and its projections and norms. Operators turn channel i of
+a head's first half with channel i of its second: where a checkpoint's channels 2i and 2i + 1 turn together, the rows
+that make q and k are put into that order once, which changes no product of a query and a key. Does not know blocks,
+rows, backends or in which order a decoder layer computes. Invariant: a norm's offset is applied once, at `finalize`.
 """
 
 from __future__ import annotations
@@ -35,6 +37,28 @@ class RotaryTable(Layer):
         self.cos_sin = rope_table(*self._shape, **facts)
 
 
+class _PairedLinear(Linear):
+    """q, k and v in one product, of a checkpoint whose channels 2i and 2i + 1 of q and of k turn together."""
+
+    def __init__(self, size: int, variant: Variant, rotary_size: int, dtype: torch.dtype, *, bias: bool) -> None:
+        """`rotary_size`: channels of a head that turn."""
+        super().__init__(size, _projections(variant), dtype, bias=bias, rest_from="k")
+        head = [*range(0, rotary_size, 2), *range(1, rotary_size, 2), *range(rotary_size, variant.head_size)]
+        self._num_turned, self._order = variant.num_heads + variant.num_kv_heads, head
+
+    def finalize(self, quantization: str | None) -> None:
+        """Put the rows of each head of q and k into the operators' order, then pack."""
+        for parameter in self.parameters(recurse=False):
+            heads = parameter[: self._num_turned * len(self._order)].unflatten(0, (-1, len(self._order)))
+            heads.copy_(heads[:, self._order])
+        super().finalize(quantization)
+
+
+def _projections(variant: Variant) -> dict[str, int]:
+    q_size, kv_size = variant.num_heads * variant.head_size, variant.num_kv_heads * variant.head_size
+    return {"q": q_size, "k": kv_size, "v": kv_size}
+
+
 class Attention(Layer):
     """Attention of layer number `index`. `norm_offset`: as RMSNorm's, for q and k norms."""
 
@@ -62,10 +86,14 @@ class Attention(Layer):
         self.__dict__["rotary"] = rotary  # a reference, not a child: the model owns it
         self.norm_eps = arch.norm_eps
         self._norm_offset = norm_offset
-        q_size, kv_size = variant.num_heads * variant.head_size, variant.num_kv_heads * variant.head_size
-        projections = {"q": q_size, "k": kv_size, "v": kv_size}
-        self.qkv = Linear(arch.hidden_size, projections, dtype, bias=arch.attention_bias, rest_from="k")
-        self.output = Linear(q_size, arch.hidden_size, dtype, bias=arch.output_bias)
+        projections, bias, rope = _projections(variant), arch.attention_bias, arch.layers[index].rope
+        if rope.interleaved:
+            assert not qk_norm, "norms of single channels would have to change places too"
+            rotary_size = rope.rotary_size or variant.head_size
+            self.qkv: Linear = _PairedLinear(arch.hidden_size, variant, rotary_size, dtype, bias=bias)
+        else:
+            self.qkv = Linear(arch.hidden_size, projections, dtype, bias=bias, rest_from="k")
+        self.output = Linear(projections["q"], arch.hidden_size, dtype, bias=arch.output_bias)
         for name in ("q_norm", "k_norm"):
             if qk_norm:
                 self.declare(name, (variant.head_size,), torch.float32, dummy=1.0 - norm_offset)

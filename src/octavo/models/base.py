@@ -15,8 +15,8 @@ from octavo.attention.base import Variant
 from octavo.checkpoint.arch import Arch
 
 WeightMap = dict[str, tuple[str, str]]
-"""Checkpoint name -> (parameter of the model, shard of it; "" for the whole). A `*` stands for a number, the
-same one on both sides, in order. Entries for parameters that a model does not have (biases) are allowed."""
+"""Checkpoint name -> (parameter of the model, shard of it; "" for the whole, fused or not). A `*` stands for a number,
+the same one on both sides, in order. Entries for parameters that a model does not have (biases) are allowed."""
 
 
 class Model(Protocol):

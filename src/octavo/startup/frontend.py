@@ -35,7 +35,7 @@ class Frontend:
 def find_and_read(config: EngineConfig) -> tuple[Path, Arch]:
     """The model's folder, downloaded if need be, and its architecture. Raises ValueError, in one line."""
     folder = find_model(config.model, config.revision)
-    return folder, read_arch(folder)
+    return folder, read_arch(folder, config.model_packages)
 
 
 def load_text(config: EngineConfig, folder: Path, arch: Arch) -> Tokenizer | NoTokenizer:

@@ -2,11 +2,13 @@
 
 Owns the whole of the translation and the fields that belong to no part of a layer; `layers`, `rope` and `experts` read
 theirs, `families` says what a file leaves unsaid. Does not load weights and does not know torch. Nothing that a file
-names is imported or run. Invariant: what changes the computation is translated or refused by name.
+names is imported or run, but for a model of a package that the user listed. Invariant: what changes the computation is
+translated or refused by name.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,31 +19,47 @@ from octavo.checkpoint.config_reader.experts import read_experts
 from octavo.checkpoint.config_reader.families import FAMILIES, Family
 from octavo.checkpoint.config_reader.fields import Fields, read_json
 from octavo.checkpoint.config_reader.layers import read_layers
+from octavo.checkpoint.config_reader.outside import read_outside
 from octavo.checkpoint.config_reader.rope import yarn_mscale
 
 _LOG = logging.getLogger(__name__)
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
-def read_arch(folder: Path) -> Arch:
-    """The facts of the checkpoint in `folder`, from its config.json and generation_config.json (if any)."""
+def read_arch(folder: Path, packages: str | None = None) -> Arch:
+    """The facts of the checkpoint in `folder`, from its config.json and generation_config.json (if any).
+
+    packages: those, with commas, in which a config.json may name the class of its model, which is then imported.
+    """
     generation_path = folder / "generation_config.json"
     generation = read_json(generation_path) if generation_path.exists() else {}
-    return arch_from_config(read_json(folder / "config.json"), str(folder / "config.json"), generation)
+    return arch_from_config(read_json(folder / "config.json"), str(folder / "config.json"), generation, packages)
 
 
 def arch_from_config(
-    config: Mapping[str, Any], where: str = "config.json", generation: Mapping[str, Any] | None = None
+    config: Mapping[str, Any],
+    where: str = "config.json",
+    generation: Mapping[str, Any] | None = None,
+    packages: str | None = None,
 ) -> Arch:
     """Translate a parsed config.json.
 
     `where` names it in errors; `generation`, a parsed generation_config.json, has the last word on the ids that end a
-    text. Raises ValueError, one line, for what Octavo does not run.
+    text; packages: as `read_arch`'s. Raises ValueError, one line, for what Octavo does not run.
     """
     name = _architecture(Fields(config, where))
-    family = FAMILIES[name]
     text = config.get("text_config")
     fields = Fields({**config, **text} if isinstance(text, Mapping) else config, where)
+    arch = read_fields(fields, FAMILIES[name]) if name in FAMILIES else read_outside(fields, name, packages)
+    eos = Fields(generation or {}, where.removesuffix("config.json") + "generation_config.json").token_ids(
+        "eos_token_id", arch.vocab_size
+    )
+    return dataclasses.replace(arch, name=name, eos_token_ids=eos or arch.eos_token_ids)
+
+
+def read_fields(fields: Fields, family: Family) -> Arch:
+    """The facts of a decoder that `family` describes. Raises ValueError, one line, for what Octavo does not run."""
+    fields = Fields({**family.usual, **fields.values}, fields.where)
     _refuse_extras(fields, family)
     hidden_size = fields.integer("hidden_size", 1, 1 << 20)
     vocab_size = fields.integer("vocab_size", 1, 1 << 24)
@@ -56,13 +74,10 @@ def arch_from_config(
     activation = fields.get(activation_field, "gelu_pytorch_tanh" if family.gemma else "silu")
     if activation not in tuple(_ACTIVATIONS):
         fields.refuse(activation_field, activation, f"known are {', '.join(_ACTIVATIONS)}")
-    bias = family.bias == "field" and fields.flag("attention_bias", False)
-    eos = Fields(generation or {}, where.removesuffix("config.json") + "generation_config.json").token_ids(
-        "eos_token_id", vocab_size
-    )
+    bias = family.bias in ("field", "field-qkv") and fields.flag("attention_bias", False)
     bos = fields.token_ids("bos_token_id", vocab_size)
     return Arch(
-        name=name,
+        name="",  # whoever knows the file says it
         dtype=dtype,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
@@ -80,25 +95,28 @@ def arch_from_config(
         tied=fields.flag("tie_word_embeddings", family.gemma),
         activation=_ACTIVATIONS[activation],
         attention_bias=bias or family.bias == "qkv",
-        output_bias=bias,
+        output_bias=bias and family.bias == "field",
         mlp_bias=family.mlp_bias and fields.flag("mlp_bias", False),
         qk_norm=family.qk_norm,
         attention_scale=_attention_scale(fields, family, head_size, latent),
         logit_soft_cap=fields.number("final_logit_softcapping", 0, 1e6, 0) if family.gemma else 0.0,
         embedding_scale=hidden_size**0.5 if family.gemma else 1.0,
-        eos_token_ids=eos or fields.token_ids("eos_token_id", vocab_size),
+        eos_token_ids=fields.token_ids("eos_token_id", vocab_size),
         bos_token_id=bos[0] if bos else None,
     )
 
 
 def _architecture(fields: Fields) -> str:
-    """The one architecture that the file names, if it is one of ours."""
+    """The one architecture that the file names, if it is one of ours or the path of a class."""
     names = fields.get("architectures", [])
-    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str) or names[0] not in FAMILIES:
-        fields.refuse("architectures", names, f"known are {', '.join(sorted(FAMILIES))}")
+    name = names[0] if isinstance(names, list) and len(names) == 1 else None
+    if not isinstance(name, str) or (name not in FAMILIES and ":" not in name):
+        fields.refuse(
+            "architectures", names, f"known are {', '.join(sorted(FAMILIES))}, or a path 'package.module:Class'"
+        )
     if "auto_map" in fields.values:
         _LOG.warning("%s: auto_map is ignored: code that comes with a checkpoint is never run", fields.where)
-    return str(names[0])
+    return name
 
 
 def _refuse_extras(fields: Fields, family: Family) -> None:

@@ -1,19 +1,25 @@
-"""What a config.json of an architecture leaves unsaid, and which of its fields count.
+"""The table of architectures: who runs each, what its config.json leaves unsaid, and which of its fields count.
 
-Owns the table of architectures. Reads no file. Invariant: each name has a model in `octavo.models.ARCHITECTURES`.
+Owns the words in which that is said; a family whose config these do not describe is read by a function of its own.
+Reads no file and imports no model: those import torch, which a front end does without. Invariant: a name's line is all
+of a family that lies outside its own file.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
     """What a config.json of an architecture leaves unsaid."""
 
-    bias: str = "none"  # none | qkv: always on q, k and v | field: `attention_bias`, on all four projections
-    qk_norm: bool = False
+    model: str = ""  # module:Class that runs it
+    usual: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # fields of config.json where a file has none
+    bias: str = "none"  # none | qkv: always on q, k and v | field: `attention_bias`, on all four | field-qkv: on three
+    qk_norm: bool = False  # an RMS norm on each head of q and k
     sliding: str = "none"  # none | all | upper: from max_window_layers on | pattern: all but every n-th
     window_flag: bool = False  # sliding_window counts only with use_sliding_window
     head_size: int = 0  # when head_dim is absent; 0: hidden_size / num_attention_heads
@@ -21,18 +27,50 @@ class Family:
     latent: bool = False  # MLA
     gemma: bool = False  # scaled embeddings, query_pre_attn_scalar, two thetas, gelu
     theta: float = 1e4
+    full_scaling: bool = False  # rope_scaling is for layers without a window
+    old_ropes: Mapping[str, str] = dataclasses.field(default_factory=dict)  # what older files call a rope_type
+    interleaved: bool = False  # channel 2i turns with 2i + 1
     mlp_bias: bool = False  # reads the field of that name
 
 
-GEMMA3 = Family(bias="field", qk_norm=True, sliding="pattern", head_size=256, gemma=True, theta=1e6)
+_GEMMA3 = Family(
+    model="octavo.models.gemma3:Gemma3ForCausalLM", bias="field", qk_norm=True, sliding="pattern", head_size=256,
+    gemma=True, theta=1e6, full_scaling=True,
+)  # fmt: skip
+_GLM = Family(
+    model="octavo.models.glm4:GlmForCausalLM", bias="field-qkv", interleaved=True,
+    usual={
+        "attention_bias": True, "partial_rotary_factor": 0.5, "head_dim": 128, "num_key_value_heads": 2,
+        "rms_norm_eps": 1.5625e-7,
+    },
+)  # fmt: skip
+_DEEPSEEK = "octavo.models.deepseek:DeepseekForCausalLM"
 FAMILIES = {
-    "LlamaForCausalLM": Family(bias="field", mlp_bias=True),
-    "MistralForCausalLM": Family(sliding="all"),
-    "Qwen2ForCausalLM": Family(bias="qkv", sliding="upper", window_flag=True),
-    "Qwen3ForCausalLM": Family(bias="field", qk_norm=True, sliding="upper", window_flag=True, head_size=128),
-    "Qwen3MoeForCausalLM": Family(bias="field", qk_norm=True, sliding="all", window_flag=True, moe="qwen"),
-    "DeepseekV2ForCausalLM": Family(bias="field", latent=True, moe="deepseek2"),
-    "DeepseekV3ForCausalLM": Family(bias="field", latent=True, moe="deepseek3"),
-    "Gemma3ForCausalLM": GEMMA3,
-    "Gemma3ForConditionalGeneration": GEMMA3,  # its text half
-}
+    "LlamaForCausalLM": Family(model="octavo.models.llama:LlamaForCausalLM", bias="field", mlp_bias=True),
+    "MistralForCausalLM": Family(model="octavo.models.llama:LlamaForCausalLM", sliding="all"),
+    "Qwen2ForCausalLM": Family(
+        model="octavo.models.qwen2:Qwen2ForCausalLM", bias="qkv", sliding="upper", window_flag=True
+    ),
+    "Qwen3ForCausalLM": Family(
+        model="octavo.models.qwen3:Qwen3ForCausalLM", bias="field", qk_norm=True, sliding="upper", window_flag=True,
+        head_size=128,
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        model="octavo.models.qwen3_moe:Qwen3MoeForCausalLM", bias="field", qk_norm=True, sliding="all",
+        window_flag=True, moe="qwen",
+    ),
+    "DeepseekV2ForCausalLM": Family(model=_DEEPSEEK, bias="field", latent=True, moe="deepseek2"),
+    "DeepseekV3ForCausalLM": Family(model=_DEEPSEEK, bias="field", latent=True, moe="deepseek3"),
+    "Olmo3ForCausalLM": Family(
+        model="octavo.models.olmo3:Olmo3ForCausalLM", bias="field", sliding="pattern", theta=5e5, full_scaling=True,
+        usual={"sliding_window_pattern": 4, "rms_norm_eps": 1e-5},
+    ),
+    "Phi3ForCausalLM": Family(
+        model="octavo.models.phi3:Phi3ForCausalLM", sliding="all", old_ropes={"yarn": "longrope"},
+        usual={"sliding_window": None, "rms_norm_eps": 1e-5},
+    ),
+    "GlmForCausalLM": _GLM,
+    "Glm4ForCausalLM": _GLM,
+    "Gemma3ForCausalLM": _GEMMA3,
+    "Gemma3ForConditionalGeneration": _GEMMA3,  # its text half
+}  # fmt: skip

@@ -27,13 +27,13 @@ def read_rope(fields: Fields, family: Family, is_sliding: bool, trained: int, ro
     """
     inner, default_theta = _values(fields, family, is_sliding)
     kind = inner.get("rope_type", inner.get("type", "default"))
-    kind = _OLD_NAMES.get(kind, kind) if isinstance(kind, str) else kind
+    kind = {**_OLD_NAMES, **family.old_ropes}.get(kind, kind) if isinstance(kind, str) else kind
     if kind not in _KINDS:
         fields.refuse("rope_type", kind, f"known are {', '.join(_KINDS)}")
     facts: dict[str, Any] = {
         "kind": kind,
         "theta": inner.number("rope_theta", 1.0, 1e15, default_theta),
-        "interleaved": family.latent and fields.flag("rope_interleave", True),
+        "interleaved": family.interleaved or (family.latent and fields.flag("rope_interleave", True)),
         "rotary_size": _rotary_size(fields, inner, family, rotary_head),
     }
     if kind == "default":
@@ -74,14 +74,14 @@ def _values(fields: Fields, family: Family, is_sliding: bool) -> tuple[Fields, f
     """The fields of one kind of layer's rotary embedding, and its theta where they do not say."""
     given = fields.mapping("rope_parameters")
     nested = any(isinstance(value, Mapping) for value in given.values())
-    if family.gemma and given and not nested:
+    if family.full_scaling and given and not nested:
         fields.refuse("rope_parameters", given, "full_attention and sliding_attention are needed, an object each")
     values = dict(Fields(given, fields.where).mapping(LAYER_TYPES[is_sliding]) if nested else given)
-    local = family.gemma and is_sliding
-    if not local:
+    if not (family.full_scaling and is_sliding):
         values.update(fields.mapping("rope_scaling"))
     if fields.get("original_max_position_embeddings") is not None:
         values["original_max_position_embeddings"] = fields.get("original_max_position_embeddings")
+    local = family.gemma and is_sliding
     theta = fields.get("rope_local_base_freq", 1e4) if local else fields.get("rope_theta", family.theta)
     return Fields(values, fields.where), theta
 

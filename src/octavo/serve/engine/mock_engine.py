@@ -140,7 +140,7 @@ def build_core(config: EngineConfig, phases: Phases, options: argparse.Namespace
     """A core on the mock worker, sized by the config where it says something."""
     with phases("mock load"):
         time.sleep(options.load_seconds)
-    arch = read_arch(find_model(config.model))
+    arch = read_arch(find_model(config.model), config.model_packages)
     length = (
         config.max_model_len if config.max_model_len not in (None, -1) else arch.default_length or arch.max_position
     )

@@ -1,0 +1,47 @@
+"""GLM-4: Llama's decoder with biases on q, k and v, and heads of which half the channels turn, in neighbouring pairs.
+
+GLM-4-0414 (Glm4ForCausalLM) also norms what attention and MLP leave. Owns the whole model and its weight map. Source:
+arXiv 2406.12793. Invariant: float32 logits within 1e-4 of transformers'.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from octavo.checkpoint.arch import Arch
+from octavo.layers.attention import Attention, plain_variants, rotary_tables
+from octavo.layers.decoder import DecoderLayer
+from octavo.layers.mlp import Mlp
+from octavo.models.base import WeightMap
+from octavo.models.causal_lm import CausalLM
+
+WEIGHT_MAP: WeightMap = {
+    "model.layers.*.input_layernorm.weight": ("layers.*.input_norm.weight", ""),
+    "model.layers.*.self_attn.q_proj.weight": ("layers.*.attention.qkv.weight", "q"),
+    "model.layers.*.self_attn.k_proj.weight": ("layers.*.attention.qkv.weight", "k"),
+    "model.layers.*.self_attn.v_proj.weight": ("layers.*.attention.qkv.weight", "v"),
+    "model.layers.*.self_attn.q_proj.bias": ("layers.*.attention.qkv.bias", "q"),
+    "model.layers.*.self_attn.k_proj.bias": ("layers.*.attention.qkv.bias", "k"),
+    "model.layers.*.self_attn.v_proj.bias": ("layers.*.attention.qkv.bias", "v"),
+    "model.layers.*.self_attn.o_proj.weight": ("layers.*.attention.output.weight", ""),
+    "model.layers.*.post_self_attn_layernorm.weight": ("layers.*.attention_norm.weight", ""),
+    "model.layers.*.post_attention_layernorm.weight": ("layers.*.mlp_norm.weight", ""),
+    "model.layers.*.mlp.gate_up_proj.weight": ("layers.*.mlp.gate_up.weight", ""),
+    "model.layers.*.mlp.down_proj.weight": ("layers.*.mlp.down.weight", ""),
+    "model.layers.*.post_mlp_layernorm.weight": ("layers.*.mlp_out_norm.weight", ""),
+    "model.norm.weight": ("norm.weight", ""),
+}
+
+
+class GlmForCausalLM(CausalLM):
+    """Embedding, layers, last norm and output head; see models.base.Model."""
+
+    def __init__(self, arch: Arch, dtype: torch.dtype) -> None:
+        """On the meta device, of the shape that `arch` says."""
+        variants, rotary = plain_variants(arch), rotary_tables(arch)
+        layers, out_norms = [], arch.name == "Glm4ForCausalLM"
+        for index, kind in enumerate(arch.layers):
+            attention = Attention(index, variants[index], rotary[kind.rope], arch, dtype)
+            mlp = Mlp(arch.hidden_size, arch.intermediate_size, arch.activation, dtype)
+            layers.append(DecoderLayer(attention, mlp, arch.hidden_size, arch.norm_eps, out_norms=out_norms))
+        super().__init__(arch, dtype, variants, rotary.values(), layers, WEIGHT_MAP)
