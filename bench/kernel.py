@@ -80,7 +80,7 @@ def check(x: Tensor, weight: LinearWeight) -> None:
     """Compare with the reference implementation, relative to the sum of absolute products."""
     difference = (linear(x, weight) - linear_reference(x, weight)).abs().max().item()
     scale = 0.02 * weight.k**0.5
-    assert difference < 1e-4 * max(scale, 1.0), f"linear differs from its twin by {difference}"
+    assert difference < 1e-4 * max(scale, 1.0), f"linear differs from its reference implementation by {difference}"
 
 
 def measure(

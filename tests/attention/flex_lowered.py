@@ -160,9 +160,9 @@ def check_sizes() -> None:
             step = clean(make_step(rows, Setting("LBHNC", block, block)))
             outs.append(step.run(backend_of(variant, torch.float16, block), variant))
     step = clean(make_step(rows, Setting()))
-    twin = step.run(backend_of(variant, torch.float16, 16), variant)
+    reference = step.run(backend_of(variant, torch.float16, 16), variant)
     assert all(torch.equal(out, outs[0]) for out in outs)
-    torch.testing.assert_close(outs[0], twin, atol=4e-3, rtol=4e-3)
+    torch.testing.assert_close(outs[0], reference, atol=4e-3, rtol=4e-3)
 
 
 def check_layouts() -> None:
@@ -198,9 +198,9 @@ def check_scales() -> None:
             step = make_step(rows, Setting("BLNHC", block, block), cache=torch.int8, scales=scales)
             backend = backend_of(PLAIN, torch.float32, block, cache_dtype=torch.int8)
             outs.append(step.run(backend, PLAIN, scales))
-    twin = step.run(backend_of(PLAIN, torch.float32, 128, cache_dtype=torch.int8), PLAIN, scales)
+    reference = step.run(backend_of(PLAIN, torch.float32, 128, cache_dtype=torch.int8), PLAIN, scales)
     assert all(torch.equal(out, outs[0]) for out in outs)
-    torch.testing.assert_close(outs[0], twin, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(outs[0], reference, atol=1e-5, rtol=1e-5)
 
 
 def check_far() -> None:
@@ -223,7 +223,7 @@ def check_far() -> None:
             outs.append(step.run(backend_of(PLAIN, torch.float32, kernel, cache_dtype=torch.int8), PLAIN, scales))
         for out in outs:
             torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
-        assert torch.equal(outs[0], expected), "the twin has the same bits anywhere"
+        assert torch.equal(outs[0], expected), "the reference implementation has the same bits anywhere"
 
 
 INTERPRETED = {

@@ -1,4 +1,4 @@
-"""The Triton kernels of latent attention against their twins, under the interpreter and, from tests/gpu, on a GPU."""
+"""The Triton kernels of latent attention against their references, under the interpreter and, from tests/gpu, a GPU."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def check_padding_rows_are_left_alone(device: torch.device, dtype: torch.dtype) 
     assert torch.equal(got[:3], expected) and (got[3] == 7).all()
 
 
-def check_store_equals_the_twin(device: torch.device, dtype: torch.dtype) -> None:
+def check_store_equals_the_reference(device: torch.device, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(3)
     tokens = 5
     query = torch.randn(tokens, HEADS, 16 + ROPE, generator=generator).to(device, dtype)[..., 16:]

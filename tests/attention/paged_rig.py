@@ -68,7 +68,7 @@ def attend_by(kernel: str, batch: Batch, processors: int, **options: Any) -> tup
     return out, answers == [True]
 
 
-def compare_with_twin(seed: int, device: torch.device, dtypes: list[torch.dtype], max_tokens: int) -> None:
+def compare_with_reference(seed: int, device: torch.device, dtypes: list[torch.dtype], max_tokens: int) -> None:
     """A random ragged batch against the reference implementation in float32."""
     rng = random.Random(seed)
     group, kv_heads, head_size = rng.choice([1, 2, 3, 4]), rng.choice([1, 2]), rng.choice([16, 24, 64])
@@ -102,13 +102,13 @@ def _history(num_tokens: int = 600) -> Any:
 
 def check_reference() -> None:
     for seed in range(8):
-        compare_with_twin(seed, CPU, [torch.float32, torch.float16], 1200)
+        compare_with_reference(seed, CPU, [torch.float32, torch.float16], 1200)
 
 
-def check_lean_tiles_equal_the_twin() -> None:
+def check_lean_tiles_equal_the_reference() -> None:
     with mock.patch.object(operator, "shared_bytes", lambda device: 99 << 10):
         for seed in range(3):
-            compare_with_twin(seed, CPU, [torch.float32, torch.float16], 1200)
+            compare_with_reference(seed, CPU, [torch.float32, torch.float16], 1200)
 
 
 def check_decode_prefill_and_chunks_agree() -> None:

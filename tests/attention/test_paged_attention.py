@@ -34,7 +34,7 @@ def attend(batch: Batch, operator: Any = paged_attention, **options) -> torch.Te
 
 @needs_native
 @pytest.mark.parametrize("seed", range(40))
-def test_native_equals_the_twin(seed: int) -> None:
+def test_native_equals_the_reference(seed: int) -> None:
     rng = random.Random(seed)
     group, kv_heads = rng.choice([1, 2, 3, 4, 5, 8]), rng.choice([1, 2, 3])
     head_size, dtype = rng.choice([16, 24, 64, 80, 128, 256]), rng.choice([torch.float32, torch.bfloat16])
@@ -100,7 +100,7 @@ def test_decode_prefill_and_chunks_have_the_same_bits(
 @needs_native
 @pytest.mark.parametrize("cache", [torch.float8_e4m3fn, torch.int8])
 def test_decode_prefill_and_chunks_of_a_quantized_cache_have_the_same_bits(cache: torch.dtype) -> None:
-    """And near the twin."""
+    """And near the reference implementation."""
     history, scale = _history(), {"key_scale": torch.tensor([0.02, 0.03]), "value_scale": torch.tensor([0.03, 0.01])}
 
     def run(end: int, queries: int, function: Any = paged_attention) -> torch.Tensor:

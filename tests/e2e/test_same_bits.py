@@ -65,14 +65,16 @@ def test_every_setting(
         assert _results(llm, held_out_prompts) == alone[dtype]
 
 
-@pytest.mark.parametrize("twins", [{"native": "off"}, {"attention_backend": "reference"}], ids=["all", "attention"])
-def test_reference_implementations(make_llm: Any, held_out_prompts: list[str], twins: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "references", [{"native": "off"}, {"attention_backend": "reference"}], ids=["all", "attention"]
+)
+def test_reference_implementations(make_llm: Any, held_out_prompts: list[str], references: dict[str, Any]) -> None:
     """What runs where no compiler was, and what runs a user's mods on a CPU."""
-    prompts, twins = held_out_prompts[:4], {"num_threads": 1, **twins}
-    llm = make_llm(enable_prefix_caching=False, **twins)
+    prompts, references = held_out_prompts[:4], {"num_threads": 1, **references}
+    llm = make_llm(enable_prefix_caching=False, **references)
     expected = [_one(llm, prompt, own) for prompt, own in zip(prompts, _params(len(prompts)), strict=True)]
     for name in ("chunks of 16", "asynchronous, small pool"):
-        llm = make_llm(**twins, **SETTINGS[name])
+        llm = make_llm(**references, **SETTINGS[name])
         for _ in range(2):
             assert _results(llm, prompts) == expected, name
 

@@ -27,13 +27,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "device"))
 import torch
 
 import flex_rig
+import fused_rope_rig
 import gpu_rig
 import inputs_rig
 import latent_rig
 import matmul_rig
 import moe_rig
 import paged_rig
-import rotate_rig
 from batches import make_batch, make_history
 from octavo.ops import sampling as sample
 from octavo.ops.activation.gpu import gated_activation
@@ -134,7 +134,7 @@ def _rotated() -> None:
     """On Hopper: a row of one program, a row of several, a padding row."""
     if torch.cuda.get_device_capability()[0] < 9:
         raise unittest.SkipTest("needs a Hopper GPU")
-    rotate_rig.check([70, 1100, 0], 4, 2, 16)
+    fused_rope_rig.check([70, 1100, 0], 4, 2, 16)
 
 
 def _prompts() -> None:
@@ -158,19 +158,19 @@ def _decode() -> None:
     rows = [(history, 1500, 2), (history, 300, 1), (history, 7, 4), (history, 64, 1)]
     for block_size, options in ((64, {}), (16, {"window": 70})):
         batch = paged_rig.to_device(make_batch(rows, block_size), CUDA)
-        with mock.patch.object(paged.decode_attention, "can_serve", lambda *facts: False):
+        with mock.patch.object(paged.decode, "can_serve", lambda *facts: False):
             plain = paged_rig.attend(batch, processors=paged_rig.FEW, **options)
         assert torch.equal(paged_rig.attend(batch, processors=paged_rig.FEW, **options), plain), options
         with mock.patch.multiple(paged, _FOLDS=4, _LONG=5):
             assert torch.equal(paged_rig.attend(batch, processors=2, **options), plain), options
-    rotate_rig.check([70, 1100, 300, 0], 4, 2, 64, processors=2)
+    fused_rope_rig.check([70, 1100, 300, 0], 4, 2, 64, processors=2)
 
 
 def _latent() -> None:
     batch = latent_rig.Batch([(700, 1), (20, 9), (513, 2)], BF16, CUDA)
     whole, split = batch.run("mla", 1), batch.run("mla", 2)
     assert torch.equal(whole, split)
-    latent_rig.check_store_equals_the_twin(CUDA, BF16)
+    latent_rig.check_store_equals_the_reference(CUDA, BF16)
     latent_rig.check_head_linear_rows_keep_their_bits(CUDA, BF16)
 
 

@@ -28,11 +28,11 @@ BF16, FP16 = torch.bfloat16, torch.float16
 
 
 def _served(batch: Batch, processors: int, **options) -> tuple[torch.Tensor, bool]:
-    return attend_by("decode_attention", batch, processors, **options)
+    return attend_by("decode", batch, processors, **options)
 
 
 def _plain(batch: Batch, **options) -> torch.Tensor:
-    with mock.patch.object(operator.decode_attention, "can_serve", lambda *facts: False):
+    with mock.patch.object(operator.decode, "can_serve", lambda *facts: False):
         return attend(batch, processors=1, **options)
 
 

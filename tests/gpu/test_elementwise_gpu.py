@@ -1,4 +1,4 @@
-"""The elementwise operators on a CUDA device: against their twins, and the same bits for every number of rows."""
+"""The elementwise operators on a CUDA device: against their references, and the same bits for every number of rows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])
 @pytest.mark.parametrize("width", [1, 40, 256, 1024, 2560, 4096, 5120, 8192, 16384])
-def test_norm_equals_the_twin(width: int, dtype: torch.dtype) -> None:
+def test_norm_equals_the_reference(width: int, dtype: torch.dtype) -> None:
     gpu_rig.check_norm("cuda", width, dtype, 200)
 
 
@@ -46,18 +46,18 @@ def test_2_16_blocks_are_zeroed_without_a_wait() -> None:
 
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])
 @pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
-def test_activation_equals_the_twin(kind: str, dtype: torch.dtype) -> None:
+def test_activation_equals_the_reference(kind: str, dtype: torch.dtype) -> None:
     gpu_rig.check_activation("cuda", kind, dtype, 3072)
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])
-def test_embedding_equals_the_twin(dtype: torch.dtype) -> None:
+def test_embedding_equals_the_reference(dtype: torch.dtype) -> None:
     gpu_rig.check_embedding("cuda", dtype)
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])
 @pytest.mark.parametrize("shape", HEADS)
-def test_rope_equals_the_twin(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+def test_rope_equals_the_reference(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     gpu_rig.check_rope("cuda", dtype, shape, 100)
 
 

@@ -93,7 +93,7 @@ def alone(prompts: list[str]) -> dict[str, Result]:
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_input_kernels_equal_their_twins(check: str) -> None:
+def test_input_kernels_equal_their_references(check: str) -> None:
     CHECKS[check]("cuda")
 
 

@@ -358,7 +358,7 @@ def test_a_kernel_serves_pools_of_every_number_of_blocks() -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
 
 
-def test_kernels_equal_their_twins() -> None:
+def test_kernels_equal_their_references() -> None:
     step = Step(make_rows())
     shape = Geometry(group=4, lines=64, block=BLOCK, stride=1, columns=32, q_block=16)
     rows = MaskRows(200, shape, DEVICE)

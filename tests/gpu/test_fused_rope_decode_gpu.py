@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "attention"))
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-import rotate_rig
+import fused_rope_rig
 from octavo.attention.base import AttentionInputs, Variant
 from octavo.attention.paged import PagedBackend
 from octavo.ops.attention import paged as operator
@@ -30,13 +30,13 @@ LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 130, 255, 256, 257, 300, 511, 513, 1000
 @pytest.mark.parametrize(("heads", "kv_heads", "block_size"), [(16, 8, 64), (16, 8, 16), (32, 8, 64), (28, 4, 128)])
 def test_a_row_has_the_bits_of_the_two_operators(heads: int, kv_heads: int, block_size: int) -> None:
     for seed, length in enumerate(LENGTHS):
-        rotate_rig.check([length], heads, kv_heads, block_size, seed=seed, heads_last=block_size == 16)
+        fused_rope_rig.check([length], heads, kv_heads, block_size, seed=seed, heads_last=block_size == 16)
 
 
 @pytest.mark.parametrize("lengths", [[300, 5], [700, 1, 64, 1300], [2000, 257, 1], [40, 600, 0, 0], [3, 0]])
 def test_rows_beside_it_move_no_bit(lengths: list[int]) -> None:
     for block_size in (16, 64):
-        rotate_rig.check(lengths, 16, 8, block_size, normed=block_size == 64, seed=len(lengths))
+        fused_rope_rig.check(lengths, 16, 8, block_size, normed=block_size == 64, seed=len(lengths))
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_rows_that_are_divided(heads, kv_heads, size, dtype, block_size, options
     shuffled = [*LENGTHS[:-2], *(rng.randrange(1, 700) for _ in range(8))]
     rng.shuffle(shuffled)
     for seed, processors in enumerate((1, 3, 11)):
-        rotate_rig.check(
+        fused_rope_rig.check(
             [*shuffled, 0, 0], heads, kv_heads, block_size, processors=processors, size=size, dtype=dtype, seed=seed,
             normed=seed != 1, heads_last=seed == 2, **options,
         )  # fmt: skip
@@ -65,12 +65,12 @@ def test_rows_that_are_divided(heads, kv_heads, size, dtype, block_size, options
 @pytest.mark.parametrize("num_rows", [17, 33, 130, 512])
 def test_as_many_rows_as_steps_have(num_rows: int) -> None:
     rng = random.Random(num_rows)
-    rotate_rig.check([rng.choice((1, 17, 80, 144, 300)) for _ in range(num_rows)], 4, 2, 64, seed=num_rows)
+    fused_rope_rig.check([rng.choice((1, 17, 80, 144, 300)) for _ in range(num_rows)], 4, 2, 64, seed=num_rows)
 
 
 def test_long_rows_are_left_to_merge() -> None:
     with mock.patch.multiple(operator, _FOLDS=4, _LONG=4):
-        rotate_rig.check([5000, 3, 1300, 0, 2600], 8, 2, 64, processors=3)
+        fused_rope_rig.check([5000, 3, 1300, 0, 2600], 8, 2, 64, processors=3)
 
 
 def test_only_graphs_store_and_read_in_one_kernel() -> None:

@@ -1,4 +1,4 @@
-"""Latent attention on a CUDA device: its kernels against their twins, and a DeepSeek model against the CPU's."""
+"""Latent attention on a CUDA device: its kernels against their references, and a DeepSeek model against the CPU's."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ if not torch.cuda.is_available():
 
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from octavo.ops.attention import prefill as prefill_attention  # noqa: E402
+from octavo.ops.attention import prefill  # noqa: E402
 from octavo.ops.compile import launch, tensor_maps  # noqa: E402
 from octavo.ops.gemm import gpu as matmul  # noqa: E402
 from octavo.ops.norm import gpu as norm  # noqa: E402
@@ -36,9 +36,9 @@ def attended(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if not tensor_maps.takes_gluon(x.device):
         pytest.skip("for Hopper")
     q, cache = x.view(64, 8, 128), weight.view(-1, 2, 64, 256)
-    out, tiles = torch.empty_like(q), prefill_attention.queries_of_tile(4)
+    out, tiles = torch.empty_like(q), prefill.queries_of_tile(4)
     start, length, table, tile_start, counter = numbers(64, 64 // tiles)
-    assert prefill_attention.launch(
+    assert prefill.launch(
         q, cache, out, start, length, table, tile_start, counter, programs=4, sees=0, reach=0, score_scale=0.1,
         cap_scale=0.0, sinks=None,
     )  # fmt: skip

@@ -106,7 +106,7 @@ def test_the_fast_numerics_are_caught() -> None:
     assert torch.equal(matmul.linear(x, weight, out_dtype=torch.float32), expected)
 
 
-def test_equals_the_twin() -> None:
+def test_equals_the_reference() -> None:
     check_reference("cuda", DTYPES)
 
 

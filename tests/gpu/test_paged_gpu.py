@@ -25,7 +25,7 @@ from paged_rig import (
     MANY,
     attend,
     compare_few_with_divided,
-    compare_with_twin,
+    compare_with_reference,
     run_backend,
     to_device,
 )
@@ -51,8 +51,8 @@ def _batch(rows: list[tuple[History, int, int]], block_size: int = 16, **options
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_equals_the_twin(seed: int) -> None:
-    compare_with_twin(seed, DEVICE, [BF16, torch.float16, torch.float32], 2500)
+def test_equals_the_reference(seed: int) -> None:
+    compare_with_reference(seed, DEVICE, [BF16, torch.float16, torch.float32], 2500)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ FULL_MACHINE = 1  # processors to plan for: no tile is split
 
 
 def _served(batch: Batch, processors: int = FULL_MACHINE, **options) -> tuple[torch.Tensor, bool]:
-    return attend_by("prefill_attention", batch, processors, **options)
+    return attend_by("prefill", batch, processors, **options)
 
 
 def _same_bits(batch: Batch, **options) -> None:

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_each_case_launches_its_kernels_and_equals_the_twin(name: str) -> None:
+def test_each_case_launches_its_kernels_and_equals_the_reference(name: str) -> None:
     run, kernels = CASES[name]
     with recorded_launches() as seen:
         run()

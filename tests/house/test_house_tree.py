@@ -32,6 +32,9 @@ RETIRED = {
     "open_device": "cuda_init", "look_at": "check_at", "num_told": "num_reported", "GrammarJail": "GrammarSandbox",
     "tie_to": "exit_with_parent", "is_sound": "validate_update", "runtime_compiler": "nvrtc",
     "scripted": "mock", "scripted_server": "mock_server", "ScriptedWorker": "MockWorker",
+    "turned_halves": "rotated_halves", "rotate_rig": "fused_rope_rig", "kept_kernels": "cached_kernels",
+    "drawn_linear": "fused_linear_sampling", "test_flex_plain": "test_flex_dense", "gpu_benchmark": "gpu_engine",
+    "equals_the_twin": "equals_the_reference", "compare_with_twin": "compare_with_reference",
     "jail": "sandbox", "jails": "sandboxes", "TextJail": "TextSandbox", "JailError": "SandboxError",
     "JailBusyError": "SandboxBusyError", "jail_child": "sandbox_child",
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Kernels around torch's FlexAttention against their twins, under the interpreter and, from tests/gpu, on a GPU."""
+"""Kernels around torch's FlexAttention against their references, under the interpreter and, from tests/gpu, a GPU."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def check_plan(
     reach: Reach, queries: list[int], lengths: list[int], columns: int, device: torch.device = CPU,
     kind: Kind = Kind.ALL, block: int = 16, kv_block: int = 16,
 ) -> None:  # fmt: skip
-    """The kernel's mask rows are the twin's."""
+    """The kernel's mask rows are the reference's."""
     shape = Geometry(
         group=4, lines=16, block=block, stride=3, columns=columns, q_block=16, kv_block=kv_block,
         unit=math.gcd(block, kv_block),

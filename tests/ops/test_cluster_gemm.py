@@ -187,7 +187,7 @@ def test_what_is_loaded_for_a_number_of_rows(monkeypatch: pytest.MonkeyPatch) ->
     cluster_gemm._machine_codes.cache_clear()
 
 
-def test_of_kept_kernels_one_is_read_and_missing_ones_are_compiled_at_once(
+def test_of_cached_kernels_one_is_read_and_missing_ones_are_compiled_at_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     weights = cluster_gemm._Kind(BF16, None), torch.device("cuda", 0), 4096, 1024

@@ -8,7 +8,7 @@ import torch
 from octavo.ops.digest import digest_rows
 
 
-def twin(row: torch.Tensor) -> int:
+def reference(row: torch.Tensor) -> int:
     """In Python's integers."""
     total, mask = 0, 2**64 - 1
     for index, bits in enumerate(row.view(torch.int32).tolist(), 1):
@@ -22,7 +22,7 @@ def twin(row: torch.Tensor) -> int:
 @pytest.mark.parametrize("num_rows", [0, 1, 7, 8, 9, 30])
 def test_the_fold_of_a_row_is_its_own(num_rows: int) -> None:
     rows = torch.randn(num_rows, 100, generator=torch.Generator().manual_seed(num_rows))
-    assert digest_rows(rows).tolist() == [twin(row) for row in rows]
+    assert digest_rows(rows).tolist() == [reference(row) for row in rows]
 
 
 def test_every_bit_counts() -> None:

@@ -64,7 +64,7 @@ def test_a_cpu_multiplies_then_draws(soft_cap: float) -> None:
     assert expected[0].unique().numel() > 30
     assert all(map(torch.equal, head.draw(x, *tables), expected))
     plain = sample.draw(linear(x, head.packed), *tables)
-    assert all(map(torch.equal, fused.drawn_linear(x, head.packed, *tables), plain))
+    assert all(map(torch.equal, fused.fused_linear_sampling(x, head.packed, *tables), plain))
     assert (plain[0] == expected[0]).all() == (not soft_cap), "a soft cap moves draws"
 
 

@@ -18,10 +18,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from octavo.ops.attention import decode as decode_attention  # noqa: E402
-from octavo.ops.attention import paged  # noqa: E402
-from octavo.ops.attention import prefill as prefill_attention  # noqa: E402
-from octavo.ops.attention import rope_decode_kernel as fused_rope_decode  # noqa: E402
+from octavo.ops.attention import decode, paged, prefill, rope_decode_kernel  # noqa: E402
 from octavo.ops.attention.mask_spec import MaskSpec  # noqa: E402
 from octavo.ops.compile import launch  # noqa: E402
 from octavo.ops.gemm import gemv  # noqa: E402
@@ -50,7 +47,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathF
     monkeypatch.setattr(driver, "_active", no_device)
     monkeypatch.setattr(JITFunction, "run", compile_only)
     monkeypatch.setattr(launch, "_has_pdl", lambda device: True)
-    monkeypatch.setattr(fused_rope_decode, "num_processors", lambda device: PROCESSORS)
+    monkeypatch.setattr(rope_decode_kernel, "num_processors", lambda device: PROCESSORS)
     monkeypatch.setattr(gemv, "_device", lambda index: {"multiprocessor_count": PROCESSORS})
     yield found
     assert found, "nothing was compiled"
@@ -69,7 +66,7 @@ def lengths() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.arange(5, dtype=torch.int32), torch.ones(4, dtype=torch.int32), torch.zeros(4, 16, dtype=torch.int32)
 
 
-def turned(size: int, *, normed: bool) -> Rotation:
+def rotation_of(size: int, *, normed: bool) -> Rotation:
     """What becomes of the projection of four tokens."""
     norm, ints = torch.ones(size) if normed else None, torch.zeros(4, dtype=torch.int64)
     return Rotation(
@@ -95,8 +92,8 @@ def test_rows(
     sinks = torch.zeros(2 * group) if with_sinks else None
     work, parts, stats = torch.zeros(512, dtype=torch.int32), torch.zeros(4096), torch.zeros(64)
     counters = torch.zeros(64, dtype=torch.int32)
-    for of_q, rotation in ((q, None), (projected, turned(size, normed=not cap))):
-        assert decode_attention.launch(
+    for of_q, rotation in ((q, None), (projected, rotation_of(size, normed=not cap))):
+        assert decode.launch(
             of_q, cache(block, size, dtype), torch.zeros_like(q), *lengths(), work, work[264:],
             (parts, stats, counters), (None, None, sinks, None), programs=132, lines=group, short=1, capacity=16,
             fold_limit=96, sees=sees, merges=with_sinks, numbers=(100, 0.1, cap), rotation=rotation,
@@ -111,7 +108,7 @@ def test_prompts(
     compiled: list[Any], block: int, size: int, group: int, sees: int, cap: float, dtype: torch.dtype
 ) -> None:
     q, numbers = torch.zeros(256, 2 * group, size, dtype=dtype), torch.zeros(8, dtype=torch.int32)
-    assert prefill_attention.launch(
+    assert prefill.launch(
         q, cache(block, size, dtype), torch.zeros_like(q), *lengths(), numbers, numbers, programs=132, sees=sees,
         reach=100, score_scale=0.1, cap_scale=cap, sinks=None,
     )  # fmt: skip
@@ -120,9 +117,9 @@ def test_prompts(
 @pytest.mark.parametrize(("block", "group", "normed"), [(64, 2, True), (16, 7, False)])
 def test_rotation_and_attention(compiled: list[Any], block: int, group: int, normed: bool) -> None:
     kv, out = cache(block, 128, BF16), torch.zeros(4, 2 * group, 128, dtype=BF16)
-    rotation = turned(128, normed=normed)
+    rotation = rotation_of(128, normed=normed)
     rows = paged.RowsLaunch(paged.Tile(16, 4, 3), 1, 8, 132, 4, 0, False, 2, single=True)
-    fused_rope_decode.rotate_and_attend(
+    rope_decode_kernel.fused_rope_decode(
         torch.zeros(4, (2 * group + 4) * 128, dtype=BF16), rotation, kv, *lengths(), out, mask_spec=MaskSpec(scale=0.1),
         plan=SimpleNamespace(rows=rows, capacity=8), scratch=SimpleNamespace(parts=lambda *sizes: (
             torch.zeros(4096), torch.zeros(64), torch.zeros(64, dtype=torch.int32)

@@ -19,8 +19,7 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 
 from octavo.attention import paged as paged_backend  # noqa: E402
 from octavo.attention.base import Variant  # noqa: E402
-from octavo.ops.attention import paged  # noqa: E402
-from octavo.ops.attention import rope_decode_kernel as fused_rope_decode  # noqa: E402
+from octavo.ops.attention import paged, rope_decode_kernel  # noqa: E402
 from octavo.ops.attention.mask_spec import MaskSpec  # noqa: E402
 from octavo.ops.compile import launch  # noqa: E402
 
@@ -45,7 +44,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     )
     monkeypatch.setattr(driver, "_active", no_device)
     monkeypatch.setattr(JITFunction, "run", compile_only)
-    for module in (paged, paged_backend, fused_rope_decode):
+    for module in (paged, paged_backend, rope_decode_kernel):
         monkeypatch.setattr(module, "shared_bytes", lambda device: state.shared)
     yield state
 
@@ -120,4 +119,4 @@ def test_rotation_in_one_kernel_needs_its_room(
     gpu.shared = shared
     monkeypatch.setattr(launch, "_has_pdl", lambda device: True)
     kv = torch.zeros(2, 2, 64, 256, dtype=BF16)
-    assert fused_rope_decode.serves(paged.Heads(4, 2, 128), MaskSpec(scale=1.0), kv) is takes
+    assert rope_decode_kernel.serves(paged.Heads(4, 2, 128), MaskSpec(scale=1.0), kv) is takes

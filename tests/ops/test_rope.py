@@ -1,4 +1,4 @@
-"""Tables of angles against transformers' formulas; the fused norm, rotation and store against its twin."""
+"""Tables of angles against transformers' formulas; the fused norm, rotation and store against its reference."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Case:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize(("head_size", "rotary"), [(64, 0), (128, 0), (80, 0), (24, 0), (96, 48)])
-def test_native_equals_the_twin(dtype: torch.dtype, norm: bool, head_size: int, rotary: int) -> None:
+def test_native_equals_the_reference(dtype: torch.dtype, norm: bool, head_size: int, rotary: int) -> None:
     case = Case(head_size, dtype, norm, rotary)
     tolerance = {"atol": 2e-6, "rtol": 0} if dtype == torch.float32 else {"atol": 1e-6, "rtol": 2**-7}
     for ours, expected in zip(case.run(), case.run(qk_norm_rope_store_eager), strict=True):

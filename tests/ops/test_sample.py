@@ -1,4 +1,4 @@
-"""Row-wise sampling kernels: the random stream, and native code against the twins."""
+"""Row-wise sampling kernels: the random stream, and native code against the reference implementations."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_samples_follow_the_softmax() -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 @needs_native
-def test_sample_rows_equals_the_twin(size: int) -> None:
+def test_sample_rows_equals_the_reference(size: int) -> None:
     logits, numbers = make_logits(size), make_numbers()
     assert torch.equal(sample.sample_rows(logits, *numbers), sample.sample_rows_eager(logits, *numbers))
 
@@ -136,7 +136,7 @@ def test_nan_rows() -> None:
 @needs_native
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("stages", ["k", "p", "m", "kpm"])
-def test_mask_equals_the_twin(size: int, stages: str) -> None:
+def test_mask_equals_the_reference(size: int, stages: str) -> None:
     logits, generator = make_logits(size), torch.Generator().manual_seed(size)
     top_k = torch.randint(-1, size + 2, (24,), generator=generator) if "k" in stages else torch.zeros(24).long()
     top_p = torch.rand(24, generator=generator) if "p" in stages else torch.ones(24)

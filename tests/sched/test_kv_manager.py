@@ -54,16 +54,16 @@ def test_extending_many_is_allocating_each(caching):
         (make_request(PROMPT), make_request(PROMPT)),
         (make_request(list(range(BLOCK))), make_request(list(range(BLOCK)))),
     ]
-    for request, twin in pairs:
+    for request, other in pairs:
         admit(each, request)
-        admit(all_at_once, twin)
+        admit(all_at_once, other)
     for _ in range(3):
-        starts = [twin.num_computed for _, twin in pairs]
+        starts = [other.num_computed for _, other in pairs]
         expected = [compute(each, request, 1) for request, _ in pairs]
-        assert all_at_once.extend([twin for _, twin in pairs], starts) == [blocks[0][0] for blocks in expected]
-        for request, twin in pairs:
-            twin.num_computed += 1
-            for one in (request, twin):
+        assert all_at_once.extend([other for _, other in pairs], starts) == [blocks[0][0] for blocks in expected]
+        for request, other in pairs:
+            other.num_computed += 1
+            for one in (request, other):
                 one.tokens.extend(range(BLOCK))
                 one.num_computed += BLOCK - 1
         all_at_once.check()

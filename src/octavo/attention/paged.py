@@ -127,7 +127,7 @@ class PagedBackend(BackendFrame):
     ) -> None:
         """See FusedRopeBackend."""
         self.inputs.check_call(projected, kv, out)
-        rope_decode.rotate_and_attend(
+        rope_decode.fused_rope_decode(
             projected, rotation, kv, *self._rows, out, mask_spec=self._planners[variant].mask_spec,
             plan=self._plans[variant],
             scratch=self._scratch,

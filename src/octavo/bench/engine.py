@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from octavo.bench import gpu_engine as gpu_benchmark
+from octavo.bench import gpu_engine
 from octavo.cli.flags import Parser
 from octavo.llm import LLM
 from octavo.request.sampling_params import SamplingParams
@@ -193,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run workloads and print a table, then JSON lines; the last one holds everything."""
     parser = Parser(prog="octavo bench engine", description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny")
-    workloads = dict.fromkeys((*WORKLOADS, *gpu_benchmark.WORKLOADS, "all", "none"))  # some run on either device
+    workloads = dict.fromkeys((*WORKLOADS, *gpu_engine.WORKLOADS, "all", "none"))  # some run on either device
     parser.add_argument("--workload", choices=list(workloads), default="all")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
@@ -217,14 +217,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         fields["attention_config"] = {"backend": arguments.attention_backend}
     if arguments.async_scheduling:
         fields["async_scheduling"] = True
-    known = gpu_benchmark.WORKLOADS if on_gpu else WORKLOADS
+    known = gpu_engine.WORKLOADS if on_gpu else WORKLOADS
     names = {"all": list(known), "none": []}.get(arguments.workload, [arguments.workload])
     if not set(names) <= set(known):
         parser.error(f"--workload {names[0]} does not run on {fields['device']}: known are {', '.join(known)}")
     document = {"shape": arguments.shape, **fields}
     if on_gpu:
-        run = gpu_benchmark.Run(arguments.shape, SHAPES[arguments.shape], fields, dummy_model)
-        return gpu_benchmark.report(run, names, document, profile=arguments.profile, timeline=arguments.timeline)
+        run = gpu_engine.Run(arguments.shape, SHAPES[arguments.shape], fields, dummy_model)
+        return gpu_engine.report(run, names, document, profile=arguments.profile, timeline=arguments.timeline)
     limits = machine_limits()
     results = {}
     for name in names:

@@ -14,7 +14,7 @@ from octavo.checkpoint.arch import Arch
 from octavo.layers.base import Layer
 from octavo.layers.linear import Linear
 from octavo.ops.embedding import embed_rows, gather_rows
-from octavo.ops.gemm.fused import drawn_linear, fused_sampling_rows
+from octavo.ops.gemm.fused import fused_linear_sampling, fused_sampling_rows
 from octavo.ops.sampling import draw
 
 
@@ -44,7 +44,7 @@ class OutputHead(Linear):
         """Tokens and failures of the rows of x, as `ops.sample.draw` has them of their logits."""
         if self._soft_cap:
             return draw(self.forward(x), rows, temperatures, seeds, positions)
-        return drawn_linear(x, self.packed, rows, temperatures, seeds, positions)
+        return fused_linear_sampling(x, self.packed, rows, temperatures, seeds, positions)
 
     def fused_sampling_rows(self) -> Collection[int]:
         """The numbers of rows that `draw` takes without writing their logits."""

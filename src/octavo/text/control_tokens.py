@@ -27,7 +27,7 @@ class ControlTokens:
 
     A guard goes behind the first character of each control token found in a text, and to the text's end where a
     token could begin there and go on in the next text. Templates may then trim, split and join. To encode, the
-    template's own control tokens are renamed, guards are removed, and a twin of the tokenizer that knows the control
+    template's own control tokens are renamed, guards are removed, and a copy of the tokenizer that knows the control
     tokens only by their new names does the rest in one pass.
     """
 
@@ -69,10 +69,10 @@ class ControlTokens:
         if RENAME in rendered:
             raise ParameterError("messages", "U+FDD1 cannot stand beside control tokens", "invalid_unicode")
         renamed = self._pattern.sub(lambda match: _new_name(match[0]), rendered)
-        return encode_text(self._twin, renamed.replace(GUARD, ""), False, "messages")
+        return encode_text(self._renamed_tokenizer, renamed.replace(GUARD, ""), False, "messages")
 
     @functools.cached_property
-    def _twin(self) -> tokenizers.Tokenizer:
+    def _renamed_tokenizer(self) -> tokenizers.Tokenizer:
         """The tokenizer with its control tokens renamed, in the added tokens and in the model's vocabulary."""
         import tokenizers
 
@@ -88,12 +88,12 @@ class ControlTokens:
             model["vocab"] = [[self._renamed(token), score] for token, score in model["vocab"]]
         if isinstance(model.get("unk_token"), str):
             model["unk_token"] = self._renamed(model["unk_token"])
-        twin = tokenizers.Tokenizer.from_str(json.dumps(tree))
+        copy = tokenizers.Tokenizer.from_str(json.dumps(tree))
         for token, token_id in self.ids.items():
-            if token_id not in twin.encode(_new_name(token), add_special_tokens=False).ids:
+            if token_id not in copy.encode(_new_name(token), add_special_tokens=False).ids:
                 message = "text that looks like control tokens cannot be encoded with this tokenizer"
                 raise ParameterError("messages", message, "unsupported")
-        return twin
+        return copy
 
     def _renamed(self, token: str) -> str:
         return _new_name(token) if token in self.ids else token

@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.attention.mods import _BOUND as BOUND
-from octavo.attention.mods import AttentionMods, NativeForm, RequestField
+from octavo.attention.mods import BOUND, AttentionMods, NativeForm, RequestField
 from octavo.request.fields import FieldSpec
 
 Name = Any  # what JSON holds: nested lists of strings and numbers

@@ -28,7 +28,7 @@ ScoreMod: TypeAlias = "Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor
 BlockTest: TypeAlias = "Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]"
 """(b, q_first, q_last, kv_first, kv_last) -> bool for tensors that broadcast: a rectangle of positions, ends in it."""
 
-_BOUND: dict[str, Tensor] = {}
+BOUND: dict[str, Tensor] = {}
 _BINDING = threading.RLock()
 
 
@@ -40,7 +40,7 @@ class RequestField:
 
     def __getitem__(self, index: Any) -> Tensor:
         """The value of a request's row. Only while a backend runs."""
-        return _BOUND[self.spec.name][index]
+        return BOUND[self.spec.name][index]
 
 
 def request_field(
@@ -79,13 +79,13 @@ def bound(tables: Mapping[str, Tensor]) -> Iterator[None]:
         yield
         return
     with _BINDING:
-        before = dict(_BOUND)
-        _BOUND.update(tables)
+        before = dict(BOUND)
+        BOUND.update(tables)
         try:
             yield
         finally:
-            _BOUND.clear()
-            _BOUND.update(before)
+            BOUND.clear()
+            BOUND.update(before)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Gated activations on a GPU: `gated_activation` of `octavo.ops.activation`.
 
 Owns the kernel. Invariant: elementwise, float32 inside, nothing contracted, rounded once; exp is the GPU's, so float32
-results are within a few units in the last place of the twin's, 16-bit ones within one.
+results are within a few units in the last place of the reference's, 16-bit ones within one.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, assignment"

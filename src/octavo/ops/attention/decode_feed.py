@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from octavo.ops.attention.paged_workload import BN, first_seen, leaf_of, leaf_start
-from octavo.ops.attention.rope_heads import rope_heads, turned_halves
+from octavo.ops.attention.rope_heads import rope_heads, rotated_halves
 
 _LINES, _PIECE = 8, 16
 TILE, LINES = gl.constexpr(BN), gl.constexpr(_LINES)  # tokens and lines of a tile; lines: queries x heads of a KV head
@@ -224,7 +224,7 @@ def rotate(
             k_cosine, k_sine = gl.load(angles + of_k), gl.load(angles + HALF + of_k)
             q = rope_heads(low, high, q_weights, cosine, sine, eps, LEVELS, NORM)
             if (stop_leaf == leaves) & (slot >= 0):
-                k_low, k_high = turned_halves(k_low, k_high, k_weights, k_cosine, k_sine, eps, LEVELS, NORM)
+                k_low, k_high = rotated_halves(k_low, k_high, k_weights, k_cosine, k_sine, eps, LEVELS, NORM)
                 stored = kv + (slot // BLOCK * kv_block + kv_index * kv_head + slot % BLOCK * kv_token)
                 gl.store(stored + of_k, k_low)
                 gl.store(stored + HALF + of_k, k_high)

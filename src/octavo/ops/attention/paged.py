@@ -24,8 +24,7 @@ import torch
 import triton
 from torch import Tensor
 
-from octavo.ops.attention import decode as decode_attention
-from octavo.ops.attention import prefill as prefill_attention
+from octavo.ops.attention import decode, prefill
 from octavo.ops.attention.mask_spec import MaskSpec
 from octavo.ops.attention.paged_decode_kernels import attend_few, attend_rows, merge
 from octavo.ops.attention.paged_kernels import attend_tiles
@@ -94,7 +93,7 @@ class RowsLaunch:
     merges: bool
     max_leaves: int  # of a row, where `attend_few` takes them, undivided; else 0
     single: bool = False  # no row has more than one query: see `octavo.ops.attention.rope_decode`
-    is_copied: bool = False  # for `decode_attention`, in place of `attend_rows` where the tensors allow it
+    is_copied: bool = False  # for `decode`, in place of `attend_rows` where the tensors allow it
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -110,7 +109,7 @@ class TilesLaunch:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PromptsLaunch:
-    """One launch of `prefill_attention`, in place of `attend_tiles` where the tensors allow it."""
+    """One launch of `prefill`, in place of `attend_tiles` where the tensors allow it."""
 
     tile_start: Tensor  # of `count_tiles`
     programs: int
@@ -288,14 +287,14 @@ class Planner:
     def _prompts(self, query_start: Tensor, short: int, num_tokens: int, for_capture: bool) -> PromptsLaunch | None:
         heads, num_rows = self.heads, len(query_start) - 1
         device = query_start.device
-        if not prefill_attention.can_serve(device, self._dtype, heads.group, heads.size, self.mask_spec.causal):
+        if not prefill.can_serve(device, self._dtype, heads.group, heads.size, self.mask_spec.causal):
             return None
         self._scratch.reserve(0, 1, 1, for_capture=for_capture)
         if self._tile_start.numel() <= num_rows:
             self._tile_start = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
         if for_capture:
             self._keep(self._tile_start)
-        queries = prefill_attention.queries_of_tile(heads.group)
+        queries = prefill.queries_of_tile(heads.group)
         count_tiles[(1,)](query_start, self._tile_start, num_rows, short, QUERIES=queries, ROWS=512, num_warps=4)
         items = (num_tokens // queries + num_rows) * heads.num_kv_heads
         return PromptsLaunch(self._tile_start, min(items, self._processors))
@@ -322,11 +321,11 @@ class Planner:
             tile = dataclasses.replace(tile, stages=stages, registers=None)
             rows = RowsLaunch(tile, short, lines, programs, num_rows, 0, False, max_leaves, single=max_queries == 1)
             return rows, capacity
-        is_copied = self._cache_dtype == self._dtype and decode_attention.can_serve(
+        is_copied = self._cache_dtype == self._dtype and decode.can_serve(
             seq_lens.device, self._dtype, heads.group, heads.size, self.mask_spec.causal, tile.lines
         )
         programs = _ROW_PROGRAMS if tile.registers == _ROW_REGISTERS else _WIDE_ROW_PROGRAMS
-        programs = (decode_attention.PROGRAMS if is_copied else programs) * self._processors
+        programs = (decode.PROGRAMS if is_copied else programs) * self._processors
         limit = _LONG if merges else 1 << 30
         rows = RowsLaunch(
             tile, short, lines, programs, num_rows, limit, merges, 0, single=max_queries == 1, is_copied=is_copied
@@ -439,7 +438,7 @@ def _attend_rows(
             *tensors, *parts, *rest, rows.short, *numbers, rows.num_rows, rows.max_leaves,
             ROWS=_power_of_two(rows.num_rows), **options,
         )  # fmt: skip
-    elif not rows.is_copied or not decode_attention.launch(
+    elif not rows.is_copied or not decode.launch(
         *tensors, plan.work, plan.leaf_base, parts, rest[:4], programs=rows.programs, lines=rows.lines,
         short=rows.short, capacity=plan.capacity, fold_limit=rows.fold_limit, sees=fixed["SEES"], merges=rows.merges,
         numbers=numbers, rotation=rotation,
@@ -466,7 +465,7 @@ def _serve_prompts(
         return False
     if key_scale is not None or value_scale is not None or slopes is not None:
         return False
-    return prefill_attention.launch(
+    return prefill.launch(
         *tensors, plan.prompts.tile_start, scratch.parts(0, 0, 0)[2], programs=plan.prompts.programs,
         sees=_sees(mask_spec),
         reach=mask_spec.reach, score_scale=score, cap_scale=cap, sinks=sinks,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from octavo.ops.attention import decode as decode_attention
+from octavo.ops.attention import decode
 from octavo.ops.attention.mask_spec import MaskSpec
 from octavo.ops.attention.paged import Heads, Plan, Scratch, paged_attention
 from octavo.ops.rope import Rotation
@@ -23,13 +23,13 @@ def serves(heads: Heads, mask_spec: MaskSpec, plan: Plan, kv: Tensor, rotation: 
     if (rotation.q_norm is None) != (rotation.k_norm is None):
         return False
     if rows.max_leaves:
-        from octavo.ops.attention import rope_decode_kernel as fused_rope_decode  # needs Gluon
+        from octavo.ops.attention import rope_decode_kernel  # needs Gluon
 
-        return fused_rope_decode.serves(heads, mask_spec, kv)
-    return rows.is_copied and decode_attention.supports(kv)
+        return rope_decode_kernel.serves(heads, mask_spec, kv)
+    return rows.is_copied and decode.supports(kv)
 
 
-def rotate_and_attend(
+def fused_rope_decode(
     projected: Tensor, rotation: Rotation, kv: Tensor, query_start: Tensor, seq_lens: Tensor, block_table: Tensor,
     out: Tensor, *, mask_spec: MaskSpec, plan: Plan, scratch: Scratch,
 ) -> None:  # fmt: skip
@@ -41,9 +41,9 @@ def rotate_and_attend(
     """
     rows = (query_start, seq_lens, block_table)
     if plan.rows is not None and plan.rows.max_leaves:
-        from octavo.ops.attention import rope_decode_kernel as fused_rope_decode  # needs Gluon
+        from octavo.ops.attention import rope_decode_kernel  # needs Gluon
 
-        fused_rope_decode.rotate_and_attend(
+        rope_decode_kernel.fused_rope_decode(
             projected, rotation, kv, *rows, out, mask_spec=mask_spec, plan=plan, scratch=scratch
         )
     else:

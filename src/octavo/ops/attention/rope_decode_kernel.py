@@ -2,8 +2,8 @@
 
 Owns that kernel: what `octavo.ops.rope.qk_norm_rope_store` and `octavo.ops.attention.paged` compute for a few rows of
 one query. Does not know plans or layers. Invariant: the bits are theirs: the operations on a (query, head) are those of
-`rope._turned` and of `paged_kernels`, in the same order. K and V of earlier steps, lengths and tables are
-read before the kernel ahead is done: the first kernel of a step is behind all that writes them.
+`octavo.ops.rope.gpu._rotated` and of `paged_kernels`, in the same order. K and V of earlier steps, lengths and tables
+are read before the kernel ahead is done: the first kernel of a step is behind all that writes them.
 
 A program takes a leaf of a (row, KV head), in halves of four tiles whose scores are found together. Warp w has tile w:
 token 64 w + 16 r + i of a half is line 16 w + i of piece r in shared memory. The newest token's K and V come from the
@@ -127,7 +127,7 @@ def _ask(
 
 @constexpr_function
 def _lines(group):
-    """How many lines the heads that are turned together take: those of Q, and K."""
+    """How many lines the heads that are rotated together take: those of Q, and K."""
     return 4 if group < 4 else 8
 
 
@@ -295,7 +295,7 @@ def _rotate_and_attend(
     dtype: gl.constexpr = out.dtype.element_ty
     keys = gl.allocate_shared_memory(dtype, [4, 64, HEAD], _SWIZZLED)
     values = gl.allocate_shared_memory(dtype, [4, 64, HEAD], _SWIZZLED)
-    turned = gl.allocate_shared_memory(dtype, [8, HEAD], _SWIZZLED)
+    rotated = gl.allocate_shared_memory(dtype, [8, HEAD], _SWIZZLED)
     heads = gl.allocate_shared_memory(dtype, [8, HEAD], _PLAIN)
     weights_at = gl.allocate_shared_memory(dtype, [_HALF, 8], _PLAIN)
     num_pairs, place = num_rows * KV_HEADS, gl.program_id(0)
@@ -367,11 +367,11 @@ def _rotate_and_attend(
         both = rope_heads(low, high, weights, cosine, sine, eps, LEVELS, NORM)
         if USED < 8:  # the others are zeros
             both = gl.reshape(gl.permute(gl.join(both, gl.zeros_like(both)), (2, 0, 1)), [8, HEAD])
-        turned.store(both)
+        rotated.store(both)
         heads.store(both)
         async_copy.wait_group(1)
         tl.debug_barrier()
-        queries, fresh_k = turned.permute((1, 0)).load(_RIGHT), heads.slice(GROUP, 1)
+        queries, fresh_k = rotated.permute((1, 0)).load(_RIGHT), heads.slice(GROUP, 1)
         leaf, leaf_sum, leaf_max = _attend_half(
             keys, values, kv, after, queries, fresh_k, (of_newest, old_v, new_v), newest, leaf_end - start, score_scale,
             weights_at, leaf, leaf_sum, leaf_max, kv_token, HEAD, BLOCK,
@@ -409,11 +409,11 @@ def _takes(kv: Tensor) -> bool:
     return aligned and "launch_pdl" in chained(kv.device) and shared_bytes(kv.device) >= _SHARED_BYTES
 
 
-def rotate_and_attend(
+def fused_rope_decode(
     projected: Tensor, rotation: Rotation, kv: Tensor, query_start: Tensor, seq_lens: Tensor, block_table: Tensor,
     out: Tensor, *, mask_spec: MaskSpec, plan: Plan, scratch: Scratch,
 ) -> None:  # fmt: skip
-    """See `octavo.ops.attention.rope_decode.rotate_and_attend`; all tensors of channels are bfloat16."""
+    """See `octavo.ops.attention.rope_decode.fused_rope_decode`; all tensors of channels are bfloat16."""
     rows, (_, kv_heads, block_size, _) = plan.rows, kv.shape
     assert rows is not None, "rows are few"
     assert projected.stride(1) == out.stride(2) == kv.stride(3) == 1 and out.stride(1) == _HEAD, "last axes"

@@ -1,7 +1,7 @@
-"""The rotation of heads inside kernels in Gluon: `octavo.ops.rope.gpu._turned` for halves that turn whole.
+"""The rotation of heads inside kernels in Gluon: `octavo.ops.rope.gpu._rotated` for halves that are rotated whole.
 
 Owns those operations. Does not know where heads come from or go. Invariant: the operations on a head are those of
-`_turned`, in the same order, whatever the layout; the kernel is compiled without contraction.
+`_rotated`, in the same order, whatever the layout; the kernel is compiled without contraction.
 """
 
 # Kernels are compiled from their source by Triton, whose values mypy does not know.
@@ -16,8 +16,8 @@ from octavo.ops.compile.row_sum import row_sums
 
 
 @gluon.jit
-def turned_halves(first, second, weights, cosine, sine, eps, LEVELS: gl.constexpr, NORM: gl.constexpr):
-    """Halves of heads [N, head size / 2], normed, rotated and rounded. As `rope._turned`."""
+def rotated_halves(first, second, weights, cosine, sine, eps, LEVELS: gl.constexpr, NORM: gl.constexpr):
+    """Halves of heads [N, head size / 2], normed, rotated and rounded. As `octavo.ops.rope.gpu._rotated`."""
     dtype: gl.constexpr = first.dtype
     first, second = first.to(gl.float32), second.to(gl.float32)
     if NORM:
@@ -31,6 +31,6 @@ def turned_halves(first, second, weights, cosine, sine, eps, LEVELS: gl.constexp
 
 @gluon.jit
 def rope_heads(first, second, weights, cosine, sine, eps, LEVELS: gl.constexpr, NORM: gl.constexpr):
-    """`turned_halves`, side by side: [N, head size]."""
-    first, second = turned_halves(first, second, weights, cosine, sine, eps, LEVELS, NORM)
+    """`rotated_halves`, side by side: [N, head size]."""
+    first, second = rotated_halves(first, second, weights, cosine, sine, eps, LEVELS, NORM)
     return gl.reshape(gl.permute(gl.join(first, second), (0, 2, 1)), [first.shape[0], 2 * first.shape[1]])

@@ -19,9 +19,9 @@ def zero_blocks(data: torch.Tensor, block_ids: Sequence[int]) -> None:
     if not len(block_ids):
         return
     if data.is_cuda:
-        from octavo.ops.cache_write import zero_blocks_gpu as gpu
+        from octavo.ops.cache_write import zero_blocks_gpu
 
-        gpu.zero_blocks(data, block_ids)
+        zero_blocks_gpu.zero_blocks(data, block_ids)
         return
     zero_blocks_eager(data, block_ids)
 

@@ -322,7 +322,7 @@ def read(path: Path, key: Any) -> Form | None:
 
 
 def _tuples(value: dict[str, Any]) -> dict[str, Any]:
-    def turned(part: Any) -> Any:
-        return tuple(turned(one) for one in part) if isinstance(part, list) else part
+    def as_tuples(part: Any) -> Any:
+        return tuple(as_tuples(one) for one in part) if isinstance(part, list) else part
 
-    return {key: turned(part) for key, part in value.items()}
+    return {key: as_tuples(part) for key, part in value.items()}

@@ -150,7 +150,7 @@ def linear(
 def _linear_gpu(
     x: Tensor, weight: LinearWeight, bias: Tensor | None, out_dtype: torch.dtype | None, out: Tensor | None
 ) -> Tensor:
-    from octavo.ops.gemm import cluster_gemm as cluster_gemm  # need triton
+    from octavo.ops.gemm import cluster_gemm  # need triton
     from octavo.ops.gemm import gpu as matmul
 
     if out is None:
@@ -165,8 +165,8 @@ def load_kernels(num_rows: int) -> None:
 
     They load nothing while a graph is captured.
     """
-    from octavo.ops.gemm import cluster_gemm as cluster_gemm  # need triton
-    from octavo.ops.sampling import fused_lm_head_sampling as fused_lm_head_sampling
+    from octavo.ops.gemm import cluster_gemm  # need triton
+    from octavo.ops.sampling import fused_lm_head_sampling
 
     cluster_gemm.load_for(num_rows)
     fused_lm_head_sampling.load_for(num_rows)

@@ -38,7 +38,7 @@ def gated_linear(x: Tensor, weight: LinearWeight, activation: str) -> Tensor:
 
 
 def fused_sampling_rows(weight: LinearWeight) -> Collection[int]:
-    """The numbers of rows at which `drawn_linear` writes no logits."""
+    """The numbers of rows at which `fused_linear_sampling` writes no logits."""
     if not weight.storage.is_cuda:
         return ()
     from octavo.ops.sampling import fused_lm_head_sampling  # needs triton
@@ -46,7 +46,7 @@ def fused_sampling_rows(weight: LinearWeight) -> Collection[int]:
     return fused_lm_head_sampling.supports(weight.storage)
 
 
-def drawn_linear(
+def fused_linear_sampling(
     x: Tensor, weight: LinearWeight, rows: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
     """`sample.draw`, without cuts, of float32 logits, which are `linear` of x [S, K] by a head's weight."""

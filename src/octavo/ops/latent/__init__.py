@@ -21,7 +21,7 @@ def latent_rope_store(
 
     state: [tokens, latent + rope], the key's channels last; positions: [tokens] int64; kv: [blocks, 1, block_size,
     latent + rope] of state's dtype, or quantized by the key's scale; slot_mapping: [tokens] int64, block * block_size +
-    offset, -1 writes nothing. A turned pair is laid out as its first halves, then its second: queries and keys alike,
+    offset, -1 writes nothing. A rotated pair is laid out as its first halves, then its second: queries and keys alike,
     so that their products are what any other order gives. Arithmetic is float32, rounded once.
     """
     if query.is_cuda and (kv.dtype == state.dtype or kv.dtype in LIMITS):
@@ -47,7 +47,7 @@ def latent_rope_store_reference(
 
 
 def _rotate(x: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """x [..., rope] float32 turned by cos_sin [..., rope]: cosines, then sines."""
+    """x [..., rope] float32 rotated by cos_sin [..., rope]: cosines, then sines."""
     cos, sin = cos_sin.chunk(2, dim=-1)
     first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

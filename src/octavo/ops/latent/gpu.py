@@ -45,8 +45,8 @@ def _turn(
     sine = tl.load(cos_sin + HALF + channel, mask=channel < HALF, other=0.0)[None, :]
     dtype: tl.constexpr = source.dtype.element_ty
     store_rounded(out[:, None] + channel[None, :], first * cosine - second * sine, scale, inside, dtype, QUANTIZED)
-    turned = second * cosine + first * sine
-    store_rounded(out[:, None] + HALF + channel[None, :], turned, scale, inside, dtype, QUANTIZED)
+    rotated = second * cosine + first * sine
+    store_rounded(out[:, None] + HALF + channel[None, :], rotated, scale, inside, dtype, QUANTIZED)
 
 
 @triton.jit
@@ -233,7 +233,7 @@ def _attend(
     live = (head < NUM_HEADS)[:, None]
     at = (q + tl.cast(token, tl.int64) * q_token + head * q_head)[:, None]
     queries = tl.load(at + channel[None, :], mask=live & (channel < LATENT)[None, :], other=0.0)
-    turned = tl.load(at + LATENT + rope[None, :], mask=live & (rope < STATE - LATENT)[None, :], other=0.0)
+    rotated = tl.load(at + LATENT + rope[None, :], mask=live & (rope < STATE - LATENT)[None, :], other=0.0)
     table += row.to(tl.int64) * table_row
     if key_scale is not None:
         score_scale *= tl.load(key_scale)
@@ -242,7 +242,7 @@ def _attend(
     total_max = tl.full((BM,), float("-inf"), tl.float32)
     for index in range(first, last):
         leaf, leaf_sum, leaf_max = _leaf(
-            queries, turned, kv, table, index * LEAF, high, score_scale, kv_block, kv_token, STATE, LATENT, PADDED,
+            queries, rotated, kv, table, index * LEAF, high, score_scale, kv_block, kv_token, STATE, LATENT, PADDED,
             PADDED_ROPE, BLOCK, BM, BN, LEVELS, LEAF, PRECISION,
         )  # fmt: skip
         if SPLIT:

@@ -28,7 +28,7 @@ _FEW_TOKENS, _FEW, _MORE = 64, (1024, 4), (2048, 2)
 def store_rounded(place, x, scale, mask, DTYPE: tl.constexpr, QUANTIZED: tl.constexpr):
     """Store x as DTYPE, or in a quantized cache as what that is, divided by the scale, cut and rounded.
 
-    The twin is `octavo.ops.cache_write.quantize.quantize`.
+    The reference is `octavo.ops.cache_write.quantize.quantize`.
     """
     x = x.to(DTYPE)
     if QUANTIZED:
@@ -40,11 +40,11 @@ def store_rounded(place, x, scale, mask, DTYPE: tl.constexpr, QUANTIZED: tl.cons
 
 
 @triton.jit
-def _store_turned(
+def _store_rotated(
     heads, first, second, rest, scale, valid, HEAD: tl.constexpr, HALF: tl.constexpr, DTYPE: tl.constexpr,
     QUANTIZED: tl.constexpr,
 ):  # fmt: skip
-    """Store what `_turned` gives. heads: [N] pointers; valid: which to write."""
+    """Store what `_rotated` gives. heads: [N] pointers; valid: which to write."""
     channel, other = tl.arange(0, first.shape[1]), tl.arange(0, rest.shape[1])
     mask = valid[:, None] & (channel < HALF)[None, :]
     store_rounded(heads[:, None] + channel[None, :], first, scale, mask, DTYPE, QUANTIZED)
@@ -55,7 +55,7 @@ def _store_turned(
 
 
 @triton.jit
-def _turned(
+def _rotated(
     source, norm, cos_sin, valid, eps, scale, HEAD: tl.constexpr, HALF: tl.constexpr, PADDED_HALF: tl.constexpr,
     REST: tl.constexpr, HALF_LEVELS: tl.constexpr, REST_LEVELS: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
@@ -111,13 +111,13 @@ def _qk_norm_rope_store(
     table = cos_sin + position * (2 * HALF)
     if part < Q_PARTS:
         head = part * HEADS + tl.arange(0, HEADS)
-        first, second, rest = _turned(
+        first, second, rest = _rotated(
             qkv + head * HEAD, q_norm, table, head < NUM_HEADS, eps, q_scale,
             HEAD, HALF, PADDED_HALF, REST, HALF_LEVELS, REST_LEVELS, Q_NORM,
         )  # fmt: skip
         line = head // GROUP * LINES + position % TOKENS * GROUP + head % GROUP
         q = q_out + (token * (NUM_HEADS // GROUP * LINES) + line) * HEAD
-        _store_turned(q, first, second, rest, 1.0, head < NUM_HEADS, HEAD, HALF, DTYPE, False)
+        _store_rotated(q, first, second, rest, 1.0, head < NUM_HEADS, HEAD, HALF, DTYPE, False)
     else:
         slot = tl.load(slots + token).to(tl.int64)
         place = slot // block_size * kv_block + slot % block_size * kv_token
@@ -132,11 +132,11 @@ def _qk_norm_rope_store(
             scale = tl.where(is_key, of_key, tl.load(value_scale + group, mask=group < NUM_KV_HEADS, other=1.0))
         scale = scale[:, None]
         if is_key:
-            first, second, rest = _turned(
+            first, second, rest = _rotated(
                 source, k_norm, table, valid, eps, 1.0,
                 HEAD, HALF, PADDED_HALF, REST, HALF_LEVELS, REST_LEVELS, K_NORM,
             )  # fmt: skip
-            _store_turned(stored, first, second, rest, scale, valid, HEAD, HALF, DTYPE, QUANTIZED)
+            _store_rotated(stored, first, second, rest, scale, valid, HEAD, HALF, DTYPE, QUANTIZED)
         else:
             channel = tl.arange(0, PADDED)
             inside = valid[:, None] & (channel < HEAD)[None, :]

@@ -153,7 +153,7 @@ def _agrees(tile: Tile, weight: Tensor) -> bool:
 def draw(
     x: Tensor, weight: Tensor, rows: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """See `octavo.ops.gemm.fused.drawn_linear`, of calls that `serves` takes. Launches must not overlap."""
+    """See `octavo.ops.gemm.fused.fused_linear_sampling`, of calls that `serves` takes. Launches must not overlap."""
     tile, kind = tile_for(len(x)), (weight.dtype, weight.device)
     function = _functions.get((tile, kind)) or _load(tile, kind)
     return _launch(function, tile, x, weight, rows, temperatures, seeds, positions)

@@ -19,7 +19,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 import octavo.attention as A
-from kept_kernels import SLOPES, mods_of
+from cached_kernels import SLOPES, mods_of
 from octavo.attention.base import LayerTensors, Variant
 from octavo.attention.flex import backend as flex
 from octavo.attention.flex import kernel as flex_kernel
@@ -164,7 +164,7 @@ def test_a_mod_without_a_name_is_torchs(cache: Path, caplog: pytest.LogCaptureFi
 
 def test_later_starts_find_a_mods_kernels_without_torchs_compiler(tmp_path: Path) -> None:
     """Two processes with mods that differ by a number compile; a third, with one of the two, finds its kernels."""
-    script = str(Path(__file__).with_name("kept_kernels.py"))
+    script = str(Path(__file__).with_name("cached_kernels.py"))
 
     def start(number: int, file: str) -> subprocess.Popen[str]:
         command = [sys.executable, script, str(number), str(tmp_path / file)]

@@ -98,7 +98,7 @@ def check(
         kv[newest] = float("nan")  # until it is stored
         out = torch.full_like(q, 7.0)
         torch.cuda.synchronize()  # what it reads early is there
-        rope_decode.rotate_and_attend(
+        rope_decode.fused_rope_decode(
             projected, rotation, kv, *rows, out, mask_spec=mask_spec, plan=plan, scratch=scratch
         )
         assert torch.equal(_bits(out), _bits(expected)), (lengths, (out != expected).sum())
