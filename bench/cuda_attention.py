@@ -148,10 +148,16 @@ def run_flashinfer(call: Call, new: int, length: int, rounds: int) -> float:
     if kv.dtype != q.dtype:
         return 0.0
     inputs = AttentionInputs(
-        num_rows=len(seq_lens), num_tokens=len(q), max_query_len=new, max_seq_len=length, block_size=kv.shape[2],
-        query_start=query_start, seq_lens=seq_lens, block_table=table,
+        num_rows=len(seq_lens),
+        num_tokens=len(q),
+        max_query_len=new,
+        max_seq_len=length,
+        block_size=kv.shape[2],
+        query_start=query_start,
+        seq_lens=seq_lens,
+        block_table=table,
         slot_mapping=torch.full((len(q),), -1, device=CUDA),
-    )  # fmt: skip
+    )
     times = []
     for kernels in ("fa2",) if new == 1 else ("fa2", "fa3"):
         setup = Setup(options={"flashinfer_kernels": kernels})
@@ -190,10 +196,16 @@ def run(rounds: int, quick: bool, flashinfer: bool) -> dict[str, object]:
         beside = f"{theirs * 1e6:>13.1f} {work / theirs / limit:>6.1%}" if theirs else ""
         print(
             f"{name:>7} {rows:>4}x{new}/{length:<6} {heads[0]:>2}/{heads[1]} {block:>5} {dtype:>5} "
-            f"{time * 1e6:>8.1f} {work / time / 1e12:>6.2f} {unit} {share:>6.1%} {relative:>8.1e} {beside}", flush=True,
-        )  # fmt: skip
+            f"{time * 1e6:>8.1f} {work / time / 1e12:>6.2f} {unit} {share:>6.1%} {relative:>8.1e} {beside}",
+            flush=True,
+        )
         records.append({"case": name, "rows": rows, "tokens": length, "new": new, "heads": heads, "block": block,
                         "cache": dtype, "us": time * 1e6, "share": share, "error": relative,
                         "flashinfer_us": theirs * 1e6})  # fmt: skip
-    return {"bench": "attention", "device": device, "copy_tb_s": copy / 1e12, "matrix_tflop_s": matrix / 1e12,
-            "rows": records}  # fmt: skip
+    return {
+        "bench": "attention",
+        "device": device,
+        "copy_tb_s": copy / 1e12,
+        "matrix_tflop_s": matrix / 1e12,
+        "rows": records,
+    }

@@ -46,9 +46,10 @@ def cases(shape: tuple[int, int, int, int], rows: int, copies: int) -> Iterator[
     positions, slots = torch.randint(0, 4096, (rows,), device="cuda"), torch.randperm(rows, device="cuda")
     kv = torch.empty(rows // BLOCK + 1, kv_heads, BLOCK, 2 * HEAD, device="cuda", dtype=torch.bfloat16)
     yield (
-        "qk_norm_rope_store", rows * (width * 4 + HEAD * 4 + 16),
+        "qk_norm_rope_store",
+        rows * (width * 4 + HEAD * 4 + 16),
         lambda i: qk_norm_rope_store(qkvs[i], positions, cos_sin, norm, norm, 1e-6, heads, kv_heads, HEAD, kv, slots),
-    )  # fmt: skip
+    )
     gate_ups = [random(rows, 2 * inner) for _ in range(copies)]
     yield "gated_activation", rows * inner * 6, lambda i: gated_activation(gate_ups[i], "silu")
 

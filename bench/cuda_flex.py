@@ -52,12 +52,17 @@ def make_case(rows: int, length: int, new: int, block: int) -> Case:
     width = -(-length // block)
     kv = torch.randn(rows * width + 1, KV_HEADS, block, 2 * HEAD, device="cuda", dtype=torch.bfloat16)
     inputs = AttentionInputs(
-        num_rows=rows, num_tokens=rows * new, max_query_len=new, max_seq_len=length, block_size=block,
+        num_rows=rows,
+        num_tokens=rows * new,
+        max_query_len=new,
+        max_seq_len=length,
+        block_size=block,
         query_start=(torch.arange(rows + 1, device="cuda") * new).int(),
         seq_lens=torch.full((rows,), length, device="cuda", dtype=torch.int32),
         block_table=(torch.randperm(rows * width, device="cuda") + 1).view(rows, width).int(),
-        slot_mapping=torch.full((rows * new,), -1, device="cuda"), rows=torch.arange(rows, device="cuda"),
-    )  # fmt: skip
+        slot_mapping=torch.full((rows * new,), -1, device="cuda"),
+        rows=torch.arange(rows, device="cuda"),
+    )
     return Case(torch.randn(rows * new, HEADS, HEAD, device="cuda", dtype=torch.bfloat16), kv, inputs)
 
 
@@ -65,9 +70,12 @@ def make_backend(case: Case, variant: Variant) -> FlexBackend:
     """With an engine's limits."""
     inputs = case.inputs
     setup = Setup(
-        max_num_rows=inputs.num_rows, max_num_tokens=max(inputs.num_tokens, 8192), max_model_len=inputs.max_seq_len,
-        num_blocks=case.kv.shape[0], block_size=inputs.block_size,
-    )  # fmt: skip
+        max_num_rows=inputs.num_rows,
+        max_num_tokens=max(inputs.num_tokens, 8192),
+        max_model_len=inputs.max_seq_len,
+        num_blocks=case.kv.shape[0],
+        block_size=inputs.block_size,
+    )
     return FlexBackend([variant], torch.bfloat16, torch.device("cuda"), setup)
 
 
@@ -95,10 +103,17 @@ def measure_mixed(rows: int, length: int, prompt: int, block: int, rounds: int) 
     assert torch.equal(*outs), "a tile moved bits"
     print(
         f"  mixed {rows:>4}x{length} beside a prompt of {prompt}, blocks of {block}: {times[0] * 1e6:.1f} us with one "
-        f"tile, {times[1] * 1e6:.1f} us with two", flush=True,
-    )  # fmt: skip
-    return {"rows": rows, "tokens": length, "prompt": prompt, "block": block, "one_tile_us": times[0] * 1e6,
-            "two_tiles_us": times[1] * 1e6}  # fmt: skip
+        f"tile, {times[1] * 1e6:.1f} us with two",
+        flush=True,
+    )
+    return {
+        "rows": rows,
+        "tokens": length,
+        "prompt": prompt,
+        "block": block,
+        "one_tile_us": times[0] * 1e6,
+        "two_tiles_us": times[1] * 1e6,
+    }
 
 
 def relative_error(case: Case, variant: Variant, out: Tensor) -> float:

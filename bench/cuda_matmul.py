@@ -100,9 +100,14 @@ def measure(model: str, product: str, shape: tuple[int, int], m: int, rounds: in
 
 
 def measure_step(
-    model: str, layers: int, shapes: Sequence[tuple[int, int]], head: tuple[int, int], rows: Sequence[int], rounds: int,
+    model: str,
+    layers: int,
+    shapes: Sequence[tuple[int, int]],
+    head: tuple[int, int],
+    rows: Sequence[int],
+    rounds: int,
     limits: tuple[float, float],
-) -> list[dict]:  # fmt: skip
+) -> list[dict]:
     """All products of a step, one after the other, at each number of rows."""
     weights = [*itertools.chain(*zip(*(make_weights(n, k, layers) for n, k in shapes))), *make_weights(*head, 1)]
     records = []
@@ -143,5 +148,10 @@ def run(rounds: int, quick: bool) -> dict[str, object]:
             records.append(record)
             print(LINE.format(**record), flush=True)
         torch.cuda.empty_cache()
-    return {"bench": "cuda-matmul", "device": torch.cuda.get_device_name(), "copy_tb_s": limits[0] / 1e12,
-            "product_tflop_s": limits[1] / 1e12, "rows": records}  # fmt: skip
+    return {
+        "bench": "cuda-matmul",
+        "device": torch.cuda.get_device_name(),
+        "copy_tb_s": limits[0] / 1e12,
+        "product_tflop_s": limits[1] / 1e12,
+        "rows": records,
+    }

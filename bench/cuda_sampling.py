@@ -30,13 +30,19 @@ def cases(rows: int) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "log-probability and rank", lambda: token_logprobs(logits, place)
     yield f"{TOP} likeliest", lambda: top_logprobs(logits, TOP)
     for name, divisor, top_k, top_p in (
-        ("top-k 20, top-p 0.95, 0.6", 0.6, 20, 0.95), ("top-k 50", 1.0, 50, 1.0),
-        ("top-p 0.9", 1.0, 0, 0.9), ("top-p 0.95, 0.7", 0.7, 0, 0.95),
-    ):  # fmt: skip
+        ("top-k 20, top-p 0.95, 0.6", 0.6, 20, 0.95),
+        ("top-k 50", 1.0, 50, 1.0),
+        ("top-p 0.9", 1.0, 0, 0.9),
+        ("top-p 0.95, 0.7", 0.7, 0, 0.95),
+    ):
         truncation = TruncationRows(
-            divisors=divisor * ones, top_k=torch.full_like(place, top_k), top_p=top_p * ones, min_p=zeros,
-            few=top_k > 0, many=top_k == 0,
-        )  # fmt: skip
+            divisors=divisor * ones,
+            top_k=torch.full_like(place, top_k),
+            top_p=top_p * ones,
+            min_p=zeros,
+            few=top_k > 0,
+            many=top_k == 0,
+        )
         yield f"draw, {name}", functools.partial(draw, logits, place, ones, position, position, truncation)
 
 

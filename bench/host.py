@@ -53,9 +53,12 @@ class Load:
             max_model_len=MAX_LEN,
         )
         runner = NullRunner(
-            group, max_num_rows=max(num_requests, 16), max_num_tokens=8192, max_model_len=MAX_LEN,
+            group,
+            max_num_rows=max(num_requests, 16),
+            max_num_tokens=8192,
+            max_model_len=MAX_LEN,
             tokens=torch.arange(max(num_requests, 16)) * 7919 % 4000 + 50,
-        )  # fmt: skip
+        )
         executor = DeviceExecutor(runner.issue)
         self.core = EngineCore(scheduler, executor, eos_token_ids=[2], async_scheduling=True)
         self._outputs = OutputProcessor(tokenizer)

@@ -102,10 +102,17 @@ def measure(
             gbytes, gflops = weights[0].num_bytes / seconds / 1e9, 2.0 * m * n * k / seconds / 1e9
             floor = max(weights[0].num_bytes / limits[0] / 1e9, 2.0 * m * n * k / limits[1] / 1e9)
             yield {
-                "kind": kind, "n": n, "k": k, "m": m, "us": round(seconds * 1e6, 2), "gb_s": round(gbytes, 1),
-                "gflop_s": round(gflops, 1), "read_share": round(gbytes / limits[0], 3),
-                "fma_share": round(gflops / limits[1], 3), "limit_share": round(floor / seconds, 3),
-            }  # fmt: skip
+                "kind": kind,
+                "n": n,
+                "k": k,
+                "m": m,
+                "us": round(seconds * 1e6, 2),
+                "gb_s": round(gbytes, 1),
+                "gflop_s": round(gflops, 1),
+                "read_share": round(gbytes / limits[0], 3),
+                "fma_share": round(gflops / limits[1], 3),
+                "limit_share": round(floor / seconds, 3),
+            }
 
 
 def cpu_matmul(args: argparse.Namespace) -> dict[str, object]:
@@ -121,8 +128,14 @@ def cpu_matmul(args: argparse.Namespace) -> dict[str, object]:
     ):
         rows.append(record)
         print(ROW.format(**record), flush=True)
-    return {"bench": "cpu-matmul", "isa": native.isa(), "threads": native.num_threads(),
-            "read_gb_s": round(limits[0], 1), "fma_gflop_s": round(limits[1], 1), "rows": rows}  # fmt: skip
+    return {
+        "bench": "cpu-matmul",
+        "isa": native.isa(),
+        "threads": native.num_threads(),
+        "read_gb_s": round(limits[0], 1),
+        "fma_gflop_s": round(limits[1], 1),
+        "rows": rows,
+    }
 
 
 # name, rows, cached tokens of a row, queries of a row, heads, KV heads, head size
@@ -181,8 +194,9 @@ def cpu_attention(args: argparse.Namespace) -> dict[str, object]:
         share = floor / native_s
         print(
             f"{name:>8} {rows:>4} {cached:>6} {new:>4} {heads:>3}/{kv_heads}/{size:<3} {native_s * 1e6:>9.1f} "
-            f"{share:>6.0%} {sdpa_s * 1e6:>15.1f} {eager_s * 1e6:>9.1f}", flush=True,
-        )  # fmt: skip
+            f"{share:>6.0%} {sdpa_s * 1e6:>15.1f} {eager_s * 1e6:>9.1f}",
+            flush=True,
+        )
         records.append({"case": name, "rows": rows, "cached": cached, "new": new, "heads": heads,
                         "us": native_s * 1e6, "limit_share": share, "sdpa_us": sdpa_s * 1e6,
                         "eager_us": eager_s * 1e6})  # fmt: skip

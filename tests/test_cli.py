@@ -54,13 +54,22 @@ class EchoLLM:
 
     def _output(self, index: int, prompt: str, text: str, finished: bool) -> RequestOutput:
         completion = CompletionOutput(
-            index=0, text=text, token_ids=[1], cumulative_logprob=None, logprobs=self.logprobs,
-            finish_reason="error" if self.failure else "stop" if finished else None, stop_reason=self.failure,
-        )  # fmt: skip
+            index=0,
+            text=text,
+            token_ids=[1],
+            cumulative_logprob=None,
+            logprobs=self.logprobs,
+            finish_reason="error" if self.failure else "stop" if finished else None,
+            stop_reason=self.failure,
+        )
         return RequestOutput(
-            request_id=str(index), prompt=prompt, prompt_token_ids=[5, 6], outputs=[completion], finished=finished,
+            request_id=str(index),
+            prompt=prompt,
+            prompt_token_ids=[5, 6],
+            outputs=[completion],
+            finished=finished,
             prompt_logprobs=self.logprobs and [None, *self.logprobs],
-        )  # fmt: skip
+        )
 
     def stream(self, prompt: Any, params: SamplingParams) -> Iterator[RequestOutput]:
         self.prompts.append(json.loads(json.dumps(prompt)))

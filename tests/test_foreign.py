@@ -27,15 +27,17 @@ MEANINGS: dict[str, tuple[str, dict[str, Any]]] = {
         '{"enable_in_reasoning": true, "reasoning_parser": "qwen3", "backend": "xgrammar"}',
         {"enable_in_reasoning": True, "reasoning_parser": "qwen3"},
     ),
-    "allowed_origins": ('["https://a.example", "https://b.example"]',
-                        {"cors_origins": "https://a.example,https://b.example"}),
+    "allowed_origins": (
+        '["https://a.example", "https://b.example"]',
+        {"cors_origins": "https://a.example,https://b.example"},
+    ),
     "disable_uvicorn_access_log": ("", {"access_log": False}),
     "reasoning_config": (
         '{"reasoning_start_str": "<think>", "reasoning_end_str": "Enough.</think>"}',
         {"reasoning_end_text": "Enough.</think>"},
     ),
     "shutdown_timeout": ("5", {"drain_seconds": 5.0}),
-}  # fmt: skip
+}
 
 
 def _parse(argv: Sequence[str]) -> tuple[EngineConfig, ServeConfig]:
@@ -121,8 +123,12 @@ def test_python_arguments_and_yaml_are_read_by_the_same_table(tmp_path: Path, ca
     )
     assert taken == EngineConfig(max_model_len=64)
     assert [line.partition("=")[0] for line in caplog.messages] == [
-        "tensor_parallel_size", "swap_space", "disable_log_stats", "compilation_config", "trust_remote_code",
-    ]  # fmt: skip
+        "tensor_parallel_size",
+        "swap_space",
+        "disable_log_stats",
+        "compilation_config",
+        "trust_remote_code",
+    ]
     with pytest.raises(ConfigError, match=r"tensor_parallel_size=2 \(from Python argument\): an engine"):
         load(tensor_parallel_size=2)
     with pytest.raises(ConfigError, match="uvicorn_log_level"):  # a server's

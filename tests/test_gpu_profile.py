@@ -61,9 +61,10 @@ def test_families(kernel: str, family: str) -> None:
 def test_a_kernel_that_waits_for_the_one_ahead_is_not_timed_twice() -> None:
     launched = [("b", 4.0, 12.0), ("a", 0.0, 10.0), ("c", 5.0, 9.0), ("b", 20.0, 23.0)]
     assert kernels(launched, steps=2) == [
-        {"kernel": "a", "us": 5.0, "calls": 0.5}, {"kernel": "b", "us": 2.5, "calls": 1.0},
+        {"kernel": "a", "us": 5.0, "calls": 0.5},
+        {"kernel": "b", "us": 2.5, "calls": 1.0},
         {"kernel": "c", "us": 0.0, "calls": 0.5},
-    ]  # fmt: skip
+    ]
 
 
 def test_a_family_stands_beside_its_limit() -> None:

@@ -12,13 +12,23 @@ from octavo.request.sampling_params import SamplingParams
 
 def test_a_plan_survives_the_wire() -> None:
     new = NewRow(
-        row=3, request_id="a", token_ids=[5, 6], num_prompt=2, num_computed=0, block_ids=[[1], [2]],
-        sampling=SamplingParams(temperature=0.5, stop_token_ids=[9]), seed=2**63,
-    )  # fmt: skip
+        row=3,
+        request_id="a",
+        token_ids=[5, 6],
+        num_prompt=2,
+        num_computed=0,
+        block_ids=[[1], [2]],
+        sampling=SamplingParams(temperature=0.5, stop_token_ids=[9]),
+        seed=2**63,
+    )
     plan = StepPlan(
-        step=7, finished_rows=[1], new_rows=[new], rows=np.array([0, 3]), num_tokens=np.array([1, 2], np.int32),
+        step=7,
+        finished_rows=[1],
+        new_rows=[new],
+        rows=np.array([0, 3]),
+        num_tokens=np.array([1, 2], np.int32),
         new_blocks=[NewBlocks(np.array([0, 0]), np.array([8, 9])), NewBlocks(np.array([0]), np.array([10]))],
-    )  # fmt: skip
+    )
     found = decode(encode(plan), StepPlan)
     assert (found.rows.tolist(), found.num_tokens.tolist()) == ([0, 3], [1, 2])
     assert [blocks.by_row() for blocks in found.new_blocks] == [{0: [8, 9]}, {0: [10]}]

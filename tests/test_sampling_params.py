@@ -149,9 +149,13 @@ def test_stop_strings_need_text():
 
 def test_from_optional_takes_none_as_default_and_json_shapes():
     params = SamplingParams.from_optional(
-        temperature=None, n=None, max_tokens=None, logit_bias={"7": -3},
-        repetition_detection={"max_pattern_size": 3, "min_count": 2}, stop=None,
-    )  # fmt: skip
+        temperature=None,
+        n=None,
+        max_tokens=None,
+        logit_bias={"7": -3},
+        repetition_detection={"max_pattern_size": 3, "min_count": 2},
+        stop=None,
+    )
     assert params.temperature == 1.0
     assert params.max_tokens is None
     assert params.logit_bias == {7: -3.0}
@@ -181,10 +185,17 @@ def test_an_unknown_parameter_is_a_users_mistake():
 
 def test_what_vllm_takes():
     params = SamplingParams(
-        temperature=5.0, n=200, stop=[f"s{i}" for i in range(200)], stop_token_ids=list(range(500)),
-        logit_bias={1: 1000.0, 2: -300, 3: 7}, logprobs=-1, prompt_logprobs=-1, truncate_prompt_tokens=-1,
-        flat_logprobs=True, skip_reading_prefix_cache=True,
-    )  # fmt: skip
+        temperature=5.0,
+        n=200,
+        stop=[f"s{i}" for i in range(200)],
+        stop_token_ids=list(range(500)),
+        logit_bias={1: 1000.0, 2: -300, 3: 7},
+        logprobs=-1,
+        prompt_logprobs=-1,
+        truncate_prompt_tokens=-1,
+        flat_logprobs=True,
+        skip_reading_prefix_cache=True,
+    )
     assert params.logit_bias == {1: 100.0, 2: -100.0, 3: 7.0}
     assert check(params, dataclasses.replace(LIMITS, max_n=200, max_logprobs=1000), 3) == 16
     for field, limits in (

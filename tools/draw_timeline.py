@@ -44,9 +44,10 @@ def draw(axes: Any, events: list[Any], lanes: list[str], begin: float, end: floa
     for height, lane in enumerate(lanes):
         shown = [event for event in events if event[0] == lane and event[2] < end and event[2] + event[3] > begin]
         axes.broken_barh(
-            [(start, length) for _, _, start, length in shown], (-height - 0.4, 0.8),
+            [(start, length) for _, _, start, length in shown],
+            (-height - 0.4, 0.8),
             color=[color_of(lane, name) for _, name, _, _ in shown],
-        )  # fmt: skip
+        )
     axes.set_xlim(begin, end)
     axes.set_yticks([-height for height in range(len(lanes))], lanes)
     axes.set_xlabel("microseconds")

@@ -78,11 +78,16 @@ def run_backend(name: str, dtype: torch.dtype, device: torch.device) -> list[tor
     batch = to_device(make_batch([(history, 90, 1), (history, 64, 40), (history, 3, 3)], 16), device)
     padding = {"dtype": torch.int32, "device": device}
     inputs = AttentionInputs(
-        num_rows=3, num_tokens=44, max_query_len=40, max_seq_len=128, block_size=16,
+        num_rows=3,
+        num_tokens=44,
+        max_query_len=40,
+        max_seq_len=128,
+        block_size=16,
         query_start=torch.cat([batch.query_start, torch.full((4,), 44, **padding)]),
-        seq_lens=torch.cat([batch.seq_lens, torch.zeros(4, **padding)]), block_table=batch.block_table,
+        seq_lens=torch.cat([batch.seq_lens, torch.zeros(4, **padding)]),
+        block_table=batch.block_table,
         slot_mapping=torch.full((44,), -1),
-    )  # fmt: skip
+    )
     backend = BACKENDS.resolve(name)(variants, dtype, device)
     backend.prepare(inputs)
     results = []

@@ -92,9 +92,16 @@ def lowered() -> Iterator[None]:
 
 
 def _compiled(
-    self: Any, lines: torch.Tensor, kv: torch.Tensor, rows: Any, key_scale: torch.Tensor | None, start: int, count: int,
-    *, sums: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    self: Any,
+    lines: torch.Tensor,
+    kv: torch.Tensor,
+    rows: Any,
+    key_scale: torch.Tensor | None,
+    start: int,
+    count: int,
+    *,
+    sums: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """What a kernel's call does on a GPU where it keeps nothing."""
     scales = () if key_scale is None else (key_scale,)
     if not self._ways:
@@ -214,9 +221,13 @@ def check_far() -> None:
         num_layers = layers if layout[0] == "B" else 1
         num_blocks = (1 << 31) // (num_layers * kernel * KV_HEADS * 2 * SIZE) + 2000
         step = make_step(
-            rows, Setting(layout, kernel, kernel), num_blocks=num_blocks, cache=torch.int8, scales=scales,
+            rows,
+            Setting(layout, kernel, kernel),
+            num_blocks=num_blocks,
+            cache=torch.int8,
+            scales=scales,
             num_layers=num_layers,
-        )  # fmt: skip
+        )
         assert int(step.inputs.block_table[0, 0]) * step.kv.stride(0) > 1 << 31
         outs = [step.run(backend_of(PLAIN, torch.float32, kernel, cache_dtype=torch.int8), PLAIN, scales)]
         with lowered(), torch.inference_mode():

@@ -31,15 +31,26 @@ def main() -> None:
     layers = torch.zeros(3, BLOCKS, 2, 64, 32, dtype=torch.bfloat16).unbind()
     whole = flex._SCRATCH_BYTES
     for rows, longest, scratch in (
-        (16, 4096, whole), (16, 2048, whole), (12, 4096, whole), (16, 4096, 1 << 14), (3, 100, whole), (1, 4096, whole),
+        (16, 4096, whole),
+        (16, 2048, whole),
+        (12, 4096, whole),
+        (16, 4096, 1 << 14),
+        (3, 100, whole),
+        (1, 4096, whole),
         (1, 1, whole),
-    ):  # fmt: skip
+    ):
         flex._SCRATCH_BYTES = scratch  # the smaller one takes several launches
         inputs = AttentionInputs(
-            num_rows=rows, num_tokens=rows, max_query_len=1, max_seq_len=longest, block_size=64,
-            query_start=torch.arange(rows + 1).int(), seq_lens=torch.ones(rows).int(),
-            block_table=torch.ones(rows, 64).int(), slot_mapping=torch.zeros(rows, dtype=torch.int64),
-        )  # fmt: skip
+            num_rows=rows,
+            num_tokens=rows,
+            max_query_len=1,
+            max_seq_len=longest,
+            block_size=64,
+            query_start=torch.arange(rows + 1).int(),
+            seq_lens=torch.ones(rows).int(),
+            block_table=torch.ones(rows, 64).int(),
+            slot_mapping=torch.zeros(rows, dtype=torch.int64),
+        )
         backend.prepare(inputs)
         q = torch.ones(rows, 4, 16, dtype=torch.bfloat16)
         for kv in layers:

@@ -51,10 +51,13 @@ def _make(
     padding = torch.zeros(num_rows - len(live), dtype=torch.int64)
     q_norm, k_norm = (torch.rand(size, generator=generator).add(0.5).to(CUDA) for _ in range(2))
     rotation = Rotation(
-        positions=torch.cat((last, padding)).to(CUDA), cos_sin=rope_table(size, max(lengths)).to(CUDA),
-        q_norm=q_norm if normed else None, k_norm=k_norm if normed else None, eps=1e-6,
+        positions=torch.cat((last, padding)).to(CUDA),
+        cos_sin=rope_table(size, max(lengths)).to(CUDA),
+        q_norm=q_norm if normed else None,
+        k_norm=k_norm if normed else None,
+        eps=1e-6,
         slot_mapping=torch.cat((blocks * block_size + last % block_size, padding - 1)).to(CUDA),
-    )  # fmt: skip
+    )
     newest = blocks.to(CUDA), slice(None), (last % block_size).to(CUDA)
     return projected.to(dtype).flatten(1).to(CUDA), rotation, batch.kv.to(CUDA), rows, newest
 
@@ -87,9 +90,18 @@ def check(
     )
     expected_kv = kv.clone()
     q = qk_norm_rope_store(
-        projected, rotation.positions, rotation.cos_sin, rotation.q_norm, rotation.k_norm, rotation.eps, heads,
-        kv_heads, size, expected_kv, rotation.slot_mapping,
-    )  # fmt: skip
+        projected,
+        rotation.positions,
+        rotation.cos_sin,
+        rotation.q_norm,
+        rotation.k_norm,
+        rotation.eps,
+        heads,
+        kv_heads,
+        size,
+        expected_kv,
+        rotation.slot_mapping,
+    )
     expected = torch.full_like(q, 7.0)
     paged_attention(q, expected_kv, *rows, expected, mask_spec=mask_spec, plan=plan, scratch=scratch)
     torch.cuda.synchronize()

@@ -30,9 +30,13 @@ class Batch:
     """Rows of (seq_len, queries) over one cache of shuffled blocks; what no row owns is NaN."""
 
     def __init__(
-        self, rows: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.device, seed: int = 0,
+        self,
+        rows: Sequence[tuple[int, int]],
+        dtype: torch.dtype,
+        device: torch.device,
+        seed: int = 0,
         block: int = BLOCK,
-    ) -> None:  # fmt: skip
+    ) -> None:
         longest = max(seq_len for seq_len, _ in rows)
         history, queries = [], []
         for row in range(len(rows)):
@@ -56,11 +60,16 @@ class Batch:
         self.q = torch.cat(parts).to(device, dtype)
         ints = {"dtype": torch.int32, "device": device}
         self.inputs = AttentionInputs(
-            num_rows=len(rows), num_tokens=len(self.q), max_query_len=max(count for _, count in rows),
-            max_seq_len=longest, block_size=block, query_start=torch.tensor(starts, **ints),
-            seq_lens=torch.tensor([seq_len for seq_len, _ in rows], **ints), block_table=table.to(device),
+            num_rows=len(rows),
+            num_tokens=len(self.q),
+            max_query_len=max(count for _, count in rows),
+            max_seq_len=longest,
+            block_size=block,
+            query_start=torch.tensor(starts, **ints),
+            seq_lens=torch.tensor([seq_len for seq_len, _ in rows], **ints),
+            block_table=table.to(device),
             slot_mapping=torch.full((len(self.q),), -1, device=device),
-        )  # fmt: skip
+        )
 
     def run(self, backend: str, splits: int = 0, layer: LayerTensors = NO_TENSORS) -> torch.Tensor:
         variant = Variant(num_heads=HEADS, num_kv_heads=1, head_size=STATE, scale=SCALE, value_size=LATENT)
@@ -80,9 +89,15 @@ def check_attention_equals_the_reference(device: torch.device, dtype: torch.dtyp
     expected = torch.empty(len(batch.q), HEADS, LATENT, device=device)
     inputs = batch.inputs
     paged_attention_eager(
-        batch.q, batch.kv.float().nan_to_num(), inputs.query_start, inputs.seq_lens, inputs.block_table, expected,
-        mask_spec=MaskSpec(SCALE), value_size=LATENT,
-    )  # fmt: skip
+        batch.q,
+        batch.kv.float().nan_to_num(),
+        inputs.query_start,
+        inputs.seq_lens,
+        inputs.block_table,
+        expected,
+        mask_spec=MaskSpec(SCALE),
+        value_size=LATENT,
+    )
     for splits in (1, 2, 5):
         got = batch.run("mla", splits).float()
         tolerance = {"atol": 2e-5, "rtol": 0.0} if dtype == torch.float32 else {"atol": 1e-2, "rtol": 2**-6}
@@ -96,9 +111,17 @@ def check_heads_of_several_tiles(device: torch.device, dtype: torch.dtype) -> No
     expected = batch.run("mla", 1)[:, heads].float()
     for splits in (1, 2):
         latent.latent_attention(
-            q, batch.kv, inputs.query_start, inputs.seq_lens, inputs.block_table, out, scale=SCALE, splits=splits,
-            max_leaves=2, scratch=torch.empty(latent.part_floats(len(q), 70, LATENT, 2), device=device),
-        )  # fmt: skip
+            q,
+            batch.kv,
+            inputs.query_start,
+            inputs.seq_lens,
+            inputs.block_table,
+            out,
+            scale=SCALE,
+            splits=splits,
+            max_leaves=2,
+            scratch=torch.empty(latent.part_floats(len(q), 70, LATENT, 2), device=device),
+        )
         tolerance = {"atol": 2e-5, "rtol": 0.0} if dtype == torch.float32 else {"atol": 1e-2, "rtol": 2**-6}
         torch.testing.assert_close(out.float(), expected, **tolerance)
 
@@ -108,9 +131,17 @@ def check_a_grid_of_many_tokens_is_one_that_cuda_takes(device: torch.device, dty
     inputs, q = batch.inputs, batch.q.expand(70_000, -1, -1)
     with mock.patch.object(latent, "_attend", mock.MagicMock()) as kernel:
         latent.latent_attention(
-            q, batch.kv, inputs.query_start, inputs.seq_lens, inputs.block_table, q[..., :LATENT], scale=SCALE,
-            splits=1, max_leaves=1, scratch=q.new_empty(0),
-        )  # fmt: skip
+            q,
+            batch.kv,
+            inputs.query_start,
+            inputs.seq_lens,
+            inputs.block_table,
+            q[..., :LATENT],
+            scale=SCALE,
+            splits=1,
+            max_leaves=1,
+            scratch=q.new_empty(0),
+        )
     (grid,) = kernel.__getitem__.call_args.args
     assert max(grid[1:], default=1) <= 65_535, grid
 

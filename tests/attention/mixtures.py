@@ -27,10 +27,16 @@ def padded(inputs: AttentionInputs) -> AttentionInputs:
     assert inputs.rows is not None, "as an engine gives them"
     pad = torch.nn.functional.pad
     return dataclasses.replace(
-        inputs, num_rows=NUM_ROWS, num_tokens=NUM_TOKENS, max_query_len=NUM_TOKENS, max_long=MAX_LONG,
+        inputs,
+        num_rows=NUM_ROWS,
+        num_tokens=NUM_TOKENS,
+        max_query_len=NUM_TOKENS,
+        max_long=MAX_LONG,
         max_seq_len=inputs.block_table.shape[1] * inputs.block_size,
         query_start=pad(inputs.query_start, (0, rows), value=inputs.num_tokens),
-        seq_lens=pad(inputs.seq_lens, (0, rows)), block_table=pad(inputs.block_table, (0, 0, 0, rows)),
-        slot_mapping=pad(inputs.slot_mapping, (0, tokens), value=-1), rows=pad(inputs.rows, (0, rows)),
+        seq_lens=pad(inputs.seq_lens, (0, rows)),
+        block_table=pad(inputs.block_table, (0, 0, 0, rows)),
+        slot_mapping=pad(inputs.slot_mapping, (0, tokens), value=-1),
+        rows=pad(inputs.rows, (0, rows)),
         call_checked=False,
-    )  # fmt: skip
+    )

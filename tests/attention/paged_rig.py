@@ -37,9 +37,13 @@ def attend(
     mask_spec = MaskSpec(scale=q.shape[2] ** -0.5, **options)
     heads = Heads(q.shape[1], kv.shape[1], q.shape[2])
     plan = Planner(heads, mask_spec, q.dtype, q.device, scratch, processors).plan(
-        batch.query_start, batch.seq_lens, num_tokens=len(q), max_query_len=int(batch.query_start.diff().max()),
-        max_seq_len=int(batch.seq_lens.max()), tile=tile,
-    )  # fmt: skip
+        batch.query_start,
+        batch.seq_lens,
+        num_tokens=len(q),
+        max_query_len=int(batch.query_start.diff().max()),
+        max_seq_len=int(batch.seq_lens.max()),
+        tile=tile,
+    )
     out = torch.full_like(q, 7.0)
     paged_attention(*batch.args(), out, mask_spec=mask_spec, plan=plan, scratch=scratch, **tensors)
     return out
@@ -203,9 +207,12 @@ def check_the_division_is_whole_and_even() -> None:
         start = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
         with mock.patch.multiple(operator, _ROW_PROGRAMS=programs, _WIDE_ROW_PROGRAMS=programs, MAX_SHORT_QUERIES=2):
             plan = planner.plan(
-                start, torch.tensor(lengths, dtype=torch.int32), num_tokens=sum(counts), max_query_len=2,
+                start,
+                torch.tensor(lengths, dtype=torch.int32),
+                num_tokens=sum(counts),
+                max_query_len=2,
                 max_seq_len=6000,
-            )  # fmt: skip
+            )
         assert plan.rows
         work = plan.work.tolist()
         starts = [(work[2 * g], work[2 * g + 1]) for g in range(plan.rows.programs + 1)]

@@ -210,16 +210,16 @@ def test_L3_3_a_store_writes_its_slots_and_no_other_byte(setting: Setting, store
     qkv = torch.randn(tokens, width, generator=generator)
     places = torch.randperm(4 * setting.block, generator=generator)[:tokens] + setting.block  # block 0 is nobody's
     block_map = pool.block_maps[0]
-    slots = torch.tensor([
-        block_map.expand([place // setting.block])[place % setting.block // setting.kernel] * setting.kernel
-        + place % setting.kernel
-        for place in places.tolist()
-    ])  # fmt: skip
+    slots = torch.tensor(
+        [
+            block_map.expand([place // setting.block])[place % setting.block // setting.kernel] * setting.kernel
+            + place % setting.kernel
+            for place in places.tolist()
+        ]
+    )
     slots[::5] = -1
     position_0 = torch.zeros(tokens, dtype=torch.int64)  # turns nothing
-    store(
-        qkv, position_0, rope_table(SIZE, 4), None, None, 1e-6, HEADS, KV_HEADS, SIZE, pool.views[LAYER], slots
-    )  # fmt: skip
+    store(qkv, position_0, rope_table(SIZE, 4), None, None, 1e-6, HEADS, KV_HEADS, SIZE, pool.views[LAYER], slots)
     key, value = qkv[:, HEADS * SIZE :].view(tokens, 2, KV_HEADS, SIZE).unbind(1)
     fine = (pool.num_pages, 5 * block_map.ratio, KV_HEADS, setting.kernel, 2 * SIZE)
     page = setting.block * KV_HEADS * 2 * SIZE

@@ -53,8 +53,9 @@ def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, w
     return attend_as_documented(query, key, value, cu_seq_q, seqused_k, block_table, scale, window_size)
 
 
-def older_varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None,
-                      window_size=(-1, -1)):  # fmt: skip
+def older_varlen_attn(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)
+):
     """Of torch 2.11: each row's K and V lie together."""
     assert max_q == cu_seq_q.diff().max() and max_k >= cu_seq_k.diff().max() and len(key) == cu_seq_k[-1]
     lengths = cu_seq_k.diff()

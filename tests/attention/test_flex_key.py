@@ -202,7 +202,7 @@ UNNAMED = {
     "a tensor elsewhere": (captured(torch.zeros(3, device="meta")), "a tensor on meta"),
     "an empty tensor": (captured(torch.zeros(0)), "0 elements"),
     "a name that is not there": (made("def mask(b, h, q, k):\n    return q < nowhere"), "nowhere"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", UNNAMED)

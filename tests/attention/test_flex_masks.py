@@ -74,10 +74,18 @@ class Batch:
         rows = MaskRows(tiles * leaves, shape, CPU)
         with bound(FIELDS):
             count = ops.plan_mask_rows(
-                rows, shape, num_tiles=tiles, num_leaves=leaves, query_start=self.query_start, seq_lens=self.seq_lens,
-                block_table=self.table, table_rows=torch.arange(len(self.lengths)), kind=Kind.ALL,
-                some=mods.some_visible, every=mods.all_visible,
-            )  # fmt: skip
+                rows,
+                shape,
+                num_tiles=tiles,
+                num_leaves=leaves,
+                query_start=self.query_start,
+                seq_lens=self.seq_lens,
+                block_table=self.table,
+                table_rows=torch.arange(len(self.lengths)),
+                kind=Kind.ALL,
+                some=mods.some_visible,
+                every=mods.all_visible,
+            )
         return rows, count, leaves
 
 
@@ -218,10 +226,18 @@ def test_F1_6_places_of_physical_blocks() -> None:
         shape = Geometry(group=1, lines=16, block=16, stride=4, columns=2, q_block=16)
         rows, tests = MaskRows(2, shape, CPU), AttentionMods()
         ops.plan_mask_rows(
-            rows, shape, num_tiles=2, num_leaves=1, query_start=torch.tensor([0, 1]).int(),
-            seq_lens=torch.tensor([length]).int(), block_table=torch.tensor([table]).int(),
-            table_rows=torch.tensor([0]), kind=Kind.ALL, some=tests.some_visible, every=tests.all_visible,
-        )  # fmt: skip
+            rows,
+            shape,
+            num_tiles=2,
+            num_leaves=1,
+            query_start=torch.tensor([0, 1]).int(),
+            seq_lens=torch.tensor([length]).int(),
+            block_table=torch.tensor([table]).int(),
+            table_rows=torch.tensor([0]),
+            kind=Kind.ALL,
+            some=tests.some_visible,
+            every=tests.all_visible,
+        )
         part, full = (entries(*x, 0, shape) for x in ((rows.partial, rows.partial_num), (rows.full, rows.full_num)))
         assert part | full == expected and (0 in full) == (length == 80 and table[0] == 2)
 
@@ -259,11 +275,16 @@ def run_step(
     """One decode step over a cache of zeros."""
     rows, width = len(lengths), -(-max(lengths) // block)
     inputs = AttentionInputs(
-        num_rows=rows, num_tokens=rows, max_query_len=1, max_seq_len=max(lengths), block_size=block,
-        query_start=torch.arange(rows + 1, dtype=torch.int32), seq_lens=torch.tensor(lengths, dtype=torch.int32),
+        num_rows=rows,
+        num_tokens=rows,
+        max_query_len=1,
+        max_seq_len=max(lengths),
+        block_size=block,
+        query_start=torch.arange(rows + 1, dtype=torch.int32),
+        seq_lens=torch.tensor(lengths, dtype=torch.int32),
         block_table=torch.arange(rows * width, dtype=torch.int32).view(rows, width) % (num_blocks - 1) + 1,
         slot_mapping=torch.full((rows,), -1),
-    )  # fmt: skip
+    )
     kv = torch.zeros(num_blocks, block, 2, 32, dtype=torch.bfloat16).transpose(1, 2)
     out = torch.empty(rows, 8, 16, dtype=torch.bfloat16)
     backend.prepare(inputs)
@@ -313,10 +334,16 @@ def test_rows_of_one_query_beside_prompts_have_the_tile_of_decode() -> None:
     starts = torch.tensor([0, *queries]).cumsum(0).int()
     setup = Setup(max_num_rows=4, max_num_tokens=128, max_model_len=100, num_blocks=50, block_size=16)
     inputs = AttentionInputs(
-        num_rows=4, num_tokens=92, max_query_len=60, max_seq_len=90, block_size=16, query_start=starts,
-        seq_lens=torch.tensor(lengths).int(), block_table=torch.randperm(49)[:24].add(1).view(4, 6).int(),
+        num_rows=4,
+        num_tokens=92,
+        max_query_len=60,
+        max_seq_len=90,
+        block_size=16,
+        query_start=starts,
+        seq_lens=torch.tensor(lengths).int(),
+        block_table=torch.randperm(49)[:24].add(1).view(4, 6).int(),
         slot_mapping=torch.full((92,), -1),
-    )  # fmt: skip
+    )
     q, kv = torch.randn(92, 8, 16), torch.randn(50, 2, 16, 32)
     outs = []
     for cls, most, tiles in ((ReferenceBackend, None, []), (TwoTiles, None, [64]), (TwoTiles, 2, [16, 64])):

@@ -38,9 +38,13 @@ def make_pool(
     shape = {"block_size": block_size, "num_heads": heads, "num_channels": 8}
     groups = [dataclasses.replace(group, **shape) for group in (FULL, SLIDING)]
     pool = KVCachePool(
-        groups, num_blocks=num_blocks, dtype=torch.float32, device=CPU,
-        layout=LAYOUTS[layout], tables=table_of_each(groups, sizes),
-    )  # fmt: skip
+        groups,
+        num_blocks=num_blocks,
+        dtype=torch.float32,
+        device=CPU,
+        layout=LAYOUTS[layout],
+        tables=table_of_each(groups, sizes),
+    )
     pool.buffer.copy_(torch.arange(pool.buffer.numel(), dtype=torch.float32))
     return pool
 
@@ -84,9 +88,11 @@ def test_B2_2_INV_1_slots_do_not_change_when_blocks_are_split(seed: int) -> None
     ends = np.cumsum([0] + [rng.randrange(1, length + 1) for _ in range(4)])
     num_tokens = int(ends[-1])
     groups = GroupTables(
-        [table.data for table in tables.tables], [torch.empty_like(table.data) for table in tables.tables],
-        torch.zeros(2, num_tokens, dtype=torch.int64), tables.block_sizes,
-    )  # fmt: skip
+        [table.data for table in tables.tables],
+        [torch.empty_like(table.data) for table in tables.tables],
+        torch.zeros(2, num_tokens, dtype=torch.int64),
+        tables.block_sizes,
+    )
     lengths, tokens = torch.zeros(4, dtype=torch.int32), torch.zeros(2, num_tokens, dtype=torch.int64)
     step = StepInputs(
         max_query_len=length, rows=torch.arange(4), query_start=torch.from_numpy(ends).int(), input_ids=tokens[0],
@@ -276,6 +282,10 @@ def test_kernel_block_ids_that_a_table_cannot_hold_are_refused() -> None:
     group = CacheGroup(kind="full", block_size=128, layers=tuple(range(64)), num_channels=2)
     with pytest.raises(ValueError, match=r"300000 blocks of 8192 kernel blocks each pass"):
         KVCachePool(
-            [group], num_blocks=300_000, dtype=torch.float32, device=torch.device("meta"),
-            layout=LAYOUTS["BLHNC"], tables=table_of_each([group], [1]),
-        )  # fmt: skip
+            [group],
+            num_blocks=300_000,
+            dtype=torch.float32,
+            device=torch.device("meta"),
+            layout=LAYOUTS["BLHNC"],
+            tables=table_of_each([group], [1]),
+        )

@@ -18,21 +18,36 @@ from octavo.ops.cache_write.zero_blocks import zero_blocks
 
 CPU = torch.device("cpu")
 ARCH = Arch(
-    name="Qwen3ForCausalLM", dtype="bfloat16", vocab_size=100, hidden_size=64, intermediate_size=64, num_heads=4,
-    num_kv_heads=2, head_size=16, max_position=2048, norm_eps=1e-6, layers=(LayerKind(),) * 2,
-)  # fmt: skip
+    name="Qwen3ForCausalLM",
+    dtype="bfloat16",
+    vocab_size=100,
+    hidden_size=64,
+    intermediate_size=64,
+    num_heads=4,
+    num_kv_heads=2,
+    head_size=16,
+    max_position=2048,
+    norm_eps=1e-6,
+    layers=(LayerKind(),) * 2,
+)
 LATENT = dataclasses.replace(
-    ARCH, num_kv_heads=1, head_size=40,
+    ARCH,
+    num_kv_heads=1,
+    head_size=40,
     latent=Latent(latent_size=32, rope_size=8, nope_size=16, value_size=16),
-)  # fmt: skip
+)
 
 
 def make_pool(arch: Arch, layout: str, *, num_blocks: int = 6, sizes: tuple[int | None, ...] = ()) -> KVCachePool:
     groups = make_groups(arch, 16, 2)
     return KVCachePool(
-        groups, num_blocks=num_blocks, dtype=torch.bfloat16, device=CPU, layout=LAYOUTS[layout],
+        groups,
+        num_blocks=num_blocks,
+        dtype=torch.bfloat16,
+        device=CPU,
+        layout=LAYOUTS[layout],
         tables=table_of_each(groups, sizes),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -94,9 +109,11 @@ KINDS = [
 
 @settings(deadline=None, max_examples=60)
 @given(
-    st.lists(st.sampled_from(KINDS), min_size=1, max_size=7), st.sampled_from(list(LAYOUTS)),
-    st.sampled_from([1, 2, 4]), st.integers(0, 2**32),
-)  # fmt: skip
+    st.lists(st.sampled_from(KINDS), min_size=1, max_size=7),
+    st.sampled_from(list(LAYOUTS)),
+    st.sampled_from([1, 2, 4]),
+    st.integers(0, 2**32),
+)
 def test_L3_6_groups_share_blocks_and_no_bytes(layers: list[LayerKind], layout: str, ratio: int, seed: int) -> None:
     """Each block is written by the layers of one group: all is there afterwards, and nothing else has changed."""
     arch = dataclasses.replace(ARCH, layers=tuple(layers))

@@ -119,9 +119,7 @@ def test_lm_eval_local_completions_generates(url: str, tmp_path: Path) -> None:
 
 def test_lm_eval_local_chat_completions(url: str, tmp_path: Path) -> None:
     arguments = f"model=octavo-tiny,base_url={url}/v1/chat/completions,num_concurrent=4"
-    _evaluate(
-        url, tmp_path, "local-chat-completions", arguments, "octavo_python_generate", "--apply_chat_template"
-    )  # fmt: skip
+    _evaluate(url, tmp_path, "local-chat-completions", arguments, "octavo_python_generate", "--apply_chat_template")
     assert all(isinstance(sample["resps"][0][0], str) for sample in _logged(tmp_path))
 
 

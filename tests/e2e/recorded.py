@@ -84,9 +84,12 @@ def _groups(folder: Path, device: str) -> Iterator[tuple[str, dict[str, Any], li
     place: dict[str, Any] = {"device": device} | ({"gpu_memory_utilization": 0.2} if device == "cuda" else {})
     tiny = place | {"max_model_len": 512}
     for dtype in ("float32", "bfloat16"):
-        yield f"octavo-tiny {dtype}", tiny | {"dtype": dtype}, prompts, [
-            _params(index, 4000, text=True) for index in range(30)
-        ]  # fmt: skip
+        yield (
+            f"octavo-tiny {dtype}",
+            tiny | {"dtype": dtype},
+            prompts,
+            [_params(index, 4000, text=True) for index in range(30)],
+        )
     mods = {"window": sliding_window(24), "scores": user_mods.near, "not causal": AttentionMods(causal=False)}
     for index, (name, own) in enumerate(mods.items()):
         settings = tiny | {"dtype": "float32", "attention_backend": "flex", "attention_mods": own}

@@ -107,8 +107,9 @@ def test_F1_5_and_F1_G6_steps_in_flight_and_split_blocks_change_nothing(
         results.append(logprobs(llm, PROMPTS * 2, tokens=20))
     expected = logprobs(
         make_llm(**{**fields, "block_size": kernel_block, "num_gpu_blocks_override": 40}, attention_backend="flex"),
-        PROMPTS * 2, tokens=20,
-    )  # fmt: skip
+        PROMPTS * 2,
+        tokens=20,
+    )
     assert results[0] == results[1] == expected
 
 

@@ -22,9 +22,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "chunks of 16, no prefix cache": {"max_num_batched_tokens": 16, "max_num_seqs": 16, "enable_prefix_caching": False},
     "small pool": {"num_gpu_blocks_override": 18, "max_model_len": 272, "max_num_seqs": 50},
     "blocks of 64 over 16, tokens first": {
-        "block_size": 64, "kv_cache_layout": "BLNHC", "attention_config": {"kernel_block_size": 16},
+        "block_size": 64,
+        "kv_cache_layout": "BLNHC",
+        "attention_config": {"kernel_block_size": 16},
     },
-}  # fmt: skip
+}
 
 Make = Callable[..., LLM]
 Result = list[tuple[list[int], list[float]]]

@@ -76,12 +76,21 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     prompts = [[rng.randrange(300) for _ in range(length)] for length in (47, 40, 20, 5, 43)]
     prompts += [prompts[0][:33] + prompts[1][:9], prompts[0]]
     asked = [
-        Asked(prompt, SamplingParams(
-            temperature=0.8, seed=seed, n=1 + (seed == 5), max_tokens=min(28, MAX_LEN - len(prompt)), logprobs=0,
-            ignore_eos=True, detokenize=False, extra_args={"prefix_len": 45},
-        ))
+        Asked(
+            prompt,
+            SamplingParams(
+                temperature=0.8,
+                seed=seed,
+                n=1 + (seed == 5),
+                max_tokens=min(28, MAX_LEN - len(prompt)),
+                logprobs=0,
+                ignore_eos=True,
+                detokenize=False,
+                extra_args={"prefix_len": 45},
+            ),
+        )
         for seed, prompt in enumerate(prompts)
-    ]  # fmt: skip
+    ]
     alone = {**fields, "enable_prefix_caching": False, "enable_chunked_prefill": False, "max_num_seqs": 1}
     with LLM(**alone) as llm:
         yield Case(fields, 22 if mask == "in windows" else 9, asked, [_answers(llm, [one])[0] for one in asked])

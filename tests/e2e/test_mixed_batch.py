@@ -32,7 +32,7 @@ WISHES: list[dict[str, Any]] = [
     {"temperature": 1.0, "logprob_token_ids": [5, 6, 7], "detokenize": False},
     {"temperature": 1.0, "repetition_detection": RepetitionDetectionParams(max_pattern_size=3, min_count=3)},
     {"temperature": 1e-4, "skip_special_tokens": False, "prompt_logprobs": 20},
-]  # fmt: skip
+]
 
 
 def _params(number: int) -> SamplingParams:

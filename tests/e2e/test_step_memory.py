@@ -69,9 +69,15 @@ def test_behind_the_last_attention_a_prompt_is_one_token(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(decoder, "post_attention", leave)
     with LLM(
-        **settings_of(GEMMA, tmp_path), dtype="float32", attention_backend="reference", max_num_batched_tokens=32,
-        max_model_len=64, max_num_seqs=4, async_scheduling=False, enable_prefix_caching=False,
-    ) as llm:  # fmt: skip
+        **settings_of(GEMMA, tmp_path),
+        dtype="float32",
+        attention_backend="reference",
+        max_num_batched_tokens=32,
+        max_model_len=64,
+        max_num_seqs=4,
+        async_scheduling=False,
+        enable_prefix_caching=False,
+    ) as llm:
         for prompt_logprobs, expected in ((None, [(32, 1), (16, 2), (2, 2)]), (1, [(32, 32), (16, 16), (2, 2)])):
             counts.clear()
             params = SamplingParams(

@@ -58,10 +58,11 @@ def main(number: int, file: str) -> None:
         outs.append(step.run(FlexBackend([variant], BF16, DEVICE, step.setup()), variant).cpu())
     torch.save(outs, file)
     answer = {
-        "kept": told.count("compiled, kept at"), "found": told.count("found at"),
+        "kept": told.count("compiled, kept at"),
+        "found": told.count("found at"),
         "compiler": any(f"torch.{name}" in sys.modules for name in ("_dynamo", "_inductor")),
         "lines": told.lines,
-    }  # fmt: skip
+    }
     print(json.dumps(answer))
 
 

@@ -66,8 +66,10 @@ ARCHITECTURES = {
 }
 VOCAB_SIZE, MAX_MODEL_LEN, STEP_TOKENS = 4096, 1280, 8192
 SHARED: dict[str, Any] = {
-    "tokenizer": "octavo-tiny", "max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": STEP_TOKENS,
-}  # fmt: skip
+    "tokenizer": "octavo-tiny",
+    "max_model_len": MAX_MODEL_LEN,
+    "max_num_batched_tokens": STEP_TOKENS,
+}
 
 
 def _prompts(*lengths: int) -> list[list[int]]:

@@ -106,10 +106,12 @@ def test_long_rows_are_left_to_merge() -> None:
 
 def test_what_it_does_not_take_runs_plainly() -> None:
     for heads, kv_heads, size, dtype, options in (
-        (6, 2, 128, BF16, {}), (4, 2, 80, BF16, {}), (4, 2, 128, torch.float32, {}),
+        (6, 2, 128, BF16, {}),
+        (4, 2, 80, BF16, {}),
+        (4, 2, 128, torch.float32, {}),
         (4, 2, 128, BF16, {"slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625], device=DEVICE)}),
         (4, 2, 128, BF16, {"causal": False}),
-    ):  # fmt: skip
+    ):
         rows = [(make_history(2, 300, heads, kv_heads, size, dtype), length, 1) for length in (300, 70)]
         batch = to_device(make_batch(rows, 64), DEVICE)
         expected = _plain(batch, **dict(options))
@@ -166,9 +168,16 @@ def test_what_is_read_before_the_kernel_ahead_is_done_is_there() -> None:
             if waits:
                 torch.cuda.synchronize()
             operator.paged_attention(
-                q, kv, batch.query_start, batch.seq_lens, batch.block_table, out, mask_spec=mask_spec, plan=plan,
+                q,
+                kv,
+                batch.query_start,
+                batch.seq_lens,
+                batch.block_table,
+                out,
+                mask_spec=mask_spec,
+                plan=plan,
                 scratch=scratch,
-            )  # fmt: skip
+            )
             if waits:
                 torch.cuda.synchronize()
 

@@ -75,13 +75,17 @@ class Step:
             target[blocks, :, at % block] = kept
         queries = [queries for _, _, queries in rows]
         self.inputs = AttentionInputs(
-            num_rows=len(rows), num_tokens=sum(queries), max_query_len=max(queries),
-            max_seq_len=max(length for _, length, _ in rows), block_size=block,
+            num_rows=len(rows),
+            num_tokens=sum(queries),
+            max_query_len=max(queries),
+            max_seq_len=max(length for _, length, _ in rows),
+            block_size=block,
             query_start=torch.tensor([0, *queries]).cumsum(0).int().to(DEVICE),
             seq_lens=torch.tensor([length for _, length, _ in rows], dtype=torch.int32, device=DEVICE),
-            block_table=table.to(DEVICE), slot_mapping=torch.full((sum(queries),), -1, device=DEVICE),
+            block_table=table.to(DEVICE),
+            slot_mapping=torch.full((sum(queries),), -1, device=DEVICE),
             rows=torch.arange(len(rows), device=DEVICE),
-        )  # fmt: skip
+        )
         self.q = torch.cat([made.q[length - queries : length] for made, length, queries in rows])
 
     def setup(self, **options) -> Setup:

@@ -179,9 +179,16 @@ def test_an_engines_steps_have_the_same_tokens_with_and_without_logits(tmp_path:
     found = []
     for eager in (False, True):
         with LLM(
-            str(tmp_path), load_format="dummy", device="cuda", dtype="bfloat16", max_num_seqs=128, enforce_eager=eager,
-            enable_prefix_caching=False, kv_cache_memory_bytes=1 << 28, max_model_len=256,
-        ) as llm:  # fmt: skip
+            str(tmp_path),
+            load_format="dummy",
+            device="cuda",
+            dtype="bfloat16",
+            max_num_seqs=128,
+            enforce_eager=eager,
+            enable_prefix_caching=False,
+            kv_cache_memory_bytes=1 << 28,
+            max_model_len=256,
+        ) as llm:
             runner = llm.engine.runner
             runner.model.embedding.weight[1005] = float("nan")
             assert runner.model.fused_sampling_rows() == fused_lm_head_sampling.ROWS

@@ -80,14 +80,24 @@ def test_only_graphs_store_and_read_in_one_kernel() -> None:
     variant = Variant(num_heads=16, num_kv_heads=8, head_size=128, scale=1.0)
     backend = PagedBackend((variant,), torch.bfloat16, device)
     inputs = AttentionInputs(
-        num_rows=2, num_tokens=2, max_query_len=1, max_seq_len=64, block_size=64, query_start=torch.arange(3, **ints),
-        seq_lens=torch.ones(2, **ints), block_table=torch.ones(2, 1, **ints),
+        num_rows=2,
+        num_tokens=2,
+        max_query_len=1,
+        max_seq_len=64,
+        block_size=64,
+        query_start=torch.arange(3, **ints),
+        seq_lens=torch.ones(2, **ints),
+        block_table=torch.ones(2, 1, **ints),
         slot_mapping=torch.zeros(2, dtype=torch.int64, device=device),
-    )  # fmt: skip
+    )
     rotation = Rotation(
-        positions=inputs.slot_mapping, cos_sin=rope_table(128, 64).to(device), q_norm=None, k_norm=None, eps=1e-6,
+        positions=inputs.slot_mapping,
+        cos_sin=rope_table(128, 64).to(device),
+        q_norm=None,
+        k_norm=None,
+        eps=1e-6,
         slot_mapping=inputs.slot_mapping,
-    )  # fmt: skip
+    )
     kv = torch.zeros(2, 8, 64, 256, dtype=torch.bfloat16, device=device)
     for captured in (False, True):
         backend.prepare(inputs, for_capture=captured)

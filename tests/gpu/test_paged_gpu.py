@@ -185,10 +185,16 @@ def test_a_captured_graph_follows_lengths_and_tables() -> None:
     batch = _batch([(history, 1100, 1), (history, 40, 1)], 16)
     backend = BACKENDS.resolve("paged")((variant,), BF16, DEVICE)
     inputs = AttentionInputs(
-        num_rows=2, num_tokens=2, max_query_len=1, max_seq_len=1100, block_size=16, query_start=batch.query_start,
-        seq_lens=batch.seq_lens, block_table=batch.block_table,
+        num_rows=2,
+        num_tokens=2,
+        max_query_len=1,
+        max_seq_len=1100,
+        block_size=16,
+        query_start=batch.query_start,
+        seq_lens=batch.seq_lens,
+        block_table=batch.block_table,
         slot_mapping=torch.full((2,), -1, dtype=torch.int64, device=DEVICE),
-    )  # fmt: skip
+    )
     out = torch.empty_like(batch.q)
     backend.prepare(inputs, for_capture=True)
     backend.run(batch.q, batch.kv, variant, out)

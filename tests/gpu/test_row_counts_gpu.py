@@ -124,10 +124,14 @@ def test_latent_attention() -> None:
     def call(pick: torch.Tensor) -> tuple[torch.Tensor, ...]:
         batch.q = q[pick]
         batch.inputs = dataclasses.replace(
-            inputs, num_rows=len(pick), num_tokens=len(pick), seq_lens=inputs.seq_lens[pick],
+            inputs,
+            num_rows=len(pick),
+            num_tokens=len(pick),
+            seq_lens=inputs.seq_lens[pick],
             query_start=torch.arange(len(pick) + 1, dtype=torch.int32, device=DEVICE),
-            block_table=inputs.block_table[pick], slot_mapping=torch.full((len(pick),), -1, device=DEVICE),
-        )  # fmt: skip
+            block_table=inputs.block_table[pick],
+            slot_mapping=torch.full((len(pick),), -1, device=DEVICE),
+        )
         return (batch.run("mla"),)
 
     assert_rows_keep_their_bits(call, 40)

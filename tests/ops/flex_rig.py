@@ -62,9 +62,14 @@ def check_order(device: torch.device = CPU) -> None:
         rows.length.fill_(3 * shape.leaf - 1)
         outs.append(torch.zeros(4, 4, 24, device=device))
         gpu.merge_lines(
-            parts[:num_leaves].contiguous(), lse[:num_leaves].contiguous(), rows, shape, outs[-1], start=0,
+            parts[:num_leaves].contiguous(),
+            lse[:num_leaves].contiguous(),
+            rows,
+            shape,
+            outs[-1],
+            start=0,
             num_leaves=num_leaves,
-        )  # fmt: skip
+        )
     assert all(torch.equal(out, outs[0]) for out in outs) and outs[0].any(), "the longest request moved bits"
 
 
@@ -96,14 +101,26 @@ def rectangles(reach: Reach):
 
 
 def check_plan(
-    reach: Reach, queries: list[int], lengths: list[int], columns: int, device: torch.device = CPU,
-    kind: Kind = Kind.ALL, block: int = 16, kv_block: int = 16,
-) -> None:  # fmt: skip
+    reach: Reach,
+    queries: list[int],
+    lengths: list[int],
+    columns: int,
+    device: torch.device = CPU,
+    kind: Kind = Kind.ALL,
+    block: int = 16,
+    kv_block: int = 16,
+) -> None:
     """The kernel's mask rows are the reference's."""
     shape = Geometry(
-        group=4, lines=16, block=block, stride=3, columns=columns, q_block=16, kv_block=kv_block,
+        group=4,
+        lines=16,
+        block=block,
+        stride=3,
+        columns=columns,
+        q_block=16,
+        kv_block=kv_block,
         unit=math.gcd(block, kv_block),
-    )  # fmt: skip
+    )
     width, num = max(lengths) // block + 2, len(lengths)
     table = torch.randperm(num * width).view(num, width).int().to(device)
     table[:, 1] = 0  # a block that was given back

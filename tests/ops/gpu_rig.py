@@ -83,9 +83,16 @@ class RopeCase:
     """Arguments of `qk_norm_rope_store` for `tokens` tokens; the cache has another layout where `heads_last`."""
 
     def __init__(
-        self, device: str, dtype: torch.dtype, shape: tuple[int, int, int, int], tokens: int, *, norm: bool = True,
-        cache: torch.dtype | None = None, heads_last: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        device: str,
+        dtype: torch.dtype,
+        shape: tuple[int, int, int, int],
+        tokens: int,
+        *,
+        norm: bool = True,
+        cache: torch.dtype | None = None,
+        heads_last: bool = False,
+    ) -> None:
         heads, kv_heads, size, rotary = shape
         generator = torch.Generator().manual_seed(tokens)
         self.qkv = heavy(tokens, (heads + 2 * kv_heads) * size, dtype, device)
@@ -107,9 +114,17 @@ class RopeCase:
         """(q, the cache's bytes) of the picked tokens."""
         kv = self.kv.clone(memory_format=torch.preserve_format)
         q = function(
-            self.qkv[pick], self.positions[pick], self.table, *self.norms, 1e-6, *self.shape, kv, self.slots[pick],
-            0.7, *self.scales,
-        )  # fmt: skip
+            self.qkv[pick],
+            self.positions[pick],
+            self.table,
+            *self.norms,
+            1e-6,
+            *self.shape,
+            kv,
+            self.slots[pick],
+            0.7,
+            *self.scales,
+        )
         return q, kv
 
     def in_lines(self) -> Tensor:
@@ -222,10 +237,16 @@ def check_cuts(device: str, vocab_size: int, kinds: slice = slice(None)) -> None
     logits, rows = case.values[3:15], torch.randperm(24, generator=generator)[:12]
     draws = (off + 1, case.seeds, case.positions[:12])
     for top_k, top_p, min_p in (
-        (case.top_k, case.top_p, case.min_p), (off.long(), 0.9 + 0.1 * case.top_p, off), (few, off + 0.95, off),
-        (case.top_k, off + 1, off), (off.long() + 1, off + 1e-9, off), (off.long(), off + 1, case.min_p),
-        (off.long(), off + 0.9999, off), (few, case.top_p, 0.1 * case.min_p), (off.long(), case.top_p, off),
-    )[kinds]:  # fmt: skip
+        (case.top_k, case.top_p, case.min_p),
+        (off.long(), 0.9 + 0.1 * case.top_p, off),
+        (few, off + 0.95, off),
+        (case.top_k, off + 1, off),
+        (off.long() + 1, off + 1e-9, off),
+        (off.long(), off + 1, case.min_p),
+        (off.long(), off + 0.9999, off),
+        (few, case.top_p, 0.1 * case.min_p),
+        (off.long(), case.top_p, off),
+    )[kinds]:
         tables |= {"top_k": top_k, "top_p": top_p, "min_p": min_p}
         truncation = sample.TruncationRows(**tables)
         there = sample.TruncationRows(**{name: x.to(device) for name, x in tables.items()})

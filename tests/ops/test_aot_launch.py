@@ -21,13 +21,19 @@ from octavo.ops.compile.aot_launch import Form, NotCacheable, _grid_rule, _Kerne
 
 COUNTS = (2, 3, 67)
 KERNEL = _Kernel(
-    name="attend", machine_code=bytes(range(256)), threads=32, shared=37120, grid=((1, 0, 1), (0, 1, 1), (8, 0, 1)),
+    name="attend",
+    machine_code=bytes(range(256)),
+    threads=32,
+    shared=37120,
+    grid=((1, 0, 1), (0, 1, 1), (8, 0, 1)),
     params=((8, "input", 1), (8, "buffer", 0), (4, "number", (0, 1, 1)), (8, "number", (0, 0, 1))),
-)  # fmt: skip
+)
 SCALE = dataclasses.replace(
-    KERNEL, name="scale", grid=((0, 128, 256), (1, 0, 1), (1, 0, 1)),
+    KERNEL,
+    name="scale",
+    grid=((0, 128, 256), (1, 0, 1), (1, 0, 1)),
     params=((8, "buffer", 1), (8, "buffer", 0), (4, "number", (0, 128, 1)), (4, "number", (7, 0, 1))),
-)  # fmt: skip
+)
 FORM = Form((KERNEL, SCALE), (("bfloat16", ((0, 1, 1), (16, 0, 1))), ("float32", ((0, 2, 1),))), 2, 1)
 KEY = ["a key", [1, "two", True]]
 

@@ -96,9 +96,14 @@ def test_many_rows_of_gates_walk_where_the_processors_are_busy() -> None:
         assert set(cluster_gemm.WALKED) <= set(cluster_gemm._tiles(cluster_gemm._Kind(BF16, "silu"), n, k))
         assert all(taken[rows] for rows in range(4300, 9000)), "walks are long"
     for n, k, rows, width in (
-        (24576, 4096, 520, None), (24576, 4096, 1024, 256), (24576, 4096, 1152, 192), (24576, 4096, 8192, 256),
-        (6144, 1024, 1024, 128), (6144, 1024, 1536, 192), (6144, 1024, 8192, 256),
-    ):  # fmt: skip
+        (24576, 4096, 520, None),
+        (24576, 4096, 1024, 256),
+        (24576, 4096, 1152, 192),
+        (24576, 4096, 8192, 256),
+        (6144, 1024, 1024, 128),
+        (6144, 1024, 1536, 192),
+        (6144, 1024, 8192, 256),
+    ):
         tile = tile_for(rows, n, k, gated=True)
         assert (None if tile is None else tile.rows) == width, (n, rows)
     assert tile_for(8192, 24576, 4096, gated=False) is None, "the library is as fast"
@@ -108,10 +113,15 @@ def test_many_rows_of_gates_walk_where_the_processors_are_busy() -> None:
 def test_blocks_copy_the_rows_that_there_are() -> None:
     """Every row is in a tile, and tiles are even; where blocks copy rows for each other they are whole."""
     for tile, num_rows, each in (
-        (Tile(1, 64), 5, 5), (Tile(1, 64), 64, 64), (Tile(1, 64), 65, 33), (Tile(1, 80, first_shared=2), 130, 65),
-        (Tile(2, 96, rows_first=True), 256, 128), (Tile(1, 32, rows_first=True), 40, 40),
-        (Tile(1, 64, second_shared=2), 5, 64), (WALKED[0], 1025, 256),
-    ):  # fmt: skip
+        (Tile(1, 64), 5, 5),
+        (Tile(1, 64), 64, 64),
+        (Tile(1, 64), 65, 33),
+        (Tile(1, 80, first_shared=2), 130, 65),
+        (Tile(2, 96, rows_first=True), 256, 128),
+        (Tile(1, 32, rows_first=True), 40, 40),
+        (Tile(1, 64, second_shared=2), 5, 64),
+        (WALKED[0], 1025, 256),
+    ):
         assert cluster_gemm._rows_of(tile, num_rows) == each, (tile, num_rows)
         assert each <= tile.rows
         assert each * -(-num_rows // tile.rows) >= num_rows
@@ -231,9 +241,15 @@ def test_a_kernels_bits_are_compared_once_a_machine(monkeypatch: pytest.MonkeyPa
     wrong, launched = [False], []
 
     def launch(
-        function: int, tile: Tile, kind: object, x: object, weight: object, out: torch.Tensor,
-        residual: torch.Tensor | None, **_: int,
-    ) -> None:  # fmt: skip
+        function: int,
+        tile: Tile,
+        kind: object,
+        x: object,
+        weight: object,
+        out: torch.Tensor,
+        residual: torch.Tensor | None,
+        **_: int,
+    ) -> None:
         launched.append(function)
         out.copy_((2.0 if wrong[0] else 1.0) * torch.ones(3) + (0.0 if residual is None else residual))
 

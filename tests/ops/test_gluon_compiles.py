@@ -140,5 +140,6 @@ def test_one_row_normed(compiled: list[Any], n: int, k: int, gated: bool) -> Non
 @pytest.mark.parametrize(("n", "k"), [(1024, 3072), (4096, 12288)])
 def test_one_row_added(compiled: list[Any], n: int, k: int) -> None:
     x, residual = torch.zeros(1, k, dtype=BF16), torch.zeros(1, n, dtype=BF16)
-    gemv.product(x, torch.zeros(n, k, dtype=BF16), torch.zeros_like(residual), norm=None, eps=0.0,
-                    residual=residual, gated=False)  # fmt: skip
+    gemv.product(
+        x, torch.zeros(n, k, dtype=BF16), torch.zeros_like(residual), norm=None, eps=0.0, residual=residual, gated=False
+    )

@@ -54,9 +54,12 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]
         get_device_properties=lambda device: {"max_shared_mem": 232448},
     )
     no_device = SimpleNamespace(
-        get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_device=lambda: 0,
-        get_current_stream=lambda device: 77, utils=utils, launcher_cls=_Launcher,
-    )  # fmt: skip
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 77,
+        utils=utils,
+        launcher_cls=_Launcher,
+    )
     monkeypatch.setattr(driver, "_active", no_device)
     monkeypatch.setattr("triton.compiler.compiler.max_shared_mem", lambda device: 232448)
     _Launcher.launches.clear()

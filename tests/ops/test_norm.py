@@ -23,8 +23,9 @@ def test_every_library_gives_the_twins_bits(width: int, dtype: torch.dtype) -> N
     torch.manual_seed(width)
     x, residual, weight = strided_rows(5, width, dtype), strided_rows(5, width, dtype), torch.randn(width)
     expected, (expected_sum_norm, expected_sum) = (
-        rms_norm_reference(x, weight, 1e-6), add_rms_norm_reference(x, residual, weight, 1e-6)
-    )  # fmt: skip
+        rms_norm_reference(x, weight, 1e-6),
+        add_rms_norm_reference(x, residual, weight, 1e-6),
+    )
     for isa in native.built_isas():
         with native.using(isa):
             assert torch.equal(rms_norm(x, weight, 1e-6), expected), isa

@@ -72,5 +72,6 @@ def test_a_checker_that_broke_off_is_told() -> None:
 
 def test_the_control_is_one_that_waits_and_one_that_does_not() -> None:
     assert re.findall(r"__global__ void (\w+)\(int\* out\) \{ run\(out, (\w+)\)", race_check.CONTROL) == [
-        ("hands_over", "true"), ("forgets_to_wait", "false"),
-    ]  # fmt: skip
+        ("hands_over", "true"),
+        ("forgets_to_wait", "false"),
+    ]

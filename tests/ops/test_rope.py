@@ -125,9 +125,7 @@ def test_a_narrow_cache_holds_what_the_twin_rounds_to(
     results = []
     for function in (qk_norm_rope_store, qk_norm_rope_store_eager):
         kv = case.kv.clone(memory_format=torch.preserve_format)
-        function(
-            case.qkv, case.positions, case.table, None, None, 1e-6, *case.heads, kv, case.slots, 1.0, *scales
-        )  # fmt: skip
+        function(case.qkv, case.positions, case.table, None, None, 1e-6, *case.heads, kv, case.slots, 1.0, *scales)
         results.append(kv.contiguous().view(torch.uint8))
     assert torch.equal(*results)
 

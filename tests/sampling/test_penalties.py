@@ -20,9 +20,15 @@ def values_of(world, row, logits):
 def test_formulas_by_hand(make_world):
     world = make_world(logprobs_mode="processed_logits", max_logprobs=-1)
     world.add(
-        0, prompt=[1, 2], output=[2, 3, 3], temperature=0.0, logprobs=V,
-        repetition_penalty=2.0, frequency_penalty=0.25, presence_penalty=0.5,
-    )  # fmt: skip
+        0,
+        prompt=[1, 2],
+        output=[2, 3, 3],
+        temperature=0.0,
+        logprobs=V,
+        repetition_penalty=2.0,
+        frequency_penalty=0.25,
+        presence_penalty=0.5,
+    )
     logits = torch.full((1, V), 4.0)
     logits[0, 3] = -4.0
     values = values_of(world, 0, logits)

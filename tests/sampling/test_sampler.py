@@ -60,8 +60,11 @@ def random_logits(num_rows: int, seed: int) -> torch.Tensor:
 
 
 def close(entry: Any, wanted: Any) -> bool:
-    return entry.token_ids == wanted.token_ids and entry.ranks == wanted.ranks and np.allclose(
-        entry.logprobs, wanted.logprobs, rtol=1e-6, atol=1e-6)  # fmt: skip
+    return (
+        entry.token_ids == wanted.token_ids
+        and entry.ranks == wanted.ranks
+        and np.allclose(entry.logprobs, wanted.logprobs, rtol=1e-6, atol=1e-6)
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)

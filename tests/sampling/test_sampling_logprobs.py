@@ -75,9 +75,11 @@ def test_modes(make_world, greedy):
     biased[0, 11] += 50
     processed = biased if greedy else biased / 0.5
     wanted = {
-        "raw_logprobs": logits.log_softmax(1), "raw_logits": logits,
-        "processed_logprobs": processed.log_softmax(1), "processed_logits": processed,
-    }  # fmt: skip
+        "raw_logprobs": logits.log_softmax(1),
+        "raw_logits": logits,
+        "processed_logprobs": processed.log_softmax(1),
+        "processed_logits": processed,
+    }
     for mode, source in wanted.items():
         world = make_world(logprobs_mode=mode)
         world.add(0, **params)

@@ -70,9 +70,17 @@ def test_bad_words_with_one_last_token_forbid_it_if_one_matches(make_world):
 def test_the_order_of_stages(make_world):
     """Bias comes before the penalties (and is divided with the logit), masks last however large the bias."""
     world = add(
-        make_world, prompt=[5], output=[6], logit_bias={5: 8.0, 6: 8.0, 7: 100.0, 8: 100.0}, repetition_penalty=2.0,
-        frequency_penalty=1.0, presence_penalty=0.5, min_tokens=3, eos=[7], bad_words_token_ids=[[8]],
-    )  # fmt: skip
+        make_world,
+        prompt=[5],
+        output=[6],
+        logit_bias={5: 8.0, 6: 8.0, 7: 100.0, 8: 100.0},
+        repetition_penalty=2.0,
+        frequency_penalty=1.0,
+        presence_penalty=0.5,
+        min_tokens=3,
+        eos=[7],
+        bad_words_token_ids=[[8]],
+    )
     values = processed(world, 0)
     assert values[5] == 4.0  # 8 / 2
     assert values[6] == 2.5  # 8 / 2 - 1 - 0.5

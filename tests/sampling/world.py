@@ -30,23 +30,41 @@ class World:
         self.prompt_lens = torch.zeros(max_num_rows, dtype=torch.int32, device=device)
         options.setdefault("mask_patience", math.inf)  # no row is held unless a test wants it
         self.sampler = Sampler(
-            max_num_rows=max_num_rows, vocab_size=vocab_size, max_model_len=max_model_len,
-            device=self.device, tokens=self.table, prompt_lens=self.prompt_lens, **options,
-        )  # fmt: skip
+            max_num_rows=max_num_rows,
+            vocab_size=vocab_size,
+            max_model_len=max_model_len,
+            device=self.device,
+            tokens=self.table,
+            prompt_lens=self.prompt_lens,
+            **options,
+        )
         self.requests: dict[int, NewRow] = {}
         self.known: dict[int, list[int]] = {}
 
     def add(
-        self, row: int, prompt: Sequence[int] = (1, 2, 3), output: Sequence[int] = (), *, seed: int = 7,
-        eos: Sequence[int] = (), **params: Any,
-    ) -> None:  # fmt: skip
+        self,
+        row: int,
+        prompt: Sequence[int] = (1, 2, 3),
+        output: Sequence[int] = (),
+        *,
+        seed: int = 7,
+        eos: Sequence[int] = (),
+        **params: Any,
+    ) -> None:
         """Give `row` a request, as new or as resumed with replayed output."""
         self.remove(row)
         tokens = [*prompt, *output]
         new = NewRow(
-            row=row, request_id=f"r{row}", token_ids=tokens, num_prompt=len(prompt), num_computed=0, block_ids=[[]],
-            sampling=SamplingParams(max_tokens=None, **params), seed=seed, eos_token_ids=list(eos),
-        )  # fmt: skip
+            row=row,
+            request_id=f"r{row}",
+            token_ids=tokens,
+            num_prompt=len(prompt),
+            num_computed=0,
+            block_ids=[[]],
+            sampling=SamplingParams(max_tokens=None, **params),
+            seed=seed,
+            eos_token_ids=list(eos),
+        )
         self.requests[row], self.known[row] = new, tokens.copy()
         self.prompt_lens[row] = len(prompt)
         self.table[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
@@ -68,10 +86,11 @@ class World:
         """One step's rows. `positions`: the end of each row's tokens unless given."""
         at = [len(self.known[row]) for row in rows] if positions is None else list(positions)
         return SampleBatch(
-            rows=torch.tensor(rows, device=self.device), positions=torch.tensor(at, device=self.device),
+            rows=torch.tensor(rows, device=self.device),
+            positions=torch.tensor(at, device=self.device),
             rows_np=np.array(rows, np.int64),
             max_position=min(max(at) + 3, self.table.shape[1]),  # an upper bound may be loose
-        )  # fmt: skip
+        )
 
     def sample(
         self, rows: Sequence[int], logits: torch.Tensor, positions: Sequence[int] | None = None
@@ -85,6 +104,11 @@ class World:
         new = self.requests[row]
         tokens = self.known[row] if position < 0 else self.known[row][:position]
         return sample_reference(
-            logits.numpy(), new.sampling, tokens=tokens, num_prompt=new.num_prompt, seed=new.seed,
-            eos_token_ids=new.eos_token_ids, logprobs_mode=self.mode,
-        )  # fmt: skip
+            logits.numpy(),
+            new.sampling,
+            tokens=tokens,
+            num_prompt=new.num_prompt,
+            seed=new.seed,
+            eos_token_ids=new.eos_token_ids,
+            logprobs_mode=self.mode,
+        )

@@ -346,10 +346,12 @@ def test_a_hit_is_the_longest_that_all_groups_accept(groups, seed, limit):
     names: list[bytes] = []
     kv._chain.extend(names, tokens, "", len(tokens) // kv.block_size)
     findable = [
-        [names[(index + 1) * group.block_size // kv.block_size - 1] in kv._pool.cached(g)
-         for index in range(limit // group.block_size)]
+        [
+            names[(index + 1) * group.block_size // kv.block_size - 1] in kv._pool.cached(g)
+            for index in range(limit // group.block_size)
+        ]
         for g, group in enumerate(groups)
-    ]  # fmt: skip
+    ]
 
     def accepted(length: int) -> bool:
         return all(

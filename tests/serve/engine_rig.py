@@ -44,9 +44,12 @@ def helper(name: str, *options: str) -> list[str]:
 
 @contextlib.asynccontextmanager
 async def running(
-    command: list[str] | None = None, *, supervision: Supervision = QUICK, options: dict[str, Any] | None = None,
+    command: list[str] | None = None,
+    *,
+    supervision: Supervision = QUICK,
+    options: dict[str, Any] | None = None,
     **config: Any,
-) -> AsyncIterator[AsyncEngine]:  # fmt: skip
+) -> AsyncIterator[AsyncEngine]:
     """A ready engine: with `command`, else octavo-tiny. `config` is EngineConfig's, `options` are AsyncEngine's."""
     engine = await AsyncEngine.start(
         EngineConfig(**config), command=command, supervision=supervision, **(options or {})

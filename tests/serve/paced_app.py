@@ -91,11 +91,19 @@ class PacedApp:
         engine.tokenizer = front.tokenizer
         engine.engine_up(
             EngineInfo(
-                device="paced", dtype="none", attention_backend="none", vocab_size=arch.vocab_size,
-                max_model_len=4096, max_logprobs=20, max_num_seqs=64, max_num_batched_tokens=2048,
-                enable_prefix_caching=True, block_size=16, num_blocks=100,
+                device="paced",
+                dtype="none",
+                attention_backend="none",
+                vocab_size=arch.vocab_size,
+                max_model_len=4096,
+                max_logprobs=20,
+                max_num_seqs=64,
+                max_num_batched_tokens=2048,
+                enable_prefix_caching=True,
+                block_size=16,
+                num_blocks=100,
             )
-        )  # fmt: skip
+        )
         self._app = create_app(engine, config)
 
     def __enter__(self) -> Self:

@@ -22,10 +22,18 @@ def main(kind: str, connection: int) -> None:
         while not frames.feed(sock.recv(1 << 16)):
             pass
         info = EngineInfo(
-            device="rogue", dtype="none", attention_backend="none", vocab_size=4096, max_model_len=2048,
-            max_logprobs=20, max_num_seqs=8, max_num_batched_tokens=64, enable_prefix_caching=False, block_size=16,
+            device="rogue",
+            dtype="none",
+            attention_backend="none",
+            vocab_size=4096,
+            max_model_len=2048,
+            max_logprobs=20,
+            max_num_seqs=8,
+            max_num_batched_tokens=64,
+            enable_prefix_caching=False,
+            block_size=16,
             num_blocks=64,
-        )  # fmt: skip
+        )
         sock.sendall(encode(Ready(info, protocol=0) if kind == "old_protocol" else Ready(info)))
         sock.sendall(encode(Heartbeat(0, False, EngineStats())))
         while not frames.feed(sock.recv(1 << 16)):  # a request

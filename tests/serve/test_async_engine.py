@@ -59,9 +59,15 @@ def test_merging_keeps_ends_logprobs_and_the_prompts_logprobs() -> None:
     first = output(text="a", token_ids=[1], logprobs=[{1: None}], cumulative_logprob=-1.0)
     first.prompt_logprobs = [None]
     last = output(
-        0, "last", text="b", token_ids=[2], logprobs=[{2: None}], cumulative_logprob=-2.0, finish_reason="stop",
+        0,
+        "last",
+        text="b",
+        token_ids=[2],
+        logprobs=[{2: None}],
+        cumulative_logprob=-2.0,
+        finish_reason="stop",
         stop_reason="x",
-    )  # fmt: skip
+    )
     merged = merge_outputs([first, output(1, text="z"), last])
     assert [part.index for part in merged.outputs] == [0, 1] and merged.finished and merged.prompt_logprobs == [None]
     assert merged.outputs[0] == CompletionOutput(0, "ab", [1, 2], -2.0, [{1: None}, {2: None}], "stop", "x")
@@ -151,7 +157,7 @@ def test_what_is_wrong_with_a_request_is_said_at_once() -> None:
                 (PROMPT, {"priority": 2**40}, "priority"),
                 (PROMPT, {"cache_salt": "\x00"}, "cache_salt"),
                 (PROMPT, {"params": params(bad_words=[" "])}, "bad_words[0]"),
-            ]:  # fmt: skip
+            ]:
                 with pytest.raises(ParameterError) as caught:
                     engine.generate("a", prompt, **{"params": params(), **fields})  # type: ignore[arg-type]
                 assert caught.value.field == field

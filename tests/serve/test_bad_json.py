@@ -177,7 +177,7 @@ BAD_TYPES: dict[str, list[Any]] = {
     "priority": ["x", 1.5, True],
     "response_format": [1, "json_object", []],
     "structured_outputs": [1, "x", []],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("path", GENERATE)
@@ -247,7 +247,7 @@ def test_unknown_models(mock_server: RunningServer, path: str, name: str) -> Non
         (["a"] * 1025, "too_many_prompts"),
         (None, "missing_field"),
     ],
-)  # fmt: skip
+)
 def test_bad_prompts(mock_server: RunningServer, prompt: Any, code: str) -> None:
     refused(mock_server, COMPLETIONS, GOOD[COMPLETIONS] | {"prompt": prompt}, code)
 
@@ -311,7 +311,7 @@ def _tool(**changes: Any) -> dict[str, Any]:
         ({"functions": [_tool()["function"]], "tools": [_tool()]}, "conflicting"),
         ({"audio": {}}, "unsupported_parameter"),
     ],
-)  # fmt: skip
+)
 def test_mistakes_of_chat(mock_server: RunningServer, fields: dict[str, Any], code: str) -> None:
     refused(mock_server, CHAT, GOOD[CHAT] | fields, code)
 

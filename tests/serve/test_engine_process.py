@@ -43,7 +43,7 @@ from octavo.serve.engine.messages import (
     decode_from_engine,
     decode_to_engine,
     encode,
-)  # fmt: skip
+)
 from octavo.serve.engine.refusals import EngineDeadError
 from patience import patient
 
@@ -170,7 +170,7 @@ def test_a_front_end_that_sends_only_rubbish_ends_the_engine() -> None:
         (Add(["x", "x"], [1], params(n=2), 8), ""),
         (Add([], [1], params(), 8), ""),
     ],
-)  # fmt: skip
+)
 def test_the_engine_checks_what_it_indexes_by(message: Add, reason: str, one_raw_engine: RawEngine) -> None:
     """A request that a broken front end let through fails alone, or is dropped."""
     raw = one_raw_engine

@@ -30,7 +30,7 @@ from engine_rig import (
     script,
     until,
     wait_until_gone,
-)  # fmt: skip
+)
 from octavo.config.engine_config import EngineConfig
 from octavo.request.sampling_params import ParameterError, SamplingParams
 from octavo.serve.engine.async_engine import AsyncEngine

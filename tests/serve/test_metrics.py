@@ -182,9 +182,18 @@ def test_the_cache_is_described_once_the_engine_is_ready(metrics: ServerMetrics)
     metrics.watch(engine)
     assert b"cache_config_info" not in metrics.render()
     engine.info = EngineInfo(
-        device="cpu", dtype="float32", attention_backend="cpu", vocab_size=9, max_model_len=99, max_logprobs=5,
-        max_num_seqs=2, max_num_batched_tokens=64, enable_prefix_caching=True, block_size=16, num_blocks=33,
-    )  # fmt: skip
+        device="cpu",
+        dtype="float32",
+        attention_backend="cpu",
+        vocab_size=9,
+        max_model_len=99,
+        max_logprobs=5,
+        max_num_seqs=2,
+        max_num_batched_tokens=64,
+        enable_prefix_caching=True,
+        block_size=16,
+        num_blocks=33,
+    )
     (line,) = re.findall(r"vllm:cache_config_info{.*", metrics.render().decode())
     assert 'block_size="16"' in line and 'num_gpu_blocks="33"' in line and line.endswith(" 1.0")
 

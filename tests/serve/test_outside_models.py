@@ -57,9 +57,17 @@ def test_its_answers_are_those_of_the_layers_that_it_uses(folder: Path) -> None:
 
 def test_it_is_served(folder: Path, server: Any, start_server: StartServer) -> None:
     own = start_server(
-        "--dtype", "float32", "--model", str(folder), "--model-packages", "far_away", "--served-model-name", "deep",
-        mock=False, env={"PYTHONPATH": os.pathsep.join((str(SRC), str(PACKAGES)))},
-    )  # fmt: skip
+        "--dtype",
+        "float32",
+        "--model",
+        str(folder),
+        "--model-packages",
+        "far_away",
+        "--served-model-name",
+        "deep",
+        mock=False,
+        env={"PYTHONPATH": os.pathsep.join((str(SRC), str(PACKAGES)))},
+    )
     body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 8}
     texts = [
         each.request("POST", "/v1/completions", {**body, "model": name}).json()["choices"][0]["text"]

@@ -74,8 +74,10 @@ class TestInBrowser:
         assert page.js("document.querySelector('#send').disabled && !document.querySelector('#stop').disabled")
         page.wait_for(DONE)
         assert page.js(ANSWER) == "".join(stub.tokens) != early
-        assert re.match(r"10 tokens · [\d.]+ tokens/s · first after \d+ ms · stop", page.js(
-            "document.querySelector('.assistant .note').textContent"))  # fmt: skip
+        assert re.match(
+            r"10 tokens · [\d.]+ tokens/s · first after \d+ ms · stop",
+            page.js("document.querySelector('.assistant .note').textContent"),
+        )
         assert stub.requests[0]["messages"] == [{"role": "user", "content": "Tell me"}]
         assert (stub.requests[0]["stream"], stub.requests[0]["model"]) == (True, "octavo-tiny")
 

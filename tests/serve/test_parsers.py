@@ -167,8 +167,12 @@ _TOKENS = [
 
 
 @settings(max_examples=600, deadline=None)
-@given(st.lists(st.sampled_from(_TOKENS), max_size=25), st.sampled_from(["hermes", "llama3_json", "mistral"]),
-       st.sampled_from(["none", "qwen3", "mistral"]), st.randoms(use_true_random=False))  # fmt: skip
+@given(
+    st.lists(st.sampled_from(_TOKENS), max_size=25),
+    st.sampled_from(["hermes", "llama3_json", "mistral"]),
+    st.sampled_from(["none", "qwen3", "mistral"]),
+    st.randoms(use_true_random=False),
+)
 def test_no_text_and_no_cut_makes_a_difference(tokens: list[str], tools: str, reasoning: str, rng: Any) -> None:
     text = "".join(tokens)
     whole = parse(_parser(tools, reasoning), text)

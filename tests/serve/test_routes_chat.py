@@ -238,9 +238,16 @@ def test_events_of_a_response(server: RunningServer) -> None:
     kinds = [event["type"].removeprefix("response.") for event in events]
     deltas = kinds.count("output_text.delta")
     assert kinds == [
-        "created", "in_progress", "output_item.added", "content_part.added", *["output_text.delta"] * deltas,
-        "output_text.done", "content_part.done", "output_item.done", "completed",
-    ]  # fmt: skip
+        "created",
+        "in_progress",
+        "output_item.added",
+        "content_part.added",
+        *["output_text.delta"] * deltas,
+        "output_text.done",
+        "content_part.done",
+        "output_item.done",
+        "completed",
+    ]
     answer = "".join(event["delta"] for event in events if "delta" in event)
     assert answer == events[-1]["response"]["output"][0]["content"][0]["text"] == "Hello! How can I help you?"
 

@@ -74,9 +74,13 @@ def test_metrics_count_every_request_once(start_server: StartServer) -> None:
     forbidden = {"structured_outputs": {"regex": "abc"}, "allowed_token_ids": [5], "prompt": [5], "n": 1}
     assert server.post("/v1/completions", body | forbidden).status == 400
     for name, value in (
-        ("prompt_tokens_total", 4), ("generation_tokens_total", 12), ("request_prompt_tokens_count", 3),
-        ("request_params_n_sum", 5), ("time_to_first_token_seconds_count", 2), ("corrupted_requests_total", 0),
-    ):  # fmt: skip
+        ("prompt_tokens_total", 4),
+        ("generation_tokens_total", 12),
+        ("request_prompt_tokens_count", 3),
+        ("request_params_n_sum", 5),
+        ("time_to_first_token_seconds_count", 2),
+        ("corrupted_requests_total", 0),
+    ):
         assert metric(server, f"vllm:{name}") == value, name
 
 

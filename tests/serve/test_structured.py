@@ -297,8 +297,10 @@ def test_the_schema_of_required_calls_means_calls() -> None:
 
 def test_the_schemas_of_tools_refer_to_themselves_only() -> None:
     """Definitions of one name in two tools are two; a tool's root and what is below it are its own."""
-    one, two = ({"type": "object", "properties": {"x": {"$ref": "#/$defs/n"}}, "$defs": {"n": {"type": kind}}}
-                for kind in ("integer", "string"))  # fmt: skip
+    one, two = (
+        {"type": "object", "properties": {"x": {"$ref": "#/$defs/n"}}, "$defs": {"n": {"type": kind}}}
+        for kind in ("integer", "string")
+    )
     tree = {"type": "object", "properties": {"kids": {"type": "array", "items": {"$ref": "#"}}},
             "additionalProperties": False}  # fmt: skip
     twin = {"$id": "https://example.org/twin", "type": "object",

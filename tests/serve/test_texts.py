@@ -153,13 +153,18 @@ def test_text_that_cannot_fit_is_refused_on_every_path(mock_server: RunningServe
     text = "word " * 80_000
     for path, body in (
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [
-            {"type": "function", "function": {"name": "f", "description": text}}]}),
+        (
+            "/v1/chat/completions",
+            {
+                "messages": [{"role": "user", "content": "a"}],
+                "tools": [{"type": "function", "function": {"name": "f", "description": text}}],
+            },
+        ),
         ("/v1/responses", {"input": text}),
         ("/tokenize", {"messages": [{"role": "user", "content": text}]}),
         ("/tokenize", {"prompt": text}),
         ("/v1/completions", {"prompt": text}),
-    ):  # fmt: skip
+    ):
         reply = mock_server.post(path, {"model": "octavo-tiny", **body})
         if "tools" in body:
             assert reply.status == 200, "the bundled template writes no tools"

@@ -61,8 +61,9 @@ def test_tiktokens_ranks(tmp_path: Path, name: str) -> None:
     specials = {"<|begin|>": len(table), "<|end|>": len(table) + 7}
     config = {
         "added_tokens_decoder": {str(token_id): {"content": text} for text, token_id in specials.items()},
-        "bos_token": "<|begin|>", "add_bos_token": True,
-    }  # fmt: skip
+        "bos_token": "<|begin|>",
+        "add_bos_token": True,
+    }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     ours = Tokenizer.load(tmp_path)
     theirs = tiktoken.Encoding("x", pat_str=converted._PATTERNS[name], mergeable_ranks=table, special_tokens=specials)

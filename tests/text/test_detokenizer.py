@@ -98,9 +98,12 @@ def test_special_tokens_without_spaces_between_them():
 def test_decoder_kinds_are_read():
     found = {name: DecoderKind.of(backend) for name, backend in KINDS.items()}
     assert {name: kind.name for name, kind in found.items()} == {
-        "byte_level": "byte_level", "byte_fallback": "byte_fallback", "byte_fallback_no_strip": "byte_fallback",
-        "metaspace": "metaspace", "other": "other",
-    }  # fmt: skip
+        "byte_level": "byte_level",
+        "byte_fallback": "byte_fallback",
+        "byte_fallback_no_strip": "byte_fallback",
+        "metaspace": "metaspace",
+        "other": "other",
+    }
     assert [found["byte_fallback"].strip, found["byte_fallback_no_strip"].strip] == [1, 0]
 
 

@@ -97,7 +97,7 @@ CASES = {
     "mistral": (MISTRAL, TALK, {}),
     "mistral_break": (MISTRAL, (TALK[:2] * 4), {}),
     "parts": (PARTS, [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}], {}),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -146,11 +146,13 @@ def test_arguments_as_openais_api_has_them_are_the_objects_that_templates_take(t
 @pytest.mark.parametrize(
     "written",
     [
-        "{{ call.function.arguments }}", "{{ '```' + call['function']['arguments'] + '```' }}",
-        "{{ '`' ~ call.function.arguments }}", "{% set args = call.function.arguments %}{{ args }}",
+        "{{ call.function.arguments }}",
+        "{{ '```' + call['function']['arguments'] + '```' }}",
+        "{{ '`' ~ call.function.arguments }}",
+        "{% set args = call.function.arguments %}{{ args }}",
         "{% if call.function.arguments is string %}{{ call.function.arguments }}{% endif %}",
     ],
-)  # fmt: skip
+)
 def test_a_template_that_writes_arguments_as_they_are_gets_their_text(written):
     source = "{% for message in messages %}{% for call in message.tool_calls or [] %}" + written
     rendered = ChatTemplate({"default": source + "{% endfor %}{% endfor %}"}, {}).render(_calls('{"a":1}'))

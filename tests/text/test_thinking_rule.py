@@ -60,8 +60,11 @@ def test_a_budget_counts_reasoning_that_any_prompt_leads_to() -> None:
 
 
 def test_a_model_without_reasoning_leaves_requests_alone_and_refuses_budgets() -> None:
-    for rule in (_rule("{{ messages }}"), _rule(parser="none"),
-                 ThinkingRule(NoTokenizer(), "auto", enable_in_reasoning=False)):  # fmt: skip
+    for rule in (
+        _rule("{{ messages }}"),
+        _rule(parser="none"),
+        ThinkingRule(NoTokenizer(), "auto", enable_in_reasoning=False),
+    ):
         assert rule.apply(FORM, "<think>", [1], may_open=True) is FORM
         with pytest.raises(ParameterError, match="--reasoning-parser"):
             rule.apply(BUDGET, "<think>", [1], may_open=True)
@@ -82,8 +85,12 @@ def test_marks_by_name_and_by_template() -> None:
         parser = ParserChoice.of(None, "none", name).reasoning
         assert parser is not None and (parser.opening, parser.closing) == (marks.opening, marks.closing)
     assert [find_marks(text, "auto") for text in ("a <think>", "[THINK]", "<|channel|>", "", None)] == [
-        THINK, BRACKETS, HARMONY, None, None,
-    ]  # fmt: skip
+        THINK,
+        BRACKETS,
+        HARMONY,
+        None,
+        None,
+    ]
     assert find_marks(None, "octavo.serve.parsers.reasoning:MistralReasoning") == BRACKETS
     assert HARMONY.are_open("<|end|><|start|>assistant")
     for wrong in ("no-such", "no.such:Thing"):

@@ -49,8 +49,14 @@ class CpuBackend(BackendFrame):
     ) -> None:
         """See BackendFrame."""
         paged_attention(
-            q, kv, *self.inputs.live, out,
-            mask_spec=variant.mask_spec, value_size=variant.value_size,
-            alibi_slopes=variant.alibi_slopes, sinks=layer.sinks,
-            key_scale=layer.key_scale, value_scale=layer.value_scale,
-        )  # fmt: skip
+            q,
+            kv,
+            *self.inputs.live,
+            out,
+            mask_spec=variant.mask_spec,
+            value_size=variant.value_size,
+            alibi_slopes=variant.alibi_slopes,
+            sinks=layer.sinks,
+            key_scale=layer.key_scale,
+            value_scale=layer.value_scale,
+        )

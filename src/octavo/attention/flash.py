@@ -55,10 +55,18 @@ def _torch_library(function: Any) -> Library:
     ) -> torch.Tensor:
         starts, lengths, table = inputs.live
         result: torch.Tensor = function(
-            q, *_halves(kv.transpose(1, 2), variant), starts, None, inputs.max_query_len, inputs.max_seq_len,
-            scale=variant.scale, window_size=_window(variant), enable_gqa=variant.num_heads != variant.num_kv_heads,
-            seqused_k=lengths, block_table=table,
-        )  # fmt: skip
+            q,
+            *_halves(kv.transpose(1, 2), variant),
+            starts,
+            None,
+            inputs.max_query_len,
+            inputs.max_seq_len,
+            scale=variant.scale,
+            window_size=_window(variant),
+            enable_gqa=variant.num_heads != variant.num_kv_heads,
+            seqused_k=lengths,
+            block_table=table,
+        )
         return result
 
     return Library(attend, soft_cap=False)
@@ -73,9 +81,15 @@ def _older_torch_library(function: Any) -> Library:
         assert gather is not None, "rows without block tables are gathered"
         rows = kv[gather.blocks, :, gather.offsets]  # [tokens, heads, 2 * head_size]
         result: torch.Tensor = function(
-            q, *_halves(rows, variant), inputs.live[0], gather.starts, inputs.max_query_len, inputs.max_seq_len,
-            scale=variant.scale, window_size=_window(variant),
-        )  # fmt: skip
+            q,
+            *_halves(rows, variant),
+            inputs.live[0],
+            gather.starts,
+            inputs.max_query_len,
+            inputs.max_seq_len,
+            scale=variant.scale,
+            window_size=_window(variant),
+        )
         return result
 
     return Library(attend, soft_cap=False, block_tables=False)
@@ -93,9 +107,17 @@ def _package(function: Any, names: tuple[str, str, str]) -> Library:
             words[names[2]] = variant.soft_cap
         key, value = _halves(kv.transpose(1, 2), variant)
         result = function(
-            q, key, value, cu_seqlens_q=starts, max_seqlen_q=inputs.max_query_len, max_seqlen_k=inputs.max_seq_len,
-            softmax_scale=variant.scale, causal=variant.causal, window_size=_window(variant), **words,
-        )  # fmt: skip
+            q,
+            key,
+            value,
+            cu_seqlens_q=starts,
+            max_seqlen_q=inputs.max_query_len,
+            max_seqlen_k=inputs.max_seq_len,
+            softmax_scale=variant.scale,
+            causal=variant.causal,
+            window_size=_window(variant),
+            **words,
+        )
         return result[0] if isinstance(result, tuple) else result
 
     return Library(attend, soft_cap=names[2] in inspect.signature(function).parameters)

@@ -73,6 +73,13 @@ class MlaBackend(BackendFrame):
         """See BackendFrame."""
         num_tokens = self.inputs.num_tokens
         latent_attention(
-            q[:num_tokens], kv, *self.inputs.live, out[:num_tokens], scale=variant.scale, splits=self._splits,
-            max_leaves=self._max_leaves, scratch=self._scratch, key_scale=layer.key_scale,
-        )  # fmt: skip
+            q[:num_tokens],
+            kv,
+            *self.inputs.live,
+            out[:num_tokens],
+            scale=variant.scale,
+            splits=self._splits,
+            max_leaves=self._max_leaves,
+            scratch=self._scratch,
+            key_scale=layer.key_scale,
+        )

@@ -93,22 +93,32 @@ class PagedBackend(BackendFrame):
         self._rows, self._is_captured = inputs.live, for_capture
         self._plans = {
             variant: planner.plan(
-                *self._rows[:2], num_tokens=inputs.num_tokens, max_query_len=inputs.max_query_len,
-                max_seq_len=inputs.max_seq_len, for_capture=for_capture,
+                *self._rows[:2],
+                num_tokens=inputs.num_tokens,
+                max_query_len=inputs.max_query_len,
+                max_seq_len=inputs.max_seq_len,
+                for_capture=for_capture,
             )
             for variant, planner in self._planners.items()
-        }  # fmt: skip
+        }
 
     def attend(
         self, q: torch.Tensor, kv: torch.Tensor, variant: Variant, out: torch.Tensor, layer: LayerTensors
     ) -> None:
         """See BackendFrame."""
         paged_attention(
-            q, kv, *self._rows, out,
-            mask_spec=self._planners[variant].mask_spec, plan=self._plans[variant],
-            scratch=self._scratch, key_scale=layer.key_scale, value_scale=layer.value_scale,
-            sinks=layer.sinks if variant.sinks else None, slopes=self._slopes[variant],
-        )  # fmt: skip
+            q,
+            kv,
+            *self._rows,
+            out,
+            mask_spec=self._planners[variant].mask_spec,
+            plan=self._plans[variant],
+            scratch=self._scratch,
+            key_scale=layer.key_scale,
+            value_scale=layer.value_scale,
+            sinks=layer.sinks if variant.sinks else None,
+            slopes=self._slopes[variant],
+        )
 
     def rotates(self, rotation: Rotation, kv: torch.Tensor, variant: Variant) -> bool:
         """See FusedRopeBackend.
@@ -128,7 +138,12 @@ class PagedBackend(BackendFrame):
         """See FusedRopeBackend."""
         self.inputs.check_call(projected, kv, out)
         rope_decode.fused_rope_decode(
-            projected, rotation, kv, *self._rows, out, mask_spec=self._planners[variant].mask_spec,
+            projected,
+            rotation,
+            kv,
+            *self._rows,
+            out,
+            mask_spec=self._planners[variant].mask_spec,
             plan=self._plans[variant],
             scratch=self._scratch,
-        )  # fmt: skip
+        )

@@ -48,13 +48,18 @@ class ReferenceBackend(BackendFrame):
         mods, mask_spec = variant.mods, variant.mask_spec
         with at_work(mods, self._fields):
             paged_attention_eager(
-                q, kv, *self.inputs.live, out,
+                q,
+                kv,
+                *self.inputs.live,
+                out,
                 mask_spec=dataclasses.replace(mask_spec, causal=mask_spec.causal and mods.causal),
                 value_size=variant.value_size,
-                alibi_slopes=variant.alibi_slopes, sinks=layer.sinks, key_scale=layer.key_scale,
+                alibi_slopes=variant.alibi_slopes,
+                sinks=layer.sinks,
+                key_scale=layer.key_scale,
                 value_scale=layer.value_scale,
                 change=None if mods is NO_MODS else _apply_mods(mods, self.inputs.rows),
-            )  # fmt: skip
+            )
 
 
 def _apply_mods(mods: AttentionMods, rows: torch.Tensor | None) -> ChangeScores:

@@ -77,11 +77,9 @@ WORKLOADS = ("start", "single", "offline256", "prefill", "decode512")
 def _generate(llm: LLM, work: Workload) -> float:
     """Seconds."""
     params = [
-        SamplingParams(
-            max_tokens=count, ignore_eos=True, detokenize=False, temperature=work.temperature, seed=index
-        )
+        SamplingParams(max_tokens=count, ignore_eos=True, detokenize=False, temperature=work.temperature, seed=index)
         for index, count in enumerate(work.num_outputs)
-    ]  # fmt: skip
+    ]
     started = time.perf_counter()
     llm.generate(work.prompts, params, use_tqdm=False)
     return time.perf_counter() - started
@@ -185,8 +183,9 @@ def _timed(run: Run, llm: LLM, name: str, copy: float, product: float) -> dict[s
     busy = ", ".join(f"{part} {value:.0f}" for part, value in host.items())
     print(
         f"{run.shape:>5} {name:<10} {rate:10.0f} tok/s, {rate / limit:6.1%} of {limit:.0f}; {seconds:.3f} s, "
-        f"{spent.num_steps} steps; host us a step: {busy}", flush=True,
-    )  # fmt: skip
+        f"{spent.num_steps} steps; host us a step: {busy}",
+        flush=True,
+    )
     return {"workload": name, "value": rate, "unit": "tok/s", "limit": limit, "seconds": seconds,
             "steps": spent.num_steps, "host_us": host}  # fmt: skip
 
@@ -196,9 +195,13 @@ def _decoding(llm: LLM, num_rows: int) -> Iterator[list[int]]:
     """Requests of about 500 tokens that decode; gives their lengths."""
     engine = llm.engine
     params = SamplingParams(
-        max_tokens=400, ignore_eos=True, detokenize=False, temperature=0.6, seed=1,
+        max_tokens=400,
+        ignore_eos=True,
+        detokenize=False,
+        temperature=0.6,
+        seed=1,
         output_kind=RequestOutputKind.FINAL_ONLY,
-    )  # fmt: skip
+    )
     ids = [f"profile-{index}" for index in range(num_rows)]
     for index, request_id in enumerate(ids):
         engine.add(request_id, [7 + index % 100] * (400 + index % 16), params)

@@ -60,9 +60,10 @@ def least_work(facts: dict[str, Any], load: Load) -> dict[str, tuple[float, floa
     every, most = hidden * kv_size, hidden * (2 * q_size + 3 * ff)  # weights of a layer, by tokens that they multiply
     num_most = (layers - 1) * tokens + load.num_logits  # in the last layer others give K and V alone
     ends = 2 * (hidden * vocab + hidden * load.num_logits) + 4 * vocab * load.num_logits
-    products = 2 * (
-        layers * (every + most + tokens * (hidden + kv_size)) + num_most * (3 * hidden + 2 * q_size + 3 * ff)
-    ) + ends  # fmt: skip
+    products = (
+        2 * (layers * (every + most + tokens * (hidden + kv_size)) + num_most * (3 * hidden + 2 * q_size + 3 * ff))
+        + ends
+    )
     attention = 2 * (layers * kv_size * load.num_read + 2 * q_size * num_most)
     num_pairs = (layers - 1) * load.num_pairs + load.num_read
     small = 2 * (layers * tokens * (4 * hidden + 2 * kv_size) + num_most * (4 * hidden + 2 * q_size + 3 * ff))

@@ -106,9 +106,13 @@ def make_jobs(num_tokens: int, vocab_size: int, seed: int) -> list[Job]:
         prompt = shared[:num_shared] + [rng.randrange(vocab_size) for _ in range(length - num_shared)]
         for sibling in range(NUM_SIBLINGS):
             params = SamplingParams(
-                max_tokens=NUM_OUTPUT, ignore_eos=True, detokenize=False, logprobs=0,
-                seed=sample_seed(family, sibling), **kinds[family % len(kinds)],
-            )  # fmt: skip
+                max_tokens=NUM_OUTPUT,
+                ignore_eos=True,
+                detokenize=False,
+                logprobs=0,
+                seed=sample_seed(family, sibling),
+                **kinds[family % len(kinds)],
+            )
             jobs.append(Job(prompt, params))
     return jobs
 
@@ -151,9 +155,13 @@ class Run:
         return [self._answer(jobs, index, count, finished, folds) for index in range(len(jobs))]
 
     def _answer(
-        self, jobs: Sequence[Job], index: int, count: int, finished: dict[str, RequestOutput],
+        self,
+        jobs: Sequence[Job],
+        index: int,
+        count: int,
+        finished: dict[str, RequestOutput],
         folds: dict[str, dict[int, int]],
-    ) -> Answer:  # fmt: skip
+    ) -> Answer:
         request_id, sibling = str(index - index % count), index % count
         completion = finished[request_id].outputs[sibling]
         own = folds[request_id if count == 1 else f"{sibling}_{request_id}"]
@@ -173,10 +181,16 @@ class Run:
             return
         rng, vocab = self._rng, self.engine.limits.vocab_size
         params = SamplingParams(
-            max_tokens=rng.randint(1, 40), detokenize=False, temperature=rng.choice([0.0, 1.0]), seed=rng.randrange(99),
-            presence_penalty=rng.choice([0.0, 0.5]), logit_bias={rng.randrange(vocab): 5.0}, top_k=rng.choice([0, 7]),
-            logprobs=rng.choice([None, 3]), prompt_logprobs=rng.choice([None, None, 2]),
-        )  # fmt: skip
+            max_tokens=rng.randint(1, 40),
+            detokenize=False,
+            temperature=rng.choice([0.0, 1.0]),
+            seed=rng.randrange(99),
+            presence_penalty=rng.choice([0.0, 0.5]),
+            logit_bias={rng.randrange(vocab): 5.0},
+            top_k=rng.choice([0, 7]),
+            logprobs=rng.choice([None, 3]),
+            prompt_logprobs=rng.choice([None, None, 2]),
+        )
         prompt = [rng.randrange(vocab) for _ in range(rng.choice(_LENGTHS))]
         self.engine.add(f"noise{self._num_noise}", prompt, params)
 

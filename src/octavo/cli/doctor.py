@@ -51,9 +51,14 @@ def main(argv: Sequence[str]) -> int:
     on_gpu = resolved.device == "cuda"
     free, total = (facts.cuda_free_bytes, facts.cuda_total_bytes) if on_gpu else (facts.free_bytes, facts.total_bytes)
     plan = plan_memory(
-        arch, resolved, form.groups, free, total_bytes=total, tables=form.tables,
+        arch,
+        resolved,
+        form.groups,
+        free,
+        total_bytes=total,
+        tables=form.tables,
         buffer_bytes=buffer_bytes(resolved, form),
-    )  # fmt: skip
+    )
     print(plan.table(), end="\n\n")
     contract = probe.numerics_contract(
         device=resolved.device,

@@ -444,8 +444,9 @@ _SERVER = {
     "exclude_tools_when_tool_choice_none": _idle("that is what happens", kind="switch"),
     "tool_parser_plugin": _never("give --tool-call-parser package.module:Class"),
     "tool_server": _never("tools are called by the client"),
-    "trust_request_chat_template": _never("templates are the server's: a request's own could run for long",
-                                          kind="switch"),
+    "trust_request_chat_template": _never(
+        "templates are the server's: a request's own could run for long", kind="switch"
+    ),
     "response_role": _only("assistant", "an answer is the assistant's"),
     "enable_prompt_tokens_details": _idle("usage always has prompt_tokens_details", kind="switch"),
     "enable_server_load_tracking": _idle("/load always tells", kind="switch"),
@@ -471,7 +472,7 @@ _SERVER = {
     "ssl_ciphers": _never("Python's own choice of ciphers is used"),
     "h11_max_incomplete_event_size": _idle("requests are read by httptools, within limits of Octavo's own"),
     "h11_max_header_count": _idle("requests are read by httptools, within limits of Octavo's own"),
-}  # fmt: skip
+}
 
 OPTIONS: Mapping[str, Option] = {
     **_MODEL, **_PARALLEL, **_CACHE, **_SCHEDULER, **_COMPILE, **_EXTRAS,

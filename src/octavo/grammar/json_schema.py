@@ -40,9 +40,11 @@ _COUNTS: dict[str, tuple[str, str, int]] = {
     "minProperties": ("object", "maxProperties", -1), "maxProperties": ("object", "minProperties", 1),
 }  # fmt: skip
 _BOUNDS = {
-    "minimum": "exclusiveMaximum", "maximum": "exclusiveMinimum", "exclusiveMinimum": "maximum",
+    "minimum": "exclusiveMaximum",
+    "maximum": "exclusiveMinimum",
+    "exclusiveMinimum": "maximum",
     "exclusiveMaximum": "minimum",
-}  # fmt: skip
+}
 
 
 def rewrite(schema: dict[str, Any]) -> Schema:

@@ -86,9 +86,14 @@ class LatentAttention(Layer):
         q = x.new_empty(num_tokens, self._num_heads, self.variant.head_size)
         head_linear(query[..., : latent.nope_size], self.absorb_key, q[..., : latent.latent_size])
         latent_rope_store(
-            self._state, query[..., latent.nope_size :], state, positions, q[..., latent.latent_size :], kv,
+            self._state,
+            query[..., latent.nope_size :],
+            state,
+            positions,
+            q[..., latent.latent_size :],
+            kv,
             context.inputs[group].slot_mapping,
-        )  # fmt: skip
+        )
         if wanted is not None:
             q = q.index_select(0, wanted)
         seen = x.new_empty(len(q), self._num_heads, latent.latent_size)

@@ -40,9 +40,11 @@ class Marks:
 THINK = Marks("<think>", "</think>")
 BRACKETS = Marks("[THINK]", "[/THINK]")
 HARMONY = Marks(
-    "<|channel|>analysis<|message|>", "<|channel|>final<|message|>", "<|start|>assistant",
+    "<|channel|>analysis<|message|>",
+    "<|channel|>final<|message|>",
+    "<|start|>assistant",
     "<|end|><|start|>assistant<|channel|>final<|message|>",
-)  # fmt: skip
+)
 
 
 class Thinking(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -100,12 +100,18 @@ class Penalties:
             rows = batch.rows.index_select(0, at)
             params = self._params.data.index_select(0, rows)
             rows_np = batch.rows_np[selection.at_np[start : start + _NUM_SCRATCH_ROWS]]
-            parts.append(_Part(
-                at=at, rows=rows, base=at[:, None] * self._vocab_size,
-                num_prompt=self._prompt_lens.index_select(0, rows)[:, None],
-                repetition=params[:, :1], frequency=params[:, 1:2], presence=params[:, 2:],
-                counts=not self._counting.isdisjoint(rows_np.tolist()),
-            ))  # fmt: skip
+            parts.append(
+                _Part(
+                    at=at,
+                    rows=rows,
+                    base=at[:, None] * self._vocab_size,
+                    num_prompt=self._prompt_lens.index_select(0, rows)[:, None],
+                    repetition=params[:, :1],
+                    frequency=params[:, 1:2],
+                    presence=params[:, 2:],
+                    counts=not self._counting.isdisjoint(rows_np.tolist()),
+                )
+            )
         return parts
 
     def _apply(self, logits: torch.Tensor, batch: SampleBatch, part: _Part) -> None:

@@ -185,16 +185,23 @@ def _calibration_cache(model: Model, resolved: Resolved, form: KVCacheLayoutPlan
     sizes = {table.kernel_block_size or 1 for table in form.tables}
     num_blocks = 1 + -(-count // min(sizes))
     pool = KVCachePool(
-        form.groups, num_blocks=num_blocks * len(form.groups) + 1, dtype=dtype, device=device, layout=form.layout,
+        form.groups,
+        num_blocks=num_blocks * len(form.groups) + 1,
+        dtype=dtype,
+        device=device,
+        layout=form.layout,
         tables=form.tables,
-    )  # fmt: skip
+    )
     pool.buffer.zero_()
     positions = torch.arange(count, device=device)
     backends, inputs, written = [], [], []
     fields = FieldTables(
-        specs_of(model.attention_variants), max_num_rows=1, max_model_len=count, device=device,
+        specs_of(model.attention_variants),
+        max_num_rows=1,
+        max_model_len=count,
+        device=device,
         known={PROMPT_LENGTH.spec.name: torch.full((2,), count, dtype=torch.int32, device=device)},
-    )  # fmt: skip
+    )
     fields.add(0, None)
     fields.apply()
     for table, block_map in zip(form.tables, pool.block_maps, strict=True):
@@ -202,12 +209,17 @@ def _calibration_cache(model: Model, resolved: Resolved, form: KVCacheLayoutPlan
         blocks = range(1 + table.group * num_blocks, 1 + (table.group + 1) * num_blocks)
         ids = torch.tensor([block_map.expand(blocks)], dtype=torch.int32, device=device)
         step = AttentionInputs(
-            num_rows=1, num_tokens=count, max_query_len=count, max_seq_len=count, block_size=size,
+            num_rows=1,
+            num_tokens=count,
+            max_query_len=count,
+            max_seq_len=count,
+            block_size=size,
             query_start=torch.tensor([0, count], dtype=torch.int32, device=device),
-            seq_lens=torch.tensor([count], dtype=torch.int32, device=device), block_table=ids,
+            seq_lens=torch.tensor([count], dtype=torch.int32, device=device),
+            block_table=ids,
             slot_mapping=ids[0, positions // size].long() * size + positions % size,
             rows=torch.zeros(1, dtype=torch.int64, device=device),
-        )  # fmt: skip
+        )
         setup = Setup(max_num_rows=1, max_num_tokens=count, max_model_len=count, block_size=size,
                       num_blocks=pool.views[table.layers[0]].shape[0], options=resolved.attention_options,
                       fields=fields.data)  # fmt: skip

@@ -239,9 +239,13 @@ class Child:
             closed_on_failure.callback(self.socket.close)
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, str(theirs.fileno()), str(os.getpid())],
-                pass_fds=[theirs.fileno()], env=environment, start_new_session=True,
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            )  # fmt: skip
+                pass_fds=[theirs.fileno()],
+                env=environment,
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
             closed_on_failure.callback(self.kill)
             know(self)
             closed_on_failure.pop_all()

@@ -102,10 +102,14 @@ class FlexBackend:
     def sizes(self, variant: Variant, block_size: int) -> FlexSizes:
         """What a variant's kernels are compiled with over blocks of `block_size`. Raises ConfigError."""
         return resolve_flex_sizes(
-            self._setup.options, kernel_block=block_size, group=variant.num_heads // variant.num_kv_heads,
-            head_size=variant.head_size, float32=self._dtype == torch.float32, one_tile=self._device.type != "cuda",
+            self._setup.options,
+            kernel_block=block_size,
+            group=variant.num_heads // variant.num_kv_heads,
+            head_size=variant.head_size,
+            float32=self._dtype == torch.float32,
+            one_tile=self._device.type != "cuda",
             reproducible=self._setup.reproducible,
-        )  # fmt: skip
+        )
 
     def prepare(self, inputs: AttentionInputs, *, for_capture: bool = False) -> None:
         """Make the mask rows of each variant. Device work only. Raises ValueError for inputs that contradict it."""
@@ -155,9 +159,16 @@ class FlexBackend:
             sums = plan.num_leaves > 1 or layer.sinks is not None  # else `merge_lines` does not read them
             parts, lse = kernel(lines, kv, plan.rows, layer.key_scale, start, len(lines), sums=sums)
         ops.merge_lines(
-            parts, lse, plan.rows, plan.shape, out, start=start, num_leaves=plan.num_leaves, sinks=layer.sinks,
+            parts,
+            lse,
+            plan.rows,
+            plan.shape,
+            out,
+            start=start,
+            num_leaves=plan.num_leaves,
+            sinks=layer.sinks,
             value_scale=layer.value_scale,
-        )  # fmt: skip
+        )
 
     def _plans_of(self, variant: Variant, kv: Tensor) -> list[_Plan]:
         """The step's, made by the first layer that asks."""
@@ -201,10 +212,19 @@ class FlexBackend:
         query_start, seq_lens, block_table = inputs.live
         table_rows = inputs.rows if inputs.rows is not None else torch.arange(inputs.num_rows, device=self._device)
         ops.plan_mask_rows(
-            buffers, shape, num_tiles=num_tiles, num_leaves=num_leaves, query_start=query_start, seq_lens=seq_lens,
-            block_table=block_table, table_rows=table_rows[: inputs.num_rows], kind=kind, some=mods.some_visible,
-            every=mods.all_visible, reach=_reach(variant, self._setup),
-        )  # fmt: skip
+            buffers,
+            shape,
+            num_tiles=num_tiles,
+            num_leaves=num_leaves,
+            query_start=query_start,
+            seq_lens=seq_lens,
+            block_table=block_table,
+            table_rows=table_rows[: inputs.num_rows],
+            kind=kind,
+            some=mods.some_visible,
+            every=mods.all_visible,
+            reach=_reach(variant, self._setup),
+        )
         return _Plan(shape, buffers, num_tiles, num_leaves)
 
     def _lines(self, variant: Variant, max_query_len: int) -> int:

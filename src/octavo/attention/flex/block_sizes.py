@@ -94,16 +94,20 @@ def _check_against_cache(
         )
     if kv_block not in (None, kernel_block):
         raise ConfigError(
-            "flex_attn_kv_block_size", kv_block, f"must be the cache's kernel block size, which is {kernel_block}",
+            "flex_attn_kv_block_size",
+            kv_block,
+            f"must be the cache's kernel block size, which is {kernel_block}",
             "set kernel_block_size in attention_config, or --block-size, to it",
-        )  # fmt: skip
+        )
     if reproducible:
         for name, value in (("flex_attn_block_m", m), ("flex_attn_block_n", n)):
             if value is not None and value > kernel_block:
                 raise ConfigError(
-                    name, value, f"must be <= the cache's kernel block size, {kernel_block}, for batch invariance",
+                    name,
+                    value,
+                    f"must be <= the cache's kernel block size, {kernel_block}, for batch invariance",
                     "lower it, or raise --block-size",
-                )  # fmt: skip
+                )
     if n is not None and kernel_block % n:
         cause = f"must divide the cache's kernel block size, which is {kernel_block}"
         raise ConfigError("flex_attn_block_n", n, cause, "change one of the two")

@@ -45,9 +45,12 @@ def flex_attention(
         if sizes.get(name) is None:
             raise ConfigError(name, None, "must be set, since bits depend on it", "give it as the engine's is")
     resolved = resolve_flex_sizes(
-        sizes, kernel_block=sizes["flex_attn_kv_block_size"], group=heads // key.shape[1], head_size=head_size,
+        sizes,
+        kernel_block=sizes["flex_attn_kv_block_size"],
+        group=heads // key.shape[1],
+        head_size=head_size,
         float32=q.dtype == torch.float32,
-    )  # fmt: skip
+    )
     multiple = max(resolved.q_block, resolved.kv_block)
     if length % multiple:
         raise ValueError(f"length={length} must be a multiple of {multiple}, the larger of the mask's blocks: pad it")
@@ -69,9 +72,15 @@ def _compiled(mods: AttentionMods, sizes: FlexSizes, scale: float, *like: object
 
     def attend(q: Tensor, key: Tensor, value: Tensor, block_mask: Any) -> Any:
         return in_torch(
-            q, key, value, score_mod=mods.score_mod, block_mask=block_mask, scale=scale, enable_gqa=True,
+            q,
+            key,
+            value,
+            score_mod=mods.score_mod,
+            block_mask=block_mask,
+            scale=scale,
+            enable_gqa=True,
             kernel_options=options,
-        )  # fmt: skip
+        )
 
     return compile_alone(attend)
 
@@ -93,9 +102,14 @@ def _block_mask(mods: AttentionMods, sizes: FlexSizes, batch: int, length: int, 
         for kind in (partial, full)
     )
     return BlockMask.from_kv_blocks(
-        partial_num, partial_ids, full_num, full_ids, BLOCK_SIZE=(sizes.q_block, sizes.kv_block),
-        mask_mod=mods.visible, seq_lengths=(length, length),
-    )  # fmt: skip
+        partial_num,
+        partial_ids,
+        full_num,
+        full_ids,
+        BLOCK_SIZE=(sizes.q_block, sizes.kv_block),
+        mask_mod=mods.visible,
+        seq_lengths=(length, length),
+    )
 
 
 def _by_reference(
@@ -111,12 +125,17 @@ def _by_reference(
     blocks = torch.cat([key, value], -1).unflatten(2, (width, block)).transpose(1, 2)  # [batch, width, kv_heads, ..]
     kv[1:] = blocks.flatten(0, 1)
     inputs = AttentionInputs(
-        num_rows=batch, num_tokens=tokens, max_query_len=length, max_seq_len=length, block_size=block,
+        num_rows=batch,
+        num_tokens=tokens,
+        max_query_len=length,
+        max_seq_len=length,
+        block_size=block,
         query_start=torch.arange(0, tokens + 1, length, dtype=torch.int32),
         seq_lens=torch.full((batch,), length, dtype=torch.int32),
         block_table=torch.arange(1, batch * width + 1, dtype=torch.int32).view(batch, width),
-        slot_mapping=torch.full((tokens,), -1), rows=torch.arange(batch),
-    )  # fmt: skip
+        slot_mapping=torch.full((tokens,), -1),
+        rows=torch.arange(batch),
+    )
     out = torch.empty(tokens, heads, head_size, dtype=q.dtype)
     backend.prepare(inputs)
     backend.run(q.transpose(1, 2).reshape(tokens, heads, head_size), kv, variant, out)

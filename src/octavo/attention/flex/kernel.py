@@ -132,9 +132,15 @@ def _through(call: _Call) -> _Way:
     """Torch's compiled call."""
 
     def way(
-        lines: Tensor, key: Tensor, value: Tensor, rows: MaskRows, scales: tuple[Tensor, ...], start: int, count: int,
+        lines: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rows: MaskRows,
+        scales: tuple[Tensor, ...],
+        start: int,
+        count: int,
         sums: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         return call([lines, key, value, *_lists(rows, start, count), *scales])
 
     return way
@@ -144,9 +150,15 @@ def _direct(launch: Any, captured: list[Tensor]) -> _Way:
     """The kernels alone."""
 
     def way(
-        lines: Tensor, key: Tensor, value: Tensor, rows: MaskRows, scales: tuple[Tensor, ...], start: int, count: int,
+        lines: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rows: MaskRows,
+        scales: tuple[Tensor, ...],
+        start: int,
+        count: int,
         sums: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         lists = _lists(rows, start, count) if start else _buffers(rows)
         if start:  # torch copies what lies between multiples of 16 bytes, too
             lists = [part if part.data_ptr() % ALIGNED == 0 else part.clone() for part in lists]
@@ -189,10 +201,13 @@ class _Probes:
         self._rows = rows = MaskRows(largest, shape, device)
         longest = min(shape.leaf, 4 * shape.kv_block)
         for buffer, low, high in (
-            (rows.partial, 1, num_units), (rows.full, 1, num_units), (rows.partial_num, 0, min(shape.columns, 4)),
-            (rows.full_num, 0, min(shape.columns, 4)), (rows.length, 1, longest),
+            (rows.partial, 1, num_units),
+            (rows.full, 1, num_units),
+            (rows.partial_num, 0, min(shape.columns, 4)),
+            (rows.full_num, 0, min(shape.columns, 4)),
+            (rows.length, 1, longest),
             (rows.first, 0, 2 if shape.leaf >= 2 * shape.tokens else 1),
-        ):  # fmt: skip
+        ):
             buffer.random_(min(low, high - 1), high, generator=random)
         for buffer in (rows.partial, rows.full):  # each entry begins with a mask block's number
             blocks = buffer[..., :: shape.entry]
@@ -224,7 +239,7 @@ def _settings(variant: Variant, shape: Geometry, options: dict[str, Any], versio
         ["modes", *_modes()],
         ["code", name_code(compile_call, compile_alone, make_mods)],
         ["kernel", float(variant.scale).hex(), repr(shape), sorted(options.items())],
-    ]  # fmt: skip
+    ]
 
 
 def _modes() -> list[str]:
@@ -299,9 +314,12 @@ def kernel_options(sizes: FlexSizes, lines: int) -> dict[str, Any]:
     """What torch compiles a tile of so many lines with."""
     chosen = sizes.decode_launch if lines == sizes.decode_lines else sizes.prefill_launch
     return {
-        "FORCE_USE_FLEX_ATTENTION": True, "BLOCK_M": lines, "BLOCK_N": sizes.block_n, "IS_DIVISIBLE": bool(chosen),
+        "FORCE_USE_FLEX_ATTENTION": True,
+        "BLOCK_M": lines,
+        "BLOCK_N": sizes.block_n,
+        "IS_DIVISIBLE": bool(chosen),
         **dict(chosen),
-    }  # fmt: skip
+    }
 
 
 def compile_call(variant: Variant, mods: AttentionMods, shape: Geometry, sizes: FlexSizes) -> _Call:
@@ -317,14 +335,29 @@ def compile_call(variant: Variant, mods: AttentionMods, shape: Geometry, sizes: 
     has_score = mods.score_mod is not None
 
     def attend(
-        lines: Tensor, key: Tensor, value: Tensor, partial_num: Tensor, partial: Tensor, full_num: Tensor,
-        full: Tensor, row: Tensor, first: Tensor, length: Tensor, key_scale: Tensor | None = None,
-    ) -> Any:  # fmt: skip
+        lines: Tensor,
+        key: Tensor,
+        value: Tensor,
+        partial_num: Tensor,
+        partial: Tensor,
+        full_num: Tensor,
+        full: Tensor,
+        row: Tensor,
+        first: Tensor,
+        length: Tensor,
+        key_scale: Tensor | None = None,
+    ) -> Any:
         mask, score = make_mods(mods, shape, row, first, length, key_scale)
         block_mask = BlockMask.from_kv_blocks(
-            partial_num, partial, full_num, full, BLOCK_SIZE=block_size, mask_mod=mask,
-            seq_lengths=(lines.shape[2], key.shape[2]), compute_q_blocks=False,
-        )  # fmt: skip
+            partial_num,
+            partial,
+            full_num,
+            full,
+            BLOCK_SIZE=block_size,
+            mask_mod=mask,
+            seq_lengths=(lines.shape[2], key.shape[2]),
+            compute_q_blocks=False,
+        )
         out, aux = flex_attention(
             lines, key, value, score_mod=score if has_score or key_scale is not None else None,
             block_mask=block_mask, scale=scale, return_aux=AuxRequest(lse=True), kernel_options=options,
@@ -358,8 +391,11 @@ def compile_alone(function: Callable[..., Any]) -> Callable[..., Any]:
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
         config.compile_threads = 1  # kernels come one by one, and workers take seconds to start
     own = types.FunctionType(
-        function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__,
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
         function.__closure__,
-    )  # fmt: skip
+    )
     compiled: Callable[..., Any] = torch.compile(own, dynamic=False, fullgraph=True)
     return compiled

@@ -125,9 +125,17 @@ class _Fingerprinter:
             raise NotFingerprintable(f"{place} is a tensor on {tensor.device} of {tensor.numel()} elements")
         self.tensors.append(tensor)
         return [
-            "tensor", len(self.tensors) - 1, str(tensor.dtype), list(tensor.shape), list(tensor.stride()),
-            tensor.requires_grad, tensor.storage_offset(), tensor.data_ptr() % 16, tensor.is_conj(), tensor.is_neg(),
-        ]  # fmt: skip
+            "tensor",
+            len(self.tensors) - 1,
+            str(tensor.dtype),
+            list(tensor.shape),
+            list(tensor.stride()),
+            tensor.requires_grad,
+            tensor.storage_offset(),
+            tensor.data_ptr() % 16,
+            tensor.is_conj(),
+            tensor.is_neg(),
+        ]
 
     def _function(self, function: types.FunctionType, place: str) -> Name:
         if function.__dict__:

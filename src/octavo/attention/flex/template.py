@@ -183,7 +183,7 @@ def walk(
     return acc, l_i, m_i
 """
 _KINDS = """input_shapes={"score": ("BLOCK_M", "BLOCK_N"), "m": ("BLOCK_M", "1"), "n": ("1", "BLOCK_N")},
-        input_dtypes={"b": "index", "h": "index", "m": "index", "n": "index"}"""  # fmt: skip
+        input_dtypes={"b": "index", "h": "index", "m": "index", "n": "index"}"""
 
 
 def unit_options(unit: int) -> dict[str, int]:
@@ -205,9 +205,11 @@ def install() -> None:
             text = _KERNEL.replace("KINDS", _KINDS if "input_dtypes" in known else "")
             frozen = "always_freeze_layout" in inspect.signature(algorithms.TritonTemplate).parameters
             ours = algorithms.TritonTemplate(
-                name="octavo_flex_attention", grid=theirs.grid, source=text,
+                name="octavo_flex_attention",
+                grid=theirs.grid,
+                source=text,
                 **({"always_freeze_layout": True} if frozen else {}),
-            )  # fmt: skip
+            )
         except (ImportError, AttributeError, AssertionError) as error:
             raise RuntimeError(
                 f"attention backend 'flex' does not know the compiler of this torch ({error!r}): install torch 2.11 "

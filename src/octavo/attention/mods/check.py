@@ -55,9 +55,14 @@ class _Check:
     """One layer's mods."""
 
     def __init__(
-        self, mods: AttentionMods, num_heads: int, specs: Sequence[FieldSpec], max_model_len: int,
-        device: torch.device, slack: int,
-    ) -> None:  # fmt: skip
+        self,
+        mods: AttentionMods,
+        num_heads: int,
+        specs: Sequence[FieldSpec],
+        max_model_len: int,
+        device: torch.device,
+        slack: int,
+    ) -> None:
         self._mods, self._length, self._device, self._slack = mods, max_model_len, device, slack
         self._heads = torch.arange(num_heads, device=device)
         ends = sorted(at for at in {0, 1, max_model_len // 2, max_model_len - 1} if at < max_model_len)

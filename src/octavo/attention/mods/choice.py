@@ -60,9 +60,11 @@ def check_mods_supported(config: EngineConfig, resolved: Resolved, variants: Seq
     if not BACKENDS.resolve(resolved.attention_backend).capability.mods:
         if asked_backend(config) != "auto":
             raise ConfigError(
-                "attention_mods", name, f"attention backend {resolved.attention_backend} cannot run it",
+                "attention_mods",
+                name,
+                f"attention backend {resolved.attention_backend} cannot run it",
                 "set --attention-backend flex or reference",
-            )  # fmt: skip
+            )
         chosen = "flex" if resolved.device == "cuda" else "reference"
         why = {**resolved.why, "attention_backend": f"it runs attention_mods={name}"}
         resolved = dataclasses.replace(resolved, attention_backend=chosen, why=why)

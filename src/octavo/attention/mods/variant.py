@@ -31,9 +31,14 @@ def mods_of_variant(variant: Variant, device: torch.device) -> AttentionMods:
 
 def _uncausal(mods: AttentionMods) -> AttentionMods:
     return AttentionMods(
-        mask_mod=mods.mask_mod, score_mod=mods.score_mod, causal=False, some=mods.some, every=mods.every,
-        fields=mods.fields, name=mods.name,
-    )  # fmt: skip
+        mask_mod=mods.mask_mod,
+        score_mod=mods.score_mod,
+        causal=False,
+        some=mods.some,
+        every=mods.every,
+        fields=mods.fields,
+        name=mods.name,
+    )
 
 
 def _near(window: int) -> AttentionMods:

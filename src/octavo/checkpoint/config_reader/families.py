@@ -34,16 +34,27 @@ class Family:
 
 
 _GEMMA3 = Family(
-    model="octavo.models.gemma3:Gemma3ForCausalLM", bias="field", qk_norm=True, sliding="pattern", head_size=256,
-    gemma=True, theta=1e6, full_scaling=True,
-)  # fmt: skip
+    model="octavo.models.gemma3:Gemma3ForCausalLM",
+    bias="field",
+    qk_norm=True,
+    sliding="pattern",
+    head_size=256,
+    gemma=True,
+    theta=1e6,
+    full_scaling=True,
+)
 _GLM = Family(
-    model="octavo.models.glm4:GlmForCausalLM", bias="field-qkv", interleaved=True,
+    model="octavo.models.glm4:GlmForCausalLM",
+    bias="field-qkv",
+    interleaved=True,
     usual={
-        "attention_bias": True, "partial_rotary_factor": 0.5, "head_dim": 128, "num_key_value_heads": 2,
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+        "head_dim": 128,
+        "num_key_value_heads": 2,
         "rms_norm_eps": 1.5625e-7,
     },
-)  # fmt: skip
+)
 _DEEPSEEK = "octavo.models.deepseek:DeepseekForCausalLM"
 FAMILIES = {
     "LlamaForCausalLM": Family(model="octavo.models.llama:LlamaForCausalLM", bias="field", mlp_bias=True),

@@ -40,9 +40,14 @@ def gated_activation(gate_up: Tensor, kind: str) -> Tensor:
     rows, width = gate_up.shape
     out = torch.empty((rows, width // 2), dtype=gate_up.dtype)
     lib.octavo_gated_activation(
-        gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), rows, width // 2, GATED_KINDS[kind],
+        gate_up.data_ptr(),
+        gate_up.stride(0),
+        out.data_ptr(),
+        rows,
+        width // 2,
+        GATED_KINDS[kind],
         native.DTYPE_CODES[gate_up.dtype],
-    )  # fmt: skip
+    )
     return out
 
 

@@ -48,7 +48,14 @@ def gated_activation(gate_up: Tensor, *, tanh: bool) -> Tensor:
     out = torch.empty((rows, size), dtype=gate_up.dtype, device=gate_up.device)
     if rows:
         _gated[(rows, triton.cdiv(size, _BLOCK))](
-            gate_up, out, gate_up.stride(0), SIZE=size, TANH=tanh, BLOCK=_BLOCK, num_warps=_WARPS,
-            enable_fp_fusion=False, **chained(gate_up.device),
-        )  # fmt: skip
+            gate_up,
+            out,
+            gate_up.stride(0),
+            SIZE=size,
+            TANH=tanh,
+            BLOCK=_BLOCK,
+            num_warps=_WARPS,
+            enable_fp_fusion=False,
+            **chained(gate_up.device),
+        )
     return out

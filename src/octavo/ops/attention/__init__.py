@@ -91,11 +91,15 @@ def paged_attention(
     assert q.dtype == out.dtype, "queries and output share a dtype"
     extras = None
     if mask_spec.chunk or alibi_slopes or sinks is not None or not mask_spec.causal or kv.dtype != q.dtype:
-        extras = ctypes.byref(_Extras(
-            mask_spec.chunk, _slopes(alibi_slopes).data_ptr() if alibi_slopes else None,
-            *(None if each is None else each.data_ptr() for each in (sinks, key_scale, value_scale)), mask_spec.causal,
-            native.CACHE_CODES[kv.dtype],
-        ))  # fmt: skip
+        extras = ctypes.byref(
+            _Extras(
+                mask_spec.chunk,
+                _slopes(alibi_slopes).data_ptr() if alibi_slopes else None,
+                *(None if each is None else each.data_ptr() for each in (sinks, key_scale, value_scale)),
+                mask_spec.causal,
+                native.CACHE_CODES[kv.dtype],
+            )
+        )
     library.octavo_paged_attention(
         q.data_ptr(), out.data_ptr(), kv.data_ptr(), query_start.data_ptr(), seq_lens.data_ptr(),
         block_table.data_ptr(), q_token, q_head, out_token, out_head, kv_block, kv_head, kv_token,

@@ -73,8 +73,16 @@ def _copy(
 
 @gluon.jit
 def _find(
-    index, division, query_start, seq_lens, leaf_base, short, reach, KV_HEADS: gl.constexpr, SEES: gl.constexpr,
-):  # fmt: skip
+    index,
+    division,
+    query_start,
+    seq_lens,
+    leaf_base,
+    short,
+    reach,
+    KV_HEADS: gl.constexpr,
+    SEES: gl.constexpr,
+):
     """(row, KV head, row's first token, queries, length, leaves, those of rows before, the part's first and end).
 
     index: of the (row, head)s that the division gives this program, in the order of `attend_rows`; the last one's for

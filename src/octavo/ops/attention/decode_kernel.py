@@ -55,9 +55,18 @@ def _fold(total, total_sum, total_max, leaf, leaf_sum, leaf_max):
 
 @gluon.jit
 def _weights(
-    scores, start, first, last, leaf_max, tops, read, score_scale, cap_scale, SEES: gl.constexpr,
+    scores,
+    start,
+    first,
+    last,
+    leaf_max,
+    tops,
+    read,
+    score_scale,
+    cap_scale,
+    SEES: gl.constexpr,
     SOFT_CAP: gl.constexpr,
-):  # fmt: skip
+):
     """(weights, maximum, what sums before shrink by) of a tile of scores. `read`: of its stage, which is free now."""
     if SOFT_CAP:
         scores = 1.0 - 2.0 / (gl.exp2(scores * cap_scale) + 1.0)  # tanh
@@ -106,9 +115,18 @@ def _fold_stored(parts, part_stats, slot, leaves, LINES: gl.constexpr, HEAD: gl.
 
 @gluon.jit
 def _write(
-    out, sinks, total, total_sum, total_max, row_start, num_queries, kv_index, out_token, out_head,
+    out,
+    sinks,
+    total,
+    total_sum,
+    total_max,
+    row_start,
+    num_queries,
+    kv_index,
+    out_token,
+    out_head,
     GROUP: gl.constexpr,
-):  # fmt: skip
+):
     """The results of the lines, from the totals of all their leaves."""
     HEAD: gl.constexpr = total.shape[0]
     OUT: gl.constexpr = total.type.layout
@@ -182,9 +200,18 @@ def _consume(
             v = v_smem.index(stage).permute((1, 0)).load(_A)
             scores = mma_v2(k, q, gl.zeros([TILE, _LINES], gl.float32, _S))
             exact, top, keep = _weights(
-                scores, start, first, position, leaf_max, tops, empty.index(stage), score_scale, cap_scale, SEES,
+                scores,
+                start,
+                first,
+                position,
+                leaf_max,
+                tops,
+                empty.index(stage),
+                score_scale,
+                cap_scale,
+                SEES,
                 SOFT_CAP,
-            )  # fmt: skip
+            )
             weight_smem.store(exact.to(dtype))
             barrier()
             weights = weight_smem.load(_B)
@@ -215,18 +242,34 @@ def _consume(
                     parts, part_stats, slot + leaf_of(low), leaves, LINES, HEAD
                 )
                 _write(
-                    out, sinks, folded, folded_sum, folded_max, row_start, num_queries, kv_index, out_token, out_head,
+                    out,
+                    sinks,
+                    folded,
+                    folded_sum,
+                    folded_max,
+                    row_start,
+                    num_queries,
+                    kv_index,
+                    out_token,
+                    out_head,
                     GROUP,
-                )  # fmt: skip
+                )
         mbarrier.wait(q_full.index(turn % TURNS), turn // TURNS & 1)
         task = _word(words, turn % TURNS * WORDS + 7)
 
 
 @gluon.jit(
     do_not_specialize=[
-        "table_row", "short", "reach", "capacity", "fold_limit", "block_rows", "head_rows", "head_channels",
+        "table_row",
+        "short",
+        "reach",
+        "capacity",
+        "fold_limit",
+        "block_rows",
+        "head_rows",
+        "head_channels",
     ]
-)  # fmt: skip
+)
 def attend_rows_copied(
     q_desc, kv_desc, piece_desc, out, query_start, seq_lens, table, work, leaf_base, parts, part_stats, counters, sinks,
     out_token, out_head, table_row, short, reach, capacity, fold_limit, block_rows, head_rows, head_channels,

@@ -151,9 +151,17 @@ def _produce(
 
 @gluon.jit
 def _weights(
-    scores, start, first, last, leaf_max, score_scale, cap_scale, SEES: gl.constexpr, SOFT_CAP: gl.constexpr,
+    scores,
+    start,
+    first,
+    last,
+    leaf_max,
+    score_scale,
+    cap_scale,
+    SEES: gl.constexpr,
+    SOFT_CAP: gl.constexpr,
     MASK: gl.constexpr,
-):  # fmt: skip
+):
     """(weights, maximum, what sums before shrink by) of a tile of scores."""
     if SOFT_CAP:
         scores = 1.0 - 2.0 / (gl.exp2(scores * cap_scale) + 1.0)  # tanh
@@ -222,9 +230,17 @@ def _steps(
         scores = warpgroup_mma_wait(2, deps=[token])
         is_new = (at * _BN) % gl.where(at * _BN < _FIRST_TOKENS, _FIRST_LEAF, _LEAF) == 0
         exact, top, keep = _weights(
-            scores, at * _BN, first, last, gl.where(is_new, float("-inf"), leaf_max), score_scale, cap_scale, SEES,
-            SOFT_CAP, MASK,
-        )  # fmt: skip
+            scores,
+            at * _BN,
+            first,
+            last,
+            gl.where(is_new, float("-inf"), leaf_max),
+            score_scale,
+            cap_scale,
+            SEES,
+            SOFT_CAP,
+            MASK,
+        )
         # A loop ends a basic block: without it all of the above would be scheduled behind the wait for the products.
         mbarrier.wait(full.index((step + 1) % STAGES), (step + 1) // STAGES & 1, pred=at + 1 < end)
         leaf, leaf_sum, exact = warpgroup_mma_wait(0, deps=[leaf_token, sum_token, exact])
@@ -353,9 +369,15 @@ def _consume(
 
 @gluon.jit(
     do_not_specialize=[
-        "table_row", "num_rows", "reach", "block_rows", "head_rows", "head_channels", "outside",
+        "table_row",
+        "num_rows",
+        "reach",
+        "block_rows",
+        "head_rows",
+        "head_channels",
+        "outside",
     ]
-)  # fmt: skip
+)
 def attend_prompts(
     q_desc, kv_desc, out, query_start, seq_lens, table, tile_start, counter, sinks, out_token, out_head, table_row,
     num_rows, reach, block_rows, head_rows, head_channels, outside, score_scale, cap_scale,

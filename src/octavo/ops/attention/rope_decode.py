@@ -30,9 +30,18 @@ def serves(heads: Heads, mask_spec: MaskSpec, plan: Plan, kv: Tensor, rotation: 
 
 
 def fused_rope_decode(
-    projected: Tensor, rotation: Rotation, kv: Tensor, query_start: Tensor, seq_lens: Tensor, block_table: Tensor,
-    out: Tensor, *, mask_spec: MaskSpec, plan: Plan, scratch: Scratch,
-) -> None:  # fmt: skip
+    projected: Tensor,
+    rotation: Rotation,
+    kv: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    out: Tensor,
+    *,
+    mask_spec: MaskSpec,
+    plan: Plan,
+    scratch: Scratch,
+) -> None:
     """`qk_norm_rope_store` of projected [tokens, (heads + 2 * KV heads) * head_size] and `paged_attention` into out.
 
     Of what `serves`; tensors as theirs. K and V of earlier steps, lengths, tables, positions and slots are read before

@@ -103,9 +103,18 @@ def _place(line, token, end, kv_block, kv_token: gl.constexpr, BLOCK: gl.constex
 
 @gluon.jit
 def _ask(
-    ring, kv, line, kv_index, start, end, kv_block, kv_head, kv_token: gl.constexpr, HEAD: gl.constexpr,
+    ring,
+    kv,
+    line,
+    kv_index,
+    start,
+    end,
+    kv_block,
+    kv_head,
+    kv_token: gl.constexpr,
+    HEAD: gl.constexpr,
     BLOCK: gl.constexpr,
-):  # fmt: skip
+):
     """Ask for K, or V, of the tokens of a half that are before `end`; zeros behind."""
     row = gl.arange(0, 64, gl.SliceLayout(1, _LINES))
     within = (row % 16 * kv_token)[:, None] + gl.arange(0, HEAD, gl.SliceLayout(0, _LINES))[None, :]
@@ -410,9 +419,18 @@ def _takes(kv: Tensor) -> bool:
 
 
 def fused_rope_decode(
-    projected: Tensor, rotation: Rotation, kv: Tensor, query_start: Tensor, seq_lens: Tensor, block_table: Tensor,
-    out: Tensor, *, mask_spec: MaskSpec, plan: Plan, scratch: Scratch,
-) -> None:  # fmt: skip
+    projected: Tensor,
+    rotation: Rotation,
+    kv: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    out: Tensor,
+    *,
+    mask_spec: MaskSpec,
+    plan: Plan,
+    scratch: Scratch,
+) -> None:
     """See `octavo.ops.attention.rope_decode.fused_rope_decode`; all tensors of channels are bfloat16."""
     rows, (_, kv_heads, block_size, _) = plan.rows, kv.shape
     assert rows is not None, "rows are few"

@@ -103,9 +103,13 @@ def launch_chained(
         _Attribute(_OVERLAPS, (ctypes.c_uint * 16)(1)), _Attribute(_CLUSTER, (ctypes.c_uint * 16)(cluster, 1, 1))
     )
     config = _Config(
-        (ctypes.c_uint * 3)(blocks, 1, 1), (ctypes.c_uint * 3)(threads, 1, 1), shared, stream, attributes,
+        (ctypes.c_uint * 3)(blocks, 1, 1),
+        (ctypes.c_uint * 3)(threads, 1, 1),
+        shared,
+        stream,
+        attributes,
         2 if cluster > 1 else 1,
-    )  # fmt: skip
+    )
     _call("cuLaunchKernelEx", ctypes.byref(config), ctypes.c_void_p(function), params, None)
 
 
@@ -120,11 +124,20 @@ def describe(
     room = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNED)
     place = -(-ctypes.addressof(room) // _MAP_ALIGNED) * _MAP_ALIGNED
     _call(
-        "cuTensorMapEncodeTiled", ctypes.c_void_p(place), element, rank, ctypes.c_void_p(address),
-        (ctypes.c_uint64 * rank)(*shape), (ctypes.c_uint64 * (rank - 1))(*strides), (ctypes.c_uint32 * rank)(*box),
-        (ctypes.c_uint32 * rank)(*[1] * rank), 0, _SWIZZLES[swizzle],
-        _PROMOTE_128, 0,
-    )  # fmt: skip
+        "cuTensorMapEncodeTiled",
+        ctypes.c_void_p(place),
+        element,
+        rank,
+        ctypes.c_void_p(address),
+        (ctypes.c_uint64 * rank)(*shape),
+        (ctypes.c_uint64 * (rank - 1))(*strides),
+        (ctypes.c_uint32 * rank)(*box),
+        (ctypes.c_uint32 * rank)(*[1] * rank),
+        0,
+        _SWIZZLES[swizzle],
+        _PROMOTE_128,
+        0,
+    )
     return ctypes.string_at(place, _MAP_BYTES)
 
 
@@ -153,6 +166,9 @@ def _read(node: ctypes.c_void_p) -> Node:
         raw = ctypes.string_at(held.params[len(params)], size.value)
         params.append((size.value, int.from_bytes(raw, "little")))
     return Node(
-        name=(name.value or b"").decode(), grid=(held.grid[0], held.grid[1], held.grid[2]),
-        block=(held.block[0], held.block[1], held.block[2]), shared=held.shared, params=tuple(params),
-    )  # fmt: skip
+        name=(name.value or b"").decode(),
+        grid=(held.grid[0], held.grid[1], held.grid[2]),
+        block=(held.block[0], held.block[1], held.block[2]),
+        shared=held.shared,
+        params=tuple(params),
+    )

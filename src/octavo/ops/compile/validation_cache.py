@@ -63,9 +63,16 @@ def _facts(device: torch.device) -> list[Any]:
     gpu = torch.cuda.get_device_properties(device)
     settings = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(_SETTINGS))
     return [
-        disk_cache.versions(), version(), driver, gpu.name, gpu.major, gpu.minor, gpu.multi_processor_count, settings,
+        disk_cache.versions(),
+        version(),
+        driver,
+        gpu.name,
+        gpu.major,
+        gpu.minor,
+        gpu.multi_processor_count,
+        settings,
         _sources(),
-    ]  # fmt: skip
+    ]
 
 
 @functools.cache

@@ -20,9 +20,7 @@ _WARPS = 4
 
 
 @launched(triton.jit)
-def _gather(
-    ids, table, out, scale, SIZE: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
+def _gather(ids, table, out, scale, SIZE: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     begin_whole(PDL)
     token = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -41,7 +39,14 @@ def gather_rows(ids: Tensor, table: Tensor, out_dtype: torch.dtype, scale: float
     out = torch.empty((num_tokens, size), dtype=out_dtype, device=table.device)
     if num_tokens:
         _gather[(num_tokens, triton.cdiv(size, _BLOCK))](
-            ids, table, out, scale, SIZE=size, SCALED=scale != 1.0, BLOCK=_BLOCK, num_warps=_WARPS,
+            ids,
+            table,
+            out,
+            scale,
+            SIZE=size,
+            SCALED=scale != 1.0,
+            BLOCK=_BLOCK,
+            num_warps=_WARPS,
             **chained(table.device),
-        )  # fmt: skip
+        )
     return out

@@ -63,9 +63,17 @@ def plan_mask_rows(
         from octavo.ops.flex import gpu
 
         gpu.plan_mask_rows(
-            rows, shape, reach, num_tiles=num_tiles, num_leaves=num_leaves, query_start=query_start, seq_lens=seq_lens,
-            block_table=block_table, table_rows=table_rows, kind=kind,
-        )  # fmt: skip
+            rows,
+            shape,
+            reach,
+            num_tiles=num_tiles,
+            num_leaves=num_leaves,
+            query_start=query_start,
+            seq_lens=seq_lens,
+            block_table=block_table,
+            table_rows=table_rows,
+            kind=kind,
+        )
         return count
     size, tests = (num_tiles, num_leaves), (some, every)
     _plan_in_torch(rows, shape, size, query_start, seq_lens, block_table, table_rows, kind, tests)

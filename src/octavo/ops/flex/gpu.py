@@ -268,9 +268,15 @@ def plan_mask_rows(
     num_rows, width = block_table.shape
     if kind is not Kind.SINGLE:
         _count_tiles[(1,)](
-            rows.ends, query_start, seq_lens, num_rows, TOKENS=shape.tokens, LEAST=2 if kind is Kind.LONG else 1,
-            ROWS=1024, num_warps=4,
-        )  # fmt: skip
+            rows.ends,
+            query_start,
+            seq_lens,
+            num_rows,
+            TOKENS=shape.tokens,
+            LEAST=2 if kind is Kind.LONG else 1,
+            ROWS=1024,
+            num_warps=4,
+        )
     _plan[(num_tiles, num_leaves)](
         reach.prompts,
         rows.partial, rows.partial_num, rows.full, rows.full_num, rows.row, rows.first, rows.low, rows.high, rows.token,

@@ -141,9 +141,16 @@ def linear(
     else:
         stride = out.stride(0)
     lib.octavo_linear(
-        x.data_ptr(), x.stride(0), m, weight.header, None if bias is None else bias.data_ptr(), out.data_ptr(),
-        stride, native.DTYPE_CODES[x.dtype], native.DTYPE_CODES[out.dtype],
-    )  # fmt: skip
+        x.data_ptr(),
+        x.stride(0),
+        m,
+        weight.header,
+        None if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        stride,
+        native.DTYPE_CODES[x.dtype],
+        native.DTYPE_CODES[out.dtype],
+    )
     return out
 
 

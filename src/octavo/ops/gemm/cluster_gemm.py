@@ -297,9 +297,13 @@ def _make_expected(plain: Tensor, kind: _Kind) -> Tensor:
 
 
 def product(
-    x: Tensor, weight: Tensor, out: Tensor, activation: str | None = None, tile: Tile | None = None,
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    activation: str | None = None,
+    tile: Tile | None = None,
     residual: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """x [M, K] by weight [N, K], transposed, into out [M, N]; [M, N / 2] with an activation. tile: not the rule's.
 
     residual [M, N]: added to the rounded product, which is rounded again.
@@ -320,9 +324,15 @@ def product(
 
 
 def _launch(
-    function: int, tile: Tile, kind: _Kind, x: Tensor, weight: Tensor, out: Tensor, residual: Tensor | None = None,
+    function: int,
+    tile: Tile,
+    kind: _Kind,
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    residual: Tensor | None = None,
     processors: int = PROCESSORS,
-) -> None:  # fmt: skip
+) -> None:
     (num_rows, k), n = x.shape, weight.shape[0]
     boxes = tile.boxes()
     row_box, channel_box = boxes if tile.rows_first else boxes[::-1]

@@ -104,10 +104,18 @@ class Tile:
 def macros(tile: Tile, dtype: torch.dtype) -> dict[str, int | str]:
     """The ring's, of a plain product."""
     return {
-        "GROUPS": tile.groups, "WIDTH": tile.width, "PARTS": tile.parts, "STAGES": tile.stages,
-        "FIRST_SHARED": tile.first_shared, "SECOND_SHARED": tile.second_shared, "ROWS_FIRST": int(tile.rows_first),
-        "BAND": tile.band, "GATED": 0, "HALF": int(dtype == torch.float16), "CONSUMER_REGISTERS": tile.registers,
-    }  # fmt: skip
+        "GROUPS": tile.groups,
+        "WIDTH": tile.width,
+        "PARTS": tile.parts,
+        "STAGES": tile.stages,
+        "FIRST_SHARED": tile.first_shared,
+        "SECOND_SHARED": tile.second_shared,
+        "ROWS_FIRST": int(tile.rows_first),
+        "BAND": tile.band,
+        "GATED": 0,
+        "HALF": int(dtype == torch.float16),
+        "CONSUMER_REGISTERS": tile.registers,
+    }
 
 
 def source(tile: Tile, dtype: torch.dtype, *files: str) -> str:
@@ -139,8 +147,12 @@ def is_hopper(device: torch.device) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def describe(
-    address: int, element: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...],
+    address: int,
+    element: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
     swizzle: int = 128,
-) -> ctypes.Array[ctypes.c_uint64]:  # fmt: skip
+) -> ctypes.Array[ctypes.c_uint64]:
     """`driver.describe`, of a tensor in steps of the ring unless said: as a kernel's parameter."""
     return (ctypes.c_uint64 * 16).from_buffer_copy(driver.describe(address, element, shape, strides, box, swizzle))

@@ -135,9 +135,17 @@ def _product(
 
 @gluon.jit
 def _ask(
-    ring, at, step, first, stride, N: gl.constexpr, K: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr,
+    ring,
+    at,
+    step,
+    first,
+    stride,
+    N: gl.constexpr,
+    K: gl.constexpr,
+    PART: gl.constexpr,
+    STAGES: gl.constexpr,
     GATED: gl.constexpr,
-):  # fmt: skip
+):
     """Ask for the weights of a step: part step % PARTS of the program's group step // PARTS."""
     PARTS: gl.constexpr = K // PART
     offset = (first + step // PARTS * stride).to(gl.int64) * K + step % PARTS * PART

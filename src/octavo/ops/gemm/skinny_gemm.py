@@ -135,9 +135,16 @@ def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor)
 
 
 def _launch(
-    x: Tensor, weight: Tensor, out: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, bias: Tensor | None = None,
-    residual: Tensor | None = None, activation: str | None = None,
-) -> None:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation: str | None = None,
+) -> None:
     (num_rows, k), n = x.shape, weight.shape[0]
     assert weight.is_contiguous() and x.stride(1) == 1, "channels are contiguous"
     assert serves(num_rows, x.dtype, weight), "rows and shape fit the kernel"

@@ -14,9 +14,14 @@ from octavo.ops.norm import rms_norm
 
 
 def latent_rope_store(
-    layer: LatentState, query: torch.Tensor, state: torch.Tensor, positions: torch.Tensor, rotated: torch.Tensor,
-    kv: torch.Tensor, slot_mapping: torch.Tensor,
-) -> None:  # fmt: skip
+    layer: LatentState,
+    query: torch.Tensor,
+    state: torch.Tensor,
+    positions: torch.Tensor,
+    rotated: torch.Tensor,
+    kv: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
     """Rotate `query` into `rotated`, both [tokens, heads, rope]; norm and rotate `state`, write it to the cache.
 
     state: [tokens, latent + rope], the key's channels last; positions: [tokens] int64; kv: [blocks, 1, block_size,
@@ -33,9 +38,14 @@ def latent_rope_store(
 
 
 def latent_rope_store_reference(
-    layer: LatentState, query: torch.Tensor, state: torch.Tensor, positions: torch.Tensor, rotated: torch.Tensor,
-    kv: torch.Tensor, slot_mapping: torch.Tensor,
-) -> None:  # fmt: skip
+    layer: LatentState,
+    query: torch.Tensor,
+    state: torch.Tensor,
+    positions: torch.Tensor,
+    rotated: torch.Tensor,
+    kv: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
     """The reference implementation of `latent_rope_store` in plain torch."""
     latent_size = layer.weight.shape[0]
     rows = layer.cos_sin[positions]

@@ -30,9 +30,16 @@ _LOG2_E = math.log2(math.e)
 
 @triton.jit
 def _turn(
-    source, out, scale, cos_sin, inside, HALF: tl.constexpr, PADDED_HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
+    source,
+    out,
+    scale,
+    cos_sin,
+    inside,
+    HALF: tl.constexpr,
+    PADDED_HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     QUANTIZED: tl.constexpr,
-):  # fmt: skip
+):
     """Rotate rows of 2 * HALF channels: source, out [N] pointers; inside [N, PADDED_HALF]."""
     channel = tl.arange(0, PADDED_HALF)
     if INTERLEAVED:
@@ -65,9 +72,16 @@ def _latent_rope_store(
         head = (part - 1) * HEADS + tl.arange(0, HEADS)
         inside = (head < NUM_HEADS)[:, None] & turns[None, :]
         _turn(
-            query + token * query_token + head * query_head, rotated + token * rotated_token + head * rotated_head,
-            1.0, table, inside, HALF, PADDED_HALF, INTERLEAVED, False,
-        )  # fmt: skip
+            query + token * query_token + head * query_head,
+            rotated + token * rotated_token + head * rotated_head,
+            1.0,
+            table,
+            inside,
+            HALF,
+            PADDED_HALF,
+            INTERLEAVED,
+            False,
+        )
     else:
         slot = tl.load(slots + token).to(tl.int64)
         if slot >= 0:
@@ -85,15 +99,27 @@ def _latent_rope_store(
             store_rounded(stored + channel, normed, scale, channel < LATENT, state.dtype.element_ty, QUANTIZED)
             one = tl.zeros((1,), tl.int64)
             _turn(
-                source + LATENT + one, stored + LATENT + one, scale, table, turns[None, :], HALF, PADDED_HALF,
-                INTERLEAVED, QUANTIZED,
-            )  # fmt: skip
+                source + LATENT + one,
+                stored + LATENT + one,
+                scale,
+                table,
+                turns[None, :],
+                HALF,
+                PADDED_HALF,
+                INTERLEAVED,
+                QUANTIZED,
+            )
 
 
 def latent_rope_store(
-    layer: LatentState, query: Tensor, state: Tensor, positions: Tensor, rotated: Tensor, kv: Tensor,
+    layer: LatentState,
+    query: Tensor,
+    state: Tensor,
+    positions: Tensor,
+    rotated: Tensor,
+    kv: Tensor,
     slot_mapping: Tensor,
-) -> None:  # fmt: skip
+) -> None:
     """See `octavo.ops.latent.latent_rope_store`."""
     assert kv.dtype not in LIMITS or layer.key_scale is not None, "a quantized cache has a scale"
     num_tokens, num_heads, rope_size = query.shape

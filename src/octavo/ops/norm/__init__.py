@@ -33,9 +33,18 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     rows, n = x.shape
     out = torch.empty((rows, n), dtype=x.dtype)
     lib.octavo_rms_norm(
-        x.data_ptr(), x.stride(0), None, 0, weight.data_ptr(), out.data_ptr(), None, rows, n, eps,
+        x.data_ptr(),
+        x.stride(0),
+        None,
+        0,
+        weight.data_ptr(),
+        out.data_ptr(),
+        None,
+        rows,
+        n,
+        eps,
         native.DTYPE_CODES[x.dtype],
-    )  # fmt: skip
+    )
     return out
 
 
@@ -56,9 +65,18 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     out = torch.empty((rows, n), dtype=x.dtype)
     total = torch.empty((rows, n), dtype=x.dtype)
     lib.octavo_rms_norm(
-        x.data_ptr(), x.stride(0), residual.data_ptr(), residual.stride(0), weight.data_ptr(), out.data_ptr(),
-        total.data_ptr(), rows, n, eps, native.DTYPE_CODES[x.dtype],
-    )  # fmt: skip
+        x.data_ptr(),
+        x.stride(0),
+        residual.data_ptr(),
+        residual.stride(0),
+        weight.data_ptr(),
+        out.data_ptr(),
+        total.data_ptr(),
+        rows,
+        n,
+        eps,
+        native.DTYPE_CODES[x.dtype],
+    )
     return out, total
 
 

@@ -41,9 +41,17 @@ def store_rounded(place, x, scale, mask, DTYPE: tl.constexpr, QUANTIZED: tl.cons
 
 @triton.jit
 def _store_rotated(
-    heads, first, second, rest, scale, valid, HEAD: tl.constexpr, HALF: tl.constexpr, DTYPE: tl.constexpr,
+    heads,
+    first,
+    second,
+    rest,
+    scale,
+    valid,
+    HEAD: tl.constexpr,
+    HALF: tl.constexpr,
+    DTYPE: tl.constexpr,
     QUANTIZED: tl.constexpr,
-):  # fmt: skip
+):
     """Store what `_rotated` gives. heads: [N] pointers; valid: which to write."""
     channel, other = tl.arange(0, first.shape[1]), tl.arange(0, rest.shape[1])
     mask = valid[:, None] & (channel < HALF)[None, :]

@@ -172,9 +172,15 @@ def _scratch(device: torch.device) -> tuple[Tensor, ...]:
 
 
 def _launch(
-    function: int, tile: Tile, x: Tensor, weight: Tensor, rows: Tensor, temperatures: Tensor, seeds: Tensor,
+    function: int,
+    tile: Tile,
+    x: Tensor,
+    weight: Tensor,
+    rows: Tensor,
+    temperatures: Tensor,
+    seeds: Tensor,
     positions: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     (num_rows, k), n, device = x.shape, weight.shape[0], x.device
     for tensor, dtype in ((rows, torch.int64), (temperatures, torch.float32), (seeds, torch.int64)):
         assert tensor.dtype == dtype and tensor.is_contiguous(), "tables are contiguous, of the kernel's types"
@@ -192,9 +198,14 @@ def _launch(
         describe(x.data_ptr(), element, (k, num_rows), (2 * x.stride(0),), (DEPTH, row_box)),
         describe(weight.data_ptr(), element, (k, n), (2 * k,), (DEPTH, channel_box)),
         _Addresses(*(tensor.data_ptr() for tensor in (rows, temperatures, seeds, positions))),
-        _Addresses(*(tensor.data_ptr() for tensor in _scratch(device))), tokens.data_ptr(),
-        failed.data_ptr(), num_rows, n, k // DEPTH, channel_clusters,
-    )  # fmt: skip
+        _Addresses(*(tensor.data_ptr() for tensor in _scratch(device))),
+        tokens.data_ptr(),
+        failed.data_ptr(),
+        num_rows,
+        n,
+        k // DEPTH,
+        channel_clusters,
+    )
     start = ctypes.addressof(params)
     places = (ctypes.c_void_p * len(_OFFSETS))(*(start + offset for offset in _OFFSETS))
     stream = triton.runtime.driver.active.get_current_stream(device.index)

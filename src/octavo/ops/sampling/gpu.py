@@ -194,9 +194,18 @@ def _exp_from(x, largest):
 
 @launched(triton.jit)
 def _leaf_sums(
-    logits, logits_row, token_ids, leaf_max, leaf_sum, leaf_rank, vocab_size, num_leaves,
-    RANK: tl.constexpr, LEAF: tl.constexpr, LEVELS: tl.constexpr,
-):  # fmt: skip
+    logits,
+    logits_row,
+    token_ids,
+    leaf_max,
+    leaf_sum,
+    leaf_rank,
+    vocab_size,
+    num_leaves,
+    RANK: tl.constexpr,
+    LEAF: tl.constexpr,
+    LEVELS: tl.constexpr,
+):
     """Program (line, leaf): its maximum, its sum of exponentials, how many entries exceed the line's token."""
     line, leaf = tl.program_id(0).to(tl.int64), tl.program_id(1)
     logits += line * logits_row
@@ -251,13 +260,28 @@ def _row_stats(logits: Tensor, token_ids: Tensor | None) -> tuple[Tensor, Tensor
         arguments = (logits, logits.stride(0), ranks if token_ids is None else token_ids, *parts[:2])
         leaf_rank = parts[2].view(torch.int32)
         _leaf_sums[(num_rows, leaves)](
-            *arguments, leaf_rank, vocab_size, leaves, RANK=rank, LEAF=LEAF, LEVELS=LEAF.bit_length() - 1,
-            num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+            *arguments,
+            leaf_rank,
+            vocab_size,
+            leaves,
+            RANK=rank,
+            LEAF=LEAF,
+            LEVELS=LEAF.bit_length() - 1,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
         _fold_leaves[(num_rows,)](
-            *arguments, leaf_rank, *floats, ranks, leaves, RANK=rank, LEAVES=padded,
-            LEVELS=padded.bit_length() - 1, num_warps=1, enable_fp_fusion=False,
-        )  # fmt: skip
+            *arguments,
+            leaf_rank,
+            *floats,
+            ranks,
+            leaves,
+            RANK=rank,
+            LEAVES=padded,
+            LEVELS=padded.bit_length() - 1,
+            num_warps=1,
+            enable_fp_fusion=False,
+        )
     return floats[0], floats[1], floats[2], ranks
 
 

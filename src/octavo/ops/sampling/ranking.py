@@ -94,9 +94,17 @@ def _load_keys(logits, ids, divisor, vocab_size):
 
 @triton.jit
 def _narrow(
-    logits, divisor, largest, goal, low, high, shift, bins, vocab_size,
+    logits,
+    divisor,
+    largest,
+    goal,
+    low,
+    high,
+    shift,
+    bins,
+    vocab_size,
     WEIGHTS: tl.constexpr,
-):  # fmt: skip
+):
     """(goal, low, high) within the bin, 2 ** shift keys, in which the entries from `low` on reach the goal.
 
     Where they don't by `high`, which lies less than 256 bins away, that twice.

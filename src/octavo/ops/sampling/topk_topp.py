@@ -324,9 +324,17 @@ def apply_topk_topp(
         num_warps=1, enable_fp_fusion=False, **options,
     )  # fmt: skip
     _settle[(num_rows,)](
-        *row, truncation.top_p, min_p_logs, *scratch, keys, *last, vocab_size, num_warps=16,
-        enable_fp_fusion=False, **options,
-    )  # fmt: skip
+        *row,
+        truncation.top_p,
+        min_p_logs,
+        *scratch,
+        keys,
+        *last,
+        vocab_size,
+        num_warps=16,
+        enable_fp_fusion=False,
+        **options,
+    )
 
 
 def _divide_rows(num_rows: int, vocab_size: int, tile: int) -> tuple[tuple[int, int], int]:

@@ -48,8 +48,11 @@ def _leaf_maxima(
     line, leaf = tl.program_id(0).to(tl.int64), tl.program_id(1)
     divisor, _, is_mine = _numbers_of(tl.load(rows + line), divisors, top_k)
     if is_mine:
-        x = tl.load(logits + line * logits_row + leaf * LEAF + tl.arange(0, LEAF),
-                    mask=tl.arange(0, LEAF) < vocab_size - leaf * LEAF, other=float("-inf"))  # fmt: skip
+        x = tl.load(
+            logits + line * logits_row + leaf * LEAF + tl.arange(0, LEAF),
+            mask=tl.arange(0, LEAF) < vocab_size - leaf * LEAF,
+            other=float("-inf"),
+        )
         largest = tl.max(tl.where(x == x, x, float("-inf")), 0)
         tl.store(maxima + line * LEAVES + leaf, tl.div_rn(largest, divisor))  # a quotient grows with what is divided
 
@@ -90,8 +93,9 @@ def _gather(
 
 
 @triton.jit
-def _sorted_keys(logits, divisor, k, maxima, keys, count, vocab_size,
-                 LEAVES: tl.constexpr, ROOM: tl.constexpr, SCAN: tl.constexpr):  # fmt: skip
+def _sorted_keys(
+    logits, divisor, k, maxima, keys, count, vocab_size, LEAVES: tl.constexpr, ROOM: tl.constexpr, SCAN: tl.constexpr
+):
     """The gathered keys of a row in their order, at least the first k; where too many came, exactly k."""
     place = tl.arange(0, ROOM)
     if count > ROOM:
@@ -118,9 +122,17 @@ def _list(
     line, place = tl.program_id(0).to(tl.int64), tl.arange(0, ROOM)
     divisor, k, _ = _numbers_of(tl.load(rows + line), divisors, top_k)
     order, _ = _sorted_keys(
-        logits + line * logits_row, divisor, k, maxima + line * LEAVES, keys + line * SEARCH_ROOM,
-        tl.load(counts + line), vocab_size, LEAVES, ROOM, SCAN,
-    )  # fmt: skip
+        logits + line * logits_row,
+        divisor,
+        k,
+        maxima + line * LEAVES,
+        keys + line * SEARCH_ROOM,
+        tl.load(counts + line),
+        vocab_size,
+        LEAVES,
+        ROOM,
+        SCAN,
+    )
     tl.store(token_ids + line * k + place, order & IDS, mask=place < k)
 
 
@@ -135,9 +147,17 @@ def _cut(
     divisor, k, is_mine = _numbers_of(row, divisors, top_k)
     if is_mine:
         order, count = _sorted_keys(
-            logits + line * logits_row, divisor, k, maxima + line * LEAVES, keys + line * SEARCH_ROOM,
-            tl.load(counts + line), vocab_size, LEAVES, ROOM, SCAN,
-        )  # fmt: skip
+            logits + line * logits_row,
+            divisor,
+            k,
+            maxima + line * LEAVES,
+            keys + line * SEARCH_ROOM,
+            tl.load(counts + line),
+            vocab_size,
+            LEAVES,
+            ROOM,
+            SCAN,
+        )
         x = tl.where(place < count, key_value((order >> ID_BITS).to(tl.uint32)), float("-inf"))
         largest = tl.max(x, 0)
         kept = (place < tl.minimum(k, count)) & (x >= largest + tl.load(min_p_logs + row))
@@ -186,9 +206,16 @@ def likeliest(logits: Tensor, k: int) -> Tensor:
         row = (logits, logits.stride(0), rows, ones, torch.full_like(rows, k))
         gathered = _gather_keys(row, num_rows, vocab_size, logits.device, finite=False)
         _list[(num_rows,)](
-            *row, *gathered, token_ids, vocab_size, LEAVES=_MAX_LEAVES, ROOM=_ROOM, SCAN=_SCAN, num_warps=4,
+            *row,
+            *gathered,
+            token_ids,
+            vocab_size,
+            LEAVES=_MAX_LEAVES,
+            ROOM=_ROOM,
+            SCAN=_SCAN,
+            num_warps=4,
             enable_fp_fusion=False,
-        )  # fmt: skip
+        )
     return token_ids
 
 
@@ -200,6 +227,15 @@ def apply_topk_topp_small(
     row = (logits, logits.stride(0), rows, truncation.divisors, truncation.top_k)
     gathered = _gather_keys(row, num_rows, vocab_size, logits.device, finite=True)
     _cut[(num_rows,)](
-        *row, truncation.top_p, min_p_logs, *gathered, *last, vocab_size, LEAVES=_MAX_LEAVES, ROOM=_ROOM, SCAN=_SCAN,
-        num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
+        *row,
+        truncation.top_p,
+        min_p_logs,
+        *gathered,
+        *last,
+        vocab_size,
+        LEAVES=_MAX_LEAVES,
+        ROOM=_ROOM,
+        SCAN=_SCAN,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )

@@ -160,11 +160,19 @@ def build_core(config: EngineConfig, phases: Phases, options: argparse.Namespace
         faults=options.faults,
     )
     info = EngineInfo(
-        device="mock", dtype="none", attention_backend="none", vocab_size=arch.vocab_size, max_model_len=length,
-        max_logprobs=resolve_max_logprobs(config, arch), max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=num_tokens, enable_prefix_caching=config.enable_prefix_caching,
-        block_size=block_size, num_blocks=num_blocks, phases=phases.entries,
-    )  # fmt: skip
+        device="mock",
+        dtype="none",
+        attention_backend="none",
+        vocab_size=arch.vocab_size,
+        max_model_len=length,
+        max_logprobs=resolve_max_logprobs(config, arch),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=num_tokens,
+        enable_prefix_caching=config.enable_prefix_caching,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        phases=phases.entries,
+    )
     executor = InlineExecutor(worker.execute)
     return EngineCore(scheduler, executor, eos_token_ids=eos_token_ids, seed=config.seed), info
 

@@ -80,12 +80,15 @@ def completion_logprobs(
     width = len(flat.token_ids) // max(len(flat), 1)
     bounds = [flat.bounds(position) for position in range(len(flat))]
     own = (None if start == end else finite(flat.logprobs[start]) for start, end in bounds)
-    return with_fields(b"{}", [
-        ("tokens", in_pieces(map(texts, token_ids), 1)),
-        ("token_logprobs", in_pieces(own, 1)),
-        ("top_logprobs", in_pieces((top_of(texts, entry) for entry in flat), width)),
-        ("text_offset", in_pieces(map(offsets.add, token_ids), 1)),
-    ])  # fmt: skip
+    return with_fields(
+        b"{}",
+        [
+            ("tokens", in_pieces(map(texts, token_ids), 1)),
+            ("token_logprobs", in_pieces(own, 1)),
+            ("top_logprobs", in_pieces((top_of(texts, entry) for entry in flat), width)),
+            ("text_offset", in_pieces(map(offsets.add, token_ids), 1)),
+        ],
+    )
 
 
 def chat_logprobs(texts: TokenTexts, token_ids: Sequence[int], flat: FlatLogprobs, num_top: int) -> Iterator[bytes]:

@@ -103,8 +103,14 @@ def from_tool_choice(tools: Iterable[Mapping[str, Any]], name: str | None = None
     calls: list[dict[str, Any]] = []
     for number, each in enumerate(schemas):
         properties = {"name": {"const": each}, "arguments": {"$ref": f"#/$defs/{number}"}}
-        calls.append({"type": "object", "properties": properties, "required": ["name", "arguments"],
-                      "additionalProperties": False})  # fmt: skip
+        calls.append(
+            {
+                "type": "object",
+                "properties": properties,
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+        )
     arguments = {str(number): _moved(schema, f"#/$defs/{number}") for number, schema in enumerate(schemas.values())}
     for schema in arguments.values():
         schema.pop("$id", None)  # a name of its own would make it a root again
@@ -308,11 +314,19 @@ class _Child:
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)  # where this process looks
         environment |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
         numbers = (str(number) for number in (memory_bytes, int(seconds) + 1, os.getpid()))
-        return _Child(await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "octavo.serve.sandbox.grammar_child", *numbers, env=environment,
-            start_new_session=True,
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
-        ))  # fmt: skip
+        return _Child(
+            await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "octavo.serve.sandbox.grammar_child",
+                *numbers,
+                env=environment,
+                start_new_session=True,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.DEVNULL,
+            )
+        )
 
     async def begin(self, vocabulary: bytes) -> None:
         self._sink.write(vocabulary)

@@ -71,9 +71,12 @@ class Texts:
         if len(body) <= LONG_BODY:
             return parse(body, max_items)
         job = Job(
-            name="check_json", data=body, options={"max_items": max_items}, seconds=_PARSE_SECONDS,
+            name="check_json",
+            data=body,
+            options={"max_items": max_items},
+            seconds=_PARSE_SECONDS,
             memory_bytes=_PARSE_BYTES,
-        )  # fmt: skip
+        )
         try:
             refusal = msgspec.msgpack.decode(await self._in_long(lambda: self._sandbox.ask(job)), type=Refusal)
         except SandboxError as error:
@@ -100,9 +103,12 @@ class Texts:
         if isinstance(self._tokenizer, NoTokenizer):
             return self._tokenizer.encode(text)
         encode = functools.partial(
-            self._sandbox.encode, text, add_special_tokens=add_special_tokens, guarded=guarded,
+            self._sandbox.encode,
+            text,
+            add_special_tokens=add_special_tokens,
+            guarded=guarded,
             num_chars_before=num_chars_before,
-        )  # fmt: skip
+        )
         if self._sandbox.is_quick(text, guarded=guarded, num_chars_before=num_chars_before):
             return encode()
         if num_chars_before + len(text) > LONG_TEXT:
