@@ -27,7 +27,7 @@ from octavo.grammar.text import (
     MET_A_LIMIT,
     as_lark,
     grammar_text,
-    in_safe_numbers,
+    in_safe_words,
     name_of,
     no_text,
     other_words,
@@ -188,7 +188,7 @@ class Grammars:
             raise first if error.code == "schema_invalid" else error from None
 
     def _build(self, structured: StructuredOutputsParams) -> llguidance.LLMatcher:
-        tokenizer, structured = self._tokenizer or self._load_tokenizer(), in_safe_numbers(structured)
+        tokenizer, structured = self._tokenizer or self._load_tokenizer(), in_safe_words(structured)
         import llguidance
 
         limits = llguidance.LLParserLimits(

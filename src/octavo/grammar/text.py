@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from octavo.grammar.dialect import check_regex, distinct_keys
 from octavo.grammar.json_schema import rewrite
 from octavo.grammar.numbers import safe_grammar, safe_numbers
 from octavo.request.outputs import TOO_COMPLEX
@@ -25,6 +26,8 @@ FIELD = "structured_outputs"
 _GRAMMAR = "grammar_invalid"
 _INVALID = {"json": "schema_invalid", "regex": "regex_invalid"}  # of other forms: _GRAMMAR
 _PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
+# the rule that a Lark grammar begins with, its modifiers included; with ::= it is a rule of the other notation
+_LARK = re.compile(r"(?m)^[ \t]*(%llguidance\b|!?\??start\b[^:=\n]*:(?!:=))")
 MET_A_LIMIT = re.compile(r"too (large|big|many|complex|deep)|limit|fuel|exceed|recursion|max is", re.IGNORECASE)
 # what is left of the library's words -> words that help
 _SAID_BETTER = {
@@ -48,7 +51,8 @@ def grammar_text(structured: StructuredOutputsParams) -> str:
             lark = "start: " + " | ".join(texts)
             return llguidance.LLMatcher.grammar_from_lark(lark.replace("\x7f", r"\u007f"))  # which JSON leaves as it is
         case "grammar":
-            return llguidance.grammar_from("grammar", structured.grammar or "")
+            text = structured.grammar or ""
+            return llguidance.grammar_from("lark" if _LARK.search(text) else "grammar", text)
     schema = structured.json if isinstance(structured.json, str) else '{"type":"object"}'
     spaces = structured.whitespace_pattern or (WHITESPACE if structured.disable_any_whitespace is False else None)
     options: dict[str, Any] = {"lenient": False, "whitespace_flexible": spaces is not None}
@@ -57,8 +61,10 @@ def grammar_text(structured: StructuredOutputsParams) -> str:
     return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=options)  # type: ignore[arg-type]
 
 
-def in_safe_numbers(structured: StructuredOutputsParams) -> StructuredOutputsParams:
-    """The form with numbers that the library reads right; itself where they are. Raises ParameterError."""
+def in_safe_words(structured: StructuredOutputsParams) -> StructuredOutputsParams:
+    """The form without what the library reads otherwise; itself where there is nothing. Raises ParameterError."""
+    if structured.form == "regex":
+        check_regex(name_of(structured), structured.regex or "")
     if structured.form == "grammar":
         text = structured.grammar or ""
         safe = safe_grammar(text)
@@ -66,7 +72,7 @@ def in_safe_numbers(structured: StructuredOutputsParams) -> StructuredOutputsPar
     if structured.form != "json" or not isinstance(structured.json, str):
         return structured
     schema = json.loads(structured.json)
-    made = safe_numbers(schema)
+    made = safe_numbers(distinct_keys(schema))
     return structured if made is schema else msgspec.structs.replace(structured, json=made)
 
 
@@ -75,11 +81,11 @@ def as_lark(structured: StructuredOutputsParams) -> StructuredOutputsParams:
     from llguidance import gbnf_to_lark
 
     text, began = structured.grammar or "", time.thread_time()
-    try:
-        made = gbnf_to_lark.any_to_lark(text)
-    except Exception:  # whatever is wrong with it, the compiler says it better
+    if _LARK.search(text):
         return structured
-    if made == text:
+    try:
+        made = gbnf_to_lark.gbnf_to_lark(text)
+    except Exception:  # whatever is wrong with it, the compiler says it better
         return structured
     if len(made.encode()) <= MAX_TEXT_BYTES:
         return msgspec.structs.replace(structured, grammar=made)
