@@ -60,7 +60,7 @@ class RunningServer:
             env={"PYTHONPATH": str(SRC), "PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1", **(env or {})},
         )
         assert self.process.stdout is not None
-        line = self.process.stdout.readline()
+        self.first_line = line = self.process.stdout.readline()
         match = re.search(r"http://([^:/]+|\[[^\]]+\]):(\d+)", line)
         if match is None:
             self.close()

@@ -139,7 +139,7 @@ BAD_FIELDS: dict[str, tuple[list[Any], str]] = {
     "model": ([1, True, []], "invalid_type"),
     "stream": ([1, "yes", []], "invalid_type"),
     "stream_options": ([1, "x", []], "invalid_type"),
-    "return_token_ids": ([1, "true"], "invalid_type"),
+    "return_token_ids": ([1, "yes"], "invalid_type"),
     "temperature": ([-1, 1e31], "out_of_range"),
     "top_p": ([0, 1.1, -0.1], "out_of_range"),
     "top_k": ([-2], "out_of_range"),

@@ -42,6 +42,63 @@ def test_numbers_may_be_texts_and_integers_floats(mock_server: RunningServer, na
     ask(mock_server, CHAT, messages=HI, max_completion_tokens=2.0)
 
 
+def test_flags_may_be_texts(mock_server: RunningServer) -> None:
+    asked = {"messages": HI, "max_tokens": 1, "stream": "False", "ignore_eos": "true", "n": 1}
+    assert "warnings" not in ask(mock_server, CHAT, **asked)
+    assert mock_server.post(CHAT, asked | {"stream": "perhaps"}).status == 400
+
+
+def test_max_tokens_beyond_the_context_is_told(mock_server: RunningServer) -> None:
+    for path, name, fields in (
+        (COMPLETIONS, "max_tokens", {"prompt": "a"}),
+        (CHAT, "max_tokens", {"messages": HI}),
+        (CHAT, "max_completion_tokens", {"messages": HI}),
+        ("/v1/responses", "max_output_tokens", {"input": "hi"}),
+    ):
+        (warning,) = ask(mock_server, path, **fields, **{name: 100_000})["warnings"]
+        assert warning.startswith(f"{name}: 100000 tokens, is cut to the ") and "of max_model_len " in warning
+        assert "warnings" not in ask(mock_server, path, **fields, **{name: 2})
+    assert "warnings" not in ask(mock_server, CHAT, messages=HI)
+
+
+def test_an_answer_has_the_id_that_the_client_gave(mock_server: RunningServer) -> None:
+    for path, prefix, fields in (
+        (COMPLETIONS, "cmpl-", {"prompt": "a"}),
+        (CHAT, "chatcmpl-", {"messages": HI}),
+        ("/v1/responses", "resp_", {"input": "hi"}),
+    ):
+        for _ in range(2):  # it need be no other's
+            assert ask(mock_server, path, **fields, request_id="my-1")["id"] == f"{prefix}my-1"
+        reply = mock_server.post(path, fields | {"request_id": "b"}, headers={"x-request-id": "a"})
+        assert reply.json()["id"] == f"{prefix}a" and reply.headers["x-request-id"] == "a"
+        for wrong in ("a b", "x" * 129, 5):
+            (warning,) = ask(mock_server, path, **fields, request_id=wrong)["warnings"]
+            assert warning.startswith("request_id: is ignored")
+
+
+def test_a_chat_s_echo_begins_with_the_last_words(mock_server: RunningServer) -> None:
+    messages = [*HI, {"role": "assistant", "content": "Well, "}]
+    asked = {"messages": messages, "max_tokens": 2, "continue_final_message": True, "add_generation_prompt": False}
+    plain = ask(mock_server, CHAT, **asked)["choices"][0]["message"]["content"]
+    assert ask(mock_server, CHAT, **asked, echo=True)["choices"][0]["message"]["content"] == "Well, " + plain
+    deltas = [event["choices"][0]["delta"] for event in stream(mock_server, CHAT, **asked, echo=True)]
+    assert "".join(delta.get("content", "") for delta in deltas) == "Well, " + plain
+    mine = ask(mock_server, CHAT, messages=HI, max_tokens=1)["choices"][0]["message"]["content"]
+    assert ask(mock_server, CHAT, messages=HI, max_tokens=1, echo=True)["choices"][0]["message"]["content"] == mine
+
+
+def test_tools_that_the_template_does_not_show_are_told(mock_server: RunningServer) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    reply = ask(mock_server, CHAT, messages=HI, tools=tools, max_tokens=1)
+    assert any(line.startswith("tools: the chat template does not show them") for line in reply["warnings"])
+    assert "warnings" not in ask(mock_server, CHAT, messages=HI, tools=tools, tool_choice="none", max_tokens=1)
+
+
+def test_too_many_prompts_names_field_and_setting(mock_server: RunningServer) -> None:
+    error = mock_server.post(COMPLETIONS, {"prompt": ["a"] * 1025}).json()["error"]
+    assert error["message"] == "prompt: may hold at most 1024 prompts (--max-prompts), got 1025"
+
+
 def test_messages_without_content_and_of_any_role(mock_server: RunningServer) -> None:
     messages = [{"role": "critic", "content": "no"}, {"role": "assistant", "content": None}, *HI]
     assert ask(mock_server, CHAT, messages=messages, max_tokens=1)["choices"]

@@ -50,9 +50,11 @@ def test_an_answer_has_the_fields_that_clients_read(server: RunningServer) -> No
 
 def test_tools_whose_calls_nobody_looks_for_are_told(server: RunningServer) -> None:
     """The bundled model's template knows no tools, so no parser was chosen; a forced call needs none."""
-    warnings = ["tools: calls are not looked for in the answer (--tool-call-parser)"]
+    hidden = "tools: the chat template does not show them to the model (--chat-template)"
+    warnings = [hidden, "tools: calls are not looked for in the answer (--tool-call-parser)"]
     assert chat(server, tools=[TOOL])["warnings"] == warnings
-    for fields in ({"tools": [TOOL], "tool_choice": "none"}, {"tools": [TOOL], "tool_choice": "required"}, {}):
+    assert chat(server, tools=[TOOL], tool_choice="required")["warnings"] == [hidden]
+    for fields in ({"tools": [TOOL], "tool_choice": "none"}, {}):
         assert "warnings" not in chat(server, **fields)
 
 
@@ -96,7 +98,7 @@ def test_a_form_begins_behind_the_reasoning(start_server: StartServer, tmp_path:
         assert "".join(piece.get("arguments") or "" for piece in pieces) == whole
     body = {"model": "octavo-tiny", "temperature": 0, "input": "hello", "max_output_tokens": 90,
             "thinking_token_budget": 7, "text": {"format": {"type": "json_object"}}}  # fmt: skip
-    message, reasoning = server.post("/v1/responses", body).json()["output"]
+    reasoning, message = server.post("/v1/responses", body).json()["output"]
     assert message["content"][0]["text"].startswith("{")
     assert reasoning["content"][0]["text"].startswith(free["reasoning"])
 

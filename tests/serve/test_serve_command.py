@@ -215,3 +215,26 @@ def test_connections_are_as_many_as_files_may_be_open(monkeypatch: pytest.Monkey
     assert with_open_files(ServeConfig()).max_connections == 300 - 64 and raised[1:] == [(300, 300)]
     limits = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     assert with_open_files(ServeConfig()) == ServeConfig() and len(raised) == 2
+
+
+def test_a_server_starts_with_its_address_and_serves_when_the_engine_is_ready(start_server: StartServer) -> None:
+    running = start_server("--served-model-name", "tiny")
+    assert running.first_line == f"octavo: starting tiny; it will answer on {running.url}\n"
+    assert running.process.stdout is not None
+    assert running.process.stdout.readline() == f"octavo: serving tiny on {running.url}\n"
+
+
+def test_who_reads_the_first_line_only_ends_nothing() -> None:
+    running = RunningServer(mock=True)
+    assert running.process.stdout is not None
+    running.process.stdout.close()
+    try:
+        running.wait_ready()
+        assert running.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status == 200
+    finally:
+        assert running.close() == 0
+
+
+def test_a_key_of_vllm_s_is_not_taken_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+    _, serve = load_both({}, {}, environ={"VLLM_API_KEY": "sk-1234567890123456"})
+    assert not serve.has_key and "VLLM_API_KEY is not read; OCTAVO_API_KEY is" in caplog.text

@@ -269,6 +269,7 @@ _BOOLS = (
     "include_stop_str_in_output",
     "flat_logprobs",
 )
+BOOL_FIELDS = frozenset(_BOOLS)
 
 
 def _normalise_strings(params: SamplingParams) -> None:

@@ -1,8 +1,8 @@
 """`octavo serve`: the process that listens.
 
 Owns the socket, the signals, the order of start and stop, and the log's format. Knows no route. Invariants: the address
-is printed once, when connections are taken; after SIGTERM no request is begun and every open one ends, by itself or
-with an error; an engine that is down for good ends the process with its exit code.
+is printed when connections are taken, and again when the engine is ready; after SIGTERM no request is begun and every
+open one ends, by itself or with an error; an engine that is down for good ends the process with its exit code.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from octavo.cli import flags
 from octavo.config.engine_config import EngineConfig
 from octavo.config.settings import ConfigError
 from octavo.observe import LOGGER, setup_logging
-from octavo.serve.app import create_app
+from octavo.serve.app import App, create_app
 from octavo.serve.engine.async_engine import AsyncEngine
+from octavo.serve.engine.refusals import EngineDeadError
 from octavo.serve.http.protocol import GuardedProtocol, guarded
 from octavo.serve.settings import SERVE_SETTINGS, ServeConfig, load_both
 from octavo.startup import gc_control
@@ -188,14 +189,16 @@ async def _serve(config: EngineConfig, serve: ServeConfig, sock: socket.socket, 
         server = _Server(settings)
         gc_control.settle()
         try:
-            return await _until_the_end(server, engine, serve, sock)
+            return await _until_the_end(server, app, engine, serve, sock)
         finally:
             await app.close()
     finally:
         await engine.close()
 
 
-async def _until_the_end(server: _Server, engine: AsyncEngine, serve: ServeConfig, sock: socket.socket) -> int:
+async def _until_the_end(
+    server: _Server, app: App, engine: AsyncEngine, serve: ServeConfig, sock: socket.socket
+) -> int:
     """Serve; on a signal drain; on a second one, or when the engine is gone for good, stop at once."""
     stopping, hurrying = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -222,19 +225,28 @@ async def _until_the_end(server: _Server, engine: AsyncEngine, serve: ServeConfi
     drain = asyncio.create_task(_drain_when(stopping, hurrying, engine, serve.drain_seconds))
     while not server.started and not serving.done():
         await asyncio.sleep(0.005)
-    announce(sock, engine.model_name, serve)
+    name, where = app.state.model_names[0], address_of(sock, serve)
+    say(f"starting {name}; it will answer on {where}")
+    telling = asyncio.create_task(_tell_when_ready(engine, f"serving {name} on {where}"))
     await asyncio.wait([serving, dead, drain], return_when=asyncio.FIRST_COMPLETED)
     code = 0
     if dead.done() and not asked.done():
         print(f"octavo: error: {' '.join(dead.result().split())}", file=sys.stderr, flush=True)
         code = engine.exit_code
     server.should_exit = True
-    for task in (dead, asked, drain):
+    for task in (dead, asked, drain, telling):
         task.cancel()
     cut = loop.call_later(_LAST_SECONDS, server.cut)
     await serving
     cut.cancel()
     return code
+
+
+async def _tell_when_ready(engine: AsyncEngine, line: str) -> None:
+    """Print a line once the engine takes requests; never, if it does not come to that."""
+    with contextlib.suppress(EngineDeadError):
+        await engine.wait_ready()
+        say(line)
 
 
 async def _drain_when(stopping: asyncio.Event, hurrying: asyncio.Event, engine: AsyncEngine, seconds: float) -> None:
@@ -270,15 +282,21 @@ class _Server(uvicorn.Server):
             cast(GuardedProtocol, connection).cut()
 
 
-def announce(sock: socket.socket, model: str, serve: ServeConfig) -> None:
-    """Print where the server listens, for people and for programs that chose port 0."""
+def address_of(sock: socket.socket, serve: ServeConfig) -> str:
+    """Where the server listens, for people and for programs that chose port 0."""
     if serve.uds is not None:
-        where = f"unix:{serve.uds}"
-    else:
-        host, port = sock.getsockname()[:2]
-        scheme = "http" if serve.ssl_certfile is None else "https"
-        where = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
-    print(f"octavo: serving {model} on {where}", flush=True)
+        return f"unix:{serve.uds}"
+    host, port = sock.getsockname()[:2]
+    scheme = "http" if serve.ssl_certfile is None else "https"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def say(line: str) -> None:
+    """Print a line at once. Whoever read the first one may have closed the pipe: that ends no server."""
+    try:
+        print(f"octavo: {line}", flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit must not fail again
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

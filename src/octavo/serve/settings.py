@@ -187,6 +187,8 @@ def load_both(
         layers.append((f"file {yaml_path}", {name: values[name] for name in values if name in SERVE_SETTINGS}))
     given = {name: environ[variable] for variable, name in SERVER_ENVIRONMENT.items() if variable in environ}
     layers += [("environment", given), ("command line", serve_values)]
+    if "VLLM_API_KEY" in environ:
+        logging.getLogger("octavo").warning("environment: VLLM_API_KEY is not read; OCTAVO_API_KEY is")
     for name in _SECRETS:
         if name in serve_values:
             flag = name.replace("_", "-")

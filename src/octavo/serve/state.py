@@ -17,7 +17,7 @@ import msgspec
 
 import octavo
 from octavo.config.settings import ConfigError
-from octavo.request.sampling_params import ParameterError, SamplingParams
+from octavo.request.sampling_params import SamplingParams
 from octavo.serve.api.budget import LogprobBudget
 from octavo.serve.engine.async_engine import AsyncEngine
 from octavo.serve.errors import ApiError, not_ready, queue_full
@@ -190,8 +190,3 @@ def _choose_parsers(engine: AsyncEngine, config: ServeConfig) -> tuple[ParserCho
             "name a --tool-call-parser, or none"
         )
     return parsers, thinking
-
-
-def too_many(name: str, limit: int, got: int) -> ParameterError:
-    """A list that is too long."""
-    return ParameterError(name, f"may hold at most {limit}, got {got}", "too_many_" + name)

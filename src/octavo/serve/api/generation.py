@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -28,11 +29,12 @@ from octavo.serve.engine.refusals import EngineDeadError, EngineDrainingError, Q
 from octavo.serve.engine.stream import OutputStream, SlowReaderError, pieces
 from octavo.serve.errors import ApiError, bad_request, not_ready, queue_full
 from octavo.serve.http.exchange import Exchange
-from octavo.serve.state import ServeState, too_many
+from octavo.serve.state import ServeState
 from octavo.text.no_tokenizer import NoTokenizer
 
 COMPLETION_TOKENS = 16  # of a completion whose request says nothing; a chat fills the context
 _DEFAULTS = SamplingParams()
+_REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -46,7 +48,8 @@ class Prompt(msgspec.Struct, frozen=True):
 class Run(msgspec.Struct, kw_only=True):
     """A checked request: every prompt with the same parameters."""
 
-    id: str
+    id: str  # shown
+    key: str  # of no other request
     prompts: list[Prompt]
     params: SamplingParams
     priority: int
@@ -64,6 +67,7 @@ class _Options(Protocol):
     priority: int
     cache_salt: str
     stream: bool
+    request_id: Any
 
 
 class Reply(Protocol):
@@ -77,9 +81,10 @@ class Reply(Protocol):
 
 
 def make_run(exchange: Exchange, prefix: str, request: _Options, prompts: list[Prompt], params: SamplingParams) -> Run:
-    """The run of a request whose prompts and parameters are checked. `prefix`: of its id."""
+    """The run of a request whose prompts and parameters are checked. `prefix`: of its id, which holds the client's."""
     return Run(
-        id=prefix + exchange.own_id,
+        id=prefix + (exchange.client_id or read_request_id(request.request_id) or exchange.own_id),
+        key=prefix + exchange.own_id,
         prompts=prompts,
         params=params,
         priority=request.priority,
@@ -102,6 +107,22 @@ def check_options(state: ServeState, request: _Options, warnings: list[str]) -> 
     check_request_options(request.cache_salt, request.priority)
     if request.priority and state.engine.config.scheduling_policy != "priority":
         warnings.append("priority: has no effect (--scheduling-policy)")
+    if request.request_id is not None and not read_request_id(request.request_id):
+        warnings.append("request_id: is ignored: an id has 1 to 128 letters, digits, dots, dashes and underscores")
+
+
+def read_request_id(given: Any) -> str:
+    """A client's name for its request; "" if it is none."""
+    return given if isinstance(given, str) and _REQUEST_ID.fullmatch(given) else ""
+
+
+def tell_of_cut(state: ServeState, warnings: list[str], name: str, max_tokens: Any, prompts: Sequence[Prompt]) -> None:
+    """Warn of a `max_tokens`, by the name that the client used, that the context does not leave room for."""
+    most = state.engine.limits.max_model_len
+    room = most - max(len(prompt.token_ids) for prompt in prompts)
+    if isinstance(max_tokens, int) and max_tokens > room > 0:
+        cut = f"is cut to the {room} that the prompt leaves of max_model_len {most}"
+        warnings.append(f"{name}: {max_tokens} tokens, {cut}")
 
 
 async def read_prompts(
@@ -116,7 +137,8 @@ async def read_prompts(
     limits, most = state.engine.limits, state.config.max_prompts
     many = given if isinstance(given, list) and given and isinstance(given[0], str | list) else [given]
     if len(many) > most:
-        raise too_many("prompts", most, len(many))
+        message = f"may hold at most {most} prompts (--max-prompts), got {len(many)}"
+        raise ParameterError("prompt", message, "too_many_prompts")
     prompts = []
     total = num_chars = 0
     for entry in many:
@@ -131,8 +153,8 @@ async def read_prompts(
             prompts.append(Prompt(check_token_ids(entry, limits, kept), None))
         total += len(prompts[-1].token_ids)
         if total > limits.max_total_tokens:
-            message = f"may hold at most {limits.max_total_tokens} tokens together"
-            raise ParameterError("prompts", message, "too_many_prompts")
+            message = f"all prompts together may hold at most {limits.max_total_tokens} tokens (--max-total-tokens)"
+            raise ParameterError("prompt", message, "too_many_prompts")
     return prompts
 
 
@@ -196,7 +218,7 @@ async def submit(state: ServeState, run: Run) -> list[OutputStream]:
             params = state.thinking.apply(run.params, prompt.text, prompt.token_ids, may_open=prompt.is_chat)
             streams.append(
                 state.engine.generate(
-                    f"{run.id}-{index}",
+                    f"{run.key}-{index}",
                     prompt.token_ids,
                     params,
                     prompt=prompt.text,
@@ -223,8 +245,9 @@ def _check_room(state: ServeState, run: Run) -> None:
     if num_prompts == 1:
         return
     if run.num_choices > running + waiting:
-        message = f"{num_prompts} prompts x n {run.params.n} = {run.num_choices} exceeds {running + waiting}"
-        message += f" (max_num_seqs {running} + max_num_queued_reqs {waiting})"
+        asked = f"{num_prompts} prompts" + (f" x n {run.params.n} = {run.num_choices}" if run.params.n > 1 else "")
+        message = f"{asked} are more than run and wait at once: max_num_seqs {running} + max_num_queued_reqs {waiting}"
+        message += "; send fewer at a time, or raise --max-num-queued-reqs"
         raise ParameterError("prompt", message, "too_many_prompts")
     num_tokens, most = sum(len(prompt.token_ids) for prompt in run.prompts), engine.max_num_queued_tokens
     if most is not None and num_tokens > most:

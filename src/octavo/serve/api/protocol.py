@@ -8,14 +8,15 @@ the request's warnings; with `strict`, unknown ones are refused.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
-from collections.abc import Mapping
-from typing import Any, Generic, TypeVar
+from collections.abc import Hashable, Mapping
+from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 
 from octavo.config.settings import did_you_mean
-from octavo.request.sampling_params import FLOAT_FIELDS, INT_FIELDS, SamplingParams
+from octavo.request.sampling_params import BOOL_FIELDS, FLOAT_FIELDS, INT_FIELDS, SamplingParams
 from octavo.serve.errors import ApiError, bad_request
 
 MAX_WARNINGS = 16
@@ -47,7 +48,7 @@ class Common(msgspec.Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     priority: Any = 0
     cache_salt: Any = ""
-    request_id: Any = None  # a client's name for the request: it is data, see x-request-id
+    request_id: Any = None  # a client's name for the request, which its id holds; x-request-id has the last word
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     response_format: dict[str, Any] | None = None
@@ -75,6 +76,7 @@ class ChatRequest(Common, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
     include_reasoning: bool = True
+    echo: bool = False  # begin the answer with the last message, if that is the assistant's
     reasoning_effort: str | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -184,14 +186,14 @@ def read(kind: type[_S], body: Mapping[str, Any], *, strict: bool, sampling: fro
     fields: dict[str, Any] = {}
     params: dict[str, Any] = {}
     warnings: list[str] = []
-    own = kind.__struct_fields__
+    own, flags = kind.__struct_fields__, _flags_of(cast(Hashable, kind))
     for name, value in body.items():
         if value is None:
             if name == "max_tokens":
                 params[name] = None  # fill the context
             continue
         if name in own:
-            fields[name] = _number(value, int) if name in _INTS else value
+            fields[name] = _number(value, int) if name in _INTS else _flag(value) if name in flags else value
         elif name in sampling:
             params[name] = _lax(name, value)
         elif name in REFUSED:
@@ -212,10 +214,23 @@ def read(kind: type[_S], body: Mapping[str, Any], *, strict: bool, sampling: fro
         raise _wrong_type(str(error)) from None
 
 
+@functools.cache
+def _flags_of(kind: Hashable) -> frozenset[str]:
+    """The fields of a request that are true or false."""
+    return frozenset(field.name for field in msgspec.structs.fields(cast(type[Shape], kind)) if field.type is bool)
+
+
+def _flag(value: Any) -> Any:
+    """True or false from its text."""
+    return {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
+
+
 def _lax(name: str, value: Any) -> Any:
     """A sampling parameter with its numbers as numbers: vLLM takes "3" and 3.0 for 3."""
     if name in INT_FIELDS:
         return _number(value, int)
+    if name in BOOL_FIELDS:
+        return _flag(value)
     if name in FLOAT_FIELDS:
         return _number(value, float)
     if name == "logit_bias" and isinstance(value, dict):

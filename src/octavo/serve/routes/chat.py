@@ -27,6 +27,7 @@ from octavo.serve.api.generation import (
     make_run,
     render_chat,
     send,
+    tell_of_cut,
 )
 from octavo.serve.api.legacy import with_tools
 from octavo.serve.api.logprobs import TokenTexts, chat_logprobs
@@ -76,10 +77,13 @@ async def _create(
         prompt = await _render(state, request, answers, num_kept(params, state.engine.limits))
     if answers.tools and not state.tokenizer.template.takes_tools():
         parsed.warnings.append("tools: the chat template does not show them to the model (--chat-template)")
-    elif answers.choice == "auto" and state.parsers.tools is None:
+    if answers.choice == "auto" and state.parsers.tools is None:
         parsed.warnings.append("tools: calls are not looked for in the answer (--tool-call-parser)")
     if request.reasoning_effort is not None and not _takes_effort(state):
         parsed.warnings.append("reasoning_effort: has no effect (--allowed-template-kwargs)")
+    name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+    asked = request.max_completion_tokens or parsed.sampling.get("max_tokens")
+    tell_of_cut(state, parsed.warnings, name, asked, [prompt])
     run = make_run(exchange, "chatcmpl-", request, [prompt], params)
     await send(
         state, exchange, run, _Reply(state, run, request, model, parsed.warnings, answers, legacy=legacy), request
@@ -126,6 +130,15 @@ def _params(state: ServeState, parsed: Parsed[ChatRequest], answers: Answers) ->
     return make_params(state, given, stream=request.stream, default_max_tokens=None)
 
 
+def _last_words(request: ChatRequest) -> str:
+    """The text of the last message, if it is the assistant's: what an answer with `echo` begins with."""
+    last = request.messages[-1]
+    content = last.get("content") if last.get("role") == "assistant" else ""
+    if isinstance(content, list):
+        content = "\n".join(part["text"] for part in content)
+    return content or ""
+
+
 class _Reply:
     """One reply in the making."""
 
@@ -140,6 +153,7 @@ class _Reply:
         *,
         legacy: bool,
     ) -> None:
+        self._echoed = _last_words(request) if request.echo else ""
         self._legacy = legacy  # calls are told as `function_call`
         self._state, self._run, self._request, self._model = state, run, request, model
         self._texts = TokenTexts(state.tokenizer, request.return_tokens_as_token_ids)
@@ -190,7 +204,8 @@ class _Reply:
             for completion in output.outputs:
                 if not begun[completion.index]:
                     begun[completion.index] = True
-                    first = ChatChunkChoice(index=completion.index, delta=ChatDelta(role="assistant", content=""))
+                    delta = ChatDelta(role="assistant", content=self._echoed)
+                    first = ChatChunkChoice(index=completion.index, delta=delta)
                     events.append(await self._first(first, options.in_each, output))
                 self._count.add(index, completion)
                 choice = self._delta(completion)
@@ -234,7 +249,8 @@ class _Reply:
     def _choice(self, completion: CompletionOutput) -> Iterator[bytes]:
         answer = self._answers[completion.index]
         parts = answer.whole(completion)
-        message = ChatMessage(content=parts.content or (None if parts.tool_calls or parts.reasoning else ""))
+        content = self._echoed + parts.content
+        message = ChatMessage(content=content or (None if parts.tool_calls or parts.reasoning else ""))
         if parts.reasoning and self._request.include_reasoning:
             message.reasoning = message.reasoning_content = parts.reasoning
         if parts.tool_calls and self._legacy:

@@ -26,6 +26,7 @@ from octavo.serve.api.generation import (
     make_run,
     read_prompts,
     send,
+    tell_of_cut,
 )
 from octavo.serve.api.logprobs import Offsets, TokenTexts, completion_logprobs
 from octavo.serve.api.protocol import Common, CompletionRequest, Parsed, StreamOptions, read
@@ -56,6 +57,7 @@ async def create(state: ServeState, exchange: Exchange) -> None:
     kept = num_kept(params, state.engine.limits)
     async with exchange.watching():
         prompts = await read_prompts(state, request.prompt, add_special_tokens=request.add_special_tokens, kept=kept)
+    tell_of_cut(state, parsed.warnings, "max_tokens", parsed.sampling.get("max_tokens"), prompts)
     run = make_run(exchange, "cmpl-", request, prompts, params)
     only_prompt = _only_prompt(parsed)
     await send(

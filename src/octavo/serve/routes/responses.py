@@ -24,6 +24,7 @@ from octavo.serve.api.generation import (
     make_run,
     render_chat,
     send,
+    tell_of_cut,
 )
 from octavo.serve.api.items import Event, Items
 from octavo.serve.api.protocol import ChatRequest, Parsed, ResponsesRequest, read
@@ -58,6 +59,7 @@ async def create(state: ServeState, exchange: Exchange) -> None:
     with renaming({"messages": "input"}):
         async with exchange.watching():
             prompt = await render_chat(state, messages, template_kwargs=None)
+    tell_of_cut(state, parsed.warnings, "max_output_tokens", request.max_output_tokens, [prompt])
     run = make_run(exchange, "resp_", request, [prompt], params)
     await send(state, exchange, run, _Reply(state, run, request, model, parsed.warnings), request)
 
@@ -125,7 +127,7 @@ class _Reply:
         self._count = TokenCounter(run)
         self._created = int(time.time())
         self._answer = plan_answers(state, ChatRequest()).begin(run.prompts[0].text or "", run.params)
-        self._items = Items(run.id.removeprefix("resp_"))
+        self._items = Items(run.key.removeprefix("resp_"))
         self._number = 0
         self._finish: str | None = None
 
