@@ -9,10 +9,12 @@ import sys
 from typing import Any
 
 import pytest
+import torch
 
 from architectures import ARCH, CPU
 from octavo.cache.groups import block_bytes, make_groups
 from octavo.cache.policies import make_policies
+from octavo.checkpoint import loader
 from octavo.checkpoint.arch import Arch, LayerKind
 from octavo.config.engine_config import DeviceFacts, EngineConfig, Resolved, resolve
 from octavo.config.settings import ConfigError
@@ -23,7 +25,6 @@ from octavo.startup.memory_plan import (
     check_weights,
     plan_memory,
     show_bytes,
-    weight_bytes,
 )
 from patience import patient
 
@@ -37,7 +38,12 @@ def plan(
     free_bytes: int, arch: Arch = ARCH, facts: DeviceFacts = CPU, total_bytes: int = 0, **fields: Any
 ) -> MemoryPlan:
     made = resolve(EngineConfig(**fields), arch, facts)
-    return plan_memory(arch, made, make_groups(arch, made.block_size), free_bytes, total_bytes=total_bytes)
+    groups, weights = make_groups(arch, made.block_size), weight_bytes(arch, made)
+    return plan_memory(arch, made, groups, free_bytes, weight_bytes=weights, total_bytes=total_bytes)
+
+
+def weight_bytes(arch: Arch, resolved: Resolved) -> int:
+    return loader.weight_bytes(loader.build_model(arch, getattr(torch, resolved.dtype)), resolved)
 
 
 def numbers(**fields: Any) -> Resolved:
@@ -61,18 +67,18 @@ def test_the_scheduler_needs_what_the_plan_counts(arch: Arch, length: int, step:
 
 def test_weights_as_the_layers_keep_them() -> None:
     matrices = 2 * ((64 + 2 * 32) * 64 + 64 * 64 + 3 * 64 * 128) + 1000 * 64
-    vectors = 2 * 2 * 64 + 64
+    vectors = 4 * (2 * (2 * 64 + 2 * 16) + 64)  # norms stay float32
     padding = 24 * 64  # the output head's 1000 rows fill 32 panels of 32
-    assert weight_bytes(ARCH, numbers()) == 2 * (matrices + padding + vectors + 1000 * 64)
+    assert weight_bytes(ARCH, numbers()) == 2 * (matrices + padding + 1000 * 64) + vectors
     tied = dataclasses.replace(ARCH, tied=True)
     assert weight_bytes(ARCH, numbers()) - weight_bytes(tied, numbers()) == 2 * 1000 * 64
     int8 = weight_bytes(tied, numbers(quantization="int8"))
-    assert int8 == (matrices + padding) * 34 // 32 + 2 * vectors
-    assert weight_bytes(tied, numbers(native="off")) == 4 * matrices + 2 * vectors
+    assert int8 == (matrices + padding) * 34 // 32 + vectors
+    assert weight_bytes(tied, numbers(native="off")) == 4 * matrices + vectors
     widened = numbers(dtype="float32")
-    assert weight_bytes(ARCH, widened) == 2 * (matrices + padding + 1000 * 64) + 4 * vectors
+    assert weight_bytes(ARCH, widened) == 2 * (matrices + padding + 1000 * 64) + vectors
     made = numbers(dtype="float32", load_format="dummy")
-    assert weight_bytes(ARCH, made) == 4 * (matrices + padding + vectors + 1000 * 64)
+    assert weight_bytes(ARCH, made) == 4 * (matrices + padding + 1000 * 64) + vectors
 
 
 def test_plenty_of_memory_gives_every_request_its_full_length() -> None:
@@ -128,8 +134,9 @@ def test_no_memory_at_all_is_refused() -> None:
 def test_loaded_weights_are_not_counted_twice() -> None:
     made = numbers()
     groups = make_groups(ARCH, 16)
-    before = plan_memory(ARCH, made, groups, 64 << 20)
-    after = plan_memory(ARCH, made, groups, (64 << 20) - before.weight_bytes, weights_loaded=True)
+    weights = weight_bytes(ARCH, made)
+    before = plan_memory(ARCH, made, groups, 64 << 20, weight_bytes=weights)
+    after = plan_memory(ARCH, made, groups, (64 << 20) - weights, weight_bytes=weights, weights_loaded=True)
     assert after.num_blocks == before.num_blocks
 
 
@@ -166,9 +173,9 @@ def test_a_refusal_says_what_took_the_memory() -> None:
 
 def test_weights_that_do_not_fit_are_refused_before_they_are_loaded() -> None:
     size = weight_bytes(ARCH, numbers())
-    check_weights(ARCH, numbers(), size)
+    check_weights(size, ARCH, numbers(), size)
     with pytest.raises(ConfigError, match=r"its weights take .* in bfloat16"):
-        check_weights(ARCH, numbers(), size - 1)
+        check_weights(size, ARCH, numbers(), size - 1)
 
 
 _FULL_STEP = """

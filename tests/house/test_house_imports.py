@@ -75,7 +75,10 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     ),
     "sharing": ({"words", "engine"}, set()),
     "llm": ({"words", "engine", "sharing", "text", "startup.probe"}, {"msgspec"}),
-    "cli": ({"words", "llm", "bench", "startup.probe", "startup.cache", "checkpoint.hub"}, {"msgspec"}),
+    "cli": (
+        {"words", "llm", "bench", "startup.probe", "startup.cache", "checkpoint.hub", "checkpoint.loader"},
+        {"msgspec", "torch"},
+    ),
     "bench": ({"words", "cli.flags", "llm", "engine", "startup.probe", "ops", "worker"}, {"torch", "numpy", "msgspec"}),
     "serve": (
         {

@@ -24,9 +24,11 @@ from torch import nn
 from octavo.checkpoint.arch import Arch
 from octavo.checkpoint.cache_scales import give_stored_scales, scale_names
 from octavo.checkpoint.safetensors import DTYPES, Checkpoint
-from octavo.layers.base import Layer
+from octavo.config.engine_config import Resolved
+from octavo.layers.base import Layer, WeightForm
 from octavo.models import ARCHITECTURES
 from octavo.models.base import Model
+from octavo.startup.memory_plan import matrix_dtype
 
 _LOG = logging.getLogger(__name__)
 
@@ -68,10 +70,42 @@ def load_model(
     parameter (together about two decoder layers, or the output head where that is larger), plus one tensor as stored
     where its dtype is not the one wanted. Raises ValueError, one line, for a checkpoint that does not fit.
     """
+    model = build_model(arch, dtype)
+    fill_model(model, folder, quantization, load_format, device, seed, check_finite=check_finite)
+    return model
+
+
+def build_model(arch: Arch, dtype: torch.dtype) -> Model:
+    """`arch`'s model on the meta device: every parameter is declared, none has memory. `dtype`: as `load_model`'s."""
+    return cast(Model, ARCHITECTURES.resolve(arch.name)(arch, dtype))
+
+
+def weight_bytes(model: Model, resolved: Resolved) -> int:
+    """Bytes that the parameters of a model of `build_model` will take in memory."""
+    form = WeightForm(
+        matrix_dtype=getattr(torch, matrix_dtype(model.arch, resolved)),
+        quantization=resolved.quantization,
+        device=resolved.device,
+        native=resolved.native != "none",
+    )
+    modules = cast(nn.Module, model).modules()
+    return sum(module.weight_bytes(form) for module in modules if isinstance(module, Layer))
+
+
+def fill_model(
+    built: Model,
+    folder: Path | None,
+    quantization: str | None = None,
+    load_format: str = "auto",
+    device: torch.device | None = None,
+    seed: int = 0,
+    *,
+    check_finite: bool = True,
+) -> None:
+    """Fill a model of `build_model`; see `load_model`."""
     if load_format not in LOAD_FORMATS:
         raise ValueError(f"unknown load_format {load_format!r}: known are {', '.join(LOAD_FORMATS)}")
-    began = time.perf_counter()
-    model = cast(nn.Module, ARCHITECTURES.resolve(arch.name)(arch, dtype))
+    began, model = time.perf_counter(), cast(nn.Module, built)
     filler = _Filler(model, quantization, device or torch.device("cpu"))
     if load_format == "dummy":
         _fill_dummy(model, filler, seed)
@@ -80,8 +114,7 @@ def load_model(
     else:
         _fill_from_folder(model, filler, folder, check_finite)
     filler.finish()
-    _LOG.info("%s: weights ready in %.2f s", arch.name, time.perf_counter() - began)
-    return cast(Model, model)
+    _LOG.info("%s: weights ready in %.2f s", built.arch.name, time.perf_counter() - began)
 
 
 class _Filler:

@@ -55,6 +55,7 @@ def main(argv: Sequence[str]) -> int:
         resolved,
         form.groups,
         free,
+        weight_bytes=_weight_bytes(arch, resolved),
         total_bytes=total,
         tables=form.tables,
         buffer_bytes=buffer_bytes(resolved, form),
@@ -113,6 +114,14 @@ def _read_arch(config: EngineConfig) -> Arch:
     from octavo.checkpoint.hub import find_model
 
     return read_arch(find_model(config.model, config.revision), config.model_packages)
+
+
+def _weight_bytes(arch: Arch, resolved: Resolved) -> int:
+    import torch
+
+    from octavo.checkpoint.loader import build_model, weight_bytes
+
+    return weight_bytes(build_model(arch, getattr(torch, resolved.dtype)), resolved)
 
 
 def _model(config: EngineConfig, arch: Arch) -> list[tuple[str, object]]:

@@ -1,6 +1,7 @@
 """Layer: the module that every layer is.
 
-Owns how a layer is born (parameters declared on the meta device, in named shards), how it gets its values
+Owns how a layer is born (parameters declared on the meta device, in named shards), what it will weigh
+(`weight_bytes`), how it gets its values
 (`finalize`, once, when a loader has put a real tensor behind every parameter; `join`, once, when all layers have
 theirs) and why calling it is cheap. Does not know files, requests or batches. Invariants: after `finalize` a layer has
 no torch parameters left: what `forward` reads are plain attributes, laid out for the operators; `forward` leaves no
@@ -10,11 +11,29 @@ from the host would be repeated from memory that is others' by then.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
+
+from octavo.ops.gemm import packed_bytes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class WeightForm:
+    """How the weights of a model lie in memory once they are loaded."""
+
+    matrix_dtype: torch.dtype  # of parameters that may stay as they are stored
+    quantization: str | None
+    device: str  # cpu | cuda
+    native: bool  # compiled operators of a CPU are in use
+
+    def packed_bytes(self, n: int, k: int, dtype: torch.dtype, *, quantize: bool = True) -> int:
+        """Bytes of a matrix [n, k] that is made ready for products."""
+        quantization = self.quantization if quantize else None
+        return packed_bytes(n, k, dtype, quantization, self.device, native=self.native)
 
 
 class Layer(nn.Module):
@@ -49,6 +68,13 @@ class Layer(nn.Module):
     def shards(self, name: str) -> Mapping[str, tuple[int, int]]:
         """Shard name -> (first row, rows) of the parameter `name`; one that is not fused is one shard, ""."""
         return {"": (0, self._parameters[name].shape[0])}  # type: ignore[union-attr]
+
+    def weight_bytes(self, form: WeightForm) -> int:
+        """Bytes that this layer's own parameters, declared by now, will take once they are finalized."""
+        return sum(
+            parameter.numel() * (form.matrix_dtype if name in self.widens_exactly else parameter.dtype).itemsize
+            for name, parameter in self.named_parameters(recurse=False)
+        )
 
     def finalize(self, quantization: str | None) -> None:
         """Turn the parameters, real by now, into plain attributes. `quantization`: for layers that multiply."""

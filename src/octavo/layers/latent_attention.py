@@ -17,7 +17,7 @@ import torch
 from octavo.attention.base import NO_TENSORS, Variant, current_context
 from octavo.checkpoint.arch import Arch
 from octavo.layers.attention import RotaryTable
-from octavo.layers.base import Layer
+from octavo.layers.base import Layer, WeightForm
 from octavo.layers.linear import Linear
 from octavo.layers.norm import RMSNorm
 from octavo.ops.gemm.head_linear import HeadWeights, head_linear, pack_heads
@@ -60,6 +60,12 @@ class LatentAttention(Layer):
         expanded = num_heads * (latent.nope_size + latent.value_size)
         self.declare("expand", (expanded, latent.latent_size), dtype)
         self.output = Linear(num_heads * latent.value_size, arch.hidden_size, dtype, bias=arch.output_bias)
+
+    def weight_bytes(self, form: WeightForm) -> int:
+        """The expansion's halves, a matrix of each head."""
+        latent, dtype = self._latent, self.get_parameter("expand").dtype
+        shapes = (latent.latent_size, latent.nope_size), (latent.value_size, latent.latent_size)
+        return self._num_heads * sum(form.packed_bytes(n, k, dtype, quantize=False) for n, k in shapes)
 
     def finalize(self, quantization: str | None) -> None:
         """Split the expansion into what queries absorb and what makes the values."""

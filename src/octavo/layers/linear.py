@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import torch
 
-from octavo.layers.base import Layer
+from octavo.layers.base import Layer, WeightForm
 from octavo.ops.gemm import LinearWeight, linear, pack_linear
 
 
@@ -61,6 +61,12 @@ class Linear(Layer):
         if name == "weight" or len(self._biased) == len(self._shards):
             return self._shards
         return {projection: (0, size) for projection, (_, size) in self._biased.items()}
+
+    def weight_bytes(self, form: WeightForm) -> int:
+        """The packed weight, and a bias of every output."""
+        n, k = self.get_parameter("weight").shape
+        bias = 4 * n if "bias" in self._parameters else 0
+        return form.packed_bytes(n, k, form.matrix_dtype, quantize=self._quantize) + bias
 
     def finalize(self, quantization: str | None) -> None:
         """Pack the weight and drop the original. The bias becomes a plain attribute."""

@@ -25,7 +25,7 @@ from octavo.cache.groups import CacheGroup, make_groups
 from octavo.cache.pool import KVCachePool
 from octavo.checkpoint.arch import Arch
 from octavo.checkpoint.generation_config import default_sampling
-from octavo.checkpoint.loader import load_model
+from octavo.checkpoint.loader import build_model, fill_model, weight_bytes
 from octavo.config.engine_config import EngineConfig, Resolved, asked_backend, resolve
 from octavo.config.settings import ConfigError
 from octavo.device.batch import InputBuffers
@@ -104,9 +104,12 @@ def start_engine(config: EngineConfig, phases: Phases, *, text: bool = True) -> 
     with phases("load the tokenizer"):
         tokenizer = load_text(config, folder, arch) if text else NoTokenizer()
     with phases("load the weights"), _room(resolved, "the weights", "load_format", "take a smaller model or dtype"):
-        check_weights(arch, resolved, _memory(resolved)[0])
+        shortened = dataclasses.replace(arch, max_position=resolved.max_model_len)  # sizes the rotary tables
+        model = build_model(shortened, getattr(torch, resolved.dtype))
+        weights = weight_bytes(model, resolved)
+        check_weights(weights, arch, resolved, _memory(resolved)[0])
         _set_up(resolved)
-        model = _load(arch, folder, resolved)
+        _fill(model, folder, resolved)
         resolved = _apply_mods(model, mods, config, resolved)
         opening.join()  # what it loads takes memory
     with (
@@ -116,7 +119,7 @@ def start_engine(config: EngineConfig, phases: Phases, *, text: bool = True) -> 
         form = choose_form(resolved, make_groups(arch, resolved.block_size, ITEMSIZE[resolved.kv_cache_dtype]))
         free_bytes, total_bytes = _memory(resolved)
         memory = plan_memory(
-            arch, resolved, form.groups, free_bytes, total_bytes=total_bytes, weights_loaded=True,
+            arch, resolved, form.groups, free_bytes, weight_bytes=weights, total_bytes=total_bytes, weights_loaded=True,
             tables=form.tables, buffer_bytes=buffer_bytes(resolved, form),
         )  # fmt: skip
         resolved = dataclasses.replace(resolved, max_model_len=memory.max_model_len)
@@ -199,12 +202,9 @@ def _contract(resolved: Resolved, gpu: str) -> dict[str, str]:
     )
 
 
-def _load(arch: Arch, folder: Path | None, resolved: Resolved) -> Model:
-    device, dtype = torch.device(resolved.device), getattr(torch, resolved.dtype)
-    shortened = dataclasses.replace(arch, max_position=resolved.max_model_len)  # sizes the rotary tables
-    return load_model(
-        shortened, folder, dtype, resolved.quantization, resolved.load_format, device=device, seed=resolved.seed
-    )
+def _fill(model: Model, folder: Path | None, resolved: Resolved) -> None:
+    device = torch.device(resolved.device)
+    fill_model(model, folder, resolved.quantization, resolved.load_format, device=device, seed=resolved.seed)
 
 
 def make_runner(

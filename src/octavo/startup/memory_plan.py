@@ -1,14 +1,15 @@
 """MemoryPlan: where the bytes go, computed before anything is allocated.
 
-Owns the sizes of weights, workspace, logits and tables, the bytes of a cache block, and the rule that says how many
-blocks there are. `octavo doctor` prints the plan, the engine sizes its cache with the same function. Asks no device:
-free memory is an argument. Invariant: a plan holds at least one request of `max_model_len` tokens and the null block.
+Owns the sizes of workspace, logits and tables, the bytes of a cache block, and the rule that says how many blocks there
+are. `octavo doctor` prints the plan, the engine sizes its cache with the same function. Asks no device and no model:
+free memory and the weights' bytes are arguments. Invariant: a plan holds at least one request of `max_model_len` tokens
+and the null block.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from octavo.cache.groups import CacheGroup, TableSpec, block_bytes, table_of_each
 from octavo.checkpoint.arch import Arch
@@ -109,76 +110,18 @@ def blocks_for_request(groups: Sequence[CacheGroup], num_tokens: int, max_num_ba
     return total
 
 
-def weight_bytes(arch: Arch, resolved: Resolved) -> int:
-    """Bytes of the weights in memory, as the layers keep them."""
-    itemsize, of_matrix = ITEMSIZE[resolved.dtype], ITEMSIZE[_matrix_dtype(arch, resolved)]
-    linear = sum(count * _linear_bytes(n, k, resolved, of_matrix) for count, n, k in _linear_shapes(arch))
-    q_size, kv_size = arch.num_heads * arch.head_size, arch.num_kv_heads * arch.head_size
-    vectors = 2 * arch.hidden_size + 2 * arch.head_size * arch.qk_norm
-    vectors += (q_size + 2 * kv_size) * arch.attention_bias + arch.hidden_size * arch.output_bias
-    vectors += (2 * arch.intermediate_size + arch.hidden_size) * arch.mlp_bias
-    vectors = arch.num_layers * vectors + arch.hidden_size
-    embedding = 0 if arch.tied else arch.vocab_size * arch.hidden_size  # a tied table is the output head's
-    return linear + vectors * itemsize + embedding * of_matrix
-
-
-def check_weights(arch: Arch, resolved: Resolved, free_bytes: int) -> None:
-    """Raises ConfigError for a model whose weights alone are more than `free_bytes`, before it is loaded in vain."""
-    size = weight_bytes(arch, resolved)
+def check_weights(size: int, arch: Arch, resolved: Resolved, free_bytes: int) -> None:
+    """Raises ConfigError for a model whose `size` bytes of weights alone are more than `free_bytes`: before loading."""
     if size > free_bytes:
-        dtype = _matrix_dtype(arch, resolved)
+        dtype = matrix_dtype(arch, resolved)
         limit = f"its weights take {show_bytes(size)} in {dtype}, {show_bytes(free_bytes)} are free"
         raise ConfigError("model", resolved.model, limit, "take a smaller model, or fewer bytes per weight: --dtype")
 
 
-def _linear_shapes(arch: Arch) -> Iterator[tuple[int, int, int]]:
-    """(how many, outputs, inputs) of every matrix, the output head included, fused as the layers fuse them."""
-    hidden, dense = arch.hidden_size, arch.num_layers
-    for count, n, k in _attention_shapes(arch):
-        yield arch.num_layers * count, n, k
-    if arch.moe is not None:
-        dense -= len(arch.moe_layers)
-        experts = len(arch.moe_layers) * arch.moe.num_experts
-        yield experts, 2 * arch.moe.expert_size, hidden
-        yield experts, hidden, arch.moe.expert_size
-        yield len(arch.moe_layers), arch.moe.num_experts, hidden  # the router
-        yield len(arch.moe_layers), 2 * arch.moe.num_shared * arch.moe.expert_size, hidden
-        yield len(arch.moe_layers), hidden, arch.moe.num_shared * arch.moe.expert_size
-    yield dense, 2 * arch.intermediate_size, hidden
-    yield dense, hidden, arch.intermediate_size
-    yield 1, arch.vocab_size, hidden
-
-
-def _attention_shapes(arch: Arch) -> Iterator[tuple[int, int, int]]:
-    """(how many, outputs, inputs) of the matrices of one layer's attention."""
-    hidden, heads, latent = arch.hidden_size, arch.num_heads, arch.latent
-    if latent is None:
-        yield 1, (heads + 2 * arch.num_kv_heads) * arch.head_size, hidden
-        yield 1, hidden, heads * arch.head_size
-        return
-    query = heads * (latent.nope_size + latent.rope_size)
-    yield 1, (latent.query_size or query) + arch.head_size, hidden
-    if latent.query_size:
-        yield 1, query, latent.query_size
-    yield heads, latent.latent_size, latent.nope_size
-    yield heads, latent.value_size, latent.latent_size
-    yield 1, hidden, heads * latent.value_size
-
-
-def _matrix_dtype(arch: Arch, resolved: Resolved) -> str:
+def matrix_dtype(arch: Arch, resolved: Resolved) -> str:
     """Of matrices: those stored as bfloat16 stay so under float32, since products widen them exactly."""
     stays = (arch.dtype, resolved.dtype) == ("bfloat16", "float32") and resolved.load_format != "dummy"
     return arch.dtype if stays else resolved.dtype
-
-
-def _linear_bytes(n: int, k: int, resolved: Resolved, itemsize: int) -> int:
-    """On CPU outputs are packed in panels of 32; int8 adds a bfloat16 scale per 32 inputs; references hold float32."""
-    if resolved.device != "cpu":
-        return n * k * itemsize
-    if resolved.native == "none":
-        return n * k * 4
-    padded = -(-n // 32) * 32
-    return padded * -(-k // 32) * 34 if resolved.quantization == "int8" else padded * k * itemsize
 
 
 def plan_memory(
@@ -187,6 +130,7 @@ def plan_memory(
     groups: Sequence[CacheGroup],
     free_bytes: int,
     *,
+    weight_bytes: int,
     total_bytes: int = 0,
     weights_loaded: bool = False,
     tables: Sequence[TableSpec] = (),
@@ -194,13 +138,13 @@ def plan_memory(
 ) -> MemoryPlan:
     """Divide `free_bytes` of the device. `total_bytes` is needed on a GPU, whose utilization counts everything.
 
+    weight_bytes: of all weights, as the layers count them.
     tables: of `choose_tables` (default: one per group, in the user's kernel blocks or unsplit).
     buffer_bytes: that attention backends keep for themselves.
 
     Raises ConfigError with the numbers if not one request of max_model_len fits, unless max_model_len is automatic:
     then it is shortened to what fits.
     """
-    weights = weight_bytes(arch, resolved)
     workspace = _workspace_bytes(arch, resolved)
     logits = 3 * 4 * resolved.max_num_seqs * arch.vocab_size  # as computed, as processed, and room to sort
     graphs = _graph_bytes(arch, resolved)
@@ -208,7 +152,7 @@ def plan_memory(
     per_block = max(block_bytes(groups, ITEMSIZE[resolved.kv_cache_dtype]), 1)
     per_request = blocks_for_request(groups, resolved.max_model_len, resolved.max_num_batched_tokens)
     fixed = workspace + logits + table_bytes + buffer_bytes
-    parts = {"weights": 0 if weights_loaded else weights, "workspace": fixed, "graphs": graphs}
+    parts = {"weights": 0 if weights_loaded else weight_bytes, "workspace": fixed, "graphs": graphs}
     available = free_bytes - sum(parts.values())
     if resolved.device == "cuda":
         available -= int((1.0 - resolved.gpu_memory_utilization) * total_bytes)
@@ -224,7 +168,7 @@ def plan_memory(
     return MemoryPlan(
         device=resolved.device,
         free_bytes=free_bytes,
-        weight_bytes=weights,
+        weight_bytes=weight_bytes,
         weights_loaded=weights_loaded,
         workspace_bytes=workspace,
         logits_bytes=logits,

@@ -107,6 +107,21 @@ def pack_linear(weight: Tensor, quantization: str | None = None) -> LinearWeight
     return LinearWeight(n, k, kind, storage, ctypes.addressof(header), (header, owner))
 
 
+def packed_bytes(n: int, k: int, dtype: torch.dtype, quantization: str | None, device: str, *, native: bool) -> int:
+    """Bytes of the storage that `pack_linear` makes of a weight [n, k] of `dtype` on "cpu" or "cuda".
+
+    native: whether compiled operators are in use there.
+    """
+    if device != "cpu":
+        return n * k * dtype.itemsize
+    if not native:
+        return n * k * 4
+    rows = -(-n // PANEL) * PANEL
+    if quantization == "int8":
+        return rows * -(-k // GROUP) * (GROUP + 2)
+    return rows * k * (2 if dtype == torch.bfloat16 else 4)
+
+
 def _plain_gpu_weight(weight: Tensor, quantization: str | None) -> LinearWeight:
     if quantization is not None:
         raise ValueError(f"quantization {quantization!r} needs device 'cpu': on 'cuda' leave quantization out")
