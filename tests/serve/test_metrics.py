@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import threading
@@ -270,3 +271,20 @@ def test_no_thread_is_started(metrics: ServerMetrics) -> None:
     before = threading.active_count()
     metrics.render()
     assert threading.active_count() == before
+
+
+def test_all_who_ask_within_a_while_share_one_rendering(
+    metrics: ServerMetrics, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And each sees what was counted before it asked."""
+    made: list[bytes] = []
+    render = metrics.render
+    monkeypatch.setattr(metrics, "render", lambda: made.append(render()) or made[-1])
+
+    async def ask() -> None:
+        await metrics.rendered()
+        metrics.http("GET", "/health", 200, 0.1)
+        texts = await asyncio.gather(*(metrics.rendered() for _ in range(100)))
+        assert len(made) == 2 and set(texts) == {made[1]} and made[0] != made[1]
+
+    asyncio.run(ask())

@@ -25,6 +25,7 @@ from octavo.serve.metric_families import FAMILIES, FINISH_REASONS, HTTP, VLLM, F
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OTHER = "other"  # what every unknown method and unknown route is called
+_RENDER_SECONDS = 0.1  # between two renderings for HTTP, which take some ms of the event loop each
 _STATUSES = ("2xx", "3xx", "4xx", "5xx")
 
 
@@ -84,6 +85,8 @@ class ServerMetrics(Collector):
         self._values["engine_sleep_state"]["awake"] = 1.0
         self._http_counts: dict[tuple[str, str, str], float] = {}
         self._http_times: dict[tuple[str, str], Histogram] = {}
+        self._rendering: asyncio.Future[bytes] | None = None  # that is due
+        self._rendered_at = -math.inf
         self.add_routes(routes)
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
@@ -253,3 +256,20 @@ class ServerMetrics(Collector):
     def render(self) -> bytes:
         """The body of /metrics; its type is CONTENT_TYPE."""
         return generate_latest(self.registry)
+
+    async def rendered(self) -> bytes:
+        """As `render`, as of now or soon: all who ask within a while share what is made at its end."""
+        if self._rendering is None:
+            loop = asyncio.get_running_loop()
+            self._rendering = loop.create_future()
+            loop.call_at(self._rendered_at + _RENDER_SECONDS, self._render_for_all)
+        return await asyncio.shield(self._rendering)
+
+    def _render_for_all(self) -> None:
+        due, self._rendering = self._rendering, None
+        assert due is not None, "it is due once for those who wait"
+        try:
+            due.set_result(self.render())
+        except Exception as error:
+            due.set_exception(error)
+        self._rendered_at = due.get_loop().time()

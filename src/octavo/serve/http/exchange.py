@@ -203,7 +203,7 @@ class Exchange:
                 async with asyncio.timeout(self._config.body_timeout):
                     message = await self._receive()
             except TimeoutError:
-                text = f"no part of the body came for {self._config.body_timeout:g} s (body_timeout)"
+                text = f"the body did not go on for {self._config.body_timeout:g} s (body_timeout)"
                 raise ApiError(408, "body_timeout", text, close=True) from None
             if message["type"] == "http.disconnect":
                 self._left = True

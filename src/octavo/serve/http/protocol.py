@@ -1,8 +1,9 @@
 """HTTP/1.1 on a socket: uvicorn's protocol on httptools, with the limits and clocks that it lacks.
 
 Owns what is refused before there is a request to speak of: bytes that are no HTTP, heads that are too long, too slow or
-ambiguous, clients that do not read, too many connections or pipelined requests. Knows no route. Invariant: a connection
-that is not being answered has a clock running; what is read before a request is known to be one is bounded.
+ambiguous, clients that do not read, too many connections. Knows no route. Invariants: a connection that is not being
+answered has a clock running; what is read before a request is known to be one is bounded; a request is taken when the
+last one is answered and its reply is on its way.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from octavo.serve.errors import ApiError, bad_request, not_ready
 from octavo.serve.http.exchange import IDLE_EVENT, Exchange, Receive, Scope, Send
+from octavo.serve.http.turns import Flow, Held, Turns
 from octavo.serve.settings import ServeConfig
 
 MAX_HEAD_BYTES = 32 << 10
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 16 << 10
-MAX_PIPELINED = 100
 MAX_CHUNK_EXTRA_BYTES = 1024  # of a chunked body: extensions and trailers, beyond sizes and line ends
 _CHUNK_LINE_BYTES = 24
+_MAX_PIECES = 64  # of what is held, in one turn: blank lines before a request are many
 _REQUEST_LINE_BYTES = 16  # beside the target
 _DISCARD_SECONDS = 5.0  # for the rest of a body whose reply is sent
 _LINGER_SECONDS = 1.0  # without a byte, between our last word and the end: a reset would take the word back
@@ -45,6 +47,7 @@ def guarded(config: ServeConfig) -> type[HttpToolsProtocol]:
 
     class Guarded(GuardedProtocol):
         limits = config
+        turns = Turns()
 
     return Guarded
 
@@ -53,6 +56,7 @@ class GuardedProtocol(HttpToolsProtocol):
     """One connection."""
 
     limits: ServeConfig
+    turns: Turns
 
     def __init__(self, *args: Any, **options: Any) -> None:
         """As uvicorn calls it."""
@@ -65,6 +69,10 @@ class GuardedProtocol(HttpToolsProtocol):
         self._num_begun = 0  # requests that began in the bytes at hand
         self._raw_bytes = self._num_headers = self._header_bytes = 0  # of the request that arrives
         self._body_bytes = self._num_chunks = 0
+        self._body_length: int | None = 0  # of the request that arrives; None: it comes in chunks
+        self._opening = b""  # what the request that arrives begins with
+        self._held = Held()
+        self._is_in_line = False  # for a turn with what is held
         self._deaf = False  # nothing more is read from this connection
         self._answering: RequestResponseCycle | None = None
         self._lingers_until = self._heard_at = 0.0  # 0: it does not linger
@@ -75,6 +83,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client is there."""
         super().connection_made(transport)
+        self.flow = Flow(transport, self._held)
         transport.set_write_buffer_limits(high=_SEND_BUFFER_BYTES)
         if len(self.connections) > self.limits.max_connections:
             self._refuse(ApiError(503, "overloaded", "too many connections", headers=[(b"retry-after", b"1")]))
@@ -102,9 +111,52 @@ class GuardedProtocol(HttpToolsProtocol):
                 self.transport.close()
             return
         self._unset_keepalive_if_required()
+        self._held.add(data)
+        if not self._is_in_line:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Take what may be taken now of what is held."""
+        self._is_in_line = False
+        if self.transport.is_closing():
+            return
+        for _ in range(_MAX_PIECES):
+            if not self._held or self._deaf or self._is_occupied or self.transport.is_closing():
+                break
+            length = self._body_length
+            self._take(self._held.piece(length - self._body_bytes if self._in_body and length is not None else None))
+        if self._held.is_full:
+            self.flow.pause_reading()
+        elif not self._in_body:
+            self.flow.resume_reading()
+        self._ask_turn()
+        running = self._answering
+        if self._half_closed and not self._held and running is not None:
+            if running.response_complete:  # what was left is no request
+                self.transport.close()
+            elif self._probe_clock is None:
+                self._probe(running, _FIRST_PROBE_SECONDS)
+
+    @property
+    def _is_occupied(self) -> bool:
+        """Whether a next request has to wait: for a reply to be made, or for its reader."""
+        if self._in_message:
+            return False
+        running = self._answering
+        return self.flow.write_paused or (running is not None and not running.response_complete)
+
+    def _ask_turn(self) -> None:
+        """Go on with what is held in a later turn, if nothing else has to come before."""
+        if self._held and not (self._is_in_line or self._is_occupied or self._deaf or self.transport.is_closing()):
+            self._unset_keepalive_if_required()
+            self._is_in_line = True
+            self.turns.ask(self._go_on)
+
+    def _take(self, data: bytes) -> None:
         begins = not self._in_message
         if begins:
             self._raw_bytes = 0
+            self._opening = data
             self._start_clock(self.limits.header_timeout)
         self._raw_bytes += len(data)
         self._num_begun = 0
@@ -113,7 +165,7 @@ class GuardedProtocol(HttpToolsProtocol):
         except httptools.HttpParserUpgrade:
             self._deaf = True  # we speak no other protocol; the request itself is answered
         except httptools.HttpParserError:
-            self._refuse(self._refusal or _parse_refusal(data if begins else b""))
+            self._refuse(self._refusal or _parse_refusal(self._opening))
             return
         if self._num_begun > begins:
             self._raw_bytes = 0  # several requests in one piece: their parts cannot be told apart
@@ -129,8 +181,11 @@ class GuardedProtocol(HttpToolsProtocol):
             return None
         if not self._in_body and not self._num_chunks:
             return _head_too_large() if self._raw_bytes > MAX_HEAD_BYTES else None
-        extra = self._raw_bytes - self._header_bytes - self._body_bytes - _CHUNK_LINE_BYTES * self._num_chunks
-        if self._num_chunks and extra > MAX_CHUNK_EXTRA_BYTES:
+        if self._body_length is not None:
+            return None
+        num_lines = self._num_chunks + 1  # the first one counts before it has ended
+        extra = self._raw_bytes - self._header_bytes - self._body_bytes - _CHUNK_LINE_BYTES * num_lines
+        if extra > MAX_CHUNK_EXTRA_BYTES:
             message = f"chunk extensions and trailers may have {MAX_CHUNK_EXTRA_BYTES} bytes together"
             return bad_request("invalid_http", message)
         return None
@@ -140,11 +195,12 @@ class GuardedProtocol(HttpToolsProtocol):
         running = self._answering
         if self.scheme == "https":  # there both sides close at once
             return False
-        if self._deaf or self._in_message or running is None or running.response_complete:
+        if self._deaf or self._in_message or running is None or (running.response_complete and not self._held):
             return False
         self._half_closed = True
         self._stop_clock()
-        self._probe(running, _FIRST_PROBE_SECONDS)
+        if not running.response_complete:
+            self._probe(running, _FIRST_PROBE_SECONDS)
         return True
 
     def _probe(self, running: RequestResponseCycle, seconds: float) -> None:
@@ -186,6 +242,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._send_clock is not None:
             self._send_clock.cancel()
             self._send_clock = None
+        self._ask_turn()
 
     def on_message_begin(self) -> None:
         """The first byte of a request."""
@@ -219,11 +276,10 @@ class GuardedProtocol(HttpToolsProtocol):
         """The head is there: an answer may begin."""
         self._stop_clock()
         self._in_body = True
+        self._body_length = self._told_length()
         refusal = self._refusal or self._ambiguous()
         if self._deaf or (refusal is None and self.parser.get_http_version() not in ("1.0", "1.1")):
             refusal = refusal or ApiError(505, "http_version", "use HTTP/1.1")
-        if len(self.pipeline) >= MAX_PIPELINED and refusal is None:
-            refusal = ApiError(503, "overloaded", f"more than {MAX_PIPELINED} pipelined requests")
         if refusal is None:
             self._begin_cycle()
             return
@@ -266,7 +322,10 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_response_complete()
         if self.transport.is_closing() or (self._answering and not self._answering.response_complete):
             return  # the next one's turn
-        if self._half_closed:
+        if self._held and not self._deaf:
+            self._unset_keepalive_if_required()
+            self._ask_turn()
+        elif self._half_closed:
             self.transport.close()
         elif self._deaf:
             self._linger()
@@ -303,6 +362,15 @@ class GuardedProtocol(HttpToolsProtocol):
             return bad_request("invalid_http", "the length of the body is not clear")
         return None
 
+    def _told_length(self) -> int | None:
+        """Bytes of the body that the head tells, or None for chunks."""
+        for name, value in self.headers:
+            if name == b"content-length" and value.isdigit() and len(value) < 19:
+                return int(value)
+            if name == b"transfer-encoding":
+                return None
+        return 0
+
     def _refuse(self, error: ApiError) -> None:
         """Answer on the socket itself, unless a reply has begun, and close."""
         self._deaf = True
@@ -326,6 +394,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _linger(self) -> None:
         """Say no more, read what still comes, and close when nothing does."""
+        self._held.clear()
         self._stop_clock()
         self._stop_probes()
         self._unset_keepalive_if_required()

@@ -60,7 +60,7 @@ async def version(state: ServeState, exchange: Exchange) -> None:
 
 async def metrics(state: ServeState, exchange: Exchange) -> None:
     """GET /metrics, for Prometheus."""
-    await exchange.reply(200, state.metrics.render(), CONTENT_TYPE.encode())
+    await exchange.reply(200, await state.metrics.rendered(), CONTENT_TYPE.encode())
 
 
 async def load(state: ServeState, exchange: Exchange) -> None:
