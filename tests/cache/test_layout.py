@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from octavo.cache.layout import (
     ALIASES,
     LAYOUTS,
     CacheShape,
+    Layout,
     NhdCase,
     block_rows,
     extract_blocks,
@@ -33,6 +35,17 @@ ALL = tuple(LAYOUTS)
 def numbered(dtype: torch.dtype = torch.int32) -> torch.Tensor:
     """Element i holds i."""
     return torch.arange(NUMEL, dtype=dtype)
+
+
+def byte_address(layout: Layout, shape: Sequence[int], itemsize: int, index: Sequence[int]) -> int:
+    """Bytes from the start of the cache to the element at `index` = (layer, block, head, token, channel)."""
+    return itemsize * sum(i * stride for i, stride in zip(index, layout.strides(shape), strict=True))
+
+
+def layer_view(layout: Layout, buffer: torch.Tensor, shape: CacheShape, layer: int) -> torch.Tensor:
+    """[blocks, H, N, C] of one layer."""
+    layer_stride, block_stride, *_ = layout.strides(shape)
+    return layout.page_view(buffer, layer * layer_stride, block_stride, shape)
 
 
 def test_the_setting_knows_the_layouts_and_their_aliases() -> None:
@@ -56,18 +69,21 @@ def test_the_setting_knows_the_layouts_and_their_aliases() -> None:
 )
 def test_L3_table_of_properties(name: str, value: tuple, view_order: tuple, properties: tuple) -> None:
     layout = LAYOUTS[name]
-    assert layout.order == value and layout.layer_view_order == view_order
-    found = (layout.layer_compact, layout.block_contiguous, layout.block_compact, layout.block_outermost)
+    strides = layout.strides(SHAPE)
+    assert layout.order == value and tuple(sorted(range(4), key=lambda axis: -strides[1 + axis])) == view_order
+    block_contiguous = layer_view(layout, numbered(), SHAPE, 1)[2].is_contiguous()
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(SHAPE[2:], strides[2:], strict=True))
+    found = (layout.layer_compact, block_contiguous, reach == SHAPE.page_numel, layout.block_outermost)
     assert found == properties
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_addresses_and_views_agree_for_every_element(name: str) -> None:
     layout, buffer = LAYOUTS[name], numbered()
-    views = [layout.layer_view(buffer, SHAPE, layer) for layer in range(SHAPE.num_layers)]
+    views = [layer_view(layout, buffer, SHAPE, layer) for layer in range(SHAPE.num_layers)]
     seen = set()
     for index in itertools.product(*map(range, SHAPE)):
-        address = layout.byte_address(SHAPE, 4, index)
+        address = byte_address(layout, SHAPE, 4, index)
         assert views[index[0]][index[1:]] == address // 4
         seen.add(address)
     assert seen == set(range(0, 4 * NUMEL, 4))
@@ -76,7 +92,7 @@ def test_addresses_and_views_agree_for_every_element(name: str) -> None:
 def test_L3_1_blocks_come_first() -> None:
     assert NhdCase.shape(7, 16, 4, 64) == (7, 2, 16, 4, 64)
     for layout in LAYOUTS.values():
-        view = layout.layer_view(numbered(), SHAPE, 1)
+        view = layer_view(layout, numbered(), SHAPE, 1)
         assert view.shape == (5, 2, 8, 4)
         assert split_kv(view).shape == NhdCase.shape(5, 8, 2, 2)
 
@@ -102,7 +118,7 @@ def test_L3_2_strides_of_the_nhd_case() -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_split_kv_shares_the_bytes_of_every_layout(name: str) -> None:
-    view = LAYOUTS[name].layer_view(numbered(), SHAPE, 2)
+    view = layer_view(LAYOUTS[name], numbered(), SHAPE, 2)
     key, value = split_kv(view).unbind(1)
     assert torch.equal(key, view[..., :2].transpose(1, 2)) and torch.equal(value, view[..., 2:].transpose(1, 2))
     assert key.data_ptr() == view.data_ptr()
@@ -112,7 +128,7 @@ def test_L3_8_address_of_an_element_in_nhd() -> None:
     _, _, heads, tokens, channels = SHAPE
     for b, h, n, c in itertools.product(range(5), range(2), range(8), range(4)):
         expected = ((b * tokens + n) * heads + h) * channels + c
-        assert LAYOUTS["LBNHC"].byte_address(SHAPE, 1, (0, b, h, n, c)) == expected
+        assert byte_address(LAYOUTS["LBNHC"], SHAPE, 1, (0, b, h, n, c)) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -128,7 +144,7 @@ def test_L3_5_rows_are_the_bytes_of_one_block(name: str, dtype: torch.dtype) -> 
     for row in rows:
         row[2] = 0xFF
     for layer in range(3):
-        view = layout.layer_view(buffer, SHAPE, layer).view(torch.uint8)
+        view = layer_view(layout, buffer, SHAPE, layer).view(torch.uint8)
         assert (view[2] == 0xFF).all() and not (view[[0, 1, 3, 4]] == 0xFF).all(dim=(1, 2, 3)).any()
 
 
@@ -136,14 +152,14 @@ def test_L3_5_rows_are_the_bytes_of_one_block(name: str, dtype: torch.dtype) -> 
 def test_L3_4_whole_blocks_go_out_and_come_back(name: str, caplog: pytest.LogCaptureFixture) -> None:
     layout, buffer = LAYOUTS[name], torch.randn(NUMEL)
     rows, before = block_rows(layout, buffer, SHAPE.num_blocks, SHAPE.num_layers), buffer.clone()
-    view = layout.layer_view(buffer, SHAPE, 0)
+    view = layer_view(layout, buffer, SHAPE, 0)
     assert torch.equal(view[[3, 1]], torch.stack([view[3], view[1]]))
     taken = extract_blocks(rows, [3, 1])
     inject_blocks(rows, [3, 1], taken)
     assert torch.equal(buffer, before)
     inject_blocks(rows, [0, 4], taken)
     for layer in range(3):
-        after, was = layout.layer_view(buffer, SHAPE, layer), layout.layer_view(before, SHAPE, layer)
+        after, was = layer_view(layout, buffer, SHAPE, layer), layer_view(layout, before, SHAPE, layer)
         assert torch.equal(after[[0, 4]], was[[3, 1]]) and torch.equal(after[1:4], was[1:4])
     with caplog.at_level(logging.WARNING):
         inject_blocks(rows, [2, 3, 4], taken[:1])

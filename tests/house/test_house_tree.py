@@ -35,6 +35,7 @@ RETIRED = {
     "turned_halves": "rotated_halves", "rotate_rig": "fused_rope_rig", "kept_kernels": "cached_kernels",
     "drawn_linear": "fused_linear_sampling", "test_flex_plain": "test_flex_dense", "gpu_benchmark": "gpu_engine",
     "equals_the_twin": "equals_the_reference", "compare_with_twin": "compare_with_reference",
+    "octavo.serve.engine.mock_engine": "mock_engine",
     "jail": "sandbox", "jails": "sandboxes", "TextJail": "TextSandbox", "JailError": "SandboxError",
     "JailBusyError": "SandboxBusyError", "jail_child": "sandbox_child",
 }  # fmt: skip

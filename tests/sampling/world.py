@@ -11,9 +11,9 @@ import torch
 
 from octavo.plan import NewRow, TokenLogprobs
 from octavo.request.sampling_params import SamplingParams
-from octavo.sampling.reference import sample_reference
 from octavo.sampling.rows import SampleBatch
 from octavo.sampling.sampler import Sampler, SamplerOutput
+from sampler_reference import sample_reference
 
 POISON = 2**31 - 1  # what unused places of the request table hold
 

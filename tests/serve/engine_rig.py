@@ -15,10 +15,10 @@ from typing import Any
 
 import psutil
 
+import mock_engine
 from octavo.config.engine_config import EngineConfig
 from octavo.request.outputs import RequestOutput
 from octavo.request.sampling_params import RequestOutputKind, SamplingParams
-from octavo.serve.engine import mock_engine
 from octavo.serve.engine.async_engine import AsyncEngine
 from octavo.serve.engine.client import Supervision, child_environment
 from octavo.serve.engine.messages import FrameReader, FromEngine, Ready, Start, decode_from_engine, encode

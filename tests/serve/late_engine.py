@@ -9,7 +9,7 @@ import os
 import sys
 import time
 
-from octavo.serve.engine import mock_engine
+import mock_engine
 from octavo.serve.engine.process import main as run_engine
 
 NUM_LEFT = 5

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from octavo.serve.engine.mock_engine import main
+from mock_engine import main
 
 if __name__ == "__main__":
     main(["--step-seconds", os.environ["PACE"], *sys.argv[1:]])

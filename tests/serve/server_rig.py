@@ -19,6 +19,7 @@ from typing import Any, Self
 from patience import patient
 
 SRC = Path(__file__).resolve().parents[2] / "src"
+PATHS = os.pathsep.join((str(SRC), str(Path(__file__).resolve().parent)))  # of the package and of engines for tests
 _WITH_ENGINE = (
     "import sys; from octavo.serve.server import main; sys.exit(main(sys.argv[2:], engine_module=sys.argv[1]))"
 )
@@ -45,11 +46,11 @@ class Reply:
 class RunningServer:
     """`octavo serve` in a process of its own, on a port that the kernel chose. Closed like a file.
 
-    `mock`: with an engine module instead of a model; True is octavo.serve.engine.mock_engine.
+    `mock`: with an engine module instead of a model; True is mock_engine.
     """
 
     def __init__(self, *argv: str, mock: bool | str = False, env: dict[str, str] | None = None) -> None:
-        module = mock if isinstance(mock, str) else "octavo.serve.engine.mock_engine"
+        module = mock if isinstance(mock, str) else "mock_engine"
         start = ["-c", _WITH_ENGINE, module] if mock else ["-m", "octavo", "serve"]
         self.log = tempfile.TemporaryFile("w+b")  # noqa: SIM115 - it lives as long as the server
         self.process = subprocess.Popen(
@@ -57,7 +58,7 @@ class RunningServer:
             stdout=subprocess.PIPE,
             stderr=self.log,
             text=True,
-            env={"PYTHONPATH": str(SRC), "PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1", **(env or {})},
+            env={"PYTHONPATH": PATHS, "PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1", **(env or {})},
         )
         assert self.process.stdout is not None
         self.first_line = line = self.process.stdout.readline()

@@ -242,7 +242,7 @@ def test_an_idle_engine_captures_what_its_start_has_left(tmp_path: Path, monkeyp
 
 def test_the_front_end_loads_no_torch() -> None:
     code = (
-        "import sys, octavo.serve.engine.async_engine, octavo.serve.engine.mock_engine\n"
+        "import sys, octavo.serve.engine.async_engine, mock_engine\n"
         "assert not {'torch', 'transformers', 'multiprocessing'} & set(sys.modules)"
     )
     subprocess.run(

@@ -17,10 +17,10 @@ from octavo.config.settings import ConfigError
 from octavo.serve.server import with_open_files
 from octavo.serve.settings import ServeConfig, load_both
 from patience import patient
-from server_rig import SRC, RunningServer, StartServer
+from server_rig import PATHS, SRC, RunningServer, StartServer
 
 _SERVE = """import sys; from octavo.serve.server import main
-sys.exit(main(sys.argv[1:], engine_module="octavo.serve.engine.mock_engine"))"""
+sys.exit(main(sys.argv[1:], engine_module="mock_engine"))"""
 
 
 def refuse(*argv: str) -> str:
@@ -164,7 +164,7 @@ def test_https() -> None:
     trusted = ssl.create_default_context(cafile=str(tls / "cert.pem"))
     argv = [sys.executable, "-c", _SERVE, "--port", "0", "--ssl-certfile", str(tls / "cert.pem"),
             "--ssl-keyfile", str(tls / "key.pem")]  # fmt: skip
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env={"PYTHONPATH": str(SRC)}) as process:
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env={"PYTHONPATH": PATHS}) as process:
         try:
             assert process.stdout is not None
             address = process.stdout.readline().split()[-1]

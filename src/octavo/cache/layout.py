@@ -47,24 +47,9 @@ class Layout:
         return tuple(map(_AXES.index, self.name))
 
     @property
-    def layer_view_order(self) -> tuple[int, ...]:
-        """The axes of a layer's view [block, head, token, channel] from outermost to innermost."""
-        return tuple(axis - 1 for axis in self.order if axis)
-
-    @property
     def layer_compact(self) -> bool:
         """Whether a layer's bytes lie together."""
         return self.name[0] == "L"
-
-    @property
-    def block_contiguous(self) -> bool:
-        """Whether a layer's view of one block is contiguous as [head, token, channel]."""
-        return self.name[2:] == "HNC"
-
-    @property
-    def block_compact(self) -> bool:
-        """Whether one block of one layer is one run of bytes: a page."""
-        return set(self.name[:2]) == {"L", "B"}
 
     @property
     def block_outermost(self) -> bool:
@@ -84,19 +69,10 @@ class Layout:
             step *= shape[axis]
         return tuple(strides)
 
-    def byte_address(self, shape: Sequence[int], itemsize: int, index: Sequence[int]) -> int:
-        """Bytes from the start of the cache to the element at `index` = (layer, block, head, token, channel)."""
-        return itemsize * sum(i * stride for i, stride in zip(index, self.strides(shape), strict=True))
-
     def view(self, buffer: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         """The logical view [L, B, H, N, C] of a flat `buffer` with exactly as many elements."""
         assert buffer.numel() == math.prod(shape), f"a buffer of {buffer.numel()} elements cannot be viewed as {shape}"
         return buffer.as_strided(tuple(shape), self.strides(shape))
-
-    def layer_view(self, buffer: torch.Tensor, shape: CacheShape, layer: int, ratio: int = 1) -> torch.Tensor:
-        """[kernel blocks, H, N / ratio, C] of one layer, over the bytes of `buffer`; see `page_view`."""
-        layer_stride, block_stride, *_ = self.strides(shape)
-        return self.page_view(buffer, layer * layer_stride, block_stride, shape, ratio)
 
     def page_view(
         self, buffer: torch.Tensor, start: int, block_stride: int, shape: CacheShape, ratio: int = 1

@@ -97,7 +97,7 @@ class AsyncEngine:
     ) -> AsyncEngine:
         """Spawn the engine and load the front end's part; the engine may go on loading: see `wait_ready`.
 
-        `command`: another engine child, e.g. mock_engine.COMMAND. Raises ValueError, in one line, for a bad setting or
+        `command`: another engine child, as tests have. Raises ValueError, in one line, for a bad setting or
         model folder that shows here; what only the engine sees makes it `dead`.
         """
         folder, arch = await asyncio.to_thread(find_and_read, config)

@@ -1,7 +1,7 @@
 """The engine process: an EngineCore behind a socket.
 
 Owns the loop of steps, the reader thread that feeds the core's inbox, the heartbeat thread, and the exits. Knows no
-text and no HTTP; `mock_engine` runs another core in the same loop. Invariant: whatever the front end sends, only the
+text and no HTTP; tests run another core in the same loop. Invariant: whatever the front end sends, only the
 request that it is about can fail; the process never outlives the front end, and waits without spinning while there is
 nothing to do.
 

@@ -4,7 +4,7 @@ Owns what stands in for a worker: the tokens of a sequence are its prompt, said 
 set. Everything else is real: the loop, the scheduler, its blocks, the messages. Imports no torch. Invariant: output
 token i of a sequence is `prompt_token_ids[i % len(prompt_token_ids)]`, whatever runs beside it.
 
-Run as `python -m octavo.serve.engine.mock_engine [--step-seconds S] [--stop-after N] [--load-seconds S] [--faults] FD
+Run as `python mock_engine.py [--step-seconds S] [--stop-after N] [--load-seconds S] [--faults] FD
 PARENT`. With `--faults`, `extra_args={"fault": NAME, "fault_after": N}` breaks a request at its output token N:
 "nan_logits", "bad_token" and "nan_logprob" that request alone, "raise", "exit" and "hang" the engine.
 """
@@ -18,6 +18,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from octavo.cache.groups import make_groups
 from octavo.checkpoint.config_reader.checkpoint import read_arch
@@ -33,7 +34,7 @@ from octavo.serve.engine.messages import EngineInfo
 from octavo.serve.engine.process import main as run_engine
 from octavo.worker.executor import InlineExecutor
 
-COMMAND = (sys.executable, "-m", "octavo.serve.engine.mock_engine")
+COMMAND = (sys.executable, str(Path(__file__).resolve()))
 DEFAULT_SEQS = 4096
 _NUM_BLOCKS = 1 << 16
 _LOGPROB = -0.5  # of what is said; of the r-th likeliest beside it: r times as much
@@ -179,7 +180,7 @@ def build_core(config: EngineConfig, phases: Phases, options: argparse.Namespace
 
 def main(argv: Sequence[str]) -> None:
     """Run the engine process."""
-    parser = argparse.ArgumentParser(prog="octavo.serve.engine.mock_engine")
+    parser = argparse.ArgumentParser(prog="mock_engine")
     parser.add_argument("--step-seconds", type=float, default=0.0)
     parser.add_argument("--stop-after", type=int, default=0)
     parser.add_argument("--load-seconds", type=float, default=0.0)
