@@ -77,7 +77,7 @@ class Load:
             )
             ids = self._outputs.add(str(index), None, prompt, params)
             quiet = not wants_every_token(params)
-            self.core.add(ids, prompt, params, max_tokens=params.max_tokens or 1, quiet=quiet)
+            self.core.add(ids, prompt, params, max_tokens=params.max_tokens or 1, coalesce_updates=quiet)
 
     def step(self) -> tuple[float, float, float, float]:
         """One step. Returns the seconds of schedule, issue, update and outputs."""

@@ -14,7 +14,7 @@ import torch
 from octavo.cache.groups import CacheGroup
 from octavo.device.batch import InputBuffers
 from octavo.device.block_table import BlockTables
-from octavo.device.graphs import GraphKey, GraphPool, decode_keys, mixed_keys
+from octavo.device.graphs import EAGER, GraphKey, GraphPool, decode_keys, mixed_keys
 from octavo.device.request_table import RequestTable
 from octavo.device.staging import PinnedRing, WriteQueue
 from octavo.plan import NewRow
@@ -47,6 +47,9 @@ class _Graphs(GraphPool):
         keys = [*decode_keys(max_num_rows), *mixed_keys(max_num_rows, max_num_tokens)]
         super().__init__(keys)
         self._outputs = {key: torch.zeros(key.num_tokens, _VOCAB_SIZE) for key in keys}
+
+    def has(self, key: GraphKey, *_: object) -> bool:
+        return key is not EAGER
 
     def replay(self, key: GraphKey) -> torch.Tensor:
         return self._outputs[key]
@@ -91,7 +94,7 @@ class NullRunner(Runner):
         buffers = InputBuffers(requests, tables, max_num_tokens=max_num_tokens, **sizes)
         graphs = _Graphs(max_num_rows, max_num_tokens)
         super().__init__(model, state, pool, requests, tables, buffers, sampler, graphs, max_model_len=max_model_len)
-        buffers.results.copy_(tokens)
+        buffers.results.copy_(tokens[:, None])
 
     def _commit(self, *_: Any, **__: Any) -> None:
         """The results are there."""
