@@ -72,7 +72,7 @@ def test_the_runtime_is_that_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_start_opens_the_device_first(device: str, opened: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, thresholds = threading.Event(), []
 
-    def start_engine(config: EngineConfig, phases: Phases, *, text: bool) -> Any:
+    def start_engine(config: EngineConfig, phases: Phases, *, text: bool, **_: object) -> Any:
         assert begun.wait(patient(5) if opened else 0.1) is opened
         thresholds.append(gc.get_threshold()[0])
         return config, text
@@ -100,7 +100,7 @@ def test_a_gpu_that_the_process_has_chosen_is_the_only_one_opened(monkeypatch: p
     monkeypatch.setattr(start, "has_driver", lambda: True)
     monkeypatch.setattr(start, "_open", opened.append)
     monkeypatch.setattr(
-        "octavo.startup.build.start_engine", lambda config, phases, text: start._begin(config, phases)[2]
+        "octavo.startup.build.start_engine", lambda config, phases, **_: start._begin(config, phases)[2]
     )
     opening: Any = warm_start.start(EngineConfig(device="auto"), Phases())
     opening.join()

@@ -27,6 +27,7 @@ from octavo.request.request import Request
 from octavo.request.sampling_params import SamplingParams
 from octavo.request.seeds import sample_seed
 from octavo.request.updates import RequestUpdate
+from octavo.speculate import NO_SPECULATOR, Speculator
 from octavo.startup import warm_start
 from octavo.text.admission import check_request
 from octavo.text.output import OutputProcessor, wants_every_token
@@ -237,9 +238,14 @@ class EngineCore:
 class Engine:
     """An EngineCore with text on both sides: prompts are checked on their way in, outputs come out as text."""
 
-    def __init__(self, config: EngineConfig, phases: Phases | None = None) -> None:
-        """Load everything. Raises ValueError, in one line, for a bad setting or model folder."""
-        parts = warm_start.start(config, phases or Phases())
+    def __init__(
+        self, config: EngineConfig, phases: Phases | None = None, *, speculator: Speculator = NO_SPECULATOR
+    ) -> None:
+        """Load everything. Raises ValueError, in one line, for a bad setting or model folder.
+
+        speculator: who proposes drafts.
+        """
+        parts = warm_start.start(config, phases or Phases(), speculator=speculator)
         self.resolved, self.arch, self.memory = parts.resolved, parts.arch, parts.memory
         self.tokenizer, self.limits, self.default_sampling = parts.tokenizer, parts.limits, parts.default_sampling
         self._numerics_contract = parts.numerics_contract

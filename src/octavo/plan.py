@@ -57,7 +57,11 @@ class NewBlocks(msgspec.Struct, frozen=True, eq=False):
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """One step: `rows[i]` computes its next `num_tokens[i]` tokens, the last `len(drafts[rows[i]])` of them drafts."""
+    """One step: `rows[i]` computes its next `num_tokens[i]` tokens, the last `num_drafts[i]` of them drafts.
+
+    Drafts themselves never cross: they lie in the worker's rows, behind the known tokens. How many of them are accepted
+    the scheduler learns with the result, so the worker's bounds of what rows have computed are corrected by `computed`.
+    """
 
     step: int
     finished_rows: list[int] = []  # rows that ended since the last plan (finished, aborted or preempted): free first
@@ -65,7 +69,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     rows: IntArray = NO_INTS  # [R], each row once
     num_tokens: IntArray = NO_INTS  # [R], at least 1
     new_blocks: list[NewBlocks] = []  # per cache group; empty where no row grows
-    drafts: dict[int, list[int]] = {}
+    num_drafts: IntArray = NO_INTS  # [R]; empty: no row has any
+    computed: IntArray = NO_INTS  # [R] bounds of what rows have computed before; empty: the worker's own are exact
     zero_blocks: list[int] = []  # fresh blocks of groups that need zeroed bytes
 
     @property
@@ -157,7 +162,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     tokens: IntArray = np.zeros(
         (0, 1), np.int64
     )  # [S, W], of which num_sampled[i] of line i count; W = 1 without drafts
-    num_sampled: IntArray = NO_INTS  # [S], 1 to W; 0: the row was held, and computes its last token again
+    num_sampled: IntArray = NO_INTS  # [S], accepted drafts and one more; 0: the row was held, computes its token again
     logprobs: dict[int, list[TokenLogprobs]] = {}  # row -> one entry per token of the row
     prompt_logprobs: dict[int, PromptLogprobs] = {}  # row -> those of consecutive prompt positions
     failed: dict[int, str] = {}  # row -> reason, e.g. "nan_logits"; only that request fails

@@ -22,7 +22,7 @@ from octavo.cache.kernel_blocks import takes_size
 from octavo.cache.layout import layout_by_name
 from octavo.cache.pool import KVCachePool
 from octavo.ops.cache_write.quantize import quantize, store
-from octavo.ops.inputs.tensors import LastTokens
+from octavo.ops.inputs.tensors import LogitTokens
 
 CPU = torch.device("cpu")
 GARBAGE = 2**31 - 1  # a kernel block id that no pool has
@@ -92,7 +92,7 @@ class Step:
         start = torch.arange(len(tokens) + 1, dtype=torch.int32, device=self.q.device).clip(max=num_rows)
         padded = dataclasses.replace(self.inputs, num_rows=len(tokens))
         backend.prepare(padded)
-        backend.prepare(padded.of(LastTokens(tokens, start)))
+        backend.prepare(padded.of(LogitTokens(tokens, tokens, tokens, start)))
         out = self.q.new_empty(len(tokens), variant.num_heads, variant.value_size or variant.head_size)
         backend.run(self.q[tokens], self.kv, variant, out, layer)
         return out[:num_rows]

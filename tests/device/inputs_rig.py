@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from octavo.device.staging import PinnedRing, StagedTensor, WriteQueue
-from octavo.ops.inputs import commit_tokens_eager, gather_inputs_eager
+from octavo.ops.inputs import commit_drafts_eager, commit_tokens_eager, gather_inputs_eager
 from octavo.ops.inputs import gpu as gpu_inputs
 from octavo.ops.inputs import staged_write_gpu as gpu_staged_write
 from octavo.ops.inputs.tensors import GroupTables, RowTensors, StepInputs
@@ -24,7 +24,9 @@ BLOCK_SIZES = (16, 8)
 class World:
     """Random tables with room for a padded batch, all buffers poisoned; equal seeds give equal worlds."""
 
-    def __init__(self, seed: int, device: str, counts: list[int], padded_rows: int, padded_tokens: int) -> None:
+    def __init__(
+        self, seed: int, device: str, counts: list[int], padded_rows: int, padded_tokens: int, width: int = 1
+    ) -> None:
         rng = np.random.default_rng(seed)
 
         def ints(high: int, *shape: int) -> torch.Tensor:
@@ -48,7 +50,8 @@ class World:
             seq_lens=torch.full((padded_rows,), -7, dtype=torch.int32, device=device),
             next_positions=torch.full((padded_rows,), -7, device=device),
             turn=torch.tensor([1], dtype=torch.int32, device=device),
-            results=torch.full((2, MAX_ROWS), -7, dtype=torch.int64, pin_memory=device == "cuda"),
+            results=torch.full((2, MAX_ROWS, width), -7, dtype=torch.int64, pin_memory=device == "cuda"),
+            counts=torch.full((2, MAX_ROWS), -7, dtype=torch.int64, pin_memory=device == "cuda"),
         )
         tables = [ints(999, MAX_ROWS + 1, MAX_LEN // size + 1) for size in BLOCK_SIZES]
         for table in tables:
@@ -93,7 +96,7 @@ def check_commit(device: str) -> None:
     counts = [1, 1, 1, 4, 4]
     sample_of = torch.tensor([0, 1, -1, 2, -1, -1], dtype=torch.int32)
     tokens, failed = torch.tensor([11, 3999, 5]), torch.tensor([0, 2, 0], dtype=torch.uint8)
-    worlds = World(1, device, counts, 6, 11), World(1, "cpu", counts, 6, 11)
+    worlds = World(1, device, counts, 6, 11, 3), World(1, "cpu", counts, 6, 11)
     gathers, commits = (gpu_inputs.gather, gather_inputs_eager), (gpu_inputs.commit, commit_tokens_eager)
     for world, gather, commit in zip(worlds, gathers, commits, strict=True):
         where = world.step.rows.device
@@ -105,9 +108,66 @@ def check_commit(device: str) -> None:
             if where.type == "cuda":
                 torch.cuda.synchronize()
             expected = [12 + added, 4000 + added + (2 << 32), 6 + added]
-            assert world.step.results[turn].tolist()[:4] == [*expected, -7]
-            assert (world.step.results[0, :3] == torch.tensor([12, 4000 + (2 << 32), 6])).all()  # the turn before holds
+            assert world.step.results[turn, :, 0].tolist()[:4] == [*expected, -7]
+            assert (world.step.results[turn, :, 1:] == -7).all()
+            assert (
+                world.step.results[0, :3, 0] == torch.tensor([12, 4000 + (2 << 32), 6])
+            ).all()  # the turn before holds
     worlds[0].assert_equal(worlds[1])
+
+
+_HELD = 3
+
+
+def check_commit_drafts(device: str) -> None:
+    """All that can become of 3 drafts: (drafts, drawn and failed at each place, tokens that count)."""
+    cases = [
+        ([5, 6, 7], [5, 6, 7, 8], [0, 0, 0, 0], 4),
+        ([5, 6, 7], [5, 9, 7, 8], [0, 0, 0, 0], 2),
+        ([5, 6, 7], [9, 6, 7, 8], [0, 0, 0, 0], 1),
+        ([5, 6, 7], [5, 6, 7, 8], [0, 0, 2, 0], 3),  # what fails is never accepted
+        ([5, 6, 7], [5, 6, 7, 8], [0, _HELD, 0, 0], 1),
+        ([5, 6, 7], [5, 6, 7, 8], [_HELD, 0, 0, 0], 0),
+        ([5], [5, 8], [0, 0], 2),
+        ([], [8], [0], 1),
+        ([], [8], [_HELD], 0),
+    ]  # fmt: skip
+    rng = random.Random(4)
+    for _ in range(4):
+        chosen = rng.sample(cases, 6)
+        counts = [1 + len(drafts) for drafts, *_ in chosen] + [4]  # the last row is a prompt's chunk
+        worlds = World(2, device, counts, 8, sum(counts) + 2, 4), World(2, "cpu", counts, 8, sum(counts) + 2, 4)
+        commits = gpu_inputs.commit_runs, commit_drafts_eager
+        for world, gather, commit in zip(worlds, (gpu_inputs.gather, gather_inputs_eager), commits, strict=True):
+            _commit_one(world, gather, commit, chosen, counts)
+        worlds[0].assert_equal(worlds[1])
+
+
+def _commit_one(world: World, gather: Any, commit: Any, cases: list[Any], counts: list[int]) -> None:
+    where, table, rows = world.step.rows.device, world.table, world.step.rows.tolist()
+    before = table.total_len.tolist()
+    for row, (drafts, *_) in zip(rows, cases, strict=False):
+        table.token_ids[row, before[row] : before[row] + len(drafts)] = torch.tensor(drafts, dtype=torch.int32)
+    gather(*world.args())
+    starts = np.cumsum([0, *counts])[:6].tolist()
+    numbers = [[*starts, -1, -1], [*(len(drafts) for drafts, *_ in cases), 0, 0]]
+    sample_of, num_drafts = (torch.tensor(each, dtype=torch.int32, device=where) for each in numbers)
+    drawn = torch.tensor([token for _, tokens, *_ in cases for token in tokens], device=where)
+    failed = torch.tensor([code for *_, codes, _ in cases for code in codes], dtype=torch.uint8, device=where)
+    commit(world.step, table, sample_of, num_drafts, drawn, failed, _HELD)
+    if where.type == "cuda":
+        torch.cuda.synchronize()
+    for entry, (drafts, tokens, codes, count) in enumerate(cases):
+        row, packed = rows[entry], world.step.results[0, entry].tolist()
+        assert [word & 0xFFFFFFFF for word in packed[: len(tokens)]] == tokens
+        assert [word >> 32 for word in packed[: len(tokens)]] == codes
+        assert world.step.counts[0, entry] == count, (drafts, tokens, codes)
+        assert table.total_len[row] == before[row] + count
+        assert table.num_computed[row] == before[row] - 1 + count
+        assert table.token_ids[row, before[row] : before[row] + count].tolist() == tokens[:count]
+    assert table.num_computed[rows[6]] == before[rows[6]] - 1 + counts[6]
+    assert table.total_len[rows[6]] == before[rows[6]]
+    assert (world.step.results[1] == -7).all() and (world.step.counts[1] == -7).all()
 
 
 def check_staged_write(device: str) -> None:
@@ -181,7 +241,8 @@ def check_write_queue(device: str) -> None:
 
 
 CHECKS: dict[str, Callable[[str], None]] = {
-    "gather": check_gather, "commit": check_commit, "staged_write": check_staged_write,
+    "gather": check_gather, "commit": check_commit,
+    "commit_drafts": check_commit_drafts, "staged_write": check_staged_write,
     "write_queue": check_write_queue,
 }  # fmt: skip
 INTERPRETED = {name: functools.partial(check, "cpu") for name, check in CHECKS.items()}

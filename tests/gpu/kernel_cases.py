@@ -71,6 +71,7 @@ def _zero() -> None:
 def _inputs() -> None:
     inputs_rig.check_gather("cuda", 3)
     inputs_rig.check_commit("cuda")
+    inputs_rig.check_commit_drafts("cuda")
 
 
 def _products() -> None:
@@ -192,7 +193,7 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "embedding": (functools.partial(gpu_rig.check_embedding, "cuda", BF16), ("embedding.gpu._gather",)),
     "rope and store": (_rope, ("rope.gpu._qk_norm_rope_store",)),
     "zeroed blocks": (_zero, ("cache_write.zero_blocks_gpu._zero",)),
-    "inputs": (_inputs, ("inputs.gpu._gather", "inputs.gpu._commit")),
+    "inputs": (_inputs, ("inputs.gpu._gather", "inputs.gpu._commit", "inputs.gpu._commit_runs")),
     "staged writes": (functools.partial(inputs_rig.check_staged_write, "cuda"), ("inputs.staged_write_gpu._write",)),
     "products": (_products, ("gemm.kernels.product",)),
     "fused products": (functools.partial(matmul_rig.check_fused, "cuda", (BF16,)), ("gemm.skinny_gemm._product",)),

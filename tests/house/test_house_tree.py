@@ -26,7 +26,7 @@ RETIRED = {
     "head_draw": "fused_lm_head_sampling", "drawn_rows": "fused_sampling_rows", "Sight": "MaskSpec",
     "Cuts": "TruncationRows", "truncate_few": "topk_topp_small", "settle_few": "apply_topk_topp_small",
     "fold_rows": "digest_rows", "LogitsFold": "LogitsDigest", "enter_attention": "pre_attention",
-    "leave_attention": "post_attention", "turn_to_last_tokens": "narrow_to_last_tokens",
+    "leave_attention": "post_attention", "turn_to_last_tokens": "narrow_to_logit_tokens",
     "suit_mods": "check_mods_supported", "careless": "uninitialized_groups", "within_reach": "cap_to_backend_limit",
     "give_scales": "calibrate_kv_scales", "CacheForm": "KVCacheLayoutPlan", "early_start": "warm_start",
     "open_device": "cuda_init", "look_at": "check_at", "num_told": "num_reported", "GrammarJail": "GrammarSandbox",

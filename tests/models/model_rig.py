@@ -15,7 +15,7 @@ import torch
 from octavo.attention.base import BACKENDS, AttentionInputs, ForwardContext, forward_context
 from octavo.cache.groups import make_groups
 from octavo.checkpoint.arch import Arch
-from octavo.ops.inputs.tensors import LastTokens
+from octavo.ops.inputs.tensors import LogitTokens
 
 BLOCK_SIZE = 16
 SMALL: dict[str, Any] = {
@@ -196,8 +196,10 @@ def make_reference(family: str, **changes: Any) -> Any:
     return model
 
 
-def _last_tokens(inputs: AttentionInputs) -> LastTokens:
-    return LastTokens(inputs.query_start[1:].long() - 1, torch.arange(inputs.num_rows + 1, dtype=torch.int32))
+def _last_tokens(inputs: AttentionInputs) -> LogitTokens:
+    tokens = inputs.query_start[1:].long() - 1
+    rows, start = torch.arange(inputs.num_rows), torch.arange(inputs.num_rows + 1, dtype=torch.int32)
+    return LogitTokens(tokens, rows, inputs.seq_lens.long(), start)
 
 
 class Rig:
@@ -266,7 +268,7 @@ class Rig:
             group_of_layer=self.group_of_layer,
             kv_of_layer=self.kv,
             positions=torch.tensor(positions),
-            last_tokens=_last_tokens(inputs[0]) if last else None,
+            logit_tokens=_last_tokens(inputs[0]) if last else None,
         )
         for backend, group_inputs in zip(self.backends, inputs, strict=True):
             backend.prepare(group_inputs)

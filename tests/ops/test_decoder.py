@@ -20,7 +20,7 @@ from octavo.ops.decoder import (
 )
 from octavo.ops.gemm import LinearWeight, pack_linear
 from octavo.ops.gemm.fused import linear_add
-from octavo.ops.inputs.tensors import LastTokens
+from octavo.ops.inputs.tensors import LogitTokens
 from octavo.ops.norm import add_rms_norm
 from octavo.ops.rope import rope_table
 
@@ -180,7 +180,8 @@ def test_a_whole_decoder_equals_the_separate_operators(
     assert torch.equal(found, expected) and not found.isnan().any()
     assert all(map(_same, caches, expected_caches))
     assert torch.equal(x, kept), "the embedding is the caller's"
-    last = LastTokens(torch.tensor(lengths).cumsum(0) - 1, torch.arange(len(lengths) + 1, dtype=torch.int32))
+    tokens, start = torch.tensor(lengths).cumsum(0) - 1, torch.arange(len(lengths) + 1, dtype=torch.int32)
+    last = LogitTokens(tokens, start[:-1].long(), positions[tokens] + 1, start)
     for num_layers in (1, 4):
         decoder = BoundDecoder(layers[:num_layers], norm, 1e-5, caches[:num_layers], groups[:num_layers])
         own = rows[: max(groups[:num_layers]) + 1]

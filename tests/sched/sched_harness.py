@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+import random
 import zlib
 
 from octavo.cache.groups import WHOLE, CacheGroup
@@ -23,6 +24,7 @@ from octavo.startup.memory_plan import blocks_for_request
 
 BLOCK = 4
 VOCAB = 40
+_MOST_DRAFTS = 8
 EOS = 7
 
 
@@ -65,6 +67,7 @@ def make_scheduler(
     enable_chunked_prefill: bool = True,
     enable_prefix_caching: bool = True,
     whole_prompts: bool = False,
+    num_drafts: int = 0,
 ) -> Scheduler:
     kv = KVManager(groups, num_blocks, enable_prefix_caching=enable_prefix_caching, secret=b"test")
     return Scheduler(
@@ -76,6 +79,7 @@ def make_scheduler(
         priority_aging=priority_aging,
         enable_chunked_prefill=enable_chunked_prefill,
         whole_prompts=whole_prompts,
+        num_drafts=num_drafts,
     )
 
 
@@ -167,6 +171,7 @@ class _Row:
     num_computed: int
     tables: list[list[int]]
     owed: int  # next prompt position whose log-probabilities are wanted; -1: none
+    drafts: list[int] = dataclasses.field(default_factory=list)  # proposed behind `tokens`
 
 
 class FakeWorker:
@@ -181,6 +186,8 @@ class FakeWorker:
         self.rows: dict[int, _Row] = {}
         self.computed: collections.Counter[str] = collections.Counter()  # request id -> tokens, over all its rows
         self.fail_next = False
+        self.num_drafted = self.num_accepted = 0
+        self._propose = random.Random(len(salts))
         self._next_step = 0
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -205,15 +212,22 @@ class FakeWorker:
                 self.rows[row].tables[index] += ids
         work = list(zip(plan.rows.tolist(), plan.num_tokens.tolist(), strict=True))
         assert len(dict(work)) == len(work), "a row computes once per step"
-        for row, num_new in work:
-            self._store(self.rows[row], num_new)
-        for row, num_new in work:
-            self._attend(self.rows[row], num_new)
-        return self._sample(plan, work)
+        drafted = dict(zip(plan.rows.tolist(), plan.num_drafts.tolist(), strict=True)) if len(plan.num_drafts) else {}
+        bounds = dict(zip(plan.rows.tolist(), plan.computed.tolist(), strict=True)) if len(plan.computed) else {}
+        for number, num_new in work:
+            row = self.rows[number]
+            assert bounds.get(number, row.num_computed) >= row.num_computed, "a bound is none below"
+            row.tokens += row.drafts[: drafted.get(number, 0)]  # as if all were known, until they are verified
+            row.history = history(row.tokens, self.salts[row.request_id])
+            self._store(row, num_new, drafted.get(number, 0))
+        for number, num_new in work:
+            self._attend(self.rows[number], num_new)
+        return self._sample(plan, work, drafted)
 
-    def _store(self, row: _Row, num_new: int) -> None:
-        assert num_new > 0, "a row in a plan has work"
+    def _store(self, row: _Row, num_new: int, num_drafts: int) -> None:
+        assert num_new > num_drafts, "a row in a plan has work"
         assert row.num_computed + num_new <= len(row.tokens), "only tokens that the device knows are computed"
+        assert not num_drafts or row.num_computed + num_new == len(row.tokens), "drafts stand at the end"
         self.computed[row.request_id] += num_new
         for index, (group, table) in enumerate(zip(self.groups, row.tables, strict=True)):
             if group.kind == "mamba":
@@ -242,8 +256,9 @@ class FakeWorker:
                 found = self.memory.get((table[position // group.block_size], position % group.block_size))
                 assert found == (index, position, row.history[position + 1]), "a query reads its own history"
 
-    def _sample(self, plan: StepPlan, work: list[tuple[int, int]]) -> StepResult:
-        tokens, failed, prompt_logprobs = {}, {}, {}
+    def _sample(self, plan: StepPlan, work: list[tuple[int, int]], drafted: dict[int, int]) -> StepResult:
+        tokens: dict[int, list[int]] = {}
+        failed, prompt_logprobs = {}, {}
         for number, num_new in work:
             row = self.rows[number]
             entries = []
@@ -255,10 +270,7 @@ class FakeWorker:
             row.num_computed += num_new
             tokens[number] = []
             if row.num_computed == len(row.tokens):
-                token = next_token(row.history[-1])
-                row.tokens.append(token)
-                row.history.append(fingerprint(row.history[-1], token))
-                tokens[number] = [token]
+                tokens[number] = self._verify(row, drafted.get(number, 0))
                 if self.fail_next:
                     failed[number] = "nan_logits"
                     self.fail_next = False
@@ -267,10 +279,34 @@ class FakeWorker:
             plan.step,
             order,
             [tokens[number] for number in order],
-            logprobs={number: [TokenLogprobs(tokens[number], [0.0], [1])] for number in order if tokens[number]},
+            logprobs={
+                number: [TokenLogprobs([token], [0.0], [1]) for token in tokens[number]]
+                for number in order
+                if tokens[number]
+            },
             prompt_logprobs=prompt_logprobs,
             failed=failed,
         )
+
+    def _verify(self, row: _Row, num_drafts: int) -> list[int]:
+        """The accepted drafts, which are the last known tokens until now, and one token more; then propose anew."""
+        first = len(row.tokens) - num_drafts
+        drafts, row.tokens, row.history = row.tokens[first:], row.tokens[:first], row.history[: first + 1]
+        for draft in [*drafts, None]:
+            token = next_token(row.history[-1])
+            row.tokens.append(token)
+            row.history.append(fingerprint(row.history[-1], token))
+            if token != draft:
+                break
+        row.num_computed = len(row.tokens) - 1
+        self.num_drafted += num_drafts
+        self.num_accepted += len(row.tokens) - first - 1
+        row.drafts, before = [], row.history[-1]
+        for _ in range(_MOST_DRAFTS):  # mostly what will be said
+            right = next_token(before)
+            row.drafts.append(right if self._propose.random() < 0.8 else (right + 1) % VOCAB)
+            before = fingerprint(before, row.drafts[-1])
+        return row.tokens[first:]
 
 
 class Driver:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import msgspec
+import numpy as np
 import pytest
 
 from octavo.plan import StepResult
@@ -248,33 +248,63 @@ def test_several_tokens_are_cut_at_max_tokens():
     assert (update.tokens, update.finish_reason) == ([4, 5], "length")
 
 
-def with_drafts(scheduler, request, drafts):
-    """The next plan as a speculator would change it: one row, which computes its token and the drafts."""
-    plan = msgspec.structs.replace(scheduler.schedule(), drafts={request.row: drafts})
-    request.num_in_flight += len(drafts)
-    request.num_computed += len(drafts)
-    return plan
+def with_drafts(request):
+    """A scheduler that plans 2 drafts a row, and its second plan: the request's token and the drafts."""
+    scheduler = make_scheduler(num_drafts=2)
+    scheduler.add(request)
+    first = scheduler.schedule()
+    assert not len(first.num_drafts), "nobody has proposed anything yet"
+    scheduler.update(first, StepResult.of_lists(0, [0], [[3]]))
+    plan = scheduler.schedule()
+    assert (plan.num_tokens.tolist(), plan.num_drafts.tolist(), plan.computed.tolist()) == ([3], [2], [3])
+    return scheduler, plan
 
 
 @pytest.mark.parametrize("num_accepted", [0, 1, 2])
 def test_rejected_drafts_are_not_computed(num_accepted):
     """Of 2 drafts; the verifier adds one token of its own. The last token is always still to be computed."""
-    scheduler = make_scheduler()
-    scheduler.add(request := make_request(3, 20))
-    plan = with_drafts(scheduler, request, [4, 5])
+    scheduler, plan = with_drafts(request := make_request(3, 20))
     tokens = [4, 5, 6][: num_accepted + 1]
-    scheduler.update(plan, StepResult.of_lists(0, [0], [tokens]))
-    assert (request.num_tokens, request.num_in_flight) == (3 + len(tokens), 0)
+    scheduler.update(plan, StepResult.of_lists(1, [0], [tokens]))
+    assert (request.num_tokens, request.num_in_flight) == (4 + len(tokens), 0)
     assert request.num_computed == request.num_tokens - 1
 
 
+def test_a_row_with_drafts_may_be_held():
+    """It has drawn nothing: all of its step is taken back, and the next one computes the same again."""
+    scheduler, plan = with_drafts(request := make_request(3, 20))
+    held = StepResult(step=1, rows=np.array([0]), tokens=np.zeros((1, 3), np.int64), num_sampled=np.array([0]))
+    assert not scheduler.update(plan, held)
+    assert (request.num_tokens, request.num_in_flight, request.num_computed) == (4, 0, 3)
+    again = scheduler.schedule()
+    assert (again.num_tokens.tolist(), again.num_drafts.tolist(), again.computed.tolist()) == ([3], [2], [3])
+
+
+def test_drafts_that_were_accepted_come_before_a_failure():
+    scheduler, plan = with_drafts(request := make_request(3, 20))
+    given, end = scheduler.update(plan, StepResult.of_lists(1, [0], [[4, 5]], failed={0: "nan_logits"}))
+    assert (given.tokens, given.finish_reason) == ([3, 4][-len(given.tokens) :], None) and request.tokens[3:] == [3, 4]
+    assert (end.tokens, end.finish_reason, end.error) == ([], "error", "nan_logits")
+
+
+def test_the_budget_cuts_drafts_and_no_draft_preempts():
+    """Tokens that are known come first, then drafts in the order of requests."""
+    driver = Driver(make_scheduler(num_drafts=3, max_num_batched_tokens=8))
+    driver.add(*(make_request(2, 20) for _ in range(3)))
+    driver.step()
+    plan = driver.step()
+    assert (plan.num_tokens.tolist(), plan.num_drafts.tolist()) == ([4, 3, 1], [3, 2, 0])
+    tight = Driver(make_scheduler(num_drafts=3, num_blocks=6, max_model_len=20, enable_prefix_caching=False))
+    tight.add(make_request(3, 17), make_request(3, 17))
+    tight.run()
+    assert all(not len(plan.num_drafts) for plan in tight.plans if len(plan.rows) > 1)
+
+
 def test_rejected_drafts_of_a_preempted_request_take_nothing_back():
-    scheduler = make_scheduler()
-    scheduler.add(request := make_request(3, 20))
-    plan = with_drafts(scheduler, request, [4, 5])
+    scheduler, plan = with_drafts(request := make_request(3, 20))
     scheduler._preempt(request)
-    scheduler.update(plan, StepResult.of_lists(0, [0], [[6]]))
-    assert (request.num_tokens, request.num_in_flight, request.num_computed) == (4, 0, 0)
+    scheduler.update(plan, StepResult.of_lists(1, [0], [[6]]))
+    assert (request.num_tokens, request.num_in_flight, request.num_computed) == (5, 0, 0)
 
 
 def test_a_loop_ends_a_request_that_asks_for_it():

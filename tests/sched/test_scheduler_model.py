@@ -61,6 +61,12 @@ class Shape:
     policy: str
     chunked: bool
     caching: bool
+    num_drafts: int = 0
+
+    @property
+    def drafts(self) -> int:
+        """A state cannot be taken back to where drafts were rejected."""
+        return 0 if any(group.kind == "mamba" for group in self.groups) else self.num_drafts
 
 
 class World:
@@ -71,7 +77,7 @@ class World:
         self.max_num_seqs = shape.max_num_seqs
         scheduler = make_scheduler(
             shape.groups,
-            num_blocks=smallest_pool(shape.groups, MAX_LEN, budget) + shape.spare_blocks,
+            num_blocks=smallest_pool(shape.groups, MAX_LEN, budget + shape.drafts) + shape.spare_blocks,
             max_num_seqs=shape.max_num_seqs,
             max_num_batched_tokens=budget,
             max_model_len=MAX_LEN,
@@ -79,6 +85,7 @@ class World:
             priority_aging=shape.max_num_seqs % 3,
             enable_chunked_prefill=shape.chunked,
             enable_prefix_caching=shape.caching,
+            num_drafts=shape.drafts,
         )
         self.driver = Driver(scheduler, shape.groups)
         self.settled: set[str] = set()
@@ -187,9 +194,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy=st.sampled_from(["fcfs", "priority"]),
         chunked=st.booleans(),
         caching=st.sampled_from([True, True, True, False]),
+        num_drafts=st.sampled_from([0, 1, 2, 5]),
     )
-    def start(self, groups, spare_blocks, max_num_seqs, budget, policy, chunked, caching):
-        self.world = World(Shape(groups, spare_blocks, max_num_seqs, budget, policy, chunked, caching))
+    def start(self, groups, spare_blocks, max_num_seqs, budget, policy, chunked, caching, num_drafts):
+        self.world = World(Shape(groups, spare_blocks, max_num_seqs, budget, policy, chunked, caching, num_drafts))
 
     @rule(
         family=st.integers(0, 1),
@@ -277,6 +285,7 @@ def walk(seed: int, num_steps: int) -> World:
         policy=rng.choice(["fcfs", "priority"]),
         chunked=rng.random() < 0.7,
         caching=rng.random() < 0.9,
+        num_drafts=seed % 2 * rng.choice([1, 3, 7]),
     )
     world = World(shape)
     for _ in range(num_steps):
@@ -322,11 +331,15 @@ def test_random_walk(seed, few, monkeypatch):
 
 
 def test_the_walks_meet_what_they_are_for():
-    """Preemption with and without a token in flight, prefix hits, failures and aborts: else the walks prove little."""
+    """Preemption with and without a token in flight, prefix hits, failures, aborts, drafts: else they prove little."""
     worlds = [walk(seed, 400) for seed in range(100, 116)]
     requests = [request for world in worlds for request in world.driver.requests.values()]
     assert sum(world.scheduler.num_preemptions for world in worlds) > 40
     assert sum(world.scheduler.kv.stats.hits for world in worlds) > 200
+    num_drafted, num_accepted = (
+        sum(getattr(world.driver.worker, name) for world in worlds) for name in ("num_drafted", "num_accepted")
+    )
+    assert 100 < num_accepted < num_drafted - 100
     reasons = {request.finish_reason for request in requests}
     assert reasons >= {FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR}
     assert any(EOS in request.tokens[request.num_prompt :] for request in requests)

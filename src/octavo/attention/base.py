@@ -20,7 +20,7 @@ import torch
 from octavo.attention.mods import NO_MODS, AttentionMods
 from octavo.cache.kernel_blocks import MultipleOf
 from octavo.ops.attention.mask_spec import MaskSpec
-from octavo.ops.inputs.tensors import LastTokens
+from octavo.ops.inputs.tensors import LogitTokens
 from octavo.ops.rope import Rotation
 from octavo.registry import Registry
 
@@ -223,11 +223,11 @@ class AttentionInputs:
         rows = self.num_rows
         return self.query_start[: rows + 1], self.seq_lens[:rows], self.block_table[:rows]
 
-    def of(self, last: LastTokens) -> AttentionInputs:
-        """The same rows, with their last tokens as the only queries. Slots stay the step's."""
+    def of(self, logits: LogitTokens) -> AttentionInputs:
+        """The same rows, with the tokens that give logits as the only queries. Slots stay the step's."""
         return dataclasses.replace(
-            self, num_tokens=self.num_rows, max_query_len=1, query_start=last.query_start, max_long=0,
-            call_checked=False,
+            self, num_tokens=len(logits.tokens), max_query_len=logits.max_per_row, query_start=logits.query_start,
+            max_long=None if logits.max_per_row > 1 else 0, call_checked=False,
         )  # fmt: skip
 
     def check(self) -> None:
@@ -307,20 +307,20 @@ class ForwardContext:
     group_of_layer: Sequence[int]  # its attention group
     kv_of_layer: Sequence[torch.Tensor]  # [blocks, kv_heads, block_size, channels]
     positions: torch.Tensor  # [tokens] int64, logical
-    last_tokens: LastTokens | None = None  # of the rows, whose hidden states alone are asked for; None: of all tokens
+    logit_tokens: LogitTokens | None = None  # whose hidden states alone are asked for; None: those of all tokens
     for_capture: bool = False  # as `prepare`'s
     warmup_only: bool = False  # the results are for nobody: layers that launch what others launch may be left out
 
-    def narrow_to_last_tokens(self, layer: int) -> torch.Tensor | None:
+    def narrow_to_logit_tokens(self, layer: int) -> torch.Tensor | None:
         """Ahead of the last layer, number `layer`: prepare its backend for the tokens that are asked for alone.
 
-        Gives them, [rows] int64; None, and nothing is done, where all are.
+        Gives them, [L] int64; None, and nothing is done, where all are.
         """
-        if self.last_tokens is None:
+        if self.logit_tokens is None:
             return None
         group = self.group_of_layer[layer]
-        self.backends[group].prepare(self.inputs[group].of(self.last_tokens), for_capture=self.for_capture)
-        return self.last_tokens.tokens
+        self.backends[group].prepare(self.inputs[group].of(self.logit_tokens), for_capture=self.for_capture)
+        return self.logit_tokens.tokens
 
 
 class _Current(threading.local):

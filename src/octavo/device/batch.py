@@ -17,7 +17,7 @@ from octavo.device.block_table import BlockTables
 from octavo.device.request_table import RequestTable
 from octavo.device.staging import StagedTensor, WriteQueue
 from octavo.ops.inputs import gather_inputs
-from octavo.ops.inputs.tensors import GroupTables, LastTokens, StepInputs
+from octavo.ops.inputs.tensors import GroupTables, LogitTokens, StepInputs
 from octavo.plan import NO_INTS, IntArray, StepPlan
 
 
@@ -31,8 +31,10 @@ class StepShape:
     seq_lens: IntArray  # [R] int32, host upper bounds
     max_query_len: int
     max_seq_len: int  # of seq_lens
-    sampling: IntArray  # [S] int64, batch entries whose last query gives logits
+    sampling: IntArray  # [S] int64, batch entries that sample: at their last query, and at their drafts
     is_decode: bool  # every row computes the one token that was sampled last
+    # [R], how many of its last queries are drafts; empty: no row has any
+    num_drafts: IntArray = dataclasses.field(default_factory=lambda: NO_INTS)
 
     @property
     def num_rows(self) -> int:
@@ -49,9 +51,30 @@ class StepShape:
         """How many rows compute several tokens. They come last."""
         return self.num_rows - int(self.num_tokens.searchsorted(1, side="right"))
 
+    @property
+    def has_drafts(self) -> bool:
+        """Whether any row computes drafts. Such a row samples."""
+        return len(self.num_drafts) > 0
+
+    @property
+    def logits_per_row(self) -> IntArray:
+        """[R]: the last query of each row gives logits, and so do the drafts before it. Of a step with drafts."""
+        return self.num_drafts + 1
+
+    @property
+    def num_logit_tokens(self) -> int:
+        """L of LogitTokens."""
+        return self.num_rows + int(self.num_drafts.sum())
+
+    @property
+    def max_logits_per_row(self) -> int:
+        """The most tokens of a row that give logits."""
+        return 1 + int(self.num_drafts.max(initial=0))
+
     def only(self, places: IntArray) -> StepShape:
         """The same of some batch entries alone: places [N] int64, at least one, in order."""
         num_tokens, seq_lens = self.num_tokens[places], self.seq_lens[places]
+        num_drafts = self.num_drafts[places] if self.has_drafts else NO_INTS
         query_start = np.zeros(len(places) + 1, np.int32)
         num_tokens.cumsum(out=query_start[1:])
         return dataclasses.replace(
@@ -63,6 +86,7 @@ class StepShape:
             max_query_len=int(num_tokens.max()),
             max_seq_len=int(seq_lens.max()),
             sampling=np.isin(places, self.sampling).nonzero()[0],
+            num_drafts=num_drafts if num_drafts.any() else NO_INTS,
         )
 
 
@@ -74,7 +98,7 @@ class Batch(StepInputs):
     max_long: int  # host upper bound of rows with several tokens, which come after the others
     slot_mapping: list[torch.Tensor]  # per group [T] int64
     block_tables: list[torch.Tensor]  # per group [R, width] int32, kernel block ids
-    last_tokens: LastTokens | None  # of the rows, whose hidden states alone are asked for; None: those of all tokens
+    logit_tokens: LogitTokens | None  # whose hidden states alone are asked for; None: those of all tokens
 
     @property
     def num_rows(self) -> int:
@@ -99,12 +123,13 @@ class BatchOrder:
     def __call__(self, plan: StepPlan) -> StepShape:
         """The order of a plan's rows, and what follows from it on the host. Counts the step's tokens as issued.
 
-        Rows that decode as in the last step keep that step's arrays, but for their lengths.
+        Rows that decode as in the last step keep that step's arrays, but for their lengths, which drafts leave unknown.
         """
         rows, counts = plan.rows, plan.num_tokens
         if (
             self._last is not None
             and not plan.new_rows
+            and not len(plan.computed)
             and (rows is self._last_rows or np.array_equal(rows, self._last_rows))
             and (counts is self._last_counts or np.array_equal(counts, self._last_counts))
         ):
@@ -132,15 +157,19 @@ def _next(last: StepShape) -> StepShape:
         max_seq_len=last.max_seq_len + 1,
         sampling=last.sampling,
         is_decode=True,
+        num_drafts=NO_INTS,
     )
 
 
 def _lay_out(plan: StepPlan, requests: RequestTable) -> StepShape:
-    rows, num_tokens = plan.rows, plan.num_tokens
+    rows, num_tokens, num_drafts = plan.rows, plan.num_tokens, plan.num_drafts
+    if len(plan.computed):
+        requests.num_computed_upper[rows] = plan.computed
     max_query_len = int(num_tokens.max())
     if max_query_len > 1:
         order = num_tokens.argsort(kind="stable")
         rows, num_tokens = rows[order], num_tokens[order]
+        num_drafts = num_drafts[order] if len(num_drafts) else num_drafts
     query_start = np.zeros(len(rows) + 1, np.int32)
     num_tokens.cumsum(out=query_start[1:])
     before = requests.num_computed_upper[rows]
@@ -155,6 +184,7 @@ def _lay_out(plan: StepPlan, requests: RequestTable) -> StepShape:
         max_seq_len=int(upper.max()),
         sampling=(upper >= prefill_len).nonzero()[0],
         is_decode=max_query_len == 1 and bool((before >= prefill_len).all()),
+        num_drafts=num_drafts,
     )
 
 
@@ -170,9 +200,14 @@ class InputBuffers:
         max_num_tokens: int,
         device: torch.device,
         queue: WriteQueue | None = None,
+        max_num_drafts: int = 0,
     ) -> None:
-        """Sized by the two limits of a step and by the widths of the block tables. `queue`: see StagedTensor."""
+        """Sized by the limits of a step and by the widths of the block tables. `queue`: see StagedTensor.
+
+        max_num_drafts: of a row.
+        """
         self._requests = requests
+        self._max_num_drafts = max_num_drafts
         self._max_num_rows, self._max_num_tokens = max_num_rows, max_num_tokens
         self.input_ids = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
         self.positions = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
@@ -180,7 +215,9 @@ class InputBuffers:
         self.next_positions = torch.zeros(max_num_rows, dtype=torch.int64, device=device)
         self.turn = torch.zeros(1, dtype=torch.int32, device=device)
         # of the last two steps, which is as many as may be outstanding: written by the device, with no copy between
-        self.results = torch.zeros((2, max_num_rows), dtype=torch.int64, pin_memory=device.type == "cuda")
+        width, pinned = 1 + max_num_drafts, device.type == "cuda"
+        self.results = torch.zeros((2, max_num_rows, width), dtype=torch.int64, pin_memory=pinned)
+        self.counts = torch.zeros((2, max_num_rows), dtype=torch.int64, pin_memory=pinned)
         self.slot_mapping = torch.full((len(tables.tables), max_num_tokens), -1, dtype=torch.int64, device=device)
         self.block_tables = [
             torch.zeros((max_num_rows, table.data.shape[1]), dtype=torch.int32, device=device)
@@ -192,9 +229,20 @@ class InputBuffers:
         self.rows = StagedTensor(1, max_num_rows, torch.int64, device, queue)
         self.query_start = StagedTensor(1, max_num_rows + 1, torch.int32, device, queue)
         self.sample_of = StagedTensor(1, max_num_rows, torch.int32, device, queue)  # entry -> its sample, -1: none
-        self.sampling = StagedTensor(1, max_num_rows, torch.int64, device, queue)  # [S] entries
-        self.last_tokens = StagedTensor(1, max_num_rows, torch.int64, device, queue)  # [R] of each row, padding: of all
-        self.last_start = StagedTensor(1, max_num_rows + 1, torch.int32, device, queue)  # query_start of these alone
+        # [S] which of the L tokens that give logits are sampled from; L = R without drafts
+        self.sampling = StagedTensor(1, max_num_rows * width, torch.int64, device, queue)
+        # LogitTokens.tokens [L], padding: the last of all; and query_start of these alone
+        self.logit_tokens = StagedTensor(1, max_num_rows * width, torch.int64, device, queue)
+        self.logit_start = StagedTensor(1, max_num_rows + 1, torch.int32, device, queue)
+        self._staged: tuple[StagedTensor, ...] = (
+            self.rows, self.query_start, self.sample_of, self.sampling, self.logit_tokens, self.logit_start,
+        )  # fmt: skip
+        # of steps with drafts alone
+        self.num_drafts = StagedTensor(1, max_num_rows, torch.int32, device, queue)  # [R]
+        self._logit_rows = StagedTensor(1, max_num_rows * width, torch.int64, device, queue)  # [L]
+        self._logit_positions = torch.zeros(max_num_rows * width, dtype=torch.int64, device=device)
+        if max_num_drafts:
+            self._staged += self.num_drafts, self._logit_rows
         self._decode_rows = NO_INTS  # what the staged tensors hold, if a decode step is all they hold
         self._decode_width = 0
 
@@ -208,6 +256,11 @@ class InputBuffers:
 
         Raises ValueError for a step that is larger than what these buffers were made for.
         """
+        if work.has_drafts and work.max_logits_per_row - 1 > self._max_num_drafts:
+            raise ValueError(
+                f"a plan with {work.max_logits_per_row - 1} drafts of a row, where the worker's speculator proposes "
+                f"num_drafts={self._max_num_drafts}: make scheduler and worker with one speculator"
+            )
         if num_rows > self._max_num_rows or work.total_tokens > self._max_num_tokens:
             raise ValueError(
                 f"a step of {num_rows} rows and {work.total_tokens} tokens exceeds max_num_seqs={self._max_num_rows} "
@@ -221,24 +274,58 @@ class InputBuffers:
         rows[:num_real] = work.rows
         query_start = np.full(num_rows + 1, work.query_start[-1], np.int32)
         query_start[:num_real] = work.query_start[:-1]
-        sample_of = np.full(num_rows, -1, np.int32)
-        sample_of[work.sampling] = np.arange(len(work.sampling), dtype=np.int32)
         self.rows.stage(0, 0, rows)
         self.query_start.stage(0, 0, query_start)
+        if work.has_drafts:
+            assert num_rows == num_real, "a step with drafts is not padded"
+            self._stage_drafts(work)
+            return
+        sample_of = np.full(num_rows, -1, np.int32)
+        sample_of[work.sampling] = np.arange(len(work.sampling), dtype=np.int32)
         self.sample_of.stage(0, 0, sample_of)
         self.sampling.stage(0, 0, work.sampling)
-        self.last_tokens.stage(0, 0, query_start[1:] - 1)
-        self.last_start.stage(0, 0, np.arange(num_rows + 1).clip(max=num_real))
+        self.logit_tokens.stage(0, 0, query_start[1:] - 1)
+        self.logit_start.stage(0, 0, np.arange(num_rows + 1).clip(max=num_real))
+
+    def _stage_drafts(self, work: StepShape) -> None:
+        """Which tokens give logits, and which of these are sampled from, where a row has several."""
+        per_row = work.logits_per_row
+        end = per_row.cumsum()
+        within = np.arange(work.num_logit_tokens) - np.repeat(end - per_row, per_row)
+        is_sampled = np.zeros(work.num_rows, np.bool_)
+        is_sampled[work.sampling] = True
+        num_sampled = per_row[work.sampling]
+        sample_of = np.full(work.num_rows, -1, np.int32)
+        sample_of[work.sampling] = num_sampled.cumsum() - num_sampled
+        self.sample_of.stage(0, 0, sample_of)
+        self.sampling.stage(0, 0, np.repeat(is_sampled, per_row).nonzero()[0])
+        self.logit_tokens.stage(0, 0, np.repeat(work.query_start[1:] - per_row, per_row) + within)
+        self.logit_start.stage(0, 0, np.concatenate(([0], end)))
+        self.num_drafts.stage(0, 0, work.num_drafts)
+        self._logit_rows.stage(0, 0, np.repeat(work.rows, per_row))
 
     def apply(self) -> None:
         """Bring the staged rows to the device."""
-        staged = self.rows, self.query_start, self.sample_of, self.sampling, self.last_tokens, self.last_start
-        for tensor in staged:
+        for tensor in self._staged:
             tensor.apply()
 
     def gather(self, batch: Batch) -> None:
         """Fill the tensors of `batch`, a view of these buffers, from the rows. A graph may capture it."""
         gather_inputs(batch, self._requests.tensors, self._groups)
+
+    def drafted(self, work: StepShape, batch: Batch) -> LogitTokens:
+        """The tokens that give logits in a step with drafts, whose inputs are gathered."""
+        logits = self._logit_tokens(work.num_rows, work.num_logit_tokens, work.max_logits_per_row)
+        torch.add(batch.positions.index_select(0, logits.tokens), 1, out=logits.positions)
+        return logits
+
+    def _logit_tokens(self, num_rows: int, num_logits: int, max_per_row: int) -> LogitTokens:
+        """Without drafts there is one for each row, and what `gather` fills for rows is said of these."""
+        tokens, start = self.logit_tokens.data[0, :num_logits], self.logit_start.data[0, : num_rows + 1]
+        if max_per_row == 1:
+            return LogitTokens(tokens, self.rows.data[0, :num_rows], self.next_positions[:num_rows], start)
+        rows, positions = self._logit_rows.data[0, :num_logits], self._logit_positions[:num_logits]
+        return LogitTokens(tokens, rows, positions, start, max_per_row)
 
     def view(
         self,
@@ -249,11 +336,18 @@ class InputBuffers:
         max_long: int = 0,
         *,
         every: bool = False,
+        drafts: StepShape | None = None,
     ) -> Batch:
-        """The leading parts of the static tensors as a batch. every: hidden states of all tokens are asked for."""
-        last_tokens = None
-        if num_rows < num_tokens and not every:
-            last_tokens = LastTokens(self.last_tokens.data[0, :num_rows], self.last_start.data[0, : num_rows + 1])
+        """The leading parts of the static tensors as a batch. every: hidden states of all tokens are asked for.
+
+        drafts: the step, if it has some.
+        """
+        num_logits, max_logits = (
+            (num_rows, 1) if drafts is None else (drafts.num_logit_tokens, drafts.max_logits_per_row)
+        )
+        logit_tokens = None
+        if num_logits < num_tokens and not every:
+            logit_tokens = self._logit_tokens(num_rows, num_logits, max_logits)
         return Batch(
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
@@ -266,7 +360,8 @@ class InputBuffers:
             next_positions=self.next_positions[:num_rows],
             turn=self.turn,
             results=self.results,
+            counts=self.counts,
             slot_mapping=[slots[:num_tokens] for slots in self.slot_mapping],
             block_tables=[table[:num_rows] for table in self.block_tables],
-            last_tokens=last_tokens,
+            logit_tokens=logit_tokens,
         )

@@ -151,12 +151,12 @@ class Decoder:
         """
         context = current_context()
         if self._dense and self._plain and all(backend.capability.paged_operator for backend in context.backends):
-            return self._bind(context)(x, positions, context.inputs, context.last_tokens)
+            return self._bind(context)(x, positions, context.inputs, context.logit_tokens)
         residual: torch.Tensor | None = None
         *layers, last = self._layers
         for layer in layers[: self._num_unlike(context)] if context.warmup_only else layers:
             x, residual = layer.forward(x, residual, positions)
-        x, residual = last.forward(x, residual, positions, context.narrow_to_last_tokens(last.attention.index))
+        x, residual = last.forward(x, residual, positions, context.narrow_to_logit_tokens(last.attention.index))
         return last_norm(x, residual, self._norm.weight, self._norm.eps)
 
     def _num_unlike(self, context: ForwardContext) -> int:

@@ -50,7 +50,7 @@ class DefaultModelState:
             group_of_layer=self._pool.group_of_layer,
             kv_of_layer=self._pool.views,
             positions=batch.positions,
-            last_tokens=batch.last_tokens,
+            logit_tokens=batch.logit_tokens,
             for_capture=for_capture,
         )
 

@@ -114,7 +114,7 @@ class DeepseekForCausalLM(CausalLM):
         *layers, last = self.layers
         for layer in layers:
             x, residual = layer.forward(x, residual, positions)
-        wanted = current_context().narrow_to_last_tokens(len(layers))
+        wanted = current_context().narrow_to_logit_tokens(len(layers))
         x, residual = last.forward(x, residual, positions, wanted)
         assert residual is not None, "a decoder has layers"
         return self.norm.add(x, residual)[0]

@@ -99,4 +99,4 @@ class Olmo3ForCausalLM(CausalLM):
         *layers, last = self.layers
         for layer in layers:
             x = layer.forward(x, positions)
-        return self.norm.forward(last.forward(x, positions, current_context().narrow_to_last_tokens(len(layers))))
+        return self.norm.forward(last.forward(x, positions, current_context().narrow_to_logit_tokens(len(layers))))

@@ -23,7 +23,7 @@ from octavo.ops.attention import paged_attention
 from octavo.ops.attention.mask_spec import MaskSpec
 from octavo.ops.gemm import LinearWeight, linear
 from octavo.ops.gemm.fused import gated_linear, linear_add_at_once, normed_linear
-from octavo.ops.inputs.tensors import LastTokens
+from octavo.ops.inputs.tensors import LogitTokens
 from octavo.ops.norm import add_rms_norm, rms_norm
 from octavo.ops.rope import Rotation, qk_norm_rope_store
 
@@ -293,12 +293,14 @@ class BoundDecoder:
             self._rows = (_RowsHeader * (max(group_of_layer) + 1))()
 
     def __call__(
-        self, x: Tensor, positions: Tensor, rows: Sequence[PagedRows], last: LastTokens | None = None
+        self, x: Tensor, positions: Tensor, rows: Sequence[PagedRows], last: LogitTokens | None = None
     ) -> Tensor:
         """x [tokens, size] contiguous, positions [tokens] int64, rows per cache group -> [tokens, size].
 
-        last: of the rows; these alone attend in the last layer and go on, and the result is theirs, [rows, size].
+        last: these alone attend in the last layer and go on, and the result is theirs, [L, size].
         """
+        if last is not None and last.max_per_row > 1:  # the native operator knows one a row: it computes all
+            return self(x, positions, rows).index_select(0, last.tokens)
         library = native.lib()
         if not library or x.dtype != self._dtype or x.dtype not in native.DTYPE_CODES:
             return self.composed(x, positions, rows, last)
@@ -316,7 +318,7 @@ class BoundDecoder:
         return out
 
     def composed(
-        self, x: Tensor, positions: Tensor, rows: Sequence[PagedRows], last: LastTokens | None = None
+        self, x: Tensor, positions: Tensor, rows: Sequence[PagedRows], last: LogitTokens | None = None
     ) -> Tensor:
         """The same as separate operators."""
         residual: Tensor | None = None

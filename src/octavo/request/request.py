@@ -3,7 +3,8 @@
 Owns the tokens of a request, how far they are computed, and its status. While it runs, what changes in every step
 lives in RequestRows, an array per field over all rows, so that a step costs a few array operations and no loop; a
 Request reads through to its row. Knows nothing of blocks, device tensors, text or torch. Invariant: `num_computed <=
-num_tokens + num_in_flight`; while a step is in flight the lengths are upper bounds of what the device has finished,
+num_tokens + num_in_flight`; while a step is in flight the lengths are upper bounds of what the device has finished, as
+if all of its drafts were accepted;
 after `Scheduler.update` they are exact.
 """
 
@@ -52,6 +53,7 @@ class RequestRows:
         "max_len",
         "needs_update",
         "num_computed",
+        "num_entered",
         "num_known",
         "num_tokens",
         "recent_tokens",
@@ -59,12 +61,13 @@ class RequestRows:
 
     def __init__(self, num_rows: int) -> None:
         """Arrays of [num_rows]."""
-        self._numbers = np.zeros((5, num_rows), np.int64)
+        self._numbers = np.zeros((6, num_rows), np.int64)
         self.num_tokens = self._numbers[0]
         self.num_known = self._numbers[1]  # num_tokens, and those in flight
         self.num_computed = self._numbers[2]
         self.max_len = self._numbers[3]  # num_tokens of a request that reached its max_tokens
         self.check_at = self._numbers[4]  # num_tokens from which a new token needs a look at its request
+        self.num_entered = self._numbers[5]  # num_tokens at the row's beginning
         self.needs_update = np.zeros(num_rows, np.bool_)  # every new token needs one
         self.recent_tokens = np.zeros((num_rows, NUM_RECENT), "<i4")  # token p, if it is new, in column p % NUM_RECENT
 
@@ -168,7 +171,7 @@ class Request:
 
     def enter(self, rows: RequestRows, row: int) -> None:
         """Run in `row`."""
-        rows.num_tokens[row] = num_tokens = len(self._tokens)
+        rows.num_tokens[row] = rows.num_entered[row] = num_tokens = len(self._tokens)
         rows.num_known[row] = num_tokens + self._num_in_flight
         rows.num_computed[row] = self._num_computed
         rows.max_len[row] = self.num_prompt + self.max_tokens
@@ -218,7 +221,7 @@ class Request:
 
     @property
     def num_in_flight(self) -> int:
-        """Sampled tokens that steps in flight will give."""
+        """Sampled tokens that steps in flight will give, all their drafts accepted."""
         if self.row < 0:
             return self._num_in_flight
         return self._rows.num_known.item(self.row) - self._rows.num_tokens.item(self.row)

@@ -7,6 +7,8 @@ forbidden is a function of the request and of the row's output before the positi
 flight need no care, and an allowed token keeps its bits; no form is compiled within a step, and rows that ask for no
 form wait for masks for a twentieth of a step's time at most.
 
+A row with drafts has several lines of logits, each with the mask behind the drafts before it.
+
 Masks are made beside the steps (`mask_jobs`). On CPU the next one is begun as soon as a token is drawn. On a GPU each
 drawn token is copied to the host as soon as it is there, and the next call waits for that copy alone: the forward pass
 issued since then runs meanwhile. A row whose mask is not there in time is held: it draws nothing in this step, and the
@@ -95,6 +97,8 @@ class GrammarMask:
         eight = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
         self._bounds = np.where(eight, _INF, -_INF).astype(np.float32)  # [256, 8]: of a byte of eight tokens' bits
         self._of_row: dict[int, _Row] = {}
+        self._tokens = tokens
+        self._verifies = False  # drafts came: on a GPU what rows have said is read from their table from then on
         self._drawn: list[_Drawn] = []  # at most one, on a GPU
         self._current: _Current | None = None
         self._lanes = MaskLanes()
@@ -138,13 +142,17 @@ class GrammarMask:
         self._paces.append(began - self._ended_at)
         numbers = batch.rows_np[selection.at_np]
         rows = [self._of_row[row] for row in numbers.tolist()]
-        if self._tokens_np is None:
+        self._verifies |= batch.has_drafts
+        if self._tokens_np is None and not self._verifies:
             self._settle()
             jobs = [self._job(row, np.array(row.tokens, np.int32)) for row in rows]
         else:
             positions = batch.positions.index_select(0, selection.at).tolist()
+            tokens_np = self._tokens_np
+            if tokens_np is None:  # waits for the device: the host knows neither drafts nor how many were accepted
+                tokens_np = self._tokens[:, : batch.max_position].cpu().numpy()
             places = zip(rows, numbers.tolist(), positions, strict=True)
-            jobs = [self._job(row, self._tokens_np[at, row.start : position]) for row, at, position in places]
+            jobs = [self._job(row, tokens_np[at, row.start : position]) for row, at, position in places]
         has_others = len(jobs) < len(batch.rows_np)
         self._wait(jobs, has_others=has_others)
         codes = np.zeros(len(jobs), np.uint8)
@@ -219,6 +227,8 @@ class GrammarMask:
         if current is None:
             return
         said = (current.codes == 0).nonzero()[0]
+        if self._verifies:  # what of it counts is not known yet
+            return
         if self._ring is None:
             drawn = tokens.numpy()[current.selection.at_np]
             for place in said.tolist():  # begun now, unless all wait for all: then they are quicker undisturbed

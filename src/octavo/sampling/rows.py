@@ -25,6 +25,7 @@ class SampleBatch:
     positions: torch.Tensor  # [S] int64, the absolute position of the token that is sampled: the tokens before it
     rows_np: IntArray  # [S] int64, `rows` on the host
     max_position: int  # host upper bound of `positions`; sizes scratch, never masks
+    has_drafts: bool = False  # whether a table row may own several logits rows
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ import numpy as np
 from octavo.plan import NO_INTS, NO_PROMPT_LOGPROBS, IntArray, NewBlocks, StepPlan, StepResult
 from octavo.request.request import FinishReason, Request, RequestRows, Status
 from octavo.request.updates import RequestUpdate
+from octavo.sched.drafts import count_drafts, run_of, take_back_rejected
 from octavo.sched.kv_manager import KVManager
 from octavo.sched.order import order_of
 from octavo.sched.stops import ends
@@ -46,11 +47,18 @@ class Scheduler:
         priority_aging: int = 0,
         enable_chunked_prefill: bool = True,
         whole_prompts: bool = False,
+        num_drafts: int = 0,
     ) -> None:
-        """`policy` and `priority_aging`: see order_of. whole_prompts: only output is chunked."""
+        """`policy` and `priority_aging`: see order_of. whole_prompts: only output is chunked.
+
+        num_drafts: the most that a row verifies in one step, as the worker's speculator proposes them.
+        """
         in_pieces = enable_chunked_prefill and not whole_prompts
         assert in_pieces or max_num_batched_tokens >= max_model_len, "a whole prompt fits one step"
-        assert kv.fits_alone(max_model_len, max_num_batched_tokens), "one request of max_model_len fits the pool"
+        # a step's tokens, and those that a row may lie behind its upper bound, but for the one that it always may
+        self._max_new = max_num_batched_tokens + num_drafts
+        assert kv.fits_alone(max_model_len, self._max_new), "one request of max_model_len fits the pool"
+        self._num_drafts = num_drafts
         self.kv = kv
         self.running: list[Request] = []
         self.waiting: list[Request] = []
@@ -132,19 +140,7 @@ class Scheduler:
         self._schedule_running(work)
         if not work.victims:
             self._schedule_waiting(work)
-        rows, num_tokens = work.rows, work.num_tokens
-        if work.new_rows:
-            rows = np.concatenate([rows, [new.row for new in work.new_rows]])
-            num_tokens = np.concatenate([num_tokens, work.new_num_tokens])
-        plan = StepPlan(
-            step=self._step,
-            finished_rows=self._finished_rows,
-            new_rows=work.new_rows,
-            rows=rows,
-            num_tokens=num_tokens,
-            new_blocks=work.growth,
-            zero_blocks=self.kv.take_fresh(),
-        )
+        plan = work.plan(self._step, self._finished_rows, self.kv.take_fresh(), speculates=self._num_drafts > 0)
         self._finished_rows = []
         if plan.has_work:
             self._outstanding[plan.step] = Issued(work.num_sampling, {})
@@ -162,11 +158,13 @@ class Scheduler:
         issued = self._outstanding[plan.step]
         assert len(result.rows) == issued.num_sampling, "a result has every row that sampled in its plan"
         updates: list[RequestUpdate] = []
-        if result.failed or result.prompt_logprobs or plan.drafts:
-            self._settle(plan, result, issued, updates)
-        if not result.num_sampled.all():
+        if len(plan.num_drafts):
+            take_back_rejected(plan, result, self._owners | issued.left)
+        elif not result.num_sampled.all():
             self._num_repeats = 0
-            result = take_back(plan, result, self._owners | issued.left)
+            result = take_back(result, self._owners | issued.left)
+        if result.failed or result.prompt_logprobs:
+            self._settle(result, issued, updates)
         rows, tokens = result.rows, result.tokens
         few = len(rows) <= _FEW or tokens.shape[1] > 1
         one_by_one = range(len(rows)) if few else places(rows, issued.left)
@@ -193,26 +191,24 @@ class Scheduler:
                 self._emit(request, request.row, _NOTHING, updates)
         return updates
 
-    def _settle(self, plan: StepPlan, result: StepResult, issued: Issued, updates: list[RequestUpdate]) -> None:
-        """What few rows have, before the tokens: failures, prompt log-probabilities, rejected drafts."""
+    def _settle(self, result: StepResult, issued: Issued, updates: list[RequestUpdate]) -> None:
+        """What few rows have, before the tokens: failures, prompt log-probabilities."""
         owners = self._owners | issued.left
+        num_sampled = dict(zip(result.rows.tolist(), result.num_sampled.tolist(), strict=True))
         for row, reason in result.failed.items():
             request = owners[row]
+            if num_sampled.get(row, 0) > 1 and request.status is not Status.FINISHED:  # drafts came before what failed
+                self._append(request, row, run_of(result, row)[:-1], result, updates)
             if request.status is not Status.FINISHED:
                 request.error, request.finish_reason = reason, FinishReason.ERROR
                 self._end([request])
                 self._emit(request, row, result, updates)
-        num_sampled = dict(zip(result.rows.tolist(), result.num_sampled.tolist(), strict=True))
         for row, part in result.prompt_logprobs.items():
             request = owners[row]
             request.num_prompt_logprobs += part.num_positions
             if row not in num_sampled and request.status is not Status.FINISHED:
                 self._emit(request, row, result, updates)
         self._num_repeats = 0
-        for row, drafts in plan.drafts.items():
-            owners[row].num_in_flight -= len(drafts)
-            if owners[row].status is Status.RUNNING:
-                owners[row].num_computed -= 1 + len(drafts) - num_sampled[row]
 
     def _take_all(self, rows: IntArray, tokens: IntArray, result: StepResult, updates: list[RequestUpdate]) -> None:
         """One token for each of `rows`, all of which run."""
@@ -250,11 +246,13 @@ class Scheduler:
         self, request: Request, row: int, tokens: list[int], result: StepResult, updates: list[RequestUpdate]
     ) -> None:
         """The tokens of one request, which may have been preempted meanwhile."""
-        request.num_in_flight -= 1
+        request.num_in_flight -= len(tokens)
         for token in tokens:
             request.append(token)
             may_end = token in request.end_token_ids or request.num_tokens >= request.check_from
             if may_end and ends(request, token):
+                # accepted drafts behind it are nobody's
+                request.num_computed = min(request.num_computed, request.num_tokens + request.num_in_flight)
                 self._end([request])
                 break
         if request.status is Status.FINISHED or not request.coalesce_updates or not request.num_reported:
@@ -282,15 +280,24 @@ class Scheduler:
             at, whole = at[:count], num_new[:count]
             num_new = np.minimum(whole, work.budget - before[:count])
             sampling, total = at[num_new == whole], work.budget
+        drafts = NO_INTS
+        if self._num_drafts and sampling is at:  # what is known already comes first
+            drafts = count_drafts(rows, at, num_new, work.budget - total, self._num_drafts, self.kv)
+            num_new, total = num_new + drafts, total + int(drafts.sum())
         if self._grow(at, num_new, work):
             count = next((place for place, row in enumerate(at.tolist()) if row in work.victims), len(at))
-            at, num_new, sampling = at[:count], num_new[:count], sampling[:count]
+            at, num_new, sampling, drafts = at[:count], num_new[:count], sampling[:count], drafts[:count]
             total = int(num_new.sum())
+        if self._num_drafts:
+            work.computed = rows.num_computed[at]
+            if drafts.any():
+                work.num_drafts = drafts
+                rows.num_known[at] += drafts
         rows.num_computed[at] += num_new
         rows.num_known[sampling] += 1
         work.rows, work.num_tokens, work.num_sampling = at, num_new, len(sampling)
         work.budget -= total
-        if len(sampling) == len(self.running) == total > 0:
+        if len(sampling) == len(self.running) == total > 0 and not self._num_drafts:
             self._num_repeats = int((rows.max_len[at] - rows.num_known[at]).min())
 
     def _repeat(self, work: PlanBuilder) -> bool:
@@ -365,9 +372,7 @@ class Scheduler:
                 return
             # Without room for the running ones to grow the newcomer would soon be preempted, and computed again.
             keep_free = HEADROOM_BLOCKS * len(self.running) * kv.num_groups
-            blocks = kv.admit(
-                request, hit, num_computed + num_new, max_new=self._max_num_batched_tokens, keep_free=keep_free
-            )
+            blocks = kv.admit(request, hit, num_computed + num_new, max_new=self._max_new, keep_free=keep_free)
             if blocks is None:
                 assert self.running, "one request alone fits the pool"
                 self._blocked = request, kv.num_free_blocks

@@ -30,7 +30,18 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
 class PlanBuilder:
     """A plan in the making."""
 
-    __slots__ = ("budget", "growth", "new_num_tokens", "new_rows", "num_sampling", "num_tokens", "rows", "victims")
+    __slots__ = (
+        "budget",
+        "computed",
+        "growth",
+        "new_num_tokens",
+        "new_rows",
+        "num_drafts",
+        "num_sampling",
+        "num_tokens",
+        "rows",
+        "victims",
+    )
 
     def __init__(self, budget: int) -> None:
         """`budget`: tokens that the step may compute."""
@@ -38,6 +49,8 @@ class PlanBuilder:
         self.victims: set[int] = set()  # rows that were preempted
         self.rows: IntArray = NO_INTS  # of those that ran before
         self.num_tokens: IntArray = NO_INTS
+        self.num_drafts: IntArray = NO_INTS  # of these; empty: none
+        self.computed: IntArray = NO_INTS  # what they have computed, all drafts accepted; empty: nobody proposes any
         self.new_rows: list[NewRow] = []
         self.new_num_tokens: list[int] = []
         self.num_sampling = 0
@@ -61,6 +74,28 @@ class PlanBuilder:
                 eos_token_ids=list(request.eos_token_ids),
                 prompt_logprobs_start=request.num_prompt_logprobs + 1 if owes else -1,
             )
+        )
+
+    def plan(self, step: int, finished_rows: list[int], zero_blocks: list[int], *, speculates: bool) -> StepPlan:
+        """The plan, its new rows behind those that ran before. speculates: rows may ever have drafts."""
+        rows, num_tokens, num_drafts, computed = self.rows, self.num_tokens, self.num_drafts, self.computed
+        if self.new_rows:
+            rows = np.concatenate([rows, [new.row for new in self.new_rows]])
+            num_tokens = np.concatenate([num_tokens, self.new_num_tokens])
+            if speculates:
+                computed = np.concatenate([computed, [new.num_computed for new in self.new_rows]])
+            if len(num_drafts):
+                num_drafts = np.concatenate([num_drafts, np.zeros(len(self.new_rows), np.int64)])
+        return StepPlan(
+            step=step,
+            finished_rows=finished_rows,
+            new_rows=self.new_rows,
+            rows=rows,
+            num_tokens=num_tokens,
+            num_drafts=num_drafts,
+            computed=computed,
+            new_blocks=self.growth,
+            zero_blocks=zero_blocks,
         )
 
 
@@ -91,15 +126,18 @@ def places(rows: IntArray, left: dict[int, Request]) -> list[int]:
     return named[rows].nonzero()[0].tolist()
 
 
-def take_back(plan: StepPlan, result: StepResult, owners: dict[int, Request]) -> StepResult:
-    """Count the rows that were held as if the plan had left out their last token. Returns the result of the others."""
+def take_back(result: StepResult, owners: dict[int, Request]) -> StepResult:
+    """Count the rows that were held as if the plan, one without drafts, had left out their last token.
+
+    Returns the result of the others.
+    """
     held = result.num_sampled == 0
     for row in result.rows[held].tolist():
         request = owners[row]
         if request.status is Status.FINISHED:
             continue
         request.num_in_flight -= 1
-        if request.status is Status.RUNNING and row not in plan.drafts:  # rejected drafts have taken it back
+        if request.status is Status.RUNNING:
             request.num_computed -= 1
     rest = ~held
     return msgspec.structs.replace(

@@ -46,6 +46,7 @@ from octavo.request.sampling_params import Limits, SamplingParams
 from octavo.sampling.sampler import Sampler
 from octavo.sched.kv_manager import KVManager
 from octavo.sched.scheduler import Scheduler
+from octavo.speculate import NO_SPECULATOR, Speculator
 from octavo.startup import gc_control, probe
 from octavo.startup.cache import (
     KVCacheLayoutPlan,
@@ -94,7 +95,9 @@ class Parts:
     numerics_contract: Callable[[], dict[str, str]]  # reads all sources, so where it is asked for
 
 
-def start_engine(config: EngineConfig, phases: Phases, *, text: bool = True) -> Parts:
+def start_engine(
+    config: EngineConfig, phases: Phases, *, text: bool = True, speculator: Speculator = NO_SPECULATOR
+) -> Parts:
     """Build every part; without `text` no tokenizer: prompts come as ids. Raises ValueError, in one line."""
     folder, arch, opening = _begin(config, phases)
     with phases("open the device"):
@@ -104,13 +107,12 @@ def start_engine(config: EngineConfig, phases: Phases, *, text: bool = True) -> 
     with phases("load the tokenizer"):
         tokenizer = load_text(config, folder, arch) if text else NoTokenizer()
     with phases("load the weights"), _room(resolved, "the weights", "load_format", "take a smaller model or dtype"):
-        shortened = dataclasses.replace(arch, max_position=resolved.max_model_len)  # sizes the rotary tables
-        model = build_model(shortened, getattr(torch, resolved.dtype))
+        model = _build(arch, resolved)
         weights = weight_bytes(model, resolved)
         check_weights(weights, arch, resolved, _memory(resolved)[0])
-        _set_up(resolved)
         _fill(model, folder, resolved)
         resolved = _apply_mods(model, mods, config, resolved)
+        _check_drafts(speculator.num_drafts, model, resolved)
         opening.join()  # what it loads takes memory
     with (
         phases("allocate the cache and the tables"),
@@ -128,11 +130,10 @@ def start_engine(config: EngineConfig, phases: Phases, *, text: bool = True) -> 
         grammars = Grammars(
             lambda: tokenizer if text else load_text(config, folder, arch), arch.vocab_size, arch.eos_token_ids
         )
-        runner = make_runner(model, arch, resolved, form, memory.num_blocks, grammars)
-        scheduler = _make_scheduler(resolved, form.groups, memory.num_blocks)
+        runner = make_runner(model, arch, resolved, form, memory.num_blocks, grammars, speculator)
+        scheduler = _make_scheduler(resolved, form.groups, memory.num_blocks, speculator.num_drafts)
     _compile(runner, resolved, phases)
     _capture(runner, resolved, phases, memory.graph_bytes)
-    _LOG.info("attention backend %s: %s", attention_names(resolved), resolved.why.get("attention_backend", "chosen"))
     return Parts(
         resolved=resolved,
         arch=arch,
@@ -202,7 +203,14 @@ def _contract(resolved: Resolved, gpu: str) -> dict[str, str]:
     )
 
 
+def _build(arch: Arch, resolved: Resolved) -> Model:
+    shortened = dataclasses.replace(arch, max_position=resolved.max_model_len)  # sizes the rotary tables
+    return build_model(shortened, getattr(torch, resolved.dtype))
+
+
 def _fill(model: Model, folder: Path | None, resolved: Resolved) -> None:
+    """Load the weights, once the operators that pack them are chosen."""
+    _set_up(resolved)
     device = torch.device(resolved.device)
     fill_model(model, folder, resolved.quantization, resolved.load_format, device=device, seed=resolved.seed)
 
@@ -214,6 +222,7 @@ def make_runner(
     form: KVCacheLayoutPlan,
     num_blocks: int,
     grammars: Grammars = NO_GRAMMARS,
+    speculator: Speculator = NO_SPECULATOR,
 ) -> Runner:
     """Allocate the cache and the tables for `model` and wire them to a runner."""
     device = torch.device(resolved.device)
@@ -223,6 +232,7 @@ def make_runner(
     )  # fmt: skip
     calibrate_kv_scales(model, resolved, form)
     block_sizes = [block_map.kernel_block_size for block_map in pool.block_maps]
+    _LOG.info("attention backend %s: %s", attention_names(resolved), resolved.why.get("attention_backend", "chosen"))
     _LOG.info("cache layout %s, blocks of %d, kernel blocks of %s", pool.layout.name, resolved.block_size, block_sizes)
     queue = WriteQueue() if device.type == "cuda" else None
     rows, length = resolved.max_num_seqs, resolved.max_model_len
@@ -232,8 +242,9 @@ def make_runner(
         sources=[table.group for table in form.tables], queue=queue,
     )  # fmt: skip
     buffers = InputBuffers(
-        requests, tables, max_num_rows=rows, max_num_tokens=resolved.max_num_batched_tokens, device=device, queue=queue
-    )
+        requests, tables, max_num_rows=rows, max_num_tokens=resolved.max_num_batched_tokens, device=device, queue=queue,
+        max_num_drafts=speculator.num_drafts,
+    )  # fmt: skip
     sampler = Sampler(
         max_num_rows=rows + 1,
         max_model_len=length,
@@ -254,7 +265,9 @@ def make_runner(
     backends = make_backends(model, resolved, form, pool, fields)
     state = DefaultModelState(backends, pool, fields)
     graphs = GraphPool(_graph_keys(model, resolved, [backend.capability for backend in backends]))
-    return Runner(model, state, pool, requests, tables, buffers, sampler, graphs, max_model_len=length)
+    return Runner(
+        model, state, pool, requests, tables, buffers, sampler, graphs, max_model_len=length, speculator=speculator
+    )
 
 
 def _graph_keys(model: Model, resolved: Resolved, capabilities: Sequence[Capability]) -> list[GraphKey]:
@@ -306,7 +319,16 @@ def _try_mods(model: Model, mods: Sequence[AttentionMods], resolved: Resolved) -
     return specs
 
 
-def _make_scheduler(resolved: Resolved, groups: Sequence[CacheGroup], num_blocks: int) -> Scheduler:
+def _check_drafts(num_drafts: int, model: Model, resolved: Resolved) -> None:
+    """Raises ValueError where a query may see tokens behind its own: it would see drafts that are rejected."""
+    if num_drafts and (resolved.looks_ahead or not all(variant.causal for variant in model.attention_variants)):
+        raise ValueError(
+            f"num_drafts={num_drafts} needs attention in which no query sees a later token: take a causal model, and "
+            "mods that do not look ahead, or no speculator"
+        )
+
+
+def _make_scheduler(resolved: Resolved, groups: Sequence[CacheGroup], num_blocks: int, num_drafts: int) -> Scheduler:
     kv = KVManager(groups, num_blocks, enable_prefix_caching=resolved.enable_prefix_caching)
     return Scheduler(
         kv,
@@ -317,6 +339,7 @@ def _make_scheduler(resolved: Resolved, groups: Sequence[CacheGroup], num_blocks
         priority_aging=resolved.priority_aging,
         enable_chunked_prefill=resolved.enable_chunked_prefill,
         whole_prompts=resolved.looks_ahead,
+        num_drafts=num_drafts,
     )
 
 

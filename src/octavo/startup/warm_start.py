@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from octavo.config.engine_config import EngineConfig
 from octavo.observe import Phases
+from octavo.speculate import NO_SPECULATOR, Speculator
 from octavo.startup import gc_control
 from octavo.startup.cuda_init import open_counter, open_driver
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 _TURN_SECONDS = 0.0005
 
 
-def start(config: EngineConfig, phases: Phases, *, text: bool = True) -> Parts:
+def start(config: EngineConfig, phases: Phases, *, text: bool = True, speculator: Speculator = NO_SPECULATOR) -> Parts:
     """See `octavo.startup.build.start_engine`."""
     if config.device != "cpu" and not _has_opened():
         for opens in (open_driver, open_counter):
@@ -31,7 +32,7 @@ def start(config: EngineConfig, phases: Phases, *, text: bool = True) -> Parts:
     with gc_control.relaxed(), _short_turns():
         with phases("import torch and the engine"), gc_control.loading():
             from octavo.startup.build import start_engine
-        return start_engine(config, phases, text=text)
+        return start_engine(config, phases, text=text, speculator=speculator)
 
 
 def _has_opened() -> bool:

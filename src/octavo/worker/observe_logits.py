@@ -21,7 +21,10 @@ class LogitsObserver(Protocol):
         """A request entered a row."""
 
     def __call__(self, logits: torch.Tensor, rows: IntArray, positions: IntArray) -> None:
-        """`logits` ([S, V] float32) choose the tokens at `positions` ([S]) of `rows` ([S]); they change afterwards."""
+        """`logits` ([S, V] float32) choose the tokens at `positions` ([S]) of `rows` ([S]); they change afterwards.
+
+        With drafts a position may come again: the last time is the one that counts, as behind a rejected draft.
+        """
 
 
 class LogitsDigest:

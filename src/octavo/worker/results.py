@@ -9,17 +9,29 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from octavo.plan import NO_INTS, IntArray, StepResult
+from octavo.plan import NO_INTS, IntArray, StepResult, TokenLogprobs
 from octavo.sampling.grammar import HELD
 from octavo.sampling.logprobs import GroupLogprobs, to_prompt_logprobs, to_token_logprobs
 from octavo.sampling.sampler import FAILURES
 
 _TOKEN_BITS = 32
 _TOKEN_MASK = (1 << _TOKEN_BITS) - 1
+
+
+class Runs(NamedTuple):
+    """Where the S rows that sampled find what they drew, in a step with drafts."""
+
+    entries: IntArray  # [S], of the step
+    counts: torch.Tensor  # [>= R] int64 on the host: how many of an entry's tokens count
+    num_samples: IntArray  # [S]: samples are in the order of rows, so many of each
+
+
+NO_RUNS = Runs(NO_INTS, torch.zeros(0, dtype=torch.int64), NO_INTS)
 
 
 class PendingStep:
@@ -36,15 +48,17 @@ class PendingStep:
         event: torch.cuda.Event | None = None,
         failed: Mapping[int, str] | None = None,
         unsampled: IntArray = NO_INTS,
+        runs: Runs = NO_RUNS,
     ) -> None:
         """Start the copies.
 
-        packed: [S] int64 on the host, token | failure << 32, once the device has written them; rows: [S], those that
-        sampled; event: recorded here, after which they are there, where the step was issued to a GPU. failed: rows that
-        were not computed, and why; unsampled: those of them that were to sample.
+        packed: [S, W] int64 on the host, token | failure << 32, once the device has written them, the first of each
+        line; with `runs` [R, W]. rows: [S], those that sampled; event: recorded here, after which they are there, where
+        the step was issued to a GPU. failed: rows that were not computed, and why; unsampled: those of them that were
+        to sample.
         """
         self._failed, self._unsampled = dict(failed or {}), unsampled
-        self._step, self._rows, self._packed = step, rows, packed
+        self._step, self._rows, self._packed, self._runs = step, rows, packed, runs
         self._logprobs = [_to_host(numbers) for numbers in logprobs]
         self._prompt_logprobs = {
             row: [_to_host(numbers) for numbers in parts] for row, parts in (prompt_logprobs or {}).items()
@@ -57,26 +71,47 @@ class PendingStep:
         """Wait for the step and give its result; raises what the device raises."""
         if self._event is not None:
             self._event.synchronize()
-        packed, rows = self._packed.numpy(), self._rows
-        reasons = packed >> _TOKEN_BITS
+        rows = self._rows
+        if self._runs is NO_RUNS:
+            packed = self._packed.numpy()[:, :1]
+            reasons = packed[:, 0] >> _TOKEN_BITS
+            num_sampled = (reasons != HELD).astype(np.int64)
+        else:
+            packed = self._packed.numpy()[self._runs.entries]
+            num_sampled = self._runs.counts.numpy()[self._runs.entries]
+            last = packed[np.arange(len(packed)), num_sampled.clip(min=1) - 1]  # before it nothing failed
+            reasons = last >> _TOKEN_BITS
         said = [(int(rows[place]), int(reasons[place])) for place in reasons.nonzero()[0]]
         failed = {row: FAILURES[reason] for row, reason in said if reason != HELD}
-        tokens = packed & _TOKEN_MASK
+        tokens, logprobs = packed & _TOKEN_MASK, self._token_logprobs(num_sampled)
         if self._failed:
             failed |= self._failed
+            count = len(self._unsampled)
             rows = np.concatenate([rows, self._unsampled])
-            reasons = np.concatenate([reasons, np.zeros(len(self._unsampled), reasons.dtype)])
-            tokens = np.concatenate([tokens, np.zeros(len(self._unsampled), tokens.dtype)])
-        logprobs = {int(rows[place]): [entry] for place, entry in to_token_logprobs(self._logprobs).items()}
+            num_sampled = np.concatenate([num_sampled, np.ones(count, np.int64)])
+            tokens = np.concatenate([tokens, np.zeros((count, tokens.shape[1]), tokens.dtype)])
         return StepResult(
             step=self._step,
             rows=rows,
-            tokens=tokens[:, None],
-            num_sampled=(reasons != HELD).astype(np.int64),
+            tokens=tokens,
+            num_sampled=num_sampled,
             logprobs=logprobs,
             prompt_logprobs={row: to_prompt_logprobs(parts) for row, parts in self._prompt_logprobs.items()},
             failed=failed,
         )
+
+    def _token_logprobs(self, num_sampled: IntArray) -> dict[int, list[TokenLogprobs]]:
+        """By row, those of the tokens that count."""
+        found = to_token_logprobs(self._logprobs)
+        if not found or self._runs is NO_RUNS:
+            return {int(self._rows[place]): [entry] for place, entry in found.items()}
+        num_samples = self._runs.num_samples
+        firsts = num_samples.cumsum() - num_samples
+        return {
+            int(row): [found[place] for place in range(first, first + count)]
+            for row, first, count in zip(self._rows, firsts.tolist(), num_sampled.tolist(), strict=True)
+            if first in found
+        }
 
 
 def _to_host(numbers: GroupLogprobs) -> GroupLogprobs:

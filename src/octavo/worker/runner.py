@@ -27,15 +27,17 @@ from octavo.model_state.base import ModelState
 from octavo.models.base import Model
 from octavo.ops.cache_write.zero_blocks import zero_blocks
 from octavo.ops.gemm import load_kernels
-from octavo.ops.inputs import commit_tokens
+from octavo.ops.inputs import commit_drafts, commit_tokens
 from octavo.plan import NO_INTS, IntArray, NewRow, StepPlan, StepResult
 from octavo.request.outputs import MOD_FAILED
+from octavo.sampling.grammar import HELD
 from octavo.sampling.logprobs import GroupLogprobs, prompt_chunks
-from octavo.sampling.rows import SampleBatch
+from octavo.sampling.rows import SampleBatch, to_device
 from octavo.sampling.sampler import Sampler
+from octavo.speculate import NO_SPECULATOR, Speculator
 from octavo.worker.compile_ahead import Shape, compile_ahead
 from octavo.worker.observe_logits import LogitsObserver
-from octavo.worker.results import PendingStep
+from octavo.worker.results import NO_RUNS, PendingStep, Runs
 
 _LOG = logging.getLogger(__name__)
 # Logits rows computed at a time for prompt log-probabilities: bounds their memory, changes no bit.
@@ -67,8 +69,10 @@ class Runner:
         graphs: GraphPool,
         *,
         max_model_len: int,
+        speculator: Speculator = NO_SPECULATOR,
     ) -> None:
         """All parts share one device and one set of limits."""
+        self._speculator = speculator
         self.model, self._model_state, self._pool = model, model_state, pool
         self._requests, self._tables, self._buffers, self._sampler = requests, tables, buffers, sampler
         self._graphs, self._max_model_len = graphs, max_model_len
@@ -189,7 +193,7 @@ class Runner:
         """Issue what a step computes. failed, unsampled: see PendingStep."""
         scores = not self._prompt_logprobs.keys().isdisjoint(work.rows.tolist()) and not work.is_decode
         is_plain = work.is_decode and not self._observers and self._sampler.is_plain(work.rows)
-        key = EAGER if scores else self._graphs.dispatch(work, needs_logits=not is_plain)
+        key = EAGER if scores or work.has_drafts else self._graphs.dispatch(work, needs_logits=not is_plain)
         self._buffers.stage(work, work.num_rows if key is EAGER else key.num_rows)
         self._bring()
         if not self._graphs.has(key, self._record):  # nothing is staged any more that a capture would launch
@@ -201,9 +205,7 @@ class Runner:
             groups = [] if is_plain else self._sample_again(work, output)
         else:
             if key is EAGER:
-                batch = self._buffers.view(
-                    work.num_rows, work.total_tokens, work.max_query_len, work.max_seq_len, work.num_long, every=scores
-                )
+                batch = self._view(work, every=scores)
                 hidden = self._forward(batch, for_capture=False)
             else:
                 batch, hidden = self._batch_of(key), self._graphs.replay(key)
@@ -211,10 +213,22 @@ class Runner:
                 prompt_logprobs = self._collect_prompt_logprobs(work, hidden)
             groups = self._sample(work, batch, hidden)
         rows = work.rows if work.is_decode else work.rows[work.sampling]
-        packed = self._buffers.results[self._turn, : len(rows)]
+        if self._speculator.num_drafts and len(rows):
+            self._speculator.propose(self._requests.tensors, to_device(rows, self._buffers.turn.device))
+        packed, runs = self._buffers.results[self._turn, : len(rows)], NO_RUNS
+        if work.has_drafts:
+            packed = self._buffers.results[self._turn, : work.num_rows]
+            runs = Runs(work.sampling, self._buffers.counts[self._turn], work.logits_per_row[work.sampling])
         return PendingStep(
             step, packed, rows, groups, prompt_logprobs, event=self._events[self._turn], failed=failed,
-            unsampled=unsampled,
+            unsampled=unsampled, runs=runs,
+        )  # fmt: skip
+
+    def _view(self, work: StepShape, *, every: bool = False) -> Batch:
+        """The batch of a step that no graph serves. every: hidden states of all tokens are asked for."""
+        return self._buffers.view(
+            work.num_rows, work.total_tokens, work.max_query_len, work.max_seq_len, work.num_long, every=every,
+            drafts=work if work.has_drafts else None,
         )  # fmt: skip
 
     def _issue_sound(self, step: int, work: StepShape, error: ModError) -> PendingStep:
@@ -242,12 +256,7 @@ class Runner:
             self._buffers.stage(part, part.num_rows)
             self._bring()
             try:
-                self._forward(
-                    self._buffers.view(
-                        part.num_rows, part.total_tokens, part.max_query_len, part.max_seq_len, part.num_long
-                    ),
-                    for_capture=False,
-                )
+                self._forward(self._view(part), for_capture=False)
             except ModError as own:
                 self._take_back_turn(host=False)
                 found += self._find_failing(work, half, own)
@@ -334,13 +343,15 @@ class Runner:
 
     def _sample(self, work: StepShape, batch: Batch, hidden: torch.Tensor) -> list[GroupLogprobs]:
         """Sample and commit. Gives the log-probabilities that rows asked for. hidden: what the batch asks for."""
+        if work.has_drafts:
+            return self._verify(work, batch, hidden)
         num_samples = len(work.sampling)
         if not num_samples:
             no_tokens = batch.positions[:0]
             self._commit(batch, no_tokens, no_tokens.to(torch.uint8))
             return []
-        if batch.last_tokens is None and work.num_rows < work.total_tokens:
-            hidden = hidden.index_select(0, self._buffers.last_tokens.data[0, : work.num_rows])
+        if batch.logit_tokens is None and work.num_rows < work.total_tokens:
+            hidden = hidden.index_select(0, self._buffers.logit_tokens.data[0, : work.num_rows])
         at = self._buffers.sampling.data[0, :num_samples]
         if num_samples < work.num_rows:
             hidden = hidden.index_select(0, at)
@@ -349,6 +360,28 @@ class Runner:
         output = self._sampler(logits, self._sample_batch(work, batch, at))
         self._commit(batch, output.tokens, output.failed)
         self._take_back(output.held)
+        return output.logprobs
+
+    def _verify(self, work: StepShape, batch: Batch, hidden: torch.Tensor) -> list[GroupLogprobs]:
+        """`_sample` where rows have drafts: draw at each of their places, accept what was drawn, and commit that."""
+        given = self._buffers.drafted(work, batch)
+        if batch.logit_tokens is None and work.num_logit_tokens < work.total_tokens:
+            hidden = hidden.index_select(0, given.tokens)
+        rows_np = np.repeat(work.rows[work.sampling], work.logits_per_row[work.sampling])
+        at = self._buffers.sampling.data[0, : len(rows_np)]
+        logits = self.model.logits(hidden.index_select(0, at))
+        drawn = SampleBatch(
+            rows=given.rows.index_select(0, at), positions=given.positions.index_select(0, at), rows_np=rows_np,
+            max_position=work.max_seq_len, has_drafts=True,
+        )  # fmt: skip
+        for observe in self._observers:  # bounds will not do for what is told apart by its position: it waits
+            observe(logits, rows_np, drawn.positions.cpu().numpy())
+        output = self._sampler(logits, drawn)
+        sample_of, num_drafts = (
+            x.data[0, : work.num_rows] for x in (self._buffers.sample_of, self._buffers.num_drafts)
+        )
+        tensors = self._requests.tensors
+        commit_drafts(batch, tensors, sample_of, num_drafts, output.tokens, output.failed, HELD)
         return output.logprobs
 
     def _show(self, work: StepShape, logits: torch.Tensor) -> None:

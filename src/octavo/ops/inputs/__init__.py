@@ -73,7 +73,8 @@ def commit_tokens(
 ) -> None:  # fmt: skip
     """Count the step's tokens as computed, append to each row what it sampled, and note that in the turn's results.
 
-    sample_of: [R] int32, which of the S samples is an entry's, -1 for none; sampled: [S] int64; failed: [S] uint8.
+    Of a step without drafts. sample_of: [R] int32, which of the S samples is an entry's, -1 for none; sampled: [S]
+    int64; failed: [S] uint8.
     `again`: the step was committed before, its tokens are replaced.
     """
     if sampled.device.type == "cuda":
@@ -96,10 +97,58 @@ def commit_tokens_eager(
     live &= sample >= 0
     row, sample = rows[live], sample[live]
     token = sampled.numpy()[sample]
-    step.results.numpy()[step.turn.numpy()[0], sample] = token | failed.numpy()[sample].astype(np.int64) << 32
+    step.results.numpy()[step.turn.numpy()[0], sample, 0] = token | failed.numpy()[sample].astype(np.int64) << 32
     totals = table.total_len.numpy()
     at = totals[row] - again
     if not again:
         totals[row] = at + 1
     inside = at < token_ids.shape[1]
     token_ids.numpy()[row[inside], at[inside]] = token[inside]
+
+
+def commit_drafts(
+    step: StepInputs, table: RowTensors, sample_of: torch.Tensor, num_drafts: torch.Tensor, sampled: torch.Tensor,
+    failed: torch.Tensor, held: int,
+) -> None:  # fmt: skip
+    """What `commit_tokens` does, for rows that may have drafts: accept them as far as they are what was drawn.
+
+    num_drafts: [R] int32; an entry's samples are its `1 + num_drafts` from sample_of on. A draft is accepted where it,
+    and each before it, equals the token drawn in its place and nothing failed there; the token drawn behind the
+    accepted ones counts too, unless its failure is `held`. Of the step's queries the row has computed those that count.
+    """
+    if sampled.device.type == "cuda":
+        from octavo.ops.inputs.gpu import commit_runs
+
+        commit_runs(step, table, sample_of, num_drafts, sampled, failed, held)
+        return
+    commit_drafts_eager(step, table, sample_of, num_drafts, sampled, failed, held)
+
+
+def commit_drafts_eager(
+    step: StepInputs, table: RowTensors, sample_of: torch.Tensor, num_drafts: torch.Tensor, sampled: torch.Tensor,
+    failed: torch.Tensor, held: int,
+) -> None:  # fmt: skip
+    """The reference implementation of `commit_drafts`, for CPU tensors."""
+    rows, length, first, drafts = (x.numpy() for x in (step.rows, step.seq_lens, sample_of, num_drafts))
+    token_ids, totals = table.token_ids.numpy(), table.total_len.numpy()
+    live = length > 0
+    table.num_computed.numpy()[rows[live]] = length[live]
+    entry = (live & (first >= 0)).nonzero()[0]
+    row, total, most = rows[entry], totals[rows[entry]], drafts[entry]
+    place = np.arange(step.results.shape[2])  # in a run, [W]
+    samples = first[entry, None] + np.minimum(place, most[:, None])
+    token, reason = sampled.numpy()[samples], failed.numpy()[samples].astype(np.int64)
+    at = total[:, None] + place
+    draft = token_ids[row[:, None], at.clip(max=token_ids.shape[1] - 1)]
+    agrees = (draft == token) & (reason == 0) & (place < most[:, None])
+    accepted = np.cumprod(agrees, axis=1).sum(axis=1)
+    lines = np.arange(len(entry))
+    count = accepted + (reason[lines, accepted] != held)
+    turn = step.turn.numpy()[0]
+    step.results.numpy()[turn, entry] = token | reason << 32
+    step.counts.numpy()[turn, entry] = count
+    table.num_computed.numpy()[row] = length[entry] - (1 + most - count)
+    totals[row] = total + count
+    new = total + accepted
+    written = (count > accepted) & (new < token_ids.shape[1])
+    token_ids[row[written], new[written]] = token[lines, accepted][written]

@@ -109,7 +109,7 @@ def gather(step: StepInputs, table: RowTensors, groups: GroupTables) -> None:
 @launched(triton.jit(do_not_specialize=["num_rows"]))
 def _commit(
     rows, seq_lens, sample_of, sampled, failed, token_ids, total_len, num_computed, turn, results, width, max_num_rows,
-    num_rows, AGAIN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    results_width, num_rows, AGAIN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """What the forward pass does not write is read before the kernel ahead is done, see `octavo.ops.compile.launch`."""
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -125,7 +125,7 @@ def _commit(
     inside = live & (sample >= 0)
     token = tl.load(sampled + sample, mask=inside, other=0)
     reason = tl.load(failed + sample, mask=inside, other=0).to(tl.int64)
-    tl.store(results + slot, token | (reason << 32), mask=inside)
+    tl.store(results + slot * results_width, token | (reason << 32), mask=inside)
     if AGAIN:
         total -= 1
     else:
@@ -141,6 +141,58 @@ def commit(
     num_rows = step.seq_lens.shape[0]
     _commit[(triton.cdiv(num_rows, _ENTRIES),)](
         step.rows, step.seq_lens, sample_of, sampled, failed, table.token_ids, table.total_len, table.num_computed,
-        step.turn, step.results, table.token_ids.shape[1], step.results.shape[1], num_rows, AGAIN=again, BLOCK=_ENTRIES,
-        num_warps=4, **chained(sampled.device),
+        step.turn, step.results, table.token_ids.shape[1], step.results.shape[1],
+        step.results.shape[2], num_rows, AGAIN=again, BLOCK=_ENTRIES, num_warps=4,
+        **chained(sampled.device),
+    )  # fmt: skip
+
+
+@launched(triton.jit(do_not_specialize=["num_rows", "held"]))
+def _commit_runs(
+    rows, seq_lens, sample_of, num_drafts, sampled, failed, token_ids, total_len, num_computed, turn, results, counts,
+    width, max_num_rows, held, num_rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    begin_after(PDL)
+    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = entry < num_rows
+    length = tl.load(seq_lens + entry, mask=inside, other=0)
+    live = inside & (length > 0)
+    row = tl.load(rows + entry, mask=inside, other=0)
+    first = tl.load(sample_of + entry, mask=inside, other=-1)
+    samples = live & (first >= 0)
+    tl.store(num_computed + row, length, mask=live & (first < 0))
+    drafts = tl.load(num_drafts + entry, mask=samples, other=0)
+    total = tl.load(total_len + row, mask=samples, other=0)
+    line = tl.load(turn) * max_num_rows + entry
+    accepted = tl.zeros((BLOCK,), tl.int32)
+    goes_on = samples
+    last, last_reason = tl.zeros((BLOCK,), tl.int64), tl.zeros((BLOCK,), tl.int64)
+    for place in tl.static_range(WIDTH):
+        sample = first + tl.minimum(place, drafts)
+        token = tl.load(sampled + sample, mask=samples, other=0)
+        reason = tl.load(failed + sample, mask=samples, other=0).to(tl.int64)
+        tl.store(results + line * WIDTH + place, token | (reason << 32), mask=samples)
+        last, last_reason = tl.where(goes_on, token, last), tl.where(goes_on, reason, last_reason)
+        at = total + place
+        draft = tl.load(token_ids + row * width + at, mask=goes_on & (place < drafts) & (at < width), other=-1)
+        goes_on = goes_on & (place < drafts) & (draft.to(tl.int64) == token) & (reason == 0)
+        accepted += goes_on.to(tl.int32)
+    count = accepted + (last_reason != held).to(tl.int32)
+    tl.store(counts + line, count.to(tl.int64), mask=samples)
+    tl.store(num_computed + row, length - (1 + drafts - count), mask=samples)
+    tl.store(total_len + row, total + count, mask=samples)
+    new = total + accepted
+    tl.store(token_ids + row * width + new, last.to(tl.int32), mask=samples & (count > accepted) & (new < width))
+
+
+def commit_runs(
+    step: StepInputs, table: RowTensors, sample_of: torch.Tensor, num_drafts: torch.Tensor, sampled: torch.Tensor,
+    failed: torch.Tensor, held: int,
+) -> None:  # fmt: skip
+    """See `ops.inputs.commit_drafts`."""
+    num_rows, width = step.seq_lens.shape[0], step.results.shape[2]
+    _commit_runs[(triton.cdiv(num_rows, _ENTRIES),)](
+        step.rows, step.seq_lens, sample_of, num_drafts, sampled, failed, table.token_ids, table.total_len,
+        table.num_computed, step.turn, step.results, step.counts, table.token_ids.shape[1], step.results.shape[1], held,
+        num_rows, WIDTH=width, BLOCK=_ENTRIES, num_warps=4, **chained(sampled.device),
     )  # fmt: skip

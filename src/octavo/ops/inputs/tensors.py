@@ -42,11 +42,17 @@ class RowTensors:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class LastTokens:
-    """The last token of each of R rows, as a batch of one query per row. Of padding rows: any token, and no query."""
+class LogitTokens:
+    """The L tokens whose hidden states give logits: of each of R rows the last one, and its drafts where it has some.
 
-    tokens: torch.Tensor  # [R] int64, which of the step's tokens they are, in ascending order
+    They are a batch of their own: a row's are its last queries. Of padding rows: any token, and no query.
+    """
+
+    tokens: torch.Tensor  # [L] int64, which of the step's tokens they are, in ascending order
+    rows: torch.Tensor  # [L] int64, the table row of each
+    positions: torch.Tensor  # [L] int64, where the token goes that is drawn from each
     query_start: torch.Tensor  # [R + 1] int32, of these tokens
+    max_per_row: int = 1  # a bound
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,4 +67,6 @@ class StepInputs:
     seq_lens: torch.Tensor  # [R] int32
     next_positions: torch.Tensor  # [R] int64, where a token goes that a row samples: its seq_len
     turn: torch.Tensor  # [1] int32, which of the two results this step fills: 1 and 0 in turn
-    results: torch.Tensor  # [2, >= R] int64 on the host, in memory that the device can write: token | failed << 32
+    # both on the host, in memory that the device can write; K drafts of a row at most
+    results: torch.Tensor  # [2, >= R, 1 + K] int64, token | failed << 32: by sample, or with drafts by entry
+    counts: torch.Tensor  # [2, >= R] int64, with drafts: how many of an entry's tokens count
