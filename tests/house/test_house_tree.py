@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from house import ROOT, SRC, files
+from house import ROOT, SRC, files, modules
+from octavo.checkpoint.config_reader.families import FAMILIES
 
 MAX_ROOT_MODULES = 8
 MAX_FOLDER_FILES = 15
+MAX_FAMILY_LINES = 130
 CODE_SUFFIXES = (".py", ".cu", ".cpp", ".h")
 OWN = Path(__file__).resolve()
 
@@ -52,6 +54,17 @@ def test_the_root_holds_few_modules() -> None:
 def test_folders_fit_in_the_head() -> None:
     counts = Counter(path.parent for path in files(*CODE_SUFFIXES, under=("src",)))
     assert {_relative(folder): count for folder, count in counts.items() if count > MAX_FOLDER_FILES} == {}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_is_one_file_and_a_table_line(name: str) -> None:
+    """No other module of the engine knows its name; what they need of it are facts of its Arch."""
+    own = FAMILIES[name].model.partition(":")[0]
+    assert len(modules()[own].read_text(encoding="utf-8").splitlines()) <= MAX_FAMILY_LINES
+    allowed = {own, "octavo.checkpoint.config_reader.families"}
+    others = {module: path for module, path in modules().items() if not module.startswith("octavo.bench")}
+    knowing = {module for module, path in others.items() if re.search(rf"\b{name}\b", path.read_text(encoding="utf-8"))}
+    assert knowing <= allowed
 
 
 @pytest.mark.parametrize(
