@@ -222,7 +222,7 @@ def test_deep_nesting_is_refused():
 
 
 HOSTILE = {
-    "syntax": "{% for x in %}", "unclosed": "{{ messages", "filter": "{{ messages | format }}", "include": "{% include 'x' %}",
+    "syntax": "{% for x in %}", "unclosed": "{{ messages", "filter": "{{ messages | random }}", "include": "{% include 'x' %}",
     "import": "{% import '/etc/passwd' as x %}", "globals": "{{ raise_exception.__globals__ }}{{ 1/0 }}",
     "mro": "{{ ''.__class__.__mro__[1].__subclasses__() }}", "attr": "{{ ''|attr('__class__') }}",
     "format": "{{ '{0.__class__}'.format(messages) }}{{ 1/0 }}", "mutate": "{{ messages.append(1) }}",
@@ -257,6 +257,53 @@ def test_no_template_says_so():
 def test_continue_and_generation_prompt_exclude_each_other():
     with pytest.raises(ParameterError, match="excludes"):
         _with(CHATML).render_chat(TALK, continue_final_message=True)
+
+
+OPEN = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "The answer is "}]
+TWICE = {
+    "{{ messages[-1].content }}##{% for m in messages %}{{ m.content }}|{% endfor %}": "The answer is ##q|The answer is ",
+    "{{ messages[-1].content|trim }}##{% for m in messages %}{{ m.content }}|{% endfor %}": "The answer is##q|The answer is ",
+    "{{ messages[-1].content }}{% for m in messages %}{{ m.content|trim }}|{% endfor %}": "The answer is q|The answer is",
+}
+
+
+@pytest.mark.parametrize("template", TWICE)
+def test_a_last_message_that_is_written_twice_is_continued_without_marks(template):
+    text, _ = _with(template).render_chat(OPEN, continue_final_message=True, add_generation_prompt=False)
+    assert text == TWICE[template]
+
+
+@pytest.mark.parametrize("filters", ["tojson(ensure_ascii=true)", "urlencode"])
+def test_a_last_message_in_other_characters_cannot_be_continued(filters):
+    template = f"{{{{ messages[-1].content | {filters} }}}}#{{{{ messages[-1].content }}}}"
+    with pytest.raises(TemplateError, match=r"continue_final_message: .* other characters"):
+        _with(template).render_chat(OPEN, continue_final_message=True, add_generation_prompt=False)
+
+
+@pytest.mark.parametrize("content", ["a\ufdd2", "a\\ufdd2"])
+def test_the_mark_of_a_final_message_is_no_text_beside_it(content):
+    messages = [{"role": "user", "content": content}, OPEN[1]]
+    with pytest.raises(ParameterError, match=r"continue_final_message: .*U\+FDD2"):
+        _with(CHATML).render_chat(messages, continue_final_message=True, add_generation_prompt=False)
+
+
+@pytest.mark.parametrize("name", ["thinking", "reasoning", "reasoning_content"])
+def test_reasoning_has_every_name(name):
+    message = {"role": "assistant", "content": "a", name: "R"}
+    template = "{{ messages[0].thinking }}|{{ messages[0].reasoning }}|{{ messages[0].reasoning_content }}"
+    assert _with(template).apply_chat_template([message], tokenize=False) == "R|R|R"
+
+
+FILTERED = {
+    "'%s-%d'|format('a', 3)": "a-3", "'x'|center(5)": "  x  ", "'hello world again'|truncate(8)": "hello...",
+    "'ab cd'|wordwrap(2)": "ab\ncd", "'é b'|urlencode": "%C3%A9%20b", "'<b>x</b>'|striptags": "x",
+    "'<'|forceescape": "&lt;", "2000|filesizeformat": "2.0 kB", "{'a': 1}|xmlattr": ' a="1"', "['a']|pprint": "['a']",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("expression", FILTERED)
+def test_harmless_filters_are_there(expression):
+    assert _with(f"{{{{ {expression} }}}}").apply_chat_template(OPEN, tokenize=False) == FILTERED[expression]
 
 
 def test_template_that_drops_the_last_message_cannot_continue_it():

@@ -28,14 +28,17 @@ MAX_MESSAGES = 4096
 MAX_DEPTH = 64
 CONTENT_FORMATS = ("auto", "string", "openai")
 _TOOLS = re.compile(r"\{%-?[^%]*\btools\b|\{\{-?[^}]*\btools\b")
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning, the first one first
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 _ROLE = re.compile(r"[A-Za-z0-9_. -]{1,64}")  # a template's own: no text of control tokens
 _CONTINUE = "\ufdd2 "  # marks where a final message ends; a template that trims it takes the space away
-# no `attr` (a way round the sandbox's attribute rules), no `format` or `center` (memory from a number)
+_CONTINUE_SHOWN = re.compile(r"\\ufdd2|%ef%b7%92|&#64978;|&#xfdd2;", re.IGNORECASE)  # what filters make of the mark
+# no `attr` (a way round the sandbox's attribute rules), no `random` (a prompt is a function of its messages)
 _FILTERS = """
-    abs batch capitalize count d default dictsort e escape first float groupby indent int items join last length list
-    lower map max min reject rejectattr replace reverse round safe select selectattr slice sort string sum title trim
-    unique upper wordcount
+    abs batch capitalize center count d default dictsort e escape filesizeformat first float forceescape format groupby
+    indent int items join last length list lower map max min pprint reject rejectattr replace reverse round safe select
+    selectattr slice sort string striptags sum title trim truncate unique upper urlencode urlize wordcount wordwrap
+    xmlattr
 """
 
 Guard = Callable[[str], str]
@@ -186,7 +189,7 @@ def check_messages(messages: object) -> list[dict[str, Any]]:
     """Check the form of a conversation.
 
     Returns:
-        Copies of the messages, without keys whose value is None: templates test for presence. Reasoning has both of
+        Copies of the messages, without keys whose value is None: templates test for presence. Reasoning has all of
         its names.
 
     Raises:
@@ -211,7 +214,7 @@ def _check_message(name: str, message: object) -> dict[str, Any]:
     if not all(isinstance(key, str) for key in message):
         raise refuse("keys must be strings")
     role, content = message.get("role"), message.get("content")
-    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    reasoning = next((message[name] for name in _REASONING if message.get(name)), None)
     if not isinstance(role, str) or not _ROLE.fullmatch(role):
         raise refuse("role must be 1 to 64 letters, digits, spaces, dots, dashes or underscores")
     if role == "tool" and not isinstance(message.get("tool_call_id"), str):
@@ -230,7 +233,7 @@ def _check_message(name: str, message: object) -> dict[str, Any]:
                 raise refuse(f"content part {k} must be an object of type text")
             if not isinstance(part.get("text"), str):
                 raise refuse(f"content part {k} must hold text")
-    named = {"reasoning": reasoning, "reasoning_content": reasoning} if reasoning else {}
+    named = dict.fromkeys(_REASONING, reasoning) if reasoning else {}
     return {key: value for key, value in {**message, **named}.items() if value is not None}
 
 
@@ -285,6 +288,8 @@ def _with_object(call: Any) -> Any:
 
 def _open_final(chat: list[dict[str, Any]]) -> str:
     """Mark where the last message ends. Returns its text."""
+    if _holds_mark(chat):
+        raise ParameterError("continue_final_message", "messages may not hold U+FDD2 beside it", "invalid_message")
     content = chat[-1].get("content")
     if isinstance(content, list) and content:
         last = content[-1]["text"]
@@ -297,13 +302,26 @@ def _open_final(chat: list[dict[str, Any]]) -> str:
     return str(last)
 
 
+def _holds_mark(value: Any) -> bool:
+    if isinstance(value, str):
+        return _CONTINUE[0] in value or _CONTINUE_SHOWN.search(value) is not None
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return any(map(_holds_mark, parts))
+
+
 def _cut_final(text: str, last: str) -> str:
-    """Drop what the template wrote after the last message, and the mark."""
+    """Drop what the template wrote after the last message, and the marks: it may write that message more than once."""
     at = text.rfind(_CONTINUE[0])
     if at < 0 or last.strip() not in text:
         raise TemplateError("continue_final_message: the template changes the last message")
     kept = text[:at]
-    return kept if text.startswith(_CONTINUE, at) else kept.rstrip()
+    kept = kept if text.startswith(_CONTINUE, at) else kept.rstrip()
+    head, *others = kept.split(_CONTINUE[0])
+    for other in others:  # a template that trims the message takes the mark's space away, and what stood before it
+        head = head + other[1:] if other.startswith(_CONTINUE[1:]) else head.rstrip() + other
+    if _CONTINUE_SHOWN.search(head):
+        raise TemplateError("continue_final_message: the template writes the last message in other characters too")
+    return head
 
 
 def _run(template: jinja2.Template, variables: dict[str, Any]) -> str:
