@@ -6,6 +6,7 @@ import base64
 import builtins
 import io
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,35 @@ def test_sentencepiece(tmp_path: Path, kind: str, options: dict[str, Any]) -> No
         assert ours.encode("<start_of_turn>a", add_special_tokens=False) == theirs.encode("<start_of_turn>a")
     (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": false, "add_eos_token": true}')
     assert Tokenizer.load(tmp_path).encode("The")[-1] == theirs.eos_id() != theirs.bos_id()
+
+
+# of what odd texts are made: marks in every order, spaces of every kind, spelled bytes, what tables take apart
+ODD = [
+    "e", "\u0301", "\u0323", "\u0302", "a", "b", " ", "  ", "\n", "\t", "\u3000", "\u00a0", "\u200b",
+    "<0xFF>", "<0x41>",
+    "한", "\u1112", "\u1161", "\u11ab", "日本", "🙂", "क्षि", "ก็", "ﬁ", "ｶ", "½", "\u2581", "x", "the", "\r", "👩‍👩‍👧",
+    "o",
+    "\u0308", "é", "\ufeff", "№", "\u00ad",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+@pytest.mark.parametrize("rule", ["identity", "nfkc", "nmt_nfkc"])
+def test_odd_texts_have_sentencepieces_ids(tmp_path: Path, kind: str, rule: str) -> None:
+    sentencepiece = pytest.importorskip("sentencepiece")
+    pytest.importorskip("google.protobuf")
+    model = io.BytesIO()
+    lines = [line for text in CORPUS for line in text.splitlines() if line] * 4
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines), model_writer=model, vocab_size=400, hard_vocab_limit=False, model_type=kind,
+        minloglevel=2, byte_fallback=True, normalization_rule_name=rule,
+    )  # fmt: skip
+    (tmp_path / "tokenizer.model").write_bytes(model.getvalue())
+    ours, theirs = Tokenizer.load(tmp_path), sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    draw = random.Random(7)
+    texts = ["".join(draw.choices(ODD, k=draw.randint(1, 6))) for _ in range(3000)]
+    for text in ["a\n", "\ta", "a\n\nb", "e\u0301\u0323", "o\u031b\u0301", "def f():\n    x\n", *texts]:
+        assert ours.encode(text, add_special_tokens=False) == theirs.encode(text), ascii(text)
 
 
 def test_without_the_library_the_line_that_installs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

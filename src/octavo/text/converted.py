@@ -10,7 +10,9 @@ from __future__ import annotations
 import base64
 import binascii
 import contextlib
+import functools
 import json
+import unicodedata
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 256 << 20
 _SPACE = "\u2581"  # what SentencePiece writes for a space
+_CUT, _APART = "\ufdd3", "\ufdd4"  # noncharacters that stand in a text while it is normalized
+_COMPOSING = ("nmt_nfkc", "nfkc", "nmt_nfkc_cf", "nfkc_cf")  # tables of characters that are Unicode's compositions
+_AFTER_MARKS = 0x3100  # in what follows few characters combine
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = range(1, 7)  # SentencePiece's kinds of pieces
 _UNIGRAM, _BPE = 1, 2  # and of models
 _REST = r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -248,19 +253,77 @@ def _from_sentencepiece(data: bytes, config: Mapping[str, Any]) -> Converted:
     return Converted(backend, own)
 
 
+def _charsmap_steps(rules: Any) -> list[Any]:
+    """SentencePiece's table of characters, on each character alone, and then what combines.
+
+    The library looks up whole graphemes in the table and drops what is behind the first match: marks would be lost.
+    SentencePiece composes what follows in a text's own order, so marks in another order than Unicode's stay apart.
+    """
+    from tokenizers import Regex, normalizers
+
+    if not rules.precompiled_charsmap:
+        return []
+    table = normalizers.Precompiled(rules.precompiled_charsmap)
+    if rules.name not in _COMPOSING:
+        return [table]
+    return [
+        normalizers.Replace(Regex(_uncombined()), _APART),
+        normalizers.Replace(Regex(r"\Y"), _CUT),  # within a grapheme
+        table,
+        normalizers.Replace(_CUT, ""),
+        normalizers.NFC(),
+        normalizers.Replace(_APART, ""),
+    ]
+
+
+@functools.cache
+def _uncombined() -> str:
+    """A regex of the places before a mark that does not combine with what stands before it, as SentencePiece reads."""
+    lasts: dict[int, list[int]] = {}  # combining class of a character's last part -> characters
+    marks: dict[int, list[int]] = {}  # and of the character itself
+    several = []  # characters that stand for several
+    for point in range(0xA0, 0x10000):
+        char = chr(point)
+        if point < _AFTER_MARKS:
+            last, own = unicodedata.combining(unicodedata.normalize("NFD", char)[-1]), unicodedata.combining(char)
+            lasts.setdefault(last, []).append(point)
+            marks.setdefault(own, []).append(point)
+        if unicodedata.decomposition(char).startswith("<") and len(unicodedata.normalize("NFKC", char)) > 1:
+            several.append(point)
+    ways = [f"(?<={_class(several)})"]
+    for own in sorted(set(marks) - {0}):
+        before = [point for last, points in lasts.items() if last > own for point in points]
+        if before:
+            ways.append(f"(?<={_class(before)})(?={_class(marks[own])})")
+    return rf"(?=\p{{M}})(?:{'|'.join(ways)})"
+
+
+def _class(points: list[int]) -> str:
+    """A regex of one of these characters."""
+    spans: list[list[int]] = []
+    for point in sorted(points):
+        if spans and spans[-1][1] == point - 1:
+            spans[-1][1] = point
+        else:
+            spans.append([point, point])
+    return "[" + "".join(chr(low) if low == high else f"{chr(low)}-{chr(high)}" for low, high in spans) + "]"
+
+
 def _set_spaces(backend: tokenizers.Tokenizer, rules: Any, bytes_too: bool) -> None:
     """What is done to a text before it is cut, and undone behind."""
-    from tokenizers import Regex, decoders, normalizers
+    from tokenizers import Regex, decoders, normalizers, pre_tokenizers
 
-    steps: list[Any] = []
-    if rules.precompiled_charsmap:
-        steps.append(normalizers.Precompiled(rules.precompiled_charsmap))
-    if rules.remove_extra_whitespaces:
-        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+    steps = _charsmap_steps(rules)
+    if rules.remove_extra_whitespaces:  # of U+0020 alone: what else is a space has become one, or stays
+        steps += [normalizers.Replace(Regex(r"\A +"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
     if rules.add_dummy_prefix:
         steps.append(normalizers.Prepend(_SPACE))
     steps.append(normalizers.Replace(" ", _SPACE))
+    if rules.remove_extra_whitespaces:
+        steps.append(normalizers.Replace(Regex(rf"{_SPACE}+\z"), ""))
     backend.normalizer = normalizers.Sequence(steps)
+    if bytes_too:  # a text that spells a byte token is no byte
+        backend.pre_tokenizer = pre_tokenizers.Split(Regex("(?<=<)(?=0x[0-9A-F]{2}>)"), behavior="isolated")
     back = [decoders.Replace(_SPACE, " "), *([decoders.ByteFallback()] if bytes_too else []), decoders.Fuse()]
     if rules.add_dummy_prefix:
         back.append(decoders.Strip(" ", 1, 0))
