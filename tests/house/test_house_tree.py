@@ -38,6 +38,7 @@ RETIRED = {
     "drawn_linear": "fused_linear_sampling", "test_flex_plain": "test_flex_dense", "gpu_benchmark": "gpu_engine",
     "equals_the_twin": "equals_the_reference", "compare_with_twin": "compare_with_reference",
     "octavo.serve.engine.mock_engine": "mock_engine",
+    "is_kept": "is_cached", "_num_turned": "_num_rotated", "_turned": "_rotated",
     "jail": "sandbox", "jails": "sandboxes", "TextJail": "TextSandbox", "JailError": "SandboxError",
     "JailBusyError": "SandboxBusyError", "jail_child": "sandbox_child",
 }  # fmt: skip

@@ -75,7 +75,7 @@ def test_files_that_are_not_used_go_when_another_is_written(tmp_path: Path, monk
     def names() -> set[str]:
         return {file.name for file in tmp_path.iterdir()}
 
-    monkeypatch.setattr(disk_cache, "_KEPT_FILES", 3)
+    monkeypatch.setattr(disk_cache, "_MAX_FILES", 3)
     ages = {"old": 91, "old but read": 91, "young": 89}
     for name in ages:
         write(tmp_path / name, KEY, FORM)

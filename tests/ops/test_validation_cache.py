@@ -152,10 +152,10 @@ def test_sources_are_all_that_compute_or_launch(monkeypatch: pytest.MonkeyPatch,
 def test_machine_code_that_is_kept_counts_as_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(nvrtc, "compile_cubin", lambda *_: b"code")
-    assert not nvrtc.is_kept("a", {"N": 1}, "x")
+    assert not nvrtc.is_cached("a", {"N": 1}, "x")
     nvrtc.machine_code("a", {"N": 1}, "x")
     (path,) = (tmp_path / "octavo" / "cuda").iterdir()
     before = path.stat().st_mtime_ns
-    assert nvrtc.is_kept("a", {"N": 1}, "x")
+    assert nvrtc.is_cached("a", {"N": 1}, "x")
     assert path.stat().st_mtime_ns > before
-    assert not nvrtc.is_kept("a", {"N": 2}, "x")
+    assert not nvrtc.is_cached("a", {"N": 2}, "x")

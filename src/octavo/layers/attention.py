@@ -44,12 +44,12 @@ class _PairedLinear(Linear):
         """`rotary_size`: channels of a head that turn."""
         super().__init__(size, _projections(variant), dtype, bias=bias, rest_from="k")
         head = [*range(0, rotary_size, 2), *range(1, rotary_size, 2), *range(rotary_size, variant.head_size)]
-        self._num_turned, self._order = variant.num_heads + variant.num_kv_heads, head
+        self._num_rotated, self._order = variant.num_heads + variant.num_kv_heads, head
 
     def finalize(self, quantization: str | None) -> None:
         """Put the rows of each head of q and k into the operators' order, then pack."""
         for parameter in self.parameters(recurse=False):
-            heads = parameter[: self._num_turned * len(self._order)].unflatten(0, (-1, len(self._order)))
+            heads = parameter[: self._num_rotated * len(self._order)].unflatten(0, (-1, len(self._order)))
             heads.copy_(heads[:, self._order])
         super().finalize(quantization)
 

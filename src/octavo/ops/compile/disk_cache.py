@@ -25,7 +25,7 @@ import triton
 _LOG = logging.getLogger(__name__)
 _SYSTEM = 0  # the user whose files are trusted beside one's own
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
-_KEPT_FILES, _KEPT_SECONDS = 256, 90 * 24 * 3600  # in a folder, and since a file was last used
+_MAX_FILES, _MAX_SECONDS = 256, 90 * 24 * 3600  # in a folder, and since a file was last used
 
 
 def versions() -> list[str]:
@@ -85,7 +85,7 @@ def write(path: Path, key: Any, body: Any) -> None:
 
 
 def _prune(folder: Path) -> None:
-    """Remove the files that were not used for _KEPT_SECONDS, and those used longest ago beyond the _KEPT_FILES newest.
+    """Remove the files that were not used for _MAX_SECONDS, and those used longest ago beyond the _MAX_FILES newest.
 
     Processes may do so at the same time: one that finds no file compiles its kernel anew.
     """
@@ -94,9 +94,9 @@ def _prune(folder: Path) -> None:
         with contextlib.suppress(OSError):
             used.append((file.stat().st_mtime, file))
     used.sort(reverse=True)
-    oldest = time.time() - _KEPT_SECONDS
+    oldest = time.time() - _MAX_SECONDS
     for place, (last, file) in enumerate(used):
-        if place >= _KEPT_FILES or last < oldest:
+        if place >= _MAX_FILES or last < oldest:
             with contextlib.suppress(OSError):
                 file.unlink()
 
@@ -113,8 +113,8 @@ def read(path: Path, key: Any) -> Any:
         lines = file.read().split("\n")
     if len(lines) < 2 or lines[0] != sum_of(lines[1]):
         raise ValueError("its sum is another")
-    kept_key, body = json.loads(lines[1])
-    if kept_key != key:
+    cached_key, body = json.loads(lines[1])
+    if cached_key != key:
         raise ValueError("its key is another")
     with contextlib.suppress(OSError):  # of a folder that only others may write to
         os.utime(path)  # by which `_prune` knows what is used

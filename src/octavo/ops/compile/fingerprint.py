@@ -20,14 +20,14 @@ def name_compiler() -> None:
     """Let Triton know its name, which a process's first launch asks for: kept, or summed up now in 0.3 to 0.8 s."""
     names: Any = vars(cache)
     own = names.get("triton_key")
-    if own is None or hasattr(own, "is_kept"):  # another Triton, or one that knows
+    if own is None or hasattr(own, "is_cached"):  # another Triton, or one that knows
         return
     name = str(disk_cache.find("triton", [str(triton.__version__), disk_cache.sum_of(repr(_files()))], own))
 
     def triton_key() -> str:
         return name
 
-    triton_key.is_kept = True  # type: ignore[attr-defined]
+    triton_key.is_cached = True  # type: ignore[attr-defined]
     names["triton_key"] = triton_key
 
 

@@ -30,7 +30,7 @@ def machine_code(source: str, macros: Mapping[str, int | str], arch: str) -> byt
     return base64.b64decode(code)
 
 
-def is_kept(source: str, macros: Mapping[str, int | str], arch: str) -> bool:
+def is_cached(source: str, macros: Mapping[str, int | str], arch: str) -> bool:
     """Whether `machine_code` need not compile. What is kept counts as used now."""
     return disk_cache.has("cuda", _key(source, macros, arch))
 

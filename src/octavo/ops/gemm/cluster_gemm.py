@@ -211,7 +211,7 @@ def _compile_ahead(made: side_by_side.Pass, weights: _Weights) -> None:
         return
     made.seen.add(weights)
     kind, device, n, k = weights
-    missing = [tile for tile in _tiles(kind, n, k) if not nvrtc.is_kept(*_text(tile, kind))]
+    missing = [tile for tile in _tiles(kind, n, k) if not nvrtc.is_cached(*_text(tile, kind))]
     for tile in missing:
         made.compile("cluster_gemm", (tile, kind), functools.partial(compile_tile, tile, kind))
     if missing and (kind, device) not in made.seen:
@@ -238,7 +238,7 @@ def _tiles(kind: _Kind, n: int, k: int) -> list[Tile]:
 @functools.cache
 def _machine_codes(kind: _Kind, n: int, k: int) -> dict[Tile, bytes]:
     """Of the kernels that the rule chooses for a weight's shape those that are not kept: compiled all at once."""
-    tiles = [tile for tile in _tiles(kind, n, k) if not nvrtc.is_kept(*_text(tile, kind))]
+    tiles = [tile for tile in _tiles(kind, n, k) if not nvrtc.is_cached(*_text(tile, kind))]
     with ThreadPoolExecutor(min(os.cpu_count() or 1, _COMPILERS)) as pool:
         codes = pool.map(lambda tile: compile_tile(tile, kind), tiles)
         return dict(zip(tiles, codes, strict=True))

@@ -115,7 +115,7 @@ def _give_up(kind: _Heads, error: Exception) -> None:
 @functools.cache
 def machine_codes(dtype: torch.dtype) -> dict[Tile, bytes]:
     """The kernels' machine code: kept, or compiled now. Raises CompileError."""
-    missing = [tile for tile in _CHECKED_ROWS if not nvrtc.is_kept(*_text(tile, dtype))]
+    missing = [tile for tile in _CHECKED_ROWS if not nvrtc.is_cached(*_text(tile, dtype))]
     with ThreadPoolExecutor(len(_CHECKED_ROWS)) as pool:
         compiled = dict(zip(missing, pool.map(lambda tile: compile_tile(tile, dtype), missing), strict=True))
     return {tile: compiled.get(tile) or compile_tile(tile, dtype) for tile in _CHECKED_ROWS}
