@@ -15,13 +15,14 @@ import pytest
 import torch
 
 from octavo import AttentionMods
-from octavo.attention import sliding_window
+from octavo.attention import request_field, sliding_window
 from octavo.config.engine_config import EngineConfig
 from octavo.engine import Engine
 from octavo.ops.inputs.tensors import RowTensors
 from octavo.plan import StepPlan
 from octavo.request.outputs import RequestOutput
 from octavo.request.sampling_params import RepetitionDetectionParams, SamplingParams, StructuredOutputsParams
+from octavo.request.thinking import Thinking
 from random_models import DEEPSEEK, GEMMA, settings_of, token_prompts
 
 K = 3
@@ -55,13 +56,14 @@ class Counts:
     """What the plans of an engine drafted, and its results accepted."""
 
     def __init__(self, engine: Engine) -> None:
-        self.num_drafted = self.num_accepted = self.num_held = 0
+        self.num_drafted = self.num_accepted = self.num_held = self.num_errors = 0
         self.plans: list[StepPlan] = []
         scheduler = engine.scheduler
         update = scheduler.update
 
         def counted(plan: StepPlan, result: Any) -> Any:
             self.plans.append(plan)
+            self.num_errors += len(result.failed)
             self.num_held += int((result.num_sampled == 0).sum())
             if len(plan.num_drafts):
                 drafts = dict(zip(plan.rows.tolist(), plan.num_drafts.tolist(), strict=True))
@@ -135,6 +137,12 @@ EVERYTHING: list[SamplingParams] = [
     params(**form(choice=["return", "raise", "yield"]), temperature=0.0),
     params(**form(json={"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})),
     params(prompt_logprobs=2, logprobs=1),
+    params(
+        thinking=Thinking(closing="\n", closing_ids=[5, 6], is_open=True),
+        thinking_token_budget=6,
+        logprobs=1,
+        **form(regex="[a-f]{3,9}"),
+    ),
     params(max_tokens=2),
     params(max_tokens=1),
     params(
@@ -338,6 +346,30 @@ def test_a_row_waits_for_its_mask_alone() -> None:
     grammar._wait = late  # type: ignore[method-assign]
     assert facts(run(engine, jobs)) == facts(expected)
     assert counts.num_held > 0 and counts.num_accepted > 10
+    engine.close()
+
+
+_KINDS = request_field("kinds", per_token=True, low=0, high=4)
+
+
+def _sees(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    """Fails where a token's kind is 3, which no start foresees."""
+    return torch.tensor([True] * 8)[(_KINDS[b, kv] * 3) % 11]
+
+
+@pytest.mark.parametrize("in_flight", [False, True], ids=["alone", "one in flight"])
+def test_a_mod_that_fails_behind_the_end_fails_nobody(in_flight: bool) -> None:
+    """Drafts may reach a place at which a mod fails; a request fails there once it is there, with what it said."""
+    fields = {"attention_backend": "reference", "max_model_len": 64}
+    fields["attention_mods"] = AttentionMods(mask_mod=_sees, fields=(_KINDS,), name="sees")
+    prompt = [11, 12, 13, 14, 15]
+    jobs = [
+        (prompt, params(max_tokens=most, logprobs=1, extra_args={"kinds": [0] * 9 + [3]})) for most in (3, 4, 5, 6, 12)
+    ]
+    jobs += [(prompt, params(max_tokens=12, extra_args={"kinds": [0]}))]
+    counts, engine = check_against(fields, jobs, async_scheduling=in_flight)
+    assert counts.num_accepted > 5
+    assert counts.num_errors >= 2, "those of 6 and 12 tokens get there"
     engine.close()
 
 

@@ -71,6 +71,20 @@ class StepShape:
         """The most tokens of a row that give logits."""
         return 1 + int(self.num_drafts.max(initial=0))
 
+    def without_drafts(self) -> StepShape:
+        """The same of a step with drafts, less these."""
+        num_tokens = self.num_tokens - self.num_drafts
+        order = num_tokens.argsort(kind="stable")
+        undrafted = dataclasses.replace(
+            self,
+            rows=self.rows[order],
+            num_tokens=num_tokens[order],
+            seq_lens=(self.seq_lens - self.num_drafts)[order],
+            sampling=np.isin(order, self.sampling).nonzero()[0],
+            num_drafts=NO_INTS,
+        )
+        return undrafted.only(np.arange(self.num_rows))
+
     def only(self, places: IntArray) -> StepShape:
         """The same of some batch entries alone: places [N] int64, at least one, in order."""
         num_tokens, seq_lens = self.num_tokens[places], self.seq_lens[places]

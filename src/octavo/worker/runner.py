@@ -178,14 +178,18 @@ class Runner:
         if not len(plan.rows):
             self._bring()
             return PendingStep(plan.step, self._buffers.results[0, :0])
-        work = self._lay_out(plan)
+        return self._issue_laid_out(plan.step, self._lay_out(plan))
+
+    def _issue_laid_out(self, step: int, work: StepShape) -> PendingStep:
         turn = self._turn
         try:
-            return self._issue_work(plan.step, work)
+            return self._issue_work(step, work)
         except ModError as error:
             if self._turn != turn:  # else a graph's capture failed, which gathers nothing
                 self._take_back_turn()
-            return self._issue_sound(plan.step, work, error)
+            if work.has_drafts:  # a request may end before the place at which a mod fails: drafts are no reason to fail
+                return self._issue_laid_out(step, work.without_drafts())
+            return self._issue_sound(step, work, error)
 
     def _issue_work(
         self, step: int, work: StepShape, failed: Mapping[int, str] | None = None, unsampled: IntArray = NO_INTS
