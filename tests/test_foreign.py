@@ -23,6 +23,11 @@ MEANINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "mem_fraction_static": ("0.5", {"gpu_memory_utilization": 0.5}),
     "max_running_requests": ("7", {"max_num_seqs": 7}),
     "chunked_prefill_size": ("64", {"max_num_batched_tokens": 64}),
+    "rope_theta": ("500000", {"hf_overrides": {"rope_theta": 500000.0}}),
+    "rope_scaling": (
+        '{"rope_type": "linear", "factor": 2}',
+        {"hf_overrides": {"rope_scaling": {"rope_type": "linear", "factor": 2}}},
+    ),
     "structured_outputs_config": (
         '{"enable_in_reasoning": true, "reasoning_parser": "qwen3", "backend": "xgrammar"}',
         {"enable_in_reasoning": True, "reasoning_parser": "qwen3"},
@@ -155,6 +160,40 @@ def test_lines_as_people_write_them(caplog: pytest.LogCaptureFixture) -> None:
     assert (engine.dtype, engine.seed, engine.gpu_memory_utilization) == ("float16", 2, 0.8)
     assert (engine.enable_prefix_caching, engine.enable_chunked_prefill, engine.enforce_eager) == (False, False, True)
     assert (serve.served_model_name, serve.tool_call_parser) == ("a,b", "hermes")
+
+
+def test_several_options_may_say_parts_of_one_mapping() -> None:
+    parts = [
+        "--rope-theta",
+        "5e5",
+        "--hf-overrides",
+        '{"max_position_embeddings": 64}',
+        "--rope-scaling",
+        '{"factor": 2}',
+    ]
+    merged = {"rope_theta": 5e5, "max_position_embeddings": 64, "rope_scaling": {"factor": 2}}
+    assert _parse(parts)[0].hf_overrides == merged
+    assert _parse([*parts[2:4], *parts[4:], *parts[:2]])[0].hf_overrides == merged
+    with pytest.raises(ConfigError, match="rope_theta='x': expected a number"):
+        _parse(["--rope-theta", "x"])
+
+
+def test_compact_json_is_told_by_its_own_reason(caplog: pytest.LogCaptureFixture) -> None:
+    _parse(["--structured-outputs-config", '{"disable_any_whitespace": true}'])
+    assert "forced JSON is compact" in caplog.text
+
+
+def test_help_shows_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = flags.Parser(prog="octavo serve")
+    flags.add_config_flags(parser)
+    flags.add_server_flags(parser, SERVE_SETTINGS)
+    text = " ".join(parser.format_help().split())
+    for wanted in (
+        "most prompts of one request (from 1 to 65536; default: 1024)",
+        "default: 8000",
+        "default: 127.0.0.1",
+    ):
+        assert wanted in text
 
 
 def test_no_hint_misleads() -> None:

@@ -13,7 +13,11 @@ if TYPE_CHECKING:
     from octavo.config.engine_config import EngineConfig as EngineConfig
     from octavo.llm import LLM as LLM
     from octavo.request.outputs import RequestOutput as RequestOutput
+    from octavo.request.prompts import TextPrompt as TextPrompt
+    from octavo.request.prompts import TokensPrompt as TokensPrompt
+    from octavo.request.sampling_params import RequestOutputKind as RequestOutputKind
     from octavo.request.sampling_params import SamplingParams as SamplingParams
+    from octavo.request.sampling_params import StructuredOutputsParams as StructuredOutputsParams
 
 __version__ = "0.1.0"
 
@@ -23,8 +27,23 @@ _PUBLIC = {
     "SamplingParams": "octavo.request.sampling_params",
     "EngineConfig": "octavo.config.engine_config",
     "RequestOutput": "octavo.request.outputs",
+    "RequestOutputKind": "octavo.request.sampling_params",
+    "StructuredOutputsParams": "octavo.request.sampling_params",
+    "TextPrompt": "octavo.request.prompts",
+    "TokensPrompt": "octavo.request.prompts",
 }
-__all__ = ["LLM", "AttentionMods", "EngineConfig", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "AttentionMods",
+    "EngineConfig",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -19,6 +19,7 @@ import msgspec
 from msgspec.structs import force_setattr
 
 from octavo.config.engine_config import load_config
+from octavo.config.settings import ConfigError, python_names
 from octavo.engine import Engine
 from octavo.observe import Phases, progress
 from octavo.request.outputs import RequestOutput
@@ -89,9 +90,13 @@ class LLM:
         """
         if model is not None:
             fields["model"] = model
-        config, self.config_origins = load_config(python_kwargs=fields, yaml_path=config_file)
-        self.config = config
-        self.engine = Engine(config, phases)
+        try:
+            config, self.config_origins = load_config(python_kwargs=fields, yaml_path=config_file)
+            self.config = config
+            self.engine = Engine(config, phases)
+        except ConfigError as error:  # whoever calls from Python is told of arguments, not of flags
+            named = (python_names(error.limit), python_names(error.change), error.origin)
+            raise ConfigError(error.field, error.value, *named) from None
         try:
             if chat_template is not None:
                 self._text("chat_template").use_chat_template(chat_template)

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import octavo
 from octavo import LLM, SamplingParams
 from octavo.request.sampling_params import ParameterError, RequestOutputKind
 
@@ -101,3 +103,40 @@ def test_the_tokenizer_may_be_called(llm: LLM) -> None:
     ids = tokenizer.encode("import os")
     assert tokenizer("import os") == {"input_ids": ids, "attention_mask": [1] * len(ids)}
     assert tokenizer(["import os", "a"])["input_ids"] == [ids, tokenizer.encode("a")]
+
+
+def test_a_type_of_torch_is_its_name(make_llm: Any) -> None:
+    assert make_llm(dtype=torch.bfloat16).engine.resolved.dtype == "bfloat16"
+
+
+def test_errors_of_settings_name_arguments_not_flags(make_llm: Any) -> None:
+    for fields in (
+        {"max_model_len": 10**6},
+        {"max_num_seqs": 8, "max_num_batched_tokens": 4},
+        {"port": 1},
+        {"seed": -1},
+    ):
+        with pytest.raises(ValueError) as caught:
+            make_llm(**fields)
+        assert "--" not in str(caught.value).replace("`octavo doctor --explain`", ""), caught.value
+
+
+def test_fields_of_the_checkpoint_may_be_overridden(make_llm: Any, tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.125}')
+    llm = make_llm(hf_overrides={"max_position_embeddings": 512}, rope_theta=1e5, generation_config=str(tmp_path))
+    assert llm.engine.limits.max_model_len == 512 and llm.engine.arch.layers[0].rope.theta == 1e5
+    assert llm.get_default_sampling_params().temperature == 0.125
+    with pytest.raises(ValueError, match="must be auto, vllm, or a folder"):
+        make_llm(generation_config=str(tmp_path / "none"))
+
+
+def test_prompts_by_vllm_s_types(llm: LLM) -> None:
+    ids = llm.get_tokenizer().encode("import os")
+    prompts: Any = [octavo.TokensPrompt(prompt_token_ids=ids), octavo.TextPrompt(prompt="import os")]
+    one, two = llm.generate(prompts, GREEDY)
+    assert one.outputs == two.outputs
+
+
+def test_public_names_are_there() -> None:
+    for name in octavo.__all__:
+        assert getattr(octavo, name)

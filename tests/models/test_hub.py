@@ -31,6 +31,16 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
         find_model(str(file))
 
 
+def test_a_download_goes_where_it_shall(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    asked: list[object] = []
+    monkeypatch.setattr(
+        hub, "snapshot_download", lambda name, **given: asked.append(given["cache_dir"]) or str(tmp_path)
+    )
+    assert find_model("a/b", None, str(tmp_path / "cache")) == find_model("a/b") == tmp_path
+    assert asked == [str(tmp_path / "cache"), None]
+
+
 def test_offline_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     constants = pytest.importorskip("huggingface_hub.constants")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

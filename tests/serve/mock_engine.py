@@ -141,7 +141,7 @@ def build_core(config: EngineConfig, phases: Phases, options: argparse.Namespace
     """A core on the mock worker, sized by the config where it says something."""
     with phases("mock load"):
         time.sleep(options.load_seconds)
-    arch = read_arch(find_model(config.model), config.model_packages)
+    arch = read_arch(find_model(config.model), config.model_packages, config.hf_overrides)
     length = (
         config.max_model_len if config.max_model_len not in (None, -1) else arch.default_length or arch.max_position
     )

@@ -7,6 +7,7 @@ import json
 import random
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -230,6 +231,12 @@ def test_auto_looks_at_the_template(template: str | None, tools: str | None, rea
         tools,
         reasoning,
     )
+
+
+def test_the_docs_list_every_name() -> None:
+    text = (Path(__file__).parents[2] / "docs/serving.md").read_text()
+    missing = [name for table in (TOOL_PARSERS, REASONING_PARSERS) for name in table if f"`{name}`" not in text]
+    assert not missing
 
 
 def test_names_choose_and_unknown_ones_are_refused() -> None:

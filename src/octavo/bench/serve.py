@@ -249,6 +249,8 @@ def _parser() -> Parser:
     server.add_argument("--endpoint", help="default: the backend's")
     server.add_argument("--model", help="default: the first of /v1/models")
     server.add_argument("--served-model-name", help="the name to send, if it is not --model")
+    server.add_argument("--tokenizer", help="taken, and without effect: the server counts its tokens")
+    server.add_argument("--trust-remote-code", action="store_true", help="taken, and without effect")
     server.add_argument("--header", nargs="*", default=[], metavar="KEY=VALUE")
     server.add_argument("--ready-check-timeout-sec", type=float, default=600.0, help="0: no first request")
     load = parser.add_argument_group("load")

@@ -34,6 +34,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--num-prompts", type=int, default=1000)
     group.add_argument("--input-len", type=int, help="for every data set that makes prompts")
     group.add_argument("--output-len", type=int, help="for every data set")
+    group.add_argument("--sharegpt-output-len", type=int, help="instead of the length of the file's answers")
+    group.add_argument("--custom-output-len", type=int, help="instead of what the file says; -1: what it says")
     group.add_argument("--random-input-len", type=int, default=1024)
     group.add_argument("--random-output-len", type=int, default=128)
     group.add_argument("--random-prefix-len", type=int, default=0, help="tokens that all prompts share, on top")
@@ -108,8 +110,10 @@ def _from_file(options: argparse.Namespace, rng: random.Random) -> Iterator[Samp
         raise ValueError(f"--dataset-path {path}: {type(error).__name__}: {error}") from None
     found = [(prompt, output_len) for prompt, output_len in pairs if prompt]
     rng.shuffle(found)
+    own = options.custom_output_len if options.dataset_name == "custom" else options.sharegpt_output_len
+    wanted = options.output_len or (own if own != -1 else None)
     for prompt, output_len in found[: options.num_prompts]:
-        yield Sample(prompt, 0, options.output_len or output_len)
+        yield Sample(prompt, 0, wanted or output_len)
 
 
 def _custom(entry: dict[str, object]) -> tuple[str, int]:

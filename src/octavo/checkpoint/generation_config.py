@@ -12,6 +12,7 @@ from typing import Any
 
 from octavo.checkpoint.config_reader.fields import read_json
 from octavo.config.engine_config import EngineConfig
+from octavo.config.settings import ConfigError
 from octavo.request.sampling_params import ParameterError, SamplingParams
 
 _FIELDS = {
@@ -28,9 +29,14 @@ _FIELDS = {
 
 def default_sampling(folder: Path, config: EngineConfig) -> SamplingParams:
     """The parameters of a request that gives none. Raises ValueError naming the source and the field."""
-    path = folder / "generation_config.json"
+    path, given = folder / "generation_config.json", config.generation_config
     values: dict[str, Any] = {}
-    if config.generation_config == "auto" and path.exists():
+    if given not in ("auto", "vllm"):
+        path = Path(given).expanduser() / "generation_config.json"
+        if not path.is_file():
+            limit = "must be auto, vllm, or a folder that holds a generation_config.json"
+            raise ConfigError("generation_config", given, limit)
+    if given != "vllm" and path.exists():
         values = _params(read_json(path), str(path))
     return SamplingParams(**values | _params(config.override_generation_config, "override_generation_config"))
 

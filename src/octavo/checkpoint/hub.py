@@ -20,11 +20,12 @@ _UNWANTED = ["*/*", "consolidated*"]
 _OFFLINE_WAYS = "give a model folder, or download it where there is a network and set HF_HOME to that cache"
 
 
-def find_model(name: str, revision: str | None = None) -> Path:
+def find_model(name: str, revision: str | None = None, download_dir: str | None = None) -> Path:
     """The folder of a model: a bundled name, an existing folder, or a repository of the hub.
 
     A hub repository is taken at `revision` (branch, tag or commit; None: main) and downloaded unless it is cached.
-    HF_HOME, HF_HUB_OFFLINE and HF_TOKEN work as in huggingface_hub. Raises ValueError, one line, with what to do.
+    `download_dir`: the folder of the cache, else HF_HOME says it. HF_HOME, HF_HUB_OFFLINE and HF_TOKEN work as in
+    huggingface_hub. Raises ValueError, one line, with what to do.
     """
     if len(name) > _MAX_NAME:
         raise ValueError(f"model {name[:40]!r}...: {len(name)} characters, a name has at most {_MAX_NAME}")
@@ -38,17 +39,20 @@ def find_model(name: str, revision: str | None = None) -> Path:
     looks_local = name.startswith((".", "/", "~")) or os.sep in name.rstrip("/").partition("/")[2]
     if looks_local or not _HUB_NAME.fullmatch(name):
         raise ValueError(f"model {name!r}: no such folder (a hub name has the form 'organisation/name')")
-    return _download(name, revision)
+    return _download(name, revision, download_dir)
 
 
-def _download(name: str, revision: str | None) -> Path:
+def _download(name: str, revision: str | None, download_dir: str | None) -> Path:
     """A snapshot of a hub repository: weights, configuration, tokenizer and template, nothing that could run."""
     try:
         from huggingface_hub import errors, snapshot_download
     except ImportError:
         raise ValueError(f"model {name!r} is no folder here, and huggingface_hub is not installed") from None
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
+        found = snapshot_download(
+            name, revision=revision, cache_dir=download_dir, allow_patterns=_WANTED, ignore_patterns=_UNWANTED
+        )
+        return Path(found)
     except errors.GatedRepoError:
         raise ValueError(f"model {name!r} is gated: accept its terms on the hub and set HF_TOKEN") from None
     except errors.RevisionNotFoundError:

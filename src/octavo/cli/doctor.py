@@ -110,10 +110,9 @@ def _resolved(resolved: Resolved) -> list[tuple[str, object]]:
 
 
 def _read_arch(config: EngineConfig) -> Arch:
-    from octavo.checkpoint.config_reader.checkpoint import read_arch
-    from octavo.checkpoint.hub import find_model
+    from octavo.startup.frontend import find_and_read
 
-    return read_arch(find_model(config.model, config.revision), config.model_packages)
+    return find_and_read(config)[1]
 
 
 def _weight_bytes(arch: Arch, resolved: Resolved) -> int:

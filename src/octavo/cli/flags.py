@@ -198,8 +198,11 @@ _METAVARS = {
 
 
 def _describe(fact: Setting) -> str:
-    limits = ", ".join(fact.choices) or fact.describe_range()
-    return f"{fact.help} ({limits})" if limits else fact.help
+    notes = [", ".join(fact.choices) or fact.describe_range()]
+    if fact.default not in (None, False, {}) and "default" not in fact.help:
+        notes.append(f"default: {fact.default}" if fact.default is not True else "on unless negated")
+    told = "; ".join(note for note in notes if note)
+    return f"{fact.help} ({told})" if told else fact.help
 
 
 def sampling_kinds() -> dict[str, tuple[str, bool]]:

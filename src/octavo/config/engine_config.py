@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.checkpoint.arch import Arch
+from octavo.config.attention_options import read_kernel_block_size, read_layer_backends
 from octavo.config.settings import (
     ConfigError,
     did_you_mean,
@@ -68,9 +69,13 @@ class EngineConfig:
         None, "installed packages, with commas, in which a config.json may name its model's class; their code runs",
         "str", several=True,
     )  # fmt: skip
+    download_dir: str | None = setting(None, "folder of the hub's cache (default: HF_HOME's)", "str")
+    hf_overrides: dict[str, Any] = setting(
+        {}, 'fields that win over those of config.json, e.g. {"max_position_embeddings": 4096}', "dict"
+    )
     load_format: str = setting(
         "auto", "dummy: random weights, for speed measurements only", "str", choices=("auto", "safetensors", "dummy"),
-        aliases={"hf": "auto"},
+        aliases={"hf": "auto", "mistral": "auto"},
     )  # fmt: skip
     device: str = setting("auto", "where the model runs", "str", choices=("auto", "cpu", "cuda"))
     dtype: str = setting(
@@ -149,7 +154,7 @@ class EngineConfig:
         choices=LOGPROBS_MODES,
     )
     generation_config: str = setting(
-        "auto", "auto: sampling defaults of the checkpoint; vllm: plain ones", "str", choices=("auto", "vllm")
+        "auto", "auto: sampling defaults of the checkpoint; vllm: plain ones; or a folder with others", "str"
     )
     override_generation_config: dict[str, Any] = setting({}, "sampling defaults that win over the checkpoint's", "dict")
 
@@ -311,10 +316,10 @@ def resolve(config: EngineConfig, arch: Arch, facts: DeviceFacts) -> Resolved:
         native=native,
         num_threads=num_threads,
         attention_backend=_resolve_attention(config, arch, device, native != "none", why),
-        layer_backends=_resolve_layer_backends(config),
+        layer_backends=read_layer_backends(config.attention_config),
         block_size=block_size,
         looks_ahead=False,  # until the mods are known
-        kernel_block_size=_resolve_kernel_block_size(config, block_size),
+        kernel_block_size=read_kernel_block_size(config.attention_config, block_size),
         kv_cache_dtype=_resolve_cache_dtype(config, facts, device, dtype, why),
         attention_options=dict(config.attention_config),
         max_model_len=length,
@@ -404,21 +409,6 @@ def _resolve_cache_dtype(config: EngineConfig, facts: DeviceFacts, device: str, 
     return config.kv_cache_dtype
 
 
-def _resolve_layer_backends(config: EngineConfig) -> dict[str, Sequence[int]]:
-    given = config.attention_config.get("layer_backends", {})
-    example = 'e.g. {"layer_backends": {"reference": [0, 1]}}'
-    if not isinstance(given, Mapping):
-        raise ConfigError("attention_config", given, "layer_backends must name layers per backend", example)
-    for name, layers in given.items():
-        numbers = isinstance(layers, Sequence) and all(type(layer) is int and layer >= 0 for layer in layers)
-        if not isinstance(name, str) or not numbers:
-            raise ConfigError("attention_config", given, "layer_backends must name layers per backend", example)
-    everyone = [layer for layers in given.values() for layer in layers]
-    if len(set(everyone)) != len(everyone):
-        raise ConfigError("attention_config", given, "layer_backends names a layer twice", example)
-    return dict(given)
-
-
 _FOREIGN_BACKENDS = {
     "FLASH_ATTN": "flash", "FLEX_ATTENTION": "flex", "TRITON_ATTN": "paged", "TORCH_SDPA": "reference",
     "TRITON_MLA": "mla", "CPU_ATTN": "cpu",
@@ -452,23 +442,6 @@ def _resolve_attention(config: EngineConfig, arch: Arch, device: str, native: bo
             "attention_backend", backend, reason, "set --attention-backend reference, or see `octavo doctor`"
         )
     return backend
-
-
-def _resolve_kernel_block_size(config: EngineConfig, block_size: int) -> int | None:
-    size = config.attention_config.get("kernel_block_size")
-    if size is None:
-        return None
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise ConfigError(
-            "attention_config", size, "kernel_block_size must be a whole number of at least 1",
-            'e.g. {"kernel_block_size": 64}',
-        )  # fmt: skip
-    if block_size % size:
-        raise ConfigError(
-            "attention_config", size, f"kernel_block_size must divide block_size={block_size}",
-            "change one of the two",
-        )  # fmt: skip
-    return size
 
 
 def _resolve_sizes(config: EngineConfig, arch: Arch, device: str, why: dict[str, str]) -> tuple[int, int, int]:

@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -56,6 +57,7 @@ class Setting:
     above: float = -math.inf
     short: str = ""  # one-letter flag
     has_auto: bool = False  # of a length: auto, that is -1, is a value
+    default: Any = None
     several: bool = False  # of a str: values with commas; a list of them, and a flag with several, is taken too
 
     def describe_range(self) -> str:
@@ -67,9 +69,18 @@ class Setting:
         return f"at least {int(self.low)}" if math.isfinite(self.low) else ""
 
 
+def python_names(text: str) -> str:
+    """A text with the names of flags as arguments of Python."""
+    return re.sub(r"--(no-)?([a-z][a-z0-9-]*[a-z0-9])", _python_name, text)
+
+
+def _python_name(flag: re.Match[str]) -> str:
+    return flag[2].replace("-", "_") + ("=False" if flag[1] else "")
+
+
 def setting(default: Any, help: str, kind: str, **facts: Any) -> Any:
     """A dataclass field of EngineConfig's kind: a default, and a Setting as its metadata."""
-    made = Setting(help=help, kind=kind, optional=default is None, **facts)
+    made = Setting(help=help, kind=kind, optional=default is None, default=default, **facts)
     metadata = {"setting": made}
     if isinstance(default, dict):
         return dataclasses.field(default_factory=dict, metadata=metadata)
@@ -177,6 +188,8 @@ def _convert(name: str, fact: Setting, value: Any) -> Any:
                 return value  # checked where it is used: this module loads no torch
             case "str", (list() | tuple()) if fact.several and all(isinstance(entry, str) for entry in value):
                 return ",".join(value)
+            case "str", object() if type(value).__module__ == "torch" and type(value).__name__ == "dtype":
+                return str(value).removeprefix("torch.")
             case "str", str():
                 if not value or not value.isprintable():
                     raise expected

@@ -57,9 +57,13 @@ def translate(
     for name, value in values.items():
         option = None if name in known else OPTIONS.get(name)
         if option is None or (option.server and not server):
-            found[name] = value
+            read = {name: value}
         else:
-            found |= option.read(name, value, origin)
+            read = option.read(name, value, origin)
+        for setting, meant in read.items():  # several options may each say a part of one mapping
+            if setting == "hf_overrides" and setting in found:
+                meant = {**_mapping(setting, found[setting]), **_mapping(setting, meant)}
+            found[setting] = meant
     return found
 
 
@@ -135,17 +139,26 @@ def _mapping(name: str, value: Any) -> Mapping[str, Any]:
     return given
 
 
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ConfigError(name, value, "expected a number") from None
+
+
 def _structured(name: str, value: Any) -> dict[str, Any]:
     """vLLM's options of structured outputs: two of them are settings of ours, the others change nothing."""
     given = _mapping(name, value)
     found = {key: given[key] for key in ("enable_in_reasoning", "reasoning_parser") if given.get(key) not in (None, "")}
     for key in sorted(map(str, given.keys() - found.keys())):
-        _LOG.warning("%s.%s changes nothing: %s", name, key[:40], _FORMS)
+        reason = _COMPACT if key == "disable_any_whitespace" else _FORMS
+        _LOG.warning("%s.%s changes nothing: %s", name, key[:40], reason)
     return found
 
 
 _ONE = "an engine of Octavo uses one device"
 _FORMS = "llguidance compiles every form, without a fallback"
+_COMPACT = "forced JSON is compact, but for requests whose structured_outputs say disable_any_whitespace: false"
 _GRAPHS = (
     "Octavo chooses its CUDA graphs by itself and compiles nothing with torch.compile (--enforce-eager: no graphs)"
 )
@@ -184,17 +197,15 @@ _MODEL = {
     "runner": _only("auto generate", "Octavo generates text"),
     "task": _only("auto generate", "Octavo generates text"),
     "convert": _only("auto none", "Octavo generates text"),
-    "tokenizer_mode": _only("auto hf fast", "tokenizer.json is read, with the library tokenizers"),
+    "tokenizer_mode": _only("auto hf fast mistral", "a folder has one tokenizer: tokenizer.json, else tekken.json"),
     "trust_remote_code": _idle("Octavo never runs code that comes with a checkpoint", kind="switch"),
     "code_revision": _idle("Octavo never runs code that comes with a checkpoint"),
     "tokenizer_revision": _never("the tokenizer is taken at --revision"),
-    "config_format": _only("auto hf", "config.json is read"),
+    "config_format": _only("auto hf mistral", "config.json is read"),
     "hf_config_path": _never(_CHECKPOINT),
-    "hf_overrides": _never(_CHECKPOINT),
-    "rope_scaling": _never(_CHECKPOINT),
-    "rope_theta": _never(_CHECKPOINT),
+    "rope_scaling": Option(becomes=lambda name, value: {"hf_overrides": {name: dict(_mapping(name, value))}}),
+    "rope_theta": Option(becomes=lambda name, value: {"hf_overrides": {name: _number(name, value)}}),
     "hf_token": _never("a token in a command line can be read by others in `ps`: set HF_TOKEN instead"),
-    "download_dir": _never("set HF_HOME to the folder of the hub's cache instead"),
     "model_impl": _only("auto vllm", "Octavo has its own implementation of every model it runs"),
     "context_length": _same("max_model_len"),
     "disable_sliding_window": _never(_CHECKPOINT, kind="switch"),
@@ -327,7 +338,7 @@ _SCHEDULER = {
     "chunked_prefill_size": _same("max_num_batched_tokens"),
     "max_num_partial_prefills": _only("1", _CHUNKS),
     "max_long_partial_prefills": _only("1", _CHUNKS),
-    "long_prefill_token_threshold": _only("0", _CHUNKS),
+    "long_prefill_token_threshold": _idle(_CHUNKS),
     "num_scheduler_steps": _idle("a step is planned while another one runs (--async-scheduling)"),
     "multi_step_stream_outputs": _idle("outputs come with their step", kind="switch"),
     "num_lookahead_slots": _only("0", "there are no drafts"),
@@ -435,7 +446,7 @@ _SERVER = {
     "allowed_origins": Option(becomes=lambda name, value: {"cors_origins": _listed(name, value)}),
     "allowed_methods": _idle("origins that may call may use every method there is"),
     "allowed_headers": _idle("origins that may call may send every header"),
-    "allow_credentials": _never("keys come in headers; cookies are not taken", kind="switch"),
+    "allow_credentials": _idle("keys come in headers; no cookie is read", kind="switch"),
     "disable_uvicorn_access_log": _switch("access_log", when_on=False),
     "uvicorn_log_level": _idle("--log-level says what is logged"),
     "log_config_file": _never("--log-level and --log-format say what is logged"),
@@ -454,8 +465,8 @@ _SERVER = {
     "enable_tokenizer_info_endpoint": _idle("/tokenizer_info is always there", kind="switch"),
     "enable_log_requests": _idle(_NO_LOG, kind="switch"),
     "disable_log_requests": _idle(_NO_LOG, kind="switch"),
-    "enable_log_outputs": _never(_NO_LOG, kind="switch"),
-    "enable_log_deltas": _never(_NO_LOG, kind="switch"),
+    "enable_log_outputs": _idle(_NO_LOG, kind="switch"),
+    "enable_log_deltas": _idle(_NO_LOG, kind="switch"),
     "max_log_len": _idle(_NO_LOG),
     "aggregate_engine_logging": _idle(_STATS, kind="switch"),
     "log_error_stack": _idle("an internal error is always logged with its traceback", kind="switch"),

@@ -34,8 +34,8 @@ class Frontend:
 
 def find_and_read(config: EngineConfig) -> tuple[Path, Arch]:
     """The model's folder, downloaded if need be, and its architecture. Raises ValueError, in one line."""
-    folder = find_model(config.model, config.revision)
-    return folder, read_arch(folder, config.model_packages)
+    folder = find_model(config.model, config.revision, config.download_dir)
+    return folder, read_arch(folder, config.model_packages, config.hf_overrides)
 
 
 def load_text(config: EngineConfig, folder: Path, arch: Arch) -> Tokenizer | NoTokenizer:
@@ -43,7 +43,7 @@ def load_text(config: EngineConfig, folder: Path, arch: Arch) -> Tokenizer | NoT
     if config.skip_tokenizer_init:
         return NoTokenizer(skipped=True)
     if config.tokenizer:
-        folder = find_model(config.tokenizer)
+        folder = find_model(config.tokenizer, None, config.download_dir)
     if config.load_format == "dummy" and tokenizer_file(folder) is None:
         return NoTokenizer()
     try:

@@ -26,14 +26,33 @@ _LOG = logging.getLogger(__name__)
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
-def read_arch(folder: Path, packages: str | None = None) -> Arch:
+def read_arch(folder: Path, packages: str | None = None, overrides: Mapping[str, Any] | None = None) -> Arch:
     """The facts of the checkpoint in `folder`, from its config.json and generation_config.json (if any).
 
     packages: those, with commas, in which a config.json may name the class of its model, which is then imported.
+    overrides: fields that win over the file's; in an object of the file, such as text_config, field by field.
     """
     generation_path = folder / "generation_config.json"
     generation = read_json(generation_path) if generation_path.exists() else {}
-    return arch_from_config(read_json(folder / "config.json"), str(folder / "config.json"), generation, packages)
+    config = _overridden(read_json(folder / "config.json"), overrides or {})
+    return arch_from_config(config, str(folder / "config.json"), generation, packages)
+
+
+def _overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """A config with other values, each where the file has its field."""
+    found = dict(config)
+    text = found.get("text_config")
+    for name, value in overrides.items():
+        if name == "text_config" and isinstance(text, Mapping) and isinstance(value, Mapping):
+            found[name] = text = _overridden(text, value)
+        elif isinstance(text, Mapping) and name in text:
+            found["text_config"] = text = _overridden(text, {name: value})
+        else:
+            found[name] = value
+        rope = found.get("rope_parameters")
+        if name == "rope_theta" and isinstance(rope, Mapping) and name in rope:  # the newer place of it
+            found["rope_parameters"] = {**rope, name: value}
+    return found
 
 
 def arch_from_config(

@@ -104,7 +104,11 @@ class AsyncEngine:
         engine = cls(config, arch, max_num_queued_reqs=max_num_queued_reqs, max_num_queued_tokens=max_num_queued_tokens)
         # the engine process reads the same folder, whatever a hub says by then
         found = dataclasses.replace(config, model=str(folder), revision=None)
-        tokenizer = [await asyncio.to_thread(find_model, config.tokenizer)] if config.tokenizer else []
+        tokenizer = (
+            [await asyncio.to_thread(find_model, config.tokenizer, None, config.download_dir)]
+            if config.tokenizer
+            else []
+        )
         files = await asyncio.to_thread(ModelFiles, [folder, *tokenizer])
         engine._client = EngineClient(found, engine, command=command, supervision=supervision, changes=files.changes)
         engine._client.start()
