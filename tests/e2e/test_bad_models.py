@@ -214,6 +214,7 @@ BAD_SETTINGS: list[tuple[dict[str, Any], tuple[str, ...], list[str]]] = [
      ["--dtype", "float16", "--device", "cpu"]),
     ({"quantization": "fp4"}, ("quantization='fp4'", "must be one of int8"), ["--quantization", "fp4"]),
     ({"attention_backend": "flashy"}, ("flashy", "known"), ["--attention-backend", "flashy"]),
+    ({"attention_backend": "FLASH_ATTN"}, ("flash", "runs on device cuda"), ["--attention-backend", "FLASH_ATTN"]),
     ({"enable_lora": True}, ("enable_lora=True", "no LoRA"), ["--enable-lora"]),
     ({"tokenizer": "/nowhere"}, ("/nowhere",), ["--tokenizer", "/nowhere"]),
     ({"seed": -1}, ("seed=-1", "from 0 to 9223372036854775807"), ["--seed", "-1"]),

@@ -24,6 +24,13 @@ from octavo.attention.base import (
 from octavo.cache.kernel_blocks import takes_size
 
 
+def wrong_device(name: str, capability: Capability, device: str) -> str:
+    """Why a backend does not run here, and what to set."""
+    instead = "paged" if device == "cuda" else "cpu"
+    devices = " or ".join(capability.devices)
+    return f"attention backend {name!r} runs on device {devices}, got {device}: set attention_backend={instead!r}"
+
+
 class BackendFrame(abc.ABC):
     """An AttentionBackend but for its name, its capability and `attend`; one that plans adds to `prepare`."""
 
@@ -36,11 +43,7 @@ class BackendFrame(abc.ABC):
     ) -> None:
         """Raises ValueError for a device, dtype, head size, cache or feature that the backend does not state."""
         if not self.runs_on(device):
-            instead = "paged" if device.type == "cuda" else "cpu"
-            raise ValueError(
-                f"attention backend {self.name!r} runs on device {' or '.join(self.capability.devices)}, got {device}: "
-                f"set attention_backend={instead!r}"
-            )
+            raise ValueError(wrong_device(self.name, self.capability, device.type))
         check_variants(self.name, self.capability, variants, dtype, setup)
 
     def runs_on(self, device: torch.device) -> bool:

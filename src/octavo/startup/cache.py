@@ -23,6 +23,7 @@ from octavo.attention.base import (
     Variant,
     forward_context,
 )
+from octavo.attention.frame import wrong_device
 from octavo.attention.mods import PROMPT_LENGTH
 from octavo.attention.mods.choice import specs_of
 from octavo.cache.groups import CacheGroup, TableSpec, pages_differ
@@ -64,7 +65,13 @@ def choose_form(resolved: Resolved, groups: Sequence[CacheGroup]) -> KVCacheLayo
         mixed_pages=pages_differ(groups, ITEMSIZE[resolved.kv_cache_dtype]),
     )
     supported = {name: fact.kernel_block_sizes for name, fact in facts.items()}
-    tables = choose_tables(groups, names, supported, layout, wanted=resolved.kernel_block_size)
+    try:
+        tables = choose_tables(groups, names, supported, layout, wanted=resolved.kernel_block_size)
+    except ValueError:
+        for name, fact in facts.items():
+            if resolved.device not in fact.devices:  # the nearer reason: no size of a block would help
+                raise ConfigError("attention_backend", name, wrong_device(name, fact, resolved.device)) from None
+        raise
     uninitialized_groups = {table.group for table in tables if facts[table.backend].reads_uninitialized}
     zeroed = (
         dataclasses.replace(g, zero_fresh_blocks=True) if i in uninitialized_groups else g for i, g in enumerate(groups)
