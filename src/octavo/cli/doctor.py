@@ -110,9 +110,11 @@ def _resolved(resolved: Resolved) -> list[tuple[str, object]]:
 
 
 def _read_arch(config: EngineConfig) -> Arch:
-    from octavo.startup.frontend import find_and_read
+    from octavo.checkpoint.config_reader.checkpoint import read_arch
+    from octavo.checkpoint.hub import find_model
 
-    return find_and_read(config)[1]
+    folder = find_model(config.model, config.revision, config.download_dir)
+    return read_arch(folder, config.model_packages, config.hf_overrides)
 
 
 def _weight_bytes(arch: Arch, resolved: Resolved) -> int:
