@@ -73,6 +73,8 @@ class LLM:
     with all prompts, and each is answered as if it were alone. An error, Ctrl-C or a stream that is dropped ends the
     requests of its own call only. `close` ends all: who waits then gets RuntimeError. An iterator of `stream` is for
     one thread at a time, as any iterator is. `LLM.engine` itself is not for several threads.
+
+    A forked process may use it on a CPU, if no request ran at the fork; else it gets RuntimeError, and needs its own.
     """
 
     def __init__(
@@ -135,6 +137,7 @@ class LLM:
         )
         many = _as_list(prompts)
         params = self._params_per_prompt(sampling_params, len(many))
+        self._shared.check_process()
         with gc_control.relaxed():
             ready = [self._ready(*each) for each in zip(many, params, strict=True)]
             return self._run(ready, params, use_tqdm, priority)
@@ -175,6 +178,7 @@ class LLM:
         many = isinstance(messages, Sequence) and bool(messages) and not isinstance(messages[0], Mapping)
         conversations: Any = messages if many else [messages]
         params = self._params_per_prompt(sampling_params, len(conversations))
+        self._shared.check_process()
         with gc_control.relaxed():
             ready = [
                 self._ready_chat(
@@ -239,7 +243,7 @@ class LLM:
     def close(self) -> None:
         """Release the engine, at the end of a step that runs."""
         self._sandbox.close()
-        self._shared.exclusively(self.engine.close)
+        self._shared.close()
 
     def __enter__(self) -> Self:
         """The LLM itself."""

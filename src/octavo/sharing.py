@@ -4,12 +4,14 @@ Owns which thread steps, the calls on their way in, and whom an output belongs t
 threads that wait for outputs one leads. The leader takes in what all have asked for, steps, and hands the outputs out;
 when it has what it waits for, or is interrupted, another leads. Knows no prompts and no text. Invariants: the engine is
 touched under `_lead` alone; who does not get it either is woken by who has it, or left something in `_inbox`, where
-every holder looks after it has let go.
+every holder looks after it has let go. In a forked process the engine works if it was idle then, on a CPU; else every
+use says so.
 """
 
 from __future__ import annotations
 
 import collections
+import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -17,6 +19,8 @@ from typing import TypeVar
 
 from octavo.engine import Engine
 from octavo.request.outputs import RequestOutput
+from octavo.startup import gc_control
+from octavo.startup.forks import tell_in_child
 from octavo.startup.interrupts import HeldInterrupt
 
 _T = TypeVar("_T")
@@ -54,9 +58,13 @@ class SharedEngine:
         self._arriving: list[Call] = []  # with parts to be queued
         self._owners: dict[str, Call] = {}  # per id of a queued request
         self._waiting: dict[Call, None] = {}  # in order; changed by single operations alone
+        self._process = os.getpid()
+        self._foreign = ""  # why this process cannot use the engine
+        tell_in_child(self._forked)
 
     def submit(self, call: Call) -> None:
-        """Ask for a call's requests. They are queued by whoever steps next."""
+        """Ask for a call's requests. They are queued by whoever steps next. Raises as `check_process`."""
+        self.check_process()
         self._inbox.put(call)
 
     def wait(self, call: Call) -> list[RequestOutput]:
@@ -64,6 +72,7 @@ class SharedEngine:
 
         Raises what a step raises, and what queueing the call's requests raised. Ctrl-C waits for the end of a step.
         """
+        self.check_process()
         try:
             self._waiting[call] = None
             while not call.is_due:
@@ -87,16 +96,39 @@ class SharedEngine:
         another thread leads, it does the work at the end of its step.
         """
         call.is_over = True
+        if self._foreign:  # its requests run in the process that this one was forked from
+            return
         self._inbox.put(call)
         self._let_go()
 
     def exclusively(self, action: Callable[[], _T]) -> _T:
-        """`action` between two steps."""
+        """`action` between two steps. Raises as `check_process`."""
+        self.check_process()
         try:
             with self._lead:
                 return action()
         finally:
             self._let_go()
+
+    def check_process(self) -> None:
+        """Raise RuntimeError in a forked process that cannot use the engine."""
+        if self._foreign:
+            raise RuntimeError(self._foreign)
+
+    def close(self) -> None:
+        """Release the engine, at the end of a step that runs. A process that cannot use it has nothing to release."""
+        if not self._foreign:
+            self.exclusively(self._engine.close)
+
+    def _forked(self) -> None:
+        gc_control.forget_threads()
+        parent, self._process = self._process, os.getpid()
+        whose = f"this LLM belongs to process {parent}, from which this one was forked"
+        is_busy = self._lead.locked() or self._owners or self._arriving or self._waiting or not self._inbox.empty()
+        if self._engine.resolved.device != "cpu":
+            self._foreign = f"{whose}, and a device works for one process: make an LLM here, in a process by spawn"
+        elif is_busy:
+            self._foreign = self._foreign or f"{whose} while requests ran: make an LLM here, or fork when none runs"
 
     def _alone(self, action: Callable[[], None]) -> bool:
         """`action` as the leader. False, and nothing is done, if another thread leads."""

@@ -17,7 +17,7 @@ from patience import patient
 WORDS = {
     "cache.groups", "cache.policies", "checkpoint.arch", "checkpoint.config_reader", "checkpoint.generation_config",
     "config", "grammar.json_schema", "observe", "plan", "registry", "request", "startup.child", "startup.gc_control",
-    "startup.interrupts", "startup.memory_plan",
+    "startup.forks", "startup.interrupts", "startup.memory_plan",
 }  # fmt: skip
 DEVICE_SIDE = {
     "attention",

@@ -206,3 +206,18 @@ def test_a_text_without_tokens_is_a_users_mistake(make_sandbox: MakeSandbox) -> 
         assert caught.value.code == "untokenizable"
         with pytest.raises(ParameterError, match=r"^messages: cannot be tokenized"):
             sandbox.render_chat([{"role": "user", "content": text}], LIMITS)
+
+
+def test_closing_in_a_forked_process_leaves_the_parents_children_alone(make_sandbox: MakeSandbox) -> None:
+    """Also while another thread of the parent holds the lock: that thread is not there."""
+    sandbox = make_sandbox()
+    sandbox.start()
+    child = child_of(sandbox)
+    with sandbox._lock:
+        pid = os.fork()
+        if not pid:
+            signal.alarm(60)
+            sandbox.close()
+            os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert child.is_running() and sandbox.render_chat(TALK, LIMITS)

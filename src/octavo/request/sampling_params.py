@@ -425,7 +425,8 @@ def check_token_ids(token_ids: object, limits: Limits, kept: int | None = None) 
         token_ids = token_ids[-kept:]
     check_length(len(token_ids), limits)
     high = limits.num_token_ids or limits.vocab_size
-    with contextlib.suppress(msgspec.ValidationError):  # the loop says what is wrong, or takes other integers
+    # the loop says what is wrong, or takes other integers; msgspec tells of half a character as of UTF-8
+    with contextlib.suppress(msgspec.ValidationError, UnicodeEncodeError):
         converted: list[int] = msgspec.convert(token_ids, _ids_below(high))
         return converted
     ids = []

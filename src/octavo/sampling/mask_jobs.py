@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.sampling.thinking import Form
+from octavo.startup.forks import tell_in_child
 
 _LOG = logging.getLogger(__name__)
 
@@ -75,6 +76,11 @@ class MaskLanes:
 
     def __init__(self) -> None:
         """Nothing is started."""
+        self._empty()
+        tell_in_child(self._empty)
+
+    def _empty(self) -> None:
+        """Forget all jobs and threads: a forked process has none of these."""
         self._quick: queue.SimpleQueue[MaskJob | None] = queue.SimpleQueue()
         self._compile: queue.SimpleQueue[MaskJob | None] = queue.SimpleQueue()
         self._slow: queue.SimpleQueue[MaskJob | None] = queue.SimpleQueue()

@@ -45,6 +45,15 @@ def loading() -> Iterator[None]:
             gc.enable()
 
 
+def forget_threads() -> None:
+    """For a forked process: none of those that were within `relaxed` is there."""
+    global _LOCK
+    _LOCK = threading.Lock()
+    if _before:
+        gc.set_threshold(*_before[0])
+        _before.clear()
+
+
 @contextlib.contextmanager
 def relaxed() -> Iterator[None]:
     """Within: collections are seldom, unless the process has its own idea of them. Threads may be within together."""
@@ -56,6 +65,6 @@ def relaxed() -> Iterator[None]:
         yield
     finally:
         with _LOCK:
-            outside = _before.pop()
+            outside = _before.pop() if _before else gc.get_threshold()  # in a forked process they are forgotten
             if not _before:
                 gc.set_threshold(*outside)

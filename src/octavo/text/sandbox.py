@@ -26,6 +26,7 @@ import msgspec
 
 from octavo.request.sampling_params import Limits, check_text
 from octavo.request.validation import ParameterError
+from octavo.startup.forks import tell_in_child
 from octavo.text.no_tokenizer import NoTokenizer
 from octavo.text.sandbox_child import Answer, Job, Parts, receive, send
 from octavo.text.template import TemplateError
@@ -60,9 +61,15 @@ class TextSandbox:
         self._idle: list[Child] = []
         self._children: set[Child] = set()
         self._closed = False
-        self._owner = os.getpid()
         self.num_killed = 0
-        weakref.finalize(self, _end_all, self._children, self._owner)  # for who forgets to close it
+        tell_in_child(self._forked)
+        weakref.finalize(self, _end_all, self._children)  # for who forgets to close it
+
+    def _forked(self) -> None:
+        """In a forked process the children and their answers are the parent's."""
+        self._lock = threading.Lock()
+        self._idle.clear()
+        self._children.clear()
 
     def start(self) -> None:
         """Have a child ready. Raises SandboxError."""
@@ -172,10 +179,6 @@ class TextSandbox:
         with self._lock:
             if self._closed:
                 raise SandboxError("", "the text's children are closed")
-            if os.getpid() != self._owner:  # after a fork the children and their answers are the parent's
-                self._owner = os.getpid()
-                self._idle.clear()
-                self._children.clear()
             if self._idle:
                 return self._idle.pop(), False
             if self._first is None:
@@ -220,10 +223,9 @@ class TextSandbox:
         return child.kill()
 
 
-def _end_all(children: set[Child], owner: int) -> None:
-    if os.getpid() == owner:
-        for child in children:
-            child.kill()
+def _end_all(children: set[Child]) -> None:
+    for child in children:
+        child.kill()
 
 
 class Child:

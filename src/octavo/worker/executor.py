@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import NoReturn, Protocol
 
 from octavo.plan import StepPlan, StepResult
+from octavo.startup.forks import tell_in_child
 
 
 class PendingResult(Protocol):
@@ -82,6 +83,11 @@ class ThreadExecutor:
     def __init__(self, execute: Callable[[StepPlan], StepResult]) -> None:
         """`execute` is a runner's."""
         self._execute = execute
+        self._forked()
+        tell_in_child(self._forked)
+
+    def _forked(self) -> None:
+        """Have a thread: a forked process has none."""
         self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="octavo-worker")
 
     def submit(self, plan: StepPlan) -> PendingResult:
