@@ -23,6 +23,8 @@ _INTEGER: dict[str, Any] = {"type": "integer"}
 EXTREMES: list[dict[str, Any]] = [
     *({"const": sign * (EDGE + step)} for sign in (1, -1) for step in (-1, 0, 1, EDGE)),
     {"enum": [1, -EDGE]},
+    {**_INTEGER, "const": -1e300},
+    {"allOf": [{"enum": [1, -1e30]}, _INTEGER]},
     {"const": {"a": [-EDGE]}},
     *({"type": kind, "minimum": -EDGE, "maximum": -EDGE + 8} for kind in ("integer", "number")),
     *({"type": kind, "minimum": -1e30, "maximum": -1e29} for kind in ("integer", "number")),

@@ -15,6 +15,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+import octavo.serve.sandbox.grammar
 from octavo.grammar.compiler import Vocabulary
 from octavo.request.sampling_params import ParameterError, StructuredOutputsParams
 from octavo.serve.sandbox.grammar import (
@@ -120,6 +121,23 @@ def test_a_child_that_takes_too_much_memory_answers_for_it() -> None:
         assert "memory" in str(error)
 
     _with_sandbox(use, memory_bytes=1 << 20)
+
+
+def test_a_child_that_crashes_is_not_said_to_take_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = octavo.serve.sandbox.grammar._Child.ask
+
+    async def crash(child: Any, structured: StructuredOutputsParams) -> Any:
+        os.kill(child.process.pid, signal.SIGSEGV)
+        return await ask(child, structured)
+
+    monkeypatch.setattr(octavo.serve.sandbox.grammar._Child, "ask", crash)
+
+    async def use(sandbox: GrammarSandbox) -> None:
+        error = await _error(sandbox, _form(choice=["a"]))
+        assert error is not None and error.code == "schema_too_complex"
+        assert "SIGSEGV" in str(error) and "memory" not in str(error)
+
+    _with_sandbox(use)
 
 
 def test_a_child_that_dies_is_replaced() -> None:

@@ -90,6 +90,8 @@ class _Numbers:
                 self._constant(key, each)
         elif type(value) is int and (abs(value) > MAX_BOUND or int(float(value)) != value):
             raise self._unsupported(f"{key} holds an integer that is beyond 2**53 and no double; use a string")
+        elif type(value) is float and abs(value) > MAX_BOUND:  # beside the type integer it is a bound
+            raise self._unsupported(f"{key} holds a number beyond 2**63 - 1024 in size; use a string")
 
     def _reference(self, reference: Any) -> None:
         """Refuse a way to a schema within data, unless its numbers are safe as they are."""

@@ -36,6 +36,7 @@ MAX_CHILDREN = 2
 MAX_WAITING = 32  # forms that wait for a child
 WAIT_SECONDS = 10.0  # for a child
 MAX_VERDICTS = 1024
+_CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 _KEPT_ENVIRONMENT = ("PATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "SYSTEMROOT")
 
 
@@ -262,7 +263,7 @@ class GrammarSandbox:
             except (OSError, RuntimeError, asyncio.IncompleteReadError, msgspec.DecodeError):
                 if not is_fresh:  # it may have been dead before it was asked: another one tells
                     continue
-                verdict = Verdict(field, "takes more than the memory that is allowed to compile", "schema_too_complex")
+                verdict = Verdict(field, await child.why_it_died(), "schema_too_complex")
             finally:
                 if done:
                     self._idle.append(child)
@@ -337,6 +338,15 @@ class _Child:
         self._sink.write(pack(structured))
         await self._sink.drain()
         return await self._answer()
+
+    async def why_it_died(self) -> str:
+        """What the form of a child that gave no answer did, for the client. It has closed its pipe."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.process.wait(), 1.0)
+        code = self.process.returncode
+        if code is not None and -code in _CRASHES:
+            return f"crashes the grammar library ({signal.Signals(-code).name}): it cannot be compiled"
+        return "takes more than the memory that is allowed to compile"
 
     async def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
