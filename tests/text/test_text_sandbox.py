@@ -221,3 +221,17 @@ def test_closing_in_a_forked_process_leaves_the_parents_children_alone(make_sand
             os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
     assert child.is_running() and sandbox.render_chat(TALK, LIMITS)
+
+
+def test_a_child_that_did_not_use_its_time_is_not_the_texts_fault(
+    make_sandbox: MakeSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stands still, or the machine is busy: nobody is told that a text takes too long."""
+    monkeypatch.setattr(sandbox_module, "RENDER_SECONDS", 0.01)
+    monkeypatch.setattr(sandbox_module, "SPARE_SECONDS", 0.01)
+    sandbox = make_sandbox()
+    sandbox.start()
+    child_of(sandbox).send_signal(signal.SIGSTOP)
+    with pytest.raises(SandboxError) as caught:
+        sandbox.render_chat(TALK, LIMITS)
+    assert not caught.value.exceeded

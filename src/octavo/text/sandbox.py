@@ -156,8 +156,10 @@ class TextSandbox:
         `is_late`: its time is over by the clock.
         """
         code = self._forget(child)
-        if is_late or code == -signal.SIGPROF:
+        if code == -signal.SIGPROF:
             exceeded = f"{job.seconds:g} s"
+        elif is_late:  # it had the time and did not use it: it stood, or the machine is busy
+            exceeded = ""
         elif is_fresh:
             exceeded = f"{job.memory_bytes >> 20} MB"
         else:
