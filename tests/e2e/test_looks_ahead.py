@@ -69,7 +69,8 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     backend, mask = request.param
     shape = GEMMA | {"num_hidden_layers": 3} if mask == "in windows" else QWEN
     fields: dict[str, Any] = {
-        **settings_of(shape, tmp_path_factory.mktemp("model")), "dtype": "float32", "attention_backend": backend,
+        **settings_of(shape, tmp_path_factory.mktemp("model")), "dtype": "float32", "block_size": 16,
+        "attention_backend": backend,
         "max_model_len": MAX_LEN, "max_num_batched_tokens": MAX_LEN, "max_num_seqs": 8, "attention_mods": MASKS[mask],
     }  # fmt: skip
     rng = random.Random(1)

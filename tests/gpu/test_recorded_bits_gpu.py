@@ -22,6 +22,6 @@ def test_bits_are_those_recorded() -> None:
     expected = recorded.recorded().get(key)
     if expected is None:
         pytest.skip(f"nothing is recorded for {key}")
-    seen = recorded.observe("cuda")
-    moved = {name: [i for i, own in enumerate(expected[name]) if own != seen[name][i]] for name in expected}
+    seen = recorded.observe("cuda")  # an empty digest: that request is not recorded there yet
+    moved = {name: [i for i, own in enumerate(expected[name]) if own and own != seen[name][i]] for name in expected}
     assert {name: places for name, places in moved.items() if places} == {}
