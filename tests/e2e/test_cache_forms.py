@@ -176,7 +176,7 @@ def test_L3_G3_backends_without_a_common_layout_are_refused_with_what_each_takes
         ({"reference": [0], "cpu": [0]}, "names a layer twice"),
         ({"reference": "0"}, "must name layers per backend"),
         (["reference"], "must name layers per backend"),
-        ({"refrence": [0]}, "unknown attention backend 'refrence'.*change --attention-backend"),
+        ({"refrence": [0]}, "unknown attention backend 'refrence'.*change attention_backend"),
     ],
 )
 def test_layers_that_cannot_have_another_backend(make_llm: Make, layers: Any, named: str) -> None:
@@ -185,7 +185,9 @@ def test_layers_that_cannot_have_another_backend(make_llm: Make, layers: Any, na
 
 
 def test_a_backend_that_is_not_known_is_refused_with_the_setting(make_llm: Make) -> None:
-    with pytest.raises(ValueError, match=r"attention_backend='warp': unknown .* known are cpu, .*--attention-backend"):
+    with pytest.raises(
+        ValueError, match=r"attention_backend='warp': unknown .* known are cpu, .*change attention_backend"
+    ):
         make_llm(attention_backend="warp")
 
 

@@ -81,9 +81,9 @@ class Reply(Protocol):
 
 
 def make_run(exchange: Exchange, prefix: str, request: _Options, prompts: list[Prompt], params: SamplingParams) -> Run:
-    """The run of a request whose prompts and parameters are checked. `prefix`: of its id, which holds the client's."""
+    """The run of a request whose prompts and parameters are checked. `prefix`: of its id, which holds the body's."""
     return Run(
-        id=prefix + (exchange.client_id or read_request_id(request.request_id) or exchange.own_id),
+        id=prefix + (read_request_id(request.request_id) or exchange.own_id),
         key=prefix + exchange.own_id,
         prompts=prompts,
         params=params,

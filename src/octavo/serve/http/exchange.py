@@ -56,8 +56,7 @@ class Exchange:
         self.path_value = ""  # what stands for {...} in the route's path
         self.route: str | None = None  # the path of the route that answers
         self.own_id = secrets.token_hex(16)
-        self.client_id = self._client_id()  # what x-request-id says, or ""
-        self.request_id = self.client_id or self.own_id  # shown, never used as a key
+        self.request_id = self._client_id() or self.own_id  # shown, never used as a key
         self.status = 0  # 0: nothing was sent
         self.started = time.monotonic()
         self.notes: dict[str, Any] = {}  # figures for the log
