@@ -82,8 +82,9 @@ class Reply(Protocol):
 
 def make_run(exchange: Exchange, prefix: str, request: _Options, prompts: list[Prompt], params: SamplingParams) -> Run:
     """The run of a request whose prompts and parameters are checked. `prefix`: of its id, which holds the body's."""
+    given = read_request_id(request.request_id)
     return Run(
-        id=prefix + (read_request_id(request.request_id) or exchange.own_id),
+        id=prefix + (f"{given}-{exchange.own_id[:12]}" if given else exchange.own_id),  # two may give the same
         key=prefix + exchange.own_id,
         prompts=prompts,
         params=params,
