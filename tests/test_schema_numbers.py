@@ -112,3 +112,19 @@ def test_what_is_safe_stays_as_it_is() -> None:
     text = 'start: "%json {" | %json {"minimum": 5}'
     assert safe_grammar(text) == text
     assert safe_grammar(f'start: %json {{"minimum": {-EDGE}}} "x"') == f'start: %json {{"minimum": {-MAX_BOUND}}} "x"'
+
+
+@pytest.mark.parametrize("schema", [
+    {"type": "integer", "multipleOf": 2147483649}, {"type": ["integer", "null"], "multipleOf": 2**32 - 1},
+    {"type": "number", "multipleOf": 0.100000007}, {"allOf": [{"multipleOf": 999_983}, {"multipleOf": 999_979}]},
+])  # fmt: skip
+def test_a_multiple_with_many_remainders_is_refused_by_name(schema: dict[str, Any]) -> None:
+    """The library took minutes for them, with a state for each remainder."""
+    with pytest.raises(ParameterError, match="multipleOf"):
+        safe_numbers(schema)
+
+
+@pytest.mark.parametrize("multiple", [1, 7, 0.01, 0.25, 1000, 10**9, 2.5e-7, 3600.0])
+def test_a_multiple_with_few_remainders_stays(multiple: float) -> None:
+    schema = {"type": "number", "multipleOf": multiple}
+    assert safe_numbers(schema) is schema

@@ -10,12 +10,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from decimal import Decimal
 from typing import Any
 
 from octavo.request.validation import ParameterError
 
 MAX_EXACT = 2**53  # up to here every integer is a double
 MAX_BOUND = 2**63 - 1024  # the largest double that is an int64
+MAX_MULTIPLE = 2**20  # the library makes a state for each remainder: 0.2 s at this size
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _DATA = ("const", "enum", "default", "examples")
 _EMBEDDED = "%json"
@@ -56,6 +58,7 @@ class _Numbers:
 
     def __init__(self, root: dict[str, Any], field: str) -> None:
         self._root, self._field = root, field
+        self._multiple = 1  # of all `multipleOf` of the document, which a value may have to meet together
 
     def schema(self, node: Any) -> Any:
         """A schema, or a keyword's value with schemas in it. The same object if nothing in it changes."""
@@ -76,6 +79,7 @@ class _Numbers:
             else:
                 made[key] = self.schema(value)
         self._reference(node.get("$ref"))
+        self._multiple_of(node.get("multipleOf"))
         bounds = self._bounds(node)
         if bounds is not None:
             kept = {key: value for key, value in made.items() if key not in _BOUNDS}
@@ -109,6 +113,16 @@ class _Numbers:
             raise self._unsupported("$ref leads to a constant that holds a $ref")
         if self.schema(target) is not target:
             raise self._unsupported("$ref leads to a constant with bounds beyond 2**53")
+
+    def _multiple_of(self, value: Any) -> None:
+        if type(value) not in (int, float) or not math.isfinite(value):
+            return  # the library says that it is no number
+        digits = int("".join(map(str, Decimal(repr(value)).normalize().as_tuple().digits)))
+        self._multiple = math.lcm(self._multiple, max(digits, 1))
+        if self._multiple > MAX_MULTIPLE:
+            raise self._unsupported(
+                f"multipleOf, of all of the schema together, leaves more than {MAX_MULTIPLE} remainders"
+            )
 
     def _bounds(self, node: Mapping[str, Any]) -> dict[str, Any] | None:
         """The bounds in doubles within the range; None: they may stay."""
