@@ -185,7 +185,7 @@ def test_fields_part_the_prefix_cache() -> None:
 
 def test_backends_that_cannot_run_a_mod_refuse_it() -> None:
     if native.available():
-        with pytest.raises(ConfigError, match="attention backend cpu cannot run it; set --attention-backend flex or"):
+        with pytest.raises(ConfigError, match="attention backend cpu cannot run it; set attention_backend flex or"):
             LLM(dtype="float32", attention_mods=A.dilated(3), attention_backend="cpu")
 
 

@@ -116,10 +116,9 @@ def broken(x, SIZE: triton.language.constexpr):
 
 
 def test_a_kernel_that_does_not_compile_is_told_by_its_launch(no_gpu: SimpleNamespace) -> None:
-    with side_by_side.compiling(lambda *_: None) as made:
+    with side_by_side.compiling(lambda *_: None):
         broken[(1,)](torch.zeros(2), SIZE=2)
         multiply(1)
-    assert made.num_made == 1
     with pytest.raises(triton.CompilationError):
         broken[(1,)](torch.zeros(2), SIZE=2)
 
