@@ -314,6 +314,7 @@ class _Child:
         environment = {name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ}
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)  # where this process looks
         environment |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
+        environment["MALLOC_ARENA_MAX"] = "1"  # the thread that works takes no address space of its own in advance
         numbers = (str(number) for number in (memory_bytes, int(seconds) + 1, os.getpid()))
         return _Child(
             await asyncio.create_subprocess_exec(

@@ -13,6 +13,7 @@ import contextlib
 import resource
 import struct
 import sys
+import threading
 from collections.abc import Sequence
 from typing import BinaryIO
 
@@ -24,6 +25,7 @@ from octavo.request.validation import ParameterError
 from octavo.startup.child import exit_with_parent
 
 MAX_FRAME_BYTES = 1 << 28
+STACK_BYTES = 16 << 20
 _HEAD = struct.Struct("<I")
 
 
@@ -49,7 +51,18 @@ def frame_length(head: bytes) -> int:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Serve until the input ends."""
+    """Serve until the input ends, in a thread.
+
+    A thread's stack is mapped whole before the limits. The first thread's grows as it is used: where the limit of the
+    address space forbids that, the process would crash (SIGSEGV) instead of being told that memory is short.
+    """
+    threading.stack_size(STACK_BYTES)
+    thread = threading.Thread(target=_serve, args=(argv,))
+    thread.start()
+    thread.join()
+
+
+def _serve(argv: Sequence[str]) -> None:
     memory_bytes, cpu_seconds, parent = int(argv[0]), int(argv[1]), int(argv[2])
     if not exit_with_parent(parent):
         return
