@@ -24,6 +24,7 @@ from null_device import NullRunner
 from octavo.cache.groups import CacheGroup
 from octavo.config.engine_config import EngineConfig
 from octavo.engine import EngineCore
+from octavo.plan import StepLimits
 from octavo.request.sampling_params import RequestOutputKind, SamplingParams
 from octavo.sched.kv_manager import KVManager
 from octavo.sched.scheduler import Scheduler
@@ -46,19 +47,9 @@ class Load:
         """With `num_requests` in the queue."""
         block_size = 16 if scenario != "steady" else MAX_LEN
         group = CacheGroup(kind="full", window=0, block_size=block_size, layers=(0,))
-        scheduler = Scheduler(
-            KVManager([group], NUM_BLOCKS, enable_prefix_caching=caching),
-            max_num_seqs=max(num_requests, 16),
-            max_num_batched_tokens=8192,
-            max_model_len=MAX_LEN,
-        )
-        runner = NullRunner(
-            group,
-            max_num_rows=max(num_requests, 16),
-            max_num_tokens=8192,
-            max_model_len=MAX_LEN,
-            tokens=torch.arange(max(num_requests, 16)) * 7919 % 4000 + 50,
-        )
+        limits = StepLimits(max_num_rows=max(num_requests, 16), max_num_tokens=8192, max_model_len=MAX_LEN)
+        scheduler = Scheduler(KVManager([group], NUM_BLOCKS, enable_prefix_caching=caching), limits)
+        runner = NullRunner(group, limits, torch.arange(limits.max_num_rows) * 7919 % 4000 + 50)
         executor = DeviceExecutor(runner.issue)
         self.core = EngineCore(scheduler, executor, eos_token_ids=[2], async_scheduling=True)
         self._outputs = OutputProcessor(tokenizer)

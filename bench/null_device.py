@@ -17,7 +17,7 @@ from octavo.device.block_table import BlockTables
 from octavo.device.graphs import EAGER, GraphKey, GraphPool, decode_keys, mixed_keys
 from octavo.device.request_table import RequestTable
 from octavo.device.staging import PinnedRing, WriteQueue
-from octavo.plan import NewRow
+from octavo.plan import NewRow, StepLimits
 from octavo.sampling.sampler import Sampler
 from octavo.worker.runner import Runner
 
@@ -77,23 +77,20 @@ class _Pool:
 class NullRunner(Runner):
     """Issues steps, and has a token for each row that samples."""
 
-    def __init__(
-        self, group: CacheGroup, *, max_num_rows: int, max_num_tokens: int, max_model_len: int, tokens: torch.Tensor
-    ) -> None:
+    def __init__(self, group: CacheGroup, limits: StepLimits, tokens: torch.Tensor) -> None:
         """tokens: [max_num_rows] int64, what rows "sample", by their place in the batch."""
         queue = WriteQueue(_Ring())
         queue._write_runs = cast(Any, lambda *_: None)
-        sizes: dict[str, Any] = {"max_num_rows": max_num_rows, "device": CPU, "queue": queue}
-        requests = RequestTable(max_model_len=max_model_len, **sizes)
-        tables = BlockTables([group], max_model_len=max_model_len, **sizes)
+        requests = RequestTable(limits, device=CPU, queue=queue)
+        tables = BlockTables([group], limits, device=CPU, queue=queue)
         sampler = _Sampler(
-            max_num_rows=max_num_rows + 1, vocab_size=_VOCAB_SIZE, max_model_len=max_model_len, device=CPU,
+            limits, vocab_size=_VOCAB_SIZE, device=CPU,
             tokens=requests.token_ids.data, prompt_lens=requests.prompt_len.data, queue=queue,
         )  # fmt: skip
         model, state, pool = (cast(Any, part()) for part in (_Model, _State, _Pool))
-        buffers = InputBuffers(requests, tables, max_num_tokens=max_num_tokens, **sizes)
-        graphs = _Graphs(max_num_rows, max_num_tokens)
-        super().__init__(model, state, pool, requests, tables, buffers, sampler, graphs, max_model_len=max_model_len)
+        buffers = InputBuffers(requests, tables, limits, device=CPU, queue=queue)
+        graphs = _Graphs(limits.max_num_rows, limits.max_num_tokens)
+        super().__init__(model, state, pool, requests, tables, buffers, sampler, graphs)
         buffers.results.copy_(tokens[:, None])
 
     def _commit(self, *_: Any, **__: Any) -> None:

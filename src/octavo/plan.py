@@ -1,10 +1,10 @@
 """The only words between scheduler and worker.
 
-Owns StepPlan (what to run), NewRow (a request's first appearance in a row), NewBlocks (how old rows grow) and
-StepResult (what came out). They are frozen, arrays included, and msgpack-able by `encode` and `decode`, so the two
-sides may live in one process, two processes or two hosts. What there is per running row is an array. This file does
-not know how a plan is made or executed. Invariant: a plan is a difference; a worker that has executed plans 0..N-1
-needs plan N and nothing else.
+Owns StepPlan (what to run), NewRow (a request's first appearance in a row), NewBlocks (how old rows grow), StepResult
+(what came out) and StepLimits (how large plans get). They are frozen, arrays included, and msgpack-able by `encode` and
+`decode`, so the two sides may live in one process, two processes or two hosts. What there is per running row is an
+array. This file does not know how a plan is made or executed. Invariant: a plan is a difference; a worker that has
+executed plans 0..N-1 needs plan N and nothing else.
 """
 
 from __future__ import annotations
@@ -22,6 +22,15 @@ IntArray = NDArray[np.integer]
 
 NO_INTS: IntArray = np.zeros(0, np.int64)
 NO_INTS.flags.writeable = False
+
+
+class StepLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What no plan goes beyond: the scheduler keeps to it, and tables and buffers are as large."""
+
+    max_num_rows: int  # of a step, and requests that run at once
+    max_num_tokens: int  # of a step
+    max_model_len: int  # tokens of a request, prompt and output
+    max_num_drafts: int = 0  # of a row in one step
 
 
 class NewRow(msgspec.Struct, frozen=True, kw_only=True):

@@ -24,6 +24,7 @@ from octavo.cache.pool import KVCachePool
 from octavo.device.block_table import BlockTables
 from octavo.ops.inputs import gather_inputs
 from octavo.ops.inputs.tensors import GroupTables, RowTensors, StepInputs
+from octavo.plan import StepLimits
 
 CPU = torch.device("cpu")
 FULL = CacheGroup(kind="full", window=0, block_size=128, layers=(0, 1))
@@ -51,7 +52,8 @@ def make_pool(
 
 def make_tables(*maps: BlockMap, max_model_len: int = 1024, rows: int = 4) -> BlockTables:
     groups = [dataclasses.replace(FULL, block_size=m.kernel_block_size * m.ratio) for m in maps]
-    return BlockTables(groups, max_num_rows=rows, max_model_len=max_model_len, device=CPU, block_maps=maps)
+    limits = StepLimits(max_num_rows=rows, max_num_tokens=max_model_len, max_model_len=max_model_len)
+    return BlockTables(groups, limits, device=CPU, block_maps=maps)
 
 
 def ids(tables: BlockTables, group: int, row: int, count: int) -> list[int]:

@@ -31,18 +31,21 @@ from octavo.device.graphs import GraphKey, GraphPool, decode_keys, mixed_keys  #
 from octavo.observe import Phases  # noqa: E402
 from octavo.ops.attention import paged as paged_attention  # noqa: E402
 from octavo.ops.compile import launch, side_by_side  # noqa: E402
+from octavo.plan import StepLimits  # noqa: E402
 from octavo.startup import build as start  # noqa: E402
 from octavo.startup.memory_plan import ITEMSIZE  # noqa: E402
 from octavo.worker.compile_ahead import Shape, compile_ahead, step_shapes  # noqa: E402
 
 SHARED_BYTES, PROCESSORS = 232448, 132  # an H200's
 ROWS, TOKENS, LENGTH = 64, 4096, SHARED["max_model_len"]
+LIMITS = StepLimits(max_num_rows=8, max_num_tokens=64, max_model_len=64)
 
 
 @pytest.mark.parametrize("limits", [(256, 8192, 40960), (64, 4096, 1280), (1, 100, 100), (3, 16, 8)])
 def test_steps_of_all_sizes_stand_for_the_others(limits: tuple[int, int, int]) -> None:
     rows, tokens, length = limits
-    shapes = step_shapes(*limits, decodes=True)
+    asked = StepLimits(max_num_rows=rows, max_num_tokens=tokens, max_model_len=length)
+    shapes = step_shapes(asked, decodes=True)
     for shape in shapes:
         assert shape.num_rows <= min(rows, shape.num_tokens) and shape.num_tokens <= tokens
         assert shape.max_query_len <= shape.max_seq_len <= length
@@ -50,7 +53,7 @@ def test_steps_of_all_sizes_stand_for_the_others(limits: tuple[int, int, int]) -
     sizes = [shape.num_tokens for shape in shapes]
     assert sizes == sorted(sizes, reverse=True) and sizes[-1] == 1
     assert sizes[0] == tokens or rows * length < tokens
-    prompts = step_shapes(*limits, decodes=False)
+    prompts = step_shapes(asked, decodes=False)
     assert prompts == [shape for shape in shapes if shape.max_query_len > 1]
     assert any(shape.every for shape in prompts) or length == 1
 
@@ -82,8 +85,8 @@ def test_two_steps_find_out_whether_kernels_are_missing(
     made = SimpleNamespace(is_settled=lambda seconds: is_settled, num_made=0 if is_settled else 7)
     monkeypatch.setattr(side_by_side, "compiling", lambda told, num_threads: contextlib.nullcontext(made))
     runner = Steps(*(decode_keys(8) if with_graphs else []))
-    assert compile_ahead(runner, lambda *_: None, (8, 64, 64)) == made.num_made
-    shapes = step_shapes(8, 64, 64, decodes=not with_graphs)
+    assert compile_ahead(runner, lambda *_: None, LIMITS) == made.num_made
+    shapes = step_shapes(LIMITS, decodes=not with_graphs)
     everything = [*runner.keys, *shapes, "writes"]
     assert runner.issued == (everything[:2] if is_settled else everything)
 
@@ -91,7 +94,7 @@ def test_two_steps_find_out_whether_kernels_are_missing(
 def test_a_triton_that_compiles_nothing_aside_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(side_by_side, "can_compile", lambda: False)
     runner = Steps(*decode_keys(8))
-    assert compile_ahead(runner, lambda *_: None, (8, 64, 64)) == 0 and not runner.issued
+    assert compile_ahead(runner, lambda *_: None, LIMITS) == 0 and not runner.issued
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no thread can be started"), torch.OutOfMemoryError("no room")])

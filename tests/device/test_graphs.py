@@ -15,7 +15,7 @@ from octavo.device.batch import BatchOrder, StepShape
 from octavo.device.graphs import ANY_LENGTH, EAGER, GraphKey, GraphPool, decode_keys, mixed_keys
 from octavo.device.request_table import RequestTable
 from octavo.layers.decoder import Decoder
-from octavo.plan import NewRow, StepPlan
+from octavo.plan import NewRow, StepLimits, StepPlan
 from octavo.request.sampling_params import SamplingParams
 
 POOL = GraphPool([*decode_keys(100), *mixed_keys(100, 200)])
@@ -114,7 +114,7 @@ def test_what_is_no_decode_step_takes_no_decode_graph() -> None:
 
 
 def test_a_step_is_a_decode_step_if_every_row_computes_what_it_sampled() -> None:
-    requests = RequestTable(max_num_rows=4, max_model_len=32, device=torch.device("cpu"))
+    requests = RequestTable(StepLimits(max_num_rows=4, max_num_tokens=32, max_model_len=32), device=torch.device("cpu"))
     for row, known in enumerate((5, 1)):
         requests.add(
             NewRow(row=row, request_id=str(row), token_ids=np.arange(known), num_prompt=known, num_computed=0,
@@ -136,7 +136,8 @@ def test_a_step_is_a_decode_step_if_every_row_computes_what_it_sampled() -> None
 def test_rows_that_decode_again_are_laid_out_as_from_the_start() -> None:
     """Steps of changing rows, some of which start anew: what is remembered of the last step changes nothing."""
     rng = np.random.default_rng(5)
-    tables = [RequestTable(max_num_rows=6, max_model_len=99, device=torch.device("cpu")) for _ in range(2)]
+    limits = StepLimits(max_num_rows=6, max_num_tokens=99, max_model_len=99)
+    tables = [RequestTable(limits, device=torch.device("cpu")) for _ in range(2)]
     lay_out, num_kept = BatchOrder(tables[0]), 0
     last = work([1])
     for number in range(200):

@@ -15,7 +15,7 @@ from octavo.device.batch import Batch, BatchOrder, StepShape
 from octavo.device.graphs import GraphPool, decode_keys
 from octavo.device.request_table import RequestTable
 from octavo.model_state.default import DefaultModelState
-from octavo.plan import NewRow, StepPlan
+from octavo.plan import NewRow, StepLimits, StepPlan
 from octavo.worker.runner import Runner
 
 MAX_LEN = 64
@@ -23,7 +23,9 @@ MAX_LEN = 64
 
 def make_layout(lengths: Sequence[int]) -> BatchOrder:
     """Rows of which all tokens but the last are computed."""
-    requests = RequestTable(max_num_rows=8, max_model_len=MAX_LEN, device=torch.device("cpu"))
+    requests = RequestTable(
+        StepLimits(max_num_rows=8, max_num_tokens=64, max_model_len=MAX_LEN), device=torch.device("cpu")
+    )
     for row, length in enumerate(lengths):
         requests.add(
             NewRow(row=row, request_id=str(row), token_ids=[1] * length, num_prompt=length, num_computed=length - 1,

@@ -120,7 +120,7 @@ def test_INV_7_preemption_pieces_and_hits_change_nothing(
     """INV-7: with such masks preempted requests said something else. Without hits, more is replayed."""
     monkeypatch.setattr(scheduler, "HEADROOM_BLOCKS", 0)  # so that more is preempted
     llm = make_llm(**case.fields, num_gpu_blocks_override=case.num_blocks, enable_prefix_caching=caching)
-    llm.engine.scheduler._max_num_batched_tokens = 48  # as if neighbours took the rest
+    llm.engine.scheduler._max_num_tokens = 48  # as if neighbours took the rest
     pieces = _count_pieces(llm, monkeypatch)
     order = random.Random(1).sample(range(len(case.asked)), len(case.asked))
     found = dict(zip(order, _answers(llm, [case.asked[index] for index in order]), strict=True))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from octavo.plan import NewRow, TokenLogprobs
+from octavo.plan import NewRow, StepLimits, TokenLogprobs
 from octavo.request.sampling_params import SamplingParams
 from octavo.sampling.rows import SampleBatch
 from octavo.sampling.sampler import Sampler, SamplerOutput
@@ -30,9 +30,8 @@ class World:
         self.prompt_lens = torch.zeros(max_num_rows, dtype=torch.int32, device=device)
         options.setdefault("mask_patience", math.inf)  # no row is held unless a test wants it
         self.sampler = Sampler(
-            max_num_rows=max_num_rows,
+            StepLimits(max_num_rows=max_num_rows - 1, max_num_tokens=max_num_rows, max_model_len=max_model_len),
             vocab_size=vocab_size,
-            max_model_len=max_model_len,
             device=self.device,
             tokens=self.table,
             prompt_lens=self.prompt_lens,

@@ -14,7 +14,7 @@ import random
 import zlib
 
 from octavo.cache.groups import WHOLE, CacheGroup
-from octavo.plan import PromptLogprobs, StepPlan, StepResult, TokenLogprobs
+from octavo.plan import PromptLogprobs, StepLimits, StepPlan, StepResult, TokenLogprobs
 from octavo.request.request import Request
 from octavo.request.sampling_params import SamplingParams
 from octavo.request.updates import RequestUpdate
@@ -70,16 +70,19 @@ def make_scheduler(
     num_drafts: int = 0,
 ) -> Scheduler:
     kv = KVManager(groups, num_blocks, enable_prefix_caching=enable_prefix_caching, secret=b"test")
+    limits = StepLimits(
+        max_num_rows=max_num_seqs,
+        max_num_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
+        max_num_drafts=num_drafts,
+    )
     return Scheduler(
         kv,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=max_model_len,
+        limits,
         policy=policy,
         priority_aging=priority_aging,
         enable_chunked_prefill=enable_chunked_prefill,
         whole_prompts=whole_prompts,
-        num_drafts=num_drafts,
     )
 
 

@@ -26,7 +26,7 @@ from octavo.checkpoint.hub import find_model
 from octavo.config.engine_config import DEFAULT_BLOCK_SIZE, EngineConfig, resolve_max_logprobs
 from octavo.engine import EngineCore
 from octavo.observe import Phases
-from octavo.plan import NewRow, PromptLogprobs, StepPlan, StepResult, TokenLogprobs
+from octavo.plan import NewRow, PromptLogprobs, StepLimits, StepPlan, StepResult, TokenLogprobs
 from octavo.request.sampling_params import SamplingParams
 from octavo.sched.kv_manager import KVManager
 from octavo.sched.scheduler import Scheduler
@@ -151,7 +151,7 @@ def build_core(config: EngineConfig, phases: Phases, options: argparse.Namespace
     num_blocks = config.num_gpu_blocks_override or _NUM_BLOCKS
     block_size = config.block_size or DEFAULT_BLOCK_SIZE["cpu"]
     kv = KVManager(make_groups(arch, block_size), num_blocks, enable_prefix_caching=config.enable_prefix_caching)
-    scheduler = Scheduler(kv, max_num_seqs=max_num_seqs, max_num_batched_tokens=num_tokens, max_model_len=length)
+    scheduler = Scheduler(kv, StepLimits(max_num_rows=max_num_seqs, max_num_tokens=num_tokens, max_model_len=length))
     eos_token_ids = list(arch.eos_token_ids)
     worker = MockWorker(
         arch.vocab_size,

@@ -18,7 +18,7 @@ from octavo.device.request_table import RequestTable
 from octavo.device.staging import StagedTensor, WriteQueue
 from octavo.ops.inputs import gather_inputs
 from octavo.ops.inputs.tensors import GroupTables, LogitTokens, StepInputs
-from octavo.plan import NO_INTS, IntArray, StepPlan
+from octavo.plan import NO_INTS, IntArray, StepLimits, StepPlan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -209,20 +209,15 @@ class InputBuffers:
         self,
         requests: RequestTable,
         tables: BlockTables,
+        limits: StepLimits,
         *,
-        max_num_rows: int,
-        max_num_tokens: int,
         device: torch.device,
         queue: WriteQueue | None = None,
-        max_num_drafts: int = 0,
     ) -> None:
-        """Sized by the limits of a step and by the widths of the block tables. `queue`: see StagedTensor.
-
-        max_num_drafts: of a row.
-        """
-        self._requests = requests
-        self._max_num_drafts = max_num_drafts
-        self._max_num_rows, self._max_num_tokens = max_num_rows, max_num_tokens
+        """Sized by the limits of a step and by the widths of the block tables. `queue`: see StagedTensor."""
+        self._requests, self.limits = requests, limits
+        max_num_rows, max_num_tokens = limits.max_num_rows, limits.max_num_tokens
+        max_num_drafts = limits.max_num_drafts
         self.input_ids = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
         self.positions = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
         self.seq_lens = torch.zeros(max_num_rows, dtype=torch.int32, device=device)
@@ -260,25 +255,20 @@ class InputBuffers:
         self._decode_rows = NO_INTS  # what the staged tensors hold, if a decode step is all they hold
         self._decode_width = 0
 
-    @property
-    def limits(self) -> tuple[int, int]:
-        """Rows and tokens of the largest step."""
-        return self._max_num_rows, self._max_num_tokens
-
     def stage(self, work: StepShape, num_rows: int) -> None:
         """Stage which rows run, padded to `num_rows`. A decode step of the same rows as the last one stages nothing.
 
         Raises ValueError for a step that is larger than what these buffers were made for.
         """
-        if work.has_drafts and work.max_logits_per_row - 1 > self._max_num_drafts:
+        if work.has_drafts and work.max_logits_per_row - 1 > self.limits.max_num_drafts:
             raise ValueError(
                 f"a plan with {work.max_logits_per_row - 1} drafts of a row, where the worker's speculator proposes "
-                f"num_drafts={self._max_num_drafts}: make scheduler and worker with one speculator"
+                f"num_drafts={self.limits.max_num_drafts}: make scheduler and worker with one speculator"
             )
-        if num_rows > self._max_num_rows or work.total_tokens > self._max_num_tokens:
+        if num_rows > self.limits.max_num_rows or work.total_tokens > self.limits.max_num_tokens:
             raise ValueError(
-                f"a step of {num_rows} rows and {work.total_tokens} tokens exceeds max_num_seqs={self._max_num_rows} "
-                f"or max_num_batched_tokens={self._max_num_tokens}"
+                f"a step of {num_rows} rows and {work.total_tokens} tokens exceeds "
+                f"max_num_seqs={self.limits.max_num_rows} or max_num_batched_tokens={self.limits.max_num_tokens}"
             )
         if work.is_decode and num_rows == self._decode_width and work.rows is self._decode_rows:  # see BatchOrder
             return

@@ -15,7 +15,7 @@ import torch
 from octavo.cache.groups import CacheGroup
 from octavo.cache.kernel_blocks import BlockMap
 from octavo.device.staging import StagedTensor, WriteQueue
-from octavo.plan import NewBlocks
+from octavo.plan import NewBlocks, StepLimits
 
 
 class BlockTables:
@@ -27,9 +27,8 @@ class BlockTables:
     def __init__(
         self,
         groups: Sequence[CacheGroup],
+        limits: StepLimits,
         *,
-        max_num_rows: int,
-        max_model_len: int,
         device: torch.device,
         block_maps: Sequence[BlockMap] = (),
         sources: Sequence[int] = (),
@@ -45,11 +44,12 @@ class BlockTables:
         self._maps = list(block_maps) or [BlockMap(kernel_block_size=group.block_size) for group in groups]
         self.block_sizes = [block_map.kernel_block_size for block_map in self._maps]
         self._widths = [
-            max(group.num_blocks(max_model_len) * block_map.ratio, 1)
+            max(group.num_blocks(limits.max_model_len) * block_map.ratio, 1)
             for group, block_map in zip(groups, self._maps, strict=True)
         ]
-        self.tables = [StagedTensor(max_num_rows + 1, width, torch.int32, device, queue) for width in self._widths]
-        self._counts = [np.zeros(max_num_rows, np.int64) for _ in groups]
+        num_rows = limits.max_num_rows + 1
+        self.tables = [StagedTensor(num_rows, width, torch.int32, device, queue) for width in self._widths]
+        self._counts = [np.zeros(limits.max_num_rows, np.int64) for _ in groups]
 
     def append(self, row: int, block_ids: Sequence[Sequence[int]], *, overwrite: bool = False) -> None:
         """Stage block ids for `row`, per group: after its live ones, or from the start if `overwrite`.

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from octavo.device.staging import StagedTensor, WriteQueue
+from octavo.plan import StepLimits
 from octavo.request.fields import FieldSpec
 
 _DTYPES = {"int": torch.int32, "float": torch.float32}
@@ -24,9 +25,8 @@ class FieldTables:
     def __init__(
         self,
         specs: Sequence[FieldSpec],
+        limits: StepLimits,
         *,
-        max_num_rows: int,
-        max_model_len: int,
         device: torch.device,
         queue: WriteQueue | None = None,
         known: Mapping[str, torch.Tensor] = NO_TABLES,
@@ -35,10 +35,11 @@ class FieldTables:
 
         known: tables of others' that mods read as well, by name, [max_num_rows + 1] int32.
         """
-        self._specs, self._max_model_len = tuple(specs), max_model_len
+        self._specs, self._max_model_len = tuple(specs), limits.max_model_len
+        num_rows = limits.max_num_rows + 1
         self._tables = {
             spec.name: StagedTensor(
-                max_num_rows + 1, max_model_len if spec.per_token else 0, _DTYPES[spec.kind], device, queue
+                num_rows, limits.max_model_len if spec.per_token else 0, _DTYPES[spec.kind], device, queue
             )
             for spec in specs
         }

@@ -15,16 +15,15 @@ import torch
 
 from octavo.device.staging import StagedTensor, WriteQueue
 from octavo.ops.inputs.tensors import RowTensors
-from octavo.plan import IntArray, NewRow
+from octavo.plan import IntArray, NewRow, StepLimits
 
 
 class RequestTable:
     """Tables of [max_num_rows + 1] or [max_num_rows + 1, max_model_len]; the last row is the null row, always empty."""
 
-    def __init__(
-        self, *, max_num_rows: int, max_model_len: int, device: torch.device, queue: WriteQueue | None = None
-    ) -> None:
+    def __init__(self, limits: StepLimits, *, device: torch.device, queue: WriteQueue | None = None) -> None:
         """Every row is empty at first. `queue`: see StagedTensor."""
+        max_num_rows, max_model_len = limits.max_num_rows, limits.max_model_len
         self.null_row = max_num_rows
         self.token_ids = StagedTensor(max_num_rows + 1, max_model_len, torch.int32, device, queue)
         self.prompt_len = StagedTensor(max_num_rows + 1, 0, torch.int32, device, queue)

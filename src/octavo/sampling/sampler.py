@@ -19,7 +19,7 @@ from octavo.device.staging import StagedTensor, WriteQueue
 from octavo.grammar.compiler import NO_GRAMMARS, Grammars
 from octavo.ops.sampling import allow_bits_, cut_, draw, nan_rows, token_logprobs, top_logprobs
 from octavo.ops.sampling.truncation import FEW
-from octavo.plan import NO_INTS, IntArray, NewRow
+from octavo.plan import NO_INTS, IntArray, NewRow, StepLimits
 from octavo.request.outputs import NO_TOKEN, TOO_COMPLEX
 from octavo.sampling import logprobs
 from octavo.sampling.grammar import PATIENCE, GrammarMask
@@ -64,10 +64,9 @@ class Sampler:
 
     def __init__(
         self,
+        limits: StepLimits,
         *,
-        max_num_rows: int,
         vocab_size: int,
-        max_model_len: int,
         device: torch.device,
         tokens: torch.Tensor,
         prompt_lens: torch.Tensor,
@@ -79,14 +78,17 @@ class Sampler:
     ) -> None:
         """`tokens` and `prompt_lens` are the request table's: they are read, never written.
 
-        tokens: [max_num_rows, max_model_len] int32, a row's prompt, its committed output, then drafts if there are;
-        whatever lies before a batch's position must be there. prompt_lens: [max_num_rows] int32. `vocab_size`: the
-        logits' width. `max_logprobs`: -1 means the vocabulary. `grammars` compiles the forms that rows ask for.
+        tokens: [max_num_rows + 1, max_model_len] int32, a row's prompt, its committed output, then drafts if there are;
+        whatever lies before a batch's position must be there. prompt_lens: [max_num_rows + 1] int32. `vocab_size`:
+        the logits' width. `max_logprobs`: -1 means the vocabulary. `grammars` compiles the forms that rows ask for.
         `queue`: see StagedTensor; `mask_patience`: see GrammarMask. Raises ValueError on an unknown `logprobs_mode`.
         """
         if logprobs_mode not in logprobs.MODES:
             raise ValueError(f"logprobs_mode {logprobs_mode!r} is unknown; known: {', '.join(logprobs.MODES)}")
-        assert tokens.shape == (max_num_rows, max_model_len), "the request table has another shape than the sampler"
+        max_num_rows = limits.max_num_rows + 1  # the null row too
+        assert tokens.shape == (max_num_rows, limits.max_model_len), (
+            "the request table has another shape than the sampler"
+        )
         self._raw = logprobs_mode.startswith("raw_")
         self._as_logits = logprobs_mode.endswith("_logits")
         self._vocab_size = vocab_size

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from octavo.plan import NO_INTS, NO_PROMPT_LOGPROBS, IntArray, NewBlocks, StepPlan, StepResult
+from octavo.plan import NO_INTS, NO_PROMPT_LOGPROBS, IntArray, NewBlocks, StepLimits, StepPlan, StepResult
 from octavo.request.request import FinishReason, Request, RequestRows, Status
 from octavo.request.updates import RequestUpdate
 from octavo.sched.drafts import count_drafts, run_of, take_back_rejected
@@ -39,41 +39,37 @@ class Scheduler:
     def __init__(
         self,
         kv: KVManager,
+        limits: StepLimits,
         *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_model_len: int,
         policy: str = "fcfs",
         priority_aging: int = 0,
         enable_chunked_prefill: bool = True,
         whole_prompts: bool = False,
-        num_drafts: int = 0,
     ) -> None:
-        """`policy` and `priority_aging`: see order_of. whole_prompts: only output is chunked.
+        """`limits`: the worker's; of drafts a row verifies as many in a step as the worker's speculator proposes.
 
-        num_drafts: the most that a row verifies in one step, as the worker's speculator proposes them.
+        `policy` and `priority_aging`: see order_of. whole_prompts: only output is chunked.
         """
         in_pieces = enable_chunked_prefill and not whole_prompts
-        assert in_pieces or max_num_batched_tokens >= max_model_len, "a whole prompt fits one step"
+        assert in_pieces or limits.max_num_tokens >= limits.max_model_len, "a whole prompt fits one step"
         # a step's tokens, and those that a row may lie behind its upper bound, but for the one that it always may
-        self._max_new = max_num_batched_tokens + num_drafts
-        assert kv.fits_alone(max_model_len, self._max_new), "one request of max_model_len fits the pool"
-        self._num_drafts = num_drafts
+        self._max_new = limits.max_num_tokens + limits.max_num_drafts
+        assert kv.fits_alone(limits.max_model_len, self._max_new), "one request of max_model_len fits the pool"
+        self._num_drafts = limits.max_num_drafts
         self.kv = kv
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self.num_preemptions = 0
         self.num_scheduled_tokens = 0
         self._order = order_of(policy, priority_aging)
-        self._max_num_batched_tokens = max_num_batched_tokens
-        self._max_model_len = max_model_len
+        self._max_num_tokens, self._max_model_len = limits.max_num_tokens, limits.max_model_len
         self._enable_chunked_prefill, self._whole_prompts = enable_chunked_prefill, whole_prompts
         self._requests: dict[str, Request] = {}
-        self._free_rows = list(reversed(range(max_num_seqs)))
+        self._free_rows = list(reversed(range(limits.max_num_rows)))
         self._finished_rows: list[int] = []
         self._step = 0
         self._outstanding: dict[int, Issued] = {}  # by step
-        self._rows = RequestRows(max_num_seqs)
+        self._rows = RequestRows(limits.max_num_rows)
         self._owners: dict[int, Request] = {}  # row -> who runs there
         self._running_rows = NO_INTS  # of `running`, in its order
         self._ones = NO_INTS  # as many
@@ -136,7 +132,7 @@ class Scheduler:
         A plan with neither says nothing, and its number is used again.
         """
         assert len(self._outstanding) < MAX_OUTSTANDING, "a plan is made at most one step ahead of results"
-        work = PlanBuilder(self._max_num_batched_tokens)
+        work = PlanBuilder(self._max_num_tokens)
         self._schedule_running(work)
         if not work.victims:
             self._schedule_waiting(work)
@@ -144,7 +140,7 @@ class Scheduler:
         self._finished_rows = []
         if plan.has_work:
             self._outstanding[plan.step] = Issued(work.num_sampling, {})
-            self.num_scheduled_tokens += self._max_num_batched_tokens - work.budget
+            self.num_scheduled_tokens += self._max_num_tokens - work.budget
             self._step += 1
         return plan
 

@@ -61,7 +61,15 @@ from octavo.startup.cache import (
 )
 from octavo.startup.cuda_init import has_driver, open_runtime
 from octavo.startup.frontend import find_and_read, load_text, make_limits
-from octavo.startup.memory_plan import ITEMSIZE, MemoryPlan, check_weights, graph_tokens, plan_memory, show_bytes
+from octavo.startup.memory_plan import (
+    ITEMSIZE,
+    MemoryPlan,
+    check_weights,
+    graph_tokens,
+    plan_memory,
+    show_bytes,
+    step_limits,
+)
 from octavo.text.no_tokenizer import NoTokenizer
 from octavo.text.tokenizer import Tokenizer
 from octavo.worker.executor import DeviceExecutor, Executor, InlineExecutor, ThreadExecutor
@@ -235,19 +243,15 @@ def make_runner(
     _LOG.info("attention backend %s: %s", attention_names(resolved), resolved.why.get("attention_backend", "chosen"))
     _LOG.info("cache layout %s, blocks of %d, kernel blocks of %s", pool.layout.name, resolved.block_size, block_sizes)
     queue = WriteQueue() if device.type == "cuda" else None
-    rows, length = resolved.max_num_seqs, resolved.max_model_len
-    requests = RequestTable(max_num_rows=rows, max_model_len=length, device=device, queue=queue)
+    limits = step_limits(resolved, speculator.num_drafts)
+    requests = RequestTable(limits, device=device, queue=queue)
     tables = BlockTables(
-        form.groups, max_num_rows=rows, max_model_len=length, device=device, block_maps=pool.block_maps,
+        form.groups, limits, device=device, block_maps=pool.block_maps,
         sources=[table.group for table in form.tables], queue=queue,
     )  # fmt: skip
-    buffers = InputBuffers(
-        requests, tables, max_num_rows=rows, max_num_tokens=resolved.max_num_batched_tokens, device=device, queue=queue,
-        max_num_drafts=speculator.num_drafts,
-    )  # fmt: skip
+    buffers = InputBuffers(requests, tables, limits, device=device, queue=queue)
     sampler = Sampler(
-        max_num_rows=rows + 1,
-        max_model_len=length,
+        limits,
         vocab_size=arch.vocab_size,
         device=device,
         tokens=requests.token_ids.data,
@@ -259,15 +263,13 @@ def make_runner(
     )
     ahead = knows_prompts(model.attention_variants)
     fields = FieldTables(
-        specs_of(model.attention_variants), max_num_rows=rows, max_model_len=length, device=device, queue=queue,
+        specs_of(model.attention_variants), limits, device=device, queue=queue,
         known={PROMPT_LENGTH.spec.name: requests.prompt_len.data} if ahead else {},
     )  # fmt: skip
     backends = make_backends(model, resolved, form, pool, fields)
     state = DefaultModelState(backends, pool, fields)
     graphs = GraphPool(_graph_keys(model, resolved, [backend.capability for backend in backends]))
-    return Runner(
-        model, state, pool, requests, tables, buffers, sampler, graphs, max_model_len=length, speculator=speculator
-    )
+    return Runner(model, state, pool, requests, tables, buffers, sampler, graphs, speculator=speculator)
 
 
 def _graph_keys(model: Model, resolved: Resolved, capabilities: Sequence[Capability]) -> list[GraphKey]:
@@ -332,14 +334,11 @@ def _make_scheduler(resolved: Resolved, groups: Sequence[CacheGroup], num_blocks
     kv = KVManager(groups, num_blocks, enable_prefix_caching=resolved.enable_prefix_caching)
     return Scheduler(
         kv,
-        max_num_seqs=resolved.max_num_seqs,
-        max_num_batched_tokens=resolved.max_num_batched_tokens,
-        max_model_len=resolved.max_model_len,
+        step_limits(resolved, num_drafts),
         policy=resolved.scheduling_policy,
         priority_aging=resolved.priority_aging,
         enable_chunked_prefill=resolved.enable_chunked_prefill,
         whole_prompts=resolved.looks_ahead,
-        num_drafts=num_drafts,
     )
 
 

@@ -37,6 +37,7 @@ from octavo.layers.attention import Attention
 from octavo.layers.latent_attention import LatentAttention
 from octavo.models.base import Model
 from octavo.ops.cache_write.quantize import LIMITS
+from octavo.plan import StepLimits
 from octavo.startup.memory_plan import ITEMSIZE
 
 _LOG = logging.getLogger(__name__)
@@ -204,8 +205,7 @@ def _calibration_cache(model: Model, resolved: Resolved, form: KVCacheLayoutPlan
     backends, inputs, written = [], [], []
     fields = FieldTables(
         specs_of(model.attention_variants),
-        max_num_rows=1,
-        max_model_len=count,
+        StepLimits(max_num_rows=1, max_num_tokens=count, max_model_len=count),
         device=device,
         known={PROMPT_LENGTH.spec.name: torch.full((2,), count, dtype=torch.int32, device=device)},
     )

@@ -15,6 +15,7 @@ from octavo.cache.groups import CacheGroup, TableSpec, block_bytes, table_of_eac
 from octavo.checkpoint.arch import Arch
 from octavo.config.engine_config import Resolved
 from octavo.config.settings import ConfigError
+from octavo.plan import StepLimits
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
 # Of what weights and workspace leave, on CPU: the usual share of the cache, the most that an automatic
@@ -108,6 +109,16 @@ def blocks_for_request(groups: Sequence[CacheGroup], num_tokens: int, max_num_ba
             blocks = min(blocks, -(-(group.chunk - 1 + step) // group.block_size) + 1)
         total += blocks
     return total
+
+
+def step_limits(resolved: Resolved, max_num_drafts: int = 0) -> StepLimits:
+    """What plans keep to, and all that holds rows and tokens is sized by. max_num_drafts: the speculator's."""
+    return StepLimits(
+        max_num_rows=resolved.max_num_seqs,
+        max_num_tokens=resolved.max_num_batched_tokens,
+        max_model_len=resolved.max_model_len,
+        max_num_drafts=max_num_drafts,
+    )
 
 
 def check_weights(size: int, arch: Arch, resolved: Resolved, free_bytes: int) -> None:

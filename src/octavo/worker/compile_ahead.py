@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from octavo.device.graphs import GraphKey
+from octavo.plan import StepLimits
 
 # Sizes between which operators choose other kernels, and some between.
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
@@ -44,11 +45,12 @@ class Rehearser(Protocol):
         """Issue a step without a graph, with all that a sampler may do."""
 
 
-def step_shapes(max_num_rows: int, max_num_tokens: int, max_model_len: int, *, decodes: bool) -> list[Shape]:
+def step_shapes(limits: StepLimits, *, decodes: bool) -> list[Shape]:
     """Steps that stand for all that no graph holds, the largest first. decodes: those of rows that decode too."""
+    max_num_tokens, max_model_len = limits.max_num_tokens, limits.max_model_len
     found: dict[Shape, None] = {}
     for size in (max_num_tokens, *(size for size in reversed(_SIZES) if size < max_num_tokens)):
-        for num_rows in _row_counts(size, max_num_rows, max_model_len):
+        for num_rows in _row_counts(size, limits.max_num_rows, max_model_len):
             longest = min(size - num_rows + 1, max_model_len)
             for length in {longest, max_model_len}:
                 found[Shape(num_rows, size, longest, length, False)] = None
@@ -66,19 +68,19 @@ def _row_counts(num_tokens: int, most: int, longest: int) -> Iterator[int]:
 
 
 def compile_ahead(
-    runner: Rehearser, told: Callable[[int, int, str], object], limits: tuple[int, int, int], num_threads: int = 0
+    runner: Rehearser, told: Callable[[int, int, str], object], limits: StepLimits, num_threads: int = 0
 ) -> int:
     """Compile what a runner's steps launch, side by side; how many kernels were not compiled before.
 
-    Two large steps find out whether any is missing; if none is, that is all. told: see `side_by_side.Told`. limits:
-    rows and tokens of a step, tokens of a request. num_threads: 0 means as many as processors.
+    Two large steps find out whether any is missing; if none is, that is all. told: see `side_by_side.Told`.
+    num_threads: 0 means as many as processors.
     """
     from octavo.ops.compile import side_by_side  # needs Triton
 
     if not side_by_side.can_compile():
         return 0
     keys = runner.graph_keys()
-    shapes = step_shapes(*limits, decodes=not any(key.is_decode for key in keys))
+    shapes = step_shapes(limits, decodes=not any(key.is_decode for key in keys))
     issued: list[Callable[[], object]] = [functools.partial(runner.rehearse, key) for key in keys]
     issued += [functools.partial(runner.rehearse_step, shape) for shape in shapes]
     issued.append(runner.rehearse_writes)

@@ -68,14 +68,13 @@ class Runner:
         sampler: Sampler,
         graphs: GraphPool,
         *,
-        max_model_len: int,
         speculator: Speculator = NO_SPECULATOR,
     ) -> None:
         """All parts share one device and one set of limits."""
         self._speculator = speculator
         self.model, self._model_state, self._pool = model, model_state, pool
         self._requests, self._tables, self._buffers, self._sampler = requests, tables, buffers, sampler
-        self._graphs, self._max_model_len = graphs, max_model_len
+        self._graphs, self._max_model_len = graphs, buffers.limits.max_model_len
         self._lay_out = BatchOrder(requests)
         self._padded: dict[GraphKey, Batch] = {}  # what the graphs read and fill
         self._turn = 0  # which of the two results the last step fills
@@ -117,7 +116,7 @@ class Runner:
     @torch.inference_mode()
     def compile_ahead(self, told: Callable[[int, int, str], object]) -> int:
         """Compile what steps launch, side by side, before the first; how many kernels were missing. See that module."""
-        return compile_ahead(self, told, (*self._buffers.limits, self._max_model_len))
+        return compile_ahead(self, told, self._buffers.limits)
 
     def graph_keys(self) -> list[GraphKey]:
         """See `compile_ahead.Rehearser`."""
