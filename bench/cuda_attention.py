@@ -19,7 +19,8 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from octavo.attention.base import BACKENDS, AttentionInputs, Setup, Variant
+from octavo.attention.base import BACKENDS, AttentionInputs, Setup
+from octavo.cache.specs import AttentionSpec
 from octavo.ops.attention import paged_attention_eager
 from octavo.ops.attention.mask_spec import MaskSpec
 from octavo.ops.attention.paged import Heads, Planner, Scratch, num_processors, paged_attention
@@ -144,7 +145,7 @@ def compile_kinds(kinds: Sequence[Kind]) -> None:
 def run_flashinfer(call: Call, new: int, length: int, rounds: int) -> float:
     """Seconds of FlashInfer, 0 where it does not take the case."""
     q, kv, query_start, seq_lens, table = call
-    variant = Variant(num_heads=q.shape[1], num_kv_heads=kv.shape[1], head_size=HEAD, scale=HEAD**-0.5)
+    spec = AttentionSpec(num_heads=q.shape[1], num_kv_heads=kv.shape[1], head_size=HEAD, scale=HEAD**-0.5)
     if kv.dtype != q.dtype:
         return 0.0
     inputs = AttentionInputs(
@@ -161,12 +162,12 @@ def run_flashinfer(call: Call, new: int, length: int, rounds: int) -> float:
     times = []
     for kernels in ("fa2",) if new == 1 else ("fa2", "fa3"):
         setup = Setup(options={"flashinfer_kernels": kernels})
-        backend = BACKENDS.resolve("flashinfer")((variant,), q.dtype, CUDA, setup)
+        backend = BACKENDS.resolve("flashinfer")((spec,), q.dtype, CUDA, setup)
         backend.prepare(inputs)
         out = torch.empty_like(q)
-        backend.run(q, kv, variant, out)
+        backend.run(q, kv, spec, out)
         assert error(call, out, 1, new) < 1e-2, "FlashInfer differs from the reference implementation"
-        times.append(seconds(lambda: backend.run(q, kv, variant, out), rounds))  # noqa: B023
+        times.append(seconds(lambda: backend.run(q, kv, spec, out), rounds))  # noqa: B023
     return min(times)
 
 

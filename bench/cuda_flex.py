@@ -17,16 +17,17 @@ from torch import Tensor
 
 import octavo.attention as A
 from cuda_attention import measure_limits, seconds
-from octavo.attention.base import AttentionInputs, Setup, Variant
+from octavo.attention.base import AttentionInputs, Setup
 from octavo.attention.flex.backend import FlexBackend
 from octavo.attention.reference import ReferenceBackend
+from octavo.cache.specs import AttentionSpec
 
 HEADS, KV_HEADS, HEAD = 32, 8, 128
-PLAIN = Variant(num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=HEAD, scale=HEAD**-0.5)
+PLAIN = AttentionSpec(num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=HEAD, scale=HEAD**-0.5)
 DECODE = ((64, 4096), (8, 32768), (1, 131072), (256, 512))
-Kind = tuple[int, int, int, int, str]  # block, rows, tokens of each, queries of each, variant
+Kind = tuple[int, int, int, int, str]  # block, rows, tokens of each, queries of each, spec
 PREFILL = ((4, 2048, 2048), (1, 8192, 8192))
-VARIANTS = {
+SPECS = {
     "plain": PLAIN,
     "cap + window": dataclasses.replace(PLAIN, soft_cap=30.0, window=1 << 20),  # as many bytes as plain
     "user's mask": dataclasses.replace(PLAIN, mods=A.or_(A.sinks(64), A.sliding_window(1 << 20))),
@@ -41,10 +42,10 @@ class Case:
     kv: Tensor
     inputs: AttentionInputs
 
-    def run(self, backend: FlexBackend | ReferenceBackend, variant: Variant, out: Tensor) -> None:
+    def run(self, backend: FlexBackend | ReferenceBackend, spec: AttentionSpec, out: Tensor) -> None:
         """A step of one layer."""
         backend.prepare(self.inputs)
-        backend.run(self.q, self.kv, variant, out)
+        backend.run(self.q, self.kv, spec, out)
 
 
 def make_case(rows: int, length: int, new: int, block: int) -> Case:
@@ -66,7 +67,7 @@ def make_case(rows: int, length: int, new: int, block: int) -> Case:
     return Case(torch.randn(rows * new, HEADS, HEAD, device="cuda", dtype=torch.bfloat16), kv, inputs)
 
 
-def make_backend(case: Case, variant: Variant) -> FlexBackend:
+def make_backend(case: Case, spec: AttentionSpec) -> FlexBackend:
     """With an engine's limits."""
     inputs = case.inputs
     setup = Setup(
@@ -76,7 +77,7 @@ def make_backend(case: Case, variant: Variant) -> FlexBackend:
         num_blocks=case.kv.shape[0],
         block_size=inputs.block_size,
     )
-    return FlexBackend([variant], torch.bfloat16, torch.device("cuda"), setup)
+    return FlexBackend([spec], torch.bfloat16, torch.device("cuda"), setup)
 
 
 def make_mixed(rows: int, length: int, prompt: int, block: int) -> Case:
@@ -116,41 +117,41 @@ def measure_mixed(rows: int, length: int, prompt: int, block: int, rounds: int) 
     }
 
 
-def relative_error(case: Case, variant: Variant, out: Tensor) -> float:
+def relative_error(case: Case, spec: AttentionSpec, out: Tensor) -> float:
     """Of the first row."""
     inputs = case.inputs
     new = inputs.num_tokens // inputs.num_rows
     one = dataclasses.replace(inputs, num_rows=1, num_tokens=new)
     expected = torch.empty_like(case.q[:new])
-    Case(case.q[:new], case.kv, one).run(ReferenceBackend([variant], torch.bfloat16, case.q.device), variant, expected)
+    Case(case.q[:new], case.kv, one).run(ReferenceBackend([spec], torch.bfloat16, case.q.device), spec, expected)
     return ((out[:new].float() - expected.float()).norm() / expected.float().norm()).item()
 
 
 def measure(case: Case, name: str, rounds: int) -> tuple[float, float, float, float]:
     """(seconds of a step, of a layer's part of it, seconds of the first call, relative error)."""
-    variant, out = VARIANTS[name], torch.empty_like(case.q)
-    backend = make_backend(case, variant)
+    spec, out = SPECS[name], torch.empty_like(case.q)
+    backend = make_backend(case, spec)
     began = time.perf_counter()
-    case.run(backend, variant, out)
+    case.run(backend, spec, out)
     torch.cuda.synchronize()
     first = time.perf_counter() - began
-    error = relative_error(case, variant, out) if case.inputs.max_query_len == 1 else 0.0
+    error = relative_error(case, spec, out) if case.inputs.max_query_len == 1 else 0.0
     assert error < 1e-2, f"the relative error of {name} is {error}"
-    layer = seconds(lambda: backend.run(case.q, case.kv, variant, out), rounds)
-    return seconds(lambda: case.run(backend, variant, out), rounds), layer, first, error
+    layer = seconds(lambda: backend.run(case.q, case.kv, spec, out), rounds)
+    return seconds(lambda: case.run(backend, spec, out), rounds), layer, first, error
 
 
 def compile_case(kind: Kind) -> None:
     """Run a case once, so that torch's cache has its kernels. In a process of its own."""
     block, rows, length, new, name = kind
     case = make_case(rows, length, new, block)
-    case.run(make_backend(case, VARIANTS[name]), VARIANTS[name], torch.empty_like(case.q))
+    case.run(make_backend(case, SPECS[name]), SPECS[name], torch.empty_like(case.q))
     torch.cuda.synchronize()
 
 
 def run(rounds: int, quick: bool) -> dict[str, object]:
     """Print the table; the JSON record. quick: blocks of 64 and plain attention only."""
-    names = ("plain",) if quick else tuple(VARIANTS)
+    names = ("plain",) if quick else tuple(SPECS)
     shapes = [(*shape, 1) for shape in DECODE] + list(PREFILL)
     kinds = [(block, *shape, name) for block in ((64,) if quick else (64, 128)) for shape in shapes for name in names]
     with multiprocessing.get_context("spawn").Pool(min(len(kinds), 12)) as pool:

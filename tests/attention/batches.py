@@ -6,7 +6,8 @@ import dataclasses
 
 import torch
 
-from octavo.attention.base import BACKENDS, AttentionInputs, Variant
+from octavo.attention.base import BACKENDS, AttentionInputs
+from octavo.cache.specs import AttentionSpec
 
 
 @dataclasses.dataclass
@@ -69,10 +70,10 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def run_backend(name: str, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
-    """The results of two variants through the AttentionBackend protocol, with padding rows."""
-    variants = (
-        Variant(num_heads=4, num_kv_heads=2, head_size=32, scale=0.2),
-        Variant(num_heads=4, num_kv_heads=2, head_size=32, scale=0.2, window=20, soft_cap=15.0),
+    """The results of two specs through the AttentionBackend protocol, with padding rows."""
+    specs = (
+        AttentionSpec(num_heads=4, num_kv_heads=2, head_size=32, scale=0.2),
+        AttentionSpec(num_heads=4, num_kv_heads=2, head_size=32, scale=0.2, window=20, soft_cap=15.0),
     )
     history = make_history(1, 90, 4, 2, 32, dtype)
     batch = to_device(make_batch([(history, 90, 1), (history, 64, 40), (history, 3, 3)], 16), device)
@@ -88,11 +89,11 @@ def run_backend(name: str, dtype: torch.dtype, device: torch.device) -> list[tor
         block_table=batch.block_table,
         slot_mapping=torch.full((44,), -1),
     )
-    backend = BACKENDS.resolve(name)(variants, dtype, device)
+    backend = BACKENDS.resolve(name)(specs, dtype, device)
     backend.prepare(inputs)
     results = []
-    for variant in variants:
+    for spec in specs:
         out = torch.empty_like(batch.q)
-        backend.run(batch.q, batch.kv, variant, out)
+        backend.run(batch.q, batch.kv, spec, out)
         results.append(out)
     return results

@@ -9,18 +9,12 @@ from typing import NamedTuple
 import torch
 
 from batches import History
-from octavo.attention.base import (
-    BACKENDS,
-    NO_TENSORS,
-    AttentionBackend,
-    AttentionInputs,
-    LayerTensors,
-    Variant,
-)
+from octavo.attention.base import BACKENDS, NO_TENSORS, AttentionBackend, AttentionInputs, LayerTensors
 from octavo.cache.groups import CacheGroup, table_of_each
 from octavo.cache.kernel_blocks import takes_size
 from octavo.cache.layout import layout_by_name
 from octavo.cache.pool import KVCachePool
+from octavo.cache.specs import AttentionSpec
 from octavo.ops.cache_write.quantize import quantize, store
 from octavo.ops.inputs.tensors import LogitTokens
 
@@ -77,24 +71,26 @@ class Step:
     def kv(self) -> torch.Tensor:
         return middle(self.pool)
 
-    def run(self, backend: AttentionBackend, variant: Variant, layer: LayerTensors = NO_TENSORS) -> torch.Tensor:
+    def run(self, backend: AttentionBackend, spec: AttentionSpec, layer: LayerTensors = NO_TENSORS) -> torch.Tensor:
         """The outputs of all tokens; what is beyond the last one must stay as it was."""
-        size = variant.value_size or variant.head_size
-        out = self.q.new_full((len(self.q) + 3, variant.num_heads, size), 7.0)
+        size = spec.value_size or spec.head_size
+        out = self.q.new_full((len(self.q) + 3, spec.num_heads, size), 7.0)
         backend.prepare(self.inputs)
-        backend.run(self.q, self.kv, variant, out, layer)
+        backend.run(self.q, self.kv, spec, out, layer)
         assert (out[len(self.q) :] == 7).all()
         return out[: len(self.q)]
 
-    def run_last(self, backend: AttentionBackend, variant: Variant, layer: LayerTensors = NO_TENSORS) -> torch.Tensor:
+    def run_last(
+        self, backend: AttentionBackend, spec: AttentionSpec, layer: LayerTensors = NO_TENSORS
+    ) -> torch.Tensor:
         """The outputs of each row's last token, after the step was prepared, and prepared again for these alone."""
         num_rows, tokens = self.inputs.num_rows, self.inputs.query_start[1:].long() - 1
         start = torch.arange(len(tokens) + 1, dtype=torch.int32, device=self.q.device).clip(max=num_rows)
         padded = dataclasses.replace(self.inputs, num_rows=len(tokens))
         backend.prepare(padded)
         backend.prepare(padded.of(LogitTokens(tokens, tokens, tokens, start)))
-        out = self.q.new_empty(len(tokens), variant.num_heads, variant.value_size or variant.head_size)
-        backend.run(self.q[tokens], self.kv, variant, out, layer)
+        out = self.q.new_empty(len(tokens), spec.num_heads, spec.value_size or spec.head_size)
+        backend.run(self.q[tokens], self.kv, spec, out, layer)
         return out[:num_rows]
 
 
@@ -202,26 +198,26 @@ def as_read(rows: Sequence[Row], cache: torch.dtype, scales: LayerTensors) -> li
     return read
 
 
-def attend_plainly(rows: Sequence[Row], variant: Variant, sinks: torch.Tensor | None = None) -> torch.Tensor:
+def attend_plainly(rows: Sequence[Row], spec: AttentionSpec, sinks: torch.Tensor | None = None) -> torch.Tensor:
     """Softmax attention in float64 over contiguous keys and values: no pages, no batch."""
     results = []
     for history, seq_len, queries in rows:
         q = history.q[seq_len - queries : seq_len].double()
         kv = history.kv[:seq_len].double()
-        key, value = kv[..., : variant.head_size], kv[..., : variant.value_size or None]
-        value = value if variant.value_size else kv[..., variant.head_size :]
-        key, value = (x.repeat_interleave(variant.num_heads // variant.num_kv_heads, dim=1) for x in (key, value))
-        scores = torch.einsum("qhd,khd->hqk", q, key) * variant.scale
-        if variant.soft_cap:
-            scores = variant.soft_cap * torch.tanh(scores / variant.soft_cap)
+        key, value = kv[..., : spec.head_size], kv[..., : spec.value_size or None]
+        value = value if spec.value_size else kv[..., spec.head_size :]
+        key, value = (x.repeat_interleave(spec.num_heads // spec.num_kv_heads, dim=1) for x in (key, value))
+        scores = torch.einsum("qhd,khd->hqk", q, key) * spec.scale
+        if spec.soft_cap:
+            scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
         at, position = torch.arange(seq_len), torch.arange(seq_len - queries, seq_len)[:, None]
-        if variant.alibi_slopes:
-            scores += torch.tensor(variant.alibi_slopes)[:, None, None] * (at - position)
-        seen = at <= position if variant.causal else torch.ones(queries, seq_len, dtype=torch.bool)
-        if variant.window:
-            seen &= (at - position).abs() < variant.window
-        if variant.chunk:
-            seen &= at // variant.chunk == position // variant.chunk
+        if spec.alibi_slopes:
+            scores += torch.tensor(spec.alibi_slopes)[:, None, None] * (at - position)
+        seen = at <= position if spec.causal else torch.ones(queries, seq_len, dtype=torch.bool)
+        if spec.window:
+            seen &= (at - position).abs() < spec.window
+        if spec.chunk:
+            seen &= at // spec.chunk == position // spec.chunk
         scores = scores.masked_fill(~seen, float("-inf"))
         if sinks is not None:
             scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, queries, 1)], dim=-1)

@@ -25,14 +25,15 @@ import torch
 import octavo.attention as A
 from batches import make_history
 from contract_rig import CPU, Row, Setting, Step, attend_plainly, make_step
-from octavo.attention.base import LayerTensors, Setup, Variant
+from octavo.attention.base import LayerTensors, Setup
 from octavo.attention.flex import backend as flex
 from octavo.attention.flex import kernel as flex_kernel
 from octavo.attention.flex import template as flex_template
 from octavo.attention.mods import AttentionMods
+from octavo.cache.specs import AttentionSpec
 
 HEADS, KV_HEADS, SIZE = 4, 2, 16
-PLAIN = Variant(num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=SIZE, scale=0.3)
+PLAIN = AttentionSpec(num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=SIZE, scale=0.3)
 BLOCKS = (16, 32, 48, 64, 144, 528)
 _NUMBERS = itertools.count()
 _HEURISTICS = SimpleNamespace(template=lambda **_: lambda kernel: kernel, pointwise=lambda **_: lambda kernel: kernel)
@@ -126,25 +127,25 @@ def clean(step: Step) -> Step:
 class TwoTiles(flex.FlexBackend):
     """As on a GPU, where prompts have larger tiles than decode."""
 
-    def sizes(self, variant: Variant, block_size: int) -> Any:
-        found = super().sizes(variant, block_size)
+    def sizes(self, spec: AttentionSpec, block_size: int) -> Any:
+        found = super().sizes(spec, block_size)
         return found if found.leaf == 0 else dataclasses.replace(found, prefill_lines=32, leaf=128)
 
 
-def backend_of(variant: Variant, dtype: torch.dtype, block: int = 0, **setup: Any) -> flex.FlexBackend:
-    return TwoTiles([variant], dtype, CPU, Setup(max_model_len=544, block_size=block, num_blocks=99, **setup))
+def backend_of(spec: AttentionSpec, dtype: torch.dtype, block: int = 0, **setup: Any) -> flex.FlexBackend:
+    return TwoTiles([spec], dtype, CPU, Setup(max_model_len=544, block_size=block, num_blocks=99, **setup))
 
 
 @torch.inference_mode()
-def check(variant: Variant, dtype: torch.dtype, rows: list[Row], settings: list[Setting], **setup: Any) -> None:
+def check(spec: AttentionSpec, dtype: torch.dtype, rows: list[Row], settings: list[Setting], **setup: Any) -> None:
     """Near the plain way, and the same bits wherever and however the cache lies."""
-    expected, first = attend_plainly(rows, variant), None
+    expected, first = attend_plainly(rows, spec), None
     backends = {}
     with lowered():
         for setting in settings:
             key = setting.kernel, setting.layout
-            backends[key] = backends.get(key) or backend_of(variant, dtype, setting.kernel, **setup)
-            out = clean(make_step(rows, setting, seed=len(backends))).run(backends[key], variant)
+            backends[key] = backends.get(key) or backend_of(spec, dtype, setting.kernel, **setup)
+            out = clean(make_step(rows, setting, seed=len(backends))).run(backends[key], spec)
             first = out if first is None else first
             tolerance = 1e-5 if dtype == torch.float32 else 2e-2
             torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
@@ -160,14 +161,14 @@ def check_sizes() -> None:
     check(PLAIN, torch.float32, make_rows(torch.float32, *MIXED), SQUARE)
     mods = A.and_(A.sliding_window(40), AttentionMods(mask_mod=lambda b, h, q, kv: (kv % 3 != 1) | (kv == q)))
     mods = A.and_(mods, AttentionMods(score_mod=lambda s, b, h, q, kv: s - 0.1 * (q - kv)))
-    variant, rows = dataclasses.replace(PLAIN, mods=mods), make_rows(torch.float16, *MIXED)
+    spec, rows = dataclasses.replace(PLAIN, mods=mods), make_rows(torch.float16, *MIXED)
     outs = []
     with lowered(), torch.inference_mode():
         for block in (16, 48, 64):
             step = clean(make_step(rows, Setting("LBHNC", block, block)))
-            outs.append(step.run(backend_of(variant, torch.float16, block), variant))
+            outs.append(step.run(backend_of(spec, torch.float16, block), spec))
     step = clean(make_step(rows, Setting()))
-    reference = step.run(backend_of(variant, torch.float16, 16), variant)
+    reference = step.run(backend_of(spec, torch.float16, 16), spec)
     assert all(torch.equal(out, outs[0]) for out in outs)
     torch.testing.assert_close(outs[0], reference, atol=4e-3, rtol=4e-3)
 
@@ -184,16 +185,16 @@ def check_layouts() -> None:
 
 def check_freed_blocks() -> None:
     """A window's blocks that the cache took back are the null block in the table: nothing of them is read."""
-    variant, rows = dataclasses.replace(PLAIN, window=20), make_rows(torch.float32, (90, 1), (77, 9))
+    spec, rows = dataclasses.replace(PLAIN, window=20), make_rows(torch.float32, (90, 1), (77, 9))
     whole, freed = (clean(make_step(rows, Setting())) for _ in range(2))
     for row, (_, length, queries) in enumerate(rows):
         freed.inputs.block_table[row, : (length - queries - 20) // 16] = 0
     freed.kv[0] = float("nan")
     with lowered(), torch.inference_mode():
-        backend = backend_of(variant, torch.float32, 16)
-        outs = [step.run(backend, variant) for step in (whole, freed)]
+        backend = backend_of(spec, torch.float32, 16)
+        outs = [step.run(backend, spec) for step in (whole, freed)]
     assert torch.equal(*outs)
-    torch.testing.assert_close(outs[0].double(), attend_plainly(rows, variant), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(outs[0].double(), attend_plainly(rows, spec), atol=1e-5, rtol=1e-5)
 
 
 def check_scales() -> None:

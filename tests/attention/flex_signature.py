@@ -8,11 +8,12 @@ import functools
 
 import torch
 
-from octavo.attention.base import AttentionInputs, Setup, Variant
+from octavo.attention.base import AttentionInputs, Setup
 from octavo.attention.flex import backend as flex
 from octavo.attention.flex import kernel as flex_kernel
+from octavo.cache.specs import AttentionSpec
 
-PLAIN = Variant(num_heads=4, num_kv_heads=2, head_size=16, scale=0.25)
+PLAIN = AttentionSpec(num_heads=4, num_kv_heads=2, head_size=16, scale=0.25)
 BLOCKS = 40
 
 

@@ -10,8 +10,9 @@ from unittest import mock
 
 import torch
 
-from octavo.attention.base import BACKENDS, NO_SETUP, NO_TENSORS, AttentionInputs, LayerTensors, Variant
+from octavo.attention.base import BACKENDS, NO_SETUP, NO_TENSORS, AttentionInputs, LayerTensors
 from octavo.attention.mla import MlaBackend
+from octavo.cache.specs import AttentionSpec
 from octavo.ops.attention import paged_attention_eager
 from octavo.ops.attention.mask_spec import MaskSpec
 from octavo.ops.latent import gpu as latent
@@ -72,15 +73,15 @@ class Batch:
         )
 
     def run(self, backend: str, splits: int = 0, layer: LayerTensors = NO_TENSORS) -> torch.Tensor:
-        variant = Variant(num_heads=HEADS, num_kv_heads=1, head_size=STATE, scale=SCALE, value_size=LATENT)
+        spec = AttentionSpec(num_heads=HEADS, num_kv_heads=1, head_size=STATE, scale=SCALE, value_size=LATENT)
         setup = dataclasses.replace(NO_SETUP, cache_dtype=self.kv.dtype)
-        made = BACKENDS.resolve(backend)((variant,), self.q.dtype, self.q.device, setup)
+        made = BACKENDS.resolve(backend)((spec,), self.q.dtype, self.q.device, setup)
         made.prepare(self.inputs)
         out = torch.full((len(self.q), HEADS, LATENT), 7.0, dtype=self.q.dtype, device=self.q.device)
         if splits:
             floats = latent.part_floats(len(self.q), HEADS, LATENT, made._max_leaves)
             made._splits, made._scratch = splits, torch.empty(floats, device=self.q.device)
-        made.run(self.q, self.kv, variant, out, layer)
+        made.run(self.q, self.kv, spec, out, layer)
         return out
 
 

@@ -12,7 +12,8 @@ import torch
 
 from batches import Batch, History, make_batch, make_history, run_backend, to_device
 from contract_rig import Setting, make_step
-from octavo.attention.base import BACKENDS, LayerTensors, Setup, Variant, alibi_slopes
+from octavo.attention.base import BACKENDS, LayerTensors, Setup, alibi_slopes
+from octavo.cache.specs import AttentionSpec
 from octavo.ops.attention import paged as operator
 from octavo.ops.attention import paged_attention_eager
 from octavo.ops.attention.mask_spec import MaskSpec
@@ -244,7 +245,7 @@ def check_tiles_of_long_rows_are_numbered_without_gaps() -> None:
 
 def check_features_equal_the_reference() -> None:
     """Every fact that the backend states, over layouts and kernel blocks; quantized caches with scales."""
-    full = Variant(num_heads=4, num_kv_heads=2, head_size=32, scale=0.2)
+    full = AttentionSpec(num_heads=4, num_kv_heads=2, head_size=32, scale=0.2)
     changes: list[dict[str, Any]] = [
         {"chunk": 48}, {"alibi_slopes": alibi_slopes(4)}, {"alibi_slopes": alibi_slopes(4), "soft_cap": 9.0},
         {"sinks": True}, {"sinks": True, "window": 40}, {"causal": False}, {"causal": False, "window": 30},
@@ -252,18 +253,17 @@ def check_features_equal_the_reference() -> None:
     ]  # fmt: skip
     rows = [(make_history(n, n, 4, 2, 32, torch.float32), n, queries) for n, queries in ((90, 1), (64, 40), (270, 3))]
     for index, change in enumerate(changes):
-        variant = dataclasses.replace(full, **change)
-        layer = LayerTensors(sinks=torch.tensor([0.5, -2.0, 3.0, 1.0]) if variant.sinks else None)
+        spec = dataclasses.replace(full, **change)
+        layer = LayerTensors(sinks=torch.tensor([0.5, -2.0, 3.0, 1.0]) if spec.sinks else None)
         step = make_step(rows, (Setting(), Setting("BLNHC", 128, 64))[index % 2])
         outs = [
-            step.run(BACKENDS.resolve(name)([variant], torch.float32, CPU), variant, layer)
-            for name in ("paged", "reference")
+            step.run(BACKENDS.resolve(name)([spec], torch.float32, CPU), spec, layer) for name in ("paged", "reference")
         ]
         torch.testing.assert_close(*outs, atol=1e-5, rtol=0, msg=str(change))
 
 
 def check_quantized_caches_equal_the_reference() -> None:
-    variant = Variant(num_heads=4, num_kv_heads=2, head_size=32, scale=0.2)
+    spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_size=32, scale=0.2)
     layer = LayerTensors(key_scale=torch.tensor([0.02, 0.05]), value_scale=torch.tensor([0.5, 0.03]))
     for stored in (torch.float8_e4m3fn, torch.int8):
         rows = []
@@ -274,7 +274,7 @@ def check_quantized_caches_equal_the_reference() -> None:
             )
         step = make_step(rows, Setting())
         outs = [
-            step.run(BACKENDS.resolve(name)([variant], torch.float32, CPU, Setup(cache_dtype=stored)), variant, layer)
+            step.run(BACKENDS.resolve(name)([spec], torch.float32, CPU, Setup(cache_dtype=stored)), spec, layer)
             for name in ("paged", "reference")
         ]
         torch.testing.assert_close(*outs, atol=1e-4, rtol=1e-5)

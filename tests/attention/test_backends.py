@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from batches import run_backend
-from octavo.attention.base import BACKENDS, Variant
+from octavo.attention.base import BACKENDS
+from octavo.cache.specs import AttentionSpec
 from octavo.ops import native
 
 CPU = torch.device("cpu")
-VARIANTS = (
-    Variant(num_heads=4, num_kv_heads=2, head_size=32, scale=0.2),
-    Variant(num_heads=4, num_kv_heads=2, head_size=32, scale=0.2, window=20, soft_cap=15.0),
+SPECS = (
+    AttentionSpec(num_heads=4, num_kv_heads=2, head_size=32, scale=0.2),
+    AttentionSpec(num_heads=4, num_kv_heads=2, head_size=32, scale=0.2, window=20, soft_cap=15.0),
 )
 
 
@@ -36,19 +37,19 @@ def test_reference_takes_float16() -> None:
 )
 def test_cpu_refuses_with_the_value(dtype: torch.dtype, device: str, named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        BACKENDS.resolve("cpu")(VARIANTS, dtype, torch.device(device))
+        BACKENDS.resolve("cpu")(SPECS, dtype, torch.device(device))
 
 
 def test_cpu_without_the_library_names_the_way_out() -> None:
     with native.disabled(), pytest.raises(ValueError, match=r"build_ext --inplace.*reference"):
-        BACKENDS.resolve("cpu")(VARIANTS, torch.float32, CPU)
+        BACKENDS.resolve("cpu")(SPECS, torch.float32, CPU)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter runs on any device")
 def test_paged_refuses_the_cpu_and_names_the_way_out() -> None:
     with pytest.raises(ValueError, match=r"cuda, got cpu.*attention_backend='cpu'"):
-        BACKENDS.resolve("paged")(VARIANTS, torch.float32, CPU)
+        BACKENDS.resolve("paged")(SPECS, torch.float32, CPU)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is not None, reason="triton is installed")

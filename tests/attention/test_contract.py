@@ -28,17 +28,17 @@ from octavo.attention.base import (
     AttentionBackend,
     AttentionInputs,
     LayerTensors,
-    Variant,
     alibi_slopes,
 )
+from octavo.cache.specs import AttentionSpec
 from octavo.ops import native
 from octavo.ops.rope import qk_norm_rope_store, qk_norm_rope_store_eager, rope_table
 
 HEADS, KV_HEADS, SIZE = 4, 2, 32
-FULL = Variant(num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=SIZE, scale=0.2)
+FULL = AttentionSpec(num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=SIZE, scale=0.2)
 WINDOW = dataclasses.replace(FULL, window=40)
 CAPPED = dataclasses.replace(FULL, window=150, soft_cap=15.0)
-VARIANTS = {
+SPECS = {
     "full": FULL,
     "sliding window": WINDOW,
     "window and soft cap": CAPPED,
@@ -70,21 +70,21 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
-def make_backend(name: str, dtype: torch.dtype, variant: Variant | None = None) -> AttentionBackend:
-    """With all variants of this page that the backend takes. Skips one that it does not take."""
+def make_backend(name: str, dtype: torch.dtype, spec: AttentionSpec | None = None) -> AttentionBackend:
+    """With all specs of this page that the backend takes. Skips one that it does not take."""
     if name == "cpu" and not native.available():
         pytest.skip("the native library is not built")
     backend = BACKENDS.resolve(name)
-    taken = [other for other in VARIANTS.values() if all(getattr(backend.capability, fact) for fact in other.facts)]
-    if variant is not None and variant not in taken:
+    taken = [other for other in SPECS.values() if all(getattr(backend.capability, fact) for fact in other.facts)]
+    if spec is not None and spec not in taken:
         with pytest.raises(ValueError, match=f"attention backend '{name}' has no"):
-            backend([variant], dtype, CPU)
+            backend([spec], dtype, CPU)
         pytest.skip(f"{name} states that it does not take it")
     return backend(taken, dtype, CPU)
 
 
-def tensors_of(variant: Variant) -> LayerTensors:
-    return SINKS if variant.sinks else NO_TENSORS
+def tensors_of(spec: AttentionSpec) -> LayerTensors:
+    return SINKS if spec.sinks else NO_TENSORS
 
 
 def make_rows(shape: str, dtype: torch.dtype) -> list[Row]:
@@ -99,47 +99,47 @@ def assert_near(out: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("name", "dtype"), CASES)
-def test_INV_6_every_layout_and_kernel_block_size(name: str, dtype: torch.dtype, shape: str, variant: str) -> None:
+def test_INV_6_every_layout_and_kernel_block_size(name: str, dtype: torch.dtype, shape: str, spec: str) -> None:
     """Unused blocks, slots and table columns are poison. Reproducible backends give the same bits in all settings."""
-    backend, rows = make_backend(name, dtype, VARIANTS[variant]), make_rows(shape, dtype)
-    layer = tensors_of(VARIANTS[variant])
-    plain = make_step(rows, PLAIN).run(backend, VARIANTS[variant], layer)
-    assert_near(plain, attend_plainly(rows, VARIANTS[variant], layer.sinks))
+    backend, rows = make_backend(name, dtype, SPECS[spec]), make_rows(shape, dtype)
+    layer = tensors_of(SPECS[spec])
+    plain = make_step(rows, PLAIN).run(backend, SPECS[spec], layer)
+    assert_near(plain, attend_plainly(rows, SPECS[spec], layer.sinks))
     for setting in SETTINGS:
         if takes(name, setting):
-            out = make_step(rows, setting, seed=3).run(backend, VARIANTS[variant], layer)
+            out = make_step(rows, setting, seed=3).run(backend, SPECS[spec], layer)
             if backend.capability.reproducible:
                 assert torch.equal(out, plain), setting
             else:
                 assert_near(out, plain.double())
 
 
-@pytest.mark.parametrize("variant", [name for name, variant in VARIANTS.items() if variant.causal])
+@pytest.mark.parametrize("spec", [name for name, spec in SPECS.items() if spec.causal])
 @pytest.mark.parametrize(("name", "dtype"), CASES)
-def test_chunks_equal_the_whole_prompt(name: str, dtype: torch.dtype, variant: str) -> None:
-    backend, layer = make_backend(name, dtype, VARIANTS[variant]), tensors_of(VARIANTS[variant])
+def test_chunks_equal_the_whole_prompt(name: str, dtype: torch.dtype, spec: str) -> None:
+    backend, layer = make_backend(name, dtype, SPECS[spec]), tensors_of(SPECS[spec])
     history = make_history(1, 260, HEADS, KV_HEADS, SIZE, dtype)
     setting = Setting("BLHNC", 128, 64) if takes(name, Setting("BLHNC", 128, 64)) else PLAIN
-    expected = attend_plainly([(history, 260, 260)], VARIANTS[variant], layer.sinks)
+    expected = attend_plainly([(history, 260, 260)], SPECS[spec], layer.sinks)
     position = 0
     for chunk in (1, 15, 50, 62, 100, 32):
         position += chunk
-        out = make_step([(history, position, chunk)], setting, seed=chunk).run(backend, VARIANTS[variant], layer)
+        out = make_step([(history, position, chunk)], setting, seed=chunk).run(backend, SPECS[spec], layer)
         assert_near(out, expected[position - chunk : position])
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("shape", ["ragged", "verification", "prefill with context"])
 @pytest.mark.parametrize(("name", "dtype"), CASES)
-def test_the_last_tokens_alone(name: str, dtype: torch.dtype, shape: str, variant: str) -> None:
+def test_the_last_tokens_alone(name: str, dtype: torch.dtype, shape: str, spec: str) -> None:
     """As a decoder's last layer has them, beside padding rows."""
-    backend, layer = make_backend(name, dtype, VARIANTS[variant]), tensors_of(VARIANTS[variant])
+    backend, layer = make_backend(name, dtype, SPECS[spec]), tensors_of(SPECS[spec])
     step = make_step(make_rows(shape, dtype), PLAIN)
-    expected = step.run(backend, VARIANTS[variant], layer)[step.inputs.live[0][1:].long() - 1]
-    found = step.run_last(backend, VARIANTS[variant], layer)
+    expected = step.run(backend, SPECS[spec], layer)[step.inputs.live[0][1:].long() - 1]
+    found = step.run_last(backend, SPECS[spec], layer)
     if backend.capability.reproducible:
         assert torch.equal(found, expected)
     else:
@@ -155,22 +155,20 @@ def test_INV_5_padding_rows_change_nothing(name: str, dtype: torch.dtype) -> Non
     assert torch.equal(step.run(backend, WINDOW), expected)
 
 
-@pytest.mark.parametrize("variant", ["full", "window and soft cap"])
+@pytest.mark.parametrize("spec", ["full", "window and soft cap"])
 @pytest.mark.parametrize("shape", ["ragged", "decode"])
 @pytest.mark.parametrize(("name", "dtype"), CASES)
-def test_M5_6_M5_G6_the_bound_of_lengths_changes_no_bit(
-    name: str, dtype: torch.dtype, shape: str, variant: str
-) -> None:
+def test_M5_6_M5_G6_the_bound_of_lengths_changes_no_bit(name: str, dtype: torch.dtype, shape: str, spec: str) -> None:
     """Block table columns beyond a row's length hold ids that no pool has: nothing reads them, whatever the bound."""
-    backend, layer = make_backend(name, dtype, VARIANTS[variant]), tensors_of(VARIANTS[variant])
+    backend, layer = make_backend(name, dtype, SPECS[spec]), tensors_of(SPECS[spec])
     step = make_step(make_rows(shape, dtype), PLAIN)
     longest, columns = int(step.inputs.seq_lens.max()), step.inputs.block_table.shape[1]
     assert columns * PLAIN.block > longest and int(step.inputs.block_table.max()) > 10**6
     step.inputs.max_seq_len = longest
-    expected = step.run(backend, VARIANTS[variant], layer)
+    expected = step.run(backend, SPECS[spec], layer)
     for bound in (longest + 1, columns * PLAIN.block):
         step.inputs.max_seq_len = bound
-        assert torch.equal(step.run(backend, VARIANTS[variant], layer), expected), bound
+        assert torch.equal(step.run(backend, SPECS[spec], layer), expected), bound
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
@@ -188,15 +186,15 @@ def test_L3_G1_offsets_past_32_bits(name: str, layout: str) -> None:
     """More than 2^31 / (2 * 8 * 128) tokens, the live blocks at the end. Memory that nobody touches is not taken."""
     backend = make_backend(name, torch.bfloat16)
     setting, heads, size = Setting(layout, 64, 16), 8, 128
-    variant = Variant(num_heads=heads, num_kv_heads=heads, head_size=size, scale=size**-0.5)
+    spec = AttentionSpec(num_heads=heads, num_kv_heads=heads, head_size=size, scale=size**-0.5)
     rows = [(make_history(seed, n, heads, heads, size, torch.bfloat16), n, 2) for seed, n in enumerate((130, 40))]
-    expected = make_step(rows, setting).run(backend, variant)
+    expected = make_step(rows, setting).run(backend, spec)
     try:
         step = make_step(rows, setting, num_blocks=1_100_000 // setting.block)
     except (MemoryError, RuntimeError) as error:
         pytest.skip(f"no address space for the pool: {error}")
     assert int(step.inputs.block_table[0, 0]) * step.kv.stride(0) > 2**31
-    assert torch.equal(step.run(backend, variant), expected)
+    assert torch.equal(step.run(backend, spec), expected)
 
 
 @pytest.mark.parametrize("store", [qk_norm_rope_store, qk_norm_rope_store_eager])
@@ -279,22 +277,22 @@ def test_L3_1_views_that_backends_see_have_blocks_first() -> None:
 @pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_latent_attention_reads_its_values_from_its_keys(name: str, dtype: torch.dtype) -> None:
     """One KV head of latent and key; what a layer keeps is [blocks, 1, block_size, latent + key] in every layout."""
-    variant = Variant(num_heads=HEADS, num_kv_heads=1, head_size=40, scale=0.2, value_size=24)
+    spec = AttentionSpec(num_heads=HEADS, num_kv_heads=1, head_size=40, scale=0.2, value_size=24)
     if not BACKENDS.resolve(name).capability.latent:
         pytest.skip(f"{name} states that it does not take it")
     make_backend(name, dtype)
-    backend = BACKENDS.resolve(name)([variant], dtype, CPU)
+    backend = BACKENDS.resolve(name)([spec], dtype, CPU)
     rows = []
     for seed, (length, queries) in enumerate(SHAPES["ragged"]):
         history = make_history(seed, length, HEADS, 1, 40, dtype)
         history.kv = history.kv[..., :40]
         rows.append((history, length, queries))
-    plain = make_step(rows, PLAIN).run(backend, variant)
-    assert_near(plain, attend_plainly(rows, variant))
+    plain = make_step(rows, PLAIN).run(backend, spec)
+    assert_near(plain, attend_plainly(rows, spec))
     for setting in (Setting("LBNHC", 128, 64), Setting("BLHNC", 64, 16)):
         step = make_step(rows, setting, seed=3)
         assert step.kv.shape[1:] == (1, setting.kernel, 40)
-        assert torch.equal(step.run(backend, variant), plain)
+        assert torch.equal(step.run(backend, spec), plain)
 
 
 NARROW = [
@@ -307,21 +305,21 @@ SCALES = LayerTensors(key_scale=torch.tensor([0.02, 0.05]), value_scale=torch.te
 
 
 @pytest.mark.parametrize(("name", "dtype", "cache"), NARROW, ids=str)
-@pytest.mark.parametrize("variant", ["full", "window and soft cap", "sinks"])
-def test_narrow_caches_with_a_scale_per_head(name: str, dtype: torch.dtype, cache: torch.dtype, variant: str) -> None:
+@pytest.mark.parametrize("spec", ["full", "window and soft cap", "sinks"])
+def test_narrow_caches_with_a_scale_per_head(name: str, dtype: torch.dtype, cache: torch.dtype, spec: str) -> None:
     """What the cache holds, times the head's scale; the same bits in every layout and kernel block size."""
     make_backend(name, dtype)
     setup = dataclasses.replace(NO_SETUP, cache_dtype=cache)
-    backend = BACKENDS.resolve(name)([VARIANTS[variant]], dtype, CPU, setup)
+    backend = BACKENDS.resolve(name)([SPECS[spec]], dtype, CPU, setup)
     scales = SCALES if cache in (torch.float8_e4m3fn, torch.int8) else NO_TENSORS
-    layer = dataclasses.replace(scales, sinks=tensors_of(VARIANTS[variant]).sinks)
+    layer = dataclasses.replace(scales, sinks=tensors_of(SPECS[spec]).sinks)
     rows = make_rows("ragged", dtype)
-    plain = make_step(rows, PLAIN, cache=cache, scales=scales).run(backend, VARIANTS[variant], layer)
-    assert_near(plain, attend_plainly(as_read(rows, cache, scales), VARIANTS[variant], layer.sinks))
+    plain = make_step(rows, PLAIN, cache=cache, scales=scales).run(backend, SPECS[spec], layer)
+    assert_near(plain, attend_plainly(as_read(rows, cache, scales), SPECS[spec], layer.sinks))
     for setting in SETTINGS[::3]:
         if takes(name, setting):
             step = make_step(rows, setting, seed=3, cache=cache, scales=scales)
-            out = step.run(backend, VARIANTS[variant], layer)
+            out = step.run(backend, SPECS[spec], layer)
             if backend.capability.reproducible:
                 assert torch.equal(out, plain), setting
             else:

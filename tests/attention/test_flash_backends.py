@@ -16,12 +16,13 @@ import torch
 from batches import make_history
 from contract_rig import CPU, Row, Setting, attend_plainly, make_step
 from octavo.attention import flash
-from octavo.attention.base import BACKENDS, NO_TENSORS, Setup, Variant
+from octavo.attention.base import BACKENDS, NO_TENSORS, Setup
+from octavo.cache.specs import AttentionSpec
 from octavo.ops.attention import paged_attention_eager
 from octavo.ops.attention.mask_spec import MaskSpec
 
-FULL = Variant(num_heads=4, num_kv_heads=2, head_size=64, scale=0.2)
-VARIANTS = [FULL, dataclasses.replace(FULL, window=40), dataclasses.replace(FULL, causal=False)]
+FULL = AttentionSpec(num_heads=4, num_kv_heads=2, head_size=64, scale=0.2)
+SPECS = [FULL, dataclasses.replace(FULL, window=40), dataclasses.replace(FULL, causal=False)]
 SHAPES = {"ragged": ((90, 1), (300, 40), (3, 3)), "decode": ((90, 1), (300, 1), (17, 1))}
 
 
@@ -93,9 +94,9 @@ def assert_near(out: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLNHC"])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("variant", VARIANTS, ids=["full", "window", "not causal"])
-def test_flash_hands_over_lengths_tables_and_views(library: str, variant: Variant, shape: str, layout: str) -> None:
-    if not variant.causal and shape == "decode":
+@pytest.mark.parametrize("spec", SPECS, ids=["full", "window", "not causal"])
+def test_flash_hands_over_lengths_tables_and_views(library: str, spec: AttentionSpec, shape: str, layout: str) -> None:
+    if not spec.causal and shape == "decode":
         pytest.skip("a decode row sees all of it either way")
     step = make_step(make_rows(shape), Setting(layout, 256, 256))
     backend = object.__new__(flash.FlashBackend)  # its constructor wants a GPU
@@ -103,7 +104,7 @@ def test_flash_hands_over_lengths_tables_and_views(library: str, variant: Varian
     assert backend._library.block_tables == (library != "older torch")
     key = step.kv[..., :64]
     assert key.untyped_storage().data_ptr() == step.pool.buffer.untyped_storage().data_ptr(), "no copy"
-    assert_near(step.run(backend, variant), attend_plainly(make_rows(shape), variant))
+    assert_near(step.run(backend, spec), attend_plainly(make_rows(shape), spec))
 
 
 def test_flash_soft_cap_is_the_packages_only(library: str) -> None:
@@ -150,16 +151,16 @@ class Wrapper:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("change", [{}, {"window": 40, "soft_cap": 20.0}])
 def test_flashinfer_hands_over_pages_and_views(change, shape: str, setting: Setting) -> None:
-    variant = dataclasses.replace(FULL, **change)
+    spec = dataclasses.replace(FULL, **change)
     backend = object.__new__(BACKENDS.resolve("flashinfer"))
     backend._dtype = torch.bfloat16
-    backend._prefill = {variant: Wrapper(None, "HND", backend="fa2")}
-    backend._decode = {variant: Wrapper(None, "HND", use_tensor_cores=True)}
+    backend._prefill = {spec: Wrapper(None, "HND", backend="fa2")}
+    backend._decode = {spec: Wrapper(None, "HND", use_tensor_cores=True)}
     step = make_step(make_rows(shape), setting)
-    expected = attend_plainly(make_rows(shape), variant)
-    assert_near(step.run(backend, variant), expected)
+    expected = attend_plainly(make_rows(shape), spec)
+    assert_near(step.run(backend, spec), expected)
     if shape != "decode":
-        assert_near(step.run_last(backend, variant), expected[step.inputs.live[0][1:].long() - 1])
+        assert_near(step.run_last(backend, spec), expected[step.inputs.live[0][1:].long() - 1])
     with pytest.raises(ValueError, match="plans on the host"):
         backend.prepare(step.inputs, for_capture=True)
     step.inputs.block_size = 128

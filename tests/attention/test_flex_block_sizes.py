@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from octavo import LLM
-from octavo.attention.base import Setup, Variant
+from octavo.attention.base import Setup
 from octavo.attention.flex.backend import FlexBackend
 from octavo.attention.flex.block_sizes import resolve_flex_sizes
+from octavo.cache.specs import AttentionSpec
 from octavo.config.settings import ConfigError
 
 M, N, Q, KV = "flex_attn_block_m", "flex_attn_block_n", "flex_attn_q_block_size", "flex_attn_kv_block_size"
@@ -82,7 +83,7 @@ def test_K4_2_K4_3_K4_G1_K4_G2_K4_G6_wrong_values_are_refused_by_name(options: d
 
 def test_F1_10_and_K4_G4_another_mask_block_than_the_caches_is_refused_never_slow() -> None:
     """There is one way to build a mask, over blocks of the cache, also for both-way attention."""
-    both_ways = Variant(num_heads=4, num_kv_heads=2, head_size=16, scale=0.25, causal=False)
+    both_ways = AttentionSpec(num_heads=4, num_kv_heads=2, head_size=16, scale=0.25, causal=False)
     for size in (16, 64):
         setup = Setup(num_blocks=9, block_size=32, options={KV: size})
         with pytest.raises(ConfigError, match=f"{KV}={size}: must be the cache's kernel block size, which is 32"):
@@ -105,12 +106,14 @@ def test_sizes_are_checked_at_the_start_of_an_engine() -> None:
     with pytest.raises(ValueError, match="unknown key; did you mean flex_attn_block_m"):
         LLM(attention_config={"backend": "flex", "flex_block_m": 16})
     with pytest.raises(ValueError, match="takes dtype bfloat16, float16, float32, got float64"):
-        FlexBackend([Variant(num_heads=2, num_kv_heads=1, head_size=16, scale=1.0)], torch.float64, torch.device("cpu"))
+        FlexBackend(
+            [AttentionSpec(num_heads=2, num_kv_heads=1, head_size=16, scale=1.0)], torch.float64, torch.device("cpu")
+        )
 
 
 def test_kernel_blocks_of_a_split_cache_block_are_the_masks_blocks() -> None:
     """K4.G5: a kernel_block_size smaller than the cache block is what sizes are compared with."""
-    variant = Variant(num_heads=4, num_kv_heads=2, head_size=16, scale=0.25)
+    spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_size=16, scale=0.25)
     options = {"kernel_block_size": 16, M: 32}
     with pytest.raises(ConfigError, match="kernel block size, 16,"):
-        FlexBackend([variant], torch.float32, torch.device("cpu"), Setup(num_blocks=9, block_size=16, options=options))
+        FlexBackend([spec], torch.float32, torch.device("cpu"), Setup(num_blocks=9, block_size=16, options=options))

@@ -10,15 +10,16 @@ import torch
 import octavo.attention as A
 from batches import make_history
 from contract_rig import CPU, Row, Setting, as_read, attend_plainly, make_step
-from octavo.attention.base import NO_SETUP, LayerTensors, Setup, Variant, alibi_slopes
+from octavo.attention.base import NO_SETUP, LayerTensors, Setup, alibi_slopes
 from octavo.attention.flex.backend import FlexBackend
 from octavo.attention.flex.block_sizes import resolve_flex_sizes
 from octavo.attention.flex.kernel import kernel_options
 from octavo.attention.mods import AttentionMods
+from octavo.cache.specs import AttentionSpec
 from octavo.config.settings import ConfigError
 
 HEADS, KV_HEADS, SIZE, LENGTH = 4, 2, 32, 256
-FULL = Variant(num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=SIZE, scale=0.2)
+FULL = AttentionSpec(num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=SIZE, scale=0.2)
 field = A.request_field("instructions")
 MODS = {
     "causal": AttentionMods(),
@@ -40,7 +41,7 @@ def names(size: int) -> dict[str, int]:
 @pytest.mark.parametrize("name", MODS)
 def test_K4_8_a_trainers_call_has_the_bits_of_serving(name: str, size: int, dtype: torch.dtype) -> None:
     """Two sequences at once; served whole, in chunks and in decode, beside neighbours of huge scores."""
-    variant, data = dataclasses.replace(FULL, mods=MODS[name]), torch.tensor([40, 7], dtype=torch.int32)
+    spec, data = dataclasses.replace(FULL, mods=MODS[name]), torch.tensor([40, 7], dtype=torch.int32)
     made = [make_history(seed, LENGTH, HEADS, KV_HEADS, SIZE, dtype) for seed in range(2)]
     q, kv = (torch.stack([getattr(one, part) for one in made]).transpose(1, 2) for part in ("q", "kv"))
     trained = A.flex_attention(
@@ -50,10 +51,10 @@ def test_K4_8_a_trainers_call_has_the_bits_of_serving(name: str, size: int, dtyp
     other.q *= 30
     setup = Setup(num_blocks=400, max_model_len=300, block_size=size, options=names(size),
                   fields={"instructions": torch.tensor([0, 40, 7], dtype=torch.int32)})  # fmt: skip
-    backend, setting = FlexBackend([variant], dtype, CPU, setup), Setting("BLHNC", 64, size)
+    backend, setting = FlexBackend([spec], dtype, CPU, setup), Setting("BLHNC", 64, size)
     for end, count in ((LENGTH, LENGTH), (50, 50), (130, 80), (131, 1), (200, 3), (LENGTH, 1)):
         rows: list[Row] = [(other, 150, 1), (made[0], end, count), (made[1], min(end + 1, LENGTH), 1)]
-        out = make_step(rows, setting, seed=end).run(backend, variant)
+        out = make_step(rows, setting, seed=end).run(backend, spec)
         assert torch.equal(out[1 : 1 + count], trained[0, end - count : end]), end
         assert torch.equal(out[-1], trained[1, min(end, LENGTH - 1)]), end
 
@@ -98,22 +99,22 @@ NO_ALIBI_THERE = {
 @pytest.mark.parametrize("name", NO_ALIBI_THERE)
 def test_K4_9_what_upstream_refuses_works(name: str, stored: torch.dtype | None, dtype: torch.dtype) -> None:
     """Each also with a quantized cache, kernel blocks of 48 and two layers that share K and V."""
-    variant = NO_ALIBI_THERE[name]
+    spec = NO_ALIBI_THERE[name]
     scales = LayerTensors()
     if stored is not None:
         scales = LayerTensors(key_scale=torch.tensor([0.02, 0.05]), value_scale=torch.tensor([0.03, 0.01]))
     rows: list[Row] = [
-        (make_history(seed, length, HEADS, KV_HEADS, variant.head_size, dtype), length, count)
+        (make_history(seed, length, HEADS, KV_HEADS, spec.head_size, dtype), length, count)
         for seed, (length, count) in enumerate([(90, 90), (64, 64), (3, 3), (17, 17)])
     ]
-    backend = FlexBackend([variant], dtype, CPU, dataclasses.replace(NO_SETUP, cache_dtype=stored))
+    backend = FlexBackend([spec], dtype, CPU, dataclasses.replace(NO_SETUP, cache_dtype=stored))
     step = make_step(rows, Setting("LBHNC", 96, 48), cache=stored, scales=scales)
     read = rows if stored is None else as_read(rows, stored, scales)
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype]
-    first = step.run(backend, variant, scales)
-    torch.testing.assert_close(first.double(), attend_plainly(read, variant), atol=tolerance, rtol=tolerance)
+    first = step.run(backend, spec, scales)
+    torch.testing.assert_close(first.double(), attend_plainly(read, spec), atol=tolerance, rtol=tolerance)
     step.q = -step.q  # a second layer's queries over the first one's K and V
     read = [(dataclasses.replace(one, q=-one.q), length, count) for one, length, count in read]
     second = torch.full_like(first, 7.0)
-    backend.run(step.q, step.kv, variant, second, scales)
-    torch.testing.assert_close(second.double(), attend_plainly(read, variant), atol=tolerance, rtol=tolerance)
+    backend.run(step.q, step.kv, spec, second, scales)
+    torch.testing.assert_close(second.double(), attend_plainly(read, spec), atol=tolerance, rtol=tolerance)

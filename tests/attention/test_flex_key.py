@@ -52,7 +52,7 @@ def captured(tensor, other=None):
     return lambda b, h, q, k: (tensor[h] > k) & (tensor[h] > q if other is None else other[h] > q)
 
 
-def variants(source: str, *values: object):
+def specs(source: str, *values: object):
     """One program for each value of X."""
     return tuple(made(source.replace("X", str(value))) for value in values)
 
@@ -87,10 +87,10 @@ CHANGES = {
     "a closure": (A.sliding_window(5).mask_mod, A.sliding_window(6).mask_mod),
     "a default": (with_default(5), with_default(6)),
     "a tuple": tuple(factory((5, near), "lambda b, h, q, k: q < number[0]") for near in (6, 7)),
-    "a global's global": variants(
+    "a global's global": specs(
         "near = X\ndef inner(q):\n    return q < near\ndef mask(b, h, q, k):\n    return inner(q)", 1, 2
     ),
-    "a function within": variants(
+    "a function within": specs(
         "def mask(b, h, q, k):\n    def inner(q):\n        return q < X\n    return inner(q)", 1, 2
     ),
     "a global of a function within": tuple(

@@ -11,18 +11,19 @@ import torch
 
 import octavo.attention as A
 from mixtures import MAX_LONG, MIXTURES, NUM_ROWS, NUM_TOKENS, padded
-from octavo.attention.base import AttentionInputs, Setup, Variant
+from octavo.attention.base import AttentionInputs, Setup
 from octavo.attention.flex.backend import FlexBackend
 from octavo.attention.flex.block_sizes import FlexSizes
 from octavo.attention.flex.kernel import make_mods
 from octavo.attention.mods import AttentionMods, bound
 from octavo.attention.reference import ReferenceBackend
+from octavo.cache.specs import AttentionSpec
 from octavo.ops import flex as ops
 from octavo.ops.flex.mask_rows import NOWHERE, Geometry, Kind, MaskRows
 
 CPU = torch.device("cpu")
 GARBAGE = 2**31 - 1
-PLAIN = Variant(num_heads=8, num_kv_heads=2, head_size=16, scale=0.25)
+PLAIN = AttentionSpec(num_heads=8, num_kv_heads=2, head_size=16, scale=0.25)
 FIELDS = {"prefix_len": torch.arange(0, 41 * 9, 9, dtype=torch.int32)}
 MODS = [
     AttentionMods(),
@@ -270,7 +271,7 @@ def test_F1_3_every_legal_batch_fits() -> None:
 
 
 def run_step(
-    backend: FlexBackend, lengths: list[int], block: int, num_blocks: int = 50, variant: Variant = PLAIN
+    backend: FlexBackend, lengths: list[int], block: int, num_blocks: int = 50, spec: AttentionSpec = PLAIN
 ) -> torch.Tensor:
     """One decode step over a cache of zeros."""
     rows, width = len(lengths), -(-max(lengths) // block)
@@ -288,7 +289,7 @@ def run_step(
     kv = torch.zeros(num_blocks, block, 2, 32, dtype=torch.bfloat16).transpose(1, 2)
     out = torch.empty(rows, 8, 16, dtype=torch.bfloat16)
     backend.prepare(inputs)
-    backend.run(torch.ones(rows, 8, 16, dtype=torch.bfloat16), kv, variant, out)
+    backend.run(torch.ones(rows, 8, 16, dtype=torch.bfloat16), kv, spec, out)
     return out
 
 
@@ -307,12 +308,12 @@ def test_F1_4_addresses_and_strides_stay_over_steps_of_any_size() -> None:
 def test_F1_G5_masks_that_torch_evaluates_lie_in_the_same_buffers() -> None:
     """Hints of a user's own have no kernel; their mask rows are copied to where a graph looks for them."""
     hinted = AttentionMods(mask_mod=lambda b, h, q, kv: kv >= 0, some=lambda b, q, q_last, kv, kv_last: kv >= 0)
-    variant = dataclasses.replace(PLAIN, mods=hinted)
+    spec = dataclasses.replace(PLAIN, mods=hinted)
     setup = Setup(max_num_rows=8, max_num_tokens=64, max_model_len=500, num_blocks=50, block_size=16)
-    backend = FlexBackend([variant], torch.bfloat16, CPU, setup)
+    backend = FlexBackend([spec], torch.bfloat16, CPU, setup)
     seen, outs = set(), []
     for lengths in ([90] * 3, [1], [500], [17, 300]):
-        outs.append((run_step(backend, lengths, 16, variant=variant), run_step(plain_backend(setup), lengths, 16)))
+        outs.append((run_step(backend, lengths, 16, spec=spec), run_step(plain_backend(setup), lengths, 16)))
         (rows,) = backend._buffers.values()
         seen.add(tuple((x.data_ptr(), x.stride()) for x in (rows.partial, rows.full, rows.partial_num, rows.full_num)))
     assert len(seen) == 1 and all(torch.equal(*pair) for pair in outs)
@@ -325,8 +326,8 @@ def plain_backend(setup: Setup) -> FlexBackend:
 class TwoTiles(FlexBackend):
     """As on a GPU, where prompts have larger tiles than decode."""
 
-    def sizes(self, variant: Variant, block_size: int) -> FlexSizes:
-        return dataclasses.replace(super().sizes(variant, block_size), prefill_lines=64)
+    def sizes(self, spec: AttentionSpec, block_size: int) -> FlexSizes:
+        return dataclasses.replace(super().sizes(spec, block_size), prefill_lines=64)
 
 
 def test_rows_of_one_query_beside_prompts_have_the_tile_of_decode() -> None:

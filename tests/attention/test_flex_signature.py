@@ -1,4 +1,4 @@
-"""One compiled signature per variant, counted in a fresh process."""
+"""One compiled signature per spec, counted in a fresh process."""
 
 from __future__ import annotations
 

@@ -12,11 +12,12 @@ import octavo.attention as A
 from batches import make_history
 from contract_rig import CPU, Setting, attend_plainly, make_step
 from octavo import LLM
-from octavo.attention.base import Setup, Variant, alibi_slopes
+from octavo.attention.base import Setup, alibi_slopes
 from octavo.attention.mods import NO_MODS, AttentionMods, bound
 from octavo.attention.mods.choice import with_mods
 from octavo.attention.mods.loading import load_mods, mods_of_layers
 from octavo.attention.reference import ReferenceBackend
+from octavo.cache.specs import AttentionSpec
 from octavo.config.settings import ConfigError
 from octavo.ops import native
 from octavo.request.fields import FieldSpec, salt_with_fields
@@ -25,7 +26,7 @@ from octavo.request.validation import ParameterError
 
 PREFIX = A.request_field("prefix_len")
 FIELDS = {"prefix_len": torch.tensor([7, 0, 23]), "document_ids": torch.arange(60).repeat(3, 1) // 9}
-PLAIN = Variant(num_heads=4, num_kv_heads=2, head_size=16, scale=0.25)
+PLAIN = AttentionSpec(num_heads=4, num_kv_heads=2, head_size=16, scale=0.25)
 
 
 def odd_keys(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -87,14 +88,14 @@ def test_composition_is_what_it_says() -> None:
         A.or_(window, halved)
 
 
-def dense(rows, variant: Variant, mods: AttentionMods, heads: int) -> Tensor:
+def dense(rows, spec: AttentionSpec, mods: AttentionMods, heads: int) -> Tensor:
     """Attention in float64 over contiguous keys and values under a whole mask and plain score changes."""
     results = []
     for b, (history, seq_len, queries) in enumerate(rows):
         q = history.q[seq_len - queries : seq_len].double()
         key, value = history.kv[:seq_len].double().chunk(2, dim=-1)
-        key, value = (x.repeat_interleave(heads // variant.num_kv_heads, dim=1) for x in (key, value))
-        scores = torch.einsum("qhd,khd->hqk", q, key) * variant.scale
+        key, value = (x.repeat_interleave(heads // spec.num_kv_heads, dim=1) for x in (key, value))
+        scores = torch.einsum("qhd,khd->hqk", q, key) * spec.scale
         if mods.score_mod is not None:
             at, h = torch.arange(seq_len), torch.arange(heads)[:, None, None]
             with bound(FIELDS):
@@ -116,9 +117,9 @@ def test_reference_runs_every_mod(name: str) -> None:
     ]
     step = make_step(rows, Setting())
     step.inputs.rows = torch.arange(3)
-    variant = dataclasses.replace(PLAIN, mods=mods)
-    out = step.run(ReferenceBackend([variant], torch.float32, CPU, Setup(fields=FIELDS)), variant)
-    torch.testing.assert_close(out.double(), dense(rows, variant, mods, 4), atol=1e-5, rtol=1e-5)
+    spec = dataclasses.replace(PLAIN, mods=mods)
+    out = step.run(ReferenceBackend([spec], torch.float32, CPU, Setup(fields=FIELDS)), spec)
+    torch.testing.assert_close(out.double(), dense(rows, spec, mods, 4), atol=1e-5, rtol=1e-5)
 
 
 def test_what_every_backend_knows_becomes_the_variants_own() -> None:
@@ -127,7 +128,7 @@ def test_what_every_backend_knows_becomes_the_variants_own() -> None:
     assert folded == dataclasses.replace(PLAIN, window=64, soft_cap=30.0)
     falling = with_mods(PLAIN, A.and_(A.soft_cap(9.0), A.chunked(8), A.alibi(4)))
     assert falling == dataclasses.replace(PLAIN, soft_cap=9.0, chunk=8, alibi_slopes=alibi_slopes(4))
-    assert with_mods(PLAIN, A.and_(A.alibi(4), A.soft_cap(9.0))).mods is not NO_MODS, "a variant caps before it falls"
+    assert with_mods(PLAIN, A.and_(A.alibi(4), A.soft_cap(9.0))).mods is not NO_MODS, "a spec caps before it falls"
     model_caps = dataclasses.replace(PLAIN, soft_cap=50.0)
     assert with_mods(model_caps, capped).mods is capped, "two caps are no cap"
     assert with_mods(PLAIN, A.or_(A.sinks(4), A.sliding_window(8))).mods.name == "(sinks(4) | sliding_window(8))"

@@ -164,9 +164,13 @@ def test_rows_that_decode_again_are_laid_out_as_from_the_start() -> None:
 
 @pytest.mark.parametrize(("kinds", "num"), [("a", 1), ("aaaa", 2), ("baaa", 2), ("aaabaaab", 4), ("aab", 3)])
 def test_a_rehearsal_goes_through_a_layer_of_each_kind_behind_the_first_and_the_last(kinds: str, num: int) -> None:
-    attention = SimpleNamespace(variant=None)
-    layers = [SimpleNamespace(attention=attention, mlp=None, has_plain_mlp=True, operands=kind) for kind in kinds]
-    context = SimpleNamespace(group_of_layer=[0] * len(kinds), kv_of_layer=torch.zeros(len(kinds), 4).unbind())
+    layers = [
+        SimpleNamespace(attention=SimpleNamespace(spec=None, index=i), mlp=None, has_plain_mlp=True, operands=kind)
+        for i, kind in enumerate(kinds)
+    ]
+    context = SimpleNamespace(
+        layers=[SimpleNamespace(table=0, cache=cache) for cache in torch.zeros(len(kinds), 4).unbind()]
+    )
     assert Decoder(layers, None)._num_unlike(context) == num
 
 

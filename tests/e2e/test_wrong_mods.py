@@ -23,15 +23,15 @@ from octavo.attention import (
     rswa,
     temperature,
 )
-from octavo.attention.base import Variant
 from octavo.attention.mods.check import check_mods
+from octavo.cache.specs import AttentionSpec
 from octavo.config.settings import ConfigError
 from octavo.request.validation import ParameterError
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "serve"))
 LIMITS: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 100, "max_num_batched_tokens": 64, "num_threads": 1}
-PLAIN = Variant(num_heads=4, num_kv_heads=2, head_size=16, scale=0.25)
+PLAIN = AttentionSpec(num_heads=4, num_kv_heads=2, head_size=16, scale=0.25)
 SHORT, LONG = torch.ones(80, dtype=torch.bool), torch.ones(100, dtype=torch.bool)
 FIELD = request_field("kind")
 BOUNDED = request_field("kind", low=0, high=99)

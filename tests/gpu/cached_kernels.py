@@ -51,11 +51,11 @@ class Told(logging.Handler):
 @torch.inference_mode()
 def main(number: int, file: str) -> None:
     told = Told()
-    variant = dataclasses.replace(PLAIN, mods=mods_of(number))
+    spec = dataclasses.replace(PLAIN, mods=mods_of(number))
     outs = []
     for rows in ([(300, 1), (2500, 1)], [(300, 1), (64, 64), (4200, 130)]):
         step = Step(make_rows(rows))
-        outs.append(step.run(FlexBackend([variant], BF16, DEVICE, step.setup()), variant).cpu())
+        outs.append(step.run(FlexBackend([spec], BF16, DEVICE, step.setup()), spec).cpu())
     torch.save(outs, file)
     answer = {
         "kept": told.count("compiled, kept at"),

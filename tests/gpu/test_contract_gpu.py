@@ -16,22 +16,15 @@ if not torch.cuda.is_available():
 
 from batches import make_history
 from contract_rig import SETTINGS, Row, Setting, attend_plainly, backends_here, make_pool, make_step, takes
-from octavo.attention.base import (
-    BACKENDS,
-    NO_TENSORS,
-    AttentionBackend,
-    LayerTensors,
-    Setup,
-    Variant,
-    alibi_slopes,
-)
+from octavo.attention.base import BACKENDS, NO_TENSORS, AttentionBackend, LayerTensors, Setup, alibi_slopes
+from octavo.cache.specs import AttentionSpec
 from octavo.ops.rope import qk_norm_rope_store, rope_table
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
 HEADS, KV_HEADS, SIZE = 8, 2, 64
-FULL = Variant(num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=SIZE, scale=0.15)
-VARIANTS = {
+FULL = AttentionSpec(num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=SIZE, scale=0.15)
+SPECS = {
     "full": FULL,
     "sliding window": dataclasses.replace(FULL, window=40),
     "window and soft cap": dataclasses.replace(FULL, window=150, soft_cap=15.0),
@@ -69,25 +62,25 @@ CASES = [
 ]
 LARGE = [Setting("LBHNC", 256, 256), Setting("BLNHC", 512, 256)]  # for backends that take no smaller blocks
 FEW_SETTINGS = [Setting(), Setting("BLNHC", 128, 64)]
-# Each (variant, dtype, kernel block size, shape) is a kernel to compile: "full" meets all settings, in every dtype.
+# Each (spec, dtype, kernel block size, shape) is a kernel to compile: "full" meets all settings, in every dtype.
 STEPS = [
-    (name, dtype, variant, shape)
+    (name, dtype, spec, shape)
     for name, dtype in CASES
-    for variant in VARIANTS
+    for spec in SPECS
     for shape in SHAPES
-    if shape == "ragged" or (dtype == torch.bfloat16 and (variant == "full" or shape != "prefill with context"))
+    if shape == "ragged" or (dtype == torch.bfloat16 and (spec == "full" or shape != "prefill with context"))
 ]
 CHUNKED = [
-    (name, dtype, variant)
+    (name, dtype, spec)
     for name, dtype in CASES
-    for variant, kind in VARIANTS.items()
-    if kind.causal and (dtype == torch.bfloat16 or variant == "full")
+    for spec, kind in SPECS.items()
+    if kind.causal and (dtype == torch.bfloat16 or spec == "full")
 ]
 
 
-def settings_of(name: str, dtype: torch.dtype, variant: str) -> list[Setting]:
+def settings_of(name: str, dtype: torch.dtype, spec: str) -> list[Setting]:
     few = FEW_SETTINGS if dtype == torch.bfloat16 else FEW_SETTINGS[1:]
-    return [setting for setting in (SETTINGS if variant == "full" else few) if takes(name, setting)] or LARGE
+    return [setting for setting in (SETTINGS if spec == "full" else few) if takes(name, setting)] or LARGE
 
 
 def one_setting(name: str, *settings: Setting) -> Setting:
@@ -95,18 +88,18 @@ def one_setting(name: str, *settings: Setting) -> Setting:
     return next(setting for setting in [*settings, *LARGE] if takes(name, setting))
 
 
-def make_backend(name: str, variant: Variant, dtype: torch.dtype, setting: Setting, **setup) -> AttentionBackend:
+def make_backend(name: str, spec: AttentionSpec, dtype: torch.dtype, setting: Setting, **setup) -> AttentionBackend:
     capability = BACKENDS.resolve(name).capability
-    missing = [fact for fact in variant.facts if not getattr(capability, fact)]
+    missing = [fact for fact in spec.facts if not getattr(capability, fact)]
     if missing:
         with pytest.raises(ValueError, match=f"attention backend '{name}'"):
-            BACKENDS.resolve(name)([variant], dtype, DEVICE)
+            BACKENDS.resolve(name)([spec], dtype, DEVICE)
         pytest.skip(f"{name} states that it has no {missing[0]}")
     limits = Setup(
         max_num_rows=16, max_num_tokens=512, max_model_len=2048, num_blocks=4096, block_size=setting.kernel, **setup
     )
     try:
-        return BACKENDS.resolve(name)([variant], dtype, DEVICE, limits)
+        return BACKENDS.resolve(name)([spec], dtype, DEVICE, limits)
     except ValueError as error:  # a library may do less than the backend states
         if f"attention backend '{name}' has no" in str(error):
             pytest.skip(str(error))
@@ -120,8 +113,8 @@ def make_rows(shape: str, dtype: torch.dtype) -> list[Row]:
     ]
 
 
-def tensors_of(variant: Variant) -> LayerTensors:
-    return LayerTensors(sinks=SINKS.to(DEVICE)) if variant.sinks else NO_TENSORS
+def tensors_of(spec: AttentionSpec) -> LayerTensors:
+    return LayerTensors(sinks=SINKS.to(DEVICE)) if spec.sinks else NO_TENSORS
 
 
 def assert_near(out: torch.Tensor, expected: torch.Tensor) -> None:
@@ -137,13 +130,13 @@ def assert_same(backend: AttentionBackend, out: torch.Tensor, plain: torch.Tenso
         assert_near(out, plain.double())
 
 
-@pytest.mark.parametrize(("name", "dtype", "variant", "shape"), STEPS, ids=str)
-def test_INV_6_every_layout_and_kernel_block_size(name: str, dtype: torch.dtype, variant: str, shape: str) -> None:
+@pytest.mark.parametrize(("name", "dtype", "spec", "shape"), STEPS, ids=str)
+def test_INV_6_every_layout_and_kernel_block_size(name: str, dtype: torch.dtype, spec: str, shape: str) -> None:
     """Unused blocks, slots and table columns are poison. Reproducible backends give the same bits in all settings."""
-    kind = VARIANTS[variant]
+    kind = SPECS[spec]
     layer, rows, plain = tensors_of(kind), make_rows(shape, dtype), None
     expected = attend_plainly(rows, kind, SINKS if kind.sinks else None)
-    for setting in settings_of(name, dtype, variant):
+    for setting in settings_of(name, dtype, spec):
         backend = make_backend(name, kind, dtype, setting)
         out = make_step(rows, setting, seed=3, device=DEVICE).run(backend, kind, layer)
         if plain is None:
@@ -152,9 +145,9 @@ def test_INV_6_every_layout_and_kernel_block_size(name: str, dtype: torch.dtype,
         assert_same(backend, out, plain, setting)
 
 
-@pytest.mark.parametrize(("name", "dtype", "variant"), CHUNKED, ids=str)
-def test_chunks_and_decode_equal_the_whole_prompt(name: str, dtype: torch.dtype, variant: str) -> None:
-    kind, setting = VARIANTS[variant], one_setting(name, Setting("LBHNC", 128, 64))
+@pytest.mark.parametrize(("name", "dtype", "spec"), CHUNKED, ids=str)
+def test_chunks_and_decode_equal_the_whole_prompt(name: str, dtype: torch.dtype, spec: str) -> None:
+    kind, setting = SPECS[spec], one_setting(name, Setting("LBHNC", 128, 64))
     backend, layer = make_backend(name, kind, dtype, setting), tensors_of(kind)
     history = make_history(1, 1100, HEADS, KV_HEADS, SIZE, dtype)
     whole = make_step([(history, 1100, 1100)], setting, device=DEVICE).run(backend, kind, layer)
@@ -166,10 +159,10 @@ def test_chunks_and_decode_equal_the_whole_prompt(name: str, dtype: torch.dtype,
         assert_same(backend, out, whole[position - chunk : position], position)
 
 
-@pytest.mark.parametrize(("name", "dtype", "variant"), CHUNKED, ids=str)
-def test_the_last_tokens_alone(name: str, dtype: torch.dtype, variant: str) -> None:
+@pytest.mark.parametrize(("name", "dtype", "spec"), CHUNKED, ids=str)
+def test_the_last_tokens_alone(name: str, dtype: torch.dtype, spec: str) -> None:
     """As a decoder's last layer has them, beside padding rows."""
-    kind, setting = VARIANTS[variant], one_setting(name, Setting("LBHNC", 128, 64))
+    kind, setting = SPECS[spec], one_setting(name, Setting("LBHNC", 128, 64))
     backend, layer = make_backend(name, kind, dtype, setting), tensors_of(kind)
     for shape in ("ragged", "verification", "prefill with context"):
         step = make_step(make_rows(shape, dtype), setting, device=DEVICE)
@@ -179,7 +172,7 @@ def test_the_last_tokens_alone(name: str, dtype: torch.dtype, variant: str) -> N
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_INV_5_and_L3_G4_padding_and_placement_change_nothing(name: str, dtype: torch.dtype) -> None:
-    kind = VARIANTS["full"]
+    kind = SPECS["full"]
     for setting in (Setting("LBHNC", 128, 64), Setting("BLNHC", 64, 64), *LARGE):
         if takes(name, setting):
             backend, rows = make_backend(name, kind, dtype, setting), make_rows("ragged", dtype)
@@ -197,16 +190,16 @@ def test_INV_5_and_L3_G4_padding_and_placement_change_nothing(name: str, dtype: 
 def test_L3_G1_offsets_past_32_bits(name: str, layout: str) -> None:
     """A pool of more than 2^31 / (2 * 8 * 128) tokens, the live blocks at its end."""
     setting, heads, size = one_setting(name, Setting(layout, 64, 64), Setting(layout, 256, 256)), 8, 128
-    variant = Variant(num_heads=heads, num_kv_heads=heads, head_size=size, scale=size**-0.5)
+    spec = AttentionSpec(num_heads=heads, num_kv_heads=heads, head_size=size, scale=size**-0.5)
     rows = [
         (make_history(seed, n, heads, heads, size, torch.bfloat16), n, k) for seed, n, k in ((0, 130, 100), (1, 40, 1))
     ]
     limits = Setup(max_num_rows=8, max_num_tokens=256, max_model_len=512, num_blocks=17_000, block_size=setting.kernel)
-    backend = BACKENDS.resolve(name)([variant], torch.bfloat16, DEVICE, limits)
-    expected = make_step(rows, setting, device=DEVICE).run(backend, variant)
+    backend = BACKENDS.resolve(name)([spec], torch.bfloat16, DEVICE, limits)
+    expected = make_step(rows, setting, device=DEVICE).run(backend, spec)
     step = make_step(rows, setting, num_blocks=1_060_000 // setting.block, device=DEVICE)
     assert int(step.inputs.block_table[0, 0]) * step.kv.stride(0) > 2**31
-    assert_same(backend, step.run(backend, variant), expected, setting)
+    assert_same(backend, step.run(backend, spec), expected, setting)
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)

@@ -20,12 +20,13 @@ if not torch.cuda.is_available():
 
 import octavo.attention as A
 from cached_kernels import SLOPES, mods_of
-from octavo.attention.base import LayerTensors, Variant
+from octavo.attention.base import LayerTensors
 from octavo.attention.flex import backend as flex
 from octavo.attention.flex import kernel as flex_kernel
 from octavo.attention.flex.backend import FlexBackend
 from octavo.attention.flex.key import NotFingerprintable
 from octavo.attention.mods import AttentionMods
+from octavo.cache.specs import AttentionSpec
 from octavo.ops.compile import driver
 from test_flex_gpu import BF16, DEVICE, HEADS, KV_HEADS, PLAIN, Step, make_rows
 
@@ -46,14 +47,14 @@ def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex_kernel, "name_mods", refuse)
 
 
-def run(step: Step, variant: Variant, layer: LayerTensors | None = None, **options) -> torch.Tensor:
+def run(step: Step, spec: AttentionSpec, layer: LayerTensors | None = None, **options) -> torch.Tensor:
     setup = dataclasses.replace(step.setup(), cache_dtype=step.kv.dtype)
-    backend = FlexBackend([variant], BF16, DEVICE, setup)
+    backend = FlexBackend([spec], BF16, DEVICE, setup)
     with torch.inference_mode():
-        return step.run(backend, variant, *([layer] if layer else []))
+        return step.run(backend, spec, *([layer] if layer else []))
 
 
-VARIANTS = {
+SPECS = {
     "plain": PLAIN,
     "a mask and a tensor": dataclasses.replace(PLAIN, mods=mods_of(5)),
     "fields": dataclasses.replace(
@@ -62,20 +63,20 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", SPECS)
 def test_kernels_alone_give_the_bits_of_torchs_call(name: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled and kept, found again, in several launches of few mask rows, and by torch."""
-    steps, variant = [Step(make_rows(rows)) for rows in (DECODE, MIXED)], VARIANTS[name]
-    compiled = [run(step, variant) for step in steps]
+    steps, spec = [Step(make_rows(rows)) for rows in (DECODE, MIXED)], SPECS[name]
+    compiled = [run(step, spec) for step in steps]
     files = sorted(cache.iterdir())
     assert len(files) == 2
-    found = [run(step, variant) for step in steps]
+    found = [run(step, spec) for step in steps]
     assert sorted(cache.iterdir()) == files
     with monkeypatch.context() as few:
         few.setattr(flex, "_SCRATCH_BYTES", 3 * 2 * KV_HEADS * 128 * 128 * 2)
-        in_parts = [run(step, variant) for step in steps]
+        in_parts = [run(step, spec) for step in steps]
     by_torch(monkeypatch)
-    expected = [run(step, variant) for step in steps]
+    expected = [run(step, spec) for step in steps]
     for outs in (compiled, found, in_parts):
         assert all(map(torch.equal, outs, expected))
     assert sorted(cache.iterdir()) == files
@@ -124,12 +125,12 @@ def test_a_captured_tensor_is_the_live_one(cache: Path) -> None:
     step, other = Step(make_rows(DECODE)), SLOPES * 3
     first, second = (run(step, dataclasses.replace(PLAIN, mods=biased(slopes))) for slopes in (SLOPES, other))
     assert len(list(cache.iterdir())) == 1 and not torch.equal(first, second)
-    variant = dataclasses.replace(PLAIN, mods=biased(changing := SLOPES.clone()))
-    backend = FlexBackend([variant], BF16, DEVICE, step.setup())
+    spec = dataclasses.replace(PLAIN, mods=biased(changing := SLOPES.clone()))
+    backend = FlexBackend([spec], BF16, DEVICE, step.setup())
     with torch.inference_mode():
-        assert torch.equal(step.run(backend, variant), first)
+        assert torch.equal(step.run(backend, spec), first)
         changing.copy_(other)
-        assert torch.equal(step.run(backend, variant), second)
+        assert torch.equal(step.run(backend, spec), second)
     wide = torch.cat([SLOPES, SLOPES])  # another shape is another kernel
     assert torch.equal(run(step, dataclasses.replace(PLAIN, mods=biased(wide))), first)
     assert len(list(cache.iterdir())) == 2 and len(wide) == 2 * HEADS

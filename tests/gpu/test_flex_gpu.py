@@ -22,11 +22,12 @@ import octavo.attention as A
 from batches import History, make_history
 from contract_rig import GARBAGE, Setting, make_step
 from mixtures import MIXTURES, NUM_ROWS, NUM_TOKENS, padded
-from octavo.attention.base import NO_TENSORS, AttentionInputs, LayerTensors, Setup, Variant
+from octavo.attention.base import NO_TENSORS, AttentionInputs, LayerTensors, Setup
 from octavo.attention.flex.backend import FlexBackend
 from octavo.attention.mods import AttentionMods
 from octavo.attention.paged import PagedBackend
 from octavo.attention.reference import ReferenceBackend
+from octavo.cache.specs import AttentionSpec
 from octavo.ops import flex as ops
 from octavo.ops.flex.mask_rows import Geometry, Kind, MaskRows
 from octavo.ops.rope import Rotation, qk_norm_rope_store, rope_table
@@ -35,7 +36,7 @@ from sync_guard import no_waits
 pytestmark = pytest.mark.gpu
 DEVICE, BF16 = torch.device("cuda"), torch.bfloat16
 HEADS, KV_HEADS, SIZE, BLOCK = 8, 2, 128, 64
-PLAIN = Variant(num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=SIZE, scale=SIZE**-0.5)
+PLAIN = AttentionSpec(num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=SIZE, scale=SIZE**-0.5)
 FIELDS = {"prefix_len": torch.tensor([70, 0, 300, 5], dtype=torch.int32, device=DEVICE)}
 ROWS = [(300, 1), (2500, 1), (64, 64), (4200, 130)]
 LIMITS = {"max_num_rows": 8, "max_num_tokens": 8192, "max_model_len": 8192}
@@ -93,10 +94,10 @@ class Step:
             **LIMITS, num_blocks=self.num_blocks, block_size=self.inputs.block_size, fields=FIELDS, options=options
         )
 
-    def run(self, backend, variant: Variant, layer: LayerTensors = NO_TENSORS) -> torch.Tensor:
+    def run(self, backend, spec: AttentionSpec, layer: LayerTensors = NO_TENSORS) -> torch.Tensor:
         out = torch.full_like(self.q, float("nan"))
         backend.prepare(self.inputs)
-        backend.run(self.q, self.kv, variant, out, layer)
+        backend.run(self.q, self.kv, spec, out, layer)
         return out
 
 
@@ -108,7 +109,7 @@ def odd_keys(b, h, q_idx, kv_idx):
     return (kv_idx % 2 == h % 2) | (kv_idx == q_idx)
 
 
-VARIANTS = {
+SPECS = {
     "plain": PLAIN,
     "window and cap": dataclasses.replace(PLAIN, window=100, soft_cap=20.0),
     "rswa": dataclasses.replace(PLAIN, mods=A.rswa(90)),
@@ -118,11 +119,11 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", SPECS)
 def test_equals_the_reference(name: str) -> None:
-    step, variant = Step(make_rows()), VARIANTS[name]
-    out = step.run(FlexBackend([variant], BF16, DEVICE, step.setup()), variant)
-    expected = step.run(ReferenceBackend([variant], BF16, DEVICE, step.setup()), variant)
+    step, spec = Step(make_rows()), SPECS[name]
+    out = step.run(FlexBackend([spec], BF16, DEVICE, step.setup()), spec)
+    expected = step.run(ReferenceBackend([spec], BF16, DEVICE, step.setup()), spec)
     torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
 
 
@@ -131,7 +132,7 @@ def test_K4_9_quantized_caches_with_a_scale_per_head(stored: torch.dtype) -> Non
     """Stored numbers times the scales, against the reference over their products."""
     scales = torch.tensor([0.02, 0.05], device=DEVICE), torch.tensor([0.5, 0.03], device=DEVICE)
     layer = LayerTensors(key_scale=scales[0], value_scale=scales[1])
-    variant = dataclasses.replace(PLAIN, soft_cap=20.0)
+    spec = dataclasses.replace(PLAIN, soft_cap=20.0)
     kept, plain = [], []
     for made, length, queries in make_rows():
         narrow = (made.kv.float() * 30).round().clamp(-127, 127).to(stored)
@@ -139,18 +140,18 @@ def test_K4_9_quantized_caches_with_a_scale_per_head(stored: torch.dtype) -> Non
         kept.append((dataclasses.replace(made, kv=narrow), length, queries))
         plain.append((dataclasses.replace(made, kv=narrow.float() * factor, q=made.q.float()), length, queries))
     step = Step(kept)
-    backend = FlexBackend([variant], BF16, DEVICE, dataclasses.replace(step.setup(), cache_dtype=stored))
-    out = step.run(backend, variant, layer)
-    expected = Step(plain).run(ReferenceBackend([variant], torch.float32, DEVICE, step.setup()), variant)
+    backend = FlexBackend([spec], BF16, DEVICE, dataclasses.replace(step.setup(), cache_dtype=stored))
+    out = step.run(backend, spec, layer)
+    expected = Step(plain).run(ReferenceBackend([spec], torch.float32, DEVICE, step.setup()), spec)
     assert (out.float() - expected).norm() / expected.norm() < 1e-2
 
 
 def test_sinks_and_float32() -> None:
-    variant = dataclasses.replace(PLAIN, sinks=True)
+    spec = dataclasses.replace(PLAIN, sinks=True)
     layer = LayerTensors(sinks=torch.linspace(-2, 3, HEADS, device=DEVICE))
     step = Step(make_rows(dtype=torch.float32), block=32)
-    out = step.run(FlexBackend([variant], torch.float32, DEVICE, step.setup()), variant, layer)
-    expected = step.run(ReferenceBackend([variant], torch.float32, DEVICE, step.setup()), variant, layer)
+    out = step.run(FlexBackend([spec], torch.float32, DEVICE, step.setup()), spec, layer)
+    expected = step.run(ReferenceBackend([spec], torch.float32, DEVICE, step.setup()), spec, layer)
     torch.testing.assert_close(out, expected, atol=5e-3, rtol=5e-3)
 
 
@@ -171,26 +172,26 @@ def test_K4_7_decode_chunks_and_neighbours_have_the_same_bits(
     block: int, size: int, heads: int, dtype: torch.dtype
 ) -> None:
     options = {"flex_attn_block_m": size, "flex_attn_block_n": size} if size else {}
-    variant = dataclasses.replace(PLAIN, num_heads=heads, window=3000)
+    spec = dataclasses.replace(PLAIN, num_heads=heads, window=3000)
     made, other = history(1, 4200, dtype, heads), history(2, 4200, dtype, heads)
     other.q *= 30  # huge but finite
     whole = Step([(made, 4200, 4200)], block)
-    backend = FlexBackend([variant], dtype, DEVICE, Setup(**LIMITS, num_blocks=800, block_size=block, options=options))
-    expected = whole.run(backend, variant)
+    backend = FlexBackend([spec], dtype, DEVICE, Setup(**LIMITS, num_blocks=800, block_size=block, options=options))
+    expected = whole.run(backend, spec)
     for end in (1, 16, 17, 63, 64, 65, 2047, 2048, 2049, 4200):
-        alone = Step([(made, end, 1)], block, seed=end).run(backend, variant)
+        alone = Step([(made, end, 1)], block, seed=end).run(backend, spec)
         assert torch.equal(alone, expected[end - 1 : end]), end
-        crowd = Step([(other, 3000, 1), (made, end, 1), (other, 77, 1)], block, seed=end).run(backend, variant)
+        crowd = Step([(other, 3000, 1), (made, end, 1), (other, 77, 1)], block, seed=end).run(backend, spec)
         assert torch.equal(crowd[1:2], alone), end
     position = 0
     for chunk in (3, 60, 64, 1000, 1001, 2072):
         position += chunk
         rows = [(other, 900, 1), (made, position, chunk), (other, 500, 33)]
         step = Step(rows, block, seed=chunk)
-        out = step.run(backend, variant)
+        out = step.run(backend, spec)
         assert torch.equal(out[1 : 1 + chunk], expected[position - chunk : position]), position
         step.inputs.max_long = 2  # the row that decodes gets a tile of its own
-        assert torch.equal(step.run(backend, variant), out), position
+        assert torch.equal(step.run(backend, spec), out), position
 
 
 def test_F1_4_one_compilation_for_all_batches_and_addresses_stay() -> None:
@@ -271,9 +272,9 @@ def test_queries_rotated_into_their_lines_give_the_same_bits(rows: int) -> None:
 @pytest.mark.parametrize("kind", ["plain", "user's, capped"])
 def test_F1_4_a_mixed_step_replayed_has_the_bits_of_one_issued(kind: str) -> None:
     """One graph for steps of any mixture, captured while its rows were empty."""
-    variant, steps = VARIANTS[kind], {name: Step(make_rows(shape)) for name, shape in MIXTURES.items()}
+    spec, steps = SPECS[kind], {name: Step(make_rows(shape)) for name, shape in MIXTURES.items()}
     setup = dataclasses.replace(steps["full"].setup(), max_num_rows=NUM_ROWS)
-    backend = FlexBackend([variant], BF16, DEVICE, setup)
+    backend = FlexBackend([spec], BF16, DEVICE, setup)
     for step in steps.values():
         step.inputs.block_table = torch.nn.functional.pad(
             step.inputs.block_table, (0, 32 - step.inputs.block_table.shape[1])
@@ -287,7 +288,7 @@ def test_F1_4_a_mixed_step_replayed_has_the_bits_of_one_issued(kind: str) -> Non
 
     def issue() -> None:
         backend.prepare(held, for_capture=True)
-        backend.run(q, kv, variant, out)
+        backend.run(q, kv, spec, out)
 
     issue()
     graph = torch.cuda.CUDAGraph()
@@ -295,7 +296,7 @@ def test_F1_4_a_mixed_step_replayed_has_the_bits_of_one_issued(kind: str) -> Non
         issue()
     for name, step in steps.items():
         step.inputs.max_long = sum(queries > 1 for _, queries in MIXTURES[name])
-        expected, now, tokens = step.run(backend, variant), padded(step.inputs), len(step.q)
+        expected, now, tokens = step.run(backend, spec), padded(step.inputs), len(step.q)
         for target, value in zip(changing, (now.query_start, now.seq_lens, now.block_table, now.rows), strict=True):
             target.copy_(value)
         q[:tokens].copy_(step.q)
@@ -331,9 +332,9 @@ def test_L3_G1_pools_beyond_32_bit_offsets_in_every_layout(layout: str, block: i
 
 
 BLOCKS = (16, 32, 48, 64, 128, 144, 256)
-SIZED = {  # variant, dtype, sizes of the user's
+SIZED = {  # spec, dtype, sizes of the user's
     "plain": (PLAIN, BF16, {}),
-    "user's, capped": (VARIANTS["user's, capped"], BF16, {}),
+    "user's, capped": (SPECS["user's, capped"], BF16, {}),
     "window, float32": (dataclasses.replace(PLAIN, window=700), torch.float32, {}),
     "a tile of 16": (PLAIN, BF16, {"flex_attn_block_m": 16, "flex_attn_block_n": 16}),
 }
@@ -342,13 +343,13 @@ SIZED = {  # variant, dtype, sizes of the user's
 @pytest.mark.parametrize("name", SIZED)
 def test_K4_7_every_block_size_has_the_same_bits(name: str) -> None:
     """Decode and prompts; block sizes that are no powers of two among them."""
-    variant, dtype, sizes = SIZED[name]
+    spec, dtype, sizes = SIZED[name]
     outs = []
     for block in BLOCKS:
         step = Step(make_rows(dtype=dtype), block, seed=block)
-        outs.append(step.run(FlexBackend([variant], dtype, DEVICE, step.setup(**sizes)), variant))
+        outs.append(step.run(FlexBackend([spec], dtype, DEVICE, step.setup(**sizes)), spec))
     assert all(torch.equal(out, outs[0]) for out in outs), [torch.equal(out, outs[0]) for out in outs]
-    expected = step.run(ReferenceBackend([variant], dtype, DEVICE, step.setup()), variant)
+    expected = step.run(ReferenceBackend([spec], dtype, DEVICE, step.setup()), spec)
     torch.testing.assert_close(outs[0], expected, atol=2e-2, rtol=2e-2)
 
 
@@ -403,22 +404,22 @@ TRAINER = {
 @pytest.mark.parametrize("name", TRAINER)
 def test_K4_8_a_trainers_flex_attention_has_the_same_bits(name: str, size: int) -> None:
     """Plain K and V, torch's own create_block_mask and the same sizes: the bits of prefill, chunks and decode."""
-    variant, mask, score = TRAINER[name]
+    spec, mask, score = TRAINER[name]
     made, length = history(3, 1024), 1024  # torch takes every block of a ragged last query block as partial
     q, key, value = made.q[None].transpose(1, 2), *made.kv[None].transpose(1, 2).chunk(2, dim=-1)
     block_mask = create_block_mask(mask, 1, None, length, length, device="cuda", BLOCK_SIZE=(size, size))
     options = {"BLOCK_M": size, "BLOCK_N": size, "FORCE_USE_FLEX_ATTENTION": True, "IS_DIVISIBLE": False}
     trained = torch.compile(flex_attention, dynamic=False)(
         q.contiguous(), key.contiguous(), value.contiguous(), score_mod=score, block_mask=block_mask,
-        scale=variant.scale, enable_gqa=True, kernel_options=options,
+        scale=spec.scale, enable_gqa=True, kernel_options=options,
     )  # fmt: skip
     trained = trained[0].transpose(0, 1)
     options = dict.fromkeys(("flex_attn_block_m", "flex_attn_block_n", "flex_attn_q_block_size"), size)
     setup = Setup(**LIMITS, num_blocks=800, block_size=size, options=options)
-    backend = FlexBackend([variant], BF16, DEVICE, setup)
-    assert torch.equal(Step([(made, length, length)], size).run(backend, variant), trained)
+    backend = FlexBackend([spec], BF16, DEVICE, setup)
+    assert torch.equal(Step([(made, length, length)], size).run(backend, spec), trained)
     for end in (1, 15, 16, 17, 500, 640, 1024):
-        out = Step([(made, end, 1), (history(4, 700), 700, 3)], size, seed=end).run(backend, variant)
+        out = Step([(made, end, 1), (history(4, 700), 700, 3)], size, seed=end).run(backend, spec)
         assert torch.equal(out[:1], trained[end - 1 : end]), end
 
 
@@ -431,17 +432,17 @@ MINE = {
 @pytest.mark.parametrize("name", MINE)
 def test_K4_8_the_call_for_trainers_has_the_same_bits(name: str) -> None:
     sizes = dict.fromkeys(("flex_attn_block_m", "flex_attn_block_n", "flex_attn_q_block_size"), 64)
-    made, variant = history(3, 1024), dataclasses.replace(PLAIN, mods=MINE[name])
+    made, spec = history(3, 1024), dataclasses.replace(PLAIN, mods=MINE[name])
     q, key, value = made.q[None].transpose(1, 2), *made.kv[None].transpose(1, 2).chunk(2, dim=-1)
     q, key, value = (x.contiguous() for x in (q, key, value))
     trained = A.flex_attention(
         q, key, value, MINE[name], scale=PLAIN.scale, sizes=sizes | {"flex_attn_kv_block_size": 64}
     )
     setup = Setup(**LIMITS, num_blocks=800, block_size=64, options=sizes)
-    backend = FlexBackend([variant], BF16, DEVICE, setup)
+    backend = FlexBackend([spec], BF16, DEVICE, setup)
     expected = trained[0].transpose(0, 1)
     for end, count in ((1024, 1024), (700, 130), (1024, 1), (65, 1)):
-        out = Step([(made, end, count), (history(4, 700), 700, 3)], 64, seed=end).run(backend, variant)
+        out = Step([(made, end, count), (history(4, 700), 700, 3)], 64, seed=end).run(backend, spec)
         assert torch.equal(out[:count], expected[end - count : end]), end
 
 

@@ -16,8 +16,9 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
 import fused_rope_rig
-from octavo.attention.base import AttentionInputs, Variant
+from octavo.attention.base import AttentionInputs
 from octavo.attention.paged import PagedBackend
+from octavo.cache.specs import AttentionSpec
 from octavo.ops.attention import paged as operator
 from octavo.ops.rope import Rotation, rope_table
 
@@ -77,8 +78,8 @@ def test_only_graphs_store_and_read_in_one_kernel() -> None:
     """Elsewhere a row of one query may read a block that another row completes in the same step."""
     device = torch.device("cuda")
     ints = {"dtype": torch.int32, "device": device}
-    variant = Variant(num_heads=16, num_kv_heads=8, head_size=128, scale=1.0)
-    backend = PagedBackend((variant,), torch.bfloat16, device)
+    spec = AttentionSpec(num_heads=16, num_kv_heads=8, head_size=128, scale=1.0)
+    backend = PagedBackend((spec,), torch.bfloat16, device)
     inputs = AttentionInputs(
         num_rows=2,
         num_tokens=2,
@@ -101,4 +102,4 @@ def test_only_graphs_store_and_read_in_one_kernel() -> None:
     kv = torch.zeros(2, 8, 64, 256, dtype=torch.bfloat16, device=device)
     for captured in (False, True):
         backend.prepare(inputs, for_capture=captured)
-        assert backend.rotates(rotation, kv, variant) is captured
+        assert backend.rotates(rotation, kv, spec) is captured

@@ -14,7 +14,8 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from batches import Batch, History, make_batch, make_history
-from octavo.attention.base import BACKENDS, AttentionInputs, Variant
+from octavo.attention.base import BACKENDS, AttentionInputs
+from octavo.cache.specs import AttentionSpec
 from octavo.ops.attention import paged_attention_eager
 from octavo.ops.attention.mask_spec import MaskSpec
 from octavo.ops.attention.paged import Heads, Planner, Scratch, Tile, paged_attention
@@ -181,9 +182,9 @@ def test_float8_cache_with_scales() -> None:
 
 def test_a_captured_graph_follows_lengths_and_tables() -> None:
     history = _history()
-    variant = Variant(num_heads=8, num_kv_heads=2, head_size=128, scale=128**-0.5)
+    spec = AttentionSpec(num_heads=8, num_kv_heads=2, head_size=128, scale=128**-0.5)
     batch = _batch([(history, 1100, 1), (history, 40, 1)], 16)
-    backend = BACKENDS.resolve("paged")((variant,), BF16, DEVICE)
+    backend = BACKENDS.resolve("paged")((spec,), BF16, DEVICE)
     inputs = AttentionInputs(
         num_rows=2,
         num_tokens=2,
@@ -197,11 +198,11 @@ def test_a_captured_graph_follows_lengths_and_tables() -> None:
     )
     out = torch.empty_like(batch.q)
     backend.prepare(inputs, for_capture=True)
-    backend.run(batch.q, batch.kv, variant, out)
+    backend.run(batch.q, batch.kv, spec, out)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        backend.run(batch.q, batch.kv, variant, out)
+        backend.run(batch.q, batch.kv, spec, out)
     batch.seq_lens.copy_(torch.tensor([700, 33]))
     graph.replay()
     shorter = attend(Batch(batch.q, batch.kv, batch.query_start, batch.seq_lens, batch.block_table))

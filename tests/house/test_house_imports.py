@@ -15,9 +15,9 @@ from patience import patient
 
 # Plain data and rules without a device: packages or modules that load no torch, and that all others may import.
 WORDS = {
-    "cache.groups", "cache.policies", "checkpoint.arch", "checkpoint.config_reader", "checkpoint.generation_config",
-    "config", "grammar.json_schema", "observe", "plan", "registry", "request", "startup.child", "startup.gc_control",
-    "startup.forks", "startup.interrupts", "startup.memory_plan",
+    "cache.groups", "cache.policies", "cache.specs", "checkpoint.arch", "checkpoint.config_reader",
+    "checkpoint.generation_config", "config", "grammar.json_schema", "observe", "plan", "registry", "request",
+    "startup.child", "startup.gc_control", "startup.forks", "startup.interrupts", "startup.memory_plan",
 }  # fmt: skip
 DEVICE_SIDE = {
     "attention",
@@ -39,6 +39,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     **{word: ({"words"}, {"numpy", "msgspec"}) for word in WORDS},
     "config": ({"words"}, {"yaml"}),
     "observe": (set(), {"rich"}),
+    "cache.specs": ({"words", "attention.mods"}, set()),  # a spec holds a user's mods, which load no torch
     "sched": ({"words"}, {"numpy", "msgspec"}),
     "cache": ({"words"}, {"torch", "numpy"}),
     "ops": (set(), {"torch", "triton", "numpy"}),

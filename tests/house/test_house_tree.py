@@ -39,6 +39,8 @@ RETIRED = {
     "equals_the_twin": "equals_the_reference", "compare_with_twin": "compare_with_reference",
     "octavo.serve.engine.mock_engine": "mock_engine",
     "is_kept": "is_cached", "_num_turned": "_num_rotated", "_turned": "_rotated",
+    "attention_variants": "layer_specs", "check_variants": "check_specs", "mods_of_variant": "mods_of_spec",
+    "plain_variants": "plain_specs", "kv_of_layer": "ForwardContext.layers",
     "jail": "sandbox", "jails": "sandboxes", "TextJail": "TextSandbox", "JailError": "SandboxError",
     "JailBusyError": "SandboxBusyError", "jail_child": "sandbox_child",
 }  # fmt: skip

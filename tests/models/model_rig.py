@@ -12,8 +12,16 @@ from typing import Any
 
 import torch
 
-from octavo.attention.base import BACKENDS, AttentionInputs, ForwardContext, forward_context
+from octavo.attention.base import (
+    BACKENDS,
+    AttentionInputs,
+    ForwardContext,
+    LayerContext,
+    TableContext,
+    forward_context,
+)
 from octavo.cache.groups import make_groups
+from octavo.cache.specs import distinct
 from octavo.checkpoint.arch import Arch
 from octavo.ops.inputs.tensors import LogitTokens
 
@@ -212,19 +220,23 @@ class Rig:
         self.model = model
         arch: Arch = model.arch
         self.groups = make_groups(arch, BLOCK_SIZE)
-        self.group_of_layer = [
-            next(g for g, group in enumerate(self.groups) if layer in group.layers) for layer in range(arch.num_layers)
-        ]
         num_blocks = 160
         shape = (num_blocks, arch.num_kv_heads, BLOCK_SIZE, arch.cache_channels)
         self.kv = [torch.full(shape, torch.nan, dtype=dtype) for _ in arch.layers]
         self.free = [list(range(1, num_blocks)) for _ in self.groups]
         for group, blocks in enumerate(self.free):
             random.Random(group).shuffle(blocks)
-        self.backends = []
-        for group in self.groups:
-            variants = list(dict.fromkeys(model.attention_variants[layer] for layer in group.layers))
-            self.backends.append(BACKENDS.resolve(backend)(variants, dtype, torch.device("cpu")))
+        self.tables = [
+            TableContext(
+                BACKENDS.resolve(backend)(distinct(model.layer_specs, group.layers), dtype, torch.device("cpu"))
+            )
+            for group in self.groups
+        ]
+        group_of_layer = {layer: index for index, group in enumerate(self.groups) for layer in group.layers}
+        self.layers = [
+            LayerContext(spec, self.tables[group_of_layer[layer]], group_of_layer[layer], self.kv[layer])
+            for layer, spec in enumerate(model.layer_specs)
+        ]
         self.blocks: dict[tuple[int, str], list[int]] = {}
         self.lengths: dict[str, int] = {}
 
@@ -263,15 +275,13 @@ class Rig:
         inputs = [self._inputs(group, chunks) for group in range(len(self.groups))]
         positions = [self.lengths.get(row, 0) + i for row, tokens in chunks.items() for i in range(len(tokens))]
         context = ForwardContext(
-            inputs=inputs,
-            backends=self.backends,
-            group_of_layer=self.group_of_layer,
-            kv_of_layer=self.kv,
+            layers=self.layers,
+            tables=self.tables,
             positions=torch.tensor(positions),
             logit_tokens=_last_tokens(inputs[0]) if last else None,
         )
-        for backend, group_inputs in zip(self.backends, inputs, strict=True):
-            backend.prepare(group_inputs)
+        for table, group_inputs in zip(self.tables, inputs, strict=True):
+            table.prepare(group_inputs, for_capture=False)
         ids = torch.tensor([token for tokens in chunks.values() for token in tokens])
         with forward_context(context):
             hidden = self.model.forward(ids, context.positions)

@@ -18,7 +18,7 @@ from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from octavo.attention import paged as paged_backend  # noqa: E402
-from octavo.attention.base import Variant  # noqa: E402
+from octavo.cache.specs import AttentionSpec  # noqa: E402
 from octavo.ops.attention import paged, rope_decode_kernel  # noqa: E402
 from octavo.ops.attention.mask_spec import MaskSpec  # noqa: E402
 from octavo.ops.compile import launch  # noqa: E402
@@ -93,9 +93,9 @@ def test_wide_float32_heads_fit_an_a100_and_are_refused_where_they_do_not_fit(gp
         attend(paged.Heads(8, 1, 256), FP32, FP32, *batch)
     assert max(kernel.metadata.shared for kernel in gpu.found) <= A100
     gpu.shared = DESKTOP
-    variant = Variant(num_heads=8, num_kv_heads=1, head_size=256, scale=1.0)
+    spec = AttentionSpec(num_heads=8, num_kv_heads=1, head_size=256, scale=1.0)
     with pytest.raises(ValueError, match=r"float32 heads of 256 in 160 KiB .* this GPU has 99: set dtype='bfloat16'"):
-        AnyDevice([variant], FP32, CPU)
+        AnyDevice([spec], FP32, CPU)
 
 
 class AnyDevice(paged_backend.PagedBackend):

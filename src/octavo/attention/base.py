@@ -1,10 +1,10 @@
 """The seam between the engine and an attention backend.
 
 Owns the words: Capability (what a backend can do), Setup (what an engine tells it once), AttentionInputs (one step's
-batch, for prefill, decode and verification alike), Variant and LayerTensors (what is fixed per layer, and what a layer
-brings to each call), the AttentionBackend protocol, the table of names, and the ForwardContext that carries a step's
-inputs to the layers. Knows no backend. Invariant: a backend sees lengths, tables and slots, never requests; `prepare`
-is called once per step and cache group, and once more if the last layer attends for fewer tokens; `run` once per layer.
+batch, for prefill, decode and verification alike), LayerTensors (what a layer brings to each call), the
+AttentionBackend protocol, the table of names, and the ForwardContext in which a layer finds all that is its own.
+Knows no backend. Invariant: a backend sees lengths, tables and slots, never requests; `prepare` is called once per step
+and cache group, and once more if the last layer attends for fewer tokens; `run` once per layer.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from octavo.attention.mods import NO_MODS, AttentionMods
 from octavo.cache.kernel_blocks import MultipleOf
+from octavo.cache.specs import AttentionSpec, LayerSpec
 from octavo.ops.attention.mask_spec import MaskSpec
 from octavo.ops.inputs.tensors import LogitTokens
 from octavo.ops.rope import Rotation
@@ -76,14 +76,14 @@ class Capability:
     alibi: bool = False
     sinks: bool = False
     non_causal: bool = False
-    latent: bool = False  # takes Variant.value_size
+    latent: bool = False  # takes AttentionSpec.value_size
     mods: bool = False  # any AttentionMods
     hint_slack: int = 0  # tokens by which queries of a hint's rectangle may end behind the longest request
     cache_dtypes: tuple[torch.dtype, ...] = ()  # of quantized caches that it takes beside the queries' own dtype
     eager: frozenset[str] = (
         frozenset()
     )  # names of facts above (or "cache_dtypes") that a slow reference implementation serves
-    buffer_bytes: Callable[[Setup], int] = no_buffers  # it keeps per distinct variant: masks, partial results
+    buffer_bytes: Callable[[Setup], int] = no_buffers  # it keeps per distinct spec: masks, partial results
     reads_uninitialized: bool = False  # loads slots that no token has written: fresh blocks are zeroed for it
     reproducible: bool = True  # a row's bits depend neither on its batch nor on how the cache lies
     graphs: frozenset[str] = frozenset()  # steps of which CUDA graphs hold `prepare` and `run`: "decode", "mixed"
@@ -93,42 +93,9 @@ class Capability:
     paged_operator: bool = False  # `run` is ops.attention.paged_attention and no more: a decoder may call that itself
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Variant:
-    """What is fixed per layer. Layers with equal variants share a backend's plan."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    scale: float
-    window: int = 0  # tokens that a query sees, itself included; 0: all
-    soft_cap: float = 0.0  # scores become cap * tanh(score / cap); 0: none
-    value_size: int = 0  # latent attention: V is the first `value_size` channels of K; 0: V stands beside K
-    chunk: int = 0  # a query at p sees keys of p's chunk of so many, counted from position 0; 0: all
-    alibi_slopes: tuple[float, ...] = ()  # per head: slope * (key - query) joins the capped score; empty: none
-    sinks: bool = False  # the layer brings a logit per head that joins the softmax and has no value
-    causal: bool = True  # False: queries see all of the row (with a window: keys less than `window` away)
-    mods: AttentionMods = NO_MODS  # a user's mask and score changes, after the model's own
-
-    @property
-    def channels(self) -> int:
-        """Of the cache per token and KV head."""
-        return self.head_size if self.value_size else 2 * self.head_size
-
-    @property
-    def mask_spec(self) -> MaskSpec:
-        """What a query sees, and how its scores are made, in the operators' words."""
-        return MaskSpec(self.scale, self.window, self.chunk, self.causal, self.soft_cap)
-
-    @property
-    def facts(self) -> tuple[str, ...]:
-        """The names of the Capability's facts that this variant needs."""
-        needs = {
-            "window": self.window, "chunk": self.chunk, "soft_cap": self.soft_cap, "alibi": self.alibi_slopes,
-            "sinks": self.sinks, "non_causal": not self.causal, "latent": self.value_size,
-            "mods": self.mods is not NO_MODS,
-        }  # fmt: skip
-        return tuple(name for name, needed in needs.items() if needed)
+def mask_spec_of(spec: AttentionSpec) -> MaskSpec:
+    """What a query sees, and how its scores are made, in the operators' words."""
+    return MaskSpec(spec.scale, spec.window, spec.chunk, spec.causal, spec.soft_cap)
 
 
 def alibi_slopes(num_heads: int) -> tuple[float, ...]:
@@ -154,10 +121,10 @@ class LayerTensors:
 NO_TENSORS = LayerTensors()
 
 
-def check_variants(
+def check_specs(
     name: str,
     capability: Capability,
-    variants: Sequence[Variant],
+    specs: Sequence[AttentionSpec],
     dtype: torch.dtype,
     setup: Setup = NO_SETUP,
 ) -> None:
@@ -173,16 +140,16 @@ def check_variants(
             f"attention backend {name!r} takes a cache of {known}, got {_names([setup.cache_dtype])}: set "
             "kv_cache_dtype, or attention_backend='reference'"
         )
-    for variant in variants:
-        if variant.num_heads % variant.num_kv_heads:
-            raise ValueError(f"{variant.num_heads} heads do not divide among {variant.num_kv_heads} KV heads")
-        if capability.head_sizes and variant.head_size not in capability.head_sizes:
+    for spec in specs:
+        if spec.num_heads % spec.num_kv_heads:
+            raise ValueError(f"{spec.num_heads} heads do not divide among {spec.num_kv_heads} KV heads")
+        if capability.head_sizes and spec.head_size not in capability.head_sizes:
             known = ", ".join(map(str, capability.head_sizes))
             raise ValueError(
-                f"attention backend {name!r} takes heads of {known}, got {variant.head_size}: set "
+                f"attention backend {name!r} takes heads of {known}, got {spec.head_size}: set "
                 "attention_backend='reference'"
             )
-        for fact in variant.facts:
+        for fact in spec.facts:
             if not getattr(capability, fact):
                 raise ValueError(
                     f"attention backend {name!r} has no {fact}, which the model needs: set "
@@ -262,25 +229,25 @@ class AttentionBackend(Protocol):
     capability: Capability
 
     def __init__(
-        self, variants: Sequence[Variant], dtype: torch.dtype, device: torch.device, setup: Setup = NO_SETUP
+        self, specs: Sequence[AttentionSpec], dtype: torch.dtype, device: torch.device, setup: Setup = NO_SETUP
     ) -> None:
-        """`variants`: the distinct ones of the group's layers. Raises ValueError for what it cannot do."""
+        """`specs`: the distinct ones of the group's layers. Raises ValueError for what it cannot do."""
 
     def prepare(self, inputs: AttentionInputs, *, for_capture: bool = False) -> None:
-        """Make a plan for the layers that come, one per distinct variant, in buffers that keep their addresses."""
+        """Make a plan for the layers that come, one per distinct spec, in buffers that keep their addresses."""
 
     def run(
         self,
         q: torch.Tensor,
         kv: torch.Tensor,
-        variant: Variant,
+        spec: AttentionSpec,
         out: torch.Tensor,
         layer: LayerTensors = NO_TENSORS,
     ) -> None:
         """Attend.
 
         q, out: [tokens, heads, head_size]; kv: [blocks, kv_heads, block_size, 2 * head_size], K then V along the last
-        axis, any strides but a contiguous last axis. Latent variants: kv [blocks, 1, block_size, head_size], out
+        axis, any strides but a contiguous last axis. Latent specs: kv [blocks, 1, block_size, head_size], out
         [tokens, heads, value_size]. A score is scaled, capped, ALiBi's slope is added, the mask and sinks follow.
         """
 
@@ -289,23 +256,58 @@ class AttentionBackend(Protocol):
 class FusedRopeBackend(AttentionBackend, Protocol):
     """One that can also do what lies between a layer's projection and its attention."""
 
-    def rotates(self, rotation: Rotation, kv: torch.Tensor, variant: Variant) -> bool:
+    def rotates(self, rotation: Rotation, kv: torch.Tensor, spec: AttentionSpec) -> bool:
         """Whether `run_fused_rope` serves the step's rows in such a layer."""
 
     def run_fused_rope(
-        self, projected: torch.Tensor, rotation: Rotation, kv: torch.Tensor, variant: Variant, out: torch.Tensor
+        self, projected: torch.Tensor, rotation: Rotation, kv: torch.Tensor, spec: AttentionSpec, out: torch.Tensor
     ) -> None:
         """What `qk_norm_rope_store` does with projected [tokens, channels], and `run` with the q that it gives."""
 
 
+class TableContext:
+    """What the layers of one block table share: their backend, and the inputs that it was prepared with last."""
+
+    __slots__ = ("backend", "inputs")
+
+    inputs: AttentionInputs
+
+    def __init__(self, backend: AttentionBackend) -> None:
+        """`inputs` come with the first step."""
+        self.backend = backend
+
+    def prepare(self, inputs: AttentionInputs, *, for_capture: bool) -> None:
+        """Take in a step's inputs, and let the backend plan for them."""
+        self.inputs = inputs
+        self.backend.prepare(inputs, for_capture=for_capture)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class LayerContext:
+    """All that one layer finds of the engine around it. Made once; the inputs in it are those of the step."""
+
+    spec: LayerSpec
+    table: TableContext
+    table_index: int  # among the context's tables
+    cache: torch.Tensor  # its view: [kernel blocks, kv_heads, kernel block size, channels]
+
+    @property
+    def inputs(self) -> AttentionInputs:
+        """Of the step."""
+        return self.table.inputs
+
+    @property
+    def backend(self) -> AttentionBackend:
+        """Prepared for the step."""
+        return self.table.backend
+
+
 @dataclasses.dataclass(kw_only=True, slots=True)
 class ForwardContext:
-    """What the layers need of a step: per cache group the inputs and the backend, per layer its group and KV view."""
+    """What the layers need of a step."""
 
-    inputs: Sequence[AttentionInputs]  # per attention group: the layers of one cache group that one backend serves
-    backends: Sequence[AttentionBackend]  # per attention group
-    group_of_layer: Sequence[int]  # its attention group
-    kv_of_layer: Sequence[torch.Tensor]  # [blocks, kv_heads, block_size, channels]
+    layers: Sequence[LayerContext]  # by a layer's number; the same object in every step of an engine
+    tables: Sequence[TableContext]  # prepared for the step
     positions: torch.Tensor  # [tokens] int64, logical
     logit_tokens: LogitTokens | None = None  # whose hidden states alone are asked for; None: those of all tokens
     for_capture: bool = False  # as `prepare`'s
@@ -318,8 +320,8 @@ class ForwardContext:
         """
         if self.logit_tokens is None:
             return None
-        group = self.group_of_layer[layer]
-        self.backends[group].prepare(self.inputs[group].of(self.logit_tokens), for_capture=self.for_capture)
+        own = self.layers[layer]
+        own.backend.prepare(own.inputs.of(self.logit_tokens), for_capture=self.for_capture)
         return self.logit_tokens.tokens
 
 

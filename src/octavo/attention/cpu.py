@@ -11,14 +11,15 @@ from collections.abc import Sequence
 
 import torch
 
-from octavo.attention.base import NO_SETUP, Capability, LayerTensors, Setup, Variant
+from octavo.attention.base import NO_SETUP, Capability, LayerTensors, Setup, mask_spec_of
 from octavo.attention.frame import BackendFrame
+from octavo.cache.specs import AttentionSpec
 from octavo.ops import native
 from octavo.ops.attention import paged_attention
 
 
 class CpuBackend(BackendFrame):
-    """An AttentionBackend for float32 and bfloat16 on CPU that takes every Variant and block size."""
+    """An AttentionBackend for float32 and bfloat16 on CPU that takes every AttentionSpec and block size."""
 
     name = "cpu"
     capability = Capability(
@@ -34,10 +35,10 @@ class CpuBackend(BackendFrame):
     )
 
     def __init__(
-        self, variants: Sequence[Variant], dtype: torch.dtype, device: torch.device, setup: Setup = NO_SETUP
+        self, specs: Sequence[AttentionSpec], dtype: torch.dtype, device: torch.device, setup: Setup = NO_SETUP
     ) -> None:
         """See BackendFrame. Raises ValueError where the native library is not built, too."""
-        super().__init__(variants, dtype, device, setup)
+        super().__init__(specs, dtype, device, setup)
         if not native.available():
             raise ValueError(
                 "attention backend 'cpu' needs the native library, which is not built or is switched off: build it "
@@ -45,7 +46,7 @@ class CpuBackend(BackendFrame):
             )
 
     def attend(
-        self, q: torch.Tensor, kv: torch.Tensor, variant: Variant, out: torch.Tensor, layer: LayerTensors
+        self, q: torch.Tensor, kv: torch.Tensor, spec: AttentionSpec, out: torch.Tensor, layer: LayerTensors
     ) -> None:
         """See BackendFrame."""
         paged_attention(
@@ -53,9 +54,9 @@ class CpuBackend(BackendFrame):
             kv,
             *self.inputs.live,
             out,
-            mask_spec=variant.mask_spec,
-            value_size=variant.value_size,
-            alibi_slopes=variant.alibi_slopes,
+            mask_spec=mask_spec_of(spec),
+            value_size=spec.value_size,
+            alibi_slopes=spec.alibi_slopes,
             sinks=layer.sinks,
             key_scale=layer.key_scale,
             value_scale=layer.value_scale,

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from octavo.attention.base import NO_SETUP, AttentionInputs, Capability, LayerTensors, Setup, Variant
+from octavo.attention.base import NO_SETUP, AttentionInputs, Capability, LayerTensors, Setup
 from octavo.attention.frame import BackendFrame
 from octavo.cache.kernel_blocks import MultipleOf
+from octavo.cache.specs import AttentionSpec
 
 _BLOCK_MULTIPLE = 256  # what FlashAttention 2, the least of them, takes
 
@@ -33,37 +34,37 @@ class Gather(NamedTuple):
 class Library(NamedTuple):
     """One library's call. A library without block tables gets the rows' K and V copied together."""
 
-    attend: Callable[[torch.Tensor, torch.Tensor, AttentionInputs, Variant, Gather | None], torch.Tensor]
+    attend: Callable[[torch.Tensor, torch.Tensor, AttentionInputs, AttentionSpec, Gather | None], torch.Tensor]
     soft_cap: bool
     block_tables: bool = True
 
 
-def _halves(kv: torch.Tensor, variant: Variant) -> tuple[torch.Tensor, torch.Tensor]:
-    return kv[..., : variant.head_size], kv[..., variant.head_size :]
+def _halves(kv: torch.Tensor, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    return kv[..., : spec.head_size], kv[..., spec.head_size :]
 
 
-def _window(variant: Variant) -> tuple[int, int]:
-    left = variant.window - 1 if variant.window else -1
-    return left, 0 if variant.causal else left
+def _window(spec: AttentionSpec) -> tuple[int, int]:
+    left = spec.window - 1 if spec.window else -1
+    return left, 0 if spec.causal else left
 
 
 def _torch_library(function: Any) -> Library:
     """Through `torch.nn.attention.varlen.varlen_attn` with block tables."""
 
     def attend(
-        q: torch.Tensor, kv: torch.Tensor, inputs: AttentionInputs, variant: Variant, gather: Gather | None
+        q: torch.Tensor, kv: torch.Tensor, inputs: AttentionInputs, spec: AttentionSpec, gather: Gather | None
     ) -> torch.Tensor:
         starts, lengths, table = inputs.live
         result: torch.Tensor = function(
             q,
-            *_halves(kv.transpose(1, 2), variant),
+            *_halves(kv.transpose(1, 2), spec),
             starts,
             None,
             inputs.max_query_len,
             inputs.max_seq_len,
-            scale=variant.scale,
-            window_size=_window(variant),
-            enable_gqa=variant.num_heads != variant.num_kv_heads,
+            scale=spec.scale,
+            window_size=_window(spec),
+            enable_gqa=spec.num_heads != spec.num_kv_heads,
             seqused_k=lengths,
             block_table=table,
         )
@@ -76,19 +77,19 @@ def _older_torch_library(function: Any) -> Library:
     """Through the `varlen_attn` of torch 2.10 to 2.12, which takes K and V of consecutive rows."""
 
     def attend(
-        q: torch.Tensor, kv: torch.Tensor, inputs: AttentionInputs, variant: Variant, gather: Gather | None
+        q: torch.Tensor, kv: torch.Tensor, inputs: AttentionInputs, spec: AttentionSpec, gather: Gather | None
     ) -> torch.Tensor:
         assert gather is not None, "rows without block tables are gathered"
         rows = kv[gather.blocks, :, gather.offsets]  # [tokens, heads, 2 * head_size]
         result: torch.Tensor = function(
             q,
-            *_halves(rows, variant),
+            *_halves(rows, spec),
             inputs.live[0],
             gather.starts,
             inputs.max_query_len,
             inputs.max_seq_len,
-            scale=variant.scale,
-            window_size=_window(variant),
+            scale=spec.scale,
+            window_size=_window(spec),
         )
         return result
 
@@ -99,13 +100,13 @@ def _package(function: Any, names: tuple[str, str, str]) -> Library:
     """Through a package's `flash_attn_varlen_func`; `names`: what it calls lengths, block table and soft cap."""
 
     def attend(
-        q: torch.Tensor, kv: torch.Tensor, inputs: AttentionInputs, variant: Variant, gather: Gather | None
+        q: torch.Tensor, kv: torch.Tensor, inputs: AttentionInputs, spec: AttentionSpec, gather: Gather | None
     ) -> torch.Tensor:
         starts, lengths, table = inputs.live
         words: dict[str, Any] = {names[0]: lengths, names[1]: table}
-        if variant.soft_cap:
-            words[names[2]] = variant.soft_cap
-        key, value = _halves(kv.transpose(1, 2), variant)
+        if spec.soft_cap:
+            words[names[2]] = spec.soft_cap
+        key, value = _halves(kv.transpose(1, 2), spec)
         result = function(
             q,
             key,
@@ -113,9 +114,9 @@ def _package(function: Any, names: tuple[str, str, str]) -> Library:
             cu_seqlens_q=starts,
             max_seqlen_q=inputs.max_query_len,
             max_seqlen_k=inputs.max_seq_len,
-            softmax_scale=variant.scale,
-            causal=variant.causal,
-            window_size=_window(variant),
+            softmax_scale=spec.scale,
+            causal=spec.causal,
+            window_size=_window(spec),
             **words,
         )
         return result[0] if isinstance(result, tuple) else result
@@ -174,18 +175,18 @@ class FlashBackend(BackendFrame):
     )
 
     def __init__(
-        self, variants: Sequence[Variant], dtype: torch.dtype, device: torch.device, setup: Setup = NO_SETUP
+        self, specs: Sequence[AttentionSpec], dtype: torch.dtype, device: torch.device, setup: Setup = NO_SETUP
     ) -> None:
         """See BackendFrame. Raises ValueError where no library is there, and for other heads, too."""
-        super().__init__(variants, dtype, device, setup)
-        for variant in variants:
-            if variant.head_size > 256 or variant.head_size % 8:
+        super().__init__(specs, dtype, device, setup)
+        for spec in specs:
+            if spec.head_size > 256 or spec.head_size % 8:
                 raise ValueError(
-                    f"attention backend 'flash' takes heads of up to 256 that 8 divides, got {variant.head_size}: set "
+                    f"attention backend 'flash' takes heads of up to 256 that 8 divides, got {spec.head_size}: set "
                     "attention_backend='paged'"
                 )
         self._library = find_library()
-        if not self._library.soft_cap and any(variant.soft_cap for variant in variants):
+        if not self._library.soft_cap and any(spec.soft_cap for spec in specs):
             raise ValueError(
                 "attention backend 'flash' has no soft_cap through torch: set attention_backend='paged', or install "
                 "flash-attn-3"
@@ -197,8 +198,8 @@ class FlashBackend(BackendFrame):
         self._gather = None if self._library.block_tables else gather_of(inputs)
 
     def attend(
-        self, q: torch.Tensor, kv: torch.Tensor, variant: Variant, out: torch.Tensor, layer: LayerTensors
+        self, q: torch.Tensor, kv: torch.Tensor, spec: AttentionSpec, out: torch.Tensor, layer: LayerTensors
     ) -> None:
         """See BackendFrame."""
         tokens = self.inputs.num_tokens
-        out[:tokens] = self._library.attend(q[:tokens], kv, self.inputs, variant, self._gather)
+        out[:tokens] = self._library.attend(q[:tokens], kv, self.inputs, spec, self._gather)

@@ -1,6 +1,6 @@
 """The FlashInfer backend: `flashinfer-python`'s paged prefill and decode over the one cache.
 
-Owns the wrappers, one per variant, and the page lists of a step; FlashInfer does the work. FlashInfer plans on the
+Owns the wrappers, one per spec, and the page lists of a step; FlashInfer does the work. FlashInfer plans on the
 host, so `prepare` waits for the device once per step and cannot be captured in a graph. The cache is shown to it as two
 views of the same bytes, K and V, of pages [heads, tokens, channels] with any strides: both layouts, no copy.
 Not reproducible: FlashInfer splits rows by the batch.
@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from octavo.attention.base import NO_SETUP, AttentionInputs, Capability, LayerTensors, Setup, Variant
+from octavo.attention.base import NO_SETUP, AttentionInputs, Capability, LayerTensors, Setup
 from octavo.attention.frame import BackendFrame
+from octavo.cache.specs import AttentionSpec
 
 _WORKSPACE_BYTES = 256 << 20
 _KERNELS = ("fa2", "fa3", "auto")  # of prefill; decode has the first
@@ -44,10 +45,10 @@ class FlashInferBackend(BackendFrame):
     )
 
     def __init__(
-        self, variants: Sequence[Variant], dtype: torch.dtype, device: torch.device, setup: Setup = NO_SETUP
+        self, specs: Sequence[AttentionSpec], dtype: torch.dtype, device: torch.device, setup: Setup = NO_SETUP
     ) -> None:
         """See BackendFrame. Raises ValueError where the package is missing, too."""
-        super().__init__(variants, dtype, device, setup)
+        super().__init__(specs, dtype, device, setup)
         library, self._dtype = _load(), dtype
         kernels = setup.options.get("flashinfer_kernels", "fa2")
         if kernels not in _KERNELS:
@@ -57,12 +58,10 @@ class FlashInferBackend(BackendFrame):
             )
         workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._prefill = {
-            variant: library.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend=kernels)
-            for variant in variants
+            spec: library.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend=kernels) for spec in specs
         }
         self._decode = {
-            variant: library.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True)
-            for variant in variants
+            spec: library.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True) for spec in specs
         }
 
     def prepare(self, inputs: AttentionInputs, *, for_capture: bool = False) -> None:
@@ -79,21 +78,21 @@ class FlashInferBackend(BackendFrame):
         page_start = torch.cat([pages.new_zeros(1), pages.cumsum(0)]).to(torch.int32)
         last_page = torch.where(seq_lens > 0, (seq_lens - 1) % inputs.block_size + 1, 0).to(torch.int32)
         self._is_decode, self._num_queries = bool((query_start.diff() == 1).all()), int(query_start[-1])
-        for variant in self._prefill:
-            heads = (variant.num_heads, variant.num_kv_heads, variant.head_size, inputs.block_size)
+        for spec in self._prefill:
+            heads = (spec.num_heads, spec.num_kv_heads, spec.head_size, inputs.block_size)
             words = {
-                "sm_scale": variant.scale, "window_left": variant.window - 1, "logits_soft_cap": variant.soft_cap,
+                "sm_scale": spec.scale, "window_left": spec.window - 1, "logits_soft_cap": spec.soft_cap,
                 "q_data_type": self._dtype, "kv_data_type": self._dtype,
             }  # fmt: skip
             if self._is_decode:
-                self._decode[variant].plan(page_start, indices, last_page, *heads, **words)
+                self._decode[spec].plan(page_start, indices, last_page, *heads, **words)
             else:
-                self._prefill[variant].plan(query_start, page_start, indices, last_page, *heads, causal=True, **words)
+                self._prefill[spec].plan(query_start, page_start, indices, last_page, *heads, causal=True, **words)
 
     def attend(
-        self, q: torch.Tensor, kv: torch.Tensor, variant: Variant, out: torch.Tensor, layer: LayerTensors
+        self, q: torch.Tensor, kv: torch.Tensor, spec: AttentionSpec, out: torch.Tensor, layer: LayerTensors
     ) -> None:
         """See BackendFrame."""
         tokens = self._num_queries  # FlashInfer refuses those of padding, which no row has
-        wrapper = (self._decode if self._is_decode else self._prefill)[variant]
-        wrapper.run(q[:tokens], (kv[..., : variant.head_size], kv[..., variant.head_size :]), out=out[:tokens])
+        wrapper = (self._decode if self._is_decode else self._prefill)[spec]
+        wrapper.run(q[:tokens], (kv[..., : spec.head_size], kv[..., spec.head_size :]), out=out[:tokens])

@@ -11,17 +11,9 @@ from collections.abc import Sequence
 
 import torch
 
-from octavo.attention.base import (
-    NO_SETUP,
-    NO_TENSORS,
-    AttentionInputs,
-    Capability,
-    LayerTensors,
-    Setup,
-    Variant,
-    check_variants,
-)
+from octavo.attention.base import NO_SETUP, NO_TENSORS, AttentionInputs, Capability, LayerTensors, Setup, check_specs
 from octavo.cache.kernel_blocks import takes_size
+from octavo.cache.specs import AttentionSpec
 
 
 def wrong_device(name: str, capability: Capability, device: str) -> str:
@@ -39,12 +31,12 @@ class BackendFrame(abc.ABC):
     inputs: AttentionInputs  # of the step
 
     def __init__(
-        self, variants: Sequence[Variant], dtype: torch.dtype, device: torch.device, setup: Setup = NO_SETUP
+        self, specs: Sequence[AttentionSpec], dtype: torch.dtype, device: torch.device, setup: Setup = NO_SETUP
     ) -> None:
         """Raises ValueError for a device, dtype, head size, cache or feature that the backend does not state."""
         if not self.runs_on(device):
             raise ValueError(wrong_device(self.name, self.capability, device.type))
-        check_variants(self.name, self.capability, variants, dtype, setup)
+        check_specs(self.name, self.capability, specs, dtype, setup)
 
     def runs_on(self, device: torch.device) -> bool:
         """Whether it takes tensors of `device`."""
@@ -68,16 +60,16 @@ class BackendFrame(abc.ABC):
         self,
         q: torch.Tensor,
         kv: torch.Tensor,
-        variant: Variant,
+        spec: AttentionSpec,
         out: torch.Tensor,
         layer: LayerTensors = NO_TENSORS,
     ) -> None:
         """Attend; see AttentionBackend. Raises ValueError for tensors that are not the step's."""
         self.inputs.check_call(q, kv, out)
-        self.attend(q, kv, variant, out, layer)
+        self.attend(q, kv, spec, out, layer)
 
     @abc.abstractmethod
     def attend(
-        self, q: torch.Tensor, kv: torch.Tensor, variant: Variant, out: torch.Tensor, layer: LayerTensors
+        self, q: torch.Tensor, kv: torch.Tensor, spec: AttentionSpec, out: torch.Tensor, layer: LayerTensors
     ) -> None:
         """The work of `run`, with tensors that fit `inputs`."""

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 
 import torch
 
-from octavo.attention.base import NO_SETUP, AttentionInputs, Capability, LayerTensors, Setup, Variant
+from octavo.attention.base import NO_SETUP, AttentionInputs, Capability, LayerTensors, Setup
 from octavo.attention.frame import BackendFrame
+from octavo.cache.specs import AttentionSpec
 from octavo.ops.attention.paged import can_run_on, num_processors
 from octavo.ops.latent.gpu import LEAF, latent_attention, part_floats
 
@@ -21,7 +22,7 @@ _SCRATCH_BYTES = 256 << 20  # a step that needs more is not split
 
 
 class MlaBackend(BackendFrame):
-    """An AttentionBackend for CUDA and latent variants of any size and block size."""
+    """An AttentionBackend for CUDA and latent specs of any size and block size."""
 
     name = "mla"
     capability = Capability(
@@ -35,16 +36,16 @@ class MlaBackend(BackendFrame):
     )
 
     def __init__(
-        self, variants: Sequence[Variant], dtype: torch.dtype, device: torch.device, setup: Setup = NO_SETUP
+        self, specs: Sequence[AttentionSpec], dtype: torch.dtype, device: torch.device, setup: Setup = NO_SETUP
     ) -> None:
         """See BackendFrame. Raises ValueError for layers whose attention is not latent, too."""
-        super().__init__(variants, dtype, device, setup)
-        for variant in variants:
-            if not variant.value_size:
+        super().__init__(specs, dtype, device, setup)
+        for spec in specs:
+            if not spec.value_size:
                 raise ValueError("attention backend 'mla' serves latent attention only: set attention_backend='paged'")
         self._device = device
-        self._num_heads = max(variant.num_heads for variant in variants)
-        self._latent_size = max(variant.value_size for variant in variants)
+        self._num_heads = max(spec.num_heads for spec in specs)
+        self._latent_size = max(spec.value_size for spec in specs)
         self._scratch = torch.empty(0, dtype=torch.float32, device=device)
         self._captured: list[torch.Tensor] = []  # what graphs were captured with
 
@@ -68,7 +69,7 @@ class MlaBackend(BackendFrame):
             self._captured.append(self._scratch)
 
     def attend(
-        self, q: torch.Tensor, kv: torch.Tensor, variant: Variant, out: torch.Tensor, layer: LayerTensors
+        self, q: torch.Tensor, kv: torch.Tensor, spec: AttentionSpec, out: torch.Tensor, layer: LayerTensors
     ) -> None:
         """See BackendFrame."""
         num_tokens = self.inputs.num_tokens
@@ -77,7 +78,7 @@ class MlaBackend(BackendFrame):
             kv,
             *self.inputs.live,
             out[:num_tokens],
-            scale=variant.scale,
+            scale=spec.scale,
             splits=self._splits,
             max_leaves=self._max_leaves,
             scratch=self._scratch,

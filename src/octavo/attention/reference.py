@@ -12,14 +12,15 @@ from collections.abc import Sequence
 
 import torch
 
-from octavo.attention.base import NO_SETUP, Capability, LayerTensors, Setup, Variant
+from octavo.attention.base import NO_SETUP, Capability, LayerTensors, Setup, mask_spec_of
 from octavo.attention.frame import BackendFrame
 from octavo.attention.mods import NO_MODS, AttentionMods, at_work
+from octavo.cache.specs import AttentionSpec
 from octavo.ops.attention import ChangeScores, paged_attention_eager
 
 
 class ReferenceBackend(BackendFrame):
-    """An AttentionBackend that takes every Variant."""
+    """An AttentionBackend that takes every AttentionSpec."""
 
     name = "reference"
     capability = Capability(
@@ -35,17 +36,17 @@ class ReferenceBackend(BackendFrame):
     )
 
     def __init__(
-        self, variants: Sequence[Variant], dtype: torch.dtype, device: torch.device, setup: Setup = NO_SETUP
+        self, specs: Sequence[AttentionSpec], dtype: torch.dtype, device: torch.device, setup: Setup = NO_SETUP
     ) -> None:
         """See BackendFrame."""
-        super().__init__(variants, dtype, device, setup)
+        super().__init__(specs, dtype, device, setup)
         self._fields = setup.fields
 
     def attend(
-        self, q: torch.Tensor, kv: torch.Tensor, variant: Variant, out: torch.Tensor, layer: LayerTensors
+        self, q: torch.Tensor, kv: torch.Tensor, spec: AttentionSpec, out: torch.Tensor, layer: LayerTensors
     ) -> None:
         """See BackendFrame."""
-        mods, mask_spec = variant.mods, variant.mask_spec
+        mods, mask_spec = spec.mods, mask_spec_of(spec)
         with at_work(mods, self._fields):
             paged_attention_eager(
                 q,
@@ -53,8 +54,8 @@ class ReferenceBackend(BackendFrame):
                 *self.inputs.live,
                 out,
                 mask_spec=dataclasses.replace(mask_spec, causal=mask_spec.causal and mods.causal),
-                value_size=variant.value_size,
-                alibi_slopes=variant.alibi_slopes,
+                value_size=spec.value_size,
+                alibi_slopes=spec.alibi_slopes,
                 sinks=layer.sinks,
                 key_scale=layer.key_scale,
                 value_scale=layer.value_scale,

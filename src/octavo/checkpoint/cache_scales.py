@@ -37,9 +37,9 @@ def give_stored_scales(model: nn.Module, checkpoint: Checkpoint, device: torch.d
     found: dict[int, dict[str, torch.Tensor]] = {}
     for name, (index, kind) in scale_names(checkpoint.entries).items():
         if index in layers and kind in ("k", "v"):
-            found.setdefault(index, {})[kind] = _read(checkpoint, name, layers[index].variant.num_kv_heads)
+            found.setdefault(index, {})[kind] = _read(checkpoint, name, layers[index].spec.num_kv_heads)
     for index, scales in found.items():
-        if layers[index].variant.value_size:
+        if layers[index].spec.value_size:
             scales["v"] = scales.setdefault("k", scales.get("v", torch.empty(0)))
         if len(scales) < 2:
             there = next(iter(scales))

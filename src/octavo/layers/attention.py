@@ -1,6 +1,6 @@
 """Attention: the weights around one layer's attention, and the rotary tables that layers share.
 
-Owns one layer's place in the model (its number, its Variant) and its projections and norms. Operators turn channel i of
+Owns one layer's place in the model (its number, its spec) and its projections and norms. Operators turn channel i of
 a head's first half with channel i of its second: where a checkpoint's channels 2i and 2i + 1 turn together, the rows
 that make q and k are put into that order once, which changes no product of a query and a key. Does not know blocks,
 rows, backends or in which order a decoder layer computes. Invariant: a norm's offset is applied once, at `finalize`.
@@ -12,7 +12,8 @@ import dataclasses
 
 import torch
 
-from octavo.attention.base import NO_TENSORS, Variant
+from octavo.attention.base import NO_TENSORS
+from octavo.cache.specs import AttentionSpec
 from octavo.checkpoint.arch import Arch, Rope
 from octavo.layers.base import Layer
 from octavo.layers.linear import Linear
@@ -40,11 +41,11 @@ class RotaryTable(Layer):
 class _PairedLinear(Linear):
     """q, k and v in one product, of a checkpoint whose channels 2i and 2i + 1 of q and of k turn together."""
 
-    def __init__(self, size: int, variant: Variant, rotary_size: int, dtype: torch.dtype, *, bias: bool) -> None:
+    def __init__(self, size: int, spec: AttentionSpec, rotary_size: int, dtype: torch.dtype, *, bias: bool) -> None:
         """`rotary_size`: channels of a head that turn."""
-        super().__init__(size, _projections(variant), dtype, bias=bias, rest_from="k")
-        head = [*range(0, rotary_size, 2), *range(1, rotary_size, 2), *range(rotary_size, variant.head_size)]
-        self._num_rotated, self._order = variant.num_heads + variant.num_kv_heads, head
+        super().__init__(size, _projections(spec), dtype, bias=bias, rest_from="k")
+        head = [*range(0, rotary_size, 2), *range(1, rotary_size, 2), *range(rotary_size, spec.head_size)]
+        self._num_rotated, self._order = spec.num_heads + spec.num_kv_heads, head
 
     def finalize(self, quantization: str | None) -> None:
         """Put the rows of each head of q and k into the operators' order, then pack."""
@@ -54,8 +55,8 @@ class _PairedLinear(Linear):
         super().finalize(quantization)
 
 
-def _projections(variant: Variant) -> dict[str, int]:
-    q_size, kv_size = variant.num_heads * variant.head_size, variant.num_kv_heads * variant.head_size
+def _projections(spec: AttentionSpec) -> dict[str, int]:
+    q_size, kv_size = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
     return {"q": q_size, "k": kv_size, "v": kv_size}
 
 
@@ -69,7 +70,7 @@ class Attention(Layer):
     def __init__(
         self,
         index: int,
-        variant: Variant,
+        spec: AttentionSpec,
         rotary: RotaryTable,
         arch: Arch,
         dtype: torch.dtype,
@@ -80,23 +81,23 @@ class Attention(Layer):
         """`qk_norm`: an RMS norm on each head of q and k."""
         super().__init__()
         self.index = index
-        self.variant = variant
+        self.spec = spec
         self.tensors = NO_TENSORS  # what it brings to each call of a backend
         self.stored_scales: tuple[torch.Tensor, torch.Tensor] | None = None  # of a float8 cache, from the checkpoint
         self.__dict__["rotary"] = rotary  # a reference, not a child: the model owns it
         self.norm_eps = arch.norm_eps
         self._norm_offset = norm_offset
-        projections, bias, rope = _projections(variant), arch.attention_bias, arch.layers[index].rope
+        projections, bias, rope = _projections(spec), arch.attention_bias, arch.layers[index].rope
         if rope.interleaved:
             assert not qk_norm, "norms of single channels would have to change places too"
-            rotary_size = rope.rotary_size or variant.head_size
-            self.qkv: Linear = _PairedLinear(arch.hidden_size, variant, rotary_size, dtype, bias=bias)
+            rotary_size = rope.rotary_size or spec.head_size
+            self.qkv: Linear = _PairedLinear(arch.hidden_size, spec, rotary_size, dtype, bias=bias)
         else:
             self.qkv = Linear(arch.hidden_size, projections, dtype, bias=bias, rest_from="k")
         self.output = Linear(projections["q"], arch.hidden_size, dtype, bias=arch.output_bias)
         for name in ("q_norm", "k_norm"):
             if qk_norm:
-                self.declare(name, (variant.head_size,), torch.float32, dummy=1.0 - norm_offset)
+                self.declare(name, (spec.head_size,), torch.float32, dummy=1.0 - norm_offset)
             else:
                 setattr(self, name, None)
 
@@ -108,10 +109,10 @@ class Attention(Layer):
                 norm.add_(self._norm_offset)
 
 
-def plain_variants(arch: Arch) -> list[Variant]:
+def plain_specs(arch: Arch) -> list[AttentionSpec]:
     """The attention of each layer, where layers differ by their windows at most."""
-    variants = {
-        kind: Variant(
+    specs = {
+        kind: AttentionSpec(
             num_heads=arch.num_heads,
             num_kv_heads=arch.num_kv_heads,
             head_size=arch.head_size,
@@ -120,7 +121,7 @@ def plain_variants(arch: Arch) -> list[Variant]:
         )
         for kind in set(arch.layers)
     }
-    return [variants[kind] for kind in arch.layers]
+    return [specs[kind] for kind in arch.layers]
 
 
 def rotary_tables(arch: Arch) -> dict[Rope, RotaryTable]:

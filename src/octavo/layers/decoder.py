@@ -14,7 +14,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from octavo.attention.base import ForwardContext, FusedRopeBackend, current_context
+from octavo.attention.base import ForwardContext, FusedRopeBackend, LayerContext, current_context
 from octavo.layers.attention import Attention
 from octavo.layers.base import Layer
 from octavo.layers.mlp import Mlp
@@ -65,12 +65,12 @@ class DecoderLayer(Layer):
     @functools.cached_property
     def operands(self) -> DecoderLayerOperands:
         """The finalized weights, as the operators take them."""
-        attention, variant = self.attention, self.attention.variant
+        attention, spec = self.attention, self.attention.spec
         mlp = self.mlp if self.has_plain_mlp and isinstance(self.mlp, Mlp) else None
         return DecoderLayerOperands(
-            num_heads=variant.num_heads,
-            num_kv_heads=variant.num_kv_heads,
-            head_size=variant.head_size,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_size=spec.head_size,
             eps=self.input_norm.eps,
             input_norm=self.input_norm.weight,
             qkv=attention.qkv.packed,
@@ -88,9 +88,9 @@ class DecoderLayer(Layer):
             down=None if mlp is None else mlp.down.packed,
             activation="silu" if mlp is None else mlp.activation,
             mlp_out_norm=None if self.mlp_out_norm is None else self.mlp_out_norm.weight,
-            scale=variant.scale,
-            window=variant.window,
-            soft_cap=variant.soft_cap,
+            scale=spec.scale,
+            window=spec.window,
+            soft_cap=spec.soft_cap,
             key_scale=attention.tensors.key_scale,
             value_scale=attention.tensors.value_scale,
         )
@@ -107,22 +107,20 @@ class DecoderLayer(Layer):
         wanted: [S] int64, the tokens that attend and go on, for which the backend is prepared; None: all do. Of the
         others K and V are stored.
         """
-        context, operands = current_context(), self.operands
-        group = context.group_of_layer[self.attention.index]
-        kv, slots = context.kv_of_layer[self.attention.index], context.inputs[group].slot_mapping
-        backend, variant = context.backends[group], self.attention.variant
+        own, operands = current_context().layers[self.attention.index], self.operands
+        kv, slots, backend, spec = own.cache, own.inputs.slot_mapping, own.backend, self.attention.spec
         rotation = operands.rotation(positions, slots)
-        if wanted is None and isinstance(backend, FusedRopeBackend) and backend.rotates(rotation, kv, variant):
+        if wanted is None and isinstance(backend, FusedRopeBackend) and backend.rotates(rotation, kv, spec):
             projected, residual = project(operands, x, residual)
-            attended = projected.new_empty(projected.shape[0], variant.num_heads, variant.head_size)
-            backend.run_fused_rope(projected, rotation, kv, variant, attended)
+            attended = projected.new_empty(projected.shape[0], spec.num_heads, spec.head_size)
+            backend.run_fused_rope(projected, rotation, kv, spec, attended)
         else:
             if wanted is None:
                 q, residual = pre_attention(operands, x, residual, positions, kv, slots)
             else:
                 q, residual = enter_attention_of_few(operands, x, residual, positions, kv, slots, wanted)
             attended = torch.empty_like(q)
-            backend.run(q, kv, variant, attended, self.attention.tensors)
+            backend.run(q, kv, spec, attended, self.attention.tensors)
         x, residual = post_attention(operands, attended, residual)
         return (x if self.has_plain_mlp else self.mlp.forward(x)), residual
 
@@ -136,13 +134,13 @@ class Decoder:
         self._dense = all(layer.has_plain_mlp for layer in self._layers)
         self._unlike: int | None = None
         self._bound: BoundDecoder | None = None
-        self._bound_to: tuple[object, object] = (None, None)  # the context's cache views and groups
+        self._bound_to: object = None  # the context's layers
 
     @functools.cached_property
     def _plain(self) -> bool:
         """Whether the layers' attention is what the operator over all layers knows. Variants are final by now."""
-        variants = [layer.attention.variant for layer in self._layers]
-        return all(set(variant.facts) <= {"window", "soft_cap"} for variant in variants)
+        specs = [layer.attention.spec for layer in self._layers]
+        return all(set(spec.facts) <= {"window", "soft_cap"} for spec in specs)
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """x [tokens, size]: the embedding; positions [tokens] int64 -> hidden states after the norm.
@@ -150,8 +148,9 @@ class Decoder:
         Of the tokens that the context says are asked for: the last layer needs of the others K and V alone.
         """
         context = current_context()
-        if self._dense and self._plain and all(backend.capability.paged_operator for backend in context.backends):
-            return self._bind(context)(x, positions, context.inputs, context.logit_tokens)
+        if self._dense and self._plain and all(table.backend.capability.paged_operator for table in context.tables):
+            rows = [table.inputs for table in context.tables]
+            return self._bind(context)(x, positions, rows, context.logit_tokens)
         residual: torch.Tensor | None = None
         *layers, last = self._layers
         for layer in layers[: self._num_unlike(context)] if context.warmup_only else layers:
@@ -162,24 +161,24 @@ class Decoder:
     def _num_unlike(self, context: ForwardContext) -> int:
         """Layers from the first on that launch, with the last one, what all do: one of each kind behind the first."""
         if self._unlike is None:
-            facts = zip(self._layers, context.group_of_layer, context.kv_of_layer, strict=True)
             kinds = [
-                (group, layer.attention.variant, type(layer.mlp), _kind(kv), _kind(layer.operands))
-                for layer, group, kv in facts
+                (own.table, layer.attention.spec, type(layer.mlp), _kind(own.cache), _kind(layer.operands))
+                for layer, own in zip(self._layers, self._contexts(context), strict=True)
             ]
             self._unlike = max((kinds.index(kind, 1) for kind in kinds[1:]), default=0) + 1
         return self._unlike
 
     def _bind(self, context: ForwardContext) -> BoundDecoder:
         """The decoder on the context's cache, made when that cache is first seen."""
-        views, groups = self._bound_to
-        if self._bound is None or views is not context.kv_of_layer or groups is not context.group_of_layer:
+        if self._bound is None or self._bound_to is not context.layers:
             operands = [layer.operands for layer in self._layers]
-            self._bound = BoundDecoder(
-                operands, self._norm.weight, self._norm.eps, context.kv_of_layer, context.group_of_layer
-            )
-            self._bound_to = context.kv_of_layer, context.group_of_layer
+            caches, tables = zip(*((own.cache, own.table_index) for own in self._contexts(context)), strict=True)
+            self._bound = BoundDecoder(operands, self._norm.weight, self._norm.eps, caches, tables)
+            self._bound_to = context.layers
         return self._bound
+
+    def _contexts(self, context: ForwardContext) -> list[LayerContext]:
+        return [context.layers[layer.attention.index] for layer in self._layers]
 
 
 def _kind(value: object) -> object:

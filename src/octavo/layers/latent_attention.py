@@ -14,7 +14,8 @@ import functools
 
 import torch
 
-from octavo.attention.base import NO_TENSORS, Variant, current_context
+from octavo.attention.base import NO_TENSORS, current_context
+from octavo.cache.specs import AttentionSpec
 from octavo.checkpoint.arch import Arch
 from octavo.layers.attention import RotaryTable
 from octavo.layers.base import Layer, WeightForm
@@ -35,12 +36,12 @@ class LatentAttention(Layer):
     absorb_key: HeadWeights  # per head [latent, nope]
     expand_value: HeadWeights  # per head [value, latent]
 
-    def __init__(self, index: int, arch: Arch, variant: Variant, rotary: RotaryTable, dtype: torch.dtype) -> None:
+    def __init__(self, index: int, arch: Arch, spec: AttentionSpec, rotary: RotaryTable, dtype: torch.dtype) -> None:
         """Layer number `index` of `arch`, which has latent facts."""
         super().__init__()
         latent = arch.latent
         assert latent is not None, "latent attention needs its facts"
-        self.index, self.variant, self._latent = index, variant, latent
+        self.index, self.spec, self._latent = index, spec, latent
         self.tensors = NO_TENSORS
         self.stored_scales: tuple[torch.Tensor, torch.Tensor] | None = None  # as Attention's
         self._interleaved = arch.layers[index].rope.interleaved
@@ -82,14 +83,13 @@ class LatentAttention(Layer):
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """x [tokens, size], positions [tokens] int64 -> [tokens, size]; of the tokens at `wanted` [S] if there are."""
-        context = current_context()
-        group, kv = context.group_of_layer[self.index], context.kv_of_layer[self.index]
+        own = current_context().layers[self.index]
         latent, num_tokens = self._latent, x.shape[0]
         first, state = self.down.forward(x).split((self._first_size, latent.latent_size + latent.rope_size), dim=1)
         if self.query_norm is not None and self.query_up is not None:
             first = self.query_up.forward(self.query_norm.forward(first))
         query = first.unflatten(1, (self._num_heads, self._head_query))
-        q = x.new_empty(num_tokens, self._num_heads, self.variant.head_size)
+        q = x.new_empty(num_tokens, self._num_heads, self.spec.head_size)
         head_linear(query[..., : latent.nope_size], self.absorb_key, q[..., : latent.latent_size])
         latent_rope_store(
             self._state,
@@ -97,12 +97,12 @@ class LatentAttention(Layer):
             state,
             positions,
             q[..., latent.latent_size :],
-            kv,
-            context.inputs[group].slot_mapping,
+            own.cache,
+            own.inputs.slot_mapping,
         )
         if wanted is not None:
             q = q.index_select(0, wanted)
         seen = x.new_empty(len(q), self._num_heads, latent.latent_size)
-        context.backends[group].run(q, kv, self.variant, seen, self.tensors)
+        own.backend.run(q, own.cache, self.spec, seen, self.tensors)
         values = x.new_empty(len(q), self._num_heads, latent.value_size)
         return self.output.forward(head_linear(seen, self.expand_value, values).flatten(1))

@@ -10,11 +10,21 @@ from collections.abc import Sequence
 
 import torch
 
-from octavo.attention.base import AttentionBackend, AttentionInputs, ForwardContext
+from octavo.attention.base import AttentionBackend, AttentionInputs, ForwardContext, LayerContext, TableContext
 from octavo.cache.pool import KVCachePool
+from octavo.cache.specs import LayerSpec
 from octavo.device.batch import Batch
 from octavo.device.field_tables import FieldTables
 from octavo.plan import NewRow
+
+
+def layer_contexts(
+    specs: Sequence[LayerSpec], tables: Sequence[TableContext], pool: KVCachePool
+) -> tuple[LayerContext, ...]:
+    """What each layer finds, of a pool whose table t is `tables[t]`'s."""
+    assert len(pool.tables) == len(tables), "every block table has a backend"
+    facts = zip(specs, pool.group_of_layer, pool.views, strict=True)
+    return tuple(LayerContext(spec, tables[index], index, view) for spec, index, view in facts)
 
 
 class DefaultModelState:
@@ -22,13 +32,14 @@ class DefaultModelState:
 
     def __init__(
         self,
+        specs: Sequence[LayerSpec],
         backends: Sequence[AttentionBackend],
         pool: KVCachePool,
         fields: FieldTables,
     ) -> None:
-        """`backends[t]` serves the layers of the pool's table t."""
-        assert len(pool.tables) == len(backends), "every block table has a backend"
-        self._backends, self._pool, self._fields = tuple(backends), pool, fields
+        """`specs`: per layer. `backends[t]` serves the layers of the pool's table t."""
+        self._tables, self._fields = [TableContext(backend) for backend in backends], fields
+        self._layers = layer_contexts(specs, self._tables, pool)
         self.compiles_ahead = all(backend.capability.compiles_ahead for backend in backends)
         self._block_sizes = [block_map.kernel_block_size for block_map in pool.block_maps]
 
@@ -39,16 +50,12 @@ class DefaultModelState:
     def prepare(self, batch: Batch, *, for_capture: bool = False) -> ForwardContext:
         """Prepare attention for the batch and say what the layers need."""
         self._fields.apply()
-        inputs = []
-        for index, (block_size, backend) in enumerate(zip(self._block_sizes, self._backends, strict=True)):
-            group_inputs = self._inputs(batch, index, block_size, batch.block_tables[index])
-            backend.prepare(group_inputs, for_capture=for_capture)
-            inputs.append(group_inputs)
+        for index, (block_size, table) in enumerate(zip(self._block_sizes, self._tables, strict=True)):
+            inputs = self._inputs(batch, index, block_size, batch.block_tables[index])
+            table.prepare(inputs, for_capture=for_capture)
         return ForwardContext(
-            inputs=inputs,
-            backends=self._backends,
-            group_of_layer=self._pool.group_of_layer,
-            kv_of_layer=self._pool.views,
+            layers=self._layers,
+            tables=self._tables,
             positions=batch.positions,
             logit_tokens=batch.logit_tokens,
             for_capture=for_capture,

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
-from octavo.attention.base import Variant
+from octavo.cache.specs import AttentionSpec
 from octavo.checkpoint.arch import Arch
 from octavo.layers.attention import RotaryTable
 from octavo.layers.base import Layer
@@ -31,12 +31,12 @@ class CausalLM(Layer):
     norm_offset = 0.0  # of the last norm, as RMSNorm's
 
     def __init__(
-        self, arch: Arch, dtype: torch.dtype, variants: Sequence[Variant], rotary: Iterable[RotaryTable],
+        self, arch: Arch, dtype: torch.dtype, specs: Sequence[AttentionSpec], rotary: Iterable[RotaryTable],
         layers: Iterable[Layer], weights: WeightMap,
     ) -> None:  # fmt: skip
-        """variants: per layer. rotary: the tables that the layers turn by. weights: of the layers and the last norm."""
+        """specs: per layer. rotary: the tables that the layers turn by. weights: of the layers and the last norm."""
         super().__init__()
-        self.arch, self.attention_variants = arch, variants
+        self.arch, self.layer_specs = arch, specs
         self.rotary, self.layers = nn.ModuleList(rotary), nn.ModuleList(layers)
         self.norm = RMSNorm(arch.hidden_size, arch.norm_eps, self.norm_offset)
         self.head, self.embedding = head_and_embedding(arch, dtype)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from octavo.attention.base import Variant, current_context
+from octavo.attention.base import current_context
+from octavo.cache.specs import AttentionSpec
 from octavo.checkpoint.arch import Arch
 from octavo.layers.attention import RotaryTable
 from octavo.layers.base import Layer
@@ -51,11 +52,11 @@ WEIGHT_MAP: WeightMap = {
 class DeepseekLayer(Layer):
     """One decoder layer. The residual stream travels beside x: each norm adds x to it first."""
 
-    def __init__(self, index: int, arch: Arch, variant: Variant, rotary: RotaryTable, dtype: torch.dtype) -> None:
+    def __init__(self, index: int, arch: Arch, spec: AttentionSpec, rotary: RotaryTable, dtype: torch.dtype) -> None:
         """Layer number `index` of `arch`."""
         super().__init__()
         self.input_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
-        self.attention = LatentAttention(index, arch, variant, rotary, dtype)
+        self.attention = LatentAttention(index, arch, spec, rotary, dtype)
         self.post_attention_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
         self.mlp: Mlp | MoeMlp
         if index in arch.moe_layers:
@@ -92,7 +93,7 @@ class DeepseekForCausalLM(CausalLM):
     def __init__(self, arch: Arch, dtype: torch.dtype) -> None:
         """On the meta device, of the shape that `arch` says."""
         assert arch.latent is not None, "DeepSeek's attention is latent"
-        variant = Variant(
+        spec = AttentionSpec(
             num_heads=arch.num_heads,
             num_kv_heads=1,
             head_size=arch.head_size,
@@ -100,8 +101,8 @@ class DeepseekForCausalLM(CausalLM):
             value_size=arch.latent.latent_size,
         )
         rotary = RotaryTable(arch.layers[0].rope, arch.latent.rope_size, arch.max_position)
-        layers = [DeepseekLayer(index, arch, variant, rotary, dtype) for index in range(arch.num_layers)]
-        super().__init__(arch, dtype, [variant] * arch.num_layers, [rotary], layers, WEIGHT_MAP)
+        layers = [DeepseekLayer(index, arch, spec, rotary, dtype) for index in range(arch.num_layers)]
+        super().__init__(arch, dtype, [spec] * arch.num_layers, [rotary], layers, WEIGHT_MAP)
         self.ignored_weights = (*CausalLM.ignored_weights, f"model.layers.{arch.num_layers}.*")
         if not arch.latent.query_size:  # then the first product makes the query itself
             self.weight_map["model.layers.*.self_attn.q_proj.weight"] = self.weight_map.pop(

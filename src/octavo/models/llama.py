@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from octavo.checkpoint.arch import Arch
-from octavo.layers.attention import Attention, plain_variants, rotary_tables
+from octavo.layers.attention import Attention, plain_specs, rotary_tables
 from octavo.layers.decoder import DecoderLayer
 from octavo.layers.mlp import Mlp
 from octavo.models.base import WeightMap
@@ -42,10 +42,10 @@ class LlamaForCausalLM(CausalLM):
 
     def __init__(self, arch: Arch, dtype: torch.dtype) -> None:
         """On the meta device, of the shape that `arch` says."""
-        variants, rotary = plain_variants(arch), rotary_tables(arch)
+        specs, rotary = plain_specs(arch), rotary_tables(arch)
         layers = []
         for index, kind in enumerate(arch.layers):
-            attention = Attention(index, variants[index], rotary[kind.rope], arch, dtype)
+            attention = Attention(index, specs[index], rotary[kind.rope], arch, dtype)
             mlp = Mlp(arch.hidden_size, arch.intermediate_size, arch.activation, dtype, bias=arch.mlp_bias)
             layers.append(DecoderLayer(attention, mlp, arch.hidden_size, arch.norm_eps))
-        super().__init__(arch, dtype, variants, rotary.values(), layers, WEIGHT_MAP)
+        super().__init__(arch, dtype, specs, rotary.values(), layers, WEIGHT_MAP)

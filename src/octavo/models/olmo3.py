@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from octavo.attention.base import Variant, current_context
+from octavo.attention.base import current_context
+from octavo.cache.specs import AttentionSpec
 from octavo.checkpoint.arch import Arch
-from octavo.layers.attention import Attention, RotaryTable, plain_variants, rotary_tables
+from octavo.layers.attention import Attention, RotaryTable, plain_specs, rotary_tables
 from octavo.layers.base import Layer
 from octavo.layers.mlp import Mlp
 from octavo.layers.norm import RMSNorm
@@ -41,12 +42,12 @@ WEIGHT_MAP: WeightMap = {
 class Olmo3Layer(Layer):
     """x = x + norm(attention(x)), then x = x + norm(mlp(x))."""
 
-    def __init__(self, index: int, arch: Arch, variant: Variant, rotary: RotaryTable, dtype: torch.dtype) -> None:
+    def __init__(self, index: int, arch: Arch, spec: AttentionSpec, rotary: RotaryTable, dtype: torch.dtype) -> None:
         """Layer number `index` of `arch`."""
         super().__init__()
-        self.attention = Attention(index, variant, rotary, arch, dtype)
-        self.q_norm = RMSNorm(variant.num_heads * variant.head_size, arch.norm_eps)
-        self.k_norm = RMSNorm(variant.num_kv_heads * variant.head_size, arch.norm_eps)
+        self.attention = Attention(index, spec, rotary, arch, dtype)
+        self.q_norm = RMSNorm(spec.num_heads * spec.head_size, arch.norm_eps)
+        self.k_norm = RMSNorm(spec.num_kv_heads * spec.head_size, arch.norm_eps)
         self.attention_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
         self.mlp = Mlp(arch.hidden_size, arch.intermediate_size, arch.activation, dtype)
         self.mlp_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
@@ -64,21 +65,20 @@ class Olmo3Layer(Layer):
         self, x: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(x of the tokens that go on, what their heads saw [S, heads, head_size]); K and V of all are stored."""
-        context, attention = current_context(), self.attention
-        variant, tensors = attention.variant, attention.tensors
-        group, kv = context.group_of_layer[attention.index], context.kv_of_layer[attention.index]
-        kv_size = variant.num_kv_heads * variant.head_size
-        q, k, v = attention.qkv.forward(x).split((variant.num_heads * variant.head_size, kv_size, kv_size), dim=1)
+        attention = self.attention
+        own, spec, tensors = current_context().layers[attention.index], attention.spec, attention.tensors
+        kv_size = spec.num_kv_heads * spec.head_size
+        q, k, v = attention.qkv.forward(x).split((spec.num_heads * spec.head_size, kv_size, kv_size), dim=1)
         qkv = torch.cat((self.q_norm.forward(q), self.k_norm.forward(k), v), dim=1)
         heads = qk_norm_rope_store(
-            qkv, positions, attention.rotary.cos_sin, None, None, attention.norm_eps, variant.num_heads,
-            variant.num_kv_heads, variant.head_size, kv, context.inputs[group].slot_mapping,
+            qkv, positions, attention.rotary.cos_sin, None, None, attention.norm_eps, spec.num_heads,
+            spec.num_kv_heads, spec.head_size, own.cache, own.inputs.slot_mapping,
             key_scale=tensors.key_scale, value_scale=tensors.value_scale,
         )  # fmt: skip
         if wanted is not None:
             x, heads = x.index_select(0, wanted), heads.index_select(0, wanted)
         attended = torch.empty_like(heads)
-        context.backends[group].run(heads, kv, variant, attended, tensors)
+        own.backend.run(heads, own.cache, spec, attended, tensors)
         return x, attended
 
 
@@ -87,11 +87,11 @@ class Olmo3ForCausalLM(CausalLM):
 
     def __init__(self, arch: Arch, dtype: torch.dtype) -> None:
         """On the meta device, of the shape that `arch` says."""
-        variants, rotary = plain_variants(arch), rotary_tables(arch)
+        specs, rotary = plain_specs(arch), rotary_tables(arch)
         layers = [
-            Olmo3Layer(index, arch, variants[index], rotary[kind.rope], dtype) for index, kind in enumerate(arch.layers)
+            Olmo3Layer(index, arch, specs[index], rotary[kind.rope], dtype) for index, kind in enumerate(arch.layers)
         ]
-        super().__init__(arch, dtype, variants, rotary.values(), layers, WEIGHT_MAP)
+        super().__init__(arch, dtype, specs, rotary.values(), layers, WEIGHT_MAP)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Hidden states after the last norm."""

@@ -276,21 +276,20 @@ class BoundDecoder:
         layers: Sequence[DecoderLayerOperands],
         norm: Tensor,
         eps: float,
-        kv_of_layer: Sequence[Tensor],
-        group_of_layer: Sequence[int],
+        caches: Sequence[Tensor],
+        tables: Sequence[int],
     ) -> None:
-        """`norm`: [size] float32; `kv_of_layer[i]`: as `paged_attention`'s, of cache group `group_of_layer[i]`."""
+        """`norm`: [size] float32; `caches[i]`: layer i's, as `paged_attention`'s, of block table `tables[i]`."""
         self._layers, self._norm, self._eps = layers, norm, eps
-        self._kv, self._groups = kv_of_layer, group_of_layer
+        self._kv, self._groups = caches, tables
         headers = [layer.header for layer in layers if layer.header is not None and layer.gate_up is not None]
-        dtypes = {kv.dtype for kv in kv_of_layer}
+        dtypes = {kv.dtype for kv in caches}
         self._dtype = dtypes.pop() if len(dtypes) == 1 and len(headers) == len(layers) else None
         if self._dtype is not None:
             self._headers = (_LayerHeader * len(layers))(*headers)
             self._last_keys = ctypes.byref(layers[-1].without_queries.header or headers[-1])
-            caches = map(_cache_header, kv_of_layer, group_of_layer)
-            self._caches = (_CacheHeader * len(layers))(*caches)
-            self._rows = (_RowsHeader * (max(group_of_layer) + 1))()
+            self._caches = (_CacheHeader * len(layers))(*map(_cache_header, caches, tables))
+            self._rows = (_RowsHeader * (max(tables) + 1))()
 
     def __call__(
         self, x: Tensor, positions: Tensor, rows: Sequence[PagedRows], last: LogitTokens | None = None

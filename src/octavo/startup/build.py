@@ -18,11 +18,12 @@ from pathlib import Path
 import torch
 
 from octavo.attention.base import Capability
-from octavo.attention.mods import NO_MODS, PROMPT_LENGTH, AttentionMods
+from octavo.attention.mods import PROMPT_LENGTH, AttentionMods
 from octavo.attention.mods.check import check_mods
-from octavo.attention.mods.choice import check_mods_supported, knows_prompts, mods_of, specs_of, with_mods
+from octavo.attention.mods.choice import knows_prompts, mods_of, request_fields_of
 from octavo.cache.groups import CacheGroup, make_groups
 from octavo.cache.pool import KVCachePool
+from octavo.cache.specs import AttentionSpec, attention_specs
 from octavo.checkpoint.arch import Arch
 from octavo.checkpoint.generation_config import default_sampling
 from octavo.checkpoint.loader import build_model, fill_model, weight_bytes
@@ -35,7 +36,6 @@ from octavo.device.graphs import ANY_LENGTH, GraphKey, GraphPool, decode_keys, m
 from octavo.device.request_table import RequestTable
 from octavo.device.staging import WriteQueue
 from octavo.grammar.compiler import NO_GRAMMARS, Grammars
-from octavo.layers.attention import Attention
 from octavo.model_state.default import DefaultModelState
 from octavo.models.base import Model
 from octavo.observe import Count, Phases
@@ -50,6 +50,7 @@ from octavo.speculate import NO_SPECULATOR, Speculator
 from octavo.startup import gc_control, probe
 from octavo.startup.cache import (
     KVCacheLayoutPlan,
+    apply_mods,
     attention_names,
     backend_of_layers,
     buffer_bytes,
@@ -116,10 +117,10 @@ def start_engine(
         tokenizer = load_text(config, folder, arch) if text else NoTokenizer()
     with phases("load the weights"), _room(resolved, "the weights", "load_format", "take a smaller model or dtype"):
         model = _build(arch, resolved)
+        resolved = apply_mods(model, mods, config, resolved)
         weights = weight_bytes(model, resolved)
         check_weights(weights, arch, resolved, _memory(resolved)[0])
         _fill(model, folder, resolved)
-        resolved = _apply_mods(model, mods, config, resolved)
         _check_drafts(speculator.num_drafts, model, resolved)
         opening.join()  # what it loads takes memory
     with (
@@ -133,7 +134,7 @@ def start_engine(
             tables=form.tables, buffer_bytes=buffer_bytes(resolved, form),
         )  # fmt: skip
         resolved = dataclasses.replace(resolved, max_model_len=memory.max_model_len)
-        specs = _try_mods(model, mods, resolved)
+        fields = _try_mods(model, mods, resolved)
         # without text it is loaded when the first form is asked for
         grammars = Grammars(
             lambda: tokenizer if text else load_text(config, folder, arch), arch.vocab_size, arch.eos_token_ids
@@ -153,7 +154,7 @@ def start_engine(
             max_model_len=resolved.max_model_len,
             max_logprobs=resolved.max_logprobs,
             config=config,
-            request_fields=specs,
+            request_fields=fields,
         ),
         default_sampling=default_sampling(folder, config),
         eos_token_ids=arch.eos_token_ids,
@@ -261,13 +262,13 @@ def make_runner(
         grammars=grammars,
         queue=queue,
     )
-    ahead = knows_prompts(model.attention_variants)
+    ahead = knows_prompts(model.layer_specs)
     fields = FieldTables(
-        specs_of(model.attention_variants), limits, device=device, queue=queue,
+        request_fields_of(model.layer_specs), limits, device=device, queue=queue,
         known={PROMPT_LENGTH.spec.name: requests.prompt_len.data} if ahead else {},
     )  # fmt: skip
     backends = make_backends(model, resolved, form, pool, fields)
-    state = DefaultModelState(backends, pool, fields)
+    state = DefaultModelState(model.layer_specs, backends, pool, fields)
     graphs = GraphPool(_graph_keys(model, resolved, [backend.capability for backend in backends]))
     return Runner(model, state, pool, requests, tables, buffers, sampler, graphs, speculator=speculator)
 
@@ -276,7 +277,7 @@ def _graph_keys(model: Model, resolved: Resolved, capabilities: Sequence[Capabil
     """The steps to capture: those that every attention backend lets a graph hold."""
     if resolved.device != "cuda" or resolved.enforce_eager:
         return []
-    needs = {fact for variant in model.attention_variants for fact in variant.facts}
+    needs = {fact for spec in attention_specs(model.layer_specs) for fact in spec.facts}
     if resolved.kv_cache_dtype != resolved.dtype:
         needs.add("cache_dtypes")
     held = {"decode", "mixed"}
@@ -298,32 +299,19 @@ def _make_executor(runner: Runner, resolved: Resolved) -> Executor:
     return ThreadExecutor(runner.execute) if resolved.async_scheduling else InlineExecutor(runner.execute)
 
 
-def _apply_mods(model: Model, mods: Sequence[AttentionMods], config: EngineConfig, resolved: Resolved) -> Resolved:
-    """Give each attention layer its variant with its mods; `resolved` with a backend that runs them."""
-    if any(own is not NO_MODS for own in mods):
-        names = ", ".join(dict.fromkeys(own.name for own in mods))
-        resolved = dataclasses.replace(resolved, attention_options={**resolved.attention_options, "mods": names})
-    pairs = zip(model.attention_variants, mods, strict=True)
-    model.attention_variants = [with_mods(variant, own) for variant, own in pairs]
-    assert isinstance(model, torch.nn.Module), "models are trees of layers"
-    for layer in model.modules():
-        if isinstance(layer, Attention):
-            layer.variant = model.attention_variants[layer.index]
-    return check_mods_supported(config, resolved, model.attention_variants)
-
-
 def _try_mods(model: Model, mods: Sequence[AttentionMods], resolved: Resolved) -> tuple[FieldSpec, ...]:
     """Evaluate the mods as far as that is possible without a request; gives the request fields that they read."""
-    specs = specs_of(model.attention_variants)
+    fields = request_fields_of(model.layer_specs)
     slack = max(capability(name).hint_slack for name in backend_of_layers(resolved, len(mods)))
-    layers = zip(mods, model.attention_variants, strict=True)
-    check_mods(layers, specs, resolved.max_model_len, resolved.device, slack)
-    return specs
+    pairs = zip(mods, model.layer_specs, strict=True)
+    layers = [(own, spec) for own, spec in pairs if isinstance(spec, AttentionSpec)]
+    check_mods(layers, fields, resolved.max_model_len, resolved.device, slack)
+    return fields
 
 
 def _check_drafts(num_drafts: int, model: Model, resolved: Resolved) -> None:
     """Raises ValueError where a query may see tokens behind its own: it would see drafts that are rejected."""
-    if num_drafts and (resolved.looks_ahead or not all(variant.causal for variant in model.attention_variants)):
+    if num_drafts and (resolved.looks_ahead or not all(spec.causal for spec in attention_specs(model.layer_specs))):
         raise ValueError(
             f"num_drafts={num_drafts} needs attention in which no query sees a later token: take a causal model, and "
             "mods that do not look ahead, or no speculator"

@@ -20,21 +20,23 @@ from octavo.attention.base import (
     Capability,
     ForwardContext,
     Setup,
-    Variant,
+    TableContext,
     forward_context,
 )
 from octavo.attention.frame import wrong_device
-from octavo.attention.mods import PROMPT_LENGTH
-from octavo.attention.mods.choice import specs_of
+from octavo.attention.mods import NO_MODS, PROMPT_LENGTH, AttentionMods
+from octavo.attention.mods.choice import check_mods_supported, request_fields_of, with_mods
 from octavo.cache.groups import CacheGroup, TableSpec, pages_differ
 from octavo.cache.kernel_blocks import choose_tables
 from octavo.cache.layout import Layout, resolve_layout
 from octavo.cache.pool import KVCachePool
-from octavo.config.engine_config import Resolved
+from octavo.cache.specs import AttentionSpec, attention_specs, distinct
+from octavo.config.engine_config import EngineConfig, Resolved
 from octavo.config.settings import ConfigError
 from octavo.device.field_tables import FieldTables
 from octavo.layers.attention import Attention
 from octavo.layers.latent_attention import LatentAttention
+from octavo.model_state.default import layer_contexts
 from octavo.models.base import Model
 from octavo.ops.cache_write.quantize import LIMITS
 from octavo.plan import StepLimits
@@ -80,6 +82,27 @@ def choose_form(resolved: Resolved, groups: Sequence[CacheGroup]) -> KVCacheLayo
     return KVCacheLayoutPlan(tuple(zeroed), layout, tables)
 
 
+def apply_mods(model: Model, mods: Sequence[AttentionMods], config: EngineConfig, resolved: Resolved) -> Resolved:
+    """Make the model's specs final: those of layers that attend get the layer's mods.
+
+    Gives `resolved` with a backend that runs them. Raises ConfigError where there is none.
+    """
+    if any(own is not NO_MODS for own in mods):
+        names = ", ".join(dict.fromkeys(own.name for own in mods))
+        resolved = dataclasses.replace(resolved, attention_options={**resolved.attention_options, "mods": names})
+    model.layer_specs = [
+        with_mods(spec, own) if isinstance(spec, AttentionSpec) else spec
+        for spec, own in zip(model.layer_specs, mods, strict=True)
+    ]
+    assert isinstance(model, torch.nn.Module), "models are trees of layers"
+    for layer in model.modules():
+        if isinstance(layer, Attention):
+            spec = model.layer_specs[layer.index]
+            assert isinstance(spec, AttentionSpec), "a layer with attention has attention's spec"
+            layer.spec = spec
+    return check_mods_supported(config, resolved, attention_specs(model.layer_specs))
+
+
 def backend_of_layers(resolved: Resolved, num_layers: int) -> list[str]:
     """The name of each layer's backend. Raises ValueError for a layer that the model has not."""
     names = [resolved.attention_backend] * num_layers
@@ -115,7 +138,7 @@ def make_backends(
     device, dtype = torch.device(resolved.device), getattr(torch, resolved.dtype)
     backends = []
     for table, block_map in zip(form.tables, pool.block_maps, strict=True):
-        variants: list[Variant] = list(dict.fromkeys(model.attention_variants[layer] for layer in table.layers))
+        specs = distinct(model.layer_specs, table.layers)
         setup = Setup(
             max_num_rows=resolved.max_num_seqs,
             max_num_tokens=resolved.max_num_batched_tokens,
@@ -127,12 +150,12 @@ def make_backends(
             options=resolved.attention_options,
             fields=fields.data,
         )
-        backends.append(BACKENDS.resolve(table.backend)(variants, dtype, device, setup))
+        backends.append(BACKENDS.resolve(table.backend)(specs, dtype, device, setup))
     return backends
 
 
 def buffer_bytes(resolved: Resolved, form: KVCacheLayoutPlan) -> int:
-    """What the backends keep for themselves, counted as one variant each."""
+    """What the backends keep for themselves, counted as one spec each."""
     total = 0
     for table in form.tables:
         setup = Setup(
@@ -165,7 +188,7 @@ def calibrate_kv_scales(model: Model, resolved: Resolved, form: KVCacheLayoutPla
     assert isinstance(model, torch.nn.Module), "models are trees of layers"
     layers = [layer for layer in model.modules() if isinstance(layer, Attention | LatentAttention)]
     for layer in layers:  # the tensors stay, operators may keep their addresses
-        key_scale, value_scale = torch.ones(2, layer.variant.num_kv_heads, device=resolved.device)
+        key_scale, value_scale = torch.ones(2, layer.spec.num_kv_heads, device=resolved.device)
         layer.tensors = dataclasses.replace(layer.tensors, key_scale=key_scale, value_scale=value_scale)
     stored = [layer for layer in layers if layer.stored_scales is not None and resolved.kv_cache_dtype == "fp8"]
     if stored:
@@ -176,7 +199,7 @@ def calibrate_kv_scales(model: Model, resolved: Resolved, form: KVCacheLayoutPla
         scales = layer.stored_scales
         if scales is None or layer not in stored:
             largest = views[layer.index].float().abs().amax(dim=(0, 2))  # [heads, channels]
-            halves = largest.tensor_split([layer.variant.head_size], dim=1)  # of a latent layer: all, and nothing
+            halves = largest.tensor_split([layer.spec.head_size], dim=1)  # of a latent layer: all, and nothing
             key, value = halves if halves[1].numel() else (largest, largest)
             margin = CALIBRATION_MARGIN / limit
             scales = (key.amax(1) * margin).clamp(min=1e-6), (value.amax(1) * margin).clamp(min=1e-6)
@@ -202,9 +225,10 @@ def _calibration_cache(model: Model, resolved: Resolved, form: KVCacheLayoutPlan
     )
     pool.buffer.zero_()
     positions = torch.arange(count, device=device)
-    backends, inputs, written = [], [], []
+    contexts: list[TableContext] = []
+    written = []
     fields = FieldTables(
-        specs_of(model.attention_variants),
+        request_fields_of(model.layer_specs),
         StepLimits(max_num_rows=1, max_num_tokens=count, max_model_len=count),
         device=device,
         known={PROMPT_LENGTH.spec.name: torch.full((2,), count, dtype=torch.int32, device=device)},
@@ -230,16 +254,12 @@ def _calibration_cache(model: Model, resolved: Resolved, form: KVCacheLayoutPlan
         setup = Setup(max_num_rows=1, max_num_tokens=count, max_model_len=count, block_size=size,
                       num_blocks=pool.views[table.layers[0]].shape[0], options=resolved.attention_options,
                       fields=fields.data)  # fmt: skip
-        variants = list(dict.fromkeys(model.attention_variants[layer] for layer in table.layers))
-        backend = BACKENDS.resolve(table.backend)(variants, dtype, device, setup)
-        backend.prepare(step)
-        backends.append(backend)
-        inputs.append(step)
+        backend = BACKENDS.resolve(table.backend)(distinct(model.layer_specs, table.layers), dtype, device, setup)
+        contexts.append(TableContext(backend))
+        contexts[-1].prepare(step, for_capture=False)
         written.append(ids[0].long())
-    context = ForwardContext(
-        inputs=inputs, backends=backends, group_of_layer=pool.group_of_layer, kv_of_layer=pool.views,
-        positions=positions,
-    )  # fmt: skip
+    layers = layer_contexts(model.layer_specs, contexts, pool)
+    context = ForwardContext(layers=layers, tables=contexts, positions=positions)
     with forward_context(context):
         model.forward((positions * 7919 + 1) % model.arch.vocab_size, positions)
     return [view[written[group]] for view, group in zip(pool.views, pool.group_of_layer, strict=True)]

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.attention.base import AttentionInputs, Setup, Variant
+from octavo.attention.base import AttentionInputs, Setup
 from octavo.attention.flex.backend import FlexBackend
 from octavo.attention.flex.block_sizes import FlexSizes, resolve_flex_sizes
 from octavo.attention.flex.kernel import compile_alone, kernel_options
 from octavo.attention.mods import NO_MODS, AttentionMods, bound
+from octavo.cache.specs import AttentionSpec
 from octavo.config.settings import ConfigError
 
 
@@ -54,9 +55,9 @@ def flex_attention(
     multiple = max(resolved.q_block, resolved.kv_block)
     if length % multiple:
         raise ValueError(f"length={length} must be a multiple of {multiple}, the larger of the mask's blocks: pad it")
-    variant = Variant(num_heads=heads, num_kv_heads=key.shape[1], head_size=head_size, scale=scale, mods=mods)
+    spec = AttentionSpec(num_heads=heads, num_kv_heads=key.shape[1], head_size=head_size, scale=scale, mods=mods)
     if not q.is_cuda:
-        return _by_reference(q, key, value, variant, sizes, fields or {})
+        return _by_reference(q, key, value, spec, sizes, fields or {})
     with bound(fields or {}):
         mask = _block_mask(mods, resolved, batch, length, q.device)
         out: Tensor = _compiled(mods, resolved, scale, q.shape, key.shape, q.dtype)(q, key, value, mask)
@@ -113,15 +114,15 @@ def _block_mask(mods: AttentionMods, sizes: FlexSizes, batch: int, length: int, 
 
 
 def _by_reference(
-    q: Tensor, key: Tensor, value: Tensor, variant: Variant, sizes: Mapping[str, int], fields: Mapping[str, Tensor]
+    q: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, sizes: Mapping[str, int], fields: Mapping[str, Tensor]
 ) -> Tensor:
     """The backend itself, over a cache in which K and V lie in order."""
     batch, heads, length, head_size = q.shape
     block, tokens = sizes["flex_attn_kv_block_size"], batch * length
     width = length // block
     setup = Setup(max_model_len=length, num_blocks=batch * width + 1, block_size=block, options=sizes, fields=fields)
-    backend = FlexBackend([variant], q.dtype, q.device, setup)
-    kv = torch.zeros(batch * width + 1, variant.num_kv_heads, block, 2 * head_size, dtype=q.dtype)
+    backend = FlexBackend([spec], q.dtype, q.device, setup)
+    kv = torch.zeros(batch * width + 1, spec.num_kv_heads, block, 2 * head_size, dtype=q.dtype)
     blocks = torch.cat([key, value], -1).unflatten(2, (width, block)).transpose(1, 2)  # [batch, width, kv_heads, ..]
     kv[1:] = blocks.flatten(0, 1)
     inputs = AttentionInputs(
@@ -138,5 +139,5 @@ def _by_reference(
     )
     out = torch.empty(tokens, heads, head_size, dtype=q.dtype)
     backend.prepare(inputs)
-    backend.run(q.transpose(1, 2).reshape(tokens, heads, head_size), kv, variant, out)
+    backend.run(q.transpose(1, 2).reshape(tokens, heads, head_size), kv, spec, out)
     return out.view(batch, length, heads, head_size).transpose(1, 2)

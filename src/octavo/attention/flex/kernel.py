@@ -1,4 +1,4 @@
-"""One variant's attention for one tile: FlexAttention over the paged cache, compiled once, kept for later starts.
+"""One spec's attention for one tile: FlexAttention over the paged cache, compiled once, kept for later starts.
 
 Owns the mods in a kernel's own indices, what torch is asked to compile (`flex_template` has the kernel), and which of
 three ways a call takes: the reference implementation on the CPU, torch's compiled call, or the kernels that it
@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.attention.base import Variant
 from octavo.attention.flex import template as flex_template
 from octavo.attention.flex.block_sizes import FlexSizes
 from octavo.attention.flex.key import Name, NotFingerprintable, name_code, name_mods
 from octavo.attention.mods import AttentionMods
+from octavo.cache.specs import AttentionSpec
 from octavo.ops import flex as ops
 from octavo.ops.flex.mask_rows import Geometry, MaskRows
 
@@ -43,12 +43,12 @@ _Way = Callable[[Tensor, Tensor, Tensor, MaskRows, tuple[Tensor, ...], int, int,
 
 
 class Kernel:
-    """One variant's attention for one tile. Compiled, or found, when it is first called on a CUDA device."""
+    """One spec's attention for one tile. Compiled, or found, when it is first called on a CUDA device."""
 
-    def __init__(self, variant: Variant, mods: AttentionMods, shape: Geometry, sizes: FlexSizes) -> None:
+    def __init__(self, spec: AttentionSpec, mods: AttentionMods, shape: Geometry, sizes: FlexSizes) -> None:
         """Nothing is compiled yet."""
         self.shape = shape
-        self._variant, self._mods, self._sizes = variant, mods, sizes
+        self._variant, self._mods, self._sizes = spec, mods, sizes
         self._ways: dict[tuple[object, ...], _Way] = {}  # by what is compiled for
 
     def __call__(
@@ -228,7 +228,7 @@ class _Probes:
                     raise RuntimeError(f"its kernels alone give other bits for {count} mask rows")
 
 
-def _settings(variant: Variant, shape: Geometry, options: dict[str, Any], versions: list[str]) -> Name:
+def _settings(spec: AttentionSpec, shape: Geometry, options: dict[str, Any], versions: list[str]) -> Name:
     """Whatever decides what torch makes of a mod, beside the mod and the inputs."""
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
     return [
@@ -238,7 +238,7 @@ def _settings(variant: Variant, shape: Geometry, options: dict[str, Any], versio
         ["changed", *sorted(map(list, _changed_settings() - _BY_COMPILING))],
         ["modes", *_modes()],
         ["code", name_code(compile_call, compile_alone, make_mods)],
-        ["kernel", float(variant.scale).hex(), repr(shape), sorted(options.items())],
+        ["kernel", float(spec.scale).hex(), repr(shape), sorted(options.items())],
     ]
 
 
@@ -322,8 +322,8 @@ def kernel_options(sizes: FlexSizes, lines: int) -> dict[str, Any]:
     }
 
 
-def compile_call(variant: Variant, mods: AttentionMods, shape: Geometry, sizes: FlexSizes) -> _Call:
-    """torch's FlexAttention for one variant and tile. Everything but the number of mask rows is fixed.
+def compile_call(spec: AttentionSpec, mods: AttentionMods, shape: Geometry, sizes: FlexSizes) -> _Call:
+    """torch's FlexAttention for one spec and tile. Everything but the number of mask rows is fixed.
 
     The call takes lines, the first block's key and value, what `_lists` gives and, if the cache has them, scales of K.
     """
@@ -331,7 +331,7 @@ def compile_call(variant: Variant, mods: AttentionMods, shape: Geometry, sizes: 
 
     flex_template.install()
     options: Any = kernel_options(sizes, shape.lines) | flex_template.unit_options(shape.unit)
-    block_size, scale = (shape.lines, shape.kv_block), variant.scale
+    block_size, scale = (shape.lines, shape.kv_block), spec.scale
     has_score = mods.score_mod is not None
 
     def attend(

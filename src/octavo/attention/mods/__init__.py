@@ -111,7 +111,7 @@ def at_work(mods: AttentionMods, tables: Mapping[str, Tensor]) -> Iterator[None]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NativeForm:
-    """What a Variant says without a mod, in its own words."""
+    """What a AttentionSpec says without a mod, in its own words."""
 
     window: int = 0
     chunk: int = 0
@@ -316,7 +316,7 @@ def _native_of(parts: tuple[AttentionMods, ...]) -> NativeForm | None:
         if form is None or not part.causal:
             return None
         twice = (form.chunk and whole.chunk) or (form.soft_cap and whole.soft_cap)
-        if twice or ((form.soft_cap or form.alibi_slopes) and whole.alibi_slopes):  # a variant caps, then falls, once
+        if twice or ((form.soft_cap or form.alibi_slopes) and whole.alibi_slopes):  # a spec caps, then falls, once
             return None
         whole = NativeForm(
             window=min(filter(None, (whole.window, form.window)), default=0),

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from octavo.attention.base import Variant
 from octavo.attention.mods import NO_MODS, AttentionMods, RequestField, bound
+from octavo.cache.specs import AttentionSpec
 from octavo.config.settings import ConfigError
 from octavo.request.fields import FieldSpec
 
@@ -30,21 +30,21 @@ _BRANCH = "data-dependent control flow"  # in vmap's own words
 
 
 def check_mods(
-    layers: Iterable[tuple[AttentionMods, Variant]],
-    specs: Sequence[FieldSpec],
+    layers: Iterable[tuple[AttentionMods, AttentionSpec]],
+    fields: Sequence[FieldSpec],
     max_model_len: int,
     device: str,
     slack: int = 0,
 ) -> None:
-    """Evaluate the user's mods of all layers. specs: the request fields of all of them. Raises ConfigError.
+    """Evaluate the user's mods of all layers. fields: the request fields of all of them. Raises ConfigError.
 
     slack: tokens by which the query side of a hint's rectangle may end behind `max_model_len`.
     """
     done: set[tuple[int, int]] = set()
-    for mods, variant in layers:
-        if mods is not NO_MODS and (id(mods), variant.num_heads) not in done:
-            done.add((id(mods), variant.num_heads))
-            _Check(mods, variant.num_heads, specs, max_model_len, torch.device(device), slack).run()
+    for mods, spec in layers:
+        if mods is not NO_MODS and (id(mods), spec.num_heads) not in done:
+            done.add((id(mods), spec.num_heads))
+            _Check(mods, spec.num_heads, fields, max_model_len, torch.device(device), slack).run()
 
 
 class _WrongError(Exception):
@@ -58,7 +58,7 @@ class _Check:
         self,
         mods: AttentionMods,
         num_heads: int,
-        specs: Sequence[FieldSpec],
+        fields: Sequence[FieldSpec],
         max_model_len: int,
         device: torch.device,
         slack: int,
@@ -67,13 +67,13 @@ class _Check:
         self._heads = torch.arange(num_heads, device=device)
         ends = sorted(at for at in {0, 1, max_model_len // 2, max_model_len - 1} if at < max_model_len)
         self._positions = torch.tensor(ends, device=device)
-        self._specs = specs if mods.fields else ()  # as backends bind them
+        self._specs = fields if mods.fields else ()  # as backends bind them
         self._rows = _field_values(self._specs)  # one table row for each choice of values
-        self._tables = {spec.name: self._table(spec) for spec in self._specs}
+        self._tables = {field.name: self._table(field) for field in self._specs}
 
-    def _table(self, spec: FieldSpec) -> Tensor:
-        values = torch.tensor([row[spec.name] for row in self._rows], device=self._device).to(_DTYPES[spec.kind])
-        return values[:, None].expand(-1, self._length) if spec.per_token else values
+    def _table(self, field: FieldSpec) -> Tensor:
+        values = torch.tensor([row[field.name] for row in self._rows], device=self._device).to(_DTYPES[field.kind])
+        return values[:, None].expand(-1, self._length) if field.per_token else values
 
     def run(self) -> None:
         for part, arguments in _ARGUMENTS.items():
@@ -162,14 +162,14 @@ def _raised_in(error: BaseException) -> str:
     return traceback.extract_tb(error.__traceback__)[-1].filename
 
 
-def _field_values(specs: Sequence[FieldSpec]) -> list[dict[str, int | float]]:
+def _field_values(fields: Sequence[FieldSpec]) -> list[dict[str, int | float]]:
     """Defaults; then each field at its bounds, alone; then all at once."""
-    usual = {spec.name: spec.read(None).values[0].item() for spec in specs}
+    usual = {field.name: field.read(None).values[0].item() for field in fields}
     rows = [usual]
     for end in (0, 1):
-        rows += [{**usual, spec.name: spec.bounds[end]} for spec in specs]
-        if len(specs) > 1:
-            rows.append({spec.name: spec.bounds[end] for spec in specs})
+        rows += [{**usual, field.name: field.bounds[end]} for field in fields]
+        if len(fields) > 1:
+            rows.append({field.name: field.bounds[end] for field in fields})
     return rows
 
 

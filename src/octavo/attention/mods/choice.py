@@ -10,9 +10,10 @@ import dataclasses
 import logging
 from collections.abc import Iterable, Sequence
 
-from octavo.attention.base import BACKENDS, Variant
+from octavo.attention.base import BACKENDS
 from octavo.attention.mods import NO_MODS, PROMPT_LENGTH, AttentionMods, NativeForm, and_, within_prompt
 from octavo.attention.mods.loading import load_mods, mods_of_layers
+from octavo.cache.specs import AttentionSpec, LayerSpec, attention_specs
 from octavo.config.engine_config import EngineConfig, Resolved, asked_backend
 from octavo.config.settings import ConfigError
 from octavo.request.fields import FieldSpec
@@ -30,30 +31,29 @@ def mods_of(config: EngineConfig, num_layers: int) -> list[AttentionMods]:
         raise ConfigError("attention_mods", config.attention_mods, str(error)) from None
 
 
-def with_mods(variant: Variant, mods: AttentionMods) -> Variant:
-    """The variant of a layer with `mods`, which become the variant's own words if it has words for them."""
-    own = NativeForm(
-        window=variant.window, chunk=variant.chunk, soft_cap=variant.soft_cap, alibi_slopes=variant.alibi_slopes
-    )
+def with_mods(spec: AttentionSpec, mods: AttentionMods) -> AttentionSpec:
+    """The spec of a layer with `mods`, which become the spec's own words if it has words for them."""
+    own = NativeForm(window=spec.window, chunk=spec.chunk, soft_cap=spec.soft_cap, alibi_slopes=spec.alibi_slopes)
     whole = and_(AttentionMods(native=own, name="the model's"), mods).native
-    if whole is None or not variant.causal or len(whole.alibi_slopes) not in (0, variant.num_heads):
-        looks_ahead = variant.causal and not mods.causal
-        return dataclasses.replace(variant, mods=within_prompt(mods) if looks_ahead else mods)
-    return dataclasses.replace(variant, **dataclasses.asdict(whole), mods=NO_MODS)
+    if whole is None or not spec.causal or len(whole.alibi_slopes) not in (0, spec.num_heads):
+        looks_ahead = spec.causal and not mods.causal
+        return dataclasses.replace(spec, mods=within_prompt(mods) if looks_ahead else mods)
+    return dataclasses.replace(spec, **dataclasses.asdict(whole), mods=NO_MODS)
 
 
-def specs_of(variants: Iterable[Variant]) -> tuple[FieldSpec, ...]:
+def request_fields_of(specs: Iterable[LayerSpec]) -> tuple[FieldSpec, ...]:
     """The fields that some layer's mods read of requests. Raises ConfigError where two differ and share a name."""
-    found = dict.fromkeys(spec for variant in variants for spec in variant.mods.specs)
-    specs = tuple(spec for spec in found if spec is not PROMPT_LENGTH.spec)
-    if len({spec.name for spec in specs}) != len(specs):
-        raise ConfigError("attention_mods", [spec.name for spec in specs], "two request fields share a name and differ")
-    return specs
+    found = dict.fromkeys(field for spec in attention_specs(specs) for field in spec.mods.specs)
+    fields = tuple(field for field in found if field is not PROMPT_LENGTH.spec)
+    if len({field.name for field in fields}) != len(fields):
+        names = [field.name for field in fields]
+        raise ConfigError("attention_mods", names, "two request fields share a name and differ")
+    return fields
 
 
-def check_mods_supported(config: EngineConfig, resolved: Resolved, variants: Sequence[Variant]) -> Resolved:
+def check_mods_supported(config: EngineConfig, resolved: Resolved, specs: Sequence[AttentionSpec]) -> Resolved:
     """`resolved` with a backend that runs the mods, where none was asked for. Raises ConfigError."""
-    modded = [variant.mods for variant in variants if variant.mods is not NO_MODS]
+    modded = [spec.mods for spec in specs if spec.mods is not NO_MODS]
     if not modded:
         return resolved
     name = modded[0].name
@@ -71,9 +71,9 @@ def check_mods_supported(config: EngineConfig, resolved: Resolved, variants: Seq
     return resolved if all(mods.causal for mods in modded) else _with_whole_prompts(config, resolved, name)
 
 
-def knows_prompts(variants: Iterable[Variant]) -> bool:
+def knows_prompts(specs: Iterable[LayerSpec]) -> bool:
     """Whether some layer's mods read PROMPT_LENGTH."""
-    return any(PROMPT_LENGTH in variant.mods.fields for variant in variants)
+    return any(PROMPT_LENGTH in spec.mods.fields for spec in attention_specs(specs))
 
 
 def _with_whole_prompts(config: EngineConfig, resolved: Resolved, name: str) -> Resolved:

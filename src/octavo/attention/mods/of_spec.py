@@ -1,6 +1,6 @@
-"""A layer's Variant as AttentionMods, for backends that know nothing else.
+"""A layer's AttentionSpec as AttentionMods, for backends that know nothing else.
 
-Owns the translation. Knows no kernel. Invariant: the mods do what the variant's words say, in their order: the model's
+Owns the translation. Knows no kernel. Invariant: the mods do what the spec's words say, in their order: the model's
 cap, its slopes, then the user's mods.
 """
 
@@ -9,24 +9,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.attention.base import Variant
 from octavo.attention.mods import NO_MODS, AttentionMods, and_
 from octavo.attention.mods.factories import alibi, chunked, sliding_window, soft_cap
+from octavo.cache.specs import AttentionSpec
 
 
-def mods_of_variant(variant: Variant, device: torch.device) -> AttentionMods:
-    """Everything that a variant says about masks and scores. Slopes are put on `device`."""
-    parts = [NO_MODS if variant.causal else AttentionMods(causal=False, name="both ways")]
-    if variant.window:
-        parts.append(sliding_window(variant.window) if variant.causal else _near(variant.window))
-    if variant.chunk:
-        parts.append(chunked(variant.chunk) if variant.causal else _uncausal(chunked(variant.chunk)))
-    if variant.soft_cap:
-        parts.append(soft_cap(variant.soft_cap))
-    if variant.alibi_slopes:
-        parts.append(alibi(torch.tensor(variant.alibi_slopes, dtype=torch.float32, device=device)))
-    whole = and_(*(part for part in parts if part.mask_mod or part.score_mod), variant.mods)
-    return whole if variant.causal and variant.mods.causal else _uncausal(whole)
+def mods_of_spec(spec: AttentionSpec, device: torch.device) -> AttentionMods:
+    """Everything that a spec says about masks and scores. Slopes are put on `device`."""
+    parts = [NO_MODS if spec.causal else AttentionMods(causal=False, name="both ways")]
+    if spec.window:
+        parts.append(sliding_window(spec.window) if spec.causal else _near(spec.window))
+    if spec.chunk:
+        parts.append(chunked(spec.chunk) if spec.causal else _uncausal(chunked(spec.chunk)))
+    if spec.soft_cap:
+        parts.append(soft_cap(spec.soft_cap))
+    if spec.alibi_slopes:
+        parts.append(alibi(torch.tensor(spec.alibi_slopes, dtype=torch.float32, device=device)))
+    whole = and_(*(part for part in parts if part.mask_mod or part.score_mod), spec.mods)
+    return whole if spec.causal and spec.mods.causal else _uncausal(whole)
 
 
 def _uncausal(mods: AttentionMods) -> AttentionMods:

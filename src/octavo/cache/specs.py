@@ -1,0 +1,94 @@
+"""LayerSpec: what a layer says of itself, and all that caches and attention backends know of it.
+
+Owns AttentionSpec (a layer that keeps K and V of tokens), StateSpec (one that keeps a recurrent state) and NoCache (one
+that keeps nothing). Knows no blocks, no model and no torch. Invariant: specs are final, a user's mods among them,
+before anything is sized by them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+from octavo.attention.mods import NO_MODS, AttentionMods
+
+_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionSpec:
+    """Attention of one layer. Layers with equal specs share a backend's plan."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    scale: float
+    window: int = 0  # tokens that a query sees, itself included; 0: all
+    soft_cap: float = 0.0  # scores become cap * tanh(score / cap); 0: none
+    value_size: int = 0  # latent attention: V is the first `value_size` channels of K; 0: V stands beside K
+    chunk: int = 0  # a query at p sees keys of p's chunk of so many, counted from position 0; 0: all
+    alibi_slopes: tuple[float, ...] = ()  # per head: slope * (key - query) joins the capped score; empty: none
+    sinks: bool = False  # the layer brings a logit per head that joins the softmax and has no value
+    causal: bool = True  # False: queries see all of the row (with a window: keys less than `window` away)
+    mods: AttentionMods = NO_MODS  # a user's mask and score changes, after the model's own
+
+    @property
+    def channels(self) -> int:
+        """Of the cache per token and KV head."""
+        return self.head_size if self.value_size else 2 * self.head_size
+
+    @property
+    def facts(self) -> tuple[str, ...]:
+        """The names of the Capability's facts that this spec needs."""
+        needs = {
+            "window": self.window, "chunk": self.chunk, "soft_cap": self.soft_cap, "alibi": self.alibi_slopes,
+            "sinks": self.sinks, "non_causal": not self.causal, "latent": self.value_size,
+            "mods": self.mods is not NO_MODS,
+        }  # fmt: skip
+        return tuple(name for name, needed in needs.items() if needed)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StateTensor:
+    """One tensor of what a layer keeps."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str  # by torch's name
+
+    @property
+    def num_bytes(self) -> int:
+        """Of one such tensor."""
+        return math.prod(self.shape) * _ITEMSIZE[self.dtype]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StateSpec:
+    """A layer that keeps a recurrent state, which advances at multiples of `chunk` tokens only.
+
+    The tokens since the last such border are kept as what they bring to the next state.
+    """
+
+    states: tuple[StateTensor, ...]  # of one request, at one border
+    inputs: tuple[StateTensor, ...]  # of one token of the chunk that is open
+    chunk: int  # tokens
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NoCache:
+    """A layer that keeps nothing of a sequence and needs nothing kept: its result follows from its own token."""
+
+
+LayerSpec: TypeAlias = AttentionSpec | StateSpec | NoCache
+
+
+def attention_specs(specs: Iterable[LayerSpec]) -> list[AttentionSpec]:
+    """Those of the layers that attend, in order."""
+    return [spec for spec in specs if isinstance(spec, AttentionSpec)]
+
+
+def distinct(specs: Sequence[LayerSpec], layers: Iterable[int]) -> list[AttentionSpec]:
+    """What the attention layers among `layers` have of their own, each spec once."""
+    return list(dict.fromkeys(attention_specs(specs[layer] for layer in layers)))
