@@ -1,15 +1,14 @@
-"""Engine: schedule, execute, update, with one step in flight.
+"""EngineCore: schedule, execute, update, with one step in flight.
 
-Owns the loop of a step and the inbox of adds and aborts (EngineCore), and the engine with text around it (Engine). The
-parts are built by `start`. Knows neither tensors nor HTTP. Invariant: whatever enters through `add` leaves through
-`step` with a finish reason exactly once, unless it is aborted.
+Owns the loop of a step and the inbox of adds and aborts. The parts are built by `start`. Knows neither tensors nor
+text: a frontend stands before it (`octavo.frontend`), here or in another process. Invariant: whatever enters through
+`add` leaves through `step` with a finish reason exactly once, unless it is aborted.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-import gc
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -17,21 +16,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from octavo.config.engine_config import EngineConfig
 from octavo.grammar.compiler import NO_GRAMMARS, Grammars
-from octavo.observe import Phases
 from octavo.plan import StepPlan
 from octavo.request.fields import FieldSpec, salt_with_fields, salt_with_prompt
-from octavo.request.outputs import RequestOutput
 from octavo.request.request import Request
 from octavo.request.sampling_params import SamplingParams
 from octavo.request.seeds import sample_seed
 from octavo.request.updates import RequestUpdate
-from octavo.speculate import NO_SPECULATOR, Speculator
-from octavo.startup import warm_start
-from octavo.text.admission import check_request
-from octavo.text.output import OutputProcessor, wants_every_token
-from octavo.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from octavo.sched.scheduler import Scheduler
@@ -103,6 +94,9 @@ class EngineCore:
         self._in_flight: collections.deque[tuple[StepPlan, PendingResult]] = collections.deque()
         self._max_in_flight = 1 if async_scheduling else 0
         self._failure: BaseException | None = None
+        self._calls: dict[str, Callable[[bytes], bytes]] = {
+            "reset_prefix_cache": lambda _: msgspec.msgpack.encode(scheduler.reset_prefix_cache())
+        }
 
     @classmethod
     def from_parts(cls, parts: Parts) -> EngineCore:
@@ -133,8 +127,8 @@ class EngineCore:
     ) -> None:
         """Queue a checked request, one sequence per id; sequence i draws with `sample_seed(seed, i)`.
 
-        quiet: one update for the first token and one at the end will do; `take_untold` gives what is known between.
-        Raises RuntimeError if a step has failed before, or the engine was closed.
+        coalesce_updates: one update for the first token and one at the end will do; `take_untold` gives what is known
+        between. Raises RuntimeError if a step has failed before, or the engine was closed.
         """
         self._check_alive()
         if params.thinking is not None:
@@ -167,8 +161,20 @@ class EngineCore:
         self._inbox.append(list(sequence_ids))
 
     def take_untold(self, sequence_ids: Iterable[str]) -> list[RequestUpdate]:
-        """What quiet sequences have that no update told, e.g. before they are aborted. Unknown ids are ignored."""
+        """What sequences with `coalesce_updates` have that no update told. Unknown ids are ignored."""
         return self.scheduler.take_untold(sequence_ids)
+
+    def call(self, name: str, payload: bytes = b"") -> bytes:
+        """Ask something between two steps. Arguments and results are msgpack, as the call's name says.
+
+        `reset_prefix_cache`: forget every cached prefix; the result is False, and nothing is done, while any block is
+        held. Raises ValueError for a name that is not known.
+        """
+        self._check_alive()
+        answer = self._calls.get(name)
+        if answer is None:
+            raise ValueError(f"unknown call {name!r}: known are {', '.join(sorted(self._calls))}")
+        return answer(payload)
 
     @property
     def has_unfinished(self) -> bool:
@@ -233,135 +239,3 @@ class EngineCore:
                     self.scheduler.add(entry)
                 else:
                     self.scheduler.abort([entry])
-
-
-class Engine:
-    """An EngineCore with text on both sides: prompts are checked on their way in, outputs come out as text."""
-
-    def __init__(
-        self, config: EngineConfig, phases: Phases | None = None, *, speculator: Speculator = NO_SPECULATOR
-    ) -> None:
-        """Load everything. Raises ValueError, in one line, for a bad setting or model folder.
-
-        speculator: who proposes drafts.
-        """
-        parts = warm_start.start(config, phases or Phases(), speculator=speculator)
-        self.resolved, self.arch, self.memory = parts.resolved, parts.arch, parts.memory
-        self.tokenizer, self.limits, self.default_sampling = parts.tokenizer, parts.limits, parts.default_sampling
-        self._numerics_contract = parts.numerics_contract
-        self._grammars = parts.grammars
-        self.core, self.runner = EngineCore.from_parts(parts), parts.runner
-        self._outputs = OutputProcessor(parts.tokenizer if isinstance(parts.tokenizer, Tokenizer) else None)
-        self._aborted: list[RequestOutput] = []  # last outputs of aborted requests, for the next step
-
-    @property
-    def numerics_contract(self) -> dict[str, str]:
-        """What its results' bits depend on beside the model and the request, as `octavo.startup.probe` reads it."""
-        return self._numerics_contract()
-
-    @property
-    def scheduler(self) -> Scheduler:
-        """The core's scheduler, for its figures."""
-        return self.core.scheduler
-
-    @property
-    def times(self) -> StepTimes:
-        """Where the host's time went."""
-        return self.core.times
-
-    def check(
-        self, num_prompt_tokens: int, params: SamplingParams, *, priority: int = 0, cache_salt: str = ""
-    ) -> tuple[SamplingParams, int]:
-        """What `queue` takes for a request: its parameters, and max_tokens for this prompt.
-
-        Raises ParameterError for what the model's limits forbid.
-        """
-        params, max_tokens = check_request(
-            self.tokenizer, self.limits, params, num_prompt_tokens, cache_salt=cache_salt, priority=priority
-        )
-        self._grammars.check(params.structured_outputs)
-        self._outputs.check(params)
-        return params, max_tokens
-
-    def add(
-        self,
-        request_id: str,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        *,
-        prompt: str | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
-    ) -> None:
-        """Check and queue a request. Raises ParameterError; then nothing was queued."""
-        checked = self.check(len(prompt_token_ids), params.clone(), priority=priority, cache_salt=cache_salt)
-        self.queue(request_id, prompt_token_ids, *checked, prompt=prompt, priority=priority, cache_salt=cache_salt)
-
-    def queue(
-        self,
-        request_id: str,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        max_tokens: int,
-        *,
-        prompt: str | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
-    ) -> None:
-        """Queue a request that `check` let through. Raises ParameterError if its id is in use."""
-        sequence_ids = self._outputs.add(request_id, prompt, prompt_token_ids, params)
-        self.core.add(
-            sequence_ids,
-            prompt_token_ids,
-            params,
-            max_tokens=max_tokens,
-            priority=priority,
-            cache_salt=cache_salt,
-            coalesce_updates=not wants_every_token(params),
-        )
-
-    def abort(self, request_ids: Iterable[str]) -> None:
-        """End requests; the next step gives their last outputs. Unknown ids are ignored."""
-        request_ids = list(request_ids)
-        self._aborted += self._outputs.process(self.core.take_untold(self._outputs.sequence_ids(request_ids)))[0]
-        sequence_ids, outputs = self._outputs.abort(request_ids)
-        self.core.abort(sequence_ids)
-        self._aborted += outputs
-
-    @property
-    def has_unfinished(self) -> bool:
-        """Whether a `step` has anything to do. A failed engine has not."""
-        return self.core.has_unfinished
-
-    def step(self) -> list[RequestOutput]:
-        """One step of the core, told in text."""
-        outputs, self._aborted = self._aborted, []
-        updates = self.core.step()
-        started = time.perf_counter()
-        new_outputs, stopped = self._outputs.process(updates)
-        if stopped:
-            self.core.abort(stopped)
-        self.times.output += time.perf_counter() - started
-        return outputs + new_outputs
-
-    def enter_thread(self) -> None:
-        """To be called by a thread that steps from now on, unless the engine was made there."""
-        if "runner" in vars(self):  # a closed engine says so when it is to step
-            self.runner.enter_thread()
-
-    def capture_rest(self) -> None:
-        """Capture now what the start has left: a step's graph, else, when one of its size is first asked for."""
-        while self.core.capture_next():
-            pass
-
-    def run_until_idle(self) -> None:
-        """Step until nothing is left, dropping the outputs. For clean-up after aborts."""
-        while self.has_unfinished:
-            self.step()
-
-    def close(self) -> None:
-        """Wait for issued steps and release the worker, its memory too. The engine cannot be used afterwards."""
-        self.core.close()
-        vars(self).pop("runner", None)
-        if self.resolved.device != "cpu":
-            gc.collect()  # the next engine is sized by what is free then

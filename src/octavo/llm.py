@@ -8,19 +8,22 @@ order; if it raises, whatever it had queued is gone. Ctrl-C waits for the end of
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import logging
 import numbers
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
-import msgspec
 from msgspec.structs import force_setattr
 
 from octavo.config.engine_config import load_config
 from octavo.config.settings import ConfigError, python_names
-from octavo.engine import Engine
+from octavo.frontend.engine import Engine
+from octavo.frontend.frontend import Checked
+from octavo.frontend.frontend import Prompt as EnginePrompt
+from octavo.frontend.sharing import Call, Queued, SharedEngine
 from octavo.observe import Phases, progress
 from octavo.request.outputs import RequestOutput
 from octavo.request.sampling_params import (
@@ -31,7 +34,6 @@ from octavo.request.sampling_params import (
     check_token_ids,
     num_kept,
 )
-from octavo.sharing import Call, Queued, SharedEngine
 from octavo.startup import gc_control
 from octavo.startup.probe import numerics_id
 from octavo.text.no_tokenizer import NoTokenizer
@@ -46,24 +48,6 @@ Messages = Sequence[Mapping[str, Any]]
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 MAX_PROMPT_KEYS = frozenset({"prompt", "prompt_token_ids", "cache_salt"})
-
-
-class _Ready(msgspec.Struct, frozen=True):
-    """A prompt as the engine takes it."""
-
-    token_ids: list[int]
-    text: str | None
-    cache_salt: str = ""
-    is_chat: bool = False  # an answer begins behind it
-
-
-class _Checked(NamedTuple):
-    """A request that the engine will take."""
-
-    ready: _Ready
-    params: SamplingParams
-    max_tokens: int
-    priority: int
 
 
 class LLM:
@@ -102,12 +86,7 @@ class LLM:
         try:
             if chat_template is not None:
                 self._text("chat_template").use_chat_template(chat_template)
-            self._thinking = ThinkingRule(
-                self.engine.tokenizer,
-                config.reasoning_parser,
-                enable_in_reasoning=config.enable_in_reasoning,
-                end_text=config.reasoning_end_text,
-            )
+            self._thinking = ThinkingRule.of(self.engine.tokenizer, config)
         except ValueError:
             self.engine.close()
             raise
@@ -233,7 +212,7 @@ class LLM:
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached prefix. False while requests run."""
-        return self._shared.exclusively(self.engine.scheduler.reset_prefix_cache)
+        return self._shared.exclusively(self.engine.reset_prefix_cache)
 
     @property
     def numerics_id(self) -> str:
@@ -262,7 +241,7 @@ class LLM:
             raise tokenizer.refusal(field, "pass token ids")
         return tokenizer
 
-    def _ready(self, prompt: Prompt, params: SamplingParams) -> _Ready:
+    def _ready(self, prompt: Prompt, params: SamplingParams) -> EnginePrompt:
         text: Any = prompt
         token_ids: Any = None
         cache_salt: Any = ""
@@ -278,41 +257,34 @@ class LLM:
         limits = self.engine.limits
         kept = num_kept(params, limits)
         if token_ids is not None:
-            return _Ready(check_token_ids(token_ids, limits, kept), text if isinstance(text, str) else None, cache_salt)
+            shown = text if isinstance(text, str) else None
+            return EnginePrompt(check_token_ids(token_ids, limits, kept), shown, cache_salt)
         text = check_text(text, limits)
-        return _Ready(self.engine.tokenizer.encode(text)[-(kept or 0) :], text, cache_salt)
+        return EnginePrompt(self.engine.tokenizer.encode(text)[-(kept or 0) :], text, cache_salt)
 
-    def _ready_chat(self, messages: Any, params: SamplingParams, **options: Any) -> _Ready:
+    def _ready_chat(self, messages: Any, params: SamplingParams, **options: Any) -> EnginePrompt:
         limits = self.engine.limits
         text, token_ids = self._sandbox.render_chat(messages, limits, **options)
         is_chat = options.get("add_generation_prompt", True)
-        return _Ready(check_token_ids(token_ids, limits, num_kept(params, limits)), text, is_chat=is_chat)
+        return EnginePrompt(check_token_ids(token_ids, limits, num_kept(params, limits)), text, is_chat=is_chat)
 
-    def _check(self, ready: _Ready, params: SamplingParams, priority: int) -> _Checked:
-        # with a parser by name reasoning is expected; else only what the prompt has begun may come before a form
-        may_open = ready.is_chat and self.config.reasoning_parser != "auto"
-        params = self._thinking.apply(params, ready.text, ready.token_ids, may_open=may_open)
-        checked = self.engine.check(len(ready.token_ids), params, priority=priority, cache_salt=ready.cache_salt)
-        return _Checked(ready, *checked, priority)
+    def _check(self, prompt: EnginePrompt, params: SamplingParams, priority: int) -> Checked:
+        # An answer's text is not taken apart here: with a parser by name reasoning is expected; else only what the
+        # prompt has begun may come before a form.
+        may_open = prompt.is_chat and self.config.reasoning_parser != "auto"
+        params = self._thinking.apply(params, prompt.text, prompt.token_ids, may_open=may_open)
+        return self.engine.check(prompt, params, priority=priority)
 
-    def _queued(self, request: _Checked) -> Queued:
-        request_id, ready = str(next(self._ids)), request.ready
-
-        def queue() -> None:
-            self.engine.queue(
-                request_id,
-                ready.token_ids,
-                request.params,
-                request.max_tokens,
-                prompt=ready.text,
-                priority=request.priority,
-                cache_salt=ready.cache_salt,
-            )
-
-        return request_id, queue
+    def _queued(self, request: Checked) -> Queued:
+        request_id = str(next(self._ids))
+        return request_id, functools.partial(self.engine.queue, request_id, request)
 
     def _run(
-        self, ready: list[_Ready], params: list[SamplingParams], use_tqdm: bool | None, priority: Sequence[int] | None
+        self,
+        ready: list[EnginePrompt],
+        params: list[SamplingParams],
+        use_tqdm: bool | None,
+        priority: Sequence[int] | None,
     ) -> list[RequestOutput]:
         priorities = [0] * len(ready) if priority is None else _priorities(priority, len(ready))
         final = [_with_kind(own, RequestOutputKind.FINAL_ONLY) for own in params]
@@ -332,7 +304,7 @@ class LLM:
         finally:
             self._shared.forget(call)
 
-    def _parts(self, requests: list[_Checked]) -> list[list[_Checked]]:
+    def _parts(self, requests: list[Checked]) -> list[list[Checked]]:
         """What is queued before each of the first steps: all, or prompts for half a step, and the rest.
 
         The rest is queued while a device computes the half. Priorities count among all, so these go at once.
@@ -340,7 +312,7 @@ class LLM:
         resolved = self.engine.resolved
         if not resolved.async_scheduling or any(request.priority != requests[0].priority for request in requests):
             return [requests]
-        lengths = itertools.accumulate(len(request.ready.token_ids) for request in requests)
+        lengths = itertools.accumulate(len(request.prompt.token_ids) for request in requests)
         half = resolved.max_num_batched_tokens // 2
         count = next((index for index, length in enumerate(lengths, 1) if length >= half), len(requests))
         return [requests[:count], requests[count:]]

@@ -17,7 +17,7 @@ import torch
 from octavo import AttentionMods
 from octavo.attention import request_field, sliding_window
 from octavo.config.engine_config import EngineConfig
-from octavo.engine import Engine
+from octavo.frontend.engine import Engine
 from octavo.ops.inputs.tensors import RowTensors
 from octavo.plan import StepPlan
 from octavo.request.outputs import RequestOutput

@@ -349,3 +349,22 @@ def test_a_model_without_a_tokenizer_says_what_it_needs(gemma: str, make_llm: An
     with pytest.raises(ValueError, match=r"^messages: .*no tokenizer"):
         llm.chat([{"role": "user", "content": "a"}], GREEDY)
     assert_idle(llm)
+
+
+def test_text_that_cannot_be_made_fails_its_own_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A panic of the tokenizers' library in one request lost the outputs of all."""
+
+    class Panicking:
+        def add(self, *token_ids: int) -> str:
+            raise BaseException("a panic")
+
+        flush = add
+
+    make = llm.get_tokenizer().detokenizer
+    swapped = lambda prompt, *more: Panicking() if list(prompt) == [99] else make(prompt, *more)  # noqa: E731
+    expected = llm.generate(GOOD_PROMPT, GREEDY)
+    monkeypatch.setattr(llm.get_tokenizer(), "detokenizer", swapped)
+    bad, good = llm.generate([[99], GOOD_PROMPT], GREEDY)
+    assert (bad.outputs[0].finish_reason, bad.outputs[0].stop_reason) == ("error", "output_failed")
+    assert good.outputs[0].text == expected[0].outputs[0].text
+    assert_idle(llm)

@@ -134,7 +134,7 @@ def test_a_lost_gpu_ends_what_ran_and_the_server_comes_back(tmp_path: Path) -> N
         try:
             await engine.wait_ready(60)
             expected = await tokens_of(engine, "before", 5, 12)
-            pid = engine.engine_pid
+            life = engine._client._life
             long = asyncio.create_task(tokens_of(engine, "beside", 5, 900))
             await asyncio.sleep(0.3)
             with pytest.raises(EngineDeadError):
@@ -145,7 +145,7 @@ def test_a_lost_gpu_ends_what_ran_and_the_server_comes_back(tmp_path: Path) -> N
             with pytest.raises(EngineDeadError):
                 await tokens_of(engine, "too early", 5, 12)
             await engine.wait_ready(60)
-            assert engine.engine_pid != pid and engine.stats["num_restarts"] == 1
+            assert engine._client._life is not life and engine.stats["num_restarts"] == 1
             assert await tokens_of(engine, "after", 5, 12) == expected
         finally:
             await engine.close()

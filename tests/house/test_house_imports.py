@@ -61,34 +61,26 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     "startup.warm_start": ({"words", "speculate", "startup.cuda_init", "startup.build"}, set()),
     "startup.cache": ({"words"} | DEVICE_SIDE, {"torch"}),
     "startup.build": ({"words", "startup", "sched", "speculate", "text", "grammar"} | DEVICE_SIDE, {"torch"}),
-    "engine": (
-        {
-            "words",
-            "startup.warm_start",
-            "startup.build",
-            "startup.frontend",
-            "startup.probe",
-            "grammar",
-            "text",
-            "sched",
-            "speculate",
-            "worker",
-        },
-        {"msgspec"},
-    ),
-    "sharing": ({"words", "engine"}, set()),
-    "llm": ({"words", "engine", "sharing", "text", "startup.probe"}, {"msgspec"}),
+    "engine": ({"words", "startup.build", "grammar", "sched", "worker"}, {"msgspec"}),
+    # What stands between users and a core, for LLM and the server alike. The messages to a core and the protocol of
+    # its clients are here, so that a core in this process and one behind a socket are told the same.
+    "frontend": ({"words", "engine", "text", "sched", "speculate", "startup.warm_start"}, {"msgspec"}),
+    "llm": ({"words", "frontend", "text", "startup.probe"}, {"msgspec"}),
     "cli": (
         {"words", "llm", "bench", "startup.probe", "startup.cache", "checkpoint.hub", "checkpoint.loader"},
         {"msgspec", "torch"},
     ),
-    "bench": ({"words", "cli.flags", "llm", "engine", "startup.probe", "ops", "worker"}, {"torch", "numpy", "msgspec"}),
+    "bench": (
+        {"words", "cli.flags", "llm", "frontend", "startup.probe", "ops", "worker"},
+        {"torch", "numpy", "msgspec"},
+    ),
     "serve": (
         {
             "words",
             "startup.warm_start",
             "startup.frontend",
             "engine",
+            "frontend",
             "cli.flags",
             "grammar",
             "checkpoint.hub",

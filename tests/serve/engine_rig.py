@@ -17,11 +17,11 @@ import psutil
 
 import mock_engine
 from octavo.config.engine_config import EngineConfig
+from octavo.frontend.messages import FrameReader, FromEngine, Ready, Start, decode_from_engine, encode
 from octavo.request.outputs import RequestOutput
 from octavo.request.sampling_params import RequestOutputKind, SamplingParams
 from octavo.serve.engine.async_engine import AsyncEngine
 from octavo.serve.engine.client import Supervision, child_environment
-from octavo.serve.engine.messages import FrameReader, FromEngine, Ready, Start, decode_from_engine, encode
 from octavo.serve.engine.stream import OutputStream
 from patience import patient
 
@@ -78,6 +78,12 @@ async def read(stream: OutputStream) -> tuple[list[int], RequestOutput]:
 def said(prompt: list[int], num_tokens: int) -> list[int]:
     """What a mock engine answers."""
     return [prompt[i % len(prompt)] for i in range(num_tokens)]
+
+
+def pid_of(engine: AsyncEngine) -> int | None:
+    """The engine's process, while there is one."""
+    life = engine._client._life
+    return None if life is None else life.process.pid
 
 
 async def until(condition: Callable[[], bool], seconds: float) -> float:

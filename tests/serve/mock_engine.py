@@ -25,12 +25,12 @@ from octavo.checkpoint.config_reader.checkpoint import read_arch
 from octavo.checkpoint.hub import find_model
 from octavo.config.engine_config import DEFAULT_BLOCK_SIZE, EngineConfig, resolve_max_logprobs
 from octavo.engine import EngineCore
+from octavo.frontend.messages import EngineInfo
 from octavo.observe import Phases
 from octavo.plan import NewRow, PromptLogprobs, StepLimits, StepPlan, StepResult, TokenLogprobs
 from octavo.request.sampling_params import SamplingParams
 from octavo.sched.kv_manager import KVManager
 from octavo.sched.scheduler import Scheduler
-from octavo.serve.engine.messages import EngineInfo
 from octavo.serve.engine.process import main as run_engine
 from octavo.worker.executor import InlineExecutor
 

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
 from octavo.config.engine_config import EngineConfig
+from octavo.frontend.messages import Add, EngineInfo, EngineStats, Updates
 from octavo.plan import PromptLogprobs, TokenLogprobs
 from octavo.request.updates import RequestUpdate
 from octavo.serve.app import create_app
 from octavo.serve.engine.async_engine import AsyncEngine
-from octavo.serve.engine.messages import Add, EngineInfo, EngineStats, Updates
 from octavo.serve.settings import ServeConfig
 from octavo.startup.frontend import find_and_read, load_frontend
 
@@ -25,7 +25,6 @@ class PacedClient:
     """What AsyncEngine talks to. `rng` decides which sequences a step serves and how many steps arrive at once."""
 
     num_restarts = 0
-    pid = None
 
     script: Script
     rng: random.Random
@@ -39,9 +38,14 @@ class PacedClient:
     def last_heartbeat(self) -> float:
         return time.monotonic()
 
-    def send(self, message: Any) -> None:
-        if isinstance(message, Add):
-            self.tasks.append(asyncio.create_task(self._play(message)))
+    def add(self, request: Add) -> None:
+        self.tasks.append(asyncio.create_task(self._play(request)))
+
+    def abort(self, sequence_ids: list[str]) -> None:
+        """What is still told of them is told to nobody."""
+
+    def take_untold(self, sequence_ids: Iterable[str]) -> list[RequestUpdate]:
+        return []
 
     async def _play(self, add: Add) -> None:
         rng, ids, script = self.rng, add.sequence_ids, self.script
@@ -87,8 +91,7 @@ class PacedApp:
         engine = AsyncEngine(engine_config, arch, max_num_queued_reqs=1024, max_num_queued_tokens=None)
         engine.default_sampling = front.default_sampling
         self._client = PacedClient(engine)
-        engine._client = self._client  # type: ignore[assignment]
-        engine.tokenizer = front.tokenizer
+        engine.connect(self._client, front.tokenizer)  # type: ignore[arg-type]
         engine.engine_up(
             EngineInfo(
                 device="paced",

@@ -6,7 +6,7 @@ import socket
 import sys
 import time
 
-from octavo.serve.engine.messages import EngineInfo, EngineStats, FrameReader, Heartbeat, Ready, encode
+from octavo.frontend.messages import EngineInfo, EngineStats, FrameReader, Heartbeat, Ready, encode
 
 WORDS = {
     "garbage": len(b"\xc1garbage").to_bytes(4, "little") + b"\xc1garbage",

@@ -17,26 +17,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_rig import PROMPT, QUICK, RawEngine, helper, params, raw_engine, read, running, said, script
+from engine_rig import PROMPT, QUICK, RawEngine, helper, params, pid_of, raw_engine, read, running, said, script
 from late_engine import NUM_LEFT
 from octavo import LLM
 from octavo.checkpoint.hub import find_model
 from octavo.config.engine_config import EngineConfig
-from octavo.request.outputs import RequestOutput
-from octavo.request.sampling_params import SamplingParams
-from octavo.request.updates import RequestUpdate
-from octavo.serve.engine import messages
-from octavo.serve.engine import process as engine_process
-from octavo.serve.engine.async_engine import AsyncEngine
-from octavo.serve.engine.messages import (
+from octavo.frontend import messages
+from octavo.frontend.messages import (
     Abort,
     Add,
     BadFrameError,
+    Call,
     CallDone,
     Failed,
     FrameReader,
     Heartbeat,
-    ResetPrefixCache,
     Start,
     Stop,
     Updates,
@@ -44,6 +39,11 @@ from octavo.serve.engine.messages import (
     decode_to_engine,
     encode,
 )
+from octavo.request.outputs import RequestOutput
+from octavo.request.sampling_params import SamplingParams
+from octavo.request.updates import RequestUpdate
+from octavo.serve.engine import process as engine_process
+from octavo.serve.engine.async_engine import AsyncEngine
 from octavo.serve.engine.refusals import EngineDeadError
 from patience import patient
 
@@ -118,7 +118,7 @@ def test_a_step_too_large_for_one_frame_goes_out_in_several(monkeypatch: pytest.
     ours, theirs = socket.socketpair()
     with ours, theirs:
         process = engine_process.EngineProcess(theirs)
-        process._core = type("Core", (), {"abort": lambda self, ids: None})()  # type: ignore[assignment]
+        process._client = type("Core", (), {"abort": lambda self, ids: None})()  # type: ignore[assignment]
         monkeypatch.setattr(messages, "MAX_FRAME_BYTES", 200)
         updates = [RequestUpdate(f"r{i}", [i] * (300 if i == 3 else 1)) for i in range(8)]
         process._send_updates(1, updates)
@@ -192,8 +192,8 @@ def test_aborts_of_unknown_and_finished_sequences_are_ignored_and_counted() -> N
     with raw_engine(script()) as raw:
         raw.send(Add(["a"], PROMPT, params(1), 1))
         raw.until(Updates)
-        raw.send(Abort(["a", "never", ""]), ResetPrefixCache(7))
-        assert raw.until(CallDone) == CallDone(7, True)
+        raw.send(Abort(["a", "never", ""]), Call(7, "reset_prefix_cache"))
+        assert raw.until(CallDone) == CallDone(7, msgspec.msgpack.encode(True))
         assert raw.until(Heartbeat, busy=False).stats.num_unknown_aborts == 3
 
 
@@ -208,7 +208,7 @@ def test_an_idle_engine_does_not_spin() -> None:
         async with running() as engine:
             await read(engine.generate("a", PROMPT, params(20)))
             await asyncio.sleep(0.3)
-            process = psutil.Process(engine.engine_pid)
+            process = psutil.Process(pid_of(engine))
             before = sum(process.cpu_times()[:2])
             own = time.process_time()
             await asyncio.sleep(2.0)

@@ -24,6 +24,7 @@ from engine_rig import (
     helper,
     is_gone,
     params,
+    pid_of,
     read,
     running,
     said,
@@ -69,7 +70,7 @@ async def kill_rounds(command: list[str] | None, rounds: int) -> None:
             streams = await open_streams(engine, 8)
             readers = [asyncio.create_task(fails(stream)) for stream in streams]
             await asyncio.sleep(0.02)
-            pid = engine.engine_pid
+            pid = pid_of(engine)
             assert pid is not None and engine.ready
             began = time.monotonic()
             os.kill(pid, signal.SIGKILL)
@@ -110,7 +111,7 @@ def test_a_stopped_engine_is_replaced() -> None:
     async def main() -> None:
         async with running(script("--step-seconds", "0.002")) as engine:
             streams = await open_streams(engine, 4)
-            pid = engine.engine_pid
+            pid = pid_of(engine)
             assert pid is not None
             began = time.monotonic()
             os.kill(pid, signal.SIGSTOP)
@@ -153,8 +154,8 @@ def test_an_engine_that_fails_again_and_again_stays_down() -> None:
         async with running(script(), supervision=rules) as engine:
             began = time.monotonic()
             while engine.state != "dead":
-                if engine.engine_pid is not None:
-                    os.kill(engine.engine_pid, signal.SIGKILL)
+                if pid_of(engine) is not None:
+                    os.kill(pid_of(engine), signal.SIGKILL)
                 await asyncio.sleep(0.02)
             assert await engine.wait_dead() == "the engine process was killed by SIGKILL"
             assert engine.exit_code == 1 and engine.stats["num_restarts"] == 4
@@ -199,7 +200,7 @@ def test_an_engine_is_not_started_again_on_other_files(
             (folder / "README.md").write_text("what the model does not consist of")
             if change is not None:
                 change(folder)
-            pid = engine.engine_pid
+            pid = pid_of(engine)
             assert pid is not None
             os.kill(pid, signal.SIGKILL)
             await until(lambda: engine.state == "restarting" or engine.state == "dead", 10)
@@ -311,8 +312,8 @@ def test_a_process_that_cannot_be_started_is_tried_again(monkeypatch: pytest.Mon
 
             monkeypatch.setattr(subprocess, "Popen", start)
             num_fds = psutil.Process().num_fds()
-            assert engine.engine_pid is not None
-            os.kill(engine.engine_pid, signal.SIGKILL)
+            assert pid_of(engine) is not None
+            os.kill(pid_of(engine), signal.SIGKILL)
             await until(lambda: "cannot be started: no memory" in engine.error, 5)
             await engine.wait_ready(patient(10))
             assert engine.stats["num_restarts"] == 4 and psutil.Process().num_fds() == num_fds
@@ -355,7 +356,7 @@ def test_an_engine_that_talks_rubbish_is_replaced(kind: str) -> None:
 def test_an_engine_of_another_version_is_refused() -> None:
     async def main() -> None:
         rules = Supervision(first_delay=0.01, max_failures=1)
-        with pytest.raises(EngineDeadError, match="speaks protocol 0, not 1"):
+        with pytest.raises(EngineDeadError, match="speaks protocol 0, not 2"):
             async with running(helper("rogue_engine.py", "old_protocol"), supervision=rules):
                 pass
 
@@ -379,12 +380,12 @@ def test_a_front_end_that_stood_still_does_not_blame_the_engine() -> None:
 FRONT_END = """
 import asyncio, sys
 sys.path[:0] = {here!r}
-from engine_rig import PROMPT, params, read, running, script
+from engine_rig import PROMPT, params, pid_of, read, running, script
 async def main():
     async with running({command}) as engine:
         streams = [engine.generate(str(i), PROMPT, params(2000)) for i in range(4)]
         await asyncio.gather(*[anext(stream) for stream in streams])
-        print(engine.engine_pid, flush=True)
+        print(pid_of(engine), flush=True)
         await asyncio.gather(*map(read, streams))
         await asyncio.sleep(60)
 asyncio.run(main())
@@ -414,9 +415,9 @@ def test_signals_to_the_whole_group_leave_the_engine_to_its_front_end() -> None:
         async with running(script("--step-seconds", "0.005")) as engine:
             stream = engine.generate("a", PROMPT, params(50))
             await anext(stream)
-            assert engine.engine_pid is not None
+            assert pid_of(engine) is not None
             for number in (signal.SIGINT, signal.SIGTERM):
-                os.kill(engine.engine_pid, number)
+                os.kill(pid_of(engine), number)
             assert len((await read(stream))[0]) == 49
 
     asyncio.run(main())

@@ -9,8 +9,9 @@ from typing import Any, cast
 
 import pytest
 
+from octavo.frontend.frontend import Prompt
 from octavo.request.sampling_params import Limits, ParameterError
-from octavo.serve.api.generation import Prompt, read_prompts
+from octavo.serve.api.generation import read_prompts
 from octavo.serve.sandbox.texts import Texts
 from octavo.serve.state import ServeState
 from octavo.text.tokenizer import Tokenizer

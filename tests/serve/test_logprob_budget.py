@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from octavo.frontend.messages import MAX_FRAME_BYTES, Add, FrameReader, Updates, decode_from_engine, encode
 from octavo.plan import PromptLogprobs, TokenLogprobs
 from octavo.request.outputs import FlatLogprobs
 from octavo.request.sampling_params import Limits, ParameterError, RequestOutputKind, SamplingParams
 from octavo.request.updates import RequestUpdate
 from octavo.serve.api.budget import LogprobBudget, count_logprobs
-from octavo.serve.engine.messages import MAX_FRAME_BYTES, Add, FrameReader, Updates, decode_from_engine, encode
 from octavo.serve.engine.process import EngineProcess
 from octavo.serve.errors import ApiError
 from octavo.serve.http import json_pieces
@@ -197,7 +197,7 @@ def test_prompts_scores_travel_as_arrays() -> None:
 
 
 def test_long_scores_of_one_step_are_sent_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octavo.serve.engine.messages.MAX_FRAME_BYTES", 2000)
+    monkeypatch.setattr("octavo.frontend.messages.MAX_FRAME_BYTES", 2000)
     packed = PromptLogprobs.of([TokenLogprobs([at, 5], [-0.5, -1.0], [2, 1]) for at in range(300)])
     ours, theirs = socket.socketpair()
     with ours, theirs:

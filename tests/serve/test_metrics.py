@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from octavo.frontend.messages import EngineInfo
 from octavo.request.sampling_params import SamplingParams
 from octavo.serve import metric_families
-from octavo.serve.engine.messages import EngineInfo
 from octavo.serve.engine.stream import RequestFacts
 from octavo.serve.metrics import ServerMetrics
 

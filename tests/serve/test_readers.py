@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from engine_rig import PROMPT, params, read, running, said, script, until
+from engine_rig import PROMPT, params, pid_of, read, running, said, script, until
 from octavo.request.outputs import RequestOutput
 from octavo.serve.engine.async_engine import AsyncEngine
 from octavo.serve.engine.stream import SlowReaderError
@@ -135,8 +135,8 @@ async def check_memory(count: int) -> None:
     rng, own = random.Random(3), psutil.Process()
     # few blocks: the names of cached prefixes, which grow up to the cache's size, are complete after the warm-up
     async with running(script("--step-seconds", "0.001"), num_gpu_blocks_override=4096) as engine:
-        assert engine.engine_pid is not None
-        child = psutil.Process(engine.engine_pid)
+        assert pid_of(engine) is not None
+        child = psutil.Process(pid_of(engine))
 
         def sizes() -> tuple[float, float, int, int, int]:
             gc.collect()

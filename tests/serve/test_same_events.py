@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from octavo.serve.engine.messages import Add
+from octavo.frontend.messages import Add
 from paced_app import PacedApp
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"

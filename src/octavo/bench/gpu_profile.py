@@ -146,7 +146,7 @@ def _host_parts(llm: LLM) -> Iterator[list[tuple[str, int, int]]]:
     found: list[tuple[str, int, int]] = []
     engine = llm.engine
     core, runner = engine.core, engine.runner
-    executor, outputs = core._executor, engine._outputs
+    executor, frontend = core._executor, engine.frontend
 
     def timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
@@ -162,7 +162,7 @@ def _host_parts(llm: LLM) -> Iterator[list[tuple[str, int, int]]]:
         (core.scheduler, "schedule", timed("schedule", core.scheduler.schedule)),
         (core.scheduler, "update", timed("update", core.scheduler.update)),
         (executor, "submit", lambda plan: _Waited(timed("wait", submit(plan).result))),
-        (outputs, "process", timed("outputs", outputs.process)),
+        (frontend, "take", timed("outputs", frontend.take)),
         (runner, "_apply", timed("apply", runner._apply)),
         (runner, "_bring", timed("stage", runner._bring)),
     ]

@@ -26,7 +26,7 @@ import numpy as np
 from octavo.bench.engine import SHAPES, dummy_model
 from octavo.cli.flags import Parser
 from octavo.config.engine_config import DEFAULT_BLOCK_SIZE
-from octavo.engine import Engine
+from octavo.frontend.engine import Engine
 from octavo.llm import LLM
 from octavo.request.outputs import RequestOutput
 from octavo.request.sampling_params import SamplingParams

@@ -18,6 +18,7 @@ MOD_FAILED = "attention_mod_failed"
 NO_TOKEN = "no_token_allowed"
 TOO_COMPLEX = "schema_too_complex"
 REQUESTS_OWN = (NO_TOKEN, TOO_COMPLEX)
+OUTPUT_FAILED = "output_failed"  # of outputs whose text could not be made
 
 
 class Logprob(msgspec.Struct, frozen=True, gc=False):

@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from octavo.serve.engine.messages import EngineInfo
+from octavo.frontend.messages import EngineInfo
 from octavo.serve.engine.stream import RequestFacts
 from octavo.serve.metric_families import FAMILIES, FINISH_REASONS, HTTP, VLLM, Family, token_buckets
 

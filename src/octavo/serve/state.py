@@ -168,16 +168,13 @@ class ServeState:
 
 
 def _choose_parsers(engine: AsyncEngine, config: ServeConfig) -> tuple[ParserChoice, ThinkingRule]:
-    tokenizer, settings = engine.tokenizer, engine.config
+    tokenizer, name = engine.tokenizer, engine.config.reasoning_parser
     template, special, takes_tools = "", [], False
     if isinstance(tokenizer, Tokenizer):
         template = "\n".join(tokenizer.template.sources.values())  # there may be one for tools beside the default
         takes_tools = tokenizer.template.takes_tools()
         special = [tokenizer.decode([token_id], False) for token_id in tokenizer.special_token_ids]
-    name = settings.reasoning_parser
-    thinking = ThinkingRule(
-        tokenizer, name, enable_in_reasoning=settings.enable_in_reasoning, end_text=settings.reasoning_end_text
-    )
+    thinking = ThinkingRule.of(tokenizer, engine.config)
     try:
         parsers = ParserChoice.of(template, config.tool_call_parser, name, special)
     except ValueError as error:

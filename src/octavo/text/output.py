@@ -1,22 +1,26 @@
 """From the scheduler's updates to what users see: text, log-probabilities, stop strings, outputs.
 
 Owns every request between add and its last output: its text so far, what was handed out, and its `n` completions as
-one RequestOutput. Does not know the engine, devices or transport. Invariant: a request gives exactly one output with
-`finished`; the updates that arrive for a completion after its end are ignored. A token costs constant time, except
-that RequestOutputKind.CUMULATIVE copies what it repeats.
+one RequestOutput. Does not know the engine, devices or transport. Invariants: a request gives exactly one output with
+`finished`, unless it is dropped; the updates that arrive for a completion after its end are ignored; text that cannot
+be made ends its own request alone. A token costs constant time, except that RequestOutputKind.CUMULATIVE copies what
+it repeats.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from octavo.request.outputs import CompletionOutput, FlatLogprobs, RequestMetrics, RequestOutput
+from octavo.request.outputs import OUTPUT_FAILED, CompletionOutput, FlatLogprobs, RequestMetrics, RequestOutput
 from octavo.request.sampling_params import ParameterError, RequestOutputKind, SamplingParams
 from octavo.request.updates import RequestUpdate
 from octavo.text.detokenizer import Detokenizer, StopChecker
 from octavo.text.tokenizer import Tokenizer
+
+_LOG = logging.getLogger(__name__)
 
 
 def wants_every_token(params: SamplingParams) -> bool:
@@ -72,12 +76,15 @@ class OutputProcessor:
     def process(self, updates: Iterable[RequestUpdate]) -> tuple[list[RequestOutput], list[str]]:
         """Take the updates of one step.
 
+        A request whose text cannot be made ends with finish_reason "error" and OUTPUT_FAILED as stop_reason.
+
         Returns:
-            The outputs that are due, one per request unless some were held back, and the ids of sequences that a stop
-            string ended here and that the scheduler has to abort.
+            The outputs that are due, one per request unless some were held back, and the ids of sequences that ended
+            here, by a stop string or a failure, and that the scheduler has to abort.
 
         """
-        stopped: list[str] = []
+        outputs: list[RequestOutput] = []
+        ended: list[str] = []
         touched: dict[str, _Request] = {}
         now = time.monotonic()
         for update in updates:
@@ -88,20 +95,25 @@ class OutputProcessor:
             if child.index and request.owes_prompt_logprobs:
                 request.held.append(update)
                 continue
-            if child.take(update, now) and update.finish_reason is None:
-                stopped.append(update.request_id)
+            try:
+                if child.take(update, now) and update.finish_reason is None:
+                    ended.append(update.request_id)
+            except BaseException as error:  # panics of the tokenizers' library are no Exceptions
+                touched.pop(request.request_id, None)
+                outputs.append(self._fail(request, error, ended))
+                continue
             if child.finish_reason is not None:
                 del self._children[update.request_id]
             if child.is_due():
                 touched[request.request_id] = request
-        outputs = self._emit(touched.values(), now)
+        self._emit(touched.values(), now, outputs, ended)
         for request in touched.values():
             held, request.held = request.held, []
             for update in held:
-                more, also_stopped = self.process([update])
+                more, also_ended = self.process([update])
                 outputs += more
-                stopped += also_stopped
-        return outputs, stopped
+                ended += also_ended
+        return outputs, ended
 
     def abort(self, request_ids: Iterable[str]) -> tuple[list[str], list[RequestOutput]]:
         """End requests, named by the ids they were added with. Unknown ids are ignored.
@@ -110,17 +122,44 @@ class OutputProcessor:
             The ids of their unfinished sequences, which the scheduler has to abort, and their last outputs.
 
         """
-        ended: list[str] = []
+        request_ids = list(request_ids)
+        outputs: list[RequestOutput] = []
+        ended = self.sequence_ids(request_ids)
         touched: dict[str, _Request] = {}
+        for child in [self._children.pop(sequence_id) for sequence_id in ended]:
+            request = child.request
+            if request.request_id not in self._requests:  # it has just failed
+                continue
+            try:
+                child.end("abort", None)
+                touched[request.request_id] = request
+            except BaseException as error:
+                touched.pop(request.request_id, None)
+                outputs.append(self._fail(request, error, []))
+        self._emit(touched.values(), time.monotonic(), outputs, [])
+        return ended, outputs
+
+    def drop(self, request_ids: Iterable[str]) -> list[str]:
+        """End requests without an output. Unknown ids are ignored.
+
+        Returns:
+            The ids of their unfinished sequences, which the scheduler has to abort.
+
+        """
+        request_ids = list(request_ids)
+        ended = self.sequence_ids(request_ids)
+        for sequence_id in ended:
+            self._children.pop(sequence_id, None)
         for request_id in request_ids:
-            request = self._requests.get(request_id)
-            for child in request.children if request else ():
-                if child.finish_reason is None:
-                    child.end("abort", None)
-                    ended.append(child.child_id)
-                    del self._children[child.child_id]
-                    touched[request_id] = child.request
-        return ended, self._emit(touched.values(), time.monotonic())
+            request = self._requests.pop(request_id, None)
+            if request is not None:
+                request.let_go()
+        return ended
+
+    def request_of(self, sequence_id: str) -> str | None:
+        """The request that an unfinished sequence is one of."""
+        child = self._children.get(sequence_id)
+        return None if child is None else child.request.request_id
 
     def sequence_ids(self, request_ids: Iterable[str]) -> list[str]:
         """The ids of unfinished sequences of requests, named as they were added. Unknown ids are ignored."""
@@ -132,19 +171,35 @@ class OutputProcessor:
         """Requests that have not ended."""
         return len(self._requests)
 
-    def _emit(self, requests: Iterable[_Request], now: float) -> list[RequestOutput]:
-        outputs = []
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that have not ended."""
+        return len(self._children)
+
+    def _emit(self, requests: Iterable[_Request], now: float, outputs: list[RequestOutput], ended: list[str]) -> None:
         for request in requests:
             finished = all(child.finish_reason is not None for child in request.children)
             if finished:
-                del self._requests[request.request_id]
                 request.metrics.finished_time = request.wall(now)
             elif request.params.output_kind is RequestOutputKind.FINAL_ONLY:
                 continue
-            outputs.append(request.output(finished))
+            try:
+                outputs.append(request.output(finished))
+            except BaseException as error:
+                outputs.append(self._fail(request, error, ended))
+                continue
             if finished:
+                del self._requests[request.request_id]
                 request.let_go()
-        return outputs
+
+    def _fail(self, request: _Request, error: BaseException, ended: list[str]) -> RequestOutput:
+        """End a request whose text cannot be made. `ended` gets its sequences. An interrupt is nobody's failure."""
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise error
+        _LOG.error("request %s failed", request.request_id, exc_info=error)
+        output = request.failed_output()
+        ended += self.drop([request.request_id])
+        return output
 
 
 class _Request:
@@ -210,13 +265,21 @@ class _Request:
         prompt_logprobs = self.prompt_logprobs
         if delta:
             self.prompt_logprobs = None  # handed out once
+        return self._told(self.shown(prompt_logprobs), [child.output(delta) for child in due], finished)
+
+    def failed_output(self) -> RequestOutput:
+        """The last one, where a text cannot be made: the completions that have not ended have none."""
+        parts = [child.failed_output() for child in self.children if child.finish_reason is None or child.is_due()]
+        return self._told(None, parts, True)
+
+    def _told(self, prompt_logprobs: Any, outputs: list[CompletionOutput], finished: bool) -> RequestOutput:
         metrics = self.metrics
         return RequestOutput(
             self.request_id,
             self.prompt,
             self.prompt_token_ids,
-            self.shown(prompt_logprobs),
-            [child.output(delta) for child in due],
+            prompt_logprobs,
+            outputs,
             finished,
             RequestMetrics(
                 metrics.arrival_time,
@@ -335,6 +398,10 @@ class _Child:
         return CompletionOutput(
             self.index, text, token_ids, cumulative, self.request.shown(logprobs), self.finish_reason, self.stop_reason
         )
+
+    def failed_output(self) -> CompletionOutput:
+        """Its end without text."""
+        return CompletionOutput(self.index, "", [], None, None, "error", OUTPUT_FAILED)
 
     def _take_tokens(self, update: RequestUpdate, params: SamplingParams) -> bool:
         """Append tokens with their text up to a stop. Returns whether one was found here."""

@@ -7,9 +7,11 @@ a budget leaves as it came.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self
 
 from msgspec.structs import replace
 
+from octavo.config.engine_config import EngineConfig
 from octavo.config.settings import ConfigError
 from octavo.request.sampling_params import ParameterError, SamplingParams
 from octavo.request.thinking import Marks, Thinking, find_marks
@@ -48,6 +50,16 @@ class ThinkingRule:
             )
             raise ConfigError("reasoning_end_text", end_text, wanted, "change it, or name a --reasoning-parser")
         self._end_text = end_text
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer | NoTokenizer, config: EngineConfig) -> Self:
+        """The rule that an engine's settings ask for. Raises ConfigError."""
+        return cls(
+            tokenizer,
+            config.reasoning_parser,
+            enable_in_reasoning=config.enable_in_reasoning,
+            end_text=config.reasoning_end_text,
+        )
 
     def apply(
         self, params: SamplingParams, text: str | None, token_ids: Sequence[int], *, may_open: bool

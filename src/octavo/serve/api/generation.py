@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from octavo.frontend.frontend import Prompt
 from octavo.request.outputs import NO_TOKEN, TOO_COMPLEX, CompletionOutput, RequestOutput
 from octavo.request.sampling_params import (
     ParameterError,
@@ -35,14 +36,6 @@ from octavo.text.no_tokenizer import NoTokenizer
 COMPLETION_TOKENS = 16  # of a completion whose request says nothing; a chat fills the context
 _DEFAULTS = SamplingParams()
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,128}")
-
-
-class Prompt(msgspec.Struct, frozen=True):
-    """What the engine gets, and its text if the client sent one."""
-
-    token_ids: list[int]
-    text: str | None
-    is_chat: bool = False  # an answer begins behind it
 
 
 class Run(msgspec.Struct, kw_only=True):
@@ -187,7 +180,7 @@ async def render_chat(
     limits, is_chat = state.engine.limits, bool(options.get("add_generation_prompt", True))
     options |= {"chat_template_kwargs": variables, "content_format": state.config.chat_template_content_format}
     text, token_ids = await state.texts.render_chat(messages, limits, **options)
-    return Prompt(check_token_ids(token_ids, limits, kept), text, is_chat)
+    return Prompt(check_token_ids(token_ids, limits, kept), text, is_chat=is_chat)
 
 
 def make_params(

@@ -1,15 +1,14 @@
 """AsyncEngine: generation for many at once on one event loop, by an engine in a process of its own.
 
-Owns the requests between `generate` and their last output: admission, text, streams, and what they are told when the
-engine dies. Knows no HTTP. Invariant: every stream ends, with a finished output or an exception; a stream that is
-closed before that is aborted in the engine; a stream that nobody reads holds one merged output, not a queue of them.
+The asyncio face of a Frontend: owns the queue's bounds, the streams, and what they are told when the engine dies. Knows
+neither text nor HTTP. Invariant: every stream ends, with a finished output or an exception; a stream that is closed
+before that is aborted in the engine; a stream that nobody reads holds one merged output, not a queue of them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import collections
-import contextlib
 import dataclasses
 import logging
 import math
@@ -22,20 +21,19 @@ import msgspec
 from octavo.checkpoint.arch import Arch
 from octavo.checkpoint.hub import find_model
 from octavo.config.engine_config import EngineConfig, resolve_max_logprobs
-from octavo.request.outputs import REQUESTS_OWN, RequestOutput
-from octavo.request.sampling_params import ParameterError, SamplingParams
+from octavo.frontend.frontend import Frontend, Prompt
+from octavo.frontend.messages import EngineInfo, Updates
+from octavo.request.outputs import OUTPUT_FAILED, REQUESTS_OWN
+from octavo.request.sampling_params import Limits, SamplingParams
 from octavo.request.updates import RequestUpdate, once_each
 from octavo.serve.engine.client import EngineClient, Supervision
-from octavo.serve.engine.messages import Abort, Add, BadFrameError, CallDone, EngineInfo, ResetPrefixCache, Updates
 from octavo.serve.engine.model_files import ModelFiles
 from octavo.serve.engine.refusals import EngineDeadError, EngineDrainingError, EngineLoadingError, QueueFullError
 from octavo.serve.engine.stream import OutputStream, RequestFacts, SlowReaderError, Stream
 from octavo.serve.engine.suspects import Suspects
 from octavo.serve.engine.validate_update import validate_update
 from octavo.startup.frontend import find_and_read, load_frontend, make_limits
-from octavo.text.admission import check_request
 from octavo.text.no_tokenizer import NoTokenizer
-from octavo.text.output import OutputProcessor
 from octavo.text.tokenizer import Tokenizer
 
 _LOG = logging.getLogger(__name__)
@@ -62,7 +60,6 @@ class AsyncEngine:
         """Use `start`."""
         self.config, self.arch = config, arch
         self.model_name = config.model
-        self.tokenizer: Tokenizer | NoTokenizer = NoTokenizer()
         self.default_sampling = SamplingParams()
         self.state = "loading"  # loading | ready | restarting | draining | dead
         self.error = ""  # why the engine is down, or was last
@@ -72,18 +69,15 @@ class AsyncEngine:
         self._suspects = Suspects()
         self.observers: list[Observer] = [self._suspects.watch]
         self._client: EngineClient
+        self._frontend: Frontend  # of the engine process that is there
         self._streams: dict[str, Stream] = {}
-        self._sequences: dict[str, Stream] = {}  # unfinished ones
         self._undelivered: collections.deque[RequestUpdate] = collections.deque()
         self._delivering = False  # the next slice is on its way
         self._num_unstarted_tokens = 0  # prompt tokens of requests without a first token
-        self._calls: dict[int, asyncio.Future[bool]] = {}
-        self._num_calls = 0
         self._changed = asyncio.Event()  # of `state` or of the last open stream; a new one each time
         self._finish_times: collections.deque[float] = collections.deque(maxlen=_PACE_WINDOW)
         self._past_counters: dict[str, float] = dict.fromkeys(_COUNTERS, 0)  # of engine processes that are gone
         self._closing = False
-        self._set_text(NoTokenizer())
 
     @classmethod
     async def start(
@@ -110,16 +104,22 @@ class AsyncEngine:
             else []
         )
         files = await asyncio.to_thread(ModelFiles, [folder, *tokenizer])
-        engine._client = EngineClient(found, engine, command=command, supervision=supervision, changes=files.changes)
-        engine._client.start()
+        client = EngineClient(found, engine, command=command, supervision=supervision, changes=files.changes)
+        engine.connect(client, NoTokenizer())
+        client.start()
         try:
             front = await asyncio.to_thread(load_frontend, config, folder, arch)
         except BaseException:
             await engine.close()
             raise
         engine.default_sampling = front.default_sampling
-        engine._set_text(front.tokenizer)
+        engine.connect(client, front.tokenizer)
         return engine
+
+    def connect(self, client: EngineClient, tokenizer: Tokenizer | NoTokenizer) -> None:
+        """Whom requests go to, and whose text their answers have."""
+        self._client = client
+        self._begin_anew(tokenizer)
 
     def generate(
         self,
@@ -144,52 +144,41 @@ class AsyncEngine:
         """
         self._refuse_if_down()
         num_prompt = len(prompt_token_ids)
-        params, max_tokens = check_request(
-            self.tokenizer, self.limits, params, num_prompt, cache_salt=cache_salt, priority=priority
-        )
-        self._suspects.check(prompt_token_ids, params)
+        checked = self._frontend.check(Prompt(prompt_token_ids, prompt, cache_salt), params, priority=priority)
+        self._suspects.check(prompt_token_ids, checked.params)
         facts = RequestFacts(
             request_id=request_id,
-            params=params,
+            params=checked.params,
             num_prompt_tokens=num_prompt,
-            max_tokens=max_tokens,
+            max_tokens=checked.max_tokens,
             arrival=time.monotonic(),
         )
         self._admit(facts)
-        sequence_ids = self._outputs.add(request_id, prompt, prompt_token_ids, params)
-        try:
-            self._client.send(Add(sequence_ids, prompt_token_ids, params, max_tokens, priority, cache_salt))
-        except BadFrameError as error:
-            self._outputs.abort([request_id])
-            raise ParameterError("prompt", f"prompt and parameters are too large: {error}", "too_large") from None
-        stream = Stream(facts, sequence_ids)
+        stream = Stream(facts, self._frontend.queue(request_id, checked))
         self._streams[request_id] = stream
-        self._suspects.begin(request_id, prompt_token_ids, params)
-        self._sequences.update(dict.fromkeys(sequence_ids, stream))
+        self._suspects.begin(request_id, prompt_token_ids, checked.params)
         self._num_unstarted_tokens += num_prompt
         self._notify("added", facts)
         return OutputStream(stream, self._abandon)
 
     async def abort(self, request_ids: Iterable[str]) -> None:
         """End requests; their streams end with finish_reason "abort". Unknown ids are ignored."""
-        sequence_ids, outputs = self._outputs.abort(request_ids)
-        self._send_abort(sequence_ids)
-        for output in outputs:
+        for output in self._frontend.abort(request_ids):
             stream = self._streams[output.request_id]
             stream.put(output)
             self._forget(stream, "aborted")
 
     async def reset_prefix_cache(self) -> bool:
         """Forget every cached prefix. False, and nothing is done, while any block is held by a request."""
+        return msgspec.msgpack.decode(await self.call("reset_prefix_cache"), type=bool)
+
+    async def call(self, name: str, payload: bytes = b"") -> bytes:
+        """Ask the core between two steps; see EngineCore.call.
+
+        Raises EngineDeadError if the engine is down or goes away, ValueError for what the core cannot use.
+        """
         self._refuse_if_down()
-        self._num_calls += 1
-        call_id, answer = self._num_calls, asyncio.get_running_loop().create_future()
-        self._calls[call_id] = answer
-        try:
-            self._client.send(ResetPrefixCache(call_id))
-            return await answer
-        finally:
-            del self._calls[call_id]
+        return await asyncio.wrap_future(self._client.call(name, payload))
 
     async def wait_ready(self, timeout: float | None = None) -> None:
         """Until requests are taken. Raises EngineDeadError with the reason if that will never be, or TimeoutError."""
@@ -218,8 +207,7 @@ class AsyncEngine:
                     await self._changed.wait()
         except TimeoutError:
             left = list(self._streams.values())
-            self._send_abort([sequence_id for stream in left for sequence_id in stream.sequence_ids])
-            self._outputs.abort(list(self._streams))
+            self._frontend.drop(list(self._streams))
             for stream in left:
                 stream.fail(EngineDrainingError("the server is stopping"))
                 self._forget(stream, "failed")
@@ -248,9 +236,14 @@ class AsyncEngine:
         return self._client.step_age
 
     @property
-    def engine_pid(self) -> int | None:
-        """The engine's process id, while there is one."""
-        return self._client.pid
+    def tokenizer(self) -> Tokenizer | NoTokenizer:
+        """What makes text of token ids, if anything does."""
+        return self._frontend.tokenizer
+
+    @property
+    def limits(self) -> Limits:
+        """What requests are checked against: the engine's own once it is known."""
+        return self._frontend.limits
 
     @property
     def num_requests(self) -> int:
@@ -275,7 +268,7 @@ class AsyncEngine:
     def engine_up(self, info: EngineInfo) -> None:
         """Requests may come."""
         self.info = info
-        self._set_text(self.tokenizer)
+        self._begin_anew(self.tokenizer)
         if self.state != "draining":
             self._set_state("ready")
 
@@ -297,30 +290,22 @@ class AsyncEngine:
         """To each stream its part. What is wrong with one request is no other's trouble."""
         now = time.monotonic()
         by_stream: dict[Stream, list[RequestUpdate]] = {}
-        sequences, limits = self._sequences, self.limits
+        streams, frontend, limits = self._streams, self._frontend, self._frontend.limits
         for update in news:
-            stream = sequences.get(update.request_id)
+            stream = streams.get(frontend.request_of(update.request_id) or "")
             if stream is None:  # aborted meanwhile
                 continue
             if not validate_update(update, limits, stream.facts.params):
                 _LOG.error("request %s: the engine's result is not sound", stream.facts.request_id)
-                self._send_abort([update.request_id])
+                self._client.abort([update.request_id])
                 update = RequestUpdate(update.request_id, finish_reason="error", error="internal_model_error")
             by_stream.setdefault(stream, []).append(update)
         for stream, updates in by_stream.items():
             try:
                 self._deliver(stream, updates, now)
-            except (KeyboardInterrupt, SystemExit):
-                raise
-            except BaseException:  # panics of the tokenizers' library are no Exceptions
+            except Exception:
                 _LOG.exception("request %s failed", stream.facts.request_id)
                 self._give_up(stream, RuntimeError("the output could not be processed"))
-
-    def engine_call_done(self, message: CallDone) -> None:
-        """Wake the caller."""
-        answer = self._calls.get(message.call_id)
-        if answer is not None and not answer.done():
-            answer.set_result(message.ok)
 
     def explains_failure(self) -> bool:
         """Whether the open requests, rather than the machine, are why the engine failed."""
@@ -336,10 +321,7 @@ class AsyncEngine:
         streams = list(self._streams.values())
         for stream in streams:
             stream.fail(EngineDeadError(f"the engine went away: {reason}"))
-        for answer in self._calls.values():
-            if not answer.done():
-                answer.set_exception(EngineDeadError(f"the engine went away: {reason}"))
-        self._set_text(self.tokenizer)
+        self._begin_anew(self.tokenizer)
         for stream in streams:
             self._forget(stream, "failed")
         if final:
@@ -348,17 +330,15 @@ class AsyncEngine:
         elif self.state != "draining":
             self._set_state("loading" if self.info is None else "restarting")
 
-    def _set_text(self, tokenizer: Tokenizer | NoTokenizer) -> None:
-        """Begin anew with a tokenizer; the limits are the engine's own if it is known."""
-        self.tokenizer = tokenizer
-        self._outputs = OutputProcessor(tokenizer if isinstance(tokenizer, Tokenizer) else None)
+    def _begin_anew(self, tokenizer: Tokenizer | NoTokenizer) -> None:
+        """Without requests; the limits are the engine's own if it is known."""
         config, arch, info = self.config, self.arch, self.info
         logprobs = resolve_max_logprobs(config, arch)
         length = (
             config.max_model_len if config.max_model_len not in (None, -1) else arch.default_length or arch.max_position
         )
         assert length is not None, "a length that is not resolved is the checkpoint's"
-        self.limits = make_limits(
+        limits = make_limits(
             tokenizer,
             vocab_size=info.vocab_size if info else arch.vocab_size,
             max_model_len=info.max_model_len if info else length,
@@ -366,6 +346,7 @@ class AsyncEngine:
             config=config,
             request_fields=info.request_fields if info else (),
         )
+        self._frontend = Frontend(self._client, tokenizer, limits)
 
     def _refuse_if_down(self) -> None:
         if self.state == "ready":
@@ -379,13 +360,14 @@ class AsyncEngine:
     @property
     def _num_queued(self) -> int:
         """Sequences beyond those that can run at once."""
-        return max(len(self._sequences) - (self.info.max_num_seqs if self.info else 0), 0)
+        return max(self._frontend.num_sequences - (self.info.max_num_seqs if self.info else 0), 0)
 
     def _admit(self, facts: RequestFacts) -> None:
         """Raise QueueFullError if the request would have to wait behind too much."""
         most, most_tokens = self.max_num_queued_reqs, self.max_num_queued_tokens
         num_running = self.info.max_num_seqs if self.info else 0
-        if len(self._sequences) + facts.params.n > num_running + most and self._sequences:
+        num_open = self._frontend.num_sequences
+        if num_open + facts.params.n > num_running + most and num_open:
             self._reject(facts, "requests", most)
         num_tokens = self._num_unstarted_tokens + facts.num_prompt_tokens
         if most_tokens is not None and num_tokens > most_tokens and self._num_unstarted_tokens:
@@ -408,8 +390,6 @@ class AsyncEngine:
                 facts.num_cached_tokens = update.num_cached
             if update.queue_time is not None and facts.queue_seconds is None:
                 facts.queue_seconds = update.queue_time
-            if update.finish_reason is not None:
-                self._sequences.pop(update.request_id, None)
         if num_new:
             facts.num_new_tokens = num_new
             facts.num_output_tokens += num_new
@@ -420,13 +400,10 @@ class AsyncEngine:
                 self._notify("first_token", facts)
             else:
                 self._notify("tokens", facts)
-        outputs: list[RequestOutput] = []
-        for part in once_each(updates):
-            made, stopped = self._outputs.process(part)
-            outputs += made
-            if stopped:
-                self._send_abort(stopped)
+        outputs = [output for part in once_each(updates) for output in self._frontend.take(part)]
         for output in outputs:
+            if output.finished and any(o.stop_reason == OUTPUT_FAILED for o in output.outputs):
+                raise RuntimeError("its text could not be made")
             facts.finish_reasons |= {o.index: o.finish_reason for o in output.outputs if o.finish_reason is not None}
             facts.is_corrupted |= any(
                 o.finish_reason == "error" and o.stop_reason not in REQUESTS_OWN for o in output.outputs
@@ -439,9 +416,7 @@ class AsyncEngine:
 
     def _give_up(self, stream: Stream, error: Exception) -> None:
         """End a stream with an exception, and its request in the engine."""
-        with contextlib.suppress(BaseException):  # what is wrong with its text may be wrong again
-            self._outputs.abort([stream.facts.request_id])
-        self._send_abort(stream.sequence_ids)
+        self._frontend.drop([stream.facts.request_id])
         stream.fail(error)
         self._forget(stream, "failed")
 
@@ -450,23 +425,14 @@ class AsyncEngine:
         stream = self._streams.get(request_id)
         if stream is not None and not stream.ended:
             stream.ended = True
-            self._outputs.abort([request_id])
-            self._send_abort(stream.sequence_ids)
+            self._frontend.drop([request_id])
             self._forget(stream, "aborted")
-
-    def _send_abort(self, sequence_ids: list[str]) -> None:
-        """To the engine, for those that it still has."""
-        known = [sequence_id for sequence_id in sequence_ids if self._sequences.pop(sequence_id, None) is not None]
-        if known:
-            self._client.send(Abort(known))
 
     def _forget(self, stream: Stream, event: str) -> None:
         """The last word on a request."""
         facts = stream.facts
         if self._streams.pop(facts.request_id, None) is None:
             return
-        for sequence_id in stream.sequence_ids:
-            self._sequences.pop(sequence_id, None)
         if facts.first_token_at is None:
             self._num_unstarted_tokens -= facts.num_prompt_tokens
         facts.finished_at = time.monotonic()

@@ -1,8 +1,9 @@
-"""EngineClient: the engine process as the front end sees it: spawned, watched, restarted.
+"""EngineClient: a core in an engine process, as the front end sees it: spawned, watched, restarted.
 
-Owns the child process, the socket to it, the watchdog and the policy of restarts. Knows nothing of requests: messages
-pass through. Lives on one event loop. Invariant: at most one engine process exists, it is reaped when it ends, and
-each of its lives is reported to the listener as one `engine_up` at most and exactly one `engine_down`.
+Owns the child process, the socket to it, the calls that wait for an answer, the watchdog and the policy of restarts.
+Knows nothing of requests: messages pass through. Lives on one event loop. Invariant: at most one engine process
+exists, it is reaped when it ends, and each of its lives is reported to the listener as one `engine_up` at most and
+exactly one `engine_down`.
 """
 
 from __future__ import annotations
@@ -17,15 +18,19 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 import octavo
 from octavo.config.engine_config import EngineConfig
-from octavo.serve.engine.messages import (
+from octavo.frontend.messages import (
     PROTOCOL,
+    Abort,
+    Add,
     BadFrameError,
+    Call,
     CallDone,
     EngineInfo,
     EngineStats,
@@ -40,6 +45,9 @@ from octavo.serve.engine.messages import (
     decode_from_engine,
     encode,
 )
+from octavo.request.sampling_params import ParameterError
+from octavo.request.updates import RequestUpdate
+from octavo.serve.engine.refusals import EngineDeadError
 
 _LOG = logging.getLogger(__name__)
 
@@ -72,9 +80,6 @@ class Listener(Protocol):
     def engine_updates(self, message: Updates) -> None:
         """A step's results."""
 
-    def engine_call_done(self, message: CallDone) -> None:
-        """The answer to a call."""
-
     def explains_failure(self) -> bool:
         """Whether requests are why a ready engine failed, which was not killed from outside. `engine_down` follows."""
 
@@ -106,7 +111,7 @@ class _Life(asyncio.Protocol):
 
 
 class EngineClient:
-    """Spawns an engine process and keeps one running."""
+    """A CoreClient that spawns an engine process and keeps one running; its listener is told the updates."""
 
     def __init__(
         self,
@@ -138,11 +143,8 @@ class EngineClient:
         self._num_turns = -1
         self._closing = False
         self._outbox = bytearray()
-
-    @property
-    def pid(self) -> int | None:
-        """The engine's process id, while there is one."""
-        return self._life.process.pid if self._life is not None else None
+        self._answers: dict[int, Future[bytes]] = {}  # of calls that wait
+        self._num_calls = 0
 
     @property
     def step_age(self) -> float:
@@ -153,6 +155,36 @@ class EngineClient:
         """Spawn the engine. It reports itself through the listener."""
         self._watchdog = asyncio.create_task(self._watch(), name="octavo-watchdog")
         self._spawn()
+
+    def add(self, request: Add) -> None:
+        """Send a request; it is lost if the engine is down. Raises ParameterError for one that is too large."""
+        try:
+            self.send(request)
+        except BadFrameError as error:
+            raise ParameterError("prompt", f"prompt and parameters are too large: {error}", "too_large") from None
+
+    def abort(self, sequence_ids: list[str]) -> None:
+        """End sequences, without an update."""
+        self.send(Abort(sequence_ids))
+
+    def take_untold(self, sequence_ids: Iterable[str]) -> list[RequestUpdate]:
+        """Nothing: what no update told is not known here."""
+        return []
+
+    def call(self, name: str, payload: bytes = b"") -> Future[bytes]:
+        """Ask the core between two steps. Raises BadFrameError for a payload that is too large.
+
+        The answer fails with EngineDeadError if the engine is down or goes away, with ValueError for a name or a
+        payload that the core cannot use, with RuntimeError for what else goes wrong there.
+        """
+        answer = Future[bytes]()
+        if self._life is None or not self._life.ready:
+            answer.set_exception(EngineDeadError("the engine is down"))
+            return answer
+        self._num_calls += 1
+        self.send(Call(self._num_calls, name, payload))
+        self._answers[self._num_calls] = answer
+        return answer
 
     def send(self, message: ToEngine) -> None:
         """Queue a message; those of one turn of the event loop go out together. Lost if the engine is down.
@@ -243,7 +275,7 @@ class EngineClient:
                 self._num_turns, self._moved_at = message.num_turns, now
             self.stats = message.stats
         elif isinstance(message, CallDone):
-            self._listener.engine_call_done(message)
+            self._answer(message)
         elif isinstance(message, Ready):
             if message.protocol != PROTOCOL:
                 self._end(life, f"the engine speaks protocol {message.protocol}, not {PROTOCOL}")
@@ -256,6 +288,15 @@ class EngineClient:
             self._listener.engine_up(message.info)
         else:
             life.failure = message
+
+    def _answer(self, message: CallDone) -> None:
+        answer = self._answers.pop(message.call_id, None)
+        if answer is None or not answer.set_running_or_notify_cancel():
+            return
+        if message.error:
+            answer.set_exception((ValueError if message.is_users else RuntimeError)(message.error))
+        else:
+            answer.set_result(message.result)
 
     def _end(self, life: _Life, reason: str, *, hangs: bool = False, final: bool = False) -> None:
         """The end of a life, whatever it came from: kill, reap, tell, plan the next one."""
@@ -295,6 +336,10 @@ class EngineClient:
             self._watchdog.cancel()
         delay = min(rules.first_delay * 2 ** (len(self._failures) - 1), rules.max_delay)
         self._successor = asyncio.create_task(self._succeed(life, None if final else delay), name="octavo-restart")
+        answers, self._answers = self._answers, {}
+        for answer in answers.values():
+            if answer.set_running_or_notify_cancel():
+                answer.set_exception(EngineDeadError(f"the engine went away: {reason}"))
         self._listener.engine_down(reason, final=final, is_users=is_users)
         self.stats = EngineStats()
 

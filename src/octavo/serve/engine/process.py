@@ -27,24 +27,21 @@ import msgspec
 
 from octavo.config.engine_config import EngineConfig, load_config
 from octavo.engine import EngineCore
-from octavo.observe import Phases, setup_logging
-from octavo.request.sampling_params import Limits, ParameterError, check, check_request_options, check_token_ids
-from octavo.request.updates import RequestUpdate
-from octavo.serve.engine.messages import (
+from octavo.frontend.in_process import InProcessClient
+from octavo.frontend.messages import (
     MAX_TEXT,
     PROTOCOL,
     Abort,
     Add,
     BadFrameError,
+    Call,
     CallDone,
     EngineInfo,
-    EngineStats,
     Failed,
     FrameReader,
     FromEngine,
     Heartbeat,
     Ready,
-    ResetPrefixCache,
     Start,
     Stop,
     ToEngine,
@@ -52,6 +49,9 @@ from octavo.serve.engine.messages import (
     decode_to_engine,
     encode,
 )
+from octavo.observe import Phases, setup_logging
+from octavo.request.sampling_params import Limits, ParameterError, check, check_request_options, check_token_ids
+from octavo.request.updates import RequestUpdate
 from octavo.startup import gc_control, warm_start
 from octavo.startup.child import exit_with_parent
 
@@ -75,10 +75,10 @@ class EngineProcess:
         self._frames = FrameReader()
         self._send_lock = threading.Lock()
         self._wake = threading.Event()
-        self._core: EngineCore | None = None
+        self._client: InProcessClient | None = None  # once it is loaded
         self._limits = Limits(vocab_size=0, max_model_len=0)
         self._sequences: set[str] = set()  # unfinished ones
-        self._calls: collections.deque[ResetPrefixCache] = collections.deque()
+        self._calls: collections.deque[Call] = collections.deque()
         self._stopping = False
         self._num_turns = 0
         self._num_bad_frames = 0
@@ -98,7 +98,7 @@ class EngineProcess:
         except Exception as error:
             self._send_failure(_describe(error))
             return EXIT_FAILED
-        self._core = core
+        self._client = client = InProcessClient(core)
         self._limits = Limits(
             vocab_size=info.vocab_size,
             max_model_len=info.max_model_len,
@@ -112,7 +112,7 @@ class EngineProcess:
         for target in (self._read, self._beat):
             threading.Thread(target=target, name=f"octavo{target.__name__}", daemon=True).start()
         try:
-            self._loop(core)
+            self._loop(client)
         except Exception as error:
             _LOG.exception("the engine failed")
             self._send_failure(_describe(error))
@@ -137,14 +137,15 @@ class EngineProcess:
                     return message
                 raise BadFrameError(f"the front end does not speak protocol {PROTOCOL}")
 
-    def _loop(self, core: EngineCore) -> None:
+    def _loop(self, client: InProcessClient) -> None:
+        core = client.core
         idle = False
         while not self._stopping:
             self._wake.clear()
             if not (core.has_unfinished or self._calls):
                 if not idle:
                     idle = True
-                    self._send_heartbeat(core)
+                    self._send_heartbeat(client)
                 if not self._stopping and not core.capture_next():
                     self._wake.wait()
                 continue
@@ -156,7 +157,19 @@ class EngineProcess:
                 self._sequences.difference_update(u.request_id for u in updates if u.finish_reason is not None)
                 self._send_updates(core.times.num_steps, updates)
             for call in calls:
-                self.send(CallDone(call.call_id, core.scheduler.reset_prefix_cache()))
+                self._answer(client, call)
+
+    def _answer(self, client: InProcessClient, call: Call) -> None:
+        """Ask the core. What goes wrong is told to whoever called; the engine goes on."""
+        try:
+            self.send(CallDone(call.call_id, client.call(call.name, call.payload).result()))
+        except OSError:
+            raise
+        except Exception as error:
+            is_users = isinstance(error, ValueError)
+            text = str(error) if is_users else _describe(error)
+            _LOG.error("call %s failed: %s", call.name, text)
+            self.send(CallDone(call.call_id, error=text[:MAX_TEXT], is_users=is_users))
 
     def _send_updates(self, step: int, updates: list[RequestUpdate]) -> None:
         """In one frame, or in as few as may be."""
@@ -175,8 +188,8 @@ class EngineProcess:
                 self._send_updates(step, [msgspec.structs.replace(update, prompt_logprobs=rest)])
                 return
             request_id = update.request_id
-            assert self._core is not None, "updates come from a core"
-            self._core.abort([request_id])
+            assert self._client is not None, "updates come from a core"
+            self._client.abort([request_id])
             self._sequences.discard(request_id)
             self._send_refusal(request_id, "output_too_large")
 
@@ -189,35 +202,15 @@ class EngineProcess:
 
     def _beat(self) -> None:
         """The heartbeat thread."""
-        assert self._core is not None, "the heart beats once the core is there"
+        assert self._client is not None, "the heart beats once the core is there"
         pause = threading.Event()
         while True:
-            self._send_heartbeat(self._core)
+            self._send_heartbeat(self._client)
             pause.wait(HEARTBEAT_SECONDS)
 
-    def _send_heartbeat(self, core: EngineCore) -> None:
-        stats, times = core.scheduler.stats(), core.times
-        message = Heartbeat(
-            self._num_turns,
-            core.has_unfinished,
-            EngineStats(
-                num_running=stats.num_running,
-                num_waiting=stats.num_waiting,
-                cache_usage=stats.cache_usage,
-                num_free_blocks=core.scheduler.kv.num_free_blocks,
-                rss_bytes=_rss_bytes(),
-                num_steps=times.num_steps,
-                num_preemptions=stats.num_preemptions,
-                num_scheduled_tokens=stats.num_scheduled_tokens,
-                num_prefix_queries=stats.num_prefix_queries,
-                num_prefix_hits=stats.num_prefix_hits,
-                num_bad_frames=self._num_bad_frames,
-                num_unknown_aborts=self._num_unknown_aborts,
-                schedule_seconds=times.schedule,
-                execute_seconds=times.issue + times.wait,
-                update_seconds=times.update,
-            ),
-        )
+    def _send_heartbeat(self, client: InProcessClient) -> None:
+        own = {"num_bad_frames": self._num_bad_frames, "num_unknown_aborts": self._num_unknown_aborts}
+        message = Heartbeat(self._num_turns, client.core.has_unfinished, msgspec.structs.replace(client.stats, **own))
         try:
             self.send(message)
         except OSError:
@@ -247,22 +240,22 @@ class EngineProcess:
             _exit(EXIT_BAD_FRAMES)
 
     def _take(self, message: ToEngine) -> None:
-        assert self._core is not None, "the reader starts once the core is there"
+        assert self._client is not None, "the reader starts once the core is there"
         if isinstance(message, Add):
-            self._add(self._core, message)
+            self._add(self._client, message)
         elif isinstance(message, Abort):
             known = [sequence_id for sequence_id in message.sequence_ids if sequence_id in self._sequences]
             self._num_unknown_aborts += len(message.sequence_ids) - len(known)
             self._sequences.difference_update(known)
-            self._core.abort(known)
-        elif isinstance(message, ResetPrefixCache):
+            self._client.abort(known)
+        elif isinstance(message, Call):
             self._calls.append(message)
         elif isinstance(message, Stop):
             self._stopping = True
         else:
             raise BadFrameError("a message that has no place here")
 
-    def _add(self, core: EngineCore, message: Add) -> None:
+    def _add(self, client: InProcessClient, message: Add) -> None:
         """Queue it if it cannot hurt: the front end has checked everything, this checks what is indexed here."""
         ids = message.sequence_ids
         if len(set(ids)) != len(ids) or len(ids) != message.params.n or not self._sequences.isdisjoint(ids):
@@ -274,14 +267,7 @@ class EngineProcess:
             most = check(message.params, self._limits, len(message.prompt_token_ids))
             if not 1 <= message.max_tokens <= most:
                 raise ParameterError("max_tokens", f"must be in [1, {most}], got {message.max_tokens}")
-            core.add(
-                ids,
-                message.prompt_token_ids,
-                message.params,
-                max_tokens=message.max_tokens,
-                priority=message.priority,
-                cache_salt=message.cache_salt,
-            )
+            client.add(message)
         except Exception as error:  # nothing that a request holds may end this thread
             _LOG.error("refused a request: %s", error if isinstance(error, ValueError) else _describe(error))
             self._sequences.difference_update(ids)
@@ -341,14 +327,6 @@ def _describe(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     place = f" at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
     return " ".join(f"{type(error).__name__}: {error}{place}".split())
-
-
-def _rss_bytes() -> int:
-    try:
-        with open("/proc/self/statm", "rb") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0
 
 
 if __name__ == "__main__":

@@ -14,11 +14,11 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
+from octavo.frontend.frontend import Prompt
 from octavo.request.outputs import CompletionOutput, FlatLogprobs, RequestOutput
 from octavo.request.sampling_params import SamplingParams, num_kept
 from octavo.serve.api.answer import Answer, Answers, plan_answers
 from octavo.serve.api.generation import (
-    Prompt,
     Run,
     TokenCounter,
     check_options,

@@ -13,11 +13,11 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from octavo.frontend.frontend import Prompt
 from octavo.request.outputs import CompletionOutput, FlatLogprobs, LogprobsDict, RequestOutput
 from octavo.request.sampling_params import SamplingParams, num_kept
 from octavo.serve.api.generation import (
     COMPLETION_TOKENS,
-    Prompt,
     Run,
     TokenCounter,
     check_options,

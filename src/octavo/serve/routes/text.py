@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from octavo.frontend.frontend import Prompt
 from octavo.request.sampling_params import ParameterError
-from octavo.serve.api.generation import Prompt, read_text, render_chat
+from octavo.serve.api.generation import read_text, render_chat
 from octavo.serve.api.protocol import DetokenizeRequest, TokenizeRequest, read
 from octavo.serve.api.tools import check_tools
 from octavo.serve.errors import bad_request

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from octavo.serve.engine.messages import FrameReader
+from octavo.frontend.messages import FrameReader
 from octavo.text.sandbox import SPARE_SECONDS, Child, SandboxError, TextSandbox, told
 from octavo.text.sandbox_child import Answer, Job, frame_of
 

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from octavo.engine import Engine
+from octavo.frontend.engine import Engine
 from octavo.request.outputs import RequestOutput
 from octavo.startup import gc_control
 from octavo.startup.forks import tell_in_child

@@ -1,4 +1,4 @@
-"""The words between the front end and the engine process, and the frames that carry them.
+"""The messages between a frontend and a core, and the frames that carry them where a socket lies between.
 
 Owns the message types, their encoding (msgpack, typed and strict) and the framing on a stream socket: four bytes of
 little-endian length, then the message. Knows neither processes nor engines. Nothing is ever unpickled. Invariant: a
@@ -17,14 +17,14 @@ from octavo.request.fields import FieldSpec
 from octavo.request.sampling_params import SamplingParams
 from octavo.request.updates import RequestUpdate
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_FRAME_BYTES = 64 << 20
 MAX_TEXT = 2000  # characters of an error that a message carries
 _LENGTH = struct.Struct("<I")
 
 
 class Start(msgspec.Struct, frozen=True, tag="start", forbid_unknown_fields=True):
-    """Front end to engine, the first word: the fields of EngineConfig that are not at their defaults."""
+    """Front end to engine, the first message: the fields of EngineConfig that are not at their defaults."""
 
     config: dict[str, Any]
     protocol: int = PROTOCOL
@@ -39,25 +39,28 @@ class Add(msgspec.Struct, frozen=True, tag="add", forbid_unknown_fields=True):
     max_tokens: int
     priority: int = 0
     cache_salt: str = ""
+    coalesce_updates: bool = False  # one update for the first token and one at the end will do
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", forbid_unknown_fields=True):
-    """End sequences without a word back."""
+    """End sequences; nothing is answered."""
 
     sequence_ids: list[str]
 
 
-class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset_prefix_cache", forbid_unknown_fields=True):
-    """Answered by CallDone, after a step that has seen all that was sent before."""
+class Call(msgspec.Struct, frozen=True, tag="call", forbid_unknown_fields=True):
+    """Ask the core by a call's name. Answered by CallDone, after a step that has seen all that was sent before."""
 
     call_id: int
+    name: str
+    payload: bytes = b""  # msgpack, as the name says
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop", forbid_unknown_fields=True):
     """Finish the step that runs and exit."""
 
 
-ToEngine = Start | Add | Abort | ResetPrefixCache | Stop
+ToEngine = Start | Add | Abort | Call | Stop
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,14 +128,16 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", forbid_unknown_fie
 
 
 class CallDone(msgspec.Struct, frozen=True, tag="call_done", forbid_unknown_fields=True):
-    """The answer to a call."""
+    """The answer to a call: its result, or why there is none."""
 
     call_id: int
-    ok: bool
+    result: bytes = b""  # msgpack, as the call's name says
+    error: str = ""
+    is_users: bool = False  # with `error`: the name or the payload cannot be used; else our fault
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed", forbid_unknown_fields=True):
-    """The last word: why the engine ends."""
+    """The last message: why the engine ends."""
 
     text: str
     is_users: bool = False  # a setting or a model folder that cannot be used; else our fault
@@ -180,7 +185,7 @@ def _decode(decoder: msgspec.msgpack.Decoder, frame: bytes | None) -> Any:
 
 
 class FrameReader:
-    """TruncationRows a byte stream into frames."""
+    """Takes a byte stream apart into frames."""
 
     def __init__(self, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
         """Longer frames are skipped as they arrive, and reported as None."""

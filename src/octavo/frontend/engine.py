@@ -1,0 +1,130 @@
+"""Engine: a frontend around a core in this process, stepped by its caller.
+
+Owns the start and the end of both, and the last outputs of aborted requests until the next step gives them. For one
+thread at a time: `octavo.frontend.sharing.SharedEngine` is for several.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from octavo.config.engine_config import EngineConfig
+from octavo.engine import EngineCore, StepTimes
+from octavo.frontend.frontend import Checked, Frontend, Prompt
+from octavo.frontend.in_process import InProcessClient
+from octavo.observe import Phases
+from octavo.request.outputs import RequestOutput
+from octavo.request.sampling_params import SamplingParams
+from octavo.speculate import NO_SPECULATOR, Speculator
+from octavo.startup import warm_start
+
+if TYPE_CHECKING:
+    from octavo.sched.scheduler import Scheduler
+
+
+class Engine:
+    """Prompts are checked on their way in, outputs come out as text."""
+
+    def __init__(
+        self, config: EngineConfig, phases: Phases | None = None, *, speculator: Speculator = NO_SPECULATOR
+    ) -> None:
+        """Load everything. Raises ValueError, in one line, for a bad setting or model folder.
+
+        speculator: who proposes drafts.
+        """
+        parts = warm_start.start(config, phases or Phases(), speculator=speculator)
+        self.resolved, self.arch, self.memory = parts.resolved, parts.arch, parts.memory
+        self.tokenizer, self.limits, self.default_sampling = parts.tokenizer, parts.limits, parts.default_sampling
+        self._numerics_contract = parts.numerics_contract
+        self.core, self.runner = EngineCore.from_parts(parts), parts.runner
+        self._client = InProcessClient(self.core)
+        self.frontend = Frontend(
+            self._client, parts.tokenizer, parts.limits, check_form=parts.grammars.check, coalesces=True
+        )
+        self._aborted: list[RequestOutput] = []  # last outputs of aborted requests, for the next step
+
+    @property
+    def numerics_contract(self) -> dict[str, str]:
+        """What its results' bits depend on beside the model and the request, as `octavo.startup.probe` reads it."""
+        return self._numerics_contract()
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The core's scheduler, for its figures."""
+        return self.core.scheduler
+
+    @property
+    def times(self) -> StepTimes:
+        """Where the host's time went."""
+        return self.core.times
+
+    def check(self, prompt: Prompt, params: SamplingParams, *, priority: int = 0) -> Checked:
+        """What `queue` takes. Raises ParameterError for what the model's limits forbid."""
+        return self.frontend.check(prompt, params, priority=priority)
+
+    def queue(self, request_id: str, request: Checked) -> None:
+        """Queue a request that `check` let through. Raises ParameterError if its id is in use."""
+        self.frontend.queue(request_id, request)
+
+    def add(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        prompt: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> None:
+        """Check and queue a request. Raises ParameterError; then nothing was queued."""
+        ready = Prompt(prompt_token_ids, prompt, cache_salt)
+        self.queue(request_id, self.check(ready, params.clone(), priority=priority))
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """End requests; the next step gives their last outputs. Unknown ids are ignored."""
+        self._aborted += self.frontend.abort(request_ids)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every cached prefix. False, and nothing is done, while any block is held by a request."""
+        return msgspec.msgpack.decode(self._client.call("reset_prefix_cache").result(), type=bool)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a `step` has anything to do. A failed engine has not."""
+        return self.core.has_unfinished
+
+    def step(self) -> list[RequestOutput]:
+        """One step of the core, told in text."""
+        outputs, self._aborted = self._aborted, []
+        updates = self.core.step()
+        started = time.perf_counter()
+        outputs += self.frontend.take(updates)
+        self.times.output += time.perf_counter() - started
+        return outputs
+
+    def enter_thread(self) -> None:
+        """To be called by a thread that steps from now on, unless the engine was made there."""
+        if "runner" in vars(self):  # a closed engine says so when it is to step
+            self.runner.enter_thread()
+
+    def capture_rest(self) -> None:
+        """Capture now what the start has left: a step's graph, else, when one of its size is first asked for."""
+        while self.core.capture_next():
+            pass
+
+    def run_until_idle(self) -> None:
+        """Step until nothing is left, dropping the outputs. For clean-up after aborts."""
+        while self.has_unfinished:
+            self.step()
+
+    def close(self) -> None:
+        """Wait for issued steps and release the worker, its memory too. The engine cannot be used afterwards."""
+        self.core.close()
+        vars(self).pop("runner", None)
+        if self.resolved.device != "cpu":
+            gc.collect()  # the next engine is sized by what is free then
