@@ -53,6 +53,8 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     "speculate": ({"ops"}, {"torch"}),
     "grammar": ({"words"}, {"llguidance", "msgspec", "numpy"}),
     "sampling": ({"device", "grammar", "ops", "words"}, {"torch", "numpy"}),
+    # a trainer's side: the engine's operators, layers and families, and nothing that runs requests
+    "rl": ({"attention", "cache", "layers", "models", "ops", "words"}, {"torch"}),
     "worker": ({"words", "speculate"} | DEVICE_SIDE, {"torch", "numpy"}),
     "text": ({"words"}, {"tokenizers", "jinja2", "msgspec", "numpy", "sentencepiece"}),
     "startup.probe": ({"words", "ops"}, {"torch"}),

@@ -59,11 +59,13 @@ class ReferenceBackend(BackendFrame):
                 sinks=layer.sinks,
                 key_scale=layer.key_scale,
                 value_scale=layer.value_scale,
-                change=None if mods is NO_MODS else _apply_mods(mods, self.inputs.rows),
+                change=None if mods is NO_MODS else apply_mods(mods, self.inputs.rows),
             )
 
 
-def _apply_mods(mods: AttentionMods, rows: torch.Tensor | None) -> ChangeScores:
+def apply_mods(mods: AttentionMods, rows: torch.Tensor | None) -> ChangeScores:
+    """What mods do to scores, for `paged_attention_eager`. rows: the table row of each row that a call may name."""
+
     def call(score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         if mods.score_mod is not None:
             score = mods.score_mod(score, b, h, q, kv)

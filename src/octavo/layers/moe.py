@@ -46,44 +46,57 @@ class MoeMlp(Layer):
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(weights float32, expert ids int64), both [tokens, experts_per_token], best first."""
-        moe = self._moe
-        logits = self.router.forward(x)
-        scores = _sigmoid(logits) if moe.scoring == "sigmoid" else logits.softmax(-1)
-        choice = scores if self.correction is None else scores + self.correction
-        if moe.num_groups > 1:
-            choice = self._within_best_groups(choice)
-        experts = choice.topk(moe.experts_per_token).indices
-        weights = scores.gather(1, experts)
-        if moe.norm_topk_prob:
-            total = weights[:, :1].clone()
-            for rank in range(1, moe.experts_per_token):  # a fixed order of summation
-                total += weights[:, rank : rank + 1]
-            weights = weights / total
-        return weights * moe.scale, experts
-
-    def _within_best_groups(self, choice: torch.Tensor) -> torch.Tensor:
-        """`choice` [tokens, experts] with -inf for all experts outside the token's best groups."""
-        moe = self._moe
-        groups = choice.unflatten(1, (moe.num_groups, -1))
-        best = groups.topk(moe.group_score, dim=-1).values
-        value = best[..., 0]
-        for place in range(1, moe.group_score):
-            value = value + best[..., place]
-        kept = torch.zeros_like(value, dtype=torch.bool).scatter_(1, value.topk(moe.groups_kept).indices, True)
-        return groups.masked_fill(~kept[..., None], float("-inf")).flatten(1)
+        return choose_experts(self.router.forward(x), self._moe, self.correction)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [tokens, size] -> the same shape."""
         weights, experts = self.route(x)
-        ranks = self._moe.experts_per_token
         results = run_experts(x, experts, *self.weights, self._activation)  # [pair, size]
-        by_rank = results.view(x.shape[0], ranks, x.shape[1])
-        total = by_rank[:, 0] * weights[:, :1]
-        for rank in range(1, ranks):
-            total += by_rank[:, rank] * weights[:, rank : rank + 1]
+        total = sum_by_rank(results, weights)
         if self.shared is not None:
             total += self.shared.forward(x)
         return total.to(x.dtype)
+
+
+def choose_experts(
+    logits: torch.Tensor, moe: Moe, correction: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(weights float32, expert ids int64), both [tokens, experts_per_token], best first.
+
+    logits: the router's, [tokens, experts] float32; correction: [experts] float32, of the choice alone.
+    """
+    scores = _sigmoid(logits) if moe.scoring == "sigmoid" else logits.softmax(-1)
+    choice = scores if correction is None else scores + correction
+    if moe.num_groups > 1:
+        choice = _within_best_groups(choice, moe)
+    experts = choice.topk(moe.experts_per_token).indices
+    weights = scores.gather(1, experts)
+    if moe.norm_topk_prob:
+        total = weights[:, :1].clone()
+        for rank in range(1, moe.experts_per_token):  # a fixed order of summation
+            total += weights[:, rank : rank + 1]
+        weights = weights / total
+    return weights * moe.scale, experts
+
+
+def sum_by_rank(results: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """results [tokens * ranks, size], weights [tokens, ranks] float32 -> [tokens, size] float32, in order of rank."""
+    by_rank = results.view(*weights.shape, results.shape[1])
+    total = by_rank[:, 0] * weights[:, :1]
+    for rank in range(1, weights.shape[1]):
+        total += by_rank[:, rank] * weights[:, rank : rank + 1]
+    return total
+
+
+def _within_best_groups(choice: torch.Tensor, moe: Moe) -> torch.Tensor:
+    """`choice` [tokens, experts] with -inf for all experts outside the token's best groups."""
+    groups = choice.unflatten(1, (moe.num_groups, -1))
+    best = groups.topk(moe.group_score, dim=-1).values
+    value = best[..., 0]
+    for place in range(1, moe.group_score):
+        value = value + best[..., place]
+    kept = torch.zeros_like(value, dtype=torch.bool).scatter_(1, value.topk(moe.groups_kept).indices, True)
+    return groups.masked_fill(~kept[..., None], float("-inf")).flatten(1)
 
 
 def _sigmoid(x: torch.Tensor) -> torch.Tensor:

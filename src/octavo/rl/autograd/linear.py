@@ -1,0 +1,89 @@
+"""linear: the sampler's product, with gradients.
+
+Owns the joined product of several weights with one input (q, k and v; gate and up), which has the bits of one weight
+that holds their rows. Backward: two plain products a weight. Invariant: every output is the sampler's chain over K.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.ops.gemm import linear as linear_operator
+from octavo.rl.autograd.outside import apply, first_order, outside_autocast
+from octavo.rl.packed_weights import packed, rounded
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor | Sequence[Tensor],
+    bias: Tensor | Sequence[Tensor | None] | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`x @ weight.T + bias`: x [tokens, K], weight [N, K], bias [N] -> [tokens, N] of `out_dtype` (None: x's).
+
+    Several weights, each with its bias or None, give their results side by side. The sum is one chain in float32 with
+    the bias behind it, rounded once. Weights wider than x are rounded to x's dtype first.
+    """
+    weights = [weight] if isinstance(weight, Tensor) else list(weight)
+    biases = [bias] if bias is None or isinstance(bias, Tensor) else list(bias)
+    biases = biases if len(biases) == len(weights) else [None] * len(weights)
+    result: Tensor = apply(_Linear, x, out_dtype or x.dtype, *weights, *biases)
+    return result
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    @outside_autocast
+    def forward(ctx: Any, x: Tensor, out_dtype: torch.dtype, *tensors: Tensor | None) -> Tensor:
+        count = len(tensors) // 2
+        weights, biases = [each for each in tensors[:count] if each is not None], tensors[count:]
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        out = torch.empty(x.shape[0], sum(len(weight) for weight in weights), dtype=out_dtype, device=x.device)
+        for part, weight, bias in zip(_parts(out, weights), weights, biases, strict=True):
+            added = None if bias is None else bias.detach().float().contiguous()
+            linear_operator(x.detach(), packed(weight, x.dtype), added, out=part)
+        ctx.save_for_backward(x, *weights)
+        ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in biases]
+        return out
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        parts, first = _parts(grad, weights), 2
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            for part, weight in zip(parts, weights, strict=True):
+                own = backward_input(part, weight, x)
+                grad_x = own if grad_x is None else grad_x.add_(own)
+        of_weights = [
+            backward_weight(part, x, weight) if ctx.needs_input_grad[first + place] else None
+            for place, (part, weight) in enumerate(zip(parts, weights, strict=True))
+        ]
+        of_biases = [
+            part.sum(0, dtype=torch.float32).to(dtype)
+            if dtype is not None and ctx.needs_input_grad[first + len(weights) + place]
+            else None
+            for place, (part, dtype) in enumerate(zip(parts, ctx.bias_dtypes, strict=True))
+        ]
+        return grad_x, None, *of_weights, *of_biases
+
+
+def backward_input(grad: Tensor, weight: Tensor, x: Tensor) -> Tensor:
+    """grad [tokens, N] @ weight [N, K] -> [tokens, K] of x's dtype."""
+    dtype = torch.promote_types(grad.dtype, x.dtype)
+    return (grad.to(dtype) @ rounded(weight, x.dtype).to(dtype)).to(x.dtype)
+
+
+def backward_weight(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """grad [tokens, N] transposed @ x [tokens, K] -> [N, K] of the weight's dtype."""
+    dtype = torch.promote_types(grad.dtype, x.dtype)
+    return (grad.to(dtype).t() @ x.to(dtype)).to(weight.dtype)
+
+
+def _parts(joined: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+    return list(joined.split([len(weight) for weight in weights], dim=1))

@@ -1,0 +1,220 @@
+"""token_logprob and head_logprob: the sampler's log-probabilities, with gradients.
+
+Owns the way from hidden states to log-probabilities of tokens in blocks of rows: logits of a block are made, used and
+dropped, in both directions, so [tokens, vocab] never exists. Invariants: logits are the sampler's product, divided by
+the temperature (not multiplied by its inverse), cut as the sampler cuts, and summed by its tree.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.ops.gemm import linear as linear_operator
+from octavo.ops.sampling import cut_, logprob_stats, token_logprobs
+from octavo.ops.sampling.truncation import TruncationRows
+from octavo.rl.autograd.linear import backward_input
+from octavo.rl.autograd.outside import apply, first_order, outside_autocast
+from octavo.rl.packed_weights import packed
+
+_AT_ONCE = {"cpu": 1 << 22, "cuda": 1 << 26}  # logits of a block
+_NEG_INF = float("-inf")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Truncation:
+    """A support that is found again from the logits, by the sampler's own cut: its sampling parameters' names."""
+
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
+Support = Truncation | Tensor
+"""Which tokens could be drawn: parameters; or [tokens, K] int64, their ids, padded with -1; or [tokens, vocab] bool."""
+
+
+class LogProbs(NamedTuple):
+    """Both [tokens] float32."""
+
+    logprobs: Tensor
+    entropy: Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Draw:
+    """What becomes of logits before a token's log-probability is taken."""
+
+    temperature: float
+    support: Support | None
+    soft_cap: float = 0.0
+
+    def scaled_(self, logits: Tensor, rows: slice) -> Tensor:
+        """Capped, divided and cut, of a block's logits [rows, vocab] float32; they are overwritten."""
+        if self.soft_cap:
+            logits = logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
+        if isinstance(self.support, Truncation):
+            return _cut(logits, self.temperature, self.support)
+        if self.temperature != 1.0:
+            logits = logits.div_(logits.new_full((len(logits), 1), self.temperature))
+        return logits if self.support is None else _keep(logits, self.support[rows])
+
+    def unscaled_(self, grad: Tensor, scaled: Tensor) -> Tensor:
+        """The gradient of the head's product, of that of `scaled_`."""
+        if self.temperature != 1.0:
+            grad = grad.div_(self.temperature)
+        if self.soft_cap:
+            share = scaled.mul(self.temperature / self.soft_cap)
+            grad = grad * (1 - share.square()).masked_fill_(scaled == _NEG_INF, 0.0)
+        return grad
+
+
+def token_logprob(logits: Tensor, ids: Tensor, temperature: float = 1.0, support: Support | None = None) -> LogProbs:
+    """Of ids [tokens] int64 under logits [tokens, vocab] float32, which stay as they are.
+
+    `logits / temperature`, cut to the support, as the sampler's processed log-probabilities are. A token outside of the
+    support has -inf. Entropy is that of the same distribution. Raises ValueError for a temperature that is not above 0.
+    """
+    check_draw(temperature, support, len(logits))
+    logprobs, entropy = apply(_TokenLogprob, logits, ids, _Draw(temperature, support))
+    return LogProbs(logprobs, entropy)
+
+
+def head_logprob(
+    hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float = 1.0, support: Support | None = None,
+    soft_cap: float = 0.0,
+) -> LogProbs:  # fmt: skip
+    """`token_logprob` of the logits of hidden [tokens, size] by a head's weight [vocab, size], without those in memory.
+
+    soft_cap: of the logits, c * tanh(logits / c); 0: none.
+    """
+    check_draw(temperature, support, len(hidden))
+    logprobs, entropy = apply(_HeadLogprob, hidden, weight, ids, _Draw(temperature, support, soft_cap))
+    return LogProbs(logprobs, entropy)
+
+
+class _TokenLogprob(torch.autograd.Function):
+    @staticmethod
+    @outside_autocast
+    def forward(ctx: Any, logits: Tensor, ids: Tensor, draw: _Draw) -> tuple[Tensor, Tensor]:
+        if logits.dtype != torch.float32:
+            raise ValueError(f"logits must be float32, as the sampler's are, got {logits.dtype}")
+        logprobs, entropy, sums = _forward(lambda rows: logits[rows].detach().clone(), ids, draw, logits.shape[1])
+        ctx.save_for_backward(logits, ids, entropy, sums)
+        ctx.draw = draw
+        return logprobs, entropy
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+        logits, ids, entropy, sums = ctx.saved_tensors
+        result = torch.empty_like(logits)
+        for rows in _blocks(len(ids), logits.shape[1], logits.device):
+            scaled = ctx.draw.scaled_(logits[rows].clone(), rows)
+            own = _backward(scaled, ids[rows], grad[rows], grad_entropy[rows], entropy[rows], sums[rows])
+            result[rows] = ctx.draw.unscaled_(own, scaled)
+        return result, None, None
+
+
+class _HeadLogprob(torch.autograd.Function):
+    @staticmethod
+    @outside_autocast
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, draw: _Draw) -> tuple[Tensor, Tensor]:
+        logits = _logits_of(hidden, weight)
+        logprobs, entropy, sums = _forward(logits, ids, draw, len(weight))
+        ctx.save_for_backward(hidden, weight, ids, entropy, sums)
+        ctx.draw = draw
+        return logprobs, entropy
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, ids, entropy, sums = ctx.saved_tensors
+        logits = _logits_of(hidden, weight)
+        of_hidden = torch.empty_like(hidden)
+        of_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        for rows in _blocks(len(ids), len(weight), hidden.device):
+            scaled = ctx.draw.scaled_(logits(rows), rows)
+            own = _backward(scaled, ids[rows], grad[rows], grad_entropy[rows], entropy[rows], sums[rows])
+            own = ctx.draw.unscaled_(own, scaled).to(hidden.dtype)
+            of_hidden[rows] = backward_input(own, weight, hidden)
+            if hidden.dtype == torch.float32:
+                of_weight.addmm_(own.t(), hidden[rows])
+            else:
+                of_weight += own.t() @ hidden[rows]
+        return of_hidden, of_weight.to(weight.dtype), None, None
+
+
+def _logits_of(hidden: Tensor, weight: Tensor) -> Callable[[slice], Tensor]:
+    """Rows of hidden states -> their logits, float32."""
+    form = packed(weight, hidden.dtype)
+    values = hidden.detach().contiguous()
+    return lambda rows: linear_operator(values[rows], form, None, torch.float32)
+
+
+def _blocks(num_rows: int, vocab_size: int, device: torch.device) -> list[slice]:
+    at_once = max(1, _AT_ONCE[device.type] // vocab_size)
+    return [slice(begin, min(begin + at_once, num_rows)) for begin in range(0, num_rows, at_once)]
+
+
+def _forward(
+    logits: Callable[[slice], Tensor], ids: Tensor, draw: _Draw, vocab_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(log-probabilities, entropies, logarithms of the sums of exponentials), all [tokens] float32."""
+    logprobs, entropy, sums = torch.empty(3, len(ids), device=ids.device)
+    for rows in _blocks(len(ids), vocab_size, ids.device):
+        scaled = draw.scaled_(logits(rows), rows)
+        logprobs[rows] = token_logprobs(scaled, ids[rows])[0]
+        sums[rows] = logprob_stats(scaled)[1]
+        weights = (scaled - sums[rows, None]).exp()
+        entropy[rows] = sums[rows] - (weights * scaled.masked_fill_(scaled == _NEG_INF, 0.0)).sum(1)
+    return logprobs, entropy, sums
+
+
+def _backward(scaled: Tensor, ids: Tensor, grad: Tensor, grad_entropy: Tensor, entropy: Tensor, sums: Tensor) -> Tensor:
+    """The gradient of scaled logits [rows, vocab], of those of log-probabilities and of entropies."""
+    logs = scaled - sums[:, None]
+    weights = logs.exp()
+    result = weights * -grad[:, None]
+    if bool(grad_entropy.any()):
+        logs = logs.masked_fill_(scaled == _NEG_INF, 0.0)
+        result -= grad_entropy[:, None] * weights * (logs + entropy[:, None])
+    return result.scatter_add_(1, ids[:, None], grad[:, None])
+
+
+def _cut(logits: Tensor, temperature: float, support: Truncation) -> Tensor:
+    """The sampler's division and cut, in place."""
+    count, device = len(logits), logits.device
+    cut_(
+        logits,
+        torch.arange(count, device=device),
+        TruncationRows(
+            divisors=torch.full((count,), temperature, device=device),
+            top_k=torch.full((count,), support.top_k, dtype=torch.int64, device=device),
+            top_p=torch.full((count,), support.top_p, device=device),
+            min_p=torch.full((count,), support.min_p, device=device),
+        ),
+    )
+    return logits
+
+
+def _keep(logits: Tensor, support: Tensor) -> Tensor:
+    """Logits [rows, vocab] of the tokens of `support` alone, -inf elsewhere."""
+    if support.dtype == torch.bool:
+        return logits.masked_fill_(~support, _NEG_INF)
+    vocab_size = logits.shape[1]
+    kept = torch.zeros(len(logits), vocab_size + 1, dtype=torch.bool, device=logits.device)
+    kept.scatter_(1, torch.where(support < 0, vocab_size, support), True)
+    return logits.masked_fill_(~kept[:, :vocab_size], _NEG_INF)
+
+
+def check_draw(temperature: float, support: Support | None, num_tokens: int) -> None:
+    """Raises ValueError for a temperature that is not above 0, and for a support of another shape."""
+    if not temperature > 0:
+        raise ValueError(f"temperature must be above 0, got {temperature}: a greedy choice has no log-probability")
+    if isinstance(support, Tensor) and (support.dim() != 2 or len(support) != num_tokens):
+        raise ValueError(f"support must be [{num_tokens}, K] ids or [{num_tokens}, vocab] bool, got {support.shape}")

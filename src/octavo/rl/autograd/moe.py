@@ -1,0 +1,67 @@
+"""moe: the sampler's routed experts, with gradients.
+
+Owns the way back through each expert; the choice of experts and the sum by rank are plain torch operations on float32,
+`octavo.layers.moe`'s own. Invariant: a pair's bits depend on its token's row and its expert's weights only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.checkpoint.arch import Moe
+from octavo.layers.moe import choose_experts, sum_by_rank
+from octavo.ops.activation import gated_activation
+from octavo.ops.gemm import linear as linear_operator
+from octavo.ops.moe import ExpertWeights, run_experts
+from octavo.rl.autograd.gated import gated_backward
+from octavo.rl.autograd.linear import backward_input, backward_weight, linear
+from octavo.rl.autograd.outside import apply, first_order, outside_autocast
+from octavo.rl.packed_weights import packed
+
+
+def moe(x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, facts: Moe, activation: str = "silu") -> Tensor:
+    """x [tokens, size] -> the same shape: each token's experts, weighted by the router and summed in order of rank.
+
+    router: [experts, size]; gate_up: [experts, 2 * expert_size, size]; down: [experts, size, expert_size]. Raises
+    ValueError for a rule with shared experts or a correction, which octavo.rl has not yet.
+    """
+    if facts.num_shared or facts.corrected:
+        raise ValueError("octavo.rl.moe has no shared experts and no correction of the choice yet")
+    weights, experts = choose_experts(linear(x, router, out_dtype=torch.float32), facts)
+    results: Tensor = apply(_Experts, x, experts, gate_up, down, activation)
+    return sum_by_rank(results, weights).to(x.dtype)
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    @outside_autocast
+    def forward(ctx: Any, x: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, activation: str) -> Tensor:
+        ctx.save_for_backward(x, experts, gate_up, down)
+        ctx.activation = activation
+        first, last = (
+            ExpertWeights([packed(each, x.dtype, expert) for expert in range(len(each))]) for each in (gate_up, down)
+        )
+        return run_experts(x.detach().contiguous(), experts, first, last, activation)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, experts, gate_up, down = ctx.saved_tensors
+        of_x = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        of_gate_up, of_down = torch.zeros_like(gate_up), torch.zeros_like(down)
+        ranks, chosen = experts.shape[1], experts.flatten()
+        for expert in range(len(gate_up)):
+            pairs = (chosen == expert).nonzero().flatten()
+            if not len(pairs):
+                continue
+            rows, own = x[pairs // ranks], grad[pairs]
+            pre = linear_operator(rows, packed(gate_up, x.dtype, expert))
+            inner = gated_activation(pre, ctx.activation)
+            of_down[expert] = backward_weight(own, inner, down)
+            of_pre = gated_backward(backward_input(own, down[expert], inner), pre, ctx.activation)
+            of_gate_up[expert] = backward_weight(of_pre, rows, gate_up)
+            of_x.index_add_(0, pairs // ranks, backward_input(of_pre, gate_up[expert], rows).float())
+        return of_x.to(x.dtype), None, of_gate_up, of_down, None

@@ -1,0 +1,273 @@
+"""convert: a transformers model whose forward becomes Octavo's, in place.
+
+Owns what replaces the forward of the model, its trunk, its layers and its ends. Parameters, their names, modules and
+hooks stay the trainer's: every module is called as before, so FSDP gathers and activation checkpointing works as with
+any model. Invariant: a sequence's logits and log-probabilities have the bits of an engine with the same weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.attention.mods import AttentionMods
+from octavo.rl.autograd.linear import linear
+from octavo.rl.autograd.logprob import LogProbs, Support, head_logprob
+from octavo.rl.autograd.norm import norm
+from octavo.rl.decoder import LINES, LayerRun
+from octavo.rl.family import FamilyPlan, LayerPlan, Parameters, architecture_of, plan_of, rotary_table
+from octavo.rl.pack import NO_TOKEN, Pack
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Request:
+    """What `octavo.rl.logprobs` asks of a converted model."""
+
+    pack: Pack
+    targets: Tensor
+    temperature: float
+    support: Support | None
+
+
+@dataclasses.dataclass(eq=False)
+class Converted:
+    """What the replaced forwards of one model share."""
+
+    plan: FamilyPlan
+    dtype: torch.dtype | None
+    backend: str | None
+    tables: dict[tuple[int, torch.device], Tensor] = dataclasses.field(default_factory=dict)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Converted:
+        """A copy of the model shares it: it holds nothing of the parameters."""
+        return self
+
+    def activations(self, weight: Tensor) -> torch.dtype:
+        """The dtype of hidden states."""
+        return self.dtype or weight.dtype
+
+    def cos_sin(self, index: int, device: torch.device) -> Tensor:
+        """The rotary table of layer `index`."""
+        ropes = [layer.rope for layer in self.plan.layers]
+        key = ropes.index(ropes[index]), device
+        if key not in self.tables:
+            self.tables[key] = rotary_table(self.plan.arch, ropes[index], device)
+        return self.tables[key]
+
+
+def convert(
+    model: nn.Module,
+    *,
+    dtype: torch.dtype | None = None,
+    attention_mods: AttentionMods | None = None,
+    attention_backend: str | None = None,
+    max_model_len: int | None = None,
+) -> nn.Module:
+    """Make the forward of a transformers model Octavo's, in place, and return the model.
+
+    dtype: the sampler's; None: the parameters' own. With bfloat16 and float32 parameters, matrices are rounded in
+    every forward, as an engine of dtype="bfloat16" rounds those of a float32 checkpoint. attention_mods,
+    attention_backend, max_model_len: as the engine's settings, where it has them (the last one decides on rotations
+    that depend on the longest request). Before or after `fully_shard`, once. Raises ValueError for a model that the
+    engine does not run, and for what would change bits, by name.
+    """
+    name = architecture_of(model)
+    _refuse(model)
+    facts = getattr(model, "config").to_dict()  # noqa: B009, a module's attributes are tensors and modules to mypy
+    first = next(model.parameters()).dtype
+    if (dtype or first) not in _DTYPES:
+        raise ValueError(f"dtype must be float32, bfloat16 or float16, got {dtype or first}")
+    plan = plan_of(facts, name, dtype or first, attention_mods, max_model_len)
+    shared = Converted(plan, dtype, attention_backend)
+    trunk = model.get_submodule("model")
+    layers = list(trunk.get_submodule("layers").children())
+    runs = [
+        _Layer(shared, index, Parameters(layer, f"model.layers.{index}.", own), own)
+        for index, (layer, own) in enumerate(zip(layers, plan.layers, strict=True))
+    ]
+    for run in runs:
+        run.check()
+    known = dict(model.named_parameters(remove_duplicate=False))
+    missing = [each for each in plan.ends.values() if each not in known]
+    if missing:
+        raise ValueError(f"{name} has no parameters {', '.join(missing)}")
+    for layer, run in zip(layers, runs, strict=True):
+        _replace(layer, run)
+    _replace(trunk.get_submodule("embed_tokens"), _Embedding(shared, trunk.get_submodule("embed_tokens")))
+    _replace(trunk.get_submodule("norm"), _Norm(shared, trunk.get_submodule("norm")))
+    _replace(model.get_submodule("lm_head"), _Head(shared, model.get_submodule("lm_head")))
+    _replace(trunk, _Trunk(trunk))
+    undisturbed = torch.compiler.disable(_forward, reason="its operators are Octavo's own")
+    _replace(model, functools.partial(undisturbed, _Model(model, name)))  # which copy.deepcopy copies, unlike a method
+    return model
+
+
+def _replace(module: nn.Module, forward: Callable[..., Any]) -> None:
+    module.__dict__["forward"] = forward
+
+
+def _refuse(model: nn.Module) -> None:
+    """Raises ValueError for what would change bits or be lost."""
+    if "forward" in model.__dict__:
+        raise ValueError("the model's forward was replaced already, by octavo.rl.convert or another library")
+    for field in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "embedding_dropout"):
+        if getattr(getattr(model, "config", None), field, 0.0):
+            raise ValueError(f"config.{field}={getattr(model.config, field)}: a sampler drops nothing, set it to 0")
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point() or parameter.dtype not in _DTYPES:
+            raise ValueError(f"{name} is {parameter.dtype}: octavo.rl trains float32, bfloat16 and float16")
+
+
+@dataclasses.dataclass(eq=False)
+class _Layer:
+    """A decoder layer's forward: x [tokens, size] -> the same."""
+
+    shared: Converted
+    index: int
+    weights: Parameters
+    plan: LayerPlan
+
+    def check(self) -> None:
+        """Raises ValueError for parameters that are not there, and for a kind of layer without lines."""
+        if self.plan.layer not in LINES:
+            raise ValueError(f"octavo.rl has no lines for layers of the kind {self.plan.layer.__name__} yet")
+        missing = self.weights.missing()
+        if missing:
+            raise ValueError(
+                f"layer {self.index} has no parameters {', '.join(missing[:3])}: adapters are to be merged first"
+            )
+
+    def __call__(self, x: Tensor, pack: Pack) -> Tensor:
+        run = LayerRun(
+            arch=self.shared.plan.arch, plan=self.plan, weights=self.weights,
+            norm_offset=self.shared.plan.norm_offset, cos_sin=self.shared.cos_sin(self.index, x.device),
+            backend=self.shared.backend,
+        )  # fmt: skip
+        return LINES[self.plan.layer](run, x, pack)
+
+
+@dataclasses.dataclass(eq=False)
+class _Embedding:
+    shared: Converted
+    module: nn.Module
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        weight: Tensor = self.module.weight  # type: ignore[assignment]
+        dtype, scale = self.shared.activations(weight), self.shared.plan.arch.embedding_scale
+        rows = torch.nn.functional.embedding(ids, weight).to(dtype)
+        return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=dtype).item()
+
+
+@dataclasses.dataclass(eq=False)
+class _Norm:
+    shared: Converted
+    module: nn.Module
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return norm(x, self.module.weight, self.shared.plan.arch.norm_eps, self.shared.plan.norm_offset)  # type: ignore[arg-type]
+
+
+@dataclasses.dataclass(eq=False)
+class _Head:
+    """Of hidden states [rows, size]: logits float32, or what a request asks of them."""
+
+    shared: Converted
+    module: nn.Module
+
+    def __call__(self, hidden: Tensor, ids: Tensor | None = None, request: Request | None = None) -> Tensor | LogProbs:
+        weight: Tensor = self.module.weight  # type: ignore[assignment]
+        soft_cap = self.shared.plan.arch.logit_soft_cap
+        if ids is not None and request is not None:
+            return head_logprob(hidden, weight, ids, request.temperature, request.support, soft_cap)
+        logits = linear(hidden, weight, out_dtype=torch.float32)
+        return soft_cap * torch.tanh(logits / soft_cap) if soft_cap else logits
+
+
+@dataclasses.dataclass(eq=False)
+class _Trunk:
+    """From a pack's ids to hidden states behind the last norm, [tokens, size]."""
+
+    module: nn.Module
+
+    def __call__(self, pack: Pack) -> Tensor:
+        x = self.module.get_submodule("embed_tokens")(pack.ids)
+        for layer in self.module.get_submodule("layers").children():
+            x = layer(x, pack=pack)
+        hidden: Tensor = self.module.get_submodule("norm")(x)
+        return hidden
+
+
+def _forward(own: _Model, *arguments: Any, **keywords: Any) -> Any:
+    return own(*arguments, **keywords)
+
+
+@dataclasses.dataclass(eq=False)
+class _Model:
+    """The whole: transformers' call with ids [rows, length], or a request of `octavo.rl.logprobs`."""
+
+    module: nn.Module
+    name: str
+
+    def __call__(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        logits_to_keep: int = 0,
+        octavo: Request | None = None,
+        **others: Any,
+    ) -> Any:
+        device = next(self.module.parameters()).device
+        with torch.autocast(device.type, enabled=False):
+            if octavo is not None:
+                return self._score(octavo, device)
+            given = {key: value for key, value in others.items() if value not in (None, False, True)}
+            if others.get("use_cache") or given or input_ids is None:
+                wrong = ", ".join(given) or ("use_cache" if input_ids is not None else "a call without input_ids")
+                raise ValueError(f"a model of octavo.rl.convert does not take {wrong}: tokens are sampled by an engine")
+            return self._padded(input_ids, attention_mask, position_ids, labels, logits_to_keep)
+
+    def _score(self, request: Request, device: torch.device) -> LogProbs:
+        pack = request.pack
+        if pack.device.type != device.type:
+            raise ValueError(f"the pack lies on {pack.device}, the model on {device}: give Pack device={device!r}")
+        hidden = self.module.get_submodule("model")(pack)
+        asked = (request.targets != NO_TOKEN).nonzero().flatten()
+        if isinstance(request.support, Tensor):
+            request = dataclasses.replace(request, support=request.support[asked])
+        found = self.module.get_submodule("lm_head")(hidden[asked], ids=request.targets[asked], request=request)
+        zeros = hidden.new_zeros(pack.num_tokens, dtype=torch.float32)
+        return LogProbs(*(zeros.index_copy(0, asked, values) for values in found))
+
+    def _padded(
+        self, ids: Tensor, mask: Tensor | None, positions: Tensor | None, labels: Tensor | None, keep: int
+    ) -> Any:
+        known = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+        if known.shape != ids.shape:
+            raise ValueError(f"attention_mask must be {list(ids.shape)}, 1 for tokens, got {list(known.shape)}")
+        counted = known.long().cumsum(1) - 1
+        if positions is not None and not torch.equal(positions.expand_as(ids)[known], counted[known]):
+            raise ValueError("position_ids must count each row's tokens from 0: give packed sequences as rows")
+        rows = known.any(1)
+        pack = Pack(known.sum(1)[rows].tolist(), ids[known], device=ids.device)
+        hidden = self.module.get_submodule("model")(pack)
+        wanted = torch.zeros_like(known)
+        wanted[:, -keep:] = True  # all, if keep is 0
+        logits = self.module.get_submodule("lm_head")(hidden[wanted[known]])
+        start = ids.shape[1] - keep if keep else 0
+        padded = logits.new_zeros(*ids.shape, logits.shape[1])[:, start:]
+        padded = padded.index_put(tuple((known & wanted)[:, start:].nonzero(as_tuple=True)), logits)
+        loss = None
+        if labels is not None:
+            loss = self.module.loss_function(logits=padded, labels=labels, vocab_size=logits.shape[1])  # type: ignore[operator]
+        base = next(each for each in type(self.module).__mro__ if each.__name__ == self.name)
+        return sys.modules[base.__module__].CausalLMOutputWithPast(loss=loss, logits=padded)

@@ -1,0 +1,166 @@
+"""A model family as a trainer runs it: the engine's own facts, weight map and layers, read without an engine.
+
+Owns the way from an Octavo model on the meta device to a plan: what each layer's parameters are called in the trainer's
+model, and which lines (`octavo.rl.decoder`) run a layer of its kind. Knows no family by name. Invariant: what the
+engine would compute is planned whole or refused by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from octavo.attention.base import Variant as AttentionSpec
+from octavo.attention.mods import NO_MODS, AttentionMods
+from octavo.attention.mods.choice import with_mods
+from octavo.attention.mods.loading import mods_of_layers
+from octavo.checkpoint.arch import Arch, Rope
+from octavo.checkpoint.config_reader.checkpoint import arch_from_config
+from octavo.checkpoint.config_reader.families import FAMILIES
+from octavo.layers.base import Layer
+from octavo.models import ARCHITECTURES
+from octavo.models.base import Model
+from octavo.ops.rope import rope_table
+
+_EXPERTS = "mlp.experts."
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class LayerPlan:
+    """What one layer's lines compute with."""
+
+    layer: type  # the engine's layer, whose lines run
+    spec: AttentionSpec
+    rope: Rope
+    names: Mapping[str, Sequence[str]]  # parameter of the engine's layer -> the trainer's, whose rows make it up
+    routed: bool  # a router over experts stands in the place of the MLP
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class FamilyPlan:
+    """A trainer's model, as the engine would run it."""
+
+    arch: Arch
+    layers: Sequence[LayerPlan]
+    norm_offset: float
+    ends: Mapping[str, str]  # of this model: "norm.weight", "head.weight", "embedding.weight" -> the trainer's name
+
+
+def plan_of(
+    config: Mapping[str, Any],
+    name: str,
+    dtype: torch.dtype,
+    mods: AttentionMods | None = None,
+    max_model_len: int | None = None,
+) -> FamilyPlan:
+    """The plan of a model whose config.json is `config` and whose class is called `name`. Raises ValueError."""
+    arch = arch_from_config({**config, "architectures": [name]}, f"the config of {name}")
+    length = max_model_len or arch.default_length or arch.max_position
+    if length > arch.max_position:
+        raise ValueError(f"max_model_len={length} exceeds the {arch.max_position} positions of the model")
+    arch = dataclasses.replace(arch, max_position=length)
+    if arch.latent is not None:
+        raise ValueError(f"octavo.rl does not run {name} yet: its attention is latent")
+    model = cast(Model, ARCHITECTURES.resolve(name)(arch, dtype))
+    names = _names(model)
+    own_mods = mods_of_layers(mods, arch.num_layers) if mods is not None else [NO_MODS] * arch.num_layers
+    layers = []
+    for index, kind in enumerate(arch.layers):
+        prefix = f"layers.{index}."
+        layers.append(
+            LayerPlan(
+                layer=type(cast(nn.Module, model).get_submodule(prefix[:-1])),
+                spec=with_mods(model.attention_variants[index], own_mods[index]),
+                rope=kind.rope,
+                names={path.removeprefix(prefix): found for path, found in names.items() if path.startswith(prefix)},
+                routed=index in arch.moe_layers,
+            )
+        )
+    ends = {path: found[0] for path, found in names.items() if not path.startswith("layers.")}
+    return FamilyPlan(arch=arch, layers=layers, norm_offset=getattr(model, "norm_offset", 0.0), ends=ends)
+
+
+def architecture_of(model: nn.Module) -> str:
+    """The name by which the engine knows the model's class, through the classes that wrappers put before it."""
+    for each in type(model).__mro__:
+        if each.__name__ in FAMILIES:
+            return each.__name__
+    raise ValueError(
+        f"octavo.rl does not run {type(model).__name__}: it runs what the engine runs, {', '.join(FAMILIES)}; "
+        "a model that PEFT or another library wraps is to be merged or unwrapped first"
+    )
+
+
+def rotary_table(arch: Arch, rope: Rope, device: torch.device) -> Tensor:
+    """The engine's table of the rotation, as long as the longest sequence."""
+    facts = dataclasses.asdict(rope)
+    del facts["interleaved"]
+    return rope_table(arch.head_size, arch.max_position, **facts).to(device)
+
+
+def _names(model: Model) -> dict[str, list[str]]:
+    """Parameter of the engine's model -> the checkpoint's names, in the order of its rows."""
+    theirs = {target: name for name, target in model.weight_map.items()}
+    found = {}
+    for path, _ in cast(nn.Module, model).named_parameters():
+        numbers = [part for part in path.split(".") if part.isdigit()]
+        pattern = ".".join("*" if part.isdigit() else part for part in path.split("."))
+        module_path, _, own = path.rpartition(".")
+        layer = cast(Layer, cast(nn.Module, model).get_submodule(module_path))
+        shards = [""] if (pattern, "") in theirs else list(layer.shards(own))
+        pieces = [theirs[pattern, shard].split("*") for shard in shards]
+        found[path] = [
+            piece[0] + "".join(number + rest for number, rest in zip(numbers, piece[1:], strict=True))
+            for piece in pieces
+        ]
+    return found
+
+
+class Parameters:
+    """The trainer's parameters of one layer, by the engine's names. Looked up at each use: wrappers replace them."""
+
+    def __init__(self, module: nn.Module, prefix: str, plan: LayerPlan) -> None:
+        """`module`: the trainer's layer, whose parameters' names begin by `prefix` in its model."""
+        self.module = module
+        self._names = {
+            path: [name.removeprefix(prefix) for name in names]
+            for path, names in plan.names.items()
+            if not path.startswith(_EXPERTS)
+        }
+
+    def __contains__(self, path: str) -> bool:
+        """Whether the engine's layer has such a parameter."""
+        return path in self._names
+
+    def missing(self) -> list[str]:
+        """Names that the trainer's layer lacks."""
+        known = dict(self.module.named_parameters())
+        return [name for names in self._names.values() for name in names if name not in known]
+
+    def rows(self, path: str) -> list[Tensor]:
+        """The parameters whose rows make up the engine's."""
+        return [self.named(name) for name in self._names[path]]
+
+    def one(self, path: str) -> Tensor | None:
+        """The one parameter that is the engine's; None where it has none."""
+        return self.rows(path)[0] if path in self._names else None
+
+    def needed(self, path: str) -> Tensor:
+        """The one parameter that is the engine's, which it has."""
+        return self.rows(path)[0]
+
+    def biases(self, path: str, count: int) -> list[Tensor | None]:
+        """Of `count` projections; None where they have none."""
+        return list(self.rows(path)) if path in self._names else [None] * count
+
+    def named(self, name: str) -> Tensor:
+        """A parameter by its name in the trainer's layer."""
+        path, _, last = name.rpartition(".")
+        parameter: Tensor = getattr(self.module.get_submodule(path), last)
+        if hasattr(parameter, "to_local"):
+            raise ValueError(f"{name} is sharded where its layer runs: wrap whole decoder layers with fully_shard")
+        return parameter

@@ -1,0 +1,148 @@
+"""Pack: sequences of any lengths, one behind the other, as the rows of a paged cache that lives for one layer's pass.
+
+Owns where each sequence's tokens and slots lie, and the attention backends that were prepared for them. Does not know
+models. Invariant: a sequence is computed whole, from position 0, and a backend's bits depend on a sequence alone; so
+how sequences are packed changes nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.attention.base import BACKENDS, AttentionBackend, AttentionInputs, Setup
+from octavo.attention.base import Variant as AttentionSpec
+from octavo.attention.mods import NO_MODS, PROMPT_LENGTH
+from octavo.ops import native
+
+BLOCK_SIZE = 16  # tokens; backends of a GPU take its multiples, and any size gives the same bits
+NO_TOKEN = -1  # a target that nobody asks for
+
+
+class Place(NamedTuple):
+    """Where one sequence lies."""
+
+    token: int  # its first, among the pack's
+    slot: int  # of its first token; the others follow
+    length: int
+
+
+class Pack:
+    """Sequences one behind the other: [tokens] of all of them is the first axis of every tensor of a forward."""
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        ids: Tensor | None = None,
+        *,
+        device: torch.device | str = "cpu",
+        fields: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """`lengths`: tokens of each sequence. ids: [tokens] int64, if they are known. Raises ValueError for bad ones.
+
+        fields: [sequences] or [sequences, tokens], what the attention mods read of each sequence, by the field's name.
+        """
+        if not lengths or min(lengths) < 1:
+            raise ValueError(f"lengths must be one number of tokens or more, each at least 1, got {list(lengths)}")
+        self.lengths, self.device = tuple(int(length) for length in lengths), torch.device(device)
+        self.num_tokens = sum(self.lengths)
+        if ids is not None and ids.shape != (self.num_tokens,):
+            raise ValueError(f"ids must be [{self.num_tokens}], the sum of lengths, got {list(ids.shape)}")
+        self.ids = None if ids is None else ids.to(self.device, torch.int64)
+        self.fields = dict(fields or {})
+        blocks = [-(-length // BLOCK_SIZE) for length in self.lengths]
+        starts = list(itertools.accumulate(self.lengths, initial=0))
+        first = list(itertools.accumulate(blocks, initial=1))  # block 0 is the null block
+        self.num_slots = first[-1] * BLOCK_SIZE
+        self.places = [
+            Place(*facts) for facts in zip(starts, [BLOCK_SIZE * b for b in first], self.lengths, strict=False)
+        ]
+        counts = torch.tensor(self.lengths)
+        positions = torch.cat([torch.arange(length) for length in self.lengths])
+        slots = positions + torch.tensor([place.slot for place in self.places]).repeat_interleave(counts)
+        table = torch.zeros(len(blocks), max(blocks), dtype=torch.int32)
+        for row, (count, begin) in enumerate(zip(blocks, first, strict=False)):
+            table[row, :count] = torch.arange(begin, begin + count)
+        self.positions, self.slots = positions.to(self.device), slots.to(self.device)
+        self.inputs = AttentionInputs(
+            num_rows=len(blocks), num_tokens=self.num_tokens, max_query_len=max(self.lengths),
+            max_seq_len=max(self.lengths), block_size=BLOCK_SIZE,
+            query_start=torch.tensor(starts, dtype=torch.int32).to(self.device),
+            seq_lens=counts.to(self.device, torch.int32), block_table=table.to(self.device), slot_mapping=self.slots,
+            rows=torch.arange(len(blocks), device=self.device),
+        )  # fmt: skip
+        self._backends: dict[tuple[AttentionSpec, torch.dtype, str], AttentionBackend] = {}
+
+    @classmethod
+    def of(
+        cls,
+        sequences: Iterable[Sequence[int]],
+        *,
+        device: torch.device | str = "cpu",
+        fields: Mapping[str, Tensor] | None = None,
+    ) -> Pack:
+        """The pack of sequences of token ids, ids included."""
+        known = [list(sequence) for sequence in sequences]
+        ids = torch.tensor([token for sequence in known for token in sequence], dtype=torch.int64)
+        return cls([len(sequence) for sequence in known], ids, device=device, fields=fields)
+
+    def next_tokens(self) -> Tensor:
+        """[tokens] int64: the token behind each one; NO_TOKEN behind a sequence's last.
+
+        Raises ValueError for a pack without ids.
+        """
+        if self.ids is None:
+            raise ValueError("this Pack has lengths alone: give it ids, or name the targets")
+        targets = torch.full_like(self.ids, NO_TOKEN)
+        targets[:-1] = self.ids[1:]
+        targets[[place.token + place.length - 1 for place in self.places]] = NO_TOKEN
+        return targets
+
+    def split(self, values: Tensor) -> list[Tensor]:
+        """values [tokens, ...] -> those of each sequence."""
+        return list(values.split(self.lengths))
+
+    def new_states(self, num_kv_heads: int, channels: int, dtype: torch.dtype) -> Tensor:
+        """A cache of one layer: [slots, kv_heads, channels], zeros."""
+        return torch.zeros(self.num_slots, num_kv_heads, channels, dtype=dtype, device=self.device)
+
+    def attend(self, q: Tensor, states: Tensor, spec: AttentionSpec, backend: str | None = None) -> Tensor:
+        """Attention of q [tokens, heads, head_size] over states [slots, kv_heads, 2 * head_size] -> q's shape.
+
+        backend: an attention backend's name; None: the one that an engine takes by itself. Without gradients.
+        """
+        name = backend or _usual_backend(spec, q.dtype, self.device)
+        key = spec, q.dtype, name
+        if key not in self._backends:
+            setup = Setup(
+                max_num_rows=len(self.lengths), max_num_tokens=self.num_tokens, max_model_len=max(self.lengths),
+                num_blocks=self.num_slots // BLOCK_SIZE, block_size=BLOCK_SIZE, fields=self.tables,
+            )  # fmt: skip
+            made = BACKENDS.resolve(name)([spec], q.dtype, self.device, setup)
+            made.prepare(self.inputs)
+            self._backends[key] = made
+        out = torch.empty_like(q)
+        self._backends[key].run(q, cache_view(states), spec, out)
+        return out
+
+    @property
+    def tables(self) -> dict[str, Tensor]:
+        """What mods read of each row: the fields, and its prompt's length. Of a trainer's sequence all is known."""
+        fields = {name: table.to(self.device) for name, table in self.fields.items()}
+        return {PROMPT_LENGTH.spec.name: self.inputs.seq_lens, **fields}
+
+
+def cache_view(states: Tensor) -> Tensor:
+    """states [slots, kv_heads, channels] as backends take a cache: [blocks, kv_heads, BLOCK_SIZE, channels]."""
+    return states.unflatten(0, (-1, BLOCK_SIZE)).transpose(1, 2)
+
+
+def _usual_backend(spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> str:
+    """The attention backend that an engine takes where its settings name none."""
+    if device.type == "cuda":
+        return "paged" if spec.mods is NO_MODS else "flex"
+    return "cpu" if native.available() and spec.mods is NO_MODS and dtype in native.DTYPE_CODES else "reference"
