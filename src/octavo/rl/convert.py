@@ -90,7 +90,7 @@ def convert(
     trunk = model.get_submodule("model")
     layers = list(trunk.get_submodule("layers").children())
     runs = [
-        _Layer(shared, index, Parameters(layer, f"model.layers.{index}.", own), own)
+        _Layer(shared, index, Parameters(layer, f"model.layers.{index}.", own))
         for index, (layer, own) in enumerate(zip(layers, plan.layers, strict=True))
     ]
     for run in runs:
@@ -133,7 +133,11 @@ class _Layer:
     shared: Converted
     index: int
     weights: Parameters
-    plan: LayerPlan
+
+    @property
+    def plan(self) -> LayerPlan:
+        """Not the layer's own: a copied one would hold mods that nothing knows again."""
+        return self.shared.plan.layers[self.index]
 
     def check(self) -> None:
         """Raises ValueError for parameters that are not there, and for a kind of layer without lines."""

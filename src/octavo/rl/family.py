@@ -14,10 +14,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from octavo.attention.base import Variant as AttentionSpec
 from octavo.attention.mods import NO_MODS, AttentionMods
 from octavo.attention.mods.choice import with_mods
 from octavo.attention.mods.loading import mods_of_layers
+from octavo.cache.specs import AttentionSpec
 from octavo.checkpoint.arch import Arch, Rope
 from octavo.checkpoint.config_reader.checkpoint import arch_from_config
 from octavo.checkpoint.config_reader.families import FAMILIES
@@ -74,7 +74,7 @@ def plan_of(
         layers.append(
             LayerPlan(
                 layer=type(cast(nn.Module, model).get_submodule(prefix[:-1])),
-                spec=with_mods(model.attention_variants[index], own_mods[index]),
+                spec=with_mods(model.layer_specs[index], own_mods[index]),
                 rope=kind.rope,
                 names={path.removeprefix(prefix): found for path, found in names.items() if path.startswith(prefix)},
                 routed=index in arch.moe_layers,

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from octavo.attention.base import BACKENDS, AttentionBackend, AttentionInputs, Setup
-from octavo.attention.base import Variant as AttentionSpec
 from octavo.attention.mods import NO_MODS, PROMPT_LENGTH
+from octavo.cache.specs import AttentionSpec
 from octavo.ops import native
 
 BLOCK_SIZE = 16  # tokens; backends of a GPU take its multiples, and any size gives the same bits
@@ -41,10 +41,12 @@ class Pack:
         *,
         device: torch.device | str = "cpu",
         fields: Mapping[str, Tensor] | None = None,
+        prompt_lengths: Sequence[int] | None = None,
     ) -> None:
         """`lengths`: tokens of each sequence. ids: [tokens] int64, if they are known. Raises ValueError for bad ones.
 
         fields: [sequences] or [sequences, tokens], what the attention mods read of each sequence, by the field's name.
+        prompt_lengths: tokens of each sequence that were given and not drawn, which mods that look ahead need.
         """
         if not lengths or min(lengths) < 1:
             raise ValueError(f"lengths must be one number of tokens or more, each at least 1, got {list(lengths)}")
@@ -53,7 +55,12 @@ class Pack:
         if ids is not None and ids.shape != (self.num_tokens,):
             raise ValueError(f"ids must be [{self.num_tokens}], the sum of lengths, got {list(ids.shape)}")
         self.ids = None if ids is None else ids.to(self.device, torch.int64)
-        self.fields = dict(fields or {})
+        self.tables = {name: table.to(self.device) for name, table in (fields or {}).items()}  # as mods read them
+        if prompt_lengths is not None:
+            known = torch.tensor(list(prompt_lengths), dtype=torch.int32, device=self.device)
+            if known.shape != (len(self.lengths),):
+                raise ValueError(f"prompt_lengths must be {len(self.lengths)} numbers, got {len(known)}")
+            self.tables[PROMPT_LENGTH.spec.name] = known
         blocks = [-(-length // BLOCK_SIZE) for length in self.lengths]
         starts = list(itertools.accumulate(self.lengths, initial=0))
         first = list(itertools.accumulate(blocks, initial=1))  # block 0 is the null block
@@ -84,11 +91,14 @@ class Pack:
         *,
         device: torch.device | str = "cpu",
         fields: Mapping[str, Tensor] | None = None,
+        prompt_lengths: Sequence[int] | None = None,
     ) -> Pack:
         """The pack of sequences of token ids, ids included."""
         known = [list(sequence) for sequence in sequences]
         ids = torch.tensor([token for sequence in known for token in sequence], dtype=torch.int64)
-        return cls([len(sequence) for sequence in known], ids, device=device, fields=fields)
+        return cls(
+            [len(sequence) for sequence in known], ids, device=device, fields=fields, prompt_lengths=prompt_lengths
+        )
 
     def next_tokens(self) -> Tensor:
         """[tokens] int64: the token behind each one; NO_TOKEN behind a sequence's last.
@@ -115,6 +125,10 @@ class Pack:
 
         backend: an attention backend's name; None: the one that an engine takes by itself. Without gradients.
         """
+        lacking = [field.name for field in spec.mods.specs if field.name not in self.tables]
+        if lacking:
+            wrong = "prompt_lengths" if lacking == [PROMPT_LENGTH.spec.name] else f"fields {', '.join(lacking)}"
+            raise ValueError(f"attention mod {spec.mods.name} reads what the pack was not given: make it with {wrong}")
         name = backend or _usual_backend(spec, q.dtype, self.device)
         key = spec, q.dtype, name
         if key not in self._backends:
@@ -128,12 +142,6 @@ class Pack:
         out = torch.empty_like(q)
         self._backends[key].run(q, cache_view(states), spec, out)
         return out
-
-    @property
-    def tables(self) -> dict[str, Tensor]:
-        """What mods read of each row: the fields, and its prompt's length. Of a trainer's sequence all is known."""
-        fields = {name: table.to(self.device) for name, table in self.fields.items()}
-        return {PROMPT_LENGTH.spec.name: self.inputs.seq_lens, **fields}
 
 
 def cache_view(states: Tensor) -> Tensor:

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.attention.base import Variant as AttentionSpec
 from octavo.attention.mods import NO_MODS, at_work
 from octavo.attention.reference import apply_mods
+from octavo.cache.specs import AttentionSpec
 from octavo.rl.autograd.outside import apply, first_order, outside_autocast
 from octavo.rl.pack import Pack
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.attention.base import Variant as AttentionSpec
+from octavo.cache.specs import AttentionSpec
 from octavo.ops.rope import qk_norm_rope_store
 from octavo.rl.autograd.norm import norm_backward, norm_weight
 from octavo.rl.autograd.outside import apply, first_order, outside_autocast

@@ -1,0 +1,206 @@
+"""N.4: what a converted model is to its trainer: an ordinary model, but for its bits."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from octavo import LLM, rl
+from octavo.attention import AttentionMods
+from rl_rig import TINY, num_differing, random_ids, sampled, tiny
+
+SEQUENCES = random_ids(50, 7, 33, vocab_size=4096)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """octavo-tiny in bfloat16, converted; each test leaves its weights and gradients as they are."""
+    return rl.convert(tiny())
+
+
+@pytest.fixture
+def pack() -> rl.Pack:
+    return rl.Pack.of(SEQUENCES)
+
+
+def _gradients(model: Any) -> dict[str, torch.Tensor]:
+    found = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def test_parameters_names_and_modules_stay() -> None:
+    before = tiny()
+    after = rl.convert(copy.deepcopy(before))
+    assert list(before.state_dict()) == list(after.state_dict())
+    assert [type(each) for each in before.modules()] == [type(each) for each in after.modules()]
+    assert after.lm_head.weight is after.model.embed_tokens.weight
+
+
+def test_transformers_call_gives_the_same_logits_in_any_padding(model: Any, pack: rl.Pack) -> None:
+    with torch.no_grad():
+        expected = rl.logprobs(model, pack).logprobs
+        width = max(map(len, SEQUENCES))
+        for left in (False, True):
+            ids, mask = torch.zeros(2, 3, width, dtype=torch.int64)
+            for row, sequence in enumerate(SEQUENCES):
+                place = slice(width - len(sequence), width) if left else slice(0, len(sequence))
+                ids[row, place], mask[row, place] = torch.tensor(sequence), 1
+            logits = model(ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
+            targets = pack.next_tokens()
+            found = rl.token_logprob(logits, targets.clamp(min=0)).logprobs
+            assert torch.equal(found[targets >= 0], expected[targets >= 0])
+            kept = model(ids, attention_mask=mask, logits_to_keep=5).logits
+            assert torch.equal(kept, model(ids, attention_mask=mask).logits[:, -5:])
+
+
+def test_a_loss_of_labels_has_gradients(model: Any) -> None:
+    ids = torch.tensor([SEQUENCES[2]])
+    loss = model(ids, labels=ids).loss
+    loss.backward()
+    assert float(loss.detach()) > 0 and all(grad.isfinite().all() for grad in _gradients(model).values())
+
+
+def test_targets_that_nobody_asks_for_give_nothing(model: Any, pack: rl.Pack) -> None:
+    targets = pack.next_tokens()
+    some = targets.clone()
+    some[::3] = rl.NO_TOKEN
+    found, whole = (rl.logprobs(model, pack, each) for each in (some, targets))
+    assert torch.equal(found.logprobs[some >= 0], whole.logprobs[some >= 0])
+    assert not found.logprobs[some < 0].any() and not found.entropy[some < 0].any()
+
+
+def test_N_5_checkpointing_keeps_bits_and_gradients(model: Any, pack: rl.Pack) -> None:
+    expected = rl.logprobs(model, pack).logprobs
+    expected.sum().backward()
+    gradients = _gradients(model)
+    model.activation_checkpointing_enable()
+    model.train()
+    try:
+        found = rl.logprobs(model, pack).logprobs
+        found.sum().backward()
+    finally:
+        model.activation_checkpointing_disable()
+        model.eval()
+    assert torch.equal(found, expected)
+    own = _gradients(model)
+    assert all(torch.equal(own[name], gradients[name]) for name in gradients)
+
+
+def test_N_3_gradients_are_the_same_from_run_to_run(model: Any, pack: rl.Pack) -> None:
+    runs = []
+    for _ in range(2):
+        rl.logprobs(model, pack).logprobs.sum().backward()
+        runs.append(_gradients(model))
+    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
+
+
+def test_autocast_changes_nothing(pack: rl.Pack) -> None:
+    """Operators run with their inputs' types, in both directions."""
+    model = rl.convert(tiny(torch.float32))
+    expected = rl.logprobs(model, pack).logprobs
+    expected.sum().backward()
+    gradients = _gradients(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = rl.logprobs(model, pack).logprobs
+        found.sum().backward()
+    assert torch.equal(found, expected)
+    own = _gradients(model)
+    assert all(torch.equal(own[name], gradients[name]) for name in gradients)
+
+
+def test_N_5_compile_leaves_the_forward_alone(model: Any, pack: rl.Pack) -> None:
+    with torch.no_grad():
+        compiled = rl.logprobs(torch.compile(model), pack).logprobs
+        assert torch.equal(compiled, rl.logprobs(model, pack).logprobs)
+
+
+def test_a_copy_has_weights_of_its_own(model: Any, pack: rl.Pack) -> None:
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        before = rl.logprobs(model, pack).logprobs
+        assert torch.equal(rl.logprobs(other, pack).logprobs, before)
+        other.model.layers[2].mlp.down_proj.weight.mul_(2)
+        assert not torch.equal(rl.logprobs(other, pack).logprobs, before)
+        assert torch.equal(rl.logprobs(model, pack).logprobs, before)
+
+
+def test_float32_masters_are_rounded_as_the_engine_rounds_them(tmp_path: Path) -> None:
+    """W.6's rounding: a float32 checkpoint in a bfloat16 engine is a float32 model converted to bfloat16."""
+    masters = tiny(torch.float32)
+    with torch.no_grad():
+        for parameter in masters.parameters():
+            parameter.add_(1e-4 * torch.randn_like(parameter))
+    masters.save_pretrained(tmp_path)
+    with LLM(str(tmp_path), dtype="bfloat16", skip_tokenizer_init=True) as llm:
+        sequences, theirs = sampled(llm, random_ids(40, 5, vocab_size=4096))
+    rl.convert(masters, dtype=torch.bfloat16)
+    pack = rl.Pack.of(sequences)
+    found = rl.logprobs(masters, pack).logprobs
+    assert num_differing(pack.split(found), theirs) == 0
+    found.sum().backward()
+    assert all(parameter.grad.dtype == torch.float32 for parameter in masters.parameters())
+
+
+def test_attention_mods_are_the_engines() -> None:
+    mods = AttentionMods(mask_mod=lambda b, h, q, kv: (q - kv < 9) | (kv < 2), name="sinks and a window")
+    with LLM(TINY, dtype="float32", attention_mods=mods) as llm:
+        sequences, theirs = sampled(llm, random_ids(30, 12, vocab_size=4096), max_tokens=3)
+    model = rl.convert(tiny(torch.float32), attention_mods=mods)
+    pack = rl.Pack.of(sequences)
+    found = rl.logprobs(model, pack).logprobs
+    assert num_differing(pack.split(found), theirs) == 0
+    found.sum().backward()
+    assert _gradients(model)
+
+
+def test_what_would_change_bits_is_refused(model: Any) -> None:
+    with pytest.raises(ValueError, match="replaced already"):
+        rl.convert(model)
+    dropping = tiny()
+    dropping.config.attention_dropout = 0.1
+    with pytest.raises(ValueError, match=r"attention_dropout=0\.1"):
+        rl.convert(dropping)
+    with pytest.raises(ValueError, match="does not run Linear"):
+        rl.convert(torch.nn.Linear(2, 2))
+    adapted = tiny()
+    own = adapted.model.layers[1].self_attn
+    own.q_proj = torch.nn.Sequential(own.q_proj)
+    with pytest.raises(ValueError, match=r"layer 1 has no parameters self_attn\.q_proj\.weight: adapters"):
+        rl.convert(adapted)
+    with pytest.raises(ValueError, match="does not take use_cache"):
+        model(torch.tensor([[1, 2]]), use_cache=True)
+    with pytest.raises(ValueError, match="position_ids must count"):
+        model(torch.tensor([[1, 2]]), position_ids=torch.tensor([[4, 5]]))
+    with pytest.raises(ValueError, match="targets must be"):
+        rl.logprobs(model, rl.Pack.of([[1, 2]]), torch.tensor([1]))
+    with pytest.raises(ValueError, match="lengths alone"):
+        rl.logprobs(model, rl.Pack([2]))
+    with pytest.raises(ValueError, match="exceeds the 2048 positions"):
+        rl.convert(tiny(), max_model_len=4096)
+
+
+def test_N_10_assert_same_says_where_bits_differ(model: Any) -> None:
+    def same(sequences: Any) -> list[list[float]]:
+        pack = rl.Pack.of(sequences)
+        with torch.no_grad():
+            return [own[:-1].tolist() for own in pack.split(rl.logprobs(model, pack).logprobs)]
+
+    def other(sequences: Any) -> list[list[float]]:
+        found = same(sequences)
+        found[1][4] += 1e-3
+        return found
+
+    assert rl.assert_same(model, same, SEQUENCES) == 49 + 6 + 32
+    assert rl.assert_same(model, same) == 32
+    with pytest.raises(rl.DifferenceError, match=r"1 of 87 .* sequence 1, position 5, token") as caught:
+        rl.assert_same(model, other, SEQUENCES)
+    assert [(each.sequence, each.position) for each in caught.value.differences] == [(1, 5)]
+    with pytest.raises(ValueError, match="at least 2 tokens"):
+        rl.assert_same(model, same, [[1]])
+    with pytest.raises(ConnectionError, match="no server answers"):
+        rl.assert_same(model, "http://127.0.0.1:1")

@@ -1,0 +1,222 @@
+"""N.2: gradients of every operator against float64 torch of the same mathematics."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo import rl
+from octavo.attention import AttentionMods
+from octavo.cache.specs import AttentionSpec
+from octavo.checkpoint.arch import Moe
+from octavo.ops.rope import rope_table
+from rl_rig import DTYPES
+
+LIMIT = {torch.float32: 2e-6, torch.bfloat16: 1e-2}  # of the error, relative to the gradient's own size
+LENGTHS = [40, 7, 130]
+SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_size=16, scale=0.25)
+
+
+def _compare(
+    ours: Callable[..., Any], theirs: Callable[..., Any], inputs: list[Tensor], dtype: torch.dtype, factor: float = 1.0
+) -> None:
+    """The gradients of a random weighting of the results, of all inputs."""
+    own = [x.to(dtype).requires_grad_() for x in inputs]
+    wide = [x.detach().double().requires_grad_() for x in own]
+    first, second = ours(*own), theirs(*wide)
+    weights = torch.randn(first.shape, generator=torch.Generator().manual_seed(1))
+    found = torch.autograd.grad((first.float() * weights).sum(), own)
+    expected = torch.autograd.grad((second * weights.double()).sum(), wide)
+    for mine, right in zip(found, expected, strict=True):
+        error = float((mine.double() - right).norm() / right.norm())
+        assert error <= factor * LIMIT[dtype], error
+
+
+def _norm64(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+class TestOperators:
+    def test_N_2_linear(self, dtype: torch.dtype) -> None:
+        inputs = [torch.randn(33, 48), torch.randn(40, 48), torch.randn(24, 48), torch.randn(40), torch.randn(24)]
+        _compare(
+            lambda x, a, b, c, d: rl.linear(x, (a, b), (c, d)),
+            lambda x, a, b, c, d: torch.cat((x @ a.t() + c, x @ b.t() + d), 1),
+            inputs, dtype,
+        )  # fmt: skip
+
+    def test_N_2_norm_and_add(self, dtype: torch.dtype) -> None:
+        _compare(
+            lambda x, y, w: rl.norm(rl.add(x, y), w, 1e-6, 1.0),
+            lambda x, y, w: _norm64(x + y, w + 1, 1e-6),
+            [torch.randn(33, 48), torch.randn(33, 48), torch.randn(48)], dtype,
+        )  # fmt: skip
+
+    @pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
+    def test_N_2_gated(self, dtype: torch.dtype, kind: str) -> None:
+        def right(x: Tensor) -> Tensor:
+            gate, up = x.chunk(2, 1)
+            act = torch.nn.functional.silu if kind == "silu" else _gelu
+            return act(gate) * up
+
+        _compare(lambda x: rl.gated(x, kind), right, [torch.randn(33, 96)], dtype)
+
+    @pytest.mark.parametrize("temperature", [1.0, 0.6])
+    @pytest.mark.parametrize("entropy", [False, True])
+    def test_N_2_head(self, dtype: torch.dtype, temperature: float, entropy: bool) -> None:
+        ids = torch.randint(199, (33,))
+
+        def right(x: Tensor, w: Tensor) -> Tensor:
+            logs = (3.0 * torch.tanh(x @ w.t() / 3.0) / temperature).log_softmax(-1)
+            return -(logs.exp() * logs).sum(1) if entropy else logs.gather(1, ids[:, None])[:, 0]
+
+        def ours(x: Tensor, w: Tensor) -> Tensor:
+            return rl.head_logprob(x, w, ids, temperature, soft_cap=3.0)[1 if entropy else 0]
+
+        _compare(ours, right, [torch.randn(33, 48), torch.randn(199, 48) / 7], dtype, factor=2.0 if entropy else 1.0)
+
+    def test_N_2_moe(self, dtype: torch.dtype) -> None:
+        facts = Moe(num_experts=6, experts_per_token=2, expert_size=24)
+        inputs = [torch.randn(33, 48), torch.randn(6, 48), torch.randn(6, 48, 48) / 7, torch.randn(6, 48, 24) / 5]
+
+        def right(x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+            scores = (x @ router.t()).softmax(-1)
+            weights, experts = scores.topk(2)
+            gate, up = torch.einsum("ts,teis->tei", x, gate_up[experts]).chunk(2, -1)
+            each = torch.einsum("tei,tesi->tes", torch.nn.functional.silu(gate) * up, down[experts])
+            return (each * (weights / weights.sum(1, keepdim=True))[..., None]).sum(1)
+
+        _compare(lambda *t: rl.moe(*t, facts), right, inputs, dtype)
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return torch.nn.functional.gelu(x, approximate="tanh")
+
+
+def _attention64(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, spec: AttentionSpec, change: Any = None) -> Tensor:
+    cos_sin, results = rope_table(16, max(LENGTHS)).double(), []
+    for part in qkv.split(LENGTHS):
+        q, k, v = part.unflatten(1, (-1, 16)).split((4, 2, 2), 1)
+        rows = cos_sin[: len(part), None]
+        q, k = (_turn(_norm64(x, w, 1e-6), rows).transpose(0, 1) for x, w in ((q, q_norm), (k, k_norm)))
+        scores = q @ k.repeat_interleave(2, 0).transpose(1, 2) * spec.scale
+        if spec.soft_cap:
+            scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
+        at = torch.arange(len(part))
+        distance = at[:, None] - at
+        if spec.alibi_slopes:
+            scores = scores - torch.tensor(spec.alibi_slopes).double()[:, None, None] * distance
+        if change is not None:
+            scores = change(scores, at[:, None], at)
+        hidden = distance < 0
+        hidden = hidden | (distance >= spec.window) if spec.window else hidden
+        hidden = hidden | (at[:, None] // spec.chunk != at // spec.chunk) if spec.chunk else hidden
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        results.append((weights @ v.transpose(0, 1).repeat_interleave(2, 0)).transpose(0, 1))
+    return torch.cat(results)
+
+
+def _turn(x: Tensor, rows: Tensor) -> Tensor:
+    (cos, sin), (first, second) = rows.chunk(2, -1), x.chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+def _ours(spec: AttentionSpec, pack: rl.Pack) -> Callable[..., Tensor]:
+    def run(qkv: Tensor, q_norm: Tensor, k_norm: Tensor) -> Tensor:
+        q, states = rl.qk_norm_rope(qkv, pack, rope_table(16, max(LENGTHS)), spec, q_norm, k_norm, 1e-6)
+        return rl.attention(q, states, pack, spec)
+
+    return run
+
+
+SPECS: dict[str, dict[str, Any]] = {
+    "plain": {}, "window": {"window": 20}, "chunk": {"chunk": 24}, "cap": {"soft_cap": 1.5},
+    "slopes": {"alibi_slopes": (0.5, 0.25, 0.125, 0.0625)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", SPECS)
+def test_N_2_attention(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(rl.autograd.attention._AT_ONCE, "cpu", 4 * 130 * 17)  # tiles of 17 queries of the longest
+    spec = dataclasses.replace(SPEC, **SPECS[kind])
+    torch.manual_seed(0)
+    inputs = [torch.randn(sum(LENGTHS), 8 * 16), 1 + torch.rand(16), 1 + torch.rand(16)]
+    _compare(_ours(spec, rl.Pack(LENGTHS)), lambda *t: _attention64(*t, spec), inputs, dtype)
+
+
+def test_N_2_mods_that_change_scores() -> None:
+    mods = AttentionMods(score_mod=lambda score, b, h, q, kv: score * (1 + h) - 0.01 * score * score + (q - kv) % 3)
+    spec = dataclasses.replace(SPEC, mods=mods)
+
+    def change(scores: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        heads = torch.arange(1, 5)[:, None, None]
+        return scores * heads - 0.01 * scores * scores + (q - kv) % 3
+
+    torch.manual_seed(0)
+    inputs = [torch.randn(sum(LENGTHS), 8 * 16), 1 + torch.rand(16), 1 + torch.rand(16)]
+    _compare(_ours(spec, rl.Pack(LENGTHS)), lambda *t: _attention64(*t, spec, change), inputs, torch.float32)
+
+
+def test_a_mod_with_learned_parts_is_refused() -> None:
+    slope = torch.nn.Parameter(torch.tensor(0.5))
+    mods = AttentionMods(score_mod=lambda score, b, h, q, kv: score + slope * (kv - q), name="learned")
+    pack, spec = rl.Pack(LENGTHS), dataclasses.replace(SPEC, mods=mods)
+    qkv = torch.randn(sum(LENGTHS), 8 * 16, requires_grad=True)
+    out = _ours(spec, pack)(qkv, torch.ones(16), torch.ones(16))
+    with pytest.raises(ValueError, match="requires a gradient"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("form", ["parameters", "ids", "mask"])
+def test_N_2_a_support_has_the_same_gradient_in_every_form(form: str) -> None:
+    torch.manual_seed(0)
+    logits, ids = torch.randn(33, 50), torch.zeros(33, dtype=torch.int64)
+    order = logits.topk(5).indices
+    ids = order[:, 2].clone()
+    mask = torch.zeros(33, 50, dtype=torch.bool).scatter_(1, order, True)
+    padded = torch.cat((order, torch.full((33, 2), -1)), 1)
+    support = {"parameters": rl.Truncation(top_k=5), "ids": padded, "mask": mask}[form]
+
+    def right(x: Tensor) -> Tensor:
+        kept = (x / 0.7).masked_fill(~mask, float("-inf"))
+        return kept.log_softmax(-1).gather(1, ids[:, None])[:, 0]
+
+    _compare(lambda x: rl.token_logprob(x, ids, 0.7, support).logprobs, right, [logits], torch.float32)
+
+
+def test_N_2_a_weight_that_is_used_twice_sums_its_gradients() -> None:
+    ids = torch.randint(30, (9,))
+
+    def ours(w: Tensor) -> Tensor:
+        return rl.head_logprob(torch.nn.functional.embedding(ids, w), w, ids).logprobs
+
+    def right(w: Tensor) -> Tensor:
+        return (w[ids] @ w.t()).log_softmax(-1).gather(1, ids[:, None])[:, 0]
+
+    _compare(ours, right, [torch.randn(30, 16) / 4], torch.float32)
+
+
+def test_nothing_as_large_as_tokens_by_vocab_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the head, in either direction: the largest tensor is a block of rows."""
+    monkeypatch.setitem(rl.autograd.logprob._AT_ONCE, "cpu", 8 * 5000)
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            result = function(*args, **(kwargs or {}))
+            if isinstance(result, Tensor) and result.dim() == 2 and result.shape[1] == 5000:
+                largest = max(largest, result.shape[0])
+            return result
+
+    hidden, weight = torch.randn(100, 16, requires_grad=True), torch.randn(5000, 16, requires_grad=True)
+    with Watch():
+        rl.head_logprob(hidden, weight, torch.zeros(100, dtype=torch.int64)).logprobs.sum().backward()
+    assert 0 < largest <= 8

@@ -1,0 +1,115 @@
+"""N.1: the operators have the sampler's bits in every packing; what they refuse."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from octavo import rl
+from octavo.attention import AttentionMods, request_field
+from octavo.attention.mods.choice import with_mods
+from octavo.cache.specs import AttentionSpec
+from octavo.ops.gemm import linear, pack_linear
+from octavo.ops.rope import rope_table
+from octavo.rl import packed_weights
+from rl_rig import DTYPES, flip_lowest_bit
+
+SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_size=16, scale=0.25)
+LENGTHS = [1, 31, 32, 33, 511, 512, 513, 2047, 2048, 2049]
+
+
+def _attend(qkv: torch.Tensor, pack: rl.Pack, spec: AttentionSpec = SPEC, backend: str | None = None) -> torch.Tensor:
+    cos_sin = rope_table(spec.head_size, max(pack.lengths))
+    weight = torch.linspace(0.5, 2, spec.head_size)
+    q, states = rl.qk_norm_rope(qkv, pack, cos_sin, spec, weight, weight, 1e-6)
+    return rl.attention(q, states, pack, spec, backend)
+
+
+@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_N_1_a_packs_order_and_cut_change_no_bit(dtype: torch.dtype, window: int) -> None:
+    spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_size=16, scale=0.25, window=window)
+    torch.manual_seed(0)
+    parts = [torch.randn(length, 8 * 16).to(dtype) for length in LENGTHS]
+    alone = [_attend(part, rl.Pack([len(part)]), spec) for part in parts]
+    order = torch.randperm(len(parts)).tolist()
+    pack = rl.Pack([LENGTHS[i] for i in order])
+    together = pack.split(_attend(torch.cat([parts[i] for i in order]), pack, spec))
+    assert all(torch.equal(together[place], alone[i]) for place, i in enumerate(order))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_N_1_every_row_count_and_joined_weights(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, weights = torch.randn(257, 48).to(dtype), [torch.randn(n, 48).to(dtype) for n in (40, 24, 24)]
+    biases = [torch.randn(40).to(dtype), None, torch.randn(24)]
+    joined = torch.cat([torch.zeros(24) if each is None else each.float() for each in biases[1:]])
+    fused = linear(x, pack_linear(torch.cat(weights)), torch.cat((biases[0].float(), joined)))  # type: ignore[union-attr]
+    for count in range(1, 258):
+        assert torch.equal(rl.linear(x[:count], weights, biases), fused[:count])
+
+
+def test_a_weight_is_packed_when_its_bits_changed_and_never_else() -> None:
+    weight, x = torch.nn.Parameter(torch.randn(40, 48)), torch.randn(3, 48)
+    before = packed_weights.num_packed
+    first = rl.linear(x, weight)
+    rl.linear(x, weight).sum().backward()
+    assert packed_weights.num_packed == before + 1
+    optimizer = torch.optim.SGD([weight], 0.0)
+    optimizer.step()
+    assert torch.equal(rl.linear(x, weight), first) and packed_weights.num_packed == before + 1
+    flip_lowest_bit(weight.data, 7)
+    assert not torch.equal(rl.linear(x, weight), first) and packed_weights.num_packed == before + 2
+    flip_lowest_bit(weight.data, 7)
+    for swapped in (weight.data[[1, 0, *range(2, 40)]], weight.data[:, [2, 3, 0, 1, *range(4, 48)]]):
+        weight.data.copy_(swapped)
+        assert torch.equal(rl.linear(x, weight), rl.linear(x, torch.nn.Parameter(swapped.clone())))
+
+
+def test_packed_forms_go_with_their_weight() -> None:
+    before = len(packed_weights._PACKED)
+    weight = torch.randn(4, 8)
+    rl.linear(torch.randn(2, 8), weight)
+    assert len(packed_weights._PACKED) == before + 1
+    del weight
+    assert len(packed_weights._PACKED) == before
+
+
+def test_mods_and_their_fields_are_the_packs() -> None:
+    group = request_field("group")
+    mods = AttentionMods(mask_mod=lambda b, h, q, kv: (q - kv) % group[b] == 0, fields=(group,))
+    spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_size=16, scale=0.25, mods=mods)
+    parts = [torch.randn(length, 8 * 16) for length in (20, 9)]
+    alone = [
+        _attend(part, rl.Pack([len(part)], fields={"group": torch.tensor([own])}), spec)
+        for part, own in zip(parts, (2, 3), strict=True)
+    ]
+    pack = rl.Pack([20, 9], fields={"group": torch.tensor([2, 3])})
+    assert torch.equal(_attend(torch.cat(parts), pack, spec), torch.cat(alone))
+    with pytest.raises(ValueError, match="fields group"):
+        _attend(torch.cat(parts), rl.Pack([20, 9]), spec)
+
+
+def test_mods_that_look_ahead_need_the_prompts() -> None:
+    spec = with_mods(SPEC, AttentionMods(mask_mod=lambda b, h, q, kv: kv >= 0, causal=False, name="both ways"))
+    with pytest.raises(ValueError, match="prompt_lengths"):
+        _attend(torch.randn(9, 8 * 16), rl.Pack([9]), spec)
+    assert _attend(torch.randn(9, 8 * 16), rl.Pack([9], prompt_lengths=[6]), spec).isfinite().all()
+
+
+def test_wrong_arguments_are_named() -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        rl.Pack([3, 0])
+    with pytest.raises(ValueError, match=r"ids must be \[4\]"):
+        rl.Pack([4], torch.tensor([1]))
+    with pytest.raises(ValueError, match="lengths alone"):
+        rl.Pack([4]).next_tokens()
+    with pytest.raises(ValueError, match="temperature must be above 0"):
+        rl.token_logprob(torch.zeros(1, 5), torch.zeros(1, dtype=torch.int64), 0.0)
+    with pytest.raises(ValueError, match="unknown activation"):
+        rl.gated(torch.zeros(1, 4), "relu")
+    with pytest.raises(ValueError, match="longer than the 4 rotary positions"):
+        rl.qk_norm_rope(torch.zeros(5, 8 * 16), rl.Pack([5]), rope_table(16, 4), SPEC)
+    with pytest.raises(ValueError, match="latent"):
+        latent = AttentionSpec(num_heads=4, num_kv_heads=1, head_size=16, scale=0.25, value_size=8)
+        rl.attention(torch.zeros(5, 4, 16), torch.zeros(32, 1, 16), rl.Pack([5]), latent)
