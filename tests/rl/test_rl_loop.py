@@ -69,6 +69,17 @@ def test_N_6_ten_updates(tmp_path: Path, dtype: torch.dtype) -> None:
     assert min(loop.stale) > 0, "an update moves weights, and stale ones are seen"
 
 
+def test_A_7_the_lines_of_the_page_run_as_they_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(TINY, tmp_path / "policy")
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).resolve().parents[2] / "docs/rl.md").read_text(encoding="utf-8")
+    code = page.partition("```python\n")[2].partition("```")[0]
+    assert "range(100)" in code
+    own: dict[str, Any] = {}
+    exec(code.replace("range(100)", "range(2)"), own)
+    assert all(torch.equal(each, torch.ones_like(each)) for each in [own["ratio"]])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_N_6_a_hundred_updates(tmp_path: Path, dtype: torch.dtype) -> None:
