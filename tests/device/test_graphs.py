@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ import torch
 from octavo.device.batch import BatchOrder, StepShape
 from octavo.device.graphs import ANY_LENGTH, EAGER, GraphKey, GraphPool, decode_keys, mixed_keys
 from octavo.device.request_table import RequestTable
-from octavo.layers.decoder import Decoder
+from octavo.layers.decoder import num_unlike
 from octavo.plan import NewRow, StepLimits, StepPlan
 from octavo.request.sampling_params import SamplingParams
 
@@ -164,14 +163,7 @@ def test_rows_that_decode_again_are_laid_out_as_from_the_start() -> None:
 
 @pytest.mark.parametrize(("kinds", "num"), [("a", 1), ("aaaa", 2), ("baaa", 2), ("aaabaaab", 4), ("aab", 3)])
 def test_a_rehearsal_goes_through_a_layer_of_each_kind_behind_the_first_and_the_last(kinds: str, num: int) -> None:
-    layers = [
-        SimpleNamespace(attention=SimpleNamespace(spec=None, index=i), mlp=None, has_plain_mlp=True, operands=kind)
-        for i, kind in enumerate(kinds)
-    ]
-    context = SimpleNamespace(
-        layers=[SimpleNamespace(table=0, cache=cache) for cache in torch.zeros(len(kinds), 4).unbind()]
-    )
-    assert Decoder(layers, None)._num_unlike(context) == num
+    assert num_unlike(list(kinds)) == num
 
 
 class Graph:

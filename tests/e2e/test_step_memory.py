@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from octavo import LLM, SamplingParams
 from octavo.cli import main as cli
-from octavo.layers import decoder
+from octavo.layers import fusions
 from octavo.ops.decoder import post_attention
 from octavo.startup.memory_plan import show_bytes
 from random_models import GEMMA, settings_of, token_prompts
@@ -67,7 +67,7 @@ def test_behind_the_last_attention_a_prompt_is_one_token(tmp_path: Path, monkeyp
         counts.append(len(attended))
         return post_attention(operands, attended, residual)
 
-    monkeypatch.setattr(decoder, "post_attention", leave)
+    monkeypatch.setattr(fusions, "post_attention", leave)
     with LLM(
         **settings_of(GEMMA, tmp_path),
         dtype="float32",
@@ -97,7 +97,7 @@ def test_doctors_plan_holds_the_memory_of_tables_and_masks(tmp_path: Path, capsy
     lines = capsys.readouterr().out.splitlines()
     with LLM(**settings, dtype="float32", attention_backend="flex", **fields) as llm:
         llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-        memory, backends = llm.engine.memory, llm.engine.runner._model_state._backends
+        memory, backends = llm.engine.memory, [own.backend for own in llm.engine.runner._model_state._tables]
     for name, size in (("tables", memory.table_bytes), ("attention", memory.buffer_bytes)):
         (line,) = (line for line in lines if line.split()[:1] == [name] and " of " in line)
         assert line.split()[1:3] == show_bytes(size).split() and size > 0, line

@@ -12,12 +12,13 @@ import dataclasses
 
 import torch
 
-from octavo.attention.base import NO_TENSORS
+from octavo.attention.base import NO_TENSORS, current_context
 from octavo.cache.specs import AttentionSpec
 from octavo.checkpoint.arch import Arch, Rope
 from octavo.layers.base import Layer
+from octavo.layers.chain import line
 from octavo.layers.linear import Linear
-from octavo.ops.rope import rope_table
+from octavo.ops.rope import qk_norm_rope_store, rope_table
 
 
 class RotaryTable(Layer):
@@ -107,6 +108,27 @@ class Attention(Layer):
         for norm in (self.q_norm, self.k_norm):
             if norm is not None and self._norm_offset:
                 norm.add_(self._norm_offset)
+
+    @line("rope_store")
+    def rope_and_store(self, qkv: torch.Tensor) -> torch.Tensor:
+        """q [tokens, heads, head_size] of what `qkv` gave, normed if the layer norms heads, and rotated.
+
+        K is normed and rotated too, and stored with V in the tokens' slots.
+        """
+        context, spec, tensors = current_context(), self.spec, self.tensors
+        own = context.layers[self.index]
+        return qk_norm_rope_store(
+            qkv, context.positions, self.rotary.cos_sin, self.q_norm, self.k_norm, self.norm_eps, spec.num_heads,
+            spec.num_kv_heads, spec.head_size, own.cache, own.inputs.slot_mapping, key_scale=tensors.key_scale,
+            value_scale=tensors.value_scale,
+        )  # fmt: skip
+
+    @line("attend")
+    def attend(self, q: torch.Tensor) -> torch.Tensor:
+        """What each query's head sees of the cache, [tokens, heads * head_size]."""
+        own, attended = current_context().layers[self.index], torch.empty_like(q)
+        own.backend.run(q, own.cache, self.spec, attended, self.tensors)
+        return attended.flatten(1)
 
 
 def plain_specs(arch: Arch) -> list[AttentionSpec]:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from octavo.layers.chain import Symbol
 from octavo.ops.gemm import packed_bytes
 
 
@@ -47,6 +48,21 @@ class Layer(nn.Module):
     widens_exactly: frozenset[str] = frozenset()
     # Parameters whose memory is free again after `finalize`.
     copied_by_finalize: frozenset[str] = frozenset()
+
+    # What a call of it is among a layer's lines (`octavo.layers.chain`).
+    kind: str = "own"
+
+    def __init_subclass__(cls) -> None:
+        """What has another forward is no longer of its base's kind."""
+        super().__init_subclass__()
+        if "forward" in cls.__dict__ and "kind" not in cls.__dict__:
+            cls.kind = "own"
+
+    def __call__(self, x: Any, *rest: Any) -> Any:
+        """`forward`, or a line of a layer whose lines are being learned."""
+        if isinstance(x, Symbol) and not rest:
+            return x.record(self.kind, self, self.forward)
+        return self.forward(x, *rest)
 
     def __init__(self) -> None:
         """No parameters yet."""

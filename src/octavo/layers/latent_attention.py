@@ -19,6 +19,7 @@ from octavo.cache.specs import AttentionSpec
 from octavo.checkpoint.arch import Arch
 from octavo.layers.attention import RotaryTable
 from octavo.layers.base import Layer, WeightForm
+from octavo.layers.chain import line
 from octavo.layers.linear import Linear
 from octavo.layers.norm import RMSNorm
 from octavo.ops.gemm.head_linear import HeadWeights, head_linear, pack_heads
@@ -81,28 +82,37 @@ class LatentAttention(Layer):
         norm, key_scale = self.state_norm, self.tensors.key_scale
         return LatentState(self.rotary.cos_sin, norm.weight, norm.eps, self._interleaved, key_scale)
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
-        """x [tokens, size], positions [tokens] int64 -> [tokens, size]; of the tokens at `wanted` [S] if there are."""
-        own = current_context().layers[self.index]
-        latent, num_tokens = self._latent, x.shape[0]
-        first, state = self.down.forward(x).split((self._first_size, latent.latent_size + latent.rope_size), dim=1)
+    @line("own")
+    def absorb_and_store(self, down: torch.Tensor) -> torch.Tensor:
+        """q [tokens, heads, head_size] in the state's channels, of what `down` gave; the state is stored by slot."""
+        context, latent = current_context(), self._latent
+        own = context.layers[self.index]
+        first, state = down.split((self._first_size, latent.latent_size + latent.rope_size), dim=1)
         if self.query_norm is not None and self.query_up is not None:
             first = self.query_up.forward(self.query_norm.forward(first))
         query = first.unflatten(1, (self._num_heads, self._head_query))
-        q = x.new_empty(num_tokens, self._num_heads, self.spec.head_size)
+        q = down.new_empty(len(down), self._num_heads, self.spec.head_size)
         head_linear(query[..., : latent.nope_size], self.absorb_key, q[..., : latent.latent_size])
         latent_rope_store(
             self._state,
             query[..., latent.nope_size :],
             state,
-            positions,
+            context.positions,
             q[..., latent.latent_size :],
             own.cache,
             own.inputs.slot_mapping,
         )
-        if wanted is not None:
-            q = q.index_select(0, wanted)
-        seen = x.new_empty(len(q), self._num_heads, latent.latent_size)
+        return q
+
+    @line("attend")
+    def attend(self, q: torch.Tensor) -> torch.Tensor:
+        """What each query's head sees of the states, [tokens, heads, latent_size]."""
+        own, seen = current_context().layers[self.index], q.new_empty(len(q), self._num_heads, self._latent.latent_size)
         own.backend.run(q, own.cache, self.spec, seen, self.tensors)
-        values = x.new_empty(len(q), self._num_heads, latent.value_size)
-        return self.output.forward(head_linear(seen, self.expand_value, values).flatten(1))
+        return seen
+
+    @line("own")
+    def values_of(self, seen: torch.Tensor) -> torch.Tensor:
+        """[tokens, heads * value_size]: the values of what was seen."""
+        values = seen.new_empty(len(seen), self._num_heads, self._latent.value_size)
+        return head_linear(seen, self.expand_value, values).flatten(1)

@@ -17,6 +17,7 @@ from octavo.ops.gemm import LinearWeight, linear, pack_linear
 class Linear(Layer):
     """One weight [out, in]; `out` is an int, or names and sizes of the projections that it fuses, in order."""
 
+    kind = "linear"
     widens_exactly = frozenset({"weight"})
     copied_by_finalize = frozenset({"weight"})
     packed: LinearWeight  # set by finalize
@@ -53,7 +54,7 @@ class Linear(Layer):
         else:
             self.bias = None
         self._rows = rows
-        self._quantize, self._rest_from = quantize, rest_from
+        self._quantize, self.rest_from = quantize, rest_from
         self.out_dtype = out_dtype
 
     def shards(self, name: str) -> Mapping[str, tuple[int, int]]:
@@ -76,7 +77,7 @@ class Linear(Layer):
             own, self.bias = self.bias, self.bias.new_zeros(self._rows)
             self.bias[start : start + size] = own
         self.packed = pack_linear(self.__dict__.pop("weight"), quantization if self._quantize else None)
-        self.rest = None if self._rest_from is None else self.packed.behind(self._shards[self._rest_from][0])
+        self.rest = None if self.rest_from is None else self.packed.behind(self._shards[self.rest_from][0])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [tokens, in] -> [tokens, out]."""

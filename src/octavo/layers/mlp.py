@@ -17,12 +17,16 @@ from octavo.ops.gemm.fused import gated_linear
 class Mlp(Layer):
     """`activation`: silu | gelu_tanh."""
 
+    kind = "mlp"
+
     def __init__(self, size: int, inner_size: int, activation: str, dtype: torch.dtype, *, bias: bool = False) -> None:
         """`size`: of the hidden state; `inner_size`: between the products; `bias`: on all three."""
         super().__init__()
         self.gate_up = Linear(size, {"gate": inner_size, "up": inner_size}, dtype, bias=bias)
         self.down = Linear(inner_size, size, dtype, bias=bias)
         self.activation = activation
+        if bias:
+            self.kind = "own"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [tokens, size] -> the same shape."""

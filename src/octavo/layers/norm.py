@@ -15,6 +15,7 @@ from octavo.ops.norm import add_rms_norm, rms_norm
 class RMSNorm(Layer):
     """x / rms(x) * (offset + weight) over the last axis of `size` elements (Zhang and Sennrich 2019)."""
 
+    kind = "norm"
     weight: torch.Tensor  # [size] float32
 
     def __init__(self, size: int, eps: float, offset: float = 0.0) -> None:

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from octavo.attention.base import AttentionBackend
 from octavo.cache.specs import AttentionSpec
 from octavo.checkpoint.arch import Arch
 
@@ -40,6 +41,9 @@ class Model(Protocol):
         Of the last token of each row, if the ForwardContext asks for no others, else of all tokens.
         """
 
+    def describe_layers(self, backends: Sequence[type[AttentionBackend]]) -> list[tuple[str, str]]:
+        """(steps, what runs the lines of which layers), for people. `backends`: of each layer."""
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [rows, hidden_size] -> [rows, vocab_size] float32."""
 
@@ -55,6 +59,28 @@ class Model(Protocol):
 
     def fused_sampling_rows(self) -> Collection[int]:
         """The numbers of rows at which `draw` is faster than logits and a draw."""
+
+
+# How Llama's checkpoints call what its layers hold, and most families' after it: they name what differs.
+LLAMA_WEIGHTS: WeightMap = {
+    "model.layers.*.input_layernorm.weight": ("layers.*.input_norm.weight", ""),
+    "model.layers.*.self_attn.q_proj.weight": ("layers.*.attention.qkv.weight", "q"),
+    "model.layers.*.self_attn.k_proj.weight": ("layers.*.attention.qkv.weight", "k"),
+    "model.layers.*.self_attn.v_proj.weight": ("layers.*.attention.qkv.weight", "v"),
+    "model.layers.*.self_attn.q_proj.bias": ("layers.*.attention.qkv.bias", "q"),
+    "model.layers.*.self_attn.k_proj.bias": ("layers.*.attention.qkv.bias", "k"),
+    "model.layers.*.self_attn.v_proj.bias": ("layers.*.attention.qkv.bias", "v"),
+    "model.layers.*.self_attn.o_proj.weight": ("layers.*.attention.output.weight", ""),
+    "model.layers.*.self_attn.o_proj.bias": ("layers.*.attention.output.bias", ""),
+    "model.layers.*.post_attention_layernorm.weight": ("layers.*.mlp_norm.weight", ""),
+    "model.layers.*.mlp.gate_proj.weight": ("layers.*.mlp.gate_up.weight", "gate"),
+    "model.layers.*.mlp.up_proj.weight": ("layers.*.mlp.gate_up.weight", "up"),
+    "model.layers.*.mlp.down_proj.weight": ("layers.*.mlp.down.weight", ""),
+    "model.layers.*.mlp.gate_proj.bias": ("layers.*.mlp.gate_up.bias", "gate"),
+    "model.layers.*.mlp.up_proj.bias": ("layers.*.mlp.gate_up.bias", "up"),
+    "model.layers.*.mlp.down_proj.bias": ("layers.*.mlp.down.bias", ""),
+    "model.norm.weight": ("norm.weight", ""),
+}
 
 
 def end_weights(*, tied: bool) -> WeightMap:

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
+from octavo.attention.base import AttentionBackend
 from octavo.cache.specs import AttentionSpec
 from octavo.checkpoint.arch import Arch
 from octavo.layers.attention import RotaryTable
@@ -47,8 +48,14 @@ class CausalLM(Layer):
         return Decoder(self.layers, self.norm)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Hidden states after the last norm. Layers are DecoderLayers, or the family has a run of its own."""
+        """Hidden states after the last norm."""
         return self._decoder.forward(self.embedding.forward(input_ids), positions)
+
+    def describe_layers(self, backends: Sequence[type[AttentionBackend]]) -> list[tuple[str, str]]:
+        """See models.base.Model."""
+        if type(self).forward is not CausalLM.forward:
+            return [("every step", "the family's own run over its layers")]
+        return self._decoder.describe(backends)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits in float32, soft-capped if the checkpoint asks for it."""

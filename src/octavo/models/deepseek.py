@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import torch
 
-from octavo.attention.base import current_context
 from octavo.cache.specs import AttentionSpec
 from octavo.checkpoint.arch import Arch
 from octavo.layers.attention import RotaryTable
@@ -50,7 +49,7 @@ WEIGHT_MAP: WeightMap = {
 
 
 class DeepseekLayer(Layer):
-    """One decoder layer. The residual stream travels beside x: each norm adds x to it first."""
+    """Norm, latent attention, norm, experts or an MLP."""
 
     def __init__(self, index: int, arch: Arch, spec: AttentionSpec, rotary: RotaryTable, dtype: torch.dtype) -> None:
         """Layer number `index` of `arch`."""
@@ -65,26 +64,16 @@ class DeepseekLayer(Layer):
         else:
             self.mlp = Mlp(arch.hidden_size, arch.intermediate_size, arch.activation, dtype)
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        positions: torch.Tensor,
-        wanted: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(x, residual) before the layer -> after it. `residual` None: the first layer, x is the embedding.
-
-        wanted: [S] int64, the tokens that attend and go on, for which the backend is prepared; None: all do.
-        """
-        if residual is None:
-            x, residual = self.input_norm.forward(x), x
-        else:
-            x, residual = self.input_norm.add(x, residual)
-        x = self.attention.forward(x, positions, wanted)
-        if wanted is not None:
-            residual = residual.index_select(0, wanted)
-        x, residual = self.post_attention_norm.add(x, residual)
-        return self.mlp.forward(x), residual
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [tokens, size] -> the same shape."""
+        attention = self.attention
+        h = self.input_norm(x)
+        down = attention.down(h)
+        q = attention.absorb_and_store(down)
+        seen = attention.values_of(attention.attend(q))
+        x = x + attention.output(seen)
+        h = self.post_attention_norm(x)
+        return x + self.mlp(h)
 
 
 class DeepseekForCausalLM(CausalLM):
@@ -108,14 +97,3 @@ class DeepseekForCausalLM(CausalLM):
             self.weight_map["model.layers.*.self_attn.q_proj.weight"] = self.weight_map.pop(
                 "model.layers.*.self_attn.q_a_proj.weight"
             )
-
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Hidden states after the last norm."""
-        x, residual = self.embedding.forward(input_ids), None
-        *layers, last = self.layers
-        for layer in layers:
-            x, residual = layer.forward(x, residual, positions)
-        wanted = current_context().narrow_to_logit_tokens(len(layers))
-        x, residual = last.forward(x, residual, positions, wanted)
-        assert residual is not None, "a decoder has layers"
-        return self.norm.add(x, residual)[0]

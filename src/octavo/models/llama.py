@@ -9,32 +9,39 @@ from __future__ import annotations
 
 import torch
 
+from octavo.cache.specs import AttentionSpec
 from octavo.checkpoint.arch import Arch
-from octavo.layers.attention import Attention, plain_specs, rotary_tables
-from octavo.layers.decoder import DecoderLayer
+from octavo.layers.attention import Attention, RotaryTable, plain_specs, rotary_tables
+from octavo.layers.base import Layer
 from octavo.layers.mlp import Mlp
-from octavo.models.base import WeightMap
+from octavo.layers.norm import RMSNorm
+from octavo.models.base import LLAMA_WEIGHTS, WeightMap
 from octavo.models.causal_lm import CausalLM
 
-WEIGHT_MAP: WeightMap = {
-    "model.layers.*.input_layernorm.weight": ("layers.*.input_norm.weight", ""),
-    "model.layers.*.self_attn.q_proj.weight": ("layers.*.attention.qkv.weight", "q"),
-    "model.layers.*.self_attn.k_proj.weight": ("layers.*.attention.qkv.weight", "k"),
-    "model.layers.*.self_attn.v_proj.weight": ("layers.*.attention.qkv.weight", "v"),
-    "model.layers.*.self_attn.q_proj.bias": ("layers.*.attention.qkv.bias", "q"),
-    "model.layers.*.self_attn.k_proj.bias": ("layers.*.attention.qkv.bias", "k"),
-    "model.layers.*.self_attn.v_proj.bias": ("layers.*.attention.qkv.bias", "v"),
-    "model.layers.*.self_attn.o_proj.weight": ("layers.*.attention.output.weight", ""),
-    "model.layers.*.self_attn.o_proj.bias": ("layers.*.attention.output.bias", ""),
-    "model.layers.*.post_attention_layernorm.weight": ("layers.*.mlp_norm.weight", ""),
-    "model.layers.*.mlp.gate_proj.weight": ("layers.*.mlp.gate_up.weight", "gate"),
-    "model.layers.*.mlp.up_proj.weight": ("layers.*.mlp.gate_up.weight", "up"),
-    "model.layers.*.mlp.down_proj.weight": ("layers.*.mlp.down.weight", ""),
-    "model.layers.*.mlp.gate_proj.bias": ("layers.*.mlp.gate_up.bias", "gate"),
-    "model.layers.*.mlp.up_proj.bias": ("layers.*.mlp.gate_up.bias", "up"),
-    "model.layers.*.mlp.down_proj.bias": ("layers.*.mlp.down.bias", ""),
-    "model.norm.weight": ("norm.weight", ""),
-}
+WEIGHT_MAP: WeightMap = LLAMA_WEIGHTS
+
+
+class LlamaLayer(Layer):
+    """Norm, attention, norm, MLP."""
+
+    def __init__(self, index: int, arch: Arch, spec: AttentionSpec, rotary: RotaryTable, dtype: torch.dtype) -> None:
+        """Layer number `index` of `arch`."""
+        super().__init__()
+        self.input_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
+        self.attention = Attention(index, spec, rotary, arch, dtype)
+        self.mlp_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
+        self.mlp = Mlp(arch.hidden_size, arch.intermediate_size, arch.activation, dtype, bias=arch.mlp_bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [tokens, size] -> the same shape."""
+        attention = self.attention
+        h = self.input_norm(x)
+        qkv = attention.qkv(h)
+        q = attention.rope_and_store(qkv)
+        seen = attention.attend(q)
+        x = x + attention.output(seen)
+        h = self.mlp_norm(x)
+        return x + self.mlp(h)
 
 
 class LlamaForCausalLM(CausalLM):
@@ -43,9 +50,7 @@ class LlamaForCausalLM(CausalLM):
     def __init__(self, arch: Arch, dtype: torch.dtype) -> None:
         """On the meta device, of the shape that `arch` says."""
         specs, rotary = plain_specs(arch), rotary_tables(arch)
-        layers = []
-        for index, kind in enumerate(arch.layers):
-            attention = Attention(index, specs[index], rotary[kind.rope], arch, dtype)
-            mlp = Mlp(arch.hidden_size, arch.intermediate_size, arch.activation, dtype, bias=arch.mlp_bias)
-            layers.append(DecoderLayer(attention, mlp, arch.hidden_size, arch.norm_eps))
+        layers = [
+            LlamaLayer(index, arch, specs[index], rotary[kind.rope], dtype) for index, kind in enumerate(arch.layers)
+        ]
         super().__init__(arch, dtype, specs, rotary.values(), layers, WEIGHT_MAP)

@@ -8,36 +8,48 @@ from __future__ import annotations
 
 import torch
 
+from octavo.cache.specs import AttentionSpec
 from octavo.checkpoint.arch import Arch
-from octavo.layers.attention import Attention, plain_specs, rotary_tables
-from octavo.layers.decoder import DecoderLayer
+from octavo.layers.attention import Attention, RotaryTable, plain_specs, rotary_tables
+from octavo.layers.base import Layer
 from octavo.layers.mlp import Mlp
 from octavo.layers.moe import MoeMlp
-from octavo.models.base import WeightMap
+from octavo.layers.norm import RMSNorm
+from octavo.models.base import LLAMA_WEIGHTS, WeightMap
 from octavo.models.causal_lm import CausalLM
 
 WEIGHT_MAP: WeightMap = {
-    "model.layers.*.input_layernorm.weight": ("layers.*.input_norm.weight", ""),
-    "model.layers.*.self_attn.q_proj.weight": ("layers.*.attention.qkv.weight", "q"),
-    "model.layers.*.self_attn.k_proj.weight": ("layers.*.attention.qkv.weight", "k"),
-    "model.layers.*.self_attn.v_proj.weight": ("layers.*.attention.qkv.weight", "v"),
-    "model.layers.*.self_attn.q_proj.bias": ("layers.*.attention.qkv.bias", "q"),
-    "model.layers.*.self_attn.k_proj.bias": ("layers.*.attention.qkv.bias", "k"),
-    "model.layers.*.self_attn.v_proj.bias": ("layers.*.attention.qkv.bias", "v"),
-    "model.layers.*.self_attn.o_proj.weight": ("layers.*.attention.output.weight", ""),
-    "model.layers.*.self_attn.o_proj.bias": ("layers.*.attention.output.bias", ""),
+    **LLAMA_WEIGHTS,
     "model.layers.*.self_attn.q_norm.weight": ("layers.*.attention.q_norm", ""),
     "model.layers.*.self_attn.k_norm.weight": ("layers.*.attention.k_norm", ""),
-    "model.layers.*.post_attention_layernorm.weight": ("layers.*.mlp_norm.weight", ""),
-    "model.layers.*.mlp.gate_proj.weight": ("layers.*.mlp.gate_up.weight", "gate"),
-    "model.layers.*.mlp.up_proj.weight": ("layers.*.mlp.gate_up.weight", "up"),
-    "model.layers.*.mlp.down_proj.weight": ("layers.*.mlp.down.weight", ""),
     "model.layers.*.mlp.gate.weight": ("layers.*.mlp.router.weight", ""),
     "model.layers.*.mlp.experts.*.gate_proj.weight": ("layers.*.mlp.experts.*.gate_up.weight", "gate"),
     "model.layers.*.mlp.experts.*.up_proj.weight": ("layers.*.mlp.experts.*.gate_up.weight", "up"),
     "model.layers.*.mlp.experts.*.down_proj.weight": ("layers.*.mlp.experts.*.down.weight", ""),
-    "model.norm.weight": ("norm.weight", ""),
 }
+
+
+class Qwen3MoeLayer(Layer):
+    """Norm, attention with norms on the heads of q and k, norm, experts or an MLP."""
+
+    def __init__(self, index: int, arch: Arch, spec: AttentionSpec, rotary: RotaryTable, dtype: torch.dtype) -> None:
+        """Layer number `index` of `arch`."""
+        super().__init__()
+        self.input_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
+        self.attention = Attention(index, spec, rotary, arch, dtype, qk_norm=True)
+        self.mlp_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
+        self.mlp = _mlp(index, arch, dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [tokens, size] -> the same shape."""
+        attention = self.attention
+        h = self.input_norm(x)
+        qkv = attention.qkv(h)
+        q = attention.rope_and_store(qkv)
+        seen = attention.attend(q)
+        x = x + attention.output(seen)
+        h = self.mlp_norm(x)
+        return x + self.mlp(h)
 
 
 class Qwen3MoeForCausalLM(CausalLM):
@@ -46,11 +58,9 @@ class Qwen3MoeForCausalLM(CausalLM):
     def __init__(self, arch: Arch, dtype: torch.dtype) -> None:
         """On the meta device, of the shape that `arch` says."""
         specs, rotary = plain_specs(arch), rotary_tables(arch)
-        layers = []
-        for index, kind in enumerate(arch.layers):
-            attention = Attention(index, specs[index], rotary[kind.rope], arch, dtype, qk_norm=True)
-            mlp = _mlp(index, arch, dtype)
-            layers.append(DecoderLayer(attention, mlp, arch.hidden_size, arch.norm_eps))
+        layers = [
+            Qwen3MoeLayer(index, arch, specs[index], rotary[kind.rope], dtype) for index, kind in enumerate(arch.layers)
+        ]
         super().__init__(arch, dtype, specs, rotary.values(), layers, WEIGHT_MAP)
 
 

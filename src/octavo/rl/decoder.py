@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from octavo.checkpoint.arch import Arch
-from octavo.layers.decoder import DecoderLayer
+from octavo.layers.standard import Standard
 from octavo.models.olmo3 import Olmo3Layer
 from octavo.rl.autograd.attention import attention
 from octavo.rl.autograd.gated import gated
@@ -92,4 +92,4 @@ def _olmo3_layer(run: LayerRun, x: Tensor, pack: Pack) -> Tensor:
 
 
 Lines: TypeAlias = Callable[[LayerRun, Tensor, Pack], Tensor]
-LINES: dict[type, Lines] = {DecoderLayer: _decoder_layer, Olmo3Layer: _olmo3_layer}
+LINES: dict[type, Lines] = {Standard: _decoder_layer, Olmo3Layer: _olmo3_layer}

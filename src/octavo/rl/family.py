@@ -22,6 +22,8 @@ from octavo.checkpoint.arch import Arch, Rope
 from octavo.checkpoint.config_reader.checkpoint import arch_from_config
 from octavo.checkpoint.config_reader.families import FAMILIES
 from octavo.layers.base import Layer
+from octavo.layers.chain import learn
+from octavo.layers.standard import Standard, standard_form
 from octavo.models import ARCHITECTURES
 from octavo.models.base import Model
 from octavo.ops.rope import rope_table
@@ -33,7 +35,7 @@ _EXPERTS = "mlp.experts."
 class LayerPlan:
     """What one layer's lines compute with."""
 
-    layer: type  # the engine's layer, whose lines run
+    layer: type  # whose lines run: Standard for layers of that form, else the engine's own
     spec: AttentionSpec
     rope: Rope
     names: Mapping[str, Sequence[str]]  # parameter of the engine's layer -> the trainer's, whose rows make it up
@@ -73,7 +75,7 @@ def plan_of(
         prefix = f"layers.{index}."
         layers.append(
             LayerPlan(
-                layer=type(cast(nn.Module, model).get_submodule(prefix[:-1])),
+                layer=_kind_of(cast(nn.Module, model).get_submodule(prefix[:-1])),
                 spec=with_mods(model.layer_specs[index], own_mods[index]),
                 rope=kind.rope,
                 names={path.removeprefix(prefix): found for path, found in names.items() if path.startswith(prefix)},
@@ -100,6 +102,12 @@ def rotary_table(arch: Arch, rope: Rope, device: torch.device) -> Tensor:
     facts = dataclasses.asdict(rope)
     del facts["interleaved"]
     return rope_table(arch.head_size, arch.max_position, **facts).to(device)
+
+
+def _kind_of(layer: nn.Module) -> type:
+    """Standard, or the layer's class."""
+    chain = learn(layer.forward)
+    return type(layer) if chain is None or standard_form(chain.lines) is None else Standard
 
 
 def _names(model: Model) -> dict[str, list[str]]:

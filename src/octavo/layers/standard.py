@@ -1,0 +1,93 @@
+"""The form of a layer that the standard operators of `octavo.ops.decoder` know: most families' own.
+
+Owns what that form is and how a layer's weights become operands. Does not know steps or which operator runs when.
+Invariant: what has this form computes what the operators compute, whichever family it is of.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from octavo.layers.attention import Attention
+from octavo.layers.chain import Line
+from octavo.layers.linear import Linear
+from octavo.layers.mlp import Mlp
+from octavo.layers.norm import RMSNorm
+from octavo.ops.decoder import DecoderLayerOperands
+
+_BEGINNING = ("norm", "linear", "rope_store", "attend")
+_ENDS = (
+    ("linear", "add", "norm", "mlp", "add"),
+    ("linear", "norm", "add", "norm", "mlp", "norm", "add"),
+    ("linear", "add", "norm", "own", "add"),  # experts, or an MLP with biases: it runs by itself
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Standard:
+    """The parts of such a layer."""
+
+    input_norm: RMSNorm
+    qkv: Linear
+    attention: Attention
+    output: Linear
+    attention_norm: RMSNorm | None
+    mlp_norm: RMSNorm
+    mlp: Mlp | None
+    mlp_out_norm: RMSNorm | None
+
+    def operands(self) -> DecoderLayerOperands:
+        """The finalized weights, as the operators take them."""
+        attention, spec, mlp = self.attention, self.attention.spec, self.mlp
+        return DecoderLayerOperands(
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_size=spec.head_size,
+            eps=self.input_norm.eps,
+            input_norm=self.input_norm.weight,
+            qkv=self.qkv.packed,
+            keys_values=self.qkv.rest,
+            qkv_bias=self.qkv.bias,
+            q_norm=attention.q_norm,
+            k_norm=attention.k_norm,
+            head_eps=attention.norm_eps,
+            cos_sin=attention.rotary.cos_sin,
+            output=self.output.packed,
+            output_bias=self.output.bias,
+            attention_norm=None if self.attention_norm is None else self.attention_norm.weight,
+            mlp_norm=self.mlp_norm.weight,
+            gate_up=None if mlp is None else mlp.gate_up.packed,
+            down=None if mlp is None else mlp.down.packed,
+            activation="silu" if mlp is None else mlp.activation,
+            mlp_out_norm=None if self.mlp_out_norm is None else self.mlp_out_norm.weight,
+            scale=spec.scale,
+            window=spec.window,
+            soft_cap=spec.soft_cap,
+            key_scale=attention.tensors.key_scale,
+            value_scale=attention.tensors.value_scale,
+        )
+
+
+def standard_form(lines: Sequence[Line]) -> Standard | None:
+    """The parts of a layer of these lines; None where it has another form."""
+    kinds = tuple(line.kind for line in lines)
+    if kinds[:4] != _BEGINNING or kinds[4:] not in _ENDS:
+        return None
+    norms = [line.owner for line in lines if line.kind == "norm"]
+    input_norm, qkv, attention, attending, output = (line.owner for line in lines[:5])
+    attention_norm, mlp_norm, mlp_out_norm = (None, norms[1], None) if len(norms) == 2 else norms[1:]
+    mlp = next((line.owner for line in lines if line.kind == "mlp"), None)
+    is_known = (
+        isinstance(attention, Attention)
+        and attending is attention
+        and qkv.rest_from == "k"
+        and len({norm.eps for norm in norms}) == 1
+        and qkv.out_dtype is output.out_dtype is None
+    )
+    if not is_known:
+        return None
+    return Standard(
+        input_norm=input_norm, qkv=qkv, attention=attention, output=output, attention_norm=attention_norm,
+        mlp_norm=mlp_norm, mlp=mlp, mlp_out_norm=mlp_out_norm,
+    )  # fmt: skip
