@@ -367,7 +367,7 @@ class Driver:
     def audit_idle(self) -> None:
         scheduler = self.scheduler
         scheduler.kv.check()
-        assert scheduler.num_unfinished == 0 and not scheduler.running and not scheduler.waiting
+        assert not scheduler._requests and not scheduler.running and not scheduler.waiting
         assert scheduler.kv.usage == 0.0, "idle means that every block is free"
         assert not scheduler._requests and not scheduler._queued_at and not scheduler._queue_times
         assert not self.worker.rows, "every row was reported finished, once"

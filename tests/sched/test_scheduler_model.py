@@ -152,7 +152,7 @@ class World:
         for queue in (scheduler.running, scheduler.waiting):
             keys = [scheduler._order(request) for request in queue]
             assert keys == sorted(keys)
-        assert scheduler.num_unfinished == len(scheduler.running) + len(scheduler.waiting) == len(self.unfinished)
+        assert len(scheduler._requests) == len(scheduler.running) + len(scheduler.waiting) == len(self.unfinished)
         for request in self.driver.requests.values():
             if request.request_id not in self.settled:
                 self._check_request(request)

@@ -82,11 +82,6 @@ class Scheduler:
         self._queue_times: dict[str, float] = {}  # of admitted requests, until an update tells it
 
     @property
-    def num_unfinished(self) -> int:
-        """Requests that are running or waiting."""
-        return len(self._requests)
-
-    @property
     def has_work(self) -> bool:
         """Whether `schedule` may have something to say. Results that are due are the caller's to know."""
         return bool(self._requests or self._finished_rows)
