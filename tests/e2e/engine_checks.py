@@ -21,7 +21,7 @@ def num_missing_blocks(llm: LLM) -> int:
 def assert_idle(llm: LLM) -> None:
     """Nothing is queued or held, and the bookkeeping of the blocks is sound."""
     assert not llm.engine.has_unfinished
-    assert not llm.engine.scheduler._requests
+    assert llm.engine.scheduler.num_unfinished == 0
     assert num_missing_blocks(llm) == 0
     llm.engine.scheduler.kv.check()
 

@@ -177,7 +177,7 @@ def test_a_stream_that_is_dropped_within_a_step_is_gone_after_it(shared: tuple[L
 
     with ThreadPoolExecutor(2) as pool, _within_steps(llm, drop):
         assert _answers([pool.submit(_generated, llm, index) for index in (3, 4)]) == expected[3:5]
-    assert len(llm.engine.scheduler._requests) == 1
+    assert llm.engine.scheduler.num_unfinished == 1
     with ThreadPoolExecutor(1) as pool:
         pool.submit(streams.pop().close).result(PATIENCE)
     assert_idle(llm)

@@ -40,7 +40,8 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     "config": ({"words"}, {"yaml"}),
     "observe": (set(), {"rich"}),
     "cache.specs": ({"words", "attention.mods"}, set()),  # a spec holds a user's mods, which load no torch
-    "sched": ({"words"}, {"numpy", "msgspec"}),
+    "kv_connector": ({"words"}, set()),
+    "sched": ({"words", "kv_connector"}, {"numpy", "msgspec"}),
     "cache": ({"words"}, {"torch", "numpy"}),
     "ops": (set(), {"torch", "triton", "numpy"}),
     "attention": ({"words", "cache", "ops"}, {"torch", "numpy", "matplotlib"}),

@@ -12,8 +12,11 @@ import dataclasses
 import itertools
 import random
 import zlib
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from octavo.cache.groups import WHOLE, CacheGroup
+from octavo.kv_connector import NO_CONNECTOR
 from octavo.plan import PromptLogprobs, StepLimits, StepPlan, StepResult, TokenLogprobs
 from octavo.request.request import Request
 from octavo.request.sampling_params import SamplingParams
@@ -22,6 +25,7 @@ from octavo.sched.kv_manager import KVManager
 from octavo.sched.scheduler import Scheduler
 from octavo.startup.memory_plan import blocks_for_request
 
+Place = tuple[int, int]  # (block, offset)
 BLOCK = 4
 VOCAB = 40
 _MOST_DRAFTS = 8
@@ -68,6 +72,7 @@ def make_scheduler(
     enable_prefix_caching: bool = True,
     whole_prompts: bool = False,
     num_drafts: int = 0,
+    **options: Any,
 ) -> Scheduler:
     kv = KVManager(groups, num_blocks, enable_prefix_caching=enable_prefix_caching, secret=b"test")
     limits = StepLimits(
@@ -83,6 +88,7 @@ def make_scheduler(
         priority_aging=priority_aging,
         enable_chunked_prefill=enable_chunked_prefill,
         whole_prompts=whole_prompts,
+        **options,
     )
 
 
@@ -175,6 +181,8 @@ class _Row:
     tables: list[list[int]]
     owed: int  # next prompt position whose log-probabilities are wanted; -1: none
     drafts: list[int] = dataclasses.field(default_factory=list)  # proposed behind `tokens`
+    since: int = 0  # the weights' version when it began
+    garbage: bool = False  # it has read what a failed row did not write: what it samples is to be dropped
 
 
 class FakeWorker:
@@ -185,10 +193,16 @@ class FakeWorker:
         self.groups = groups
         self.most_tokens = max((group.block_size for group in groups if group.block_size < WHOLE), default=1)
         self.salts = salts
-        self.memory: dict[tuple[int, int], tuple[int, int, int]] = {}
+        self.memory: dict[Place, tuple[int, ...]] = {}  # (group, position, fingerprint, weights' version)
+        self.version = 0  # of the weights
+        self.foreign: set[int] = set()  # blocks that a load fills
+        self.touched: dict[int, set[int]] = {}  # step -> blocks that it reads or writes
+        self.written: dict[int, set[int]] = {}
         self.rows: dict[int, _Row] = {}
         self.computed: collections.Counter[str] = collections.Counter()  # request id -> tokens, over all its rows
         self.fail_next = False
+        self.break_next = ""  # a request whose next step fails before it writes anything
+        self.unwritten: set[Place] = set()  # (block, offset) that failed rows and their readers left
         self.num_drafted = self.num_accepted = 0
         self._propose = random.Random(len(salts))
         self._next_step = 0
@@ -206,13 +220,15 @@ class FakeWorker:
             past = history(new.token_ids, self.salts[new.request_id])
             owed, tables = new.prompt_logprobs_start, [list(ids) for ids in new.block_ids]
             self.rows[new.row] = _Row(
-                new.request_id, list(new.token_ids), past, new.num_prompt, new.num_computed, tables, owed
-            )
+                new.request_id, list(new.token_ids), past, new.num_prompt, new.num_computed, tables, owed,
+                since=self.version,
+            )  # fmt: skip
         assert len(plan.new_blocks) in (0, len(self.groups))
         for index, new_blocks in enumerate(plan.new_blocks):
             for row, ids in new_blocks.by_row().items():
                 assert row not in [new.row for new in plan.new_rows], "new rows come whole"
                 self.rows[row].tables[index] += ids
+        self.touched[plan.step], self.written[plan.step] = set(), set()
         work = list(zip(plan.rows.tolist(), plan.num_tokens.tolist(), strict=True))
         assert len(dict(work)) == len(work), "a row computes once per step"
         drafted = dict(zip(plan.rows.tolist(), plan.num_drafts.tolist(), strict=True)) if len(plan.num_drafts) else {}
@@ -223,9 +239,16 @@ class FakeWorker:
             row.tokens += row.drafts[: drafted.get(number, 0)]  # as if all were known, until they are verified
             row.history = history(row.tokens, self.salts[row.request_id])
             self._store(row, num_new, drafted.get(number, 0))
-        for number, num_new in work:
-            self._attend(self.rows[number], num_new)
-        return self._sample(plan, work, drafted)
+        before = -1
+        while before != len(self.unwritten):  # readers of garbage write garbage, which others read
+            before = len(self.unwritten)
+            for number, num_new in work:
+                self._attend(self.rows[number], num_new)
+        broken = [number for number, _ in work if self.rows[number].request_id == self.break_next]
+        result = self._sample(plan, work, drafted)
+        for number in broken:
+            result.failed[number], self.break_next = "mod_failed", ""
+        return result
 
     def _store(self, row: _Row, num_new: int, num_drafts: int) -> None:
         assert num_new > num_drafts, "a row in a plan has work"
@@ -240,7 +263,25 @@ class FakeWorker:
             for position in range(row.num_computed, row.num_computed + num_new):
                 block = table[position // group.block_size]
                 assert block != 0, "nothing is stored in the null block"
-                self.memory[block, position % group.block_size] = (index, position, row.history[position + 1])
+                place = block, position % group.block_size
+                assert block not in self.foreign, "nobody else writes where a load does"
+                self.touched[self._next_step - 1].add(block)
+                self.written[self._next_step - 1].add(block)
+                self.memory[place] = (index, position, row.history[position + 1], self.version)
+                self.unwritten.discard(place)
+                if row.garbage or row.request_id == self.break_next:
+                    self.unwritten.add(place)
+
+    def content(
+        self, request: Request, blocks: Sequence[Sequence[int]], start: int, end: int
+    ) -> Iterable[tuple[Place, tuple[int, ...]]]:
+        """Where tokens of a request lie, and what is there once they are computed. Null blocks are skipped."""
+        past = history(request.tokens, request.cache_salt)
+        for index, (group, table) in enumerate(zip(self.groups, blocks, strict=True)):
+            for position in range(start, end) if group.block_size < WHOLE else ():
+                if block := table[position // group.block_size]:
+                    place = block, position % group.block_size
+                    yield place, (index, position, past[position + 1], self.version)
 
     def _advance(self, row: _Row, table: list[int], index: int, num_new: int) -> None:
         """A recurrent state: read it, as it was left or zeroed, and leave the next one."""
@@ -256,8 +297,19 @@ class FakeWorker:
             if group.block_size == WHOLE:
                 continue
             for position in range(first_seen(group, row.num_computed), row.num_computed + num_new):
-                found = self.memory.get((table[position // group.block_size], position % group.block_size))
-                assert found == (index, position, row.history[position + 1]), "a query reads its own history"
+                place = table[position // group.block_size], position % group.block_size
+                found = self.memory.get(place)
+                assert found is not None, "a query reads what was written"
+                assert found[:3] == (index, position, row.history[position + 1]), "a query reads its own history"
+                assert found[3] >= row.since, "nobody begins with blocks of older weights"
+                assert place[0] not in self.foreign, "nobody reads what has not arrived"
+                self.touched[self._next_step - 1].add(place[0])
+                row.garbage |= place in self.unwritten
+        if row.garbage:
+            for group, table in zip(self.groups, row.tables, strict=True):
+                if group.block_size != WHOLE:
+                    for position in range(row.num_computed, row.num_computed + num_new):
+                        self.unwritten.add((table[position // group.block_size], position % group.block_size))
 
     def _sample(self, plan: StepPlan, work: list[tuple[int, int]], drafted: dict[int, int]) -> StepResult:
         tokens: dict[int, list[int]] = {}
@@ -296,7 +348,7 @@ class FakeWorker:
         first = len(row.tokens) - num_drafts
         drafts, row.tokens, row.history = row.tokens[first:], row.tokens[:first], row.history[: first + 1]
         for draft in [*drafts, None]:
-            token = next_token(row.history[-1])
+            token = (next_token(row.history[-1]) + row.garbage) % VOCAB
             row.tokens.append(token)
             row.history.append(fingerprint(row.history[-1], token))
             if token != draft:
@@ -323,6 +375,9 @@ class Driver:
         self.requests: dict[str, Request] = {}
         self.updates: dict[str, list[RequestUpdate]] = collections.defaultdict(list)
         self.plans: list[StepPlan] = []
+        self.connector = scheduler.loads.connector
+        if self.connector is not NO_CONNECTOR:
+            self.connector.attach(self)
 
     def add(self, *requests: Request) -> None:
         for request in requests:
@@ -331,6 +386,8 @@ class Driver:
             self.scheduler.add(request)
 
     def issue(self) -> StepPlan:
+        for update in self.scheduler.take_loads():
+            self.updates[update.request_id].append(update)
         plan = self.scheduler.schedule()
         if plan.has_work:
             self.plans.append(plan)
@@ -367,7 +424,7 @@ class Driver:
     def audit_idle(self) -> None:
         scheduler = self.scheduler
         scheduler.kv.check()
-        assert not scheduler._requests and not scheduler.running and not scheduler.waiting
+        assert scheduler.num_unfinished == 0 and not scheduler.running and not scheduler.waiting
         assert scheduler.kv.usage == 0.0, "idle means that every block is free"
-        assert not scheduler._requests and not scheduler._queued_at and not scheduler._queue_times
+        assert not scheduler._requests and not scheduler._results.queued_at and not scheduler._results.queue_times
         assert not self.worker.rows, "every row was reported finished, once"

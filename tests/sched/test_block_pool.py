@@ -9,48 +9,48 @@ from octavo.sched.block_pool import BlockPool, HashChain
 
 def test_the_null_block_is_never_handed_out():
     pool = BlockPool(5, 1)
-    assert sorted(pool.take(4)) == [1, 2, 3, 4]
+    assert sorted(pool.reserve(4)) == [1, 2, 3, 4]
     assert pool.num_free == 0
 
 
 def test_taking_more_than_is_free_is_a_bug():
     with pytest.raises(AssertionError, match="num_free"):
-        BlockPool(3, 1).take(3)
+        BlockPool(3, 1).reserve(3)
 
 
 def test_the_least_recently_released_findable_block_is_reused_first():
     pool = BlockPool(4, 1)
-    a, b, c = pool.take(3)
+    a, b, c = pool.reserve(3)
     for block in (a, b, c):
-        pool.commit([block], 0, [bytes([block])])
+        pool.publish([block], 0, [bytes([block])])
     pool.release([b])
     pool.release([c, a])
-    assert pool.take(3) == [b, c, a]
+    assert pool.reserve(3) == [b, c, a]
 
 
 def test_a_block_without_a_hash_is_reused_before_any_findable_one():
     pool = BlockPool(3, 1)
-    a, b = pool.take(2)
-    pool.commit([a], 0, [b"a"])
+    a, b = pool.reserve(2)
+    pool.publish([a], 0, [b"a"])
     pool.release([a])
     pool.release([b])
-    assert pool.take(1) == [b]
+    assert pool.reserve(1) == [b]
     assert b"a" in pool.cached(0)
 
 
 def test_a_freed_block_is_found_until_it_is_handed_out():
     pool = BlockPool(2, 1)
-    (block,) = pool.take(1)
-    pool.commit([block], 0, [b"h"])
+    (block,) = pool.reserve(1)
+    pool.publish([block], 0, [b"h"])
     pool.release([block])
     assert pool.cached(0)[b"h"] == block
-    pool.take(1)
+    pool.reserve(1)
     assert b"h" not in pool.cached(0)
 
 
 def test_a_shared_block_is_free_after_its_last_owner():
     pool = BlockPool(2, 1)
-    (block,) = pool.take(1)
+    (block,) = pool.reserve(1)
     pool.share(block)
     pool.release([block])
     assert pool.num_free == 0
@@ -60,8 +60,8 @@ def test_a_shared_block_is_free_after_its_last_owner():
 
 def test_sharing_takes_a_free_block_off_the_free_list():
     pool = BlockPool(3, 1)
-    block, _ = pool.take(2)
-    pool.commit([block], 0, [b"h"])
+    block, _ = pool.reserve(2)
+    pool.publish([block], 0, [b"h"])
     pool.release([block])
     pool.share(block)
     assert pool.num_free == 0
@@ -70,18 +70,18 @@ def test_sharing_takes_a_free_block_off_the_free_list():
 
 def test_groups_do_not_find_each_others_blocks():
     pool = BlockPool(3, 2)
-    a, b = pool.take(2)
-    pool.commit([a], 0, [b"h"])
+    a, b = pool.reserve(2)
+    pool.publish([a], 0, [b"h"])
     assert b"h" not in pool.cached(1)
-    pool.commit([b], 1, [b"h"])
+    pool.publish([b], 1, [b"h"])
     assert (pool.cached(0)[b"h"], pool.cached(1)[b"h"]) == (a, b)
 
 
 def test_the_second_block_of_equal_content_stays_without_a_hash():
     pool = BlockPool(3, 1)
-    a, b = pool.take(2)
-    pool.commit([a], 0, [b"h"])
-    pool.commit([b], 0, [b"h"])
+    a, b = pool.reserve(2)
+    pool.publish([a], 0, [b"h"])
+    pool.publish([b], 0, [b"h"])
     pool.release([b])
     assert pool.cached(0)[b"h"] == a
     pool.check([[a]])
@@ -89,18 +89,18 @@ def test_the_second_block_of_equal_content_stays_without_a_hash():
 
 def test_forgotten_content_is_found_in_no_group():
     pool = BlockPool(3, 2)
-    a, b = pool.take(2)
-    pool.commit([a], 0, [b"h"])
-    pool.commit([b], 1, [b"h"])
-    pool.forget(b"h")
+    a, b = pool.reserve(2)
+    pool.publish([a], 0, [b"h"])
+    pool.publish([b], 1, [b"h"])
+    pool.unpublish(b"h")
     assert not pool.cached(0) and not pool.cached(1)
     pool.check([[a, b]])
 
 
 def test_reset_waits_for_the_last_owner():
     pool = BlockPool(2, 1)
-    (block,) = pool.take(1)
-    pool.commit([block], 0, [b"h"])
+    (block,) = pool.reserve(1)
+    pool.publish([block], 0, [b"h"])
     assert not pool.reset_prefix_cache()
     assert b"h" in pool.cached(0)
     pool.release([block])
@@ -111,14 +111,14 @@ def test_reset_waits_for_the_last_owner():
 
 def test_the_check_sees_a_reference_without_an_owner():
     pool = BlockPool(3, 1)
-    a, b = pool.take(2)
+    a, b = pool.reserve(2)
     with pytest.raises(AssertionError, match=f"block {b}"):
         pool.check([[a]])
 
 
 def test_the_check_sees_an_owner_without_a_reference():
     pool = BlockPool(3, 1)
-    (block,) = pool.take(1)
+    (block,) = pool.reserve(1)
     with pytest.raises(AssertionError, match=f"block {block}"):
         pool.check([[block], [block]])
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.request.request import Request
+from octavo.sched.block_pool import BlockState
 from octavo.sched.kv_manager import KVManager
 from sched_harness import BLOCK, chunked, first_seen, full, make_request, nothing, sliding, state
 
@@ -20,19 +21,21 @@ def make_kv(*groups, num_blocks=100, caching=True):
 
 
 def admit(kv: KVManager, request: Request, num_new: int | None = None, *, max_new: int = 1000, keep_free: int = 0):
-    """Like the scheduler: match, admit, count as computed. Returns (hit tokens, block ids)."""
+    """Like the scheduler: match, admit, publish, count as computed. Returns (hit tokens, block ids)."""
     hit = kv.match(request, request.num_tokens - 1)
     num_tokens = request.num_tokens if num_new is None else hit.num_tokens + num_new
     blocks = kv.admit(request, hit, num_tokens, max_new=max_new, keep_free=keep_free)
     if blocks is not None:
+        kv.publish(request, num_tokens)
         request.num_computed = num_tokens
     kv.check()
     return hit.num_tokens, blocks
 
 
 def compute(kv: KVManager, request: Request, num_new: int):
-    blocks = kv.allocate(request, num_new)
+    blocks = kv.reserve(request, num_new)
     if blocks is not None:
+        kv.publish(request, request.num_computed + num_new)
         request.num_computed += num_new
     kv.check()
     return blocks
@@ -48,7 +51,7 @@ def generate(kv: KVManager, request: Request, num_tokens: int) -> None:
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_extending_many_is_allocating_each(caching):
+def test_reserving_for_many_is_reserving_for_each(caching):
     each, all_at_once = make_kv(caching=caching), make_kv(caching=caching)
     pairs = [
         (make_request(PROMPT), make_request(PROMPT)),
@@ -60,7 +63,7 @@ def test_extending_many_is_allocating_each(caching):
     for _ in range(3):
         starts = [other.num_computed for _, other in pairs]
         expected = [compute(each, request, 1) for request, _ in pairs]
-        assert all_at_once.extend([other for _, other in pairs], starts) == [blocks[0][0] for blocks in expected]
+        assert all_at_once.reserve_each([other for _, other in pairs], starts) == [blocks[0][0] for blocks in expected]
         for request, other in pairs:
             other.num_computed += 1
             for one in (request, other):
@@ -72,20 +75,20 @@ def test_extending_many_is_allocating_each(caching):
     assert found == [caching * (20 + 2 * BLOCK)] * 2
 
 
-def test_extending_leaves_to_allocate_what_takes_a_look_at_each():
+def test_what_takes_a_look_at_each_is_not_reserved_for_many():
     for kv in (make_kv(full(), full()), make_kv(sliding(8))):
         request = make_request(PROMPT)
         admit(kv, request)
-        assert kv.extend([request], [request.num_computed]) is None
+        assert kv.reserve_each([request], [request.num_computed]) is None
     kv = make_kv(num_blocks=1 + 5 + 2)
     requests = [make_request(PROMPT[:BLOCK]) for _ in range(2)]
     for request in requests:
         admit(kv, request, BLOCK)
     others = make_request(list(range(300, 300 + 4 * BLOCK)))
     admit(kv, others)
-    assert kv.num_free_blocks == 1 and kv.extend(requests, [BLOCK, BLOCK]) is None and kv.num_free_blocks == 1
-    assert kv.extend(requests[:1], [BLOCK]) is not None
-    assert kv.extend(requests[:1], [BLOCK]) is None  # its last block has room
+    assert kv.num_free_blocks == 1 and kv.reserve_each(requests, [BLOCK, BLOCK]) is None and kv.num_free_blocks == 1
+    assert kv.reserve_each(requests[:1], [BLOCK]) is not None
+    assert kv.reserve_each(requests[:1], [BLOCK]) is None  # its last block has room
 
 
 def test_a_hit_leaves_one_token_to_compute():
@@ -115,7 +118,7 @@ def test_generated_tokens_can_be_hit():
     request = make_request(PROMPT)
     admit(kv, request)
     generate(kv, request, 4)  # fills a block exactly: it is committed when it is freed, if not before
-    kv.free(request)
+    kv.release(request)
     assert admit(kv, make_request([*request.tokens, 1]))[0] == 24
 
 
@@ -125,7 +128,7 @@ def test_a_token_in_flight_is_not_committed():
     request = make_request(PROMPT[:19])
     admit(kv, request)
     request.num_in_flight, request.num_computed = 1, 20
-    kv.free(request)
+    kv.release(request)
     assert admit(kv, make_request([*PROMPT, 1]))[0] == 16
 
 
@@ -133,10 +136,10 @@ def test_freed_blocks_are_hit_until_they_are_reused():
     kv = make_kv(num_blocks=7)
     request = make_request(PROMPT)
     admit(kv, request)
-    kv.free(request)
+    kv.release(request)
     other = make_request(16)  # 4 blocks and room for one token: one fresh block, then three from the tail
     admit(kv, other)
-    kv.free(other)
+    kv.release(other)
     assert admit(kv, make_request(PROMPT))[0] == 2 * BLOCK
 
 
@@ -158,7 +161,7 @@ def test_a_failed_request_leaves_nothing_to_hit():
     request = make_request(PROMPT)
     admit(kv, request)
     generate(kv, request, 9)  # what slid out is free already, and findable
-    kv.forget(request)
+    kv.discard(request)
     kv.check()
     assert kv.usage == 0.0
     assert admit(kv, make_request(request.tokens))[0] == 0
@@ -169,7 +172,7 @@ def test_reset_waits_until_nothing_is_held():
     request = make_request(PROMPT)
     admit(kv, request)
     assert not kv.reset_prefix_cache()
-    kv.free(request)
+    kv.release(request)
     assert kv.reset_prefix_cache()
     assert admit(kv, make_request(PROMPT))[0] == 0
 
@@ -197,7 +200,7 @@ def test_a_hit_on_free_blocks_does_not_count_as_room():
     kv = make_kv(num_blocks=8)
     request = make_request(PROMPT)
     admit(kv, request)
-    kv.free(request)
+    kv.release(request)
     assert admit(kv, make_request(8), num_new=8)[1] is not None  # leaves 5 blocks, of which the hit needs all
     assert admit(kv, make_request([*PROMPT, 1])) == (20, None)
 
@@ -255,7 +258,7 @@ def test_a_window_continues_where_only_its_last_blocks_are_left():
     admit(kv, request)
     generate(kv, request, 1)
     admit(kv, make_request(8))
-    kv.free(request)
+    kv.release(request)
     assert admit(kv, make_request([*PROMPT, 1]))[0] == 20
 
 
@@ -264,14 +267,14 @@ def test_a_hit_is_the_longest_that_all_groups_take():
     kv = make_kv(full(), sliding(6), sliding(14), num_blocks=200)
     request = make_request(PROMPT)
     admit(kv, request)
-    kv.free(request)
+    kv.release(request)
     pool, names = kv._pool, request.block_hashes
     assert admit(kv, make_request([*PROMPT, 1]))[0] == 20
-    pool._unname(pool.cached(1)[names[4]])  # the window of 6 has blocks 0 to 3: at most 16
+    pool._unpublish(pool.cached(1)[names[4]])  # the window of 6 has blocks 0 to 3: at most 16
     assert kv.match(make_request([*PROMPT, 1]), 20).num_tokens == 16
-    pool._unname(pool.cached(2)[names[2]])  # the window of 14 needs 3 full blocks and a half: at most 8
+    pool._unpublish(pool.cached(2)[names[2]])  # the window of 14 needs 3 full blocks and a half: at most 8
     assert kv.match(make_request([*PROMPT, 1]), 20).num_tokens == 8
-    pool._unname(pool.cached(1)[names[0]])  # at 8 the window of 6 reads from 3 on: 0
+    pool._unpublish(pool.cached(1)[names[0]])  # at 8 the window of 6 reads from 3 on: 0
     assert kv.match(make_request([*PROMPT, 1]), 20).num_tokens == 0
 
 
@@ -280,7 +283,7 @@ def test_hits_are_counted_once_per_request():
     admit(kv, make_request(PROMPT))
     request = make_request(PROMPT)
     admit(kv, request)
-    kv.free(request)
+    kv.release(request)
     request.num_preemptions = 1
     admit(kv, request)
     assert (kv.stats.queries, kv.stats.hits) == (40, 16)
@@ -313,7 +316,7 @@ def test_a_chunk_needs_nothing_of_the_chunks_before_it():
     request = make_request(PROMPT)  # 20 tokens: what is left of the chunks before the last one is free
     admit(kv, request)
     generate(kv, request, 5)
-    kv.free(request)
+    kv.release(request)
     assert kv.match(make_request([*request.tokens, 1]), 25).tables == [[0, 0, 0, 0, 0, 0]]
     assert kv.match(make_request([*PROMPT, 1]), 20).tables[0][:4] == [0] * 4
 
@@ -323,7 +326,7 @@ def test_no_prefix_is_found_where_a_group_cannot_continue(groups):
     kv = make_kv(*groups)
     request = make_request(PROMPT)
     assert [len(table) for table in admit(kv, request)[1]] == [group.num_blocks(20) for group in groups]
-    kv.free(request)
+    kv.release(request)
     assert admit(kv, make_request(PROMPT))[0] == 0
 
 
@@ -374,6 +377,52 @@ def test_K4_G3_blocks_of_any_size_stand_beside_groups_whose_blocks_are_not_made_
     request = make_request(list(range(100, 100 + size + 1)))
     found, blocks = admit(kv, request)
     assert found == 0 and [len(table) for table in blocks] == [2, 1 if other.kind == "mamba" else 0]
-    kv.free(request)
+    kv.release(request)
     kv.check()
     assert kv.num_free_blocks == 99
+
+
+def test_V_2_no_block_of_older_weights_is_found_and_V_4_a_version_that_comes_back_finds_its_own():
+    kv = make_kv()
+    for version in ("", "1"):
+        assert kv.set_weights_version(version) is (version != "")
+        request = make_request(PROMPT)
+        assert admit(kv, request)[0] == 0
+        kv.release(request)
+    for version in ("", "1"):
+        kv.set_weights_version(version)
+        assert kv.match(make_request([*PROMPT, 1]), 20).num_tokens == 20
+    kv.set_weights_version("2")
+    assert kv.match(make_request([*PROMPT, 1]), 20).num_tokens == 0
+
+
+def test_V_3_blocks_of_a_request_that_runs_through_an_update_are_not_published():
+    kv = make_kv()
+    request = make_request(PROMPT)
+    admit(kv, request, 10)
+    kv.set_weights_version("1")
+    assert compute(kv, request, 10) == [[4, 5]]
+    generate(kv, request, 9)
+    kv.release(request)
+    assert request.block_hashes == [] and kv.match(make_request([*PROMPT, 1]), 20).num_tokens == 0
+    kv.set_weights_version("")
+    assert kv.match(make_request([*PROMPT, 1]), 20).num_tokens == 8
+
+
+def test_what_is_held_is_found_and_not_handed_on():
+    kv = make_kv(num_blocks=7)
+    request = make_request(PROMPT)
+    _, blocks = admit(kv, request)
+    hold = kv.hold(request, until=1.0)
+    kv.check()
+    assert {kv._pool.state(block) for block in blocks[0]} == {BlockState.HELD}
+    assert (kv.num_held_blocks, kv.num_free_blocks, hold.until) == (5, 1, 1.0)
+    assert admit(kv, make_request(8))[1] is None
+    sharing = make_request([*PROMPT, 1])
+    assert admit(kv, sharing)[0] == 20 and kv.num_held_blocks == 0
+    kv.release_hold(hold)
+    kv.check()
+    kv.release(sharing)
+    assert kv.usage == 0.0
+    with pytest.raises(AssertionError, match="released before"):
+        kv.release_hold(hold)

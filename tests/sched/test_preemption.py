@@ -14,14 +14,14 @@ from sched_harness import Driver, expected_answer, full, make_request, make_sche
 def preempt_at_next_growth(driver, monkeypatch):
     """The next request that asks for blocks gets none, once: the newest is preempted, inside `schedule`."""
     kv = driver.scheduler.kv
-    allocate, extend = kv.allocate, kv.extend
+    reserve, reserve_each = kv.reserve, kv.reserve_each
 
     def refuse(request, num_new):
-        monkeypatch.setattr(kv, "allocate", allocate)
-        monkeypatch.setattr(kv, "extend", extend)
+        monkeypatch.setattr(kv, "reserve", reserve)
+        monkeypatch.setattr(kv, "reserve_each", reserve_each)
 
-    monkeypatch.setattr(kv, "allocate", refuse)
-    monkeypatch.setattr(kv, "extend", lambda requests, starts: None)
+    monkeypatch.setattr(kv, "reserve", refuse)
+    monkeypatch.setattr(kv, "reserve_each", lambda requests, starts: None)
 
 
 def crowded(policy: str = "fcfs", priorities=(0, 0, 0)):

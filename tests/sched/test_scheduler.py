@@ -355,6 +355,29 @@ def test_a_failed_request_is_not_hit():
     assert driver.step().num_tokens.tolist() == [12]
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("groups", [(full(),), HYBRID], ids=["plain", "hybrid"])
+@pytest.mark.parametrize("chunk", [64, 8])
+def test_who_reads_what_a_failed_row_did_not_write_begins_again(depth, groups, chunk):
+    """A mod may fail for one row and not for those that share its blocks; their tokens of that step are dropped."""
+    driver = Driver(make_scheduler(groups, max_num_batched_tokens=chunk), groups)
+    prompt = list(range(20))
+    first, second, third = make_request([*prompt, 5], 6), make_request([*prompt, 6], 6), make_request(30, 6)
+    fourth = make_request([*second.tokens, *expected_answer(second, 64).tokens], 6)
+    driver.add(third, first, second, fourth)
+    driver.worker.break_next = first.request_id
+    driver.run(depth)
+    assert first.error == "mod_failed"
+    assert second.num_preemptions == 1 or chunk == 8
+    for request in (second, third, fourth):
+        assert driver.output(request) == expected_answer(request, 64).tokens, request
+    assert third.num_preemptions == 0
+    fifth = make_request([*prompt, 7], 6)
+    driver.add(fifth)
+    driver.run(depth)
+    assert driver.output(fifth) == expected_answer(fifth, 64).tokens
+
+
 def test_a_step_without_a_token_gives_no_update():
     driver = Driver(make_scheduler(max_num_batched_tokens=4))
     request = make_request(6, 1)

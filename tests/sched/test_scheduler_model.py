@@ -1,8 +1,9 @@
 """Scheduler, KVManager and BlockPool together against a simple model, by hypothesis and by a long random walk.
 
 The model: each request gives the tokens that its history alone implies, whatever happens around it. FakeWorker checks
-at every step that each query reads its own history; `World.check` that no block is lost, free twice, or owned unshared
-by two; the end of each run that everyone finished and every block is free.
+at every step that each query reads its own history, made with weights no older than its request's begin; FakeConnector
+that nobody else touches what it moves; `World.check` that no block is lost, free twice, or owned unshared by two; the
+end of each run that everyone finished and every block is free.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from fake_connector import Clock, FakeConnector
 from octavo.request.request import FinishReason, Request, Status
 from sched_harness import (
     EOS,
@@ -62,6 +64,7 @@ class Shape:
     chunked: bool
     caching: bool
     num_drafts: int = 0
+    transfers: bool = False  # there is a connector
 
     @property
     def drafts(self) -> int:
@@ -73,6 +76,10 @@ class World:
     """One scheduler, the requests that were given to it, and what must be true of them."""
 
     def __init__(self, shape: Shape) -> None:
+        self.clock = Clock()
+        loadable = shape.transfers and not any(group.kind in ("mamba", "encoder_only") for group in shape.groups)
+        self.connector = FakeConnector() if loadable else None
+        options = {"connector": self.connector, "clock": self.clock, "load_timeout": 10.0} if loadable else {}
         budget = shape.max_num_batched_tokens if shape.chunked else max(shape.max_num_batched_tokens, MAX_LEN)
         self.max_num_seqs = shape.max_num_seqs
         scheduler = make_scheduler(
@@ -86,21 +93,22 @@ class World:
             enable_chunked_prefill=shape.chunked,
             enable_prefix_caching=shape.caching,
             num_drafts=shape.drafts,
+            **options,
         )
         self.driver = Driver(scheduler, shape.groups)
         self.settled: set[str] = set()
         self.squeeze = False  # the next growth finds no block, once: the newest is preempted, full pool or not
-        self._allocate, self._extend = scheduler.kv.allocate, scheduler.kv.extend
-        scheduler.kv.allocate, scheduler.kv.extend = self.allocate, self.extend
+        self._reserve, self._reserve_each = scheduler.kv.reserve, scheduler.kv.reserve_each
+        scheduler.kv.reserve, scheduler.kv.reserve_each = self.reserve, self.reserve_each
 
-    def allocate(self, request: Request, num_new: int):
+    def reserve(self, request: Request, num_new: int):
         if self.squeeze and len(self.scheduler.running) > 1:
             self.squeeze = False
             return None
-        return self._allocate(request, num_new)
+        return self._reserve(request, num_new)
 
-    def extend(self, requests: Sequence[Request], starts: Sequence[int]):
-        return None if self.squeeze else self._extend(requests, starts)
+    def reserve_each(self, requests: Sequence[Request], starts: Sequence[int]):
+        return None if self.squeeze else self._reserve_each(requests, starts)
 
     @property
     def scheduler(self):
@@ -113,7 +121,12 @@ class World:
     def add(self, family: int, shared: int, own: list[int], max_tokens: int, **options) -> None:
         """A prompt that begins like the others of its family."""
         prompt = [(family * 7 + i * i) % VOCAB for i in range(shared)] + own
-        self.driver.add(make_request(prompt[: MAX_LEN - 1] or [1], max_tokens, **options))
+        request = make_request(prompt[: MAX_LEN - 1] or [1], max_tokens, **options)
+        if self.connector is not None and own:
+            self.connector.offers[request.request_id] = sum(own)
+            if own[0] % 4 == 0:
+                self.connector.later.add(request.request_id)
+        self.driver.add(request)
 
     def follow(self, choice: int, max_tokens: int) -> None:
         """A prompt that goes on from the output of a request that has ended: the next turn of a chat."""
@@ -135,10 +148,41 @@ class World:
         if self.unfinished:
             self.scheduler.abort([self.unfinished[choice % len(self.unfinished)].request_id, "nobody"])
 
+    def transfer(self, choice: int, bad: int) -> None:
+        """Something happens to transfers: one ends, well or not, the clock goes on, the connector changes its mind."""
+        connector = self.connector
+        if connector is None:
+            return
+        connector.later.clear()
+        connector.saves, connector.stops = choice % 3 != 0, choice % 5 < 3
+        if choice % 7 == 0:
+            self.clock.now += 11.0 if choice % 2 else 4.0
+        elif connector.begun:
+            number = sorted(connector.begun)[choice % len(connector.begun)]
+            blocks = [block for table in connector.begun[number].blocks for block in table if block]
+            fails = bad % 3 == 0 and number not in connector.saving
+            connector.arrive(number, blocks[bad % 5 :: 3] if fails else None)
+
+    def update_weights(self, keep_kv: bool, back: bool) -> None:
+        """The weights change, mostly to ones that never were."""
+        worker = self.driver.worker
+        worker.version += not back
+        self.scheduler.set_weights_version(str(worker.version), keep_kv=keep_kv)
+
+    def break_one(self, choice: int) -> None:
+        """The next step of a request fails before it writes anything."""
+        if self.unfinished and not self.driver.scheduler._num_drafts:
+            self.driver.worker.break_next = self.unfinished[choice % len(self.unfinished)].request_id
+
     def reset(self) -> None:
         assert self.scheduler.kv.reset_prefix_cache() == (self.scheduler.kv.usage == 0.0)
 
     def finish(self) -> None:
+        if self.connector is not None:
+            self.connector.hurries = True
+            for number in list(self.connector.begun):
+                self.connector.arrive(number)
+            self.connector.later.clear()
         for depth in (1, 0):
             self.driver.run(depth, max_steps=4000)
         self.check()
@@ -152,7 +196,8 @@ class World:
         for queue in (scheduler.running, scheduler.waiting):
             keys = [scheduler._order(request) for request in queue]
             assert keys == sorted(keys)
-        assert len(scheduler._requests) == len(scheduler.running) + len(scheduler.waiting) == len(self.unfinished)
+        num_known = len(scheduler.running) + len(scheduler.waiting) + scheduler.stats().num_loading
+        assert scheduler.num_unfinished == num_known == len(self.unfinished)
         for request in self.driver.requests.values():
             if request.request_id not in self.settled:
                 self._check_request(request)
@@ -175,7 +220,7 @@ class World:
         if request.finish_reason is FinishReason.ABORT:
             assert not ends
         elif request.finish_reason is FinishReason.ERROR:
-            assert ends == ["error"] and updates[-1].error == "nan_logits"
+            assert ends == ["error"] and updates[-1].error in ("nan_logits", "mod_failed")
         else:
             assert ends == [answer.finish_reason] and updates[-1].finish_reason
             assert (output, request.stop_reason) == (answer.tokens, answer.stop_reason)
@@ -195,9 +240,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunked=st.booleans(),
         caching=st.sampled_from([True, True, True, False]),
         num_drafts=st.sampled_from([0, 1, 2, 5]),
+        transfers=st.booleans(),
     )
-    def start(self, groups, spare_blocks, max_num_seqs, budget, policy, chunked, caching, num_drafts):
-        self.world = World(Shape(groups, spare_blocks, max_num_seqs, budget, policy, chunked, caching, num_drafts))
+    def start(self, groups, spare_blocks, max_num_seqs, budget, policy, chunked, caching, num_drafts, transfers):
+        self.world = World(
+            Shape(groups, spare_blocks, max_num_seqs, budget, policy, chunked, caching, num_drafts, transfers)
+        )
 
     @rule(
         family=st.integers(0, 1),
@@ -241,6 +289,18 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(choice=st.integers(0, 100))
     def abort(self, choice):
         self.world.abort(choice)
+
+    @rule(choice=st.integers(0, 100), bad=st.integers(0, 8))
+    def transfer(self, choice, bad):
+        self.world.transfer(choice, bad)
+
+    @rule(keep_kv=st.booleans(), back=st.booleans())
+    def update_weights(self, keep_kv, back):
+        self.world.update_weights(keep_kv, back)
+
+    @rule(choice=st.integers(0, 100))
+    def break_one(self, choice):
+        self.world.break_one(choice)
 
     @rule()
     def reset(self):
@@ -286,6 +346,7 @@ def walk(seed: int, num_steps: int) -> World:
         chunked=rng.random() < 0.7,
         caching=rng.random() < 0.9,
         num_drafts=seed % 2 * rng.choice([1, 3, 7]),
+        transfers=seed % 4 > 1,
     )
     world = World(shape)
     for _ in range(num_steps):
@@ -314,6 +375,12 @@ def walk(seed: int, num_steps: int) -> World:
             world.reset()
         elif dice < 0.25:
             world.squeeze = True
+        elif dice < 0.255:
+            world.update_weights(keep_kv=rng.random() < 0.5, back=rng.random() < 0.2)
+        elif dice < 0.26:
+            world.break_one(rng.randrange(100))
+        elif world.connector is not None and dice < 0.36:
+            world.transfer(rng.randrange(100), rng.randrange(9))
         elif dice < 0.62:
             world.issue()
         else:
@@ -327,6 +394,7 @@ def walk(seed: int, num_steps: int) -> World:
 @pytest.mark.parametrize("few", [0, 4], ids=["all rows at once", "few rows one by one"])
 def test_random_walk(seed, few, monkeypatch):
     monkeypatch.setattr("octavo.sched.scheduler._FEW", few)
+    monkeypatch.setattr("octavo.sched.running._FEW", few)
     walk(seed, 600)
 
 
@@ -340,6 +408,10 @@ def test_the_walks_meet_what_they_are_for():
         sum(getattr(world.driver.worker, name) for world in worlds) for name in ("num_drafted", "num_accepted")
     )
     assert 100 < num_accepted < num_drafted - 100
+    stats = [world.scheduler.stats() for world in worlds]
+    assert sum(own.num_loaded_tokens for own in stats) > 400
+    assert sum(own.num_load_failures for own in stats) > 10 and sum(own.num_expired_holds for own in stats) > 0
+    assert sum(world.driver.worker.version for world in worlds) > 10
     reasons = {request.finish_reason for request in requests}
     assert reasons >= {FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR}
     assert any(EOS in request.tokens[request.num_prompt :] for request in requests)

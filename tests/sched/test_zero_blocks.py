@@ -12,7 +12,7 @@ GROUPS = (full(), dataclasses.replace(sliding(6), zero_fresh_blocks=True))
 def reported(driver: Driver) -> list[tuple[set[int], set[int], set[int]]]:
     """Per step until all is done: (zeroed, new blocks of group 0, new blocks of group 1)."""
     steps = []
-    while driver.scheduler._requests:
+    while driver.scheduler.num_unfinished:
         plan = driver.step()
         new: tuple[set[int], set[int]] = (set(), set())
         for row in plan.new_rows:

@@ -9,16 +9,14 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
-from octavo.checkpoint.generation_config import default_sampling
 from octavo.config.engine_config import EngineConfig
 from octavo.frontend.messages import Add, EngineInfo, EngineStats, Updates
 from octavo.plan import PromptLogprobs, TokenLogprobs
 from octavo.request.updates import RequestUpdate
 from octavo.serve.app import create_app
 from octavo.serve.engine.async_engine import AsyncEngine
-from octavo.serve.engine.queue_bounds import QueueBounds
 from octavo.serve.settings import ServeConfig
-from octavo.startup.frontend import find_and_read, load_text
+from octavo.startup.frontend import find_and_read, load_frontend
 
 Script = Callable[[Add, int], tuple[Sequence[int], str]]  # of completion i: its tokens, and the reason of its end
 
@@ -89,10 +87,11 @@ class PacedApp:
 
     async def _start(self, engine_config: EngineConfig, config: ServeConfig) -> None:
         folder, arch = find_and_read(engine_config)
-        engine = AsyncEngine(engine_config, arch, QueueBounds(1024, None))
-        engine.default_sampling = default_sampling(folder, engine_config)
+        front = load_frontend(engine_config, folder, arch)
+        engine = AsyncEngine(engine_config, arch, max_num_queued_reqs=1024, max_num_queued_tokens=None)
+        engine.default_sampling = front.default_sampling
         self._client = PacedClient(engine)
-        engine.connect(self._client, load_text(engine_config, folder, arch))  # type: ignore[arg-type]
+        engine.connect(self._client, front.tokenizer)  # type: ignore[arg-type]
         engine.engine_up(
             EngineInfo(
                 device="paced",

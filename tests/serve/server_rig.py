@@ -75,8 +75,8 @@ class RunningServer:
 
     def stderr(self) -> str:
         """What was logged so far."""
-        # without a seek, which would move the place where the server writes
-        return os.pread(self.log.fileno(), os.fstat(self.log.fileno()).st_size, 0).decode(errors="replace")
+        self.log.seek(0)
+        return self.log.read().decode(errors="replace")
 
     def request(
         self,

@@ -15,6 +15,7 @@ from octavo.request.outputs import CompletionOutput, RequestOutput
 from octavo.request.sampling_params import ParameterError, RequestOutputKind
 from octavo.serve.engine.refusals import EngineDrainingError, QueueFullError
 from octavo.serve.engine.stream import MAX_UNREAD, RequestFacts, Stream, merge_outputs
+from patience import patient
 
 # Streams
 
@@ -118,6 +119,18 @@ def test_streams_of_every_kind_and_every_way_to_leave_them() -> None:
             await asyncio.sleep(0)
             assert engine.num_requests == 0
             assert await engine.reset_prefix_cache(), "every block is free"
+
+    asyncio.run(main())
+
+
+def test_waiting_with_a_limit_aborts_nothing() -> None:
+    async def main() -> None:
+        async with running(script("--step-seconds", "0.2")) as engine:
+            stream = engine.generate("a", PROMPT, params(2))
+            assert not await stream.wait(0.02)
+            assert await stream.wait(patient(5))
+            assert (await read(stream))[0] == said(PROMPT, 2)
+            assert await stream.wait(0)  # the end is news enough
 
     asyncio.run(main())
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -26,7 +23,6 @@ from octavo import LLM
 from octavo.checkpoint.hub import find_model
 from octavo.config.engine_config import EngineConfig
 from octavo.frontend import messages
-from octavo.frontend.in_process import InProcessClient
 from octavo.frontend.messages import (
     Abort,
     Add,
@@ -115,60 +111,6 @@ def test_messages_survive_the_way() -> None:
         assert decode_to_engine(bytes(encode(message)[4:])) == message
     for message in (Updates(3, [RequestUpdate("a", [1], finish_reason="stop", stop_reason=7)]), Failed("why", True)):
         assert decode_from_engine(bytes(encode(message)[4:])) == message
-
-
-def test_a_call_that_goes_wrong_is_told_to_who_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    def core_call(name: str, payload: bytes) -> bytes:
-        if name == "breaks":
-            raise RuntimeError("a mock failure")
-        if name == "wrong":
-            raise ValueError("a bad payload")
-        return payload
-
-    core = SimpleNamespace(call=core_call)
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        process = engine_process.EngineProcess(theirs)
-        monkeypatch.setattr(messages, "MAX_FRAME_BYTES", 400)
-        for call_id, name, payload in [
-            (1, "good", b"x"),
-            (2, "breaks", b""),
-            (3, "wrong", b""),
-            (4, "long", b"x" * 900),
-        ]:
-            process._answer(InProcessClient(core), Call(call_id, name, payload))  # type: ignore[arg-type]
-        theirs.close()
-        data = b"".join(iter(lambda: ours.recv(1 << 16), b""))
-    good, *bad = [decode_from_engine(frame) for frame in FrameReader().feed(data)]
-    assert good == CallDone(1, b"x")
-    assert [(one.call_id, one.is_users) for one in bad] == [(2, False), (3, True), (4, False)]  # type: ignore[union-attr]
-    for one, text in zip(bad, ("a mock failure", "a bad payload", "longer than 400"), strict=True):
-        assert isinstance(one, CallDone) and text in one.error
-
-
-def test_calls_are_answered_or_fail_and_never_hang() -> None:
-    async def main() -> None:
-        async with running(script("--faults")) as engine:
-            with pytest.raises(ValueError, match=r"unknown call 'nothing': known are .*reset_prefix_cache"):
-                await engine.call("nothing")
-            cancelled = asyncio.create_task(engine.reset_prefix_cache())
-            await asyncio.sleep(0)
-            cancelled.cancel()
-            assert await engine.reset_prefix_cache(), "the next answer is the next caller's"
-            fault = params(50, extra_args={"fault": "hang", "fault_after": 1})
-            stream = engine.generate("hangs", PROMPT, fault)
-            await anext(stream)
-            asked = asyncio.create_task(engine.reset_prefix_cache())
-            await asyncio.sleep(0)
-            pid = pid_of(engine)
-            assert pid is not None
-            os.kill(pid, signal.SIGKILL)
-            with pytest.raises(EngineDeadError, match="went away"):
-                await asked
-            with pytest.raises(EngineDeadError):
-                await engine.call("reset_prefix_cache")
-
-    asyncio.run(main())
 
 
 def test_a_step_too_large_for_one_frame_goes_out_in_several(monkeypatch: pytest.MonkeyPatch) -> None:

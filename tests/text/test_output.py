@@ -41,7 +41,7 @@ def _run(tokens, params, *, sizes=(1,), finish="length", processor=None, request
         new, ended = processor.process([RequestUpdate(child_id, piece, probs, finish_reason=last)])
         outputs += new
         stopped += ended
-    assert not processor._requests
+    assert processor.num_requests == 0
     return outputs, stopped
 
 
@@ -208,7 +208,7 @@ def test_n_completions_are_one_output(kind):
     assert list(joined.values()) == texts
     if kind is not DELTA:
         assert [completion.index for completion in outputs[-1].outputs] == [0, 1, 2]
-    assert not processor._requests
+    assert processor.num_requests == 0
 
 
 def test_stop_of_one_completion_leaves_the_others():
@@ -235,7 +235,7 @@ def test_abort_gives_a_last_output_and_later_updates_are_ignored():
     )
     assert processor.process([RequestUpdate(child_id, [5], finish_reason="length")]) == ([], [])
     assert processor.abort(["r"]) == ([], [])
-    assert not processor._requests
+    assert processor.num_requests == 0
 
 
 def test_error_names_its_reason():
@@ -251,7 +251,7 @@ def test_an_id_in_use_is_refused():
     for request_id in ("r", "0_r"):
         with pytest.raises(ParameterError, match="in use"):
             processor.add(request_id, "p", PROMPT, SamplingParams())
-    assert len(processor._requests) == 1
+    assert processor.num_requests == 1
 
 
 def test_metrics_and_cached_tokens():
@@ -326,4 +326,4 @@ def test_further_completions_wait_for_what_the_first_one_says():
     assert [[part.token_ids for part in output.outputs] for output in outputs] == [[[7]], [[5]], [[6]]]
     assert [output.prompt_logprobs is None for output in outputs] == [False, True, True]
     (last,), _ = processor.process([RequestUpdate(first, [8], finish_reason="length")])
-    assert last.finished and not processor._requests
+    assert last.finished and processor.num_requests == 0

@@ -27,7 +27,8 @@ class Status(enum.IntEnum):
     WAITING = 0
     RUNNING = 1
     PREEMPTED = 2  # waits again; its tokens are kept, its blocks are not
-    FINISHED = 3
+    LOADING = 3  # its blocks are reserved and being filled from elsewhere; nothing of it is scheduled
+    FINISHED = 4
 
 
 class FinishReason(enum.StrEnum):

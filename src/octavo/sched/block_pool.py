@@ -1,19 +1,25 @@
-"""BlockPool: who holds which block, and what full blocks can be found again by their content.
+"""BlockPool: the state of every block, and what full blocks can be found again by their content.
 
 Owns the reference counts, the free blocks in the order of their reuse, the map from (group, hash) to block, and the
 hash chain that names a block's content. Knows nothing of requests, windows or tensors. Block 0 is the null block: it
-is never handed out, released or hashed. A freed block keeps its hash until it is handed out again. Blocks that were
-freed without one are handed out before all others, the last one freed first; then those with one, the first one freed
-first. Invariant: every block but 0 is either free with no reference or referenced and not free, and
-`num_free + num_used == num_blocks - 1`.
+is never handed out, released or hashed.
+
+A block is in one state. *Free*: no reference; *cached* if a hash still finds it, until it is handed out again. Blocks
+that were freed without a hash are handed out before all others, the last one freed first; then those with one, the
+first one freed first. *Reserved*: referenced, its content is being made and no hash finds it. *Published*: referenced,
+and found by its hash; who writes to it writes what it holds. *Held*: its owner has gone, and somebody outside of the
+order of plans still reads or writes it; it may be found, and it is free only when its hold is released. Invariant:
+every block but 0 is in exactly one of these, `num_free + num_used == num_blocks - 1`, and only a free block is handed
+out.
 """
 
 from __future__ import annotations
 
 import collections
+import enum
 import secrets
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 
 NULL_BLOCK = 0
@@ -32,13 +38,22 @@ class HashChain:
         self.block_size = block_size
         self._secret = secret or secrets.token_bytes(32)
         self._keyed = blake2b(key=self._secret, digest_size=HASH_SIZE)  # copied: the key is set up once
-        self._identity = identity
+        self._identity, self._version = identity, ""
         self._root = self.root("")
         self._pack = struct.Struct(f"<{block_size}I").pack
 
+    def set_version(self, version: str) -> bool:
+        """Give other names to blocks that are made with other weights; the first version is "". False: it is this."""
+        if version == self._version:
+            return False
+        self._version = version
+        self._root = self.root("")
+        return True
+
     def root(self, salt: str) -> bytes:
         """The parent of the first block. The personalization keeps roots apart from blocks of any content."""
-        message = struct.pack("<Q", len(self._identity)) + self._identity + salt.encode()
+        parts = (self._identity, self._version.encode(), salt.encode())
+        message = b"".join(struct.pack("<Q", len(part)) + part for part in parts)
         return blake2b(message, key=self._secret, digest_size=HASH_SIZE, person=b"octavo.root").digest()
 
     def extend(self, hashes: list[bytes], tokens: list[int], salt: str, num_blocks: int) -> None:
@@ -60,6 +75,16 @@ class HashChain:
         return digest.digest()
 
 
+class BlockState(enum.Enum):
+    """Where a block is in its life; see the module."""
+
+    FREE = "free"
+    CACHED = "cached"  # free, and found by its hash
+    RESERVED = "reserved"
+    PUBLISHED = "published"
+    HELD = "held"
+
+
 class BlockPool:
     """Blocks 1 .. num_blocks - 1, shared by all cache groups.
 
@@ -72,35 +97,49 @@ class BlockPool:
         assert num_blocks >= 2, "a pool has the null block and at least one more"
         self.num_blocks = num_blocks
         self._references = [0] * num_blocks
-        self._hashes: list[tuple[int, bytes] | None] = [None] * num_blocks  # (group, hash) of a findable block
+        self._hashes: list[tuple[int, bytes] | None] = [None] * num_blocks  # (group, hash) of a published block
         self._cached: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
-        self._free_uncached = list(
-            range(num_blocks - 1, 0, -1)
-        )  # free, freed without a name: the next to be handed out last
-        self._free_cached = collections.OrderedDict[
-            int, None
-        ]()  # free, freed with a name: the next to be handed out first
+        # free, freed without a hash: the next to be handed out last
+        self._free_uncached = list(range(num_blocks - 1, 0, -1))
+        # free, freed with a hash: the next to be handed out first
+        self._free_cached = collections.OrderedDict[int, None]()
+        self._holds = collections.Counter[int]()  # block -> references of it that are holds
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody holds, findable by hash or not."""
+        """Free blocks, cached or not."""
         return len(self._free_uncached) + len(self._free_cached)
 
     @property
     def usage(self) -> float:
-        """Share of the blocks that are held, 0 to 1."""
+        """Share of the blocks that are not free, 0 to 1."""
         return 1.0 - self.num_free / (self.num_blocks - 1)
 
     def cached(self, group: int) -> Mapping[bytes, int]:
-        """Hash -> block of one group, held or free."""
+        """Hash -> block of one group, free or not."""
         return self._cached[group]
 
+    def state(self, block: int) -> BlockState:
+        """The state of `block`, which is not the null block."""
+        assert block != NULL_BLOCK, "the null block has no life"
+        named, references = self._hashes[block] is not None, self._references[block]
+        if not references:
+            return BlockState.CACHED if named else BlockState.FREE
+        if references == self._holds[block]:
+            return BlockState.HELD
+        return BlockState.PUBLISHED if named else BlockState.RESERVED
+
+    @property
+    def num_held(self) -> int:
+        """Blocks that nothing but holds keeps from being free."""
+        return sum(self._references[block] == count for block, count in self._holds.items())
+
     def is_free(self, block: int) -> bool:
-        """Whether nobody holds `block`."""
+        """Whether `block` has no reference."""
         return block != NULL_BLOCK and not self._references[block]
 
-    def take(self, count: int) -> list[int]:
-        """Hand out `count` blocks with one reference each; what they held before is forgotten."""
+    def reserve(self, count: int) -> list[int]:
+        """Hand out `count` free blocks with one reference each; what they had before is found no longer."""
         assert count <= self.num_free, "the caller looks at num_free first"
         blank, references = self._free_uncached, self._references
         left = max(len(blank) - count, 0)
@@ -110,7 +149,7 @@ class BlockPool:
         while len(blocks) < count:
             block, _ = self._free_cached.popitem(last=False)
             if self._hashes[block] is not None:
-                self._unname(block)
+                self._unpublish(block)
             blocks.append(block)
         for block in blocks:
             references[block] = 1
@@ -135,23 +174,38 @@ class BlockPool:
                 else:
                     kept[block] = None
 
-    def commit(self, blocks: Iterable[int], group: int, names: Iterable[bytes]) -> None:
-        """Make held blocks findable, each unless another of the same content is. Null blocks are skipped."""
-        cached, held = self._cached[group], self._hashes
+    def hold(self, blocks: Iterable[int]) -> list[int]:
+        """Let a hold take over the references of an owner that goes, one each. Returns what `release_held` takes."""
+        held = [block for block in blocks if block != NULL_BLOCK]
+        self._holds.update(held)
+        return held
+
+    def release_held(self, blocks: Sequence[int]) -> None:
+        """Give back the references of a hold."""
+        for block in blocks:
+            self._holds[block] -= 1
+            assert self._holds[block] >= 0, f"block {block} is not held"
+            if not self._holds[block]:
+                del self._holds[block]
+        self.release(blocks)
+
+    def publish(self, blocks: Iterable[int], group: int, names: Iterable[bytes]) -> None:
+        """Let hashes find reserved blocks, each unless another of the same content is. Null blocks are skipped."""
+        cached, found = self._cached[group], self._hashes
         for block, name in zip(blocks, names, strict=True):
             if block != NULL_BLOCK and name not in cached:
                 cached[name] = block
-                held[block] = (group, name)
+                found[block] = (group, name)
 
-    def forget(self, block_hash: bytes) -> None:
-        """Make the content unfindable in every group. Who holds its blocks keeps them."""
+    def unpublish(self, block_hash: bytes) -> None:
+        """Let the content be found in no group. Who has references to its blocks keeps them."""
         for cached in self._cached:
             block = cached.get(block_hash, NULL_BLOCK)
             if block != NULL_BLOCK:
-                self._unname(block)
+                self._unpublish(block)
 
     def reset_prefix_cache(self) -> bool:
-        """Make every block unfindable. False, and nothing changes, while any block is held."""
+        """Let no block be found. False, and nothing changes, unless all are free."""
         if self.num_free != self.num_blocks - 1:
             return False
         for cached in self._cached:
@@ -159,9 +213,14 @@ class BlockPool:
         self._hashes = [None] * self.num_blocks
         return True
 
-    def check(self, tables: Iterable[Iterable[int]]) -> None:
-        """Assert the invariants, given every block list of every owner. Linear in the pool: for tests and audits."""
-        expected = collections.Counter(block for table in tables for block in table if block != NULL_BLOCK)
+    def check(self, tables: Iterable[Iterable[int]], holds: Iterable[Iterable[int]] = ()) -> None:
+        """Assert the invariants, given every block list of every owner and of every hold.
+
+        Linear in the pool: for tests and audits.
+        """
+        held = collections.Counter(block for blocks in holds for block in blocks)
+        assert held == self._holds, "holds and what they hold differ"
+        expected = held + collections.Counter(block for table in tables for block in table if block != NULL_BLOCK)
         free = {*self._free_uncached, *self._free_cached}
         assert len(free) == self.num_free, "a block is free twice"
         for block in range(1, self.num_blocks):
@@ -174,9 +233,9 @@ class BlockPool:
         found = {block: (g, h) for g, cached in enumerate(self._cached) for h, block in cached.items()}
         assert named == found, "the names of blocks and the map from names to blocks differ"
 
-    def _unname(self, block: int) -> None:
+    def _unpublish(self, block: int) -> None:
         name = self._hashes[block]
-        assert name is not None, "the block has no name"
+        assert name is not None, "the block is not published"
         group, block_hash = name
         del self._cached[group][block_hash]
         self._hashes[block] = None

@@ -1,17 +1,22 @@
 """KVManager: which blocks each request holds, in every cache group.
 
-Owns the block lists of admitted requests, the search for a prefix hit that suits all groups, and the moment at which
-full blocks become findable. Knows neither rows nor budgets, and leaves the counting of blocks to BlockPool. It relies
-on plans being executed in the order in which they are made: blocks are findable as soon as the step that fills them is
-planned, and may be handed on as soon as the last step that reads them is. Groups may have blocks of different sizes;
-content is named in the smallest, and a larger block by the last of those in it. Invariant: an admitted request has the
-blocks of its planned tokens in every group, and every entry that a later query reads is one that it references.
+Owns the block lists of admitted requests, the search for a prefix hit that suits all groups, the publishing of full
+blocks, and holds. Knows neither rows nor budgets nor who holds, and leaves the states of blocks to BlockPool. Groups
+may have blocks of different sizes; content is named in the smallest, and a larger block by the last of those in it.
+
+Blocks are reserved first and published when their content is known to be there for any reader. Plans are executed in
+the order in which they are made, so what a step computes may be published as soon as it is planned, requests of the
+same step may read it, and blocks may be handed on as soon as the last step that reads them is planned. What comes from
+elsewhere is in no such order: it is published when it has arrived, and who outside of plans still reads or writes a
+block holds it. Drafts are published once they are known tokens. Where a step fails for a row, `readers` tells who reads
+what it did not write. Invariant: an admitted request has the blocks of its planned tokens in every group, and every
+entry that a later query reads is one that it references.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from octavo.cache.groups import WHOLE, CacheGroup
@@ -38,12 +43,23 @@ class CacheStats:
 class _Entry:
     """The blocks of one admitted request."""
 
-    __slots__ = ("num_committed", "num_tokens", "tables")
+    __slots__ = ("num_hit", "num_published", "num_tokens", "request", "tables")
 
-    def __init__(self, tables: list[list[int]], num_tokens: int, num_committed: int) -> None:
+    def __init__(self, request: Request, tables: list[list[int]], num_tokens: int, num_hit: int) -> None:
+        self.request = request
         self.tables = tables  # [group][logical index] -> block
         self.num_tokens = num_tokens  # that the tables were made for
-        self.num_committed = num_committed  # leading blocks of the smallest size that are findable, or were once
+        self.num_hit = num_hit  # leading blocks of the smallest size that were found
+        self.num_published = num_hit  # those that are found by a hash, or were once
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Hold:
+    """Blocks of a request that has none any more, kept from being handed on."""
+
+    request_id: str
+    until: float  # seconds on the clock of whoever asked
+    blocks: list[int]
 
 
 class KVManager:
@@ -81,16 +97,27 @@ class KVManager:
         # one growing list of blocks for each request, as nearly all models have
         self._is_plain = len(groups) == 1 and self._sizes[0] > 0 and not self._sliding and not self._zeroed
         self._fresh: list[int] = []  # blocks of these groups, handed out since the last `take_fresh`
+        self._holds: dict[int, Hold] = {}  # by id()
+
+    @property
+    def can_load(self) -> bool:
+        """Whether all that groups keep of tokens are blocks of them."""
+        return self._alignment < WHOLE and not self._zeroed
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that no request holds."""
+        """Blocks that are free."""
         return self._pool.num_free
 
     @property
     def usage(self) -> float:
-        """Share of the blocks that requests hold, 0 to 1."""
+        """Share of the blocks that are not free, 0 to 1."""
         return self._pool.usage
+
+    @property
+    def num_held_blocks(self) -> int:
+        """Blocks that nothing but holds keeps from being free."""
+        return self._pool.num_held
 
     def fits_alone(self, num_tokens: int, max_new: int) -> bool:
         """Whether a request can reach `num_tokens` in the empty pool, by steps of at most `max_new` tokens."""
@@ -122,33 +149,37 @@ class KVManager:
         return Hit(num_tokens, tables)
 
     def admit(
-        self, request: Request, hit: Hit, num_tokens: int, *, max_new: int, keep_free: int
+        self, request: Request, hit: Hit, num_tokens: int, *, max_new: int, keep_free: int, loads: bool = False
     ) -> list[list[int]] | None:
-        """Blocks for the first `num_tokens` tokens, those of the hit among them, per group from the start.
+        """Reserve blocks for the first `num_tokens` tokens behind the hit, which is shared: all per group, in order.
 
         None, and nothing changes, unless all tokens that are known, and one more, would fit now by steps of `max_new`
-        tokens and leave `keep_free` blocks.
+        tokens and leave `keep_free` blocks. loads: the tokens behind the hit are to be loaded, so that there are null
+        blocks where nobody reads them.
         """
-        assert request.request_id not in self._entries, "a request is admitted once, and again only after `free`"
-        pool = self._pool
+        assert request.request_id not in self._entries, "a request is admitted once, and again only after `release`"
+        pool, tables = self._pool, [list(table) for table in hit.tables]
         shared = [block for table in hit.tables for block in table if block != NULL_BLOCK] if hit.num_tokens else []
-        num_held = sum(not pool.is_free(block) for block in shared)
+        num_used = sum(not pool.is_free(block) for block in shared)
         num_left = request.num_tokens - hit.num_tokens
-        peak = self._peak_blocks(request.num_tokens + 1, min(num_left, max_new))
-        if peak - num_held + keep_free > pool.num_free:
+        need = self._peak_blocks(request.num_tokens + 1, min(num_left, max_new))
+        if loads:
+            self._skip_unread(tables, min(num_tokens, request.num_tokens - 1))
+            lacking = (group.num_blocks(num_tokens) - len(own) for group, own in zip(self._groups, tables, strict=True))
+            need = max(need, len(shared) + sum(lacking))
+        if need - num_used + keep_free > pool.num_free:
             return None
         for block in shared:
             pool.share(block)
-        entry = _Entry([list(table) for table in hit.tables], num_tokens, hit.num_tokens // self.block_size)
+        entry = _Entry(request, tables, num_tokens, hit.num_tokens // self.block_size)
         self._append_blocks(entry.tables, num_tokens)
         self._entries[request.request_id] = entry
-        self._commit(request, entry, num_tokens)
         if request.num_preemptions == 0:
             self.stats.queries += request.num_tokens
             self.stats.hits += hit.num_tokens
         return [list(table) for table in entry.tables]
 
-    def allocate(self, request: Request, num_new: int) -> list[list[int]] | None:
+    def reserve(self, request: Request, num_new: int) -> list[list[int]] | None:
         """New blocks per group for `num_new` more tokens; empty if the last block has room; None if too few are free.
 
         Gives back what slid out of every window. Need not be called for one token inside a block.
@@ -164,41 +195,131 @@ class KVManager:
             return None
         if end > entry.num_tokens:
             entry.num_tokens = end
-        self._commit(request, entry, end)
         return new
 
-    def extend(self, requests: Sequence[Request], starts: Sequence[int]) -> list[int] | None:
-        """What `allocate` gives each for one token more, where that is a block: requests[i] has computed starts[i].
+    def reserve_each(self, requests: Sequence[Request], starts: Sequence[int]) -> list[int] | None:
+        """What `reserve` gives each for one token more, where that is a block: requests[i] has computed starts[i].
 
-        None, and nothing changes, where it takes a look at each: with several groups, sliding ones or such as need
-        zeros, too few free blocks, and after rejected drafts, which leave room.
+        Publishes the blocks that they leave. None, and nothing changes, where it takes a look at each: with several
+        groups, sliding ones or such as need zeros, too few free blocks, and after rejected drafts, which leave room.
         """
         if not self._is_plain or len(requests) > self._pool.num_free:
             return None
         entries, size = [self._entries[request.request_id] for request in requests], self.block_size
         if any(len(entry.tables[0]) * size > start for entry, start in zip(entries, starts, strict=True)):
             return None
-        blocks = self._pool.take(len(requests))
+        blocks = self._pool.reserve(len(requests))
         for entry, start, block in zip(entries, starts, blocks, strict=True):
             entry.tables[0].append(block)
             entry.num_tokens = start + 1
         if self._enable_prefix_caching:
             for request, entry, start in zip(requests, entries, starts, strict=True):
-                self._commit_last(request, entry, start)
+                self._publish_last(request, entry, start)
         return blocks
 
-    def free(self, request: Request) -> None:
-        """Give back all blocks; the full ones stay findable. A request without blocks is ignored."""
+    def publish(self, request: Request, up_to: int) -> None:
+        """Let hashes find the full blocks of the first `up_to` tokens, as far as the tokens are known.
+
+        Their content is there, or a step that is planned computes it before any step that is planned later reads it.
+        """
+        if up_to // self.block_size > (entry := self._entries[request.request_id]).num_published:
+            self._publish(request, entry, up_to)
+
+    def release(self, request: Request) -> None:
+        """Give back all blocks; what is computed is published first. A request without blocks is ignored."""
         entry = self._entries.get(request.request_id)
         if entry is not None:
-            self._commit(request, entry, request.num_computed)
+            self._publish(request, entry, request.num_computed)
             self._release(request)
 
-    def forget(self, request: Request) -> None:
-        """Give back all blocks of a request that failed, and make all content of its chain unfindable."""
-        for name in request.block_hashes:
-            self._pool.forget(name)
+    def discard(self, request: Request, first: int = 0) -> None:
+        """Give back all blocks, and let none of the content behind token `first` be found: it may not be there."""
+        for name in request.block_hashes[first // self.block_size :]:
+            self._pool.unpublish(name)
         self._release(request)
+
+    def readers(self, request: Request, first: int) -> list[Request]:
+        """Others who found content of the chain of `request` that lies behind its token `first`."""
+        index = first // self.block_size
+        if index >= len(request.block_hashes):
+            return []
+        names = request.block_hashes[index : index + 1]
+        return [
+            entry.request
+            for entry in self._entries.values()
+            if entry.num_hit > index
+            and entry.request is not request
+            and entry.request.block_hashes[index : index + 1] == names
+        ]
+
+    def name_blocks(self, request: Request) -> None:
+        """Complete `request.block_hashes` for its known tokens."""
+        num_full = request.num_tokens // self.block_size
+        self._chain.extend(request.block_hashes, request.tokens, request.cache_salt, num_full)
+
+    def tables(self, request: Request) -> list[list[int]]:
+        """All blocks of a request, per group."""
+        return [list(table) for table in self._entries[request.request_id].tables]
+
+    def finish_load(self, request: Request, start: int, end: int, bad: frozenset[int] | None) -> int:
+        """How many tokens are there, where those from `start` to `end` were to be loaded into the request's blocks.
+
+        bad: the blocks that did not arrive; empty: all; None: none. What lies behind is given back, unpublished: the
+        count falls to the first bad block of any group, and on to where every group has all that is read next.
+        """
+        entry = self._entries[request.request_id]
+        if bad is not None:
+            end = min([self._first_bad(group, table, start, end, bad) for group, table in self._pairs(entry)])
+            while end > start and not self._can_continue(entry, end):
+                end = (end - 1) // self.block_size * self.block_size
+            for group, table in self._pairs(entry):
+                keep = group.num_blocks(end)
+                self._pool.release(reversed(table[keep:]))
+                del table[keep:]
+            entry.num_tokens = end
+        for index, policy in self._sliding:  # what the hit's own continuation would have read
+            table = entry.tables[index]
+            first = min(policy.first_needed(min(end, request.num_tokens - 1)), len(table))
+            self._pool.release(table[:first])
+            table[:first] = [NULL_BLOCK] * first
+        return end
+
+    def _pairs(self, entry: _Entry) -> list[tuple[CacheGroup, list[int]]]:
+        return list(zip(self._groups, entry.tables, strict=True))
+
+    def _first_bad(self, group: CacheGroup, table: list[int], start: int, end: int, bad: frozenset[int]) -> int:
+        """The first token of a group's first block that did not arrive, else `end`."""
+        first = start // group.block_size
+        places = (place for place, block in enumerate(table[first:], first) if block and (not bad or block in bad))
+        return min(end, next(places, WHOLE) * group.block_size)
+
+    def _can_continue(self, entry: _Entry, position: int) -> bool:
+        """Whether all that a query at `position` reads before it has blocks."""
+        return all(
+            NULL_BLOCK not in table[policy.first_needed(position) : group.num_blocks(position)]
+            for policy, (group, table) in zip(self._policies, self._pairs(entry), strict=True)
+        )
+
+    def _skip_unread(self, tables: list[list[int]], position: int) -> None:
+        """Null blocks behind those of `tables`, up to where a query at `position` reads."""
+        for index, policy in self._sliding:
+            table = tables[index]
+            table += [NULL_BLOCK] * (policy.first_needed(position) - len(table))
+
+    def hold(self, request: Request, until: float) -> Hold:
+        """Take all blocks from a request; nobody gets them before `release_hold`, which is due at `until`.
+
+        What is computed is not published by this. The caller keeps the time.
+        """
+        entry = self._entries.pop(request.request_id)
+        hold = Hold(request.request_id, until, self._pool.hold(self._tail_first(entry)))
+        self._holds[id(hold)] = hold
+        return hold
+
+    def release_hold(self, hold: Hold) -> None:
+        """Give the blocks of a hold back. Once."""
+        assert self._holds.pop(id(hold), None) is hold, f"the hold of {hold.request_id} was released before"
+        self._pool.release_held(hold.blocks)
 
     def take_fresh(self) -> list[int]:
         """Blocks to be zeroed by the step that is being planned: handed out since the last call, not found by hash."""
@@ -207,8 +328,20 @@ class KVManager:
         fresh, self._fresh = self._fresh, []
         return fresh
 
+    def set_weights_version(self, version: str) -> bool:
+        """Name blocks by this version from now on. Those of admitted requests are not published any more.
+
+        Old names stay, for when their version comes back. False, and nothing is done, if it is the version that there
+        is. The caller clears the hashes of requests that have no blocks.
+        """
+        if not self._chain.set_version(version):
+            return False
+        for entry in self._entries.values():
+            entry.num_published = WHOLE
+        return True
+
     def reset_prefix_cache(self) -> bool:
-        """Make all content unfindable. False, and nothing changes, while any block is held."""
+        """Let no content be found. False, and nothing changes, unless all blocks are free."""
         return self._pool.reset_prefix_cache()
 
     def check(self) -> None:
@@ -216,7 +349,8 @@ class KVManager:
         for entry in self._entries.values():
             for group, table in zip(self._groups, entry.tables, strict=True):
                 assert len(table) == group.num_blocks(entry.num_tokens), "a list has the blocks of the planned tokens"
-        self._pool.check(table for entry in self._entries.values() for table in entry.tables)
+        tables = (table for entry in self._entries.values() for table in entry.tables)
+        self._pool.check(tables, (hold.blocks for hold in self._holds.values()))
 
     def _append_blocks(self, tables: list[list[int]], num_tokens: int) -> list[list[int]] | None:
         """Blocks that tables lack for so many tokens, per group; empty if there is room; None if too few are free."""
@@ -227,7 +361,7 @@ class KVManager:
                 return []
             if count > self._pool.num_free:
                 return None
-            blocks = self._pool.take(count)
+            blocks = self._pool.reserve(count)
             table += blocks
             return [blocks]
         num_more = [
@@ -238,7 +372,7 @@ class KVManager:
             return []
         if sum(num_more) > self._pool.num_free:
             return None
-        new = [self._pool.take(count) for count in num_more]
+        new = [self._pool.reserve(count) for count in num_more]
         for table, blocks in zip(tables, new, strict=True):
             table += blocks
         for group in self._zeroed:
@@ -259,46 +393,46 @@ class KVManager:
                 self._pool.release(table[first:end])
                 table[first:end] = [NULL_BLOCK] * (end - first)
 
-    def _commit(self, request: Request, entry: _Entry, num_computed: int) -> None:
-        """Make the full blocks findable whose tokens are known and, with the steps planned, computed."""
-        if num_computed // self.block_size <= entry.num_committed or not self._enable_prefix_caching:
+    def _publish(self, request: Request, entry: _Entry, up_to: int) -> None:
+        if not self._enable_prefix_caching:
             return
         hashes, tokens = request.block_hashes, request.tokens
-        num_full = min(num_computed, len(tokens)) // self.block_size
-        if num_full <= entry.num_committed:
+        num_full = min(up_to, len(tokens)) // self.block_size
+        if num_full <= entry.num_published:
             return
         self._chain.extend(hashes, tokens, request.cache_salt, num_full)
         for group, ratio in enumerate(self._ratios):
-            first, last = entry.num_committed // ratio, num_full // ratio
+            first, last = entry.num_published // ratio, num_full // ratio
             names = hashes[(first + 1) * ratio - 1 : last * ratio : ratio]
-            self._pool.commit(entry.tables[group][first:last], group, names)
-        entry.num_committed = num_full
+            self._pool.publish(entry.tables[group][first:last], group, names)
+        entry.num_published = num_full
 
-    def _commit_last(self, request: Request, entry: _Entry, num_computed: int) -> None:
-        """`_commit` for one group, where the last block of the tokens is full and mostly the only one to name."""
-        done, hashes, start = entry.num_committed, request.block_hashes, num_computed - self.block_size
-        if not done or done * self.block_size != start or len(hashes) != done or request.num_tokens < num_computed:
-            self._commit(request, entry, num_computed)
+    def _publish_last(self, request: Request, entry: _Entry, up_to: int) -> None:
+        """`_publish` for one group, where the last block of the tokens is full and mostly the only one to publish."""
+        done, hashes, start = entry.num_published, request.block_hashes, up_to - self.block_size
+        if not done or done * self.block_size != start or len(hashes) != done or request.num_tokens < up_to:
+            self._publish(request, entry, up_to)
             return
-        hashes.append(self._chain.after(hashes[-1], request.packed(start, num_computed)))
-        self._pool.commit(entry.tables[0][done : done + 1], 0, hashes[-1:])
-        entry.num_committed = done + 1
+        hashes.append(self._chain.after(hashes[-1], request.packed(start, up_to)))
+        self._pool.publish(entry.tables[0][done : done + 1], 0, hashes[-1:])
+        entry.num_published = done + 1
 
     def _release(self, request: Request) -> None:
-        """From the tail on, all groups together: a hit needs all groups, and the head of a chain is worth most."""
         entry = self._entries.pop(request.request_id, None)
-        if entry is None:
-            return
+        if entry is not None:
+            self._pool.release(self._tail_first(entry))
+            if entry.num_published == WHOLE:
+                request.block_hashes.clear()  # of an earlier version
+
+    def _tail_first(self, entry: _Entry) -> Iterable[int]:
+        """All groups together: a hit needs all groups, and the head of a chain is worth most."""
         if len(entry.tables) == 1:
-            self._pool.release(reversed(entry.tables[0]))
-            return
+            return reversed(entry.tables[0])
         if self._alignment == self.block_size:
-            for blocks in zip(*map(reversed, entry.tables), strict=True):
-                self._pool.release(blocks)
-            return
+            return (block for blocks in zip(*map(reversed, entry.tables), strict=True) for block in blocks)
         ends = [
             ((index + 1) * group.block_size, block)
             for group, table in zip(self._groups, entry.tables, strict=True)
             for index, block in enumerate(table)
         ]
-        self._pool.release(block for _, block in sorted(ends, key=lambda end: end[0], reverse=True))
+        return (block for _, block in sorted(ends, key=lambda end: end[0], reverse=True))

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from octavo.request.request import Request
 
 Order = tuple[int, int]
+OrderOf = Callable[[Request], Order]
 
 
-def order_of(policy: str, priority_aging: int = 0) -> Callable[[Request], Order]:
+def order_of(policy: str, priority_aging: int = 0) -> OrderOf:
     """A key to sort requests by; the smallest is served first.
 
     Args:

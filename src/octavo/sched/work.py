@@ -20,11 +20,15 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
 
     num_running: int
     num_waiting: int
-    cache_usage: float  # share of the blocks that are held, 0 to 1
+    num_loading: int = 0  # wait for blocks from elsewhere
+    cache_usage: float  # share of the blocks that are not free, 0 to 1
     num_preemptions: int
     num_scheduled_tokens: int
     num_prefix_queries: int  # tokens
     num_prefix_hits: int  # tokens
+    num_loaded_tokens: int = 0
+    num_load_failures: int = 0
+    num_expired_holds: int = 0
 
 
 class PlanBuilder:
@@ -37,6 +41,7 @@ class PlanBuilder:
         "new_num_tokens",
         "new_rows",
         "num_drafts",
+        "num_loading",
         "num_sampling",
         "num_tokens",
         "rows",
@@ -54,6 +59,7 @@ class PlanBuilder:
         self.new_rows: list[NewRow] = []
         self.new_num_tokens: list[int] = []
         self.num_sampling = 0
+        self.num_loading = 0  # tokens of the budget that loads count for
         self.growth: list[NewBlocks] = []
 
     def admit(self, request: Request, num_computed: int, num_new: int, blocks: list[list[int]]) -> None:
@@ -102,8 +108,10 @@ class PlanBuilder:
 class Issued(NamedTuple):
     """What is remembered of a plan until its result comes."""
 
+    plan: StepPlan
     num_sampling: int
     left: dict[int, Request]  # row -> its request at that step, where it runs there no longer
+    dropped: set[int]  # rows that have read what was never written
 
 
 def pack(growth: list[tuple[int, list[list[int]]]]) -> list[NewBlocks]:
@@ -124,6 +132,21 @@ def places(rows: IntArray, left: dict[int, Request]) -> list[int]:
     named = np.zeros(max(int(rows.max()), *left) + 1, np.bool_)
     named[list(left)] = True
     return named[rows].nonzero()[0].tolist()
+
+
+def without(result: StepResult, dropped: set[int]) -> StepResult:
+    """The result of all rows but these."""
+    if not dropped:
+        return result
+    rest = np.array([row not in dropped for row in result.rows.tolist()], np.bool_)
+    return msgspec.structs.replace(
+        result,
+        rows=result.rows[rest],
+        tokens=result.tokens[rest],
+        num_sampled=result.num_sampled[rest],
+        failed={row: reason for row, reason in result.failed.items() if row not in dropped},
+        prompt_logprobs={row: part for row, part in result.prompt_logprobs.items() if row not in dropped},
+    )
 
 
 def take_back(result: StepResult, owners: dict[int, Request]) -> StepResult:

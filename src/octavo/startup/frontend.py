@@ -1,23 +1,35 @@
-"""The part of a start that needs no device, and that a frontend is made of: folder, architecture, tokenizer, limits.
+"""Frontend: the half of a start that needs no device: folder, architecture, tokenizer, sampling defaults, limits.
 
-Owns how they are found, for a core in this process (`build`) and for one in an engine process (`serve`). Imports no
-torch. Invariant: both sides read the same folder and come to the same limits.
+Owns the order in which they are found, for an engine in this process (`start`) and for a front end whose engine is
+another process (`serve`). Imports no torch. Invariant: both sides read the same folder and come to the same limits.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
 from octavo.checkpoint.arch import Arch
 from octavo.checkpoint.config_reader.checkpoint import read_arch
+from octavo.checkpoint.generation_config import default_sampling
 from octavo.checkpoint.hub import find_model
 from octavo.config.engine_config import EngineConfig
 from octavo.request.fields import FieldSpec
-from octavo.request.sampling_params import Limits
+from octavo.request.sampling_params import Limits, SamplingParams
 from octavo.text.converted import tokenizer_file
 from octavo.text.no_tokenizer import NoTokenizer
 from octavo.text.tokenizer import Tokenizer, load_tokenizer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Frontend:
+    """What turns requests of users into requests of an engine."""
+
+    folder: Path
+    arch: Arch
+    tokenizer: Tokenizer | NoTokenizer
+    default_sampling: SamplingParams
 
 
 def find_and_read(config: EngineConfig) -> tuple[Path, Arch]:
@@ -40,6 +52,16 @@ def load_text(config: EngineConfig, folder: Path, arch: Arch) -> Tokenizer | NoT
         if tokenizer_file(folder) is not None:
             raise
         raise ValueError(f"{error}; set --tokenizer, or --skip-tokenizer-init for token ids alone") from None
+
+
+def load_frontend(config: EngineConfig, folder: Path, arch: Arch) -> Frontend:
+    """Everything beside the engine. Raises ValueError, in one line."""
+    return Frontend(
+        folder=folder,
+        arch=arch,
+        tokenizer=load_text(config, folder, arch),
+        default_sampling=default_sampling(folder, config),
+    )
 
 
 def make_limits(

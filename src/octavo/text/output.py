@@ -167,6 +167,11 @@ class OutputProcessor:
         return [child.child_id for request in requests for child in request.children if child.finish_reason is None]
 
     @property
+    def num_requests(self) -> int:
+        """Requests that have not ended."""
+        return len(self._requests)
+
+    @property
     def num_sequences(self) -> int:
         """Sequences that have not ended."""
         return len(self._children)

@@ -205,7 +205,7 @@ _MAY_BE_SET = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "
 
 async def submit(state: ServeState, run: Run) -> list[OutputStream]:
     """Start every prompt of a run, or none. Raises ParameterError or ApiError."""
-    state.engine.bounds.check_run([len(prompt.token_ids) for prompt in run.prompts], run.params.n)
+    _check_room(state, run)
     streams: list[OutputStream] = []
     try:
         for index, prompt in enumerate(run.prompts):
@@ -230,6 +230,23 @@ async def submit(state: ServeState, run: Run) -> list[OutputStream]:
     for stream in streams:
         await stream.aclose()
     raise refusal
+
+
+def _check_room(state: ServeState, run: Run) -> None:
+    """Refuse what the queue could never take, however often it were sent: one prompt it takes when nothing waits."""
+    engine, num_prompts = state.engine, len(run.prompts)
+    running, waiting = engine.info.max_num_seqs if engine.info else 0, engine.max_num_queued_reqs
+    if num_prompts == 1:
+        return
+    if run.num_choices > running + waiting:
+        asked = f"{num_prompts} prompts" + (f" x n {run.params.n} = {run.num_choices}" if run.params.n > 1 else "")
+        message = f"{asked} are more than run and wait at once: max_num_seqs {running} + max_num_queued_reqs {waiting}"
+        message += "; send fewer at a time, or raise --max-num-queued-reqs"
+        raise ParameterError("prompt", message, "too_many_prompts")
+    num_tokens, most = sum(len(prompt.token_ids) for prompt in run.prompts), engine.max_num_queued_tokens
+    if most is not None and num_tokens > most:
+        message = f"{num_tokens} tokens of all prompts exceed {most} (max_num_queued_tokens)"
+        raise ParameterError("prompt", message, "too_many_prompts")
 
 
 # In a stream a completion comes in the pieces that the engine told, several in one output where they waited.

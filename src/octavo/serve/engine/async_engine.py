@@ -1,6 +1,6 @@
 """AsyncEngine: generation for many at once on one event loop, by an engine in a process of its own.
 
-The asyncio face of a Frontend: owns the streams, who watches them, and what they are told when the engine dies. Knows
+The asyncio face of a Frontend: owns the queue's bounds, the streams, and what they are told when the engine dies. Knows
 neither text nor HTTP. Invariant: every stream ends, with a finished output or an exception; a stream that is closed
 before that is aborted in the engine; a stream that nobody reads holds one merged output, not a queue of them.
 """
@@ -11,13 +11,14 @@ import asyncio
 import collections
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import NoReturn
 
 import msgspec
 
 from octavo.checkpoint.arch import Arch
-from octavo.checkpoint.generation_config import default_sampling
 from octavo.checkpoint.hub import find_model
 from octavo.config.engine_config import EngineConfig, resolve_max_logprobs
 from octavo.frontend.frontend import Frontend, Prompt
@@ -27,12 +28,11 @@ from octavo.request.sampling_params import Limits, SamplingParams
 from octavo.request.updates import RequestUpdate, once_each
 from octavo.serve.engine.client import EngineClient, Supervision
 from octavo.serve.engine.model_files import ModelFiles
-from octavo.serve.engine.queue_bounds import QueueBounds
 from octavo.serve.engine.refusals import EngineDeadError, EngineDrainingError, EngineLoadingError, QueueFullError
 from octavo.serve.engine.stream import OutputStream, RequestFacts, SlowReaderError, Stream
 from octavo.serve.engine.suspects import Suspects
 from octavo.serve.engine.validate_update import validate_update
-from octavo.startup.frontend import find_and_read, load_text, make_limits
+from octavo.startup.frontend import find_and_read, load_frontend, make_limits
 from octavo.text.no_tokenizer import NoTokenizer
 from octavo.text.tokenizer import Tokenizer
 
@@ -40,6 +40,7 @@ _LOG = logging.getLogger(__name__)
 
 READY_HEARTBEAT_SECONDS = 1.0  # an engine that was silent for longer is not ready
 _SLICE = 64  # updates that are delivered before the loop looks after others
+_PACE_WINDOW = 64  # finished requests from which the pace is told
 _COUNTERS = (
     "num_steps", "num_preemptions", "num_scheduled_tokens", "num_prefix_queries", "num_prefix_hits", "num_bad_frames",
     "num_unknown_aborts", "schedule_seconds", "execute_seconds", "update_seconds",
@@ -53,7 +54,9 @@ Observer = Callable[[str, RequestFacts], None]
 class AsyncEngine:
     """Requests in, streams of outputs out. All methods are called on the event loop that ran `start`."""
 
-    def __init__(self, config: EngineConfig, arch: Arch, bounds: QueueBounds) -> None:
+    def __init__(
+        self, config: EngineConfig, arch: Arch, *, max_num_queued_reqs: int, max_num_queued_tokens: int | None
+    ) -> None:
         """Use `start`."""
         self.config, self.arch = config, arch
         self.model_name = config.model
@@ -62,15 +65,17 @@ class AsyncEngine:
         self.error = ""  # why the engine is down, or was last
         self.exit_code = 0  # once dead: 2 for a setting or model that cannot be used, else 1
         self.info: EngineInfo | None = None  # of the engine, once it was ready
-        self.bounds = bounds
+        self.max_num_queued_reqs, self.max_num_queued_tokens = max_num_queued_reqs, max_num_queued_tokens
         self._suspects = Suspects()
-        self.observers: list[Observer] = [self._suspects.watch, bounds.watch]
+        self.observers: list[Observer] = [self._suspects.watch]
         self._client: EngineClient
         self._frontend: Frontend  # of the engine process that is there
         self._streams: dict[str, Stream] = {}
         self._undelivered: collections.deque[RequestUpdate] = collections.deque()
         self._delivering = False  # the next slice is on its way
+        self._num_unstarted_tokens = 0  # prompt tokens of requests without a first token
         self._changed = asyncio.Event()  # of `state` or of the last open stream; a new one each time
+        self._finish_times: collections.deque[float] = collections.deque(maxlen=_PACE_WINDOW)
         self._past_counters: dict[str, float] = dict.fromkeys(_COUNTERS, 0)  # of engine processes that are gone
         self._closing = False
 
@@ -90,7 +95,7 @@ class AsyncEngine:
         model folder that shows here; what only the engine sees makes it `dead`.
         """
         folder, arch = await asyncio.to_thread(find_and_read, config)
-        engine = cls(config, arch, QueueBounds(max_num_queued_reqs, max_num_queued_tokens))
+        engine = cls(config, arch, max_num_queued_reqs=max_num_queued_reqs, max_num_queued_tokens=max_num_queued_tokens)
         # the engine process reads the same folder, whatever a hub says by then
         found = dataclasses.replace(config, model=str(folder), revision=None)
         tokenizer = (
@@ -103,12 +108,12 @@ class AsyncEngine:
         engine.connect(client, NoTokenizer())
         client.start()
         try:
-            text = await asyncio.to_thread(load_text, config, folder, arch)
-            engine.default_sampling = await asyncio.to_thread(default_sampling, folder, config)
+            front = await asyncio.to_thread(load_frontend, config, folder, arch)
         except BaseException:
             await engine.close()
             raise
-        engine.connect(client, text)
+        engine.default_sampling = front.default_sampling
+        engine.connect(client, front.tokenizer)
         return engine
 
     def connect(self, client: EngineClient, tokenizer: Tokenizer | NoTokenizer) -> None:
@@ -148,15 +153,11 @@ class AsyncEngine:
             max_tokens=checked.max_tokens,
             arrival=time.monotonic(),
         )
-        try:
-            self.bounds.check(facts, self._frontend.num_sequences)
-        except QueueFullError as error:
-            facts.finish_reasons = {0: error.reason}
-            self._notify("rejected", facts)
-            raise
+        self._admit(facts)
         stream = Stream(facts, self._frontend.queue(request_id, checked))
         self._streams[request_id] = stream
         self._suspects.begin(request_id, prompt_token_ids, checked.params)
+        self._num_unstarted_tokens += num_prompt
         self._notify("added", facts)
         return OutputStream(stream, self._abandon)
 
@@ -256,8 +257,8 @@ class AsyncEngine:
         for name in _COUNTERS:
             known[name] += self._past_counters[name]
         known["num_requests"] = len(self._streams)
-        known["num_queued"] = self.bounds.num_queued(self._frontend.num_sequences)
-        known["num_queued_tokens"] = self.bounds.num_tokens
+        known["num_queued"] = self._num_queued
+        known["num_queued_tokens"] = self._num_unstarted_tokens
         known["num_restarts"] = self._client.num_restarts
         known["last_heartbeat_age"] = self.last_heartbeat_age
         return known
@@ -266,7 +267,7 @@ class AsyncEngine:
 
     def engine_up(self, info: EngineInfo) -> None:
         """Requests may come."""
-        self.info, self.bounds.max_num_seqs = info, info.max_num_seqs
+        self.info = info
         self._begin_anew(self.tokenizer)
         if self.state != "draining":
             self._set_state("ready")
@@ -356,6 +357,29 @@ class AsyncEngine:
             raise EngineDrainingError("the server is stopping")
         raise EngineDeadError(f"the engine is {self.state}: {self.error}")
 
+    @property
+    def _num_queued(self) -> int:
+        """Sequences beyond those that can run at once."""
+        return max(self._frontend.num_sequences - (self.info.max_num_seqs if self.info else 0), 0)
+
+    def _admit(self, facts: RequestFacts) -> None:
+        """Raise QueueFullError if the request would have to wait behind too much."""
+        most, most_tokens = self.max_num_queued_reqs, self.max_num_queued_tokens
+        num_running = self.info.max_num_seqs if self.info else 0
+        num_open = self._frontend.num_sequences
+        if num_open + facts.params.n > num_running + most and num_open:
+            self._reject(facts, "requests", most)
+        num_tokens = self._num_unstarted_tokens + facts.num_prompt_tokens
+        if most_tokens is not None and num_tokens > most_tokens and self._num_unstarted_tokens:
+            self._reject(facts, "tokens", most_tokens)
+
+    def _reject(self, facts: RequestFacts, reason: str, limit: int) -> NoReturn:
+        facts.finish_reasons = {0: reason}
+        self._notify("rejected", facts)
+        times = self._finish_times
+        pace = len(times) / max(time.monotonic() - times[0], 1e-3) if times else 1.0  # requests per second
+        raise QueueFullError(reason, limit, float(min(max(math.ceil(self._num_queued / 4 / pace), 1), 60)))
+
     def _deliver(self, stream: Stream, updates: list[RequestUpdate], now: float) -> None:
         """The updates of one request in one step."""
         facts = stream.facts
@@ -372,6 +396,7 @@ class AsyncEngine:
             facts.previous_token_at, facts.last_token_at = facts.last_token_at, now
             if facts.first_token_at is None:
                 facts.first_token_at = now
+                self._num_unstarted_tokens -= facts.num_prompt_tokens
                 self._notify("first_token", facts)
             else:
                 self._notify("tokens", facts)
@@ -386,6 +411,7 @@ class AsyncEngine:
             if not stream.put(output):
                 self._give_up(stream, SlowReaderError("the stream was not read for too long"))
             elif output.finished:
+                self._finish_times.append(now)
                 self._forget(stream, "finished")
 
     def _give_up(self, stream: Stream, error: Exception) -> None:
@@ -407,6 +433,8 @@ class AsyncEngine:
         facts = stream.facts
         if self._streams.pop(facts.request_id, None) is None:
             return
+        if facts.first_token_at is None:
+            self._num_unstarted_tokens -= facts.num_prompt_tokens
         facts.finished_at = time.monotonic()
         self._notify(event, facts)
         if not self._streams:

@@ -166,7 +166,7 @@ class EngineProcess:
         except OSError:
             raise
         except Exception as error:
-            is_users = isinstance(error, ValueError) and not isinstance(error, BadFrameError)
+            is_users = isinstance(error, ValueError)
             text = str(error) if is_users else _describe(error)
             _LOG.error("call %s failed: %s", call.name, text)
             self.send(CallDone(call.call_id, error=text[:MAX_TEXT], is_users=is_users))

@@ -231,6 +231,20 @@ class OutputStream:
         self._done = output.finished
         return output
 
+    async def wait(self, seconds: float) -> bool:
+        """Wait for the next output without taking it; False if there is none in time. A timeout aborts nothing."""
+        if self._done or self._stream.has_news or self._stream.ended:
+            return True
+        try:
+            async with asyncio.timeout(seconds):
+                await self._stream.wait()
+        except TimeoutError:
+            return False
+        except BaseException:
+            self._close()
+            raise
+        return True
+
     async def aclose(self) -> None:
         """Abort the request unless it has ended."""
         self._close()

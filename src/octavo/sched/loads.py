@@ -1,0 +1,256 @@
+"""Transfers in the scheduler: requests whose blocks are filled from elsewhere, and blocks that a save still reads.
+
+Owns the transfers that are under way, their deadlines and counters, and who has got blocks without running yet. Knows
+no queue: the scheduler takes requests out of its own, and `requeue` puts them back. A transfer begins when the steps
+are done that may touch its blocks, and what it fills is published when it has arrived and not before. Invariant: the
+blocks of a transfer that has begun are reserved by its request or held until the connector has reported or given it up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from octavo.kv_connector import NO_CONNECTOR, Connector, Later, Transfer
+from octavo.request.request import Request, Status
+from octavo.sched.kv_manager import Hold, KVManager
+from octavo.sched.order import OrderOf
+
+_LOG = logging.getLogger(__name__)
+LOAD_TIMEOUT = 30.0  # seconds
+FAILURE_POLICIES = ("recompute", "fail")
+LOAD_FAILED = "kv_load_failed"  # the error of a request that ends by the policy "fail"
+
+
+@dataclasses.dataclass(slots=True)
+class TransferStats:
+    """Counters since the start."""
+
+    num_loaded_tokens: int = 0
+    num_load_failures: int = 0  # loads that brought less than they offered
+    num_expired_holds: int = 0  # holds whose transfer did not end in time
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Underway:
+    transfer: Transfer
+    after: int  # it begins when all steps before this one are done
+    until: float
+    before: Status  # of a loading request: what it returns to
+    hold: Hold | None = None  # the blocks have no request any more
+    begun: bool = False
+    loads: bool = True
+
+
+class Ended(NamedTuple):
+    """A load that is over: its request has `num_computed` tokens, and blocks for them."""
+
+    request: Request
+    failed: bool
+
+
+class Loads:
+    """Transfers of one scheduler."""
+
+    def __init__(
+        self,
+        kv: KVManager,
+        connector: Connector,
+        timeout: float,
+        clock: Callable[[], float],
+        order: OrderOf,
+        requeue: Callable[[Request], None],
+    ) -> None:
+        """`timeout`: seconds that a load, a hold or the word LATER may take. `clock`: in seconds, never going back.
+
+        `order`: see order_of. `requeue`: puts a request among the waiting ones.
+        """
+        self.stats = TransferStats()
+        self.connector = connector
+        self.is_on = connector is not NO_CONNECTOR
+        assert not self.is_on or kv.can_load, "what a group keeps beside blocks of tokens cannot be loaded"
+        self._kv, self._timeout, self._clock, self._order, self._requeue = kv, timeout, clock, order, requeue
+        self._numbers = itertools.count()
+        self._underway: dict[int, _Underway] = {}  # by the transfer's number
+        self._loading: dict[str, _Underway] = {}  # by request
+        self._later: dict[str, float] = {}  # request -> when `match` is asked for the last time
+        self._refused: set[str] = set()  # requests that are not matched again
+        self.num_preemptions = 0
+        self.arrived: dict[str, Request] = {}  # they have blocks and wait for a row
+
+    @property
+    def num_loading(self) -> int:
+        """Requests that wait for their blocks."""
+        return len(self._loading)
+
+    @property
+    def keeps_blocks(self) -> bool:
+        """Whether blocks are taken that no running request has."""
+        return bool(self._underway or self.arrived)
+
+    def match(self, request: Request, num_local: int) -> int | Later:
+        """Tokens that can be loaded behind `num_local`, of those that need not be computed."""
+        if request.request_id in self._refused or (most := self._max_load(request)) <= num_local:
+            return 0
+        self._kv.name_blocks(request)
+        found = self.connector.match(request, num_local)
+        if isinstance(found, int):
+            self._later.pop(request.request_id, None)
+            return max(min(found, most - num_local), 0)
+        if self._clock() < self._later.setdefault(request.request_id, self._clock() + self._timeout):
+            return found
+        self.refuse(request)
+        _LOG.warning("request %s: the connector said for %g s that it answers later", request.request_id, self._timeout)
+        return 0
+
+    def _max_load(self, request: Request) -> int:
+        """All tokens, unless log-probabilities of the prompt are owed: those take what `max_hit` says."""
+        return request.num_tokens if request.max_hit == request.num_tokens - 1 else request.max_hit
+
+    def begin(self, request: Request, start: int, end: int, after: int) -> None:
+        """`request`, which has blocks for tokens up to `end`, waits for those from `start` on."""
+        transfer = Transfer(
+            number=next(self._numbers), request=request, start=start, end=end, blocks=self._blocks(request)
+        )
+        load = _Underway(transfer, after, self._clock() + self._timeout, request.status)
+        self._underway[transfer.number] = self._loading[request.request_id] = load
+        request.status = Status.LOADING
+
+    def start(self, first_outstanding: float) -> None:
+        """Begin the transfers whose blocks no step touches any more. `first_outstanding`: the oldest step under way."""
+        for entry in [entry for entry in self._underway.values() if not entry.begun]:
+            if entry.after > first_outstanding:
+                continue
+            entry.begun = True
+            if entry.loads:
+                self.connector.allocated(entry.transfer)
+            elif not self.connector.finished(entry.transfer):
+                self._release(entry)
+
+    def keep(self, request: Request, after: int) -> None:
+        """Hold the blocks of a request that ends until its save is over, if the connector wants one."""
+        transfer = Transfer(
+            number=next(self._numbers), request=request, start=0,
+            end=min(request.num_computed, request.num_tokens), blocks=self._blocks(request),
+        )  # fmt: skip
+        until = self._clock() + self._timeout
+        self._underway[transfer.number] = _Underway(
+            transfer, after, until, request.status, hold=self._kv.hold(request, until), loads=False
+        )
+
+    def take(self) -> Iterator[Ended]:
+        """What has ended, in time or not, of loads."""
+        results, now = self.connector.take_results(), self._clock()
+        for number in results.done:
+            yield from self._end(number, None)
+        for number, bad in results.failed.items():
+            yield from self._end(number, bad)
+        for number, entry in [pair for pair in self._underway.items() if pair[1].until <= now]:
+            yield from self._expire(number, entry)
+
+    def _end(self, number: int, bad: frozenset[int] | None) -> Iterator[Ended]:
+        entry = self._underway.get(number)
+        if entry is None or not entry.begun:
+            _LOG.error("the connector reports transfer %d, which is not under way", number)
+            return
+        if entry.hold is not None:
+            self._release(entry)
+            return
+        request, transfer = entry.transfer.request, entry.transfer
+        del self._underway[number], self._loading[request.request_id]
+        end = self._kv.finish_load(request, transfer.start, transfer.end, bad)
+        if bad is not None:
+            self.stats.num_load_failures += 1
+            self.refuse(request)
+            _LOG.warning(
+                "request %s: of tokens %d to %d, which were to be loaded, the first %d arrived",
+                request.request_id, transfer.start, transfer.end - 1, end - transfer.start,
+            )  # fmt: skip
+        self.stats.num_loaded_tokens += end - transfer.start
+        request.num_computed = min(end, request.num_tokens - 1)
+        self._kv.publish(request, request.num_computed)
+        request.status = entry.before
+        self.arrived[request.request_id] = request
+        yield Ended(request, bad is not None)
+
+    def _expire(self, number: int, entry: _Underway) -> Iterator[Ended]:
+        if entry.begun and not self.connector.cancel(number, force=True):
+            entry.until += self._timeout
+            _LOG.error("transfer %d does not end: %d blocks stay taken", number, sum(map(len, entry.transfer.blocks)))
+        elif entry.hold is not None:
+            self.stats.num_expired_holds += 1
+            _LOG.warning("transfer %d of request %s did not end in time", number, entry.transfer.request.request_id)
+            self._release(entry)
+        else:
+            entry.begun = True
+            yield from self._end(number, frozenset())
+
+    def stop(self, request: Request) -> None:
+        """Take its blocks from a request that is loading, or has loaded and does not run yet."""
+        if self.arrived.pop(request.request_id, None) is not None:
+            self._kv.release(request)
+        else:
+            load = self._loading.pop(request.request_id)
+            request.status, number = load.before, load.transfer.number
+            if not load.begun or self.connector.cancel(number, force=False):
+                del self._underway[number]
+                self._kv.release(request)
+            else:
+                load.hold = self._kv.hold(request, load.until)
+        request.num_computed = 0
+
+    def has_blocks(self, request: Request) -> bool:
+        """Whether `request` is loading, or has loaded and does not run yet."""
+        return request.request_id in self._loading or request.request_id in self.arrived
+
+    def parked(self) -> list[Request]:
+        """Who has blocks and does not run."""
+        return [*self.arrived.values(), *(load.transfer.request for load in self._loading.values())]
+
+    def unpark(self, request: Request) -> None:
+        """Let a request that has blocks and does not run wait without them."""
+        is_queued = request.status is not Status.LOADING
+        self.stop(request)
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        if not is_queued:
+            self._requeue(request)
+
+    def unpark_behind(self, request: Request) -> bool:
+        """Take the blocks of the last one in order that has some and does not run, if it is behind `request`."""
+        last = max(self.parked(), key=self._order, default=request)
+        if self._order(last) <= self._order(request):
+            return False
+        self.unpark(last)
+        return True
+
+    def forget(self, request: Request) -> None:
+        """`request` has ended."""
+        self._refused.discard(request.request_id)
+        self._later.pop(request.request_id, None)
+
+    def wait(self) -> None:
+        """Wait for the connector, as long as no deadline passes."""
+        ends = [entry.until for entry in self._underway.values()] + list(self._later.values())
+        if ends:
+            self.connector.wait(max(min(ends) - self._clock(), 0.0))
+
+    def refuse(self, request: Request) -> None:
+        """Match `request` no more."""
+        self._refused.add(request.request_id)
+        self._later.pop(request.request_id, None)
+
+    def _blocks(self, request: Request) -> tuple[tuple[int, ...], ...]:
+        return tuple(map(tuple, self._kv.tables(request)))
+
+    def _release(self, entry: _Underway) -> None:
+        assert entry.hold is not None, "blocks without a request are held"
+        del self._underway[entry.transfer.number]
+        self._kv.release_hold(entry.hold)
+
+
+NEVER = math.inf  # the oldest step under way, where there is none

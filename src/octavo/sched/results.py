@@ -1,0 +1,117 @@
+"""Results: what a step's result gives to its requests.
+
+Owns the taking in of tokens, the look at who may have ended, and the updates that tell of it. Knows neither plans nor
+blocks: whoever ends is handed to the scheduler. Invariant: an update tells all tokens that none before it told, and a
+request that has ended is told of once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from octavo.plan import NO_PROMPT_LOGPROBS, IntArray, StepResult
+from octavo.request.request import Request, Status
+from octavo.request.updates import RequestUpdate
+from octavo.sched.running import Running
+from octavo.sched.stops import ends
+
+NOTHING = StepResult(step=-1)
+
+
+class Results:
+    """Takes results in."""
+
+    def __init__(self, running: Running, end: Callable[[Sequence[Request]], None]) -> None:
+        """`end`: ends requests that have a finish reason."""
+        self.queued_at: dict[str, float] = {}  # of requests that were never admitted
+        self.queue_times: dict[str, float] = {}  # of admitted requests, until an update tells it
+        self._running, self._end = running, end
+
+    def note_admission(self, request: Request, num_cached: int) -> None:
+        """`request` gets a row; where that is for the first time, with so many tokens in the cache."""
+        queued_at = self.queued_at.pop(request.request_id, None)
+        if queued_at is not None:
+            request.num_cached = num_cached
+            self.queue_times[request.request_id] = time.perf_counter() - queued_at
+
+    def take_all(self, rows: IntArray, tokens: IntArray, result: StepResult, updates: list[RequestUpdate]) -> None:
+        """One token for each of `rows`, all of which run."""
+        lengths = self._running.rows.append(rows, tokens)
+        look = self._running.may_end.take(tokens, mode="clip")
+        look |= lengths >= self._running.rows.check_at[rows]
+        places = look.nonzero()[0]
+        if len(places):
+            self._check_stop(rows[places].tolist(), tokens[places].tolist(), result, updates)
+        needs_update = self._running.rows.needs_update[rows].nonzero()[0]
+        if len(needs_update):
+            in_full = bool(result.logprobs or result.prompt_logprobs)
+            for row, token in zip(rows[needs_update].tolist(), tokens[needs_update].tolist(), strict=True):
+                request = self._running.owners[row]
+                if in_full or request.coalesce_updates or not request.num_reported:
+                    self.emit(request, row, result, updates)
+                else:
+                    request.num_reported += 1
+                    updates.append(RequestUpdate(request.request_id, [token]))
+
+    def _check_stop(self, rows: list[int], tokens: list[int], result: StepResult, updates: list[RequestUpdate]) -> None:
+        """At requests that may end with `tokens`, or whose row has no more room."""
+        ended: dict[int, Request] = {}
+        for row, token in zip(rows, tokens, strict=True):
+            request = self._running.owners[row]
+            known = request.tokens  # takes what only the row had
+            if (token in request.end_token_ids or len(known) >= request.check_from) and ends(request, token):
+                ended[row] = request
+        if ended:
+            self._end(list(ended.values()))
+            for row, request in ended.items():
+                self.emit(request, row, result, updates)
+
+    def append(
+        self, request: Request, row: int, tokens: list[int], result: StepResult, updates: list[RequestUpdate]
+    ) -> None:
+        """The tokens of one request, which may have been preempted meanwhile."""
+        request.num_in_flight -= len(tokens)
+        for token in tokens:
+            request.append(token)
+            may_end = token in request.end_token_ids or request.num_tokens >= request.check_from
+            if may_end and ends(request, token):
+                # accepted drafts behind it are nobody's
+                request.num_computed = min(request.num_computed, request.num_tokens + request.num_in_flight)
+                self._end([request])
+                break
+        if request.status is Status.FINISHED or not request.coalesce_updates or not request.num_reported:
+            self.emit(request, row, result, updates)
+
+    def take_prompt_logprobs(
+        self, result: StepResult, owners: Mapping[int, Request], updates: list[RequestUpdate]
+    ) -> None:
+        """Those of rows that sampled too are told with their token."""
+        for row, part in result.prompt_logprobs.items():
+            request = owners[row]
+            request.num_prompt_logprobs += part.num_positions
+            if row not in result.rows and request.status is not Status.FINISHED:
+                self.emit(request, row, result, updates)
+
+    def emit(self, request: Request, row: int, result: StepResult, updates: list[RequestUpdate]) -> None:
+        """Append the update in full, if there is something to tell: all tokens that no update told."""
+        tokens = request.tokens[request.num_prompt + request.num_reported :]
+        prompt_logprobs = result.prompt_logprobs.get(row, NO_PROMPT_LOGPROBS)
+        if not tokens and not prompt_logprobs.num_positions and request.finish_reason is None:
+            return
+        request.num_reported += len(tokens)
+        if request.coalesce_updates and tokens and request.row >= 0:
+            self._running.rows.needs_update[request.row] = False
+        updates.append(
+            RequestUpdate(
+                request_id=request.request_id,
+                tokens=tokens,
+                logprobs=result.logprobs.get(row, [])[: len(tokens)],
+                prompt_logprobs=prompt_logprobs,
+                finish_reason=request.finish_reason,
+                stop_reason=request.stop_reason,
+                num_cached=request.num_cached,
+                queue_time=self.queue_times.pop(request.request_id, None),
+                error=request.error,
+            )
+        )
