@@ -32,7 +32,7 @@ from octavo.startup.frontend import find_and_read, load_text
 from octavo.text.no_tokenizer import NoTokenizer
 from octavo.text.output import OutputProcessor, wants_every_token
 from octavo.text.tokenizer import Tokenizer
-from octavo.worker.executor import DeviceExecutor
+from octavo.worker.executor import InlineExecutor
 
 MAX_LEN = 8192
 NUM_BLOCKS = 1 << 17
@@ -50,8 +50,7 @@ class Load:
         limits = StepLimits(max_num_rows=max(num_requests, 16), max_num_tokens=8192, max_model_len=MAX_LEN)
         scheduler = Scheduler(KVManager([group], NUM_BLOCKS, enable_prefix_caching=caching), limits)
         runner = NullRunner(group, limits, torch.arange(limits.max_num_rows) * 7919 % 4000 + 50)
-        executor = DeviceExecutor(runner.issue)
-        self.core = EngineCore(scheduler, executor, eos_token_ids=[2], async_scheduling=True)
+        self.core = EngineCore(scheduler, InlineExecutor(runner), eos_token_ids=[2], async_scheduling=True)
         self._outputs = OutputProcessor(tokenizer)
         self._scenario, self._random, self._ids = scenario, random.Random(0), itertools.count()
         self._add(num_requests)

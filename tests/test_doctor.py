@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from architectures import ARCH, CPU
 from octavo.cli import main as cli
-from octavo.config.engine_config import DeviceFacts
+from octavo.config.engine_config import DeviceFacts, EngineConfig, resolve
 from octavo.startup import probe
 
 CONFIG = {
@@ -100,19 +102,16 @@ def test_a_memory_limit_counts_without_page_cache(tmp_path: Path, monkeypatch: p
 
 
 def test_the_numerics_id_names_what_bits_depend_on() -> None:
-    facts: dict[str, Any] = {
-        "device": "cpu",
-        "dtype": "float32",
-        "quantization": None,
-        "native": "x86_64_v3",
-        "attention": "cpu",
-        "cache": "float32",
-        "numerics": "reproducible",
-    }
-    base = probe.numerics_id(probe.numerics_contract(**facts))
-    assert base == probe.numerics_id(probe.numerics_contract(**facts | {"native": "x86_64_v4"}))
-    changes = ({"dtype": "bfloat16"}, {"quantization": "int8"}, {"native": "none"}, {"attention": "reference"})
-    for change in (*changes, {"cache": "fp8"}):
-        assert base != probe.numerics_id(probe.numerics_contract(**facts | change)), change
-    gpus = {probe.numerics_id(probe.numerics_contract(**facts | {"device": "cuda", "gpu": name})) for name in "AB"}
-    assert len(gpus | {base}) == 3
+    resolved = resolve(EngineConfig(dtype="float32"), ARCH, CPU)
+
+    def named(native: str = "x86_64_v3", gpu: str = "", **changes: Any) -> str:
+        changed = dataclasses.replace(resolved, **changes)
+        return probe.numerics_id(probe.numerics_contract(changed, native=native, gpu=gpu))
+
+    base = named()
+    assert base == named(native="x86_64_v4") and base != named(native="none")
+    changes: list[dict[str, Any]] = [{"dtype": "bfloat16"}, {"quantization": "int8"}, {"kv_cache_dtype": "fp8"}]
+    changes += [{"attention_backend": "reference"}, {"layer_backends": {"reference": [1]}}]
+    for change in changes:
+        assert base != named(**change), change
+    assert len({base, *(named(device="cuda", gpu=name) for name in "AB")}) == 3

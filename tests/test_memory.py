@@ -1,4 +1,4 @@
-"""MemoryPlan: bytes per block, the size of the cache, and the refusal of what does not fit."""
+"""CachePlan: bytes per block, the size of the cache, and the refusal of what does not fit."""
 
 from __future__ import annotations
 
@@ -12,20 +12,15 @@ import pytest
 import torch
 
 from architectures import ARCH, CPU
-from octavo.cache.groups import block_bytes, make_groups
+from octavo.cache.groups import CacheGroup, block_bytes, make_groups, table_of_each
+from octavo.cache.plan import CachePlan, show_bytes
 from octavo.cache.policies import make_policies
 from octavo.checkpoint import loader
 from octavo.checkpoint.arch import Arch, LayerKind
 from octavo.config.engine_config import DeviceFacts, EngineConfig, Resolved, resolve
 from octavo.config.settings import ConfigError
 from octavo.ops import native
-from octavo.startup.memory_plan import (
-    MemoryPlan,
-    blocks_for_request,
-    check_weights,
-    plan_memory,
-    show_bytes,
-)
+from octavo.startup.memory_plan import blocks_for_request, check_weights, plan_memory
 from patience import patient
 
 SLIDING = dataclasses.replace(ARCH, layers=(LayerKind(window=64),) * 4 + (LayerKind(),) * 2)
@@ -36,10 +31,18 @@ PER_BLOCK = 2 * 2 * 2 * 16 * 2 * 16  # layers, K and V, heads, channels, bytes, 
 
 def plan(
     free_bytes: int, arch: Arch = ARCH, facts: DeviceFacts = CPU, total_bytes: int = 0, **fields: Any
-) -> MemoryPlan:
+) -> CachePlan:
     made = resolve(EngineConfig(**fields), arch, facts)
     groups, weights = make_groups(arch, made.block_size), weight_bytes(arch, made)
-    return plan_memory(arch, made, groups, free_bytes, weight_bytes=weights, total_bytes=total_bytes)
+    return plan_memory(
+        arch, made, groups, free_bytes, weight_bytes=weights, total_bytes=total_bytes, **lying(groups, made)
+    )
+
+
+def lying(groups: tuple[CacheGroup, ...], resolved: Resolved) -> dict[str, Any]:
+    """A layout, and a table per group, in kernel blocks as the settings say."""
+    tables = table_of_each(groups, [resolved.kernel_block_size or group.block_size for group in groups])
+    return {"layout": "LBHNC", "tables": tables, "why": {"layout": "for this test"}}
 
 
 def weight_bytes(arch: Arch, resolved: Resolved) -> int:
@@ -86,7 +89,7 @@ def test_plenty_of_memory_gives_every_request_its_full_length() -> None:
     assert made.num_blocks == 64 * 128 + 1
     assert made.max_requests == 64.0
     assert made.num_tokens == 64 * 2048
-    assert "max_num_seqs=64" in made.rule
+    assert "max_num_seqs=64" in made.why["num_blocks"]
 
 
 def test_a_quarter_of_what_is_left_is_the_usual_share() -> None:
@@ -103,7 +106,7 @@ def test_one_full_request_may_take_more_than_the_usual_share() -> None:
     base = plan(64 << 20, **fields)
     other = base.weight_bytes + base.workspace_bytes + base.logits_bytes + base.table_bytes
     made = plan(other + 2 * needed + 1000, **fields)
-    assert made.num_blocks == 129 and made.rule == "one request of max_model_len"
+    assert made.num_blocks == 129 and made.why["num_blocks"] == "one request of max_model_len"
 
 
 def test_an_automatic_length_shrinks_to_what_fits() -> None:
@@ -135,8 +138,10 @@ def test_loaded_weights_are_not_counted_twice() -> None:
     made = numbers()
     groups = make_groups(ARCH, 16)
     weights = weight_bytes(ARCH, made)
-    before = plan_memory(ARCH, made, groups, 64 << 20, weight_bytes=weights)
-    after = plan_memory(ARCH, made, groups, (64 << 20) - weights, weight_bytes=weights, weights_loaded=True)
+    before = plan_memory(ARCH, made, groups, 64 << 20, weight_bytes=weights, **lying(groups, made))
+    after = plan_memory(
+        ARCH, made, groups, (64 << 20) - weights, weight_bytes=weights, weights_loaded=True, **lying(groups, made)
+    )
     assert after.num_blocks == before.num_blocks
 
 

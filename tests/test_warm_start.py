@@ -72,13 +72,13 @@ def test_the_runtime_is_that_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_start_opens_the_device_first(device: str, opened: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, thresholds = threading.Event(), []
 
-    def start_engine(config: EngineConfig, phases: Phases, *, text: bool, **_: object) -> Any:
+    def build_core(config: EngineConfig, phases: Phases, *, text: bool, **_: object) -> Any:
         assert begun.wait(patient(5) if opened else 0.1) is opened
         thresholds.append(gc.get_threshold()[0])
         return config, text
 
     monkeypatch.setattr(warm_start, "open_driver", lambda: begun.set())
-    monkeypatch.setattr("octavo.startup.build.start_engine", start_engine)
+    monkeypatch.setattr("octavo.startup.build.build_core", build_core)
     config, before = EngineConfig(device=device), gc.get_threshold()
     parts: Any = warm_start.start(config, Phases(), text=False)
     assert parts == (config, False)
@@ -90,18 +90,16 @@ def test_a_gpu_that_the_process_has_chosen_is_the_only_one_opened(monkeypatch: p
     """As a trainer's rank has by torch.cuda.set_device: a thread of its own would open the first one."""
     import torch
 
-    from octavo.startup import build as start
+    from octavo.worker import device
 
     opened: list[str | None] = []
     for name in ("open_driver", "open_counter"):
         monkeypatch.setattr(warm_start, name, lambda: opened.append("first"))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
-    monkeypatch.setattr(start, "has_driver", lambda: True)
-    monkeypatch.setattr(start, "_open", opened.append)
-    monkeypatch.setattr(
-        "octavo.startup.build.start_engine", lambda config, phases, **_: start._begin(config, phases)[2]
-    )
+    monkeypatch.setattr(device, "has_driver", lambda: True)
+    monkeypatch.setattr(device, "_open", opened.append)
+    monkeypatch.setattr("octavo.startup.build.build_core", lambda config, phases, **_: device.Opening(config))
     opening: Any = warm_start.start(EngineConfig(device="auto"), Phases())
     opening.join()
     assert opened == [None]
@@ -111,7 +109,7 @@ def test_what_fails_while_the_device_opens_is_left_to_who_needs_it(monkeypatch: 
     pytest.importorskip("triton")
     from octavo.ops.compile import launch
     from octavo.ops.gemm import gpu as matmul
-    from octavo.startup import build as start
+    from octavo.worker import device
 
     called: list[str] = []
 
@@ -121,17 +119,17 @@ def test_what_fails_while_the_device_opens_is_left_to_who_needs_it(monkeypatch: 
 
     monkeypatch.setattr(launch, "open_driver", lambda: called.append("driver"))
 
-    monkeypatch.setattr(start, "open_runtime", called.append)
+    monkeypatch.setattr(device, "open_runtime", called.append)
     monkeypatch.setattr(matmul, "open_library", fails)
-    start._open(None)
+    device._open(None)
     assert not called
-    start._open("12.8")
+    device._open("12.8")
     assert called == ["12.8", "driver", "library"]
 
 
 def test_every_module_of_kernels_that_a_start_imports_is_there() -> None:
     pytest.importorskip("triton")
-    from octavo.startup import build as start
+    from octavo.worker import device
 
-    for name in (*start._KERNELS, *start._PAGED_KERNELS):
+    for name in (*device._KERNELS, *device._PAGED_KERNELS):
         importlib.import_module(f"octavo.ops.{name}")

@@ -12,22 +12,22 @@ import dataclasses
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from octavo.grammar.compiler import NO_GRAMMARS, Grammars
 from octavo.plan import StepPlan
 from octavo.request.fields import FieldSpec, salt_with_fields, salt_with_prompt
 from octavo.request.request import Request
 from octavo.request.sampling_params import SamplingParams
 from octavo.request.seeds import sample_seed
 from octavo.request.updates import RequestUpdate
+from octavo.worker.executor import Executor, PendingResult, ask
 
 if TYPE_CHECKING:
     from octavo.sched.scheduler import Scheduler
-    from octavo.startup.build import Parts
-    from octavo.worker.executor import Executor, PendingResult
+
+_Reply = TypeVar("_Reply")
 
 
 @dataclasses.dataclass(slots=True)
@@ -71,24 +71,21 @@ class EngineCore:
         eos_token_ids: Iterable[int] = (),
         seed: int = 0,
         async_scheduling: bool = False,
-        grammars: Grammars = NO_GRAMMARS,
         request_fields: Sequence[FieldSpec] = (),
         looks_ahead: bool = False,
-        capture_next: Callable[[], bool] = bool,
+        num_uncaptured: int = 0,
     ) -> None:
         """`seed` draws the seeds of requests that have none; `async_scheduling` plans a step while one runs.
 
-        `grammars` are the worker's: `add` makes there, in its caller's thread, what ends a request's reasoning.
         `request_fields`: what the attention reads of a request beside its tokens; `looks_ahead`: whether a query may
-        see later keys of the prompt. `capture_next`: the worker's.
+        see later keys of the prompt. num_uncaptured: graphs that the workers' start has left.
         """
         self.scheduler = scheduler
         self.times = StepTimes()
         self._executor = executor
-        self._grammars = grammars
         self._eos_token_ids = frozenset(eos_token_ids)
         self._request_fields, self._looks_ahead = tuple(request_fields), looks_ahead
-        self._capture_next = capture_next
+        self._has_uncaptured = num_uncaptured > 0
         self._seeds = random.Random(seed)
         self._inbox: collections.deque[list[Request] | list[str]] = collections.deque()
         self._in_flight: collections.deque[tuple[StepPlan, PendingResult]] = collections.deque()
@@ -97,22 +94,6 @@ class EngineCore:
         self._calls: dict[str, Callable[[bytes], bytes]] = {
             "reset_prefix_cache": lambda _: msgspec.msgpack.encode(scheduler.reset_prefix_cache())
         }
-
-    @classmethod
-    def from_parts(cls, parts: Parts) -> EngineCore:
-        """The core of `start.start_engine`'s parts."""
-        resolved = parts.resolved
-        return cls(
-            parts.scheduler,
-            parts.executor,
-            eos_token_ids=parts.eos_token_ids,
-            seed=resolved.seed,
-            async_scheduling=resolved.async_scheduling,
-            grammars=parts.grammars,
-            request_fields=parts.limits.request_fields,
-            looks_ahead=resolved.looks_ahead,
-            capture_next=parts.runner.capture_next,
-        )
 
     def add(
         self,
@@ -131,8 +112,6 @@ class EngineCore:
         between. Raises RuntimeError if a step has failed before, or the engine was closed.
         """
         self._check_alive()
-        if params.thinking is not None:
-            self._grammars.prepare(params.thinking)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         cache_salt = salt_with_fields(cache_salt, self._request_fields, params.extra_args)
         if self._looks_ahead:
@@ -197,12 +176,20 @@ class EngineCore:
     def capture_next(self) -> bool:
         """Capture one of the graphs that the start has left; False if there is none. Takes 10 to 30 ms."""
         self._check_alive()
-        return self._capture_next()
+        self._has_uncaptured = self._has_uncaptured and any(self.ask_workers("capture_next", bool))
+        return self._has_uncaptured
+
+    def ask_workers(self, name: str, reply: type[_Reply], request: Any = None) -> list[_Reply]:
+        """Ask every worker, between two steps, for what `octavo.worker.calls` has under `name`; their answers.
+
+        Raises ValueError for an unknown name or a request of another type, and RuntimeError as `add`.
+        """
+        self._check_alive()
+        return ask(self._executor, name, reply, request)
 
     def close(self) -> None:
         """Wait for issued steps and release the worker. The engine cannot be used afterwards."""
         self._failure = self._failure or RuntimeError("it was closed")
-        self._capture_next = bool
         self._executor.close()
 
     def _check_alive(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import sys
 from collections import Counter
@@ -23,18 +24,22 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 
 from families import SHARED, write_model  # noqa: E402
+from insides import runner_of  # noqa: E402
 from octavo import LLM  # noqa: E402
 from octavo.attention import mla, paged  # noqa: E402
 from octavo.cache.groups import make_groups  # noqa: E402
 from octavo.config.engine_config import Resolved  # noqa: E402
 from octavo.device.graphs import GraphKey, GraphPool, decode_keys, mixed_keys  # noqa: E402
-from octavo.observe import Phases  # noqa: E402
 from octavo.ops.attention import paged as paged_attention  # noqa: E402
 from octavo.ops.compile import launch, side_by_side  # noqa: E402
 from octavo.plan import StepLimits  # noqa: E402
-from octavo.startup import build as start  # noqa: E402
+from octavo.startup.cache import plan_cache  # noqa: E402
 from octavo.startup.memory_plan import ITEMSIZE  # noqa: E402
+from octavo.worker.assembly import make_runner  # noqa: E402
+from octavo.worker.backends import backend_facts, buffer_bytes, compiles_ahead  # noqa: E402
 from octavo.worker.compile_ahead import Shape, compile_ahead, step_shapes  # noqa: E402
+from octavo.worker.runner import Runner  # noqa: E402
+from octavo.worker.worker import Worker  # noqa: E402
 
 SHARED_BYTES, PROCESSORS = 232448, 132  # an H200's
 ROWS, TOKENS, LENGTH = 64, 4096, SHARED["max_model_len"]
@@ -102,19 +107,18 @@ def test_a_start_goes_on_without_and_says_why(caplog: pytest.LogCaptureFixture, 
     def fail(told: Any) -> int:
         raise error
 
-    runner: Any = SimpleNamespace(compiles_ahead=True, compile_ahead=fail)
-    phases, resolved = Phases(), cast(Resolved, SimpleNamespace(device="cuda"))
+    worker = Worker()
+    worker._runner = cast(Runner, SimpleNamespace(compile_ahead=fail))
     with caplog.at_level(logging.WARNING):
-        start._compile(runner, resolved, phases)
-    assert f"one by one: {error}" in caplog.text and phases.entries[-1][0] == "compile kernels"
+        worker.compile()
+    assert f"one by one: {error}" in caplog.text
 
 
 def test_a_start_compiles_where_kernels_are_launched_as_they_are() -> None:
-    told: list[Any] = []
-    runner: Any = SimpleNamespace(compile_ahead=lambda count: told.append(count) or 0)
-    for device, runner.compiles_ahead in (("cpu", True), ("cuda", False), ("cuda", True)):
-        start._compile(runner, cast(Resolved, SimpleNamespace(device=device)), Phases())
-    assert len(told) == 1
+    resolved = cast(Resolved, SimpleNamespace(device="cuda"))
+    assert compiles_ahead(resolved, ["paged"]) and compiles_ahead(resolved, ["paged", "mla"])
+    assert not compiles_ahead(resolved, ["paged", "flex"])
+    assert not compiles_ahead(cast(Resolved, SimpleNamespace(device="cpu")), ["paged"])
 
 
 @pytest.fixture
@@ -167,8 +171,13 @@ def test_a_pass_finds_the_kernels_of_all_steps_and_changes_no_state(
             engine.resolved, attention_backend="mla" if is_latent else "paged", max_num_seqs=ROWS,
             max_num_batched_tokens=TOKENS,
         )  # fmt: skip
-        groups = make_groups(engine.arch, resolved.block_size, ITEMSIZE["float32"])
-        runner = start.make_runner(engine.runner.model, engine.arch, resolved, start.choose_form(resolved, groups), 400)
+        plan = plan_cache(
+            engine.arch, resolved, make_groups(engine.arch, resolved.block_size, ITEMSIZE["float32"]),
+            backend_facts(resolved, engine.arch.num_layers), free_bytes=1 << 40, total_bytes=0, weight_bytes=0,
+            weights_loaded=True, buffer_bytes=functools.partial(buffer_bytes, resolved),
+        )  # fmt: skip
+        assert plan.num_blocks == 400
+        runner = make_runner(runner_of(engine).model, resolved, plan)
         assert runner.compiles_ahead
         if not is_latent:
             runner._graphs = GraphPool([*decode_keys(ROWS), *mixed_keys(ROWS, 1024)])

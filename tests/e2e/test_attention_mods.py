@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from engine_checks import Uncaptured, assert_idle
+from insides import runner_of
 from octavo import LLM, SamplingParams
 from octavo.attention.flex.backend import FlexBackend
 from octavo.device.graphs import GraphPool, decode_keys, mixed_keys
@@ -125,7 +126,7 @@ def test_K4_7_flex_has_the_same_bits_in_steps_padded_as_for_graphs(
     results = []
     for pool in (GraphPool(), Uncaptured([*decode_keys(8, (60,)), *mixed_keys(8, 64, 60, bounded=True)])):
         llm = make_llm(**LIMITS, attention_backend="flex")
-        runner = llm.engine.runner
+        runner = runner_of(llm.engine)
         runner._graphs = pool
         if isinstance(pool, Uncaptured):
             runner.capture()

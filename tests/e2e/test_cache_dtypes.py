@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from insides import runner_of
 from octavo import LLM, SamplingParams
 from octavo.config.engine_config import ConfigError
 from octavo.layers.attention import Attention
@@ -124,4 +125,4 @@ def test_the_checkpoints_own_scales_are_used_by_a_float8_cache(
 
 
 def attention_layers(llm: LLM) -> list[Attention]:
-    return [layer for layer in llm.engine.runner.model.modules() if isinstance(layer, Attention)]
+    return [layer for layer in runner_of(llm.engine).model.modules() if isinstance(layer, Attention)]

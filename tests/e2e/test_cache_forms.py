@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from insides import runner_of
 from octavo import LLM, SamplingParams
 from octavo.attention.cpu import CpuBackend
 from octavo.cache.groups import CacheGroup, make_groups
@@ -194,7 +195,7 @@ def test_a_backend_that_is_not_known_is_refused_with_the_setting(make_llm: Make)
 def test_the_choice_of_a_backend_is_logged_once_with_its_reason(
     make_llm: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    logger, messages = logging.getLogger("octavo.startup.build"), []
+    logger, messages = logging.getLogger("octavo.worker.assembly"), []
     monkeypatch.setattr(logger, "info", lambda text, *arguments: messages.append(text % arguments))
     llm = make_llm()
     reasons = [message for message in messages if message.startswith("attention backend")]
@@ -204,7 +205,7 @@ def test_the_choice_of_a_backend_is_logged_once_with_its_reason(
 
 def table_bytes_of(llm: LLM) -> int:
     """What the plan calls tables, as allocated."""
-    runner = llm.engine.runner
+    runner = runner_of(llm.engine)
     tensors = [runner._requests.token_ids.data, runner._buffers.slot_mapping, *runner._buffers.block_tables]
     return sum(tensor.nbytes for tensor in [*tensors, *(table.data for table in runner._tables.tables)])
 
@@ -247,7 +248,7 @@ def test_a_wish_that_cannot_be_met_is_refused(make_llm: Make, fields: dict[str, 
 
 
 def pool_of(llm: LLM) -> Any:
-    return llm.engine.runner._pool
+    return runner_of(llm.engine)._pool
 
 
 @pytest.mark.parametrize("layout", KV_CACHE_LAYOUTS)

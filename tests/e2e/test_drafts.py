@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from insides import runner_of
 from octavo import AttentionMods
 from octavo.attention import request_field, sliding_window
 from octavo.config.engine_config import EngineConfig
@@ -334,7 +335,7 @@ def test_a_row_waits_for_its_mask_alone() -> None:
     oracle = Oracle()
     oracle.answers = answers(expected)
     engine = make_engine(oracle, async_scheduling=True)
-    counts, grammar = Counts(engine), engine.runner._sampler._grammar
+    counts, grammar = Counts(engine), runner_of(engine)._sampler._grammar
     wait, held = grammar._wait, random.Random(3)
 
     def late(jobs: list[Any], *, has_others: bool) -> None:

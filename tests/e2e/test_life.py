@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from engine_checks import GOOD_PROMPT, GREEDY, assert_idle, good_tokens, num_missing_blocks
+from insides import runner_of
 from octavo import LLM, SamplingParams
 from octavo.request.outputs import CompletionOutput
 from octavo.request.sampling_params import ParameterError, RequestOutputKind
@@ -34,7 +35,7 @@ def both() -> Iterator[dict[bool, LLM]]:
 
 def patch_logits(llm: LLM, monkeypatch: pytest.MonkeyPatch, change: Callable[[int, torch.Tensor], object]) -> None:
     """Let `change(call number, logits)` see what the model gives."""
-    model = llm.engine.runner.model
+    model = runner_of(llm.engine).model
     compute, calls = model.logits, iter(range(1 << 30))
 
     def logits(hidden: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from engine_checks import Uncaptured, assert_idle
+from insides import runner_of
 from octavo import LLM, SamplingParams
 from octavo.device.graphs import decode_keys, mixed_keys
 from octavo.request.outputs import CompletionOutput, LogprobsDict
@@ -81,7 +82,7 @@ def test_the_wishes_are_granted(alone: list[Answer]) -> None:
 def test_padded_as_for_graphs(make_llm: Any, held_out_prompts: list[str], alone: list[Answer]) -> None:
     """Decode steps whole and mixed steps up to their hidden states, as on a GPU; requests come and go meanwhile."""
     llm = make_llm(dtype="float32", max_num_seqs=11, max_num_batched_tokens=40)
-    runner = llm.engine.runner
+    runner = runner_of(llm.engine)
     pool = runner._graphs = Uncaptured([*decode_keys(11, drawn=range(2, 9)), *mixed_keys(11, 40)])
     runner.capture()
     prompts = held_out_prompts[: len(alone)]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from insides import runner_of
 from octavo import LLM
 from octavo.bench import reproducibility
 from octavo.bench.reproducibility import Answer, Bench, Difference, Run, in_groups, make_jobs
@@ -37,7 +38,7 @@ def test_no_axis_changes_a_bit(dtype: str, chosen: tuple[str, ...], capsys: pyte
 def test_a_model_that_depends_on_the_batch_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """By its logits, long before it says another token."""
     with LLM(dtype="float32", enable_prefix_caching=False) as llm:
-        model = llm.engine.runner.model
+        model = runner_of(llm.engine).model
         compute = model.logits
 
         def logits(hidden: torch.Tensor) -> torch.Tensor:

@@ -10,11 +10,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from insides import runner_of
 from octavo import LLM, SamplingParams
+from octavo.cache.plan import show_bytes
 from octavo.cli import main as cli
 from octavo.layers import fusions
 from octavo.ops.decoder import post_attention
-from octavo.startup.memory_plan import show_bytes
 from random_models import GEMMA, settings_of, token_prompts
 
 PROMPTS = token_prompts(40, 7, 1)
@@ -97,7 +98,7 @@ def test_doctors_plan_holds_the_memory_of_tables_and_masks(tmp_path: Path, capsy
     lines = capsys.readouterr().out.splitlines()
     with LLM(**settings, dtype="float32", attention_backend="flex", **fields) as llm:
         llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-        memory, backends = llm.engine.memory, [own.backend for own in llm.engine.runner._model_state._tables]
+        memory, backends = llm.engine.memory, [table.backend for table in runner_of(llm.engine)._model_state._tables]
     for name, size in (("tables", memory.table_bytes), ("attention", memory.buffer_bytes)):
         (line,) = (line for line in lines if line.split()[:1] == [name] and " of " in line)
         assert line.split()[1:3] == show_bytes(size).split() and size > 0, line

@@ -13,6 +13,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "models"))
 
+from insides import runner_of
 from model_rig import make_reference
 from octavo import LLM, SamplingParams
 from octavo.device.batch import BatchOrder, StepShape
@@ -110,7 +111,7 @@ class Steps:
     @classmethod
     def of(cls, llm: LLM) -> Steps:
         """Of an engine, from now on."""
-        runner: Any = llm.engine.runner
+        runner: Any = runner_of(llm.engine)
         steps = cls(runner._lay_out)
         runner._lay_out = steps
         return steps

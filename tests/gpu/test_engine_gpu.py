@@ -24,6 +24,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from inputs_rig import CHECKS
+from insides import runner_of
 from octavo import LLM, SamplingParams
 from octavo.bench.engine import SHAPES
 from octavo.device.graphs import GraphKey
@@ -216,7 +217,7 @@ def test_graphs_captured_before_and_between_steps_give_the_same_bits(
     found = []
     for at_once in (False, True):
         with make_llm(**FEW_SIZES) as llm:
-            graphs = llm.engine.runner._graphs
+            graphs = runner_of(llm.engine)._graphs
             keys = [*graphs._mixed, *graphs._decode]
             assert 0 < len(graphs.missing_keys()) < len(keys)
             if at_once:
@@ -239,7 +240,7 @@ def test_steps_whose_graphs_find_no_memory_are_eager(
     params, found = params_of(5, 8), []
     for fails in (False, True):
         with make_llm(**FEW_SIZES) as llm:
-            runner = llm.engine.runner
+            runner = runner_of(llm.engine)
             record, left = runner._record, [3]
 
             def fail(key: GraphKey, record: Any = record, left: list[int] = left, **options: Any) -> torch.Tensor:
@@ -267,7 +268,7 @@ def test_nan_logits_fail_one_request_only(tmp_path: Path) -> None:
     prompts = [{"prompt_token_ids": [7, 8, token]} for token in (5, 6, 9)]
     with LLM(str(tmp_path), load_format="dummy", device="cuda", enable_prefix_caching=False, **CACHE) as llm:
         healthy = [output.outputs[0] for output in llm.generate(prompts, params)]
-        llm.engine.runner.model.embedding.weight[6] = float("nan")
+        runner_of(llm.engine).model.embedding.weight[6] = float("nan")
         found = [output.outputs[0] for output in llm.generate(prompts, params)]
     assert [completion.finish_reason for completion in found] == ["length", "error", "length"]
     assert [found[index].token_ids for index in (0, 2)] == [healthy[index].token_ids for index in (0, 2)]
@@ -279,11 +280,12 @@ from octavo import LLM, SamplingParams
 
 llm = LLM(device="cuda", kv_cache_memory_bytes=1 << 28, enforce_eager=True)
 llm.generate("a", SamplingParams(max_tokens=2))
-forward = llm.engine.runner.model.forward
+model = llm.engine.core._executor._worker._runner.model
+forward = model.forward
 def broken(input_ids, positions):
     torch._assert_async(torch.zeros(1, device="cuda"))
     return forward(input_ids, positions)
-llm.engine.runner.model.forward = broken
+model.forward = broken
 for attempt in range(2):
     try:
         llm.generate("a", SamplingParams(max_tokens=2))

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ops"))
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
+from insides import runner_of
 from matmul_rig import heavy_tailed
 from octavo import LLM, SamplingParams
 from octavo.bench.engine import SHAPES
@@ -189,7 +190,7 @@ def test_an_engines_steps_have_the_same_tokens_with_and_without_logits(tmp_path:
             kv_cache_memory_bytes=1 << 28,
             max_model_len=256,
         ) as llm:
-            runner = llm.engine.runner
+            runner = runner_of(llm.engine)
             runner.model.embedding.weight[1005] = float("nan")
             assert runner.model.fused_sampling_rows() == fused_lm_head_sampling.ROWS
             replayed, replay = set(), runner._graphs.replay

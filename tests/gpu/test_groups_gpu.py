@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
+from insides import runner_of
 from octavo import LLM, SamplingParams
 from octavo.plan import IntArray, NewRow
 from random_models import DEEPSEEK, GEMMA, settings_of, token_prompts
@@ -88,7 +89,7 @@ def _scale_by_depth(llm: LLM) -> None:
     With weights of 1 each adds a vector of the embedding's size: then one key of 40 moves logits by a fifth of their
     size, and whatever bfloat16 rounds anywhere, attention or not, by 1e-2. So one key moves them by 3e-2.
     """
-    layers = llm.engine.runner.model.layers
+    layers = runner_of(llm.engine).model.layers
     for layer in layers:
         for norm in (layer.attention_norm, layer.mlp_out_norm):
             norm.weight.mul_((2 * len(layers)) ** -0.5)
@@ -137,7 +138,7 @@ def logits_of(model: str, folder: Path, backend: str, dtype: str = "bfloat16", *
     """Of prompts and of the same forced tokens behind them: prefill and decode."""
     seen = _Logits()
     with made(model, folder, backend, dtype=dtype, **fields) as llm:
-        llm.engine.runner.observe(seen)
+        runner_of(llm.engine).observe(seen)
         for output in llm.generate(PROMPTS, FORCED):
             assert list(output.outputs[0].token_ids) == [11] * 6
     return seen.all()

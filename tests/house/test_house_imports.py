@@ -15,7 +15,7 @@ from patience import patient
 
 # Plain data and rules without a device: packages or modules that load no torch, and that all others may import.
 WORDS = {
-    "cache.groups", "cache.policies", "cache.specs", "checkpoint.arch", "checkpoint.config_reader",
+    "cache.groups", "cache.plan", "cache.policies", "cache.specs", "checkpoint.arch", "checkpoint.config_reader",
     "checkpoint.generation_config", "config", "grammar.json_schema", "observe", "plan", "registry", "request",
     "startup.child", "startup.gc_control", "startup.forks", "startup.interrupts", "startup.memory_plan",
 }  # fmt: skip
@@ -56,27 +56,45 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     "sampling": ({"device", "grammar", "ops", "words"}, {"torch", "numpy"}),
     # a trainer's side: the engine's operators, layers and families, and nothing that runs requests
     "rl": ({"attention", "cache", "layers", "models", "ops", "words"}, {"torch"}),
-    "worker": ({"words", "speculate"} | DEVICE_SIDE, {"torch", "numpy"}),
-    "text": ({"words"}, {"tokenizers", "jinja2", "msgspec", "numpy", "sentencepiece"}),
-    "startup.probe": ({"words", "ops"}, {"torch"}),
-    "startup.frontend": ({"words", "text", "checkpoint.hub"}, set()),
-    "startup.cuda_init": (set(), set()),
-    "startup.warm_start": ({"words", "speculate", "startup.cuda_init", "startup.build"}, set()),
-    "startup.cache": ({"words"} | DEVICE_SIDE, {"torch"}),
-    "startup.build": ({"words", "startup", "sched", "speculate", "text", "grammar"} | DEVICE_SIDE, {"torch"}),
-    "engine": ({"words", "startup.build", "grammar", "sched", "worker"}, {"msgspec"}),
-    # What stands between users and a core, for LLM and the server alike. The messages to a core and the protocol of
-    # its clients are here, so that a core in this process and one behind a socket are told the same.
-    "frontend": ({"words", "engine", "text", "sched", "speculate", "startup.warm_start"}, {"msgspec"}),
-    "llm": ({"words", "frontend", "text", "startup.probe"}, {"msgspec"}),
-    "cli": (
-        {"words", "llm", "bench", "startup.probe", "startup.cache", "checkpoint.hub", "checkpoint.loader"},
-        {"msgspec", "torch"},
-    ),
-    "bench": (
-        {"words", "cli.flags", "llm", "frontend", "startup.probe", "ops", "worker"},
+    "worker.executor": ({"words"}, {"msgspec"}),  # all that an engine's loop knows of workers, and without torch
+    "worker.facts": ({"words", "cache"}, set()),
+    "worker": (
+        {"words", "speculate", "grammar", "startup.cuda_init", "startup.frontend", "startup.probe"} | DEVICE_SIDE,
         {"torch", "numpy", "msgspec"},
     ),
+    "text": ({"words"}, {"tokenizers", "jinja2", "msgspec", "numpy", "sentencepiece"}),
+    "startup.probe": ({"words", "ops"}, {"torch"}),
+    "startup.frontend": ({"words", "text", "grammar", "checkpoint.hub"}, set()),
+    "startup.cuda_init": (set(), set()),
+    "startup.warm_start": ({"words", "speculate", "startup.cuda_init", "startup.build"}, set()),
+    "startup.cache": ({"words", "cache", "worker.facts"}, set()),
+    # nothing of a device: a worker builds that by itself, and is told by name what to do
+    "startup.build": (
+        {"words", "startup", "engine", "sched", "speculate", "worker.executor", "worker.facts", "worker.worker"},
+        set(),
+    ),
+    "engine": ({"words", "sched", "worker.executor"}, {"msgspec"}),
+    # What stands between users and a core, for LLM and the server alike. The messages to a core and the protocol of
+    # its clients are here, so that a core in this process and one behind a socket are told the same.
+    "frontend": (
+        {"words", "engine", "text", "sched", "speculate", "startup.warm_start", "startup.frontend"},
+        {"msgspec"},
+    ),
+    "llm": ({"words", "frontend", "text", "startup.probe"}, {"msgspec"}),
+    "cli": (
+        {
+            "words",
+            "llm",
+            "bench",
+            "startup.probe",
+            "startup.cache",
+            "worker.backends",
+            "checkpoint.hub",
+            "checkpoint.loader",
+        },
+        {"msgspec", "torch"},
+    ),
+    "bench": ({"words", "cli.flags", "llm", "frontend", "startup.probe", "ops"}, {"torch", "numpy", "msgspec"}),
     "serve": (
         {
             "words",

@@ -50,7 +50,7 @@ def _thinking(**fields: Any) -> Thinking:
 
 
 def _allowed(output: list[int], thinking: Thinking, budget: int | None = None, form: Any = None) -> set[str] | None:
-    follower = AfterThinking(GRAMMARS.closing_mark("</t>"), thinking, budget, form or GRAMMARS.matcher(FORM))
+    follower = AfterThinking(GRAMMARS, thinking, budget, form or GRAMMARS.matcher(FORM))
     bits = np.zeros(1, np.int32)
     if not follower.fill(np.array(output, np.int32), bits):
         return None
@@ -121,7 +121,7 @@ def test_what_is_allowed_does_not_depend_on_the_way() -> None:
     """Any output of a request in any order, as drafts and resumed rows bring them, against a fresh follower each."""
     rng = random.Random(1)
     thinking = _thinking()
-    follower = AfterThinking(GRAMMARS.closing_mark("</t>"), thinking, 6, GRAMMARS.matcher(FORM))
+    follower = AfterThinking(GRAMMARS, thinking, 6, GRAMMARS.matcher(FORM))
     outputs = [[rng.randrange(V - 1) for _ in range(rng.randrange(9))] for _ in range(60)]
     outputs += [_ids("a", "</", "t>", *"ab"[: at % 3]) for at in range(9)] * 2
     rng.shuffle(outputs)
@@ -130,10 +130,7 @@ def test_what_is_allowed_does_not_depend_on_the_way() -> None:
         done = follower.fill(np.array(output, np.int32), bits)
         fresh = np.zeros(1, np.int32)
         assert (
-            AfterThinking(GRAMMARS.closing_mark("</t>"), thinking, 6, GRAMMARS.matcher(FORM)).fill(
-                np.array(output, np.int32), fresh
-            )
-            == done
+            AfterThinking(GRAMMARS, thinking, 6, GRAMMARS.matcher(FORM)).fill(np.array(output, np.int32), fresh) == done
         )
         assert bits[0] == fresh[0], output
 

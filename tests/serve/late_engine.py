@@ -9,6 +9,8 @@ import os
 import sys
 import time
 
+import msgspec
+
 import mock_engine
 from octavo.serve.engine.process import main as run_engine
 
@@ -23,16 +25,17 @@ def main(argv: list[str]) -> None:
         options = mock_engine.argparse.Namespace(step_seconds=0.02, stop_after=0, load_seconds=0.0, faults=False)
         core, info = mock_engine.build_core(config, phases, options)
 
-        def capture_next() -> bool:
+        def call(name: str, payload: bytes) -> bytes:
+            assert name == "capture_next", "that is all that an engine asks by itself"
             if not left[0]:
-                return False
+                return msgspec.msgpack.encode(False)
             left[0] -= 1
             with open(os.environ["LATE"], "a", encoding="ascii") as file:
                 file.write(f"{core.has_unfinished}\n")
             time.sleep(0.03)
-            return True
+            return msgspec.msgpack.encode(True)
 
-        core._capture_next = capture_next
+        core._executor._worker.call, core._has_uncaptured = call, True
         return core, info
 
     run_engine(argv, build)

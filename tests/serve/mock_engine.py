@@ -18,6 +18,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 from octavo.cache.groups import make_groups
@@ -32,7 +33,7 @@ from octavo.request.sampling_params import SamplingParams
 from octavo.sched.kv_manager import KVManager
 from octavo.sched.scheduler import Scheduler
 from octavo.serve.engine.process import main as run_engine
-from octavo.worker.executor import InlineExecutor
+from octavo.worker.executor import InlineExecutor, PendingResult
 
 COMMAND = (sys.executable, str(Path(__file__).resolve()))
 DEFAULT_SEQS = 4096
@@ -67,8 +68,13 @@ class MockWorker:
         self._rows: dict[int, _Row] = {}
         self._failed: dict[int, str] = {}  # of the step that runs
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def issue(self, plan: StepPlan) -> PendingResult:
         """Run one step."""
+        done: Future[StepResult] = Future()
+        done.set_result(self._execute(plan))
+        return done
+
+    def _execute(self, plan: StepPlan) -> StepResult:
         if self._step_seconds and len(plan.rows):
             time.sleep(self._step_seconds)
         for number in plan.finished_rows:
@@ -174,7 +180,7 @@ def build_core(config: EngineConfig, phases: Phases, options: argparse.Namespace
         num_blocks=num_blocks,
         phases=phases.entries,
     )
-    executor = InlineExecutor(worker.execute)
+    executor = InlineExecutor(worker)
     return EngineCore(scheduler, executor, eos_token_ids=eos_token_ids, seed=config.seed), info
 
 

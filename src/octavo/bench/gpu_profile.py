@@ -145,7 +145,7 @@ def _host_parts(llm: LLM) -> Iterator[list[tuple[str, int, int]]]:
     """(part, start, end) of the engine's thread, in nanoseconds of perf_counter."""
     found: list[tuple[str, int, int]] = []
     engine = llm.engine
-    core, runner = engine.core, engine.runner
+    core = engine.core
     executor, frontend = core._executor, engine.frontend
 
     def timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -163,14 +163,15 @@ def _host_parts(llm: LLM) -> Iterator[list[tuple[str, int, int]]]:
         (core.scheduler, "update", timed("update", core.scheduler.update)),
         (executor, "submit", lambda plan: _Waited(timed("wait", submit(plan).result))),
         (frontend, "take", timed("outputs", frontend.take)),
-        (runner, "_apply", timed("apply", runner._apply)),
-        (runner, "_bring", timed("stage", runner._bring)),
     ]
+    core.ask_workers("time_issue", type(None), True)
     for owner, name, call in wrapped:
         setattr(owner, name, call)
     try:
         yield found
     finally:
+        core.ask_workers("time_issue", type(None), False)
+        found += core.ask_workers("take_spans", list[tuple[str, int, int]])[0]
         for owner, name, _ in wrapped:
             delattr(owner, name)
 

@@ -31,7 +31,6 @@ from octavo.llm import LLM
 from octavo.request.outputs import RequestOutput
 from octavo.request.sampling_params import SamplingParams
 from octavo.request.seeds import sample_seed
-from octavo.worker.observe_logits import LogitsDigest
 
 MAX_LEN = 640
 NUM_OUTPUT = 64
@@ -124,8 +123,7 @@ class Run:
         """The engine's logits are observed from now on."""
         self.engine: Engine = llm.engine
         self._rng = rng
-        self._fold = LogitsDigest()
-        self.engine.runner.observe(self._fold)
+        self.engine.core.ask_workers("digest_logits", type(None))
         self._num_noise = 0
 
     def answers(
@@ -141,7 +139,7 @@ class Run:
         due = sorted(range(0, len(jobs), count), key=lambda index: steps[index])
         finished: dict[str, RequestOutput] = {}
         step = 0
-        self._fold.take()
+        self._take_digests()
         while due or engine.has_unfinished:
             while due and steps[due[0]] <= step:
                 job = jobs[due[0]]
@@ -151,8 +149,12 @@ class Run:
                 self._disturb()
             finished |= {output.request_id: output for output in engine.step() if output.finished}
             step += 1
-        folds = self._fold.take()
+        folds = self._take_digests()
         return [self._answer(jobs, index, count, finished, folds) for index in range(len(jobs))]
+
+    def _take_digests(self) -> dict[str, dict[int, int]]:
+        """Of the logits since the last call: sequence id -> position -> digest."""
+        return self.engine.core.ask_workers("take_digests", dict[str, dict[int, int]])[0]
 
     def _answer(
         self,

@@ -7,6 +7,7 @@ say. Invariant: it reads a checkpoint's config.json and no weights.
 
 from __future__ import annotations
 
+import functools
 import platform
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,13 +15,15 @@ from typing import Any
 
 import octavo
 from octavo.cache.groups import make_groups
+from octavo.cache.plan import show_bytes
 from octavo.checkpoint.arch import Arch
 from octavo.cli import flags
 from octavo.config.engine_config import SETTINGS, DeviceFacts, EngineConfig, Resolved, load_config, resolve
 from octavo.observe import setup_logging
 from octavo.startup import probe
-from octavo.startup.cache import attention_names, buffer_bytes, choose_form
-from octavo.startup.memory_plan import ITEMSIZE, plan_memory, show_bytes
+from octavo.startup.cache import plan_cache
+from octavo.startup.memory_plan import ITEMSIZE
+from octavo.worker.backends import backend_facts, buffer_bytes
 
 _DESCRIPTION = "Print versions, devices, the memory plan, the numerics contract and settings. Loads no weights."
 
@@ -47,30 +50,21 @@ def main(argv: Sequence[str]) -> int:
     _section("Model", _model(config, arch))
     _section("Runs with", _resolved(resolved))
     print("Memory plan")
-    form = choose_form(resolved, make_groups(arch, resolved.block_size, ITEMSIZE[resolved.kv_cache_dtype]))
     on_gpu = resolved.device == "cuda"
     free, total = (facts.cuda_free_bytes, facts.cuda_total_bytes) if on_gpu else (facts.free_bytes, facts.total_bytes)
-    plan = plan_memory(
+    plan = plan_cache(
         arch,
         resolved,
-        form.groups,
-        free,
-        weight_bytes=_weight_bytes(arch, resolved),
+        make_groups(arch, resolved.block_size, ITEMSIZE[resolved.kv_cache_dtype]),
+        backend_facts(resolved, arch.num_layers),
+        free_bytes=free,
         total_bytes=total,
-        tables=form.tables,
-        buffer_bytes=buffer_bytes(resolved, form),
+        weight_bytes=_weight_bytes(arch, resolved),
+        weights_loaded=False,
+        buffer_bytes=functools.partial(buffer_bytes, resolved),
     )
     print(plan.table(), end="\n\n")
-    contract = probe.numerics_contract(
-        device=resolved.device,
-        dtype=resolved.dtype,
-        quantization=resolved.quantization,
-        native=resolved.native,
-        attention=attention_names(resolved),
-        cache=resolved.kv_cache_dtype,
-        numerics=resolved.numerics,
-        gpu=facts.cuda,
-    )
+    contract = probe.numerics_contract(resolved, native=resolved.native, gpu=facts.cuda)
     _section("Numerics contract " + probe.numerics_id(contract), contract.items())
     return 0
 

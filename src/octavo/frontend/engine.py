@@ -6,6 +6,7 @@ thread at a time: `octavo.frontend.sharing.SharedEngine` is for several.
 
 from __future__ import annotations
 
+import functools
 import gc
 import time
 from collections.abc import Iterable
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from octavo.config.engine_config import EngineConfig
-from octavo.engine import EngineCore, StepTimes
+from octavo.engine import StepTimes
 from octavo.frontend.frontend import Checked, Frontend, Prompt
 from octavo.frontend.in_process import InProcessClient
 from octavo.observe import Phases
@@ -22,6 +23,7 @@ from octavo.request.outputs import RequestOutput
 from octavo.request.sampling_params import SamplingParams
 from octavo.speculate import NO_SPECULATOR, Speculator
 from octavo.startup import warm_start
+from octavo.startup.frontend import make_limits
 
 if TYPE_CHECKING:
     from octavo.sched.scheduler import Scheduler
@@ -37,14 +39,21 @@ class Engine:
 
         speculator: who proposes drafts.
         """
-        parts = warm_start.start(config, phases or Phases(), speculator=speculator)
-        self.resolved, self.arch, self.memory = parts.resolved, parts.arch, parts.memory
-        self.tokenizer, self.limits, self.default_sampling = parts.tokenizer, parts.limits, parts.default_sampling
-        self._numerics_contract = parts.numerics_contract
-        self.core, self.runner = EngineCore.from_parts(parts), parts.runner
-        self._client = InProcessClient(self.core)
+        self.core, facts, text = warm_start.start(config, phases or Phases(), speculator=speculator)
+        self.resolved, self.arch, self.memory = facts.resolved, text.arch, facts.memory
+        self.tokenizer, self.default_sampling = text.tokenizer, text.default_sampling
+        self.limits = make_limits(
+            text.tokenizer,
+            vocab_size=facts.vocab_size,
+            max_model_len=facts.resolved.max_model_len,
+            max_logprobs=facts.resolved.max_logprobs,
+            config=config,
+            request_fields=facts.request_fields,
+        )
+        self._numerics_contract = functools.cache(facts.numerics_contract)
+        self._client, self._grammars = InProcessClient(self.core), text.grammars
         self.frontend = Frontend(
-            self._client, parts.tokenizer, parts.limits, check_form=parts.grammars.check, coalesces=True
+            self._client, text.tokenizer, self.limits, check_form=text.grammars.check, coalesces=True
         )
         self._aborted: list[RequestOutput] = []  # last outputs of aborted requests, for the next step
 
@@ -65,7 +74,10 @@ class Engine:
 
     def check(self, prompt: Prompt, params: SamplingParams, *, priority: int = 0) -> Checked:
         """What `queue` takes. Raises ParameterError for what the model's limits forbid."""
-        return self.frontend.check(prompt, params, priority=priority)
+        checked = self.frontend.check(prompt, params, priority=priority)
+        if checked.params.thinking is not None:
+            self._grammars.prepare(checked.params.thinking)
+        return checked
 
     def queue(self, request_id: str, request: Checked) -> None:
         """Queue a request that `check` let through. Raises ParameterError if its id is in use."""
@@ -107,11 +119,6 @@ class Engine:
         self.times.output += time.perf_counter() - started
         return outputs
 
-    def enter_thread(self) -> None:
-        """To be called by a thread that steps from now on, unless the engine was made there."""
-        if "runner" in vars(self):  # a closed engine says so when it is to step
-            self.runner.enter_thread()
-
     def capture_rest(self) -> None:
         """Capture now what the start has left: a step's graph, else, when one of its size is first asked for."""
         while self.core.capture_next():
@@ -125,6 +132,5 @@ class Engine:
     def close(self) -> None:
         """Wait for issued steps and release the worker, its memory too. The engine cannot be used afterwards."""
         self.core.close()
-        vars(self).pop("runner", None)
         if self.resolved.device != "cpu":
             gc.collect()  # the next engine is sized by what is free then

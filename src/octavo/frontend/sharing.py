@@ -50,9 +50,8 @@ class SharedEngine:
     """The engine's calls, one at a time."""
 
     def __init__(self, engine: Engine) -> None:
-        """The calling thread is the one in which the engine was made."""
+        """Nobody calls yet."""
         self._engine = engine
-        self._thread = threading.get_ident()  # that stepped last
         self._lead = threading.Lock()
         self._inbox = queue.SimpleQueue[Call]()  # may be used within a garbage collection, as its documentation says
         self._arriving: list[Call] = []  # with parts to be queued
@@ -173,9 +172,6 @@ class SharedEngine:
             self._arriving.remove(call)
 
     def _step(self) -> None:
-        if self._thread != threading.get_ident():
-            self._engine.enter_thread()
-            self._thread = threading.get_ident()
         for output in self._engine.step():
             call = self._owners.get(output.request_id)
             if call is not None:

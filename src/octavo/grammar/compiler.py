@@ -106,7 +106,7 @@ class Grammars:
         self._texts: _Texts | None = None
         self._marks: dict[str, ClosingMark] = {}  # as many as a model has ways to end its reasoning
         self._cache: collections.OrderedDict[bytes, CompiledForm] = collections.OrderedDict()
-        self._lock, self._loading = threading.Lock(), threading.Lock()
+        self._lock, self._loading, self._marking = threading.Lock(), threading.Lock(), threading.Lock()
         self._ending_tokens = np.empty(0, np.int64)  # that begin with what ends a string, a value or a list
 
     def check(self, structured: StructuredOutputsParams | None) -> None:
@@ -119,16 +119,21 @@ class Grammars:
         with contextlib.suppress(ParameterError):
             self.closing_mark(thinking.closing)
 
+    def made_mark(self, closing: str) -> ClosingMark | None:
+        """What `closing_mark` would give, if it is made already."""
+        return self._marks.get(closing)
+
     def closing_mark(self, closing: str) -> ClosingMark:
         """The end of reasoning in this vocabulary, compiled once per text. Raises ParameterError without tokens."""
-        found = self._marks.get(closing)
-        if found is None:
-            if self._texts is None:
-                self._load_tokenizer()
-            assert self._texts is not None, "a loaded tokenizer keeps its texts"
-            found = ClosingMark(closing, self._texts.tokens, self._eos_token_ids, self.num_words)
-            self._marks[closing] = found
-        return found
+        with self._marking:  # one makes it, the others wait for it
+            found = self._marks.get(closing)
+            if found is None:
+                if self._texts is None:
+                    self._load_tokenizer()
+                assert self._texts is not None, "a loaded tokenizer keeps its texts"
+                found = ClosingMark(closing, self._texts.tokens, self._eos_token_ids, self.num_words)
+                self._marks[closing] = found
+            return found
 
     def matcher(self, structured: StructuredOutputsParams) -> Matcher:
         """A matcher at the beginning of an output. Compiles nothing: the matcher's first mask does, if need be."""

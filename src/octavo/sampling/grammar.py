@@ -114,7 +114,7 @@ class GrammarMask:
         form: Form = Anything() if structured is None else self._grammars.matcher(structured)
         if thinking is not None:
             budget = new.sampling.thinking_token_budget
-            form = AfterThinking(self._grammars.closing_mark(thinking.closing), thinking, budget, form)
+            form = AfterThinking(self._grammars, thinking, budget, form)
         said = list(map(int, new.token_ids[new.num_prompt :]))
         row = _Row(form, new.num_prompt, said, threading.Lock())
         self._of_row[new.row] = row

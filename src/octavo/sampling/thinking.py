@@ -39,6 +39,16 @@ class Form(Protocol):
         """Set the bits of the tokens that may follow `output`; False, and no bit, if there is none."""
 
 
+class ClosingMarks(Protocol):
+    """Where the ends of reasoning are made and kept: a Grammars."""
+
+    def made_mark(self, closing: str) -> ClosingMark | None:
+        """The mark of a text, if it is made. Takes no time."""
+
+    def closing_mark(self, closing: str) -> ClosingMark:
+        """The mark of a text, made if need be."""
+
+
 class Anything:
     """No form."""
 
@@ -60,9 +70,13 @@ class Anything:
 class AfterThinking:
     """Reasoning as it comes, then `form`."""
 
-    def __init__(self, mark: ClosingMark, thinking: Thinking, budget: int | None, form: Form) -> None:
-        """`budget`: tokens of reasoning, its marks not counted, after which it is ended; None: no such limit."""
-        self._mark, self._thinking, self._form = mark, thinking, form
+    def __init__(self, marks: ClosingMarks, thinking: Thinking, budget: int | None, form: Form) -> None:
+        """`budget`: tokens of reasoning, its marks not counted, after which it is ended; None: no such limit.
+
+        Makes no mark: `prepare` does, if nobody has before, or the first `fill`.
+        """
+        self._marks, self._thinking, self._form = marks, thinking, form
+        self._mark = marks.made_mark(thinking.closing)
         self._budget = budget
         self._first = 0  # where the reasoning begins in an output that has one
         self._breaks: frozenset[int] | None = None  # once needed: line breaks that are none of the form's
@@ -77,8 +91,8 @@ class AfterThinking:
 
     @property
     def is_compiled(self) -> bool:
-        """The form's."""
-        return self._form.is_compiled
+        """The form's, where the end of the reasoning is made too."""
+        return self._mark is not None and self._form.is_compiled
 
     @property
     def is_slow(self) -> bool:
@@ -86,7 +100,8 @@ class AfterThinking:
         return self._form.is_slow
 
     def prepare(self) -> None:
-        """Compile the form, while the reasoning goes on."""
+        """Make the end of the reasoning, and compile the form."""
+        self._closing_mark()
         self._form.prepare()
 
     def note(self, seconds: float) -> None:
@@ -112,13 +127,18 @@ class AfterThinking:
         elif isinstance(self._form, Anything):
             bits[:] = -1
         else:
-            bits[:] = self._mark.allowed[self._state]
+            bits[:] = self._closing_mark().allowed[self._state]
         return True
+
+    def _closing_mark(self) -> ClosingMark:
+        if self._mark is None:
+            self._mark = self._marks.closing_mark(self._thinking.closing)
+        return self._mark
 
     def _line_breaks(self, bits: NDArray[np.int32]) -> frozenset[int]:
         """Line breaks that only reasoning may begin with. `bits` are overwritten."""
         if self._breaks is None:
-            self._breaks = self._mark.line_breaks
+            self._breaks = self._closing_mark().line_breaks
             if not isinstance(self._form, Anything) and self._form.fill(np.empty(0, np.int32), bits):
                 self._breaks = frozenset(token_id for token_id in self._breaks if not _has(bits, token_id))
         return self._breaks
@@ -138,9 +158,9 @@ class AfterThinking:
         seen = self._seen
         if len(seen) > len(output) or not np.array_equal(seen, output[: len(seen)]):
             seen, self._state, self._answer = seen[:0], 0, -1
-        at = max(len(seen), self._first)
+        at, mark = max(len(seen), self._first), self._closing_mark()
         while self._answer < 0 and at < len(output):
-            state = self._mark.advance(self._state, int(output[at]))
+            state = mark.advance(self._state, int(output[at]))
             at += 1
             if state < 0:
                 self._answer = at

@@ -7,6 +7,7 @@ another process (`serve`). Imports no torch. Invariant: both sides read the same
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,11 +16,14 @@ from octavo.checkpoint.config_reader.checkpoint import read_arch
 from octavo.checkpoint.generation_config import default_sampling
 from octavo.checkpoint.hub import find_model
 from octavo.config.engine_config import EngineConfig
+from octavo.grammar.compiler import Grammars, TokenTexts
 from octavo.request.fields import FieldSpec
 from octavo.request.sampling_params import Limits, SamplingParams
-from octavo.text.converted import tokenizer_file
+from octavo.text.converted import FILES, tokenizer_file
 from octavo.text.no_tokenizer import NoTokenizer
 from octavo.text.tokenizer import Tokenizer, load_tokenizer
+
+_GRAMMARS: weakref.WeakValueDictionary[tuple[object, ...], Grammars] = weakref.WeakValueDictionary()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +34,7 @@ class Frontend:
     arch: Arch
     tokenizer: Tokenizer | NoTokenizer
     default_sampling: SamplingParams
+    grammars: Grammars  # for its checks
 
 
 def find_and_read(config: EngineConfig) -> tuple[Path, Arch]:
@@ -54,13 +59,46 @@ def load_text(config: EngineConfig, folder: Path, arch: Arch) -> Tokenizer | NoT
         raise ValueError(f"{error}; set --tokenizer, or --skip-tokenizer-init for token ids alone") from None
 
 
-def load_frontend(config: EngineConfig, folder: Path, arch: Arch) -> Frontend:
-    """Everything beside the engine. Raises ValueError, in one line."""
+def grammars_of(
+    config: EngineConfig, folder: Path, arch: Arch, tokenizer: Tokenizer | NoTokenizer | None = None
+) -> Grammars:
+    """What compiles forms for a model's vocabulary. In one process those of equal files are one, and compile once.
+
+    A front end checks with it, a worker masks with its own: it is the same where both are here, and nothing but time
+    depends on that. tokenizer: that of the folder, if it is there; else the first form loads it.
+    """
+
+    def load() -> TokenTexts:
+        return load_text(config, folder, arch) if tokenizer is None else tokenizer
+
+    files = _tokenizer_files(find_model(config.tokenizer, None, config.download_dir) if config.tokenizer else folder)
+    if config.skip_tokenizer_init or not files:
+        return Grammars(load, arch.vocab_size, arch.eos_token_ids)
+    key = files, arch.vocab_size, tuple(arch.eos_token_ids)
+    found = _GRAMMARS.get(key)
+    if found is None:
+        found = _GRAMMARS[key] = Grammars(load, arch.vocab_size, arch.eos_token_ids)
+    return found
+
+
+def _tokenizer_files(folder: Path) -> tuple[tuple[str, int, int, int], ...]:
+    """What a folder's tokenizer is read from: path, size, time of change and inode of each file, if there is any."""
+    if tokenizer_file(folder) is None:
+        return ()
+    names = sorted(entry.name for entry in folder.iterdir() if "token" in entry.name or entry.name in FILES)
+    facts = [((folder / name).resolve(), (folder / name).stat()) for name in names]
+    return tuple((str(path), info.st_size, info.st_mtime_ns, info.st_ino) for path, info in facts)
+
+
+def load_frontend(config: EngineConfig, folder: Path, arch: Arch, *, text: bool = True) -> Frontend:
+    """Everything beside the engine. Without `text` no tokenizer. Raises ValueError, in one line."""
+    tokenizer = load_text(config, folder, arch) if text else NoTokenizer()
     return Frontend(
         folder=folder,
         arch=arch,
-        tokenizer=load_text(config, folder, arch),
+        tokenizer=tokenizer,
         default_sampling=default_sampling(folder, config),
+        grammars=grammars_of(config, folder, arch, tokenizer if text else None),
     )
 
 

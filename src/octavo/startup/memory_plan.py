@@ -1,17 +1,18 @@
-"""MemoryPlan: where the bytes go, computed before anything is allocated.
+"""Where the bytes go, computed before anything is allocated.
 
 Owns the sizes of workspace, logits and tables, the bytes of a cache block, and the rule that says how many blocks there
-are. `octavo doctor` prints the plan, the engine sizes its cache with the same function. Asks no device and no model:
-free memory and the weights' bytes are arguments. Invariant: a plan holds at least one request of `max_model_len` tokens
-and the null block.
+are. Asks no device and no model: free memory and the weights' bytes are arguments. Invariant: a plan holds at least one
+request of `max_model_len` tokens and the null block.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
-from octavo.cache.groups import CacheGroup, TableSpec, block_bytes, table_of_each
+from octavo.cache.groups import CacheGroup, TableSpec, block_bytes
+from octavo.cache.plan import CachePlan, show_bytes
 from octavo.checkpoint.arch import Arch
 from octavo.config.engine_config import Resolved
 from octavo.config.settings import ConfigError
@@ -26,72 +27,7 @@ _CPU_PACKED_ROWS = 768  # CHUNK_ROWS of native/matmul.cpp
 # (issuing takes 0.5 ms a layer, and a token meets 12 to 15 such squares of weights there); bytes of the nodes of all,
 # an estimate, which a start compares with what they took.
 _GRAPH_TOKENS, _GRAPH_WORK, _GRAPH_NODES = 1024, 1024 * 4096**2, 512 << 20
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryPlan:
-    """Bytes by purpose, and what the cache holds. `num_blocks` counts the null block 0."""
-
-    device: str
-    free_bytes: int  # when the plan was made
-    weight_bytes: int
-    weights_loaded: bool  # then they are not part of free_bytes
-    workspace_bytes: int  # activations of max_num_batched_tokens
-    logits_bytes: int
-    graph_bytes: int  # of a GPU's graphs: their own activations and logits, and their nodes
-    table_bytes: int
-    buffer_bytes: int  # of attention backends: masks, partial results
-    bytes_per_block: int
-    block_size: int
-    num_blocks: int
-    max_model_len: int  # shortened if it was automatic and did not fit
-    blocks_per_request: int  # of max_model_len tokens, in all groups
-    rule: str  # what decided num_blocks
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of the cache."""
-        return self.num_blocks * self.bytes_per_block
-
-    @property
-    def max_requests(self) -> float:
-        """Requests of max_model_len tokens that the cache holds at once."""
-        return (self.num_blocks - 1) / self.blocks_per_request
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that the cache holds, in requests of max_model_len."""
-        return int(self.max_requests * self.max_model_len)
-
-    def table(self) -> str:
-        """The plan for people, one purpose per line."""
-        state = "loaded" if self.weights_loaded else "to be loaded"
-        rows = [
-            ("free memory", self.free_bytes, f"on {self.device}, now"),
-            ("weights", self.weight_bytes, state),
-            ("workspace", self.workspace_bytes, "activations of the largest step"),
-            ("logits", self.logits_bytes, "of the largest step, while sampling"),
-            ("graphs", self.graph_bytes, "captured steps, which share one memory; estimated"),
-            ("tables", self.table_bytes, "tokens and blocks of every row"),
-            ("attention", self.buffer_bytes, "masks and partial results of its backends"),
-            ("KV cache", self.kv_bytes, f"{self.num_blocks} blocks of {self.bytes_per_block} bytes; {self.rule}"),
-        ]
-        lines = [f"  {name:<12} {show_bytes(size):>10}  {remark}" for name, size, remark in rows if size]
-        lines.append(
-            f"  The cache holds {self.num_tokens} tokens: {self.max_requests:.1f} requests of "
-            f"max_model_len={self.max_model_len}."
-        )
-        return "\n".join(lines)
-
-
-def show_bytes(size: int) -> str:
-    """A size for people: 512 B, 1.5 KiB, 3.0 GiB."""
-    amount = float(size)
-    for unit in ("B", "KiB", "MiB"):
-        if abs(amount) < 1024:
-            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
-        amount /= 1024
-    return f"{amount:.1f} GiB"
+NO_REASONS: Mapping[str, str] = {}
 
 
 def blocks_for_request(groups: Sequence[CacheGroup], num_tokens: int, max_num_batched_tokens: int) -> int:
@@ -144,14 +80,18 @@ def plan_memory(
     weight_bytes: int,
     total_bytes: int = 0,
     weights_loaded: bool = False,
-    tables: Sequence[TableSpec] = (),
+    layout: str,
+    tables: Sequence[TableSpec],
     buffer_bytes: int = 0,
-) -> MemoryPlan:
+    max_num_drafts: int = 0,
+    why: Mapping[str, str] = NO_REASONS,
+) -> CachePlan:
     """Divide `free_bytes` of the device. `total_bytes` is needed on a GPU, whose utilization counts everything.
 
     weight_bytes: of all weights, as the layers count them.
-    tables: of `choose_tables` (default: one per group, in the user's kernel blocks or unsplit).
+    layout, tables: of `octavo.startup.cache`, and why the layout.
     buffer_bytes: that attention backends keep for themselves.
+    max_num_drafts: the speculator's.
 
     Raises ConfigError with the numbers if not one request of max_model_len fits, unless max_model_len is automatic:
     then it is shortened to what fits.
@@ -161,9 +101,55 @@ def plan_memory(
     graphs = _graph_bytes(arch, resolved)
     table_bytes = _table_bytes(resolved, groups, tables)
     per_block = max(block_bytes(groups, ITEMSIZE[resolved.kv_cache_dtype]), 1)
+    parts = {
+        "weights": 0 if weights_loaded else weight_bytes,
+        "workspace": workspace + logits + table_bytes + buffer_bytes,
+        "graphs": graphs,
+    }
+    fitted = _fit_blocks(resolved, groups, free_bytes, total_bytes, per_block, parts)
+    length = fitted.max_model_len
+    shortened = {"max_model_len": "what the memory holds"} if length < resolved.max_model_len else {}
+    return CachePlan(
+        device=resolved.device,
+        limits=step_limits(dataclasses.replace(resolved, max_model_len=length), max_num_drafts),
+        groups=tuple(groups),
+        layout=layout,
+        tables=tuple(tables),
+        free_bytes=free_bytes,
+        weight_bytes=weight_bytes,
+        weights_loaded=weights_loaded,
+        workspace_bytes=workspace,
+        logits_bytes=logits,
+        graph_bytes=graphs,
+        table_bytes=table_bytes,
+        buffer_bytes=buffer_bytes,
+        bytes_per_block=per_block,
+        block_size=resolved.block_size,
+        num_blocks=fitted.num_blocks,
+        blocks_per_request=fitted.per_request,
+        why={**why, "num_blocks": fitted.rule, **shortened},
+    )
+
+
+class _Fitted(NamedTuple):
+    """How many blocks fit, for requests of how many tokens, and the rule that said so."""
+
+    num_blocks: int
+    max_model_len: int
+    per_request: int  # blocks of a request of max_model_len
+    rule: str
+
+
+def _fit_blocks(
+    resolved: Resolved,
+    groups: Sequence[CacheGroup],
+    free_bytes: int,
+    total_bytes: int,
+    per_block: int,
+    parts: Mapping[str, int],
+) -> _Fitted:
+    """What `parts`, bytes by name, leave of the free bytes, in blocks. Raises ConfigError, see `plan_memory`."""
     per_request = blocks_for_request(groups, resolved.max_model_len, resolved.max_num_batched_tokens)
-    fixed = workspace + logits + table_bytes + buffer_bytes
-    parts = {"weights": 0 if weights_loaded else weight_bytes, "workspace": fixed, "graphs": graphs}
     available = free_bytes - sum(parts.values())
     if resolved.device == "cuda":
         available -= int((1.0 - resolved.gpu_memory_utilization) * total_bytes)
@@ -176,23 +162,7 @@ def plan_memory(
             left = f"{show_bytes(max(available, 0))} are left of {show_bytes(free_bytes)} after {taken}"
             raise _too_small(resolved, left, per_block, per_request, num_blocks, length)
         per_request = blocks_for_request(groups, length, resolved.max_num_batched_tokens)
-    return MemoryPlan(
-        device=resolved.device,
-        free_bytes=free_bytes,
-        weight_bytes=weight_bytes,
-        weights_loaded=weights_loaded,
-        workspace_bytes=workspace,
-        logits_bytes=logits,
-        graph_bytes=graphs,
-        table_bytes=table_bytes,
-        buffer_bytes=buffer_bytes,
-        bytes_per_block=per_block,
-        block_size=resolved.block_size,
-        num_blocks=num_blocks,
-        max_model_len=length,
-        blocks_per_request=per_request,
-        rule=rule,
-    )
+    return _Fitted(num_blocks, length, per_request, rule)
 
 
 def _table_bytes(resolved: Resolved, groups: Sequence[CacheGroup], tables: Sequence[TableSpec]) -> int:
@@ -202,8 +172,7 @@ def _table_bytes(resolved: Resolved, groups: Sequence[CacheGroup], tables: Seque
     """
     rows, step = resolved.max_num_seqs, resolved.max_num_batched_tokens
     total = 4 * (rows + 1) * resolved.max_model_len
-    wanted = resolved.kernel_block_size
-    for table in tables or table_of_each(groups, [wanted or group.block_size for group in groups]):
+    for table in tables:
         group, size = groups[table.group], table.kernel_block_size
         columns = group.num_blocks(resolved.max_model_len) * (group.block_size // (size or group.block_size))
         total += 4 * (2 * rows + 1) * max(columns, 1) + 8 * step

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
-from octavo.config.engine_config import DeviceFacts
+from octavo.config.engine_config import DeviceFacts, Resolved
 
 _CGROUP = Path("/sys/fs/cgroup")
 _SHOWN_FEATURES = (
@@ -111,36 +111,33 @@ def versions() -> dict[str, str]:
     return found
 
 
-def numerics_contract(
-    *,
-    device: str,
-    dtype: str,
-    quantization: str | None,
-    native: str,
-    attention: str,
-    cache: str,
-    numerics: str,
-    gpu: str = "",
-) -> dict[str, str]:
+def attention_names(resolved: Resolved) -> str:
+    """The backends, their options and users' mods, for people and for the numerics contract."""
+    others = [f"{name} in layers {list(layers)}" for name, layers in resolved.layer_backends.items() if layers]
+    options = [f"{name}={value}" for name, value in sorted(resolved.attention_options.items()) if name != "backend"]
+    return ", ".join([resolved.attention_backend, *others, *options])
+
+
+def numerics_contract(resolved: Resolved, *, native: str, gpu: str = "") -> dict[str, str]:
     """What the bits of a result depend on, beside the model and the request.
 
     Two engines whose contracts have the same `numerics_id` give the same bits. Instruction sets are not part of it
-    where all compiled libraries agree; whether the compiled operators serve at all is. On a GPU (`gpu` is its name)
-    the compiler of its kernels is.
+    where all compiled libraries agree; whether the compiled operators serve at all is (`native`: "none" if they do
+    not). On a GPU (`gpu` is its name) the compiler of its kernels is.
     """
     installed = versions()
-    compiler = {"gpu": gpu, "triton": installed["triton"]} if device == "cuda" else {}
+    compiler = {"gpu": gpu, "triton": installed["triton"]} if resolved.device == "cuda" else {}
     return compiler | {
         "operators": _source_digest(Path(__file__).parents[1]),
         "torch": installed["torch"],
         "machine": f"{platform.system()} {platform.machine()}",
-        "device": device,
-        "dtype": dtype,
-        "quantization": quantization or "none",
+        "device": resolved.device,
+        "dtype": resolved.dtype,
+        "quantization": resolved.quantization or "none",
         "cpu operators": "eager" if native == "none" else "compiled",
-        "attention": attention,
-        "cache": cache,
-        "numerics": numerics,
+        "attention": attention_names(resolved),
+        "cache": resolved.kv_cache_dtype,
+        "numerics": resolved.numerics,
     }
 
 

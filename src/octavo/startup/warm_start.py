@@ -19,20 +19,20 @@ from octavo.startup import gc_control
 from octavo.startup.cuda_init import open_counter, open_driver
 
 if TYPE_CHECKING:
-    from octavo.startup.build import Parts
+    from octavo.startup.build import Built
 
 _TURN_SECONDS = 0.0005
 
 
-def start(config: EngineConfig, phases: Phases, *, text: bool = True, speculator: Speculator = NO_SPECULATOR) -> Parts:
-    """See `octavo.startup.build.start_engine`."""
+def start(config: EngineConfig, phases: Phases, *, text: bool = True, speculator: Speculator = NO_SPECULATOR) -> Built:
+    """See `octavo.startup.build.build_core`."""
     if config.device != "cpu" and not _has_opened():
         for opens in (open_driver, open_counter):
             threading.Thread(target=opens, name=f"octavo-{opens.__name__}", daemon=True).start()
     with gc_control.relaxed(), _short_turns():
         with phases("import torch and the engine"), gc_control.loading():
-            from octavo.startup.build import start_engine
-        return start_engine(config, phases, text=text, speculator=speculator)
+            from octavo.startup.build import build_core
+        return build_core(config, phases, text=text, speculator=speculator)
 
 
 def _has_opened() -> bool:

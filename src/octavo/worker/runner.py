@@ -28,7 +28,7 @@ from octavo.models.base import Model
 from octavo.ops.cache_write.zero_blocks import zero_blocks
 from octavo.ops.gemm import load_kernels
 from octavo.ops.inputs import commit_drafts, commit_tokens
-from octavo.plan import NO_INTS, IntArray, NewRow, StepPlan, StepResult
+from octavo.plan import NO_INTS, IntArray, NewRow, StepPlan
 from octavo.request.outputs import MOD_FAILED
 from octavo.sampling.grammar import HELD
 from octavo.sampling.logprobs import GroupLogprobs, prompt_chunks
@@ -146,6 +146,11 @@ class Runner:
             drawn = self._sampler.draw(logits, batch.rows, batch.next_positions)
             self._commit(batch, *drawn, again=again)
 
+    @property
+    def num_uncaptured(self) -> int:
+        """Graphs that the start has left."""
+        return len(self._graphs.missing_keys())
+
     @torch.inference_mode()
     def capture_next(self) -> bool:
         """Capture one of the graphs that the start has left; False if there is none. Between two steps."""
@@ -153,10 +158,6 @@ class Runner:
             self._graphs.has(key, self._record)
             return True
         return False
-
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step and wait for its results."""
-        return self.issue(plan).result()
 
     def issue(self, plan: StepPlan) -> PendingStep:
         """Issue one step. On a GPU it runs on while the caller goes on; steps run in the order of their issue.

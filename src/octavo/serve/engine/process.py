@@ -277,14 +277,14 @@ class EngineProcess:
 
 def build_core(config: EngineConfig, phases: Phases) -> tuple[EngineCore, EngineInfo]:
     """The engine with a model, without a tokenizer."""
-    parts = warm_start.start(config, phases, text=False)
-    resolved, memory = parts.resolved, parts.memory
+    core, facts, _ = warm_start.start(config, phases, text=False)
+    resolved, memory = facts.resolved, facts.memory
     info = EngineInfo(
         device=resolved.device,
         dtype=resolved.dtype,
         attention_backend=resolved.attention_backend,
         quantization=resolved.quantization,
-        vocab_size=parts.arch.vocab_size,
+        vocab_size=facts.vocab_size,
         max_model_len=resolved.max_model_len,
         max_logprobs=resolved.max_logprobs,
         max_num_seqs=resolved.max_num_seqs,
@@ -294,11 +294,11 @@ def build_core(config: EngineConfig, phases: Phases) -> tuple[EngineCore, Engine
         num_blocks=memory.num_blocks,
         cache_bytes=memory.kv_bytes,
         weight_bytes=memory.weight_bytes,
-        request_fields=list(parts.limits.request_fields),
-        numerics_contract=parts.numerics_contract(),
+        request_fields=list(facts.request_fields),
+        numerics_contract=facts.numerics_contract(),
         phases=phases.entries,
     )
-    return EngineCore.from_parts(parts), info
+    return core, info
 
 
 def main(argv: Sequence[str], build: BuildCore = build_core) -> NoReturn:

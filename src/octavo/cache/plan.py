@@ -1,0 +1,100 @@
+"""CachePlan: what an engine's memory holds, as it was planned: the cache above all.
+
+Owns the plan's words and how people read them. It is made once (`octavo.startup.cache.plan_cache`), by an engine and by
+`octavo doctor` alike, and is all that a worker is told of its cache: plain data, which may go to another process.
+Invariant: a plan holds at least one request of `max_model_len` tokens and the null block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from octavo.cache.groups import CacheGroup, TableSpec
+from octavo.plan import StepLimits
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class CachePlan:
+    """How large the cache is, how it lies and who reads it, and the bytes by purpose. `why` explains what was chosen.
+
+    `num_blocks` counts the null block 0.
+    """
+
+    device: str
+    limits: StepLimits  # max_model_len: shortened if it was automatic and did not fit
+    groups: tuple[CacheGroup, ...]
+    layout: str  # a name of `octavo.cache.layout.LAYOUTS`
+    tables: tuple[TableSpec, ...]  # with the kernel block size of each
+    block_size: int
+    num_blocks: int
+    blocks_per_request: int  # of max_model_len tokens, in all groups
+    bytes_per_block: int
+    free_bytes: int  # when the plan was made
+    weight_bytes: int
+    weights_loaded: bool  # then they are not part of free_bytes
+    workspace_bytes: int  # activations of max_num_batched_tokens
+    logits_bytes: int
+    graph_bytes: int  # of a GPU's graphs: their own activations and logits, and their nodes
+    table_bytes: int
+    buffer_bytes: int  # of attention backends: masks, partial results
+    why: Mapping[str, str]  # by field: what decided it
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest request."""
+        return self.limits.max_model_len
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the cache."""
+        return self.num_blocks * self.bytes_per_block
+
+    @property
+    def max_requests(self) -> float:
+        """Requests of max_model_len tokens that the cache holds at once."""
+        return (self.num_blocks - 1) / self.blocks_per_request
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the cache holds, in requests of max_model_len."""
+        return int(self.max_requests * self.max_model_len)
+
+    def table(self) -> str:
+        """The plan for people, one purpose per line."""
+        state = "loaded" if self.weights_loaded else "to be loaded"
+        blocks = f"{self.num_blocks} blocks of {self.bytes_per_block} bytes; {self.why['num_blocks']}"
+        rows = [
+            ("free memory", self.free_bytes, f"on {self.device}, now"),
+            ("weights", self.weight_bytes, state),
+            ("workspace", self.workspace_bytes, "activations of the largest step"),
+            ("logits", self.logits_bytes, "of the largest step, while sampling"),
+            ("graphs", self.graph_bytes, "captured steps, which share one memory; estimated"),
+            ("tables", self.table_bytes, "tokens and blocks of every row"),
+            ("attention", self.buffer_bytes, "masks and partial results of its backends"),
+            ("KV cache", self.kv_bytes, blocks),
+        ]
+        lines = [f"  {name:<12} {show_bytes(size):>10}  {remark}" for name, size, remark in rows if size]
+        lines.append(
+            f"  The cache holds {self.num_tokens} tokens: {self.max_requests:.1f} requests of "
+            f"max_model_len={self.max_model_len}."
+        )
+        lines.append(f"  Its layout is {self.layout}, {self.why['layout']}; {self._show_tables()}.")
+        return "\n".join(lines)
+
+    def _show_tables(self) -> str:
+        """Who reads it, in which blocks."""
+        sizes = dict.fromkeys((table.backend, table.kernel_block_size) for table in self.tables)
+        return f"of blocks of {self.block_size} tokens, " + ", ".join(
+            f"{name} reads {size} at a time" if size else f"{name} keeps nothing" for name, size in sizes
+        )
+
+
+def show_bytes(size: int) -> str:
+    """A size for people: 512 B, 1.5 KiB, 3.0 GiB."""
+    amount = float(size)
+    for unit in ("B", "KiB", "MiB"):
+        if abs(amount) < 1024:
+            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1024
+    return f"{amount:.1f} GiB"

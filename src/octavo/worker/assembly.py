@@ -1,0 +1,105 @@
+"""A worker's parts, allocated by the plan and wired to a runner.
+
+Owns what is made of which sizes. Holds nothing afterwards. Invariant: everything is as large as the plan says, and made
+of nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from octavo.attention.base import Capability
+from octavo.attention.mods import PROMPT_LENGTH
+from octavo.attention.mods.choice import knows_prompts, request_fields_of
+from octavo.cache.layout import LAYOUTS
+from octavo.cache.plan import CachePlan
+from octavo.cache.pool import KVCachePool
+from octavo.cache.specs import attention_specs
+from octavo.config.engine_config import Resolved
+from octavo.device.batch import InputBuffers
+from octavo.device.block_table import BlockTables
+from octavo.device.field_tables import FieldTables
+from octavo.device.graphs import ANY_LENGTH, GraphKey, GraphPool, decode_keys, mixed_keys
+from octavo.device.request_table import RequestTable
+from octavo.device.staging import WriteQueue
+from octavo.grammar.compiler import NO_GRAMMARS, Grammars
+from octavo.model_state.default import DefaultModelState
+from octavo.models.base import Model
+from octavo.sampling.sampler import Sampler
+from octavo.speculate import NO_SPECULATOR, Speculator
+from octavo.startup.memory_plan import graph_tokens
+from octavo.startup.probe import attention_names
+from octavo.worker.backends import make_backends
+from octavo.worker.calibration import cache_dtype, calibrate_kv_scales
+from octavo.worker.runner import Runner
+
+_LOG = logging.getLogger(__name__)
+
+
+def make_runner(
+    model: Model,
+    resolved: Resolved,
+    plan: CachePlan,
+    grammars: Grammars = NO_GRAMMARS,
+    speculator: Speculator = NO_SPECULATOR,
+) -> Runner:
+    """Allocate the cache and the tables for `model` and wire them to a runner."""
+    device, limits = torch.device(resolved.device), plan.limits
+    pool = KVCachePool(
+        plan.groups, num_blocks=plan.num_blocks, dtype=cache_dtype(resolved), device=device,
+        layout=LAYOUTS[plan.layout], tables=plan.tables,
+    )  # fmt: skip
+    calibrate_kv_scales(model, resolved, plan)
+    block_sizes = [block_map.kernel_block_size for block_map in pool.block_maps]
+    _LOG.info("attention backend %s: %s", attention_names(resolved), resolved.why.get("attention_backend", "chosen"))
+    _LOG.info("cache layout %s, blocks of %d, kernel blocks of %s", plan.layout, plan.block_size, block_sizes)
+    queue = WriteQueue() if device.type == "cuda" else None
+    requests = RequestTable(limits, device=device, queue=queue)
+    tables = BlockTables(
+        plan.groups, limits, device=device, block_maps=pool.block_maps,
+        sources=[table.group for table in plan.tables], queue=queue,
+    )  # fmt: skip
+    buffers = InputBuffers(requests, tables, limits, device=device, queue=queue)
+    sampler = Sampler(
+        limits,
+        vocab_size=model.arch.vocab_size,
+        device=device,
+        tokens=requests.token_ids.data,
+        prompt_lens=requests.prompt_len.data,
+        logprobs_mode=resolved.logprobs_mode,
+        max_logprobs=resolved.max_logprobs,
+        grammars=grammars,
+        queue=queue,
+    )
+    ahead = knows_prompts(model.layer_specs)
+    fields = FieldTables(
+        request_fields_of(model.layer_specs), limits, device=device, queue=queue,
+        known={PROMPT_LENGTH.spec.name: requests.prompt_len.data} if ahead else {},
+    )  # fmt: skip
+    backends = make_backends(model, resolved, plan, pool, fields.data)
+    state = DefaultModelState(model.layer_specs, backends, pool, fields)
+    graphs = GraphPool(_graph_keys(model, resolved, [backend.capability for backend in backends]))
+    return Runner(model, state, pool, requests, tables, buffers, sampler, graphs, speculator=speculator)
+
+
+def _graph_keys(model: Model, resolved: Resolved, capabilities: Sequence[Capability]) -> list[GraphKey]:
+    """The steps to capture: those that every attention backend lets a graph hold."""
+    if resolved.device != "cuda" or resolved.enforce_eager:
+        return []
+    needs = {fact for spec in attention_specs(model.layer_specs) for fact in spec.facts}
+    if resolved.kv_cache_dtype != resolved.dtype:
+        needs.add("cache_dtypes")
+    held = {"decode", "mixed"}
+    for facts in capabilities:
+        held &= frozenset() if needs & facts.eager else facts.graphs
+    rows = resolved.max_num_seqs
+    lengths = {n for facts in capabilities for n in facts.graph_lengths if n < resolved.max_model_len}
+    decode = decode_keys(rows, sorted(lengths), model.fused_sampling_rows()) if "decode" in held else []
+    if "mixed" not in held:
+        return decode
+    bounded = any(facts.bounded_mixed for facts in capabilities)
+    length = min(lengths) if bounded and lengths else ANY_LENGTH
+    return decode + mixed_keys(rows, graph_tokens(model.arch, resolved), length, bounded=bounded)

@@ -1,0 +1,84 @@
+"""A worker's attention backends: what they state, what they keep for themselves, and the ones that run.
+
+Owns the way from a backend's name to its class. Holds nothing afterwards. Invariant: a backend that is not known, or
+does not load, is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from octavo.attention.base import BACKENDS, AttentionBackend, Capability, Setup
+from octavo.attention.frame import wrong_device
+from octavo.cache.groups import TableSpec
+from octavo.cache.plan import CachePlan
+from octavo.cache.pool import KVCachePool
+from octavo.cache.specs import distinct
+from octavo.config.engine_config import Resolved
+from octavo.config.settings import ConfigError
+from octavo.models.base import Model
+from octavo.worker.facts import BackendFacts, backend_of_layers
+
+
+def capability(name: str) -> Capability:
+    """What the backend called `name` states. Raises ConfigError for one that is not known or does not load."""
+    try:
+        found: Capability = BACKENDS.resolve(name).capability
+    except ValueError as error:
+        raise ConfigError("attention_backend", name, str(error)) from None
+    return found
+
+
+def backend_facts(resolved: Resolved, num_layers: int) -> list[BackendFacts]:
+    """What the backends of the layers state. Raises ConfigError."""
+    found = []
+    for name in dict.fromkeys(backend_of_layers(resolved, num_layers)):
+        facts = capability(name)
+        wrong = "" if resolved.device in facts.devices else wrong_device(name, facts, resolved.device)
+        found.append(BackendFacts(name, facts.layouts, facts.kernel_block_sizes, facts.reads_uninitialized, wrong))
+    return found
+
+
+def compiles_ahead(resolved: Resolved, names: Sequence[str]) -> bool:
+    """Whether what steps with these backends launch can be compiled by steps that launch nothing."""
+    return resolved.device == "cuda" and all(capability(name).compiles_ahead for name in names)
+
+
+def buffer_bytes(resolved: Resolved, tables: Sequence[TableSpec]) -> int:
+    """What the backends keep for themselves, counted as one spec each."""
+    total = 0
+    for table in tables:
+        setup = Setup(
+            max_num_rows=resolved.max_num_seqs,
+            max_num_tokens=resolved.max_num_batched_tokens,
+            max_model_len=resolved.max_model_len,
+            block_size=table.kernel_block_size or 0,
+            options=resolved.attention_options,
+        )
+        total += capability(table.backend).buffer_bytes(setup)
+    return total
+
+
+def make_backends(
+    model: Model, resolved: Resolved, plan: CachePlan, pool: KVCachePool, fields: Mapping[str, torch.Tensor]
+) -> list[AttentionBackend]:
+    """One backend per block table. fields: what mods read of requests, per name by row."""
+    device, dtype = torch.device(resolved.device), getattr(torch, resolved.dtype)
+    backends = []
+    for table, block_map in zip(plan.tables, pool.block_maps, strict=True):
+        setup = Setup(
+            max_num_rows=plan.limits.max_num_rows,
+            max_num_tokens=plan.limits.max_num_tokens,
+            max_model_len=plan.limits.max_model_len,
+            num_blocks=pool.views[table.layers[0]].shape[0],
+            block_size=block_map.kernel_block_size,
+            reproducible=resolved.numerics == "reproducible",
+            cache_dtype=pool.buffer.dtype,
+            options=resolved.attention_options,
+            fields=fields,
+        )
+        specs = distinct(model.layer_specs, table.layers)
+        backends.append(BACKENDS.resolve(table.backend)(specs, dtype, device, setup))
+    return backends

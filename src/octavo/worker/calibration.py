@@ -1,0 +1,128 @@
+"""The scales of a quantized cache: the checkpoint's own, or measured on a fixed text.
+
+Owns that text's pass over the model. Holds nothing afterwards. Invariant: scales follow from the model alone, and are
+the same in every run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+import torch
+
+from octavo.attention.base import BACKENDS, AttentionInputs, ForwardContext, Setup, TableContext, forward_context
+from octavo.attention.mods import PROMPT_LENGTH
+from octavo.attention.mods.choice import request_fields_of
+from octavo.cache.layout import LAYOUTS
+from octavo.cache.plan import CachePlan
+from octavo.cache.pool import KVCachePool
+from octavo.cache.specs import distinct
+from octavo.config.engine_config import Resolved
+from octavo.device.field_tables import FieldTables
+from octavo.layers.attention import Attention
+from octavo.layers.latent_attention import LatentAttention
+from octavo.model_state.default import layer_contexts
+from octavo.models.base import Model
+from octavo.ops.cache_write.quantize import LIMITS
+from octavo.plan import StepLimits
+
+_LOG = logging.getLogger(__name__)
+CALIBRATION_TOKENS = 64
+CALIBRATION_MARGIN = 1.5
+_CACHE_DTYPES = {"fp8": torch.float8_e4m3fn}  # the others go by torch's names
+
+
+def cache_dtype(resolved: Resolved) -> torch.dtype:
+    """Of the cache's elements."""
+    found: torch.dtype = _CACHE_DTYPES.get(resolved.kv_cache_dtype) or getattr(torch, resolved.kv_cache_dtype)
+    return found
+
+
+def calibrate_kv_scales(model: Model, resolved: Resolved, plan: CachePlan) -> None:
+    """Give each attention layer the scales of a quantized cache, one per KV head for K and for V.
+
+    A float8 cache takes those that the checkpoint has. Others are measured: the largest magnitude that a fixed text of
+    CALIBRATION_TOKENS tokens (fewer only if max_model_len is) shows in a head, times CALIBRATION_MARGIN, becomes the
+    type's largest number. So the scales follow from the model alone, and are the same in every run.
+    """
+    if resolved.kv_cache_dtype not in ("fp8", "int8"):
+        return
+    assert isinstance(model, torch.nn.Module), "models are trees of layers"
+    layers = [layer for layer in model.modules() if isinstance(layer, Attention | LatentAttention)]
+    for layer in layers:  # the tensors stay, operators may keep their addresses
+        key_scale, value_scale = torch.ones(2, layer.spec.num_kv_heads, device=resolved.device)
+        layer.tensors = dataclasses.replace(layer.tensors, key_scale=key_scale, value_scale=value_scale)
+    stored = [layer for layer in layers if layer.stored_scales is not None and resolved.kv_cache_dtype == "fp8"]
+    if stored:
+        _LOG.info("%d of %d layers have the checkpoint's own cache scales", len(stored), len(layers))
+    views = _calibration_cache(model, resolved, plan) if len(stored) < len(layers) else []
+    limit = LIMITS[cache_dtype(resolved)]
+    for layer in layers:
+        scales = layer.stored_scales
+        if scales is None or layer not in stored:
+            largest = views[layer.index].float().abs().amax(dim=(0, 2))  # [heads, channels]
+            halves = largest.tensor_split([layer.spec.head_size], dim=1)  # of a latent layer: all, and nothing
+            key, value = halves if halves[1].numel() else (largest, largest)
+            margin = CALIBRATION_MARGIN / limit
+            scales = (key.amax(1) * margin).clamp(min=1e-6), (value.amax(1) * margin).clamp(min=1e-6)
+        for scale, own in zip((layer.tensors.key_scale, layer.tensors.value_scale), scales, strict=True):
+            assert scale is not None, "a quantized cache has scales"
+            scale.copy_(own)
+
+
+@torch.inference_mode()
+def _calibration_cache(model: Model, resolved: Resolved, plan: CachePlan) -> list[torch.Tensor]:
+    """What a fixed text leaves in a cache of the computing dtype: per layer [blocks, heads, tokens, channels]."""
+    device, dtype = torch.device(resolved.device), getattr(torch, resolved.dtype)
+    count = min(CALIBRATION_TOKENS, resolved.max_model_len)
+    sizes = {table.kernel_block_size or 1 for table in plan.tables}
+    num_blocks = 1 + -(-count // min(sizes))
+    pool = KVCachePool(
+        plan.groups,
+        num_blocks=num_blocks * len(plan.groups) + 1,
+        dtype=dtype,
+        device=device,
+        layout=LAYOUTS[plan.layout],
+        tables=plan.tables,
+    )
+    pool.buffer.zero_()
+    positions = torch.arange(count, device=device)
+    contexts: list[TableContext] = []
+    written = []
+    fields = FieldTables(
+        request_fields_of(model.layer_specs),
+        StepLimits(max_num_rows=1, max_num_tokens=count, max_model_len=count),
+        device=device,
+        known={PROMPT_LENGTH.spec.name: torch.full((2,), count, dtype=torch.int32, device=device)},
+    )
+    fields.add(0, None)
+    fields.apply()
+    for table, block_map in zip(plan.tables, pool.block_maps, strict=True):
+        size = block_map.kernel_block_size
+        blocks = range(1 + table.group * num_blocks, 1 + (table.group + 1) * num_blocks)
+        ids = torch.tensor([block_map.expand(blocks)], dtype=torch.int32, device=device)
+        step = AttentionInputs(
+            num_rows=1,
+            num_tokens=count,
+            max_query_len=count,
+            max_seq_len=count,
+            block_size=size,
+            query_start=torch.tensor([0, count], dtype=torch.int32, device=device),
+            seq_lens=torch.tensor([count], dtype=torch.int32, device=device),
+            block_table=ids,
+            slot_mapping=ids[0, positions // size].long() * size + positions % size,
+            rows=torch.zeros(1, dtype=torch.int64, device=device),
+        )
+        setup = Setup(max_num_rows=1, max_num_tokens=count, max_model_len=count, block_size=size,
+                      num_blocks=pool.views[table.layers[0]].shape[0], options=resolved.attention_options,
+                      fields=fields.data)  # fmt: skip
+        backend = BACKENDS.resolve(table.backend)(distinct(model.layer_specs, table.layers), dtype, device, setup)
+        contexts.append(TableContext(backend))
+        contexts[-1].prepare(step, for_capture=False)
+        written.append(ids[0].long())
+    layers = layer_contexts(model.layer_specs, contexts, pool)
+    context = ForwardContext(layers=layers, tables=contexts, positions=positions)
+    with forward_context(context):
+        model.forward((positions * 7919 + 1) % model.arch.vocab_size, positions)
+    return [view[written[group]] for view, group in zip(pool.views, pool.group_of_layer, strict=True)]

@@ -1,0 +1,95 @@
+"""What may be asked of a worker by name, between two steps, beside what a start needs: messages and their answers.
+
+Owns the table of names: each says what message it takes, as msgpack, and what is done. A new one is a line there.
+Knows the runner; who asks knows a name and two types. Invariant: an unknown name, and a message of another type, is a
+ValueError and changes nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import msgspec
+
+from octavo.worker.observe_logits import LogitsDigest
+from octavo.worker.runner import Runner
+
+# Names of a runner's methods -> what they are told as.
+_TIMED = {"_apply": "apply", "_bring": "stage"}
+Span = tuple[str, int, int]
+"""A part of a step's issue, its start and its end, in nanoseconds of perf_counter."""
+
+
+class Calls:
+    """A worker's answers."""
+
+    def __init__(self, runner: Runner) -> None:
+        """Nobody watches."""
+        self._runner = runner
+        self._digest: LogitsDigest | None = None
+        self._spans: list[Span] = []
+
+    def answer(self, name: str, payload: bytes) -> bytes:
+        """Do what is asked. Raises ValueError for an unknown name and for a message of another type."""
+        handler = _HANDLERS.get(name)
+        if handler is None:
+            raise ValueError(f"unknown call {name!r} of a worker: known are {', '.join(sorted(_HANDLERS))}")
+        request = msgspec.msgpack.decode(payload, type=handler.request)
+        return msgspec.msgpack.encode(handler.run(self, *([] if request is None else [request])))
+
+    def capture_next(self) -> bool:
+        """Capture one of the graphs that the start has left; False if there is none. Takes 10 to 30 ms."""
+        return self._runner.capture_next()
+
+    def digest_logits(self) -> None:
+        """Remember a 64-bit digest of the logits of each request and position from now on, until they are taken."""
+        if self._digest is None:
+            self._digest = LogitsDigest()
+            self._runner.observe(self._digest)
+
+    def take_digests(self) -> dict[str, dict[int, int]]:
+        """Sequence id -> position -> digest, of what was seen since the last call. Raises ValueError if none is."""
+        if self._digest is None:
+            raise ValueError("take_digests needs digest_logits before")
+        return self._digest.take()
+
+    def time_issue(self, wanted: bool) -> None:
+        """Time the parts of issuing a step from now on, or no more."""
+        for method, name in _TIMED.items():
+            vars(self._runner).pop(method, None)
+            if wanted:
+                setattr(self._runner, method, self._timed(name, getattr(self._runner, method)))
+
+    def take_spans(self) -> list[Span]:
+        """What was timed since the last call."""
+        spans, self._spans = self._spans, []
+        return spans
+
+    def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def run(*args: Any) -> Any:
+            started = time.perf_counter_ns()
+            result = call(*args)
+            self._spans.append((name, started, time.perf_counter_ns()))
+            return result
+
+        return run
+
+
+class _Handler(NamedTuple):
+    """What is done with a message of a type."""
+
+    run: Callable[..., object]
+    request: Any = None
+
+
+_HANDLERS = {
+    "capture_next": _Handler(Calls.capture_next),
+    "digest_logits": _Handler(Calls.digest_logits),
+    "take_digests": _Handler(Calls.take_digests),
+    "time_issue": _Handler(Calls.time_issue, bool),
+    "take_spans": _Handler(Calls.take_spans),
+}

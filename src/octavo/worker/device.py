@@ -1,0 +1,116 @@
+"""The device of a worker: opened early, asked for its memory, and told of where that runs out.
+
+Owns the thread that opens a GPU while Python imports, the choice of operators, and the words for memory that is short.
+Holds nothing afterwards. Invariant: a start depends on opening early for its time only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import threading
+from collections.abc import Iterator
+
+import torch
+
+from octavo.cache.plan import show_bytes
+from octavo.config.engine_config import EngineConfig, Resolved, asked_backend
+from octavo.config.settings import ConfigError
+from octavo.ops import native
+from octavo.ops.rope import rope_table
+from octavo.startup import gc_control, probe
+from octavo.startup.cuda_init import has_driver, open_runtime
+
+# Modules of what any step launches, and any with the attention of the default: Python takes as long to import them as
+# a GPU to open.
+_KERNELS = (
+    "embedding.gpu", "gemm.skinny_gemm", "inputs.gpu", "rope.gpu", "sampling.gpu", "inputs.staged_write_gpu",
+    "cache_write.zero_blocks_gpu",
+)  # fmt: skip
+_PAGED_KERNELS = "attention.prefill_kernel", "attention.rope_decode_kernel", "attention.decode_kernel"
+
+
+class Opening:
+    """A GPU that is being opened by a thread of its own.
+
+    One that is open is left alone: it may be another than the first, which is a thread's own.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Begin."""
+        self._config = config
+        opens = config.device != "cpu" and not torch.cuda.is_initialized() and has_driver()
+        cuda = torch.version.cuda if opens else None
+        self.opens = bool(cuda)
+        self._thread = threading.Thread(target=_open, args=[cuda], daemon=True)
+        self._thread.start()
+
+    def import_kernels(self) -> None:
+        """Meanwhile."""
+        with gc_control.loading():
+            for name in (*_KERNELS, *(_PAGED_KERNELS if asked_backend(self._config) in ("auto", "paged") else ())):
+                importlib.import_module(f"octavo.ops.{name}")
+
+    def join(self) -> None:
+        """Wait until nothing more is loaded."""
+        self._thread.join()
+
+
+def _open(cuda: str | None) -> None:
+    """Open the GPU, and let torch load what it takes longest to: 40 to 110 ms for the first call of an operator."""
+    if not cuda:
+        return
+    open_runtime(cuda)
+    with contextlib.suppress(Exception), torch.device("cuda"):  # what fails here fails again where it is needed
+        from octavo.ops.compile import launch  # need Triton
+        from octavo.ops.gemm import gpu as matmul
+
+        launch.open_driver()
+        matmul.open_library()
+        torch.zeros(2, 2, dtype=torch.bfloat16).index_select(0, torch.zeros(1, dtype=torch.int64))
+        rope_table(8, 4)
+
+
+def select_operators(resolved: Resolved) -> None:
+    """Choose the operators that pack the weights and run the steps."""
+    if resolved.device == "cuda":
+        from octavo.ops.gemm import gpu as matmul
+
+        matmul.select(resolved.numerics)
+    torch.set_num_threads(resolved.num_threads)
+    native.select(resolved.native)
+    if native.available():
+        native.set_num_threads(resolved.num_threads)
+
+
+def memory_of(resolved: Resolved) -> tuple[int, int]:
+    """Free and total bytes of the device, now."""
+    if resolved.device == "cuda":
+        torch.cuda.empty_cache()
+        free_bytes, total_bytes = torch.cuda.mem_get_info()
+        return free_bytes, total_bytes
+    return probe.memory_bytes()
+
+
+@contextlib.contextmanager
+def room(resolved: Resolved, what: str, field: str, change: str) -> Iterator[None]:
+    """Say which part of the start ran out of memory, and what to change."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        on_host = isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)
+        if not on_host and not isinstance(error, torch.OutOfMemoryError):
+            raise
+        free, total = map(show_bytes, memory_of(resolved))
+        where = "memory" if on_host else "the GPU"
+        limit = f"{what} do not fit {where}, which has {free} of {total} left"
+        raise ConfigError(field, getattr(resolved, field), limit, change) from None
+
+
+def sized_by(resolved: Resolved) -> str:
+    """The setting that the cache's size follows from."""
+    if resolved.num_gpu_blocks_override is not None:
+        return "num_gpu_blocks_override"
+    if resolved.kv_cache_memory_bytes is not None or resolved.device == "cpu":
+        return "kv_cache_memory_bytes"
+    return "gpu_memory_utilization"

@@ -1,0 +1,84 @@
+"""A worker's model: built, given its mods and filled.
+
+Owns the order in which that is done, and the refusals that need a built model. Holds nothing afterwards. Invariant: a
+model's specs are final before anything is sized by them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from octavo.attention.mods import NO_MODS, AttentionMods
+from octavo.attention.mods.check import check_mods
+from octavo.attention.mods.choice import check_mods_supported, request_fields_of, with_mods
+from octavo.cache.specs import AttentionSpec, attention_specs
+from octavo.checkpoint.arch import Arch
+from octavo.checkpoint.loader import build_model, fill_model, weight_bytes
+from octavo.config.engine_config import EngineConfig, Resolved
+from octavo.layers.attention import Attention
+from octavo.models.base import Model
+from octavo.startup.memory_plan import check_weights
+from octavo.worker.backends import capability
+from octavo.worker.device import memory_of, select_operators
+from octavo.worker.facts import backend_of_layers
+
+
+def build(
+    arch: Arch, config: EngineConfig, resolved: Resolved, mods: Sequence[AttentionMods]
+) -> tuple[Model, Resolved]:
+    """The model with its mods, without weights; and `resolved` with a backend that runs them. Raises ConfigError."""
+    shortened = dataclasses.replace(arch, max_position=resolved.max_model_len)  # sizes the rotary tables
+    model = build_model(shortened, getattr(torch, resolved.dtype))
+    return model, _apply_mods(model, mods, config, resolved)
+
+
+def fill(model: Model, folder: Path | None, resolved: Resolved) -> int:
+    """Load the weights, once the operators that pack them are chosen; their bytes. Raises ConfigError, ValueError."""
+    size = weight_bytes(model, resolved)
+    check_weights(size, model.arch, resolved, memory_of(resolved)[0])
+    select_operators(resolved)
+    device = torch.device(resolved.device)
+    fill_model(model, folder, resolved.quantization, resolved.load_format, device=device, seed=resolved.seed)
+    return size
+
+
+def check_drafts(num_drafts: int, model: Model, resolved: Resolved) -> None:
+    """Raises ValueError where a query may see tokens behind its own: it would see drafts that are rejected."""
+    if num_drafts and (resolved.looks_ahead or not all(spec.causal for spec in attention_specs(model.layer_specs))):
+        raise ValueError(
+            f"num_drafts={num_drafts} needs attention in which no query sees a later token: take a causal model, and "
+            "mods that do not look ahead, or no speculator"
+        )
+
+
+def try_mods(model: Model, mods: Sequence[AttentionMods], resolved: Resolved) -> None:
+    """Evaluate the mods as far as that is possible without a request. Raises ConfigError."""
+    slack = max(capability(name).hint_slack for name in backend_of_layers(resolved, len(mods)))
+    pairs = zip(mods, model.layer_specs, strict=True)
+    layers = [(own, spec) for own, spec in pairs if isinstance(spec, AttentionSpec)]
+    check_mods(layers, request_fields_of(model.layer_specs), resolved.max_model_len, resolved.device, slack)
+
+
+def _apply_mods(model: Model, mods: Sequence[AttentionMods], config: EngineConfig, resolved: Resolved) -> Resolved:
+    """Make the model's specs final: those of layers that attend get the layer's mods.
+
+    Gives `resolved` with a backend that runs them. Raises ConfigError where there is none.
+    """
+    if any(own is not NO_MODS for own in mods):
+        names = ", ".join(dict.fromkeys(own.name for own in mods))
+        resolved = dataclasses.replace(resolved, attention_options={**resolved.attention_options, "mods": names})
+    model.layer_specs = [
+        with_mods(spec, own) if isinstance(spec, AttentionSpec) else spec
+        for spec, own in zip(model.layer_specs, mods, strict=True)
+    ]
+    assert isinstance(model, torch.nn.Module), "models are trees of layers"
+    for layer in model.modules():
+        if isinstance(layer, Attention):
+            spec = model.layer_specs[layer.index]
+            assert isinstance(spec, AttentionSpec), "a layer with attention has attention's spec"
+            layer.spec = spec
+    return check_mods_supported(config, resolved, attention_specs(model.layer_specs))

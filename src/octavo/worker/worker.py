@@ -1,0 +1,140 @@
+"""Worker: the side of an engine that holds a device.
+
+Owns model, cache, tables and runner of one device, and builds all of them by itself from the resolved settings and the
+CachePlan, so that it may live wherever plans, results and messages reach it. Does not know the scheduler, requests or
+text; the forms of structured outputs come with the rows, and are compiled here. Invariants: `begin`, `open`, `load`,
+`allocate`, `compile` and `capture` are called once each, in this order, the last two if there is anything to do; what
+happens later goes by `issue` and, between two steps, by `call`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from octavo.attention.mods.choice import mods_of, request_fields_of
+from octavo.cache.groups import TableSpec
+from octavo.cache.plan import CachePlan, show_bytes
+from octavo.checkpoint.arch import Arch
+from octavo.config.engine_config import DeviceFacts, EngineConfig, Resolved
+from octavo.observe import Count
+from octavo.ops import native
+from octavo.plan import StepPlan
+from octavo.speculate import NO_SPECULATOR, Speculator
+from octavo.startup import probe
+from octavo.startup.frontend import grammars_of
+from octavo.worker import model as models
+from octavo.worker.assembly import make_runner
+from octavo.worker.backends import backend_facts, buffer_bytes, compiles_ahead
+from octavo.worker.calls import Calls
+from octavo.worker.device import Opening, memory_of, room, sized_by
+from octavo.worker.facts import WorkerFacts
+from octavo.worker.results import PendingStep
+
+_LOG = logging.getLogger(__name__)
+
+
+class Worker:
+    """One device's model and everything around it."""
+
+    def __init__(self, speculator: Speculator = NO_SPECULATOR) -> None:
+        """Nothing is there yet. speculator: who proposes drafts."""
+        self._speculator = speculator
+        self._thread = threading.get_ident()  # that issued last
+
+    def begin(self, config: EngineConfig) -> bool:
+        """Begin to open the device; whether there is a GPU that takes its time."""
+        self._config = config
+        self._opening = Opening(config)
+        return self._opening.opens
+
+    def import_kernels(self) -> None:
+        """Import what a GPU's first steps need, while it is being opened."""
+        self._opening.import_kernels()
+
+    def open(self, arch: Arch) -> DeviceFacts:
+        """The device's facts. Raises ConfigError for mods that `arch` cannot have: before anything that takes long."""
+        self._arch, self._device = arch, probe.device_facts(self._config.device)
+        self._mods = mods_of(self._config, arch.num_layers)
+        return self._device
+
+    def load(self, resolved: Resolved, folder: Path) -> WorkerFacts:
+        """Load the weights. Raises ValueError, in one line, for a model or settings that cannot run."""
+        self._folder = folder
+        with room(resolved, "the weights", "load_format", "take a smaller model or dtype"):
+            self._model, resolved = models.build(self._arch, self._config, resolved, self._mods)
+            size = models.fill(self._model, folder, resolved)
+            models.check_drafts(self._speculator.num_drafts, self._model, resolved)
+            self._opening.join()  # what it loads takes memory
+        self._resolved = resolved
+        backends = backend_facts(resolved, self._arch.num_layers)
+        free_bytes, total_bytes = memory_of(resolved)
+        return WorkerFacts(
+            resolved=resolved,
+            layer_specs=tuple(self._model.layer_specs),
+            backends=backends,
+            weight_bytes=size,
+            free_bytes=free_bytes,
+            total_bytes=total_bytes,
+            request_fields=request_fields_of(self._model.layer_specs),
+            num_drafts=self._speculator.num_drafts,
+            compiles_ahead=compiles_ahead(resolved, [facts.name for facts in backends]),
+            native=native.isa(),
+            gpu=self._device.cuda,
+        )
+
+    def buffer_bytes(self, tables: Sequence[TableSpec]) -> int:
+        """What the attention backends keep for themselves with such tables."""
+        return buffer_bytes(self._resolved, tables)
+
+    def allocate(self, plan: CachePlan) -> None:
+        """Allocate the cache and the tables, and be ready for steps. Raises ConfigError for what does not fit."""
+        resolved = self._resolved = dataclasses.replace(self._resolved, max_model_len=plan.limits.max_model_len)
+        with room(resolved, "the cache and the tables", sized_by(resolved), "lower it, or max_num_seqs"):
+            models.try_mods(self._model, self._mods, resolved)
+            grammars = grammars_of(self._config, self._folder, self._arch)
+            self._runner = make_runner(self._model, resolved, plan, grammars, self._speculator)
+        self._plan, self._calls = plan, Calls(self._runner)
+
+    def compile(self) -> None:
+        """Compile what steps launch, side by side. A start depends on it for its time only."""
+        with contextlib.closing(Count("compiling kernels for this model")) as told:
+            try:
+                num_made = self._runner.compile_ahead(told)
+            except RuntimeError as error:  # no memory for a step, or no thread
+                _LOG.warning("kernels are compiled when they are first launched, one by one: %s", error)
+                return
+        _LOG.info("%d kernels were compiled", num_made)
+
+    def capture(self) -> int:
+        """Capture the graphs that a start needs; how many are left for later, to be asked for as `capture_next`."""
+        resolved = self._resolved
+        change = "lower it or max_num_seqs, or set --enforce-eager"
+        with room(resolved, "the graphs", "gpu_memory_utilization", change):
+            before, _ = memory_of(resolved)
+            self._runner.capture()
+            free, _ = memory_of(resolved)
+        planned = show_bytes(self._plan.graph_bytes)
+        _LOG.info("the first graphs took %s of the %s planned for all", show_bytes(before - free), planned)
+        _LOG.info("%s of the GPU's memory are free beside the cache", show_bytes(free))
+        return self._runner.num_uncaptured
+
+    def issue(self, plan: StepPlan) -> PendingStep:
+        """Issue one step. On a GPU it runs on while the caller goes on; see `Runner.issue`."""
+        self._enter_thread()
+        return self._runner.issue(plan)
+
+    def call(self, name: str, payload: bytes) -> bytes:
+        """Do between two steps what `octavo.worker.calls` has under `name`. Raises ValueError for what it has not."""
+        self._enter_thread()
+        return self._calls.answer(name, payload)
+
+    def _enter_thread(self) -> None:
+        """What a GPU's driver is called with is a thread's own: another one that issues steps has to say so."""
+        if self._thread != threading.get_ident():
+            self._thread = threading.get_ident()
+            self._runner.enter_thread()
