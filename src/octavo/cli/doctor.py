@@ -1,8 +1,8 @@
 """`octavo doctor`: what an engine would run with, told before anything is loaded.
 
 Owns the report: versions, machine, devices, compiled operators, model, memory plan, numerics contract and, with
---explain, every setting with its origin. Computes nothing itself: the report is made of what probe, config and memory
-say. Invariant: it reads a checkpoint's config.json and no weights.
+--explain, every setting with its origin and which operators run the layers. Computes nothing itself: the report is made
+of what probe, config, memory and the model say. Invariant: it reads a checkpoint's config.json and no weights.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from octavo.observe import setup_logging
 from octavo.startup import probe
 from octavo.startup.cache import plan_cache
 from octavo.startup.memory_plan import ITEMSIZE
-from octavo.worker.backends import backend_facts, buffer_bytes
+from octavo.worker.backends import backend_classes, backend_facts, buffer_bytes
 
 _DESCRIPTION = "Print versions, devices, the memory plan, the numerics contract and settings. Loads no weights."
 
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
         usage="octavo doctor [option ...]",
         description=_DESCRIPTION,
     )
-    flags.add_switch(parser, "--explain", help="every setting with its origin")
+    flags.add_switch(parser, "--explain", help="every setting with its origin, and which operators run the layers")
     flags.add_config_flags(parser)
     namespace, dotted = parser.parse(argv)
     setup_logging("warning")
@@ -49,6 +49,13 @@ def main(argv: Sequence[str]) -> int:
     resolved = resolve(config, arch, facts)
     _section("Model", _model(config, arch))
     _section("Runs with", _resolved(resolved))
+    import torch
+
+    from octavo.checkpoint.loader import build_model, weight_bytes
+
+    model = build_model(arch, getattr(torch, resolved.dtype))
+    if getattr(namespace, "explain", False):
+        _section("Layers", model.describe_layers(backend_classes(resolved, arch.num_layers)))
     print("Memory plan")
     on_gpu = resolved.device == "cuda"
     free, total = (facts.cuda_free_bytes, facts.cuda_total_bytes) if on_gpu else (facts.free_bytes, facts.total_bytes)
@@ -59,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
         backend_facts(resolved, arch.num_layers),
         free_bytes=free,
         total_bytes=total,
-        weight_bytes=_weight_bytes(arch, resolved),
+        weight_bytes=weight_bytes(model, resolved),
         weights_loaded=False,
         buffer_bytes=functools.partial(buffer_bytes, resolved),
     )
@@ -109,14 +116,6 @@ def _read_arch(config: EngineConfig) -> Arch:
 
     folder = find_model(config.model, config.revision, config.download_dir)
     return read_arch(folder, config.model_packages, config.hf_overrides)
-
-
-def _weight_bytes(arch: Arch, resolved: Resolved) -> int:
-    import torch
-
-    from octavo.checkpoint.loader import build_model, weight_bytes
-
-    return weight_bytes(build_model(arch, getattr(torch, resolved.dtype)), resolved)
 
 
 def _model(config: EngineConfig, arch: Arch) -> list[tuple[str, object]]:

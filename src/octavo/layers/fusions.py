@@ -159,14 +159,28 @@ def _add(x: Tensor, residual: Tensor | None, context: ForwardContext) -> State:
     return (x if residual is None else residual + x), None
 
 
-def _by_itself(line: Line) -> Operator:
-    """One line without a fusion."""
-    run = line.run
+def _one_by_one(lines: Sequence[Line]) -> Operator:
+    """Lines without a fusion; a sum may be the last of them."""
+    *before, last = (line.run for line in lines)
+    if lines[-1].kind != "add":
+        before.append(last)
+    elif not before:
+        return _add
+    runs = tuple(before)
 
     def keep_stream(x: Tensor, residual: Tensor | None, context: ForwardContext) -> State:
-        return run(x), x if residual is None else residual
+        stream = x if residual is None else residual
+        for run in runs:
+            x = run(x)
+        return x, stream
 
-    return _add if line.kind == "add" else keep_stream
+    def add(x: Tensor, residual: Tensor | None, context: ForwardContext) -> State:
+        stream = x if residual is None else residual
+        for run in runs:
+            x = run(x)
+        return stream + x, None
+
+    return add if lines[-1].kind == "add" else keep_stream
 
 
 def _as_written(layer: LayerLines, batch: BatchClass) -> Operator:
@@ -261,13 +275,20 @@ def resolve(
     operators, is_narrowed = begin, not batch.is_narrowed
     if batch.is_narrowed:
         operators.append(_prepare_for_few(layer))
+    alone: list[Line] = []
     for row, lines in match(layer, backend, batch):
-        if not is_narrowed and lines[0].kind == "attend":
+        narrows_here = not is_narrowed and lines[0].kind == "attend"
+        if alone and (row is not None or narrows_here or alone[-1].kind == "add"):
+            operators.append(_one_by_one(alone))
+            alone = []
+        if narrows_here:
             operators.append(_narrow)
-            is_narrowed = True
-        operators.append(_by_itself(lines[0]) if row is None else row.make(layer, lines))
-        is_narrowed |= row is not None and row.narrows
-    return tuple(operators)
+        if row is None:
+            alone += lines
+        else:
+            operators.append(row.make(layer, lines))
+        is_narrowed |= narrows_here or (row is not None and row.narrows)
+    return (*operators, *([_one_by_one(alone)] if alone else []))
 
 
 def runs_whole(layers: Sequence[LayerLines], backends: Sequence[type[AttentionBackend]]) -> bool:

@@ -41,6 +41,11 @@ def backend_facts(resolved: Resolved, num_layers: int) -> list[BackendFacts]:
     return found
 
 
+def backend_classes(resolved: Resolved, num_layers: int) -> list[type[AttentionBackend]]:
+    """Of each layer."""
+    return [BACKENDS.resolve(name) for name in backend_of_layers(resolved, num_layers)]
+
+
 def compiles_ahead(resolved: Resolved, names: Sequence[str]) -> bool:
     """Whether what steps with these backends launch can be compiled by steps that launch nothing."""
     return resolved.device == "cuda" and all(capability(name).compiles_ahead for name in names)
