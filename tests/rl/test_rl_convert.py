@@ -1,4 +1,4 @@
-"""N.4: what a converted model is to its trainer: an ordinary model, but for its bits."""
+"""RL.N4: what a converted model is to its trainer: an ordinary model, but for its bits."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_targets_that_nobody_asks_for_give_nothing(model: Any, pack: rl.Pack) ->
     assert not found.logprobs[some < 0].any() and not found.entropy[some < 0].any()
 
 
-def test_N_5_checkpointing_keeps_bits_and_gradients(model: Any, pack: rl.Pack) -> None:
+def test_RL_N5_checkpointing_keeps_bits_and_gradients(model: Any, pack: rl.Pack) -> None:
     expected = rl.logprobs(model, pack).logprobs
     expected.sum().backward()
     gradients = _gradients(model)
@@ -91,7 +91,7 @@ def test_N_5_checkpointing_keeps_bits_and_gradients(model: Any, pack: rl.Pack) -
     assert all(torch.equal(own[name], gradients[name]) for name in gradients)
 
 
-def test_N_3_gradients_are_the_same_from_run_to_run(model: Any, pack: rl.Pack) -> None:
+def test_RL_N3_gradients_are_the_same_from_run_to_run(model: Any, pack: rl.Pack) -> None:
     runs = []
     for _ in range(2):
         rl.logprobs(model, pack).logprobs.sum().backward()
@@ -113,7 +113,7 @@ def test_autocast_changes_nothing(pack: rl.Pack) -> None:
     assert all(torch.equal(own[name], gradients[name]) for name in gradients)
 
 
-def test_N_5_compile_leaves_the_forward_alone(model: Any, pack: rl.Pack) -> None:
+def test_RL_N5_compile_leaves_the_forward_alone(model: Any, pack: rl.Pack) -> None:
     with torch.no_grad():
         compiled = rl.logprobs(torch.compile(model), pack).logprobs
         assert torch.equal(compiled, rl.logprobs(model, pack).logprobs)
@@ -130,7 +130,7 @@ def test_a_copy_has_weights_of_its_own(model: Any, pack: rl.Pack) -> None:
 
 
 def test_float32_masters_are_rounded_as_the_engine_rounds_them(tmp_path: Path) -> None:
-    """W.6's rounding: a float32 checkpoint in a bfloat16 engine is a float32 model converted to bfloat16."""
+    """A float32 checkpoint in a bfloat16 engine is a float32 model converted to bfloat16."""
     masters = tiny(torch.float32)
     with torch.no_grad():
         for parameter in masters.parameters():
@@ -184,7 +184,7 @@ def test_what_would_change_bits_is_refused(model: Any) -> None:
         rl.convert(tiny(), max_model_len=4096)
 
 
-def test_N_10_assert_same_says_where_bits_differ(model: Any) -> None:
+def test_RL_N10_assert_same_says_where_bits_differ(model: Any) -> None:
     def same(sequences: Any) -> list[list[float]]:
         pack = rl.Pack.of(sequences)
         with torch.no_grad():

@@ -20,7 +20,7 @@ PROMPTS = random_ids(1, 33, 70, 2, 64)
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", RUN)
-def test_N_1_families(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_RL_N1_families(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     model = make_reference(family).to(dtype)
     model.save_pretrained(tmp_path)
     settings: dict[str, Any] = {"model": str(tmp_path), "dtype": str(dtype)[6:], "max_model_len": 256}
@@ -59,7 +59,7 @@ def test_octavo_tiny_across_tiles_and_leaves(case: tuple[LLM, Any]) -> None:
     "draw", [{}, {"top_k": 20}, {"top_p": 0.9}, {"top_p": 0.8, "top_k": 30, "min_p": 0.01}], ids=str
 )
 @pytest.mark.parametrize("temperature", [0.6, 1.3])
-def test_G_3_processed_logprobs_of_a_temperature_and_a_support(temperature: float, draw: dict[str, Any]) -> None:
+def test_RL_G3_processed_logprobs_of_a_temperature_and_a_support(temperature: float, draw: dict[str, Any]) -> None:
     """The canonical temperature is `logits / T`, and a support is cut by the sampler's own operator."""
     prompts, model = random_ids(5, 40, vocab_size=4096), rl.convert(tiny(torch.float32))
     with LLM(TINY, dtype="float32", logprobs_mode="processed_logprobs") as llm:

@@ -1,4 +1,4 @@
-"""N.5: FSDP2 on two ranks keeps the bits of one process."""
+"""RL.N5: FSDP2 on two ranks keeps the bits of one process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SRC = Path(__file__).resolve().parents[2] / "src"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["before", "after"])
-def test_N_5_two_ranks(tmp_path: Path, order: str) -> None:
+def test_RL_N5_two_ranks(tmp_path: Path, order: str) -> None:
     """Converted before or after the model is sharded; float32 masters, bfloat16 in the forward, three updates."""
     environment = {**os.environ, "PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(RANKS)]

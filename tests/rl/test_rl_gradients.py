@@ -1,4 +1,4 @@
-"""N.2: gradients of every operator against float64 torch of the same mathematics."""
+"""RL.N2: gradients of every operator against float64 torch of the same mathematics."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _norm64(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 class TestOperators:
-    def test_N_2_linear(self, dtype: torch.dtype) -> None:
+    def test_RL_N2_linear(self, dtype: torch.dtype) -> None:
         inputs = [torch.randn(33, 48), torch.randn(40, 48), torch.randn(24, 48), torch.randn(40), torch.randn(24)]
         _compare(
             lambda x, a, b, c, d: rl.linear(x, (a, b), (c, d)),
@@ -51,7 +51,7 @@ class TestOperators:
             inputs, dtype,
         )  # fmt: skip
 
-    def test_N_2_norm_and_add(self, dtype: torch.dtype) -> None:
+    def test_RL_N2_norm_and_add(self, dtype: torch.dtype) -> None:
         _compare(
             lambda x, y, w: rl.norm(rl.add(x, y), w, 1e-6, 1.0),
             lambda x, y, w: _norm64(x + y, w + 1, 1e-6),
@@ -59,7 +59,7 @@ class TestOperators:
         )  # fmt: skip
 
     @pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
-    def test_N_2_gated(self, dtype: torch.dtype, kind: str) -> None:
+    def test_RL_N2_gated(self, dtype: torch.dtype, kind: str) -> None:
         def right(x: Tensor) -> Tensor:
             gate, up = x.chunk(2, 1)
             act = torch.nn.functional.silu if kind == "silu" else _gelu
@@ -69,7 +69,7 @@ class TestOperators:
 
     @pytest.mark.parametrize("temperature", [1.0, 0.6])
     @pytest.mark.parametrize("entropy", [False, True])
-    def test_N_2_head(self, dtype: torch.dtype, temperature: float, entropy: bool) -> None:
+    def test_RL_N2_head(self, dtype: torch.dtype, temperature: float, entropy: bool) -> None:
         ids = torch.randint(199, (33,))
 
         def right(x: Tensor, w: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ class TestOperators:
 
         _compare(ours, right, [torch.randn(33, 48), torch.randn(199, 48) / 7], dtype, factor=2.0 if entropy else 1.0)
 
-    def test_N_2_moe(self, dtype: torch.dtype) -> None:
+    def test_RL_N2_moe(self, dtype: torch.dtype) -> None:
         facts = Moe(num_experts=6, experts_per_token=2, expert_size=24)
         inputs = [torch.randn(33, 48), torch.randn(6, 48), torch.randn(6, 48, 48) / 7, torch.randn(6, 48, 24) / 5]
 
@@ -143,7 +143,7 @@ SPECS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", SPECS)
-def test_N_2_attention(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_RL_N2_attention(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(rl.autograd.attention._AT_ONCE, "cpu", 4 * 130 * 17)  # tiles of 17 queries of the longest
     spec = dataclasses.replace(SPEC, **SPECS[kind])
     torch.manual_seed(0)
@@ -151,7 +151,7 @@ def test_N_2_attention(kind: str, dtype: torch.dtype, monkeypatch: pytest.Monkey
     _compare(_ours(spec, rl.Pack(LENGTHS)), lambda *t: _attention64(*t, spec), inputs, dtype)
 
 
-def test_N_2_mods_that_change_scores() -> None:
+def test_RL_N2_mods_that_change_scores() -> None:
     mods = AttentionMods(score_mod=lambda score, b, h, q, kv: score * (1 + h) - 0.01 * score * score + (q - kv) % 3)
     spec = dataclasses.replace(SPEC, mods=mods)
 
@@ -175,7 +175,7 @@ def test_a_mod_with_learned_parts_is_refused() -> None:
 
 
 @pytest.mark.parametrize("form", ["parameters", "ids", "mask"])
-def test_N_2_a_support_has_the_same_gradient_in_every_form(form: str) -> None:
+def test_RL_N2_a_support_has_the_same_gradient_in_every_form(form: str) -> None:
     torch.manual_seed(0)
     logits, ids = torch.randn(33, 50), torch.zeros(33, dtype=torch.int64)
     order = logits.topk(5).indices
@@ -191,7 +191,7 @@ def test_N_2_a_support_has_the_same_gradient_in_every_form(form: str) -> None:
     _compare(lambda x: rl.token_logprob(x, ids, 0.7, support).logprobs, right, [logits], torch.float32)
 
 
-def test_N_2_a_weight_that_is_used_twice_sums_its_gradients() -> None:
+def test_RL_N2_a_weight_that_is_used_twice_sums_its_gradients() -> None:
     ids = torch.randint(30, (9,))
 
     def ours(w: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""N.6: GRPO on octavo-tiny, the weights handed to an engine after every update: KL 0 and ratio 1 in each."""
+"""RL.N6: GRPO on octavo-tiny, the weights handed to an engine after every update: KL 0 and ratio 1 in each."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Loop:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_N_6_ten_updates(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_RL_N6_ten_updates(tmp_path: Path, dtype: torch.dtype) -> None:
     loop = Loop(tmp_path / "model", dtype)
     for step in range(10):
         kl, ratio, count = loop.update(step, group=3, max_tokens=12)
@@ -69,7 +69,7 @@ def test_N_6_ten_updates(tmp_path: Path, dtype: torch.dtype) -> None:
     assert min(loop.stale) > 0, "an update moves weights, and stale ones are seen"
 
 
-def test_A_7_the_lines_of_the_page_run_as_they_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_RL_A7_the_lines_of_the_page_run_as_they_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(TINY, tmp_path / "policy")
     monkeypatch.chdir(tmp_path)
     page = (Path(__file__).resolve().parents[2] / "docs/rl.md").read_text(encoding="utf-8")
@@ -82,7 +82,7 @@ def test_A_7_the_lines_of_the_page_run_as_they_stand(tmp_path: Path, monkeypatch
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_N_6_a_hundred_updates(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_RL_N6_a_hundred_updates(tmp_path: Path, dtype: torch.dtype) -> None:
     loop = Loop(tmp_path / "model", dtype)
     for step in range(100):
         kl, ratio, _ = loop.update(step, group=8, max_tokens=32)

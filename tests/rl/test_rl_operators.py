@@ -1,4 +1,4 @@
-"""N.1: the operators have the sampler's bits in every packing; what they refuse."""
+"""RL.N1: the operators have the sampler's bits in every packing; what they refuse."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _attend(qkv: torch.Tensor, pack: rl.Pack, spec: AttentionSpec = SPEC, backen
 
 @pytest.mark.parametrize("window", [0, 100])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_N_1_a_packs_order_and_cut_change_no_bit(dtype: torch.dtype, window: int) -> None:
+def test_RL_N1_a_packs_order_and_cut_change_no_bit(dtype: torch.dtype, window: int) -> None:
     spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_size=16, scale=0.25, window=window)
     torch.manual_seed(0)
     parts = [torch.randn(length, 8 * 16).to(dtype) for length in LENGTHS]
@@ -39,7 +39,7 @@ def test_N_1_a_packs_order_and_cut_change_no_bit(dtype: torch.dtype, window: int
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_N_1_every_row_count_and_joined_weights(dtype: torch.dtype) -> None:
+def test_RL_N1_every_row_count_and_joined_weights(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x, weights = torch.randn(257, 48).to(dtype), [torch.randn(n, 48).to(dtype) for n in (40, 24, 24)]
     biases = [torch.randn(40).to(dtype), None, torch.randn(24)]

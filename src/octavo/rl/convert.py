@@ -87,8 +87,12 @@ def convert(
         raise ValueError(f"dtype must be float32, bfloat16 or float16, got {dtype or first}")
     plan = plan_of(facts, name, dtype or first, attention_mods, max_model_len)
     shared = Converted(plan, dtype, attention_backend)
-    trunk = model.get_submodule("model")
-    layers = list(trunk.get_submodule("layers").children())
+    try:
+        trunk, head = model.get_submodule("model"), model.get_submodule("lm_head")
+        embedding, last = trunk.get_submodule("embed_tokens"), trunk.get_submodule("norm")
+        layers = list(trunk.get_submodule("layers").children())
+    except AttributeError as error:
+        raise ValueError(f"octavo.rl does not run {name} as it is built here: {error}") from None
     runs = [
         _Layer(shared, index, Parameters(layer, f"model.layers.{index}.", own))
         for index, (layer, own) in enumerate(zip(layers, plan.layers, strict=True))
@@ -101,9 +105,9 @@ def convert(
         raise ValueError(f"{name} has no parameters {', '.join(missing)}")
     for layer, run in zip(layers, runs, strict=True):
         _replace(layer, run)
-    _replace(trunk.get_submodule("embed_tokens"), _Embedding(shared, trunk.get_submodule("embed_tokens")))
-    _replace(trunk.get_submodule("norm"), _Norm(shared, trunk.get_submodule("norm")))
-    _replace(model.get_submodule("lm_head"), _Head(shared, model.get_submodule("lm_head")))
+    _replace(embedding, _Embedding(shared, embedding))
+    _replace(last, _Norm(shared, last))
+    _replace(head, _Head(shared, head))
     _replace(trunk, _Trunk(trunk))
     undisturbed = torch.compiler.disable(_forward, reason="its operators are Octavo's own")
     _replace(model, functools.partial(undisturbed, _Model(model, name)))  # which copy.deepcopy copies, unlike a method
@@ -143,7 +147,8 @@ class _Layer:
         """Raises ValueError for parameters that are not there, and for a kind of layer without lines."""
         if self.plan.layer not in LINES:
             raise ValueError(f"octavo.rl has no lines for layers of the kind {self.plan.layer.__name__} yet")
-        missing = self.weights.missing()
+        experts = [f"mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")] if self.plan.routed else []
+        missing = self.weights.missing(experts)
         if missing:
             raise ValueError(
                 f"layer {self.index} has no parameters {', '.join(missing[:3])}: adapters are to be merged first"

@@ -144,10 +144,10 @@ class Parameters:
         """Whether the engine's layer has such a parameter."""
         return path in self._names
 
-    def missing(self) -> list[str]:
-        """Names that the trainer's layer lacks."""
+    def missing(self, others: Sequence[str] = ()) -> list[str]:
+        """Names, and some others, that the trainer's layer lacks."""
         known = dict(self.module.named_parameters())
-        return [name for names in self._names.values() for name in names if name not in known]
+        return [name for names in (*self._names.values(), others) for name in names if name not in known]
 
     def rows(self, path: str) -> list[Tensor]:
         """The parameters whose rows make up the engine's."""

@@ -15,8 +15,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from octavo.ops.gemm import LinearWeight, pack_linear
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
-_Forms = dict[tuple[int, torch.dtype], tuple[int, LinearWeight]]
-_PACKED = WeakTensorKeyDictionary()  # weight -> its forms: (matrix, dtype) -> (digest, form)
+_Forms = dict[int, tuple[int, torch.dtype, LinearWeight]]
+_PACKED = WeakTensorKeyDictionary()  # weight -> of each of its matrices: digest, dtype of the rows, form
 num_packed = 0  # how often something was packed, for tests and measurements
 
 
@@ -24,20 +24,22 @@ def packed(weight: Tensor, dtype: torch.dtype, matrix: int | None = None) -> Lin
     """The form of weight [n, k], or of `weight[matrix]` of [matrices, n, k], for rows of `dtype`.
 
     A wider weight is rounded to bfloat16 for rows of bfloat16, as an engine of that dtype rounds it; a bfloat16 weight
-    stays so for rows of float32.
+    stays so for rows of float32. Raises ValueError for float16 on a CPU.
     """
     global num_packed
     values = (weight if matrix is None else weight[matrix]).detach()
     if values.is_cuda:
         return pack_linear(rounded(values, dtype))
+    if dtype == torch.float16:
+        raise ValueError("float16 runs on a GPU only: take bfloat16 or float32 on a CPU")
     forms: _Forms = _PACKED.setdefault(weight, {})
-    key, digest = (-1 if matrix is None else matrix, dtype), _digest(values)
+    key, digest = -1 if matrix is None else matrix, _digest(values)
     found = forms.get(key)
-    if found is None or found[0] != digest:
+    if found is None or found[:2] != (digest, dtype):
         forms.pop(key, None)
-        found = forms[key] = digest, pack_linear(rounded(values, dtype))
+        found = forms[key] = digest, dtype, pack_linear(rounded(values, dtype))
         num_packed += 1
-    return found[1]
+    return found[2]
 
 
 def rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:

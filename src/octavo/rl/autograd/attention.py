@@ -8,7 +8,7 @@ Invariant: the mathematics of backward is the forward's: scale, soft cap, slopes
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from octavo.rl.autograd.outside import apply, first_order, outside_autocast
 from octavo.rl.pack import Pack
 
 _AT_ONCE = {"cpu": 1 << 22, "cuda": 1 << 26}  # scores of a tile
+_MAX_QUERIES = 256  # of a tile: what lies behind them is not computed
 
 
 def attention(q: Tensor, states: Tensor, pack: Pack, spec: AttentionSpec, backend: str | None = None) -> Tensor:
@@ -53,17 +54,13 @@ class _Attention(torch.autograd.Function):
             slots = slice(place.slot, place.slot + place.length)
             own = states[slots].float()
             of_keys = torch.zeros_like(own)
-            at_once = max(1, _AT_ONCE[q.device.type] // (spec.num_heads * place.length))
+            at_once = min(_MAX_QUERIES, max(1, _AT_ONCE[q.device.type] // (spec.num_heads * place.length)))
             for begin in range(0, place.length, at_once):
                 end = min(begin + at_once, place.length)
                 first, last = _seen(spec, begin, end, place.length)
                 some = slice(place.token + begin, place.token + end)
-                of_query, of_seen = _tile_backward(
-                    q[some].float(),
-                    own[first:last],
-                    grad[some].float(),
-                    _bias(pack, spec, row, begin, end, first, last),
-                )
+                tile = _Tile(pack, spec, row, begin, end, first, last)
+                of_query, of_seen = _tile_backward(q[some].float(), own[first:last], grad[some].float(), tile)
                 grad_q[some] = of_query.to(q.dtype)
                 of_keys[first:last] += of_seen
             grad_states[slots] = of_keys.to(states.dtype)
@@ -78,58 +75,83 @@ def _seen(spec: AttentionSpec, begin: int, end: int, length: int) -> tuple[int, 
     return max(first, begin // spec.chunk * spec.chunk) if spec.chunk else first, end
 
 
-def _bias(
-    pack: Pack, spec: AttentionSpec, row: int, begin: int, end: int, first: int, last: int
-) -> Callable[[Tensor], Tensor]:
-    """What becomes of raw products [kv_heads, group, queries, keys] of a tile: scores, -inf where hidden."""
-    position = torch.arange(begin, end, device=pack.device)
-    column = torch.arange(first, last, device=pack.device)
-    distance = position[:, None] - column
-    hidden = distance < 0 if spec.causal and spec.mods.causal else torch.zeros_like(distance, dtype=torch.bool)
-    if spec.window:
-        hidden = hidden | (distance >= spec.window) | (distance <= -spec.window)
-    if spec.chunk:
-        hidden = hidden | (position[:, None] // spec.chunk != column // spec.chunk)
+class _Tile(NamedTuple):
+    """Queries begin .. end - 1 of a row, and the keys first .. last - 1 that they may see."""
 
-    def scores(products: Tensor) -> Tensor:
-        result = products * spec.scale
+    pack: Pack
+    spec: AttentionSpec
+    row: int
+    begin: int
+    end: int
+    first: int
+    last: int
+
+    def scores(self, products: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """Of raw products [kv_heads, group, queries, keys], which are overwritten: scores, -inf where hidden.
+
+        And the way back, from a gradient of the scores, overwritten as well, to that of the products.
+        """
+        spec, pack = self.spec, self.pack
+        result, slope, changed, raw = products.mul_(spec.scale), None, None, None
+        position = torch.arange(self.begin, self.end, device=pack.device)
+        column = torch.arange(self.first, self.last, device=pack.device)
         if spec.soft_cap:
-            result = spec.soft_cap * torch.tanh(result / spec.soft_cap)
+            share = result.div_(spec.soft_cap).tanh_()
+            slope, result = 1 - share.square(), share.mul_(spec.soft_cap)
         if spec.alibi_slopes:
             slopes = torch.tensor(spec.alibi_slopes, device=result.device).view(*result.shape[:2], 1, 1)
-            result = result - slopes * distance
+            result.sub_(slopes * (position[:, None] - column))
         if spec.mods is not NO_MODS:
-            with at_work(spec.mods, pack.tables):
-                result = apply_mods(spec.mods, pack.inputs.rows)(result, row, position, column)
-        return result.masked_fill(hidden, float("-inf"))
+            raw = result.requires_grad_()
+            with torch.enable_grad(), at_work(spec.mods, pack.tables):
+                changed = apply_mods(spec.mods, pack.inputs.rows)(raw, self.row, position, column)
+            _refuse_learned(changed, raw)
+            result = changed.detach().clone()
+        self._hide(result, position, column)
 
-    return scores
+        def back(grad: Tensor) -> Tensor:
+            if changed is not None and raw is not None:
+                (grad,) = torch.autograd.grad(changed, raw, grad)
+            return (grad if slope is None else grad.mul_(slope)).mul_(spec.scale)
+
+        return result, back
+
+    def _hide(self, scores: Tensor, position: Tensor, column: Tensor) -> None:
+        """Set what the spec hides to -inf, in place."""
+        spec = self.spec
+        causal = spec.causal and spec.mods.causal
+        if causal and not (spec.window or spec.chunk):  # then every query sees what is before the tile
+            distance = position[:, None] - column[self.begin - self.first :]
+            scores[..., self.begin - self.first :].masked_fill_(distance < 0, float("-inf"))
+            return
+        distance = position[:, None] - column
+        hidden = distance < 0 if causal else torch.zeros_like(distance, dtype=torch.bool)
+        if spec.window:
+            hidden |= (distance >= spec.window) | (distance <= -spec.window)
+        if spec.chunk:
+            hidden |= position[:, None] // spec.chunk != column // spec.chunk
+        scores.masked_fill_(hidden, float("-inf"))
 
 
-def _tile_backward(q: Tensor, states: Tensor, grad: Tensor, bias: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+def _tile_backward(q: Tensor, states: Tensor, grad: Tensor, tile: _Tile) -> tuple[Tensor, Tensor]:
     """(gradient of q [queries, heads, size], of states [keys, kv_heads, 2 * size]) of a tile, all float32."""
     kv_heads, size = states.shape[1], q.shape[2]
     keys, values = states.transpose(0, 1).split(size, dim=2)  # [kv_heads, keys, size]
-    shape = (kv_heads, -1, size)
     queries, own = (x.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3) for x in (q, grad))  # kv_heads, group, queries
-    flat, own_flat = queries.reshape(shape), own.reshape(shape)
+    flat, own_flat = queries.reshape(kv_heads, -1, size), own.reshape(kv_heads, -1, size)
     products = (flat @ keys.transpose(1, 2)).view(*queries.shape[:3], -1)
-    with torch.enable_grad():
-        raw = products.requires_grad_()
-        scores = bias(raw)
-    _refuse_learned(scores, raw)
-    changed = scores.detach()
-    blind = (changed == float("-inf")).all(-1, keepdim=True)  # a query that sees nothing gives 0
-    weights = changed.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
-    weights_flat = weights.flatten(1, 2)
-    of_values = weights_flat.transpose(1, 2) @ own_flat
-    of_weights = (own_flat @ values.transpose(1, 2)).view_as(weights)
-    of_scores = weights * (of_weights - (weights * of_weights).sum(-1, keepdim=True))
-    (of_products,) = torch.autograd.grad(scores, raw, of_scores)
-    of_flat = of_products.flatten(1, 2)
+    scores, back = tile.scores(products)
+    if tile.spec.mods is NO_MODS:
+        weights = scores.softmax(-1)
+    else:
+        blind = (scores == float("-inf")).all(-1, keepdim=True)  # a query that sees nothing gives 0
+        weights = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
+    of_values = weights.flatten(1, 2).transpose(1, 2) @ own_flat
+    of_scores = (own_flat @ values.transpose(1, 2)).view_as(weights)
+    shared = torch.linalg.vecdot(weights, of_scores)[..., None]
+    of_flat = back(of_scores.sub_(shared).mul_(weights)).flatten(1, 2)
     of_queries = (of_flat @ keys).view(queries.shape).permute(2, 0, 1, 3).flatten(1, 2)
-    of_keys = of_flat.transpose(1, 2) @ flat
-    return of_queries, torch.cat((of_keys, of_values), dim=2).transpose(0, 1)
+    return of_queries, torch.cat((of_flat.transpose(1, 2) @ flat, of_values), dim=2).transpose(0, 1)
 
 
 def _refuse_learned(scores: Tensor, raw: Tensor) -> None:

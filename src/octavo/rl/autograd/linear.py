@@ -26,11 +26,18 @@ def linear(
     """`x @ weight.T + bias`: x [tokens, K], weight [N, K], bias [N] -> [tokens, N] of `out_dtype` (None: x's).
 
     Several weights, each with its bias or None, give their results side by side. The sum is one chain in float32 with
-    the bias behind it, rounded once. Weights wider than x are rounded to x's dtype first.
+    the bias behind it, rounded once. Weights wider than x are rounded to x's dtype first. Raises ValueError for shapes
+    that do not fit.
     """
     weights = [weight] if isinstance(weight, Tensor) else list(weight)
     biases = [bias] if bias is None or isinstance(bias, Tensor) else list(bias)
-    biases = biases if len(biases) == len(weights) else [None] * len(weights)
+    if bias is None:
+        biases = [None] * len(weights)
+    if len(biases) != len(weights):
+        raise ValueError(f"{len(weights)} weights need as many biases, each one or None, got {len(biases)}")
+    for each in weights:
+        if each.dim() != 2 or each.shape[1] != x.shape[-1]:
+            raise ValueError(f"a weight must be [N, {x.shape[-1]}] for rows of {x.shape[-1]}, got {list(each.shape)}")
     result: Tensor = apply(_Linear, x, out_dtype or x.dtype, *weights, *biases)
     return result
 

@@ -8,7 +8,7 @@ the temperature (not multiplied by its inverse), cut as the sampler cuts, and su
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -80,6 +80,7 @@ def token_logprob(logits: Tensor, ids: Tensor, temperature: float = 1.0, support
     support has -inf. Entropy is that of the same distribution. Raises ValueError for a temperature that is not above 0.
     """
     check_draw(temperature, support, len(logits))
+    ids = checked_ids(ids, *logits.shape)
     logprobs, entropy = apply(_TokenLogprob, logits, ids, _Draw(temperature, support))
     return LogProbs(logprobs, entropy)
 
@@ -93,6 +94,7 @@ def head_logprob(
     soft_cap: of the logits, c * tanh(logits / c); 0: none.
     """
     check_draw(temperature, support, len(hidden))
+    ids = checked_ids(ids, len(hidden), len(weight))
     logprobs, entropy = apply(_HeadLogprob, hidden, weight, ids, _Draw(temperature, support, soft_cap))
     return LogProbs(logprobs, entropy)
 
@@ -106,16 +108,19 @@ class _TokenLogprob(torch.autograd.Function):
         logprobs, entropy, sums = _forward(lambda rows: logits[rows].detach().clone(), ids, draw, logits.shape[1])
         ctx.save_for_backward(logits, ids, entropy, sums)
         ctx.draw = draw
+        ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, grad: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         logits, ids, entropy, sums = ctx.saved_tensors
         result = torch.empty_like(logits)
         for rows in _blocks(len(ids), logits.shape[1], logits.device):
             scaled = ctx.draw.scaled_(logits[rows].clone(), rows)
-            own = _backward(scaled, ids[rows], grad[rows], grad_entropy[rows], entropy[rows], sums[rows])
+            own = _backward(
+                scaled, ids[rows], [None if each is None else each[rows] for each in grads], entropy[rows], sums[rows]
+            )
             result[rows] = ctx.draw.unscaled_(own, scaled)
         return result, None, None
 
@@ -128,18 +133,21 @@ class _HeadLogprob(torch.autograd.Function):
         logprobs, entropy, sums = _forward(logits, ids, draw, len(weight))
         ctx.save_for_backward(hidden, weight, ids, entropy, sums)
         ctx.draw = draw
+        ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, grad: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, ids, entropy, sums = ctx.saved_tensors
         logits = _logits_of(hidden, weight)
         of_hidden = torch.empty_like(hidden)
         of_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for rows in _blocks(len(ids), len(weight), hidden.device):
             scaled = ctx.draw.scaled_(logits(rows), rows)
-            own = _backward(scaled, ids[rows], grad[rows], grad_entropy[rows], entropy[rows], sums[rows])
+            own = _backward(
+                scaled, ids[rows], [None if each is None else each[rows] for each in grads], entropy[rows], sums[rows]
+            )
             own = ctx.draw.unscaled_(own, scaled).to(hidden.dtype)
             of_hidden[rows] = backward_input(own, weight, hidden)
             if hidden.dtype == torch.float32:
@@ -175,15 +183,17 @@ def _forward(
     return logprobs, entropy, sums
 
 
-def _backward(scaled: Tensor, ids: Tensor, grad: Tensor, grad_entropy: Tensor, entropy: Tensor, sums: Tensor) -> Tensor:
-    """The gradient of scaled logits [rows, vocab], of those of log-probabilities and of entropies."""
+def _backward(scaled: Tensor, ids: Tensor, grads: Sequence[Tensor | None], entropy: Tensor, sums: Tensor) -> Tensor:
+    """The gradient of scaled logits [rows, vocab], of those of log-probabilities and entropies; None: nobody's."""
+    grad, grad_entropy = grads
     logs = scaled - sums[:, None]
+    result = torch.zeros_like(logs)
     weights = logs.exp()
-    result = weights * -grad[:, None]
-    if bool(grad_entropy.any()):
-        logs = logs.masked_fill_(scaled == _NEG_INF, 0.0)
-        result -= grad_entropy[:, None] * weights * (logs + entropy[:, None])
-    return result.scatter_add_(1, ids[:, None], grad[:, None])
+    if grad_entropy is not None:
+        result = -grad_entropy[:, None] * weights * (logs.masked_fill_(scaled == _NEG_INF, 0.0) + entropy[:, None])
+    if grad is not None:
+        result = result.sub_(weights.mul_(grad[:, None])).scatter_add_(1, ids[:, None], grad[:, None])
+    return result
 
 
 def _cut(logits: Tensor, temperature: float, support: Truncation) -> Tensor:
@@ -210,6 +220,16 @@ def _keep(logits: Tensor, support: Tensor) -> Tensor:
     kept = torch.zeros(len(logits), vocab_size + 1, dtype=torch.bool, device=logits.device)
     kept.scatter_(1, torch.where(support < 0, vocab_size, support), True)
     return logits.masked_fill_(~kept[:, :vocab_size], _NEG_INF)
+
+
+def checked_ids(ids: Tensor, num_tokens: int, vocab_size: int) -> Tensor:
+    """ids as operators read them, [tokens] int64. Raises ValueError for others: memory would be read behind a row."""
+    if ids.shape != (num_tokens,):
+        raise ValueError(f"ids must be [{num_tokens}], one for each row, got {list(ids.shape)}")
+    ids = ids.to(torch.int64).contiguous()
+    if num_tokens and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+        raise ValueError(f"ids must lie in 0 .. {vocab_size - 1}, got {int(ids.min())} .. {int(ids.max())}")
+    return ids
 
 
 def check_draw(temperature: float, support: Support | None, num_tokens: int) -> None:
