@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
 from octavo import LLM, rl
 from octavo.attention import AttentionMods
@@ -114,9 +115,16 @@ def test_autocast_changes_nothing(pack: rl.Pack) -> None:
 
 
 def test_RL_N5_compile_leaves_the_forward_alone(model: Any, pack: rl.Pack) -> None:
+    """Of the whole, and of each layer."""
     with torch.no_grad():
-        compiled = rl.logprobs(torch.compile(model), pack).logprobs
-        assert torch.equal(compiled, rl.logprobs(model, pack).logprobs)
+        expected = rl.logprobs(model, pack).logprobs
+        assert torch.equal(rl.logprobs(torch.compile(model), pack).logprobs, expected)
+    other = copy.deepcopy(model)
+    for layer in other.model.layers:
+        layer.compile(backend="eager")
+    found = rl.logprobs(other, pack).logprobs
+    found.sum().backward()
+    assert torch.equal(found, expected)
 
 
 def test_a_copy_has_weights_of_its_own(model: Any, pack: rl.Pack) -> None:
@@ -172,6 +180,10 @@ def test_what_would_change_bits_is_refused(model: Any) -> None:
     own.q_proj = torch.nn.Sequential(own.q_proj)
     with pytest.raises(ValueError, match=r"layer 1 has no parameters self_attn\.q_proj\.weight: adapters"):
         rl.convert(adapted)
+    wrapped = tiny()
+    apply_activation_checkpointing(wrapped, check_fn=lambda each: each is wrapped.model.layers[2])
+    with pytest.raises(ValueError, match="layer 2 is wrapped for checkpointing"):
+        rl.convert(wrapped)
     with pytest.raises(ValueError, match="does not take use_cache"):
         model(torch.tensor([[1, 2]]), use_cache=True)
     with pytest.raises(ValueError, match="position_ids must count"):

@@ -97,7 +97,9 @@ def convert(
         _Layer(shared, index, Parameters(layer, f"model.layers.{index}.", own))
         for index, (layer, own) in enumerate(zip(layers, plan.layers, strict=True))
     ]
-    for run in runs:
+    for layer, run in zip(layers, runs, strict=True):
+        if hasattr(layer, "_checkpoint_wrapped_module"):
+            raise ValueError(f"layer {run.index} is wrapped for checkpointing: convert the model first, then wrap it")
         run.check()
     known = dict(model.named_parameters(remove_duplicate=False))
     missing = [each for each in plan.ends.values() if each not in known]
@@ -109,13 +111,18 @@ def convert(
     _replace(last, _Norm(shared, last))
     _replace(head, _Head(shared, head))
     _replace(trunk, _Trunk(trunk))
-    undisturbed = torch.compiler.disable(_forward, reason="its operators are Octavo's own")
-    _replace(model, functools.partial(undisturbed, _Model(model, name)))  # which copy.deepcopy copies, unlike a method
+    _replace(model, _Model(model, name))
     return model
 
 
 def _replace(module: nn.Module, forward: Callable[..., Any]) -> None:
-    module.__dict__["forward"] = forward
+    """Give a module another forward, which no compiler traces and which a copy of the module has a copy of."""
+    untraced = torch.compiler.disable(_call, reason="octavo.rl has operators of its own")
+    module.__dict__["forward"] = functools.partial(untraced, forward)
+
+
+def _call(forward: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    return forward(*arguments, **keywords)
 
 
 def _refuse(model: nn.Module) -> None:
@@ -212,10 +219,6 @@ class _Trunk:
             x = layer(x, pack=pack)
         hidden: Tensor = self.module.get_submodule("norm")(x)
         return hidden
-
-
-def _forward(own: _Model, *arguments: Any, **keywords: Any) -> Any:
-    return own(*arguments, **keywords)
 
 
 @dataclasses.dataclass(eq=False)
