@@ -196,6 +196,32 @@ def test_what_would_change_bits_is_refused(model: Any) -> None:
         rl.convert(tiny(), max_model_len=4096)
 
 
+def test_layers_that_parts_cannot_run_are_refused() -> None:
+    from octavo.layers.base import Layer
+    from octavo.layers.norm import RMSNorm
+    from octavo.rl.decoder import why_not
+
+    class OtherNorm(RMSNorm):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    class Lines(Layer):
+        def __init__(self, norm: Layer) -> None:
+            super().__init__()
+            self.norm = norm
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.norm(x)
+
+    class Tangled(Lines):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.relu()
+
+    assert why_not(Lines(RMSNorm(8, 1e-6))) == ""
+    assert "no part with gradients for OtherNorm" in why_not(Lines(OtherNorm(8, 1e-6)))
+    assert "Tangled is not written in plain lines" in why_not(Tangled(RMSNorm(8, 1e-6)))
+
+
 def test_RL_N10_assert_same_says_where_bits_differ(model: Any) -> None:
     def same(sequences: Any) -> list[list[float]]:
         pack = rl.Pack.of(sequences)

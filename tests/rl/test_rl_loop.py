@@ -44,10 +44,11 @@ class Loop:
         for part in (slice(0, half), slice(half, None)):
             pack = rl.Pack.of(sequences[part])
             new = rl.logprobs(self.model, pack).logprobs
+            seen = new.detach()
             given = torch.cat([torch.tensor([*each, 0.0]) for each in old[part]])
-            difference = given - new
+            difference = given - seen
             kl = max(kl, float((difference.exp() - difference - 1).abs().max()))
-            ratio = max(ratio, float(((new - given).exp() - 1).abs().max()))
+            ratio = max(ratio, float(((seen - given).exp() - 1).abs().max()))
             weights = advantages[part].repeat_interleave(torch.tensor(pack.lengths))
             (-((new - given).exp() * weights).sum() / len(sequences)).backward()
             count += pack.num_tokens - len(pack.lengths)

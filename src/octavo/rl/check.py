@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import struct
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
@@ -22,6 +23,8 @@ from octavo.rl.scoring import logprobs
 Sampler: TypeAlias = Callable[[Sequence[Sequence[int]]], Sequence[Sequence[float]]]
 """Sequences of token ids -> of each the log-probabilities of its tokens from the second on."""
 _TIMEOUT = 60.0  # seconds for one answer of a server
+_NOT_YET = 503  # while a server loads its model, or has no room: asked again
+_PAUSE = 0.2  # seconds
 _SHOWN = 5
 
 
@@ -96,10 +99,14 @@ def _of_server(url: str, sequences: Sequence[Sequence[int]]) -> list[list[float]
 def _call(url: str, body: dict[str, Any] | None = None) -> Any:
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT) as reply:
-            return json.load(reply)
-    except urllib.error.HTTPError as error:
-        raise ValueError(f"{url} answered {error.code}: {error.read(500).decode(errors='replace')}") from None
-    except urllib.error.URLError as error:
-        raise ConnectionError(f"no server answers at {url}: {error.reason}") from None
+    until = time.monotonic() + _TIMEOUT
+    while True:
+        try:
+            with urllib.request.urlopen(request, timeout=_TIMEOUT) as reply:
+                return json.load(reply)
+        except urllib.error.HTTPError as error:
+            if error.code != _NOT_YET or time.monotonic() > until:
+                raise ValueError(f"{url} answered {error.code}: {error.read(500).decode(errors='replace')}") from None
+        except urllib.error.URLError as error:
+            raise ConnectionError(f"no server answers at {url}: {error.reason}") from None
+        time.sleep(_PAUSE)

@@ -20,7 +20,7 @@ from octavo.attention.mods import AttentionMods
 from octavo.rl.autograd.linear import linear
 from octavo.rl.autograd.logprob import LogProbs, Support, head_logprob
 from octavo.rl.autograd.norm import norm
-from octavo.rl.decoder import LINES, LayerRun
+from octavo.rl.decoder import LayerRun, why_not
 from octavo.rl.family import FamilyPlan, LayerPlan, Parameters, architecture_of, plan_of, rotary_table
 from octavo.rl.pack import NO_TOKEN, Pack
 
@@ -151,9 +151,10 @@ class _Layer:
         return self.shared.plan.layers[self.index]
 
     def check(self) -> None:
-        """Raises ValueError for parameters that are not there, and for a kind of layer without lines."""
-        if self.plan.layer not in LINES:
-            raise ValueError(f"octavo.rl has no lines for layers of the kind {self.plan.layer.__name__} yet")
+        """Raises ValueError for parameters that are not there, and for a layer that has no parts with gradients."""
+        reason = why_not(self.plan.layer)
+        if reason:
+            raise ValueError(f"octavo.rl does not run layer {self.index}: {reason}")
         experts = [f"mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")] if self.plan.routed else []
         missing = self.weights.missing(experts)
         if missing:
@@ -165,9 +166,9 @@ class _Layer:
         run = LayerRun(
             arch=self.shared.plan.arch, plan=self.plan, weights=self.weights,
             norm_offset=self.shared.plan.norm_offset, cos_sin=self.shared.cos_sin(self.index, x.device),
-            backend=self.shared.backend,
+            backend=self.shared.backend, pack=pack,
         )  # fmt: skip
-        return LINES[self.plan.layer](run, x, pack)
+        return run.forward(x)
 
 
 @dataclasses.dataclass(eq=False)

@@ -1,26 +1,33 @@
-"""A decoder layer's forward in plain lines, by operators with gradients.
+"""An engine's layer in a trainer's hands: the forward of its own class, run on parts with gradients.
 
-Owns one function for each kind of layer that the engine has. Does not know names of parameters in a trainer's model.
-Invariant: the lines are those of the engine's layer, operator for operator, so their bits are the engine's.
+Owns what stands in for a norm, a product, an attention and an MLP while a layer's lines run. Does not know lines: they
+are the family's own (`octavo.models`), one definition for sampler and trainer. Invariant: a part runs the operator
+that the engine's part runs, so its bits are the engine's.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import types
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from octavo.checkpoint.arch import Arch
-from octavo.layers.standard import Standard
-from octavo.models.olmo3 import Olmo3Layer
+from octavo.layers.attention import Attention
+from octavo.layers.chain import learn
+from octavo.layers.linear import Linear
+from octavo.layers.mlp import Mlp
+from octavo.layers.moe import MoeMlp
+from octavo.layers.norm import RMSNorm
 from octavo.rl.autograd.attention import attention
 from octavo.rl.autograd.gated import gated
 from octavo.rl.autograd.linear import linear
 from octavo.rl.autograd.moe import moe
-from octavo.rl.autograd.norm import add, norm
+from octavo.rl.autograd.norm import norm
 from octavo.rl.autograd.rope import qk_norm_rope
 from octavo.rl.family import LayerPlan, Parameters
 from octavo.rl.pack import Pack
@@ -28,7 +35,7 @@ from octavo.rl.pack import Pack
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class LayerRun:
-    """What a layer's lines are given beside its input."""
+    """One run of one layer: what its parts compute with beside their input."""
 
     arch: Arch
     plan: LayerPlan
@@ -36,20 +43,87 @@ class LayerRun:
     norm_offset: float
     cos_sin: Tensor
     backend: str | None
+    pack: Pack
 
-    def norm(self, x: Tensor, path: str) -> Tensor:
-        """The layer's norm called `path`; x itself where it has none."""
-        weight = self.weights.one(path)
-        return x if weight is None else norm(x, weight, self.arch.norm_eps, self.norm_offset)
+    def forward(self, x: Tensor) -> Tensor:
+        """x [tokens, size] -> the same shape: the lines of the engine's layer."""
+        result: Tensor = _Part(self, self.plan.layer, "").forward(x)
+        return result
+
+
+def why_not(layer: nn.Module) -> str:
+    """Why an engine's layer cannot be run by parts with gradients; empty if it can."""
+    if learn(layer.forward) is None:
+        return f"the forward of {type(layer).__name__} is not written in plain lines"
+    for module in _own_modules(layer):
+        known = isinstance(module, tuple(_PARTS))  # then by a class of its own, whose forward may be another
+        if known or any(True for _ in module.parameters(recurse=False)):
+            return f"there is no part with gradients for {type(module).__name__}"
+    return ""
+
+
+def _own_modules(layer: nn.Module) -> list[nn.Module]:
+    """The layer and what it is made of, without the known parts."""
+    found = [layer]
+    for child in layer.children():
+        found += [] if type(child) in _PARTS else _own_modules(child)
+    return found
+
+
+class _Part:
+    """A layer, whose attributes are parts as well and whose methods are run on them."""
+
+    def __init__(self, run: LayerRun, layer: nn.Module, path: str) -> None:
+        """`path`: of the part in its layer."""
+        self.run, self.layer, self.path = run, layer, path
+
+    def __getattr__(self, name: str) -> Any:
+        """What the engine's layer has of that name; a method keeps gradients, or is refused."""
+        value = getattr(self.layer, name)
+        if isinstance(value, nn.Module):
+            part = _PARTS.get(type(value), _Part)
+            return part(self.run, value, f"{self.path}.{name}" if self.path else name)
+        if isinstance(value, types.MethodType):
+            return functools.partial(_keeping_gradients, types.MethodType(value.__func__, self), name)
+        return value
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`forward`."""
+        return self.forward(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The forward of the layer's own class."""
+        result: Tensor = type(self.layer).forward(self, x)
+        return result
 
     def project(self, x: Tensor, name: str) -> Tensor:
         """The product with the weights called `name`."""
-        weights = self.weights.rows(f"{name}.weight")
-        return linear(x, weights, self.weights.biases(f"{name}.bias", len(weights)))
+        weights = self.run.weights.rows(f"{name}.weight")
+        return linear(x, weights, self.run.weights.biases(f"{name}.bias", len(weights)))
 
-    def qkv(self, x: Tensor) -> Tensor:
-        """q, k and v side by side, each head's channels in the operators' order."""
-        joined, rope, spec = self.project(x, "attention.qkv"), self.plan.rope, self.plan.spec
+
+def _keeping_gradients(method: Callable[[Tensor], Tensor], name: str, x: Tensor) -> Tensor:
+    result = method(x)
+    if x.requires_grad and torch.is_grad_enabled() and not result.requires_grad:
+        raise ValueError(f"{name} of a layer loses gradients: it calls an operator of the engine by itself")
+    return result
+
+
+class _NormPart(_Part):
+    def forward(self, x: Tensor) -> Tensor:
+        return norm(x, self.run.weights.needed(f"{self.path}.weight"), self.layer.eps, self.run.norm_offset)  # type: ignore[arg-type]
+
+
+class _LinearPart(_Part):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.project(x, self.path)
+
+
+class _QkvPart(_Part):
+    """Each head's channels in the operators' order."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        joined, rope, spec = self.project(x, self.path), self.run.plan.rope, self.run.plan.spec
         if not rope.interleaved:
             return joined
         size = rope.rotary_size or spec.head_size
@@ -58,38 +132,43 @@ class LayerRun:
         turned = heads[:, :count, torch.tensor(head, device=x.device)]
         return torch.cat((turned, heads[:, count:]), dim=1).flatten(1)
 
-    def attend(self, qkv: Tensor, pack: Pack) -> Tensor:
-        """What the heads saw, through the output projection."""
-        q_norm, k_norm = (self.weights.one(f"attention.{name}") for name in ("q_norm", "k_norm"))
-        q, states = qk_norm_rope(
-            qkv, pack, self.cos_sin, self.plan.spec, q_norm, k_norm, self.arch.norm_eps, self.norm_offset
+
+class _AttentionPart(_Part):
+    """K and V of a run lie in a cache of its own, from `rope_and_store` to `attend`."""
+
+    states: Tensor
+
+    def __init__(self, run: LayerRun, layer: nn.Module, path: str) -> None:
+        super().__init__(run, layer, path)
+        self.spec = run.plan.spec
+        self.qkv = _QkvPart(run, layer.get_submodule("qkv"), f"{path}.qkv")
+
+    def rope_and_store(self, qkv: Tensor) -> Tensor:
+        run, weights = self.run, self.run.weights
+        q_norm, k_norm = (weights.one(f"{self.path}.{name}") for name in ("q_norm", "k_norm"))
+        q, self.states = qk_norm_rope(
+            qkv, run.pack, run.cos_sin, self.spec, q_norm, k_norm, run.arch.norm_eps, run.norm_offset
         )
-        return self.project(attention(q, states, pack, self.plan.spec, self.backend).flatten(1), "attention.output")
+        return q
 
-    def mlp(self, x: Tensor) -> Tensor:
-        """The MLP, or the experts in its place."""
-        if not self.plan.routed:
-            return self.project(gated(self.project(x, "mlp.gate_up"), self.arch.activation), "mlp.down")
-        assert self.arch.moe is not None, "layers with experts need their facts"
-        gate_up, down = (self.weights.named(f"mlp.experts.{name}") for name in ("gate_up_proj", "down_proj"))
-        return moe(x, self.weights.needed("mlp.router.weight"), gate_up, down, self.arch.moe, self.arch.activation)
+    def attend(self, q: Tensor) -> Tensor:
+        return attention(q, self.states, self.run.pack, self.spec, self.run.backend).flatten(1)
 
 
-def _decoder_layer(run: LayerRun, x: Tensor, pack: Pack) -> Tensor:
-    """Norms before both halves, and in some families behind them."""
-    attended = run.attend(run.qkv(run.norm(x, "input_norm.weight")), pack)
-    x = add(run.norm(attended, "attention_norm.weight"), x)
-    return add(run.norm(run.mlp(run.norm(x, "mlp_norm.weight")), "mlp_out_norm.weight"), x)
+class _MlpPart(_Part):
+    def forward(self, x: Tensor) -> Tensor:
+        inner = gated(self.project(x, f"{self.path}.gate_up"), self.run.arch.activation)
+        return self.project(inner, f"{self.path}.down")
 
 
-def _olmo3_layer(run: LayerRun, x: Tensor, pack: Pack) -> Tensor:
-    """Norms behind both halves, and of q and k over all their heads."""
-    kv_size = run.plan.spec.num_kv_heads * run.plan.spec.head_size
-    q, k, v = run.qkv(x).split((run.plan.spec.num_heads * run.plan.spec.head_size, kv_size, kv_size), dim=1)
-    qkv = torch.cat((run.norm(q, "q_norm.weight"), run.norm(k, "k_norm.weight"), v), dim=1)
-    x = add(x, run.norm(run.attend(qkv, pack), "attention_norm.weight"))
-    return add(x, run.norm(run.mlp(x), "mlp_norm.weight"))
+class _MoePart(_Part):
+    def forward(self, x: Tensor) -> Tensor:
+        weights, arch = self.run.weights, self.run.arch
+        assert arch.moe is not None, "layers with experts need their facts"
+        gate_up, down = (weights.named(f"{self.path}.experts.{name}") for name in ("gate_up_proj", "down_proj"))
+        return moe(x, weights.needed(f"{self.path}.router.weight"), gate_up, down, arch.moe, arch.activation)
 
 
-Lines: TypeAlias = Callable[[LayerRun, Tensor, Pack], Tensor]
-LINES: dict[type, Lines] = {Standard: _decoder_layer, Olmo3Layer: _olmo3_layer}
+_PARTS: dict[type[nn.Module], type[_Part]] = {
+    RMSNorm: _NormPart, Linear: _LinearPart, Attention: _AttentionPart, Mlp: _MlpPart, MoeMlp: _MoePart,
+}  # fmt: skip

@@ -1,7 +1,7 @@
 """A model family as a trainer runs it: the engine's own facts, weight map and layers, read without an engine.
 
 Owns the way from an Octavo model on the meta device to a plan: what each layer's parameters are called in the trainer's
-model, and which lines (`octavo.rl.decoder`) run a layer of its kind. Knows no family by name. Invariant: what the
+model, and which layer's forward runs (`octavo.rl.decoder`). Knows no family by name. Invariant: what the
 engine would compute is planned whole or refused by name.
 """
 
@@ -22,8 +22,6 @@ from octavo.checkpoint.arch import Arch, Rope
 from octavo.checkpoint.config_reader.checkpoint import arch_from_config
 from octavo.checkpoint.config_reader.families import FAMILIES
 from octavo.layers.base import Layer
-from octavo.layers.chain import learn
-from octavo.layers.standard import Standard, standard_form
 from octavo.models import ARCHITECTURES
 from octavo.models.base import Model
 from octavo.ops.rope import rope_table
@@ -35,7 +33,7 @@ _EXPERTS = "mlp.experts."
 class LayerPlan:
     """What one layer's lines compute with."""
 
-    layer: type  # whose lines run: Standard for layers of that form, else the engine's own
+    layer: Layer  # the engine's, on the meta device: its forward runs
     spec: AttentionSpec
     rope: Rope
     names: Mapping[str, Sequence[str]]  # parameter of the engine's layer -> the trainer's, whose rows make it up
@@ -75,7 +73,7 @@ def plan_of(
         prefix = f"layers.{index}."
         layers.append(
             LayerPlan(
-                layer=_kind_of(cast(nn.Module, model).get_submodule(prefix[:-1])),
+                layer=cast(Layer, cast(nn.Module, model).get_submodule(prefix[:-1])),
                 spec=with_mods(model.layer_specs[index], own_mods[index]),
                 rope=kind.rope,
                 names={path.removeprefix(prefix): found for path, found in names.items() if path.startswith(prefix)},
@@ -102,12 +100,6 @@ def rotary_table(arch: Arch, rope: Rope, device: torch.device) -> Tensor:
     facts = dataclasses.asdict(rope)
     del facts["interleaved"]
     return rope_table(arch.head_size, arch.max_position, **facts).to(device)
-
-
-def _kind_of(layer: nn.Module) -> type:
-    """Standard, or the layer's class."""
-    chain = learn(layer.forward)
-    return type(layer) if chain is None or standard_form(chain.lines) is None else Standard
 
 
 def _names(model: Model) -> dict[str, list[str]]:
