@@ -8,6 +8,7 @@ import pytest
 
 from octavo.plan import NewBlocks, NewRow, StepPlan, StepResult, TokenLogprobs, decode, encode
 from octavo.request.sampling_params import SamplingParams
+from step_words import blocks_by_row, result_of
 
 
 def test_a_plan_survives_the_wire() -> None:
@@ -31,13 +32,13 @@ def test_a_plan_survives_the_wire() -> None:
     )
     found = decode(encode(plan), StepPlan)
     assert (found.rows.tolist(), found.num_tokens.tolist()) == ([0, 3], [1, 2])
-    assert [blocks.by_row() for blocks in found.new_blocks] == [{0: [8, 9]}, {0: [10]}]
+    assert [blocks_by_row(blocks) for blocks in found.new_blocks] == [{0: [8, 9]}, {0: [10]}]
     assert (found.new_rows, found.finished_rows, repr(found)) == ([new], [1], repr(plan))
 
 
 def test_a_result_survives_the_wire() -> None:
     logprobs = {4: [TokenLogprobs([7], [-0.5], [1])]}
-    result = StepResult.of_lists(3, [1, 2, 4], [[5, 6], [], [7]], logprobs=logprobs, failed={1: "nan_logits"})
+    result = result_of(3, [1, 2, 4], [[5, 6], [], [7]], logprobs=logprobs, failed={1: "nan_logits"})
     assert (result.rows.tolist(), result.num_sampled.tolist()) == ([1, 4], [2, 1])
     found = decode(encode(result), StepResult)
     assert found.tokens.tolist() == [[5, 6], [7, 0]] and found.rows.tolist() == [1, 4]

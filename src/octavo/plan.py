@@ -9,7 +9,6 @@ executed plans 0..N-1 needs plan N and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -56,13 +55,6 @@ class NewBlocks(msgspec.Struct, frozen=True, eq=False):
 
     rows: IntArray  # [E]
     block_ids: IntArray  # [E]
-
-    def by_row(self) -> dict[int, list[int]]:
-        """The blocks of each row, for those who look at one at a time."""
-        found: dict[int, list[int]] = {}
-        for row, block in zip(self.rows.tolist(), self.block_ids.tolist(), strict=True):
-            found.setdefault(row, []).append(block)
-        return found
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -114,16 +106,6 @@ class PromptLogprobs(msgspec.Struct, frozen=True):
     ranks: bytes  # int32
 
     @staticmethod
-    def of(entries: Sequence[TokenLogprobs]) -> PromptLogprobs:
-        """From entries of one width."""
-        if not entries:
-            return NO_PROMPT_LOGPROBS
-        token_ids = np.array([entry.token_ids for entry in entries], "<i4")
-        return PromptLogprobs.of_arrays(
-            token_ids, np.array([e.logprobs for e in entries], "<f4"), np.array([e.ranks for e in entries], "<i4")
-        )
-
-    @staticmethod
     def of_arrays(token_ids: IntArray, logprobs: NDArray[np.floating], ranks: IntArray) -> PromptLogprobs:
         """From arrays of one shape, [positions, width]."""
         assert token_ids.shape == logprobs.shape == ranks.shape, "every id has its number and its rank"
@@ -148,10 +130,6 @@ class PromptLogprobs(msgspec.Struct, frozen=True):
             np.frombuffer(self.ranks, "<i4").reshape(shape),
         )
 
-    def entries(self) -> list[TokenLogprobs]:
-        """As an entry per position, for those who look at one at a time."""
-        return [TokenLogprobs(*lines) for lines in zip(*(array.tolist() for array in self.arrays()), strict=True)]
-
     def cut(self) -> tuple[PromptLogprobs, PromptLogprobs]:
         """The first half of the positions, and the rest."""
         at = self.num_positions // 2 * self.width * 4
@@ -175,18 +153,6 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     logprobs: dict[int, list[TokenLogprobs]] = {}  # row -> one entry per token of the row
     prompt_logprobs: dict[int, PromptLogprobs] = {}  # row -> those of consecutive prompt positions
     failed: dict[int, str] = {}  # row -> reason, e.g. "nan_logits"; only that request fails
-
-    @staticmethod
-    def of_lists(step: int, rows: Sequence[int], tokens: Sequence[Sequence[int]], **fields: Any) -> StepResult:
-        """From a list of tokens per row. A row with none has not sampled. For workers that go row by row."""
-        sampled = [(row, own) for row, own in zip(rows, tokens, strict=True) if own]
-        counts = np.array([len(own) for _, own in sampled], np.int64)
-        lines = np.zeros((len(sampled), max(counts, default=1)), np.int64)
-        for line, (_, own) in zip(lines, sampled, strict=True):
-            line[: len(own)] = own
-        return StepResult(
-            step=step, rows=np.array([row for row, _ in sampled], np.int64), tokens=lines, num_sampled=counts, **fields
-        )
 
 
 _Message = TypeVar("_Message", StepPlan, StepResult)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import graphlib
 import resource
 import subprocess
@@ -10,7 +11,7 @@ from collections.abc import Collection
 
 import pytest
 
-from house import ROOT, SRC, files, imports, modules, where
+from house import ROOT, SRC, files, imports, modules, tree, where
 from patience import patient
 
 # Plain data and rules without a device: packages or modules that load no torch, and that all others may import.
@@ -114,6 +115,17 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     "__main__": ({"cli"}, set()),
     "__init__": ({"attention.mods", "config", "request", "startup.gc_control", "llm"}, set()),
 }
+ENGINE_SIDE = (
+    "sched",
+    "engine",
+    "frontend",
+    "llm",
+    "serve",
+    "startup.build",
+    "startup.cache",
+    "startup.frontend",
+    "text",
+)
 BACKENDS = ("cpu", "flash", "flashinfer", "flex.backend", "mla", "paged", "reference")
 HELPERS = ("base", "flex", "frame", "mods")
 BACKENDS_MAY_IMPORT = tuple(f"octavo.attention.{name}" for name in HELPERS)
@@ -159,6 +171,31 @@ def test_no_circles_between_modules() -> None:
     graph = {name: {found for found, _ in imports(path)} & modules().keys() for name, path in modules().items()}
     assert "octavo.ops.sampling.gpu" in graph["octavo.ops.sampling"], "an import within a function is seen"
     graphlib.TopologicalSorter(graph).prepare()  # its error lists a circle
+
+
+@pytest.mark.parametrize("side", ENGINE_SIDE)
+def test_the_engines_side_imports_nothing_of_a_device(side: str) -> None:
+    """It knows workers by their executor. What is allowed here is allowed to no module of that side."""
+    of_a_device = {"attention", "device", "layers", "model_state", "models", "ops", "sampling", "worker.runner"}
+    owners = [name for name in TABLE if name == side or name.startswith(side + ".")]
+    assert owners
+    for owner in owners:
+        allowed = TABLE[owner][0] - {"words"}
+        assert not {name for name in allowed if name in of_a_device or _within(name, of_a_device)}, owner
+        assert "torch" not in TABLE[owner][1], owner
+
+
+def test_a_worker_is_reached_through_its_executor_alone() -> None:
+    """Nothing outside its folder touches what a worker or its runner has; bench/null_device.py stands in for one."""
+    doors = {"runner", "_runner", "worker", "_worker"}
+    for path in files(".py", under=("src", "bench")):
+        if path.parent.name == "worker" or path.name == "null_device.py":
+            continue
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Attribute):
+                assert node.attr not in doors, where(path, node.lineno)
+        importing = [name for name, _ in imports(path) if name == "octavo.worker.worker"]
+        assert not importing or path.name == "build.py", path
 
 
 def test_attention_backends_do_not_import_each_other() -> None:

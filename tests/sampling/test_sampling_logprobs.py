@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from octavo.sampling.logprobs import prompt_chunks, to_prompt_logprobs, to_token_logprobs
+from step_words import entries_of
 
 V = 97
 
@@ -108,7 +109,7 @@ def test_prompt_logprobs_do_not_depend_on_chunks(world):
     chunks = [world.sampler.prompt_logprobs(logits[part], targets[part], 4) for part in prompt_chunks(50, 16)]
     assert to_prompt_logprobs(chunks) == whole and whole.num_positions == 50
     exact = logits.double().log_softmax(1)
-    for at, entry in enumerate(whole.entries()):
+    for at, entry in enumerate(entries_of(whole)):
         assert entry.token_ids == [at, *logits[at].topk(4).indices.tolist()]
         assert torch.allclose(torch.tensor(entry.logprobs), exact[at, entry.token_ids].float(), atol=1e-5)
         assert entry.ranks == [1 + int((logits[at] > logits[at, at]).sum()), 1, 2, 3, 4]
@@ -116,7 +117,8 @@ def test_prompt_logprobs_do_not_depend_on_chunks(world):
 
 @pytest.mark.parametrize(("num_top", "length"), [(0, 1), (-1, V + 1), (V + 9, V + 1)])
 def test_prompt_logprobs_for_few_and_for_all(world, num_top, length):
-    entries = to_prompt_logprobs([world.sampler.prompt_logprobs(logits_of(2), torch.tensor([3, 4]), num_top)]).entries()
+    scored = [world.sampler.prompt_logprobs(logits_of(2), torch.tensor([3, 4]), num_top)]
+    entries = entries_of(to_prompt_logprobs(scored))
     assert [len(entry.ranks) for entry in entries] == [length] * 2
 
 
@@ -125,4 +127,4 @@ def test_prompt_and_sampled_numbers_are_the_same_bits(world):
     logits = logits_of(1, 2)
     output = world.sample([0], logits)
     prompt = to_prompt_logprobs([world.sampler.prompt_logprobs(logits, output.tokens, 3)])
-    assert prompt.entries() == [to_token_logprobs(output.logprobs)[0]]
+    assert entries_of(prompt) == [to_token_logprobs(output.logprobs)[0]]

@@ -17,13 +17,14 @@ from typing import Any
 
 from octavo.cache.groups import WHOLE, CacheGroup
 from octavo.kv_connector import NO_CONNECTOR
-from octavo.plan import PromptLogprobs, StepLimits, StepPlan, StepResult, TokenLogprobs
+from octavo.plan import StepLimits, StepPlan, StepResult, TokenLogprobs
 from octavo.request.request import Request
 from octavo.request.sampling_params import SamplingParams
 from octavo.request.updates import RequestUpdate
 from octavo.sched.kv_manager import KVManager
 from octavo.sched.scheduler import Scheduler
 from octavo.startup.memory_plan import blocks_for_request
+from step_words import blocks_by_row, result_of, scores_of
 
 Place = tuple[int, int]  # (block, offset)
 BLOCK = 4
@@ -225,7 +226,7 @@ class FakeWorker:
             )  # fmt: skip
         assert len(plan.new_blocks) in (0, len(self.groups))
         for index, new_blocks in enumerate(plan.new_blocks):
-            for row, ids in new_blocks.by_row().items():
+            for row, ids in blocks_by_row(new_blocks).items():
                 assert row not in [new.row for new in plan.new_rows], "new rows come whole"
                 self.rows[row].tables[index] += ids
         self.touched[plan.step], self.written[plan.step] = set(), set()
@@ -321,7 +322,7 @@ class FakeWorker:
                 entries.append(TokenLogprobs([row.owed], [float(row.history[row.owed])], [1]))
                 row.owed += 1
             if entries:
-                prompt_logprobs[number] = PromptLogprobs.of(entries)
+                prompt_logprobs[number] = scores_of(entries)
             row.num_computed += num_new
             tokens[number] = []
             if row.num_computed == len(row.tokens):
@@ -330,7 +331,7 @@ class FakeWorker:
                     failed[number] = "nan_logits"
                     self.fail_next = False
         order = sorted(tokens, key=lambda number: (not tokens[number], number))  # like the real one: not the plan's
-        return StepResult.of_lists(
+        return result_of(
             plan.step,
             order,
             [tokens[number] for number in order],

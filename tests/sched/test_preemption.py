@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from octavo.plan import StepResult
 from octavo.request.request import Status
 from sched_harness import Driver, expected_answer, full, make_request, make_scheduler
+from step_words import entries_of, result_of
 
 
 def preempt_at_next_growth(driver, monkeypatch):
@@ -178,7 +178,7 @@ def test_a_pool_that_is_too_small_does_not_thrash(demand):
         owners = {request.row: request for request in scheduler.running}
         rows = plan.rows.tolist()
         done = [owners[row].num_computed == owners[row].num_tokens for row in rows]
-        scheduler.update(plan, StepResult.of_lists(plan.step, rows, [[5] if d else [] for d in done]))
+        scheduler.update(plan, result_of(plan.step, rows, [[5] if d else [] for d in done]))
     useful = sum(request.num_prompt + request.max_tokens - 1 for request in requests)
     assert max(request.num_preemptions for request in requests) <= 4
     assert scheduler.num_scheduled_tokens <= 1.3 * useful
@@ -198,7 +198,7 @@ def test_abort_of_a_preempted_request():
 
 def delivered(driver, request):
     updates = driver.updates[request.request_id]
-    return [entry.token_ids[0] for update in updates for entry in update.prompt_logprobs.entries()]
+    return [entry.token_ids[0] for update in updates for entry in entries_of(update.prompt_logprobs)]
 
 
 @pytest.mark.parametrize("depth", [0, 1], ids=["sync", "async"])

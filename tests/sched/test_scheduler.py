@@ -9,6 +9,7 @@ from octavo.plan import StepResult
 from octavo.request.request import FinishReason
 from octavo.request.sampling_params import RepetitionDetectionParams
 from sched_harness import BLOCK, Driver, expected_answer, full, make_request, make_scheduler, sliding, smallest_pool
+from step_words import blocks_by_row, result_of
 
 HYBRID = (full(), sliding(6), sliding(13))
 
@@ -21,7 +22,7 @@ def feed(driver: Driver, *tokens: int, **fields):
     """Schedule one step for one request and answer with these tokens instead of the worker's."""
     plan = driver.scheduler.schedule()
     assert len(plan.rows) == 1
-    result = StepResult.of_lists(plan.step, plan.rows.tolist(), [tokens], **fields)
+    result = result_of(plan.step, plan.rows.tolist(), [tokens], **fields)
     return driver.scheduler.update(plan, result)
 
 
@@ -119,7 +120,7 @@ def test_a_plan_is_a_difference():
     driver = Driver(make_scheduler())
     driver.add(make_request(4, 10))
     assert driver.step().new_rows[0].block_ids == [[1]]
-    new_blocks = [[group.by_row() for group in driver.step().new_blocks] for _ in range(5)]
+    new_blocks = [[blocks_by_row(group) for group in driver.step().new_blocks] for _ in range(5)]
     assert new_blocks == [[{0: [2]}], [], [], [], [{0: [3]}]]
 
 
@@ -254,7 +255,7 @@ def with_drafts(request):
     scheduler.add(request)
     first = scheduler.schedule()
     assert not len(first.num_drafts), "nobody has proposed anything yet"
-    scheduler.update(first, StepResult.of_lists(0, [0], [[3]]))
+    scheduler.update(first, result_of(0, [0], [[3]]))
     plan = scheduler.schedule()
     assert (plan.num_tokens.tolist(), plan.num_drafts.tolist(), plan.computed.tolist()) == ([3], [2], [3])
     return scheduler, plan
@@ -265,7 +266,7 @@ def test_rejected_drafts_are_not_computed(num_accepted):
     """Of 2 drafts; the verifier adds one token of its own. The last token is always still to be computed."""
     scheduler, plan = with_drafts(request := make_request(3, 20))
     tokens = [4, 5, 6][: num_accepted + 1]
-    scheduler.update(plan, StepResult.of_lists(1, [0], [tokens]))
+    scheduler.update(plan, result_of(1, [0], [tokens]))
     assert (request.num_tokens, request.num_in_flight) == (4 + len(tokens), 0)
     assert request.num_computed == request.num_tokens - 1
 
@@ -282,7 +283,7 @@ def test_a_row_with_drafts_may_be_held():
 
 def test_drafts_that_were_accepted_come_before_a_failure():
     scheduler, plan = with_drafts(request := make_request(3, 20))
-    given, end = scheduler.update(plan, StepResult.of_lists(1, [0], [[4, 5]], failed={0: "nan_logits"}))
+    given, end = scheduler.update(plan, result_of(1, [0], [[4, 5]], failed={0: "nan_logits"}))
     assert (given.tokens, given.finish_reason) == ([3, 4][-len(given.tokens) :], None) and request.tokens[3:] == [3, 4]
     assert (end.tokens, end.finish_reason, end.error) == ([], "error", "nan_logits")
 
@@ -303,7 +304,7 @@ def test_the_budget_cuts_drafts_and_no_draft_preempts():
 def test_rejected_drafts_of_a_preempted_request_take_nothing_back():
     scheduler, plan = with_drafts(request := make_request(3, 20))
     scheduler._preempt(request)
-    scheduler.update(plan, StepResult.of_lists(1, [0], [[6]]))
+    scheduler.update(plan, result_of(1, [0], [[6]]))
     assert (request.num_tokens, request.num_in_flight, request.num_computed) == (5, 0, 0)
 
 

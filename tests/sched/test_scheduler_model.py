@@ -33,6 +33,7 @@ from sched_harness import (
     smallest_pool,
     state,
 )
+from step_words import entries_of
 
 GROUPS = [
     (full(),),
@@ -210,7 +211,7 @@ class World:
         assert request.num_output == len(output) or (request.coalesce_updates and not ends and len(output) <= 1)
         assert request.num_computed <= request.num_tokens + request.num_in_flight
         assert (request in self.scheduler.running) == (request.status is Status.RUNNING)
-        scored = [entry.token_ids[0] for update in updates for entry in update.prompt_logprobs.entries()]
+        scored = [entry.token_ids[0] for update in updates for entry in entries_of(update.prompt_logprobs)]
         assert scored == list(range(1, len(scored) + 1)), "prompt positions are scored in order, each once"
         assert sum(update.queue_time is not None for update in updates) <= 1
         if not request.finished:

@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
+import numpy as np
+
 from octavo.cache.groups import make_groups
 from octavo.checkpoint.config_reader.checkpoint import read_arch
 from octavo.checkpoint.hub import find_model
@@ -28,7 +30,7 @@ from octavo.config.engine_config import DEFAULT_BLOCK_SIZE, EngineConfig, resolv
 from octavo.engine import EngineCore
 from octavo.frontend.messages import EngineInfo
 from octavo.observe import Phases
-from octavo.plan import NewRow, PromptLogprobs, StepLimits, StepPlan, StepResult, TokenLogprobs
+from octavo.plan import NO_PROMPT_LOGPROBS, NewRow, PromptLogprobs, StepLimits, StepPlan, StepResult, TokenLogprobs
 from octavo.request.sampling_params import SamplingParams
 from octavo.sched.kv_manager import KVManager
 from octavo.sched.scheduler import Scheduler
@@ -98,8 +100,15 @@ class MockWorker:
             row.tokens.append(token)
             if row.params.logprobs is not None or row.params.logprob_token_ids is not None:
                 logprobs[number] = [self._entry(token, row.params.logprobs or 0, row)]
-        return StepResult.of_lists(
-            plan.step, rows, tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs, failed=self._failed
+        given = [(number, own) for number, own in zip(rows, tokens, strict=True) if own]
+        return StepResult(
+            step=plan.step,
+            rows=np.array([number for number, _ in given], np.int64),
+            tokens=np.array([own for _, own in given], np.int64).reshape(-1, 1),
+            num_sampled=np.ones(len(given), np.int64),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            failed=self._failed,
         )
 
     def _next(self, number: int, row: _Row) -> int:
@@ -136,7 +145,15 @@ class MockWorker:
         start = row.next_prompt_logprob
         entries = [self._entry(row.tokens[p], row.params.prompt_logprobs or 0) for p in range(start, end + 1)]
         row.next_prompt_logprob = -1 if end == row.num_prompt - 1 else max(end + 1, start)
-        return PromptLogprobs.of(entries)
+        return packed(entries)
+
+
+def packed(entries: Sequence[TokenLogprobs]) -> PromptLogprobs:
+    """Entries of one width, as a worker gives them."""
+    if not entries:
+        return NO_PROMPT_LOGPROBS
+    columns = [[getattr(entry, name) for entry in entries] for name in ("token_ids", "logprobs", "ranks")]
+    return PromptLogprobs.of_arrays(*map(np.array, columns))
 
 
 def _new_row(new: NewRow) -> _Row:

@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
+from mock_engine import packed
 from octavo.config.engine_config import EngineConfig
 from octavo.frontend.messages import Add, EngineInfo, EngineStats, Updates
-from octavo.plan import PromptLogprobs, TokenLogprobs
+from octavo.plan import TokenLogprobs
 from octavo.request.updates import RequestUpdate
 from octavo.serve.app import create_app
 from octavo.serve.engine.async_engine import AsyncEngine
@@ -64,7 +65,7 @@ def _updates(add: Add, index: int, tokens: Sequence[int], reason: str) -> Iterab
         entries = [_entry(token, params.prompt_logprobs) for token in prompt[1:]]
         half = len(entries) // 2
         for part in (entries[:half], entries[half:]):
-            yield RequestUpdate(name, prompt_logprobs=PromptLogprobs.of(part))
+            yield RequestUpdate(name, prompt_logprobs=packed(part))
     for at, token in enumerate(tokens):
         logprobs = [] if params.logprobs is None else [_entry(token, params.logprobs)]
         ends = reason if at == len(tokens) - 1 and reason in ("stop", "length") else None

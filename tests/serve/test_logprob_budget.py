@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from octavo.frontend.messages import MAX_FRAME_BYTES, Add, FrameReader, Updates, decode_from_engine, encode
-from octavo.plan import PromptLogprobs, TokenLogprobs
+from octavo.plan import TokenLogprobs
 from octavo.request.outputs import FlatLogprobs
 from octavo.request.sampling_params import Limits, ParameterError, RequestOutputKind, SamplingParams
 from octavo.request.updates import RequestUpdate
@@ -25,6 +25,7 @@ from octavo.serve.http.exchange import ClientLeftError, Exchange
 from octavo.serve.settings import ServeConfig
 from paced_app import PacedApp
 from server_rig import StartServer
+from step_words import entries_of, scores_of
 
 LIMITS = Limits(vocab_size=1000, max_model_len=100)
 PROMPT = list(range(40, 60))
@@ -188,24 +189,24 @@ def test_prompts_scores_travel_as_arrays() -> None:
     """12 bytes each between the processes; a frame that would be too long is cut by positions."""
     width, num_positions = 21, 2000
     entry = TokenLogprobs(list(range(width)), [-0.5] * width, list(range(1, width + 1)))
-    packed = PromptLogprobs.of([entry] * num_positions)
+    packed = scores_of([entry] * num_positions)
     frame = encode(Updates(1, [RequestUpdate("a", prompt_logprobs=packed)]))
     assert len(frame) < 12.1 * width * num_positions < MAX_FRAME_BYTES
     first, rest = packed.cut()
     assert first.num_positions + rest.num_positions == num_positions
-    assert first.entries() + rest.entries() == packed.entries()
+    assert entries_of(first) + entries_of(rest) == entries_of(packed)
 
 
 def test_long_scores_of_one_step_are_sent_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("octavo.frontend.messages.MAX_FRAME_BYTES", 2000)
-    packed = PromptLogprobs.of([TokenLogprobs([at, 5], [-0.5, -1.0], [2, 1]) for at in range(300)])
+    packed = scores_of([TokenLogprobs([at, 5], [-0.5, -1.0], [2, 1]) for at in range(300)])
     ours, theirs = socket.socketpair()
     with ours, theirs:
         EngineProcess(ours)._send_updates(1, [RequestUpdate("a", [7], prompt_logprobs=packed, finish_reason="length")])
         frames = FrameReader().feed(theirs.recv(1 << 20))
     updates = [update for frame in frames for update in decode_from_engine(frame).updates]
-    assert (
-        len(frames) > 3 and [entry for each in updates for entry in each.prompt_logprobs.entries()] == packed.entries()
+    assert len(frames) > 3 and [entry for each in updates for entry in entries_of(each.prompt_logprobs)] == entries_of(
+        packed
     )
     assert [each.tokens for each in updates] == [[]] * (len(updates) - 1) + [[7]]
     assert [each.finish_reason for each in updates] == [None] * (len(updates) - 1) + ["length"]

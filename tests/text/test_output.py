@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.plan import PromptLogprobs, TokenLogprobs
+from octavo.plan import TokenLogprobs
 from octavo.request.outputs import Logprob, RequestOutput
 from octavo.request.sampling_params import (
     ParameterError,
@@ -20,6 +20,7 @@ from octavo.request.sampling_params import (
 from octavo.request.updates import RequestUpdate
 from octavo.text.output import OutputProcessor
 from octavo.text.tokenizer import Tokenizer
+from step_words import scores_of
 from tiny_tokenizers import byte_level
 
 TOKENIZER = Tokenizer(byte_level(), {"eos_token": "<|im_end|>"})
@@ -167,8 +168,8 @@ def test_prompt_logprobs_begin_with_none(kind):
     processor = OutputProcessor(TOKENIZER)
     processor.add("r", None, [1, 2, 3], SamplingParams(prompt_logprobs=0, output_kind=kind))
     entries = [TokenLogprobs([token], [-1.0], [1]) for token in (2, 3)]
-    assert processor.process([RequestUpdate("r", prompt_logprobs=PromptLogprobs.of(entries[:1]))]) == ([], [])
-    first, _ = processor.process([RequestUpdate("r", [5], prompt_logprobs=PromptLogprobs.of(entries[1:]))])
+    assert processor.process([RequestUpdate("r", prompt_logprobs=scores_of(entries[:1]))]) == ([], [])
+    first, _ = processor.process([RequestUpdate("r", [5], prompt_logprobs=scores_of(entries[1:]))])
     last, _ = processor.process([RequestUpdate("r", [6], finish_reason="length")])
     outputs = first + last
     found = outputs[0].prompt_logprobs
@@ -319,7 +320,7 @@ def test_further_completions_wait_for_what_the_first_one_says():
     processor = OutputProcessor(None)
     params = SamplingParams(n=2, prompt_logprobs=0, output_kind=DELTA, detokenize=False)
     first, second = processor.add("r", None, [1, 2], params)
-    scores = PromptLogprobs.of([TokenLogprobs([2], [-1.0], [1])])
+    scores = scores_of([TokenLogprobs([2], [-1.0], [1])])
     early = [RequestUpdate(second, [5]), RequestUpdate(second, [6], finish_reason="length")]
     assert [processor.process([update]) for update in early] == [([], [])] * 2
     outputs, _ = processor.process([RequestUpdate(first, [7], prompt_logprobs=scores)])
