@@ -180,12 +180,29 @@ def test_what_would_change_bits_is_refused(model: Any) -> None:
     own.q_proj = torch.nn.Sequential(own.q_proj)
     with pytest.raises(ValueError, match=r"layer 1 has no parameters self_attn\.q_proj\.weight: adapters"):
         rl.convert(adapted)
+    beside = tiny()
+    beside.model.layers[0].mlp.down_proj.low_rank = torch.nn.Parameter(torch.zeros(4))
+    with pytest.raises(ValueError, match=r"layer 0 has other parameters mlp\.down_proj\.low_rank: adapters"):
+        rl.convert(beside)
     wrapped = tiny()
     apply_activation_checkpointing(wrapped, check_fn=lambda each: each is wrapped.model.layers[2])
     with pytest.raises(ValueError, match="layer 2 is wrapped for checkpointing"):
         rl.convert(wrapped)
     with pytest.raises(ValueError, match="does not take use_cache"):
         model(torch.tensor([[1, 2]]), use_cache=True)
+    with pytest.raises(ValueError, match="does not take output_hidden_states"):
+        model(torch.tensor([[1, 2]]), output_hidden_states=True)
+    hooked = tiny()
+    hooked.model.layers[4].self_attn.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match=r"layer 4: self_attn has a hook"):
+        rl.convert(hooked)
+    with pytest.raises(ValueError, match="Qwen3ForCausalLM is not converted"):
+        rl.logprobs(hooked, rl.Pack.of([[1, 2]]))
+    with pytest.raises(ValueError, match=r"ids must lie in 0 \.\. 4095, got 4096"):
+        rl.logprobs(model, rl.Pack.of([[1, 2]]), torch.tensor([4096, -1]))
+    for support in (torch.ones(1, 7, dtype=torch.bool), torch.tensor([[4096]])):
+        with pytest.raises(ValueError, match="support"):
+            rl.head_logprob(torch.zeros(1, 4), torch.zeros(4096, 4), torch.tensor([3]), 1.0, support)
     with pytest.raises(ValueError, match="position_ids must count"):
         model(torch.tensor([[1, 2]]), position_ids=torch.tensor([[4, 5]]))
     with pytest.raises(ValueError, match="targets must be"):

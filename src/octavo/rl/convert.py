@@ -98,8 +98,7 @@ def convert(
         for index, (layer, own) in enumerate(zip(layers, plan.layers, strict=True))
     ]
     for layer, run in zip(layers, runs, strict=True):
-        if hasattr(layer, "_checkpoint_wrapped_module"):
-            raise ValueError(f"layer {run.index} is wrapped for checkpointing: convert the model first, then wrap it")
+        _refuse_layer(layer, run.index)
         run.check()
     known = dict(model.named_parameters(remove_duplicate=False))
     missing = [each for each in plan.ends.values() if each not in known]
@@ -125,6 +124,12 @@ def _call(forward: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
     return forward(*arguments, **keywords)
 
 
+def is_converted(model: nn.Module) -> bool:
+    """Whether the model, or what a wrapper such as DistributedDataParallel holds, runs Octavo's forward."""
+    replaced = (module.__dict__.get("forward") for module in model.modules())
+    return any(isinstance(each, functools.partial) and isinstance(each.args[0], _Model) for each in replaced)
+
+
 def _refuse(model: nn.Module) -> None:
     """Raises ValueError for what would change bits or be lost."""
     if "forward" in model.__dict__:
@@ -135,6 +140,15 @@ def _refuse(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point() or parameter.dtype not in _DTYPES:
             raise ValueError(f"{name} is {parameter.dtype}: octavo.rl trains float32, bfloat16 and float16")
+
+
+def _refuse_layer(layer: nn.Module, index: int) -> None:
+    """Raises ValueError for what lies around or in a trainer's layer and would not run."""
+    if hasattr(layer, "_checkpoint_wrapped_module"):
+        raise ValueError(f"layer {index} is wrapped for checkpointing: convert the model first, then wrap it")
+    for name, module in layer.named_modules():
+        if name and (module._forward_hooks or module._forward_pre_hooks):
+            raise ValueError(f"layer {index}: {name} has a hook, which would not run: layers are called whole")
 
 
 @dataclasses.dataclass(eq=False)
@@ -151,16 +165,16 @@ class _Layer:
         return self.shared.plan.layers[self.index]
 
     def check(self) -> None:
-        """Raises ValueError for parameters that are not there, and for a layer that has no parts with gradients."""
+        """Raises ValueError for parameters that are not there or not used, and for layers without parts for them."""
         reason = why_not(self.plan.layer)
         if reason:
             raise ValueError(f"octavo.rl does not run layer {self.index}: {reason}")
         experts = [f"mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")] if self.plan.routed else []
-        missing = self.weights.missing(experts)
-        if missing:
-            raise ValueError(
-                f"layer {self.index} has no parameters {', '.join(missing[:3])}: adapters are to be merged first"
-            )
+        for wrong, names in (("no", self.weights.missing(experts)), ("other", self.weights.unused(experts))):
+            if names:
+                raise ValueError(
+                    f"layer {self.index} has {wrong} parameters {', '.join(names[:3])}: adapters are to be merged first"
+                )
 
     def __call__(self, x: Tensor, pack: Pack) -> Tensor:
         run = LayerRun(
@@ -237,17 +251,24 @@ class _Model:
         labels: Tensor | None = None,
         logits_to_keep: int = 0,
         octavo: Request | None = None,
+        num_items_in_batch: Any = None,
         **others: Any,
     ) -> Any:
+        loss_facts = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}
         device = next(self.module.parameters()).device
         with torch.autocast(device.type, enabled=False):
             if octavo is not None:
                 return self._score(octavo, device)
-            given = {key: value for key, value in others.items() if value not in (None, False, True)}
-            if others.get("use_cache") or given or input_ids is None:
-                wrong = ", ".join(given) or ("use_cache" if input_ids is not None else "a call without input_ids")
-                raise ValueError(f"a model of octavo.rl.convert does not take {wrong}: tokens are sampled by an engine")
-            return self._padded(input_ids, attention_mask, position_ids, labels, logits_to_keep)
+            wrong = [key for key, value in others.items() if not (value is None or value is False)]
+            wrong = [key for key in wrong if key != "return_dict" or others[key] is not True]
+            if wrong or input_ids is None:
+                named = ", ".join(wrong) or "a call without input_ids"
+                raise ValueError(f"a model of octavo.rl.convert does not take {named}: it gives logits and a loss")
+            loss_of = None
+            if labels is not None:
+                loss_function: Callable[..., Any] = self.module.loss_function  # type: ignore[assignment]
+                loss_of = functools.partial(loss_function, labels=labels, **loss_facts)
+            return self._padded(input_ids, attention_mask, position_ids, loss_of, logits_to_keep)
 
     def _score(self, request: Request, device: torch.device) -> LogProbs:
         pack = request.pack
@@ -262,7 +283,7 @@ class _Model:
         return LogProbs(*(zeros.index_copy(0, asked, values) for values in found))
 
     def _padded(
-        self, ids: Tensor, mask: Tensor | None, positions: Tensor | None, labels: Tensor | None, keep: int
+        self, ids: Tensor, mask: Tensor | None, positions: Tensor | None, loss_of: Callable[..., Any] | None, keep: int
     ) -> Any:
         known = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
         if known.shape != ids.shape:
@@ -279,8 +300,6 @@ class _Model:
         start = ids.shape[1] - keep if keep else 0
         padded = logits.new_zeros(*ids.shape, logits.shape[1])[:, start:]
         padded = padded.index_put(tuple((known & wanted)[:, start:].nonzero(as_tuple=True)), logits)
-        loss = None
-        if labels is not None:
-            loss = self.module.loss_function(logits=padded, labels=labels, vocab_size=logits.shape[1])  # type: ignore[operator]
+        loss = None if loss_of is None else loss_of(logits=padded, vocab_size=logits.shape[1])
         base = next(each for each in type(self.module).__mro__ if each.__name__ == self.name)
         return sys.modules[base.__module__].CausalLMOutputWithPast(loss=loss, logits=padded)

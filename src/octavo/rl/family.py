@@ -141,6 +141,11 @@ class Parameters:
         known = dict(self.module.named_parameters())
         return [name for names in (*self._names.values(), others) for name in names if name not in known]
 
+    def unused(self, others: Sequence[str] = ()) -> list[str]:
+        """Parameters of the trainer's layer that are neither the engine's nor among some others."""
+        used = {name for names in (*self._names.values(), others) for name in names}
+        return [name for name, _ in self.module.named_parameters() if name not in used]
+
     def rows(self, path: str) -> list[Tensor]:
         """The parameters whose rows make up the engine's."""
         return [self.named(name) for name in self._names[path]]

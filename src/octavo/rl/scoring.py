@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.rl.autograd.logprob import LogProbs, Support, check_draw
-from octavo.rl.convert import Request
+from octavo.rl.convert import Request, is_converted
 from octavo.rl.pack import Pack
 
 
@@ -22,7 +22,10 @@ def logprobs(
     Element i is of `targets[i]` behind the pack's tokens up to i: [tokens] int64, NO_TOKEN (-1) where none is asked
     for, which gives 0; None: `pack.next_tokens()`. temperature, support: as the tokens were drawn. With temperature 1
     and no support they are the engine's raw log-probabilities, in bits, else its processed ones. Both have gradients.
+    Raises ValueError for a model that is not converted, and for arguments that do not fit the pack.
     """
+    if not is_converted(model):
+        raise ValueError(f"{type(model).__name__} is not converted: call octavo.rl.convert(model) first")
     if pack.ids is None:
         raise ValueError("this Pack has lengths alone: make it with ids, or by Pack.of(sequences)")
     asked = pack.next_tokens() if targets is None else targets.to(pack.device, torch.int64)

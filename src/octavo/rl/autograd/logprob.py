@@ -81,6 +81,7 @@ def token_logprob(logits: Tensor, ids: Tensor, temperature: float = 1.0, support
     """
     check_draw(temperature, support, len(logits))
     ids = checked_ids(ids, *logits.shape)
+    support = _checked_support(support, logits.shape[1], logits.device)
     logprobs, entropy = apply(_TokenLogprob, logits, ids, _Draw(temperature, support))
     return LogProbs(logprobs, entropy)
 
@@ -95,6 +96,7 @@ def head_logprob(
     """
     check_draw(temperature, support, len(hidden))
     ids = checked_ids(ids, len(hidden), len(weight))
+    support = _checked_support(support, len(weight), hidden.device)
     logprobs, entropy = apply(_HeadLogprob, hidden, weight, ids, _Draw(temperature, support, soft_cap))
     return LogProbs(logprobs, entropy)
 
@@ -230,6 +232,19 @@ def checked_ids(ids: Tensor, num_tokens: int, vocab_size: int) -> Tensor:
     if num_tokens and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
         raise ValueError(f"ids must lie in 0 .. {vocab_size - 1}, got {int(ids.min())} .. {int(ids.max())}")
     return ids
+
+
+def _checked_support(support: Support | None, vocab_size: int, device: torch.device) -> Support | None:
+    """The support on the device of the logits. Raises ValueError for one of another vocabulary."""
+    if not isinstance(support, Tensor):
+        return support
+    if support.dtype == torch.bool:
+        if support.shape[1] != vocab_size:
+            raise ValueError(f"a support of bool must be [tokens, {vocab_size}], got {list(support.shape)}")
+        return support.to(device)
+    if support.numel() and not -1 <= int(support.min()) <= int(support.max()) < vocab_size:
+        raise ValueError(f"ids of a support must lie in 0 .. {vocab_size - 1}, or be -1 for none")
+    return support.to(device, torch.int64)
 
 
 def check_draw(temperature: float, support: Support | None, num_tokens: int) -> None:
