@@ -15,14 +15,13 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
 from batches import Batch, History, make_batch
+from hopper_rig import BF16, DEVICE, HEADS, MASKS, in_a_large_pool, with_strided_queries
 from octavo.ops.attention import paged as operator
 from octavo.ops.attention.mask_spec import MaskSpec
 from octavo.ops.attention.paged import Tile
 from paged_rig import attend, attend_by, heavy_history, to_device
 
 pytestmark = pytest.mark.gpu
-DEVICE = torch.device("cuda")
-BF16, FP16 = torch.bfloat16, torch.float16
 PLAIN = Tile(128, 8, 2, 128)  # a plan with a tile of its own runs `attend_tiles`
 FULL_MACHINE = 1  # processors to plan for: no tile is split
 
@@ -52,31 +51,14 @@ def _rows(seed: int, heads: int, kv_heads: int, size: int, dtype: torch.dtype) -
     return rows
 
 
-@pytest.mark.parametrize(
-    ("block_size", "options"),
-    [
-        (16, {}),
-        (64, {}),
-        (128, {}),
-        (16, {"window": 70}),
-        (64, {"window": 1}),
-        (64, {"window": 700, "soft_cap": 20.0}),
-        (64, {"chunk": 300}),
-    ],
-)
+@pytest.mark.parametrize(("block_size", "options"), [*MASKS, (16, {"window": 70})])
 def test_the_bits_of_plain_tiles(block_size: int, options: dict) -> None:
     _same_bits(to_device(make_batch(_rows(block_size, 8, 2, 128, BF16), block_size), DEVICE), **options)
 
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "size", "dtype", "block_size", "heads_last"),
-    [
-        (4, 2, 128, BF16, 64, True),
-        (4, 4, 128, FP16, 16, True),
-        (6, 2, 128, BF16, 48, True),
-        (7, 1, 64, BF16, 64, False),
-        (8, 2, 64, FP16, 16, False),
-    ],
+    [*HEADS, (6, 2, 128, BF16, 48, True), (7, 1, 64, BF16, 64, False)],
 )
 def test_heads_sizes_types_and_layouts(heads, kv_heads, size, dtype, block_size, heads_last) -> None:
     rows = _rows(heads, heads, kv_heads, size, dtype)
@@ -84,10 +66,7 @@ def test_heads_sizes_types_and_layouts(heads, kv_heads, size, dtype, block_size,
 
 
 def test_sinks_and_queries_of_another_stride() -> None:
-    batch = to_device(make_batch(_rows(3, 8, 2, 128, BF16), 64), DEVICE)
-    fused = torch.full((len(batch.q), 12, 128), float("nan"), dtype=BF16, device=DEVICE)
-    fused[:, :8] = batch.q
-    batch.q = fused[:, :8]
+    batch = with_strided_queries(to_device(make_batch(_rows(3, 8, 2, 128, BF16), 64), DEVICE))
     _same_bits(batch, sinks=torch.linspace(-2.0, 3.0, 8, device=DEVICE))
 
 
@@ -109,14 +88,9 @@ def test_few_long_rows_among_many_short_and_empty_ones() -> None:
 
 
 def test_a_pool_beyond_32_bit_offsets() -> None:
-    """The live blocks lie at the end of a pool of 700,000 tokens."""
     batch = to_device(make_batch([(heavy_history(900, 16, 8, 128), 900, 700)], 64), DEVICE)
     expected = attend(batch, tile=PLAIN, processors=FULL_MACHINE)
-    pool = torch.empty(700_000 // 64, *batch.kv.shape[1:], dtype=BF16, device=DEVICE)
-    live = len(batch.kv)
-    pool[-live:] = batch.kv
-    batch.block_table[0, : -(-900 // 64)] += len(pool) - live
-    out, was_served = _served(Batch(batch.q, pool, batch.query_start, batch.seq_lens, batch.block_table))
+    out, was_served = _served(in_a_large_pool(batch, (900,)))
     assert was_served and torch.equal(out, expected)
 
 

@@ -49,13 +49,9 @@ def main(argv: Sequence[str]) -> int:
     resolved = resolve(config, arch, facts)
     _section("Model", _model(config, arch))
     _section("Runs with", _resolved(resolved))
-    import torch
-
-    from octavo.checkpoint.loader import build_model, weight_bytes
-
-    model = build_model(arch, getattr(torch, resolved.dtype))
+    layers, weight_bytes = _layers(arch, resolved)
     if getattr(namespace, "explain", False):
-        _section("Layers", model.describe_layers(backend_classes(resolved, arch.num_layers)))
+        _section("Layers", layers)
     print("Memory plan")
     on_gpu = resolved.device == "cuda"
     free, total = (facts.cuda_free_bytes, facts.cuda_total_bytes) if on_gpu else (facts.free_bytes, facts.total_bytes)
@@ -66,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
         backend_facts(resolved, arch.num_layers),
         free_bytes=free,
         total_bytes=total,
-        weight_bytes=weight_bytes(model, resolved),
+        weight_bytes=weight_bytes,
         weights_loaded=False,
         buffer_bytes=functools.partial(buffer_bytes, resolved),
     )
@@ -116,6 +112,16 @@ def _read_arch(config: EngineConfig) -> Arch:
 
     folder = find_model(config.model, config.revision, config.download_dir)
     return read_arch(folder, config.model_packages, config.hf_overrides)
+
+
+def _layers(arch: Arch, resolved: Resolved) -> tuple[list[tuple[str, str]], int]:
+    """What runs the layers' lines, and the bytes of the weights, of a model that is built without these."""
+    import torch
+
+    from octavo.checkpoint.loader import build_model, weight_bytes
+
+    model = build_model(arch, getattr(torch, resolved.dtype))
+    return model.describe_layers(backend_classes(resolved, arch.num_layers)), weight_bytes(model, resolved)
 
 
 def _model(config: EngineConfig, arch: Arch) -> list[tuple[str, object]]:
