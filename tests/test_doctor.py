@@ -57,12 +57,10 @@ def test_doctor_tells_everything_before_weights_exist(folder: Path, capsys: pyte
         assert said in text, said
     assert "block_size                   32                       command line" in text
     assert "seed                         0                        default" in text
-    assert (
-        "Layers\n  every step                   layers 0 to 1 and the last norm: ops.decoder, one native call" in text
-    )
+    assert "Layers\n  all steps                    layers 0-1 and the last norm: ops.decoder, one native call" in text
     options = ["--attention-backend", "reference"]
     assert cli.main(["doctor", "--explain", "-m", str(folder), *options]) == 0
-    line = "  other step                   layers 0-1: add norm linear rope_store -> pre_attention; attend -> itself; "
+    line = "  other steps                  layers 0-1: add norm linear rope_store -> pre_attention; attend -> itself; "
     assert line + "linear add norm mlp -> post_attention" in capsys.readouterr().out
     assert cli.main(["doctor", "-m", str(folder)]) == 0
     assert "Layers\n" not in capsys.readouterr().out

@@ -21,8 +21,9 @@ from octavo.attention.paged import PagedBackend
 from octavo.checkpoint.config_reader.checkpoint import read_arch
 from octavo.checkpoint.loader import load_model
 from octavo.layers import fusions
+from octavo.layers.attention import Attention
 from octavo.layers.base import Layer
-from octavo.layers.chain import learn
+from octavo.layers.chain import learn, line
 from octavo.layers.decoder import Decoder
 from octavo.layers.mlp import Mlp
 from octavo.layers.norm import RMSNorm
@@ -158,6 +159,7 @@ NO_CHAINS: dict[str, Callable[[Any, Any], Any]] = {
     "a norm at the end": lambda layer, x: layer.norm(x + layer.own(x)),
     "nothing": lambda layer, x: x,
     "a sum with itself": lambda layer, x: x + x,
+    "a look at the step": lambda layer, x: x + layer.own(x) * len(current_context().layers),
 }
 
 
@@ -181,17 +183,16 @@ def test_layers_of_all_forms_follow_each_other() -> None:
         layers, norm = [_Form(form) for form in order], _Form(_one_sum).norm
         own = [SimpleNamespace(table=table, backend=backend, spec=None, cache=None) for _ in layers]
         decoder, x = Decoder(layers, norm), torch.randn(5, 8)
-        expected = x
-        for layer in layers:
-            expected = layer.forward(expected)
-        expected = norm.forward(expected)
         for tokens in (None, torch.tensor([1, 4])):
             context: Any = SimpleNamespace(
                 layers=own, tables=[table], for_capture=False, warmup_only=False, positions=torch.arange(5),
                 logit_tokens=None if tokens is None else SimpleNamespace(tokens=tokens),
             )  # fmt: skip
             with forward_context(context):
-                found = decoder.forward(x, context.positions)
+                found, expected = decoder.forward(x, context.positions), x
+                for layer in layers:
+                    expected = layer.forward(expected)
+                expected = norm.forward(expected)
             assert torch.equal(found, expected if tokens is None else expected[tokens])
 
 
@@ -207,6 +208,28 @@ def test_a_class_with_a_forward_of_its_own_is_of_no_kind_that_fusions_know() -> 
     assert Mlp(8, 8, "silu", torch.float32).kind == "mlp" and Mlp(8, 8, "silu", torch.float32, bias=True).kind == "own"
 
 
+def test_another_attention_is_no_standard_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor are norms of another epsilon: the operators know one."""
+
+    class Turned(Attention):
+        @line("rope_store")
+        def rope_and_store(self, qkv: torch.Tensor) -> torch.Tensor:
+            return super().rope_and_store(-qkv)
+
+    with pretended():
+        model, plain = make_model("qwen3"), make_model("qwen3")
+        assert fusions.LayerLines(0, plain.layers[0]).standard is not None
+        for layer in model.layers:
+            layer.attention.__class__ = Turned
+        assert fusions.LayerLines(0, model.layers[0]).standard is None
+        plain.layers[1].mlp_norm.eps = 0.5
+        assert fusions.LayerLines(1, plain.layers[1]).standard is None
+        for each in (model, plain):
+            own = SimpleNamespace(arch=each.arch, layer_specs=each.layer_specs, forward=as_written(each))
+            for name in ("decode graph of 3", "prompts"):
+                assert torch.equal(Engine(each).run(STEPS[name])[0], Engine(own).run(STEPS[name])[0])
+
+
 def test_what_runs_a_layer_can_be_read() -> None:
     """Before weights are there, and of each kind of step."""
     with pretended():
@@ -220,11 +243,11 @@ def test_what_runs_a_layer_can_be_read() -> None:
     few = "add norm linear rope_store -> pre_attention_of_few; attend -> itself; "
     assert models["qwen3-moe"].describe_layers([PagedBackend] * 4) == [
         ("decode graph", f"layers 0, 2-3: {fused}{experts}"), ("decode graph", f"layers 1: {fused}{dense}"),
-        ("other step", f"layers 0, 2-3: {before}{experts}"), ("other step", f"layers 1: {before}{dense}"),
-        ("other step, last layer", f"layers 3: {few}{experts}"),
+        ("other steps", f"layers 0, 2-3: {before}{experts}"), ("other steps", f"layers 1: {before}{dense}"),
+        ("other steps, last layer", f"layers 3: {few}{experts}"),
     ]  # fmt: skip
     alone = ["linear", "own", "rope_store", "attend", "linear", "norm", "add", "mlp", "norm", "add"]
     text = "layers 0-3: " + "; ".join(f"{kind} -> itself" for kind in alone)
-    assert models["olmo3"].describe_layers([CpuBackend] * 4)[0] == ("other step", text)
+    assert models["olmo3"].describe_layers([CpuBackend] * 4)[0] == ("other steps", text)
     ((step, text),) = models["qwen3"].describe_layers([CpuBackend] * 4)
-    assert step == "every step" and "one native call" in text
+    assert step == "all steps" and "one native call" in text

@@ -30,6 +30,7 @@ class Decoder:
         self._contexts: Sequence[LayerContext] = ()  # of the engine that all below is resolved for
         self._whole: BoundDecoder | None = None
         self._resolved: dict[BatchClass, list[tuple[Operator, ...]]] = {}
+        self._unlike = 0  # see _num_unlike; 0: not counted yet
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """x [tokens, size]: the embedding; positions [tokens] int64 -> hidden states after the norm.
@@ -48,13 +49,13 @@ class Decoder:
         return last_norm(x, residual, self._norm.weight, self._norm.eps)
 
     def describe(self, backends: Sequence[type[AttentionBackend]]) -> list[tuple[str, str]]:
-        """(layers and steps, what runs their lines), of layers that `backends` attend for."""
+        """(steps, what runs the lines of which layers), of layers that `backends` attend for."""
         return describe(self._layers, backends)
 
     def _bind(self, contexts: Sequence[LayerContext]) -> None:
         """To an engine's layers, seen for the first time."""
         self._contexts, self._whole = contexts, None
-        self._resolved = {}
+        self._resolved, self._unlike = {}, 0
         if runs_whole(self._layers, [type(own.backend) for own in contexts]):
             operands = [layer.operands for layer in self._layers]
             caches, tables = [own.cache for own in contexts], [own.table_index for own in contexts]
@@ -68,8 +69,8 @@ class Decoder:
         if resolved is None:
             resolved = self._resolved[batch] = self._resolve(batch)
         if context.warmup_only:
-            *layers, last = resolved
-            return [*layers[: self._num_unlike()], last]
+            self._unlike = self._unlike or self._num_unlike()
+            return [*resolved[:-1][: self._unlike], resolved[-1]]
         return resolved
 
     def _resolve(self, batch: BatchClass) -> list[tuple[Operator, ...]]:

@@ -264,17 +264,23 @@ def match(
     return found
 
 
+def _runs_as_written(layer: LayerLines, batch: BatchClass) -> bool:
+    """Whether there are no lines, or none at which a narrowed step would leave tokens behind."""
+    return layer.chain is None or (batch.is_narrowed and "attend" not in layer.chain.kinds)
+
+
 def resolve(
     layer: LayerLines, backend: type[AttentionBackend], batch: BatchClass, *, behind_sum: bool
 ) -> tuple[Operator, ...]:
     """What runs a layer in steps of a class, its weights being final. behind_sum: the layer before leaves its sum."""
-    whole: list[Operator] = [_add] if behind_sum else []
-    if layer.chain is None or (batch.is_narrowed and "attend" not in layer.chain.kinds):
-        return (*whole, _as_written(layer, batch))
-    begin = [] if layer.begins_with_norm else whole
-    operators, is_narrowed = begin, not batch.is_narrowed
+    operators: list[Operator] = []
+    if behind_sum and (_runs_as_written(layer, batch) or not layer.begins_with_norm):
+        operators.append(_add)
+    if _runs_as_written(layer, batch):
+        return (*operators, _as_written(layer, batch))
     if batch.is_narrowed:
         operators.append(_prepare_for_few(layer))
+    is_narrowed = not batch.is_narrowed  # by now, or for good
     alone: list[Line] = []
     for row, lines in match(layer, backend, batch):
         narrows_here = not is_narrowed and lines[0].kind == "attend"
@@ -304,15 +310,15 @@ def runs_whole(layers: Sequence[LayerLines], backends: Sequence[type[AttentionBa
 
 _CLASSES = {
     "decode graph": BatchClass(in_graph=True, is_single=True, is_narrowed=False),
-    "other step": BatchClass(in_graph=False, is_single=False, is_narrowed=False),
-    "other step, last layer": BatchClass(in_graph=False, is_single=False, is_narrowed=True),
+    "other steps": BatchClass(in_graph=False, is_single=False, is_narrowed=False),
+    "other steps, last layer": BatchClass(in_graph=False, is_single=False, is_narrowed=True),
 }
 
 
 def describe(layers: Sequence[LayerLines], backends: Sequence[type[AttentionBackend]]) -> list[tuple[str, str]]:
     """(steps and layers, what runs their lines), for people."""
     if runs_whole(layers, backends):
-        return [("every step", f"layers 0 to {len(layers) - 1} and the last norm: ops.decoder, one native call")]
+        return [("all steps", f"layers 0-{len(layers) - 1} and the last norm: ops.decoder, one native call")]
     rows = []
     for name, batch in _CLASSES.items():
         if batch.in_graph and not any(backend.capability.graphs for backend in backends):
@@ -326,7 +332,7 @@ def describe(layers: Sequence[LayerLines], backends: Sequence[type[AttentionBack
 
 
 def _parts(layer: LayerLines, backend: type[AttentionBackend], batch: BatchClass) -> str:
-    if layer.chain is None:
+    if _runs_as_written(layer, batch):
         return "as its forward is written"
     parts = match(layer, backend, batch)
     texts = [(" ".join(line.kind for line in own), row.name if row else "itself") for row, own in parts]

@@ -81,6 +81,8 @@ def standard_form(lines: Sequence[Line]) -> Standard | None:
     is_known = (
         isinstance(attention, Attention)
         and attending is attention
+        and type(attention).rope_and_store is Attention.rope_and_store
+        and type(attention).attend is Attention.attend
         and qkv.rest_from == "k"
         and len({norm.eps for norm in norms}) == 1
         and qkv.out_dtype is output.out_dtype is None

@@ -54,7 +54,7 @@ class CausalLM(Layer):
     def describe_layers(self, backends: Sequence[type[AttentionBackend]]) -> list[tuple[str, str]]:
         """See models.base.Model."""
         if type(self).forward is not CausalLM.forward:
-            return [("every step", "the family's own run over its layers")]
+            return [("all steps", "the family's own run over its layers")]
         return self._decoder.describe(backends)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -2,8 +2,8 @@
 
 Owns how the operators of a layer are joined: `pre_attention` is (residual addition,) RMS norm, qkv product, q and k
 norm, rotation and store of K and V; `post_attention` is output product, residual addition, norm, gated MLP. Does not
-know models, requests or backends. Invariant: a half's bits are those of the separate operators, its `*_composed` twin,
-which serves wherever the one native call does not.
+know models, requests or backends. Invariant: a half's bits are those of the separate operators, its `*_composed`
+reference implementation, which serves wherever the one native call does not.
 """
 
 from __future__ import annotations
