@@ -24,13 +24,14 @@ from null_device import NullRunner
 from octavo.cache.groups import CacheGroup
 from octavo.config.engine_config import EngineConfig
 from octavo.engine import EngineCore
+from octavo.frontend.frontend import Frontend, Prompt
+from octavo.frontend.in_process import InProcessClient
 from octavo.plan import StepLimits
-from octavo.request.sampling_params import RequestOutputKind, SamplingParams
+from octavo.request.sampling_params import Limits, RequestOutputKind, SamplingParams
 from octavo.sched.kv_manager import KVManager
 from octavo.sched.scheduler import Scheduler
 from octavo.startup.frontend import find_and_read, load_text
 from octavo.text.no_tokenizer import NoTokenizer
-from octavo.text.output import OutputProcessor, wants_every_token
 from octavo.text.tokenizer import Tokenizer
 from octavo.worker.executor import InlineExecutor
 
@@ -51,7 +52,8 @@ class Load:
         scheduler = Scheduler(KVManager([group], NUM_BLOCKS, enable_prefix_caching=caching), limits)
         runner = NullRunner(group, limits, torch.arange(limits.max_num_rows) * 7919 % 4000 + 50)
         self.core = EngineCore(scheduler, InlineExecutor(runner), eos_token_ids=[2], async_scheduling=True)
-        self._outputs = OutputProcessor(tokenizer)
+        of_model = Limits(vocab_size=4096, max_model_len=MAX_LEN)
+        self._frontend = Frontend(InProcessClient(self.core), tokenizer, of_model, coalesces=True)
         self._scenario, self._random, self._ids = scenario, random.Random(0), itertools.count()
         self._add(num_requests)
 
@@ -65,9 +67,7 @@ class Load:
                 output_kind=RequestOutputKind.DELTA if streamed else RequestOutputKind.FINAL_ONLY,
                 detokenize=streamed,
             )
-            ids = self._outputs.add(str(index), None, prompt, params)
-            quiet = not wants_every_token(params)
-            self.core.add(ids, prompt, params, max_tokens=params.max_tokens or 1, coalesce_updates=quiet)
+            self._frontend.queue(str(index), self._frontend.check(Prompt(prompt), params))
 
     def step(self) -> tuple[float, float, float, float]:
         """One step. Returns the seconds of schedule, issue, update and outputs."""
@@ -75,7 +75,7 @@ class Load:
         schedule, issue, update = times.schedule, times.issue, times.update
         updates = self.core.step()
         started = time.perf_counter()
-        outputs, _ = self._outputs.process(updates)
+        outputs = self._frontend.take(updates)
         seconds = time.perf_counter() - started
         if self._scenario == "churning":
             self._add(sum(output.finished for output in outputs))

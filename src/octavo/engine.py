@@ -144,10 +144,10 @@ class EngineCore:
         return self.scheduler.take_untold(sequence_ids)
 
     def call(self, name: str, payload: bytes = b"") -> bytes:
-        """Ask something between two steps. Arguments and results are msgpack, as the call's name says.
+        """Ask something between two steps; one may be in flight.
 
-        `reset_prefix_cache`: forget every cached prefix; the result is False, and nothing is done, while any block is
-        held. Raises ValueError for a name that is not known.
+        Arguments and results are msgpack, as the call's name says. `reset_prefix_cache`: forget every cached prefix;
+        the result is False, and nothing is done, while any block is held. Raises ValueError for an unknown name.
         """
         self._check_alive()
         answer = self._calls.get(name)

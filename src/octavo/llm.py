@@ -8,7 +8,6 @@ order; if it raises, whatever it had queued is gone. Ctrl-C waits for the end of
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 import logging
 import numbers
@@ -23,7 +22,7 @@ from octavo.config.settings import ConfigError, python_names
 from octavo.frontend.engine import Engine
 from octavo.frontend.frontend import Checked
 from octavo.frontend.frontend import Prompt as EnginePrompt
-from octavo.frontend.sharing import Call, Queued, SharedEngine
+from octavo.frontend.sharing import Call, SharedEngine
 from octavo.observe import Phases, progress
 from octavo.request.outputs import RequestOutput
 from octavo.request.sampling_params import (
@@ -188,7 +187,7 @@ class LLM:
         else:
             ready = self._ready(prompt, params)  # type: ignore[arg-type]
         request = self._check(ready, _with_kind(params, RequestOutputKind.DELTA), 0)
-        call = Call([[self._queued(request)]])
+        call = Call([[(str(next(self._ids)), request)]])
         try:
             self._shared.submit(call)
             while True:
@@ -275,10 +274,6 @@ class LLM:
         params = self._thinking.apply(params, prompt.text, prompt.token_ids, may_open=may_open)
         return self.engine.check(prompt, params, priority=priority)
 
-    def _queued(self, request: Checked) -> Queued:
-        request_id = str(next(self._ids))
-        return request_id, functools.partial(self.engine.queue, request_id, request)
-
     def _run(
         self,
         ready: list[EnginePrompt],
@@ -289,7 +284,7 @@ class LLM:
         priorities = [0] * len(ready) if priority is None else _priorities(priority, len(ready))
         final = [_with_kind(own, RequestOutputKind.FINAL_ONLY) for own in params]
         requests = [self._check(*entry) for entry in zip(ready, final, priorities, strict=True)]
-        parts = [[self._queued(request) for request in part] for part in self._parts(requests)]
+        parts = [[(str(next(self._ids)), request) for request in part] for part in self._parts(requests)]
         outputs: dict[str, RequestOutput] = {}
         call = Call(parts)
         try:

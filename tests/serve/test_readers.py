@@ -82,7 +82,7 @@ async def disconnect(engine: AsyncEngine, count: int, at_once: int, rng: random.
         await asyncio.sleep(0)  # streams that were dropped say so in a callback
         # Answered after one step that has seen every abort: True means that no block is held any more.
         assert await engine.reset_prefix_cache(), "a block is still held"
-        assert engine.num_requests == 0
+        assert engine.num_requests == engine._frontend.num_sequences == len(engine._frontend._outputs._requests) == 0
 
 
 async def check_disconnects(command: list[str] | None, count: int) -> None:

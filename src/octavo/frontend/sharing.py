@@ -18,21 +18,20 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from octavo.frontend.engine import Engine
+from octavo.frontend.frontend import Checked
 from octavo.request.outputs import RequestOutput
 from octavo.startup import gc_control
 from octavo.startup.forks import tell_in_child
 from octavo.startup.interrupts import HeldInterrupt
 
 _T = TypeVar("_T")
-Queued = tuple[str, Callable[[], None]]
-"""A request's id, and what queues it in the engine."""
 
 
 class Call:
     """Requests of one thread, and what came of them."""
 
-    def __init__(self, parts: Sequence[Sequence[Queued]]) -> None:
-        """`parts[i]` is queued before the call's step i."""
+    def __init__(self, parts: Sequence[Sequence[tuple[str, Checked]]]) -> None:
+        """`parts[i]` is queued before the call's step i: requests with their ids."""
         self.parts = collections.deque(parts)
         self.outputs: collections.deque[RequestOutput] = collections.deque()
         self.unfinished: dict[str, None] = {}  # ids of queued requests, in order
@@ -160,8 +159,8 @@ class SharedEngine:
 
     def _queue_part(self, call: Call) -> None:
         try:
-            for request_id, queue_it in call.parts.popleft():
-                queue_it()
+            for request_id, request in call.parts.popleft():
+                self._engine.queue(request_id, request)
                 self._owners[request_id] = call
                 call.unfinished[request_id] = None
         except Exception as error:  # its own: the leader and others go on

@@ -265,21 +265,13 @@ class _Request:
         prompt_logprobs = self.prompt_logprobs
         if delta:
             self.prompt_logprobs = None  # handed out once
-        return self._told(self.shown(prompt_logprobs), [child.output(delta) for child in due], finished)
-
-    def failed_output(self) -> RequestOutput:
-        """The last one, where a text cannot be made: the completions that have not ended have none."""
-        parts = [child.failed_output() for child in self.children if child.finish_reason is None or child.is_due()]
-        return self._told(None, parts, True)
-
-    def _told(self, prompt_logprobs: Any, outputs: list[CompletionOutput], finished: bool) -> RequestOutput:
         metrics = self.metrics
         return RequestOutput(
             self.request_id,
             self.prompt,
             self.prompt_token_ids,
-            prompt_logprobs,
-            outputs,
+            self.shown(prompt_logprobs),
+            [child.output(delta) for child in due],
             finished,
             RequestMetrics(
                 metrics.arrival_time,
@@ -291,6 +283,16 @@ class _Request:
             None,
             self.num_cached,
         )
+
+    def failed_output(self) -> RequestOutput:
+        """The last one, where a text cannot be made: completions that are not told of yet have none."""
+        parts = [
+            CompletionOutput(child.index, "", [], None, None, "error", OUTPUT_FAILED)
+            for child in self.children
+            if child.finish_reason is None or child.is_due()
+        ]
+        known = self.request_id, self.prompt, self.prompt_token_ids, None
+        return RequestOutput(*known, parts, True, self.metrics, num_cached_tokens=self.num_cached)
 
 
 class _Child:
@@ -398,10 +400,6 @@ class _Child:
         return CompletionOutput(
             self.index, text, token_ids, cumulative, self.request.shown(logprobs), self.finish_reason, self.stop_reason
         )
-
-    def failed_output(self) -> CompletionOutput:
-        """Its end without text."""
-        return CompletionOutput(self.index, "", [], None, None, "error", OUTPUT_FAILED)
 
     def _take_tokens(self, update: RequestUpdate, params: SamplingParams) -> bool:
         """Append tokens with their text up to a stop. Returns whether one was found here."""

@@ -403,7 +403,8 @@ class AsyncEngine:
         outputs = [output for part in once_each(updates) for output in self._frontend.take(part)]
         for output in outputs:
             if output.finished and any(o.stop_reason == OUTPUT_FAILED for o in output.outputs):
-                raise RuntimeError("its text could not be made")
+                self._give_up(stream, RuntimeError("the output could not be processed"))
+                return
             facts.finish_reasons |= {o.index: o.finish_reason for o in output.outputs if o.finish_reason is not None}
             facts.is_corrupted |= any(
                 o.finish_reason == "error" and o.stop_reason not in REQUESTS_OWN for o in output.outputs
