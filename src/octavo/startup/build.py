@@ -23,7 +23,7 @@ from octavo.sched.scheduler import Scheduler
 from octavo.speculate import NO_SPECULATOR, Speculator
 from octavo.startup import probe
 from octavo.startup.cache import plan_cache
-from octavo.startup.frontend import Frontend, find_and_read, load_frontend
+from octavo.startup.frontend import FrontendParts, find_and_read, load_frontend
 from octavo.startup.memory_plan import ITEMSIZE
 from octavo.worker.executor import Executor, InlineExecutor, ThreadExecutor
 from octavo.worker.facts import WorkerFacts, least
@@ -52,7 +52,7 @@ class Built(NamedTuple):
 
     core: EngineCore
     facts: EngineFacts
-    frontend: Frontend
+    frontend: FrontendParts
 
 
 def build_core(

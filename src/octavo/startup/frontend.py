@@ -1,6 +1,6 @@
-"""Frontend: the half of a start that needs no device: folder, architecture, tokenizer, sampling defaults, limits.
+"""What a frontend is made of, without a device: folder, architecture, tokenizer, sampling defaults, forms, limits.
 
-Owns the order in which they are found, for an engine in this process (`start`) and for a front end whose engine is
+Owns the order in which they are found, for a core in this process (`build`) and for a front end whose core is in
 another process (`serve`). Imports no torch. Invariant: both sides read the same folder and come to the same limits.
 """
 
@@ -27,8 +27,8 @@ _GRAMMARS: weakref.WeakValueDictionary[tuple[object, ...], Grammars] = weakref.W
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Frontend:
-    """What turns requests of users into requests of an engine."""
+class FrontendParts:
+    """What `octavo.frontend.frontend.Frontend` is made of beside a core."""
 
     folder: Path
     arch: Arch
@@ -90,10 +90,10 @@ def _tokenizer_files(folder: Path) -> tuple[tuple[str, int, int, int], ...]:
     return tuple((str(path), info.st_size, info.st_mtime_ns, info.st_ino) for path, info in facts)
 
 
-def load_frontend(config: EngineConfig, folder: Path, arch: Arch, *, text: bool = True) -> Frontend:
+def load_frontend(config: EngineConfig, folder: Path, arch: Arch, *, text: bool = True) -> FrontendParts:
     """Everything beside the engine. Without `text` no tokenizer. Raises ValueError, in one line."""
     tokenizer = load_text(config, folder, arch) if text else NoTokenizer()
-    return Frontend(
+    return FrontendParts(
         folder=folder,
         arch=arch,
         tokenizer=tokenizer,
