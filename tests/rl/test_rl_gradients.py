@@ -191,6 +191,16 @@ def test_RL_N2_a_support_has_the_same_gradient_in_every_form(form: str) -> None:
     _compare(lambda x: rl.token_logprob(x, ids, 0.7, support).logprobs, right, [logits], torch.float32)
 
 
+def test_a_token_outside_of_the_support_has_no_gradient() -> None:
+    logits = torch.randn(2, 9, requires_grad=True)
+    found = rl.token_logprob(logits, torch.tensor([3, 5]), 1.0, torch.tensor([[3, 4], [6, 7]])).logprobs
+    assert found.isneginf().tolist() == [False, True]
+    found.exp().sum().backward()
+    assert (
+        logits.grad is not None and logits.grad[0].any() and not logits.grad[1].any() and logits.grad.isfinite().all()
+    )
+
+
 def test_RL_N2_a_weight_that_is_used_twice_sums_its_gradients() -> None:
     ids = torch.randint(30, (9,))
 

@@ -21,7 +21,7 @@ from octavo.rl.autograd.linear import backward_input
 from octavo.rl.autograd.outside import apply, first_order, outside_autocast
 from octavo.rl.packed_weights import packed
 
-_AT_ONCE = {"cpu": 1 << 22, "cuda": 1 << 26}  # logits of a block
+_AT_ONCE = {"cpu": 1 << 24, "cuda": 1 << 26}  # logits of a block
 _NEG_INF = float("-inf")
 
 
@@ -77,7 +77,8 @@ def token_logprob(logits: Tensor, ids: Tensor, temperature: float = 1.0, support
     """Of ids [tokens] int64 under logits [tokens, vocab] float32, which stay as they are.
 
     `logits / temperature`, cut to the support, as the sampler's processed log-probabilities are. A token outside of the
-    support has -inf. Entropy is that of the same distribution. Raises ValueError for a temperature that is not above 0.
+    support has -inf, and no gradient. Entropy is that of the same distribution. Raises ValueError for a temperature
+    that is not above 0, and for ids and supports that do not fit.
     """
     check_draw(temperature, support, len(logits))
     ids = checked_ids(ids, *logits.shape)
@@ -194,6 +195,8 @@ def _backward(scaled: Tensor, ids: Tensor, grads: Sequence[Tensor | None], entro
     if grad_entropy is not None:
         result = -grad_entropy[:, None] * weights * (logs.masked_fill_(scaled == _NEG_INF, 0.0) + entropy[:, None])
     if grad is not None:
+        hidden = scaled.gather(1, ids[:, None])[:, 0] == _NEG_INF  # of a token that could not be drawn: no gradient
+        grad = grad.masked_fill(hidden, 0.0)
         result = result.sub_(weights.mul_(grad[:, None])).scatter_add_(1, ids[:, None], grad[:, None])
     return result
 
