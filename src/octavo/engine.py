@@ -192,6 +192,11 @@ class EngineCore:
         self._failure = self._failure or RuntimeError("it was closed")
         self._executor.close()
 
+    def set_weights_version(self, version: str, *, keep_kv: bool = False) -> None:
+        """Steps from the next one on run with other weights. Between two steps; see Scheduler."""
+        self._check_alive()
+        self.scheduler.set_weights_version(version, keep_kv=keep_kv)
+
     def _check_alive(self) -> None:
         if self._failure is not None:
             raise RuntimeError(f"the engine stopped: {self._failure!r}") from self._failure
@@ -199,18 +204,20 @@ class EngineCore:
     def _step(self) -> list[RequestUpdate]:
         started = time.perf_counter()
         self._drain_inbox()
+        updates = self.scheduler.take_loads()
         plan = self.scheduler.schedule()
         scheduled = time.perf_counter()
         issued = plan.has_work
         if issued:
             self._in_flight.append((plan, self._executor.submit(plan)))
-        updates: list[RequestUpdate] = []
+        elif not self._in_flight and not updates:
+            self.scheduler.loads.wait()
         executed = issued_at = time.perf_counter()
         if self._in_flight and not (issued and len(self._in_flight) <= self._max_in_flight):
             due, pending = self._in_flight.popleft()
             result = pending.result()
             executed = time.perf_counter()
-            updates = self.scheduler.update(due, result)
+            updates += self.scheduler.update(due, result)
         self.times.num_steps += issued
         self.times.schedule += scheduled - started
         self.times.issue += issued_at - scheduled

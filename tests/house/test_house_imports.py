@@ -69,6 +69,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     "startup.cuda_init": (set(), set()),
     "startup.warm_start": ({"words", "speculate", "startup.cuda_init", "startup.build"}, set()),
     "startup.cache": ({"words", "cache", "worker.facts"}, set()),
+    "startup.identity": ({"words", "cache", "sched.identity", "startup.probe"}, set()),
     # nothing of a device: a worker builds that by itself, and is told by name what to do
     "startup.build": (
         {"words", "startup", "engine", "sched", "speculate", "worker.executor", "worker.facts", "worker.worker"},

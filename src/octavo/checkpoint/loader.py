@@ -14,7 +14,7 @@ import logging
 import math
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -23,6 +23,7 @@ from torch import nn
 
 from octavo.checkpoint.arch import Arch
 from octavo.checkpoint.cache_scales import give_stored_scales, scale_names
+from octavo.checkpoint.digest import unseen
 from octavo.checkpoint.safetensors import DTYPES, Checkpoint
 from octavo.config.engine_config import Resolved
 from octavo.layers.base import Layer, WeightForm
@@ -101,8 +102,9 @@ def fill_model(
     seed: int = 0,
     *,
     check_finite: bool = True,
+    seen: Callable[[str, torch.Tensor], None] = unseen,
 ) -> None:
-    """Fill a model of `build_model`; see `load_model`."""
+    """Fill a model of `build_model`; see `load_model`. `seen` is shown each tensor of the checkpoint that is read."""
     if load_format not in LOAD_FORMATS:
         raise ValueError(f"unknown load_format {load_format!r}: known are {', '.join(LOAD_FORMATS)}")
     began, model = time.perf_counter(), cast(nn.Module, built)
@@ -112,7 +114,7 @@ def fill_model(
     elif folder is None:
         raise ValueError(f"load_format={load_format!r} needs a model folder; 'dummy' does without")
     else:
-        _fill_from_folder(model, filler, folder, check_finite)
+        _fill_from_folder(model, filler, folder, check_finite, seen)
     filler.finish()
     _LOG.info("%s: weights ready in %.2f s", built.arch.name, time.perf_counter() - began)
 
@@ -207,7 +209,9 @@ class _PinnedPair:
         event.record()
 
 
-def _fill_from_folder(model: nn.Module, filler: _Filler, folder: Path, check_finite: bool) -> None:
+def _fill_from_folder(
+    model: nn.Module, filler: _Filler, folder: Path, check_finite: bool, seen: Callable[[str, torch.Tensor], None]
+) -> None:
     """Stream a folder's tensors, in the order in which they lie in their files."""
     checkpoint = Checkpoint(folder)
     try:
@@ -229,6 +233,7 @@ def _fill_from_folder(model: nn.Module, filler: _Filler, folder: Path, check_fin
                 checkpoint.read(name, read)
                 if check_finite and not _is_finite(read):
                     raise ValueError(f"{folder}: tensor {name!r} holds NaN or Inf")
+                seen(name, read)
                 if read is not rows:
                     host.send(read, rows)
                 filler.filled(target.parameter, target.shape[0])

@@ -39,6 +39,7 @@ ENVIRONMENT = {
     "OCTAVO_NUM_THREADS": "num_threads",
     "OCTAVO_NATIVE": "native",
     "OCTAVO_LOG_LEVEL": "log_level",
+    "OCTAVO_PREFIX_CACHE_SECRET_FILE": "prefix_cache_secret_file",
 }
 SERVER_ENVIRONMENT = {"OCTAVO_API_KEY": "api_key", "OCTAVO_ADMIN_KEY": "admin_key"}  # fields of ServeConfig
 KV_CACHE_LAYOUTS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
@@ -113,6 +114,9 @@ class EngineConfig:
     )
     enable_chunked_prefill: bool = setting(True, "compute a long prompt in pieces, over several steps", "bool")
     enable_prefix_caching: bool = setting(True, "reuse the cache of equal prompt beginnings", "bool")
+    prefix_cache_secret_file: str | None = setting(
+        None, "file with 32 bytes or more: engines with one secret give equal prefixes one name (default: drawn)", "str"
+    )
     scheduling_policy: str = setting(
         "fcfs", "who runs first: first come, or the lowest priority number", "str", choices=("fcfs", "priority")
     )

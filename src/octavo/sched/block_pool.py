@@ -29,8 +29,9 @@ HASH_SIZE = 16  # bytes
 class HashChain:
     """Names of full blocks: a keyed hash of the block's tokens and of the block before it.
 
-    The secret is drawn per process, so that names can be neither guessed nor made to collide from outside. `identity`
-    separates what the tokens do not show (a model, an adapter); a request's cache salt separates tenants.
+    The secret keeps names from being guessed, or made to collide, from outside. It is drawn per process; processes that
+    are given one name equal blocks alike. `identity` separates what the tokens do not show (see CacheIdentity); a
+    request's cache salt separates tenants.
     """
 
     def __init__(self, block_size: int, *, secret: bytes = b"", identity: bytes = b"") -> None:
@@ -38,22 +39,18 @@ class HashChain:
         self.block_size = block_size
         self._secret = secret or secrets.token_bytes(32)
         self._keyed = blake2b(key=self._secret, digest_size=HASH_SIZE)  # copied: the key is set up once
-        self._identity, self._version = identity, ""
+        self._identity = identity
         self._root = self.root("")
         self._pack = struct.Struct(f"<{block_size}I").pack
 
-    def set_version(self, version: str) -> bool:
-        """Give other names to blocks that are made with other weights; the first version is "". False: it is this."""
-        if version == self._version:
-            return False
-        self._version = version
+    def set_identity(self, identity: bytes) -> None:
+        """Name blocks by another one from now on."""
+        self._identity = identity
         self._root = self.root("")
-        return True
 
     def root(self, salt: str) -> bytes:
         """The parent of the first block. The personalization keeps roots apart from blocks of any content."""
-        parts = (self._identity, self._version.encode(), salt.encode())
-        message = b"".join(struct.pack("<Q", len(part)) + part for part in parts)
+        message = struct.pack("<Q", len(self._identity)) + self._identity + salt.encode()
         return blake2b(message, key=self._secret, digest_size=HASH_SIZE, person=b"octavo.root").digest()
 
     def extend(self, hashes: list[bytes], tokens: list[int], salt: str, num_blocks: int) -> None:

@@ -23,6 +23,7 @@ from octavo.cache.groups import WHOLE, CacheGroup
 from octavo.cache.policies import make_policies
 from octavo.request.request import Request
 from octavo.sched.block_pool import NULL_BLOCK, BlockPool, HashChain
+from octavo.sched.identity import LOCAL, CacheIdentity
 
 
 class Hit(NamedTuple):
@@ -72,9 +73,10 @@ class KVManager:
         *,
         enable_prefix_caching: bool = True,
         secret: bytes = b"",
-        identity: bytes = b"",
+        identity: CacheIdentity = LOCAL,
     ) -> None:
-        """`num_blocks` counts the null block. `secret` and `identity`: see HashChain."""
+        """`num_blocks` counts the null block. `secret`: see HashChain."""
+        self.identity = identity
         self.block_size = min(group.block_size for group in groups)
         self.num_groups = len(groups)
         self.stats = CacheStats()
@@ -86,7 +88,7 @@ class KVManager:
         self._enable_prefix_caching = enable_prefix_caching and self._alignment < WHOLE
         self._sliding = [(i, policy) for i, policy in enumerate(self._policies) if groups[i].window or groups[i].chunk]
         self._pool = BlockPool(num_blocks, len(groups))
-        self._chain = HashChain(self.block_size, secret=secret, identity=identity)
+        self._chain = HashChain(self.block_size, secret=secret, identity=identity.encode())
         self._sizes = [0 if group.kind == "encoder_only" else group.block_size for group in groups]
         self._lookups = [  # per group: block size, policy, what is findable, its blocks' names among all
             (ratio * self.block_size, policy, self._pool.cached(group), slice(ratio - 1, None, ratio))
@@ -334,8 +336,10 @@ class KVManager:
         Old names stay, for when their version comes back. False, and nothing is done, if it is the version that there
         is. The caller clears the hashes of requests that have no blocks.
         """
-        if not self._chain.set_version(version):
+        if version == self.identity.weights_version:
             return False
+        self.identity = dataclasses.replace(self.identity, weights_version=version)
+        self._chain.set_identity(self.identity.encode())
         for entry in self._entries.values():
             entry.num_published = WHOLE
         return True

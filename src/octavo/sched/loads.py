@@ -22,6 +22,7 @@ from octavo.sched.order import OrderOf
 
 _LOG = logging.getLogger(__name__)
 LOAD_TIMEOUT = 30.0  # seconds
+WAIT = 0.01  # seconds between two looks of an engine that has nothing else to do
 FAILURE_POLICIES = ("recompute", "fail")
 LOAD_FAILED = "kv_load_failed"  # the error of a request that ends by the policy "fail"
 
@@ -234,10 +235,9 @@ class Loads:
         self._later.pop(request.request_id, None)
 
     def wait(self) -> None:
-        """Wait for the connector, as long as no deadline passes."""
-        ends = [entry.until for entry in self._underway.values()] + list(self._later.values())
-        if ends:
-            self.connector.wait(max(min(ends) - self._clock(), 0.0))
+        """Wait a little for the connector, if somebody does: new requests are to be seen too."""
+        if self._underway or self._later:
+            self.connector.wait(WAIT)
 
     def refuse(self, request: Request) -> None:
         """Match `request` no more."""

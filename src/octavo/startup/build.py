@@ -18,12 +18,14 @@ from octavo.config.engine_config import EngineConfig, Resolved, resolve
 from octavo.engine import EngineCore
 from octavo.observe import Phases
 from octavo.request.fields import FieldSpec
+from octavo.sched.identity import LOCAL, CacheIdentity
 from octavo.sched.kv_manager import KVManager
 from octavo.sched.scheduler import Scheduler
 from octavo.speculate import NO_SPECULATOR, Speculator
 from octavo.startup import probe
 from octavo.startup.cache import plan_cache
 from octavo.startup.frontend import FrontendParts, find_and_read, load_frontend
+from octavo.startup.identity import make_identity, read_secret
 from octavo.startup.memory_plan import ITEMSIZE
 from octavo.worker.executor import Executor, InlineExecutor, ThreadExecutor
 from octavo.worker.facts import WorkerFacts, least
@@ -62,6 +64,7 @@ def build_core(
 
     Raises ValueError, in one line.
     """
+    secret = read_secret(config)
     worker = Worker(speculator)
     executor: Executor = InlineExecutor(worker)
     opens = any(executor.call("begin", config))
@@ -80,7 +83,6 @@ def build_core(
         plan = _plan(arch, facts, executor)
         resolved = dataclasses.replace(facts.resolved, max_model_len=plan.limits.max_model_len)
         executor.call("allocate", plan)
-        scheduler = _make_scheduler(resolved, plan)
     if facts.compiles_ahead:
         with phases("compile kernels"):
             executor.call("compile")
@@ -99,8 +101,11 @@ def build_core(
         native=facts.native,
         gpu=facts.gpu,
     )
+    identity = LOCAL
+    if secret:  # names leave the process; the contract takes 25 ms
+        identity = make_identity(resolved, plan, engine_facts.numerics_contract(), executor.call("identify"))
     core = EngineCore(
-        scheduler,
+        _make_scheduler(resolved, plan, secret, identity),
         executor,
         eos_token_ids=engine_facts.eos_token_ids,
         seed=resolved.seed,
@@ -133,9 +138,10 @@ def _plan(arch: Arch, facts: WorkerFacts, executor: Executor) -> CachePlan:
     )
 
 
-def _make_scheduler(resolved: Resolved, plan: CachePlan) -> Scheduler:
+def _make_scheduler(resolved: Resolved, plan: CachePlan, secret: bytes, identity: CacheIdentity) -> Scheduler:
+    caching = resolved.enable_prefix_caching
     return Scheduler(
-        KVManager(plan.groups, plan.num_blocks, enable_prefix_caching=resolved.enable_prefix_caching),
+        KVManager(plan.groups, plan.num_blocks, enable_prefix_caching=caching, secret=secret, identity=identity),
         plan.limits,
         policy=resolved.scheduling_policy,
         priority_aging=resolved.priority_aging,

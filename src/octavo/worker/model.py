@@ -7,7 +7,7 @@ model's specs are final before anything is sized by them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from octavo.attention.mods.check import check_mods
 from octavo.attention.mods.choice import check_mods_supported, request_fields_of, with_mods
 from octavo.cache.specs import AttentionSpec, attention_specs
 from octavo.checkpoint.arch import Arch
+from octavo.checkpoint.digest import unseen
 from octavo.checkpoint.loader import build_model, fill_model, weight_bytes
 from octavo.config.engine_config import EngineConfig, Resolved
 from octavo.layers.attention import Attention
@@ -36,13 +37,18 @@ def build(
     return model, _apply_mods(model, mods, config, resolved)
 
 
-def fill(model: Model, folder: Path | None, resolved: Resolved) -> int:
-    """Load the weights, once the operators that pack them are chosen; their bytes. Raises ConfigError, ValueError."""
+def fill(
+    model: Model, folder: Path | None, resolved: Resolved, seen: Callable[[str, torch.Tensor], None] = unseen
+) -> int:
+    """Load the weights, once the operators that pack them are chosen; their bytes. Raises ConfigError, ValueError.
+
+    seen: see fill_model.
+    """
     size = weight_bytes(model, resolved)
     check_weights(size, model.arch, resolved, memory_of(resolved)[0])
     select_operators(resolved)
     device = torch.device(resolved.device)
-    fill_model(model, folder, resolved.quantization, resolved.load_format, device=device, seed=resolved.seed)
+    fill_model(model, folder, resolved.quantization, resolved.load_format, device=device, seed=resolved.seed, seen=seen)
     return size
 
 

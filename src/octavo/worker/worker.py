@@ -17,9 +17,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from octavo.attention.mods.choice import mods_of, request_fields_of
+from octavo.attention.mods.digest import mods_digest
 from octavo.cache.groups import TableSpec
 from octavo.cache.plan import CachePlan, show_bytes
 from octavo.checkpoint.arch import Arch
+from octavo.checkpoint.digest import WeightsDigest, unseen
 from octavo.config.engine_config import DeviceFacts, EngineConfig, Resolved
 from octavo.observe import Count
 from octavo.ops import native
@@ -33,6 +35,7 @@ from octavo.worker.backends import backend_facts, buffer_bytes, compiles_ahead
 from octavo.worker.calls import Calls
 from octavo.worker.device import Opening, memory_of, room, sized_by
 from octavo.worker.facts import WorkerFacts
+from octavo.worker.identity import model_digest
 from octavo.worker.results import PendingStep
 
 _LOG = logging.getLogger(__name__)
@@ -44,6 +47,7 @@ class Worker:
     def __init__(self, speculator: Speculator = NO_SPECULATOR) -> None:
         """Nothing is there yet. speculator: who proposes drafts."""
         self._speculator = speculator
+        self._weights = WeightsDigest()
         self._thread = threading.get_ident()  # that issued last
 
     def begin(self, config: EngineConfig) -> bool:
@@ -67,7 +71,9 @@ class Worker:
         self._folder = folder
         with room(resolved, "the weights", "load_format", "take a smaller model or dtype"):
             self._model, resolved = models.build(self._arch, self._config, resolved, self._mods)
-            size = models.fill(self._model, folder, resolved)
+            # names of blocks that leave the process hold a digest of the weights, which takes time
+            seen = unseen if self._config.prefix_cache_secret_file is None else self._weights.add
+            size = models.fill(self._model, folder, resolved, seen)
             models.check_drafts(self._speculator.num_drafts, self._model, resolved)
             self._opening.join()  # what it loads takes memory
         self._resolved = resolved
@@ -99,6 +105,12 @@ class Worker:
             grammars = grammars_of(self._config, self._folder, self._arch)
             self._runner = make_runner(self._model, resolved, plan, grammars, self._speculator)
         self._plan, self._calls = plan, Calls(self._runner)
+
+    def identify(self) -> tuple[str, str]:
+        """Digests of the model, as far as its weights were seen, and of the mods. Behind `allocate`."""
+        overrides = self._config.hf_overrides
+        model = model_digest(self._model, overrides, self._resolved, self._folder, self._weights)
+        return model, mods_digest(self._mods)
 
     def compile(self) -> None:
         """Compile what steps launch, side by side. A start depends on it for its time only."""

@@ -1,0 +1,47 @@
+"""What a worker's cache follows from, as digests: of its model, and of the mods of its attention.
+
+Owns which facts of a loaded model count. Knows no secret and no block. Invariant: two workers that give other bits for
+the same tokens, under one numerics id, have other digests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from octavo.checkpoint.digest import WeightsDigest
+from octavo.config.engine_config import Resolved
+from octavo.layers.attention import Attention
+from octavo.layers.latent_attention import LatentAttention
+from octavo.models.base import Model
+
+
+def model_digest(
+    model: Model, overrides: Mapping[str, Any], resolved: Resolved, folder: Path | None, weights: WeightsDigest
+) -> str:
+    """Of the weights, the scales of a quantized cache, and what says how they are used.
+
+    overrides: of config.json; folder: where that lies; weights: of all tensors that were read.
+    """
+    assert isinstance(model, torch.nn.Module), "models are trees of layers"
+    for layer in model.modules():
+        if isinstance(layer, Attention | LatentAttention):
+            for name in ("key_scale", "value_scale"):
+                scale = getattr(layer.tensors, name)
+                if scale is not None:
+                    weights.add(f"{name} of layer {layer.index}", scale.cpu().contiguous())
+    file = folder / "config.json" if folder is not None else None
+    facts = {
+        "config": hashlib.blake2b(file.read_bytes() if file is not None and file.exists() else b"").hexdigest(),
+        "overrides": overrides,
+        "dummy": resolved.seed if resolved.load_format == "dummy" else None,
+        # two rotations follow from the side of the trained length that their table was made for
+        "long": [model.arch.max_position > kind.rope.original_max_position for kind in model.arch.layers],
+        "weights": weights.hexdigest(),
+    }
+    return hashlib.blake2b(json.dumps(facts, sort_keys=True, default=repr).encode(), digest_size=16).hexdigest()
