@@ -24,12 +24,13 @@ COMMON_FLAGS += ["-Wno-maybe-uninitialized"]  # GCC 12 warns about its own intri
 V3_FLAGS = ["-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2", "-mlzcnt", "-mmovbe", "-mpopcnt"]
 V4_FLAGS = [*V3_FLAGS, "-mavx512f", "-mavx512bw", "-mavx512cd", "-mavx512dq", "-mavx512vl"]
 V4_FLAGS += ["-mprefer-vector-width=512"]
+BF16_FLAGS = [*V4_FLAGS, "-mavx512bf16"]  # a compiler that does not know it builds the others
 
 
 def instruction_sets() -> dict[str, list[str]]:
     """Name of each library -> its compiler flags. x86-64 without AVX2 has no fused multiply-add and gets none."""
     if platform.machine().lower() in ("x86_64", "amd64"):
-        return {"x86_64_v3": V3_FLAGS, "x86_64_v4": V4_FLAGS}
+        return {"x86_64_v3": V3_FLAGS, "x86_64_v4": V4_FLAGS, "x86_64_v4_bf16": BF16_FLAGS}
     return {"base": []}
 
 

@@ -8,9 +8,11 @@
     python bench/kernel.py elementwise [--rounds 15] [--quick]
     python bench/kernel.py sampling [--rounds 15] [--quick]
 
-cpu-matmul: `octavo.ops.gemm.linear` for float32, bfloat16 and int8 weights. Few rows count the weight's bytes per
-second against a streaming read of memory; many rows count multiply-adds against FMAs in registers; tiny shapes stay in
-cache and count microseconds a call. Weights rotate through more memory than the caches hold, except for tiny shapes.
+cpu-matmul: `octavo.ops.gemm.linear` of float32 rows with float32, bfloat16 and int8 weights, and of bfloat16 rows with
+bfloat16 weights in pairs (emulated where the processor multiplies none; their limit is its own). Few rows count the
+weight's bytes per second against a streaming read of memory; many rows count multiply-adds against those in registers;
+tiny shapes stay in cache and count microseconds a call. Weights rotate through more memory than the caches hold, except
+for tiny shapes.
 Every shape is first checked against the reference implementation. The last line is JSON.
 
 cpu-attention: the native operator beside what torch offers for a paged cache: a gather of each row's blocks followed by
@@ -44,15 +46,15 @@ from octavo.ops import native
 from octavo.ops.attention import paged_attention, paged_attention_eager
 from octavo.ops.attention.mask_spec import MaskSpec
 from octavo.ops.gemm import LinearWeight, linear, linear_reference, pack_linear
-from octavo.ops.native.limits import best_seconds, measure_limits
+from octavo.ops.native.limits import best_seconds, measure_limits, measure_pairs
 
 SHAPES = ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (32000, 1024))
 TINY_SHAPES = ((1536, 256), (256, 768), (512, 256), (4096, 256))
 ROWS = (1, 2, 4, 8, 16, 32, 128, 512)
 TINY_ROWS = (1, 4, 16, 64)
-KINDS = ("float32", "bfloat16", "int8")
+KINDS = ("float32", "bfloat16", "bfloat16 pairs", "int8")
 ROW = (
-    "{kind:>9} {n:>6} {k:>5} {m:>4} {us:>10.2f} {gb_s:>7.1f} {gflop_s:>8.1f} "
+    "{kind:>14} {n:>6} {k:>5} {m:>4} {us:>10.2f} {gb_s:>7.1f} {gflop_s:>8.1f} "
     "{read_share:>6.0%} {fma_share:>6.0%} {limit_share:>6.0%}"
 )
 # The sub-commands for a CUDA device: what is measured, rounds, what --quick leaves.
@@ -70,7 +72,8 @@ ROTATION_BYTES = 160 << 20
 def make_weights(n: int, k: int, kind: str, total_bytes: int) -> list[LinearWeight]:
     """Distinct packed copies of a random weight (std 0.02) that together take `total_bytes`, at least one."""
     values = torch.randn(n, k) * 0.02
-    values = values.bfloat16() if kind == "bfloat16" else values
+    values = values.bfloat16() if kind.startswith("bfloat16") else values
+    native.set_bfloat16_chain("pairs" if kind == "bfloat16 pairs" else "single")
     first = pack_linear(values, "int8" if kind == "int8" else None)
     more = total_bytes // first.num_bytes
     return [first, *(pack_linear(values, "int8" if kind == "int8" else None) for _ in range(more))]
@@ -88,7 +91,7 @@ def measure(
     all_rows: tuple[int, ...],
     rotation: int,
     rounds: int,
-    limits: tuple[float, float],
+    limits: tuple[float, float, float],
 ) -> Iterator[dict[str, object]]:
     """One record per kind, shape and row count."""
     for kind, (n, k) in itertools.product(KINDS, shapes):
@@ -96,11 +99,14 @@ def measure(
         check(torch.randn(5, k), weights[0])
         check(torch.randn(40, k), weights[0])
         for m in all_rows:
-            x, out = torch.randn(m, k), torch.empty(m, n)
+            in_pairs = kind == "bfloat16 pairs"
+            products = limits[2] if in_pairs else limits[1]
+            dtype = torch.bfloat16 if in_pairs else torch.float32
+            x, out = torch.randn(m, k).to(dtype), torch.empty(m, n, dtype=dtype)
             turn = itertools.cycle(weights)
             seconds = best_seconds(lambda: linear(x, next(turn), None, None, out), rounds)  # noqa: B023
             gbytes, gflops = weights[0].num_bytes / seconds / 1e9, 2.0 * m * n * k / seconds / 1e9
-            floor = max(weights[0].num_bytes / limits[0] / 1e9, 2.0 * m * n * k / limits[1] / 1e9)
+            floor = max(weights[0].num_bytes / limits[0] / 1e9, 2.0 * m * n * k / products / 1e9)
             yield {
                 "kind": kind,
                 "n": n,
@@ -110,16 +116,19 @@ def measure(
                 "gb_s": round(gbytes, 1),
                 "gflop_s": round(gflops, 1),
                 "read_share": round(gbytes / limits[0], 3),
-                "fma_share": round(gflops / limits[1], 3),
+                "fma_share": round(gflops / products, 3),
                 "limit_share": round(floor / seconds, 3),
             }
 
 
 def cpu_matmul(args: argparse.Namespace) -> dict[str, object]:
     """Run the sub-command; prints the table and returns the JSON record."""
-    limits = measure_limits(args.rounds)
-    print(f"{native.isa()}, {native.num_threads()} threads: read {limits[0]:.1f} GB/s, FMA {limits[1]:.1f} GFLOP/s")
-    print(f"{'kind':>9} {'N':>6} {'K':>5} {'M':>4} {'us':>10} {'GB/s':>7} {'GFLOP/s':>8}   read    fma  limit")
+    limits = (*measure_limits(args.rounds), measure_pairs(args.rounds))
+    print(
+        f"{native.isa()}, {native.num_threads()} threads: read {limits[0]:.1f} GB/s, FMA {limits[1]:.1f} GFLOP/s, "
+        f"pairs {limits[2]:.1f}"
+    )
+    print(f"{'kind':>14} {'N':>6} {'K':>5} {'M':>4} {'us':>10} {'GB/s':>7} {'GFLOP/s':>8}   read    fma  limit")
     rows = []
     shapes = SHAPES[:2] if args.quick else SHAPES
     for record in itertools.chain(
@@ -134,6 +143,7 @@ def cpu_matmul(args: argparse.Namespace) -> dict[str, object]:
         "threads": native.num_threads(),
         "read_gb_s": round(limits[0], 1),
         "fma_gflop_s": round(limits[1], 1),
+        "pairs_gflop_s": round(limits[2], 1),
         "rows": rows,
     }
 

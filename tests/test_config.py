@@ -198,6 +198,28 @@ def test_defaults_on_cpu() -> None:
     assert {"dtype", "device", "attention_backend", "max_num_seqs", "max_model_len"} <= set(made.why)
 
 
+def test_bfloat16_follows_pairs_where_the_processor_multiplies_them() -> None:
+    best = dataclasses.replace(CPU, native_isas=("x86_64_v4_bf16", "x86_64_v4", "x86_64_v3"))
+    cases: list[tuple[DeviceFacts, dict[str, Any], str]] = [
+        (best, {"dtype": "bfloat16"}, "pairs"),
+        (best, {"dtype": "bfloat16", "bfloat16_chain": "single"}, "single"),
+        (best, {"dtype": "bfloat16", "native": "x86_64_v4"}, "single"),
+        (best, {"dtype": "bfloat16", "native": "x86_64_v4", "bfloat16_chain": "pairs"}, "pairs"),
+        (best, {"dtype": "bfloat16", "native": "off"}, "single"),
+        (best, {"dtype": "bfloat16", "quantization": "int8"}, "single"),
+        (best, {"dtype": "float32"}, "single"),
+        (best, {"dtype": "float32", "bfloat16_chain": "pairs"}, "single"),
+        (CPU, {"dtype": "bfloat16"}, "single"),
+        (CPU, {"dtype": "bfloat16", "bfloat16_chain": "pairs"}, "pairs"),
+    ]
+    for facts, settings, chain in cases:
+        assert resolved(facts=facts, **settings).bfloat16_chain == chain, settings
+    refused = ({"native": "off"}, {"quantization": "int8", "dtype": "bfloat16"})
+    for settings in refused:
+        with pytest.raises(ConfigError, match=r"bfloat16_chain.*'pairs'.*set auto or single"):
+            resolved(facts=best, bfloat16_chain="pairs", **settings)
+
+
 def test_threads_follow_the_user_then_omp_num_threads_then_the_cores() -> None:
     facts = dataclasses.replace(CPU, omp_num_threads=3)
     assert resolved(facts=facts).num_threads == 3 and resolved(facts=facts).why["num_threads"] == "OMP_NUM_THREADS"

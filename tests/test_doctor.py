@@ -118,7 +118,7 @@ def test_the_numerics_id_names_what_bits_depend_on() -> None:
     base = named()
     assert base == named(native="x86_64_v4") and base != named(native="none")
     changes: list[dict[str, Any]] = [{"dtype": "bfloat16"}, {"quantization": "int8"}, {"kv_cache_dtype": "fp8"}]
-    changes += [{"attention_backend": "reference"}, {"layer_backends": {"reference": [1]}}]
+    changes += [{"attention_backend": "reference"}, {"layer_backends": {"reference": [1]}}, {"bfloat16_chain": "pairs"}]
     for change in changes:
         assert base != named(**change), change
     assert len({base, *(named(device="cuda", gpu=name) for name in "AB")}) == 3

@@ -27,7 +27,7 @@ def _keep_threads():
 
 def attend(batch: Batch, operator: Any = paged_attention, **options) -> torch.Tensor:
     out = torch.full_like(batch.q, 7.0)
-    others = {name: options.pop(name) for name in ("alibi_slopes", "sinks") if name in options}
+    others = {name: options.pop(name) for name in ("alibi_slopes", "sinks", "in_pairs") if name in options}
     operator(*batch.args(), out, mask_spec=MaskSpec(batch.q.shape[2] ** -0.5, **options), **others)
     return out
 
@@ -49,6 +49,11 @@ def test_native_equals_the_reference(seed: int) -> None:
     paged_attention_eager(*batch.args(), expected, mask_spec=MaskSpec(head_size**-0.5, **options))
     tolerance = {"atol": 1e-5, "rtol": 0} if dtype == torch.float32 else {"atol": 1e-3, "rtol": 2**-8}
     torch.testing.assert_close(attend(batch, **options).float(), expected, **tolerance)
+    in_pairs = attend(batch, in_pairs=True, **options)
+    if dtype == torch.float32:
+        assert torch.equal(in_pairs, attend(batch, **options)), "pairs are of bfloat16 alone"
+    else:  # the softmax's weights have 8 bits
+        torch.testing.assert_close(in_pairs.float(), expected, atol=4e-3, rtol=2**-7)
 
 
 def _history(dtype: torch.dtype = torch.float32, num_tokens: int = 1200) -> History:
@@ -60,6 +65,10 @@ def _eager_as_on_a_gpu(*arguments: Any, **options: Any) -> None:
         paged_attention_eager(*arguments, **options)
 
 
+def _in_pairs(*arguments: Any, **options: Any) -> None:
+    paged_attention(*arguments, in_pairs=True, **options)
+
+
 EDGES = sorted({1, 2, TILE - 1, TILE, TILE + 1, LEAF - 1, LEAF, LEAF + 1, 2 * LEAF + 5, 1200})
 
 
@@ -67,6 +76,7 @@ EDGES = sorted({1, 2, TILE - 1, TILE, TILE + 1, LEAF - 1, LEAF, LEAF + 1, 2 * LE
     "operator",
     [
         pytest.param(paged_attention, marks=needs_native, id="native"),
+        pytest.param(_in_pairs, marks=needs_native, id="in pairs"),
         pytest.param(paged_attention_eager, id="eager"),
         pytest.param(_eager_as_on_a_gpu, id="eager, large tiles"),
     ],
@@ -127,47 +137,58 @@ def test_neighbours_do_not_move_bits() -> None:
     assert torch.equal(crowd[201:204], alone)
 
 
+FORMS = pytest.mark.parametrize(
+    ("dtype", "in_pairs"), [(torch.float32, False), (torch.bfloat16, True)], ids=["float32", "in pairs"]
+)
+
+
 @needs_native
-def test_block_size_placement_and_layout_do_not_move_bits() -> None:
-    rows = [(_history(), 1111, 70), (_history(), 33, 1)]
-    expected = attend(make_batch(rows, 16))
+@FORMS
+def test_block_size_placement_and_layout_do_not_move_bits(dtype: torch.dtype, in_pairs: bool) -> None:
+    rows = [(_history(dtype), 1111, 70), (_history(dtype), 33, 1)]
+    expected = attend(make_batch(rows, 16), in_pairs=in_pairs)
     for seed, block_size in enumerate((8, 16, 64, 7)):
         for heads_last in (False, True):
             batch = make_batch(rows, block_size, seed=seed, heads_last=heads_last)
-            assert torch.equal(attend(batch), expected), (block_size, heads_last)
+            assert torch.equal(attend(batch, in_pairs=in_pairs), expected), (block_size, heads_last)
 
 
 @needs_native
+@FORMS
 @pytest.mark.parametrize("rows", [[(1200, 1)], [(1200, 400)], [(1200, 1), (1100, 2), (5, 5)]])
-def test_threads_do_not_move_bits(rows: list[tuple[int, int]]) -> None:
-    batch = make_batch([(make_history(4, 1200, 16, 2, 128, torch.float32), *row) for row in rows], 16)
+def test_threads_do_not_move_bits(rows: list[tuple[int, int]], dtype: torch.dtype, in_pairs: bool) -> None:
+    batch = make_batch([(make_history(4, 1200, 16, 2, 128, dtype), *row) for row in rows], 16)
     native.set_num_threads(1)
-    expected = attend(batch)
+    expected = attend(batch, in_pairs=in_pairs)
     for threads in (2, 3, 8):
         native.set_num_threads(threads)
-        assert torch.equal(attend(batch), expected), threads
+        assert torch.equal(attend(batch, in_pairs=in_pairs), expected), threads
 
 
 @needs_native
-def test_instruction_sets_have_the_same_bits() -> None:
+@pytest.mark.parametrize("in_pairs", [False, True])
+def test_instruction_sets_have_the_same_bits(in_pairs: bool) -> None:
     if len(native.built_isas()) < 2:
         pytest.skip("only one instruction set is built and runs here")
-    for head_size in (16, 40, 128):
+    for head_size in (16, 33, 40, 128):
         history = make_history(6, 700, 8, 2, head_size, torch.bfloat16)
         batch = make_batch([(history, 700, 90), (history, 40, 1)], 16)
         results = []
         for isa in native.built_isas():
             with native.using(isa):
-                results.append(attend(batch, soft_cap=10.0, window=300))
+                results.append(attend(batch, soft_cap=10.0, window=300, in_pairs=in_pairs))
         assert all(torch.equal(result, results[0]) for result in results[1:])
 
 
 @needs_native
-def test_a_later_token_with_nan_does_not_reach_earlier_queries() -> None:
-    history = _history(num_tokens=100)
-    clean = attend(make_batch([(history, 100, 100)], 16))
-    history.kv[60:] = float("nan")
-    assert torch.equal(attend(make_batch([(history, 100, 100)], 16))[:60], clean[:60])
+@FORMS
+@pytest.mark.parametrize("first", [60, 61])
+def test_a_later_token_with_nan_does_not_reach_earlier_queries(first: int, dtype: torch.dtype, in_pairs: bool) -> None:
+    history = _history(dtype, num_tokens=100)
+    clean = attend(make_batch([(history, 100, 100)], 16), in_pairs=in_pairs)
+    history.kv[first:] = float("nan")
+    seen = attend(make_batch([(history, 100, 100)], 16), in_pairs=in_pairs)
+    assert torch.equal(seen[:first], clean[:first]) and seen[first:].isnan().all()
 
 
 @needs_native

@@ -69,7 +69,7 @@ def test_thread_count_must_be_positive() -> None:
 
 @needs_native
 def test_vector_lanes_fit_the_instruction_set() -> None:
-    lanes = {"x86_64_v4": 16, "x86_64_v3": 8, "base": 4}
+    lanes = {"x86_64_v4_bf16": 16, "x86_64_v4": 16, "x86_64_v3": 8, "base": 4}
     for isa in native.built_isas():
         with native.using(isa):
             assert native.lib().octavo_vector_lanes() == lanes[isa]

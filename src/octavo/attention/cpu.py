@@ -44,6 +44,7 @@ class CpuBackend(BackendFrame):
                 "attention backend 'cpu' needs the native library, which is not built or is switched off: build it "
                 "with `python setup.py build_ext --inplace`, or set attention_backend='reference'"
             )
+        self._in_pairs = native.multiplies_in_pairs()  # as the weights were packed
 
     def attend(
         self, q: torch.Tensor, kv: torch.Tensor, spec: AttentionSpec, out: torch.Tensor, layer: LayerTensors
@@ -60,4 +61,5 @@ class CpuBackend(BackendFrame):
             sinks=layer.sinks,
             key_scale=layer.key_scale,
             value_scale=layer.value_scale,
+            in_pairs=self._in_pairs,
         )

@@ -170,20 +170,25 @@ def _host(per_step: dict[str, float]) -> dict[str, float]:
 
 
 def machine_limits() -> dict[str, float]:
-    """What this machine can do at most, now, with the engine's threads: GB/s of streaming reads, float32 GFLOP/s."""
+    """What this machine can do at most, now, with the engine's threads: GB/s of streaming reads, GFLOP/s.
+
+    GFLOP/s are of float32, and of bfloat16 in pairs where the processor multiplies those.
+    """
     from octavo.ops import native
-    from octavo.ops.native.limits import measure_limits
+    from octavo.ops.native.limits import measure_limits, measure_pairs
 
     if not native.available():
         return {}
     read, fma = measure_limits()
-    return {"read_gb_s": read, "fma_gflop_s": fma}
+    pairs = {"pairs_gflop_s": measure_pairs()} if native.isa() == native.MULTIPLIES_PAIRS else {}
+    return {"read_gb_s": read, "fma_gflop_s": fma, **pairs}
 
 
-def _limit(name: str, row: dict[str, float], limits: dict[str, float]) -> str:
+def _limit(name: str, row: dict[str, float], limits: dict[str, float], *, in_pairs: bool) -> str:
     """The row's distance to the limit, in words; empty where none applies."""
-    if name == "throughput" and "fma_gflop_s" in limits:
-        return f"{row['gflop_s'] / limits['fma_gflop_s']:.0%} of {limits['fma_gflop_s']:.0f} GFLOP/s"
+    products = limits.get("pairs_gflop_s" if in_pairs else "fma_gflop_s") or limits.get("fma_gflop_s")
+    if name == "throughput" and products:
+        return f"{row['gflop_s'] / products:.0%} of {products:.0f} GFLOP/s"
     if name == "latency" and "read_gb_s" in limits:
         return f"{row['weight_gb_s'] / limits['read_gb_s']:.0%} of {limits['read_gb_s']:.1f} GB/s"
     return ""
@@ -230,7 +235,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in names:
         row = WORKLOADS[name](arguments.shape, fields)
         results[name] = row
-        print(f"{arguments.shape} {fields['dtype']} {arguments.quantization or ''} {name}: {_limit(name, row, limits)}")
+        in_pairs = fields["dtype"] == "bfloat16" and not arguments.quantization
+        limit = _limit(name, row, limits, in_pairs=in_pairs)
+        print(f"{arguments.shape} {fields['dtype']} {arguments.quantization or ''} {name}: {limit}")
         for key, value in row.items():
             print(f"  {key:24} {value:12.3f}")
     document["machine"] = platform.processor() or platform.machine()

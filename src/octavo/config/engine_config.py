@@ -52,6 +52,7 @@ _GENERATION_KEYS = (
     "max_new_tokens",
 )  # fmt: skip
 MAX_THREADS = 1024
+MULTIPLIES_PAIRS = "x86_64_v4_bf16"  # the instruction set with vdpbf16ps
 _INT32_MAX = 2**31 - 1
 _INT64_MAX = 2**63 - 1
 
@@ -92,7 +93,11 @@ class EngineConfig:
     )  # fmt: skip
     native: str = setting(
         "auto", "compiled CPU operators: the best that run here, one instruction set's, or off (reference)", "str",
-        choices=("auto", "off", "base", "x86_64_v3", "x86_64_v4"), aliases={"1": "auto", "0": "off"},
+        choices=("auto", "off", "base", "x86_64_v3", "x86_64_v4", MULTIPLIES_PAIRS), aliases={"1": "auto", "0": "off"},
+    )  # fmt: skip
+    bfloat16_chain: str = setting(
+        "auto", "order of bfloat16's sums on a CPU: pairs as vdpbf16ps adds them (auto: where the processor has it), "
+        "or single, alike everywhere", "str", choices=("auto", "pairs", "single"),
     )  # fmt: skip
     num_threads: int | None = setting(
         None, "CPU threads (default: OMP_NUM_THREADS, else the cores)", "int", low=1, high=MAX_THREADS
@@ -260,6 +265,7 @@ class Resolved:
     quantization: str | None
     numerics: str
     native: str  # instruction set of the compiled operators in use, or "none"
+    bfloat16_chain: str  # pairs | single
     num_threads: int
     enforce_eager: bool
     attention_backend: str
@@ -318,6 +324,7 @@ def resolve(config: EngineConfig, arch: Arch, facts: DeviceFacts) -> Resolved:
         device=device,
         dtype=dtype,
         native=native,
+        bfloat16_chain=_resolve_bfloat16_chain(config, native, dtype, why),
         num_threads=num_threads,
         attention_backend=_resolve_attention(config, arch, device, native != "none", why),
         layer_backends=read_layer_backends(config.attention_config),
@@ -376,6 +383,20 @@ def _resolve_native(config: EngineConfig, facts: DeviceFacts, device: str) -> st
         known = ", ".join(facts.native_isas) or "none"
         raise ConfigError("native", config.native, f"not built, or not for this processor; there are: {known}")
     return config.native
+
+
+def _resolve_bfloat16_chain(config: EngineConfig, native: str, dtype: str, why: dict[str, str]) -> str:
+    """Pairs only where products are of bfloat16 by bfloat16: float32 rows and widened weights know the other alone."""
+    asked = config.bfloat16_chain
+    if asked == "pairs" and (native == "none" or config.quantization):
+        reason = "weights in int8 are widened" if config.quantization else "the compiled CPU operators are not in use"
+        raise ConfigError("bfloat16_chain", "pairs", reason, "set auto or single")
+    if dtype != "bfloat16" or config.quantization:
+        return "single"
+    if asked == "auto" and native == MULTIPLIES_PAIRS:
+        why["bfloat16_chain"] = "the processor multiplies pairs"
+        return "pairs"
+    return "single" if asked == "auto" else asked
 
 
 def _resolve_dtype(config: EngineConfig, arch: Arch, device: str, why: dict[str, str]) -> str:

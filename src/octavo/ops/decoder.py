@@ -42,7 +42,7 @@ class _LayerHeader(ctypes.Structure):
         *((name, _P) for name in ("qkv_bias", "output_bias", "q_norm", "k_norm", "cos_sin")),
         *((name, _I) for name in ("num_heads", "num_kv_heads", "head_size", "rotary_size", "window")),
         *((name, _F) for name in ("eps", "head_eps", "scale", "soft_cap")),
-        ("activation", _C),
+        *((name, _C) for name in ("activation", "in_pairs")),
     )
 
 
@@ -92,6 +92,11 @@ class DecoderLayerOperands:
     key_scale: Tensor | None = None  # [kv_heads] float32, of a quantized cache
     value_scale: Tensor | None = None
 
+    @property
+    def in_pairs(self) -> bool:
+        """Whether attention sums as the products do, in pairs."""
+        return self.qkv.kind == "bfloat16 pairs"
+
     def rotation(self, positions: Tensor, slot_mapping: Tensor) -> Rotation:
         """What becomes of the projection of tokens."""
         return Rotation(
@@ -121,6 +126,7 @@ class DecoderLayerOperands:
             num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_size=self.head_size,
             rotary_size=self.cos_sin.shape[1], window=self.window, eps=self.eps, head_eps=self.head_eps,
             scale=self.scale, soft_cap=self.soft_cap, activation=GATED_KINDS[self.activation],
+            in_pairs=self.in_pairs,
         )  # fmt: skip
 
 
@@ -331,7 +337,7 @@ class BoundDecoder:
             paged_attention(
                 q, kv, start[: count + 1], group.seq_lens[:count], group.block_table[:count], attended,
                 mask_spec=MaskSpec(layer.scale, layer.window, soft_cap=layer.soft_cap), key_scale=layer.key_scale,
-                value_scale=layer.value_scale,
+                value_scale=layer.value_scale, in_pairs=layer.in_pairs,
             )  # fmt: skip
             x, residual = leave_attention_composed(layer, attended, residual)
         return last_norm(x, residual, self._norm, self._eps)

@@ -123,11 +123,11 @@ def numerics_contract(resolved: Resolved, *, native: str, gpu: str = "") -> dict
 
     Two engines whose contracts have the same `numerics_id` give the same bits. Instruction sets are not part of it
     where all compiled libraries agree; whether the compiled operators serve at all is (`native`: "none" if they do
-    not). On a GPU (`gpu` is its name) the compiler of its kernels is.
+    not), and which chain their bfloat16 products follow. On a GPU (`gpu` is its name) the compiler of its kernels is.
     """
     installed = versions()
-    compiler = {"gpu": gpu, "triton": installed["triton"]} if resolved.device == "cuda" else {}
-    return compiler | {
+    on_gpu = {"gpu": gpu, "triton": installed["triton"]}
+    return (on_gpu if resolved.device == "cuda" else {"bfloat16 chain": resolved.bfloat16_chain}) | {
         "operators": _source_digest(Path(__file__).parents[1]),
         "torch": installed["torch"],
         "machine": f"{platform.system()} {platform.machine()}",

@@ -79,6 +79,7 @@ def select_operators(resolved: Resolved) -> None:
         matmul.select(resolved.numerics)
     torch.set_num_threads(resolved.num_threads)
     native.select(resolved.native)
+    native.set_bfloat16_chain(resolved.bfloat16_chain)
     if native.available():
         native.set_num_threads(resolved.num_threads)
 

@@ -9,6 +9,10 @@ position 0 inside absolute leaves of LEAF tokens. Within a leaf an online softma
 leaves are folded in ascending order. A dot product is 16 lane sums, then a fixed tree. All in float32. What a query
 does not see is never read for it and takes part in no sum, so a tile that is seen in part equals any other way to see
 that part.
+
+`in_pairs`, of bfloat16 over a bfloat16 cache: a dot product is the chain of pairs of `octavo.ops.gemm` over the
+channels. The softmax's weights are rounded to bfloat16 before they are summed. Values are added in that chain too, by
+pairs of tokens (2t, 2t + 1), where a token that is not seen counts as weight 0 and value 0.
 """
 
 from __future__ import annotations
@@ -40,7 +44,7 @@ class _Extras(ctypes.Structure):
     """`octavo::AttentionExtras` of operators.h."""
 
     _fields_ = (("chunk", I64), *((name, PTR) for name in ("alibi", "sinks", "key_scale", "value_scale")),
-                ("causal", I32), ("kv_dtype", I32))  # fmt: skip
+                ("causal", I32), ("kv_dtype", I32), ("in_pairs", I32))  # fmt: skip
 
 
 @functools.cache
@@ -63,6 +67,7 @@ def paged_attention(
     sinks: torch.Tensor | None = None,
     key_scale: torch.Tensor | None = None,
     value_scale: torch.Tensor | None = None,
+    in_pairs: bool = False,
 ) -> None:
     """Attention of each row's queries, the last of its `seq_lens[row]` tokens, written to `out`.
 
@@ -74,7 +79,8 @@ def paged_attention(
     alibi_slopes, one per head, add slope * (key - query) to the capped score. sinks: [heads] float32, a logit that
     joins the softmax and has no value. value_size: latent attention: kv is [blocks, 1, block_size, head_size], V is
     K's first `value_size` channels, out [tokens, heads, value_size]. key_scale, value_scale: [kv_heads] float32, what a
-    quantized cache's K and V are multiplied with.
+    quantized cache's K and V are multiplied with. in_pairs: sum as a processor that multiplies pairs does, where q and
+    kv are bfloat16; the reference implementation does not know it.
     """
     library = native.lib()
     if not library or q.dtype not in native.DTYPE_CODES or kv.dtype not in {q.dtype, *_NARROW}:
@@ -90,7 +96,7 @@ def paged_attention(
     kv_block, kv_head, kv_token, _ = kv.stride()
     assert q.dtype == out.dtype, "queries and output share a dtype"
     extras = None
-    if mask_spec.chunk or alibi_slopes or sinks is not None or not mask_spec.causal or kv.dtype != q.dtype:
+    if in_pairs or mask_spec.chunk or alibi_slopes or sinks is not None or not mask_spec.causal or kv.dtype != q.dtype:
         extras = ctypes.byref(
             _Extras(
                 mask_spec.chunk,
@@ -98,6 +104,7 @@ def paged_attention(
                 *(None if each is None else each.data_ptr() for each in (sinks, key_scale, value_scale)),
                 mask_spec.causal,
                 native.CACHE_CODES[kv.dtype],
+                in_pairs,
             )
         )
     library.octavo_paged_attention(

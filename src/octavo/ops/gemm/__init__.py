@@ -2,7 +2,11 @@
 
 Owns the packed form of a weight (layout: native/panels.h; on a GPU the plain [N, K] tensor), int8 quantization, and
 the canonical arithmetic of a product: every output is one chain `acc = fma(x[k], w[k], acc)` over k = 0..K-1 in
-float32 (on a GPU, `gpu.matmul` states it), then the bias, then one rounding. It knows nothing of layers or checkpoints.
+float32 (on a GPU, `gpu.matmul` states it), then the bias, then one rounding. bfloat16 weights may be packed in pairs
+of k (`native.set_bfloat16_chain`). bfloat16 rows then follow the chain that a processor's vdpbf16ps computes: for each
+pair `acc = fma(x[2p + 1], w[2p + 1], acc)`, then `acc = fma(x[2p], w[2p], acc)`; denormals, of operands and of results,
+are zeros, and an odd K is padded with a zero. float32 rows follow the first chain. It knows nothing of layers or
+checkpoints.
 Invariant: a row's bits depend on that row and the weight only: not on the number of rows, threads or the processor's
 vector width. The reference implementation keeps the same promise with its own bits (it sums in its library's order).
 """
@@ -27,7 +31,7 @@ native.declare("octavo_pack", [_P, _I, _C, _I, _I, _C, _P])
 PANEL = 32
 GROUP = 32
 # Weight kinds -> their number in the C ABI.
-KINDS = {"float32": 0, "bfloat16": 1, "int8": 2}
+KINDS = {"float32": 0, "bfloat16": 1, "int8": 2, "bfloat16 pairs": 3}
 QUANTIZATIONS = ("int8",)
 
 
@@ -46,7 +50,7 @@ class LinearWeight:
 
     n: int
     k: int
-    kind: str  # "float32" | "bfloat16" | "int8", on a GPU also "float16"
+    kind: str  # "float32" | "bfloat16" | "int8" | "bfloat16 pairs", on a GPU also "float16"
     storage: Tensor  # uint8: panels (native); or [n, k]: the exact values, float32 (eager) or of their kind (GPU)
     header: int = 0  # address of the C header, 0 for the eager form
     _keep: tuple[object, ...] = field(default=(), repr=False)
@@ -72,7 +76,8 @@ class LinearWeight:
 def pack_linear(weight: Tensor, quantization: str | None = None) -> LinearWeight:
     """Pack weight [N, K] for `linear`.
 
-    Without quantization bfloat16 stays bfloat16 and float32 float32; float16 becomes float32 (exact). "int8" is
+    Without quantization bfloat16 stays bfloat16 (in the chain that is set) and float32 float32; float16 becomes float32
+    (exact). "int8" is
     symmetric, one bfloat16 scale for 32 consecutive k of an output channel (8.5 bits a weight, the grain of
     llama.cpp's q8_0); a scale has 8 significant bits, so int8 times scale is exact in float32 and the product is
     the same chain as for the other kinds. On a GPU the weight is kept as it is, in its dtype and memory.
@@ -86,8 +91,10 @@ def pack_linear(weight: Tensor, quantization: str | None = None) -> LinearWeight
         return _plain_gpu_weight(weight, quantization)
     if quantization == "int8":
         kind = "int8"
+    elif weight.dtype == torch.bfloat16:
+        kind = "bfloat16 pairs" if native.multiplies_in_pairs() else "bfloat16"
     else:
-        kind = "bfloat16" if weight.dtype == torch.bfloat16 else "float32"
+        kind = "float32"
     if weight.dtype not in native.DTYPE_CODES:
         weight = weight.float()
     lib = native.lib()
@@ -119,7 +126,7 @@ def packed_bytes(n: int, k: int, dtype: torch.dtype, quantization: str | None, d
     rows = -(-n // PANEL) * PANEL
     if quantization == "int8":
         return rows * -(-k // GROUP) * (GROUP + 2)
-    return rows * k * (2 if dtype == torch.bfloat16 else 4)
+    return rows * (k + k % 2) * 2 if dtype == torch.bfloat16 else rows * k * 4  # pairs pad an odd k
 
 
 def _plain_gpu_weight(weight: Tensor, quantization: str | None) -> LinearWeight:
@@ -228,6 +235,9 @@ def unpack(weight: LinearWeight) -> Tensor:
         rows = weight.storage.view(torch.float32).view(panels, k, PANEL)
     elif weight.kind == "bfloat16":
         rows = _straight(weight.storage.view(torch.bfloat16).view(panels, k, PANEL)).float()
+    elif weight.kind == "bfloat16 pairs":
+        pairs = weight.storage.view(torch.bfloat16).view(panels, -1, PANEL, 2)
+        rows = pairs.transpose(2, 3).flatten(1, 2)[:, :k].float()
     else:
         groups = weight.storage.view(panels, -1, (GROUP + 2) * PANEL)
         scales = _straight(groups[..., : 2 * PANEL].contiguous().view(torch.bfloat16)).float()

@@ -2,13 +2,16 @@
 
 Owns which library serves (one per instruction set, built by setup.py, none without a compiler) and the C signatures.
 It does not know what an operator computes. Nothing is loaded at import; the first `lib()` loads.
-Invariant: all libraries give the same bits, so the choice is one of speed only.
+Invariant: all libraries give the same bits, so the choice is one of speed only. Which of the two chains of bfloat16
+products an engine follows (`set_bfloat16_chain`) is a choice of bits: a packed weight or a cache's attention keeps the
+one that was set when it was made.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -27,6 +30,7 @@ CACHE_CODES = {**DTYPE_CODES, torch.float8_e4m3fn: 2, torch.int8: 3}  # of what 
 
 _FOLDER = Path(__file__).parent
 _ISA_OF_CAPABILITY = {"AVX512": ("x86_64_v4", "x86_64_v3"), "AVX2": ("x86_64_v3",)}
+MULTIPLIES_PAIRS = "x86_64_v4_bf16"  # AVX-512 with vdpbf16ps; the other libraries emulate that, slowly
 
 
 class NullLibrary:
@@ -47,6 +51,7 @@ _NULL = NullLibrary()
 _signatures: dict[str, tuple[Any, list[Any]]] = {}
 _loaded: dict[str, Any] = {}
 _active: Any = None
+_in_pairs = False
 
 
 def lib() -> Any:
@@ -60,13 +65,33 @@ def available() -> bool:
 
 
 def isa() -> str:
-    """The instruction set in use: "x86_64_v4", "x86_64_v3", "base" or "none"."""
+    """The instruction set in use: "x86_64_v4_bf16", "x86_64_v4", "x86_64_v3", "base" or "none"."""
     return str(lib().isa)
 
 
 def built_isas() -> tuple[str, ...]:
-    """The libraries that are built and that this processor can run, best first."""
-    return tuple(name for name in _candidates() if _path(name).exists())
+    """The libraries that are built and that this processor can run, best first.
+
+    One whose products of pairs have other bits than the emulation is not among them: to know that, it is loaded.
+    """
+    found = (name for name in _candidates() if _path(name).exists())
+    return tuple(name for name in found if name != MULTIPLIES_PAIRS or _agrees(name))
+
+
+def set_bfloat16_chain(name: str) -> None:
+    """What weights packed and attention made from now on do with bfloat16: follow the chain "pairs" or "single".
+
+    `octavo.ops.gemm` says what they are. Both run on every library; float32 rows know "single" alone.
+    """
+    global _in_pairs
+    if name not in ("pairs", "single"):
+        raise ValueError(f"unknown chain {name!r} of bfloat16 products: known are pairs, single")
+    _in_pairs = name == "pairs"
+
+
+def multiplies_in_pairs() -> bool:
+    """Whether `set_bfloat16_chain` has set "pairs", and compiled operators serve."""
+    return _in_pairs and available()
 
 
 def declare(name: str, argtypes: Sequence[Any], restype: Any = None) -> None:
@@ -137,7 +162,24 @@ def _activate() -> Any:
 
 def _candidates() -> tuple[str, ...]:
     # torch has asked the processor already; its AVX2 and AVX512 levels imply what setup.py compiles for.
-    return _ISA_OF_CAPABILITY.get(torch.backends.cpu.get_cpu_capability(), ("base",))
+    names = _ISA_OF_CAPABILITY.get(torch.backends.cpu.get_cpu_capability(), ("base",))
+    has_pairs = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    return (MULTIPLIES_PAIRS, *names) if names[0] == "x86_64_v4" and has_pairs() else names
+
+
+@functools.cache
+def _agrees(name: str) -> bool:
+    """Whether library `name` multiplies pairs on this processor as the emulation does."""
+    generator = torch.Generator().manual_seed(0)
+    words = torch.randint(-(1 << 31), 1 << 31, (3, 1 << 14), generator=generator, dtype=torch.int64).to(torch.int32)
+    words[:, : 1 << 13] &= -0x3E003E01  # small exponents: sums that leave the normal numbers
+    # 2^-126 - 1.5 * 2^-151 is less than the least normal number, and rounds up to it among denormals
+    words[0, 0], words[1, 0], words[2, 0] = 0x00800000, -0x5E400000, 0x12000000
+    own, emulated = torch.empty_like(words[0]), torch.empty_like(words[0])
+    for emulates, out in enumerate((own, emulated)):
+        _load(name).octavo_dot_pairs(*(each.data_ptr() for each in (*words, out)), words.shape[1], emulates)
+    sums = own.view(torch.float32), emulated.view(torch.float32)
+    return bool(((own == emulated) | (sums[0].isnan() & sums[1].isnan())).all())
 
 
 def _path(name: str) -> Path:
@@ -170,3 +212,4 @@ declare("octavo_set_num_threads", [I32])
 declare("octavo_num_threads", [], I32)
 declare("octavo_vector_lanes", [], I32)
 declare("octavo_advise_huge", [PTR, I64])
+declare("octavo_dot_pairs", [PTR, PTR, PTR, PTR, I64, I32])

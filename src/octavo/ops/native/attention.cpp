@@ -4,59 +4,23 @@
 // Per leaf of LEAF tokens an online softmax over tiles of TILE tokens, both counted from position 0; leaves are folded
 // in ascending order. Whether leaves of a task run one after another or on several threads, the arithmetic is the same.
 // A query row's sums run over exactly the tokens that it sees: a token that only a neighbour sees adds nothing.
+// bfloat16 queries over a bfloat16 cache may be multiplied in pairs, with sums of their own (attention_pairs.h).
 #include <algorithm>
 #include <cmath>
 #include <vector>
 
+#include "include/attention_pairs.h"
+#include "include/attention_plan.h"
 #include "include/attention_rows.h"
 #include "include/operators.h"
 
 namespace octavo {
 namespace {
 
-constexpr int LEAF = 512;  // octavo.ops.attention.LEAF
-constexpr int MAX_ROWS = 64;
-constexpr int64_t GRAIN = 1 << 18;  // work units (multiply-adds) worth a thread
+using Call = AttentionCall;
+using Task = AttentionTask;
+
 static_assert(TILE == 32 && LEAF % TILE == 0, "two vectors of 16 lanes per tile");
-
-struct Call {
-    const void* q;
-    void* out;
-    const void* kv;
-    const int32_t *query_start, *seq_lens, *block_table;
-    int64_t q_token, q_head, out_token, out_head;     // strides, elements
-    int64_t kv_block, kv_head, kv_token, table_row;   // strides, elements
-    int64_t num_rows, num_heads, num_kv_heads, head_size, block_size, window;
-    int64_t value_size;  // latent: V is K's first channels; 0: V, of head_size, stands behind K
-    float scale, soft_cap;
-    AttentionExtras extras;
-
-    // The keys that a query at `position` of a row sees.
-    Range seen(int64_t row, int64_t position) const {
-        int64_t begin = window > 0 ? std::max(position - window + 1, int64_t(0)) : 0;
-        if (extras.chunk > 0) begin = std::max(begin, position / extras.chunk * extras.chunk);
-        if (extras.causal) return {begin, position + 1};
-        int64_t end = seq_lens[row];
-        if (window > 0) end = std::min(end, position + window);
-        if (extras.chunk > 0) end = std::min(end, (position / extras.chunk + 1) * extras.chunk);
-        return {begin, end};
-    }
-    // The largest range that a task's queries see together.
-    Range seen_by(int64_t row, int64_t first, int64_t count) const {
-        return {seen(row, first).begin, seen(row, first + count - 1).end};
-    }
-    int64_t value_start() const { return value_size > 0 ? 0 : head_size; }
-    int64_t out_size() const { return value_size > 0 ? value_size : head_size; }
-    int64_t group() const { return num_heads / num_kv_heads; }
-    int64_t padded() const { return (head_size + 15) / 16 * 16; }
-};
-
-struct Task {
-    int64_t row, head, first_query, num_queries;
-    int64_t position;                // of the first query
-    int64_t first_leaf, num_leaves;  // that the task covers
-    int64_t slot;                    // split tasks: the first of its partials in the workspace; else -1
-};
 
 // What a set of query rows has seen so far: out = acc / sum.
 struct Partial {
@@ -81,14 +45,15 @@ struct Partial {
 
 // Per-thread buffers of a task.
 struct Work {
-    float *q, *weights, *rows_copy, *lane_sums;  // [rows][padded], [rows][TILE], [TILE][padded], [rows][16]
+    float *q, *weights, *rows_copy, *lane_sums;  // [rows][padded], [rows][TILE], [TILE][padded32], [rows][16]
     float *running, *leaf;                       // Partial
     int32_t* positions;  // [rows]
     const float* pointers[TILE];         // K or V of the tile's tokens, padded float32
     const char *here[TILE], *next[TILE];  // cache rows of this tile's and the next tile's tokens
 };
 
-template <class T, class K>
+// In pairs: `q` are the blocks of score_rows, `weights` end as bfloat16, `rows_copy` holds a tile's keys or values.
+template <class T, class K, bool PAIRS>
 class Leaf {
   public:
     Leaf(const Call& call, const Task& task, Work& work)
@@ -110,8 +75,13 @@ class Leaf {
             if (located != start) locate(start, tile, work_.here);
             located = start + TILE;
             if (located < all.end) locate(located, {0, std::min(all.end - located, int64_t(TILE))}, work_.next);
-            scores(start, tile, to);
-            values(start, tile, to);
+            if constexpr (PAIRS) {
+                scores_in_pairs(start, to);
+                values_in_pairs(start, to);
+            } else {
+                scores(start, tile, to);
+                values(start, tile, to);
+            }
             std::swap(work_.here, work_.next);
         }
         for (int64_t r = 0; r < num_rows_; ++r) to.sum[r] = reduce_add(lanes16::load(work_.lane_sums + r * 16));
@@ -182,6 +152,18 @@ class Leaf {
         }
     }
 
+    void scores_in_pairs(int64_t start, Partial to) {
+        transpose_keys(work_.here, call_.head_size, {work_.next, 0, sizeof(K)}, work_.rows_copy);
+        const int64_t passes = (num_rows_ + MAX_TILE - 1) / MAX_TILE;
+        for (int64_t pass = 0; pass < passes; ++pass) {
+            const int64_t r = num_rows_ * pass / passes, end = num_rows_ * (pass + 1) / passes;
+            if (Range{seen_in(r, start).begin, seen_in(end - 1, start).end}.empty()) continue;
+            score_rows_for(int(end - r))(work_.q + r * ROW, num_rows_ * ROW, padded_ / 2, work_.rows_copy,
+                                         work_.weights + r * TILE);
+            for (int64_t i = r; i < end; ++i) soften(i, start, seen_in(i, start), to);
+        }
+    }
+
     void soften(int64_t r, int64_t start, Range range, Partial to) {
         if (range.empty()) return;
         float* row = work_.weights + r * TILE;
@@ -212,11 +194,16 @@ class Leaf {
             for (int h = 0; h < 2; ++h) {
                 vf x = vexp_weight(s[h].v[i] - now);
                 if (!whole) x = visible(h * 16 + i * VL, range) ? x : vf{};
+                if constexpr (PAIRS) x = as_float(bf16_bits(x) << 16);
                 s[h].v[i] = x;
             }
             sum.v[i] = sum.v[i] + (s[0].v[i] + s[1].v[i]);
         }
-        for (int h = 0; h < 2; ++h) s[h].store(row + h * 16);
+        if constexpr (PAIRS) {
+            for (int h = 0; h < 2; ++h) s[h].store(reinterpret_cast<bf16*>(row) + h * 16);
+        } else {
+            for (int h = 0; h < 2; ++h) s[h].store(row + h * 16);
+        }
         sum.store(work_.lane_sums + r * 16);
     }
 
@@ -253,6 +240,28 @@ class Leaf {
     void weigh_one(int64_t r, Range range, Partial to) {
         if (range.empty()) return;
         weigh_rows<1>(to.acc + r * padded_, padded_, work_.weights + r * TILE, work_.pointers, range, Ahead{});
+    }
+
+    void values_in_pairs(int64_t start, Partial to) {
+        const int64_t value_bytes = call_.value_start() * sizeof(K);
+        pair_values(work_.here, value_bytes, call_.out_size(), padded_, {work_.next, value_bytes, sizeof(K)},
+                    work_.rows_copy);
+        for (int64_t r = 0; r < num_rows_; r += VALUE_ROWS) {
+            const int64_t rows = std::min(num_rows_ - r, int64_t(VALUE_ROWS));
+            // Of the tokens that all rows see, the whole pairs; see `values`.
+            Range common = {(seen_in(r + rows - 1, start).begin + 1) / 2 * 2, seen_in(r, start).end / 2 * 2};
+            if (common.empty()) {
+                for (int64_t i = r; i < r + rows; ++i) weigh_alone(i, seen_in(i, start), to);
+                continue;
+            }
+            for (int64_t i = r; i < r + rows; ++i) weigh_alone(i, {seen_in(i, start).begin, common.begin}, to);
+            weigh_pairs_for(int(rows))(to.acc + r * padded_, padded_, work_.weights + r * TILE, work_.rows_copy,
+                                       common.begin / 2, common.end / 2);
+            for (int64_t i = r; i < r + rows; ++i) weigh_alone(i, {common.end, seen_in(i, start).end}, to);
+        }
+    }
+    void weigh_alone(int64_t r, Range range, Partial to) {
+        weigh_range(to.acc + r * padded_, padded_, work_.weights + r * TILE, work_.rows_copy, range);
     }
 
     const Call& call_;
@@ -303,12 +312,22 @@ void write_out(const Call& call, const Task& task, Partial from) {
     }
 }
 
-template <class T>
+template <class T, bool PAIRS>
 void load_queries(const Call& call, const Task& task, float* to) {
     int64_t padded = call.padded(), group = call.group(), token = call.query_start[task.row] + task.first_query;
-    for (int64_t r = 0; r < task.num_queries * group; ++r) {
+    const int64_t rows = task.num_queries * group;
+    for (int64_t r = 0; r < rows; ++r) {
         const T* q = static_cast<const T*>(call.q) + (token + r / group) * call.q_token +
                      (task.head * group + r % group) * call.q_head;
+        if constexpr (PAIRS) {
+            for (int64_t c = 0; c < padded; c += 2 * KC) {
+                const int64_t width = std::min(padded - c, int64_t(2 * KC)), count = std::min(call.head_size - c, width);
+                char* words = reinterpret_cast<char*>(to + c / (2 * KC) * rows * ROW + r * ROW);
+                std::memcpy(words, q + c, count * sizeof(T));
+                std::memset(words + count * sizeof(T), 0, (width - count) * sizeof(T));
+            }
+            continue;
+        }
         for (int64_t c = 0; c < padded; c += VL) {
             int64_t left = call.head_size - c;
             store(to + r * padded + c, left >= VL ? load(q + c) : load_first(q + c, std::max(left, int64_t(0))));
@@ -319,12 +338,14 @@ void load_queries(const Call& call, const Task& task, float* to) {
 Work make_work(const Call& call, int64_t rows) {
     static thread_local Scratch scratch;
     int64_t padded = call.padded(), partial = Partial::size(rows, padded);
-    float* base = scratch.floats(rows * padded + rows * TILE + TILE * padded + rows * 17 + 2 * partial);
+    const int64_t queries = call.extras.in_pairs ? query_floats(rows, padded / 2) : rows * padded;
+    const int64_t tile = TILE * (padded + 16);
+    float* base = scratch.floats(queries + rows * TILE + tile + rows * 17 + 2 * partial);
     Work work;
     work.q = base;
-    work.weights = work.q + rows * padded;
+    work.weights = work.q + queries;
     work.rows_copy = work.weights + rows * TILE;
-    work.lane_sums = work.rows_copy + TILE * padded;
+    work.lane_sums = work.rows_copy + tile;
     work.running = work.lane_sums + rows * 16;
     work.leaf = work.running + partial;
     std::fill(work.next, work.next + TILE, reinterpret_cast<const char*>(base));
@@ -332,12 +353,12 @@ Work make_work(const Call& call, int64_t rows) {
     return work;
 }
 
-template <class T, class K>
+template <class T, class K, bool PAIRS>
 void run_whole(const Call& call, const Task& task) {
     int64_t rows = task.num_queries * call.group(), padded = call.padded();
     Work work = make_work(call, rows);
-    load_queries<T>(call, task, work.q);
-    Leaf<T, K> leaf(call, task, work);
+    load_queries<T, PAIRS>(call, task, work.q);
+    Leaf<T, K, PAIRS> leaf(call, task, work);
     Partial running = Partial::at(work.running, rows, padded), next = Partial::at(work.leaf, rows, padded);
     leaf.run(task.first_leaf, running);
     for (int64_t i = 1; i < task.num_leaves; ++i) {
@@ -347,50 +368,14 @@ void run_whole(const Call& call, const Task& task) {
     write_out<T>(call, task, running);
 }
 
-// The call's tasks, the expensive ends of long prompts first.
-class Plan {
-  public:
-    std::vector<Task> tasks;
-    int threads;
-
-    explicit Plan(const Call& call) : call_(call) {
-        int64_t most = std::max(MAX_ROWS / call.group(), int64_t(1)), total = 0;
-        for (int64_t row = 0; row < call.num_rows; ++row) {
-            int64_t queries = call.query_start[row + 1] - call.query_start[row];
-            for (int64_t last = (queries + most - 1) / most - 1; last >= 0; --last) {
-                Task task = {row, 0, last * most, std::min(most, queries - last * most), 0, 0, 0, -1};
-                task.position = call.seq_lens[row] - queries + task.first_query;
-                Range seen = call.seen_by(row, task.position, task.num_queries);
-                task.first_leaf = seen.begin / LEAF;
-                task.num_leaves = (std::max(seen.end, int64_t(1)) - 1) / LEAF - task.first_leaf + 1;
-                total += cost(task) * call.num_kv_heads;
-                for (task.head = 0; task.head < call.num_kv_heads; ++task.head) tasks.push_back(task);
-            }
-        }
-        threads = threads_for(total, GRAIN);
-        share_ = total / (4 * threads);
-    }
-
-    // A task too large to balance: its leaves become tasks of their own.
-    bool splits(const Task& task) const { return threads > 1 && task.num_leaves > 1 && cost(task) > share_; }
-
-  private:
-    int64_t cost(const Task& task) const {
-        Range seen = call_.seen_by(task.row, task.position, task.num_queries);
-        return (seen.end - seen.begin) * (task.num_queries * call_.group() + 4) * call_.padded();
-    }
-    const Call& call_;
-    int64_t share_;
-};
-
 // (task, leaf) pairs of split tasks; leaf -1 stands for a whole task.
 struct Step {
     int64_t task, leaf;
 };
 
-template <class T, class K>
+template <class T, class K, bool PAIRS = false>
 void paged_attention(const Call& call) {
-    Plan plan(call);
+    AttentionPlan plan(call);
     std::vector<Step> steps;
     std::vector<int64_t> split;
     int64_t padded = call.padded(), workspace = 0;
@@ -412,10 +397,10 @@ void paged_attention(const Call& call) {
     };
     parallel_tasks(plan.threads, steps.size(), [&](int64_t s) {
         const Task& task = plan.tasks[steps[s].task];
-        if (steps[s].leaf < 0) return run_whole<T, K>(call, task);
+        if (steps[s].leaf < 0) return run_whole<T, K, PAIRS>(call, task);
         Work work = make_work(call, task.num_queries * call.group());
-        load_queries<T>(call, task, work.q);
-        Leaf<T, K>(call, task, work).run(task.first_leaf + steps[s].leaf, partial(task, steps[s].leaf));
+        load_queries<T, PAIRS>(call, task, work.q);
+        Leaf<T, K, PAIRS>(call, task, work).run(task.first_leaf + steps[s].leaf, partial(task, steps[s].leaf));
     });
     parallel_tasks(plan.threads, split.size(), [&](int64_t s) {
         const Task& task = plan.tasks[split[s]];
@@ -429,6 +414,7 @@ template <class T>
 void over_cache(const Call& call) {
     if (call.extras.kv_dtype == FP8) paged_attention<T, fp8>(call);
     else if (call.extras.kv_dtype == INT8) paged_attention<T, int8_t>(call);
+    else if (call.extras.in_pairs) paged_attention<bf16, bf16, true>(call);
     else if (call.extras.kv_dtype == BF16) paged_attention<T, bf16>(call);
     else paged_attention<T, T>(call);
 }
@@ -442,10 +428,11 @@ OCTAVO_API void octavo_paged_attention(
     int64_t kv_head, int64_t kv_token, int64_t table_row, int64_t num_rows, int64_t num_heads, int64_t num_kv_heads,
     int64_t head_size, int64_t block_size, int64_t window, int64_t value_size, float scale, float soft_cap,
     const octavo::AttentionExtras* extras, int32_t dtype) {
-    octavo::Call call = {q,        out,      kv,       query_start, seq_lens,  block_table,  q_token,   q_head,
+    octavo::AttentionCall call = {q,        out,      kv,       query_start, seq_lens,  block_table,  q_token,   q_head,
                          out_token, out_head, kv_block, kv_head,     kv_token,  table_row,    num_rows,  num_heads,
                          num_kv_heads, head_size, block_size, window, value_size, scale, soft_cap,
-                         extras != nullptr ? *extras : octavo::AttentionExtras{0, nullptr, nullptr, nullptr, nullptr, 1, dtype}};
+                         extras != nullptr ? *extras : octavo::AttentionExtras{0, nullptr, nullptr, nullptr, nullptr, 1, dtype, 0}};
+    call.extras.in_pairs &= dtype == octavo::BF16 && call.extras.kv_dtype == octavo::BF16;
     if (dtype == octavo::F32) octavo::over_cache<float>(call);
     else octavo::over_cache<octavo::bf16>(call);
 }

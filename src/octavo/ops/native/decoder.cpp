@@ -17,7 +17,7 @@ struct DecoderLayer {  // octavo.ops.decoder._LayerHeader
     const float *qkv_bias, *output_bias, *q_norm, *k_norm, *cos_sin;     // all but the last may be null
     int64_t num_heads, num_kv_heads, head_size, rotary_size, window;
     float eps, head_eps, scale, soft_cap;
-    int32_t activation;
+    int32_t activation, in_pairs;  // the latter: of attention
 };
 
 struct LayerCache {  // octavo.ops.decoder._CacheHeader: [blocks, kv_heads, block_size, 2 * head_size], strides in elements
@@ -101,10 +101,12 @@ T* gather(Scratch& scratch, const int64_t* at, int64_t count, const T* rows, int
 void attend(const DecoderLayer& layer, const LayerCache& cache, const GroupRows& rows, const Tokens& tokens,
             const void* q, void* out) {
     const int64_t token = layer.num_heads * layer.head_size;
+    const AttentionExtras in_pairs{0, nullptr, nullptr, nullptr, nullptr, 1, tokens.dtype, 1};
+    const AttentionExtras* extras = layer.in_pairs ? &in_pairs : nullptr;
     octavo_paged_attention(q, out, cache.kv, rows.query_start, rows.seq_lens, rows.block_table, token, layer.head_size,
                            token, layer.head_size, cache.block, cache.head, cache.token, rows.table_row, rows.num_rows,
                            layer.num_heads, layer.num_kv_heads, layer.head_size, cache.block_size, layer.window, 0,
-                           layer.scale, layer.soft_cap, nullptr, tokens.dtype);
+                           layer.scale, layer.soft_cap, extras, tokens.dtype);
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
-// The two limits of this processor that operators are measured against: streaming reads and register FMAs.
+// The limits of this processor that operators are measured against: streaming reads, and products in registers.
 #include <atomic>
 
-#include "include/vec.h"
+#include "include/pairs.h"
 
 namespace octavo {
 
@@ -13,11 +13,12 @@ static float read_all(const float* data, int64_t count) {
     return total[0];
 }
 
-static float fma_loop(int64_t count) {
+template <bool PAIRS>
+static float product_loop(int64_t count) {
     vf acc[12], x = splat(1.0f), y = splat(1e-9f);
     for (int j = 0; j < 12; ++j) acc[j] = splat(float(j));  // distinct, or the compiler keeps one chain
     for (int64_t i = 0; i < count; ++i) OCTAVO_UNROLL
-        for (int j = 0; j < 12; ++j) acc[j] = fma(x, y, acc[j]);
+        for (int j = 0; j < 12; ++j) acc[j] = PAIRS ? dot_pairs(acc[j], x, y) : fma(x, y, acc[j]);
     vf total = {};
     for (int j = 0; j < 12; ++j) total += acc[j];
     return total[0];
@@ -38,14 +39,15 @@ OCTAVO_API float octavo_probe_read(const float* data, int64_t count) {
     return float(sink);
 }
 
-// Every thread does `count` x 12 vector FMAs in registers; returns the multiply-adds of all threads (as a double).
-OCTAVO_API double octavo_probe_fma(int64_t count) {
+// Every thread does `count` x 12 vector FMAs in registers, or steps of pairs of bfloat16; returns the multiply-adds of
+// all threads (as a double).
+OCTAVO_API double octavo_probe_products(int64_t count, int32_t pairs) {
     using namespace octavo;
     const int threads = num_threads();
     std::atomic<int> sink{0};  // keeps the loops' results alive
     parallel_tasks(threads, threads, [&](int64_t) {
-        float sum = fma_loop(count);
+        float sum = pairs ? product_loop<true>(count) : product_loop<false>(count);
         if (sum == -1.0f) sink = 1;
     });
-    return sink == 2 ? 0.0 : double(count) * 12 * VL * threads;
+    return sink == 2 ? 0.0 : double(count) * 12 * VL * threads * (pairs ? 2 : 1);
 }

@@ -13,7 +13,7 @@ import torch
 from octavo.ops import native
 
 native.declare("octavo_probe_read", [native.PTR, native.I64], native.F32)
-native.declare("octavo_probe_fma", [native.I64], native.F64)
+native.declare("octavo_probe_products", [native.I64, native.I32], native.F64)
 
 _FLOATS = 64 << 20  # 256 MiB: more than any last-level cache
 
@@ -39,6 +39,17 @@ def measure_limits(rounds: int = 15) -> tuple[float, float]:
     data = torch.zeros(_FLOATS)
     library.octavo_advise_huge(data.data_ptr(), _FLOATS * 4)
     read = best_seconds(lambda: library.octavo_probe_read(data.data_ptr(), _FLOATS), rounds)
-    work = library.octavo_probe_fma(100_000)
-    fma = best_seconds(lambda: library.octavo_probe_fma(100_000), 5 * rounds, 0.005)
-    return _FLOATS * 4 / read / 1e9, work * 2 / fma / 1e9
+    return _FLOATS * 4 / read / 1e9, _products(rounds, pairs=False)
+
+
+def measure_pairs(rounds: int = 15) -> float:
+    """Multiply-adds of bfloat16 in pairs, in GFLOP/s: the processor's, or those of the emulation."""
+    return _products(rounds, pairs=True)
+
+
+def _products(rounds: int, *, pairs: bool) -> float:
+    library = native.lib()
+    work = library.octavo_probe_products(100_000, pairs)
+    return float(
+        work * 2 / best_seconds(lambda: library.octavo_probe_products(100_000, pairs), 5 * rounds, 0.005) / 1e9
+    )

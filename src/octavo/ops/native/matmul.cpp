@@ -3,6 +3,8 @@
 // Few rows (at most one register tile): weights are streamed once, widened in registers. More rows: rows are copied
 // into tiles of blocks, a block of each panel is widened to float32 once, and tiles run over it, partial chains resting in
 // float32 between blocks of k. Invariant: both walk the chain of panels.h, so a row's bits know neither path nor tile.
+// bfloat16 rows of a weight of pairs are multiplied as they are, step by step; nothing is widened. float32 rows of one
+// walk the chain of single k, always as many rows do.
 #include "include/operators.h"
 #include "include/panels.h"
 
@@ -14,13 +16,16 @@ struct Call {
     void* out;
     int64_t out_stride;
     int32_t out_dtype;
+    bool pairs;  // a step is a pair of k, and rows of x are words
+
+    int64_t steps() const { return pairs ? (weight->k + 1) / 2 : weight->k; }
 };
 
 // ---- rows in, rows out -------------------------------------------------------------------------------------------
 
 // Floats of `rows` rows of x as blocks: [ceil(k / KC)][rows][ROW], so that a row of a block is at a constant distance
 // from the next.
-static int64_t blocked_size(int64_t rows, int64_t k) { return (k + KC - 1) / KC * rows * ROW; }
+static int64_t blocked_size(int64_t rows, int64_t steps) { return (steps + KC - 1) / KC * rows * ROW; }
 
 template <class T>
 static void block_rows(const T* x, int64_t stride, int64_t k, int64_t rows, float* a) {
@@ -35,8 +40,23 @@ static void block_rows(const T* x, int64_t stride, int64_t k, int64_t rows, floa
     }
 }
 
-static void block_rows(const void* x, int64_t stride, int32_t dtype, int64_t row, int64_t k, int64_t rows, float* a) {
-    if (dtype == F32) block_rows(static_cast<const float*>(x) + row * stride, stride, k, rows, a);
+// The same of words; a last one that is half a pair gets a zero.
+static void block_pairs(const bf16* x, int64_t stride, int64_t k, int64_t rows, float* a) {
+    for (int64_t k0 = 0; k0 < k; k0 += 2 * KC, a += rows * ROW) {
+        const int64_t count = k0 + 2 * KC < k ? 2 * KC : k - k0;
+        for (int64_t m = 0; m < rows; ++m) {
+            char* to = reinterpret_cast<char*>(a + m * ROW);
+            std::memcpy(to, x + m * stride + k0, count * sizeof(bf16));
+            if (count % 2) std::memset(to + count * sizeof(bf16), 0, sizeof(bf16));
+        }
+    }
+}
+
+static void block_rows(const Call& call, const void* x, int64_t stride, int32_t dtype, int64_t row, int64_t rows,
+                       float* a) {
+    const int64_t k = call.weight->k;
+    if (call.pairs) block_pairs(static_cast<const bf16*>(x) + row * stride, stride, k, rows, a);
+    else if (dtype == F32) block_rows(static_cast<const float*>(x) + row * stride, stride, k, rows, a);
     else block_rows(static_cast<const bf16*>(x) + row * stride, stride, k, rows, a);
 }
 
@@ -88,8 +108,9 @@ static void stream_units(const Call& call, const Few& x, int64_t unit) {
     }
     vf acc[MR][U][2] = {};
     const float* a = x.rows;
-    for (int64_t k = 0; k < weight.k; k += KC, a += x.block) {
-        chain<P, MR, U, Ahead::SELF>(a, walk, weight.k - k < KC ? weight.k - k : KC, acc);
+    const int64_t steps = call.steps();
+    for (int64_t k = 0; k < steps; k += KC, a += x.block) {
+        chain<P, MR, U, Fetch::SELF>(a, walk, steps - k < KC ? steps - k : KC, acc);
         for (int u = 0; u < U; ++u) walk.rows[u] += P::panel_bytes(KC);
     }
     for (int m = 0; m < MR; ++m)
@@ -115,25 +136,29 @@ static StreamRange stream_for(int rows) {
 
 // Bytes from which on a weight counts as coming from memory: beside all others of its model it stays in no L2.
 constexpr int64_t FROM_MEMORY = 2 << 20;
+constexpr int MAX_STREAMED = 6;  // rows that wait for the memory, and not for their arithmetic, with pairs
 
 static StreamRange stream_for(const Weight& weight, int rows) {
     const int32_t kind = weight.kind;
-    if (rows == 1 && weight.n * weight.panel_bytes / NR >= FROM_MEMORY) {
+    const bool from_memory = weight.n * weight.panel_bytes / NR >= FROM_MEMORY;
+    if (rows == 1 && from_memory) {
         if (kind == KIND_F32) return stream_range<F32Stream, 1>;
         if (kind == KIND_BF16) return stream_range<Bf16Stream, 1>;
     }
+    if (rows <= MAX_STREAMED && from_memory && kind == KIND_PAIRS) return stream_for<PairStream, MAX_STREAMED>(rows);
     if (kind == KIND_F32) return stream_for<F32Panel, MAX_TILE>(rows);
     if (kind == KIND_BF16) return stream_for<Bf16Panel, MAX_TILE>(rows);
+    if (kind == KIND_PAIRS) return stream_for<PairPanel, MAX_TILE>(rows);
     return stream_for<Int8Panel, MAX_TILE>(rows);
 }
 
 static void few_row_tile(const Call& call, const void* x, int64_t stride, int32_t dtype, int rows) {
     const Weight& weight = *call.weight;
     Few few{static_cast<const float*>(x), KC};
-    if (rows > 1 || dtype != F32) {
+    if (rows > 1 || (call.pairs ? weight.k % 2 != 0 : dtype != F32)) {
         static thread_local Scratch scratch;
-        float* blocks = scratch.floats(blocked_size(rows, weight.k));
-        block_rows(x, stride, dtype, 0, weight.k, rows, blocks);
+        float* blocks = scratch.floats(blocked_size(rows, call.steps()));
+        block_rows(call, x, stride, dtype, 0, rows, blocks);
         few = {blocks, rows * int64_t(ROW)};
     }
     StreamRange run = stream_for(weight, rows);
@@ -180,9 +205,21 @@ static void widen(const char* panel, int64_t k_begin, int64_t k_end, float* out)
     }
 }
 
+// The same of pairs; k_begin is even.
+static void widen_pairs(const char* panel, int64_t k_begin, int64_t k_end, float* out) {
+    for (int64_t k = k_begin; k < k_end; k += 2, out += 2 * NR) {
+        const char* words = panel + k / 2 * PairPanel::ROW_BYTES;
+        for (int c = 0; c < NR; c += VL) {
+            vf pair = load_bits<vf>(words + 4 * c);
+            store(out + c, low_halves(pair));
+            if (k + 1 < k_end) store(out + NR + c, high_halves(pair));
+        }
+    }
+}
+
 // One block of k of one panel: from zero or from partial chains, to partial chains or to the output.
 struct Block {
-    const float* weights;  // [count][32]
+    const char* weights;  // [count][32] floats or words
     int64_t count, panel;
     bool first, last;
     const char* ahead;  // the packed block to fetch meanwhile
@@ -190,7 +227,7 @@ struct Block {
 };
 
 // MR rows (a: a block's, the first being `row` of the output) times a block of weights; partial: [MR][32].
-template <int MR, Ahead AHEAD>
+template <class P, int MR, Fetch FETCH>
 static void tile(const Call& call, const Block& block, const float* a, float* partial, int64_t row) {
     for (int strip = 0; strip < STRIPS; ++strip) {
         vf acc[MR][1][2] = {};
@@ -199,8 +236,8 @@ static void tile(const Call& call, const Block& block, const float* a, float* pa
             for (int m = 0; m < MR; ++m)
                 for (int half = 0; half < 2; ++half) acc[m][0][half] = load(rest + m * NR + half * 16);
         }
-        Walk<1> walk{{reinterpret_cast<const char*>(block.weights)}, {strip}, block.ahead, block.ahead_stride};
-        chain<F32Panel, MR, 1, AHEAD>(a, walk, block.count, acc);
+        Walk<1> walk{{block.weights}, {strip}, block.ahead, block.ahead_stride};
+        chain<P, MR, 1, FETCH>(a, walk, block.count, acc);
         for (int m = 0; m < MR; ++m) {
             if (block.last) {
                 finish(call, row + m, block.panel, strip, acc[m][0]);
@@ -213,11 +250,16 @@ static void tile(const Call& call, const Block& block, const float* a, float* pa
 
 using Tile = void (*)(const Call&, const Block&, const float*, float*, int64_t);
 
-template <Ahead AHEAD, int MR = MAX_TILE>
+template <class P, Fetch FETCH, int MR = MAX_TILE>
 static Tile tile_for(int rows) {
-    if (rows == MR) return tile<MR, AHEAD>;
-    if constexpr (MR > 1) return tile_for<AHEAD, MR - 1>(rows);
+    if (rows == MR) return tile<P, MR, FETCH>;
+    if constexpr (MR > 1) return tile_for<P, FETCH, MR - 1>(rows);
     return nullptr;
+}
+
+template <class P>
+static Tile tile_for(int rows, bool is_first) {
+    return is_first ? tile_for<P, Fetch::BLOCK>(rows) : tile_for<P, Fetch::NOTHING>(rows);
 }
 
 // Rows of a chunk cut into tiles of nearly equal height: the first `taller` have one row more.
@@ -236,7 +278,7 @@ static void many_rows_task(const Call& call, const float* a, int64_t row0, const
                            int64_t tile_end, int64_t panel_begin, int64_t panel_end) {
     static thread_local Scratch block_scratch, partial_scratch;
     const Weight& weight = *call.weight;
-    const int64_t first_row = tiling.row(tile_begin), rows = tiling.row(tile_end) - first_row, k = weight.k;
+    const int64_t first_row = tiling.row(tile_begin), rows = tiling.row(tile_end) - first_row, k = call.steps();
     const int64_t blocked = blocked_size(1, k);
     float* widened = block_scratch.floats(KC * NR);
     float* partials = partial_scratch.floats((panel_end - panel_begin) * rows * NR);
@@ -247,15 +289,17 @@ static void many_rows_task(const Call& call, const float* a, int64_t row0, const
             const int64_t stride = weight.panel_bytes / k;
             const char* ahead = panel + 1 < panel_end ? packed + weight.panel_bytes + k0 * stride
                                                       : weight.data + panel_begin * weight.panel_bytes + k1 * stride;
-            Block block{widened, k1 - k0, panel, k0 == 0, k1 == k, ahead, stride};
-            if (weight.kind == KIND_BF16) widen<Bf16Panel>(packed, k0, k1, widened);
-            else if (weight.kind == KIND_INT8) widen<Int8Panel>(packed, k0, k1, widened);
-            else block.weights = reinterpret_cast<const float*>(packed) + k0 * NR;
+            Block block{reinterpret_cast<const char*>(widened), k1 - k0, panel, k0 == 0, k1 == k, ahead, stride};
+            if (call.pairs || weight.kind == KIND_F32) block.weights = packed + k0 * PairPanel::ROW_BYTES;
+            else if (weight.kind == KIND_PAIRS) widen_pairs(packed, k0, k1, widened);
+            else if (weight.kind == KIND_BF16) widen<Bf16Panel>(packed, k0, k1, widened);
+            else widen<Int8Panel>(packed, k0, k1, widened);
             float* partial = partials + (panel - panel_begin) * rows * NR;
             for (int64_t t = tile_begin; t < tile_end; ++t) {
                 const int64_t row = tiling.row(t);
                 const int height = int(tiling.row(t + 1) - row);
-                Tile run = t == tile_begin ? tile_for<Ahead::BLOCK>(height) : tile_for<Ahead::NOTHING>(height);
+                Tile run = call.pairs ? tile_for<PairPanel>(height, t == tile_begin)
+                                      : tile_for<F32Panel>(height, t == tile_begin);
                 run(call, block, a + row * blocked + k0 / KC * height * ROW, partial + (row - first_row) * NR, row0 + row);
             }
         }
@@ -269,11 +313,11 @@ static void many_rows(const Call& call, const void* x, int64_t stride, int32_t d
     for (int64_t row0 = 0; row0 < rows; row0 += CHUNK_ROWS) {
         const int64_t chunk = row0 + CHUNK_ROWS < rows ? CHUNK_ROWS : rows - row0;
         const Tiling tiling(chunk);
-        float* a = scratch.floats(blocked_size(chunk, weight.k));
+        float* a = scratch.floats(blocked_size(chunk, call.steps()));
         parallel_ranges(threads_for(chunk * weight.k, 65536), tiling.tiles, [&](int64_t begin, int64_t end) {
             for (int64_t t = begin; t < end; ++t) {
                 const int64_t row = tiling.row(t), height = tiling.row(t + 1) - row;
-                block_rows(x, stride, dtype, row0 + row, weight.k, height, a + row * blocked_size(1, weight.k));
+                block_rows(call, x, stride, dtype, row0 + row, height, a + row * blocked_size(1, call.steps()));
             }
         });
         const int threads = threads_for(chunk * weight.n * weight.k, 100000);
@@ -307,6 +351,9 @@ static void gather_row(const Weight& weight, int64_t n, T* out) {
             from_float(reinterpret_cast<const float*>(panel)[k * NR + lane], out + k);
     } else if (weight.kind == KIND_BF16) {
         for (int64_t k = 0; k < weight.k; ++k) from_float(word_half(panel + k * Bf16Panel::ROW_BYTES, lane), out + k);
+    } else if (weight.kind == KIND_PAIRS) {
+        const bf16* words = reinterpret_cast<const bf16*>(panel) + 2 * lane;
+        for (int64_t k = 0; k < weight.k; ++k) from_float(to_float(words[k / 2 * 2 * NR + k % 2]), out + k);
     } else {
         for (int64_t k = 0; k < weight.k; ++k) {
             const char* group = panel + k / QGROUP * Int8Panel::GROUP_BYTES;
@@ -322,9 +369,10 @@ static void gather_row(const Weight& weight, int64_t n, T* out) {
 OCTAVO_API void octavo_linear(const void* x, int64_t x_stride, int64_t m, const octavo::Weight* weight,
                               const float* bias, void* out, int64_t out_stride, int32_t x_dtype, int32_t out_dtype) {
     using namespace octavo;
-    const Call call{weight, bias, out, out_stride, out_dtype};
+    const bool of_pairs = weight->kind == KIND_PAIRS;
+    const Call call{weight, bias, out, out_stride, out_dtype, of_pairs && x_dtype == BF16};
     if (m <= 0 || weight->n <= 0) return;
-    if (m <= MAX_TILE) few_row_tile(call, x, x_stride, x_dtype, int(m));
+    if (m <= MAX_TILE && of_pairs == call.pairs) few_row_tile(call, x, x_stride, x_dtype, int(m));
     else many_rows(call, x, x_stride, x_dtype, m);
 }
 

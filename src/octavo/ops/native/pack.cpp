@@ -1,4 +1,7 @@
 // Packs a weight [N, K] into panels (panels.h), quantizing to int8 on the way where asked.
+//
+// What is not quantized is a transposition of 4-byte words, float32 values or pairs of bfloat16; the layout of single
+// bfloat16 is made of the transposed pairs. So packing runs at the pace of memory.
 #include <cmath>
 
 #include "include/panels.h"
@@ -38,23 +41,60 @@ static bf16 quantize(const float* values, int8_t* quants, int64_t quant_stride) 
     return scale;
 }
 
-static void pack_panel(const Source& source, int32_t kind, int64_t panel, char* out) {
+static void quantize_panel(const Source& source, int64_t panel, char* out) {
     for (int64_t k = 0; k < source.k; k += QGROUP) {
-        const int64_t count = k + QGROUP < source.k ? QGROUP : source.k - k;
         char* group = out + k / QGROUP * Int8Panel::GROUP_BYTES;
         for (int lane = 0; lane < NR; ++lane) {
             float values[QGROUP];
             read_row(source, panel * NR + lane, k, QGROUP, values);
-            if (kind == KIND_INT8) {
-                auto* quants = reinterpret_cast<int8_t*>(group + Int8Panel::SCALE_BYTES) + lane;
-                reinterpret_cast<bf16*>(group)[word_place(lane)] = quantize(values, quants, NR);
-            } else if (kind == KIND_BF16) {
-                bf16* words = reinterpret_cast<bf16*>(out) + k * NR + word_place(lane);
-                for (int64_t i = 0; i < count; ++i) words[i * NR] = to_bf16(values[i]);
-            } else {
-                float* row = reinterpret_cast<float*>(out) + k * NR + lane;
-                for (int64_t i = 0; i < count; ++i) row[i * NR] = values[i];
-            }
+            auto* quants = reinterpret_cast<int8_t*>(group + Int8Panel::SCALE_BYTES) + lane;
+            reinterpret_cast<bf16*>(group)[word_place(lane)] = quantize(values, quants, NR);
+        }
+    }
+}
+
+constexpr int STEPS = 16;  // words of a row that are transposed together: a line
+
+// Words [first, first + STEPS) of the 32 rows of a panel -> [STEPS][32]; zero beyond the weight's rows and columns.
+static void transpose(const Source& source, int64_t panel, int64_t first, uint32_t (&out)[STEPS][NR]) {
+    const int64_t size = source.dtype == F32 ? 4 : 2, per_word = 4 / size;
+    const int64_t bytes = (source.k - first * per_word) * size, wanted = bytes < 4 * STEPS ? bytes : 4 * STEPS;
+    for (int lane = 0; lane < NR; ++lane) {
+        const int64_t n = panel * NR + lane;
+        uint32_t words[STEPS] = {};
+        if (n < source.n) {
+            const char* row = static_cast<const char*>(source.data) + n * source.stride * size + 4 * first;
+            if (wanted == 4 * STEPS) std::memcpy(words, row, 4 * STEPS);
+            else std::memcpy(words, row, wanted);
+        }
+        for (int i = 0; i < STEPS; ++i) out[i][lane] = words[i];
+    }
+}
+
+// A row of pairs -> two rows of single bfloat16.
+static void split_pairs(const uint32_t* pairs, uint32_t* even, uint32_t* odd) {
+    for (int i = 0; i < NR / 2; ++i) {
+        even[i] = (pairs[i] & 0xffffu) | pairs[i + NR / 2] << 16;
+        odd[i] = pairs[i] >> 16 | (pairs[i + NR / 2] & 0xffff0000u);
+    }
+}
+
+static void transpose_panel(const Source& source, int32_t kind, int64_t panel, char* out) {
+    const int64_t rows = source.dtype == F32 ? source.k : (source.k + 1) / 2;  // of words
+    for (int64_t first = 0; first < rows; first += STEPS) {
+        alignas(64) uint32_t words[STEPS][NR];
+        transpose(source, panel, first, words);
+        const int64_t count = first + STEPS < rows ? STEPS : rows - first;
+        char* to = out + first * sizeof(words[0]);
+        if (kind != KIND_BF16) {
+            std::memcpy(to, words, count * sizeof(words[0]));
+            continue;
+        }
+        for (int64_t i = 0; i < count; ++i) {
+            uint32_t single[2][NR / 2];
+            split_pairs(words[i], single[0], single[1]);
+            const bool half = 2 * (first + i) + 1 == source.k;  // the last k of an odd number
+            std::memcpy(to + i * sizeof(words[0]), single, half ? sizeof(single[0]) : sizeof(single));
         }
     }
 }
@@ -65,16 +105,20 @@ static void pack_panel(const Source& source, int32_t kind, int64_t panel, char* 
 OCTAVO_API int64_t octavo_panel_bytes(int32_t kind, int64_t k) {
     using namespace octavo;
     if (kind == KIND_INT8) return Int8Panel::panel_bytes(k);
+    if (kind == KIND_PAIRS) return PairPanel::panel_bytes((k + 1) / 2);
     return kind == KIND_BF16 ? Bf16Panel::panel_bytes(k) : F32Panel::panel_bytes(k);
 }
 
-// weight [n, k] of `dtype` with its row stride in elements -> out: ceil(n / 32) panels.
+// weight [n, k] of `dtype` with its row stride in elements -> out: ceil(n / 32) panels. Kinds but int8 take their own
+// dtype only.
 OCTAVO_API void octavo_pack(const void* weight, int64_t stride, int32_t dtype, int64_t n, int64_t k, int32_t kind,
                             void* out) {
     using namespace octavo;
     const Source source{weight, stride, dtype, n, k};
     const int64_t panels = (n + NR - 1) / NR, bytes = octavo_panel_bytes(kind, k);
     parallel_tasks(threads_for(n * k, 65536), panels, [&](int64_t panel) {
-        pack_panel(source, kind, panel, static_cast<char*>(out) + panel * bytes);
+        char* to = static_cast<char*>(out) + panel * bytes;
+        if (kind == KIND_INT8) quantize_panel(source, panel, to);
+        else transpose_panel(source, kind, panel, to);
     });
 }

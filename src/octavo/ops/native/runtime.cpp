@@ -6,7 +6,7 @@
 #include <sys/mman.h>
 #endif
 
-#include "include/vec.h"
+#include "include/pairs.h"
 
 namespace octavo {
 
@@ -42,4 +42,16 @@ OCTAVO_API void octavo_advise_huge(void* data, int64_t size) {
 #else
     (void)data, (void)size;
 #endif
+}
+
+// out = sums + the products of the words x and w, each [count] (pairs.h), as this library computes them or, where
+// asked, by the emulation. For tests, and for the check that both agree on this processor.
+OCTAVO_API void octavo_dot_pairs(const float* sums, const float* x, const float* w, float* out, int64_t count,
+                                 int32_t emulated) {
+    using namespace octavo;
+    for (int64_t i = 0; i < count; i += VL) {
+        const int64_t left = count - i < VL ? count - i : VL;
+        vf s = load_first(sums + i, left), a = load_first(x + i, left), b = load_first(w + i, left);
+        store_first(out + i, emulated ? dot_pairs_emulated(s, a, b) : dot_pairs(s, a, b), left);
+    }
 }

@@ -20,6 +20,7 @@ struct AttentionExtras {
     const float *alibi, *sinks;   // [heads]
     const float *key_scale, *value_scale;  // [kv heads]
     int32_t causal, kv_dtype;
+    int32_t in_pairs;  // bfloat16 over bfloat16 (attention_pairs.h)
 };
 
 }  // namespace octavo
