@@ -112,6 +112,7 @@ def test_one_full_request_may_take_more_than_the_usual_share() -> None:
 def test_an_automatic_length_shrinks_to_what_fits() -> None:
     made = plan(64 << 20, num_gpu_blocks_override=11)
     assert made.max_model_len == 10 * 16 and made.num_blocks == 11 and made.max_requests == 1.0
+    assert made.why["max_model_len"] == "what the memory holds" and "max_model_len=160, what the" in made.table()
 
 
 @pytest.mark.parametrize(

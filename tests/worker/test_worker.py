@@ -17,6 +17,7 @@ from octavo import LLM, SamplingParams
 from octavo.cache.groups import make_groups
 from octavo.cache.plan import CachePlan
 from octavo.config.engine_config import EngineConfig, resolve
+from octavo.config.settings import ConfigError
 from octavo.grammar.compiler import Grammars
 from octavo.observe import Phases
 from octavo.plan import NewRow, StepPlan, StepResult, decode, encode
@@ -136,6 +137,15 @@ def test_a_start_tells_its_workers_in_order(monkeypatch: pytest.MonkeyPatch) -> 
     assert (facts.memory.num_blocks, facts.vocab_size) == (40, text.arch.vocab_size)
     assert not core.capture_next() and core.scheduler.kv.num_free_blocks == 39
     core.close()
+
+
+def test_blocks_whose_books_do_not_fit_are_refused_with_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **fields: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(build, "KVManager", fail)
+    with pytest.raises(ConfigError, match=r"num_gpu_blocks_override=40: the books of 40 blocks do not fit.*; lower it"):
+        build.build_core(CONFIG, Phases())
 
 
 FORMS = [

@@ -77,10 +77,13 @@ class CachePlan:
         lines = [f"  {name:<12} {show_bytes(size):>10}  {remark}" for name, size, remark in rows if size]
         lines.append(
             f"  The cache holds {self.num_tokens} tokens: {self.max_requests:.1f} requests of "
-            f"max_model_len={self.max_model_len}."
+            f"max_model_len={self.max_model_len}{self._why_length()}."
         )
         lines.append(f"  Its layout is {self.layout}, {self.why['layout']}; {self._show_tables()}.")
         return "\n".join(lines)
+
+    def _why_length(self) -> str:
+        return f", {self.why['max_model_len']}" if "max_model_len" in self.why else ""
 
     def _show_tables(self) -> str:
         """Who reads it, in which blocks."""

@@ -16,8 +16,6 @@ from octavo.plan import NewRow
 class ModelState(Protocol):
     """Per-architecture preparation of a step."""
 
-    compiles_ahead: bool  # whether all that a step of it launches is Triton's, see Capability
-
     def add(self, new: NewRow) -> None:
         """A request entered a row."""
 

@@ -40,7 +40,6 @@ class DefaultModelState:
         """`specs`: per layer. `backends[t]` serves the layers of the pool's table t."""
         self._tables, self._fields = [TableContext(backend) for backend in backends], fields
         self._layers = layer_contexts(specs, self._tables, pool)
-        self.compiles_ahead = all(backend.capability.compiles_ahead for backend in backends)
         self._block_sizes = [block_map.kernel_block_size for block_map in pool.block_maps]
 
     def add(self, new: NewRow) -> None:

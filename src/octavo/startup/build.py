@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from octavo.cache.groups import TableSpec, make_groups
-from octavo.cache.plan import CachePlan
+from octavo.cache.plan import CachePlan, show_bytes
 from octavo.checkpoint.arch import Arch
 from octavo.config.engine_config import EngineConfig, Resolved, resolve
+from octavo.config.settings import ConfigError
 from octavo.engine import EngineCore
 from octavo.observe import Phases
 from octavo.request.fields import FieldSpec
@@ -26,7 +27,7 @@ from octavo.startup import probe
 from octavo.startup.cache import plan_cache
 from octavo.startup.frontend import FrontendParts, find_and_read, load_frontend
 from octavo.startup.identity import make_identity, read_secret
-from octavo.startup.memory_plan import ITEMSIZE
+from octavo.startup.memory_plan import ITEMSIZE, sized_by
 from octavo.worker.executor import Executor, InlineExecutor, ThreadExecutor
 from octavo.worker.facts import WorkerFacts, least
 from octavo.worker.worker import Worker
@@ -139,9 +140,17 @@ def _plan(arch: Arch, facts: WorkerFacts, executor: Executor) -> CachePlan:
 
 
 def _make_scheduler(resolved: Resolved, plan: CachePlan, secret: bytes, identity: CacheIdentity) -> Scheduler:
+    """Raises ConfigError where what is remembered of so many blocks takes too much memory."""
     caching = resolved.enable_prefix_caching
+    try:
+        kv = KVManager(plan.groups, plan.num_blocks, enable_prefix_caching=caching, secret=secret, identity=identity)
+    except MemoryError:
+        free, total = map(show_bytes, probe.memory_bytes())
+        limit = f"the books of {plan.num_blocks} blocks do not fit memory, which has {free} of {total} left"
+        field = sized_by(resolved)
+        raise ConfigError(field, getattr(resolved, field), limit, "lower it") from None
     return Scheduler(
-        KVManager(plan.groups, plan.num_blocks, enable_prefix_caching=caching, secret=secret, identity=identity),
+        kv,
         plan.limits,
         policy=resolved.scheduling_policy,
         priority_aging=resolved.priority_aging,

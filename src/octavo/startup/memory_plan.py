@@ -57,6 +57,15 @@ def step_limits(resolved: Resolved, max_num_drafts: int = 0) -> StepLimits:
     )
 
 
+def sized_by(resolved: Resolved) -> str:
+    """The setting that the cache's size follows from."""
+    if resolved.num_gpu_blocks_override is not None:
+        return "num_gpu_blocks_override"
+    if resolved.kv_cache_memory_bytes is not None or resolved.device == "cpu":
+        return "kv_cache_memory_bytes"
+    return "gpu_memory_utilization"
+
+
 def check_weights(size: int, arch: Arch, resolved: Resolved, free_bytes: int) -> None:
     """Raises ConfigError for a model whose `size` bytes of weights alone are more than `free_bytes`: before loading."""
     if size > free_bytes:

@@ -106,12 +106,3 @@ def room(resolved: Resolved, what: str, field: str, change: str) -> Iterator[Non
         where = "memory" if on_host else "the GPU"
         limit = f"{what} do not fit {where}, which has {free} of {total} left"
         raise ConfigError(field, getattr(resolved, field), limit, change) from None
-
-
-def sized_by(resolved: Resolved) -> str:
-    """The setting that the cache's size follows from."""
-    if resolved.num_gpu_blocks_override is not None:
-        return "num_gpu_blocks_override"
-    if resolved.kv_cache_memory_bytes is not None or resolved.device == "cpu":
-        return "kv_cache_memory_bytes"
-    return "gpu_memory_utilization"

@@ -108,11 +108,6 @@ class Runner:
         while launch.has_compiled() and self.capture_next():  # no step is to wait for what else is to be compiled
             pass
 
-    @property
-    def compiles_ahead(self) -> bool:
-        """Whether what steps launch may be compiled by steps that launch nothing."""
-        return self._model_state.compiles_ahead
-
     @torch.inference_mode()
     def compile_ahead(self, told: Callable[[int, int, str], object]) -> int:
         """Compile what steps launch, side by side, before the first; how many kernels were missing. See that module."""
@@ -306,7 +301,7 @@ class Runner:
     def _record(self, key: GraphKey, *, warmup_only: bool = False) -> torch.Tensor:
         """Issue what a graph holds: a step up to its hidden states, or a whole decode step.
 
-        That gives its logits, or where there are none its hidden states. brief: some layers may be left out, see
+        That gives its logits, or where there are none its hidden states. warmup_only: some layers may be left out, see
         ForwardContext.
         """
         batch = self._batch_of(key)

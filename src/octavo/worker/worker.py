@@ -29,11 +29,12 @@ from octavo.plan import StepPlan
 from octavo.speculate import NO_SPECULATOR, Speculator
 from octavo.startup import probe
 from octavo.startup.frontend import grammars_of
+from octavo.startup.memory_plan import sized_by
 from octavo.worker import model as models
 from octavo.worker.assembly import make_runner
 from octavo.worker.backends import backend_facts, buffer_bytes, compiles_ahead
 from octavo.worker.calls import Calls
-from octavo.worker.device import Opening, memory_of, room, sized_by
+from octavo.worker.device import Opening, memory_of, room
 from octavo.worker.facts import WorkerFacts
 from octavo.worker.identity import model_digest
 from octavo.worker.results import PendingStep
