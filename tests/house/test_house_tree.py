@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from house import ROOT, SRC, files, modules
+from house import ROOT, SRC, files, modules, tree
 from octavo.checkpoint.config_reader.families import FAMILIES
 
 MAX_ROOT_MODULES = 8
 MAX_FOLDER_FILES = 15
 MAX_FAMILY_LINES = 130
+MAX_LAYER_LINES = 8
 CODE_SUFFIXES = (".py", ".cu", ".cpp", ".h")
 OWN = Path(__file__).resolve()
 
@@ -68,6 +70,20 @@ def test_a_family_is_one_file_and_a_table_line(name: str) -> None:
     others = {module: path for module, path in modules().items() if not module.startswith("octavo.bench")}
     knowing = {module for module, path in others.items() if re.search(rf"\b{name}\b", path.read_text(encoding="utf-8"))}
     assert knowing <= allowed
+
+
+@pytest.mark.parametrize("module", sorted({family.model.partition(":")[0] for family in FAMILIES.values()}))
+def test_a_layer_can_be_read_in_its_familys_file(module: str) -> None:
+    """Its forward, in a few plain lines: one hidden state in, no branch, no loop."""
+    classes = [node for node in tree(modules()[module]).body if isinstance(node, ast.ClassDef)]
+    layers = [node for node in classes if node.name.endswith("Layer")]
+    assert layers
+    for layer in layers:
+        (forward,) = (node for node in layer.body if isinstance(node, ast.FunctionDef) and node.name == "forward")
+        lines = forward.body[1:]  # behind the docstring
+        assert len(lines) <= MAX_LAYER_LINES and [each.arg for each in forward.args.args] == ["self", "x"]
+        assert all(isinstance(each, ast.Assign | ast.Return) for each in lines)
+        assert not any(isinstance(each, ast.IfExp | ast.comprehension) for each in ast.walk(forward))
 
 
 @pytest.mark.parametrize(
