@@ -9,6 +9,7 @@ from octavo import rl
 from octavo.attention import AttentionMods, request_field
 from octavo.attention.mods.choice import with_mods
 from octavo.cache.specs import AttentionSpec
+from octavo.ops import native
 from octavo.ops.gemm import linear, pack_linear
 from octavo.ops.rope import rope_table
 from octavo.rl import packed_weights
@@ -47,6 +48,15 @@ def test_RL_N1_every_row_count_and_joined_weights(dtype: torch.dtype) -> None:
     fused = linear(x, pack_linear(torch.cat(weights)), torch.cat((biases[0].float(), joined)))  # type: ignore[union-attr]
     for count in range(1, 258):
         assert torch.equal(rl.linear(x[:count], weights, biases), fused[:count])
+
+
+@pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
+def test_RL_N1_the_reference_implementations_are_rounded_once(out_dtype: torch.dtype) -> None:
+    """Where no compiled operators serve, a product of another dtype than its rows' is the sampler's as well."""
+    x, weight = torch.randn(9, 48).bfloat16(), torch.randn(40, 48).bfloat16()
+    with native.disabled():
+        expected = linear(x, pack_linear(weight), None, out_dtype)
+        assert torch.equal(rl.linear(x, weight, out_dtype=out_dtype), expected)
 
 
 def test_a_weight_is_packed_when_its_bits_changed_and_never_else() -> None:

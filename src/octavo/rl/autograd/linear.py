@@ -52,7 +52,7 @@ class _Linear(torch.autograd.Function):
         out = torch.empty(x.shape[0], sum(len(weight) for weight in weights), dtype=out_dtype, device=x.device)
         for part, weight, bias in zip(_parts(out, weights), weights, biases, strict=True):
             added = None if bias is None else bias.detach().float().contiguous()
-            linear_operator(x.detach(), packed(weight, x.dtype), added, out=part)
+            linear_operator(x.detach(), packed(weight, x.dtype), added, out_dtype, out=part)
         ctx.save_for_backward(x, *weights)
         ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in biases]
         return out
