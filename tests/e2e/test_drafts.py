@@ -69,8 +69,9 @@ class Counts:
             if len(plan.num_drafts):
                 drafts = dict(zip(plan.rows.tolist(), plan.num_drafts.tolist(), strict=True))
                 for row, count in zip(result.rows.tolist(), result.num_sampled.tolist(), strict=True):
-                    self.num_drafted += drafts[row]
-                    self.num_accepted += max(count - 1, 0) if drafts[row] else 0
+                    if count:  # a row that waited for its form judged no draft
+                        self.num_drafted += drafts[row]
+                        self.num_accepted += count - 1 if drafts[row] else 0
             return update(plan, result)
 
         scheduler.update = counted  # type: ignore[method-assign]
