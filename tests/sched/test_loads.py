@@ -367,3 +367,31 @@ def test_V_3_an_update_computes_again_what_runs_or_lets_it_go_on(depth, keep_kv)
     driver.run(depth)
     assert is_right(driver, runs, loads, waits)
     assert driver.worker.computed[waits.request_id] > 24 - 20 * (not keep_kv)
+
+
+def test_V_3_what_two_versions_made_is_not_saved():
+    driver, connector, _ = drive()
+    connector.saves = True
+    request = make_request(PROMPT, 6)
+    driver.add(request)
+    driver.step()
+    driver.worker.version = 1
+    driver.scheduler.set_weights_version("1", keep_kv=True)
+    driver.run()
+    assert is_right(driver, request) and not connector.begun
+
+
+def test_V_4_what_failed_under_older_weights_is_not_found_when_they_come_back():
+    driver = Driver(make_scheduler())
+    first, second = make_request(PROMPT, 4), make_request([*PROMPT, 5], 4)
+    driver.add(first)
+    driver.worker.break_next = first.request_id
+    driver.issue()
+    driver.scheduler.set_weights_version("1")
+    driver.collect()
+    driver.run()
+    assert first.error == "mod_failed"
+    driver.scheduler.set_weights_version("")
+    driver.add(second)
+    driver.run()
+    assert is_right(driver, second) and second.num_cached == 0

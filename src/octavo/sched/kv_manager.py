@@ -236,9 +236,17 @@ class KVManager:
 
     def discard(self, request: Request, first: int = 0) -> None:
         """Give back all blocks, and let none of the content behind token `first` be found: it may not be there."""
+        self.unpublish(request, first)
+        self._release(request)
+
+    def unpublish(self, request: Request, first: int) -> None:
+        """Let none of the content behind token `first` be found. What is found no more is not published again."""
         for name in request.block_hashes[first // self.block_size :]:
             self._pool.unpublish(name)
-        self._release(request)
+
+    def is_current(self, request: Request) -> bool:
+        """Whether the blocks of an admitted request are all made with the weights of now."""
+        return self._entries[request.request_id].num_published < WHOLE
 
     def readers(self, request: Request, first: int) -> list[Request]:
         """Others who found content of the chain of `request` that lies behind its token `first`."""

@@ -31,7 +31,7 @@ from octavo.sched.loads import FAILURE_POLICIES, LOAD_FAILED, LOAD_TIMEOUT, NEVE
 from octavo.sched.order import order_of
 from octavo.sched.results import NOTHING, Results
 from octavo.sched.running import Running
-from octavo.sched.work import Issued, PlanBuilder, SchedulerStats, pack, places, take_back, without
+from octavo.sched.work import Issued, PlanBuilder, SchedulerStats, num_proven, pack, places, take_back, without
 
 MAX_OUTSTANDING = 2  # plans without results: one that runs, and the next one
 HEADROOM_BLOCKS = 2  # kept free per running request and group when one is admitted; 2 halve the preemptions of 1
@@ -171,8 +171,13 @@ class Scheduler:
         Running requests are computed again, with their tokens; or with `keep_kv` they go on with blocks of both
         weights, of which none is ever found. Loads of old bytes are given up.
         """
-        if not self.kv.set_weights_version(version):
+        if version == self.kv.identity.weights_version:
             return
+        for issued in self._outstanding.values():  # whether they fail is told when the old names are forgotten
+            for row in issued.plan.rows.tolist():
+                request = issued.left.get(row) or self._running.owners[row]
+                self.kv.unpublish(request, num_proven(request, row, self._outstanding.values()))
+        self.kv.set_weights_version(version)
         for request in self.loads.parked():
             self.loads.unpark(request)
         if not keep_kv:
@@ -221,8 +226,7 @@ class Scheduler:
         """What quiet requests have that no update told. Unknown ids are ignored."""
         updates: list[RequestUpdate] = []
         for request_id in request_ids:
-            request = self._requests.get(request_id)
-            if request is not None:
+            if (request := self._requests.get(request_id)) is not None:
                 self._results.emit(request, request.row, NOTHING, updates)
         return updates
 
@@ -249,8 +253,7 @@ class Scheduler:
 
         Those were admitted in that step or the next one, and what they sampled in either is dropped.
         """
-        planned = sum(issued.plan.num_tokens[issued.plan.rows == row].sum() for issued in self._outstanding.values())
-        first = max(request.num_computed - int(planned), 0)
+        first = num_proven(request, row, self._outstanding.values())
         for reader in self.kv.readers(request, first):
             if reader.status is not Status.RUNNING:
                 self.loads.unpark(reader)
@@ -486,7 +489,7 @@ class Scheduler:
                 self.loads.stop(request)
             elif has_failed:
                 self.kv.discard(request)
-            elif ran and self.loads.is_on:
+            elif ran and self.loads.is_on and self.kv.is_current(request):
                 self.kv.publish(request, request.num_computed)
                 self.loads.keep(request, self._step)
             else:

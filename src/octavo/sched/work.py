@@ -6,6 +6,7 @@ was in, so a result finds its request though the row has another one by then.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import msgspec
@@ -132,6 +133,12 @@ def places(rows: IntArray, left: dict[int, Request]) -> list[int]:
     named = np.zeros(max(int(rows.max()), *left) + 1, np.bool_)
     named[list(left)] = True
     return named[rows].nonzero()[0].tolist()
+
+
+def num_proven(request: Request, row: int, outstanding: Iterable[Issued]) -> int:
+    """Tokens of `request`, in `row`, that steps with known results have computed, or fewer."""
+    planned = sum(int(issued.plan.num_tokens[issued.plan.rows == row].sum()) for issued in outstanding)
+    return max(request.num_computed - planned, 0)
 
 
 def without(result: StepResult, dropped: set[int]) -> StepResult:
