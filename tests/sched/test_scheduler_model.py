@@ -173,7 +173,8 @@ class World:
     def break_one(self, choice: int) -> None:
         """The next step of a request fails before it writes anything."""
         if self.unfinished and not self.driver.scheduler._num_drafts:
-            self.driver.worker.break_next = self.unfinished[choice % len(self.unfinished)].request_id
+            new = [request for request in self.unfinished if not request.num_computed] or self.unfinished
+            self.driver.worker.break_next = new[choice % len(new)].request_id
 
     def reset(self) -> None:
         assert self.scheduler.kv.reset_prefix_cache() == (self.scheduler.kv.usage == 0.0)
@@ -378,7 +379,7 @@ def walk(seed: int, num_steps: int) -> World:
             world.squeeze = True
         elif dice < 0.255:
             world.update_weights(keep_kv=rng.random() < 0.5, back=rng.random() < 0.2)
-        elif dice < 0.26:
+        elif dice < 0.27:
             world.break_one(rng.randrange(100))
         elif world.connector is not None and dice < 0.36:
             world.transfer(rng.randrange(100), rng.randrange(9))
