@@ -6,6 +6,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,17 +15,24 @@ import torch
 from architectures import ARCH, CPU
 from octavo.cache.groups import CacheGroup, block_bytes, make_groups, table_of_each
 from octavo.cache.plan import CachePlan, show_bytes
-from octavo.cache.policies import make_policies
+from octavo.cache.policies import blocks_for_request
+from octavo.cache.specs import LayerSpec, NoCache, StateSpec, StateTensor
 from octavo.checkpoint import loader
 from octavo.checkpoint.arch import Arch, LayerKind
 from octavo.config.engine_config import DeviceFacts, EngineConfig, Resolved, resolve
 from octavo.config.settings import ConfigError
+from octavo.layers.attention import plain_specs
 from octavo.ops import native
-from octavo.startup.memory_plan import blocks_for_request, check_weights, plan_memory
+from octavo.sched.kv_manager import KVManager
+from octavo.startup.memory_plan import check_weights, plan_memory
 from patience import patient
 
 SLIDING = dataclasses.replace(ARCH, layers=(LayerKind(window=64),) * 4 + (LayerKind(),) * 2)
-CHUNKED = dataclasses.replace(ARCH, layers=(LayerKind(chunk=48),) * 3 + (LayerKind(), LayerKind(state_bytes=3000)))
+FULL = plain_specs(ARCH)[0]
+STATE = StateSpec(
+    states=(StateTensor("sum", (8, 100), "float32"),), inputs=(StateTensor("x", (100,), "bfloat16"),), chunk=64
+)
+HYBRID = (dataclasses.replace(FULL, chunk=48),) * 3 + (FULL, STATE, NoCache(), STATE)
 GPU = dataclasses.replace(CPU, cuda="NVIDIA H200")
 PER_BLOCK = 2 * 2 * 2 * 16 * 2 * 16  # layers, K and V, heads, channels, bytes, tokens
 
@@ -33,7 +41,7 @@ def plan(
     free_bytes: int, arch: Arch = ARCH, facts: DeviceFacts = CPU, total_bytes: int = 0, **fields: Any
 ) -> CachePlan:
     made = resolve(EngineConfig(**fields), arch, facts)
-    groups, weights = make_groups(arch, made.block_size), weight_bytes(arch, made)
+    groups, weights = make_groups(plain_specs(arch), made.block_size), weight_bytes(arch, made)
     return plan_memory(
         arch, made, groups, free_bytes, weight_bytes=weights, total_bytes=total_bytes, **lying(groups, made)
     )
@@ -54,18 +62,19 @@ def numbers(**fields: Any) -> Resolved:
 
 
 def test_a_block_counts_the_layers_of_the_largest_group() -> None:
-    assert block_bytes(make_groups(ARCH, 16), 2) == PER_BLOCK
-    assert block_bytes(make_groups(SLIDING, 16), 2) == PER_BLOCK
-    assert block_bytes(make_groups(ARCH, 32), 4) == 4 * PER_BLOCK
+    assert block_bytes(make_groups(plain_specs(ARCH), 16), 2) == PER_BLOCK
+    assert block_bytes(make_groups(plain_specs(SLIDING), 16), 2) == PER_BLOCK
+    assert block_bytes(make_groups(plain_specs(ARCH), 32), 4) == 4 * PER_BLOCK
 
 
-@pytest.mark.parametrize("arch", [ARCH, SLIDING, CHUNKED])
+@pytest.mark.parametrize("specs", [plain_specs(ARCH), plain_specs(SLIDING), HYBRID], ids=["full", "sliding", "hybrid"])
 @pytest.mark.parametrize("length", [1, 16, 17, 100, 2048])
 @pytest.mark.parametrize("step", [1, 16, 512, 4096])
-def test_the_scheduler_needs_what_the_plan_counts(arch: Arch, length: int, step: int) -> None:
-    groups = make_groups(arch, 16)
-    peaks = [policy.peak_blocks(length, step) for policy in make_policies(groups)]
-    assert blocks_for_request(groups, length, step) == sum(peaks)
+def test_the_scheduler_needs_what_the_plan_counts(specs: Sequence[LayerSpec], length: int, step: int) -> None:
+    groups = make_groups(specs, 16)
+    need = blocks_for_request(groups, length, step)
+    assert KVManager(groups, need + 1).fits_alone(length, step)
+    assert need < 2 or not KVManager(groups, need).fits_alone(length, step)
 
 
 def test_weights_as_the_layers_keep_them() -> None:
@@ -137,7 +146,7 @@ def test_no_memory_at_all_is_refused() -> None:
 
 def test_loaded_weights_are_not_counted_twice() -> None:
     made = numbers()
-    groups = make_groups(ARCH, 16)
+    groups = make_groups(plain_specs(ARCH), 16)
     weights = weight_bytes(ARCH, made)
     before = plan_memory(ARCH, made, groups, 64 << 20, weight_bytes=weights, **lying(groups, made))
     after = plan_memory(

@@ -156,9 +156,9 @@ def test_B2_5_no_common_size(backends: dict) -> None:
 
 
 def test_B2_6_B2_G3_the_list_is_as_long_as_the_groups() -> None:
-    kinds = [dataclasses.replace(FULL, kind=kind) for kind in ("encoder_only", "full", "mamba", "sliding")]
-    supported: list[dict] = [{}, {"a": LISTED}, {"m": (16,)}, {"a": (MultipleOf(16),)}]
-    assert prepare_kernel_block_sizes(kinds, supported) == [None, 64, 128, 128]
+    kinds = [dataclasses.replace(FULL, kind=kind) for kind in ("encoder_only", "full", "state", "sliding")]
+    supported: list[dict] = [{}, {"a": LISTED}, {}, {"a": (MultipleOf(16),)}]
+    assert prepare_kernel_block_sizes(kinds, supported) == [None, 64, None, 128]
     with pytest.raises(ValueError, match="unknown kind of cache group 'ring'"):
         prepare_kernel_block_sizes([dataclasses.replace(FULL, kind="ring")], [{}])
 

@@ -27,14 +27,12 @@ from families import SHARED, write_model  # noqa: E402
 from insides import runner_of  # noqa: E402
 from octavo import LLM  # noqa: E402
 from octavo.attention import mla, paged  # noqa: E402
-from octavo.cache.groups import make_groups  # noqa: E402
 from octavo.config.engine_config import Resolved  # noqa: E402
 from octavo.device.graphs import GraphKey, GraphPool, decode_keys, mixed_keys  # noqa: E402
 from octavo.ops.attention import paged as paged_attention  # noqa: E402
 from octavo.ops.compile import launch, side_by_side  # noqa: E402
 from octavo.plan import StepLimits  # noqa: E402
 from octavo.startup.cache import plan_cache  # noqa: E402
-from octavo.startup.memory_plan import ITEMSIZE  # noqa: E402
 from octavo.worker.assembly import make_runner  # noqa: E402
 from octavo.worker.backends import backend_facts, buffer_bytes, compiles_ahead  # noqa: E402
 from octavo.worker.compile_ahead import Shape, compile_ahead, step_shapes  # noqa: E402
@@ -172,7 +170,7 @@ def test_a_pass_finds_the_kernels_of_all_steps_and_changes_no_state(
             max_num_batched_tokens=TOKENS,
         )  # fmt: skip
         plan = plan_cache(
-            engine.arch, resolved, make_groups(engine.arch, resolved.block_size, ITEMSIZE["float32"]),
+            engine.arch, resolved, runner_of(engine).model.layer_specs,
             backend_facts(resolved, engine.arch.num_layers), free_bytes=1 << 40, total_bytes=0, weight_bytes=0,
             weights_loaded=True, buffer_bytes=functools.partial(buffer_bytes, resolved),
         )  # fmt: skip

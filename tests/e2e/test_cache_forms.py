@@ -268,10 +268,10 @@ def test_2_16_fresh_blocks_are_zeroed_before_they_are_used(
 ) -> None:
     """Every byte of a block that was handed out is a token's or zero; what nobody held keeps its poison."""
 
-    def zeroed(*args: Any) -> tuple[CacheGroup, ...]:
-        return tuple(dataclasses.replace(group, zero_fresh_blocks=True) for group in make_groups(*args))
+    def zeroed(*args: Any, **options: Any) -> tuple[CacheGroup, ...]:
+        return tuple(dataclasses.replace(group, zero_fresh_blocks=True) for group in make_groups(*args, **options))
 
-    monkeypatch.setattr("octavo.startup.build.make_groups", zeroed)
+    monkeypatch.setattr("octavo.startup.cache.make_groups", zeroed)
     llm = make_llm(block_size=32, kv_cache_layout=layout, enable_prefix_caching=False, **two_groups, **SMALL)
     pool = pool_of(llm)
     pool.buffer.fill_(float("nan"))

@@ -7,7 +7,7 @@ from functools import cache
 
 from house import ROOT
 
-_NUMBER = r"(?:INV-|(?:B2|L3|F1|K4|M5|C|V)\.|RL\.[A-Z])G?\d+"
+_NUMBER = r"(?:INV-|(?:B2|L3|F1|K4|M5|C|V|H)\.|RL\.[A-Z])G?\d+"
 _LINE = re.compile(rf"^- \*\*({_NUMBER})\*\* \S.*\.$", re.MULTILINE)
 
 

@@ -16,9 +16,10 @@ from patience import patient
 
 # Plain data and rules without a device: packages or modules that load no torch, and that all others may import.
 WORDS = {
-    "cache.groups", "cache.plan", "cache.policies", "cache.specs", "checkpoint.arch", "checkpoint.config_reader",
-    "checkpoint.generation_config", "config", "grammar.json_schema", "observe", "plan", "registry", "request",
-    "startup.child", "startup.gc_control", "startup.forks", "startup.interrupts", "startup.memory_plan",
+    "cache.groups", "cache.parts", "cache.plan", "cache.policies", "cache.specs", "checkpoint.arch",
+    "checkpoint.config_reader", "checkpoint.generation_config", "config", "grammar.json_schema", "observe", "plan",
+    "registry", "request", "startup.child", "startup.gc_control", "startup.forks", "startup.interrupts",
+    "startup.memory_plan",
 }  # fmt: skip
 DEVICE_SIDE = {
     "attention",
@@ -90,6 +91,8 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
             "bench",
             "startup.probe",
             "startup.cache",
+            "attention.mods",
+            "worker.model",
             "worker.backends",
             "checkpoint.hub",
             "checkpoint.loader",

@@ -22,7 +22,6 @@ from octavo.attention.base import (
 )
 from octavo.cache.groups import make_groups
 from octavo.cache.specs import distinct
-from octavo.checkpoint.arch import Arch
 from octavo.ops.inputs.tensors import LogitTokens
 
 BLOCK_SIZE = 16
@@ -218,11 +217,12 @@ class Rig:
 
     def __init__(self, model: Any, backend: str = "reference", dtype: torch.dtype = torch.float32) -> None:
         self.model = model
-        arch: Arch = model.arch
-        self.groups = make_groups(arch, BLOCK_SIZE)
+        self.groups = make_groups(model.layer_specs, BLOCK_SIZE)
         num_blocks = 160
-        shape = (num_blocks, arch.num_kv_heads, BLOCK_SIZE, arch.cache_channels)
-        self.kv = [torch.full(shape, torch.nan, dtype=dtype) for _ in arch.layers]
+        self.kv = [
+            torch.full((num_blocks, spec.num_kv_heads, BLOCK_SIZE, spec.channels), torch.nan, dtype=dtype)
+            for spec in model.layer_specs
+        ]
         self.free = [list(range(1, num_blocks)) for _ in self.groups]
         for group, blocks in enumerate(self.free):
             random.Random(group).shuffle(blocks)

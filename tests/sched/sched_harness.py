@@ -15,7 +15,9 @@ import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from octavo.cache.groups import WHOLE, CacheGroup
+from octavo.cache.groups import CacheGroup
+from octavo.cache.parts import WHOLE_BLOCKS
+from octavo.cache.policies import blocks_for_request
 from octavo.kv_connector import NO_CONNECTOR
 from octavo.plan import StepLimits, StepPlan, StepResult, TokenLogprobs
 from octavo.request.request import Request
@@ -23,7 +25,6 @@ from octavo.request.sampling_params import SamplingParams
 from octavo.request.updates import RequestUpdate
 from octavo.sched.kv_manager import KVManager
 from octavo.sched.scheduler import Scheduler
-from octavo.startup.memory_plan import blocks_for_request
 from step_words import blocks_by_row, result_of, scores_of
 
 Place = tuple[int, int]  # (block, offset)
@@ -45,16 +46,23 @@ def chunked(chunk: int, block_size: int = BLOCK) -> CacheGroup:
     return CacheGroup(kind="chunked", chunk=chunk, block_size=block_size, layers=(0,))
 
 
-def state() -> CacheGroup:
-    return CacheGroup(kind="mamba", block_size=WHOLE, layers=(0,), state_bytes=1, zero_fresh_blocks=True)
+def states(
+    chunk: int, block_size: int = BLOCK, *, interval: int = 1, blocks: int = 1, unit: int = BLOCK
+) -> tuple[CacheGroup, CacheGroup]:
+    """Inputs and states of a layer. blocks: of an entry of either; unit: the smallest block size of all groups."""
+    parts = dataclasses.replace(WHOLE_BLOCKS, blocks=blocks)
+    return (
+        CacheGroup(kind="inputs", chunk=chunk, block_size=block_size, layers=(0,), parts=parts),
+        CacheGroup(kind="state", block_size=chunk, layers=(0,), parts=parts, unit=unit, interval=interval),
+    )
 
 
 def nothing() -> CacheGroup:
-    return CacheGroup(kind="encoder_only", block_size=WHOLE, layers=(0,))
+    return CacheGroup(kind="encoder_only", block_size=BLOCK, layers=(0,))
 
 
 def first_seen(group: CacheGroup, position: int) -> int:
-    """The first token that a query reads in a group."""
+    """The first token that a query reads in a group of tokens."""
     if group.chunk:
         return position // group.chunk * group.chunk
     return max(0, position - group.window + 1) if group.window else 0
@@ -192,13 +200,14 @@ class FakeWorker:
     def __init__(self, groups: tuple[CacheGroup, ...], salts: dict[str, str]) -> None:
         """`salts`: request id -> cache salt, which a real worker does not know."""
         self.groups = groups
-        self.most_tokens = max((group.block_size for group in groups if group.block_size < WHOLE), default=1)
+        self.most_tokens = max(group.block_size for group in groups)
         self.salts = salts
         self.memory: dict[Place, tuple[int, ...]] = {}  # (group, position, fingerprint, weights' version)
         self.version = 0  # of the weights
         self.foreign: set[int] = set()  # blocks that a load fills
         self.touched: dict[int, set[int]] = {}  # step -> blocks that it reads or writes
         self.written: dict[int, set[int]] = {}
+        self.new_states: dict[Place, tuple[int, ...]] = {}  # of the step in hand
         self.rows: dict[int, _Row] = {}
         self.computed: collections.Counter[str] = collections.Counter()  # request id -> tokens, over all its rows
         self.fail_next = False
@@ -245,6 +254,8 @@ class FakeWorker:
             before = len(self.unwritten)
             for number, num_new in work:
                 self._attend(self.rows[number], num_new)
+        self.memory.update(self.new_states)  # rows of a step run side by side: none reads a state that it writes
+        self.new_states.clear()
         broken = [number for number, _ in work if self.rows[number].request_id == self.break_next]
         result = self._sample(plan, work, drafted)
         for number in broken:
@@ -256,22 +267,42 @@ class FakeWorker:
         assert row.num_computed + num_new <= len(row.tokens), "only tokens that the device knows are computed"
         assert not num_drafts or row.num_computed + num_new == len(row.tokens), "drafts stand at the end"
         self.computed[row.request_id] += num_new
+        for block, offset, content, is_state in self._stored(row, num_new):
+            place = block, offset
+            assert block not in self.foreign, "nobody else writes where a load does"
+            self.touched[self._next_step - 1].add(block)
+            self.written[self._next_step - 1].add(block)
+            (self.new_states if is_state else self.memory)[place] = (*content, self.version)
+            self.unwritten.discard(place)
+            if row.garbage or row.request_id == self.break_next:
+                self.unwritten.add(place)
+
+    def _stored(self, row: _Row, num_new: int) -> Iterable[tuple[int, int, tuple[int, ...], bool]]:
+        """What a step stores for a row: (block, offset, content, whether it is a state)."""
+        end = row.num_computed + num_new
         for index, (group, table) in enumerate(zip(self.groups, row.tables, strict=True)):
-            if group.kind == "mamba":
-                self._advance(row, table, index, num_new)
-            if group.block_size == WHOLE:
+            if group.kind == "encoder_only":
                 continue
-            for position in range(row.num_computed, row.num_computed + num_new):
-                block = table[position // group.block_size]
-                assert block != 0, "nothing is stored in the null block"
-                place = block, position % group.block_size
-                assert block not in self.foreign, "nobody else writes where a load does"
-                self.touched[self._next_step - 1].add(block)
-                self.written[self._next_step - 1].add(block)
-                self.memory[place] = (index, position, row.history[position + 1], self.version)
-                self.unwritten.discard(place)
-                if row.garbage or row.request_id == self.break_next:
-                    self.unwritten.add(place)
+            if group.kind == "state":
+                for border in range(row.num_computed // group.block_size + 1, end // group.block_size + 1):
+                    past = row.history[border * group.block_size]
+                    for block in self._entry(group, table, border - 1):
+                        yield block, 0, (index, border, past), True
+                continue
+            for position in range(row.num_computed, end):
+                blocks = self._entry(group, table, position // group.block_size)
+                assert blocks or group.kind == "inputs", "nothing is stored in the null block"
+                for block in blocks:
+                    yield block, position % group.block_size, (index, position, row.history[position + 1]), False
+
+    @staticmethod
+    def _entry(group: CacheGroup, table: list[int], index: int) -> list[int]:
+        """The blocks of a group's entry: all of them, or none."""
+        num = group.parts.blocks
+        blocks = table[index * num : (index + 1) * num]
+        assert len(blocks) == num and all(blocks) == any(blocks)
+        assert not any(blocks) or len(set(blocks)) == num, "blocks of an entry are different ones"
+        return blocks if any(blocks) else []
 
     def content(
         self, request: Request, blocks: Sequence[Sequence[int]], start: int, end: int
@@ -279,38 +310,44 @@ class FakeWorker:
         """Where tokens of a request lie, and what is there once they are computed. Null blocks are skipped."""
         past = history(request.tokens, request.cache_salt)
         for index, (group, table) in enumerate(zip(self.groups, blocks, strict=True)):
-            for position in range(start, end) if group.block_size < WHOLE else ():
+            for position in range(start, end) if group.kind != "encoder_only" else ():
                 if block := table[position // group.block_size]:
                     place = block, position % group.block_size
                     yield place, (index, position, past[position + 1], self.version)
 
-    def _advance(self, row: _Row, table: list[int], index: int, num_new: int) -> None:
-        """A recurrent state: read it, as it was left or zeroed, and leave the next one."""
-        assert len(table) == 1, "one block holds a request's state"
-        before = (index, row.num_computed, row.history[row.num_computed]) if row.num_computed else None
-        assert self.memory.get((table[0], 0)) == before, "a state is the request's own, or zero"
-        end = row.num_computed + num_new
-        self.memory[table[0], 0] = (index, end, row.history[end])
-
     def _attend(self, row: _Row, num_new: int) -> None:
-        """The step's queries together read from the first one's window to the last one's position."""
-        for index, (group, table) in enumerate(zip(self.groups, row.tables, strict=True)):
-            if group.block_size == WHOLE:
-                continue
-            for position in range(first_seen(group, row.num_computed), row.num_computed + num_new):
-                place = table[position // group.block_size], position % group.block_size
-                found = self.memory.get(place)
-                assert found is not None, "a query reads what was written"
-                assert found[:3] == (index, position, row.history[position + 1]), "a query reads its own history"
-                assert found[3] >= row.since, "nobody begins with blocks of older weights"
-                assert place[0] not in self.foreign, "nobody reads what has not arrived"
-                self.touched[self._next_step - 1].add(place[0])
-                row.garbage |= place in self.unwritten
+        """The step's queries together read from the first one's window to the last one's position.
+
+        A state is read as the step found it; of the inputs those that lie before the step's own tokens.
+        """
+        for block, offset, content in self._read(row, num_new):
+            found = self.memory.get((block, offset))
+            assert found is not None, "a query reads what was written"
+            assert found[:3] == content, "a query reads its own history"
+            assert found[3] >= row.since, "nobody begins with blocks of older weights"
+            assert block not in self.foreign, "nobody reads what has not arrived"
+            self.touched[self._next_step - 1].add(block)
+            row.garbage |= (block, offset) in self.unwritten
         if row.garbage:
-            for group, table in zip(self.groups, row.tables, strict=True):
-                if group.block_size != WHOLE:
-                    for position in range(row.num_computed, row.num_computed + num_new):
-                        self.unwritten.add((table[position // group.block_size], position % group.block_size))
+            self.unwritten.update((block, offset) for block, offset, *_ in self._stored(row, num_new))
+
+    def _read(self, row: _Row, num_new: int) -> Iterable[tuple[int, int, tuple[int, ...]]]:
+        """What a step reads for a row: (block, offset, what is to be there)."""
+        start, end = row.num_computed, row.num_computed + num_new
+        for index, (group, table) in enumerate(zip(self.groups, row.tables, strict=True)):
+            if group.kind == "encoder_only":
+                continue
+            if group.kind == "state":
+                border = start // group.block_size
+                blocks = self._entry(group, table, border - 1) if border else []
+                assert blocks or not border, "the state before a query is there"
+                yield from ((block, 0, (index, border, row.history[border * group.block_size])) for block in blocks)
+                continue
+            for position in range(first_seen(group, start), start if group.kind == "inputs" else end):
+                blocks = self._entry(group, table, position // group.block_size)
+                assert blocks, "what is read has a block"
+                content = (index, position, row.history[position + 1])
+                yield from ((block, position % group.block_size, content) for block in blocks)
 
     def _sample(self, plan: StepPlan, work: list[tuple[int, int]], drafted: dict[int, int]) -> StepResult:
         tokens: dict[int, list[int]] = {}

@@ -30,7 +30,7 @@ def test_the_longest_hit_is_the_longest_acceptable_one(group):
         cached = {name for name, bit in zip(NAMES, bits, strict=True) if bit}
         for limit in (0, 3, 8):
             found = [n for n in range(limit + 1) if acceptable(policy, cached, n, 4)]
-            assert policy.longest_hit(cached, NAMES, limit) == max(found)
+            assert policy.longest_hit(cached, NAMES, limit * 4) == max(found) * 4
 
 
 @pytest.mark.parametrize(("position", "first"), [(0, 0), (5, 0), (8, 0), (9, 1), (12, 1), (13, 2)])
@@ -49,4 +49,4 @@ def test_peak_blocks_bounds_what_any_walk_holds(make, size, max_new):
         for position in range(start, 40, max_new):
             end = min(position + max_new, 40)
             held = -(-end // 4) - policy.first_needed(max(position - 1, 0))
-            assert held <= policy.peak_blocks(40, max_new)
+            assert held <= policy.peak_entries(40, max_new)

@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from octavo.cache.groups import make_groups
+from octavo.cache.specs import AttentionSpec
 from octavo.checkpoint.config_reader.checkpoint import read_arch
 from octavo.checkpoint.hub import find_model
 from octavo.config.engine_config import DEFAULT_BLOCK_SIZE, EngineConfig, resolve_max_logprobs
@@ -173,7 +174,10 @@ def build_core(config: EngineConfig, phases: Phases, options: argparse.Namespace
     num_tokens = config.max_num_batched_tokens or max(8192, max_num_seqs)
     num_blocks = config.num_gpu_blocks_override or _NUM_BLOCKS
     block_size = config.block_size or DEFAULT_BLOCK_SIZE["cpu"]
-    kv = KVManager(make_groups(arch, block_size), num_blocks, enable_prefix_caching=config.enable_prefix_caching)
+    specs = [
+        AttentionSpec(num_heads=arch.num_heads, num_kv_heads=arch.num_kv_heads, head_size=arch.head_size, scale=1.0)
+    ] * arch.num_layers
+    kv = KVManager(make_groups(specs, block_size), num_blocks, enable_prefix_caching=config.enable_prefix_caching)
     scheduler = Scheduler(kv, StepLimits(max_num_rows=max_num_seqs, max_num_tokens=num_tokens, max_model_len=length))
     eos_token_ids = list(arch.eos_token_ids)
     worker = MockWorker(

@@ -14,7 +14,6 @@ import pytest
 
 from insides import runner_of
 from octavo import LLM, SamplingParams
-from octavo.cache.groups import make_groups
 from octavo.cache.plan import CachePlan
 from octavo.config.engine_config import EngineConfig, resolve
 from octavo.config.settings import ConfigError
@@ -41,7 +40,7 @@ def start_worker() -> tuple[Worker, CachePlan]:
     plan = plan_cache(
         arch,
         facts.resolved,
-        make_groups(arch, facts.resolved.block_size, 4),
+        facts.layer_specs,
         facts.backends,
         free_bytes=facts.free_bytes,
         total_bytes=facts.total_bytes,

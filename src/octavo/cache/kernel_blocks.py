@@ -70,16 +70,14 @@ def prepare_kernel_block_sizes(
 ) -> list[int | None]:
     """The kernel block size of each group, in the order of `groups` and as many; None for a group without a cache.
 
-    backends: per group what its backends take, by name. wanted: the user's, taken or refused. State that is not made of
-    tokens (mamba) is never split. Raises ValueError for a size that does not divide, that a backend does not take, that
+    backends: per group what its backends take, by name. wanted: the user's, taken or refused. What states keep is no
+    attention kernel's. Raises ValueError for a size that does not divide, that a backend does not take, that
     cuts a compressed state in two, and for an unknown kind of group.
     """
     sizes: list[int | None] = []
     for group, named in zip(groups, backends, strict=True):
-        if group.kind == "encoder_only":
+        if group.kind in ("encoder_only", "inputs", "state"):
             sizes.append(None)
-        elif group.kind == "mamba":
-            sizes.append(group.block_size)
         elif group.kind in KINDS:
             size = select_common_block_size(group.block_size, named) if wanted is None else wanted
             _check_split(group.block_size, size, named)
@@ -121,13 +119,16 @@ def choose_tables(
     layout: Layout,
     wanted: int | None = None,
 ) -> list[TableSpec]:
-    """A block table per group and backend.
+    """A block table per group and backend; one, without a backend, of a group of states or of their inputs.
 
     The backends of a group share one kernel block size if there is one that all take; else each takes its own, which
     `layout` must allow (`backend_block_size`). wanted: as `prepare_kernel_block_sizes`'s. Raises ValueError.
     """
     tables: list[TableSpec] = []
     for index, group in enumerate(groups):
+        if not group.is_attention:
+            tables.append(TableSpec(index, group.layers, None))
+            continue
         layers_of: dict[str, tuple[int, ...]] = {}
         for layer in group.layers:
             layers_of[backend_of_layer[layer]] = (*layers_of.get(backend_of_layer[layer], ()), layer)

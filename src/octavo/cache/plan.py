@@ -79,6 +79,8 @@ class CachePlan:
             f"  The cache holds {self.num_tokens} tokens: {self.max_requests:.1f} requests of "
             f"max_model_len={self.max_model_len}{self._why_length()}."
         )
+        reasons = [self.why[name] for name in ("enable_prefix_caching", "snapshot_interval") if name in self.why]
+        lines += [f"  Prefixes: {reason}." for reason in reasons]
         lines.append(f"  Its layout is {self.layout}, {self.why['layout']}; {self._show_tables()}.")
         return "\n".join(lines)
 
@@ -87,7 +89,8 @@ class CachePlan:
 
     def _show_tables(self) -> str:
         """Who reads it, in which blocks."""
-        sizes = dict.fromkeys((table.backend, table.kernel_block_size) for table in self.tables)
+        attention = [table for table in self.tables if table.backend]
+        sizes = dict.fromkeys((table.backend, table.kernel_block_size) for table in attention)
         return f"of blocks of {self.block_size} tokens, " + ", ".join(
             f"{name} reads {size} at a time" if size else f"{name} keeps nothing" for name, size in sizes
         )

@@ -2,29 +2,48 @@
 
 Owns one backing allocation for all cache groups and the per-layer views of it. Does not know which request owns a
 block: that is the scheduler's BlockPool. Invariant: block b of every group lies at the same bytes, so a block may pass
-from one group to another; page s of a block belongs to the s-th layer of whichever group holds the block.
+from one group to another; page s of a block belongs to the s-th layer of whichever group of attention holds the block.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from octavo.cache.groups import CacheGroup, TableSpec, block_bytes, pages_differ, table_of_each
 from octavo.cache.kernel_blocks import BlockMap, group_kernel_blocks, states_per_block
 from octavo.cache.layout import CacheShape, Layout, block_rows, extract_blocks, inject_blocks, kernel_stride
+from octavo.cache.parts import Parts
 
 _INT32_MAX = 2**31 - 1
+
+
+class PartsView(NamedTuple):
+    """What one layer keeps in a group of states, or of their inputs; see `octavo.cache.parts`.
+
+    `tensors[t][b, i]` is the t-th tensor's run in the i-th part of block b: [num_blocks, parts in a block, run, ...].
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    parts: Parts
+    slot: int  # the layer's among those of its group
+    table: int  # its block table
+
+    def places(self) -> list[tuple[int, int]]:
+        """Of each part of the layer: (the block among an entry's, the place in it)."""
+        return [self.parts.place(self.slot, part) for part in range(self.parts.count)]
 
 
 class KVCachePool:
     """`views[layer]` of an attention layer is [kernel blocks, heads, states of a kernel block, channels].
 
     The channels are K then V of one head; a latent (mla) layer has one head, and its latent then its key as channels.
-    A state is a token, unless the group compresses several into one. A recurrent layer's view is its bytes, uint8
-    [num_blocks, state_bytes]; a layer that keeps nothing has an empty one. `block_maps[t]` says which kernel blocks of
-    the views of table t a block is; `group_of_layer[layer]` is the layer's table.
+    A state is a token, unless the group compresses several into one. A layer that keeps nothing, or no K and V, has an
+    empty view; `states[layer]` and `inputs[layer]` are those of a layer with states. `block_maps[t]` says which kernel
+    blocks of the views of table t a block is; `group_of_layer[layer]` is the table of a layer that attends, else -1.
     """
 
     def __init__(
@@ -51,16 +70,24 @@ class KVCachePool:
         self.layout, self.num_blocks = layout, num_blocks
         self.block_bytes = block_bytes(groups, itemsize)
         # of a block; of use where all have one size
-        self.num_pages = max((len(group.layers) for group in groups if group.page_bytes(1)), default=1)
+        attention = [group for group in groups if group.is_attention and group.kind != "encoder_only"]
+        self.num_pages = max((len(group.layers) for group in attention), default=1)
         self.buffer = torch.empty(num_blocks * self.block_bytes // itemsize, dtype=dtype, device=device)
-        num_layers = sum(len(group.layers) for group in groups)
+        num_layers = 1 + max(layer for group in groups for layer in group.layers)
         self.views: list[torch.Tensor] = [self.buffer[:0]] * num_layers
-        self.group_of_layer: list[int] = [0] * num_layers
+        self.states: dict[int, PartsView] = {}
+        self.inputs: dict[int, PartsView] = {}
+        self.group_of_layer: list[int] = [-1] * num_layers
         self.tables = tuple(tables or table_of_each(groups))
         self.block_maps = [self._bind(index, groups[table.group], table) for index, table in enumerate(self.tables)]
 
     def _bind(self, index: int, group: CacheGroup, table: TableSpec) -> BlockMap:
         """Make the views of a table's layers."""
+        if not group.is_attention:
+            views = self.states if group.kind == "state" else self.inputs
+            for slot, layer in enumerate(group.layers):
+                views[layer] = PartsView(self._part_tensors(group.parts), group.parts, slot, index)
+            return BlockMap(kernel_block_size=group.block_size)
         for layer in table.layers:
             self.group_of_layer[layer] = index
         size = table.kernel_block_size
@@ -71,13 +98,6 @@ class KVCachePool:
         together = self.layout.block_outermost
         block_stride = self.block_bytes if together else page
         layer_stride = page if together else page * self.num_blocks
-        if group.state_bytes:
-            data = self.buffer.view(torch.uint8)
-            for layer in table.layers:
-                slot = group.layers.index(layer)
-                state = (self.num_blocks, group.state_bytes)
-                self.views[layer] = data.as_strided(state, (block_stride, 1), slot * layer_stride)
-            return BlockMap(kernel_block_size=group.block_size)
         states_per_block(size, group.tokens_per_state)
         ratio = group.block_size // size
         assert ratio * size == group.block_size, f"kernel blocks of {size} do not divide blocks of {group.block_size}"
@@ -92,6 +112,18 @@ class KVCachePool:
             start = group.layers.index(layer) * layer_stride // itemsize
             self.views[layer] = self.layout.page_view(self.buffer, start, block_stride // itemsize, shape, ratio)
         return BlockMap(kernel_block_size=size, ratio=ratio, stride=stride)
+
+    def _part_tensors(self, parts: Parts) -> tuple[torch.Tensor, ...]:
+        """Per tensor of a layer, the same for all layers: [num_blocks, parts in a block, run, *what is not cut]."""
+        found = []
+        for tensor, shape, offset in zip(parts.tensors, parts.shapes, parts.offsets, strict=True):
+            dtype: torch.dtype = getattr(torch, tensor.dtype)
+            steps = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+            strides = (self.block_bytes // dtype.itemsize, parts.unit_bytes // dtype.itemsize, *steps)
+            size = (self.num_blocks, parts.per_block, *shape)
+            data = self.buffer.view(torch.uint8).view(dtype)
+            found.append(data.as_strided(size, strides, offset // dtype.itemsize))
+        return tuple(found)
 
     def block_view(self, layer: int) -> torch.Tensor:
         """`views[layer]` by blocks: [num_blocks, r, heads, kernel block, channels], without the r where it is 1."""

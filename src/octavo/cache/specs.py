@@ -33,6 +33,7 @@ class AttentionSpec:
     sinks: bool = False  # the layer brings a logit per head that joins the softmax and has no value
     causal: bool = True  # False: queries see all of the row (with a window: keys less than `window` away)
     mods: AttentionMods = NO_MODS  # a user's mask and score changes, after the model's own
+    tokens_per_state: int = 1  # tokens that one cached K and V stands for: more than 1 in compressed caches
 
     @property
     def channels(self) -> int:
@@ -66,14 +67,20 @@ class StateTensor:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StateSpec:
-    """A layer that keeps a recurrent state, which advances at multiples of `chunk` tokens only.
+    """A layer that keeps a recurrent state, which advances at borders only: multiples of `chunk` tokens.
 
-    The tokens since the last such border are kept as what they bring to the next state.
+    Of the chunk that is open at a request's end the inputs are kept, what each token brings to the next state. So a
+    position's result follows from the state at the border before it and the inputs since, however a prompt was cut.
     """
 
     states: tuple[StateTensor, ...]  # of one request, at one border
-    inputs: tuple[StateTensor, ...]  # of one token of the chunk that is open
+    inputs: tuple[StateTensor, ...]  # of one token of the open chunk
     chunk: int  # tokens
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a spec without states or inputs, and for chunks of fewer than two tokens."""
+        if not self.states or not self.inputs or self.chunk < 2:
+            raise ValueError(f"a StateSpec has states, inputs and a chunk of at least 2 tokens, got {self}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -32,14 +32,10 @@ class Rope:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LayerKind:
-    """What one layer's attention sees and keeps."""
+    """What a config.json says of one layer's attention."""
 
     window: int = 0  # tokens that a query sees, itself included; 0: all
     rope: Rope = Rope()
-    chunk: int = 0  # a query sees the tokens of its own chunk of so many, counted from the first token; 0: all
-    causal: bool = True  # False: an encoder's layer, which sees the whole prompt and keeps nothing
-    tokens_per_state: int = 1  # tokens that one cached state stands for: more than 1 in compressed caches
-    state_bytes: int = 0  # of a recurrent layer: what it keeps of a request, however long; 0: attention
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,8 +101,3 @@ class Arch:
     def num_layers(self) -> int:
         """Count of decoder layers."""
         return len(self.layers)
-
-    @property
-    def cache_channels(self) -> int:
-        """Elements that the cache keeps per token, layer and KV head."""
-        return self.head_size if self.latent else 2 * self.head_size

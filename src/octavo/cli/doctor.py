@@ -14,15 +14,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import octavo
-from octavo.cache.groups import make_groups
 from octavo.cache.plan import show_bytes
+from octavo.cache.specs import LayerSpec
 from octavo.checkpoint.arch import Arch
 from octavo.cli import flags
 from octavo.config.engine_config import SETTINGS, DeviceFacts, EngineConfig, Resolved, load_config, resolve
 from octavo.observe import setup_logging
 from octavo.startup import probe
 from octavo.startup.cache import plan_cache
-from octavo.startup.memory_plan import ITEMSIZE
 from octavo.worker.backends import backend_classes, backend_facts, buffer_bytes
 
 _DESCRIPTION = "Print versions, devices, the memory plan, the numerics contract and settings. Loads no weights."
@@ -46,10 +45,9 @@ def main(argv: Sequence[str]) -> int:
     if getattr(namespace, "explain", False):
         _section("Settings", _settings(config, origins))
     arch = _read_arch(config)
-    resolved = resolve(config, arch, facts)
+    specs, layers, weight_bytes, resolved = _build(arch, config, resolve(config, arch, facts))
     _section("Model", _model(config, arch))
     _section("Runs with", _resolved(resolved))
-    layers, weight_bytes = _layers(arch, resolved)
     if getattr(namespace, "explain", False):
         _section("Layers", layers)
     print("Memory plan")
@@ -58,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
     plan = plan_cache(
         arch,
         resolved,
-        make_groups(arch, resolved.block_size, ITEMSIZE[resolved.kv_cache_dtype]),
+        specs,
         backend_facts(resolved, arch.num_layers),
         free_bytes=free,
         total_bytes=total,
@@ -114,14 +112,20 @@ def _read_arch(config: EngineConfig) -> Arch:
     return read_arch(folder, config.model_packages, config.hf_overrides)
 
 
-def _layers(arch: Arch, resolved: Resolved) -> tuple[list[tuple[str, str]], int]:
-    """What runs the layers' lines, and the bytes of the weights, of a model that is built without these."""
-    import torch
+def _build(
+    arch: Arch, config: EngineConfig, resolved: Resolved
+) -> tuple[Sequence[LayerSpec], list[tuple[str, str]], int, Resolved]:
+    """Of a model that is built without weights: what its layers keep, what runs their lines, its weights' bytes.
 
-    from octavo.checkpoint.loader import build_model, weight_bytes
+    And the settings that its mods ask for.
+    """
+    from octavo.attention.mods.choice import mods_of
+    from octavo.checkpoint.loader import weight_bytes
+    from octavo.worker import model as models
 
-    model = build_model(arch, getattr(torch, resolved.dtype))
-    return model.describe_layers(backend_classes(resolved, arch.num_layers)), weight_bytes(model, resolved)
+    model, resolved = models.build(arch, config, resolved, mods_of(config, arch.num_layers))
+    layers = model.describe_layers(backend_classes(resolved, arch.num_layers))
+    return model.layer_specs, layers, weight_bytes(model, resolved), resolved
 
 
 def _model(config: EngineConfig, arch: Arch) -> list[tuple[str, object]]:

@@ -122,6 +122,10 @@ class EngineConfig:
     prefix_cache_secret_file: str | None = setting(
         None, "file with 32 bytes or more: engines with one secret give equal prefixes one name (default: drawn)", "str"
     )
+    snapshot_interval: int = setting(
+        1, "of layers with a recurrent state: keep it every so many chunks for prefix caching; 0: only last ones",
+        "int", low=0, high=1 << 20,
+    )  # fmt: skip
     scheduling_policy: str = setting(
         "fcfs", "who runs first: first come, or the lowest priority number", "str", choices=("fcfs", "priority")
     )
@@ -275,6 +279,7 @@ class Resolved:
     max_num_batched_tokens: int
     enable_chunked_prefill: bool
     enable_prefix_caching: bool
+    snapshot_interval: int
     looks_ahead: bool  # a query may see later keys of the prompt: prompts are computed whole
     scheduling_policy: str
     priority_aging: int
@@ -297,8 +302,8 @@ class Resolved:
 # Fields that a Resolved takes over as they are.
 _UNCHANGED = (
     "model", "load_format", "quantization", "numerics", "enforce_eager", "enable_chunked_prefill",
-    "enable_prefix_caching", "scheduling_policy", "priority_aging", "kv_cache_layout", "kv_cache_memory_bytes",
-    "num_gpu_blocks_override", "gpu_memory_utilization", "seed", "logprobs_mode",
+    "enable_prefix_caching", "snapshot_interval", "scheduling_policy", "priority_aging", "kv_cache_layout",
+    "kv_cache_memory_bytes", "num_gpu_blocks_override", "gpu_memory_utilization", "seed", "logprobs_mode",
 )  # fmt: skip
 DEFAULT_BLOCK_SIZE = {"cpu": 16, "cuda": 64}  # kernels for a GPU read tiles of 64 tokens
 _FP8_CAPABILITY = (8, 9)

@@ -1,36 +1,33 @@
 """KVManager: which blocks each request holds, in every cache group.
 
-Owns the block lists of admitted requests, the search for a prefix hit that suits all groups, the publishing of full
-blocks, and holds. Knows neither rows nor budgets nor who holds, and leaves the states of blocks to BlockPool. Groups
-may have blocks of different sizes; content is named in the smallest, and a larger block by the last of those in it.
+Owns the block lists of admitted requests, the publishing of full blocks, and holds. Knows neither rows nor budgets nor
+who holds, and leaves the states of blocks to BlockPool and the search for hits to Prefixes. Groups may have entries of
+different sizes; content is named in the smallest, and a larger entry by the last of those in it. An entry may have
+several blocks, or null ones where its policy writes none.
 
 Blocks are reserved first and published when their content is known to be there for any reader. Plans are executed in
 the order in which they are made, so what a step computes may be published as soon as it is planned, requests of the
-same step may read it, and blocks may be handed on as soon as the last step that reads them is planned. What comes from
-elsewhere is in no such order: it is published when it has arrived, and who outside of plans still reads or writes a
-block holds it. Drafts are published once they are known tokens. Where a step fails for a row, `readers` tells who reads
-what it did not write. Invariant: an admitted request has the blocks of its planned tokens in every group, and every
-entry that a later query reads is one that it references.
+same step may read it (but a state, which rows that run side by side do not pass on), and blocks may be handed on as
+soon as the last step that reads them is planned. What comes from elsewhere is in no such order: it is published when it
+has arrived, and who outside of plans still reads or writes a block holds it. Drafts are published once they are known
+tokens. Where a step fails for a row, `readers` tells who reads what it did not write. Invariant: an admitted request
+has the blocks of its planned tokens in every group, and every entry that a later query reads is one that it references.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
-from octavo.cache.groups import WHOLE, CacheGroup
-from octavo.cache.policies import make_policies
+from octavo.cache.groups import CacheGroup
+from octavo.cache.policies import lost_prefixes, make_policies
 from octavo.request.request import Request
 from octavo.sched.block_pool import NULL_BLOCK, BlockPool, HashChain
 from octavo.sched.identity import LOCAL, CacheIdentity
+from octavo.sched.prefixes import Hit, Prefixes
 
-
-class Hit(NamedTuple):
-    """A prefix found in the cache. Holds no references: it is good until the pool changes."""
-
-    num_tokens: int  # a multiple of every group's block size
-    tables: list[list[int]]  # per group num_tokens / its block size; null where no later query reads
+_NEVER = 1 << 62  # blocks: of requests that publish none any more
 
 
 @dataclasses.dataclass(slots=True)
@@ -44,7 +41,7 @@ class CacheStats:
 class _Entry:
     """The blocks of one admitted request."""
 
-    __slots__ = ("num_hit", "num_published", "num_tokens", "request", "tables")
+    __slots__ = ("num_dead", "num_hit", "num_published", "num_tokens", "request", "tables")
 
     def __init__(self, request: Request, tables: list[list[int]], num_tokens: int, num_hit: int) -> None:
         self.request = request
@@ -52,6 +49,7 @@ class _Entry:
         self.num_tokens = num_tokens  # that the tables were made for
         self.num_hit = num_hit  # leading blocks of the smallest size that were found
         self.num_published = num_hit  # those that are found by a hash, or were once
+        self.num_dead = [0] * len(tables)  # leading entries that were given back: no query reads them any more
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -78,33 +76,40 @@ class KVManager:
         """`num_blocks` counts the null block. `secret`: see HashChain."""
         self.identity = identity
         self.block_size = min(group.block_size for group in groups)
-        self.num_groups = len(groups)
+        self.num_groups = sum(group.parts.blocks for group in groups)  # blocks that a new block of tokens may take
         self.stats = CacheStats()
         self._groups, self._policies = tuple(groups), make_policies(groups)
         self._ratios = [group.block_size // self.block_size for group in groups]
-        self._alignment = max(group.block_size for group in groups)  # of hits: nobody continues inside a block
-        sizes = [group.block_size for group in groups if group.block_size < WHOLE]
+        sizes = [group.block_size for group in groups]
         assert not any(max(sizes) % size for size in sizes), "block sizes divide each other"
-        self._enable_prefix_caching = enable_prefix_caching and self._alignment < WHOLE
-        self._sliding = [(i, policy) for i, policy in enumerate(self._policies) if groups[i].window or groups[i].chunk]
-        self._pool = BlockPool(num_blocks, len(groups))
-        self._chain = HashChain(self.block_size, secret=secret, identity=identity.encode())
-        self._sizes = [0 if group.kind == "encoder_only" else group.block_size for group in groups]
-        self._lookups = [  # per group: block size, policy, what is findable, its blocks' names among all
-            (ratio * self.block_size, policy, self._pool.cached(group), slice(ratio - 1, None, ratio))
-            for group, (ratio, policy) in enumerate(zip(self._ratios, self._policies, strict=True))
+        self._enable_prefix_caching = enable_prefix_caching and not lost_prefixes(groups)
+        self._sliding = [
+            (i, policy)
+            for i, policy in enumerate(self._policies)
+            if groups[i].window or groups[i].chunk or groups[i].kind == "state"
         ]
+        self._states = [i for i, group in enumerate(groups) if group.kind == "state"]
+        self._num_blocks = [group.parts.blocks for group in groups]  # of an entry
+        self._pool = BlockPool(num_blocks, sum(self._num_blocks))
+        self._prefixes = Prefixes(groups, self._policies, self._pool)
+        self._chain = HashChain(self.block_size, secret=secret, identity=identity.encode())
         self._entries: dict[str, _Entry] = {}
         self._zeroed = [index for index, group in enumerate(groups) if group.zero_fresh_blocks]
         # one growing list of blocks for each request, as nearly all models have
-        self._is_plain = len(groups) == 1 and self._sizes[0] > 0 and not self._sliding and not self._zeroed
+        self._is_single = len(groups) == 1 and groups[0].kind in ("full", "mla", "sliding", "chunked")
+        self._is_plain = self._is_single and not self._sliding and not self._zeroed
+        # a table of each group has one block for the same tokens
+        self._are_alike = len(set(sizes)) == 1 and not self._states and all(g.kind != "encoder_only" for g in groups)
+        # request id -> (group, entry) of states that the step being planned writes, before which nobody may read them
+        self._being_written: dict[str, list[tuple[int, int]]] = {}
         self._fresh: list[int] = []  # blocks of these groups, handed out since the last `take_fresh`
         self._holds: dict[int, Hold] = {}  # by id()
 
     @property
     def can_load(self) -> bool:
-        """Whether all that groups keep of tokens are blocks of them."""
-        return self._alignment < WHOLE and not self._zeroed
+        """Whether all that groups keep are blocks of tokens."""
+        kept = all(group.is_attention and group.kind != "encoder_only" for group in self._groups)
+        return kept and not self._zeroed
 
     @property
     def num_free_blocks(self) -> int:
@@ -126,29 +131,22 @@ class KVManager:
         return self._peak_blocks(num_tokens, max_new) < self._pool.num_blocks
 
     def match(self, request: Request, max_tokens: int) -> Hit:
-        """The longest cached prefix of at most `max_tokens` tokens that every group can continue from.
-
-        Each policy can only shorten the hit, so going round until none does ends at the longest common one.
-        """
+        """The longest cached prefix of at most `max_tokens` tokens that every group can continue from."""
         if not self._enable_prefix_caching:
             return Hit(0, [[] for _ in self._groups])
-        unit, hashes = self._alignment, request.block_hashes
+        unit, hashes = self._prefixes.unit, request.block_hashes
         num_tokens = max_tokens // unit * unit
         self._chain.extend(hashes, request.tokens, request.cache_salt, num_tokens // self.block_size)
-        lookups = [(size, policy, cached, hashes[own]) for size, policy, cached, own in self._lookups]
-        settled = -1
-        while settled != num_tokens:
-            settled = num_tokens
-            for size, policy, cached, names in lookups:
-                num_tokens = policy.longest_hit(cached, names, num_tokens // size) * size // unit * unit
-            if len(lookups) == 1:
-                break
-        tables = []
-        for size, policy, cached, names in lookups:
-            num_blocks = num_tokens // size
-            first = min(policy.first_needed(num_tokens), num_blocks) if num_blocks else 0
-            tables.append([NULL_BLOCK] * first + [cached[name] for name in names[first:num_blocks]])
-        return Hit(num_tokens, tables)
+        return self._prefixes.match(hashes, num_tokens)
+
+    @property
+    def cuts(self) -> bool:
+        """Whether `cut` has anything to say."""
+        return bool(self._states)
+
+    def cut(self, start: int, end: int) -> int:
+        """Where a step must end that is to compute a prompt from `start` to `end`: behind `start`, at most `end`."""
+        return min([policy.cut(start, end) for policy in self._policies])
 
     def admit(
         self, request: Request, hit: Hit, num_tokens: int, *, max_new: int, keep_free: int, loads: bool = False
@@ -174,7 +172,7 @@ class KVManager:
         for block in shared:
             pool.share(block)
         entry = _Entry(request, tables, num_tokens, hit.num_tokens // self.block_size)
-        self._append_blocks(entry.tables, num_tokens)
+        self._append_blocks(entry.tables, num_tokens, num_tokens)
         self._entries[request.request_id] = entry
         if request.num_preemptions == 0:
             self.stats.queries += request.num_tokens
@@ -192,7 +190,7 @@ class KVManager:
         if self._sliding:
             # Rejected drafts may take num_computed back, but never to before the last known token.
             self._slide(entry, min(start, request.num_tokens - 1))
-        new = self._append_blocks(entry.tables, end)
+        new = self._append_blocks(entry.tables, end, min(end, request.num_tokens))
         if new is None:
             return None
         if end > entry.num_tokens:
@@ -232,6 +230,8 @@ class KVManager:
         entry = self._entries.get(request.request_id)
         if entry is not None:
             self._publish(request, entry, request.num_computed)
+            if self._enable_prefix_caching and entry.num_published < _NEVER:
+                self._publish_states(entry)
             self._release(request)
 
     def discard(self, request: Request, first: int = 0) -> None:
@@ -301,7 +301,7 @@ class KVManager:
         """The first token of a group's first block that did not arrive, else `end`."""
         first = start // group.block_size
         places = (place for place, block in enumerate(table[first:], first) if block and (not bad or block in bad))
-        return min(end, next(places, WHOLE) * group.block_size)
+        return min(end, next(places, _NEVER) * group.block_size)
 
     def _can_continue(self, entry: _Entry, position: int) -> bool:
         """Whether all that a query at `position` reads before it has blocks."""
@@ -322,6 +322,7 @@ class KVManager:
         What is computed is not published by this. The caller keeps the time.
         """
         entry = self._entries.pop(request.request_id)
+        self._being_written.pop(request.request_id, None)
         hold = Hold(request.request_id, until, self._pool.hold(self._tail_first(entry)))
         self._holds[id(hold)] = hold
         return hold
@@ -332,7 +333,15 @@ class KVManager:
         self._pool.release_held(hold.blocks)
 
     def take_fresh(self) -> list[int]:
-        """Blocks to be zeroed by the step that is being planned: handed out since the last call, not found by hash."""
+        """Blocks to be zeroed by the step that is planned now: handed out since the last call, not found by hash.
+
+        States that the step writes are found from now on.
+        """
+        if self._being_written:
+            for request_id, written in self._being_written.items():
+                for group, index in written:
+                    self._publish_entries(self._entries[request_id], group, index, index + 1)
+            self._being_written.clear()
         if not self._fresh:
             return []
         fresh, self._fresh = self._fresh, []
@@ -349,7 +358,7 @@ class KVManager:
         self.identity = dataclasses.replace(self.identity, weights_version=version)
         self._chain.set_identity(self.identity.encode())
         for entry in self._entries.values():
-            entry.num_published = WHOLE
+            entry.num_published = _NEVER
         return True
 
     def reset_prefix_cache(self) -> bool:
@@ -364,11 +373,14 @@ class KVManager:
         tables = (table for entry in self._entries.values() for table in entry.tables)
         self._pool.check(tables, (hold.blocks for hold in self._holds.values()))
 
-    def _append_blocks(self, tables: list[list[int]], num_tokens: int) -> list[list[int]] | None:
-        """Blocks that tables lack for so many tokens, per group; empty if there is room; None if too few are free."""
-        if len(tables) == 1 and not self._zeroed:  # what nearly all models have
+    def _append_blocks(self, tables: list[list[int]], num_tokens: int, low: int) -> list[list[int]] | None:
+        """Blocks that tables lack for so many tokens, per group; empty if there is room; None if too few are free.
+
+        low: the fewest tokens that the row may have computed when the step is done.
+        """
+        if self._is_single and not self._zeroed:  # what nearly all models have
             table = tables[0]
-            count = -(-num_tokens // self._alignment) - len(table) if self._sizes[0] else 0
+            count = -(-num_tokens // self.block_size) - len(table)
             if count <= 0:
                 return []
             if count > self._pool.num_free:
@@ -376,34 +388,40 @@ class KVManager:
             blocks = self._pool.reserve(count)
             table += blocks
             return [blocks]
-        num_more = [
-            max(-(-num_tokens // size) - len(table), 0) if size else 0
-            for size, table in zip(self._sizes, tables, strict=True)
-        ]
-        if not any(num_more):
+        written: list[list[bool]] = []  # per group the entries that are new
+        for group, policy, table in zip(self._groups, self._policies, tables, strict=True):
+            entries = range(len(table) // group.parts.blocks, group.num_entries(num_tokens))
+            written.append([policy.is_written(index, low) for index in entries])
+        if not any(written):
             return []
-        if sum(num_more) > self._pool.num_free:
+        counts = [sum(own) * num for own, num in zip(written, self._num_blocks, strict=True)]
+        if sum(counts) > self._pool.num_free:
             return None
-        new = [self._pool.reserve(count) for count in num_more]
-        for table, blocks in zip(tables, new, strict=True):
+        new = []
+        for index, (own, num, table) in enumerate(zip(written, self._num_blocks, tables, strict=True)):
+            blocks = self._pool.reserve(counts[index])
+            if index in self._zeroed:
+                self._fresh += blocks
+            if not all(own):
+                rest, none = iter(blocks), itertools.repeat(NULL_BLOCK)
+                blocks = [next(rest if is_written else none) for is_written in own for _ in range(num)]
             table += blocks
-        for group in self._zeroed:
-            self._fresh += new[group]
+            new.append(blocks)
         return new
 
     def _peak_blocks(self, num_tokens: int, max_new: int) -> int:
-        return sum([policy.peak_blocks(num_tokens, max_new) for policy in self._policies])
+        pairs = zip(self._num_blocks, self._policies, strict=True)
+        return sum([num * policy.peak_entries(num_tokens, max_new) for num, policy in pairs])
 
     def _slide(self, entry: _Entry, position: int) -> None:
-        """Replace by null what no query from `position` on reads. Null blocks of a list are always leading ones."""
+        """Replace by null what no query from `position` on reads."""
         for group, policy in self._sliding:
-            table = entry.tables[group]
-            end = first = policy.first_needed(position)
-            while first > 0 and table[first - 1] != NULL_BLOCK:
-                first -= 1
+            end, first = policy.first_needed(position), entry.num_dead[group]
             if first < end:
-                self._pool.release(table[first:end])
-                table[first:end] = [NULL_BLOCK] * (end - first)
+                table, num = entry.tables[group], self._num_blocks[group]
+                self._pool.release(table[first * num : end * num])
+                table[first * num : end * num] = [NULL_BLOCK] * ((end - first) * num)
+                entry.num_dead[group] = end
 
     def _publish(self, request: Request, entry: _Entry, up_to: int) -> None:
         if not self._enable_prefix_caching:
@@ -415,9 +433,26 @@ class KVManager:
         self._chain.extend(hashes, tokens, request.cache_salt, num_full)
         for group, ratio in enumerate(self._ratios):
             first, last = entry.num_published // ratio, num_full // ratio
-            names = hashes[(first + 1) * ratio - 1 : last * ratio : ratio]
-            self._pool.publish(entry.tables[group][first:last], group, names)
+            if group in self._states:
+                policy = self._policies[group]
+                for index in range(first, last):
+                    if policy.keeps(index, request.num_prompt):
+                        self._being_written.setdefault(request.request_id, []).append((group, index))
+            elif first < last:
+                self._publish_entries(entry, group, first, last)
         entry.num_published = num_full
+
+    def _publish_entries(self, entry: _Entry, group: int, first: int, last: int) -> None:
+        self._prefixes.publish(entry.tables[group], entry.request.block_hashes, group, first, last)
+
+    def _publish_states(self, entry: _Entry) -> None:
+        """Let hashes find the states that were written, and the last one, which a longer request can continue from."""
+        for group in self._states:
+            last = entry.num_published // self._ratios[group]
+            if last:
+                self._publish_entries(entry, group, last - 1, last)
+        for group, index in self._being_written.pop(entry.request.request_id, ()):
+            self._publish_entries(entry, group, index, index + 1)
 
     def _publish_last(self, request: Request, entry: _Entry, up_to: int) -> None:
         """`_publish` for one group, where the last block of the tokens is full and mostly the only one to publish."""
@@ -430,20 +465,21 @@ class KVManager:
         entry.num_published = done + 1
 
     def _release(self, request: Request) -> None:
+        self._being_written.pop(request.request_id, None)
         entry = self._entries.pop(request.request_id, None)
         if entry is not None:
             self._pool.release(self._tail_first(entry))
-            if entry.num_published == WHOLE:
+            if entry.num_published == _NEVER:
                 request.block_hashes.clear()  # of an earlier version
 
     def _tail_first(self, entry: _Entry) -> Iterable[int]:
         """All groups together: a hit needs all groups, and the head of a chain is worth most."""
         if len(entry.tables) == 1:
             return reversed(entry.tables[0])
-        if self._alignment == self.block_size:
+        if self._are_alike:
             return (block for blocks in zip(*map(reversed, entry.tables), strict=True) for block in blocks)
         ends = [
-            ((index + 1) * group.block_size, block)
+            ((index // group.parts.blocks + 1) * group.block_size, block)
             for group, table in zip(self._groups, entry.tables, strict=True)
             for index, block in enumerate(table)
         ]

@@ -26,12 +26,23 @@ from octavo.plan import NO_INTS, IntArray, NewBlocks, StepLimits, StepPlan, Step
 from octavo.request.request import FinishReason, Request, Status
 from octavo.request.updates import RequestUpdate
 from octavo.sched.drafts import count_drafts, run_of, take_back_rejected
-from octavo.sched.kv_manager import Hit, KVManager
+from octavo.sched.kv_manager import KVManager
 from octavo.sched.loads import FAILURE_POLICIES, LOAD_FAILED, LOAD_TIMEOUT, NEVER, Loads
 from octavo.sched.order import order_of
+from octavo.sched.prefixes import Hit
 from octavo.sched.results import NOTHING, Results
 from octavo.sched.running import Running
-from octavo.sched.work import Issued, PlanBuilder, SchedulerStats, num_proven, pack, places, take_back, without
+from octavo.sched.work import (
+    Issued,
+    PlanBuilder,
+    SchedulerStats,
+    cut_prompts,
+    num_proven,
+    pack,
+    places,
+    take_back,
+    without,
+)
 
 MAX_OUTSTANDING = 2  # plans without results: one that runs, and the next one
 HEADROOM_BLOCKS = 2  # kept free per running request and group when one is admitted; 2 halve the preemptions of 1
@@ -68,6 +79,7 @@ class Scheduler:
         # a step's tokens, and those that a row may lie behind its upper bound, but for the one that it always may
         self._max_new = limits.max_num_tokens + limits.max_num_drafts
         assert kv.fits_alone(limits.max_model_len, self._max_new), "one request of max_model_len fits the pool"
+        self._cuts = in_pieces and kv.cuts
         self._num_drafts = limits.max_num_drafts
         self.kv = kv
         self.waiting: list[Request] = []
@@ -278,13 +290,14 @@ class Scheduler:
         wanted = ((rows.num_known - rows.num_computed) * (rows.num_known < rows.max_len))[self._running.at]
         some = wanted.nonzero()[0]
         at, num_new = self._running.at[some], wanted[some]
-        sampling, total = at, int(num_new.sum())
+        whole = num_new
+        num_new, sampling = cut_prompts(self.kv, at, rows, whole) if self._cuts else (whole, at)
+        total = int(num_new.sum())
         if total > work.budget:
             before = num_new.cumsum() - num_new
             count = int(before.searchsorted(work.budget))
-            at, whole = at[:count], num_new[:count]
-            num_new = np.minimum(whole, work.budget - before[:count])
-            sampling, total = at[num_new == whole], work.budget
+            at, num_new = at[:count], np.minimum(num_new[:count], work.budget - before[:count])
+            sampling, total = at[num_new == whole[:count]], work.budget
         drafts = NO_INTS
         if self._num_drafts and sampling is at:  # what is known already comes first
             drafts = count_drafts(rows, at, num_new, work.budget - total, self._num_drafts, self.kv)
@@ -407,10 +420,10 @@ class Scheduler:
     def _fit(self, request: Request, num_computed: int, budget: int) -> int:
         """How many tokens of a waiting request this step computes; 0: it waits for a step with more room."""
         num_new = min(request.num_tokens - num_computed, budget)
-        least = request.num_prompt if self._whole_prompts else 0
-        return (
-            0 if num_computed + num_new < (least if self._enable_chunked_prefill else request.num_tokens) else num_new
-        )
+        if self._cuts:
+            num_new = self.kv.cut(num_computed, num_computed + num_new) - num_computed
+        least = request.num_prompt * self._whole_prompts if self._enable_chunked_prefill else request.num_tokens
+        return num_new if num_computed + num_new >= least else 0
 
     def _begin_load(self, request: Request, hit: Hit, num_found: int, work: PlanBuilder) -> bool | None:
         """Reserve blocks for `num_found` tokens behind the hit, and wait for them. None: they do not fit."""

@@ -13,7 +13,8 @@ import msgspec
 import numpy as np
 
 from octavo.plan import NO_INTS, IntArray, NewBlocks, NewRow, StepPlan, StepResult
-from octavo.request.request import Request, Status
+from octavo.request.request import Request, RequestRows, Status
+from octavo.sched.kv_manager import KVManager
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -173,3 +174,16 @@ def take_back(result: StepResult, owners: dict[int, Request]) -> StepResult:
     return msgspec.structs.replace(
         result, rows=result.rows[rest], tokens=result.tokens[rest], num_sampled=result.num_sampled[rest]
     )
+
+
+def cut_prompts(kv: KVManager, at: IntArray, rows: RequestRows, num_new: IntArray) -> tuple[IntArray, IntArray]:
+    """How many of their next `num_new` tokens the rows `at` compute in one step, as far as the cache has a say; [N].
+
+    And those of the rows that are not cut: `at` itself where none is.
+    """
+    counts = num_new.copy()
+    for place in (num_new > 1).nonzero()[0].tolist():
+        start = rows.num_computed.item(at[place])
+        counts[place] = kv.cut(start, start + num_new.item(place)) - start
+    whole = counts == num_new
+    return (num_new, at) if whole.all() else (counts, at[whole])

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from octavo.cache.groups import TableSpec, make_groups
+from octavo.cache.groups import TableSpec
 from octavo.cache.plan import CachePlan, show_bytes
 from octavo.checkpoint.arch import Arch
 from octavo.config.engine_config import EngineConfig, Resolved, resolve
@@ -27,7 +27,7 @@ from octavo.startup import probe
 from octavo.startup.cache import plan_cache
 from octavo.startup.frontend import FrontendParts, find_and_read, load_frontend
 from octavo.startup.identity import make_identity, read_secret
-from octavo.startup.memory_plan import ITEMSIZE, sized_by
+from octavo.startup.memory_plan import sized_by
 from octavo.worker.executor import Executor, InlineExecutor, ThreadExecutor
 from octavo.worker.facts import WorkerFacts, least
 from octavo.worker.worker import Worker
@@ -128,7 +128,7 @@ def _plan(arch: Arch, facts: WorkerFacts, executor: Executor) -> CachePlan:
     return plan_cache(
         arch,
         resolved,
-        make_groups(arch, resolved.block_size, ITEMSIZE[resolved.kv_cache_dtype]),
+        facts.layer_specs,
         facts.backends,
         free_bytes=facts.free_bytes,
         total_bytes=facts.total_bytes,

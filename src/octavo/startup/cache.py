@@ -7,23 +7,28 @@ state, and no device. Invariant: a setting is met or refused by name, never drop
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Mapping, Sequence
 
-from octavo.cache.groups import CacheGroup, TableSpec, pages_differ
+from octavo.cache.groups import CacheGroup, TableSpec, block_bytes, make_groups, pages_differ
 from octavo.cache.kernel_blocks import choose_tables
 from octavo.cache.layout import resolve_layout
-from octavo.cache.plan import CachePlan
+from octavo.cache.plan import CachePlan, show_bytes
+from octavo.cache.policies import lost_prefixes
+from octavo.cache.specs import LayerSpec
 from octavo.checkpoint.arch import Arch
 from octavo.config.engine_config import Resolved
 from octavo.config.settings import ConfigError
 from octavo.startup.memory_plan import ITEMSIZE, plan_memory
 from octavo.worker.facts import BackendFacts, backend_of_layers
 
+_LOG = logging.getLogger(__name__)
+
 
 def plan_cache(
     arch: Arch,
     resolved: Resolved,
-    groups: Sequence[CacheGroup],
+    specs: Sequence[LayerSpec],
     backends: Sequence[BackendFacts],
     *,
     free_bytes: int,
@@ -33,16 +38,19 @@ def plan_cache(
     buffer_bytes: Callable[[Sequence[TableSpec]], int],
     max_num_drafts: int = 0,
 ) -> CachePlan:
-    """The layout and the block tables that suit all backends, and as many blocks as fit. See `plan_memory`.
+    """The layers' groups, the layout and the block tables that suit all backends, and as many blocks as fit.
 
-    backends: what those that `resolved` names state. buffer_bytes: what they keep for themselves with such tables.
+    See `plan_memory`. specs: what each layer keeps, mods included. backends: what those that `resolved` names state.
+    buffer_bytes: what they keep for themselves with such tables.
     Raises ValueError, naming what each takes, or the numbers of what does not fit.
     """
-    names = backend_of_layers(resolved, sum(len(group.layers) for group in groups))
+    itemsize = ITEMSIZE[resolved.kv_cache_dtype]
+    groups = make_groups(specs, resolved.block_size, itemsize, snapshot_interval=resolved.snapshot_interval)
+    names = backend_of_layers(resolved, len(specs))
     in_order = dict.fromkeys([resolved.attention_backend, *names])  # whose preferences count first
     given = {facts.name: facts for facts in backends}
     facts = {name: given[name] for name in in_order if name in names}
-    mixed_pages = pages_differ(groups, ITEMSIZE[resolved.kv_cache_dtype])
+    mixed_pages = pages_differ(groups, itemsize)
     layout = resolve_layout(
         {name: fact.layouts for name, fact in facts.items()},
         requested=resolved.kv_cache_layout,
@@ -68,7 +76,10 @@ def plan_cache(
         tables=tables,
         buffer_bytes=buffer_bytes(tables),
         max_num_drafts=max_num_drafts,
-        why={"layout": _why_layout(resolved, next(iter(facts), ""), mixed_pages=mixed_pages)},
+        why={
+            "layout": _why_layout(resolved, next(iter(facts), ""), mixed_pages=mixed_pages),
+            **_of_prefixes(resolved, groups, max(block_bytes(groups, itemsize), 1)),
+        },
     )
 
 
@@ -76,11 +87,28 @@ def _zeroed(
     groups: Sequence[CacheGroup], tables: Sequence[TableSpec], facts: Mapping[str, BackendFacts]
 ) -> list[CacheGroup]:
     """The groups, with fresh blocks zeroed where a backend reads what nobody has written."""
-    uninitialized_groups = {table.group for table in tables if facts[table.backend].reads_uninitialized}
+    attention = [table for table in tables if table.backend]
+    uninitialized_groups = {table.group for table in attention if facts[table.backend].reads_uninitialized}
     return [
         dataclasses.replace(group, zero_fresh_blocks=True) if index in uninitialized_groups else group
         for index, group in enumerate(groups)
     ]
+
+
+def _of_prefixes(resolved: Resolved, groups: Sequence[CacheGroup], bytes_per_block: int) -> dict[str, str]:
+    """What is to be known of prefix caching: why there is none, what a kept state takes."""
+    found = {}
+    if resolved.enable_prefix_caching and (lost := lost_prefixes(groups)):
+        _LOG.warning("no prefix is cached: %s", lost)
+        found["enable_prefix_caching"] = lost
+    blocks = sum(group.parts.blocks for group in groups if group.kind == "state")
+    if blocks and resolved.enable_prefix_caching and not lost_prefixes(groups):
+        every = (
+            f"every {resolved.snapshot_interval} chunks" if resolved.snapshot_interval else "at a request's end alone"
+        )
+        size = show_bytes(blocks * bytes_per_block)
+        found["snapshot_interval"] = f"a state that is kept, {every}, takes {blocks} blocks, {size}"
+    return found
 
 
 def _why_layout(resolved: Resolved, first: str, *, mixed_pages: bool) -> str:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from octavo.cache.groups import CacheGroup, TableSpec, block_bytes
 from octavo.cache.plan import CachePlan, show_bytes
+from octavo.cache.policies import blocks_for_request
 from octavo.checkpoint.arch import Arch
 from octavo.config.engine_config import Resolved
 from octavo.config.settings import ConfigError
@@ -28,23 +29,6 @@ _CPU_PACKED_ROWS = 768  # CHUNK_ROWS of native/matmul.cpp
 # an estimate, which a start compares with what they took.
 _GRAPH_TOKENS, _GRAPH_WORK, _GRAPH_NODES = 1024, 1024 * 4096**2, 512 << 20
 NO_REASONS: Mapping[str, str] = {}
-
-
-def blocks_for_request(groups: Sequence[CacheGroup], num_tokens: int, max_num_batched_tokens: int) -> int:
-    """Blocks that one request of `num_tokens` holds at most, all groups together.
-
-    A sliding group keeps its window and the tokens of the step in hand, plus one block since both ends may be partial;
-    a chunked one the tokens of the step and what its first token sees.
-    """
-    total = 0
-    for group in groups:
-        blocks, step = group.num_blocks(num_tokens), min(max_num_batched_tokens, num_tokens)
-        if group.window:
-            blocks = min(blocks, -(-(group.window - 1 + step) // group.block_size) + 1)
-        if group.chunk:
-            blocks = min(blocks, -(-(group.chunk - 1 + step) // group.block_size) + 1)
-        total += blocks
-    return total
 
 
 def step_limits(resolved: Resolved, max_num_drafts: int = 0) -> StepLimits:

@@ -55,6 +55,8 @@ def buffer_bytes(resolved: Resolved, tables: Sequence[TableSpec]) -> int:
     """What the backends keep for themselves, counted as one spec each."""
     total = 0
     for table in tables:
+        if not table.backend:
+            continue
         setup = Setup(
             max_num_rows=resolved.max_num_seqs,
             max_num_tokens=resolved.max_num_batched_tokens,
@@ -69,10 +71,12 @@ def buffer_bytes(resolved: Resolved, tables: Sequence[TableSpec]) -> int:
 def make_backends(
     model: Model, resolved: Resolved, plan: CachePlan, pool: KVCachePool, fields: Mapping[str, torch.Tensor]
 ) -> list[AttentionBackend]:
-    """One backend per block table. fields: what mods read of requests, per name by row."""
+    """One backend per block table of attention: these come first. fields: what mods read, per name by row."""
     device, dtype = torch.device(resolved.device), getattr(torch, resolved.dtype)
     backends = []
     for table, block_map in zip(plan.tables, pool.block_maps, strict=True):
+        if not table.backend:
+            continue
         setup = Setup(
             max_num_rows=plan.limits.max_num_rows,
             max_num_tokens=plan.limits.max_num_tokens,

@@ -99,6 +99,8 @@ def _calibration_cache(model: Model, resolved: Resolved, plan: CachePlan) -> lis
     fields.add(0, None)
     fields.apply()
     for table, block_map in zip(plan.tables, pool.block_maps, strict=True):
+        if not table.backend:
+            continue
         size = block_map.kernel_block_size
         blocks = range(1 + table.group * num_blocks, 1 + (table.group + 1) * num_blocks)
         ids = torch.tensor([block_map.expand(blocks)], dtype=torch.int32, device=device)

@@ -1,0 +1,146 @@
+"""Groups of states beside attention: what is found again, where steps are cut, and what a step may read."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from octavo.cache.groups import CacheGroup
+from octavo.cache.policies import MOST_SNAPSHOTS, make_policies
+from octavo.sched.kv_manager import KVManager
+from sched_harness import Driver, full, make_request, make_scheduler, sliding, states
+
+HYBRID = (full(), sliding(6), *states(16, blocks=3))
+
+
+def run_one(driver: Driver, prompt: list[int], max_tokens: int = 1) -> int:
+    """Run a request to its end; how many of its tokens were found."""
+    request = make_request(prompt, max_tokens)
+    driver.add(request)
+    driver.run()
+    return request.num_cached
+
+
+def make_driver(groups: tuple[CacheGroup, ...], **options) -> Driver:
+    return Driver(make_scheduler(groups, max_model_len=1024, max_num_batched_tokens=1024, **options), groups)
+
+
+@pytest.mark.parametrize("length", [3, 9, 15, 16, 17, 33, 40, 64, 100])
+def test_H_4_a_prompt_is_found_again_up_to_its_last_block(length: int) -> None:
+    """As a pure attention model would find it: behind a kept state the open chunk's inputs are found too."""
+    prompt = list(range(1000, 1000 + length))
+    for groups in ((full(),), (full(), sliding(6)), HYBRID):
+        driver = make_driver(groups)
+        assert run_one(driver, prompt) == 0
+        assert run_one(driver, prompt) == (length - 1) // 4 * 4
+        assert run_one(driver, [*prompt, 7, 8, 9]) == length // 4 * 4
+
+
+def test_H_4_a_hit_is_the_longest_border_that_all_groups_share() -> None:
+    """Of prompts that part at 40 tokens the third chunk's inputs are nobody's: the hit ends at the border before."""
+    shared = list(range(1000, 1040))
+    driver = make_driver(HYBRID)
+    run_one(driver, shared + list(range(2000, 2060)))
+    assert run_one(driver, shared + list(range(3000, 3060))) == 32
+    driver = make_driver((full(), *states(16, interval=2)))
+    run_one(driver, list(range(1000, 1100)))
+    assert run_one(driver, [*range(1000, 1060), 1]) == 32, "every second border is kept"
+    assert run_one(driver, [*range(1000, 1090), 1]) == 64
+    assert run_one(driver, list(range(1000, 1100))) == 96, "and the prompt's last"
+
+
+def test_a_longer_turn_finds_the_last_state_of_the_request_before() -> None:
+    driver = make_driver((full(), *states(16, interval=0, blocks=2)))
+    first = make_request(30, 40)
+    driver.add(first)
+    driver.run()
+    assert run_one(driver, [*first.tokens, 1, 2, 3]) == 68, "64, and inputs behind them"
+    assert run_one(driver, first.tokens[:50]) == 28, "16, the prompt's last border, and inputs behind it"
+
+
+def test_a_state_is_not_read_in_the_step_that_writes_it() -> None:
+    """Rows of a step run side by side: K and V are stored before any is read, a state is not."""
+    driver = make_driver(HYBRID)
+    prompt = list(range(1000, 1040))
+    one, other = make_request([*prompt, 1]), make_request([*prompt, 2])
+    driver.add(one, other)
+    plan = driver.step()
+    assert len(plan.new_rows) == 2
+    assert [new.num_computed for new in plan.new_rows] == [0, 0]
+    driver.run()
+    assert run_one(driver, [*prompt, 3]) == 40
+
+
+@pytest.mark.parametrize("interval", [0, 1, 3])
+def test_a_step_passes_so_many_kept_borders_that_all_are_kept(interval: int) -> None:
+    groups = (full(), *states(16, interval=interval))
+    driver = make_driver(groups)
+    prompt = list(range(2000, 2000 + 900))
+    driver.add(make_request(prompt, 1))
+    ends, done = [], 0
+    while driver.scheduler.num_unfinished:
+        done += int(driver.step().num_tokens.sum())
+        ends.append(done)
+    step = 16 * interval
+    most = MOST_SNAPSHOTS * step
+    assert ends == ([*range(most, 900 - step, most), 900] if interval else [900])
+    for length in range(20, 900, 37) if interval else (900,):
+        kept = (length - 1) // step * step if interval else (length - 1) // 16 * 16
+        assert run_one(driver, prompt[:length]) >= kept
+    assert run_one(make_driver(groups, enable_chunked_prefill=False), prompt) == 0, "whole prompts are not cut"
+
+
+def test_attention_cuts_nowhere() -> None:
+    assert not KVManager((full(), sliding(6)), 100).cuts
+    assert all(policy.cut(3, 1000) == 1000 for policy in make_policies((full(), sliding(6), *states(16, interval=0))))
+
+
+KINDS = [(full(),), (full(8),), (sliding(9),), states(8), states(16, blocks=2), states(8, interval=3), states(32, 8)]
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.lists(st.sampled_from(KINDS), min_size=1, max_size=3), st.integers(0, 2**32))
+def test_H_4_a_hit_is_the_longest_that_all_groups_can_continue_from(kinds, seed: int) -> None:
+    """Against all lengths, one by one, after some traffic and with some blocks lost."""
+    groups = tuple(group for kind in kinds for group in kind)
+    rng = random.Random(seed)
+    kv = KVManager(groups, 400, secret=b"test")
+    tokens = [rng.randrange(100) for _ in range(90)]
+    for _ in range(4):
+        request = make_request([*tokens[: rng.randrange(1, 90)], 500 + rng.randrange(3)])
+        hit = kv.match(request, request.max_hit)
+        assert kv.admit(request, hit, request.num_tokens, max_new=100, keep_free=0) is not None
+        request.num_computed = request.num_tokens
+        kv.publish(request, request.num_computed)
+        kv.take_fresh()
+        kv.release(request)
+        kv.check()
+    for cached in kv._pool._cached:
+        for name in [name for name in cached if rng.random() < 0.1]:
+            kv._pool._hashes[cached.pop(name)] = None
+    request = make_request(tokens)
+    hit = kv.match(request, 89)
+    names: list[bytes] = []
+    kv._chain.extend(names, tokens, "", len(tokens) // kv.block_size)
+    column = 0
+    found: list[list[bool]] = []
+    for group in groups:
+        ratio = group.block_size // kv.block_size
+        columns = [kv._pool.cached(column + j) for j in range(group.parts.blocks)]
+        found.append([all(name in own for own in columns) for name in names[ratio - 1 :: ratio]])
+        column += len(columns)
+
+    def accepted(length: int) -> bool:
+        for group, policy, own in zip(groups, make_policies(groups), found, strict=True):
+            if group.kind != "state" and length % group.block_size:
+                return False
+            if not all(own[policy.first_needed(length) : group.num_entries(length)]):
+                return False
+        return True
+
+    assert hit.num_tokens == max(length for length in range(90) if accepted(length))
+    for group, table in zip(groups, hit.tables, strict=True):
+        assert len(table) == group.num_blocks(hit.num_tokens)
