@@ -122,10 +122,7 @@ class EngineConfig:
     prefix_cache_secret_file: str | None = setting(
         None, "file with 32 bytes or more: engines with one secret give equal prefixes one name (default: drawn)", "str"
     )
-    snapshot_interval: int = setting(
-        1, "of layers with a recurrent state: keep it every so many chunks for prefix caching; 0: only last ones",
-        "int", low=0, high=1 << 20,
-    )  # fmt: skip
+    snapshot_interval: int = setting(1, "keep recurrent states every so many chunks; 0: only last ones", "int", low=0)
     scheduling_policy: str = setting(
         "fcfs", "who runs first: first come, or the lowest priority number", "str", choices=("fcfs", "priority")
     )
