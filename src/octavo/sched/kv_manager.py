@@ -246,7 +246,7 @@ class KVManager:
 
     def is_current(self, request: Request) -> bool:
         """Whether the blocks of an admitted request are all made with the weights of now."""
-        return self._entries[request.request_id].num_published < WHOLE
+        return self._entries[request.request_id].num_published < _NEVER
 
     def readers(self, request: Request, first: int) -> list[Request]:
         """Others who found content of the chain of `request` that lies behind its token `first`."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
+
 from octavo.plan import NO_PROMPT_LOGPROBS, IntArray, StepResult
 from octavo.request.request import Request, Status
 from octavo.request.updates import RequestUpdate
@@ -17,6 +19,7 @@ from octavo.sched.running import Running
 from octavo.sched.stops import ends
 
 NOTHING = StepResult(step=-1)
+_FEW = 4  # rows that are taken in faster one by one
 
 
 class Results:
@@ -35,7 +38,23 @@ class Results:
             request.num_cached = num_cached
             self.queue_times[request.request_id] = time.perf_counter() - queued_at
 
-    def take_all(self, rows: IntArray, tokens: IntArray, result: StepResult, updates: list[RequestUpdate]) -> None:
+    def take(self, result: StepResult, left: Mapping[int, Request], updates: list[RequestUpdate]) -> None:
+        """The tokens of all rows. left: by row, the requests that run there no longer."""
+        rows, tokens = result.rows, result.tokens
+        few = len(rows) <= _FEW or tokens.shape[1] > 1
+        one_by_one = range(len(rows)) if few else places(rows, left)
+        for place in one_by_one:
+            request = left.get(row := rows.item(place)) or self._running.owners[row]
+            if request.status is not Status.FINISHED:
+                self.append(request, row, tokens[place, : result.num_sampled[place]].tolist(), result, updates)
+        if not one_by_one:
+            self._take_all(rows, tokens[:, 0], result, updates)
+        elif len(one_by_one) < len(rows):
+            others = np.ones(len(rows), np.bool_)
+            others[one_by_one] = False
+            self._take_all(rows[others], tokens[others, 0], result, updates)
+
+    def _take_all(self, rows: IntArray, tokens: IntArray, result: StepResult, updates: list[RequestUpdate]) -> None:
         """One token for each of `rows`, all of which run."""
         lengths = self._running.rows.append(rows, tokens)
         look = self._running.may_end.take(tokens, mode="clip")
@@ -115,3 +134,12 @@ class Results:
                 error=request.error,
             )
         )
+
+
+def _places(rows: IntArray, left: dict[int, Request]) -> list[int]:
+    """Where `rows` names a row of `left`."""
+    if not left or not len(rows):
+        return []
+    named = np.zeros(max(int(rows.max()), *left) + 1, np.bool_)
+    named[list(left)] = True
+    return named[rows].nonzero()[0].tolist()

@@ -39,15 +39,12 @@ from octavo.sched.work import (
     cut_prompts,
     num_proven,
     pack,
-    places,
     take_back,
     without,
 )
 
 MAX_OUTSTANDING = 2  # plans without results: one that runs, and the next one
 HEADROOM_BLOCKS = 2  # kept free per running request and group when one is admitted; 2 halve the preemptions of 1
-
-_FEW = 4  # rows that are taken in faster one by one
 
 
 class Scheduler:
@@ -218,19 +215,7 @@ class Scheduler:
             result = take_back(result, self._running.owners | issued.left)
         if result.failed or result.prompt_logprobs:
             result = self._settle(result, issued, updates)
-        rows, tokens = result.rows, result.tokens
-        few = len(rows) <= _FEW or tokens.shape[1] > 1
-        one_by_one = range(len(rows)) if few else places(rows, issued.left)
-        for place in one_by_one:
-            request = issued.left.get(row := rows.item(place)) or self._running.owners[row]
-            if request.status is not Status.FINISHED:
-                self._results.append(request, row, tokens[place, : result.num_sampled[place]].tolist(), result, updates)
-        if not one_by_one:
-            self._results.take_all(rows, tokens[:, 0], result, updates)
-        elif len(one_by_one) < len(rows):
-            others = np.ones(len(rows), np.bool_)
-            others[one_by_one] = False
-            self._results.take_all(rows[others], tokens[others, 0], result, updates)
+        self._results.take(result, issued.left, updates)
         del self._outstanding[plan.step]
         return updates
 

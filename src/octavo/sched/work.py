@@ -127,15 +127,6 @@ def pack(growth: list[tuple[int, list[list[int]]]]) -> list[NewBlocks]:
     return packed
 
 
-def places(rows: IntArray, left: dict[int, Request]) -> list[int]:
-    """Where `rows` names a row of `left`."""
-    if not left or not len(rows):
-        return []
-    named = np.zeros(max(int(rows.max()), *left) + 1, np.bool_)
-    named[list(left)] = True
-    return named[rows].nonzero()[0].tolist()
-
-
 def num_proven(request: Request, row: int, outstanding: Iterable[Issued]) -> int:
     """Tokens of `request`, in `row`, that steps with known results have computed, or fewer."""
     planned = sum(int(issued.plan.num_tokens[issued.plan.rows == row].sum()) for issued in outstanding)
