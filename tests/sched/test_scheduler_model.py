@@ -398,7 +398,7 @@ def walk(seed: int, num_steps: int) -> World:
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("few", [0, 4], ids=["all rows at once", "few rows one by one"])
 def test_random_walk(seed, few, monkeypatch):
-    monkeypatch.setattr("octavo.sched.scheduler._FEW", few)
+    monkeypatch.setattr("octavo.sched.results._FEW", few)
     monkeypatch.setattr("octavo.sched.running._FEW", few)
     walk(seed, 600)
 

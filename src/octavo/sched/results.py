@@ -42,7 +42,7 @@ class Results:
         """The tokens of all rows. left: by row, the requests that run there no longer."""
         rows, tokens = result.rows, result.tokens
         few = len(rows) <= _FEW or tokens.shape[1] > 1
-        one_by_one = range(len(rows)) if few else places(rows, left)
+        one_by_one = range(len(rows)) if few else _places(rows, left)
         for place in one_by_one:
             request = left.get(row := rows.item(place)) or self._running.owners[row]
             if request.status is not Status.FINISHED:
@@ -136,7 +136,7 @@ class Results:
         )
 
 
-def _places(rows: IntArray, left: dict[int, Request]) -> list[int]:
+def _places(rows: IntArray, left: Mapping[int, Request]) -> list[int]:
     """Where `rows` names a row of `left`."""
     if not left or not len(rows):
         return []
