@@ -29,8 +29,16 @@ HEAD = 128
 HEADS = ((32, 8), (16, 8))
 BLOCKS = (16, 64, 128)
 DECODE = (  # rows, tokens of each
-    (1, 131072), (8, 32768), (64, 4096), (256, 1024), (256, 548), (64, 540), (512, 300), (512, 144), (1, 400)
-)  # fmt: skip
+    (1, 131072),
+    (8, 32768),
+    (64, 4096),
+    (256, 1024),
+    (256, 548),
+    (64, 540),
+    (512, 300),
+    (512, 144),
+    (1, 400),
+)
 PREFILL = ((1, 8192, 8192), (32, 1024, 1024), (8, 8192, 1024))  # rows, tokens of each, queries of each
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 CUDA = torch.device("cuda")
@@ -200,9 +208,21 @@ def run(rounds: int, quick: bool, flashinfer: bool) -> dict[str, object]:
             f"{time * 1e6:>8.1f} {work / time / 1e12:>6.2f} {unit} {share:>6.1%} {relative:>8.1e} {beside}",
             flush=True,
         )
-        records.append({"case": name, "rows": rows, "tokens": length, "new": new, "heads": heads, "block": block,
-                        "cache": dtype, "us": time * 1e6, "share": share, "error": relative,
-                        "flashinfer_us": theirs * 1e6})  # fmt: skip
+        records.append(
+            {
+                "case": name,
+                "rows": rows,
+                "tokens": length,
+                "new": new,
+                "heads": heads,
+                "block": block,
+                "cache": dtype,
+                "us": time * 1e6,
+                "share": share,
+                "error": relative,
+                "flashinfer_us": theirs * 1e6,
+            }
+        )
     return {
         "bench": "attention",
         "device": device,

@@ -70,6 +70,14 @@ def run(rounds: int, quick: bool) -> dict[str, object]:
                 f"{name:>5} {operator:<18} {rows:>6} {time * 1e6:>9.2f} {rate / 1e12:>7.3f} {rate / copy:>6.1%}",
                 flush=True,
             )
-            records.append({"shape": name, "operator": operator, "rows": rows, "us": time * 1e6, "bytes": num_bytes,
-                            "share": rate / copy})  # fmt: skip
+            records.append(
+                {
+                    "shape": name,
+                    "operator": operator,
+                    "rows": rows,
+                    "us": time * 1e6,
+                    "bytes": num_bytes,
+                    "share": rate / copy,
+                }
+            )
     return {"bench": "elementwise", "device": device, "copy_tb_s": copy / 1e12, "rows": records}

@@ -173,9 +173,20 @@ def run(rounds: int, quick: bool) -> dict[str, object]:
                     f"{layer * 1e6:>10.1f} {floor / layer:>6.1%} {step * 1e6:>8.1f} {first:>8.2f} {error:>8.1e}",
                     flush=True,
                 )
-                records.append({"rows": rows, "tokens": length, "new": new, "block": block, "mods": name,
-                                "attend_us": layer * 1e6, "step_us": step * 1e6, "share": floor / layer,
-                                "first_s": first, "error": error})  # fmt: skip
+                records.append(
+                    {
+                        "rows": rows,
+                        "tokens": length,
+                        "new": new,
+                        "block": block,
+                        "mods": name,
+                        "attend_us": layer * 1e6,
+                        "step_us": step * 1e6,
+                        "share": floor / layer,
+                        "first_s": first,
+                        "error": error,
+                    }
+                )
             del case
         records.append(measure_mixed(64, 4096, 2048, block, rounds))
     return {"bench": "flex", "device": device, "copy_tb_s": copy / 1e12, "rows": records}

@@ -23,11 +23,17 @@ from octavo.ops.gemm.fused import gated_linear
 
 # model -> (layers, {product: (N, K)} of a layer, head)
 MODELS = {
-    "0.6b": (28, {"qkv": (4096, 1024), "o": (1024, 2048), "gate_up": (6144, 1024), "down": (1024, 3072)},
-             (151936, 1024)),
-    "8b": (36, {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)},
-           (151936, 4096)),
-}  # fmt: skip
+    "0.6b": (
+        28,
+        {"qkv": (4096, 1024), "o": (1024, 2048), "gate_up": (6144, 1024), "down": (1024, 3072)},
+        (151936, 1024),
+    ),
+    "8b": (
+        36,
+        {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)},
+        (151936, 4096),
+    ),
+}
 GATED = "gated"
 ROWS = (1, 4, 16, 64, 256, 512, 2048, 8192)
 QUICK_ROWS = (1, 16, 256)
@@ -95,8 +101,18 @@ def measure(model: str, product: str, shape: tuple[int, int], m: int, rounds: in
     out_bytes = out.nbytes // 2 if product == GATED else out.nbytes
     floor = max((2 * n * k + x.nbytes + out_bytes) / limits[0], 2.0 * m * n * k / limits[1])
     us, library_us, limit_us = (1e6 * value for value in (ours / len(weights), library / len(weights), floor))
-    return {"model": model, "product": product, "n": n, "k": k, "m": m, "us": us, "library_us": library_us,
-            "limit_us": limit_us, "share": limit_us / us, "ratio": library_us / us}  # fmt: skip
+    return {
+        "model": model,
+        "product": product,
+        "n": n,
+        "k": k,
+        "m": m,
+        "us": us,
+        "library_us": library_us,
+        "limit_us": limit_us,
+        "share": limit_us / us,
+        "ratio": library_us / us,
+    }
 
 
 def measure_step(
@@ -125,8 +141,18 @@ def measure_step(
             max((w.num_bytes + inputs[w.k].nbytes + outs[w.n].nbytes) / limits[0], 2.0 * m * w.n * w.k / limits[1])
             for w in weights
         )
-        records.append({"model": model, "product": "step", "m": m, "us": 1e6 * ours, "library_us": 1e6 * library,
-                        "limit_us": 1e6 * floor, "share": floor / ours, "ratio": library / ours})  # fmt: skip
+        records.append(
+            {
+                "model": model,
+                "product": "step",
+                "m": m,
+                "us": 1e6 * ours,
+                "library_us": 1e6 * library,
+                "limit_us": 1e6 * floor,
+                "share": floor / ours,
+                "ratio": library / ours,
+            }
+        )
     return records
 
 

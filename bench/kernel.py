@@ -207,9 +207,19 @@ def cpu_attention(args: argparse.Namespace) -> dict[str, object]:
             f"{share:>6.0%} {sdpa_s * 1e6:>15.1f} {eager_s * 1e6:>9.1f}",
             flush=True,
         )
-        records.append({"case": name, "rows": rows, "cached": cached, "new": new, "heads": heads,
-                        "us": native_s * 1e6, "limit_share": share, "sdpa_us": sdpa_s * 1e6,
-                        "eager_us": eager_s * 1e6})  # fmt: skip
+        records.append(
+            {
+                "case": name,
+                "rows": rows,
+                "cached": cached,
+                "new": new,
+                "heads": heads,
+                "us": native_s * 1e6,
+                "limit_share": share,
+                "sdpa_us": sdpa_s * 1e6,
+                "eager_us": eager_s * 1e6,
+            }
+        )
     return {"bench": "cpu-attention", "isa": native.isa(), "threads": native.num_threads(), "rows": records}
 
 

@@ -84,9 +84,13 @@ class NullRunner(Runner):
         requests = RequestTable(limits, device=CPU, queue=queue)
         tables = BlockTables([group], limits, device=CPU, queue=queue)
         sampler = _Sampler(
-            limits, vocab_size=_VOCAB_SIZE, device=CPU,
-            tokens=requests.token_ids.data, prompt_lens=requests.prompt_len.data, queue=queue,
-        )  # fmt: skip
+            limits,
+            vocab_size=_VOCAB_SIZE,
+            device=CPU,
+            tokens=requests.token_ids.data,
+            prompt_lens=requests.prompt_len.data,
+            queue=queue,
+        )
         model, state, pool = (cast(Any, part()) for part in (_Model, _State, _Pool))
         buffers = InputBuffers(requests, tables, limits, device=CPU, queue=queue)
         graphs = _Graphs(limits.max_num_rows, limits.max_num_tokens)

@@ -361,9 +361,17 @@ def test_chat_commands(run: Run, llm: type[EchoLLM]) -> None:
 
 def test_chat_sets_json_and_texts_and_takes_them_back(run: Run, llm: type[EchoLLM]) -> None:
     lines = [
-        '/set logit_bias={"5": 1}', '/set structured_outputs={"choice": ["a"]}', "/set stop=x", "/set min_tokens=3",
-        "first", "/set logit_bias=none", "/set structured-outputs=none", "/set stop=", "second", "/set n=2",
-    ]  # fmt: skip
+        '/set logit_bias={"5": 1}',
+        '/set structured_outputs={"choice": ["a"]}',
+        "/set stop=x",
+        "/set min_tokens=3",
+        "first",
+        "/set logit_bias=none",
+        "/set structured-outputs=none",
+        "/set stop=",
+        "second",
+        "/set n=2",
+    ]
     code, out, _ = run("chat", stdin="\n".join(lines))
     first, second = llm.made[0].params
     assert code == 0 and "error" not in out and "usage: /set NAME=VALUE" in out

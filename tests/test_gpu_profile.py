@@ -8,9 +8,14 @@ from octavo.bench.engine import SHAPES
 from octavo.bench.gpu_profile import decode_load, family_of, family_rows, kernels, least_work, prefill_load, table
 
 FACTS = {
-    "hidden_size": 4, "intermediate_size": 6, "num_hidden_layers": 3, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "head_dim": 5, "vocab_size": 7,
-}  # fmt: skip
+    "hidden_size": 4,
+    "intermediate_size": 6,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 5,
+    "vocab_size": 7,
+}
 
 
 def test_bytes_and_operations_of_a_decode_step() -> None:
@@ -47,13 +52,20 @@ def test_weights_are_most_of_an_8b_step_at_one_row() -> None:
 @pytest.mark.parametrize(
     ("kernel", "family"),
     [
-        ("attend_rows", "attention"), ("divide", "attention"), ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz", "products"),
-        ("_product", "products"), ("_streamed", "products"), ("_norm_rows", "norms, rotation, activation"),
-        ("_draw", "sampling"), ("_qk_norm_rope_store", "norms, rotation, activation"),
+        ("attend_rows", "attention"),
+        ("divide", "attention"),
+        ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz", "products"),
+        ("_product", "products"),
+        ("_streamed", "products"),
+        ("_norm_rows", "norms, rotation, activation"),
+        ("_draw", "sampling"),
+        ("_qk_norm_rope_store", "norms, rotation, activation"),
         ("_gated", "norms, rotation, activation"),
-        ("Memset (Device)", "inputs and results"), ("_commit", "inputs and results"), ("vectorized_add", "other"),
+        ("Memset (Device)", "inputs and results"),
+        ("_commit", "inputs and results"),
+        ("vectorized_add", "other"),
     ],
-)  # fmt: skip
+)
 def test_families(kernel: str, family: str) -> None:
     assert family_of(kernel) == family
 

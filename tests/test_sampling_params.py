@@ -162,13 +162,18 @@ def test_from_optional_takes_none_as_default_and_json_shapes():
     assert params.repetition_detection.max_pattern_size == 3
 
 
-@pytest.mark.parametrize(("fields", "text"), [
-    ({"temprature": 1}, "did you mean temperature"),
-    ({"x" * 9000: 1}, "unknown"), ({"logit_bias": {"abc": 1}}, "decimal"),
-    ({"logit_bias": {"-1": 1}}, "decimal"), ({"logit_bias": {"٣": 1}}, "decimal"),
-    ({"repetition_detection": {"x": 1}}, "takes"),
-    ({"bad_words_token_ids": [[1]]}, "unknown"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"temprature": 1}, "did you mean temperature"),
+        ({"x" * 9000: 1}, "unknown"),
+        ({"logit_bias": {"abc": 1}}, "decimal"),
+        ({"logit_bias": {"-1": 1}}, "decimal"),
+        ({"logit_bias": {"٣": 1}}, "decimal"),
+        ({"repetition_detection": {"x": 1}}, "takes"),
+        ({"bad_words_token_ids": [[1]]}, "unknown"),
+    ],
+)
 def test_from_optional_refuses(fields, text):
     with pytest.raises(ParameterError, match=text) as caught:
         SamplingParams.from_optional(**fields)
@@ -221,15 +226,23 @@ def test_a_truncated_prompt_keeps_its_end():
         ids(9, truncate_prompt_tokens=128)
 
 
-@pytest.mark.parametrize(("fields", "num_prompt", "field"), [
-    ({"logprobs": 21}, 3, "logprobs"), ({"prompt_logprobs": 21}, 3, "prompt_logprobs"),
-    ({"stop_token_ids": [1000]}, 3, "stop_token_ids"), ({"allowed_token_ids": [1, 1000]}, 3, "allowed_token_ids"),
-    ({"logit_bias": {1000: 1}}, 3, "logit_bias"), ({"logprob_token_ids": [5000]}, 3, "logprob_token_ids"),
-    ({"bad_words": ["x"], "bad_words_token_ids": [[1], [2, 1000]]}, 3, "bad_words"),
-    ({"min_tokens": 100, "max_tokens": 120}, 100, "min_tokens"),
-    ({"min_tokens": 29, "max_tokens": None}, 100, "min_tokens"),
-    ({}, 0, "prompt"), ({}, 128, "prompt"), ({}, 9000, "prompt"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fields", "num_prompt", "field"),
+    [
+        ({"logprobs": 21}, 3, "logprobs"),
+        ({"prompt_logprobs": 21}, 3, "prompt_logprobs"),
+        ({"stop_token_ids": [1000]}, 3, "stop_token_ids"),
+        ({"allowed_token_ids": [1, 1000]}, 3, "allowed_token_ids"),
+        ({"logit_bias": {1000: 1}}, 3, "logit_bias"),
+        ({"logprob_token_ids": [5000]}, 3, "logprob_token_ids"),
+        ({"bad_words": ["x"], "bad_words_token_ids": [[1], [2, 1000]]}, 3, "bad_words"),
+        ({"min_tokens": 100, "max_tokens": 120}, 100, "min_tokens"),
+        ({"min_tokens": 29, "max_tokens": None}, 100, "min_tokens"),
+        ({}, 0, "prompt"),
+        ({}, 128, "prompt"),
+        ({}, 9000, "prompt"),
+    ],
+)
 def test_what_does_not_suit_the_model_is_refused(fields, num_prompt, field):
     with pytest.raises(ParameterError) as caught:
         check(SamplingParams(**fields), LIMITS, num_prompt)
@@ -243,9 +256,16 @@ def test_n_times_max_tokens_has_a_budget():
         check(SamplingParams(n=11, max_tokens=None), limits, 1)
 
 
-@pytest.mark.parametrize(("max_tokens", "num_prompt", "expected"), [
-    (16, 10, 16), (16, 120, 8), (None, 100, 28), (500, 127, 1), (2**31 - 1, 1, 127),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("max_tokens", "num_prompt", "expected"),
+    [
+        (16, 10, 16),
+        (16, 120, 8),
+        (None, 100, 28),
+        (500, 127, 1),
+        (2**31 - 1, 1, 127),
+    ],
+)
 def test_max_tokens_is_cut_to_the_room(max_tokens, num_prompt, expected):
     assert check(SamplingParams(max_tokens=max_tokens), LIMITS, num_prompt) == expected
 
@@ -287,19 +307,30 @@ def test_no_completion_is_told_without_the_highest_number():
         SamplingParams(n=0)
 
 
-@pytest.mark.parametrize(("token_ids", "code", "text"), [
-    ([], "empty_prompt", "empty"), ([[]], "invalid_token_id", "index 0"), ([1, -1], "invalid_token_id", "index 1"),
-    ([990], "invalid_token_id", "index 0"), ([2**63], "invalid_token_id", "index 0"),
-    ([HUGE], "invalid_token_id", "bits"),
-    ([1, 2, 3.0], "invalid_token_id", "index 2"), ([True], "invalid_token_id", "index 0"),
-    (["1"], "invalid_token_id", "index 0"), (["\ud800"], "invalid_token_id", "index 0"),
-    ([None], "invalid_token_id", "index 0"),
-    ([1] * 128, "context_length_exceeded", "128"), ("text", "invalid_type", "token ids"),
-    (5, "invalid_type", "token ids"),
-    ({1: 2}, "invalid_type", "token ids"), (np.array(3), "invalid_type", "token ids"),
-    (np.array([1.0]), "invalid_token_id", "index 0"), (None, "invalid_type", "null"),
-    ([5, np.array([1, 2])], "invalid_token_id", "index 1 must be an integer, got a ndarray"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("token_ids", "code", "text"),
+    [
+        ([], "empty_prompt", "empty"),
+        ([[]], "invalid_token_id", "index 0"),
+        ([1, -1], "invalid_token_id", "index 1"),
+        ([990], "invalid_token_id", "index 0"),
+        ([2**63], "invalid_token_id", "index 0"),
+        ([HUGE], "invalid_token_id", "bits"),
+        ([1, 2, 3.0], "invalid_token_id", "index 2"),
+        ([True], "invalid_token_id", "index 0"),
+        (["1"], "invalid_token_id", "index 0"),
+        (["\ud800"], "invalid_token_id", "index 0"),
+        ([None], "invalid_token_id", "index 0"),
+        ([1] * 128, "context_length_exceeded", "128"),
+        ("text", "invalid_type", "token ids"),
+        (5, "invalid_type", "token ids"),
+        ({1: 2}, "invalid_type", "token ids"),
+        (np.array(3), "invalid_type", "token ids"),
+        (np.array([1.0]), "invalid_token_id", "index 0"),
+        (None, "invalid_type", "null"),
+        ([5, np.array([1, 2])], "invalid_token_id", "index 1 must be an integer, got a ndarray"),
+    ],
+)
 def test_bad_token_ids_are_refused(token_ids, code, text):
     with pytest.raises(ParameterError, match=text) as caught:
         check_token_ids(token_ids, LIMITS)
@@ -313,10 +344,17 @@ def test_good_token_ids_become_plain_ints(token_ids):
     assert {type(token) for token in checked} == {int}
 
 
-@pytest.mark.parametrize(("text", "code"), [
-    ("", "empty_prompt"), (None, "invalid_type"), (b"x", "invalid_type"), ("a\ud800", "invalid_unicode"),
-    ("x" * 1025, "context_length_exceeded"), ("\u20ac" * 342, "context_length_exceeded"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("", "empty_prompt"),
+        (None, "invalid_type"),
+        (b"x", "invalid_type"),
+        ("a\ud800", "invalid_unicode"),
+        ("x" * 1025, "context_length_exceeded"),
+        ("\u20ac" * 342, "context_length_exceeded"),
+    ],
+)
 def test_bad_text_is_refused(text, code):
     with pytest.raises(ParameterError) as caught:
         check_text(text, LIMITS)
@@ -328,10 +366,19 @@ def test_odd_text_is_taken(text):
     assert check_text(text, LIMITS) == text
 
 
-@pytest.mark.parametrize("options", [
-    {"cache_salt": "x" * 1025}, {"cache_salt": "a\nb"}, {"cache_salt": 5}, {"cache_salt": "\ud800"},
-    {"priority": 10**30}, {"priority": True}, {"priority": 1.0}, {"priority": None},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cache_salt": "x" * 1025},
+        {"cache_salt": "a\nb"},
+        {"cache_salt": 5},
+        {"cache_salt": "\ud800"},
+        {"priority": 10**30},
+        {"priority": True},
+        {"priority": 1.0},
+        {"priority": None},
+    ],
+)
 def test_bad_request_options_are_refused(options):
     with pytest.raises(ParameterError):
         check_request_options(**options)
@@ -342,10 +389,16 @@ def test_good_request_options_are_taken():
     check_request_options()
 
 
-@pytest.mark.parametrize("fields", [
-    {"max_pattern_size": 2}, {"max_pattern_size": 2, "min_count": 1}, {"min_pattern_size": 1},
-    {"max_pattern_size": 1025, "min_count": 2}, {"max_pattern_size": 2.0, "min_count": 2},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_pattern_size": 2},
+        {"max_pattern_size": 2, "min_count": 1},
+        {"min_pattern_size": 1},
+        {"max_pattern_size": 1025, "min_count": 2},
+        {"max_pattern_size": 2.0, "min_count": 2},
+    ],
+)
 def test_bad_repetition_detection_is_refused(fields):
     with pytest.raises(ParameterError, match="repetition_detection"):
         RepetitionDetectionParams(**fields)

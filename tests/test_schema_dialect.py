@@ -28,10 +28,17 @@ def test_a_lark_grammar_may_begin_with_a_modifier(start: str) -> None:
 
 
 OTHERWISE = [
-    ("a++a", "possessive"), ("a*+", "possessive"), ("a?+", "possessive"), ("a{2}+", "possessive"),
-    ("(ab){1,}+", "possessive"), ("[[:alpha:]]", "POSIX"), ("x[a[bc]]", "POSIX"), ("[a-c--b]", "set operation"),
-    ("[a-z&&b]", "set operation"), ("[^a~~b]", "set operation"),
-]  # fmt: skip
+    ("a++a", "possessive"),
+    ("a*+", "possessive"),
+    ("a?+", "possessive"),
+    ("a{2}+", "possessive"),
+    ("(ab){1,}+", "possessive"),
+    ("[[:alpha:]]", "POSIX"),
+    ("x[a[bc]]", "POSIX"),
+    ("[a-c--b]", "set operation"),
+    ("[a-z&&b]", "set operation"),
+    ("[^a~~b]", "set operation"),
+]
 
 
 @pytest.mark.parametrize(("regex", "named"), OTHERWISE)
@@ -45,9 +52,19 @@ def test_what_others_read_otherwise_is_refused_by_name(regex: str, named: str) -
 
 @pytest.mark.parametrize(
     ("regex", "text"),
-    [(r"a\++", "a+++"), (r"[]a]+", "a]"), (r"[^]]+", "a"), (r"[\[\-&]+", "[-&"), ("a+?b", "aab"), (r"[+*]+", "+*"),
-     (r"a{2}[+]", "aa+"), (r"\[[ab]+\]", "[ab]"), ("(a+)+", "aa"), ("[a-]+--", "a---")],
-)  # fmt: skip
+    [
+        (r"a\++", "a+++"),
+        (r"[]a]+", "a]"),
+        (r"[^]]+", "a"),
+        (r"[\[\-&]+", "[-&"),
+        ("a+?b", "aab"),
+        (r"[+*]+", "+*"),
+        (r"a{2}[+]", "aa+"),
+        (r"\[[ab]+\]", "[ab]"),
+        ("(a+)+", "aa"),
+        ("[a-]+--", "a---"),
+    ],
+)
 def test_what_all_read_alike_is_allowed(regex: str, text: str) -> None:
     assert _allows(text, regex=regex)
 
@@ -83,14 +100,18 @@ def test_a_key_that_comes_twice_counts_once(schema: dict[str, Any]) -> None:
     assert num_allowed
 
 
-@pytest.mark.parametrize("schema", [
-    {"type": "object", "minProperties": 2},
-    {"type": "object", "additionalProperties": {"type": "integer"}, "minProperties": 2, "maxProperties": 2},
-    {"type": "object", "patternProperties": {"^[ab]$": True}, **_CLOSED, "minProperties": 2},
-    {"type": "object", "propertyNames": {"pattern": "^[pq]$"}, "minProperties": 2},
-    {"type": "object", "properties": _PQ, "minProperties": 5},
-    {"type": "array", "items": {"anyOf": [{"type": "null"}, {"minProperties": 2}]}},
-], ids=json.dumps)  # fmt: skip
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "minProperties": 2},
+        {"type": "object", "additionalProperties": {"type": "integer"}, "minProperties": 2, "maxProperties": 2},
+        {"type": "object", "patternProperties": {"^[ab]$": True}, **_CLOSED, "minProperties": 2},
+        {"type": "object", "propertyNames": {"pattern": "^[pq]$"}, "minProperties": 2},
+        {"type": "object", "properties": _PQ, "minProperties": 5},
+        {"type": "array", "items": {"anyOf": [{"type": "null"}, {"minProperties": 2}]}},
+    ],
+    ids=json.dumps,
+)
 def test_where_a_key_could_come_twice_minproperties_is_refused(schema: dict[str, Any]) -> None:
     with pytest.raises(ParameterError, match="minProperties") as caught:
         GRAMMARS.check(StructuredOutputsParams(json=schema))

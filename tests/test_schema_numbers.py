@@ -94,12 +94,15 @@ def test_a_range_beyond_doubles_allows_nothing_else(bounds: dict[str, Any], kind
         assert jsonschema.Draft202012Validator(schema).is_valid(json.loads(text)), text
 
 
-@pytest.mark.parametrize("schema", [
-    {"const": EXACT + 1},
-    {"enum": ["a", [-EXACT - 1]]},
-    {"type": "integer", "minimum": EXACT + 1, "maximum": EXACT + 1},
-    {"type": "object", "properties": {"id": {"minimum": 1e29}}},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"const": EXACT + 1},
+        {"enum": ["a", [-EXACT - 1]]},
+        {"type": "integer", "minimum": EXACT + 1, "maximum": EXACT + 1},
+        {"type": "object", "properties": {"id": {"minimum": 1e29}}},
+    ],
+)
 def test_what_no_double_says_is_refused_by_name(schema: dict[str, Any]) -> None:
     with pytest.raises(ParameterError, match=r"(const|enum|minimum).*use a string") as caught:
         GRAMMARS.check(StructuredOutputsParams(json=schema))
@@ -114,10 +117,15 @@ def test_what_is_safe_stays_as_it_is() -> None:
     assert safe_grammar(f'start: %json {{"minimum": {-EDGE}}} "x"') == f'start: %json {{"minimum": {-MAX_BOUND}}} "x"'
 
 
-@pytest.mark.parametrize("schema", [
-    {"type": "integer", "multipleOf": 2147483649}, {"type": ["integer", "null"], "multipleOf": 2**32 - 1},
-    {"type": "number", "multipleOf": 0.100000007}, {"allOf": [{"multipleOf": 999_983}, {"multipleOf": 999_979}]},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "integer", "multipleOf": 2147483649},
+        {"type": ["integer", "null"], "multipleOf": 2**32 - 1},
+        {"type": "number", "multipleOf": 0.100000007},
+        {"allOf": [{"multipleOf": 999_983}, {"multipleOf": 999_979}]},
+    ],
+)
 def test_a_multiple_with_many_remainders_is_refused_by_name(schema: dict[str, Any]) -> None:
     """The library took minutes for them, with a state for each remainder."""
     with pytest.raises(ParameterError, match="multipleOf"):

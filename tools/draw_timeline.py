@@ -14,9 +14,14 @@ from typing import Any
 from octavo.bench.gpu_profile import FAMILIES, family_of
 
 HOST_COLORS = {
-    "schedule": "#f4d35e", "issue": "#ee964b", "wait": "#e8e8e8", "update": "#a3d977", "outputs": "#c9b1ff",
-    "apply": "#f9c784", "stage": "#f4845f",
-}  # fmt: skip
+    "schedule": "#f4d35e",
+    "issue": "#ee964b",
+    "wait": "#e8e8e8",
+    "update": "#a3d977",
+    "outputs": "#c9b1ff",
+    "apply": "#f9c784",
+    "stage": "#f4845f",
+}
 DEVICE_COLORS = dict(zip([*FAMILIES, "other"], ["#c0392b", "#2c4a8e", "#16a085", "#8e44ad", "#7f8c1a", "#795548"]))
 ZOOM = 800.0  # microseconds
 

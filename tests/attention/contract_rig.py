@@ -110,13 +110,20 @@ def make_pool(
     device: torch.device = CPU,
 ) -> KVCachePool:
     group = CacheGroup(
-        kind="full", block_size=setting.block, layers=tuple(range(num_layers)),
-        num_heads=kv_heads, num_channels=num_channels,
-    )  # fmt: skip
+        kind="full",
+        block_size=setting.block,
+        layers=tuple(range(num_layers)),
+        num_heads=kv_heads,
+        num_channels=num_channels,
+    )
     return KVCachePool(
-        [group], num_blocks=num_blocks, dtype=dtype, device=device,
-        layout=layout_by_name(setting.layout), tables=table_of_each([group], [setting.kernel]),
-    )  # fmt: skip
+        [group],
+        num_blocks=num_blocks,
+        dtype=dtype,
+        device=device,
+        layout=layout_by_name(setting.layout),
+        tables=table_of_each([group], [setting.kernel]),
+    )
 
 
 def make_step(
@@ -140,14 +147,16 @@ def make_step(
     counts = [-(-seq_len // setting.block) for _, seq_len, _ in rows]
     _, kv_heads, width = rows[0][0].kv.shape
     pool = make_pool(
-        setting, max(num_blocks, sum(counts) + 4), kv_heads, width, dtype,
-        num_layers=num_layers if num_blocks else NUM_LAYERS, device=device,
-    )  # fmt: skip
+        setting,
+        max(num_blocks, sum(counts) + 4),
+        kv_heads,
+        width,
+        dtype,
+        num_layers=num_layers if num_blocks else NUM_LAYERS,
+        device=device,
+    )
     if not num_blocks:
-        if dtype == torch.int8:
-            pool.buffer.fill_(-99)
-        else:
-            pool.buffer.fill_(float("nan"))
+        pool.buffer.fill_(-99 if dtype == torch.int8 else float("nan"))
     first = pool.num_blocks - sum(counts) - 2 if num_blocks else 1
     ids = (first + torch.randperm(sum(counts) + 2, generator=torch.Generator().manual_seed(seed))).tolist()
     block_map, view = pool.block_maps[0], middle(pool)

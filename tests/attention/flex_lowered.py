@@ -239,6 +239,9 @@ def check_far() -> None:
 
 
 INTERPRETED = {
-    "sizes": check_sizes, "layouts": check_layouts, "freed_blocks": check_freed_blocks, "scales": check_scales,
+    "sizes": check_sizes,
+    "layouts": check_layouts,
+    "freed_blocks": check_freed_blocks,
+    "scales": check_scales,
     "L3_G1_far": check_far,
-}  # fmt: skip
+}

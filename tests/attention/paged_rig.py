@@ -22,10 +22,16 @@ from octavo.ops.attention.paged_workload import LEAF, count_leaves, count_tiles
 
 FEW, MANY = 1, 16  # processors to plan for: rows are walked almost whole, or by many programs; few rows undivided
 FEATURES: tuple[dict[str, Any], ...] = (
-    {}, {"window": 70}, {"chunk": 400}, {"causal": False}, {"causal": False, "window": 300}, {"soft_cap": 9.0},
-    {"sinks": [0.5, -2.0, 3.0, 1.0]}, {"slopes": [0.5, 0.25, 0.125, 0.0625]},
+    {},
+    {"window": 70},
+    {"chunk": 400},
+    {"causal": False},
+    {"causal": False, "window": 300},
+    {"soft_cap": 9.0},
+    {"sinks": [0.5, -2.0, 3.0, 1.0]},
+    {"slopes": [0.5, 0.25, 0.125, 0.0625]},
     {"key_scale": [0.5, 2.0], "value_scale": [3.0, 0.25], "soft_cap": 9.0},
-)  # fmt: skip
+)
 
 
 def attend(
@@ -247,10 +253,15 @@ def check_features_equal_the_reference() -> None:
     """Every fact that the backend states, over layouts and kernel blocks; quantized caches with scales."""
     full = AttentionSpec(num_heads=4, num_kv_heads=2, head_size=32, scale=0.2)
     changes: list[dict[str, Any]] = [
-        {"chunk": 48}, {"alibi_slopes": alibi_slopes(4)}, {"alibi_slopes": alibi_slopes(4), "soft_cap": 9.0},
-        {"sinks": True}, {"sinks": True, "window": 40}, {"causal": False}, {"causal": False, "window": 30},
+        {"chunk": 48},
+        {"alibi_slopes": alibi_slopes(4)},
+        {"alibi_slopes": alibi_slopes(4), "soft_cap": 9.0},
+        {"sinks": True},
+        {"sinks": True, "window": 40},
+        {"causal": False},
+        {"causal": False, "window": 30},
         {"causal": False, "alibi_slopes": alibi_slopes(4)},
-    ]  # fmt: skip
+    ]
     rows = [(make_history(n, n, 4, 2, 32, torch.float32), n, queries) for n, queries in ((90, 1), (64, 40), (270, 3))]
     for index, change in enumerate(changes):
         spec = dataclasses.replace(full, **change)

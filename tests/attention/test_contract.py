@@ -240,9 +240,18 @@ def test_L3_7_a_store_without_slots_leaves_the_cache_alone(store) -> None:
     before = pool.buffer.fill_(3.0).clone()
     qkv = torch.randn(9, (HEADS + 2 * KV_HEADS) * SIZE)
     store(
-        qkv, torch.arange(9), rope_table(SIZE, 9), None, None, 1e-6, HEADS, KV_HEADS, SIZE, pool.views[LAYER],
+        qkv,
+        torch.arange(9),
+        rope_table(SIZE, 9),
+        None,
+        None,
+        1e-6,
+        HEADS,
+        KV_HEADS,
+        SIZE,
+        pool.views[LAYER],
         torch.full((9,), -1),
-    )  # fmt: skip
+    )
     assert torch.equal(pool.buffer, before)
 
 

@@ -48,8 +48,22 @@ def attend_as_documented(q, key, value, starts, lengths, table, scale, window, s
     return out
 
 
-def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size=(-1, -1), enable_gqa=False,
-                seqused_k=None, block_table=None, num_splits=None):  # fmt: skip
+def varlen_attn(
+    query,
+    key,
+    value,
+    cu_seq_q,
+    cu_seq_k,
+    max_q,
+    max_k,
+    *,
+    scale,
+    window_size=(-1, -1),
+    enable_gqa=False,
+    seqused_k=None,
+    block_table=None,
+    num_splits=None,
+):
     assert enable_gqa and cu_seq_k is None and max_q == cu_seq_q.diff().max() and max_k >= seqused_k.max()
     return attend_as_documented(query, key, value, cu_seq_q, seqused_k, block_table, scale, window_size)
 
@@ -65,8 +79,21 @@ def older_varlen_attn(
     return attend_as_documented(query, *pages, cu_seq_q, lengths, table, scale, window_size)
 
 
-def flash_attn_varlen_func(q, k, v, *, cu_seqlens_q, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size,
-                           seqused_k, page_table, softcap=0.0):  # fmt: skip
+def flash_attn_varlen_func(
+    q,
+    k,
+    v,
+    *,
+    cu_seqlens_q,
+    max_seqlen_q,
+    max_seqlen_k,
+    softmax_scale,
+    causal,
+    window_size,
+    seqused_k,
+    page_table,
+    softcap=0.0,
+):
     assert causal == (window_size[1] == 0) and max_seqlen_k >= seqused_k.max() and max_seqlen_q >= 1
     return attend_as_documented(
         q, k, v, cu_seqlens_q, seqused_k, page_table, softmax_scale, window_size, softcap

@@ -49,8 +49,13 @@ def test_K4_8_a_trainers_call_has_the_bits_of_serving(name: str, size: int, dtyp
     ).transpose(1, 2)
     other = make_history(9, 200, HEADS, KV_HEADS, SIZE, dtype)
     other.q *= 30
-    setup = Setup(num_blocks=400, max_model_len=300, block_size=size, options=names(size),
-                  fields={"instructions": torch.tensor([0, 40, 7], dtype=torch.int32)})  # fmt: skip
+    setup = Setup(
+        num_blocks=400,
+        max_model_len=300,
+        block_size=size,
+        options=names(size),
+        fields={"instructions": torch.tensor([0, 40, 7], dtype=torch.int32)},
+    )
     backend, setting = FlexBackend([spec], dtype, CPU, setup), Setting("BLHNC", 64, size)
     for end, count in ((LENGTH, LENGTH), (50, 50), (130, 80), (131, 1), (200, 3), (LENGTH, 1)):
         rows: list[Row] = [(other, 150, 1), (made[0], end, count), (made[1], min(end + 1, LENGTH), 1)]
@@ -74,8 +79,11 @@ def test_K4_6_what_kernels_are_compiled_with(block: int, group: int) -> None:
     size = 32 if block % 32 == 0 else 16
     pinned = resolve_flex_sizes(names(size) | {"flex_attn_kv_block_size": None}, kernel_block=block, group=group)
     assert kernel_options(pinned, size) == {
-        "FORCE_USE_FLEX_ATTENTION": True, "BLOCK_M": size, "BLOCK_N": size, "IS_DIVISIBLE": False,
-    }  # fmt: skip
+        "FORCE_USE_FLEX_ATTENTION": True,
+        "BLOCK_M": size,
+        "BLOCK_N": size,
+        "IS_DIVISIBLE": False,
+    }
     sizes = resolve_flex_sizes({}, kernel_block=block, group=group)
     for lines in (sizes.decode_lines, sizes.prefill_lines):
         options = kernel_options(sizes, lines)

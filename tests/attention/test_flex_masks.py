@@ -364,11 +364,18 @@ def test_a_mixed_step_padded_as_in_a_graph_has_the_same_bits(name: str) -> None:
     rows, tokens = len(lengths), sum(queries)
     setup = Setup(max_num_rows=NUM_ROWS, max_num_tokens=NUM_TOKENS, max_model_len=208, num_blocks=200, block_size=16)
     inputs = AttentionInputs(
-        num_rows=rows, num_tokens=tokens, max_query_len=max(queries), max_seq_len=max(lengths), block_size=16,
-        query_start=torch.tensor([0, *queries]).cumsum(0).int(), seq_lens=torch.tensor(lengths).int(),
+        num_rows=rows,
+        num_tokens=tokens,
+        max_query_len=max(queries),
+        max_seq_len=max(lengths),
+        block_size=16,
+        query_start=torch.tensor([0, *queries]).cumsum(0).int(),
+        seq_lens=torch.tensor(lengths).int(),
         block_table=torch.randperm(199)[: 13 * rows].add(1).view(rows, 13).int(),
-        slot_mapping=torch.full((tokens,), -1), rows=torch.arange(rows), max_long=sum(n > 1 for n in queries),
-    )  # fmt: skip
+        slot_mapping=torch.full((tokens,), -1),
+        rows=torch.arange(rows),
+        max_long=sum(n > 1 for n in queries),
+    )
     q, kv, outs = torch.randn(NUM_TOKENS, 8, 16), torch.randn(200, 2, 16, 32), []
     for cls, given in ((ReferenceBackend, inputs), (TwoTiles, inputs), (TwoTiles, padded(inputs))):
         backend = cls([PLAIN], torch.float32, CPU, setup)
@@ -385,10 +392,16 @@ def test_a_request_alone_has_one_tile_of_several_leaves(length: int, tiles: int)
     """But two tiles of one leaf, since torch compiles anew for a mask row that is alone."""
     setup = Setup(max_num_rows=4, max_num_tokens=64, max_model_len=8192, num_blocks=320, block_size=16)
     inputs = AttentionInputs(
-        num_rows=1, num_tokens=1, max_query_len=1, max_seq_len=length, block_size=16,
-        query_start=torch.tensor([0, 1]).int(), seq_lens=torch.tensor([length]).int(),
-        block_table=torch.randperm(319)[None].add(1).int(), slot_mapping=torch.full((1,), -1),
-    )  # fmt: skip
+        num_rows=1,
+        num_tokens=1,
+        max_query_len=1,
+        max_seq_len=length,
+        block_size=16,
+        query_start=torch.tensor([0, 1]).int(),
+        seq_lens=torch.tensor([length]).int(),
+        block_table=torch.randperm(319)[None].add(1).int(),
+        slot_mapping=torch.full((1,), -1),
+    )
     q, kv, outs = torch.randn(1, 8, 16), torch.randn(320, 2, 16, 32), []
     for cls in (FlexBackend, ReferenceBackend):
         backend = cls([PLAIN], torch.float32, CPU, setup)

@@ -49,9 +49,14 @@ def test_a_constant_a_tensor_or_a_helper_that_differs_gives_another(tmp_path, ch
 
 def test_other_mods_have_other_digests():
     several = [
-        [sliding_window(4)], [sliding_window(5)], [soft_cap(4.0)], [causal()], [and_(sliding_window(4), soft_cap(4.0))],
-        [sliding_window(4), NO_MODS], [NO_MODS, sliding_window(4)],
-    ]  # fmt: skip
+        [sliding_window(4)],
+        [sliding_window(5)],
+        [soft_cap(4.0)],
+        [causal()],
+        [and_(sliding_window(4), soft_cap(4.0))],
+        [sliding_window(4), NO_MODS],
+        [NO_MODS, sliding_window(4)],
+    ]
     assert len({mods_digest(mods) for mods in several}) == len(several)
 
 

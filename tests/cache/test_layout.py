@@ -178,9 +178,13 @@ def test_L3_6_L3_12_groups_agree_where_a_block_starts(name: str) -> None:
     ]
     layout = LAYOUTS[name]
     pool = KVCachePool(
-        groups, num_blocks=5, dtype=torch.float32, device=torch.device("cpu"),
-        layout=layout, tables=table_of_each(groups, [8, 2]),
-    )  # fmt: skip
+        groups,
+        num_blocks=5,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        layout=layout,
+        tables=table_of_each(groups, [8, 2]),
+    )
     assert pool.buffer.numel() == 2 * 5 * 2 * 8 * 4
     page = 2 * 8 * 4
     layer_stride, block_stride = (page, 2 * page) if layout.block_outermost else (5 * page, page)

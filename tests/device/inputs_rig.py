@@ -64,8 +64,10 @@ class World:
         return self.step, self.table, self.groups
 
     def assert_equal(self, twin: World) -> None:
-        names = {"step": ("input_ids", "positions", "seq_lens", "next_positions", "turn"),
-                 "table": ("num_computed", "total_len", "token_ids")}  # fmt: skip
+        names = {
+            "step": ("input_ids", "positions", "seq_lens", "next_positions", "turn"),
+            "table": ("num_computed", "total_len", "token_ids"),
+        }
         for part, fields in names.items():
             for name in fields:
                 ours, expected = (getattr(getattr(world, part), name) for world in (self, twin))
@@ -131,7 +133,7 @@ def check_commit_drafts(device: str) -> None:
         ([5], [5, 8], [0, 0], 2),
         ([], [8], [0], 1),
         ([], [8], [_HELD], 0),
-    ]  # fmt: skip
+    ]
     rng = random.Random(4)
     for _ in range(4):
         chosen = rng.sample(cases, 6)
@@ -174,9 +176,11 @@ def check_staged_write(device: str) -> None:
     ints = torch.zeros(2000, dtype=torch.int32, device=device)
     longs, floats = torch.zeros(50, dtype=torch.int64, device=device), torch.zeros(50, device=device)
     values = {
-        (ints, 3): np.arange(5, dtype=np.int32), (ints, 900): np.arange(700, dtype=np.int32) - 9,
-        (longs, 2): np.array([-1, 1 << 40]), (floats, 49): np.array([0.25], np.float32),
-    }  # fmt: skip
+        (ints, 3): np.arange(5, dtype=np.int32),
+        (ints, 900): np.arange(700, dtype=np.int32) - 9,
+        (longs, 2): np.array([-1, 1 << 40]),
+        (floats, 49): np.array([0.25], np.float32),
+    }
     words = [value.view(np.int32) for value in values.values()]
     first = 4 * len(words)
     header = []
@@ -241,8 +245,10 @@ def check_write_queue(device: str) -> None:
 
 
 CHECKS: dict[str, Callable[[str], None]] = {
-    "gather": check_gather, "commit": check_commit,
-    "commit_drafts": check_commit_drafts, "staged_write": check_staged_write,
+    "gather": check_gather,
+    "commit": check_commit,
+    "commit_drafts": check_commit_drafts,
+    "staged_write": check_staged_write,
     "write_queue": check_write_queue,
-}  # fmt: skip
+}
 INTERPRETED = {name: functools.partial(check, "cpu") for name, check in CHECKS.items()}

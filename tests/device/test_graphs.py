@@ -23,10 +23,15 @@ POOL = GraphPool([*decode_keys(100), *mixed_keys(100, 200)])
 def work(num_tokens: list[int], *, is_decode: bool = False) -> StepShape:
     counts = np.array(num_tokens)
     return StepShape(
-        rows=np.arange(len(counts)), num_tokens=counts, query_start=np.r_[0, np.cumsum(counts)].astype(np.int32),
-        seq_lens=counts, max_query_len=int(counts.max()), max_seq_len=int(counts.max()),
-        sampling=np.arange(len(counts)), is_decode=is_decode,
-    )  # fmt: skip
+        rows=np.arange(len(counts)),
+        num_tokens=counts,
+        query_start=np.r_[0, np.cumsum(counts)].astype(np.int32),
+        seq_lens=counts,
+        max_query_len=int(counts.max()),
+        max_seq_len=int(counts.max()),
+        sampling=np.arange(len(counts)),
+        is_decode=is_decode,
+    )
 
 
 @pytest.mark.parametrize(("counts", "long"), [([1], 0), ([1, 1, 2, 30], 2), ([5], 1), ([1, 1], 0)])
@@ -67,8 +72,9 @@ def test_rows_that_only_draw_have_graphs_without_logits() -> None:
     keys = decode_keys(100, (50,), drawn=range(65, 97))
     drawn = [key for key in keys if not key.gives_logits]
     assert [(key.num_rows, key.max_seq_len == 50) for key in drawn] == [
-        *((size, True) for size in (72, 80, 88, 96)), (96, False)
-    ]  # fmt: skip
+        *((size, True) for size in (72, 80, 88, 96)),
+        (96, False),
+    ]
     assert set(keys) - set(drawn) == set(decode_keys(100, (50,)))
     pool = GraphPool(keys)
     for rows, longest in itertools.product((1, 64, 65, 72, 90, 97), (50, 51)):
@@ -116,9 +122,17 @@ def test_a_step_is_a_decode_step_if_every_row_computes_what_it_sampled() -> None
     requests = RequestTable(StepLimits(max_num_rows=4, max_num_tokens=32, max_model_len=32), device=torch.device("cpu"))
     for row, known in enumerate((5, 1)):
         requests.add(
-            NewRow(row=row, request_id=str(row), token_ids=np.arange(known), num_prompt=known, num_computed=0,
-                   block_ids=[[1]], sampling=SamplingParams(), seed=0)
-        )  # fmt: skip
+            NewRow(
+                row=row,
+                request_id=str(row),
+                token_ids=np.arange(known),
+                num_prompt=known,
+                num_computed=0,
+                block_ids=[[1]],
+                sampling=SamplingParams(),
+                seed=0,
+            )
+        )
 
     lay_out = BatchOrder(requests)
 
@@ -141,10 +155,18 @@ def test_rows_that_decode_again_are_laid_out_as_from_the_start() -> None:
     last = work([1])
     for number in range(200):
         new_rows = [
-            NewRow(row=int(row), request_id="", token_ids=[1] * int(rng.integers(1, 9)), num_prompt=1, num_computed=0,
-                   block_ids=[[1]], sampling=SamplingParams(), seed=0)
+            NewRow(
+                row=int(row),
+                request_id="",
+                token_ids=[1] * int(rng.integers(1, 9)),
+                num_prompt=1,
+                num_computed=0,
+                block_ids=[[1]],
+                sampling=SamplingParams(),
+                seed=0,
+            )
             for row in rng.permutation(6)[: 6 if number == 0 else int(rng.integers(4) == 0)]
-        ]  # fmt: skip
+        ]
         for table in tables:
             for new in new_rows:
                 table.add(new)
@@ -180,9 +202,12 @@ class Graph:
 def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Captures without one."""
     for name, value in {
-        "CUDAGraph": Graph, "Stream": object, "stream": lambda stream: contextlib.nullcontext(),
-        "graph_pool_handle": lambda: (0, 1), "synchronize": lambda: None,
-    }.items():  # fmt: skip
+        "CUDAGraph": Graph,
+        "Stream": object,
+        "stream": lambda stream: contextlib.nullcontext(),
+        "graph_pool_handle": lambda: (0, 1),
+        "synchronize": lambda: None,
+    }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr("octavo.device.graphs._alias", lambda output: output)
 
@@ -201,9 +226,13 @@ def test_a_start_captures_the_largest_and_the_smallest(no_device: None) -> None:
     assert not loaded
     assert captured == rehearsed == pool.first_keys()
     assert [(key.num_tokens, key.max_seq_len == 50, key.is_decode) for key in captured] == [
-        (200, False, False), (100, True, True), (100, False, True), (16, False, False), (1, True, True),
+        (200, False, False),
+        (100, True, True),
+        (100, False, True),
+        (16, False, False),
+        (1, True, True),
         (1, False, True),
-    ]  # fmt: skip
+    ]
     assert reserved == pool.missing_keys() and set(reserved) == set(keys) - set(captured)
     for is_decode in (True, False):
         sizes = [key.num_tokens for key in reserved if key.is_decode is is_decode]

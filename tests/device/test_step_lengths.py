@@ -28,9 +28,17 @@ def make_layout(lengths: Sequence[int]) -> BatchOrder:
     )
     for row, length in enumerate(lengths):
         requests.add(
-            NewRow(row=row, request_id=str(row), token_ids=[1] * length, num_prompt=length, num_computed=length - 1,
-                   block_ids=[[1]], sampling=SamplingParams(), seed=0)
-        )  # fmt: skip
+            NewRow(
+                row=row,
+                request_id=str(row),
+                token_ids=[1] * length,
+                num_prompt=length,
+                num_computed=length - 1,
+                block_ids=[[1]],
+                sampling=SamplingParams(),
+                seed=0,
+            )
+        )
     return BatchOrder(requests)
 
 

@@ -25,21 +25,34 @@ DEEPSEEK: dict[str, Any] = {
 }  # fmt: skip
 
 _PLAIN: dict[str, Any] = {
-    "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 512, "torch_dtype": "float32", "eos_token_id": 1,
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "torch_dtype": "float32",
+    "eos_token_id": 1,
     "bos_token_id": 2,
-}  # fmt: skip
+}
 # Norms behind attention and MLP, q and k normed over all heads; every fourth layer sees everything, stretched by YaRN.
 OLMO3: dict[str, Any] = {
-    **_PLAIN, "architectures": ["Olmo3ForCausalLM"], "num_hidden_layers": 5, "sliding_window": 40,
+    **_PLAIN,
+    "architectures": ["Olmo3ForCausalLM"],
+    "num_hidden_layers": 5,
+    "sliding_window": 40,
     "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
-}  # fmt: skip
+}
 # Fused weights; three quarters of a head turn, by LongRoPE.
 PHI4: dict[str, Any] = {
-    **_PLAIN, "architectures": ["Phi3ForCausalLM"], "tie_word_embeddings": True, "partial_rotary_factor": 0.75,
+    **_PLAIN,
+    "architectures": ["Phi3ForCausalLM"],
+    "tie_word_embeddings": True,
+    "partial_rotary_factor": 0.75,
     "original_max_position_embeddings": 128,
     "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [1.0, 1.2, 1.5, 2.0, 2.5, 3.0]},
-}  # fmt: skip
+}
 # Half of each head turns, in neighbouring pairs; norms before and behind attention and MLP.
 GLM4: dict[str, Any] = {**_PLAIN, "architectures": ["Glm4ForCausalLM"], "head_dim": 16}
 

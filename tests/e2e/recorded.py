@@ -41,10 +41,17 @@ _MISTRAL: dict[str, Any] = {
 }  # fmt: skip
 _LENGTHS = (1, 2, 15, 16, 17, 31, 40, 63, 64, 65, 100, 128, 7, 90, 33, 48, 5, 80, 120, 150)
 _FORMS = (
-    {"regex": "[a-f]{3,9}(-[0-9]{2}){1,3}"}, {"choice": ["return", "raise", "yield"]},
-    {"json": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "y"]}},
-              "required": ["a", "b"], "additionalProperties": False}},
-)  # fmt: skip
+    {"regex": "[a-f]{3,9}(-[0-9]{2}){1,3}"},
+    {"choice": ["return", "raise", "yield"]},
+    {
+        "json": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "y"]}},
+            "required": ["a", "b"],
+            "additionalProperties": False,
+        }
+    },
+)
 
 
 def _params(index: int, num_vocabulary: int, *, text: bool) -> SamplingParams:

@@ -28,9 +28,13 @@ def test_K4_G3_the_same_bits_at_every_block_size(
     ]
     masked = backend == "flex with a mask"
     params = SamplingParams(
-        temperature=0.8, seed=5, max_tokens=4 if slow else 48, logprobs=0, ignore_eos=True,
+        temperature=0.8,
+        seed=5,
+        max_tokens=4 if slow else 48,
+        logprobs=0,
+        ignore_eos=True,
         extra_args=EXTRA if masked else None,
-    )  # fmt: skip
+    )
     fields: dict[str, Any] = {"max_model_len": 240, "max_num_seqs": 8, "max_num_batched_tokens": 64}
     if masked:
         fields["attention_mods"] = FIVE["with_data"]

@@ -176,10 +176,15 @@ def _joined(parts: list[RequestOutput], index: int) -> CompletionOutput:
 
 @pytest.mark.parametrize(
     "fields",
-    [{"stop": ["impor", "\n\n"]}, {"temperature": 1.5, "seed": 5}, {"n": 2, "seed": 1, "temperature": 1.0},
-     {"stream_interval": 7}, {"skip_special_tokens": False, "logit_bias": {EOS: 100.0}}],
+    [
+        {"stop": ["impor", "\n\n"]},
+        {"temperature": 1.5, "seed": 5},
+        {"n": 2, "seed": 1, "temperature": 1.0},
+        {"stream_interval": 7},
+        {"skip_special_tokens": False, "logit_bias": {EOS: 100.0}},
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_stream_joined_is_the_whole_answer(llm: LLM, fields: dict[str, Any]) -> None:
     params = greedy(logprobs=2, **fields)
     parts = list(llm.stream(PROMPT, params))

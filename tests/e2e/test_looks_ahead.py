@@ -22,10 +22,20 @@ Answer = tuple[list[int], list[float]]
 
 MAX_LEN = 72
 QWEN: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 300, "hidden_size": 64, "head_dim": 16,
-    "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
-    "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "torch_dtype": "float32", "eos_token_id": 1,
-}  # fmt: skip
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "head_dim": 16,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "torch_dtype": "float32",
+    "eos_token_id": 1,
+}
 MASKS = {
     "both ways": AttentionMods(causal=False),
     "a mask": AttentionMods(mask_mod=lambda b, h, q_idx, kv_idx: (q_idx + kv_idx) % 3 != 1, causal=False),
@@ -69,10 +79,15 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     backend, mask = request.param
     shape = GEMMA | {"num_hidden_layers": 3} if mask == "in windows" else QWEN
     fields: dict[str, Any] = {
-        **settings_of(shape, tmp_path_factory.mktemp("model")), "dtype": "float32", "block_size": 16,
+        **settings_of(shape, tmp_path_factory.mktemp("model")),
+        "dtype": "float32",
+        "block_size": 16,
         "attention_backend": backend,
-        "max_model_len": MAX_LEN, "max_num_batched_tokens": MAX_LEN, "max_num_seqs": 8, "attention_mods": MASKS[mask],
-    }  # fmt: skip
+        "max_model_len": MAX_LEN,
+        "max_num_batched_tokens": MAX_LEN,
+        "max_num_seqs": 8,
+        "attention_mods": MASKS[mask],
+    }
     rng = random.Random(1)
     prompts = [[rng.randrange(300) for _ in range(length)] for length in (47, 40, 20, 5, 43)]
     prompts += [prompts[0][:33] + prompts[1][:9], prompts[0]]

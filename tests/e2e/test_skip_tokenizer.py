@@ -91,9 +91,14 @@ def test_a_folder_without_a_tokenizer_names_the_setting(bare_folder: Path) -> No
 def test_over_http(llm: LLM, bare_folder: Path) -> None:
     expected = [list(output.outputs[0].token_ids) for output in llm.generate(IDS, PARAMS)]
     body: dict[str, Any] = {
-        "model": "tiny", "prompt": IDS, "temperature": 0, "max_tokens": 12, "ignore_eos": True, "logprobs": 1,
+        "model": "tiny",
+        "prompt": IDS,
+        "temperature": 0,
+        "max_tokens": 12,
+        "ignore_eos": True,
+        "logprobs": 1,
         "return_token_ids": True,
-    }  # fmt: skip
+    }
     flags = [f"--model={bare_folder}", "--dtype=float32", "--served-model-name=tiny", "--skip-tokenizer-init"]
     with RunningServer(*flags) as server:
         server.wait_ready()

@@ -20,10 +20,15 @@ MAX_SECONDS = 60
 SETTINGS: dict[str, dict[str, Any]] = {
     "sync": {"max_num_seqs": 16, "max_num_batched_tokens": 96},
     "async, small pool, priority": {
-        "async_scheduling": True, "block_size": 8, "scheduling_policy": "priority", "max_num_batched_tokens": 64,
-        "max_num_seqs": 32, "num_gpu_blocks_override": 46, "max_model_len": 320,
+        "async_scheduling": True,
+        "block_size": 8,
+        "scheduling_policy": "priority",
+        "max_num_batched_tokens": 64,
+        "max_num_seqs": 32,
+        "num_gpu_blocks_override": 46,
+        "max_model_len": 320,
     },
-}  # fmt: skip
+}
 
 
 def random_request(draw: random.Random) -> tuple[list[int], SamplingParams]:
@@ -31,10 +36,19 @@ def random_request(draw: random.Random) -> tuple[list[int], SamplingParams]:
     start = [draw.choice([300, 400])] * draw.choice([0, 5, 40, 100])
     prompt = start + [draw.randrange(4096) for _ in range(draw.choice([1, 3, 20, 90]))]
     wishes: list[dict[str, Any]] = [
-        {}, {"temperature": 0.0}, {"logprobs": 3}, {"prompt_logprobs": 1}, {"n": 2}, {"top_p": 0.7, "top_k": 20},
-        {"repetition_penalty": 1.3}, {"stop": ["e", "self"]}, {"ignore_eos": False, "logit_bias": {0: 5.0}},
-        {"bad_words": ["the"], "min_tokens": 3}, {"detokenize": False}, {"stop_token_ids": [16, 201]},
-    ]  # fmt: skip
+        {},
+        {"temperature": 0.0},
+        {"logprobs": 3},
+        {"prompt_logprobs": 1},
+        {"n": 2},
+        {"top_p": 0.7, "top_k": 20},
+        {"repetition_penalty": 1.3},
+        {"stop": ["e", "self"]},
+        {"ignore_eos": False, "logit_bias": {0: 5.0}},
+        {"bad_words": ["the"], "min_tokens": 3},
+        {"detokenize": False},
+        {"stop_token_ids": [16, 201]},
+    ]
     fields: dict[str, Any] = {
         "max_tokens": draw.choice([1, 2, 17, 60]),
         "ignore_eos": True,

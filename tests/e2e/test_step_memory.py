@@ -48,10 +48,16 @@ def test_no_allocation_of_a_step_grows_with_the_pool(tmp_path: Path, backend: st
     found = []
     for num_blocks in (64, 512):
         with LLM(
-            **settings_of(GEMMA, tmp_path), dtype="float32", attention_backend=backend, block_size=32,
-            num_gpu_blocks_override=num_blocks, max_model_len=64, max_num_seqs=4, async_scheduling=False,
+            **settings_of(GEMMA, tmp_path),
+            dtype="float32",
+            attention_backend=backend,
+            block_size=32,
+            num_gpu_blocks_override=num_blocks,
+            max_model_len=64,
+            max_num_seqs=4,
+            async_scheduling=False,
             enable_prefix_caching=False,
-        ) as llm:  # fmt: skip
+        ) as llm:
             llm.generate(PROMPTS, GREEDY, use_tqdm=False)
             with Allocations() as allocations:
                 llm.generate(PROMPTS, GREEDY, use_tqdm=False)

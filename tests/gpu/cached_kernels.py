@@ -12,9 +12,9 @@ import sys
 
 import torch
 
+from flex_gpu_rig import BF16, DEVICE, HEADS, PLAIN, Step, make_rows
 from octavo.attention.flex.backend import FlexBackend
 from octavo.attention.mods import AttentionMods
-from test_flex_gpu import BF16, DEVICE, HEADS, PLAIN, Step, make_rows
 
 SLOPES = torch.linspace(0.01, 0.2, HEADS, device=DEVICE)
 

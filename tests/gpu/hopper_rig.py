@@ -12,8 +12,13 @@ DEVICE = torch.device("cuda")
 BF16, FP16 = torch.bfloat16, torch.float16
 # (block size, what queries see)
 MASKS: list[tuple[int, dict[str, Any]]] = [
-    (16, {}), (64, {}), (128, {}), (64, {"window": 1}), (64, {"window": 700, "soft_cap": 20.0}), (64, {"chunk": 300}),
-]  # fmt: skip
+    (16, {}),
+    (64, {}),
+    (128, {}),
+    (64, {"window": 1}),
+    (64, {"window": 700, "soft_cap": 20.0}),
+    (64, {"chunk": 300}),
+]
 # (heads, KV heads, size, dtype, block size, whether heads lie behind tokens in the cache)
 HEADS = [(4, 2, 128, BF16, 64, True), (4, 4, 128, FP16, 16, True), (8, 2, 64, FP16, 16, False)]
 

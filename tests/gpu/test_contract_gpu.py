@@ -212,15 +212,28 @@ def test_L3_3_a_store_writes_its_slots_and_no_other_byte(setting: Setting) -> No
     other.buffer.copy_(pool.buffer)
     qkv = torch.randn(24, (HEADS + 2 * KV_HEADS) * SIZE, generator=generator)
     places = torch.randperm(4 * setting.block, generator=generator)[:24] + setting.block
-    kernel_ids = torch.tensor([pool.block_maps[0].expand([b])[o // setting.kernel]
-                               for b, o in (divmod(place, setting.block) for place in places.tolist())])  # fmt: skip
+    kernel_ids = torch.tensor(
+        [
+            pool.block_maps[0].expand([b])[o // setting.kernel]
+            for b, o in (divmod(place, setting.block) for place in places.tolist())
+        ]
+    )
     slots = kernel_ids * setting.kernel + places % setting.kernel
     slots[::5] = -1
     for target, device in ((pool, torch.device("cpu")), (other, DEVICE)):
         qk_norm_rope_store(
-            qkv.to(device), torch.zeros(24, dtype=torch.int64, device=device), rope_table(SIZE, 4).to(device), None,
-            None, 1e-6, HEADS, KV_HEADS, SIZE, target.views[1], slots.to(device),
-        )  # fmt: skip
+            qkv.to(device),
+            torch.zeros(24, dtype=torch.int64, device=device),
+            rope_table(SIZE, 4).to(device),
+            None,
+            None,
+            1e-6,
+            HEADS,
+            KV_HEADS,
+            SIZE,
+            target.views[1],
+            slots.to(device),
+        )
     assert torch.equal(other.buffer.cpu(), pool.buffer)
 
 

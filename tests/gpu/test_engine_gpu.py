@@ -171,9 +171,16 @@ def test_float32_gives_the_cpu_engines_answers(prompts: list[str]) -> None:
 
 def test_features_with_and_without_graphs(prompts: list[str]) -> None:
     features = [
-        {"top_p": 0.9, "top_k": 40}, {"min_p": 0.05}, {"repetition_penalty": 1.2}, {"frequency_penalty": 0.5},
-        {"logit_bias": {5: 4.0}}, {"min_tokens": 8}, {"allowed_token_ids": list(range(300))}, {}, {},
-    ]  # fmt: skip
+        {"top_p": 0.9, "top_k": 40},
+        {"min_p": 0.05},
+        {"repetition_penalty": 1.2},
+        {"frequency_penalty": 0.5},
+        {"logit_bias": {5: 4.0}},
+        {"min_tokens": 8},
+        {"allowed_token_ids": list(range(300))},
+        {},
+        {},
+    ]
     params = [own for fields in features for own in params_of(1, **fields)]
     with make_llm(dtype="bfloat16") as llm:
         together = generate(llm, prompts[: len(params)], params)

@@ -20,6 +20,7 @@ if not torch.cuda.is_available():
 
 import octavo.attention as A
 from cached_kernels import SLOPES, mods_of
+from flex_gpu_rig import BF16, DEVICE, HEADS, KV_HEADS, PLAIN, Step, make_rows
 from octavo.attention.base import LayerTensors
 from octavo.attention.flex import backend as flex
 from octavo.attention.flex import kernel as flex_kernel
@@ -28,7 +29,6 @@ from octavo.attention.flex.key import NotFingerprintable
 from octavo.attention.mods import AttentionMods
 from octavo.cache.specs import AttentionSpec
 from octavo.ops.compile import driver
-from test_flex_gpu import BF16, DEVICE, HEADS, KV_HEADS, PLAIN, Step, make_rows
 
 pytestmark = pytest.mark.gpu
 DECODE, MIXED = [(300, 1), (2500, 1)], [(300, 1), (64, 64), (4200, 130)]

@@ -19,95 +19,20 @@ if not torch.cuda.is_available():
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import octavo.attention as A
-from batches import History, make_history
 from contract_rig import GARBAGE, Setting, make_step
+from flex_gpu_rig import BF16, BLOCK, DEVICE, HEADS, KV_HEADS, LIMITS, PLAIN, SIZE, Step, history, make_rows, odd_keys
 from mixtures import MIXTURES, NUM_ROWS, NUM_TOKENS, padded
-from octavo.attention.base import NO_TENSORS, AttentionInputs, LayerTensors, Setup
+from octavo.attention.base import LayerTensors, Setup
 from octavo.attention.flex.backend import FlexBackend
 from octavo.attention.mods import AttentionMods
 from octavo.attention.paged import PagedBackend
 from octavo.attention.reference import ReferenceBackend
-from octavo.cache.specs import AttentionSpec
 from octavo.ops import flex as ops
 from octavo.ops.flex.mask_rows import Geometry, Kind, MaskRows
 from octavo.ops.rope import Rotation, qk_norm_rope_store, rope_table
 from sync_guard import no_waits
 
 pytestmark = pytest.mark.gpu
-DEVICE, BF16 = torch.device("cuda"), torch.bfloat16
-HEADS, KV_HEADS, SIZE, BLOCK = 8, 2, 128, 64
-PLAIN = AttentionSpec(num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=SIZE, scale=SIZE**-0.5)
-FIELDS = {"prefix_len": torch.tensor([70, 0, 300, 5], dtype=torch.int32, device=DEVICE)}
-ROWS = [(300, 1), (2500, 1), (64, 64), (4200, 130)]
-LIMITS = {"max_num_rows": 8, "max_num_tokens": 8192, "max_model_len": 8192}
-
-
-def history(seed: int, length: int, dtype: torch.dtype = BF16, heads: int = HEADS) -> History:
-    """Heavy-tailed, so that another order of a sum shows."""
-    made = make_history(seed, length, heads, KV_HEADS, SIZE, dtype)
-    factor = torch.exp2(6 * torch.rand(length, KV_HEADS, 1, generator=torch.Generator().manual_seed(seed)) - 4)
-    made.kv = (made.kv.float() * factor).to(dtype)
-    return History(made.q.to(DEVICE), made.kv.to(DEVICE))
-
-
-class Step:
-    """Rows of (history, length, queries) over a pool with blocks in random order; unwritten slots hold zeros."""
-
-    def __init__(
-        self, rows, block: int = BLOCK, seed: int = 0, *, heads_last: bool = False, num_blocks: int = 800
-    ) -> None:
-        counts = [-(-length // block) for _, length, _ in rows]
-        self.num_blocks = num_blocks
-        shape = (self.num_blocks, KV_HEADS, block, 2 * SIZE)
-        if heads_last:
-            shape = (self.num_blocks, block, KV_HEADS, 2 * SIZE)
-        self.kv = torch.zeros(shape, dtype=rows[0][0].kv.dtype, device=DEVICE)
-        if heads_last:
-            self.kv = self.kv.transpose(1, 2)
-        ids = (1 + torch.randperm(self.num_blocks - 1, generator=torch.Generator().manual_seed(seed))).tolist()
-        table = torch.full((len(rows), max(counts) + 2), 2**31 - 1, dtype=torch.int32)
-        for row, ((made, length, _), count) in enumerate(zip(rows, counts, strict=True)):
-            table[row, :count] = torch.tensor([ids.pop() for _ in range(count)])
-            at = torch.arange(length, device=DEVICE)
-            blocks = table[row, :count].to(DEVICE).long()[at // block]
-            kept, target = made.kv[:length], self.kv
-            if kept.element_size() == 1:  # bytes, since float8 has no assignment by index
-                kept, target = kept.view(torch.uint8), target.view(torch.uint8)
-            target[blocks, :, at % block] = kept
-        queries = [queries for _, _, queries in rows]
-        self.inputs = AttentionInputs(
-            num_rows=len(rows),
-            num_tokens=sum(queries),
-            max_query_len=max(queries),
-            max_seq_len=max(length for _, length, _ in rows),
-            block_size=block,
-            query_start=torch.tensor([0, *queries]).cumsum(0).int().to(DEVICE),
-            seq_lens=torch.tensor([length for _, length, _ in rows], dtype=torch.int32, device=DEVICE),
-            block_table=table.to(DEVICE),
-            slot_mapping=torch.full((sum(queries),), -1, device=DEVICE),
-            rows=torch.arange(len(rows), device=DEVICE),
-        )
-        self.q = torch.cat([made.q[length - queries : length] for made, length, queries in rows])
-
-    def setup(self, **options) -> Setup:
-        return Setup(
-            **LIMITS, num_blocks=self.num_blocks, block_size=self.inputs.block_size, fields=FIELDS, options=options
-        )
-
-    def run(self, backend, spec: AttentionSpec, layer: LayerTensors = NO_TENSORS) -> torch.Tensor:
-        out = torch.full_like(self.q, float("nan"))
-        backend.prepare(self.inputs)
-        backend.run(self.q, self.kv, spec, out, layer)
-        return out
-
-
-def make_rows(shape=ROWS, dtype: torch.dtype = BF16):
-    return [(history(seed, length, dtype), length, queries) for seed, (length, queries) in enumerate(shape)]
-
-
-def odd_keys(b, h, q_idx, kv_idx):
-    return (kv_idx % 2 == h % 2) | (kv_idx == q_idx)
-
 
 SPECS = {
     "plain": PLAIN,
@@ -252,9 +177,13 @@ def test_queries_rotated_into_their_lines_give_the_same_bits(rows: int) -> None:
     slots = step.inputs.block_table.gather(1, (ends.clamp(min=0) // BLOCK)[:, None])[:, 0] * BLOCK + ends % BLOCK
     weights = torch.linspace(0.5, 2, SIZE, device=DEVICE)
     rotation = Rotation(
-        positions=ends.clamp(min=0), cos_sin=rope_table(SIZE, 2048).to(DEVICE), q_norm=weights, k_norm=weights.flip(0),
-        eps=1e-6, slot_mapping=torch.where(ends < 0, -1, slots),
-    )  # fmt: skip
+        positions=ends.clamp(min=0),
+        cos_sin=rope_table(SIZE, 2048).to(DEVICE),
+        q_norm=weights,
+        k_norm=weights.flip(0),
+        eps=1e-6,
+        slot_mapping=torch.where(ends < 0, -1, slots),
+    )
     projected = torch.randn(rows, (HEADS + 2 * KV_HEADS) * SIZE, device=DEVICE, dtype=BF16)
     backend = FlexBackend([PLAIN], BF16, DEVICE, step.setup())
     backend.prepare(step.inputs)
@@ -262,9 +191,18 @@ def test_queries_rotated_into_their_lines_give_the_same_bits(rows: int) -> None:
     assert backend.rotates(rotation, caches[0], PLAIN)
     backend.run_fused_rope(projected, rotation, caches[0], PLAIN, outs[0])
     q = qk_norm_rope_store(
-        projected, rotation.positions, rotation.cos_sin, rotation.q_norm, rotation.k_norm, rotation.eps, HEADS,
-        KV_HEADS, SIZE, caches[1], rotation.slot_mapping,
-    )  # fmt: skip
+        projected,
+        rotation.positions,
+        rotation.cos_sin,
+        rotation.q_norm,
+        rotation.k_norm,
+        rotation.eps,
+        HEADS,
+        KV_HEADS,
+        SIZE,
+        caches[1],
+        rotation.slot_mapping,
+    )
     backend.run(q, caches[1], PLAIN, outs[1])
     assert torch.equal(*caches) and torch.equal(*outs) and outs[0][: min(rows, 5)].any(-1).all()
 
@@ -371,10 +309,18 @@ def test_kernels_equal_their_references() -> None:
     tiles = ops.max_tiles(4, inputs.num_tokens, inputs.max_query_len, shape.tokens)
     plain = AttentionMods()
     count = ops.plan_mask_rows(
-        rows, shape, num_tiles=tiles, num_leaves=3, query_start=inputs.query_start, seq_lens=inputs.seq_lens,
-        block_table=inputs.block_table, table_rows=inputs.rows, kind=Kind.ALL,
-        some=plain.some_visible, every=plain.all_visible,
-    )  # fmt: skip
+        rows,
+        shape,
+        num_tiles=tiles,
+        num_leaves=3,
+        query_start=inputs.query_start,
+        seq_lens=inputs.seq_lens,
+        block_table=inputs.block_table,
+        table_rows=inputs.rows,
+        kind=Kind.ALL,
+        some=plain.some_visible,
+        every=plain.all_visible,
+    )
     lines = ops.gather_lines(step.q, rows, shape, 0, count)
     walked = (rows.partial_num + rows.full_num)[:count, 0, 0] > 0
     assert torch.equal(lines[walked], ops.gather_lines_reference(step.q, rows, shape, 0, count)[walked])
@@ -387,63 +333,6 @@ def test_kernels_equal_their_references() -> None:
         for merge, out in zip((ops.merge_lines, ops.merge_lines_reference), outs, strict=True):
             merge(lines, lse, rows, shape, out, start=0, num_leaves=3, sinks=sinks)
         torch.testing.assert_close(*outs, atol=2e-2, rtol=2e-2)
-
-
-TRAINER = {
-    "causal": (PLAIN, lambda b, h, q, kv: q >= kv, None),
-    "window": (dataclasses.replace(PLAIN, window=150), lambda b, h, q, kv: (q >= kv) & (q - kv < 150), None),
-    "soft cap": (
-        dataclasses.replace(PLAIN, soft_cap=20.0),
-        lambda b, h, q, kv: q >= kv,
-        lambda s, b, h, q, kv: 20.0 * torch.tanh(s / 20.0),
-    ),
-}
-
-
-@pytest.mark.parametrize("size", [16, 64])
-@pytest.mark.parametrize("name", TRAINER)
-def test_K4_8_a_trainers_flex_attention_has_the_same_bits(name: str, size: int) -> None:
-    """Plain K and V, torch's own create_block_mask and the same sizes: the bits of prefill, chunks and decode."""
-    spec, mask, score = TRAINER[name]
-    made, length = history(3, 1024), 1024  # torch takes every block of a ragged last query block as partial
-    q, key, value = made.q[None].transpose(1, 2), *made.kv[None].transpose(1, 2).chunk(2, dim=-1)
-    block_mask = create_block_mask(mask, 1, None, length, length, device="cuda", BLOCK_SIZE=(size, size))
-    options = {"BLOCK_M": size, "BLOCK_N": size, "FORCE_USE_FLEX_ATTENTION": True, "IS_DIVISIBLE": False}
-    trained = torch.compile(flex_attention, dynamic=False)(
-        q.contiguous(), key.contiguous(), value.contiguous(), score_mod=score, block_mask=block_mask,
-        scale=spec.scale, enable_gqa=True, kernel_options=options,
-    )  # fmt: skip
-    trained = trained[0].transpose(0, 1)
-    options = dict.fromkeys(("flex_attn_block_m", "flex_attn_block_n", "flex_attn_q_block_size"), size)
-    setup = Setup(**LIMITS, num_blocks=800, block_size=size, options=options)
-    backend = FlexBackend([spec], BF16, DEVICE, setup)
-    assert torch.equal(Step([(made, length, length)], size).run(backend, spec), trained)
-    for end in (1, 15, 16, 17, 500, 640, 1024):
-        out = Step([(made, end, 1), (history(4, 700), 700, 3)], size, seed=end).run(backend, spec)
-        assert torch.equal(out[:1], trained[end - 1 : end]), end
-
-
-MINE = {
-    "a user's": AttentionMods(mask_mod=odd_keys),
-    "window and cap": A.and_(A.sliding_window(150), A.soft_cap(20.0)),
-}
-
-
-@pytest.mark.parametrize("name", MINE)
-def test_K4_8_the_call_for_trainers_has_the_same_bits(name: str) -> None:
-    sizes = dict.fromkeys(("flex_attn_block_m", "flex_attn_block_n", "flex_attn_q_block_size"), 64)
-    made, spec = history(3, 1024), dataclasses.replace(PLAIN, mods=MINE[name])
-    q, key, value = made.q[None].transpose(1, 2), *made.kv[None].transpose(1, 2).chunk(2, dim=-1)
-    q, key, value = (x.contiguous() for x in (q, key, value))
-    trained = A.flex_attention(
-        q, key, value, MINE[name], scale=PLAIN.scale, sizes=sizes | {"flex_attn_kv_block_size": 64}
-    )
-    setup = Setup(**LIMITS, num_blocks=800, block_size=64, options=sizes)
-    backend = FlexBackend([spec], BF16, DEVICE, setup)
-    expected = trained[0].transpose(0, 1)
-    for end, count in ((1024, 1024), (700, 130), (1024, 1), (65, 1)):
-        out = Step([(made, end, count), (history(4, 700), 700, 3)], 64, seed=end).run(backend, spec)
-        assert torch.equal(out[:count], expected[end - count : end]), end
 
 
 def test_K4_7_the_control_torchs_own_choice_of_kernels_moves_bits() -> None:
@@ -472,9 +361,13 @@ def test_F1_5_and_K4_7_an_engines_logprobs_alone_in_a_crowd_with_graphs_and_with
     prompts = [(prompt * 9)[: 50 + 97 * index % 401] for index, prompt in enumerate(json.loads(text)[:32])]
     params = SamplingParams(temperature=0, max_tokens=8, logprobs=0, ignore_eos=True)
     fields = {
-        "device": "cuda", "dtype": "bfloat16", "attention_backend": "flex", "block_size": 64, "max_model_len": 1024,
+        "device": "cuda",
+        "dtype": "bfloat16",
+        "attention_backend": "flex",
+        "block_size": 64,
+        "max_model_len": 1024,
         "num_gpu_blocks_override": 1000,
-    }  # fmt: skip
+    }
 
     def generate(llm: LLM, order: list[int]) -> dict[int, list[object]]:
         outputs = llm.generate([prompts[index] for index in order], params)

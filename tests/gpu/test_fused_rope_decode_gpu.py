@@ -58,9 +58,18 @@ def test_rows_that_are_divided(heads, kv_heads, size, dtype, block_size, options
     rng.shuffle(shuffled)
     for seed, processors in enumerate((1, 3, 11)):
         fused_rope_rig.check(
-            [*shuffled, 0, 0], heads, kv_heads, block_size, processors=processors, size=size, dtype=dtype, seed=seed,
-            normed=seed != 1, heads_last=seed == 2, **options,
-        )  # fmt: skip
+            [*shuffled, 0, 0],
+            heads,
+            kv_heads,
+            block_size,
+            processors=processors,
+            size=size,
+            dtype=dtype,
+            seed=seed,
+            normed=seed != 1,
+            heads_last=seed == 2,
+            **options,
+        )
 
 
 @pytest.mark.parametrize("num_rows", [17, 33, 130, 512])

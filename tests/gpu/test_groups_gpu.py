@@ -29,15 +29,21 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, detoken
 FORCED = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, detokenize=False, allowed_token_ids=[11])
 PROMPTS = token_prompts(5, 130, 67, 300, 1)
 SMALL = {
-    "num_gpu_blocks_override": 400, "max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 512,
+    "num_gpu_blocks_override": 400,
+    "max_model_len": 512,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 512,
     "enforce_eager": True,
-}  # fmt: skip
+}
 WIDE_GEMMA = GEMMA | {"head_dim": 64}  # every backend has kernels for it
 # Of Gemma 3 4B's width, where embeddings of standard deviation 0.02 times its root are of size 1; `_scale_by_depth`.
 SCALED_GEMMA = WIDE_GEMMA | {"hidden_size": 2560, "intermediate_size": 1024}
 MODELS: dict[str, dict[str, Any]] = {
-    "octavo-tiny": {}, "Gemma 3": WIDE_GEMMA, "Gemma 3, scaled": SCALED_GEMMA, "DeepSeek": DEEPSEEK,
-}  # fmt: skip
+    "octavo-tiny": {},
+    "Gemma 3": WIDE_GEMMA,
+    "Gemma 3, scaled": SCALED_GEMMA,
+    "DeepSeek": DEEPSEEK,
+}
 OWN_BLOCKS = {"flash": 256, "flashinfer": 128}  # cache blocks; flashinfer splits them into kernel blocks of 64
 # backends that look at what is on the device, and one that compiles, and compares what it compiled, within a step
 WAITING = {"reference", "flex", *OWN_BLOCKS}
@@ -50,13 +56,17 @@ GEMMA_SETTINGS: dict[str, dict[str, Any]] = {
     "graphs": {"enforce_eager": False},
     "chunks of 32": {"max_num_batched_tokens": 32},
     "kernel blocks of 16 in BLNHC": {
-        "block_size": 128, "kv_cache_layout": "BLNHC", "attention_config": {"kernel_block_size": 16},
+        "block_size": 128,
+        "kv_cache_layout": "BLNHC",
+        "attention_config": {"kernel_block_size": 16},
     },
     "kernel blocks of 64 in BLHNC": {
-        "block_size": 128, "kv_cache_layout": "BLHNC", "attention_config": {"kernel_block_size": 64},
+        "block_size": 128,
+        "kv_cache_layout": "BLHNC",
+        "attention_config": {"kernel_block_size": 64},
     },
     "blocks of 32 in LBNHC": {"block_size": 32, "kv_cache_layout": "LBNHC"},
-}  # fmt: skip
+}
 Answer = tuple[list[int], list[float]]
 
 

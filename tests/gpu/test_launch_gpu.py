@@ -39,9 +39,21 @@ def attended(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     out, tiles = torch.empty_like(q), prefill.queries_of_tile(4)
     start, length, table, tile_start, counter = numbers(64, 64 // tiles)
     assert prefill.launch(
-        q, cache, out, start, length, table, tile_start, counter, programs=4, sees=0, reach=0, score_scale=0.1,
-        cap_scale=0.0, sinks=None,
-    )  # fmt: skip
+        q,
+        cache,
+        out,
+        start,
+        length,
+        table,
+        tile_start,
+        counter,
+        programs=4,
+        sees=0,
+        reach=0,
+        score_scale=0.1,
+        cap_scale=0.0,
+        sinks=None,
+    )
     return out
 
 

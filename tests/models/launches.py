@@ -48,14 +48,28 @@ from octavo.ops.rope import gpu as gpu_rope
 FILE = Path(__file__).with_name("recorded_launches.json")
 BF16, BLOCK = torch.bfloat16, 16
 _BASE: dict[str, Any] = {
-    "vocab_size": 128, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 1024, "torch_dtype": "bfloat16", "eos_token_id": 1,
+    "vocab_size": 128,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 1,
     "bos_token_id": 2,
-}  # fmt: skip
+}
 _LATENT = {
-    "num_key_value_heads": 4, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32,
-    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "first_k_dense_replace": 2,
-}  # fmt: skip
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "first_k_dense_replace": 2,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"]},
     "llama-mlp-bias": {"architectures": ["LlamaForCausalLM"], "mlp_bias": True, "attention_bias": True},
@@ -200,9 +214,18 @@ class Backend(ReferenceBackend):
         """See FusedRopeBackend."""
         _note("fused_rope_decode", projected, rotation.positions, rotation.slot_mapping, kv, out)
         q = rope.qk_norm_rope_store_eager(
-            _plain(projected), _plain(rotation.positions), rotation.cos_sin, rotation.q_norm, rotation.k_norm,
-            rotation.eps, spec.num_heads, spec.num_kv_heads, spec.head_size, _plain(kv), _plain(rotation.slot_mapping),
-        )  # fmt: skip
+            _plain(projected),
+            _plain(rotation.positions),
+            rotation.cos_sin,
+            rotation.q_norm,
+            rotation.k_norm,
+            rotation.eps,
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_size,
+            _plain(kv),
+            _plain(rotation.slot_mapping),
+        )
         super().attend(q, _plain(kv), spec, _plain(out), NO_TENSORS)
 
 
@@ -284,18 +307,29 @@ class Engine:
             positions += range(count)
             block += used
         inputs = AttentionInputs(
-            num_rows=len(step.queries), num_tokens=total, max_query_len=max(step.queries),
-            max_seq_len=max(step.queries), block_size=BLOCK, query_start=starts, seq_lens=lengths, block_table=table,
+            num_rows=len(step.queries),
+            num_tokens=total,
+            max_query_len=max(step.queries),
+            max_seq_len=max(step.queries),
+            block_size=BLOCK,
+            query_start=starts,
+            seq_lens=lengths,
+            block_table=table,
             slot_mapping=on_gpu(torch.tensor(slots)),
-        )  # fmt: skip
+        )
         at = on_gpu(torch.tensor(positions))
         last = starts[1:].long() - 1
-        logits = LogitTokens(on_gpu(last), torch.arange(len(lengths)), lengths.long(), torch.arange(
-            len(lengths) + 1, dtype=torch.int32))  # fmt: skip
+        logits = LogitTokens(
+            on_gpu(last), torch.arange(len(lengths)), lengths.long(), torch.arange(len(lengths) + 1, dtype=torch.int32)
+        )
         context = ForwardContext(
-            layers=self.layers, tables=self.tables, positions=at, logit_tokens=logits if step.narrows else None,
-            for_capture=step.in_graph, warmup_only=step.warmup_only,
-        )  # fmt: skip
+            layers=self.layers,
+            tables=self.tables,
+            positions=at,
+            logit_tokens=logits if step.narrows else None,
+            for_capture=step.in_graph,
+            warmup_only=step.warmup_only,
+        )
         for own in self.layers:
             own.cache.as_subclass(Tensor).zero_()
         LOG.clear()

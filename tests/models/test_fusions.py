@@ -185,9 +185,13 @@ def test_layers_of_all_forms_follow_each_other() -> None:
         decoder, x = Decoder(layers, norm), torch.randn(5, 8)
         for tokens in (None, torch.tensor([1, 4])):
             context: Any = SimpleNamespace(
-                layers=own, tables=[table], for_capture=False, warmup_only=False, positions=torch.arange(5),
+                layers=own,
+                tables=[table],
+                for_capture=False,
+                warmup_only=False,
+                positions=torch.arange(5),
                 logit_tokens=None if tokens is None else SimpleNamespace(tokens=tokens),
-            )  # fmt: skip
+            )
             with forward_context(context):
                 found, expected = decoder.forward(x, context.positions), x
                 for layer in layers:
@@ -242,10 +246,12 @@ def test_what_runs_a_layer_can_be_read() -> None:
     fused = "add norm linear rope_store attend -> fused_rope_decode; "
     few = "add norm linear rope_store -> pre_attention_of_few; attend -> itself; "
     assert models["qwen3-moe"].describe_layers([PagedBackend] * 4) == [
-        ("decode graph", f"layers 0, 2-3: {fused}{experts}"), ("decode graph", f"layers 1: {fused}{dense}"),
-        ("other steps", f"layers 0, 2-3: {before}{experts}"), ("other steps", f"layers 1: {before}{dense}"),
+        ("decode graph", f"layers 0, 2-3: {fused}{experts}"),
+        ("decode graph", f"layers 1: {fused}{dense}"),
+        ("other steps", f"layers 0, 2-3: {before}{experts}"),
+        ("other steps", f"layers 1: {before}{dense}"),
         ("other steps, last layer", f"layers 3: {few}{experts}"),
-    ]  # fmt: skip
+    ]
     alone = ["linear", "own", "rope_store", "attend", "linear", "norm", "add", "mlp", "norm", "add"]
     text = "layers 0-3: " + "; ".join(f"{kind} -> itself" for kind in alone)
     assert models["olmo3"].describe_layers([CpuBackend] * 4)[0] == ("other steps", text)

@@ -286,9 +286,13 @@ def test_missing_and_special_config_files_are_refused(tmp_path: Path) -> None:
 def test_olmo3_stretches_the_layers_that_see_everything() -> None:
     """As OLMo 3 7B's file says it: one theta, YaRN beside it, and which layers slide."""
     yarn = {
-        "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192, "attention_factor": 1.2,
-        "beta_fast": 32.0, "beta_slow": 1.0,
-    }  # fmt: skip
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "original_max_position_embeddings": 8192,
+        "attention_factor": 1.2,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+    }
     found = family(
         "Olmo3ForCausalLM", rope_theta=5e5, rope_scaling=yarn, max_position_embeddings=65536, sliding_window=4096
     )
@@ -303,9 +307,12 @@ def test_olmo3_stretches_the_layers_that_see_everything() -> None:
 def test_phi4_mini() -> None:
     rope = {"type": "longrope", "short_factor": [1.0] * 3, "long_factor": [2.0] * 3}
     facts = {
-        "partial_rotary_factor": 0.75, "rope_scaling": rope, "original_max_position_embeddings": 4096,
-        "max_position_embeddings": 131072, "sliding_window": 262144,
-    }  # fmt: skip
+        "partial_rotary_factor": 0.75,
+        "rope_scaling": rope,
+        "original_max_position_embeddings": 4096,
+        "max_position_embeddings": 131072,
+        "sliding_window": 262144,
+    }
     found = family("Phi3ForCausalLM", **facts)
     assert (found.layers[0].window, found.max_position, found.attention_bias) == (0, 131072, False)
     turned = found.layers[0].rope

@@ -128,9 +128,14 @@ def check_plan(
     tiles = flex.max_tiles(num, sum(queries), max(queries), shape.tokens) + 1
     leaves = -(-max(lengths) // shape.leaf) + 1
     options = {
-        "num_tiles": tiles, "num_leaves": leaves, "query_start": start, "seq_lens": lens, "block_table": table,
-        "table_rows": torch.arange(num, device=device) + 5, "kind": kind,
-    }  # fmt: skip
+        "num_tiles": tiles,
+        "num_leaves": leaves,
+        "query_start": start,
+        "seq_lens": lens,
+        "block_table": table,
+        "table_rows": torch.arange(num, device=device) + 5,
+        "kind": kind,
+    }
     ours, expected = (MaskRows(tiles * leaves, shape, device) for _ in range(2))
     gpu.plan_mask_rows(ours, shape, reach, **options)
     some, every = rectangles(reach)

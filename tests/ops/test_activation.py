@@ -35,8 +35,12 @@ def test_values_agree_with_float64(kind: str) -> None:
     gate_up = torch.cat((torch.empty(4, 3000).uniform_(-4, 4), torch.randn(4, 3000)), dim=1)
     result = gated_activation(gate_up, kind).double()
     torch.testing.assert_close(result, exact(gate_up, kind), rtol=2e-6, atol=1e-12)
-    torch.testing.assert_close(torch.nn.functional.gelu(gate_up[:, :3000], approximate="tanh") * gate_up[:, 3000:],
-                               gated_activation(gate_up, "gelu_tanh"), rtol=1e-4, atol=1e-6)  # fmt: skip
+    torch.testing.assert_close(
+        torch.nn.functional.gelu(gate_up[:, :3000], approximate="tanh") * gate_up[:, 3000:],
+        gated_activation(gate_up, "gelu_tanh"),
+        rtol=1e-4,
+        atol=1e-6,
+    )
 
 
 @pytest.mark.parametrize("kind", GATED_KINDS)

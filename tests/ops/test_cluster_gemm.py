@@ -23,9 +23,15 @@ BF16 = torch.bfloat16
 PROCESSORS, LARGEST_SHARED = 132, 232448  # of an H200
 # (N, K, gates and ups) of the layers of a 0.6B and an 8B model.
 SHAPES = (
-    (4096, 1024, False), (1024, 2048, False), (6144, 1024, True), (1024, 3072, False),
-    (6144, 4096, False), (4096, 4096, False), (24576, 4096, True), (4096, 12288, False),
-)  # fmt: skip
+    (4096, 1024, False),
+    (1024, 2048, False),
+    (6144, 1024, True),
+    (1024, 3072, False),
+    (6144, 4096, False),
+    (4096, 4096, False),
+    (24576, 4096, True),
+    (4096, 12288, False),
+)
 
 
 @pytest.mark.parametrize(("n", "k", "gated"), SHAPES)
@@ -286,10 +292,16 @@ def test_every_kind_of_tile_compiles(tile: Tile) -> None:
 @pytest.mark.parametrize(
     ("n", "k", "activation"),
     [
-        (4096, 1024, None), (1024, 2048, None), (6144, 1024, "silu"), (1024, 3072, None), (6144, 4096, None),
-        (4096, 4096, None), (24576, 4096, "silu"), (4096, 12288, None),
+        (4096, 1024, None),
+        (1024, 2048, None),
+        (6144, 1024, "silu"),
+        (1024, 3072, None),
+        (6144, 4096, None),
+        (4096, 4096, None),
+        (24576, 4096, "silu"),
+        (4096, 12288, None),
     ],
-)  # fmt: skip
+)
 def test_what_known_models_need_keeps_its_sums_in_registers(n: int, k: int, activation: str | None) -> None:
     """And the matrix unit's steps on their way: the compiler tells where it makes each wait for the one before."""
     _compiler()

@@ -109,9 +109,19 @@ def test_prompts(
 ) -> None:
     q, numbers = torch.zeros(256, 2 * group, size, dtype=dtype), torch.zeros(8, dtype=torch.int32)
     assert prefill.launch(
-        q, cache(block, size, dtype), torch.zeros_like(q), *lengths(), numbers, numbers, programs=132, sees=sees,
-        reach=100, score_scale=0.1, cap_scale=cap, sinks=None,
-    )  # fmt: skip
+        q,
+        cache(block, size, dtype),
+        torch.zeros_like(q),
+        *lengths(),
+        numbers,
+        numbers,
+        programs=132,
+        sees=sees,
+        reach=100,
+        score_scale=0.1,
+        cap_scale=cap,
+        sinks=None,
+    )
 
 
 @pytest.mark.parametrize(("block", "group", "normed"), [(64, 2, True), (16, 7, False)])
@@ -120,11 +130,17 @@ def test_rotation_and_attention(compiled: list[Any], block: int, group: int, nor
     rotation = rotation_of(128, normed=normed)
     rows = paged.RowsLaunch(paged.Tile(16, 4, 3), 1, 8, 132, 4, 0, False, 2, single=True)
     rope_decode_kernel.fused_rope_decode(
-        torch.zeros(4, (2 * group + 4) * 128, dtype=BF16), rotation, kv, *lengths(), out, mask_spec=MaskSpec(scale=0.1),
-        plan=SimpleNamespace(rows=rows, capacity=8), scratch=SimpleNamespace(parts=lambda *sizes: (
-            torch.zeros(4096), torch.zeros(64), torch.zeros(64, dtype=torch.int32)
-        )),
-    )  # fmt: skip
+        torch.zeros(4, (2 * group + 4) * 128, dtype=BF16),
+        rotation,
+        kv,
+        *lengths(),
+        out,
+        mask_spec=MaskSpec(scale=0.1),
+        plan=SimpleNamespace(rows=rows, capacity=8),
+        scratch=SimpleNamespace(
+            parts=lambda *sizes: (torch.zeros(4096), torch.zeros(64), torch.zeros(64, dtype=torch.int32))
+        ),
+    )
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -132,9 +148,14 @@ def test_rotation_and_attention(compiled: list[Any], block: int, group: int, nor
 def test_one_row_normed(compiled: list[Any], n: int, k: int, gated: bool) -> None:
     out = torch.zeros(1, n // (1 + gated), dtype=BF16)
     gemv.product(
-        torch.zeros(1, k, dtype=BF16), torch.zeros(n, k, dtype=BF16), out, norm=torch.ones(k), eps=1e-6, residual=None,
+        torch.zeros(1, k, dtype=BF16),
+        torch.zeros(n, k, dtype=BF16),
+        out,
+        norm=torch.ones(k),
+        eps=1e-6,
+        residual=None,
         gated=gated,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(("n", "k"), [(1024, 3072), (4096, 12288)])

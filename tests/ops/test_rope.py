@@ -26,13 +26,17 @@ HF_NAMES = {
         {"theta": 10000.0},
         {"theta": 1e6, "kind": "linear", "factor": 8.0},
         {
-            "theta": 5e5, "kind": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "theta": 5e5,
+            "kind": "llama3",
+            "factor": 32.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
             "original_max_position": 8192,
         },
         {"theta": 1e6, "kind": "yarn", "factor": 4.0, "original_max_position": 4096},
     ],
     ids=lambda options: options.get("kind", "default"),
-)  # fmt: skip
+)
 def test_table_equals_transformers(options: dict[str, float]) -> None:
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -138,9 +142,18 @@ def test_every_value_of_a_quantized_cache_is_rounded_as_torch_rounds(cache: torc
     qkv = torch.cat([torch.zeros(1024, 2 * 64, dtype=torch.bfloat16), values[:, 0]], dim=1)
     kv = torch.zeros(64, 1, 16, 128).to(cache)
     qk_norm_rope_store(
-        qkv, torch.zeros(1024, dtype=torch.int64), rope_table(64, 1), None, None, 1e-6, 1, 1, 64, kv,
+        qkv,
+        torch.zeros(1024, dtype=torch.int64),
+        rope_table(64, 1),
+        None,
+        None,
+        1e-6,
+        1,
+        1,
+        64,
+        kv,
         torch.arange(1024),
-    )  # fmt: skip
+    )
     expected = quantize(values, cache, None)[:, 0].view(torch.uint8)
     ours = kv.view(torch.uint8).flatten(0, 2)[:, 64:]
     nan = values[:, 0].isnan()

@@ -23,11 +23,14 @@ def test_RL_N5_two_ranks(tmp_path: Path, order: str) -> None:
     command = [sys.executable, str(RANKS)]
     ranks = [
         subprocess.Popen(
-            [*command, str(rank), str(tmp_path / "store"), order], env=environment, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, text=True,
+            [*command, str(rank), str(tmp_path / "store"), order],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for rank in range(2)
-    ]  # fmt: skip
+    ]
     try:
         for rank in ranks:
             out, err = rank.communicate(timeout=patient(120))

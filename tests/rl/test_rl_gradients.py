@@ -48,15 +48,17 @@ class TestOperators:
         _compare(
             lambda x, a, b, c, d: rl.linear(x, (a, b), (c, d)),
             lambda x, a, b, c, d: torch.cat((x @ a.t() + c, x @ b.t() + d), 1),
-            inputs, dtype,
-        )  # fmt: skip
+            inputs,
+            dtype,
+        )
 
     def test_RL_N2_norm_and_add(self, dtype: torch.dtype) -> None:
         _compare(
             lambda x, y, w: rl.norm(rl.add(x, y), w, 1e-6, 1.0),
             lambda x, y, w: _norm64(x + y, w + 1, 1e-6),
-            [torch.randn(33, 48), torch.randn(33, 48), torch.randn(48)], dtype,
-        )  # fmt: skip
+            [torch.randn(33, 48), torch.randn(33, 48), torch.randn(48)],
+            dtype,
+        )
 
     @pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
     def test_RL_N2_gated(self, dtype: torch.dtype, kind: str) -> None:
@@ -136,9 +138,12 @@ def _ours(spec: AttentionSpec, pack: rl.Pack) -> Callable[..., Tensor]:
 
 
 SPECS: dict[str, dict[str, Any]] = {
-    "plain": {}, "window": {"window": 20}, "chunk": {"chunk": 24}, "cap": {"soft_cap": 1.5},
+    "plain": {},
+    "window": {"window": 20},
+    "chunk": {"chunk": 24},
+    "cap": {"soft_cap": 1.5},
     "slopes": {"alibi_slopes": (0.5, 0.25, 0.125, 0.0625)},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -17,8 +17,15 @@ def logits_of(num_rows: int, seed: int = 0) -> torch.Tensor:
 
 def test_each_row_gets_exactly_what_it_asked_for(make_world):
     world = make_world(max_logprobs=-1)
-    wants = [{}, {"logprobs": 0}, {"logprobs": 1}, {"logprobs": 20}, {"logprobs": V}, {"logprob_token_ids": [9, 4]},
-             {"logprobs": 3, "logprob_token_ids": [0]}]  # fmt: skip
+    wants = [
+        {},
+        {"logprobs": 0},
+        {"logprobs": 1},
+        {"logprobs": 20},
+        {"logprobs": V},
+        {"logprob_token_ids": [9, 4]},
+        {"logprobs": 3, "logprob_token_ids": [0]},
+    ]
     for row, want in enumerate(wants):
         world.add(row, **want)
     logits = logits_of(len(wants))
@@ -47,8 +54,15 @@ def test_a_token_named_twice_has_one_value_and_one_rank(make_world):
 def test_bits_do_not_depend_on_how_many_are_asked_for(make_world):
     """The kernel for a few of the likeliest and the sort for many give one token one value, to the last bit."""
     world = make_world(vocab_size=700, max_logprobs=-1)
-    wants = [{"logprobs": 0}, {"logprobs": 5}, {"logprobs": 256}, {"logprobs": 257}, {"logprobs": 700},
-             {"logprobs": 3, "logprob_token_ids": list(range(100))}, {"logprob_token_ids": [7]}]  # fmt: skip
+    wants = [
+        {"logprobs": 0},
+        {"logprobs": 5},
+        {"logprobs": 256},
+        {"logprobs": 257},
+        {"logprobs": 700},
+        {"logprobs": 3, "logprob_token_ids": list(range(100))},
+        {"logprob_token_ids": [7]},
+    ]
     for row, want in enumerate(wants):
         world.add(row, **want)
     logits = torch.randn(1, 700, generator=torch.Generator().manual_seed(1)) * 4

@@ -102,9 +102,20 @@ def test_features_of_a_neighbour_leave_every_other_logit_alone(make_world):
     world = make_world(logprobs_mode="processed_logits", max_logprobs=-1)
     world.add(0, temperature=0.0, logprobs=V)
     world.add(
-        1, prompt=[5], output=[6, 6], logit_bias={5: 8.0}, repetition_penalty=1.3, allowed_token_ids=list(range(50)),
-        min_tokens=9, eos=[7], bad_words_token_ids=[[6, 8]], top_k=3, top_p=0.9, min_p=0.01, temperature=0.7,
-    )  # fmt: skip
+        1,
+        prompt=[5],
+        output=[6, 6],
+        logit_bias={5: 8.0},
+        repetition_penalty=1.3,
+        allowed_token_ids=list(range(50)),
+        min_tokens=9,
+        eos=[7],
+        bad_words_token_ids=[[6, 8]],
+        top_k=3,
+        top_p=0.9,
+        min_p=0.01,
+        temperature=0.7,
+    )
     logits = torch.randn(2, V, generator=torch.Generator().manual_seed(0))
     logits[0, 3] = -0.0
     output = world.sample([1, 0], logits.flip(0))

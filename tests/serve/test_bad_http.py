@@ -291,8 +291,13 @@ def test_a_client_that_says_no_more_and_leaves_is_noticed(start_server: StartSer
 
 
 OWN_HOSTS = ["localhost", "LocalHost:8000", "127.0.0.1:1", "[::1]:8000", "a.localhost", "192.168.1.7", "localhost."]
-OTHER_HOSTS = ["attacker.example", "localhost.attacker.example", "127.0.0.1.attacker.example:8000", "1.2.3.4.nip.io",
-               "xlocalhost"]  # fmt: skip
+OTHER_HOSTS = [
+    "attacker.example",
+    "localhost.attacker.example",
+    "127.0.0.1.attacker.example:8000",
+    "1.2.3.4.nip.io",
+    "xlocalhost",
+]
 
 
 def host_status(server: RunningServer, host: str) -> int:

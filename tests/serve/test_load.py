@@ -108,9 +108,14 @@ class Held:
     async def one(self, index: int) -> None:
         prompt = [100 + index % 3000, 200 + index % 1000]
         body = {
-            "model": "octavo-tiny", "prompt": prompt, "max_tokens": self.num_tokens, "stream": True,
-            "ignore_eos": True, "return_token_ids": True, "stream_options": {"include_usage": True},
-        }  # fmt: skip
+            "model": "octavo-tiny",
+            "prompt": prompt,
+            "max_tokens": self.num_tokens,
+            "stream": True,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "stream_options": {"include_usage": True},
+        }
         stream, pieces = Stream(Sample(prompt, 2, self.num_tokens)), list[bytes]()
 
         def take(data: bytes, now: float) -> bool:

@@ -45,19 +45,39 @@ class Engine:
         self.observers: list[Any] = []
         self.info: EngineInfo | None = None
         names = (
-            "num_running", "num_waiting", "cache_usage", "num_free_blocks", "rss_bytes", "num_requests", "num_restarts",
-            "num_preemptions", "num_prefix_queries", "num_prefix_hits", "num_steps", "num_scheduled_tokens",
-        )  # fmt: skip
+            "num_running",
+            "num_waiting",
+            "cache_usage",
+            "num_free_blocks",
+            "rss_bytes",
+            "num_requests",
+            "num_restarts",
+            "num_preemptions",
+            "num_prefix_queries",
+            "num_prefix_hits",
+            "num_steps",
+            "num_scheduled_tokens",
+        )
         self.stats: dict[str, float] = dict.fromkeys(names, 0)
 
 
 def _facts(**changes: Any) -> RequestFacts:
     facts = {
-        "request_id": "r", "params": SamplingParams(max_tokens=16), "num_prompt_tokens": 10, "max_tokens": 16,
-        "arrival": 100.0, "num_cached_tokens": 4, "num_output_tokens": 5, "num_new_tokens": 1, "queue_seconds": 0.25,
-        "first_token_at": 101.0, "previous_token_at": 101.5, "last_token_at": 103.0, "finished_at": 103.5,
+        "request_id": "r",
+        "params": SamplingParams(max_tokens=16),
+        "num_prompt_tokens": 10,
+        "max_tokens": 16,
+        "arrival": 100.0,
+        "num_cached_tokens": 4,
+        "num_output_tokens": 5,
+        "num_new_tokens": 1,
+        "queue_seconds": 0.25,
+        "first_token_at": 101.0,
+        "previous_token_at": 101.5,
+        "last_token_at": 103.0,
+        "finished_at": 103.5,
         "finish_reasons": {0: "stop"},
-    }  # fmt: skip
+    }
     return RequestFacts(**{**facts, **changes})
 
 
@@ -96,8 +116,19 @@ def test_types_and_buckets(metrics: ServerMetrics) -> None:
     assert bounds("time_to_first_token_seconds")[:4] == [0.001, 0.005, 0.01, 0.02]
     assert bounds("e2e_request_latency_seconds")[0] == 0.3 and bounds("e2e_request_latency_seconds")[-2] == 7680
     assert bounds("request_prompt_tokens") == [
-        1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, float("inf"),
-    ]  # fmt: skip
+        1,
+        2,
+        5,
+        10,
+        20,
+        50,
+        100,
+        200,
+        500,
+        1000,
+        2000,
+        float("inf"),
+    ]
     assert bounds("iteration_tokens_total")[:3] == [1, 8, 16]
 
 

@@ -96,8 +96,14 @@ def test_a_form_begins_behind_the_reasoning(start_server: StartServer, tmp_path:
         pieces = [piece["function"] for delta in deltas for piece in delta.get("tool_calls", ())]
         whole = calls[0]["function"]["arguments"] if calls else ""
         assert "".join(piece.get("arguments") or "" for piece in pieces) == whole
-    body = {"model": "octavo-tiny", "temperature": 0, "input": "hello", "max_output_tokens": 90,
-            "thinking_token_budget": 7, "text": {"format": {"type": "json_object"}}}  # fmt: skip
+    body = {
+        "model": "octavo-tiny",
+        "temperature": 0,
+        "input": "hello",
+        "max_output_tokens": 90,
+        "thinking_token_budget": 7,
+        "text": {"format": {"type": "json_object"}},
+    }
     reasoning, message = server.post("/v1/responses", body).json()["output"]
     assert message["content"][0]["text"].startswith("{")
     assert reasoning["content"][0]["text"].startswith(free["reasoning"])

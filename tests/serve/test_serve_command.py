@@ -162,8 +162,17 @@ def test_a_start_line_of_vllm_starts(start_server: StartServer, tmp_path: Path) 
 def test_https() -> None:
     tls = Path(__file__).parent / "tls"
     trusted = ssl.create_default_context(cafile=str(tls / "cert.pem"))
-    argv = [sys.executable, "-c", _SERVE, "--port", "0", "--ssl-certfile", str(tls / "cert.pem"),
-            "--ssl-keyfile", str(tls / "key.pem")]  # fmt: skip
+    argv = [
+        sys.executable,
+        "-c",
+        _SERVE,
+        "--port",
+        "0",
+        "--ssl-certfile",
+        str(tls / "cert.pem"),
+        "--ssl-keyfile",
+        str(tls / "key.pem"),
+    ]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env={"PYTHONPATH": PATHS}) as process:
         try:
             assert process.stdout is not None
@@ -187,9 +196,12 @@ def test_an_end_that_does_not_come_is_forced_and_says_where_it_stood() -> None:
     code = "import threading; from octavo.serve import server; server._SURELY_SECONDS = 0.1\n"
     code += "server._end_surely(0.1); threading.Event().wait()"
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=patient(30),
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=patient(30),
         env={"PYTHONPATH": str(SRC), "PATH": os.environ["PATH"]},
-    )  # fmt: skip
+    )
     assert result.returncode == 1 and "Timeout" in result.stderr and "line 2 in <module>" in result.stderr
 
 
@@ -197,9 +209,11 @@ def test_too_few_open_files_are_told_with_the_remedy() -> None:
     command = [sys.executable, "-m", "octavo", "serve", "--port", "0"]
     result = subprocess.run(
         ["sh", "-c", 'ulimit -n 16; exec "$@"', "sh", *command],
-        capture_output=True, text=True, timeout=patient(30),
+        capture_output=True,
+        text=True,
+        timeout=patient(30),
         env={"PYTHONPATH": str(SRC), "PATH": os.environ["PATH"]},
-    )  # fmt: skip
+    )
     assert result.returncode == 2, result.stderr
     (line,) = result.stderr.strip().splitlines()
     assert "a process may have 16 open files here (ulimit -n)" in line and "raise that limit" in line

@@ -281,13 +281,17 @@ def test_response_formats() -> None:
         ({}, None, "response_format.type", "invalid_value"),
         ({"type": "xml"}, None, "response_format.type", "invalid_value"),
         ({"type": "json_schema"}, None, "response_format.json_schema", "invalid_type"),
-        ({"type": "json_schema", "json_schema": {"schema": "x"}}, None, "response_format.json_schema.schema",
-         "invalid_type"),
+        (
+            {"type": "json_schema", "json_schema": {"schema": "x"}},
+            None,
+            "response_format.json_schema.schema",
+            "invalid_type",
+        ),
         ({"type": "json_object"}, {"regex": "a"}, "structured_outputs", "conflicting"),
         (None, {"regex": "a", "json": {}}, "structured_outputs", "conflicting"),
         (None, "a", "structured_outputs", "invalid_type"),
     ],
-)  # fmt: skip
+)
 def test_bad_fields(response_format: Any, structured: Any, field: str, code: str) -> None:
     with pytest.raises(ParameterError) as caught:
         from_request(response_format, structured)
@@ -319,10 +323,16 @@ def test_the_schemas_of_tools_refer_to_themselves_only() -> None:
         {"type": "object", "properties": {"x": {"$ref": "#/$defs/n"}}, "$defs": {"n": {"type": kind}}}
         for kind in ("integer", "string")
     )
-    tree = {"type": "object", "properties": {"kids": {"type": "array", "items": {"$ref": "#"}}},
-            "additionalProperties": False}  # fmt: skip
-    twin = {"$id": "https://example.org/twin", "type": "object",
-            "properties": {"x": {"type": "integer"}, "y": {"$ref": "#/properties/x"}}}  # fmt: skip
+    tree = {
+        "type": "object",
+        "properties": {"kids": {"type": "array", "items": {"$ref": "#"}}},
+        "additionalProperties": False,
+    }
+    twin = {
+        "$id": "https://example.org/twin",
+        "type": "object",
+        "properties": {"x": {"type": "integer"}, "y": {"$ref": "#/properties/x"}},
+    }
     named = {"one": one, "two": two, "tree": tree, "twin": twin}
     tools = [{"type": "function", "function": {"name": name, "parameters": named[name]}} for name in named]
     schema = json.loads(str(from_tool_choice(tools).json))

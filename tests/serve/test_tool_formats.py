@@ -184,9 +184,15 @@ _NAMES = sorted({TOOL_PARSERS.resolve(name): name for name in TOOL_PARSERS}.valu
 @given(st.data(), st.sampled_from(_NAMES), st.randoms(use_true_random=False))
 def test_no_text_and_no_cut_makes_a_difference(data: Any, name: str, rng: Any) -> None:
     """Any text of marks, well-formed or not: no error, each cut as the whole, and without a call nothing is lost."""
-    head = {"qwen3_coder": "<tool_call><function=write>", "qwen3_xml": "<function=write><parameter=path>",
-            "glm45": "<tool_call>write<arg_key>path", "glm47": "<tool_call>f", "minimax_m2": '<minimax:tool_call>',
-            "kimi_k2": KIMI + "functions.f:0", "deepseek_v31": V31 + "f<｜tool▁sep｜>"}  # fmt: skip
+    head = {
+        "qwen3_coder": "<tool_call><function=write>",
+        "qwen3_xml": "<function=write><parameter=path>",
+        "glm45": "<tool_call>write<arg_key>path",
+        "glm47": "<tool_call>f",
+        "minimax_m2": "<minimax:tool_call>",
+        "kimi_k2": KIMI + "functions.f:0",
+        "deepseek_v31": V31 + "f<｜tool▁sep｜>",
+    }
     tokens = data.draw(st.lists(st.sampled_from([head.get(name, "<|channel|>"), *_PIECES]), max_size=20))
     reasoning = "openai_gptoss" if name == "openai" and rng.random() < 0.5 else "none"
     text = "".join(tokens)

@@ -18,9 +18,18 @@ from octavo.text.tokenizer import Tokenizer
 from tiny_tokenizers import CORPUS, byte_level
 
 TEXTS = [
-    "", " ", "a", "  two  spaces ", "The quick brown fox", "don't we'LL 12345 x=1\n\n\ty", "naïve café straße — 日本語",
-    "🙂 привет мир\r\n end   ", "".join(CORPUS).replace("</s>", ""), "HTTPResponse 你好world 漢字", "\u2581literal",
-]  # fmt: skip
+    "",
+    " ",
+    "a",
+    "  two  spaces ",
+    "The quick brown fox",
+    "don't we'LL 12345 x=1\n\n\ty",
+    "naïve café straße — 日本語",
+    "🙂 привет мир\r\n end   ",
+    "".join(CORPUS).replace("</s>", ""),
+    "HTTPResponse 你好world 漢字",
+    "\u2581literal",
+]
 
 
 def ranks() -> dict[bytes, int]:
@@ -44,9 +53,12 @@ def tekken(table: dict[bytes, int], **changes: Any) -> dict[str, Any]:
         for token, rank in table.items()
     ]
     config = {
-        "pattern": converted._LLAMA3, "num_vocab_tokens": len(vocab), "default_vocab_size": len(vocab) + 20 - 5,
-        "default_num_special_tokens": 20, "version": "v7",
-    }  # fmt: skip
+        "pattern": converted._LLAMA3,
+        "num_vocab_tokens": len(vocab),
+        "default_vocab_size": len(vocab) + 20 - 5,
+        "default_num_special_tokens": 20,
+        "version": "v7",
+    }
     specials = [
         {"rank": rank, "token_str": text, "is_control": True}
         for rank, text in enumerate(("<unk>", "<s>", "</s>", "[INST]", "[/INST]"))
@@ -101,24 +113,32 @@ def test_tekken(tmp_path: Path) -> None:
         (
             "bpe",
             {
-                "byte_fallback": True, "normalization_rule_name": "identity", "remove_extra_whitespaces": False,
-                "add_dummy_prefix": False, "user_defined_symbols": ["<start_of_turn>"],
+                "byte_fallback": True,
+                "normalization_rule_name": "identity",
+                "remove_extra_whitespaces": False,
+                "add_dummy_prefix": False,
+                "user_defined_symbols": ["<start_of_turn>"],
             },
         ),
         ("bpe", {"normalization_rule_name": "nmt_nfkc"}),
         ("unigram", {"byte_fallback": True}),
     ],
     ids=["llama", "gemma", "nfkc", "unigram"],
-)  # fmt: skip
+)
 def test_sentencepiece(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
     sentencepiece = pytest.importorskip("sentencepiece")
     pytest.importorskip("google.protobuf")
     model = io.BytesIO()
     lines = [line for text in CORPUS for line in text.splitlines() if line] * 4
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines), model_writer=model, vocab_size=400, hard_vocab_limit=False, model_type=kind,
-        minloglevel=2, **options,
-    )  # fmt: skip
+        sentence_iterator=iter(lines),
+        model_writer=model,
+        vocab_size=400,
+        hard_vocab_limit=False,
+        model_type=kind,
+        minloglevel=2,
+        **options,
+    )
     (tmp_path / "tokenizer.model").write_bytes(model.getvalue())
     ours, theirs = Tokenizer.load(tmp_path), sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
     for text in TEXTS:
@@ -152,9 +172,15 @@ def test_odd_texts_have_sentencepieces_ids(tmp_path: Path, kind: str, rule: str)
     model = io.BytesIO()
     lines = [line for text in CORPUS for line in text.splitlines() if line] * 4
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines), model_writer=model, vocab_size=400, hard_vocab_limit=False, model_type=kind,
-        minloglevel=2, byte_fallback=True, normalization_rule_name=rule,
-    )  # fmt: skip
+        sentence_iterator=iter(lines),
+        model_writer=model,
+        vocab_size=400,
+        hard_vocab_limit=False,
+        model_type=kind,
+        minloglevel=2,
+        byte_fallback=True,
+        normalization_rule_name=rule,
+    )
     (tmp_path / "tokenizer.model").write_bytes(model.getvalue())
     ours, theirs = Tokenizer.load(tmp_path), sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
     draw = random.Random(7)

@@ -122,9 +122,15 @@ def test_min_tokens_passes_stop_strings_over(min_tokens, text):
     assert outputs[-1].outputs[0].text == expected
 
 
-@pytest.mark.parametrize(("include", "skip", "text"), [
-    (False, True, "ab"), (False, False, "ab"), (True, True, "ab"), (True, False, "ab<|im_end|>"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("include", "skip", "text"),
+    [
+        (False, True, "ab"),
+        (False, False, "ab"),
+        (True, True, "ab"),
+        (True, False, "ab<|im_end|>"),
+    ],
+)
 def test_the_token_that_stops_is_kept_but_has_no_text(include, skip, text):
     params = SamplingParams(include_stop_str_in_output=include, skip_special_tokens=skip)
     outputs, _ = _run([*TOKENIZER.encode("ab"), EOS], params, finish="stop")

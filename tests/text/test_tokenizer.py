@@ -71,18 +71,21 @@ def _cut(path):
     path.write_bytes(path.read_bytes()[:-100])
 
 
-@pytest.mark.parametrize(("file", "harm", "text"), [
-    ("tokenizer.json", lambda path: path.unlink(), "not found"),
-    ("tokenizer.json", _cut, "not a usable tokenizer"),
-    ("tokenizer.json", lambda path: path.write_text("{}"), "not a usable tokenizer"),
-    ("tokenizer.json", lambda path: path.write_text("null"), "not a usable tokenizer"),
-    ("tokenizer.json", lambda path: path.write_bytes(b"\xff\xfe"), "not UTF-8"),
-    ("tokenizer.json", lambda path: (path.unlink(), path.mkdir()), "not a regular file"),
-    ("tokenizer_config.json", lambda path: path.write_text("[1]"), "object"),
-    ("tokenizer_config.json", lambda path: path.write_text("{"), "not JSON"),
-    ("tokenizer_config.json", lambda path: path.write_text("[" * 100_000), "not JSON"),
-    ("chat_template.jinja", lambda path: path.write_bytes(b"\xff"), "not UTF-8"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("file", "harm", "text"),
+    [
+        ("tokenizer.json", lambda path: path.unlink(), "not found"),
+        ("tokenizer.json", _cut, "not a usable tokenizer"),
+        ("tokenizer.json", lambda path: path.write_text("{}"), "not a usable tokenizer"),
+        ("tokenizer.json", lambda path: path.write_text("null"), "not a usable tokenizer"),
+        ("tokenizer.json", lambda path: path.write_bytes(b"\xff\xfe"), "not UTF-8"),
+        ("tokenizer.json", lambda path: (path.unlink(), path.mkdir()), "not a regular file"),
+        ("tokenizer_config.json", lambda path: path.write_text("[1]"), "object"),
+        ("tokenizer_config.json", lambda path: path.write_text("{"), "not JSON"),
+        ("tokenizer_config.json", lambda path: path.write_text("[" * 100_000), "not JSON"),
+        ("chat_template.jinja", lambda path: path.write_bytes(b"\xff"), "not UTF-8"),
+    ],
+)
 def test_bad_file_is_one_line_that_names_it(tmp_path, file, harm, text):
     save(tmp_path)
     harm(tmp_path / file)
@@ -92,9 +95,16 @@ def test_bad_file_is_one_line_that_names_it(tmp_path, file, harm, text):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("harm", [
-    {"merges": [["a", "zzzz"]]}, {"vocab": {}}, {"vocab": {"a": -1}}, {"vocab": {"a": 2**40}}, {"type": "Nothing"},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "harm",
+    [
+        {"merges": [["a", "zzzz"]]},
+        {"vocab": {}},
+        {"vocab": {"a": -1}},
+        {"vocab": {"a": 2**40}},
+        {"type": "Nothing"},
+    ],
+)
 def test_bad_model_is_refused(tmp_path, harm):
     tree = json.loads(byte_level().to_str())
     tree["model"] |= harm
