@@ -1,12 +1,17 @@
 """What every test may rely on: time enough, and a Ctrl-C with its usual meaning, also in the background of a shell.
 
+Random examples are the same in every run, so that a change is judged by what it changes; `OCTAVO_TEST_EXPLORE=1` draws
+others, for who looks for faults.
+
 A shell starts background jobs with SIGINT ignored; Python then installs no handler, and every child inherits that.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 
+import hypothesis
 import pytest
 
 from patience import patient
@@ -17,6 +22,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """A test that hangs is ended after the time of the settings, stretched for a slow or busy machine."""
     if config.option.timeout is None:
         config.option.timeout = patient(float(config.getini("timeout")))
+    if not os.environ.get("OCTAVO_TEST_EXPLORE"):
+        hypothesis.settings.register_profile("same", derandomize=True)
+        hypothesis.settings.load_profile("same")
 
 
 @pytest.fixture(scope="session", autouse=True)

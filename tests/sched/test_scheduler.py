@@ -379,6 +379,29 @@ def test_who_reads_what_a_failed_row_did_not_write_begins_again(depth, groups, c
     assert driver.output(fifth) == expected_answer(fifth, 64).tokens
 
 
+def test_a_preempted_reader_of_what_a_failed_row_did_not_write_gets_no_token_of_that_step(monkeypatch):
+    """It found the failed row's block in the step of the failure, and left its row before that step's result came."""
+    driver = Driver(make_scheduler())
+    broken, reader = make_request(list(range(2 * BLOCK)), 1), make_request(list(range(2 * BLOCK)), 4)
+    driver.add(broken, reader)
+    driver.worker.break_next = broken.request_id
+    kv = driver.scheduler.kv
+    reserve, refused = kv.reserve, []
+
+    def refuse_once(*asked):
+        if refused or len(driver.scheduler.running) < 2:
+            return reserve(*asked)
+        refused.append(asked)
+        return None
+
+    monkeypatch.setattr(kv, "reserve_each", lambda *_: None)
+    monkeypatch.setattr(kv, "reserve", refuse_once)
+    driver.run(1)
+    assert refused and reader.num_preemptions == 1
+    assert broken.error == "mod_failed"
+    assert driver.output(reader) == expected_answer(reader, 64).tokens
+
+
 def test_a_step_without_a_token_gives_no_update():
     driver = Driver(make_scheduler(max_num_batched_tokens=4))
     request = make_request(6, 1)

@@ -108,6 +108,7 @@ class Request:
         "finish_reason",
         "max_tokens",
         "num_cached",
+        "num_found",
         "num_preemptions",
         "num_prompt",
         "num_prompt_logprobs",
@@ -163,6 +164,7 @@ class Request:
         self._num_computed = self._num_in_flight = 0  # while it does not run
         self.num_reported = 0  # output tokens that updates have told
         self.num_cached = 0  # prompt tokens found in the prefix cache at first admission
+        self.num_found = 0  # tokens found there at the last admission
         self.num_preemptions = 0
         self.num_prompt_logprobs = 0  # prompt positions whose log-probabilities were delivered
         self.block_hashes: list[bytes] = []  # of full blocks, extended by the KV manager

@@ -41,14 +41,13 @@ class CacheStats:
 class _Entry:
     """The blocks of one admitted request."""
 
-    __slots__ = ("num_dead", "num_hit", "num_published", "num_tokens", "request", "tables")
+    __slots__ = ("num_dead", "num_published", "num_tokens", "request", "tables")
 
     def __init__(self, request: Request, tables: list[list[int]], num_tokens: int, num_hit: int) -> None:
         self.request = request
         self.tables = tables  # [group][logical index] -> block
         self.num_tokens = num_tokens  # that the tables were made for
-        self.num_hit = num_hit  # leading blocks of the smallest size that were found
-        self.num_published = num_hit  # those that are found by a hash, or were once
+        self.num_published = num_hit  # leading blocks of the smallest size that are found by a hash, or were once
         self.num_dead = [0] * len(tables)  # leading entries that were given back: no query reads them any more
 
 
@@ -174,6 +173,7 @@ class KVManager:
         entry = _Entry(request, tables, num_tokens, hit.num_tokens // self.block_size)
         self._append_blocks(entry.tables, num_tokens, num_tokens)
         self._entries[request.request_id] = entry
+        request.num_found = hit.num_tokens
         if request.num_preemptions == 0:
             self.stats.queries += request.num_tokens
             self.stats.hits += hit.num_tokens
@@ -248,18 +248,21 @@ class KVManager:
         """Whether the blocks of an admitted request are all made with the weights of now."""
         return self._entries[request.request_id].num_published < _NEVER
 
-    def readers(self, request: Request, first: int) -> list[Request]:
-        """Others who found content of the chain of `request` that lies behind its token `first`."""
+    def readers(self, request: Request, first: int, others: Iterable[Request]) -> list[Request]:
+        """Who found content of the chain of `request` behind its token `first`: of those with blocks, and of `others`.
+
+        One of `others` whose hashes were cleared since may have.
+        """
         index = first // self.block_size
         if index >= len(request.block_hashes):
             return []
         names = request.block_hashes[index : index + 1]
         return [
-            entry.request
-            for entry in self._entries.values()
-            if entry.num_hit > index
-            and entry.request is not request
-            and entry.request.block_hashes[index : index + 1] == names
+            reader
+            for reader in (*(entry.request for entry in self._entries.values()), *others)
+            if reader is not request
+            and reader.num_found > index * self.block_size
+            and (not reader.block_hashes or reader.block_hashes[index : index + 1] == names)
         ]
 
     def name_blocks(self, request: Request) -> None:

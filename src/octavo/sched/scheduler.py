@@ -250,14 +250,19 @@ class Scheduler:
 
         Those were admitted in that step or the next one, and what they sampled in either is dropped.
         """
-        first = num_proven(request, row, self._outstanding.values())
-        for reader in self.kv.readers(request, first):
-            if reader.status is not Status.RUNNING:
+        outstanding = self._outstanding.values()
+        first = num_proven(request, row, outstanding)
+        left = {id(other): other for issued in outstanding for other in issued.left.values() if not other.finished}
+        for reader in self.kv.readers(request, first, left.values()):
+            if reader.status is Status.RUNNING:
+                self._preempt(reader, first)
+            elif id(reader) not in left:
                 self.loads.unpark(reader)
                 continue
-            for issued in self._outstanding.values():
-                issued.dropped.add(reader.row)
-            self._preempt(reader, first)
+            else:
+                self.kv.unpublish(reader, first)
+            for issued in outstanding:
+                issued.dropped.update(number for number, own in issued.left.items() if own is reader)
             reader.num_in_flight = 0
         if request.finished:
             self.kv.discard(request, first)
