@@ -32,16 +32,7 @@ from octavo.sched.order import order_of
 from octavo.sched.prefixes import Hit
 from octavo.sched.results import NOTHING, Results
 from octavo.sched.running import Running
-from octavo.sched.work import (
-    Issued,
-    PlanBuilder,
-    SchedulerStats,
-    cut_prompts,
-    num_proven,
-    pack,
-    take_back,
-    without,
-)
+from octavo.sched.work import Issued, PlanBuilder, SchedulerStats, cut_prompts, num_proven, pack, take_back, without
 
 MAX_OUTSTANDING = 2  # plans without results: one that runs, and the next one
 HEADROOM_BLOCKS = 2  # kept free per running request and group when one is admitted; 2 halve the preemptions of 1
