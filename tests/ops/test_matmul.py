@@ -130,6 +130,19 @@ def test_linear_reads_strided_rows_and_writes_a_given_output() -> None:
         assert bool((out[:, 70:] == 7.0).all())
 
 
+@pytest.mark.parametrize("is_native", [pytest.param(True, marks=needs_native), False])
+def test_a_given_output_is_rounded_to_its_own_dtype_once(is_native: bool) -> None:
+    """Whatever dtype the rows have, and whichever is asked for where nothing is given."""
+    with contextlib.nullcontext() if is_native else native.disabled():
+        weight, x, bias = pack(heavy_tailed(70, 100), "bfloat16"), heavy_tailed(5, 100).bfloat16(), torch.randn(70)
+        exact = linear(x, weight, bias, out_dtype=torch.float32)
+        assert not torch.equal(exact.bfloat16().float(), exact)
+        for out_dtype in (None, torch.bfloat16, torch.float32):
+            wide, narrow = torch.empty(5, 70), torch.empty(5, 70, dtype=torch.bfloat16)
+            assert linear(x, weight, bias, out_dtype, wide) is wide and torch.equal(wide, exact)
+            assert torch.equal(linear(x, weight, bias, out_dtype, narrow), exact.bfloat16())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("is_native", [pytest.param(True, marks=needs_native), False])
 def test_a_weight_behind_some_channels_gives_the_others(kind: str, is_native: bool) -> None:

@@ -26,12 +26,11 @@ needs_pairs = pytest.mark.skipif(native.MULTIPLIES_PAIRS not in ISAS, reason="th
 
 @contextlib.contextmanager
 def chain_set(name: str) -> Iterator[None]:
-    before = "pairs" if native.multiplies_in_pairs() else "single"
     native.set_bfloat16_chain(name)
     try:
         yield
     finally:
-        native.set_bfloat16_chain(before)
+        native.set_bfloat16_chain("auto")
 
 
 @pytest.fixture(autouse=True)

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from octavo.ops import native
 from octavo.ops.gemm import LinearWeight, pack_linear
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
-_Forms = dict[int, tuple[int, torch.dtype, LinearWeight]]
-_PACKED = WeakTensorKeyDictionary()  # weight -> of each of its matrices: digest, dtype of the rows, form
+_Forms = dict[int, tuple[int, torch.dtype, bool, LinearWeight]]
+_PACKED = WeakTensorKeyDictionary()  # weight -> of each of its matrices: digest, dtype of the rows, chain, form
 num_packed = 0  # how often something was packed, for tests and measurements
 
 
@@ -33,13 +34,13 @@ def packed(weight: Tensor, dtype: torch.dtype, matrix: int | None = None) -> Lin
     if dtype == torch.float16:
         raise ValueError("float16 runs on a GPU only: take bfloat16 or float32 on a CPU")
     forms: _Forms = _PACKED.setdefault(weight, {})
-    key, digest = -1 if matrix is None else matrix, _digest(values)
+    key, follows = -1 if matrix is None else matrix, (_digest(values), dtype, native.multiplies_in_pairs())
     found = forms.get(key)
-    if found is None or found[:2] != (digest, dtype):
+    if found is None or found[:3] != follows:
         forms.pop(key, None)
-        found = forms[key] = digest, dtype, pack_linear(rounded(values, dtype))
+        found = forms[key] = *follows, pack_linear(rounded(values, dtype))
         num_packed += 1
-    return found[2]
+    return found[3]
 
 
 def rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,7 +1,7 @@
 """The device of a worker: opened early, asked for its memory, and told of where that runs out.
 
-Owns the thread that opens a GPU while Python imports, the choice of operators, and the words for memory that is short.
-Holds nothing afterwards. Invariant: a start depends on opening early for its time only.
+Owns the thread that opens a GPU while Python imports, the choice of operators around what a worker does, and the words
+for memory that is short. Holds nothing afterwards. Invariant: a start depends on opening early for its time only.
 """
 
 from __future__ import annotations
@@ -71,17 +71,43 @@ def _open(cuda: str | None) -> None:
         rope_table(8, 4)
 
 
-def select_operators(resolved: Resolved) -> None:
-    """Choose the operators that pack the weights and run the steps."""
-    if resolved.device == "cuda":
-        from octavo.ops.gemm import gpu as matmul
+class Operators:
+    """Within: this thread computes with the operators that an engine was given, and with so many threads.
 
-        matmul.select(resolved.numerics)
-    torch.set_num_threads(resolved.num_threads)
-    native.select(resolved.native)
-    native.set_bfloat16_chain(resolved.bfloat16_chain)
-    if native.available():
-        native.set_num_threads(resolved.num_threads)
+    Afterwards it has its own again: another engine in this process, or a trainer, is not touched. For one thread at a
+    time.
+    """
+
+    def __init__(self, resolved: Resolved) -> None:
+        """Nothing is entered."""
+        self._serving = native.Serving(resolved.native, resolved.bfloat16_chain, resolved.num_threads)
+        self._num_threads, self._numerics = resolved.num_threads, resolved.numerics
+        self._is_gpu = resolved.device == "cuda"
+        self._before: list[tuple[int, str]] = []
+
+    def __enter__(self) -> None:
+        """Begin."""
+        self._serving.__enter__()
+        num_threads = torch.get_num_threads()
+        if num_threads != self._num_threads:
+            torch.set_num_threads(self._num_threads)
+        self._before.append((num_threads, self._select(self._numerics)))
+
+    def __exit__(self, *_: object) -> None:
+        """End."""
+        num_threads, numerics = self._before.pop()
+        self._select(numerics)
+        if num_threads != self._num_threads:
+            torch.set_num_threads(num_threads)
+        self._serving.__exit__()
+
+    def _select(self, numerics: str) -> str:
+        """Choose a GPU's products; what was chosen before."""
+        if not self._is_gpu:
+            return numerics
+        from octavo.ops.gemm import gpu as matmul  # needs Triton
+
+        return matmul.select(numerics)
 
 
 def memory_of(resolved: Resolved) -> tuple[int, int]:

@@ -24,7 +24,7 @@ from octavo.layers.attention import Attention
 from octavo.models.base import Model
 from octavo.startup.memory_plan import check_weights
 from octavo.worker.backends import capability
-from octavo.worker.device import memory_of, select_operators
+from octavo.worker.device import memory_of
 from octavo.worker.facts import backend_of_layers
 
 
@@ -40,13 +40,12 @@ def build(
 def fill(
     model: Model, folder: Path | None, resolved: Resolved, seen: Callable[[str, torch.Tensor], None] = unseen
 ) -> int:
-    """Load the weights, once the operators that pack them are chosen; their bytes. Raises ConfigError, ValueError.
+    """Load the weights, with the operators that are chosen; their bytes. Raises ConfigError, ValueError.
 
     seen: see fill_model.
     """
     size = weight_bytes(model, resolved)
     check_weights(size, model.arch, resolved, memory_of(resolved)[0])
-    select_operators(resolved)
     device = torch.device(resolved.device)
     fill_model(model, folder, resolved.quantization, resolved.load_format, device=device, seed=resolved.seed, seen=seen)
     return size

@@ -4,7 +4,8 @@ Owns model, cache, tables and runner of one device, and builds all of them by it
 CachePlan, so that it may live wherever plans, results and messages reach it. Does not know the scheduler, requests or
 text; the forms of structured outputs come with the rows, and are compiled here. Invariants: `begin`, `open`, `load`,
 `allocate`, `compile` and `capture` are called once each, in this order, the last two if there is anything to do; what
-happens later goes by `issue` and, between two steps, by `call`.
+happens later goes by `issue` and, between two steps, by `call`. All of it computes with this worker's operators, and
+leaves the process the ones that it had.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from octavo.checkpoint.arch import Arch
 from octavo.checkpoint.digest import WeightsDigest, unseen
 from octavo.config.engine_config import DeviceFacts, EngineConfig, Resolved
 from octavo.observe import Count
-from octavo.ops import native
 from octavo.plan import StepPlan
 from octavo.speculate import NO_SPECULATOR, Speculator
 from octavo.startup import probe
@@ -34,7 +34,7 @@ from octavo.worker import model as models
 from octavo.worker.assembly import make_runner
 from octavo.worker.backends import backend_facts, buffer_bytes, compiles_ahead
 from octavo.worker.calls import Calls
-from octavo.worker.device import Opening, memory_of, room
+from octavo.worker.device import Opening, Operators, memory_of, room
 from octavo.worker.facts import WorkerFacts
 from octavo.worker.identity import model_digest
 from octavo.worker.results import PendingStep
@@ -49,6 +49,7 @@ class Worker:
         """Nothing is there yet. speculator: who proposes drafts."""
         self._speculator = speculator
         self._weights = WeightsDigest()
+        self._operators: contextlib.AbstractContextManager[None] = contextlib.nullcontext()  # until `load`
         self._thread = threading.get_ident()  # that issued last
 
     def begin(self, config: EngineConfig) -> bool:
@@ -69,8 +70,8 @@ class Worker:
 
     def load(self, resolved: Resolved, folder: Path) -> WorkerFacts:
         """Load the weights. Raises ValueError, in one line, for a model or settings that cannot run."""
-        self._folder = folder
-        with room(resolved, "the weights", "load_format", "take a smaller model or dtype"):
+        self._folder, self._operators = folder, Operators(resolved)
+        with room(resolved, "the weights", "load_format", "take a smaller model or dtype"), self._operators:
             self._model, resolved = models.build(self._arch, self._config, resolved, self._mods)
             # names of blocks that leave the process hold a digest of the weights, which takes time
             seen = unseen if self._config.prefix_cache_secret_file is None else self._weights.add
@@ -90,7 +91,7 @@ class Worker:
             request_fields=request_fields_of(self._model.layer_specs),
             num_drafts=self._speculator.num_drafts,
             compiles_ahead=compiles_ahead(resolved, [facts.name for facts in backends]),
-            native=native.isa(),
+            native=resolved.native,
             gpu=self._device.cuda,
         )
 
@@ -101,7 +102,8 @@ class Worker:
     def allocate(self, plan: CachePlan) -> None:
         """Allocate the cache and the tables, and be ready for steps. Raises ConfigError for what does not fit."""
         resolved = self._resolved = dataclasses.replace(self._resolved, max_model_len=plan.limits.max_model_len)
-        with room(resolved, "the cache and the tables", sized_by(resolved), "lower it, or max_num_seqs"):
+        change = "lower it, or max_num_seqs"
+        with room(resolved, "the cache and the tables", sized_by(resolved), change), self._operators:
             models.try_mods(self._model, self._mods, resolved)
             grammars = grammars_of(self._config, self._folder, self._arch)
             self._runner = make_runner(self._model, resolved, plan, grammars, self._speculator)
@@ -115,7 +117,7 @@ class Worker:
 
     def compile(self) -> None:
         """Compile what steps launch, side by side. A start depends on it for its time only."""
-        with contextlib.closing(Count("compiling kernels for this model")) as told:
+        with contextlib.closing(Count("compiling kernels for this model")) as told, self._operators:
             try:
                 num_made = self._runner.compile_ahead(told)
             except RuntimeError as error:  # no memory for a step, or no thread
@@ -127,7 +129,7 @@ class Worker:
         """Capture the graphs that a start needs; how many are left for later, to be asked for as `capture_next`."""
         resolved = self._resolved
         change = "lower it or max_num_seqs, or set --enforce-eager"
-        with room(resolved, "the graphs", "gpu_memory_utilization", change):
+        with room(resolved, "the graphs", "gpu_memory_utilization", change), self._operators:
             before, _ = memory_of(resolved)
             self._runner.capture()
             free, _ = memory_of(resolved)
@@ -139,12 +141,14 @@ class Worker:
     def issue(self, plan: StepPlan) -> PendingStep:
         """Issue one step. On a GPU it runs on while the caller goes on; see `Runner.issue`."""
         self._enter_thread()
-        return self._runner.issue(plan)
+        with self._operators:
+            return self._runner.issue(plan)
 
     def call(self, name: str, payload: bytes) -> bytes:
         """Do between two steps what `octavo.worker.calls` has under `name`. Raises ValueError for what it has not."""
         self._enter_thread()
-        return self._calls.answer(name, payload)
+        with self._operators:
+            return self._calls.answer(name, payload)
 
     def _enter_thread(self) -> None:
         """What a GPU's driver is called with is a thread's own: another one that issues steps has to say so."""

@@ -149,7 +149,7 @@ def linear(
     """`x @ weight.T + bias`: x [M, K] float32 or bfloat16, rows may be strided; bias [N] float32 -> [M, N].
 
     On a GPU also float16; there x has the weight's dtype or float32. The result has `out_dtype` (default: x's) and is
-    new, or `out` where one is given (last stride 1).
+    new, or `out` where one is given (last stride 1), of out's dtype.
     """
     lib = native.lib()
     if not (lib and weight.header):
@@ -222,8 +222,7 @@ def linear_reference(
     result = torch.cat(blocks)[:m] if blocks else padded.new_empty((0, weight.n))
     if bias is not None:
         result = result + bias
-    result = result.to(out_dtype or x.dtype)
-    return result if out is None else out.copy_(result)
+    return result.to(out_dtype or x.dtype) if out is None else out.copy_(result)
 
 
 def unpack(weight: LinearWeight) -> Tensor:

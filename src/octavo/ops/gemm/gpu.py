@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
 
 import torch
 from torch import Tensor
@@ -22,13 +23,21 @@ from octavo.ops.gemm.kernels import product
 
 _LOG = logging.getLogger(__name__)
 NUMERICS = ("reproducible", "fast")
-_numerics = "reproducible"
 _library_splits: bool | None = None  # what torch was last told; None: nothing yet
 # Shapes (N, K, dtype) that `check_library` has seen, and those where it found another order.
 _checked: set[tuple[int, int, torch.dtype]] = set()
 _without_library: set[tuple[int, int, torch.dtype]] = set()
 _CHECKED_ROWS = (17, 40, 64, 130, 256, 512, 1024)
 _CHECKED_BYTES = 1 << 28  # of one result
+
+
+class _Here(threading.local):
+    """What a thread has chosen: two engines of one process do not disturb each other."""
+
+    numerics = "reproducible"
+
+
+_HERE = _Here()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,17 +54,20 @@ class Tile:
     ahead: int = 0  # steps of K, at most 3, whose weights are read before the kernel ahead is done
 
 
-def select(numerics: str) -> None:
-    """Choose "reproducible" (as at import) or "fast" products, for the whole process, before anything is captured."""
-    global _numerics
+def select(numerics: str) -> str:
+    """Choose "reproducible" (as at import) or "fast" products for this thread, before anything is captured.
+
+    Returns what was chosen before. Raises ValueError for another name.
+    """
     if numerics not in NUMERICS:
         raise ValueError(f"unknown numerics {numerics!r}: known are {', '.join(NUMERICS)}")
-    _numerics = numerics
+    before, _HERE.numerics = _HERE.numerics, numerics
+    return before
 
 
 def is_reproducible() -> bool:
-    """Whether products keep the canonical order."""
-    return _numerics == "reproducible"
+    """Whether this thread's products keep the canonical order."""
+    return _HERE.numerics == "reproducible"
 
 
 def tile_for(num_rows: int, n: int, k: int, dtype: torch.dtype) -> Tile:
@@ -90,7 +102,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: Ti
     if not num_rows:
         return out
     if tile is None:
-        if _numerics == "fast":
+        if not is_reproducible():
             out = _library(x, weight.to(x.dtype), out, may_split=True)
             return out if bias is None else out.add_(bias)
         if bias is None and _prefers_library(num_rows, n, k) and _may_use_library(x, weight, out):
@@ -115,7 +127,7 @@ def check_library(weight: Tensor) -> bool:
     """
     (n, k), dtype = weight.shape, weight.dtype
     shape = n, k, dtype
-    if _numerics == "fast" or shape in _checked:
+    if not is_reproducible() or shape in _checked:
         return shape not in _without_library
     if not validation_cache.holds(["library", n, k, str(dtype)], weight.device, lambda: _agrees(weight)):
         _LOG.warning(

@@ -2,9 +2,10 @@
 
 Owns which library serves (one per instruction set, built by setup.py, none without a compiler) and the C signatures.
 It does not know what an operator computes. Nothing is loaded at import; the first `lib()` loads.
-Invariant: all libraries give the same bits, so the choice is one of speed only. Which of the two chains of bfloat16
-products an engine follows (`set_bfloat16_chain`) is a choice of bits: a packed weight or a cache's attention keeps the
-one that was set when it was made.
+Invariants: all libraries give the same bits, so the choice is one of speed only. Which of the two chains of bfloat16
+products is followed (`set_bfloat16_chain`) is a choice of bits: a packed weight or a cache's attention keeps the one
+that was set when it was made. What an engine chooses (`Serving`) holds for its own calls alone: other engines, and the
+process around them, keep theirs.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import contextlib
 import ctypes
 import functools
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ CACHE_CODES = {**DTYPE_CODES, torch.float8_e4m3fn: 2, torch.int8: 3}  # of what 
 
 _FOLDER = Path(__file__).parent
 _ISA_OF_CAPABILITY = {"AVX512": ("x86_64_v4", "x86_64_v3"), "AVX2": ("x86_64_v3",)}
+CHAINS = ("auto", "pairs", "single")
 MULTIPLIES_PAIRS = "x86_64_v4_bf16"  # AVX-512 with vdpbf16ps; the other libraries emulate that, slowly
 
 
@@ -47,15 +50,25 @@ class NullLibrary:
         raise AttributeError(f"native operator {name} was called, but no native library is loaded")
 
 
+class _Here(threading.local):
+    """What a thread that is within `Serving` computes with; None: what the process does."""
+
+    library: Any = None
+    chain: str | None = None
+
+
 _NULL = NullLibrary()
 _signatures: dict[str, tuple[Any, list[Any]]] = {}
 _loaded: dict[str, Any] = {}
-_active: Any = None
-_in_pairs = False
+_active: Any = None  # outside of `Serving`
+_chain = "auto"  # outside of `Serving`
+_here = _Here()
 
 
 def lib() -> Any:
     """The ctypes library in use, or the false null object. Loads on first use."""
+    if _here.library is not None:
+        return _here.library
     return _active if _active is not None else _activate()
 
 
@@ -79,19 +92,22 @@ def built_isas() -> tuple[str, ...]:
 
 
 def set_bfloat16_chain(name: str) -> None:
-    """What weights packed and attention made from now on do with bfloat16: follow the chain "pairs" or "single".
+    """What weights packed and attention made from now on, outside of engines, do with bfloat16.
 
-    `octavo.ops.gemm` says what they are. Both run on every library; float32 rows know "single" alone.
+    They follow the chain "pairs" or "single", or with "auto" (as at import) the one that an engine takes by itself:
+    pairs where the processor multiplies them. `octavo.ops.gemm` says what the chains are. Both run on every library;
+    float32 rows know "single" alone. Raises ValueError for another name.
     """
-    global _in_pairs
-    if name not in ("pairs", "single"):
-        raise ValueError(f"unknown chain {name!r} of bfloat16 products: known are pairs, single")
-    _in_pairs = name == "pairs"
+    global _chain
+    if name not in CHAINS:
+        raise ValueError(f"unknown chain {name!r} of bfloat16 products: known are {', '.join(CHAINS)}")
+    _chain = name
 
 
 def multiplies_in_pairs() -> bool:
-    """Whether `set_bfloat16_chain` has set "pairs", and compiled operators serve."""
-    return _in_pairs and available()
+    """Whether the chain that is set is that of pairs, and compiled operators serve."""
+    chain = _chain if _here.chain is None else _here.chain
+    return available() and (chain == "pairs" or (chain == "auto" and isa() == MULTIPLIES_PAIRS))
 
 
 def declare(name: str, argtypes: Sequence[Any], restype: Any = None) -> None:
@@ -101,13 +117,31 @@ def declare(name: str, argtypes: Sequence[Any], restype: Any = None) -> None:
         _apply(library, name)
 
 
-def select(name: str) -> None:
-    """Make library `name` serve from now on; "none": the eager operators. Raises ValueError for what is not built."""
-    global _active
-    if name != "none" and name not in built_isas():
-        known = ", ".join(("none", *built_isas()))
-        raise ValueError(f"native={name!r} names no library that is built and runs here: known are {known}")
-    _active = _NULL if name == "none" else _load(name)
+class Serving:
+    """Within: a library serves this thread, with a chain and a thread limit.
+
+    Other threads, and this one afterwards, compute with what they had. Where several use one library at once, the limit
+    of one may hold for another's operator, which costs time only. For one thread at a time.
+    """
+
+    def __init__(self, name: str, chain: str, num_threads: int) -> None:
+        """`name`: a library, or "none" for the eager operators. Raises ValueError for what is not built."""
+        self._library, self._chain, self._num_threads = _library(name), chain, num_threads
+        self._before: list[tuple[Any, str | None]] = []
+
+    def __enter__(self) -> None:
+        """Begin."""
+        library = self._library
+        if library and library.octavo_num_threads() != self._num_threads:
+            library.octavo_set_num_threads(self._num_threads)
+        self._before.append((_here.library, _here.chain))
+        _here.library, _here.chain = library, self._chain
+
+    def __exit__(self, *_: object) -> None:
+        """End."""
+        _here.library, _here.chain = self._before.pop()
+        if self._library and self._num_threads != self._library.own_num_threads:
+            self._library.octavo_set_num_threads(self._library.own_num_threads)
 
 
 def set_num_threads(count: int) -> None:
@@ -116,6 +150,7 @@ def set_num_threads(count: int) -> None:
         raise ValueError(f"the number of threads must be at least 1, got {count}")
     lib()
     for library in _loaded.values():
+        library.own_num_threads = count  # outside of `Serving`
         library.octavo_set_num_threads(count)
 
 
@@ -156,8 +191,18 @@ def _activate() -> Any:
     names = built_isas()
     if wanted == "auto":
         wanted = names[0] if names else "none"
-    select("none" if wanted in ("off", "0") else wanted)
+    _active = _library("none" if wanted in ("off", "0") else wanted)
     return _active
+
+
+def _library(name: str) -> Any:
+    """Raises ValueError for what is not built, or does not run here."""
+    if name == "none":
+        return _NULL
+    if name not in _loaded and name not in built_isas():
+        known = ", ".join(("none", *built_isas()))
+        raise ValueError(f"native={name!r} names no library that is built and runs here: known are {known}")
+    return _load(name)
 
 
 def _candidates() -> tuple[str, ...]:
@@ -192,7 +237,8 @@ def _load(name: str) -> Any:
         library.isa = name
         for function in _signatures:
             _apply(library, function)
-        library.octavo_set_num_threads(torch.get_num_threads())
+        library.own_num_threads = torch.get_num_threads()
+        library.octavo_set_num_threads(library.own_num_threads)
         _loaded[name] = library
     return _loaded[name]
 
