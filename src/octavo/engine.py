@@ -22,6 +22,7 @@ from octavo.request.request import Request
 from octavo.request.sampling_params import SamplingParams
 from octavo.request.seeds import sample_seed
 from octavo.request.updates import RequestUpdate
+from octavo.sched import pause
 from octavo.worker.executor import Executor, PendingResult, ask
 
 if TYPE_CHECKING:
@@ -91,8 +92,17 @@ class EngineCore:
         self._in_flight: collections.deque[tuple[StepPlan, PendingResult]] = collections.deque()
         self._max_in_flight = 1 if async_scheduling else 0
         self._failure: BaseException | None = None
+        self.gate = pause.Gate()
+        self._held: list[RequestUpdate] = []  # of steps that a pause has waited for; the next step tells them
+        self._later: list[Request] = []  # that came while a pause waits for others
         self._calls: dict[str, Callable[[bytes], bytes]] = {
-            "reset_prefix_cache": lambda _: msgspec.msgpack.encode(scheduler.reset_prefix_cache())
+            "reset_prefix_cache": _call(pause.ResetOrder, self._reset),
+            "standing": lambda _: msgspec.msgpack.encode(self.standing()),
+            "pause": _call(pause.PauseOrder, self._pause),
+            "resume": lambda _: msgspec.msgpack.encode(self._resume()),
+            "check_sleep": _call(pause.SleepOrder, self._check_sleep),
+            "sleep": _call(pause.SleepOrder, self._sleep),
+            "wake_up": _call(pause.WakeOrder, self._wake_up),
         }
 
     def add(
@@ -146,8 +156,10 @@ class EngineCore:
     def call(self, name: str, payload: bytes = b"") -> bytes:
         """Ask something between two steps; one may be in flight.
 
-        Arguments and results are msgpack, as the call's name says. `reset_prefix_cache`: forget every cached prefix;
-        the result is False, and nothing is done, while any block is held. Raises ValueError for an unknown name.
+        Arguments and results are msgpack: orders of `octavo.sched.pause` and the Standing after them.
+        `reset_prefix_cache`: not a success, and nothing is done, while any block is held. `pause`: no step runs and
+        no result is on its way when it answers, but for one that waits, which is done once `standing` is settled.
+        Raises ValueError for an unknown name, and for what an order may not hold.
         """
         self._check_alive()
         answer = self._calls.get(name)
@@ -158,7 +170,8 @@ class EngineCore:
     @property
     def has_unfinished(self) -> bool:
         """Whether a `step` has anything to do. A failed or closed engine has not."""
-        return self._failure is None and (bool(self._inbox) or bool(self._in_flight) or self.scheduler.has_work)
+        waits = bool(self._inbox or self._in_flight or self._held) or (self.gate.is_open and self.scheduler.has_work)
+        return self._failure is None and waits
 
     def step(self) -> list[RequestUpdate]:
         """Issue the next step, then take in the results of the oldest one that is due.
@@ -204,6 +217,9 @@ class EngineCore:
     def _step(self) -> list[RequestUpdate]:
         started = time.perf_counter()
         self._drain_inbox()
+        if not self.gate.is_open:
+            held, self._held = self._held, []
+            return held
         updates = self.scheduler.take_loads()
         plan = self.scheduler.schedule()
         scheduled = time.perf_counter()
@@ -223,13 +239,130 @@ class EngineCore:
         self.times.issue += issued_at - scheduled
         self.times.wait += executed - issued_at
         self.times.update += time.perf_counter() - executed
+        if self._held:
+            held, self._held = self._held, []
+            updates = held + updates
+        if self.gate.draining:
+            self._end_of_wait()
         return updates
 
     def _drain_inbox(self) -> None:
         while self._inbox:
             entries = self._inbox.popleft()
             for entry in entries:
-                if isinstance(entry, Request):
-                    self.scheduler.add(entry)
-                else:
+                if isinstance(entry, str):
+                    self._later = [request for request in self._later if request.request_id != entry]
                     self.scheduler.abort([entry])
+                elif self.gate.draining:
+                    self._later.append(entry)
+                else:
+                    self.scheduler.add(entry)
+
+    # Pause and sleep: between two steps, see `call`.
+
+    def standing(self, refused: str = "", *, success: bool = True) -> pause.Standing:
+        """How the engine stands. refused: why a move was not made."""
+        gate = self.gate
+        return pause.Standing(
+            paused=gate.paused or gate.draining,
+            settled=not (self._in_flight or self._held or gate.draining),
+            sleep_level=gate.level,
+            asleep=[tag for tag in pause.TAGS if tag in gate.asleep],
+            lost=gate.lost,
+            num_unfinished=self.scheduler.num_unfinished + len(self._later),
+            refused=refused,
+            success=success and not refused,
+        )
+
+    def settle(self) -> None:
+        """Wait for the steps that run; the next step tells their results."""
+        while self._in_flight:
+            due, pending = self._in_flight.popleft()
+            self._held += self.scheduler.update(due, pending.result())
+
+    def _pause(self, order: pause.PauseOrder) -> pause.Standing:
+        if order.wait and self.gate.is_open and (self.scheduler.num_unfinished or self._in_flight):
+            self.gate.draining, self.gate.clears = True, order.clear_cache
+            return self.standing()
+        self.settle()
+        self.gate.paused = True
+        self._end_of_wait(at_once=True)
+        if order.clear_cache:
+            self._forget_cache()
+        return self.standing()
+
+    def _end_of_wait(self, *, at_once: bool = False) -> None:
+        """Pause, if all that a pause waits for has ended. at_once: whatever has; the rest is kept."""
+        gate = self.gate
+        if not at_once and (self.scheduler.num_unfinished or self._in_flight):
+            return
+        gate.paused, gate.draining = True, False
+        if gate.clears:
+            self._forget_cache()
+        gate.clears = False
+        self._take_later()
+
+    def _take_later(self) -> None:
+        later, self._later = self._later, []
+        for request in later:
+            self.scheduler.add(request)
+
+    def _resume(self) -> pause.Standing:
+        refused = self.gate.resume()
+        if not refused:
+            self._take_later()
+        return self.standing(refused)
+
+    def _reset(self, order: pause.ResetOrder) -> pause.Standing:
+        all_of_it = order.reset_running_requests
+        return self.standing(success=self._forget_cache() if all_of_it else self.scheduler.reset_prefix_cache())
+
+    def _forget_cache(self) -> bool:
+        """Whatever runs is computed again. False while a transfer holds blocks."""
+        self.settle()
+        self.scheduler.recompute()
+        return self.scheduler.reset_prefix_cache()
+
+    def _check_sleep(self, order: pause.SleepOrder) -> pause.Standing:
+        if not 0 <= order.level <= 2:
+            raise ValueError(f"level: must be 0, 1 or 2, got {order.level}")
+        self.ask_workers("check_sleep", type(None), _tags_of(order.level))
+        return self.standing(self.gate.check_sleep(order.level))
+
+    def _sleep(self, order: pause.SleepOrder) -> pause.Standing:
+        checked, tags = self._check_sleep(order), _tags_of(order.level)
+        if checked.refused:
+            return checked
+        self.settle()
+        if self.gate.draining:
+            self._end_of_wait(at_once=True)
+        if tags and not self._forget_cache():
+            return self.standing("sleep: a transfer holds blocks of the cache: ask again when it has ended")
+        self.ask_workers("drop_memory", int, tags)
+        self.gate.sleep(order.level)
+        self.gate.paused &= not order.ends_pause
+        return self.standing()
+
+    def _wake_up(self, order: pause.WakeOrder) -> pause.Standing:
+        unknown = [tag for tag in order.tags or () if tag not in pause.TAGS]
+        if unknown:
+            raise ValueError(f"tags: unknown {unknown[0][:64]!r}: known are {', '.join(pause.TAGS)}")
+        self.gate.wake(order.tags)
+        return self.standing()
+
+
+def _tags_of(level: int) -> list[str]:
+    """Of memory that is given back: the cache's first."""
+    return list(reversed(pause.MEMORY_TAGS))[:level]
+
+
+_Order = TypeVar("_Order")
+
+
+def _call(kind: type[_Order], run: Callable[[_Order], pause.Standing]) -> Callable[[bytes], bytes]:
+    """A call that takes an order, or nothing for the order's defaults. Raises ValueError for anything else."""
+
+    def answer(payload: bytes) -> bytes:
+        return msgspec.msgpack.encode(run(msgspec.msgpack.decode(payload, type=kind) if payload else kind()))
+
+    return answer

@@ -22,9 +22,10 @@ from octavo.config.settings import ConfigError, python_names
 from octavo.frontend.engine import Engine
 from octavo.frontend.frontend import Checked
 from octavo.frontend.frontend import Prompt as EnginePrompt
+from octavo.frontend.shared_control import Control
 from octavo.frontend.sharing import Call, SharedEngine
 from octavo.observe import Phases, progress
-from octavo.request.outputs import RequestOutput
+from octavo.request.outputs import FlatLogprobs, RequestOutput
 from octavo.request.sampling_params import (
     ParameterError,
     RequestOutputKind,
@@ -92,6 +93,7 @@ class LLM:
         self._sandbox = TextSandbox(self.engine.tokenizer)
         self._ids = itertools.count()
         self._shared = SharedEngine(self.engine)
+        self._control = Control(self._shared)
 
     def generate(
         self,
@@ -209,9 +211,67 @@ class LLM:
         """
         return self._text("tokenizer")
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget every cached prefix. False while requests run."""
-        return self._shared.exclusively(self.engine.reset_prefix_cache)
+    def score(
+        self, prompts: Sequence[Sequence[int]], temperature: float = 1.0, start: int = 0, *, use_tqdm: bool = False
+    ) -> list[list[float]]:
+        """Log-probabilities of each sequence's tokens from index `start` on, given those before them: float32.
+
+        The first token of a sequence has none: with `start` 0 the list begins at the second. They are `logits /
+        temperature` without truncation, in the bits of the same tokens' when they are sampled; no cache is read.
+        """
+        if isinstance(start, bool) or not isinstance(start, int) or start < 0:
+            raise ParameterError("start", "must be an index, at least 0", "invalid_value")
+        params = SamplingParams(
+            max_tokens=1, temperature=0.0, prompt_logprobs=0, prompt_logprobs_temperature=temperature, detokenize=False,
+            flat_logprobs=True,
+        )  # fmt: skip
+        outputs = self.generate([list(ids) for ids in prompts], params, use_tqdm=use_tqdm)
+        found = []
+        for output in outputs:
+            scores = output.prompt_logprobs
+            assert isinstance(scores, FlatLogprobs), "what was asked for flat is flat"
+            found.append(scores[max(start, 1) :].logprobs.tolist())
+        return found
+
+    def pause_generation(self, mode: str = "abort", clear_cache: bool | None = None) -> None:
+        """Stop planning steps, until `resume_generation`; who asks meanwhile waits.
+
+        mode: "keep" freezes requests as they stand, "wait" lets them end first, "abort" ends them with what they have
+        and finish_reason "abort". When it returns no step runs. clear_cache: forget cached prefixes too; what is kept
+        is computed again. No update of weights needs that.
+        """
+        self._control.pause(mode, clear_cache=clear_cache)
+
+    def resume_generation(self) -> None:
+        """Undo `pause_generation`, any number of times. Raises WrongStateError while the engine sleeps."""
+        self._control.resume()
+
+    def is_paused(self) -> bool:
+        """Whether `pause_generation` is in force."""
+        return self._control.standing.paused
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Stop, and give memory back: level 0 none, 1 the cache's, 2 the weights' too, whose values are lost.
+
+        mode: as `pause_generation` has it. After level 2 nothing is generated before a whole set of weights was sent.
+        Raises WrongStateError for a lighter level than the engine sleeps at, ValueError on a GPU for levels 1 and 2.
+        """
+        self._control.sleep(level, mode)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> bool:
+        """Take memory again: "weights", "kv_cache", "scheduling", None: all. Whether everything is awake."""
+        return self._control.wake_up(tags)
+
+    def is_sleeping(self) -> bool:
+        """Whether some memory, or scheduling, sleeps."""
+        return bool(self._control.standing.asleep)
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Forget every cached prefix. False while requests run; with `reset_running_requests` they are computed again.
+
+        reset_connector: what lies outside the engine is named by version of the weights, and need not be reset.
+        """
+        return self._control.reset_prefix_cache(reset_running_requests=reset_running_requests)
 
     @property
     def numerics_id(self) -> str:
@@ -270,6 +330,7 @@ class LLM:
     def _check(self, prompt: EnginePrompt, params: SamplingParams, priority: int) -> Checked:
         # An answer's text is not taken apart here: with a parser by name reasoning is expected; else only what the
         # prompt has begun may come before a form.
+        self._control.check_awake()
         may_open = prompt.is_chat and self.config.reasoning_parser != "auto"
         params = self._thinking.apply(params, prompt.text, prompt.token_ids, may_open=may_open)
         return self.engine.check(prompt, params, priority=priority)

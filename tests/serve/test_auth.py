@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from octavo.serve.app import ROUTES, Route
+from octavo.serve.app import ROUTES
 from octavo.serve.errors import ApiError
 from octavo.serve.http.auth import Access, Keys
+from octavo.serve.routes.route import Route
 from patience import patient
 from server_rig import SRC, RunningServer, StartServer
 

@@ -16,6 +16,7 @@ import msgspec
 
 from octavo.config.engine_config import EngineConfig
 from octavo.engine import StepTimes
+from octavo.frontend.control import Standing, read_standing
 from octavo.frontend.frontend import Checked, Frontend, Prompt
 from octavo.frontend.in_process import InProcessClient
 from octavo.observe import Phases
@@ -101,14 +102,21 @@ class Engine:
         """End requests; the next step gives their last outputs. Unknown ids are ignored."""
         self._aborted += self.frontend.abort(request_ids)
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget every cached prefix. False, and nothing is done, while any block is held by a request."""
-        return msgspec.msgpack.decode(self._client.call("reset_prefix_cache").result(), type=bool)
+    def ask(self, name: str, order: object = None) -> Standing:
+        """Ask the core for a move of `octavo.sched.pause`. Raises WrongStateError where it is refused."""
+        payload = b"" if order is None else msgspec.msgpack.encode(order)
+        return read_standing(self._client.call(name, payload).result())
+
+    def settle(self, *, abort: bool) -> None:
+        """Once the core is stopped: take what its last steps gave. abort: end every request with what it has."""
+        self._aborted += self.frontend.take(self.core.step())
+        if abort:
+            self._aborted += self.frontend.abort(self.frontend.request_ids)
 
     @property
     def has_unfinished(self) -> bool:
         """Whether a `step` has anything to do. A failed engine has not."""
-        return self.core.has_unfinished
+        return self.core.has_unfinished or bool(self._aborted)
 
     def step(self) -> list[RequestOutput]:
         """One step of the core, told in text."""

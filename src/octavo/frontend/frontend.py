@@ -118,6 +118,11 @@ class Frontend:
         """End requests without an output. Unknown ids are ignored."""
         self._end(self._outputs.drop(request_ids))
 
+    @property
+    def request_ids(self) -> list[str]:
+        """Of requests that have not ended, in the order of their coming."""
+        return self._outputs.request_ids
+
     def request_of(self, sequence_id: str) -> str | None:
         """The request that a sequence is one of, until the sequence has ended."""
         return self._outputs.request_of(sequence_id)

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from octavo.frontend.control import PauseOrder, Standing
 from octavo.frontend.engine import Engine
 from octavo.frontend.frontend import Checked
 from octavo.request.outputs import RequestOutput
@@ -75,7 +76,8 @@ class SharedEngine:
             self._waiting[call] = None
             while not call.is_due:
                 idle = self._inbox.empty() and not self._arriving
-                if (idle or self._alone(self._take_in)) and (call.is_due or self._alone(self._step)):
+                leads = (idle or self._alone(self._take_in)) and (call.is_due or self._alone(self._step))
+                if leads and (call.is_due or not self._stands_still):
                     continue
                 call.wake.wait()
                 call.wake.clear()
@@ -107,6 +109,36 @@ class SharedEngine:
                 return action()
         finally:
             self._let_go()
+
+    @property
+    def engine(self) -> Engine:
+        """For what may be read at any time."""
+        return self._engine
+
+    def ask(self, name: str, order: object = None) -> Standing:
+        """Ask the core between two steps; see Engine.ask."""
+        return self.exclusively(lambda: self._engine.ask(name, order))
+
+    def halt(self, order: PauseOrder, *, abort: bool) -> None:
+        """Stop planning steps, and hand out what they gave. abort: with it every request that was queued ends."""
+
+        def stop() -> None:
+            self._engine.ask("pause", order)
+            if not order.wait:
+                self._engine.settle(abort=abort)
+                self._step()  # plans nothing
+
+        self.exclusively(stop)
+
+    def run_until(self, is_done: Callable[[], bool]) -> None:
+        """Step for everybody until `is_done`, which is asked between two steps, or nothing is left to step for."""
+        while not self.exclusively(lambda: is_done() or not self._engine.has_unfinished):
+            self._alone(self._step)
+
+    @property
+    def _stands_still(self) -> bool:
+        """Whether a step would do nothing for who waits: a pause, until another thread resumes."""
+        return not self._engine.core.gate.is_open and not self._engine.has_unfinished
 
     def check_process(self) -> None:
         """Raise RuntimeError in a forked process that cannot use the engine."""

@@ -119,6 +119,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, metaclass
     min_tokens: int = 0  # no EOS, stop token or stop string before so many tokens
     logprobs: int | None = None  # the sampled token's, and those of so many likeliest tokens; -1: of all
     prompt_logprobs: int | None = None
+    prompt_logprobs_temperature: float = 1.0  # 1e-5 to 1e30; they are of logits / this
     logprob_token_ids: list[int] | None = None  # the sampled token's, and those of these, at most 128
     detokenize: bool = True
     skip_special_tokens: bool = True
@@ -246,6 +247,7 @@ _FLOATS = (
     ("temperature", 0.0, MAX_TEMPERATURE),
     ("top_p", 0.0, 1.0),
     ("min_p", 0.0, 1.0),
+    ("prompt_logprobs_temperature", GREEDY_BELOW, MAX_TEMPERATURE),
 )
 # name, lowest, highest, whether None has a meaning
 _INTS = (

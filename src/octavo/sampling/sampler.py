@@ -217,8 +217,12 @@ class Sampler:
         divisor = self._temperature.data.index_select(0, batch.rows.index_select(0, group.at))
         return own / torch.where(divisor == 0, 1.0, divisor)[:, None]
 
-    def prompt_logprobs(self, logits: torch.Tensor, target_ids: torch.Tensor, num_top: int) -> GroupLogprobs:
-        """One line per prompt position, see logprobs.prompt_logprobs. Prompts are not processed: raw in every mode."""
+    def prompt_logprobs(
+        self, logits: torch.Tensor, target_ids: torch.Tensor, num_top: int, temperature: float = 1.0
+    ) -> GroupLogprobs:
+        """One line per prompt position, see logprobs.prompt_logprobs. Prompts are processed by `temperature` alone."""
+        if temperature != 1.0:  # by a tensor, as rows that draw are: a GPU multiplies by a number's reciprocal
+            logits = logits / logits.new_full((1, 1), temperature)
         return logprobs.prompt_logprobs(logits, target_ids, num_top, as_logits=self._as_logits)
 
 

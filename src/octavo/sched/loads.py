@@ -221,6 +221,11 @@ class Loads:
         if not is_queued:
             self._requeue(request)
 
+    def unpark_all(self) -> None:
+        """Take the blocks of all who have some and do not run."""
+        for request in self.parked():
+            self.unpark(request)
+
     def unpark_behind(self, request: Request) -> bool:
         """Take the blocks of the last one in order that has some and does not run, if it is behind `request`."""
         last = max(self.parked(), key=self._order, default=request)

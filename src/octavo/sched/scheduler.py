@@ -71,8 +71,7 @@ class Scheduler:
         self._num_drafts = limits.max_num_drafts
         self.kv = kv
         self.waiting: list[Request] = []
-        self.num_preemptions = 0
-        self.num_scheduled_tokens = 0
+        self.num_preemptions = self.num_scheduled_tokens = 0
         self._order = order_of(policy, priority_aging)
         self._running = Running(limits.max_num_rows, self._order)
         self._results = Results(self._running, self._end)
@@ -113,22 +112,22 @@ class Scheduler:
         assert request.request_id not in self._requests, "a request id is unique among unfinished requests"
         request.max_tokens = min(request.max_tokens, self._max_model_len - request.num_prompt)
         assert request.max_tokens >= 1, "a prompt that leaves no room for a token is refused before"
-        looping = request.params.repetition_detection is not None
-        request.check_from = 0 if looping else request.num_prompt + request.max_tokens
+        longest = request.num_prompt + request.max_tokens
+        request.check_from = longest if request.params.repetition_detection is None else 0
         self._requests[request.request_id] = request
         self._results.queued_at[request.request_id] = time.perf_counter()
         self._queue(request)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests in any state, without an update. Unknown ids, ended requests among them, are ignored."""
-        ended = [request for request_id in dict.fromkeys(request_ids) if (request := self._requests.get(request_id))]
+        ended = list(filter(None, map(self._requests.get, dict.fromkeys(request_ids))))
         for request in ended:
             request.finish_reason = FinishReason.ABORT
             self._results.queue_times.pop(request.request_id, None)
         self._end(ended)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget every cached prefix. False, and nothing is done, while a request holds blocks."""
+        """Forget every cached prefix. False, and nothing is done, while a request holds blocks: see `recompute`."""
         return self.kv.reset_prefix_cache()
 
     def schedule(self) -> StepPlan:
@@ -178,13 +177,15 @@ class Scheduler:
                 request = issued.left.get(row) or self._running.owners[row]
                 self.kv.unpublish(request, num_proven(request, row, self._outstanding.values()))
         self.kv.set_weights_version(version)
-        for request in self.loads.parked():
-            self.loads.unpark(request)
-        if not keep_kv:
-            for request in reversed(self.running[:]):
-                self._preempt(request)
+        self.recompute(running=not keep_kv)
         for request in self.waiting:
             request.block_hashes.clear()
+
+    def recompute(self, *, running: bool = True) -> None:
+        """Let whoever has blocks wait without them, and be computed again; those that run only if that is meant."""
+        self.loads.unpark_all()
+        for request in reversed(self.running[:]) if running else ():
+            self._preempt(request)
         self._num_repeats, self._blocked = 0, None
 
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestUpdate]:
@@ -212,10 +213,9 @@ class Scheduler:
 
     def take_untold(self, request_ids: Iterable[str]) -> list[RequestUpdate]:
         """What quiet requests have that no update told. Unknown ids are ignored."""
-        updates: list[RequestUpdate] = []
-        for request_id in request_ids:
-            if (request := self._requests.get(request_id)) is not None:
-                self._results.emit(request, request.row, NOTHING, updates)
+        updates = list[RequestUpdate]()
+        for request in filter(None, map(self._requests.get, request_ids)):
+            self._results.emit(request, request.row, NOTHING, updates)
         return updates
 
     def _settle(self, result: StepResult, issued: Issued, updates: list[RequestUpdate]) -> StepResult:

@@ -7,10 +7,8 @@ call it; nothing that a handler raises leaves here but a cancellation.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 from octavo.request.sampling_params import ParameterError
@@ -19,23 +17,12 @@ from octavo.serve.errors import ApiError, from_parameter_error, internal
 from octavo.serve.http.auth import Access
 from octavo.serve.http.exchange import CLIENT_LEFT, ClientLeftError, Exchange, Receive, Scope, Send, check_host
 from octavo.serve.routes import chat, completions, responses, status, text
+from octavo.serve.routes.rl import RL_ROUTES
+from octavo.serve.routes.route import Route
 from octavo.serve.settings import ServeConfig, split
 from octavo.serve.state import ServeState
 
 _LOG = logging.getLogger(__name__)
-
-Handler = Callable[[ServeState, Exchange], Awaitable[None]]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Route:
-    """One entry of the table. A path may end in {name}, which stands for the rest of it, slashes included."""
-
-    method: str
-    path: str
-    handler: Handler
-    access: Access = Access.USER
-
 
 ROUTES = (
     Route("POST", "/v1/completions", completions.create),
@@ -53,8 +40,8 @@ ROUTES = (
     Route("GET", "/version", status.version),
     Route("GET", "/metrics", status.metrics),
     Route("GET", "/load", status.load),
-    Route("POST", "/reset_prefix_cache", status.reset_prefix_cache, Access.ADMIN),
     Route("GET", "/", status.page, Access.PUBLIC),
+    *RL_ROUTES,
 )
 
 

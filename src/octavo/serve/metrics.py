@@ -82,7 +82,7 @@ class ServerMetrics(Collector):
                 self._histograms[family.name] = Histogram(family.buckets or token_buckets(max_model_len))
             else:
                 self._values[family.name] = dict.fromkeys(family.values, 0.0)
-        self._values["engine_sleep_state"]["awake"] = 1.0
+        self._values["engine_sleep_state"]["awake"] = 1.0  # before an engine is watched
         self._http_counts: dict[tuple[str, str, str], float] = {}
         self._http_times: dict[tuple[str, str], Histogram] = {}
         self._rendering: asyncio.Future[bytes] | None = None  # that is due
@@ -169,6 +169,10 @@ class ServerMetrics(Collector):
             per_token = decode * facts.params.n / (facts.num_output_tokens - facts.params.n)
             seen["request_time_per_output_token_seconds"].observe(per_token)
 
+    def slept(self, seconds: float) -> None:
+        """Count a move to sleep, or to wake."""
+        self._histograms["sleep_mode_operation_duration_seconds"].observe(seconds)
+
     def watch(self, engine: Watched) -> None:
         """Follow an engine: its events as they come, its figures whenever they are asked for."""
         self._engine = engine
@@ -190,6 +194,10 @@ class ServerMetrics(Collector):
             values[name][""] = stats[source]
         with contextlib.suppress(RuntimeError):  # no loop: it is asked for outside a server
             values["num_tasks"][""] = len(asyncio.all_tasks())
+        level = int(stats.get("sleep_level", -1))  # a sleep of scheduling alone keeps everything
+        state = {1: "weights_offloaded", 2: "discard_all"}.get(level, "awake")
+        values["engine_sleep_state"] = {each: float(each == state) for each in values["engine_sleep_state"]}
+        values["paused"][""] = stats.get("paused", 0.0)
         values["num_requests_waiting_by_reason"]["capacity"] = stats["num_waiting"]
         for name, source in (
             ("num_preemptions", "num_preemptions"),

@@ -56,6 +56,7 @@ class ServeState:
         self.created = int(time.time())
         self.logprobs = LogprobBudget(config.max_request_logprobs, config.max_open_logprobs)
         self.num_open = 0  # exchanges that generate
+        self.runs: dict[str, tuple[str, ...]] = {}  # what an open run's requests are called -> its names for clients
         self._idle_streams: set[Exchange] = set()
         self._ticker: asyncio.Task[None] | None = None
         self._sandbox: GrammarSandbox | None = None  # made when first needed
@@ -104,6 +105,18 @@ class ServeState:
         """Raise ApiError, 503, unless the engine takes requests."""
         if self.engine.state != "ready":
             raise not_ready(self.engine.state)
+
+    async def weight_version(self) -> str:
+        """Of the weights that serve."""
+        return "default"
+
+    async def abort_runs(self, names: list[str] | None) -> int:
+        """End what the engine does for runs whose names begin so, None: for all; how many requests were ended."""
+        if names is None:
+            return len(await self.engine.abort_all())
+        wanted = tuple(name for name in names if name)
+        keys = [key for key, own in self.runs.items() if any(each.startswith(wanted) for each in own)]
+        return sum([len(await self.engine.abort_all(f"{key}-")) for key in keys])
 
     async def check_structured(self, exchange: Exchange, params: SamplingParams) -> SamplingParams:
         """`params` with the form of the output as the engine takes it.

@@ -167,6 +167,11 @@ class OutputProcessor:
         return [child.child_id for request in requests for child in request.children if child.finish_reason is None]
 
     @property
+    def request_ids(self) -> list[str]:
+        """Of requests that have not ended, in the order of their coming."""
+        return list(self._requests)
+
+    @property
     def num_requests(self) -> int:
         """Requests that have not ended."""
         return len(self._requests)

@@ -13,7 +13,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import msgspec
+import torch
 
+from octavo.layers.base import Layer
+from octavo.layers.embedding import Embedding
+from octavo.ops.gemm import LinearWeight
+from octavo.ops.native.memory import drop_pages
 from octavo.worker.observe_logits import LogitsDigest
 from octavo.worker.runner import Runner
 
@@ -68,6 +73,23 @@ class Calls:
         spans, self._spans = self._spans, []
         return spans
 
+    def check_sleep(self, tags: list[str]) -> None:
+        """Raise ValueError where the memory of these tags cannot be given back while addresses live."""
+        device = self._runner.cache.device.type
+        if tags and device != "cpu":
+            raise ValueError(
+                f"sleep: giving back memory of a {device} device needs its virtual memory, which is not built yet: use "
+                "level 0, which stops scheduling, or a CPU"
+            )
+
+    def drop_memory(self, tags: list[str]) -> int:
+        """Give back the memory of these tags; how many bytes. What was in it is lost, addresses stay."""
+        self.check_sleep(tags)
+        dropped = [self._runner.cache] if "kv_cache" in tags else []
+        if "weights" in tags:
+            dropped += _matrices(self._runner.model)
+        return sum(drop_pages(tensor) for tensor in dropped)
+
     def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
         def run(*args: Any) -> Any:
@@ -77,6 +99,15 @@ class Calls:
             return result
 
         return run
+
+
+def _matrices(model: object) -> list[torch.Tensor]:
+    """A model's large weights: all that a checkpoint holds but vectors, which take no page of their own."""
+    assert isinstance(model, torch.nn.Module), "models are trees of layers"
+    values = [value for layer in model.modules() if isinstance(layer, Layer) for value in vars(layer).values()]
+    found = [value.storage for value in values if isinstance(value, LinearWeight)]
+    tables = [layer.weight for layer in model.modules() if isinstance(layer, Embedding)]
+    return list({tensor.data_ptr(): tensor for tensor in [*found, *tables]}.values())
 
 
 class _Handler(NamedTuple):
@@ -92,4 +123,6 @@ _HANDLERS = {
     "take_digests": _Handler(Calls.take_digests),
     "time_issue": _Handler(Calls.time_issue, bool),
     "take_spans": _Handler(Calls.take_spans),
+    "check_sleep": _Handler(Calls.check_sleep, list[str]),
+    "drop_memory": _Handler(Calls.drop_memory, list[str]),
 }

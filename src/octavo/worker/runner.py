@@ -52,6 +52,7 @@ class _PromptLogprobs:
     next_position: int
     num_prompt: int
     num_logprobs: int
+    temperature: float
 
 
 class Runner:
@@ -86,6 +87,11 @@ class Runner:
         """Let the calling thread issue steps: what a GPU's driver is called with is a thread's own."""
         if self._buffers.turn.is_cuda:
             torch.cuda.current_stream(self._buffers.turn.device).query()
+
+    @property
+    def cache(self) -> torch.Tensor:
+        """The memory of all blocks, as one tensor."""
+        return self._pool.buffer
 
     def observe(self, observer: LogitsObserver) -> None:
         """Show the logits of every step to `observer`, from now on."""
@@ -296,7 +302,9 @@ class Runner:
         if new.prompt_logprobs_start >= 0:
             wanted = new.sampling.prompt_logprobs
             assert wanted is not None, "a row that owes prompt log-probabilities was asked for them"
-            self._prompt_logprobs[new.row] = _PromptLogprobs(new.prompt_logprobs_start, new.num_prompt, wanted)
+            self._prompt_logprobs[new.row] = _PromptLogprobs(
+                new.prompt_logprobs_start, new.num_prompt, wanted, new.sampling.prompt_logprobs_temperature
+            )
 
     def _record(self, key: GraphKey, *, warmup_only: bool = False) -> torch.Tensor:
         """Issue what a graph holds: a step up to its hidden states, or a whole decode step.
@@ -433,15 +441,18 @@ class Runner:
             if start < stop:
                 offset = int(work.query_start[entry]) - first
                 targets = self._requests.token_ids.data[row, start + 1 : stop + 1].to(torch.int64)
-                collected[row] = self._score(hidden[start + offset : stop + offset], targets, owed.num_logprobs)
+                scored = hidden[start + offset : stop + offset]
+                collected[row] = self._score(scored, targets, owed.num_logprobs, owed.temperature)
                 owed.next_position = stop + 1
             if owed.next_position >= owed.num_prompt:
                 del self._prompt_logprobs[row]
         return collected
 
-    def _score(self, hidden: torch.Tensor, targets: torch.Tensor, num_logprobs: int) -> list[GroupLogprobs]:
+    def _score(
+        self, hidden: torch.Tensor, targets: torch.Tensor, num_logprobs: int, temperature: float = 1.0
+    ) -> list[GroupLogprobs]:
         return [
-            self._sampler.prompt_logprobs(self.model.logits(hidden[chunk]), targets[chunk], num_logprobs)
+            self._sampler.prompt_logprobs(self.model.logits(hidden[chunk]), targets[chunk], num_logprobs, temperature)
             for chunk in prompt_chunks(len(targets), max_rows=_rows_of_logits(num_logprobs))
         ]
 

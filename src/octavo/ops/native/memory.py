@@ -1,12 +1,16 @@
 """Memory for packed weights that lies in huge pages where the system grants them.
 
 Owns the chunks that packed weights share: a weight alone seldom begins and ends at huge pages, so advice on its own
-memory reaches few of them. Does not know what is stored. Invariant: a chunk lives exactly as long as an owner of a part
-of it; where the system refuses the advice, or has none, the memory is ordinary.
+memory reaches few of them; and `drop_pages`, which gives memory back while its address stays. Does not know what is
+stored. Invariant: a chunk lives exactly as long as an owner of a part of it; where the system refuses the advice, or
+has none, the memory is ordinary.
 """
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import sys
 import threading
 import weakref
 
@@ -43,3 +47,19 @@ class ChunkedMemory:
 
 
 PACKED_WEIGHTS = ChunkedMemory()
+
+
+def drop_pages(tensor: Tensor) -> int:
+    """Give the whole pages that lie within `tensor`, a CPU's, back to the system; their bytes. They are zeros then.
+
+    The address stays, and memory comes back when it is next written. Where the system takes no such advice nothing is
+    given back, and values stay.
+    """
+    assert tensor.device.type == "cpu" and tensor.is_contiguous(), "pages are of a CPU's memory, in one piece"
+    start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
+    if size <= 0 or not sys.platform.startswith("linux"):
+        return 0
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return 0 if madvise(start, size, mmap.MADV_DONTNEED) else size

@@ -26,7 +26,7 @@ from octavo.request.sampling_params import (
     check_token_ids,
 )
 from octavo.serve.api.shapes import CompletionDetails, PromptDetails, Usage
-from octavo.serve.engine.refusals import EngineDeadError, EngineDrainingError, QueueFullError
+from octavo.serve.engine.refusals import EngineDeadError, EngineDrainingError, EngineHaltedError, QueueFullError
 from octavo.serve.engine.stream import OutputStream, SlowReaderError, pieces
 from octavo.serve.errors import ApiError, bad_request, not_ready, queue_full
 from octavo.serve.http.exchange import Exchange
@@ -47,6 +47,7 @@ class Run(msgspec.Struct, kw_only=True):
     params: SamplingParams
     priority: int
     cache_salt: str
+    names: tuple[str, ...] = ()  # by which a client may abort it
 
     @property
     def num_choices(self) -> int:
@@ -76,8 +77,10 @@ class Reply(Protocol):
 def make_run(exchange: Exchange, prefix: str, request: _Options, prompts: list[Prompt], params: SamplingParams) -> Run:
     """The run of a request whose prompts and parameters are checked. `prefix`: of its id, which holds the body's."""
     given = read_request_id(request.request_id)
+    shown = prefix + (f"{given}-{exchange.own_id[:12]}" if given else exchange.own_id)  # two may give the same
     return Run(
-        id=prefix + (f"{given}-{exchange.own_id[:12]}" if given else exchange.own_id),  # two may give the same
+        id=shown,
+        names=tuple({shown, exchange.request_id, *filter(None, [given])}),
         key=prefix + exchange.own_id,
         prompts=prompts,
         params=params,
@@ -225,6 +228,8 @@ async def submit(state: ServeState, run: Run) -> list[OutputStream]:
         refusal: Exception = queue_full(str(error), error.retry_after)
     except EngineDeadError as error:
         refusal = not_ready(state.engine.state, error.retry_after)
+    except EngineHaltedError as error:
+        refusal = ApiError(503, error.code, str(error), headers=[(b"retry-after", b"1")])
     except ParameterError as error:
         refusal = error
     for stream in streams:
@@ -260,6 +265,7 @@ async def drive(state: ServeState, exchange: Exchange, run: Run, take: Take, *, 
     """
     outputs = await submit(state, run)
     seconds = state.config.request_timeout
+    state.runs[run.key] = run.names
     try:
         with state.open_exchange(exchange, streams=streams):
             async with exchange.watching():
@@ -273,6 +279,7 @@ async def drive(state: ServeState, exchange: Exchange, run: Run, take: Take, *, 
                         raise
                     raise ApiError(504, "timeout", f"the request took longer than {seconds:g} s") from None
     finally:
+        del state.runs[run.key]
         for stream in outputs:
             await stream.aclose()
 
@@ -283,7 +290,7 @@ async def _consume(outputs: Sequence[OutputStream], take: Take, *, streams: bool
     async def one(index: int) -> None:
         async for output in outputs[index]:
             parts = pieces(output)
-            if parts is output.outputs and all(part.finish_reason not in ("error", "abort") for part in parts):
+            if parts is output.outputs and all(part.finish_reason != "error" for part in parts):
                 await take(index, output)
                 continue
             told = []
@@ -350,8 +357,6 @@ def _failure(completion: CompletionOutput) -> ApiError | None:
             500, "internal_model_error", f"the model failed on this request: {completion.stop_reason}",
             headers=[(b"x-should-retry", b"false")],
         )  # fmt: skip
-    if completion.finish_reason == "abort":
-        return ApiError(503, "aborted", "the request was aborted")
     return None
 
 

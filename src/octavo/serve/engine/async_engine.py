@@ -27,6 +27,7 @@ from octavo.request.outputs import OUTPUT_FAILED, REQUESTS_OWN
 from octavo.request.sampling_params import Limits, SamplingParams
 from octavo.request.updates import RequestUpdate, once_each
 from octavo.serve.engine.client import EngineClient, Supervision
+from octavo.serve.engine.control import AsyncControl
 from octavo.serve.engine.model_files import ModelFiles
 from octavo.serve.engine.refusals import EngineDeadError, EngineDrainingError, EngineLoadingError, QueueFullError
 from octavo.serve.engine.stream import OutputStream, RequestFacts, SlowReaderError, Stream
@@ -68,6 +69,7 @@ class AsyncEngine:
         self.max_num_queued_reqs, self.max_num_queued_tokens = max_num_queued_reqs, max_num_queued_tokens
         self._suspects = Suspects()
         self.observers: list[Observer] = [self._suspects.watch]
+        self.control = AsyncControl(self.call, self._deliver_now, self.abort_all)
         self._client: EngineClient
         self._frontend: Frontend  # of the engine process that is there
         self._streams: dict[str, Stream] = {}
@@ -140,9 +142,11 @@ class AsyncEngine:
             ParameterError: what the model's limits forbid, and what was there when the engine failed twice.
             QueueFullError: too many requests or tokens wait.
             EngineDeadError: the engine is loading, restarting, draining or dead.
+            EngineHaltedError: its weights are gone, or it is paused and refuses.
 
         """
         self._refuse_if_down()
+        self.control.check_new()
         num_prompt = len(prompt_token_ids)
         checked = self._frontend.check(Prompt(prompt_token_ids, prompt, cache_salt), params, priority=priority)
         self._suspects.check(prompt_token_ids, checked.params)
@@ -168,9 +172,15 @@ class AsyncEngine:
             stream.put(output)
             self._forget(stream, "aborted")
 
-    async def reset_prefix_cache(self) -> bool:
-        """Forget every cached prefix. False, and nothing is done, while any block is held by a request."""
-        return msgspec.msgpack.decode(await self.call("reset_prefix_cache"), type=bool)
+    async def abort_all(self, prefix: str = "") -> list[str]:
+        """End every request whose id begins so; their ids. Their streams end with finish_reason "abort"."""
+        found = [request_id for request_id in self._streams if request_id.startswith(prefix)]
+        await self.abort(found)
+        return found
+
+    async def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
+        """Forget every cached prefix. False while blocks are held, unless those requests are to be computed again."""
+        return await self.control.reset_prefix_cache(reset_running_requests=reset_running_requests)
 
     async def call(self, name: str, payload: bytes = b"") -> bytes:
         """Ask the core between two steps; see EngineCore.call.
@@ -260,6 +270,7 @@ class AsyncEngine:
         known["num_queued"] = self._num_queued
         known["num_queued_tokens"] = self._num_unstarted_tokens
         known["num_restarts"] = self._client.num_restarts
+        known["paused"], known["sleep_level"] = self.control.last.paused, self.control.last.sleep_level
         known["last_heartbeat_age"] = self.last_heartbeat_age
         return known
 
@@ -268,6 +279,7 @@ class AsyncEngine:
     def engine_up(self, info: EngineInfo) -> None:
         """Requests may come."""
         self.info = info
+        self.control.forget()
         self._begin_anew(self.tokenizer)
         if self.state != "draining":
             self._set_state("ready")
@@ -285,6 +297,12 @@ class AsyncEngine:
         if waiting:
             asyncio.get_running_loop().call_soon(self._deliver_slice)
         self._deliver_all(updates)
+
+    def _deliver_now(self) -> None:
+        """All that has come."""
+        news = list(self._undelivered)
+        self._undelivered.clear()
+        self._deliver_all(news)
 
     def _deliver_all(self, news: list[RequestUpdate]) -> None:
         """To each stream its part. What is wrong with one request is no other's trouble."""
@@ -314,8 +332,7 @@ class AsyncEngine:
     def engine_down(self, reason: str, *, final: bool, is_users: bool) -> None:
         """Tell every stream."""
         self.error = reason
-        self._deliver_all(list(self._undelivered))
-        self._undelivered.clear()
+        self._deliver_now()
         for name in _COUNTERS:
             self._past_counters[name] += getattr(self._client.stats, name)
         streams = list(self._streams.values())

@@ -23,6 +23,15 @@ class EngineDrainingError(EngineDeadError):
     """The server is about to stop."""
 
 
+class EngineHaltedError(RuntimeError):
+    """The engine lives, and takes no request until somebody lets it. `code`: a word for why."""
+
+    def __init__(self, reason: str, code: str) -> None:
+        """`reason` names what ends it."""
+        super().__init__(reason)
+        self.code = code
+
+
 class QueueFullError(RuntimeError):
     """Too many requests wait. `retry_after`: seconds; `reason`: "requests" or "tokens"."""
 

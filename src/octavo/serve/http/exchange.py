@@ -13,6 +13,7 @@ import itertools
 import re
 import secrets
 import time
+import urllib.parse
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, MutableMapping
 from typing import Any
 
@@ -32,6 +33,7 @@ _PIECE_BYTES = 65_536  # of a reply that is made while it is sent
 CLIENT_LEFT = 499  # for logs and metrics; never sent
 _WATCHED_BYTES = 1 << 16  # a body that is longer may wait to be read, and its client may leave meanwhile
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9_.-]{1,128}")
+_MAX_QUERY = 64
 _COMMENT = b": keep-alive\n\n"
 IDLE_EVENT = "octavo.idle_event"  # of a scope whose reply streams: bytes that say nothing and may be sent at any time
 
@@ -68,6 +70,21 @@ class Exchange:
     def header(self, name: bytes) -> bytes:
         """A header's value; b"" if it is not there, values with commas if it is there twice."""
         return b",".join(value for key, value in self.raw_headers if key == name)
+
+    def query(self) -> dict[str, list[str]]:
+        """What stands behind the path's question mark. Raises ApiError for more than a few fields."""
+        try:
+            return urllib.parse.parse_qs(
+                self._scope.get("query_string", b"").decode("ascii"), max_num_fields=_MAX_QUERY
+            )
+        except ValueError:
+            text = f"the query may hold at most {_MAX_QUERY} fields, in ASCII"
+            raise bad_request("invalid_query", text) from None
+
+    @property
+    def has_body(self) -> bool:
+        """Whether a body was announced."""
+        return self.header(b"content-length") not in (b"", b"0") or bool(self.header(b"transfer-encoding"))
 
     async def json(self) -> dict[str, Any]:
         """The body, which must be a JSON object. Raises ApiError."""

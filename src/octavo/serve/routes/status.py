@@ -11,8 +11,7 @@ from importlib import resources
 
 import octavo
 from octavo.serve.api.shapes import ModelCard, ModelList
-from octavo.serve.engine.refusals import EngineDeadError
-from octavo.serve.errors import ApiError, not_ready
+from octavo.serve.errors import not_ready
 from octavo.serve.http.exchange import Exchange
 from octavo.serve.metrics import CONTENT_TYPE
 from octavo.serve.state import ServeState
@@ -66,18 +65,6 @@ async def metrics(state: ServeState, exchange: Exchange) -> None:
 async def load(state: ServeState, exchange: Exchange) -> None:
     """GET /load: requests that are being answered."""
     await exchange.reply_json({"server_load": state.num_open})
-
-
-async def reset_prefix_cache(state: ServeState, exchange: Exchange) -> None:
-    """POST /reset_prefix_cache: forget every cached prefix, which cannot be done while requests run."""
-    state.check_ready()
-    try:
-        done = await state.engine.reset_prefix_cache()
-    except EngineDeadError as error:
-        raise not_ready(state.engine.state, error.retry_after) from None
-    if not done:
-        raise ApiError(409, "busy", "the prefix cache cannot be reset while requests run")
-    await exchange.reply(200, b"")
 
 
 async def page(state: ServeState, exchange: Exchange) -> None:

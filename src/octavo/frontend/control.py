@@ -1,0 +1,57 @@
+"""What a trainer asks of an engine beside requests: pauses, sleep, resets; from Python and over HTTP alike.
+
+Owns the reading of what was asked and of a core's answers, and WrongStateError. The states are `octavo.sched.pause`'s.
+Knows neither threads nor HTTP. Invariant: a move that the core refuses is a WrongStateError that names state and move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from octavo.request.sampling_params import ParameterError
+from octavo.sched.pause import LOST, MODES, TAGS, PauseOrder, ResetOrder, SleepOrder, Standing, WakeOrder
+
+__all__ = [
+    "LOST", "PauseOrder", "ResetOrder", "SleepOrder", "Standing", "WakeOrder", "WrongStateError",
+    "check_level", "check_mode", "check_tags", "read_standing",
+]  # fmt: skip
+
+
+class WrongStateError(RuntimeError):
+    """A move that the engine's state forbids. Nothing was done."""
+
+
+def read_standing(answer: bytes) -> Standing:
+    """A core's answer. Raises WrongStateError for a move that it refused."""
+    standing = msgspec.msgpack.decode(answer, type=Standing)
+    if standing.refused:
+        raise WrongStateError(standing.refused)
+    return standing
+
+
+def check_mode(mode: object) -> str:
+    """Of a pause. Raises ParameterError."""
+    if not isinstance(mode, str) or mode not in MODES:
+        raise ParameterError("mode", f"must be one of {', '.join(MODES)}", "invalid_value")
+    return mode
+
+
+def check_level(level: object) -> int:
+    """Of sleep. Raises ParameterError."""
+    if isinstance(level, bool) or not isinstance(level, int) or not 0 <= level <= 2:
+        raise ParameterError("level", "must be 0, 1 or 2", "invalid_value")
+    return level
+
+
+def check_tags(tags: Sequence[str] | None) -> list[str] | None:
+    """Of memory. None: all. Raises ParameterError."""
+    if tags is None:
+        return None
+    if isinstance(tags, str) or not all(isinstance(tag, str) for tag in tags):
+        raise ParameterError("tags", "must be a list of names", "invalid_type")
+    for tag in tags:
+        if tag not in TAGS:
+            raise ParameterError("tags", f"unknown tag {tag[:32]!r}: known are {', '.join(TAGS)}", "invalid_value")
+    return list(tags)

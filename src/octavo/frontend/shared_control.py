@@ -1,0 +1,76 @@
+"""Control: pauses, sleep and resets of an engine in this process, for any thread.
+
+Owns the order of steps and moves. Knows neither prompts nor text. Invariant: each move is made between two steps, and a
+pause that waits lets other threads' requests end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from octavo.frontend.control import (
+    LOST,
+    PauseOrder,
+    ResetOrder,
+    SleepOrder,
+    Standing,
+    WakeOrder,
+    WrongStateError,
+    check_level,
+    check_mode,
+    check_tags,
+)
+from octavo.frontend.sharing import SharedEngine
+
+
+class Control:
+    """The moves for an engine in this process, which any thread may ask for."""
+
+    def __init__(self, shared: SharedEngine) -> None:
+        """`shared`: whom all threads use."""
+        self._shared = shared
+
+    @property
+    def standing(self) -> Standing:
+        """How the engine stands."""
+        return self._shared.ask("standing")
+
+    def pause(self, mode: object, *, clear_cache: bool | None) -> None:
+        """See LLM.pause_generation."""
+        mode = check_mode(mode)
+        self._shared.halt(PauseOrder(wait=mode == "wait", clear_cache=bool(clear_cache)), abort=mode == "abort")
+        if mode == "wait":
+            self._shared.run_until(lambda: self.standing_within().settled)
+
+    def standing_within(self) -> Standing:
+        """As `standing`, for who leads."""
+        return self._shared.engine.ask("standing")
+
+    def resume(self) -> None:
+        """Undo a pause."""
+        self._shared.ask("resume")
+
+    def sleep(self, level: object, mode: object) -> None:
+        """See LLM.sleep."""
+        order, mode = SleepOrder(level=check_level(level)), check_mode(mode)
+        before = self._shared.ask("check_sleep", order)
+        self.pause(mode, clear_cache=None)
+        self._shared.ask("sleep", msgspec.structs.replace(order, ends_pause=not before.paused))
+
+    def wake_up(self, tags: Sequence[str] | None) -> bool:
+        """Whether all is awake."""
+        return not self._shared.ask("wake_up", WakeOrder(check_tags(tags))).asleep
+
+    def reset_prefix_cache(self, *, reset_running_requests: bool) -> bool:
+        """Whether it was reset."""
+        return self._shared.ask("reset_prefix_cache", ResetOrder(reset_running_requests)).success
+
+    def check_awake(self) -> None:
+        """Raise WrongStateError where a request would wait for nothing that its own thread could do."""
+        gate = self._shared.engine.core.gate
+        if gate.lost:
+            raise WrongStateError(f"generate: {LOST}")
+        if gate.asleep:
+            raise WrongStateError(f"generate: the engine sleeps at level {gate.level}: call wake_up first")

@@ -1,0 +1,107 @@
+"""Gate: whether steps are planned: pauses, sleep, and what of an engine's memory is there.
+
+Owns the states of an engine that a trainer stops and wakes, the moves between them and which are refused, and the
+messages of these moves. Knows neither requests nor devices: the engine's loop asks it. Invariants: a refused move
+changes nothing and says which state forbids it; steps are planned only while nothing is paused, asleep or lost.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+MEMORY_TAGS = ("weights", "kv_cache")
+TAGS = (*MEMORY_TAGS, "scheduling")
+MODES = ("keep", "wait", "abort")
+LOST = "weights were discarded at sleep level 2: send or reload them"
+
+PauseMode = Literal["keep", "wait", "abort"]
+
+
+class PauseOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Stop planning steps. wait: once what runs and waits has ended; else at once, with every request as it stands."""
+
+    wait: bool = False
+    clear_cache: bool = False
+
+
+class SleepOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Stop, and give memory back. Level 0: none; 1: the cache's; 2: the weights' too, whose values are lost."""
+
+    level: int = 1
+    ends_pause: bool = False  # the pause that is there was made for this alone
+
+
+class WakeOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Take memory again. None: all tags that sleep."""
+
+    tags: list[str] | None = None
+
+
+class ResetOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Forget every cached prefix. reset_running_requests: those that run are computed again."""
+
+    reset_running_requests: bool = False
+
+
+class Standing(msgspec.Struct, frozen=True, kw_only=True):
+    """How an engine stands after a move."""
+
+    paused: bool = False  # by `pause`, or about to be
+    settled: bool = True  # no step runs, and no result is on its way
+    sleep_level: int = -1  # -1: awake
+    asleep: list[str] = []  # tags
+    lost: bool = False  # the weights' values are gone
+    num_unfinished: int = 0
+    refused: str = ""  # why the move was not made
+    success: bool = True  # of a reset of the cache
+
+
+class Gate:
+    """The state alone."""
+
+    def __init__(self) -> None:
+        """Open."""
+        self.paused = False
+        self.draining = False  # a pause that waits for the requests that are there
+        self.clears = False  # the cache, once that pause has come
+        self.level = -1
+        self.asleep: set[str] = set()
+        self.lost = False  # the weights' values are gone
+
+    @property
+    def is_open(self) -> bool:
+        """Whether steps are planned."""
+        return not (self.paused or self.asleep or self.lost)
+
+    def resume(self) -> str:
+        """Undo a pause; why it cannot be, or ""."""
+        if self.asleep:
+            return f"resume: the engine sleeps (level {self.level}; {self._sleeping()}): wake it up first"
+        self.paused = self.draining = self.clears = False
+        return ""
+
+    def check_sleep(self, level: int) -> str:
+        """Why it cannot sleep so, or "". A deeper sleep may follow a lighter one."""
+        if level < self.level:
+            return f"sleep: the engine sleeps at level {self.level} already: wake it up before level {level}"
+        return ""
+
+    def sleep(self, level: int) -> None:
+        """What `check_sleep` allows."""
+        self.level = level
+        self.asleep |= {"scheduling", *(MEMORY_TAGS if level else ())}
+        self.lost |= level == 2
+
+    def wake(self, tags: list[str] | None) -> None:
+        """Tags that do not sleep stay as they are. Scheduling goes on with the last memory, or by its own name."""
+        had_memory = not self.asleep.isdisjoint(MEMORY_TAGS)
+        self.asleep -= set(self.asleep if tags is None else tags)
+        if had_memory and self.asleep.isdisjoint(MEMORY_TAGS):
+            self.asleep.clear()
+        if not self.asleep:
+            self.level = -1
+
+    def _sleeping(self) -> str:
+        return "asleep: " + ", ".join(tag for tag in TAGS if tag in self.asleep)
