@@ -23,7 +23,8 @@ from octavo.attention.base import BACKENDS, AttentionInputs, Setup
 from octavo.cache.specs import AttentionSpec
 from octavo.ops.attention import paged_attention_eager
 from octavo.ops.attention.mask_spec import MaskSpec
-from octavo.ops.attention.paged import Heads, Planner, Scratch, num_processors, paged_attention
+from octavo.ops.attention.paged import paged_attention
+from octavo.ops.attention.paged_plan import Heads, Planner, Scratch, num_processors
 
 HEAD = 128
 HEADS = ((32, 8), (16, 8))

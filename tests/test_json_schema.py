@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from octavo.grammar.compiler import Grammars, Vocabulary
-from octavo.grammar.json_schema import FORMATS, other_strings, rewrite
+from octavo.grammar.json_schema import FORMATS, rewrite
+from octavo.grammar.schema_sets import other_strings
 from octavo.request.sampling_params import ParameterError, StructuredOutputsParams
 from schema_corpus import EXACT, PARTLY, REFUSED
 

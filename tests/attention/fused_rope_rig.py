@@ -9,7 +9,8 @@ import torch
 from batches import make_batch, make_history
 from octavo.ops.attention import rope_decode
 from octavo.ops.attention.mask_spec import MaskSpec
-from octavo.ops.attention.paged import Heads, Planner, Scratch, paged_attention
+from octavo.ops.attention.paged import paged_attention
+from octavo.ops.attention.paged_plan import Heads, Planner, Scratch
 from octavo.ops.rope import Rotation, qk_norm_rope_store, rope_table
 
 BF16, CUDA = torch.bfloat16, torch.device("cuda")

@@ -15,9 +15,10 @@ from contract_rig import Setting, make_step
 from octavo.attention.base import BACKENDS, LayerTensors, Setup, alibi_slopes
 from octavo.cache.specs import AttentionSpec
 from octavo.ops.attention import paged as operator
-from octavo.ops.attention import paged_attention_eager
+from octavo.ops.attention import paged_attention_eager, paged_plan
 from octavo.ops.attention.mask_spec import MaskSpec
-from octavo.ops.attention.paged import Heads, Planner, Scratch, Tile, paged_attention
+from octavo.ops.attention.paged import paged_attention
+from octavo.ops.attention.paged_plan import Heads, Planner, Scratch, Tile
 from octavo.ops.attention.paged_workload import LEAF, count_leaves, count_tiles
 
 FEW, MANY = 1, 16  # processors to plan for: rows are walked almost whole, or by many programs; few rows undivided
@@ -117,7 +118,7 @@ def check_reference() -> None:
 
 
 def check_lean_tiles_equal_the_reference() -> None:
-    with mock.patch.object(operator, "shared_bytes", lambda device: 99 << 10):
+    with mock.patch.object(paged_plan, "shared_bytes", lambda device: 99 << 10):
         for seed in range(3):
             compare_with_reference(seed, CPU, [torch.float32, torch.float16], 1200)
 
@@ -198,7 +199,7 @@ def check_long_rows_are_merged_to_the_same_bits() -> None:
     rows = [(history, 1500, 2), (history, 300, 1), (history, 1290, 3)]
     for options in ({}, {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])}, {"window": 1200}):
         expected = attend(make_batch(rows, 16), processors=FEW, **dict(options))
-        with mock.patch.multiple(operator, _FOLDS=4, _LONG=5):
+        with mock.patch.multiple(paged_plan, _FOLDS=4, _LONG=5):
             for processors in (FEW, MANY):
                 assert torch.equal(attend(make_batch(rows, 16), processors=processors, **dict(options)), expected)
 
@@ -212,7 +213,7 @@ def check_the_division_is_whole_and_even() -> None:
         lengths = [rng.randrange(count, 6000) if count else 0 for count in counts]
         planner = Planner(Heads(kv_heads, kv_heads, 16), MaskSpec(scale=1.0, **kind), torch.float16, CPU, Scratch(CPU))
         start = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
-        with mock.patch.multiple(operator, _ROW_PROGRAMS=programs, _WIDE_ROW_PROGRAMS=programs, MAX_SHORT_QUERIES=2):
+        with mock.patch.multiple(paged_plan, _ROW_PROGRAMS=programs, _WIDE_ROW_PROGRAMS=programs, MAX_SHORT_QUERIES=2):
             plan = planner.plan(
                 start,
                 torch.tensor(lengths, dtype=torch.int32),

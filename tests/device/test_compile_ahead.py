@@ -29,7 +29,7 @@ from octavo import LLM  # noqa: E402
 from octavo.attention import mla, paged  # noqa: E402
 from octavo.config.engine_config import Resolved  # noqa: E402
 from octavo.device.graphs import GraphKey, GraphPool, decode_keys, mixed_keys  # noqa: E402
-from octavo.ops.attention import paged as paged_attention  # noqa: E402
+from octavo.ops.attention import paged_plan  # noqa: E402
 from octavo.ops.compile import launch, side_by_side  # noqa: E402
 from octavo.plan import StepLimits  # noqa: E402
 from octavo.startup.cache import plan_cache  # noqa: E402
@@ -139,7 +139,7 @@ def found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]
     monkeypatch.setattr(side_by_side.Pass, "is_settled", lambda *_: False)
     monkeypatch.setattr(driver, "_active", no_device)
     monkeypatch.setattr(launch, "_has_pdl", lambda device: True)
-    for module in (paged_attention, paged, mla):
+    for module in (paged_plan, paged, mla):
         for name, value in (("can_run_on", True), ("shared_bytes", SHARED_BYTES), ("num_processors", PROCESSORS)):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, lambda device, value=value: value)

@@ -37,7 +37,7 @@ import paged_rig
 from batches import make_batch, make_history
 from octavo.ops import sampling as sample
 from octavo.ops.activation.gpu import gated_activation
-from octavo.ops.attention import paged
+from octavo.ops.attention import decode, paged_plan
 from octavo.ops.flex.mask_rows import Kind, Reach
 from octavo.ops.gemm import cluster_gemm
 from octavo.ops.gemm.gpu import linear, tile_for
@@ -125,7 +125,7 @@ def _paged() -> None:
     for options in ({}, {"window": 70, "soft_cap": 20.0}):
         batch = paged_rig.to_device(make_batch(rows, 16, heads_last=bool(options)), CUDA)
         expected = paged_rig.attend(batch, processors=paged_rig.FEW, **options)
-        with mock.patch.multiple(paged, _FOLDS=4, _LONG=5):
+        with mock.patch.multiple(paged_plan, _FOLDS=4, _LONG=5):
             for processors in (paged_rig.FEW, paged_rig.MANY):
                 assert torch.equal(paged_rig.attend(batch, processors=processors, **options), expected)
         assert torch.equal(paged_rig.attend(batch, **options), expected)
@@ -147,7 +147,7 @@ def _prompts() -> None:
     for block_size, options in ((64, {}), (16, {"window": 70})):
         batch = paged_rig.to_device(make_batch(rows, block_size), CUDA)
         out = paged_rig.attend(batch, processors=paged_rig.FEW, **options)
-        plain = paged_rig.attend(batch, processors=paged_rig.FEW, tile=paged.Tile(128, 8, 2, 128), **options)
+        plain = paged_rig.attend(batch, processors=paged_rig.FEW, tile=paged_plan.Tile(128, 8, 2, 128), **options)
         assert torch.equal(out, plain), options
 
 
@@ -159,10 +159,10 @@ def _decode() -> None:
     rows = [(history, 1500, 2), (history, 300, 1), (history, 7, 4), (history, 64, 1)]
     for block_size, options in ((64, {}), (16, {"window": 70})):
         batch = paged_rig.to_device(make_batch(rows, block_size), CUDA)
-        with mock.patch.object(paged.decode, "can_serve", lambda *facts: False):
+        with mock.patch.object(decode, "can_serve", lambda *facts: False):
             plain = paged_rig.attend(batch, processors=paged_rig.FEW, **options)
         assert torch.equal(paged_rig.attend(batch, processors=paged_rig.FEW, **options), plain), options
-        with mock.patch.multiple(paged, _FOLDS=4, _LONG=5):
+        with mock.patch.multiple(paged_plan, _FOLDS=4, _LONG=5):
             assert torch.equal(paged_rig.attend(batch, processors=2, **options), plain), options
     fused_rope_rig.check([70, 1100, 300, 0], 4, 2, 64, processors=2)
 

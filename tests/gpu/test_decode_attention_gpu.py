@@ -18,8 +18,9 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 from batches import Batch, History, make_batch, make_history
 from hopper_rig import BF16, DEVICE, HEADS, MASKS, in_a_large_pool, with_strided_queries
 from octavo.ops.attention import paged as operator
+from octavo.ops.attention import paged_plan
 from octavo.ops.attention.mask_spec import MaskSpec
-from octavo.ops.attention.paged import Heads, Planner, Scratch
+from octavo.ops.attention.paged_plan import Heads, Planner, Scratch
 from octavo.ops.rope import qk_norm_rope_store, rope_table
 from paged_rig import attend, attend_by, heavy_history, to_device
 
@@ -78,7 +79,7 @@ def test_sinks_and_queries_of_another_stride() -> None:
 def test_long_rows_are_left_to_merge() -> None:
     batch = to_device(make_batch(_rows(5, 8, 2, 128, BF16), 64), DEVICE)
     expected = _plain(batch)
-    with mock.patch.multiple(operator, _FOLDS=4, _LONG=4):
+    with mock.patch.multiple(paged_plan, _FOLDS=4, _LONG=4):
         out, was_served = _served(batch, 3)
     assert was_served and torch.equal(out, expected)
 

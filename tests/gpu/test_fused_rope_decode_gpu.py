@@ -19,7 +19,7 @@ import fused_rope_rig
 from octavo.attention.base import AttentionInputs
 from octavo.attention.paged import PagedBackend
 from octavo.cache.specs import AttentionSpec
-from octavo.ops.attention import paged as operator
+from octavo.ops.attention import paged_plan
 from octavo.ops.rope import Rotation, rope_table
 
 pytestmark = pytest.mark.gpu
@@ -79,7 +79,7 @@ def test_as_many_rows_as_steps_have(num_rows: int) -> None:
 
 
 def test_long_rows_are_left_to_merge() -> None:
-    with mock.patch.multiple(operator, _FOLDS=4, _LONG=4):
+    with mock.patch.multiple(paged_plan, _FOLDS=4, _LONG=4):
         fused_rope_rig.check([5000, 3, 1300, 0, 2600], 8, 2, 64, processors=3)
 
 

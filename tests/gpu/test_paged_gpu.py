@@ -18,7 +18,8 @@ from octavo.attention.base import BACKENDS, AttentionInputs
 from octavo.cache.specs import AttentionSpec
 from octavo.ops.attention import paged_attention_eager
 from octavo.ops.attention.mask_spec import MaskSpec
-from octavo.ops.attention.paged import Heads, Planner, Scratch, Tile, paged_attention
+from octavo.ops.attention.paged import paged_attention
+from octavo.ops.attention.paged_plan import Heads, Planner, Scratch, Tile
 from octavo.ops.attention.paged_workload import LEAF
 from paged_rig import (
     FEATURES,

@@ -17,8 +17,9 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 from batches import Batch, History, make_batch
 from hopper_rig import BF16, DEVICE, HEADS, MASKS, in_a_large_pool, with_strided_queries
 from octavo.ops.attention import paged as operator
+from octavo.ops.attention import paged_plan
 from octavo.ops.attention.mask_spec import MaskSpec
-from octavo.ops.attention.paged import Tile
+from octavo.ops.attention.paged_plan import Tile
 from paged_rig import attend, attend_by, heavy_history, to_device
 
 pytestmark = pytest.mark.gpu
@@ -78,8 +79,8 @@ def test_few_long_rows_among_many_short_and_empty_ones() -> None:
     batch = to_device(make_batch(rows, 64), DEVICE)
     _same_bits(batch)
     batch.query_start[:], batch.seq_lens[:] = 0, 0  # no tile at all
-    scratch, mask_spec = operator.Scratch(DEVICE), MaskSpec(scale=1.0)
-    plan = operator.Planner(operator.Heads(8, 2, 128), mask_spec, BF16, DEVICE, scratch, FULL_MACHINE).plan(
+    scratch, mask_spec = paged_plan.Scratch(DEVICE), MaskSpec(scale=1.0)
+    plan = paged_plan.Planner(paged_plan.Heads(8, 2, 128), mask_spec, BF16, DEVICE, scratch, FULL_MACHINE).plan(
         batch.query_start, batch.seq_lens, num_tokens=len(batch.q), max_query_len=640, max_seq_len=900
     )
     out = torch.full_like(batch.q, 7.0)
@@ -113,9 +114,9 @@ def test_a_captured_launch_follows_lengths_and_tables() -> None:
     history = heavy_history(1500, 8, 2, 128)
     batch = to_device(make_batch([(history, 1500, 900), (history, 700, 200)], 64), DEVICE)
     other = to_device(make_batch([(history, 1100, 900), (history, 300, 200)], 64, seed=5), DEVICE)
-    scratch = operator.Scratch(DEVICE)
-    heads, mask_spec = operator.Heads(8, 2, 128), MaskSpec(scale=128**-0.5)
-    plan = operator.Planner(heads, mask_spec, BF16, DEVICE, scratch, FULL_MACHINE).plan(
+    scratch = paged_plan.Scratch(DEVICE)
+    heads, mask_spec = paged_plan.Heads(8, 2, 128), MaskSpec(scale=128**-0.5)
+    plan = paged_plan.Planner(heads, mask_spec, BF16, DEVICE, scratch, FULL_MACHINE).plan(
         batch.query_start, batch.seq_lens, num_tokens=1100, max_query_len=900, max_seq_len=1500, for_capture=True
     )
     out = torch.empty_like(batch.q)

@@ -17,9 +17,9 @@ from patience import patient
 # Plain data and rules without a device: packages or modules that load no torch, and that all others may import.
 WORDS = {
     "cache.groups", "cache.parts", "cache.plan", "cache.policies", "cache.specs", "checkpoint.arch",
-    "checkpoint.config_reader", "checkpoint.generation_config", "config", "grammar.json_schema", "observe", "plan",
-    "registry", "request", "startup.child", "startup.gc_control", "startup.forks", "startup.interrupts",
-    "startup.memory_plan",
+    "checkpoint.config_reader", "checkpoint.generation_config", "config", "grammar.json_schema", "grammar.schema_sets",
+    "observe", "plan", "registry", "request", "startup.child", "startup.forks", "startup.gc_control",
+    "startup.interrupts", "startup.memory_plan",
 }  # fmt: skip
 DEVICE_SIDE = {
     "attention",

@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from octavo.ops.attention import decode, paged, prefill, rope_decode_kernel  # noqa: E402
+from octavo.ops.attention import decode, paged_plan, prefill, rope_decode_kernel  # noqa: E402
 from octavo.ops.attention.mask_spec import MaskSpec  # noqa: E402
 from octavo.ops.compile import launch  # noqa: E402
 from octavo.ops.gemm import gemv  # noqa: E402
@@ -128,7 +128,7 @@ def test_prompts(
 def test_rotation_and_attention(compiled: list[Any], block: int, group: int, normed: bool) -> None:
     kv, out = cache(block, 128, BF16), torch.zeros(4, 2 * group, 128, dtype=BF16)
     rotation = rotation_of(128, normed=normed)
-    rows = paged.RowsLaunch(paged.Tile(16, 4, 3), 1, 8, 132, 4, 0, False, 2, single=True)
+    rows = paged_plan.RowsLaunch(paged_plan.Tile(16, 4, 3), 1, 8, 132, 4, 0, False, 2, single=True)
     rope_decode_kernel.fused_rope_decode(
         torch.zeros(4, (2 * group + 4) * 128, dtype=BF16),
         rotation,

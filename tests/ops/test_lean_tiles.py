@@ -19,7 +19,8 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 
 from octavo.attention import paged as paged_backend  # noqa: E402
 from octavo.cache.specs import AttentionSpec  # noqa: E402
-from octavo.ops.attention import paged, rope_decode_kernel  # noqa: E402
+from octavo.ops.attention import paged as operator  # noqa: E402
+from octavo.ops.attention import paged_plan, rope_decode_kernel  # noqa: E402
 from octavo.ops.attention.mask_spec import MaskSpec  # noqa: E402
 from octavo.ops.compile import launch  # noqa: E402
 
@@ -44,17 +45,17 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     )
     monkeypatch.setattr(driver, "_active", no_device)
     monkeypatch.setattr(JITFunction, "run", compile_only)
-    for module in (paged, paged_backend, rope_decode_kernel):
+    for module in (paged_plan, paged_backend, rope_decode_kernel):
         monkeypatch.setattr(module, "shared_bytes", lambda device: state.shared)
     yield state
 
 
 def attend(
-    heads: paged.Heads, dtype: torch.dtype, cache_dtype: torch.dtype, num_rows: int, queries: int, length: int
+    heads: paged_plan.Heads, dtype: torch.dtype, cache_dtype: torch.dtype, num_rows: int, queries: int, length: int
 ) -> None:
     """Compile what attends for rows of so many queries and tokens."""
-    scratch, mask_spec = paged.Scratch(CPU), MaskSpec(scale=0.1)
-    planner = paged.Planner(heads, mask_spec, dtype, CPU, scratch, 132, cache_dtype=cache_dtype)
+    scratch, mask_spec = paged_plan.Scratch(CPU), MaskSpec(scale=0.1)
+    planner = paged_plan.Planner(heads, mask_spec, dtype, CPU, scratch, 132, cache_dtype=cache_dtype)
     starts = torch.arange(num_rows + 1, dtype=torch.int32) * queries
     lengths = torch.full((num_rows,), length, dtype=torch.int32)
     plan = planner.plan(starts, lengths, num_tokens=num_rows * queries, max_query_len=queries, max_seq_len=length)
@@ -62,7 +63,7 @@ def attend(
     kv = torch.zeros(2, 64, heads.num_kv_heads, 2 * heads.size, dtype=cache_dtype).transpose(1, 2)
     scales = {} if cache_dtype == dtype else dict.fromkeys(("key_scale", "value_scale"), torch.ones(8))
     table = torch.zeros(num_rows, -(-length // 64), dtype=torch.int32)
-    paged.paged_attention(
+    operator.paged_attention(
         q, kv, starts, lengths, table, torch.zeros_like(q), mask_spec=mask_spec, plan=plan, scratch=scratch, **scales
     )
 
@@ -83,14 +84,14 @@ def test_tiles_fit_a_desktop_gpu(
     gpu: SimpleNamespace, heads: tuple[int, int, int], dtype: torch.dtype, cache_dtype: torch.dtype, batches: Any
 ) -> None:
     for batch in batches:
-        attend(paged.Heads(*heads), dtype, cache_dtype, *batch)
+        attend(paged_plan.Heads(*heads), dtype, cache_dtype, *batch)
     assert max(kernel.metadata.shared for kernel in gpu.found) <= DESKTOP
 
 
 def test_wide_float32_heads_fit_an_a100_and_are_refused_where_they_do_not_fit(gpu: SimpleNamespace) -> None:
     gpu.shared = A100
     for batch in (FEW, SPLIT):
-        attend(paged.Heads(8, 1, 256), FP32, FP32, *batch)
+        attend(paged_plan.Heads(8, 1, 256), FP32, FP32, *batch)
     assert max(kernel.metadata.shared for kernel in gpu.found) <= A100
     gpu.shared = DESKTOP
     spec = AttentionSpec(num_heads=8, num_kv_heads=1, head_size=256, scale=1.0)
@@ -106,9 +107,9 @@ class AnyDevice(paged_backend.PagedBackend):
 
 
 def test_what_was_measured_keeps_its_tiles(gpu: SimpleNamespace) -> None:
-    wide = paged.Heads(8, 1, 256)
+    wide = paged_plan.Heads(8, 1, 256)
     for gpu.shared, lean in ((HOPPER, [False, False]), (A100, [False, True]), (DESKTOP, [True, True])):
-        assert [paged._is_lean(wide, dtype, CPU) for dtype in (BF16, FP32)] == lean
+        assert [paged_plan._is_lean(wide, dtype, CPU) for dtype in (BF16, FP32)] == lean
 
 
 @pytest.mark.parametrize(("shared", "takes"), [(DESKTOP, False), (HOPPER, True)])
@@ -119,4 +120,4 @@ def test_rotation_in_one_kernel_needs_its_room(
     gpu.shared = shared
     monkeypatch.setattr(launch, "_has_pdl", lambda device: True)
     kv = torch.zeros(2, 2, 64, 256, dtype=BF16)
-    assert rope_decode_kernel.serves(paged.Heads(4, 2, 128), MaskSpec(scale=1.0), kv) is takes
+    assert rope_decode_kernel.serves(paged_plan.Heads(4, 2, 128), MaskSpec(scale=1.0), kv) is takes

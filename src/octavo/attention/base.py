@@ -193,9 +193,13 @@ class AttentionInputs:
     def of(self, logits: LogitTokens) -> AttentionInputs:
         """The same rows, with the tokens that give logits as the only queries. Slots stay the step's."""
         return dataclasses.replace(
-            self, num_tokens=len(logits.tokens), max_query_len=logits.max_per_row, query_start=logits.query_start,
-            max_long=None if logits.max_per_row > 1 else 0, call_checked=False,
-        )  # fmt: skip
+            self,
+            num_tokens=len(logits.tokens),
+            max_query_len=logits.max_per_row,
+            query_start=logits.query_start,
+            max_long=None if logits.max_per_row > 1 else 0,
+            call_checked=False,
+        )
 
     def check(self) -> None:
         """Raises ValueError where a tensor is smaller than the host's numbers say. Costs a few comparisons."""

@@ -81,9 +81,12 @@ class FlashInferBackend(BackendFrame):
         for spec in self._prefill:
             heads = (spec.num_heads, spec.num_kv_heads, spec.head_size, inputs.block_size)
             words = {
-                "sm_scale": spec.scale, "window_left": spec.window - 1, "logits_soft_cap": spec.soft_cap,
-                "q_data_type": self._dtype, "kv_data_type": self._dtype,
-            }  # fmt: skip
+                "sm_scale": spec.scale,
+                "window_left": spec.window - 1,
+                "logits_soft_cap": spec.soft_cap,
+                "q_data_type": self._dtype,
+                "kv_data_type": self._dtype,
+            }
             if self._is_decode:
                 self._decode[spec].plan(page_start, indices, last_page, *heads, **words)
             else:

@@ -14,7 +14,7 @@ import torch
 from octavo.attention.base import NO_SETUP, AttentionInputs, Capability, LayerTensors, Setup
 from octavo.attention.frame import BackendFrame
 from octavo.cache.specs import AttentionSpec
-from octavo.ops.attention.paged import can_run_on, num_processors
+from octavo.ops.attention.paged_plan import can_run_on, num_processors
 from octavo.ops.latent.gpu import LEAF, latent_attention, part_floats
 
 _PROGRAMS = 2  # for each processor, where few queries make splitting pay

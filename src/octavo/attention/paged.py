@@ -17,7 +17,8 @@ from octavo.attention.frame import BackendFrame
 from octavo.cache.kernel_blocks import MultipleOf
 from octavo.cache.specs import AttentionSpec
 from octavo.ops.attention import rope_decode
-from octavo.ops.attention.paged import (
+from octavo.ops.attention.paged import paged_attention
+from octavo.ops.attention.paged_plan import (
     BLOCK_MULTIPLE,
     LEAST_FLOAT32,
     MAX_HEAD_SIZE,
@@ -25,7 +26,6 @@ from octavo.ops.attention.paged import (
     Planner,
     Scratch,
     can_run_on,
-    paged_attention,
     shared_bytes,
 )
 from octavo.ops.rope import Rotation

@@ -186,8 +186,15 @@ def _timed(run: Run, llm: LLM, name: str, copy: float, product: float) -> dict[s
         f"{spent.num_steps} steps; host us a step: {busy}",
         flush=True,
     )
-    return {"workload": name, "value": rate, "unit": "tok/s", "limit": limit, "seconds": seconds,
-            "steps": spent.num_steps, "host_us": host}  # fmt: skip
+    return {
+        "workload": name,
+        "value": rate,
+        "unit": "tok/s",
+        "limit": limit,
+        "seconds": seconds,
+        "steps": spent.num_steps,
+        "host_us": host,
+    }
 
 
 @contextlib.contextmanager

@@ -329,8 +329,11 @@ class Bench:
         """`shape`: random weights of that shape; None: the model that `settings` name, or the bundled one."""
         self._shape, self._seed, self._num_tokens = shape, seed, num_tokens
         self._settings = {
-            "max_model_len": MAX_LEN, "enable_prefix_caching": False, "max_num_seqs": MAX_ROWS, **settings
-        }  # fmt: skip
+            "max_model_len": MAX_LEN,
+            "enable_prefix_caching": False,
+            "max_num_seqs": MAX_ROWS,
+            **settings,
+        }
         self._jobs: list[Job] = []
         self.device = ""
 

@@ -192,9 +192,15 @@ def _add_flag(group: Any, names: list[str], dest: str, kind: str, help: str) -> 
 
 
 _METAVARS = {
-    "str": "NAME", "int": "N", "float": "X", "length": "N", "bytes": "BYTES", "dict": "JSON",
-    "mods": "MODULE:NAME", "ints": "N,N,...",
-}  # fmt: skip
+    "str": "NAME",
+    "int": "N",
+    "float": "X",
+    "length": "N",
+    "bytes": "BYTES",
+    "dict": "JSON",
+    "mods": "MODULE:NAME",
+    "ints": "N,N,...",
+}
 
 
 def _describe(fact: Setting) -> str:

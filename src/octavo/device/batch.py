@@ -244,8 +244,13 @@ class InputBuffers:
         self.logit_tokens = StagedTensor(1, max_num_rows * width, torch.int64, device, queue)
         self.logit_start = StagedTensor(1, max_num_rows + 1, torch.int32, device, queue)
         self._staged: tuple[StagedTensor, ...] = (
-            self.rows, self.query_start, self.sample_of, self.sampling, self.logit_tokens, self.logit_start,
-        )  # fmt: skip
+            self.rows,
+            self.query_start,
+            self.sample_of,
+            self.sampling,
+            self.logit_tokens,
+            self.logit_start,
+        )
         # of steps with drafts alone
         self.num_drafts = StagedTensor(1, max_num_rows, torch.int32, device, queue)  # [R]
         self._logit_rows = StagedTensor(1, max_num_rows * width, torch.int64, device, queue)  # [L]

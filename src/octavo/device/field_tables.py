@@ -44,8 +44,9 @@ class FieldTables:
             for spec in specs
         }
         self.data: Mapping[str, torch.Tensor] = {
-            **{name: table.data for name, table in self._tables.items()}, **known,
-        }  # fmt: skip
+            **{name: table.data for name, table in self._tables.items()},
+            **known,
+        }
 
     def add(self, row: int, extra_args: Mapping[str, Any] | None) -> None:
         """Stage the values of a request that entered `row`. They were checked before."""

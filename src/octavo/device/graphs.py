@@ -191,8 +191,11 @@ class _Memory:
 
     def __init__(self, tensor: torch.Tensor, typestr: str) -> None:
         self.__cuda_array_interface__ = {
-            "shape": tuple(tensor.shape), "typestr": typestr, "data": (tensor.data_ptr(), False), "version": 3,
-        }  # fmt: skip
+            "shape": tuple(tensor.shape),
+            "typestr": typestr,
+            "data": (tensor.data_ptr(), False),
+            "version": 3,
+        }
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:

@@ -107,10 +107,12 @@ class WriteQueue:
         self, staged: list[NDArray[np.int64]], staged_counts: list[int | NDArray[np.int64]], words: NDArray[np.int32]
     ) -> None:
         addresses = np.concatenate(staged)
-        counts = np.concatenate([
-            np.full(len(own), count) if isinstance(count, int) else count
-            for own, count in zip(staged, staged_counts, strict=True)
-        ])  # fmt: skip
+        counts = np.concatenate(
+            [
+                np.full(len(own), count) if isinstance(count, int) else count
+                for own, count in zip(staged, staged_counts, strict=True)
+            ]
+        )
         order = addresses.argsort()
         if not ((addresses + 4 * counts)[order[:-1]] > addresses[order[1:]]).any():
             self._send(addresses, counts, words)

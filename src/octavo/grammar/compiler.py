@@ -197,9 +197,12 @@ class Grammars:
         import llguidance
 
         limits = llguidance.LLParserLimits(
-            max_lexer_states=MAX_LEXER_STATES, max_grammar_size=MAX_GRAMMAR_SIZE, step_lexer_fuel=MASK_FUEL,
-            step_max_items=MASK_ITEMS, verbose_errors=False,
-        )  # fmt: skip
+            max_lexer_states=MAX_LEXER_STATES,
+            max_grammar_size=MAX_GRAMMAR_SIZE,
+            step_lexer_fuel=MASK_FUEL,
+            step_max_items=MASK_ITEMS,
+            verbose_errors=False,
+        )
         try:
             found = llguidance.LLMatcher(tokenizer, grammar_text(structured), log_level=0, limits=limits)
             mask = found.compute_bitmask() if not found.is_error() else b""

@@ -9,12 +9,25 @@ integers among numbers), and where the first match of `contains` comes late.
 from __future__ import annotations
 
 import functools
-import itertools
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import unquote
 
+from octavo.grammar.schema_sets import (
+    TYPES,
+    Schema,
+    all_of,
+    any_of,
+    arrangements,
+    crossed,
+    key_of,
+    kinds_of,
+    name_pattern,
+    of_types,
+    other_than,
+    without,
+)
 from octavo.request.validation import ParameterError
 
 MAX_NODES = 8_000  # of what is made: alternatives of alternatives multiply
@@ -24,21 +37,22 @@ MAX_UNIQUE = 5  # values of which all arrangements are written out
 FORMATS = frozenset(
     ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid")
 )  # that the library knows; another one is no constraint, as JSON Schema says
-TYPES = ("null", "boolean", "object", "array", "string", "number")
 # formats no text has two of
 _APART = frozenset(("date", "date-time", "duration", "email", "ipv4", "ipv6", "time", "uuid"))
 
-Schema = dict[str, Any] | bool
 _OBJECT: dict[str, Any] = {"type": "object"}
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _SINGLE = ("additionalItems", "additionalProperties", "items")
 # keyword -> type, the keyword of its contrary, and how far from it that begins
 _COUNTS: dict[str, tuple[str, str, int]] = {
-    "minLength": ("string", "maxLength", -1), "maxLength": ("string", "minLength", 1),
-    "minItems": ("array", "maxItems", -1), "maxItems": ("array", "minItems", 1),
-    "minProperties": ("object", "maxProperties", -1), "maxProperties": ("object", "minProperties", 1),
-}  # fmt: skip
+    "minLength": ("string", "maxLength", -1),
+    "maxLength": ("string", "minLength", 1),
+    "minItems": ("array", "maxItems", -1),
+    "maxItems": ("array", "minItems", 1),
+    "minProperties": ("object", "maxProperties", -1),
+    "maxProperties": ("object", "minProperties", 1),
+}
 _BOUNDS = {
     "minimum": "exclusiveMaximum",
     "maximum": "exclusiveMinimum",
@@ -107,7 +121,7 @@ class _Rewriter:
         ways: list[Schema] = []
         for key, value in schema.items():
             ways += self._violations(schema, key, value, depth + 1)
-        return _any(ways)
+        return any_of(ways)
 
     def _count(self, depth: int) -> None:
         self._num_nodes += 1
@@ -161,10 +175,10 @@ class _Rewriter:
                     parts.append(_OBJECT)  # they meet in what is no object, of which neither says anything
                 else:
                     parts.append(self.negative(other, depth))
-            ways.append(_all(parts))
+            ways.append(all_of(parts))
         if all(way is False for way in ways):
             raise _unsupported("oneOf", "has schemas of which none can be told from the others; use anyOf")
-        return [_any(ways)]
+        return [any_of(ways)]
 
     def _not(self, schema: dict[str, Any], depth: int) -> list[Schema]:
         made = self.negative(schema["not"], depth)
@@ -176,23 +190,27 @@ class _Rewriter:
         condition, then, other = schema["if"], schema.get("then", True), schema.get("else", True)
         if then is True and other is True:
             return []
-        return [_any([
-            _all([self.positive(condition, depth), self.positive(then, depth)]),
-            _all([self.negative(condition, depth), self.positive(other, depth)]),
-        ])]  # fmt: skip
+        return [
+            any_of(
+                [
+                    all_of([self.positive(condition, depth), self.positive(then, depth)]),
+                    all_of([self.negative(condition, depth), self.positive(other, depth)]),
+                ]
+            )
+        ]
 
     def _dependencies(self, keyword: str, schema: dict[str, Any], depth: int) -> list[Schema]:
         given = schema[keyword]
         if not isinstance(given, dict):
             raise ParameterError("structured_outputs.json", f"{keyword} must be an object", "schema_invalid")
-        return [_any([_without(name), self._dependent(name, needed, depth)]) for name, needed in given.items()]
+        return [any_of([without(name), self._dependent(name, needed, depth)]) for name, needed in given.items()]
 
     def _dependent(self, name: str, needed: Any, depth: int) -> Schema:
         if isinstance(needed, str):
             needed = [needed]
         if isinstance(needed, list):
             return {"required": list(dict.fromkeys([name, *needed]))}
-        return _all([{"required": [name]}, self.positive(needed, depth)])
+        return all_of([{"required": [name]}, self.positive(needed, depth)])
 
     def _contains(self, schema: dict[str, Any], depth: int) -> list[Schema]:
         least, most = schema.get("minContains", 1), schema.get("maxContains")
@@ -203,10 +221,10 @@ class _Rewriter:
         wanted = self.positive(schema["contains"], depth)
         longest = schema.get("maxItems", MAX_FIRST_MATCH)
         num_places = min(longest if isinstance(longest, int) else MAX_FIRST_MATCH, MAX_FIRST_MATCH)
-        ways: list[Schema] = [] if schema.get("type") == "array" else [_types(set(TYPES) - {"array"})]
+        ways: list[Schema] = [] if schema.get("type") == "array" else [of_types(set(TYPES) - {"array"})]
         for place in range(num_places):
             ways.append({"type": "array", "prefixItems": [*([{}] * place), wanted], "minItems": place + 1})
-        return [_any(ways)]
+        return [any_of(ways)]
 
     def _unique(self, schema: dict[str, Any], depth: int) -> list[Schema]:
         if schema["uniqueItems"] is not True or schema.get("maxItems", 2) in (0, 1):
@@ -215,8 +233,8 @@ class _Rewriter:
         if values is None or len(values) > MAX_UNIQUE or "prefixItems" in schema:
             message = f"is supported for items with an enum of {MAX_UNIQUE} values at most"
             raise _unsupported("uniqueItems", message)
-        ways: list[Schema] = [] if schema.get("type") == "array" else [_types(set(TYPES) - {"array"})]
-        return [_any([*ways, *_arrangements(values)])]
+        ways: list[Schema] = [] if schema.get("type") == "array" else [of_types(set(TYPES) - {"array"})]
+        return [any_of([*ways, *arrangements(values)])]
 
     def _names(self, schema: dict[str, Any], depth: int) -> list[Schema]:
         names = schema["propertyNames"]
@@ -228,7 +246,7 @@ class _Rewriter:
         if values is not None:
             allowed = {value: True for value in values if isinstance(value, str)}
             return [{"properties": allowed, "additionalProperties": False}]
-        pattern = _name_pattern(names)
+        pattern = name_pattern(names)
         if pattern is None:
             raise _unsupported("propertyNames", "is supported with a pattern, an enum or lengths only")
         return [{"patternProperties": {pattern: True}, "additionalProperties": False}]
@@ -264,31 +282,32 @@ class _Rewriter:
             case "type":
                 kinds = set(value if isinstance(value, list) else [value])
                 left = set(TYPES) - kinds - ({"number"} if "integer" in kinds else set())
-                return [_types(left)] if left else []
+                return [of_types(left)] if left else []
             case "const":
-                return _other_than([value])
+                return other_than([value])
             case "enum":
-                return _other_than(value)
+                return other_than(value)
             case "required":
-                return [{"type": "object", **_without(name)} for name in value] if isinstance(value, list) else []
+                return [{"type": "object", **without(name)} for name in value] if isinstance(value, list) else []
             case "properties":
                 return [
                     {"type": "object", "properties": {name: other}, "required": [name]}
-                    for name, each in value.items() if (other := self.negative(each, depth)) is not False
-                ]  # fmt: skip
+                    for name, each in value.items()
+                    if (other := self.negative(each, depth)) is not False
+                ]
             case "$ref":
                 return [self.negative(self.resolve(value), depth)]
             case "allOf":
                 return [self.negative(each, depth) for each in value]
             case "anyOf" | "oneOf":  # to fit none of them is one way to fail either
-                return [_all([self.negative(each, depth) for each in value])]
+                return [all_of([self.negative(each, depth) for each in value])]
             case "not":
                 return [self.positive(value, depth)]
             case "if":
                 then, other = schema.get("then", True), schema.get("else", True)
                 return [
-                    _all([self.positive(value, depth), self.negative(then, depth)]),
-                    _all([self.negative(value, depth), self.negative(other, depth)]),
+                    all_of([self.positive(value, depth), self.negative(then, depth)]),
+                    all_of([self.negative(value, depth), self.negative(other, depth)]),
                 ]
         if key in _COUNTS and isinstance(value, int):
             kind, opposite, step = _COUNTS[key]
@@ -333,31 +352,36 @@ class _Rewriter:
         both = [*one, *two]
         kinds = set(TYPES)
         for each in both:
-            kinds &= _kinds(each)
+            kinds &= kinds_of(each)
         if not kinds:
             return True
         values = [self._values(each, 0) for each in both]
-        finite = [{_key(value) for value in found} for found in values if found is not None]
+        finite = [{key_of(value) for value in found} for found in values if found is not None]
         if len(finite) > 1 and not set.intersection(*finite):
             return True
         if kinds == {"object"}:
             return self._objects_apart(one, two, depth)
         if kinds == {"string"}:
             formats = {each["format"] for each in both if each.get("format") in _APART}
-            return len(formats) > 1 or _crossed(both, "minLength", "maxLength")
+            return len(formats) > 1 or crossed(both, "minLength", "maxLength")
         if kinds == {"array"}:
-            return _crossed(both, "minItems", "maxItems")
-        return kinds == {"number"} and _crossed(both, "minimum", "maximum")
+            return crossed(both, "minItems", "maxItems")
+        return kinds == {"number"} and crossed(both, "minimum", "maximum")
 
     def _objects_apart(self, one: list[dict[str, Any]], two: list[dict[str, Any]], depth: int) -> bool:
         both = [*one, *two]
         needed = {name for each in both for name in each.get("required", []) if isinstance(name, str)}
         for name in needed:
-            if any(each.get("additionalProperties") is False and name not in each.get("properties", {})
-                   and not each.get("patternProperties") for each in both):  # fmt: skip
+            if any(
+                each.get("additionalProperties") is False
+                and name not in each.get("properties", {})
+                and not each.get("patternProperties")
+                for each in both
+            ):
                 return True
-            mine, theirs = ([each["properties"][name] for each in side if name in each.get("properties", {})]
-                            for side in (one, two))  # fmt: skip
+            mine, theirs = (
+                [each["properties"][name] for each in side if name in each.get("properties", {})] for side in (one, two)
+            )
             if any(self._apart(a, b, depth + 1) for a in mine for b in theirs):
                 return True
         return False
@@ -369,132 +393,5 @@ class _Rewriter:
         if "const" in schema:
             return [schema["const"]]
         if isinstance(schema.get("enum"), list):
-            return list({_key(value): value for value in schema["enum"]}.values())
+            return list({key_of(value): value for value in schema["enum"]}.values())
         return self._values(self.resolve(schema["$ref"]), depth + 1) if "$ref" in schema else None
-
-
-def _any(ways: list[Schema]) -> Schema:
-    ways = [way for way in ways if way is not False]
-    if any(way is True or way == {} for way in ways):
-        return True
-    return (ways[0] if len(ways) == 1 else {"anyOf": ways}) if ways else False
-
-
-def _all(parts: list[Schema]) -> Schema:
-    if any(part is False for part in parts):
-        return False
-    parts = [part for part in parts if part is not True and part != {}]
-    return (parts[0] if len(parts) == 1 else {"allOf": parts}) if parts else True
-
-
-def _types(kinds: set[str]) -> Schema:
-    return {"type": [kind for kind in TYPES if kind in kinds]}
-
-
-def _without(name: str) -> dict[str, Any]:
-    return {"properties": {name: False}}
-
-
-def _kinds(schema: dict[str, Any]) -> set[str]:
-    """The types that a plain schema allows; integers count as numbers."""
-    given = schema.get("type")
-    if given is not None:
-        kinds = set(given if isinstance(given, list) else [given])
-        return (kinds - {"integer"} | {"number"}) if "integer" in kinds else kinds
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    return {_kind(value) for value in values} if isinstance(values, list) else set(TYPES)
-
-
-def _kind(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "boolean"
-    return {str: "string", int: "number", float: "number", list: "array", dict: "object"}[type(value)]
-
-
-def _key(value: Any) -> Any:
-    """Equal for values that JSON Schema holds for equal: 1 and 1.0, though not 1 and true."""
-    if isinstance(value, list):
-        return "array", tuple(_key(each) for each in value)
-    if isinstance(value, dict):
-        return "object", frozenset((name, _key(each)) for name, each in value.items())
-    return _kind(value), value
-
-
-def _crossed(schemas: list[dict[str, Any]], low: str, high: str) -> bool:
-    """Whether some lower bound lies above some upper bound."""
-    lows = [each[low] for each in schemas if isinstance(each.get(low), int | float)]
-    highs = [each[high] for each in schemas if isinstance(each.get(high), int | float)]
-    return bool(lows and highs) and max(lows) > min(highs)
-
-
-def _other_than(values: Any) -> list[Schema]:
-    """Every value but these, where each kind of them has a complement."""
-    if not isinstance(values, list):
-        return []
-    by_kind: dict[str, list[Any]] = {}
-    for value in values:
-        by_kind.setdefault(_kind(value), []).append(value)
-    left = set(TYPES) - set(by_kind)
-    ways: list[Schema] = [_types(left)] if left else []
-    if "boolean" in by_kind:
-        ways += [{"const": value} for value in (True, False) if value not in by_kind["boolean"]]
-    if "string" in by_kind:
-        ways.append({"type": "string", "pattern": other_strings(by_kind["string"])})
-    if "number" in by_kind:
-        numbers = sorted(set(by_kind["number"]))
-        ways.append({"type": "number", "exclusiveMaximum": numbers[0]})
-        ways += [
-            {"type": "number", "exclusiveMinimum": low, "exclusiveMaximum": high}
-            for low, high in itertools.pairwise(numbers)
-            if not (isinstance(low, int) and high == low + 1)
-        ]
-        ways.append({"type": "number", "exclusiveMinimum": numbers[-1]})
-    return ways
-
-
-def other_strings(texts: list[str]) -> str:
-    """A regex without look-around for every text but these."""
-    end = ""
-    tree: dict[str, Any] = {}
-    for text in texts:
-        node = tree
-        for char in text:
-            node = node.setdefault(char, {})
-        node[end] = {}
-
-    def others(node: dict[str, Any]) -> str:
-        chars = sorted(char for char in node if char)
-        if not chars:
-            return r"[\s\S]+"
-        ways = [re.escape(char) + others(node[char]) for char in chars]
-        ways.append("[^" + "".join(re.escape(char) for char in chars) + r"][\s\S]*")
-        return f"({'|'.join(ways)}){'' if end in node else '?'}"
-
-    return f"^{others(tree)}$"
-
-
-def _arrangements(values: list[Any]) -> list[Schema]:
-    """Every list of different values out of `values`."""
-    found: list[Schema] = [{"type": "array", "maxItems": 0}]
-
-    def extend(chosen: list[Any], rest: list[Any]) -> None:
-        for place, value in enumerate(rest):
-            longer = [*chosen, value]
-            items = [{"const": each} for each in longer]
-            found.append({"type": "array", "prefixItems": items, "minItems": len(items), "maxItems": len(items)})
-            extend(longer, rest[:place] + rest[place + 1 :])
-
-    extend([], values)
-    return found
-
-
-def _name_pattern(names: dict[str, Any]) -> str | None:
-    """A regex of the names that a schema of names allows, if it has one keyword only."""
-    keys = {key for key in names if key not in ("type", "description", "title", "$comment", "format")}
-    if keys == {"pattern"} and isinstance(names["pattern"], str):
-        return names["pattern"]
-    if keys and keys <= {"minLength", "maxLength"}:
-        return rf"^[\s\S]{{{names.get('minLength', 0)},{names.get('maxLength', '')}}}$"
-    return r"^[\s\S]*$" if not keys else None

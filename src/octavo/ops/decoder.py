@@ -55,8 +55,14 @@ class _CacheHeader(ctypes.Structure):
 class _RowsHeader(ctypes.Structure):
     """`octavo::GroupRows` of decoder.cpp."""
 
-    _fields_ = (("query_start", _P), ("seq_lens", _P), ("block_table", _P), ("slots", _P), ("num_rows", _I),
-                ("table_row", _I))  # fmt: skip
+    _fields_ = (
+        ("query_start", _P),
+        ("seq_lens", _P),
+        ("block_table", _P),
+        ("slots", _P),
+        ("num_rows", _I),
+        ("table_row", _I),
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -100,9 +106,13 @@ class DecoderLayerOperands:
     def rotation(self, positions: Tensor, slot_mapping: Tensor) -> Rotation:
         """What becomes of the projection of tokens."""
         return Rotation(
-            positions=positions, cos_sin=self.cos_sin, q_norm=self.q_norm, k_norm=self.k_norm, eps=self.head_eps,
+            positions=positions,
+            cos_sin=self.cos_sin,
+            q_norm=self.q_norm,
+            k_norm=self.k_norm,
+            eps=self.head_eps,
             slot_mapping=slot_mapping,
-        )  # fmt: skip
+        )
 
     @functools.cached_property
     def without_queries(self) -> DecoderLayerOperands:
@@ -118,16 +128,32 @@ class DecoderLayerOperands:
         weights = {"qkv": self.qkv, "output": self.output, "gate_up": self.gate_up, "down": self.down}
         if any(weight is not None and not weight.header for weight in weights.values()):
             return None
-        names = ("input_norm", "attention_norm", "mlp_norm", "mlp_out_norm", "qkv_bias", "output_bias", "q_norm",
-                 "k_norm", "cos_sin")  # fmt: skip
+        names = (
+            "input_norm",
+            "attention_norm",
+            "mlp_norm",
+            "mlp_out_norm",
+            "qkv_bias",
+            "output_bias",
+            "q_norm",
+            "k_norm",
+            "cos_sin",
+        )
         return _LayerHeader(
             **{name: _address(getattr(self, name)) for name in names},
             **{name: None if weight is None else weight.header for name, weight in weights.items()},
-            num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_size=self.head_size,
-            rotary_size=self.cos_sin.shape[1], window=self.window, eps=self.eps, head_eps=self.head_eps,
-            scale=self.scale, soft_cap=self.soft_cap, activation=GATED_KINDS[self.activation],
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            rotary_size=self.cos_sin.shape[1],
+            window=self.window,
+            eps=self.eps,
+            head_eps=self.head_eps,
+            scale=self.scale,
+            soft_cap=self.soft_cap,
+            activation=GATED_KINDS[self.activation],
             in_pairs=self.in_pairs,
-        )  # fmt: skip
+        )
 
 
 def _address(tensor: Tensor | None) -> int | None:
@@ -163,9 +189,19 @@ def pre_attention(
     total = x if residual is None else torch.empty(x.shape, dtype=x.dtype)
     before, stride = (None, 0) if residual is None else (residual.data_ptr(), residual.stride(0))
     library.octavo_enter_attention(
-        ctypes.byref(layer.header), cache, slots, at, x.data_ptr(), x.stride(0), before, stride, total.data_ptr(),
-        q.data_ptr(), tokens, code,
-    )  # fmt: skip
+        ctypes.byref(layer.header),
+        cache,
+        slots,
+        at,
+        x.data_ptr(),
+        x.stride(0),
+        before,
+        stride,
+        total.data_ptr(),
+        q.data_ptr(),
+        tokens,
+        code,
+    )
     return q, total
 
 
@@ -200,9 +236,15 @@ def post_attention(layer: DecoderLayerOperands, attended: Tensor, residual: Tens
     x = torch.empty(residual.shape, dtype=attended.dtype)
     total = torch.empty(residual.shape, dtype=attended.dtype)
     library.octavo_leave_attention(
-        ctypes.byref(layer.header), attended.data_ptr(), residual.data_ptr(), residual.stride(0), total.data_ptr(),
-        x.data_ptr(), attended.shape[0], code,
-    )  # fmt: skip
+        ctypes.byref(layer.header),
+        attended.data_ptr(),
+        residual.data_ptr(),
+        residual.stride(0),
+        total.data_ptr(),
+        x.data_ptr(),
+        attended.shape[0],
+        code,
+    )
     return x, total
 
 
@@ -217,10 +259,20 @@ def enter_attention_composed(
     """`pre_attention` as separate operators, any device."""
     projected, total = project(layer, x, residual)
     q = qk_norm_rope_store(
-        projected, positions, layer.cos_sin, layer.q_norm, layer.k_norm,
-        layer.head_eps, layer.num_heads, layer.num_kv_heads, layer.head_size, kv, slot_mapping,
-        key_scale=layer.key_scale, value_scale=layer.value_scale,
-    )  # fmt: skip
+        projected,
+        positions,
+        layer.cos_sin,
+        layer.q_norm,
+        layer.k_norm,
+        layer.head_eps,
+        layer.num_heads,
+        layer.num_kv_heads,
+        layer.head_size,
+        kv,
+        slot_mapping,
+        key_scale=layer.key_scale,
+        value_scale=layer.value_scale,
+    )
     return q, total
 
 
@@ -316,10 +368,21 @@ class BoundDecoder:
         out = torch.empty_like(x) if last is None else x.new_empty(len(last.tokens), x.shape[1])
         tokens, start = (None, None) if last is None else (last.tokens.data_ptr(), last.query_start.data_ptr())
         library.octavo_decode(
-            self._headers, self._caches, len(self._layers), self._rows, positions.data_ptr(), x.data_ptr(),
-            self._norm.data_ptr(), self._eps, out.data_ptr(), x.shape[0], tokens, start, self._last_keys,
+            self._headers,
+            self._caches,
+            len(self._layers),
+            self._rows,
+            positions.data_ptr(),
+            x.data_ptr(),
+            self._norm.data_ptr(),
+            self._eps,
+            out.data_ptr(),
+            x.shape[0],
+            tokens,
+            start,
+            self._last_keys,
             native.DTYPE_CODES[x.dtype],
-        )  # fmt: skip
+        )
         return out
 
     def composed(
@@ -335,9 +398,16 @@ class BoundDecoder:
                 q, residual, start = q[last.tokens], residual[last.tokens], last.query_start
             attended = torch.empty_like(q)
             paged_attention(
-                q, kv, start[: count + 1], group.seq_lens[:count], group.block_table[:count], attended,
-                mask_spec=MaskSpec(layer.scale, layer.window, soft_cap=layer.soft_cap), key_scale=layer.key_scale,
-                value_scale=layer.value_scale, in_pairs=layer.in_pairs,
-            )  # fmt: skip
+                q,
+                kv,
+                start[: count + 1],
+                group.seq_lens[:count],
+                group.block_table[:count],
+                attended,
+                mask_spec=MaskSpec(layer.scale, layer.window, soft_cap=layer.soft_cap),
+                key_scale=layer.key_scale,
+                value_scale=layer.value_scale,
+                in_pairs=layer.in_pairs,
+            )
             x, residual = leave_attention_composed(layer, attended, residual)
         return last_norm(x, residual, self._norm, self._eps)

@@ -101,14 +101,16 @@ class LogprobRows:
             ids = np.zeros((len(mine), max(map(len, extra))), np.int64)
             for line, named in zip(ids, extra, strict=True):
                 line[: len(named)] = named
-            groups.append(LogprobGroup(
-                at_np=at_np[mine],
-                at=to_device(at_np[mine], self._device),
-                num_top=int(wanted[mine].max()),
-                num_top_np=wanted[mine],
-                num_extra_np=np.array([len(named) for named in extra], np.int64),
-                extra_ids=to_device(ids, self._device),
-            ))  # fmt: skip
+            groups.append(
+                LogprobGroup(
+                    at_np=at_np[mine],
+                    at=to_device(at_np[mine], self._device),
+                    num_top=int(wanted[mine].max()),
+                    num_top_np=wanted[mine],
+                    num_extra_np=np.array([len(named) for named in extra], np.int64),
+                    extra_ids=to_device(ids, self._device),
+                )
+            )
         return groups
 
 
@@ -159,9 +161,14 @@ def to_token_logprobs(groups: Iterable[GroupLogprobs]) -> dict[int, TokenLogprob
     for numbers in groups:
         group = numbers.group
         lines = zip(
-            group.at_np.tolist(), group.num_top_np.tolist(), group.num_extra_np.tolist(),
-            numbers.ids.tolist(), numbers.values.tolist(), numbers.ranks.tolist(), strict=True,
-        )  # fmt: skip
+            group.at_np.tolist(),
+            group.num_top_np.tolist(),
+            group.num_extra_np.tolist(),
+            numbers.ids.tolist(),
+            numbers.values.tolist(),
+            numbers.ranks.tolist(),
+            strict=True,
+        )
         named = 1 + group.num_top
         for at, num_top, num_extra, ids, values, ranks in lines:
             if len(ids) > 1 + num_top + num_extra:

@@ -108,8 +108,11 @@ class MaskLanes:
 
     def _start(self) -> None:
         num_quick = min(max(2, (os.cpu_count() or 1) // 4), 4)  # the second goes on where the first meets a slow mask
-        lanes = [(self._quick, 0, num_quick, self._slow), (self._compile, NICENESS, NUM_COMPILE_THREADS, None),
-                 (self._slow, NICENESS, NUM_SLOW_THREADS, None)]  # fmt: skip
+        lanes = [
+            (self._quick, 0, num_quick, self._slow),
+            (self._compile, NICENESS, NUM_COMPILE_THREADS, None),
+            (self._slow, NICENESS, NUM_SLOW_THREADS, None),
+        ]
         for jobs, niceness, num_threads, other in lanes:
             for _ in range(num_threads):
                 arguments = (jobs, niceness, other, self._ends)

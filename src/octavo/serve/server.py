@@ -122,8 +122,9 @@ def with_open_files(serve: ServeConfig) -> ServeConfig:
         limit = f"a process may have {soft} open files here (ulimit -n), and a server needs {_OWN_FILES} of its own"
         raise ConfigError("max_connections", serve.max_connections, limit, "raise that limit: ulimit -n 4096")
     if soft < wanted:
-        _LOG.warning("at most %d connections: a process may have %d open files here (ulimit -n)",
-                     soft - _OWN_FILES, soft)  # fmt: skip
+        _LOG.warning(
+            "at most %d connections: a process may have %d open files here (ulimit -n)", soft - _OWN_FILES, soft
+        )
         serve = dataclasses.replace(serve, max_connections=soft - _OWN_FILES)
     return serve
 
@@ -178,13 +179,21 @@ async def _serve(config: EngineConfig, serve: ServeConfig, sock: socket.socket, 
     try:
         app = create_app(engine, serve)
         settings = uvicorn.Config(
-            app, http=guarded(serve), ws="none", lifespan="off", log_config=None, access_log=False,
-            server_header=False, backlog=_BACKLOG, timeout_graceful_shutdown=_LAST_SECONDS + 1,  # type: ignore[arg-type]
-
+            app,
+            http=guarded(serve),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            backlog=_BACKLOG,
+            timeout_graceful_shutdown=_LAST_SECONDS + 1,  # type: ignore[arg-type]
             timeout_keep_alive=serve.idle_timeout,  # type: ignore[arg-type]
-            ssl_keyfile=serve.ssl_keyfile, ssl_certfile=serve.ssl_certfile, ssl_ca_certs=serve.ssl_ca_certs,
+            ssl_keyfile=serve.ssl_keyfile,
+            ssl_certfile=serve.ssl_certfile,
+            ssl_ca_certs=serve.ssl_ca_certs,
             ssl_cert_reqs=serve.ssl_cert_reqs,
-        )  # fmt: skip
+        )
         app.state.texts.warm()
         server = _Server(settings)
         gc_control.settle()

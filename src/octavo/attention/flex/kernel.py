@@ -359,12 +359,22 @@ def compile_call(spec: AttentionSpec, mods: AttentionMods, shape: Geometry, size
             compute_q_blocks=False,
         )
         out, aux = flex_attention(
-            lines, key, value, score_mod=score if has_score or key_scale is not None else None,
-            block_mask=block_mask, scale=scale, return_aux=AuxRequest(lse=True), kernel_options=options,
-        )  # fmt: skip
+            lines,
+            key,
+            value,
+            score_mod=score if has_score or key_scale is not None else None,
+            block_mask=block_mask,
+            scale=scale,
+            return_aux=AuxRequest(lse=True),
+            kernel_options=options,
+        )
         return out, aux.lse
 
-    compiled = compile_alone(attend)
+    return _marked_at_first(compile_alone(attend))
+
+
+def _marked_at_first(compiled: Callable[..., Any]) -> _Call:
+    """The call whose first inputs say which lengths may change."""
     marked: list[bool] = []
 
     def call(inputs: list[Tensor]) -> tuple[Tensor, Tensor]:

@@ -43,8 +43,13 @@ native.declare("octavo_paged_attention", [PTR] * 6 + [I64] * 15 + [F32] * 2 + [P
 class _Extras(ctypes.Structure):
     """`octavo::AttentionExtras` of operators.h."""
 
-    _fields_ = (("chunk", I64), *((name, PTR) for name in ("alibi", "sinks", "key_scale", "value_scale")),
-                ("causal", I32), ("kv_dtype", I32), ("in_pairs", I32))  # fmt: skip
+    _fields_ = (
+        ("chunk", I64),
+        *((name, PTR) for name in ("alibi", "sinks", "key_scale", "value_scale")),
+        ("causal", I32),
+        ("kv_dtype", I32),
+        ("in_pairs", I32),
+    )
 
 
 @functools.cache
@@ -85,34 +90,51 @@ def paged_attention(
     library = native.lib()
     if not library or q.dtype not in native.DTYPE_CODES or kv.dtype not in {q.dtype, *_NARROW}:
         paged_attention_eager(
-            q, kv, query_start, seq_lens, block_table, out, mask_spec=mask_spec, value_size=value_size,
-            alibi_slopes=alibi_slopes, sinks=sinks, key_scale=key_scale, value_scale=value_scale,
-        )  # fmt: skip
+            q,
+            kv,
+            query_start,
+            seq_lens,
+            block_table,
+            out,
+            mask_spec=mask_spec,
+            value_size=value_size,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            key_scale=key_scale,
+            value_scale=value_scale,
+        )
         return
     _, num_heads, head_size = q.shape
     _, num_kv_heads, block_size, _ = kv.shape
-    q_token, q_head, _ = q.stride()
-    out_token, out_head, _ = out.stride()
-    kv_block, kv_head, kv_token, _ = kv.stride()
     assert q.dtype == out.dtype, "queries and output share a dtype"
     extras = None
     if in_pairs or mask_spec.chunk or alibi_slopes or sinks is not None or not mask_spec.causal or kv.dtype != q.dtype:
-        extras = ctypes.byref(
-            _Extras(
-                mask_spec.chunk,
-                _slopes(alibi_slopes).data_ptr() if alibi_slopes else None,
-                *(None if each is None else each.data_ptr() for each in (sinks, key_scale, value_scale)),
-                mask_spec.causal,
-                native.CACHE_CODES[kv.dtype],
-                in_pairs,
-            )
-        )
+        tensors = (sinks, key_scale, value_scale)
+        extras = ctypes.byref(_extras(mask_spec, alibi_slopes, tensors, kv.dtype, in_pairs))
     library.octavo_paged_attention(
         q.data_ptr(), out.data_ptr(), kv.data_ptr(), query_start.data_ptr(), seq_lens.data_ptr(),
-        block_table.data_ptr(), q_token, q_head, out_token, out_head, kv_block, kv_head, kv_token,
+        block_table.data_ptr(), *q.stride()[:2], *out.stride()[:2], *kv.stride()[:3],
         block_table.stride(0), seq_lens.shape[0], num_heads, num_kv_heads, head_size, block_size, mask_spec.window,
         value_size, mask_spec.scale, mask_spec.soft_cap, extras, native.DTYPE_CODES[q.dtype],
     )  # fmt: skip
+
+
+def _extras(
+    mask_spec: MaskSpec,
+    alibi_slopes: tuple[float, ...],
+    tensors: tuple[torch.Tensor | None, ...],
+    dtype: torch.dtype,
+    in_pairs: bool,
+) -> _Extras:
+    """What most calls go without; tensors: sinks, scales of K and of V; dtype: of the cache."""
+    return _Extras(
+        mask_spec.chunk,
+        _slopes(alibi_slopes).data_ptr() if alibi_slopes else None,
+        *(None if each is None else each.data_ptr() for each in tensors),
+        mask_spec.causal,
+        native.CACHE_CODES[dtype],
+        in_pairs,
+    )
 
 
 def paged_attention_eager(

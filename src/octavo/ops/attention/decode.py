@@ -83,24 +83,34 @@ def launch(
     (num_tokens, num_heads, size), (_, kv_heads, block_size, _) = out.shape, kv.shape
     group, piece = num_heads // kv_heads, BN if block_size % BN == 0 else _PIECE
     cache = (kv.data_ptr(), kv.dtype, (view.rows, view.channels), (kv.stride(2), 1))
+    of_q = None
     if rotation is None:
-        of_q = describe(
-            q.data_ptr(), q.dtype, (num_tokens, num_heads, size), (q.stride(0), q.stride(1), 1),
-            (_LINES // group, group, size),
-        )  # fmt: skip
-        turns: tuple[Any, ...] = (None,) * 12
-    else:
-        of_q = None
-        turns = (
-            q, rotation.positions, rotation.cos_sin, rotation.q_norm, rotation.k_norm, rotation.slot_mapping, kv,
-            q.stride(0), *kv.stride()[:3], rotation.eps,
-        )  # fmt: skip
+        lengths, strides = (num_tokens, num_heads, size), (q.stride(0), q.stride(1), 1)
+        of_q = describe(q.data_ptr(), q.dtype, lengths, strides, (_LINES // group, group, size))
     _kernel()[(programs,)](
         of_q, describe(*cache, (piece, size)), describe(*cache, (_PIECE, size)), out, query_start, seq_lens,
         block_table, work, leaf_base, *parts, sinks, out.stride(0), out.stride(1), block_table.stride(0), short,
         numbers[0], capacity, fold_limit, view.block_rows, view.head_rows, view.head_channels, *numbers[1:],
-        *turns, KV_HEADS=kv_heads, GROUP=group, LINES=lines, HEAD=size, BLOCK=block_size, STAGES=_STAGES, SEES=sees,
-        SOFT_CAP=numbers[2] > 0, ROTATES=rotation is not None, MERGED=merges, num_warps=_WARPS,
-        maxnreg=_REGISTERS, enable_fp_fusion=False, **chained(q.device),
+        *_turns(q, kv, rotation), KV_HEADS=kv_heads, GROUP=group, LINES=lines, HEAD=size, BLOCK=block_size,
+        STAGES=_STAGES, SEES=sees, SOFT_CAP=numbers[2] > 0, ROTATES=rotation is not None, MERGED=merges,
+        num_warps=_WARPS, maxnreg=_REGISTERS, enable_fp_fusion=False, **chained(q.device),
     )  # fmt: skip
     return True
+
+
+def _turns(q: Tensor, kv: Tensor, rotation: Rotation | None) -> tuple[Any, ...]:
+    """What the kernel rotates and stores with; nothing where q is rotated already."""
+    if rotation is None:
+        return (None,) * 12
+    return (
+        q,
+        rotation.positions,
+        rotation.cos_sin,
+        rotation.q_norm,
+        rotation.k_norm,
+        rotation.slot_mapping,
+        kv,
+        q.stride(0),
+        *kv.stride()[:3],
+        rotation.eps,
+    )

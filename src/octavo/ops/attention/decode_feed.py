@@ -47,9 +47,21 @@ def _copy_pieces(start, pieces, k, v, arrived, HEAD: gl.constexpr, BLOCK: gl.con
 
 @gluon.jit
 def _copy(
-    start, step, descs, ring, line, low, high, kv_index, block_rows, head_rows, head_channels, HEAD: gl.constexpr,
-    BLOCK: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+    start,
+    step,
+    descs,
+    ring,
+    line,
+    low,
+    high,
+    kv_index,
+    block_rows,
+    head_rows,
+    head_channels,
+    HEAD: gl.constexpr,
+    BLOCK: gl.constexpr,
+    STAGES: gl.constexpr,
+):
     """Ask for the tile at `start`: whole, or those of its pieces that may be read. A stage has an arrival of each."""
     k_smem, v_smem, full, empty = ring
     stage = step % STAGES
@@ -170,9 +182,21 @@ def produce(
                 if ROTATES and start + TILE >= seq_len:
                     mbarrier.wait(q_full.index(slot), (turn - 1) // TURNS & 1)
                 step = _copy(
-                    start, step, descs, ring, line, low, seq_len, kv_index, block_rows, head_rows, head_channels,
-                    HEAD, BLOCK, STAGES,
-                )  # fmt: skip
+                    start,
+                    step,
+                    descs,
+                    ring,
+                    line,
+                    low,
+                    seq_len,
+                    kv_index,
+                    block_rows,
+                    head_rows,
+                    head_channels,
+                    HEAD,
+                    BLOCK,
+                    STAGES,
+                )
     slot = turn % TURNS
     mbarrier.wait(q_empty.index(slot), (turn // TURNS & 1) ^ 1)
     _tell(words, slot * WORDS + 7, END)

@@ -72,16 +72,38 @@ def _attend(
         )  # fmt: skip
         if not is_split:
             write_lines(
-                out, tl.trans(total), total_sum, total_max, row_start, query, head, valid, sinks, result_scale,
-                out_token, out_head, HEAD,
-            )  # fmt: skip
+                out,
+                tl.trans(total),
+                total_sum,
+                total_max,
+                row_start,
+                query,
+                head,
+                valid,
+                sinks,
+                result_scale,
+                out_token,
+                out_head,
+                HEAD,
+            )
         elif not is_left and is_last(counters + pair, stop_leaf - begin_leaf, leaves):
             line_query, line_head, is_line = lines_of(0, num_queries, kv_index, LINES, GROUP)
             folded, folded_sum, folded_max = fold_stored(parts, part_stats, slot, leaves, LINES, PADDED, GATHER)
             write_lines(
-                out, folded, folded_sum, folded_max, row_start, line_query, line_head, is_line, sinks, result_scale,
-                out_token, out_head, HEAD,
-            )  # fmt: skip
+                out,
+                folded,
+                folded_sum,
+                folded_max,
+                row_start,
+                line_query,
+                line_head,
+                is_line,
+                sinks,
+                result_scale,
+                out_token,
+                out_head,
+                HEAD,
+            )
 
 
 @launched(triton.jit(do_not_specialize=["short", "reach", "table_row", "capacity", "fold_limit"]))

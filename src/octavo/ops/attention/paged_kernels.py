@@ -71,9 +71,20 @@ def _blocks_of(table, start, low, high, BLOCK: tl.constexpr):
 
 @triton.jit
 def _load_tile(
-    kv, blocks, start, low, high, kv_block, kv_token, BLOCK: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr,
-    SEES: tl.constexpr, MASK: tl.constexpr, TURNED: tl.constexpr,
-):  # fmt: skip
+    kv,
+    blocks,
+    start,
+    low,
+    high,
+    kv_block,
+    kv_token,
+    BLOCK: tl.constexpr,
+    HEAD: tl.constexpr,
+    PADDED: tl.constexpr,
+    SEES: tl.constexpr,
+    MASK: tl.constexpr,
+    TURNED: tl.constexpr,
+):
     """K [BN, PADDED] and V, transposed if TURNED, of BN tokens. blocks: see `_blocks_of`.
 
     MASK: those that may not be read (only `low` to `high` - 1 may) are 0, so that a weight of 0 makes 0 of their V.
@@ -117,9 +128,20 @@ def _widened(x, dtype: tl.constexpr):
 
 @triton.jit
 def _scored(
-    scores, token, line_first, line_last, line_position, line_slope, low, score_scale, cap_scale, SEES: tl.constexpr,
-    SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr,
-):  # fmt: skip
+    scores,
+    token,
+    line_first,
+    line_last,
+    line_position,
+    line_slope,
+    low,
+    score_scale,
+    cap_scale,
+    SEES: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    MASK: tl.constexpr,
+):
     """Scores times the scale that is left to apply, and that scale. `token` and what is of a line: broadcast already.
 
     MASK: a line sees tokens from `line_first` to `line_last`; the others' scores are -inf.
@@ -159,10 +181,20 @@ def _step(
     else:
         scores = tl.dot(q, tl.trans(_widened(k, q.dtype)), input_precision=PRECISION)
     scores, score_scale = _scored(
-        scores, tl.expand_dims(start + tl.arange(0, _BN), LINES), tl.expand_dims(first, AXIS),
-        tl.expand_dims(last, AXIS), tl.expand_dims(position, AXIS), tl.expand_dims(slope, AXIS), low, score_scale,
-        cap_scale, SEES, SOFT_CAP, ALIBI, MASK,
-    )  # fmt: skip
+        scores,
+        tl.expand_dims(start + tl.arange(0, _BN), LINES),
+        tl.expand_dims(first, AXIS),
+        tl.expand_dims(last, AXIS),
+        tl.expand_dims(position, AXIS),
+        tl.expand_dims(slope, AXIS),
+        low,
+        score_scale,
+        cap_scale,
+        SEES,
+        SOFT_CAP,
+        ALIBI,
+        MASK,
+    )
     top = tl.maximum(leaf_max, tl.max(scores, AXIS) * score_scale)
     safe = tl.where(top == float("-inf"), 0.0, top)
     weights = tl.exp2(tl.fma(scores, score_scale, -tl.expand_dims(safe, AXIS))).to(q.dtype)
@@ -264,9 +296,20 @@ def fold_stored(parts, part_stats, slot, leaves, LINES: tl.constexpr, PADDED: tl
 
 @triton.jit
 def write_lines(
-    out, total, total_sum, total_max, row_start, query, head, is_stored, sinks, result_scale, out_token, out_head,
+    out,
+    total,
+    total_sum,
+    total_max,
+    row_start,
+    query,
+    head,
+    is_stored,
+    sinks,
+    result_scale,
+    out_token,
+    out_head,
     HEAD: tl.constexpr,
-):  # fmt: skip
+):
     """The results of a tile's lines, from the totals of all their leaves."""
     if sinks is not None:  # one more leaf, of weight 1 at the sink's score and of value 0
         sink = tl.load(sinks + head, mask=is_stored, other=0.0).to(tl.float32) * _LOG2_E

@@ -267,9 +267,14 @@ def _begin(part, words, q_smem, q_empty, QUERIES: gl.constexpr, HEAD: gl.constex
     """What there is to know of an item, and the part's Q in registers."""
     skipped = part * (QUERIES // 2)
     item = (
-        _word(words, 0) + skipped, _word(words, 1) - skipped, _word(words, 2) + skipped, _word(words, 3),
-        _word(words, 4), _word(words, 5), _word(words, 6),
-    )  # fmt: skip
+        _word(words, 0) + skipped,
+        _word(words, 1) - skipped,
+        _word(words, 2) + skipped,
+        _word(words, 3),
+        _word(words, 4),
+        _word(words, 5),
+        _word(words, 6),
+    )
     q = q_smem.index(part).reshape([_LINES, HEAD]).load(gl.DotOperandLayout(0, _S, 2))
     mbarrier.arrive(q_empty, count=1)
     return item, q
@@ -277,9 +282,19 @@ def _begin(part, words, q_smem, q_empty, QUERIES: gl.constexpr, HEAD: gl.constex
 
 @gluon.jit
 def _write(
-    out, sinks, total, total_sum, total_max, token, num_queries, kv_index, out_token, out_head, GROUP: gl.constexpr,
+    out,
+    sinks,
+    total,
+    total_sum,
+    total_max,
+    token,
+    num_queries,
+    kv_index,
+    out_token,
+    out_head,
+    GROUP: gl.constexpr,
     PADDED_GROUP: gl.constexpr,
-):  # fmt: skip
+):
     """The results of a part, from the totals of all its leaves."""
     HEAD: gl.constexpr = total.shape[1]
     STORE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD, HEAD // 8], [4, 1], [1, 0])
@@ -361,9 +376,19 @@ def _consume(
         mbarrier.wait(full.index(step % STAGES), step // STAGES & 1)
         next_token = _scores(q, k_smem.index(step % STAGES))
         _write(
-            out, sinks, total, total_sum, total_max, token, num_queries, kv_index, out_token, out_head, GROUP,
+            out,
+            sinks,
+            total,
+            total_sum,
+            total_max,
+            token,
+            num_queries,
+            kv_index,
+            out_token,
+            out_head,
+            GROUP,
             PADDED_GROUP,
-        )  # fmt: skip
+        )
         scores = warpgroup_mma_wait(0, deps=[next_token])
 
 

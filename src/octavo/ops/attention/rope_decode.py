@@ -11,7 +11,8 @@ from torch import Tensor
 
 from octavo.ops.attention import decode
 from octavo.ops.attention.mask_spec import MaskSpec
-from octavo.ops.attention.paged import Heads, Plan, Scratch, paged_attention
+from octavo.ops.attention.paged import paged_attention
+from octavo.ops.attention.paged_plan import Heads, Plan, Scratch
 from octavo.ops.rope import Rotation
 
 

@@ -25,8 +25,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from octavo.ops.attention.mask_spec import MaskSpec
-from octavo.ops.attention.paged import Heads, Plan, Scratch, num_processors, shared_bytes
 from octavo.ops.attention.paged_kernels import exp2_from
+from octavo.ops.attention.paged_plan import Heads, Plan, Scratch, num_processors, shared_bytes
 from octavo.ops.attention.paged_workload import leaf_of, leaf_start
 from octavo.ops.attention.rope_heads import rope_heads
 from octavo.ops.compile.launch import chained, launched
@@ -262,9 +262,20 @@ def _fold_stored(parts, stats, leaves, LINES: gl.constexpr, HEAD: gl.constexpr, 
 
 @gluon.jit
 def _finish(
-    leaf, leaf_sum, leaf_max, out, parts, stats, counter, index, leaves, GROUP: gl.constexpr, LINES: gl.constexpr,
-    HEAD: gl.constexpr, GATHER: gl.constexpr,
-):  # fmt: skip
+    leaf,
+    leaf_sum,
+    leaf_max,
+    out,
+    parts,
+    stats,
+    counter,
+    index,
+    leaves,
+    GROUP: gl.constexpr,
+    LINES: gl.constexpr,
+    HEAD: gl.constexpr,
+    GATHER: gl.constexpr,
+):
     """Write a row's results, if its leaf is all of it or the last to be there; else leave the leaf to others."""
     channel, line = gl.arange(0, HEAD, _LINE)[:, None], gl.arange(0, 8, _COLUMN)
     if leaves == 1:
@@ -393,10 +404,20 @@ def _rotate_and_attend(
             leaves = leaf_of(seq_len - 1) + 1
             slot_at = (row * max_leaves * KV_HEADS + kv_index * leaves).to(gl.int64)
             _finish(
-                leaf, leaf_sum, leaf_max, out + token * out_token + kv_index * (GROUP * HEAD),
-                parts + slot_at * (LINES * HEAD), stats + slot_at * (2 * LINES), counters + pair, index, leaves, GROUP,
-                LINES, HEAD, GATHER,
-            )  # fmt: skip
+                leaf,
+                leaf_sum,
+                leaf_max,
+                out + token * out_token + kv_index * (GROUP * HEAD),
+                parts + slot_at * (LINES * HEAD),
+                stats + slot_at * (2 * LINES),
+                counters + pair,
+                index,
+                leaves,
+                GROUP,
+                LINES,
+                HEAD,
+                GATHER,
+            )
             leaf = gl.zeros([HEAD, 8], gl.float32, _S)
             leaf_sum = gl.zeros([64, 8], gl.float32, _S)
             leaf_max = gl.full([8], float("-inf"), gl.float32, _COLUMN)

@@ -33,10 +33,20 @@ _MAX_THREADS = 32
 
 # Calls of torch's by name: what they give is empty; what they take are indices, and a table first.
 _EMPTY = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
-_INDEXED = frozenset({
-    "__getitem__", "__setitem__", "gather", "index_add_", "index_copy_", "index_select", "scatter_", "scatter_add_",
-    "take", "take_along_dim",
-})  # fmt: skip
+_INDEXED = frozenset(
+    {
+        "__getitem__",
+        "__setitem__",
+        "gather",
+        "index_add_",
+        "index_copy_",
+        "index_select",
+        "scatter_",
+        "scatter_add_",
+        "take",
+        "take_along_dim",
+    }
+)
 
 
 class _Mine(threading.local):

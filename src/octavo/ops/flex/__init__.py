@@ -108,9 +108,13 @@ def _plan_in_torch(
     high = torch.where(there, high, low - 1)
     token = torch.where(there, query_start[entry] + low - before, 0)
     values = {
-        rows.row: table_rows[entry], rows.first: first, rows.low: low, rows.high: high, rows.token: token,
+        rows.row: table_rows[entry],
+        rows.first: first,
+        rows.low: low,
+        rows.high: high,
+        rows.token: token,
         rows.length: length,
-    }  # fmt: skip
+    }
     for buffer, value in values.items():
         buffer[:count].view(num_tiles, num_leaves).copy_(value[:, None])
     column = torch.arange(num_leaves * shape.columns, dtype=torch.int32, device=device)
@@ -300,8 +304,11 @@ def attend_lines_reference(
     part = slice(start, start + count)
     most = torch.full((count, heads, num_lines), float("-inf"), device=lines.device)
     total, result = torch.zeros_like(most), torch.zeros(lines.shape, device=lines.device)
-    over = (torch.arange(start, start + count, device=lines.device), torch.arange(heads, device=lines.device),
-            torch.arange(num_lines, device=lines.device))  # fmt: skip
+    over = (
+        torch.arange(start, start + count, device=lines.device),
+        torch.arange(heads, device=lines.device),
+        torch.arange(num_lines, device=lines.device),
+    )
     q, scored, masked = lines.float(), _per_pair(score, 1), _per_pair(mask, 0)
     for indices, num, is_full in ((rows.partial, rows.partial_num, False), (rows.full, rows.full_num, True)):
         counts, lists = num[part, 0, 0], indices[part, 0, 0].unflatten(1, (-1, shape.entry))

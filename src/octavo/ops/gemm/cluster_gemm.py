@@ -377,20 +377,31 @@ class _Params(ctypes.Structure):
     """The kernel's, in order."""
 
     _fields_ = [
-        ("first", ctypes.c_uint64 * 16), ("second", ctypes.c_uint64 * 16), ("out", ctypes.c_uint64),
-        ("stride", ctypes.c_uint64), ("residual", ctypes.c_uint64), ("residual_stride", ctypes.c_uint64),
-        ("rows", ctypes.c_int), ("channels", ctypes.c_int), ("steps", ctypes.c_int), ("second_clusters", ctypes.c_int),
+        ("first", ctypes.c_uint64 * 16),
+        ("second", ctypes.c_uint64 * 16),
+        ("out", ctypes.c_uint64),
+        ("stride", ctypes.c_uint64),
+        ("residual", ctypes.c_uint64),
+        ("residual_stride", ctypes.c_uint64),
+        ("rows", ctypes.c_int),
+        ("channels", ctypes.c_int),
+        ("steps", ctypes.c_int),
+        ("second_clusters", ctypes.c_int),
         ("tile_rows", ctypes.c_int),
-    ]  # fmt: skip
+    ]
 
 
 class _WalkedParams(ctypes.Structure):
     """Of the kernel whose clusters walk."""
 
     _fields_ = [
-        ("first", ctypes.c_uint64 * 16), ("second", ctypes.c_uint64 * 16), ("out", ctypes.c_uint64 * 16),
-        ("steps", ctypes.c_int), ("first_clusters", ctypes.c_uint), ("second_clusters", ctypes.c_uint),
-    ]  # fmt: skip
+        ("first", ctypes.c_uint64 * 16),
+        ("second", ctypes.c_uint64 * 16),
+        ("out", ctypes.c_uint64 * 16),
+        ("steps", ctypes.c_int),
+        ("first_clusters", ctypes.c_uint),
+        ("second_clusters", ctypes.c_uint),
+    ]
 
 
 @functools.cache

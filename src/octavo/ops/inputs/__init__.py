@@ -68,9 +68,14 @@ def gather_inputs_eager(step: StepInputs, table: RowTensors, groups: GroupTables
 
 
 def commit_tokens(
-    step: StepInputs, table: RowTensors, sample_of: torch.Tensor, sampled: torch.Tensor, failed: torch.Tensor,
-    *, again: bool = False,
-) -> None:  # fmt: skip
+    step: StepInputs,
+    table: RowTensors,
+    sample_of: torch.Tensor,
+    sampled: torch.Tensor,
+    failed: torch.Tensor,
+    *,
+    again: bool = False,
+) -> None:
     """Count the step's tokens as computed, append to each row what it sampled, and note that in the turn's results.
 
     Of a step without drafts. sample_of: [R] int32, which of the S samples is an entry's, -1 for none; sampled: [S]
@@ -86,9 +91,14 @@ def commit_tokens(
 
 
 def commit_tokens_eager(
-    step: StepInputs, table: RowTensors, sample_of: torch.Tensor, sampled: torch.Tensor, failed: torch.Tensor,
-    *, again: bool = False,
-) -> None:  # fmt: skip
+    step: StepInputs,
+    table: RowTensors,
+    sample_of: torch.Tensor,
+    sampled: torch.Tensor,
+    failed: torch.Tensor,
+    *,
+    again: bool = False,
+) -> None:
     """The reference implementation of `commit_tokens`, for CPU tensors."""
     rows, token_ids = step.rows.numpy(), table.token_ids
     length, sample = step.seq_lens.numpy(), sample_of.numpy()
@@ -107,9 +117,14 @@ def commit_tokens_eager(
 
 
 def commit_drafts(
-    step: StepInputs, table: RowTensors, sample_of: torch.Tensor, num_drafts: torch.Tensor, sampled: torch.Tensor,
-    failed: torch.Tensor, held: int,
-) -> None:  # fmt: skip
+    step: StepInputs,
+    table: RowTensors,
+    sample_of: torch.Tensor,
+    num_drafts: torch.Tensor,
+    sampled: torch.Tensor,
+    failed: torch.Tensor,
+    held: int,
+) -> None:
     """What `commit_tokens` does, for rows that may have drafts: accept them as far as they are what was drawn.
 
     num_drafts: [R] int32; an entry's samples are its `1 + num_drafts` from sample_of on. A draft is accepted where it,
@@ -125,9 +140,14 @@ def commit_drafts(
 
 
 def commit_drafts_eager(
-    step: StepInputs, table: RowTensors, sample_of: torch.Tensor, num_drafts: torch.Tensor, sampled: torch.Tensor,
-    failed: torch.Tensor, held: int,
-) -> None:  # fmt: skip
+    step: StepInputs,
+    table: RowTensors,
+    sample_of: torch.Tensor,
+    num_drafts: torch.Tensor,
+    sampled: torch.Tensor,
+    failed: torch.Tensor,
+    held: int,
+) -> None:
     """The reference implementation of `commit_drafts`, for CPU tensors."""
     rows, length, first, drafts = (x.numpy() for x in (step.rows, step.seq_lens, sample_of, num_drafts))
     token_ids, totals = table.token_ids.numpy(), table.total_len.numpy()

@@ -134,9 +134,14 @@ def _commit(
 
 
 def commit(
-    step: StepInputs, table: RowTensors, sample_of: torch.Tensor, sampled: torch.Tensor, failed: torch.Tensor,
-    *, again: bool = False,
-) -> None:  # fmt: skip
+    step: StepInputs,
+    table: RowTensors,
+    sample_of: torch.Tensor,
+    sampled: torch.Tensor,
+    failed: torch.Tensor,
+    *,
+    again: bool = False,
+) -> None:
     """See `ops.inputs.commit_tokens`."""
     num_rows = step.seq_lens.shape[0]
     _commit[(triton.cdiv(num_rows, _ENTRIES),)](
@@ -186,9 +191,14 @@ def _commit_runs(
 
 
 def commit_runs(
-    step: StepInputs, table: RowTensors, sample_of: torch.Tensor, num_drafts: torch.Tensor, sampled: torch.Tensor,
-    failed: torch.Tensor, held: int,
-) -> None:  # fmt: skip
+    step: StepInputs,
+    table: RowTensors,
+    sample_of: torch.Tensor,
+    num_drafts: torch.Tensor,
+    sampled: torch.Tensor,
+    failed: torch.Tensor,
+    held: int,
+) -> None:
     """See `ops.inputs.commit_drafts`."""
     num_rows, width = step.seq_lens.shape[0], step.results.shape[2]
     _commit_runs[(triton.cdiv(num_rows, _ENTRIES),)](

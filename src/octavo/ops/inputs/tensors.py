@@ -26,10 +26,12 @@ class GroupTables:
         self.tables, self.outs, self.slots, self.block_sizes = tuple(tables), tuple(outs), slots, tuple(block_sizes)
         self.max_columns = max(out.shape[1] for out in outs)
         # what a kernel reads: [groups, 7] int64
-        self.addresses = torch.tensor([
-            [table.data_ptr(), table.stride(0), out.data_ptr(), out.stride(0), slot.data_ptr(), size, out.shape[1]]
-            for table, out, slot, size in zip(tables, outs, slots, block_sizes, strict=True)
-        ]).to(slots.device)  # fmt: skip
+        self.addresses = torch.tensor(
+            [
+                [table.data_ptr(), table.stride(0), out.data_ptr(), out.stride(0), slot.data_ptr(), size, out.shape[1]]
+                for table, out, slot, size in zip(tables, outs, slots, block_sizes, strict=True)
+            ]
+        ).to(slots.device)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

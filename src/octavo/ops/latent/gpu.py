@@ -137,9 +137,21 @@ def latent_rope_store(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _head_product(
-    x, weight, out, num_tokens, x_token, x_head, out_token, out_head, N: tl.constexpr, K: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    out,
+    num_tokens,
+    x_token,
+    x_head,
+    out_token,
+    out_head,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Program (rows, channels, head): one float32 accumulator walks K in order."""
     row, channel = tl.program_id(0) * BM + tl.arange(0, BM), tl.program_id(1) * BN + tl.arange(0, BN)
     head = tl.program_id(2).to(tl.int64)
@@ -288,9 +300,21 @@ def _attend(
 
 @triton.jit(do_not_specialize=["num_rows", "max_leaves"])
 def _merge(
-    out, query_start, seq_lens, parts, stats, key_scale, out_token, out_head, num_rows, max_leaves,
-    NUM_HEADS: tl.constexpr, LATENT: tl.constexpr, PADDED: tl.constexpr, LEAF: tl.constexpr,
-):  # fmt: skip
+    out,
+    query_start,
+    seq_lens,
+    parts,
+    stats,
+    key_scale,
+    out_token,
+    out_head,
+    num_rows,
+    max_leaves,
+    NUM_HEADS: tl.constexpr,
+    LATENT: tl.constexpr,
+    PADDED: tl.constexpr,
+    LEAF: tl.constexpr,
+):
     """Program (head, token): fold the leaves that `_attend` wrote apart, in order."""
     head, token = tl.program_id(0), tl.program_id(1)
     if token >= tl.load(query_start + num_rows):

@@ -27,10 +27,20 @@ def inverse_norm(value, eps, SIZE: tl.constexpr, PADDED: tl.constexpr, LEVELS: t
 
 @launched(triton.jit)
 def _norm_rows(
-    x, residual, weight, out, total, x_row, residual_row, eps,
-    SIZE: tl.constexpr, PADDED: tl.constexpr, LEVELS: tl.constexpr, ADD: tl.constexpr,
+    x,
+    residual,
+    weight,
+    out,
+    total,
+    x_row,
+    residual_row,
+    eps,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    LEVELS: tl.constexpr,
+    ADD: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     row = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, PADDED)
     inside = channel < SIZE

@@ -154,26 +154,35 @@ def qk_norm_rope_store(
     multiplies q before its last rounding. A quantized cache holds what one of qkv's dtype would, divided by `key_scale`
     or `value_scale` ([kv_heads] float32; None: 1), cut to +-448 or +-127 and rounded to the nearest, ties to even.
     """
+    arguments = (
+        qkv,
+        positions,
+        cos_sin,
+        q_norm,
+        k_norm,
+        eps,
+        num_heads,
+        num_kv_heads,
+        head_size,
+        kv,
+        slot_mapping,
+        q_scale,
+        key_scale,
+        value_scale,
+    )
     if qkv.is_cuda:
         from octavo.ops.rope import gpu
 
-        return gpu.qk_norm_rope_store(
-            qkv, positions, cos_sin, q_norm, k_norm, eps, num_heads, num_kv_heads, head_size, kv, slot_mapping,
-            q_scale, key_scale, value_scale,
-        )  # fmt: skip
+        return gpu.qk_norm_rope_store(*arguments)
     library = native.lib()
     if not library or qkv.dtype not in native.DTYPE_CODES or kv.dtype not in {qkv.dtype, *_NARROW}:
-        return qk_norm_rope_store_eager(
-            qkv, positions, cos_sin, q_norm, k_norm, eps, num_heads, num_kv_heads, head_size, kv, slot_mapping,
-            q_scale, key_scale, value_scale,
-        )  # fmt: skip
+        return qk_norm_rope_store_eager(*arguments)
     num_tokens = qkv.shape[0]
     q = torch.empty(num_tokens, num_heads, head_size, dtype=qkv.dtype)
-    kv_block, kv_head, kv_token, _ = kv.stride()
     library.octavo_qk_norm_rope_store(
         qkv.data_ptr(), positions.data_ptr(), cos_sin.data_ptr(), None if q_norm is None else q_norm.data_ptr(),
         None if k_norm is None else k_norm.data_ptr(), kv.data_ptr(), q.data_ptr(), slot_mapping.data_ptr(),
-        num_tokens, qkv.stride(0), kv_block, kv_head, kv_token, num_heads, num_kv_heads, head_size, cos_sin.shape[1],
+        num_tokens, qkv.stride(0), *kv.stride()[:3], num_heads, num_kv_heads, head_size, cos_sin.shape[1],
         kv.shape[2], eps, q_scale, None if key_scale is None else key_scale.data_ptr(),
         None if value_scale is None else value_scale.data_ptr(), native.CACHE_CODES[kv.dtype],
         native.DTYPE_CODES[qkv.dtype],

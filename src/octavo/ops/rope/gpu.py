@@ -64,9 +64,20 @@ def _store_rotated(
 
 @triton.jit
 def _rotated(
-    source, norm, cos_sin, valid, eps, scale, HEAD: tl.constexpr, HALF: tl.constexpr, PADDED_HALF: tl.constexpr,
-    REST: tl.constexpr, HALF_LEVELS: tl.constexpr, REST_LEVELS: tl.constexpr, NORM: tl.constexpr,
-):  # fmt: skip
+    source,
+    norm,
+    cos_sin,
+    valid,
+    eps,
+    scale,
+    HEAD: tl.constexpr,
+    HALF: tl.constexpr,
+    PADDED_HALF: tl.constexpr,
+    REST: tl.constexpr,
+    HALF_LEVELS: tl.constexpr,
+    REST_LEVELS: tl.constexpr,
+    NORM: tl.constexpr,
+):
     """Some heads, normed and rotated, in float32: the first half, the second half, the channels that do not turn.
 
     source: [N] pointers to heads; valid: which are there; cos_sin: pointer to the position's row.
@@ -120,9 +131,20 @@ def _qk_norm_rope_store(
     if part < Q_PARTS:
         head = part * HEADS + tl.arange(0, HEADS)
         first, second, rest = _rotated(
-            qkv + head * HEAD, q_norm, table, head < NUM_HEADS, eps, q_scale,
-            HEAD, HALF, PADDED_HALF, REST, HALF_LEVELS, REST_LEVELS, Q_NORM,
-        )  # fmt: skip
+            qkv + head * HEAD,
+            q_norm,
+            table,
+            head < NUM_HEADS,
+            eps,
+            q_scale,
+            HEAD,
+            HALF,
+            PADDED_HALF,
+            REST,
+            HALF_LEVELS,
+            REST_LEVELS,
+            Q_NORM,
+        )
         line = head // GROUP * LINES + position % TOKENS * GROUP + head % GROUP
         q = q_out + (token * (NUM_HEADS // GROUP * LINES) + line) * HEAD
         _store_rotated(q, first, second, rest, 1.0, head < NUM_HEADS, HEAD, HALF, DTYPE, False)
@@ -141,9 +163,20 @@ def _qk_norm_rope_store(
         scale = scale[:, None]
         if is_key:
             first, second, rest = _rotated(
-                source, k_norm, table, valid, eps, 1.0,
-                HEAD, HALF, PADDED_HALF, REST, HALF_LEVELS, REST_LEVELS, K_NORM,
-            )  # fmt: skip
+                source,
+                k_norm,
+                table,
+                valid,
+                eps,
+                1.0,
+                HEAD,
+                HALF,
+                PADDED_HALF,
+                REST,
+                HALF_LEVELS,
+                REST_LEVELS,
+                K_NORM,
+            )
             _store_rotated(stored, first, second, rest, scale, valid, HEAD, HALF, DTYPE, QUANTIZED)
         else:
             channel = tl.arange(0, PADDED)

@@ -221,11 +221,17 @@ class _Params(ctypes.Structure):
     """The kernel's, in order."""
 
     _fields_ = [
-        ("first", ctypes.c_uint64 * 16), ("second", ctypes.c_uint64 * 16), ("tables", _Addresses),
-        ("parts", _Addresses), ("tokens", ctypes.c_uint64), ("failed", ctypes.c_uint64),
-        ("rows", ctypes.c_int), ("channels", ctypes.c_int), ("steps", ctypes.c_int),
+        ("first", ctypes.c_uint64 * 16),
+        ("second", ctypes.c_uint64 * 16),
+        ("tables", _Addresses),
+        ("parts", _Addresses),
+        ("tokens", ctypes.c_uint64),
+        ("failed", ctypes.c_uint64),
+        ("rows", ctypes.c_int),
+        ("channels", ctypes.c_int),
+        ("steps", ctypes.c_int),
         ("channel_clusters", ctypes.c_int),
-    ]  # fmt: skip
+    ]
 
 
 _OFFSETS = [getattr(_Params, name).offset for name, *_ in _Params._fields_]

@@ -223,9 +223,21 @@ def _leaf_sums(
 
 @launched(triton.jit)
 def _fold_leaves(
-    logits, logits_row, token_ids, leaf_max, leaf_sum, leaf_rank, out_max, out_log_sum, out_logprob, out_rank,
-    num_leaves, RANK: tl.constexpr, LEAVES: tl.constexpr, LEVELS: tl.constexpr,
-):  # fmt: skip
+    logits,
+    logits_row,
+    token_ids,
+    leaf_max,
+    leaf_sum,
+    leaf_rank,
+    out_max,
+    out_log_sum,
+    out_logprob,
+    out_rank,
+    num_leaves,
+    RANK: tl.constexpr,
+    LEAVES: tl.constexpr,
+    LEVELS: tl.constexpr,
+):
     """Program (line): all leaves of a row."""
     line = tl.program_id(0).to(tl.int64)
     leaf = tl.arange(0, LEAVES)

@@ -83,9 +83,19 @@ def _divisor_of(row, divisors, top_k):
 
 @triton.jit
 def _survey(
-    logits, logits_row, rows, divisors, top_k, sums, ints, floats, vocab_size, share,
-    TILE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    logits,
+    logits_row,
+    rows,
+    divisors,
+    top_k,
+    sums,
+    ints,
+    floats,
+    vocab_size,
+    share,
+    TILE: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Program (line, split): counts of entries by value, and their maximum.
 
     Bin 0 is above the sample but for its outliers, with its sum of e^(x - the bin's end); the last one is below the
@@ -320,9 +330,19 @@ def apply_topk_topp(
     _survey[grid](*row, *scratch, vocab_size, share, TILE=_SURVEY_TILE, num_warps=1, **options)
     grid, share = _divide_rows(num_rows, vocab_size, _TILE)
     _gather[grid](
-        *row, truncation.top_p, min_p_logs, *scratch, keys, vocab_size, share, TILE=_TILE, FUSED=logits.is_cuda,
-        num_warps=1, enable_fp_fusion=False, **options,
-    )  # fmt: skip
+        *row,
+        truncation.top_p,
+        min_p_logs,
+        *scratch,
+        keys,
+        vocab_size,
+        share,
+        TILE=_TILE,
+        FUSED=logits.is_cuda,
+        num_warps=1,
+        enable_fp_fusion=False,
+        **options,
+    )
     _settle[(num_rows,)](
         *row,
         truncation.top_p,

@@ -72,9 +72,21 @@ def _set_bars(maxima, rows, divisors, top_k, bars, counts, num_leaves, LEAVES: t
 
 @triton.jit
 def _gather(
-    logits, logits_row, rows, divisors, top_k, maxima, bars, counts, keys, vocab_size,
-    LEAF: tl.constexpr, LEAVES: tl.constexpr, ROOM: tl.constexpr, FINITE: tl.constexpr,
-):  # fmt: skip
+    logits,
+    logits_row,
+    rows,
+    divisors,
+    top_k,
+    maxima,
+    bars,
+    counts,
+    keys,
+    vocab_size,
+    LEAF: tl.constexpr,
+    LEAVES: tl.constexpr,
+    ROOM: tl.constexpr,
+    FINITE: tl.constexpr,
+):
     """Program (line, leaf): append the keys of entries that reach the bar, as far as there is room.
 
     FINITE: without those that are -inf, which rows with few allowed tokens are full of.
@@ -115,9 +127,20 @@ def _sorted_keys(
 
 @triton.jit
 def _list(
-    logits, logits_row, rows, divisors, top_k, maxima, counts, keys, token_ids, vocab_size,
-    LEAVES: tl.constexpr, ROOM: tl.constexpr, SCAN: tl.constexpr,
-):  # fmt: skip
+    logits,
+    logits_row,
+    rows,
+    divisors,
+    top_k,
+    maxima,
+    counts,
+    keys,
+    token_ids,
+    vocab_size,
+    LEAVES: tl.constexpr,
+    ROOM: tl.constexpr,
+    SCAN: tl.constexpr,
+):
     """Program (line): the ids of the first k keys."""
     line, place = tl.program_id(0).to(tl.int64), tl.arange(0, ROOM)
     divisor, k, _ = _numbers_of(tl.load(rows + line), divisors, top_k)
@@ -190,9 +213,19 @@ def _gather_keys(
     _leaf_maxima[(num_rows, leaves)](*row, maxima, vocab_size, LEAF=leaf, LEAVES=_MAX_LEAVES, num_warps=warps)
     _set_bars[(num_rows,)](maxima, *row[2:], bars, counts, leaves, LEAVES=_MAX_LEAVES, num_warps=4)
     _gather[(num_rows, leaves)](
-        *row, maxima, bars, counts, keys, vocab_size, LEAF=leaf, LEAVES=_MAX_LEAVES, ROOM=_ROOM, FINITE=finite,
-        num_warps=warps, enable_fp_fusion=False,
-    )  # fmt: skip
+        *row,
+        maxima,
+        bars,
+        counts,
+        keys,
+        vocab_size,
+        LEAF=leaf,
+        LEAVES=_MAX_LEAVES,
+        ROOM=_ROOM,
+        FINITE=finite,
+        num_warps=warps,
+        enable_fp_fusion=False,
+    )
     return maxima, counts, keys
 
 

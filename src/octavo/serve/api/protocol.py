@@ -133,9 +133,14 @@ _S = TypeVar("_S", bound=Shape)
 
 # Sampling parameters that a body may give under their own name.
 _NOT_IN_BODIES = {
-    "output_kind", "bad_words_token_ids", "detokenize", "stream_interval", "logprobs",
-    "structured_outputs", "thinking",
-}  # fmt: skip
+    "output_kind",
+    "bad_words_token_ids",
+    "detokenize",
+    "stream_interval",
+    "logprobs",
+    "structured_outputs",
+    "thinking",
+}
 SAMPLING = frozenset(SamplingParams.__struct_fields__) - _NOT_IN_BODIES
 
 # Fields of OpenAI's and vLLM's APIs that are taken and change nothing here: reported, never refused.

@@ -386,9 +386,15 @@ class GuardedProtocol(HttpToolsProtocol):
         self.pipeline.clear()
         body = error.body()
         phrase = http.HTTPStatus(error.status).phrase.encode()
-        lines = [b"HTTP/1.1 %d %s" % (error.status, phrase), b"content-type: application/json",
-                 b"content-length: %d" % len(body), b"connection: close",
-                 *(name + b": " + value for name, value in error.headers), b"", body]  # fmt: skip
+        lines = [
+            b"HTTP/1.1 %d %s" % (error.status, phrase),
+            b"content-type: application/json",
+            b"content-length: %d" % len(body),
+            b"connection: close",
+            *(name + b": " + value for name, value in error.headers),
+            b"",
+            body,
+        ]
         self.transport.write(b"\r\n".join(lines))
         self._linger()
 

@@ -48,14 +48,23 @@ REASONING_PARSERS = Registry(
 )
 # what a chat template holds -> the parser of what its model writes; the first that fits
 _TOOL_SIGNS = (
-    ("<|channel|>", "openai"), ("<minimax:tool_call>", "minimax_m2"), ("<｜tool▁calls▁begin｜>", "deepseek_v3"),
-    ("<|tool_calls_section_begin|>", "kimi_k2"), ("<arg_key>", "glm45"), ("<function=", "qwen3_coder"),
-    ("<tool_call>", "hermes"), ("[TOOL_CALLS]", "mistral"), ("<|python_tag|>", "llama3_json"),
+    ("<|channel|>", "openai"),
+    ("<minimax:tool_call>", "minimax_m2"),
+    ("<｜tool▁calls▁begin｜>", "deepseek_v3"),
+    ("<|tool_calls_section_begin|>", "kimi_k2"),
+    ("<arg_key>", "glm45"),
+    ("<function=", "qwen3_coder"),
+    ("<tool_call>", "hermes"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<|python_tag|>", "llama3_json"),
     ('"parameters": dictionary of argument', "llama3_json"),
-)  # fmt: skip
+)
 _REASONING_SIGNS = (
-    ("<|channel|>", "openai_gptoss"), ("<think>", "qwen3"), ("[THINK]", "mistral"), ("</think>", "qwen3"),
-)  # fmt: skip
+    ("<|channel|>", "openai_gptoss"),
+    ("<think>", "qwen3"),
+    ("[THINK]", "mistral"),
+    ("</think>", "qwen3"),
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

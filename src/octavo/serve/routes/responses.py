@@ -33,9 +33,22 @@ from octavo.serve.http.exchange import Exchange
 from octavo.serve.sandbox.grammar import client_names, from_response_format
 from octavo.serve.state import ServeState
 
-_SAMPLING = frozenset({"temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty",
-                       "frequency_penalty", "repetition_penalty", "ignore_eos", "min_tokens",
-                       "thinking_token_budget"})  # fmt: skip
+_SAMPLING = frozenset(
+    {
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "stop",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "ignore_eos",
+        "min_tokens",
+        "thinking_token_budget",
+    }
+)
 _TEXT_PARTS = ("input_text", "output_text", "text")
 _ROLES = ("user", "assistant", "system", "developer")
 

@@ -19,8 +19,12 @@ _MAX_KEY = 256
 _PYTHON = {"true": "true", "false": "false", "none": "null"}  # models write Python's words
 _SYNONYMS = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "dict": "object", "list": "array"}
 _TYPES: tuple[tuple[type, tuple[str, ...]], ...] = (
-    (bool, ("boolean",)), (int, ("integer", "number")), (float, ("number",)), (dict, ("object",)), (list, ("array",)),
-)  # fmt: skip
+    (bool, ("boolean",)),
+    (int, ("integer", "number")),
+    (float, ("number",)),
+    (dict, ("object",)),
+    (list, ("array",)),
+)
 
 
 class Tagged(Sectioned):
