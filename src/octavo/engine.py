@@ -18,10 +18,12 @@ import msgspec
 
 from octavo.plan import StepPlan
 from octavo.request.fields import FieldSpec, salt_with_fields, salt_with_prompt
-from octavo.request.request import Request
+from octavo.request.outputs import WEIGHTS_BROKEN
+from octavo.request.request import FinishReason, Request
 from octavo.request.sampling_params import SamplingParams
 from octavo.request.seeds import sample_seed
 from octavo.request.updates import RequestUpdate
+from octavo.rl.session import WeightUpdates
 from octavo.sched import pause
 from octavo.worker.executor import Executor, PendingResult, ask
 
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from octavo.sched.scheduler import Scheduler
 
 _Reply = TypeVar("_Reply")
+_HELD_SECONDS = 1e-3  # between two looks at a session that holds the steps
 
 
 @dataclasses.dataclass(slots=True)
@@ -95,6 +98,7 @@ class EngineCore:
         self.gate = pause.Gate()
         self._held: list[RequestUpdate] = []  # of steps that a pause has waited for; the next step tells them
         self._later: list[Request] = []  # that came while a pause waits for others
+        self.weights = WeightUpdates(self, self.gate)
         self._calls: dict[str, Callable[[bytes], bytes]] = {
             "reset_prefix_cache": _call(pause.ResetOrder, self._reset),
             "standing": lambda _: msgspec.msgpack.encode(self.standing()),
@@ -103,6 +107,7 @@ class EngineCore:
             "check_sleep": _call(pause.SleepOrder, self._check_sleep),
             "sleep": _call(pause.SleepOrder, self._sleep),
             "wake_up": _call(pause.WakeOrder, self._wake_up),
+            **self.weights.calls(),
         }
 
     def add(
@@ -159,7 +164,7 @@ class EngineCore:
         Arguments and results are msgpack: orders of `octavo.sched.pause` and the Standing after them.
         `reset_prefix_cache`: not a success, and nothing is done, while any block is held. `pause`: no step runs and
         no result is on its way when it answers, but for one that waits, which is done once `standing` is settled.
-        Raises ValueError for an unknown name, and for what an order may not hold.
+        New weights: `octavo.rl.session`. Raises ValueError for an unknown name, and for what an order may not hold.
         """
         self._check_alive()
         answer = self._calls.get(name)
@@ -205,10 +210,39 @@ class EngineCore:
         self._failure = self._failure or RuntimeError("it was closed")
         self._executor.close()
 
-    def set_weights_version(self, version: str, *, keep_kv: bool = False) -> None:
-        """Steps from the next one on run with other weights. Between two steps; see Scheduler."""
-        self._check_alive()
-        self.scheduler.set_weights_version(version, keep_kv=keep_kv)
+    def change_weights(self, apply: Callable[[], object], identity: str, version: str, on_running: str) -> int:
+        """Between two steps: `apply` makes workers run with other weights, whose tokens are stamped with `version`.
+
+        identity: what blocks of these weights are named by. on_running: what becomes of requests that have begun:
+        "recompute", "keep_kv" or "abort". Returns how many there were.
+        """
+        self.settle()
+        apply()
+        scheduler, keeps_kv = self.scheduler, on_running == "keep_kv"
+        num_running, versions = len(scheduler.running), scheduler.versions
+        if on_running == "abort":
+            self._held += versions.end_all(FinishReason.ABORT, begun=True)
+        anew = identity != scheduler.kv.identity.weights_version
+        self._held += versions.relabel(version, recomputed=anew and not keeps_kv, mixed=anew and keeps_kv)
+        scheduler.set_weights_version(identity, keep_kv=keeps_kv)
+        self.gate.repaired()
+        return num_running
+
+    def relabel(self, version: str) -> None:
+        """Between two steps: stamp tokens with `version` from now on. No request and no block is touched."""
+        self.settle()
+        self._held += self.scheduler.versions.relabel(version)
+
+    def hold_weights(self) -> None:
+        """Between two steps: plan none until the weights have changed, or are broken."""
+        self.settle()
+        self.gate.overwriting = True
+
+    def break_weights(self, reason: str) -> None:
+        """Between two steps: end all requests, for nothing can be computed until whole weights have come."""
+        self.settle()
+        self._held += self.scheduler.versions.end_all(FinishReason.ERROR, WEIGHTS_BROKEN)
+        self.gate.lose(reason)
 
     def _check_alive(self) -> None:
         if self._failure is not None:
@@ -269,6 +303,7 @@ class EngineCore:
             sleep_level=gate.level,
             asleep=[tag for tag in pause.TAGS if tag in gate.asleep],
             lost=gate.lost,
+            lost_because=gate.lost_because,
             num_unfinished=self.scheduler.num_unfinished + len(self._later),
             refused=refused,
             success=success and not refused,

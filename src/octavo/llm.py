@@ -7,11 +7,12 @@ order; if it raises, whatever it had queued is gone. Ctrl-C waits for the end of
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import logging
 import numbers
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -24,6 +25,7 @@ from octavo.frontend.frontend import Checked
 from octavo.frontend.frontend import Prompt as EnginePrompt
 from octavo.frontend.shared_control import Control
 from octavo.frontend.sharing import Call, SharedEngine
+from octavo.frontend.weights import WeightMethods
 from octavo.observe import Phases, progress
 from octavo.request.outputs import FlatLogprobs, RequestOutput
 from octavo.request.sampling_params import (
@@ -34,6 +36,7 @@ from octavo.request.sampling_params import (
     check_token_ids,
     num_kept,
 )
+from octavo.rl.session import WeightConflictError
 from octavo.startup import gc_control
 from octavo.startup.probe import numerics_id
 from octavo.text.no_tokenizer import NoTokenizer
@@ -50,7 +53,7 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 MAX_PROMPT_KEYS = frozenset({"prompt", "prompt_token_ids", "cache_salt"})
 
 
-class LLM:
+class LLM(WeightMethods):
     """A model that generates. Use it as a context manager, or call `close`, to release it early.
 
     Any number of threads may use one LLM. Their requests run in one batch, so together they are as fast as one call
@@ -272,6 +275,34 @@ class LLM:
         reset_connector: what lies outside the engine is named by version of the weights, and need not be reset.
         """
         return self._control.reset_prefix_cache(reset_running_requests=reset_running_requests)
+
+    @contextlib.contextmanager
+    def weights(
+        self, version: str | None = None, on_running: str = "recompute", *, partial: bool = False
+    ) -> Generator[Callable[[str, Any], None], None, None]:
+        """New weights in a `with` block: `load(name, tensor)` for each, with the checkpoint's names, on any device.
+
+        They serve from the end of the block on; an exception in it leaves the old ones. A DTensor is gathered, which
+        all of its ranks have to do. See `start_weight_update` and `finish_weight_update`.
+        """
+        self.start_weight_update(partial=partial, on_running=on_running)
+        try:
+            yield self._load_weight
+        except BaseException:
+            with contextlib.suppress(WeightConflictError):  # it is over if a tensor was refused
+                self.abort_weight_update()
+            raise
+        self.finish_weight_update(version)
+
+    def _load_weight(self, name: str, tensor: Any) -> None:
+        from octavo.rl.transport.local import Handed
+
+        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        with Handed({name: whole}) as update_info:
+            self.update_weights(update_info)
+
+    def _ask_core(self, name: str, payload: bytes = b"") -> bytes:
+        return self._shared.exclusively(lambda: self.engine.call(name, payload))
 
     @property
     def numerics_id(self) -> str:

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from house import ROOT, SRC, files, modules, nodes, tree, where
-from octavo.config.engine_config import ENVIRONMENT, SERVER_ENVIRONMENT, SETTINGS
+from octavo.config.engine_config import SETTINGS
+from octavo.config.environment import ENVIRONMENT, SERVER_ENVIRONMENT
 from octavo.serve.settings import SERVE_SETTINGS
 
 MAX_FILE_LINES = 500

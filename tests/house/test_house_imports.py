@@ -58,10 +58,20 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     "sampling": ({"device", "grammar", "ops", "words"}, {"torch", "numpy"}),
     # a trainer's side: the engine's operators, layers and families, and nothing that runs requests
     "rl": ({"attention", "cache", "layers", "models", "ops", "words"}, {"torch"}),
+    # the state machine of a weight update: an engine's loop, its frontends and a sender know it, without torch
+    "rl.session": (set(), {"msgspec"}),
+    # where new weights lie in a model: the loader's weight map for one that runs
+    "rl.plan": ({"rl.session", "checkpoint", "models", "layers", "ops"}, {"torch"}),
+    "rl.in_place": ({"rl.session", "rl.plan"}, {"torch"}),
+    "rl.receiver": ({"words", "models", "rl.session", "rl.plan", "rl.in_place", "rl.transport"}, {"torch"}),
+    # a worker's end of a transport; files are read as the loader reads them
+    "rl.transport": ({"rl.session", "rl.plan", "checkpoint"}, {"torch"}),
     "worker.executor": ({"words"}, {"msgspec"}),  # all that an engine's loop knows of workers, and without torch
     "worker.facts": ({"words", "cache"}, set()),
     "worker": (
-        {"words", "speculate", "grammar", "startup.cuda_init", "startup.frontend", "startup.probe"} | DEVICE_SIDE,
+        {"words", "speculate", "grammar", "startup.cuda_init", "startup.frontend", "startup.probe"}
+        | {"rl.receiver"}  # of new weights
+        | DEVICE_SIDE,
         {"torch", "numpy", "msgspec"},
     ),
     "text": ({"words"}, {"tokenizers", "jinja2", "msgspec", "numpy", "sentencepiece"}),
@@ -76,14 +86,15 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
         {"words", "startup", "engine", "sched", "speculate", "worker.executor", "worker.facts", "worker.worker"},
         set(),
     ),
-    "engine": ({"words", "sched", "worker.executor"}, {"msgspec"}),
+    "engine": ({"words", "sched", "worker.executor", "rl.session"}, {"msgspec"}),
     # What stands between users and a core, for LLM and the server alike. The messages to a core and the protocol of
     # its clients are here, so that a core in this process and one behind a socket are told the same.
     "frontend": (
-        {"words", "engine", "text", "sched", "speculate", "startup.warm_start", "startup.frontend"},
+        {"words", "engine", "text", "sched", "speculate", "startup.warm_start", "startup.frontend", "rl.session"},
         {"msgspec"},
     ),
-    "llm": ({"words", "frontend", "text", "startup.probe"}, {"msgspec"}),
+    # it hands tensors over within the process
+    "llm": ({"words", "frontend", "text", "startup.probe", "rl.session", "rl.transport.local"}, {"msgspec"}),
     "cli": (
         {
             "words",
@@ -113,6 +124,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
             "sched",
             "text",
             "worker.executor",
+            "rl.session",
         },
         {"httptools", "msgspec", "numpy", "prometheus_client", "starlette", "uvicorn", "uvloop"},
     ),

@@ -40,7 +40,7 @@ _DUMMY_BLOCK = (1 << 22) - 3  # elements; odd, so that rows of a tiled weight di
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Target:
+class Target:
     """Where one tensor of a checkpoint goes: rows start .. start + shape[0] of a parameter."""
 
     parameter: str
@@ -102,9 +102,13 @@ def fill_model(
     seed: int = 0,
     *,
     check_finite: bool = True,
+    keeps_bfloat16: bool = True,
     seen: Callable[[str, torch.Tensor], None] = unseen,
 ) -> None:
-    """Fill a model of `build_model`; see `load_model`. `seen` is shown each tensor of the checkpoint that is read."""
+    """Fill a model of `build_model`; see `load_model`. `seen` is shown each tensor of the checkpoint that is read.
+
+    keeps_bfloat16: matrices stored as bfloat16 stay so under float32.
+    """
     if load_format not in LOAD_FORMATS:
         raise ValueError(f"unknown load_format {load_format!r}: known are {', '.join(LOAD_FORMATS)}")
     began, model = time.perf_counter(), cast(nn.Module, built)
@@ -114,7 +118,7 @@ def fill_model(
     elif folder is None:
         raise ValueError(f"load_format={load_format!r} needs a model folder; 'dummy' does without")
     else:
-        _fill_from_folder(model, filler, folder, check_finite, seen)
+        _fill_from_folder(model, filler, folder, check_finite, seen, keeps_bfloat16=keeps_bfloat16)
     filler.finish()
     _LOG.info("%s: weights ready in %.2f s", built.arch.name, time.perf_counter() - began)
 
@@ -210,19 +214,20 @@ class _PinnedPair:
 
 
 def _fill_from_folder(
-    model: nn.Module, filler: _Filler, folder: Path, check_finite: bool, seen: Callable[[str, torch.Tensor], None]
-) -> None:
+    model: nn.Module, filler: _Filler, folder: Path, check_finite: bool, seen: Callable[[str, torch.Tensor], None],
+    *, keeps_bfloat16: bool,
+) -> None:  # fmt: skip
     """Stream a folder's tensors, in the order in which they lie in their files."""
     checkpoint = Checkpoint(folder)
     try:
         checkpoint.rename(cast(Model, model).other_prefixes)
-        targets = dict(_targets(model))
+        targets = dict(weight_targets(model))
         _check_fit(checkpoint, targets, cast(Model, model).ignored_weights, folder)
         stored: dict[str, set[str]] = {}
         for name, target in targets.items():
             stored.setdefault(target.parameter, set()).add(checkpoint.entries[name].dtype)
         for parameter, dtypes in stored.items():
-            if dtypes == {"BF16"}:
+            if dtypes == {"BF16"} and keeps_bfloat16:
                 filler.keep_bfloat16(parameter)
         host = _PinnedPair()
         for name in checkpoint.entries:
@@ -231,7 +236,7 @@ def _fill_from_folder(
                 rows = filler.rows(target.parameter, target.start, target.shape[0])
                 read = rows if rows.device.type == "cpu" else host.rows(rows)
                 checkpoint.read(name, read)
-                if check_finite and not _is_finite(read):
+                if check_finite and not is_finite(read):
                     raise ValueError(f"{folder}: tensor {name!r} holds NaN or Inf")
                 seen(name, read)
                 if read is not rows:
@@ -243,7 +248,7 @@ def _fill_from_folder(
         checkpoint.close()
 
 
-def _targets(model: nn.Module) -> Iterator[tuple[str, _Target]]:
+def weight_targets(model: nn.Module) -> Iterator[tuple[str, Target]]:
     """(checkpoint name, where it goes) for every tensor the model needs: its weight map read backwards."""
     names = {target: name for name, target in cast(Model, model).weight_map.items()}
     for path, parameter in model.named_parameters():
@@ -258,10 +263,10 @@ def _targets(model: nn.Module) -> Iterator[tuple[str, _Target]]:
             assert (pattern, shard) in names, f"the weight map has nothing for {pattern} shard {shard!r}"
             pieces = names[pattern, shard].split("*")
             theirs = pieces[0] + "".join(number + piece for number, piece in zip(numbers, pieces[1:], strict=True))
-            yield theirs, _Target(path, start, (rows, *parameter.shape[1:]))
+            yield theirs, Target(path, start, (rows, *parameter.shape[1:]))
 
 
-def _check_fit(checkpoint: Checkpoint, targets: dict[str, _Target], ignored: Sequence[str], folder: Path) -> None:
+def _check_fit(checkpoint: Checkpoint, targets: dict[str, Target], ignored: Sequence[str], folder: Path) -> None:
     """Raise ValueError, with the first five reasons, unless the checkpoint has exactly what the model needs."""
     problems = []
     for name, target in targets.items():
@@ -290,7 +295,7 @@ def _empty(declared: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.empty(declared.shape, dtype=declared.dtype, device=device)
 
 
-def _is_finite(tensor: torch.Tensor) -> bool:
+def is_finite(tensor: torch.Tensor) -> bool:
     """Whether no element of a contiguous tensor is NaN or Inf, at the speed of reading it.
 
     Of 16-bit floats the largest magnitude is compared as an integer (their sums convert element by element, 30 times

@@ -20,7 +20,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from octavo.cli import flags
-from octavo.config.engine_config import ENVIRONMENT, EngineConfig, load_config
+from octavo.config.engine_config import EngineConfig, load_config
+from octavo.config.environment import ENVIRONMENT
 from octavo.config.settings import ConfigError, did_you_mean
 from octavo.observe import Phases, setup_logging
 from octavo.request.outputs import NO_TOKEN, TOO_COMPLEX

@@ -9,7 +9,6 @@ that fit the checkpoint, the device and each other, and none of them is None by 
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 from octavo.checkpoint.arch import Arch
 from octavo.config.attention_options import read_kernel_block_size, read_layer_backends
+from octavo.config.environment import read_environment
 from octavo.config.settings import (
     ConfigError,
     did_you_mean,
@@ -33,15 +33,6 @@ from octavo.request.sampling_params import MAX_N
 DEFAULT_MODEL = "octavo-tiny"
 DTYPES = ("float32", "bfloat16", "float16")
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
-# Environment variables: each stands for one field, so none is without a flag.
-ENVIRONMENT = {
-    "OCTAVO_MODEL": "model",
-    "OCTAVO_NUM_THREADS": "num_threads",
-    "OCTAVO_NATIVE": "native",
-    "OCTAVO_LOG_LEVEL": "log_level",
-    "OCTAVO_PREFIX_CACHE_SECRET_FILE": "prefix_cache_secret_file",
-}
-SERVER_ENVIRONMENT = {"OCTAVO_API_KEY": "api_key", "OCTAVO_ADMIN_KEY": "admin_key"}  # fields of ServeConfig
 KV_CACHE_LAYOUTS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
 FLEX_BLOCK_KEYS = (
     "flex_attn_block_m", "flex_attn_block_n", "flex_attn_q_block_size", "flex_attn_kv_block_size",
@@ -149,6 +140,10 @@ class EngineConfig:
     )
     gpu_memory_utilization: float = setting(0.92, "share of a GPU's memory to use", "float", above=0.0, high=1.0)
 
+    weight_transfer_config: dict[str, Any] = setting(
+        {}, 'how new weights come: {"backend": "disk", "shm", "gloo", "nccl" or "ipc"}', "dict"
+    )
+
     seed: int = setting(0, "seeds what requests without a seed sample", "int", low=0, high=_INT64_MAX)
     max_logprobs: int = setting(
         20, "most log-probabilities per token that a request may ask for", "int", low=-1, high=1 << 20
@@ -220,23 +215,10 @@ def load_config(
     layers: list[tuple[str, Mapping[str, Any]]] = []
     if yaml_path is not None:
         layers.append((f"file {yaml_path}", read_yaml(yaml_path) if yaml_values is None else yaml_values))
-    layers.append(("environment", _read_environment(os.environ if environ is None else environ)))
+    layers.append(("environment", read_environment(os.environ if environ is None else environ)))
     layers.append(("Python argument", python_kwargs or {}))
     layers.append(("command line", argv_values or {}))
     return fill(EngineConfig, [(origin, translate(values, SETTINGS, origin=origin)) for origin, values in layers])
-
-
-def _read_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    values = {}
-    for variable, value in environ.items():
-        if variable in ENVIRONMENT:
-            values[ENVIRONMENT[variable]] = value
-        elif variable.startswith("OCTAVO_") and variable not in SERVER_ENVIRONMENT:
-            known = (*ENVIRONMENT, *SERVER_ENVIRONMENT)  # that all begin alike brings no two nearer
-            near = did_you_mean(variable.removeprefix("OCTAVO_"), (name.removeprefix("OCTAVO_") for name in known))
-            hint = near.replace("mean ", "mean OCTAVO_") or f"known are {', '.join(known)}"
-            logging.getLogger("octavo").warning("environment: unknown setting %s is ignored; %s", variable, hint)
-    return values
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -290,6 +272,7 @@ class Resolved:
     kv_cache_memory_bytes: int | None  # None: the memory plan decides
     num_gpu_blocks_override: int | None
     gpu_memory_utilization: float
+    weight_transfer_config: Mapping[str, Any]
     seed: int
     max_logprobs: int
     logprobs_mode: str
@@ -300,7 +283,8 @@ class Resolved:
 _UNCHANGED = (
     "model", "load_format", "quantization", "numerics", "enforce_eager", "enable_chunked_prefill",
     "enable_prefix_caching", "snapshot_interval", "scheduling_policy", "priority_aging", "kv_cache_layout",
-    "kv_cache_memory_bytes", "num_gpu_blocks_override", "gpu_memory_utilization", "seed", "logprobs_mode",
+    "kv_cache_memory_bytes", "num_gpu_blocks_override", "gpu_memory_utilization", "weight_transfer_config",
+    "seed", "logprobs_mode",
 )  # fmt: skip
 DEFAULT_BLOCK_SIZE = {"cpu": 16, "cuda": 64}  # kernels for a GPU read tiles of 64 tokens
 _FP8_CAPABILITY = (8, 9)

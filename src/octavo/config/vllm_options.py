@@ -370,7 +370,6 @@ _COMPILE = {
     "enable_deterministic_inference": _idle("that is the normal mode", kind="switch"),
     "additional_config": _never("it would not be read"),
     "profiler_config": _never("`octavo bench` and `octavo doctor` measure"),
-    "weight_transfer_config": _never("weights are read once, at the start"),
 }
 _EXTRAS = {
     "reasoning_config": Option(becomes=_reasoning),

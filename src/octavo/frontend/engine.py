@@ -113,6 +113,10 @@ class Engine:
         if abort:
             self._aborted += self.frontend.abort(self.frontend.request_ids)
 
+    def call(self, name: str, payload: bytes = b"") -> bytes:
+        """Ask the core between two steps; see EngineCore.call. Raises ValueError for what it cannot use."""
+        return self._client.call(name, payload).result()
+
     @property
     def has_unfinished(self) -> bool:
         """Whether a `step` has anything to do. A failed engine has not."""

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import msgspec
 
 from octavo.frontend.control import (
-    LOST,
     PauseOrder,
     ResetOrder,
     SleepOrder,
@@ -71,6 +70,6 @@ class Control:
         """Raise WrongStateError where a request would wait for nothing that its own thread could do."""
         gate = self._shared.engine.core.gate
         if gate.lost:
-            raise WrongStateError(f"generate: {LOST}")
+            raise WrongStateError(f"generate: {gate.lost_because}")
         if gate.asleep:
             raise WrongStateError(f"generate: the engine sleeps at level {gate.level}: call wake_up first")

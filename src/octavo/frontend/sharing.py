@@ -53,6 +53,7 @@ class SharedEngine:
         """Nobody calls yet."""
         self._engine = engine
         self._lead = threading.Lock()
+        self._turn = threading.Lock()  # who wants `_lead` for an action waits here; who leads lets it go first
         self._inbox = queue.SimpleQueue[Call]()  # may be used within a garbage collection, as its documentation says
         self._arriving: list[Call] = []  # with parts to be queued
         self._owners: dict[str, Call] = {}  # per id of a queued request
@@ -75,6 +76,8 @@ class SharedEngine:
         try:
             self._waiting[call] = None
             while not call.is_due:
+                with self._turn:
+                    pass
                 idle = self._inbox.empty() and not self._arriving
                 leads = (idle or self._alone(self._take_in)) and (call.is_due or self._alone(self._step))
                 if leads and (call.is_due or not self._stands_still):
@@ -105,7 +108,7 @@ class SharedEngine:
         """`action` between two steps. Raises as `check_process`."""
         self.check_process()
         try:
-            with self._lead:
+            with self._turn, self._lead:
                 return action()
         finally:
             self._let_go()

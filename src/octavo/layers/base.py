@@ -37,6 +37,21 @@ class WeightForm:
         return packed_bytes(n, k, dtype, quantization, self.device, native=self.native)
 
 
+def _copy_values(source: object, target: object) -> None:
+    """Copy every tensor within `source` to where `target` has one: of one structure, as `finalize` makes it twice."""
+    if source is target:
+        return
+    if isinstance(source, torch.Tensor):
+        if isinstance(target, torch.Tensor) and source.data_ptr() != target.data_ptr():
+            target.copy_(source)
+    elif isinstance(source, tuple | list) and isinstance(target, tuple | list):
+        for own, other in zip(source, target, strict=True):
+            _copy_values(own, other)
+    elif dataclasses.is_dataclass(source) and type(source) is type(target):
+        for field in dataclasses.fields(source):
+            _copy_values(getattr(source, field.name), getattr(target, field.name))
+
+
 class Layer(nn.Module):
     """An nn.Module whose children and finalized values are plain attributes.
 
@@ -96,6 +111,24 @@ class Layer(nn.Module):
         """Turn the parameters, real by now, into plain attributes. `quantization`: for layers that multiply."""
         for name in list(self._parameters):
             self.unwrap(name)
+
+    def refill(self, values: Mapping[str, torch.Tensor], quantization: str | None) -> None:
+        """Give a finalized layer other values of all its parameters, in the memory that it has.
+
+        values: of each parameter as it was declared, on the layer's device; their memory is the layer's from now on.
+        What comes of them is what `finalize` makes of them, so that a layer of any family can be filled again; where
+        it is packed into its old memory at once (`pack_linear`) nothing is there twice, else this layer is.
+        """
+        fresh = type(self).__new__(type(self))
+        fresh.__dict__.update(self.__dict__)
+        fresh.__dict__["_parameters"] = {}
+        for name, value in values.items():
+            fresh.__dict__.pop(name, None)
+            fresh.register_parameter(name, nn.Parameter(value, requires_grad=False))
+        fresh.finalize(quantization)
+        for name, value in fresh.__dict__.items():
+            if not isinstance(value, nn.Module):
+                _copy_values(value, self.__dict__.get(name))
 
     def join(self) -> None:
         """Make what the operators need of several layers' values. All layers are finalized; no step has run."""

@@ -74,7 +74,8 @@ class LatentAttention(Layer):
         super().finalize(quantization)
         heads = self.__dict__.pop("expand").unflatten(0, (self._num_heads, -1))
         key, value = heads.split((self._latent.nope_size, self._latent.value_size), dim=1)
-        self.absorb_key, self.expand_value = pack_heads(key.transpose(1, 2)), pack_heads(value)
+        before = self.__dict__.get("absorb_key"), self.__dict__.get("expand_value")
+        self.absorb_key, self.expand_value = pack_heads(key.transpose(1, 2), before[0]), pack_heads(value, before[1])
 
     @functools.cached_property
     def _state(self) -> LatentState:

@@ -76,7 +76,8 @@ class Linear(Layer):
             ((start, size),) = self._biased.values()
             own, self.bias = self.bias, self.bias.new_zeros(self._rows)
             self.bias[start : start + size] = own
-        self.packed = pack_linear(self.__dict__.pop("weight"), quantization if self._quantize else None)
+        weight, before = self.__dict__.pop("weight"), self.__dict__.get("packed")
+        self.packed = pack_linear(weight, quantization if self._quantize else None, into=before)
         self.rest = None if self.rest_from is None else self.packed.behind(self._shards[self.rest_from][0])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ MOD_FAILED = "attention_mod_failed"
 NO_TOKEN = "no_token_allowed"
 TOO_COMPLEX = "schema_too_complex"
 REQUESTS_OWN = (NO_TOKEN, TOO_COMPLEX)
+WEIGHTS_BROKEN = "weights_broken"  # an update of the weights failed when some were overwritten
 OUTPUT_FAILED = "output_failed"  # of outputs whose text could not be made
 
 
@@ -154,6 +155,15 @@ class RequestMetrics(msgspec.Struct):
     time_in_queue: float | None = None  # seconds
 
 
+class WeightsSpan(msgspec.Struct, frozen=True, gc=False):
+    """Output tokens start to end - 1, counted from the completion's first, and the weights that drew them."""
+
+    version: str
+    start: int
+    end: int
+    mixed: bool = False  # they attend K and V of older weights too
+
+
 class CompletionOutput(msgspec.Struct):
     """One completion of a request, as a whole or the part since the last output (RequestOutputKind.DELTA)."""
 
@@ -165,6 +175,7 @@ class CompletionOutput(msgspec.Struct):
     finish_reason: str | None = None  # "stop", "length", "abort", "error", "repetition"; None: goes on
     stop_reason: int | str | None = None  # the stop string, the stop token's id, or the error's reason
     lora_request: None = None
+    weight_versions: list[WeightsSpan] = []  # of token_ids, in order; neighbours differ
 
     def finished(self) -> bool:
         """Whether the completion has ended."""

@@ -23,6 +23,8 @@ class RequestUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
     stop_reason: int | str | None = None  # the stop token's id or the stop string; None for EOS
     num_cached: int = 0  # prompt tokens that a prefix hit saved; a request's are those of its first completion
     queue_time: float | None = None  # seconds from add to the first schedule, in one update at most
+    weights_version: str = ""  # of the weights that draw its tokens from this update on; empty: as before
+    weights_mixed: bool = False  # these tokens attend K and V of older weights too
     error: str = ""  # with finish_reason "error": the reason, e.g. "nan_logits"
 
 

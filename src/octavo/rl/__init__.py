@@ -1,23 +1,82 @@
-"""octavo.rl: a trainer's forward with the sampler's bits, and gradients. No engine is imported.
+"""octavo.rl: a trainer's forward with the sampler's bits, and gradients; new weights for a sampler that runs.
 
 Operators with gradients, each the sampler's own: `linear`, `norm`, `add`, `qk_norm_rope`, `attention`, `gated`, `moe`,
 `token_logprob`, `head_logprob`. `Pack` holds sequences; `convert` makes a transformers model run them; `logprobs` and
-`assert_same` are what a loop calls.
+`assert_same` are what a loop calls. An engine's side of new weights is `session`, `plan`, `in_place`, `receiver` and
+`transport`. No engine is imported. Names load on first use: an engine's loop knows the session alone, without torch.
 """
 
-from octavo.rl.autograd.attention import attention
-from octavo.rl.autograd.gated import gated
-from octavo.rl.autograd.linear import linear
-from octavo.rl.autograd.logprob import LogProbs, Truncation, head_logprob, token_logprob
-from octavo.rl.autograd.moe import moe
-from octavo.rl.autograd.norm import add, norm
-from octavo.rl.autograd.rope import qk_norm_rope
-from octavo.rl.check import Difference, DifferenceError, assert_same
-from octavo.rl.convert import convert
-from octavo.rl.pack import NO_TOKEN, Pack
-from octavo.rl.scoring import logprobs
+from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from octavo.rl.autograd.attention import attention as attention
+    from octavo.rl.autograd.gated import gated as gated
+    from octavo.rl.autograd.linear import linear as linear
+    from octavo.rl.autograd.logprob import LogProbs as LogProbs
+    from octavo.rl.autograd.logprob import Truncation as Truncation
+    from octavo.rl.autograd.logprob import head_logprob as head_logprob
+    from octavo.rl.autograd.logprob import token_logprob as token_logprob
+    from octavo.rl.autograd.moe import moe as moe
+    from octavo.rl.autograd.norm import add as add
+    from octavo.rl.autograd.norm import norm as norm
+    from octavo.rl.autograd.rope import qk_norm_rope as qk_norm_rope
+    from octavo.rl.check import Difference as Difference
+    from octavo.rl.check import DifferenceError as DifferenceError
+    from octavo.rl.check import assert_same as assert_same
+    from octavo.rl.convert import convert as convert
+    from octavo.rl.pack import NO_TOKEN as NO_TOKEN
+    from octavo.rl.pack import Pack as Pack
+    from octavo.rl.scoring import logprobs as logprobs
+
+_PUBLIC = {
+    "Difference": "octavo.rl.check",
+    "DifferenceError": "octavo.rl.check",
+    "LogProbs": "octavo.rl.autograd.logprob",
+    "NO_TOKEN": "octavo.rl.pack",
+    "Pack": "octavo.rl.pack",
+    "Truncation": "octavo.rl.autograd.logprob",
+    "add": "octavo.rl.autograd.norm",
+    "assert_same": "octavo.rl.check",
+    "attention": "octavo.rl.autograd.attention",
+    "convert": "octavo.rl.convert",
+    "gated": "octavo.rl.autograd.gated",
+    "head_logprob": "octavo.rl.autograd.logprob",
+    "linear": "octavo.rl.autograd.linear",
+    "logprobs": "octavo.rl.scoring",
+    "moe": "octavo.rl.autograd.moe",
+    "norm": "octavo.rl.autograd.norm",
+    "qk_norm_rope": "octavo.rl.autograd.rope",
+    "token_logprob": "octavo.rl.autograd.logprob",
+}
 __all__ = [
-    "NO_TOKEN", "Difference", "DifferenceError", "LogProbs", "Pack", "Truncation", "add", "assert_same", "attention",
-    "convert", "gated", "head_logprob", "linear", "logprobs", "moe", "norm", "qk_norm_rope", "token_logprob",
-]  # fmt: skip
+    "NO_TOKEN",
+    "Difference",
+    "DifferenceError",
+    "LogProbs",
+    "Pack",
+    "Truncation",
+    "add",
+    "assert_same",
+    "attention",
+    "convert",
+    "gated",
+    "head_logprob",
+    "linear",
+    "logprobs",
+    "moe",
+    "norm",
+    "qk_norm_rope",
+    "token_logprob",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first asked for."""
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'octavo.rl' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_PUBLIC[name]), name)
+    globals()[name] = value
+    return value

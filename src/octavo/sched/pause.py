@@ -53,6 +53,7 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     sleep_level: int = -1  # -1: awake
     asleep: list[str] = []  # tags
     lost: bool = False  # the weights' values are gone
+    lost_because: str = ""
     num_unfinished: int = 0
     refused: str = ""  # why the move was not made
     success: bool = True  # of a reset of the cache
@@ -69,11 +70,13 @@ class Gate:
         self.level = -1
         self.asleep: set[str] = set()
         self.lost = False  # the weights' values are gone
+        self.lost_because = ""
+        self.overwriting = False  # an update has begun to overwrite the weights: a step would see half of them
 
     @property
     def is_open(self) -> bool:
         """Whether steps are planned."""
-        return not (self.paused or self.asleep or self.lost)
+        return not (self.paused or self.asleep or self.lost or self.overwriting)
 
     def resume(self) -> str:
         """Undo a pause; why it cannot be, or ""."""
@@ -92,7 +95,16 @@ class Gate:
         """What `check_sleep` allows."""
         self.level = level
         self.asleep |= {"scheduling", *(MEMORY_TAGS if level else ())}
-        self.lost |= level == 2
+        if level == 2:
+            self.lose(LOST)
+
+    def lose(self, because: str) -> None:
+        """The weights' values are gone."""
+        self.lost, self.lost_because, self.overwriting = True, because, False
+
+    def repaired(self) -> None:
+        """Whole weights have come."""
+        self.lost, self.lost_because, self.overwriting = False, "", False
 
     def wake(self, tags: list[str] | None) -> None:
         """Tags that do not sleep stay as they are. Scheduling goes on with the last memory, or by its own name."""

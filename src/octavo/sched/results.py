@@ -8,7 +8,7 @@ request that has ended is told of once.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -29,6 +29,8 @@ class Results:
         """`end`: ends requests that have a finish reason."""
         self.queued_at: dict[str, float] = {}  # of requests that were never admitted
         self.queue_times: dict[str, float] = {}  # of admitted requests, until an update tells it
+        self.version = ""  # label of the weights; empty: those of the start, as no update changed them
+        self.mixed: set[str] = set()  # requests that attend K and V of older weights too
         self._running, self._end = running, end
 
     def note_admission(self, request: Request, num_cached: int) -> None:
@@ -112,12 +114,20 @@ class Results:
             if row not in result.rows and request.status is not Status.FINISHED:
                 self.emit(request, row, result, updates)
 
+    def take_untold(self, requests: Iterable[Request]) -> list[RequestUpdate]:
+        """What requests have that no update told."""
+        updates: list[RequestUpdate] = []
+        for request in requests:
+            self.emit(request, request.row, NOTHING, updates)
+        return updates
+
     def emit(self, request: Request, row: int, result: StepResult, updates: list[RequestUpdate]) -> None:
         """Append the update in full, if there is something to tell: all tokens that no update told."""
         tokens = request.tokens[request.num_prompt + request.num_reported :]
         prompt_logprobs = result.prompt_logprobs.get(row, NO_PROMPT_LOGPROBS)
         if not tokens and not prompt_logprobs.num_positions and request.finish_reason is None:
             return
+        is_first = not request.num_reported
         request.num_reported += len(tokens)
         if request.coalesce_updates and tokens and request.row >= 0:
             self._running.rows.needs_update[request.row] = False
@@ -131,6 +141,8 @@ class Results:
                 stop_reason=request.stop_reason,
                 num_cached=request.num_cached,
                 queue_time=self.queue_times.pop(request.request_id, None),
+                weights_version=self.version if is_first else "",
+                weights_mixed=is_first and request.request_id in self.mixed,
                 error=request.error,
             )
         )

@@ -32,6 +32,7 @@ from octavo.sched.order import order_of
 from octavo.sched.prefixes import Hit
 from octavo.sched.results import NOTHING, Results
 from octavo.sched.running import Running
+from octavo.sched.versions import Versions
 from octavo.sched.work import Issued, PlanBuilder, SchedulerStats, cut_prompts, num_proven, pack, take_back, without
 
 MAX_OUTSTANDING = 2  # plans without results: one that runs, and the next one
@@ -83,6 +84,7 @@ class Scheduler:
         self._outstanding: dict[int, Issued] = {}  # by step
         self._num_repeats = 0  # steps to come in which each of them computes one token, if nothing changes
         self._blocked: tuple[Request, int] | None = None  # did not fit with so many free blocks
+        self.versions = Versions(self._requests, self._results, self._end)
         self.loads = Loads(kv, connector, load_timeout, clock, self._order, self._queue)
         self._fails_with_load = load_failure_policy == "fail"
 
@@ -213,10 +215,7 @@ class Scheduler:
 
     def take_untold(self, request_ids: Iterable[str]) -> list[RequestUpdate]:
         """What quiet requests have that no update told. Unknown ids are ignored."""
-        updates = list[RequestUpdate]()
-        for request in filter(None, map(self._requests.get, request_ids)):
-            self._results.emit(request, request.row, NOTHING, updates)
-        return updates
+        return self._results.take_untold(filter(None, map(self._requests.get, request_ids)))
 
     def _settle(self, result: StepResult, issued: Issued, updates: list[RequestUpdate]) -> StepResult:
         """What few rows have, before the tokens: failures, prompt log-probabilities. Returns what counts."""

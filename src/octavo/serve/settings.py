@@ -17,7 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from octavo.config.engine_config import SERVER_ENVIRONMENT, SETTINGS, EngineConfig, load_config
+from octavo.config.engine_config import SETTINGS, EngineConfig, load_config
+from octavo.config.environment import SERVER_ENVIRONMENT
 from octavo.config.settings import ConfigError, did_you_mean, fill, read_value, read_yaml, setting, settings_of
 from octavo.config.vllm_options import translate
 from octavo.text.template import CONTENT_FORMATS

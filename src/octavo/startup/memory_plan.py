@@ -59,8 +59,12 @@ def check_weights(size: int, arch: Arch, resolved: Resolved, free_bytes: int) ->
 
 
 def matrix_dtype(arch: Arch, resolved: Resolved) -> str:
-    """Of matrices: those stored as bfloat16 stay so under float32, since products widen them exactly."""
+    """Of matrices: those stored as bfloat16 stay so under float32, since products widen them exactly.
+
+    Not where other weights are to come, which may be float32.
+    """
     stays = (arch.dtype, resolved.dtype) == ("bfloat16", "float32") and resolved.load_format != "dummy"
+    stays = stays and not resolved.weight_transfer_config
     return arch.dtype if stays else resolved.dtype
 
 

@@ -19,6 +19,7 @@ from octavo.request.sampling_params import ParameterError, RequestOutputKind, Sa
 from octavo.request.updates import RequestUpdate
 from octavo.text.detokenizer import Detokenizer, StopChecker
 from octavo.text.tokenizer import Tokenizer
+from octavo.text.weight_versions import TokenVersions
 
 _LOG = logging.getLogger(__name__)
 
@@ -313,6 +314,7 @@ class _Child:
         "_stop",
         "_streams",
         "_token_ids",
+        "_versions",
         "child_id",
         "finish_reason",
         "index",
@@ -337,6 +339,7 @@ class _Child:
         self._logprobs = FlatLogprobs(request.decode) if wanted else None
         self._cumulative = 0.0
         self._token_ids: list[int] = []
+        self._versions = _PLAIN_VERSIONS
         self._pieces: list[str] = []
         self._num_sent = 0  # tokens handed out
         self._sent_end = False
@@ -365,6 +368,8 @@ class _Child:
         if update.prompt_logprobs.num_positions and self.index == 0 and request.prompt_logprobs is not None:
             part = update.prompt_logprobs
             request.prompt_logprobs.add_packed(part.width, part.token_ids, part.logprobs, part.ranks)
+        if update.weights_version or update.weights_mixed:
+            self._versions = self._versions.then(len(self._token_ids), update.weights_version, update.weights_mixed)
         if update.tokens:
             metrics = request.metrics
             metrics.last_token_time = request.wall(now)
@@ -390,6 +395,7 @@ class _Child:
         """The completion as it stands, or what is new of it."""
         text = "".join(self._pieces)
         logprobs = self._logprobs
+        versions = self._versions.spans(self._num_sent if delta else 0, len(self._token_ids))
         if delta:
             token_ids = self._token_ids[self._num_sent :]
             if logprobs is not None:  # handed over: they are not kept here as well
@@ -403,8 +409,9 @@ class _Child:
         self._sent_end = self.finish_reason is not None
         cumulative = self._cumulative if logprobs is not None else None
         return CompletionOutput(
-            self.index, text, token_ids, cumulative, self.request.shown(logprobs), self.finish_reason, self.stop_reason
-        )
+            self.index, text, token_ids, cumulative, self.request.shown(logprobs), self.finish_reason, self.stop_reason,
+            None, versions,
+        )  # fmt: skip
 
     def _take_tokens(self, update: RequestUpdate, params: SamplingParams) -> bool:
         """Append tokens with their text up to a stop. Returns whether one was found here."""
@@ -446,6 +453,7 @@ class _NoText:
 
 
 _NO_TEXT = _NoText()
+_PLAIN_VERSIONS = TokenVersions()
 
 
 def _no_text(token_id: int) -> str | None:

@@ -19,6 +19,7 @@ from octavo.layers.base import Layer
 from octavo.layers.embedding import Embedding
 from octavo.ops.gemm import LinearWeight
 from octavo.ops.native.memory import drop_pages
+from octavo.rl.receiver import WeightReceiver
 from octavo.worker.observe_logits import LogitsDigest
 from octavo.worker.runner import Runner
 
@@ -31,9 +32,9 @@ Span = tuple[str, int, int]
 class Calls:
     """A worker's answers."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: Runner, weights: WeightReceiver) -> None:
         """Nobody watches."""
-        self._runner = runner
+        self._runner, self.weights = runner, weights
         self._digest: LogitsDigest | None = None
         self._spans: list[Span] = []
 
@@ -43,7 +44,8 @@ class Calls:
         if handler is None:
             raise ValueError(f"unknown call {name!r} of a worker: known are {', '.join(sorted(_HANDLERS))}")
         request = msgspec.msgpack.decode(payload, type=handler.request)
-        return msgspec.msgpack.encode(handler.run(self, *([] if request is None else [request])))
+        own = self.weights if name.startswith("weights_") else self
+        return msgspec.msgpack.encode(handler.run(own, *([] if request is None else [request])))
 
     def capture_next(self) -> bool:
         """Capture one of the graphs that the start has left; False if there is none. Takes 10 to 30 ms."""
@@ -111,7 +113,7 @@ def _matrices(model: object) -> list[torch.Tensor]:
 
 
 class _Handler(NamedTuple):
-    """What is done with a message of a type."""
+    """What is done with a message of a type: a method of Calls, or of its WeightReceiver."""
 
     run: Callable[..., object]
     request: Any = None
@@ -125,4 +127,11 @@ _HANDLERS = {
     "take_spans": _Handler(Calls.take_spans),
     "check_sleep": _Handler(Calls.check_sleep, list[str]),
     "drop_memory": _Handler(Calls.drop_memory, list[str]),
+    "weights_init": _Handler(WeightReceiver.init, dict[str, Any]),
+    "weights_shutdown": _Handler(WeightReceiver.shutdown),
+    "weights_start": _Handler(WeightReceiver.start, bool),
+    "weights_update": _Handler(WeightReceiver.update, dict[str, Any]),
+    "weights_prepare": _Handler(WeightReceiver.prepare),
+    "weights_apply": _Handler(WeightReceiver.apply, str),
+    "weights_abort": _Handler(WeightReceiver.abort),
 }

@@ -26,6 +26,7 @@ from octavo.checkpoint.digest import WeightsDigest, unseen
 from octavo.config.engine_config import DeviceFacts, EngineConfig, Resolved
 from octavo.observe import Count
 from octavo.plan import StepPlan
+from octavo.rl.receiver import WeightReceiver
 from octavo.speculate import NO_SPECULATOR, Speculator
 from octavo.startup import probe
 from octavo.startup.frontend import grammars_of
@@ -107,7 +108,8 @@ class Worker:
             models.try_mods(self._model, self._mods, resolved)
             grammars = grammars_of(self._config, self._folder, self._arch)
             self._runner = make_runner(self._model, resolved, plan, grammars, self._speculator)
-        self._plan, self._calls = plan, Calls(self._runner)
+        receiver = WeightReceiver(self._model, resolved, self._config.weight_transfer_config)
+        self._plan, self._calls = plan, Calls(self._runner, receiver)
 
     def identify(self) -> tuple[str, str]:
         """Digests of the model, as far as its weights were seen, and of the mods. Behind `allocate`."""

@@ -73,7 +73,7 @@ class LinearWeight:
         return LinearWeight(header.n, self.k, self.kind, storage, ctypes.addressof(header), (header, *self._keep))
 
 
-def pack_linear(weight: Tensor, quantization: str | None = None) -> LinearWeight:
+def pack_linear(weight: Tensor, quantization: str | None = None, into: LinearWeight | None = None) -> LinearWeight:
     """Pack weight [N, K] for `linear`.
 
     Without quantization bfloat16 stays bfloat16 (in the chain that is set) and float32 float32; float16 becomes float32
@@ -81,8 +81,12 @@ def pack_linear(weight: Tensor, quantization: str | None = None) -> LinearWeight
     symmetric, one bfloat16 scale for 32 consecutive k of an output channel (8.5 bits a weight, the grain of
     llama.cpp's q8_0); a scale has 8 significant bits, so int8 times scale is exact in float32 and the product is
     the same chain as for the other kinds. On a GPU the weight is kept as it is, in its dtype and memory.
+    into: what `pack_linear` made of a weight of this shape: it gets these values, in its memory and its kind, and is
+    the result. A kind that cannot hold them as they are is the caller's to refuse.
     Raises ValueError for an unknown quantization, or one that the device has not.
     """
+    if into is not None:
+        return _repack(weight, into)
     if quantization is not None and quantization not in QUANTIZATIONS:
         raise ValueError(f"unknown quantization {quantization!r}: known are {', '.join(QUANTIZATIONS)}, or none")
     assert weight.dim() == 2, "a linear weight is [N, K]"
@@ -112,6 +116,20 @@ def pack_linear(weight: Tensor, quantization: str | None = None) -> LinearWeight
     )
     header = _WeightHeader(n, k, panel_bytes, storage.data_ptr(), KINDS[kind])
     return LinearWeight(n, k, kind, storage, ctypes.addressof(header), (header, owner))
+
+
+def _repack(weight: Tensor, into: LinearWeight) -> LinearWeight:
+    assert weight.shape == (into.n, into.k), "a weight is packed again in its own shape"
+    if not into.header:  # of a GPU, or the reference's
+        values = weight
+        if into.kind == "int8":
+            values = _dequantize(*_quantize(weight), into.k)
+        into.storage.copy_(values)
+        return into
+    weight = (weight.to(torch.bfloat16) if into.kind.startswith("bfloat16") else weight.float()).contiguous()
+    stride, code, data = weight.stride(0), native.DTYPE_CODES[weight.dtype], into.storage.data_ptr()
+    native.lib().octavo_pack(weight.data_ptr(), stride, code, into.n, into.k, KINDS[into.kind], data)
+    return into
 
 
 def packed_bytes(n: int, k: int, dtype: torch.dtype, quantization: str | None, device: str, *, native: bool) -> int:

@@ -21,8 +21,14 @@ class HeadWeights:
     stacked: torch.Tensor | None  # GPU: [heads, N, K]
 
 
-def pack_heads(weight: torch.Tensor) -> HeadWeights:
-    """Make weight [heads, N, K] ready for `head_linear`; see pack_linear."""
+def pack_heads(weight: torch.Tensor, into: HeadWeights | None = None) -> HeadWeights:
+    """Make weight [heads, N, K] ready for `head_linear`; `into`: see pack_linear."""
+    if into is not None:
+        if into.stacked is not None:
+            into.stacked.copy_(weight)
+        for head, packed in zip(weight, into.packed, strict=into.stacked is None):
+            pack_linear(head.contiguous(), into=packed)
+        return into
     if weight.is_cuda:
         return HeadWeights((), weight.contiguous())
     return HeadWeights(tuple(pack_linear(head.contiguous()) for head in weight), None)

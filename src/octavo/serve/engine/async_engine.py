@@ -33,6 +33,7 @@ from octavo.serve.engine.refusals import EngineDeadError, EngineDrainingError, E
 from octavo.serve.engine.stream import OutputStream, RequestFacts, SlowReaderError, Stream
 from octavo.serve.engine.suspects import Suspects
 from octavo.serve.engine.validate_update import validate_update
+from octavo.serve.engine.weights import AsyncWeightMethods
 from octavo.startup.frontend import find_and_read, load_frontend, make_limits
 from octavo.text.no_tokenizer import NoTokenizer
 from octavo.text.tokenizer import Tokenizer
@@ -52,7 +53,7 @@ _COUNTERS = (
 Observer = Callable[[str, RequestFacts], None]
 
 
-class AsyncEngine:
+class AsyncEngine(AsyncWeightMethods):
     """Requests in, streams of outputs out. All methods are called on the event loop that ran `start`."""
 
     def __init__(

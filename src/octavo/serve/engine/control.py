@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Callable, Sequence
 import msgspec
 
 from octavo.frontend.control import (
-    LOST,
     PauseOrder,
     ResetOrder,
     SleepOrder,
@@ -47,7 +46,7 @@ class AsyncControl:
     def check_new(self) -> None:
         """Raise EngineHaltedError where a new request cannot even wait."""
         if self.last.lost:
-            raise EngineHaltedError(LOST, "weights_discarded")
+            raise EngineHaltedError(self.last.lost_because, "weights_discarded")
         if self._refuses and self.last.paused:
             raise EngineHaltedError("generation is paused, and new requests are refused until it resumes", "paused")
 

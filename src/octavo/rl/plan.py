@@ -1,0 +1,198 @@
+"""WeightPlan: where a checkpoint's tensors lie in the weights of a model that runs.
+
+Owns the loader's weight map read for tensors that come one by one: names, aliases, shapes and types, and the values of
+a session until they are applied. Does not know how tensors travel. Invariants: what does not fit is refused by name
+before anything is changed; values are rounded as a file's are; a layer is given all of its values at once, by its own
+`finalize`, in the memory that it has.
+"""
+
+from __future__ import annotations
+
+import collections
+import fnmatch
+import hashlib
+import secrets
+from collections.abc import Sequence
+from typing import NamedTuple, cast
+
+import torch
+from torch import nn
+
+from octavo.checkpoint.digest import WeightsDigest
+from octavo.checkpoint.loader import Target, build_model, is_finite, weight_targets
+from octavo.layers.base import Layer
+from octavo.models.base import Model
+from octavo.ops.gemm import LinearWeight
+from octavo.rl.session import WeightUpdateError
+
+DTYPES = {
+    name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "float64")
+}  # names, with or without "torch."
+_SHOWN = 5
+
+
+class Incoming(NamedTuple):
+    """A tensor that a sender tells of."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its values."""
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+
+class WeightPlan:
+    """Of one model that is loaded."""
+
+    def __init__(self, model: Model, dtype: torch.dtype) -> None:
+        """`dtype`: as `load_model`'s."""
+        blank = build_model(model.arch, dtype)
+        self._prefixes, self._ignored = dict(blank.other_prefixes), tuple(blank.ignored_weights)
+        parameters = dict(cast(nn.Module, blank).named_parameters())
+        self.targets: dict[str, Target] = dict(weight_targets(cast(nn.Module, blank)))
+        self.dtypes = {path: parameter.dtype for path, parameter in parameters.items()}
+        self.shapes = {path: tuple(parameter.shape) for path, parameter in parameters.items()}
+        if model.arch.tied and "lm_head.weight" not in self.targets:  # trainers name both ends
+            head = next(name for name, target in self.targets.items() if target.parameter == "head.weight")
+            self._aliases = {"lm_head.weight": head}
+        else:
+            self._aliases = {}
+        self._layers = {
+            path: layer for path, layer in cast(nn.Module, model).named_modules() if isinstance(layer, Layer)
+        }
+        self.num_parts = collections.Counter(target.parameter.rpartition(".")[0] for target in self.targets.values())
+        self.by_layer: dict[str, list[str]] = {}
+        for path in self.shapes:
+            self.by_layer.setdefault(path.rpartition(".")[0], []).append(path)
+
+    def known(self, name: str) -> str | None:
+        """The checkpoint's name of `name`; None for one that the model has no place for."""
+        prefix = next((prefix for prefix in self._prefixes if name.startswith(prefix)), "")
+        name = self._prefixes.get(prefix, "") + name[len(prefix) :]
+        name = self._aliases.get(name, name)
+        return name if name in self.targets else None
+
+    def is_ignored(self, name: str) -> bool:
+        """Whether a checkpoint may hold `name`, and nothing reads it."""
+        return self.known(name) is None and any(fnmatch.fnmatchcase(name, pattern) for pattern in self._ignored)
+
+    def read(self, names: Sequence[str], dtype_names: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[Incoming]:
+        """What a sender tells of. Raises WeightUpdateError, with the first five reasons, for what does not fit."""
+        if not len(names) == len(dtype_names) == len(shapes):
+            raise WeightUpdateError(
+                f"names, dtype_names and shapes must be as many: got {len(names)}, {len(dtype_names)} and {len(shapes)}"
+            )
+        found, problems, seen = [], [], set()
+        for name, dtype_name, shape in zip(names, dtype_names, shapes, strict=True):
+            dtype = DTYPES.get(dtype_name.removeprefix("torch."))
+            known = self.known(name)
+            if name in seen:
+                problems.append(f"{name}: comes twice")
+            elif known is None and not self.is_ignored(name):
+                problems.append(f"{name}: expected nothing, found {dtype_name} {list(shape)}")
+            elif dtype is None:
+                problems.append(f"{name}: expected one of {', '.join(DTYPES)}, found {dtype_name}")
+            elif known is not None and self.targets[known].shape != tuple(shape):
+                problems.append(f"{name}: expected {list(self.targets[known].shape)}, found {list(shape)}")
+            else:
+                found.append(Incoming(name, dtype, tuple(shape)))
+            seen.add(name)
+        refuse("weights do not fit the model", problems)
+        return found
+
+    def layer(self, path: str) -> Layer:
+        """The model's own."""
+        return self._layers[path]
+
+    def kept_narrower(self, parameter: str) -> bool:
+        """Whether a matrix lies in memory as bfloat16, as its checkpoint had it, where float32 is computed with."""
+        path, _, name = parameter.rpartition(".")
+        layer = self._layers[path]
+        if self.dtypes[parameter] is not torch.float32 or name not in layer.widens_exactly:
+            return False
+        packed = getattr(layer, "packed", None)
+        if isinstance(packed, LinearWeight):
+            return packed.kind.startswith("bfloat16")
+        own = layer.__dict__.get(name)
+        return isinstance(own, torch.Tensor) and own.dtype is torch.bfloat16
+
+
+class Staged:
+    """The values of one session, on the host, until they are applied."""
+
+    def __init__(self, plan: WeightPlan, *, partial: bool) -> None:
+        """Nothing has come."""
+        self._plan, self.partial = plan, partial
+        self._values: dict[str, torch.Tensor] = {}  # parameter -> all of its rows, as it was declared
+        self.arrived: dict[str, None] = {}
+
+    def put(self, incoming: Incoming, tensor: torch.Tensor) -> None:
+        """Take in a tensor, rounded to the type that the engine's weight has. Raises WeightUpdateError for NaN or Inf.
+
+        A tied weight may come under both of its names, if the two are alike.
+        """
+        known = self._plan.known(incoming.name)
+        if known is None:
+            return
+        target = self._plan.targets[known]
+        if target.parameter not in self._values:
+            shape, dtype = self._plan.shapes[target.parameter], self._plan.dtypes[target.parameter]
+            self._values[target.parameter] = torch.empty(shape, dtype=dtype)
+        rows = self._values[target.parameter][target.start : target.start + target.shape[0]]
+        if known in self.arrived:
+            if not torch.equal(tensor.to(device="cpu", dtype=rows.dtype), rows):
+                raise WeightUpdateError(f"{incoming.name}: is {known}, which came before with other values")
+            return
+        rows.copy_(tensor)
+        if not is_finite(rows):
+            raise WeightUpdateError(f"{incoming.name}: holds NaN or Inf")
+        if self._plan.kept_narrower(target.parameter) and not torch.equal(rows.to(torch.bfloat16).float(), rows):
+            raise WeightUpdateError(
+                f"{incoming.name}: expected values of bfloat16, as its checkpoint has them, found others: set "
+                "weight_transfer_config for an engine that takes float32"
+            )
+        self.arrived[known] = None
+
+    def check(self) -> None:
+        """Raise WeightUpdateError, with the first five names, unless the set is whole."""
+        touched = {self._plan.targets[name].parameter.rpartition(".")[0] for name in self.arrived}
+        missing = [
+            f"{name}: expected {list(target.shape)}, found nothing"
+            for name, target in self._plan.targets.items()
+            if name not in self.arrived and (not self.partial or target.parameter.rpartition(".")[0] in touched)
+        ]
+        if self.partial and missing:
+            refuse("a partial update brings all that is kept together with what it changes", missing)
+        refuse("the update is not whole (partial=True allows a part)", missing)
+        if not self.arrived:
+            raise WeightUpdateError("the update brought no tensor")
+
+    def identity(self, before: str) -> str:
+        """A name for the weights that come of it: equal for equal ones of whole updates. before: the old ones'."""
+        digest = WeightsDigest()
+        for path, value in self._values.items():
+            digest.add(path, value)
+        if not self.partial:
+            return digest.hexdigest()
+        parts = f"{before or secrets.token_hex(16)}+{digest.hexdigest()}"
+        return hashlib.blake2b(parts.encode(), digest_size=16).hexdigest()
+
+    def apply(self, quantization: str | None, device: torch.device) -> None:
+        """Give each layer its values, and let go of them."""
+        for path in list(dict.fromkeys(path.rpartition(".")[0] for path in self._values)):
+            self._apply_layer(path, quantization, device)
+
+    def _apply_layer(self, path: str, quantization: str | None, device: torch.device) -> None:
+        names = self._plan.by_layer[path]
+        values = {name.rpartition(".")[2]: self._values.pop(name).to(device) for name in names}
+        self._plan.layer(path).refill(values, quantization)
+
+
+def refuse(what: str, problems: Sequence[str]) -> None:
+    """Raise WeightUpdateError with the first five problems, if there are any."""
+    if problems:
+        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise WeightUpdateError(f"{what}: {'; '.join(problems[:_SHOWN])}{more}")

@@ -1,0 +1,110 @@
+"""WeightReceiver: a worker's end of an update: its model's new weights, received and applied between two steps.
+
+Owns the transport of a worker, the values of an open session, and what of it has overwritten the model. The state
+machine is the engine's (`octavo.rl.session`). Invariant: until `apply`, or the first tensor of a transport that
+overwrites, no weight of the model has changed.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from octavo.config.engine_config import Resolved
+from octavo.models.base import Model
+from octavo.rl.in_place import InPlace
+from octavo.rl.plan import Staged, WeightPlan
+from octavo.rl.session import Prepared, Received, WeightUpdateError
+from octavo.rl.transport import Transport, make_transport
+
+_NO_BACKEND = "disk"  # for engines that were told of none
+
+
+class WeightReceiver:
+    """One worker's."""
+
+    def __init__(self, model: Model, resolved: Resolved, config: Mapping[str, Any], number: int = 0) -> None:
+        """`config`: weight_transfer_config; number: this worker's among the engine's."""
+        self._model, self._resolved, self._config, self._number = model, resolved, config, number
+        self._device = torch.device(resolved.device)
+        self._made: WeightPlan | None = None
+        self._transport: Transport | None = None
+        self._session: Staged | None = None
+        self._identity = ""  # of the weights that are there; empty: those of the start
+
+    def init(self, info: Mapping[str, Any]) -> dict[str, Any]:
+        """Meet the sender. What there was before is closed."""
+        self.shutdown()
+        backend = str(info.get("backend", self._config.get("backend", _NO_BACKEND)))
+        transport = make_transport(backend, self._device, self._config)
+        try:
+            facts = transport.open(info.get("init_info", info), self._number)
+        except BaseException:
+            transport.close()
+            raise
+        self._transport = transport
+        return {"backend": backend, **facts}
+
+    def shutdown(self) -> None:
+        """Let go of the sender."""
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None
+
+    def start(self, partial: bool) -> None:
+        """Begin a session."""
+        self._session = Staged(self._plan, partial=partial)
+
+    def update(self, info: Mapping[str, Any]) -> Received:
+        """Receive one message's tensors."""
+        began, session = time.perf_counter(), self._session
+        assert session is not None, "the engine has begun a session"
+        info = info.get("update_info", info)
+        transport = make_transport("local", self._device, {}) if "local_key" in info else self._receiving()
+        if transport.overwrites and not isinstance(session, InPlace):
+            if session.arrived:
+                raise WeightUpdateError("one update has one backend: some of its tensors were kept until its end")
+            session = self._session = InPlace(self._plan, self._resolved.quantization, self._device, of=session)
+        incoming = transport.receive(info, self._plan.read, session.put)
+        num_bytes = sum(each.num_bytes for each in incoming)
+        overwrites = isinstance(session, InPlace) and session.has_overwritten
+        return Received(len(incoming), num_bytes, time.perf_counter() - began, overwrites)
+
+    def prepare(self) -> Prepared:
+        """Check that the session's set is whole. Raises WeightUpdateError."""
+        assert self._session is not None, "the engine has begun a session"
+        self._session.check()
+        return Prepared(self._session.identity(self._identity), len(self._session.arrived))
+
+    def apply(self, identity: str) -> None:
+        """Give the model its new values."""
+        session, self._session = self._session, None
+        assert session is not None, "the engine has begun a session"
+        session.apply(self._resolved.quantization, self._device)
+        self._identity = identity
+
+    def abort(self) -> bool:
+        """Drop the session; whether the old weights are whole."""
+        session, self._session = self._session, None
+        whole = not (isinstance(session, InPlace) and session.has_overwritten)
+        if not whole:
+            self._identity = secrets.token_hex(16)
+        return whole
+
+    @property
+    def _plan(self) -> WeightPlan:
+        if self._made is None:
+            self._made = WeightPlan(self._model, getattr(torch, self._resolved.dtype))
+        return self._made
+
+    def _receiving(self) -> Transport:
+        if self._transport is None:
+            backend = str(self._config.get("backend", _NO_BACKEND))
+            if backend != "disk":
+                raise WeightUpdateError(f"backend {backend!r} needs init_weight_transfer_engine before an update")
+            self._transport = make_transport(backend, self._device, self._config)
+        return self._transport

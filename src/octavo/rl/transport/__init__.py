@@ -1,0 +1,123 @@
+"""Transports: how a session's tensors reach a worker.
+
+Owns the protocol that all keep to, the table of backends, and the rule by which tensors share a buffer. Does not know
+where values go. Invariant: a receive ends, with all tensors or an error that names the peer and the tensor, within a
+deadline; nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from octavo.rl.plan import Incoming
+from octavo.rl.session import WeightUpdateError
+
+BACKENDS = ("disk", "shm", "gloo", "nccl", "ipc", "local")
+BUFFER_BYTES = 1 << 28
+TIMEOUT = 60.0  # seconds, and one more for each GB
+_BYTES_PER_SECOND = 1e9
+
+Read = Callable[[Sequence[str], Sequence[str], Sequence[Sequence[int]]], list[Incoming]]
+Put = Callable[[Incoming, torch.Tensor], None]
+
+
+class Transport(Protocol):
+    """One worker's end. A message of a session is a dict whose further keys are the transport's own."""
+
+    overwrites: bool  # tensors go to where they belong as they come; else they are kept on the host until all are there
+
+    def __init__(self, device: torch.device, options: Mapping[str, Any]) -> None:
+        """`options`: what weight_transfer_config says beside the backend."""
+
+    def open(self, info: Mapping[str, Any], worker: int) -> dict[str, Any]:
+        """Meet the sender, before any session. worker: this one's number among the engine's. Raises as `receive`."""
+
+    def receive(self, info: Mapping[str, Any], read: Read, put: Put) -> list[Incoming]:
+        """Take one message's tensors: `read` checks what is told, then each is `put`, in order; the tensors.
+
+        A tensor is put on the host or on the device, and its memory is used again.
+        Raises WeightUpdateError for a message that cannot be used, WeightTransferError for a peer that fails.
+        """
+
+    def close(self) -> None:
+        """Let go of the sender. May be called twice."""
+
+
+def make_transport(backend: str, device: torch.device, options: Mapping[str, Any]) -> Transport:
+    """The backend's. Raises WeightUpdateError for an unknown one."""
+    if backend not in BACKENDS:
+        raise WeightUpdateError(f"unknown weight transfer backend {backend!r}: known are {', '.join(BACKENDS)}")
+    module = importlib.import_module(f"octavo.rl.transport.{backend}")
+    transport: Transport = module.TRANSPORT(device, options)
+    return transport
+
+
+def told(info: Mapping[str, Any], read: Read) -> list[Incoming]:
+    """The tensors that a message names. Raises WeightUpdateError."""
+    lists = [info.get(key) for key in ("names", "dtype_names", "shapes")]
+    for key, value in zip(("names", "dtype_names", "shapes"), lists, strict=True):
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            raise WeightUpdateError(f"update_info.{key} must be a list, got {type(value).__name__}")
+    names, dtype_names, shapes = lists
+    if not all(isinstance(name, str) for name in [*names, *dtype_names]):  # type: ignore[misc]
+        raise WeightUpdateError("update_info.names and dtype_names must hold text")
+    if not all(isinstance(shape, Sequence) and all(type(n) is int and n > 0 for n in shape) for shape in shapes):  # type: ignore[union-attr]
+        raise WeightUpdateError("update_info.shapes must hold lists of positive integers")
+    return read(names, dtype_names, shapes)  # type: ignore[arg-type]
+
+
+def field(info: Mapping[str, Any], key: str, kind: type, default: Any = None) -> Any:
+    """One value of a message. Raises WeightUpdateError where it is missing or of another type."""
+    value = info.get(key, default)
+    if type(value) is not kind:
+        raise WeightUpdateError(f"{key} must be {kind.__name__}, got {str(value)[:100]!r}")
+    return value
+
+
+def deadline(options: Mapping[str, Any], num_bytes: int) -> float:
+    """Seconds that so many bytes may take."""
+    return float(options.get("timeout", TIMEOUT)) + num_bytes / _BYTES_PER_SECOND
+
+
+def buffers(incoming: Sequence[Incoming], size: int) -> Iterator[list[Incoming]]:
+    """Tensors that travel together: a buffer is closed when its bytes first exceed `size`. Both ends count alike."""
+    part: list[Incoming] = []
+    total = 0
+    for each in incoming:
+        part.append(each)
+        total += each.num_bytes
+        if total > size:
+            yield part
+            part, total = [], 0
+    if part:
+        yield part
+
+
+def split(buffer: torch.Tensor, part: Sequence[Incoming]) -> Iterator[tuple[Incoming, torch.Tensor]]:
+    """The tensors of a buffer [bytes] uint8, one behind the other."""
+    begin = 0
+    for each in part:
+        data = buffer[begin : begin + each.num_bytes]
+        begin += each.num_bytes
+        if data.data_ptr() % each.dtype.itemsize or data.storage_offset() % each.dtype.itemsize:
+            data = data.clone()
+        yield each, data.view(each.dtype).view(each.shape)
+
+
+class Clock:
+    """What is left of a deadline."""
+
+    def __init__(self, seconds: float) -> None:
+        """It runs from now on."""
+        self._until = time.monotonic() + seconds
+        self.seconds = seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds, at least a millisecond."""
+        return max(self._until - time.monotonic(), 1e-3)

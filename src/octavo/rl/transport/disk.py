@@ -1,0 +1,63 @@
+"""Weights from safetensors files: a folder as a checkpoint's, which nobody writes to while it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from octavo.checkpoint.cache_scales import scale_names
+from octavo.checkpoint.safetensors import DTYPES, Checkpoint
+from octavo.rl.plan import Incoming
+from octavo.rl.session import WeightTransferError, WeightUpdateError
+from octavo.rl.transport import Put, Read, field
+
+
+class DiskTransport:
+    """See octavo.rl.transport.Transport. A message has `path`, a folder; `names` may choose among its tensors."""
+
+    overwrites = False
+
+    def __init__(self, device: torch.device, options: Mapping[str, Any]) -> None:
+        """Nothing is opened."""
+
+    def open(self, info: Mapping[str, Any], worker: int) -> dict[str, Any]:
+        """There is nobody to meet."""
+        return {}
+
+    def receive(self, info: Mapping[str, Any], read: Read, put: Put) -> list[Incoming]:
+        """Read the files."""
+        path = Path(field(info, "path", str))
+        try:
+            checkpoint = Checkpoint(path)
+        except (ValueError, OSError) as error:
+            raise WeightUpdateError(str(error)) from None
+        try:
+            names = list(info.get("names") or checkpoint.entries.keys() - scale_names(checkpoint.entries).keys())
+            lacking = [name for name in names if name not in checkpoint.entries]
+            if lacking:
+                raise WeightUpdateError(f"{path}: holds no tensor {', '.join(map(repr, lacking[:5]))}")
+            names.sort(key=lambda name: (checkpoint.entries[name].shard, checkpoint.entries[name].start))
+            entries = [checkpoint.entries[name] for name in names]
+            stored = [str(DTYPES.get(entry.dtype, entry.dtype)) for entry in entries]
+            incoming = read(names, stored, [entry.shape for entry in entries])
+            for each in incoming:
+                tensor = torch.empty(each.shape, dtype=each.dtype)
+                checkpoint.read(each.name, tensor)
+                put(each, tensor)
+            checkpoint.check_unchanged()
+        except WeightUpdateError:
+            raise
+        except ValueError as error:  # the file changed or ended while it was read
+            raise WeightTransferError(str(error)) from None
+        finally:
+            checkpoint.close()
+        return incoming
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+TRANSPORT = DiskTransport

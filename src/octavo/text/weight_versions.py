@@ -1,0 +1,34 @@
+"""TokenVersions: which of a completion's tokens which weights drew.
+
+Owns the marks that updates set, and the spans that outputs show. Invariant: spans cover the tokens asked for, in order,
+and no two neighbours say the same.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from octavo.request.outputs import WeightsSpan
+
+FIRST_VERSION = "default"  # of the weights that an engine starts with
+
+
+class TokenVersions(NamedTuple):
+    """Marks (first token, version, mixed), in order; a mark holds until the next one."""
+
+    marks: tuple[tuple[int, str, bool], ...] = ((0, FIRST_VERSION, False),)
+
+    def then(self, start: int, version: str, mixed: bool) -> TokenVersions:
+        """With one more mark; no version: the first one."""
+        own = version or FIRST_VERSION, mixed
+        kept = tuple(mark for mark in self.marks if mark[0] < start)
+        return TokenVersions(kept if kept and kept[-1][1:] == own else (*kept, (start, *own)))
+
+    def spans(self, start: int, end: int) -> list[WeightsSpan]:
+        """Of tokens start to end - 1."""
+        ends = [mark[0] for mark in self.marks[1:]] + [end]
+        return [
+            WeightsSpan(version, max(first, start), min(last, end), mixed)
+            for (first, version, mixed), last in zip(self.marks, ends, strict=True)
+            if max(first, start) < min(last, end)
+        ]

@@ -1,0 +1,181 @@
+"""New weights in an engine that runs: what comes of them, what is refused, and what is left where they fail."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
+
+from octavo import LLM, SamplingParams
+from octavo.rl.session import WeightConflictError, WeightUpdateError
+from random_models import token_prompts
+from rl_rig import TINY
+
+PROMPTS = token_prompts(5, 40, 90)
+DISK = {"weight_transfer_config": {"backend": "disk"}}
+Answers = list[tuple[list[int], list[float]]]
+
+
+def answers(llm: LLM, prompts: list[dict[str, list[int]]] = PROMPTS, **own: Any) -> Answers:
+    """Of each prompt the tokens and their log-probabilities."""
+    params = SamplingParams(
+        **{"max_tokens": 6, "seed": 5, "logprobs": 0, "ignore_eos": True, "detokenize": False} | own
+    )
+    found = []
+    for output in llm.generate(prompts, params, use_tqdm=False):
+        completion = output.outputs[0]
+        assert completion.logprobs is not None
+        chosen = zip(completion.logprobs, completion.token_ids, strict=True)
+        found.append((list(completion.token_ids), [entry[token].logprob for entry, token in chosen]))
+    return found
+
+
+@pytest.fixture(scope="module")
+def old() -> dict[str, Tensor]:
+    return load_file(f"{TINY}/model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def new(old: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Other weights, float32 as a trainer's masters: few of them are bfloat16's."""
+    generator = torch.Generator().manual_seed(1)
+    return {
+        name: weight.float() * (1 + 0.05 * torch.rand(weight.shape, generator=generator))
+        for name, weight in old.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, new: dict[str, Tensor]) -> Path:
+    path = tmp_path_factory.mktemp("new")
+    shutil.copytree(TINY, path, dirs_exist_ok=True)
+    save_file(new, path / "model.safetensors")
+    return path
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    """One engine for tests that leave the weights as they were."""
+    with LLM(dtype="bfloat16", max_model_len=256, **DISK) as made:
+        yield made
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_session_gives_the_engine_that_loads_the_file(
+    new: dict[str, Tensor], folder: Path, dtype: str, quantization: str | None
+) -> None:
+    """RL.W1, RL.W6: bit for bit; of float32 masters too, which are rounded as a file's are, and quantized anew."""
+    fields: dict[str, Any] = {"dtype": dtype, "quantization": quantization, "max_model_len": 256}
+    with LLM(str(folder), **fields) as fresh:
+        wanted = answers(fresh)
+    with LLM(**fields, **DISK) as llm:
+        before = answers(llm)
+        assert before != wanted
+        with llm.weights(version="step-1") as load:
+            for name, weight in new.items():
+                load(name, weight)
+            assert answers(llm) == before, "an open session changes nothing"
+        assert answers(llm) == wanted and llm.get_weight_version() == "step-1"
+        llm.start_weight_update()
+        llm.update_weights({"update_info": {"path": TINY}})
+        llm.finish_weight_update()
+        assert answers(llm) == before and llm.get_weight_version() == "2"
+        llm.start_weight_update()
+        llm.update_weights({"update_info": {"path": str(folder)}})
+        llm.finish_weight_update("step-1")
+        assert answers(llm) == wanted
+
+
+def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(llm: LLM, new: dict[str, Tensor]) -> None:
+    """RL.W1: the first five, with what was expected and found; the session is over, and the old weights serve."""
+    before, name = answers(llm), "model.layers.0.mlp.up_proj.weight"
+    shape = list(new[name].shape)
+    bad: list[tuple[dict[str, Any], str]] = [
+        ({"names": ["model.nothing"], "dtype_names": ["float32"], "shapes": [[3]]}, "model.nothing: expected nothing"),
+        ({"names": [name], "dtype_names": ["float32"], "shapes": [[3, 4]]}, f"{name}: expected {shape}, found [3, 4]"),
+        ({"names": [name], "dtype_names": ["int8"], "shapes": [shape]}, f"{name}: expected one of float32"),
+        ({"names": [name] * 2, "dtype_names": ["float32"] * 2, "shapes": [shape] * 2}, f"{name}: comes twice"),
+        ({"names": [name], "dtype_names": [], "shapes": [shape]}, "as many: got 1, 0 and 1"),
+        ({"names": name, "dtype_names": [], "shapes": []}, "names must be a list"),
+        ({"names": [name], "dtype_names": ["float32"], "shapes": [[0, -1]]}, "positive integers"),
+    ]
+    for info, words in bad:
+        llm.start_weight_update()
+        with pytest.raises(WeightUpdateError) as caught:
+            llm.update_weights({"update_info": {**info, "local_key": 0} | _handed(new[name])})
+        assert words in str(caught.value)
+        assert llm.weight_state()["state"] == "ready"
+    with (
+        pytest.raises(WeightUpdateError, match=r"expected \[\d+.*\], found nothing.*and \d+ more"),
+        llm.weights() as load,
+    ):
+        load(name, new[name])
+    with pytest.raises(WeightUpdateError, match="NaN or Inf"), llm.weights() as load:
+        load(name, new[name] * float("nan"))
+    assert answers(llm) == before and llm.get_weight_version() == "default"
+
+
+def _handed(tensor: Tensor) -> dict[str, int]:
+    """A key under which nothing is: what is told is refused before it is looked for."""
+    from octavo.rl.transport.local import Handed
+
+    handed = Handed({"x": tensor})
+    handed.__enter__()
+    return {"local_key": handed.update_info["local_key"]}
+
+
+def test_moves_that_a_session_does_not_allow_say_so(llm: LLM) -> None:
+    """RL.W9: a second session is refused with the age of the first; a move without one names the state."""
+    for move in (llm.finish_weight_update, llm.abort_weight_update, lambda: llm.update_weights({})):
+        with pytest.raises(WeightConflictError, match="needs an open update, and there is none"):
+            move()
+    llm.start_weight_update()
+    for move in (llm.start_weight_update, llm.init_weight_transfer_engine, lambda: llm.update_weight_version("x")):
+        with pytest.raises(WeightConflictError, match=r"while an update is open, for \d+\.\d s by now"):
+            move()
+    llm.abort_weight_update()
+    with pytest.raises(WeightUpdateError, match="on_running must be one of recompute, keep_kv, abort, got 'later'"):
+        llm.start_weight_update(on_running="later")
+    with pytest.raises(WeightUpdateError, match="unknown weight transfer backend 'x'"):
+        llm.init_weight_transfer_engine({"backend": "x", "init_info": {}})
+
+
+def test_a_tied_weight_may_come_under_both_names_if_they_are_alike(llm: LLM, old: dict[str, Tensor]) -> None:
+    """RL.W2."""
+    assert json.loads((Path(TINY) / "config.json").read_text())["tie_word_embeddings"]
+    before = answers(llm)
+    with llm.weights("default") as load:
+        for name, weight in old.items():
+            load(name, weight)
+        load("lm_head.weight", old["model.embed_tokens.weight"])
+    assert answers(llm) == before, "the same weights give the same bits"
+    with pytest.raises(WeightUpdateError, match=r"lm_head.weight: is model.embed_tokens.weight"), llm.weights() as load:
+        load("model.embed_tokens.weight", old["model.embed_tokens.weight"])
+        load("lm_head.weight", old["model.embed_tokens.weight"] + 1)
+
+
+def test_a_part_is_taken_where_it_is_asked_for(old: dict[str, Tensor], new: dict[str, Tensor], folder: Path) -> None:
+    """RL.W2: and what is packed together comes together."""
+    with LLM(dtype="bfloat16", max_model_len=256, **DISK) as llm:
+        layer = {name: weight for name, weight in new.items() if ".layers.3." in name}
+        with pytest.raises(WeightUpdateError, match=r"k_proj.weight: expected"), llm.weights(partial=True) as load:
+            load("model.layers.3.self_attn.q_proj.weight", new["model.layers.3.self_attn.q_proj.weight"])
+        with llm.weights(partial=True) as load:
+            for name, weight in layer.items():
+                load(name, weight)
+        found = answers(llm)
+        save_file({**{name: weight.float() for name, weight in old.items()}, **layer}, folder / "model.safetensors")
+        with LLM(str(folder), dtype="bfloat16", max_model_len=256) as fresh:
+            assert answers(fresh) == found
+        save_file(new, folder / "model.safetensors")
