@@ -12,7 +12,7 @@ import pytest
 from architectures import ARCH, CPU
 from octavo.checkpoint.arch import Arch
 from octavo.config.engine_config import MAX_THREADS, DeviceFacts, EngineConfig, Resolved, load_config, resolve
-from octavo.config.settings import ConfigError, parse_bytes, parse_length
+from octavo.config.settings import ConfigError, parse_bytes, parse_length, python_names
 
 GPU = dataclasses.replace(
     CPU, cuda="NVIDIA H200", cuda_capability=(9, 0), cuda_free_bytes=100 << 30, cuda_total_bytes=140 << 30
@@ -313,3 +313,8 @@ def test_a_gpu_without_float8_refuses_such_a_cache() -> None:
     assert resolved(facts=ampere, kv_cache_dtype="int8").kv_cache_dtype == "int8"
     assert resolved(facts=ampere, kv_cache_dtype="fp8", device="cpu").kv_cache_dtype == "fp8"
     assert resolved(facts=dataclasses.replace(GPU, cuda_capability=(8, 9)), kv_cache_dtype="fp8").device == "cuda"
+
+
+def test_python_is_told_of_arguments_and_of_commands_as_they_are_typed() -> None:
+    said = "lower --max-num-seqs, set --no-async-scheduling, or run `octavo doctor --explain`"
+    assert python_names(said) == "lower max_num_seqs, set async_scheduling=False, or run `octavo doctor --explain`"

@@ -3,11 +3,14 @@
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 from octavo.ops import native
+from octavo.ops.gemm import linear, pack_linear
 from patience import patient
 
 needs_native = pytest.mark.skipif(not native.available(), reason="no native library is built")
@@ -65,6 +68,23 @@ def test_disabled_is_undone_at_the_end() -> None:
 def test_thread_count_must_be_positive() -> None:
     with pytest.raises(ValueError, match="at least 1, got 0"):
         native.set_num_threads(0)
+
+
+@needs_native
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
+def test_a_thread_that_ends_leaves_no_memory_behind() -> None:
+    """Whoever asks may step an engine, so that operators meet many threads, each with its own scratch memory."""
+    x, weight = torch.ones(64, 16384), pack_linear(torch.ones(32, 16384))
+
+    def resident_bytes(num_threads: int) -> int:
+        for _ in range(num_threads):
+            thread = threading.Thread(target=linear, args=[x, weight])
+            thread.start()
+            thread.join()
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before = resident_bytes(4)
+    assert resident_bytes(32) - before < 4 * x.nbytes, "one thread's scratch holds the rows"
 
 
 @needs_native

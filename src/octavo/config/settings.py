@@ -70,12 +70,14 @@ class Setting:
 
 
 def python_names(text: str) -> str:
-    """A text with the names of flags as arguments of Python."""
-    return re.sub(r"--(no-)?([a-z][a-z0-9-]*[a-z0-9])", _python_name, text)
+    """A text with the names of flags as arguments of Python. What is to be typed at a terminal stays as it is."""
+    return re.sub(r"`octavo [^`]*`|--(no-)?([a-z][a-z0-9-]*[a-z0-9])", _python_name, text)
 
 
-def _python_name(flag: re.Match[str]) -> str:
-    return flag[2].replace("-", "_") + ("=False" if flag[1] else "")
+def _python_name(found: re.Match[str]) -> str:
+    if found[2] is None:
+        return found[0]
+    return found[2].replace("-", "_") + ("=False" if found[1] else "")
 
 
 def setting(default: Any, help: str, kind: str, **facts: Any) -> Any:

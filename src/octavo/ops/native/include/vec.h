@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 
 #if defined(__AVX2__)
@@ -271,6 +272,11 @@ OCTAVO_INLINE float vexp(float x) { return vexp(splat(x))[0]; }
 // A growing buffer, 64-byte aligned; declare it `static thread_local`. Contents do not survive growth.
 class Scratch {
   public:
+    Scratch() = default;
+    Scratch(const Scratch&) = delete;
+    Scratch& operator=(const Scratch&) = delete;
+    ~Scratch() { std::free(data_); }  // a thread's ends with it: callers' threads come and go
+
     float* floats(int64_t count) { return static_cast<float*>(bytes(count * 4)); }
     void* bytes(int64_t size);
 
