@@ -106,3 +106,35 @@ def test_what_cannot_be_used_is_refused_in_one_line(path: str, reason: str) -> N
     with pytest.raises(ValueError, match=rf"^config\.json: unsupported .*{reason}") as error:
         arch_from_config({"architectures": [path]}, packages="far_away")
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_class_that_cannot_be_made_is_refused_by_name(folder: Path) -> None:
+    name = "far_away.models.deep:UnmadeForCausalLM"
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": [name], "num_hidden_layers": config["depth"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=rf"the model {name} cannot be made: TypeError: .*__init__\(\)") as error:
+        LLM(str(folder), model_packages="far_away")
+    assert "\n" not in str(error.value)
+
+
+def test_the_class_of_the_page_is_a_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/adding.md shows a file that runs as it stands."""
+    page = (Path(__file__).resolve().parents[2] / "docs/adding.md").read_text(encoding="utf-8")
+    code = page.partition("### Outside of this repository")[2].partition("```python\n")[2].partition("```")[0]
+    (tmp_path / "mypackage").mkdir()
+    (tmp_path / "mypackage/__init__.py").write_text("")
+    (tmp_path / "mypackage/foo.py").write_text(code)
+    fields = json.loads((find_model("octavo-tiny") / "config.json").read_text())
+    fields |= {"architectures": ["mypackage.foo:FooForCausalLM"], "num_hidden_layers": 2, "vocab_size": 199}
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"eos_token_id": 7, "bos_token_id": 1}))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    options: dict[str, Any] = {"load_format": "dummy", "dtype": "float32", "skip_tokenizer_init": True}
+    try:
+        with LLM(str(tmp_path), model_packages="mypackage", **options) as llm:
+            outputs = llm.generate({"prompt_token_ids": [3, 5, 9]}, SamplingParams(max_tokens=4, ignore_eos=True))
+        assert len(outputs[0].outputs[0].token_ids) == 4
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "mypackage"]:
+            del sys.modules[name]

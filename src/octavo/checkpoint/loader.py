@@ -77,8 +77,17 @@ def load_model(
 
 
 def build_model(arch: Arch, dtype: torch.dtype) -> Model:
-    """`arch`'s model on the meta device: every parameter is declared, none has memory. `dtype`: as `load_model`'s."""
-    return cast(Model, ARCHITECTURES.resolve(arch.name)(arch, dtype))
+    """`arch`'s model on the meta device: every parameter is declared, none has memory. `dtype`: as `load_model`'s.
+
+    Raises ValueError, one line, for a class outside of Octavo that cannot be made.
+    """
+    try:
+        return cast(Model, ARCHITECTURES.resolve(arch.name)(arch, dtype))
+    except Exception as error:
+        if ":" not in arch.name or isinstance(error, ValueError):
+            raise
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise ValueError(f"the model {arch.name} cannot be made: {reason}") from error
 
 
 def weight_bytes(model: Model, resolved: Resolved) -> int:

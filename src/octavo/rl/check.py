@@ -53,7 +53,7 @@ class DifferenceError(AssertionError):
         )
         super().__init__(
             f"{len(differences)} of {num_compared} log-probabilities differ, by at most {worst:.3g}: {places}. "
-            "Compare weights, dtype, attention backend and machine: the same bits need the same of each"
+            "Compare weights, dtype, bfloat16_chain, attention backend and machine: the same bits need the same of each"
         )
 
 

@@ -24,6 +24,18 @@ class BrokenForCausalLM:
     """Reads no config."""
 
 
+class UnmadeForCausalLM(Qwen3ForCausalLM):
+    """Reads every config of Qwen3, and cannot be made."""
+
+    def __init__(self) -> None:
+        """Takes neither the Arch nor the dtype."""
+
+    @staticmethod
+    def read(fields: Fields) -> Arch:
+        """The facts of a checkpoint."""
+        return read_fields(fields, Family(bias="field", qk_norm=True, head_size=128))
+
+
 class FailingForCausalLM:
     """Stumbles over every config."""
 

@@ -1,0 +1,31 @@
+"""README.md shows what is printed: its Python program and its first command run here as they stand."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from octavo.cli.main import main as cli
+
+README = (Path(__file__).resolve().parents[1] / "README.md").read_text(encoding="utf-8")
+
+
+def _blocks(heading: str) -> list[str]:
+    """What stands in code blocks under a heading, in order."""
+    return re.findall(r"```[a-z]*\n(.*?)```", README.partition(f"## {heading}\n")[2].partition("\n## ")[0], re.DOTALL)
+
+
+def test_the_program_prints_what_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    program, shown = _blocks("From Python")[:2]
+    exec(program, {})
+    assert capsys.readouterr().out == shown
+
+
+def test_the_first_command_prints_what_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """The same on every processor: the command says float32."""
+    command, shown = _blocks("From a terminal")[:2]
+    assert cli(shlex.split(command)[1:]) == 0
+    assert capsys.readouterr().out.strip() == shown.strip()
