@@ -57,7 +57,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     "grammar": ({"words"}, {"llguidance", "msgspec", "numpy"}),
     "sampling": ({"device", "grammar", "ops", "words"}, {"torch", "numpy"}),
     # a trainer's side: the engine's operators, layers and families, and nothing that runs requests
-    "rl": ({"attention", "cache", "layers", "models", "ops", "words"}, {"torch"}),
+    "rl": ({"attention", "cache", "layers", "models", "ops", "words", "rl.sender"}, {"torch"}),
     # the state machine of a weight update: an engine's loop, its frontends and a sender know it, without torch
     "rl.session": (set(), {"msgspec"}),
     # where new weights lie in a model: the loader's weight map for one that runs
@@ -65,6 +65,8 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     "rl.in_place": ({"rl.session", "rl.plan"}, {"torch"}),
     "rl.receiver": ({"words", "models", "rl.session", "rl.plan", "rl.in_place", "rl.transport"}, {"torch"}),
     # a worker's end of a transport; files are read as the loader reads them
+    # a trainer's end: the same rules, buffers and groups, and no engine
+    "rl.sender": ({"rl.session", "rl.plan", "rl.transport"}, {"torch"}),
     "rl.transport": ({"rl.session", "rl.plan", "checkpoint"}, {"torch"}),
     "worker.executor": ({"words"}, {"msgspec"}),  # all that an engine's loop knows of workers, and without torch
     "worker.facts": ({"words", "cache"}, set()),

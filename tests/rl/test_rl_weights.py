@@ -4,59 +4,34 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
-
-from octavo import LLM, SamplingParams
+from octavo import LLM
 from octavo.rl.session import WeightConflictError, WeightUpdateError
-from random_models import token_prompts
 from rl_rig import TINY
+from weights_rig import Weights, answers, old_weights, other_weights
 
-PROMPTS = token_prompts(5, 40, 90)
 DISK = {"weight_transfer_config": {"backend": "disk"}}
-Answers = list[tuple[list[int], list[float]]]
-
-
-def answers(llm: LLM, prompts: list[dict[str, list[int]]] = PROMPTS, **own: Any) -> Answers:
-    """Of each prompt the tokens and their log-probabilities."""
-    params = SamplingParams(
-        **{"max_tokens": 6, "seed": 5, "logprobs": 0, "ignore_eos": True, "detokenize": False} | own
-    )
-    found = []
-    for output in llm.generate(prompts, params, use_tqdm=False):
-        completion = output.outputs[0]
-        assert completion.logprobs is not None
-        chosen = zip(completion.logprobs, completion.token_ids, strict=True)
-        found.append((list(completion.token_ids), [entry[token].logprob for entry, token in chosen]))
-    return found
 
 
 @pytest.fixture(scope="module")
-def old() -> dict[str, Tensor]:
-    return load_file(f"{TINY}/model.safetensors")
+def old() -> Weights:
+    return old_weights()
 
 
 @pytest.fixture(scope="module")
-def new(old: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Other weights, float32 as a trainer's masters: few of them are bfloat16's."""
-    generator = torch.Generator().manual_seed(1)
-    return {
-        name: weight.float() * (1 + 0.05 * torch.rand(weight.shape, generator=generator))
-        for name, weight in old.items()
-    }
+def new() -> Weights:
+    return other_weights(1)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, new: dict[str, Tensor]) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, new: Weights) -> Path:
     path = tmp_path_factory.mktemp("new")
     shutil.copytree(TINY, path, dirs_exist_ok=True)
     save_file(new, path / "model.safetensors")
@@ -73,7 +48,7 @@ def llm() -> Iterator[LLM]:
 @pytest.mark.parametrize("quantization", [None, "int8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_session_gives_the_engine_that_loads_the_file(
-    new: dict[str, Tensor], folder: Path, dtype: str, quantization: str | None
+    new: Weights, folder: Path, dtype: str, quantization: str | None
 ) -> None:
     """RL.W1, RL.W6: bit for bit; of float32 masters too, which are rounded as a file's are, and quantized anew."""
     fields: dict[str, Any] = {"dtype": dtype, "quantization": quantization, "max_model_len": 256}
@@ -97,7 +72,7 @@ def test_a_session_gives_the_engine_that_loads_the_file(
         assert answers(llm) == wanted
 
 
-def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(llm: LLM, new: dict[str, Tensor]) -> None:
+def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(llm: LLM, new: Weights) -> None:
     """RL.W1: the first five, with what was expected and found; the session is over, and the old weights serve."""
     before, name = answers(llm), "model.layers.0.mlp.up_proj.weight"
     shape = list(new[name].shape)
@@ -151,7 +126,7 @@ def test_moves_that_a_session_does_not_allow_say_so(llm: LLM) -> None:
         llm.init_weight_transfer_engine({"backend": "x", "init_info": {}})
 
 
-def test_a_tied_weight_may_come_under_both_names_if_they_are_alike(llm: LLM, old: dict[str, Tensor]) -> None:
+def test_a_tied_weight_may_come_under_both_names_if_they_are_alike(llm: LLM, old: Weights) -> None:
     """RL.W2."""
     assert json.loads((Path(TINY) / "config.json").read_text())["tie_word_embeddings"]
     before = answers(llm)
@@ -165,7 +140,7 @@ def test_a_tied_weight_may_come_under_both_names_if_they_are_alike(llm: LLM, old
         load("lm_head.weight", old["model.embed_tokens.weight"] + 1)
 
 
-def test_a_part_is_taken_where_it_is_asked_for(old: dict[str, Tensor], new: dict[str, Tensor], folder: Path) -> None:
+def test_a_part_is_taken_where_it_is_asked_for(old: Weights, new: Weights, folder: Path) -> None:
     """RL.W2: and what is packed together comes together."""
     with LLM(dtype="bfloat16", max_model_len=256, **DISK) as llm:
         layer = {name: weight for name, weight in new.items() if ".layers.3." in name}

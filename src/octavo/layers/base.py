@@ -112,6 +112,13 @@ class Layer(nn.Module):
         for name in list(self._parameters):
             self.unwrap(name)
 
+    def live(self, name: str) -> torch.Tensor | None:
+        """Once finalized: the memory that holds the parameter `name` row for row, as it was declared, if any does.
+
+        None too for a layer that makes more of its parameters than attributes.
+        """
+        return self.__dict__.get(name) if type(self).finalize is Layer.finalize else None
+
     def refill(self, values: Mapping[str, torch.Tensor], quantization: str | None) -> None:
         """Give a finalized layer other values of all its parameters, in the memory that it has.
 

@@ -69,6 +69,15 @@ class Linear(Layer):
         bias = 4 * n if "bias" in self._parameters else 0
         return form.packed_bytes(n, k, form.matrix_dtype, quantize=self._quantize) + bias
 
+    def live(self, name: str) -> torch.Tensor | None:
+        """A weight of which nothing is packed, as on a GPU; a bias of all outputs."""
+        if type(self).finalize is not Linear.finalize:
+            return None
+        if name == "weight":
+            whole = self.packed.storage
+            return whole if whole.shape == (self.packed.n, self.packed.k) and self.packed.kind != "int8" else None
+        return self.bias if len(self._biased) == len(self._shards) else None
+
     def finalize(self, quantization: str | None) -> None:
         """Pack the weight and drop the original. The bias becomes a plain attribute."""
         super().finalize(quantization)

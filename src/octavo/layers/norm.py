@@ -25,6 +25,10 @@ class RMSNorm(Layer):
         self.eps = eps
         self._offset = offset
 
+    def live(self, name: str) -> torch.Tensor | None:
+        """The weight, unless an offset is in it."""
+        return self.weight if not self._offset else None
+
     def finalize(self, quantization: str | None) -> None:
         """Apply the offset."""
         super().finalize(quantization)

@@ -2,8 +2,9 @@
 
 Operators with gradients, each the sampler's own: `linear`, `norm`, `add`, `qk_norm_rope`, `attention`, `gated`, `moe`,
 `token_logprob`, `head_logprob`. `Pack` holds sequences; `convert` makes a transformers model run them; `logprobs` and
-`assert_same` are what a loop calls. An engine's side of new weights is `session`, `plan`, `in_place`, `receiver` and
-`transport`. No engine is imported. Names load on first use: an engine's loop knows the session alone, without torch.
+`assert_same` are what a loop calls. `WeightSource` and `Sender` bring a trainer's weights to an engine, whose side is
+`session`, `plan`, `in_place`, `receiver` and `transport`. No engine is imported. Names load on first use: an engine's
+loop knows the session alone, without torch.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from octavo.rl.pack import NO_TOKEN as NO_TOKEN
     from octavo.rl.pack import Pack as Pack
     from octavo.rl.scoring import logprobs as logprobs
+    from octavo.rl.sender import Sender as Sender
+    from octavo.rl.sender import WeightSource as WeightSource
 
 _PUBLIC = {
     "Difference": "octavo.rl.check",
@@ -37,7 +40,9 @@ _PUBLIC = {
     "LogProbs": "octavo.rl.autograd.logprob",
     "NO_TOKEN": "octavo.rl.pack",
     "Pack": "octavo.rl.pack",
+    "Sender": "octavo.rl.sender",
     "Truncation": "octavo.rl.autograd.logprob",
+    "WeightSource": "octavo.rl.sender",
     "add": "octavo.rl.autograd.norm",
     "assert_same": "octavo.rl.check",
     "attention": "octavo.rl.autograd.attention",
@@ -57,7 +62,9 @@ __all__ = [
     "DifferenceError",
     "LogProbs",
     "Pack",
+    "Sender",
     "Truncation",
+    "WeightSource",
     "add",
     "assert_same",
     "attention",

@@ -123,8 +123,9 @@ class WeightPlan:
 class Staged:
     """The values of one session, on the host, until they are applied."""
 
-    def __init__(self, plan: WeightPlan, *, partial: bool) -> None:
-        """Nothing has come."""
+    def __init__(self, plan: WeightPlan, *, partial: bool, device: torch.device | None = None) -> None:
+        """Nothing has come. `device`: where values are kept; None: on the host."""
+        self._kept_on = device or torch.device("cpu")
         self._plan, self.partial = plan, partial
         self._values: dict[str, torch.Tensor] = {}  # parameter -> all of its rows, as it was declared
         self.arrived: dict[str, None] = {}
@@ -140,15 +141,14 @@ class Staged:
         target = self._plan.targets[known]
         if target.parameter not in self._values:
             shape, dtype = self._plan.shapes[target.parameter], self._plan.dtypes[target.parameter]
-            self._values[target.parameter] = torch.empty(shape, dtype=dtype)
+            self._values[target.parameter] = torch.empty(shape, dtype=dtype, device=self._kept_on)
         rows = self._values[target.parameter][target.start : target.start + target.shape[0]]
         if known in self.arrived:
-            if not torch.equal(tensor.to(device="cpu", dtype=rows.dtype), rows):
+            if not torch.equal(tensor.to(device=rows.device, dtype=rows.dtype), rows):
                 raise WeightUpdateError(f"{incoming.name}: is {known}, which came before with other values")
             return
         rows.copy_(tensor)
-        if not is_finite(rows):
-            raise WeightUpdateError(f"{incoming.name}: holds NaN or Inf")
+        check_finite(incoming.name, rows)
         if self._plan.kept_narrower(target.parameter) and not torch.equal(rows.to(torch.bfloat16).float(), rows):
             raise WeightUpdateError(
                 f"{incoming.name}: expected values of bfloat16, as its checkpoint has them, found others: set "
@@ -189,6 +189,12 @@ class Staged:
         names = self._plan.by_layer[path]
         values = {name.rpartition(".")[2]: self._values.pop(name).to(device) for name in names}
         self._plan.layer(path).refill(values, quantization)
+
+
+def check_finite(name: str, tensor: torch.Tensor) -> None:
+    """Raise WeightUpdateError for NaN or Inf."""
+    if not (bool(tensor.isfinite().all()) if tensor.is_cuda else is_finite(tensor.contiguous())):
+        raise WeightUpdateError(f"{name}: holds NaN or Inf")
 
 
 def refuse(what: str, problems: Sequence[str]) -> None:

@@ -65,7 +65,9 @@ class WeightReceiver:
         assert session is not None, "the engine has begun a session"
         info = info.get("update_info", info)
         transport = make_transport("local", self._device, {}) if "local_key" in info else self._receiving()
-        if transport.overwrites and not isinstance(session, InPlace):
+        if self._config.get("staging", "none" if transport.overwrites else "host") == "none" and not isinstance(
+            session, InPlace
+        ):
             if session.arrived:
                 raise WeightUpdateError("one update has one backend: some of its tensors were kept until its end")
             session = self._session = InPlace(self._plan, self._resolved.quantization, self._device, of=session)

@@ -118,6 +118,7 @@ class Scheduler:
         request.check_from = longest if request.params.repetition_detection is None else 0
         self._requests[request.request_id] = request
         self._results.queued_at[request.request_id] = time.perf_counter()
+        self._results.mixed.discard(request.request_id)  # an earlier request's
         self._queue(request)
 
     def abort(self, request_ids: Iterable[str]) -> None:

@@ -32,8 +32,10 @@ class DiskTransport:
         path = Path(field(info, "path", str))
         try:
             checkpoint = Checkpoint(path)
-        except (ValueError, OSError) as error:
+        except ValueError as error:
             raise WeightUpdateError(str(error)) from None
+        except OSError as error:
+            raise WeightUpdateError(f"{path}: cannot read: {error.strerror}") from None
         try:
             names = list(info.get("names") or checkpoint.entries.keys() - scale_names(checkpoint.entries).keys())
             lacking = [name for name in names if name not in checkpoint.entries]

@@ -1,0 +1,239 @@
+"""WeightSource and Sender: a trainer's end of an update.
+
+Owns what a trainer's weights are called and when they are gathered, and the calls of one update in their order. Knows
+no engine: a server by its address, or any object with `LLM`'s methods. Invariant: an update that fails here is aborted
+there, if anybody answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from octavo.rl.plan import Incoming
+from octavo.rl.session import WeightConflictError, WeightTransferError, WeightUpdateError
+from octavo.rl.transport import BUFFER_BYTES, TIMEOUT, buffers
+from octavo.rl.transport.gloo import make_gloo
+from octavo.rl.transport.group import Group
+from octavo.rl.transport.ipc import handle_of
+from octavo.rl.transport.local import Handed
+from octavo.rl.transport.nccl import make_nccl
+from octavo.rl.transport.shm import FOLDER, PREFIX
+
+_BACKENDS = ("local", "shm", "gloo", "nccl", "ipc")
+
+
+class WeightSource:
+    """A module's weights by their checkpoint's names, each gathered when it is asked for."""
+
+    def __init__(self, module: nn.Module | Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> None:
+        """`dtype`: to round to before sending, half the bytes of float32; the receiver would round to the same bits.
+
+        A tied weight is there once. Of a DTensor the whole is sent: all of its ranks have to ask for it.
+        """
+        self._dtype = dtype
+        named = module.state_dict() if isinstance(module, nn.Module) else dict(module)
+        seen: dict[tuple[int, torch.Size], str] = {}
+        self._tensors: dict[str, torch.Tensor] = {}
+        for name, tensor in named.items():
+            if not tensor.is_floating_point():
+                continue
+            own = getattr(tensor, "_local_tensor", tensor)
+            if seen.setdefault((own.data_ptr(), tensor.shape), name) == name:
+                self._tensors[name] = tensor
+
+    @property
+    def incoming(self) -> list[Incoming]:
+        """What is told of the tensors, in their order."""
+        return [
+            Incoming(name, self._dtype or tensor.dtype, tuple(tensor.shape)) for name, tensor in self._tensors.items()
+        ]
+
+    def gather(self, name: str) -> torch.Tensor:
+        """One tensor, whole and contiguous, where its rank has it."""
+        tensor = self._tensors[name].detach()
+        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        return whole.to(self._dtype or whole.dtype).contiguous()
+
+
+def told(incoming: list[Incoming]) -> dict[str, Any]:
+    """What an update says of its tensors."""
+    return {
+        "names": [each.name for each in incoming],
+        "dtype_names": [str(each.dtype).removeprefix("torch.") for each in incoming],
+        "shapes": [list(each.shape) for each in incoming],
+    }
+
+
+class Sender:
+    """Brings weights to one engine, again and again."""
+
+    def __init__(
+        self,
+        engine: Any,
+        backend: str = "gloo",
+        *,
+        timeout: float = TIMEOUT,
+        admin_key: str | None = None,
+        address: str = "127.0.0.1",
+        num_workers: int = 1,
+    ) -> None:
+        """`engine`: an LLM, or the address of `octavo serve`. backend: "local" (the LLM's process), "shm", "gloo", ...
+
+        address: of this process, as the engine reaches it. num_workers: of the engine.
+        """
+        if backend not in _BACKENDS:
+            raise WeightUpdateError(f"unknown backend {backend!r} of a sender: known are {', '.join(_BACKENDS)}")
+        self._engine = _Server(engine, admin_key, timeout) if isinstance(engine, str) else engine
+        self._backend, self._timeout = backend, timeout
+        self._address, self._size = address, num_workers + 1
+        self._group: Group | None = None
+
+    def send(self, source: WeightSource, version: str | None = None, *, on_running: str = "recompute") -> None:
+        """One update, from its start to its finish. Raises what the engine refuses, and WeightTransferError."""
+        if self._backend in ("gloo", "nccl") and self._group is None:
+            self._meet()
+        self._engine.start_weight_update(on_running=on_running)
+        try:
+            getattr(self, f"_send_{self._backend}")(source)
+        except BaseException:
+            with contextlib.suppress(WeightUpdateError, OSError):  # it is over already where the engine refused
+                self._engine.abort_weight_update()
+            self.close()
+            raise
+        self._engine.finish_weight_update(version)
+
+    def close(self) -> None:
+        """Leave the group, if there is one; the next `send` makes another."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+
+    def _meet(self) -> None:
+        store = TCPStore(self._address, 0, self._size, True, wait_for_workers=False, use_libuv=True, multi_tenant=False)
+        make = make_gloo if self._backend == "gloo" else make_nccl
+        info = {"master_address": self._address, "master_port": store.port, "rank_offset": 1, "world_size": self._size}
+        request = {"backend": self._backend, "init_info": info}
+        with _Beside(lambda: self._engine.init_weight_transfer_engine(request)):
+            self._group = Group(make, self._address, store.port, 0, self._size, self._timeout, store=store)
+
+    def _send_group(self, source: WeightSource) -> None:
+        group, incoming = self._group, source.incoming
+        assert group is not None, "`send` has met the others"
+        device = "cuda" if self._backend == "nccl" else "cpu"
+        message = {"update_info": {**told(incoming), "packed": True, "packed_buffer_size_bytes": BUFFER_BYTES}}
+        with _Beside(lambda: self._engine.update_weights(message)) as beside:
+            for part in buffers(incoming, BUFFER_BYTES):
+                beside.check()
+                group.broadcast(_packed(source, part, device), part[0].name, self._timeout)
+
+    _send_gloo = _send_nccl = _send_group
+
+    def _send_local(self, source: WeightSource) -> None:
+        for each in source.incoming:
+            with Handed({each.name: source.gather(each.name)}) as update_info:
+                self._engine.update_weights({"update_info": update_info})
+
+    def _send_shm(self, source: WeightSource) -> None:
+        if isinstance(self._engine, _Server):
+            self._engine.init_weight_transfer_engine({"backend": "shm", "init_info": {}})
+        for part in buffers(source.incoming, BUFFER_BYTES):
+            name = f"{PREFIX}{secrets.token_hex(16)}"
+            path = f"{FOLDER}/{name}"
+            try:
+                with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+                    for each in part:
+                        file.write(memoryview(_bytes(source.gather(each.name)).cpu().numpy()))  # type: ignore[arg-type]
+                self._engine.update_weights({"update_info": {**told(part), "shm_name": name}})
+            finally:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
+
+    def _send_ipc(self, source: WeightSource) -> None:
+        for part in buffers(source.incoming, BUFFER_BYTES):
+            buffer = _packed(source, part, "cuda")
+            torch.cuda.current_stream().synchronize()
+            self._engine.update_weights({"update_info": {**told(part), "ipc_handle": handle_of(buffer)}})
+
+
+def _packed(source: WeightSource, part: list[Incoming], device: str) -> torch.Tensor:
+    pieces = [_bytes(source.gather(each.name)).to(device) for each in part]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+class _Beside:
+    """A call of the engine that runs while this end sends; what it raises is raised here, before what sending does."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(call,), daemon=True, name="octavo-weights")
+
+    def _run(self, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except BaseException as error:
+            self._error = error
+
+    def check(self) -> None:
+        """Raise what the call has raised by now."""
+        if self._error is not None:
+            raise self._error
+
+    def __enter__(self) -> _Beside:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        self._thread.join(None if error is None else 1.0)
+        self.check()
+
+
+class _Server:
+    """The calls of an LLM, by a server's routes."""
+
+    def __init__(self, url: str, admin_key: str | None, timeout: float) -> None:
+        self._url, self._key, self._timeout = url.rstrip("/"), admin_key, timeout
+
+    def init_weight_transfer_engine(self, request: Mapping[str, Any]) -> None:
+        self._post("init_weight_transfer_engine", request)
+
+    def start_weight_update(self, *, on_running: str) -> None:
+        self._post("start_weight_update", {"on_running": on_running})
+
+    def update_weights(self, request: Mapping[str, Any]) -> None:
+        self._post("update_weights", request)
+
+    def finish_weight_update(self, weight_version: str | None) -> None:
+        self._post("finish_weight_update", {} if weight_version is None else {"weight_version": weight_version})
+
+    def abort_weight_update(self) -> None:
+        self._post("abort_weight_update", {})
+
+    def _post(self, name: str, body: Mapping[str, Any]) -> None:
+        headers = {"Content-Type": "application/json"}
+        if self._key is not None:
+            headers["Authorization"] = f"Bearer {self._key}"
+        request = urllib.request.Request(f"{self._url}/{name}", json.dumps(body).encode(), headers)
+        try:
+            with urllib.request.urlopen(request, timeout=2 * self._timeout):
+                return
+        except urllib.error.HTTPError as error:
+            text = f"{self._url}/{name} answered {error.code}: {error.read(2000).decode(errors='replace')}"
+            raise (WeightConflictError if error.code == 409 else WeightUpdateError)(text) from None
+        except OSError as error:
+            raise WeightTransferError(f"{self._url} does not answer: {error}") from None

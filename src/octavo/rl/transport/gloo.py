@@ -1,0 +1,33 @@
+"""Weights by broadcast through host memory, over TCP: for CPUs, and where no faster way is there."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import torch
+from torch import distributed
+
+from octavo.rl.transport.group import GroupTransport
+
+
+def make_gloo(store: Any, rank: int, size: int, timeout: datetime.timedelta, host: str) -> Any:
+    """A process group of gloo."""
+    backend: Any = distributed.ProcessGroupGloo
+    options = backend._Options()
+    options._devices = [backend.create_device(hostname=host)]
+    options._timeout = timeout
+    return backend(store, rank, size, options)
+
+
+class GlooTransport(GroupTransport):
+    """See GroupTransport."""
+
+    make = staticmethod(make_gloo)
+
+    def __init__(self, device: torch.device, options: Any) -> None:
+        """Buffers are the host's, whatever the device."""
+        super().__init__(torch.device("cpu"), options)
+
+
+TRANSPORT = GlooTransport

@@ -1,0 +1,126 @@
+"""Weights by broadcast: rank 0 of a group is the trainer's, and sends; an engine's workers receive.
+
+Owns the meeting at the trainer's TCP store, and the order of buffers. The group is no process's default one, so a
+trainer keeps its own. Does not know where values go. Invariant: who waits has a deadline; a group that failed is gone,
+and another one may be made.
+"""
+
+from __future__ import annotations
+
+import datetime
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from octavo.rl.plan import Incoming
+from octavo.rl.session import WeightTransferError, WeightUpdateError
+from octavo.rl.transport import BUFFER_BYTES, TIMEOUT, Put, Read, buffers, deadline, field, split, told
+
+MakeGroup = Callable[[Any, int, int, datetime.timedelta, str], Any]
+"""(store, rank, size, timeout, this machine's address) -> a process group."""
+
+
+class Group:
+    """One member of a group. `source` is rank 0 and holds the store."""
+
+    def __init__(
+        self, make: MakeGroup, address: str, port: int, rank: int, size: int, timeout: float, *, store: Any = None
+    ) -> None:
+        """Waits for all. Raises WeightTransferError. store: rank 0's, if it is there already."""
+        self.peer = f"rank 0 of {size} at {address}:{port}"
+        limit = datetime.timedelta(seconds=timeout)
+        try:
+            self._store = store or TCPStore(address, port, size, False, limit, wait_for_workers=False)
+            prefixed = PrefixStore("octavo weights", self._store)
+            self._group = make(prefixed, rank, size, limit, _own_address(address, port))
+        except (RuntimeError, OSError) as error:
+            raise WeightTransferError(f"{self.peer} was not met within {timeout:g} s: {_line(error)}") from None
+
+    def broadcast(self, tensor: torch.Tensor, name: str, seconds: float) -> None:
+        """Send `tensor`, or receive into it. Raises WeightTransferError, with the tensor's name."""
+        try:
+            limit = datetime.timedelta(seconds=seconds)
+            self._group.broadcast(tensor, 0, limit).wait(limit)
+            if tensor.is_cuda:
+                torch.cuda.current_stream(tensor.device).synchronize()
+        except RuntimeError as error:
+            raise WeightTransferError(
+                f"{self.peer} failed, or was silent for {seconds:.0f} s, while {name} was on its way: {_line(error)}"
+            ) from None
+
+    def close(self) -> None:
+        """Leave."""
+        abort = getattr(self._group, "abort", None)
+        if abort is not None:
+            abort()
+        self._group = self._store = None
+
+
+class GroupTransport:
+    """See octavo.rl.transport.Transport. `init_info` has master_address, master_port, rank_offset and world_size."""
+
+    overwrites = False
+    make: MakeGroup
+
+    def __init__(self, device: torch.device, options: Mapping[str, Any]) -> None:
+        """Nobody is met."""
+        self._device, self._options = device, options
+        self._group: Group | None = None
+
+    def open(self, info: Mapping[str, Any], worker: int) -> dict[str, Any]:
+        """Meet the others."""
+        address, port = field(info, "master_address", str), field(info, "master_port", int)
+        size, rank = field(info, "world_size", int), field(info, "rank_offset", int, 1) + worker
+        if not 1 <= rank < size:
+            raise WeightUpdateError(f"rank_offset + worker must be in [1, world_size), got {rank} of {size}")
+        if not 1 <= port <= 65535:
+            raise WeightUpdateError(f"master_port must be in [1, 65535], got {port}")
+        seconds = float(self._options.get("timeout", TIMEOUT))
+        self._packed = field(info, "packed", bool, True)
+        self._group = Group(type(self).make, address, port, rank, size, seconds)
+        return {"rank": rank, "world_size": size}
+
+    def receive(self, info: Mapping[str, Any], read: Read, put: Put) -> list[Incoming]:
+        """Take part in the broadcast of each buffer."""
+        group = self._group
+        if group is None:
+            raise WeightUpdateError("there is no group, or it failed: call init_weight_transfer_engine first")
+        incoming = told(info, read)
+        size = field(info, "packed_buffer_size_bytes", int, BUFFER_BYTES) if self._is_packed(info) else 0
+        try:
+            for part in buffers(incoming, size):
+                self._receive_part(group, part, put)
+        except BaseException:
+            self.close()
+            raise
+        return incoming
+
+    def close(self) -> None:
+        """Leave the group."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+
+    def _is_packed(self, info: Mapping[str, Any]) -> bool:
+        return field(info, "packed", bool, self._packed)
+
+    def _receive_part(self, group: Group, part: Sequence[Incoming], put: Put) -> None:
+        num_bytes = sum(each.num_bytes for each in part)
+        buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        group.broadcast(buffer, part[0].name, deadline(self._options, num_bytes))
+        for each, tensor in split(buffer, part):
+            put(each, tensor)
+
+
+def _own_address(address: str, port: int) -> str:
+    """This machine's address as the peer sees it: names that do not resolve are nobody's trouble."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, port))
+        return str(probe.getsockname()[0])
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]

@@ -1,0 +1,159 @@
+"""Weights from a trainer's process: the same weights by every transport, and what is left when the trainer dies."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo import LLM
+from octavo.rl import Sender, WeightSource
+from octavo.rl.session import WeightTransferError, WeightUpdateError
+from patience import patient
+from rl_rig import TINY
+from weights_rig import Weights, answers, old_weights, other_weights
+
+SENDER = Path(__file__).parent / "weight_sender.py"
+FIELDS: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 256}
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(**FIELDS, weight_transfer_config={"backend": "gloo", "timeout": 20}) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def new() -> Weights:
+    return other_weights(2)
+
+
+class Trainer:
+    """A process of weight_sender.py."""
+
+    def __init__(self, how: str, packed: str = "packed", *more: str) -> None:
+        command = [sys.executable, str(SENDER), TINY, how, packed, *more]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+    def kill_when_it_has_stopped(self) -> None:
+        self.hear()
+        self.process.send_signal(signal.SIGKILL)
+
+    def hear(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        heard: dict[str, Any] = json.loads(self.process.stdout.readline())
+        return heard
+
+
+@pytest.mark.parametrize("packed", ["packed", "single"])
+def test_a_trainers_process_sends_by_gloo(llm: LLM, packed: str) -> None:
+    """RL.W5: rank 0 broadcasts, in buffers of many tensors and one by one."""
+    before = answers(llm)
+    with Trainer("whole", packed) as trainer:
+        llm.init_weight_transfer_engine({"init_info": trainer.hear()})
+        llm.start_weight_update()
+        told = llm.update_weights({"update_info": trainer.hear()})
+        llm.finish_weight_update("same")
+        assert trainer.process.wait(patient(30)) == 0
+    assert told["num_tensors"] == 79 and answers(llm) == before
+    llm.shutdown_weight_transfer_engine()
+
+
+@pytest.mark.parametrize("backend", ["local", "shm", "gloo"])
+def test_a_sender_brings_the_same_weights_by_every_transport(llm: LLM, new: Weights, backend: str) -> None:
+    """RL.W5: those that hand over, that share memory and that broadcast; twice, and back again."""
+    before, wanted = answers(llm), None
+    sender = Sender(llm, backend, timeout=20)
+    if backend == "shm":
+        llm.init_weight_transfer_engine({"backend": "shm", "init_info": {}})
+    for version in ("1", "2"):
+        sender.send(WeightSource(new), version)
+        wanted = wanted or answers(llm)
+        assert answers(llm) == wanted != before and llm.get_weight_version() == version
+    sender.send(WeightSource(old_weights()), "0")
+    assert answers(llm) == before
+    sender.close()
+    with LLM(**FIELDS, weight_transfer_config={"backend": "disk"}) as other:
+        with other.weights() as load:
+            for name, tensor in new.items():
+                load(name, tensor)
+        assert answers(other) == wanted
+
+
+@pytest.mark.parametrize("num_times", [2, pytest.param(20, marks=pytest.mark.slow)])
+def test_a_trainer_killed_in_the_middle_leaves_the_old_weights(llm: LLM, num_times: int) -> None:
+    """RL.W8: at random points; the error names the peer and a tensor, and a new group needs no new engine."""
+    before, rng = answers(llm), random.Random(num_times)
+    for _ in range(num_times):
+        with Trainer("stops", rng.choice(["packed", "single"]), str(rng.randrange(79))) as trainer:
+            llm.init_weight_transfer_engine({"init_info": trainer.hear()})
+            info = trainer.hear()
+            llm.start_weight_update()
+            killer = threading.Thread(target=trainer.kill_when_it_has_stopped)
+            killer.start()
+            began = time.monotonic()
+            with pytest.raises(WeightTransferError, match=r"rank 0 of 2 at 127\.0\.0\.1:\d+ failed.*while model\."):
+                llm.update_weights({"update_info": info})
+            assert time.monotonic() - began < patient(20)
+            killer.join()
+        assert llm.weight_state()["state"] == "ready" and answers(llm) == before
+    with pytest.raises(WeightUpdateError, match="there is no group, or it failed"):
+        llm.start_weight_update()
+        llm.update_weights({"update_info": info})
+
+
+def test_a_trainer_that_is_silent_meets_the_deadline() -> None:
+    """RL.W8: nobody there, and one that stops sending without going."""
+    with LLM(**FIELDS, weight_transfer_config={"backend": "gloo", "timeout": 1.0}) as llm:
+        before = answers(llm)
+        nobody = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
+        with pytest.raises(WeightTransferError, match=r"rank 0 of 2 at 127.0.0.1:1 was not met within 1 s"):
+            llm.init_weight_transfer_engine({"init_info": nobody})
+        with Trainer("stops", "packed", "3") as trainer:
+            llm.init_weight_transfer_engine({"init_info": trainer.hear()})
+            info = trainer.hear()
+            llm.start_weight_update()
+            with pytest.raises(WeightTransferError, match="was silent for 1 s, while model"):
+                llm.update_weights({"update_info": info})
+        assert answers(llm) == before
+
+
+@pytest.mark.parametrize(
+    ("info", "words"),
+    [
+        ({"shm_name": "../../etc/passwd"}, "shm_name must be octavo-weights-"),
+        ({"shm_name": "octavo-weights-" + "0" * 32}, "its sender may have gone"),
+        ({}, "shm_name must be str"),
+    ],
+)
+def test_shared_memory_is_read_by_name_and_size_alone(llm: LLM, info: dict[str, Any], words: str) -> None:
+    """RL.W10: no path leaves the folder, and nothing is mapped or unpickled."""
+    llm.init_weight_transfer_engine({"backend": "shm", "init_info": {}})
+    llm.start_weight_update()
+    with pytest.raises(WeightUpdateError, match=words):
+        llm.update_weights({"update_info": {"names": [], "dtype_names": [], "shapes": [], **info}})
+
+
+@pytest.mark.parametrize(("backend", "other"), [("nccl", "gloo"), ("ipc", "shm")])
+def test_transports_of_a_gpu_say_so_on_a_cpu(llm: LLM, backend: str, other: str) -> None:
+    """RL.W5."""
+    with pytest.raises(WeightUpdateError, match=f"backend '{backend}' needs a GPU.*take '{other}'"):
+        llm.init_weight_transfer_engine({"backend": backend, "init_info": {}})
