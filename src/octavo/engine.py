@@ -374,7 +374,7 @@ class EngineCore:
         if tags and not self._forget_cache():
             return self.standing("sleep: a transfer holds blocks of the cache: ask again when it has ended")
         self.ask_workers("drop_memory", int, tags)
-        self.gate.sleep(order.level)
+        self.gate.sleep(order.level, order.tags)
         self.gate.paused &= not order.ends_pause
         return self.standing()
 

@@ -7,6 +7,7 @@ changes nothing and says which state forbids it; steps are planned only while no
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -30,6 +31,7 @@ class SleepOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Stop, and give memory back. Level 0: none; 1: the cache's; 2: the weights' too, whose values are lost."""
 
     level: int = 1
+    tags: list[str] | None = None  # of memory, that are to be woken; None: all
     ends_pause: bool = False  # the pause that is there was made for this alone
 
 
@@ -91,10 +93,11 @@ class Gate:
             return f"sleep: the engine sleeps at level {self.level} already: wake it up before level {level}"
         return ""
 
-    def sleep(self, level: int) -> None:
-        """What `check_sleep` allows."""
+    def sleep(self, level: int, tags: Sequence[str] | None = None) -> None:
+        """What `check_sleep` allows. tags: that are to be woken; None: all."""
         self.level = level
-        self.asleep |= {"scheduling", *(MEMORY_TAGS if level else ())}
+        known = MEMORY_TAGS if level else ()
+        self.asleep |= {"scheduling", *(tag for tag in known if tags is None or tag in tags)}
         if level == 2:
             self.lose(LOST)
 

@@ -103,6 +103,8 @@ FAMILIES = (
     _histogram("request_prefill_kv_computed_tokens", "A request's prompt tokens that the cache did not hold"),
     _histogram("request_params_n", "The parameter n", COUNTS),
     _histogram("request_params_max_tokens", "The parameter max_tokens"),
+    _histogram("rl_weight_update_operation_duration_seconds", "A call for new weights", HTTP),
+    _gauge("rl_weight_update_operation_in_flight", "Calls for new weights that are being answered"),
     _histogram("sleep_mode_operation_duration_seconds", "A move to sleep, or to wake", HTTP),
     _histogram("iteration_tokens_total", "Tokens of a step; buckets hold the means between two readings", STEP_TOKENS),
     Family(name="num_free_blocks", kind="gauge", prefix=OWN, help="Blocks of the cache that no request holds"),

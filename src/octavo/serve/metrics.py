@@ -173,6 +173,19 @@ class ServerMetrics(Collector):
         """Count a move to sleep, or to wake."""
         self._histograms["sleep_mode_operation_duration_seconds"].observe(seconds)
 
+    @contextlib.contextmanager
+    def updating(self) -> Iterator[None]:
+        """Within: a call for new weights is being answered."""
+        self._values["rl_weight_update_operation_in_flight"][""] += 1
+        try:
+            yield
+        finally:
+            self._values["rl_weight_update_operation_in_flight"][""] -= 1
+
+    def updated(self, seconds: float) -> None:
+        """Count a call for new weights."""
+        self._histograms["rl_weight_update_operation_duration_seconds"].observe(seconds)
+
     def watch(self, engine: Watched) -> None:
         """Follow an engine: its events as they come, its figures whenever they are asked for."""
         self._engine = engine

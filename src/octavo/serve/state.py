@@ -108,7 +108,7 @@ class ServeState:
 
     async def weight_version(self) -> str:
         """Of the weights that serve."""
-        return "default"
+        return await self.engine.get_weight_version()
 
     async def abort_runs(self, names: list[str] | None) -> int:
         """End what the engine does for runs whose names begin so, None: for all; how many requests were ended."""

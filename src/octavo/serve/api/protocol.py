@@ -129,7 +129,7 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 
 
 Shape = CompletionRequest | ChatRequest | ResponsesRequest | TokenizeRequest | DetokenizeRequest
-_S = TypeVar("_S", bound=Shape)
+_S = TypeVar("_S", bound=msgspec.Struct)
 
 # Sampling parameters that a body may give under their own name.
 _NOT_IN_BODIES = {
@@ -191,7 +191,7 @@ def read(kind: type[_S], body: Mapping[str, Any], *, strict: bool, sampling: fro
     fields: dict[str, Any] = {}
     params: dict[str, Any] = {}
     warnings: list[str] = []
-    own, flags = kind.__struct_fields__, _flags_of(cast(Hashable, kind))
+    own, flags = kind.__struct_encode_fields__, _flags_of(cast(Hashable, kind))
     for name, value in body.items():
         if value is None:
             if name == "max_tokens":
@@ -222,7 +222,9 @@ def read(kind: type[_S], body: Mapping[str, Any], *, strict: bool, sampling: fro
 @functools.cache
 def _flags_of(kind: Hashable) -> frozenset[str]:
     """The fields of a request that are true or false."""
-    return frozenset(field.name for field in msgspec.structs.fields(cast(type[Shape], kind)) if field.type is bool)
+    return frozenset(
+        field.name for field in msgspec.structs.fields(cast(type[msgspec.Struct], kind)) if field.type is bool
+    )
 
 
 def _flag(value: Any) -> Any:

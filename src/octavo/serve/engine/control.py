@@ -76,9 +76,9 @@ class AsyncControl:
         """Undo a pause, any number of times."""
         await self.move("resume")
 
-    async def sleep(self, level: object = 1, mode: object = "abort") -> None:
-        """See LLM.sleep."""
-        order, mode = SleepOrder(level=check_level(level)), check_mode(mode)
+    async def sleep(self, level: object = 1, mode: object = "abort", tags: Sequence[str] | None = None) -> None:
+        """See LLM.sleep. tags: those that are to be woken; None: all of the level's."""
+        order, mode = SleepOrder(level=check_level(level), tags=check_tags(tags)), check_mode(mode)
         before = await self.move("check_sleep", order)
         await self.pause(mode)
         await self.move("sleep", msgspec.structs.replace(order, ends_pause=not before.paused))

@@ -61,6 +61,7 @@ class Sleep(msgspec.Struct, kw_only=True):
 
     level: int = 1
     mode: str = "abort"
+    tags: list[str] | None = None
 
 
 class Tags(msgspec.Struct, kw_only=True):
@@ -193,8 +194,8 @@ async def abort_request(state: ServeState, exchange: Exchange) -> None:
 
 async def sleep(state: ServeState, exchange: Exchange) -> None:
     """POST /sleep: give memory back until /wake_up."""
-    options, warnings = await read_options(state, exchange, Sleep, frozenset({"tags"}))
-    await _sleep(state, options.level, options.mode)
+    options, warnings = await read_options(state, exchange, Sleep)
+    await _sleep(state, options.level, options.mode, options.tags)
     await exchange.reply_json(told({"status": "asleep", "level": options.level}, warnings))
 
 
@@ -223,7 +224,7 @@ async def release_memory_occupation(state: ServeState, exchange: Exchange) -> No
     """POST /release_memory_occupation, SGLang's: with "weights" among the tags, or none given, their values go."""
     options, warnings = await read_options(state, exchange, Tags)
     tags = _memory_tags(options.tags)
-    await _sleep(state, 2 if "weights" in tags else 1, "abort")
+    await _sleep(state, 2 if "weights" in tags else 1, "abort", tags)
     await exchange.reply_json(told({"success": True}, warnings))
 
 
@@ -265,10 +266,10 @@ def _memory_tags(tags: list[str] | None) -> list[str]:
     return [tag for tag in tags or known if tag != "cuda_graph"]  # graphs keep no memory of their own
 
 
-async def _sleep(state: ServeState, level: int, mode: str) -> None:
+async def _sleep(state: ServeState, level: int, mode: str, tags: list[str] | None = None) -> None:
     began = time.monotonic()
     with moving(state):
-        await state.engine.control.sleep(level, mode)
+        await state.engine.control.sleep(level, mode, tags or None)
     state.metrics.slept(time.monotonic() - began)
 
 

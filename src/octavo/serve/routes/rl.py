@@ -7,7 +7,7 @@ server.
 from __future__ import annotations
 
 from octavo.serve.http.auth import Access
-from octavo.serve.routes import control, facts
+from octavo.serve.routes import control, facts, sglang, tokens, weights
 from octavo.serve.routes.route import Handler, Route
 
 
@@ -16,6 +16,8 @@ def _admin(path: str, handler: Handler, *methods: str) -> list[Route]:
 
 
 RL_ROUTES = (
+    Route("POST", "/inference/v1/generate", tokens.create),
+    Route("POST", "/generate", sglang.create),
     *_admin("/pause", control.pause),
     *_admin("/resume", control.resume),
     *_admin("/is_paused", control.is_paused, "GET"),
@@ -25,6 +27,23 @@ RL_ROUTES = (
     *_admin("/is_sleeping", control.is_sleeping, "GET"),
     *_admin("/release_kv_cache_memory", control.release_kv_cache_memory),
     *_admin("/reset_prefix_cache", control.reset_prefix_cache),
+    *_admin("/init_weight_transfer_engine", weights.init),
+    *_admin("/shutdown_weight_transfer_engine", weights.shutdown),
+    *_admin("/start_weight_update", weights.start),
+    *_admin("/update_weights", weights.update),
+    *_admin("/finish_weight_update", weights.finish),
+    *_admin("/abort_weight_update", weights.abort),
+    *_admin("/weight_info", weights.info, "GET"),
+    *_admin("/get_weight_version", weights.version, "GET"),
+    *_admin("/update_weight_version", weights.set_version),
+    *_admin("/collective_rpc", weights.collective_rpc),
+    *_admin("/init_weights_update_group", weights.init_group),
+    *_admin("/destroy_weights_update_group", weights.shutdown),
+    *_admin("/begin_weight_update", weights.start),
+    *_admin("/update_weights_from_distributed", weights.from_distributed),
+    *_admin("/update_weights_from_disk", weights.from_disk),
+    *_admin("/update_weights_from_tensor", weights.from_tensor),
+    *_admin("/end_weight_update", weights.finish),
     *_admin("/get_world_size", facts.get_world_size, "GET"),
     *_admin("/server_info", facts.server_info, "GET"),
     *_admin("/pause_generation", control.pause_generation),

@@ -1,0 +1,157 @@
+"""New weights over HTTP: vLLM's routes, SGLang's, and the methods that clients call by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from octavo.checkpoint.hub import find_model
+from octavo.serve.routes.weights import METHODS
+from server_rig import RunningServer
+
+TINY = find_model("octavo-tiny", None, None)
+BODY = {"prompt": list(range(40)), "max_tokens": 12, "temperature": 0, "return_token_ids": True, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """octavo-tiny with other weights."""
+    path = tmp_path_factory.mktemp("weights") / "new"
+    shutil.copytree(TINY, path)
+    old = load_file(path / "model.safetensors")
+    save_file({name: weight * 1.25 for name, weight in old.items()}, path / "model.safetensors")
+    return path
+
+
+@pytest.fixture(scope="module")
+def own_server() -> Iterator[RunningServer]:
+    """octavo-tiny, for tests that change its weights and change them back."""
+    with RunningServer("--dtype", "bfloat16", "--weight-transfer-config", '{"backend": "disk"}') as running:
+        yield running.wait_ready()
+
+
+def ids_of(server: RunningServer) -> list[int]:
+    reply = server.post("/v1/completions", BODY)
+    assert reply.status == 200, reply.body
+    found: list[int] = reply.json()["choices"][0]["token_ids"]
+    return found
+
+
+def post(server: RunningServer, path: str, body: Any = None) -> dict[str, Any]:
+    reply = server.post(path, body)
+    assert reply.status == 200, reply.body
+    found: dict[str, Any] = reply.json()
+    return found
+
+
+@pytest.fixture(scope="module")
+def wanted(folder: Path) -> list[int]:
+    """What an engine says that was started with the other weights."""
+    with RunningServer(str(folder), "--dtype", "bfloat16") as running:
+        return ids_of(running.wait_ready())
+
+
+def test_rl_w1_an_update_by_vllms_routes(own_server: RunningServer, folder: Path, wanted: list[int]) -> None:
+    """RL.W1: until the end the old weights serve, then the new ones; no cache is reset in between."""
+    before = ids_of(own_server)
+    assert before != wanted
+    assert own_server.get("/weight_info").json()["weight_version"] == "default"
+    post(own_server, "/start_weight_update")
+    post(own_server, "/update_weights", {"update_info": {"path": str(folder)}})
+    assert ids_of(own_server) == before
+    conflict = own_server.post("/start_weight_update", {})
+    assert (conflict.status, conflict.json()["error"]["code"]) == (409, "weight_update_conflict")
+    assert post(own_server, "/finish_weight_update", {"weight_version": "step-1"})["weight_version"] == "step-1"
+    assert ids_of(own_server) == wanted
+    assert own_server.get("/get_weight_version").json() == {"weight_version": "step-1"}
+    reply = post(own_server, "/generate", {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 2}})
+    assert reply["meta_info"]["weight_version"] == "step-1"
+    post(own_server, "/start_weight_update")
+    post(own_server, "/abort_weight_update")
+    assert post(own_server, "/update_weight_version", {"new_version": "again"})["new_version"] == "again"
+    assert own_server.get("/model_info").json()["weight_version"] == "again"
+    post(own_server, "/update_weights_from_disk", {"model_path": str(TINY), "flush_cache": True})
+    assert ids_of(own_server) == before
+    figures = own_server.get("/metrics").body.decode()
+    assert "vllm:rl_weight_update_operation_duration_seconds_count" in figures
+
+
+def test_rl_s2_a_whole_update_wakes_an_engine_whose_weights_are_gone(
+    own_server: RunningServer, folder: Path, wanted: list[int]
+) -> None:
+    """RL.S2: 503 by name after level 2, and again the right bits after an update."""
+    before = ids_of(own_server)
+    post(own_server, "/sleep?level=2")
+    post(own_server, "/wake_up?tags=weights")
+    refused = own_server.post("/v1/completions", BODY)
+    assert refused.status == 503 and "discarded at sleep level 2" in refused.json()["error"]["message"]
+    post(own_server, "/update_weights_from_disk", {"model_path": str(folder)})
+    post(own_server, "/wake_up?tags=kv_cache")
+    assert ids_of(own_server) == wanted
+    rpc = {"method": "update_weights_from_path", "kwargs": {"weight_dir": str(TINY)}}
+    assert post(own_server, "/collective_rpc", rpc) == {"results": [None]}
+    assert ids_of(own_server) == before
+
+
+def test_rl_a4_a_recorded_loop_of_sglangs_clients(own_server: RunningServer, folder: Path, wanted: list[int]) -> None:
+    """RL.A4: what slime and verl send for one update, byte for byte, in their order."""
+    before = ids_of(own_server)
+    told = json.dumps(str(folder))
+    recorded = [
+        (b"GET", "/health_generate", b""),
+        (b"POST", "/pause_generation", b"{}"),
+        (b"GET", "/flush_cache", b""),
+        (b"POST", "/update_weights_from_disk",
+         b'{"model_path": %s, "load_format": null, "flush_cache": false, "weight_version": "7"}' % told.encode()),
+        (b"POST", "/continue_generation", b"{}"),
+        (b"POST", "/generate", b'{"input_ids": [1, 2, 3], "sampling_params": {"temperature": 1.0, "top_p": 1.0, '
+         b'"top_k": -1, "max_new_tokens": 4, "stop": null, "stop_token_ids": null, "skip_special_tokens": false, '
+         b'"no_stop_trim": true, "spaces_between_special_tokens": false}, "return_logprob": true}'),
+        (b"POST", "/abort_request", b'{"rid": "", "abort_all": true}'),
+        (b"GET", "/v1/loads?include=core", b""),
+        (b"POST", "/release_memory_occupation", b'{"tags": ["kv_cache"]}'),
+        (b"POST", "/resume_memory_occupation", b'{"tags": ["kv_cache"]}'),
+    ]  # fmt: skip
+    replies = {}
+    for method, path, body in recorded:
+        reply = own_server.request(
+            method.decode(), path, body or None, {"User-Agent": "python-requests/2.32.5", "Accept": "*/*"}
+            | ({"Content-Type": "application/json"} if body else {}),
+        )  # fmt: skip
+        assert reply.status == 200, (path, reply.body)
+        replies[path] = reply
+    meta = replies["/generate"].json()["meta_info"]
+    assert meta["weight_version"] == "7" and len(meta["output_token_logprobs"]) == 4
+    assert replies["/update_weights_from_disk"].json()["success"] is True
+    assert ids_of(own_server) == wanted
+    post(own_server, "/update_weights_from_disk", {"model_path": str(TINY)})
+    assert ids_of(own_server) == before
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "words"),
+    [
+        ("/update_weights", {"update_info": {"names": []}}, 409, "needs an open update"),
+        ("/update_weights", {"update_info": {"ipc_handles_pickled": "gASVAAAA"}}, 400, "nothing is unpickled"),
+        ("/update_weights_from_tensor", {"serialized_named_tensors": ["gASV"]}, 400, "nothing is unpickled"),
+        ("/update_weights_from_disk", {"model_path": "/nowhere/at/all"}, 400, "/nowhere/at/all"),
+        ("/update_weights_from_disk", {}, 400, "model_path"),
+        ("/update_weight_version", {}, 400, "new_version"),
+        ("/collective_rpc", {"method": "__init__"}, 404, ", ".join(METHODS)[:40]),
+        ("/collective_rpc", {"method": "update_weight", "args": [1] * 9}, 400, "takes name, dtype"),
+        ("/init_weight_transfer_engine", {"init_info": {}, "backend": "carrier pigeon"}, 400, "carrier pigeon"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_the_old_weights_serve(
+    own_server: RunningServer, path: str, body: dict[str, Any], status: int, words: str
+) -> None:
+    before = ids_of(own_server)
+    reply = own_server.post(path, body)
+    assert reply.status == status and words in reply.json()["error"]["message"], reply.body
+    assert own_server.get("/weight_info").json()["state"] == "ready" and ids_of(own_server) == before
