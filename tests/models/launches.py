@@ -287,9 +287,10 @@ class Engine:
         self.tables = [
             TableContext(Backend(list(dict.fromkeys(self.specs)), BF16, torch.device("cpu"))) for _ in range(1)
         ]
-        shape = 80, self.arch.num_kv_heads, BLOCK, self.arch.cache_channels
+        heads = self.arch.num_kv_heads
+        caches = [on_gpu(torch.zeros(80, heads, BLOCK, spec.channels, dtype=BF16)) for spec in self.specs]
         self.layers = tuple(
-            LayerContext(spec, self.tables[0], 0, on_gpu(torch.zeros(shape, dtype=BF16))) for spec in self.specs
+            LayerContext(spec, self.tables[0], 0, cache) for spec, cache in zip(self.specs, caches, strict=True)
         )
 
     @torch.inference_mode()
