@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import types
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,7 @@ from octavo.layers.attention import Attention
 from octavo.layers.base import Layer
 from octavo.layers.chain import learn, line
 from octavo.layers.decoder import Decoder
+from octavo.layers.linear import Linear
 from octavo.layers.mlp import Mlp
 from octavo.layers.norm import RMSNorm
 from octavo.ops import native
@@ -232,6 +234,32 @@ def test_another_attention_is_no_standard_one(monkeypatch: pytest.MonkeyPatch) -
             own = SimpleNamespace(arch=each.arch, layer_specs=each.layer_specs, forward=as_written(each))
             for name in ("decode graph of 3", "prompts"):
                 assert torch.equal(Engine(each).run(STEPS[name])[0], Engine(own).run(STEPS[name])[0])
+
+
+@pytest.mark.parametrize("name", ["a class of its own", "a bias", "another dtype", "a forward of its own"])
+def test_an_mlp_whose_products_are_others_is_no_standard_one(name: str) -> None:
+    """The operators take the weights of an MLP's products and ask no layer: what else these do would be lost."""
+
+    class Scaled(Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * 2
+
+    with pretended():
+        model = make_model("qwen3")
+        for layer in model.layers:
+            down = layer.mlp.down
+            if name == "a class of its own":
+                down.__class__ = Scaled
+            elif name == "a bias":
+                down.bias = torch.full((down._rows,), 0.5)
+            elif name == "another dtype":
+                down.out_dtype = torch.float32
+            else:
+                layer.mlp_norm.forward = types.MethodType(lambda self, x: RMSNorm.forward(self, x) * 2, layer.mlp_norm)
+        assert fusions.LayerLines(0, model.layers[0]).standard is None
+        own = SimpleNamespace(arch=model.arch, layer_specs=model.layer_specs, forward=as_written(model))
+        if name != "another dtype":  # of which the stream would be
+            assert torch.equal(Engine(model).run(STEPS["prompts"])[0], Engine(own).run(STEPS["prompts"])[0])
 
 
 def test_what_runs_a_layer_can_be_read() -> None:

@@ -76,8 +76,13 @@ class Layer(nn.Module):
     def __call__(self, x: Any, *rest: Any) -> Any:
         """`forward`, or a line of a layer whose lines are being learned."""
         if isinstance(x, Symbol) and not rest:
-            return x.record(self.kind, self, self.forward)
+            return x.record(self.called_as, self, self.forward)
         return self.forward(x, *rest)
+
+    @property
+    def called_as(self) -> str:
+        """Its kind, unless this very layer was given another forward."""
+        return "own" if "forward" in self.__dict__ else self.kind
 
     def __init__(self) -> None:
         """No parameters yet."""

@@ -69,6 +69,14 @@ class Standard:
         )
 
 
+def _is_plain(mlp: Mlp) -> bool:
+    """Whether both of its products are what the operators compute: they take the weights, and ask no layer."""
+    return all(
+        isinstance(each, Linear) and each.called_as == "linear" and each.bias is None and each.out_dtype is None
+        for each in (mlp.gate_up, mlp.down)
+    )
+
+
 def standard_form(lines: Sequence[Line]) -> Standard | None:
     """The parts of a layer of these lines; None where it has another form."""
     kinds = tuple(line.kind for line in lines)
@@ -86,6 +94,7 @@ def standard_form(lines: Sequence[Line]) -> Standard | None:
         and qkv.rest_from == "k"
         and len({norm.eps for norm in norms}) == 1
         and qkv.out_dtype is output.out_dtype is None
+        and (mlp is None or _is_plain(mlp))
     )
     if not is_known:
         return None
