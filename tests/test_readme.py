@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
 
+import octavo
 from octavo.cli.main import main as cli
 
 README = (Path(__file__).resolve().parents[1] / "README.md").read_text(encoding="utf-8")
@@ -29,3 +32,12 @@ def test_the_first_command_prints_what_is_shown(capsys: pytest.CaptureFixture[st
     command, shown = _blocks("From a terminal")[:2]
     assert cli(shlex.split(command)[1:]) == 0
     assert capsys.readouterr().out.strip() == shown.strip()
+
+
+@pytest.mark.parametrize("name", ["attention", "rl"])
+def test_the_packages_of_the_pages_are_there_after_import_octavo(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/ write `octavo.attention.draw`: no import of its own is needed."""
+    importlib.import_module(f"octavo.{name}")
+    monkeypatch.delattr(octavo, name)
+    assert getattr(octavo, name) is sys.modules[f"octavo.{name}"]
+    assert name in dir(octavo)

@@ -32,6 +32,7 @@ _PUBLIC = {
     "TextPrompt": "octavo.request.prompts",
     "TokensPrompt": "octavo.request.prompts",
 }
+_PACKAGES = ("attention", "rl")  # those that programs reach into, as `octavo.attention.draw`
 __all__ = [
     "LLM",
     "AttentionMods",
@@ -47,17 +48,20 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first asked for."""
-    if name not in _PUBLIC:
+    """Import a public name, or a package, when it is first asked for."""
+    if name not in _PUBLIC and name not in _PACKAGES:
         raise AttributeError(f"module 'octavo' has no attribute {name!r}")
     from octavo.startup import gc_control
 
     with gc_control.loading():  # torch, which some need
-        value = getattr(importlib.import_module(_PUBLIC[name]), name)
+        if name in _PACKAGES:
+            value = importlib.import_module(f"octavo.{name}")
+        else:
+            value = getattr(importlib.import_module(_PUBLIC[name]), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
     """The public names, loaded or not."""
-    return sorted(__all__)
+    return sorted((*__all__, *_PACKAGES))

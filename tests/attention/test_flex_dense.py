@@ -126,3 +126,10 @@ def test_K4_9_what_upstream_refuses_works(name: str, stored: torch.dtype | None,
     second = torch.full_like(first, 7.0)
     backend.run(step.q, step.kv, spec, second, scales)
     torch.testing.assert_close(second.double(), attend_plainly(read, spec), atol=tolerance, rtol=tolerance)
+
+
+def test_fields_that_a_mod_reads_and_that_are_not_given_are_named() -> None:
+    q = torch.randn(1, 2, 64, 16)
+    sizes = {"flex_attn_block_m": 64, "flex_attn_kv_block_size": 64}
+    with pytest.raises(ValueError, match=r"attention mod document reads document_ids: give fields="):
+        A.flex_attention(q, q, q, A.document(), scale=1.0, sizes=sizes)

@@ -39,7 +39,8 @@ def flex_attention(
     q: [batch, heads, length, head_size]; key, value: [batch, kv_heads, length, head_size] of its dtype. sizes: the four
     `flex_attn_*` of `attention_config`; the tile's lines and the cache's kernel block, `flex_attn_kv_block_size`, must
     be among them, and the length be a multiple of all. fields: what mods read of a request, by name: [batch], or
-    [batch, tokens]. Raises ConfigError for sizes that contradict each other, ValueError for another length.
+    [batch, tokens]. Raises ConfigError for sizes that contradict each other, ValueError for another length and for
+    fields that lack.
     """
     batch, heads, length, head_size = q.shape
     for name in ("flex_attn_block_m", "flex_attn_kv_block_size"):
@@ -55,6 +56,9 @@ def flex_attention(
     multiple = max(resolved.q_block, resolved.kv_block)
     if length % multiple:
         raise ValueError(f"length={length} must be a multiple of {multiple}, the larger of the mask's blocks: pad it")
+    lacking = [field.name for field in mods.specs if field.name not in (fields or {})]
+    if lacking:
+        raise ValueError(f"attention mod {mods.name} reads {', '.join(lacking)}: give fields={{name: tensor}}")
     spec = AttentionSpec(num_heads=heads, num_kv_heads=key.shape[1], head_size=head_size, scale=scale, mods=mods)
     if not q.is_cuda:
         return _by_reference(q, key, value, spec, sizes, fields or {})
