@@ -123,3 +123,20 @@ def test_wrong_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="latent"):
         latent = AttentionSpec(num_heads=4, num_kv_heads=1, head_size=16, scale=0.25, value_size=8)
         rl.attention(torch.zeros(5, 4, 16), torch.zeros(32, 1, 16), rl.Pack([5]), latent)
+
+
+@pytest.mark.skipif(not native.available(), reason="chains are of compiled operators")
+def test_a_pack_follows_the_chain_that_is_set_as_weights_do() -> None:
+    """One that was computed before in another chain gives what a new one does."""
+    spec = AttentionSpec(num_heads=2, num_kv_heads=1, head_size=32, scale=0.2)
+    q = torch.randn(40, 2, 32, dtype=torch.bfloat16)
+    old, results = rl.Pack([40]), {}
+    states = torch.randn(old.num_slots, 1, 64, dtype=torch.bfloat16)
+    try:
+        for chain in ("pairs", "single"):
+            native.set_bfloat16_chain(chain)
+            results[chain] = old.attend(q, states, spec)
+            assert torch.equal(results[chain], rl.Pack([40]).attend(q, states, spec))
+    finally:
+        native.set_bfloat16_chain("auto")
+    assert not torch.equal(results["pairs"], results["single"])

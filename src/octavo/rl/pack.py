@@ -82,7 +82,7 @@ class Pack:
             seq_lens=counts.to(self.device, torch.int32), block_table=table.to(self.device), slot_mapping=self.slots,
             rows=torch.arange(len(blocks), device=self.device),
         )  # fmt: skip
-        self._backends: dict[tuple[AttentionSpec, torch.dtype, str], AttentionBackend] = {}
+        self._backends: dict[tuple[AttentionSpec, torch.dtype, str, bool], AttentionBackend] = {}
 
     @classmethod
     def of(
@@ -130,7 +130,7 @@ class Pack:
             wrong = "prompt_lengths" if lacking == [PROMPT_LENGTH.spec.name] else f"fields {', '.join(lacking)}"
             raise ValueError(f"attention mod {spec.mods.name} reads what the pack was not given: make it with {wrong}")
         name = backend or _usual_backend(spec, q.dtype, self.device)
-        key = spec, q.dtype, name
+        key = spec, q.dtype, name, native.multiplies_in_pairs()  # a backend keeps the chain that it was made in
         if key not in self._backends:
             setup = Setup(
                 max_num_rows=len(self.lengths), max_num_tokens=self.num_tokens, max_model_len=max(self.lengths),
