@@ -6,8 +6,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from octavo.plan import NewBlocks, NewRow, StepPlan, StepResult, TokenLogprobs, decode, encode
+from octavo.plan import NewBlocks, NewRow, StepPlan, StepResult, TokenLogprobs
 from octavo.request.sampling_params import SamplingParams
+from plan_wire import decode, encode
 from step_words import blocks_by_row, result_of
 
 

@@ -15,7 +15,6 @@ from octavo.cache.layout import (
     LAYOUTS,
     CacheShape,
     Layout,
-    NhdCase,
     block_rows,
     extract_blocks,
     inject_blocks,
@@ -46,6 +45,31 @@ def layer_view(layout: Layout, buffer: torch.Tensor, shape: CacheShape, layer: i
     """[blocks, H, N, C] of one layer."""
     layer_stride, block_stride, *_ = layout.strides(shape)
     return layout.page_view(buffer, layer * layer_stride, block_stride, shape)
+
+
+class NhdCase:
+    """The cache as (num_blocks, 2, block_size, heads, size), for those who think in it.
+
+    K and V are halves of a token here, not of a head: these are other bytes than those of Octavo's layouts. `split_kv`
+    is the same view of the layouts' own bytes.
+    """
+
+    @staticmethod
+    def shape(num_blocks: int, block_size: int, num_heads: int, size: int) -> tuple[int, int, int, int, int]:
+        """Blocks come first."""
+        return num_blocks, 2, block_size, num_heads, size
+
+    @staticmethod
+    def stride_order(*, with_layers: bool = False) -> tuple[int, ...]:
+        """The axes from outermost to innermost. With a layer axis before the others, layers lie inside blocks."""
+        return (1, 0, 3, 2, 4, 5) if with_layers else (0, 2, 1, 3, 4)
+
+    @staticmethod
+    def view(buffer: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        """`buffer`, flat, as `shape` (five axes, or six with the layers first)."""
+        order = NhdCase.stride_order(with_layers=len(shape) == 6)
+        physical = buffer.view([shape[axis] for axis in order])
+        return physical.permute([order.index(axis) for axis in range(len(order))])
 
 
 def test_the_setting_knows_the_layouts_and_their_aliases() -> None:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from loading import load_model
 from model_rig import Case, make_reference
 from octavo.checkpoint.config_reader.checkpoint import read_arch
-from octavo.checkpoint.loader import load_model
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from loading import load_model
 from octavo.attention.base import (
     NO_TENSORS,
     AttentionInputs,
@@ -32,7 +33,6 @@ from octavo.attention.base import (
 )
 from octavo.attention.reference import ReferenceBackend
 from octavo.checkpoint.config_reader.checkpoint import read_arch
-from octavo.checkpoint.loader import load_model
 from octavo.layers.embedding import Embedding, TiedEmbedding
 from octavo.layers.linear import Linear
 from octavo.ops import activation, native, rope

@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from loading import load_model
 from model_rig import Case
 from octavo.checkpoint.cache_scales import scale_names
 from octavo.checkpoint.config_reader.checkpoint import read_arch
-from octavo.checkpoint.loader import load_model
 from octavo.layers.attention import Attention
 from octavo.layers.latent_attention import LatentAttention
 

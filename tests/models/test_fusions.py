@@ -15,12 +15,12 @@ import torch
 
 import launches
 from launches import STEPS, Engine, digests, make_model, pretended
+from loading import load_model
 from model_rig import FAMILIES, Case, Rig
 from octavo.attention.base import current_context, forward_context
 from octavo.attention.cpu import CpuBackend
 from octavo.attention.paged import PagedBackend
 from octavo.checkpoint.config_reader.checkpoint import read_arch
-from octavo.checkpoint.loader import load_model
 from octavo.layers import fusions
 from octavo.layers.attention import Attention
 from octavo.layers.base import Layer

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from loading import load_model
 from model_rig import Case, Rig
 from octavo.checkpoint.arch import Arch, LayerKind
 from octavo.checkpoint.config_reader.checkpoint import read_arch
-from octavo.checkpoint.loader import load_model
 from octavo.ops.gemm import unpack
 
 PROMPT = [5, 100, 42, 7, 9, 150]
@@ -165,7 +165,7 @@ def test_bfloat16_checkpoint_in_float32(plain: tuple[Arch, dict[str, torch.Tenso
         (folder / name).mkdir()
         save_file(values, folder / name / "model.safetensors")
     kept, widened = (load_model(arch, folder / name, torch.float32) for name in ("narrow", "wide"))
-    assert kept.head.packed.kind == "bfloat16"
+    assert kept.head.packed.kind.startswith("bfloat16")
     assert torch.equal(Rig(kept).run(PROMPT, [6]), Rig(widened).run(PROMPT, [6]))
 
 

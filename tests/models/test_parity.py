@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from loading import load_model
 from model_rig import FAMILIES, STRETCHED, Case, Rig, make_reference
 from octavo.attention.cpu import CpuBackend
 from octavo.checkpoint.config_reader.checkpoint import read_arch
-from octavo.checkpoint.loader import load_model
 from octavo.ops import native
 from survivors import with_survivors
 

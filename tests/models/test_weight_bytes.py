@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from architectures import CPU
+from loading import load_model
 from model_rig import FAMILIES, Case
-from octavo.checkpoint.loader import build_model, load_model, weight_bytes
+from octavo.checkpoint.loader import build_model, weight_bytes
 from octavo.config.engine_config import EngineConfig, resolve
 from octavo.layers.attention import RotaryTable
 from octavo.ops import native

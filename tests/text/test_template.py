@@ -9,7 +9,7 @@ import time
 import pytest
 
 from octavo.request.sampling_params import ParameterError
-from octavo.text.template import ROLES, ChatTemplate, TemplateError
+from octavo.text.template import ChatTemplate, TemplateError
 from octavo.text.tokenizer import Tokenizer
 from patience import patient
 from tiny_tokenizers import CHATML, SPECIALS, byte_fallback, byte_level, kinds, save
@@ -98,6 +98,8 @@ CASES = {
     "mistral_break": (MISTRAL, (TALK[:2] * 4), {}),
     "parts": (PARTS, [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}], {}),
 }
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 
 
 @pytest.fixture(scope="module")

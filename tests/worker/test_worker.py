@@ -19,13 +19,14 @@ from octavo.config.engine_config import EngineConfig, resolve
 from octavo.config.settings import ConfigError
 from octavo.grammar.compiler import Grammars
 from octavo.observe import Phases
-from octavo.plan import NewRow, StepPlan, StepResult, decode, encode
+from octavo.plan import NewRow, StepPlan, StepResult
 from octavo.request.sampling_params import StructuredOutputsParams
 from octavo.request.thinking import ClosingMark
 from octavo.startup import build, frontend
 from octavo.startup.cache import plan_cache
 from octavo.startup.frontend import find_and_read
 from octavo.worker.worker import Worker
+from plan_wire import decode, encode
 
 CONFIG = EngineConfig(device="cpu", dtype="float32", max_model_len=128, max_num_seqs=4, num_gpu_blocks_override=40)
 

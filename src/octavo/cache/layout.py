@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -68,11 +67,6 @@ class Layout:
             strides[axis] = step
             step *= shape[axis]
         return tuple(strides)
-
-    def view(self, buffer: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """The logical view [L, B, H, N, C] of a flat `buffer` with exactly as many elements."""
-        assert buffer.numel() == math.prod(shape), f"a buffer of {buffer.numel()} elements cannot be viewed as {shape}"
-        return buffer.as_strided(tuple(shape), self.strides(shape))
 
     def page_view(
         self, buffer: torch.Tensor, start: int, block_stride: int, shape: CacheShape, ratio: int = 1
@@ -203,28 +197,3 @@ def split_kv(view: torch.Tensor) -> torch.Tensor:
     block, head, token, channel = view.stride()
     size = channels // 2
     return view.as_strided((blocks, 2, tokens, heads, size), (block, size * channel, token, head, channel))
-
-
-class NhdCase:
-    """The cache as (num_blocks, 2, block_size, heads, size), for those who think in it.
-
-    K and V are halves of a token here, not of a head: these are other bytes than those of the layouts above, and no
-    backend of Octavo reads them. `split_kv` is the same view of the layouts' own bytes.
-    """
-
-    @staticmethod
-    def shape(num_blocks: int, block_size: int, num_heads: int, size: int) -> tuple[int, int, int, int, int]:
-        """Blocks come first."""
-        return num_blocks, 2, block_size, num_heads, size
-
-    @staticmethod
-    def stride_order(*, with_layers: bool = False) -> tuple[int, ...]:
-        """The axes from outermost to innermost. With a layer axis before the others, layers lie inside blocks."""
-        return (1, 0, 3, 2, 4, 5) if with_layers else (0, 2, 1, 3, 4)
-
-    @staticmethod
-    def view(buffer: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """`buffer`, flat, as `shape` (five axes, or six with the layers first)."""
-        order = NhdCase.stride_order(with_layers=len(shape) == 6)
-        physical = buffer.view([shape[axis] for axis in order])
-        return physical.permute([order.index(axis) for axis in range(len(order))])

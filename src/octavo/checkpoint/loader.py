@@ -48,37 +48,11 @@ class Target:
     shape: tuple[int, ...]
 
 
-def load_model(
-    arch: Arch,
-    folder: Path | None,
-    dtype: torch.dtype,
-    quantization: str | None = None,
-    load_format: str = "auto",
-    device: torch.device | None = None,
-    seed: int = 0,
-    *,
-    check_finite: bool = True,
-) -> Model:
-    """Build `arch`'s model on the meta device and fill it, tensor by tensor.
-
-    `folder` holds the safetensors files; `load_format="dummy"` needs none (normal weights of standard
-    deviation 0.02 from `seed`, norms of one). `dtype`: of activations and of weights before packing.
-    `arch.max_position` sizes the rotary tables: lower it with `dataclasses.replace` to the longest sequence
-    that will be run. Matrices stored as bfloat16 stay so under `dtype=torch.float32`: products widen them
-    exactly, and half the bytes are read. `check_finite=False` skips the search for NaN and Inf.
-
-    Peak memory: the packed weights, plus the parameters of layers that are half read and one buffer for each shape of
-    parameter (together about two decoder layers, or the output head where that is larger), plus one tensor as stored
-    where its dtype is not the one wanted. Raises ValueError, one line, for a checkpoint that does not fit.
-    """
-    model = build_model(arch, dtype)
-    fill_model(model, folder, quantization, load_format, device, seed, check_finite=check_finite)
-    return model
-
-
 def build_model(arch: Arch, dtype: torch.dtype) -> Model:
-    """`arch`'s model on the meta device: every parameter is declared, none has memory. `dtype`: as `load_model`'s.
+    """`arch`'s model on the meta device: every parameter is declared, none has memory.
 
+    `dtype`: of activations and of weights before packing. `arch.max_position` sizes the rotary tables: lower it with
+    `dataclasses.replace` to the longest sequence that will be run.
     Raises ValueError, one line, for a class outside of Octavo that cannot be made.
     """
     try:
@@ -114,9 +88,16 @@ def fill_model(
     keeps_bfloat16: bool = True,
     seen: Callable[[str, torch.Tensor], None] = unseen,
 ) -> None:
-    """Fill a model of `build_model`; see `load_model`. `seen` is shown each tensor of the checkpoint that is read.
+    """Fill a model of `build_model`, tensor by tensor.
 
-    keeps_bfloat16: matrices stored as bfloat16 stay so under float32.
+    `folder` holds the safetensors files; `load_format="dummy"` needs none (normal weights of standard deviation 0.02
+    from `seed`, norms of one). `check_finite=False` skips the search for NaN and Inf. keeps_bfloat16: matrices stored
+    as bfloat16 stay so under `dtype=torch.float32`: products widen them exactly, and half the bytes are read. `seen` is
+    shown each tensor of the checkpoint that is read.
+
+    Peak memory: the packed weights, plus the parameters of layers that are half read and one buffer for each shape of
+    parameter (together about two decoder layers, or the output head where that is larger), plus one tensor as stored
+    where its dtype is not the one wanted. Raises ValueError, one line, for a checkpoint that does not fit.
     """
     if load_format not in LOAD_FORMATS:
         raise ValueError(f"unknown load_format {load_format!r}: known are {', '.join(LOAD_FORMATS)}")

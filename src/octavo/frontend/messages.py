@@ -78,7 +78,6 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     enable_prefix_caching: bool
     block_size: int
     num_blocks: int  # the null block included
-    cache_bytes: int = 0
     weight_bytes: int = 0
     request_fields: list[FieldSpec] = []
     numerics_contract: dict[str, str] = {}

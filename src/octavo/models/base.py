@@ -21,7 +21,7 @@ the same one on both sides, in order. Entries for parameters that a model does n
 
 
 class Model(Protocol):
-    """A decoder built on the meta device, to be filled by `models.loader.load_model`.
+    """A decoder built on the meta device, to be filled by `octavo.checkpoint.loader.fill_model`.
 
     It asks of a step no more than tokens, positions and, in its attention layers, the ForwardContext.
     """

@@ -18,7 +18,6 @@ from octavo.ops.gemm import LinearWeight, pack_linear
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 _Forms = dict[int, tuple[int, torch.dtype, bool, LinearWeight]]
 _PACKED = WeakTensorKeyDictionary()  # weight -> of each of its matrices: digest, dtype of the rows, chain, form
-num_packed = 0  # how often something was packed, for tests and measurements
 
 
 def packed(weight: Tensor, dtype: torch.dtype, matrix: int | None = None) -> LinearWeight:
@@ -27,7 +26,6 @@ def packed(weight: Tensor, dtype: torch.dtype, matrix: int | None = None) -> Lin
     A wider weight is rounded to bfloat16 for rows of bfloat16, as an engine of that dtype rounds it; a bfloat16 weight
     stays so for rows of float32. Raises ValueError for float16 on a CPU.
     """
-    global num_packed
     values = (weight if matrix is None else weight[matrix]).detach()
     if values.is_cuda:
         return pack_linear(rounded(values, dtype))
@@ -39,7 +37,6 @@ def packed(weight: Tensor, dtype: torch.dtype, matrix: int | None = None) -> Lin
     if found is None or found[:3] != follows:
         forms.pop(key, None)
         found = forms[key] = *follows, pack_linear(rounded(values, dtype))
-        num_packed += 1
     return found[3]
 
 

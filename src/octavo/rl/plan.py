@@ -48,7 +48,7 @@ class WeightPlan:
     """Of one model that is loaded."""
 
     def __init__(self, model: Model, dtype: torch.dtype) -> None:
-        """`dtype`: as `load_model`'s."""
+        """`dtype`: as `build_model`'s."""
         blank = build_model(model.arch, dtype)
         self._prefixes, self._ignored = dict(blank.other_prefixes), tuple(blank.ignored_weights)
         parameters = dict(cast(nn.Module, blank).named_parameters())

@@ -8,7 +8,6 @@ changes nothing and says which state forbids it; steps are planned only while no
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import msgspec
 
@@ -16,8 +15,6 @@ MEMORY_TAGS = ("weights", "kv_cache")
 TAGS = (*MEMORY_TAGS, "scheduling")
 MODES = ("keep", "wait", "abort")
 LOST = "weights were discarded at sleep level 2: send or reload them"
-
-PauseMode = Literal["keep", "wait", "abort"]
 
 
 class PauseOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

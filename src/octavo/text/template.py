@@ -29,7 +29,6 @@ MAX_DEPTH = 64
 CONTENT_FORMATS = ("auto", "string", "openai")
 _TOOLS = re.compile(r"\{%-?[^%]*\btools\b|\{\{-?[^}]*\btools\b")
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning, the first one first
-ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 _ROLE = re.compile(r"[A-Za-z0-9_. -]{1,64}")  # a template's own: no text of control tokens
 _CONTINUE = "\ufdd2 "  # marks where a final message ends; a template that trims it takes the space away
 _CONTINUE_SHOWN = re.compile(r"\\ufdd2|%ef%b7%92|&#64978;|&#xfdd2;", re.IGNORECASE)  # what filters make of the mark

@@ -8,7 +8,6 @@ deadline; nothing is unpickled.
 from __future__ import annotations
 
 import importlib
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -107,17 +106,3 @@ def split(buffer: torch.Tensor, part: Sequence[Incoming]) -> Iterator[tuple[Inco
         if data.data_ptr() % each.dtype.itemsize or data.storage_offset() % each.dtype.itemsize:
             data = data.clone()
         yield each, data.view(each.dtype).view(each.shape)
-
-
-class Clock:
-    """What is left of a deadline."""
-
-    def __init__(self, seconds: float) -> None:
-        """It runs from now on."""
-        self._until = time.monotonic() + seconds
-        self.seconds = seconds
-
-    @property
-    def left(self) -> float:
-        """Seconds, at least a millisecond."""
-        return max(self._until - time.monotonic(), 1e-3)

@@ -292,7 +292,6 @@ def build_core(config: EngineConfig, phases: Phases) -> tuple[EngineCore, Engine
         enable_prefix_caching=resolved.enable_prefix_caching,
         block_size=resolved.block_size,
         num_blocks=memory.num_blocks,
-        cache_bytes=memory.kv_bytes,
         weight_bytes=memory.weight_bytes,
         request_fields=list(facts.request_fields),
         numerics_contract=facts.numerics_contract(),
