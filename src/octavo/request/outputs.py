@@ -164,6 +164,24 @@ class WeightsSpan(msgspec.Struct, frozen=True, gc=False):
     mixed: bool = False  # they attend K and V of older weights too
 
 
+def join_spans(parts: Iterable[Sequence[WeightsSpan]]) -> list[WeightsSpan]:
+    """Spans of neighbouring parts of one completion, as those of the whole."""
+    joined: list[WeightsSpan] = []
+    for span in (span for part in parts for span in part):
+        before = joined[-1] if joined else None
+        if before is not None and (before.version, before.mixed) == (span.version, span.mixed):
+            joined[-1] = WeightsSpan(span.version, before.start, span.end, span.mixed)
+        else:
+            joined.append(span)
+    return joined
+
+
+def cut_spans(spans: Sequence[WeightsSpan], start: int, end: int) -> list[WeightsSpan]:
+    """What of `spans` lies in start to end - 1, counted from the completion's first token."""
+    cut = (WeightsSpan(s.version, max(s.start, start), min(s.end, end), s.mixed) for s in spans)
+    return [span for span in cut if span.start < span.end]
+
+
 class CompletionOutput(msgspec.Struct):
     """One completion of a request, as a whole or the part since the last output (RequestOutputKind.DELTA)."""
 

@@ -160,7 +160,7 @@ class WeightUpdates:
 
     def expire(self) -> None:
         """Give up a session that holds the steps, and of which nothing was heard for `hold_timeout` seconds."""
-        if self.is_open and self._clock() - self._last > self._hold_timeout:
+        if self.state is State.HELD and self._clock() - self._last > self._hold_timeout:
             self._fail(f"nothing was heard of it for {self._hold_timeout:g} s")
 
     def _answering(self, move: Callable[[Any], Any], request: Any = None) -> Callable[[bytes], bytes]:
@@ -184,6 +184,7 @@ class WeightUpdates:
         self._core.ask_workers("weights_shutdown", type(None))
 
     def _open(self, start: Start) -> None:
+        self.expire()
         self._refuse_if_open("start_weight_update")
         _check_on_running(start.on_running)
         if not start.is_checkpoint_format:

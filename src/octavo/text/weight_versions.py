@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from octavo.request.outputs import WeightsSpan
+from octavo.request.outputs import WeightsSpan, cut_spans
 
 FIRST_VERSION = "default"  # of the weights that an engine starts with
 
@@ -26,9 +26,6 @@ class TokenVersions(NamedTuple):
 
     def spans(self, start: int, end: int) -> list[WeightsSpan]:
         """Of tokens start to end - 1."""
-        ends = [mark[0] for mark in self.marks[1:]] + [end]
-        return [
-            WeightsSpan(version, max(first, start), min(last, end), mixed)
-            for (first, version, mixed), last in zip(self.marks, ends, strict=True)
-            if max(first, start) < min(last, end)
-        ]
+        ends = [*(mark[0] for mark in self.marks[1:]), end]
+        marked = [WeightsSpan(own[1], own[0], last, own[2]) for own, last in zip(self.marks, ends, strict=True)]
+        return cut_spans(marked, start, end)

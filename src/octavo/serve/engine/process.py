@@ -61,6 +61,7 @@ HEARTBEAT_SECONDS = 0.25
 MAX_BAD_FRAMES = 16  # after so many the front end is taken for broken
 EXIT_CONFIG, EXIT_FAILED, EXIT_BAD_FRAMES = 2, 1, 3
 _RECV_BYTES = 1 << 18
+_LOOK_SECONDS = 1.0  # between two looks at whether an open update of the weights was given up
 
 # From a config to a core and what there is to say about it. Raises ValueError for what cannot run.
 BuildCore = Callable[[EngineConfig, Phases], tuple[EngineCore, EngineInfo]]
@@ -80,6 +81,7 @@ class EngineProcess:
         self._sequences: set[str] = set()  # unfinished ones
         self._calls: collections.deque[Call] = collections.deque()
         self._stopping = False
+        self._is_answering = False  # a call, which has a deadline of its own, and no step
         self._num_turns = 0
         self._num_bad_frames = 0
         self._num_unknown_aborts = 0
@@ -146,8 +148,9 @@ class EngineProcess:
                 if not idle:
                     idle = True
                     self._send_heartbeat(client)
+                core.weights.expire()
                 if not self._stopping and not core.capture_next():
-                    self._wake.wait()
+                    self._wake.wait(_LOOK_SECONDS if core.weights.is_open else None)
                 continue
             idle = False
             calls = [self._calls.popleft() for _ in range(len(self._calls))]
@@ -161,6 +164,7 @@ class EngineProcess:
 
     def _answer(self, client: InProcessClient, call: Call) -> None:
         """Ask the core. What goes wrong is told to whoever called; the engine goes on."""
+        self._is_answering = True
         try:
             self.send(CallDone(call.call_id, client.call(call.name, call.payload).result()))
         except OSError:
@@ -170,6 +174,8 @@ class EngineProcess:
             text = str(error) if is_users else _describe(error)
             _LOG.error("call %s failed: %s", call.name, text)
             self.send(CallDone(call.call_id, error=text[:MAX_TEXT], is_users=is_users))
+        finally:
+            self._is_answering = False
 
     def _send_updates(self, step: int, updates: list[RequestUpdate]) -> None:
         """In one frame, or in as few as may be."""
@@ -210,7 +216,8 @@ class EngineProcess:
 
     def _send_heartbeat(self, client: InProcessClient) -> None:
         own = {"num_bad_frames": self._num_bad_frames, "num_unknown_aborts": self._num_unknown_aborts}
-        message = Heartbeat(self._num_turns, client.core.has_unfinished, msgspec.structs.replace(client.stats, **own))
+        is_busy = client.core.has_unfinished and not self._is_answering
+        message = Heartbeat(self._num_turns, is_busy, msgspec.structs.replace(client.stats, **own))
         try:
             self.send(message)
         except OSError:

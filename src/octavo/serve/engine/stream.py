@@ -15,7 +15,7 @@ from typing import Self
 
 import msgspec
 
-from octavo.request.outputs import CompletionOutput, FlatLogprobs, LogprobsDict, RequestOutput
+from octavo.request.outputs import CompletionOutput, FlatLogprobs, LogprobsDict, RequestOutput, cut_spans, join_spans
 from octavo.request.sampling_params import RequestOutputKind, SamplingParams
 
 MAX_UNREAD = 1 << 16  # tokens and log-probabilities that wait for a reader
@@ -88,7 +88,7 @@ def pieces(output: RequestOutput) -> list[CompletionOutput]:
 
 def _take_apart(whole: CompletionOutput, truncation: array[int]) -> Iterator[CompletionOutput]:
     token, char = 0, 0
-    last = len(truncation) - 2
+    last, first = len(truncation) - 2, whole.weight_versions[0].start if whole.weight_versions else 0
     for at in range(0, len(truncation), 2):
         next_token, next_char = truncation[at], truncation[at + 1]
         ends = at == last
@@ -100,6 +100,7 @@ def _take_apart(whole: CompletionOutput, truncation: array[int]) -> Iterator[Com
             None if whole.logprobs is None else whole.logprobs[token:next_token],
             whole.finish_reason if ends else None,
             whole.stop_reason if ends else None,
+            weight_versions=cut_spans(whole.weight_versions, first + token, first + next_token),
         )
         token, char = next_token, next_char
 
@@ -118,6 +119,7 @@ def _join(parts: list[CompletionOutput]) -> CompletionOutput:
         text="".join([part.text for part in parts]),
         token_ids=[token for part in parts for token in part.token_ids],
         logprobs=logprobs,
+        weight_versions=join_spans(part.weight_versions for part in parts),
     )
 
 

@@ -1,0 +1,86 @@
+"""New weights for an engine process: AsyncEngine's methods, while streams are open."""
+
+from __future__ import annotations
+
+import asyncio
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from engine_rig import PROMPT, params, running
+from octavo.request.outputs import WeightsSpan, join_spans
+from octavo.rl.session import Received, State, WeightConflictError, WeightUpdateError, WeightUpdates
+from octavo.sched.pause import Gate
+from octavo.serve.engine.stream import OutputStream, pieces
+from patience import patient
+
+TINY = resources.files("octavo").joinpath("assets/octavo-tiny/model.safetensors")
+FIELDS: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 256}
+
+
+def test_an_engine_process_takes_weights_while_it_answers(tmp_path: Path) -> None:
+    """RL.W1, RL.V1: streams stay open, tokens say their version, a refused update and a second one change nothing."""
+    weights = {name: tensor.float() * 1.03 for name, tensor in load_file(str(TINY)).items()}
+    save_file(weights, tmp_path / "model.safetensors")
+    update = {"update_info": {"path": str(tmp_path)}}
+    asyncio.run(_update_while_it_answers(tmp_path, update, len(weights)))
+
+
+async def _spans(stream: OutputStream) -> list[WeightsSpan]:
+    """Of a stream's tokens, whatever was merged meanwhile and taken apart again."""
+    parts = [part.weight_versions async for output in stream for part in pieces(output)]
+    return join_spans(parts)
+
+
+async def _update_while_it_answers(tmp_path: Path, update: dict[str, Any], count: int) -> None:
+    async with running(**FIELDS, weight_transfer_config={"backend": "disk"}) as engine:
+        stream = engine.generate("a", PROMPT, params(max_tokens=200, ignore_eos=True))
+        reader = asyncio.create_task(_spans(stream))
+        await engine.start_weight_update()
+        with pytest.raises(WeightConflictError, match="while an update is open"):
+            await engine.start_weight_update()
+        with pytest.raises(WeightUpdateError, match="cannot read"):
+            await engine.update_weights({"update_info": {"path": str(tmp_path / "nothing")}})
+        await engine.start_weight_update()
+        told = await engine.update_weights(update)
+        assert told["num_tensors"] == count
+        assert await engine.finish_weight_update("one") == {"weight_version": "one", "num_tensors": count}
+        spans = await asyncio.wait_for(reader, patient(60))
+        assert [span.version for span in spans] in (["default", "one"], ["default"])
+        assert (spans[0].start, spans[-1].end) == (0, 200)
+        assert await engine.get_weight_version() == "one"
+
+
+def test_an_update_that_holds_the_steps_is_given_up_in_time() -> None:
+    """RL.W8: a trainer that has gone between two messages; the engine says that its weights are not whole."""
+
+    class Core:
+        broken = ""
+
+        def ask_workers(self, name: str, reply: type[Any], request: Any = None) -> list[Any]:
+            return [{"weights_update": Received(1, 8, 0.1, True), "weights_abort": False}.get(name)]
+
+        def hold_weights(self) -> None:
+            pass
+
+        def break_weights(self, reason: str) -> None:
+            self.broken = reason
+
+    now, core = [0.0], Core()
+    updates = WeightUpdates(core, Gate(), lambda: now[0], hold_timeout=10)  # type: ignore[arg-type]
+    calls = updates.calls()
+    calls["start_weight_update"](b"\x80")
+    now[0] = 100.0
+    updates.expire()
+    assert updates.state is State.OPEN, "the old weights serve: nobody waits"
+    calls["update_weights"](b"\x80")
+    assert updates.state is State.HELD
+    now[0] = 109.0
+    updates.expire()
+    assert updates.is_open and not core.broken
+    now[0] = 111.0
+    updates.expire()
+    assert not updates.is_open and "nothing was heard of it for 10 s" in core.broken
