@@ -8,35 +8,28 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from octavo import LLM, rl
 from rl_rig import DTYPES, TINY, num_differing, random_ids, sampled, tiny
 
 
-def _hand_over(model: Any, folder: Path) -> None:
-    weights = {name: each.detach() for name, each in model.state_dict().items() if name != "lm_head.weight"}
-    save_file(weights, folder / "model.safetensors")
+def _sampler(dtype: torch.dtype) -> LLM:
+    return LLM(TINY, dtype=str(dtype)[6:], skip_tokenizer_init=True, weight_transfer_config={"backend": "disk"})
 
 
 class Loop:
-    """A trainer, a sampler in a folder, and what each update said."""
+    """A trainer, a sampler that takes its weights, and what each update said."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
-        shutil.copytree(TINY, folder)
-        for old in folder.glob("*.safetensors*"):
-            old.unlink()
-        self.folder, self.dtype = folder, str(dtype)[6:]
-        self.model = rl.convert(tiny(dtype))
+    def __init__(self, llm: LLM, dtype: torch.dtype) -> None:
+        self.model, self.llm = rl.convert(tiny(dtype)), llm
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-4)
-        _hand_over(self.model, folder)
+        self.sender = rl.Sender(llm, "local")
         self.stale: list[int] = []  # log-probabilities of an update's tokens that differ after it
 
     def update(self, step: int, group: int, max_tokens: int) -> tuple[float, float, int]:
         """(largest KL, largest distance of the ratio from 1, log-probabilities compared)."""
         prompts = [prompt for prompt in random_ids(3, 17, vocab_size=4096, seed=step) for _ in range(group)]
-        with LLM(str(self.folder), dtype=self.dtype, skip_tokenizer_init=True) as llm:
-            sequences, old = sampled(llm, prompts, seed=None, max_tokens=max_tokens)
+        sequences, old = sampled(self.llm, prompts, seed=None, max_tokens=max_tokens)
         rewards = torch.tensor([float(sum(token % 7 == 0 for token in each[-max_tokens:])) for each in sequences])
         advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
         kl, ratio, count = 0.0, 0.0, 0
@@ -57,17 +50,19 @@ class Loop:
         with torch.no_grad():
             pack = rl.Pack.of(sequences)
             self.stale.append(num_differing(pack.split(rl.logprobs(self.model, pack).logprobs), old))
-        _hand_over(self.model, self.folder)
+        self.sender.send(rl.WeightSource(self.model), f"step-{step}")
         return kl, ratio, count
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_RL_N6_ten_updates(tmp_path: Path, dtype: torch.dtype) -> None:
-    loop = Loop(tmp_path / "model", dtype)
-    for step in range(10):
-        kl, ratio, count = loop.update(step, group=3, max_tokens=12)
-        assert (kl, ratio) == (0.0, 0.0) and count > 100
-    assert min(loop.stale) > 0, "an update moves weights, and stale ones are seen"
+def test_RL_N6_ten_updates(dtype: torch.dtype) -> None:
+    with _sampler(dtype) as llm:
+        loop = Loop(llm, dtype)
+        for step in range(10):
+            kl, ratio, count = loop.update(step, group=3, max_tokens=12)
+            assert (kl, ratio) == (0.0, 0.0) and count > 100
+        assert min(loop.stale) > 0, "an update moves weights, and stale ones are seen"
+        assert llm.get_weight_version() == "step-9"
 
 
 def test_RL_A7_the_lines_of_the_page_run_as_they_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,9 +78,10 @@ def test_RL_A7_the_lines_of_the_page_run_as_they_stand(tmp_path: Path, monkeypat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_RL_N6_a_hundred_updates(tmp_path: Path, dtype: torch.dtype) -> None:
-    loop = Loop(tmp_path / "model", dtype)
-    for step in range(100):
-        kl, ratio, _ = loop.update(step, group=8, max_tokens=32)
-        assert (kl, ratio) == (0.0, 0.0)
-    assert min(loop.stale) > 0
+def test_RL_N6_a_hundred_updates(dtype: torch.dtype) -> None:
+    with _sampler(dtype) as llm:
+        loop = Loop(llm, dtype)
+        for step in range(100):
+            kl, ratio, _ = loop.update(step, group=8, max_tokens=32)
+            assert (kl, ratio) == (0.0, 0.0)
+        assert min(loop.stale) > 0
