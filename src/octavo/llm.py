@@ -225,9 +225,13 @@ class LLM(WeightMethods):
         if isinstance(start, bool) or not isinstance(start, int) or start < 0:
             raise ParameterError("start", "must be an index, at least 0", "invalid_value")
         params = SamplingParams(
-            max_tokens=1, temperature=0.0, prompt_logprobs=0, prompt_logprobs_temperature=temperature, detokenize=False,
+            max_tokens=1,
+            temperature=0.0,
+            prompt_logprobs=0,
+            prompt_logprobs_temperature=temperature,
+            detokenize=False,
             flat_logprobs=True,
-        )  # fmt: skip
+        )
         outputs = self.generate([list(ids) for ids in prompts], params, use_tqdm=use_tqdm)
         found = []
         for output in outputs:

@@ -97,10 +97,17 @@ def test_B2_2_INV_1_slots_do_not_change_when_blocks_are_split(seed: int) -> None
     )
     lengths, tokens = torch.zeros(4, dtype=torch.int32), torch.zeros(2, num_tokens, dtype=torch.int64)
     step = StepInputs(
-        max_query_len=length, rows=torch.arange(4), query_start=torch.from_numpy(ends).int(), input_ids=tokens[0],
-        positions=tokens[1], seq_lens=lengths.clone(), next_positions=lengths.long(), turn=lengths[:1].clone(),
-        results=torch.zeros(2, 4, 1, dtype=torch.int64), counts=torch.zeros(2, 4, dtype=torch.int64),
-    )  # fmt: skip
+        max_query_len=length,
+        rows=torch.arange(4),
+        query_start=torch.from_numpy(ends).int(),
+        input_ids=tokens[0],
+        positions=tokens[1],
+        seq_lens=lengths.clone(),
+        next_positions=lengths.long(),
+        turn=lengths[:1].clone(),
+        results=torch.zeros(2, 4, 1, dtype=torch.int64),
+        counts=torch.zeros(2, 4, dtype=torch.int64),
+    )
     gather_inputs(step, RowTensors(torch.zeros(4, length, dtype=torch.int32), lengths, lengths), groups)
     slots = groups.slots
     assert slots.unique().numel() > 1

@@ -144,10 +144,15 @@ def test_an_encoder_layer_keeps_nothing() -> None:
 
 
 KINDS = [
-    FULL, dataclasses.replace(FULL, window=40), dataclasses.replace(FULL, chunk=64), make_state(3, 8),
-    make_state(8, 16, chunk=32, width=100), dataclasses.replace(LATENT, tokens_per_state=4),
-    dataclasses.replace(FULL, causal=False), NoCache(),
-]  # fmt: skip
+    FULL,
+    dataclasses.replace(FULL, window=40),
+    dataclasses.replace(FULL, chunk=64),
+    make_state(3, 8),
+    make_state(8, 16, chunk=32, width=100),
+    dataclasses.replace(LATENT, tokens_per_state=4),
+    dataclasses.replace(FULL, causal=False),
+    NoCache(),
+]
 
 
 def views_of(pool: KVCachePool, group: CacheGroup, layer: int, entry: Sequence[int]) -> Iterator[torch.Tensor]:

@@ -166,14 +166,22 @@ def test_a_pass_finds_the_kernels_of_all_steps_and_changes_no_state(
     with LLM(device="cpu", num_gpu_blocks_override=400, **shared) as llm:
         engine, is_latent = llm.engine, "DeepSeek" in family
         resolved: Resolved = dataclasses.replace(
-            engine.resolved, attention_backend="mla" if is_latent else "paged", max_num_seqs=ROWS,
+            engine.resolved,
+            attention_backend="mla" if is_latent else "paged",
+            max_num_seqs=ROWS,
             max_num_batched_tokens=TOKENS,
-        )  # fmt: skip
+        )
         plan = plan_cache(
-            engine.arch, resolved, runner_of(engine).model.layer_specs,
-            backend_facts(resolved, engine.arch.num_layers), free_bytes=1 << 40, total_bytes=0, weight_bytes=0,
-            weights_loaded=True, buffer_bytes=functools.partial(buffer_bytes, resolved),
-        )  # fmt: skip
+            engine.arch,
+            resolved,
+            runner_of(engine).model.layer_specs,
+            backend_facts(resolved, engine.arch.num_layers),
+            free_bytes=1 << 40,
+            total_bytes=0,
+            weight_bytes=0,
+            weights_loaded=True,
+            buffer_bytes=functools.partial(buffer_bytes, resolved),
+        )
         assert plan.num_blocks == 400
         runner = make_runner(runner_of(engine).model, resolved, plan)
         if not is_latent:

@@ -74,8 +74,10 @@ def test_a_session_leaves_what_a_load_leaves(architecture: str, tmp_path: Path) 
     save_file(weights, new / "model.safetensors")
     arch = dataclasses.replace(read_arch(old), max_position=256)
     for dtype, quantization, how in (
-        (torch.float32, None, "staged"), (torch.bfloat16, None, "in place"), (torch.bfloat16, "int8", "staged"),
-    ):  # fmt: skip
+        (torch.float32, None, "staged"),
+        (torch.bfloat16, None, "in place"),
+        (torch.bfloat16, "int8", "staged"),
+    ):
         model, wanted = (load_model(arch, folder, dtype, quantization) for folder in (old, new))
         before = {name: tensor.data_ptr() for name, tensor in _tensors(model).items()}
         for _ in range(2):

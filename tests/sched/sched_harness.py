@@ -230,9 +230,15 @@ class FakeWorker:
             past = history(new.token_ids, self.salts[new.request_id])
             owed, tables = new.prompt_logprobs_start, [list(ids) for ids in new.block_ids]
             self.rows[new.row] = _Row(
-                new.request_id, list(new.token_ids), past, new.num_prompt, new.num_computed, tables, owed,
+                new.request_id,
+                list(new.token_ids),
+                past,
+                new.num_prompt,
+                new.num_computed,
+                tables,
+                owed,
                 since=self.version,
-            )  # fmt: skip
+            )
         assert len(plan.new_blocks) in (0, len(self.groups))
         for index, new_blocks in enumerate(plan.new_blocks):
             for row, ids in blocks_by_row(new_blocks).items():

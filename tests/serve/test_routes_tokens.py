@@ -83,8 +83,11 @@ def test_sglangs_generate(server: RunningServer, drawn: dict[str, Any]) -> None:
     [
         ("/inference/v1/generate", {"token_ids": PROMPT, "features": {"a": 1}}, "features"),
         ("/inference/v1/generate", {"token_ids": PROMPT, "return_routed_experts": True}, "return_routed_experts"),
-        ("/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": {"return_sampling_mask": True}},
-         "return_sampling_mask"),
+        (
+            "/inference/v1/generate",
+            {"token_ids": PROMPT, "sampling_params": {"return_sampling_mask": True}},
+            "return_sampling_mask",
+        ),
         ("/inference/v1/generate", {"token_ids": []}, "prompt"),
         ("/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": {"temperature": -1}}, "temperature"),
         ("/generate", {"sampling_params": {}}, "input_ids"),
@@ -93,7 +96,7 @@ def test_sglangs_generate(server: RunningServer, drawn: dict[str, Any]) -> None:
         ("/generate", {"input_ids": PROMPT, "sampling_params": 3}, "sampling_params"),
         ("/generate", {"input_ids": PROMPT, "sampling_params": {"json_schema": "{"}}, None),
     ],
-)  # fmt: skip
+)
 def test_what_is_not_kept_is_refused_by_name(
     mock_server: RunningServer, path: str, body: dict[str, Any], param: str | None
 ) -> None:

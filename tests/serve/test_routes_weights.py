@@ -121,9 +121,12 @@ def test_rl_a4_a_recorded_loop_of_sglangs_clients(own_server: RunningServer, fol
     replies = {}
     for method, path, body in recorded:
         reply = own_server.request(
-            method.decode(), path, body or None, {"User-Agent": "python-requests/2.32.5", "Accept": "*/*"}
+            method.decode(),
+            path,
+            body or None,
+            {"User-Agent": "python-requests/2.32.5", "Accept": "*/*"}
             | ({"Content-Type": "application/json"} if body else {}),
-        )  # fmt: skip
+        )
         assert reply.status == 200, (path, reply.body)
         replies[path] = reply
     meta = replies["/generate"].json()["meta_info"]

@@ -69,9 +69,15 @@ def test_a_worker_is_fed_by_bytes_alone_and_gives_the_engines_tokens(llm: LLM) -
     worker, plan = start_worker()
     assert plan.limits.max_model_len == 128 and plan.num_blocks == 40 and plan.why["num_blocks"]
     new = NewRow(
-        row=1, request_id="r", token_ids=prompt, num_prompt=len(prompt), num_computed=0, block_ids=[[3, 4]],
-        sampling=SamplingParams(temperature=0), seed=1,
-    )  # fmt: skip
+        row=1,
+        request_id="r",
+        token_ids=prompt,
+        num_prompt=len(prompt),
+        num_computed=0,
+        block_ids=[[3, 4]],
+        sampling=SamplingParams(temperature=0),
+        seed=1,
+    )
     found: list[int] = []
     for step in range(6):
         row = {"rows": np.array([1]), "num_tokens": np.array([1 if step else len(prompt)])}
@@ -131,9 +137,13 @@ def test_a_start_tells_its_workers_in_order(monkeypatch: pytest.MonkeyPatch) -> 
     assert _Recorder.told == ["begin", "open", "load", "buffer_bytes", "allocate", "compile"]
     names = [name for name, _, _ in phases.entries if name != "start Python"]
     assert names == [
-        "find and read the model's config", "open the device", "load the tokenizer", "load the weights",
-        "allocate the cache and the tables", "compile kernels",
-    ]  # fmt: skip
+        "find and read the model's config",
+        "open the device",
+        "load the tokenizer",
+        "load the weights",
+        "allocate the cache and the tables",
+        "compile kernels",
+    ]
     assert (facts.memory.num_blocks, facts.vocab_size) == (40, text.arch.vocab_size)
     assert not core.capture_next() and core.scheduler.kv.num_free_blocks == 39
     core.close()

@@ -44,10 +44,15 @@ class AttentionSpec:
     def facts(self) -> tuple[str, ...]:
         """The names of the Capability's facts that this spec needs."""
         needs = {
-            "window": self.window, "chunk": self.chunk, "soft_cap": self.soft_cap, "alibi": self.alibi_slopes,
-            "sinks": self.sinks, "non_causal": not self.causal, "latent": self.value_size,
+            "window": self.window,
+            "chunk": self.chunk,
+            "soft_cap": self.soft_cap,
+            "alibi": self.alibi_slopes,
+            "sinks": self.sinks,
+            "non_causal": not self.causal,
+            "latent": self.value_size,
             "mods": self.mods is not NO_MODS,
-        }  # fmt: skip
+        }
         return tuple(name for name, needed in needs.items() if needed)
 
 

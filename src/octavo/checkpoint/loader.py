@@ -204,9 +204,14 @@ class _PinnedPair:
 
 
 def _fill_from_folder(
-    model: nn.Module, filler: _Filler, folder: Path, check_finite: bool, seen: Callable[[str, torch.Tensor], None],
-    *, keeps_bfloat16: bool,
-) -> None:  # fmt: skip
+    model: nn.Module,
+    filler: _Filler,
+    folder: Path,
+    check_finite: bool,
+    seen: Callable[[str, torch.Tensor], None],
+    *,
+    keeps_bfloat16: bool,
+) -> None:
     """Stream a folder's tensors, in the order in which they lie in their files."""
     checkpoint = Checkpoint(folder)
     try:

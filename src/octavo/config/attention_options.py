@@ -35,12 +35,16 @@ def read_kernel_block_size(options: Mapping[str, Any], block_size: int) -> int |
         return None
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise ConfigError(
-            "attention_config", size, "kernel_block_size must be a whole number of at least 1",
+            "attention_config",
+            size,
+            "kernel_block_size must be a whole number of at least 1",
             'e.g. {"kernel_block_size": 64}',
-        )  # fmt: skip
+        )
     if block_size % size:
         raise ConfigError(
-            "attention_config", size, f"kernel_block_size must divide block_size={block_size}",
+            "attention_config",
+            size,
+            f"kernel_block_size must divide block_size={block_size}",
             "change one of the two",
-        )  # fmt: skip
+        )
     return size

@@ -35,13 +35,22 @@ DTYPES = ("float32", "bfloat16", "float16")
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
 KV_CACHE_LAYOUTS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
 FLEX_BLOCK_KEYS = (
-    "flex_attn_block_m", "flex_attn_block_n", "flex_attn_q_block_size", "flex_attn_kv_block_size",
-)  # fmt: skip
+    "flex_attn_block_m",
+    "flex_attn_block_n",
+    "flex_attn_q_block_size",
+    "flex_attn_kv_block_size",
+)
 _ATTENTION_KEYS = ("backend", "layer_backends", "kernel_block_size", "flashinfer_kernels", *FLEX_BLOCK_KEYS)
 _GENERATION_KEYS = (
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
     "max_new_tokens",
-)  # fmt: skip
+)
 MAX_THREADS = 1024
 MULTIPLIES_PAIRS = "x86_64_v4_bf16"  # the instruction set with vdpbf16ps
 _INT32_MAX = 2**31 - 1
@@ -421,9 +430,13 @@ def _resolve_cache_dtype(config: EngineConfig, facts: DeviceFacts, device: str, 
 
 
 _FOREIGN_BACKENDS = {
-    "FLASH_ATTN": "flash", "FLEX_ATTENTION": "flex", "TRITON_ATTN": "paged", "TORCH_SDPA": "reference",
-    "TRITON_MLA": "mla", "CPU_ATTN": "cpu",
-}  # fmt: skip
+    "FLASH_ATTN": "flash",
+    "FLEX_ATTENTION": "flex",
+    "TRITON_ATTN": "paged",
+    "TORCH_SDPA": "reference",
+    "TRITON_MLA": "mla",
+    "CPU_ATTN": "cpu",
+}
 
 
 def asked_backend(config: EngineConfig) -> Any:

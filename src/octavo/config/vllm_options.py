@@ -485,6 +485,11 @@ _SERVER = {
 }
 
 OPTIONS: Mapping[str, Option] = {
-    **_MODEL, **_PARALLEL, **_CACHE, **_SCHEDULER, **_COMPILE, **_EXTRAS,
+    **_MODEL,
+    **_PARALLEL,
+    **_CACHE,
+    **_SCHEDULER,
+    **_COMPILE,
+    **_EXTRAS,
     **{name: dataclasses.replace(option, server=True) for name, option in _SERVER.items()},
-}  # fmt: skip
+}

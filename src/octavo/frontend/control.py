@@ -14,9 +14,18 @@ from octavo.request.sampling_params import ParameterError
 from octavo.sched.pause import LOST, MODES, TAGS, PauseOrder, ResetOrder, SleepOrder, Standing, WakeOrder
 
 __all__ = [
-    "LOST", "PauseOrder", "ResetOrder", "SleepOrder", "Standing", "WakeOrder", "WrongStateError",
-    "check_level", "check_mode", "check_tags", "read_standing",
-]  # fmt: skip
+    "LOST",
+    "PauseOrder",
+    "ResetOrder",
+    "SleepOrder",
+    "Standing",
+    "WakeOrder",
+    "WrongStateError",
+    "check_level",
+    "check_mode",
+    "check_tags",
+    "read_standing",
+]
 
 
 class WrongStateError(RuntimeError):

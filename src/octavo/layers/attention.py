@@ -118,10 +118,20 @@ class Attention(Layer):
         context, spec, tensors = current_context(), self.spec, self.tensors
         own = context.layers[self.index]
         return qk_norm_rope_store(
-            qkv, context.positions, self.rotary.cos_sin, self.q_norm, self.k_norm, self.norm_eps, spec.num_heads,
-            spec.num_kv_heads, spec.head_size, own.cache, own.inputs.slot_mapping, key_scale=tensors.key_scale,
+            qkv,
+            context.positions,
+            self.rotary.cos_sin,
+            self.q_norm,
+            self.k_norm,
+            self.norm_eps,
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_size,
+            own.cache,
+            own.inputs.slot_mapping,
+            key_scale=tensors.key_scale,
             value_scale=tensors.value_scale,
-        )  # fmt: skip
+        )
 
     @line("attend")
     def attend(self, q: torch.Tensor) -> torch.Tensor:

@@ -99,6 +99,12 @@ def standard_form(lines: Sequence[Line]) -> Standard | None:
     if not is_known:
         return None
     return Standard(
-        input_norm=input_norm, qkv=qkv, attention=attention, output=output, attention_norm=attention_norm,
-        mlp_norm=mlp_norm, mlp=mlp, mlp_out_norm=mlp_out_norm,
-    )  # fmt: skip
+        input_norm=input_norm,
+        qkv=qkv,
+        attention=attention,
+        output=output,
+        attention_norm=attention_norm,
+        mlp_norm=mlp_norm,
+        mlp=mlp,
+        mlp_out_norm=mlp_out_norm,
+    )

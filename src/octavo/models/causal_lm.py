@@ -32,9 +32,14 @@ class CausalLM(Layer):
     norm_offset = 0.0  # of the last norm, as RMSNorm's
 
     def __init__(
-        self, arch: Arch, dtype: torch.dtype, specs: Sequence[AttentionSpec], rotary: Iterable[RotaryTable],
-        layers: Iterable[Layer], weights: WeightMap,
-    ) -> None:  # fmt: skip
+        self,
+        arch: Arch,
+        dtype: torch.dtype,
+        specs: Sequence[AttentionSpec],
+        rotary: Iterable[RotaryTable],
+        layers: Iterable[Layer],
+        weights: WeightMap,
+    ) -> None:
         """specs: per layer. rotary: the tables that the layers turn by. weights: of the layers and the last norm."""
         super().__init__()
         self.arch, self.layer_specs = arch, specs

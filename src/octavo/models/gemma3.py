@@ -61,8 +61,11 @@ class Gemma3ForCausalLM(CausalLM):
     """Embedding, layers, last norm and output head; see models.base.Model."""
 
     ignored_weights = (
-        "*.rotary_emb.inv_freq", "*lm_head.weight", *_BESIDE_THE_TEXT, *(f"model.{name}" for name in _BESIDE_THE_TEXT)
-    )  # fmt: skip
+        "*.rotary_emb.inv_freq",
+        "*lm_head.weight",
+        *_BESIDE_THE_TEXT,
+        *(f"model.{name}" for name in _BESIDE_THE_TEXT),
+    )
     norm_offset = NORM_OFFSET
 
     def __init__(self, arch: Arch, dtype: torch.dtype) -> None:

@@ -121,7 +121,7 @@ class Request:
         "status",
         "stop_reason",
         "stop_token_ids",
-    )  # fmt: skip
+    )
 
     def __init__(
         self,

@@ -178,10 +178,14 @@ class _Layer:
 
     def __call__(self, x: Tensor, pack: Pack) -> Tensor:
         run = LayerRun(
-            arch=self.shared.plan.arch, plan=self.plan, weights=self.weights,
-            norm_offset=self.shared.plan.norm_offset, cos_sin=self.shared.cos_sin(self.index, x.device),
-            backend=self.shared.backend, pack=pack,
-        )  # fmt: skip
+            arch=self.shared.plan.arch,
+            plan=self.plan,
+            weights=self.weights,
+            norm_offset=self.shared.plan.norm_offset,
+            cos_sin=self.shared.cos_sin(self.index, x.device),
+            backend=self.shared.backend,
+            pack=pack,
+        )
         return run.forward(x)
 
 

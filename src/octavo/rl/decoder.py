@@ -170,5 +170,9 @@ class _MoePart(_Part):
 
 
 _PARTS: dict[type[nn.Module], type[_Part]] = {
-    RMSNorm: _NormPart, Linear: _LinearPart, Attention: _AttentionPart, Mlp: _MlpPart, MoeMlp: _MoePart,
-}  # fmt: skip
+    RMSNorm: _NormPart,
+    Linear: _LinearPart,
+    Attention: _AttentionPart,
+    Mlp: _MlpPart,
+    MoeMlp: _MoePart,
+}

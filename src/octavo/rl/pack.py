@@ -76,12 +76,17 @@ class Pack:
             table[row, :count] = torch.arange(begin, begin + count)
         self.positions, self.slots = positions.to(self.device), slots.to(self.device)
         self.inputs = AttentionInputs(
-            num_rows=len(blocks), num_tokens=self.num_tokens, max_query_len=max(self.lengths),
-            max_seq_len=max(self.lengths), block_size=BLOCK_SIZE,
+            num_rows=len(blocks),
+            num_tokens=self.num_tokens,
+            max_query_len=max(self.lengths),
+            max_seq_len=max(self.lengths),
+            block_size=BLOCK_SIZE,
             query_start=torch.tensor(starts, dtype=torch.int32).to(self.device),
-            seq_lens=counts.to(self.device, torch.int32), block_table=table.to(self.device), slot_mapping=self.slots,
+            seq_lens=counts.to(self.device, torch.int32),
+            block_table=table.to(self.device),
+            slot_mapping=self.slots,
             rows=torch.arange(len(blocks), device=self.device),
-        )  # fmt: skip
+        )
         self._backends: dict[tuple[AttentionSpec, torch.dtype, str, bool], AttentionBackend] = {}
 
     @classmethod
@@ -133,9 +138,13 @@ class Pack:
         key = spec, q.dtype, name, native.multiplies_in_pairs()  # a backend keeps the chain that it was made in
         if key not in self._backends:
             setup = Setup(
-                max_num_rows=len(self.lengths), max_num_tokens=self.num_tokens, max_model_len=max(self.lengths),
-                num_blocks=self.num_slots // BLOCK_SIZE, block_size=BLOCK_SIZE, fields=self.tables,
-            )  # fmt: skip
+                max_num_rows=len(self.lengths),
+                max_num_tokens=self.num_tokens,
+                max_model_len=max(self.lengths),
+                num_blocks=self.num_slots // BLOCK_SIZE,
+                block_size=BLOCK_SIZE,
+                fields=self.tables,
+            )
             made = BACKENDS.resolve(name)([spec], q.dtype, self.device, setup)
             made.prepare(self.inputs)
             self._backends[key] = made

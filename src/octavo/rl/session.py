@@ -35,8 +35,10 @@ class WeightTransferError(WeightUpdateError):
 
 
 ERRORS: dict[str, type[WeightUpdateError]] = {
-    "invalid": WeightUpdateError, "conflict": WeightConflictError, "transfer": WeightTransferError,
-}  # fmt: skip
+    "invalid": WeightUpdateError,
+    "conflict": WeightConflictError,
+    "transfer": WeightTransferError,
+}
 
 
 class State(enum.StrEnum):

@@ -171,8 +171,9 @@ class Sampler:
                 users = set(changed.at_np.tolist())
                 untouched = {
                     index: logits.index_select(0, group.at)
-                    for index, group in enumerate(groups) if not users.isdisjoint(group.at_np.tolist())
-                }  # fmt: skip
+                    for index, group in enumerate(groups)
+                    if not users.isdisjoint(group.at_np.tolist())
+                }
             for stage in self._stages:
                 stage(logits, batch)
         truncation = self._truncation.select(batch.rows_np)

@@ -135,9 +135,12 @@ class Loads:
     def keep(self, request: Request, after: int) -> None:
         """Hold the blocks of a request that ends until its save is over, if the connector wants one."""
         transfer = Transfer(
-            number=next(self._numbers), request=request, start=0,
-            end=min(request.num_computed, request.num_tokens), blocks=self._blocks(request),
-        )  # fmt: skip
+            number=next(self._numbers),
+            request=request,
+            start=0,
+            end=min(request.num_computed, request.num_tokens),
+            blocks=self._blocks(request),
+        )
         until = self._clock() + self._timeout
         self._underway[transfer.number] = _Underway(
             transfer, after, until, request.status, hold=self._kv.hold(request, until), loads=False
@@ -169,8 +172,11 @@ class Loads:
             self.refuse(request)
             _LOG.warning(
                 "request %s: of tokens %d to %d, which were to be loaded, the first %d arrived",
-                request.request_id, transfer.start, transfer.end - 1, end - transfer.start,
-            )  # fmt: skip
+                request.request_id,
+                transfer.start,
+                transfer.end - 1,
+                end - transfer.start,
+            )
         self.stats.num_loaded_tokens += end - transfer.start
         request.num_computed = min(end, request.num_tokens - 1)
         self._kv.publish(request, request.num_computed)

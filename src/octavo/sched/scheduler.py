@@ -102,12 +102,18 @@ class Scheduler:
         """The figures of this moment."""
         loads = self.loads.stats
         return SchedulerStats(
-            num_running=len(self.running), num_waiting=len(self.waiting), num_loading=self.loads.num_loading,
-            cache_usage=self.kv.usage, num_preemptions=self.num_preemptions + self.loads.num_preemptions,
-            num_scheduled_tokens=self.num_scheduled_tokens, num_prefix_queries=self.kv.stats.queries,
-            num_prefix_hits=self.kv.stats.hits, num_loaded_tokens=loads.num_loaded_tokens,
-            num_load_failures=loads.num_load_failures, num_expired_holds=loads.num_expired_holds,
-        )  # fmt: skip
+            num_running=len(self.running),
+            num_waiting=len(self.waiting),
+            num_loading=self.loads.num_loading,
+            cache_usage=self.kv.usage,
+            num_preemptions=self.num_preemptions + self.loads.num_preemptions,
+            num_scheduled_tokens=self.num_scheduled_tokens,
+            num_prefix_queries=self.kv.stats.queries,
+            num_prefix_hits=self.kv.stats.hits,
+            num_loaded_tokens=loads.num_loaded_tokens,
+            num_load_failures=loads.num_load_failures,
+            num_expired_holds=loads.num_expired_holds,
+        )
 
     def add(self, request: Request) -> None:
         """Queue a new request. Its `max_tokens` is cut to what `max_model_len` leaves."""

@@ -45,9 +45,11 @@ class ServeConfig:
     ssl_cert_reqs: int = setting(0, "clients' certificates: 0 none, 1 optional, 2 required", "int", low=0, high=2)
     chat_template: str | None = setting(None, "a file with another chat template", "str")
     chat_template_content_format: str = setting(
-        "auto", "contents that a template gets: string joins parts, openai makes lists (auto: as the template asks)",
-        "str", choices=CONTENT_FORMATS,
-    )  # fmt: skip
+        "auto",
+        "contents that a template gets: string joins parts, openai makes lists (auto: as the template asks)",
+        "str",
+        choices=CONTENT_FORMATS,
+    )
     default_chat_template_kwargs: dict[str, Any] = setting(
         {}, "variables of the template where a request does not set them", "dict"
     )
@@ -62,22 +64,27 @@ class ServeConfig:
     disable_page: bool = setting(False, "serve no chat page at /", "bool")
 
     api_key: str | None = dataclasses.field(
-        default=None, repr=False,
+        default=None,
+        repr=False,
         metadata=setting(
             None, "keys that may use the API, with commas (better: --api-key-file)", "str", several=True
         ).metadata,
-    )  # fmt: skip
+    )
     api_key_file: str | None = setting(None, "a file with such keys, one per line, readable by its owner only", "str")
     admin_key: str | None = dataclasses.field(
-        default=None, repr=False,
+        default=None,
+        repr=False,
         metadata=setting(None, "key that may administrate (better: --admin-key-file)", "str").metadata,
-    )  # fmt: skip
+    )
     admin_key_file: str | None = setting(None, "a file with such keys, as above", "str")
     insecure_no_auth: bool = setting(False, "listen beyond loopback although there is no key", "bool")
     allowed_hosts: str | None = setting(
-        None, "names that requests may give as Host, with commas; *: any (default: without a key on the loopback, "
-        "localhost and addresses; else any)", "str", several=True,
-    )  # fmt: skip
+        None,
+        "names that requests may give as Host, with commas; *: any (default: without a key on the loopback, "
+        "localhost and addresses; else any)",
+        "str",
+        several=True,
+    )
     cors_origins: str | None = setting(
         None, "web origins that may call from a browser, with commas", "str", several=True
     )
@@ -123,16 +130,20 @@ class ServeConfig:
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             given = "ssl_keyfile" if self.ssl_certfile is None else "ssl_certfile"
             raise ConfigError(
-                given, getattr(self, given), "HTTPS needs a certificate and its key",
+                given,
+                getattr(self, given),
+                "HTTPS needs a certificate and its key",
                 "give both --ssl-certfile and --ssl-keyfile",
-            )  # fmt: skip
+            )
         if self.root_path is not None and not re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", self.root_path):
             raise ConfigError("root_path", self.root_path, "must begin with a slash and end without one, as /api")
         if self.is_public and not self.insecure_no_auth and not self.has_key:
             raise ConfigError(
-                "host", self.host, "others can reach it and there is no key",
+                "host",
+                self.host,
+                "others can reach it and there is no key",
                 "set --api-key-file, or --insecure-no-auth if that is meant",
-            )  # fmt: skip
+            )
 
     @property
     def checks_hosts(self) -> bool:

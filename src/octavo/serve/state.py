@@ -36,8 +36,20 @@ HEALTH_HEARTBEAT_SECONDS = 2.0
 HEALTH_STEP_SECONDS = 10.0  # for one step; the watchdog, which is sure after 30, ends the engine
 _LOG = logging.getLogger(__name__)
 # what the renderer itself gives a template, or what would choose another one
-_TEMPLATES_OWN = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message",
-                            "chat_template", "raise_exception", "strftime_now", "tokenize", "namespace"})  # fmt: skip
+_TEMPLATES_OWN = frozenset(
+    {
+        "messages",
+        "tools",
+        "documents",
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template",
+        "raise_exception",
+        "strftime_now",
+        "tokenize",
+        "namespace",
+    }
+)
 
 
 class ServeState:

@@ -409,9 +409,16 @@ class _Child:
         self._sent_end = self.finish_reason is not None
         cumulative = self._cumulative if logprobs is not None else None
         return CompletionOutput(
-            self.index, text, token_ids, cumulative, self.request.shown(logprobs), self.finish_reason, self.stop_reason,
-            None, versions,
-        )  # fmt: skip
+            self.index,
+            text,
+            token_ids,
+            cumulative,
+            self.request.shown(logprobs),
+            self.finish_reason,
+            self.stop_reason,
+            None,
+            versions,
+        )
 
     def _take_tokens(self, update: RequestUpdate, params: SamplingParams) -> bool:
         """Append tokens with their text up to a stop. Returns whether one was found here."""

@@ -49,9 +49,13 @@ def make_runner(
     """Allocate the cache and the tables for `model` and wire them to a runner."""
     device, limits = torch.device(resolved.device), plan.limits
     pool = KVCachePool(
-        plan.groups, num_blocks=plan.num_blocks, dtype=cache_dtype(resolved), device=device,
-        layout=LAYOUTS[plan.layout], tables=plan.tables,
-    )  # fmt: skip
+        plan.groups,
+        num_blocks=plan.num_blocks,
+        dtype=cache_dtype(resolved),
+        device=device,
+        layout=LAYOUTS[plan.layout],
+        tables=plan.tables,
+    )
     calibrate_kv_scales(model, resolved, plan)
     block_sizes = [block_map.kernel_block_size for block_map in pool.block_maps]
     _LOG.info("attention backend %s: %s", attention_names(resolved), resolved.why.get("attention_backend", "chosen"))
@@ -59,9 +63,13 @@ def make_runner(
     queue = WriteQueue() if device.type == "cuda" else None
     requests = RequestTable(limits, device=device, queue=queue)
     tables = BlockTables(
-        plan.groups, limits, device=device, block_maps=pool.block_maps,
-        sources=[table.group for table in plan.tables], queue=queue,
-    )  # fmt: skip
+        plan.groups,
+        limits,
+        device=device,
+        block_maps=pool.block_maps,
+        sources=[table.group for table in plan.tables],
+        queue=queue,
+    )
     buffers = InputBuffers(requests, tables, limits, device=device, queue=queue)
     sampler = Sampler(
         limits,
@@ -76,9 +84,12 @@ def make_runner(
     )
     ahead = knows_prompts(model.layer_specs)
     fields = FieldTables(
-        request_fields_of(model.layer_specs), limits, device=device, queue=queue,
+        request_fields_of(model.layer_specs),
+        limits,
+        device=device,
+        queue=queue,
         known={PROMPT_LENGTH.spec.name: requests.prompt_len.data} if ahead else {},
-    )  # fmt: skip
+    )
     backends = make_backends(model, resolved, plan, pool, fields.data)
     state = DefaultModelState(model.layer_specs, backends, pool, fields)
     graphs = GraphPool(_graph_keys(model, resolved, [backend.capability for backend in backends]))

@@ -104,27 +104,38 @@ def _calibration_cache(model: Model, resolved: Resolved, plan: CachePlan) -> lis
         size = block_map.kernel_block_size
         blocks = range(1 + table.group * num_blocks, 1 + (table.group + 1) * num_blocks)
         ids = torch.tensor([block_map.expand(blocks)], dtype=torch.int32, device=device)
-        step = AttentionInputs(
-            num_rows=1,
-            num_tokens=count,
-            max_query_len=count,
-            max_seq_len=count,
+        setup = Setup(
+            max_num_rows=1,
+            max_num_tokens=count,
+            max_model_len=count,
             block_size=size,
-            query_start=torch.tensor([0, count], dtype=torch.int32, device=device),
-            seq_lens=torch.tensor([count], dtype=torch.int32, device=device),
-            block_table=ids,
-            slot_mapping=ids[0, positions // size].long() * size + positions % size,
-            rows=torch.zeros(1, dtype=torch.int64, device=device),
+            num_blocks=pool.views[table.layers[0]].shape[0],
+            options=resolved.attention_options,
+            fields=fields.data,
         )
-        setup = Setup(max_num_rows=1, max_num_tokens=count, max_model_len=count, block_size=size,
-                      num_blocks=pool.views[table.layers[0]].shape[0], options=resolved.attention_options,
-                      fields=fields.data)  # fmt: skip
         backend = BACKENDS.resolve(table.backend)(distinct(model.layer_specs, table.layers), dtype, device, setup)
         contexts.append(TableContext(backend))
-        contexts[-1].prepare(step, for_capture=False)
+        contexts[-1].prepare(_whole_prompt(ids, size, positions), for_capture=False)
         written.append(ids[0].long())
     layers = layer_contexts(model.layer_specs, contexts, pool)
     context = ForwardContext(layers=layers, tables=contexts, positions=positions)
     with forward_context(context):
         model.forward((positions * 7919 + 1) % model.arch.vocab_size, positions)
     return [view[written[group]] for view, group in zip(pool.views, pool.group_of_layer, strict=True)]
+
+
+def _whole_prompt(block_table: torch.Tensor, block_size: int, positions: torch.Tensor) -> AttentionInputs:
+    """A step with one row, all of whose tokens are computed."""
+    count, device = len(positions), positions.device
+    return AttentionInputs(
+        num_rows=1,
+        num_tokens=count,
+        max_query_len=count,
+        max_seq_len=count,
+        block_size=block_size,
+        query_start=torch.tensor([0, count], dtype=torch.int32, device=device),
+        seq_lens=torch.tensor([count], dtype=torch.int32, device=device),
+        block_table=block_table,
+        slot_mapping=block_table[0, positions // block_size].long() * block_size + positions % block_size,
+        rows=torch.zeros(1, dtype=torch.int64, device=device),
+    )

@@ -24,9 +24,14 @@ from octavo.startup.cuda_init import has_driver, open_runtime
 # Modules of what any step launches, and any with the attention of the default: Python takes as long to import them as
 # a GPU to open.
 _KERNELS = (
-    "embedding.gpu", "gemm.skinny_gemm", "inputs.gpu", "rope.gpu", "sampling.gpu", "inputs.staged_write_gpu",
+    "embedding.gpu",
+    "gemm.skinny_gemm",
+    "inputs.gpu",
+    "rope.gpu",
+    "sampling.gpu",
+    "inputs.staged_write_gpu",
     "cache_write.zero_blocks_gpu",
-)  # fmt: skip
+)
 _PAGED_KERNELS = "attention.prefill_kernel", "attention.rope_decode_kernel", "attention.decode_kernel"
 
 

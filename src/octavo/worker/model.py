@@ -48,9 +48,15 @@ def fill(
     check_weights(size, model.arch, resolved, memory_of(resolved)[0])
     device = torch.device(resolved.device)
     fill_model(
-        model, folder, resolved.quantization, resolved.load_format, device=device, seed=resolved.seed, seen=seen,
+        model,
+        folder,
+        resolved.quantization,
+        resolved.load_format,
+        device=device,
+        seed=resolved.seed,
+        seen=seen,
         keeps_bfloat16=not resolved.weight_transfer_config,
-    )  # fmt: skip
+    )
     return size
 
 

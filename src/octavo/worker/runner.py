@@ -225,16 +225,28 @@ class Runner:
             packed = self._buffers.results[self._turn, : work.num_rows]
             runs = Runs(work.sampling, self._buffers.counts[self._turn], work.logits_per_row[work.sampling])
         return PendingStep(
-            step, packed, rows, groups, prompt_logprobs, event=self._events[self._turn], failed=failed,
-            unsampled=unsampled, runs=runs,
-        )  # fmt: skip
+            step,
+            packed,
+            rows,
+            groups,
+            prompt_logprobs,
+            event=self._events[self._turn],
+            failed=failed,
+            unsampled=unsampled,
+            runs=runs,
+        )
 
     def _view(self, work: StepShape, *, every: bool = False) -> Batch:
         """The batch of a step that no graph serves. every: hidden states of all tokens are asked for."""
         return self._buffers.view(
-            work.num_rows, work.total_tokens, work.max_query_len, work.max_seq_len, work.num_long, every=every,
+            work.num_rows,
+            work.total_tokens,
+            work.max_query_len,
+            work.max_seq_len,
+            work.num_long,
+            every=every,
             drafts=work if work.has_drafts else None,
-        )  # fmt: skip
+        )
 
     def _issue_sound(self, step: int, work: StepShape, error: ModError) -> PendingStep:
         """A step some of whose rows' mods fail, without these rows: they end, the others' bits are as ever.
@@ -378,9 +390,12 @@ class Runner:
         at = self._buffers.sampling.data[0, : len(rows_np)]
         logits = self.model.logits(hidden.index_select(0, at))
         drawn = SampleBatch(
-            rows=given.rows.index_select(0, at), positions=given.positions.index_select(0, at), rows_np=rows_np,
-            max_position=work.max_seq_len, has_drafts=True,
-        )  # fmt: skip
+            rows=given.rows.index_select(0, at),
+            positions=given.positions.index_select(0, at),
+            rows_np=rows_np,
+            max_position=work.max_seq_len,
+            has_drafts=True,
+        )
         for observe in self._observers:  # bounds will not do for what is told apart by its position: it waits
             observe(logits, rows_np, drawn.positions.cpu().numpy())
         output = self._sampler(logits, drawn)

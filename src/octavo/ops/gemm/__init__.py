@@ -39,9 +39,12 @@ class _WeightHeader(ctypes.Structure):
     """`octavo::Weight` of matmul.cpp."""
 
     _fields_ = (
-        ("n", ctypes.c_int64), ("k", ctypes.c_int64), ("panel_bytes", ctypes.c_int64), ("data", ctypes.c_void_p),
+        ("n", ctypes.c_int64),
+        ("k", ctypes.c_int64),
+        ("panel_bytes", ctypes.c_int64),
+        ("data", ctypes.c_void_p),
         ("kind", ctypes.c_int32),
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -88,9 +88,13 @@ def token_logprob(logits: Tensor, ids: Tensor, temperature: float = 1.0, support
 
 
 def head_logprob(
-    hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float = 1.0, support: Support | None = None,
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    temperature: float = 1.0,
+    support: Support | None = None,
     soft_cap: float = 0.0,
-) -> LogProbs:  # fmt: skip
+) -> LogProbs:
     """`token_logprob` of the logits of hidden [tokens, size] by a head's weight [vocab, size], without those in memory.
 
     soft_cap: of the logits, c * tanh(logits / c); 0: none.

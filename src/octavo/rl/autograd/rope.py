@@ -42,17 +42,33 @@ class _Rope(torch.autograd.Function):
     @staticmethod
     @outside_autocast
     def forward(
-        ctx: Any, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, cos_sin: Tensor, pack: Pack,
-        spec: AttentionSpec, eps: float, offset: float,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        ctx: Any,
+        qkv: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        cos_sin: Tensor,
+        pack: Pack,
+        spec: AttentionSpec,
+        eps: float,
+        offset: float,
+    ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(qkv, q_norm, k_norm, cos_sin)
         ctx.facts = pack, spec, eps, offset
         states = pack.new_states(spec.num_kv_heads, 2 * spec.head_size, qkv.dtype)
         first, second = (None if each is None else norm_weight(each, offset) for each in (q_norm, k_norm))
         q = qk_norm_rope_store(
-            qkv.detach().contiguous(), pack.positions, cos_sin, first, second, eps, spec.num_heads, spec.num_kv_heads,
-            spec.head_size, cache_view(states), pack.slots,
-        )  # fmt: skip
+            qkv.detach().contiguous(),
+            pack.positions,
+            cos_sin,
+            first,
+            second,
+            eps,
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_size,
+            cache_view(states),
+            pack.slots,
+        )
         return q, states
 
     @staticmethod

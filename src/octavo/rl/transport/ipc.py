@@ -19,8 +19,14 @@ from octavo.rl.transport import Put, Read, field, split, told
 # Of what torch says of a storage that is shared, in its order, without the device's number, which is a process's own.
 _BYTES = ("handle", "ref_counter_handle", "event_handle")
 _PARTS = (
-    "handle", "size", "offset", "ref_counter_handle", "ref_counter_offset", "event_handle", "event_sync_required",
-)  # fmt: skip
+    "handle",
+    "size",
+    "offset",
+    "ref_counter_handle",
+    "ref_counter_offset",
+    "event_handle",
+    "event_sync_required",
+)
 
 
 def handle_of(buffer: torch.Tensor) -> dict[str, Any]:

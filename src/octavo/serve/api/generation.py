@@ -202,8 +202,16 @@ def make_params(
     return SamplingParams.from_optional(**fields | {"output_kind": kind, "flat_logprobs": True})
 
 
-_MAY_BE_SET = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
-               "frequency_penalty", "max_tokens")  # fmt: skip
+_MAY_BE_SET = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "max_tokens",
+)
 
 
 async def submit(state: ServeState, run: Run) -> list[OutputStream]:
@@ -354,9 +362,11 @@ def _failure(completion: CompletionOutput) -> ApiError | None:
         return bad_request(TOO_COMPLEX, "the output's form is too complex: it met a limit within the text")
     if completion.finish_reason == "error":
         return ApiError(
-            500, "internal_model_error", f"the model failed on this request: {completion.stop_reason}",
+            500,
+            "internal_model_error",
+            f"the model failed on this request: {completion.stop_reason}",
             headers=[(b"x-should-retry", b"false")],
-        )  # fmt: skip
+        )
     return None
 
 

@@ -44,9 +44,17 @@ READY_HEARTBEAT_SECONDS = 1.0  # an engine that was silent for longer is not rea
 _SLICE = 64  # updates that are delivered before the loop looks after others
 _PACE_WINDOW = 64  # finished requests from which the pace is told
 _COUNTERS = (
-    "num_steps", "num_preemptions", "num_scheduled_tokens", "num_prefix_queries", "num_prefix_hits", "num_bad_frames",
-    "num_unknown_aborts", "schedule_seconds", "execute_seconds", "update_seconds",
-)  # fmt: skip
+    "num_steps",
+    "num_preemptions",
+    "num_scheduled_tokens",
+    "num_prefix_queries",
+    "num_prefix_hits",
+    "num_bad_frames",
+    "num_unknown_aborts",
+    "schedule_seconds",
+    "execute_seconds",
+    "update_seconds",
+)
 
 # Called with what happened and the request's facts, which change later: "added", "first_token", "tokens" (later ones),
 # "finished", "aborted" (by the client), "failed" (the engine died), "rejected" (the queue is full; never added).

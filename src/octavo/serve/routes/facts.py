@@ -21,13 +21,15 @@ async def server_info(state: ServeState, exchange: Exchange) -> None:
     if wanted not in ("json", "text"):
         raise bad_request("invalid_value", "config_format: must be json or text", "config_format")
     config: Any = _vllm_config(state)
-    await exchange.reply_json({
-        "vllm_config": config if wanted == "json" else repr(config),
-        "version": octavo.__version__,
-        "numerics": dict(state.engine.info.numerics_contract) if state.engine.info else {},
-        "system_fingerprint": state.fingerprint,
-        **_sglang_info(state),
-    })  # fmt: skip
+    await exchange.reply_json(
+        {
+            "vllm_config": config if wanted == "json" else repr(config),
+            "version": octavo.__version__,
+            "numerics": dict(state.engine.info.numerics_contract) if state.engine.info else {},
+            "system_fingerprint": state.fingerprint,
+            **_sglang_info(state),
+        }
+    )
 
 
 def _vllm_config(state: ServeState) -> dict[str, Any]:
@@ -61,11 +63,16 @@ def _vllm_config(state: ServeState) -> dict[str, Any]:
 def _sglang_info(state: ServeState) -> dict[str, Any]:
     engine, info = state.engine, state.engine.info
     return {
-        "model_path": engine.model_name, "served_model_name": state.model_names[0], "tp_size": 1, "dp_size": 1,
+        "model_path": engine.model_name,
+        "served_model_name": state.model_names[0],
+        "tp_size": 1,
+        "dp_size": 1,
         "max_total_num_tokens": (info.num_blocks - 1) * info.block_size if info else None,
-        "max_req_input_len": engine.limits.max_model_len, "device": info.device if info else None,
-        "attention_backend": info.attention_backend if info else None, "status": engine.state,
-    }  # fmt: skip
+        "max_req_input_len": engine.limits.max_model_len,
+        "device": info.device if info else None,
+        "attention_backend": info.attention_backend if info else None,
+        "status": engine.state,
+    }
 
 
 async def get_world_size(state: ServeState, exchange: Exchange) -> None:
@@ -76,21 +83,29 @@ async def get_world_size(state: ServeState, exchange: Exchange) -> None:
 async def model_info(state: ServeState, exchange: Exchange) -> None:
     """GET /model_info, SGLang's."""
     engine = state.engine
-    await exchange.reply_json({
-        "model_path": engine.model_name, "tokenizer_path": engine.config.tokenizer or engine.model_name,
-        "is_generation": True, "preferred_sampling_params": None, "weight_version": await state.weight_version(),
-        "model_type": engine.arch.name,
-    })  # fmt: skip
+    await exchange.reply_json(
+        {
+            "model_path": engine.model_name,
+            "tokenizer_path": engine.config.tokenizer or engine.model_name,
+            "is_generation": True,
+            "preferred_sampling_params": None,
+            "weight_version": await state.weight_version(),
+            "model_type": engine.arch.name,
+        }
+    )
 
 
 async def loads(state: ServeState, exchange: Exchange) -> None:
     """GET /v1/loads, SGLang's: what runs and waits."""
     stats = state.engine.stats
     own = {
-        "dp_rank": 0, "num_running_reqs": int(stats["num_running"]), "num_waiting_reqs": int(stats["num_waiting"]),
-        "num_total_reqs": int(stats["num_running"] + stats["num_waiting"]), "token_usage": stats["cache_usage"],
+        "dp_rank": 0,
+        "num_running_reqs": int(stats["num_running"]),
+        "num_waiting_reqs": int(stats["num_waiting"]),
+        "num_total_reqs": int(stats["num_running"] + stats["num_waiting"]),
+        "token_usage": stats["cache_usage"],
         "num_open_reqs": int(stats["num_requests"]),
-    }  # fmt: skip
+    }
     await exchange.reply_json({"version": octavo.__version__, "dp_rank_count": 1, "loads": [own]})
 
 

@@ -26,9 +26,11 @@ from octavo.text.no_tokenizer import NoTokenizer
 
 _DEFAULT_TOKENS = 128
 _NAMES = {
-    "max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed",
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "sampling_seed": "seed",
     "no_stop_trim": "include_stop_str_in_output",
-}  # fmt: skip
+}
 _FORMS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}
 _IGNORED = frozenset({"custom_params", "stop_regex", "stream_interval"})
 
@@ -146,11 +148,14 @@ class _Answer:
         first = self._said[place - place % self._run.params.n]
         meta: dict[str, Any] = {
             "id": self._run.id if self._run.num_choices == 1 else f"{self._run.id}-{place}",
-            "finish_reason": said.finish_reason(), "prompt_tokens": len(prompt.token_ids),
-            "completion_tokens": len(said.token_ids), "cached_tokens": said.num_cached,
+            "finish_reason": said.finish_reason(),
+            "prompt_tokens": len(prompt.token_ids),
+            "completion_tokens": len(said.token_ids),
+            "cached_tokens": said.num_cached,
             "e2e_latency": time.monotonic() - self._began,
-            "weight_version": said.spans[-1]["version"] if said.spans else None, "weight_versions": said.spans,
-        }  # fmt: skip
+            "weight_version": said.spans[-1]["version"] if said.spans else None,
+            "weight_versions": said.spans,
+        }
         if self._request.return_logprob:
             meta["output_token_logprobs"] = self._lines(said.token_ids, said.logprobs)
             meta["output_top_logprobs"] = self._tops(said.logprobs)

@@ -175,9 +175,14 @@ class _Answer:
 
     def _made(self, choices: list[TokensChoice], *, at_end: bool) -> Tokens:
         return Tokens(
-            request_id=self._run.id, created=self._created, model=self._model, choices=choices,
-            prompt_logprobs=self._scores, usage=self._count.usage() if at_end else UNSET, warnings=self._warnings,
-        )  # fmt: skip
+            request_id=self._run.id,
+            created=self._created,
+            model=self._model,
+            choices=choices,
+            prompt_logprobs=self._scores,
+            usage=self._count.usage() if at_end else UNSET,
+            warnings=self._warnings,
+        )
 
     def _choice(self, index: int, completion: CompletionOutput) -> TokensChoice:
         self._count.add(index, completion)
