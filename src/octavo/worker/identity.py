@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import secrets
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,10 +23,27 @@ from octavo.layers.latent_attention import LatentAttention
 from octavo.models.base import Model
 
 
+def _code_digests(model: torch.nn.Module) -> dict[str, str]:
+    """Of the modules of packages that the model's layers come from, Octavo's apart: the numerics id stands for those.
+
+    One whose source cannot be read has a digest that no other process has.
+    """
+    packages = {type(layer).__module__.partition(".")[0] for layer in model.modules()} - {"octavo", "torch"}
+    found = {}
+    for name, module in sorted(sys.modules.items()):
+        if name.partition(".")[0] in packages:
+            try:
+                source = Path(module.__file__ or "").read_bytes()
+            except (AttributeError, OSError):
+                source = b"" if hasattr(module, "__path__") else secrets.token_bytes(16)  # a folder without a file
+            found[name] = hashlib.blake2b(source, digest_size=16).hexdigest()
+    return found
+
+
 def model_digest(
     model: Model, overrides: Mapping[str, Any], resolved: Resolved, folder: Path | None, weights: WeightsDigest
 ) -> str:
-    """Of the weights, the scales of a quantized cache, and what says how they are used.
+    """Of the weights, the scales of a quantized cache, and what says how they are used: a model's own code, too.
 
     overrides: of config.json; folder: where that lies; weights: of all tensors that were read.
     """
@@ -43,5 +62,6 @@ def model_digest(
         # two rotations follow from the side of the trained length that their table was made for
         "long": [model.arch.max_position > kind.rope.original_max_position for kind in model.arch.layers],
         "weights": weights.hexdigest(),
+        "code": _code_digests(model),
     }
     return hashlib.blake2b(json.dumps(facts, sort_keys=True, default=repr).encode(), digest_size=16).hexdigest()
