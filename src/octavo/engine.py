@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from octavo.sched.scheduler import Scheduler
 
 _Reply = TypeVar("_Reply")
-_HELD_SECONDS = 1e-3  # between two looks at a session that holds the steps
 
 
 @dataclasses.dataclass(slots=True)

@@ -26,8 +26,6 @@ PROMISED = {
     "resume_generation", "set_bfloat16_chain",  # a trainer's
     "num_failed_updates", "num_received_tensors", "num_received_bytes", "receive_seconds", "pause_seconds",
 }  # fmt: skip
-# A session that holds the steps and says nothing more: nobody ends it yet.
-ARRIVING = {"expire", "_HELD_SECONDS"}
 # name -> why it stays
 KEPT = {
     "using": "bench/ measures one instruction set after another",
@@ -81,7 +79,7 @@ def unused(paths: Iterable[Path]) -> dict[str, str]:
 
 
 def test_nothing_stays_that_only_tests_use() -> None:
-    known = PROTOCOLS | PROMISED | ARRIVING | set(KEPT)
+    known = PROTOCOLS | PROMISED | set(KEPT)
     left = {name: at for name, at in unused(modules().values()).items() if name not in known}
     assert not left, "move it to the tests that use it, or delete it"
 
