@@ -16,8 +16,8 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "gpu"))
 
 from families import ARCHITECTURES, write_model
+from loading import load_model
 from octavo.checkpoint.config_reader.checkpoint import read_arch
-from octavo.checkpoint.loader import load_model
 from octavo.rl.in_place import InPlace
 from octavo.rl.plan import Staged, WeightPlan
 
