@@ -1,0 +1,1 @@
+"""A trainer's end of an update, with vLLM's names."""

@@ -1,0 +1,5 @@
+"""Octavo's outputs, which have vLLM's names."""
+
+from octavo.request.outputs import CompletionOutput, Logprob, RequestOutput
+
+__all__ = ["CompletionOutput", "Logprob", "RequestOutput"]

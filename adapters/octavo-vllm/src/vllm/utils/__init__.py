@@ -1,0 +1,1 @@
+"""vLLM's helpers that trainers import."""

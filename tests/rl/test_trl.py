@@ -1,0 +1,108 @@
+"""TRL 1.16 over Octavo, in both of its modes, read off TRL's own log.
+
+These need TRL in an environment of their own, whose interpreter `OCTAVO_TRL_PYTHON` names: see docs/rl.md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from patience import patient
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serve"))
+
+from server_rig import RunningServer
+
+ROOT = Path(__file__).resolve().parents[2]
+ADAPTER = ROOT / "adapters" / "octavo-vllm"
+PYTHON = os.environ.get("OCTAVO_TRL_PYTHON", "")
+SERVED = (
+    "--logprobs-mode",
+    "processed_logprobs",
+    "--max-model-len",
+    "512",
+    "--weight-transfer-config",
+    '{"backend": "gloo"}',
+)
+
+
+def run(script: Path, *arguments: str) -> str:
+    """What a script of TRL's environment prints."""
+    paths = os.pathsep.join([str(ROOT / "src"), str(ADAPTER / "src")])
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "VLLM_HOST_IP": "127.0.0.1"}
+    command = [PYTHON, str(script), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=patient(300), check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def check_log(printed: str) -> None:
+    lines: list[dict[str, Any]] = [json.loads(line) for line in printed.splitlines() if line.startswith('{"')]
+    assert len(lines) == 10
+    assert [line["sampling/sampling_logp_difference/max"] for line in lines] == [0.0] * 10
+    assert {line[f"sampling/importance_sampling_ratio/{end}"] for line in lines for end in ("min", "max")} == {1.0}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PYTHON, reason="OCTAVO_TRL_PYTHON names no interpreter")
+def test_rl_a2_grpo_in_colocate_mode() -> None:
+    """RL.A2, RL.N7: ten steps, and TRL's own log says that no log-probability differs."""
+    check_log(run(ADAPTER / "trl_grpo.py", "colocate", "10"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PYTHON, reason="OCTAVO_TRL_PYTHON names no interpreter")
+def test_rl_a1_grpo_in_server_mode_and_every_method_of_the_client() -> None:
+    """RL.A1, RL.N7: against `octavo serve`, weights by gloo; then VLLMClient's methods one by one."""
+    with RunningServer(*SERVED) as server:
+        server.wait_ready()
+        check_log(run(ADAPTER / "trl_grpo.py", "server", "10", server.url))
+        assert "every method passed" in run(ROOT / "tests" / "rl" / "trl_client.py", server.url, str(ADAPTER))
+
+
+def test_the_adapter_has_the_names_that_trainers_import() -> None:
+    """And loads weights by vLLM's path: together, at the engine's next use, and none before."""
+    code = """
+from octavo.checkpoint.hub import find_model
+from safetensors.torch import load_file
+from vllm import LLM, RequestOutput, SamplingParams
+from vllm.distributed.weight_transfer.nccl_common import trainer_init
+from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
+from vllm.sampling_params import StructuredOutputsParams
+from vllm.utils.network_utils import get_ip, get_open_port
+assert get_ip().count(".") == 3 and get_open_port() > 0
+weights = load_file(find_model("octavo-tiny", None, None) / "model.safetensors")
+llm = LLM("octavo-tiny", tensor_parallel_size=1, enable_sleep_mode=True,
+          distributed_executor_backend="external_launcher", max_model_len=128, seed=0,
+          logprobs_mode="processed_logprobs", quantization=None, trust_remote_code=False)
+params = SamplingParams(max_tokens=8, temperature=0.0)
+prompts = [{"prompt_token_ids": [5, 6, 7]}]
+ask = lambda: llm.generate(prompts, sampling_params=params, use_tqdm=False)[0].outputs[0].token_ids
+before = ask()
+load = llm.llm_engine.model_executor.driver_worker.model_runner.model.load_weights
+for name, weight in weights.items():
+    load([(name, weight * 1.25)])
+assert llm.reset_prefix_cache() and ask() != before
+llm.sleep(level=2)
+llm.wake_up(tags=["weights"])
+for name, weight in weights.items():
+    load([(name, weight)])
+llm.wake_up(tags=["kv_cache"])
+assert ask() == before
+try:
+    LLM("octavo-tiny", tensor_parallel_size=2)
+except ValueError as error:
+    assert "tensor_parallel_size" in str(error)
+print("imported")
+"""
+    paths = os.pathsep.join([str(ROOT / "src"), str(ADAPTER / "src")])
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout == "imported\n", done.stderr[-3000:]
