@@ -24,7 +24,7 @@ PROMISED = {
     "prompt_tokens_details", "completion_tokens_details", "owned_by", "permission",
     "extract", "inject", "split_kv",  # docs/attention.md
     "resume_generation", "set_bfloat16_chain",  # a trainer's
-    "num_failed_updates", "num_received_tensors", "num_received_bytes", "receive_seconds", "pause_seconds",
+    "num_received_tensors",
 }  # fmt: skip
 # name -> why it stays
 KEPT = {

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from engine_rig import PROMPT, params, running
+from engine_rig import PROMPT, params, read, running
 from octavo.request.outputs import WeightsSpan, join_spans
 from octavo.rl.session import Received, State, WeightConflictError, WeightUpdateError, WeightUpdates
 from octavo.sched.pause import Gate
+from octavo.serve.engine.refusals import EngineHaltedError
 from octavo.serve.engine.stream import OutputStream, pieces
 from patience import patient
 
@@ -47,11 +48,40 @@ async def _update_while_it_answers(tmp_path: Path, update: dict[str, Any], count
         await engine.start_weight_update()
         told = await engine.update_weights(update)
         assert told["num_tensors"] == count
+        num_bytes = told["num_bytes"]
         assert await engine.finish_weight_update("one") == {"weight_version": "one", "num_tensors": count}
         spans = await asyncio.wait_for(reader, patient(60))
         assert [span.version for span in spans] in (["default", "one"], ["default"])
         assert (spans[0].start, spans[-1].end) == (0, 200)
         assert await engine.get_weight_version() == "one"
+        while not engine.stats["num_weight_updates"]:
+            await asyncio.sleep(0.01)
+        assert engine.stats["weight_update_bytes"] == num_bytes and engine.stats["num_failed_weight_updates"] == 1
+
+
+def test_a_server_without_whole_weights_says_so(tmp_path: Path) -> None:
+    """RL.W1: new requests are refused with the reason, and a whole update repairs the engine."""
+    asyncio.run(_break_and_repair(tmp_path))
+
+
+async def _break_and_repair(tmp_path: Path) -> None:
+    weights = load_file(str(TINY))
+    save_file(
+        weights | {"model.norm.weight": weights["model.norm.weight"] * float("nan")}, tmp_path / "model.safetensors"
+    )
+    config = {"backend": "disk", "staging": "none"}
+    async with running(**FIELDS, weight_transfer_config=config) as engine:
+        await engine.start_weight_update()
+        with pytest.raises(WeightUpdateError, match=r"model.norm.weight: holds NaN or Inf"):
+            await engine.update_weights({"update_info": {"path": str(tmp_path)}})
+        with pytest.raises(EngineHaltedError, match="an update had overwritten some weights when it failed"):
+            engine.generate("a", PROMPT, params(max_tokens=2))
+        save_file(weights, tmp_path / "model.safetensors")
+        await engine.start_weight_update()
+        await engine.update_weights({"update_info": {"path": str(tmp_path)}})
+        await engine.finish_weight_update()
+        tokens, _ = await asyncio.wait_for(read(engine.generate("b", PROMPT, params(max_tokens=2))), patient(30))
+        assert len(tokens) == 2
 
 
 def test_an_update_that_holds_the_steps_is_given_up_in_time() -> None:

@@ -55,7 +55,7 @@ class InProcessClient:
     def stats(self) -> EngineStats:
         """The core's figures of this moment."""
         scheduler, times = self.core.scheduler, self.core.times
-        stats = scheduler.stats()
+        stats, updates = scheduler.stats(), self.core.weights.stats
         return EngineStats(
             num_running=stats.num_running,
             num_waiting=stats.num_waiting,
@@ -70,6 +70,12 @@ class InProcessClient:
             schedule_seconds=times.schedule,
             execute_seconds=times.issue + times.wait,
             update_seconds=times.update,
+            num_weight_updates=updates.num_updates,
+            num_failed_weight_updates=updates.num_failed_updates,
+            weight_update_bytes=updates.num_received_bytes,
+            weight_update_seconds=updates.update_seconds,
+            weight_receive_seconds=updates.receive_seconds,
+            weight_pause_seconds=updates.pause_seconds,
         )
 
 

@@ -102,6 +102,12 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     schedule_seconds: float = 0.0
     execute_seconds: float = 0.0
     update_seconds: float = 0.0
+    num_weight_updates: int = 0
+    num_failed_weight_updates: int = 0
+    weight_update_bytes: int = 0  # received from trainers
+    weight_update_seconds: float = 0.0  # from the start of updates to their ends
+    weight_receive_seconds: float = 0.0
+    weight_pause_seconds: float = 0.0  # in which weights were applied, and no step could run
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready", forbid_unknown_fields=True):

@@ -70,14 +70,18 @@ class WeightPlan:
 
     def known(self, name: str) -> str | None:
         """The checkpoint's name of `name`; None for one that the model has no place for."""
-        prefix = next((prefix for prefix in self._prefixes if name.startswith(prefix)), "")
-        name = self._prefixes.get(prefix, "") + name[len(prefix) :]
+        name = self._renamed(name)
         name = self._aliases.get(name, name)
         return name if name in self.targets else None
 
     def is_ignored(self, name: str) -> bool:
         """Whether a checkpoint may hold `name`, and nothing reads it."""
-        return self.known(name) is None and any(fnmatch.fnmatchcase(name, pattern) for pattern in self._ignored)
+        own = self._renamed(name)
+        return self.known(name) is None and any(fnmatch.fnmatchcase(own, pattern) for pattern in self._ignored)
+
+    def _renamed(self, name: str) -> str:
+        prefix = next((prefix for prefix in self._prefixes if name.startswith(prefix)), "")
+        return self._prefixes.get(prefix, "") + name[len(prefix) :]
 
     def read(self, names: Sequence[str], dtype_names: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[Incoming]:
         """What a sender tells of. Raises WeightUpdateError, with the first five reasons, for what does not fit."""

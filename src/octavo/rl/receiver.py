@@ -71,7 +71,9 @@ class WeightReceiver:
             if session.arrived:
                 raise WeightUpdateError("one update has one backend: some of its tensors were kept until its end")
             session = self._session = InPlace(self._plan, self._resolved.quantization, self._device, of=session)
+        self._wait_for_device()  # for steps that read what may be overwritten
         incoming = transport.receive(info, self._plan.read, session.put)
+        self._wait_for_device()
         num_bytes = sum(each.num_bytes for each in incoming)
         overwrites = isinstance(session, InPlace) and session.has_overwritten
         return Received(len(incoming), num_bytes, time.perf_counter() - began, overwrites)
@@ -86,7 +88,9 @@ class WeightReceiver:
         """Give the model its new values."""
         session, self._session = self._session, None
         assert session is not None, "the engine has begun a session"
+        self._wait_for_device()
         session.apply(self._resolved.quantization, self._device)
+        self._wait_for_device()  # steps run on a stream of their own
         self._identity = identity
 
     def abort(self) -> bool:
@@ -96,6 +100,10 @@ class WeightReceiver:
         if not whole:
             self._identity = secrets.token_hex(16)
         return whole
+
+    def _wait_for_device(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     @property
     def _plan(self) -> WeightPlan:

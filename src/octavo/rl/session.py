@@ -34,6 +34,10 @@ class WeightTransferError(WeightUpdateError):
     """The peer failed, or did not answer in time."""
 
 
+class WeightsBrokenError(ValueError):
+    """A request came while the engine has no whole weights."""
+
+
 ERRORS: dict[str, type[WeightUpdateError]] = {
     "invalid": WeightUpdateError,
     "conflict": WeightConflictError,

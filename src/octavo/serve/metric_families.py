@@ -112,6 +112,12 @@ FAMILIES = (
     Family(name="paused", kind="gauge", prefix=OWN, help="1 while generation is paused"),
     Family(name="num_tasks", kind="gauge", prefix=OWN, help="Tasks of the front end's event loop"),
     Family(name="engine_resident_memory_bytes", kind="gauge", prefix=OWN, help="Memory of the engine process"),
+    Family(name="weight_updates", kind="counter", prefix=OWN, help="Updates of the weights that were applied"),
+    Family(name="failed_weight_updates", kind="counter", prefix=OWN, help="Updates of the weights that failed"),
+    Family(name="weight_update_bytes", kind="counter", prefix=OWN, help="Bytes of weights that were received"),
+    Family(name="weight_update_seconds", kind="counter", prefix=OWN, help="From the start of updates to their ends"),
+    Family(name="weight_receive_seconds", kind="counter", prefix=OWN, help="Spent receiving weights"),
+    Family(name="weight_pause_seconds", kind="counter", prefix=OWN, help="In which weights were applied"),
     Family(name="engine_restarts", kind="counter", prefix=OWN, help="Times that the engine process was replaced"),
 )
 

@@ -217,8 +217,14 @@ class ServerMetrics(Collector):
             ("prefix_cache_queries", "num_prefix_queries"),
             ("prefix_cache_hits", "num_prefix_hits"),
             ("engine_restarts", "num_restarts"),
+            ("weight_updates", "num_weight_updates"),
+            ("failed_weight_updates", "num_failed_weight_updates"),
+            ("weight_update_bytes", "weight_update_bytes"),
+            ("weight_update_seconds", "weight_update_seconds"),
+            ("weight_receive_seconds", "weight_receive_seconds"),
+            ("weight_pause_seconds", "weight_pause_seconds"),
         ):
-            values[name][""] += self._grown(name, stats[source])
+            values[name][""] += self._grown(name, stats.get(source, 0.0))
         steps, tokens = self._grown("steps", stats["num_steps"]), self._grown("tokens", stats["num_scheduled_tokens"])
         if steps > 0:
             self._histograms["iteration_tokens_total"].observe(tokens / steps, int(steps))

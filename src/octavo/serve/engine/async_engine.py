@@ -54,6 +54,12 @@ _COUNTERS = (
     "schedule_seconds",
     "execute_seconds",
     "update_seconds",
+    "num_weight_updates",
+    "num_failed_weight_updates",
+    "weight_update_bytes",
+    "weight_update_seconds",
+    "weight_receive_seconds",
+    "weight_pause_seconds",
 )
 
 # Called with what happened and the request's facts, which change later: "added", "first_token", "tokens" (later ones),

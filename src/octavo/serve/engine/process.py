@@ -50,8 +50,10 @@ from octavo.frontend.messages import (
     encode,
 )
 from octavo.observe import Phases, setup_logging
+from octavo.request.outputs import WEIGHTS_BROKEN
 from octavo.request.sampling_params import Limits, ParameterError, check, check_request_options, check_token_ids
 from octavo.request.updates import RequestUpdate
+from octavo.rl.session import WeightsBrokenError
 from octavo.startup import gc_control, warm_start
 from octavo.startup.child import exit_with_parent
 
@@ -274,12 +276,15 @@ class EngineProcess:
             most = check(message.params, self._limits, len(message.prompt_token_ids))
             if not 1 <= message.max_tokens <= most:
                 raise ParameterError("max_tokens", f"must be in [1, {most}], got {message.max_tokens}")
+            if client.core.gate.lost:
+                raise WeightsBrokenError(client.core.gate.lost_because)
             client.add(message)
         except Exception as error:  # nothing that a request holds may end this thread
             _LOG.error("refused a request: %s", error if isinstance(error, ValueError) else _describe(error))
             self._sequences.difference_update(ids)
             for sequence_id in ids:
-                self._send_refusal(sequence_id, "refused_by_engine")
+                is_broken = isinstance(error, WeightsBrokenError)
+                self._send_refusal(sequence_id, WEIGHTS_BROKEN if is_broken else "refused_by_engine")
 
 
 def build_core(config: EngineConfig, phases: Phases) -> tuple[EngineCore, EngineInfo]:

@@ -13,48 +13,57 @@ import msgspec
 
 from octavo.frontend.weights import message, told
 from octavo.rl.session import result_of
+from octavo.serve.engine.control import AsyncControl
 
 
 class AsyncWeightMethods(abc.ABC):
     """For AsyncEngine. They raise EngineDeadError too, if the engine is down or goes away."""
 
+    control: AsyncControl
+
     @abc.abstractmethod
     async def call(self, name: str, payload: bytes = b"") -> bytes:
         """Ask the core between two steps."""
 
+    async def _moved(self, name: str, payload: bytes = b"") -> bytes:
+        """The same; then how the engine stands is known, for an update may leave it without whole weights."""
+        answer = await self.call(name, payload)
+        await self.control.standing()
+        return answer
+
     async def init_weight_transfer_engine(self, request: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """See WeightMethods."""
-        return dict(result_of(await self.call("init_weight_transfer_engine", told("init_info", request))))
+        return dict(result_of(await self._moved("init_weight_transfer_engine", told("init_info", request))))
 
     async def shutdown_weight_transfer_engine(self) -> None:
         """See WeightMethods."""
-        result_of(await self.call("shutdown_weight_transfer_engine"))
+        result_of(await self._moved("shutdown_weight_transfer_engine"))
 
     async def start_weight_update(
         self, *, partial: bool = False, on_running: str = "recompute", is_checkpoint_format: bool = True
     ) -> None:
         """See WeightMethods."""
         fields = {"partial": partial, "on_running": on_running, "is_checkpoint_format": is_checkpoint_format}
-        result_of(await self.call("start_weight_update", message(**fields)))
+        result_of(await self._moved("start_weight_update", message(**fields)))
 
     async def update_weights(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """See WeightMethods."""
-        return dict(result_of(await self.call("update_weights", told("update_info", request))))
+        return dict(result_of(await self._moved("update_weights", told("update_info", request))))
 
     async def finish_weight_update(
         self, weight_version: str | None = None, *, on_running: str | None = None
     ) -> dict[str, Any]:
         """See WeightMethods."""
         fields = {"weight_version": weight_version, "on_running": on_running}
-        return dict(result_of(await self.call("finish_weight_update", message(**fields))))
+        return dict(result_of(await self._moved("finish_weight_update", message(**fields))))
 
     async def abort_weight_update(self) -> None:
         """See WeightMethods."""
-        result_of(await self.call("abort_weight_update"))
+        result_of(await self._moved("abort_weight_update"))
 
     async def update_weight_version(self, weight_version: str) -> None:
         """See WeightMethods."""
-        result_of(await self.call("update_weight_version", msgspec.msgpack.encode(weight_version)))
+        result_of(await self._moved("update_weight_version", msgspec.msgpack.encode(weight_version)))
 
     async def get_weight_version(self) -> str:
         """See WeightMethods."""
