@@ -56,6 +56,34 @@ PHI4: dict[str, Any] = {
 # Half of each head turns, in neighbouring pairs; norms before and behind attention and MLP.
 GLM4: dict[str, Any] = {**_PLAIN, "architectures": ["Glm4ForCausalLM"], "head_dim": 16}
 
+# What a layer adds is multiplied, as are embeddings, scores and logits.
+GRANITE: dict[str, Any] = {
+    **_PLAIN,
+    "architectures": ["GraniteForCausalLM"],
+    "tie_word_embeddings": True,
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.1,
+    "logits_scaling": 0.25,
+}
+
+# Every third layer does not turn its heads, and sees a window.
+SMOLLM3: dict[str, Any] = {
+    **_PLAIN,
+    "architectures": ["SmolLM3ForCausalLM"],
+    "no_rope_layer_interval": 3,
+    "use_sliding_window": True,
+    "sliding_window": 40,
+}
+
+# Biases on attention's products, each kind with a field of its own, and heads larger than the hidden size has room for.
+SEED_OSS: dict[str, Any] = {
+    **_PLAIN,
+    "architectures": ["SeedOssForCausalLM"],
+    "head_dim": 32,
+    "attention_out_bias": True,
+}
+
 
 def settings_of(shape: dict[str, Any], folder: Path) -> dict[str, Any]:
     """An engine's settings for a model of that shape, whose config is written to `folder`."""

@@ -88,6 +88,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": {"architectures": ["Phi3ForCausalLM"]},
     "glm": {"architectures": ["GlmForCausalLM"], "head_dim": 128},
     "glm4": {"architectures": ["Glm4ForCausalLM"], "head_dim": 128},
+    "granite": {"architectures": ["GraniteForCausalLM"], "residual_multiplier": 0.22, "logits_scaling": 8.0},
+    "smollm3": {"architectures": ["SmolLM3ForCausalLM"]},
+    "seed-oss": {"architectures": ["SeedOssForCausalLM"], "attention_out_bias": True},
     "deepseek2": {"architectures": ["DeepseekV2ForCausalLM"], **_LATENT, "topk_method": "greedy"},
     "deepseek3": {
         "architectures": ["DeepseekV3ForCausalLM"], **_LATENT, "q_lora_rank": 64, "n_group": 2, "topk_group": 1,

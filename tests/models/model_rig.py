@@ -83,6 +83,7 @@ STRETCHED: dict[str, dict[str, Any]] = {
         "rope_parameters": {**PHI4_ROPE, "original_max_position_embeddings": 64},
     },
 }
+NO_DROPOUT = {"attention_dropout": 0.0, "residual_dropout": 0.0}  # a trainer refuses what drops
 YARN_ROPE = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 128}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -169,6 +170,45 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("Glm", {"head_dim": 24, "rope_parameters": GLM_ROPE}),
     "glm4": ("Glm4", {"head_dim": 24, "attention_bias": False, "rope_parameters": GLM_ROPE}),
     "glm4-biased": ("Glm4", {"head_dim": 16, "rope_parameters": {**GLM_ROPE, "partial_rotary_factor": 1.0}}),
+    "granite": (
+        "Granite",
+        {"embedding_multiplier": 3.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1, "logits_scaling": 2.0},
+    ),
+    "granite-biased": (
+        "Granite",
+        {
+            "embedding_multiplier": 12,
+            "residual_multiplier": 0.7,
+            "logits_scaling": 3,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 5}),
+    "smollm3-window": (
+        "SmolLM3",
+        {
+            "no_rope_layers": [0, 1, 1, 0],
+            "use_sliding_window": True,
+            "sliding_window": 24,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": False,
+            "rope_parameters": YARN_ROPE,
+        },
+    ),
+    "seed-oss": ("SeedOss", {"head_dim": 32, **NO_DROPOUT}),
+    "seed-oss-biased": (
+        "SeedOss",
+        {
+            **NO_DROPOUT,
+            "attention_bias": False,
+            "attention_out_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
     "qwen3-moe-tied": ("Qwen3Moe", {**MOE, "norm_topk_prob": False, "tie_word_embeddings": True}),
 }
 

@@ -334,3 +334,71 @@ def test_glm4_turns_half_of_each_head_in_pairs(name: str) -> None:
     assert (found.attention_bias, found.output_bias) == (True, False)
     assert not family(name, attention_bias=False).attention_bias
     assert family(name, partial_rotary_factor=1.0).layers[0].rope.rotary_size == 0
+
+
+def test_granite_multiplies() -> None:
+    """As Granite 3.1 2B's file says it."""
+    found = family(
+        "GraniteForCausalLM",
+        attention_bias=False,
+        attention_multiplier=0.015625,
+        embedding_multiplier=12.0,
+        logits_scaling=8.0,
+        mlp_bias=False,
+        residual_multiplier=0.22,
+        rope_scaling=None,
+        rope_theta=5e6,
+        tie_word_embeddings=True,
+    )
+    assert (found.attention_scale, found.logit_divisor) == (0.015625, 8.0)
+    assert (found.embedding_scale, found.norm_eps) == pytest.approx((12 / 0.22, 1e-5 / 0.22**2))
+    plain = family("GraniteForCausalLM")
+    assert {plain.attention_scale, plain.embedding_scale, plain.logit_divisor} == {1.0} and plain.norm_eps == 1e-5
+    others = arch(logits_scaling=8.0, embedding_multiplier=2.0, residual_multiplier=0.5)
+    assert others == arch()
+    for name in ("attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier"):
+        with pytest.raises(ValueError, match=rf"unsupported {name}=0 "):
+            family("GraniteForCausalLM", **{name: 0})
+
+
+def test_smollm3_turns_three_layers_of_four() -> None:
+    """As SmolLM3 3B's file says it, and as files that leave it unsaid."""
+    said = {
+        "layer_types": ["full_attention"] * 4,
+        "no_rope_layer_interval": 4,
+        "no_rope_layers": [1, 1, 1, 0],
+        "rope_scaling": None,
+        "rope_theta": 5e6,
+        "sliding_window": None,
+        "use_sliding_window": False,
+    }
+    found = family("SmolLM3ForCausalLM", **said)
+    assert [layer.rope for layer in found.layers] == [Rope(theta=5e6)] * 3 + [Rope(kind="none")]
+    assert {layer.window for layer in found.layers} == {0} and found.tied
+    plain = family("SmolLM3ForCausalLM", rope_scaling={"rope_type": "linear", "factor": 2.0})
+    assert plain.layers[0].rope == Rope(theta=2e6, kind="linear", factor=2.0)
+    assert (plain.layers[3].rope, plain.max_position) == (Rope(kind="none"), 8192)
+
+
+def test_smollm3_windows_what_does_not_turn() -> None:
+    given = {"no_rope_layers": [0, 1, 1, 0, 1], "sliding_window": 128}
+    assert {layer.window for layer in family("SmolLM3ForCausalLM", **given).layers} == {0}
+    asked = family("SmolLM3ForCausalLM", use_sliding_window=True, **given)
+    assert [layer.window for layer in asked.layers] == [128, 0, 0, 128]
+    assert {layer.window for layer in family("SmolLM3ForCausalLM", use_sliding_window=True).layers} == {0}
+    for wrong in ([1, 1, 0], [1, 1, 1, 2], [True] * 4, 4):
+        with pytest.raises(ValueError, match="unsupported no_rope_layers="):
+            family("SmolLM3ForCausalLM", no_rope_layers=wrong)
+
+
+def test_seed_oss_has_two_fields_of_biases() -> None:
+    """As Seed-OSS 36B's file says it, and as files that leave it unsaid."""
+    said = {"attention_bias": True, "attention_out_bias": False, "head_dim": 128, "mlp_bias": False, "rope_theta": 1e7}
+    found = family("SeedOssForCausalLM", rope_scaling={"rope_type": "default"}, **said)
+    assert (found.attention_bias, found.output_bias, found.mlp_bias, found.head_size) == (True, False, False, 128)
+    assert found.layers[0].rope == Rope(theta=1e7)
+    assert family("SeedOssForCausalLM", rope_theta=1e7) == found
+    other = family("SeedOssForCausalLM", attention_bias=False, attention_out_bias=True)
+    assert (other.attention_bias, other.output_bias) == (False, True)
+    with pytest.raises(ValueError, match='unsupported attention_out_bias="yes"'):
+        family("SeedOssForCausalLM", attention_out_bias="yes")

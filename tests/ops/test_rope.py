@@ -50,6 +50,12 @@ def test_table_equals_transformers(options: dict[str, float]) -> None:
     torch.testing.assert_close(table, torch.cat([cos[0, :, :32], sin[0, :, :32]], dim=1), atol=3e-5, rtol=0)
 
 
+def test_a_table_that_turns_nothing_keeps_bits() -> None:
+    table, rows = rope_table(64, 10, kind="none"), torch.randn(10, 32)
+    cos, sin = table.split(32, dim=1)
+    assert torch.equal(rows * cos - rows.flip(1) * sin, rows) and torch.equal(rows * cos + rows.flip(1) * sin, rows)
+
+
 def test_table_is_exact_far_out() -> None:
     table = rope_table(8, 100_001)
     frequency = 10000.0**-0.25

@@ -169,10 +169,11 @@ def test_attention_mods_are_the_engines() -> None:
 def test_what_would_change_bits_is_refused(model: Any) -> None:
     with pytest.raises(ValueError, match="replaced already"):
         rl.convert(model)
-    dropping = tiny()
-    dropping.config.attention_dropout = 0.1
-    with pytest.raises(ValueError, match=r"attention_dropout=0\.1"):
-        rl.convert(dropping)
+    for field in ("attention_dropout", "residual_dropout"):
+        dropping = tiny()
+        setattr(dropping.config, field, 0.1)
+        with pytest.raises(ValueError, match=rf"{field}=0\.1"):
+            rl.convert(dropping)
     with pytest.raises(ValueError, match="does not run Linear"):
         rl.convert(torch.nn.Linear(2, 2))
     adapted = tiny()

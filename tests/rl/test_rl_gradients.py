@@ -75,11 +75,11 @@ class TestOperators:
         ids = torch.randint(199, (33,))
 
         def right(x: Tensor, w: Tensor) -> Tensor:
-            logs = (3.0 * torch.tanh(x @ w.t() / 3.0) / temperature).log_softmax(-1)
+            logs = (3.0 * torch.tanh(x @ w.t() / 2.0 / 3.0) / temperature).log_softmax(-1)
             return -(logs.exp() * logs).sum(1) if entropy else logs.gather(1, ids[:, None])[:, 0]
 
         def ours(x: Tensor, w: Tensor) -> Tensor:
-            return rl.head_logprob(x, w, ids, temperature, soft_cap=3.0)[1 if entropy else 0]
+            return rl.head_logprob(x, w, ids, temperature, soft_cap=3.0, divisor=2.0)[1 if entropy else 0]
 
         _compare(ours, right, [torch.randn(33, 48), torch.randn(199, 48) / 7], dtype, factor=2.0 if entropy else 1.0)
 

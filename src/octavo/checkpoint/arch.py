@@ -15,7 +15,7 @@ class Rope:
     """Rotary position embedding of one kind of layer."""
 
     theta: float = 10000.0
-    kind: str = "default"  # default | linear | dynamic | llama3 | yarn | longrope
+    kind: str = "default"  # none: nothing turns | default | linear | dynamic | llama3 | yarn | longrope
     factor: float = 1.0
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
@@ -94,6 +94,7 @@ class Arch:
     attention_scale: float = 0.0  # config_reader resolves it, never 0 there
     logit_soft_cap: float = 0.0  # 0: none
     embedding_scale: float = 1.0
+    logit_divisor: float = 1.0
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
 

@@ -21,14 +21,18 @@ from octavo.ops.sampling import draw
 class OutputHead(Linear):
     """hidden [rows, size] -> logits [rows, vocab] float32; `soft_cap` c gives c * tanh(logits / c), 0: none."""
 
-    def __init__(self, vocab_size: int, size: int, dtype: torch.dtype, *, soft_cap: float = 0.0) -> None:
-        """`size`: of the hidden state."""
+    def __init__(
+        self, vocab_size: int, size: int, dtype: torch.dtype, *, soft_cap: float = 0.0, divisor: float = 1.0
+    ) -> None:
+        """`size`: of the hidden state; `divisor`: of the logits, before they are capped."""
         super().__init__(size, vocab_size, dtype, out_dtype=torch.float32)
-        self._soft_cap = soft_cap
+        self._soft_cap, self._divisor = soft_cap, divisor
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Logits of the given rows."""
         logits = super().forward(x)
+        if self._divisor != 1.0:
+            logits = logits.div_(self._divisor)
         if self._soft_cap:
             logits = logits.div_(self._soft_cap).tanh_().mul_(self._soft_cap)
         return logits
@@ -42,13 +46,18 @@ class OutputHead(Linear):
         positions: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens and failures of the rows of x, as `ops.sample.draw` has them of their logits."""
-        if self._soft_cap:
+        if self._is_changed:
             return draw(self.forward(x), rows, temperatures, seeds, positions)
         return fused_linear_sampling(x, self.packed, rows, temperatures, seeds, positions)
 
     def fused_sampling_rows(self) -> Collection[int]:
         """The numbers of rows that `draw` takes without writing their logits."""
-        return () if self._soft_cap else fused_sampling_rows(self.packed)
+        return () if self._is_changed else fused_sampling_rows(self.packed)
+
+    @property
+    def _is_changed(self) -> bool:
+        """Whether logits are more than the product, which is all that a fused draw knows."""
+        return self._soft_cap != 0.0 or self._divisor != 1.0
 
 
 class Embedding(Layer):
@@ -88,7 +97,8 @@ class TiedEmbedding(Layer):
 
 def head_and_embedding(arch: Arch, dtype: torch.dtype) -> tuple[OutputHead, Embedding | TiedEmbedding]:
     """Both ends of a model, tied if `arch` says so."""
-    head = OutputHead(arch.vocab_size, arch.hidden_size, dtype, soft_cap=arch.logit_soft_cap)
+    soft_cap, divisor = arch.logit_soft_cap, arch.logit_divisor
+    head = OutputHead(arch.vocab_size, arch.hidden_size, dtype, soft_cap=soft_cap, divisor=divisor)
     if arch.tied:
         return head, TiedEmbedding(head, dtype, scale=arch.embedding_scale)
     return head, Embedding(arch.vocab_size, arch.hidden_size, dtype, scale=arch.embedding_scale)

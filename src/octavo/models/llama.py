@@ -1,8 +1,8 @@
-"""Llama 2, 3 and 3.x, and Mistral: pre-norm decoder, grouped queries, gated SiLU, rotary positions.
+"""Llama 2, 3 and 3.x, and families of such layers: pre-norm, grouped queries, gated SiLU, rotary positions.
 
-Owns the whole model and its weight map. Mistral is Llama with an optional sliding window in every layer (Arch
-says so). Source: arXiv 2307.09288, 2407.21783, 2310.06825. Invariant: float32 logits within 1e-4 of
-transformers'.
+Owns the whole model and its weight map. Arch says what differs: Mistral's sliding window, SmolLM3's layers without
+rotation, Seed-OSS's biases, Granite's multipliers (its stream is counted in units of the residual one, so that sums are
+plain). Source: arXiv 2307.09288, 2407.21783, 2310.06825. Invariant: float32 logits within 1e-4 of transformers'.
 """
 
 from __future__ import annotations

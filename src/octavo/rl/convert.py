@@ -134,7 +134,8 @@ def _refuse(model: nn.Module) -> None:
     """Raises ValueError for what would change bits or be lost."""
     if "forward" in model.__dict__:
         raise ValueError("the model's forward was replaced already, by octavo.rl.convert or another library")
-    for field in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "embedding_dropout"):
+    fields = "attention_dropout", "residual_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "embedding_dropout"
+    for field in fields:
         if getattr(getattr(model, "config", None), field, 0.0):
             raise ValueError(f"config.{field}={getattr(model.config, field)}: a sampler drops nothing, set it to 0")
     for name, parameter in model.named_parameters():
@@ -219,10 +220,11 @@ class _Head:
 
     def __call__(self, hidden: Tensor, ids: Tensor | None = None, request: Request | None = None) -> Tensor | LogProbs:
         weight: Tensor = self.module.weight  # type: ignore[assignment]
-        soft_cap = self.shared.plan.arch.logit_soft_cap
+        soft_cap, divisor = self.shared.plan.arch.logit_soft_cap, self.shared.plan.arch.logit_divisor
         if ids is not None and request is not None:
-            return head_logprob(hidden, weight, ids, request.temperature, request.support, soft_cap)
+            return head_logprob(hidden, weight, ids, request.temperature, request.support, soft_cap, divisor)
         logits = linear(hidden, weight, out_dtype=torch.float32)
+        logits = logits if divisor == 1.0 else logits / divisor
         return soft_cap * torch.tanh(logits / soft_cap) if soft_cap else logits
 
 

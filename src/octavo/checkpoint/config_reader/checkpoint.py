@@ -93,8 +93,10 @@ def read_fields(fields: Fields, family: Family) -> Arch:
     activation = fields.get(activation_field, "gelu_pytorch_tanh" if family.gemma else "silu")
     if activation not in tuple(_ACTIVATIONS):
         fields.refuse(activation_field, activation, f"known are {', '.join(_ACTIVATIONS)}")
-    bias = family.bias in ("field", "field-qkv") and fields.flag("attention_bias", False)
+    bias = family.bias in ("field", "field-qkv", "fields") and fields.flag("attention_bias", False)
     bos = fields.token_ids("bos_token_id", vocab_size)
+    embedding, residual = (_multiplier(fields, family, f"{name}_multiplier") for name in ("embedding", "residual"))
+    # The stream is counted in units of the residual multiplier: sums are plain ones, and norms see the same numbers.
     return Arch(
         name="",  # whoever knows the file says it
         dtype=dtype,
@@ -106,7 +108,7 @@ def read_fields(fields: Fields, family: Family) -> Arch:
         head_size=head_size,
         max_position=seen.max_position,
         default_length=seen.default_length,
-        norm_eps=fields.number("rms_norm_eps", 1e-12, 1.0, 1e-6),
+        norm_eps=fields.number("rms_norm_eps", 1e-12, 1.0, 1e-6) / residual**2,
         layers=seen.layers,
         moe_layers=moe_layers,
         moe=moe,
@@ -114,12 +116,13 @@ def read_fields(fields: Fields, family: Family) -> Arch:
         tied=fields.flag("tie_word_embeddings", family.gemma),
         activation=_ACTIVATIONS[activation],
         attention_bias=bias or family.bias == "qkv",
-        output_bias=bias and family.bias == "field",
+        output_bias=_output_bias(fields, family, bias),
         mlp_bias=family.mlp_bias and fields.flag("mlp_bias", False),
         qk_norm=family.qk_norm,
         attention_scale=_attention_scale(fields, family, head_size, latent),
         logit_soft_cap=fields.number("final_logit_softcapping", 0, 1e6, 0) if family.gemma else 0.0,
-        embedding_scale=hidden_size**0.5 if family.gemma else 1.0,
+        embedding_scale=hidden_size**0.5 if family.gemma else embedding / residual,
+        logit_divisor=_multiplier(fields, family, "logits_scaling"),
         eos_token_ids=fields.token_ids("eos_token_id", vocab_size),
         bos_token_id=bos[0] if bos else None,
     )
@@ -174,6 +177,8 @@ def _latent(fields: Fields) -> Latent:
 
 def _attention_scale(fields: Fields, family: Family, head_size: int, latent: Latent | None) -> float:
     """What scores are multiplied by. DeepSeek's YaRN adds the square of 0.1 mscale_all_dim ln(factor) + 1."""
+    if family.multipliers:
+        return _multiplier(fields, family, "attention_multiplier")
     if latent is None:
         return (fields.number("query_pre_attn_scalar", 1e-3, 1e6, 256) if family.gemma else head_size) ** -0.5
     scale = (latent.nope_size + latent.rope_size) ** -0.5
@@ -182,6 +187,16 @@ def _attention_scale(fields: Fields, family: Family, head_size: int, latent: Lat
         return scale
     every = values.number("mscale_all_dim", 0, 1e3, 0.0)
     return scale * yarn_mscale(values.number("factor", 1e-3, 1e6), every) ** 2
+
+
+def _output_bias(fields: Fields, family: Family, bias: bool) -> bool:
+    """On the attention's output; `bias`: on q, k and v, by `attention_bias`."""
+    return fields.flag("attention_out_bias", False) if family.bias == "fields" else bias and family.bias == "field"
+
+
+def _multiplier(fields: Fields, family: Family, name: str) -> float:
+    """One of Granite's; 1 where a family has none."""
+    return fields.number(name, 1e-6, 1e6, 1.0) if family.multipliers else 1.0
 
 
 def _heads(fields: Fields, family: Family, hidden_size: int, latent: Latent | None) -> tuple[int, int, int]:

@@ -18,9 +18,12 @@ class Family:
 
     model: str = ""  # module:Class that runs it
     usual: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # fields of config.json where a file has none
-    bias: str = "none"  # none | qkv: always on q, k and v | field: `attention_bias`, on all four | field-qkv: on three
+    # none | qkv: always on q, k and v | field: `attention_bias`, on all four | field-qkv: on three | fields: on three,
+    # and `attention_out_bias` on the fourth
+    bias: str = "none"
     qk_norm: bool = False  # an RMS norm on each head of q and k
-    sliding: str = "none"  # none | all | upper: from max_window_layers on | pattern: all but every n-th
+    # none | all | upper: from max_window_layers on | pattern: all but every n-th | unturned: those without rotation
+    sliding: str = "none"
     window_flag: bool = False  # sliding_window counts only with use_sliding_window
     head_size: int = 0  # when head_dim is absent; 0: hidden_size / num_attention_heads
     moe: str = "none"  # none | qwen | deepseek2 | deepseek3
@@ -31,6 +34,8 @@ class Family:
     old_ropes: Mapping[str, str] = dataclasses.field(default_factory=dict)  # what older files call a rope_type
     interleaved: bool = False  # channel 2i turns with 2i + 1
     mlp_bias: bool = False  # reads the field of that name
+    unturned: bool = False  # reads no_rope_layers, 0 where heads do not turn, or no_rope_layer_interval
+    multipliers: bool = False  # embedding_multiplier, residual_multiplier, attention_multiplier, logits_scaling
 
 
 _GEMMA3 = Family(
@@ -82,6 +87,18 @@ FAMILIES = {
     ),
     "GlmForCausalLM": _GLM,
     "Glm4ForCausalLM": _GLM,
+    "GraniteForCausalLM": Family(
+        model="octavo.models.llama:LlamaForCausalLM", bias="field", mlp_bias=True, multipliers=True
+    ),
+    "SmolLM3ForCausalLM": Family(
+        model="octavo.models.llama:LlamaForCausalLM", bias="field", mlp_bias=True, sliding="unturned",
+        window_flag=True, unturned=True, theta=2e6,
+        usual={"num_key_value_heads": 4, "sliding_window": None, "tie_word_embeddings": True},
+    ),
+    "SeedOssForCausalLM": Family(
+        model="octavo.models.llama:LlamaForCausalLM", bias="fields", mlp_bias=True, head_size=128,
+        usual={"attention_bias": True, "num_key_value_heads": 8},
+    ),
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": _GEMMA3,  # its text half
 }  # fmt: skip

@@ -21,6 +21,7 @@ from octavo.ops import native
 from octavo.ops.cache_write.quantize import quantize, store
 from octavo.ops.native import F32, I32, I64, PTR
 
+_KINDS = ("none", "default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _NARROW = (torch.bfloat16, torch.float8_e4m3fn, torch.int8)  # caches that native code rounds to
 
 native.declare("octavo_qk_norm_rope_store", [PTR] * 8 + [I64] * 10 + [F32] * 2 + [PTR] * 2 + [I32] * 2)
@@ -54,6 +55,13 @@ def _llama3_inverse_frequencies(
     return frequencies / factor * (1 - blend) + frequencies * blend
 
 
+def _longrope_inverse_frequencies(frequencies: torch.Tensor, factors: Sequence[float]) -> torch.Tensor:
+    """LongRoPE (arXiv 2402.13753): a factor for each pair of channels."""
+    if len(factors) != len(frequencies):
+        raise ValueError(f"rope kind 'longrope' needs {len(frequencies)} factors of each kind, got {len(factors)}")
+    return frequencies / torch.tensor(factors, dtype=torch.float64)
+
+
 def rope_table(
     head_size: int,
     max_position: int,
@@ -77,7 +85,8 @@ def rope_table(
     `rotary` is `rotary_size`, or `head_size` where that is 0. Angles are computed in float64 and rounded once.
     `amplitude` multiplies all; 0 means YaRN's attention factor (0.1 ln(factor) + 1), or 1 for other kinds. Two kinds
     turn all positions otherwise where `max_position` exceeds `original_max_position`: dynamic, as for a text of
-    original_max_position * factor tokens, and longrope, by `long_factors`; a factor for each pair of channels. Raises
+    original_max_position * factor tokens, and longrope, by `long_factors`; a factor for each pair of channels.
+    `kind` "none" turns nothing: every cosine is 1 and every sine 0, which keeps each channel's bits. Raises
     ValueError for an unknown `kind`, an odd rotary size, and a scaled kind without `original_max_position` or factors.
     """
     rotary = rotary_size or head_size
@@ -89,7 +98,9 @@ def rope_table(
     frequencies = theta**-exponents
     is_long = max_position > original_max_position
     own_amplitude = 1.0
-    if kind == "linear":
+    if kind == "none":
+        frequencies = torch.zeros_like(frequencies)
+    elif kind == "linear":
         frequencies = frequencies / factor
     elif kind == "dynamic":
         if is_long and rotary > 2:
@@ -97,10 +108,7 @@ def rope_table(
             stretch = factor * length / original_max_position - (factor - 1)
             frequencies = (theta * stretch ** (rotary / (rotary - 2))) ** -exponents
     elif kind == "longrope":
-        factors = torch.tensor(long_factors if is_long else short_factors, dtype=torch.float64)
-        if factors.shape != frequencies.shape:
-            raise ValueError(f"rope kind 'longrope' needs {len(frequencies)} factors of each kind, got {len(factors)}")
-        frequencies = frequencies / factors
+        frequencies = _longrope_inverse_frequencies(frequencies, long_factors if is_long else short_factors)
     elif kind == "llama3":
         frequencies = _llama3_inverse_frequencies(
             frequencies, factor, low_freq_factor, high_freq_factor, original_max_position
@@ -111,7 +119,7 @@ def rope_table(
         )
         own_amplitude = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
     elif kind != "default":
-        raise ValueError(f"unknown rope kind {kind!r}: known are default, linear, dynamic, llama3, yarn, longrope")
+        raise ValueError(f"unknown rope kind {kind!r}: known are {', '.join(_KINDS)}")
     angles = torch.arange(max_position, dtype=torch.float64)[:, None] * frequencies
     return torch.cat((angles.cos(), angles.sin()), dim=1).mul_(amplitude or own_amplitude).to(torch.float32)
 

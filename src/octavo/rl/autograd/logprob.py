@@ -52,9 +52,12 @@ class _Draw:
     temperature: float
     support: Support | None
     soft_cap: float = 0.0
+    divisor: float = 1.0
 
     def scaled_(self, logits: Tensor, rows: slice) -> Tensor:
-        """Capped, divided and cut, of a block's logits [rows, vocab] float32; they are overwritten."""
+        """Divided, capped, divided and cut, of a block's logits [rows, vocab] float32; they are overwritten."""
+        if self.divisor != 1.0:
+            logits = logits.div_(self.divisor)
         if self.soft_cap:
             logits = logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
         if isinstance(self.support, Truncation):
@@ -70,7 +73,7 @@ class _Draw:
         if self.soft_cap:
             share = scaled.mul(self.temperature / self.soft_cap)
             grad = grad * (1 - share.square()).masked_fill_(scaled == _NEG_INF, 0.0)
-        return grad
+        return grad if self.divisor == 1.0 else grad / self.divisor
 
 
 def token_logprob(logits: Tensor, ids: Tensor, temperature: float = 1.0, support: Support | None = None) -> LogProbs:
@@ -94,15 +97,16 @@ def head_logprob(
     temperature: float = 1.0,
     support: Support | None = None,
     soft_cap: float = 0.0,
+    divisor: float = 1.0,
 ) -> LogProbs:
     """`token_logprob` of the logits of hidden [tokens, size] by a head's weight [vocab, size], without those in memory.
 
-    soft_cap: of the logits, c * tanh(logits / c); 0: none.
+    soft_cap: of the logits, c * tanh(logits / c); 0: none. divisor: of the logits, before they are capped.
     """
     check_draw(temperature, support, len(hidden))
     ids = checked_ids(ids, len(hidden), len(weight))
     support = _checked_support(support, len(weight), hidden.device)
-    logprobs, entropy = apply(_HeadLogprob, hidden, weight, ids, _Draw(temperature, support, soft_cap))
+    logprobs, entropy = apply(_HeadLogprob, hidden, weight, ids, _Draw(temperature, support, soft_cap, divisor))
     return LogProbs(logprobs, entropy)
 
 
