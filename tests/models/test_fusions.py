@@ -214,6 +214,27 @@ def test_a_class_with_a_forward_of_its_own_is_of_no_kind_that_fusions_know() -> 
     assert Mlp(8, 8, "silu", torch.float32).kind == "mlp" and Mlp(8, 8, "silu", torch.float32, bias=True).kind == "own"
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_a_last_norm_with_a_forward_of_its_own_runs(tiny_case: Callable[[str], Case], backend: str) -> None:
+    """Operators know a last norm by its weight: what its class, or this very layer, does otherwise would be lost."""
+    case, chunks = tiny_case("llama"), {"a": PROMPT[:20], "b": PROMPT[20:21]}
+
+    class Doubled(RMSNorm):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * 2
+
+    plain = [Rig(case.model, backend).compute(chunks, last=last) for last in (False, True)]
+    for own in ("a class", "this layer"):
+        model = load_model(read_arch(case.folder), case.folder, torch.float32)
+        if own == "a class":
+            model.norm.__class__ = Doubled
+        else:
+            model.norm.forward = types.MethodType(lambda self, x: RMSNorm.forward(self, x) * 2, model.norm)
+        for expected, last in zip(plain, (False, True), strict=True):
+            torch.testing.assert_close(Rig(model, backend).compute(chunks, last=last), 2 * expected)
+        assert "last norm" not in str(model.describe_layers([CpuBackend] * 4))
+
+
 def test_another_attention_is_no_standard_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor are norms of another epsilon: the operators know one."""
 

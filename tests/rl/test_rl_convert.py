@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +170,7 @@ def test_attention_mods_are_the_engines() -> None:
 def test_what_would_change_bits_is_refused(model: Any) -> None:
     with pytest.raises(ValueError, match="replaced already"):
         rl.convert(model)
-    for field in ("attention_dropout", "residual_dropout"):
+    for field in ("attention_dropout", "residual_dropout", "resid_pdrop", "some_new_dropout"):
         dropping = tiny()
         setattr(dropping.config, field, 0.1)
         with pytest.raises(ValueError, match=rf"{field}=0\.1"):
@@ -212,6 +213,46 @@ def test_what_would_change_bits_is_refused(model: Any) -> None:
         rl.logprobs(model, rl.Pack([2]))
     with pytest.raises(ValueError, match="exceeds the 2048 positions"):
         rl.convert(tiny(), max_model_len=4096)
+
+
+def test_ends_that_a_trainer_does_not_know_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fact of Arch that no end reads, unless it is at its default, and ends that a family made its own."""
+    from octavo.checkpoint.arch import Arch
+    from octavo.layers.norm import RMSNorm
+    from octavo.models.qwen3 import Qwen3ForCausalLM
+    from octavo.rl import family
+
+    fields, read = [("logit_offset", float, 0.0)], family.arch_from_config
+    wider = dataclasses.make_dataclass("Wider", fields, bases=(Arch,), frozen=True, kw_only=True)
+    for offset in (0.0, 0.5):
+
+        def with_offset(*given: Any, offset: float = offset) -> Arch:
+            arch = read(*given)
+            facts = {field.name: getattr(arch, field.name) for field in dataclasses.fields(arch)}
+            return wider(**facts, logit_offset=offset)
+
+        monkeypatch.setattr(family, "arch_from_config", with_offset)
+        if offset:
+            with pytest.raises(ValueError, match=r"Qwen3ForCausalLM: it does not read logit_offset=0\.5"):
+                rl.convert(tiny())
+        else:
+            rl.convert(tiny())
+    monkeypatch.undo()
+
+    class OtherNorm(RMSNorm):
+        pass
+
+    class Own(Qwen3ForCausalLM):
+        def __init__(self, arch: Arch, dtype: torch.dtype) -> None:
+            super().__init__(arch, dtype)
+            self.norm = OtherNorm(arch.hidden_size, arch.norm_eps)
+
+        def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+            return super().logits(hidden) + 1
+
+    monkeypatch.setattr(type(family.ARCHITECTURES), "resolve", lambda table, name: Own)
+    with pytest.raises(ValueError, match="it has a method logits, OtherNorm as norm of its own"):
+        rl.convert(tiny())
 
 
 def test_layers_that_parts_cannot_run_are_refused() -> None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import TypeGuard
 
 import torch
 from torch import nn
 
 from octavo.attention.base import AttentionBackend, ForwardContext, LayerContext, current_context
+from octavo.layers.base import Layer
 from octavo.layers.fusions import BatchClass, LayerLines, Operator, describe, resolve, runs_whole
 from octavo.layers.norm import RMSNorm
 from octavo.ops.decoder import BoundDecoder, DecoderLayerOperands, last_norm
@@ -23,8 +25,8 @@ from octavo.ops.gemm import LinearWeight
 class Decoder:
     """All layers and the norm behind them. Holds references: the model owns the layers."""
 
-    def __init__(self, layers: Iterable[nn.Module], norm: RMSNorm) -> None:
-        """`layers`: in order, each with its number as its attention's index."""
+    def __init__(self, layers: Iterable[nn.Module], norm: Layer) -> None:
+        """`layers`: in order, each with its number as its attention's index. `norm`: of any class."""
         self._layers = [LayerLines(index, layer) for index, layer in enumerate(layers)]
         self._norm = norm
         self._contexts: Sequence[LayerContext] = ()  # of the engine that all below is resolved for
@@ -46,20 +48,24 @@ class Decoder:
         for operators in self._operators(context):
             for run in operators:
                 x, residual = run(x, residual, context)
-        return last_norm(x, residual, self._norm.weight, self._norm.eps)
+        norm = self._norm
+        if _is_plain(norm):
+            return last_norm(x, residual, norm.weight, norm.eps)
+        return norm.forward(x if residual is None else x + residual)
 
     def describe(self, backends: Sequence[type[AttentionBackend]]) -> list[tuple[str, str]]:
         """(steps, what runs the lines of which layers), of layers that `backends` attend for."""
-        return describe(self._layers, backends)
+        return describe(self._layers, backends, is_norm_plain=_is_plain(self._norm))
 
     def _bind(self, contexts: Sequence[LayerContext]) -> None:
         """To an engine's layers, seen for the first time."""
         self._contexts, self._whole = contexts, None
         self._resolved, self._unlike = {}, 0
-        if runs_whole(self._layers, [type(own.backend) for own in contexts]):
+        norm = self._norm
+        if _is_plain(norm) and runs_whole(self._layers, [type(own.backend) for own in contexts]):
             operands = [layer.operands for layer in self._layers]
             caches, tables = [own.cache for own in contexts], [own.table_index for own in contexts]
-            self._whole = BoundDecoder(operands, self._norm.weight, self._norm.eps, caches, tables)
+            self._whole = BoundDecoder(operands, norm.weight, norm.eps, caches, tables)
 
     def _operators(self, context: ForwardContext) -> list[tuple[Operator, ...]]:
         """What runs the layers of a step."""
@@ -90,6 +96,11 @@ class Decoder:
         return num_unlike(
             [(own.table, own.spec, layer.kinds, _kind(own.cache), _kind(layer.operands)) for layer, own in facts]
         )
+
+
+def _is_plain(norm: Layer) -> TypeGuard[RMSNorm]:
+    """Whether operators compute what its forward does: they are given its weight alone."""
+    return isinstance(norm, RMSNorm) and norm.called_as == "norm" and type(norm).add is RMSNorm.add
 
 
 def num_unlike(kinds: Sequence[object]) -> int:

@@ -315,9 +315,11 @@ _CLASSES = {
 }
 
 
-def describe(layers: Sequence[LayerLines], backends: Sequence[type[AttentionBackend]]) -> list[tuple[str, str]]:
-    """(steps and layers, what runs their lines), for people."""
-    if runs_whole(layers, backends):
+def describe(
+    layers: Sequence[LayerLines], backends: Sequence[type[AttentionBackend]], *, is_norm_plain: bool
+) -> list[tuple[str, str]]:
+    """(steps and layers, what runs their lines), for people. is_norm_plain: operators know the last norm."""
+    if is_norm_plain and runs_whole(layers, backends):
         return [("all steps", f"layers 0-{len(layers) - 1} and the last norm: ops.decoder, one native call")]
     rows = []
     for name, batch in _CLASSES.items():

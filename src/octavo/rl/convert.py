@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from octavo.rl.autograd.linear import linear
 from octavo.rl.autograd.logprob import LogProbs, Support, head_logprob
 from octavo.rl.autograd.norm import norm
 from octavo.rl.decoder import LayerRun, why_not
-from octavo.rl.family import FamilyPlan, LayerPlan, Parameters, architecture_of, plan_of, rotary_table
+from octavo.rl.family import LAYER_FACTS, FamilyPlan, LayerPlan, Parameters, architecture_of, plan_of, rotary_table
 from octavo.rl.pack import NO_TOKEN, Pack
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -80,12 +80,13 @@ def convert(
     engine does not run, and for what would change bits, by name.
     """
     name = architecture_of(model)
-    _refuse(model)
     facts = getattr(model, "config").to_dict()  # noqa: B009, a module's attributes are tensors and modules to mypy
+    _refuse(model, facts)
     first = next(model.parameters()).dtype
     if (dtype or first) not in _DTYPES:
         raise ValueError(f"dtype must be float32, bfloat16 or float16, got {dtype or first}")
     plan = plan_of(facts, name, dtype or first, attention_mods, max_model_len)
+    _refuse_ends(plan, name)
     shared = Converted(plan, dtype, attention_backend)
     try:
         trunk, head = model.get_submodule("model"), model.get_submodule("lm_head")
@@ -130,17 +131,27 @@ def is_converted(model: nn.Module) -> bool:
     return any(isinstance(each, functools.partial) and isinstance(each.args[0], _Model) for each in replaced)
 
 
-def _refuse(model: nn.Module) -> None:
+def _refuse(model: nn.Module, config: Mapping[str, Any]) -> None:
     """Raises ValueError for what would change bits or be lost."""
     if "forward" in model.__dict__:
         raise ValueError("the model's forward was replaced already, by octavo.rl.convert or another library")
-    fields = "attention_dropout", "residual_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "embedding_dropout"
-    for field in fields:
-        if getattr(getattr(model, "config", None), field, 0.0):
-            raise ValueError(f"config.{field}={getattr(model.config, field)}: a sampler drops nothing, set it to 0")
+    for field, value in config.items():
+        if field.endswith(("dropout", "pdrop")) and isinstance(value, int | float) and value > 0:
+            raise ValueError(f"config.{field}={value}: a sampler drops nothing, set it to 0")
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point() or parameter.dtype not in _DTYPES:
             raise ValueError(f"{name} is {parameter.dtype}: octavo.rl trains float32, bfloat16 and float16")
+
+
+def _refuse_ends(plan: FamilyPlan, name: str) -> None:
+    """Raises ValueError for what the engine does at the ends of a model and the classes below do not."""
+    known = {*LAYER_FACTS, *_Embedding.facts, *_Norm.facts, *_Head.facts}
+    for field in dataclasses.fields(plan.arch):
+        value = getattr(plan.arch, field.name)
+        if field.name not in known and value != field.default:
+            raise ValueError(f"octavo.rl does not run {name}: it does not read {field.name}={value}")
+    if plan.own_ends:
+        raise ValueError(f"octavo.rl does not run {name}: it has {', '.join(plan.own_ends)} of its own")
 
 
 def _refuse_layer(layer: nn.Module, index: int) -> None:
@@ -192,6 +203,7 @@ class _Layer:
 
 @dataclasses.dataclass(eq=False)
 class _Embedding:
+    facts: ClassVar = ("vocab_size", "hidden_size", "tied", "embedding_scale")
     shared: Converted
     module: nn.Module
 
@@ -204,6 +216,7 @@ class _Embedding:
 
 @dataclasses.dataclass(eq=False)
 class _Norm:
+    facts: ClassVar = ("norm_eps",)
     shared: Converted
     module: nn.Module
 
@@ -215,6 +228,7 @@ class _Norm:
 class _Head:
     """Of hidden states [rows, size]: logits float32, or what a request asks of them."""
 
+    facts: ClassVar = ("logit_soft_cap", "logit_divisor")
     shared: Converted
     module: nn.Module
 

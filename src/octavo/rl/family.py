@@ -22,11 +22,21 @@ from octavo.checkpoint.arch import Arch, Rope
 from octavo.checkpoint.config_reader.checkpoint import arch_from_config
 from octavo.checkpoint.config_reader.families import FAMILIES
 from octavo.layers.base import Layer
+from octavo.layers.embedding import Embedding, OutputHead, TiedEmbedding
+from octavo.layers.norm import RMSNorm
 from octavo.models import ARCHITECTURES
 from octavo.models.base import Model
+from octavo.models.causal_lm import CausalLM
 from octavo.ops.rope import rope_table
 
 _EXPERTS = "mlp.experts."
+# Facts of Arch that the engine's layers read, or that no bit follows from. The ends read others, which their classes
+# in `convert` name: a fact that nobody names is refused where it is not at its default.
+LAYER_FACTS = {
+    "name", "dtype", "intermediate_size", "num_heads", "num_kv_heads", "head_size", "max_position", "default_length",
+    "layers", "moe_layers", "moe", "activation", "attention_bias", "output_bias", "mlp_bias", "qk_norm",
+    "attention_scale", "eos_token_ids", "bos_token_id",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -48,6 +58,7 @@ class FamilyPlan:
     layers: Sequence[LayerPlan]
     norm_offset: float
     ends: Mapping[str, str]  # of this model: "norm.weight", "head.weight", "embedding.weight" -> the trainer's name
+    own_ends: Sequence[str]  # what the family does at its ends otherwise than `CausalLM`
 
 
 def plan_of(
@@ -81,7 +92,17 @@ def plan_of(
             )
         )
     ends = {path: found[0] for path, found in names.items() if not path.startswith("layers.")}
-    return FamilyPlan(arch=arch, layers=layers, norm_offset=getattr(model, "norm_offset", 0.0), ends=ends)
+    norm_offset = getattr(model, "norm_offset", 0.0)
+    return FamilyPlan(arch=arch, layers=layers, norm_offset=norm_offset, ends=ends, own_ends=_own_ends(model))
+
+
+def _own_ends(model: Model) -> list[str]:
+    """What a model does ahead of its layers and behind them that `octavo.rl.convert` does not know."""
+    methods = ("forward", "logits", "draw")
+    found = [f"a method {name}" for name in methods if getattr(type(model), name) is not getattr(CausalLM, name)]
+    known = {"embedding": (Embedding, TiedEmbedding), "norm": (RMSNorm,), "head": (OutputHead,)}
+    parts = {name: getattr(model, name, None) for name in known}
+    return found + [f"{type(parts[name]).__name__} as {name}" for name in known if type(parts[name]) not in known[name]]
 
 
 def architecture_of(model: nn.Module) -> str:
