@@ -31,6 +31,7 @@ DEVICE_SIDE = {
     "models",
     "ops",
     "sampling",
+    "states",
     "worker",
 }
 
@@ -46,13 +47,15 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     "sched": ({"words", "kv_connector"}, {"numpy", "msgspec"}),
     "cache": ({"words"}, {"torch", "numpy"}),
     "ops": (set(), {"torch", "triton", "numpy"}),
-    "attention": ({"words", "cache", "ops"}, {"torch", "numpy", "matplotlib"}),
+    # the seam between engine and layers that keep states, as attention.base is of those that attend
+    "states": ({"words", "cache", "ops"}, {"torch"}),
+    "attention": ({"words", "cache", "ops", "states"}, {"torch", "numpy", "matplotlib"}),
     "layers": ({"attention.base", "ops", "words"}, {"torch"}),
     "models": ({"layers", "attention.base", "ops", "words"}, {"torch", "numpy"}),
     "checkpoint.hub": ({"words"}, {"huggingface_hub"}),
     "checkpoint": ({"models", "layers", "attention.base", "ops", "words"}, {"torch", "numpy", "safetensors"}),
     "device": ({"attention.base", "cache", "ops", "words"}, {"torch", "numpy"}),
-    "model_state": ({"device", "attention.base", "cache", "words"}, {"torch", "numpy"}),
+    "model_state": ({"device", "attention.base", "cache", "states", "words"}, {"torch", "numpy"}),
     "speculate": ({"ops"}, {"torch"}),
     "grammar": ({"words"}, {"llguidance", "msgspec", "numpy"}),
     "sampling": ({"device", "grammar", "ops", "words"}, {"torch", "numpy"}),

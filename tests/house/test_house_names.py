@@ -25,6 +25,7 @@ PROMISED = {
     "extract", "inject", "split_kv",  # docs/attention.md
     "resume_generation", "set_bfloat16_chain",  # a trainer's
     "num_received_tensors",
+    "gather_states", "store_states", "store_inputs", "gather_open_inputs",  # docs/adding.md: a layer with a state
 }  # fmt: skip
 # name -> why it stays
 KEPT = {

@@ -23,6 +23,7 @@ from octavo.ops.attention.mask_spec import MaskSpec
 from octavo.ops.inputs.tensors import LogitTokens
 from octavo.ops.rope import Rotation
 from octavo.registry import Registry
+from octavo.states.base import NO_STATES, LayerStates
 
 BACKENDS = Registry(
     "attention backend",
@@ -286,14 +287,48 @@ class TableContext:
         self.backend.prepare(inputs, for_capture=for_capture)
 
 
+class NoBackend:
+    """Of layers that do not attend: it can do nothing, and nothing is asked of it."""
+
+    capability = Capability(devices=(), dtypes=())
+
+    def __init__(
+        self,
+        specs: Sequence[AttentionSpec] = (),
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
+        setup: Setup = NO_SETUP,
+    ) -> None:
+        """Keeps nothing."""
+
+    def prepare(self, inputs: AttentionInputs, *, for_capture: bool = False) -> None:
+        """Of no step."""
+        raise AssertionError("a layer that does not attend has no backend to prepare")
+
+    def run(
+        self,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        spec: AttentionSpec,
+        out: torch.Tensor,
+        layer: LayerTensors = NO_TENSORS,
+    ) -> None:
+        """Of no layer."""
+        raise AssertionError("a layer that does not attend has no backend to run")
+
+
+NO_TABLE = TableContext(NoBackend())
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class LayerContext:
     """All that one layer finds of the engine around it. Made once; the inputs in it are those of the step."""
 
     spec: LayerSpec
-    table: TableContext
-    table_index: int  # among the context's tables
+    table: TableContext  # NO_TABLE of a layer that does not attend
+    table_index: int  # among the context's tables, else -1
     cache: torch.Tensor  # its view: [kernel blocks, kv_heads, kernel block size, channels]
+    states: LayerStates = NO_STATES  # of a layer that keeps states
 
     @property
     def inputs(self) -> AttentionInputs:

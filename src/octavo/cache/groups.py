@@ -168,6 +168,7 @@ def _state_groups(
                 block_size=block_size,
                 layers=tuple(layers),
                 parts=choose_parts(inputs[spec], len(layers), room),
+                zero_fresh_blocks=spec.reads_uninitialized,
             )
         )
     for spec, layers in states.items():
@@ -179,6 +180,7 @@ def _state_groups(
                 parts=choose_parts(spec.states, len(layers), room),
                 unit=min(sizes),
                 interval=interval,
+                zero_fresh_blocks=spec.reads_uninitialized,
             )
         )
     return groups

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from octavo.cache.groups import CacheGroup, TableSpec
+from octavo.cache.parts import layer_bytes
 from octavo.plan import StepLimits
 
 
@@ -79,10 +80,27 @@ class CachePlan:
             f"  The cache holds {self.num_tokens} tokens: {self.max_requests:.1f} requests of "
             f"max_model_len={self.max_model_len}{self._why_length()}."
         )
+        lines += self._show_states()
         reasons = [self.why[name] for name in ("enable_prefix_caching", "snapshot_interval") if name in self.why]
         lines += [f"  Prefixes: {reason}." for reason in reasons]
         lines.append(f"  Its layout is {self.layout}, {self.why['layout']}; {self._show_tables()}.")
         return "\n".join(lines)
+
+    def _show_states(self) -> list[str]:
+        """What layers with states keep, a line per kind of layer."""
+        inputs = [group for group in self.groups if group.kind == "inputs"]
+        states = [group for group in self.groups if group.kind == "state"]
+        lines = []
+        for state, tokens in zip(states, inputs, strict=True):
+            size, blocks = self.bytes_per_block, state.parts.blocks
+            used = len(state.layers) * layer_bytes(state.parts.tensors)
+            most = -(-tokens.chunk // tokens.block_size) * tokens.parts.blocks
+            lines.append(
+                f"  States: one of {len(state.layers)} layers together takes {show_bytes(blocks * size)} "
+                f"({blocks} blocks, {show_bytes(used)} used); the inputs of an open chunk of {tokens.chunk} tokens "
+                f"take {show_bytes(most * size)}."
+            )
+        return lines
 
     def _why_length(self) -> str:
         return f", {self.why['max_model_len']}" if "max_model_len" in self.why else ""

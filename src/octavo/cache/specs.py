@@ -81,6 +81,7 @@ class StateSpec:
     states: tuple[StateTensor, ...]  # of one request, at one border
     inputs: tuple[StateTensor, ...]  # of one token of the open chunk
     chunk: int  # tokens
+    reads_uninitialized: bool = False  # what runs it loads bytes that nobody has written: fresh blocks are zeroed
 
     def __post_init__(self) -> None:
         """Raises ValueError for a spec without states or inputs, and for chunks of fewer than two tokens."""

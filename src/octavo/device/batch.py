@@ -110,8 +110,8 @@ class Batch(StepInputs):
 
     max_seq_len: int  # host upper bound
     max_long: int  # host upper bound of rows with several tokens, which come after the others
-    slot_mapping: list[torch.Tensor]  # per group [T] int64
-    block_tables: list[torch.Tensor]  # per group [R, width] int32, kernel block ids
+    slot_mapping: list[torch.Tensor]  # per table of attention [T] int64
+    block_tables: list[torch.Tensor]  # per table of attention [R, width] int32, kernel block ids
     logit_tokens: LogitTokens | None  # whose hidden states alone are asked for; None: those of all tokens
 
     @property
@@ -227,14 +227,13 @@ class InputBuffers:
         width, pinned = 1 + max_num_drafts, device.type == "cuda"
         self.results = torch.zeros((2, max_num_rows, width), dtype=torch.int64, pin_memory=pinned)
         self.counts = torch.zeros((2, max_num_rows), dtype=torch.int64, pin_memory=pinned)
-        self.slot_mapping = torch.full((len(tables.tables), max_num_tokens), -1, dtype=torch.int64, device=device)
+        gathered = tables.tables[: tables.num_gathered]
+        self.slot_mapping = torch.full((len(gathered), max_num_tokens), -1, dtype=torch.int64, device=device)
         self.block_tables = [
-            torch.zeros((max_num_rows, table.data.shape[1]), dtype=torch.int32, device=device)
-            for table in tables.tables
+            torch.zeros((max_num_rows, table.data.shape[1]), dtype=torch.int32, device=device) for table in gathered
         ]
-        self._groups = GroupTables(
-            [table.data for table in tables.tables], self.block_tables, self.slot_mapping, tables.block_sizes
-        )
+        sizes = tables.block_sizes[: tables.num_gathered]
+        self._groups = GroupTables([table.data for table in gathered], self.block_tables, self.slot_mapping, sizes)
         self.rows = StagedTensor(1, max_num_rows, torch.int64, device, queue)
         self.query_start = StagedTensor(1, max_num_rows + 1, torch.int32, device, queue)
         self.sample_of = StagedTensor(1, max_num_rows, torch.int32, device, queue)  # entry -> its sample, -1: none

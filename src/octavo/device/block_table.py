@@ -42,6 +42,9 @@ class BlockTables:
         self._sources = list(sources) or list(range(len(groups)))
         groups = [groups[source] for source in self._sources]
         self._maps = list(block_maps) or [BlockMap(kernel_block_size=group.block_size) for group in groups]
+        # tables whose rows a step gathers: those of attention, which come first; others are read by row where they are
+        self.num_gathered = sum(group.is_attention for group in groups)
+        assert all(group.is_attention for group in groups[: self.num_gathered]), "tables of attention come first"
         self.block_sizes = [block_map.kernel_block_size for block_map in self._maps]
         self._widths = [
             max(group.num_blocks(limits.max_model_len) * block_map.ratio, 1)

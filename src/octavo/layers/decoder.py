@@ -69,7 +69,8 @@ class Decoder:
 
     def _operators(self, context: ForwardContext) -> list[tuple[Operator, ...]]:
         """What runs the layers of a step."""
-        is_single = context.tables[0].inputs.max_query_len == 1
+        tables = context.tables  # none, where no layer attends
+        is_single = bool(tables) and tables[0].inputs.max_query_len == 1
         batch = BatchClass(context.for_capture, is_single, context.logit_tokens is not None)
         resolved = self._resolved.get(batch)
         if resolved is None:

@@ -1,30 +1,45 @@
-"""DefaultModelState: decoder-only models whose only state is the KV cache.
+"""DefaultModelState: decoder-only models of layers that attend, keep states, or keep nothing.
 
-Owns one attention backend per block table and hands each its inputs. Invariant: `prepare` runs once per step, before
-the first layer.
+Owns one attention backend per block table of attention and hands each its inputs; layers with states share a step.
+Invariant: `prepare` runs once per step, before the first layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from octavo.attention.base import AttentionBackend, AttentionInputs, ForwardContext, LayerContext, TableContext
+from octavo.attention.base import (
+    NO_TABLE,
+    AttentionBackend,
+    AttentionInputs,
+    ForwardContext,
+    LayerContext,
+    TableContext,
+)
 from octavo.cache.pool import KVCachePool
-from octavo.cache.specs import LayerSpec
+from octavo.cache.specs import AttentionSpec, LayerSpec
 from octavo.device.batch import Batch
 from octavo.device.field_tables import FieldTables
 from octavo.plan import NewRow
+from octavo.states.base import NO_STATES, LayerStates, StateInputs, StateStep, layer_states
 
 
 def layer_contexts(
-    specs: Sequence[LayerSpec], tables: Sequence[TableContext], pool: KVCachePool
+    specs: Sequence[LayerSpec], tables: Sequence[TableContext], pool: KVCachePool, states: Mapping[int, LayerStates]
 ) -> tuple[LayerContext, ...]:
-    """What each layer finds, of a pool whose table t is `tables[t]`'s."""
-    assert len(pool.tables) == len(tables), "every block table has a backend"
-    facts = zip(specs, pool.group_of_layer, pool.views, strict=True)
-    return tuple(LayerContext(spec, tables[index], index, view) for spec, index, view in facts)
+    """What each layer finds, of a pool whose table t is `tables[t]`'s: those of attention come first."""
+    attention = [table for table in pool.tables if isinstance(specs[table.layers[0]], AttentionSpec)]
+    assert len(attention) == len(tables), "every block table of attention has a backend"
+    found = []
+    for layer, spec in enumerate(specs):
+        if isinstance(spec, AttentionSpec):
+            index = pool.group_of_layer[layer]
+            found.append(LayerContext(spec, tables[index], index, pool.views[layer]))
+        else:
+            found.append(LayerContext(spec, NO_TABLE, -1, pool.buffer[:0], states.get(layer, NO_STATES)))
+    return tuple(found)
 
 
 class DefaultModelState:
@@ -36,11 +51,18 @@ class DefaultModelState:
         backends: Sequence[AttentionBackend],
         pool: KVCachePool,
         fields: FieldTables,
+        block_tables: Sequence[torch.Tensor],
     ) -> None:
-        """`specs`: per layer. `backends[t]` serves the layers of the pool's table t."""
+        """`specs`: per layer. `backends[t]` serves the layers of the pool's table t.
+
+        block_tables: the persistent ones, of all of the pool's tables.
+        """
         self._tables, self._fields = [TableContext(backend) for backend in backends], fields
-        self._layers = layer_contexts(specs, self._tables, pool)
-        self._block_sizes = [block_map.kernel_block_size for block_map in pool.block_maps]
+        self._step = StateStep()
+        states = layer_states(specs, pool, block_tables, self._step)
+        self._keeps_states = bool(states)
+        self._layers = layer_contexts(specs, self._tables, pool, states)
+        self._block_sizes = [block_map.kernel_block_size for block_map in pool.block_maps[: len(backends)]]
 
     def add(self, new: NewRow) -> None:
         """Take in what the request gives to mods."""
@@ -52,6 +74,8 @@ class DefaultModelState:
         for index, (block_size, table) in enumerate(zip(self._block_sizes, self._tables, strict=True)):
             inputs = self._inputs(batch, index, block_size, batch.block_tables[index])
             table.prepare(inputs, for_capture=for_capture)
+        if self._keeps_states:
+            self._step.prepare(_state_inputs(batch))
         return ForwardContext(
             layers=self._layers,
             tables=self._tables,
@@ -75,3 +99,14 @@ class DefaultModelState:
             rows=batch.rows,
             max_long=batch.max_long,
         )
+
+
+def _state_inputs(batch: Batch) -> StateInputs:
+    return StateInputs(
+        max_query_len=batch.max_query_len,
+        max_seq_len=batch.max_seq_len,
+        rows=batch.rows,
+        query_start=batch.query_start,
+        seq_lens=batch.seq_lens,
+        positions=batch.positions,
+    )

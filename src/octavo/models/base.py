@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from octavo.attention.base import AttentionBackend
-from octavo.cache.specs import AttentionSpec
+from octavo.cache.specs import LayerSpec
 from octavo.checkpoint.arch import Arch
 
 WeightMap = dict[str, tuple[str, str]]
@@ -27,7 +27,7 @@ class Model(Protocol):
     """
 
     arch: Arch
-    layer_specs: Sequence[AttentionSpec]  # per layer
+    layer_specs: Sequence[LayerSpec]  # per layer
     weight_map: WeightMap
     ignored_weights: Sequence[str]  # checkpoint names that may be there and are not read; `*` stands for anything
     other_prefixes: Mapping[str, str]  # by which some checkpoints begin names -> what these maps begin them by

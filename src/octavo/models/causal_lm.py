@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from octavo.attention.base import AttentionBackend
-from octavo.cache.specs import AttentionSpec
+from octavo.cache.specs import LayerSpec
 from octavo.checkpoint.arch import Arch
 from octavo.layers.attention import RotaryTable
 from octavo.layers.base import Layer
@@ -35,14 +35,15 @@ class CausalLM(Layer):
         self,
         arch: Arch,
         dtype: torch.dtype,
-        specs: Sequence[AttentionSpec],
+        specs: Sequence[LayerSpec],
         rotary: Iterable[RotaryTable],
         layers: Iterable[Layer],
         weights: WeightMap,
     ) -> None:
         """specs: per layer. rotary: the tables that the layers turn by. weights: of the layers and the last norm."""
         super().__init__()
-        self.arch, self.layer_specs = arch, specs
+        self.arch = arch
+        self.layer_specs: Sequence[LayerSpec] = specs
         self.rotary, self.layers = nn.ModuleList(rotary), nn.ModuleList(layers)
         self.norm = RMSNorm(arch.hidden_size, arch.norm_eps, self.norm_offset)
         self.head, self.embedding = head_and_embedding(arch, dtype)

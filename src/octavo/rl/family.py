@@ -77,6 +77,9 @@ def plan_of(
     if arch.latent is not None:
         raise ValueError(f"octavo.rl does not run {name} yet: its attention is latent")
     model = cast(Model, ARCHITECTURES.resolve(name)(arch, dtype))
+    specs = [spec for spec in model.layer_specs if isinstance(spec, AttentionSpec)]
+    if len(specs) < arch.num_layers:
+        raise ValueError(f"octavo.rl does not run {name} yet: it has layers that do not attend")
     names = _names(model)
     own_mods = mods_of_layers(mods, arch.num_layers) if mods is not None else [NO_MODS] * arch.num_layers
     layers = []
@@ -85,7 +88,7 @@ def plan_of(
         layers.append(
             LayerPlan(
                 layer=cast(Layer, cast(nn.Module, model).get_submodule(prefix[:-1])),
-                spec=with_mods(model.layer_specs[index], own_mods[index]),
+                spec=with_mods(specs[index], own_mods[index]),
                 rope=kind.rope,
                 names={path.removeprefix(prefix): found for path, found in names.items() if path.startswith(prefix)},
                 routed=index in arch.moe_layers,

@@ -172,7 +172,10 @@ def _table_bytes(resolved: Resolved, groups: Sequence[CacheGroup], tables: Seque
     for table in tables:
         group, size = groups[table.group], table.kernel_block_size
         columns = group.num_blocks(resolved.max_model_len) * (group.block_size // (size or group.block_size))
-        total += 4 * (2 * rows + 1) * max(columns, 1) + 8 * step
+        if group.is_attention:
+            total += 4 * (2 * rows + 1) * max(columns, 1) + 8 * step
+        else:  # read by row, where it is
+            total += 4 * (rows + 1) * max(columns, 1)
     return total
 
 

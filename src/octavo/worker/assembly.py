@@ -91,7 +91,7 @@ def make_runner(
         known={PROMPT_LENGTH.spec.name: requests.prompt_len.data} if ahead else {},
     )
     backends = make_backends(model, resolved, plan, pool, fields.data)
-    state = DefaultModelState(model.layer_specs, backends, pool, fields)
+    state = DefaultModelState(model.layer_specs, backends, pool, fields, [table.data for table in tables.tables])
     graphs = GraphPool(_graph_keys(model, resolved, [backend.capability for backend in backends]))
     return Runner(model, state, pool, requests, tables, buffers, sampler, graphs, speculator=speculator)
 

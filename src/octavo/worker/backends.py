@@ -6,7 +6,7 @@ does not load, is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -15,7 +15,7 @@ from octavo.attention.frame import wrong_device
 from octavo.cache.groups import TableSpec
 from octavo.cache.plan import CachePlan
 from octavo.cache.pool import KVCachePool
-from octavo.cache.specs import distinct
+from octavo.cache.specs import LayerSpec, StateSpec, distinct
 from octavo.config.engine_config import Resolved
 from octavo.config.settings import ConfigError
 from octavo.models.base import Model
@@ -46,9 +46,14 @@ def backend_classes(resolved: Resolved, num_layers: int) -> list[type[AttentionB
     return [BACKENDS.resolve(name) for name in backend_of_layers(resolved, num_layers)]
 
 
-def compiles_ahead(resolved: Resolved, names: Sequence[str]) -> bool:
-    """Whether what steps with these backends launch can be compiled by steps that launch nothing."""
-    return resolved.device == "cuda" and all(capability(name).compiles_ahead for name in names)
+def compiles_ahead(resolved: Resolved, names: Sequence[str], specs: Iterable[LayerSpec] = ()) -> bool:
+    """Whether what steps with these backends launch can be compiled by steps that launch nothing.
+
+    Not where layers keep states: what runs those looks at lengths, which such steps do not compute.
+    """
+    if resolved.device != "cuda" or any(isinstance(spec, StateSpec) for spec in specs):
+        return False
+    return all(capability(name).compiles_ahead for name in names)
 
 
 def buffer_bytes(resolved: Resolved, tables: Sequence[TableSpec]) -> int:

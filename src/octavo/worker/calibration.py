@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Mapping
 
 import torch
 
@@ -26,6 +27,7 @@ from octavo.model_state.default import layer_contexts
 from octavo.models.base import Model
 from octavo.ops.cache_write.quantize import LIMITS
 from octavo.plan import StepLimits
+from octavo.states.base import LayerStates, StateInputs, StateStep, layer_states
 
 _LOG = logging.getLogger(__name__)
 CALIBRATION_TOKENS = 64
@@ -56,7 +58,7 @@ def calibrate_kv_scales(model: Model, resolved: Resolved, plan: CachePlan) -> No
     stored = [layer for layer in layers if layer.stored_scales is not None and resolved.kv_cache_dtype == "fp8"]
     if stored:
         _LOG.info("%d of %d layers have the checkpoint's own cache scales", len(stored), len(layers))
-    views = _calibration_cache(model, resolved, plan) if len(stored) < len(layers) else []
+    views = _calibration_cache(model, resolved, plan) if len(stored) < len(layers) else {}
     limit = LIMITS[cache_dtype(resolved)]
     for layer in layers:
         scales = layer.stored_scales
@@ -72,11 +74,11 @@ def calibrate_kv_scales(model: Model, resolved: Resolved, plan: CachePlan) -> No
 
 
 @torch.inference_mode()
-def _calibration_cache(model: Model, resolved: Resolved, plan: CachePlan) -> list[torch.Tensor]:
-    """What a fixed text leaves in a cache of the computing dtype: per layer [blocks, heads, tokens, channels]."""
+def _calibration_cache(model: Model, resolved: Resolved, plan: CachePlan) -> dict[int, torch.Tensor]:
+    """What a fixed text leaves in a cache of the computing dtype, by layer: [blocks, heads, tokens, channels]."""
     device, dtype = torch.device(resolved.device), getattr(torch, resolved.dtype)
     count = min(CALIBRATION_TOKENS, resolved.max_model_len)
-    sizes = {table.kernel_block_size or 1 for table in plan.tables}
+    sizes = {table.kernel_block_size or 1 for table in plan.tables if table.backend} or {1}
     num_blocks = 1 + -(-count // min(sizes))
     pool = KVCachePool(
         plan.groups,
@@ -117,11 +119,11 @@ def _calibration_cache(model: Model, resolved: Resolved, plan: CachePlan) -> lis
         contexts.append(TableContext(backend))
         contexts[-1].prepare(_whole_prompt(ids, size, positions), for_capture=False)
         written.append(ids[0].long())
-    layers = layer_contexts(model.layer_specs, contexts, pool)
+    layers = layer_contexts(model.layer_specs, contexts, pool, _states_of(model, pool, positions))
     context = ForwardContext(layers=layers, tables=contexts, positions=positions)
     with forward_context(context):
         model.forward((positions * 7919 + 1) % model.arch.vocab_size, positions)
-    return [view[written[group]] for view, group in zip(pool.views, pool.group_of_layer, strict=True)]
+    return {layer: pool.views[layer][written[group]] for layer, group in enumerate(pool.group_of_layer) if group >= 0}
 
 
 def _whole_prompt(block_table: torch.Tensor, block_size: int, positions: torch.Tensor) -> AttentionInputs:
@@ -139,3 +141,22 @@ def _whole_prompt(block_table: torch.Tensor, block_size: int, positions: torch.T
         slot_mapping=block_table[0, positions // block_size].long() * block_size + positions % block_size,
         rows=torch.zeros(1, dtype=torch.int64, device=device),
     )
+
+
+def _states_of(model: Model, pool: KVCachePool, positions: torch.Tensor) -> Mapping[int, LayerStates]:
+    """Of a step of one row from its beginning on, with tables in which nothing is kept."""
+    step, start = StateStep(), torch.tensor([0, len(positions)], dtype=torch.int32, device=positions.device)
+    views = (*pool.states.values(), *pool.inputs.values())
+    columns = len(positions) * max((view.parts.blocks for view in views), default=0)
+    nothing = [start.new_zeros(1, columns) for _ in pool.tables]
+    step.prepare(
+        StateInputs(
+            max_query_len=len(positions),
+            max_seq_len=len(positions),
+            rows=positions[:1] * 0,
+            query_start=start,
+            seq_lens=start[1:],
+            positions=positions,
+        )
+    )
+    return layer_states(model.layer_specs, pool, nothing, step)

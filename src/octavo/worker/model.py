@@ -15,7 +15,7 @@ import torch
 from octavo.attention.mods import NO_MODS, AttentionMods
 from octavo.attention.mods.check import check_mods
 from octavo.attention.mods.choice import check_mods_supported, request_fields_of, with_mods
-from octavo.cache.specs import AttentionSpec, attention_specs
+from octavo.cache.specs import AttentionSpec, StateSpec, attention_specs
 from octavo.checkpoint.arch import Arch
 from octavo.checkpoint.digest import unseen
 from octavo.checkpoint.loader import build_model, fill_model, weight_bytes
@@ -34,7 +34,7 @@ def build(
     """The model with its mods, without weights; and `resolved` with a backend that runs them. Raises ConfigError."""
     shortened = dataclasses.replace(arch, max_position=resolved.max_model_len)  # sizes the rotary tables
     model = build_model(shortened, getattr(torch, resolved.dtype))
-    return model, _apply_mods(model, mods, config, resolved)
+    return model, _without_graphs(model, _apply_mods(model, mods, config, resolved))
 
 
 def fill(
@@ -61,11 +61,20 @@ def fill(
 
 
 def check_drafts(num_drafts: int, model: Model, resolved: Resolved) -> None:
-    """Raises ValueError where a query may see tokens behind its own: it would see drafts that are rejected."""
+    """Raises ValueError where a query may see tokens behind its own: it would see drafts that are rejected.
+
+    And where drafts may take a row further back than its states are kept.
+    """
     if num_drafts and (resolved.looks_ahead or not all(spec.causal for spec in attention_specs(model.layer_specs))):
         raise ValueError(
             f"num_drafts={num_drafts} needs attention in which no query sees a later token: take a causal model, and "
             "mods that do not look ahead, or no speculator"
+        )
+    chunk = min((spec.chunk for spec in model.layer_specs if isinstance(spec, StateSpec)), default=0)
+    if chunk and 2 * num_drafts >= chunk:
+        raise ValueError(
+            f"num_drafts={num_drafts} is too many for layers whose states advance every chunk={chunk} tokens: the "
+            f"drafts of two steps must be fewer than these, so take a speculator of at most {(chunk - 1) // 2} drafts"
         )
 
 
@@ -75,6 +84,15 @@ def try_mods(model: Model, mods: Sequence[AttentionMods], resolved: Resolved) ->
     pairs = zip(mods, model.layer_specs, strict=True)
     layers = [(own, spec) for own, spec in pairs if isinstance(spec, AttentionSpec)]
     check_mods(layers, request_fields_of(model.layer_specs), resolved.max_model_len, resolved.device, slack)
+
+
+def _without_graphs(model: Model, resolved: Resolved) -> Resolved:
+    """`resolved`, with eager steps where layers keep states: what runs those waits for the device."""
+    layers = [index for index, spec in enumerate(model.layer_specs) if isinstance(spec, StateSpec)]
+    if not layers or resolved.device != "cuda" or resolved.enforce_eager:
+        return resolved
+    reason = f"no graph holds a layer with a state: layer {layers[0]}"
+    return dataclasses.replace(resolved, enforce_eager=True, why={**resolved.why, "enforce_eager": reason})
 
 
 def _apply_mods(model: Model, mods: Sequence[AttentionMods], config: EngineConfig, resolved: Resolved) -> Resolved:

@@ -91,7 +91,7 @@ class Worker:
             total_bytes=total_bytes,
             request_fields=request_fields_of(self._model.layer_specs),
             num_drafts=self._speculator.num_drafts,
-            compiles_ahead=compiles_ahead(resolved, [facts.name for facts in backends]),
+            compiles_ahead=compiles_ahead(resolved, [facts.name for facts in backends], self._model.layer_specs),
             native=resolved.native,
             gpu=self._device.cuda,
         )

@@ -24,13 +24,14 @@ class GroupTables:
     ) -> None:
         """tables, outs: [rows, columns] int32; slots: [groups, max_num_tokens] int64; block_sizes: tokens per block."""
         self.tables, self.outs, self.slots, self.block_sizes = tuple(tables), tuple(outs), slots, tuple(block_sizes)
-        self.max_columns = max(out.shape[1] for out in outs)
+        self.max_columns = max((out.shape[1] for out in outs), default=1)
         # what a kernel reads: [groups, 7] int64
         self.addresses = torch.tensor(
             [
                 [table.data_ptr(), table.stride(0), out.data_ptr(), out.stride(0), slot.data_ptr(), size, out.shape[1]]
                 for table, out, slot, size in zip(tables, outs, slots, block_sizes, strict=True)
-            ]
+            ],
+            dtype=torch.int64,
         ).to(slots.device)
 
 
