@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from safetensors.torch import save_file
 from torch import Tensor
@@ -154,3 +156,29 @@ def test_a_part_is_taken_where_it_is_asked_for(old: Weights, new: Weights, folde
         with LLM(str(folder), dtype="bfloat16", max_model_len=256) as fresh:
             assert answers(fresh) == found
         save_file(new, folder / "model.safetensors")
+
+
+def test_a_message_of_any_kind_is_refused_and_the_old_weights_serve(llm: LLM) -> None:
+    """RL.W10: nothing that a sender says is more than data."""
+    before, rng = answers(llm), random.Random(6)
+    values: list[Any] = [None, -1, 1 << 70, True, "x", "/etc", b"\x80\x04.", [], [[]], [1], ["x"], {}, {"x": 1}, 0.5]
+    keys = ("names", "dtype_names", "shapes", "path", "local_key", "packed", "backend")
+    for _ in range(60):
+        llm.start_weight_update()
+        info = {key: rng.choice(values) for key in rng.sample(keys, rng.randrange(len(keys)))}
+        with pytest.raises(ValueError, match=r"."):
+            llm.update_weights({"update_info": rng.choice([info, rng.choice(values)])})
+        if llm.weight_state()["state"] == "open":  # it was refused before it was sent
+            llm.abort_weight_update()
+    assert answers(llm) == before
+
+
+def test_updates_leave_no_memory_behind(llm: LLM, old: Weights) -> None:
+    """RL.W11: 30 updates take no more memory than the first ones."""
+    held = []
+    for turn in range(34):
+        with llm.weights("default") as load:
+            for name, weight in old.items():
+                load(name, weight)
+        held.append(psutil.Process().memory_info().rss if turn >= 3 else 0)
+    assert held[-1] - held[3] < 8 << 20

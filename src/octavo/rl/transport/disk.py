@@ -37,7 +37,10 @@ class DiskTransport:
         except OSError as error:
             raise WeightUpdateError(f"{path}: cannot read: {error.strerror}") from None
         try:
-            names = list(info.get("names") or checkpoint.entries.keys() - scale_names(checkpoint.entries).keys())
+            given = info.get("names") or []
+            if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
+                raise WeightUpdateError("update_info.names must be a list of names, or be left out")
+            names = list(given or checkpoint.entries.keys() - scale_names(checkpoint.entries).keys())
             lacking = [name for name in names if name not in checkpoint.entries]
             if lacking:
                 raise WeightUpdateError(f"{path}: holds no tensor {', '.join(map(repr, lacking[:5]))}")
