@@ -56,6 +56,12 @@ def test_rl_a6_what_changes_the_engine_is_for_administrators() -> None:
     assert set(RL_ROUTES) < set(ROUTES)
 
 
+def test_a_page_in_a_browser_moves_nothing(mock_server: RunningServer) -> None:
+    for header in ({"Origin": "http://localhost"}, {"Sec-Fetch-Site": "cross-site"}):
+        assert mock_server.get("/flush_cache", headers=header).status == 403
+        assert mock_server.post("/pause", None, headers=header).status == 403
+
+
 def test_rl_p1_a_kept_pause_loses_nothing(own_server: RunningServer) -> None:
     """RL.P1, keep: the stream stays open, and says after it what it would have said without."""
     whole = ids_of(own_server, max_tokens=1500)
@@ -85,6 +91,15 @@ def test_rl_p1_an_abort_gives_what_there_is(own_server: RunningServer) -> None:
     assert choice["token_ids"] == whole[: len(choice["token_ids"])]
     assert len(choice["logprobs"]["token_logprobs"]) == len(choice["token_ids"])
     assert own_server.post("/continue_generation", {"torch_empty_cache": False}).status == 200
+
+
+def test_a_response_that_was_aborted_is_not_complete(own_server: RunningServer) -> None:
+    body = {"input": "say it again", "max_output_tokens": 1500, "temperature": 0, "request_id": "cut"}
+    with Client(own_server, body, "/v1/responses") as client:
+        tries = (own_server.post("/abort_requests", {"request_ids": ["cut"]}).json()["aborted"] for _ in range(500))
+        assert any(tries), "it ended before it was aborted"
+        reply = json.loads(client.connection.getresponse().read())
+    assert (reply["status"], reply["incomplete_details"]) == ("incomplete", {"reason": "aborted"})
 
 
 def test_rl_g8_requests_are_aborted_by_the_beginning_of_their_ids(own_server: RunningServer) -> None:

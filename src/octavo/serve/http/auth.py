@@ -15,6 +15,8 @@ from collections.abc import Iterable, Sequence
 
 from octavo.serve.errors import ApiError
 
+_OF_BROWSERS = (b"origin", b"sec-fetch-site")  # a page's picture has the second alone, and may name any address
+
 
 class Access(enum.Enum):
     """Who may call a route."""
@@ -36,7 +38,7 @@ class Keys:
         if access is Access.PUBLIC:
             return
         is_open = not self._user and (access is Access.USER or not self._admin)
-        if access is Access.ADMIN and any(name == b"origin" for name, _ in headers):
+        if access is Access.ADMIN and any(name in _OF_BROWSERS for name, _ in headers):
             raise ApiError(403, "forbidden", "browsers may not administrate")
         if is_open:
             return

@@ -204,7 +204,8 @@ class _Reply:
         return b"event: " + kind.encode() + b"\ndata: " + msgspec.json.encode(data) + b"\n\n"
 
     def _response(self, status: str = "", error: Any = None) -> dict[str, Any]:
-        cut = self._finish == "length"
+        cut = self._finish in ("length", "abort")
+        why = "aborted" if self._finish == "abort" else "max_output_tokens"
         status = status or ("incomplete" if cut else "completed")
         done = status in ("completed", "incomplete")
         params, request = self._run.params, self._request
@@ -214,7 +215,7 @@ class _Reply:
             "created_at": self._created,
             "status": status,
             "error": error,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "incomplete_details": {"reason": why} if status == "incomplete" else None,
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
             "metadata": request.metadata or {},
