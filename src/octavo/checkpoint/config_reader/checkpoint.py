@@ -9,6 +9,7 @@ translated or refused by name.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -69,11 +70,20 @@ def arch_from_config(
     name = _architecture(Fields(config, where))
     text = config.get("text_config")
     fields = Fields({**config, **text} if isinstance(text, Mapping) else config, where)
-    arch = read_fields(fields, FAMILIES[name]) if name in FAMILIES else read_outside(fields, name, packages)
+    arch = _read_listed(fields, FAMILIES[name]) if name in FAMILIES else read_outside(fields, name, packages)
     eos = Fields(generation or {}, where.removesuffix("config.json") + "generation_config.json").token_ids(
         "eos_token_id", arch.vocab_size
     )
     return dataclasses.replace(arch, name=name, eos_token_ids=eos or arch.eos_token_ids)
+
+
+def _read_listed(fields: Fields, family: Family) -> Arch:
+    """The facts of a family of the table, by its own function where it has one."""
+    if not family.read:
+        return read_fields(fields, family)
+    module, _, function = family.read.partition(":")
+    arch: Arch = getattr(importlib.import_module(module), function)(fields, family)
+    return arch
 
 
 def read_fields(fields: Fields, family: Family) -> Arch:
@@ -95,8 +105,6 @@ def read_fields(fields: Fields, family: Family) -> Arch:
         fields.refuse(activation_field, activation, f"known are {', '.join(_ACTIVATIONS)}")
     bias = family.bias in ("field", "field-qkv", "fields") and fields.flag("attention_bias", False)
     bos = fields.token_ids("bos_token_id", vocab_size)
-    embedding, residual = (_multiplier(fields, family, f"{name}_multiplier") for name in ("embedding", "residual"))
-    # The stream is counted in units of the residual multiplier: sums are plain ones, and norms see the same numbers.
     return Arch(
         name="",  # whoever knows the file says it
         dtype=dtype,
@@ -108,7 +116,7 @@ def read_fields(fields: Fields, family: Family) -> Arch:
         head_size=head_size,
         max_position=seen.max_position,
         default_length=seen.default_length,
-        norm_eps=fields.number("rms_norm_eps", 1e-12, 1.0, 1e-6) / residual**2,
+        norm_eps=fields.number("rms_norm_eps", 1e-12, 1.0, 1e-6),
         layers=seen.layers,
         moe_layers=moe_layers,
         moe=moe,
@@ -121,8 +129,7 @@ def read_fields(fields: Fields, family: Family) -> Arch:
         qk_norm=family.qk_norm,
         attention_scale=_attention_scale(fields, family, head_size, latent),
         logit_soft_cap=fields.number("final_logit_softcapping", 0, 1e6, 0) if family.gemma else 0.0,
-        embedding_scale=hidden_size**0.5 if family.gemma else embedding / residual,
-        logit_divisor=_multiplier(fields, family, "logits_scaling"),
+        embedding_scale=hidden_size**0.5 if family.gemma else 1.0,
         eos_token_ids=fields.token_ids("eos_token_id", vocab_size),
         bos_token_id=bos[0] if bos else None,
     )
@@ -177,8 +184,6 @@ def _latent(fields: Fields) -> Latent:
 
 def _attention_scale(fields: Fields, family: Family, head_size: int, latent: Latent | None) -> float:
     """What scores are multiplied by. DeepSeek's YaRN adds the square of 0.1 mscale_all_dim ln(factor) + 1."""
-    if family.multipliers:
-        return _multiplier(fields, family, "attention_multiplier")
     if latent is None:
         return (fields.number("query_pre_attn_scalar", 1e-3, 1e6, 256) if family.gemma else head_size) ** -0.5
     scale = (latent.nope_size + latent.rope_size) ** -0.5
@@ -192,11 +197,6 @@ def _attention_scale(fields: Fields, family: Family, head_size: int, latent: Lat
 def _output_bias(fields: Fields, family: Family, bias: bool) -> bool:
     """On the attention's output; `bias`: on q, k and v, by `attention_bias`."""
     return fields.flag("attention_out_bias", False) if family.bias == "fields" else bias and family.bias == "field"
-
-
-def _multiplier(fields: Fields, family: Family, name: str) -> float:
-    """One of Granite's; 1 where a family has none."""
-    return fields.number(name, 1e-6, 1e6, 1.0) if family.multipliers else 1.0
 
 
 def _heads(fields: Fields, family: Family, hidden_size: int, latent: Latent | None) -> tuple[int, int, int]:

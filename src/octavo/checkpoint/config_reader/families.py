@@ -1,6 +1,6 @@
 """The table of architectures: who runs each, what its config.json leaves unsaid, and which of its fields count.
 
-Owns the words in which that is said; a family whose config these do not describe is read by a function of its own.
+Owns the words in which that is said; a family whose config these do not describe has a function that its line names.
 Reads no file and imports no model: those import torch, which a front end does without. Invariant: a name's line is all
 of a family that lies outside its own file.
 """
@@ -35,7 +35,7 @@ class Family:
     interleaved: bool = False  # channel 2i turns with 2i + 1
     mlp_bias: bool = False  # reads the field of that name
     unturned: bool = False  # reads no_rope_layers, 0 where heads do not turn, or no_rope_layer_interval
-    multipliers: bool = False  # embedding_multiplier, residual_multiplier, attention_multiplier, logits_scaling
+    read: str = ""  # module:function of Fields and Family that gives its Arch; empty: checkpoint.read_fields
 
 
 _GEMMA3 = Family(
@@ -88,7 +88,8 @@ FAMILIES = {
     "GlmForCausalLM": _GLM,
     "Glm4ForCausalLM": _GLM,
     "GraniteForCausalLM": Family(
-        model="octavo.models.llama:LlamaForCausalLM", bias="field", mlp_bias=True, multipliers=True
+        model="octavo.models.llama:LlamaForCausalLM", bias="field", mlp_bias=True,
+        read="octavo.checkpoint.config_reader.granite:read_granite",
     ),
     "SmolLM3ForCausalLM": Family(
         model="octavo.models.llama:LlamaForCausalLM", bias="field", mlp_bias=True, sliding="unturned",

@@ -1,0 +1,31 @@
+"""Granite's config.json: a Llama whose embeddings, scores, logits and what each layer adds are multiplied.
+
+Owns those four fields. Invariant: the stream is counted in units of the residual multiplier, so sums with it are plain
+ones and the layers Llama's; epsilons are divided by its square, so norms give what they gave.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from octavo.checkpoint.arch import Arch
+from octavo.checkpoint.config_reader.checkpoint import read_fields
+from octavo.checkpoint.config_reader.families import Family
+from octavo.checkpoint.config_reader.fields import Fields
+
+
+def read_granite(fields: Fields, family: Family) -> Arch:
+    """The facts of a Granite. Raises ValueError, one line, for what Octavo does not run."""
+    arch = read_fields(fields, family)
+    residual = _factor(fields, "residual_multiplier")
+    return dataclasses.replace(
+        arch,
+        norm_eps=arch.norm_eps / residual**2,
+        embedding_scale=_factor(fields, "embedding_multiplier") / residual,
+        attention_scale=_factor(fields, "attention_multiplier"),
+        logit_divisor=_factor(fields, "logits_scaling"),
+    )
+
+
+def _factor(fields: Fields, name: str) -> float:
+    return fields.number(name, 1e-6, 1e6, 1.0)
