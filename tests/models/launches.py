@@ -3,7 +3,8 @@
 Tensors say that they are on a GPU, and each operator that would launch a kernel notes its name and its operands down
 and computes with its reference implementation. So the order of launches is seen, and that whatever is fused gives the
 bits of the lines that it stands for. Run as a program, this records the order for all families, or prints that of one:
-`python tests/models/launches.py [family step]`. To record is right only after a change that is meant to move launches.
+`python tests/models/launches.py [family step]`; what changed is printed. To record is right only after a change that is
+meant to move launches.
 """
 
 from __future__ import annotations
@@ -365,4 +366,10 @@ if __name__ == "__main__":
     if sys.argv[1:]:
         print("\n".join(launches(sys.argv[1], sys.argv[2])[sys.argv[2]]))
     else:
-        FILE.write_text(json.dumps({family: digests(family) for family in FAMILIES}, indent=1) + "\n")
+        before, found = json.loads(FILE.read_text()), {family: digests(family) for family in FAMILIES}
+        FILE.write_text(json.dumps(found, indent=1) + "\n")
+        for name in {**before, **found}:
+            for step in STEPS:
+                old, new = (each.get(name, {}).get(step, "nothing") for each in (before, found))
+                if old != new:
+                    print(f"{name}, {step}: {old} -> {new}")

@@ -52,23 +52,7 @@ def test_logits_equal_transformers(
 
 @NEEDS_NATIVE
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    "family",
-    [
-        "llama3-rope",
-        "qwen2-window",
-        "qwen3",
-        "gemma3-16",
-        "qwen3-moe",
-        "deepseek3",
-        "olmo3",
-        "phi4",
-        "glm4-biased",
-        "granite",
-        "smollm3-window",
-        "seed-oss-biased",
-    ],
-)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_bits_do_not_depend_on_the_batch(tiny_case: Callable[[str], Case], family: str, dtype: torch.dtype) -> None:
     """A row alone in one chunk, and the same row chunked beside others, give equal bits."""
     case = tiny_case(family)
@@ -82,9 +66,7 @@ def test_bits_do_not_depend_on_the_batch(tiny_case: Callable[[str], Case], famil
 
 
 @NEEDS_NATIVE
-@pytest.mark.parametrize(
-    "family", ["llama-tied-biased", "qwen2-window", "qwen3", "gemma3-16", "phi4", "glm4-biased", "smollm3", "granite"]
-)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_layer_by_layer_and_in_one_operator_are_equal(
     tiny_case: Callable[[str], Case], family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
