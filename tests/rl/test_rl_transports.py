@@ -82,8 +82,6 @@ def test_a_sender_brings_the_same_weights_by_every_transport(llm: LLM, new: Weig
     """RL.W5: those that hand over, that share memory and that broadcast; twice, and back again."""
     before, wanted = answers(llm), None
     sender = Sender(llm, backend, timeout=20)
-    if backend == "shm":
-        llm.init_weight_transfer_engine({"backend": "shm", "init_info": {}})
     for version in ("1", "2"):
         sender.send(WeightSource(new), version)
         wanted = wanted or answers(llm)

@@ -99,11 +99,13 @@ class Sender:
         self._backend, self._timeout = backend, timeout
         self._address, self._size = address, num_workers + 1
         self._group: Group | None = None
+        self._has_met = backend == "local"
 
     def send(self, source: WeightSource, version: str | None = None, *, on_running: str = "recompute") -> None:
         """One update, from its start to its finish. Raises what the engine refuses, and WeightTransferError."""
-        if self._backend in ("gloo", "nccl") and self._group is None:
+        if not self._has_met:
             self._meet()
+            self._has_met = True
         self._engine.start_weight_update(on_running=on_running)
         try:
             getattr(self, f"_send_{self._backend}")(source)
@@ -117,10 +119,14 @@ class Sender:
     def close(self) -> None:
         """Leave the group, if there is one; the next `send` makes another."""
         group, self._group = self._group, None
+        self._has_met = self._backend == "local"
         if group is not None:
             group.close()
 
     def _meet(self) -> None:
+        if self._backend not in ("gloo", "nccl"):
+            self._engine.init_weight_transfer_engine({"backend": self._backend, "init_info": {}})
+            return
         store = TCPStore(self._address, 0, self._size, True, wait_for_workers=False, use_libuv=True, multi_tenant=False)
         make = make_gloo if self._backend == "gloo" else make_nccl
         info = {"master_address": self._address, "master_port": store.port, "rank_offset": 1, "world_size": self._size}
@@ -146,8 +152,6 @@ class Sender:
                 self._engine.update_weights({"update_info": update_info})
 
     def _send_shm(self, source: WeightSource) -> None:
-        if isinstance(self._engine, _Server):
-            self._engine.init_weight_transfer_engine({"backend": "shm", "init_info": {}})
         for part in buffers(source.incoming, BUFFER_BYTES):
             name = f"{PREFIX}{secrets.token_hex(16)}"
             path = f"{FOLDER}/{name}"
