@@ -53,14 +53,14 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     "layers": ({"attention.base", "ops", "words"}, {"torch"}),
     "models": ({"layers", "attention.base", "ops", "words"}, {"torch", "numpy"}),
     "checkpoint.hub": ({"words"}, {"huggingface_hub"}),
-    "checkpoint": ({"models", "layers", "attention.base", "ops", "words"}, {"torch", "numpy", "safetensors"}),
+    "checkpoint": ({"models", "layers", "attention.base", "ops", "words"}, {"torch", "numpy", "safetensors", "xxhash"}),
     "device": ({"attention.base", "cache", "ops", "words"}, {"torch", "numpy"}),
     "model_state": ({"device", "attention.base", "cache", "states", "words"}, {"torch", "numpy"}),
     "speculate": ({"ops"}, {"torch"}),
     "grammar": ({"words"}, {"llguidance", "msgspec", "numpy"}),
     "sampling": ({"device", "grammar", "ops", "words"}, {"torch", "numpy"}),
     # a trainer's side: the engine's operators, layers and families, and nothing that runs requests
-    "rl": ({"attention", "cache", "layers", "models", "ops", "words", "rl.sender"}, {"torch"}),
+    "rl": ({"attention", "cache", "layers", "models", "ops", "words", "rl.sender"}, {"torch", "xxhash"}),
     # the state machine of a weight update: an engine's loop, its frontends and a sender know it, without torch
     "rl.session": (set(), {"msgspec"}),
     # where new weights lie in a model: the loader's weight map for one that runs
