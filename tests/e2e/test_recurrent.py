@@ -112,6 +112,9 @@ def engine_of(own: dict[str, Any], **fields: Any) -> Iterator[LLM]:
         yield llm
         llm.engine.scheduler.kv.check()
         assert llm.engine.scheduler.kv.usage == 0.0
+        pool = runner_of(llm.engine)._pool
+        null = pool.buffer.view(pool.num_blocks, -1)[0]
+        assert null.float().isnan().all(), "nothing is written to the null block"
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -307,7 +310,7 @@ def test_H_5_what_loads_unwritten_bytes_finds_zeros(
 ) -> None:
     from octavo.ops import states
 
-    gather, seen = states.gather_states, []
+    gather, store, seen, seen_inputs = states.gather_states, states.store_inputs, [], []
 
     def checked(stores: Any, table: Any, rows: Any, borders: Any, chunk: int) -> Any:
         for row in rows[borders == 0].tolist():
@@ -315,10 +318,17 @@ def test_H_5_what_loads_unwritten_bytes_finds_zeros(
             seen.append(bool((stores[0].data[ids[ids > 0]] == 0).all()) and bool((ids > 0).any()))
         return gather(stores, table, rows, borders, chunk)
 
+    def checked_inputs(stores: Any, table: Any, rows: Any, positions: Any, size: int, inputs: Any) -> None:
+        last, blocks = int(positions[-1]) // size, stores[0].blocks
+        ids = table[rows[-1], last * blocks : (last + 1) * blocks].long()
+        seen_inputs.append(bool((stores[0].data[ids] == 0).all()) and bool((ids > 0).all()))
+        store(stores, table, rows, positions, size, inputs)
+
     monkeypatch.setattr(states, "gather_states", checked)
+    monkeypatch.setattr(states, "store_inputs", checked_inputs)
     with engine_of(settings("ZeroedForCausalLM"), enable_prefix_caching=False) as llm:
         assert generate(llm, [10]) == [alone(MAIN)[10]]
-    assert len(seen) > 0 and seen[0]
+    assert seen[0] and seen_inputs[0]
 
 
 def test_a_gpu_runs_such_layers_without_graphs_and_says_why(settings: Callable[[str], dict[str, Any]]) -> None:
