@@ -235,6 +235,23 @@ def test_a_last_norm_with_a_forward_of_its_own_runs(tiny_case: Callable[[str], C
         assert "last norm" not in str(model.describe_layers([CpuBackend] * 4))
 
 
+@pytest.mark.parametrize("own", ["a model's logits", "a head's class", "this head"])
+def test_tokens_are_drawn_from_logits_of_a_familys_own(tiny_case: Callable[[str], Case], own: str) -> None:
+    """The head's fused draw knows its product alone."""
+    case, hidden = tiny_case("llama"), torch.randn(5, 64)
+    model: Any = load_model(read_arch(case.folder), case.folder, torch.float32)
+    head, negated = model.head, lambda self, x: -type(case.model.head).forward(self, x)
+    if own == "a model's logits":
+        model.__class__ = type("Own", (type(model),), {"logits": lambda self, x: -self.head.forward(x)})
+    elif own == "a head's class":
+        head.__class__ = type("Own", (type(head),), {"forward": negated})
+    else:
+        head.forward = types.MethodType(negated, head)
+    none = torch.zeros(5, dtype=torch.int64)
+    tokens, _ = model.draw(hidden, torch.arange(5), torch.zeros(5), none, none)
+    assert torch.equal(tokens.long(), case.model.logits(hidden).argmin(1)) and not model.fused_sampling_rows()
+
+
 def test_another_attention_is_no_standard_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor are norms of another epsilon: the operators know one."""
 

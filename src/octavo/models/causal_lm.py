@@ -22,6 +22,7 @@ from octavo.layers.decoder import Decoder
 from octavo.layers.embedding import head_and_embedding
 from octavo.layers.norm import RMSNorm
 from octavo.models.base import WeightMap, end_weights
+from octavo.ops.sampling import draw
 
 
 class CausalLM(Layer):
@@ -76,8 +77,15 @@ class CausalLM(Layer):
         positions: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens and failures, as `ops.sample.draw` has them."""
+        if self._has_own_logits:
+            return draw(self.logits(hidden), rows, temperatures, seeds, positions)
         return self.head.draw(hidden, rows, temperatures, seeds, positions)
 
     def fused_sampling_rows(self) -> Collection[int]:
         """The numbers of rows whose logits are not written where they are drawn from."""
-        return self.head.fused_sampling_rows()
+        return () if self._has_own_logits else self.head.fused_sampling_rows()
+
+    @functools.cached_property
+    def _has_own_logits(self) -> bool:
+        """Whether a family's logits are not its head's, which alone the head draws from."""
+        return type(self).logits is not CausalLM.logits
