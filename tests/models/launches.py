@@ -23,6 +23,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a program it knows its own folder alone
+
 from loading import load_model
 from octavo.attention.base import (
     NO_TENSORS,
