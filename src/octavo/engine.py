@@ -177,6 +177,11 @@ class EngineCore:
         waits = bool(self._inbox or self._in_flight or self._held) or (self.gate.is_open and self.scheduler.has_work)
         return self._failure is None and waits
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether it stopped, or was closed: no step runs any more."""
+        return self._failure is not None
+
     def step(self) -> list[RequestUpdate]:
         """Issue the next step, then take in the results of the oldest one that is due.
 

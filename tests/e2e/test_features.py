@@ -10,7 +10,7 @@ import pytest
 
 from engine_checks import assert_idle
 from octavo import LLM, RequestOutput, SamplingParams
-from octavo.request.outputs import CompletionOutput
+from octavo.request.outputs import CompletionOutput, join_spans
 from octavo.request.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
 
 NUM_OUTPUT = 32
@@ -171,6 +171,7 @@ def _joined(parts: list[RequestOutput], index: int) -> CompletionOutput:
         text="".join(completion.text for completion in mine),
         token_ids=[token for completion in mine for token in completion.token_ids],
         logprobs=[entry for completion in mine for entry in completion.logprobs or ()],
+        weight_versions=join_spans(completion.weight_versions for completion in mine),
     )
 
 

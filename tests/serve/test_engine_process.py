@@ -42,6 +42,7 @@ from octavo.frontend.messages import (
 from octavo.request.outputs import RequestOutput
 from octavo.request.sampling_params import SamplingParams
 from octavo.request.updates import RequestUpdate
+from octavo.sched.pause import Standing
 from octavo.serve.engine import process as engine_process
 from octavo.serve.engine.async_engine import AsyncEngine
 from octavo.serve.engine.refusals import EngineDeadError
@@ -193,7 +194,8 @@ def test_aborts_of_unknown_and_finished_sequences_are_ignored_and_counted() -> N
         raw.send(Add(["a"], PROMPT, params(1), 1))
         raw.until(Updates)
         raw.send(Abort(["a", "never", ""]), Call(7, "reset_prefix_cache"))
-        assert raw.until(CallDone) == CallDone(7, msgspec.msgpack.encode(True))
+        done = raw.until(CallDone)
+        assert done.call_id == 7 and msgspec.msgpack.decode(done.result, type=Standing).success
         assert raw.until(Heartbeat, busy=False).stats.num_unknown_aborts == 3
 
 

@@ -120,7 +120,7 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         """Whether a `step` has anything to do. A failed engine has not."""
-        return self.core.has_unfinished or bool(self._aborted)
+        return self.core.has_unfinished or (bool(self._aborted) and not self.core.has_failed)
 
     def step(self) -> list[RequestOutput]:
         """One step of the core, told in text."""

@@ -36,7 +36,9 @@ MAX_CHILDREN = 2
 MAX_WAITING = 32  # forms that wait for a child
 WAIT_SECONDS = 10.0  # for a child
 MAX_VERDICTS = 1024
-_CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+DEATH_SECONDS = 10.0  # for a child that has closed its pipe to end
+_MEMORY_CRASHES = (signal.SIGSEGV, signal.SIGBUS)
+_CRASHES = (*_MEMORY_CRASHES, signal.SIGILL, signal.SIGFPE)
 _KEPT_ENVIRONMENT = ("PATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "SYSTEMROOT")
 
 
@@ -343,10 +345,15 @@ class _Child:
     async def why_it_died(self) -> str:
         """What the form of a child that gave no answer did, for the client. It has closed its pipe."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.process.wait(), 1.0)
+            await asyncio.wait_for(self.process.wait(), DEATH_SECONDS)
         code = self.process.returncode
         if code is not None and -code in _CRASHES:
-            return f"crashes the grammar library ({signal.Signals(-code).name}): it cannot be compiled"
+            name = signal.Signals(-code).name
+            if -code in _MEMORY_CRASHES:  # a library that does not look whether it was given memory ends so, too
+                return (
+                    f"crashes the grammar library ({name}), or takes more memory than is allowed: it cannot be compiled"
+                )
+            return f"crashes the grammar library ({name}): it cannot be compiled"
         return "takes more than the memory that is allowed to compile"
 
     async def kill(self) -> None:
