@@ -20,7 +20,7 @@ from trl.generation import vllm_client
 
 from octavo import rl
 from octavo.checkpoint.hub import find_model
-from octavo.rl.convert import convert, is_converted
+from octavo.rl.conversion import convert, is_converted
 
 TINY = str(find_model("octavo-tiny", None, None))
 

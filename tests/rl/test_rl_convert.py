@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import pkgutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 
 from octavo import LLM, rl
 from octavo.attention import AttentionMods
+from patience import patient
 from rl_rig import TINY, num_differing, random_ids, sampled, tiny
 
 SEQUENCES = random_ids(50, 7, 33, vocab_size=4096)
@@ -301,3 +305,11 @@ def test_RL_N10_assert_same_says_where_bits_differ(model: Any) -> None:
         rl.assert_same(model, same, [[1]])
     with pytest.raises(ConnectionError, match="no server answers"):
         rl.assert_same(model, "http://127.0.0.1:1")
+
+
+def test_public_names_are_what_they_say_in_any_order_of_first_use() -> None:
+    """A name loads its module on first use; a module of the same name would take its place."""
+    modules = {module.name for module in pkgutil.iter_modules(rl.__path__)}
+    assert not modules & set(rl.__all__)
+    program = "from octavo import rl; rl.logprobs; rl.assert_same; assert callable(rl.convert)"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=patient(120))

@@ -62,7 +62,7 @@ def test_RL_N1_the_reference_implementations_are_rounded_once(out_dtype: torch.d
 
 
 def test_a_weight_is_packed_when_its_bits_changed_and_never_else() -> None:
-    weight, x = torch.nn.Parameter(torch.randn(40, 48)), torch.randn(3, 48)
+    weight, x = torch.nn.Parameter(torch.randn(40, 48)), torch.eye(48)  # the product is the weight, bit for bit
     with mock.patch.object(packed_weights, "pack_linear", wraps=pack_linear) as packs:
         _compute_while_it_changes(weight, x, packs)
 

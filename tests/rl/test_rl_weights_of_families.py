@@ -36,7 +36,8 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
                 take(f"{name}[{index}]", part)
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
             for field in dataclasses.fields(value):
-                take(f"{name}.{field.name}", getattr(value, field.name))
+                if field.name != "_keep":  # what owns the memory, in which others lie too
+                    take(f"{name}.{field.name}", getattr(value, field.name))
 
     for path, layer in model.named_modules():
         for name, value in vars(layer).items():

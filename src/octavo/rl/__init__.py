@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from octavo.rl.check import Difference as Difference
     from octavo.rl.check import DifferenceError as DifferenceError
     from octavo.rl.check import assert_same as assert_same
-    from octavo.rl.convert import convert as convert
+    from octavo.rl.conversion import convert as convert
     from octavo.rl.pack import NO_TOKEN as NO_TOKEN
     from octavo.rl.pack import Pack as Pack
     from octavo.rl.scoring import logprobs as logprobs
@@ -46,7 +46,7 @@ _PUBLIC = {
     "add": "octavo.rl.autograd.norm",
     "assert_same": "octavo.rl.check",
     "attention": "octavo.rl.autograd.attention",
-    "convert": "octavo.rl.convert",
+    "convert": "octavo.rl.conversion",
     "gated": "octavo.rl.autograd.gated",
     "head_logprob": "octavo.rl.autograd.logprob",
     "linear": "octavo.rl.autograd.linear",

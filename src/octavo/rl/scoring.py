@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.rl.autograd.logprob import LogProbs, Support, check_draw
-from octavo.rl.convert import Request, is_converted
+from octavo.rl.conversion import Request, is_converted
 from octavo.rl.pack import Pack
 
 
