@@ -15,6 +15,8 @@ from octavo.attention import AttentionMods
 from octavo.cache.specs import AttentionSpec
 from octavo.checkpoint.arch import Moe
 from octavo.ops.rope import rope_table
+from octavo.rl.autograd import attention as attention_of_trainers
+from octavo.rl.autograd import logprob as logprob_of_trainers
 from rl_rig import DTYPES
 
 LIMIT = {torch.float32: 2e-6, torch.bfloat16: 1e-2}  # of the error, relative to the gradient's own size
@@ -96,12 +98,55 @@ class TestOperators:
 
         _compare(lambda *t: rl.moe(*t, facts), right, inputs, dtype)
 
+    def test_RL_N2_moe_with_shared_experts_and_a_corrected_choice_of_groups(self, dtype: torch.dtype) -> None:
+        """DeepSeek-V3's rule: the correction chooses and has no weight; what all tokens meet is added."""
+        facts = Moe(
+            num_experts=6,
+            experts_per_token=2,
+            expert_size=24,
+            num_shared=1,
+            scoring="sigmoid",
+            corrected=True,
+            num_groups=3,
+            groups_kept=2,
+            group_score=2,
+            scale=2.5,
+        )
+        correction = torch.tensor([0.4, -0.3, 0.2, 0.1, -0.2, 0.3])
+        inputs = [torch.randn(33, 48), torch.randn(6, 48), torch.randn(6, 48, 48) / 7, torch.randn(6, 48, 24) / 5]
+        inputs += [torch.randn(33, 48)]
+
+        def right(x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, shared: Tensor) -> Tensor:
+            scores = (x @ router.t()).sigmoid()
+            choice = (scores + correction).unflatten(1, (3, 2))
+            kept = torch.zeros(33, 3, dtype=torch.bool).scatter_(1, choice.sum(2).topk(2).indices, True)
+            experts = choice.masked_fill(~kept[..., None], float("-inf")).flatten(1).topk(2).indices
+            weights = scores.gather(1, experts)
+            gate, up = torch.einsum("ts,teis->tei", x, gate_up[experts]).chunk(2, -1)
+            each = torch.einsum("tei,tesi->tes", torch.nn.functional.silu(gate) * up, down[experts])
+            return 2.5 * (each * (weights / weights.sum(1, keepdim=True))[..., None]).sum(1) + shared
+
+        _compare(lambda *t: rl.moe(*t[:4], facts, correction=correction, shared=t[4]), right, inputs, dtype)
+
+    @pytest.mark.parametrize("transposed", [False, True])
+    def test_RL_N2_a_product_a_head(self, dtype: torch.dtype, transposed: bool) -> None:
+        """Of a part of each head's rows, or of them transposed; the rest has no gradient."""
+
+        def right(x: Tensor, weight: Tensor) -> Tensor:
+            matrices = weight.unflatten(0, (3, 20))[:, 5:17]
+            return torch.einsum("thk,hkn->thn" if transposed else "thk,hnk->thn", x, matrices)
+
+        inputs = [torch.randn(33, 3, 12 if transposed else 16), torch.randn(60, 16)]
+        _compare(lambda x, w: rl.head_linear(x, w, slice(5, 17), transposed=transposed), right, inputs, dtype)
+
 
 def _gelu(x: Tensor) -> Tensor:
     return torch.nn.functional.gelu(x, approximate="tanh")
 
 
-def _attention64(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, spec: AttentionSpec, change: Any = None) -> Tensor:
+def _attention64(
+    qkv: Tensor, q_norm: Tensor, k_norm: Tensor, spec: AttentionSpec, change: Any = None, sinks: Tensor | None = None
+) -> Tensor:
     cos_sin, results = rope_table(16, max(LENGTHS)).double(), []
     for part in qkv.split(LENGTHS):
         q, k, v = part.unflatten(1, (-1, 16)).split((4, 2, 2), 1)
@@ -119,7 +164,10 @@ def _attention64(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, spec: AttentionSpe
         hidden = distance < 0
         hidden = hidden | (distance >= spec.window) if spec.window else hidden
         hidden = hidden | (at[:, None] // spec.chunk != at // spec.chunk) if spec.chunk else hidden
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if sinks is not None:
+            scores = torch.cat((scores, sinks[:, None, None].expand(-1, len(part), 1)), 2)
+        weights = scores.softmax(-1)[..., : len(part)]
         results.append((weights @ v.transpose(0, 1).repeat_interleave(2, 0)).transpose(0, 1))
     return torch.cat(results)
 
@@ -129,12 +177,14 @@ def _turn(x: Tensor, rows: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
 
-def _ours(spec: AttentionSpec, pack: rl.Pack) -> Callable[..., Tensor]:
-    def run(qkv: Tensor, q_norm: Tensor, k_norm: Tensor) -> Tensor:
-        q, states = rl.qk_norm_rope(qkv, pack, rope_table(16, max(LENGTHS)), spec, q_norm, k_norm, 1e-6)
-        return rl.attention(q, states, pack, spec)
+def _projected(
+    spec: AttentionSpec, pack: rl.Pack, qkv: Tensor, q_norm: Tensor, k_norm: Tensor
+) -> tuple[Tensor, Tensor]:
+    return rl.qk_norm_rope(qkv, pack, rope_table(16, max(LENGTHS)), spec, q_norm, k_norm, 1e-6)
 
-    return run
+
+def _ours(spec: AttentionSpec, pack: rl.Pack) -> Callable[..., Tensor]:
+    return lambda *t: rl.attention(*_projected(spec, pack, *t), pack, spec)
 
 
 SPECS: dict[str, dict[str, Any]] = {
@@ -149,11 +199,62 @@ SPECS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", SPECS)
 def test_RL_N2_attention(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(rl.autograd.attention._AT_ONCE, "cpu", 4 * 130 * 17)  # tiles of 17 queries of the longest
+    monkeypatch.setitem(attention_of_trainers._AT_ONCE, "cpu", 4 * 130 * 17)  # tiles of 17 queries of the longest
     spec = dataclasses.replace(SPEC, **SPECS[kind])
     torch.manual_seed(0)
     inputs = [torch.randn(sum(LENGTHS), 8 * 16), 1 + torch.rand(16), 1 + torch.rand(16)]
     _compare(_ours(spec, rl.Pack(LENGTHS)), lambda *t: _attention64(*t, spec), inputs, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["plain", "window", "mods"])
+def test_RL_N2_sinks(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A logit of each head that takes a share and has no value; it has a gradient, over tiles and sequences."""
+    monkeypatch.setitem(attention_of_trainers._AT_ONCE, "cpu", 4 * 130 * 17)
+    mods = {"mods": AttentionMods(score_mod=lambda score, b, h, q, kv: score * (1 + h))} if kind == "mods" else {}
+    spec = dataclasses.replace(SPEC, sinks=True, **SPECS.get(kind, {}), **mods)
+    change = (lambda scores, q, kv: scores * torch.arange(1, 5)[:, None, None]) if mods else None
+    torch.manual_seed(0)
+    inputs = [torch.randn(sum(LENGTHS), 8 * 16), 1 + torch.rand(16), 1 + torch.rand(16), torch.randn(4)]
+    pack = rl.Pack(LENGTHS)
+    _compare(
+        lambda *t: rl.attention(*_projected(spec, pack, *t[:3]), pack, spec, sinks=t[3]),
+        lambda *t: _attention64(*t[:3], spec, change, t[3]),
+        inputs,
+        dtype,
+        factor=2.0 if mods else 1.0,  # the mod's scores are four times as large, and so is their rounding
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_RL_N2_latent_attention(interleaved: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a query and a state to what each head sees: norm, turn, and values that are the keys' first channels."""
+    monkeypatch.setitem(attention_of_trainers._AT_ONCE, "cpu", 4 * 130 * 17)
+    spec = AttentionSpec(num_heads=4, num_kv_heads=1, head_size=40, scale=0.2, value_size=32)
+    pack, table = rl.Pack(LENGTHS), rope_table(8, max(LENGTHS))
+    torch.manual_seed(0)
+    inputs = [torch.randn(sum(LENGTHS), 4, 40), torch.randn(sum(LENGTHS), 40), 1 + torch.rand(32)]
+
+    def ours(query: Tensor, state: Tensor, weight: Tensor) -> Tensor:
+        turned, states = rl.latent_rope(query[..., 32:], state, weight, pack, table, 1e-6, interleaved=interleaved)
+        return rl.attention(torch.cat((query[..., :32], turned), 2), states, pack, spec)
+
+    def right(query: Tensor, state: Tensor, weight: Tensor) -> Tensor:
+        results = []
+        for q, part in zip(query.split(LENGTHS), state.split(LENGTHS), strict=True):
+            rows = table.double()[: len(part), None]
+            halves = [x[..., -8:] for x in (q, part[:, None])]
+            if interleaved:
+                halves = [torch.cat((x[..., 0::2], x[..., 1::2]), -1) for x in halves]
+            turned = [_turn(x, rows) for x in halves]
+            keys = torch.cat((_norm64(part[:, :32], weight, 1e-6), turned[1][:, 0]), 1)
+            scores = torch.cat((q[..., :32], turned[0]), 2).transpose(0, 1) @ keys.t() * spec.scale
+            hidden = torch.ones(len(part), len(part), dtype=torch.bool).triu(1)
+            results.append((scores.masked_fill(hidden, float("-inf")).softmax(-1) @ keys[:, :32]).transpose(0, 1))
+        return torch.cat(results)
+
+    _compare(ours, right, inputs, dtype)
 
 
 def test_RL_N2_mods_that_change_scores() -> None:
@@ -220,7 +321,7 @@ def test_RL_N2_a_weight_that_is_used_twice_sums_its_gradients() -> None:
 
 def test_nothing_as_large_as_tokens_by_vocab_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the head, in either direction: the largest tensor is a block of rows."""
-    monkeypatch.setitem(rl.autograd.logprob._AT_ONCE, "cpu", 8 * 5000)
+    monkeypatch.setitem(logprob_of_trainers._AT_ONCE, "cpu", 8 * 5000)
     largest = 0
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):

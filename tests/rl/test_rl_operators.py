@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from unittest import mock
 
 import pytest
@@ -11,6 +12,7 @@ from octavo import rl
 from octavo.attention import AttentionMods, request_field
 from octavo.attention.mods.choice import with_mods
 from octavo.cache.specs import AttentionSpec
+from octavo.checkpoint.arch import Moe
 from octavo.ops import native
 from octavo.ops.gemm import linear, pack_linear
 from octavo.ops.rope import rope_table
@@ -21,11 +23,17 @@ SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_size=16, scale=0.25)
 LENGTHS = [1, 31, 32, 33, 511, 512, 513, 2047, 2048, 2049]
 
 
-def _attend(qkv: torch.Tensor, pack: rl.Pack, spec: AttentionSpec = SPEC, backend: str | None = None) -> torch.Tensor:
+def _attend(
+    qkv: torch.Tensor,
+    pack: rl.Pack,
+    spec: AttentionSpec = SPEC,
+    backend: str | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
     cos_sin = rope_table(spec.head_size, max(pack.lengths))
     weight = torch.linspace(0.5, 2, spec.head_size)
     q, states = rl.qk_norm_rope(qkv, pack, cos_sin, spec, weight, weight, 1e-6)
-    return rl.attention(q, states, pack, spec, backend)
+    return rl.attention(q, states, pack, spec, backend, sinks)
 
 
 @pytest.mark.parametrize("window", [0, 100])
@@ -39,6 +47,20 @@ def test_RL_N1_a_packs_order_and_cut_change_no_bit(dtype: torch.dtype, window: i
     pack = rl.Pack([LENGTHS[i] for i in order])
     together = pack.split(_attend(torch.cat([parts[i] for i in order]), pack, spec))
     assert all(torch.equal(together[place], alone[i]) for place, i in enumerate(order))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_RL_N1_sinks_are_the_samplers(dtype: torch.dtype) -> None:
+    """In any packing; and they count, as in the reference implementation."""
+    spec, sinks = dataclasses.replace(SPEC, sinks=True), torch.tensor([2.0, -1.0, 0.5, 9.0])
+    torch.manual_seed(0)
+    parts = [torch.randn(length, 8 * 16).to(dtype) for length in (600, 1, 33)]
+    pack = rl.Pack([600, 1, 33])
+    together = _attend(torch.cat(parts), pack, spec, None, sinks)
+    alone = [_attend(part, rl.Pack([len(part)]), spec, None, sinks) for part in parts]
+    assert torch.equal(together, torch.cat(alone))
+    reference, without = _attend(torch.cat(parts), pack, spec, "reference", sinks), _attend(torch.cat(parts), pack)
+    assert float((together - reference).abs().max()) < 0.01 < 1 < float((together - without).abs().max())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -128,9 +150,30 @@ def test_wrong_arguments_are_named() -> None:
         rl.gated(torch.zeros(1, 4), "relu")
     with pytest.raises(ValueError, match="longer than the 4 rotary positions"):
         rl.qk_norm_rope(torch.zeros(5, 8 * 16), rl.Pack([5]), rope_table(16, 4), SPEC)
-    with pytest.raises(ValueError, match="latent"):
-        latent = AttentionSpec(num_heads=4, num_kv_heads=1, head_size=16, scale=0.25, value_size=8)
-        rl.attention(torch.zeros(5, 4, 16), torch.zeros(32, 1, 16), rl.Pack([5]), latent)
+    sinking = dataclasses.replace(SPEC, sinks=True)
+    for spec, sinks in ((sinking, None), (SPEC, torch.zeros(4)), (sinking, torch.zeros(3))):
+        with pytest.raises(ValueError, match="sinks must be"):
+            rl.attention(torch.zeros(5, 4, 16), torch.zeros(32, 2, 32), rl.Pack([5]), spec, sinks=sinks)
+    x, facts = torch.zeros(3, 8), Moe(num_experts=2, experts_per_token=1, expert_size=4, num_shared=1)
+    weights = torch.zeros(2, 8), torch.zeros(2, 8, 8), torch.zeros(2, 8, 4)
+    with pytest.raises(ValueError, match="needs shared under Moe"):
+        rl.moe(x, *weights, facts)
+    with pytest.raises(ValueError, match="has no use for correction"):
+        rl.moe(x, *weights, facts, shared=x, correction=torch.zeros(2))
+    with pytest.raises(ValueError, match="a multiple of 3 rows, got 8"):
+        rl.head_linear(torch.zeros(5, 3, 4), torch.zeros(8, 4), slice(0, 2))
+    with pytest.raises(ValueError, match=r"\[N, 5\] for rows of 5, got \[N, 4\]"):
+        rl.head_linear(torch.zeros(5, 2, 5), torch.zeros(8, 4), slice(0, 2))
+    with pytest.raises(ValueError, match="longer than the 4 rotary positions"):
+        rl.latent_rope(
+            torch.zeros(5, 2, 8),
+            torch.zeros(5, 24),
+            torch.ones(16),
+            rl.Pack([5]),
+            rope_table(8, 4),
+            1e-6,
+            interleaved=True,
+        )
 
 
 @pytest.mark.skipif(not native.available(), reason="chains are of compiled operators")

@@ -46,11 +46,24 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+def _together(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The experts of each layer in two tensors, as transformers holds them; the rest as it is."""
+    found = {name: each for name, each in weights.items() if ".experts." not in name}
+    for first in [name for name in weights if ".experts.0.gate_proj" in name]:
+        path, of_layer = first.partition(".0.gate_proj")[0], dict[str, list[Tensor]]()
+        own = [name for name in weights if name.startswith(f"{path}.")]
+        for name in sorted(own, key=lambda name: int(name.split(".")[-3])):
+            of_layer.setdefault(name.split(".")[-2], []).append(weights[name])
+        found[f"{path}.gate_up_proj"] = torch.cat([torch.stack(of_layer[n]) for n in ("gate_proj", "up_proj")], 1)
+        found[f"{path}.down_proj"] = torch.stack(of_layer["down_proj"])
+    return found
+
+
 def _update(model: Any, dtype: torch.dtype, quantization: str | None, weights: dict[str, Tensor], how: str) -> None:
     plan = WeightPlan(model, dtype)
     staged = Staged(plan, partial=False)
     if how == "in place":
-        staged = InPlace(plan, quantization, CPU, of=staged)
+        staged, weights = InPlace(plan, quantization, CPU, of=staged), _together(weights)
     lists = [list(part) for part in zip(*((n, str(t.dtype), list(t.shape)) for n, t in weights.items()), strict=True)]
     for incoming in plan.read(*lists):
         staged.put(incoming, weights[incoming.name])

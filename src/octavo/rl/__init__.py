@@ -1,10 +1,10 @@
 """octavo.rl: a trainer's forward with the sampler's bits, and gradients; new weights for a sampler that runs.
 
 Operators with gradients, each the sampler's own: `linear`, `norm`, `add`, `qk_norm_rope`, `attention`, `gated`, `moe`,
-`token_logprob`, `head_logprob`. `Pack` holds sequences; `convert` makes a transformers model run them; `logprobs` and
-`assert_same` are what a loop calls. `WeightSource` and `Sender` bring a trainer's weights to an engine, whose side is
-`session`, `plan`, `in_place`, `receiver` and `transport`. No engine is imported. Names load on first use: an engine's
-loop knows the session alone, without torch.
+`head_linear`, `latent_rope`, `token_logprob`, `head_logprob`. `Pack` holds sequences; `convert` makes a transformers
+model run them; `logprobs` and `assert_same` are what a loop calls. `WeightSource` and `Sender` bring a trainer's
+weights to an engine, whose side is `session`, `plan`, `in_place`, `receiver` and `transport`. No engine is imported.
+Names load on first use: an engine's loop knows the session alone, without torch.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from octavo.rl.autograd.attention import attention as attention
     from octavo.rl.autograd.gated import gated as gated
+    from octavo.rl.autograd.latent import head_linear as head_linear
+    from octavo.rl.autograd.latent import latent_rope as latent_rope
     from octavo.rl.autograd.linear import linear as linear
     from octavo.rl.autograd.logprob import LogProbs as LogProbs
     from octavo.rl.autograd.logprob import Truncation as Truncation
@@ -48,7 +50,9 @@ _PUBLIC = {
     "attention": "octavo.rl.autograd.attention",
     "convert": "octavo.rl.conversion",
     "gated": "octavo.rl.autograd.gated",
+    "head_linear": "octavo.rl.autograd.latent",
     "head_logprob": "octavo.rl.autograd.logprob",
+    "latent_rope": "octavo.rl.autograd.latent",
     "linear": "octavo.rl.autograd.linear",
     "logprobs": "octavo.rl.scoring",
     "moe": "octavo.rl.autograd.moe",
@@ -70,7 +74,9 @@ __all__ = [
     "attention",
     "convert",
     "gated",
+    "head_linear",
     "head_logprob",
+    "latent_rope",
     "linear",
     "logprobs",
     "moe",

@@ -11,20 +11,23 @@ import dataclasses
 import functools
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from octavo.checkpoint.arch import Arch
 from octavo.layers.attention import Attention
+from octavo.layers.base import Layer
 from octavo.layers.chain import learn
+from octavo.layers.latent_attention import LatentAttention
 from octavo.layers.linear import Linear
 from octavo.layers.mlp import Mlp
 from octavo.layers.moe import MoeMlp
 from octavo.layers.norm import RMSNorm
 from octavo.rl.autograd.attention import attention
 from octavo.rl.autograd.gated import gated
+from octavo.rl.autograd.latent import head_linear, latent_rope
 from octavo.rl.autograd.linear import linear
 from octavo.rl.autograd.moe import moe
 from octavo.rl.autograd.norm import norm
@@ -98,8 +101,8 @@ class _Part:
 
     def project(self, x: Tensor, name: str) -> Tensor:
         """The product with the weights called `name`."""
-        weights = self.run.weights.rows(f"{name}.weight")
-        return linear(x, weights, self.run.weights.biases(f"{name}.bias", len(weights)))
+        weights, layer = self.run.weights.rows(f"{name}.weight"), cast(Layer, self.run.plan.layer.get_submodule(name))
+        return linear(x, weights, self.run.weights.biases(f"{name}.bias", layer, len(weights)))
 
 
 def _keeping_gradients(method: Callable[[Tensor], Tensor], name: str, x: Tensor) -> Tensor:
@@ -155,6 +158,50 @@ class _AttentionPart(_Part):
         return attention(q, self.states, self.run.pack, self.spec, self.run.backend).flatten(1)
 
 
+class _LatentPart(_Part):
+    """The states of a run lie in a cache of its own, from `absorb_and_store` to `attend`."""
+
+    states: Tensor
+
+    def __init__(self, run: LayerRun, layer: nn.Module, path: str) -> None:
+        super().__init__(run, layer, path)
+        latent = run.arch.latent
+        assert latent is not None, "latent attention needs its facts"
+        self.latent = latent
+
+    def absorb_and_store(self, down: Tensor) -> Tensor:
+        run, latent, num_heads = self.run, self.latent, self.run.arch.num_heads
+        state_size = latent.latent_size + latent.rope_size
+        first, state = down.split((down.shape[1] - state_size, state_size), dim=1)
+        if latent.query_size:
+            first = self.query_up(self.query_norm(first))
+        query = first.unflatten(1, (num_heads, -1))
+        norm_weight, rope = run.weights.needed(f"{self.path}.state_norm.weight"), run.plan.rope
+        rotated, self.states = latent_rope(
+            query[..., latent.nope_size :],
+            state,
+            norm_weight,
+            run.pack,
+            run.cos_sin,
+            self.state_norm.eps,
+            interleaved=rope.interleaved,
+            offset=run.norm_offset,
+        )
+        absorbed = head_linear(query[..., : latent.nope_size], self.expand, slice(0, latent.nope_size), transposed=True)
+        return torch.cat((absorbed, rotated), dim=2)
+
+    def attend(self, q: Tensor) -> Tensor:
+        return attention(q, self.states, self.run.pack, self.run.plan.spec, self.run.backend)
+
+    def values_of(self, seen: Tensor) -> Tensor:
+        return head_linear(seen, self.expand, slice(self.latent.nope_size, None)).flatten(1)
+
+    @property
+    def expand(self) -> Tensor:
+        """[heads * (nope + value), latent], the trainer's."""
+        return self.run.weights.needed(f"{self.path}.expand")
+
+
 class _MlpPart(_Part):
     def forward(self, x: Tensor) -> Tensor:
         inner = gated(self.project(x, f"{self.path}.gate_up"), self.run.arch.activation)
@@ -166,13 +213,23 @@ class _MoePart(_Part):
         weights, arch = self.run.weights, self.run.arch
         assert arch.moe is not None, "layers with experts need their facts"
         gate_up, down = (weights.named(f"{self.path}.experts.{name}") for name in ("gate_up_proj", "down_proj"))
-        return moe(x, weights.needed(f"{self.path}.router.weight"), gate_up, down, arch.moe, arch.activation)
+        return moe(
+            x,
+            weights.needed(f"{self.path}.router.weight"),
+            gate_up,
+            down,
+            arch.moe,
+            arch.activation,
+            weights.one(f"{self.path}.correction"),
+            self.shared(x) if arch.moe.num_shared else None,
+        )
 
 
 _PARTS: dict[type[nn.Module], type[_Part]] = {
     RMSNorm: _NormPart,
     Linear: _LinearPart,
     Attention: _AttentionPart,
+    LatentAttention: _LatentPart,
     Mlp: _MlpPart,
     MoeMlp: _MoePart,
 }

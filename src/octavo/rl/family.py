@@ -34,7 +34,7 @@ _EXPERTS = "mlp.experts."
 # in `convert` name: a fact that nobody names is refused where it is not at its default.
 LAYER_FACTS = {
     "name", "dtype", "intermediate_size", "num_heads", "num_kv_heads", "head_size", "max_position", "default_length",
-    "layers", "moe_layers", "moe", "activation", "attention_bias", "output_bias", "mlp_bias", "qk_norm",
+    "layers", "moe_layers", "moe", "latent", "activation", "attention_bias", "output_bias", "mlp_bias", "qk_norm",
     "attention_scale", "eos_token_ids", "bos_token_id",
 }  # fmt: skip
 
@@ -74,8 +74,6 @@ def plan_of(
     if length > arch.max_position:
         raise ValueError(f"max_model_len={length} exceeds the {arch.max_position} positions of the model")
     arch = dataclasses.replace(arch, max_position=length)
-    if arch.latent is not None:
-        raise ValueError(f"octavo.rl does not run {name} yet: its attention is latent")
     model = cast(Model, ARCHITECTURES.resolve(name)(arch, dtype))
     specs = [spec for spec in model.layer_specs if isinstance(spec, AttentionSpec)]
     if len(specs) < arch.num_layers:
@@ -123,7 +121,8 @@ def rotary_table(arch: Arch, rope: Rope, device: torch.device) -> Tensor:
     """The engine's table of the rotation, as long as the longest sequence."""
     facts = dataclasses.asdict(rope)
     del facts["interleaved"]
-    return rope_table(arch.head_size, arch.max_position, **facts).to(device)
+    size = arch.head_size if arch.latent is None else arch.latent.rope_size
+    return rope_table(size, arch.max_position, **facts).to(device)
 
 
 def _names(model: Model) -> dict[str, list[str]]:
@@ -162,7 +161,7 @@ class Parameters:
 
     def missing(self, others: Sequence[str] = ()) -> list[str]:
         """Names, and some others, that the trainer's layer lacks."""
-        known = dict(self.module.named_parameters())
+        known = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
         return [name for names in (*self._names.values(), others) for name in names if name not in known]
 
     def unused(self, others: Sequence[str] = ()) -> list[str]:
@@ -182,9 +181,13 @@ class Parameters:
         """The one parameter that is the engine's, which it has."""
         return self.rows(path)[0]
 
-    def biases(self, path: str, count: int) -> list[Tensor | None]:
-        """Of `count` projections; None where they have none."""
-        return list(self.rows(path)) if path in self._names else [None] * count
+    def biases(self, path: str, layer: Layer, count: int) -> list[Tensor | None]:
+        """Of the `count` weights of the engine's `layer`, in order; None where one has none."""
+        rows = self.rows(path) if path in self._names else []
+        if len(rows) == count:
+            return list(rows)
+        own = dict(zip(layer.shards("bias"), rows, strict=True)) if rows else {}
+        return [own.get(projection) for projection in layer.shards("weight")] if own else [None] * count
 
     def named(self, name: str) -> Tensor:
         """A parameter by its name in the trainer's layer."""

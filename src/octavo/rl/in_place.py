@@ -26,6 +26,9 @@ class InPlace(Staged):
 
     def put(self, incoming: Incoming, tensor: torch.Tensor) -> None:
         """Take in a tensor: into its rows of the model, or with the others of its layer, once they are all there."""
+        if self._plan.pieces(incoming.name):  # each of them comes here by itself
+            super().put(incoming, tensor)
+            return
         known = self._plan.known(incoming.name)
         if known is None or known in self.arrived:
             return  # the other name of a tied weight: nothing is kept to compare it with

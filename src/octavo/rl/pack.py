@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.attention.base import BACKENDS, AttentionBackend, AttentionInputs, Setup
+from octavo.attention.base import BACKENDS, NO_TENSORS, AttentionBackend, AttentionInputs, LayerTensors, Setup
 from octavo.attention.mods import NO_MODS, PROMPT_LENGTH
 from octavo.cache.specs import AttentionSpec
 from octavo.ops import native
@@ -125,10 +125,18 @@ class Pack:
         """A cache of one layer: [slots, kv_heads, channels], zeros."""
         return torch.zeros(self.num_slots, num_kv_heads, channels, dtype=dtype, device=self.device)
 
-    def attend(self, q: Tensor, states: Tensor, spec: AttentionSpec, backend: str | None = None) -> Tensor:
-        """Attention of q [tokens, heads, head_size] over states [slots, kv_heads, 2 * head_size] -> q's shape.
+    def attend(
+        self,
+        q: Tensor,
+        states: Tensor,
+        spec: AttentionSpec,
+        backend: str | None = None,
+        layer: LayerTensors = NO_TENSORS,
+    ) -> Tensor:
+        """Attention of q [tokens, heads, head_size] over states [slots, kv_heads, channels] -> [tokens, heads, values].
 
-        backend: an attention backend's name; None: the one that an engine takes by itself. Without gradients.
+        `values` is head_size, or the latent spec's value_size. backend: an attention backend's name; None: the one
+        that an engine takes by itself. layer: the tensors that the layer brings. Without gradients.
         """
         lacking = [field.name for field in spec.mods.specs if field.name not in self.tables]
         if lacking:
@@ -148,8 +156,8 @@ class Pack:
             made = BACKENDS.resolve(name)([spec], q.dtype, self.device, setup)
             made.prepare(self.inputs)
             self._backends[key] = made
-        out = torch.empty_like(q)
-        self._backends[key].run(q, cache_view(states), spec, out)
+        out = q.new_empty(*q.shape[:2], spec.value_size or spec.head_size)
+        self._backends[key].run(q, cache_view(states), spec, out, layer)
         return out
 
 
@@ -161,5 +169,5 @@ def cache_view(states: Tensor) -> Tensor:
 def _usual_backend(spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> str:
     """The attention backend that an engine takes where its settings name none."""
     if device.type == "cuda":
-        return "paged" if spec.mods is NO_MODS else "flex"
+        return "flex" if spec.mods is not NO_MODS else "mla" if spec.value_size else "paged"
     return "cpu" if native.available() and spec.mods is NO_MODS and dtype in native.DTYPE_CODES else "reference"

@@ -8,6 +8,9 @@ bits of now. On a GPU a weight is taken as it lies.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
 import torch
 import xxhash
 from torch import Tensor
@@ -15,9 +18,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from octavo.ops import native
 from octavo.ops.gemm import LinearWeight, pack_linear
+from octavo.ops.gemm.head_linear import HeadWeights, pack_heads
 
-_Forms = dict[int, tuple[bytes, torch.dtype, bool, LinearWeight]]
-_PACKED = WeakTensorKeyDictionary()  # weight -> of each of its matrices: digest, dtype of the rows, chain, form
+_Form = TypeVar("_Form")
+_Forms = dict[Hashable, tuple[tuple[bytes, torch.dtype, bool], Any]]
+_PACKED = WeakTensorKeyDictionary()  # weight -> of each of its matrices: (digest, dtype of the rows, chain), form
 
 
 def packed(weight: Tensor, dtype: torch.dtype, matrix: int | None = None) -> LinearWeight:
@@ -27,17 +32,36 @@ def packed(weight: Tensor, dtype: torch.dtype, matrix: int | None = None) -> Lin
     stays so for rows of float32. Raises ValueError for float16 on a CPU.
     """
     values = (weight if matrix is None else weight[matrix]).detach()
+    return _kept(weight, matrix, values, dtype, lambda: pack_linear(rounded(values, dtype)))
+
+
+def packed_heads(weight: Tensor, dtype: torch.dtype, heads: int, rows: slice, *, transposed: bool) -> HeadWeights:
+    """The form of weight [heads * size, C] for a product a head with `rows` of its rows, or with them transposed.
+
+    It has the type of the rows of x, as the engine keeps it. Raises ValueError for float16 on a CPU.
+    """
+    values = weight.detach()
+
+    def pack() -> HeadWeights:
+        matrices = values.to(dtype).unflatten(0, (heads, -1))[:, rows]
+        return pack_heads(matrices.transpose(1, 2) if transposed else matrices)
+
+    return _kept(weight, (heads, rows.start, rows.stop, transposed), values, dtype, pack)
+
+
+def _kept(weight: Tensor, key: Hashable, values: Tensor, dtype: torch.dtype, pack: Callable[[], _Form]) -> _Form:
+    """What `pack` makes of `values` of a weight, or made of the same bits before."""
     if values.is_cuda:
-        return pack_linear(rounded(values, dtype))
+        return pack()
     if dtype == torch.float16:
         raise ValueError("float16 runs on a GPU only: take bfloat16 or float32 on a CPU")
     forms: _Forms = _PACKED.setdefault(weight, {})
-    key, follows = -1 if matrix is None else matrix, (_digest(values), dtype, native.multiplies_in_pairs())
-    found = forms.get(key)
-    if found is None or found[:3] != follows:
+    follows = _digest(values), dtype, native.multiplies_in_pairs()
+    if key not in forms or forms[key][0] != follows:
         forms.pop(key, None)
-        found = forms[key] = *follows, pack_linear(rounded(values, dtype))
-    return found[3]
+        forms[key] = follows, pack()
+    form: _Form = forms[key][1]
+    return form
 
 
 def rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import collections
 import fnmatch
 import hashlib
+import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -29,6 +30,7 @@ DTYPES = {
     name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "float64")
 }  # names, with or without "torch."
 _SHOWN = 5
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 class Incoming(NamedTuple):
@@ -44,6 +46,28 @@ class Incoming(NamedTuple):
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 
+class Piece(NamedTuple):
+    """What one weight of a checkpoint is of a tensor [experts, rows, columns] that holds a layer's experts together."""
+
+    name: str
+    expert: int
+    rows: slice
+
+
+def _joined(targets: Mapping[str, Target]) -> dict[str, list[Piece]]:
+    """Names under which a trainer may hold the experts of a layer together -> the checkpoint's weights in them."""
+    found: dict[str, list[Piece]] = {}
+    for name, target in targets.items():
+        match = _EXPERT.fullmatch(name)
+        if match is None:
+            continue
+        experts, number, projection = match.groups()
+        size, own = target.shape[0], "down_proj" if projection == "down" else "gate_up_proj"
+        start = size if projection == "up" else 0
+        found.setdefault(f"{experts}.{own}", []).append(Piece(name, int(number), slice(start, start + size)))
+    return found
+
+
 class WeightPlan:
     """Of one model that is loaded."""
 
@@ -53,6 +77,7 @@ class WeightPlan:
         self._prefixes, self._ignored = dict(blank.other_prefixes), tuple(blank.ignored_weights)
         parameters = dict(cast(nn.Module, blank).named_parameters())
         self.targets: dict[str, Target] = dict(weight_targets(cast(nn.Module, blank)))
+        self._joined = _joined(self.targets)
         self.dtypes = {path: parameter.dtype for path, parameter in parameters.items()}
         self.shapes = {path: tuple(parameter.shape) for path, parameter in parameters.items()}
         if model.arch.tied and "lm_head.weight" not in self.targets:  # trainers name both ends
@@ -74,10 +99,22 @@ class WeightPlan:
         name = self._aliases.get(name, name)
         return name if name in self.targets else None
 
+    def pieces(self, name: str) -> Sequence[Piece]:
+        """The checkpoint's weights that a tensor of all experts of a layer holds; none for another one."""
+        return self._joined.get(self._renamed(name), ())
+
+    def expected(self, name: str) -> tuple[int, ...] | None:
+        """The shape of what comes under `name`; None for a name that the model has no place for."""
+        known, pieces = self.known(name), self.pieces(name)
+        if not pieces:
+            return None if known is None else self.targets[known].shape
+        columns = self.targets[pieces[0].name].shape[1]
+        return max(piece.expert for piece in pieces) + 1, max(piece.rows.stop for piece in pieces), columns
+
     def is_ignored(self, name: str) -> bool:
         """Whether a checkpoint may hold `name`, and nothing reads it."""
         own = self._renamed(name)
-        return self.known(name) is None and any(fnmatch.fnmatchcase(own, pattern) for pattern in self._ignored)
+        return self.expected(name) is None and any(fnmatch.fnmatchcase(own, pattern) for pattern in self._ignored)
 
     def _renamed(self, name: str) -> str:
         prefix = next((prefix for prefix in self._prefixes if name.startswith(prefix)), "")
@@ -92,15 +129,15 @@ class WeightPlan:
         found, problems, seen = [], [], set()
         for name, dtype_name, shape in zip(names, dtype_names, shapes, strict=True):
             dtype = DTYPES.get(dtype_name.removeprefix("torch."))
-            known = self.known(name)
+            expected = self.expected(name)
             if name in seen:
                 problems.append(f"{name}: comes twice")
-            elif known is None and not self.is_ignored(name):
+            elif expected is None and not self.is_ignored(name):
                 problems.append(f"{name}: expected nothing, found {dtype_name} {list(shape)}")
             elif dtype is None:
                 problems.append(f"{name}: expected one of {', '.join(DTYPES)}, found {dtype_name}")
-            elif known is not None and self.targets[known].shape != tuple(shape):
-                problems.append(f"{name}: expected {list(self.targets[known].shape)}, found {list(shape)}")
+            elif expected is not None and expected != tuple(shape):
+                problems.append(f"{name}: expected {list(expected)}, found {list(shape)}")
             else:
                 found.append(Incoming(name, dtype, tuple(shape)))
             seen.add(name)
@@ -137,8 +174,11 @@ class Staged:
     def put(self, incoming: Incoming, tensor: torch.Tensor) -> None:
         """Take in a tensor, rounded to the type that the engine's weight has. Raises WeightUpdateError for NaN or Inf.
 
-        A tied weight may come under both of its names, if the two are alike.
+        A tied weight may come under both of its names, if the two are alike; experts may come together.
         """
+        for piece in self._plan.pieces(incoming.name):
+            part = tensor[piece.expert, piece.rows]
+            self.put(Incoming(piece.name, incoming.dtype, tuple(part.shape)), part)
         known = self._plan.known(incoming.name)
         if known is None:
             return

@@ -2,7 +2,7 @@
 
 Forward is a backend over the paged cache. Backward computes scores again, in tiles of queries against the keys that
 they may see, in float32: nothing as large as [tokens, tokens] exists, and of a forward q, K and V are kept alone.
-Invariant: the mathematics of backward is the forward's: scale, soft cap, slopes, mask, then a user's mods.
+Invariant: the mathematics of backward is the forward's: scale, soft cap, slopes, mask, a user's mods, then sinks.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from octavo.attention.base import NO_TENSORS, LayerTensors
 from octavo.attention.mods import NO_MODS, at_work
 from octavo.attention.reference import apply_mods
 from octavo.cache.specs import AttentionSpec
@@ -23,33 +24,53 @@ _AT_ONCE = {"cpu": 1 << 22, "cuda": 1 << 26}  # scores of a tile
 _MAX_QUERIES = 256  # of a tile: what lies behind them is not computed
 
 
-def attention(q: Tensor, states: Tensor, pack: Pack, spec: AttentionSpec, backend: str | None = None) -> Tensor:
-    """Attention of each token to its own sequence: q [tokens, heads, head_size] -> the same shape.
+def attention(
+    q: Tensor,
+    states: Tensor,
+    pack: Pack,
+    spec: AttentionSpec,
+    backend: str | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention of each token to its own sequence: q [tokens, heads, head_size] -> [tokens, heads, values].
 
-    states: [slots, kv_heads, 2 * head_size], K then V by the pack's slots, of q's dtype, as `qk_norm_rope` gives them;
-    spec: what a query sees, mods included; backend: by name, None: the one that an engine takes by itself. Raises
-    ValueError for a latent spec or sinks, and in backward for a mod that would need a gradient of its own.
+    states: by the pack's slots, of q's dtype: [slots, kv_heads, 2 * head_size], K then V, as `qk_norm_rope` gives them,
+    and `values` is head_size; or of a latent spec [slots, 1, head_size], as `latent_rope` gives them, and `values` is
+    value_size. spec: what a query sees, mods included; backend: by name, None: the one that an engine takes by itself;
+    sinks: [heads], for a spec that has them. Raises ValueError for sinks that do not fit, and in backward for a mod
+    that would need a gradient of its own.
     """
-    if spec.value_size or spec.sinks:
-        raise ValueError(f"octavo.rl.attention has no {'latent attention' if spec.value_size else 'sinks'} yet")
-    result: Tensor = apply(_Attention, q, states, pack, spec, backend)
+    if spec.sinks != (sinks is not None) or (sinks is not None and sinks.shape != (spec.num_heads,)):
+        found = "none" if sinks is None else str(list(sinks.shape))
+        raise ValueError(f"sinks must be {[spec.num_heads] if spec.sinks else 'left out'} for this spec, got {found}")
+    result: Tensor = apply(_Attention, q, states, pack, spec, backend, sinks)
     return result
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     @outside_autocast
-    def forward(ctx: Any, q: Tensor, states: Tensor, pack: Pack, spec: AttentionSpec, backend: str | None) -> Tensor:
-        ctx.save_for_backward(q, states)
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        states: Tensor,
+        pack: Pack,
+        spec: AttentionSpec,
+        backend: str | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        ctx.save_for_backward(q, states, sinks)
         ctx.facts = pack, spec
-        return pack.attend(q.detach().contiguous(), states.detach(), spec, backend)
+        layer = NO_TENSORS if sinks is None else LayerTensors(sinks=sinks.detach().float().contiguous())
+        return pack.attend(q.detach().contiguous(), states.detach(), spec, backend, layer)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, states = ctx.saved_tensors
+        q, states, sinks = ctx.saved_tensors
         pack, spec = ctx.facts
         grad_q, grad_states = torch.empty_like(q), torch.zeros_like(states)
+        of_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=torch.float32)
         for row, place in enumerate(pack.places):
             slots = slice(place.slot, place.slot + place.length)
             own = states[slots].float()
@@ -60,11 +81,13 @@ class _Attention(torch.autograd.Function):
                 first, last = _seen(spec, begin, end, place.length)
                 some = slice(place.token + begin, place.token + end)
                 tile = _Tile(pack, spec, row, begin, end, first, last)
-                of_query, of_seen = _tile_backward(q[some].float(), own[first:last], grad[some].float(), tile)
+                of_query, of_seen = _tile_backward(
+                    q[some].float(), own[first:last], grad[some].float(), tile, sinks, of_sinks
+                )
                 grad_q[some] = of_query.to(q.dtype)
                 of_keys[first:last] += of_seen
             grad_states[slots] = of_keys.to(states.dtype)
-        return grad_q, grad_states, None, None, None
+        return grad_q, grad_states, None, None, None, None if of_sinks is None else of_sinks.to(sinks.dtype)
 
 
 def _seen(spec: AttentionSpec, begin: int, end: int, length: int) -> tuple[int, int]:
@@ -133,15 +156,26 @@ class _Tile(NamedTuple):
         scores.masked_fill_(hidden, float("-inf"))
 
 
-def _tile_backward(q: Tensor, states: Tensor, grad: Tensor, tile: _Tile) -> tuple[Tensor, Tensor]:
-    """(gradient of q [queries, heads, size], of states [keys, kv_heads, 2 * size]) of a tile, all float32."""
+def _tile_backward(
+    q: Tensor, states: Tensor, grad: Tensor, tile: _Tile, sinks: Tensor | None, of_sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(gradient of q [queries, heads, size], of states [keys, kv_heads, channels]) of a tile, all float32.
+
+    The gradient of sinks [heads] is added to `of_sinks`.
+    """
     kv_heads, size = states.shape[1], q.shape[2]
-    keys, values = states.transpose(0, 1).split(size, dim=2)  # [kv_heads, keys, size]
+    by_head = states.transpose(0, 1)  # [kv_heads, keys, channels]
+    latent = tile.spec.value_size  # then values are the first channels of keys
+    keys, values = (by_head, by_head[..., :latent]) if latent else by_head.split(size, dim=2)
     queries, own = (x.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3) for x in (q, grad))  # kv_heads, group, queries
-    flat, own_flat = queries.reshape(kv_heads, -1, size), own.reshape(kv_heads, -1, size)
+    flat, own_flat = (x.reshape(kv_heads, -1, x.shape[3]) for x in (queries, own))
     products = (flat @ keys.transpose(1, 2)).view(*queries.shape[:3], -1)
     scores, back = tile.scores(products)
-    if tile.spec.mods is NO_MODS:
+    if sinks is not None:
+        sink = sinks.float().view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
+        joined = torch.cat((scores, sink), dim=-1).softmax(-1)
+        weights, of_sink = joined[..., :-1], joined[..., -1:]
+    elif tile.spec.mods is NO_MODS:
         weights = scores.softmax(-1)
     else:
         blind = (scores == float("-inf")).all(-1, keepdim=True)  # a query that sees nothing gives 0
@@ -149,9 +183,15 @@ def _tile_backward(q: Tensor, states: Tensor, grad: Tensor, tile: _Tile) -> tupl
     of_values = weights.flatten(1, 2).transpose(1, 2) @ own_flat
     of_scores = (own_flat @ values.transpose(1, 2)).view_as(weights)
     shared = torch.linalg.vecdot(weights, of_scores)[..., None]
+    if of_sinks is not None:
+        of_sinks -= (of_sink * shared).sum((2, 3)).flatten()
     of_flat = back(of_scores.sub_(shared).mul_(weights)).flatten(1, 2)
     of_queries = (of_flat @ keys).view(queries.shape).permute(2, 0, 1, 3).flatten(1, 2)
-    return of_queries, torch.cat((of_flat.transpose(1, 2) @ flat, of_values), dim=2).transpose(0, 1)
+    of_keys = of_flat.transpose(1, 2) @ flat
+    if latent:
+        of_keys[..., :latent] += of_values
+        return of_queries, of_keys.transpose(0, 1)
+    return of_queries, torch.cat((of_keys, of_values), dim=2).transpose(0, 1)
 
 
 def _refuse_learned(scores: Tensor, raw: Tensor) -> None:

@@ -22,17 +22,34 @@ from octavo.rl.autograd.outside import apply, first_order, outside_autocast
 from octavo.rl.packed_weights import packed
 
 
-def moe(x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, facts: Moe, activation: str = "silu") -> Tensor:
+def moe(
+    x: Tensor,
+    router: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    facts: Moe,
+    activation: str = "silu",
+    correction: Tensor | None = None,
+    shared: Tensor | None = None,
+) -> Tensor:
     """x [tokens, size] -> the same shape: each token's experts, weighted by the router and summed in order of rank.
 
-    router: [experts, size]; gate_up: [experts, 2 * expert_size, size]; down: [experts, size, expert_size]. Raises
-    ValueError for a rule with shared experts or a correction, which octavo.rl has not yet.
+    router: [experts, size]; gate_up: [experts, 2 * expert_size, size]; down: [experts, size, expert_size]; correction:
+    [experts], of a rule that corrects the choice: it takes part in that alone, and has no gradient; shared: [tokens,
+    size], what the experts that every token meets made of x. Raises ValueError where the rule needs one that is
+    missing, or has no use for one.
     """
-    if facts.num_shared or facts.corrected:
-        raise ValueError("octavo.rl.moe has no shared experts and no correction of the choice yet")
-    weights, experts = choose_experts(linear(x, router, out_dtype=torch.float32), facts)
+    for name, given, is_needed in (
+        ("correction", correction, facts.corrected),
+        ("shared", shared, facts.num_shared > 0),
+    ):
+        if is_needed != (given is not None):
+            raise ValueError(f"octavo.rl.moe {'needs' if is_needed else 'has no use for'} {name} under {facts}")
+    bias = None if correction is None else correction.detach().float()
+    weights, experts = choose_experts(linear(x, router, out_dtype=torch.float32), facts, bias)
     results: Tensor = apply(_Experts, x, experts, gate_up, down, activation)
-    return sum_by_rank(results, weights).to(x.dtype)
+    total = sum_by_rank(results, weights)
+    return (total if shared is None else total + shared).to(x.dtype)
 
 
 class _Experts(torch.autograd.Function):

@@ -82,7 +82,7 @@ class _Rope(torch.autograd.Function):
         grad_k, grad_v = grad_states[pack.slots].split(spec.head_size, dim=2)
         rows, grads, of_norms = cos_sin[pack.positions], [], []
         for grad, x, weight in ((grad_q, q, q_norm), (grad_k, k, k_norm)):
-            own, of_norm = _turn_back(grad.float(), rows), None
+            own, of_norm = turn_back(grad.float(), rows), None
             if weight is not None:
                 own, of_norm = norm_backward(own, x, norm_weight(weight, offset), eps)
                 of_norm = of_norm.to(weight.dtype)
@@ -92,7 +92,7 @@ class _Rope(torch.autograd.Function):
         return joined, *of_norms, None, None, None, None, None
 
 
-def _turn_back(grad: Tensor, cos_sin: Tensor) -> Tensor:
+def turn_back(grad: Tensor, cos_sin: Tensor) -> Tensor:
     """The rotation's transpose: grad [tokens, heads, head_size] float32, cos_sin [tokens, rotary]."""
     half = cos_sin.shape[1] // 2
     cos, sin = cos_sin[:, None, :half], cos_sin[:, None, half:]
