@@ -84,7 +84,7 @@ def test_a_model_larger_than_the_gpu_is_refused_before_it_is_made(tmp_path: Path
         (
             1000,
             {"kv_cache_memory_bytes": 700 * MIB, "max_num_seqs": 512, "numerics": "fast"},  # 297 MiB of logits
-            r"gpu_memory_utilization=.*the graphs do not fit the GPU.*--enforce-eager",
+            r"gpu_memory_utilization=.*the graphs do not fit the GPU.*enforce_eager",
         ),
     ],
     ids=["weights", "cache", "graphs"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,11 +22,12 @@ from model_rig import make_reference  # isort: skip, its folder is known through
 pytestmark = pytest.mark.gpu
 FAMILIES = ["qwen3", "llama3-rope", "mistral-window", "gemma3-32", "olmo3", "glm4", "qwen3-moe"]
 LENGTHS = (1, 31, 32, 255, 256, 257, 600)
+CACHE: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 28}  # other engines' tests run beside these
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_RL_N1_octavo_tiny_and_its_control(dtype: torch.dtype) -> None:
-    with LLM(TINY, dtype=str(dtype)[6:]) as llm:
+    with LLM(TINY, dtype=str(dtype)[6:], **CACHE) as llm:
         sequences, theirs = sampled(llm, random_ids(*LENGTHS, vocab_size=4096))
     model = rl.convert(tiny(dtype).cuda())
     pack = rl.Pack.of(sequences, device="cuda")
@@ -45,7 +47,7 @@ def test_RL_N1_families(family: str, tmp_path: Path) -> None:
     """Heads of 32 channels and more are the kernels'; bfloat16."""
     model = make_reference(family, head_dim=64, hidden_size=128).to(torch.bfloat16)
     model.save_pretrained(tmp_path)
-    with LLM(str(tmp_path), dtype="bfloat16", max_model_len=512, skip_tokenizer_init=True) as llm:
+    with LLM(str(tmp_path), dtype="bfloat16", max_model_len=512, skip_tokenizer_init=True, **CACHE) as llm:
         sequences, theirs = sampled(llm, random_ids(1, 33, 70, 300))
     rl.convert(model.cuda(), max_model_len=512)
     pack = rl.Pack.of(sequences, device="cuda")
@@ -58,7 +60,7 @@ def test_RL_N1_families(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("temperature, draw", [(0.6, {}), (0.7, {"top_k": 20}), (1.3, {"top_p": 0.9, "min_p": 0.01})])
 def test_RL_G3_processed_logprobs(temperature: float, draw: dict[str, float]) -> None:
     prompts, model = random_ids(5, 40, vocab_size=4096), rl.convert(tiny().cuda())
-    with LLM(TINY, dtype="bfloat16", logprobs_mode="processed_logprobs") as llm:
+    with LLM(TINY, dtype="bfloat16", logprobs_mode="processed_logprobs", **CACHE) as llm:
         sequences, theirs = sampled(llm, prompts, temperature=temperature, **draw)
     pack = rl.Pack.of(sequences, device="cuda")
     support = rl.Truncation(**draw) if draw else None  # type: ignore[arg-type]
