@@ -256,6 +256,9 @@ class EngineCore:
         started = time.perf_counter()
         self._drain_inbox()
         if not self.gate.is_open:
+            self.weights.expire()
+            if self.gate.broken:  # for those that came while that was found
+                self._held += self.scheduler.versions.end_all(FinishReason.ERROR, WEIGHTS_BROKEN)
             held, self._held = self._held, []
             return held
         updates = self.scheduler.take_loads()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -136,36 +135,3 @@ def test_a_reset_may_take_running_requests_with_it(llm: LLM, whole: list[Request
         assert not llm.reset_prefix_cache()
         assert llm.reset_prefix_cache(reset_running_requests=True)
         assert tokens_of(running.result()) == tokens_of(whole)
-
-
-@pytest.mark.parametrize("num_moves", [400, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_rl_p2_any_moves_from_any_threads_end(llm: LLM, num_moves: int) -> None:
-    """RL.P2: eight threads, moves at random: none hangs, each illegal one says why, and requests still end."""
-
-    def move(seed: int) -> None:
-        rng = random.Random(seed)
-        for _ in range(num_moves // 8):
-            chosen = rng.choice(["keep", "abort", "wait", "resume", "resume", "sleep", "wake", "reset", "generate"])
-            try:
-                if chosen in ("keep", "abort", "wait"):
-                    llm.pause_generation(chosen, clear_cache=rng.random() < 0.3)
-                elif chosen == "resume":
-                    llm.resume_generation()
-                elif chosen == "sleep":
-                    llm.sleep(rng.choice([0, 1]), mode=rng.choice(["keep", "abort"]))
-                elif chosen == "wake":
-                    llm.wake_up(rng.choice([None, ["kv_cache"], ["weights", "scheduling"]]))
-                elif chosen == "reset":
-                    llm.reset_prefix_cache(rng.random() < 0.5)
-                else:
-                    waiting.submit(llm.generate, [[rng.randrange(1000)]], SamplingParams(max_tokens=4))
-            except WrongStateError as error:
-                assert "sleep" in str(error)
-
-    with ThreadPoolExecutor(64) as waiting:
-        with ThreadPoolExecutor(8) as pool:
-            for done in [pool.submit(move, seed) for seed in range(8)]:
-                done.result(patient(120))
-        llm.wake_up()
-        llm.resume_generation()
-    assert llm.generate([[1, 2]], SamplingParams(max_tokens=3))[0].finished

@@ -6,6 +6,7 @@ import itertools
 import random
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from octavo.ops.gemm import LinearWeight
 from octavo.request.outputs import RequestOutput, WeightsSpan
 from octavo.rl import Sender, WeightSource
 from octavo.rl.session import WeightConflictError, WeightUpdateError
+from octavo.rl.transport.local import Handed
+from patience import patient
 from weights_rig import answers, give, other_weights, params, prompts
 
 FIELDS: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 256, "weight_transfer_config": {"backend": "disk"}}
@@ -177,6 +180,31 @@ def test_without_room_for_both_a_failed_update_stops_the_engine_until_a_whole_on
             llm.start_weight_update(partial=True)
         give(llm, WEIGHTS[1], "2")
         assert answers(llm) == wanted
+
+
+def test_a_session_that_went_silent_ends_for_those_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RL.W8: its trainer has overwritten a weight and gone; nobody starts another one, and nobody waits for ever."""
+    fields = FIELDS | {"weight_transfer_config": {"backend": "disk", "staging": "none"}}
+    name = "model.norm.weight"
+    with LLM(**fields) as llm, ThreadPoolExecutor(2) as pool:
+        monkeypatch.setattr(llm.engine.core.weights, "_hold_timeout", 0.3)  # type: ignore[attr-defined]
+        llm.start_weight_update()
+        with Handed({name: WEIGHTS[0][name]}) as update_info:
+            llm.update_weights({"update_info": update_info})
+        assert llm.weight_state()["state"] == "held"
+        waiting = [pool.submit(llm.generate, [[5, 6, 7]], _long(), use_tqdm=False) for _ in range(2)]
+        for each in waiting:
+            ended = each.result(patient(20))[0].outputs[0]
+            assert (ended.finish_reason, ended.stop_reason) == ("error", "weights_broken")
+        assert llm.weight_state()["state"] == "ready"
+        assert "nothing was heard of it for 0.3 s" in llm.weight_state()["lost_because"]
+        with pytest.raises(WeightConflictError, match="needs an open update, and there is none"):
+            llm.finish_weight_update()
+        llm.engine.add("came meanwhile", [5, 6, 7], _long())
+        (late,) = llm.engine.step()
+        assert late.outputs[0].stop_reason == "weights_broken"
+        give(llm, WEIGHTS[1])
+        assert len(answers(llm)) == 3
 
 
 def test_addresses_and_what_no_checkpoint_holds_stay(llm: LLM) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from octavo import LLM, SamplingParams
 from rl_rig import TINY
+
+from model_rig import make_reference  # isort: skip, its folder is known through rl_rig
 
 Weights = dict[str, Tensor]
 Answers = list[tuple[list[int], list[float]]]
@@ -52,6 +55,18 @@ def other_weights(seed: int) -> Weights:
         name: each.float() * (1 + 0.05 * torch.rand(each.shape, generator=generator))
         for name, each in old_weights().items()
     }
+
+
+def small_weights(folder: Path, count: int) -> list[Weights]:
+    """A model of two small layers in `folder`, and some sets of weights, whose first one is in the file."""
+    model = make_reference("llama", num_hidden_layers=2, hidden_size=32, intermediate_size=48)
+    model.save_pretrained(folder)
+    first = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    others = range(1, count)
+    return [first] + [
+        {n: t * (1 + 0.5 * torch.rand(t.shape, generator=generator)) for n, t in first.items()} for _ in others
+    ]
 
 
 def give(llm: LLM, weights: Weights, version: str | None = None, **own: Any) -> None:

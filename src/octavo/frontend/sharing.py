@@ -82,7 +82,7 @@ class SharedEngine:
                 leads = (idle or self._alone(self._take_in)) and (call.is_due or self._alone(self._step))
                 if leads and (call.is_due or not self._stands_still):
                     continue
-                call.wake.wait()
+                call.wake.wait(self._engine.core.weights.expires_in)
                 call.wake.clear()
         finally:
             self._waiting.pop(call, None)

@@ -164,14 +164,20 @@ class WeightUpdates:
         """Whether a session is open."""
         return self.state in (State.OPEN, State.HELD)
 
+    @property
+    def expires_in(self) -> float | None:
+        """Seconds until a session that holds the steps is given up, if nothing is heard of it; None: there is none."""
+        return max(0.0, self._last + self._hold_timeout - self._clock()) if self.state is State.HELD else None
+
     def expire(self) -> None:
         """Give up a session that holds the steps, and of which nothing was heard for `hold_timeout` seconds."""
-        if self.state is State.HELD and self._clock() - self._last > self._hold_timeout:
+        if self.state is State.HELD and not self.expires_in:
             self._fail(f"nothing was heard of it for {self._hold_timeout:g} s")
 
     def _answering(self, move: Callable[[Any], Any], request: Any = None) -> Callable[[bytes], bytes]:
         def answer(payload: bytes) -> bytes:
             try:
+                self.expire()
                 told = msgspec.msgpack.decode(payload or b"\xc0", type=request or Any)
                 return msgspec.msgpack.encode({"result": move(told)})
             except (ValueError, OSError) as error:
@@ -190,7 +196,6 @@ class WeightUpdates:
         self._core.ask_workers("weights_shutdown", type(None))
 
     def _open(self, start: Start) -> None:
-        self.expire()
         self._refuse_if_open("start_weight_update")
         _check_on_running(start.on_running)
         if not start.is_checkpoint_format:

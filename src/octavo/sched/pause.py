@@ -77,6 +77,11 @@ class Gate:
         """Whether steps are planned."""
         return not (self.paused or self.asleep or self.lost or self.overwriting)
 
+    @property
+    def broken(self) -> bool:
+        """Whether the weights were lost by an update: no request waits for others, as those that sleep do."""
+        return self.lost and self.lost_because is not LOST
+
     def resume(self) -> str:
         """Undo a pause; why it cannot be, or ""."""
         if self.asleep:
