@@ -74,6 +74,17 @@ def test_a_state_is_not_read_in_the_step_that_writes_it() -> None:
     assert run_one(driver, [*prompt, 3]) == 40
 
 
+def test_what_the_open_chunk_brings_is_not_read_in_the_step_that_writes_it() -> None:
+    """An update follows from those before it, which a row beside is computing: no state is needed for 40 of 64."""
+    driver = make_driver((full(), *states(64, blocks=2)))
+    prompt = list(range(1000, 1040))
+    one, other = make_request([*prompt, 1]), make_request([*prompt, 2])
+    driver.add(one, other)
+    assert [new.num_computed for new in driver.step().new_rows] == [0, 0]
+    driver.run()
+    assert run_one(driver, [*prompt, 3]) == 40
+
+
 @pytest.mark.parametrize("interval", [0, 1, 3])
 def test_a_step_passes_so_many_kept_borders_that_all_are_kept(interval: int) -> None:
     groups = (full(), *states(16, interval=interval))

@@ -99,7 +99,9 @@ class KVManager:
         self._is_plain = self._is_single and not self._sliding and not self._zeroed
         # a table of each group has one block for the same tokens
         self._are_alike = len(set(sizes)) == 1 and not self._states and all(g.kind != "encoder_only" for g in groups)
-        # request id -> (group, entry) of states that the step being planned writes, before which nobody may read them
+        # what rows that run side by side do not pass on: an update of the open chunk follows from those before it
+        self._unshared = {i for i, group in enumerate(groups) if not group.is_attention}
+        # request id -> (group, entry) of such that the step being planned writes, before which nobody may read them
         self._being_written: dict[str, list[tuple[int, int]]] = {}
         self._fresh: list[int] = []  # blocks of these groups, handed out since the last `take_fresh`
         self._holds: dict[int, Hold] = {}  # by id()
@@ -338,7 +340,7 @@ class KVManager:
     def take_fresh(self) -> list[int]:
         """Blocks to be zeroed by the step that is planned now: handed out since the last call, not found by hash.
 
-        States that the step writes are found from now on.
+        States that the step writes, and what it brings to states, are found from now on.
         """
         if self._being_written:
             for request_id, written in self._being_written.items():
@@ -436,7 +438,7 @@ class KVManager:
         self._chain.extend(hashes, tokens, request.cache_salt, num_full)
         for group, ratio in enumerate(self._ratios):
             first, last = entry.num_published // ratio, num_full // ratio
-            if group in self._states:
+            if group in self._unshared:
                 policy = self._policies[group]
                 for index in range(first, last):
                     if policy.keeps(index, request.num_prompt):

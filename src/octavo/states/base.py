@@ -1,21 +1,25 @@
 """The seam between the engine and a layer that keeps a state.
 
-Owns StateInputs (one step's batch) and LayerStates: what such a layer finds of its own in the ForwardContext, its
-states and inputs by block table. Knows no formula. Invariants: the tables are the persistent ones, by table row; they
-hold blocks for all that a step's rows read, and null blocks where nothing is kept. What is read of a state was written
-by an earlier step; of the inputs perhaps by this one, for another row: all of a step's are stored before any is read.
+Owns StateInputs (one step's batch), LayerStates (what such a layer finds of its own in the ForwardContext, its states
+and inputs by block table) and the protocol of a StateBackend, which computes. Knows no formula. Invariants: the tables
+are the persistent ones, by table row; they hold blocks for all that a step's rows read, and null blocks where nothing
+is kept. What is read of another row, a state or what tokens brought, was written by an earlier step: so rows may be
+computed in any order, and side by side.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import torch
 
 from octavo.cache.pool import KVCachePool, PartsView
 from octavo.cache.specs import LayerSpec, StateSpec
 from octavo.ops import states as ops
+from octavo.ops.scan import ConvOperands, DeltaOperands, Mamba1Operands, Mamba2Operands
 from octavo.ops.states import Store
 
 
@@ -61,7 +65,39 @@ class StateStep:
         self.inputs = inputs
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class StateBackend(Protocol):
+    """What computes of layers with states: prefill, decode and verification (1 + k tokens of a row) are one call.
+
+    Each operator reads and keeps what bears its own names (`octavo.layers.recurrent` has them) in the layer's states
+    and inputs. The step's tokens are T; a row's results depend on its own tokens alone, however they were cut.
+    """
+
+    name: str
+
+    def short_conv(self, own: LayerStates, conv: ConvOperands, x: torch.Tensor) -> torch.Tensor:
+        """x [T, channels], rows may be strided -> the same shape and dtype."""
+
+    def gated_delta(
+        self, own: LayerStates, rule: DeltaOperands, qkv: torch.Tensor, a: torch.Tensor, b: torch.Tensor
+    ) -> torch.Tensor:
+        """qkv [T, channels of q, k and v], behind their convolution; a, b [T, heads] -> [T, heads * value_size]."""
+
+    def mamba2(self, own: LayerStates, scan: Mamba2Operands, xbc: torch.Tensor, dt: torch.Tensor) -> torch.Tensor:
+        """xbc [T, channels of x, B and C], behind their convolution; dt [T, heads] -> [T, heads * head_size]."""
+
+    def mamba1(
+        self,
+        own: LayerStates,
+        scan: Mamba1Operands,
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        b: torch.Tensor,
+        c: torch.Tensor,
+    ) -> torch.Tensor:
+        """x, dt [T, channels], x behind its convolution; b, c [T, state_size] -> [T, channels]."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class LayerStates:
     """What one layer keeps beside K and V, and where. Made once; `inputs` are those of the step."""
 
@@ -72,6 +108,27 @@ class LayerStates:
     state_table: torch.Tensor  # [rows, columns] int32, block ids; entry i is the state behind (i + 1) * chunk tokens
     input_table: torch.Tensor  # [rows, columns] int32, block ids; entry i has block_size tokens
     step: StateStep
+    state_names: tuple[str, ...]
+    input_names: tuple[str, ...]
+    backend: StateBackend | None = None  # None: the layer computes by itself
+
+    def only(self, states: tuple[str, ...], inputs: tuple[str, ...]) -> LayerStates:
+        """Those tensors of it that are named, in that order; the same object for the same names."""
+        return self._only(states, inputs)
+
+    @functools.cached_property
+    def _only(self) -> Callable[[tuple[str, ...], tuple[str, ...]], LayerStates]:
+        @functools.cache
+        def only(states: tuple[str, ...], inputs: tuple[str, ...]) -> LayerStates:
+            return dataclasses.replace(
+                self,
+                states=tuple(self.states[self.state_names.index(name)] for name in states),
+                kept_inputs=tuple(self.kept_inputs[self.input_names.index(name)] for name in inputs),
+                state_names=states,
+                input_names=inputs,
+            )
+
+        return only
 
     @property
     def inputs(self) -> StateInputs:
@@ -92,7 +149,7 @@ class LayerStates:
     def gather_open_inputs(self) -> tuple[torch.Tensor, ...]:
         """Per tensor [R, chunk, *shape]: what the tokens of each row's open chunk brought before this step, then zeros.
 
-        Behind `store_inputs`: a row may have found what another one stores in this step.
+        Ahead of `store_inputs` or behind it: no row has found what another one stores in this step.
         """
         step = self.inputs
         return ops.gather_open_inputs(
@@ -109,11 +166,15 @@ class LayerStates:
         ops.store_states(self.states, self.state_table, rows, borders, self.chunk, states)
 
 
-NO_STATES = LayerStates(0, 0, (), (), torch.empty(0, 0), torch.empty(0, 0), StateStep())
+NO_STATES = LayerStates(0, 0, (), (), torch.empty(0, 0), torch.empty(0, 0), StateStep(), (), ())
 
 
 def layer_states(
-    specs: Sequence[LayerSpec], pool: KVCachePool, tables: Sequence[torch.Tensor], step: StateStep
+    specs: Sequence[LayerSpec],
+    pool: KVCachePool,
+    tables: Sequence[torch.Tensor],
+    step: StateStep,
+    backend: StateBackend | None = None,
 ) -> Mapping[int, LayerStates]:
     """Of each layer that keeps states. tables: the persistent ones, of the pool's tables in order."""
     found = {}
@@ -122,7 +183,16 @@ def layer_states(
         assert isinstance(spec, StateSpec), "a layer in a group of states has their spec"
         size = inputs.parts.tensors[0].shape[0]
         found[layer] = LayerStates(
-            spec.chunk, size, _stores(view, 0), _stores(inputs, 1), tables[view.table], tables[inputs.table], step
+            spec.chunk,
+            size,
+            _stores(view, 0),
+            _stores(inputs, 1),
+            tables[view.table],
+            tables[inputs.table],
+            step,
+            tuple(tensor.name for tensor in spec.states),
+            tuple(tensor.name for tensor in spec.inputs),
+            backend,
         )
     return found
 
