@@ -369,6 +369,8 @@ class EngineCore:
         if not 0 <= order.level <= 2:
             raise ValueError(f"level: must be 0, 1 or 2, got {order.level}")
         self.ask_workers("check_sleep", type(None), _tags_of(order.level))
+        if self.weights.is_open and "weights" in _tags_of(order.level):  # what has come would be lost
+            return self.standing("sleep: an update of the weights is open: finish or abort it first")
         return self.standing(self.gate.check_sleep(order.level))
 
     def _sleep(self, order: pause.SleepOrder) -> pause.Standing:

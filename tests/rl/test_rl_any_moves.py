@@ -30,6 +30,7 @@ NUM_WAITING = 24  # requests at most
 PROMPTS = [[5 + branch, 6, 7, *range(20, 20 + 17 * branch)] for branch in range(4)]
 REFUSED = re.compile(
     r"(sleep|resume|generate): the engine sleeps (at|\()"
+    r"|sleep: an update of the weights is open"
     r"|generate: weights were discarded at sleep level 2"
     r"|generate: an update had overwritten some weights"
     r"|(start_weight_update|update_weight_version|init_weight_transfer_engine) is not possible while an update is open"
@@ -85,7 +86,8 @@ class Crowd:
         self.llm.reset_prefix_cache(reset_running_requests=rng.random() < 0.5)
 
     def relabel(self, rng: random.Random) -> None:
-        self.llm.update_weight_version(self.llm.get_weight_version())
+        with self.updating:  # else it could give new weights an old label
+            self.llm.update_weight_version(self.llm.get_weight_version())
 
     def abort_update(self, rng: random.Random) -> None:
         self.llm.abort_weight_update()
@@ -109,7 +111,7 @@ class Crowd:
 
     def ask(self, rng: random.Random) -> None:
         """A request in a thread of its own, which ends by itself, by an abort, or with the reason why it cannot."""
-        self.waiting = [each for each in self.waiting if not each.done() or each.result()]
+        self.waiting = [each for each in self.waiting if not each.done() or each.result() is not None]
         if len(self.waiting) < NUM_WAITING:
             self.waiting.append(self.requests.submit(self.answer, rng.randrange(len(PROMPTS)), rng.random() < 0.3))
 

@@ -207,6 +207,24 @@ def test_a_session_that_went_silent_ends_for_those_who_wait(monkeypatch: pytest.
         assert len(answers(llm)) == 3
 
 
+@pytest.mark.parametrize("staging", ["none", "host"])
+def test_an_open_update_keeps_the_memory_of_the_weights(staging: str) -> None:
+    """RL.S3: a sleep would discard what has come in place, and what is to be applied has nowhere to go."""
+    with LLM(**FIELDS | {"weight_transfer_config": {"backend": "disk", "staging": staging}}) as llm:
+        give(llm, WEIGHTS[1])
+        wanted = answers(llm)
+        give(llm, WEIGHTS[0])
+        with llm.weights() as load:
+            for index, (name, tensor) in enumerate(WEIGHTS[1].items()):
+                load(name, tensor)
+                if index == 3:
+                    llm.sleep(1)
+                    with pytest.raises(WrongStateError, match="sleep: an update of the weights is open: finish or"):
+                        llm.sleep(2)
+                    assert llm.wake_up()
+        assert answers(llm) == wanted
+
+
 def test_addresses_and_what_no_checkpoint_holds_stay(llm: LLM) -> None:
     """RL.W3, RL.W7, RL.W11: over 20 updates no tensor of the model moves, and rotary tables keep their bytes."""
     model = _model(llm)
