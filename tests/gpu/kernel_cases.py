@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "device"))
 
 import torch
 
+import backward_rig
 import flex_rig
 import fused_rope_rig
 import gpu_rig
@@ -38,6 +39,7 @@ from batches import make_batch, make_history
 from octavo.ops import sampling as sample
 from octavo.ops.activation.gpu import gated_activation
 from octavo.ops.attention import decode, paged_plan
+from octavo.ops.backward.attention import tiles_for
 from octavo.ops.flex.mask_rows import Kind, Reach
 from octavo.ops.gemm import cluster_gemm
 from octavo.ops.gemm.gpu import linear, tile_for
@@ -45,6 +47,7 @@ from octavo.ops.sampling import fused_lm_head_sampling
 
 CUDA = torch.device("cuda")
 BF16, F32 = torch.bfloat16, torch.float32
+BACKWARD = tiles_for(64, BF16)
 OPS = Path(__file__).resolve().parents[2] / "src/octavo/ops"
 
 
@@ -187,6 +190,20 @@ def _flex() -> None:
         flex_rig.check(4, 16, num_leaves, BF16, sinks=num_leaves > 1, seed=num_leaves, device=CUDA)
 
 
+def _backward() -> None:
+    """What goes back through elementwise operators and norms."""
+    backward_rig.check_norm("cuda", BF16, 300, 130)
+    backward_rig.check_activation("cuda", BF16, "gelu_tanh")
+    backward_rig.check_rope("cuda", BF16, (3, 1, 80, 24), normed=True, tokens=40)
+    backward_rig.check_logprob("cuda", F32, 5003, cap=6.0, entropy=True)
+
+
+def _attention_backward() -> None:
+    """Rows that fill no tile, with the tiles of the table."""
+    for options in ({}, {"window": 70, "sinks": True}, {"chunk": 64, "soft_cap": 20.0, "slopes": True}):
+        backward_rig.check_attention("cuda", BF16, (150, 1, 200), (4, 2, 64), tiles=BACKWARD, **options)
+
+
 CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "norm": (_norms, ("norm.gpu._norm_rows",)),
     "activation": (_activation, ("activation.gpu._gated",)),
@@ -242,6 +259,17 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
         ("latent.gpu._latent_rope_store", "latent.gpu._head_product", "latent.gpu._attend", "latent.gpu._merge"),
     ),
     "experts": (_experts, ("moe.gpu._grouped_product",)),
+    "backward": (
+        _backward,
+        (
+            "backward.norm._norm_backward", "backward.activation._gated_backward", "backward.rope._rope_backward",
+            "backward.logprob._entropies", "backward.logprob._logprob_backward",
+        ),
+    ),
+    "attention backward": (
+        _attention_backward,
+        ("backward.attention_kernels.backward_of_queries", "backward.attention_kernels.backward_of_keys"),
+    ),
     "flex": (
         _flex,
         (

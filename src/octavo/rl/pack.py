@@ -18,6 +18,7 @@ from octavo.attention.base import BACKENDS, NO_TENSORS, AttentionBackend, Attent
 from octavo.attention.mods import NO_MODS, PROMPT_LENGTH
 from octavo.cache.specs import AttentionSpec
 from octavo.ops import native
+from octavo.ops.backward.rows import Rows
 
 BLOCK_SIZE = 16  # tokens; backends of a GPU take its multiples, and any size gives the same bits
 NO_TOKEN = -1  # a target that nobody asks for
@@ -87,6 +88,8 @@ class Pack:
             slot_mapping=self.slots,
             rows=torch.arange(len(blocks), device=self.device),
         )
+        rooms = [BLOCK_SIZE * count for count in blocks]
+        self.rows = Rows.of(self.lengths, starts[:-1], [place.slot for place in self.places], rooms, self.device)
         self._backends: dict[tuple[AttentionSpec, torch.dtype, str, bool], AttentionBackend] = {}
 
     @classmethod

@@ -10,9 +10,11 @@ number of rows. The fast numerics (`select`) leave everything to the library, an
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import threading
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -23,7 +25,10 @@ from octavo.ops.gemm.kernels import product
 
 _LOG = logging.getLogger(__name__)
 NUMERICS = ("reproducible", "fast")
-_library_splits: bool | None = None  # what torch was last told; None: nothing yet
+# What the library may do, process-wide: (sum in narrower types, split K), and which of torch's two it is.
+_WAYS = {"whole": ((False, False), "cublaslt"), "fast": ((True, True), "cublas"), "split": ((False, True), "cublas")}
+_LIBRARY = threading.RLock()  # from a choice of the way to the product that it is for
+_library_way = ""  # what torch was last told
 # Shapes (N, K, dtype) that `check_library` has seen, and those where it found another order.
 _checked: set[tuple[int, int, torch.dtype]] = set()
 _without_library: set[tuple[int, int, torch.dtype]] = set()
@@ -179,13 +184,27 @@ def _may_use_library(x: Tensor, weight: Tensor, out: Tensor) -> bool:
 
 def _library(x: Tensor, weight: Tensor, out: Tensor, *, may_split: bool) -> Tensor:
     """torch's product. Without `may_split` only kernels that do not split K may be chosen."""
-    global _library_splits
-    if _library_splits is not may_split:
-        torch.backends.cuda.preferred_blas_library("cublas" if may_split else "cublaslt")
-        # (sums in narrower types, splits of K) that the library may choose
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (may_split, may_split)
-        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = (may_split, may_split)
-        _library_splits = may_split
-    if out.dtype == x.dtype:
-        return torch.mm(x, weight.t(), out=out)
-    return torch.mm(x, weight.t(), out_dtype=out.dtype, out=out)
+    with _LIBRARY:
+        _choose_way("fast" if may_split else "whole")
+        if out.dtype == x.dtype:
+            return torch.mm(x, weight.t(), out=out)
+        return torch.mm(x, weight.t(), out_dtype=out.dtype, out=out)
+
+
+@contextlib.contextmanager
+def free_library() -> Iterator[None]:
+    """torch's own products within may split K, and add up in float32: for what needs no canonical order."""
+    with _LIBRARY:
+        _choose_way("split")
+        yield
+
+
+def _choose_way(way: str) -> None:
+    global _library_way
+    if _library_way == way:
+        return
+    reductions, library = _WAYS[way]
+    torch.backends.cuda.preferred_blas_library(library)
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = reductions
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = reductions
+    _library_way = way

@@ -113,6 +113,15 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch
     return logprobs, ranks
 
 
+def token_stats(logits: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(`token_logprobs`' log-probabilities, `logprob_stats`' logarithms of sums), at once where that costs less."""
+    if logits.is_cuda:
+        from octavo.ops.sampling import gpu
+
+        return gpu.token_stats(logits, token_ids)
+    return token_logprobs(logits, token_ids)[0], logprob_stats(logits)[1]
+
+
 def top_logprobs(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(token ids int64, log-probabilities float32), both [rows, min(k, vocab)], most likely first."""
     k = min(k, logits.shape[1])

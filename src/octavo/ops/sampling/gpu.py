@@ -303,6 +303,12 @@ def logprob_stats(logits: Tensor) -> tuple[Tensor, Tensor]:
     return largest, torch.where(largest.isfinite(), largest, 0.0) + log_sum
 
 
+def token_stats(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """See `octavo.ops.sampling.token_stats`."""
+    largest, log_sum, logprobs, _ = _row_stats(logits, token_ids)
+    return logprobs, torch.where(largest.isfinite(), largest, 0.0) + log_sum
+
+
 def token_logprobs(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
     """See `octavo.ops.sampling.token_logprobs`."""
     _, _, logprobs, ranks = _row_stats(logits, token_ids)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.attention.base import NO_TENSORS, LayerTensors
+from octavo.attention.base import NO_TENSORS, LayerTensors, mask_spec_of
 from octavo.attention.mods import NO_MODS, at_work
 from octavo.attention.reference import apply_mods
 from octavo.cache.specs import AttentionSpec
@@ -59,16 +59,20 @@ class _Attention(torch.autograd.Function):
         backend: str | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        ctx.save_for_backward(q, states, sinks)
         ctx.facts = pack, spec
         layer = NO_TENSORS if sinks is None else LayerTensors(sinks=sinks.detach().float().contiguous())
-        return pack.attend(q.detach().contiguous(), states.detach(), spec, backend, layer)
+        q = q.contiguous()
+        out = pack.attend(q.detach(), states.detach(), spec, backend, layer)
+        ctx.save_for_backward(q, states, sinks, out if _by_kernels(q, spec) else None)
+        return out
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, states, sinks = ctx.saved_tensors
+        q, states, sinks, out = ctx.saved_tensors
         pack, spec = ctx.facts
+        if out is not None:
+            return _backward_gpu(q, states, sinks, grad, out, pack, spec)
         grad_q, grad_states = torch.empty_like(q), torch.zeros_like(states)
         of_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=torch.float32)
         for row, place in enumerate(pack.places):
@@ -88,6 +92,28 @@ class _Attention(torch.autograd.Function):
                 of_keys[first:last] += of_seen
             grad_states[slots] = of_keys.to(states.dtype)
         return grad_q, grad_states, None, None, None, None if of_sinks is None else of_sinks.to(sinks.dtype)
+
+
+def _by_kernels(q: Tensor, spec: AttentionSpec) -> bool:
+    """Whether a GPU's kernels go back."""
+    if not q.is_cuda:
+        return False
+    from octavo.ops.backward.attention import serves  # needs triton
+
+    return serves(q, spec.value_size, has_mods=spec.mods is not NO_MODS)
+
+
+def _backward_gpu(
+    q: Tensor, states: Tensor, sinks: Tensor | None, grad: Tensor, out: Tensor, pack: Pack, spec: AttentionSpec
+) -> tuple[Tensor | None, ...]:
+    from octavo.ops.backward.attention import attention_backward  # needs triton
+
+    wide = None if sinks is None else sinks.float().contiguous()
+    grad_q, grad_states, of_sinks = attention_backward(
+        q, states, grad, out, pack.rows, mask_spec_of(spec), alibi_slopes=spec.alibi_slopes, sinks=wide
+    )
+    of_sinks = None if sinks is None or of_sinks is None else of_sinks.to(sinks.dtype)
+    return grad_q, grad_states, None, None, None, of_sinks
 
 
 def _seen(spec: AttentionSpec, begin: int, end: int, length: int) -> tuple[int, int]:

@@ -40,6 +40,10 @@ class _Gated(torch.autograd.Function):
 
 def gated_backward(grad: Tensor, gate_up: Tensor, kind: str) -> Tensor:
     """The gradient of gate_up [tokens, 2 * size], in its dtype."""
+    if gate_up.is_cuda:
+        from octavo.ops.backward import activation as gpu  # needs triton
+
+        return gpu.gated_backward(grad, gate_up, tanh=kind == "gelu_tanh")
     result = torch.empty_like(gate_up)
     rows = max(1, _AT_ONCE // gate_up.shape[1])
     for into, own, values in zip(result.split(rows), grad.split(rows), gate_up.split(rows), strict=True):

@@ -1,7 +1,8 @@
 """linear: the sampler's product, with gradients.
 
 Owns the joined product of several weights with one input (q, k and v; gate and up), which has the bits of one weight
-that holds their rows. Backward: two plain products a weight. Invariant: every output is the sampler's chain over K.
+that holds their rows. Backward: two plain products a weight, on a GPU the library's own. Invariant: every output is
+the sampler's chain over K.
 """
 
 from __future__ import annotations
@@ -65,8 +66,7 @@ class _Linear(torch.autograd.Function):
         grad_x = None
         if ctx.needs_input_grad[0]:
             for part, weight in zip(parts, weights, strict=True):
-                own = backward_input(part, weight, x)
-                grad_x = own if grad_x is None else grad_x.add_(own)
+                grad_x = backward_input(part, weight, x, grad_x)
         of_weights = [
             backward_weight(part, x, weight) if ctx.needs_input_grad[first + place] else None
             for place, (part, weight) in enumerate(zip(parts, weights, strict=True))
@@ -80,16 +80,38 @@ class _Linear(torch.autograd.Function):
         return grad_x, None, *of_weights, *of_biases
 
 
-def backward_input(grad: Tensor, weight: Tensor, x: Tensor) -> Tensor:
-    """grad [tokens, N] @ weight [N, K] -> [tokens, K] of x's dtype."""
+def backward_input(grad: Tensor, weight: Tensor, x: Tensor, add_to: Tensor | None = None) -> Tensor:
+    """grad [tokens, N] @ weight [N, K] -> [tokens, K] of x's dtype; it is added to `add_to`, which is overwritten."""
     dtype = torch.promote_types(grad.dtype, x.dtype)
-    return (grad.to(dtype) @ rounded(weight, x.dtype).to(dtype)).to(x.dtype)
+    narrow = rounded(weight, x.dtype).to(dtype)
+    if x.is_cuda and dtype == x.dtype:
+        return _library_product(grad.to(dtype), narrow, dtype, add_to)
+    own = (grad.to(dtype) @ narrow).to(x.dtype)
+    return own if add_to is None else add_to.add_(own)
 
 
 def backward_weight(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """grad [tokens, N] transposed @ x [tokens, K] -> [N, K] of the weight's dtype."""
     dtype = torch.promote_types(grad.dtype, x.dtype)
+    if x.is_cuda and weight.dtype in (dtype, torch.float32):
+        return _library_product(grad.to(dtype).t(), x.to(dtype), weight.dtype)
     return (grad.to(dtype).t() @ x.to(dtype)).to(weight.dtype)
+
+
+def add_weight(total: Tensor, grad: Tensor, x: Tensor) -> None:
+    """Add grad [tokens, N] transposed @ x [tokens, K], of one dtype, to total [N, K] float32."""
+    if x.is_cuda:
+        _library_product(grad.t(), x, torch.float32, total)
+    elif x.dtype == torch.float32:
+        total.addmm_(grad.t(), x)
+    else:
+        total += grad.t() @ x
+
+
+def _library_product(a: Tensor, b: Tensor, out_dtype: torch.dtype, add_to: Tensor | None = None) -> Tensor:
+    from octavo.ops.backward.products import product  # needs triton
+
+    return product(a, b, out_dtype, add_to)
 
 
 def _parts(joined: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:

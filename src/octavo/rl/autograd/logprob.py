@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from octavo.ops.gemm import linear as linear_operator
-from octavo.ops.sampling import cut_, logprob_stats, token_logprobs
+from octavo.ops.sampling import cut_, token_stats
 from octavo.ops.sampling.truncation import TruncationRows
-from octavo.rl.autograd.linear import backward_input
+from octavo.rl.autograd.linear import add_weight, backward_input
 from octavo.rl.autograd.outside import apply, first_order, outside_autocast
 from octavo.rl.packed_weights import packed
 
-_AT_ONCE = {"cpu": 1 << 24, "cuda": 1 << 26}  # logits of a block
+_AT_ONCE = {"cpu": 1 << 24, "cuda": 1 << 28}  # logits of a block
 _NEG_INF = float("-inf")
 
 
@@ -129,10 +129,8 @@ class _TokenLogprob(torch.autograd.Function):
         result = torch.empty_like(logits)
         for rows in _blocks(len(ids), logits.shape[1], logits.device):
             scaled = ctx.draw.scaled_(logits[rows].clone(), rows)
-            own = _backward(
-                scaled, ids[rows], [None if each is None else each[rows] for each in grads], entropy[rows], sums[rows]
-            )
-            result[rows] = ctx.draw.unscaled_(own, scaled)
+            of_rows = [None if each is None else each[rows] for each in grads]
+            result[rows] = _of_product(scaled, ids[rows], of_rows, entropy[rows], sums[rows], ctx.draw, scaled.dtype)
         return result, None, None
 
 
@@ -156,15 +154,11 @@ class _HeadLogprob(torch.autograd.Function):
         of_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for rows in _blocks(len(ids), len(weight), hidden.device):
             scaled = ctx.draw.scaled_(logits(rows), rows)
-            own = _backward(
-                scaled, ids[rows], [None if each is None else each[rows] for each in grads], entropy[rows], sums[rows]
-            )
-            own = ctx.draw.unscaled_(own, scaled).to(hidden.dtype)
+            of_rows = [None if each is None else each[rows] for each in grads]
+            own = _of_product(scaled, ids[rows], of_rows, entropy[rows], sums[rows], ctx.draw, hidden.dtype)
+            del scaled
             of_hidden[rows] = backward_input(own, weight, hidden)
-            if hidden.dtype == torch.float32:
-                of_weight.addmm_(own.t(), hidden[rows])
-            else:
-                of_weight += own.t() @ hidden[rows]
+            add_weight(of_weight, own, hidden[rows])
         return of_hidden, of_weight.to(weight.dtype), None, None
 
 
@@ -187,11 +181,48 @@ def _forward(
     logprobs, entropy, sums = torch.empty(3, len(ids), device=ids.device)
     for rows in _blocks(len(ids), vocab_size, ids.device):
         scaled = draw.scaled_(logits(rows), rows)
-        logprobs[rows] = token_logprobs(scaled, ids[rows])[0]
-        sums[rows] = logprob_stats(scaled)[1]
-        weights = (scaled - sums[rows, None]).exp()
-        entropy[rows] = sums[rows] - (weights * scaled.masked_fill_(scaled == _NEG_INF, 0.0)).sum(1)
+        logprobs[rows], sums[rows] = token_stats(scaled, ids[rows])
+        entropy[rows] = _entropies(scaled, sums[rows])
     return logprobs, entropy, sums
+
+
+def _entropies(scaled: Tensor, sums: Tensor) -> Tensor:
+    """Of scaled logits [rows, vocab], which may be overwritten, and the logarithms of their sums of exponentials."""
+    if scaled.is_cuda:
+        from octavo.ops.backward.logprob import entropies  # needs triton
+
+        return entropies(scaled, sums)
+    weights = (scaled - sums[:, None]).exp()
+    return sums - (weights * scaled.masked_fill_(scaled == _NEG_INF, 0.0)).sum(1)
+
+
+def _of_product(
+    scaled: Tensor,
+    ids: Tensor,
+    grads: Sequence[Tensor | None],
+    entropy: Tensor,
+    sums: Tensor,
+    draw: _Draw,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The gradient of the head's product [rows, vocab] in `dtype`, of those of log-probabilities and entropies."""
+    if not scaled.is_cuda:
+        return draw.unscaled_(_backward(scaled, ids, grads, entropy, sums), scaled).to(dtype)
+    from octavo.ops.backward.logprob import logprob_backward  # needs triton
+
+    grad, grad_entropy = (None if each is None else each.contiguous() for each in grads)
+    return logprob_backward(
+        scaled,
+        ids,
+        grad,
+        grad_entropy,
+        entropy,
+        sums,
+        dtype,
+        temperature=draw.temperature,
+        soft_cap=draw.soft_cap,
+        divisor=draw.divisor,
+    )
 
 
 def _backward(scaled: Tensor, ids: Tensor, grads: Sequence[Tensor | None], entropy: Tensor, sums: Tensor) -> Tensor:

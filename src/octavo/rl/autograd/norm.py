@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops.norm import rms_norm
-from octavo.rl.autograd.outside import apply, first_order, outside_autocast
+from octavo.rl.autograd.outside import apply, first_order, num_processors, outside_autocast
 
 
 def norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
@@ -43,7 +43,13 @@ class _Norm(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        grad_x, grad_weight = norm_backward(grad, x, norm_weight(weight, ctx.offset), ctx.eps)
+        wide = norm_weight(weight, ctx.offset)
+        if x.is_cuda:
+            from octavo.ops.backward import norm as gpu  # needs triton
+
+            grad_x, grad_weight = gpu.norm_backward(grad, x, wide, ctx.eps, num_processors(x.device))
+        else:
+            grad_x, grad_weight = norm_backward(grad, x, wide, ctx.eps)
         return grad_x, grad_weight.to(weight.dtype), None, None
 
 

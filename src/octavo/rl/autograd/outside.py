@@ -26,6 +26,12 @@ def first_order(function: Any) -> Any:
     return once_differentiable(outside_autocast(function))
 
 
+@functools.cache
+def num_processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 def apply(function: Any, *arguments: Any) -> Any:
     """`function.apply`, of a torch.autograd.Function."""
     return function.apply(*arguments)

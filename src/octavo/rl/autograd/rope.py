@@ -13,7 +13,7 @@ from torch import Tensor
 from octavo.cache.specs import AttentionSpec
 from octavo.ops.rope import qk_norm_rope_store
 from octavo.rl.autograd.norm import norm_backward, norm_weight
-from octavo.rl.autograd.outside import apply, first_order, outside_autocast
+from octavo.rl.autograd.outside import apply, first_order, num_processors, outside_autocast
 from octavo.rl.pack import Pack, cache_view
 
 
@@ -52,12 +52,13 @@ class _Rope(torch.autograd.Function):
         eps: float,
         offset: float,
     ) -> tuple[Tensor, Tensor]:
+        qkv = qkv.contiguous()
         ctx.save_for_backward(qkv, q_norm, k_norm, cos_sin)
         ctx.facts = pack, spec, eps, offset
         states = pack.new_states(spec.num_kv_heads, 2 * spec.head_size, qkv.dtype)
         first, second = (None if each is None else norm_weight(each, offset) for each in (q_norm, k_norm))
         q = qk_norm_rope_store(
-            qkv.detach().contiguous(),
+            qkv.detach(),
             pack.positions,
             cos_sin,
             first,
@@ -76,6 +77,8 @@ class _Rope(torch.autograd.Function):
     def backward(ctx: Any, grad_q: Tensor, grad_states: Tensor) -> tuple[Tensor | None, ...]:
         qkv, q_norm, k_norm, cos_sin = ctx.saved_tensors
         pack, spec, eps, offset = ctx.facts
+        if qkv.is_cuda:
+            return _backward_gpu(grad_q, grad_states, ctx)
         heads = qkv.unflatten(1, (-1, spec.head_size))
         counts = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
         q, k, _ = heads.split(counts, dim=1)
@@ -90,6 +93,30 @@ class _Rope(torch.autograd.Function):
             of_norms.append(of_norm)
         joined = torch.cat((*grads, grad_v.to(qkv.dtype)), dim=1).flatten(1)
         return joined, *of_norms, None, None, None, None, None
+
+
+def _backward_gpu(grad_q: Tensor, grad_states: Tensor, ctx: Any) -> tuple[Tensor | None, ...]:
+    from octavo.ops.backward.rope import rope_backward  # needs triton
+
+    qkv, q_norm, k_norm, cos_sin = ctx.saved_tensors
+    pack, _, eps, offset = ctx.facts
+    wide_q, wide_k = (None if each is None else norm_weight(each, offset) for each in (q_norm, k_norm))
+    grad, of_q, of_k = rope_backward(
+        grad_q,
+        grad_states,
+        qkv,
+        pack.positions,
+        pack.slots,
+        cos_sin,
+        wide_q,
+        wide_k,
+        eps,
+        num_processors(qkv.device),
+    )
+    of_norms = (
+        None if norm is None or own is None else own.to(norm.dtype) for norm, own in ((q_norm, of_q), (k_norm, of_k))
+    )
+    return grad, *of_norms, None, None, None, None, None
 
 
 def turn_back(grad: Tensor, cos_sin: Tensor) -> Tensor:
