@@ -60,13 +60,20 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     "grammar": ({"words"}, {"llguidance", "msgspec", "numpy"}),
     "sampling": ({"device", "grammar", "ops", "words"}, {"torch", "numpy"}),
     # a trainer's side: the engine's operators, layers and families, and nothing that runs requests
-    "rl": ({"attention", "cache", "layers", "models", "ops", "words", "rl.sender"}, {"torch", "xxhash"}),
+    "rl": (
+        {"attention", "cache", "layers", "models", "ops", "words", "rl.sender", "rl.current_weights"},
+        {"torch", "xxhash"},
+    ),
     # the state machine of a weight update: an engine's loop, its frontends and a sender know it, without torch
     "rl.session": (set(), {"msgspec"}),
     # where new weights lie in a model: the loader's weight map for one that runs
     "rl.plan": ({"rl.session", "checkpoint", "models", "layers", "ops"}, {"torch"}),
+    "rl.current_weights": ({"rl.session", "rl.plan", "checkpoint", "layers"}, {"torch"}),
     "rl.in_place": ({"rl.session", "rl.plan"}, {"torch"}),
-    "rl.receiver": ({"words", "models", "rl.session", "rl.plan", "rl.in_place", "rl.transport"}, {"torch"}),
+    "rl.receiver": (
+        {"words", "models", "rl.session", "rl.plan", "rl.in_place", "rl.transport"} | {"rl.current_weights"},
+        {"torch"},
+    ),
     # a worker's end of a transport; files are read as the loader reads them
     # a trainer's end: the same rules, buffers and groups, and no engine
     "rl.sender": ({"rl.session", "rl.plan", "rl.transport"}, {"torch"}),

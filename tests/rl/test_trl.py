@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from server_rig import RunningServer
 ROOT = Path(__file__).resolve().parents[2]
 ADAPTER = ROOT / "adapters" / "octavo-vllm"
 PYTHON = os.environ.get("OCTAVO_TRL_PYTHON", "")
+OURS = (ROOT / "src", ADAPTER / "src")
+VLLM_PYTHON = os.environ.get("OCTAVO_VLLM_PYTHON", "")
 SERVED = (
     "--logprobs-mode",
     "processed_logprobs",
@@ -33,11 +36,11 @@ SERVED = (
 )
 
 
-def run(script: Path, *arguments: str) -> str:
-    """What a script of TRL's environment prints."""
-    paths = os.pathsep.join([str(ROOT / "src"), str(ADAPTER / "src")])
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "VLLM_HOST_IP": "127.0.0.1"}
-    command = [PYTHON, str(script), *arguments]
+def run(script: Path, *arguments: str, python: str = PYTHON, paths: Sequence[Path] = OURS) -> str:
+    """What a script of another environment prints."""
+    told = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1", "VLLM_HOST_IP": "127.0.0.1"}
+    environment = os.environ | told
+    command = [python, str(script), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=patient(300), check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
@@ -65,6 +68,16 @@ def test_rl_a1_grpo_in_server_mode_and_every_method_of_the_client() -> None:
         server.wait_ready()
         check_log(run(ADAPTER / "trl_grpo.py", "server", "10", server.url))
         assert "every method passed" in run(ROOT / "tests" / "rl" / "trl_client.py", server.url, str(ADAPTER))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not VLLM_PYTHON, reason="OCTAVO_VLLM_PYTHON names no interpreter")
+def test_rl_a3_vllms_own_trainer_end_drives_the_routes() -> None:
+    """RL.A3: HTTPVLLMWeightSyncClient, ModuleSource and the engine that drives them, as vLLM 0.33 has them."""
+    with RunningServer(*SERVED) as server:
+        server.wait_ready()
+        script = ROOT / "tests" / "rl" / "vllm_trainer.py"
+        assert "drove the routes" in run(script, server.url, python=VLLM_PYTHON, paths=[ROOT / "src"])
 
 
 def test_the_adapter_has_the_names_that_trainers_import() -> None:

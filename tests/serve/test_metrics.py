@@ -57,7 +57,11 @@ class Engine:
             "num_prefix_hits",
             "num_steps",
             "num_scheduled_tokens",
+            "weight_bytes_by_gloo",
+            "weight_seconds_by_gloo",
+            "num_kept_at_update",
         )
+        self.weights_version = "default"
         self.stats: dict[str, float] = dict.fromkeys(names, 0)
 
 
@@ -207,6 +211,36 @@ def test_the_engines_figures_are_read_when_asked_for(metrics: ServerMetrics) -> 
     engine.stats |= {"num_preemptions": 2, "num_steps": 1, "num_scheduled_tokens": 5}  # a new engine process
     assert _value(metrics, "num_preemptions_total") == 9
     assert _value(metrics, "iteration_tokens_total_sum") == 105
+
+
+def test_weights_are_told_by_version_transport_and_operation(metrics: ServerMetrics) -> None:
+    """RL.M1: vLLM's names for calls, and the engine's own of what updates brought; one version at a time."""
+    engine = Engine()
+    metrics.watch(engine)
+    metrics.observe("first_token", _facts(num_new_tokens=3))
+    engine.stats |= {"weight_bytes_by_gloo": 1000, "weight_seconds_by_gloo": 0.5, "num_kept_at_update": 2}
+    text = metrics.render().decode()
+    assert 'octavo:weight_update_bytes_total{engine="0",model_name="m",transport="gloo"} 1000.0' in text
+    assert 'octavo:weight_update_bytes_total{engine="0",model_name="m",transport="nccl"} 0.0' in text
+    assert 'octavo:weight_receive_seconds_total{engine="0",model_name="m",transport="gloo"} 0.5' in text
+    assert 'octavo:weight_update_requests_total{engine="0",model_name="m",outcome="kept"} 2.0' in text
+    assert 'octavo:weights_version_info{engine="0",model_name="m",version="default"} 1.0' in text
+    engine.weights_version = "step-1"
+    metrics.render()
+    metrics.observe("tokens", _facts(num_new_tokens=4))
+    text = metrics.render().decode()
+    assert 'octavo:weights_version_tokens{engine="0",model_name="m",version="step-1"} 4.0' in text
+    assert "default" not in text
+    with pytest.raises(ValueError, match="goes on"), metrics.updating("finish"):
+        name = 'vllm:rl_weight_update_operations_in_flight{engine="0",model_name="m",operation="finish"}'
+        assert f"{name} 1.0" in metrics.render().decode()
+        raise ValueError("goes on")
+    with metrics.sleeping("wake_up"):
+        pass
+    text = metrics.render().decode()
+    assert f"{name} 0.0" in text
+    for made in ("rl_weight_update_operation_duration_seconds_count", "sleep_mode_operation_duration_seconds_count"):
+        assert re.search(rf'vllm:{made}{{engine="0",model_name="m",operation="(finish|wake_up)"}} 1\.0', text)
 
 
 def test_the_cache_is_described_once_the_engine_is_ready(metrics: ServerMetrics) -> None:

@@ -76,6 +76,11 @@ class InProcessClient:
             weight_update_seconds=updates.update_seconds,
             weight_receive_seconds=updates.receive_seconds,
             weight_pause_seconds=updates.pause_seconds,
+            weights_received_by=updates.received_by,
+            num_kept_at_update=updates.num_kept,
+            num_recomputed_at_update=updates.num_recomputed,
+            num_aborted_at_update=updates.num_aborted,
+            weights_version=self.core.weights.version,
         )
 
 

@@ -108,6 +108,35 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     weight_update_seconds: float = 0.0  # from the start of updates to their ends
     weight_receive_seconds: float = 0.0
     weight_pause_seconds: float = 0.0  # in which weights were applied, and no step could run
+    weights_received_by: dict[str, tuple[int, float]] = {}  # backend -> bytes, seconds
+    num_kept_at_update: int = 0  # requests that ran at updates and went on with the K and V that they had
+    num_recomputed_at_update: int = 0
+    num_aborted_at_update: int = 0
+    weights_version: str = ""
+
+
+# Of EngineStats: what goes on where another engine process comes.
+COUNTERS = (
+    "num_steps",
+    "num_preemptions",
+    "num_scheduled_tokens",
+    "num_prefix_queries",
+    "num_prefix_hits",
+    "num_bad_frames",
+    "num_unknown_aborts",
+    "schedule_seconds",
+    "execute_seconds",
+    "update_seconds",
+    "num_weight_updates",
+    "num_failed_weight_updates",
+    "weight_update_bytes",
+    "weight_update_seconds",
+    "weight_receive_seconds",
+    "weight_pause_seconds",
+    "num_kept_at_update",
+    "num_recomputed_at_update",
+    "num_aborted_at_update",
+)
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready", forbid_unknown_fields=True):

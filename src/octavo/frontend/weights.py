@@ -15,6 +15,8 @@ import msgspec
 from octavo.request.sampling_params import ParameterError
 from octavo.rl.session import result_of
 
+MAX_ROWS = 1024  # of a tensor that is told as numbers
+
 
 def message(**fields: Any) -> bytes:
     """The payload of a call with arguments. Raises ParameterError for what is no plain data."""
@@ -29,9 +31,18 @@ def told(name: str, request: Mapping[str, Any] | None) -> bytes:
     if request is not None and not isinstance(request, Mapping):
         raise ParameterError(name, f"must be an object, got {type(request).__name__}", "invalid_type")
     inner = (request or {}).get(name, request or {})
-    if not isinstance(inner, Mapping):
+    if not isinstance(inner, Mapping | list if name == "update_info" else Mapping):
         raise ParameterError(name, f"must be an object, got {type(inner).__name__}", "invalid_type")
     return message(**{str(key): value for key, value in (request or {}).items()})
+
+
+def rows_of(name: object, truncate_size: object) -> bytes:
+    """The payload of a question for values. Raises ParameterError."""
+    if not isinstance(name, str):
+        raise ParameterError("name", f"must be text, got {type(name).__name__}", "invalid_type")
+    if type(truncate_size) is not int or not 1 <= truncate_size <= MAX_ROWS:
+        raise ParameterError("truncate_size", f"must be in [1, {MAX_ROWS}], got {str(truncate_size)[:50]}")
+    return msgspec.msgpack.encode((name, truncate_size))
 
 
 class WeightMethods(abc.ABC):
@@ -97,6 +108,21 @@ class WeightMethods(abc.ABC):
     def get_weight_version(self) -> str:
         """The label of the weights; "default" before the first update."""
         return str(self.weight_state()["weight_version"])
+
+    def get_weight_checksums(self) -> dict[str, Any]:
+        """{"checksums": 16 hexadecimal digits by a checkpoint's names, "own_form", "weight_version"}.
+
+        They are `octavo.rl.checksum`'s of the tensors as they are computed with, but for the names in own_form, whose
+        layer keeps its weights in another form. Raises WeightConflictError where there are no whole weights.
+        """
+        return dict(result_of(self._ask_core("weight_checksums")))
+
+    def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[Any]:
+        """The first `truncate_size` rows of a checkpoint's tensor, as numbers.
+
+        Raises WeightUpdateError for a name that the model has not, and WeightConflictError where no weights are whole.
+        """
+        return list(result_of(self._ask_core("weight_values", rows_of(name, truncate_size))))
 
     def weight_state(self) -> dict[str, Any]:
         """{"state": "ready" | "open" | "held", "weight_version", "age" of an update, "lost_because", "stats"}."""

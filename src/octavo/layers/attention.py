@@ -18,6 +18,7 @@ from octavo.checkpoint.arch import Arch, Rope
 from octavo.layers.base import Layer
 from octavo.layers.chain import line
 from octavo.layers.linear import Linear
+from octavo.ops.gemm import unpack
 from octavo.ops.rope import qk_norm_rope_store, rope_table
 
 
@@ -54,6 +55,15 @@ class _PairedLinear(Linear):
             heads = parameter[: self._num_rotated * len(self._order)].unflatten(0, (-1, len(self._order)))
             heads.copy_(heads[:, self._order])
         super().finalize(quantization)
+
+    def declared(self, name: str) -> torch.Tensor | None:
+        """With the rows of each head where the checkpoint has them."""
+        kept = unpack(self.packed) if name == "weight" else self.bias
+        if kept is None:
+            return None
+        theirs = torch.tensor(self._order).argsort()
+        heads = kept[: self._num_rotated * len(self._order)].unflatten(0, (-1, len(self._order)))[:, theirs]
+        return torch.cat([heads.flatten(0, 1), kept[self._num_rotated * len(self._order) :]])
 
 
 def _projections(spec: AttentionSpec) -> dict[str, int]:
@@ -101,6 +111,11 @@ class Attention(Layer):
                 self.declare(name, (spec.head_size,), torch.float32, dummy=1.0 - norm_offset)
             else:
                 setattr(self, name, None)
+
+    def declared(self, name: str) -> torch.Tensor | None:
+        """The norms, unless an offset is in them."""
+        value = self.__dict__.get(name)
+        return value if isinstance(value, torch.Tensor) and not self._norm_offset else None
 
     def finalize(self, quantization: str | None) -> None:
         """Apply the offset to the norms, if there are any."""

@@ -124,6 +124,13 @@ class Layer(nn.Module):
         """
         return self.__dict__.get(name) if type(self).finalize is Layer.finalize else None
 
+    def declared(self, name: str) -> torch.Tensor | None:
+        """Once finalized: the values of the parameter `name`, row for row as it was declared; None: they are not kept.
+
+        They are for reading, and may share memory with the layer.
+        """
+        return self.live(name)
+
     def refill(self, values: Mapping[str, torch.Tensor], quantization: str | None) -> None:
         """Give a finalized layer other values of all its parameters, in the memory that it has.
 

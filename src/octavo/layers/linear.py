@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 
 from octavo.layers.base import Layer, WeightForm
-from octavo.ops.gemm import LinearWeight, linear, pack_linear
+from octavo.ops.gemm import LinearWeight, linear, pack_linear, unpack
 
 
 class Linear(Layer):
@@ -77,6 +77,12 @@ class Linear(Layer):
             whole = self.packed.storage
             return whole if whole.shape == (self.packed.n, self.packed.k) and self.packed.kind != "int8" else None
         return self.bias if len(self._biased) == len(self._shards) else None
+
+    def declared(self, name: str) -> torch.Tensor | None:
+        """Also of a weight that is packed; what int8 has of it, where it is quantized."""
+        if name != "weight" or type(self).finalize is not Linear.finalize:
+            return self.live(name)
+        return unpack(self.packed)
 
     def finalize(self, quantization: str | None) -> None:
         """Pack the weight and drop the original. The bias becomes a plain attribute."""

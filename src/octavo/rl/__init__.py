@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from octavo.rl.check import DifferenceError as DifferenceError
     from octavo.rl.check import assert_same as assert_same
     from octavo.rl.conversion import convert as convert
+    from octavo.rl.current_weights import checksum as checksum
     from octavo.rl.pack import NO_TOKEN as NO_TOKEN
     from octavo.rl.pack import Pack as Pack
     from octavo.rl.scoring import logprobs as logprobs
@@ -48,6 +49,7 @@ _PUBLIC = {
     "add": "octavo.rl.autograd.norm",
     "assert_same": "octavo.rl.check",
     "attention": "octavo.rl.autograd.attention",
+    "checksum": "octavo.rl.current_weights",
     "convert": "octavo.rl.conversion",
     "gated": "octavo.rl.autograd.gated",
     "head_linear": "octavo.rl.autograd.latent",
@@ -72,6 +74,7 @@ __all__ = [
     "add",
     "assert_same",
     "attention",
+    "checksum",
     "convert",
     "gated",
     "head_linear",

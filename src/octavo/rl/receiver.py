@@ -16,12 +16,14 @@ import torch
 
 from octavo.config.engine_config import Resolved
 from octavo.models.base import Model
+from octavo.rl.current_weights import CurrentWeights
 from octavo.rl.in_place import InPlace
 from octavo.rl.plan import Staged, WeightPlan
 from octavo.rl.session import Prepared, Received, WeightUpdateError
 from octavo.rl.transport import Transport, make_transport
 
 _NO_BACKEND = "disk"  # for engines that were told of none
+_UNMET = {"local_key": "local", "path": "disk"}  # what a message has -> the backend that it says enough for
 
 
 class WeightReceiver:
@@ -33,20 +35,23 @@ class WeightReceiver:
         self._device = torch.device(resolved.device)
         self._made: WeightPlan | None = None
         self._transport: Transport | None = None
+        self._backend = _NO_BACKEND  # of the transport, once there is one
         self._session: Staged | None = None
         self._identity = ""  # of the weights that are there; empty: those of the start
 
     def init(self, info: Mapping[str, Any]) -> dict[str, Any]:
         """Meet the sender. What there was before is closed."""
         self.shutdown()
-        backend = str(info.get("backend", self._config.get("backend", _NO_BACKEND)))
+        inner = info.get("init_info", info)
+        default = self._config.get("backend", self._group_backend if "master_address" in inner else _NO_BACKEND)
+        backend = str(info.get("backend", default))
         transport = make_transport(backend, self._device, self._config)
         try:
-            facts = transport.open(info.get("init_info", info), self._number)
+            facts = transport.open(inner, self._number)
         except BaseException:
             transport.close()
             raise
-        self._transport = transport
+        self._transport, self._backend = transport, backend
         return {"backend": backend, **facts}
 
     def shutdown(self) -> None:
@@ -63,8 +68,8 @@ class WeightReceiver:
         """Receive one message's tensors."""
         began, session = time.perf_counter(), self._session
         assert session is not None, "the engine has begun a session"
-        info = info.get("update_info", info)
-        transport = make_transport("local", self._device, {}) if "local_key" in info else self._receiving()
+        info = self._own(info.get("update_info", info))
+        backend, transport = self._of(info)
         if self._config.get("staging", "none" if transport.overwrites else "host") == "none" and not isinstance(
             session, InPlace
         ):
@@ -76,7 +81,17 @@ class WeightReceiver:
         self._wait_for_device()
         num_bytes = sum(each.num_bytes for each in incoming)
         overwrites = isinstance(session, InPlace) and session.has_overwritten
-        return Received(len(incoming), num_bytes, time.perf_counter() - began, overwrites)
+        return Received(len(incoming), num_bytes, time.perf_counter() - began, overwrites, backend)
+
+    def _own(self, told: Any) -> Mapping[str, Any]:
+        """What this worker is told, of a message that has a part for each. Raises WeightUpdateError."""
+        if isinstance(told, list):
+            if self._number >= len(told):
+                raise WeightUpdateError(f"update_info: has {len(told)} parts, and none for worker {self._number}")
+            told = told[self._number]
+        if not isinstance(told, Mapping):
+            raise WeightUpdateError(f"update_info: must be an object, got {type(told).__name__}")
+        return told
 
     def prepare(self) -> Prepared:
         """Check that the session's set is whole. Raises WeightUpdateError."""
@@ -101,15 +116,42 @@ class WeightReceiver:
             self._identity = secrets.token_hex(16)
         return whole
 
+    def checksums(self) -> dict[str, Any]:
+        """{"checksums": by a checkpoint's names, "own_form": those that are no file's}; see CurrentWeights."""
+        found, own = self._current.checksums()
+        return {"checksums": found, "own_form": own}
+
+    def values(self, asked: tuple[str, int]) -> list[Any]:
+        """The first rows of the tensor of a name, as lists of numbers. Raises WeightUpdateError."""
+        rows: list[Any] = self._current.values(*asked).float().cpu().tolist()
+        return rows
+
+    @property
+    def _current(self) -> CurrentWeights:
+        self._wait_for_device()
+        return CurrentWeights(self._plan)
+
     def _wait_for_device(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+    @property
+    def _group_backend(self) -> str:
+        """Of senders that broadcast, to engines that were told of no backend."""
+        return "nccl" if self._device.type == "cuda" else "gloo"
 
     @property
     def _plan(self) -> WeightPlan:
         if self._made is None:
             self._made = WeightPlan(self._model, getattr(torch, self._resolved.dtype))
         return self._made
+
+    def _of(self, info: Mapping[str, Any]) -> tuple[str, Transport]:
+        """What a message comes by: a folder and this process's tensors need no meeting, whoever was met."""
+        for key, backend in _UNMET.items():
+            if key in info and backend != self._backend:
+                return backend, make_transport(backend, self._device, {})
+        return self._backend, self._receiving()
 
     def _receiving(self) -> Transport:
         if self._transport is None:

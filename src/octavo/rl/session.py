@@ -10,12 +10,15 @@ named by: that is a digest of the weights, or a name that comes once.
 from __future__ import annotations
 
 import enum
+import logging
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import msgspec
 
+BACKENDS = ("disk", "shm", "gloo", "nccl", "ipc", "local")  # the ways that tensors come
+_LOG = logging.getLogger(__name__)
 DEFAULT_VERSION = "default"  # before the first update, as other engines call it
 ON_RUNNING = ("recompute", "keep_kv", "abort")
 HOLD_TIMEOUT = 60.0  # seconds between two messages of a session that holds the steps
@@ -90,6 +93,7 @@ class Received(msgspec.Struct, frozen=True):
     num_bytes: int
     seconds: float
     overwrites: bool  # the old weights are no longer whole
+    backend: str = ""  # by which it came
 
 
 class UpdateStats(msgspec.Struct, kw_only=True):
@@ -102,6 +106,7 @@ class UpdateStats(msgspec.Struct, kw_only=True):
     receive_seconds: float = 0.0
     update_seconds: float = 0.0  # from start to finish, of those that succeeded
     pause_seconds: float = 0.0  # in which no step could run while weights were applied
+    received_by: dict[str, tuple[int, float]] = {}  # backend -> bytes, seconds
     num_kept: int = 0  # running requests at updates
     num_recomputed: int = 0
     num_aborted: int = 0
@@ -156,6 +161,8 @@ class WeightUpdates:
             "finish_weight_update": self._answering(self._finish, Finish),
             "abort_weight_update": self._answering(lambda _: self._abort()),
             "update_weight_version": self._answering(self._set_version, str),
+            "weight_checksums": self._answering(lambda _: self._checksums()),
+            "weight_values": self._answering(self._values, tuple[str, int]),
             "weight_state": self._answering(lambda _: self._describe()),
         }
 
@@ -188,7 +195,9 @@ class WeightUpdates:
 
     def _init(self, info: dict[str, Any]) -> dict[str, Any]:
         self._refuse_if_open("init_weight_transfer_engine")
-        return {"workers": self._core.ask_workers("weights_init", dict[str, Any], info)}
+        workers = self._core.ask_workers("weights_init", dict[str, Any], info)
+        _LOG.info("a sender of weights was met: %s", workers)
+        return {"workers": workers}
 
     def _shutdown(self) -> None:
         if self.is_open:
@@ -205,6 +214,7 @@ class WeightUpdates:
         if self._gate.lost and start.partial:
             raise WeightConflictError(f"partial=True needs whole weights: {self._gate.lost_because}")
         self._core.ask_workers("weights_start", type(None), start.partial)
+        _LOG.info("an update of the weights begins: %s; weights %r serve", start, self.version)
         self._start, self._began = start, self._clock()
         self._last = self._began
         self.state = State.OPEN
@@ -223,7 +233,11 @@ class WeightUpdates:
             self._core.hold_weights()
         self.stats.num_received_tensors += received[0].num_tensors
         self.stats.num_received_bytes += sum(each.num_bytes for each in received)
-        self.stats.receive_seconds += max(each.seconds for each in received)
+        seconds = max(each.seconds for each in received)
+        self.stats.receive_seconds += seconds
+        before = self.stats.received_by.get(received[0].backend, (0, 0.0))
+        num_bytes = sum(each.num_bytes for each in received)
+        self.stats.received_by[received[0].backend] = before[0] + num_bytes, before[1] + seconds
         return {"num_tensors": received[0].num_tensors, "num_bytes": received[0].num_bytes}
 
     def _finish(self, finish: Finish) -> dict[str, Any]:
@@ -251,6 +265,16 @@ class WeightUpdates:
         stats.pause_seconds += now - paused
         name = {"recompute": "num_recomputed", "keep_kv": "num_kept", "abort": "num_aborted"}[on_running]
         setattr(stats, name, getattr(stats, name) + count)
+        _LOG.info(
+            "weights %r serve: %d tensors, %.3f s from the start of the update, %.3f s of them without steps; "
+            "requests that ran: %d, on_running=%s",
+            version,
+            prepared[0].num_tensors,
+            now - self._began,
+            now - paused,
+            count,
+            on_running,
+        )
         return {"weight_version": version, "num_tensors": prepared[0].num_tensors}
 
     def _apply(self) -> None:
@@ -265,6 +289,12 @@ class WeightUpdates:
         whole = all(self._core.ask_workers("weights_abort", bool)) and not overwritten
         self.stats.num_failed_updates += 1
         self.state = State.READY
+        _LOG.warning(
+            "an update of the weights failed, weights %r %s: %s",
+            self.version,
+            "serve on" if whole else "are no longer whole",
+            reason,
+        )
         if not whole:
             self._core.break_weights(
                 f"an update had overwritten some weights when it failed: send all of them ({reason})"
@@ -275,6 +305,22 @@ class WeightUpdates:
         self._refuse_if_open("update_weight_version")
         self.version = version
         self._core.relabel(version)
+
+    def _checksums(self) -> dict[str, Any]:
+        self._need_whole("weight_checksums")
+        found: list[dict[str, Any]] = self._core.ask_workers("weights_checksums", dict[str, Any])
+        return {**found[0], "weight_version": self.version}
+
+    def _values(self, asked: tuple[str, int]) -> list[Any]:
+        self._need_whole("weight_values")
+        found: list[list[Any]] = self._core.ask_workers("weights_values", list[Any], asked)
+        return found[0]
+
+    def _need_whole(self, move: str) -> None:
+        if "weights" in self._gate.asleep:
+            raise WeightConflictError(f"{move}: the memory of the weights sleeps")
+        if self._gate.lost or self.state is State.HELD:
+            raise WeightConflictError(f"{move}: {self._gate.lost_because or 'an update is overwriting the weights'}")
 
     def _describe(self) -> dict[str, Any]:
         age = self._clock() - self._began if self.is_open else 0.0

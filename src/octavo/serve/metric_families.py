@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from octavo.rl.session import BACKENDS
+
 VLLM, OWN = "vllm:", "octavo:"  # prefixes
 LATENCY = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 FIRST_TOKEN = (
@@ -19,6 +21,8 @@ COUNTS = (1, 2, 5, 10, 20)
 HTTP = (0.01, 0.05, 0.1, 0.5, 1, 5, 30, 120)
 TOKENS: tuple[float, ...] = ()  # stands for 1-2-5 steps up to max_model_len
 
+UPDATE = (0.01, 0.1, 1, 10, 30, 60, 120, 300, 600)
+OPERATIONS = ("init", "shutdown", "start", "update", "finish", "abort", "version")  # of a weight update
 FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 
 
@@ -103,9 +107,29 @@ FAMILIES = (
     _histogram("request_prefill_kv_computed_tokens", "A request's prompt tokens that the cache did not hold"),
     _histogram("request_params_n", "The parameter n", COUNTS),
     _histogram("request_params_max_tokens", "The parameter max_tokens"),
-    _histogram("rl_weight_update_operation_duration_seconds", "A call for new weights", HTTP),
-    _gauge("rl_weight_update_operation_in_flight", "Calls for new weights that are being answered"),
-    _histogram("sleep_mode_operation_duration_seconds", "A move to sleep, or to wake", HTTP),
+    Family(
+        name="rl_weight_update_operation_duration_seconds",
+        kind="histogram",
+        help="A call for new weights",
+        label="operation",
+        values=OPERATIONS,
+        buckets=UPDATE,
+    ),
+    _gauge(
+        "rl_weight_update_operations_in_flight",
+        "Calls for new weights that are being answered",
+        "operation",
+        OPERATIONS,
+    ),
+    Family(
+        name="sleep_mode_operation_duration_seconds",
+        kind="histogram",
+        help="A move to sleep, or to wake",
+        label="operation",
+        values=("sleep", "wake_up"),
+        buckets=UPDATE,
+    ),
+    _gauge("sleep_mode_operations_in_flight", "Moves that are being made", "operation", ("sleep", "wake_up")),
     _histogram("iteration_tokens_total", "Tokens of a step; buckets hold the means between two readings", STEP_TOKENS),
     Family(name="num_free_blocks", kind="gauge", prefix=OWN, help="Blocks of the cache that no request holds"),
     Family(name="num_requests_open", kind="gauge", prefix=OWN, help="Requests that the front end has not finished"),
@@ -114,9 +138,31 @@ FAMILIES = (
     Family(name="engine_resident_memory_bytes", kind="gauge", prefix=OWN, help="Memory of the engine process"),
     Family(name="weight_updates", kind="counter", prefix=OWN, help="Updates of the weights that were applied"),
     Family(name="failed_weight_updates", kind="counter", prefix=OWN, help="Updates of the weights that failed"),
-    Family(name="weight_update_bytes", kind="counter", prefix=OWN, help="Bytes of weights that were received"),
+    Family(
+        name="weight_update_bytes",
+        kind="counter",
+        prefix=OWN,
+        help="Bytes of weights that were received",
+        label="transport",
+        values=BACKENDS,
+    ),
     Family(name="weight_update_seconds", kind="counter", prefix=OWN, help="From the start of updates to their ends"),
-    Family(name="weight_receive_seconds", kind="counter", prefix=OWN, help="Spent receiving weights"),
+    Family(
+        name="weight_receive_seconds",
+        kind="counter",
+        prefix=OWN,
+        help="Spent receiving weights",
+        label="transport",
+        values=BACKENDS,
+    ),
+    Family(
+        name="weight_update_requests",
+        kind="counter",
+        prefix=OWN,
+        help="Requests that ran at an update",
+        label="outcome",
+        values=("kept", "recomputed", "aborted"),
+    ),
     Family(name="weight_pause_seconds", kind="counter", prefix=OWN, help="In which weights were applied"),
     Family(name="engine_restarts", kind="counter", prefix=OWN, help="Times that the engine process was replaced"),
 )

@@ -12,6 +12,7 @@ import bisect
 import contextlib
 import itertools
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
@@ -21,7 +22,7 @@ from prometheus_client.registry import Collector
 
 from octavo.frontend.messages import EngineInfo
 from octavo.serve.engine.stream import RequestFacts
-from octavo.serve.metric_families import FAMILIES, FINISH_REASONS, HTTP, VLLM, Family, token_buckets
+from octavo.serve.metric_families import FAMILIES, FINISH_REASONS, HTTP, OWN, VLLM, Family, token_buckets
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OTHER = "other"  # what every unknown method and unknown route is called
@@ -38,6 +39,10 @@ class Watched(Protocol):
     @property
     def stats(self) -> Mapping[str, float]:
         """EngineStats by name, and what the front end knows."""
+
+    @property
+    def weights_version(self) -> str:
+        """The label of the weights that serve."""
 
 
 class Histogram:
@@ -77,8 +82,12 @@ class ServerMetrics(Collector):
         self._totals: dict[str, float] = {}  # totals of the engine process, as last told
         self._values: dict[str, dict[str, float]] = {}
         self._histograms: dict[str, Histogram] = {}
+        self._by_label: dict[str, dict[str, Histogram]] = {}  # of families with a label
+        self._version, self._tokens_before = "", 0.0  # of the weights; tokens of others before
         for family in FAMILIES:
-            if family.kind == "histogram":
+            if family.kind == "histogram" and family.label:
+                self._by_label[family.name] = {value: Histogram(family.buckets) for value in family.values}
+            elif family.kind == "histogram":
                 self._histograms[family.name] = Histogram(family.buckets or token_buckets(max_model_len))
             else:
                 self._values[family.name] = dict.fromkeys(family.values, 0.0)
@@ -169,22 +178,27 @@ class ServerMetrics(Collector):
             per_token = decode * facts.params.n / (facts.num_output_tokens - facts.params.n)
             seen["request_time_per_output_token_seconds"].observe(per_token)
 
-    def slept(self, seconds: float) -> None:
-        """Count a move to sleep, or to wake."""
-        self._histograms["sleep_mode_operation_duration_seconds"].observe(seconds)
+    @contextlib.contextmanager
+    def sleeping(self, operation: str) -> Iterator[None]:
+        """Within: a move to "sleep", or to "wake_up", is being made; then it is counted, whatever came of it."""
+        with self._timing("sleep_mode_operation", operation):
+            yield
 
     @contextlib.contextmanager
-    def updating(self) -> Iterator[None]:
-        """Within: a call for new weights is being answered."""
-        self._values["rl_weight_update_operation_in_flight"][""] += 1
+    def updating(self, operation: str) -> Iterator[None]:
+        """Within: a call for new weights is being answered, one of OPERATIONS."""
+        with self._timing("rl_weight_update_operation", operation):
+            yield
+
+    @contextlib.contextmanager
+    def _timing(self, name: str, operation: str) -> Iterator[None]:
+        in_flight, began = self._values[f"{name}s_in_flight"], time.monotonic()
+        in_flight[operation] += 1
         try:
             yield
         finally:
-            self._values["rl_weight_update_operation_in_flight"][""] -= 1
-
-    def updated(self, seconds: float) -> None:
-        """Count a call for new weights."""
-        self._histograms["rl_weight_update_operation_duration_seconds"].observe(seconds)
+            in_flight[operation] -= 1
+            self._by_label[f"{name}_duration_seconds"][operation].observe(time.monotonic() - began)
 
     def watch(self, engine: Watched) -> None:
         """Follow an engine: its events as they come, its figures whenever they are asked for."""
@@ -219,12 +233,22 @@ class ServerMetrics(Collector):
             ("engine_restarts", "num_restarts"),
             ("weight_updates", "num_weight_updates"),
             ("failed_weight_updates", "num_failed_weight_updates"),
-            ("weight_update_bytes", "weight_update_bytes"),
             ("weight_update_seconds", "weight_update_seconds"),
-            ("weight_receive_seconds", "weight_receive_seconds"),
             ("weight_pause_seconds", "weight_pause_seconds"),
         ):
             values[name][""] += self._grown(name, stats.get(source, 0.0))
+        for name, source in (
+            ("weight_update_bytes", "weight_bytes_by_"),
+            ("weight_receive_seconds", "weight_seconds_by_"),
+        ):
+            for backend in values[name]:
+                values[name][backend] += self._grown(source + backend, stats.get(source + backend, 0.0))
+        outcomes = values["weight_update_requests"]
+        sources = ("num_kept_at_update", "num_recomputed_at_update", "num_aborted_at_update")
+        for outcome, source in zip(outcomes, sources, strict=True):
+            outcomes[outcome] += self._grown(source, stats.get(source, 0.0))
+        if self._engine.weights_version != self._version:
+            self._version, self._tokens_before = self._engine.weights_version, values["generation_tokens"][""]
         steps, tokens = self._grown("steps", stats["num_steps"]), self._grown("tokens", stats["num_scheduled_tokens"])
         if steps > 0:
             self._histograms["iteration_tokens_total"].observe(tokens / steps, int(steps))
@@ -258,6 +282,16 @@ class ServerMetrics(Collector):
             info = GaugeMetricFamily(VLLM + "cache_config_info", "The cache", labels=["engine", *names])
             info.add_metric([self._labels[1], *values], 1.0)
             yield info
+        if self._version:  # of the weights that serve alone: the set of series does not grow with updates
+            labels = ["model_name", "engine", "version"]
+            served = GaugeMetricFamily(OWN + "weights_version_info", "The weights that serve", labels=labels)
+            served.add_metric([*self._labels, self._version], 1.0)
+            yield served
+            drawn = GaugeMetricFamily(OWN + "weights_version_tokens", "Tokens told since they serve", labels=labels)
+            drawn.add_metric(
+                [*self._labels, self._version], self._values["generation_tokens"][""] - self._tokens_before
+            )
+            yield drawn
         counts = CounterMetricFamily("http_requests", "HTTP requests", labels=["method", "handler", "status"])
         for key, value in self._http_counts.items():
             counts.add_metric(key, value)
@@ -270,6 +304,11 @@ class ServerMetrics(Collector):
     def _metric(self, family: Family, name: str) -> Metric:
         labels = ["model_name", "engine"]
         if family.kind == "histogram":
+            if family.label:
+                made = HistogramMetricFamily(name, family.help, labels=[*labels, family.label])
+                for value, histogram in self._by_label[family.name].items():
+                    made.add_metric([*self._labels, value], histogram.cumulative(), histogram.sum)
+                return made
             histogram = self._histograms[family.name]
             made = HistogramMetricFamily(name, family.help, labels=labels)
             made.add_metric(self._labels, histogram.cumulative(), histogram.sum)

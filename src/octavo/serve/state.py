@@ -69,6 +69,7 @@ class ServeState:
         self.logprobs = LogprobBudget(config.max_request_logprobs, config.max_open_logprobs)
         self.num_open = 0  # exchanges that generate
         self.runs: dict[str, tuple[str, ...]] = {}  # what an open run's requests are called -> its names for clients
+        self.weights_snapshot: dict[str, str] = {}  # checksums that a client compares with
         self._idle_streams: set[Exchange] = set()
         self._ticker: asyncio.Task[None] | None = None
         self._sandbox: GrammarSandbox | None = None  # made when first needed

@@ -134,4 +134,6 @@ _HANDLERS = {
     "weights_prepare": _Handler(WeightReceiver.prepare),
     "weights_apply": _Handler(WeightReceiver.apply, str),
     "weights_abort": _Handler(WeightReceiver.abort),
+    "weights_checksums": _Handler(WeightReceiver.checksums),
+    "weights_values": _Handler(WeightReceiver.values, tuple[str, int]),
 }

@@ -14,9 +14,8 @@ from typing import Any, Protocol
 import torch
 
 from octavo.rl.plan import Incoming
-from octavo.rl.session import WeightUpdateError
+from octavo.rl.session import BACKENDS, WeightUpdateError
 
-BACKENDS = ("disk", "shm", "gloo", "nccl", "ipc", "local")
 BUFFER_BYTES = 1 << 28
 TIMEOUT = 60.0  # seconds, and one more for each GB
 _BYTES_PER_SECOND = 1e9

@@ -19,6 +19,7 @@ from octavo.rl.plan import Incoming
 from octavo.rl.session import WeightTransferError, WeightUpdateError
 from octavo.rl.transport import BUFFER_BYTES, TIMEOUT, Put, Read, buffers, deadline, field, split, told
 
+_NAMED = ("names", "dtype_names", "shapes")
 MakeGroup = Callable[[Any, int, int, datetime.timedelta, str], Any]
 """(store, rank, size, timeout, this machine's address) -> a process group."""
 
@@ -27,14 +28,26 @@ class Group:
     """One member of a group. `source` is rank 0 and holds the store."""
 
     def __init__(
-        self, make: MakeGroup, address: str, port: int, rank: int, size: int, timeout: float, *, store: Any = None
+        self,
+        make: MakeGroup,
+        address: str,
+        port: int,
+        rank: int,
+        size: int,
+        timeout: float,
+        *,
+        store: Any = None,
+        name: str = "",
     ) -> None:
-        """Waits for all. Raises WeightTransferError. store: rank 0's, if it is there already."""
+        """Waits for all. Raises WeightTransferError. store: rank 0's, if it is there already.
+
+        name: of a group that rank 0 makes with torch's `_new_process_group_helper`, as SGLang's clients do.
+        """
         self.peer = f"rank 0 of {size} at {address}:{port}"
         limit = datetime.timedelta(seconds=timeout)
         try:
-            self._store = store or TCPStore(address, port, size, False, limit, wait_for_workers=False)
-            prefixed = PrefixStore("octavo weights", self._store)
+            self._store = store or TCPStore(address, port, size, False, limit, wait_for_workers=bool(name))
+            prefixed = _torchs_store(self._store, name, make) if name else PrefixStore("octavo weights", self._store)
             self._group = make(prefixed, rank, size, limit, _own_address(address, port))
         except (RuntimeError, OSError) as error:
             raise WeightTransferError(f"{self.peer} was not met within {timeout:g} s: {_line(error)}") from None
@@ -69,6 +82,7 @@ class GroupTransport:
         """Nobody is met."""
         self._device, self._options = device, options
         self._group: Group | None = None
+        self._last: dict[str, Any] = {}  # what the last message told of its tensors
 
     def open(self, info: Mapping[str, Any], worker: int) -> dict[str, Any]:
         """Meet the others."""
@@ -79,8 +93,11 @@ class GroupTransport:
         if not 1 <= port <= 65535:
             raise WeightUpdateError(f"master_port must be in [1, 65535], got {port}")
         seconds = float(self._options.get("timeout", TIMEOUT))
-        self._packed = field(info, "packed", bool, True)
-        self._group = Group(type(self).make, address, port, rank, size, seconds)
+        name = field(info, "group_name", str, "")
+        self._packed = field(info, "packed", bool, False)
+        self._buffer_bytes = field(info, "packed_buffer_size_bytes", int, BUFFER_BYTES)
+        self._last = {}
+        self._group = Group(type(self).make, address, port, rank, size, seconds, name=name)
         return {"rank": rank, "world_size": size}
 
     def receive(self, info: Mapping[str, Any], read: Read, put: Put) -> list[Incoming]:
@@ -88,8 +105,11 @@ class GroupTransport:
         group = self._group
         if group is None:
             raise WeightUpdateError("there is no group, or it failed: call init_weight_transfer_engine first")
+        info = self._with_names(info)
         incoming = told(info, read)
-        size = field(info, "packed_buffer_size_bytes", int, BUFFER_BYTES) if self._is_packed(info) else 0
+        self._last = {key: info[key] for key in _NAMED}
+        is_packed = field(info, "packed", bool, self._packed)
+        size = field(info, "packed_buffer_size_bytes", int, self._buffer_bytes) if is_packed else 0
         try:
             for part in buffers(incoming, size):
                 self._receive_part(group, part, put)
@@ -104,8 +124,13 @@ class GroupTransport:
         if group is not None:
             group.close()
 
-    def _is_packed(self, info: Mapping[str, Any]) -> bool:
-        return field(info, "packed", bool, self._packed)
+    def _with_names(self, info: Mapping[str, Any]) -> Mapping[str, Any]:
+        """`info` with the tensors of the last message, where it names none: a sender tells of them once."""
+        if any(info.get(key) for key in _NAMED):
+            return info
+        if not self._last:
+            raise WeightUpdateError("names may be empty only behind a message of the same group that had them")
+        return {**info, **self._last}
 
     def _receive_part(self, group: Group, part: Sequence[Incoming], put: Put) -> None:
         num_bytes = sum(each.num_bytes for each in part)
@@ -113,6 +138,12 @@ class GroupTransport:
         group.broadcast(buffer, part[0].name, deadline(self._options, num_bytes))
         for each, tensor in split(buffer, part):
             put(each, tensor)
+
+
+def _torchs_store(store: Any, name: str, make: MakeGroup) -> Any:
+    """What of `store` a group of this name has, where torch makes it, on the device that its backend is for."""
+    device = "cuda" if make.__name__ == "make_nccl" else "cpu"
+    return PrefixStore(f"{device}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
 
 
 def _own_address(address: str, port: int) -> str:

@@ -22,7 +22,7 @@ from octavo.checkpoint.arch import Arch
 from octavo.checkpoint.hub import find_model
 from octavo.config.engine_config import EngineConfig, resolve_max_logprobs
 from octavo.frontend.frontend import Frontend, Prompt
-from octavo.frontend.messages import EngineInfo, Updates
+from octavo.frontend.messages import COUNTERS, EngineInfo, Updates
 from octavo.request.outputs import OUTPUT_FAILED, REQUESTS_OWN
 from octavo.request.sampling_params import Limits, SamplingParams
 from octavo.request.updates import RequestUpdate, once_each
@@ -43,24 +43,6 @@ _LOG = logging.getLogger(__name__)
 READY_HEARTBEAT_SECONDS = 1.0  # an engine that was silent for longer is not ready
 _SLICE = 64  # updates that are delivered before the loop looks after others
 _PACE_WINDOW = 64  # finished requests from which the pace is told
-_COUNTERS = (
-    "num_steps",
-    "num_preemptions",
-    "num_scheduled_tokens",
-    "num_prefix_queries",
-    "num_prefix_hits",
-    "num_bad_frames",
-    "num_unknown_aborts",
-    "schedule_seconds",
-    "execute_seconds",
-    "update_seconds",
-    "num_weight_updates",
-    "num_failed_weight_updates",
-    "weight_update_bytes",
-    "weight_update_seconds",
-    "weight_receive_seconds",
-    "weight_pause_seconds",
-)
 
 # Called with what happened and the request's facts, which change later: "added", "first_token", "tokens" (later ones),
 # "finished", "aborted" (by the client), "failed" (the engine died), "rejected" (the queue is full; never added).
@@ -93,7 +75,7 @@ class AsyncEngine(AsyncWeightMethods):
         self._num_unstarted_tokens = 0  # prompt tokens of requests without a first token
         self._changed = asyncio.Event()  # of `state` or of the last open stream; a new one each time
         self._finish_times: collections.deque[float] = collections.deque(maxlen=_PACE_WINDOW)
-        self._past_counters: dict[str, float] = dict.fromkeys(_COUNTERS, 0)  # of engine processes that are gone
+        self._past_counters: dict[str, float] = dict.fromkeys(COUNTERS, 0)  # of engine processes that are gone
         self._closing = False
 
     @classmethod
@@ -279,8 +261,11 @@ class AsyncEngine(AsyncWeightMethods):
     def stats(self) -> dict[str, float]:
         """EngineStats by name, as of the last heartbeat; its counters go on over restarts. And what is known here."""
         known = msgspec.structs.asdict(self._client.stats)
-        for name in _COUNTERS:
+        for name in COUNTERS:
             known[name] += self._past_counters[name]
+        for backend, (num_bytes, seconds) in known.pop("weights_received_by").items():
+            known[f"weight_bytes_by_{backend}"], known[f"weight_seconds_by_{backend}"] = num_bytes, seconds
+        known.pop("weights_version")
         known["num_requests"] = len(self._streams)
         known["num_queued"] = self._num_queued
         known["num_queued_tokens"] = self._num_unstarted_tokens
@@ -288,6 +273,11 @@ class AsyncEngine(AsyncWeightMethods):
         known["paused"], known["sleep_level"] = self.control.last.paused, self.control.last.sleep_level
         known["last_heartbeat_age"] = self.last_heartbeat_age
         return known
+
+    @property
+    def weights_version(self) -> str:
+        """The label of the weights, as of the last heartbeat; empty before the first."""
+        return self._client.stats.weights_version
 
     # What the client tells.
 
@@ -348,7 +338,7 @@ class AsyncEngine(AsyncWeightMethods):
         """Tell every stream."""
         self.error = reason
         self._deliver_now()
-        for name in _COUNTERS:
+        for name in COUNTERS:
             self._past_counters[name] += getattr(self._client.stats, name)
         streams = list(self._streams.values())
         for stream in streams:

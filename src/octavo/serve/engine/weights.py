@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from octavo.frontend.weights import message, told
+from octavo.frontend.weights import message, rows_of, told
 from octavo.rl.session import result_of
 from octavo.serve.engine.control import AsyncControl
 
@@ -68,6 +68,14 @@ class AsyncWeightMethods(abc.ABC):
     async def get_weight_version(self) -> str:
         """See WeightMethods."""
         return str((await self.weight_state())["weight_version"])
+
+    async def get_weight_checksums(self) -> dict[str, Any]:
+        """See WeightMethods."""
+        return dict(result_of(await self.call("weight_checksums")))
+
+    async def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[Any]:
+        """See WeightMethods."""
+        return list(result_of(await self.call("weight_values", rows_of(name, truncate_size))))
 
     async def weight_state(self) -> dict[str, Any]:
         """See WeightMethods."""

@@ -9,7 +9,6 @@ takes may stand in its query or its body, and a field that it does not know is n
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
@@ -173,13 +172,13 @@ async def continue_generation(state: ServeState, exchange: Exchange) -> None:
 
 
 async def abort_requests(state: ServeState, exchange: Exchange) -> None:
-    """POST /abort_requests: end requests by the beginning of their ids, all without any; they give what they have."""
+    """POST /abort_requests: end requests by the beginning of their ids, all for no ids; they give what they have."""
     options, warnings = await read_options(state, exchange, Abort)
     if options.request_ids is not None and len(options.request_ids) > _MAX_IDS:
         raise bad_request("too_many", f"request_ids: may hold at most {_MAX_IDS} ids", "request_ids")
     state.check_ready()
-    aborted = await state.abort_runs(options.request_ids)
-    await exchange.reply_json(told({"aborted": aborted}, warnings))
+    aborted = await state.abort_runs(options.request_ids or None)
+    await exchange.reply_json(told({"status": "aborted", "aborted": aborted}, warnings))
 
 
 async def abort_request(state: ServeState, exchange: Exchange) -> None:
@@ -267,15 +266,10 @@ def _memory_tags(tags: list[str] | None) -> list[str]:
 
 
 async def _sleep(state: ServeState, level: int, mode: str, tags: list[str] | None = None) -> None:
-    began = time.monotonic()
-    with moving(state):
+    with moving(state), state.metrics.sleeping("sleep"):
         await state.engine.control.sleep(level, mode, tags or None)
-    state.metrics.slept(time.monotonic() - began)
 
 
 async def _wake(state: ServeState, tags: list[str] | None) -> bool:
-    began = time.monotonic()
-    with moving(state):
-        is_awake = await state.engine.control.wake_up(tags)
-    state.metrics.slept(time.monotonic() - began)
-    return is_awake
+    with moving(state), state.metrics.sleeping("wake_up"):
+        return await state.engine.control.wake_up(tags)

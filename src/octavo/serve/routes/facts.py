@@ -43,7 +43,8 @@ def _vllm_config(state: ServeState) -> dict[str, Any]:
             "seed": config.seed, "quantization": info.quantization if info else None,
             "skip_tokenizer_init": config.skip_tokenizer_init, "enable_sleep_mode": True,
         },
-        "weight_transfer_config": {"backend": "gloo" if info and info.device == "cpu" else "nccl"},
+        "weight_transfer_config": config.weight_transfer_config
+        or {"backend": "gloo" if info and info.device == "cpu" else "nccl"},
         "lora_config": None,
         "parallel_config": {
             "world_size": 1, "data_parallel_size": 1, "tensor_parallel_size": 1, "pipeline_parallel_size": 1,

@@ -7,7 +7,7 @@ server.
 from __future__ import annotations
 
 from octavo.serve.http.auth import Access
-from octavo.serve.routes import control, facts, sglang, tokens, weights
+from octavo.serve.routes import control, facts, sglang, tokens, weight_checks, weights
 from octavo.serve.routes.route import Handler, Route
 
 
@@ -36,6 +36,9 @@ RL_ROUTES = (
     *_admin("/weight_info", weights.info, "GET"),
     *_admin("/get_weight_version", weights.version, "GET"),
     *_admin("/update_weight_version", weights.set_version),
+    *_admin("/weight_checker", weight_checks.weight_checker),
+    *_admin("/weights_checker", weight_checks.weights_checker, "GET", "POST"),
+    *_admin("/get_weights_by_name", weight_checks.get_weights_by_name, "GET", "POST"),
     *_admin("/collective_rpc", weights.collective_rpc),
     *_admin("/init_weights_update_group", weights.init_group),
     *_admin("/destroy_weights_update_group", weights.shutdown),
@@ -52,6 +55,7 @@ RL_ROUTES = (
     *_admin("/release_memory_occupation", control.release_memory_occupation),
     *_admin("/resume_memory_occupation", control.resume_memory_occupation),
     *_admin("/flush_cache", control.flush_cache, "GET", "POST"),
+    *_admin("/get_server_info", facts.server_info, "GET"),
     *_admin("/model_info", facts.model_info, "GET"),
     *_admin("/get_model_info", facts.model_info, "GET"),
     *_admin("/v1/loads", facts.loads, "GET"),

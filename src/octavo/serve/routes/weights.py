@@ -8,7 +8,6 @@ one call is one update, whole or not at all.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
@@ -22,6 +21,11 @@ from octavo.serve.routes.control import Nothing, moving, read_options, told
 from octavo.serve.state import ServeState
 
 _FLUSHES = frozenset({"flush_cache", "abort_all_requests", "token_step", "torch_empty_cache", "keep_pause", "is_async"})
+# SGLang's load_format -> how its clients send: tensor by tensor, or all of a call as one.
+_BUFFERS: dict[str | None, dict[str, Any]] = {
+    None: {"packed": False},
+    "flattened_bucket": {"packed": True, "packed_buffer_size_bytes": 1 << 62},
+}
 _PICKLED = "carries pickled tensors, and nothing is unpickled here: send weights by gloo, nccl, ipc handles or a folder"
 
 
@@ -43,7 +47,7 @@ class Start(msgspec.Struct, kw_only=True):
 class Update(msgspec.Struct, kw_only=True):
     """POST /update_weights."""
 
-    update_info: dict[str, Any] = {}
+    update_info: dict[str, Any] | list[dict[str, Any]] = {}  # a list: one for each worker
 
 
 class Finish(msgspec.Struct, kw_only=True):
@@ -67,7 +71,7 @@ class SglangGroup(msgspec.Struct, kw_only=True):
     master_port: int
     rank_offset: int
     world_size: int
-    group_name: str = ""
+    group_name: str = "weight_update_group"
     backend: str = "nccl"
 
 
@@ -77,7 +81,7 @@ class FromDistributed(msgspec.Struct, kw_only=True):
     names: list[str]
     dtypes: list[str]
     shapes: list[list[int]]
-    group_name: str = ""
+    group_name: str = ""  # there is one group
     weight_version: str | None = None
     load_format: str | None = None
 
@@ -91,19 +95,17 @@ class FromDisk(msgspec.Struct, kw_only=True):
 
 
 @contextlib.asynccontextmanager
-async def updating(state: ServeState) -> AsyncIterator[None]:
-    """What may go wrong with an update, as ApiErrors; and how long it took, for the figures."""
-    began = time.monotonic()
+async def updating(state: ServeState, operation: str) -> AsyncIterator[None]:
+    """What may go wrong with an update, as ApiErrors; and how long it took, for the figures, as one of OPERATIONS."""
     with moving(state):
         try:
-            with state.metrics.updating():
+            with state.metrics.updating(operation):
                 yield
         except WeightConflictError as error:
             raise ApiError(409, "weight_update_conflict", str(error)) from None
         except WeightTransferError as error:
             raise ApiError(504, "weight_transfer_failed", str(error)) from None
         finally:
-            state.metrics.updated(time.monotonic() - began)
             with contextlib.suppress(EngineDeadError):
                 await state.engine.control.standing()  # whether there are whole weights now
 
@@ -112,7 +114,7 @@ async def init(state: ServeState, exchange: Exchange) -> None:
     """POST /init_weight_transfer_engine: meet the sender; answered when all are there."""
     options, warnings = await read_options(state, exchange, Init)
     request = {"init_info": options.init_info, **({"backend": options.backend} if options.backend else {})}
-    async with updating(state):
+    async with updating(state, "init"):
         met = await state.engine.init_weight_transfer_engine(request)
     await exchange.reply_json(told({"message": "Weight transfer initialized", **met}, warnings))
 
@@ -120,7 +122,7 @@ async def init(state: ServeState, exchange: Exchange) -> None:
 async def shutdown(state: ServeState, exchange: Exchange) -> None:
     """POST /shutdown_weight_transfer_engine: let go of the sender."""
     _, warnings = await read_options(state, exchange, Nothing, frozenset({"group_name"}))
-    async with updating(state):
+    async with updating(state, "shutdown"):
         await state.engine.shutdown_weight_transfer_engine()
     await exchange.reply_json(told({"success": True, "message": "Weight transfer shut down"}, warnings))
 
@@ -128,7 +130,7 @@ async def shutdown(state: ServeState, exchange: Exchange) -> None:
 async def start(state: ServeState, exchange: Exchange) -> None:
     """POST /start_weight_update: until /finish_weight_update the old weights serve."""
     options, warnings = await read_options(state, exchange, Start, _FLUSHES)
-    async with updating(state):
+    async with updating(state, "start"):
         await state.engine.start_weight_update(**msgspec.structs.asdict(options))
     await exchange.reply_json(told({"success": True, "message": "Weight update started"}, warnings))
 
@@ -136,8 +138,9 @@ async def start(state: ServeState, exchange: Exchange) -> None:
 async def update(state: ServeState, exchange: Exchange) -> None:
     """POST /update_weights: receive tensors; answered when they are there."""
     options, warnings = await read_options(state, exchange, Update)
-    _refuse_pickles(options.update_info)
-    async with updating(state):
+    for own in options.update_info if isinstance(options.update_info, list) else [options.update_info]:
+        _refuse_pickles(own)
+    async with updating(state, "update"):
         received = await state.engine.update_weights({"update_info": options.update_info})
     await exchange.reply_json(told({"message": "Weights updated", **received}, warnings))
 
@@ -145,7 +148,7 @@ async def update(state: ServeState, exchange: Exchange) -> None:
 async def finish(state: ServeState, exchange: Exchange) -> None:
     """POST /finish_weight_update: the new weights serve from here on."""
     options, warnings = await read_options(state, exchange, Finish, _FLUSHES)
-    async with updating(state):
+    async with updating(state, "finish"):
         done = await state.engine.finish_weight_update(options.weight_version, on_running=options.on_running)
     await exchange.reply_json(told({"success": True, "message": "Weight update finished", **done}, warnings))
 
@@ -153,7 +156,7 @@ async def finish(state: ServeState, exchange: Exchange) -> None:
 async def abort(state: ServeState, exchange: Exchange) -> None:
     """POST /abort_weight_update: the old weights go on."""
     _, warnings = await read_options(state, exchange, Nothing)
-    async with updating(state):
+    async with updating(state, "abort"):
         await state.engine.abort_weight_update()
     await exchange.reply_json(told({"message": "Weight update aborted"}, warnings))
 
@@ -177,7 +180,7 @@ async def set_version(state: ServeState, exchange: Exchange) -> None:
     options, warnings = await read_options(state, exchange, Version)
     if not options.new_version:
         raise bad_request("missing_field", "new_version: is missing", "new_version")
-    async with updating(state):
+    async with updating(state, "version"):
         await state.engine.update_weight_version(options.new_version)
     if options.abort_all_requests:
         await state.abort_runs(None)
@@ -187,11 +190,11 @@ async def set_version(state: ServeState, exchange: Exchange) -> None:
 
 
 async def init_group(state: ServeState, exchange: Exchange) -> None:
-    """POST /init_weights_update_group, SGLang's."""
+    """POST /init_weights_update_group, SGLang's: torch's own group, of which rank 0 is the trainer's."""
     options, warnings = await read_options(state, exchange, SglangGroup)
     given = msgspec.structs.asdict(options)
     request = {"backend": given.pop("backend"), "init_info": given}
-    async with updating(state):
+    async with updating(state, "init"):
         await state.engine.init_weight_transfer_engine(request)
     await exchange.reply_json(told({"success": True, "message": "Succeeded to initialize the group."}, warnings))
 
@@ -199,8 +202,13 @@ async def init_group(state: ServeState, exchange: Exchange) -> None:
 async def from_distributed(state: ServeState, exchange: Exchange) -> None:
     """POST /update_weights_from_distributed, SGLang's."""
     options, warnings = await read_options(state, exchange, FromDistributed, _FLUSHES)
+    if options.load_format not in _BUFFERS:
+        known = ", ".join(name for name in _BUFFERS if name)
+        raise bad_request("invalid_value", f"load_format: must be left out, or be {known}", "load_format")
     tensors = {"names": options.names, "dtype_names": options.dtypes, "shapes": options.shapes}
-    await _one_call(state, {"update_info": tensors}, options.weight_version, partial=True)
+    tensors |= _BUFFERS[options.load_format]
+    async with updating(state, "update"):
+        await _one_call(state, {"update_info": tensors}, options.weight_version, partial=True)
     await exchange.reply_json(told({"success": True, "message": "Succeeded to update parameters."}, warnings))
 
 
@@ -208,7 +216,8 @@ async def from_disk(state: ServeState, exchange: Exchange) -> None:
     """POST /update_weights_from_disk, SGLang's: a folder of safetensors files on this machine."""
     options, warnings = await read_options(state, exchange, FromDisk, _FLUSHES)
     files = {"update_info": {"path": options.model_path}}
-    await _one_call(state, files, options.weight_version, partial=False)
+    async with updating(state, "update"):
+        await _one_call(state, files, options.weight_version, partial=False)
     answer = {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
     await exchange.reply_json(told(answer, warnings))
 
@@ -222,18 +231,17 @@ async def from_tensor(state: ServeState, exchange: Exchange) -> None:
 async def _one_call(state: ServeState, request: Mapping[str, Any], label: str | None, *, partial: bool) -> None:
     """Tensors that come in one call: into the update that is open, or as an update of their own."""
     engine = state.engine
-    async with updating(state):
-        if (await engine.weight_state())["state"] in ("open", "held"):
-            await engine.update_weights(request)
-            return
-        await engine.start_weight_update(partial=partial)
-        try:
-            await engine.update_weights(request)
-        except BaseException:
-            with contextlib.suppress(ValueError):  # it is over, if that was what failed
-                await engine.abort_weight_update()
-            raise
-        await engine.finish_weight_update(label)
+    if (await engine.weight_state())["state"] in ("open", "held"):
+        await engine.update_weights(request)
+        return
+    await engine.start_weight_update(partial=partial)
+    try:
+        await engine.update_weights(request)
+    except BaseException:
+        with contextlib.suppress(ValueError):  # it is over, if that was what failed
+            await engine.abort_weight_update()
+        raise
+    await engine.finish_weight_update(label)
 
 
 def _refuse_pickles(given: Mapping[str, Any]) -> None:
@@ -260,21 +268,31 @@ def _named(options: Rpc, *names: str) -> dict[str, Any]:
 
 
 async def _join_group(state: ServeState, options: Rpc) -> object:
-    """OpenRLHF's."""
+    """OpenRLHF's: its group is vLLM's communicator, which has no name."""
     names = ("master_address", "master_port", "rank_offset", "world_size", "group_name", "backend", "use_ray")
     given = _named(options, *names)
     if given.pop("use_ray", False):
         raise bad_request("unsupported_parameter", "use_ray: must be false: there is no Ray here", "use_ray")
+    given.pop("group_name", None)
     request = {"backend": given.pop("backend", "nccl"), "init_info": given}
     return await state.engine.init_weight_transfer_engine(request)
 
 
 async def _one_tensor(state: ServeState, options: Rpc) -> object:
-    """OpenRLHF's: a tensor a call."""
+    """OpenRLHF's: a tensor a call, the last of which says empty_cache; together they are one update."""
     given = _named(options, "name", "dtype", "shape", "empty_cache")
     dtype = str(given.get("dtype", "")).removeprefix("torch.")
-    tensors = {"names": [given.get("name")], "dtype_names": [dtype], "shapes": [given.get("shape")]}
-    await _one_call(state, {"update_info": tensors}, None, partial=True)
+    tensors = {"names": [given.get("name")], "dtype_names": [dtype], "shapes": [given.get("shape")], "packed": False}
+    is_last = given.get("empty_cache")
+    if is_last is None:
+        await _one_call(state, {"update_info": tensors}, None, partial=True)
+        return None
+    engine = state.engine
+    if (await engine.weight_state())["state"] == "ready":
+        await engine.start_weight_update()
+    await engine.update_weights({"update_info": tensors})
+    if is_last:
+        await engine.finish_weight_update()
     return None
 
 
@@ -305,27 +323,27 @@ async def _reset(state: ServeState, options: Rpc) -> object:
     return await state.engine.reset_prefix_cache()
 
 
-# What clients call by name. Nothing else can be reached: a name is looked up here alone.
-METHODS: dict[str, Callable[[ServeState, Rpc], Awaitable[object]]] = {
-    "init_process_group": _join_group,
-    "update_weight": _one_tensor,
-    "update_weights_from_path": _from_folder,
-    "start_weight_update": _start,
-    "skyrl_start_weight_update": _start,
-    "update_weights": _update,
-    "update_weights_nccl": _update,
-    "finish_weight_update": _finish,
-    "skyrl_finish_weight_update": _finish,
-    "reset_prefix_cache": _reset,
+# What clients call by name, and as which of OPERATIONS it is counted. Nothing else can be reached.
+METHODS: dict[str, tuple[str, Callable[[ServeState, Rpc], Awaitable[object]]]] = {
+    "init_process_group": ("init", _join_group),
+    "update_weight": ("update", _one_tensor),
+    "update_weights_from_path": ("update", _from_folder),
+    "start_weight_update": ("start", _start),
+    "skyrl_start_weight_update": ("start", _start),
+    "update_weights": ("update", _update),
+    "update_weights_nccl": ("update", _update),
+    "finish_weight_update": ("finish", _finish),
+    "skyrl_finish_weight_update": ("finish", _finish),
+    "reset_prefix_cache": ("update", _reset),
 }
 
 
 async def collective_rpc(state: ServeState, exchange: Exchange) -> None:
     """POST /collective_rpc: a method that is known by name."""
     options, warnings = await read_options(state, exchange, Rpc)
-    run = METHODS.get(options.method)
-    if run is None:
+    if options.method not in METHODS:
         raise ApiError(404, "unknown_method", f"method: known are {', '.join(METHODS)}", "method")
-    async with updating(state):
+    operation, run = METHODS[options.method]
+    async with updating(state, operation):
         result = await run(state, options)
     await exchange.reply_json(told({"results": [result]}, warnings))
