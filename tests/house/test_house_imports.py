@@ -81,7 +81,8 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     "worker.executor": ({"words"}, {"msgspec"}),  # all that an engine's loop knows of workers, and without torch
     "worker.facts": ({"words", "cache"}, set()),
     "worker": (
-        {"words", "speculate", "grammar", "startup.cuda_init", "startup.frontend", "startup.probe"}
+        {"words", "speculate", "grammar", "startup.cuda_init", "startup.fresh_pages", "startup.frontend"}
+        | {"startup.probe"}
         | {"rl.receiver"}  # of new weights
         | DEVICE_SIDE,
         {"torch", "numpy", "msgspec"},
@@ -90,7 +91,11 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     "startup.probe": ({"words", "ops"}, {"torch"}),
     "startup.frontend": ({"words", "text", "grammar", "checkpoint.hub"}, set()),
     "startup.cuda_init": (set(), set()),
-    "startup.warm_start": ({"words", "speculate", "startup.cuda_init", "startup.build"}, set()),
+    "startup.fresh_pages": (set(), set()),
+    "startup.warm_start": (
+        {"words", "speculate", "startup.cuda_init", "startup.fresh_pages", "startup.build"},
+        set(),
+    ),
     "startup.cache": ({"words", "cache", "worker.facts"}, set()),
     "startup.identity": ({"words", "cache", "sched.identity", "startup.probe"}, set()),
     # nothing of a device: a worker builds that by itself, and is told by name what to do

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import logging
-import math
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -29,13 +28,13 @@ from octavo.config.engine_config import Resolved
 from octavo.layers.base import Layer, WeightForm
 from octavo.models import ARCHITECTURES
 from octavo.models.base import Model
+from octavo.ops.finite import is_finite
 from octavo.startup.memory_plan import matrix_dtype
 
 _LOG = logging.getLogger(__name__)
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 DUMMY_STD = 0.02
-_FINITE_CHUNK = 1 << 18  # elements: half a megabyte stays in the cache
 _DUMMY_BLOCK = (1 << 22) - 3  # elements; odd, so that rows of a tiled weight differ
 
 
@@ -288,23 +287,6 @@ def _check_fit(checkpoint: Checkpoint, targets: dict[str, Target], ignored: Sequ
 def _empty(declared: torch.Tensor, device: torch.device) -> torch.Tensor:
     # not empty_like: on a meta tensor that imports sympy, a third of a second
     return torch.empty(declared.shape, dtype=declared.dtype, device=device)
-
-
-def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether no element of a contiguous tensor is NaN or Inf, at the speed of reading it.
-
-    Of 16-bit floats the largest magnitude is compared as an integer (their sums convert element by element, 30 times
-    slower); wider ones are summed, and searched only where the sum overflows.
-    """
-    if tensor.element_size() != 2:
-        return math.isfinite(tensor.sum().item()) or bool(tensor.isfinite().all())
-    infinity = torch.tensor(math.inf, dtype=tensor.dtype).view(torch.int16).item()
-    scratch = torch.empty(_FINITE_CHUNK, dtype=torch.int16)
-    for chunk in torch.split(tensor.view(-1).view(torch.int16), _FINITE_CHUNK):
-        magnitudes = torch.bitwise_and(chunk, 0x7FFF, out=scratch[: chunk.numel()])
-        if magnitudes.max().item() >= infinity:
-            return False
-    return True
 
 
 def _fill_dummy(model: nn.Module, filler: _Filler, seed: int) -> None:

@@ -20,9 +20,10 @@ import torch
 from torch import nn
 
 from octavo.checkpoint.digest import WeightsDigest
-from octavo.checkpoint.loader import Target, build_model, is_finite, weight_targets
+from octavo.checkpoint.loader import Target, build_model, weight_targets
 from octavo.layers.base import Layer
 from octavo.models.base import Model
+from octavo.ops.finite import is_finite
 from octavo.ops.gemm import LinearWeight
 from octavo.rl.session import WeightUpdateError
 

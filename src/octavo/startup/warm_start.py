@@ -10,13 +10,15 @@ import contextlib
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from octavo.config.engine_config import EngineConfig
 from octavo.observe import Phases
 from octavo.speculate import NO_SPECULATOR, Speculator
 from octavo.startup import gc_control
-from octavo.startup.cuda_init import open_counter, open_driver
+from octavo.startup.cuda_init import has_driver, open_counter, open_driver
+from octavo.startup.fresh_pages import FRESH_PAGES, bytes_of_weights
 
 if TYPE_CHECKING:
     from octavo.startup.build import Built
@@ -29,7 +31,9 @@ def start(config: EngineConfig, phases: Phases, *, text: bool = True, speculator
     if config.device != "cpu" and not _has_opened():
         for opens in (open_driver, open_counter):
             threading.Thread(target=opens, name=f"octavo-{opens.__name__}", daemon=True).start()
-    with gc_control.relaxed(), _short_turns():
+    if (config.device == "cpu" or not has_driver()) and config.load_format != "dummy":
+        FRESH_PAGES.begin(bytes_of_weights(Path(config.model), config.quantization))  # of a model that is a folder
+    with FRESH_PAGES, gc_control.relaxed(), _short_turns():
         with phases("import torch and the engine"), gc_control.loading():
             from octavo.startup.build import build_core
         return build_core(config, phases, text=text, speculator=speculator)

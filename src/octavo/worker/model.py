@@ -22,6 +22,8 @@ from octavo.checkpoint.loader import build_model, fill_model, weight_bytes
 from octavo.config.engine_config import EngineConfig, Resolved
 from octavo.layers.attention import Attention
 from octavo.models.base import Model
+from octavo.ops.native.memory import PACKED_WEIGHTS
+from octavo.startup.fresh_pages import FRESH_PAGES
 from octavo.startup.memory_plan import check_weights
 from octavo.worker.backends import capability
 from octavo.worker.device import memory_of
@@ -45,18 +47,20 @@ def fill(
     seen: see fill_model.
     """
     size = weight_bytes(model, resolved)
-    check_weights(size, model.arch, resolved, memory_of(resolved)[0])
+    check_weights(size, model.arch, resolved, memory_of(resolved)[0] + FRESH_PAGES.num_bytes)
     device = torch.device(resolved.device)
-    fill_model(
-        model,
-        folder,
-        resolved.quantization,
-        resolved.load_format,
-        device=device,
-        seed=resolved.seed,
-        seen=seen,
-        keeps_bfloat16=not resolved.weight_transfer_config,
-    )
+    with PACKED_WEIGHTS.fed_by(FRESH_PAGES.take):
+        fill_model(
+            model,
+            folder,
+            resolved.quantization,
+            resolved.load_format,
+            device=device,
+            seed=resolved.seed,
+            seen=seen,
+            keeps_bfloat16=not resolved.weight_transfer_config,
+        )
+    FRESH_PAGES.end()
     return size
 
 

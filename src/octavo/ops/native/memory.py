@@ -8,11 +8,13 @@ has none, the memory is ordinary.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import sys
 import threading
 import weakref
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -32,18 +34,39 @@ class ChunkedMemory:
         self._lock = threading.Lock()
         self._chunk: weakref.ref[Tensor] | None = None
         self._next = 0  # offset of the next part
+        self._source: Callable[[], mmap.mmap | None] = _nothing
 
     def take(self, size: int) -> tuple[Tensor, Tensor]:
         """(part, owner): `size` bytes as uint8 [size], uninitialized; keep `owner` for as long as the part is used."""
         with self._lock:
             chunk = None if self._chunk is None else self._chunk()
             if chunk is None or self._next + size > chunk.numel():
-                chunk = torch.empty(max(CHUNK_BYTES, size) + _HUGE_PAGE, dtype=torch.uint8)
-                native.lib().octavo_advise_huge(chunk.data_ptr(), chunk.numel())
+                chunk = self._new_chunk(size)
                 self._chunk, self._next = weakref.ref(chunk), -chunk.data_ptr() % _HUGE_PAGE
             begin = self._next
             self._next = begin + -(-size // _LINE) * _LINE
             return chunk[begin : begin + size], chunk
+
+    @contextlib.contextmanager
+    def fed_by(self, source: Callable[[], mmap.mmap | None]) -> Iterator[None]:
+        """Within: chunks are what `source` gives, of CHUNK_BYTES and a huge page, as long as it gives any."""
+        self._source = source
+        try:
+            yield
+        finally:
+            self._source = _nothing
+
+    def _new_chunk(self, size: int) -> Tensor:
+        memory = self._source() if size <= CHUNK_BYTES else None
+        if memory is not None:
+            return torch.frombuffer(memory, dtype=torch.uint8)
+        chunk = torch.empty(max(CHUNK_BYTES, size) + _HUGE_PAGE, dtype=torch.uint8)
+        native.lib().octavo_advise_huge(chunk.data_ptr(), chunk.numel())
+        return chunk
+
+
+def _nothing() -> None:
+    """No source of chunks."""
 
 
 PACKED_WEIGHTS = ChunkedMemory()

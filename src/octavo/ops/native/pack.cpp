@@ -2,6 +2,7 @@
 //
 // What is not quantized is a transposition of 4-byte words, float32 values or pairs of bfloat16; the layout of single
 // bfloat16 is made of the transposed pairs. So packing runs at the pace of memory.
+#include <atomic>
 #include <cmath>
 
 #include "include/panels.h"
@@ -99,6 +100,13 @@ static void transpose_panel(const Source& source, int32_t kind, int64_t panel, c
     }
 }
 
+template <class Bits>
+static bool all_finite(const Bits* bits, int64_t first, int64_t last, Bits exponent) {
+    Bits found = 0;
+    for (int64_t i = first; i < last; ++i) found |= Bits((bits[i] & exponent) == exponent);
+    return found == 0;
+}
+
 }  // namespace octavo
 
 // Bytes of one panel of a weight of this kind.
@@ -121,4 +129,20 @@ OCTAVO_API void octavo_pack(const void* weight, int64_t stride, int32_t dtype, i
         if (kind == KIND_INT8) quantize_panel(source, panel, to);
         else transpose_panel(source, kind, panel, to);
     });
+}
+
+// Whether none of `count` floats of `size` bytes, 2 or 4, has all of its exponent's bits, which are those of `exponent`:
+// NaN and infinities have.
+OCTAVO_API int32_t octavo_all_finite(const void* data, int64_t count, int64_t size, uint32_t exponent) {
+    using namespace octavo;
+    constexpr int64_t PART = 1 << 18;
+    std::atomic<int32_t> finite{1};
+    const int64_t parts = (count + PART - 1) / PART;
+    parallel_tasks(threads_for(count, PART), parts, [&](int64_t part) {
+        const int64_t first = part * PART, last = first + PART < count ? first + PART : count;
+        const bool own = size == 2 ? all_finite(static_cast<const uint16_t*>(data), first, last, uint16_t(exponent))
+                                   : all_finite(static_cast<const uint32_t*>(data), first, last, exponent);
+        if (!own) finite.store(0, std::memory_order_relaxed);
+    });
+    return finite.load();
 }
