@@ -84,22 +84,26 @@ async def _break_and_repair(tmp_path: Path) -> None:
         assert len(tokens) == 2
 
 
+class Core:
+    """Of an engine whose worker says whether the old weights are whole."""
+
+    def __init__(self, *, whole: bool) -> None:
+        self.whole, self.broken = whole, ""
+
+    def ask_workers(self, name: str, reply: type[Any], request: Any = None) -> list[Any]:
+        return [{"weights_update": Received(1, 8, 0.1, not self.whole), "weights_abort": self.whole}.get(name)]
+
+    def hold_weights(self) -> None:
+        pass
+
+    def break_weights(self, reason: str) -> None:
+        self.broken = reason
+
+
 def test_an_update_that_holds_the_steps_is_given_up_in_time() -> None:
     """RL.W8: a trainer that has gone between two messages; the engine says that its weights are not whole."""
 
-    class Core:
-        broken = ""
-
-        def ask_workers(self, name: str, reply: type[Any], request: Any = None) -> list[Any]:
-            return [{"weights_update": Received(1, 8, 0.1, True), "weights_abort": False}.get(name)]
-
-        def hold_weights(self) -> None:
-            pass
-
-        def break_weights(self, reason: str) -> None:
-            self.broken = reason
-
-    now, core = [0.0], Core()
+    now, core = [0.0], Core(whole=False)
     updates = WeightUpdates(core, Gate(), lambda: now[0], hold_timeout=10)  # type: ignore[arg-type]
     calls = updates.calls()
     calls["start_weight_update"](b"\x80")
@@ -114,3 +118,20 @@ def test_an_update_that_holds_the_steps_is_given_up_in_time() -> None:
     now[0] = 111.0
     updates.expire()
     assert not updates.is_open and "nothing was heard of it for 10 s" in core.broken
+
+
+def test_an_update_whose_trainer_has_gone_stands_in_nobodys_way() -> None:
+    """RL.W8: another one need not abort it, once nothing was heard of it for long; before that it is told its age."""
+    now, core = [0.0], Core(whole=True)
+    updates = WeightUpdates(core, Gate(), lambda: now[0], hold_timeout=10)  # type: ignore[arg-type]
+    calls = updates.calls()
+    for name in ("init_weight_transfer_engine", "start_weight_update"):
+        calls["start_weight_update"](b"\x80")
+        now[0] += 3.0
+        calls["update_weights"](b"\x80")
+        now[0] += 9.0
+        assert b"while an update is open, for 12.0 s" in calls[name](b"\x80")
+        now[0] += 2.0
+        assert b"error" not in calls[name](b"\x80")
+        assert updates.state is (State.OPEN if name == "start_weight_update" else State.READY)
+    assert updates.stats.num_failed_updates == 2 and not core.broken

@@ -21,7 +21,7 @@ BACKENDS = ("disk", "shm", "gloo", "nccl", "ipc", "local")  # the ways that tens
 _LOG = logging.getLogger(__name__)
 DEFAULT_VERSION = "default"  # before the first update, as other engines call it
 ON_RUNNING = ("recompute", "keep_kv", "abort")
-HOLD_TIMEOUT = 60.0  # seconds between two messages of a session that holds the steps
+HOLD_TIMEOUT = 60.0  # seconds between two messages of a session that holds the steps, or stands in another's way
 MAX_VERSION = 256  # characters of a version
 
 
@@ -194,7 +194,7 @@ class WeightUpdates:
         return answer
 
     def _init(self, info: dict[str, Any]) -> dict[str, Any]:
-        self._refuse_if_open("init_weight_transfer_engine")
+        self._make_room("init_weight_transfer_engine")
         workers = self._core.ask_workers("weights_init", dict[str, Any], info)
         _LOG.info("a sender of weights was met: %s", workers)
         return {"workers": workers}
@@ -205,7 +205,7 @@ class WeightUpdates:
         self._core.ask_workers("weights_shutdown", type(None))
 
     def _open(self, start: Start) -> None:
-        self._refuse_if_open("start_weight_update")
+        self._make_room("start_weight_update")
         _check_on_running(start.on_running)
         if not start.is_checkpoint_format:
             raise WeightUpdateError("is_checkpoint_format must be true: names and shapes are those of a checkpoint")
@@ -330,6 +330,12 @@ class WeightUpdates:
             "age": age,
             "lost_because": self._gate.lost_because,
         } | {"stats": msgspec.structs.asdict(self.stats)}
+
+    def _make_room(self, move: str) -> None:
+        """Raise WeightConflictError while an update is open, unless nothing was heard of it for long: it is over."""
+        if self.state is State.OPEN and self._clock() - self._last > self._hold_timeout:
+            self._fail(f"nothing was heard of it for {self._hold_timeout:g} s")
+        self._refuse_if_open(move)
 
     def _refuse_if_open(self, move: str) -> None:
         if self.is_open:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from octavo.rl.transport.group import GroupTransport
+from octavo.rl.transport.group import GroupTransport, in_time
 
 
 def make_gloo(store: Any, rank: int, size: int, timeout: datetime.timedelta, host: str) -> Any:
@@ -17,7 +17,7 @@ def make_gloo(store: Any, rank: int, size: int, timeout: datetime.timedelta, hos
     options = backend._Options()
     options._devices = [backend.create_device(hostname=host)]
     options._timeout = timeout
-    return backend(store, rank, size, options)
+    return in_time(lambda: backend(store, rank, size, options), timeout.total_seconds())
 
 
 class GlooTransport(GroupTransport):

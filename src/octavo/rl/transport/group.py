@@ -8,7 +8,10 @@ and another one may be made.
 from __future__ import annotations
 
 import datetime
+import queue
 import socket
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,8 +23,29 @@ from octavo.rl.session import WeightTransferError, WeightUpdateError
 from octavo.rl.transport import BUFFER_BYTES, TIMEOUT, Put, Read, buffers, deadline, field, split, told
 
 _NAMED = ("names", "dtype_names", "shapes")
+_LEAST_SECONDS = 0.1  # for the rest of a meeting whose store answered late
 MakeGroup = Callable[[Any, int, int, datetime.timedelta, str], Any]
 """(store, rank, size, timeout, this machine's address) -> a process group."""
+
+
+def in_time(make: Callable[[], Any], seconds: float) -> Any:
+    """What `make` gives, which waits for a peer by limits of its own, one behind the other. Raises TimeoutError."""
+    made: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            made.put((make(), None))
+        except BaseException as error:
+            made.put((None, error))
+
+    threading.Thread(target=run, daemon=True, name="octavo-meeting").start()
+    try:
+        result, error = made.get(timeout=seconds)
+    except queue.Empty:
+        raise TimeoutError("the time was over") from None
+    if error is not None:
+        raise error
+    return result
 
 
 class Group:
@@ -44,11 +68,12 @@ class Group:
         name: of a group that rank 0 makes with torch's `_new_process_group_helper`, as SGLang's clients do.
         """
         self.peer = f"rank 0 of {size} at {address}:{port}"
-        limit = datetime.timedelta(seconds=timeout)
+        until, limit = time.monotonic() + timeout, datetime.timedelta(seconds=timeout)
         try:
             self._store = store or TCPStore(address, port, size, False, limit, wait_for_workers=bool(name))
             prefixed = _torchs_store(self._store, name, make) if name else PrefixStore("octavo weights", self._store)
-            self._group = make(prefixed, rank, size, limit, _own_address(address, port))
+            rest = datetime.timedelta(seconds=max(until - time.monotonic(), _LEAST_SECONDS))
+            self._group = make(prefixed, rank, size, rest, _own_address(address, port))
         except (RuntimeError, OSError) as error:
             raise WeightTransferError(f"{self.peer} was not met within {timeout:g} s: {_line(error)}") from None
 
