@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import math
@@ -233,6 +234,12 @@ def test_one_prompt_streams(run: Run, llm: type[EchoLLM]) -> None:
     code, out, _ = run("generate", "one two three")
     assert (code, out) == (0, "THREE TWO ONE \n")
     assert llm.made[0].closed
+
+
+def test_an_output_that_is_no_file_is_written_to(run: Run, llm: type[EchoLLM]) -> None:
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        code, _, err = run("generate", "abc")
+    assert (code, text.getvalue().rstrip(), err) == (0, "ABC", "")
 
 
 def test_the_prompt_is_echoed_if_asked(run: Run, llm: type[EchoLLM]) -> None:

@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import dataclasses
 import importlib
+import io
 import json
 import os
 import signal
@@ -142,7 +143,8 @@ class _Session:
 
         checked = SamplingParams.from_optional(**self._sampling)  # a mistake shows before the model loads
         self._sampling = {name: getattr(checked, name) for name in self._sampling}
-        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+        if isinstance(sys.stdout, io.TextIOWrapper):  # else a caller has put another in its place
+            sys.stdout.reconfigure(errors="replace")
 
     @contextlib.contextmanager
     def open(self) -> Iterator[LLM]:
