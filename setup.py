@@ -66,7 +66,7 @@ class BuildNative(build_ext):
         return str(built)
 
 
-sources = sorted(str(path) for path in NATIVE.glob("*.cpp"))
+sources = sorted(str(path) for path in NATIVE.glob("**/*.cpp"))
 headers = sorted(str(path) for path in [*NATIVE.glob("include/*.h"), "setup.py"])
 extensions = [
     Extension(f"octavo.ops.native._octavo_cpu_{name}", sources, depends=headers, optional=True, language="c++",

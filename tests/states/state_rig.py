@@ -55,7 +55,7 @@ def conv_case(dtype: torch.dtype = torch.float32, channels: int = 40, width: int
         conv = part.operands
         x = torch.nn.functional.pad(drawn[0].double().T, (width - 1, 0))
         bias = None if conv.bias is None else conv.bias.double()
-        y = torch.nn.functional.conv1d(x[None], conv.weight.double()[:, None], bias, groups=channels)[0].T
+        y = torch.nn.functional.conv1d(x[None], conv.weight.t().double()[:, None], bias, groups=channels)[0].T
         return torch.nn.functional.silu(y) if silu else y
 
     return Case(
@@ -141,7 +141,7 @@ def mamba1_case(dtype: torch.dtype = torch.float32, channels: int = 48, state_si
         dt = torch.nn.functional.softplus(dt + own.dt_bias.double())
         state, found = torch.zeros(channels, state_size, dtype=torch.float64), []
         for t in range(len(x)):
-            left = (dt[t, :, None] * own.decay.double()).exp()
+            left = (dt[t, :, None] * own.decay.t().double()).exp()
             state = left * state + (dt[t] * x[t])[:, None] * b[t]
             found.append(state @ c[t] + own.skip.double() * x[t])
         return torch.stack(found)

@@ -8,10 +8,15 @@ import pytest
 import torch
 
 import state_rig as rig
+from octavo.cache.specs import with_state_dtype
+from octavo.layers.recurrent import state_spec
+from octavo.ops import native
 from octavo.states.base import StateBackend
+from octavo.states.cpu import CpuStates
 from octavo.states.reference import ReferenceStates
 
-BACKENDS: list[StateBackend] = [ReferenceStates()]
+BACKENDS: list[StateBackend] = [ReferenceStates(), CpuStates()]
+ODD = {"conv": (13, 3, False), "delta": (1, 3, 20, 12), "mamba2": (3, 5, 1, 9), "mamba1": (21, 3)}
 LENGTHS = (1, 15, 16, 17, 63, 64, 65, 150)
 
 each_backend = pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
@@ -35,15 +40,71 @@ def test_its_results_are_those_of_a_recurrence_in_float64(backend: StateBackend,
 def test_H_8_a_row_has_the_same_bits_in_any_cut_and_batch(backend: StateBackend, name: str) -> None:
     """Cut anywhere, among other rows in any order, with rejected tokens behind, over other blocks."""
     case = rig.CASES[name]()
-    drawn = rig.draw_all(case, LENGTHS)
+    lengths = LENGTHS if backend.name != "reference" else (17, 66)
+    drawn = rig.draw_all(case, lengths)
     expected = rig.alone(case, backend, drawn)
     rng = random.Random(5)
     for largest, spoilt, options in ((1, 0, {}), (7, 3, {}), (64, 0, {"block_size": 32}), (100, 2, {})):
         beside = [rig.ATTENTION] * rng.randrange(3)
         rows = rig.Rows(case, backend, drawn, beside=beside, seed=largest, **options)
-        while left := [row for row, count in enumerate(LENGTHS) if rows.computed[row] < count]:
+        while left := [row for row, count in enumerate(lengths) if rows.computed[row] < count]:
             chosen = rng.sample(left, rng.randint(1, len(left)))
-            counts = {row: min(rng.randint(1, largest), LENGTHS[row] - rows.computed[row]) for row in chosen}
+            counts = {row: min(rng.randint(1, largest), lengths[row] - rows.computed[row]) for row in chosen}
             rows.compute(counts, spoilt)
         for row, (found, own) in enumerate(zip(rows.results, expected, strict=True)):
-            assert torch.equal(found, own), (LENGTHS[row], largest, spoilt)
+            assert torch.equal(found, own), (lengths[row], largest, spoilt)
+
+
+@each_case
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_compiled_operators_have_the_bits_of_the_reference(name: str, dtype: torch.dtype) -> None:
+    """Sizes that fill no vector, states that are cut in heads or rows, and such that lie together."""
+    case, other = rig.CASES[name](dtype), rig.CASES[name](dtype, *ODD[name])
+    for own, options in ((case, {}), (other, {}), (case, {"beside": [rig.ATTENTION]})):
+        drawn = rig.draw_all(own, LENGTHS)
+        for each, expected in zip(drawn, rig.alone(own, ReferenceStates(), drawn, **options), strict=True):
+            rows = rig.Rows(own, CpuStates(), [each], **options)
+            for begin in range(0, len(expected), 37):
+                rows.compute({0: min(37, len(expected) - begin)})
+            assert torch.equal(rows.results[0], expected), len(expected)
+
+
+@each_case
+def test_every_instruction_set_has_the_same_bits(name: str) -> None:
+    case = rig.CASES[name](torch.bfloat16)
+    drawn = rig.draw_all(case, (100,))
+    found = []
+    for isa in native.built_isas():
+        with native.using(isa):
+            found += rig.alone(case, CpuStates(), drawn)
+    assert all(torch.equal(each, found[0]) for each in found)
+
+
+@each_case
+def test_any_number_of_threads_has_the_same_bits(name: str) -> None:
+    case = rig.CASES[name]()
+    drawn = rig.draw_all(case, (150, 20))
+    before, found = native.num_threads(), []
+    for count in (1, 3):
+        native.set_num_threads(count)
+        rows = rig.Rows(case, CpuStates(), drawn)
+        rows.compute({1: 20, 0: 150})
+        found.append(rows.results)
+    native.set_num_threads(before)
+    assert all(map(torch.equal, *found))
+
+
+def test_a_state_in_bfloat16_is_rounded_at_borders_alone() -> None:
+    """The option's error: a state is read with 8 bits, and what is added to it within a chunk is not rounded."""
+    for make in (rig.delta_case, rig.mamba2_case):
+        case = make()
+        drawn = rig.draw_all(case, (300,))
+        spec = with_state_dtype(state_spec(case.part), "bfloat16")
+        for backend in BACKENDS:
+            (found,) = rig.alone(case, backend, drawn, spec=spec)
+            error = (found.double() - case.oracle(drawn[0])).abs().max() / found.abs().max()
+            assert 1e-5 < error < 1e-2
+            rows = rig.Rows(case, backend, drawn, spec=spec)
+            for count in (1, 62, 2, 100, 135):
+                rows.compute({0: count})
+            assert torch.equal(rows.results[0], found)

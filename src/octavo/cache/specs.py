@@ -63,6 +63,7 @@ class StateTensor:
     name: str
     shape: tuple[int, ...]
     dtype: str  # by torch's name
+    is_sum: bool = False  # of a state: grows token by token, and may be kept in another dtype
 
     @property
     def num_bytes(self) -> int:
@@ -87,6 +88,12 @@ class StateSpec:
         """Raises ValueError for a spec without states or inputs, and for chunks of fewer than two tokens."""
         if not self.states or not self.inputs or self.chunk < 2:
             raise ValueError(f"a StateSpec has states, inputs and a chunk of at least 2 tokens, got {self}")
+
+
+def with_state_dtype(spec: StateSpec, dtype: str) -> StateSpec:
+    """`spec` with the tensors of its state that are sums, float32 by their layer, in `dtype`."""
+    states = [dataclasses.replace(tensor, dtype=dtype) if tensor.is_sum else tensor for tensor in spec.states]
+    return dataclasses.replace(spec, states=tuple(states))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -135,6 +135,7 @@ class EngineConfig:
     block_size: int | None = setting(
         None, "tokens of a cache block: 8 or a multiple of 16 (default: 16 on CPU, 64 on GPU)", "int", low=8, high=1024
     )
+    state_dtype: str = setting("float32", "type of recurrent states", "str", choices=("float32", "bfloat16"))
     kv_cache_dtype: str = setting(
         "auto", "type of the cache (auto: dtype's): fp8 is float8 e4m3", "str",
         choices=("auto", *DTYPES, "fp8", "int8"), aliases={"fp8_e4m3": "fp8", "fp8_e4m3fn": "fp8"},
@@ -268,6 +269,7 @@ class Resolved:
     enable_chunked_prefill: bool
     enable_prefix_caching: bool
     snapshot_interval: int
+    state_dtype: str  # float32 | bfloat16
     looks_ahead: bool  # a query may see later keys of the prompt: prompts are computed whole
     scheduling_policy: str
     priority_aging: int
@@ -291,9 +293,9 @@ class Resolved:
 # Fields that a Resolved takes over as they are.
 _UNCHANGED = (
     "model", "load_format", "quantization", "numerics", "enforce_eager", "enable_chunked_prefill",
-    "enable_prefix_caching", "snapshot_interval", "scheduling_policy", "priority_aging", "kv_cache_layout",
-    "kv_cache_memory_bytes", "num_gpu_blocks_override", "gpu_memory_utilization", "weight_transfer_config",
-    "seed", "logprobs_mode",
+    "enable_prefix_caching", "snapshot_interval", "state_dtype", "scheduling_policy", "priority_aging",
+    "kv_cache_layout", "kv_cache_memory_bytes", "num_gpu_blocks_override", "gpu_memory_utilization",
+    "weight_transfer_config", "seed", "logprobs_mode",
 )  # fmt: skip
 DEFAULT_BLOCK_SIZE = {"cpu": 16, "cuda": 64}  # kernels for a GPU read tiles of 64 tokens
 _FP8_CAPABILITY = (8, 9)

@@ -170,7 +170,7 @@ _LOADING = "Octavo has one way to load weights"
 _STATS = "figures are at /metrics; none are logged"
 _CHUNKS = "long prompts share a step by --max-num-batched-tokens alone"
 _NETWORK = "nothing runs on other machines"
-_MAMBA = "no model of Octavo's has Mamba layers"
+_MAMBA = "states of recurrent layers lie in blocks of the one cache, and advance at fixed positions"
 
 _MODEL = {
     "model_weights": _never("weights are read from --model"),
@@ -315,7 +315,9 @@ _CACHE = {
     "calculate_kv_scales": _never("scales of the cache are the checkpoint's", kind="switch"),
     "kv_sharing_fast_prefill": _idle("no model of Octavo's shares its cache between layers", kind="switch"),
     "mamba_cache_dtype": _idle(_MAMBA),
-    "mamba_ssm_cache_dtype": _idle(_MAMBA),
+    "mamba_ssm_cache_dtype": Option(
+        becomes=lambda name, value: {"state_dtype": "float32" if value == "auto" else value}
+    ),
     "mamba_block_size": _idle(_MAMBA),
     "kv_transfer_config": _never("the cache is not sent to other engines"),
     "kv_events_config": _never("the cache tells of no events"),

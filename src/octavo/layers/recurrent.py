@@ -67,7 +67,7 @@ class ShortConvolution(_Part):
         """Make the operands."""
         super().finalize(quantization)
         weight: torch.Tensor = self.__dict__.pop("weight")
-        self.operands = ConvOperands(weight.squeeze(1), self.__dict__.pop("bias", None), self._silu)
+        self.operands = ConvOperands(weight.squeeze(1).t().contiguous(), self.__dict__.pop("bias", None), self._silu)
 
     @line("own")
     def mix(self, x: torch.Tensor) -> torch.Tensor:
@@ -92,7 +92,7 @@ class GatedDeltaRule(_Part):
         for name in ("A_log", "dt_bias"):
             self.declare(name, (num_heads,), torch.float32, dummy=0.0)
         self.channels = 2 * num_key_heads * key_size + num_heads * value_size
-        self.states = (StateTensor("state", (num_heads, key_size, value_size), "float32"),)
+        self.states = (StateTensor("state", (num_heads, key_size, value_size), "float32", is_sum=True),)
         self.inputs = (
             StateTensor("key", (num_key_heads, key_size), self._name),
             StateTensor("value", (num_heads, value_size), self._name),
@@ -137,7 +137,7 @@ class Mamba2Scan(_Part):
         for name in ("A_log", "dt_bias", "D"):
             self.declare(name, (num_heads,), torch.float32, dummy=0.0)
         self.channels = num_heads * head_size + 2 * num_groups * state_size
-        self.states = (StateTensor("state", (num_heads, state_size, head_size), "float32"),)
+        self.states = (StateTensor("state", (num_heads, state_size, head_size), "float32", is_sum=True),)
         self.inputs = (
             StateTensor("x", (num_heads, head_size), self._name),
             StateTensor("b", (num_groups, state_size), self._name),
@@ -170,7 +170,7 @@ class Mamba1Scan(_Part):
         self.declare("A_log", (channels, state_size), torch.float32, dummy=0.0)
         for name in ("dt_bias", "D"):
             self.declare(name, (channels,), torch.float32, dummy=0.0)
-        self.states = (StateTensor("state", (state_size, channels), "float32"),)
+        self.states = (StateTensor("state", (state_size, channels), "float32", is_sum=True),)
         self.inputs = (
             StateTensor("x", (channels,), self._name),
             StateTensor("dt", (channels,), "float32"),
@@ -181,7 +181,7 @@ class Mamba1Scan(_Part):
         """Make the operands."""
         super().finalize(quantization)
         decay, dt_bias, skip = -self.__dict__.pop("A_log").exp(), self.__dict__.pop("dt_bias"), self.__dict__.pop("D")
-        self.operands = Mamba1Operands(decay, dt_bias, skip)
+        self.operands = Mamba1Operands(decay.t().contiguous(), dt_bias, skip)
 
     def mix(self, x: torch.Tensor, dt: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
         """x, dt [tokens, channels], x behind its convolution; b, c [tokens, state_size] -> [tokens, channels]."""

@@ -137,6 +137,7 @@ def numerics_contract(resolved: Resolved, *, native: str, gpu: str = "") -> dict
         "cpu operators": "eager" if native == "none" else "compiled",
         "attention": attention_names(resolved),
         "cache": resolved.kv_cache_dtype,
+        "states": resolved.state_dtype,
         "numerics": resolved.numerics,
     }
 

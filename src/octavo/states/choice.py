@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from octavo.states.base import StateBackend
+from octavo.states.cpu import CpuStates
 from octavo.states.reference import ReferenceStates
 
 
 def state_backend(device: torch.device) -> StateBackend:
     """Of a device."""
-    return ReferenceStates()
+    return CpuStates() if device.type == "cpu" else ReferenceStates()

@@ -74,7 +74,7 @@ class ReferenceStates:
     def short_conv(self, own: LayerStates, conv: ConvOperands, x: Tensor) -> Tensor:
         """See StateBackend. The last inputs before a border are the state there."""
         own = own.only(("conv",), ("conv",))
-        step, width = own.inputs, conv.weight.shape[1]
+        step, width = own.inputs, len(conv.weight)
         (tail,), (chunk,) = own.gather_states(), own.gather_open_inputs()
         before, computed = torch.cat((tail, chunk), 1), step.num_computed
         begin = computed // own.chunk * own.chunk - (width - 1)

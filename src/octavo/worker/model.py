@@ -15,7 +15,7 @@ import torch
 from octavo.attention.mods import NO_MODS, AttentionMods
 from octavo.attention.mods.check import check_mods
 from octavo.attention.mods.choice import check_mods_supported, request_fields_of, with_mods
-from octavo.cache.specs import AttentionSpec, StateSpec, attention_specs
+from octavo.cache.specs import AttentionSpec, StateSpec, attention_specs, with_state_dtype
 from octavo.checkpoint.arch import Arch
 from octavo.checkpoint.digest import unseen
 from octavo.checkpoint.loader import build_model, fill_model, weight_bytes
@@ -36,6 +36,10 @@ def build(
     """The model with its mods, without weights; and `resolved` with a backend that runs them. Raises ConfigError."""
     shortened = dataclasses.replace(arch, max_position=resolved.max_model_len)  # sizes the rotary tables
     model = build_model(shortened, getattr(torch, resolved.dtype))
+    model.layer_specs = [
+        with_state_dtype(spec, resolved.state_dtype) if isinstance(spec, StateSpec) else spec
+        for spec in model.layer_specs
+    ]
     return model, _without_graphs(model, _apply_mods(model, mods, config, resolved))
 
 

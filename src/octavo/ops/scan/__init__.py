@@ -24,12 +24,12 @@ L2_EPS = 1e-6  # of q and k in the gated delta rule
 
 
 class ConvOperands(NamedTuple):
-    """A causal convolution, channel by channel: y_t = act(bias + sum over j of weight[:, j] x_(t - width + 1 + j)).
+    """A causal convolution, channel by channel: y_t = act(bias + sum over j of weight[j] x_(t - width + 1 + j)).
 
     The sum starts with the bias and takes the oldest token first.
     """
 
-    weight: Tensor  # [channels, width] float32
+    weight: Tensor  # [width, channels] float32
     bias: Tensor | None  # [channels] float32
     silu: bool  # the activation: silu, else none
 
@@ -72,7 +72,7 @@ class Mamba1Operands(NamedTuple):
     dt_t = softplus(dt + dt_bias).
     """
 
-    decay: Tensor  # [channels, state_size] float32, -exp(A_log)
+    decay: Tensor  # [state_size, channels] float32, -exp(A_log)
     dt_bias: Tensor  # [channels] float32
     skip: Tensor  # [channels] float32, D
 

@@ -20,7 +20,7 @@ def convolve(conv: ConvOperands, window: Tensor) -> Tensor:
     if conv.bias is not None:
         total = total + conv.bias
     for j in range(window.shape[1]):
-        total = total + window[:, j].float() * conv.weight[:, j]
+        total = total + window[:, j].float() * conv.weight[j]
     return silu(total) if conv.silu else total
 
 
@@ -145,7 +145,7 @@ def mamba1_chunk(
         result = torch.zeros_like(step)
         rows = []
         for index in range(state.shape[1]):
-            left = exp_reference(step * scan.decay[:, index]) * state[:, index]
+            left = exp_reference(step * scan.decay[index]) * state[:, index]
             rows.append(left + gained * b[:, place, index, None].float())
             result = result + rows[-1] * c[:, place, index, None]
         state = torch.stack(rows, 1)

@@ -1,0 +1,261 @@
+// The gated delta rule over the open chunk: octavo.ops.scan.reference.delta_chunk and delta_advance, bit for bit.
+//
+// A task is one row and one head of the keys, with the heads of the values that share it: it walks the chunks that the
+// row has tokens of in this step, from the state at the border before them. Inputs are kept as they are used, rounded
+// to the model's type.
+#include <cmath>
+
+#include "../include/chains.h"
+#include "../include/kept.h"
+
+namespace octavo {
+
+struct DeltaRule {  // octavo.states.cpu._DeltaRule
+    int64_t num_key_heads, num_heads, key_size, value_size;
+    const float *decay, *dt_bias;  // [num_heads]
+    float query_scale;
+};
+
+struct DeltaKept {  // in the order of GatedDeltaRule's tensors
+    Kept state, key, value, update, decay, rate;
+};
+
+template <class T>
+struct DeltaArgs {
+    const StateStep* step;
+    const StateTables* tables;
+    const DeltaKept* kept;
+    const DeltaRule* rule;
+    const T *qkv, *a, *b;
+    int64_t qkv_stride, a_stride, b_stride;
+    T* out;
+};
+
+// What a task works with: one chunk of a row. Rows are padded to a multiple of 16 with zeros.
+struct DeltaScratch {
+    float *keys, *vectors;    // [C, kp]; [2 C, kp]: k, then q, of the step's tokens
+    float *between, *seen;    // [C, C]: k.k and q.k, then those times what is left of them
+    float *updates;           // [C, vp], of one head
+    float *rest;              // [2 C, vp]: S'k, then S'q
+    float *total, *left, *rate;  // [C]
+    float *weights;           // [kp, C]
+    float *states, *advanced; // [heads, kp, vp]; [kp, vp]
+    const float* state[64];   // of each head
+};
+
+template <class T>
+static void normalize(const T* x, int64_t n, int64_t padded, float scale, bool scaled, float* out) {
+    widen(x, out, n);
+    for (int64_t i = n; i < padded; ++i) out[i] = 0.0f;
+    const float inverse = 1.0f / std::sqrt(dot16(out, out, padded) + 1e-6f);
+    for (int64_t i = 0; i < padded; i += VL) {
+        vf y = load(out + i) * inverse;
+        store(out + i, scaled ? y * scale : y);
+    }
+}
+
+template <class T>
+class DeltaTask {
+  public:
+    DeltaTask(const DeltaArgs<T>& args, int64_t row, int64_t key_head, DeltaScratch& scratch)
+        : args_(args), rule_(*args.rule), kept_(*args.kept), row_(*args.step, *args.tables, row), s_(scratch),
+          key_head_(key_head), group_(rule_.num_heads / rule_.num_key_heads), kp_(padded16(rule_.key_size)),
+          vp_(padded16(rule_.value_size)), chunk_(row_.chunk) {}
+
+    void run() {
+        if (row_.computed >= row_.end) return;
+        int64_t border = row_.border();
+        for (int64_t h = 0; h < group_; ++h) load_state(border, h);
+        for (; border < row_.end; border += chunk_) {
+            first_ = row_.computed > border ? row_.computed - border : 0;
+            last_ = row_.end - border < chunk_ ? row_.end - border : chunk_;
+            make_keys(border);
+            for (int64_t h = 0; h < group_; ++h) head(border, h);
+        }
+    }
+
+  private:
+    const T* token(int64_t border, int64_t place) const {
+        return args_.qkv + (row_.first + border + place - row_.computed) * args_.qkv_stride;
+    }
+
+    void load_state(int64_t border, int64_t h) {
+        const int64_t size = rule_.key_size * rule_.value_size, first = (key_head_ * group_ + h) * size;
+        float* own = s_.states + h * kp_ * vp_;
+        const bool whole = vp_ == rule_.value_size;
+        s_.state[h] = border && whole ? kept_.state.direct(row_.states, border / chunk_ - 1, first, size) : nullptr;
+        if (s_.state[h]) return;
+        s_.state[h] = own;
+        if (whole) return row_.read_state(kept_.state, border, first, size, own);
+        for (int64_t d = 0; d < rule_.key_size; ++d) {
+            std::memset(own + d * vp_, 0, 4 * vp_);
+            row_.read_state(kept_.state, border, first + d * rule_.value_size, rule_.value_size, own + d * vp_);
+        }
+    }
+
+    // Keys of the chunk, q and k of the step's tokens in it, and their products.
+    void make_keys(int64_t border) {
+        const int64_t size = rule_.key_size, fresh = last_ - first_, offset = rule_.num_key_heads * size;
+        for (int64_t t = 0; t < last_; ++t) {
+            float* key = s_.keys + t * kp_;
+            if (t < first_) {
+                for (int64_t i = size; i < kp_; ++i) key[i] = 0.0f;
+                row_.read(kept_.key, border + t, key_head_ * size, size, key);
+                continue;
+            }
+            const T* x = token(border, t) + key_head_ * size;
+            normalize(x + offset, size, kp_, 0.0f, false, key);
+            for (int64_t i = 0; i < kp_; i += VL) store(key + i, rounded<T>(load(key + i)));
+            normalize(x, size, kp_, rule_.query_scale, true, s_.vectors + (fresh + t - first_) * kp_);
+            std::memcpy(s_.vectors + (t - first_) * kp_, key, 4 * kp_);
+            row_.write(kept_.key, border + t, key_head_ * size, size, key);
+        }
+        for (int64_t t = 0; t < fresh; ++t) {
+            for (int64_t i = 0; i <= first_ + t; ++i) {
+                s_.between[t * chunk_ + i] = dot16(s_.vectors + t * kp_, s_.keys + i * kp_, kp_);
+                s_.seen[t * chunk_ + i] = dot16(s_.vectors + (fresh + t) * kp_, s_.keys + i * kp_, kp_);
+            }
+        }
+    }
+
+    // Sums of g and rates of one head: of places that are known from what is kept.
+    void make_gates(int64_t border, int64_t head) {
+        float sum = 0.0f;
+        for (int64_t t = 0; t < last_; ++t) {
+            if (t < first_) {
+                sum = row_.get(kept_.decay, border + t, head);
+            } else {
+                const int64_t at = row_.first + border + t - row_.computed;
+                const float a = to_float(args_.a[at * args_.a_stride + head]);
+                sum = sum + rule_.decay[head] * vsoftplus(a + rule_.dt_bias[head]);
+                s_.rate[t] = sigmoid(to_float(args_.b[at * args_.b_stride + head]));
+                row_.put(kept_.decay, border + t, head, sum);
+                row_.put(kept_.rate, border + t, head, s_.rate[t]);
+            }
+            s_.total[t] = sum;
+        }
+    }
+
+    // exp(total[t] - total[i]) for i < count.
+    void make_left(float total, int64_t count) {
+        for (int64_t i = 0; i < count; i += VL) store(s_.left + i, vexp(total - load(s_.total + i)));
+    }
+
+    void head(int64_t border, int64_t h) {
+        const int64_t head = key_head_ * group_ + h, size = rule_.value_size, fresh = last_ - first_;
+        make_gates(border, head);
+        for (int64_t t = 0; t < first_; ++t) {
+            float* update = s_.updates + t * vp_;
+            for (int64_t i = size; i < vp_; ++i) update[i] = 0.0f;
+            row_.read(kept_.update, border + t, head * size, size, update);
+        }
+        std::memset(s_.rest, 0, 8 * fresh * vp_);
+        add_chains(s_.vectors, kp_, 2 * fresh, rule_.key_size, s_.state[h], vp_, vp_, s_.rest, vp_);
+        for (int64_t t = 0; t < fresh; ++t) place(border, head, t);
+        if (last_ == chunk_) advance(border + chunk_, h, head);
+    }
+
+    // One of the step's tokens: its update, and its result.
+    void place(int64_t border, int64_t head, int64_t t) {
+        const int64_t at = first_ + t, size = rule_.value_size, fresh = last_ - first_;
+        const vf begun = splat(vexp(s_.total[at]));
+        float *rest = s_.rest + t * vp_, *result = s_.rest + (fresh + t) * vp_, *update = s_.updates + at * vp_;
+        make_left(s_.total[at], at + 1);
+        s_.left[at] = 1.0f;
+        const T* value = token(border, at) + 2 * rule_.num_key_heads * rule_.key_size + head * size;
+        float* weight = s_.weights;
+        widen(value, weight, size);
+        row_.write(kept_.value, border + at, head * size, size, weight);
+        for (int64_t i = size; i < vp_; ++i) weight[i] = 0.0f;
+        for (int64_t i = 0; i < vp_; i += VL) {
+            store(rest + i, load(weight + i) - begun * load(rest + i));
+            store(result + i, begun * load(result + i));
+        }
+        for (int64_t i = 0; i < at; ++i) weight[i] = -(s_.left[i] * s_.between[t * chunk_ + i]);
+        add_chains(weight, 0, 1, at, s_.updates, vp_, vp_, rest, vp_);
+        for (int64_t i = 0; i < vp_; i += VL) store(update + i, rounded<T>(s_.rate[at] * load(rest + i)));
+        for (int64_t i = 0; i <= at; ++i) weight[i] = s_.left[i] * s_.seen[t * chunk_ + i];
+        add_chains(weight, 0, 1, at + 1, s_.updates, vp_, vp_, result, vp_);
+        narrow(result, args_.out + (row_.first + border + at - row_.computed) * rule_.num_heads * size + head * size,
+               size);
+        row_.write(kept_.update, border + at, head * size, size, update);
+    }
+
+    // The state behind the chunk, as it is kept.
+    void advance(int64_t border, int64_t h, int64_t head) {
+        const int64_t size = rule_.key_size * rule_.value_size;
+        const vf begun = splat(vexp(s_.total[chunk_ - 1]));
+        make_left(s_.total[chunk_ - 1], chunk_);
+        for (int64_t d = 0; d < rule_.key_size; ++d) {
+            float* weight = s_.weights + d * chunk_;
+            for (int64_t i = 0; i < chunk_; ++i) weight[i] = s_.left[i] * s_.keys[i * kp_ + d];
+            for (int64_t i = 0; i < vp_; i += VL) store(s_.advanced + d * vp_ + i, begun * load(s_.state[h] + d * vp_ + i));
+        }
+        add_chains(s_.weights, chunk_, rule_.key_size, chunk_, s_.updates, vp_, vp_, s_.advanced, vp_);
+        kept_.state.round(s_.advanced, rule_.key_size * vp_);
+        float* own = s_.states + h * kp_ * vp_;
+        std::memcpy(own, s_.advanced, 4 * rule_.key_size * vp_);
+        s_.state[h] = own;
+        if (vp_ == rule_.value_size) return row_.write_state(kept_.state, border, head * size, size, own);
+        for (int64_t d = 0; d < rule_.key_size; ++d) {
+            const int64_t first = head * size + d * rule_.value_size;
+            row_.write_state(kept_.state, border, first, rule_.value_size, own + d * vp_);
+        }
+    }
+
+    const DeltaArgs<T>& args_;
+    const DeltaRule& rule_;
+    const DeltaKept& kept_;
+    const StateRow row_;
+    DeltaScratch& s_;
+    const int64_t key_head_, group_, kp_, vp_, chunk_;
+    int64_t first_ = 0, last_ = 0;  // places of the step's tokens in the chunk
+};
+
+static DeltaScratch carve(const DeltaRule& rule, int64_t chunk, Scratch& memory) {
+    const int64_t kp = padded16(rule.key_size), vp = padded16(rule.value_size), c = padded16(chunk);
+    const int64_t group = rule.num_heads / rule.num_key_heads;
+    const int64_t weights = (kp > vp ? kp : vp) * c + c;
+    const int64_t sizes[] = {c * kp, 2 * c * kp, c * c, c * c, c * vp, 2 * c * vp, c, c, c, weights, group * kp * vp, kp * vp};
+    int64_t all = 0;
+    for (int64_t size : sizes) all += size + 16;
+    DeltaScratch s;
+    float** parts[] = {&s.keys, &s.vectors, &s.between, &s.seen, &s.updates, &s.rest,
+                       &s.total, &s.left, &s.rate, &s.weights, &s.states, &s.advanced};
+    float* next = memory.floats(all);
+    for (int i = 0; i < 12; ++i) {
+        *parts[i] = next;
+        next += sizes[i] + 16;
+    }
+    return s;
+}
+
+template <class T>
+static void run(const DeltaArgs<T>& args) {
+    const DeltaRule& rule = *args.rule;
+    const int64_t work = args.step->num_tokens * rule.num_heads * rule.key_size * rule.value_size;
+    parallel_tasks(threads_for(work, 32768), args.step->num_rows * rule.num_key_heads, [&](int64_t task) {
+        static thread_local Scratch memory;
+        DeltaScratch scratch = carve(rule, args.tables->chunk, memory);
+        DeltaTask<T>(args, task / rule.num_key_heads, task % rule.num_key_heads, scratch).run();
+    });
+}
+
+}  // namespace octavo
+
+// qkv [tokens, channels of q, k, v], a and b [tokens, num_heads] with row strides in elements; out [tokens, num_heads *
+// value_size] contiguous; kept: state, key, value, update, decay, rate.
+OCTAVO_API void octavo_gated_delta(const octavo::StateStep* step, const octavo::StateTables* tables,
+                                   const octavo::Kept* kept, const octavo::DeltaRule* rule, const void* qkv,
+                                   int64_t qkv_stride, const void* a, int64_t a_stride, const void* b,
+                                   int64_t b_stride, void* out, int32_t dtype) {
+    using namespace octavo;
+    const auto* all = reinterpret_cast<const DeltaKept*>(kept);
+    if (dtype == F32) {
+        run(DeltaArgs<float>{step, tables, all, rule, static_cast<const float*>(qkv), static_cast<const float*>(a),
+                             static_cast<const float*>(b), qkv_stride, a_stride, b_stride, static_cast<float*>(out)});
+    } else {
+        run(DeltaArgs<bf16>{step, tables, all, rule, static_cast<const bf16*>(qkv), static_cast<const bf16*>(a),
+                            static_cast<const bf16*>(b), qkv_stride, a_stride, b_stride, static_cast<bf16*>(out)});
+    }
+}
