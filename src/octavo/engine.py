@@ -212,6 +212,7 @@ class EngineCore:
     def close(self) -> None:
         """Wait for issued steps and release the worker. The engine cannot be used afterwards."""
         self._failure = self._failure or RuntimeError("it was closed")
+        self.scheduler.loads.close()
         self._executor.close()
 
     def change_weights(self, apply: Callable[[], object], identity: str, version: str, on_running: str) -> int:
@@ -356,8 +357,10 @@ class EngineCore:
         return self.standing(refused)
 
     def _reset(self, order: pause.ResetOrder) -> pause.Standing:
-        all_of_it = order.reset_running_requests
-        return self.standing(success=self._forget_cache() if all_of_it else self.scheduler.reset_prefix_cache())
+        done = self._forget_cache() if order.reset_running_requests else self.scheduler.reset_prefix_cache()
+        if done and order.reset_connector:
+            done = self.scheduler.loads.connector.reset()
+        return self.standing(success=done)
 
     def _forget_cache(self) -> bool:
         """Whatever runs is computed again. False while a transfer holds blocks."""

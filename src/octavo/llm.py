@@ -276,9 +276,12 @@ class LLM(WeightMethods):
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Forget every cached prefix. False while requests run; with `reset_running_requests` they are computed again.
 
-        reset_connector: what lies outside the engine is named by version of the weights, and need not be reset.
+        reset_connector: the connector forgets what it keeps for this engine alone; what others share, as files, is
+        named by version of the weights, and need not be reset.
         """
-        return self._control.reset_prefix_cache(reset_running_requests=reset_running_requests)
+        return self._control.reset_prefix_cache(
+            reset_running_requests=reset_running_requests, reset_connector=reset_connector
+        )
 
     @contextlib.contextmanager
     def weights(

@@ -16,7 +16,7 @@ from insides import runner_of
 from octavo import LLM, SamplingParams
 from octavo.cache.pool import KVCachePool
 from octavo.config.settings import ConfigError
-from octavo.kv_connector import Later, Transfer, TransferResults
+from octavo.kv_connector import Later, SilentConnector, Transfer, TransferResults
 from octavo.plan import StepLimits
 from octavo.request.request import Request
 from octavo.sched.scheduler import Scheduler
@@ -37,7 +37,7 @@ def pool_of(llm: LLM) -> KVCachePool:
 
 
 @dataclasses.dataclass
-class Copies:
+class Copies(SilentConnector):
     """Copies blocks of engine `source` that are found there by their names; the failing ones arrive as garbage."""
 
     source: LLM

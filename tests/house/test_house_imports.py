@@ -43,7 +43,9 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     "config": ({"words"}, {"yaml"}),
     "observe": (set(), {"rich"}),
     "cache.specs": ({"words", "attention.mods"}, set()),  # a spec holds a user's mods, which load no torch
-    "kv_connector": ({"words"}, set()),
+    # the scheduler's halves, and the messages to the worker's: no torch
+    "kv_connector": ({"words", "kv_connector.worker"}, {"msgspec"}),
+    "kv_connector.worker": ({"words", "kv_connector"}, {"torch", "numpy", "xxhash"}),
     "sched": ({"words", "kv_connector"}, {"numpy", "msgspec"}),
     "cache": ({"words"}, {"torch", "numpy"}),
     "ops": (set(), {"torch", "triton", "numpy"}),
@@ -84,6 +86,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
         {"words", "speculate", "grammar", "startup.cuda_init", "startup.fresh_pages", "startup.frontend"}
         | {"startup.probe"}
         | {"rl.receiver"}  # of new weights
+        | {"kv_connector.table", "kv_connector.worker"}
         | DEVICE_SIDE,
         {"torch", "numpy", "msgspec"},
     ),
@@ -100,7 +103,17 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     "startup.identity": ({"words", "cache", "sched.identity", "startup.probe"}, set()),
     # nothing of a device: a worker builds that by itself, and is told by name what to do
     "startup.build": (
-        {"words", "startup", "engine", "sched", "speculate", "worker.executor", "worker.facts", "worker.worker"},
+        {
+            "words",
+            "startup",
+            "engine",
+            "sched",
+            "kv_connector",
+            "speculate",
+            "worker.executor",
+            "worker.facts",
+            "worker.worker",
+        },
         set(),
     ),
     "engine": ({"words", "sched", "worker.executor", "rl.session"}, {"msgspec"}),

@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from octavo.kv_connector import LATER, Later, Transfer, TransferResults
+from octavo.kv_connector import LATER, Later, SilentConnector, Transfer, TransferResults
 from octavo.request.request import Request
-from sched_harness import Driver, Place
+from sched_harness import BLOCK, Driver, Place
 
 
 class Clock:
@@ -25,12 +25,14 @@ class Clock:
 
 
 @dataclasses.dataclass
-class FakeConnector:
+class FakeConnector(SilentConnector):
     offers: dict[str, int] = dataclasses.field(default_factory=dict)  # request id -> tokens that it has, from 0 on
     later: set[str] = dataclasses.field(default_factory=set)
     saves: bool = False
     stops: bool = True  # whether `cancel` stops a transfer at once
     hurries: bool = False  # whatever begins is over at once
+    saves_running: bool = False
+    save_unit: int = BLOCK
     matched: list[tuple[str, int]] = dataclasses.field(default_factory=list)
     begun: dict[int, Transfer] = dataclasses.field(default_factory=dict)
     saving: dict[int, dict[Place, object]] = dataclasses.field(default_factory=dict)
@@ -56,6 +58,10 @@ class FakeConnector:
         self.worker.foreign |= self._blocks(load)
         if self.hurries:
             self.arrive(load.number)
+
+    def computed(self, save: Transfer) -> bool:
+        assert save.end <= save.request.num_prompt + save.request.max_tokens and save.end % self.save_unit == 0
+        return self.finished(save)
 
     def finished(self, save: Transfer) -> bool:
         if not self.saves:

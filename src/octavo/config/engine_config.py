@@ -150,6 +150,9 @@ class EngineConfig:
     )
     gpu_memory_utilization: float = setting(0.92, "share of a GPU's memory to use", "float", above=0.0, high=1.0)
 
+    kv_transfer_config: dict[str, Any] = setting(
+        {}, 'who moves blocks of the cache: {"kv_connector": "host", "kv_role": "kv_both", ...}', "dict"
+    )
     weight_transfer_config: dict[str, Any] = setting(
         {}, 'how new weights come: {"backend": "disk", "shm", "gloo", "nccl" or "ipc"}', "dict"
     )

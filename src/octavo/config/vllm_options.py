@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from octavo.config.kv_transfer import offloading
 from octavo.config.settings import ConfigError
 
 _LOG = logging.getLogger("octavo")
@@ -310,8 +311,8 @@ _CACHE = {
     "mem_fraction_static": _same("gpu_memory_utilization"),
     "prefix_caching_hash_algo": _idle("blocks are named by one hash"),
     "cpu_offload_gb": _only("0 0.0", "weights stay on the device"),
-    "kv_offloading_size": _never("the cache stays on the device"),
-    "kv_offloading_backend": _idle("the cache stays on the device"),
+    "kv_offloading_size": Option(becomes=offloading),
+    "kv_offloading_backend": _only("native", "blocks are kept by the connector `host`"),
     "calculate_kv_scales": _never("scales of the cache are the checkpoint's", kind="switch"),
     "kv_sharing_fast_prefill": _idle("no model of Octavo's shares its cache between layers", kind="switch"),
     "mamba_cache_dtype": _idle(_MAMBA),
@@ -319,7 +320,6 @@ _CACHE = {
         becomes=lambda name, value: {"state_dtype": "float32" if value == "auto" else value}
     ),
     "mamba_block_size": _idle(_MAMBA),
-    "kv_transfer_config": _never("the cache is not sent to other engines"),
     "kv_events_config": _never("the cache tells of no events"),
     "ec_transfer_config": _never(_TEXT),
     "use_v2_block_manager": _idle("there is one block manager", kind="switch"),

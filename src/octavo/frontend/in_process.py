@@ -55,7 +55,7 @@ class InProcessClient:
     def stats(self) -> EngineStats:
         """The core's figures of this moment."""
         scheduler, times = self.core.scheduler, self.core.times
-        stats, updates = scheduler.stats(), self.core.weights.stats
+        stats, updates, moved = scheduler.stats(), self.core.weights.stats, scheduler.loads.connector.stats()
         return EngineStats(
             num_running=stats.num_running,
             num_waiting=stats.num_waiting,
@@ -81,6 +81,20 @@ class InProcessClient:
             num_recomputed_at_update=updates.num_recomputed,
             num_aborted_at_update=updates.num_aborted,
             weights_version=self.core.weights.version,
+            num_loading=stats.num_loading,
+            num_matched_tokens=stats.num_matched_tokens,
+            num_loaded_tokens=stats.num_loaded_tokens,
+            num_load_failures=stats.num_load_failures,
+            num_load_misses=stats.num_load_misses,
+            num_expired_holds=stats.num_expired_holds,
+            num_kv_saved_blocks=moved.num_saved_blocks,
+            num_kv_loaded_blocks=moved.num_loaded_blocks,
+            kv_saved_bytes=moved.saved_bytes,
+            kv_loaded_bytes=moved.loaded_bytes,
+            kv_save_seconds=moved.save_seconds,
+            kv_load_seconds=moved.load_seconds,
+            num_kv_evicted_blocks=moved.num_evicted_blocks,
+            kv_stored_bytes=moved.stored_bytes,
         )
 
 

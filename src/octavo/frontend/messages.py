@@ -113,9 +113,23 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_recomputed_at_update: int = 0
     num_aborted_at_update: int = 0
     weights_version: str = ""
+    num_loading: int = 0  # requests that wait for blocks from elsewhere
+    num_matched_tokens: int = 0  # that a connector was asked for
+    num_loaded_tokens: int = 0  # that it brought
+    num_load_failures: int = 0
+    num_load_misses: int = 0
+    num_expired_holds: int = 0
+    num_kv_saved_blocks: int = 0
+    num_kv_loaded_blocks: int = 0
+    kv_saved_bytes: int = 0
+    kv_loaded_bytes: int = 0
+    kv_save_seconds: float = 0.0
+    kv_load_seconds: float = 0.0
+    num_kv_evicted_blocks: int = 0
+    kv_stored_bytes: int = 0
 
 
-# Of EngineStats: what goes on where another engine process comes.
+# Of EngineStats: what goes on over restarts.
 COUNTERS = (
     "num_steps",
     "num_preemptions",
@@ -136,6 +150,18 @@ COUNTERS = (
     "num_kept_at_update",
     "num_recomputed_at_update",
     "num_aborted_at_update",
+    "num_matched_tokens",
+    "num_loaded_tokens",
+    "num_load_failures",
+    "num_load_misses",
+    "num_expired_holds",
+    "num_kv_saved_blocks",
+    "num_kv_loaded_blocks",
+    "num_kv_evicted_blocks",
+    "kv_saved_bytes",
+    "kv_loaded_bytes",
+    "kv_save_seconds",
+    "kv_load_seconds",
 )
 
 

@@ -62,9 +62,9 @@ class Control:
         """Whether all is awake."""
         return not self._shared.ask("wake_up", WakeOrder(check_tags(tags))).asleep
 
-    def reset_prefix_cache(self, *, reset_running_requests: bool) -> bool:
+    def reset_prefix_cache(self, *, reset_running_requests: bool, reset_connector: bool = False) -> bool:
         """Whether it was reset."""
-        return self._shared.ask("reset_prefix_cache", ResetOrder(reset_running_requests)).success
+        return self._shared.ask("reset_prefix_cache", ResetOrder(reset_running_requests, reset_connector)).success
 
     def check_awake(self) -> None:
         """Raise WrongStateError where a request would wait for nothing that its own thread could do."""

@@ -1,8 +1,9 @@
 """Connectors: who brings blocks from elsewhere, and takes them there.
 
 Owns the protocol that a scheduler speaks, what a transfer is, and NO_CONNECTOR, which moves nothing. Knows neither a
-scheduler nor where bytes lie. Invariant: a connector touches the blocks of a transfer between `allocated` or `finished`
-and its report in `take_results`, or a `cancel` that returned True, and at no other time.
+scheduler nor where bytes lie. The other half of a connector lives beside the cache (`octavo.kv_connector.worker`).
+Invariant: a connector touches the blocks of a transfer between `allocated`, `computed` or `finished` and its report in
+`take_results`, or a `cancel` that returned True, and at no other time.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Mapping, Sequence
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from octavo.request.request import Request
 
@@ -33,6 +34,7 @@ class Transfer:
     start: int  # first token that moves
     end: int  # behind the last one
     blocks: tuple[tuple[int, ...], ...]  # per cache group, by logical index; null blocks do not move
+    names: tuple[bytes, ...] = ()  # of the full blocks of the smallest size, from the first token on
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,13 +43,35 @@ class TransferResults:
 
     done: Sequence[int] = ()  # numbers of transfers
     failed: Mapping[int, frozenset[int]] = dataclasses.field(default_factory=dict)  # load -> its bad blocks; none: all
+    # load -> blocks that were not there any more, none: all; whatever the policy says of failures, they are computed
+    missed: Mapping[int, frozenset[int]] = dataclasses.field(default_factory=dict)
 
 
 NO_RESULTS = TransferResults()
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ConnectorStats:
+    """Counters since the start, of both halves."""
+
+    num_saved_blocks: int = 0
+    num_loaded_blocks: int = 0
+    saved_bytes: int = 0
+    loaded_bytes: int = 0
+    save_seconds: float = 0.0  # of transfers, from their beginning to their end
+    load_seconds: float = 0.0
+    num_evicted_blocks: int = 0
+    stored_bytes: int = 0  # now, as far as it is known
+
+
+NO_STATS = ConnectorStats()
+
+
 class Connector(Protocol):
     """The scheduler's half of a connector. All calls come from the thread that schedules, and none may wait long."""
+
+    saves_running: bool  # `computed` is asked of requests that run
+    save_unit: int  # tokens: it saves whole multiples of it
 
     def match(self, request: Request, num_local: int) -> int | Later:
         """How many tokens behind the first `num_local` can be loaded; 0: none; LATER: ask again in a later step.
@@ -58,6 +82,12 @@ class Connector(Protocol):
 
     def allocated(self, load: Transfer) -> None:
         """Load. Nobody else writes or reads these blocks from now on, steps that were issued before included."""
+
+    def computed(self, save: Transfer) -> bool:
+        """These tokens of a request that goes on are complete: whether they are kept until the save is reported."""
+
+    def ending(self, request: Request) -> Mapping[str, Any] | None:
+        """A request has ended: what its answer says of where its blocks are to be had; None: nothing."""
 
     def finished(self, save: Transfer) -> bool:
         """A request has ended and its blocks are complete: whether they are kept until the save is reported."""
@@ -74,9 +104,21 @@ class Connector(Protocol):
     def wait(self, seconds: float) -> None:
         """Return when there may be results, or `match` may say more, and after `seconds` at the latest."""
 
+    def reset(self) -> bool:
+        """Forget what is stored, as far as it is this engine's own; False: it could not."""
 
-class _NoConnector:
-    """Moves nothing."""
+    def stats(self) -> ConnectorStats:
+        """The figures of this moment."""
+
+    def close(self) -> None:
+        """The engine ends: nothing is asked any more."""
+
+
+class SilentConnector:
+    """Moves nothing: what a connector leaves out, it takes from here."""
+
+    saves_running = False
+    save_unit = 1
 
     def match(self, request: Request, num_local: int) -> int | Later:
         """See Connector."""
@@ -85,6 +127,14 @@ class _NoConnector:
     def allocated(self, load: Transfer) -> None:
         """See Connector."""
         raise AssertionError("nothing was offered")
+
+    def computed(self, save: Transfer) -> bool:
+        """See Connector."""
+        return False
+
+    def ending(self, request: Request) -> Mapping[str, Any] | None:
+        """See Connector."""
+        return None
 
     def finished(self, save: Transfer) -> bool:
         """See Connector."""
@@ -101,5 +151,16 @@ class _NoConnector:
     def wait(self, seconds: float) -> None:
         """See Connector."""
 
+    def reset(self) -> bool:
+        """See Connector."""
+        return True
 
-NO_CONNECTOR: Final[Connector] = _NoConnector()
+    def stats(self) -> ConnectorStats:
+        """See Connector."""
+        return NO_STATS
+
+    def close(self) -> None:
+        """See Connector."""
+
+
+NO_CONNECTOR: Final[Connector] = SilentConnector()

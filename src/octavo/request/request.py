@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import enum
 import itertools
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -106,6 +108,7 @@ class Request:
         "eos_token_ids",
         "error",
         "finish_reason",
+        "kv_transfer_params",
         "max_tokens",
         "num_cached",
         "num_found",
@@ -171,6 +174,7 @@ class Request:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.error = ""
+        self.kv_transfer_params: Mapping[str, Any] | None = None  # where the blocks of its answer are to be had
 
     def enter(self, rows: RequestRows, row: int) -> None:
         """Run in `row`."""

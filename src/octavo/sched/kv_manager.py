@@ -26,6 +26,7 @@ from octavo.request.request import Request
 from octavo.sched.block_pool import NULL_BLOCK, BlockPool, HashChain
 from octavo.sched.identity import LOCAL, CacheIdentity
 from octavo.sched.prefixes import Hit, Prefixes
+from octavo.sched.transfers.holds import Hold, Holds
 
 _NEVER = 1 << 62  # blocks: of requests that publish none any more
 
@@ -49,15 +50,6 @@ class _Entry:
         self.num_tokens = num_tokens  # that the tables were made for
         self.num_published = num_hit  # leading blocks of the smallest size that are found by a hash, or were once
         self.num_dead = [0] * len(tables)  # leading entries that were given back: no query reads them any more
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class Hold:
-    """Blocks of a request that has none any more, kept from being handed on."""
-
-    request_id: str
-    until: float  # seconds on the clock of whoever asked
-    blocks: list[int]
 
 
 class KVManager:
@@ -104,13 +96,18 @@ class KVManager:
         # request id -> (group, entry) of such that the step being planned writes, before which nobody may read them
         self._being_written: dict[str, list[tuple[int, int]]] = {}
         self._fresh: list[int] = []  # blocks of these groups, handed out since the last `take_fresh`
-        self._holds: dict[int, Hold] = {}  # by id()
+        self._holds = Holds(self._pool)
 
     @property
     def can_load(self) -> bool:
         """Whether all that groups keep are blocks of tokens."""
         kept = all(group.is_attention and group.kind != "encoder_only" for group in self._groups)
         return kept and not self._zeroed
+
+    @property
+    def slides(self) -> bool:
+        """Whether a request gives blocks back while it runs."""
+        return bool(self._sliding)
 
     @property
     def num_free_blocks(self) -> int:
@@ -328,14 +325,17 @@ class KVManager:
         """
         entry = self._entries.pop(request.request_id)
         self._being_written.pop(request.request_id, None)
-        hold = Hold(request.request_id, until, self._pool.hold(self._tail_first(entry)))
-        self._holds[id(hold)] = hold
-        return hold
+        return self._holds.take_over(request.request_id, self._tail_first(entry), until)
+
+    def share(self, request: Request, start: int, end: int, until: float) -> Hold:
+        """Hold the blocks of full entries of tokens `start` to `end` beside the request, which keeps them."""
+        tables = self._pairs(self._entries[request.request_id])
+        blocks = (b for group, own in tables for b in own[start // group.block_size : end // group.block_size])
+        return self._holds.share(request.request_id, blocks, until)
 
     def release_hold(self, hold: Hold) -> None:
         """Give the blocks of a hold back. Once."""
-        assert self._holds.pop(id(hold), None) is hold, f"the hold of {hold.request_id} was released before"
-        self._pool.release_held(hold.blocks)
+        self._holds.release(hold)
 
     def take_fresh(self) -> list[int]:
         """Blocks to be zeroed by the step that is planned now: handed out since the last call, not found by hash.
@@ -376,7 +376,7 @@ class KVManager:
             for group, table in zip(self._groups, entry.tables, strict=True):
                 assert len(table) == group.num_blocks(entry.num_tokens), "a list has the blocks of the planned tokens"
         tables = (table for entry in self._entries.values() for table in entry.tables)
-        self._pool.check(tables, (hold.blocks for hold in self._holds.values()))
+        self._pool.check(tables, self._holds)
 
     def _append_blocks(self, tables: list[list[int]], num_tokens: int, low: int) -> list[list[int]] | None:
         """Blocks that tables lack for so many tokens, per group; empty if there is room; None if too few are free.

@@ -39,9 +39,13 @@ class WakeOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ResetOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Forget every cached prefix. reset_running_requests: those that run are computed again."""
+    """Forget every cached prefix. reset_running_requests: those that run are computed again.
+
+    reset_connector: the connector forgets what is its own, too, or the reset is no success.
+    """
 
     reset_running_requests: bool = False
+    reset_connector: bool = False
 
 
 class Standing(msgspec.Struct, frozen=True, kw_only=True):

@@ -27,11 +27,11 @@ from octavo.request.request import FinishReason, Request, Status
 from octavo.request.updates import RequestUpdate
 from octavo.sched.drafts import count_drafts, run_of, take_back_rejected
 from octavo.sched.kv_manager import KVManager
-from octavo.sched.loads import FAILURE_POLICIES, LOAD_FAILED, LOAD_TIMEOUT, NEVER, Loads
 from octavo.sched.order import order_of
 from octavo.sched.prefixes import Hit
 from octavo.sched.results import NOTHING, Results
 from octavo.sched.running import Running
+from octavo.sched.transfers.loads import FAILURE_POLICIES, LOAD_FAILED, LOAD_TIMEOUT, NEVER, Loads
 from octavo.sched.versions import Versions
 from octavo.sched.work import Issued, PlanBuilder, SchedulerStats, cut_prompts, num_proven, pack, take_back, without
 
@@ -85,7 +85,7 @@ class Scheduler:
         self._num_repeats = 0  # steps to come in which each of them computes one token, if nothing changes
         self._blocked: tuple[Request, int] | None = None  # did not fit with so many free blocks
         self.versions = Versions(self._requests, self._results, self._end)
-        self.loads = Loads(kv, connector, load_timeout, clock, self._order, self._queue)
+        self.loads = Loads(kv, connector, load_timeout, clock, self._order, self._queue, limits.max_num_rows)
         self._fails_with_load = load_failure_policy == "fail"
 
     @property
@@ -100,19 +100,15 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """The figures of this moment."""
-        loads = self.loads.stats
         return SchedulerStats(
             num_running=len(self.running),
             num_waiting=len(self.waiting),
-            num_loading=self.loads.num_loading,
             cache_usage=self.kv.usage,
             num_preemptions=self.num_preemptions + self.loads.num_preemptions,
             num_scheduled_tokens=self.num_scheduled_tokens,
             num_prefix_queries=self.kv.stats.queries,
             num_prefix_hits=self.kv.stats.hits,
-            num_loaded_tokens=loads.num_loaded_tokens,
-            num_load_failures=loads.num_load_failures,
-            num_expired_holds=loads.num_expired_holds,
+            **self.loads.figures(),
         )
 
     def add(self, request: Request) -> None:
@@ -156,6 +152,7 @@ class Scheduler:
             self.num_scheduled_tokens += self._max_num_tokens - work.budget - work.num_loading
             self._step += 1
         if self.loads.is_on:
+            self.loads.save_running(self._running, self._step)
             self.loads.start(next(iter(self._outstanding), NEVER))
         return plan
 
@@ -250,7 +247,9 @@ class Scheduler:
         outstanding = self._outstanding.values()
         first = num_proven(request, row, outstanding)
         left = {id(other): other for issued in outstanding for other in issued.left.values() if not other.finished}
+        self.loads.distrust(request)
         for reader in self.kv.readers(request, first, left.values()):
+            self.loads.distrust(reader)
             if reader.status is Status.RUNNING:
                 self._preempt(reader, first)
             elif id(reader) not in left:
@@ -454,6 +453,7 @@ class Scheduler:
             request.num_in_flight = 1
             work.num_sampling += 1
         self._running.enter(request)
+        self.loads.enter(request)
         work.admit(request, num_computed, num_new, blocks)
 
     def _preempt(self, request: Request, sound: int | None = None) -> None:

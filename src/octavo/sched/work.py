@@ -28,8 +28,10 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_scheduled_tokens: int
     num_prefix_queries: int  # tokens
     num_prefix_hits: int  # tokens
+    num_matched_tokens: int = 0  # that a connector was asked for, when their requests were first admitted
     num_loaded_tokens: int = 0
     num_load_failures: int = 0
+    num_load_misses: int = 0
     num_expired_holds: int = 0
 
 

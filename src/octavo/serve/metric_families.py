@@ -164,6 +164,17 @@ FAMILIES = (
         values=("kept", "recomputed", "aborted"),
     ),
     Family(name="weight_pause_seconds", kind="counter", prefix=OWN, help="In which weights were applied"),
+    Family(name="kv_load_failures", kind="counter", prefix=OWN, help="Loads of blocks that were lost on the way"),
+    Family(name="kv_load_misses", kind="counter", prefix=OWN, help="Loads of blocks that were not there any more"),
+    Family(name="kv_expired_holds", kind="counter", prefix=OWN, help="Transfers that did not end in time"),
+    Family(name="kv_saved_blocks", kind="counter", prefix=OWN, help="Blocks that a connector took"),
+    Family(name="kv_loaded_blocks", kind="counter", prefix=OWN, help="Blocks that a connector brought"),
+    Family(name="kv_saved_bytes", kind="counter", prefix=OWN, help="Bytes of blocks that a connector took"),
+    Family(name="kv_loaded_bytes", kind="counter", prefix=OWN, help="Bytes of blocks that a connector brought"),
+    Family(name="kv_save_seconds", kind="counter", prefix=OWN, help="From the beginning of saves to their ends"),
+    Family(name="kv_load_seconds", kind="counter", prefix=OWN, help="From the beginning of loads to their ends"),
+    Family(name="kv_evicted_blocks", kind="counter", prefix=OWN, help="Blocks that gave way in a connector's memory"),
+    Family(name="kv_stored_bytes", kind="gauge", prefix=OWN, help="Bytes of blocks that a connector keeps"),
     Family(name="engine_restarts", kind="counter", prefix=OWN, help="Times that the engine process was replaced"),
 )
 

@@ -217,8 +217,9 @@ class ServerMetrics(Collector):
             ("num_free_blocks", "num_free_blocks"),
             ("engine_resident_memory_bytes", "rss_bytes"),
             ("num_requests_open", "num_requests"),
+            ("kv_stored_bytes", "kv_stored_bytes"),
         ):
-            values[name][""] = stats[source]
+            values[name][""] = stats.get(source, 0.0)
         with contextlib.suppress(RuntimeError):  # no loop: it is asked for outside a server
             values["num_tasks"][""] = len(asyncio.all_tasks())
         level = int(stats.get("sleep_level", -1))  # a sleep of scheduling alone keeps everything
@@ -226,11 +227,24 @@ class ServerMetrics(Collector):
         values["engine_sleep_state"] = {each: float(each == state) for each in values["engine_sleep_state"]}
         values["paused"][""] = stats.get("paused", 0.0)
         values["num_requests_waiting_by_reason"]["capacity"] = stats["num_waiting"]
+        values["num_requests_waiting_by_reason"]["deferred"] = stats.get("num_loading", 0.0)
         for name, source in (
             ("num_preemptions", "num_preemptions"),
             ("prefix_cache_queries", "num_prefix_queries"),
             ("prefix_cache_hits", "num_prefix_hits"),
             ("engine_restarts", "num_restarts"),
+            ("external_prefix_cache_queries", "num_matched_tokens"),
+            ("external_prefix_cache_hits", "num_loaded_tokens"),
+            ("kv_load_failures", "num_load_failures"),
+            ("kv_load_misses", "num_load_misses"),
+            ("kv_expired_holds", "num_expired_holds"),
+            ("kv_saved_blocks", "num_kv_saved_blocks"),
+            ("kv_loaded_blocks", "num_kv_loaded_blocks"),
+            ("kv_saved_bytes", "kv_saved_bytes"),
+            ("kv_loaded_bytes", "kv_loaded_bytes"),
+            ("kv_save_seconds", "kv_save_seconds"),
+            ("kv_load_seconds", "kv_load_seconds"),
+            ("kv_evicted_blocks", "num_kv_evicted_blocks"),
             ("weight_updates", "num_weight_updates"),
             ("failed_weight_updates", "num_failed_weight_updates"),
             ("weight_update_seconds", "weight_update_seconds"),

@@ -8,6 +8,8 @@ one ValueError.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,8 +17,12 @@ from octavo.cache.groups import TableSpec
 from octavo.cache.plan import CachePlan, show_bytes
 from octavo.checkpoint.arch import Arch
 from octavo.config.engine_config import EngineConfig, Resolved, resolve
+from octavo.config.kv_transfer import KVTransferConfig, read_kv_transfer
 from octavo.config.settings import ConfigError
 from octavo.engine import EngineCore
+from octavo.kv_connector import Connector
+from octavo.kv_connector.orders import EngineSide
+from octavo.kv_connector.table import Kind, check_groups, make_kind
 from octavo.observe import Phases
 from octavo.request.fields import FieldSpec
 from octavo.sched.identity import LOCAL, CacheIdentity
@@ -65,7 +71,8 @@ def build_core(
 
     Raises ValueError, in one line.
     """
-    secret = read_secret(config)
+    kind = make_kind(transfer := read_kv_transfer(config.kv_transfer_config))
+    secret = read_secret(config) or kind.secret()
     worker = Worker(speculator)
     executor: Executor = InlineExecutor(worker)
     opens = any(executor.call("begin", config))
@@ -82,6 +89,7 @@ def build_core(
         facts = least(executor.call("load", resolved, folder))
     with phases("allocate the cache and the tables"):
         plan = _plan(arch, facts, executor)
+        check_groups(transfer, plan.groups)
         resolved = dataclasses.replace(facts.resolved, max_model_len=plan.limits.max_model_len)
         executor.call("allocate", plan)
     if facts.compiles_ahead:
@@ -106,7 +114,7 @@ def build_core(
     if secret:  # names leave the process; the contract takes 25 ms
         identity = make_identity(resolved, plan, engine_facts.numerics_contract(), executor.call("identify"))
     core = EngineCore(
-        _make_scheduler(resolved, plan, secret, identity),
+        _make_scheduler(resolved, plan, secret, identity, _connect(kind, transfer, plan, identity, executor), transfer),
         executor,
         eos_token_ids=engine_facts.eos_token_ids,
         seed=resolved.seed,
@@ -139,7 +147,32 @@ def _plan(arch: Arch, facts: WorkerFacts, executor: Executor) -> CachePlan:
     )
 
 
-def _make_scheduler(resolved: Resolved, plan: CachePlan, secret: bytes, identity: CacheIdentity) -> Scheduler:
+def _connect(
+    kind: Kind, transfer: KVTransferConfig, plan: CachePlan, identity: CacheIdentity, executor: Executor
+) -> Connector:
+    """Both halves of the connector. Raises ConfigError."""
+    digest = "" if identity is LOCAL else hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
+    executor.call("connect", transfer, digest)
+    return kind.scheduler_half(
+        EngineSide(
+            transfer=transfer,
+            groups=plan.groups,
+            block_bytes=plan.bytes_per_block,
+            num_blocks=plan.num_blocks,
+            identity=digest,
+            ask=functools.partial(executor.beside, "transfer"),
+        )
+    )
+
+
+def _make_scheduler(
+    resolved: Resolved,
+    plan: CachePlan,
+    secret: bytes,
+    identity: CacheIdentity,
+    connector: Connector,
+    transfer: KVTransferConfig,
+) -> Scheduler:
     """Raises ConfigError where what is remembered of so many blocks takes too much memory."""
     caching = resolved.enable_prefix_caching
     try:
@@ -156,4 +189,7 @@ def _make_scheduler(resolved: Resolved, plan: CachePlan, secret: bytes, identity
         priority_aging=resolved.priority_aging,
         enable_chunked_prefill=resolved.enable_chunked_prefill,
         whole_prompts=resolved.looks_ahead,
+        connector=connector,
+        load_timeout=transfer.timeout,
+        load_failure_policy=transfer.load_failure_policy,
     )

@@ -40,6 +40,9 @@ class Executor(Protocol):
     def call(self, method: str, *args: Any) -> list[Any]:
         """Call a method of every worker between two steps; what each gave. Raises what one of them raised."""
 
+    def beside(self, method: str, *args: Any) -> list[Any]:
+        """Call a method that touches nothing of a step, of every worker, while steps may run; what each gave."""
+
     def submit(self, plan: StepPlan) -> PendingResult:
         """Issue a step on all workers. Does not wait for it where the executor is asynchronous."""
 
@@ -79,6 +82,10 @@ class InlineExecutor:
         """Call it."""
         return [getattr(self._worker, method)(*args)]
 
+    def beside(self, method: str, *args: Any) -> list[Any]:
+        """Call it."""
+        return self.call(method, *args)
+
     def submit(self, plan: StepPlan) -> PendingResult:
         """Issue the step."""
         return self._worker.issue(plan)
@@ -106,6 +113,10 @@ class ThreadExecutor:
         """Wait for the steps that were submitted, whatever became of them, and call it."""
         if self._last is not None:
             concurrent.futures.wait([self._last])
+        return [getattr(self._worker, method)(*args)]
+
+    def beside(self, method: str, *args: Any) -> list[Any]:
+        """Call it, in the caller's thread."""
         return [getattr(self._worker, method)(*args)]
 
     def submit(self, plan: StepPlan) -> PendingResult:

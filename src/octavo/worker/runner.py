@@ -93,6 +93,11 @@ class Runner:
         """The memory of all blocks, as one tensor."""
         return self._pool.buffer
 
+    @property
+    def cache_blocks(self) -> torch.Tensor:
+        """The same bytes by blocks, uint8 [pages, num_blocks, bytes of a page]."""
+        return self._pool.data
+
     def observe(self, observer: LogitsObserver) -> None:
         """Show the logits of every step to `observer`, from now on."""
         self._observers.append(observer)

@@ -16,6 +16,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from octavo.attention.mods.choice import mods_of, request_fields_of
 from octavo.attention.mods.digest import mods_digest
@@ -24,6 +25,10 @@ from octavo.cache.plan import CachePlan, show_bytes
 from octavo.checkpoint.arch import Arch
 from octavo.checkpoint.digest import WeightsDigest, unseen
 from octavo.config.engine_config import DeviceFacts, EngineConfig, Resolved
+from octavo.config.kv_transfer import KVTransferConfig
+from octavo.kv_connector.table import make_kind
+from octavo.kv_connector.worker import NO_WORKER_CONNECTOR, WorkerConnector
+from octavo.kv_connector.worker.cache_bytes import CacheBytes
 from octavo.observe import Count
 from octavo.plan import StepPlan
 from octavo.rl.receiver import WeightReceiver
@@ -49,6 +54,7 @@ class Worker:
     def __init__(self, speculator: Speculator = NO_SPECULATOR) -> None:
         """Nothing is there yet. speculator: who proposes drafts."""
         self._speculator = speculator
+        self._connector: WorkerConnector = NO_WORKER_CONNECTOR
         self._weights = WeightsDigest()
         self._operators: contextlib.AbstractContextManager[None] = contextlib.nullcontext()  # until `load`
         self._thread = threading.get_ident()  # that issued last
@@ -75,7 +81,8 @@ class Worker:
         with room(resolved, "the weights", "load_format", "take a smaller model or dtype"), self._operators:
             self._model, resolved = models.build(self._arch, self._config, resolved, self._mods)
             # names of blocks that leave the process hold a digest of the weights, which takes time
-            seen = unseen if self._config.prefix_cache_secret_file is None else self._weights.add
+            is_named = self._config.prefix_cache_secret_file is not None or self._config.kv_transfer_config
+            seen = self._weights.add if is_named else unseen
             size = models.fill(self._model, folder, resolved, seen)
             models.check_drafts(self._speculator.num_drafts, self._model, resolved)
             self._opening.join()  # what it loads takes memory
@@ -116,6 +123,18 @@ class Worker:
         overrides = self._config.hf_overrides
         model = model_digest(self._model, overrides, self._resolved, self._folder, self._weights)
         return model, mods_digest(self._mods)
+
+    def connect(self, transfer: KVTransferConfig, identity: str) -> None:
+        """Let blocks of the cache come and go as `transfer` says. identity: what their bytes follow from.
+
+        Raises ConfigError.
+        """
+        cache = CacheBytes(self._runner.cache_blocks, probe.memory_bytes()[0])
+        self._connector = make_kind(transfer).worker_half(cache, identity)
+
+    def transfer(self, name: str, *args: Any) -> Any:
+        """What the connector's half here has under `name`, see WorkerConnector; beside the steps, from one thread."""
+        return getattr(self._connector, name)(*args)
 
     def compile(self) -> None:
         """Compile what steps launch, side by side. A start depends on it for its time only."""

@@ -175,9 +175,14 @@ class AsyncEngine(AsyncWeightMethods):
         await self.abort(found)
         return found
 
-    async def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
-        """Forget every cached prefix. False while blocks are held, unless those requests are to be computed again."""
-        return await self.control.reset_prefix_cache(reset_running_requests=reset_running_requests)
+    async def reset_prefix_cache(self, *, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Forget every cached prefix. False while blocks are held, unless those requests are to be computed again.
+
+        reset_connector: what the connector keeps for this engine alone, too.
+        """
+        return await self.control.reset_prefix_cache(
+            reset_running_requests=reset_running_requests, reset_connector=reset_connector
+        )
 
     async def call(self, name: str, payload: bytes = b"") -> bytes:
         """Ask the core between two steps; see EngineCore.call.

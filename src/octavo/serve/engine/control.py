@@ -87,6 +87,6 @@ class AsyncControl:
         """Whether all is awake."""
         return not (await self.move("wake_up", WakeOrder(check_tags(tags)))).asleep
 
-    async def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
+    async def reset_prefix_cache(self, *, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Whether it was reset: not while requests run, unless they are to be computed again."""
-        return (await self.move("reset_prefix_cache", ResetOrder(reset_running_requests))).success
+        return (await self.move("reset_prefix_cache", ResetOrder(reset_running_requests, reset_connector))).success

@@ -237,10 +237,11 @@ async def resume_memory_occupation(state: ServeState, exchange: Exchange) -> Non
 async def reset_prefix_cache(state: ServeState, exchange: Exchange) -> None:
     """POST /reset_prefix_cache: forget every cached prefix; while requests run only if these are computed again."""
     options, warnings = await read_options(state, exchange, Reset)
-    if options.reset_external or options.reset_connector:
-        warnings.append("reset_external: what lies outside is named by the weights' version and need not be reset")
     with moving(state):
-        done = await state.engine.reset_prefix_cache(reset_running_requests=options.reset_running_requests)
+        done = await state.engine.reset_prefix_cache(
+            reset_running_requests=options.reset_running_requests,
+            reset_connector=options.reset_external or options.reset_connector,
+        )
     if not done:
         hint = "the prefix cache cannot be reset while requests run: set reset_running_requests, or wait"
         raise ApiError(409, "busy", hint)

@@ -17,8 +17,11 @@ from typing import NamedTuple
 
 from octavo.kv_connector import NO_CONNECTOR, Connector, Later, Transfer
 from octavo.request.request import Request, Status
-from octavo.sched.kv_manager import Hold, KVManager
+from octavo.sched.kv_manager import KVManager
 from octavo.sched.order import OrderOf
+from octavo.sched.running import Running
+from octavo.sched.transfers.holds import Hold
+from octavo.sched.transfers.saves import Saves
 
 _LOG = logging.getLogger(__name__)
 LOAD_TIMEOUT = 30.0  # seconds
@@ -31,8 +34,10 @@ LOAD_FAILED = "kv_load_failed"  # the error of a request that ends by the policy
 class TransferStats:
     """Counters since the start."""
 
+    num_matched_tokens: int = 0  # that the connector was asked for
     num_loaded_tokens: int = 0
     num_load_failures: int = 0  # loads that brought less than they offered
+    num_load_misses: int = 0  # loads of which some was not there any more
     num_expired_holds: int = 0  # holds whose transfer did not end in time
 
 
@@ -45,6 +50,7 @@ class _Underway:
     hold: Hold | None = None  # the blocks have no request any more
     begun: bool = False
     loads: bool = True
+    goes_on: bool = False  # of a save: its request has not ended
 
 
 class Ended(NamedTuple):
@@ -65,6 +71,7 @@ class Loads:
         clock: Callable[[], float],
         order: OrderOf,
         requeue: Callable[[Request], None],
+        num_rows: int,
     ) -> None:
         """`timeout`: seconds that a load, a hold or the word LATER may take. `clock`: in seconds, never going back.
 
@@ -80,13 +87,20 @@ class Loads:
         self._loading: dict[str, _Underway] = {}  # by request
         self._later: dict[str, float] = {}  # request -> when `match` is asked for the last time
         self._refused: set[str] = set()  # requests that are not matched again
+        self._asked: set[str] = set()  # requests that were matched
         self.num_preemptions = 0
+        self._saves_running = self.is_on and connector.saves_running
+        self._saves = Saves(num_rows, connector.save_unit, slides=kv.slides)
         self.arrived: dict[str, Request] = {}  # they have blocks and wait for a row
 
     @property
     def num_loading(self) -> int:
         """Requests that wait for their blocks."""
         return len(self._loading)
+
+    def figures(self) -> dict[str, int]:
+        """What SchedulerStats says of transfers."""
+        return {"num_loading": self.num_loading, **dataclasses.asdict(self.stats)}
 
     @property
     def keeps_blocks(self) -> bool:
@@ -98,6 +112,9 @@ class Loads:
         if request.request_id in self._refused or (most := self._max_load(request)) <= num_local:
             return 0
         self._kv.name_blocks(request)
+        if request.request_id not in self._asked:
+            self._asked.add(request.request_id)
+            self.stats.num_matched_tokens += most - num_local
         found = self.connector.match(request, num_local)
         if isinstance(found, int):
             self._later.pop(request.request_id, None)
@@ -114,9 +131,7 @@ class Loads:
 
     def begin(self, request: Request, start: int, end: int, after: int) -> None:
         """`request`, which has blocks for tokens up to `end`, waits for those from `start` on."""
-        transfer = Transfer(
-            number=next(self._numbers), request=request, start=start, end=end, blocks=self._blocks(request)
-        )
+        transfer = self._transfer(request, start, end)
         load = _Underway(transfer, after, self._clock() + self._timeout, request.status)
         self._underway[transfer.number] = self._loading[request.request_id] = load
         request.status = Status.LOADING
@@ -129,22 +144,49 @@ class Loads:
             entry.begun = True
             if entry.loads:
                 self.connector.allocated(entry.transfer)
-            elif not self.connector.finished(entry.transfer):
+                continue
+            save = self.connector.computed if entry.goes_on else self.connector.finished
+            if not save(entry.transfer):
                 self._release(entry)
 
     def keep(self, request: Request, after: int) -> None:
         """Hold the blocks of a request that ends until its save is over, if the connector wants one."""
-        transfer = Transfer(
-            number=next(self._numbers),
-            request=request,
-            start=0,
-            end=min(request.num_computed, request.num_tokens),
-            blocks=self._blocks(request),
-        )
+        request.kv_transfer_params = self.connector.ending(request)
+        transfer = self._transfer(request, self._saves.forget(request), min(request.num_computed, request.num_tokens))
         until = self._clock() + self._timeout
         self._underway[transfer.number] = _Underway(
             transfer, after, until, request.status, hold=self._kv.hold(request, until), loads=False
         )
+
+    def enter(self, request: Request) -> None:
+        """A request runs from now on."""
+        if self._saves_running:
+            self._saves.enter(request)
+
+    def save_running(self, running: Running, after: int) -> None:
+        """Offer the connector what the steps before `after` compute of the requests that run."""
+        for request, start, end in self._saves.due(running) if self._saves_running else ():
+            if self._kv.is_current(request):
+                self._save(request, start, end, after)
+
+    def _save(self, request: Request, start: int, end: int, after: int) -> None:
+        transfer, until = self._transfer(request, start, end), self._clock() + self._timeout
+        hold = self._kv.share(request, start, end, until)
+        self._underway[transfer.number] = _Underway(
+            transfer, after, until, request.status, hold=hold, loads=False, goes_on=True
+        )
+
+    def distrust(self, request: Request) -> None:
+        """What steps under way compute for `request` may not be there: none of it is saved."""
+        for entry in list(self._underway.values()):
+            if entry.transfer.request is request and not entry.begun and not entry.loads:
+                self._release(entry)
+
+    def _transfer(self, request: Request, start: int, end: int) -> Transfer:
+        self._kv.name_blocks(request)
+        names = tuple(request.block_hashes[: end // self._kv.block_size])
+        number, blocks = next(self._numbers), self._blocks(request)
+        return Transfer(number=number, request=request, start=start, end=end, blocks=blocks, names=names)
 
     def take(self) -> Iterator[Ended]:
         """What has ended, in time or not, of loads."""
@@ -153,10 +195,12 @@ class Loads:
             yield from self._end(number, None)
         for number, bad in results.failed.items():
             yield from self._end(number, bad)
+        for number, missed in results.missed.items():
+            yield from self._end(number, missed, is_failure=False)
         for number, entry in [pair for pair in self._underway.items() if pair[1].until <= now]:
             yield from self._expire(number, entry)
 
-    def _end(self, number: int, bad: frozenset[int] | None) -> Iterator[Ended]:
+    def _end(self, number: int, bad: frozenset[int] | None, *, is_failure: bool = True) -> Iterator[Ended]:
         entry = self._underway.get(number)
         if entry is None or not entry.begun:
             _LOG.error("the connector reports transfer %d, which is not under way", number)
@@ -168,7 +212,8 @@ class Loads:
         del self._underway[number], self._loading[request.request_id]
         end = self._kv.finish_load(request, transfer.start, transfer.end, bad)
         if bad is not None:
-            self.stats.num_load_failures += 1
+            self.stats.num_load_failures += is_failure
+            self.stats.num_load_misses += not is_failure
             self.refuse(request)
             _LOG.warning(
                 "request %s: of tokens %d to %d, which were to be loaded, the first %d arrived",
@@ -182,7 +227,7 @@ class Loads:
         self._kv.publish(request, request.num_computed)
         request.status = entry.before
         self.arrived[request.request_id] = request
-        yield Ended(request, bad is not None)
+        yield Ended(request, bad is not None and is_failure)
 
     def _expire(self, number: int, entry: _Underway) -> Iterator[Ended]:
         if entry.begun and not self.connector.cancel(number, force=True):
@@ -243,12 +288,20 @@ class Loads:
     def forget(self, request: Request) -> None:
         """`request` has ended."""
         self._refused.discard(request.request_id)
+        self._asked.discard(request.request_id)
+        self._saves.forget(request)
         self._later.pop(request.request_id, None)
 
     def wait(self) -> None:
         """Wait a little for the connector, if somebody does: new requests are to be seen too."""
         if self._underway or self._later:
             self.connector.wait(WAIT)
+
+    def close(self) -> None:
+        """The engine ends. May be called twice."""
+        self.is_on, connector = False, self.connector
+        self.connector = NO_CONNECTOR
+        connector.close()
 
     def refuse(self, request: Request) -> None:
         """Match `request` no more."""

@@ -1,0 +1,108 @@
+"""`shared_storage`: blocks in a folder that any number of engines share. vLLM's ExampleConnector by alias.
+
+Owns the options and the scheduler's half: which blocks have a file. The files are `worker.block_files`'. Invariant:
+names hold all that a block's bytes follow from, so engines of other models or settings may share the folder: they find
+nothing of each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from octavo.config.kv_transfer import EXTRA, Extra, KVTransferConfig, refuse
+from octavo.kv_connector import Connector
+from octavo.kv_connector.keys import Pair, file_path
+from octavo.kv_connector.orders import EngineSide, Order
+from octavo.kv_connector.stored import Index, StoredConnector
+
+if TYPE_CHECKING:
+    from octavo.kv_connector.worker import WorkerConnector
+    from octavo.kv_connector.worker.cache_bytes import CacheBytes
+
+_SECRET_FILE = "octavo.key"
+_SECRET_BYTES = 32
+
+
+class SharedStorage:
+    """See Kind."""
+
+    shares_names = True
+
+    def __init__(self, transfer: KVTransferConfig) -> None:
+        """See Kind."""
+        extra = Extra(transfer.extra)
+        extra.check_keys(("shared_storage_path", "max_bytes", "num_threads", "prompt_only"))
+        path = extra.text("shared_storage_path", "")
+        if not path:
+            raise refuse(f"{EXTRA}.shared_storage_path", None, "must name a folder")
+        self._folder = Path(path)
+        self._max_bytes = extra.size("max_bytes", 0, low=0)
+        self._num_threads = extra.number("num_threads", 2, 1, 64)
+        self._prompt_only = extra.flag("prompt_only", False)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._secret = folder_secret(self._folder)
+        except OSError as error:
+            limit = f"cannot be used: {error.strerror}"
+            raise refuse(f"{EXTRA}.shared_storage_path", path, limit, "give a folder that can be written") from None
+
+    def secret(self) -> bytes:
+        """See Kind. The folder's own, so that all who may read the folder name blocks alike."""
+        return self._secret
+
+    def scheduler_half(self, engine: EngineSide) -> Connector:
+        """See Kind."""
+        if 0 < self._max_bytes < engine.block_bytes:
+            limit = f"a block has {engine.block_bytes} bytes"
+            raise refuse(f"{EXTRA}.max_bytes", self._max_bytes, limit, "raise it, or 0: no limit")
+        return StoredConnector(engine, _Files(self._folder), prompt_only=self._prompt_only)
+
+    def worker_half(self, cache: CacheBytes, identity: str) -> WorkerConnector:
+        """See Kind."""
+        from octavo.kv_connector.worker.block_files import BlockFiles
+        from octavo.kv_connector.worker.file_store import FileHandler
+        from octavo.kv_connector.worker.mover import Mover
+
+        files = BlockFiles(self._folder, cache.block_bytes, max_bytes=self._max_bytes, label=identity)
+        return Mover(FileHandler(cache, files), cache.block_bytes, self._num_threads)
+
+
+class _Files(Index):
+    """What has a file. Another engine may add and remove files at any time."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = str(folder)
+
+    def __contains__(self, key: object) -> bool:
+        assert isinstance(key, bytes), "files are named by keys"
+        return os.path.exists(file_path(self._folder, key))
+
+    def order_load(self, number: int, pairs: Sequence[Pair]) -> tuple[Order | None, list[int]]:
+        blocks, keys = [pair.block for pair in pairs], [pair.key for pair in pairs]
+        return Order(number=number, is_load=True, blocks=blocks, keys=keys), []
+
+    def order_save(self, number: int, pairs: Sequence[Pair]) -> Order:
+        blocks, keys = [pair.block for pair in pairs], [pair.key for pair in pairs]
+        return Order(number=number, is_load=False, blocks=blocks, keys=keys)
+
+
+def folder_secret(folder: Path) -> bytes:
+    """The key of a folder's names, made by whoever comes first. Raises OSError."""
+    path = folder / _SECRET_FILE
+    if not path.exists():
+        temporary = folder / f".{_SECRET_FILE}.{secrets.token_hex(8)}"
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(secrets.token_bytes(_SECRET_BYTES))
+        with contextlib.suppress(FileExistsError):
+            os.link(temporary, path)  # whole, or somebody else's
+        temporary.unlink()
+    found = path.read_bytes()
+    if len(found) != _SECRET_BYTES:
+        raise OSError(0, f"{_SECRET_FILE} in it has {len(found)} bytes, not {_SECRET_BYTES}")
+    return found

@@ -1,0 +1,113 @@
+"""The connectors that there are, and how one out of tree is found.
+
+Owns the table of names, vLLM's as aliases, and the protocol of a kind: what makes both halves. Loads none of them
+before it is asked for. Invariant: a name that cannot be used is refused with the known ones, or with what to install.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol, cast
+
+from octavo.cache.groups import CacheGroup
+from octavo.config.kv_transfer import KVTransferConfig, refuse
+from octavo.config.settings import did_you_mean
+from octavo.kv_connector import NO_CONNECTOR, Connector
+from octavo.kv_connector.orders import EngineSide
+
+if TYPE_CHECKING:
+    from octavo.kv_connector.worker import WorkerConnector
+    from octavo.kv_connector.worker.cache_bytes import CacheBytes
+
+
+class Kind(Protocol):
+    """One kind of connector, as it is configured: both halves are made of it, each in its process."""
+
+    shares_names: bool  # names of blocks leave the process
+
+    def __init__(self, transfer: KVTransferConfig) -> None:
+        """Raises ConfigError for what the configuration may not say, ImportError where a library is missing."""
+
+    def secret(self) -> bytes:
+        """What names are keyed with where the user gives no secret of their own; empty: drawn."""
+
+    def scheduler_half(self, engine: EngineSide) -> Connector:
+        """Beside the scheduler. Raises ConfigError."""
+
+    def worker_half(self, cache: CacheBytes, identity: str) -> WorkerConnector:
+        """Beside the cache of a worker. identity: see EngineSide. Raises ConfigError."""
+
+
+class _NoKind:
+    """Of an engine without a connector."""
+
+    shares_names = False
+
+    def __init__(self, transfer: KVTransferConfig) -> None:
+        """Nothing is said."""
+
+    def secret(self) -> bytes:
+        """See Kind."""
+        return b""
+
+    def scheduler_half(self, engine: EngineSide) -> Connector:
+        """See Kind."""
+        return NO_CONNECTOR
+
+    def worker_half(self, cache: CacheBytes, identity: str) -> WorkerConnector:
+        """See Kind."""
+        from octavo.kv_connector.worker import NO_WORKER_CONNECTOR
+
+        return NO_WORKER_CONNECTOR
+
+
+TABLE = {
+    "shared_storage": "octavo.kv_connector.shared_storage:SharedStorage",
+    "host": "octavo.kv_connector.host:Host",
+}
+ALIASES = {
+    "ExampleConnector": "shared_storage",
+    "SharedStorageConnector": "shared_storage",
+    "OffloadingConnector": "host",
+    "SimpleCPUOffloadConnector": "host",
+}
+_PARTS = ("scheduler_half", "worker_half", "secret", "shares_names")
+
+
+def make_kind(transfer: KVTransferConfig) -> Kind:
+    """The kind that is named, or one that moves nothing. Raises ConfigError."""
+    name = transfer.kv_connector
+    if not name:
+        return _NoKind(transfer)
+    if transfer.module_path:
+        module, attribute = transfer.module_path, name
+    else:
+        path = TABLE.get(ALIASES.get(name, name), name)
+        module, colon, attribute = path.partition(":")
+        if not colon:
+            known = ", ".join([*TABLE, *ALIASES])
+            hint = did_you_mean(name, [*TABLE, *ALIASES]) or "or give kv_connector_module_path, or package.module:Class"
+            raise refuse("kv_connector", name, f"unknown: known are {known}", hint)
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        text = " ".join(str(error).split())[:200]
+        raise refuse("kv_connector", f"{module}:{attribute}", f"does not load: {text}") from None
+    lacking = [part for part in _PARTS if not hasattr(found, part)]
+    if lacking:
+        limit = f"is no connector: it has no {', '.join(lacking)} (see docs/connectors.md)"
+        raise refuse("kv_connector", f"{module}:{attribute}", limit)
+    return cast(Kind, found(transfer))
+
+
+def check_groups(transfer: KVTransferConfig, groups: Sequence[CacheGroup]) -> None:
+    """Raise ConfigError for a model whose cache cannot move by blocks of tokens, if it is to."""
+    for group in groups if transfer.kv_connector else ():
+        if not group.is_attention or group.kind == "encoder_only":
+            limit = f"moves blocks of tokens, and layers {_shown(group.layers)} of this model keep a {group.kind}"
+            raise refuse("kv_connector", transfer.kv_connector, limit, "drop kv_transfer_config for this model")
+
+
+def _shown(layers: Sequence[int]) -> str:
+    return ", ".join(map(str, layers[:4])) + ("..." if len(layers) > 4 else "")

@@ -1,0 +1,168 @@
+"""BlockFiles: blocks of a cache in a folder, one file each, named by what they hold.
+
+Owns the form of a file (safetensors, with a checksum), its way into the folder and out of it, and which files give way.
+Several engines may share a folder. Knows keys and bytes, and no cache. Invariant: what `read` gives under a key is what
+`write` was given under it, whole, or nothing: a file appears under its name when it is complete, and one that is
+truncated, changed or another's is told, removed and counts as none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import struct
+import threading
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from octavo.kv_connector.keys import SUFFIX, file_path
+
+_LOG = logging.getLogger(__name__)
+_FORMAT = "octavo block 1"
+_LENGTH = struct.Struct("<Q")
+_MAX_HEADER = 4096  # bytes
+_KEPT_SHARE = 0.9  # of the limit: what is left when files had to give way
+
+
+class BlockFiles:
+    """A folder of blocks of one size. Any thread may call."""
+
+    def __init__(self, folder: str | Path, block_bytes: int, *, max_bytes: int = 0, label: str = "") -> None:
+        """max_bytes: of all files; 0: no limit. label: what the cache follows from; it stands in each file.
+
+        Raises OSError where the folder cannot be made.
+        """
+        self._folder, self._block_bytes = Path(folder), block_bytes
+        self._max_bytes, self._label = max_bytes, label
+        self._lock = threading.Lock()
+        self.num_evicted = 0
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._found = sum(size for _, size, _ in self._scan())  # bytes of all files when they were last counted
+        self._new = 0  # bytes written since
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the folder's files, as far as this one knows."""
+        return self._found + self._new
+
+    def path(self, key: bytes) -> Path:
+        """Where a key's file is."""
+        return Path(file_path(str(self._folder), key))
+
+    def write(self, key: bytes, block: np.ndarray) -> None:
+        """Keep a block, uint8 [block_bytes]. Raises OSError."""
+        assert block.nbytes == self._block_bytes, "a folder holds blocks of one size"
+        path = self.path(key)
+        path.parent.mkdir(exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            with os.fdopen(descriptor, "wb", buffering=0) as file:
+                _write_all(file.fileno(), self._header(key, block), block.data)
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+        with self._lock:
+            self._new += self._block_bytes
+            if self._max_bytes and self.stored_bytes > self._max_bytes:
+                self._evict()
+
+    def read(self, key: bytes, block: np.ndarray) -> bool:
+        """Fill uint8 [block_bytes] with what is kept. False: there is nothing, or nothing that can be used.
+
+        Raises OSError where the folder fails.
+        """
+        path = self.path(key)
+        try:
+            with open(path, "rb", buffering=0) as file:
+                wrong = self._fill(file.fileno(), key, block)
+        except FileNotFoundError:
+            return False
+        if wrong:
+            _LOG.warning("%s is no block of this cache: %s; it is removed and its tokens are computed", path, wrong)
+            with contextlib.suppress(OSError):
+                path.unlink()
+            return False
+        if self._max_bytes:
+            with contextlib.suppress(OSError):
+                os.utime(path)  # the least recently used go first
+        return True
+
+    def _header(self, key: bytes, block: np.ndarray) -> bytes:
+        checksum = xxhash.xxh3_128_hexdigest(block.data)
+        facts = {"format": _FORMAT, "key": key.hex(), "xxh3": checksum, "cache": self._label}
+        tensor = {"dtype": "U8", "shape": [block.nbytes], "data_offsets": [0, block.nbytes]}
+        text = json.dumps({"__metadata__": facts, "block": tensor}, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return _LENGTH.pack(len(text)) + text
+
+    def _fill(self, descriptor: int, key: bytes, block: np.ndarray) -> str:
+        """Why the file cannot be used; empty: it can."""
+        start = os.read(descriptor, _LENGTH.size)
+        if len(start) < _LENGTH.size or not 0 < (length := _LENGTH.unpack(start)[0]) <= _MAX_HEADER:
+            return "it has no header"
+        try:
+            facts = json.loads(os.read(descriptor, length))["__metadata__"]
+            said = [facts[name] for name in ("format", "key", "cache")]
+            checksum = str(facts["xxh3"])
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return "its header cannot be read"
+        if said != [_FORMAT, key.hex(), self._label]:
+            return "its header says something else"
+        size = os.fstat(descriptor).st_size - _LENGTH.size - length
+        if size != self._block_bytes:
+            return f"it holds {size} bytes, a block has {self._block_bytes}"
+        view, done = block.data.cast("B"), 0
+        while done < size:
+            count = os.readv(descriptor, [view[done:]])
+            if not count:
+                return f"it ends after {done} of {size} bytes"
+            done += count
+        return "" if xxhash.xxh3_128_hexdigest(block.data) == checksum else "its checksum is wrong"
+
+    def _scan(self) -> list[tuple[float, int, str]]:
+        """(last use, bytes, path) of each file."""
+        found = []
+        for folder in self._folder.glob("??"):
+            with contextlib.suppress(OSError), os.scandir(folder) as entries:
+                for entry in entries:
+                    if entry.name.endswith(SUFFIX):
+                        with contextlib.suppress(OSError):
+                            facts = entry.stat()
+                            found.append((facts.st_mtime, facts.st_size, entry.path))
+        return found
+
+    def _evict(self) -> None:
+        """Let the least recently used give way."""
+        files = sorted(self._scan())
+        left = sum(size for _, size, _ in files)
+        for _, size, path in files:
+            if left <= self._max_bytes * _KEPT_SHARE:
+                break
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+                self.num_evicted += 1
+                left -= size
+        self._found, self._new = left, 0
+
+    def clear(self) -> None:
+        """Remove all files."""
+        with self._lock:
+            for _, _, path in self._scan():
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+            self._found = self._new = 0
+
+
+def _write_all(descriptor: int, *parts: bytes | memoryview) -> None:
+    for part in parts:
+        rest = memoryview(part).cast("B")
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]

@@ -1,0 +1,105 @@
+"""CacheBytes: whole blocks of a cache as runs of bytes on the host.
+
+Owns the copies between the cache and the host, on streams of their own where the cache is a GPU's. Knows blocks, and
+neither layers nor layouts: what the bytes of a block mean the cache's identity says. Invariant: when `read` and `write`
+return the bytes are there, for every later step too; neither touches another block, nor waits for a step.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+
+_STAGING_BYTES = 64 << 20  # of a direction: what is gathered on a GPU before it goes over the bus
+
+
+class CacheBytes:
+    """The blocks of one worker. Any thread may read, and any write: each on a stream of its direction."""
+
+    def __init__(self, data: torch.Tensor, free_bytes: int) -> None:
+        """data: uint8 [pages, num_blocks, bytes of a page], as `KVCachePool.data`. free_bytes: of the host's memory."""
+        self.data, self.free_bytes = data, free_bytes
+        self.device = data.device
+        self.num_pages, self.num_blocks, self.page_bytes = data.shape
+        self.block_bytes = self.num_pages * self.page_bytes
+        self._lanes = {is_write: _Lane(self) for is_write in (False, True)} if data.is_cuda else {}
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether host memory for copies has to be pinned."""
+        return self.data.is_cuda
+
+    def host_memory(self, num_rows: int, row_bytes: int) -> torch.Tensor:
+        """Memory for copies: uint8 [num_rows, row_bytes], pinned for a GPU. Raises RuntimeError where there is none."""
+        with torch.inference_mode():
+            return torch.empty((num_rows, row_bytes), dtype=torch.uint8, pin_memory=self.on_gpu)
+
+    def read(self, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
+        """Copy blocks to rows of host memory, uint8 [block_bytes] each."""
+        with torch.inference_mode():
+            if self._lanes:
+                self._lanes[False].run(blocks, rows, to_cache=False)
+                return
+            for block, row in zip(blocks, rows, strict=True):
+                row.view(self.num_pages, self.page_bytes).copy_(self.data[:, block])
+
+    def write(self, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
+        """Copy rows of host memory to blocks."""
+        with torch.inference_mode():
+            if self._lanes:
+                self._lanes[True].run(blocks, rows, to_cache=True)
+                return
+            for block, row in zip(blocks, rows, strict=True):
+                self.data[:, block].copy_(row.view(self.num_pages, self.page_bytes))
+
+
+class _Lane:
+    """Copies of one direction on a GPU: one stream, one staging buffer, one thread at a time."""
+
+    def __init__(self, cache: CacheBytes) -> None:
+        self._device = cache.device
+        self._stream = torch.cuda.Stream(cache.device)
+        self._lock = threading.Lock()
+        # blocks that are one run of bytes go over the bus as they lie; the pages of others are gathered first
+        self._is_whole = cache.num_pages == 1
+        self._count = 1 if self._is_whole else max(_STAGING_BYTES // cache.block_bytes, 1)
+        with torch.inference_mode():
+            words = torch.int64 if cache.page_bytes % 8 == 0 else torch.uint8  # a thread gathers a word
+            self._blocks = cache.data.view(words).transpose(0, 1)  # [num_blocks, pages, words]
+            self._staging = torch.empty(
+                (self._count, *self._blocks.shape[1:]), dtype=self._blocks.dtype, device=cache.device
+            )
+            self._index = torch.empty(self._count, dtype=torch.int64, device=cache.device)
+            self._host_index = torch.empty(self._count, dtype=torch.int64, pin_memory=True)
+
+    def run(self, blocks: Sequence[int], rows: Sequence[torch.Tensor], *, to_cache: bool) -> None:
+        with self._lock, torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            rows = [row.view(self._blocks.dtype) for row in rows]
+            if self._is_whole:
+                for block, row in zip(blocks, rows, strict=True):
+                    own = self._blocks[block, 0]
+                    source, target = (row, own) if to_cache else (own, row)
+                    target.copy_(source, non_blocking=True)
+                self._stream.synchronize()
+                return
+            for start in range(0, len(blocks), self._count):
+                part = slice(start, start + self._count)
+                self._gathered(blocks[part], rows[part], to_cache=to_cache)
+
+    def _gathered(self, blocks: Sequence[int], rows: Sequence[torch.Tensor], *, to_cache: bool) -> None:
+        count = len(blocks)
+        staging, index = self._staging[:count], self._index[:count]
+        self._host_index[:count] = torch.tensor(blocks)
+        index.copy_(self._host_index[:count], non_blocking=True)
+        flat = staging.view(count, -1)
+        if to_cache:
+            for place, row in enumerate(rows):
+                flat[place].copy_(row, non_blocking=True)
+            self._blocks.index_copy_(0, index, staging)
+        else:
+            torch.index_select(self._blocks, 0, index, out=staging)
+            for place, row in enumerate(rows):
+                row.copy_(flat[place], non_blocking=True)
+        self._stream.synchronize()

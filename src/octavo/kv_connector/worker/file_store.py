@@ -1,0 +1,71 @@
+"""The worker's half of `shared_storage`: blocks go to files, and come from them."""
+
+from __future__ import annotations
+
+import torch
+
+from octavo.kv_connector.orders import Report
+from octavo.kv_connector.worker.block_files import BlockFiles
+from octavo.kv_connector.worker.cache_bytes import CacheBytes
+from octavo.kv_connector.worker.mover import Job
+
+_PIECE_BYTES = 64 << 20  # host memory of a thread: what it moves at a time
+
+
+class FileHandler:
+    """See Handler. Each thread moves an order by pieces, through host memory of its own."""
+
+    def __init__(self, cache: CacheBytes, files: BlockFiles) -> None:
+        """`files`: of blocks as large as the cache's."""
+        self._cache, self._files = cache, files
+        self._count = max(_PIECE_BYTES // cache.block_bytes, 1)
+        self._memory: list[torch.Tensor] = []  # that no thread uses
+
+    @property
+    def stored_bytes(self) -> int:
+        """See Handler."""
+        return self._files.stored_bytes
+
+    @property
+    def num_evicted(self) -> int:
+        """See Handler."""
+        return self._files.num_evicted
+
+    def reset(self) -> bool:
+        """See Handler. Other engines may use the folder: what is in it is named by what it follows from."""
+        return True
+
+    def close(self) -> None:
+        """See Handler."""
+        self._memory.clear()
+
+    def handle(self, job: Job) -> Report:
+        """See Handler."""
+        order = job.order
+        memory = self._memory.pop() if self._memory else self._cache.host_memory(self._count, self._cache.block_bytes)
+        missed: list[int] = []
+        move = self._load if order.is_load else self._save
+        try:
+            for start in range(0, len(order.blocks), self._count):
+                part = slice(start, start + self._count)
+                missed += move(job, order.blocks[part], order.keys[part], memory)
+        finally:
+            self._memory.append(memory)
+        return Report(number=order.number, missed=missed)
+
+    def _load(self, job: Job, blocks: list[int], keys: list[bytes], memory: torch.Tensor) -> list[int]:
+        """Blocks for which there was no file."""
+        rows = [memory[place] for place in range(len(blocks))]
+        found = [self._files.read(key, row.numpy()) for key, row in zip(keys, rows, strict=True)]
+        there = [place for place, is_there in enumerate(found) if is_there]
+        with job.touching():
+            self._cache.write([blocks[place] for place in there], [rows[place] for place in there])
+        return [block for block, is_there in zip(blocks, found, strict=True) if not is_there]
+
+    def _save(self, job: Job, blocks: list[int], keys: list[bytes], memory: torch.Tensor) -> list[int]:
+        rows = [memory[place] for place in range(len(blocks))]
+        with job.touching():
+            self._cache.read(blocks, rows)
+        for key, row in zip(keys, rows, strict=True):
+            self._files.write(key, row.numpy())
+        return []

@@ -1,0 +1,239 @@
+"""Connectors in whole engines: the same bits, whatever came from elsewhere (C.13), and blocks that always come back."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine_checks import GOOD_PROMPT, assert_idle
+from octavo import LLM, SamplingParams
+from octavo.config.settings import ConfigError
+from octavo.kv_connector import ConnectorStats
+from octavo.kv_connector.worker.block_files import BlockFiles
+from octavo.kv_connector.worker.cache_bytes import CacheBytes
+from octavo.sched.work import SchedulerStats
+
+EXTRA = "kv_connector_extra_config"
+PARAMS = [
+    SamplingParams(temperature=0.8, seed=7, max_tokens=24, logprobs=2),
+    SamplingParams(temperature=0.0, max_tokens=20, logprobs=0, ignore_eos=True),
+    SamplingParams(temperature=1.1, top_p=0.9, seed=3, max_tokens=9, logprobs=1),
+]
+PROMPTS = [GOOD_PROMPT * 9, GOOD_PROMPT * 3 + "x = 1", "nothing that was said before"]
+Make = Callable[..., LLM]
+
+
+def host(size: str = "64M", **extra: object) -> dict[str, Any]:
+    return {"kv_connector": "host", "kv_role": "kv_both", EXTRA: {"cpu_bytes_to_use": size, **extra}}
+
+
+def storage(folder: Path, **extra: object) -> dict[str, Any]:
+    given = {"shared_storage_path": str(folder), **extra}
+    return {"kv_connector": "shared_storage", "kv_role": "kv_both", EXTRA: given}
+
+
+def bits(llm: LLM) -> list[Any]:
+    outputs = llm.generate(PROMPTS, PARAMS)
+    return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
+
+
+def settle(llm: LLM) -> tuple[SchedulerStats, ConnectorStats]:
+    """Let the transfers end that are under way; then nothing holds a block."""
+    while llm.engine.has_unfinished:
+        llm.engine.step()
+    assert_idle(llm)
+    scheduler = llm.engine.scheduler
+    return scheduler.stats(), scheduler.loads.connector.stats()
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "LBHNC": {"kv_cache_layout": "LBHNC"},
+    "BLHNC": {"kv_cache_layout": "BLHNC"},
+    "BLNHC": {"kv_cache_layout": "BLNHC"},
+    "r2": {"block_size": 32, "attention_config": {"kernel_block_size": 16}},
+    "r8": {"block_size": 64, "attention_config": {"kernel_block_size": 8}, "kv_cache_layout": "LBNHC"},
+    "fp8": {"kv_cache_dtype": "fp8"},
+    "int8": {"kv_cache_dtype": "int8"},
+    "chunks": {"max_num_batched_tokens": 24, "max_num_seqs": 3},
+    "async": {"async_scheduling": True},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_C_13_E_4_loaded_blocks_give_the_bits_of_computed_ones_under_every_setting(name, make_llm: Make, tmp_path):
+    fields = {"max_model_len": 512, **SETTINGS[name]}
+    expected = bits(make_llm(**fields))
+    for config in (host(), storage(tmp_path)):
+        llm = make_llm(**fields, kv_transfer_config=config)
+        assert bits(llm) == expected  # a miss, and what is saved meanwhile
+        _, moved = settle(llm)
+        assert moved.num_saved_blocks >= 1 and llm.reset_prefix_cache()
+        assert bits(llm) == expected  # a hit
+        stats, moved = settle(llm)
+        assert stats.num_loaded_tokens >= 64 and moved.num_loaded_blocks and not stats.num_load_failures
+        assert bits(llm) == expected and settle(llm)[0].num_loaded_tokens == stats.num_loaded_tokens  # found here
+
+
+def test_E_1_two_engines_share_a_folder_and_a_longer_prompt_is_a_partial_hit(make_llm: Make, tmp_path):
+    expected = bits(make_llm(max_model_len=512))
+    first = make_llm(max_model_len=512, kv_transfer_config=storage(tmp_path))
+    short = [prompt[: len(prompt) // 2] for prompt in PROMPTS]
+    first.generate(short, PARAMS)
+    settle(first)
+    second = make_llm(max_model_len=512, kv_transfer_config=storage(tmp_path))
+    assert bits(second) == expected
+    stats, _ = settle(second)
+    assert 16 <= stats.num_loaded_tokens < stats.num_matched_tokens
+
+
+def test_E_2_engines_of_other_models_or_settings_find_nothing_of_each_other(make_llm: Make, tmp_path):
+    prompt = GOOD_PROMPT * 9
+    one = make_llm(max_model_len=512, kv_transfer_config=storage(tmp_path))
+    one.generate(prompt, PARAMS[1])
+    settle(one)
+    others: list[dict[str, Any]] = [
+        {"dtype": "bfloat16"},
+        {"kv_cache_dtype": "int8", "attention_backend": "reference"},
+        {"block_size": 32},
+        {"kv_cache_layout": "BLHNC"},
+        {"attention_config": {"kernel_block_size": 8}},
+        {"load_format": "dummy"},
+    ]
+    for fields in others:
+        other = make_llm(**{"max_model_len": 512, **fields}, kv_transfer_config=storage(tmp_path))
+        other.generate(prompt, PARAMS[1])
+        assert settle(other)[0].num_loaded_tokens == 0, fields
+    assert one.reset_prefix_cache()
+    one.generate([prompt], PARAMS[1])
+    assert settle(one)[0].num_loaded_tokens > 0
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_E_3_C_7_a_spoiled_file_is_computed_whatever_the_policy_and_a_failing_disk_is_the_policys(
+    policy, make_llm: Make, tmp_path, monkeypatch
+):
+    expected = bits(make_llm(max_model_len=512))
+    llm = make_llm(max_model_len=512, kv_transfer_config={**storage(tmp_path), "kv_load_failure_policy": policy})
+    bits(llm)
+    settle(llm)
+    for number, path in enumerate(sorted(tmp_path.rglob("*-0.safetensors"))):
+        if number % 2:
+            path.write_bytes(path.read_bytes()[:-7])
+    assert llm.reset_prefix_cache() and bits(llm) == expected
+    stats, _ = settle(llm)
+    assert stats.num_load_misses and not stats.num_load_failures
+
+    def fails(*_: object) -> bool:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(BlockFiles, "read", fails)
+    assert llm.reset_prefix_cache()
+    outputs = llm.generate(PROMPTS, PARAMS)
+    stats, _ = settle(llm)
+    assert stats.num_load_failures >= 2
+    reasons = [output.outputs[0].finish_reason for output in outputs]
+    if policy == "recompute":
+        assert [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs] == expected
+    else:
+        assert reasons[:2] == ["error", "error"] and outputs[0].outputs[0].stop_reason == "kv_load_failed"
+        assert (outputs[2].outputs[0].token_ids, outputs[2].outputs[0].logprobs) == expected[2], "a neighbour's bits"
+
+
+def test_O_2_a_delayed_copy_changes_no_bit_and_a_late_one_is_given_up(make_llm: Make, monkeypatch):
+    expected = bits(make_llm(max_model_len=512))
+    llm = make_llm(
+        max_model_len=512,
+        kv_transfer_config={**host(), "kv_load_failure_policy": "recompute", "kv_transfer_timeout": 0.2},
+    )
+    bits(llm)
+    settle(llm)
+    gate, write = threading.Event(), CacheBytes.write
+
+    def late(self: CacheBytes, blocks: Any, rows: Any) -> None:
+        gate.wait(30)
+        write(self, blocks, rows)
+
+    monkeypatch.setattr(CacheBytes, "write", late)
+    assert llm.reset_prefix_cache()
+    threading.Timer(0.7, gate.set).start()
+    assert bits(llm) == expected
+    settle(llm)
+    assert llm.reset_prefix_cache() and bits(llm) == expected
+    stats, _ = settle(llm)
+    assert stats.num_loaded_tokens
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.parametrize("tier", [False, True], ids=["memory", "files"])
+def test_O_7_pressure_on_both_pools_changes_no_token_and_host_memory_stays(policy, tier, make_llm: Make, tmp_path):
+    """A soak in small: few blocks on the device, fewer slots on the host."""
+    rng = random.Random(1)
+    prompts = [f"# {number}\n" + GOOD_PROMPT * (number % 5 + 5) for number in rng.choices(range(16), k=40)]
+    params = SamplingParams(temperature=0.9, seed=1, max_tokens=10, ignore_eos=True)
+    fields: dict[str, Any] = {"max_model_len": 256, "num_gpu_blocks_override": 24, "max_num_seqs": 6}
+    expected = [output.outputs[0].token_ids for output in make_llm(**fields).generate(prompts, params)]
+    extra = {"storage_path": str(tmp_path), "storage_bytes": "8M"} if tier else {}
+    llm = make_llm(**fields, kv_transfer_config=host("5M", eviction_policy=policy, **extra))
+    for _ in range(2):
+        assert [output.outputs[0].token_ids for output in llm.generate(prompts, params)] == expected
+    stats, moved = settle(llm)
+    assert stats.num_loaded_tokens and moved.num_evicted_blocks and not stats.num_load_failures
+    assert moved.stored_bytes <= (5 + 8 * tier) << 20
+    assert any(tmp_path.rglob("*.safetensors")) == tier
+
+
+def test_O_4_what_is_worth_keeping_is_set(make_llm: Make):
+    prompt, params = GOOD_PROMPT * 9, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+
+    def saved(config: dict[str, Any], *, times: int = 1, **wishes: object) -> int:
+        llm = make_llm(max_model_len=512, enable_prefix_caching=False, kv_transfer_config=config)
+        own = SamplingParams(
+            temperature=0.0,
+            max_tokens=40,
+            ignore_eos=True,
+            extra_args={"kv_transfer_params": wishes} if wishes else None,
+        )
+        for _ in range(times):
+            llm.generate(prompt, own)
+        return settle(llm)[1].num_saved_blocks
+
+    num_prompt = len(make_llm(max_model_len=512).generate(prompt, params)[0].prompt_token_ids)
+    assert saved(host()) == (num_prompt + 39) // 16
+    assert saved(host(offload_prompt_only=True)) == num_prompt // 16
+    assert saved(host(store_threshold=2)) == 0 < saved(host(store_threshold=2), times=2)
+    assert saved(host(), max_offload_tokens=32) == 2
+
+
+def test_reset_forgets_what_is_this_engines_alone(make_llm: Make):
+    llm = make_llm(max_model_len=512, kv_transfer_config=host())
+    bits(llm)
+    settle(llm)
+    assert llm.reset_prefix_cache(reset_connector=True)
+    bits(llm)
+    assert settle(llm)[0].num_loaded_tokens == 0
+
+
+def test_O_4_a_memory_that_does_not_do_is_refused_by_name(make_llm: Make):
+    with pytest.raises(ConfigError, match=r"cpu_bytes_to_use=1125899906842624: the host has \d+ bytes left"):
+        make_llm(max_model_len=512, kv_transfer_config=host("1024T"))
+    with pytest.raises(ConfigError, match=r"cpu_bytes_to_use=1024: a block of this model's cache has \d+ bytes"):
+        make_llm(max_model_len=512, kv_transfer_config=host("1K"))
+
+
+def test_C_5_an_abort_while_it_loads_gives_all_blocks_back(make_llm: Make):
+    llm = make_llm(max_model_len=512, kv_transfer_config=host())
+    bits(llm)
+    settle(llm)
+    tokens = llm.generate(PROMPTS[0], PARAMS[0])[0].prompt_token_ids
+    assert llm.reset_prefix_cache()
+    for step in range(6):
+        llm.engine.add("x", tokens, PARAMS[0])
+        for _ in range(step):
+            llm.engine.step()
+        llm.engine.abort(["x"])
+        settle(llm)

@@ -1,0 +1,122 @@
+"""Files of blocks (E): atomic, checked, named by content, and never wrong bytes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from octavo.kv_connector.keys import make_key
+from octavo.kv_connector.shared_storage import folder_secret
+from octavo.kv_connector.worker.block_files import BlockFiles
+
+SIZE = 4096
+
+
+def key(number: int) -> bytes:
+    return make_key(number.to_bytes(16, "big"), 0)
+
+
+def block(number: int) -> np.ndarray:
+    return np.random.default_rng(number).integers(0, 256, SIZE, np.uint8)
+
+
+def read(files: BlockFiles, number: int) -> np.ndarray | None:
+    found = np.zeros(SIZE, np.uint8)
+    return found if files.read(key(number), found) else None
+
+
+def test_E_3_what_was_written_is_read_and_the_file_says_what_it_is(tmp_path):
+    files = BlockFiles(tmp_path, SIZE, label="abc")
+    for number in range(3):
+        files.write(key(number), block(number))
+    assert all((read(files, number) == block(number)).all() for number in range(3)) and read(files, 3) is None
+    tensors = load_file(files.path(key(1)))  # anybody's tool
+    assert (tensors["block"] == block(1)).all()
+    assert os.stat(files.path(key(1))).st_mode & 0o077 == 0
+    assert not list(tmp_path.rglob(".*")), "nothing half-written is left"
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def foreign(path: Path) -> None:
+    path.write_bytes(pickle.dumps({"block": 1}))
+
+
+def other_key(path: Path) -> None:
+    other = BlockFiles(path.parents[1], SIZE, label="abc")
+    other.write(key(77), block(0))
+    os.replace(other.path(key(77)), path)
+
+
+def other_cache(path: Path) -> None:
+    BlockFiles(path.parents[1], SIZE, label="xyz").write(key(0), block(0))
+
+
+def long_header(path: Path) -> None:
+    path.write_bytes((1 << 40).to_bytes(8, "little") + bytes(SIZE))
+
+
+def deep_header(path: Path) -> None:
+    text = json.dumps([[]]).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(SIZE))
+
+
+@pytest.mark.parametrize(
+    "spoil", [cut, flip, empty, foreign, other_key, other_cache, long_header, deep_header], ids=lambda f: f.__name__
+)
+def test_E_3_a_truncated_changed_or_foreign_file_is_a_miss_with_a_warning(spoil, tmp_path, caplog):
+    files = BlockFiles(tmp_path, SIZE, label="abc")
+    files.write(key(0), block(0))
+    spoil(files.path(key(0)))
+    with caplog.at_level(logging.WARNING):
+        assert read(files, 0) is None
+    assert "is no block of this cache" in caplog.text and not files.path(key(0)).exists()
+    files.write(key(0), block(0))
+    assert (read(files, 0) == block(0)).all()
+
+
+def test_E_6_nothing_is_unpickled():
+    folder = Path(__file__).parents[2] / "src" / "octavo" / "kv_connector"
+    texts = [path.read_text() for path in folder.rglob("*.py")]
+    assert len(texts) > 10 and not [text for text in texts if "pickle" in text or "torch.load" in text]
+
+
+def test_the_least_recently_used_files_give_way(tmp_path):
+    files = BlockFiles(tmp_path, SIZE, max_bytes=10 * (SIZE + 400))
+    for number in range(10):
+        files.write(key(number), block(number))
+        os.utime(files.path(key(number)), (number, number))
+    assert read(files, 0) is not None  # used just now
+    for number in range(10, 16):
+        files.write(key(number), block(number))
+    there = {number for number in range(16) if files.path(key(number)).exists()}
+    assert 0 in there and 1 not in there and 15 in there and len(there) <= 10
+    assert files.num_evicted == 16 - len(there)
+
+
+def test_a_folder_has_one_secret_whoever_comes_first(tmp_path):
+    first = folder_secret(tmp_path)
+    assert folder_secret(tmp_path) == first and len(first) == 32
+    assert os.stat(tmp_path / "octavo.key").st_mode & 0o077 == 0
+    (tmp_path / "octavo.key").write_bytes(b"short")
+    with pytest.raises(OSError, match="5 bytes"):
+        folder_secret(tmp_path)

@@ -1,0 +1,42 @@
+"""Whole blocks as bytes (O.1, E.4): of every layout, at every split into kernel blocks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from octavo.cache.groups import CacheGroup, TableSpec
+from octavo.cache.layout import LAYOUTS
+from octavo.cache.pool import KVCachePool
+from octavo.kv_connector.worker.cache_bytes import CacheBytes
+
+BLOCK, HEADS, HEAD = 16, 2, 8
+
+
+def make_pool(layout: str, ratio: int) -> KVCachePool:
+    group = CacheGroup(kind="full", block_size=BLOCK, layers=(0, 1, 2), num_heads=HEADS, num_channels=2 * HEAD)
+    table = TableSpec(group=0, layers=(0, 1, 2), backend="reference", kernel_block_size=BLOCK // ratio)
+    pool = KVCachePool(
+        [group], num_blocks=9, dtype=torch.bfloat16, device=torch.device("cpu"), layout=LAYOUTS[layout], tables=[table]
+    )
+    pool.buffer.copy_(torch.randn(pool.buffer.shape, generator=torch.Generator().manual_seed(1)))
+    return pool
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("ratio", [1, 2, 8])
+def test_O_1_a_row_is_exactly_one_block_of_all_layers(layout, ratio):
+    pool = make_pool(layout, ratio)
+    cache = CacheBytes(pool.data, 1 << 30)
+    assert cache.block_bytes == pool.block_bytes == 3 * 2 * BLOCK * HEADS * HEAD * 2
+    assert cache.num_pages == (1 if LAYOUTS[layout].block_outermost else 3), "one copy where a block lies together"
+    memory = cache.host_memory(4, cache.block_bytes)
+    cache.read([1, 7, 3, 8], list(memory))
+    before = pool.buffer.clone()
+    expected = [pool.block_view(layer)[[1, 7, 3, 8]].clone() for layer in range(3)]
+    pool.data[:, [1, 3, 7, 8]] = 255
+    cache.write([8, 1, 7, 3], list(memory))
+    for layer in range(3):
+        assert torch.equal(pool.block_view(layer)[[8, 1, 7, 3]], expected[layer])
+    untouched = [0, 2, 4, 5, 6]
+    assert torch.equal(pool.data[:, untouched], before.view(torch.uint8).view(pool.data.shape)[:, untouched])

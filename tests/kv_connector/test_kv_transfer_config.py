@@ -1,0 +1,80 @@
+"""kv_transfer_config: what can be used is read, and whatever else is refused in one line that names it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from octavo.config.engine_config import load_config
+from octavo.config.kv_transfer import EXTRA, NO_TRANSFER, read_kv_transfer
+from octavo.config.settings import ConfigError
+from octavo.kv_connector.table import ALIASES, TABLE, make_kind
+
+GOOD = {"kv_connector": "host", "kv_role": "kv_both", EXTRA: {"cpu_bytes_to_use": "64M"}}
+
+
+def read(**changes: object) -> object:
+    given = {key: value for key, value in {**GOOD, **changes}.items() if value is not ...}
+    return make_kind(read_kv_transfer(given))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"kv_conector": "host"}, "kv_conector='host': unknown key; did you mean kv_connector?"),
+        ({"kv_connector": "hosts"}, "kv_connector='hosts': unknown: known are"),
+        ({"kv_connector": ...}, "kv_connector='': must name a connector"),
+        ({"kv_role": ...}, "kv_role=None: must be one of kv_producer, kv_consumer, kv_both"),
+        ({"kv_role": "both"}, "kv_role='both': must be one of"),
+        ({"kv_port": 70000}, "kv_port=70000: must be a whole number from 0 to 65535"),
+        ({"kv_load_failure_policy": "ignore"}, "must be one of fail, recompute"),
+        ({"kv_transfer_timeout": 0}, "kv_transfer_timeout=0: must be seconds above 0"),
+        ({"enable_permute_local_kv": True}, "blocks are never permuted"),
+        ({EXTRA: []}, "expected a mapping"),
+        ({EXTRA: {}}, "cpu_bytes_to_use=None: must be bytes, at least 1"),
+        ({EXTRA: {"cpu_bytes_to_use": 0}}, "cpu_bytes_to_use=0: must be bytes, at least 1"),
+        ({EXTRA: {"cpu_bytes_to_use": -5}}, "cpu_bytes_to_use=-5: must be bytes"),
+        ({EXTRA: {"cpu_bytes_to_use": "many"}}, "cpu_bytes_to_use='many': must be bytes"),
+        ({EXTRA: {"cpu_bytes_to_use": 1 << 30, "eviction_policy": "fifo"}}, "must be one of lru, arc"),
+        ({EXTRA: {"cpu_bytes_to_use": 1 << 30, "store_threshold": -1}}, "store_threshold=-1"),
+        ({EXTRA: {"cpu_bytes_to_us": 1}}, "cpu_bytes_to_us=1: unknown key; did you mean cpu_bytes_to_use?"),
+        ({"kv_connector": "shared_storage", EXTRA: {}}, "shared_storage_path=None: must name a folder"),
+        ({"kv_connector": "shared_storage", EXTRA: {"shared_storage_path": "/proc/no"}}, "cannot be used"),
+        ({"kv_connector": "Missing", "kv_connector_module_path": "no.such.module"}, "does not load: No module named"),
+        ({"kv_connector": "loads", "kv_connector_module_path": "json"}, "is no connector: it has no scheduler_half"),
+    ],
+)
+def test_a_wrong_key_or_value_is_refused_in_one_line(changes, said):
+    with pytest.raises(ConfigError) as caught:
+        read(**changes)
+    assert said in str(caught.value) and str(caught.value).startswith("kv_transfer_config.")
+    assert "\n" not in str(caught.value)
+
+
+def test_vllms_keys_and_names_are_read():
+    given = {
+        **GOOD,
+        "kv_connector": "OffloadingConnector",
+        "kv_buffer_device": "cuda",
+        "kv_rank": 0,
+        "kv_parallel_size": 1,
+        "kv_buffer_size": 1e9,
+        "engine_id": "one",
+        "kv_load_failure_policy": "recompute",
+    }
+    given["kv_buffer_size"] = 10**9
+    transfer = read_kv_transfer(given)
+    assert (transfer.engine_id, transfer.load_failure_policy, transfer.timeout) == ("one", "recompute", 30.0)
+    assert make_kind(transfer) and set(ALIASES.values()) <= set(TABLE)
+    assert read_kv_transfer({}) == NO_TRANSFER and read_kv_transfer(GOOD).load_failure_policy == "fail"
+
+
+def test_the_command_line_takes_json_and_vllms_size_of_offloading():
+    config, _ = load_config(argv_values={"kv_transfer_config": json.dumps(GOOD)}, environ={})
+    assert config.kv_transfer_config == GOOD
+    config, _ = load_config(argv_values={"kv_offloading_size": "2"}, environ={})
+    transfer = read_kv_transfer(config.kv_transfer_config)
+    assert transfer.kv_connector == "host" and transfer.extra == {"cpu_bytes_to_use": 2 << 30}
+    with pytest.raises(ConfigError, match="expected GiB"):
+        load_config(argv_values={"kv_offloading_size": "-2"}, environ={})
