@@ -29,6 +29,21 @@ OTHER = "other"  # what every unknown method and unknown route is called
 _RENDER_SECONDS = 0.1  # between two renderings for HTTP, which take some ms of the event loop each
 _STATUSES = ("2xx", "3xx", "4xx", "5xx")
 
+_TRANSFERS = (
+    ("external_prefix_cache_queries", "num_matched_tokens"),
+    ("external_prefix_cache_hits", "num_loaded_tokens"),
+    ("kv_load_failures", "num_load_failures"),
+    ("kv_load_misses", "num_load_misses"),
+    ("kv_expired_holds", "num_expired_holds"),
+    ("kv_saved_blocks", "num_kv_saved_blocks"),
+    ("kv_loaded_blocks", "num_kv_loaded_blocks"),
+    ("kv_saved_bytes", "kv_saved_bytes"),
+    ("kv_loaded_bytes", "kv_loaded_bytes"),
+    ("kv_save_seconds", "kv_save_seconds"),
+    ("kv_load_seconds", "kv_load_seconds"),
+    ("kv_evicted_blocks", "num_kv_evicted_blocks"),
+)
+
 
 class Watched(Protocol):
     """What is read of an AsyncEngine."""
@@ -233,18 +248,7 @@ class ServerMetrics(Collector):
             ("prefix_cache_queries", "num_prefix_queries"),
             ("prefix_cache_hits", "num_prefix_hits"),
             ("engine_restarts", "num_restarts"),
-            ("external_prefix_cache_queries", "num_matched_tokens"),
-            ("external_prefix_cache_hits", "num_loaded_tokens"),
-            ("kv_load_failures", "num_load_failures"),
-            ("kv_load_misses", "num_load_misses"),
-            ("kv_expired_holds", "num_expired_holds"),
-            ("kv_saved_blocks", "num_kv_saved_blocks"),
-            ("kv_loaded_blocks", "num_kv_loaded_blocks"),
-            ("kv_saved_bytes", "kv_saved_bytes"),
-            ("kv_loaded_bytes", "kv_loaded_bytes"),
-            ("kv_save_seconds", "kv_save_seconds"),
-            ("kv_load_seconds", "kv_load_seconds"),
-            ("kv_evicted_blocks", "num_kv_evicted_blocks"),
+            *_TRANSFERS,
             ("weight_updates", "num_weight_updates"),
             ("failed_weight_updates", "num_failed_weight_updates"),
             ("weight_update_seconds", "weight_update_seconds"),
