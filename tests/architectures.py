@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from octavo.checkpoint.arch import Arch, LayerKind
-from octavo.config.engine_config import DeviceFacts
+from octavo.config.device_facts import DeviceFacts
 
 ARCH = Arch(
     name="Qwen3ForCausalLM",

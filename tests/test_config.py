@@ -11,7 +11,8 @@ import pytest
 
 from architectures import ARCH, CPU
 from octavo.checkpoint.arch import Arch
-from octavo.config.engine_config import MAX_THREADS, DeviceFacts, EngineConfig, Resolved, load_config, resolve
+from octavo.config.device_facts import DeviceFacts
+from octavo.config.engine_config import MAX_THREADS, EngineConfig, Resolved, load_config, resolve
 from octavo.config.settings import ConfigError, parse_bytes, parse_length, python_names
 
 GPU = dataclasses.replace(

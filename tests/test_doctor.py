@@ -11,7 +11,8 @@ import pytest
 
 from architectures import ARCH, CPU
 from octavo.cli import main as cli
-from octavo.config.engine_config import DeviceFacts, EngineConfig, resolve
+from octavo.config.device_facts import DeviceFacts
+from octavo.config.engine_config import EngineConfig, resolve
 from octavo.startup import probe
 
 CONFIG = {

@@ -19,7 +19,8 @@ from octavo.cache.policies import blocks_for_request
 from octavo.cache.specs import LayerSpec, NoCache, StateSpec, StateTensor
 from octavo.checkpoint import loader
 from octavo.checkpoint.arch import Arch, LayerKind
-from octavo.config.engine_config import DeviceFacts, EngineConfig, Resolved, resolve
+from octavo.config.device_facts import DeviceFacts
+from octavo.config.engine_config import EngineConfig, Resolved, resolve
 from octavo.config.settings import ConfigError
 from octavo.layers.attention import plain_specs
 from octavo.ops import native

@@ -19,7 +19,8 @@ from octavo import LLM, SamplingParams
 from octavo.attention.mods import NO_MODS
 from octavo.checkpoint.config_reader.checkpoint import read_arch
 from octavo.cli.main import main as cli
-from octavo.config.engine_config import DeviceFacts, EngineConfig, resolve
+from octavo.config.device_facts import DeviceFacts
+from octavo.config.engine_config import EngineConfig, resolve
 from octavo.sched import scheduler
 from octavo.worker import model as models
 from octavo.worker.backends import compiles_ahead

@@ -18,7 +18,8 @@ from octavo.cache.plan import show_bytes
 from octavo.cache.specs import LayerSpec
 from octavo.checkpoint.arch import Arch
 from octavo.cli import flags
-from octavo.config.engine_config import SETTINGS, DeviceFacts, EngineConfig, Resolved, load_config, resolve
+from octavo.config.device_facts import DeviceFacts
+from octavo.config.engine_config import SETTINGS, EngineConfig, Resolved, load_config, resolve
 from octavo.observe import setup_logging
 from octavo.startup import probe
 from octavo.startup.cache import plan_cache

@@ -1,7 +1,7 @@
 """EngineConfig: every option of an engine, once; and `resolve`, which turns it into numbers.
 
 Owns the fields (CLI flags, Python keyword arguments, YAML keys and defaults are these same fields), the layers that
-fill them, the facts about a device that matter, and all defaults and cross-checks. Imports nothing heavy and asks no
+fill them, and all defaults and cross-checks. Imports nothing heavy and asks no
 device anything. Invariant: an EngineConfig holds only values that its settings accept; a Resolved holds only values
 that fit the checkpoint, the device and each other, and none of them is None by omission.
 """
@@ -16,6 +16,7 @@ from typing import Any
 
 from octavo.checkpoint.arch import Arch
 from octavo.config.attention_options import read_kernel_block_size, read_layer_backends
+from octavo.config.device_facts import DeviceFacts
 from octavo.config.environment import read_environment
 from octavo.config.settings import (
     ConfigError,
@@ -232,22 +233,6 @@ def load_config(
     layers.append(("Python argument", python_kwargs or {}))
     layers.append(("command line", argv_values or {}))
     return fill(EngineConfig, [(origin, translate(values, SETTINGS, origin=origin)) for origin, values in layers])
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class DeviceFacts:
-    """What `resolve` and the memory plan need to know of a machine. Bytes are those an engine could take now."""
-
-    num_cores: int
-    omp_num_threads: int = 0  # what OMP_NUM_THREADS asks for; 0: nothing
-    free_bytes: int
-    total_bytes: int
-    native_isas: tuple[str, ...] = ()  # instruction sets whose compiled operators are built and run here, best first
-    cuda: str = ""  # the GPU's name; empty: none
-    cuda_capability: tuple[int, int] = (0, 0)
-    cuda_free_bytes: int = 0
-    cuda_total_bytes: int = 0
-    cpu_features: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

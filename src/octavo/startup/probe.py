@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
-from octavo.config.engine_config import DeviceFacts, Resolved
+from octavo.config.device_facts import DeviceFacts
+from octavo.config.engine_config import Resolved
 
 _CGROUP = Path("/sys/fs/cgroup")
 _SHOWN_FEATURES = (

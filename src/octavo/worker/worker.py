@@ -24,7 +24,8 @@ from octavo.cache.groups import TableSpec
 from octavo.cache.plan import CachePlan, show_bytes
 from octavo.checkpoint.arch import Arch
 from octavo.checkpoint.digest import WeightsDigest, unseen
-from octavo.config.engine_config import DeviceFacts, EngineConfig, Resolved
+from octavo.config.device_facts import DeviceFacts
+from octavo.config.engine_config import EngineConfig, Resolved
 from octavo.config.kv_transfer import KVTransferConfig
 from octavo.kv_connector.table import make_kind
 from octavo.kv_connector.worker import NO_WORKER_CONNECTOR, WorkerConnector
