@@ -19,6 +19,8 @@ from octavo import LLM, SamplingParams
 from octavo.device.batch import BatchOrder, StepShape
 from octavo.plan import StepPlan
 
+DELTA: dict[str, Any] = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
+MAMBA2: dict[str, Any] = {"hidden_size": 128, "mamba_n_heads": 4, "mamba_d_head": 64, "mamba_d_state": 64}
 # Name -> (a family of model_rig, its changes). Heads of 64 and of 128 take other kernels, as do experts and windows.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("llama3-rope", {"head_dim": 64}),
@@ -54,6 +56,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Seed-OSS, other biases": ("seed-oss-biased", {"head_dim": 64}),
     "DeepSeek-V2": ("deepseek2", {}),
     "DeepSeek-V3": ("deepseek3", {}),
+    "Qwen3-Next": ("qwen3-next", {**DELTA, "head_dim": 128}),
+    "Qwen3.5": ("qwen3.5", {**DELTA, "head_dim": 64}),
+    "Qwen3.5-MoE": ("qwen3.5-moe", {**DELTA, "head_dim": 64}),
+    "LFM2": ("lfm2", {"head_dim": 64, "hidden_size": 256}),
+    "Granite 4": ("granite4", {**MAMBA2, "num_attention_heads": 2}),
+    "Bamba": ("bamba", {**MAMBA2, "num_attention_heads": 2}),
+    "Nemotron-H": ("nemotron-h", {"head_dim": 64, "mamba_head_dim": 64, "ssm_state_size": 64}),
+    "Falcon-H1": ("falcon-h1", {**MAMBA2, "head_dim": 64, "mamba_d_ssm": 256, "num_hidden_layers": 4}),
+    "Jamba": ("jamba", {"hidden_size": 128, "num_attention_heads": 2}),
 }  # fmt: skip
 ARCHITECTURES = {
     "LlamaForCausalLM": "Llama",
@@ -70,6 +81,17 @@ ARCHITECTURES = {
     "SeedOssForCausalLM": "Seed-OSS",
     "DeepseekV2ForCausalLM": "DeepSeek-V2",
     "DeepseekV3ForCausalLM": "DeepSeek-V3",
+    "Qwen3NextForCausalLM": "Qwen3-Next",
+    "Qwen3_5ForCausalLM": "Qwen3.5",
+    "Qwen3_5ForConditionalGeneration": "Qwen3.5",  # the same class, of another config
+    "Qwen3_5MoeForCausalLM": "Qwen3.5-MoE",
+    "Qwen3_5MoeForConditionalGeneration": "Qwen3.5-MoE",
+    "Lfm2ForCausalLM": "LFM2",
+    "GraniteMoeHybridForCausalLM": "Granite 4",
+    "BambaForCausalLM": "Bamba",
+    "NemotronHForCausalLM": "Nemotron-H",
+    "FalconH1ForCausalLM": "Falcon-H1",
+    "JambaForCausalLM": "Jamba",
     "Gemma3ForCausalLM": "Gemma 3",
     "Gemma3ForConditionalGeneration": "Gemma 3",  # the same class, of another config
 }

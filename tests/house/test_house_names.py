@@ -25,8 +25,6 @@ PROMISED = {
     "extract", "inject", "split_kv",  # docs/attention.md
     "resume_generation", "set_bfloat16_chain",  # a trainer's
     "num_received_tensors",
-    # docs/adding.md: a layer with a state; a name goes as soon as a family uses it
-    "state_spec", "ShortConvolution", "GatedDeltaRule", "Mamba2Scan", "Mamba1Scan", "mix",
 }  # fmt: skip
 # name -> why it stays
 KEPT = {

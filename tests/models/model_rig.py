@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from hybrid_configs import HYBRIDS
 from octavo.attention.base import (
     BACKENDS,
     AttentionInputs,
@@ -212,6 +213,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe-tied": ("Qwen3Moe", {**MOE, "norm_topk_prob": False, "tie_word_embeddings": True}),
 }
 
+# What writes into the residual stream of a hybrid: small, since the norms behind its states make much of rounding.
+_ADDED = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj", "w2.weight", "output_linear.weight")
+
 
 def _turn_partly(module: str) -> None:
     """Let a family rotate as Qwen3-Next does: the first channels of a head, as many as there are cosines."""
@@ -224,14 +228,19 @@ def make_reference(family: str, **changes: Any) -> Any:
     """A tiny transformers model with weights that make logits of order one, norms and biases that matter."""
     import transformers
 
-    name, own = FAMILIES[family]
-    if "partial_rotary_factor" in own:
+    name, own = {**FAMILIES, **HYBRIDS}[family]
+    if family in FAMILIES and "partial_rotary_factor" in own:
         _turn_partly(f"transformers.models.{family.split('-')[0]}.modeling_{family.split('-')[0]}")
-    config_class = getattr(transformers, {"Gemma3": "Gemma3TextConfig"}.get(name, f"{name}Config"))
+    texts = {text: f"{text}TextConfig" for text in ("Gemma3", "Qwen3_5", "Qwen3_5Moe")}
+    config_class = getattr(transformers, texts.get(name, f"{name}Config"))
     torch.manual_seed(1)
-    config = config_class(**{**SMALL, **own, **changes}, attn_implementation="eager")
+    values = {**SMALL, **own, **changes}
+    values = {key: value for key, value in values.items() if value is not None or key == "pad_token_id"}
+    config = config_class(**values, attn_implementation="eager")
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
-    if "partial_rotary_factor" in own:  # transformers' default rotation of these families turns whole heads
+    if (
+        family in FAMILIES and "partial_rotary_factor" in own
+    ):  # transformers' default rotation of these families turns whole heads
         size = int(config.head_dim * own["partial_rotary_factor"])
         model.model.rotary_emb.inv_freq = 1e4 ** -(torch.arange(0, size, 2) / size)
     with torch.no_grad():
@@ -240,7 +249,21 @@ def make_reference(family: str, **changes: Any) -> Any:
                 parameter.add_(0.2 * torch.randn_like(parameter))
             else:
                 parameter.normal_(std=parameter.shape[-1] ** -0.5)
+        if family in HYBRIDS:
+            _soften(model)
     return model
+
+
+def _soften(model: Any) -> None:
+    """Let a hybrid's layers add little to its stream, so that what rounding does is not multiplied by their norms."""
+    for name, parameter in model.named_parameters():
+        if name.endswith(_ADDED):
+            parameter.mul_(0.3)
+        elif "embed" in name:
+            parameter.normal_()
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(std=0.1)
 
 
 def _last_tokens(inputs: AttentionInputs) -> LogitTokens:

@@ -196,7 +196,7 @@ def test_auto_map_is_ignored_with_a_warning(caplog: pytest.LogCaptureFixture) ->
         ({"max_position_embeddings": 10**9}, "max_position_embeddings=1000000000 "),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps=NaN "),
         ({"torch_dtype": "float8_e4m3fn"}, 'dtype="float8_e4m3fn" '),
-        ({"architectures": ["EvilForCausalLM"]}, 'architectures=["EvilForCausalLM"] (known are Deepseek'),
+        ({"architectures": ["EvilForCausalLM"]}, 'architectures=["EvilForCausalLM"] (known are Bamba'),
         ({"architectures": ["os:system"]}, 'architectures=["os:system"] (it names code: '),
         ({"architectures": None}, "architectures=[] (known are "),
         (

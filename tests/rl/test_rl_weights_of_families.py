@@ -49,12 +49,13 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 def _together(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """The experts of each layer in two tensors, as transformers holds them; the rest as it is."""
     found = {name: each for name, each in weights.items() if ".experts." not in name}
-    for first in [name for name in weights if ".experts.0.gate_proj" in name]:
-        path, of_layer = first.partition(".0.gate_proj")[0], dict[str, list[Tensor]]()
+    for first in [name for name in weights if ".experts.0.down_proj" in name]:
+        path, of_layer = first.partition(".0.down_proj")[0], dict[str, list[Tensor]]()
         own = [name for name in weights if name.startswith(f"{path}.")]
         for name in sorted(own, key=lambda name: int(name.split(".")[-3])):
             of_layer.setdefault(name.split(".")[-2], []).append(weights[name])
-        found[f"{path}.gate_up_proj"] = torch.cat([torch.stack(of_layer[n]) for n in ("gate_proj", "up_proj")], 1)
+        inner = [torch.stack(of_layer[name]) for name in ("gate_proj", "up_proj") if name in of_layer]
+        found[f"{path}.gate_up_proj" if len(inner) > 1 else f"{path}.up_proj"] = torch.cat(inner, 1)
         found[f"{path}.down_proj"] = torch.stack(of_layer["down_proj"])
     return found
 

@@ -36,6 +36,7 @@ class LayerKind:
 
     window: int = 0  # tokens that a query sees, itself included; 0: all
     rope: Rope = Rope()
+    mixer: str = "attention"  # attention | delta | mamba | conv | none: what mixes tokens, and what the layer keeps
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +54,9 @@ class Moe:
     groups_kept: int = 1
     group_score: int = 1  # a group is as good as the sum of this many of its best experts
     scale: float = 1.0  # of the chosen experts' weights
+    shared_size: int = 0  # intermediate size of what every token meets; 0: num_shared experts as one
+    shared_gate: bool = False  # each token weights it by a gate
+    latent_size: int = 0  # experts compute on so many channels, projected from the hidden state and back; 0: on it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +68,56 @@ class Latent:
     nope_size: int  # channels of each head's query and key that do not turn
     value_size: int  # channels of each head's value
     query_size: int = 0  # of the compressed query; 0: queries are not compressed
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class DeltaNet:
+    """A gated delta net (arXiv 2412.06464): a state per value head, behind a short convolution of q, k and v."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_size: int  # of a head
+    value_size: int
+    conv_size: int  # tokens that the convolution sees
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Mamba:
+    """A selective state space: Mamba-2 (arXiv 2405.21060), whose heads decay whole, or Mamba-1 (arXiv 2312.00752)."""
+
+    inner_size: int
+    state_size: int  # per channel
+    conv_size: int  # tokens that the convolution sees
+    conv_bias: bool = True
+    in_bias: bool = False
+    out_bias: bool = False
+    num_heads: int = 0  # 0: Mamba-1, each of whose channels decays by itself
+    num_groups: int = 1  # of heads that share what they read and write
+    step_rank: int = 0  # Mamba-1: channels that the steps of time are made from
+    step_limit: tuple[float, float] = (0.0, float("inf"))  # of the steps of time
+    eps: float = 1e-5  # of the norms in it
+    norm: str = "gated"  # of the result: gated: behind its gate | before_gate | none
+    in_scale: float = 1.0  # of what the mixer takes
+    scales: tuple[float, ...] = ()  # of the gate, the values, what is written, what is read, the steps; empty: none
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ShortConv:
+    """A gated convolution over a few tokens, each channel by itself."""
+
+    size: int  # tokens that it sees
+    bias: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Scales:
+    """What parts of a layer are multiplied by."""
+
+    attention_in: float = 1.0
+    attention_out: float = 1.0
+    mixer_out: float = 1.0  # of the other mixer of a layer that has two
+    gate: float = 1.0  # of the MLP, before its activation
+    down: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,8 +139,12 @@ class Arch:
     moe_layers: frozenset[int] = frozenset()
     moe: Moe | None = None
     latent: Latent | None = None  # then num_kv_heads is 1 and head_size the state's, latent and rope
+    delta: DeltaNet | None = None
+    mamba: Mamba | None = None
+    conv: ShortConv | None = None
+    scales: Scales = Scales()
     tied: bool = False  # the output projection is the embedding
-    activation: str = "silu"  # silu | gelu_tanh
+    activation: str = "silu"  # silu | gelu_tanh; relu2: not gated
     attention_bias: bool = False  # bias on q, k and v
     output_bias: bool = False  # bias on the attention's output projection
     mlp_bias: bool = False  # bias on all projections of the MLP

@@ -215,6 +215,7 @@ def _fill_from_folder(
     checkpoint = Checkpoint(folder)
     try:
         checkpoint.rename(cast(Model, model).other_prefixes)
+        checkpoint.unstack(cast(Model, model).stacked_weights)
         targets = dict(weight_targets(model))
         _check_fit(checkpoint, targets, cast(Model, model).ignored_weights, folder)
         stored: dict[str, set[str]] = {}

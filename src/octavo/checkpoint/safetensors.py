@@ -12,8 +12,9 @@ import dataclasses
 import json
 import math
 import os
+import re
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,29 @@ class Checkpoint:
             if known in entries:
                 raise ValueError(f"{self._paths[entry.shard]}: tensor {known!r} is there under two names")
             entries[known] = entry
+        self.entries = entries
+
+    def unstack(self, stacks: Mapping[str, Sequence[str]]) -> None:
+        """Show tensors [experts, rows, columns], which names with a `*` for a layer's number name, as their pieces.
+
+        stacks: name -> of the pieces into which each expert's rows are cut, in order; a second `*` is the expert.
+        """
+        patterns = {re.compile(re.escape(name).replace(r"\*", r"(\d+)")): own for name, own in stacks.items()}
+        entries: dict[str, Entry] = {}
+        for name, entry in self.entries.items():
+            found = ((pattern.fullmatch(name), own) for pattern, own in patterns.items())
+            match, own = next(((match, own) for match, own in found if match), (None, ()))
+            if match is None or len(entry.shape) != 3 or entry.shape[1] % len(own):
+                entries[name] = entry
+                continue
+            count, shape = entry.shape[0], (entry.shape[1] // len(own), entry.shape[2])
+            size = entry.size // count // len(own)
+            for index in range(count * len(own)):
+                layer, rest = match[1], own[index % len(own)]
+                piece = rest.replace("*", layer, 1).replace("*", str(index // len(own)), 1)
+                if piece in self.entries or piece in entries:
+                    raise ValueError(f"{self._paths[entry.shard]}: tensor {piece!r} is there under two names")
+                entries[piece] = dataclasses.replace(entry, shape=shape, start=entry.start + index * size, size=size)
         self.entries = entries
 
     def read(self, name: str, out: torch.Tensor) -> None:

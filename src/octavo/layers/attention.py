@@ -157,7 +157,7 @@ class Attention(Layer):
 
 
 def plain_specs(arch: Arch) -> list[AttentionSpec]:
-    """The attention of each layer, where layers differ by their windows at most."""
+    """The attention of each layer, where layers differ by their windows at most; of one without, what it would be."""
     specs = {
         kind: AttentionSpec(
             num_heads=arch.num_heads,
@@ -172,6 +172,6 @@ def plain_specs(arch: Arch) -> list[AttentionSpec]:
 
 
 def rotary_tables(arch: Arch) -> dict[Rope, RotaryTable]:
-    """One table of whole heads for each rotary embedding of the layers."""
-    ropes = {kind.rope for kind in arch.layers}
+    """One table of whole heads for each rotary embedding of the layers that attend."""
+    ropes = {kind.rope for kind in arch.layers if kind.mixer == "attention"}
     return {rope: RotaryTable(rope, arch.head_size, arch.max_position) for rope in ropes}

@@ -10,7 +10,7 @@ import torch
 
 from octavo.layers.base import Layer
 from octavo.layers.linear import Linear
-from octavo.ops.activation import gated_activation
+from octavo.ops.activation import activate, gated_activation
 from octavo.ops.gemm.fused import gated_linear
 
 
@@ -33,3 +33,23 @@ class Mlp(Layer):
         if self.gate_up.bias is None:
             return self.down.forward(gated_linear(x, self.gate_up.packed, self.activation))
         return self.down.forward(gated_activation(self.gate_up.forward(x), self.activation))
+
+
+class UngatedMlp(Layer):
+    """down(activation(up(x))). `activation`: relu2."""
+
+    def __init__(self, size: int, inner_size: int, activation: str, dtype: torch.dtype) -> None:
+        """As Mlp's."""
+        super().__init__()
+        self.up = Linear(size, inner_size, dtype)
+        self.down = Linear(inner_size, size, dtype)
+        self.activation = activation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [tokens, size] -> the same shape."""
+        return self.down.forward(activate(self.up.forward(x), self.activation))
+
+
+def make_mlp(size: int, inner_size: int, activation: str, dtype: torch.dtype) -> Mlp | UngatedMlp:
+    """An MLP without biases, gated unless its activation is not."""
+    return (UngatedMlp if activation == "relu2" else Mlp)(size, inner_size, activation, dtype)

@@ -7,20 +7,23 @@ shared ones, in float32, whatever other tokens share them. Scores are float32.
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch import nn
 
-from octavo.checkpoint.arch import Moe
+from octavo.checkpoint.arch import Arch, Moe
 from octavo.layers.base import Layer
 from octavo.layers.linear import Linear
-from octavo.layers.mlp import Mlp
+from octavo.layers.mlp import Mlp, UngatedMlp, make_mlp
 from octavo.ops.moe import ExpertWeights, run_experts
+from octavo.ops.scan import sigmoid
 
 
 class MoeMlp(Layer):
-    """Routed experts beside shared ones, as `Moe` says: Qwen3's, DeepSeek-V2's and -V3's rules of choice."""
+    """Routed experts beside shared ones, as `Moe` says: Qwen3's, DeepSeek-V2's and -V3's rules of choice.
+
+    `activation`: as an MLP's; experts of one that is not gated have no gates. They may compute on fewer channels than
+    the hidden state has.
+    """
 
     correction: torch.Tensor | None  # [experts] float32, takes part in the choice only
     weights: tuple[ExpertWeights, ExpertWeights]  # of the two products, set by join
@@ -29,8 +32,15 @@ class MoeMlp(Layer):
         """`size`: of the hidden state."""
         super().__init__()
         self.router = Linear(size, moe.num_experts, dtype, quantize=False, out_dtype=torch.float32)
-        self.experts = nn.ModuleList(Mlp(size, moe.expert_size, activation, dtype) for _ in range(moe.num_experts))
-        self.shared = Mlp(size, moe.num_shared * moe.expert_size, activation, dtype) if moe.num_shared else None
+        inner = moe.latent_size or size
+        self.experts = nn.ModuleList(
+            make_mlp(inner, moe.expert_size, activation, dtype) for _ in range(moe.num_experts)
+        )
+        self.into = Linear(size, inner, dtype) if moe.latent_size else None
+        self.back = Linear(inner, size, dtype) if moe.latent_size else None
+        shared_size = moe.shared_size or moe.num_shared * moe.expert_size
+        self.shared = make_mlp(size, shared_size, activation, dtype) if moe.num_shared else None
+        self.shared_gate = Linear(size, 1, dtype, quantize=False, out_dtype=torch.float32) if moe.shared_gate else None
         if moe.corrected:
             self.declare("correction", (moe.num_experts,), torch.float32, dummy=0.0)
         else:
@@ -40,9 +50,10 @@ class MoeMlp(Layer):
 
     def join(self) -> None:
         """Gather the experts' weights for the two products."""
-        experts = cast(list[Mlp], list(self.experts))
-        gate_up, down = ([getattr(mlp, name).packed for mlp in experts] for name in ("gate_up", "down"))
-        self.weights = ExpertWeights(gate_up), ExpertWeights(down)
+        first = "up" if self._activation == "relu2" else "gate_up"
+        products = ([getattr(mlp, name).packed for mlp in self.experts] for name in (first, "down"))
+        gate_up, down = map(ExpertWeights, products)
+        self.weights = gate_up, down
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(weights float32, expert ids int64), both [tokens, experts_per_token], best first."""
@@ -51,11 +62,22 @@ class MoeMlp(Layer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [tokens, size] -> the same shape."""
         weights, experts = self.route(x)
-        results = run_experts(x, experts, *self.weights, self._activation)  # [pair, size]
-        total = sum_by_rank(results, weights)
+        taken = x if self.into is None else self.into.forward(x)
+        total = sum_by_rank(run_experts(taken, experts, *self.weights, self._activation), weights)
+        if self.back is not None:
+            total = self.back.forward(total.to(x.dtype)).float()
         if self.shared is not None:
-            total += self.shared.forward(x)
+            shared = self.shared.forward(x)
+            total += shared if self.shared_gate is None else sigmoid(self.shared_gate.forward(x)) * shared
         return total.to(x.dtype)
+
+
+def make_network(index: int, arch: Arch, dtype: torch.dtype) -> Mlp | UngatedMlp | MoeMlp:
+    """What stands in layer number `index` of `arch` for each token by itself: experts or an MLP."""
+    if index in arch.moe_layers:
+        assert arch.moe is not None, "layers with experts need their facts"
+        return MoeMlp(arch.hidden_size, arch.moe, arch.activation, dtype)
+    return make_mlp(arch.hidden_size, arch.intermediate_size, arch.activation, dtype)
 
 
 def choose_experts(

@@ -30,6 +30,9 @@ class Model(Protocol):
     layer_specs: Sequence[LayerSpec]  # per layer
     weight_map: WeightMap
     ignored_weights: Sequence[str]  # checkpoint names that may be there and are not read; `*` stands for anything
+    # checkpoint names that hold a layer's experts together, [experts, rows, columns], with a `*` for the layer -> what
+    # each expert's rows are called, in order, with a second `*` for the expert
+    stacked_weights: Mapping[str, Sequence[str]]
     other_prefixes: Mapping[str, str]  # by which some checkpoints begin names -> what these maps begin them by
 
     def __init__(self, arch: Arch, dtype: torch.dtype) -> None:
@@ -80,6 +83,21 @@ LLAMA_WEIGHTS: WeightMap = {
     "model.layers.*.mlp.up_proj.bias": ("layers.*.mlp.gate_up.bias", "up"),
     "model.layers.*.mlp.down_proj.bias": ("layers.*.mlp.down.bias", ""),
     "model.norm.weight": ("norm.weight", ""),
+}
+
+
+# How most checkpoints call what a layer's `mamba` holds.
+MAMBA2_WEIGHTS: WeightMap = {
+    "model.layers.*.mamba.in_proj.weight": ("layers.*.mamba.project.weight", ""),
+    "model.layers.*.mamba.in_proj.bias": ("layers.*.mamba.project.bias", ""),
+    "model.layers.*.mamba.conv1d.weight": ("layers.*.mamba.conv.weight", ""),
+    "model.layers.*.mamba.conv1d.bias": ("layers.*.mamba.conv.bias", ""),
+    "model.layers.*.mamba.A_log": ("layers.*.mamba.scan.A_log", ""),
+    "model.layers.*.mamba.dt_bias": ("layers.*.mamba.scan.dt_bias", ""),
+    "model.layers.*.mamba.D": ("layers.*.mamba.scan.D", ""),
+    "model.layers.*.mamba.norm.weight": ("layers.*.mamba.norm.weight", ""),
+    "model.layers.*.mamba.out_proj.weight": ("layers.*.mamba.out.weight", ""),
+    "model.layers.*.mamba.out_proj.bias": ("layers.*.mamba.out.bias", ""),
 }
 
 

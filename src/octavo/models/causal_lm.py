@@ -29,6 +29,7 @@ class CausalLM(Layer):
     """The ends of a decoder-only model; see models.base.Model."""
 
     ignored_weights: Sequence[str] = ("*.rotary_emb.inv_freq", "lm_head.weight")
+    stacked_weights: Mapping[str, Sequence[str]] = {}
     other_prefixes: Mapping[str, str] = {}
     norm_offset = 0.0  # of the last norm, as RMSNorm's
 
@@ -52,7 +53,11 @@ class CausalLM(Layer):
 
     @functools.cached_property
     def _decoder(self) -> Decoder:
-        return Decoder(self.layers, self.norm)
+        return Decoder(self.run_layers(), self.norm)
+
+    def run_layers(self) -> Iterable[nn.Module]:
+        """What runs in order, one for each of `layer_specs`."""
+        return self.layers
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Hidden states after the last norm."""

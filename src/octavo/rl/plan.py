@@ -55,17 +55,30 @@ class Piece(NamedTuple):
     rows: slice
 
 
-def _joined(targets: Mapping[str, Target]) -> dict[str, list[Piece]]:
-    """Names under which a trainer may hold the experts of a layer together -> the checkpoint's weights in them."""
+def _joined(targets: Mapping[str, Target], stacked: Mapping[str, Sequence[str]]) -> dict[str, list[Piece]]:
+    """Names under which a trainer may hold the experts of a layer together -> the checkpoint's weights in them.
+
+    stacked: those under which a checkpoint may, as the model's `stacked_weights` says.
+    """
     found: dict[str, list[Piece]] = {}
+    places = {piece: (name, index) for name, pieces in stacked.items() for index, piece in enumerate(pieces)}
     for name, target in targets.items():
         match = _EXPERT.fullmatch(name)
         if match is None:
             continue
         experts, number, projection = match.groups()
-        size, own = target.shape[0], "down_proj" if projection == "down" else "gate_up_proj"
-        start = size if projection == "up" else 0
-        found.setdefault(f"{experts}.{own}", []).append(Piece(name, int(number), slice(start, start + size)))
+        gated = f"{experts}.{number}.gate_proj.weight" in targets
+        own = "gate_up_proj" if gated and projection != "down" else f"{projection}_proj"
+        size, place = target.shape[0], int(gated and projection == "up")
+        piece = Piece(name, int(number), slice(place * size, (place + 1) * size))
+        found.setdefault(f"{experts}.{own}", []).append(piece)
+        pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
+        if pattern in places:
+            layer = next(part for part in name.split(".") if part.isdigit())
+            together, place = places[pattern]
+            piece = piece._replace(rows=slice(place * size, (place + 1) * size))
+            if together.replace("*", layer) != f"{experts}.{own}":
+                found.setdefault(together.replace("*", layer), []).append(piece)
     return found
 
 
@@ -78,7 +91,7 @@ class WeightPlan:
         self._prefixes, self._ignored = dict(blank.other_prefixes), tuple(blank.ignored_weights)
         parameters = dict(cast(nn.Module, blank).named_parameters())
         self.targets: dict[str, Target] = dict(weight_targets(cast(nn.Module, blank)))
-        self._joined = _joined(self.targets)
+        self._joined = _joined(self.targets, blank.stacked_weights)
         self.dtypes = {path: parameter.dtype for path, parameter in parameters.items()}
         self.shapes = {path: tuple(parameter.shape) for path, parameter in parameters.items()}
         if model.arch.tied and "lm_head.weight" not in self.targets:  # trainers name both ends

@@ -60,6 +60,27 @@ _GLM = Family(
         "rms_norm_eps": 1.5625e-7,
     },
 )
+_QWEN3_NEXT = "octavo.models.hybrids.qwen3_next:Qwen3NextForCausalLM"
+_QWEN3_5 = Family(
+    model=_QWEN3_NEXT,
+    bias="field",
+    qk_norm=True,
+    head_size=256,
+    read="octavo.checkpoint.config_reader.hybrids:read_qwen3_next",
+    usual={"num_key_value_heads": 4},
+)
+_QWEN3_5_MOE = dataclasses.replace(
+    _QWEN3_5,
+    moe="qwen",
+    usual={
+        "intermediate_size": 512,  # of no layer
+        "num_key_value_heads": 2,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "norm_topk_prob": True,
+    },
+)
 _DEEPSEEK = "octavo.models.deepseek:DeepseekForCausalLM"
 FAMILIES = {
     "LlamaForCausalLM": Family(model="octavo.models.llama:LlamaForCausalLM", bias="field", mlp_bias=True),
@@ -99,6 +120,44 @@ FAMILIES = {
     "SeedOssForCausalLM": Family(
         model="octavo.models.llama:LlamaForCausalLM", bias="fields", mlp_bias=True, head_size=128,
         usual={"attention_bias": True, "num_key_value_heads": 8},
+    ),
+    "Qwen3NextForCausalLM": Family(
+        model=_QWEN3_NEXT, bias="field", qk_norm=True, head_size=256, moe="qwen",
+        read="octavo.checkpoint.config_reader.hybrids:read_qwen3_next",
+        usual={"num_key_value_heads": 2, "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512,
+               "norm_topk_prob": True},
+    ),
+    "Qwen3_5ForCausalLM": _QWEN3_5,
+    "Qwen3_5ForConditionalGeneration": _QWEN3_5,  # its text half
+    "Qwen3_5MoeForCausalLM": _QWEN3_5_MOE,
+    "Qwen3_5MoeForConditionalGeneration": _QWEN3_5_MOE,
+    "Lfm2ForCausalLM": Family(
+        model="octavo.models.hybrids.lfm2:Lfm2ForCausalLM", qk_norm=True, theta=1e6,
+        read="octavo.checkpoint.config_reader.hybrids:read_lfm2",
+        usual={"num_key_value_heads": 8, "max_position_embeddings": 128_000},
+    ),
+    "GraniteMoeHybridForCausalLM": Family(
+        model="octavo.models.hybrids.granite:GraniteHybridForCausalLM", bias="field",
+        read="octavo.checkpoint.config_reader.hybrids:read_granite_hybrid",
+    ),
+    "BambaForCausalLM": Family(
+        model="octavo.models.hybrids.granite:GraniteHybridForCausalLM", bias="field",
+        read="octavo.checkpoint.config_reader.hybrids:read_bamba",
+        usual={"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
+    ),
+    "NemotronHForCausalLM": Family(
+        model="octavo.models.hybrids.nemotron_h:NemotronHForCausalLM", head_size=128,
+        read="octavo.checkpoint.config_reader.hybrids:read_nemotron_h", usual={"num_key_value_heads": 8},
+    ),
+    "FalconH1ForCausalLM": Family(
+        model="octavo.models.hybrids.falcon_h1:FalconH1ForCausalLM", bias="field",
+        read="octavo.checkpoint.config_reader.hybrids:read_falcon_h1",
+        usual={"num_key_value_heads": 8, "mamba_d_ssm": 1024, "rms_norm_eps": 1e-5},
+    ),
+    "JambaForCausalLM": Family(
+        model="octavo.models.hybrids.jamba:JambaForCausalLM",
+        read="octavo.checkpoint.config_reader.hybrids:read_jamba",
+        usual={"num_key_value_heads": 8, "max_position_embeddings": 262144},
     ),
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": _GEMMA3,  # its text half

@@ -51,6 +51,14 @@ def gated_activation(gate_up: Tensor, kind: str) -> Tensor:
     return out
 
 
+def activate(x: Tensor, kind: str) -> Tensor:
+    """What stands between an MLP's products: `gated_activation`, or for "relu2" the square of max(x, 0), [T, I]."""
+    if kind != "relu2":
+        return gated_activation(x, kind)
+    positive = x.float().clamp(min=0.0)
+    return (positive * positive).to(x.dtype)
+
+
 def gated_activation_reference(gate_up: Tensor, kind: str) -> Tensor:
     """The reference implementation of `gated_activation`, the same bits."""
     gate, up = gate_up.float().chunk(2, dim=-1)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from octavo.ops.activation import gated_activation
+from octavo.ops.activation import activate
 from octavo.ops.gemm import LinearWeight, linear
 
 
@@ -33,7 +33,10 @@ class ExpertWeights:
 def run_experts(
     x: torch.Tensor, experts: torch.Tensor, gate_up: ExpertWeights, down: ExpertWeights, activation: str
 ) -> torch.Tensor:
-    """x [tokens, size], experts [tokens, ranks] int64 -> [tokens * ranks, size]: down(act(gate) * up) of each."""
+    """x [tokens, size], experts [tokens, ranks] int64 -> [tokens * ranks, size]: down(act(gate) * up) of each.
+
+    activation: as `octavo.ops.activation.activate`'s; of one that is not gated, `gate_up` is `up` alone.
+    """
     if x.is_cuda:
         from octavo.ops.moe import gpu as moe  # needs triton
 
@@ -41,7 +44,7 @@ def run_experts(
         assert x.dtype in (first.dtype, torch.float32) and x.shape[1] == gate_up.k, "rows as the weights take them"
         groups = moe.group_pairs(experts, len(gate_up.weights))
         inner = moe.grouped_linear(x, gate_up.addresses, first, groups, pairs_per_row=experts.shape[1])
-        inner = gated_activation(inner, activation)
+        inner = activate(inner, activation)
         return moe.grouped_linear(inner, down.addresses, last, groups, pairs_per_row=1)
     return run_experts_reference(x, experts, gate_up, down, activation)
 
@@ -58,7 +61,7 @@ def run_experts_reference(
     for expert, count in enumerate(counts):
         if count:
             chosen = pairs[start : start + count]
-            inner = gated_activation(linear(x[chosen // ranks], gate_up.weights[expert]), activation)
+            inner = activate(linear(x[chosen // ranks], gate_up.weights[expert]), activation)
             results[chosen] = linear(inner, down.weights[expert])
             start += count
     return results

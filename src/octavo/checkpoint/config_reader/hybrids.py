@@ -1,0 +1,334 @@
+"""config.json of families whose layers differ in what mixes their tokens: attention, a state, or nothing.
+
+Owns which layer is which, and the facts of gated delta nets, state spaces and short convolutions. What such a family
+has in common with others, `checkpoint.read_fields` reads, of fields that are called as Llama's. Invariant: a layer that
+does not attend has no rotation and no window.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from octavo.checkpoint.arch import Arch, DeltaNet, LayerKind, Mamba, Moe, Rope, Scales, ShortConv
+from octavo.checkpoint.config_reader.checkpoint import read_fields
+from octavo.checkpoint.config_reader.families import Family
+from octavo.checkpoint.config_reader.fields import Fields
+from octavo.checkpoint.config_reader.granite import read_granite
+
+_MAX_SIZE = 1 << 22
+_STILL = Rope(kind="none")
+# What files call the kinds of layers.
+_MIXERS = {
+    "full_attention": "attention",
+    "attention": "attention",
+    "linear_attention": "delta",
+    "conv": "conv",
+}
+_MAMBA_MIXERS = {**_MIXERS, "linear_attention": "mamba", "mamba": "mamba", "moe": "none", "mlp": "none"}
+
+
+def read_qwen3_next(fields: Fields, family: Family) -> Arch:
+    """The facts of a Qwen3-Next or a Qwen3.5. Raises ValueError, one line, for what Octavo does not run."""
+    values = {"partial_rotary_factor": 0.25, **family.usual, **fields.values}
+    fields = Fields(values, fields.where)
+    num_layers = fields.integer("num_hidden_layers", 1, 1024)
+    period = fields.integer("full_attention_interval", 1, 1 << 20, 4)
+    usual = ["linear_attention" if (i + 1) % period else "full_attention" for i in range(num_layers)]
+    mixers = _mixers(fields, "layer_types", usual, _MIXERS)
+    rope = {name: value for name, value in fields.mapping("rope_parameters").items() if not name.startswith("mrope_")}
+    if fields.get("num_experts") == 0:
+        family = dataclasses.replace(family, moe="none")
+    arch = read_fields(_plain(fields, rope_parameters=rope or None), family)
+    delta = DeltaNet(
+        num_key_heads=fields.integer("linear_num_key_heads", 1, 4096, 16),
+        num_value_heads=fields.integer("linear_num_value_heads", 1, 4096, 32),
+        key_size=fields.integer("linear_key_head_dim", 1, 1024, 128),
+        value_size=fields.integer("linear_value_head_dim", 1, 1024, 128),
+        conv_size=fields.integer("linear_conv_kernel_dim", 2, 32, 4),
+    )
+    if delta.num_value_heads % delta.num_key_heads:
+        why = f"linear_num_key_heads={delta.num_key_heads} must divide it"
+        fields.refuse("linear_num_value_heads", delta.num_value_heads, why)
+    moe = arch.moe
+    if moe is not None:
+        size = fields.integer("shared_expert_intermediate_size", 1, _MAX_SIZE, 512)
+        moe = dataclasses.replace(moe, num_shared=1, shared_size=size, shared_gate=True)
+    return dataclasses.replace(arch, delta=delta, moe=moe, layers=_layers(arch, mixers))
+
+
+def read_lfm2(fields: Fields, family: Family) -> Arch:
+    """The facts of an LFM2."""
+    fields = Fields({**family.usual, **fields.values}, fields.where)
+    num_layers = fields.integer("num_hidden_layers", 1, 1024)
+    attending = fields.get("full_attn_idxs", list(range(num_layers)))
+    if not isinstance(attending, list):
+        fields.refuse("full_attn_idxs", attending, "a list of layer numbers is needed")
+    usual = ["full_attention" if layer in attending else "conv" for layer in range(num_layers)]
+    mixers = _mixers(fields, "layer_types", usual, _MIXERS)
+    inner = fields.integer("block_ff_dim", 1, _MAX_SIZE, fields.integer("intermediate_size", 1, _MAX_SIZE))
+    if fields.flag("block_auto_adjust_ff_dim", True):
+        unit = fields.integer("block_multiple_of", 1, _MAX_SIZE, 256)
+        inner = int(fields.number("block_ffn_dim_multiplier", 1e-3, 1e3, 1.0) * int(2 * inner / 3))
+        inner = unit * math.ceil(inner / unit)
+    tied = fields.flag("tie_embedding", fields.flag("tie_word_embeddings", True))
+    eps = fields.number("norm_eps", 1e-12, 1.0, 1e-5)
+    arch = read_fields(_plain(fields, intermediate_size=inner, tie_word_embeddings=tied, rms_norm_eps=eps), family)
+    conv = ShortConv(size=fields.integer("conv_L_cache", 2, 32, 3), bias=fields.flag("conv_bias", False))
+    return dataclasses.replace(arch, conv=conv, layers=_layers(arch, mixers))
+
+
+def read_granite_hybrid(fields: Fields, family: Family) -> Arch:
+    """The facts of a Granite 4: a Granite whose layers are mostly Mamba-2's, with experts beside a shared MLP."""
+    fields = Fields({**family.usual, **fields.values}, fields.where)
+    num_layers = fields.integer("num_hidden_layers", 1, 1024)
+    mixers = _mixers(fields, "layer_types", ["mamba"] * num_layers, _MAMBA_MIXERS)
+    if fields.get("position_embedding_type") not in (None, "rope", "nope"):
+        fields.refuse("position_embedding_type", fields.get("position_embedding_type"), "only rope and nope are known")
+    turns = fields.get("position_embedding_type") == "rope"
+    shared = fields.integer("shared_intermediate_size", 1, _MAX_SIZE, 1024)
+    arch = read_granite(_plain(fields, intermediate_size=shared), family)
+    experts, moe = fields.integer("num_local_experts", 0, 4096, 8), None
+    if experts:
+        moe = Moe(
+            num_experts=experts,
+            experts_per_token=fields.integer("num_experts_per_tok", 1, experts, 2),
+            expert_size=fields.integer("intermediate_size", 1, _MAX_SIZE, 11008),
+            num_shared=1,
+            shared_size=shared,
+        )
+    mamba = _mamba2(fields, "mamba_proj_bias")
+    moe_layers = frozenset(range(num_layers)) if moe else frozenset[int]()
+    layers = _layers(arch, mixers, still=not turns)
+    return dataclasses.replace(arch, mamba=mamba, moe=moe, moe_layers=moe_layers, layers=layers)
+
+
+def read_nemotron_h(fields: Fields, family: Family) -> Arch:
+    """The facts of a Nemotron-H: each layer is one of Mamba-2, attention, an MLP, or experts."""
+    fields = Fields({**family.usual, **fields.values}, fields.where)
+    kinds = _nemotron_kinds(fields)
+    mixers = [_MAMBA_MIXERS[kind] for kind in kinds]
+    fields.only("mlp_hidden_act", "relu2")
+    for name in ("mlp_bias", "attention_bias", "residual_in_fp32", "tie_word_embeddings"):
+        fields.only(name, False)
+    eps = fields.number("layer_norm_epsilon", 1e-12, 1.0, 1e-5)
+    arch = read_fields(_plain(fields, rms_norm_eps=eps, hidden_act=None, num_hidden_layers=len(kinds)), family)
+    inner = fields.integer("mamba_num_heads", 1, 4096, 128) * fields.integer("mamba_head_dim", 1, 1024, 64)
+    names = {
+        "mamba_n_heads": "mamba_num_heads",
+        "mamba_d_head": "mamba_head_dim",
+        "mamba_d_state": "ssm_state_size",
+        "mamba_n_groups": "n_groups",
+        "mamba_d_conv": "conv_kernel",
+        "mamba_conv_bias": "use_conv_bias",
+    }
+    known = {name: fields.get(theirs) for name, theirs in names.items() if fields.get(theirs) is not None}
+    limit = [fields.number("mamba_dt_min", 0, 1e3, fields.number("time_step_min", 0, 1e3, 0.001)), float("inf")]
+    values = {"mamba_d_state": 128, "mamba_n_groups": 8, **fields.values, **known, "mamba_d_ssm": inner}
+    mamba = _mamba2(Fields({**values, "time_step_limit": limit, "rms_norm_eps": eps}, fields.where), "use_bias")
+    moe_layers = frozenset(layer for layer, kind in enumerate(kinds) if kind == "moe")
+    return dataclasses.replace(
+        arch,
+        activation="relu2",
+        mamba=mamba,
+        moe=_nemotron_moe(fields) if moe_layers else None,
+        moe_layers=moe_layers,
+        layers=_layers(arch, mixers, still=True),
+    )
+
+
+def read_falcon_h1(fields: Fields, family: Family) -> Arch:
+    """The facts of a Falcon-H1. Each of its layers counts as two: the first attends and the second has a state.
+
+    So that each of the two mixers has a place in the cache; the MLP runs in the second.
+    """
+    fields = Fields({**family.usual, **fields.values}, fields.where)
+    for name in ("mlp_bias", "projectors_bias"):
+        fields.only(name, False)
+    arch = read_fields(_plain(fields), family)
+    gate, down = _numbers(fields, "mlp_multipliers", 2)
+    inner = fields.get("mamba_d_ssm") or fields.integer("mamba_expand", 1, 64, 2) * arch.hidden_size
+    norm = "none"
+    if fields.flag("mamba_rms_norm", False):
+        norm = "before_gate" if fields.flag("mamba_norm_before_gate", True) else "gated"
+    mamba = _mamba2(Fields({**fields.values, "mamba_d_ssm": inner}, fields.where), "mamba_proj_bias")
+    mamba = dataclasses.replace(
+        mamba,
+        norm=norm,
+        out_bias=False,
+        in_scale=_factor(fields, "ssm_in_multiplier"),
+        scales=_numbers(fields, "ssm_multipliers", 5),
+    )
+    pairs = [(kind, LayerKind(rope=_STILL, mixer="mamba")) for kind in arch.layers]
+    return dataclasses.replace(
+        arch,
+        mamba=mamba,
+        layers=tuple(each for pair in pairs for each in pair),
+        embedding_scale=_factor(fields, "embedding_multiplier"),
+        logit_divisor=1 / _factor(fields, "lm_head_multiplier"),
+        attention_scale=arch.attention_scale * _factor(fields, "key_multiplier"),
+        scales=Scales(
+            attention_in=_factor(fields, "attention_in_multiplier"),
+            attention_out=_factor(fields, "attention_out_multiplier"),
+            mixer_out=_factor(fields, "ssm_out_multiplier"),
+            gate=gate,
+            down=down,
+        ),
+    )
+
+
+def read_jamba(fields: Fields, family: Family) -> Arch:
+    """The facts of a Jamba: Mamba-1's layers, of which every eighth attends instead and every second has experts."""
+    fields = Fields({**family.usual, **fields.values}, fields.where)
+    num_layers = fields.integer("num_hidden_layers", 1, 1024)
+    attends, has_experts = (_periodic(fields, name, num_layers) for name in ("attn_layer", "expert_layer"))
+    arch = read_fields(_plain(fields), family)
+    inner = fields.integer("mamba_expand", 1, 64, 2) * arch.hidden_size
+    rank = fields.get("mamba_dt_rank", "auto")
+    mamba = Mamba(
+        inner_size=inner,
+        state_size=fields.integer("mamba_d_state", 1, 1024, 16),
+        conv_size=fields.integer("mamba_d_conv", 2, 32, 4),
+        conv_bias=fields.flag("mamba_conv_bias", True),
+        in_bias=fields.flag("mamba_proj_bias", False),
+        out_bias=fields.flag("mamba_proj_bias", False),
+        eps=arch.norm_eps,
+        step_rank=math.ceil(arch.hidden_size / 16) if rank == "auto" else fields.integer("mamba_dt_rank", 1, _MAX_SIZE),
+    )
+    num_experts = fields.integer("num_experts", 1, 4096, 16)
+    moe = Moe(
+        num_experts=num_experts,
+        experts_per_token=fields.integer("num_experts_per_tok", 1, num_experts, min(2, num_experts)),
+        expert_size=arch.intermediate_size,
+        norm_topk_prob=False,
+    )
+    routed = frozenset(layer for layer in range(num_layers) if has_experts[layer]) if num_experts > 1 else frozenset()
+    mixers = ["attention" if own else "mamba" for own in attends]
+    layers = _layers(arch, mixers, still=True)
+    return dataclasses.replace(arch, mamba=mamba, moe=moe if routed else None, moe_layers=routed, layers=layers)
+
+
+def read_bamba(fields: Fields, family: Family) -> Arch:
+    """The facts of a Bamba: Mamba-2's layers, some of which attend instead with heads that turn by half."""
+    fields = Fields({"partial_rotary_factor": 0.5, **family.usual, **fields.values}, fields.where)
+    fields.only("mlp_bias", False)
+    num_layers = fields.integer("num_hidden_layers", 1, 1024)
+    attending = fields.get("attn_layer_indices", [])
+    if not isinstance(attending, list):
+        fields.refuse("attn_layer_indices", attending, "a list of layer numbers is needed")
+    mixers = ["attention" if layer in attending else "mamba" for layer in range(num_layers)]
+    arch = read_fields(_plain(fields), family)
+    return dataclasses.replace(arch, mamba=_mamba2(fields, "mamba_proj_bias"), layers=_layers(arch, mixers))
+
+
+def _plain(fields: Fields, **changes: Any) -> Fields:
+    """The fields without what says which layers attend, some changed."""
+    values = {name: value for name, value in fields.values.items() if name not in ("layer_types", "layers_block_type")}
+    return Fields({**values, **changes}, fields.where)
+
+
+def _mixers(fields: Fields, name: str, usual: Sequence[str], known: Mapping[str, str]) -> list[str]:
+    """Of each layer, as the field says."""
+    kinds = fields.get(name, list(usual))
+    if not isinstance(kinds, list) or len(kinds) != len(usual) or any(kind not in known for kind in kinds):
+        fields.refuse(name, kinds, f"{len(usual)} of {', '.join(known)} are needed")
+    return [known[kind] for kind in kinds]
+
+
+def _layers(arch: Arch, mixers: Sequence[str], *, still: bool = False) -> tuple[LayerKind, ...]:
+    """still: heads do not turn."""
+    return tuple(
+        dataclasses.replace(kind, rope=_STILL if still else kind.rope)
+        if mixer == "attention"
+        else LayerKind(rope=_STILL, mixer=mixer)
+        for kind, mixer in zip(arch.layers, mixers, strict=True)
+    )
+
+
+def _mamba2(fields: Fields, bias: str) -> Mamba:
+    """The facts of Mamba-2 as most families call them; bias: the field of both projections' biases."""
+    hidden_size = fields.integer("hidden_size", 1, 1 << 20)
+    inner = fields.integer("mamba_d_ssm", 1, _MAX_SIZE, fields.integer("mamba_expand", 1, 64, 2) * hidden_size)
+    num_heads = fields.integer("mamba_n_heads", 1, 4096, 128)
+    groups = fields.integer("mamba_n_groups", 1, num_heads, 1)
+    size = fields.get("mamba_d_head", "auto")
+    if inner % num_heads or num_heads % groups or size not in ("auto", inner // num_heads):
+        fields.refuse("mamba_n_heads", num_heads, f"heads of {inner} channels in {groups} groups must be equal")
+    return Mamba(
+        inner_size=inner,
+        state_size=fields.integer("mamba_d_state", 1, 1024, 256),
+        conv_size=fields.integer("mamba_d_conv", 2, 32, 4),
+        conv_bias=fields.flag("mamba_conv_bias", True),
+        in_bias=fields.flag(bias, False),
+        out_bias=fields.flag(bias, False),
+        num_heads=num_heads,
+        num_groups=groups,
+        step_limit=_step_limit(fields),
+        eps=fields.number("rms_norm_eps", 1e-12, 1.0, 1e-6),
+    )
+
+
+def _step_limit(fields: Fields) -> tuple[float, float]:
+    """The least and the largest step of time. transformers writes infinity as an object."""
+    limit = fields.get("time_step_limit", [0.0, math.inf])
+    ends: Sequence[Any] = limit if isinstance(limit, list | tuple) else ()
+    endless = ("Infinity", {"__float__": "Infinity"})
+    known = [math.inf if end in endless else end for end in ends]
+    if len(known) != 2 or any(type(end) not in (int, float) for end in known) or not 0 <= known[0] <= known[1]:
+        fields.refuse("time_step_limit", limit, "two numbers from 0 on are needed, the lesser first")
+    low, high = known
+    return float(low), float(high)
+
+
+def _nemotron_kinds(fields: Fields) -> list[str]:
+    """Of each layer: linear_attention, full_attention, mlp or moe."""
+    letters = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
+    pattern, kinds = fields.get("hybrid_override_pattern"), fields.get("layers_block_type", fields.get("layer_types"))
+    if kinds is None and isinstance(pattern, str) and set(pattern) <= set(letters):
+        kinds = [letters[letter] for letter in pattern]
+    if kinds is None and pattern is None:
+        kinds = list(letters.values())
+    if not isinstance(kinds, list) or not kinds or any(kind not in _MAMBA_MIXERS for kind in kinds):
+        fields.refuse("layers_block_type", kinds or pattern, f"each of {', '.join(letters.values())} is needed")
+    return kinds
+
+
+def _nemotron_moe(fields: Fields) -> Moe:
+    num_experts = fields.integer("n_routed_experts", 1, 4096, 8)
+    groups = fields.integer("n_group", 1, num_experts, 1)
+    if num_experts % groups or num_experts < 2 * groups:
+        fields.refuse("n_group", groups, f"groups of n_routed_experts={num_experts} experts must be equal")
+    return Moe(
+        num_experts=num_experts,
+        experts_per_token=fields.integer("num_experts_per_tok", 1, num_experts, 2),
+        expert_size=fields.integer("moe_intermediate_size", 1, _MAX_SIZE, 7688),
+        norm_topk_prob=fields.flag("norm_topk_prob", True),
+        num_shared=1,
+        shared_size=fields.integer("moe_shared_expert_intermediate_size", 1, _MAX_SIZE, 7688),
+        scoring="sigmoid",
+        corrected=True,
+        num_groups=groups,
+        groups_kept=fields.integer("topk_group", 1, groups, 1),
+        group_score=2,
+        scale=fields.number("routed_scaling_factor", 0, 1e6, 1.0),
+        latent_size=fields.integer("moe_latent_size", 0, _MAX_SIZE, 0),
+    )
+
+
+def _periodic(fields: Fields, name: str, num_layers: int) -> list[bool]:
+    """Which layers a period and an offset name; Jamba's."""
+    period, offset = {"attn_layer": (8, 4), "expert_layer": (2, 1)}[name]
+    period = fields.integer(f"{name}_period", 1, 1 << 20, period)
+    offset = fields.integer(f"{name}_offset", 0, period - 1, min(offset, period - 1))
+    return [layer % period == offset for layer in range(num_layers)]
+
+
+def _numbers(fields: Fields, name: str, count: int) -> tuple[float, ...]:
+    """Of a list of factors; absent: ones."""
+    return fields.numbers(name, count, 1e-6, 1e6) if fields.get(name) is not None else (1.0,) * count
+
+
+def _factor(fields: Fields, name: str) -> float:
+    return fields.number(name, 1e-6, 1e6, 1.0)

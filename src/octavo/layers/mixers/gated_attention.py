@@ -1,0 +1,53 @@
+"""Attention whose result a gate weights: each head's query comes with a gate of its own size, from one product.
+
+Owns the way of the gate around `Attention`, which does the rest. Checkpoints store a head's query and gate beside each
+other: rows are put into the order query heads, gates, keys, values once, when they are loaded. Does not know blocks,
+rows or backends. Invariant: as `Attention`'s.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from octavo.cache.specs import AttentionSpec
+from octavo.checkpoint.arch import Arch
+from octavo.layers.attention import Attention, RotaryTable
+from octavo.layers.linear import Linear
+from octavo.ops.scan import sigmoid
+
+
+class _GatedLinear(Linear):
+    """Queries with their gates, keys and values in one product; the gates come last."""
+
+    def __init__(self, size: int, spec: AttentionSpec, dtype: torch.dtype, *, bias: bool) -> None:
+        """`size`: of the hidden state."""
+        q_size, kv_size = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
+        super().__init__(size, {"q": 2 * q_size, "k": kv_size, "v": kv_size}, dtype, bias=bias)
+        self._heads = spec.num_heads, 2, spec.head_size
+        self._num_gated = 2 * q_size
+
+    def finalize(self, quantization: str | None) -> None:
+        """Put all queries first and all gates last, then pack."""
+        for parameter in self.parameters(recurse=False):
+            queries, gates = parameter[: self._num_gated].unflatten(0, self._heads).unbind(1)
+            parameter.copy_(torch.cat((queries.flatten(0, 1), parameter[self._num_gated :], gates.flatten(0, 1))))
+        super().finalize(quantization)
+
+
+class GatedAttention(Attention):
+    """Attention of layer number `index`, with norms on the heads of q and k; a Layer of one line."""
+
+    def __init__(
+        self, index: int, spec: AttentionSpec, rotary: RotaryTable, arch: Arch, dtype: torch.dtype, norm_offset: float
+    ) -> None:
+        """`norm_offset`: as RMSNorm's."""
+        super().__init__(index, spec, rotary, arch, dtype, qk_norm=True, norm_offset=norm_offset)
+        self.qkv = _GatedLinear(arch.hidden_size, spec, dtype, bias=arch.attention_bias)
+        self._size = spec.num_heads * spec.head_size
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [tokens, size] -> the same shape."""
+        both = self.qkv.forward(x)
+        seen = self.attend(self.rope_and_store(both[:, : -self._size].contiguous()))
+        gate = sigmoid(both[:, -self._size :].float())
+        return self.output.forward((seen.float() * gate).to(seen.dtype))

@@ -1,0 +1,90 @@
+"""Mamba-2: heads of a state that decays whole, read and written through a few channels.
+
+Owns one layer's place in the model (its number), its projections in one product, its short convolution, and the gate
+and norm of its result. Does not know blocks, rows or how a state is computed. Invariant: a token's result follows from
+its own row's tokens alone. Source: arXiv 2405.21060.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from octavo.checkpoint.arch import Mamba
+from octavo.layers.base import Layer
+from octavo.layers.linear import Linear
+from octavo.layers.recurrent import Mamba2Scan, ShortConvolution, state_spec
+from octavo.ops.activation import gated_activation
+from octavo.ops.norm import rms_norm
+
+
+class GroupNorm(Layer):
+    """An RMS norm of each of `groups` groups of channels, each channel with its own weight."""
+
+    weight: torch.Tensor  # [size] float32
+
+    def __init__(self, size: int, groups: int, eps: float) -> None:
+        """`groups` divides `size`."""
+        super().__init__()
+        self.declare("weight", (size,), torch.float32, dummy=1.0)
+        self._groups, self._eps = groups, eps
+        self.ones: torch.Tensor | None = None
+
+    def finalize(self, quantization: str | None) -> None:
+        """What norms a group before its weights differ."""
+        super().finalize(quantization)
+        if self._groups > 1:
+            self.ones = torch.ones_like(self.weight[: len(self.weight) // self._groups])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [tokens, size] -> the same shape and dtype."""
+        if self.ones is None:
+            return rms_norm(x, self.weight, self._eps)
+        groups = rms_norm(x.float().reshape(-1, len(self.ones)), self.ones, self._eps)
+        return (groups.view_as(x) * self.weight).to(x.dtype)
+
+
+class Mamba2(Layer):
+    """The state space of layer number `index`: a Layer of one line."""
+
+    scales: torch.Tensor | None  # [channels of the projections] float32
+
+    def __init__(self, index: int, size: int, facts: Mamba, dtype: torch.dtype) -> None:
+        """`size`: of the hidden state."""
+        super().__init__()
+        inner, shared = facts.inner_size, facts.num_groups * facts.state_size
+        self._parts = inner, inner + 2 * shared, facts.num_heads
+        self.project = Linear(size, sum(self._parts), dtype, bias=facts.in_bias)
+        self.conv = ShortConvolution(index, self._parts[1], facts.conv_size, dtype, bias=facts.conv_bias)
+        self.scan = Mamba2Scan(
+            index,
+            facts.num_heads,
+            inner // facts.num_heads,
+            facts.num_groups,
+            facts.state_size,
+            dtype,
+            dt_limits=facts.step_limit,
+        )
+        self.spec = state_spec(self.conv, self.scan)
+        self.norm = None if facts.norm == "none" else GroupNorm(inner, facts.num_groups, facts.eps)
+        self.out = Linear(inner, size, dtype, bias=facts.out_bias)
+        self._facts = facts
+        self._widths = inner, inner, shared, shared, facts.num_heads
+        self.scales = None
+
+    def finalize(self, quantization: str | None) -> None:
+        """Lay out what the projections are multiplied by."""
+        super().finalize(quantization)
+        if self._facts.scales:
+            self.scales = torch.tensor(self._facts.scales).repeat_interleave(torch.tensor(self._widths))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [tokens, size] -> the same shape."""
+        projected = self.project.forward(x if self._facts.in_scale == 1.0 else x * self._facts.in_scale)
+        if self.scales is not None:
+            projected = (projected * self.scales).to(x.dtype)
+        z, xbc, dt = projected.split(self._parts, 1)
+        found = self.scan.mix(self.conv.mix(xbc), dt)
+        if self.norm is not None and self._facts.norm == "before_gate":
+            found = self.norm.forward(found)
+        gated = gated_activation(torch.cat((z, found), 1), "silu")
+        return self.out.forward(self.norm.forward(gated) if self._facts.norm == "gated" else gated)  # type: ignore[union-attr]

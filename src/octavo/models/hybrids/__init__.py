@@ -1,0 +1,1 @@
+"""Families whose layers differ in what mixes their tokens: attention, a state, or nothing."""

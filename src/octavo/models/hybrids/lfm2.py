@@ -1,0 +1,120 @@
+"""LFM2: layers with a gated convolution over a few tokens, some of which attend instead, each with an MLP behind it.
+
+Owns the whole model and its weight map. Source: Liquid AI's LFM2 technical report (arXiv 2511.23404). Invariant:
+float32 logits within 1e-5 of transformers', relative to the largest.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from octavo.cache.specs import AttentionSpec, LayerSpec
+from octavo.checkpoint.arch import Arch, ShortConv
+from octavo.layers.attention import Attention, RotaryTable, plain_specs, rotary_tables
+from octavo.layers.base import Layer
+from octavo.layers.linear import Linear
+from octavo.layers.mlp import Mlp
+from octavo.layers.norm import RMSNorm
+from octavo.layers.recurrent import ShortConvolution, state_spec
+from octavo.models.base import WeightMap
+from octavo.models.causal_lm import CausalLM
+
+_ATTENTION = "model.layers.*.self_attn"
+WEIGHT_MAP: WeightMap = {
+    "model.layers.*.operator_norm.weight": ("layers.*.input_norm.weight", ""),
+    f"{_ATTENTION}.q_proj.weight": ("layers.*.attention.qkv.weight", "q"),
+    f"{_ATTENTION}.k_proj.weight": ("layers.*.attention.qkv.weight", "k"),
+    f"{_ATTENTION}.v_proj.weight": ("layers.*.attention.qkv.weight", "v"),
+    f"{_ATTENTION}.q_layernorm.weight": ("layers.*.attention.q_norm", ""),
+    f"{_ATTENTION}.k_layernorm.weight": ("layers.*.attention.k_norm", ""),
+    f"{_ATTENTION}.out_proj.weight": ("layers.*.attention.output.weight", ""),
+    "model.layers.*.conv.in_proj.weight": ("layers.*.conv.project.weight", ""),
+    "model.layers.*.conv.in_proj.bias": ("layers.*.conv.project.bias", ""),
+    "model.layers.*.conv.conv.weight": ("layers.*.conv.conv.weight", ""),
+    "model.layers.*.conv.conv.bias": ("layers.*.conv.conv.bias", ""),
+    "model.layers.*.conv.out_proj.weight": ("layers.*.conv.out.weight", ""),
+    "model.layers.*.conv.out_proj.bias": ("layers.*.conv.out.bias", ""),
+    "model.layers.*.ffn_norm.weight": ("layers.*.mlp_norm.weight", ""),
+    "model.layers.*.feed_forward.w1.weight": ("layers.*.mlp.gate_up.weight", "gate"),
+    "model.layers.*.feed_forward.w3.weight": ("layers.*.mlp.gate_up.weight", "up"),
+    "model.layers.*.feed_forward.w2.weight": ("layers.*.mlp.down.weight", ""),
+    "model.embedding_norm.weight": ("norm.weight", ""),
+}
+
+
+class GatedConvolution(Layer):
+    """A convolution between two gates, of layer number `index`: a Layer of one line."""
+
+    def __init__(self, index: int, size: int, facts: ShortConv, dtype: torch.dtype) -> None:
+        """`size`: of the hidden state."""
+        super().__init__()
+        self.project = Linear(size, 3 * size, dtype, bias=facts.bias)
+        self.conv = ShortConvolution(index, size, facts.size, dtype, bias=facts.bias, silu=False)
+        self.out = Linear(size, size, dtype, bias=facts.bias)
+        self.spec = state_spec(self.conv)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [tokens, size] -> the same shape."""
+        before, behind, values = self.project.forward(x).chunk(3, 1)
+        return self.out.forward(behind * self.conv.mix(before * values))
+
+
+class Lfm2Layer(Layer):
+    """Norm, gated convolution, norm, MLP."""
+
+    def __init__(self, index: int, arch: Arch, dtype: torch.dtype) -> None:
+        """Layer number `index` of `arch`."""
+        super().__init__()
+        assert arch.conv is not None, "layers with a convolution need its facts"
+        self.input_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
+        self.conv = GatedConvolution(index, arch.hidden_size, arch.conv, dtype)
+        self.mlp_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
+        self.mlp = Mlp(arch.hidden_size, arch.intermediate_size, arch.activation, dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [tokens, size] -> the same shape."""
+        h = self.input_norm(x)
+        x = x + self.conv(h)
+        h = self.mlp_norm(x)
+        return x + self.mlp(h)
+
+
+class Lfm2AttentionLayer(Layer):
+    """Norm, attention with norms on the heads of q and k, norm, MLP."""
+
+    def __init__(self, index: int, arch: Arch, spec: AttentionSpec, rotary: RotaryTable, dtype: torch.dtype) -> None:
+        """Layer number `index` of `arch`."""
+        super().__init__()
+        self.input_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
+        self.attention = Attention(index, spec, rotary, arch, dtype, qk_norm=True)
+        self.mlp_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
+        self.mlp = Mlp(arch.hidden_size, arch.intermediate_size, arch.activation, dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [tokens, size] -> the same shape."""
+        attention = self.attention
+        h = self.input_norm(x)
+        qkv = attention.qkv(h)
+        q = attention.rope_and_store(qkv)
+        seen = attention.attend(q)
+        x = x + attention.output(seen)
+        h = self.mlp_norm(x)
+        return x + self.mlp(h)
+
+
+class Lfm2ForCausalLM(CausalLM):
+    """Embedding, layers, last norm and output head; see models.base.Model."""
+
+    def __init__(self, arch: Arch, dtype: torch.dtype) -> None:
+        """On the meta device, of the shape that `arch` says."""
+        attention, rotary = plain_specs(arch), rotary_tables(arch)
+        specs: list[LayerSpec] = list(attention)
+        layers: list[Layer] = []
+        for index, kind in enumerate(arch.layers):
+            if kind.mixer == "attention":
+                layers.append(Lfm2AttentionLayer(index, arch, attention[index], rotary[kind.rope], dtype))
+            else:
+                own = Lfm2Layer(index, arch, dtype)
+                specs[index] = own.conv.spec
+                layers.append(own)
+        super().__init__(arch, dtype, specs, rotary.values(), layers, WEIGHT_MAP)

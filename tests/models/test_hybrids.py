@@ -1,0 +1,84 @@
+"""Families of which some layers keep states, against transformers: float32 logits within 1e-5 of the largest.
+
+Three tiny random checkpoints of each. A prompt in one piece, in pieces and token by token gives the same bits.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from hybrid_configs import HYBRIDS
+from hybrid_rig import HybridRig
+from loading import load_model
+from model_rig import Case
+from octavo.checkpoint.config_reader.checkpoint import read_arch
+from octavo.checkpoint.config_reader.families import FAMILIES
+
+TOLERANCE = 1e-5
+PROMPT = random.Random(0).choices(range(199), k=1100)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def _error(case: Case, found: torch.Tensor) -> float:
+    """The largest difference, of the largest logit."""
+    expected = case.expected(PROMPT[: len(found)])
+    assert expected.abs().max() > 0.5, "logits too small to tell right from wrong"
+    return ((found - expected).abs().max() / expected.abs().max()).item()
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_logits_equal_transformers(tiny_case: Callable[[str], Case], family: str) -> None:
+    """A prompt, then the same in pieces whose borders are no chunk's, and decoded."""
+    case = tiny_case(family)
+    whole = HybridRig(case.model).run(PROMPT[:150], [150])
+    assert _error(case, whole) <= TOLERANCE
+    assert torch.equal(HybridRig(case.model).run(PROMPT[:150], [1, 62, 1, 7, 64, *[1] * 15]), whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 300, 1100])
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_logits_of_prompts_and_token_by_token(tiny_case: Callable[[str], Case], family: str, length: int) -> None:
+    case = tiny_case(family)
+    whole = HybridRig(case.model).run(PROMPT[:length], [length])
+    assert _error(case, whole) <= TOLERANCE
+    found = HybridRig(case.model).run(PROMPT[:length], [1] * length)
+    assert torch.equal(found, whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["qwen3-next", "qwen3.5", "lfm2", "granite4", "nemotron-h", "falcon-h1", "jamba"])
+def test_bits_do_not_depend_on_the_batch(tiny_case: Callable[[str], Case], family: str, dtype: torch.dtype) -> None:
+    """A row alone in one piece, and the same row in pieces beside others, give equal bits."""
+    case = tiny_case(family)
+    model = case.model if dtype == torch.float32 else load_model(read_arch(case.folder), case.folder, dtype)
+    alone = HybridRig(model, "cpu", dtype).run(PROMPT[:90], [90])
+    rig, parts = HybridRig(model, "cpu", dtype), []
+    for start, size in ((0, 40), (40, 1), (41, 30), (71, 19)):
+        own, other = PROMPT[start : start + size], PROMPT[200 : 200 + size]
+        parts.append(rig.step_of({"a": own[:1], "row": own, "z": other})["row"])
+    assert torch.equal(torch.cat(parts), alone)
+
+
+@pytest.mark.parametrize("family", ["qwen3.5", "lfm2-ends", "nemotron-h-groups", "falcon-h1", "jamba"])
+def test_the_last_layer_computes_only_last_tokens_with_the_same_bits(
+    tiny_case: Callable[[str], Case], family: str
+) -> None:
+    rigs = [HybridRig(tiny_case(family).model, "cpu") for _ in range(2)]
+    for chunks, at in (
+        ({"a": PROMPT[:1], "b": PROMPT[7:50], "c": PROMPT[100:117]}, [0, 43, 60]),
+        ({"d": PROMPT[60:62], "c": PROMPT[117:150], "b": PROMPT[50:90]}, [1, 34, 74]),
+    ):
+        every, found = rigs[0].compute(chunks), rigs[1].compute(chunks, last=True)
+        assert torch.equal(found, every[at])
+
+
+def test_every_hybrid_family_has_three_configurations() -> None:
+    names = [name.partition("For")[0] for name, family in FAMILIES.items() if ".hybrids." in family.model]
+    given = [name for name, _ in HYBRIDS.values()]
+    assert {name: given.count(name) for name in names} == dict.fromkeys(names, 3)
