@@ -10,13 +10,16 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "rl"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from octavo import LLM, rl
+from octavo import LLM, SamplingParams, rl
+from octavo.bench.engine import dummy_model
 from rl_rig import DTYPES, TINY, flip_lowest_bit, num_differing, random_ids, sampled, tiny
 
+from trainer_model import make_model  # isort: skip
 from model_rig import make_reference  # isort: skip, its folder is known through rl_rig
 
 pytestmark = pytest.mark.gpu
@@ -78,3 +81,67 @@ def test_RL_N2_gradients_are_those_of_the_cpu() -> None:
         gradients.append({name: parameter.grad.cpu() for name, parameter in model.named_parameters()})
     for name, mine in gradients[0].items():
         assert float((mine - gradients[1][name]).norm() / mine.norm()) < 1e-4, name
+
+
+def drawn_logprobs(llm: LLM, prompts: list[list[int]], num_tokens: int) -> tuple[list[list[int]], list[list[float]]]:
+    """(prompts and what was drawn behind them, the log-probabilities of what was drawn)."""
+    wanted = SamplingParams(
+        max_tokens=num_tokens, seed=3, logprobs=0, ignore_eos=True, detokenize=False, flat_logprobs=True
+    )
+    outputs = llm.generate([{"prompt_token_ids": each} for each in prompts], wanted, use_tqdm=False)
+    drawn = [output.outputs[0] for output in outputs]
+    sequences = [[*prompt, *each.token_ids] for prompt, each in zip(prompts, drawn, strict=True)]
+    return sequences, [each.logprobs.logprobs.tolist() for each in drawn]  # type: ignore[union-attr]
+
+
+def packed_differences(
+    model: torch.nn.Module, sequences: list[list[int]], theirs: list[list[float]], pack_tokens: int
+) -> tuple[int, int]:
+    """(how many of the log-probabilities of drawn tokens differ, of how many), by forwards of packs of so many."""
+    differing = compared = begin = 0
+    while begin < len(sequences):
+        end, total = begin, 0
+        while end < len(sequences) and total + len(sequences[end]) <= pack_tokens:
+            total, end = total + len(sequences[end]), end + 1
+        pack = rl.Pack.of(sequences[begin:end], device="cuda")
+        with torch.no_grad():
+            ours = pack.split(rl.logprobs(model, pack).logprobs)
+        for own, other in zip(ours, theirs[begin:end], strict=True):
+            differing += sum(a != b for a, b in zip(own[-1 - len(other) : -1].tolist(), other, strict=True))
+            compared += len(other)
+        begin = end
+    return differing, compared
+
+
+@pytest.mark.parametrize("name", ["0.6b", "8b"])
+def test_RL_N1_twenty_thousand_tokens(name: str) -> None:
+    """Drawn 256 at a time through graphs, under weights that a session brought; then one bit of one weight flipped."""
+    model = make_model(name)
+    lengths = [5 + (37 * row) % 400 for row in range(256)]
+    with dummy_model(
+        name,
+        weight_transfer_config={"backend": "disk", "staging": "none"},
+        gpu_memory_utilization=0.5,
+        max_model_len=1024,
+        skip_tokenizer_init=True,
+    ) as llm:
+        rl.Sender(llm, "local").send(rl.WeightSource(model))
+        sequences, theirs = drawn_logprobs(llm, random_ids(*lengths, vocab_size=151936), 80)
+    rl.convert(model, max_model_len=1024)
+    assert packed_differences(model, sequences, theirs, 16384) == (0, 256 * 80)
+    assert packed_differences(model, sequences[:24], theirs[:24], 1100) == (0, 24 * 80)
+    weight = model.model.layers[3].mlp.down_proj.weight
+    flip_lowest_bit(weight, int(weight.abs().argmax()))
+    assert packed_differences(model, sequences[:24], theirs[:24], 16384)[0] > 0
+
+
+def test_RL_N1_twenty_thousand_tokens_of_experts(tmp_path: Path) -> None:
+    sizes = {"head_dim": 128, "hidden_size": 512, "num_experts": 32, "num_experts_per_tok": 4, "vocab_size": 4096}
+    model = make_reference("qwen3-moe", **sizes, moe_intermediate_size=256, num_hidden_layers=4).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    lengths = [5 + (37 * row) % 300 for row in range(256)]
+    fields = {"dtype": "bfloat16", "max_model_len": 512, "gpu_memory_utilization": 0.3}
+    with LLM(str(tmp_path), skip_tokenizer_init=True, **fields) as llm:
+        sequences, theirs = drawn_logprobs(llm, random_ids(*lengths, vocab_size=4096), 80)
+    rl.convert(model.cuda(), max_model_len=512)
+    assert packed_differences(model, sequences, theirs, 16384) == (0, 256 * 80)

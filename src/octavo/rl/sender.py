@@ -60,6 +60,11 @@ class WeightSource:
             Incoming(name, self._dtype or tensor.dtype, tuple(tensor.shape)) for name, tensor in self._tensors.items()
         ]
 
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """Each name's, as the module has it."""
+        return self._tensors
+
     def gather(self, name: str) -> torch.Tensor:
         """One tensor, whole and contiguous, where its rank has it."""
         tensor = self._tensors[name].detach()

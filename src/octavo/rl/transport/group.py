@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import BroadcastOptions, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from octavo.rl.plan import Incoming
 from octavo.rl.session import WeightTransferError, WeightUpdateError
@@ -81,7 +81,9 @@ class Group:
         """Send `tensor`, or receive into it. Raises WeightTransferError, with the tensor's name."""
         try:
             limit = datetime.timedelta(seconds=seconds)
-            self._group.broadcast(tensor, 0, limit).wait(limit)
+            options = BroadcastOptions()
+            options.rootRank, options.timeout = 0, limit
+            self._group.broadcast([tensor], options).wait(limit)
             if tensor.is_cuda:
                 torch.cuda.current_stream(tensor.device).synchronize()
         except RuntimeError as error:

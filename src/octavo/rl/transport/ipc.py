@@ -30,8 +30,12 @@ _PARTS = (
 
 
 def handle_of(buffer: torch.Tensor) -> dict[str, Any]:
-    """What another process opens a buffer [bytes] uint8 with, which its owner keeps until that is answered."""
+    """What another process opens a buffer [bytes] uint8 with, which its owner keeps until that is answered.
+
+    The buffer may be a part of a larger tensor's memory.
+    """
     parts = dict(zip(_PARTS, buffer.untyped_storage()._share_cuda_()[1:], strict=True))
+    parts |= {"offset": parts["offset"] + buffer.storage_offset(), "size": buffer.numel()}
     told = {name: base64.b64encode(parts[name]).decode() for name in _BYTES}
     uuid = str(torch.cuda.get_device_properties(buffer.device).uuid)
     return {**parts, **told, "device_uuid": uuid}

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import os
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,13 +15,58 @@ from torch import distributed
 from octavo.rl.session import WeightUpdateError
 from octavo.rl.transport.group import GroupTransport
 
+# A group that waits for a peer that died would end the whole process, by a thread of its own: failures are errors.
+_FAILURES_ARE_ERRORS = {
+    "TORCH_NCCL_BLOCKING_WAIT": "1",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
+
 
 def make_nccl(store: Any, rank: int, size: int, timeout: datetime.timedelta, host: str) -> Any:
-    """A process group of NCCL, on the current device."""
+    """A process group of NCCL, on the current device, whose members have met. Raises RuntimeError in time if not."""
     backend: Any = distributed.ProcessGroupNCCL
     options = backend.Options()
     options._timeout = timeout
-    return backend(store, rank, size, options)
+    with _environment(_FAILURES_ARE_ERRORS):
+        group = backend(store, rank, size, options)
+    _meet(group, torch.cuda.current_device(), timeout)
+    return group
+
+
+def _meet(group: Any, device: int, timeout: datetime.timedelta) -> None:
+    """A first broadcast makes the connection, which NCCL waits for without an end."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            torch.cuda.set_device(device)
+            group.broadcast([torch.zeros(1, device="cuda")], distributed.BroadcastOptions()).wait(timeout)  # type: ignore[attr-defined]
+            torch.cuda.synchronize()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True, name="octavo-nccl")
+    thread.start()
+    thread.join(timeout.total_seconds())
+    if errors:
+        raise RuntimeError(str(errors[0]))
+    if thread.is_alive():
+        raise RuntimeError("its GPU did not answer")
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 class NcclTransport(GroupTransport):

@@ -1,0 +1,91 @@
+"""New weights for an engine on a GPU, by CUDA IPC and NCCL from another process; a pause that keeps 256 requests."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "rl"))
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from octavo import LLM, SamplingParams
+from octavo.bench.engine import dummy_model
+from octavo.rl import Sender, WeightSource
+from octavo.rl.plan import Incoming
+from octavo.rl.transport import ipc, split
+from rl_rig import TINY
+from trainer_model import make_model
+from weights import Trainer
+from weights_rig import answers, prompts
+
+pytestmark = pytest.mark.gpu
+FIELDS = {"gpu_memory_utilization": 0.2, "max_model_len": 512, "skip_tokenizer_init": True, "dtype": "bfloat16"}
+ASKED = prompts(5, 40, 90)
+
+
+@pytest.mark.parametrize("backend", ["ipc", "nccl"])
+def test_RL_W5_weights_of_another_process(backend: str) -> None:
+    """The bits of the same weights handed over in this one; again and again, in graphs that were captured before."""
+    if backend == "nccl" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    expected = []
+    config = {"backend": backend, "staging": "none", "timeout": 30}
+    with dummy_model("tiny", weight_transfer_config=config, **FIELDS) as llm:
+        for seed in (1, 2):
+            Sender(llm, "local").send(WeightSource(make_model("tiny", seed)), f"local-{seed}")
+            expected.append(answers(llm, ASKED))
+        assert expected[0] != expected[1]
+        with Trainer(llm, "tiny", backend, 1 if backend == "nccl" else 0) as trainer:
+            for seed in (1, 2, 1):
+                trainer.send(seed)
+                assert answers(llm, ASKED) == expected[seed - 1]
+            assert llm.get_weight_version() == "seed-1"
+            free = []
+            for _ in range(10):
+                trainer.send(2)
+                torch.cuda.synchronize()
+                free.append(torch.cuda.mem_get_info()[0])
+            assert max(free) - min(free[1:]) <= 64 << 20, free
+            assert answers(llm, ASKED) == expected[1]
+
+
+def test_RL_W5_a_handle_names_a_part_of_memory() -> None:
+    """A parameter may be a view into one flat buffer, as sharding keeps them."""
+    flat = torch.arange(4096, dtype=torch.uint8, device="cuda")
+    whole, part = ipc.handle_of(flat), ipc.handle_of(flat[256:1024])
+    assert (part["size"], part["offset"] - whole["offset"]) == (768, 256)
+    incoming = [Incoming("a", torch.bfloat16, (2, 3)), Incoming("b", torch.uint8, (4,))]
+    assert [(each.name, tensor.numel()) for each, tensor in split(flat, incoming)] == [("a", 6), ("b", 4)]
+
+
+def test_RL_P1_a_kept_pause_loses_none_of_256() -> None:
+    """Nor a token, nor its bits."""
+    asked = prompts(*range(3, 259))
+    drawn = SamplingParams(max_tokens=60, temperature=1.0, seed=3, ignore_eos=True, detokenize=False)
+
+    def tokens(llm: LLM) -> list[list[int]]:
+        return [list(output.outputs[0].token_ids) for output in llm.generate(asked, drawn, use_tqdm=False)]
+
+    with LLM(TINY, **FIELDS) as llm:
+        expected, found = tokens(llm), list[list[list[int]]]()
+        for clear_cache in (False, True):
+            before = llm.engine.times.num_steps
+            thread = threading.Thread(target=lambda: found.append(tokens(llm)))
+            thread.start()
+            for turn in range(5):
+                while llm.engine.times.num_steps < before + 8 * (turn + 1) and thread.is_alive():
+                    pass
+                llm.pause_generation("keep", clear_cache=clear_cache)
+                steps = llm.engine.times.num_steps
+                torch.cuda.synchronize()
+                assert llm.engine.times.num_steps == steps
+                llm.resume_generation()
+            thread.join(60)
+            assert found and found[-1] == expected
