@@ -25,9 +25,12 @@ from octavo.rl import Sender, WeightSource
 from trainer_model import make_model
 
 CALLS = (
-    "init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update",
+    "init_weight_transfer_engine",
+    "start_weight_update",
+    "update_weights",
+    "finish_weight_update",
     "abort_weight_update",
-)  # fmt: skip
+)
 SHARD = 4 << 30  # bytes of a file
 
 

@@ -332,7 +332,7 @@ def recorded_launches() -> Iterator[set[str]]:
 
     def recorded_chained(function, *args):
         name = ctypes.c_char_p()
-        driver._call("cuFuncGetName", ctypes.byref(name), ctypes.c_void_p(function))
+        driver.call("cuFuncGetName", ctypes.byref(name), ctypes.c_void_p(function))
         seen.update(full for full in cuda_kernels() if full.endswith(f".{name.value.decode()}"))
         launch(function, *args)
 

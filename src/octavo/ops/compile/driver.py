@@ -70,7 +70,8 @@ def _library() -> Any:
         raise DriverError(str(error)) from None
 
 
-def _call(name: str, *args: Any) -> None:
+def call(name: str, *args: Any) -> None:
+    """One of the driver's functions. Raises DriverError."""
     try:
         status = getattr(_library(), name)(*args)
     except AttributeError:
@@ -82,10 +83,10 @@ def _call(name: str, *args: Any) -> None:
 def load(machine_code: bytes, name: str, shared: int) -> int:
     """The function `name` of a cubin in the current context, free to use so many bytes of shared memory."""
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
-    _call("cuModuleLoadData", ctypes.byref(module), machine_code)
-    _call("cuModuleGetFunction", ctypes.byref(function), module, name.encode())
+    call("cuModuleLoadData", ctypes.byref(module), machine_code)
+    call("cuModuleGetFunction", ctypes.byref(function), module, name.encode())
     if shared > _DEFAULT_SHARED:
-        _call("cuFuncSetAttribute", function, _MAX_DYNAMIC_SHARED, shared)
+        call("cuFuncSetAttribute", function, _MAX_DYNAMIC_SHARED, shared)
     assert function.value is not None, "the driver gave a function"
     return function.value
 
@@ -119,7 +120,7 @@ def launch_chained(
         attributes,
         2 if cluster > 1 else 1,
     )
-    _call("cuLaunchKernelEx", ctypes.byref(config), ctypes.c_void_p(function), params, None)
+    call("cuLaunchKernelEx", ctypes.byref(config), ctypes.c_void_p(function), params, None)
 
 
 def describe(
@@ -132,7 +133,7 @@ def describe(
     rank = len(shape)
     room = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNED)
     place = -(-ctypes.addressof(room) // _MAP_ALIGNED) * _MAP_ALIGNED
-    _call(
+    call(
         "cuTensorMapEncodeTiled",
         ctypes.c_void_p(place),
         element,
@@ -153,22 +154,22 @@ def describe(
 def kernels_of(graph: int) -> list[Node]:
     """The launches of a captured graph, in order. Raises DriverError for other nodes, as copies are."""
     graph_, count = ctypes.c_void_p(graph), ctypes.c_size_t()
-    _call("cuGraphGetNodes", graph_, None, ctypes.byref(count))
+    call("cuGraphGetNodes", graph_, None, ctypes.byref(count))
     nodes = (ctypes.c_void_p * max(count.value, 1))()
-    _call("cuGraphGetNodes", graph_, nodes, ctypes.byref(count))
+    call("cuGraphGetNodes", graph_, nodes, ctypes.byref(count))
     return [_read(ctypes.c_void_p(nodes[index])) for index in range(count.value)]
 
 
 def _read(node: ctypes.c_void_p) -> Node:
     kind, held = ctypes.c_int(), _NodeParams()
-    _call("cuGraphNodeGetType", node, ctypes.byref(kind))
+    call("cuGraphNodeGetType", node, ctypes.byref(kind))
     if kind.value != _KERNEL_NODE:
         raise DriverError(f"a graph's node is of the kind {kind.value}")
-    _call("cuGraphKernelNodeGetParams_v2", node, ctypes.byref(held))
+    call("cuGraphKernelNodeGetParams_v2", node, ctypes.byref(held))
     if not held.function or not held.params:
         raise DriverError("a graph's launch shows neither function nor parameters")
     function, name = ctypes.c_void_p(held.function), ctypes.c_char_p()
-    _call("cuFuncGetName", ctypes.byref(name), function)
+    call("cuFuncGetName", ctypes.byref(name), function)
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()
     params: list[tuple[int, int]] = []
     while not _library().cuFuncGetParamInfo(function, len(params), ctypes.byref(offset), ctypes.byref(size)):

@@ -41,7 +41,7 @@ def _meet(group: Any, device: int, timeout: datetime.timedelta) -> None:
     def run() -> None:
         try:
             torch.cuda.set_device(device)
-            group.broadcast([torch.zeros(1, device="cuda")], distributed.BroadcastOptions()).wait(timeout)  # type: ignore[attr-defined]
+            group.broadcast([torch.zeros(1, device="cuda")], distributed.BroadcastOptions()).wait(timeout)
             torch.cuda.synchronize()
         except BaseException as error:
             errors.append(error)
