@@ -28,6 +28,8 @@ class StepLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_num_tokens: int  # of a step
     max_model_len: int  # tokens of a request, prompt and output
     max_num_drafts: int = 0  # of a row in one step
+    num_lookahead: int = 0  # tokens behind a step's last one that a drafter's layers are written for
+    reads_next_token: bool = False  # a token's entry in these follows from the token behind it as well
 
 
 class NewRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,6 +72,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     new_blocks: list[NewBlocks] = []  # per cache group; empty where no row grows
     num_drafts: IntArray = NO_INTS  # [R]; empty: no row has any
     computed: IntArray = NO_INTS  # [R] bounds of what rows have computed before; empty: the worker's own are exact
+    depth: int = 0  # the most drafts that a row of the next step may verify: as many are proposed behind this one
     zero_blocks: list[int] = []  # fresh blocks of groups that need zeroed bytes
 
     @property

@@ -19,11 +19,12 @@ from octavo import AttentionMods
 from octavo.attention import request_field, sliding_window
 from octavo.config.engine_config import EngineConfig
 from octavo.frontend.engine import Engine
-from octavo.ops.inputs.tensors import RowTensors
-from octavo.plan import StepPlan
+from octavo.plan import StepLimits, StepPlan
 from octavo.request.outputs import RequestOutput
 from octavo.request.sampling_params import RepetitionDetectionParams, SamplingParams, StructuredOutputsParams
 from octavo.request.thinking import Thinking
+from octavo.sched.drafts import Drafting
+from octavo.speculate.step import DraftStep
 from random_models import DEEPSEEK, GEMMA, settings_of, token_prompts
 
 K = 3
@@ -35,15 +36,23 @@ class Oracle:
     """Proposes what `answers` say comes next, each draft wrong with a probability."""
 
     num_drafts = K
+    taps = layer_specs = ()
+    reads_next_token = False
 
     def __init__(self) -> None:
         self.answers: list[list[int]] = []  # prompts with their outputs
         self.wrong = 0.0
         self._random = random.Random(5)
 
-    def propose(self, table: RowTensors, rows: torch.Tensor) -> None:
-        tokens, totals = table.token_ids, table.total_len
-        for row in rows.tolist():
+    def load(self, target: Any, resolved: Any) -> int:
+        return 0
+
+    def allocate(self, batches: Any) -> None:
+        """Nothing is kept."""
+
+    def propose(self, step: DraftStep) -> None:
+        tokens, totals = step.table.token_ids, step.table.total_len
+        for row in step.batch.rows[step.live].tolist():
             total = int(totals[row])
             known = tokens[row, :total].tolist()
             found = next((answer[total:] for answer in self.answers if answer[:total] == known), [])
@@ -382,7 +391,9 @@ def test_mods_that_look_ahead_are_refused() -> None:
 
 def test_a_worker_without_a_speculator_refuses_drafts_by_name() -> None:
     engine = make_engine(None)
-    engine.scheduler._num_drafts = K
+    limits = StepLimits(max_num_rows=64, max_num_tokens=512, max_model_len=512, max_num_drafts=K)
+    scheduler = engine.scheduler
+    scheduler.drafting = Drafting(limits, scheduler.kv, scheduler._running.rows, adapts=False)
     engine.add("r", engine.tokenizer.encode(PROMPTS[0]), params())
     with pytest.raises(ValueError, match=r"a plan with 3 drafts of a row.*num_drafts=0"):
         while engine.has_unfinished:

@@ -211,6 +211,7 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "rope and store": (_rope, ("rope.gpu._qk_norm_rope_store",)),
     "zeroed blocks": (_zero, ("cache_write.zero_blocks_gpu._zero",)),
     "inputs": (_inputs, ("inputs.gpu._gather", "inputs.gpu._commit", "inputs.gpu._commit_runs")),
+    "prompt lookup": (functools.partial(gpu_rig.check_look_up, "cuda", 3001), ("lookup.gpu._look_up",)),
     "staged writes": (functools.partial(inputs_rig.check_staged_write, "cuda"), ("inputs.staged_write_gpu._write",)),
     "products": (_products, ("gemm.kernels.product",)),
     "fused products": (functools.partial(matmul_rig.check_fused, "cuda", (BF16,)), ("gemm.skinny_gemm._product",)),

@@ -58,7 +58,11 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     "checkpoint": ({"models", "layers", "attention.base", "ops", "words"}, {"torch", "numpy", "safetensors", "xxhash"}),
     "device": ({"attention.base", "cache", "ops", "words"}, {"torch", "numpy"}),
     "model_state": ({"device", "attention.base", "cache", "states", "words"}, {"torch", "numpy"}),
-    "speculate": ({"ops"}, {"torch"}),
+    # drafters are models of their own, beside the target; the root and its table load no torch
+    "speculate": (
+        {"attention.base", "cache", "checkpoint", "device", "layers", "models", "ops", "words"},
+        {"torch", "numpy"},
+    ),
     "grammar": ({"words"}, {"llguidance", "msgspec", "numpy"}),
     "sampling": ({"device", "grammar", "ops", "words"}, {"torch", "numpy"}),
     # a trainer's side: the engine's operators, layers and families, and nothing that runs requests
@@ -99,7 +103,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
         {"words", "speculate", "startup.cuda_init", "startup.fresh_pages", "startup.build"},
         set(),
     ),
-    "startup.cache": ({"words", "cache", "worker.facts"}, set()),
+    "startup.cache": ({"words", "cache", "worker.facts"}, {"msgspec"}),
     "startup.identity": ({"words", "cache", "sched.identity", "startup.probe"}, set()),
     # nothing of a device: a worker builds that by itself, and is told by name what to do
     "startup.build": (

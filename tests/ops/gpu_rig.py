@@ -16,6 +16,9 @@ from octavo.ops.activation import gpu as gpu_activation
 from octavo.ops.cache_write import zero_blocks_gpu as gpu_zero
 from octavo.ops.cache_write.zero_blocks import zero_blocks_eager
 from octavo.ops.embedding import gpu as gpu_embedding
+from octavo.ops.inputs.tensors import RowTensors
+from octavo.ops.lookup import gpu as gpu_lookup
+from octavo.ops.lookup import look_up_eager
 from octavo.ops.norm import gpu as gpu_norm
 from octavo.ops.rope import gpu as gpu_rope
 from octavo.ops.sampling import bitmask as gpu_bitmask
@@ -356,6 +359,26 @@ def interpreted_zero_blocks() -> None:
     check_zero_blocks("cpu", 3, 7, 96, [5, 1])
     check_zero_blocks("cpu", 1, 4, 20_000, [3])
     check_zero_blocks("cpu", 2, 5, 33, [0, 4, 2])
+
+
+def check_look_up(device: str, width: int) -> None:
+    """Rows of few words, so that runs of every length come again; some end at the table's end, some are not live."""
+    generator = torch.Generator().manual_seed(width)
+    token_ids = torch.randint(0, 5, (9, width), generator=generator, dtype=torch.int32)
+    totals = torch.tensor([width - 4, width, width - 1, 1, 2, 3, width // 2, width - 9, 0], dtype=torch.int32)
+    rows, live = torch.tensor([7, 0, 1, 2, 3, 4, 5, 6, 8, 8]), torch.tensor([True] * 7 + [False, True, False])
+    for shortest, longest, num_drafts in ((1, 4, 3), (3, 3, 7), (2, 9, 1)):
+        table = RowTensors(token_ids.clone(), totals, totals)
+        look_up_eager(table, rows, live, shortest=shortest, longest=longest, num_drafts=num_drafts)
+        ours = RowTensors(token_ids.to(device).clone(), totals.to(device), totals.to(device))
+        gpu_lookup.look_up_rows(ours, rows.to(device), live.to(device), shortest, longest, num_drafts)
+        assert torch.equal(ours.token_ids.cpu(), table.token_ids)
+        assert shortest > 1 or not torch.equal(table.token_ids, token_ids)
+
+
+def interpreted_look_up() -> None:
+    gpu_lookup._BLOCK = 16
+    check_look_up("cpu", 70)
 
 
 INTERPRETED = {name: check for name, check in list(globals().items()) if name.startswith("interpreted_")}

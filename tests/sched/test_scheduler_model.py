@@ -175,7 +175,7 @@ class World:
 
     def break_one(self, choice: int) -> None:
         """The next step of a request fails before it writes anything."""
-        if self.unfinished and not self.driver.scheduler._num_drafts:
+        if self.unfinished and not self.driver.scheduler.drafting.most:
             new = [request for request in self.unfinished if not request.num_computed] or self.unfinished
             self.driver.worker.break_next = new[choice % len(new)].request_id
 

@@ -48,7 +48,7 @@ def refuse(*argv: str) -> str:
         (["--ssl-keyfile", "/no/key", "--ssl-certfile", "/no/cert"], "cannot be used with ssl_keyfile"),
         (["--tensor-parallel-size", "2"], "an engine of Octavo uses one device; leave it out, or give 1"),
         (["--lora-modules", "a=b", "c=d"], "there are no LoRA adapters"),
-        (["--speculative-config.method", "ngram"], "there are no drafts"),
+        (["--speculative-config.method", "ngrams"], "did you mean ngram?"),
         (["--reasoning-parser", "no-such"], "reasoning_parser='no-such'"),
         (["--reasoning-end-text", "so</think>"], "has no reasoning"),
         (["--reasoning-parser", "qwen3", "--reasoning-end-text", "so"], "must end with </think>"),

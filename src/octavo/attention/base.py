@@ -341,6 +341,32 @@ class LayerContext:
         return self.table.backend
 
 
+class Taps:
+    """Hidden states of a step that somebody reads beside the last ones, side by side in one tensor that stays."""
+
+    def __init__(self, layers: Sequence[int], buffer: torch.Tensor) -> None:
+        """layers: what enters layer i, or for their number what leaves the last norm; buffer: [most tokens, n * size].
+
+        Raises no error for a layer that the model has not: nothing is kept for it.
+        """
+        self.layers, self._buffer = tuple(layers), buffer
+
+    def keep(self, layer: int, x: torch.Tensor, residual: torch.Tensor | None = None) -> None:
+        """Keep x [tokens, size], and the residual that is still to be added, if it is asked for."""
+        size = x.shape[1]
+        for place, wanted in enumerate(self.layers):
+            if wanted == layer:
+                out = self._buffer[: len(x), place * size : (place + 1) * size]
+                out.copy_(x if residual is None else x + residual)
+
+    def of(self, num_tokens: int) -> torch.Tensor:
+        """[num_tokens, n * size] of the step's tokens."""
+        return self._buffer[:num_tokens]
+
+
+NO_TAPS = Taps((), torch.empty((0, 0)))
+
+
 @dataclasses.dataclass(kw_only=True, slots=True)
 class ForwardContext:
     """What the layers need of a step."""
@@ -351,6 +377,7 @@ class ForwardContext:
     logit_tokens: LogitTokens | None = None  # whose hidden states alone are asked for; None: those of all tokens
     for_capture: bool = False  # as `prepare`'s
     warmup_only: bool = False  # the results are for nobody: layers that launch what others launch may be left out
+    taps: Taps = NO_TAPS
 
     def narrow_to_logit_tokens(self, layer: int) -> torch.Tensor | None:
         """Ahead of the last layer, number `layer`: prepare its backend for the tokens that are asked for alone.

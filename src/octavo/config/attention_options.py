@@ -11,6 +11,15 @@ from typing import Any
 
 from octavo.config.settings import ConfigError
 
+FOREIGN_BACKENDS = {  # vLLM's names
+    "FLASH_ATTN": "flash",
+    "FLEX_ATTENTION": "flex",
+    "TRITON_ATTN": "paged",
+    "TORCH_SDPA": "reference",
+    "TRITON_MLA": "mla",
+    "CPU_ATTN": "cpu",
+}
+
 
 def read_layer_backends(options: Mapping[str, Any]) -> dict[str, Sequence[int]]:
     """Layers by the name of the backend that they have instead of the others'. Raises ConfigError."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.checkpoint.arch import Arch
-from octavo.config.attention_options import read_kernel_block_size, read_layer_backends
+from octavo.config.attention_options import FOREIGN_BACKENDS, read_kernel_block_size, read_layer_backends
 from octavo.config.device_facts import DeviceFacts
 from octavo.config.environment import read_environment
 from octavo.config.settings import (
@@ -28,6 +28,7 @@ from octavo.config.settings import (
     setting,
     settings_of,
 )
+from octavo.config.speculative import SpeculativeConfig, read_speculative
 from octavo.config.vllm_options import translate
 from octavo.request.sampling_params import MAX_N
 
@@ -154,6 +155,11 @@ class EngineConfig:
     kv_transfer_config: dict[str, Any] = setting(
         {}, 'who moves blocks of the cache: {"kv_connector": "host", "kv_role": "kv_both", ...}', "dict"
     )
+    speculative_config: dict[str, Any] = setting(
+        {}, 'who proposes drafts: {"method": "ngram", "num_speculative_tokens": 4}; see docs/speculation.md', "dict",
+        short="sc",
+    )  # fmt: skip
+
     weight_transfer_config: dict[str, Any] = setting(
         {}, 'how new weights come: {"backend": "disk", "shm", "gloo", "nccl" or "ipc"}', "dict"
     )
@@ -202,6 +208,7 @@ class EngineConfig:
                 if key not in known:
                     hint = did_you_mean(str(key), known) or f"known keys: {', '.join(known)}"
                     raise ConfigError(name, key, "unknown key", hint)
+        read_speculative(self.speculative_config)
         named = self.attention_config.get("backend")
         if named is not None and self.attention_backend not in (None, named):
             raise ConfigError(
@@ -272,6 +279,7 @@ class Resolved:
     num_gpu_blocks_override: int | None
     gpu_memory_utilization: float
     weight_transfer_config: Mapping[str, Any]
+    speculative: SpeculativeConfig
     seed: int
     max_logprobs: int
     logprobs_mode: str
@@ -324,6 +332,7 @@ def resolve(config: EngineConfig, arch: Arch, facts: DeviceFacts) -> Resolved:
         max_num_batched_tokens=batched_tokens,
         async_scheduling=device == "cuda" if config.async_scheduling is None else config.async_scheduling,
         max_logprobs=resolve_max_logprobs(config, arch),
+        speculative=read_speculative(config.speculative_config),
         why=why,
     )
 
@@ -419,20 +428,10 @@ def _resolve_cache_dtype(config: EngineConfig, facts: DeviceFacts, device: str, 
     return config.kv_cache_dtype
 
 
-_FOREIGN_BACKENDS = {
-    "FLASH_ATTN": "flash",
-    "FLEX_ATTENTION": "flex",
-    "TRITON_ATTN": "paged",
-    "TORCH_SDPA": "reference",
-    "TRITON_MLA": "mla",
-    "CPU_ATTN": "cpu",
-}
-
-
 def asked_backend(config: EngineConfig) -> Any:
     """The attention backend as the settings name it, or "auto"; vLLM's names mean Octavo's."""
     name = config.attention_backend or config.attention_config.get("backend", "auto")
-    return _FOREIGN_BACKENDS.get(name, name) if isinstance(name, str) else name
+    return FOREIGN_BACKENDS.get(name, name) if isinstance(name, str) else name
 
 
 def _resolve_attention(config: EngineConfig, arch: Arch, device: str, native: bool, why: dict[str, str]) -> str:

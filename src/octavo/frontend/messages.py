@@ -113,6 +113,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_recomputed_at_update: int = 0
     num_aborted_at_update: int = 0
     weights_version: str = ""
+    num_drafts: int = 0  # rows' steps that verified drafts
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_per_position: list[int] = []
     num_loading: int = 0  # requests that wait for blocks from elsewhere
     num_matched_tokens: int = 0  # that a connector was asked for
     num_loaded_tokens: int = 0  # that it brought
@@ -150,6 +154,9 @@ COUNTERS = (
     "num_kept_at_update",
     "num_recomputed_at_update",
     "num_aborted_at_update",
+    "num_drafts",
+    "num_draft_tokens",
+    "num_accepted_tokens",
     "num_matched_tokens",
     "num_loaded_tokens",
     "num_load_failures",

@@ -25,11 +25,12 @@ from octavo.ops.gemm import LinearWeight
 class Decoder:
     """All layers and the norm behind them. Holds references: the model owns the layers."""
 
-    def __init__(self, layers: Iterable[nn.Module], norm: Layer) -> None:
-        """`layers`: in order, each with its number as its attention's index. `norm`: of any class."""
-        self._layers = [LayerLines(index, layer) for index, layer in enumerate(layers)]
-        self._norm = norm
-        self._contexts: Sequence[LayerContext] = ()  # of the engine that all below is resolved for
+    def __init__(self, layers: Iterable[nn.Module], norm: Layer, first: int = 0) -> None:
+        """`layers`: in order, each with its number as its attention's index, from `first` on. `norm`: of any class."""
+        self._layers = [LayerLines(index, layer) for index, layer in enumerate(layers, first)]
+        self._norm, self._first = norm, first
+        self._bound: Sequence[LayerContext] = ()  # the engine's layers that all below is resolved for
+        self._contexts: Sequence[LayerContext] = ()  # of these, the own ones
         self._whole: BoundDecoder | None = None
         self._resolved: dict[BatchClass, list[tuple[Operator, ...]]] = {}
         self._unlike = 0  # see _num_unlike; 0: not counted yet
@@ -40,12 +41,13 @@ class Decoder:
         Of the tokens that the context says are asked for: the last layer needs of the others K and V alone.
         """
         context = current_context()
-        if self._contexts is not context.layers:
+        if self._bound is not context.layers:
             self._bind(context.layers)
-        if self._whole is not None:
+        if self._whole is not None and not self._is_tapped(context):
             return self._whole(x, positions, [table.inputs for table in context.tables], context.logit_tokens)
         residual: torch.Tensor | None = None
-        for operators in self._operators(context):
+        for layer, operators in enumerate(self._operators(context), self._first):
+            context.taps.keep(layer, x, residual)
             for run in operators:
                 x, residual = run(x, residual, context)
         norm = self._norm
@@ -53,13 +55,18 @@ class Decoder:
             return last_norm(x, residual, norm.weight, norm.eps)
         return norm.forward(x if residual is None else x + residual)
 
+    def _is_tapped(self, context: ForwardContext) -> bool:
+        """Whether somebody reads what enters one of these layers."""
+        return any(self._first <= layer < self._first + len(self._layers) for layer in context.taps.layers)
+
     def describe(self, backends: Sequence[type[AttentionBackend]]) -> list[tuple[str, str]]:
         """(steps, what runs the lines of which layers), of layers that `backends` attend for."""
         return describe(self._layers, backends, is_norm_plain=_is_plain(self._norm))
 
     def _bind(self, contexts: Sequence[LayerContext]) -> None:
         """To an engine's layers, seen for the first time."""
-        self._contexts, self._whole = contexts, None
+        self._bound, self._whole = contexts, None
+        self._contexts = contexts = contexts[self._first : self._first + len(self._layers)]
         self._resolved, self._unlike = {}, 0
         norm = self._norm
         if _is_plain(norm) and runs_whole(self._layers, [type(own.backend) for own in contexts]):

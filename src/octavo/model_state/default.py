@@ -72,11 +72,22 @@ class DefaultModelState:
     def prepare(self, batch: Batch, *, for_capture: bool = False) -> ForwardContext:
         """Prepare attention for the batch and say what the layers need."""
         self._fields.apply()
+        self._prepare_tables(batch, for_capture=for_capture)
+        if self._keeps_states:
+            self._step.prepare(_state_inputs(batch))
+        return self._context(batch, for_capture=for_capture)
+
+    def prepare_drafts(self, batch: Batch) -> ForwardContext:
+        """See ModelState."""
+        self._prepare_tables(batch, for_capture=False)
+        return self._context(batch, for_capture=False)
+
+    def _prepare_tables(self, batch: Batch, *, for_capture: bool) -> None:
         for index, (block_size, table) in enumerate(zip(self._block_sizes, self._tables, strict=True)):
             inputs = self._inputs(batch, index, block_size, batch.block_tables[index])
             table.prepare(inputs, for_capture=for_capture)
-        if self._keeps_states:
-            self._step.prepare(_state_inputs(batch))
+
+    def _context(self, batch: Batch, *, for_capture: bool) -> ForwardContext:
         return ForwardContext(
             layers=self._layers,
             tables=self._tables,

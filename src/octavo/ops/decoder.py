@@ -361,7 +361,7 @@ class BoundDecoder:
         library = native.lib()
         if not library or x.dtype != self._dtype or x.dtype not in native.DTYPE_CODES:
             return self.composed(x, positions, rows, last)
-        for header, group in zip(self._rows, rows, strict=True):
+        for header, group in zip(self._rows, rows[: len(self._rows)], strict=True):  # others are other layers'
             header.query_start, header.seq_lens = group.query_start.data_ptr(), group.seq_lens.data_ptr()
             header.block_table, header.slots = group.block_table.data_ptr(), group.slot_mapping.data_ptr()
             header.num_rows, header.table_row = group.num_rows, group.block_table.stride(0)

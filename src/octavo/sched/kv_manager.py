@@ -160,7 +160,8 @@ class KVManager:
         shared = [block for table in hit.tables for block in table if block != NULL_BLOCK] if hit.num_tokens else []
         num_used = sum(not pool.is_free(block) for block in shared)
         num_left = request.num_tokens - hit.num_tokens
-        need = self._peak_blocks(request.num_tokens + 1, min(num_left, max_new))
+        beyond = max(num_tokens - request.num_tokens, 0)  # of what is not known yet
+        need = self._peak_blocks(request.num_tokens + max(beyond, 1), min(num_left + beyond, max_new))
         if loads:
             self._skip_unread(tables, min(num_tokens, request.num_tokens - 1))
             lacking = (group.num_blocks(num_tokens) - len(own) for group, own in zip(self._groups, tables, strict=True))

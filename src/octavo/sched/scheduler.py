@@ -22,10 +22,11 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from octavo.kv_connector import NO_CONNECTOR, Connector
-from octavo.plan import NO_INTS, IntArray, NewBlocks, StepLimits, StepPlan, StepResult
+from octavo.plan import NO_INTS, StepLimits, StepPlan, StepResult
 from octavo.request.request import FinishReason, Request, Status
 from octavo.request.updates import RequestUpdate
-from octavo.sched.drafts import count_drafts, run_of, take_back_rejected
+from octavo.sched.drafts import Drafting, run_of
+from octavo.sched.growth import Growth
 from octavo.sched.kv_manager import KVManager
 from octavo.sched.order import order_of
 from octavo.sched.prefixes import Hit
@@ -33,7 +34,7 @@ from octavo.sched.results import NOTHING, Results
 from octavo.sched.running import Running
 from octavo.sched.transfers.loads import FAILURE_POLICIES, LOAD_FAILED, LOAD_TIMEOUT, NEVER, Loads
 from octavo.sched.versions import Versions
-from octavo.sched.work import Issued, PlanBuilder, SchedulerStats, cut_prompts, num_proven, pack, take_back, without
+from octavo.sched.work import Issued, PlanBuilder, SchedulerStats, cut_prompts, num_proven, take_back, without
 
 MAX_OUTSTANDING = 2  # plans without results: one that runs, and the next one
 HEADROOM_BLOCKS = 2  # kept free per running request and group when one is admitted; 2 halve the preemptions of 1
@@ -51,6 +52,7 @@ class Scheduler:
         priority_aging: int = 0,
         enable_chunked_prefill: bool = True,
         whole_prompts: bool = False,
+        adaptive_depth: bool = True,
         connector: Connector = NO_CONNECTOR,
         load_timeout: float = LOAD_TIMEOUT,
         load_failure_policy: str = "recompute",
@@ -58,7 +60,8 @@ class Scheduler:
     ) -> None:
         """`limits`: the worker's; of drafts a row verifies as many in a step as the worker's speculator proposes.
 
-        `policy` and `priority_aging`: see order_of. whole_prompts: only output is chunked. load_timeout: seconds that
+        `policy` and `priority_aging`: see order_of. whole_prompts: only output is chunked. adaptive_depth: see
+        Depth. load_timeout: seconds that
         a transfer may take, and `match` to answer. load_failure_policy: "recompute" what did not arrive, or "fail" its
         request; both are logged and counted.
         """
@@ -66,16 +69,16 @@ class Scheduler:
         in_pieces = enable_chunked_prefill and not whole_prompts
         assert in_pieces or limits.max_num_tokens >= limits.max_model_len, "a whole prompt fits one step"
         # a step's tokens, and those that a row may lie behind its upper bound, but for the one that it always may
-        self._max_new = limits.max_num_tokens + limits.max_num_drafts
+        self._max_new = limits.max_num_tokens + limits.max_num_drafts + limits.num_lookahead
         assert kv.fits_alone(limits.max_model_len, self._max_new), "one request of max_model_len fits the pool"
         self._cuts = in_pieces and kv.cuts
-        self._num_drafts = limits.max_num_drafts
         self.kv = kv
         self.waiting: list[Request] = []
         self.num_preemptions = self.num_scheduled_tokens = 0
         self._order = order_of(policy, priority_aging)
         self._running = Running(limits.max_num_rows, self._order)
         self._results = Results(self._running, self._end)
+        self.drafting = Drafting(limits, kv, self._running.rows, adapts=adaptive_depth)
         self.running = self._running.requests
         self._max_num_tokens, self._max_model_len = limits.max_num_tokens, limits.max_model_len
         self._enable_chunked_prefill, self._whole_prompts = enable_chunked_prefill, whole_prompts
@@ -87,6 +90,7 @@ class Scheduler:
         self.versions = Versions(self._requests, self._results, self._end)
         self.loads = Loads(kv, connector, load_timeout, clock, self._order, self._queue, limits.max_num_rows)
         self._fails_with_load = load_failure_policy == "fail"
+        self._growth = Growth(kv, self._running, self.loads, self.drafting, self._preempt, limits.max_model_len)
 
     @property
     def num_unfinished(self) -> int:
@@ -109,6 +113,7 @@ class Scheduler:
             num_prefix_queries=self.kv.stats.queries,
             num_prefix_hits=self.kv.stats.hits,
             **self.loads.figures(),
+            **self.drafting.figures(),
         )
 
     def add(self, request: Request) -> None:
@@ -145,7 +150,8 @@ class Scheduler:
         self._schedule_running(work)
         if self.waiting and not work.victims:
             self._schedule_waiting(work)
-        plan = work.plan(self._step, self._running.finished_rows, self.kv.take_fresh(), speculates=self._num_drafts > 0)
+        work.depth = self.drafting.announce(len(self.running))
+        plan = work.plan(self._step, self._running.finished_rows, self.kv.take_fresh())
         self._running.finished_rows = []
         if plan.has_work:
             self._outstanding[plan.step] = Issued(plan, work.num_sampling, {}, set())
@@ -207,7 +213,7 @@ class Scheduler:
         if issued.dropped:
             result = without(result, issued.dropped)
         if len(plan.num_drafts):
-            take_back_rejected(plan, result, self._running.owners | issued.left)
+            self.drafting.take_back_rejected(plan, result, issued.left)
         elif not result.num_sampled.all():
             self._num_repeats = 0
             result = take_back(result, self._running.owners | issued.left)
@@ -285,31 +291,28 @@ class Scheduler:
             at, num_new = at[:count], np.minimum(num_new[:count], work.budget - before[:count])
             sampling, total = at[num_new == whole[:count]], work.budget
         drafts = NO_INTS
-        if self._num_drafts and sampling is at:  # what is known already comes first
-            drafts = count_drafts(rows, at, num_new, work.budget - total, self._num_drafts, self.kv)
+        if self.drafting.most and sampling is at:  # what is known already comes first
+            drafts = self.drafting.count(at, num_new, work.budget - total)
             num_new, total = num_new + drafts, total + int(drafts.sum())
-        if self._grow(at, num_new, work):
+        if self._growth.grow(at, num_new, work):
             count = next((place for place, row in enumerate(at.tolist()) if row in work.victims), len(at))
             at, num_new, sampling, drafts = at[:count], num_new[:count], sampling[:count], drafts[:count]
             total = int(num_new.sum())
-        if self._num_drafts:
-            work.computed = rows.num_computed[at]
-            if drafts.any():
-                work.num_drafts = drafts
-                rows.num_known[at] += drafts
+        work.rows, work.num_tokens, work.num_sampling = at, num_new, len(sampling)
+        if self.drafting.most:
+            self.drafting.plan(work, drafts, self._outstanding.values(), len(self.running))
         rows.num_computed[at] += num_new
         rows.num_known[sampling] += 1
-        work.rows, work.num_tokens, work.num_sampling = at, num_new, len(sampling)
         work.budget -= total
-        if len(sampling) == len(self.running) == total > 0 and not self._num_drafts:
-            self._num_repeats = int((rows.max_len[at] - rows.num_known[at]).min())
+        if len(sampling) == len(self.running) == total > 0:
+            self._num_repeats = min(int((rows.max_len[at] - rows.num_known[at]).min()), self.drafting.repeats)
 
     def _repeat(self, work: PlanBuilder) -> bool:
         """One token for each running request. False, and nothing is done, where blocks for them take a closer look."""
         rows, at = self._running.rows, self._running.at
         starts = rows.num_computed[at]
         places = (starts % self.kv.block_size == 0).nonzero()[0]
-        if len(places) and not self._extend(at[places], starts[places], work):
+        if len(places) and not self._growth.extend(at[places], starts[places], work):
             return False
         work.rows, work.num_tokens, work.num_sampling = at, self._running.ones, len(at)
         work.budget -= len(at)
@@ -317,50 +320,6 @@ class Scheduler:
         rows.num_computed[at] = starts
         rows.num_known[at] += 1
         return True
-
-    def _grow(self, at: IntArray, num_new: IntArray, work: PlanBuilder) -> bool:
-        """Blocks for the rows that leave theirs, in order, if need be those of requests behind.
-
-        A decode inside a block needs none. Returns whether somebody was preempted: the last ones in order.
-        """
-        starts = self._running.rows.num_computed[at]
-        places = ((starts % self.kv.block_size == 0) | (num_new > 1)).nonzero()[0]
-        if not len(places):
-            return False
-        if num_new[places].max() == 1 and self._extend(at[places], starts[places], work):
-            return False
-        self._grow_each(at, num_new, places.tolist(), work)
-        return bool(work.victims)
-
-    def _extend(self, rows: IntArray, starts: IntArray, work: PlanBuilder) -> bool:
-        """A block for each of `rows`, which have computed `starts`; False, and nothing is done: see KVManager."""
-        blocks = self.kv.reserve_each([self._running.owners[row] for row in rows.tolist()], starts.tolist())
-        if blocks is None:
-            return False
-        work.growth = [NewBlocks(rows, np.array(blocks))]
-        return True
-
-    def _grow_each(self, at: IntArray, num_new: IntArray, places: list[int], work: PlanBuilder) -> None:
-        growth: list[tuple[int, list[list[int]]]] = []  # (row, per group its new blocks)
-        for place in places:
-            row = int(at[place])
-            if row in work.victims:
-                break
-            request, count = self._running.owners[row], int(num_new[place])
-            while (blocks := self.kv.reserve(request, count)) is None:
-                victim = self.running[-1]
-                if self.loads.keeps_blocks and self.loads.unpark_behind(victim):
-                    continue
-                assert len(self.running) > 1 or self.loads.keeps_blocks, "one request alone fits the pool"
-                work.victims.add(victim.row)
-                self._preempt(victim)
-                if victim is request:
-                    break
-            else:
-                self.kv.publish(request, request.num_computed + count)
-            if blocks:
-                growth.append((row, blocks))
-        work.growth = pack(growth)
 
     def _schedule_waiting(self, work: PlanBuilder) -> None:
         """Admit waiting requests, strictly in order, as far as rows, budget and blocks go."""
@@ -387,6 +346,8 @@ class Scheduler:
             if blocked is request and kv.num_free_blocks <= num_free:
                 return None
         hit = kv.match(request, request.max_hit)
+        if self.drafting.reads_next_token and hit.num_tokens:
+            hit = kv.match(request, hit.num_tokens - 1)
         if self.loads.is_on and (found := self.loads.match(request, hit.num_tokens)):
             return self._begin_load(request, hit, found, work) if isinstance(found, int) else False
         num_new = self._fit(request, hit.num_tokens, work.budget)
@@ -394,7 +355,7 @@ class Scheduler:
             return None
         # Without room for the running ones to grow the newcomer would soon be preempted, and computed again.
         keep_free = HEADROOM_BLOCKS * len(self.running) * kv.num_groups
-        num_tokens = hit.num_tokens + num_new
+        num_tokens = min(hit.num_tokens + num_new + self.drafting.lookahead, self._max_model_len)
         blocks = kv.admit(request, hit, num_tokens, max_new=self._max_new, keep_free=keep_free)
         if blocks is None:
             assert self.running or self.loads.keeps_blocks, "one request alone fits the pool"
@@ -433,7 +394,8 @@ class Scheduler:
         num_new = self._fit(request, num_computed, work.budget)
         if not num_new:
             return None
-        while self.kv.reserve(request, num_new) is None:
+        reach = min(num_new + self.drafting.lookahead, self._max_model_len - num_computed)
+        while self.kv.reserve(request, reach) is None:
             if self.running or not self.loads.unpark_behind(request):
                 return None  # who runs or loads, or has arrived before, goes on
         del self.loads.arrived[request.request_id]
@@ -454,6 +416,7 @@ class Scheduler:
             work.num_sampling += 1
         self._running.enter(request)
         self.loads.enter(request)
+        self.drafting.depth.clear(np.array([request.row]))
         work.admit(request, num_computed, num_new, blocks)
 
     def _preempt(self, request: Request, sound: int | None = None) -> None:

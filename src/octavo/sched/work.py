@@ -33,6 +33,10 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_load_failures: int = 0
     num_load_misses: int = 0
     num_expired_holds: int = 0
+    num_drafts: int = 0  # rows' steps that verified drafts
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_per_position: list[int] = []
 
 
 class PlanBuilder:
@@ -41,6 +45,7 @@ class PlanBuilder:
     __slots__ = (
         "budget",
         "computed",
+        "depth",
         "growth",
         "new_num_tokens",
         "new_rows",
@@ -59,7 +64,8 @@ class PlanBuilder:
         self.rows: IntArray = NO_INTS  # of those that ran before
         self.num_tokens: IntArray = NO_INTS
         self.num_drafts: IntArray = NO_INTS  # of these; empty: none
-        self.computed: IntArray = NO_INTS  # what they have computed, all drafts accepted; empty: nobody proposes any
+        self.computed: IntArray = NO_INTS  # what they have computed, all drafts accepted; empty: the worker knows
+        self.depth = 0  # drafts that are proposed behind the step
         self.new_rows: list[NewRow] = []
         self.new_num_tokens: list[int] = []
         self.num_sampling = 0
@@ -86,13 +92,13 @@ class PlanBuilder:
             )
         )
 
-    def plan(self, step: int, finished_rows: list[int], zero_blocks: list[int], *, speculates: bool) -> StepPlan:
-        """The plan, its new rows behind those that ran before. speculates: rows may ever have drafts."""
+    def plan(self, step: int, finished_rows: list[int], zero_blocks: list[int]) -> StepPlan:
+        """The plan, its new rows behind those that ran before."""
         rows, num_tokens, num_drafts, computed = self.rows, self.num_tokens, self.num_drafts, self.computed
         if self.new_rows:
             rows = np.concatenate([rows, [new.row for new in self.new_rows]])
             num_tokens = np.concatenate([num_tokens, self.new_num_tokens])
-            if speculates:
+            if len(computed):
                 computed = np.concatenate([computed, [new.num_computed for new in self.new_rows]])
             if len(num_drafts):
                 num_drafts = np.concatenate([num_drafts, np.zeros(len(self.new_rows), np.int64)])
@@ -104,6 +110,7 @@ class PlanBuilder:
             num_tokens=num_tokens,
             num_drafts=num_drafts,
             computed=computed,
+            depth=self.depth,
             new_blocks=self.growth,
             zero_blocks=zero_blocks,
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from octavo.config.speculative import MAX_DRAFTS
 from octavo.rl.session import BACKENDS
 
 VLLM, OWN = "vllm:", "octavo:"  # prefixes
@@ -76,6 +77,15 @@ FAMILIES = (
     _counter("prefix_cache_hits", "Prompt tokens found in the prefix cache", alias="gpu_prefix_cache_hits"),
     _counter("external_prefix_cache_queries", "Prompt tokens looked up in a connector's cache"),
     _counter("external_prefix_cache_hits", "Prompt tokens found in a connector's cache"),
+    _counter("spec_decode_num_drafts", "Times that a request had drafts verified"),
+    _counter("spec_decode_num_draft_tokens", "Drafts that were verified"),
+    _counter("spec_decode_num_accepted_tokens", "Drafts that were accepted"),
+    _counter(
+        "spec_decode_num_accepted_tokens_per_pos",
+        "Drafts that were accepted, by their place behind the last token",
+        "position",
+        tuple(map(str, range(MAX_DRAFTS))),
+    ),
     _counter("mm_cache_queries", "Media items looked up"),
     _counter("mm_cache_hits", "Media items found"),
     _counter("prompt_tokens_cached", "Prompt tokens that were not computed again"),

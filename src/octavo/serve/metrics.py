@@ -248,6 +248,9 @@ class ServerMetrics(Collector):
             ("prefix_cache_queries", "num_prefix_queries"),
             ("prefix_cache_hits", "num_prefix_hits"),
             ("engine_restarts", "num_restarts"),
+            ("spec_decode_num_drafts", "num_drafts"),
+            ("spec_decode_num_draft_tokens", "num_draft_tokens"),
+            ("spec_decode_num_accepted_tokens", "num_accepted_tokens"),
             *_TRANSFERS,
             ("weight_updates", "num_weight_updates"),
             ("failed_weight_updates", "num_failed_weight_updates"),
@@ -261,6 +264,9 @@ class ServerMetrics(Collector):
         ):
             for backend in values[name]:
                 values[name][backend] += self._grown(source + backend, stats.get(source + backend, 0.0))
+        accepted = values["spec_decode_num_accepted_tokens_per_pos"]
+        for place in accepted:
+            accepted[place] += self._grown(f"accepted_at_{place}", stats.get(f"num_accepted_at_{place}", 0.0))
         outcomes = values["weight_update_requests"]
         sources = ("num_kept_at_update", "num_recomputed_at_update", "num_aborted_at_update")
         for outcome, source in zip(outcomes, sources, strict=True):

@@ -1,32 +1,59 @@
 """Drafts: tokens that are proposed ahead and verified in one step.
 
-Owns the seam between the runner and whoever proposes. Knows rows, not requests, and imports no torch itself.
-Invariant: drafts decide how many steps an output takes, and none of its bits: a draft counts only where it is the token
-that is drawn at its place.
+Owns the seam between the runner and whoever proposes, and the table of who does. Knows rows, not requests, and imports
+no torch itself. Invariant: drafts decide how many steps an output takes, and none of its bits: a draft counts only
+where it is the token that is drawn at its place.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-if TYPE_CHECKING:
-    import torch
+from octavo.cache.specs import LayerSpec
+from octavo.config.speculative import SpeculativeConfig
+from octavo.registry import Registry
 
-    from octavo.ops.inputs.tensors import RowTensors
+if TYPE_CHECKING:
+    from octavo.config.engine_config import Resolved
+    from octavo.models.base import Model
+    from octavo.speculate.step import DraftBatches, DraftStep
+
+SPECULATORS = Registry("speculative method", {"ngram": "octavo.speculate.ngram:NgramSpeculator"})
 
 
 class Speculator(Protocol):
-    """Proposes what rows will say next."""
+    """Proposes what rows will say next. Made of a SpeculativeConfig, or by hand; nothing of a device is in it yet.
 
-    @property
-    def num_drafts(self) -> int:
-        """K: the most drafts that a row verifies in one step. It does not change."""
+    One with layers of its own keeps an entry per known token there, as the target's layers do, in the same blocks. The
+    step's tokens are entered again after each step: what a rejected draft has left is overwritten, and never read.
+    """
 
-    def propose(self, table: RowTensors, rows: torch.Tensor) -> None:
-        """Write K drafts, ids of the vocabulary, behind the known tokens of `rows` ([S] int64), which just sampled.
+    num_drafts: int
+    """K: the most drafts that a row verifies in one step. It does not change."""
+    taps: Sequence[int]
+    """Which of the target's hidden states it reads, of all tokens of a step: i is what enters layer i, the number of
+    layers is what `Model.forward` gives, behind the last norm. Empty: none. Final once `load` was called."""
+    layer_specs: Sequence[LayerSpec]
+    """What its own layers keep: layers of attention, numbered behind the target's. Final once `load` was called."""
+    reads_next_token: bool
+    """Whether a token's entry in its layers follows from the token behind it, too, as in EAGLE and MTP. A prefix hit
+    then gives up its last block, whose last entry may be of another request's next token."""
 
-        The known tokens of a row are token_ids[row, :total_len[row]]; drafts end where the table does. Called after
-        every step, behind its commit: on a GPU lengths are known to the device alone.
+    def load(self, target: Model, resolved: Resolved) -> int:
+        """Load what it needs beside the target, which is loaded; the bytes. Raises ValueError for what does not suit.
+
+        Once, before anything is sized.
+        """
+
+    def allocate(self, batches: DraftBatches) -> None:
+        """The tables and the cache are there. Once, before the first step; what it keeps of a step is made here."""
+
+    def propose(self, step: DraftStep) -> None:
+        """Write up to K drafts behind the known tokens of the rows that sampled: see DraftStep.write.
+
+        Called after every step with rows, behind its commit. Nothing in it may wait for the device: on a GPU lengths
+        and tokens are known there alone, and a graph may capture it.
         """
 
 
@@ -34,9 +61,38 @@ class NoSpeculator:
     """Nobody proposes."""
 
     num_drafts = 0
+    taps: Sequence[int] = ()
+    layer_specs: Sequence[LayerSpec] = ()
+    reads_next_token = False
 
-    def propose(self, table: RowTensors, rows: torch.Tensor) -> None:
+    def load(self, target: Model, resolved: Resolved) -> int:
+        """Nothing."""
+        return 0
+
+    def allocate(self, batches: DraftBatches) -> None:
+        """Nothing is kept."""
+
+    def propose(self, step: DraftStep) -> None:
         """Propose nothing."""
 
 
 NO_SPECULATOR: Speculator = NoSpeculator()
+
+
+def make_speculator(config: SpeculativeConfig) -> Speculator:
+    """Who proposes by these settings. Raises ConfigError for a method that is not known or does not load."""
+    if not config.method:
+        return NO_SPECULATOR
+    made: Speculator = resolve_method(config.method)(config)
+    return made
+
+
+def resolve_method(name: str) -> type:
+    """The class behind a method's name. Raises ConfigError."""
+    from octavo.config.settings import ConfigError
+
+    try:
+        found: type = SPECULATORS.resolve(name)
+    except ValueError as error:
+        raise ConfigError("speculative_config", name, str(error), "set its method") from None
+    return found

@@ -144,6 +144,8 @@ def _plan(arch: Arch, facts: WorkerFacts, executor: Executor) -> CachePlan:
         weights_loaded=True,
         buffer_bytes=buffer_bytes,
         max_num_drafts=facts.num_drafts,
+        num_lookahead=facts.num_lookahead,
+        reads_next_token=facts.reads_next_token,
     )
 
 
@@ -192,4 +194,5 @@ def _make_scheduler(
         connector=connector,
         load_timeout=transfer.timeout,
         load_failure_policy=transfer.load_failure_policy,
+        adaptive_depth=resolved.speculative.adaptive_depth,
     )

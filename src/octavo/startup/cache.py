@@ -10,6 +10,8 @@ import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
+import msgspec
+
 from octavo.cache.groups import CacheGroup, TableSpec, block_bytes, make_groups, pages_differ
 from octavo.cache.kernel_blocks import choose_tables
 from octavo.cache.layout import resolve_layout
@@ -37,6 +39,8 @@ def plan_cache(
     weights_loaded: bool,
     buffer_bytes: Callable[[Sequence[TableSpec]], int],
     max_num_drafts: int = 0,
+    num_lookahead: int = 0,
+    reads_next_token: bool = False,
 ) -> CachePlan:
     """The layers' groups, the layout and the block tables that suit all backends, and as many blocks as fit.
 
@@ -64,7 +68,7 @@ def plan_cache(
             if fact.wrong_device:  # the nearer reason: no size of a block would help
                 raise ConfigError("attention_backend", name, fact.wrong_device) from None
         raise
-    return plan_memory(
+    plan = plan_memory(
         arch,
         resolved,
         _zeroed(groups, tables, facts),
@@ -76,11 +80,13 @@ def plan_cache(
         tables=tables,
         buffer_bytes=buffer_bytes(tables),
         max_num_drafts=max_num_drafts,
+        num_lookahead=num_lookahead,
         why={
             "layout": _why_layout(resolved, next(iter(facts), ""), mixed_pages=mixed_pages),
             **_of_prefixes(resolved, groups, max(block_bytes(groups, itemsize), 1)),
         },
     )
+    return dataclasses.replace(plan, limits=msgspec.structs.replace(plan.limits, reads_next_token=reads_next_token))
 
 
 def _zeroed(

@@ -31,13 +31,17 @@ _GRAPH_TOKENS, _GRAPH_WORK, _GRAPH_NODES = 1024, 1024 * 4096**2, 512 << 20
 NO_REASONS: Mapping[str, str] = {}
 
 
-def step_limits(resolved: Resolved, max_num_drafts: int = 0) -> StepLimits:
-    """What plans keep to, and all that holds rows and tokens is sized by. max_num_drafts: the speculator's."""
+def step_limits(resolved: Resolved, max_num_drafts: int = 0, num_lookahead: int = 0) -> StepLimits:
+    """What plans keep to, and all that holds rows and tokens is sized by.
+
+    max_num_drafts, num_lookahead: the speculator's.
+    """
     return StepLimits(
         max_num_rows=resolved.max_num_seqs,
         max_num_tokens=resolved.max_num_batched_tokens,
         max_model_len=resolved.max_model_len,
         max_num_drafts=max_num_drafts,
+        num_lookahead=num_lookahead,
     )
 
 
@@ -81,6 +85,7 @@ def plan_memory(
     tables: Sequence[TableSpec],
     buffer_bytes: int = 0,
     max_num_drafts: int = 0,
+    num_lookahead: int = 0,
     why: Mapping[str, str] = NO_REASONS,
 ) -> CachePlan:
     """Divide `free_bytes` of the device. `total_bytes` is needed on a GPU, whose utilization counts everything.
@@ -88,13 +93,13 @@ def plan_memory(
     weight_bytes: of all weights, as the layers count them.
     layout, tables: of `octavo.startup.cache`, and why the layout.
     buffer_bytes: that attention backends keep for themselves.
-    max_num_drafts: the speculator's.
+    max_num_drafts, num_lookahead: the speculator's.
 
     Raises ConfigError with the numbers if not one request of max_model_len fits, unless max_model_len is automatic:
     then it is shortened to what fits.
     """
     workspace = _workspace_bytes(arch, resolved)
-    logits = 3 * 4 * resolved.max_num_seqs * arch.vocab_size  # as computed, as processed, and room to sort
+    logits = _logits_bytes(arch, resolved, max_num_drafts)
     graphs = _graph_bytes(arch, resolved)
     table_bytes = _table_bytes(resolved, groups, tables)
     per_block = max(block_bytes(groups, ITEMSIZE[resolved.kv_cache_dtype]), 1)
@@ -103,12 +108,12 @@ def plan_memory(
         "workspace": workspace + logits + table_bytes + buffer_bytes,
         "graphs": graphs,
     }
-    fitted = _fit_blocks(resolved, groups, free_bytes, total_bytes, per_block, parts)
+    fitted = _fit_blocks(resolved, groups, free_bytes, total_bytes, per_block, parts, max_num_drafts + num_lookahead)
     length = fitted.max_model_len
     shortened = {"max_model_len": "what the memory holds"} if length < resolved.max_model_len else {}
     return CachePlan(
         device=resolved.device,
-        limits=step_limits(dataclasses.replace(resolved, max_model_len=length), max_num_drafts),
+        limits=step_limits(dataclasses.replace(resolved, max_model_len=length), max_num_drafts, num_lookahead),
         groups=tuple(groups),
         layout=layout,
         tables=tuple(tables),
@@ -128,6 +133,12 @@ def plan_memory(
     )
 
 
+def _logits_bytes(arch: Arch, resolved: Resolved, max_num_drafts: int) -> int:
+    """Logits of the largest step as computed, as processed, and room to sort."""
+    lines = min(resolved.max_num_seqs * (1 + max_num_drafts), resolved.max_num_batched_tokens)
+    return 3 * 4 * lines * arch.vocab_size
+
+
 class _Fitted(NamedTuple):
     """How many blocks fit, for requests of how many tokens, and the rule that said so."""
 
@@ -144,21 +155,26 @@ def _fit_blocks(
     total_bytes: int,
     per_block: int,
     parts: Mapping[str, int],
+    num_ahead: int,
 ) -> _Fitted:
-    """What `parts`, bytes by name, leave of the free bytes, in blocks. Raises ConfigError, see `plan_memory`."""
-    per_request = blocks_for_request(groups, resolved.max_model_len, resolved.max_num_batched_tokens)
+    """What `parts`, bytes by name, leave of the free bytes, in blocks. Raises ConfigError, see `plan_memory`.
+
+    num_ahead: tokens that a step may need blocks for beyond its budget.
+    """
+    max_new = resolved.max_num_batched_tokens + num_ahead
+    per_request = blocks_for_request(groups, resolved.max_model_len, max_new)
     available = free_bytes - sum(parts.values())
     if resolved.device == "cuda":
         available -= int((1.0 - resolved.gpu_memory_utilization) * total_bytes)
     num_blocks, rule = _count_blocks(resolved, available, per_block, per_request)
     length = resolved.max_model_len
     if num_blocks - 1 < per_request:
-        length = _fit_length(resolved, groups, num_blocks - 1)
+        length = _fit_length(resolved, groups, num_blocks - 1, max_new)
         if not resolved.max_model_len_is_auto or length < 2:
             taken = ", ".join(f"{name} {show_bytes(size)}" for name, size in parts.items() if size)
             left = f"{show_bytes(max(available, 0))} are left of {show_bytes(free_bytes)} after {taken}"
             raise _too_small(resolved, left, per_block, per_request, num_blocks, length)
-        per_request = blocks_for_request(groups, length, resolved.max_num_batched_tokens)
+        per_request = blocks_for_request(groups, length, max_new)
     return _Fitted(num_blocks, length, per_request, rule)
 
 
@@ -230,12 +246,12 @@ def _count_blocks(resolved: Resolved, available: int, per_block: int, per_reques
     return usual if usual > per_request else min(most, per_request + 1), "a share of the free memory"
 
 
-def _fit_length(resolved: Resolved, groups: Sequence[CacheGroup], num_blocks: int) -> int:
+def _fit_length(resolved: Resolved, groups: Sequence[CacheGroup], num_blocks: int, max_new: int) -> int:
     """The longest request, at most max_model_len, that `num_blocks` hold; 0 if none."""
     low, high = 0, resolved.max_model_len
     while low < high:
         middle = (low + high + 1) // 2
-        if blocks_for_request(groups, middle, resolved.max_num_batched_tokens) <= num_blocks:
+        if blocks_for_request(groups, middle, max_new) <= num_blocks:
             low = middle
         else:
             high = middle - 1

@@ -30,6 +30,8 @@ from octavo.model_state.default import DefaultModelState
 from octavo.models.base import Model
 from octavo.sampling.sampler import Sampler
 from octavo.speculate import NO_SPECULATOR, Speculator
+from octavo.speculate.drafter import make_drafter
+from octavo.speculate.step import DraftBatches
 from octavo.startup.memory_plan import graph_tokens
 from octavo.startup.probe import attention_names
 from octavo.worker.backends import make_backends
@@ -46,7 +48,8 @@ def make_runner(
     grammars: Grammars = NO_GRAMMARS,
     speculator: Speculator = NO_SPECULATOR,
 ) -> Runner:
-    """Allocate the cache and the tables for `model` and wire them to a runner."""
+    """Allocate the cache and the tables for `model` and the drafter's layers, and wire them to a runner."""
+    layer_specs = [*model.layer_specs, *speculator.layer_specs]
     device, limits = torch.device(resolved.device), plan.limits
     pool = KVCachePool(
         plan.groups,
@@ -82,18 +85,20 @@ def make_runner(
         grammars=grammars,
         queue=queue,
     )
-    ahead = knows_prompts(model.layer_specs)
+    ahead = knows_prompts(layer_specs)
     fields = FieldTables(
-        request_fields_of(model.layer_specs),
+        request_fields_of(layer_specs),
         limits,
         device=device,
         queue=queue,
         known={PROMPT_LENGTH.spec.name: requests.prompt_len.data} if ahead else {},
     )
-    backends = make_backends(model, resolved, plan, pool, fields.data)
-    state = DefaultModelState(model.layer_specs, backends, pool, fields, [table.data for table in tables.tables])
+    backends = make_backends(layer_specs, resolved, plan, pool, fields.data)
+    state = DefaultModelState(layer_specs, backends, pool, fields, [table.data for table in tables.tables])
     graphs = GraphPool(_graph_keys(model, resolved, [backend.capability for backend in backends]))
-    return Runner(model, state, pool, requests, tables, buffers, sampler, graphs, speculator=speculator)
+    batches = DraftBatches(tables, requests.tensors, buffers.block_tables, limits, state.prepare_drafts)
+    drafter = make_drafter(speculator, batches, model.arch.hidden_size, getattr(torch, resolved.dtype))
+    return Runner(model, state, pool, requests, tables, buffers, sampler, graphs, drafter=drafter)
 
 
 def _graph_keys(model: Model, resolved: Resolved, capabilities: Sequence[Capability]) -> list[GraphKey]:

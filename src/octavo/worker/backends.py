@@ -18,7 +18,6 @@ from octavo.cache.pool import KVCachePool
 from octavo.cache.specs import LayerSpec, StateSpec, distinct
 from octavo.config.engine_config import Resolved
 from octavo.config.settings import ConfigError
-from octavo.models.base import Model
 from octavo.worker.facts import BackendFacts, backend_of_layers
 
 
@@ -74,7 +73,11 @@ def buffer_bytes(resolved: Resolved, tables: Sequence[TableSpec]) -> int:
 
 
 def make_backends(
-    model: Model, resolved: Resolved, plan: CachePlan, pool: KVCachePool, fields: Mapping[str, torch.Tensor]
+    layer_specs: Sequence[LayerSpec],
+    resolved: Resolved,
+    plan: CachePlan,
+    pool: KVCachePool,
+    fields: Mapping[str, torch.Tensor],
 ) -> list[AttentionBackend]:
     """One backend per block table of attention: these come first. fields: what mods read, per name by row."""
     device, dtype = torch.device(resolved.device), getattr(torch, resolved.dtype)
@@ -93,6 +96,6 @@ def make_backends(
             options=resolved.attention_options,
             fields=fields,
         )
-        specs = distinct(model.layer_specs, table.layers)
+        specs = distinct(layer_specs, table.layers)
         backends.append(BACKENDS.resolve(table.backend)(specs, dtype, device, setup))
     return backends

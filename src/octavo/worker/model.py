@@ -20,9 +20,11 @@ from octavo.checkpoint.arch import Arch
 from octavo.checkpoint.digest import unseen
 from octavo.checkpoint.loader import build_model, fill_model, weight_bytes
 from octavo.config.engine_config import EngineConfig, Resolved
+from octavo.config.settings import ConfigError
 from octavo.layers.attention import Attention
 from octavo.models.base import Model
 from octavo.ops.native.memory import PACKED_WEIGHTS
+from octavo.speculate import Speculator
 from octavo.startup.fresh_pages import FRESH_PAGES
 from octavo.startup.memory_plan import check_weights
 from octavo.worker.backends import capability
@@ -68,11 +70,17 @@ def fill(
     return size
 
 
-def check_drafts(num_drafts: int, model: Model, resolved: Resolved) -> None:
+def check_drafts(speculator: Speculator, model: Model, resolved: Resolved) -> None:
     """Raises ValueError where a query may see tokens behind its own: it would see drafts that are rejected.
 
-    And where drafts may take a row further back than its states are kept.
+    And where drafts may take a row further back than its states are kept, and for a drafter's layers in a cache that
+    has no scales for them.
     """
+    num_drafts = speculator.num_drafts
+    if speculator.layer_specs and resolved.kv_cache_dtype != resolved.dtype:
+        raise ConfigError(
+            "kv_cache_dtype", resolved.kv_cache_dtype, "a drafter's layers have no scales", "set auto, or no drafter"
+        )
     if num_drafts and (resolved.looks_ahead or not all(spec.causal for spec in attention_specs(model.layer_specs))):
         raise ValueError(
             f"num_drafts={num_drafts} needs attention in which no query sees a later token: take a causal model, and "

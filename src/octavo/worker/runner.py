@@ -32,9 +32,9 @@ from octavo.plan import NO_INTS, IntArray, NewRow, StepPlan
 from octavo.request.outputs import MOD_FAILED
 from octavo.sampling.grammar import HELD
 from octavo.sampling.logprobs import GroupLogprobs, prompt_chunks
-from octavo.sampling.rows import SampleBatch, to_device
+from octavo.sampling.rows import SampleBatch
 from octavo.sampling.sampler import Sampler
-from octavo.speculate import NO_SPECULATOR, Speculator
+from octavo.speculate.drafter import Drafter
 from octavo.worker.compile_ahead import Shape, compile_ahead
 from octavo.worker.observe_logits import LogitsObserver
 from octavo.worker.results import NO_RUNS, PendingStep, Runs
@@ -69,10 +69,11 @@ class Runner:
         sampler: Sampler,
         graphs: GraphPool,
         *,
-        speculator: Speculator = NO_SPECULATOR,
+        drafter: Drafter,
     ) -> None:
         """All parts share one device and one set of limits."""
-        self._speculator = speculator
+        self._drafter = drafter
+        self._taps_last = model.arch.num_layers in drafter.taps.layers  # a last layer then gives all tokens
         self.model, self._model_state, self._pool = model, model_state, pool
         self._requests, self._tables, self._buffers, self._sampler = requests, tables, buffers, sampler
         self._graphs, self._max_model_len = graphs, buffers.limits.max_model_len
@@ -184,26 +185,27 @@ class Runner:
         if not len(plan.rows):
             self._bring()
             return PendingStep(plan.step, self._buffers.results[0, :0])
-        return self._issue_laid_out(plan.step, self._lay_out(plan))
+        return self._issue_laid_out(plan, self._lay_out(plan))
 
-    def _issue_laid_out(self, step: int, work: StepShape) -> PendingStep:
+    def _issue_laid_out(self, plan: StepPlan, work: StepShape) -> PendingStep:
         turn = self._turn
         try:
-            return self._issue_work(step, work)
+            return self._issue_work(plan, work)
         except ModError as error:
             if self._turn != turn:  # else a graph's capture failed, which gathers nothing
                 self._take_back_turn()
             if work.has_drafts:  # a request may end before the place at which a mod fails: drafts are no reason to fail
-                return self._issue_laid_out(step, work.without_drafts())
-            return self._issue_sound(step, work, error)
+                return self._issue_laid_out(plan, work.without_drafts())
+            return self._issue_sound(plan, work, error)
 
     def _issue_work(
-        self, step: int, work: StepShape, failed: Mapping[int, str] | None = None, unsampled: IntArray = NO_INTS
+        self, plan: StepPlan, work: StepShape, failed: Mapping[int, str] | None = None, unsampled: IntArray = NO_INTS
     ) -> PendingStep:
         """Issue what a step computes. failed, unsampled: see PendingStep."""
         scores = not self._prompt_logprobs.keys().isdisjoint(work.rows.tolist()) and not work.is_decode
         is_plain = work.is_decode and not self._observers and self._sampler.is_plain(work.rows)
-        key = EAGER if scores or work.has_drafts else self._graphs.dispatch(work, needs_logits=not is_plain)
+        every = scores or (self._taps_last and not work.is_decode)
+        key = EAGER if every or work.has_drafts else self._graphs.dispatch(work, needs_logits=not is_plain)
         self._buffers.stage(work, work.num_rows if key is EAGER else key.num_rows)
         self._bring()
         if not self._graphs.has(key, self._record):  # nothing is staged any more that a capture would launch
@@ -211,11 +213,11 @@ class Runner:
         self._turn ^= 1
         prompt_logprobs: dict[int, list[GroupLogprobs]] = {}
         if key.is_decode:
-            output = self._graphs.replay(key)
+            batch, output = self._batch_of(key), self._graphs.replay(key)
             groups = [] if is_plain else self._sample_again(work, output)
         else:
             if key is EAGER:
-                batch = self._view(work, every=scores)
+                batch = self._view(work, every=every)
                 hidden = self._forward(batch, for_capture=False)
             else:
                 batch, hidden = self._batch_of(key), self._graphs.replay(key)
@@ -223,14 +225,14 @@ class Runner:
                 prompt_logprobs = self._collect_prompt_logprobs(work, hidden)
             groups = self._sample(work, batch, hidden)
         rows = work.rows if work.is_decode else work.rows[work.sampling]
-        if self._speculator.num_drafts and len(rows):
-            self._speculator.propose(self._requests.tensors, to_device(rows, self._buffers.turn.device))
+        if self._drafter.is_on:
+            self._drafter.propose(work, batch, self._buffers.sample_of.data[0, : batch.num_rows], plan.depth)
         packed, runs = self._buffers.results[self._turn, : len(rows)], NO_RUNS
         if work.has_drafts:
             packed = self._buffers.results[self._turn, : work.num_rows]
             runs = Runs(work.sampling, self._buffers.counts[self._turn], work.logits_per_row[work.sampling])
         return PendingStep(
-            step,
+            plan.step,
             packed,
             rows,
             groups,
@@ -253,7 +255,7 @@ class Runner:
             drafts=work if work.has_drafts else None,
         )
 
-    def _issue_sound(self, step: int, work: StepShape, error: ModError) -> PendingStep:
+    def _issue_sound(self, plan: StepPlan, work: StepShape, error: ModError) -> PendingStep:
         """A step some of whose rows' mods fail, without these rows: they end, the others' bits are as ever.
 
         What the first try has stored of K and V is stored again.
@@ -264,8 +266,8 @@ class Runner:
         unsampled = work.rows[np.intersect1d(work.sampling, wrong)]
         sound = np.setdiff1d(places, wrong)
         if len(sound):
-            return self._issue_work(step, work.only(sound), failed, unsampled)
-        return PendingStep(step, self._buffers.results[0, :0], failed=failed, unsampled=unsampled)
+            return self._issue_work(plan, work.only(sound), failed, unsampled)
+        return PendingStep(plan.step, self._buffers.results[0, :0], failed=failed, unsampled=unsampled)
 
     def _find_failing(self, work: StepShape, places: IntArray, error: ModError) -> list[int]:
         """Which of the entries at `places`, which fail with `error` together, fail alone. Nothing is committed."""
@@ -361,9 +363,12 @@ class Runner:
 
     def _forward(self, batch: Batch, *, for_capture: bool, warmup_only: bool = False) -> torch.Tensor:
         context = self._prepare(batch, for_capture=for_capture)
-        context.warmup_only = warmup_only
+        context.warmup_only, context.taps = warmup_only, self._drafter.taps
         with forward_context(context):
-            return self.model.forward(batch.input_ids, batch.positions)
+            hidden = self.model.forward(batch.input_ids, batch.positions)
+        if self._taps_last:
+            self._drafter.taps.keep(self.model.arch.num_layers, hidden)
+        return hidden
 
     def _sample(self, work: StepShape, batch: Batch, hidden: torch.Tensor) -> list[GroupLogprobs]:
         """Sample and commit. Gives the log-probabilities that rows asked for. hidden: what the batch asks for."""

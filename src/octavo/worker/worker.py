@@ -33,7 +33,7 @@ from octavo.kv_connector.worker.cache_bytes import CacheBytes
 from octavo.observe import Count
 from octavo.plan import StepPlan
 from octavo.rl.receiver import WeightReceiver
-from octavo.speculate import NO_SPECULATOR, Speculator
+from octavo.speculate import NO_SPECULATOR, Speculator, make_speculator
 from octavo.startup import probe
 from octavo.startup.frontend import grammars_of
 from octavo.startup.memory_plan import sized_by
@@ -53,7 +53,7 @@ class Worker:
     """One device's model and everything around it."""
 
     def __init__(self, speculator: Speculator = NO_SPECULATOR) -> None:
-        """Nothing is there yet. speculator: who proposes drafts."""
+        """Nothing is there yet. speculator: who proposes drafts; without one, who the settings name."""
         self._speculator = speculator
         self._connector: WorkerConnector = NO_WORKER_CONNECTOR
         self._weights = WeightsDigest()
@@ -85,21 +85,27 @@ class Worker:
             is_named = self._config.prefix_cache_secret_file is not None or self._config.kv_transfer_config
             seen = self._weights.add if is_named else unseen
             size = models.fill(self._model, folder, resolved, seen)
-            models.check_drafts(self._speculator.num_drafts, self._model, resolved)
+            if self._speculator is NO_SPECULATOR:
+                self._speculator = make_speculator(resolved.speculative)
+            size += self._speculator.load(self._model, resolved)
+            models.check_drafts(self._speculator, self._model, resolved)
             self._opening.join()  # what it loads takes memory
         self._resolved = resolved
-        backends = backend_facts(resolved, self._arch.num_layers)
+        specs = (*self._model.layer_specs, *self._speculator.layer_specs)
+        backends = backend_facts(resolved, len(specs))
         free_bytes, total_bytes = memory_of(resolved)
         return WorkerFacts(
             resolved=resolved,
-            layer_specs=tuple(self._model.layer_specs),
+            layer_specs=specs,
             backends=backends,
             weight_bytes=size,
             free_bytes=free_bytes,
             total_bytes=total_bytes,
             request_fields=request_fields_of(self._model.layer_specs),
             num_drafts=self._speculator.num_drafts,
-            compiles_ahead=compiles_ahead(resolved, [facts.name for facts in backends], self._model.layer_specs),
+            num_lookahead=self._speculator.num_drafts if self._speculator.layer_specs else 0,
+            reads_next_token=self._speculator.reads_next_token,
+            compiles_ahead=compiles_ahead(resolved, [facts.name for facts in backends], specs),
             native=resolved.native,
             gpu=self._device.cuda,
         )

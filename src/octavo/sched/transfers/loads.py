@@ -13,7 +13,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from octavo.kv_connector import NO_CONNECTOR, Connector, Later, Transfer
 from octavo.request.request import Request, Status
@@ -98,7 +98,7 @@ class Loads:
         """Requests that wait for their blocks."""
         return len(self._loading)
 
-    def figures(self) -> dict[str, int]:
+    def figures(self) -> dict[str, Any]:
         """What SchedulerStats says of transfers."""
         return {"num_loading": self.num_loading, **dataclasses.asdict(self.stats)}
 

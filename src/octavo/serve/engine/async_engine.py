@@ -270,6 +270,8 @@ class AsyncEngine(AsyncWeightMethods):
             known[name] += self._past_counters[name]
         for backend, (num_bytes, seconds) in known.pop("weights_received_by").items():
             known[f"weight_bytes_by_{backend}"], known[f"weight_seconds_by_{backend}"] = num_bytes, seconds
+        for place, count in enumerate(known.pop("accepted_per_position")):
+            known[f"num_accepted_at_{place}"] = count
         known.pop("weights_version")
         known["num_requests"] = len(self._streams)
         known["num_queued"] = self._num_queued

@@ -1,0 +1,134 @@
+"""speculative_config: what a user says of drafts, in vLLM's names, read once.
+
+Owns the keys, which methods take them, and the reasons for what is refused. Knows no method's code. Invariant: a key is
+met, or refused by name with the reason; none is dropped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from octavo.config.settings import ConfigError, did_you_mean
+
+FIELD = "speculative_config"
+MAX_DRAFTS = 16
+# Keys beside `method` and `num_speculative_tokens` that each method takes.
+_OF_MODELS = ("model", "revision", "draft_sample_method", "draft_tensor_parallel_size")
+METHODS: dict[str, tuple[str, ...]] = {"ngram": ("prompt_lookup_min", "prompt_lookup_max")}
+_COMMON = ("method", "num_speculative_tokens", "rejection_sample_method", "adaptive_depth")
+_ALL = (*_COMMON, *_OF_MODELS, "prompt_lookup_min", "prompt_lookup_max", "options")
+_EQUAL = "drafts are verified by equality with the token that plain decoding draws, so that no bit changes"
+_REFUSED = {
+    "disable_by_batch_size": "depth follows the batch's size by itself: set adaptive_depth",
+    "speculative_disable_by_batch_size": "depth follows the batch's size by itself: set adaptive_depth",
+    "num_speculative_tokens_per_batch_size": "depth follows the batch's size by itself: set adaptive_depth",
+    "synthetic_acceptance_rate": _EQUAL,
+    "synthetic_acceptance_rates": _EQUAL,
+    "posterior_threshold": _EQUAL,
+    "posterior_alpha": _EQUAL,
+    "speculative_token_tree": "drafts are a line, not a tree",
+    "quantization": "a drafter has the target's kind of weights",
+    "max_model_len": "a drafter has the target's max_model_len",
+    "disable_padded_drafter_batch": "a drafter's batch is padded on a GPU alone, and no bit depends on it",
+    "enforce_eager": "set --enforce-eager, which holds for drafts as well",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SpeculativeConfig:
+    """Who proposes drafts, and how many. Without a method nobody does."""
+
+    method: str = ""  # a name of `octavo.speculate.SPECULATORS`, or "package.module:Class"
+    num_speculative_tokens: int = 0  # K
+    model: str | None = None  # folder or name of the drafter's checkpoint
+    revision: str | None = None
+    draft_sample_method: str = "greedy"  # greedy: the likeliest token; probabilistic: drawn, with the target's noise
+    prompt_lookup_min: int = 1  # tokens of the shortest and longest run that is looked up
+    prompt_lookup_max: int = 4
+    adaptive_depth: bool = True  # fewer drafts for rows that accept few, and where many rows run
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of a method out of tree
+
+
+NO_SPECULATION = SpeculativeConfig(adaptive_depth=False)  # a drafter that is given by hand proposes as it says
+
+
+def read_speculative(given: Mapping[str, Any]) -> SpeculativeConfig:
+    """`speculative_config` as it was given. Raises ConfigError, naming key and value."""
+    if not given:
+        return NO_SPECULATION
+    method = given.get("method", "draft_model" if "model" in given else None)
+    if not isinstance(method, str) or not method:
+        raise _refuse("method", method, f"must be one of {', '.join(METHODS)}, or package.module:Class")
+    outside = ":" in method
+    if not outside and method not in METHODS:
+        hint = did_you_mean(method, METHODS) or f"known: {', '.join(METHODS)}, or package.module:Class"
+        raise _refuse("method", method, "unknown method", hint)
+    taken = _ALL if outside else (*_COMMON, *METHODS[method])
+    for key, value in given.items():
+        if key in _REFUSED:
+            raise _refuse(key, value, _REFUSED[key], "leave it out")
+        if key not in _ALL:
+            hint = did_you_mean(str(key), _ALL) or f"known keys: {', '.join(taken)}"
+            raise _refuse(str(key), value, "unknown key", hint)
+        if key not in taken:
+            raise _refuse(key, value, f"method {method} has no use for it", f"it takes {', '.join(taken)}")
+    _check_samplers(given)
+    _check_bool(given, "adaptive_depth")
+    for key in ("model", "revision"):
+        if key in given and (not isinstance(given[key], str) or not given[key]):
+            raise _refuse(key, given[key], "expected text")
+    lowest = _whole(given, "prompt_lookup_min", given.get("prompt_lookup_max", 1) if method == "ngram" else 1, 1, 64)
+    highest = _whole(given, "prompt_lookup_max", max(lowest, given.get("prompt_lookup_min", 4)), 1, 64)
+    if lowest > highest:
+        raise _refuse("prompt_lookup_min", lowest, f"prompt_lookup_max is {highest}", "lower it")
+    if "prompt_lookup_min" not in given:
+        lowest = 1
+    return SpeculativeConfig(
+        method=method,
+        num_speculative_tokens=_whole(given, "num_speculative_tokens", None, 1, MAX_DRAFTS),
+        model=given.get("model"),
+        revision=given.get("revision"),
+        draft_sample_method=given.get("draft_sample_method", "greedy"),
+        prompt_lookup_min=lowest,
+        prompt_lookup_max=highest,
+        adaptive_depth=given.get("adaptive_depth", True),
+        options=_mapping(given, "options"),
+    )
+
+
+def _check_samplers(given: Mapping[str, Any]) -> None:
+    rejection = given.get("rejection_sample_method", "equality")
+    if rejection != "equality":
+        known = rejection in ("standard", "block", "synthetic", "strict", "probabilistic")
+        raise _refuse("rejection_sample_method", rejection, _EQUAL if known else "unknown", "leave it out")
+    drafts = given.get("draft_sample_method", "greedy")
+    if drafts not in ("greedy", "probabilistic"):
+        raise _refuse("draft_sample_method", drafts, "must be greedy or probabilistic")
+    parallel = given.get("draft_tensor_parallel_size", 1)
+    if parallel != 1 or isinstance(parallel, bool):
+        raise _refuse("draft_tensor_parallel_size", parallel, "an engine runs on one device", "set 1, or leave it out")
+
+
+def _whole(given: Mapping[str, Any], key: str, default: int | None, low: int, high: int) -> int:
+    value = given.get(key, default)
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise _refuse(key, value, f"must be a whole number from {low} to {high}")
+    return value
+
+
+def _check_bool(given: Mapping[str, Any], key: str) -> None:
+    if not isinstance(given.get(key, True), bool):
+        raise _refuse(key, given[key], "expected true or false")
+
+
+def _mapping(given: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = given.get(key, {})
+    if not isinstance(value, Mapping):
+        raise _refuse(key, value, "expected a mapping")
+    return dict(value)
+
+
+def _refuse(key: str, value: object, limit: str, change: str = "") -> ConfigError:
+    return ConfigError(FIELD, {key: value}, f"{key}: {limit}", change or f"change {key} of it")

@@ -1,0 +1,133 @@
+"""Drafts in the scheduler: how many a row verifies in a step, and what is taken back of those that were rejected.
+
+Owns whether lengths are bounds, and the counts for `/metrics`. A plan counts all its drafts as accepted, so lengths are
+upper bounds until its result comes; this file holds both halves of that count. Knows no draft by name: they lie in the
+worker's rows. Invariant: no request reaches more tokens than its `max_len`, however many drafts are accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from octavo.plan import IntArray, StepLimits, StepPlan, StepResult
+from octavo.request.request import Request, RequestRows, Status
+from octavo.sched.drafts.depth import Depth
+from octavo.sched.kv_manager import KVManager
+from octavo.sched.work import Issued, PlanBuilder
+
+
+class DraftStats(msgspec.Struct):
+    """Counters since the start."""
+
+    num_drafts: int = 0  # rows' steps that verified any
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_per_position: list[int] = []
+
+
+class Drafting:
+    """Counts drafts in plans, and takes back what results reject."""
+
+    def __init__(self, limits: StepLimits, kv: KVManager, rows: RequestRows, *, adapts: bool) -> None:
+        """`limits`: the worker's. adapts: see Depth."""
+        self.most, self.lookahead, self.reads_next_token = (
+            limits.max_num_drafts,
+            limits.num_lookahead,
+            limits.reads_next_token,
+        )
+        self.depth = Depth(limits, adapts=adapts)
+        self.stats = DraftStats(accepted_per_position=[0] * self.most)
+        self._kv, self._rows = kv, rows
+        self._ahead = self.most  # as many were proposed behind the last plan
+        self._unsure = False  # drafts were planned since the worker was told what rows have computed
+
+    def figures(self) -> dict[str, Any]:
+        """What SchedulerStats tells of drafts."""
+        return msgspec.structs.asdict(self.stats)
+
+    @property
+    def repeats(self) -> int:
+        """Steps to come in which nobody has drafts, if the same rows run: 0, or many."""
+        return 0 if self.most and (self._ahead or self._unsure) else 1 << 30
+
+    def count(self, at: IntArray, wanted: IntArray, room: int) -> IntArray:
+        """[N]: drafts that each of the rows `at`, which compute `wanted` tokens in a step, verifies as well; in order.
+
+        A row that computes the one token that it sampled last takes what Depth says, or what is left of its `max_len`
+        and of `room`, the step's budget. No draft is worth a preemption: where few blocks are free there are none.
+        """
+        if not self._ahead:
+            return np.zeros_like(wanted)
+        rows, kv = self._rows, self._kv
+        known = rows.num_known[at]
+        decodes = (wanted == 1) & (known > rows.num_entered[at])
+        if kv.num_free_blocks < len(at) * kv.num_groups * (2 + (self._ahead + self.lookahead) // kv.block_size):
+            return np.zeros_like(wanted)
+        counts = np.zeros_like(wanted)
+        counts[decodes] = self.depth.of_rows(at[decodes], self._ahead)
+        counts = np.minimum(counts, rows.max_len[at] - known - 1) * decodes
+        return np.clip(room - (counts.cumsum() - counts), 0, counts)
+
+    def plan(self, work: PlanBuilder, drafts: IntArray, outstanding: Iterable[Issued], num_running: int) -> None:
+        """Complete a plan in the making, whose rows that ran before are known: their drafts, and what they computed.
+
+        Called ahead of their count as computed. num_running: rows that might have been in it.
+        """
+        has_drafts = bool(drafts.any())
+        in_flight = any(len(issued.plan.num_drafts) for issued in outstanding)
+        if self._unsure or has_drafts:
+            work.computed = self._rows.num_computed[work.rows]
+        self._unsure = in_flight or has_drafts or (self._unsure and len(work.rows) < num_running)
+        if has_drafts:
+            work.num_drafts = drafts
+            self._rows.num_known[work.rows] += drafts
+
+    def announce(self, num_rows: int) -> int:
+        """The most drafts of a row in the next plan, where so many rows run: as many are proposed behind this one."""
+        self._ahead = self.depth.of_batch(num_rows)
+        return self._ahead
+
+    def take_back_rejected(self, plan: StepPlan, result: StepResult, left: Mapping[int, Request]) -> None:
+        """Count for each row of a step with drafts what was accepted, where the plan counted all.
+
+        left: by row, the requests that run there no longer.
+        """
+        order = plan.rows.argsort()
+        drafted = plan.num_drafts[order[plan.rows.searchsorted(result.rows, sorter=order)]]
+        rejected = 1 + drafted - result.num_sampled
+        here = np.ones(len(result.rows), np.bool_)
+        if left:
+            for place, row in enumerate(result.rows.tolist()):
+                request = left.get(row)
+                if request is not None:
+                    here[place] = False
+                    if request.status is not Status.FINISHED:
+                        request.num_in_flight -= int(rejected[place])
+        rows = result.rows[here]
+        self._rows.num_known[rows] -= rejected[here]
+        self._rows.num_computed[rows] -= rejected[here]
+        self._learn(result, drafted, here)
+
+    def _learn(self, result: StepResult, drafted: IntArray, here: np.ndarray) -> None:
+        judged = (drafted > 0) & (result.num_sampled > 0)  # a row that waits for its form judged no draft
+        accepted = result.num_sampled[judged] - 1
+        own = drafted[judged]
+        stats = self.stats
+        stats.num_drafts += len(own)
+        stats.num_draft_tokens += int(own.sum())
+        stats.num_accepted_tokens += int(accepted.sum())
+        for place, count in enumerate((accepted[:, None] > np.arange(self.most)).sum(axis=0).tolist()):
+            stats.accepted_per_position[place] += count
+        running = here[judged]
+        self.depth.learn(result.rows[judged][running], own[running], accepted[running])
+
+
+def run_of(result: StepResult, row: int) -> list[int]:
+    """The tokens that count of a row that sampled."""
+    place = int((result.rows == row).argmax())
+    tokens: list[int] = result.tokens[place, : result.num_sampled[place]].tolist()
+    return tokens

@@ -1,0 +1,60 @@
+"""How many drafts a row verifies: by what was accepted of its own, and by how many rows share the step.
+
+Owns the counts of each row and the rule. Knows no draft and no device. Invariant: the rule decides speed alone: drafts
+change no bit, whatever their number.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from octavo.plan import IntArray, StepLimits
+
+# Tokens of a step that cost little more than one each: as long as weights take longer to read than to multiply.
+_CHEAP_TOKENS = 256
+_LEAST = 0.35  # a draft is worth its place if it is accepted as often as that
+_DECAY, _PRIOR_HITS, _PRIOR_TRIES = 0.92, 1.6, 2.0  # of counts per step; what a new row is credited with
+_PROBE = 32  # steps after which a row that has no drafts tries one again
+
+
+class Depth:
+    """The most drafts of each row."""
+
+    def __init__(self, limits: StepLimits, *, adapts: bool, cheap_tokens: int = _CHEAP_TOKENS) -> None:
+        """`limits`: the worker's. adapts: False for its number of drafts in every row. cheap_tokens: of a step."""
+        self._most, self._adapts, self._cheap_tokens = limits.max_num_drafts, adapts, cheap_tokens
+        self._hits = np.zeros(limits.max_num_rows)
+        self._tries = np.zeros(limits.max_num_rows)
+        self._waited = np.zeros(limits.max_num_rows, np.int64)  # steps without drafts
+        self.clear(np.arange(limits.max_num_rows))
+
+    def clear(self, rows: IntArray) -> None:
+        """Others run in `rows` from now on."""
+        self._hits[rows], self._tries[rows], self._waited[rows] = _PRIOR_HITS, _PRIOR_TRIES, 0
+
+    def of_batch(self, num_rows: int) -> int:
+        """The most drafts of any row in a step of so many rows."""
+        if not self._adapts or not num_rows:
+            return self._most
+        return min(self._most, max(self._cheap_tokens // num_rows - 1, 0))
+
+    def of_rows(self, rows: IntArray, most: int) -> IntArray:
+        """[N] drafts of each of `rows`, at most `most`. Counts the step for those that get none."""
+        if not self._adapts or not most:
+            return np.full(len(rows), most, np.int64)
+        rate = np.minimum(self._hits[rows] / self._tries[rows], 0.999)
+        # the last draft k for which rate ** k is at least _LEAST
+        found = np.minimum(np.log(_LEAST) / np.log(np.maximum(rate, 1e-6)), most).astype(np.int64)
+        waits = found == 0
+        if waits.any():
+            own = rows[waits]
+            self._waited[own] += 1
+            again = self._waited[own] >= _PROBE
+            self._waited[own[again]] = 0
+            found[waits] = again
+        return found
+
+    def learn(self, rows: IntArray, drafted: IntArray, accepted: IntArray) -> None:
+        """Of each of `rows`, once each, so many drafts were verified and accepted. [N] all; drafted at least 1."""
+        self._hits[rows] = self._hits[rows] * _DECAY + accepted
+        self._tries[rows] = self._tries[rows] * _DECAY + np.minimum(accepted + 1, drafted)

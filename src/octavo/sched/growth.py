@@ -1,0 +1,82 @@
+"""Growth: blocks for running requests, as a plan brings them further, and who is preempted for them.
+
+Owns no state of its own. Knows neither budgets nor results. Invariant: after `grow` every row that was not preempted
+has the blocks of its planned tokens, and of those that a drafter's layers are written for behind them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from octavo.plan import IntArray, NewBlocks
+from octavo.request.request import Request
+from octavo.sched.drafts import Drafting
+from octavo.sched.kv_manager import KVManager
+from octavo.sched.running import Running
+from octavo.sched.transfers.loads import Loads
+from octavo.sched.work import PlanBuilder, pack
+
+
+class Growth:
+    """Reserves blocks for those that run."""
+
+    def __init__(
+        self,
+        kv: KVManager,
+        running: Running,
+        loads: Loads,
+        drafting: Drafting,
+        preempt: Callable[[Request], None],
+        max_model_len: int,
+    ) -> None:
+        """`preempt`: lets a request wait without its blocks."""
+        self._kv, self._running, self._loads, self._drafting = kv, running, loads, drafting
+        self._preempt, self._max_model_len = preempt, max_model_len
+
+    def grow(self, at: IntArray, num_new: IntArray, work: PlanBuilder) -> bool:
+        """Blocks for the rows that leave theirs, in order, if need be those of requests behind.
+
+        A decode inside a block needs none. Returns whether somebody was preempted: the last ones in order.
+        """
+        starts = self._running.rows.num_computed[at]
+        ahead = self._drafting.lookahead
+        places = ((starts % self._kv.block_size == 0) | (num_new > 1) | (ahead > 0)).nonzero()[0]
+        if not len(places):
+            return False
+        if not ahead and num_new[places].max() == 1 and self.extend(at[places], starts[places], work):
+            return False
+        self._grow_each(at, num_new, places.tolist(), work)
+        return bool(work.victims)
+
+    def extend(self, rows: IntArray, starts: IntArray, work: PlanBuilder) -> bool:
+        """A block for each of `rows`, which have computed `starts`; False, and nothing is done: see KVManager."""
+        blocks = self._kv.reserve_each([self._running.owners[row] for row in rows.tolist()], starts.tolist())
+        if blocks is None:
+            return False
+        work.growth = [NewBlocks(rows, np.array(blocks))]
+        return True
+
+    def _grow_each(self, at: IntArray, num_new: IntArray, places: list[int], work: PlanBuilder) -> None:
+        growth: list[tuple[int, list[list[int]]]] = []  # (row, per group its new blocks)
+        for place in places:
+            row = int(at[place])
+            if row in work.victims:
+                break
+            request, count = self._running.owners[row], int(num_new[place])
+            reach = min(count + self._drafting.lookahead, self._max_model_len - request.num_computed)
+            while (blocks := self._kv.reserve(request, reach)) is None:
+                victim = self._running.requests[-1]
+                if self._loads.keeps_blocks and self._loads.unpark_behind(victim):
+                    continue
+                assert len(self._running.requests) > 1 or self._loads.keeps_blocks, "one request alone fits the pool"
+                work.victims.add(victim.row)
+                self._preempt(victim)
+                if victim is request:
+                    break
+            else:
+                self._kv.publish(request, request.num_computed + count)
+            if blocks:
+                growth.append((row, blocks))
+        work.growth = pack(growth)

@@ -1,0 +1,55 @@
+"""Drafter: a speculator as a runner meets it.
+
+Owns the hidden states that it reads of the target, and what it is told of a step. Knows rows, and no method. Invariant:
+without a speculator a step does nothing for it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from octavo.attention.base import NO_TAPS, Taps
+from octavo.device.batch import Batch, StepShape
+from octavo.ops.inputs.tensors import RowTensors
+from octavo.speculate import NO_SPECULATOR, Speculator
+from octavo.speculate.step import DraftBatches, DraftStep
+
+
+class Drafter:
+    """Lets a speculator propose behind each step."""
+
+    def __init__(self, table: RowTensors, speculator: Speculator = NO_SPECULATOR, taps: Taps = NO_TAPS) -> None:
+        """`taps`: what the speculator reads of the target."""
+        self._table, self._speculator, self.taps = table, speculator, taps
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is a speculator."""
+        return self._speculator.num_drafts > 0
+
+    def propose(self, work: StepShape, batch: Batch, sample_of: torch.Tensor, depth: int) -> None:
+        """Behind a step's commit: drafts for the next one, at most `depth` of a row. sample_of: [R] int32."""
+        lengths = np.zeros(batch.num_rows, np.int64)
+        lengths[: work.num_rows] = work.seq_lens
+        self._speculator.propose(
+            DraftStep(
+                batch=batch,
+                table=self._table,
+                sample_of=sample_of,
+                taps=self.taps.of(batch.total_tokens),
+                num_drafts=depth,
+                seq_lens=lengths,
+            )
+        )
+
+
+def make_drafter(speculator: Speculator, batches: DraftBatches, hidden_size: int, dtype: torch.dtype) -> Drafter:
+    """Let `speculator` allocate what it keeps, and keep what it reads: hidden states of `hidden_size` channels."""
+    speculator.allocate(batches)
+    size = len(speculator.taps) * hidden_size
+    if not size:
+        return Drafter(batches.table, speculator)
+    device = batches.table.token_ids.device
+    kept = torch.zeros((batches.limits.max_num_tokens, size), dtype=dtype, device=device)
+    return Drafter(batches.table, speculator, Taps(speculator.taps, kept))
