@@ -144,7 +144,10 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
         },
         {"msgspec", "torch"},
     ),
-    "bench": ({"words", "cli.flags", "llm", "frontend", "startup.probe", "ops"}, {"torch", "numpy", "msgspec"}),
+    "bench": (
+        {"words", "kv_connector", "cli.flags", "llm", "frontend", "startup.probe", "ops"},
+        {"torch", "numpy", "msgspec"},
+    ),
     "serve": (
         {
             "words",

@@ -41,6 +41,12 @@ MAX_ROWS = 512  # requests that run at once, unless an axis says otherwise
 _LENGTHS = (1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 200, 255, 256, 257, 400, 511, 512, 513)
 _GROUPS = (1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 17, 24, 31, 33, 48, 64, 65, 96, 127, 129, 160)
 _BLOCK_SIZES = (16, 48, 64, 528)  # a tile's keys, fewer, and sizes whose borders seldom are a tile's
+_HOST = {
+    "kv_connector": "host",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"cpu_bytes_to_use": "1G"},
+    "kv_load_failure_policy": "recompute",
+}
 _ANY_GROUPS = 6  # batches of any of these sizes; the rest are of the larger half
 
 
@@ -255,6 +261,14 @@ def twice(run: Run, jobs: Sequence[Job], rng: random.Random) -> tuple[list[Answe
     return found, _met(run.engine.scheduler.stats().num_prefix_hits - before, "tokens found in the cache")
 
 
+def from_elsewhere(run: Run, jobs: Sequence[Job], rng: random.Random) -> tuple[list[Answer], str]:
+    """The second time prompts are brought back by the connector."""
+    run.answers(jobs)
+    before = run.engine.scheduler.stats().num_loaded_tokens
+    found = run.answers(jobs)
+    return found, _met(run.engine.scheduler.stats().num_loaded_tokens - before, "tokens loaded")
+
+
 def crowded(run: Run, jobs: Sequence[Job], rng: random.Random) -> tuple[list[Answer], str]:
     """In a pool that is too small: short prompts first, so that many start, and few requests several times."""
     order = sorted(list(range(len(jobs))) * -(-64 // len(jobs)), key=lambda index: len(jobs[index].prompt))
@@ -306,6 +320,7 @@ def make_axes(device: str, jobs: Sequence[Job], rng: random.Random) -> list[Axis
         Axis("logprobs", with_other_logprobs),
         Axis("chunk size", all_at_once, {"max_num_batched_tokens": rng.randint(64, 256), "max_num_seqs": 32}),
         Axis("prefix hit", twice, {"enable_prefix_caching": True}),
+        Axis("host memory", from_elsewhere, {"kv_transfer_config": _HOST}),
         Axis("preemption", crowded, tight),
         *(
             Axis(f"blocks of {size}", all_at_once, {"block_size": size})

@@ -90,7 +90,7 @@ def chat(argv: Sequence[str]) -> int:
 
 
 def bench(argv: Sequence[str]) -> int:
-    """Run a set of benchmarks: `octavo bench engine|serve|reproducibility ...`."""
+    """Run a set of benchmarks: `octavo bench engine|serve|connectors|reproducibility ...`."""
     if argv and argv[0] in ("--help", "-h"):
         _write("usage: octavo bench WHAT ...\n\n")
         for name, (_, help) in _BENCHMARKS.items():
@@ -107,6 +107,7 @@ def bench(argv: Sequence[str]) -> int:
 _BENCHMARKS = {
     "engine": ("octavo.bench.engine:main", "throughput, latency, prefix reuse and start of an engine in this process"),
     "serve": ("octavo.bench.serve:main", "requests to a server, with vLLM's options and JSON keys"),
+    "connectors": ("octavo.bench.connectors:main", "prompts found in host memory and files; copies beside decoding"),
     "reproducibility": ("octavo.bench.reproducibility:main", "one set of requests under all that must change no bit"),
 }
 
