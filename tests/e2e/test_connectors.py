@@ -37,6 +37,10 @@ def storage(folder: Path, **extra: object) -> dict[str, Any]:
     return {"kv_connector": "shared_storage", "kv_role": "kv_both", EXTRA: given}
 
 
+def multi(*children: dict[str, Any]) -> dict[str, Any]:
+    return {"kv_connector": "MultiConnector", "kv_role": "kv_both", EXTRA: {"connectors": list(children)}}
+
+
 def bits(llm: LLM) -> list[Any]:
     outputs = llm.generate(PROMPTS, PARAMS)
     return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
@@ -237,3 +241,46 @@ def test_C_5_an_abort_while_it_loads_gives_all_blocks_back(make_llm: Make):
             llm.engine.step()
         llm.engine.abort(["x"])
         settle(llm)
+
+
+def test_U_1_U_5_the_first_child_that_has_tokens_loads_and_all_save(make_llm: Make, tmp_path):
+    expected = bits(make_llm(max_model_len=512))
+    llm = make_llm(max_model_len=512, kv_transfer_config=multi(host(), storage(tmp_path)))
+    assert bits(llm) == expected
+    _, moved = settle(llm)
+    num_files = len(list(tmp_path.rglob("*.safetensors")))
+    assert num_files and moved.num_saved_blocks == 2 * num_files, "both have saved each block"
+    connector = llm.engine.scheduler.loads.connector
+    assert llm.reset_prefix_cache() and bits(llm) == expected
+    settle(llm)
+    by_child = [child.stats().num_loaded_blocks for child in connector._children]
+    assert by_child[0] and not by_child[1]
+    assert connector._children[0].reset() and llm.reset_prefix_cache() and bits(llm) == expected
+    settle(llm)
+    assert [child.stats().num_loaded_blocks for child in connector._children][1]
+
+
+def test_U_2_what_children_may_not_say_is_refused_at_the_start(make_llm: Make, tmp_path):
+    for children, said in [
+        ([], "expected a list of mappings"),
+        ([host(), multi(host())], "connectors[1].kv_connector='MultiConnector': connectors of a multi are no multi"),
+        ([{**host(), "kv_load_failure_policy": "fail"}], "holds for all connectors"),
+        ([host(), {"kv_connector": "host"}], "connectors[1].kv_role=None: must be one of"),
+        ([host(), {**storage(tmp_path), EXTRA: {}}], "shared_storage_path=None: must name a folder"),
+    ]:
+        with pytest.raises(ConfigError) as caught:
+            make_llm(kv_transfer_config=multi(*children))
+        assert said in str(caught.value)
+
+
+def test_U_3_U_5_two_children_under_pressure_free_each_block_once(make_llm: Make, tmp_path):
+    rng = random.Random(2)
+    prompts = [f"# {number}\n" + GOOD_PROMPT * (number % 5 + 5) for number in rng.choices(range(16), k=40)]
+    params = SamplingParams(temperature=0.9, seed=1, max_tokens=6, ignore_eos=True)
+    fields: dict[str, Any] = {"max_model_len": 256, "num_gpu_blocks_override": 24, "max_num_seqs": 6}
+    expected = [output.outputs[0].token_ids for output in make_llm(**fields).generate(prompts, params)]
+    config = multi(host("2M"), storage(tmp_path, max_bytes="6M"))
+    llm = make_llm(**fields, kv_transfer_config={**config, "kv_load_failure_policy": "recompute"})
+    for _ in range(2):
+        assert [output.outputs[0].token_ids for output in llm.generate(prompts, params)] == expected
+    assert settle(llm)[0].num_loaded_tokens

@@ -65,12 +65,14 @@ class _NoKind:
 TABLE = {
     "shared_storage": "octavo.kv_connector.shared_storage:SharedStorage",
     "host": "octavo.kv_connector.host:Host",
+    "multi": "octavo.kv_connector.multi:Multi",
 }
 ALIASES = {
     "ExampleConnector": "shared_storage",
     "SharedStorageConnector": "shared_storage",
     "OffloadingConnector": "host",
     "SimpleCPUOffloadConnector": "host",
+    "MultiConnector": "multi",
 }
 _PARTS = ("scheduler_half", "worker_half", "secret", "shares_names")
 
