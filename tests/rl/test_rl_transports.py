@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import random
+import select
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -155,3 +158,46 @@ def test_transports_of_a_gpu_say_so_on_a_cpu(llm: LLM, backend: str, other: str)
     """RL.W5."""
     with pytest.raises(WeightUpdateError, match=f"backend '{backend}' needs a GPU.*take '{other}'"):
         llm.init_weight_transfer_engine({"backend": backend, "init_info": {}})
+
+
+def test_a_sender_keeps_its_connection_and_sees_when_its_server_has_closed_it() -> None:
+    """Calls of an update are one connection; one that was closed meanwhile is made anew, and nothing is sent twice."""
+    heard: list[tuple[int, str]] = []
+
+    class Answers(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            heard.append((self.client_address[1], self.path))
+            self.close_connection = len(heard) == 3  # and says nothing of it
+            refuses = self.path.endswith("abort_weight_update")
+            self.send_response(409 if refuses else 200)
+            self.send_header("Content-Length", "2")
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server, ThreadPoolExecutor(1) as pool:
+        pool.submit(server.serve_forever, 0.01)
+        sender = Sender(f"http://127.0.0.1:{server.server_address[1]}/behind/", "local")
+        engine = sender._engine
+        for _ in range(2):
+            engine.start_weight_update(on_running="recompute")
+            engine.update_weights({"update_info": {}})
+            engine.finish_weight_update("1")
+            closed = engine._idle[-1].sock
+            select.select([closed], [], [], patient(5) if len(heard) == 3 else 0)
+        with pytest.raises(WeightUpdateError, match=r"/behind/abort_weight_update answered 409: \{\}"):
+            engine.abort_weight_update()
+        server.shutdown()
+    ports, paths = zip(*heard, strict=True)
+    assert len(set(ports[:3])) == 1 and len(set(ports[3:])) == 1 and ports[0] != ports[3]
+    assert [path.rpartition("/")[2] for path in paths] == [
+        *["start_weight_update", "update_weights", "finish_weight_update"] * 2,
+        "abort_weight_update",
+    ]
+    with pytest.raises(WeightUpdateError, match=r"begins with http:// or https://, got '127\.0\.0\.1:8000'"):
+        Sender("127.0.0.1:8000", "gloo")

@@ -8,12 +8,14 @@ there, if anybody answers.
 from __future__ import annotations
 
 import contextlib
+import functools
+import http.client
 import json
 import os
 import secrets
+import select
 import threading
-import urllib.error
-import urllib.request
+import urllib.parse
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -32,6 +34,7 @@ from octavo.rl.transport.nccl import make_nccl
 from octavo.rl.transport.shm import FOLDER, PREFIX
 
 _BACKENDS = ("local", "shm", "gloo", "nccl", "ipc")
+_GLOO_BYTES = 2 << 20  # of a buffer that is gathered, sent and taken in from a processor's cache
 
 
 class WeightSource:
@@ -143,11 +146,21 @@ class Sender:
         group, incoming = self._group, source.incoming
         assert group is not None, "`send` has met the others"
         device = "cuda" if self._backend == "nccl" else "cpu"
-        message = {"update_info": {**told(incoming), "packed": True, "packed_buffer_size_bytes": BUFFER_BYTES}}
+        size = BUFFER_BYTES if self._backend == "nccl" else _GLOO_BYTES
+        message = {"update_info": {**told(incoming), "packed": True, "packed_buffer_size_bytes": size}}
         with _Beside(lambda: self._engine.update_weights(message)) as beside:
-            for part in buffers(incoming, BUFFER_BYTES):
+            sent: Callable[[], None] | None = None
+            for part in buffers(incoming, size):
                 beside.check()
-                group.broadcast(_packed(source, part, device), part[0].name, self._timeout)
+                packed = _packed(source, part, device)
+                if sent is not None:
+                    sent()
+                sent = group.begin_broadcast(packed, part[0].name, self._timeout)
+                if self._backend == "nccl":  # one buffer on the device is enough
+                    sent()
+                    sent = None
+            if sent is not None:
+                sent()
 
     _send_gloo = _send_nccl = _send_group
 
@@ -216,7 +229,13 @@ class _Server:
     """The calls of an LLM, by a server's routes."""
 
     def __init__(self, url: str, admin_key: str | None, timeout: float) -> None:
-        self._url, self._key, self._timeout = url.rstrip("/"), admin_key, timeout
+        parts = urllib.parse.urlsplit(url.rstrip("/"))
+        kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
+        if parts.scheme not in kinds or not parts.netloc:
+            raise WeightUpdateError(f"the address of a server begins with http:// or https://, got {url[:200]!r}")
+        self._url, self._path, self._key = url.rstrip("/"), parts.path, admin_key
+        self._connect = functools.partial(kinds[parts.scheme], parts.netloc, timeout=2 * timeout)
+        self._idle: list[http.client.HTTPConnection] = []  # which the last calls have left
 
     def init_weight_transfer_engine(self, request: Mapping[str, Any]) -> None:
         self._post("init_weight_transfer_engine", request)
@@ -237,12 +256,36 @@ class _Server:
         headers = {"Content-Type": "application/json"}
         if self._key is not None:
             headers["Authorization"] = f"Bearer {self._key}"
-        request = urllib.request.Request(f"{self._url}/{name}", json.dumps(body).encode(), headers)
+        sent = f"{self._path}/{name}", json.dumps(body).encode(), headers
         try:
-            with urllib.request.urlopen(request, timeout=2 * self._timeout):
-                return
-        except urllib.error.HTTPError as error:
-            text = f"{self._url}/{name} answered {error.code}: {error.read(2000).decode(errors='replace')}"
-            raise (WeightConflictError if error.code == 409 else WeightUpdateError)(text) from None
-        except OSError as error:
-            raise WeightTransferError(f"{self._url} does not answer: {error}") from None
+            status, said = self._exchange(*sent)
+        except (OSError, http.client.HTTPException) as error:
+            raise WeightTransferError(f"{self._url} does not answer: {error!r}") from None
+        if status >= 300:
+            text = f"{self._url}/{name} answered {status}: {said[:2000].decode(errors='replace')}"
+            raise (WeightConflictError if status == 409 else WeightUpdateError)(text)
+
+    def _exchange(self, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, bytes]:
+        """(status, body) of an answer, on the connection that the last call has left, if the server keeps it."""
+        connection = None
+        while self._idle and connection is None:
+            connection = _if_open(self._idle.pop())
+        connection = connection or self._connect()
+        try:
+            connection.request("POST", path, body, headers)
+            reply = connection.getresponse()
+            said = reply.read()
+        except BaseException:
+            connection.close()
+            raise
+        if not reply.will_close:
+            self._idle.append(connection)
+        return reply.status, said
+
+
+def _if_open(connection: http.client.HTTPConnection) -> http.client.HTTPConnection | None:
+    """The connection, unless its server has closed it: nothing is sent twice."""
+    if connection.sock is not None and not select.select([connection.sock], [], [], 0)[0]:
+        return connection
+    connection.close()
+    return None

@@ -17,6 +17,7 @@ from octavo.rl.plan import Incoming
 from octavo.rl.session import BACKENDS, WeightUpdateError
 
 BUFFER_BYTES = 1 << 28
+UNTOLD_BYTES = 1 << 30  # of the buffers of a sender that does not say: vLLM's, whose trainers count so
 TIMEOUT = 60.0  # seconds, and one more for each GB
 _BYTES_PER_SECOND = 1e9
 

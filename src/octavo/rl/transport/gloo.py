@@ -10,6 +10,8 @@ from torch import distributed
 
 from octavo.rl.transport.group import GroupTransport, in_time
 
+_ENDING = 1.0  # seconds in which what waits by a limit of its own may say so
+
 
 def make_gloo(store: Any, rank: int, size: int, timeout: datetime.timedelta, host: str) -> Any:
     """A process group of gloo."""
@@ -17,7 +19,7 @@ def make_gloo(store: Any, rank: int, size: int, timeout: datetime.timedelta, hos
     options = backend._Options()
     options._devices = [backend.create_device(hostname=host)]
     options._timeout = timeout
-    return in_time(lambda: backend(store, rank, size, options), timeout.total_seconds())
+    return in_time(lambda: backend(store, rank, size, options), timeout.total_seconds() + _ENDING)
 
 
 class GlooTransport(GroupTransport):

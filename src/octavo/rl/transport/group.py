@@ -13,15 +13,16 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed import BroadcastOptions, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from octavo.rl.plan import Incoming
 from octavo.rl.session import WeightTransferError, WeightUpdateError
-from octavo.rl.transport import BUFFER_BYTES, TIMEOUT, Put, Read, buffers, deadline, field, split, told
+from octavo.rl.transport import TIMEOUT, UNTOLD_BYTES, Put, Read, buffers, deadline, field, split, told
 
+_T = TypeVar("_T")
 _NAMED = ("names", "dtype_names", "shapes")
 _LEAST_SECONDS = 0.1  # for the rest of a meeting whose store answered late
 MakeGroup = Callable[[Any, int, int, datetime.timedelta, str], Any]
@@ -79,13 +80,25 @@ class Group:
 
     def broadcast(self, tensor: torch.Tensor, name: str, seconds: float) -> None:
         """Send `tensor`, or receive into it. Raises WeightTransferError, with the tensor's name."""
-        try:
-            limit = datetime.timedelta(seconds=seconds)
-            options = BroadcastOptions()
-            options.rootRank, options.timeout = 0, limit
-            self._group.broadcast([tensor], options).wait(limit)
+        self.begin_broadcast(tensor, name, seconds)()
+
+    def begin_broadcast(self, tensor: torch.Tensor, name: str, seconds: float) -> Callable[[], None]:
+        """Begin to send `tensor`, or to receive into it; what waits for the end. Both raise as `broadcast`."""
+        limit = datetime.timedelta(seconds=seconds)
+        options = BroadcastOptions()
+        options.rootRank, options.timeout = 0, limit
+        work = self._telling(name, seconds, lambda: self._group.broadcast([tensor], options))
+
+        def wait() -> None:
+            work.wait(limit)
             if tensor.is_cuda:
                 torch.cuda.current_stream(tensor.device).synchronize()
+
+        return lambda: self._telling(name, seconds, wait)
+
+    def _telling(self, name: str, seconds: float, action: Callable[[], _T]) -> _T:
+        try:
+            return action()
         except RuntimeError as error:
             raise WeightTransferError(
                 f"{self.peer} failed, or was silent for {seconds:.0f} s, while {name} was on its way: {_line(error)}"
@@ -122,7 +135,7 @@ class GroupTransport:
         seconds = float(self._options.get("timeout", TIMEOUT))
         name = field(info, "group_name", str, "")
         self._packed = field(info, "packed", bool, False)
-        self._buffer_bytes = field(info, "packed_buffer_size_bytes", int, BUFFER_BYTES)
+        self._buffer_bytes = field(info, "packed_buffer_size_bytes", int, UNTOLD_BYTES)
         self._last = {}
         self._group = Group(type(self).make, address, port, rank, size, seconds, name=name)
         return {"rank": rank, "world_size": size}

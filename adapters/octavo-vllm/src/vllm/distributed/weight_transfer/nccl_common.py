@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
-from octavo.rl.transport import BUFFER_BYTES, TIMEOUT
+from octavo.rl.transport import TIMEOUT, UNTOLD_BYTES
 from octavo.rl.transport.gloo import make_gloo
 from octavo.rl.transport.group import Group
 from octavo.rl.transport.nccl import make_nccl
@@ -37,4 +37,4 @@ def trainer_init(init_info: Mapping[str, Any]) -> Communicator:
     store = TCPStore(address, port, size, True, wait_for_workers=False, multi_tenant=False)
     make = make_nccl if torch.cuda.is_available() else make_gloo
     group = Group(make, address, port, 0, size, TIMEOUT, store=store)
-    return Communicator(group, int(init_info.get("packed_buffer_size_bytes", BUFFER_BYTES)))
+    return Communicator(group, int(init_info.get("packed_buffer_size_bytes", UNTOLD_BYTES)))
