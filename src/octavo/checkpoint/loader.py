@@ -23,7 +23,7 @@ from torch import nn
 from octavo.checkpoint.arch import Arch
 from octavo.checkpoint.cache_scales import give_stored_scales, scale_names
 from octavo.checkpoint.digest import unseen
-from octavo.checkpoint.safetensors import DTYPES, Checkpoint
+from octavo.checkpoint.safetensors import DTYPES, INTEGER_DTYPES, Checkpoint
 from octavo.config.engine_config import Resolved
 from octavo.layers.base import Layer, WeightForm
 from octavo.models import ARCHITECTURES
@@ -45,6 +45,7 @@ class Target:
     parameter: str
     start: int
     shape: tuple[int, ...]
+    is_integer: bool = False
 
 
 def build_model(arch: Arch, dtype: torch.dtype) -> Model:
@@ -258,7 +259,8 @@ def weight_targets(model: nn.Module) -> Iterator[tuple[str, Target]]:
             assert (pattern, shard) in names, f"the weight map has nothing for {pattern} shard {shard!r}"
             pieces = names[pattern, shard].split("*")
             theirs = pieces[0] + "".join(number + piece for number, piece in zip(numbers, pieces[1:], strict=True))
-            yield theirs, Target(path, start, (rows, *parameter.shape[1:]))
+            is_integer = not parameter.dtype.is_floating_point
+            yield theirs, Target(path, start, (rows, *parameter.shape[1:]), is_integer)
 
 
 def _check_fit(checkpoint: Checkpoint, targets: dict[str, Target], ignored: Sequence[str], folder: Path) -> None:
@@ -270,8 +272,8 @@ def _check_fit(checkpoint: Checkpoint, targets: dict[str, Target], ignored: Sequ
             problems.append(f"{name}: expected {list(target.shape)}, found nothing")
         elif entry.shape != target.shape:
             problems.append(f"{name}: expected {list(target.shape)}, found {list(entry.shape)}")
-        elif entry.dtype not in DTYPES:
-            problems.append(f"{name}: expected one of {', '.join(DTYPES)}, found {entry.dtype}")
+        elif entry.dtype not in (dtypes := INTEGER_DTYPES if target.is_integer else DTYPES):
+            problems.append(f"{name}: expected one of {', '.join(dtypes)}, found {entry.dtype}")
     scales = scale_names(checkpoint.entries)
     for name, entry in checkpoint.entries.items():
         if (

@@ -27,6 +27,7 @@ MAX_DIMENSION = 1 << 40
 INDEX_NAME = "model.safetensors.index.json"
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+INTEGER_DTYPES = {"I64": torch.int64, "I32": torch.int32}  # of parameters that are declared as integers
 _ITEM_SIZES = {
     name: size
     for size, names in {
@@ -119,7 +120,7 @@ class Checkpoint:
     def read(self, name: str, out: torch.Tensor) -> None:
         """Read a tensor into `out`, contiguous CPU memory of its shape; converts where `out` has another dtype."""
         entry = self.entries[name]
-        stored = DTYPES[entry.dtype]
+        stored = {**DTYPES, **INTEGER_DTYPES}[entry.dtype]
         tensor = out if out.dtype == stored else torch.empty(entry.shape, dtype=stored)
         assert out.shape == entry.shape and out.is_contiguous(), f"{name}: wrong memory to read into"
         self._read_bytes(entry, memoryview(tensor.view(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]

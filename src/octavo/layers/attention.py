@@ -88,8 +88,9 @@ class Attention(Layer):
         *,
         qk_norm: bool = False,
         norm_offset: float = 0.0,
+        in_size: int = 0,
     ) -> None:
-        """`qk_norm`: an RMS norm on each head of q and k."""
+        """`qk_norm`: an RMS norm on each head of q and k. in_size: of what `qkv` takes; 0: arch.hidden_size."""
         super().__init__()
         self.index = index
         self.spec = spec
@@ -102,9 +103,9 @@ class Attention(Layer):
         if rope.interleaved:
             assert not qk_norm, "norms of single channels would have to change places too"
             rotary_size = rope.rotary_size or spec.head_size
-            self.qkv: Linear = _PairedLinear(arch.hidden_size, spec, rotary_size, dtype, bias=bias)
+            self.qkv: Linear = _PairedLinear(in_size or arch.hidden_size, spec, rotary_size, dtype, bias=bias)
         else:
-            self.qkv = Linear(arch.hidden_size, projections, dtype, bias=bias, rest_from="k")
+            self.qkv = Linear(in_size or arch.hidden_size, projections, dtype, bias=bias, rest_from="k")
         self.output = Linear(projections["q"], arch.hidden_size, dtype, bias=arch.output_bias)
         for name in ("q_norm", "k_norm"):
             if qk_norm:

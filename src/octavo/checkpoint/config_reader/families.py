@@ -162,3 +162,9 @@ FAMILIES = {
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": _GEMMA3,  # its text half
 }  # fmt: skip
+
+HEADS = {  # method of drafting -> what published heads call themselves, whose layer is Llama's
+    "eagle": ("LlamaForCausalLM", "EagleLlamaForCausalLM", "LlamaForCausalLMEagle"),
+    "eagle3": ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"),
+}
+HEAD_LAYERS = FAMILIES["LlamaForCausalLM"]

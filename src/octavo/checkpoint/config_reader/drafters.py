@@ -1,0 +1,97 @@
+"""config.json and the names of the weights of a drafter that reads hidden states, translated to DraftArch.
+
+Owns what published EAGLE heads leave unsaid, and where a checkpoint keeps modules of multi-token prediction. Reads no
+weights. Invariant: what changes the drafts' computation is translated or refused by name; what fits no target is
+refused with both numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from octavo.checkpoint.arch import Arch, DraftArch
+from octavo.checkpoint.config_reader.checkpoint import read_fields
+from octavo.checkpoint.config_reader.families import HEAD_LAYERS, HEADS
+from octavo.checkpoint.config_reader.fields import Fields
+
+
+def read_head(config: Mapping[str, Any], where: str, method: str, target: Arch, names: Collection[str]) -> DraftArch:
+    """The facts of an EAGLE head for `target`. names: of the checkpoint's tensors.
+
+    Raises ValueError, one line, for a head that Octavo does not run or that is not for this target.
+    """
+    fields = Fields({"rms_norm_eps": 1e-6, **config}, where)
+    known = HEADS[method]
+    if fields.get("architectures", [known[0]]) not in [[name] for name in known]:
+        fields.refuse("architectures", fields.get("architectures"), f"method {method!r} knows {', '.join(known)}")
+    arch = dataclasses.replace(read_fields(fields, HEAD_LAYERS), name=known[0])
+    if arch.num_layers != 1:
+        fields.refuse("num_hidden_layers", arch.num_layers, "heads of one layer are run")
+    if arch.vocab_size != target.vocab_size:
+        fields.refuse("vocab_size", arch.vocab_size, f"the target has {target.vocab_size}: take the head of this model")
+    has_embedding = any(name.endswith("embed_tokens.weight") for name in names)
+    if method == "eagle":
+        if arch.hidden_size != target.hidden_size:
+            fields.refuse("hidden_size", arch.hidden_size, f"the target has {target.hidden_size}")
+        has_bias = any(name.endswith("fc.bias") for name in names)
+        return DraftArch(
+            method=method, arch=arch, vocab_size=arch.vocab_size, fc_bias=has_bias, has_embedding=has_embedding
+        )
+    if not has_embedding and arch.hidden_size != target.hidden_size:
+        fields.refuse("hidden_size", arch.hidden_size, f"the target has {target.hidden_size}, whose embedding it takes")
+    return DraftArch(
+        method=method,
+        arch=arch,
+        vocab_size=fields.integer("draft_vocab_size", 1, arch.vocab_size, arch.vocab_size),
+        taps=_taps(fields, target),
+        target_size=_target_size(fields, target),
+        norm_before_residual=fields.flag("norm_before_residual", False),
+        has_embedding=has_embedding,
+    )
+
+
+def _target_size(fields: Fields, target: Arch) -> int:
+    size = fields.integer("target_hidden_size", 1, 1 << 20, target.hidden_size)
+    if size != target.hidden_size:
+        fields.refuse("target_hidden_size", size, f"the target has {target.hidden_size}")
+    return size
+
+
+def _taps(fields: Fields, target: Arch) -> tuple[int, ...]:
+    """The stream behind so many layers; where a file is silent: near the bottom, the middle and the top."""
+    own = Fields({**fields.mapping("eagle_config"), **fields.values}, fields.where)
+    own.only("use_aux_hidden_state", True)
+    name, last = "eagle_aux_hidden_state_layer_ids", target.num_layers
+    found = own.get(name, [2, last // 2, last - 3])
+    if not isinstance(found, list) or not found or any(type(n) is not int or not 0 < n < last for n in found):
+        own.refuse(name, found, f"the target has {last} layers: numbers from 1 to {last - 1} are needed")
+    return tuple(found)
+
+
+def read_modules(config: Mapping[str, Any], where: str, target: Arch, names: Collection[str]) -> DraftArch:
+    """The facts of the modules of multi-token prediction in a checkpoint, its target's or one of their own.
+
+    Raises ValueError, one line, where there are none, or for another target.
+    """
+    fields = Fields(config, where)
+    under_mtp = any(name.startswith("mtp.") for name in names)
+    counted = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")
+    field = next((name for name in counted if fields.get(name) is not None), counted[1])
+    num_modules = fields.integer(field, 0, 64, 1 if under_mtp else 0)
+    if not num_modules:
+        fields.refuse(field, num_modules, "the checkpoint has no modules of multi-token prediction")
+    text = config.get("text_config")
+    own = Fields({**config, **text} if isinstance(text, Mapping) else config, where)
+    sizes = {
+        "hidden_size": target.hidden_size,
+        "vocab_size": target.vocab_size,
+        "num_hidden_layers": target.num_layers,
+    }
+    for name, size in sizes.items():
+        if own.get(name) != size:
+            own.refuse(name, own.get(name), f"the target has {size}: take the modules of this model")
+    return DraftArch(
+        method="mtp", arch=target, num_modules=num_modules, vocab_size=target.vocab_size, under_mtp=under_mtp
+    )

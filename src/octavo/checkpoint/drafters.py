@@ -1,0 +1,52 @@
+"""A drafter's checkpoint on disk: read, built around its target, and filled.
+
+Owns where the facts of a drafter come from: config.json and the names of its tensors. Holds nothing afterwards. Raises
+what reader and loader raise: ValueError, one line. Invariant: a drafter that is returned is whole, and fits its target.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from octavo.checkpoint.arch import Arch, DraftArch
+from octavo.checkpoint.config_reader.drafters import read_head, read_modules
+from octavo.checkpoint.config_reader.fields import read_json
+from octavo.checkpoint.safetensors import Checkpoint
+from octavo.models.causal_lm import CausalLM
+from octavo.models.drafters import DRAFTERS, Drafter
+
+if TYPE_CHECKING:
+    from octavo.models.base import Model
+
+
+def read_drafter(folder: Path, method: str, target: Arch) -> DraftArch:
+    """The facts of the drafter in `folder`, of method eagle, eagle3 or mtp, for a target."""
+    path = folder / "config.json"
+    checkpoint = Checkpoint(folder)
+    names = list(checkpoint.entries)
+    checkpoint.close()
+    if method == "mtp":
+        return read_modules(read_json(path), str(path), target, names)
+    return read_head(read_json(path), str(path), method, target, names)
+
+
+def build_drafters(draft: DraftArch, target: Model, dtype: torch.dtype) -> list[Drafter]:
+    """On the meta device, to be filled by `octavo.checkpoint.loader.fill_model`: one, but of mtp perhaps several modules.
+
+    They reach as far as the target does. Raises ValueError for a target whose ends are not those of
+    octavo.models.causal_lm.CausalLM: its embedding and its head are the drafter's as well.
+    """
+    if not isinstance(target, CausalLM):
+        raise ValueError(
+            f"method {draft.method!r} needs a target with an embedding and a head, {target.arch.name} has none"
+        )
+    arch = dataclasses.replace(draft.arch, max_position=target.arch.max_position)
+    draft = dataclasses.replace(draft, arch=arch)
+    kind = DRAFTERS.resolve(draft.method)
+    if draft.method != "mtp":
+        return [cast(Drafter, kind(draft, target, dtype))]
+    return [cast(Drafter, kind(draft, target, dtype, number)) for number in range(draft.num_modules)]

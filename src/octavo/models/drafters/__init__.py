@@ -1,0 +1,53 @@
+"""Drafters that read a target's hidden states: a head or module of one layer, and what all of them are asked for.
+
+Owns the protocol. An entry of such a drafter's cache is of a token and of the hidden state in front of it: entry p
+holds K and V of the token at p + 1 and of what the target computed at p. So entry p is known as soon as the token at
+p + 1 is. Knows no rows and no drafts. Invariant: K and V of an entry follow from its token and its hidden state alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from octavo.cache.specs import LayerSpec
+from octavo.checkpoint.arch import Arch
+from octavo.models.base import WeightMap
+from octavo.registry import Registry
+
+DRAFTERS = Registry(
+    "method of drafting by hidden states",
+    {
+        "eagle": "octavo.models.drafters.eagle:EagleHead",
+        "eagle3": "octavo.models.drafters.eagle3:Eagle3Head",
+        "mtp": "octavo.models.drafters.mtp:MtpModule",
+    },
+)
+
+
+class Drafter(Protocol):
+    """A Model as far as loader and cache are concerned; its layers are numbered from 0, in a context of their own."""
+
+    arch: Arch
+    layer_specs: Sequence[LayerSpec]
+    weight_map: WeightMap
+    ignored_weights: Sequence[str]
+    other_prefixes: Mapping[str, str]
+    taps: Sequence[int]  # it reads the stream behind so many of the target's layers; empty: the last norm's result
+
+    def begin(self, given: torch.Tensor) -> torch.Tensor:
+        """The taps side by side [tokens, taps * size], or the target's hidden states -> what entries know of them."""
+
+    def store(self, tokens: torch.Tensor, states: torch.Tensor) -> None:
+        """Store K and V of entries: tokens [T] int64, states [T, size], of the context's positions and slots."""
+
+    def forward(self, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """Entries as `store`'s, which attend as well -> [T, size], what a next entry knows, and logits follow from."""
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """[T, size] of `forward` -> [T, vocabulary of the drafts] float32."""
+
+    def token_ids(self, places: torch.Tensor) -> torch.Tensor:
+        """The target's ids of places in the vocabulary of the drafts."""

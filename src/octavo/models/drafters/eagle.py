@@ -1,0 +1,98 @@
+"""EAGLE-1 and -2: a Llama layer without its first norm over the target's last hidden state, with the target's head.
+
+Owns the whole head and its weight map, which is that of published heads. Token and state go through one product;
+neither is normed, nor is what comes out: it stands where the target's normed state does. Source: arXiv 2401.15077,
+2406.16858. Invariant: float32 logits within 1e-4 of the formula's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from octavo.cache.specs import LayerSpec
+from octavo.checkpoint.arch import DraftArch
+from octavo.layers.attention import Attention, plain_specs, rotary_tables
+from octavo.layers.base import Layer
+from octavo.layers.embedding import Embedding, OutputHead
+from octavo.layers.linear import Linear
+from octavo.layers.mlp import Mlp
+from octavo.layers.norm import RMSNorm
+from octavo.models.base import WeightMap
+from octavo.models.causal_lm import CausalLM
+
+WEIGHT_MAP: WeightMap = {
+    "fc.weight": ("fc.weight", ""),
+    "fc.bias": ("fc.bias", ""),
+    "layers.0.self_attn.q_proj.weight": ("attention.qkv.weight", "q"),
+    "layers.0.self_attn.k_proj.weight": ("attention.qkv.weight", "k"),
+    "layers.0.self_attn.v_proj.weight": ("attention.qkv.weight", "v"),
+    "layers.0.self_attn.q_proj.bias": ("attention.qkv.bias", "q"),
+    "layers.0.self_attn.k_proj.bias": ("attention.qkv.bias", "k"),
+    "layers.0.self_attn.v_proj.bias": ("attention.qkv.bias", "v"),
+    "layers.0.self_attn.o_proj.weight": ("attention.output.weight", ""),
+    "layers.0.self_attn.o_proj.bias": ("attention.output.bias", ""),
+    "layers.0.post_attention_layernorm.weight": ("mlp_norm.weight", ""),
+    "layers.0.mlp.gate_proj.weight": ("mlp.gate_up.weight", "gate"),
+    "layers.0.mlp.up_proj.weight": ("mlp.gate_up.weight", "up"),
+    "layers.0.mlp.down_proj.weight": ("mlp.down.weight", ""),
+    "embed_tokens.weight": ("embedding.weight", ""),
+}
+
+
+class EagleHead(Layer):
+    """See models.drafters.Drafter."""
+
+    ignored_weights: Sequence[str] = ("*.rotary_emb.inv_freq", "lm_head.weight")
+    other_prefixes: Mapping[str, str] = {"model.": ""}
+    taps: Sequence[int] = ()
+
+    def __init__(self, draft: DraftArch, target: CausalLM, dtype: torch.dtype) -> None:
+        """On the meta device. target: whose head serves, and whose embedding unless the checkpoint brings one."""
+        super().__init__()
+        arch = self.arch = draft.arch
+        (spec,), (rotary,) = plain_specs(arch), rotary_tables(arch).values()
+        self.layer_specs: Sequence[LayerSpec] = (spec,)
+        self.rotary = nn.ModuleList([rotary])
+        size = arch.hidden_size
+        self.fc = Linear(2 * size, size, dtype, bias=draft.fc_bias)
+        self.attention = Attention(0, spec, rotary, arch, dtype)
+        self.mlp_norm = RMSNorm(size, arch.norm_eps)
+        self.mlp = Mlp(size, arch.intermediate_size, arch.activation, dtype)
+        self.__dict__["head"] = target.head  # a reference, not a child
+        if draft.has_embedding:
+            self.embedding = Embedding(arch.vocab_size, size, dtype)
+        else:
+            self.__dict__["embedding"] = target.embedding
+        self.weight_map = WEIGHT_MAP
+
+    head: OutputHead
+
+    def begin(self, given: torch.Tensor) -> torch.Tensor:
+        """The target's hidden states as they are."""
+        return given
+
+    def _project(self, tokens: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(q [T, heads, head_size], the stream); K and V are stored."""
+        x = self.fc.forward(torch.cat([self.embedding.forward(tokens), states], dim=-1))
+        return self.attention.rope_and_store(self.attention.qkv.forward(x)), x
+
+    def store(self, tokens: torch.Tensor, states: torch.Tensor) -> None:
+        """K and V of entries."""
+        self._project(tokens, states)
+
+    def forward(self, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """What a next entry knows, and the head's logits follow from."""
+        q, x = self._project(tokens, states)
+        x = x + self.attention.output.forward(self.attention.attend(q))
+        return x + self.mlp.forward(self.mlp_norm.forward(x))
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """By the target's head."""
+        return self.head.forward(states)
+
+    def token_ids(self, places: torch.Tensor) -> torch.Tensor:
+        """The target's own."""
+        return places

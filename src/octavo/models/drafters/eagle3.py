@@ -1,0 +1,124 @@
+"""EAGLE-3: a head of one Llama layer over three places of the target's stream, with a vocabulary of its own.
+
+Owns the whole head and its weight map, which is that of published heads (SafeAILab's, and vLLM's reading of them). The
+layer takes the token and the state side by side; its residual stream is the state. Source: arXiv 2503.01840.
+Invariant: float32 logits within 1e-4 of the formula's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from octavo.cache.specs import LayerSpec
+from octavo.checkpoint.arch import DraftArch
+from octavo.layers.attention import Attention, plain_specs, rotary_tables
+from octavo.layers.base import Layer
+from octavo.layers.embedding import Embedding, OutputHead
+from octavo.layers.linear import Linear
+from octavo.layers.mlp import Mlp
+from octavo.layers.norm import RMSNorm
+from octavo.models.base import WeightMap
+from octavo.models.causal_lm import CausalLM
+
+WEIGHT_MAP: WeightMap = {
+    "fc.weight": ("fc.weight", ""),
+    "midlayer.input_layernorm.weight": ("token_norm.weight", ""),
+    "midlayer.hidden_norm.weight": ("state_norm.weight", ""),
+    "midlayer.self_attn.q_proj.weight": ("attention.qkv.weight", "q"),
+    "midlayer.self_attn.k_proj.weight": ("attention.qkv.weight", "k"),
+    "midlayer.self_attn.v_proj.weight": ("attention.qkv.weight", "v"),
+    "midlayer.self_attn.q_proj.bias": ("attention.qkv.bias", "q"),
+    "midlayer.self_attn.k_proj.bias": ("attention.qkv.bias", "k"),
+    "midlayer.self_attn.v_proj.bias": ("attention.qkv.bias", "v"),
+    "midlayer.self_attn.o_proj.weight": ("attention.output.weight", ""),
+    "midlayer.self_attn.o_proj.bias": ("attention.output.bias", ""),
+    "midlayer.post_attention_layernorm.weight": ("mlp_norm.weight", ""),
+    "midlayer.mlp.gate_proj.weight": ("mlp.gate_up.weight", "gate"),
+    "midlayer.mlp.up_proj.weight": ("mlp.gate_up.weight", "up"),
+    "midlayer.mlp.down_proj.weight": ("mlp.down.weight", ""),
+    "norm.weight": ("norm.weight", ""),
+    "lm_head.weight": ("head.weight", ""),
+    "embed_tokens.weight": ("embedding.weight", ""),
+    "d2t": ("vocabulary.offsets", ""),
+}
+
+
+class DraftVocabulary(Layer):
+    """The target's ids of a reduced vocabulary, stored as their distances from the places."""
+
+    offsets: torch.Tensor  # [draft vocabulary] int64
+
+    def __init__(self, size: int) -> None:
+        """`size`: of the reduced vocabulary."""
+        super().__init__()
+        self.declare("offsets", (size,), torch.int64)
+
+    def finalize(self, quantization: str | None) -> None:
+        """Distances become ids."""
+        super().finalize(quantization)
+        self.ids = self.offsets + torch.arange(len(self.offsets), device=self.offsets.device)
+
+    def forward(self, places: torch.Tensor) -> torch.Tensor:
+        """places [T] int64 -> the target's ids."""
+        return self.ids.index_select(0, places)
+
+
+class Eagle3Head(Layer):
+    """See models.drafters.Drafter."""
+
+    ignored_weights: Sequence[str] = ("t2d", "*.rotary_emb.inv_freq")  # t2d says the same as d2t
+    other_prefixes: Mapping[str, str] = {"layers.0.": "midlayer.", "model.": ""}
+
+    def __init__(self, draft: DraftArch, target: CausalLM, dtype: torch.dtype) -> None:
+        """On the meta device. target: whose embedding serves, unless the checkpoint brings one."""
+        super().__init__()
+        arch = self.arch = draft.arch
+        self.taps, self._normed_residual = draft.taps, draft.norm_before_residual
+        (spec,), (rotary,) = plain_specs(arch), rotary_tables(arch).values()
+        self.layer_specs: Sequence[LayerSpec] = (spec,)
+        self.rotary = nn.ModuleList([rotary])
+        size, eps = arch.hidden_size, arch.norm_eps
+        self.fc = Linear(draft.target_size * len(draft.taps), size, dtype)
+        self.token_norm, self.state_norm = RMSNorm(size, eps), RMSNorm(size, eps)
+        self.attention = Attention(0, spec, rotary, arch, dtype, in_size=2 * size)
+        self.mlp_norm, self.norm = RMSNorm(size, eps), RMSNorm(size, eps)
+        self.mlp = Mlp(size, arch.intermediate_size, arch.activation, dtype)
+        self.head = OutputHead(draft.vocab_size, size, dtype)
+        self.vocabulary = DraftVocabulary(draft.vocab_size) if draft.vocab_size < arch.vocab_size else None
+        if draft.has_embedding:
+            self.embedding = Embedding(arch.vocab_size, size, dtype)
+        else:
+            self.__dict__["embedding"] = target.embedding  # a reference, not a child
+        self.weight_map = WEIGHT_MAP
+
+    def begin(self, given: torch.Tensor) -> torch.Tensor:
+        """Three taps in one product."""
+        return self.fc.forward(given)
+
+    def _project(self, tokens: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(q [T, heads, head_size], the normed states); K and V are stored."""
+        h, attention = self.state_norm.forward(states), self.attention
+        both = torch.cat([self.token_norm.forward(self.embedding.forward(tokens)), h], dim=-1)
+        return attention.rope_and_store(attention.qkv.forward(both)), h
+
+    def store(self, tokens: torch.Tensor, states: torch.Tensor) -> None:
+        """K and V of entries."""
+        self._project(tokens, states)
+
+    def forward(self, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """What a next entry knows: the stream, before the last norm."""
+        q, h = self._project(tokens, states)
+        x = h if self._normed_residual else states
+        x = x + self.attention.output.forward(self.attention.attend(q))
+        return x + self.mlp.forward(self.mlp_norm.forward(x))
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """In the reduced vocabulary."""
+        return self.head.forward(self.norm.forward(states))
+
+    def token_ids(self, places: torch.Tensor) -> torch.Tensor:
+        """By the head's map."""
+        return places if self.vocabulary is None else self.vocabulary.forward(places)

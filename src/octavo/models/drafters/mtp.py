@@ -1,0 +1,110 @@
+"""Multi-token prediction: a layer of the target's own kind over its last hidden state, as DeepSeek-V3 was trained with.
+
+Owns a module and both forms of its weight map: DeepSeek's and GLM's, where a module stands behind the last layer, and
+Qwen3-Next's, under `mtp`. What comes out is normed, and stands where the target's normed state does. Source: arXiv
+2412.19437. Invariant: float32 logits within 1e-4 of transformers' MtpModel.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from octavo.cache.specs import LayerSpec
+from octavo.checkpoint.arch import DraftArch
+from octavo.layers.base import Layer
+from octavo.layers.chain import Line, learn
+from octavo.layers.embedding import Embedding, OutputHead
+from octavo.layers.linear import Linear
+from octavo.layers.norm import RMSNorm
+from octavo.models.base import WeightMap
+from octavo.models.causal_lm import CausalLM
+
+_BEHIND_LAYERS = {"enorm": "token_norm", "hnorm": "state_norm", "eh_proj": "combine", "shared_head.norm": "norm"}
+_UNDER_MTP = {
+    "pre_fc_norm_embedding": "token_norm",
+    "pre_fc_norm_hidden": "state_norm",
+    "fc": "combine",
+    "norm": "norm",
+}
+
+
+class MtpModule(Layer):
+    """See models.drafters.Drafter. Each module of several is one: they share the target's embedding and head."""
+
+    ignored_weights: Sequence[str] = ("*",)  # of other modules and of the target
+    other_prefixes: Mapping[str, str]
+    taps: Sequence[int] = ()
+
+    def __init__(self, draft: DraftArch, target: CausalLM, dtype: torch.dtype, number: int = 0) -> None:
+        """On the meta device. number: of the module, from 0; target: whose kind its layer is."""
+        super().__init__()
+        arch = self.arch = dataclasses.replace(
+            draft.arch,
+            layers=draft.arch.layers[-1:],
+            moe_layers=frozenset({0} if draft.arch.moe_layers else ()),  # a target's first layers alone may be dense
+        )
+        alone = type(target)(arch, dtype)  # of one layer: the target's last one
+        self.layer_specs: Sequence[LayerSpec] = alone.layer_specs
+        self.rotary, (self.layer,) = alone.rotary, alone.layers
+        self.other_prefixes = target.other_prefixes
+        size, eps = arch.hidden_size, arch.norm_eps
+        offset = target.norm_offset
+        self.token_norm, self.state_norm = RMSNorm(size, eps, offset), RMSNorm(size, eps, offset)
+        self.combine = Linear(2 * size, size, dtype)
+        self.norm = RMSNorm(size, eps, offset)
+        self.__dict__["embedding"], self.__dict__["head"] = target.embedding, target.head  # references, not children
+        self.weight_map = _weight_map(draft, alone, number)
+        chain = learn(self.layer.forward)
+        self._lines: Sequence[Line] = () if chain is None else chain.lines
+
+    layer: Layer
+    rotary: nn.ModuleList
+    head: OutputHead
+    embedding: Embedding
+
+    def begin(self, given: torch.Tensor) -> torch.Tensor:
+        """The target's hidden states as they are."""
+        return given
+
+    def _enter(self, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        embedded = self.token_norm.forward(self.embedding.forward(tokens))
+        return self.combine.forward(torch.cat([embedded, self.state_norm.forward(states)], dim=-1))
+
+    def store(self, tokens: torch.Tensor, states: torch.Tensor) -> None:
+        """The lines of the layer that lie before its attention."""
+        x = self._enter(tokens, states)
+        if not any(line.kind == "attend" for line in self._lines):
+            self.layer.forward(x)
+            return
+        for line in self._lines:
+            if line.kind == "attend":
+                return
+            x = line.run(x)
+
+    def forward(self, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """What a next entry knows, and the head's logits follow from: normed."""
+        return self.norm.forward(self.layer.forward(self._enter(tokens, states)))
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """By the target's head."""
+        return self.head.forward(states)
+
+    def token_ids(self, places: torch.Tensor) -> torch.Tensor:
+        """The target's own."""
+        return places
+
+
+def _weight_map(draft: DraftArch, alone: CausalLM, number: int) -> WeightMap:
+    """Of one module: the family's names, of a layer that has another place."""
+    behind = f"model.layers.{draft.arch.num_layers + number}."
+    own, place = (_UNDER_MTP, "mtp.") if draft.under_mtp else (_BEHIND_LAYERS, behind)
+    found: WeightMap = {place + f"{name}.weight": (f"{target}.weight", "") for name, target in own.items()}
+    layer = f"mtp.layers.{number}." if draft.under_mtp else place
+    for name, (parameter, shard) in alone.weight_map.items():
+        if name.startswith("model.layers.*.") and parameter.startswith("layers.*."):
+            found[layer + name.removeprefix("model.layers.*.")] = "layer." + parameter.removeprefix("layers.*."), shard
+    return found

@@ -1,0 +1,119 @@
+"""Drafts of another, smaller model of the same vocabulary: method draft_model.
+
+Owns the passes behind a step: the drafter computes the step's tokens as the target did, so that its own layers have
+what theirs have, and then goes on from the token that was drawn. Its layers keep K and V in the same pool. Knows rows,
+not requests. Invariants: an entry of its layers follows from the row's tokens up to it, so prefix hits serve it as they
+serve the target; nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from octavo.attention.base import ForwardContext, LayerContext, forward_context
+from octavo.cache.specs import AttentionSpec, LayerSpec
+from octavo.checkpoint.config_reader.checkpoint import read_arch
+from octavo.checkpoint.config_reader.fields import read_json
+from octavo.checkpoint.hub import find_model
+from octavo.checkpoint.loader import build_model, fill_model, weight_bytes
+from octavo.config.settings import ConfigError
+from octavo.config.speculative import FIELD, SpeculativeConfig
+from octavo.speculate.draw import DraftSampler
+
+if TYPE_CHECKING:
+    from octavo.config.engine_config import Resolved
+    from octavo.models.base import Model
+    from octavo.speculate.step import DraftBatches, DraftStep
+
+
+class DraftModelSpeculator:
+    """See octavo.speculate.Speculator."""
+
+    reads_next_token = False
+    taps: Sequence[int] = ()
+
+    def __init__(self, config: SpeculativeConfig) -> None:
+        """Nothing is read yet."""
+        self._config = config
+        self.num_drafts = config.num_speculative_tokens
+        self.layer_specs: Sequence[LayerSpec] = ()
+        self._layers: Sequence[LayerContext] = ()
+
+    def load(self, target: Model, resolved: Resolved) -> int:
+        """Read and fill the drafter, which reaches as far as the target. Raises ValueError for another vocabulary."""
+        config, dtype = self._config, getattr(torch, resolved.dtype)
+        assert config.model, "draft_model has a model"
+        folder = find_model(config.model, config.revision)
+        arch = dataclasses.replace(read_arch(folder), max_position=target.arch.max_position)
+        if arch.vocab_size != target.arch.vocab_size:
+            reason = f"it has {arch.vocab_size} tokens, the target {target.arch.vocab_size}"
+            raise _refuse(config.model, reason)
+        _check_tokenizers(config.model, folder, find_model(resolved.model))
+        self._model = build_model(arch, dtype)
+        if not all(isinstance(spec, AttentionSpec) and spec.causal for spec in self._model.layer_specs):
+            raise _refuse(config.model, "drafters have causal attention in all layers")
+        size = weight_bytes(self._model, resolved)
+        device = torch.device(resolved.device)
+        fill_model(self._model, folder, resolved.quantization, resolved.load_format, device=device, seed=resolved.seed)
+        self.layer_specs = tuple(self._model.layer_specs)
+        return size
+
+    def allocate(self, batches: DraftBatches) -> None:
+        """See Speculator."""
+        self._batches = batches
+        self._sampler = DraftSampler(self._config, batches)
+
+    def token_ids(self, places: torch.Tensor) -> torch.Tensor:
+        """The vocabulary is the target's."""
+        return places
+
+    def propose(self, step: DraftStep) -> None:
+        """See Speculator."""
+        model, batch = self._model, step.batch
+        with forward_context(self._own(self._batches.again(step))):
+            model.forward(batch.input_ids, batch.positions)
+        for place in range(step.num_drafts):
+            own, context = self._batches.next(step, place)
+            with forward_context(self._own(context)):
+                hidden = model.forward(own.input_ids, own.positions)
+            step.write(place, self._sampler.draw(step, model.logits(hidden), self, place))
+
+    def _own(self, context: ForwardContext) -> ForwardContext:
+        """A pass of the drafter, whose layers are numbered from 0: the last ones of the engine's."""
+        if not self._layers:
+            self._layers = context.layers[-len(self.layer_specs) :]
+        return dataclasses.replace(context, layers=self._layers)
+
+
+def _refuse(model: str, reason: str) -> ConfigError:
+    return ConfigError(FIELD, {"model": model}, reason, "take a smaller model of the target's family")
+
+
+def _check_tokenizers(name: str, folder: Path, target: Path) -> None:
+    """Raises ConfigError where both have a tokenizer.json and an id means other text in one than in the other."""
+    paths = [place / "tokenizer.json" for place in (folder, target)]
+    if not all(path.exists() for path in paths):
+        return
+    own, other = (_vocabulary(read_json(path)) for path in paths)
+    differing = sorted(token for token in own.keys() & other.keys() if own[token] != other[token])
+    if differing:
+        raise _refuse(name, f"token {differing[0]} is {own[differing[0]]!r}, and {other[differing[0]]!r} of the target's")
+
+
+def _vocabulary(tokenizer: Mapping[str, Any]) -> dict[int, str]:
+    """Id -> token of a tokenizer.json."""
+    model = tokenizer.get("model")
+    known = model.get("vocab", {}) if isinstance(model, Mapping) else {}
+    if isinstance(known, list):  # Unigram's: pairs of token and score
+        known = {str(pair[0]): place for place, pair in enumerate(known) if isinstance(pair, list) and pair}
+    found = {place: token for token, place in known.items() if isinstance(place, int)}
+    added = tokenizer.get("added_tokens")
+    for entry in added if isinstance(added, list) else ():
+        if isinstance(entry, Mapping) and isinstance(entry.get("id"), int):
+            found[entry["id"]] = str(entry.get("content"))
+    return found

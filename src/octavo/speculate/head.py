@@ -1,0 +1,102 @@
+"""Drafts of a head or of modules that read the target's hidden states: methods eagle, eagle3 and mtp.
+
+Owns the passes behind a step. First the entries of all of the step's tokens are stored, each of the token behind it and
+of the target's state; then each row's last one is asked, and every draft is the next entry's token. Entry p holds what
+the target computed at p and the token at p + 1, so an entry is known once that token is; those of rejected drafts are
+overwritten by the next step. Of several modules the one numbered i predicts i + 1 places ahead: each runs over all of
+the step's tokens, and behind them the last one goes on by itself. Knows rows, not requests. Invariant: nothing here
+waits for the device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from octavo.attention.base import ForwardContext, LayerContext, forward_context
+from octavo.cache.specs import LayerSpec
+from octavo.checkpoint.drafters import build_drafters, read_drafter
+from octavo.checkpoint.hub import find_model
+from octavo.checkpoint.loader import fill_model, weight_bytes
+from octavo.config.speculative import SpeculativeConfig
+from octavo.speculate.draw import DraftSampler
+
+if TYPE_CHECKING:
+    from octavo.config.engine_config import Resolved
+    from octavo.models.base import Model
+    from octavo.models.drafters import Drafter
+    from octavo.speculate.step import DraftBatches, DraftStep
+
+
+class HeadSpeculator:
+    """See octavo.speculate.Speculator."""
+
+    reads_next_token = True
+
+    def __init__(self, config: SpeculativeConfig) -> None:
+        """Nothing is read yet."""
+        self._config = config
+        self.num_drafts = config.num_speculative_tokens
+        self.taps: Sequence[int] = ()
+        self.layer_specs: Sequence[LayerSpec] = ()
+        self._drafters: list[Drafter] = []
+        self._layers: dict[int, Sequence[LayerContext]] = {}  # of each module, made once
+
+    def load(self, target: Model, resolved: Resolved) -> int:
+        """Read and fill the drafter. Modules of multi-token prediction may lie in the target's own checkpoint."""
+        config, dtype = self._config, getattr(torch, resolved.dtype)
+        folder = find_model(config.model or resolved.model, config.revision)
+        draft = read_drafter(folder, config.method, target.arch)
+        self._drafters = build_drafters(draft, target, dtype)
+        size = sum(weight_bytes(drafter, resolved) for drafter in self._drafters)
+        for drafter in self._drafters:
+            device, seed = torch.device(resolved.device), resolved.seed
+            fill_model(drafter, folder, resolved.quantization, resolved.load_format, device=device, seed=seed)
+        self.taps = tuple(self._drafters[0].taps) or (target.arch.num_layers,)
+        self.layer_specs = [spec for drafter in self._drafters for spec in drafter.layer_specs]
+        return size
+
+    def allocate(self, batches: DraftBatches) -> None:
+        """See Speculator."""
+        self._batches = batches
+        self._sampler = DraftSampler(self._config, batches)
+
+    def propose(self, step: DraftStep) -> None:
+        """See Speculator. Entries are stored whether drafts are asked for or not: later ones read them."""
+        drafters, batches, last = self._drafters, self._batches, step.last_accepted()
+        *before, drafter = drafters
+        states, drafts = drafters[0].begin(step.taps), step.tokens_behind(1)[:0]
+        for number, module in enumerate(before):
+            with forward_context(self._own(batches.again(step), number)):
+                states = module.forward(step.tokens_behind(1 + number), states)
+            if number < step.num_drafts:
+                drafts = self._draw(step, module, states.index_select(0, last), number)
+        number = len(before)
+        tokens = step.tokens_behind(1 + number)
+        with forward_context(self._own(batches.again(step), number)):
+            drafter.store(tokens, states)
+        own = states.index_select(0, last)
+        for place in range(number, step.num_drafts):
+            first = place == number
+            _, context = batches.last(step) if first else batches.next(step, place - number - 1)
+            with forward_context(self._own(context, number)):
+                own = drafter.forward(tokens.index_select(0, last) if first else drafts, own)
+            drafts = self._draw(step, drafter, own, place)
+
+    def _own(self, context: ForwardContext, number: int) -> ForwardContext:
+        """A pass of module `number`, whose layers are numbered from 0."""
+        layers = self._layers.get(number)
+        if layers is None:
+            before = sum(len(drafter.layer_specs) for drafter in self._drafters[:number])
+            first = len(context.layers) - len(self.layer_specs) + before
+            layers = self._layers[number] = context.layers[first : first + len(self._drafters[number].layer_specs)]
+        return dataclasses.replace(context, layers=layers)
+
+    def _draw(self, step: DraftStep, drafter: Drafter, states: torch.Tensor, place: int) -> torch.Tensor:
+        """Drafts number `place` of all rows, which are written."""
+        drafts = self._sampler.draw(step, drafter.logits(states), drafter, place)
+        step.write(place, drafts)
+        return drafts

@@ -1,0 +1,252 @@
+"""Drafters that read hidden states, against plain float32 loops and transformers' modules: within 1e-4."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import functional
+
+from loading import load_model
+from model_rig import Rig, make_reference
+from octavo.attention.base import ForwardContext, forward_context
+from octavo.checkpoint.config_reader.checkpoint import read_arch
+from octavo.checkpoint.drafters import build_drafters, read_drafter
+from octavo.checkpoint.loader import fill_model
+from octavo.models.drafters import Drafter
+
+SIZE, HEADS, KV_HEADS, HEAD, INNER, VOCAB, DRAFT_VOCAB = 64, 4, 2, 16, 96, 199, 61
+LENGTH = 23
+TOLERANCE = 1e-4
+HEAD_CONFIG = {
+    "hidden_size": SIZE,
+    "intermediate_size": INNER,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "num_hidden_layers": 1,
+    "vocab_size": VOCAB,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 2048,
+    "hidden_act": "silu",
+    "torch_dtype": "float32",
+}
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A Llama of four layers."""
+    folder = tmp_path_factory.mktemp("target")
+    make_reference("llama").save_pretrained(folder)
+    return load_model(read_arch(folder), folder, torch.float32)
+
+
+def head_weights(prefix: str, in_size: int) -> dict[str, torch.Tensor]:
+    """Of one Llama layer."""
+    shapes = {
+        "self_attn.q_proj.weight": (HEADS * HEAD, in_size),
+        "self_attn.k_proj.weight": (KV_HEADS * HEAD, in_size),
+        "self_attn.v_proj.weight": (KV_HEADS * HEAD, in_size),
+        "self_attn.o_proj.weight": (SIZE, HEADS * HEAD),
+        "post_attention_layernorm.weight": (SIZE,),
+        "mlp.gate_proj.weight": (INNER, SIZE),
+        "mlp.up_proj.weight": (INNER, SIZE),
+        "mlp.down_proj.weight": (SIZE, INNER),
+    }
+    return {prefix + name: random(*shape) for name, shape in shapes.items()}
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape) * shape[-1] ** -0.5 if len(shape) > 1 else 1 + 0.2 * torch.randn(shape)
+
+
+def write(folder: Path, config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Path:
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+def load(folder: Path, method: str, target: Any) -> list[Drafter]:
+    found = build_drafters(read_drafter(folder, method, target.arch), target, torch.float32)
+    for one in found:
+        fill_model(one, folder)  # type: ignore[arg-type]
+    return found
+
+
+class DraftRig(Rig):
+    """A drafter with a cache, run by hand; its context has its own layers."""
+
+    @torch.inference_mode()
+    def enter(self, tokens: torch.Tensor, states: torch.Tensor, *, attend: bool = True) -> torch.Tensor:
+        """The next entries of one row."""
+        chunks = {"row": tokens.tolist()}
+        inputs = [self._inputs(group, chunks) for group in range(len(self.groups))]
+        start = self.lengths.get("row", 0)
+        context = ForwardContext(
+            layers=self.layers, tables=self.tables, positions=torch.arange(start, start + len(tokens))
+        )
+        for table, own in zip(self.tables, inputs, strict=True):
+            table.prepare(own, for_capture=False)
+        self.lengths["row"] = start + len(tokens)
+        with forward_context(context):
+            if attend:
+                return self.model.forward(tokens, states)
+            self.model.store(tokens, states)
+        return states[:0]
+
+
+def norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5) -> torch.Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def attend(weights: dict[str, torch.Tensor], prefix: str, x: torch.Tensor) -> torch.Tensor:
+    """Causal grouped-query attention with rotary positions, one query at a time."""
+    q, k, v = (functional.linear(x, weights[f"{prefix}self_attn.{name}_proj.weight"]) for name in "qkv")
+    angles = torch.outer(torch.arange(len(x)).float(), 1e4 ** -(torch.arange(0, HEAD, 2) / HEAD))
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+
+    def turn(h: torch.Tensor) -> torch.Tensor:
+        left, right = h.unflatten(1, (-1, HEAD)).chunk(2, dim=-1)
+        return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
+
+    q, k, v = turn(q), turn(k), v.unflatten(1, (-1, HEAD))
+    seen = torch.zeros(len(x), HEADS, HEAD)
+    for place in range(len(x)):
+        for head in range(HEADS):
+            own = head // (HEADS // KV_HEADS)
+            scores = k[: place + 1, own] @ q[place, head] * HEAD**-0.5
+            seen[place, head] = torch.softmax(scores, 0) @ v[: place + 1, own]
+    return functional.linear(seen.flatten(1), weights[f"{prefix}self_attn.o_proj.weight"])
+
+
+def mlp(weights: dict[str, torch.Tensor], prefix: str, x: torch.Tensor) -> torch.Tensor:
+    h = norm(x, weights[f"{prefix}post_attention_layernorm.weight"])
+    gate, up = (functional.linear(h, weights[f"{prefix}mlp.{name}_proj.weight"]) for name in ("gate", "up"))
+    return functional.linear(functional.silu(gate) * up, weights[f"{prefix}mlp.down_proj.weight"])
+
+
+def agrees(drafter: Any, tokens: torch.Tensor, states: torch.Tensor, expected: torch.Tensor) -> None:
+    """Whole, and a part stored before the rest: the same states."""
+    assert expected.abs().max() > 0.5, "states too small to tell right from wrong"
+    for backend in ("reference", "cpu"):
+        assert (DraftRig(drafter, backend).enter(tokens, states) - expected).abs().max() <= TOLERANCE
+        rig = DraftRig(drafter, backend)
+        rig.enter(tokens[:17], states[:17], attend=False)
+        rest = [rig.enter(tokens[i : i + 1], states[i : i + 1]) for i in range(17, len(tokens))]
+        assert (torch.cat(rest) - expected[17:]).abs().max() <= TOLERANCE
+
+
+def embedded(target: Any, tokens: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = target.embedding.forward(tokens)
+    return found
+
+
+@pytest.mark.parametrize("normed", [False, True], ids=["published", "norm-before-residual"])
+def test_eagle3_equals_a_plain_loop(target: Any, tmp_path: Path, normed: bool) -> None:
+    torch.manual_seed(3)
+    ids = torch.randperm(VOCAB)[:DRAFT_VOCAB].sort().values
+    known = torch.zeros(VOCAB, dtype=torch.bool)
+    known[ids] = True
+    weights = {
+        **head_weights("midlayer.", 2 * SIZE),
+        "midlayer.input_layernorm.weight": random(SIZE),
+        "midlayer.hidden_norm.weight": random(SIZE),
+        "fc.weight": random(SIZE, 3 * SIZE),
+        "norm.weight": random(SIZE),
+        "lm_head.weight": random(DRAFT_VOCAB, SIZE),
+        "d2t": ids - torch.arange(DRAFT_VOCAB),
+        "t2d": known,
+    }
+    config = {**HEAD_CONFIG, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": DRAFT_VOCAB}
+    folder = write(tmp_path, {**config, "norm_before_residual": normed}, weights)
+    draft = read_drafter(folder, "eagle3", target.arch)
+    assert draft.taps == (2, 2, 1), "near the bottom, the middle and the top of four layers"
+    (drafter,) = load(folder, "eagle3", target)
+    tokens, taps = torch.randint(VOCAB, (LENGTH,)), torch.randn(LENGTH, 3 * SIZE)
+    states = functional.linear(taps, weights["fc.weight"])
+    assert (drafter.begin(taps) - states).abs().max() <= TOLERANCE
+    h = norm(states, weights["midlayer.hidden_norm.weight"])
+    both = torch.cat([norm(embedded(target, tokens), weights["midlayer.input_layernorm.weight"]), h], dim=-1)
+    x = (h if normed else states) + attend(weights, "midlayer.", both)
+    expected = x + mlp(weights, "midlayer.", x)
+    agrees(drafter, tokens, states, expected)
+    logits = functional.linear(norm(expected, weights["norm.weight"]), weights["lm_head.weight"])
+    found = drafter.logits(expected)
+    assert found.dtype == torch.float32
+    assert (found - logits).abs().max() <= TOLERANCE
+    assert drafter.token_ids(logits.argmax(-1)).equal(ids[logits.argmax(-1)])
+
+
+@pytest.mark.parametrize("brings", [False, True], ids=["target's embedding", "own embedding and bias"])
+def test_eagle_equals_a_plain_loop(target: Any, tmp_path: Path, brings: bool) -> None:
+    torch.manual_seed(4)
+    weights = {**head_weights("layers.0.", SIZE), "fc.weight": random(SIZE, 2 * SIZE)}
+    if brings:
+        weights |= {"embed_tokens.weight": random(VOCAB, SIZE), "fc.bias": 0.1 * torch.randn(SIZE)}
+    (drafter,) = load(write(tmp_path, {**HEAD_CONFIG, "architectures": ["LlamaForCausalLM"]}, weights), "eagle", target)
+    tokens, states = torch.randint(VOCAB, (LENGTH,)), torch.randn(LENGTH, SIZE)
+    words = weights["embed_tokens.weight"][tokens] if brings else embedded(target, tokens)
+    x = functional.linear(torch.cat([words, states], dim=-1), weights["fc.weight"], weights.get("fc.bias"))
+    x = x + attend(weights, "layers.0.", x)
+    expected = x + mlp(weights, "layers.0.", x)
+    agrees(drafter, tokens, states, expected)
+    assert drafter.logits(expected).equal(target.head.forward(expected))
+    assert drafter.begin(states) is states
+
+
+@pytest.mark.parametrize("family", ["deepseek3", "qwen3", "qwen3-moe", "glm4"])
+@pytest.mark.parametrize("under_mtp", [False, True], ids=["behind the layers", "under mtp"])
+def test_mtp_equals_transformers(family: str, under_mtp: bool, tmp_path: Path) -> None:
+    """A module is one more layer of the target's kind: here one is made of a model that has a layer more."""
+    from transformers.modeling_layers import MtpModel
+
+    longer = make_reference(family, num_hidden_layers=3)
+    longer.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
+    weights = load_file(tmp_path / "model.safetensors")
+    torch.manual_seed(5)
+    own = {
+        "enorm.weight": random(SIZE),
+        "hnorm.weight": random(SIZE),
+        "eh_proj.weight": random(SIZE, 2 * SIZE),
+        "shared_head.norm.weight": random(SIZE),
+    }
+    if under_mtp:
+        names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+        weights = {name.replace("model.layers.2.", "mtp.layers.0."): value for name, value in weights.items()}
+        weights |= {f"mtp.{name}.weight": value for name, value in zip(names, own.values(), strict=True)}
+    else:
+        weights |= {f"model.layers.2.{name}": value for name, value in own.items()}
+    for kept in ("layer_types", "mlp_layer_types"):
+        if kept in config:
+            config[kept] = config[kept][:2]
+    write(tmp_path, config, weights)
+    arch = read_arch(tmp_path)
+    target = load_model(arch, None, torch.float32, load_format="dummy")
+    (drafter,) = load(tmp_path, "mtp", target)
+    tokens, states = torch.randint(VOCAB, (LENGTH,)), torch.randn(LENGTH, SIZE)
+
+    longer.config.num_mtp_layers = 1
+    for kept in ("layer_types", "mlp_layer_types"):
+        if getattr(longer.config, kept, None) is not None:
+            setattr(longer.config, f"mtp_{kept}", getattr(longer.config, kept)[-1:])
+    reference = MtpModel(longer, 1).eval()
+    module = reference.layers[0]
+    module.mtp_block.load_state_dict(longer.model.layers[2].state_dict())
+    with torch.no_grad():
+        for part, value in zip(
+            (module.enorm, module.hnorm, module.eh_proj, module.post_norm), own.values(), strict=True
+        ):
+            part.weight.copy_(value)
+        positions = torch.arange(LENGTH)[None] + 1
+        expected = reference.forward_layer(
+            0, states[None], positions, None, inputs_embeds=embedded(target, tokens)[None]
+        )
+    agrees(drafter, tokens, states, expected[0])
+    assert drafter.logits(expected[0]).equal(target.logits(expected[0]))
