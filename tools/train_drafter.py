@@ -47,14 +47,14 @@ BUNDLED = Path(__file__).parents[1] / "src" / "octavo" / "assets" / "octavo-tiny
 class Recipe:
     """How a drafter is trained. Steps take a batch of the corpus and one of the target's own text in turn."""
 
-    seconds: float = 35.0  # of training, at most; the learning rate falls with whichever is nearer, time or steps
+    seconds: float = 40.0  # of training, at most; the learning rate falls with whichever is nearer, time or steps
     steps: int = 4000
     corpus: tuple[int, int] = (32, 1024)  # windows, and tokens of each
     own: tuple[int, int] = (96, 320)
     rounds: int = 8  # of text that the target writes, each of `writers` sequences
     writers: int = 2048
     depth: int = 5  # entries of a chain
-    draft_vocab: int = 2048
+    draft_vocab: int = 3072
     muon_lr: float = 0.02
     adam_lr: float = 0.002
     weight_decay: float = 0.05

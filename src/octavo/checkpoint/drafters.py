@@ -17,25 +17,26 @@ from octavo.checkpoint.config_reader.drafters import read_head, read_modules
 from octavo.checkpoint.config_reader.fields import read_json
 from octavo.checkpoint.safetensors import Checkpoint
 from octavo.models.causal_lm import CausalLM
-from octavo.models.drafters import DRAFTERS, Drafter
+from octavo.models.drafters import DRAFTERS, DraftHead
 
 if TYPE_CHECKING:
     from octavo.models.base import Model
 
 
-def read_drafter(folder: Path, method: str, target: Arch) -> DraftArch:
-    """The facts of the drafter in `folder`, of method eagle, eagle3 or mtp, for a target."""
-    path = folder / "config.json"
-    checkpoint = Checkpoint(folder)
-    names = list(checkpoint.entries)
-    checkpoint.close()
+def read_drafter(folder: Path, method: str, target: Arch, load_format: str = "auto") -> DraftArch:
+    """The facts of the drafter in `folder`, of method eagle, eagle3 or mtp, for a target. load_format: fill_model's."""
+    path, names = folder / "config.json", list[str]()
+    if load_format != "dummy":
+        checkpoint = Checkpoint(folder)
+        names = list(checkpoint.entries)
+        checkpoint.close()
     if method == "mtp":
         return read_modules(read_json(path), str(path), target, names)
     return read_head(read_json(path), str(path), method, target, names)
 
 
-def build_drafters(draft: DraftArch, target: Model, dtype: torch.dtype) -> list[Drafter]:
-    """On the meta device, to be filled by `octavo.checkpoint.loader.fill_model`: one, but of mtp perhaps several modules.
+def build_drafters(draft: DraftArch, target: Model, dtype: torch.dtype) -> list[DraftHead]:
+    """On the meta device, to be filled by `checkpoint.loader.fill_model`: one, but of mtp perhaps several modules.
 
     They reach as far as the target does. Raises ValueError for a target whose ends are not those of
     octavo.models.causal_lm.CausalLM: its embedding and its head are the drafter's as well.
@@ -48,5 +49,5 @@ def build_drafters(draft: DraftArch, target: Model, dtype: torch.dtype) -> list[
     draft = dataclasses.replace(draft, arch=arch)
     kind = DRAFTERS.resolve(draft.method)
     if draft.method != "mtp":
-        return [cast(Drafter, kind(draft, target, dtype))]
-    return [cast(Drafter, kind(draft, target, dtype, number)) for number in range(draft.num_modules)]
+        return [cast(DraftHead, kind(draft, target, dtype))]
+    return [cast(DraftHead, kind(draft, target, dtype, number)) for number in range(draft.num_modules)]

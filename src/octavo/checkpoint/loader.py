@@ -27,7 +27,7 @@ from octavo.checkpoint.safetensors import DTYPES, INTEGER_DTYPES, Checkpoint
 from octavo.config.engine_config import Resolved
 from octavo.layers.base import Layer, WeightForm
 from octavo.models import ARCHITECTURES
-from octavo.models.base import Model
+from octavo.models.base import Loadable, Model
 from octavo.ops.finite import is_finite
 from octavo.startup.memory_plan import matrix_dtype
 
@@ -64,7 +64,7 @@ def build_model(arch: Arch, dtype: torch.dtype) -> Model:
         raise ValueError(f"the model {arch.name} cannot be made: {reason}") from error
 
 
-def weight_bytes(model: Model, resolved: Resolved) -> int:
+def weight_bytes(model: Loadable, resolved: Resolved) -> int:
     """Bytes that the parameters of a model of `build_model` will take in memory."""
     form = WeightForm(
         matrix_dtype=getattr(torch, matrix_dtype(model.arch, resolved)),
@@ -77,7 +77,7 @@ def weight_bytes(model: Model, resolved: Resolved) -> int:
 
 
 def fill_model(
-    built: Model,
+    built: Loadable,
     folder: Path | None,
     quantization: str | None = None,
     load_format: str = "auto",
@@ -215,10 +215,10 @@ def _fill_from_folder(
     """Stream a folder's tensors, in the order in which they lie in their files."""
     checkpoint = Checkpoint(folder)
     try:
-        checkpoint.rename(cast(Model, model).other_prefixes)
-        checkpoint.unstack(cast(Model, model).stacked_weights)
+        checkpoint.rename(cast(Loadable, model).other_prefixes)
+        checkpoint.unstack(cast(Loadable, model).stacked_weights)
         targets = dict(weight_targets(model))
-        _check_fit(checkpoint, targets, cast(Model, model).ignored_weights, folder)
+        _check_fit(checkpoint, targets, cast(Loadable, model).ignored_weights, folder)
         stored: dict[str, set[str]] = {}
         for name, target in targets.items():
             stored.setdefault(target.parameter, set()).add(checkpoint.entries[name].dtype)
@@ -246,7 +246,7 @@ def _fill_from_folder(
 
 def weight_targets(model: nn.Module) -> Iterator[tuple[str, Target]]:
     """(checkpoint name, where it goes) for every tensor the model needs: its weight map read backwards."""
-    names = {target: name for name, target in cast(Model, model).weight_map.items()}
+    names = {target: name for name, target in cast(Loadable, model).weight_map.items()}
     for path, parameter in model.named_parameters():
         pattern = ".".join("*" if part.isdigit() else part for part in path.split("."))
         numbers = [part for part in path.split(".") if part.isdigit()]

@@ -15,8 +15,27 @@ from octavo.config.settings import ConfigError, did_you_mean
 FIELD = "speculative_config"
 MAX_DRAFTS = 16
 # Keys beside `method` and `num_speculative_tokens` that each method takes.
-_OF_MODELS = ("model", "revision", "draft_sample_method", "draft_tensor_parallel_size")
-METHODS: dict[str, tuple[str, ...]] = {"ngram": ("prompt_lookup_min", "prompt_lookup_max")}
+_OF_MODELS = ("model", "revision", "draft_sample_method", "draft_noise", "draft_tensor_parallel_size")
+METHODS: dict[str, tuple[str, ...]] = {
+    "ngram": ("prompt_lookup_min", "prompt_lookup_max"),
+    "draft_model": _OF_MODELS,
+    "eagle": _OF_MODELS,
+    "eagle3": _OF_MODELS,
+    "mtp": _OF_MODELS,
+}
+_NEED_MODEL = ("draft_model", "eagle", "eagle3")  # modules of mtp may lie in the target's own checkpoint
+_ALIASES = {  # other names of vLLM's
+    "deepseek_mtp": "mtp",
+    "glm4_moe_mtp": "mtp",
+    "qwen3_next_mtp": "mtp",
+    "ngram_gpu": "ngram",
+}
+_REFUSED_METHODS = {
+    "dflash": "its drafter attends to a block of places at once, in no order, which no drafter here does",
+    "medusa": "its heads draft without a cache, each by itself: EAGLE heads have taken their place",
+    "mlp_speculator": "its heads draft without a cache: EAGLE heads have taken their place",
+    "suffix": "it looks drafts up on the host, between steps: ngram does on the device",
+}
 _COMMON = ("method", "num_speculative_tokens", "rejection_sample_method", "adaptive_depth")
 _ALL = (*_COMMON, *_OF_MODELS, "prompt_lookup_min", "prompt_lookup_max", "options")
 _EQUAL = "drafts are verified by equality with the token that plain decoding draws, so that no bit changes"
@@ -44,7 +63,8 @@ class SpeculativeConfig:
     num_speculative_tokens: int = 0  # K
     model: str | None = None  # folder or name of the drafter's checkpoint
     revision: str | None = None
-    draft_sample_method: str = "greedy"  # greedy: the likeliest token; probabilistic: drawn, with the target's noise
+    draft_sample_method: str = "probabilistic"  # drawn, with the target's noise; greedy: the likeliest token
+    draft_noise: float = 0.5  # how much of the target's noise a drawn draft has: 1 is all, 0 the likeliest token
     prompt_lookup_min: int = 1  # tokens of the shortest and longest run that is looked up
     prompt_lookup_max: int = 4
     adaptive_depth: bool = True  # fewer drafts for rows that accept few, and where many rows run
@@ -61,7 +81,9 @@ def read_speculative(given: Mapping[str, Any]) -> SpeculativeConfig:
     method = given.get("method", "draft_model" if "model" in given else None)
     if not isinstance(method, str) or not method:
         raise _refuse("method", method, f"must be one of {', '.join(METHODS)}, or package.module:Class")
-    outside = ":" in method
+    outside, method = ":" in method, _ALIASES.get(method, method)
+    if method in _REFUSED_METHODS:
+        raise _refuse("method", method, _REFUSED_METHODS[method], f"known: {', '.join(METHODS)}")
     if not outside and method not in METHODS:
         hint = did_you_mean(method, METHODS) or f"known: {', '.join(METHODS)}, or package.module:Class"
         raise _refuse("method", method, "unknown method", hint)
@@ -74,6 +96,8 @@ def read_speculative(given: Mapping[str, Any]) -> SpeculativeConfig:
             raise _refuse(str(key), value, "unknown key", hint)
         if key not in taken:
             raise _refuse(key, value, f"method {method} has no use for it", f"it takes {', '.join(taken)}")
+    if method in _NEED_MODEL and "model" not in given:
+        raise _refuse("method", method, f"{method} needs a model, the folder or name of its checkpoint", "set model")
     _check_samplers(given)
     _check_bool(given, "adaptive_depth")
     for key in ("model", "revision"):
@@ -90,7 +114,8 @@ def read_speculative(given: Mapping[str, Any]) -> SpeculativeConfig:
         num_speculative_tokens=_whole(given, "num_speculative_tokens", None, 1, MAX_DRAFTS),
         model=given.get("model"),
         revision=given.get("revision"),
-        draft_sample_method=given.get("draft_sample_method", "greedy"),
+        draft_sample_method=given.get("draft_sample_method", "probabilistic"),
+        draft_noise=_share(given, "draft_noise", 0.5),
         prompt_lookup_min=lowest,
         prompt_lookup_max=highest,
         adaptive_depth=given.get("adaptive_depth", True),
@@ -116,6 +141,13 @@ def _whole(given: Mapping[str, Any], key: str, default: int | None, low: int, hi
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise _refuse(key, value, f"must be a whole number from {low} to {high}")
     return value
+
+
+def _share(given: Mapping[str, Any], key: str, default: float) -> float:
+    value = given.get(key, default)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1:
+        raise _refuse(key, value, "must be a number from 0 to 1")
+    return float(value)
 
 
 def _check_bool(given: Mapping[str, Any], key: str) -> None:

@@ -20,11 +20,8 @@ WeightMap = dict[str, tuple[str, str]]
 the same one on both sides, in order. Entries for parameters that a model does not have (biases) are allowed."""
 
 
-class Model(Protocol):
-    """A decoder built on the meta device, to be filled by `octavo.checkpoint.loader.fill_model`.
-
-    It asks of a step no more than tokens, positions and, in its attention layers, the ForwardContext.
-    """
+class Loadable(Protocol):
+    """What is built on the meta device, to be filled by `octavo.checkpoint.loader.fill_model`: a tree of layers."""
 
     arch: Arch
     layer_specs: Sequence[LayerSpec]  # per layer
@@ -34,6 +31,13 @@ class Model(Protocol):
     # each expert's rows are called, in order, with a second `*` for the expert
     stacked_weights: Mapping[str, Sequence[str]]
     other_prefixes: Mapping[str, str]  # by which some checkpoints begin names -> what these maps begin them by
+
+
+class Model(Loadable, Protocol):
+    """A decoder.
+
+    It asks of a step no more than tokens, positions and, in its attention layers, the ForwardContext.
+    """
 
     def __init__(self, arch: Arch, dtype: torch.dtype) -> None:
         """`dtype`: of activations, and of weights before packing."""

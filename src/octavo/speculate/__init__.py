@@ -19,7 +19,17 @@ if TYPE_CHECKING:
     from octavo.models.base import Model
     from octavo.speculate.step import DraftBatches, DraftStep
 
-SPECULATORS = Registry("speculative method", {"ngram": "octavo.speculate.ngram:NgramSpeculator"})
+_HEAD = "octavo.speculate.head:HeadSpeculator"
+SPECULATORS = Registry(
+    "speculative method",
+    {
+        "ngram": "octavo.speculate.ngram:NgramSpeculator",
+        "draft_model": "octavo.speculate.draft_model:DraftModelSpeculator",
+        "eagle": _HEAD,
+        "eagle3": _HEAD,
+        "mtp": _HEAD,
+    },
+)
 
 
 class Speculator(Protocol):

@@ -60,13 +60,14 @@ class DraftModelSpeculator:
         size = weight_bytes(self._model, resolved)
         device = torch.device(resolved.device)
         fill_model(self._model, folder, resolved.quantization, resolved.load_format, device=device, seed=resolved.seed)
+        self._vocab_size = arch.vocab_size
         self.layer_specs = tuple(self._model.layer_specs)
         return size
 
     def allocate(self, batches: DraftBatches) -> None:
         """See Speculator."""
         self._batches = batches
-        self._sampler = DraftSampler(self._config, batches)
+        self._sampler = DraftSampler(self._config, batches, self._vocab_size)
 
     def token_ids(self, places: torch.Tensor) -> torch.Tensor:
         """The vocabulary is the target's."""
@@ -102,7 +103,9 @@ def _check_tokenizers(name: str, folder: Path, target: Path) -> None:
     own, other = (_vocabulary(read_json(path)) for path in paths)
     differing = sorted(token for token in own.keys() & other.keys() if own[token] != other[token])
     if differing:
-        raise _refuse(name, f"token {differing[0]} is {own[differing[0]]!r}, and {other[differing[0]]!r} of the target's")
+        raise _refuse(
+            name, f"token {differing[0]} is {own[differing[0]]!r}, and {other[differing[0]]!r} of the target's"
+        )
 
 
 def _vocabulary(tokenizer: Mapping[str, Any]) -> dict[int, str]:

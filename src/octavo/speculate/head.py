@@ -27,7 +27,7 @@ from octavo.speculate.draw import DraftSampler
 if TYPE_CHECKING:
     from octavo.config.engine_config import Resolved
     from octavo.models.base import Model
-    from octavo.models.drafters import Drafter
+    from octavo.models.drafters import DraftHead
     from octavo.speculate.step import DraftBatches, DraftStep
 
 
@@ -42,19 +42,20 @@ class HeadSpeculator:
         self.num_drafts = config.num_speculative_tokens
         self.taps: Sequence[int] = ()
         self.layer_specs: Sequence[LayerSpec] = ()
-        self._drafters: list[Drafter] = []
+        self._drafters: list[DraftHead] = []
         self._layers: dict[int, Sequence[LayerContext]] = {}  # of each module, made once
 
     def load(self, target: Model, resolved: Resolved) -> int:
         """Read and fill the drafter. Modules of multi-token prediction may lie in the target's own checkpoint."""
         config, dtype = self._config, getattr(torch, resolved.dtype)
         folder = find_model(config.model or resolved.model, config.revision)
-        draft = read_drafter(folder, config.method, target.arch)
+        draft = read_drafter(folder, config.method, target.arch, resolved.load_format)
         self._drafters = build_drafters(draft, target, dtype)
         size = sum(weight_bytes(drafter, resolved) for drafter in self._drafters)
         for drafter in self._drafters:
             device, seed = torch.device(resolved.device), resolved.seed
             fill_model(drafter, folder, resolved.quantization, resolved.load_format, device=device, seed=seed)
+        self._vocab_size = target.arch.vocab_size
         self.taps = tuple(self._drafters[0].taps) or (target.arch.num_layers,)
         self.layer_specs = [spec for drafter in self._drafters for spec in drafter.layer_specs]
         return size
@@ -62,7 +63,7 @@ class HeadSpeculator:
     def allocate(self, batches: DraftBatches) -> None:
         """See Speculator."""
         self._batches = batches
-        self._sampler = DraftSampler(self._config, batches)
+        self._sampler = DraftSampler(self._config, batches, self._vocab_size)
 
     def propose(self, step: DraftStep) -> None:
         """See Speculator. Entries are stored whether drafts are asked for or not: later ones read them."""
@@ -81,7 +82,7 @@ class HeadSpeculator:
         own = states.index_select(0, last)
         for place in range(number, step.num_drafts):
             first = place == number
-            _, context = batches.last(step) if first else batches.next(step, place - number - 1)
+            context = batches.last(step) if first else batches.next(step, place - number - 1)[1]
             with forward_context(self._own(context, number)):
                 own = drafter.forward(tokens.index_select(0, last) if first else drafts, own)
             drafts = self._draw(step, drafter, own, place)
@@ -95,7 +96,7 @@ class HeadSpeculator:
             layers = self._layers[number] = context.layers[first : first + len(self._drafters[number].layer_specs)]
         return dataclasses.replace(context, layers=layers)
 
-    def _draw(self, step: DraftStep, drafter: Drafter, states: torch.Tensor, place: int) -> torch.Tensor:
+    def _draw(self, step: DraftStep, drafter: DraftHead, states: torch.Tensor, place: int) -> torch.Tensor:
         """Drafts number `place` of all rows, which are written."""
         drafts = self._sampler.draw(step, drafter.logits(states), drafter, place)
         step.write(place, drafts)

@@ -49,6 +49,22 @@ class DraftStep:
         """[R] int64: the known tokens of each row."""
         return self.table.total_len.index_select(0, self.batch.rows).to(torch.int64)
 
+    def last_accepted(self) -> torch.Tensor:
+        """[R] int64: which of the T tokens is the last one of each row that counts, behind which its drafts go on."""
+        batch = self.batch
+        rejected = batch.seq_lens - self.table.num_computed.index_select(0, batch.rows)
+        last = torch.maximum(batch.query_start[1:] - 1 - rejected, batch.query_start[:-1])
+        return last.clamp(max=batch.total_tokens - 1).to(torch.int64)
+
+    def tokens_behind(self, distance: int) -> torch.Tensor:
+        """[T] int64: the tokens so many places behind the step's own, known ones or drafts; behind those anything."""
+        batch, width = self.batch, self.table.token_ids.shape[1]
+        number = torch.arange(batch.total_tokens, dtype=torch.int32, device=batch.rows.device)
+        entry = torch.searchsorted(batch.query_start[1:], number, right=True).clamp(max=batch.num_rows - 1)
+        at = (batch.positions + distance).clamp(max=width - 1)
+        cells = batch.rows.index_select(0, entry) * width + at
+        return self.table.token_ids.view(-1).index_select(0, cells).to(torch.int64)
+
     def write(self, place: int, drafts: torch.Tensor) -> None:
         """Write drafts [R] int64, ids of the vocabulary, as the rows' drafts number `place`, from 0 on.
 
@@ -81,11 +97,14 @@ class DraftBatches:
         block_tables: list[torch.Tensor],
         limits: StepLimits,
         prepare: Prepare,
+        sampling: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
         """block_tables: a step's, which each pass gathers anew. prepare: of the model state, for the drafter's layers.
 
-        table: the persistent rows, read and never written.
+        table: the persistent rows, read and never written; sampling: temperatures (float32) and seeds (int64) of all
+        rows.
         """
+        self.sampling = sampling
         rows, device = limits.max_num_rows, table.token_ids.device
         self.limits, self.table, self._prepare = limits, table, prepare
         self._block_tables = block_tables
@@ -108,6 +127,10 @@ class DraftBatches:
         """
         return self._prepare(dataclasses.replace(step.batch, logit_tokens=None))
 
+    def last(self, step: DraftStep) -> ForwardContext:
+        """For a pass over the last token of each row that counts, whose entry `again` stored: no slot is written."""
+        return self._one(step, -1)[1]
+
     def next(self, step: DraftStep, offset: int) -> tuple[Batch, ForwardContext]:
         """For a pass over one token of each row: that at its last known place plus `offset`, from 0 on, and its slot.
 
@@ -116,9 +139,12 @@ class DraftBatches:
         offsets, and after `again`: block tables are the last ones that were asked for.
         """
         assert 0 <= offset <= self.limits.max_num_drafts, "a pass behind the last draft"
+        return self._one(step, offset)
+
+    def _one(self, step: DraftStep, offset: int) -> tuple[Batch, ForwardContext]:
         source, rows = step.batch, step.batch.num_rows
         position = step.totals() - 1 + offset
-        live = step.live & (position < self.limits.max_model_len)
+        live = step.live & (position >= 0) & (position < self.limits.max_model_len)
         self._computed.index_copy_(0, source.rows, torch.where(live, position, 0).to(torch.int32))
         batch = Batch(
             max_query_len=1,
@@ -139,5 +165,5 @@ class DraftBatches:
         )
         gather_inputs(batch, dataclasses.replace(self.table, num_computed=self._computed), self._groups)
         for slots in batch.slot_mapping:
-            slots.masked_fill_(~live, -1)
+            slots.masked_fill_(torch.ones_like(live) if offset < 0 else ~live, -1)
         return batch, self._prepare(batch)

@@ -96,7 +96,8 @@ def make_runner(
     backends = make_backends(layer_specs, resolved, plan, pool, fields.data)
     state = DefaultModelState(layer_specs, backends, pool, fields, [table.data for table in tables.tables])
     graphs = GraphPool(_graph_keys(model, resolved, [backend.capability for backend in backends]))
-    batches = DraftBatches(tables, requests.tensors, buffers.block_tables, limits, state.prepare_drafts)
+    prepare, own_tables = state.prepare_drafts, buffers.block_tables
+    batches = DraftBatches(tables, requests.tensors, own_tables, limits, prepare, sampler.tables)
     drafter = make_drafter(speculator, batches, model.arch.hidden_size, getattr(torch, resolved.dtype))
     return Runner(model, state, pool, requests, tables, buffers, sampler, graphs, drafter=drafter)
 

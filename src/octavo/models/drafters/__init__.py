@@ -7,14 +7,12 @@ p + 1 is. Knows no rows and no drafts. Invariant: K and V of an entry follow fro
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
-from octavo.cache.specs import LayerSpec
-from octavo.checkpoint.arch import Arch
-from octavo.models.base import WeightMap
+from octavo.models.base import Loadable
 from octavo.registry import Registry
 
 DRAFTERS = Registry(
@@ -27,14 +25,9 @@ DRAFTERS = Registry(
 )
 
 
-class Drafter(Protocol):
-    """A Model as far as loader and cache are concerned; its layers are numbered from 0, in a context of their own."""
+class DraftHead(Loadable, Protocol):
+    """Its layers are numbered from 0, in a context of their own."""
 
-    arch: Arch
-    layer_specs: Sequence[LayerSpec]
-    weight_map: WeightMap
-    ignored_weights: Sequence[str]
-    other_prefixes: Mapping[str, str]
     taps: Sequence[int]  # it reads the stream behind so many of the target's layers; empty: the last norm's result
 
     def begin(self, given: torch.Tensor) -> torch.Tensor:

@@ -43,9 +43,10 @@ WEIGHT_MAP: WeightMap = {
 
 
 class EagleHead(Layer):
-    """See models.drafters.Drafter."""
+    """See models.drafters.DraftHead."""
 
     ignored_weights: Sequence[str] = ("*.rotary_emb.inv_freq", "lm_head.weight")
+    stacked_weights: Mapping[str, Sequence[str]] = {}
     other_prefixes: Mapping[str, str] = {"model.": ""}
     taps: Sequence[int] = ()
 

@@ -67,9 +67,10 @@ class DraftVocabulary(Layer):
 
 
 class Eagle3Head(Layer):
-    """See models.drafters.Drafter."""
+    """See models.drafters.DraftHead."""
 
     ignored_weights: Sequence[str] = ("t2d", "*.rotary_emb.inv_freq")  # t2d says the same as d2t
+    stacked_weights: Mapping[str, Sequence[str]] = {}
     other_prefixes: Mapping[str, str] = {"layers.0.": "midlayer.", "model.": ""}
 
     def __init__(self, draft: DraftArch, target: CausalLM, dtype: torch.dtype) -> None:

@@ -8,13 +8,14 @@ Qwen3-Next's, under `mtp`. What comes out is normed, and stands where the target
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import nn
 
 from octavo.cache.specs import LayerSpec
-from octavo.checkpoint.arch import DraftArch
+from octavo.checkpoint.arch import Arch, DraftArch
 from octavo.layers.base import Layer
 from octavo.layers.chain import Line, learn
 from octavo.layers.embedding import Embedding, OutputHead
@@ -33,9 +34,10 @@ _UNDER_MTP = {
 
 
 class MtpModule(Layer):
-    """See models.drafters.Drafter. Each module of several is one: they share the target's embedding and head."""
+    """See models.drafters.DraftHead. Each module of several is one: they share the target's embedding and head."""
 
     ignored_weights: Sequence[str] = ("*",)  # of other modules and of the target
+    stacked_weights: Mapping[str, Sequence[str]]
     other_prefixes: Mapping[str, str]
     taps: Sequence[int] = ()
 
@@ -47,10 +49,11 @@ class MtpModule(Layer):
             layers=draft.arch.layers[-1:],
             moe_layers=frozenset({0} if draft.arch.moe_layers else ()),  # a target's first layers alone may be dense
         )
-        alone = type(target)(arch, dtype)  # of one layer: the target's last one
+        family: Callable[[Arch, torch.dtype], CausalLM] = type(target)
+        alone = family(arch, dtype)  # of one layer, like the target's last one
         self.layer_specs: Sequence[LayerSpec] = alone.layer_specs
-        self.rotary, (self.layer,) = alone.rotary, alone.layers
-        self.other_prefixes = target.other_prefixes
+        self.rotary, self.layer = alone.rotary, cast(Layer, alone.layers[0])
+        self.other_prefixes, self.stacked_weights = target.other_prefixes, target.stacked_weights
         size, eps = arch.hidden_size, arch.norm_eps
         offset = target.norm_offset
         self.token_norm, self.state_norm = RMSNorm(size, eps, offset), RMSNorm(size, eps, offset)

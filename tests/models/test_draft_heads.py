@@ -17,7 +17,7 @@ from octavo.attention.base import ForwardContext, forward_context
 from octavo.checkpoint.config_reader.checkpoint import read_arch
 from octavo.checkpoint.drafters import build_drafters, read_drafter
 from octavo.checkpoint.loader import fill_model
-from octavo.models.drafters import Drafter
+from octavo.models.drafters import DraftHead
 
 SIZE, HEADS, KV_HEADS, HEAD, INNER, VOCAB, DRAFT_VOCAB = 64, 4, 2, 16, 96, 199, 61
 LENGTH = 23
@@ -71,7 +71,7 @@ def write(folder: Path, config: dict[str, Any], weights: dict[str, torch.Tensor]
     return folder
 
 
-def load(folder: Path, method: str, target: Any) -> list[Drafter]:
+def load(folder: Path, method: str, target: Any) -> list[DraftHead]:
     found = build_drafters(read_drafter(folder, method, target.arch), target, torch.float32)
     for one in found:
         fill_model(one, folder)  # type: ignore[arg-type]

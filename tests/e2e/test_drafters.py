@@ -1,0 +1,344 @@
+"""Drafters with layers of their own: whatever they draft, outputs have the bits of no drafts, and their caches hold.
+
+A model that drafts for itself drafts what it will say, so any draft that is rejected tells of a wrong entry in the
+drafter's cache: after chunks, prefix hits, preemption, rejected drafts of others, and at the last place of a row.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from octavo.config.engine_config import EngineConfig
+from octavo.device.batch import Batch
+from octavo.frontend.engine import Engine
+from octavo.model_state.default import DefaultModelState
+from octavo.request.outputs import RequestOutput
+from octavo.request.sampling_params import SamplingParams
+from random_models import DEEPSEEK, settings_of, token_prompts
+from test_drafts import EVERYTHING, LONG, PROMPTS, Counts, Job, facts, params, run
+
+K = 4
+ITSELF = {"method": "draft_model", "model": "octavo-tiny", "draft_noise": 1}
+SPEAKERS: dict[str, dict[str, Any]] = {
+    "eagle3": {"method": "eagle3", "model": "octavo-tiny-eagle3"},
+    "mtp": {"method": "mtp", "model": "octavo-tiny-mtp"},
+    "mtp-greedy": {"method": "mtp", "model": "octavo-tiny-mtp", "draft_sample_method": "greedy"},
+    "draft_model": ITSELF,
+}
+
+
+def make(speculative: dict[str, Any] | None, **fields: Any) -> Engine:
+    given = {} if speculative is None else {"num_speculative_tokens": K, "adaptive_depth": False, **speculative}
+    settings = {"dtype": "float32", "device": "cpu", "kv_cache_memory_bytes": 12 << 20, "speculative_config": given}
+    return Engine(EngineConfig(**{**settings, **fields}))
+
+
+def random_head(folder: Path, hidden: int = 256, vocab: int = 4096) -> Path:
+    """An EAGLE-1 head that knows nothing."""
+    generator = torch.Generator().manual_seed(2)
+    shapes = {
+        "fc.weight": (hidden, 2 * hidden),
+        "fc.bias": (hidden,),
+        "layers.0.self_attn.q_proj.weight": (256, hidden),
+        "layers.0.self_attn.k_proj.weight": (128, hidden),
+        "layers.0.self_attn.v_proj.weight": (128, hidden),
+        "layers.0.self_attn.o_proj.weight": (hidden, 256),
+        "layers.0.post_attention_layernorm.weight": (hidden,),
+        "layers.0.mlp.gate_proj.weight": (64, hidden),
+        "layers.0.mlp.up_proj.weight": (64, hidden),
+        "layers.0.mlp.down_proj.weight": (hidden, 64),
+    }
+    save_file(
+        {name: torch.randn(shape, generator=generator) * shape[-1] ** -0.5 for name, shape in shapes.items()},
+        folder / "model.safetensors",
+    )
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": hidden,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "num_hidden_layers": 1,
+        "vocab_size": vocab,
+        "max_position_embeddings": 2048,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def plain(request: pytest.FixtureRequest) -> Iterator[tuple[str, dict[str, Any]]]:
+    """A dtype, and what all features give without drafts."""
+    engine = make(None, dtype=request.param)
+    yield request.param, facts(run(engine, JOBS))
+    engine.close()
+
+
+JOBS: list[Job] = [(PROMPTS[index % len(PROMPTS)], each) for index, each in enumerate(EVERYTHING)]
+
+
+@pytest.mark.parametrize("in_flight", [False, True], ids=["alone", "one in flight"])
+@pytest.mark.parametrize("name", [*SPEAKERS, "eagle"])
+def test_S_2_every_feature_gives_the_bits_of_no_drafts(
+    plain: tuple[str, dict[str, Any]], name: str, in_flight: bool, tmp_path: Path
+) -> None:
+    dtype, expected = plain
+    given = SPEAKERS[name] if name != "eagle" else {"method": "eagle", "model": str(random_head(tmp_path))}
+    engine = make(given, dtype=dtype, async_scheduling=in_flight)
+    counts = Counts(engine)
+    assert facts(run(engine, JOBS)) == expected
+    assert counts.num_drafted > 100
+    if name == "draft_model":
+        assert counts.num_accepted > 0.5 * counts.num_drafted, "features change what it would draw; no wrong entry does"
+    elif name != "eagle":
+        assert counts.num_accepted > 0.04 * counts.num_drafted
+    engine.close()
+
+
+def only_rejected_at_ends(counts: Counts) -> None:
+    """Of a model that drafts for itself: a draft is rejected only where its request had ended."""
+    assert counts.num_drafted > 0
+    assert counts.num_accepted == counts.num_drafted
+
+
+def long_jobs(count: int, **fields: Any) -> list[Job]:
+    """Requests whose prompts begin alike, in pairs; each says a multiple of K + 1 tokens and one, behind its first."""
+    return [
+        (LONG[: 40 + 9 * (index // 2)], params(max_tokens=1 + 5 * (K + 1), seed=index, logprobs=1, **fields))
+        for index in range(count)
+    ]
+
+
+@pytest.mark.parametrize("in_flight", [False, True], ids=["alone", "one in flight"])
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("whole prompts", {}),
+        ("chunks", {"max_num_batched_tokens": 21}),
+        ("small pool", {"max_model_len": 160, "num_gpu_blocks_override": 30, "block_size": 8}),
+        ("rows come and go", {"max_num_seqs": 3}),
+    ],
+)
+def test_S_6_a_model_that_drafts_for_itself_is_never_rejected(
+    name: str, fields: dict[str, Any], in_flight: bool
+) -> None:
+    """So its entries are those of a cold run after chunks, preemption, prefix hits, and in the rows of others."""
+    jobs = long_jobs(8)
+    reference = make(None, **fields)
+    expected = facts(run(reference, jobs))
+    reference.close()
+    engine = make(ITSELF, **fields, async_scheduling=in_flight)
+    counts = Counts(engine)
+    assert facts(run(engine, jobs)) == expected
+    only_rejected_at_ends(counts)
+    if name == "small pool":
+        assert engine.scheduler.num_preemptions > 0
+    assert facts(run(engine, jobs)) == expected, "from the prefix cache"
+    assert engine.scheduler.kv.stats.hits > 0
+    only_rejected_at_ends(counts)
+    engine.close()
+
+
+def accepted_by_step(engine: Engine, prompt: list[int], sampling: SamplingParams) -> tuple[list[int], RequestOutput]:
+    """How many tokens each step behind a prompt gave."""
+    scheduler, found = engine.scheduler, list[int]()
+    update = scheduler.update
+
+    def seen(plan: Any, result: Any) -> Any:
+        found.extend(result.num_sampled.tolist())
+        return update(plan, result)
+
+    scheduler.update = seen  # type: ignore[method-assign]
+    engine.add("one", prompt, sampling)
+    done: list[RequestOutput] = []
+    while engine.has_unfinished:
+        done += engine.step()
+    scheduler.update = update  # type: ignore[method-assign]
+    return found, done[-1]
+
+
+@pytest.mark.parametrize("name", ["eagle3", "mtp", "draft_model"])
+def test_S_6_S_7_a_hit_accepts_what_a_cold_run_does(name: str) -> None:
+    """Step by step; and what drafters of hidden states lose of a hit is its last block, others lose none."""
+    engine, plain = make(SPEAKERS[name], async_scheduling=False), make(None, async_scheduling=False)
+    prompt = engine.tokenizer.encode(LONG)[:70]
+    sampling = params(max_tokens=40, temperature=0.0)
+    cold, first = accepted_by_step(engine, prompt, sampling)
+    warm, second = accepted_by_step(engine, prompt, sampling)
+    assert first.num_cached_tokens == 0 and warm == cold
+    for _ in range(2):
+        _, usual = accepted_by_step(plain, prompt, sampling)
+    assert usual.num_cached_tokens is not None and second.num_cached_tokens is not None
+    assert usual.num_cached_tokens - second.num_cached_tokens == (0 if name == "draft_model" else 16)
+    assert second.outputs[0].token_ids == usual.outputs[0].token_ids
+
+    # another text leaves the prompt at the border of a block: its entries are not those of the first
+    other = [*prompt[:48], *engine.tokenizer.encode("class Tree:\n    def add(self):\n        return")]
+    fresh = make(SPEAKERS[name], async_scheduling=False)
+    expected, _ = accepted_by_step(fresh, other, sampling)
+    assert accepted_by_step(engine, other, sampling)[0] == expected
+    for each in (engine, plain, fresh):
+        each.close()
+
+
+@pytest.mark.parametrize("in_flight", [False, True], ids=["alone", "one in flight"])
+@pytest.mark.parametrize("name", ["eagle3", "mtp", "draft_model"])
+def test_S_5_drafts_end_at_max_model_len(name: str, in_flight: bool) -> None:
+    """Passes at the end of a row write to no slot of another: all rows reach max_model_len, beside each other."""
+    jobs = [(LONG[: 30 + 7 * index], params(max_tokens=None, logprobs=1, seed=index)) for index in range(4)]
+    fields: dict[str, Any] = {"max_model_len": 64}
+    reference = make(None, **fields)
+    expected = facts(run(reference, jobs))
+    reference.close()
+    engine = make(SPEAKERS[name], **fields, async_scheduling=in_flight)
+    counts = Counts(engine)
+    assert facts(run(engine, jobs)) == expected
+    if name == "draft_model":
+        only_rejected_at_ends(counts)
+    engine.close()
+
+
+@pytest.mark.parametrize("name", ["eagle3", "mtp", "draft_model"])
+def test_S_5_M5_5_M5_6_passes_have_exact_bounds_and_read_no_further(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every pass: lengths lie under its bound, that under max_model_len; table entries behind them are not read."""
+    bounds: list[tuple[int, int]] = []
+    prepare = DefaultModelState.prepare_drafts
+
+    def poisoned(self: DefaultModelState, batch: Batch) -> Any:
+        bounds.append((int(batch.seq_lens.max()), batch.max_seq_len))
+        for size, table in zip(self._block_sizes, batch.block_tables, strict=True):
+            for row, length in zip(table, batch.seq_lens.tolist(), strict=True):
+                row[-(-length // size) :] = 1 << 30
+        return prepare(self, batch)
+
+    monkeypatch.setattr(DefaultModelState, "prepare_drafts", poisoned)
+    jobs = [(LONG[: 30 + 7 * index], params(max_tokens=None, logprobs=1, seed=index)) for index in range(4)]
+    engine = make(SPEAKERS[name], max_model_len=64, async_scheduling=False)
+    run(engine, jobs)
+    assert all(longest <= bound <= 64 for longest, bound in bounds)
+    assert min(bound for _, bound in bounds) < 40 and max(bound for _, bound in bounds) == 64
+    engine.close()
+
+
+def test_an_abort_between_drafts_leaves_the_others_bits() -> None:
+    jobs = long_jobs(4)
+    engine = make(SPEAKERS["eagle3"], async_scheduling=True)
+    expected = facts(run(engine, jobs))
+    found = facts(run(engine, jobs, abort="r1"))
+    assert {name: found[name] for name in found if name != "r1"} == {
+        name: expected[name] for name in expected if name != "r1"
+    }
+    engine.close()
+
+
+def latent_modules(folder: Path, count: int) -> dict[str, Any]:
+    """A DeepSeek of random weights, with modules of multi-token prediction behind its layers."""
+    return settings_of({**DEEPSEEK, "num_nextn_predict_layers": count}, folder)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_modules_in_the_targets_own_checkpoint(tmp_path: Path, count: int) -> None:
+    """Latent attention, experts, and one module or two: the bits of no drafts."""
+    fields = latent_modules(tmp_path, count) | {"max_num_batched_tokens": 24, "max_model_len": 160}
+    prompts = [each["prompt_token_ids"] for each in token_prompts(9, 30, 70)]
+    jobs = [(prompt, params(max_tokens=12, logprobs=1, detokenize=False, seed=len(prompt))) for prompt in prompts]
+    reference = make(None, **fields)
+    expected = facts(run(reference, jobs))
+    reference.close()
+    engine = make({"method": "mtp", "num_speculative_tokens": 3}, **fields)
+    counts = Counts(engine)
+    assert facts(run(engine, jobs)) == expected
+    assert counts.num_drafted > 20
+    engine.close()
+
+
+BAD: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
+    "another vocabulary": (
+        lambda folder: {"method": "eagle", "model": str(random_head(folder, vocab=4000))},
+        r"vocab_size=4000.*the target has 4096",
+    ),
+    "another size": (
+        lambda folder: {"method": "eagle", "model": str(random_head(folder, hidden=128))},
+        r"hidden_size=128.*the target has 256",
+    ),
+    "a head of another method": (
+        lambda folder: {"method": "eagle3", "model": str(random_head(folder))},
+        r"architectures=.*LlamaForCausalLMEagle3",
+    ),
+    "no modules": (lambda _: {"method": "mtp"}, r"no modules of multi-token prediction"),
+    "no model": (lambda _: {"method": "eagle3"}, r"eagle3.*model"),
+    "dflash": (lambda _: {"method": "dflash", "model": "x"}, r"dflash"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_S_8_what_does_not_suit_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    given, message = BAD[name]
+    with pytest.raises(ValueError, match=message):
+        make(given(tmp_path))
+
+
+def test_a_drafter_of_other_words_is_refused(model_folder: Path) -> None:
+    path = model_folder / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    one, other = sorted(vocabulary, key=vocabulary.__getitem__)[300:302]
+    vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
+    path.write_text(json.dumps(tokenizer))
+    with pytest.raises(ValueError, match=r"token 300 is .* of the target's"):
+        make({"method": "draft_model", "model": str(model_folder)})
+
+
+@pytest.mark.parametrize(("name", "least"), [("eagle3", 2.4), ("mtp", 2.4)])
+def test_acceptance_on_held_out_code(name: str, least: float, held_out_prompts: list[str]) -> None:
+    """Tokens a step with 4 drafts, greedily: prompts from files that neither target nor drafter was trained on."""
+    jobs: list[Job] = [(prompt, params(temperature=0.0, max_tokens=64)) for prompt in held_out_prompts[:30]]
+    engine = make(SPEAKERS[name], dtype="bfloat16")
+    run(engine, jobs)
+    stats = engine.scheduler.drafting.stats
+    assert 1 + stats.num_accepted_tokens / stats.num_drafts >= least
+    engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", [*SPEAKERS, "eagle"])
+def test_500_requests(name: str, dtype: str, tmp_path: Path, held_out_prompts: list[str]) -> None:
+    """Batches of 1 to 64, chunks, hits, preemption, a step in flight; greedy and sampled."""
+    rng = random.Random(7)
+    jobs: list[Job] = []
+    for index in range(500):
+        prompt = rng.choice(held_out_prompts)[: rng.randint(20, 300)]
+        sampling = params(
+            temperature=rng.choice([0.0, 0.7, 1.0]),
+            top_p=rng.choice([1.0, 0.9]),
+            max_tokens=rng.randint(1, 48),
+            seed=index,
+            logprobs=rng.choice([None, 0, 2]),
+        )
+        jobs.append((prompt, sampling))
+    given = SPEAKERS[name] if name != "eagle" else {"method": "eagle", "model": str(random_head(tmp_path))}
+    pool: dict[str, Any] = {"max_model_len": 512, "num_gpu_blocks_override": 260, "block_size": 16, "dtype": dtype}
+    reference = make(None, **pool)
+    expected = facts(run(reference, jobs))
+    reference.close()
+    engine = make({**given, "adaptive_depth": True}, **pool, max_num_batched_tokens=160, async_scheduling=True)
+    counts = Counts(engine)
+    found: dict[str, Any] = {}
+    for size in (1, 3, 60, 436):
+        first = len(found)
+        part = facts(run(engine, jobs[first : first + size]))
+        found |= {f"r{first + int(key[1:])}": value for key, value in part.items()}
+    assert found == expected
+    assert engine.scheduler.num_preemptions > 0 and engine.scheduler.kv.stats.hits > 0
+    assert counts.num_drafted > 1000
+    engine.close()
