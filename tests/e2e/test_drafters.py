@@ -327,7 +327,7 @@ def test_500_requests(name: str, dtype: str, tmp_path: Path, held_out_prompts: l
         )
         jobs.append((prompt, sampling))
     given = SPEAKERS[name] if name != "eagle" else {"method": "eagle", "model": str(random_head(tmp_path))}
-    pool: dict[str, Any] = {"max_model_len": 512, "num_gpu_blocks_override": 260, "block_size": 16, "dtype": dtype}
+    pool: dict[str, Any] = {"max_model_len": 352, "num_gpu_blocks_override": 40, "block_size": 16, "dtype": dtype}
     reference = make(None, **pool)
     expected = facts(run(reference, jobs))
     reference.close()
