@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from octavo import rl
 from octavo.attention.base import mask_spec_of
-from octavo.bench.engine import SHAPES
+from octavo.bench.shapes import SHAPES
 from octavo.cache.specs import AttentionSpec
 from octavo.ops.backward import activation, norm, rope
 from octavo.ops.backward.attention import Tile, Tiles, attention_backward, tiles_for

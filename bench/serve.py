@@ -27,11 +27,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from octavo.bench.engine import SHAPES
 from octavo.bench.http_client import Client
 from octavo.bench.serve import BACKENDS, Target, first_model, run, wait_ready
 from octavo.bench.serve_data import Sample
 from octavo.bench.serve_result import percentile, summarize
+from octavo.bench.shapes import SHAPES
 
 NUM_REQUESTS, CONCURRENCY, NUM_OUTPUT = 64, 16, 64
 _TINY = Path(__file__).resolve().parents[1] / "src/octavo/assets/octavo-tiny"

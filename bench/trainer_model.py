@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from octavo.bench.engine import SHAPES
+from octavo.bench.shapes import SHAPES
 
 
 def make_model(name: str, seed: int = 0) -> Any:

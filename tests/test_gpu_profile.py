@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.bench.engine import SHAPES
 from octavo.bench.gpu_profile import decode_load, family_of, family_rows, kernels, least_work, prefill_load, table
+from octavo.bench.shapes import SHAPES
 
 FACTS = {
     "hidden_size": 4,

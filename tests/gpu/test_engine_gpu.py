@@ -26,7 +26,7 @@ if not torch.cuda.is_available():
 from inputs_rig import CHECKS
 from insides import runner_of
 from octavo import LLM, SamplingParams
-from octavo.bench.engine import SHAPES
+from octavo.bench.shapes import SHAPES
 from octavo.device.graphs import GraphKey
 from octavo.device.staging import StagedTensor, WriteQueue
 from octavo.ops.compile import launch

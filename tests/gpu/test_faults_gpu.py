@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from octavo import LLM, SamplingParams
-from octavo.bench.engine import SHAPES
+from octavo.bench.shapes import SHAPES
 from octavo.config.engine_config import EngineConfig
 from octavo.request.sampling_params import RequestOutputKind
 from octavo.serve.engine.async_engine import AsyncEngine

@@ -19,7 +19,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 from insides import runner_of
 from matmul_rig import heavy_tailed
 from octavo import LLM, SamplingParams
-from octavo.bench.engine import SHAPES
+from octavo.bench.shapes import SHAPES
 from octavo.ops import sampling as sample
 from octavo.ops.gemm import gpu as matmul
 from octavo.ops.gemm import linear, pack_linear

@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from octavo.bench.engine import SHAPES, dummy_model
+from octavo.bench.engine import dummy_model
+from octavo.bench.shapes import SHAPES
 from octavo.cli.flags import Parser
 from octavo.kv_connector import ConnectorStats
 from octavo.llm import LLM

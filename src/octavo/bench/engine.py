@@ -1,6 +1,6 @@
 """Engine benchmarks: named workloads on named shapes, each figure beside its physical limit.
 
-Owns the workloads and the shapes (dummy weights: good for speed, never for correctness). Measures the machine's limits
+Owns the workloads, on dummy weights (good for speed, never for correctness). Measures the machine's limits
 in the same run. Does not judge. Invariant: the last line of output is one JSON document with everything above it.
 """
 
@@ -20,43 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from octavo.bench import gpu_engine
+from octavo.bench.shapes import SHAPES, layers_of
 from octavo.cli.flags import Parser
 from octavo.llm import LLM
 from octavo.request.sampling_params import SamplingParams
 from octavo.startup import probe
-
-_QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "hidden_act": "silu",
-    "attention_bias": False,
-}
-
-
-def _shape(
-    hidden: int, layers: int, heads: int, kv_heads: int, head: int, ff: int, vocab: int, *, tied: bool
-) -> dict[str, Any]:
-    return _QWEN3 | {
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head,
-        "intermediate_size": ff,
-        "vocab_size": vocab,
-        "tie_word_embeddings": tied,
-    }
-
-
-SHAPES = {
-    "tiny": _shape(256, 4, 4, 2, 64, 768, 4096, tied=True),
-    "0.6b-cpu": _shape(1024, 28, 16, 8, 128, 3072, 32000, tied=True),
-    "0.6b": _shape(1024, 28, 16, 8, 128, 3072, 151936, tied=True),
-    "8b": _shape(4096, 36, 32, 8, 128, 12288, 151936, tied=False),
-}
 
 
 @contextlib.contextmanager
@@ -158,10 +126,8 @@ WORKLOADS = {"throughput": throughput, "latency": latency, "prefix": prefix, "st
 def _flops(shape: str, num_tokens: int, num_logits: int) -> float:
     """Operations of the matrix products: 2 per weight and token, the output projection where tokens are sampled."""
     facts = SHAPES[shape]
-    q_size, kv_size = (facts[key] * facts["head_dim"] for key in ("num_attention_heads", "num_key_value_heads"))
-    layer = facts["hidden_size"] * (2 * q_size + 2 * kv_size + 3 * facts["intermediate_size"])
-    head = facts["hidden_size"] * facts["vocab_size"]
-    return 2.0 * (num_tokens * layer * facts["num_hidden_layers"] + num_logits * head)
+    weights = sum(layer.active for layer in layers_of(facts))
+    return 2.0 * (num_tokens * weights + num_logits * facts["hidden_size"] * facts["vocab_size"])
 
 
 def _host(per_step: dict[str, float]) -> dict[str, float]:
@@ -226,6 +192,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = {"all": list(known), "none": []}.get(arguments.workload, [arguments.workload])
     if not set(names) <= set(known):
         parser.error(f"--workload {names[0]} does not run on {fields['device']}: known are {', '.join(known)}")
+    if arguments.profile and SHAPES[arguments.shape]["model_type"] != "qwen3":
+        parser.error(f"--profile counts the work of Qwen3's layers alone: not of --shape {arguments.shape}")
     document = {"shape": arguments.shape, **fields}
     if on_gpu:
         run = gpu_engine.Run(arguments.shape, SHAPES[arguments.shape], fields, dummy_model)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.bench import gpu_profile
+from octavo.bench.shapes import layers_of
 from octavo.llm import LLM
 from octavo.observe import Phases
 from octavo.request.sampling_params import RequestOutputKind, SamplingParams
@@ -67,11 +68,11 @@ def _work(name: str, vocab: int) -> Workload:
         return Workload(prompts(1, 128, 128), [256], 0.0)
     if name == "prefill":
         return Workload(prompts(32, 4000, 4000), [1] * 32, 0.0, counts_prompts=True)
-    assert name == "decode512", f"unknown workload {name}"
-    return Workload(prompts(512, 16, 16), [256] * 512, 0.6)
+    count = int(name.removeprefix("decode"))
+    return Workload(prompts(count, 16, 16), [256] * count, 0.6)
 
 
-WORKLOADS = ("start", "single", "offline256", "prefill", "decode512")
+WORKLOADS = ("start", "single", "offline256", "prefill", "decode64", "decode512")
 
 
 def _generate(llm: LLM, work: Workload) -> float:
@@ -88,24 +89,25 @@ def _generate(llm: LLM, work: Workload) -> float:
 def _least_seconds(facts: dict[str, Any], work: Workload, copy: float, product: float) -> float:
     """The time that bytes and operations alone take.
 
-    Weights count once per decode step, K and V once per token that sees them, products for every prompt token, of the
-    last layer K's and V's but for the prompt's last token; the longest output says how many decode steps there are.
+    Weights count once per decode step, of experts those that its rows choose at random; K and V once per token that
+    sees them, states once per row, products for every prompt token, of a last layer that attends K's and V's alone but
+    for the prompt's last token; the longest output says how many decode steps there are.
     """
-    head, kv_heads, layers = facts["head_dim"], facts["num_key_value_heads"], facts["num_hidden_layers"]
-    hidden, heads = facts["hidden_size"], facts["num_attention_heads"]
-    layer = hidden * head * (2 * heads + 2 * kv_heads) + 3 * hidden * facts["intermediate_size"]
-    body, output_head = layers * layer, hidden * facts["vocab_size"]
-    kv_token = 2 * 2 * layers * kv_heads * head
+    layers, output_head = layers_of(facts), facts["hidden_size"] * facts["vocab_size"]
+    active, last = sum(layer.active for layer in layers), layers[-1]
+    kv_token, state_bytes = 2 * sum(layer.kv for layer in layers), sum(layer.state_bytes for layer in layers)
+    heads = sum(layer.heads for layer in layers)
     lengths = [len(prompt) for prompt in work.prompts]
-    spared = layer - 2 * hidden * head * kv_heads
     prompt_operations = sum(
-        2 * (body * n - spared * (n - 1)) + 2 * n * heads * head * (n * (layers - 1) + 2) for n in lengths
+        2 * (active * n - last.spared * (n - 1)) + 2 * n * (heads * n - (n - 2) * last.heads * bool(last.spared))
+        for n in lengths
     )
     seconds = prompt_operations / product
     for step in range(1, max(work.num_outputs)):
         live = [n + step for n, count in zip(lengths, work.num_outputs, strict=True) if step < count]
-        moved = 2 * (body + output_head) + kv_token * sum(live)
-        seconds += max(moved / copy, 2 * (body + output_head) * len(live) / product)
+        read = sum(layer.read(len(live)) for layer in layers) + output_head
+        moved = 2 * read + kv_token * sum(live) + state_bytes * len(live)
+        seconds += max(moved / copy, 2 * (active + output_head) * len(live) / product)
     return seconds
 
 

@@ -23,7 +23,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from octavo.bench.engine import SHAPES, dummy_model
+from octavo.bench.engine import dummy_model
+from octavo.bench.shapes import SHAPES
 from octavo.cli.flags import Parser
 from octavo.config.engine_config import DEFAULT_BLOCK_SIZE
 from octavo.frontend.engine import Engine
