@@ -23,6 +23,7 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ops"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "attention"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "device"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "states"))
 
 import torch
 
@@ -30,6 +31,7 @@ import backward_rig
 import flex_rig
 import fused_rope_rig
 import gpu_rig
+import gpu_states_rig
 import inputs_rig
 import latent_rig
 import matmul_rig
@@ -75,6 +77,11 @@ def _inputs() -> None:
     inputs_rig.check_gather("cuda", 3)
     inputs_rig.check_commit("cuda")
     inputs_rig.check_commit_drafts("cuda")
+
+
+def _states(name: str, sizes: tuple[int, ...]) -> None:
+    for dtype in (BF16, F32):
+        gpu_states_rig.check_results("cuda", name, dtype, (1, 17, 70, 130), 40, sizes)
 
 
 def _products() -> None:
@@ -212,6 +219,12 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "zeroed blocks": (_zero, ("cache_write.zero_blocks_gpu._zero",)),
     "inputs": (_inputs, ("inputs.gpu._gather", "inputs.gpu._commit", "inputs.gpu._commit_runs")),
     "prompt lookup": (functools.partial(gpu_rig.check_look_up, "cuda", 3001), ("lookup.gpu._look_up",)),
+    "short convolution": (functools.partial(_states, "conv", (300, 3)), ("scan.conv_gpu.short_convolution",)),
+    "gated delta rule": (
+        functools.partial(_states, "delta", (2, 4, 40, 96)),
+        ("scan.gates_gpu.normalize_keys", "scan.gates_gpu.scan_gates", "scan.delta_gpu.delta_scan"),
+    ),
+    "Mamba-2": (functools.partial(_states, "mamba2", (4, 48, 2, 80)), ("scan.mamba2_gpu.mamba2_scan",)),
     "staged writes": (functools.partial(inputs_rig.check_staged_write, "cuda"), ("inputs.staged_write_gpu._write",)),
     "products": (_products, ("gemm.kernels.product",)),
     "fused products": (functools.partial(matmul_rig.check_fused, "cuda", (BF16,)), ("gemm.skinny_gemm._product",)),

@@ -6,9 +6,12 @@ import torch
 
 from octavo.states.base import StateBackend
 from octavo.states.cpu import CpuStates
-from octavo.states.reference import ReferenceStates
 
 
 def state_backend(device: torch.device) -> StateBackend:
-    """Of a device."""
-    return CpuStates() if device.type == "cpu" else ReferenceStates()
+    """Compiled operators on a CPU, Triton's kernels on a GPU."""
+    if device.type == "cuda":
+        from octavo.states.gpu import GpuStates  # Triton, which a CPU need not have
+
+        return GpuStates()
+    return CpuStates()

@@ -1,0 +1,102 @@
+"""What layers with states keep in blocks, as kernels of a GPU find it: `Store.places`, in Triton.
+
+Owns the Form of a tensor (the constants of its cut, the same for all layers of a group) and the functions that turn
+positions of a row into addresses. Invariant: the null block is neither read nor written.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, assignment"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from octavo.ops.states import Store
+
+Form = tuple[int, int, int, int, int, int, int, int]
+
+
+def form_of(store: Store, width: int) -> Form | None:
+    """Of a tensor that is read in runs of `width` elements; None where a run is cut into several lines."""
+    data = store.data
+    size = data[0, 0, 0].numel()
+    if size % width:
+        return None
+    strides = data.stride(0), data.stride(1), data.stride(2)
+    return (*strides, data.shape[2], store.lines, size // width, data.shape[1], store.blocks)
+
+
+@triton.jit
+def place(table, first_part, entry, offset, run, inside, FORM: tl.constexpr, WIDTH: tl.constexpr):
+    """(where run `run` of the item at `offset` of `entry` begins, in elements; whether it is kept).
+
+    table: of the item's row. inside: whether it is asked for. FORM: strides of blocks, parts and lines; lines of a
+    part, lines of an item, runs of a line; parts of a block, blocks of an entry.
+    """
+    line = offset * FORM[4] + run // FORM[5]
+    part = first_part + line // FORM[3]
+    block = tl.load(table + entry * FORM[7] + part // FORM[6], mask=inside, other=0)
+    inner = part % FORM[6] * FORM[1] + line % FORM[3] * FORM[2] + run % FORM[5] * WIDTH
+    return block.to(tl.int64) * FORM[0] + inner, inside & (block > 0)
+
+
+@triton.jit
+def tokens(source, of_row, position, run, channel, inside, FORM: tl.constexpr, WIDTH: tl.constexpr):
+    """[positions, channels]: what the tokens of a row at `position` brought, of the step or kept; 0 beyond its end.
+
+    source: (what the step's tokens bring, from token to token, where the run begins, what is kept); of_row: (its table
+    of inputs, the layer's first part, its first token of the step, positions of that and behind its last one, tokens of
+    an entry). channel: [channels], `inside`: which there are.
+    """
+    fresh, stride, first, kept = source
+    table, first_part, token, computed, end, block = of_row
+    is_old = position < computed
+    is_new = (position >= computed) & (position < end)
+    at = (token + position - computed).to(tl.int64) * stride + first
+    new = tl.load(fresh + at[:, None] + channel[None, :], mask=is_new[:, None] & inside[None, :], other=0.0)
+    where, _ = place(table, first_part, position // block, position % block, run, is_old, FORM, WIDTH)
+    old = tl.load(kept + where[:, None] + channel[None, :], mask=is_old[:, None] & inside[None, :], other=0.0)
+    return tl.where(is_old[:, None], old.to(new.dtype), new)
+
+
+@triton.jit
+def numbers(source, of_row, position, run, FORM: tl.constexpr):
+    """[positions]: `tokens`, of one number each."""
+    fresh, stride, first, kept = source
+    table, first_part, token, computed, end, block = of_row
+    is_old = position < computed
+    is_new = (position >= computed) & (position < end)
+    at = (token + position - computed).to(tl.int64) * stride + first
+    new = tl.load(fresh + at, mask=is_new, other=0.0)
+    where, _ = place(table, first_part, position // block, position % block, run, is_old, FORM, 1)
+    return tl.where(is_old, tl.load(kept + where, mask=is_old, other=0.0), new)
+
+
+@triton.jit
+def keep(source, of_row, position, run, channel, values, inside, FORM: tl.constexpr, WIDTH: tl.constexpr):
+    """Write values [positions, channels], where `inside` of the same shape, as far as the table keeps them."""
+    _, _, _, kept = source
+    table, first_part, _, _, _, block = of_row
+    asked = tl.max(inside.to(tl.int32), 1) > 0
+    where, is_there = place(table, first_part, position // block, position % block, run, asked, FORM, WIDTH)
+    at = kept + where[:, None] + channel[None, :]
+    tl.store(at, values.to(kept.dtype.element_ty), mask=inside & is_there[:, None])
+
+
+@triton.jit
+def state_at(
+    kept,
+    table,
+    first_part,
+    border,
+    run,
+    channel,
+    within,
+    inside,
+    FORM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """(addresses [runs, channels] of runs of the state behind `border` tokens, which of them are there)."""
+    entry = border // CHUNK - 1 + 0 * run
+    where, is_there = place(table, first_part, entry, 0, run, within & (border > 0), FORM, WIDTH)
+    return kept + where[:, None] + channel[None, :], is_there[:, None] & inside[None, :]

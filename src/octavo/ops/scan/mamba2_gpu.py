@@ -1,0 +1,120 @@
+"""Mamba-2 over the open chunk, on a GPU: prefill, decode and verification are one kernel.
+
+Owns the kernel and its order. Of a token t of a chunk, with S the state at the border and G the summed logarithms of
+what is left,
+
+    y = exp(G_t) C_t S + sum over i up to t of (exp(G_t - G_i) (C_t . B_i) dt_i) x_i + skip x_t
+
+where the sum over i is one product over all places of the chunk, those behind t being 0. The state is read once, and
+written at a chunk's end. Products are of the model's type with float32 sums. Invariant: a row of a product has the same
+bits in a tile of any height, so a decoded token is a tile of few rows, and a prompt's are of many.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, assignment"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from octavo.ops.compile.launch import launched
+from octavo.ops.scan.kept import keep, numbers, state_at, tokens
+
+
+@launched(triton.jit)
+def mamba2_scan(
+    xbc,  # [T, channels of x, B and C]
+    xbc_row,
+    total,  # [T, HEADS] float32; dt too
+    dt,
+    skip,
+    out,  # [T, HEADS, SIZE]
+    rows,
+    query_start,
+    seq_lens,
+    state_table,
+    state_columns,
+    input_table,
+    input_columns,
+    state_kept,
+    x_kept,
+    b_kept,
+    total_kept,
+    dt_kept,
+    state_first,
+    input_first,
+    HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    STATES: tl.constexpr,
+    STATES_PADDED: tl.constexpr,
+    TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STATE_FORM: tl.constexpr,
+    X_FORM: tl.constexpr,
+    B_FORM: tl.constexpr,
+    TOTAL_FORM: tl.constexpr,
+    DT_FORM: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One row of the step and one head; TILE tokens at a time."""
+    row, head = tl.program_id(1), tl.program_id(0)
+    token, end = tl.load(query_start + row), tl.load(seq_lens + row)
+    computed = end - (tl.load(query_start + row + 1) - token)
+    if computed >= end:
+        return
+    table_row = tl.load(rows + row)
+    states = state_table + table_row * state_columns
+    of_row = (input_table + table_row * input_columns, input_first, token, computed, end, BLOCK)
+    group = head // (HEADS // GROUPS)
+    channel, width, here = tl.arange(0, PADDED), tl.arange(0, STATES_PADDED), tl.arange(0, TILE)
+    inside, within = channel < SIZE, width < STATES
+    first_b = HEADS * SIZE + group * STATES
+    bs, xs = (xbc, xbc_row, first_b, b_kept), (xbc, xbc_row, head * SIZE, x_kept)
+    totals, dts = (total, HEADS, head, total_kept), (dt, HEADS, head, dt_kept)
+    kind = xbc.dtype.element_ty
+    runs = head * STATES + width
+    border = computed // CHUNK * CHUNK
+    source, is_there = state_at(
+        state_kept, states, state_first, border, runs, channel, within, inside, STATE_FORM, SIZE, CHUNK
+    )
+    state = tl.load(source, mask=is_there, other=0.0).to(tl.float32)
+    factor = tl.load(skip + head)
+    for begin in range(border, end, CHUNK):
+        at = begin + tl.arange(0, CHUNK)
+        b = tokens(bs, of_row, at, group, width, within, B_FORM, STATES)
+        x = tokens(xs, of_row, at, head, channel, inside, X_FORM, SIZE)
+        sums, steps = numbers(totals, of_row, at, head, TOTAL_FORM), numbers(dts, of_row, at, head, DT_FORM)
+        is_new = ((at >= computed) & (at < end))[:, None]
+        keep(xs, of_row, at, head, channel, x, is_new & inside[None, :], X_FORM, SIZE)
+        is_first = head % (HEADS // GROUPS) == 0  # of those that share B
+        keep(bs, of_row, at, group, width, b, is_new & within[None, :] & is_first, B_FORM, STATES)
+        rounded = state.to(kind)
+        for first in range(tl.maximum(begin, computed), tl.minimum(begin + CHUNK, end), TILE):
+            own = first + here
+            is_own = (own < end) & (own < begin + CHUNK)
+            fresh = (token + own - computed).to(tl.int64)
+            asked = xbc + (fresh * xbc_row + first_b + GROUPS * STATES)[:, None] + width[None, :]
+            c = tl.load(asked, mask=is_own[:, None] & within[None, :], other=0.0)
+            own_sum = tl.load(total + fresh * HEADS + head, mask=is_own, other=0.0)
+            mask = is_own[:, None] & inside[None, :]
+            own_x = tl.load(xbc + (fresh * xbc_row + head * SIZE)[:, None] + channel[None, :], mask=mask, other=0.0)
+            is_seen = own[:, None] >= at[None, :]
+            left = tl.exp(tl.where(is_seen, own_sum[:, None] - sums[None, :], 0.0))
+            weight = left * tl.dot(c, tl.trans(b), input_precision=PRECISION) * steps[None, :]
+            weight = tl.where(is_seen, weight, 0.0).to(kind)
+            result = tl.exp(own_sum)[:, None] * tl.dot(c, rounded, input_precision=PRECISION)
+            result += tl.dot(weight, x, input_precision=PRECISION)
+            result += factor * own_x.to(tl.float32)
+            target = ((fresh * HEADS + head) * SIZE)[:, None] + channel[None, :]
+            tl.store(out + target, result.to(out.dtype.element_ty), mask=mask)
+        if begin + CHUNK <= end:
+            last = tl.sum(tl.where(tl.arange(0, CHUNK) == CHUNK - 1, sums, 0.0), 0)
+            weighted = (b.to(tl.float32) * (tl.exp(last - sums) * steps)[:, None]).to(kind)
+            state = tl.exp(last) * state + tl.dot(tl.trans(weighted), x, input_precision=PRECISION)
+            state = state.to(state_kept.dtype.element_ty).to(tl.float32)
+            goal, is_there = state_at(
+                state_kept, states, state_first, begin + CHUNK, runs, channel, within, inside, STATE_FORM, SIZE, CHUNK
+            )
+            tl.store(goal, state.to(state_kept.dtype.element_ty), mask=is_there)

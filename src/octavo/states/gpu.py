@@ -1,0 +1,192 @@
+"""GpuStates: the operators of layers with states on a GPU, in Triton.
+
+Owns what a kernel is told of a layer (once) and its tiles. No launch waits for the device. Mamba-1, and layers whose
+runs of channels the cache had to cut, run on ReferenceStates, whose bits are others. Invariant: tiles move no bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.ops.compile.row_sum import padded_length
+from octavo.ops.scan import ConvOperands, DeltaOperands, Mamba1Operands, Mamba2Operands
+from octavo.ops.scan.conv_gpu import short_convolution
+from octavo.ops.scan.delta_gpu import delta_scan
+from octavo.ops.scan.gates_gpu import normalize_keys, scan_gates
+from octavo.ops.scan.kept import Form, form_of
+from octavo.ops.scan.mamba2_gpu import mamba2_scan
+from octavo.states.base import LayerStates
+from octavo.states.reference import DELTA_INPUTS, MAMBA2_INPUTS, ReferenceStates
+
+_HEADS = 32  # of a program that sums gates
+_FEW = 16  # tokens of a row that are a short step
+_PLAIN: dict[str, Any] = {"enable_fp_fusion": False}  # so that no kernel rounds less than another
+
+
+class _Told(NamedTuple):
+    """What kernels are told of the tensors of one operator of one layer."""
+
+    kept: tuple[Tensor, ...]
+    forms: tuple[Form, ...]
+    firsts: tuple[int, int]  # parts: of the layer's states, of its inputs
+    tables: tuple[Tensor, int, Tensor, int]  # of states and of inputs, and their columns
+
+
+class GpuStates:
+    """See StateBackend."""
+
+    name = "triton"
+
+    def __init__(self) -> None:
+        """Layers are told of as they come."""
+        self._reference = ReferenceStates()
+        self._told: dict[tuple[LayerStates, str], _Told | None] = {}
+
+    def short_conv(self, own: LayerStates, conv: ConvOperands, x: Tensor) -> Tensor:
+        """See StateBackend."""
+        told = self._tell(own, "conv", ("conv",), ("conv",), (1, 1))
+        if told is None:
+            return self._reference.short_conv(own, conv, x)
+        (width, channels), step = conv.weight.shape, own.inputs
+        out = x.new_empty(x.shape)
+        tokens = 1 if step.max_query_len == 1 else 8
+        grid = -(-channels // 256), len(step.rows), -(-step.max_query_len // tokens)
+        short_convolution[grid](
+            x, x.stride(0), conv.weight, conv.weight if conv.bias is None else conv.bias, out, step.rows,
+            step.query_start, step.seq_lens, *told.tables, *told.kept, *told.firsts,
+            CHANNELS=channels, TILE=256, TOKENS=tokens, WIDTH=width, CHUNK=own.chunk, BLOCK=own.block_size,
+            STATE_FORM=told.forms[0], INPUT_FORM=told.forms[1], HAS_BIAS=conv.bias is not None, SILU=conv.silu,
+            num_warps=4, **_PLAIN,
+        )  # fmt: skip
+        return out
+
+    def gated_delta(self, own: LayerStates, rule: DeltaOperands, qkv: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """See StateBackend."""
+        keys, values = rule.key_size, rule.value_size
+        told = self._tell(own, "delta", ("state",), DELTA_INPUTS, (values, keys, values, values, 1, 1))
+        if told is None or own.chunk % 16:
+            return self._reference.gated_delta(own, rule, qkv, a, b)
+        step, count = own.inputs, len(qkv)
+        query = qkv.new_empty(count, rule.num_key_heads, keys)
+        key, out, update = torch.empty_like(query), *qkv.new_empty(2, count, rule.num_heads * values)
+        padded = padded_length(keys)
+        if count:
+            normalize_keys[(count, rule.num_key_heads)](
+                qkv,
+                qkv.stride(0),
+                query,
+                key,
+                keys**-0.5,
+                HEADS=rule.num_key_heads,
+                SIZE=keys,
+                PADDED=padded,
+                LEVELS=padded.bit_length() - 1,
+                num_warps=1,
+                **_PLAIN,
+            )
+        total, rate = self._gates(own, told, a, b, rule.decay, rule.dt_bias, (0.0, 0.0), slots=(4, 5))
+        tile = min(64, max(16, 1 << (values - 1).bit_length()))
+        grid = rule.num_heads * -(-values // tile), len(step.rows)
+        forms = dict(zip(("STATE", "KEY", "VALUE", "UPDATE", "TOTAL", "RATE"), told.forms, strict=True))
+        delta_scan[grid](
+            query,
+            key,
+            qkv[:, 2 * rule.num_key_heads * keys :],
+            qkv.stride(0),
+            total,
+            rate,
+            update,
+            out,
+            step.rows,
+            step.query_start,
+            step.seq_lens,
+            *told.tables,
+            *told.kept,
+            *told.firsts,
+            HEADS=rule.num_heads,
+            KEY_HEADS=rule.num_key_heads,
+            KEY_SIZE=keys,
+            KEY_PADDED=padded,
+            VALUE_SIZE=values,
+            TILE=tile,
+            CHUNK=own.chunk,
+            BLOCK=own.block_size,
+            **{f"{name}_FORM": form for name, form in forms.items()},
+            PRECISION=_precision(qkv),
+            num_warps=4,
+            num_stages=1,
+            **_PLAIN,
+        )
+        return out
+
+    def mamba2(self, own: LayerStates, scan: Mamba2Operands, xbc: Tensor, dt: Tensor) -> Tensor:
+        """See StateBackend."""
+        size, states = scan.head_size, scan.state_size
+        told = self._tell(own, "mamba2", ("state",), MAMBA2_INPUTS, (size, size, states, 1, 1))
+        if told is None or own.chunk % 16:
+            return self._reference.mamba2(own, scan, xbc, dt)
+        step, out = own.inputs, xbc.new_empty(len(xbc), scan.num_heads * size)
+        limits = scan.dt_min, scan.dt_max
+        total, steps = self._gates(own, told, dt, dt, scan.decay, scan.dt_bias, limits, slots=(3, 4))
+        forms = dict(zip(("STATE", "X", "B", "TOTAL", "DT"), told.forms, strict=True))
+        mamba2_scan[scan.num_heads, len(step.rows)](
+            xbc, xbc.stride(0), total, steps, scan.skip, out, step.rows, step.query_start, step.seq_lens,
+            *told.tables, *told.kept, *told.firsts,
+            HEADS=scan.num_heads, GROUPS=scan.num_groups, SIZE=size, PADDED=padded_length(size), STATES=states,
+            STATES_PADDED=padded_length(states), TILE=16 if step.max_query_len <= _FEW else own.chunk,
+            CHUNK=own.chunk, BLOCK=own.block_size, **{f"{name}_FORM": form for name, form in forms.items()},
+            PRECISION=_precision(xbc), num_warps=4, num_stages=1, **_PLAIN,
+        )  # fmt: skip
+        return out
+
+    def mamba1(self, own: LayerStates, scan: Mamba1Operands, x: Tensor, dt: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        """See StateBackend."""
+        return self._reference.mamba1(own, scan, x, dt, b, c)
+
+    def _gates(
+        self,
+        own: LayerStates,
+        told: _Told,
+        a: Tensor,
+        b: Tensor,
+        decay: Tensor,
+        dt_bias: Tensor,
+        limits: tuple[float, float],
+        *,
+        slots: tuple[int, int],
+    ) -> tuple[Tensor, Tensor]:
+        """(total, rate or dt), [T, heads] float32. slots: of the two among what is kept. Limits make it Mamba-2's."""
+        step, heads = own.inputs, len(decay)
+        total, second = torch.empty(2, len(a), heads, device=a.device)
+        grid = len(step.rows), -(-step.max_query_len // own.chunk) + 1, -(-heads // _HEADS)
+        first, last = slots
+        scan_gates[grid](
+            a, b, a.stride(0), b.stride(0), decay, dt_bias, total, second, step.rows, step.query_start, step.seq_lens,
+            *told.tables[2:], told.kept[first], told.kept[last], told.firsts[1], *limits,
+            HEADS=heads, TILE=_HEADS, CHUNK=own.chunk, BLOCK=own.block_size, TOTAL_FORM=told.forms[first],
+            SECOND_FORM=told.forms[last], DELTA=not any(limits), num_warps=1, **_PLAIN,
+        )  # fmt: skip
+        return total, second
+
+    def _tell(
+        self, own: LayerStates, name: str, states: tuple[str, ...], inputs: tuple[str, ...], widths: tuple[int, ...]
+    ) -> _Told | None:
+        """widths: of the runs in which a kernel reads each tensor. None: the cache had to cut such a run."""
+        if (own, name) not in self._told:
+            part = own.only(states, inputs)
+            stores = (*part.states, *part.kept_inputs)
+            forms = [form_of(store, width) for store, width in zip(stores, widths, strict=True)]
+            found = tuple(form for form in forms if form is not None)
+            tables = own.state_table, own.state_table.stride(0), own.input_table, own.input_table.stride(0)
+            firsts = part.states[0].first_part, part.kept_inputs[0].first_part
+            told = _Told(tuple(store.data for store in stores), found, firsts, tables)
+            self._told[own, name] = told if len(found) == len(forms) else None
+        return self._told[own, name]
+
+
+def _precision(x: Tensor) -> str:
+    """Of products of float32, which those of 16-bit types are not."""
+    return "ieee" if x.dtype is torch.float32 else "tf32"

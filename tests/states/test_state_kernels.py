@@ -1,0 +1,57 @@
+"""The Triton operators of layers with states: under Triton's interpreter, and compiled for Hopper.
+
+Interpreted shapes are tiny, and their sums are numpy's; compiled ones are those of models.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.runtime import driver  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+import gpu_states_rig  # noqa: E402
+import state_rig as rig  # noqa: E402
+from interpreted import run_rig  # noqa: E402
+from octavo.states.gpu import GpuStates  # noqa: E402
+
+SHAPES = {"conv": (10240, 4), "delta": (16, 32, 128, 128), "mamba2": (128, 64, 8, 128)}
+SHARED_BYTES = 232448  # of a processor, for one program
+
+
+@pytest.mark.parametrize("check", gpu_states_rig.INTERPRETED)
+def test_interpreted(check: str) -> None:
+    error = run_rig(gpu_states_rig)[check]
+    assert not error, error
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_its_kernels_compile_for_hopper(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Any] = []
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        found.append(run(self, *args, grid=grid, warmup=True, **kwargs))
+        return found[-1]
+
+    no_device = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        get_current_device=lambda: "a Hopper that is not there",
+        get_current_stream=lambda device: 0,
+    )
+    monkeypatch.setattr(driver, "_active", no_device)
+    monkeypatch.setattr(JITFunction, "run", compile_only)
+    case = rig.CASES[name](torch.bfloat16, *SHAPES[name])
+    rows = rig.Rows(case, GpuStates(), rig.draw_all(case, [70]), block_size=64)
+    rows.compute({0: 69})
+    rows.compute({0: 1})
+    assert len(found) >= 2
+    for kernel in found:
+        assert kernel.asm["cubin"] and kernel.metadata.shared <= SHARED_BYTES
+        assert ".local" not in kernel.asm["ptx"], "what a program holds is in registers"
