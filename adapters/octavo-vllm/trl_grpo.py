@@ -20,7 +20,6 @@ from trl.generation import vllm_client
 
 from octavo import rl
 from octavo.checkpoint.hub import find_model
-from octavo.rl.conversion import convert, is_converted
 
 TINY = str(find_model("octavo-tiny", None, None))
 
@@ -31,9 +30,6 @@ def logps(
     """GRPOTrainer._get_per_token_logps_and_entropies, in the sampler's bits."""
     lengths = attention_mask.sum(1).tolist()
     pack = rl.Pack.of([row[mask.bool()].tolist() for row, mask in zip(input_ids, attention_mask, strict=True)])
-    if not is_converted(model):  # Accelerate has put the class's own forward back
-        vars(model).pop("forward", None)
-        convert(model, dtype=torch.bfloat16)
     found = rl.logprobs(model, pack, temperature=self.temperature)
     shape = len(lengths), input_ids.shape[1]
     rows = [torch.zeros(shape) for _ in found]
@@ -60,7 +56,8 @@ def main(mode: str, num_steps: int, url: str | None = None) -> list[dict[str, An
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)  # masters; the engine has bfloat16
+    masters = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+    model = rl.convert(masters, dtype=torch.bfloat16)  # the engine's
     prompts = ["def add(a, b):", "import os\n", "class Stack:\n", "for i in range(10):"] * num_steps
     config = GRPOConfig(
         output_dir=tempfile.mkdtemp(), use_vllm=True, vllm_mode=mode, vllm_server_base_url=url,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import pkgutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +132,64 @@ def test_RL_N5_compile_leaves_the_forward_alone(model: Any, pack: rl.Pack) -> No
     found = rl.logprobs(other, pack).logprobs
     found.sum().backward()
     assert torch.equal(found, expected)
+
+
+def _to_float32(forward: Any) -> Any:
+    """A decorated forward, as Accelerate makes it for mixed precision."""
+
+    @functools.wraps(forward)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return forward(*arguments, **keywords)
+
+    return call
+
+
+def test_RL_N4_a_forward_that_is_wrapped_or_replaced_later_changes_nothing(pack: rl.Pack) -> None:
+    """Accelerate wraps a model's forward when it prepares it, and unwraps it to the last decorator; TRL has its own."""
+    model = rl.convert(tiny())
+    ids = torch.tensor([SEQUENCES[2]])
+
+    def both() -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.no_grad():
+            return rl.logprobs(model, pack).logprobs, model(ids).logits
+
+    expected = both()
+    vars(model)["_original_forward"] = model.forward
+    model.forward = types.MethodType(_to_float32(model.forward.__func__), model)
+    assert all(map(torch.equal, both(), expected)) and "_original_forward" in vars(model)
+    unwrapped = model.forward
+    while hasattr(unwrapped, "__wrapped__"):
+        unwrapped = unwrapped.__wrapped__
+    model.forward = types.MethodType(unwrapped, model)
+    assert all(map(torch.equal, both(), expected))
+    other = types.MethodType(lambda self, *_, **__: self.model(input_ids=ids, use_cache=False), model)
+    model.forward = other
+    with torch.no_grad():
+        assert torch.equal(rl.logprobs(model, pack).logprobs, expected[0])
+        assert model.forward is other, "a trainer's own forward stays where it is"
+        with pytest.raises(ValueError, match="takes a Pack, not input_ids, use_cache: call octavo"):
+            model(ids)
+    del model.forward
+    with torch.no_grad():
+        assert torch.equal(rl.logprobs(model, pack).logprobs, expected[0])
+
+
+def test_RL_N4_accelerate_itself(pack: rl.Pack) -> None:
+    """prepare and unwrap_model, with mixed precision and without."""
+    accelerate = pytest.importorskip("accelerate")
+    model = rl.convert(tiny(torch.float32), dtype=torch.bfloat16)
+    with torch.no_grad():
+        expected = rl.logprobs(model, pack).logprobs
+        for precision in ("no", "bf16"):
+            accelerate.state.AcceleratorState._reset_state(True)
+            accelerator = accelerate.Accelerator(cpu=True, mixed_precision=precision)
+            prepared = accelerator.prepare(model)
+            assert torch.equal(rl.logprobs(prepared, pack).logprobs, expected)
+            plain = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
+            assert torch.equal(rl.logprobs(plain, pack).logprobs, expected)
+            logits = plain(torch.tensor([SEQUENCES[1]])).logits
+            assert logits.shape == (1, 7, 4096) and logits.dtype == torch.float32
 
 
 def test_a_copy_has_weights_of_its_own(model: Any, pack: rl.Pack) -> None:

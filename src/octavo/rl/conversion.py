@@ -7,10 +7,12 @@ any model. Invariant: a sequence's logits and log-probabilities have the bits of
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Mapping
+import types
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -24,6 +26,7 @@ from octavo.rl.decoder import LayerRun, why_not
 from octavo.rl.family import LAYER_FACTS, FamilyPlan, LayerPlan, Parameters, architecture_of, plan_of, rotary_table
 from octavo.rl.pack import NO_TOKEN, Pack
 
+_KEPT = "_octavo_forward"  # of a module: what its forward became
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -116,19 +119,47 @@ def convert(
 
 
 def _replace(module: nn.Module, forward: Callable[..., Any]) -> None:
-    """Give a module another forward, which no compiler traces and which a copy of the module has a copy of."""
+    """Give a module another forward, which no compiler traces and which a copy of the module has a copy of.
+
+    It is a method of the module, as a class's own is: libraries that wrap a forward and unwrap it again find it.
+    """
     untraced = torch.compiler.disable(_call, reason="octavo.rl has operators of its own")
-    module.__dict__["forward"] = functools.partial(untraced, forward)
+    module.__dict__[_KEPT] = functools.partial(untraced, forward)
+    module.__dict__["forward"] = types.MethodType(_converted, module)
 
 
 def _call(forward: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
     return forward(*arguments, **keywords)
 
 
-def is_converted(model: nn.Module) -> bool:
-    """Whether the model, or what a wrapper such as DistributedDataParallel holds, runs Octavo's forward."""
-    replaced = (module.__dict__.get("forward") for module in model.modules())
-    return any(isinstance(each, functools.partial) and isinstance(each.args[0], _Model) for each in replaced)
+def _converted(module: nn.Module, *arguments: Any, **keywords: Any) -> Any:
+    """The forward of a converted module. Not decorated: Accelerate takes every decorator away."""
+    return module.__dict__[_KEPT](*arguments, **keywords)
+
+
+def _root_of(model: nn.Module) -> nn.Module | None:
+    """The converted model, or what a wrapper such as DistributedDataParallel holds."""
+    kept = ((module, module.__dict__.get(_KEPT)) for module in model.modules())
+    return next((module for module, each in kept if each is not None and isinstance(each.args[0], _Model)), None)
+
+
+@contextlib.contextmanager
+def in_force(model: nn.Module) -> Iterator[None]:
+    """Whatever was put in the place of a converted model's forward since then stands aside: TRL puts its own there.
+
+    Raises ValueError for a model that is not converted.
+    """
+    root = _root_of(model)
+    if root is None:
+        raise ValueError(f"{type(model).__name__} is not converted: call octavo.rl.convert(model) first")
+    before = root.__dict__.pop("forward", None)
+    root.__dict__["forward"] = types.MethodType(_converted, root)
+    try:
+        yield
+    finally:
+        del root.__dict__["forward"]
+        if before is not None:
+            root.__dict__["forward"] = before
 
 
 def _refuse(model: nn.Module, config: Mapping[str, Any]) -> None:
@@ -248,7 +279,10 @@ class _Trunk:
 
     module: nn.Module
 
-    def __call__(self, pack: Pack) -> Tensor:
+    def __call__(self, pack: Pack | None = None, *_: Any, **others: Any) -> Tensor:
+        if not isinstance(pack, Pack):
+            named = ", ".join(others) or type(pack).__name__
+            raise ValueError(f"the trunk of a converted model takes a Pack, not {named}: call octavo.rl.logprobs")
         x = self.module.get_submodule("embed_tokens")(pack.ids)
         for layer in self.module.get_submodule("layers").children():
             x = layer(x, pack=pack)

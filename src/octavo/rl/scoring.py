@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.rl.autograd.logprob import LogProbs, Support, check_draw
-from octavo.rl.conversion import Request, is_converted
+from octavo.rl.conversion import Request, in_force
 from octavo.rl.pack import Pack
 
 
@@ -24,8 +24,13 @@ def logprobs(
     and no support they are the engine's raw log-probabilities, in bits, else its processed ones. Both have gradients.
     Raises ValueError for a model that is not converted, and for arguments that do not fit the pack.
     """
-    if not is_converted(model):
-        raise ValueError(f"{type(model).__name__} is not converted: call octavo.rl.convert(model) first")
+    with in_force(model):
+        return _logprobs(model, pack, targets, temperature, support)
+
+
+def _logprobs(
+    model: nn.Module, pack: Pack, targets: Tensor | None, temperature: float, support: Support | None
+) -> LogProbs:
     if pack.ids is None:
         raise ValueError("this Pack has lengths alone: make it with ids, or by Pack.of(sequences)")
     asked = pack.next_tokens() if targets is None else targets.to(pack.device, torch.int64)
