@@ -225,6 +225,7 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
         ("scan.gates_gpu.normalize_keys", "scan.gates_gpu.scan_gates", "scan.delta_gpu.delta_scan"),
     ),
     "Mamba-2": (functools.partial(_states, "mamba2", (4, 48, 2, 80)), ("scan.mamba2_gpu.mamba2_scan",)),
+    "Mamba-1": (functools.partial(_states, "mamba1", (300, 16)), ("scan.mamba1_gpu.mamba1_scan",)),
     "staged writes": (functools.partial(inputs_rig.check_staged_write, "cuda"), ("inputs.staged_write_gpu._write",)),
     "products": (_products, ("gemm.kernels.product",)),
     "fused products": (functools.partial(matmul_rig.check_fused, "cuda", (BF16,)), ("gemm.skinny_gemm._product",)),

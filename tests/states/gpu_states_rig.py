@@ -10,7 +10,7 @@ import torch
 import state_rig as rig
 from octavo.states.gpu import GpuStates
 
-MAKERS = {"conv": rig.conv_case, "delta": rig.delta_case, "mamba2": rig.mamba2_case}
+MAKERS = rig.CASES
 
 
 def check_results(

@@ -83,6 +83,7 @@ class StateSpec:
     inputs: tuple[StateTensor, ...]  # of one token of the open chunk
     chunk: int  # tokens
     reads_uninitialized: bool = False  # what runs it loads bytes that nobody has written: fresh blocks are zeroed
+    in_graphs: bool = False  # what runs it never waits for a GPU, so a graph may hold its layer
 
     def __post_init__(self) -> None:
         """Raises ValueError for a spec without states or inputs, and for chunks of fewer than two tokens."""

@@ -28,6 +28,7 @@ def state_spec(*parts: Part) -> StateSpec:
         states=tuple(tensor for part in parts for tensor in part.states),
         inputs=tuple(tensor for part in parts for tensor in part.inputs),
         chunk=min(part.chunk for part in parts if part.chunk) if any(part.chunk for part in parts) else SHORT_CHUNK,
+        in_graphs=True,
     )
 
 

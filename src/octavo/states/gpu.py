@@ -1,7 +1,7 @@
 """GpuStates: the operators of layers with states on a GPU, in Triton.
 
-Owns what a kernel is told of a layer (once) and its tiles. No launch waits for the device. Mamba-1, and layers whose
-runs of channels the cache had to cut, run on ReferenceStates, whose bits are others. Invariant: tiles move no bit.
+Owns what a kernel is told of a layer (once) and its tiles. Invariants: tiles move no bit; no launch waits for the
+device, so graphs may hold it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from octavo.ops.scan.conv_gpu import short_convolution
 from octavo.ops.scan.delta_gpu import delta_scan
 from octavo.ops.scan.gates_gpu import normalize_keys, scan_gates
 from octavo.ops.scan.kept import Form, form_of
+from octavo.ops.scan.mamba1_gpu import mamba1_scan
 from octavo.ops.scan.mamba2_gpu import mamba2_scan
 from octavo.states.base import LayerStates
-from octavo.states.reference import DELTA_INPUTS, MAMBA2_INPUTS, ReferenceStates
+from octavo.states.reference import DELTA_INPUTS, MAMBA1_INPUTS, MAMBA2_INPUTS
 
 _HEADS = 32  # of a program that sums gates
 _FEW = 16  # tokens of a row that are a short step
@@ -42,24 +43,21 @@ class GpuStates:
 
     def __init__(self) -> None:
         """Layers are told of as they come."""
-        self._reference = ReferenceStates()
-        self._told: dict[tuple[LayerStates, str], _Told | None] = {}
+        self._told: dict[tuple[LayerStates, str], _Told] = {}
 
     def short_conv(self, own: LayerStates, conv: ConvOperands, x: Tensor) -> Tensor:
         """See StateBackend."""
         told = self._tell(own, "conv", ("conv",), ("conv",), (1, 1))
-        if told is None:
-            return self._reference.short_conv(own, conv, x)
         (width, channels), step = conv.weight.shape, own.inputs
-        out = x.new_empty(x.shape)
+        out, num_rows = x.new_empty(x.shape), len(step.rows)
         tokens = 1 if step.max_query_len == 1 else 8
-        grid = -(-channels // 256), len(step.rows), -(-step.max_query_len // tokens)
+        grid = -(-channels // 256), max(-(-len(x) // tokens), 1)
         short_convolution[grid](
             x, x.stride(0), conv.weight, conv.weight if conv.bias is None else conv.bias, out, step.rows,
-            step.query_start, step.seq_lens, *told.tables, *told.kept, *told.firsts,
+            step.query_start, step.seq_lens, num_rows, *told.tables, *told.kept, *told.firsts,
             CHANNELS=channels, TILE=256, TOKENS=tokens, WIDTH=width, CHUNK=own.chunk, BLOCK=own.block_size,
             STATE_FORM=told.forms[0], INPUT_FORM=told.forms[1], HAS_BIAS=conv.bias is not None, SILU=conv.silu,
-            num_warps=4, **_PLAIN,
+            LEVELS=num_rows.bit_length(), num_warps=4, **_PLAIN,
         )  # fmt: skip
         return out
 
@@ -67,8 +65,6 @@ class GpuStates:
         """See StateBackend."""
         keys, values = rule.key_size, rule.value_size
         told = self._tell(own, "delta", ("state",), DELTA_INPUTS, (values, keys, values, values, 1, 1))
-        if told is None or own.chunk % 16:
-            return self._reference.gated_delta(own, rule, qkv, a, b)
         step, count = own.inputs, len(qkv)
         query = qkv.new_empty(count, rule.num_key_heads, keys)
         key, out, update = torch.empty_like(query), *qkv.new_empty(2, count, rule.num_heads * values)
@@ -126,8 +122,6 @@ class GpuStates:
         """See StateBackend."""
         size, states = scan.head_size, scan.state_size
         told = self._tell(own, "mamba2", ("state",), MAMBA2_INPUTS, (size, size, states, 1, 1))
-        if told is None or own.chunk % 16:
-            return self._reference.mamba2(own, scan, xbc, dt)
         step, out = own.inputs, xbc.new_empty(len(xbc), scan.num_heads * size)
         limits = scan.dt_min, scan.dt_max
         total, steps = self._gates(own, told, dt, dt, scan.decay, scan.dt_bias, limits, slots=(3, 4))
@@ -144,7 +138,19 @@ class GpuStates:
 
     def mamba1(self, own: LayerStates, scan: Mamba1Operands, x: Tensor, dt: Tensor, b: Tensor, c: Tensor) -> Tensor:
         """See StateBackend."""
-        return self._reference.mamba1(own, scan, x, dt, b, c)
+        told = self._tell(own, "mamba1", ("state",), MAMBA1_INPUTS, (1, 1, 1, 1))
+        (states, channels), step = scan.decay.shape, own.inputs
+        out, padded = x.new_empty(x.shape), padded_length(states)
+        tile = max(16, 2048 // padded)
+        forms = dict(zip(("STATE", "X", "DT", "B"), told.forms, strict=True))
+        mamba1_scan[-(-channels // tile), len(step.rows)](
+            x, dt, b, c, x.stride(0), dt.stride(0), b.stride(0), c.stride(0), scan.decay, scan.dt_bias, scan.skip,
+            out, step.rows, step.query_start, step.seq_lens, *told.tables, *told.kept, *told.firsts,
+            CHANNELS=channels, STATES=states, PADDED=padded, LEVELS=padded.bit_length() - 1, TILE=tile,
+            CHUNK=own.chunk, BLOCK=own.block_size,
+            **{f"{name}_FORM": form for name, form in forms.items()}, num_warps=4, num_stages=1, **_PLAIN,
+        )  # fmt: skip
+        return out
 
     def _gates(
         self,
@@ -173,8 +179,8 @@ class GpuStates:
 
     def _tell(
         self, own: LayerStates, name: str, states: tuple[str, ...], inputs: tuple[str, ...], widths: tuple[int, ...]
-    ) -> _Told | None:
-        """widths: of the runs in which a kernel reads each tensor. None: the cache had to cut such a run."""
+    ) -> _Told:
+        """widths: of the runs in which a kernel reads each tensor. Raises ValueError where the cache had to cut one."""
         if (own, name) not in self._told:
             part = own.only(states, inputs)
             stores = (*part.states, *part.kept_inputs)
@@ -182,8 +188,12 @@ class GpuStates:
             found = tuple(form for form in forms if form is not None)
             tables = own.state_table, own.state_table.stride(0), own.input_table, own.input_table.stride(0)
             firsts = part.states[0].first_part, part.kept_inputs[0].first_part
-            told = _Told(tuple(store.data for store in stores), found, firsts, tables)
-            self._told[own, name] = told if len(found) == len(forms) else None
+            if len(found) < len(forms) or own.chunk % 16:
+                raise ValueError(
+                    f"layers with states of chunk={own.chunk} in blocks of {own.block_size} tokens: kernels for a GPU "
+                    "take chunks of a multiple of 16, and blocks that hold a row of a state: raise block_size"
+                )
+            self._told[own, name] = _Told(tuple(store.data for store in stores), found, firsts, tables)
         return self._told[own, name]
 
 

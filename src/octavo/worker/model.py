@@ -103,8 +103,9 @@ def try_mods(model: Model, mods: Sequence[AttentionMods], resolved: Resolved) ->
 
 
 def _without_graphs(model: Model, resolved: Resolved) -> Resolved:
-    """`resolved`, with eager steps where layers keep states: what runs those waits for the device."""
-    layers = [index for index, spec in enumerate(model.layer_specs) if isinstance(spec, StateSpec)]
+    """`resolved`, with eager steps where what runs a layer with a state waits for the device."""
+    specs = enumerate(model.layer_specs)
+    layers = [index for index, spec in specs if isinstance(spec, StateSpec) and not spec.in_graphs]
     if not layers or resolved.device != "cuda" or resolved.enforce_eager:
         return resolved
     reason = f"no graph holds a layer with a state: layer {layers[0]}"

@@ -23,6 +23,7 @@ def short_convolution(
     rows,
     query_start,
     seq_lens,
+    num_rows,
     state_table,
     state_columns,
     input_table,
@@ -41,53 +42,48 @@ def short_convolution(
     INPUT_FORM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
+    LEVELS: tl.constexpr,
 ):
-    """Some of a row's tokens, TOKENS counted from its first one of the step, and TILE channels."""
-    row = tl.program_id(1)
-    token, end = tl.load(query_start + row), tl.load(seq_lens + row)
-    computed = end - (tl.load(query_start + row + 1) - token)
-    first = computed + tl.program_id(2) * TOKENS
-    if first >= end:
-        return
+    """TOKENS of the step, whatever rows they are of, and TILE channels. LEVELS: 2 ** LEVELS is more than the rows."""
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)[:, None]
+    row = tl.zeros((TOKENS, 1), tl.int32)  # the last one that begins at the token or before it, and has tokens
+    for level in tl.static_range(LEVELS):
+        next = row + (1 << (LEVELS - 1 - level))
+        begin = tl.load(query_start + next, mask=next < num_rows, other=0)
+        row = tl.where((next < num_rows) & (begin <= token), next, row)
+    first, behind = tl.load(query_start + row), tl.load(query_start + row + 1)
+    end = tl.load(seq_lens + row)
+    computed = end - (behind - first)
     table_row = tl.load(rows + row)
     states, inputs = state_table + table_row * state_columns, input_table + table_row * input_columns
     channel = (tl.program_id(0) * TILE + tl.arange(0, TILE))[None, :]
     inside = channel < CHANNELS
     border = computed // CHUNK * CHUNK
-    at = (first + tl.arange(0, TOKENS))[:, None]
-    is_own = (at < end) & inside
+    at = computed + token - first
+    is_own = (token < behind) & (computed >= 0) & inside
     sum = tl.zeros((TOKENS, TILE), tl.float32)
     if HAS_BIAS:
         sum += tl.load(bias + channel, mask=inside, other=0.0)
     value = tl.zeros((TOKENS, TILE), x.dtype.element_ty)
     for j in tl.static_range(WIDTH):
         position = at - (WIDTH - 1) + j
-        fresh = (token + position - computed).to(tl.int64) * x_row
+        fresh = (first + position - computed).to(tl.int64) * x_row
         value = tl.load(x + fresh + channel, mask=is_own & (position >= computed), other=0.0)
         is_open = is_own & (position < computed) & (position >= border)
         where, _ = place(inputs, input_first, position // BLOCK, position % BLOCK, channel, is_open, INPUT_FORM, 1)
         value += tl.load(input_kept + where, mask=is_open, other=0.0)
-        is_before = is_own & (position < border)
-        where, _ = place(
-            states,
-            state_first,
-            border // CHUNK - 1,
-            0,
-            (position - border + WIDTH - 1) * CHANNELS + channel,
-            is_before & (border > 0),
-            STATE_FORM,
-            1,
-        )
-        value += tl.load(state_kept + where, mask=is_before & (border > 0), other=0.0)
+        is_before = is_own & (position < border) & (border > 0)
+        run = (position - border + WIDTH - 1) * CHANNELS + channel
+        where, _ = place(states, state_first, border // CHUNK - 1, 0, run, is_before, STATE_FORM, 1)
+        value += tl.load(state_kept + where, mask=is_before, other=0.0)
         sum += value.to(tl.float32) * tl.load(weight + j * CHANNELS + channel, mask=inside, other=0.0)
         if j > 0:  # where the next token begins a chunk, the inputs that it sees are the state
             is_border = is_own & ((at + 1) % CHUNK == 0)
-            where, is_there = place(
-                states, state_first, (at + 1) // CHUNK - 1, 0, (j - 1) * CHANNELS + channel, is_border, STATE_FORM, 1
-            )
+            run = (j - 1) * CHANNELS + channel
+            where, is_there = place(states, state_first, (at + 1) // CHUNK - 1, 0, run, is_border, STATE_FORM, 1)
             tl.store(state_kept + where, value, mask=is_there)
     if SILU:
         sum = sum / (1.0 + tl.exp(-sum))
-    tl.store(out + (token + at - computed).to(tl.int64) * CHANNELS + channel, sum.to(out.dtype.element_ty), mask=is_own)
+    tl.store(out + token.to(tl.int64) * CHANNELS + channel, sum.to(out.dtype.element_ty), mask=is_own)
     where, is_there = place(inputs, input_first, at // BLOCK, at % BLOCK, channel, is_own, INPUT_FORM, 1)
     tl.store(input_kept + where, value, mask=is_there)

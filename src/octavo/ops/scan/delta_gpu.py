@@ -81,7 +81,7 @@ def delta_scan(
     head = tl.program_id(0) // tiles
     token, end = tl.load(query_start + row), tl.load(seq_lens + row)
     computed = end - (tl.load(query_start + row + 1) - token)
-    if computed >= end:
+    if (computed >= end) | (computed < 0):  # nothing, or a row of padding
         return
     table_row = tl.load(rows + row)
     states = state_table + table_row * state_columns

@@ -63,7 +63,7 @@ def scan_gates(
     token, end = tl.load(query_start + row), tl.load(seq_lens + row)
     computed = end - (tl.load(query_start + row + 1) - token)
     border = (computed // CHUNK + tl.program_id(1)) * CHUNK
-    if border >= end:
+    if (border >= end) | (computed < 0):
         return
     table = input_table + tl.load(rows + row) * input_columns
     head = tl.program_id(2) * TILE + tl.arange(0, TILE)
