@@ -33,6 +33,7 @@ class StepShape:
     max_seq_len: int  # of seq_lens
     sampling: IntArray  # [S] int64, batch entries that sample: at their last query, and at their drafts
     is_decode: bool  # every row computes the one token that was sampled last
+    verifies: bool = False  # every row computes that and drafts, some row has any
     # [R], how many of its last queries are drafts; empty: no row has any
     num_drafts: IntArray = dataclasses.field(default_factory=lambda: NO_INTS)
 
@@ -82,6 +83,7 @@ class StepShape:
             seq_lens=(self.seq_lens - self.num_drafts)[order],
             sampling=np.isin(order, self.sampling).nonzero()[0],
             num_drafts=NO_INTS,
+            verifies=False,
         )
         return undrafted.only(np.arange(self.num_rows))
 
@@ -101,6 +103,7 @@ class StepShape:
             max_seq_len=int(seq_lens.max()),
             sampling=np.isin(places, self.sampling).nonzero()[0],
             num_drafts=num_drafts if num_drafts.any() else NO_INTS,
+            verifies=False,
         )
 
 
@@ -189,6 +192,7 @@ def _lay_out(plan: StepPlan, requests: RequestTable) -> StepShape:
     before = requests.num_computed_upper[rows]
     upper = before + num_tokens
     prefill_len = requests.prefill_len_np[rows]
+    decodes = bool((before >= prefill_len).all())
     return StepShape(
         rows=rows,
         num_tokens=num_tokens,
@@ -197,7 +201,8 @@ def _lay_out(plan: StepPlan, requests: RequestTable) -> StepShape:
         max_query_len=max_query_len,
         max_seq_len=int(upper.max()),
         sampling=(upper >= prefill_len).nonzero()[0],
-        is_decode=max_query_len == 1 and bool((before >= prefill_len).all()),
+        is_decode=max_query_len == 1 and decodes,
+        verifies=len(num_drafts) > 0 and decodes and bool((num_tokens == num_drafts + 1).all()),
         num_drafts=num_drafts,
     )
 
@@ -258,9 +263,12 @@ class InputBuffers:
             self._staged += self.num_drafts, self._logit_rows
         self._decode_rows = NO_INTS  # what the staged tensors hold, if a decode step is all they hold
         self._decode_width = 0
+        self._verified: tuple[StepShape, int, int] | None = None  # the last step, if all of its rows verified drafts
 
-    def stage(self, work: StepShape, num_rows: int) -> None:
-        """Stage which rows run, padded to `num_rows`. A decode step of the same rows as the last one stages nothing.
+    def stage(self, work: StepShape, num_rows: int, num_logits: int = 0) -> None:
+        """Stage which rows run, padded to `num_rows`, and of a step with drafts to `num_logits` logit tokens.
+
+        A decode step of the same rows as the last one stages nothing, nor do as many drafts of the same rows.
 
         Raises ValueError for a step that is larger than what these buffers were made for.
         """
@@ -277,6 +285,8 @@ class InputBuffers:
         if work.is_decode and num_rows == self._decode_width and work.rows is self._decode_rows:  # see BatchOrder
             return
         self._decode_rows, self._decode_width = (work.rows, num_rows) if work.is_decode else (NO_INTS, 0)
+        if self._has_staged(work, num_rows, num_logits):
+            return
         num_real = work.num_rows
         rows = np.full(num_rows, self._requests.null_row, np.int64)
         rows[:num_real] = work.rows
@@ -285,8 +295,7 @@ class InputBuffers:
         self.rows.stage(0, 0, rows)
         self.query_start.stage(0, 0, query_start)
         if work.has_drafts:
-            assert num_rows == num_real, "a step with drafts is not padded"
-            self._stage_drafts(work)
+            self._stage_drafts(work, num_rows, max(num_logits, work.num_logit_tokens))
             return
         sample_of = np.full(num_rows, -1, np.int32)
         sample_of[work.sampling] = np.arange(len(work.sampling), dtype=np.int32)
@@ -295,7 +304,15 @@ class InputBuffers:
         self.logit_tokens.stage(0, 0, query_start[1:] - 1)
         self.logit_start.stage(0, 0, np.arange(num_rows + 1).clip(max=num_real))
 
-    def _stage_drafts(self, work: StepShape) -> None:
+    def _has_staged(self, work: StepShape, num_rows: int, num_logits: int) -> bool:
+        """Whether the last step verified as many drafts of the same rows; remembers this one."""
+        last, self._verified = self._verified, (work, num_rows, num_logits) if work.verifies else None
+        if last is None or self._verified is None or last[1:] != self._verified[1:]:
+            return False
+        same_rows = np.array_equal(last[0].rows, work.rows)
+        return same_rows and np.array_equal(last[0].num_drafts, work.num_drafts)
+
+    def _stage_drafts(self, work: StepShape, num_rows: int, num_logits: int) -> None:
         """Which tokens give logits, and which of these are sampled from, where a row has several."""
         per_row = work.logits_per_row
         end = per_row.cumsum()
@@ -303,14 +320,20 @@ class InputBuffers:
         is_sampled = np.zeros(work.num_rows, np.bool_)
         is_sampled[work.sampling] = True
         num_sampled = per_row[work.sampling]
-        sample_of = np.full(work.num_rows, -1, np.int32)
+        sample_of = np.full(num_rows, -1, np.int32)
         sample_of[work.sampling] = num_sampled.cumsum() - num_sampled
+        num_drafts = np.zeros(num_rows, np.int32)
+        num_drafts[: work.num_rows] = work.num_drafts
+        logit_rows = np.full(num_logits, self._requests.null_row, np.int64)
+        logit_rows[: work.num_logit_tokens] = np.repeat(work.rows, per_row)
+        logit_start = np.full(num_rows + 1, work.num_logit_tokens, np.int32)
+        logit_start[: work.num_rows] = end - per_row
         self.sample_of.stage(0, 0, sample_of)
         self.sampling.stage(0, 0, np.repeat(is_sampled, per_row).nonzero()[0])
         self.logit_tokens.stage(0, 0, np.repeat(work.query_start[1:] - per_row, per_row) + within)
-        self.logit_start.stage(0, 0, np.concatenate(([0], end)))
-        self.num_drafts.stage(0, 0, work.num_drafts)
-        self._logit_rows.stage(0, 0, np.repeat(work.rows, per_row))
+        self.logit_start.stage(0, 0, logit_start)
+        self.num_drafts.stage(0, 0, num_drafts)
+        self._logit_rows.stage(0, 0, logit_rows)
 
     def apply(self) -> None:
         """Bring the staged rows to the device."""
@@ -320,6 +343,10 @@ class InputBuffers:
     def gather(self, batch: Batch) -> None:
         """Fill the tensors of `batch`, a view of these buffers, from the rows. A graph may capture it."""
         gather_inputs(batch, self._requests.tensors, self._groups)
+
+    def logit_rows(self, num_logits: int) -> torch.Tensor:
+        """[num_logits] int64: the row of each token that gives logits, with drafts; of padding the null row."""
+        return self._logit_rows.data[0, :num_logits]
 
     def drafted(self, work: StepShape, batch: Batch) -> LogitTokens:
         """The tokens that give logits in a step with drafts, whose inputs are gathered."""
@@ -332,7 +359,7 @@ class InputBuffers:
         tokens, start = self.logit_tokens.data[0, :num_logits], self.logit_start.data[0, : num_rows + 1]
         if max_per_row == 1:
             return LogitTokens(tokens, self.rows.data[0, :num_rows], self.next_positions[:num_rows], start)
-        rows, positions = self._logit_rows.data[0, :num_logits], self._logit_positions[:num_logits]
+        rows, positions = self.logit_rows(num_logits), self._logit_positions[:num_logits]
         return LogitTokens(tokens, rows, positions, start, max_per_row)
 
     def view(

@@ -24,6 +24,7 @@ from octavo.device.batch import StepShape
 _LOG = logging.getLogger(__name__)
 # 4,608: half of a step of 8,192 tokens, beside 512 rows that decode, as `LLM.generate` starts a batch
 _MIXED_TOKENS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 2048, 3072, 4096, 4608, 6144, 8192, 12288, 16384)
+_VERIFY_ROWS = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128)
 ANY_LENGTH = 1 << 31  # more than any request has
 _INTS = {2: "<i2", 4: "<i4"}  # by bytes per element
 
@@ -38,6 +39,12 @@ class GraphKey:
     max_long: int = 0  # rows of several tokens that it serves
     is_decode: bool = dataclasses.field(kw_only=True)
     gives_logits: bool = dataclasses.field(default=True, kw_only=True)  # False: a decode step of rows that only draw
+    num_drafts: int = dataclasses.field(default=0, kw_only=True)  # the most of a row, in steps in which all verify
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Rows, and tokens that give logits, padding included."""
+        return self.num_rows, self.num_tokens if self.num_drafts else self.num_rows
 
 
 EAGER = GraphKey(0, 0, is_decode=False)
@@ -84,6 +91,21 @@ def _nothing(_: GraphKey) -> None:
     """No key asks for anything."""
 
 
+def verify_keys(max_num_rows: int, max_num_tokens: int, num_drafts: Callable[[int], int]) -> list[GraphKey]:
+    """Steps in which every row verifies drafts, as many as `num_drafts` says of so many rows: two for each row count.
+
+    One holds the whole step, of rows that only draw, the other ends with its hidden states.
+    """
+    found = []
+    for rows in dict.fromkeys([*(size for size in _VERIFY_ROWS if size < max_num_rows), max_num_rows]):
+        drafts = num_drafts(rows)
+        if drafts > 0 and rows * (1 + drafts) <= max_num_tokens:
+            for whole in (True, False):
+                tokens = rows * (1 + drafts)
+                found.append(GraphKey(tokens, rows, max_long=rows, is_decode=whole, num_drafts=drafts))
+    return found
+
+
 class GraphPool:
     """The graphs of one runner. Without keys it is the null object: every step is EAGER.
 
@@ -93,8 +115,9 @@ class GraphPool:
 
     def __init__(self, keys: Sequence[GraphKey] = ()) -> None:
         """`keys`: the shapes to capture."""
-        self._decode = sorted(key for key in keys if key.is_decode)
-        self._mixed = sorted(key for key in keys if not key.is_decode)
+        self._decode = sorted(key for key in keys if key.is_decode and not key.num_drafts)
+        self._mixed = sorted(key for key in keys if not key.is_decode and not key.num_drafts)
+        self._verify = sorted(key for key in keys if key.num_drafts)
         # beside graphs of the same steps that draw only: seldom asked for
         self._second = {dataclasses.replace(key, gives_logits=True) for key in keys if not key.gives_logits}
         self._graphs: dict[GraphKey, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
@@ -128,14 +151,15 @@ class GraphPool:
 
     def first_keys(self) -> list[GraphKey]:
         """Of the keys of each kind and length the largest, then the smallest."""
-        kinds: dict[tuple[bool, int], list[GraphKey]] = {}
-        for key in [*self._mixed, *(key for key in self._decode if key not in self._second)]:
-            kinds.setdefault((key.is_decode, key.max_seq_len), []).append(key)
+        kinds: dict[tuple[bool, int, bool], list[GraphKey]] = {}
+        for key in [*self._mixed, *(key for key in self._decode if key not in self._second), *self._verify]:
+            kinds.setdefault((key.is_decode, key.max_seq_len, key.num_drafts > 0), []).append(key)
         return list(dict.fromkeys([*(keys[-1] for keys in kinds.values()), *(keys[0] for keys in kinds.values())]))
 
     def missing_keys(self) -> list[GraphKey]:
         """What is left to capture, the largest first; last what is seldom asked for."""
-        left = [key for key in [*reversed(self._decode), *reversed(self._mixed)] if key not in self._graphs]
+        keys = [*reversed(self._decode), *reversed(self._verify), *reversed(self._mixed)]
+        left = [key for key in keys if key not in self._graphs]
         return sorted(left, key=self._second.__contains__)
 
     def has(self, key: GraphKey, issue: Issue) -> bool:
@@ -152,7 +176,7 @@ class GraphPool:
                 self._load(key)
                 self._capture(key, issue)
         except RuntimeError as error:
-            (self._decode if key.is_decode else self._mixed).remove(key)
+            (self._verify if key.num_drafts else self._decode if key.is_decode else self._mixed).remove(key)
             _LOG.warning("no graph for steps of %d tokens in %d rows: %s", key.num_tokens, key.num_rows, error)
         return key in self._graphs
 
@@ -168,6 +192,8 @@ class GraphPool:
 
     def dispatch(self, work: StepShape, *, needs_logits: bool = True) -> GraphKey:
         """The smallest graph that holds a step, or EAGER. needs_logits: not all rows of the decode step only draw."""
+        if work.has_drafts:
+            return self._dispatch_verification(work, whole=not needs_logits) if work.verifies else EAGER
         keys, num_long = (self._decode, 0) if work.is_decode else (self._mixed, work.num_long)
         num_rows, longest = work.num_rows, work.max_seq_len
         place = bisect.bisect_left(keys, (work.total_tokens, num_rows, longest), key=_SIZE)
@@ -177,6 +203,13 @@ class GraphPool:
             if holds and (key.gives_logits or not needs_logits):
                 return key
             place += 1
+        return EAGER
+
+    def _dispatch_verification(self, work: StepShape, *, whole: bool) -> GraphKey:
+        for key in self._verify:
+            holds = work.total_tokens <= key.num_tokens and work.num_rows <= key.num_rows
+            if holds and work.max_logits_per_row <= 1 + key.num_drafts and key.is_decode == whole:
+                return key
         return EAGER
 
     def replay(self, key: GraphKey) -> torch.Tensor:

@@ -77,10 +77,10 @@ class DefaultModelState:
             self._step.prepare(_state_inputs(batch))
         return self._context(batch, for_capture=for_capture)
 
-    def prepare_drafts(self, batch: Batch) -> ForwardContext:
+    def prepare_drafts(self, batch: Batch, *, for_capture: bool = False) -> ForwardContext:
         """See ModelState."""
-        self._prepare_tables(batch, for_capture=False)
-        return self._context(batch, for_capture=False)
+        self._prepare_tables(batch, for_capture=for_capture)
+        return self._context(batch, for_capture=for_capture)
 
     def _prepare_tables(self, batch: Batch, *, for_capture: bool) -> None:
         for index, (block_size, table) in enumerate(zip(self._block_sizes, self._tables, strict=True)):

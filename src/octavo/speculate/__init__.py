@@ -50,6 +50,10 @@ class Speculator(Protocol):
     """Whether a token's entry in its layers follows from the token behind it, too, as in EAGLE and MTP. A prefix hit
     then gives up its last block, whose last entry may be of another request's next token."""
 
+    captures: bool
+    """Whether a CUDA graph may hold `propose` behind a step in which every row verifies: it then always proposes K, or
+    what a step of so many rows may have. Else it is called behind the graph."""
+
     def load(self, target: Model, resolved: Resolved) -> int:
         """Load what it needs beside the target, which is loaded; the bytes. Raises ValueError for what does not suit.
 
@@ -74,6 +78,7 @@ class NoSpeculator:
     taps: Sequence[int] = ()
     layer_specs: Sequence[LayerSpec] = ()
     reads_next_token = False
+    captures = False
 
     def load(self, target: Model, resolved: Resolved) -> int:
         """Nothing."""

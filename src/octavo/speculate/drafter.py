@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from octavo.attention.base import NO_TAPS, Taps
-from octavo.device.batch import Batch, StepShape
+from octavo.device.batch import Batch
 from octavo.ops.inputs.tensors import RowTensors
+from octavo.plan import IntArray
 from octavo.speculate import NO_SPECULATOR, Speculator
 from octavo.speculate.step import DraftBatches, DraftStep
 
@@ -28,10 +29,20 @@ class Drafter:
         """Whether there is a speculator."""
         return self._speculator.num_drafts > 0
 
-    def propose(self, work: StepShape, batch: Batch, sample_of: torch.Tensor, depth: int) -> None:
-        """Behind a step's commit: drafts for the next one, at most `depth` of a row. sample_of: [R] int32."""
+    @property
+    def captures(self) -> bool:
+        """Whether a graph of a verification may hold its proposing."""
+        return self._speculator.captures
+
+    def propose(
+        self, batch: Batch, sample_of: torch.Tensor, depth: int, seq_lens: IntArray, *, for_capture: bool = False
+    ) -> None:
+        """Behind a step's commit: drafts for the next one, at most `depth` of a row.
+
+        sample_of: [R] int32, padding included; seq_lens: host bounds of the rows before it. for_capture: a graph is.
+        """
         lengths = np.zeros(batch.num_rows, np.int64)
-        lengths[: work.num_rows] = work.seq_lens
+        lengths[: len(seq_lens)] = seq_lens
         self._speculator.propose(
             DraftStep(
                 batch=batch,
@@ -40,6 +51,7 @@ class Drafter:
                 taps=self.taps.of(batch.total_tokens),
                 num_drafts=depth,
                 seq_lens=lengths,
+                for_capture=for_capture,
             )
         )
 

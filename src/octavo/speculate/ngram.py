@@ -21,6 +21,7 @@ class NgramSpeculator:
     taps: Sequence[int] = ()
     layer_specs: Sequence[LayerSpec] = ()
     reads_next_token = False
+    captures = True
 
     def __init__(self, config: SpeculativeConfig) -> None:
         """Nothing is loaded."""

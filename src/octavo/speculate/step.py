@@ -8,7 +8,7 @@ device, nothing waits for it; a pass writes to no slot of a row that did not sam
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ class DraftStep:
     taps: torch.Tensor  # [T, len(taps) * hidden_size], one behind the other; of no taps [0, 0]
     num_drafts: int  # the most that the next step may verify, at most K: no more need be written
     seq_lens: IntArray  # [R] host bounds of the lengths in `batch`, for backends that plan by each; of padding 0
+    for_capture: bool = False  # a graph is captured: whatever a pass makes must stay
 
     @property
     def live(self) -> torch.Tensor:
@@ -84,7 +85,11 @@ def draft_max_seq_len(max_seq_len: int, step: int, max_model_len: int) -> int:
     return min(max_seq_len + step, max_model_len)
 
 
-Prepare = Callable[[Batch], ForwardContext]
+class Prepare(Protocol):
+    """Of a model state, for a drafter's layers."""
+
+    def __call__(self, batch: Batch, *, for_capture: bool = False) -> ForwardContext:
+        """See ModelState.prepare_drafts."""
 
 
 class DraftBatches:
@@ -125,7 +130,7 @@ class DraftBatches:
 
         What it stores of rejected drafts the next step's pass overwrites. `step.batch` has ids and positions.
         """
-        return self._prepare(dataclasses.replace(step.batch, logit_tokens=None))
+        return self._prepare(dataclasses.replace(step.batch, logit_tokens=None), for_capture=step.for_capture)
 
     def last(self, step: DraftStep) -> ForwardContext:
         """For a pass over the last token of each row that counts, whose entry `again` stored: no slot is written."""
@@ -166,4 +171,4 @@ class DraftBatches:
         gather_inputs(batch, dataclasses.replace(self.table, num_computed=self._computed), self._groups)
         for slots in batch.slot_mapping:
             slots.masked_fill_(torch.ones_like(live) if offset < 0 else ~live, -1)
-        return batch, self._prepare(batch)
+        return batch, self._prepare(batch, for_capture=step.for_capture)

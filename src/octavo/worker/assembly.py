@@ -6,6 +6,7 @@ of nothing else.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 
@@ -19,15 +20,17 @@ from octavo.cache.plan import CachePlan
 from octavo.cache.pool import KVCachePool
 from octavo.cache.specs import StateSpec, attention_specs
 from octavo.config.engine_config import Resolved
+from octavo.config.speculative import batch_depth
 from octavo.device.batch import InputBuffers
 from octavo.device.block_table import BlockTables
 from octavo.device.field_tables import FieldTables
-from octavo.device.graphs import ANY_LENGTH, GraphKey, GraphPool, decode_keys, mixed_keys
+from octavo.device.graphs import ANY_LENGTH, GraphKey, GraphPool, decode_keys, mixed_keys, verify_keys
 from octavo.device.request_table import RequestTable
 from octavo.device.staging import WriteQueue
 from octavo.grammar.compiler import NO_GRAMMARS, Grammars
 from octavo.model_state.default import DefaultModelState
 from octavo.models.base import Model
+from octavo.plan import StepLimits
 from octavo.sampling.sampler import Sampler
 from octavo.speculate import NO_SPECULATOR, Speculator
 from octavo.speculate.drafter import make_drafter
@@ -95,14 +98,17 @@ def make_runner(
     )
     backends = make_backends(layer_specs, resolved, plan, pool, fields.data)
     state = DefaultModelState(layer_specs, backends, pool, fields, [table.data for table in tables.tables])
-    graphs = GraphPool(_graph_keys(model, resolved, [backend.capability for backend in backends]))
+    capabilities = [backend.capability for backend in backends]
+    graphs = GraphPool(_graph_keys(model, resolved, limits, capabilities))
     prepare, own_tables = state.prepare_drafts, buffers.block_tables
     batches = DraftBatches(tables, requests.tensors, own_tables, limits, prepare, sampler.tables)
     drafter = make_drafter(speculator, batches, model.arch.hidden_size, getattr(torch, resolved.dtype))
     return Runner(model, state, pool, requests, tables, buffers, sampler, graphs, drafter=drafter)
 
 
-def _graph_keys(model: Model, resolved: Resolved, capabilities: Sequence[Capability]) -> list[GraphKey]:
+def _graph_keys(
+    model: Model, resolved: Resolved, limits: StepLimits, capabilities: Sequence[Capability]
+) -> list[GraphKey]:
     """The steps to capture: those that every attention backend lets a graph hold."""
     if resolved.device != "cuda" or resolved.enforce_eager:
         return []
@@ -121,4 +127,8 @@ def _graph_keys(model: Model, resolved: Resolved, capabilities: Sequence[Capabil
         return decode
     bounded = any(facts.bounded_mixed for facts in capabilities)
     length = min(lengths) if bounded and lengths else ANY_LENGTH
-    return decode + mixed_keys(rows, graph_tokens(model.arch, resolved), length, bounded=bounded)
+    mixed = mixed_keys(rows, graph_tokens(model.arch, resolved), length, bounded=bounded)
+    if bounded or not decode:
+        return decode + mixed
+    depth = functools.partial(batch_depth, limits.max_num_drafts, adapts=resolved.speculative.adaptive_depth)
+    return decode + mixed + verify_keys(rows, limits.max_num_tokens, depth)

@@ -8,7 +8,6 @@ between `issue` and `PendingStep.result` waits for the device, but for features 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Mapping
@@ -31,7 +30,8 @@ from octavo.ops.inputs import commit_drafts, commit_tokens
 from octavo.plan import NO_INTS, IntArray, NewRow, StepPlan
 from octavo.request.outputs import MOD_FAILED
 from octavo.sampling.grammar import HELD
-from octavo.sampling.logprobs import GroupLogprobs, prompt_chunks
+from octavo.sampling.logprobs import GroupLogprobs
+from octavo.sampling.prompt_scores import ROWS_AT_A_TIME, PromptScores
 from octavo.sampling.rows import SampleBatch
 from octavo.sampling.sampler import Sampler
 from octavo.speculate.drafter import Drafter
@@ -40,19 +40,6 @@ from octavo.worker.observe_logits import LogitsObserver
 from octavo.worker.results import NO_RUNS, PendingStep, Runs
 
 _LOG = logging.getLogger(__name__)
-# Logits rows computed at a time for prompt log-probabilities: bounds their memory, changes no bit.
-_PROMPT_LOGITS_ROWS = 256
-_PROMPT_ENTRIES = 1 << 20  # likeliest tokens of those rows together
-
-
-@dataclasses.dataclass(slots=True)
-class _PromptLogprobs:
-    """What a row still owes of its prompt's log-probabilities."""
-
-    next_position: int
-    num_prompt: int
-    num_logprobs: int
-    temperature: float
 
 
 class Runner:
@@ -81,7 +68,7 @@ class Runner:
         self._padded: dict[GraphKey, Batch] = {}  # what the graphs read and fill
         self._turn = 0  # which of the two results the last step fills
         self._events = [torch.cuda.Event() for _ in range(2)] if buffers.turn.is_cuda else [None, None]  # of the turns
-        self._prompt_logprobs: dict[int, _PromptLogprobs] = {}
+        self._prompts = PromptScores(sampler, model.logits, requests.token_ids.data)
         self._observers: list[LogitsObserver] = []
 
     def enter_thread(self) -> None:
@@ -147,8 +134,8 @@ class Runner:
         logits = self.model.logits(hidden[:rows])
         self._sampler.rehearse(logits, batch.rows, batch.next_positions)
         if every:
-            scored = hidden[:_PROMPT_LOGITS_ROWS]
-            self._score(scored, batch.positions[: len(scored)], 1)
+            scored = hidden[:ROWS_AT_A_TIME]
+            self._prompts.score(scored, batch.positions[: len(scored)], 1)
         for again in (False, True):
             drawn = self._sampler.draw(logits, batch.rows, batch.next_positions)
             self._commit(batch, *drawn, again=again)
@@ -202,16 +189,18 @@ class Runner:
         self, plan: StepPlan, work: StepShape, failed: Mapping[int, str] | None = None, unsampled: IntArray = NO_INTS
     ) -> PendingStep:
         """Issue what a step computes. failed, unsampled: see PendingStep."""
-        scores = not self._prompt_logprobs.keys().isdisjoint(work.rows.tolist()) and not work.is_decode
-        is_plain = work.is_decode and not self._observers and self._sampler.is_plain(work.rows)
-        every = scores or (self._taps_last and not work.is_decode)
-        key = EAGER if every or work.has_drafts else self._graphs.dispatch(work, needs_logits=not is_plain)
-        self._buffers.stage(work, work.num_rows if key is EAGER else key.num_rows)
+        decodes = work.is_decode or work.verifies
+        scores = not decodes and self._prompts.wanted(work.rows)
+        is_plain = decodes and not self._observers and self._sampler.is_plain(work.rows)
+        every = scores or (self._taps_last and not decodes)
+        key = EAGER if every else self._graphs.dispatch(work, needs_logits=not is_plain)
+        self._buffers.stage(work, *((work.num_rows, work.num_logit_tokens) if key is EAGER else key.size))
         self._bring()
         if not self._graphs.has(key, self._record):  # nothing is staged any more that a capture would launch
             key = EAGER
         self._turn ^= 1
         prompt_logprobs: dict[int, list[GroupLogprobs]] = {}
+        proposed = key.is_decode and key.num_drafts > 0 and self._drafter.captures
         if key.is_decode:
             batch, output = self._batch_of(key), self._graphs.replay(key)
             groups = [] if is_plain else self._sample_again(work, output)
@@ -222,11 +211,11 @@ class Runner:
             else:
                 batch, hidden = self._batch_of(key), self._graphs.replay(key)
             if scores:
-                prompt_logprobs = self._collect_prompt_logprobs(work, hidden)
+                prompt_logprobs = self._prompts.collect(work, hidden)
             groups = self._sample(work, batch, hidden)
         rows = work.rows if work.is_decode else work.rows[work.sampling]
-        if self._drafter.is_on:
-            self._drafter.propose(work, batch, self._buffers.sample_of.data[0, : batch.num_rows], plan.depth)
+        if self._drafter.is_on and not proposed:
+            self._drafter.propose(batch, self._sample_of(batch), plan.depth, work.seq_lens)
         packed, runs = self._buffers.results[self._turn, : len(rows)], NO_RUNS
         if work.has_drafts:
             packed = self._buffers.results[self._turn, : work.num_rows]
@@ -297,7 +286,7 @@ class Runner:
     def _apply(self, plan: StepPlan) -> None:
         for row in plan.finished_rows:
             self._sampler.remove(row)
-            self._prompt_logprobs.pop(row, None)
+            self._prompts.remove(row)
         if plan.new_rows:
             self._requests.add(*plan.new_rows)
             self._sampler.add(*plan.new_rows)
@@ -318,12 +307,7 @@ class Runner:
         self._model_state.add(new)
         for observer in self._observers:
             observer.add(new)
-        if new.prompt_logprobs_start >= 0:
-            wanted = new.sampling.prompt_logprobs
-            assert wanted is not None, "a row that owes prompt log-probabilities was asked for them"
-            self._prompt_logprobs[new.row] = _PromptLogprobs(
-                new.prompt_logprobs_start, new.num_prompt, wanted, new.sampling.prompt_logprobs_temperature
-            )
+        self._prompts.add(new)
 
     def _record(self, key: GraphKey, *, warmup_only: bool = False) -> torch.Tensor:
         """Issue what a graph holds: a step up to its hidden states, or a whole decode step.
@@ -335,6 +319,9 @@ class Runner:
         hidden = self._forward(batch, for_capture=True, warmup_only=warmup_only)
         if not key.is_decode:
             return hidden
+        if key.num_drafts:
+            self._record_verification(batch, key, hidden)
+            return hidden
         if not key.gives_logits:
             drawn = self.model.draw(hidden, batch.rows, *self._sampler.tables, batch.next_positions)
             self._commit(batch, *drawn)
@@ -343,13 +330,24 @@ class Runner:
         self._commit(batch, *self._sampler.draw(logits, batch.rows, batch.next_positions))
         return logits
 
+    def _record_verification(self, batch: Batch, key: GraphKey, hidden: torch.Tensor) -> None:
+        """What follows the hidden states of a step in which all rows verify drafts and only draw."""
+        rows, positions = self._buffers.logit_rows(batch.total_tokens), batch.positions + 1
+        drawn = self._sampler.draw(self.model.logits(hidden), rows, positions)
+        self._commit_drafts(batch, *drawn)
+        if self._drafter.captures:
+            lengths = np.full(batch.num_rows, batch.max_seq_len)
+            self._drafter.propose(batch, self._sample_of(batch), key.num_drafts, lengths, for_capture=True)
+
     def _batch_of(self, key: GraphKey) -> Batch:
         """The padded batch of the steps that one graph serves."""
         batch = self._padded.get(key)
         if batch is None:
             longest, length = (min(most, self._max_model_len) for most in (key.num_tokens, key.max_seq_len))
-            longest = 1 if key.is_decode else longest
-            batch = self._padded[key] = self._buffers.view(key.num_rows, key.num_tokens, longest, length, key.max_long)
+            longest = 1 + key.num_drafts if key.is_decode or key.num_drafts else longest
+            every = key.num_drafts > 0
+            batch = self._buffers.view(key.num_rows, key.num_tokens, longest, length, key.max_long, every=every)
+            self._padded[key] = batch
         return batch
 
     @staticmethod
@@ -409,11 +407,7 @@ class Runner:
         for observe in self._observers:  # bounds will not do for what is told apart by its position: it waits
             observe(logits, rows_np, drawn.positions.cpu().numpy())
         output = self._sampler(logits, drawn)
-        sample_of, num_drafts = (
-            x.data[0, : work.num_rows] for x in (self._buffers.sample_of, self._buffers.num_drafts)
-        )
-        tensors = self._requests.tensors
-        commit_drafts(batch, tensors, sample_of, num_drafts, output.tokens, output.failed, HELD)
+        self._commit_drafts(batch, output.tokens, output.failed)
         return output.logprobs
 
     def _show(self, work: StepShape, logits: torch.Tensor) -> None:
@@ -445,43 +439,16 @@ class Runner:
         )
 
     def _commit(self, batch: Batch, tokens: torch.Tensor, failed: torch.Tensor, *, again: bool = False) -> None:
-        sample_of = self._buffers.sample_of.data[0, : batch.num_rows]
-        commit_tokens(batch, self._requests.tensors, sample_of, tokens, failed, again=again)
+        commit_tokens(batch, self._requests.tensors, self._sample_of(batch), tokens, failed, again=again)
+
+    def _commit_drafts(self, batch: Batch, tokens: torch.Tensor, failed: torch.Tensor) -> None:
+        num_drafts = self._buffers.num_drafts.data[0, : batch.num_rows]
+        commit_drafts(batch, self._requests.tensors, self._sample_of(batch), num_drafts, tokens, failed, HELD)
+
+    def _sample_of(self, batch: Batch) -> torch.Tensor:
+        return self._buffers.sample_of.data[0, : batch.num_rows]
 
     def _take_back(self, held: IntArray) -> None:
         """Rows that drew nothing compute the same token in their next step, also where that is planned already."""
         if len(held):
             self._lay_out.take_back(held)
-
-    def _collect_prompt_logprobs(self, work: StepShape, hidden: torch.Tensor) -> dict[int, list[GroupLogprobs]]:
-        """The hidden state at position p scores the prompt's token p + 1."""
-        collected: dict[int, list[GroupLogprobs]] = {}
-        for entry, row in enumerate(work.rows.tolist()):
-            owed = self._prompt_logprobs.get(row)
-            if owed is None:
-                continue
-            end = int(work.seq_lens[entry])
-            first = end - int(work.num_tokens[entry])
-            start, stop = max(owed.next_position - 1, first), min(end, owed.num_prompt - 1)
-            if start < stop:
-                offset = int(work.query_start[entry]) - first
-                targets = self._requests.token_ids.data[row, start + 1 : stop + 1].to(torch.int64)
-                scored = hidden[start + offset : stop + offset]
-                collected[row] = self._score(scored, targets, owed.num_logprobs, owed.temperature)
-                owed.next_position = stop + 1
-            if owed.next_position >= owed.num_prompt:
-                del self._prompt_logprobs[row]
-        return collected
-
-    def _score(
-        self, hidden: torch.Tensor, targets: torch.Tensor, num_logprobs: int, temperature: float = 1.0
-    ) -> list[GroupLogprobs]:
-        return [
-            self._sampler.prompt_logprobs(self.model.logits(hidden[chunk]), targets[chunk], num_logprobs, temperature)
-            for chunk in prompt_chunks(len(targets), max_rows=_rows_of_logits(num_logprobs))
-        ]
-
-
-def _rows_of_logits(num_top: int) -> int:
-    """Prompt positions that are scored at a time. num_top: likeliest tokens at each, -1: the vocabulary's."""
-    return min(_PROMPT_LOGITS_ROWS, max(_PROMPT_ENTRIES // (num_top if num_top > 0 else 1 << 18 if num_top else 1), 1))

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from octavo.config.speculative import batch_depth
 from octavo.plan import IntArray, StepLimits
 
-# Tokens of a step that cost little more than one each: as long as weights take longer to read than to multiply.
-_CHEAP_TOKENS = 256
 _LEAST = 0.35  # a draft is worth its place if it is accepted as often as that
 _DECAY, _PRIOR_HITS, _PRIOR_TRIES = 0.92, 1.6, 2.0  # of counts per step; what a new row is credited with
 _PROBE = 32  # steps after which a row that has no drafts tries one again
@@ -20,9 +19,9 @@ _PROBE = 32  # steps after which a row that has no drafts tries one again
 class Depth:
     """The most drafts of each row."""
 
-    def __init__(self, limits: StepLimits, *, adapts: bool, cheap_tokens: int = _CHEAP_TOKENS) -> None:
-        """`limits`: the worker's. adapts: False for its number of drafts in every row. cheap_tokens: of a step."""
-        self._most, self._adapts, self._cheap_tokens = limits.max_num_drafts, adapts, cheap_tokens
+    def __init__(self, limits: StepLimits, *, adapts: bool) -> None:
+        """`limits`: the worker's. adapts: False for its number of drafts in every row."""
+        self._most, self._adapts = limits.max_num_drafts, adapts
         self._hits = np.zeros(limits.max_num_rows)
         self._tries = np.zeros(limits.max_num_rows)
         self._waited = np.zeros(limits.max_num_rows, np.int64)  # steps without drafts
@@ -34,9 +33,7 @@ class Depth:
 
     def of_batch(self, num_rows: int) -> int:
         """The most drafts of any row in a step of so many rows."""
-        if not self._adapts or not num_rows:
-            return self._most
-        return min(self._most, max(self._cheap_tokens // num_rows - 1, 0))
+        return batch_depth(self._most, num_rows, adapts=self._adapts)
 
     def of_rows(self, rows: IntArray, most: int) -> IntArray:
         """[N] drafts of each of `rows`, at most `most`. Counts the step for those that get none."""
