@@ -16,7 +16,7 @@ from octavo.speculate.step import DraftStep, draft_max_seq_len
 def step(bounds: list[int], *, totals: list[int] | None = None, sample_of: list[int] | None = None) -> DraftStep:
     count, width = len(bounds), 8
     totals_tensor = torch.tensor(totals or [0] * count, dtype=torch.int32)
-    table = RowTensors(torch.zeros((count, width), dtype=torch.int32), totals_tensor, totals_tensor)
+    table = RowTensors(torch.zeros((count + 1, width), dtype=torch.int32), totals_tensor, totals_tensor)
     batch = SimpleNamespace(rows=torch.arange(count), seq_lens=totals_tensor, num_rows=count)
     return DraftStep(
         batch=cast(Any, batch),
@@ -57,6 +57,6 @@ def test_drafts_are_written_behind_known_tokens_of_rows_that_sampled() -> None:
     own = step([1] * 5, totals=[3, 7, 8, 2, 0], sample_of=[0, 1, 2, -1, 3])
     for place in range(2):
         own.write(place, torch.tensor([41, 42, 43, 44, 45]) + 100 * place)
-    expected = torch.zeros((5, 8), dtype=torch.int32)
+    expected = torch.zeros((6, 8), dtype=torch.int32)
     expected[0, 3], expected[0, 4], expected[1, 7] = 41, 141, 42
     assert torch.equal(own.table.token_ids, expected)

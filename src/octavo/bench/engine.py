@@ -6,6 +6,7 @@ in the same run. Does not judge. Invariant: the last line of output is one JSON 
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import platform
@@ -19,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from octavo.bench import gpu_engine
+from octavo.bench import gpu_engine, speculation
 from octavo.bench.shapes import SHAPES, layers_of
 from octavo.cli.flags import Parser
 from octavo.llm import LLM
@@ -160,11 +161,34 @@ def _limit(name: str, row: dict[str, float], limits: dict[str, float], *, in_pai
     return ""
 
 
+def _add_drafts(parser: Parser) -> None:
+    parser.add_argument("--oracle", type=float, metavar="P", help="drafts beside none: each the true token in P of all")
+    parser.add_argument(
+        "--drafts", type=json.loads, metavar="JSON", help="a speculative_config beside none, or its cost"
+    )
+    parser.add_argument("--num-drafts", type=int, default=4, help="of an oracle, or of --drafts")
+    parser.add_argument("--fixed-depth", action="store_true", help="as many drafts in every row of every step")
+
+
+def _drafts(parser: Parser, arguments: argparse.Namespace) -> speculation.Drafts | None:
+    """What is to be compared with plain decoding; None: nothing."""
+    if arguments.oracle is None and not arguments.drafts:
+        return None
+    if arguments.oracle is not None and not 0 <= arguments.oracle <= 1:
+        parser.error(f"--oracle {arguments.oracle}: a probability is from 0 to 1")
+    config = dict(arguments.drafts or {})
+    if config:
+        config.setdefault("num_speculative_tokens", arguments.num_drafts)
+    return speculation.Drafts(arguments.num_drafts, arguments.oracle, config, not arguments.fixed_depth)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run workloads and print a table, then JSON lines; the last one holds everything."""
     parser = Parser(prog="octavo bench engine", description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny")
-    workloads = dict.fromkeys((*WORKLOADS, *gpu_engine.WORKLOADS, "all", "none"))  # some run on either device
+    workloads = dict.fromkeys(
+        (*WORKLOADS, *gpu_engine.WORKLOADS, *gpu_engine.DRAFTED, "all", "none")
+    )  # some run on either device
     parser.add_argument("--workload", choices=list(workloads), default="all")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
@@ -176,6 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--timeline", type=Path, help="on a GPU: a file for what a few decode steps do (tools/draw_timeline.py)"
     )
+    _add_drafts(parser)
     arguments = parser.parse_args(argv)
     on_gpu = arguments.device != "cpu" and bool(probe.device_facts(arguments.device).cuda)
     fields: dict[str, Any] = {
@@ -188,13 +213,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         fields["attention_config"] = {"backend": arguments.attention_backend}
     if arguments.async_scheduling:
         fields["async_scheduling"] = True
-    known = gpu_engine.WORKLOADS if on_gpu else WORKLOADS
+    drafts = _drafts(parser, arguments)
+    known = gpu_engine.DRAFTED if drafts else gpu_engine.WORKLOADS if on_gpu else WORKLOADS
     names = {"all": list(known), "none": []}.get(arguments.workload, [arguments.workload])
     if not set(names) <= set(known):
         parser.error(f"--workload {names[0]} does not run on {fields['device']}: known are {', '.join(known)}")
     if arguments.profile and SHAPES[arguments.shape]["model_type"] != "qwen3":
         parser.error(f"--profile counts the work of Qwen3's layers alone: not of --shape {arguments.shape}")
     document = {"shape": arguments.shape, **fields}
+    if drafts:
+        vocab = SHAPES[arguments.shape]["vocab_size"]
+        engine = gpu_engine.Run(arguments.shape, SHAPES[arguments.shape], fields, dummy_model).engine
+        works = [(name, gpu_engine.workload(name, vocab)) for name in names]
+        return speculation.run(engine, arguments.shape, works, drafts, document)
     if on_gpu:
         run = gpu_engine.Run(arguments.shape, SHAPES[arguments.shape], fields, dummy_model)
         return gpu_engine.report(run, names, document, profile=arguments.profile, timeline=arguments.timeline)

@@ -56,7 +56,8 @@ class Workload:
     counts_prompts: bool = False
 
 
-def _work(name: str, vocab: int) -> Workload:
+def workload(name: str, vocab: int) -> Workload:
+    """By its name, of a model with so many tokens."""
     rng = random.Random(1)
 
     def prompts(count: int, low: int, high: int) -> list[list[int]]:
@@ -68,11 +69,15 @@ def _work(name: str, vocab: int) -> Workload:
         return Workload(prompts(1, 128, 128), [256], 0.0)
     if name == "prefill":
         return Workload(prompts(32, 4000, 4000), [1] * 32, 0.0, counts_prompts=True)
+    if name == "quotes":  # a prompt that says everything twice, so that n-grams find something
+        line = prompts(1, 96, 96)[0]
+        return Workload([line + line[:32]], [256], 0.0)
     count = int(name.removeprefix("decode"))
     return Workload(prompts(count, 16, 16), [256] * count, 0.6)
 
 
 WORKLOADS = ("start", "single", "offline256", "prefill", "decode64", "decode512")
+DRAFTED = ("single", "decode64", "offline256", "decode512", "quotes")  # that are compared with drafts and without
 
 
 def _generate(llm: LLM, work: Workload) -> float:
@@ -173,7 +178,7 @@ def report(
 
 
 def _timed(run: Run, llm: LLM, name: str, copy: float, product: float) -> dict[str, Any]:
-    work = _work(name, run.facts["vocab_size"])
+    work = workload(name, run.facts["vocab_size"])
     warm = dataclasses.replace(work, num_outputs=[min(count, 4) for count in work.num_outputs])
     _generate(llm, warm)
     before = llm.engine.times.copy()
@@ -275,7 +280,7 @@ def _profile_prefill(run: Run, llm: LLM, copy: float, product: float) -> dict[st
     """Kernels per 8,192 prompt tokens, in prompts of 4,000."""
     from torch.profiler import ProfilerActivity, profile
 
-    prompts = _work("prefill", run.facts["vocab_size"])
+    prompts = workload("prefill", run.facts["vocab_size"])
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         seconds = _generate(llm, prompts)
     lengths = [len(prompt) for prompt in prompts.prompts]

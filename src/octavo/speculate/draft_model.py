@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 class DraftModelSpeculator:
     """See octavo.speculate.Speculator."""
 
-    reads_next_token = False
+    reads_next_token, captures = False, True
     taps: Sequence[int] = ()
 
     def __init__(self, config: SpeculativeConfig) -> None:

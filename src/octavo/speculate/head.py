@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 class HeadSpeculator:
     """See octavo.speculate.Speculator."""
 
-    reads_next_token = True
+    reads_next_token = captures = True
 
     def __init__(self, config: SpeculativeConfig) -> None:
         """Nothing is read yet."""

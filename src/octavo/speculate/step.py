@@ -67,17 +67,21 @@ class DraftStep:
         return self.table.token_ids.view(-1).index_select(0, cells).to(torch.int64)
 
     def write(self, place: int, drafts: torch.Tensor) -> None:
-        """Write drafts [R] int64, ids of the vocabulary, as the rows' drafts number `place`, from 0 on.
+        """Write drafts [R], ids of the vocabulary, as the rows' drafts number `place`, from 0 on.
 
         Those of rows that did not sample, and such as would lie behind max_model_len, are not written.
         """
-        at = self.totals() + place
-        width = self.table.token_ids.shape[1]
-        inside = self.live & (at < width)
-        at = at.clamp(max=width - 1)
+        self.write_all(drafts[:, None], place)
+
+    def write_all(self, drafts: torch.Tensor, first: int = 0) -> None:
+        """Write drafts [R, n] as the rows' drafts number `first` to `first + n - 1`: see `write`."""
+        width, count = self.table.token_ids.shape[1], drafts.shape[1]
+        at = self.totals()[:, None] + torch.arange(first, first + count, device=drafts.device)
+        inside = self.live[:, None] & (at < width)
+        # what is not to be written goes to a cell that it has, of the null row where the row has no place left
+        cells = torch.where(inside, self.batch.rows[:, None] * width + at, self.table.token_ids.numel() - 1).view(-1)
         flat = self.table.token_ids.view(-1)
-        cells = self.batch.rows * width + at
-        flat.index_put_((cells,), torch.where(inside, drafts.to(torch.int32), flat.index_select(0, cells)))
+        flat.index_put_((cells,), torch.where(inside.view(-1), drafts.reshape(-1).to(torch.int32), 0))
 
 
 def draft_max_seq_len(max_seq_len: int, step: int, max_model_len: int) -> int:
