@@ -46,10 +46,12 @@ def answers(engine: Engine, params: list[SamplingParams]) -> list[Any]:
     while engine.has_unfinished:
         done |= {output.request_id: output for output in engine.step() if output.finished}
     return [
-        [(one.token_ids, [entry[token].logprob for entry, token in zip(one.logprobs or (), one.token_ids)])
-         for one in done[f"r{index}"].outputs]
+        [
+            (one.token_ids, [entry[token].logprob for entry, token in zip(one.logprobs or (), one.token_ids)])
+            for one in done[f"r{index}"].outputs
+        ]
         for index in range(len(params))
-    ]  # fmt: skip
+    ]
 
 
 def plain_and_drafted(params: list[SamplingParams], **fields: Any) -> tuple[list[Any], list[Any], EagerGraphs]:

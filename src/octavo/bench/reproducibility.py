@@ -48,6 +48,7 @@ _HOST = {
     "kv_connector_extra_config": {"cpu_bytes_to_use": "1G"},
     "kv_load_failure_policy": "recompute",
 }
+_DRAFTS = {"method": "ngram", "num_speculative_tokens": 4, "adaptive_depth": False}
 _ANY_GROUPS = 6  # batches of any of these sizes; the rest are of the larger half
 
 
@@ -287,6 +288,13 @@ def whatever(run: Run, jobs: Sequence[Job], rng: random.Random) -> tuple[list[An
     return [found[index] for index in range(len(jobs))], f"{run.engine.scheduler.num_preemptions} preemptions"
 
 
+def with_drafts(run: Run, jobs: Sequence[Job], rng: random.Random) -> tuple[list[Answer], str]:
+    """All at once, several tokens of a row in a step."""
+    answers = run.answers(jobs)
+    stats = run.engine.scheduler.stats()
+    return answers, _met(stats.num_accepted_tokens, f"of {stats.num_draft_tokens} drafts accepted")
+
+
 class NotMetError(RuntimeError):
     """A run did not meet the circumstance that it is for, so it proves nothing."""
 
@@ -323,6 +331,7 @@ def make_axes(device: str, jobs: Sequence[Job], rng: random.Random) -> list[Axis
         Axis("prefix hit", twice, {"enable_prefix_caching": True}),
         Axis("host memory", from_elsewhere, {"kv_transfer_config": _HOST}),
         Axis("preemption", crowded, tight),
+        Axis("speculation", with_drafts, {"speculative_config": _DRAFTS}),
         *(
             Axis(f"blocks of {size}", all_at_once, {"block_size": size})
             for size in _BLOCK_SIZES
