@@ -178,6 +178,12 @@ class EngineCore:
         return self._failure is None and waits
 
     @property
+    def waits_for_peers(self) -> bool:
+        """Whether nothing is unfinished but blocks on offer, which somebody fetches some time or never."""
+        is_idle = not (self._inbox or self._in_flight or self._held or self.scheduler.num_unfinished)
+        return is_idle and self.scheduler.loads.are_on_offer
+
+    @property
     def has_failed(self) -> bool:
         """Whether it stopped, or was closed: no step runs any more."""
         return self._failure is not None

@@ -284,3 +284,22 @@ def test_U_3_U_5_two_children_under_pressure_free_each_block_once(make_llm: Make
     for _ in range(2):
         assert [output.outputs[0].token_ids for output in llm.generate(prompts, params)] == expected
     assert settle(llm)[0].num_loaded_tokens
+
+
+def test_a_connector_out_of_tree_is_three_methods(make_llm: Make, monkeypatch, caplog):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "packages"))
+    own = {"kv_connector": "Dictionary", "kv_connector_module_path": "own_store", "kv_role": "kv_both"}
+    expected = bits(make_llm(max_model_len=512))
+    llm = make_llm(max_model_len=512, kv_transfer_config=own)
+    bits(llm)
+    settle(llm)
+    assert llm.reset_prefix_cache() and bits(llm) == expected
+    assert settle(llm)[0].num_loaded_tokens
+    from own_store import Dictionary
+
+    for key, data in Dictionary.kept.items():
+        Dictionary.kept[key] = data[:-1] + bytes([data[-1] ^ 1])
+    assert llm.reset_prefix_cache() and bits(llm) == expected
+    assert settle(llm)[0].num_load_misses and "something else" in caplog.text
+    with pytest.raises(ConfigError, match=r"extra_config\.mots=1: unknown key; did you mean most\?"):
+        make_llm(kv_transfer_config={**own, EXTRA: {"mots": 1}})

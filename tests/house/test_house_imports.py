@@ -44,8 +44,8 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     "observe": (set(), {"rich"}),
     "cache.specs": ({"words", "attention.mods"}, set()),  # a spec holds a user's mods, which load no torch
     # the scheduler's halves, and the messages to the worker's: no torch
-    "kv_connector": ({"words", "kv_connector.worker"}, {"msgspec"}),
-    "kv_connector.worker": ({"words", "kv_connector"}, {"torch", "numpy", "xxhash"}),
+    "kv_connector": ({"words", "kv_connector.worker"}, {"msgspec", "numpy", "xxhash"}),
+    "kv_connector.worker": ({"words", "kv_connector", "rl.transport.gloo"}, {"torch", "numpy", "msgspec", "xxhash"}),
     "sched": ({"words", "kv_connector"}, {"numpy", "msgspec"}),
     "cache": ({"words"}, {"torch", "numpy"}),
     "ops": (set(), {"torch", "triton", "numpy"}),
@@ -167,6 +167,8 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
         },
         {"httptools", "msgspec", "numpy", "prometheus_client", "starlette", "uvicorn", "uvloop"},
     ),
+    # it speaks HTTP with servers, and knows no engine
+    "router": ({"words", "cli.flags"}, {"prometheus_client", "uvicorn"}),
     "__main__": ({"cli"}, set()),
     "__init__": ({"attention.mods", "config", "request", "startup.gc_control", "llm"}, set()),
 }

@@ -165,7 +165,7 @@ BAD_FIELDS: dict[str, tuple[list[Any], str]] = {
     "use_beam_search": ([True], "unsupported_parameter"),
     "guided_json": ([{}], "unsupported_parameter"),
     "n_discard": ([1], "unsupported_parameter"),
-    "kv_transfer_params": ([{}], "not_allowed"),
+    "kv_transfer_params": ([{}], "not_allowed"),  # of a server without a connector
     "chat_template": (["{{ x }}"], "not_allowed"),
 }
 _FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "repetition_penalty")

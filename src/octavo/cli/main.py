@@ -1,4 +1,4 @@
-"""The `octavo` command: `octavo generate|chat|serve|bench|doctor`.
+"""The `octavo` command: `octavo generate|chat|serve|router|bench|doctor`.
 
 Owns the table of commands, exit codes, and the form of every error: one line on stderr, 2 for a user's mistake, 1 for
 ours, 130 after Ctrl-C, a traceback only with --debug. Knows no option and no engine. Invariant: nothing is imported
@@ -18,6 +18,7 @@ COMMANDS = {
     "generate": ("octavo.cli.terminal:generate", "complete prompts, streaming to the terminal"),
     "chat": ("octavo.cli.terminal:chat", "talk to a model"),
     "serve": ("octavo.serve.server:main", "answer requests over HTTP, with OpenAI's API"),
+    "router": ("octavo.router.main:main", "one address for prefill and decode servers"),
     "bench": ("octavo.cli.terminal:bench", "measure throughput, latency, prefix reuse, start; compare bits"),
     "doctor": ("octavo.cli.doctor:main", "versions, devices, memory plan, numerics contract, settings"),
 }

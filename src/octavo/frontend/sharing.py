@@ -223,4 +223,6 @@ class SharedEngine:
             self._engine.abort(list(call.unfinished))
             call.unfinished.clear()
         while not self._owners and not self._arriving and self._engine.has_unfinished:
+            if self._engine.core.waits_for_peers:
+                break
             self._step()

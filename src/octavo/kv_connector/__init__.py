@@ -35,6 +35,7 @@ class Transfer:
     end: int  # behind the last one
     blocks: tuple[tuple[int, ...], ...]  # per cache group, by logical index; null blocks do not move
     names: tuple[bytes, ...] = ()  # of the full blocks of the smallest size, from the first token on
+    version: str = ""  # of the weights
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +73,7 @@ class Connector(Protocol):
 
     saves_running: bool  # `computed` is asked of requests that run
     save_unit: int  # tokens: it saves whole multiples of it
+    offers: bool  # its saves wait for somebody else, who may never come
 
     def match(self, request: Request, num_local: int) -> int | Later:
         """How many tokens behind the first `num_local` can be loaded; 0: none; LATER: ask again in a later step.
@@ -86,7 +88,7 @@ class Connector(Protocol):
     def computed(self, save: Transfer) -> bool:
         """These tokens of a request that goes on are complete: whether they are kept until the save is reported."""
 
-    def ending(self, request: Request) -> Mapping[str, Any] | None:
+    def ending(self, request: Request) -> dict[str, Any] | None:
         """A request has ended: what its answer says of where its blocks are to be had; None: nothing."""
 
     def finished(self, save: Transfer) -> bool:
@@ -119,6 +121,7 @@ class SilentConnector:
 
     saves_running = False
     save_unit = 1
+    offers = False
 
     def match(self, request: Request, num_local: int) -> int | Later:
         """See Connector."""
@@ -132,7 +135,7 @@ class SilentConnector:
         """See Connector."""
         return False
 
-    def ending(self, request: Request) -> Mapping[str, Any] | None:
+    def ending(self, request: Request) -> dict[str, Any] | None:
         """See Connector."""
         return None
 

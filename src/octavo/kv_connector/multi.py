@@ -11,7 +11,7 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from octavo.config.kv_transfer import EXTRA, Extra, KVTransferConfig, read_kv_transfer, refuse
@@ -85,6 +85,7 @@ class _MultiConnector(SilentConnector):
         self._children = children
         self.saves_running = any(child.saves_running for child in children)
         self.save_unit = math.lcm(*(child.save_unit for child in children))
+        self.offers = any(child.offers for child in children)
         self._chosen = collections.OrderedDict[str, int]()  # request -> the child that has tokens of it
         self._loads: dict[int, int] = {}  # load -> its child
         self._saves: dict[int, set[int]] = {}  # save -> children that keep it
@@ -119,7 +120,7 @@ class _MultiConnector(SilentConnector):
             self._saves[save.number] = keeping
         return bool(keeping)
 
-    def ending(self, request: Request) -> Mapping[str, Any] | None:
+    def ending(self, request: Request) -> dict[str, Any] | None:
         said = [child.ending(request) for child in self._children]
         return next((each for each in said if each is not None), None)
 

@@ -65,6 +65,7 @@ class _NoKind:
 TABLE = {
     "shared_storage": "octavo.kv_connector.shared_storage:SharedStorage",
     "host": "octavo.kv_connector.host:Host",
+    "p2p": "octavo.kv_connector.p2p:P2P",
     "multi": "octavo.kv_connector.multi:Multi",
 }
 ALIASES = {
@@ -73,6 +74,7 @@ ALIASES = {
     "OffloadingConnector": "host",
     "SimpleCPUOffloadConnector": "host",
     "MultiConnector": "multi",
+    "P2pNcclConnector": "p2p",
 }
 _PARTS = ("scheduler_half", "worker_half", "secret", "shares_names")
 

@@ -213,3 +213,4 @@ class RequestOutput(msgspec.Struct):
     metrics: RequestMetrics | None = None
     lora_request: None = None
     num_cached_tokens: int | None = None
+    kv_transfer_params: dict[str, Any] | None = None  # once finished: where a connector has its blocks

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -174,7 +173,7 @@ class Request:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.error = ""
-        self.kv_transfer_params: Mapping[str, Any] | None = None  # where the blocks of its answer are to be had
+        self.kv_transfer_params: dict[str, Any] | None = None  # where the blocks of its answer are to be had
 
     def enter(self, rows: RequestRows, row: int) -> None:
         """Run in `row`."""

@@ -7,6 +7,8 @@ tokens exactly once; the one with a `finish_reason` is the last.
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from octavo.plan import NO_PROMPT_LOGPROBS, PromptLogprobs, TokenLogprobs
@@ -25,6 +27,7 @@ class RequestUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
     queue_time: float | None = None  # seconds from add to the first schedule, in one update at most
     weights_version: str = ""  # of the weights that draw its tokens from this update on; empty: as before
     weights_mixed: bool = False  # these tokens attend K and V of older weights too
+    kv_transfer_params: dict[str, Any] | None = None  # with a finish_reason: where its blocks are to be had
     error: str = ""  # with finish_reason "error": the reason, e.g. "nan_logits"
 
 

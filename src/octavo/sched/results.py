@@ -144,6 +144,7 @@ class Results:
                 weights_version=self.version if is_first else "",
                 weights_mixed=is_first and request.request_id in self.mixed,
                 error=request.error,
+                kv_transfer_params=request.kv_transfer_params,
             )
         )
 

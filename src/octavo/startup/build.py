@@ -111,7 +111,7 @@ def build_core(
         gpu=facts.gpu,
     )
     identity = LOCAL
-    if secret:  # names leave the process; the contract takes 25 ms
+    if secret or kind.shares_names:  # names leave the process; the contract takes 25 ms
         identity = make_identity(resolved, plan, engine_facts.numerics_contract(), executor.call("identify"))
     core = EngineCore(
         _make_scheduler(resolved, plan, secret, identity, _connect(kind, transfer, plan, identity, executor), transfer),

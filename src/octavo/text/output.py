@@ -216,6 +216,7 @@ class _Request:
         "children",
         "decode",
         "held",
+        "kv_transfer_params",
         "metrics",
         "num_cached",
         "params",
@@ -242,6 +243,7 @@ class _Request:
             self.prompt_logprobs.add((), (), ())  # of the first token
         self.held: list[RequestUpdate] = []  # of further completions, until the first one says what is said once
         self.num_cached = 0
+        self.kv_transfer_params: dict[str, Any] | None = None
         self._arrival = time.monotonic()
         self.metrics = RequestMetrics(arrival_time=time.time())
 
@@ -288,6 +290,7 @@ class _Request:
             ),
             None,
             self.num_cached,
+            self.kv_transfer_params,
         )
 
     def failed_output(self) -> RequestOutput:
@@ -363,6 +366,8 @@ class _Child:
         request, params = self.request, self.request.params
         if self.index == 0 and update.num_cached > request.num_cached:  # further ones find the first one's blocks
             request.num_cached = update.num_cached
+        if update.kv_transfer_params is not None:
+            request.kv_transfer_params = update.kv_transfer_params
         if update.queue_time is not None and request.metrics.time_in_queue is None:
             request.metrics.time_in_queue = update.queue_time
         if update.prompt_logprobs.num_positions and self.index == 0 and request.prompt_logprobs is not None:

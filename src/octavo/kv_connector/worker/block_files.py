@@ -40,7 +40,7 @@ class BlockFiles:
         self._folder, self._block_bytes = Path(folder), block_bytes
         self._max_bytes, self._label = max_bytes, label
         self._lock = threading.Lock()
-        self.num_evicted = 0
+        self._num_evicted = 0
         self._folder.mkdir(parents=True, exist_ok=True)
         self._found = sum(size for _, size, _ in self._scan())  # bytes of all files when they were last counted
         self._new = 0  # bytes written since
@@ -49,6 +49,11 @@ class BlockFiles:
     def stored_bytes(self) -> int:
         """Bytes of the folder's files, as far as this one knows."""
         return self._found + self._new
+
+    @property
+    def num_evicted(self) -> int:
+        """Files that gave way since the start."""
+        return self._num_evicted
 
     def path(self, key: bytes) -> Path:
         """Where a key's file is."""
@@ -148,7 +153,7 @@ class BlockFiles:
                 break
             with contextlib.suppress(OSError):
                 os.unlink(path)
-                self.num_evicted += 1
+                self._num_evicted += 1
                 left -= size
         self._found, self._new = left, 0
 

@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
+import numpy as np
 import torch
 
 from octavo.kv_connector.orders import Report
-from octavo.kv_connector.worker.block_files import BlockFiles
 from octavo.kv_connector.worker.cache_bytes import CacheBytes
 from octavo.kv_connector.worker.mover import Job
 
 _PIECE_BYTES = 64 << 20  # host memory of a thread: what it moves at a time
 
 
+class Blocks(Protocol):
+    """Where blocks are kept by their keys: BlockFiles, or a store of one's own. Any thread may call."""
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes that are kept now."""
+
+    @property
+    def num_evicted(self) -> int:
+        """Blocks that gave way to others since the start."""
+
+    def write(self, key: bytes, block: np.ndarray) -> None:
+        """Keep a block, uint8 [block_bytes]."""
+
+    def read(self, key: bytes, block: np.ndarray) -> bool:
+        """Fill a block with what is kept. False: there is nothing, or nothing that can be used."""
+
+
 class FileHandler:
     """See Handler. Each thread moves an order by pieces, through host memory of its own."""
 
-    def __init__(self, cache: CacheBytes, files: BlockFiles) -> None:
+    def __init__(self, cache: CacheBytes, files: Blocks) -> None:
         """`files`: of blocks as large as the cache's."""
         self._cache, self._files = cache, files
         self._count = max(_PIECE_BYTES // cache.block_bytes, 1)

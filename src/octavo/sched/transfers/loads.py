@@ -98,6 +98,12 @@ class Loads:
         """Requests that wait for their blocks."""
         return len(self._loading)
 
+    @property
+    def are_on_offer(self) -> bool:
+        """Whether all transfers are saves that wait for somebody else."""
+        entries = self._underway.values()
+        return self.connector.offers and all(entry.begun and not entry.loads for entry in entries)
+
     def figures(self) -> dict[str, Any]:
         """What SchedulerStats says of transfers."""
         return {"num_loading": self.num_loading, **dataclasses.asdict(self.stats)}
@@ -186,7 +192,10 @@ class Loads:
         self._kv.name_blocks(request)
         names = tuple(request.block_hashes[: end // self._kv.block_size])
         number, blocks = next(self._numbers), self._blocks(request)
-        return Transfer(number=number, request=request, start=start, end=end, blocks=blocks, names=names)
+        version = self._kv.identity.weights_version
+        return Transfer(
+            number=number, request=request, start=start, end=end, blocks=blocks, names=names, version=version
+        )
 
     def take(self) -> Iterator[Ended]:
         """What has ended, in time or not, of loads."""

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, S
 from typing import Any, Protocol
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from octavo.frontend.frontend import Prompt
 from octavo.request.outputs import NO_TOKEN, TOO_COMPLEX, CompletionOutput, RequestOutput
@@ -378,12 +379,15 @@ class TokenCounter:
         self.num_reasoning: int | None = None  # None: this model does not reason
         self._prompts = [len(prompt.token_ids) for prompt in run.prompts]
         self._cached = [0] * len(run.prompts)
+        self.kv_transfer_params: dict[str, Any] | UnsetType = UNSET  # what the engine's connector answers
         self._n = run.params.n
         self._outputs = [0] * run.num_choices
 
     def see(self, index: int, output: RequestOutput) -> None:
         """Note what an output of prompt `index` says of the cache."""
         self._cached[index] = max(self._cached[index], output.num_cached_tokens or 0)
+        if output.kv_transfer_params is not None:
+            self.kv_transfer_params = output.kv_transfer_params
 
     def add(self, index: int, completion: CompletionOutput) -> None:
         """Take a completion's new tokens into account."""

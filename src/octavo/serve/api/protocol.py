@@ -53,6 +53,7 @@ class Common(msgspec.Struct, kw_only=True):
     return_tokens_as_token_ids: bool = False
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
+    kv_transfer_params: Any = None
 
 
 class CompletionRequest(Common, kw_only=True):
@@ -161,7 +162,7 @@ REFUSED: dict[str, tuple[str, str]] = {
          "audio", "previous_response_id", "n_discard", "moderation"),
         _UNSUPPORTED,
     ),
-    **dict.fromkeys(("chat_template", "kv_transfer_params", "bad_words_token_ids", "lora_request"), _NOT_ALLOWED),
+    **dict.fromkeys(("chat_template", "bad_words_token_ids", "lora_request"), _NOT_ALLOWED),
     **dict.fromkeys(
         ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend",
          "guided_whitespace_pattern"),

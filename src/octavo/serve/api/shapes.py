@@ -65,6 +65,7 @@ class Completion(msgspec.Struct, kw_only=True):
     choices: list[CompletionChoice] | UnsetType
     usage: Usage | UnsetType | None = UNSET
     system_fingerprint: str | UnsetType = UNSET
+    kv_transfer_params: dict[str, Any] | UnsetType = UNSET
     warnings: list[str] | UnsetType = UNSET
 
 
@@ -172,6 +173,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     choices: list[ChatChoice] | list[ChatChunkChoice] | UnsetType
     usage: Usage | UnsetType | None = UNSET
     system_fingerprint: str | UnsetType = UNSET
+    kv_transfer_params: dict[str, Any] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     warnings: list[str] | UnsetType = UNSET
 

@@ -75,6 +75,7 @@ def merge_outputs(outputs: list[RequestOutput]) -> RequestOutput:
         finished=last.finished,
         metrics=last.metrics,
         num_cached_tokens=last.num_cached_tokens,
+        kv_transfer_params=last.kv_transfer_params,
         truncation=truncation,
     )
 

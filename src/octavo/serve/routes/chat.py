@@ -41,6 +41,7 @@ from octavo.serve.api.shapes import (
     ChatMessage,
     joined_call,
 )
+from octavo.serve.api.transfers import with_transfer
 from octavo.serve.errors import bad_request, renaming
 from octavo.serve.http import json_pieces
 from octavo.serve.http.exchange import Exchange
@@ -112,7 +113,8 @@ async def _render(state: ServeState, request: ChatRequest, answers: Answers, kep
 
 
 def _params(state: ServeState, parsed: Parsed[ChatRequest], answers: Answers) -> SamplingParams:
-    request, given = parsed.shape, dict(parsed.sampling)
+    request = parsed.shape
+    given = with_transfer(state, parsed.sampling, request.kv_transfer_params)
     check_stream_options(request.stream, request.stream_options)
     if request.max_completion_tokens is not None:
         given["max_tokens"] = request.max_completion_tokens
@@ -184,6 +186,7 @@ class _Reply:
             choices=UNSET,
             usage=self._usage(),
             system_fingerprint=self._fingerprint,
+            kv_transfer_params=self._count.kv_transfer_params,
             warnings=self._warnings,
         )
         if self._request.return_token_ids:

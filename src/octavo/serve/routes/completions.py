@@ -31,6 +31,7 @@ from octavo.serve.api.generation import (
 from octavo.serve.api.logprobs import Offsets, TokenTexts, completion_logprobs
 from octavo.serve.api.protocol import Common, CompletionRequest, Parsed, StreamOptions, read
 from octavo.serve.api.shapes import Completion, CompletionChoice
+from octavo.serve.api.transfers import with_transfer
 from octavo.serve.errors import bad_request, renaming
 from octavo.serve.http import json_pieces
 from octavo.serve.http.exchange import Exchange
@@ -66,7 +67,8 @@ async def create(state: ServeState, exchange: Exchange) -> None:
 
 
 def _params(state: ServeState, parsed: Parsed[CompletionRequest]) -> SamplingParams:
-    request, given = parsed.shape, dict(parsed.sampling)
+    request = parsed.shape
+    given = with_transfer(state, parsed.sampling, request.kv_transfer_params)
     check_stream_options(request.stream, request.stream_options)
     best_of = request.best_of
     if best_of is not None and (isinstance(best_of, bool) or best_of != given.get("n", 1)):
@@ -154,6 +156,7 @@ class _Answer:
             choices=UNSET,
             usage=self._count.usage(),
             system_fingerprint=self._fingerprint,
+            kv_transfer_params=self._count.kv_transfer_params,
             warnings=self._warnings,
         )
         choices = array(self._choice(*done[place]) for place in sorted(done))

@@ -1,0 +1,15 @@
+"""Wanted: what a scheduler's half tells the worker's of an offer of blocks, or of one to be fetched."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+    """What an order says beside its blocks: of an offer what it is called, of a load where it is."""
+
+    transfer_id: str
+    digest: bytes  # of what was computed: tokens, salt, version of the weights
+    places: list[tuple[int, int]]  # of each block: its cache group and its place in a request's list
+    host: str = ""
+    port: int = 0

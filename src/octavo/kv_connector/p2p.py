@@ -1,0 +1,210 @@
+"""`p2p`: the blocks of one request go from the engine that computed its prompt to the one that goes on with it.
+
+Owns the options, what requests and answers say of each other (`kv_transfer_params`, with vLLM's keys), and the
+scheduler's half of both sides. The bytes go over torch.distributed (`worker.p2p`). A router asks the first engine with
+`do_remote_decode`, and gives what that answers to the second one. Invariants: blocks are named by a transfer id, never
+by a request's; those that are on offer are kept until they are fetched or `kv_transfer_timeout` is over.
+"""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import logging
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from octavo.cache.groups import CacheGroup
+from octavo.config.kv_transfer import Extra, KVTransferConfig
+from octavo.kv_connector import Connector, ConnectorStats, SilentConnector, Transfer, TransferResults
+from octavo.kv_connector.offers import Wanted
+from octavo.kv_connector.orders import EngineSide, Order, Orders
+from octavo.request.request import FinishReason, Request
+
+if TYPE_CHECKING:
+    from octavo.kv_connector.worker import WorkerConnector
+    from octavo.kv_connector.worker.cache_bytes import CacheBytes
+
+_LOG = logging.getLogger(__name__)
+_MAX_USED = 1 << 16  # requests whose offer has been used
+_REMOTE = ("remote_host", "remote_port", "transfer_id", "remote_num_tokens")
+
+
+class P2P:
+    """See Kind."""
+
+    shares_names = True  # the two sides compare what their caches follow from
+    answers = True
+
+    def __init__(self, transfer: KVTransferConfig) -> None:
+        """See Kind."""
+        extra = Extra(transfer.extra)
+        extra.check_keys(("backend", "num_threads"))
+        extra.choice("backend", "gloo", ("gloo",))
+        self._transfer, self._num_threads = transfer, extra.number("num_threads", 2, 1, 64)
+
+    def secret(self) -> bytes:
+        """See Kind. Names stay within each engine: blocks go by transfer ids."""
+        return b""
+
+    def scheduler_half(self, engine: EngineSide) -> Connector:
+        """See Kind."""
+        return _P2PConnector(engine)
+
+    def worker_half(self, cache: CacheBytes, identity: str) -> WorkerConnector:
+        """See Kind."""
+        from octavo.kv_connector.worker.p2p import P2PWorker
+
+        return P2PWorker(cache, self._transfer, identity, self._num_threads)
+
+
+def asked_of(request: Request) -> Mapping[str, Any]:
+    """The kv_transfer_params of a request."""
+    given = (request.params.extra_args or {}).get("kv_transfer_params")
+    return given if isinstance(given, Mapping) else {}
+
+
+class _P2PConnector(SilentConnector):
+    """See Connector."""
+
+    def __init__(self, engine: EngineSide) -> None:
+        self._transfer, self._groups = engine.transfer, engine.groups
+        self.offers = engine.transfer.produces
+        self._orders = Orders(engine.ask)
+        self._host, self._port = "", 0
+        if engine.transfer.produces:
+            self._host, self._port = engine.ask("address")[0]
+        self._offered: dict[str, str] = {}  # request that has ended -> its transfer id
+        self._open: set[str] = set()  # transfer ids on offer
+        self._by_order: dict[int, str] = {}
+        self._used = collections.OrderedDict[str, None]()
+
+    def match(self, request: Request, num_local: int) -> int:
+        """See Connector."""
+        asked = asked_of(request)
+        if not asked.get("do_remote_prefill") or not self._transfer.consumes or request.request_id in self._used:
+            return 0
+        lacking = [name for name in _REMOTE if not asked.get(name)]
+        if lacking:
+            self._use(request)
+            _LOG.warning("request %s has no %s: its prompt is computed here", request.request_id, ", ".join(lacking))
+            return 0
+        count = asked["remote_num_tokens"]
+        if not isinstance(count, int) or count > request.num_tokens:
+            return 0
+        return max(count - num_local, 0)
+
+    def _use(self, request: Request) -> None:
+        """An offer is good once: who is preempted computes."""
+        self._used[request.request_id] = None
+        while len(self._used) > _MAX_USED:
+            self._used.popitem(last=False)
+
+    def allocated(self, load: Transfer) -> None:
+        """See Connector."""
+        self._use(load.request)
+        asked = asked_of(load.request)
+        blocks, places = _moving(load, self._groups)
+        wanted = Wanted(
+            transfer_id=str(asked["transfer_id"]),
+            digest=_digest(load),
+            places=places,
+            host=str(asked["remote_host"]),
+            port=int(asked["remote_port"]),
+        )
+        self._orders.begin(_order(load, blocks, wanted, is_load=True))
+
+    def ending(self, request: Request) -> dict[str, Any] | None:
+        """See Connector."""
+        asked = asked_of(request)
+        if not asked.get("do_remote_decode") or not self._transfer.produces:
+            return None
+        if request.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
+            return None
+        transfer_id = str(asked.get("transfer_id") or uuid.uuid4())
+        if transfer_id in self._open:
+            _LOG.warning("request %s: its transfer_id is on offer already, so it is not offered", request.request_id)
+            return None
+        self._offered[request.request_id] = transfer_id
+        self._open.add(transfer_id)
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "transfer_id": transfer_id,
+            "remote_engine_id": self._transfer.engine_id,
+            "remote_request_id": request.request_id,
+            "remote_host": self._host,
+            "remote_port": self._port,
+            "remote_num_tokens": min(request.num_computed, request.num_tokens),
+        }
+
+    def finished(self, save: Transfer) -> bool:
+        """See Connector."""
+        transfer_id = self._offered.pop(save.request.request_id, "")
+        if not transfer_id:
+            return False
+        blocks, places = _moving(save, self._groups)
+        self._by_order[save.number] = transfer_id
+        wanted = Wanted(transfer_id=transfer_id, digest=_digest(save), places=places)
+        self._orders.begin(_order(save, blocks, wanted, is_load=False))
+        return True
+
+    def cancel(self, number: int, *, force: bool) -> bool:
+        """See Connector."""
+        if not self._orders.cancel(number):
+            return False
+        self._open.discard(self._by_order.pop(number, ""))
+        return True
+
+    def take_results(self) -> TransferResults:
+        """See Connector."""
+        done: list[int] = []
+        failed: dict[int, frozenset[int]] = {}
+        for report in self._orders.take():
+            self._open.discard(self._by_order.pop(report.number, ""))
+            if report.failed or report.missed:
+                failed[report.number] = frozenset([*report.failed, *report.missed])
+            else:
+                done.append(report.number)
+        return TransferResults(done=done, failed=failed)
+
+    def wait(self, seconds: float) -> None:
+        """See Connector."""
+        self._orders.wait(seconds)
+
+    def stats(self) -> ConnectorStats:
+        """See Connector."""
+        return self._orders.stats()
+
+    def close(self) -> None:
+        """See Connector."""
+        self._orders.close()
+
+
+def _moving(transfer: Transfer, groups: Sequence[CacheGroup]) -> tuple[list[int], list[tuple[int, int]]]:
+    """The blocks of a transfer, the last one of each group perhaps not full, and where they stand."""
+    blocks: list[int] = []
+    places: list[tuple[int, int]] = []
+    for index, (group, table) in enumerate(zip(groups, transfer.blocks, strict=True)):
+        first, last = transfer.start // group.block_size, group.num_blocks(transfer.end)
+        moving = [place for place in range(first, min(last, len(table))) if table[place]]
+        blocks += [table[place] for place in moving]
+        places += [(index, place) for place in moving]
+    return blocks, places
+
+
+def _digest(transfer: Transfer) -> bytes:
+    """Of what the blocks up to the transfer's end were computed from, in one model."""
+    request = transfer.request
+    digest = hashlib.blake2b(np.array(request.tokens[: transfer.end], "<i8").tobytes(), digest_size=16)
+    digest.update(f"{request.cache_salt}\0{transfer.version}".encode())
+    return digest.digest()
+
+
+def _order(transfer: Transfer, blocks: list[int], wanted: Wanted, *, is_load: bool) -> Order:
+    payload = msgspec.msgpack.encode(wanted)
+    return Order(number=transfer.number, is_load=is_load, blocks=blocks, payload=payload)

@@ -1,0 +1,203 @@
+"""Two engines, a prompt computed in one and continued in the other (P, D): the same bits, faults with a deadline."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from engine_checks import GOOD_PROMPT, assert_idle, num_missing_blocks
+from octavo import LLM, RequestOutput, SamplingParams
+from octavo.config.settings import ConfigError
+from octavo.kv_connector.worker.p2p import P2PWorker
+
+PROMPTS = [GOOD_PROMPT * 9, GOOD_PROMPT * 3 + "x = 1", "nothing that was said before"]
+PARAMS = SamplingParams(temperature=0.8, seed=7, max_tokens=12, logprobs=2)
+Make = Callable[..., LLM]
+
+
+def p2p(role: str, **more: object) -> dict[str, Any]:
+    return {"kv_connector": "p2p", "kv_role": role, "kv_port": 0, "kv_transfer_timeout": 5, **more}
+
+
+def with_transfer(params: SamplingParams, said: dict[str, Any] | None, **changes: Any) -> SamplingParams:
+    return msgspec.structs.replace(params, extra_args={"kv_transfer_params": said}, **changes)
+
+
+def prefill(llm: LLM, prompts: list[str], **said: Any) -> list[dict[str, Any]]:
+    """What the answers of the first engine say to the second."""
+    params = with_transfer(PARAMS, {"do_remote_decode": True, **said}, max_tokens=1)
+    told = [output.kv_transfer_params for output in llm.generate(prompts, params)]
+    assert all(each is not None for each in told)
+    return told  # type: ignore[return-value]
+
+
+def bits(outputs: list[RequestOutput]) -> list[Any]:
+    return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
+
+
+@contextlib.contextmanager
+def stepping(llm: LLM) -> Iterator[None]:
+    """Within: the engine's loop runs, as a server's does."""
+    stop = threading.Event()
+
+    def spin() -> None:
+        while not stop.is_set():
+            if llm.engine.has_unfinished:
+                llm.engine.step()
+            else:
+                stop.wait(0.001)
+
+    thread = threading.Thread(target=spin)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def until_idle(llm: LLM) -> None:
+    while llm.engine.has_unfinished:
+        llm.engine.step()
+    assert_idle(llm)
+
+
+@pytest.mark.parametrize("fields", [{}, {"kv_cache_layout": "BLHNC", "max_num_batched_tokens": 24, "max_num_seqs": 4}])
+def test_P_1_D_2_D_3_a_pair_gives_the_bits_of_one_engine_and_computes_one_token_of_a_prompt(fields, make_llm: Make):
+    fields = {"max_model_len": 512, **fields}
+    expected = bits(make_llm(**fields).generate(PROMPTS, PARAMS))
+    first = make_llm(**fields, kv_transfer_config=p2p("kv_producer"))
+    second = make_llm(**fields, kv_transfer_config=p2p("kv_consumer"))
+    for turn in range(2):  # the second time over the same connection, with other names for the same
+        told = prefill(first, PROMPTS)
+        assert num_missing_blocks(first), "blocks are kept for who fetches them"
+        ids = [each["transfer_id"] for each in told]
+        assert len(set(ids)) == len(ids) and not set(ids) & {each["remote_request_id"] for each in told}
+        assert second.reset_prefix_cache()
+        before = second.engine.scheduler.stats()
+        with stepping(first):
+            asked = [with_transfer(PARAMS, each) for each in told]
+            assert bits(second.generate(PROMPTS, asked)) == expected
+        until_idle(first)
+        until_idle(second)
+        stats = second.engine.scheduler.stats()
+        assert not stats.num_load_failures
+        loaded = stats.num_loaded_tokens - before.num_loaded_tokens
+        found = stats.num_prefix_hits - before.num_prefix_hits  # of what a neighbour has loaded
+        assert loaded + found == sum(each["remote_num_tokens"] for each in told) and loaded > 64
+        assert stats.num_scheduled_tokens - before.num_scheduled_tokens == len(PROMPTS) * 12, turn
+    moved = second.engine.scheduler.loads.connector.stats()
+    assert moved.loaded_bytes == first.engine.scheduler.loads.connector.stats().saved_bytes > 0
+
+
+Spoil = Callable[[LLM, dict[str, Any]], None]
+
+
+def refused(make_llm: Make, policy: str, spoil: Spoil, **fields: Any) -> None:
+    first = make_llm(max_model_len=512, kv_transfer_config=p2p("kv_producer", kv_transfer_timeout=0.5))
+    second = make_llm(
+        max_model_len=512,
+        kv_transfer_config=p2p("kv_consumer", kv_transfer_timeout=0.5, kv_load_failure_policy=policy),
+        **fields,
+    )
+    told = prefill(first, PROMPTS[:1])
+    spoil(first, told[0])
+    started = time.monotonic()
+    with stepping(first):
+        outputs = second.generate(PROMPTS[:1], with_transfer(PARAMS, told[0]))
+    assert time.monotonic() - started < 60
+    if policy == "fail":
+        assert outputs[0].outputs[0].stop_reason == "kv_load_failed"
+    elif not fields:
+        assert bits(outputs) == bits(make_llm(max_model_len=512).generate(PROMPTS[:1], PARAMS))
+    assert second.engine.scheduler.stats().num_load_failures == 1
+    until_idle(second)
+    until_idle(first)  # at the latest when its deadline is over
+
+
+def dead(first: LLM, told: dict[str, Any]) -> None:
+    """Nobody listens there any more."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        told["remote_port"] = listener.getsockname()[1]
+
+
+def silent(first: LLM, told: dict[str, Any]) -> None:
+    """Somebody listens, and never says anything."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=4)
+    told["remote_port"] = listener.getsockname()[1]
+    first._listener = listener  # type: ignore[attr-defined]
+
+
+def unknown(first: LLM, told: dict[str, Any]) -> None:
+    told["transfer_id"] = "another"
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+@pytest.mark.parametrize("spoil", [dead, silent, unknown], ids=lambda each: each.__name__)
+def test_P_3_D_8_a_peer_that_is_gone_or_silent_ends_the_wait_and_the_policy_decides(spoil, policy, make_llm, caplog):
+    refused(make_llm, policy, spoil)
+    assert "127.0.0.1" in caplog.text or "first 0 arrived" in caplog.text
+
+
+def test_P_3_an_engine_of_another_cache_is_refused_by_both_names(make_llm: Make, caplog):
+    refused(make_llm, "recompute", lambda first, told: None, kv_cache_layout="BLHNC")
+    assert "its cache follows from" in caplog.text
+
+
+def test_P_3_a_peer_that_dies_in_the_middle_is_recomputed(make_llm: Make, monkeypatch):
+    answer = P2PWorker._answer
+
+    def dies(self: P2PWorker, pair: Any, ask: Any) -> None:
+        find = self._find
+        monkeypatch.setattr(self, "_find", lambda ask: find(ask), raising=False)
+        meet = pair.meet
+
+        def half(*args: Any) -> int:
+            meet(*args)
+            raise ConnectionResetError("killed")
+
+        pair.meet = half
+        answer(self, pair, ask)
+
+    monkeypatch.setattr(P2PWorker, "_answer", dies)
+    refused(make_llm, "recompute", lambda first, told: None)
+
+
+def test_D_6_an_abort_on_either_side_gives_all_blocks_back(make_llm: Make):
+    first = make_llm(max_model_len=512, kv_transfer_config=p2p("kv_producer", kv_transfer_timeout=0.5))
+    second = make_llm(max_model_len=512, kv_transfer_config=p2p("kv_consumer", kv_transfer_timeout=0.5))
+    tokens = first.generate(PROMPTS[0], PARAMS)[0].prompt_token_ids
+    until_idle(first)
+    for step in range(4):
+        told = prefill(first, PROMPTS[:1])[0]
+        second.engine.add("x", tokens, with_transfer(PARAMS, told))
+        for _ in range(step):
+            second.engine.step()
+        second.engine.abort(["x"])
+        until_idle(second)
+        until_idle(first)
+    assert first.engine.scheduler.stats().num_expired_holds
+
+
+def test_P_1_one_transfer_id_is_offered_once_and_what_lacks_is_computed_here(make_llm: Make, caplog):
+    first = make_llm(max_model_len=512, kv_transfer_config=p2p("kv_both", kv_transfer_timeout=0.5))
+    params = with_transfer(PARAMS, {"do_remote_decode": True, "transfer_id": "mine"}, max_tokens=1)
+    told = [output.kv_transfer_params for output in first.generate(PROMPTS[:2], params)]
+    assert sum(each is not None for each in told) == 1 and "on offer already" in caplog.text
+    until_idle(first)
+    outputs = first.generate(PROMPTS[2], with_transfer(PARAMS, {"do_remote_prefill": True, "transfer_id": "mine"}))
+    assert outputs[0].outputs[0].finish_reason in ("stop", "length") and "remote_host" in caplog.text
+
+
+def test_a_port_that_is_taken_is_refused(make_llm: Make):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}.*cannot be listened on"):
+            make_llm(kv_transfer_config=p2p("kv_producer", kv_port=port))

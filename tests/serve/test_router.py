@@ -1,0 +1,200 @@
+"""The router over real servers: a prefill and a decode engine, each in processes of its own, and every fault (D)."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from patience import patient
+
+PROMPT = "def add(a, b):\n" * 9
+ASK = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0.8, "seed": 7, "logprobs": 2}
+SERVE = ["--model", "octavo-tiny", "--dtype", "float32", "--max-model-len", "512"]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+class Process:
+    """A command of octavo's that listens on a port."""
+
+    def __init__(self, log: Path, port: int, *argv: str) -> None:
+        self.port, self.log = port, log
+        self._command = [sys.executable, "-m", "octavo", *argv, "--port", str(port)]
+        self.start()
+
+    def start(self) -> None:
+        with open(self.log, "ab") as log:
+            self.child = subprocess.Popen(self._command, stdout=log, stderr=log, env=dict(os.environ))
+
+    def ask(self, method: str, path: str, body: Any = None, timeout: float = 60.0) -> tuple[int, Any]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=patient(timeout))
+        with contextlib.closing(connection):
+            given = None if body is None else json.dumps(body)
+            connection.request(method, path, given, {"content-type": "application/json"})
+            response = connection.getresponse()
+            data = response.read()
+            is_json = response.getheader("content-type", "").startswith("application/json")
+            return response.status, json.loads(data) if is_json else data.decode()
+
+    def wait(self, path: str = "/ready", timeout: float = 60.0) -> None:
+        deadline = time.monotonic() + patient(timeout)
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError):
+                if self.ask("GET", path)[0] == 200:
+                    return
+            assert self.child.poll() is None, self.log.read_text()
+            time.sleep(0.05)
+        raise AssertionError(self.log.read_text())
+
+    def kill(self) -> None:
+        """At once, and with it the engine, which ends with whom it serves."""
+        self.child.kill()
+        self.child.wait()
+
+    def stop(self) -> None:
+        self.child.send_signal(signal.SIGTERM)
+        self.child.wait(patient(30))
+
+    def metric(self, name: str) -> float:
+        text = self.ask("GET", "/metrics")[1]
+        return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name + "{"))
+
+
+def server(folder: Path, role: str, port: int) -> Process:
+    transfer = {"kv_connector": "p2p", "kv_role": role, "kv_port": 0, "kv_transfer_timeout": 2}
+    transfer["kv_load_failure_policy"] = "recompute"
+    return Process(folder / f"{role}.log", port, "serve", *SERVE, "--kv-transfer-config", json.dumps(transfer))
+
+
+@pytest.fixture(scope="module")
+def trio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Process, Process, Process]]:
+    """The router first, and then the servers: it serves when they are there."""
+    folder, ports = tmp_path_factory.mktemp("router"), (free_port(), free_port(), free_port())
+    urls = ["--prefill", f"http://127.0.0.1:{ports[0]}", "--decode", f"http://127.0.0.1:{ports[1]}"]
+    router = Process(folder / "router.log", ports[2], "router", *urls, "--health-interval", "0.1", "--timeout", "20")
+    try:
+        first, second = server(folder, "kv_producer", ports[0]), server(folder, "kv_consumer", ports[1])
+        first.wait()
+        second.wait()
+        yield first, second, router
+    finally:
+        for process in (first, second, router):
+            process.child.kill()
+            process.child.wait()
+
+
+def answer(process: Process, **changes: Any) -> Any:
+    status, body = process.ask("POST", "/v1/completions", {**ASK, **changes})
+    assert status == 200, body
+    choice = body["choices"][0]
+    return choice["text"], choice["logprobs"], choice["finish_reason"]
+
+
+def until(process: Process, name: str, value: float) -> None:
+    deadline = time.monotonic() + patient(20)
+    while process.metric(name) != value:
+        assert time.monotonic() < deadline, f"{name} is {process.metric(name)}"
+        time.sleep(0.05)
+
+
+def settled(*servers: Process) -> None:
+    """All blocks are back."""
+    for process in servers:
+        until(process, "vllm:kv_cache_usage_perc", 0.0)
+
+
+def test_D_1_D_2_a_pair_behind_a_router_gives_one_servers_bits(trio):
+    first, second, router = trio
+    router.wait("/health")
+    for changes in ({}, {"temperature": 0.0}, {"prompt": "x", "seed": 3}):
+        before = second.metric("vllm:external_prefix_cache_hits_total")
+        routed = answer(router, **changes)
+        assert routed == answer(second, **changes) and second.metric("vllm:external_prefix_cache_hits_total") >= before
+    assert second.metric("vllm:external_prefix_cache_hits_total") > 64
+    assert router.metric("octavo_router_requests_total") >= 3 and router.metric("octavo_router_server_up") == 2
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "temperature": 0}
+    assert router.ask("POST", "/v1/chat/completions", chat)[0] == second.ask("POST", "/v1/chat/completions", chat)[0]
+    settled(first, second)
+
+
+def test_D_2_a_stream_is_passed_on_as_it_comes(trio):
+    first, second, router = trio
+    status, text = router.ask("POST", "/v1/completions", {**ASK, "stream": True})
+    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    assert status == 200 and "".join(event["choices"][0]["text"] for event in events) == answer(second)[0]
+    assert text.rstrip().endswith("[DONE]")
+    settled(first, second)
+
+
+def test_what_is_wrong_with_a_request_the_server_says(trio):
+    _, _, router = trio
+    for body, status in (({**ASK, "temperature": -1}, 400), ({}, 400), ([1], 400)):
+        assert router.ask("POST", "/v1/completions", body)[0] == status
+    assert router.ask("GET", "/nowhere")[0] == 404 and router.ask("GET", "/v1/models")[0] == 200
+
+
+def test_D_6_a_client_that_goes_away_frees_both_sides(trio):
+    first, second, router = trio
+    for seconds in (0.0, 0.01, 0.05):
+        connection = http.client.HTTPConnection("127.0.0.1", router.port)
+        body = json.dumps({**ASK, "max_tokens": 300, "ignore_eos": True})
+        connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+        threading.Event().wait(seconds)
+        connection.close()
+    settled(first, second)
+
+
+@pytest.mark.slow
+def test_D_4_kills_at_random_lose_no_request_and_both_sides_come_back(trio):
+    """Prefiller and decoder are killed while requests come; whoever is asked answers, or says 5xx, in time."""
+    first, second, router = trio
+    expected, stop = answer(second), threading.Event()
+    wrong: list[Any] = []
+    answered = [0, 0]
+
+    def client() -> None:
+        while not stop.is_set():
+            try:
+                status, body = router.ask("POST", "/v1/completions", ASK, timeout=60)
+            except (OSError, http.client.HTTPException) as error:
+                wrong.append(error)
+                continue
+            answered[status != 200] += 1
+            if status == 200:
+                choice = body["choices"][0]
+                if (choice["text"], choice["logprobs"], choice["finish_reason"]) != expected:
+                    wrong.append(choice)
+
+    clients = [threading.Thread(target=client) for _ in range(3)]
+    for thread in clients:
+        thread.start()
+    try:
+        for turn in range(6):
+            victim = (first, second)[turn % 2]
+            victim.kill()
+            victim.start()
+            victim.wait()
+            until(router, "octavo_router_server_up", 2)
+    finally:
+        stop.set()
+        for thread in clients:
+            thread.join()
+    assert not [each for each in wrong if not isinstance(each, Exception)] and answered[0] > 10
+    settled(first, second)
+    assert answer(router) == expected
