@@ -13,7 +13,8 @@ from octavo.ops.attention.mask_spec import MaskSpec
 from octavo.ops.backward import activation, attention, logprob, norm, rope
 from octavo.ops.backward.rows import Rows
 
-BF16, F32 = torch.bfloat16, torch.float32
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+LIMITS = {BF16: 1e-2, F16: 2e-3, F32: 2e-5}  # of a relative distance
 ROOM = 16  # slots of a row are a multiple
 PROCESSORS = 2  # so that programs walk over several rows
 
@@ -22,11 +23,11 @@ def numbers(*shape: int, seed: int, dtype: torch.dtype, device: str) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(device)
 
 
-def assert_near(ours: Tensor, expected: Tensor) -> None:
-    """By the relative norm of the difference: NaN never passes."""
+def assert_near(ours: Tensor, expected: Tensor, limit: float = 0.0) -> None:
+    """By the relative norm of the difference, of the type's limit or another: NaN never passes."""
     assert ours.shape == expected.shape, (ours.shape, expected.shape)
     distance = float((ours.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30))
-    assert distance < (1e-2 if ours.dtype == BF16 else 2e-5), distance
+    assert distance < (limit or LIMITS[ours.dtype]), distance
 
 
 def gradients(make: Callable[..., Tensor], grad: Tensor, *tensors: Tensor) -> list[Tensor]:
@@ -199,7 +200,21 @@ def check_attention(
     for own, other, expected in zip(ours, again, gradients(plain, grad, *given), strict=False):
         assert own is not None and other is not None
         assert torch.equal(own, other)
-        assert_near(own, expected)
+        assert_near(own, expected, LIMITS[dtype])
+    if sink is not None and ours[2] is not None:
+        assert_near(ours[2], _of_sinks(plain, grad, out, *given))
+
+
+def _of_sinks(
+    plain: Callable[..., Tensor], grad: Tensor, out: Tensor, q: Tensor, states: Tensor, sinks: Tensor
+) -> Tensor:
+    """The gradient of sinks in float64 by the forward's own results, whose rounding it inherits.
+
+    A sink's share of a query is what its keys leave: 1 less attention to values of 1.
+    """
+    ones = torch.cat((states[..., : q.shape[2]], torch.ones_like(states[..., q.shape[2] :])), dim=2)
+    share = 1.0 - plain(q.double(), ones.double(), sinks.double())[..., 0]
+    return -(share * (grad.double() * out.double()).sum(2)).sum(0)
 
 
 INTERPRETED: dict[str, Callable[[], None]] = {
@@ -213,6 +228,7 @@ INTERPRETED: dict[str, Callable[[], None]] = {
     "log-probabilities": functools.partial(check_logprob, "cpu", F32, 5000, cap=0.0, entropy=True),
     "capped": functools.partial(check_logprob, "cpu", F32, 700, cap=6.0, entropy=False),
     "attention": functools.partial(check_attention, "cpu", F32),
+    "attention, float16": functools.partial(check_attention, "cpu", F16, (40, 1), window=20, sinks=True),
     "attention, window": functools.partial(check_attention, "cpu", F32, window=20),
     "attention, chunks": functools.partial(check_attention, "cpu", F32, chunk=24, sinks=True),
     "attention, cap and slopes": functools.partial(check_attention, "cpu", F32, soft_cap=3.0, slopes=True, scale=0.5),
