@@ -88,7 +88,7 @@ def _groups(folder: Path, device: str) -> Iterator[tuple[str, dict[str, Any], li
     """(name, settings of an engine, prompts, parameters): 200 requests in all."""
     text = resources.files("octavo").joinpath("assets/octavo-tiny/held_out_prompts.json").read_text()
     prompts = json.loads(text)[:30]
-    place: dict[str, Any] = {"device": device} | ({"gpu_memory_utilization": 0.2} if device == "cuda" else {})
+    place: dict[str, Any] = {"device": device} | ({"kv_cache_memory_bytes": 1 << 30} if device == "cuda" else {})
     place |= {"bfloat16_chain": "single"} if device == "cpu" else {}  # on every processor
     tiny = place | {"max_model_len": 512}
     for dtype in ("float32", "bfloat16"):

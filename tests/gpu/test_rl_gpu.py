@@ -1,4 +1,8 @@
-"""A trainer's forward on a CUDA device has the sampler's bits there; its gradients are near the CPU's."""
+"""A trainer's forward on a CUDA device has the sampler's bits there; its gradients are near the CPU's.
+
+Most of its time is the compilation of kernels, so that `-n 8` is many times as fast as one process; each engine takes
+little memory, and tests that take long come first.
+"""
 
 from __future__ import annotations
 
@@ -25,62 +29,15 @@ from model_rig import make_reference  # isort: skip, its folder is known through
 pytestmark = pytest.mark.gpu
 FAMILIES = ["qwen3", "llama3-rope", "mistral-window", "gemma3-32", "olmo3", "glm4", "qwen3-moe"]
 LENGTHS = (1, 31, 32, 255, 256, 257, 600)
-CACHE: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 28}  # other engines' tests run beside these
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_RL_N1_octavo_tiny_and_its_control(dtype: torch.dtype) -> None:
-    with LLM(TINY, dtype=str(dtype)[6:], **CACHE) as llm:
-        sequences, theirs = sampled(llm, random_ids(*LENGTHS, vocab_size=4096))
-    model = rl.convert(tiny(dtype).cuda())
-    pack = rl.Pack.of(sequences, device="cuda")
-    with torch.no_grad():
-        assert num_differing(pack.split(rl.logprobs(model, pack).logprobs), theirs) == 0
-        alone = [rl.logprobs(model, rl.Pack.of([each], device="cuda")).logprobs for each in sequences]
-        assert num_differing(alone, theirs) == 0
-        weight = model.model.layers[3].mlp.down_proj.weight
-        flip_lowest_bit(weight, int(weight.abs().argmax()))
-        assert num_differing(pack.split(rl.logprobs(model, pack).logprobs), theirs) > 0
-
-
-@pytest.mark.parametrize(
-    "family", ["qwen3", "llama3-rope", "mistral-window", "gemma3-32", "olmo3", "glm4", "qwen3-moe"]
-)
-def test_RL_N1_families(family: str, tmp_path: Path) -> None:
-    """Heads of 32 channels and more are the kernels'; bfloat16."""
-    model = make_reference(family, head_dim=64, hidden_size=128).to(torch.bfloat16)
-    model.save_pretrained(tmp_path)
-    with LLM(str(tmp_path), dtype="bfloat16", max_model_len=512, skip_tokenizer_init=True, **CACHE) as llm:
-        sequences, theirs = sampled(llm, random_ids(1, 33, 70, 300))
-    rl.convert(model.cuda(), max_model_len=512)
-    pack = rl.Pack.of(sequences, device="cuda")
-    found = rl.logprobs(model, pack).logprobs
-    assert num_differing(pack.split(found), theirs) == 0
-    found.sum().backward()
-    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
-
-
-@pytest.mark.parametrize("temperature, draw", [(0.6, {}), (0.7, {"top_k": 20}), (1.3, {"top_p": 0.9, "min_p": 0.01})])
-def test_RL_G3_processed_logprobs(temperature: float, draw: dict[str, float]) -> None:
-    prompts, model = random_ids(5, 40, vocab_size=4096), rl.convert(tiny().cuda())
-    with LLM(TINY, dtype="bfloat16", logprobs_mode="processed_logprobs", **CACHE) as llm:
-        sequences, theirs = sampled(llm, prompts, temperature=temperature, **draw)
-    pack = rl.Pack.of(sequences, device="cuda")
-    support = rl.Truncation(**draw) if draw else None  # type: ignore[arg-type]
-    found = pack.split(rl.logprobs(model, pack, None, temperature, support).logprobs)
-    for prompt, own, other in zip(prompts, found, theirs, strict=True):
-        assert own[len(prompt) - 1 : -1].tolist() == other[len(prompt) - 1 :]
-
-
-def test_RL_N2_gradients_are_those_of_the_cpu() -> None:
-    gradients = []
-    for device in ("cpu", "cuda"):
-        model = rl.convert(tiny(torch.float32).to(device))
-        pack = rl.Pack.of(random_ids(40, 300, 7, vocab_size=4096), device=device)
-        rl.logprobs(model, pack).logprobs.sum().backward()
-        gradients.append({name: parameter.grad.cpu() for name, parameter in model.named_parameters()})
-    for name, mine in gradients[0].items():
-        assert float((mine - gradients[1][name]).norm() / mine.norm()) < 1e-4, name
+# Memory of their own, since others run beside these; few rows and no graphs, so that few kernels are compiled.
+SMALL: dict[str, Any] = {
+    "kv_cache_memory_bytes": 1 << 28,
+    "max_model_len": 1024,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 2048,
+    "enforce_eager": True,
+}
+WHOLE: dict[str, Any] = {"kv_cache_memory_bytes": 16 << 30, "max_model_len": 1024, "skip_tokenizer_init": True}
 
 
 def drawn_logprobs(llm: LLM, prompts: list[list[int]], num_tokens: int) -> tuple[list[list[int]], list[list[float]]]:
@@ -113,18 +70,12 @@ def packed_differences(
     return differing, compared
 
 
-@pytest.mark.parametrize("name", ["0.6b", "8b"])
+@pytest.mark.parametrize("name", ["8b", "0.6b"])
 def test_RL_N1_twenty_thousand_tokens(name: str) -> None:
     """Drawn 256 at a time through graphs, under weights that a session brought; then one bit of one weight flipped."""
     model = make_model(name)
     lengths = [5 + (37 * row) % 400 for row in range(256)]
-    with dummy_model(
-        name,
-        weight_transfer_config={"backend": "disk", "staging": "none"},
-        gpu_memory_utilization=0.5,
-        max_model_len=1024,
-        skip_tokenizer_init=True,
-    ) as llm:
+    with dummy_model(name, weight_transfer_config={"backend": "disk", "staging": "none"}, **WHOLE) as llm:
         rl.Sender(llm, "local").send(rl.WeightSource(model))
         sequences, theirs = drawn_logprobs(llm, random_ids(*lengths, vocab_size=151936), 80)
     rl.convert(model, max_model_len=1024)
@@ -140,8 +91,61 @@ def test_RL_N1_twenty_thousand_tokens_of_experts(tmp_path: Path) -> None:
     model = make_reference("qwen3-moe", **sizes, moe_intermediate_size=256, num_hidden_layers=4).to(torch.bfloat16)
     model.save_pretrained(tmp_path)
     lengths = [5 + (37 * row) % 300 for row in range(256)]
-    fields = {"dtype": "bfloat16", "max_model_len": 512, "gpu_memory_utilization": 0.3}
-    with LLM(str(tmp_path), skip_tokenizer_init=True, **fields) as llm:
+    with LLM(str(tmp_path), dtype="bfloat16", **WHOLE | {"kv_cache_memory_bytes": 4 << 30}) as llm:
         sequences, theirs = drawn_logprobs(llm, random_ids(*lengths, vocab_size=4096), 80)
-    rl.convert(model.cuda(), max_model_len=512)
+    rl.convert(model.cuda(), max_model_len=1024)
     assert packed_differences(model, sequences, theirs, 16384) == (0, 256 * 80)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_RL_N1_octavo_tiny_and_its_control(dtype: torch.dtype) -> None:
+    with LLM(TINY, dtype=str(dtype)[6:], **SMALL) as llm:
+        sequences, theirs = sampled(llm, random_ids(*LENGTHS, vocab_size=4096))
+    model = rl.convert(tiny(dtype).cuda())
+    pack = rl.Pack.of(sequences, device="cuda")
+    with torch.no_grad():
+        assert num_differing(pack.split(rl.logprobs(model, pack).logprobs), theirs) == 0
+        alone = [rl.logprobs(model, rl.Pack.of([each], device="cuda")).logprobs for each in sequences]
+        assert num_differing(alone, theirs) == 0
+        weight = model.model.layers[3].mlp.down_proj.weight
+        flip_lowest_bit(weight, int(weight.abs().argmax()))
+        assert num_differing(pack.split(rl.logprobs(model, pack).logprobs), theirs) > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_RL_N1_families(family: str, tmp_path: Path) -> None:
+    """Heads of 32 channels and more are the kernels'; bfloat16."""
+    model = make_reference(family, head_dim=64, hidden_size=128).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    with LLM(str(tmp_path), dtype="bfloat16", skip_tokenizer_init=True, **SMALL) as llm:
+        sequences, theirs = sampled(llm, random_ids(1, 33, 70, 300))
+    rl.convert(model.cuda(), max_model_len=1024)
+    pack = rl.Pack.of(sequences, device="cuda")
+    found = rl.logprobs(model, pack).logprobs
+    assert num_differing(pack.split(found), theirs) == 0
+    found.sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+def test_RL_G3_processed_logprobs() -> None:
+    prompts, model = random_ids(5, 40, vocab_size=4096), rl.convert(tiny().cuda())
+    draws: list[tuple[float, dict[str, Any]]] = [(0.6, {}), (0.7, {"top_k": 20}), (1.3, {"top_p": 0.9, "min_p": 0.01})]
+    with LLM(TINY, dtype="bfloat16", logprobs_mode="processed_logprobs", **SMALL) as llm:
+        drawn = [sampled(llm, prompts, temperature=temperature, **draw) for temperature, draw in draws]
+    for (temperature, draw), (sequences, theirs) in zip(draws, drawn, strict=True):
+        pack = rl.Pack.of(sequences, device="cuda")
+        support = rl.Truncation(**draw) if draw else None
+        found = pack.split(rl.logprobs(model, pack, None, temperature, support).logprobs)
+        for prompt, own, other in zip(prompts, found, theirs, strict=True):
+            assert own[len(prompt) - 1 : -1].tolist() == other[len(prompt) - 1 :], (temperature, draw)
+
+
+def test_RL_N2_gradients_are_those_of_the_cpu() -> None:
+    gradients = []
+    for device in ("cpu", "cuda"):
+        model = rl.convert(tiny(torch.float32).to(device))
+        pack = rl.Pack.of(random_ids(40, 300, 7, vocab_size=4096), device=device)
+        rl.logprobs(model, pack).logprobs.sum().backward()
+        gradients.append({name: parameter.grad.cpu() for name, parameter in model.named_parameters()})
+    for name, mine in gradients[0].items():
+        assert float((mine - gradients[1][name]).norm() / mine.norm()) < 1e-4, name
