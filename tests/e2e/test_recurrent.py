@@ -274,7 +274,10 @@ def test_H_8_drafts(
     wrong: float,
     in_flight: bool,
 ) -> None:
-    """A rejected draft leaves dead inputs behind, and at most a state that is written again."""
+    """A rejected draft leaves dead inputs behind, and at most a state that is written again.
+
+    H.2: steps of 50 tokens hold parts of prompts beside rows with drafts, and rows with none.
+    """
     oracle, expected = Oracle(), plain(name)
     oracle.answers, oracle.wrong = answers(expected), wrong
     engine = make_engine(oracle, **settings(name), async_scheduling=in_flight, max_num_batched_tokens=50)

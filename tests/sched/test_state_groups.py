@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -155,3 +156,10 @@ def test_H_4_a_hit_is_the_longest_that_all_groups_can_continue_from(kinds, seed:
     assert hit.num_tokens == max(length for length in range(90) if accepted(length))
     for group, table in zip(groups, hit.tables, strict=True):
         assert len(table) == group.num_blocks(hit.num_tokens)
+
+
+def test_H_5_blocks_that_layers_with_states_use_are_never_loaded() -> None:
+    """So none comes back from a failed load with bytes that nobody wrote."""
+    assert KVManager((full(),), 100).can_load
+    for groups in ((full(), *states(16)), (dataclasses.replace(full(), zero_fresh_blocks=True),)):
+        assert not KVManager(groups, 100).can_load

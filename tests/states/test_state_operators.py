@@ -108,3 +108,21 @@ def test_a_state_in_bfloat16_is_rounded_at_borders_alone() -> None:
             for count in (1, 62, 2, 100, 135):
                 rows.compute({0: count})
             assert torch.equal(rows.results[0], found)
+
+
+@each_case
+def test_H_3_a_state_behind_rejected_tokens_is_written_again(name: str) -> None:
+    """A verification may pass a border with tokens that are rejected: what it wrote there is of no row's tokens."""
+    case = rig.CASES[name]()
+    drawn = rig.draw_all(case, (130,))
+    rows, clean = (rig.Rows(case, CpuStates(), drawn, seed=3) for _ in range(2))
+    rows.compute({0: 62}, spoilt=6)
+    rows.compute({0: 1}, spoilt=3)
+    rows.compute({0: 67})
+    clean.compute({0: 130})
+    assert torch.equal(rows.results[0], clean.results[0])
+    own, other = (
+        each.own.states[0].data[each.own.state_table[0, : each.own.states[0].blocks * (128 // each.own.chunk)].long()]
+        for each in (rows, clean)
+    )
+    assert torch.equal(own.nan_to_num(9.0), other.nan_to_num(9.0)) and not own.isnan().all()

@@ -1,0 +1,98 @@
+"""A model of a window, full attention, and layers of Octavo's own recurrent parts: its bits in every setting."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import recurrent_rig as rig
+from insides import runner_of
+from octavo import LLM
+from octavo.ops import native
+from test_recurrent import LENGTHS, Result, engine_of, generate
+
+FIRST = range(len(LENGTHS))
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """An engine's settings for the model."""
+    sys.path.insert(0, str(rig.PACKAGES))
+    from far_away.models import mixed as theirs
+
+    folder, random = tmp_path_factory.mktemp("mixed"), torch.Generator().manual_seed(5)
+    own = rig.write_checkpoint(folder, "StatesAloneForCausalLM")
+    weights = {
+        "model.embed_tokens.weight": torch.randn(rig.VOCAB, rig.SIZE, generator=random),
+        "lm_head.weight": torch.randn(rig.VOCAB, rig.SIZE, generator=random) * 0.3,
+        "model.norm.weight": torch.ones(rig.SIZE),
+    }
+    attention = {f"{name}.weight": shape for name, shape in rig._shapes(0)["a"].items()}
+    for index, kind in enumerate(theirs.MixedForCausalLM.pattern):
+        shapes = attention if kind in "wa" else theirs.weight_shapes(kind, rig.SIZE)
+        for name, shape in shapes.items():
+            value = torch.randn(shape, generator=random) * (shape[-1] ** -0.5 if shape[1:] else 0.5)
+            weights[f"model.layers.{index}.{name}"] = value + 1 if "norm" in name else value
+    save_file(weights, folder / "model.safetensors")
+    config = {**rig.CONFIG, "architectures": ["far_away.models.mixed:MixedForCausalLM"]}
+    (Path(folder) / "config.json").write_text(json.dumps(config))
+    yield {**own, "kv_cache_memory_bytes": 16 << 20, "block_size": 64}
+    sys.path.remove(str(rig.PACKAGES))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "far_away"]:
+        del sys.modules[name]
+
+
+def alone(own: dict[str, Any]) -> Result:
+    """What each request says by itself."""
+    with LLM(**own, enable_prefix_caching=False) as llm:
+        return [one for index in FIRST for one in generate(llm, [index])]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"kv_cache_dtype": "fp8"}, {"dtype": "bfloat16"}, {"state_dtype": "bfloat16", "kv_cache_dtype": "fp8"}],
+    ids=lambda fields: " ".join(map(str, fields.values())) or "float32",
+)
+def test_H_8_H_5_windows_states_and_quantized_caches(mixed: dict[str, Any], fields: dict[str, Any]) -> None:
+    own = {**mixed, **fields}
+    expected = alone(own)
+    for more in ({"max_num_batched_tokens": 7, "max_num_seqs": 5}, {"max_num_batched_tokens": 100, "block_size": 32}):
+        with engine_of(own, **more) as llm:
+            for _ in range(2):  # the second time prefixes are found
+                assert generate(llm, FIRST) == expected, more
+            assert llm.engine.scheduler.kv.stats.hits > 0
+
+
+def test_operators_without_a_compiler_have_the_same_bits(mixed: dict[str, Any]) -> None:
+    """Of layers with states; of attention and products the reference implementations have other bits."""
+    own, tokens = {**mixed, "native": "off"}, slice(6)
+    with LLM(**own) as llm:
+        first = generate(llm, FIRST[tokens])
+    with LLM(**own, max_num_batched_tokens=33) as llm:
+        assert generate(llm, FIRST[tokens]) == first
+    assert native.available()
+
+
+def test_M5_1_H_1_the_length_of_a_step_of_a_hybrid_is_its_batchs_own(
+    mixed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers with states are told the same bound as attention: the longest row's, where every length is known."""
+    with LLM(**mixed, async_scheduling=False) as llm:
+        step = runner_of(llm.engine)._model_state._step
+        seen, prepare = [], type(step).prepare
+
+        def spy(self: Any, inputs: Any) -> None:
+            seen.append((inputs.max_seq_len, int(inputs.seq_lens.max()), inputs.max_query_len))
+            prepare(self, inputs)
+
+        monkeypatch.setattr(type(step), "prepare", spy)
+        generate(llm, FIRST)
+    assert len(seen) > 10 and all(bound == longest for bound, longest, _ in seen)
+    assert {query for _, _, query in seen} > {1}
