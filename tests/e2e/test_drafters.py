@@ -213,12 +213,12 @@ def test_S_5_M5_5_M5_6_passes_have_exact_bounds_and_read_no_further(name: str, m
     bounds: list[tuple[int, int]] = []
     prepare = DefaultModelState.prepare_drafts
 
-    def poisoned(self: DefaultModelState, batch: Batch) -> Any:
+    def poisoned(self: DefaultModelState, batch: Batch, *, for_capture: bool) -> Any:
         bounds.append((int(batch.seq_lens.max()), batch.max_seq_len))
         for size, table in zip(self._block_sizes, batch.block_tables, strict=True):
             for row, length in zip(table, batch.seq_lens.tolist(), strict=True):
                 row[-(-length // size) :] = 1 << 30
-        return prepare(self, batch)
+        return prepare(self, batch, for_capture=for_capture)
 
     monkeypatch.setattr(DefaultModelState, "prepare_drafts", poisoned)
     jobs = [(LONG[: 30 + 7 * index], params(max_tokens=None, logprobs=1, seed=index)) for index in range(4)]

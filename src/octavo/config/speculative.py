@@ -66,7 +66,7 @@ class SpeculativeConfig:
     model: str | None = None  # folder or name of the drafter's checkpoint
     revision: str | None = None
     draft_sample_method: str = "probabilistic"  # drawn, with the target's noise; greedy: the likeliest token
-    draft_noise: float = 0.5  # how much of the target's noise a drawn draft has: 1 is all, 0 the likeliest token
+    draft_noise: float = 0.8  # how much of the target's noise a drawn draft has: 1 is all, 0 the likeliest token
     prompt_lookup_min: int = 1  # tokens of the shortest and longest run that is looked up
     prompt_lookup_max: int = 4
     adaptive_depth: bool = True  # fewer drafts for rows that accept few, and where many rows run
@@ -122,7 +122,7 @@ def read_speculative(given: Mapping[str, Any]) -> SpeculativeConfig:
         model=given.get("model"),
         revision=given.get("revision"),
         draft_sample_method=given.get("draft_sample_method", "probabilistic"),
-        draft_noise=_share(given, "draft_noise", 0.5),
+        draft_noise=_share(given, "draft_noise", 0.8),
         prompt_lookup_min=lowest,
         prompt_lookup_max=highest,
         adaptive_depth=given.get("adaptive_depth", True),
