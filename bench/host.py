@@ -17,6 +17,7 @@ import json
 import random
 import statistics
 import time
+from typing import NamedTuple
 
 import torch
 
@@ -41,15 +42,33 @@ SCENARIOS = ("steady", "growing", "aligned", "streamed", "churning")
 LIMITS = {1: 150.0, 256: 350.0, 512: 600.0}  # microseconds per step that a GPU hides
 
 
+class Drafts(NamedTuple):
+    """What rows verify, and whether their number follows the batch's."""
+
+    count: int
+    adapts: bool
+
+
 class Load:
     """An engine without a model, and the requests that keep it busy."""
 
-    def __init__(self, scenario: str, num_requests: int, tokenizer: Tokenizer, *, caching: bool = True) -> None:
+    def __init__(
+        self,
+        scenario: str,
+        num_requests: int,
+        tokenizer: Tokenizer,
+        *,
+        caching: bool = True,
+        drafts: Drafts,
+    ) -> None:
         """With `num_requests` in the queue."""
         block_size = 16 if scenario != "steady" else MAX_LEN
         group = CacheGroup(kind="full", window=0, block_size=block_size, layers=(0,))
-        limits = StepLimits(max_num_rows=max(num_requests, 16), max_num_tokens=8192, max_model_len=MAX_LEN)
-        scheduler = Scheduler(KVManager([group], NUM_BLOCKS, enable_prefix_caching=caching), limits)
+        limits = StepLimits(
+            max_num_rows=max(num_requests, 16), max_num_tokens=8192, max_model_len=MAX_LEN, max_num_drafts=drafts.count
+        )
+        kv = KVManager([group], NUM_BLOCKS, enable_prefix_caching=caching)
+        scheduler = Scheduler(kv, limits, cheap_tokens=256 * drafts.adapts)
         runner = NullRunner(group, limits, torch.arange(limits.max_num_rows) * 7919 % 4000 + 50)
         self.core = EngineCore(scheduler, InlineExecutor(runner), eos_token_ids=[2], async_scheduling=True)
         of_model = Limits(vocab_size=4096, max_model_len=MAX_LEN)
@@ -109,7 +128,10 @@ def main() -> None:
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 64, 256, 512])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--no-prefix-caching", action="store_true", help="blocks have no names, as in bench/engine.py")
+    parser.add_argument("--drafts", type=int, default=0, help="that rows verify, of which half are accepted")
+    parser.add_argument("--fixed-depth", action="store_true", help="as many in every row of every step")
     arguments = parser.parse_args()
+    drafts = Drafts(arguments.drafts, not arguments.fixed_depth)
     folder, arch = find_and_read(EngineConfig())
     tokenizer = load_text(EngineConfig(), folder, arch)
     assert not isinstance(tokenizer, NoTokenizer), "the bundled model has a tokenizer"
@@ -118,7 +140,8 @@ def main() -> None:
     gc.freeze()
     results: dict[str, dict[str, float]] = {}
     for scenario, count in itertools.product(SCENARIOS, arguments.requests):
-        row = measure(Load(scenario, count, tokenizer, caching=not arguments.no_prefix_caching), arguments.steps)
+        load = Load(scenario, count, tokenizer, caching=not arguments.no_prefix_caching, drafts=drafts)
+        row = measure(load, arguments.steps)
         results[f"{scenario} {count}"] = row
         limit = f"{row['cpu'] / LIMITS[count]:>5.0%} of {LIMITS[count]:.0f}" if count in LIMITS else ""
         print(f"{scenario:>9} {count:>5}" + "".join(f"  {name} {value:7.1f}" for name, value in row.items()), limit)

@@ -7,18 +7,21 @@ the calls of CUDA and Triton: a graph's launch, the writes' copy and kernel, eve
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 
 from octavo.cache.groups import CacheGroup
-from octavo.device.batch import InputBuffers
+from octavo.device.batch import Batch, InputBuffers
 from octavo.device.block_table import BlockTables
-from octavo.device.graphs import EAGER, GraphKey, GraphPool, decode_keys, mixed_keys
+from octavo.device.graphs import EAGER, GraphKey, GraphPool, decode_keys, mixed_keys, verify_keys
 from octavo.device.request_table import RequestTable
 from octavo.device.staging import PinnedRing, WriteQueue
+from octavo.ops.inputs.tensors import RowTensors
 from octavo.plan import NewRow, StepLimits
 from octavo.sampling.sampler import Sampler
+from octavo.speculate.drafter import Drafter
 from octavo.worker.runner import Runner
 
 CPU = torch.device("cpu")
@@ -43,8 +46,9 @@ class _Ring(PinnedRing):
 class _Graphs(GraphPool):
     """All sizes, of steps that are already done."""
 
-    def __init__(self, max_num_rows: int, max_num_tokens: int) -> None:
+    def __init__(self, max_num_rows: int, max_num_tokens: int, num_drafts: int) -> None:
         keys = [*decode_keys(max_num_rows), *mixed_keys(max_num_rows, max_num_tokens)]
+        keys += verify_keys(max_num_rows, max_num_tokens, lambda rows: num_drafts) if num_drafts else []
         super().__init__(keys)
         self._outputs = {key: torch.zeros(key.num_tokens, _VOCAB_SIZE) for key in keys}
 
@@ -60,7 +64,28 @@ class _Sampler(Sampler):
         return logits, logits
 
 
+class _Drafter(Drafter):
+    """Its drafts are proposed in the graphs that there are, and nowhere else."""
+
+    def __init__(self, table: RowTensors, num_drafts: int) -> None:
+        super().__init__(table)
+        self._num_drafts = num_drafts
+
+    @property
+    def is_on(self) -> bool:
+        return self._num_drafts > 0
+
+    @property
+    def captures(self) -> bool:
+        return True
+
+    def propose(self, *_: Any, **__: Any) -> None:
+        """Nothing is written."""
+
+
 class _Model:
+    arch = SimpleNamespace(num_layers=0)
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden
 
@@ -93,9 +118,20 @@ class NullRunner(Runner):
         )
         model, state, pool = (cast(Any, part()) for part in (_Model, _State, _Pool))
         buffers = InputBuffers(requests, tables, limits, device=CPU, queue=queue)
-        graphs = _Graphs(limits.max_num_rows, limits.max_num_tokens)
-        super().__init__(model, state, pool, requests, tables, buffers, sampler, graphs)
+        graphs = _Graphs(limits.max_num_rows, limits.max_num_tokens, limits.max_num_drafts)
+        drafter = _Drafter(requests.tensors, limits.max_num_drafts)
+        super().__init__(model, state, pool, requests, tables, buffers, sampler, graphs, drafter=drafter)
         buffers.results.copy_(tokens[:, None])
+        buffers.counts.fill_(1 + limits.max_num_drafts // 2)
 
     def _commit(self, *_: Any, **__: Any) -> None:
         """The results are there."""
+
+    def _sample_of(self, *_: Any) -> Any:
+        return None
+
+    def _forward(self, batch: Batch, **_: Any) -> torch.Tensor:
+        return torch.zeros(batch.total_tokens, _VOCAB_SIZE)
+
+    def _verify(self, *_: Any) -> list[Any]:
+        return []

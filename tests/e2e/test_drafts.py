@@ -393,7 +393,7 @@ def test_a_worker_without_a_speculator_refuses_drafts_by_name() -> None:
     engine = make_engine(None)
     limits = StepLimits(max_num_rows=64, max_num_tokens=512, max_model_len=512, max_num_drafts=K)
     scheduler = engine.scheduler
-    scheduler.drafting = Drafting(limits, scheduler.kv, scheduler._running.rows, adapts=False)
+    scheduler.drafting = Drafting(limits, scheduler.kv, scheduler._running.rows, cheap_tokens=0)
     engine.add("r", engine.tokenizer.encode(PROMPTS[0]), params())
     with pytest.raises(ValueError, match=r"a plan with 3 drafts of a row.*num_drafts=0"):
         while engine.has_unfinished:

@@ -14,8 +14,8 @@ from octavo.config.settings import ConfigError, did_you_mean
 
 FIELD = "speculative_config"
 MAX_DRAFTS = 16
-# Tokens of a step that cost little more than one each: as long as weights take longer to read than to multiply.
-CHEAP_TOKENS = 256
+# Tokens of a step that cost little, by device: as long as weights take longer to read than to multiply.
+_CHEAP_TOKENS = {"cpu": 48, "cuda": 256}
 # Keys beside `method` and `num_speculative_tokens` that each method takes.
 _OF_MODELS = ("model", "revision", "draft_sample_method", "draft_noise", "draft_tensor_parallel_size")
 METHODS: dict[str, tuple[str, ...]] = {
@@ -76,9 +76,14 @@ class SpeculativeConfig:
 NO_SPECULATION = SpeculativeConfig(adaptive_depth=False)  # a drafter that is given by hand proposes as it says
 
 
-def batch_depth(most: int, num_rows: int, *, adapts: bool) -> int:
-    """The most drafts of any row in a step of so many rows: none that would make it cost much more than plain."""
-    return min(most, max(CHEAP_TOKENS // num_rows - 1, 0)) if adapts and num_rows else most
+def cheap_tokens(config: SpeculativeConfig, device: str) -> int:
+    """Tokens of a step that cost little on a device; 0: as many drafts as the settings say, whatever they cost."""
+    return _CHEAP_TOKENS[device] if config.adaptive_depth else 0
+
+
+def batch_depth(most: int, cheap: int, num_rows: int) -> int:
+    """The most drafts of any row in a step of so many rows, of which `cheap_tokens` tokens cost little."""
+    return min(most, max(cheap // num_rows - 1, 0)) if cheap and num_rows else most
 
 
 def read_speculative(given: Mapping[str, Any]) -> SpeculativeConfig:

@@ -57,19 +57,21 @@ class RequestRows:
         "num_computed",
         "num_entered",
         "num_known",
+        "num_reserved",
         "num_tokens",
         "recent_tokens",
     )
 
     def __init__(self, num_rows: int) -> None:
         """Arrays of [num_rows]."""
-        self._numbers = np.zeros((6, num_rows), np.int64)
+        self._numbers = np.zeros((7, num_rows), np.int64)
         self.num_tokens = self._numbers[0]
         self.num_known = self._numbers[1]  # num_tokens, and those in flight
         self.num_computed = self._numbers[2]
         self.max_len = self._numbers[3]  # num_tokens of a request that reached its max_tokens
         self.check_at = self._numbers[4]  # num_tokens from which a new token needs a look at its request
         self.num_entered = self._numbers[5]  # num_tokens at the row's beginning
+        self.num_reserved = self._numbers[6]  # tokens that its blocks have room for, or fewer; of drafts alone
         self.needs_update = np.zeros(num_rows, np.bool_)  # every new token needs one
         self.recent_tokens = np.zeros((num_rows, NUM_RECENT), "<i4")  # token p, if it is new, in column p % NUM_RECENT
 

@@ -40,9 +40,11 @@ class Growth:
 
         A decode inside a block needs none. Returns whether somebody was preempted: the last ones in order.
         """
-        starts = self._running.rows.num_computed[at]
-        ahead = self._drafting.lookahead
-        places = ((starts % self._kv.block_size == 0) | (num_new > 1) | (ahead > 0)).nonzero()[0]
+        starts, ahead = self._running.rows.num_computed[at], self._drafting.lookahead
+        if self._drafting.most:
+            places = (starts + num_new + ahead > self._running.rows.num_reserved[at]).nonzero()[0]
+        else:
+            places = ((starts % self._kv.block_size == 0) | (num_new > 1)).nonzero()[0]
         if not len(places):
             return False
         if not ahead and num_new[places].max() == 1 and self.extend(at[places], starts[places], work):
@@ -60,6 +62,7 @@ class Growth:
 
     def _grow_each(self, at: IntArray, num_new: IntArray, places: list[int], work: PlanBuilder) -> None:
         growth: list[tuple[int, list[list[int]]]] = []  # (row, per group its new blocks)
+        size = self._kv.block_size
         for place in places:
             row = int(at[place])
             if row in work.victims:
@@ -77,6 +80,7 @@ class Growth:
                     break
             else:
                 self._kv.publish(request, request.num_computed + count)
+                self._running.rows.num_reserved[row] = -(-(request.num_computed + reach) // size) * size
             if blocks:
                 growth.append((row, blocks))
         work.growth = pack(growth)

@@ -43,18 +43,22 @@ class Results:
     def take(self, result: StepResult, left: Mapping[int, Request], updates: list[RequestUpdate]) -> None:
         """The tokens of all rows. left: by row, the requests that run there no longer."""
         rows, tokens = result.rows, result.tokens
-        few = len(rows) <= _FEW or tokens.shape[1] > 1
-        one_by_one = range(len(rows)) if few else _places(rows, left)
+        one_by_one = range(len(rows)) if len(rows) <= _FEW else _places(rows, left)
         for place in one_by_one:
             request = left.get(row := rows.item(place)) or self._running.owners[row]
             if request.status is not Status.FINISHED:
                 self.append(request, row, tokens[place, : result.num_sampled[place]].tolist(), result, updates)
-        if not one_by_one:
-            self._take_all(rows, tokens[:, 0], result, updates)
-        elif len(one_by_one) < len(rows):
+        if len(one_by_one) == len(rows):
+            return
+        if one_by_one:
             others = np.ones(len(rows), np.bool_)
             others[one_by_one] = False
-            self._take_all(rows[others], tokens[others, 0], result, updates)
+            rows, tokens = rows[others], tokens[others]
+        if tokens.shape[1] == 1:
+            self._take_all(rows, tokens[:, 0], result, updates)
+        else:
+            counts = result.num_sampled[others] if one_by_one else result.num_sampled
+            self._take_runs(rows, tokens, counts, result, updates)
 
     def _take_all(self, rows: IntArray, tokens: IntArray, result: StepResult, updates: list[RequestUpdate]) -> None:
         """One token for each of `rows`, all of which run."""
@@ -74,6 +78,38 @@ class Results:
                 else:
                     request.num_reported += 1
                     updates.append(RequestUpdate(request.request_id, [token]))
+
+    def _take_runs(
+        self, rows: IntArray, tokens: IntArray, counts: IntArray, result: StepResult, updates: list[RequestUpdate]
+    ) -> None:
+        """The first counts[i] of tokens[i] for each of `rows`, all of which run, as far as none ends its request."""
+        ended: dict[int, Request] = {}
+        goes_on = counts > 0
+        for place in range(tokens.shape[1]):
+            goes_on &= counts > place
+            here = goes_on.nonzero()[0]
+            if not len(here):
+                break
+            own = tokens[here, place]
+            lengths = self._running.rows.append(rows[here], own)
+            look = self._running.may_end.take(own, mode="clip")
+            look |= lengths >= self._running.rows.check_at[rows[here]]
+            for line in here[look].tolist():
+                request, token = self._running.owners[rows.item(line)], tokens.item(line, place)
+                known = request.tokens  # takes what only the row had
+                if (token in request.end_token_ids or len(known) >= request.check_from) and ends(request, token):
+                    num_left = request.num_in_flight - (counts.item(line) - place - 1)
+                    # accepted drafts behind it are nobody's
+                    request.num_computed = min(request.num_computed, request.num_tokens + num_left)
+                    goes_on[line], ended[request.row] = False, request
+        if ended:
+            self._end(list(ended.values()))
+            for row, request in ended.items():
+                self.emit(request, row, result, updates)
+        for line in (self._running.rows.needs_update[rows] & (counts > 0)).nonzero()[0].tolist():
+            row = rows.item(line)
+            if row not in ended:
+                self.emit(self._running.owners[row], row, result, updates)
 
     def _check_stop(self, rows: list[int], tokens: list[int], result: StepResult, updates: list[RequestUpdate]) -> None:
         """At requests that may end with `tokens`, or whose row has no more room."""

@@ -52,7 +52,7 @@ class Scheduler:
         priority_aging: int = 0,
         enable_chunked_prefill: bool = True,
         whole_prompts: bool = False,
-        adaptive_depth: bool = True,
+        cheap_tokens: int = 0,
         connector: Connector = NO_CONNECTOR,
         load_timeout: float = LOAD_TIMEOUT,
         load_failure_policy: str = "recompute",
@@ -60,7 +60,7 @@ class Scheduler:
     ) -> None:
         """`limits`: the worker's; of drafts a row verifies as many in a step as the worker's speculator proposes.
 
-        `policy` and `priority_aging`: see order_of. whole_prompts: only output is chunked. adaptive_depth: see
+        `policy` and `priority_aging`: see order_of. whole_prompts: only output is chunked. cheap_tokens: see
         Depth. load_timeout: seconds that
         a transfer may take, and `match` to answer. load_failure_policy: "recompute" what did not arrive, or "fail" its
         request; both are logged and counted.
@@ -78,7 +78,7 @@ class Scheduler:
         self._order = order_of(policy, priority_aging)
         self._running = Running(limits.max_num_rows, self._order)
         self._results = Results(self._running, self._end)
-        self.drafting = Drafting(limits, kv, self._running.rows, adapts=adaptive_depth)
+        self.drafting = Drafting(limits, kv, self._running.rows, cheap_tokens=cheap_tokens)
         self.running = self._running.requests
         self._max_num_tokens, self._max_model_len = limits.max_num_tokens, limits.max_model_len
         self._enable_chunked_prefill, self._whole_prompts = enable_chunked_prefill, whole_prompts

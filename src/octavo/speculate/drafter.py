@@ -29,6 +29,10 @@ class Drafter:
         """Whether there is a speculator."""
         return self._speculator.num_drafts > 0
 
+    def reads_last(self, num_layers: int) -> bool:
+        """Whether it reads what the last norm gives, of a model of so many layers."""
+        return num_layers in self.taps.layers
+
     @property
     def captures(self) -> bool:
         """Whether a graph of a verification may hold its proposing."""

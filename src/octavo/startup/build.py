@@ -19,6 +19,7 @@ from octavo.checkpoint.arch import Arch
 from octavo.config.engine_config import EngineConfig, Resolved, resolve
 from octavo.config.kv_transfer import KVTransferConfig, read_kv_transfer
 from octavo.config.settings import ConfigError
+from octavo.config.speculative import cheap_tokens
 from octavo.engine import EngineCore
 from octavo.kv_connector import Connector
 from octavo.kv_connector.orders import EngineSide
@@ -194,5 +195,5 @@ def _make_scheduler(
         connector=connector,
         load_timeout=transfer.timeout,
         load_failure_policy=transfer.load_failure_policy,
-        adaptive_depth=resolved.speculative.adaptive_depth,
+        cheap_tokens=cheap_tokens(resolved.speculative, resolved.device),
     )

@@ -20,7 +20,7 @@ from octavo.cache.plan import CachePlan
 from octavo.cache.pool import KVCachePool
 from octavo.cache.specs import StateSpec, attention_specs
 from octavo.config.engine_config import Resolved
-from octavo.config.speculative import batch_depth
+from octavo.config.speculative import batch_depth, cheap_tokens
 from octavo.device.batch import InputBuffers
 from octavo.device.block_table import BlockTables
 from octavo.device.field_tables import FieldTables
@@ -130,5 +130,6 @@ def _graph_keys(
     mixed = mixed_keys(rows, graph_tokens(model.arch, resolved), length, bounded=bounded)
     if bounded or not decode:
         return decode + mixed
-    depth = functools.partial(batch_depth, limits.max_num_drafts, adapts=resolved.speculative.adaptive_depth)
+    cheap = cheap_tokens(resolved.speculative, resolved.device)
+    depth = functools.partial(batch_depth, limits.max_num_drafts, cheap)
     return decode + mixed + verify_keys(rows, limits.max_num_tokens, depth)

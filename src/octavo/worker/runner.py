@@ -60,7 +60,7 @@ class Runner:
     ) -> None:
         """All parts share one device and one set of limits."""
         self._drafter = drafter
-        self._taps_last = model.arch.num_layers in drafter.taps.layers  # a last layer then gives all tokens
+        self._taps_last = drafter.reads_last(model.arch.num_layers)  # a last layer then gives all tokens
         self.model, self._model_state, self._pool = model, model_state, pool
         self._requests, self._tables, self._buffers, self._sampler = requests, tables, buffers, sampler
         self._graphs, self._max_model_len = graphs, buffers.limits.max_model_len
@@ -202,7 +202,7 @@ class Runner:
         prompt_logprobs: dict[int, list[GroupLogprobs]] = {}
         proposed = key.is_decode and key.num_drafts > 0 and self._drafter.captures
         if key.is_decode:
-            batch, output = self._batch_of(key), self._graphs.replay(key)
+            output = self._graphs.replay(key)
             groups = [] if is_plain else self._sample_again(work, output)
         else:
             if key is EAGER:
@@ -215,6 +215,7 @@ class Runner:
             groups = self._sample(work, batch, hidden)
         rows = work.rows if work.is_decode else work.rows[work.sampling]
         if self._drafter.is_on and not proposed:
+            batch = self._batch_of(key) if key.is_decode else batch
             self._drafter.propose(batch, self._sample_of(batch), plan.depth, work.seq_lens)
         packed, runs = self._buffers.results[self._turn, : len(rows)], NO_RUNS
         if work.has_drafts:

@@ -32,14 +32,14 @@ class DraftStats(msgspec.Struct):
 class Drafting:
     """Counts drafts in plans, and takes back what results reject."""
 
-    def __init__(self, limits: StepLimits, kv: KVManager, rows: RequestRows, *, adapts: bool) -> None:
-        """`limits`: the worker's. adapts: see Depth."""
+    def __init__(self, limits: StepLimits, kv: KVManager, rows: RequestRows, *, cheap_tokens: int) -> None:
+        """`limits`: the worker's. cheap_tokens: see Depth."""
         self.most, self.lookahead, self.reads_next_token = (
             limits.max_num_drafts,
             limits.num_lookahead,
             limits.reads_next_token,
         )
-        self.depth = Depth(limits, adapts=adapts)
+        self.depth = Depth(limits, cheap_tokens)
         self.stats = DraftStats(accepted_per_position=[0] * self.most)
         self._kv, self._rows = kv, rows
         self._ahead = self.most  # as many were proposed behind the last plan
@@ -68,7 +68,7 @@ class Drafting:
         if kv.num_free_blocks < len(at) * kv.num_groups * (2 + (self._ahead + self.lookahead) // kv.block_size):
             return np.zeros_like(wanted)
         counts = np.zeros_like(wanted)
-        counts[decodes] = self.depth.of_rows(at[decodes], self._ahead)
+        counts[decodes] = self.depth.of_rows(at[decodes], self._ahead, len(at))
         counts = np.minimum(counts, rows.max_len[at] - known - 1) * decodes
         return np.clip(room - (counts.cumsum() - counts), 0, counts)
 

@@ -11,7 +11,8 @@ import numpy as np
 from octavo.config.speculative import batch_depth
 from octavo.plan import IntArray, StepLimits
 
-_LEAST = 0.35  # a draft is worth its place if it is accepted as often as that
+# A draft is worth its place if it is accepted as often as that: of one row, and more where tokens cost more.
+_LEAST, _LEAST_OF_MANY = 0.06, 0.6
 _DECAY, _PRIOR_HITS, _PRIOR_TRIES = 0.92, 1.6, 2.0  # of counts per step; what a new row is credited with
 _PROBE = 32  # steps after which a row that has no drafts tries one again
 
@@ -19,9 +20,9 @@ _PROBE = 32  # steps after which a row that has no drafts tries one again
 class Depth:
     """The most drafts of each row."""
 
-    def __init__(self, limits: StepLimits, *, adapts: bool) -> None:
-        """`limits`: the worker's. adapts: False for its number of drafts in every row."""
-        self._most, self._adapts = limits.max_num_drafts, adapts
+    def __init__(self, limits: StepLimits, cheap_tokens: int) -> None:
+        """`limits`: the worker's. cheap_tokens: of a step, at little cost; 0: as many drafts as may be in every row."""
+        self._most, self._cheap = limits.max_num_drafts, cheap_tokens
         self._hits = np.zeros(limits.max_num_rows)
         self._tries = np.zeros(limits.max_num_rows)
         self._waited = np.zeros(limits.max_num_rows, np.int64)  # steps without drafts
@@ -33,15 +34,16 @@ class Depth:
 
     def of_batch(self, num_rows: int) -> int:
         """The most drafts of any row in a step of so many rows."""
-        return batch_depth(self._most, num_rows, adapts=self._adapts)
+        return batch_depth(self._most, self._cheap, num_rows)
 
-    def of_rows(self, rows: IntArray, most: int) -> IntArray:
-        """[N] drafts of each of `rows`, at most `most`. Counts the step for those that get none."""
-        if not self._adapts or not most:
+    def of_rows(self, rows: IntArray, most: int, num_rows: int) -> IntArray:
+        """[N] drafts of each of `rows`, at most `most`, in a step of `num_rows`. Counts it for those that get none."""
+        if not self._cheap or not most:
             return np.full(len(rows), most, np.int64)
         rate = np.minimum(self._hits[rows] / self._tries[rows], 0.999)
-        # the last draft k for which rate ** k is at least _LEAST
-        found = np.minimum(np.log(_LEAST) / np.log(np.maximum(rate, 1e-6)), most).astype(np.int64)
+        least = _LEAST + _LEAST_OF_MANY * min(num_rows / self._cheap, 1.0)
+        # the last draft k for which rate ** k is at least that
+        found = np.minimum(np.log(least) / np.log(np.maximum(rate, 1e-6)), most).astype(np.int64)
         waits = found == 0
         if waits.any():
             own = rows[waits]
