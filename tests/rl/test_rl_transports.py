@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import select
@@ -17,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from octavo import LLM
 from octavo.rl import Sender, WeightSource
+from octavo.rl import sender as sender_module
 from octavo.rl.session import WeightTransferError, WeightUpdateError
 from patience import patient
 from rl_rig import TINY
@@ -97,6 +100,38 @@ def test_a_sender_brings_the_same_weights_by_every_transport(llm: LLM, new: Weig
             for name, tensor in new.items():
                 load(name, tensor)
         assert answers(other) == wanted
+
+
+@pytest.mark.parametrize("backend", ["local", "shm", "gloo"])
+def test_tensors_may_come_one_by_one_in_the_same_memory(
+    llm: LLM, new: Weights, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RL.W5: as a trainer gathers them; and what its iterator raises ends the update."""
+    monkeypatch.setattr(sender_module, "BUFFER_BYTES", 1 << 20)
+    before, sender = answers(llm), Sender(llm, backend, timeout=20)
+    sender.send(WeightSource(new), "1")
+    wanted = answers(llm)
+    sender.send(WeightSource(old_weights()), "0")
+    memory = torch.empty(max(each.numel() for each in new.values()))
+
+    def gathered() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, each in new.items():
+            own = memory[: each.numel()].view(each.shape)
+            yield name, own.copy_(each)
+
+    sender.send(gathered(), "2")
+    assert answers(llm) == wanted != before
+
+    def fails() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from itertools.islice(new.items(), 30)
+        raise KeyError("a trainer's own")
+
+    with pytest.raises(KeyError, match="a trainer's own"):
+        sender.send(fails(), "3")
+    assert llm.weight_state()["state"] == "ready" and answers(llm) == wanted
+    sender.send(old_weights().items(), "0")
+    assert answers(llm) == before
+    sender.close()
 
 
 @pytest.mark.parametrize("num_times", [2, pytest.param(20, marks=pytest.mark.slow)])

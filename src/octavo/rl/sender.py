@@ -16,7 +16,7 @@ import secrets
 import select
 import threading
 import urllib.parse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -109,14 +109,25 @@ class Sender:
         self._group: Group | None = None
         self._has_met = backend == "local"
 
-    def send(self, source: WeightSource, version: str | None = None, *, on_running: str = "recompute") -> None:
-        """One update, from its start to its finish. Raises what the engine refuses, and WeightTransferError."""
+    def send(
+        self,
+        source: WeightSource | Iterable[tuple[str, torch.Tensor]],
+        version: str | None = None,
+        *,
+        on_running: str = "recompute",
+    ) -> None:
+        """One update, from its start to its finish. Raises what the engine refuses, and WeightTransferError.
+
+        source: names and tensors may also come one by one, as a trainer gathers them; the memory of one may be the
+        next one's.
+        """
         if not self._has_met:
             self._meet()
             self._has_met = True
         self._engine.start_weight_update(on_running=on_running)
         try:
-            getattr(self, f"_send_{self._backend}")(source)
+            for part in _sources(source):
+                getattr(self, f"_send_{self._backend}")(part)
         except BaseException:
             with contextlib.suppress(WeightUpdateError, OSError):  # it is over already where the engine refused
                 self._engine.abort_weight_update()
@@ -187,6 +198,23 @@ class Sender:
             buffer = _packed(source, part, "cuda")
             torch.cuda.current_stream().synchronize()
             self._engine.update_weights({"update_info": {**told(part), "ipc_handle": handle_of(buffer)}})
+
+
+def _sources(source: WeightSource | Iterable[tuple[str, torch.Tensor]]) -> Iterator[WeightSource]:
+    """A source, or ones of a buffer's bytes of what comes one by one."""
+    if isinstance(source, WeightSource):
+        yield source
+        return
+    part, total = dict[str, torch.Tensor](), 0
+    for name, tensor in source:
+        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        part[name] = whole.detach().clone()
+        total += whole.nbytes
+        if total > BUFFER_BYTES:
+            yield WeightSource(part)
+            part, total = {}, 0
+    if part:
+        yield WeightSource(part)
 
 
 def _packed(source: WeightSource, part: list[Incoming], device: str) -> torch.Tensor:
