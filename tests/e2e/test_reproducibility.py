@@ -12,7 +12,8 @@ import torch
 from insides import runner_of
 from octavo import LLM
 from octavo.bench import reproducibility
-from octavo.bench.reproducibility import Answer, Bench, Difference, Run, in_groups, make_jobs
+from octavo.bench.circumstances import Answer, Run, in_groups, make_jobs
+from octavo.bench.reproducibility import Bench, Difference
 
 # Every axis in float32; in bfloat16 those that test_same_bits.py has not.
 ALL: tuple[str, ...] = ()
@@ -33,6 +34,20 @@ def test_no_axis_changes_a_bit(dtype: str, chosen: tuple[str, ...], capsys: pyte
         assert not (row["different_tokens"] or row["different_logprobs"] or row["different_folds"]), (name, row)
     if control["different_folds"]:  # else this processor's library gives the same bits at every number of rows
         assert code == 0 and document["good"]
+
+
+def test_no_axis_changes_a_bit_of_a_model_with_states(capsys: pytest.CaptureFixture[str]) -> None:
+    """What a state could be caught by: cut chunks, hits at its borders, requests between two."""
+    axes = ("border hit", "A, B, A", "chunks of 7", "chunks of 100", "prefix hit", "last states")
+    only = [word for name in axes for word in ("--axis", name)]
+    model = ["--model", "octavo-tiny-hybrid", "--dtype", "float32", "--device", "cpu"]
+    reproducibility.main([*model, "--tokens", "256", *only])
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])["axes"]
+    del found["control"]
+    assert set(found) == set(axes)
+    for name, row in found.items():
+        assert row["tokens"] >= 256 and "NOT MET" not in row["remark"], (name, row)
+        assert not (row["different_tokens"] or row["different_logprobs"] or row["different_folds"]), (name, row)
 
 
 def test_a_model_that_depends_on_the_batch_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

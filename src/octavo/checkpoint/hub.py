@@ -12,7 +12,7 @@ import os
 import re
 from pathlib import Path
 
-BUNDLED = ("octavo-tiny", "octavo-tiny-eagle3", "octavo-tiny-mtp")
+BUNDLED = ("octavo-tiny", "octavo-tiny-hybrid", "octavo-tiny-eagle3", "octavo-tiny-mtp")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
 _MAX_NAME = 4096
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "tiktoken.model"]

@@ -1,0 +1,283 @@
+"""What a request may meet that must change no bit: the requests of a reproducibility run, and the circumstances.
+
+Owns the requests and what happens to them in one engine; which settings the engine has is the axis's. Judges nothing.
+Invariant: what is drawn at random follows from the seed that is given.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from octavo.frontend.engine import Engine
+from octavo.llm import LLM
+from octavo.request.outputs import RequestOutput
+from octavo.request.sampling_params import SamplingParams
+from octavo.request.seeds import sample_seed
+
+MAX_LEN = 640
+NUM_OUTPUT = 64
+NUM_SIBLINGS = 4
+_LENGTHS = (1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 200, 255, 256, 257, 400, 511, 512, 513)
+_GROUPS = (1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 17, 24, 31, 33, 48, 64, 65, 96, 127, 129, 160)
+_CHUNK = 64  # tokens from one state that a recurrent layer keeps to the next, in most
+_ANY_GROUPS = 6  # batches of any of these sizes; the rest are of the larger half
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What one request was given."""
+
+    tokens: list[int]
+    logprobs: list[float]  # of each token; empty if nobody asked
+    folds: list[int]  # of the logits that chose each token
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Job:
+    """One request. Those of a family differ in nothing but their seeds, which are those of one request's samples."""
+
+    prompt: list[int]
+    params: SamplingParams
+
+
+def make_jobs(num_tokens: int, vocab_size: int, seed: int) -> list[Job]:
+    """Requests for at least `num_tokens` output tokens, family by family, of every kind of sampling."""
+    rng = random.Random(seed)
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_p": 0.9},
+        {"temperature": 0.0},
+        {"temperature": 1.2, "top_k": 40},
+        {"temperature": 0.9, "min_p": 0.02, "frequency_penalty": 0.3, "repetition_penalty": 1.1},
+    ]
+    shared = [rng.randrange(vocab_size) for _ in range(MAX_LEN)]
+    jobs = []
+    for family in range(-(-num_tokens // (NUM_OUTPUT * NUM_SIBLINGS))):
+        length = rng.choice(_LENGTHS) if family else 129  # at least one fills blocks
+        num_shared = rng.randrange(length) if family % 3 == 0 else 0
+        prompt = shared[:num_shared] + [rng.randrange(vocab_size) for _ in range(length - num_shared)]
+        for sibling in range(NUM_SIBLINGS):
+            params = SamplingParams(
+                max_tokens=NUM_OUTPUT,
+                ignore_eos=True,
+                detokenize=False,
+                logprobs=0,
+                seed=sample_seed(family, sibling),
+                **kinds[family % len(kinds)],
+            )
+            jobs.append(Job(prompt, params))
+    return jobs
+
+
+class Run:
+    """One engine that answers jobs under circumstances."""
+
+    def __init__(self, llm: LLM, rng: random.Random) -> None:
+        """The engine's logits are observed from now on."""
+        self.engine: Engine = llm.engine
+        self._rng = rng
+        self.engine.core.ask_workers("digest_logits", type(None))
+        self._num_noise = 0
+
+    def answers(
+        self, jobs: Sequence[Job], *, arrivals: Sequence[int] = (), num_noise: int = 0, siblings: bool = False
+    ) -> list[Answer]:
+        """Answer `jobs` together, in their order.
+
+        arrivals: the step at which each comes (default: all at once). num_noise: other requests beside them, some of
+        which are aborted. siblings: each family is one request.
+        """
+        engine, steps = self.engine, list(arrivals) or [0] * len(jobs)
+        count = NUM_SIBLINGS if siblings else 1
+        due = sorted(range(0, len(jobs), count), key=lambda index: steps[index])
+        finished: dict[str, RequestOutput] = {}
+        step = 0
+        self._take_digests()
+        while due or engine.has_unfinished:
+            while due and steps[due[0]] <= step:
+                job = jobs[due[0]]
+                engine.add(str(due.pop(0)), job.prompt, msgspec.structs.replace(job.params, n=count))
+            if num_noise and step % 3 == 0:
+                num_noise -= 1
+                self._disturb()
+            finished |= {output.request_id: output for output in engine.step() if output.finished}
+            step += 1
+        folds = self._take_digests()
+        return [self._answer(jobs, index, count, finished, folds) for index in range(len(jobs))]
+
+    def _take_digests(self) -> dict[str, dict[int, int]]:
+        """Of the logits since the last call: sequence id -> position -> digest."""
+        return self.engine.core.ask_workers("take_digests", dict[str, dict[int, int]])[0]
+
+    def _answer(
+        self,
+        jobs: Sequence[Job],
+        index: int,
+        count: int,
+        finished: dict[str, RequestOutput],
+        folds: dict[str, dict[int, int]],
+    ) -> Answer:
+        request_id, sibling = str(index - index % count), index % count
+        completion = finished[request_id].outputs[sibling]
+        own = folds[request_id if count == 1 else f"{sibling}_{request_id}"]
+        tokens, start = list(completion.token_ids), len(jobs[index].prompt)
+        logprobs = completion.logprobs or []
+        return Answer(
+            tokens,
+            [entry[token].logprob for entry, token in zip(logprobs, tokens, strict=bool(logprobs))],
+            [own[start + place] for place in range(len(tokens))],
+        )
+
+    def _disturb(self) -> None:
+        """Add a request that nobody asked for, or abort the one before it."""
+        self._num_noise += 1
+        if self._num_noise % 3 == 0:
+            self.engine.abort([f"noise{self._num_noise - 1}"])
+            return
+        rng, vocab = self._rng, self.engine.limits.vocab_size
+        params = SamplingParams(
+            max_tokens=rng.randint(1, 40),
+            detokenize=False,
+            temperature=rng.choice([0.0, 1.0]),
+            seed=rng.randrange(99),
+            presence_penalty=rng.choice([0.0, 0.5]),
+            logit_bias={rng.randrange(vocab): 5.0},
+            top_k=rng.choice([0, 7]),
+            logprobs=rng.choice([None, 3]),
+            prompt_logprobs=rng.choice([None, None, 2]),
+        )
+        prompt = [rng.randrange(vocab) for _ in range(rng.choice(_LENGTHS))]
+        self.engine.add(f"noise{self._num_noise}", prompt, params)
+
+
+Circumstance = Callable[[Run, Sequence[Job], random.Random], "tuple[list[Answer], str]"]
+
+
+def in_groups(run: Run, jobs: Sequence[Job], rng: random.Random) -> tuple[list[Answer], str]:
+    """Batches of 1, 2 and random sizes, one after the other; once there were several, of large ones."""
+    found: list[Answer] = []
+    sizes = [1, 2]
+    while sum(sizes) < len(jobs):
+        some = _GROUPS if len(sizes) < _ANY_GROUPS else _GROUPS[len(_GROUPS) // 2 :]
+        sizes.append(min(rng.choice(some), len(jobs) - sum(sizes)))
+    for size in sizes:
+        found += run.answers(jobs[len(found) : len(found) + size])
+    return found, f"groups of {min(sizes)} to {max(sizes)}"
+
+
+def in_another_order(run: Run, jobs: Sequence[Job], rng: random.Random) -> tuple[list[Answer], str]:
+    """All at once, shuffled."""
+    order = list(range(len(jobs)))
+    rng.shuffle(order)
+    found = dict(zip(order, run.answers([jobs[index] for index in order]), strict=True))
+    return [found[index] for index in range(len(jobs))], ""
+
+
+def beside_others(run: Run, jobs: Sequence[Job], rng: random.Random) -> tuple[list[Answer], str]:
+    """With requests of other kinds, some aborted."""
+    return run.answers(jobs, num_noise=len(jobs)), f"{len(jobs)} neighbours or aborts"
+
+
+def one_by_one(run: Run, jobs: Sequence[Job], rng: random.Random) -> tuple[list[Answer], str]:
+    """Arriving over time: prompts are computed beside decodes."""
+    return run.answers(jobs, arrivals=[rng.randrange(3 * NUM_OUTPUT) for _ in jobs]), ""
+
+
+def as_siblings(run: Run, jobs: Sequence[Job], rng: random.Random) -> tuple[list[Answer], str]:
+    """Each family as one request."""
+    return run.answers(jobs, siblings=True), f"n={NUM_SIBLINGS}"
+
+
+def with_other_logprobs(run: Run, jobs: Sequence[Job], rng: random.Random) -> tuple[list[Answer], str]:
+    """Without log-probabilities, with more of them, and with those of the prompt."""
+    wishes: list[dict[str, Any]] = [{"logprobs": None}, {"logprobs": 5}, {"logprobs": 0, "prompt_logprobs": 1}]
+    changed = [Job(job.prompt, msgspec.structs.replace(job.params, **rng.choice(wishes))) for job in jobs]
+    return run.answers(changed), ""
+
+
+def all_at_once(run: Run, jobs: Sequence[Job], rng: random.Random) -> tuple[list[Answer], str]:
+    """As the reference, in an engine with other settings."""
+    return run.answers(jobs), ""
+
+
+def twice(run: Run, jobs: Sequence[Job], rng: random.Random) -> tuple[list[Answer], str]:
+    """The second time prompts are found in the prefix cache."""
+    run.answers(jobs)
+    before = run.engine.scheduler.stats().num_prefix_hits
+    found = run.answers(jobs)
+    return found, met(run.engine.scheduler.stats().num_prefix_hits - before, "tokens found in the cache")
+
+
+def from_elsewhere(run: Run, jobs: Sequence[Job], rng: random.Random) -> tuple[list[Answer], str]:
+    """The second time prompts are brought back by the connector."""
+    run.answers(jobs)
+    before = run.engine.scheduler.stats().num_loaded_tokens
+    found = run.answers(jobs)
+    return found, met(run.engine.scheduler.stats().num_loaded_tokens - before, "tokens loaded")
+
+
+def at_borders(run: Run, jobs: Sequence[Job], rng: random.Random) -> tuple[list[Answer], str]:
+    """Behind requests that share a prompt up to a border of its states, each border in turn, one request at a time."""
+    found, before = [], run.engine.scheduler.stats().num_prefix_hits
+    for index, job in enumerate(jobs):
+        borders = len(job.prompt) // _CHUNK
+        if borders:
+            cut = job.prompt[: _CHUNK * (1 + index % borders)]
+            params = msgspec.structs.replace(job.params, max_tokens=1 + index % 2)
+            run.answers(
+                [Job([*cut, *(rng.randrange(run.engine.limits.vocab_size) for _ in range(1 + index % 3))], params)]
+            )
+        found += run.answers([job])
+    return found, met(run.engine.scheduler.stats().num_prefix_hits - before, "tokens found in the cache")
+
+
+def behind_another(run: Run, jobs: Sequence[Job], rng: random.Random) -> tuple[list[Answer], str]:
+    """A request, a disturbing one, the first again: the second answer counts."""
+    found = []
+    for job in jobs:
+        run.answers([job])
+        other = jobs[rng.randrange(len(jobs))]
+        cut = rng.randrange(1, len(other.prompt) + 1)
+        shared = job.prompt[: rng.randrange(len(job.prompt) + 1)]
+        run.answers([Job([*shared, *other.prompt[:cut]][: MAX_LEN - NUM_OUTPUT], other.params)])
+        found += run.answers([job])
+    return found, f"{len(jobs)} times A, B, A"
+
+
+def crowded(run: Run, jobs: Sequence[Job], rng: random.Random) -> tuple[list[Answer], str]:
+    """In a pool that is too small: short prompts first, so that many start, and few requests several times."""
+    order = sorted(list(range(len(jobs))) * -(-64 // len(jobs)), key=lambda index: len(jobs[index].prompt))
+    found = dict(zip(order, run.answers([jobs[index] for index in order]), strict=True))
+    return [found[index] for index in range(len(jobs))], met(run.engine.scheduler.num_preemptions, "preemptions")
+
+
+def whatever(run: Run, jobs: Sequence[Job], rng: random.Random) -> tuple[list[Answer], str]:
+    """Order, arrivals and neighbours at random."""
+    order = list(range(len(jobs)))
+    rng.shuffle(order)
+    arrivals = [rng.randrange(2 * NUM_OUTPUT) for _ in jobs]
+    answers = run.answers([jobs[index] for index in order], arrivals=arrivals, num_noise=len(jobs) // 2)
+    found = dict(zip(order, answers, strict=True))
+    return [found[index] for index in range(len(jobs))], f"{run.engine.scheduler.num_preemptions} preemptions"
+
+
+def with_drafts(run: Run, jobs: Sequence[Job], rng: random.Random) -> tuple[list[Answer], str]:
+    """All at once, several tokens of a row in a step."""
+    answers = run.answers(jobs)
+    stats = run.engine.scheduler.stats()
+    return answers, met(stats.num_accepted_tokens, f"of {stats.num_draft_tokens} drafts accepted")
+
+
+class NotMetError(RuntimeError):
+    """A run did not meet the circumstance that it is for, so it proves nothing."""
+
+
+def met(count: int, what: str) -> str:
+    """A remark that counts what was met. Raises NotMetError where that is nothing."""
+    if not count:
+        raise NotMetError(f"no {what}")
+    return f"{count} {what}"
