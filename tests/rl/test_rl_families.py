@@ -113,3 +113,16 @@ def test_controls_differ(case: tuple[LLM, Any]) -> None:
         each.gather(1, torch.tensor([*ids[1:], 0])[:, None])[:, 0] for each, ids in zip(logits, sequences, strict=True)
     ]
     assert num_differing(values, theirs) > 0
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("qwen3.5", r"Qwen3_5ForCausalLM yet: its layer 0 keeps a state \(delta\)"),
+        ("lfm2", r"Lfm2ForCausalLM yet: its layer 0 keeps a state \(conv\)"),
+        ("nemotron-h", r"NemotronHForCausalLM yet: its layer 0 keeps a state \(mamba\)"),
+    ],
+)
+def test_layers_with_states_are_refused_by_name(family: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        rl.convert(make_reference(family))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from octavo.attention.mods import NO_MODS, AttentionMods
 from octavo.attention.mods.choice import with_mods
 from octavo.attention.mods.loading import mods_of_layers
-from octavo.cache.specs import AttentionSpec
+from octavo.cache.specs import AttentionSpec, StateSpec
 from octavo.checkpoint.arch import Arch, Rope
 from octavo.checkpoint.config_reader.checkpoint import arch_from_config
 from octavo.checkpoint.config_reader.families import FAMILIES
@@ -77,7 +77,9 @@ def plan_of(
     model = cast(Model, ARCHITECTURES.resolve(name)(arch, dtype))
     specs = [spec for spec in model.layer_specs if isinstance(spec, AttentionSpec)]
     if len(specs) < arch.num_layers:
-        raise ValueError(f"octavo.rl does not run {name} yet: it has layers that do not attend")
+        first, spec = next(each for each in enumerate(model.layer_specs) if not isinstance(each[1], AttentionSpec))
+        kept = f"a state ({arch.layers[first].mixer})" if isinstance(spec, StateSpec) else "nothing of a sequence"
+        raise ValueError(f"octavo.rl does not run {name} yet: its layer {first} keeps {kept}, and is no attention")
     names = _names(model)
     own_mods = mods_of_layers(mods, arch.num_layers) if mods is not None else [NO_MODS] * arch.num_layers
     layers = []
