@@ -190,6 +190,40 @@ def test_S_6_S_7_a_hit_accepts_what_a_cold_run_does(name: str) -> None:
         each.close()
 
 
+@pytest.mark.parametrize("name", ["eagle3", "draft_model"])
+def test_S_9_a_drafters_entries_go_with_the_blocks(name: str, tmp_path: Path) -> None:
+    """What another engine has saved gives the acceptance of a cold run, where texts part at a block's border too."""
+    secret = tmp_path / "secret"
+    secret.write_text("s" * 40)
+    config = {"shared_storage_path": str(tmp_path / "blocks")}
+    transfer: dict[str, Any] = {
+        "prefix_cache_secret_file": str(secret),
+        "kv_transfer_config": {
+            "kv_connector": "shared_storage",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": config,
+        },
+    }
+    sampling = params(max_tokens=40, temperature=0.0)
+    first = make(SPEAKERS[name], async_scheduling=False, **transfer)
+    prompt = first.tokenizer.encode(LONG)[:70]
+    other = [*prompt[:48], *first.tokenizer.encode("class Tree:\n    def add(self):\n        return")]
+    cold = [accepted_by_step(first, each, sampling)[0] for each in (prompt, other)]
+    first.close()
+    for each, expected in zip((prompt, other), cold, strict=True):
+        second = make(SPEAKERS[name], async_scheduling=False, **transfer)
+        found, _ = accepted_by_step(second, each, sampling)
+        shared = 4 if each is prompt else 3
+        given_up = 0 if name == "draft_model" else 1
+        assert second.scheduler.loads.connector.stats().num_loaded_blocks == shared - given_up
+        assert [count for count in found if count] == [count for count in expected if count]
+        second.close()
+    stranger = make(SPEAKERS["mtp"], async_scheduling=False, **transfer)
+    accepted_by_step(stranger, prompt, sampling)
+    assert stranger.scheduler.loads.connector.stats().num_loaded_blocks == 0, "blocks of another drafter"
+    stranger.close()
+
+
 @pytest.mark.parametrize("in_flight", [False, True], ids=["alone", "one in flight"])
 @pytest.mark.parametrize("name", ["eagle3", "mtp", "draft_model"])
 def test_S_5_drafts_end_at_max_model_len(name: str, in_flight: bool) -> None:

@@ -47,6 +47,9 @@ class Oracle:
     def load(self, target: Any, resolved: Any) -> int:
         return 0
 
+    def identity(self) -> str:
+        return ""
+
     def allocate(self, batches: Any) -> None:
         """Nothing is kept."""
 

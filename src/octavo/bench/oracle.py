@@ -57,6 +57,10 @@ class Oracle:
         self._vocab_size = target.arch.vocab_size
         return size
 
+    def identity(self) -> str:
+        """Of whose cost it has."""
+        return self._cost.identity()
+
     def allocate(self, batches: DraftBatches) -> None:
         """Nothing of its own."""
         self._cost.allocate(batches)

@@ -7,6 +7,7 @@ files. Invariant: neither the order in which tensors come nor how they lie in fi
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 
 import torch
 import xxhash
@@ -28,6 +29,19 @@ class WeightsDigest:
         """32 hexadecimal digits."""
         parts = b"".join(name.encode() + self._tensors[name] for name in sorted(self._tensors))
         return hashlib.blake2b(parts, digest_size=16).hexdigest()
+
+
+def files_digest(folder: Path) -> str:
+    """Of config.json and the weights' files in a folder, byte for byte: 32 hexadecimal digits."""
+    found = hashlib.blake2b(digest_size=16)
+    for path in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
+        if path.exists():
+            own = xxhash.xxh3_128()
+            with path.open("rb") as file:
+                while piece := file.read(1 << 24):
+                    own.update(piece)
+            found.update(path.name.encode() + own.digest())
+    return found.hexdigest()
 
 
 def unseen(name: str, tensor: torch.Tensor) -> None:

@@ -99,6 +99,11 @@ class KVManager:
         self._holds = Holds(self._pool)
 
     @property
+    def unit(self) -> int:
+        """Tokens of the largest block: hits are multiples of it."""
+        return self._prefixes.unit
+
+    @property
     def can_load(self) -> bool:
         """Whether all that groups keep are blocks of tokens."""
         kept = all(group.is_attention and group.kind != "encoder_only" for group in self._groups)

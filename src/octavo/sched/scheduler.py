@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from octavo.kv_connector import NO_CONNECTOR, Connector
+from octavo.kv_connector import NO_CONNECTOR, Connector, Later
 from octavo.plan import NO_INTS, StepLimits, StepPlan, StepResult
 from octavo.request.request import FinishReason, Request, Status
 from octavo.request.updates import RequestUpdate
@@ -348,7 +348,7 @@ class Scheduler:
         hit = kv.match(request, request.max_hit)
         if self.drafting.reads_next_token and hit.num_tokens:
             hit = kv.match(request, hit.num_tokens - 1)
-        if self.loads.is_on and (found := self.loads.match(request, hit.num_tokens)):
+        if self.loads.is_on and (found := self._find_load(request, hit.num_tokens)):
             return self._begin_load(request, hit, found, work) if isinstance(found, int) else False
         num_new = self._fit(request, hit.num_tokens, work.budget)
         if not num_new:
@@ -363,6 +363,13 @@ class Scheduler:
             return None
         self._admit(request, hit.num_tokens, num_new, blocks, work)
         return True
+
+    def _find_load(self, request: Request, num_local: int) -> int | Later:
+        """What can be loaded behind `num_local` tokens. Of what is found a drafter may give up the last block, too."""
+        found = self.loads.match(request, num_local)
+        if found and isinstance(found, int) and self.drafting.reads_next_token:
+            return (num_local + found - 1) // self.kv.unit * self.kv.unit - num_local
+        return found
 
     def _fit(self, request: Request, num_computed: int, budget: int) -> int:
         """How many tokens of a waiting request this step computes; 0: it waits for a step with more room."""

@@ -60,6 +60,9 @@ class Speculator(Protocol):
         Once, before anything is sized.
         """
 
+    def identity(self) -> str:
+        """What its layers' content follows from beside the target, for names of blocks that leave the process."""
+
     def allocate(self, batches: DraftBatches) -> None:
         """The tables and the cache are there. Once, before the first step; what it keeps of a step is made here."""
 
@@ -83,6 +86,10 @@ class NoSpeculator:
     def load(self, target: Model, resolved: Resolved) -> int:
         """Nothing."""
         return 0
+
+    def identity(self) -> str:
+        """Nothing is kept."""
+        return ""
 
     def allocate(self, batches: DraftBatches) -> None:
         """Nothing is kept."""

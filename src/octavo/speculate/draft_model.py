@@ -19,6 +19,7 @@ from octavo.attention.base import ForwardContext, LayerContext, forward_context
 from octavo.cache.specs import AttentionSpec, LayerSpec
 from octavo.checkpoint.config_reader.checkpoint import read_arch
 from octavo.checkpoint.config_reader.fields import read_json
+from octavo.checkpoint.digest import files_digest
 from octavo.checkpoint.hub import find_model
 from octavo.checkpoint.loader import build_model, fill_model, weight_bytes
 from octavo.config.settings import ConfigError
@@ -48,7 +49,7 @@ class DraftModelSpeculator:
         """Read and fill the drafter, which reaches as far as the target. Raises ValueError for another vocabulary."""
         config, dtype = self._config, getattr(torch, resolved.dtype)
         assert config.model, "draft_model has a model"
-        folder = find_model(config.model, config.revision)
+        folder = self._folder = find_model(config.model, config.revision)
         arch = dataclasses.replace(read_arch(folder), max_position=target.arch.max_position)
         if arch.vocab_size != target.arch.vocab_size:
             reason = f"it has {arch.vocab_size} tokens, the target {target.arch.vocab_size}"
@@ -63,6 +64,10 @@ class DraftModelSpeculator:
         self._vocab_size = arch.vocab_size
         self.layer_specs = tuple(self._model.layer_specs)
         return size
+
+    def identity(self) -> str:
+        """See Speculator."""
+        return f"{self._config.method} {files_digest(self._folder)}"
 
     def allocate(self, batches: DraftBatches) -> None:
         """See Speculator."""

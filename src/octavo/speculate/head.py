@@ -18,6 +18,7 @@ import torch
 
 from octavo.attention.base import ForwardContext, LayerContext, forward_context
 from octavo.cache.specs import LayerSpec
+from octavo.checkpoint.digest import files_digest
 from octavo.checkpoint.drafters import build_drafters, read_drafter
 from octavo.checkpoint.hub import find_model
 from octavo.checkpoint.loader import fill_model, weight_bytes
@@ -48,7 +49,7 @@ class HeadSpeculator:
     def load(self, target: Model, resolved: Resolved) -> int:
         """Read and fill the drafter. Modules of multi-token prediction may lie in the target's own checkpoint."""
         config, dtype = self._config, getattr(torch, resolved.dtype)
-        folder = find_model(config.model or resolved.model, config.revision)
+        folder = self._folder = find_model(config.model or resolved.model, config.revision)
         draft = read_drafter(folder, config.method, target.arch, resolved.load_format)
         self._drafters = build_drafters(draft, target, dtype)
         size = sum(weight_bytes(drafter, resolved) for drafter in self._drafters)
@@ -59,6 +60,10 @@ class HeadSpeculator:
         self.taps = tuple(self._drafters[0].taps) or (target.arch.num_layers,)
         self.layer_specs = [spec for drafter in self._drafters for spec in drafter.layer_specs]
         return size
+
+    def identity(self) -> str:
+        """See Speculator."""
+        return f"{self._config.method} {files_digest(self._folder)}"
 
     def allocate(self, batches: DraftBatches) -> None:
         """See Speculator."""

@@ -32,6 +32,10 @@ class NgramSpeculator:
         """Nothing."""
         return 0
 
+    def identity(self) -> str:
+        """No layers."""
+        return ""
+
     def allocate(self, batches: DraftBatches) -> None:
         """Nothing is kept."""
 

@@ -129,7 +129,7 @@ class Worker:
         """Digests of the model, as far as its weights were seen, and of the mods. Behind `allocate`."""
         overrides = self._config.hf_overrides
         model = model_digest(self._model, overrides, self._resolved, self._folder, self._weights)
-        return model, mods_digest(self._mods)
+        return f"{model} {self._speculator.identity()}".rstrip(), mods_digest(self._mods)
 
     def connect(self, transfer: KVTransferConfig, identity: str) -> None:
         """Let blocks of the cache come and go as `transfer` says. identity: what their bytes follow from.
