@@ -142,6 +142,20 @@ class PromptLogprobs(msgspec.Struct, frozen=True):
 NO_PROMPT_LOGPROBS = PromptLogprobs(1, b"", b"", b"")
 
 
+class RoutedExperts(msgspec.Struct, frozen=True):
+    """Which experts the tokens at some positions of a request were sent to."""
+
+    positions: bytes  # int32, little-endian
+    experts: bytes  # int16, position after position, of each all layers' choices, best first; -1: no such layer
+
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self.positions)
+
+
+NO_EXPERTS = RoutedExperts(b"", b"")
+
+
 class StepResult(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """What a step gave to the rows that sampled: those of which it computed the last known token. In any order."""
 
@@ -153,4 +167,6 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     num_sampled: IntArray = NO_INTS  # [S], accepted drafts and one more; 0: the row was held, computes its token again
     logprobs: dict[int, list[TokenLogprobs]] = {}  # row -> one entry per token of the row
     prompt_logprobs: dict[int, PromptLogprobs] = {}  # row -> those of consecutive prompt positions
+    supports: dict[int, list[bytes]] = {}  # row -> of each token the ids that could be drawn, int32; empty: all
+    experts: dict[int, RoutedExperts] = {}  # row -> of the tokens that it computed, whether it sampled or not
     failed: dict[int, str] = {}  # row -> reason, e.g. "nan_logits"; only that request fails

@@ -85,9 +85,10 @@ def test_sglangs_generate(server: RunningServer, drawn: dict[str, Any]) -> None:
         ("/inference/v1/generate", {"token_ids": PROMPT, "return_routed_experts": True}, "return_routed_experts"),
         (
             "/inference/v1/generate",
-            {"token_ids": PROMPT, "sampling_params": {"return_sampling_mask": True}},
-            "return_sampling_mask",
+            {"token_ids": PROMPT, "sampling_params": {"routed_experts_prompt_start": 9}},
+            "routed_experts_prompt_start",
         ),
+        ("/generate", {"input_ids": PROMPT, "return_routed_experts": True}, "return_routed_experts"),
         ("/inference/v1/generate", {"token_ids": []}, "prompt"),
         ("/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": {"temperature": -1}}, "temperature"),
         ("/generate", {"sampling_params": {}}, "input_ids"),

@@ -18,6 +18,7 @@ from octavo.checkpoint.arch import Arch
 from octavo.config.attention_options import FOREIGN_BACKENDS, read_kernel_block_size, read_layer_backends
 from octavo.config.device_facts import DeviceFacts
 from octavo.config.environment import read_environment
+from octavo.config.experts import resolve_experts
 from octavo.config.settings import (
     ConfigError,
     did_you_mean,
@@ -164,9 +165,10 @@ class EngineConfig:
         {}, 'how new weights come: {"backend": "disk", "shm", "gloo", "nccl" or "ipc"}', "dict"
     )
 
+    enable_return_routed_experts: bool = setting(False, "let requests ask which experts tokens went to", "bool")
     seed: int = setting(0, "seeds what requests without a seed sample", "int", low=0, high=_INT64_MAX)
     max_logprobs: int = setting(
-        20, "most log-probabilities per token that a request may ask for", "int", low=-1, high=1 << 20
+        20, "most log-probabilities of a token that may be asked for", "int", low=-1, high=1 << 20
     )
     max_n: int = setting(1024, "most completions of one request (n)", "int", low=1, high=MAX_N)
     max_total_tokens: int = setting(
@@ -280,6 +282,7 @@ class Resolved:
     gpu_memory_utilization: float
     weight_transfer_config: Mapping[str, Any]
     speculative: SpeculativeConfig
+    kept_experts: tuple[int, int]  # layers, and experts of a token in each, where steps record them; else zeros
     seed: int
     max_logprobs: int
     logprobs_mode: str
@@ -333,6 +336,7 @@ def resolve(config: EngineConfig, arch: Arch, facts: DeviceFacts) -> Resolved:
         async_scheduling=device == "cuda" if config.async_scheduling is None else config.async_scheduling,
         max_logprobs=resolve_max_logprobs(config, arch),
         speculative=read_speculative(config.speculative_config),
+        kept_experts=resolve_experts(config.enable_return_routed_experts, arch),
         why=why,
     )
 

@@ -50,6 +50,7 @@ class Engine:
             max_logprobs=facts.resolved.max_logprobs,
             config=config,
             request_fields=facts.request_fields,
+            experts=facts.resolved.kept_experts,
         )
         self._numerics_contract = functools.cache(facts.numerics_contract)
         self._client, self._grammars = InProcessClient(self.core), text.grammars

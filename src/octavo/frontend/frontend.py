@@ -21,8 +21,9 @@ from octavo.request.sampling_params import Limits, SamplingParams, check, check_
 from octavo.request.structured_outputs import StructuredOutputsParams
 from octavo.request.updates import RequestUpdate
 from octavo.text.no_tokenizer import NoTokenizer
-from octavo.text.output import OutputProcessor, wants_every_token
+from octavo.text.output import OutputProcessor
 from octavo.text.tokenizer import Tokenizer
+from octavo.text.told_of_tokens import wants_every_token
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -65,7 +66,7 @@ class Frontend:
         """
         self.tokenizer, self.limits = tokenizer, limits
         self._core, self._check_form, self._coalesces = core, check_form, coalesces
-        self._outputs = OutputProcessor(tokenizer if isinstance(tokenizer, Tokenizer) else None)
+        self._outputs = OutputProcessor(tokenizer if isinstance(tokenizer, Tokenizer) else None, limits.experts)
 
     def check(self, prompt: Prompt, params: SamplingParams, *, priority: int = 0) -> Checked:
         """What `queue` takes. Raises ParameterError, which names the field, for what the model's limits forbid."""

@@ -80,6 +80,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int  # the null block included
     weight_bytes: int = 0
     request_fields: list[FieldSpec] = []
+    experts: tuple[int, int] = (0, 0)  # Limits'
     numerics_contract: dict[str, str] = {}
     phases: list[tuple[str, float, int]] = []  # of the start: name, seconds, depth
 

@@ -27,6 +27,7 @@ class MoeMlp(Layer):
 
     correction: torch.Tensor | None  # [experts] float32, takes part in the choice only
     weights: tuple[ExpertWeights, ExpertWeights]  # of the two products, set by join
+    record: torch.Tensor | None = None  # [tokens, experts_per_token] int16, where choices are copied to
 
     def __init__(self, size: int, moe: Moe, activation: str, dtype: torch.dtype) -> None:
         """`size`: of the hidden state."""
@@ -62,6 +63,8 @@ class MoeMlp(Layer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [tokens, size] -> the same shape."""
         weights, experts = self.route(x)
+        if self.record is not None:
+            self.record[: len(experts)].copy_(experts)
         taken = x if self.into is None else self.into.forward(x)
         total = sum_by_rank(run_experts(taken, experts, *self.weights, self._activation), weights)
         if self.back is not None:

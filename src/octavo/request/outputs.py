@@ -17,7 +17,9 @@ import msgspec
 MOD_FAILED = "attention_mod_failed"
 NO_TOKEN = "no_token_allowed"
 TOO_COMPLEX = "schema_too_complex"
-REQUESTS_OWN = (NO_TOKEN, TOO_COMPLEX)
+MASK_TOO_LARGE = "sampling_mask_too_large"
+MAX_SUPPORT_IDS = 1 << 22  # of a request's sampling masks that are kept until they are handed out
+REQUESTS_OWN = (NO_TOKEN, TOO_COMPLEX, MASK_TOO_LARGE)
 WEIGHTS_BROKEN = "weights_broken"  # an update of the weights failed when some were overwritten
 OUTPUT_FAILED = "output_failed"  # of outputs whose text could not be made
 
@@ -194,6 +196,10 @@ class CompletionOutput(msgspec.Struct):
     stop_reason: int | str | None = None  # the stop string, the stop token's id, or the error's reason
     lora_request: None = None
     weight_versions: list[WeightsSpan] = []  # of token_ids, in order; neighbours differ
+    # per token of token_ids the ids that could be drawn in its place, ascending; None: all
+    sampling_mask: list[list[int] | None] | None = None
+    # of all tokens but the last, the prompt's among them: [tokens, layers, ranks] int16, with the completion's end
+    routed_experts: Any = None
 
     def finished(self) -> bool:
         """Whether the completion has ended."""

@@ -254,7 +254,7 @@ class Request:
     @property
     def max_hit(self) -> int:
         """Tokens that need not be computed again: all but one, and none whose log-probabilities are still owed."""
-        if self.params.skip_reading_prefix_cache:
+        if self.params.skip_reading_prefix_cache or self.params.return_routed_experts:
             return 0
         if self.owes_prompt_logprobs:
             return self.num_prompt_logprobs  # position p is scored when token p - 1 is computed

@@ -22,6 +22,7 @@ import msgspec
 from msgspec.structs import force_setattr
 
 from octavo.request.fields import FieldSpec, check_fields, check_plain
+from octavo.request.repetition import RepetitionDetectionParams as RepetitionDetectionParams
 from octavo.request.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
 from octavo.request.structured_outputs import read_structured_outputs
 from octavo.request.thinking import Thinking
@@ -50,7 +51,6 @@ MOST_BIAS = 100.0  # a larger logit_bias is cut to it
 MAX_LOGIT_BIAS = 100_000
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_TOKENS = 1024  # all of a request's bad words together
-MAX_PATTERN = 1024
 MAX_CACHE_SALT_BYTES = 1024
 
 
@@ -60,25 +60,6 @@ class RequestOutputKind(enum.IntEnum):
     CUMULATIVE = 0  # everything generated so far
     DELTA = 1  # what is new since the last output
     FINAL_ONLY = 2  # one output, when the request has ended
-
-
-class RepetitionDetectionParams(msgspec.Struct, frozen=True, kw_only=True):
-    """Stop when the output ends in one pattern of tokens, repeated.
-
-    The pattern is `min_pattern_size` (0 means 1) to `max_pattern_size` tokens long and occurs `min_count`
-    times in a row. `max_pattern_size=0` turns the detection off.
-    """
-
-    max_pattern_size: int = 0
-    min_pattern_size: int = 0
-    min_count: int = 0
-
-    def __post_init__(self) -> None:
-        """Raises ParameterError."""
-        name = "repetition_detection"
-        as_int(f"{name}.max_pattern_size", self.max_pattern_size, 0, MAX_PATTERN)
-        as_int(f"{name}.min_pattern_size", self.min_pattern_size, 0, self.max_pattern_size)
-        as_int(f"{name}.min_count", self.min_count, 2 if self.max_pattern_size else 0, MAX_PATTERN)
 
 
 class _Checking(type(msgspec.Struct)):  # type: ignore[misc]
@@ -120,6 +101,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, metaclass
     logprobs: int | None = None  # the sampled token's, and those of so many likeliest tokens; -1: of all
     prompt_logprobs: int | None = None
     prompt_logprobs_temperature: float = 1.0  # 1e-5 to 1e30; they are of logits / this
+    return_sampling_mask: bool = False  # say of each token which ones could be drawn in its place
+    return_routed_experts: bool = False  # say which experts each token was sent to
+    routed_experts_prompt_start: int = 0  # leave out so many first tokens of the prompt there
     logprob_token_ids: list[int] | None = None  # the sampled token's, and those of these, at most 128
     detokenize: bool = True
     skip_special_tokens: bool = True
@@ -259,6 +243,7 @@ _INTS = (
     ("logprobs", -1, INT32_MAX, True),
     ("prompt_logprobs", -1, INT32_MAX, True),
     ("truncate_prompt_tokens", -1, INT32_MAX, True),
+    ("routed_experts_prompt_start", 0, INT32_MAX, False),
     ("stream_interval", 1, INT32_MAX, False),
     ("thinking_token_budget", -1, INT32_MAX, True),
 )
@@ -270,6 +255,8 @@ _BOOLS = (
     "spaces_between_special_tokens",
     "include_stop_str_in_output",
     "flat_logprobs",
+    "return_sampling_mask",
+    "return_routed_experts",
 )
 BOOL_FIELDS = frozenset(_BOOLS)
 
@@ -343,6 +330,7 @@ class Limits:
     max_logprobs: int = 20
     max_n: int = 1024  # completions of one request
     max_total_tokens: int = 1 << 20  # n * max_tokens of one request
+    experts: tuple[int, int] = (0, 0)  # layers, and experts of a token in each, where these are kept
     request_fields: tuple[FieldSpec, ...] = ()  # what attention mods read of `extra_args`
 
 
@@ -357,6 +345,12 @@ def check(params: SamplingParams, limits: Limits, num_prompt_tokens: int) -> int
 
     """
     check_length(num_prompt_tokens, limits, params.max_tokens)
+    if params.return_routed_experts and not limits.experts[0]:
+        message = "the experts of tokens are not kept: it needs a model with experts and enable_return_routed_experts"
+        raise ParameterError("return_routed_experts", message, "unsupported_parameter")
+    if params.routed_experts_prompt_start > num_prompt_tokens:
+        message = f"must be <= the prompt's {num_prompt_tokens} tokens, got {params.routed_experts_prompt_start}"
+        raise ParameterError("routed_experts_prompt_start", message)
     check_fields(limits.request_fields, params.extra_args, limits.max_model_len)
     room = limits.max_model_len - num_prompt_tokens
     max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)

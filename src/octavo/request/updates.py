@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from octavo.plan import NO_PROMPT_LOGPROBS, PromptLogprobs, TokenLogprobs
+from octavo.plan import NO_EXPERTS, NO_PROMPT_LOGPROBS, PromptLogprobs, RoutedExperts, TokenLogprobs
 
 
 class RequestUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -21,6 +21,8 @@ class RequestUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
     tokens: list[int] = []  # output tokens of this step, a stop token included
     logprobs: list[TokenLogprobs] = []  # one per token if the request asks for them, else empty
     prompt_logprobs: PromptLogprobs = NO_PROMPT_LOGPROBS  # the next prompt positions in order, counted from position 1
+    supports: list[bytes] = []  # as logprobs: StepResult's
+    experts: RoutedExperts = NO_EXPERTS  # of tokens that were computed; what comes later for a position counts
     finish_reason: str | None = None  # "stop", "length", "abort", "error", "repetition"; None: goes on
     stop_reason: int | str | None = None  # the stop token's id or the stop string; None for EOS
     num_cached: int = 0  # prompt tokens that a prefix hit saved; a request's are those of its first completion

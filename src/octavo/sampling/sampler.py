@@ -27,6 +27,7 @@ from octavo.sampling.logprobs import GroupLogprobs, LogprobGroup, LogprobRows
 from octavo.sampling.masks import AllowedTokens, BadWords, LogitBias, MinTokens
 from octavo.sampling.penalties import Penalties
 from octavo.sampling.rows import RowSet, SampleBatch
+from octavo.sampling.support import SupportRows, Supports
 from octavo.sampling.truncation import Truncation
 
 # what SamplerOutput.failed holds, in StepResult's words; a held row has drawn nothing, which is no failure
@@ -56,6 +57,7 @@ class SamplerOutput:
     tokens: torch.Tensor  # [S] int64, always within the vocabulary
     failed: torch.Tensor  # [S] uint8: 0, or why the token means nothing, an index into FAILURES
     logprobs: list[GroupLogprobs]  # empty where no row asked; see to_token_logprobs
+    supports: list[Supports] = dataclasses.field(default_factory=list)  # of rows that asked
     held: IntArray = dataclasses.field(default_factory=lambda: NO_INTS)  # rows that draw the same place again, later
 
 
@@ -97,6 +99,7 @@ class Sampler:
         self._seed = StagedTensor(max_num_rows, 0, torch.int64, device, queue)
         self._changed = RowSet(max_num_rows, device)  # rows with any of the stages
         self._logprobs = LogprobRows(max_num_rows, vocab_size, max_logprobs, device)
+        self._supports = SupportRows(max_num_rows, vocab_size, device)
         self._truncation = Truncation(max_num_rows, vocab_size, device, queue)
         self._grammar = GrammarMask(max_num_rows, vocab_size, device, tokens, grammars, mask_patience)
         # the list is the order
@@ -119,6 +122,7 @@ class Sampler:
                 self._changed.add(one.row)
             temperatures.append(1.0 if self._truncation.add(one) else one.sampling.temperature)
             self._logprobs.add(one)
+            self._supports.add(one)
         rows = np.array([one.row for one in new])
         self._temperature.stage_each(rows, 0, np.array(temperatures))
         self._seed.stage_each(rows, 0, np.array([as_int64(one.seed) for one in new]))
@@ -130,6 +134,7 @@ class Sampler:
                 stage.remove(row)
         self._truncation.remove(row)
         self._logprobs.remove(row)
+        self._supports.remove(row)
 
     def apply_staged(self) -> None:
         """Bring what was staged to the device: once per step, before `__call__`."""
@@ -143,7 +148,7 @@ class Sampler:
     def is_plain(self, rows_np: IntArray) -> bool:
         """Whether `draw` is all that these rows need: nothing changes or cuts them, none wants log-probabilities."""
         is_changed = self._changed.has_any(rows_np) or self._truncation.select(rows_np) is not None
-        return not is_changed and not self._logprobs.wanted(rows_np)
+        return not (is_changed or self._logprobs.wanted(rows_np) or self._supports.wanted(rows_np))
 
     @property
     def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -177,6 +182,7 @@ class Sampler:
             for stage in self._stages:
                 stage(logits, batch)
         truncation = self._truncation.select(batch.rows_np)
+        supports = self._supports.of(logits, batch, truncation)
         if truncation is not None and groups and not self._raw:  # log-probabilities of what is left
             cut_(logits, batch.rows, truncation)
             truncation = None
@@ -195,7 +201,8 @@ class Sampler:
                 own = self._group_logits(group, logits, batch)
             mine = tokens.index_select(0, group.at)
             found.append(logprobs.compute(group, own, mine, as_logits=self._as_logits))
-        return SamplerOutput(tokens, failed, found, self._grammar.held if changed is not None else NO_INTS)
+        held = self._grammar.held if changed is not None else NO_INTS
+        return SamplerOutput(tokens, failed, found, supports, held)
 
     def rehearse(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> None:
         """Issue all that a call may launch, while nothing is launched: see `octavo.worker.compile_ahead`."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from octavo.plan import NO_PROMPT_LOGPROBS, IntArray, StepResult
+from octavo.plan import NO_EXPERTS, NO_PROMPT_LOGPROBS, IntArray, StepResult
 from octavo.request.request import Request, Status
 from octavo.request.updates import RequestUpdate
 from octavo.sched.running import Running
@@ -70,7 +70,7 @@ class Results:
             self._check_stop(rows[places].tolist(), tokens[places].tolist(), result, updates)
         needs_update = self._running.rows.needs_update[rows].nonzero()[0]
         if len(needs_update):
-            in_full = bool(result.logprobs or result.prompt_logprobs)
+            in_full = bool(result.logprobs or result.prompt_logprobs or result.supports or result.experts)
             for row, token in zip(rows[needs_update].tolist(), tokens[needs_update].tolist(), strict=True):
                 request = self._running.owners[row]
                 if in_full or request.coalesce_updates or not request.num_reported:
@@ -143,10 +143,11 @@ class Results:
     def take_prompt_logprobs(
         self, result: StepResult, owners: Mapping[int, Request], updates: list[RequestUpdate]
     ) -> None:
-        """Those of rows that sampled too are told with their token."""
+        """And their experts. Those of rows that sampled too are told with their token."""
         for row, part in result.prompt_logprobs.items():
+            owners[row].num_prompt_logprobs += part.num_positions
+        for row in result.prompt_logprobs.keys() | result.experts.keys():
             request = owners[row]
-            request.num_prompt_logprobs += part.num_positions
             if row not in result.rows and request.status is not Status.FINISHED:
                 self.emit(request, row, result, updates)
 
@@ -161,7 +162,8 @@ class Results:
         """Append the update in full, if there is something to tell: all tokens that no update told."""
         tokens = request.tokens[request.num_prompt + request.num_reported :]
         prompt_logprobs = result.prompt_logprobs.get(row, NO_PROMPT_LOGPROBS)
-        if not tokens and not prompt_logprobs.num_positions and request.finish_reason is None:
+        experts = result.experts.get(row, NO_EXPERTS)
+        if not tokens and not prompt_logprobs.num_positions and not experts and request.finish_reason is None:
             return
         is_first = not request.num_reported
         request.num_reported += len(tokens)
@@ -173,6 +175,8 @@ class Results:
                 tokens=tokens,
                 logprobs=result.logprobs.get(row, [])[: len(tokens)],
                 prompt_logprobs=prompt_logprobs,
+                supports=result.supports.get(row, [])[: len(tokens)],
+                experts=experts,
                 finish_reason=request.finish_reason,
                 stop_reason=request.stop_reason,
                 num_cached=request.num_cached,

@@ -217,7 +217,7 @@ class Scheduler:
         elif not result.num_sampled.all():
             self._num_repeats = 0
             result = take_back(result, self._running.owners | issued.left)
-        if result.failed or result.prompt_logprobs:
+        if result.failed or result.prompt_logprobs or result.experts:
             result = self._settle(result, issued, updates)
         self._results.take(result, issued.left, updates)
         del self._outstanding[plan.step]

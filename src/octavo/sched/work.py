@@ -154,6 +154,7 @@ def without(result: StepResult, dropped: set[int]) -> StepResult:
         num_sampled=result.num_sampled[rest],
         failed={row: reason for row, reason in result.failed.items() if row not in dropped},
         prompt_logprobs={row: part for row, part in result.prompt_logprobs.items() if row not in dropped},
+        experts={row: part for row, part in result.experts.items() if row not in dropped},
     )
 
 

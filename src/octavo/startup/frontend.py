@@ -110,6 +110,7 @@ def make_limits(
     max_logprobs: int,
     config: EngineConfig,
     request_fields: Sequence[FieldSpec] = (),
+    experts: tuple[int, int] = (0, 0),
 ) -> Limits:
     """What requests are checked against: the engine's numbers and the tokenizer's."""
     return Limits(
@@ -120,5 +121,6 @@ def make_limits(
         max_logprobs=max_logprobs,
         max_n=config.max_n,
         max_total_tokens=config.max_total_tokens,
+        experts=experts,
         request_fields=tuple(request_fields),
     )

@@ -14,32 +14,34 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from octavo.request.outputs import OUTPUT_FAILED, CompletionOutput, FlatLogprobs, RequestMetrics, RequestOutput
+from octavo.request.outputs import (
+    MASK_TOO_LARGE,
+    MAX_SUPPORT_IDS,
+    OUTPUT_FAILED,
+    CompletionOutput,
+    FlatLogprobs,
+    RequestMetrics,
+    RequestOutput,
+)
 from octavo.request.sampling_params import ParameterError, RequestOutputKind, SamplingParams
 from octavo.request.updates import RequestUpdate
 from octavo.text.detokenizer import Detokenizer, StopChecker
 from octavo.text.tokenizer import Tokenizer
+from octavo.text.told_of_tokens import TokenExperts, TokenSupports, wants_every_token
 from octavo.text.weight_versions import TokenVersions
 
 _LOG = logging.getLogger(__name__)
 
 
-def wants_every_token(params: SamplingParams) -> bool:
-    """Whether each token has to be seen when it comes: it is handed out, its text may be a stop, or it has numbers."""
-    return (
-        params.output_kind is not RequestOutputKind.FINAL_ONLY
-        or bool(params.stop_strings)
-        or params.logprobs is not None
-        or params.logprob_token_ids is not None
-    )
-
-
 class OutputProcessor:
     """Turns updates into outputs. Used by one thread, but for `add`."""
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        """Without a tokenizer only requests with `detokenize=False` can be added; tokens then have no text."""
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer | None, experts: tuple[int, int] = (0, 0)) -> None:
+        """Without a tokenizer only requests with `detokenize=False` can be added; tokens then have no text.
+
+        experts: layers, and experts of a token in each, where these are told.
+        """
+        self._tokenizer, self._experts = tokenizer, experts
         self._decode = tokenizer.decode_token if tokenizer is not None else _no_text
         self._requests: dict[str, _Request] = {}
         self._children: dict[str, _Child] = {}
@@ -66,7 +68,7 @@ class OutputProcessor:
         if request_id in self._requests or any(child_id in self._children for child_id in child_ids):
             raise ParameterError("request_id", "is in use by another request", "conflict")
         self.check(params)
-        request = _Request(request_id, prompt, list(prompt_token_ids), params, self._decode)
+        request = _Request(request_id, prompt, list(prompt_token_ids), params, self._decode, self._experts)
         for index, child_id in enumerate(child_ids):
             child = _Child(request, index, child_id, self._tokenizer)
             request.children.append(child)
@@ -215,10 +217,12 @@ class _Request:
         "_arrival",
         "children",
         "decode",
+        "experts",
         "held",
         "kv_transfer_params",
         "metrics",
         "num_cached",
+        "num_support_ids",
         "params",
         "prompt",
         "prompt_logprobs",
@@ -233,7 +237,9 @@ class _Request:
         prompt_token_ids: list[int],
         params: SamplingParams,
         decode: Callable[[int], str | None],
+        experts: tuple[int, int],
     ) -> None:
+        self.experts = experts
         self.request_id, self.prompt, self.prompt_token_ids = request_id, prompt, prompt_token_ids
         self.params, self.decode = params, decode
         self.children: list[_Child] = []
@@ -244,6 +250,7 @@ class _Request:
         self.held: list[RequestUpdate] = []  # of further completions, until the first one says what is said once
         self.num_cached = 0
         self.kv_transfer_params: dict[str, Any] | None = None
+        self.num_support_ids = 0  # that are kept here
         self._arrival = time.monotonic()
         self.metrics = RequestMetrics(arrival_time=time.time())
 
@@ -310,12 +317,14 @@ class _Child:
     __slots__ = (
         "_cumulative",
         "_detokenizer",
+        "_experts",
         "_logprobs",
         "_num_sent",
         "_pieces",
         "_sent_end",
         "_stop",
         "_streams",
+        "_supports",
         "_token_ids",
         "_versions",
         "child_id",
@@ -340,6 +349,8 @@ class _Child:
         self._streams = params.output_kind is not RequestOutputKind.FINAL_ONLY
         wanted = params.logprobs is not None or params.logprob_token_ids is not None
         self._logprobs = FlatLogprobs(request.decode) if wanted else None
+        self._supports = TokenSupports() if params.return_sampling_mask else None
+        self._experts: TokenExperts | None = None  # once the first come
         self._cumulative = 0.0
         self._token_ids: list[int] = []
         self._versions = _PLAIN_VERSIONS
@@ -373,6 +384,9 @@ class _Child:
         if update.prompt_logprobs.num_positions and self.index == 0 and request.prompt_logprobs is not None:
             part = update.prompt_logprobs
             request.prompt_logprobs.add_packed(part.width, part.token_ids, part.logprobs, part.ranks)
+        if update.experts:
+            self._experts = self._experts or TokenExperts(request.experts)
+            self._experts.add(update.experts)
         if update.weights_version or update.weights_mixed:
             self._versions = self._versions.then(len(self._token_ids), update.weights_version, update.weights_mixed)
         if update.tokens:
@@ -401,6 +415,13 @@ class _Child:
         text = "".join(self._pieces)
         logprobs = self._logprobs
         versions = self._versions.spans(self._num_sent if delta else 0, len(self._token_ids))
+        supports = experts = None
+        if self._supports is not None:
+            supports = self._supports.take(len(self._token_ids) - (self._num_sent if delta else 0), keeps=not delta)
+            self.request.num_support_ids -= sum(map(len, filter(None, supports))) if delta else 0
+        if self._experts is not None and self.finish_reason is not None:
+            num_tokens = len(self.request.prompt_token_ids) + len(self._token_ids)
+            experts = self._experts.whole(num_tokens - 1)[self.request.params.routed_experts_prompt_start :]
         if delta:
             token_ids = self._token_ids[self._num_sent :]
             if logprobs is not None:  # handed over: they are not kept here as well
@@ -423,6 +444,8 @@ class _Child:
             self.stop_reason,
             None,
             versions,
+            supports,
+            experts,
         )
 
     def _take_tokens(self, update: RequestUpdate, params: SamplingParams) -> bool:
@@ -436,6 +459,11 @@ class _Child:
         last = len(tokens) - 1
         for i, token_id in enumerate(tokens):
             self._token_ids.append(token_id)
+            if update.supports and self._supports is not None:
+                self.request.num_support_ids += self._supports.add(update.supports[i])
+                if self.request.num_support_ids > MAX_SUPPORT_IDS:
+                    self.finish_reason, self.stop_reason = "error", MASK_TOO_LARGE
+                    return True
             if logprobs and self._logprobs is not None:
                 entry = logprobs[i]
                 self._logprobs.add(entry.token_ids, entry.logprobs, entry.ranks)

@@ -103,7 +103,8 @@ def make_runner(
     prepare, own_tables = state.prepare_drafts, buffers.block_tables
     batches = DraftBatches(tables, requests.tensors, own_tables, limits, prepare, sampler.tables)
     drafter = make_drafter(speculator, batches, model.arch.hidden_size, getattr(torch, resolved.dtype))
-    return Runner(model, state, pool, requests, tables, buffers, sampler, graphs, drafter=drafter)
+    parts = model, state, pool, requests, tables, buffers, sampler, graphs
+    return Runner(*parts, drafter=drafter, kept_experts=resolved.kept_experts)
 
 
 def _graph_keys(

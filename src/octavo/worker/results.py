@@ -8,16 +8,22 @@ after this one is issued, what `result` gives holds for good.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
-from octavo.plan import NO_INTS, IntArray, StepResult, TokenLogprobs
+from octavo.device.batch import StepShape
+from octavo.layers.expert_recorder import ExpertRecorder
+from octavo.plan import NO_INTS, IntArray, RoutedExperts, StepResult
 from octavo.sampling.grammar import HELD
 from octavo.sampling.logprobs import GroupLogprobs, to_prompt_logprobs, to_token_logprobs
+from octavo.sampling.rows import to_device
 from octavo.sampling.sampler import FAILURES
+from octavo.sampling.support import Supports, to_ids
+
+_Told = TypeVar("_Told")
 
 _TOKEN_BITS = 32
 _TOKEN_MASK = (1 << _TOKEN_BITS) - 1
@@ -32,6 +38,38 @@ class Runs(NamedTuple):
 
 
 NO_RUNS = Runs(NO_INTS, torch.zeros(0, dtype=torch.int64), NO_INTS)
+
+
+class ChosenExperts(NamedTuple):
+    """Which experts tokens were sent to, row after row."""
+
+    counts: dict[int, int]  # row -> how many tokens of it
+    positions: torch.Tensor  # [n] int64
+    chosen: torch.Tensor  # [n, layers, ranks] int16
+
+
+NO_CHOSEN = ChosenExperts({}, torch.zeros(0, dtype=torch.int64), torch.zeros(0, 0, 0, dtype=torch.int16))
+
+
+class Told(NamedTuple):
+    """What is said of tokens that were drawn, for rows that asked."""
+
+    logprobs: Sequence[GroupLogprobs]
+    supports: Sequence[Supports]
+
+
+NOTHING_TOLD = Told((), ())
+
+
+def chosen_experts(
+    recorder: ExpertRecorder, work: StepShape, positions: torch.Tensor, told: Collection[int]
+) -> ChosenExperts:
+    """Of all tokens that the rows in `told` have computed in the step at hand. positions: [tokens], of the batch."""
+    at = np.isin(work.rows, list(told)).nonzero()[0]
+    counts = {int(work.rows[entry]): int(work.num_tokens[entry]) for entry in at}
+    places = [np.arange(work.query_start[entry], work.query_start[entry + 1], dtype=np.int64) for entry in at]
+    tokens = to_device(np.concatenate(places), positions.device)
+    return ChosenExperts(counts, positions.index_select(0, tokens), recorder.of(tokens))
 
 
 class PendingStep:
@@ -49,6 +87,8 @@ class PendingStep:
         failed: Mapping[int, str] | None = None,
         unsampled: IntArray = NO_INTS,
         runs: Runs = NO_RUNS,
+        supports: Sequence[Supports] = (),
+        experts: ChosenExperts = NO_CHOSEN,
     ) -> None:
         """Start the copies.
 
@@ -63,6 +103,8 @@ class PendingStep:
         self._prompt_logprobs = {
             row: [_to_host(numbers) for numbers in parts] for row, parts in (prompt_logprobs or {}).items()
         }
+        self._supports = [dataclasses.replace(own, bits=_copied(own.bits)) for own in supports]
+        self._experts = experts._replace(positions=_copied(experts.positions), chosen=_copied(experts.chosen))
         self._event = event
         if event is not None:
             event.record()
@@ -83,7 +125,9 @@ class PendingStep:
             reasons = last >> _TOKEN_BITS
         said = [(int(rows[place]), int(reasons[place])) for place in reasons.nonzero()[0]]
         failed = {row: FAILURES[reason] for row, reason in said if reason != HELD}
-        tokens, logprobs = packed & _TOKEN_MASK, self._token_logprobs(num_sampled)
+        tokens = packed & _TOKEN_MASK
+        logprobs = self._by_row(to_token_logprobs(self._logprobs), num_sampled)
+        supports = self._by_row(to_ids(self._supports, self._drawn(tokens)), num_sampled)
         if self._failed:
             failed |= self._failed
             count = len(self._unsampled)
@@ -97,12 +141,13 @@ class PendingStep:
             num_sampled=num_sampled,
             logprobs=logprobs,
             prompt_logprobs={row: to_prompt_logprobs(parts) for row, parts in self._prompt_logprobs.items()},
+            supports=supports,
+            experts=_split(self._experts),
             failed=failed,
         )
 
-    def _token_logprobs(self, num_sampled: IntArray) -> dict[int, list[TokenLogprobs]]:
-        """By row, those of the tokens that count."""
-        found = to_token_logprobs(self._logprobs)
+    def _by_row(self, found: Mapping[int, _Told], num_sampled: IntArray) -> dict[int, list[_Told]]:
+        """What is told of samples, by row, of the tokens that count."""
         if not found or self._runs is NO_RUNS:
             return {int(self._rows[place]): [entry] for place, entry in found.items()}
         num_samples = self._runs.num_samples
@@ -112,6 +157,27 @@ class PendingStep:
             for row, first, count in zip(self._rows, firsts.tolist(), num_sampled.tolist(), strict=True)
             if first in found
         }
+
+    def _drawn(self, tokens: IntArray) -> IntArray:
+        """The token of each sample; of one behind those that count, anything."""
+        if self._runs is NO_RUNS:
+            return tokens[:, 0]
+        return np.concatenate([line[:count] for line, count in zip(tokens, self._runs.num_samples, strict=True)])
+
+
+def _split(experts: ChosenExperts) -> dict[int, RoutedExperts]:
+    positions, chosen = experts.positions.numpy().astype("<i4"), experts.chosen.numpy().astype("<i2", copy=False)
+    found, start = {}, 0
+    for row, count in experts.counts.items():
+        end = start + count
+        found[row] = RoutedExperts(positions[start:end].tobytes(), chosen[start:end].tobytes())
+        start = end
+    return found
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """On the host, under way."""
+    return tensor.to("cpu", non_blocking=True)
 
 
 def _to_host(numbers: GroupLogprobs) -> GroupLogprobs:

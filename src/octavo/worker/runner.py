@@ -22,6 +22,7 @@ from octavo.device.batch import Batch, BatchOrder, InputBuffers, StepShape
 from octavo.device.block_table import BlockTables
 from octavo.device.graphs import EAGER, GraphKey, GraphPool
 from octavo.device.request_table import RequestTable
+from octavo.layers.expert_recorder import ExpertRecorder
 from octavo.model_state.base import ModelState
 from octavo.models.base import Model
 from octavo.ops.cache_write.zero_blocks import zero_blocks
@@ -37,7 +38,7 @@ from octavo.sampling.sampler import Sampler
 from octavo.speculate.drafter import Drafter
 from octavo.worker.compile_ahead import Shape, compile_ahead
 from octavo.worker.observe_logits import LogitsObserver
-from octavo.worker.results import NO_RUNS, PendingStep, Runs
+from octavo.worker.results import NO_CHOSEN, NO_RUNS, NOTHING_TOLD, PendingStep, Runs, Told, chosen_experts
 
 _LOG = logging.getLogger(__name__)
 
@@ -57,10 +58,13 @@ class Runner:
         graphs: GraphPool,
         *,
         drafter: Drafter,
+        kept_experts: tuple[int, int] = (0, 0),
     ) -> None:
-        """All parts share one device and one set of limits."""
+        """All parts share one device and one set of limits. kept_experts: see Resolved."""
         self._drafter = drafter
         self._taps_last = drafter.reads_last(model.arch.num_layers)  # a last layer then gives all tokens
+        assert isinstance(model, torch.nn.Module), "models are trees of layers"
+        self._experts = ExpertRecorder(model, kept_experts, buffers.limits.max_num_tokens, buffers.turn.device)
         self.model, self._model_state, self._pool = model, model_state, pool
         self._requests, self._tables, self._buffers, self._sampler = requests, tables, buffers, sampler
         self._graphs, self._max_model_len = graphs, buffers.limits.max_model_len
@@ -192,7 +196,8 @@ class Runner:
         decodes = work.is_decode or work.verifies
         scores = not decodes and self._prompts.wanted(work.rows)
         is_plain = decodes and not self._observers and self._sampler.is_plain(work.rows)
-        every = scores or (self._taps_last and not decodes)
+        told = self._experts.rows.intersection(work.rows.tolist()) if self._experts.rows else ()
+        every = scores or (self._taps_last and not decodes) or (bool(told) and not work.is_decode)
         key = EAGER if every else self._graphs.dispatch(work, needs_logits=not is_plain)
         self._buffers.stage(work, *((work.num_rows, work.num_logit_tokens) if key is EAGER else key.size))
         self._bring()
@@ -203,7 +208,7 @@ class Runner:
         proposed = key.is_decode and key.num_drafts > 0 and self._drafter.captures
         if key.is_decode:
             output = self._graphs.replay(key)
-            groups = [] if is_plain else self._sample_again(work, output)
+            drawn = NOTHING_TOLD if is_plain else self._sample_again(work, output)
         else:
             if key is EAGER:
                 batch = self._view(work, every=every)
@@ -212,10 +217,11 @@ class Runner:
                 batch, hidden = self._batch_of(key), self._graphs.replay(key)
             if scores:
                 prompt_logprobs = self._prompts.collect(work, hidden)
-            groups = self._sample(work, batch, hidden)
+            drawn = self._sample(work, batch, hidden)
         rows = work.rows if work.is_decode else work.rows[work.sampling]
+        if key.is_decode and (told or self._drafter.is_on):
+            batch = self._batch_of(key)
         if self._drafter.is_on and not proposed:
-            batch = self._batch_of(key) if key.is_decode else batch
             self._drafter.propose(batch, self._sample_of(batch), plan.depth, work.seq_lens)
         packed, runs = self._buffers.results[self._turn, : len(rows)], NO_RUNS
         if work.has_drafts:
@@ -225,12 +231,14 @@ class Runner:
             plan.step,
             packed,
             rows,
-            groups,
+            drawn.logprobs,
             prompt_logprobs,
             event=self._events[self._turn],
             failed=failed,
             unsampled=unsampled,
             runs=runs,
+            supports=drawn.supports,
+            experts=chosen_experts(self._experts, work, batch.positions, told) if told else NO_CHOSEN,
         )
 
     def _view(self, work: StepShape, *, every: bool = False) -> Batch:
@@ -288,6 +296,7 @@ class Runner:
         for row in plan.finished_rows:
             self._sampler.remove(row)
             self._prompts.remove(row)
+            self._experts.rows.discard(row)
         if plan.new_rows:
             self._requests.add(*plan.new_rows)
             self._sampler.add(*plan.new_rows)
@@ -309,6 +318,8 @@ class Runner:
         for observer in self._observers:
             observer.add(new)
         self._prompts.add(new)
+        if new.sampling.return_routed_experts:
+            self._experts.rows.add(new.row)
 
     def _record(self, key: GraphKey, *, warmup_only: bool = False) -> torch.Tensor:
         """Issue what a graph holds: a step up to its hidden states, or a whole decode step.
@@ -369,15 +380,15 @@ class Runner:
             self._drafter.taps.keep(self.model.arch.num_layers, hidden)
         return hidden
 
-    def _sample(self, work: StepShape, batch: Batch, hidden: torch.Tensor) -> list[GroupLogprobs]:
-        """Sample and commit. Gives the log-probabilities that rows asked for. hidden: what the batch asks for."""
+    def _sample(self, work: StepShape, batch: Batch, hidden: torch.Tensor) -> Told:
+        """Sample and commit. Gives what rows asked for. hidden: what the batch asks for."""
         if work.has_drafts:
             return self._verify(work, batch, hidden)
         num_samples = len(work.sampling)
         if not num_samples:
             no_tokens = batch.positions[:0]
             self._commit(batch, no_tokens, no_tokens.to(torch.uint8))
-            return []
+            return NOTHING_TOLD
         if batch.logit_tokens is None and work.num_rows < work.total_tokens:
             hidden = hidden.index_select(0, self._buffers.logit_tokens.data[0, : work.num_rows])
         at = self._buffers.sampling.data[0, :num_samples]
@@ -388,9 +399,9 @@ class Runner:
         output = self._sampler(logits, self._sample_batch(work, batch, at))
         self._commit(batch, output.tokens, output.failed)
         self._take_back(output.held)
-        return output.logprobs
+        return Told(output.logprobs, output.supports)
 
-    def _verify(self, work: StepShape, batch: Batch, hidden: torch.Tensor) -> list[GroupLogprobs]:
+    def _verify(self, work: StepShape, batch: Batch, hidden: torch.Tensor) -> Told:
         """`_sample` where rows have drafts: draw at each of their places, accept what was drawn, and commit that."""
         given = self._buffers.drafted(work, batch)
         if batch.logit_tokens is None and work.num_logit_tokens < work.total_tokens:
@@ -409,13 +420,13 @@ class Runner:
             observe(logits, rows_np, drawn.positions.cpu().numpy())
         output = self._sampler(logits, drawn)
         self._commit_drafts(batch, output.tokens, output.failed)
-        return output.logprobs
+        return Told(output.logprobs, output.supports)
 
     def _show(self, work: StepShape, logits: torch.Tensor) -> None:
         for observe in self._observers:
             observe(logits, work.rows[work.sampling], work.seq_lens[work.sampling])
 
-    def _sample_again(self, work: StepShape, logits: torch.Tensor) -> list[GroupLogprobs]:
+    def _sample_again(self, work: StepShape, logits: torch.Tensor) -> Told:
         """After a graph has sampled as if all rows were plain: replace its tokens where some are not.
 
         logits: [R and padding, vocab_size].
@@ -423,13 +434,13 @@ class Runner:
         logits = logits[: work.num_rows]
         self._show(work, logits)
         if self._sampler.is_plain(work.rows):
-            return []
+            return NOTHING_TOLD
         batch = self._buffers.view(work.num_rows, work.num_rows, 1, work.max_seq_len)
         at = self._buffers.sampling.data[0, : work.num_rows]
         output = self._sampler(logits, self._sample_batch(work, batch, at))
         self._commit(batch, output.tokens, output.failed, again=True)
         self._take_back(output.held)
-        return output.logprobs
+        return Told(output.logprobs, output.supports)
 
     def _sample_batch(self, work: StepShape, batch: Batch, at: torch.Tensor) -> SampleBatch:
         return SampleBatch(

@@ -15,6 +15,7 @@ from octavo.request.sampling_params import Limits, ParameterError, RequestOutput
 from octavo.serve.errors import queue_full
 
 _SOON = 0.1  # seconds
+_WIDE = 64  # ids that a sampling mask without top_k is reckoned at
 _MANY = 1 << 18  # held log-probabilities, 12 bytes each, after which freed memory is given back
 
 
@@ -58,10 +59,20 @@ def count_logprobs(params: SamplingParams, limits: Limits, prompt_lengths: Seque
     wanted = params.logprobs is not None or params.logprob_token_ids is not None
     if wanted and params.output_kind is not RequestOutputKind.DELTA:
         each = width(params.logprobs or 0) + len(params.logprob_token_ids or ())
-        most = params.max_tokens or limits.max_model_len
-        num_tokens = sum(min(most, max(limits.max_model_len - length, 0)) for length in prompt_lengths)
-        of_outputs = params.n * num_tokens * each
+        of_outputs = params.n * _num_tokens(params, limits, prompt_lengths) * each
+    if params.return_sampling_mask and params.output_kind is not RequestOutputKind.DELTA:  # 4 bytes an id
+        of_outputs += params.n * _num_tokens(params, limits, prompt_lengths) * (max(params.top_k, 0) or _WIDE) // 3
+    if params.return_routed_experts:
+        num_layers, num_ranks = limits.experts
+        num_tokens = sum(prompt_lengths) + _num_tokens(params, limits, prompt_lengths)
+        of_outputs += params.n * num_tokens * num_layers * num_ranks // 6
     return of_prompts, of_outputs
+
+
+def _num_tokens(params: SamplingParams, limits: Limits, prompt_lengths: Sequence[int]) -> int:
+    """Most tokens of one completion of each prompt, together."""
+    most = params.max_tokens or limits.max_model_len
+    return sum(min(most, max(limits.max_model_len - length, 0)) for length in prompt_lengths)
 
 
 def give_back() -> None:

@@ -16,7 +16,14 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from octavo.frontend.frontend import Prompt
-from octavo.request.outputs import NO_TOKEN, TOO_COMPLEX, CompletionOutput, RequestOutput
+from octavo.request.outputs import (
+    MASK_TOO_LARGE,
+    MAX_SUPPORT_IDS,
+    NO_TOKEN,
+    TOO_COMPLEX,
+    CompletionOutput,
+    RequestOutput,
+)
 from octavo.request.sampling_params import (
     ParameterError,
     RequestOutputKind,
@@ -359,6 +366,11 @@ def _failure(completion: CompletionOutput) -> ApiError | None:
     if completion.finish_reason == "error" and completion.stop_reason == NO_TOKEN:
         message = "the output's form, and the tokens that are allowed or forbidden, leave no token to go on with"
         return bad_request(NO_TOKEN, message)
+    if completion.finish_reason == "error" and completion.stop_reason == MASK_TOO_LARGE:
+        text = (
+            f"return_sampling_mask: the masks of the answer have more than {MAX_SUPPORT_IDS} ids: set top_k, or stream"
+        )
+        return bad_request(MASK_TOO_LARGE, text, "return_sampling_mask")
     if completion.finish_reason == "error" and completion.stop_reason == TOO_COMPLEX:
         return bad_request(TOO_COMPLEX, "the output's form is too complex: it met a limit within the text")
     if completion.finish_reason == "error":

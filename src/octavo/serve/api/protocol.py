@@ -51,6 +51,7 @@ class Common(msgspec.Struct, kw_only=True):
     request_id: Any = None  # a client's name for the request, which its id holds
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
+    return_weight_versions: bool = False
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     kv_transfer_params: Any = None

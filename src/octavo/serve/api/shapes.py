@@ -43,7 +43,15 @@ class CompletionLogprobs(msgspec.Struct):
     text_offset: list[int]
 
 
-class CompletionChoice(msgspec.Struct, kw_only=True):
+class Origin(msgspec.Struct, kw_only=True):
+    """What a choice says of where its tokens came from, if that was asked for."""
+
+    weight_versions: list[dict[str, Any]] | UnsetType = UNSET
+    routed_experts: str | UnsetType = UNSET
+    sampling_mask: list[list[int] | None] | UnsetType = UNSET
+
+
+class CompletionChoice(Origin, kw_only=True):
     """One completion, whole or a part of a stream."""
 
     index: int
@@ -141,7 +149,7 @@ class ChatDelta(msgspec.Struct, kw_only=True):
     function_call: FunctionCall | UnsetType = UNSET  # where the request had functions instead of tools
 
 
-class ChatChoice(msgspec.Struct, kw_only=True):
+class ChatChoice(Origin, kw_only=True):
     """One answer."""
 
     index: int
@@ -152,7 +160,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatChunkChoice(msgspec.Struct, kw_only=True):
+class ChatChunkChoice(Origin, kw_only=True):
     """A part of one answer."""
 
     index: int

@@ -374,6 +374,7 @@ class AsyncEngine(AsyncWeightMethods):
             max_logprobs=info.max_logprobs if info else logprobs,
             config=config,
             request_fields=info.request_fields if info else (),
+            experts=info.experts if info else (0, 0),
         )
         self._frontend = Frontend(self._client, tokenizer, limits)
 

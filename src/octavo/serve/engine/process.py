@@ -109,6 +109,7 @@ class EngineProcess:
             max_logprobs=info.max_logprobs,
             max_n=config.max_n,
             max_total_tokens=config.max_total_tokens,
+            experts=info.experts,
             request_fields=tuple(info.request_fields),
         )
         gc_control.settle()
@@ -306,6 +307,7 @@ def build_core(config: EngineConfig, phases: Phases) -> tuple[EngineCore, Engine
         num_blocks=memory.num_blocks,
         weight_bytes=memory.weight_bytes,
         request_fields=list(facts.request_fields),
+        experts=resolved.kept_experts,
         numerics_contract=facts.numerics_contract(),
         phases=phases.entries,
     )

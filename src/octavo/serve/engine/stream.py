@@ -102,6 +102,8 @@ def _take_apart(whole: CompletionOutput, truncation: array[int]) -> Iterator[Com
             whole.finish_reason if ends else None,
             whole.stop_reason if ends else None,
             weight_versions=cut_spans(whole.weight_versions, first + token, first + next_token),
+            sampling_mask=None if whole.sampling_mask is None else whole.sampling_mask[token:next_token],
+            routed_experts=whole.routed_experts if ends else None,
         )
         token, char = next_token, next_char
 
@@ -121,6 +123,9 @@ def _join(parts: list[CompletionOutput]) -> CompletionOutput:
         token_ids=[token for part in parts for token in part.token_ids],
         logprobs=logprobs,
         weight_versions=join_spans(part.weight_versions for part in parts),
+        sampling_mask=None
+        if last.sampling_mask is None
+        else [own for part in parts for own in part.sampling_mask or ()],
     )
 
 
@@ -190,10 +195,10 @@ class Stream:
 
 
 def _weight(part: CompletionOutput) -> int:
-    logprobs = part.logprobs
+    logprobs, masks = part.logprobs, sum(map(len, filter(None, part.sampling_mask or ())))
     if isinstance(logprobs, FlatLogprobs):
-        return len(part.token_ids) + len(logprobs.token_ids)
-    return len(part.token_ids) + (0 if logprobs is None else sum(map(len, logprobs)))
+        return len(part.token_ids) + masks + len(logprobs.token_ids)
+    return len(part.token_ids) + masks + (0 if logprobs is None else sum(map(len, logprobs)))
 
 
 class OutputStream:

@@ -31,6 +31,7 @@ from octavo.serve.api.generation import (
 )
 from octavo.serve.api.legacy import with_tools
 from octavo.serve.api.logprobs import TokenTexts, chat_logprobs
+from octavo.serve.api.origin import tell_origin
 from octavo.serve.api.protocol import ChatRequest, Parsed, StreamOptions, read
 from octavo.serve.api.shapes import (
     ChatChoice,
@@ -268,6 +269,7 @@ class _Reply:
         )
         if self._request.return_token_ids:
             choice.token_ids = completion.token_ids
+        tell_origin(choice, completion, versions=self._request.return_weight_versions)
         fields = []
         if self._request.logprobs and isinstance(completion.logprobs, FlatLogprobs):
             choice.logprobs = UNSET
@@ -295,6 +297,7 @@ class _Reply:
             choice.stop_reason = completion.stop_reason
         if self._request.return_token_ids:
             choice.token_ids = completion.token_ids
+        tell_origin(choice, completion, versions=self._request.return_weight_versions)
         empty = delta == ChatDelta() and choice.finish_reason is None and not self._says_more
         return None if empty else choice
 
@@ -307,7 +310,8 @@ class _Reply:
         """Whether events have more than text."""
         options = self._request.stream_options
         counts = options is not None and options.in_each
-        return self._request.logprobs or self._request.return_token_ids or counts
+        tells_tokens = self._request.return_token_ids or self._request.return_weight_versions
+        return self._request.logprobs or tells_tokens or self._run.params.return_sampling_mask or counts
 
     def _usage(self, place: int | None = None) -> Any:
         answers = self._answers if place is None else self._answers[place : place + 1]

@@ -29,6 +29,7 @@ from octavo.serve.api.generation import (
     tell_of_cut,
 )
 from octavo.serve.api.logprobs import Offsets, TokenTexts, completion_logprobs
+from octavo.serve.api.origin import tell_origin
 from octavo.serve.api.protocol import Common, CompletionRequest, Parsed, StreamOptions, read
 from octavo.serve.api.shapes import Completion, CompletionChoice
 from octavo.serve.api.transfers import with_transfer
@@ -197,7 +198,8 @@ class _Answer:
             self._scores[index] = output.prompt_logprobs
         if self._only_prompt:
             for completion in output.outputs:
-                completion.text, completion.token_ids = "", []
+                completion.text, completion.token_ids, completion.weight_versions = "", [], []
+                completion.sampling_mask = None if completion.sampling_mask is None else []
                 completion.logprobs = None if completion.logprobs is None else []
                 if completion.finish_reason is not None:
                     completion.finish_reason, completion.stop_reason = "length", None
@@ -228,6 +230,7 @@ class _Answer:
         )
         if request.return_token_ids:
             choice.token_ids, choice.prompt_token_ids = completion.token_ids, prompt.token_ids
+        tell_origin(choice, completion, versions=request.return_weight_versions)
         scores, fields = self._scores[index], []
         if request.logprobs is not None:
             choice.logprobs = UNSET
@@ -264,7 +267,9 @@ class _Answer:
             choice.logprobs = completion_logprobs(self._texts, state.offsets, completion.token_ids, entries)
         if request.return_token_ids:
             choice.token_ids = completion.token_ids
-        says_more = request.logprobs is not None or request.return_token_ids
+        tell_origin(choice, completion, versions=request.return_weight_versions)
+        tells_tokens = request.return_token_ids or request.return_weight_versions
+        says_more = request.logprobs is not None or tells_tokens or self._run.params.return_sampling_mask
         return choice if choice.text or choice.finish_reason or says_more else None
 
     @property

@@ -17,6 +17,7 @@ from octavo.request.outputs import CompletionOutput, LogprobsDict, RequestOutput
 from octavo.request.sampling_params import SamplingParams
 from octavo.serve.api.generation import Run, check_options, drive, make_params, make_run, read_prompts, send
 from octavo.serve.api.logprobs import finite
+from octavo.serve.api.origin import int32_of
 from octavo.serve.api.protocol import SAMPLING, read
 from octavo.serve.errors import bad_request
 from octavo.serve.http.exchange import Exchange
@@ -45,6 +46,9 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     logprob_start_len: Any = -1
     top_logprobs_num: Any = 0
     return_text_in_logprobs: bool = False
+    return_sampling_mask: bool = False
+    return_routed_experts: bool = False
+    routed_experts_start_len: Any = 0
     stream: bool = False
     priority: Any = 0
     request_id: Any = msgspec.field(default=None, name="rid")
@@ -95,6 +99,9 @@ def _params(
     for name in renamed.keys() - found.keys():
         shown = name[:64] if name[:64].isidentifier() else "a field"
         warnings.append(f"sampling_params.{shown}: unknown field, ignored")
+    found |= {name: True for name in ("return_sampling_mask", "return_routed_experts") if getattr(request, name)}
+    if request.return_routed_experts:
+        found["routed_experts_prompt_start"] = request.routed_experts_start_len
     if request.return_logprob:
         found["logprobs"] = request.top_logprobs_num
         if type(request.logprob_start_len) is int and request.logprob_start_len >= 0:
@@ -156,6 +163,11 @@ class _Answer:
             "weight_version": said.spans[-1]["version"] if said.spans else None,
             "weight_versions": said.spans,
         }
+        if said.masks is not None:
+            meta["output_token_sampling_mask"] = said.masks
+            meta["output_token_sampling_mask_length"] = len(said.masks)
+        if said.experts is not None:
+            meta["routed_experts"] = int32_of(said.experts)
         if self._request.return_logprob:
             meta["output_token_logprobs"] = self._lines(said.token_ids, said.logprobs)
             meta["output_top_logprobs"] = self._tops(said.logprobs)
@@ -193,6 +205,8 @@ class _Said:
         self.logprobs: list[LogprobsDict | None] = []
         self.scores: Sequence[LogprobsDict | None] | None = None
         self.spans: list[dict[str, Any]] = []
+        self.masks: list[list[int] | None] | None = None
+        self.experts: Any = None
         self._end: CompletionOutput | None = None
 
     def add(self, part: CompletionOutput) -> None:
@@ -200,6 +214,9 @@ class _Said:
         self.text += part.text
         self.token_ids += part.token_ids
         self.logprobs += list(part.logprobs or ())
+        if part.sampling_mask is not None:
+            self.masks = (self.masks or []) + part.sampling_mask
+        self.experts = part.routed_experts
         for span in part.weight_versions:
             if self.spans and self.spans[-1]["version"] == span.version:
                 self.spans[-1]["end"] = span.end

@@ -20,6 +20,7 @@ from octavo.request.sampling_params import check_token_ids, num_kept
 from octavo.request.structured_outputs import read_structured_outputs
 from octavo.serve.api.generation import Run, TokenCounter, check_options, drive, make_params, make_run, send
 from octavo.serve.api.logprobs import TokenTexts, chat_logprobs, finite
+from octavo.serve.api.origin import npy_of, spans_of
 from octavo.serve.api.protocol import SAMPLING, StreamOptions, read
 from octavo.serve.api.shapes import ChatLogprobs, Usage
 from octavo.serve.errors import bad_request
@@ -29,9 +30,7 @@ from octavo.serve.state import ServeState
 END = b"\n\n"
 # What an engine would have to keep for each token, and does not: refused where it is asked for.
 NOT_KEPT = {
-    "return_routed_experts": "the experts that tokens went to are not kept",
     "routed_experts": "replaying experts is not supported: they follow from the tokens, in bits",
-    "return_sampling_mask": "the support of a draw is not kept: octavo.rl.Truncation gives it from logits, in bits",
     "return_hidden_states": "hidden states are not kept",
     "features": "this model takes tokens alone",
     "kv_transfer_params": "is not allowed in a request",
@@ -53,6 +52,8 @@ class TokensRequest(msgspec.Struct, kw_only=True):
     priority: Any = 0
     cache_salt: Any = ""
     request_id: Any = None
+    return_sampling_mask: bool = False  # as sampling parameters of these names
+    return_routed_experts: bool = False
 
 
 class TokensChoice(msgspec.Struct, kw_only=True):
@@ -64,7 +65,8 @@ class TokensChoice(msgspec.Struct, kw_only=True):
     stop_reason: int | str | None = None
     token_ids: list[int]
     weight_versions: list[dict[str, Any]]
-    routed_experts: None = None
+    routed_experts: str | None = None
+    sampling_mask: list[list[int] | None] | None = None
 
 
 class Tokens(msgspec.Struct, kw_only=True):
@@ -88,6 +90,10 @@ async def create(state: ServeState, exchange: Exchange) -> None:
     request = parsed.shape
     model = state.check_model(request.model)
     given = sampling_of(state, request.sampling_params, parsed.warnings)
+    if request.return_sampling_mask:
+        given["return_sampling_mask"] = True
+    if request.return_routed_experts or state.engine.limits.experts[0]:  # an engine that keeps them says them here
+        given.setdefault("return_routed_experts", True)
     params = make_params(state, given | {"detokenize": False}, stream=request.stream, default_max_tokens=None)
     state.check_ready()
     params = await state.check_structured(exchange, params)
@@ -118,14 +124,6 @@ def sampling_of(state: ServeState, given: Mapping[str, Any], warnings: list[str]
     if "structured_outputs" in found:
         found["structured_outputs"] = read_structured_outputs(found["structured_outputs"])
     return found
-
-
-def spans_of(completion: CompletionOutput) -> list[dict[str, Any]]:
-    """Which weights drew the tokens that are told, counted from the completion's first."""
-    return [
-        {"version": span.version, "start": span.start, "end": span.end, **({"mixed": True} if span.mixed else {})}
-        for span in completion.weight_versions
-    ]
 
 
 class _Answer:
@@ -197,6 +195,8 @@ class _Answer:
             stop_reason=completion.stop_reason,
             token_ids=completion.token_ids,
             weight_versions=spans_of(completion),
+            routed_experts=None if completion.routed_experts is None else npy_of(completion.routed_experts),
+            sampling_mask=completion.sampling_mask,
         )
 
 
