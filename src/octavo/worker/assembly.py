@@ -98,8 +98,7 @@ def make_runner(
     )
     backends = make_backends(layer_specs, resolved, plan, pool, fields.data)
     state = DefaultModelState(layer_specs, backends, pool, fields, [table.data for table in tables.tables])
-    capabilities = [backend.capability for backend in backends]
-    graphs = GraphPool(_graph_keys(model, resolved, limits, capabilities))
+    graphs = GraphPool(_graph_keys(model, resolved, limits, [backend.capability for backend in backends]))
     prepare, own_tables = state.prepare_drafts, buffers.block_tables
     batches = DraftBatches(tables, requests.tensors, own_tables, limits, prepare, sampler.tables)
     drafter = make_drafter(speculator, batches, model.arch.hidden_size, getattr(torch, resolved.dtype))
