@@ -13,6 +13,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "models"))
 
+from hybrid_configs import HYBRIDS
 from insides import runner_of
 from model_rig import make_reference
 from octavo import LLM, SamplingParams
@@ -115,6 +116,11 @@ CASES: dict[str, tuple[list[list[int]], int]] = {  # prompts, tokens of each ans
     "mixed step": (_prompts(*(400 + row for row in range(21))), 8),
     "1,000 tokens": (_prompts(1000), 12),
 }
+
+
+def keeps_states(family: str) -> bool:
+    """Whether some of its layers do: what its requests take of a cache is not K and V alone."""
+    return FAMILIES[family][0] in HYBRIDS
 
 
 def write_model(family: str, folder: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from families import CASES, FAMILIES, MAX_MODEL_LEN, SHARED, Steps, answers, write_model
+from families import CASES, FAMILIES, MAX_MODEL_LEN, SHARED, Steps, answers, keeps_states, write_model
 from graph_guard import no_host_reads
 from octavo import LLM
 from sync_guard import no_waits
@@ -47,7 +47,8 @@ def made(request: pytest.FixtureRequest) -> Iterator[Made]:
     family, dtype = request.param
     with tempfile.TemporaryDirectory() as folder:
         write_model(family, Path(folder))
-        settings = SHARED | {"model": folder, "dtype": dtype, "num_gpu_blocks_override": NUM_BLOCKS}
+        pool = {"kv_cache_memory_bytes": 1 << 30} if keeps_states(family) else {"num_gpu_blocks_override": NUM_BLOCKS}
+        settings = SHARED | pool | {"model": folder, "dtype": dtype}
         expected = {}
         if dtype == "float32":
             with LLM(device="cpu", num_threads=1, **settings) as llm:

@@ -14,8 +14,8 @@ from octavo.checkpoint.arch import Arch, Moe
 from octavo.layers.base import Layer
 from octavo.layers.linear import Linear
 from octavo.layers.mlp import Mlp, UngatedMlp, make_mlp
+from octavo.ops.activation import sigmoid
 from octavo.ops.moe import ExpertWeights, run_experts
-from octavo.ops.scan import sigmoid
 
 
 class MoeMlp(Layer):
@@ -90,7 +90,7 @@ def choose_experts(
 
     logits: the router's, [tokens, experts] float32; correction: [experts] float32, of the choice alone.
     """
-    scores = _sigmoid(logits) if moe.scoring == "sigmoid" else logits.softmax(-1)
+    scores = sigmoid(logits) if moe.scoring == "sigmoid" else logits.softmax(-1)
     choice = scores if correction is None else scores + correction
     if moe.num_groups > 1:
         choice = _within_best_groups(choice, moe)
@@ -122,8 +122,3 @@ def _within_best_groups(choice: torch.Tensor, moe: Moe) -> torch.Tensor:
         value = value + best[..., place]
     kept = torch.zeros_like(value, dtype=torch.bool).scatter_(1, value.topk(moe.groups_kept).indices, True)
     return groups.masked_fill(~kept[..., None], float("-inf")).flatten(1)
-
-
-def _sigmoid(x: torch.Tensor) -> torch.Tensor:
-    """As a softmax of (x, 0): on a CPU torch's sigmoid has other bits for the last elements of a tensor."""
-    return torch.stack((x, torch.zeros_like(x)), -1).softmax(-1)[..., 0]

@@ -13,7 +13,7 @@ from octavo.cache.specs import AttentionSpec
 from octavo.checkpoint.arch import Arch
 from octavo.layers.attention import Attention, RotaryTable
 from octavo.layers.linear import Linear
-from octavo.ops.scan import sigmoid
+from octavo.ops.activation import sigmoid
 
 
 class _GatedLinear(Linear):
@@ -48,6 +48,6 @@ class GatedAttention(Attention):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [tokens, size] -> the same shape."""
         both = self.qkv.forward(x)
-        seen = self.attend(self.rope_and_store(both[:, : -self._size].contiguous()))
+        seen = self.attend(self.rope_and_store(both[:, : -self._size]))
         gate = sigmoid(both[:, -self._size :].float())
         return self.output.forward((seen.float() * gate).to(seen.dtype))

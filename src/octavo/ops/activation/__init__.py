@@ -51,6 +51,12 @@ def gated_activation(gate_up: Tensor, kind: str) -> Tensor:
     return out
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + e^-x) of float32, of any shape: the same bits in any place."""
+    # as a softmax of (x, 0): torch's sigmoid has other bits for the last elements of a tensor
+    return torch.stack((x, torch.zeros_like(x)), -1).softmax(-1)[..., 0]
+
+
 def activate(x: Tensor, kind: str) -> Tensor:
     """What stands between an MLP's products: `gated_activation`, or for "relu2" the square of max(x, 0), [T, I]."""
     if kind != "relu2":
