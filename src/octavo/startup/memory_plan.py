@@ -214,7 +214,7 @@ def _workspace_bytes(arch: Arch, resolved: Resolved) -> int:
     A compiled decoder keeps all of its buffers, of the activations' type, a quarter larger than they were needed, and
     each thread what it packs rows into.
     """
-    heads = (2 * arch.num_heads + 2 * arch.num_kv_heads) * arch.head_size
+    heads = max((2 * arch.num_heads + 2 * arch.num_kv_heads) * arch.head_size, 3 * _mixer_channels(arch))
     mlp, hidden = arch.intermediate_size, arch.hidden_size
     if arch.moe is not None:
         mlp = max(mlp, arch.moe.expert_size * arch.moe.experts_per_token)
@@ -224,6 +224,19 @@ def _workspace_bytes(arch: Arch, resolved: Resolved) -> int:
     kept = 5 * hidden + heads + arch.num_heads * arch.head_size + 3 * mlp
     packed = 4 * resolved.num_threads * _CPU_PACKED_ROWS * max(hidden, mlp)
     return max(live, resolved.max_num_batched_tokens * ITEMSIZE[resolved.dtype] * kept * 5 // 4 + packed)
+
+
+def _mixer_channels(arch: Arch) -> int:
+    """What a layer with a state projects a token to: that, its convolution's result and the layer's live at once."""
+    widths = [0]
+    if arch.delta is not None:
+        own = arch.delta
+        widths.append(2 * own.num_key_heads * own.key_size + 2 * own.num_value_heads * (own.value_size + 1))
+    if arch.mamba is not None:
+        widths.append(2 * (arch.mamba.inner_size + arch.mamba.num_groups * arch.mamba.state_size))
+    if arch.conv is not None:
+        widths.append(3 * arch.hidden_size)
+    return max(widths)
 
 
 def _count_blocks(resolved: Resolved, available: int, per_block: int, per_request: int) -> tuple[int, str]:
