@@ -65,6 +65,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "int8": {"kv_cache_dtype": "int8"},
     "chunks": {"max_num_batched_tokens": 24, "max_num_seqs": 3},
     "async": {"async_scheduling": True},
+    "zeroed": {"attention_backend": "flex"},
 }
 
 

@@ -20,6 +20,7 @@ DOCS = [ROOT / "README.md", *files(".md", under=("docs",))]
 _TOP = ("src", "docs", "tests", "tools", "bench", ".ci")
 # Names of others that docs may use as they are.
 FOREIGN = {
+    "SupportsHMA",
     "config.json",
     "generation_config.json",
     "tokenizer.json",
@@ -121,7 +122,15 @@ def _is_known(span: str) -> bool:
 @functools.cache
 def _flags() -> set[str]:
     known = {flag_name(name) for name in (*SETTINGS, *SERVE_SETTINGS, *sampling_kinds())}
-    for module in ("cli/main", "cli/terminal", "cli/doctor", "cli/flags", "bench/engine", "bench/reproducibility"):
+    for module in (
+        "cli/main",
+        "cli/terminal",
+        "cli/doctor",
+        "cli/flags",
+        "bench/engine",
+        "bench/reproducibility",
+        "router/main",
+    ):
         for node in ast.walk(tree(SRC / "octavo" / f"{module}.py")):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"--[\w-]+", node.value):
                 known.add(node.value)

@@ -25,6 +25,7 @@ PROMISED = {
     "extract", "inject", "split_kv",  # docs/attention.md
     "resume_generation", "set_bfloat16_chain",  # a trainer's
     "num_received_tensors",
+    "get_from_extra_config", "get_block_ids", "get_unhashed_block_ids",  # connectors written for vLLM
 }  # fmt: skip
 # name -> why it stays
 KEPT = {

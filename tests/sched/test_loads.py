@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 
 import pytest
@@ -395,3 +396,15 @@ def test_V_4_what_failed_under_older_weights_is_not_found_when_they_come_back():
     driver.add(second)
     driver.run()
     assert is_right(driver, second) and second.num_cached == 0
+
+
+def test_C_2_blocks_that_a_load_fills_are_not_zeroed_by_a_step_behind_it():
+    groups = (dataclasses.replace(full(), zero_fresh_blocks=True),)
+    driver, connector, _ = drive(groups)
+    connector.hurries = True
+    request, other = make_request(PROMPT, 3), make_request(9, 3)
+    offer(driver, connector, request, 20)
+    driver.step()
+    driver.add(other)
+    driver.run()
+    assert is_right(driver, request, other) and driver.worker.computed[request.request_id] == 2 + 2

@@ -116,7 +116,7 @@ def beside_decode(shape: str, length: int, fields: dict[str, Any], *, num_rows: 
     vocab, num_steps = SHAPES[shape]["vocab_size"], 150
     rows, others = _prompts(num_rows, 64, vocab, 2), _prompts(12, length, vocab, 3)
     with dummy_model(
-        shape, max_model_len=length + 512, kv_transfer_config=_host(16 << 30), max_num_seqs=num_rows + 2, **fields
+        shape, max_model_len=length + 512, kv_transfer_config=_host(5 << 30), max_num_seqs=num_rows + 2, **fields
     ) as llm:
         for prompt in others:
             _first_token(llm, prompt)

@@ -88,8 +88,11 @@ class Connector(Protocol):
     def computed(self, save: Transfer) -> bool:
         """These tokens of a request that goes on are complete: whether they are kept until the save is reported."""
 
-    def ending(self, request: Request) -> dict[str, Any] | None:
-        """A request has ended: what its answer says of where its blocks are to be had; None: nothing."""
+    def ending(self, save: Transfer) -> dict[str, Any] | None:
+        """A request has ended; steps may still touch its blocks.
+
+        What its answer says of where its blocks are to be had; None: nothing.
+        """
 
     def finished(self, save: Transfer) -> bool:
         """A request has ended and its blocks are complete: whether they are kept until the save is reported."""
@@ -135,7 +138,7 @@ class SilentConnector:
         """See Connector."""
         return False
 
-    def ending(self, request: Request) -> dict[str, Any] | None:
+    def ending(self, save: Transfer) -> dict[str, Any] | None:
         """See Connector."""
         return None
 

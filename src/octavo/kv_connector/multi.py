@@ -120,8 +120,8 @@ class _MultiConnector(SilentConnector):
             self._saves[save.number] = keeping
         return bool(keeping)
 
-    def ending(self, request: Request) -> dict[str, Any] | None:
-        said = [child.ending(request) for child in self._children]
+    def ending(self, save: Transfer) -> dict[str, Any] | None:
+        said = [child.ending(save) for child in self._children]
         return next((each for each in said if each is not None), None)
 
     def cancel(self, number: int, *, force: bool) -> bool:

@@ -118,8 +118,9 @@ class _P2PConnector(SilentConnector):
         )
         self._orders.begin(_order(load, blocks, wanted, is_load=True))
 
-    def ending(self, request: Request) -> dict[str, Any] | None:
+    def ending(self, save: Transfer) -> dict[str, Any] | None:
         """See Connector."""
+        request = save.request
         asked = asked_of(request)
         if not asked.get("do_remote_decode") or not self._transfer.produces:
             return None

@@ -98,6 +98,10 @@ def make_kind(transfer: KVTransferConfig) -> Kind:
     except (ImportError, AttributeError, ValueError) as error:
         text = " ".join(str(error).split())[:200]
         raise refuse("kv_connector", f"{module}:{attribute}", f"does not load: {text}") from None
+    if hasattr(found, "get_num_new_matched_tokens"):
+        from octavo.kv_connector.vllm.adapter import VLLMConnector
+
+        return VLLMConnector(transfer, found)
     lacking = [part for part in _PARTS if not hasattr(found, part)]
     if lacking:
         limit = f"is no connector: it has no {', '.join(lacking)} (see docs/connectors.md)"

@@ -106,8 +106,7 @@ class KVManager:
     @property
     def can_load(self) -> bool:
         """Whether all that groups keep are blocks of tokens."""
-        kept = all(group.is_attention and group.kind != "encoder_only" for group in self._groups)
-        return kept and not self._zeroed
+        return all(group.is_attention and group.kind != "encoder_only" for group in self._groups)
 
     @property
     def slides(self) -> bool:
@@ -175,8 +174,10 @@ class KVManager:
             return None
         for block in shared:
             pool.share(block)
-        entry = _Entry(request, tables, num_tokens, hit.num_tokens // self.block_size)
+        entry, num_fresh = _Entry(request, tables, num_tokens, hit.num_tokens // self.block_size), len(self._fresh)
         self._append_blocks(entry.tables, num_tokens, num_tokens)
+        if loads:  # they come whole, and are not to be zeroed by the next step
+            del self._fresh[num_fresh:]
         self._entries[request.request_id] = entry
         request.num_found = hit.num_tokens
         if request.num_preemptions == 0:

@@ -90,6 +90,11 @@ class Runner:
         """The same bytes by blocks, uint8 [pages, num_blocks, bytes of a page]."""
         return self._pool.data
 
+    @property
+    def cache_views(self) -> list[torch.Tensor]:
+        """The same bytes by layers, [kernel blocks, heads, tokens, channels] each."""
+        return self._pool.views
+
     def observe(self, observer: LogitsObserver) -> None:
         """Show the logits of every step to `observer`, from now on."""
         self._observers.append(observer)

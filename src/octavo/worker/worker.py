@@ -136,7 +136,7 @@ class Worker:
 
         Raises ConfigError.
         """
-        cache = CacheBytes(self._runner.cache_blocks, probe.memory_bytes()[0])
+        cache = CacheBytes(self._runner.cache_blocks, probe.memory_bytes()[0], self._runner.cache_views)
         self._connector = make_kind(transfer).worker_half(cache, identity)
 
     def transfer(self, name: str, *args: Any) -> Any:

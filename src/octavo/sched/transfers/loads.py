@@ -157,8 +157,8 @@ class Loads:
 
     def keep(self, request: Request, after: int) -> None:
         """Hold the blocks of a request that ends until its save is over, if the connector wants one."""
-        request.kv_transfer_params = self.connector.ending(request)
         transfer = self._transfer(request, self._saves.forget(request), min(request.num_computed, request.num_tokens))
+        request.kv_transfer_params = self.connector.ending(transfer)
         until = self._clock() + self._timeout
         self._underway[transfer.number] = _Underway(
             transfer, after, until, request.status, hold=self._kv.hold(request, until), loads=False

@@ -1,0 +1,1 @@
+"""What connectors import of vLLM's transfers."""

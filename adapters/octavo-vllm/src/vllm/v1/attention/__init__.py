@@ -1,0 +1,1 @@
+"""For annotations of connectors."""

@@ -1,0 +1,5 @@
+"""For annotations of connectors."""
+
+
+class KVCacheConfig:
+    """Of an engine."""

@@ -1,0 +1,5 @@
+"""For annotations of connectors."""
+
+
+class Request:
+    """Of a scheduler."""

@@ -1,0 +1,77 @@
+"""A connector that was written for vLLM runs as it is (C.14)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine_checks import GOOD_PROMPT, assert_idle
+from octavo import LLM, SamplingParams
+from octavo.config.settings import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPTS = [GOOD_PROMPT * 9, "x = 1\n" + GOOD_PROMPT * 7]
+PARAMS = SamplingParams(temperature=0.8, seed=7, max_tokens=12, logprobs=2)
+CONFIG: dict[str, Any] = {
+    "kv_connector": "MemoryConnector",
+    "kv_connector_module_path": "vllm_connector",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+    "kv_connector_extra_config": {"label": "here"},
+}
+Make = Callable[..., LLM]
+
+
+@pytest.fixture
+def theirs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The connector's module, and the module `vllm` of octavo-vllm."""
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "packages"))
+    monkeypatch.syspath_prepend(str(ROOT / "adapters" / "octavo-vllm" / "src"))
+    import vllm_connector
+
+    yield vllm_connector
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("vllm", "vllm_connector")]:
+        del sys.modules[name]
+
+
+def bits(outputs: list[Any]) -> list[Any]:
+    return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
+
+
+def settle(llm: LLM) -> Any:
+    while llm.engine.has_unfinished:
+        llm.engine.step()
+    assert_idle(llm)
+    return llm.engine.scheduler.stats()
+
+
+@pytest.mark.parametrize("layout", ["LBNHC", "BLHNC"])
+def test_C_14_a_subclass_of_vllms_base_saves_loads_and_answers(layout, theirs, make_llm: Make):
+    fields = {"max_model_len": 512, "kv_cache_layout": layout}
+    expected = bits(make_llm(**fields).generate(PROMPTS, PARAMS))
+    llm = make_llm(**fields, kv_transfer_config=CONFIG)
+    outputs = llm.generate(PROMPTS, PARAMS)
+    assert bits(outputs) == expected and theirs.KEPT
+    assert outputs[0].kv_transfer_params["label"] == "here" and outputs[0].kv_transfer_params["num_blocks"] >= 5
+    settle(llm)
+    assert sum(call.startswith("finished") for call in theirs.CALLS) == 2, "once for each request"
+    assert llm.reset_prefix_cache() and bits(llm.generate(PROMPTS, PARAMS)) == expected
+    assert settle(llm).num_loaded_tokens >= 64
+    theirs.LOST.add(2)
+    assert llm.reset_prefix_cache() and bits(llm.generate(PROMPTS, PARAMS)) == expected
+    assert settle(llm).num_load_failures == 2
+    order = [call for call in theirs.CALLS if not call.startswith(("finished", "wait_for_layer"))]
+    assert order == ["start_load_kv", "wait_for_save"] * (len(order) // 2)
+
+
+def test_C_14_what_it_cannot_have_is_refused_by_name(theirs, make_llm: Make, monkeypatch):
+    split = {"block_size": 32, "attention_config": {"kernel_block_size": 16}}
+    with pytest.raises(ConfigError, match="takes blocks as they are"):
+        make_llm(**split, kv_transfer_config=CONFIG)
+    monkeypatch.setitem(sys.modules, "vllm.distributed.kv_transfer.kv_connector.v1.base", None)
+    with pytest.raises(ConfigError, match="octavo-vllm"):
+        make_llm(kv_transfer_config=CONFIG)
