@@ -304,3 +304,8 @@ def test_a_connector_out_of_tree_is_three_methods(make_llm: Make, monkeypatch, c
     assert settle(llm)[0].num_load_misses and "something else" in caplog.text
     with pytest.raises(ConfigError, match=r"extra_config\.mots=1: unknown key; did you mean most\?"):
         make_llm(kv_transfer_config={**own, EXTRA: {"mots": 1}})
+
+
+def test_C_12_a_model_whose_layers_keep_states_is_refused_by_name(make_llm: Make):
+    with pytest.raises(ConfigError, match="moves blocks of tokens, and layers 0, 1, 2 of this model keep"):
+        make_llm(model="octavo-tiny-hybrid", kv_transfer_config=host())

@@ -129,6 +129,7 @@ def _flags() -> set[str]:
         "cli/flags",
         "bench/engine",
         "bench/reproducibility",
+        "bench/connectors",
         "router/main",
     ):
         for node in ast.walk(tree(SRC / "octavo" / f"{module}.py")):

@@ -160,6 +160,6 @@ def test_H_4_a_hit_is_the_longest_that_all_groups_can_continue_from(kinds, seed:
 
 def test_H_5_blocks_that_layers_with_states_use_are_never_loaded() -> None:
     """So none comes back from a failed load with bytes that nobody wrote."""
-    assert KVManager((full(),), 100).can_load
-    for groups in ((full(), *states(16)), (dataclasses.replace(full(), zero_fresh_blocks=True),)):
-        assert not KVManager(groups, 100).can_load
+    for groups in ((full(),), (dataclasses.replace(full(), zero_fresh_blocks=True),)):  # those are not zeroed
+        assert KVManager(groups, 100).can_load
+    assert not KVManager((full(), *states(16)), 100).can_load
