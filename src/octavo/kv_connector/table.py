@@ -113,7 +113,8 @@ def check_groups(transfer: KVTransferConfig, groups: Sequence[CacheGroup]) -> No
     """Raise ConfigError for a model whose cache cannot move by blocks of tokens, if it is to."""
     for group in groups if transfer.kv_connector else ():
         if not group.is_attention or group.kind == "encoder_only":
-            limit = f"moves blocks of tokens, and layers {_shown(group.layers)} of this model keep a {group.kind}"
+            kept = "nothing of them" if group.is_attention else "states"
+            limit = f"moves blocks of tokens, and layers {_shown(group.layers)} of this model keep {kept}"
             raise refuse("kv_connector", transfer.kv_connector, limit, "drop kv_transfer_config for this model")
 
 
