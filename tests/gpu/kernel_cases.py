@@ -222,7 +222,12 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "short convolution": (functools.partial(_states, "conv", (300, 3)), ("scan.conv_gpu.short_convolution",)),
     "gated delta rule": (
         functools.partial(_states, "delta", (2, 4, 40, 96)),
-        ("scan.gates_gpu.normalize_keys", "scan.gates_gpu.scan_gates", "scan.delta_gpu.delta_scan"),
+        (
+            "scan.gates_gpu.normalize_keys",
+            "scan.gates_gpu.scan_gates",
+            "scan.delta_gpu.delta_blocks",
+            "scan.delta_gpu.delta_scan",
+        ),
     ),
     "Mamba-2": (functools.partial(_states, "mamba2", (4, 48, 2, 80)), ("scan.mamba2_gpu.mamba2_scan",)),
     "Mamba-1": (functools.partial(_states, "mamba1", (300, 16)), ("scan.mamba1_gpu.mamba1_scan",)),

@@ -40,7 +40,7 @@ def move(case: rig.Case, device: str) -> None:
 
 
 def interpreted(name: str) -> None:
-    check_results("cpu", name, torch.float32, (1, 17, 70), 30)
+    check_results("cpu", name, torch.float32, (1, 17, 70, 140), 80 if name != "mamba1" else 20)
 
 
 INTERPRETED = {name: lambda name=name: interpreted(name) for name in MAKERS}

@@ -14,7 +14,7 @@ from torch import Tensor
 from octavo.ops.compile.row_sum import padded_length
 from octavo.ops.scan import ConvOperands, DeltaOperands, Mamba1Operands, Mamba2Operands
 from octavo.ops.scan.conv_gpu import short_convolution
-from octavo.ops.scan.delta_gpu import delta_scan
+from octavo.ops.scan.delta_gpu import delta_blocks, delta_scan
 from octavo.ops.scan.gates_gpu import normalize_keys, scan_gates
 from octavo.ops.scan.kept import Form, form_of
 from octavo.ops.scan.mamba1_gpu import mamba1_scan
@@ -24,6 +24,7 @@ from octavo.states.reference import DELTA_INPUTS, MAMBA1_INPUTS, MAMBA2_INPUTS
 
 _HEADS = 32  # of a program that sums gates
 _FEW = 16  # tokens of a row that are a short step
+_DELTA_FORMS = ("STATE_FORM", "KEY_FORM", "VALUE_FORM", "UPDATE_FORM", "TOTAL_FORM", "RATE_FORM")
 _PLAIN: dict[str, Any] = {"enable_fp_fusion": False}  # so that no kernel rounds less than another
 
 
@@ -65,58 +66,50 @@ class GpuStates:
         """See StateBackend."""
         keys, values = rule.key_size, rule.value_size
         told = self._tell(own, "delta", ("state",), DELTA_INPUTS, (values, keys, values, values, 1, 1))
-        step, count = own.inputs, len(qkv)
-        query = qkv.new_empty(count, rule.num_key_heads, keys)
-        key, out, update = torch.empty_like(query), *qkv.new_empty(2, count, rule.num_heads * values)
-        padded = padded_length(keys)
+        step, heads = own.inputs, rule.num_heads
+        count, num_rows, padded = len(qkv), len(step.rows), padded_length(keys)
+        query, key = qkv.new_empty(2, count, rule.num_key_heads, keys)
+        out = qkv.new_empty(count, heads * values)
         if count:
-            normalize_keys[(count, rule.num_key_heads)](
-                qkv,
-                qkv.stride(0),
-                query,
-                key,
-                keys**-0.5,
-                HEADS=rule.num_key_heads,
-                SIZE=keys,
-                PADDED=padded,
-                LEVELS=padded.bit_length() - 1,
-                num_warps=1,
-                **_PLAIN,
-            )
+            norms = {"HEADS": rule.num_key_heads, "SIZE": keys, "PADDED": padded, "LEVELS": padded.bit_length() - 1}
+            grid = count, rule.num_key_heads
+            normalize_keys[grid](qkv, qkv.stride(0), query, key, keys**-0.5, **norms, num_warps=1, **_PLAIN)
         total, rate = self._gates(own, told, a, b, rule.decay, rule.dt_bias, (0.0, 0.0), slots=(4, 5))
+        made = self._blocks(own, told, rule, query, key, total, rate)
+        forms = dict(zip(_DELTA_FORMS, told.forms, strict=True))
         tile = min(64, max(16, 1 << (values - 1).bit_length()))
-        grid = rule.num_heads * -(-values // tile), len(step.rows)
-        forms = dict(zip(("STATE", "KEY", "VALUE", "UPDATE", "TOTAL", "RATE"), told.forms, strict=True))
-        delta_scan[grid](
-            query,
-            key,
-            qkv[:, 2 * rule.num_key_heads * keys :],
-            qkv.stride(0),
-            total,
-            rate,
-            update,
-            out,
-            step.rows,
-            step.query_start,
-            step.seq_lens,
-            *told.tables,
-            *told.kept,
-            *told.firsts,
-            HEADS=rule.num_heads,
-            KEY_HEADS=rule.num_key_heads,
-            KEY_SIZE=keys,
-            KEY_PADDED=padded,
-            VALUE_SIZE=values,
-            TILE=tile,
-            CHUNK=own.chunk,
-            BLOCK=own.block_size,
-            **{f"{name}_FORM": form for name, form in forms.items()},
-            PRECISION=_precision(qkv),
-            num_warps=4,
-            num_stages=1,
-            **_PLAIN,
-        )
+        delta_scan[heads * -(-values // tile), num_rows](
+            query, key, qkv[:, 2 * rule.num_key_heads * keys :], qkv.stride(0), total, rate, *made, out,
+            step.rows, step.query_start, step.seq_lens, *told.tables, *told.kept, *told.firsts,
+            **_delta_shape(own, rule, qkv), **forms, VALUE_SIZE=values, TILE=tile,
+            ROWS=16 if step.max_query_len <= _FEW else own.chunk, num_warps=8, num_stages=1, **_PLAIN,
+        )  # fmt: skip
         return out
+
+    def _blocks(
+        self,
+        own: LayerStates,
+        told: _Told,
+        rule: DeltaOperands,
+        query: Tensor,
+        key: Tensor,
+        total: Tensor,
+        rate: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What `delta_blocks` makes of the step's blocks of 16 tokens."""
+        step, heads = own.inputs, rule.num_heads
+        num_rows, blocks = len(step.rows), len(query) // 16 + 2 * len(step.rows)  # at most; see delta_blocks
+        before, factor = query.new_empty(2, blocks, heads, 16, own.chunk)
+        inverse = torch.empty(blocks, heads, 16, 16, device=query.device)
+        _, key_kept, _, _, total_kept, rate_kept = told.kept
+        forms = dict(zip(_DELTA_FORMS, told.forms, strict=True))
+        named = {name: forms[name] for name in ("KEY_FORM", "TOTAL_FORM", "RATE_FORM")}
+        delta_blocks[blocks, heads](
+            query, key, total, rate, before, factor, inverse, step.rows, step.query_start, step.seq_lens, num_rows,
+            *told.tables[2:], key_kept, total_kept, rate_kept, told.firsts[1], **_delta_shape(own, rule, query),
+            **named, LEVELS=num_rows.bit_length(), num_warps=2, num_stages=1, **_PLAIN,
+        )  # fmt: skip
+        return before, factor, inverse
 
     def mamba2(self, own: LayerStates, scan: Mamba2Operands, xbc: Tensor, dt: Tensor) -> Tensor:
         """See StateBackend."""
@@ -132,7 +125,7 @@ class GpuStates:
             HEADS=scan.num_heads, GROUPS=scan.num_groups, SIZE=size, PADDED=padded_length(size), STATES=states,
             STATES_PADDED=padded_length(states), TILE=16 if step.max_query_len <= _FEW else own.chunk,
             CHUNK=own.chunk, BLOCK=own.block_size, **{f"{name}_FORM": form for name, form in forms.items()},
-            PRECISION=_precision(xbc), num_warps=4, num_stages=1, **_PLAIN,
+            PRECISION=_precision(xbc), num_warps=8, num_stages=1, **_PLAIN,
         )  # fmt: skip
         return out
 
@@ -197,6 +190,19 @@ class GpuStates:
         return self._told[own, name]
 
 
+def _delta_shape(own: LayerStates, rule: DeltaOperands, x: Tensor) -> dict[str, Any]:
+    """Constants that both kernels of the delta rule take."""
+    return {
+        "HEADS": rule.num_heads,
+        "KEY_HEADS": rule.num_key_heads,
+        "KEY_SIZE": rule.key_size,
+        "KEY_PADDED": padded_length(rule.key_size),
+        "CHUNK": own.chunk,
+        "BLOCK": own.block_size,
+        "PRECISION": _precision(x),
+    }
+
+
 def _precision(x: Tensor) -> str:
     """Of products of float32, which those of 16-bit types are not."""
-    return "ieee" if x.dtype is torch.float32 else "tf32"
+    return "tf32x3" if x.dtype is torch.float32 else "tf32"

@@ -1,16 +1,17 @@
-"""The gated delta rule over the open chunk, on a GPU: prefill, decode and verification are one kernel.
+"""The gated delta rule over the open chunk, on a GPU: prefill, decode and verification are the same two kernels.
 
-Owns the kernel and its order: within a chunk tokens are taken in blocks of 16, from the chunk's begin. Of a block b,
-with S the state at the border, G the summed logarithms of what is left, and r its right-hand side,
+Owns the kernels and their order. A chunk's tokens are taken in blocks of 16, from the chunk's begin. With S the state
+at the border, G the summed logarithms of what is left, and U the updates of the chunk's blocks before block b,
 
-    r = beta (v - exp(G) k S) - sum over blocks c before it of (beta exp(G - G_c) k k_c') u_c
-    u = (I + tril(beta exp(G - G') k k', -1))^-1 r
-    o = exp(G) q S + sum over blocks c up to it of (exp(G - G_c) q k_c') u_c
+    M = beta exp(G - G') k K', of the blocks before; T = (I + tril(beta exp(G - G') k k', -1))^-1, of the block itself
+    u = T (beta (v - exp(G) k S) - M U)
+    o = exp(G) q S + tril(exp(G - G') q K') [U; u]
 
-so that a row of a block needs the rows up to it alone: a decoded token computes its block again from what is kept, and
-reads u of the blocks before. The state is read once, and written at a chunk's end. Products are of the model's type
-with float32 sums, but for the inverse, which is float32 (tf32 for 16-bit models). Invariants: a block's products are of
-one shape, whatever the step has of it; rows beyond the step's end change none before them.
+so that a row needs the rows up to it alone: a decoded token computes its block again from what is kept, and reads U.
+`delta_blocks` makes M, T and the factors of o, for all blocks side by side; `delta_scan` walks the chunks. The state is
+read once, and written at a chunk's end. Products are of the model's type with float32 sums, but for T's, which is
+float32 (tf32 for 16-bit models). Invariants: a row of a product has the same bits in a tile of any height, and a factor
+of 0 adds nothing; so decoding takes a block at a time, and prompts a chunk. Rows beyond the end change none before.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, assignment"
@@ -20,7 +21,7 @@ import triton
 import triton.language as tl
 
 from octavo.ops.compile.launch import launched
-from octavo.ops.scan.kept import keep, numbers, state_at, tokens
+from octavo.ops.scan.kept import keep, numbers, read_state, tokens, write_state
 
 
 @triton.jit
@@ -36,6 +37,119 @@ def unit_inverse(below):
 
 
 @launched(triton.jit)
+def delta_blocks(
+    query,  # [T, KEY_HEADS, KEY_SIZE], normed; key too
+    key,
+    total,  # [T, HEADS] float32; rate too
+    rate,
+    before,  # [blocks, HEADS, 16, CHUNK], as key: M
+    factor,  # the same: of o
+    inverse,  # [blocks, HEADS, 16, 16] float32: T
+    rows,
+    query_start,
+    seq_lens,
+    num_rows,
+    input_table,
+    input_columns,
+    key_kept,
+    total_kept,
+    rate_kept,
+    input_first,
+    HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    KEY_PADDED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KEY_FORM: tl.constexpr,
+    TOTAL_FORM: tl.constexpr,
+    RATE_FORM: tl.constexpr,
+    PRECISION: tl.constexpr,
+    LEVELS: tl.constexpr,
+):
+    """One block of 16 tokens and one head. LEVELS: 2 ** LEVELS is more than the rows."""
+    slot, head = tl.program_id(0), tl.program_id(1)
+    row = 0  # the last one whose blocks begin at the slot or before it
+    for level in tl.static_range(LEVELS):
+        next = row + (1 << (LEVELS - 1 - level))
+        begin = tl.load(query_start + next, mask=next < num_rows, other=0) // 16 + 2 * next
+        row = tl.where((next < num_rows) & (begin <= slot), next, row)
+    token, end = tl.load(query_start + row), tl.load(seq_lens + row)
+    computed = end - (tl.load(query_start + row + 1) - token)
+    begin = (computed // 16 + slot - (token // 16 + 2 * row)) * 16
+    if (begin >= end) | (computed < 0):
+        return
+    inputs = input_table + tl.load(rows + row) * input_columns
+    of_row = (inputs, input_first, token, computed, end, BLOCK)
+    key_head = head // (HEADS // KEY_HEADS)
+    width, here = tl.arange(0, KEY_PADDED), tl.arange(0, 16)
+    within = width < KEY_SIZE
+    keys = (key, KEY_HEADS * KEY_SIZE, key_head * KEY_SIZE, key_kept)
+    totals, rates = (total, HEADS, head, total_kept), (rate, HEADS, head, rate_kept)
+    first = begin // CHUNK * CHUNK
+    at, place = begin + here, tl.arange(0, CHUNK)
+    then = first + place
+    upto = tl.minimum(end, begin + 16)
+    k = tokens(keys, of_row, begin, here, key_head, width, within, KEY_FORM, KEY_SIZE)
+    of_chunk = (inputs, input_first, token, computed, upto, BLOCK)
+    k_then = tokens(keys, of_chunk, first, place, key_head, width, within, KEY_FORM, KEY_SIZE)
+    own = numbers(totals, of_row, begin, here, head, TOTAL_FORM)
+    beta = numbers(rates, of_row, begin, here, head, RATE_FORM)[:, None]
+    own_then = numbers(totals, of_chunk, first, place, head, TOTAL_FORM)
+    asked = query + (((token + at - computed).to(tl.int64) * KEY_HEADS + key_head) * KEY_SIZE)[:, None] + width[None, :]
+    q = tl.load(asked, mask=((at >= computed) & (at < end))[:, None] & within[None, :], other=0.0)
+    is_seen = (at[:, None] >= then[None, :]) & (at < end)[:, None]
+    left = tl.exp(tl.where(is_seen, own[:, None] - own_then[None, :], 0.0))
+    line = ((slot.to(tl.int64) * HEADS + head) * 16 + here)[:, None]
+    product = beta * left * tl.dot(k, tl.trans(k_then), input_precision=PRECISION)
+    earlier = tl.where(is_seen & (then < begin)[None, :], product, 0.0)
+    tl.store(before + line * CHUNK + place[None, :], earlier.to(before.dtype.element_ty))
+    product = left * tl.dot(q, tl.trans(k_then), input_precision=PRECISION)
+    tl.store(factor + line * CHUNK + place[None, :], tl.where(is_seen, product, 0.0).to(factor.dtype.element_ty))
+    is_before = (here[:, None] > here[None, :]) & (at < end)[:, None]
+    left = tl.exp(tl.where(is_before, own[:, None] - own[None, :], 0.0))
+    below = beta * left * tl.dot(k, tl.trans(k), input_precision=PRECISION)
+    tl.store(inverse + line * 16 + here[None, :], unit_inverse(tl.where(is_before, below, 0.0)))
+
+
+@triton.jit
+def of_blocks(before, factor, inverse, line, is_made, here, place, CHUNK: tl.constexpr):
+    """M and the factors of o, [rows, CHUNK], and T, [rows, rows], of rows that `delta_blocks` wrote at `line`."""
+    asked = line[:, None] * CHUNK + place[None, :]
+    m = tl.load(before + asked, mask=is_made[:, None], other=0.0)
+    f = tl.load(factor + asked, mask=is_made[:, None], other=0.0)
+    is_own = is_made[:, None] & (here[:, None] // 16 == here[None, :] // 16)
+    return m, f, tl.load(inverse + line[:, None] * 16 + here[None, :] % 16, mask=is_own, other=0.0)
+
+
+@triton.jit
+def substitute(
+    right,
+    m,
+    t,
+    u_all,
+    begin,
+    known,
+    CHUNK: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The chunk's updates [CHUNK, TILE], block after block of those at `begin`; blocks before `known` are there."""
+    place, first = tl.arange(0, CHUNK), begin // CHUNK * CHUNK
+    for stage in tl.static_range(ROWS // 16):
+        rest = right - tl.dot(m, u_all, input_precision=PRECISION)
+        u = tl.dot(t, rest, input_precision=PRECISION).to(u_all.dtype)
+        if ROWS == CHUNK:
+            wide = u
+        else:
+            wide = tl.reshape(tl.broadcast_to(u[None, :, :], (CHUNK // 16, 16, TILE)), (CHUNK, TILE))
+        is_block = (place // 16 == begin % CHUNK // 16 + stage) & (first + place // 16 * 16 >= known)
+        u_all = tl.where(is_block[:, None], wide, u_all)
+    return u_all
+
+
+@launched(triton.jit)
 def delta_scan(
     query,  # [T, KEY_HEADS, KEY_SIZE], normed; key too
     key,
@@ -43,7 +157,9 @@ def delta_scan(
     value_row,
     total,  # [T, HEADS] float32; rate too
     rate,
-    update,  # [T, HEADS, VALUE_SIZE]: written and read again
+    before,  # of `delta_blocks`
+    factor,
+    inverse,
     out,  # [T, HEADS, VALUE_SIZE]
     rows,
     query_start,
@@ -66,6 +182,7 @@ def delta_scan(
     KEY_PADDED: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     STATE_FORM: tl.constexpr,
@@ -76,7 +193,7 @@ def delta_scan(
     RATE_FORM: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One row of the step, one head, TILE channels of the values."""
+    """One row of the step, one head, TILE channels of the values; ROWS tokens at a time: 16, or a chunk."""
     row, tiles = tl.program_id(1), tl.cdiv(VALUE_SIZE, TILE)
     head = tl.program_id(0) // tiles
     token, end = tl.load(query_start + row), tl.load(seq_lens + row)
@@ -90,69 +207,58 @@ def delta_scan(
     keeps_key = (tl.program_id(0) % tiles == 0) & (head % (HEADS // KEY_HEADS) == 0)  # the first of those that share it
     channel = tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
     inside = channel < VALUE_SIZE
-    width, here = tl.arange(0, KEY_PADDED), tl.arange(0, 16)
+    width, here, place = tl.arange(0, KEY_PADDED), tl.arange(0, ROWS), tl.arange(0, CHUNK)
     within = width < KEY_SIZE
     keys = (key, KEY_HEADS * KEY_SIZE, key_head * KEY_SIZE, key_kept)
     values = (value, value_row, head * VALUE_SIZE, value_kept)
-    updates = (update, HEADS * VALUE_SIZE, head * VALUE_SIZE, update_kept)
+    updates = (out, HEADS * VALUE_SIZE, head * VALUE_SIZE, update_kept)
     totals, rates = (total, HEADS, head, total_kept), (rate, HEADS, head, rate_kept)
     kind = key.dtype.element_ty
     runs = head * KEY_SIZE + width
     border = computed // CHUNK * CHUNK
-    source, is_there = state_at(
-        state_kept, states, state_first, border, runs, channel, within, inside, STATE_FORM, VALUE_SIZE, CHUNK
-    )
-    state = tl.load(source, mask=is_there, other=0.0).to(tl.float32)
-    for begin in range(computed // 16 * 16, end, 16):
+    kept_states = (state_kept, states, state_first, runs, channel, within, inside)
+    state = read_state(kept_states, border, STATE_FORM, VALUE_SIZE, CHUNK)
+    known = computed // 16 * 16  # the blocks before are not computed again
+    slot = token // 16 + 2 * row - computed // 16
+    of_known = (of_row[0], input_first, token, known, known, BLOCK)
+    u_all = tokens(updates, of_known, border, place, head, channel, inside, UPDATE_FORM, VALUE_SIZE).to(kind)
+    for begin in range(computed // ROWS * ROWS, end, ROWS):
         at = begin + here
-        k = tokens(keys, of_row, at, key_head, width, within, KEY_FORM, KEY_SIZE)
-        v = tokens(values, of_row, at, head, channel, inside, VALUE_FORM, VALUE_SIZE)
-        own = numbers(totals, of_row, at, head, TOTAL_FORM)
-        beta = numbers(rates, of_row, at, head, RATE_FORM)[:, None]
+        k = tokens(keys, of_row, begin, here, key_head, width, within, KEY_FORM, KEY_SIZE)
+        v = tokens(values, of_row, begin, here, head, channel, inside, VALUE_FORM, VALUE_SIZE)
+        own = numbers(totals, of_row, begin, here, head, TOTAL_FORM)
+        beta = numbers(rates, of_row, begin, here, head, RATE_FORM)[:, None]
         is_new = (at >= computed) & (at < end)
         fresh = (token + at - computed).to(tl.int64)
         asked = query + ((fresh * KEY_HEADS + key_head) * KEY_SIZE)[:, None] + width[None, :]
         q = tl.load(asked, mask=is_new[:, None] & within[None, :], other=0.0)
+        is_made = (at >= known) & (begin + here // 16 * 16 < end)
+        line = ((slot + at // 16).to(tl.int64) * HEADS + head) * 16 + at % 16
+        m, f, t = of_blocks(before, factor, inverse, line, is_made, here, place, CHUNK)
         rounded = state.to(kind)
         begun = tl.exp(own)[:, None]
         right = beta * (v.to(tl.float32) - begun * tl.dot(k, rounded, input_precision=PRECISION))
-        result = begun * tl.dot(q, rounded, input_precision=PRECISION)
-        for before in range(begin // CHUNK * CHUNK, begin, 16):
-            k_then = tokens(keys, of_row, before + here, key_head, width, within, KEY_FORM, KEY_SIZE)
-            u_then = tokens(updates, of_row, before + here, head, channel, inside, UPDATE_FORM, VALUE_SIZE)
-            left = tl.exp(own[:, None] - numbers(totals, of_row, before + here, head, TOTAL_FORM)[None, :])
-            factor = beta * left * tl.dot(k, tl.trans(k_then), input_precision=PRECISION)
-            right -= tl.dot(factor.to(kind), u_then, input_precision=PRECISION)
-            factor = left * tl.dot(q, tl.trans(k_then), input_precision=PRECISION)
-            result += tl.dot(factor.to(kind), u_then, input_precision=PRECISION)
-        is_before, is_seen = here[:, None] > here[None, :], here[:, None] >= here[None, :]
-        left = tl.exp(tl.where(is_seen, own[:, None] - own[None, :], 0.0))
         right = tl.where((at < end)[:, None], right, 0.0)
-        below = beta * left * tl.dot(k, tl.trans(k), input_precision=PRECISION)
-        inverse = unit_inverse(tl.where(is_before, below, 0.0))
-        u = tl.dot(inverse, right, input_precision="ieee" if PRECISION == "ieee" else "tf32").to(kind)
-        factor = tl.where(is_seen, left * tl.dot(q, tl.trans(k), input_precision=PRECISION), 0.0)
-        result += tl.dot(factor.to(kind), u, input_precision=PRECISION)
+        u_all = substitute(right, m, t, u_all, begin, known, CHUNK, ROWS, TILE, PRECISION)
+        result = begun * tl.dot(q, rounded, input_precision=PRECISION)
+        result += tl.dot(f, u_all, input_precision=PRECISION)
         mask = is_new[:, None] & inside[None, :]
         target = ((fresh * HEADS + head) * VALUE_SIZE)[:, None] + channel[None, :]
         tl.store(out + target, result.to(out.dtype.element_ty), mask=mask)
-        tl.store(update + target, u, mask=mask)
-        keep(values, of_row, at, head, channel, v, mask, VALUE_FORM, VALUE_SIZE)
-        keep(updates, of_row, at, head, channel, u, mask, UPDATE_FORM, VALUE_SIZE)
-        keep(keys, of_row, at, key_head, width, k, is_new[:, None] & within[None, :] & keeps_key, KEY_FORM, KEY_SIZE)
-        tl.debug_barrier()  # all threads read what each wrote
-        after = begin + 16
+        if begin + 2 * CHUNK > end:  # chunks before are kept by no table
+            keep(values, of_row, at, head, channel, v, mask, VALUE_FORM, VALUE_SIZE)
+            shared = is_new[:, None] & within[None, :] & keeps_key
+            keep(keys, of_row, at, key_head, width, k, shared, KEY_FORM, KEY_SIZE)
+        after, first = begin + ROWS, begin // CHUNK * CHUNK
+        chunk = first + place
+        if ((after % CHUNK == 0) | (after >= end)) & (begin + 2 * CHUNK > end):
+            stored = ((chunk >= computed) & (chunk < end))[:, None] & inside[None, :]
+            keep(updates, of_row, chunk, head, channel, u_all, stored, UPDATE_FORM, VALUE_SIZE)
         if (after % CHUNK == 0) & (after <= end):
-            last = tl.sum(tl.where(here == 15, own, 0.0), 0)
-            state = tl.exp(last) * state
-            for before in range(after - CHUNK, after, 16):
-                k_then = tokens(keys, of_row, before + here, key_head, width, within, KEY_FORM, KEY_SIZE)
-                u_then = tokens(updates, of_row, before + here, head, channel, inside, UPDATE_FORM, VALUE_SIZE)
-                rest = tl.exp(last - numbers(totals, of_row, before + here, head, TOTAL_FORM))
-                weighted = (k_then.to(tl.float32) * rest[:, None]).to(kind)
-                state += tl.dot(tl.trans(weighted), u_then, input_precision=PRECISION)
-            state = state.to(state_kept.dtype.element_ty).to(tl.float32)
-            goal, is_there = state_at(
-                state_kept, states, state_first, after, runs, channel, within, inside, STATE_FORM, VALUE_SIZE, CHUNK
-            )
-            tl.store(goal, state.to(state_kept.dtype.element_ty), mask=is_there)
+            last = tl.sum(tl.where(here == ROWS - 1, own, 0.0), 0)
+            k_all = tokens(keys, of_row, first, place, key_head, width, within, KEY_FORM, KEY_SIZE)
+            rest_of = tl.exp(last - numbers(totals, of_row, first, place, head, TOTAL_FORM))
+            weighted = (k_all.to(tl.float32) * rest_of[:, None]).to(kind)
+            state = tl.exp(last) * state + tl.dot(tl.trans(weighted), u_all, input_precision=PRECISION)
+            state = write_state(kept_states, after, state, STATE_FORM, VALUE_SIZE, CHUNK)
+            u_all = tl.zeros((CHUNK, TILE), kind)

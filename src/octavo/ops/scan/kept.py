@@ -40,8 +40,8 @@ def place(table, first_part, entry, offset, run, inside, FORM: tl.constexpr, WID
 
 
 @triton.jit
-def tokens(source, of_row, position, run, channel, inside, FORM: tl.constexpr, WIDTH: tl.constexpr):
-    """[positions, channels]: what the tokens of a row at `position` brought, of the step or kept; 0 beyond its end.
+def tokens(source, of_row, begin, here, run, channel, inside, FORM: tl.constexpr, WIDTH: tl.constexpr):
+    """[places, channels]: what the tokens at begin + here brought, of the step or kept; 0 beyond the row's end.
 
     source: (what the step's tokens bring, from token to token, where the run begins, what is kept); of_row: (its table
     of inputs, the layer's first part, its first token of the step, positions of that and behind its last one, tokens of
@@ -49,26 +49,32 @@ def tokens(source, of_row, position, run, channel, inside, FORM: tl.constexpr, W
     """
     fresh, stride, first, kept = source
     table, first_part, token, computed, end, block = of_row
-    is_old = position < computed
+    position = begin + here
     is_new = (position >= computed) & (position < end)
     at = (token + position - computed).to(tl.int64) * stride + first
-    new = tl.load(fresh + at[:, None] + channel[None, :], mask=is_new[:, None] & inside[None, :], other=0.0)
-    where, _ = place(table, first_part, position // block, position % block, run, is_old, FORM, WIDTH)
-    old = tl.load(kept + where[:, None] + channel[None, :], mask=is_old[:, None] & inside[None, :], other=0.0)
-    return tl.where(is_old[:, None], old.to(new.dtype), new)
+    found = tl.load(fresh + at[:, None] + channel[None, :], mask=is_new[:, None] & inside[None, :], other=0.0)
+    if begin < computed:
+        is_old = position < computed
+        where, _ = place(table, first_part, position // block, position % block, run, is_old, FORM, WIDTH)
+        old = tl.load(kept + where[:, None] + channel[None, :], mask=is_old[:, None] & inside[None, :], other=0.0)
+        found = tl.where(is_old[:, None], old.to(found.dtype), found)
+    return found
 
 
 @triton.jit
-def numbers(source, of_row, position, run, FORM: tl.constexpr):
-    """[positions]: `tokens`, of one number each."""
+def numbers(source, of_row, begin, here, run, FORM: tl.constexpr):
+    """[places]: `tokens`, of one number each."""
     fresh, stride, first, kept = source
     table, first_part, token, computed, end, block = of_row
-    is_old = position < computed
+    position = begin + here
     is_new = (position >= computed) & (position < end)
     at = (token + position - computed).to(tl.int64) * stride + first
-    new = tl.load(fresh + at, mask=is_new, other=0.0)
-    where, _ = place(table, first_part, position // block, position % block, run, is_old, FORM, 1)
-    return tl.where(is_old, tl.load(kept + where, mask=is_old, other=0.0), new)
+    found = tl.load(fresh + at, mask=is_new, other=0.0)
+    if begin < computed:
+        is_old = position < computed
+        where, _ = place(table, first_part, position // block, position % block, run, is_old, FORM, 1)
+        found = tl.where(is_old, tl.load(kept + where, mask=is_old, other=0.0), found)
+    return found
 
 
 @triton.jit
@@ -83,20 +89,28 @@ def keep(source, of_row, position, run, channel, values, inside, FORM: tl.conste
 
 
 @triton.jit
-def state_at(
-    kept,
-    table,
-    first_part,
-    border,
-    run,
-    channel,
-    within,
-    inside,
-    FORM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+def _state_at(kept_states, border, FORM: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
     """(addresses [runs, channels] of runs of the state behind `border` tokens, which of them are there)."""
+    kept, table, first_part, run, channel, within, inside = kept_states
     entry = border // CHUNK - 1 + 0 * run
     where, is_there = place(table, first_part, entry, 0, run, within & (border > 0), FORM, WIDTH)
     return kept + where[:, None] + channel[None, :], is_there[:, None] & inside[None, :]
+
+
+@triton.jit
+def read_state(kept_states, border, FORM: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
+    """[runs, channels] float32 of the state behind `border` tokens; zeros at 0.
+
+    kept_states: (what is kept, the row's table of states, the layer's first part, runs, channels, which of both exist).
+    """
+    source, is_there = _state_at(kept_states, border, FORM, WIDTH, CHUNK)
+    return tl.load(source, mask=is_there, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def write_state(kept_states, border, state, FORM: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
+    """Keep a state, if the table does; and it as it is kept, rounded."""
+    goal, is_there = _state_at(kept_states, border, FORM, WIDTH, CHUNK)
+    rounded = state.to(kept_states[0].dtype.element_ty)
+    tl.store(goal, rounded, mask=is_there)
+    return rounded.to(tl.float32)

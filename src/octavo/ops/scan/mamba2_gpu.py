@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from octavo.ops.compile.launch import launched
-from octavo.ops.scan.kept import keep, numbers, state_at, tokens
+from octavo.ops.scan.kept import keep, numbers, read_state, tokens, write_state
 
 
 @launched(triton.jit)
@@ -69,6 +69,7 @@ def mamba2_scan(
     of_row = (input_table + table_row * input_columns, input_first, token, computed, end, BLOCK)
     group = head // (HEADS // GROUPS)
     channel, width, here = tl.arange(0, PADDED), tl.arange(0, STATES_PADDED), tl.arange(0, TILE)
+    place = tl.arange(0, CHUNK)
     inside, within = channel < SIZE, width < STATES
     first_b = HEADS * SIZE + group * STATES
     bs, xs = (xbc, xbc_row, first_b, b_kept), (xbc, xbc_row, head * SIZE, x_kept)
@@ -76,20 +77,20 @@ def mamba2_scan(
     kind = xbc.dtype.element_ty
     runs = head * STATES + width
     border = computed // CHUNK * CHUNK
-    source, is_there = state_at(
-        state_kept, states, state_first, border, runs, channel, within, inside, STATE_FORM, SIZE, CHUNK
-    )
-    state = tl.load(source, mask=is_there, other=0.0).to(tl.float32)
+    kept_states = (state_kept, states, state_first, runs, channel, within, inside)
+    state = read_state(kept_states, border, STATE_FORM, SIZE, CHUNK)
     factor = tl.load(skip + head)
     for begin in range(border, end, CHUNK):
-        at = begin + tl.arange(0, CHUNK)
-        b = tokens(bs, of_row, at, group, width, within, B_FORM, STATES)
-        x = tokens(xs, of_row, at, head, channel, inside, X_FORM, SIZE)
-        sums, steps = numbers(totals, of_row, at, head, TOTAL_FORM), numbers(dts, of_row, at, head, DT_FORM)
+        at = begin + place
+        b = tokens(bs, of_row, begin, place, group, width, within, B_FORM, STATES)
+        x = tokens(xs, of_row, begin, place, head, channel, inside, X_FORM, SIZE)
+        sums = numbers(totals, of_row, begin, place, head, TOTAL_FORM)
+        steps = numbers(dts, of_row, begin, place, head, DT_FORM)
         is_new = ((at >= computed) & (at < end))[:, None]
-        keep(xs, of_row, at, head, channel, x, is_new & inside[None, :], X_FORM, SIZE)
-        is_first = head % (HEADS // GROUPS) == 0  # of those that share B
-        keep(bs, of_row, at, group, width, b, is_new & within[None, :] & is_first, B_FORM, STATES)
+        if begin + 2 * CHUNK > end:  # chunks before are kept by no table
+            keep(xs, of_row, at, head, channel, x, is_new & inside[None, :], X_FORM, SIZE)
+            is_first = head % (HEADS // GROUPS) == 0  # of those that share B
+            keep(bs, of_row, at, group, width, b, is_new & within[None, :] & is_first, B_FORM, STATES)
         rounded = state.to(kind)
         for first in range(tl.maximum(begin, computed), tl.minimum(begin + CHUNK, end), TILE):
             own = first + here
@@ -110,11 +111,7 @@ def mamba2_scan(
             target = ((fresh * HEADS + head) * SIZE)[:, None] + channel[None, :]
             tl.store(out + target, result.to(out.dtype.element_ty), mask=mask)
         if begin + CHUNK <= end:
-            last = tl.sum(tl.where(tl.arange(0, CHUNK) == CHUNK - 1, sums, 0.0), 0)
+            last = tl.sum(tl.where(place == CHUNK - 1, sums, 0.0), 0)
             weighted = (b.to(tl.float32) * (tl.exp(last - sums) * steps)[:, None]).to(kind)
             state = tl.exp(last) * state + tl.dot(tl.trans(weighted), x, input_precision=PRECISION)
-            state = state.to(state_kept.dtype.element_ty).to(tl.float32)
-            goal, is_there = state_at(
-                state_kept, states, state_first, begin + CHUNK, runs, channel, within, inside, STATE_FORM, SIZE, CHUNK
-            )
-            tl.store(goal, state.to(state_kept.dtype.element_ty), mask=is_there)
+            state = write_state(kept_states, begin + CHUNK, state, STATE_FORM, SIZE, CHUNK)
