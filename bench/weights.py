@@ -1,19 +1,22 @@
-"""Benchmark of an update of a running engine's weights: `python bench/weights.py [--model 8b] [disk ipc nccl local]`.
+"""Benchmark of an update of a running engine's weights: `python bench/weights.py [--model 8b] [ipc nccl disk]`.
 
 A trainer's process makes the weights on a GPU, the engine's own one or (nccl) the next, and sends them; an update's
-time is from its start to the first new token of an engine that idles. `files` are safetensors that were just written,
-so that the system's cache has them.
+time is from its start to the first new token of an engine that idles. `disk` reads safetensors that lie in memory, in
+/dev/shm or, where that is too small, in the system's cache of files that were just written. One engine serves all;
+what is made ready meanwhile is told with its time.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,6 @@ import torch
 from octavo import LLM, SamplingParams
 from octavo.bench.engine import dummy_model
 from octavo.rl import Sender, WeightSource
-from trainer_model import make_model
 
 CALLS = (
     "init_weight_transfer_engine",
@@ -31,7 +33,8 @@ CALLS = (
     "finish_weight_update",
     "abort_weight_update",
 )
-SHARD = 4 << 30  # bytes of a file
+NUM_FILES = 8  # each is written by a thread
+IN_MEMORY = Path("/dev/shm")
 
 
 class Remote:
@@ -54,6 +57,8 @@ class Remote:
 
 def be_trainer(name: str, backend: str, device: int) -> None:
     """Send the weights of each seed that is asked for, by a line."""
+    from trainer_model import make_model  # imports transformers, which the engine's process does without
+
     torch.cuda.set_device(device)
     sender = Sender(Remote(), backend)
     print(json.dumps({"ready": True}), flush=True)
@@ -70,16 +75,20 @@ def be_trainer(name: str, backend: str, device: int) -> None:
 class Trainer:
     """A trainer's process, whose calls are made of an engine here."""
 
-    def __init__(self, llm: Any, name: str, backend: str, device: int = 0) -> None:
+    def __init__(self, name: str, backend: str, device: int = 0) -> None:
         """Starts it."""
         command = [sys.executable, str(Path(__file__)), "--trainer", name, backend, str(device)]
-        self._llm = llm
+        self._llm: Any = None
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.began = 0.0  # of the last update
 
-    def __enter__(self) -> Trainer:
-        """Once it is there."""
+    def meet(self, llm: Any) -> None:
+        """Wait until it is there; its calls are made of this engine from now on."""
+        self._llm = llm
         self._serve("ready")
+
+    def __enter__(self) -> Trainer:
+        """As it is."""
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -114,21 +123,31 @@ class Trainer:
         raise RuntimeError(f"the trainer ended with {self._process.wait()}")
 
 
-def write_files(folder: Path, name: str) -> int:
-    """Save a model's weights; their bytes."""
-    from safetensors.torch import save_file
+def write_files(folder: Path, tensors: Mapping[str, torch.Tensor]) -> int:
+    """Save tensors as safetensors, in a file a thread; their bytes."""
+    files: list[dict[str, torch.Tensor]] = [{} for _ in range(NUM_FILES)]
+    for name, tensor in tensors.items():
+        min(files, key=lambda held: sum(each.nbytes for each in held.values()))[name] = tensor
+    with concurrent.futures.ThreadPoolExecutor(NUM_FILES) as pool:
+        done = [pool.submit(write_file, folder / f"part-{n}.safetensors", held) for n, held in enumerate(files) if held]
+    return sum(each.result() for each in done)
 
-    shard: dict[str, torch.Tensor] = {}
-    total = count = 0
-    for key, tensor in WeightSource(make_model(name, 1)).tensors.items():
-        shard[key] = tensor.cpu()
-        total += tensor.nbytes
-        if sum(each.nbytes for each in shard.values()) > SHARD:
-            save_file(shard, folder / f"part-{count}.safetensors")
-            shard, count = {}, count + 1
-    if shard:
-        save_file(shard, folder / f"part-{count}.safetensors")
-    return total
+
+def write_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> int:
+    """One of them. safetensors' own writer copies a whole file's bytes first."""
+    header, end = {}, 0
+    for name, tensor in tensors.items():
+        dtype = {torch.bfloat16: "BF16", torch.float32: "F32"}[tensor.dtype]
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [end, end + tensor.nbytes]}
+        end += tensor.nbytes
+    raw = json.dumps(header).encode()
+    with open(path, "wb", buffering=0) as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        for tensor in tensors.values():
+            rest = memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy())  # type: ignore[arg-type]
+            while rest:  # one call writes 2 GiB at most
+                rest = rest[file.write(rest) :]
+    return end
 
 
 def first_token(llm: LLM) -> None:
@@ -136,35 +155,80 @@ def first_token(llm: LLM) -> None:
     llm.generate([[5, 6, 7]], SamplingParams(max_tokens=1, ignore_eos=True, detokenize=False), use_tqdm=False)
 
 
-def measure(name: str, backend: str, rounds: int) -> tuple[list[float], float]:
-    """(seconds of each update, memory that the engine's process took beside, in GiB)."""
-    config = {"backend": backend, "staging": "none"} | ({"timeout": 30} if backend == "nccl" else {})
-    with dummy_model(
-        name, weight_transfer_config=config, gpu_memory_utilization=0.4, max_model_len=1024, enforce_eager=True
-    ) as llm:
-        first_token(llm)
+def by_files(llm: LLM, name: str, rounds: int) -> list[float]:
+    """Seconds of each update."""
+    from trainer_model import make_model
+
+    model = make_model(name, 1)
+    tensors = WeightSource(model).tensors
+    fits = IN_MEMORY.is_dir() and shutil.disk_usage(IN_MEMORY).free > 1.1 * sum(
+        each.nbytes for each in tensors.values()
+    )
+    times = []
+    with tempfile.TemporaryDirectory(prefix="octavo-weights-", dir=IN_MEMORY if fits else None) as folder:
+        size = write_files(Path(folder), tensors)
+        del model, tensors
+        torch.cuda.empty_cache()
+        tell(f"{size / 1e9:.1f} GB of files are written below {Path(folder).parent}")
         torch.cuda.reset_peak_memory_stats()
-        before, times = torch.cuda.memory_allocated(), []
-        if backend == "disk":
-            with tempfile.TemporaryDirectory(prefix="octavo-weights-") as folder:
-                write_files(Path(folder), name)
-                torch.cuda.empty_cache()
-                before = torch.cuda.memory_allocated()
-                torch.cuda.reset_peak_memory_stats()
-                for _ in range(rounds):
-                    began = time.perf_counter()
-                    llm.start_weight_update()
-                    llm.update_weights({"update_info": {"path": folder}})
-                    llm.finish_weight_update()
-                    first_token(llm)
-                    times.append(time.perf_counter() - began)
-        else:
-            with Trainer(llm, name, backend, 1 if backend == "nccl" else 0) as trainer:
-                for seed in range(rounds):
-                    trainer.send(seed)
-                    first_token(llm)
-                    times.append(time.perf_counter() - trainer.began)
-        return times, (torch.cuda.max_memory_allocated() - before) / 2**30
+        for _ in range(rounds):
+            began = time.perf_counter()
+            llm.start_weight_update()
+            llm.update_weights({"update_info": {"path": folder}})
+            llm.finish_weight_update()
+            first_token(llm)
+            times.append(time.perf_counter() - began)
+    return times
+
+
+def by_trainer(llm: LLM, trainer: Trainer, rounds: int) -> list[float]:
+    """Seconds of each update."""
+    times = []
+    trainer.meet(llm)
+    tell("the trainer is there")
+    for seed in range(rounds):
+        trainer.send(seed)
+        first_token(llm)
+        times.append(time.perf_counter() - trainer.began)
+    return times
+
+
+def report(name: str, backend: str, measure: Callable[[], list[float]]) -> None:
+    """A line, as soon as it is known."""
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    times = measure()
+    extra = (torch.cuda.max_memory_allocated() - before) / 2**30
+    print(f"{name:<6} {backend:<6} {times[0]:>8.3f} {min(times):>8.3f} {extra:>8.2f}", flush=True)
+
+
+def tell(what: str) -> None:
+    """What has been made ready, and when."""
+    print(f"  [{time.perf_counter() - _BEGAN:.1f} s] {what}", file=sys.stderr, flush=True)
+
+
+def run(name: str, backends: list[str], rounds: int) -> None:
+    """All of them with one engine. Trainers start before it, one after the other: the GPU has room for one."""
+    senders = [backend for backend in backends if backend != "disk"]
+    trainer = Trainer(name, senders[0], int(senders[0] == "nccl")) if senders else None
+    fields = {"kv_cache_memory_bytes": 1 << 30, "max_model_len": 1024, "max_num_seqs": 8, "enforce_eager": True}
+    try:
+        with dummy_model(name, weight_transfer_config={"staging": "none", "timeout": 30}, **fields) as llm:
+            first_token(llm)
+            tell("the engine is there")
+            print(f"{torch.cuda.get_device_name()}: seconds from an update's start to a token; GiB beside the model")
+            print(f"{'model':<6} {'how':<6} {'first':>8} {'best':>8} {'extra':>8}", flush=True)
+            for backend in backends:
+                if backend == "disk":
+                    report(name, backend, lambda: by_files(llm, name, rounds))
+                    continue
+                trainer = trainer or Trainer(name, backend, int(backend == "nccl"))
+                with trainer:
+                    report(name, backend, lambda: by_trainer(llm, trainer, rounds))  # noqa: B023
+                trainer = None
+    finally:
+        if trainer is not None:
+            trainer.__exit__()
 
 
 def main() -> None:
@@ -177,15 +241,11 @@ def main() -> None:
     options = parser.parse_args()
     if options.trainer:
         be_trainer(options.trainer[0], options.trainer[1], int(options.trainer[2]))
-        return
-    lines = []
-    for backend in options.backends:
-        times, extra = measure(options.model, backend, options.rounds)
-        lines.append(f"{options.model:<6} {backend:<6} {times[0]:>8.3f} {min(times):>8.3f} {extra:>8.2f}")
-    print(f"{torch.cuda.get_device_name()}: seconds from an update's start to the next token; GiB beside the model")
-    print(f"{'model':<6} {'how':<6} {'first':>8} {'best':>8} {'extra':>8}")
-    print("\n".join(lines))
+    else:
+        run(options.model, options.backends, options.rounds)
 
+
+_BEGAN = time.perf_counter()
 
 if __name__ == "__main__":
     main()

@@ -18,12 +18,14 @@ if not torch.cuda.is_available():
 
 from octavo import LLM, SamplingParams
 from octavo.bench.engine import dummy_model
+from octavo.checkpoint.safetensors import Checkpoint
 from octavo.rl import Sender, WeightSource
 from octavo.rl.plan import Incoming
 from octavo.rl.transport import ipc, split
+from octavo.rl.transport.pieces import PIECE_BYTES, read_ahead
 from rl_rig import TINY
 from trainer_model import make_model
-from weights import Trainer
+from weights import Trainer, write_files
 from weights_rig import answers, prompts
 
 pytestmark = pytest.mark.gpu
@@ -48,7 +50,8 @@ def test_RL_W5_weights_of_another_process(backend: str) -> None:
             Sender(llm, "local").send(WeightSource(make_model("tiny", seed)), f"local-{seed}")
             expected.append(answers(llm, ASKED))
         assert expected[0] != expected[1]
-        with Trainer(llm, "tiny", backend, 1 if backend == "nccl" else 0) as trainer:
+        with Trainer("tiny", backend, 1 if backend == "nccl" else 0) as trainer:
+            trainer.meet(llm)
             for seed in (1, 2, 1):
                 trainer.send(seed)
                 assert answers(llm, ASKED) == expected[seed - 1]
@@ -60,6 +63,30 @@ def test_RL_W5_weights_of_another_process(backend: str) -> None:
                 free.append(torch.cuda.mem_get_info()[0])
             assert max(free) - min(free[1:]) <= 64 << 20, free
             assert answers(llm, ASKED) == expected[1]
+
+
+def test_RL_W4_files_reach_a_gpu_through_pinned_memory(tmp_path: Path) -> None:
+    """Tensors smaller and larger than a piece, and all of it larger than what is read ahead; then into an engine."""
+    sizes = [1, 5000, PIECE_BYTES // 2 + 3, 3 * PIECE_BYTES + 7, 20 * PIECE_BYTES, 11]
+    tensors = {f"w{index}": torch.randn(size, device="cuda").to(torch.bfloat16) for index, size in enumerate(sizes)}
+    write_files(tmp_path, tensors)
+    checkpoint = Checkpoint(tmp_path)
+    incoming = [Incoming(name, torch.bfloat16, tuple(tensors[name].shape)) for name in checkpoint.entries]
+    found = {each.name: tensor.clone() for each, tensor in read_ahead(checkpoint, incoming, torch.device("cuda"))}
+    checkpoint.close()
+    assert all(found[name].is_cuda and torch.equal(found[name], own) for name, own in tensors.items())
+    model, folder = make_model("tiny", 1), tmp_path / "model"
+    folder.mkdir()
+    write_files(folder, WeightSource(model).tensors)
+    with dummy_model("tiny", weight_transfer_config={"staging": "none"}, **FIELDS) as llm:
+        Sender(llm, "local").send(WeightSource(model))
+        expected = answers(llm, ASKED)
+        Sender(llm, "local").send(WeightSource(make_model("tiny", 2)))
+        assert answers(llm, ASKED) != expected
+        llm.start_weight_update()
+        llm.update_weights({"update_info": {"path": str(folder)}})
+        llm.finish_weight_update()
+        assert answers(llm, ASKED) == expected
 
 
 def test_RL_W5_a_handle_names_a_part_of_memory() -> None:

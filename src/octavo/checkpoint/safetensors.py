@@ -123,15 +123,21 @@ class Checkpoint:
         stored = {**DTYPES, **INTEGER_DTYPES}[entry.dtype]
         tensor = out if out.dtype == stored else torch.empty(entry.shape, dtype=stored)
         assert out.shape == entry.shape and out.is_contiguous(), f"{name}: wrong memory to read into"
-        self._read_bytes(entry, memoryview(tensor.view(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
+        self.read_bytes(name, 0, tensor.view(-1).view(torch.uint8))
         if tensor is not out:
             out.copy_(tensor)
 
-    def _read_bytes(self, entry: Entry, target: memoryview) -> None:
+    def read_bytes(self, name: str, begin: int, out: torch.Tensor) -> None:
+        """Read a tensor's bytes as stored, from one on, into all of `out`, [bytes] uint8 of CPU memory.
+
+        From any thread. Raises ValueError for a file that ends or fails.
+        """
+        entry, target = self.entries[name], memoryview(out.numpy())  # type: ignore[arg-type]
+        assert begin + len(target) <= entry.size, f"{name}: has fewer bytes"
         path, done = self._paths[entry.shard], 0
-        while done < entry.size:
+        while done < len(target):
             try:
-                count = os.preadv(self._files[entry.shard], [target[done:]], entry.start + done)
+                count = os.preadv(self._files[entry.shard], [target[done:]], entry.start + begin + done)
             except OSError as error:
                 raise ValueError(f"{path}: cannot read: {error.strerror}") from error
             if count == 0:

@@ -150,7 +150,7 @@ class WeightReceiver:
         """What a message comes by: a folder and this process's tensors need no meeting, whoever was met."""
         for key, backend in _UNMET.items():
             if key in info and backend != self._backend:
-                return backend, make_transport(backend, self._device, {})
+                return backend, make_transport(backend, self._device, self._config)
         return self._backend, self._receiving()
 
     def _receiving(self) -> Transport:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from octavo.checkpoint.safetensors import DTYPES, Checkpoint
 from octavo.rl.plan import Incoming
 from octavo.rl.session import WeightTransferError, WeightUpdateError
 from octavo.rl.transport import Put, Read, field
+from octavo.rl.transport.pieces import read_ahead
 
 
 class DiskTransport:
@@ -21,7 +23,8 @@ class DiskTransport:
     overwrites = False
 
     def __init__(self, device: torch.device, options: Mapping[str, Any]) -> None:
-        """Nothing is opened."""
+        """Nothing is opened. options: `staging`, "none" where tensors go on to the device at once."""
+        self._onto = device if options.get("staging") == "none" else torch.device("cpu")
 
     def open(self, info: Mapping[str, Any], worker: int) -> dict[str, Any]:
         """There is nobody to meet."""
@@ -48,10 +51,9 @@ class DiskTransport:
             entries = [checkpoint.entries[name] for name in names]
             stored = [str(DTYPES.get(entry.dtype, entry.dtype)) for entry in entries]
             incoming = read(names, stored, [entry.shape for entry in entries])
-            for each in incoming:
-                tensor = torch.empty(each.shape, dtype=each.dtype)
-                checkpoint.read(each.name, tensor)
-                put(each, tensor)
+            with contextlib.closing(read_ahead(checkpoint, incoming, self._onto)) as tensors:
+                for each, tensor in tensors:
+                    put(each, tensor)
             checkpoint.check_unchanged()
         except WeightUpdateError:
             raise
