@@ -65,7 +65,7 @@ def test_RL_W5_weights_of_another_process(backend: str) -> None:
             assert answers(llm, ASKED) == expected[1]
 
 
-def test_RL_W4_files_reach_a_gpu_through_pinned_memory(tmp_path: Path) -> None:
+def test_RL_W5_files_reach_a_gpu_through_pinned_memory(tmp_path: Path) -> None:
     """Tensors smaller and larger than a piece, and all of it larger than what is read ahead; then into an engine."""
     sizes = [1, 5000, PIECE_BYTES // 2 + 3, 3 * PIECE_BYTES + 7, 20 * PIECE_BYTES, 11]
     tensors = {f"w{index}": torch.randn(size, device="cuda").to(torch.bfloat16) for index, size in enumerate(sizes)}
