@@ -372,7 +372,7 @@ def _sees(b: Any, h: Any, q: Any, kv: Any) -> Any:
 
 
 @pytest.mark.parametrize("in_flight", [False, True], ids=["alone", "one in flight"])
-def test_a_mod_that_fails_behind_the_end_fails_nobody(in_flight: bool) -> None:
+def test_S_11_a_mod_that_fails_behind_the_end_fails_nobody(in_flight: bool) -> None:
     """Drafts may reach a place at which a mod fails; a request fails there once it is there, with what it said."""
     fields = {"attention_backend": "reference", "max_model_len": 64}
     fields["attention_mods"] = AttentionMods(mask_mod=_sees, fields=(_KINDS,), name="sees")

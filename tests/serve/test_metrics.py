@@ -213,6 +213,20 @@ def test_the_engines_figures_are_read_when_asked_for(metrics: ServerMetrics) -> 
     assert _value(metrics, "iteration_tokens_total_sum") == 105
 
 
+def test_S_12_drafts_are_counted_under_the_fields_names(metrics: ServerMetrics) -> None:
+    """How often rows had any, how many, how many were accepted, and at which place; over a new engine process, too."""
+    engine = Engine()
+    metrics.watch(engine)
+    engine.stats |= {"num_drafts": 10, "num_draft_tokens": 40, "num_accepted_tokens": 25}
+    engine.stats |= {"num_accepted_at_0": 9, "num_accepted_at_1": 8, "num_accepted_at_2": 8}
+    for name, value in (("drafts", 10), ("draft_tokens", 40), ("accepted_tokens", 25)):
+        assert _value(metrics, f"spec_decode_num_{name}_total") == value
+    per_position = "spec_decode_num_accepted_tokens_per_pos_total"
+    assert [_value(metrics, per_position, position=str(place)) for place in range(4)] == [9, 8, 8, 0]
+    engine.stats |= {"num_accepted_at_0": 2}
+    assert _value(metrics, per_position, position="0") == 11
+
+
 def test_weights_are_told_by_version_transport_and_operation(metrics: ServerMetrics) -> None:
     """RL.M1: vLLM's names for calls, and the engine's own of what updates brought; one version at a time."""
     engine = Engine()

@@ -52,6 +52,12 @@ def test_S_1_what_is_unknown_or_does_not_suit_is_refused_by_name(given: dict[str
     assert wanted in str(caught.value)
 
 
+def test_S_3_other_rules_of_acceptance_are_refused_with_the_reason() -> None:
+    for rule in ("standard", "block", "synthetic"):
+        with pytest.raises(ConfigError, match="verified by equality.*no bit changes"):
+            read_speculative({"method": "ngram", "num_speculative_tokens": 3, "rejection_sample_method": rule})
+
+
 def test_a_method_out_of_tree_is_named_by_its_path() -> None:
     config = read_speculative({"method": "octavo.speculate.ngram:NgramSpeculator", "num_speculative_tokens": 2})
     assert make_speculator(config).num_drafts == 2

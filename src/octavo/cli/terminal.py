@@ -62,14 +62,14 @@ def generate(argv: Sequence[str]) -> int:
                 _write(prompts[0])
             stopped = not _stream(llm, prompts[0], params, session)[1]
             _write("\n")
-            session.report()
+            session.report(llm)
             return 130 if stopped else 0
         with session.phases("generate"):
             outputs = llm.generate(prompts, params)
         for index, output in enumerate(outputs):
             for line in _show(index, output, as_json=as_json, echo=echo):
                 _write(line + "\n", raw=as_json)
-        session.report()
+        session.report(llm)
         for output in outputs:
             _check_sound(output)
     return 0
@@ -85,7 +85,7 @@ def chat(argv: Sequence[str]) -> int:
         raise flags.UsageError(f"--n: a chat has one answer at a time, got {session.num_choices}")
     with session.open() as llm:
         params = session.params(llm)
-        session.report()
+        session.report(llm)
         return _Chat(llm, params, getattr(namespace, "system", "")).run()
 
 
@@ -174,10 +174,16 @@ class _Session:
 
         return msgspec.structs.replace(llm.get_default_sampling_params(), **self._sampling)
 
-    def report(self) -> None:
-        """With -v: where the time went, on stderr."""
+    def report(self, llm: LLM) -> None:
+        """With -v: where the time went, and what drafts brought, on stderr."""
         if self._verbose:
             print(self.phases.table(), file=sys.stderr)
+            stats = llm.engine.scheduler.stats()
+            if stats.num_drafts:
+                per_step = 1 + stats.num_accepted_tokens / stats.num_drafts
+                share = stats.num_accepted_tokens / stats.num_draft_tokens
+                drafted = f"{stats.num_draft_tokens} drafts, {share:.0%} accepted"
+                print(f"{drafted}: {per_step:.2f} tokens a step", file=sys.stderr)
 
 
 def _fields(config: EngineConfig) -> dict[str, Any]:

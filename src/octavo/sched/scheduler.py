@@ -305,7 +305,7 @@ class Scheduler:
         rows.num_known[sampling] += 1
         work.budget -= total
         if len(sampling) == len(self.running) == total > 0:
-            self._num_repeats = min(int((rows.max_len[at] - rows.num_known[at]).min()), self.drafting.repeats)
+            self._num_repeats = min(int((rows.max_len[at] - rows.num_known[at]).min()), self.drafting.repeats(total))
 
     def _repeat(self, work: PlanBuilder) -> bool:
         """One token for each running request. False, and nothing is done, where blocks for them take a closer look."""

@@ -40,6 +40,12 @@ def _code_digests(model: torch.nn.Module) -> dict[str, str]:
     return found
 
 
+def _drafter(resolved: Resolved) -> list[str | None]:
+    """Who drafts with layers of its own, if anybody does."""
+    config = resolved.speculative
+    return [] if config.method in ("", "ngram") else [config.method, config.model, config.revision]
+
+
 def model_digest(
     model: Model, overrides: Mapping[str, Any], resolved: Resolved, folder: Path | None, weights: WeightsDigest
 ) -> str:
@@ -62,6 +68,7 @@ def model_digest(
         # two rotations follow from the side of the trained length that their table was made for
         "long": [model.arch.max_position > kind.rope.original_max_position for kind in model.arch.layers],
         "weights": weights.hexdigest(),
+        "drafter": _drafter(resolved),  # whose layers lie in the same blocks
         "code": _code_digests(model),
     }
     return hashlib.blake2b(json.dumps(facts, sort_keys=True, default=repr).encode(), digest_size=16).hexdigest()

@@ -49,10 +49,9 @@ class Drafting:
         """What SchedulerStats tells of drafts."""
         return msgspec.structs.asdict(self.stats)
 
-    @property
-    def repeats(self) -> int:
-        """Steps to come in which nobody has drafts, if the same rows run: 0, or many."""
-        return 0 if self.most and (self._ahead or self._unsure) else 1 << 30
+    def repeats(self, num_rows: int) -> int:
+        """Steps to come in which nobody has drafts, if the same rows, so many, run: 0, or many."""
+        return 0 if self.most and (self._unsure or self.depth.of_batch(num_rows)) else 1 << 30
 
     def count(self, at: IntArray, wanted: IntArray, room: int) -> IntArray:
         """[N]: drafts that each of the rows `at`, which compute `wanted` tokens in a step, verifies as well; in order.
