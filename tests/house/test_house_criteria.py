@@ -8,6 +8,7 @@ from functools import cache
 from house import ROOT
 
 _NUMBER = r"(?:INV-|(?:B2|L3|F1|K4|M5|C|V|H|E|O|U|P|D|S)\.|RL\.[A-Z])G?\d+"
+_NAMED = r"(?<![A-Za-z0-9])((?:(?:INV|B2|L3|F1|K4|M5|C|V|E|O|U|S)[_.-]|RL[_.][A-Z])G?\d+)"
 _LINE = re.compile(rf"^- \*\*({_NUMBER})\*\* \S.*\.$", re.MULTILINE)
 
 
@@ -38,10 +39,5 @@ def test_a_test_names_each_criterion() -> None:
 
 
 def test_what_tests_name_stands_in_the_docs() -> None:
-    named = {
-        re.sub(r"_", "-" if own.startswith("INV") else ".", own, count=1)
-        for own in re.findall(
-            r"(?<![A-Za-z0-9])((?:(?:INV|B2|L3|F1|K4|M5|C|V|E|O|U|S)[_.-]|RL[_.][A-Z])G?\d+)", _told()
-        )
-    }
+    named = {re.sub(r"_", "-" if own.startswith("INV") else ".", own, count=1) for own in re.findall(_NAMED, _told())}
     assert named - set(_criteria()) == set()

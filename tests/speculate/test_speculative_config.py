@@ -54,7 +54,7 @@ def test_S_1_what_is_unknown_or_does_not_suit_is_refused_by_name(given: dict[str
 
 def test_S_3_other_rules_of_acceptance_are_refused_with_the_reason() -> None:
     for rule in ("standard", "block", "synthetic"):
-        with pytest.raises(ConfigError, match="verified by equality.*no bit changes"):
+        with pytest.raises(ConfigError, match=r"verified by equality.*no bit changes"):
             read_speculative({"method": "ngram", "num_speculative_tokens": 3, "rejection_sample_method": rule})
 
 
