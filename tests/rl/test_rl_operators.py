@@ -106,6 +106,15 @@ def _compute_while_it_changes(weight: torch.nn.Parameter, x: torch.Tensor, packs
         assert torch.equal(rl.linear(x, weight), rl.linear(x, torch.nn.Parameter(changed.clone())))
 
 
+def test_a_weights_memory_may_be_let_go_between_two_forwards() -> None:
+    """FSDP resizes the storage of a weight that it had gathered: an array of NumPy over it would forbid that."""
+    weights = [torch.nn.Parameter(torch.randn(40, 48)), torch.nn.Parameter(torch.randn(2, 40, 48))]
+    rl.linear(torch.eye(48), weights[0]).sum().backward()
+    rl.head_linear(torch.randn(3, 4, 48), weights[0], slice(0, 5))
+    packed_weights.packed(weights[1], torch.float32, 1)
+    assert all(weight.untyped_storage().resizable() for weight in weights)
+
+
 def test_packed_forms_go_with_their_weight() -> None:
     before = len(packed_weights._PACKED)
     weight = torch.randn(4, 8)

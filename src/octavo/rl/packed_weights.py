@@ -8,6 +8,7 @@ bits of now. On a GPU a weight is taken as it lies.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
@@ -71,4 +72,6 @@ def rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _digest(values: Tensor) -> bytes:
     """16 bytes that stand for the bits of values [n, k]."""
-    return xxhash.xxh3_128_digest(values.contiguous().view(-1).view(torch.uint8).numpy().data)
+    flat = values.contiguous()
+    # an array of NumPy would do, but storages that it has seen cannot be resized any more, as FSDP does
+    return xxhash.xxh3_128_digest((ctypes.c_ubyte * flat.nbytes).from_address(flat.data_ptr()))
