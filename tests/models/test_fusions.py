@@ -17,7 +17,7 @@ import launches
 from launches import STEPS, Engine, digests, make_model, pretended
 from loading import load_model
 from model_rig import FAMILIES, Case, Rig
-from octavo.attention.base import current_context, forward_context
+from octavo.attention.base import NO_TAPS, current_context, forward_context
 from octavo.attention.cpu import CpuBackend
 from octavo.attention.paged import PagedBackend
 from octavo.checkpoint.config_reader.checkpoint import read_arch
@@ -193,6 +193,7 @@ def test_layers_of_all_forms_follow_each_other() -> None:
                 warmup_only=False,
                 positions=torch.arange(5),
                 logit_tokens=None if tokens is None else SimpleNamespace(tokens=tokens),
+                taps=NO_TAPS,
             )
             with forward_context(context):
                 found, expected = decoder.forward(x, context.positions), x

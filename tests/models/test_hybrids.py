@@ -15,8 +15,10 @@ from hybrid_configs import HYBRIDS
 from hybrid_rig import HybridRig
 from loading import load_model
 from model_rig import Case
+from octavo.attention.cpu import CpuBackend
 from octavo.checkpoint.config_reader.checkpoint import read_arch
 from octavo.checkpoint.config_reader.families import FAMILIES
+from octavo.layers import fusions
 
 TOLERANCE = 1e-5
 PROMPT = random.Random(0).choices(range(199), k=1100)
@@ -82,3 +84,16 @@ def test_every_hybrid_family_has_three_configurations() -> None:
     names = [name.partition("For")[0] for name, family in FAMILIES.items() if ".hybrids." in family.model]
     given = [name for name, _ in HYBRIDS.values()]
     assert {name: given.count(name) for name in names} == dict.fromkeys(names, 3)
+
+
+@pytest.mark.parametrize("family", ["qwen3.5", "qwen3-next", "lfm2-biased", "granite4", "jamba"])
+def test_what_stands_behind_a_mixer_is_one_operator_with_the_bits_of_its_lines(
+    tiny_case: Callable[[str], Case], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = tiny_case(family)
+    found = HybridRig(case.model, "cpu").run(PROMPT[:70], [64, 1, 5])
+    texts = [text for _, text in case.model.describe_layers([CpuBackend] * len(case.model.layer_specs))]
+    assert any("linear add norm" in text and "-> post_attention" in text for text in texts)
+    monkeypatch.setattr(fusions, "FUSIONS", ())
+    model = load_model(read_arch(case.folder), case.folder, torch.float32)
+    assert torch.equal(HybridRig(model, "cpu").run(PROMPT[:70], [64, 1, 5]), found)

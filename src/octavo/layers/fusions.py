@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from octavo.attention.base import AttentionBackend, ForwardContext, FusedRopeBackend
 from octavo.layers.chain import Chain, Line, learn
 from octavo.layers.norm import RMSNorm
-from octavo.layers.standard import Standard, standard_form
+from octavo.layers.standard import Standard, Tail, standard_form, tail_form
 from octavo.ops.decoder import (
     DecoderLayerOperands,
+    PostOperands,
     enter_attention_of_few,
     post_attention,
     pre_attention,
@@ -50,6 +51,7 @@ class LayerLines:
         self.chain: Chain | None = learn(layer.forward)
         lines = [] if self.chain is None else self.chain.lines
         self.standard: Standard | None = standard_form(lines)
+        self.tail: Tail | None = tail_form(lines) if self.standard is None else None
         self.begins_with_norm = bool(lines) and lines[0].kind == "norm"
 
     @functools.cached_property
@@ -57,6 +59,12 @@ class LayerLines:
         """Of a standard layer, once its weights are final."""
         assert self.standard is not None, "the row of the table is for standard layers"
         return self.standard.operands()
+
+    @functools.cached_property
+    def tail_operands(self) -> PostOperands:
+        """Of a layer with such an end, once its weights are final."""
+        assert self.tail is not None, "the row of the table is for such ends"
+        return self.tail.operands()
 
     @property
     def kinds(self) -> tuple[object, ...]:
@@ -128,7 +136,7 @@ def _rope_decode(layer: LayerLines, lines: Sequence[Line]) -> Operator:
 
 
 def _post_attention(layer: LayerLines, _: Sequence[Line]) -> Operator:
-    operands = layer.operands
+    operands = layer.operands if layer.standard is not None else layer.tail_operands
 
     def run(x: Tensor, residual: Tensor | None, context: ForwardContext) -> State:
         assert residual is not None, "the stream is beside what attention gave"
@@ -219,12 +227,14 @@ def _standard(layer: LayerLines, backend: type[AttentionBackend], batch: BatchCl
 
 
 def _dense(layer: LayerLines, backend: type[AttentionBackend], batch: BatchClass) -> bool:
-    return layer.standard is not None and layer.standard.mlp is not None
+    end = layer.standard or layer.tail
+    return end is not None and end.mlp is not None
 
 
 def _without_mlp(layer: LayerLines, backend: type[AttentionBackend], batch: BatchClass) -> bool:
     """The operator gives what the layer's own MLP takes."""
-    return layer.standard is not None and layer.standard.mlp is None
+    end = layer.standard or layer.tail
+    return end is not None and end.mlp is None
 
 
 def _standard_narrowed(layer: LayerLines, backend: type[AttentionBackend], batch: BatchClass) -> bool:

@@ -14,7 +14,7 @@ from octavo.layers.chain import Line
 from octavo.layers.linear import Linear
 from octavo.layers.mlp import Mlp
 from octavo.layers.norm import RMSNorm
-from octavo.ops.decoder import DecoderLayerOperands
+from octavo.ops.decoder import DecoderLayerOperands, PostOperands
 
 _BEGINNING = ("norm", "linear", "rope_store", "attend")
 _ENDS = (
@@ -67,6 +67,45 @@ class Standard:
             key_scale=attention.tensors.key_scale,
             value_scale=attention.tensors.value_scale,
         )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Tail:
+    """What stands behind what mixes a layer's tokens: a product, the sum, a norm, and an MLP that operators know."""
+
+    output: Linear
+    mlp_norm: RMSNorm
+    mlp: Mlp | None
+
+    def operands(self) -> PostOperands:
+        """The finalized weights, as the operator takes them."""
+        return PostOperands(
+            eps=self.mlp_norm.eps,
+            output=self.output.packed,
+            output_bias=self.output.bias,
+            attention_norm=None,
+            mlp_norm=self.mlp_norm.weight,
+            gate_up=None if self.mlp is None else self.mlp.gate_up.packed,
+            down=None if self.mlp is None else self.mlp.down.packed,
+            activation="silu" if self.mlp is None else self.mlp.activation,
+            mlp_out_norm=None,
+        )
+
+
+def tail_form(lines: Sequence[Line]) -> Tail | None:
+    """The end of a layer of these lines whose tokens a line of its own mixes; None of another."""
+    kinds = tuple(line.kind for line in lines)
+    if (
+        "attend" in kinds
+        or kinds[-5:-2] != ("linear", "add", "norm")
+        or kinds[-2:] not in (("mlp", "add"), ("own", "add"))
+    ):
+        return None
+    output, _, norm, network = (line.owner for line in lines[-5:-1])
+    mlp = network if kinds[-2] == "mlp" else None
+    if output.out_dtype is not None or not (mlp is None or _is_plain(mlp)):
+        return None
+    return Tail(output=output, mlp_norm=norm, mlp=mlp)
 
 
 def _is_plain(mlp: Mlp) -> bool:

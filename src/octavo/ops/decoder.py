@@ -66,24 +66,14 @@ class _RowsHeader(ctypes.Structure):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class DecoderLayerOperands:
-    """What a decoder layer computes with. Norm weights are [size] float32, biases [out] float32.
+class PostOperands:
+    """What a decoder layer computes with behind what mixes its tokens. Norm weights are [size] float32.
 
-    Without `gate_up` and `down` the MLP is somebody else's, and `post_attention` gives what it takes.
+    Biases are [out] float32. Without `gate_up` and `down` the MLP is somebody else's, and `post_attention` gives what
+    it takes.
     """
 
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
     eps: float
-    input_norm: Tensor
-    qkv: LinearWeight
-    keys_values: LinearWeight | None  # the channels of qkv behind those of q; None: they cannot be had apart
-    qkv_bias: Tensor | None
-    q_norm: Tensor | None  # [head_size]
-    k_norm: Tensor | None  # [head_size]
-    head_eps: float  # of q_norm and k_norm
-    cos_sin: Tensor  # rope_table
     output: LinearWeight
     output_bias: Tensor | None
     attention_norm: Tensor | None  # of what attention leaves, before it is added to the residual
@@ -92,6 +82,37 @@ class DecoderLayerOperands:
     down: LinearWeight | None
     activation: str
     mlp_out_norm: Tensor | None  # of what an MLP in the operands leaves
+
+    @functools.cached_property
+    def header(self) -> _LayerHeader | None:
+        """The C form; None where a weight has none."""
+        weights = {"output": self.output, "gate_up": self.gate_up, "down": self.down}
+        if any(weight is not None and not weight.header for weight in weights.values()):
+            return None
+        names = ("attention_norm", "mlp_norm", "mlp_out_norm", "output_bias")
+        return _LayerHeader(
+            **{name: _address(getattr(self, name)) for name in names},
+            **{name: None if weight is None else weight.header for name, weight in weights.items()},
+            eps=self.eps,
+            activation=GATED_KINDS[self.activation],
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class DecoderLayerOperands(PostOperands):
+    """What a whole decoder layer with attention computes with."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    input_norm: Tensor
+    qkv: LinearWeight
+    keys_values: LinearWeight | None  # the channels of qkv behind those of q; None: they cannot be had apart
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None  # [head_size]
+    k_norm: Tensor | None  # [head_size]
+    head_eps: float  # of q_norm and k_norm
+    cos_sin: Tensor  # rope_table
     scale: float  # of attention
     window: int = 0
     soft_cap: float = 0.0
@@ -223,7 +244,7 @@ def enter_attention_of_few(
     return pre_attention(layer, x, None, positions, kv, slot_mapping)
 
 
-def post_attention(layer: DecoderLayerOperands, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None]:
+def post_attention(layer: PostOperands, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None]:
     """(x, residual), both [tokens, size], of attended [tokens, heads, head_size] and the residual before it.
 
     x is what the layer leaves for the next one, residual None if x holds it already; without an MLP in the operands, x
@@ -284,9 +305,7 @@ def project(layer: DecoderLayerOperands, x: Tensor, residual: Tensor | None) -> 
     return linear(normed, layer.qkv, layer.qkv_bias), total
 
 
-def leave_attention_composed(
-    layer: DecoderLayerOperands, attended: Tensor, residual: Tensor
-) -> tuple[Tensor, Tensor | None]:
+def leave_attention_composed(layer: PostOperands, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None]:
     """`post_attention` as separate operators, any device."""
     x, total, normed = attended.view(attended.shape[0], -1), None, None
     if layer.attention_norm is None:

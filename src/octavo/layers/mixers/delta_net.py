@@ -65,9 +65,9 @@ class GatedDeltaNet(Layer):
         self._eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [tokens, size] -> the same shape."""
+        """x [tokens, size] -> [tokens, values], which `out` takes."""
         qkv, z, b, a = self.project.forward(x).split(self._parts, 1)
         found = self.rule.mix(self.conv.mix(qkv), a, b)
         heads = found.view(-1, self.norm.shape[0])
         normed = rms_norm(heads, self.norm, self._eps).view_as(found)
-        return self.out.forward(gated_activation(torch.cat((z, normed), 1), "silu"))
+        return gated_activation(torch.cat((z, normed), 1), "silu")

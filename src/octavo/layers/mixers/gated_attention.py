@@ -46,8 +46,13 @@ class GatedAttention(Attention):
         self._size = spec.num_heads * spec.head_size
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [tokens, size] -> the same shape."""
+        """x [tokens, size] -> [tokens, heads * head_size], which `out` takes."""
         both = self.qkv.forward(x)
         seen = self.attend(self.rope_and_store(both[:, : -self._size]))
         gate = sigmoid(both[:, -self._size :].float())
-        return self.output.forward((seen.float() * gate).to(seen.dtype))
+        return (seen.float() * gate).to(seen.dtype)
+
+    @property
+    def out(self) -> Linear:
+        """The last product, by the name that other mixers give it."""
+        return self.output

@@ -78,7 +78,7 @@ class Mamba2(Layer):
             self.scales = torch.tensor(self._facts.scales).repeat_interleave(torch.tensor(self._widths))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [tokens, size] -> the same shape."""
+        """x [tokens, size] -> [tokens, inner size], which `out` takes."""
         projected = self.project.forward(x if self._facts.in_scale == 1.0 else x * self._facts.in_scale)
         if self.scales is not None:
             projected = (projected * self.scales).to(x.dtype)
@@ -87,4 +87,4 @@ class Mamba2(Layer):
         if self.norm is not None and self._facts.norm == "before_gate":
             found = self.norm.forward(found)
         gated = gated_activation(torch.cat((z, found), 1), "silu")
-        return self.out.forward(self.norm.forward(gated) if self._facts.norm == "gated" else gated)  # type: ignore[union-attr]
+        return self.norm.forward(gated) if self._facts.norm == "gated" else gated  # type: ignore[union-attr]

@@ -79,7 +79,7 @@ class MixersLayer(Layer):
         h = self.input_norm(x)
         q = attention.rope_and_store(attention.qkv(h * scales.attention_in))
         seen = attention.output(attention.attend(q)) * scales.attention_out
-        return x + (self.mamba(h) * scales.mixer_out + seen)
+        return x + (self.mamba.out(self.mamba(h)) * scales.mixer_out + seen)
 
 
 class NetworkLayer(Layer):

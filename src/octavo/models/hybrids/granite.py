@@ -62,8 +62,8 @@ class GraniteMambaLayer(Layer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [tokens, size] -> the same shape."""
-        h = self.input_norm(x)
-        x = x + self.mamba(h)
+        mixed = self.mamba(self.input_norm(x))
+        x = x + self.mamba.out(mixed)
         h = self.mlp_norm(x)
         return x + self.mlp(h)
 

@@ -60,13 +60,13 @@ class Mamba1(Layer):
         self.spec = state_spec(self.conv, self.scan)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [tokens, size] -> the same shape."""
+        """x [tokens, size] -> [tokens, inner size], which `out` takes."""
         values, gate = self.project.forward(x).chunk(2, 1)
         mixed = self.conv.mix(values)
         dt, b, c = self.select.forward(mixed).split(self._parts, 1)
         steps = self.steps.forward(self.step_norm.forward(dt))
         found = self.scan.mix(mixed, steps, self.write_norm.forward(b), self.read_norm.forward(c))
-        return self.out.forward(gated_activation(torch.cat((gate, found), 1), "silu"))
+        return gated_activation(torch.cat((gate, found), 1), "silu")
 
 
 class JambaMambaLayer(Layer):
@@ -83,8 +83,8 @@ class JambaMambaLayer(Layer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [tokens, size] -> the same shape."""
-        h = self.input_norm(x)
-        x = x + self.mamba(h)
+        mixed = self.mamba(self.input_norm(x))
+        x = x + self.mamba.out(mixed)
         h = self.mlp_norm(x)
         return x + self.mlp(h)
 

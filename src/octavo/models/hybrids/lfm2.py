@@ -54,9 +54,9 @@ class GatedConvolution(Layer):
         self.spec = state_spec(self.conv)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [tokens, size] -> the same shape."""
+        """x [tokens, size] -> the same shape, which `out` takes."""
         before, behind, values = self.project.forward(x).chunk(3, 1)
-        return self.out.forward(behind * self.conv.mix(before * values))
+        return behind * self.conv.mix(before * values)
 
 
 class Lfm2Layer(Layer):
@@ -73,8 +73,8 @@ class Lfm2Layer(Layer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [tokens, size] -> the same shape."""
-        h = self.input_norm(x)
-        x = x + self.conv(h)
+        mixed = self.conv(self.input_norm(x))
+        x = x + self.conv.out(mixed)
         h = self.mlp_norm(x)
         return x + self.mlp(h)
 

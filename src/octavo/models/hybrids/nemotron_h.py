@@ -53,7 +53,8 @@ class NemotronMambaLayer(Layer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [tokens, size] -> the same shape."""
-        return x + self.mamba(self.norm(x))
+        mixed = self.mamba(self.norm(x))
+        return x + self.mamba.out(mixed)
 
 
 class NemotronAttentionLayer(Layer):

@@ -69,8 +69,8 @@ class Qwen3NextLayer(Layer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [tokens, size] -> the same shape."""
-        h = self.input_norm(x)
-        x = x + self.mixer(h)
+        mixed = self.mixer(self.input_norm(x))
+        x = x + self.mixer.out(mixed)
         h = self.mlp_norm(x)
         return x + self.mlp(h)
 
