@@ -80,6 +80,61 @@ def test_rl_a3_vllms_own_trainer_end_drives_the_routes() -> None:
         assert "drove the routes" in run(script, server.url, python=VLLM_PYTHON, paths=[ROOT / "src"])
 
 
+def test_rl_a2_what_openrlhfs_actor_does() -> None:
+    """RL.A2: its engine, its communicator, and tensors one a call while requests are kept."""
+    script = ROOT / "tests" / "rl" / "openrlhf_actor.py"
+    assert run(script, python=sys.executable) == "an actor lived\n"
+
+
+def test_rl_a2_what_torchtitans_generator_imports_and_steps() -> None:
+    """RL.A2: an engine that its owner steps; a model of the trainer's own is refused by name."""
+    code = """
+from vllm import EngineArgs, LLMEngine, SamplingParams
+from vllm.config import AttentionConfig, CompilationConfig, ParallelConfig
+from vllm.config.compilation import CompilationMode, CUDAGraphMode, PassConfig
+from vllm.logger import init_logger
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+init_logger("x").debug("y")
+made = CompilationConfig(cudagraph_mode=CUDAGraphMode.NONE, mode=CompilationMode.NONE, pass_config=PassConfig())
+attention = AttentionConfig(backend=AttentionBackendEnum.CUSTOM)
+common = dict(model="octavo-tiny", trust_remote_code=True, dtype="bfloat16", tensor_parallel_size=1,
+              data_parallel_size=1, enable_expert_parallel=False, distributed_executor_backend="external_launcher",
+              gpu_memory_utilization=0.5, enforce_eager=True, attention_config=attention, compilation_config=made,
+              disable_log_stats=False, max_model_len=128, max_num_seqs=8, scheduling_policy="fcfs", seed=1)
+engine = LLMEngine.from_engine_args(EngineArgs(**common))
+assert engine.vllm_config.parallel_config.world_size == 1
+own = dict(n=1, max_tokens=6, seed=2, logprobs=0, ignore_eos=True)
+params = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, **own)
+for number, one in enumerate(engine.renderer.render_cmpl([{"prompt_token_ids": [5, 6, 7]}] * 3)):
+    engine.add_request(request_id=str(number), prompt=one, params=params)
+engine.abort_request(["2"])
+ended = []
+while engine.has_unfinished_requests():
+    ended += [output for output in engine.step() if output.finished]
+assert isinstance(ended[0], RequestOutput) and engine.reset_prefix_cache(reset_running_requests=True)
+assert sorted(len(output.outputs[0].token_ids) for output in ended) == [0, 6, 6]
+for wrong in ({"worker_cls": "torchtitan.Worker"}, {"config_format": "torchtitan"}, {"data_parallel_size": 2}):
+    try:
+        EngineArgs(**common | wrong).config()
+    except ValueError as error:
+        assert next(iter(wrong)) in str(error), error
+    else:
+        raise AssertionError(wrong)
+print("stepped")
+"""
+    assert printed_by(code) == "stepped\n"
+
+
+def printed_by(code: str) -> str:
+    """By a process that has the adapter."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, OURS)), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
 def test_the_adapter_has_the_names_that_trainers_import() -> None:
     """And loads weights by vLLM's path: together, at the engine's next use, and none before."""
     code = """
@@ -115,7 +170,4 @@ except ValueError as error:
     assert "tensor_parallel_size" in str(error)
 print("imported")
 """
-    paths = os.pathsep.join([str(ROOT / "src"), str(ADAPTER / "src")])
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout == "imported\n", done.stderr[-3000:]
+    assert printed_by(code) == "imported\n"

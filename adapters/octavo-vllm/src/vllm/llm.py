@@ -13,13 +13,7 @@ from typing import Any
 import torch
 
 import octavo
-from octavo.request.sampling_params import ParameterError
-
-# Arguments that are about more than one process or device, or about how vLLM is built: nothing follows from them here.
-_NO_EFFECT = (
-    "enable_sleep_mode", "model_impl", "distributed_executor_backend", "tensor_parallel_size", "worker_extension_cls",
-    "disable_custom_all_reduce",
-)  # fmt: skip
+from vllm.arguments import kept
 
 
 class LLM(octavo.LLM):
@@ -27,10 +21,7 @@ class LLM(octavo.LLM):
 
     def __init__(self, model: str | None = None, **fields: Any) -> None:
         """See octavo.LLM. Raises ParameterError for more than one device."""
-        if fields.get("tensor_parallel_size", 1) != 1:
-            raise ParameterError("tensor_parallel_size", "must be 1: an engine of Octavo uses one device")
-        kept = {name: value for name, value in fields.items() if name not in _NO_EFFECT and value is not None}
-        super().__init__(model, **kept)
+        super().__init__(model, **kept(fields))
         self._names: list[str] = []  # of the tensors that have come since the last update
         self._is_loading = False
         # vLLM's path to the model, of which trainers use the end

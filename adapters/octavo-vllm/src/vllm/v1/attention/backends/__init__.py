@@ -1,0 +1,1 @@
+"""What trainers import of vLLM's engine."""
