@@ -44,12 +44,21 @@ async def send(llm: vllm.AsyncLLMEngine, group: PyNcclCommunicator, factor: floa
 async def main() -> None:
     """An actor's life."""
     args = vllm.AsyncEngineArgs(
-        model="octavo-tiny", enforce_eager=True,
+        model="octavo-tiny",
+        enforce_eager=True,
         worker_extension_cls="openrlhf.trainer.ray.vllm_worker_wrap.WorkerWrap",
-        tensor_parallel_size=1, seed=3, distributed_executor_backend="uni", max_model_len=256,
-        enable_prefix_caching=True, dtype="bfloat16", trust_remote_code=True, gpu_memory_utilization=0.5,
-        enable_sleep_mode=True, logprobs_mode="processed_logprobs", max_logprobs=1,
-    )  # fmt: skip
+        tensor_parallel_size=1,
+        seed=3,
+        distributed_executor_backend="uni",
+        max_model_len=256,
+        enable_prefix_caching=True,
+        dtype="bfloat16",
+        trust_remote_code=True,
+        gpu_memory_utilization=0.5,
+        enable_sleep_mode=True,
+        logprobs_mode="processed_logprobs",
+        max_logprobs=1,
+    )
     llm = vllm.AsyncLLMEngine.from_engine_args(args)
     assert not await llm.is_sleeping()
     before = (await generate(llm)).outputs[0].token_ids
