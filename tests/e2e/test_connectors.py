@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import random_models
 from engine_checks import GOOD_PROMPT, assert_idle
 from octavo import LLM, SamplingParams
 from octavo.config.settings import ConfigError
@@ -311,3 +312,38 @@ def test_C_12_a_model_whose_layers_keep_states_is_refused_by_name(make_llm: Make
         ConfigError, match=r"moves blocks of tokens, and layers 0, 1, 2, 4\.\.\. of this model keep states"
     ):
         make_llm(model="octavo-tiny-hybrid", kv_transfer_config=host())
+
+
+@pytest.mark.parametrize("name", ["GEMMA", "OLMO3", "DEEPSEEK"])
+def test_C_13_O_5_windows_and_latent_layers_load_what_is_read_and_no_more(name, make_llm: Make, tmp_path):
+    """A window's blocks are saved before it slides on, so a part of a prompt is found too."""
+    fields: dict[str, Any] = {
+        **random_models.settings_of(getattr(random_models, name), tmp_path),
+        "skip_tokenizer_init": True,
+        "max_model_len": 512,
+        "max_num_batched_tokens": 96,
+        "max_num_seqs": 4,
+        "block_size": 16,
+    }
+    rng = random.Random(5)
+    long = [rng.randrange(3, 300) for _ in range(300)]
+    prompts = [long, [*long[:150], *(rng.randrange(3, 300) for _ in range(40))], long[:33]]
+    params = SamplingParams(temperature=0.8, seed=7, max_tokens=30, logprobs=1, ignore_eos=True)
+
+    def answers(llm: LLM, prompts: list[list[int]]) -> list[Any]:
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
+        return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
+
+    expected = answers(make_llm(**fields), prompts)
+    for config in (host(), storage(tmp_path / "kv")):
+        llm = make_llm(**fields, kv_transfer_config=config)
+        assert answers(llm, prompts[:1]) == expected[:1]
+        settle(llm)
+        assert llm.reset_prefix_cache() and answers(llm, prompts[1:2]) == expected[1:2]
+        assert settle(llm)[0].num_loaded_tokens == 144, "the part that it shares with the first one"
+        assert llm.reset_prefix_cache() and answers(llm, prompts) == expected
+        stats, moved = settle(llm)
+        num_groups = len(llm.engine.memory.groups)
+        assert stats.num_loaded_tokens >= 144 + 288
+        if name != "DEEPSEEK":
+            assert moved.num_loaded_blocks < num_groups * stats.num_loaded_tokens // 16, "of windows only their ends"
