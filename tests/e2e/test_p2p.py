@@ -14,8 +14,11 @@ import pytest
 
 from engine_checks import GOOD_PROMPT, assert_idle, num_missing_blocks
 from octavo import LLM, RequestOutput, SamplingParams
+from octavo.config.kv_transfer import read_kv_transfer
 from octavo.config.settings import ConfigError
-from octavo.kv_connector.worker.p2p import P2PWorker
+from octavo.kv_connector.table import make_kind
+from octavo.kv_connector.worker.gloo import GlooWay
+from octavo.kv_connector.worker.pair import Ask, Pair, Told
 
 PROMPTS = [GOOD_PROMPT * 9, GOOD_PROMPT * 3 + "x = 1", "nothing that was said before"]
 PARAMS = SamplingParams(temperature=0.8, seed=7, max_tokens=12, logprobs=2)
@@ -23,6 +26,7 @@ Make = Callable[..., LLM]
 
 
 def p2p(role: str, **more: object) -> dict[str, Any]:
+    """The configuration of one side."""
     return {"kv_connector": "p2p", "kv_role": role, "kv_port": 0, "kv_transfer_timeout": 5, **more}
 
 
@@ -69,12 +73,18 @@ def until_idle(llm: LLM) -> None:
     assert_idle(llm)
 
 
-@pytest.mark.parametrize("fields", [{}, {"kv_cache_layout": "BLHNC", "max_num_batched_tokens": 24, "max_num_seqs": 4}])
-def test_P_1_D_2_D_3_a_pair_gives_the_bits_of_one_engine_and_computes_one_token_of_a_prompt(fields, make_llm: Make):
+CHUNKS = {"kv_cache_layout": "BLHNC", "max_num_batched_tokens": 24, "max_num_seqs": 4}
+
+
+@pytest.mark.parametrize("name", ["p2p", "nixl"])
+@pytest.mark.parametrize("fields", [{}, CHUNKS], ids=["whole", "chunks"])
+def test_P_1_N_5_D_2_D_3_a_pair_gives_one_engines_bits_and_computes_one_token_of_a_prompt(fields, name, make_llm: Make):
+    if name == "nixl":
+        pytest.importorskip("nixl_cu12")
     fields = {"max_model_len": 512, **fields}
     expected = bits(make_llm(**fields).generate(PROMPTS, PARAMS))
-    first = make_llm(**fields, kv_transfer_config=p2p("kv_producer"))
-    second = make_llm(**fields, kv_transfer_config=p2p("kv_consumer"))
+    first = make_llm(**fields, kv_transfer_config=p2p("kv_producer", kv_connector=name))
+    second = make_llm(**fields, kv_transfer_config=p2p("kv_consumer", kv_connector=name))
     for turn in range(2):  # the second time over the same connection, with other names for the same
         told = prefill(first, PROMPTS)
         assert num_missing_blocks(first), "blocks are kept for who fetches them"
@@ -152,21 +162,10 @@ def test_P_3_an_engine_of_another_cache_is_refused_by_both_names(make_llm: Make,
 
 
 def test_P_3_a_peer_that_dies_in_the_middle_is_recomputed(make_llm: Make, monkeypatch):
-    answer = P2PWorker._answer
+    def dies(*args: Any) -> None:
+        raise ConnectionResetError("killed")
 
-    def dies(self: P2PWorker, pair: Any, ask: Any) -> None:
-        find = self._find
-        monkeypatch.setattr(self, "_find", lambda ask: find(ask), raising=False)
-        meet = pair.meet
-
-        def half(*args: Any) -> int:
-            meet(*args)
-            raise ConnectionResetError("killed")
-
-        pair.meet = half
-        answer(self, pair, ask)
-
-    monkeypatch.setattr(P2PWorker, "_answer", dies)
+    monkeypatch.setattr(GlooWay, "give", dies)
     refused(make_llm, "recompute", lambda first, told: None)
 
 
@@ -201,3 +200,28 @@ def test_a_port_that_is_taken_is_refused(make_llm: Make):
         port = listener.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}.*cannot be listened on"):
             make_llm(kv_transfer_config=p2p("kv_producer", kv_port=port))
+
+
+def test_N_a_missing_library_is_refused_with_the_line_that_installs_it(make_llm: Make, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None)
+    with pytest.raises(ConfigError, match=r"needs the library nixl-cu12; pip install 'octavo\[nixl\]'"):
+        make_kind(read_kv_transfer(p2p("kv_both", kv_connector="NixlConnector")))
+
+
+def test_N_3_sides_that_move_bytes_in_other_ways_are_refused_by_both_names(make_llm: Make, monkeypatch, caplog):
+    monkeypatch.setattr(GlooWay, "name", "another")
+    first = make_llm(max_model_len=512, kv_transfer_config=p2p("kv_producer", kv_transfer_timeout=0.5))
+    told = prefill(first, PROMPTS[:1])[0]
+    asked = Ask(
+        identity=first.engine.core._executor._worker._connector._identity,
+        block_bytes=1,
+        way="gloo",
+        transfer_id=told["transfer_id"],
+        digest=b"",
+        places=[],
+    )
+    with stepping(first), contextlib.closing(socket.create_connection((told["remote_host"], told["remote_port"]))) as s:
+        pair = Pair(s, 5.0)
+        pair.send(asked)
+        assert "its blocks go by another, yours come by gloo" in pair.receive(Told).refused
+    until_idle(first)

@@ -45,7 +45,10 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     "cache.specs": ({"words", "attention.mods"}, set()),  # a spec holds a user's mods, which load no torch
     # the scheduler's halves, and the messages to the worker's: no torch
     "kv_connector": ({"words", "kv_connector.worker"}, {"msgspec", "numpy", "xxhash"}),
-    "kv_connector.worker": ({"words", "kv_connector", "rl.transport.gloo"}, {"torch", "numpy", "msgspec", "xxhash"}),
+    "kv_connector.worker": (
+        {"words", "kv_connector", "rl.transport.gloo"},
+        {"torch", "numpy", "msgspec", "xxhash", "nixl_cu12"},
+    ),
     "sched": ({"words", "kv_connector"}, {"numpy", "msgspec"}),
     "cache": ({"words"}, {"torch", "numpy"}),
     "ops": (set(), {"torch", "triton", "numpy"}),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import hashlib
+import importlib.util
 import logging
 import uuid
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ import msgspec
 import numpy as np
 
 from octavo.cache.groups import CacheGroup
-from octavo.config.kv_transfer import Extra, KVTransferConfig
+from octavo.config.kv_transfer import Extra, KVTransferConfig, refuse
 from octavo.kv_connector import Connector, ConnectorStats, SilentConnector, Transfer, TransferResults
 from octavo.kv_connector.offers import Wanted
 from octavo.kv_connector.orders import EngineSide, Order, Orders
@@ -57,9 +58,28 @@ class P2P:
 
     def worker_half(self, cache: CacheBytes, identity: str) -> WorkerConnector:
         """See Kind."""
+        from octavo.kv_connector.worker.gloo import GlooWay
         from octavo.kv_connector.worker.p2p import P2PWorker
 
-        return P2PWorker(cache, self._transfer, identity, self._num_threads)
+        return P2PWorker(cache, self._transfer, identity, GlooWay(cache), num_threads=self._num_threads)
+
+
+class Nixl(P2P):
+    """See Kind. As `p2p`, and the bytes go from memory to memory by NIXL."""
+
+    def __init__(self, transfer: KVTransferConfig) -> None:
+        """See Kind."""
+        if importlib.util.find_spec("nixl_cu12") is None:
+            install = "pip install 'octavo[nixl]', or pip install --no-deps nixl-cu12"
+            raise refuse("kv_connector", transfer.kv_connector, "needs the library nixl-cu12", install)
+        super().__init__(transfer)
+
+    def worker_half(self, cache: CacheBytes, identity: str) -> WorkerConnector:
+        """See Kind."""
+        from octavo.kv_connector.worker.nixl import NixlWay
+        from octavo.kv_connector.worker.p2p import P2PWorker
+
+        return P2PWorker(cache, self._transfer, identity, NixlWay(cache), num_threads=self._num_threads)
 
 
 def asked_of(request: Request) -> Mapping[str, Any]:

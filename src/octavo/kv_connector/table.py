@@ -66,6 +66,7 @@ TABLE = {
     "shared_storage": "octavo.kv_connector.shared_storage:SharedStorage",
     "host": "octavo.kv_connector.host:Host",
     "p2p": "octavo.kv_connector.p2p:P2P",
+    "nixl": "octavo.kv_connector.p2p:Nixl",
     "multi": "octavo.kv_connector.multi:Multi",
 }
 ALIASES = {
@@ -75,6 +76,7 @@ ALIASES = {
     "SimpleCPUOffloadConnector": "host",
     "MultiConnector": "multi",
     "P2pNcclConnector": "p2p",
+    "NixlConnector": "nixl",
 }
 _PARTS = ("scheduler_half", "worker_half", "secret", "shares_names")
 

@@ -1,6 +1,6 @@
-"""The worker's half of `p2p`: offers that peers fetch, and fetches from peers.
+"""The worker's half of `p2p` and `nixl`: offers that peers fetch, and fetches from peers.
 
-Owns the listening socket, on which a fetch is asked for, and the process group of two that its bytes go over. One
+Owns the listening socket, on which a fetch is asked for; its bytes go the way that both sides are set to. One
 connection serves one fetch at a time. Invariants: whoever waits has a deadline, and an error that names the peer; an
 offer has ended when its peer says that it has all, and a fetch that breaks off leaves the offer open for another.
 """
@@ -8,17 +8,13 @@ offer has ended when its peer says that it has all, and a fetch that breaks off 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import logging
 import socket
-import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import msgspec
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from octavo.config.kv_transfer import KVTransferConfig, refuse
 from octavo.kv_connector import ConnectorStats
@@ -26,106 +22,26 @@ from octavo.kv_connector.offers import Wanted
 from octavo.kv_connector.orders import Order, Report
 from octavo.kv_connector.worker.cache_bytes import CacheBytes
 from octavo.kv_connector.worker.mover import Job, Mover
-from octavo.rl.transport.gloo import make_gloo
+from octavo.kv_connector.worker.pair import Ask, Done, Pair, Told, TransferError, Way
 
 _LOG = logging.getLogger(__name__)
-PROTOCOL = 1
-_LENGTH = struct.Struct("<I")
-_MAX_MESSAGE = 16 << 20
-_PIECE_BYTES = 16 << 20  # of a send
 _APPEARS = 5.0  # seconds in which an offer that a peer knows of has come here
-
-
-class TransferError(RuntimeError):
-    """A peer that fails, or says no."""
-
-
-class Ask(msgspec.Struct, frozen=True, kw_only=True):
-    """Fetch: from who goes on with a request."""
-
-    protocol: int = PROTOCOL
-    identity: str
-    block_bytes: int
-    transfer_id: str
-    digest: bytes
-    places: list[tuple[int, int]]
-    store_port: int = 0  # where the process group meets, if there is none on this connection
-
-
-class Told(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer: bytes follow, unless it says why not."""
-
-    refused: str = ""
-
-
-class Done(msgspec.Struct, frozen=True):
-    """All bytes are there."""
-
-
-class _Pair:
-    """Two processes that send bytes to each other: a socket for messages, a process group for blocks."""
-
-    def __init__(self, sock: socket.socket, timeout: float) -> None:
-        sock.settimeout(timeout)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.sock, self.timeout = sock, timeout
-        self.peer = "{}:{}".format(*sock.getpeername()[:2])
-        self.group: Any = None
-        self._store: Any = None
-
-    def send(self, message: msgspec.Struct) -> None:
-        data = msgspec.msgpack.encode(message)
-        self.sock.sendall(_LENGTH.pack(len(data)) + data)
-
-    def receive(self, kind: type[Any]) -> Any:
-        (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
-        if length > _MAX_MESSAGE:
-            raise TransferError(f"{self.peer} sends a message of {length} bytes")
-        try:
-            return msgspec.msgpack.decode(self._exactly(length), type=kind)
-        except ValueError as error:
-            raise TransferError(f"{self.peer} speaks another protocol: {error}") from None
-
-    def _exactly(self, count: int) -> bytes:
-        data = bytearray()
-        while len(data) < count:
-            part = self.sock.recv(count - len(data))
-            if not part:
-                raise EOFError(f"{self.peer} has closed the connection")
-            data += part
-        return bytes(data)
-
-    def meet(self, rank: int, host: str, port: int = 0) -> int:
-        """Make the process group; rank 0 has made the store before, at the port that this gives."""
-        limit = datetime.timedelta(seconds=self.timeout)
-        if rank == 0 and self._store is None:
-            self._store = TCPStore(host, 0, 2, True, limit, wait_for_workers=False)
-            return int(self._store.port)
-        if rank == 1:
-            self._store = TCPStore(host, port, 2, False, limit, wait_for_workers=False)
-        own = self.sock.getsockname()[0]
-        self.group = make_gloo(PrefixStore("octavo blocks", self._store), rank, 2, limit, own)
-        return 0
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self.sock.shutdown(socket.SHUT_RDWR)
-        self.sock.close()
-        self.group = self._store = None
 
 
 class P2PWorker:
     """See WorkerConnector."""
 
-    def __init__(self, cache: CacheBytes, transfer: KVTransferConfig, identity: str, num_threads: int) -> None:
+    def __init__(
+        self, cache: CacheBytes, transfer: KVTransferConfig, identity: str, way: Way, *, num_threads: int
+    ) -> None:
         """Listens, where blocks go out. Raises ConfigError for an address that cannot be had."""
-        self._cache, self._identity, self._timeout = cache, identity, transfer.timeout
-        self._mover = Mover(_Fetches(cache, identity, transfer.timeout), cache.block_bytes, num_threads)
+        self._cache, self._identity, self._timeout, self._way = cache, identity, transfer.timeout, way
+        self._mover = Mover(_Fetches(cache, identity, transfer.timeout, way), cache.block_bytes, num_threads)
         self._offers: dict[str, Job] = {}
         self._numbers: dict[int, str] = {}  # order -> its transfer id
         self._ended: list[Report] = []
         self._changed = threading.Condition()
-        self._pairs: set[_Pair] = set()
+        self._pairs: set[Pair] = set()
         self._threads: list[threading.Thread] = []
         self._closing = False
         self._sent_blocks, self._send_seconds = 0, 0.0
@@ -207,6 +123,7 @@ class P2PWorker:
         for thread in self._threads:  # a process group that outlives the interpreter would end it by abort()
             thread.join(self._timeout)
         self._mover.close()
+        self._way.close()
 
     # What peers ask for, each connection on a thread of its own.
 
@@ -226,7 +143,7 @@ class P2PWorker:
 
     def _serve(self, sock: socket.socket) -> None:
         try:
-            pair = _Pair(sock, self._timeout)
+            pair = Pair(sock, self._timeout)
         except OSError:
             sock.close()
             return
@@ -246,20 +163,13 @@ class P2PWorker:
             self._pairs.discard(pair)
             pair.close()
 
-    def _answer(self, pair: _Pair, ask: Ask) -> None:
+    def _answer(self, pair: Pair, ask: Ask) -> None:
         refused, job, blocks = self._find(ask)
-        pair.send(Told(refused=refused))
+        pair.send(Told(refused=refused, told=b"" if job is None else self._way.tell(blocks)))
         if job is None:
             return
-        if pair.group is None:
-            pair.meet(1, pair.peer.rpartition(":")[0], ask.store_port)
         started = time.monotonic()
-        for piece in _pieces(blocks, self._cache):
-            rows = self._cache.host_memory(len(piece), self._cache.block_bytes)
-            with job.touching():
-                self._cache.read(piece, list(rows))
-            with _deadline(pair, "take"):
-                pair.group.send([rows.view(-1)], 0, 0).wait(datetime.timedelta(seconds=self._timeout))
+        self._way.give(pair, ask.told, job, blocks)
         pair.receive(Done)
         with self._changed:
             if job.finish():
@@ -273,6 +183,8 @@ class P2PWorker:
         """Why there is nothing, or the offer and its blocks in the order that is asked for."""
         if ask.identity != self._identity:
             return f"its cache follows from {self._identity}, yours from {ask.identity}", None, []
+        if ask.way != self._way.name:
+            return f"its blocks go by {self._way.name}, yours come by {ask.way}", None, []
         with self._changed:
             self._changed.wait_for(lambda: ask.transfer_id in self._offers or self._closing, _APPEARS)
             job = self._offers.get(ask.transfer_id)
@@ -294,10 +206,10 @@ class _Fetches:
     stored_bytes = 0
     num_evicted = 0
 
-    def __init__(self, cache: CacheBytes, identity: str, timeout: float) -> None:
-        self._cache, self._identity, self._timeout = cache, identity, timeout
+    def __init__(self, cache: CacheBytes, identity: str, timeout: float, way: Way) -> None:
+        self._cache, self._identity, self._timeout, self._way = cache, identity, timeout, way
         self._lock = threading.Lock()
-        self._idle: dict[tuple[str, int], list[_Pair]] = {}
+        self._idle: dict[tuple[str, int], list[Pair]] = {}
 
     def reset(self) -> bool:
         return True
@@ -322,11 +234,10 @@ class _Fetches:
             sock = socket.create_connection(address, self._timeout)
         except OSError as error:
             raise TransferError(f"{wanted.host}:{wanted.port} cannot be reached: {error}") from None
-        return self._fetch(_Pair(sock, self._timeout), address, job, wanted)
+        return self._fetch(Pair(sock, self._timeout), address, job, wanted)
 
-    def _fetch(self, pair: _Pair, address: tuple[str, int], job: Job, wanted: Wanted) -> Report:
+    def _fetch(self, pair: Pair, address: tuple[str, int], job: Job, wanted: Wanted) -> Report:
         try:
-            port = pair.meet(0, pair.sock.getsockname()[0]) if pair.group is None else 0
             pair.send(
                 Ask(
                     identity=self._identity,
@@ -334,20 +245,14 @@ class _Fetches:
                     transfer_id=wanted.transfer_id,
                     digest=wanted.digest,
                     places=wanted.places,
-                    store_port=port,
+                    way=self._way.name,
+                    told=self._way.ask(pair),
                 )
             )
             told = pair.receive(Told)
             if told.refused:
                 raise TransferError(f"{pair.peer}: {told.refused}")
-            if pair.group is None:
-                pair.meet(0, pair.sock.getsockname()[0])
-            for piece in _pieces(job.order.blocks, self._cache):
-                rows = self._cache.host_memory(len(piece), self._cache.block_bytes)
-                with _deadline(pair, "send"):
-                    pair.group.recv([rows.view(-1)], 1, 0).wait(datetime.timedelta(seconds=self._timeout))
-                with job.touching():
-                    self._cache.write(piece, list(rows))
+            self._way.take(pair, told.told, job, job.order.blocks)
             pair.send(Done())
         except BaseException:
             pair.close()
@@ -355,18 +260,3 @@ class _Fetches:
         with self._lock:
             self._idle.setdefault(address, []).append(pair)
         return Report(number=job.order.number)
-
-
-@contextlib.contextmanager
-def _deadline(pair: _Pair, what: str) -> Iterator[None]:
-    """Within: a peer has to do something in time. Raises TransferError."""
-    try:
-        yield
-    except RuntimeError as error:
-        text = " ".join(str(error).split())[:200]
-        raise TransferError(f"{pair.peer} did not {what} blocks within {pair.timeout:g} s: {text}") from None
-
-
-def _pieces(blocks: Sequence[int], cache: CacheBytes) -> list[Sequence[int]]:
-    count = max(_PIECE_BYTES // cache.block_bytes, 1)
-    return [blocks[start : start + count] for start in range(0, len(blocks), count)]

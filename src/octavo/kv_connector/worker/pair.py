@@ -1,0 +1,115 @@
+"""Two engines that pass blocks on: their messages, and the protocol of the way that the bytes take.
+
+Owns the messages and the socket that they go over. Knows no blocks. Invariant: every wait has a deadline, and an error
+that names the peer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from octavo.kv_connector.worker.mover import Job
+
+PROTOCOL = 1
+_LENGTH = struct.Struct("<I")
+_MAX_MESSAGE = 16 << 20
+
+
+class TransferError(RuntimeError):
+    """A peer that fails, or says no."""
+
+
+class Ask(msgspec.Struct, frozen=True, kw_only=True):
+    """Fetch: from who goes on with a request."""
+
+    protocol: int = PROTOCOL
+    identity: str
+    block_bytes: int
+    transfer_id: str
+    digest: bytes
+    places: list[tuple[int, int]]
+    way: str  # how the bytes are to come
+    told: bytes = b""  # what that needs to know
+
+
+class Told(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer: bytes follow, unless it says why not."""
+
+    refused: str = ""
+    told: bytes = b""  # what the way of the bytes needs to know
+
+
+class Done(msgspec.Struct, frozen=True):
+    """All bytes are there."""
+
+
+class Pair:
+    """This process and a peer."""
+
+    def __init__(self, sock: socket.socket, timeout: float) -> None:
+        """timeout: seconds that the peer may take for anything."""
+        sock.settimeout(timeout)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.sock, self.timeout = sock, timeout
+        self.own_host = str(sock.getsockname()[0])
+        self.peer_host, port = sock.getpeername()[:2]
+        self.peer = f"{self.peer_host}:{port}"
+        self.state: Any = None  # of the way of the bytes, while the connection lasts
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Raises OSError."""
+        data = msgspec.msgpack.encode(message)
+        self.sock.sendall(_LENGTH.pack(len(data)) + data)
+
+    def receive(self, kind: type[Any]) -> Any:
+        """A message. Raises OSError, EOFError where the peer has gone, TransferError for what is no such message."""
+        (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
+        if length > _MAX_MESSAGE:
+            raise TransferError(f"{self.peer} sends a message of {length} bytes")
+        try:
+            return msgspec.msgpack.decode(self._exactly(length), type=kind)
+        except ValueError as error:
+            raise TransferError(f"{self.peer} speaks another protocol: {error}") from None
+
+    def _exactly(self, count: int) -> bytes:
+        data = bytearray()
+        while len(data) < count:
+            part = self.sock.recv(count - len(data))
+            if not part:
+                raise EOFError(f"{self.peer} has closed the connection")
+            data += part
+        return bytes(data)
+
+    def close(self) -> None:
+        """Let go of the peer. May be called twice."""
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+        self.sock.close()
+        self.state = None
+
+
+class Way(Protocol):
+    """How the bytes of blocks come from one cache to another."""
+
+    name: str
+
+    def ask(self, pair: Pair) -> bytes:
+        """What the side that has the blocks must know."""
+
+    def tell(self, blocks: Sequence[int]) -> bytes:
+        """What the side that wants these blocks must know."""
+
+    def give(self, pair: Pair, asked: bytes, job: Job, blocks: Sequence[int]) -> None:
+        """Until the peer has the bytes, but for its word Done. Raises as `Pair.receive` and `Job.touching`."""
+
+    def take(self, pair: Pair, told: bytes, job: Job, blocks: Sequence[int]) -> None:
+        """Until the bytes are in these blocks. Raises as `Pair.receive` and `Job.touching`."""
+
+    def close(self) -> None:
+        """Nothing moves any more."""
