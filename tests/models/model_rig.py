@@ -234,7 +234,7 @@ def make_reference(family: str, **changes: Any) -> Any:
     texts = {text: f"{text}TextConfig" for text in ("Gemma3", "Qwen3_5", "Qwen3_5Moe")}
     config_class = getattr(transformers, texts.get(name, f"{name}Config"))
     torch.manual_seed(1)
-    values = {**SMALL, **own, **changes}
+    values = {**SMALL, **({"max_position_embeddings": 1280} if family in HYBRIDS else {}), **own, **changes}
     values = {key: value for key, value in values.items() if value is not None or key == "pad_token_id"}
     config = config_class(**values, attn_implementation="eager")
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
