@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import json
 import shutil
 import subprocess
@@ -55,29 +56,36 @@ class Remote:
         return call
 
 
-def be_trainer(name: str, backend: str, device: int) -> None:
-    """Send the weights of each seed that is asked for, by a line."""
+def be_trainer(name: str, device: int) -> None:
+    """Send the weights of each seed that is asked for, by a line, or write them to files."""
     from trainer_model import make_model  # imports transformers, which the engine's process does without
 
     torch.cuda.set_device(device)
-    sender = Sender(Remote(), backend)
+    senders: dict[str, Sender] = {}
     print(json.dumps({"ready": True}), flush=True)
     for line in iter(sys.stdin.readline, ""):
-        seed = json.loads(line)["seed"]
-        model = make_model(name, seed)
+        words = json.loads(line)
+        model = make_model(name, words["seed"])
         torch.cuda.synchronize()
-        sender.send(WeightSource(model), f"seed-{seed}")
+        if "folder" in words:
+            write_files(Path(words["folder"]), WeightSource(model).tensors)
+        else:
+            backend = words["backend"]
+            if backend not in senders:
+                senders[backend] = Sender(Remote(), backend)
+            senders[backend].send(WeightSource(model), f"seed-{words['seed']}")
         del model
-        print(json.dumps({"sent": seed}), flush=True)
-    sender.close()
+        print(json.dumps({"done": words["seed"]}), flush=True)
+    for sender in senders.values():
+        sender.close()
 
 
 class Trainer:
     """A trainer's process, whose calls are made of an engine here."""
 
-    def __init__(self, name: str, backend: str, device: int = 0) -> None:
+    def __init__(self, name: str, device: int = 0) -> None:
         """Starts it."""
-        command = [sys.executable, str(Path(__file__)), "--trainer", name, backend, str(device)]
+        command = [sys.executable, str(Path(__file__)), "--trainer", name, str(device)]
         self._llm: Any = None
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.began = 0.0  # of the last update
@@ -96,10 +104,15 @@ class Trainer:
         self._process.kill()
         self._process.communicate()
 
-    def send(self, seed: int) -> None:
+    def send(self, seed: int, backend: str) -> None:
         """One update."""
-        self._say({"seed": seed})
-        self._serve("sent")
+        self._say({"seed": seed, "backend": backend})
+        self._serve("done")
+
+    def write(self, seed: int, folder: str) -> None:
+        """What it would send."""
+        self._say({"seed": seed, "folder": folder})
+        self._serve("done")
 
     def _say(self, words: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None, "a pipe"
@@ -155,22 +168,13 @@ def first_token(llm: LLM) -> None:
     llm.generate([[5, 6, 7]], SamplingParams(max_tokens=1, ignore_eos=True, detokenize=False), use_tqdm=False)
 
 
-def by_files(llm: LLM, name: str, rounds: int) -> list[float]:
+def by_files(llm: LLM, trainer: Trainer, rounds: int) -> list[float]:
     """Seconds of each update."""
-    from trainer_model import make_model
-
-    model = make_model(name, 1)
-    tensors = WeightSource(model).tensors
-    fits = IN_MEMORY.is_dir() and shutil.disk_usage(IN_MEMORY).free > 1.1 * sum(
-        each.nbytes for each in tensors.values()
-    )
-    times = []
+    size, times = llm.engine.memory.weight_bytes, list[float]()
+    fits = IN_MEMORY.is_dir() and shutil.disk_usage(IN_MEMORY).free > 1.1 * size
     with tempfile.TemporaryDirectory(prefix="octavo-weights-", dir=IN_MEMORY if fits else None) as folder:
-        size = write_files(Path(folder), tensors)
-        del model, tensors
-        torch.cuda.empty_cache()
+        trainer.write(1, folder)
         tell(f"{size / 1e9:.1f} GB of files are written below {Path(folder).parent}")
-        torch.cuda.reset_peak_memory_stats()
         for _ in range(rounds):
             began = time.perf_counter()
             llm.start_weight_update()
@@ -181,13 +185,11 @@ def by_files(llm: LLM, name: str, rounds: int) -> list[float]:
     return times
 
 
-def by_trainer(llm: LLM, trainer: Trainer, rounds: int) -> list[float]:
+def by_trainer(llm: LLM, trainer: Trainer, backend: str, rounds: int) -> list[float]:
     """Seconds of each update."""
     times = []
-    trainer.meet(llm)
-    tell("the trainer is there")
     for seed in range(rounds):
-        trainer.send(seed)
+        trainer.send(seed, backend)
         first_token(llm)
         times.append(time.perf_counter() - trainer.began)
     return times
@@ -208,27 +210,26 @@ def tell(what: str) -> None:
 
 
 def run(name: str, backends: list[str], rounds: int) -> None:
-    """All of them with one engine. Trainers start before it, one after the other: the GPU has room for one."""
-    senders = [backend for backend in backends if backend != "disk"]
-    trainer = Trainer(name, senders[0], int(senders[0] == "nccl")) if senders else None
+    """All of them with one engine, and a trainer on each GPU that one is needed on, which starts meanwhile."""
     fields = {"kv_cache_memory_bytes": 1 << 30, "max_model_len": 1024, "max_num_seqs": 8, "enforce_eager": True}
-    try:
-        with dummy_model(name, weight_transfer_config={"staging": "none", "timeout": 30}, **fields) as llm:
-            first_token(llm)
-            tell("the engine is there")
-            print(f"{torch.cuda.get_device_name()}: seconds from an update's start to a token; GiB beside the model")
-            print(f"{'model':<6} {'how':<6} {'first':>8} {'best':>8} {'extra':>8}", flush=True)
-            for backend in backends:
-                if backend == "disk":
-                    report(name, backend, lambda: by_files(llm, name, rounds))
-                    continue
-                trainer = trainer or Trainer(name, backend, int(backend == "nccl"))
-                with trainer:
-                    report(name, backend, lambda: by_trainer(llm, trainer, rounds))  # noqa: B023
-                trainer = None
-    finally:
-        if trainer is not None:
-            trainer.__exit__()
+    with contextlib.ExitStack() as stack:
+        places = {backend: int(backend == "nccl") for backend in backends}
+        trainers = {device: stack.enter_context(Trainer(name, device)) for device in sorted(set(places.values()))}
+        config = {"staging": "none", "timeout": 30}
+        llm = stack.enter_context(dummy_model(name, weight_transfer_config=config, **fields))
+        first_token(llm)
+        tell("the engine is there")
+        for trainer in trainers.values():
+            trainer.meet(llm)
+        tell("trainers are there")
+        print(f"{torch.cuda.get_device_name()}: seconds from an update's start to a token; GiB beside the model")
+        print(f"{'model':<6} {'how':<6} {'first':>8} {'best':>8} {'extra':>8}", flush=True)
+        for backend, device in places.items():
+            if backend == "disk":
+                report(name, backend, lambda: by_files(llm, trainers[device], rounds))  # noqa: B023
+            else:
+                report(name, backend, lambda: by_trainer(llm, trainers[device], backend, rounds))  # noqa: B023
+            tell(f"{backend} is measured")
 
 
 def main() -> None:
@@ -237,10 +238,10 @@ def main() -> None:
     parser.add_argument("backends", nargs="*", default=["ipc", "disk"])
     parser.add_argument("--model", default="8b")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--trainer", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--trainer", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.trainer:
-        be_trainer(options.trainer[0], options.trainer[1], int(options.trainer[2]))
+        be_trainer(options.trainer[0], int(options.trainer[1]))
     else:
         run(options.model, options.backends, options.rounds)
 

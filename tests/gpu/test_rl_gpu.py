@@ -91,9 +91,11 @@ def test_RL_N1_twenty_thousand_tokens_of_experts(tmp_path: Path) -> None:
     model = make_reference("qwen3-moe", **sizes, moe_intermediate_size=256, num_hidden_layers=4).to(torch.bfloat16)
     model.save_pretrained(tmp_path)
     lengths = [5 + (37 * row) % 300 for row in range(256)]
-    with LLM(str(tmp_path), dtype="bfloat16", **WHOLE | {"kv_cache_memory_bytes": 4 << 30}) as llm:
+    with LLM(
+        str(tmp_path), dtype="bfloat16", **WHOLE | {"kv_cache_memory_bytes": 4 << 30, "max_model_len": 512}
+    ) as llm:
         sequences, theirs = drawn_logprobs(llm, random_ids(*lengths, vocab_size=4096), 80)
-    rl.convert(model.cuda(), max_model_len=1024)
+    rl.convert(model.cuda(), max_model_len=512)
     assert packed_differences(model, sequences, theirs, 16384) == (0, 256 * 80)
 
 
@@ -117,9 +119,9 @@ def test_RL_N1_families(family: str, tmp_path: Path) -> None:
     """Heads of 32 channels and more are the kernels'; bfloat16."""
     model = make_reference(family, head_dim=64, hidden_size=128).to(torch.bfloat16)
     model.save_pretrained(tmp_path)
-    with LLM(str(tmp_path), dtype="bfloat16", skip_tokenizer_init=True, **SMALL) as llm:
+    with LLM(str(tmp_path), dtype="bfloat16", skip_tokenizer_init=True, **SMALL | {"max_model_len": 512}) as llm:
         sequences, theirs = sampled(llm, random_ids(1, 33, 70, 300))
-    rl.convert(model.cuda(), max_model_len=1024)
+    rl.convert(model.cuda(), max_model_len=512)
     pack = rl.Pack.of(sequences, device="cuda")
     found = rl.logprobs(model, pack).logprobs
     assert num_differing(pack.split(found), theirs) == 0

@@ -50,15 +50,15 @@ def test_RL_W5_weights_of_another_process(backend: str) -> None:
             Sender(llm, "local").send(WeightSource(make_model("tiny", seed)), f"local-{seed}")
             expected.append(answers(llm, ASKED))
         assert expected[0] != expected[1]
-        with Trainer("tiny", backend, 1 if backend == "nccl" else 0) as trainer:
+        with Trainer("tiny", 1 if backend == "nccl" else 0) as trainer:
             trainer.meet(llm)
             for seed in (1, 2, 1):
-                trainer.send(seed)
+                trainer.send(seed, backend)
                 assert answers(llm, ASKED) == expected[seed - 1]
             assert llm.get_weight_version() == "seed-1"
             free = []
             for _ in range(10):
-                trainer.send(2)
+                trainer.send(2, backend)
                 torch.cuda.synchronize()
                 free.append(torch.cuda.mem_get_info()[0])
             assert max(free) - min(free[1:]) <= 64 << 20, free
