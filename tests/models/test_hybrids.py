@@ -35,7 +35,7 @@ def _error(case: Case, found: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_H6_logits_equal_transformers(tiny_case: Callable[[str], Case], family: str) -> None:
-    """A prompt, then the same in pieces whose borders are no chunk's, and decoded."""
+    """H.6: a prompt, then the same in pieces whose borders are no chunk's, and decoded."""
     case = tiny_case(family)
     whole = HybridRig(case.model).run(PROMPT[:150], [150])
     assert _error(case, whole) <= TOLERANCE
