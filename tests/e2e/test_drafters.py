@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from octavo.config.engine_config import EngineConfig
 from octavo.device.batch import Batch
@@ -261,6 +262,51 @@ def test_S_5_M5_5_M5_6_passes_have_exact_bounds_and_read_no_further(name: str, m
     assert all(longest <= bound <= 64 for longest, bound in bounds)
     assert min(bound for _, bound in bounds) < 40 and max(bound for _, bound in bounds) == 64
     engine.close()
+
+
+def noisy_copy(source: Path, folder: Path) -> Path:
+    """A model that says something else now and then."""
+    shutil.copytree(source, folder)
+    weights = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(3)
+    for name, weight in weights.items():
+        if weight.ndim == 2 and "embed" not in name:
+            noise = torch.randn(weight.shape, generator=generator) * weight.float().std() * 0.35
+            weights[name] = (weight + noise).to(weight.dtype)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_a_draft_model_is_accepted_as_transformers_assistant_is(model_folder: Path, tmp_path: Path) -> None:
+    """Step by step, greedily: as many drafts of each step count as in transformers' assisted generation."""
+    from transformers import AutoModelForCausalLM
+
+    assistant_folder = noisy_copy(model_folder, tmp_path / "assistant")
+    target = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
+    assistant = AutoModelForCausalLM.from_pretrained(assistant_folder, dtype=torch.float32).eval()
+    assistant.generation_config.update(
+        num_assistant_tokens=K, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
+    )
+    engine = make({"method": "draft_model", "model": str(assistant_folder)}, async_scheduling=False)
+    prompt = engine.tokenizer.encode(PROMPTS[2])
+    counts, output = accepted_by_step(engine, prompt, params(temperature=0.0, max_tokens=60))
+    engine.close()
+
+    verified: list[int] = []
+    forward = target.forward
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        verified.append(named["input_ids"].shape[1])
+        return forward(*arguments, **named)
+
+    target.forward = counted
+    with torch.no_grad():
+        ids = torch.tensor([prompt])
+        found = target.generate(ids, assistant_model=assistant, do_sample=False, max_new_tokens=60, eos_token_id=None)
+    assert found[0, len(prompt) :].tolist() == output.outputs[0].token_ids
+    assert len(counts) < 45, "drafts are accepted now and then"
+    # its first step verifies drafts behind the prompt, where ours computes the prompt alone
+    assert abs(len(verified) - len([count for count in counts if count])) <= 1
 
 
 def test_an_abort_between_drafts_leaves_the_others_bits() -> None:
