@@ -367,6 +367,11 @@ def test_S_8_what_does_not_suit_is_refused_by_name(name: str, tmp_path: Path) ->
         make(given(tmp_path))
 
 
+def test_a_head_is_no_model() -> None:
+    with pytest.raises(ValueError, match=r"a head that drafts: name it in speculative_config"):
+        make(None, model="octavo-tiny-eagle3")
+
+
 def test_a_drafter_of_other_words_is_refused(model_folder: Path) -> None:
     path = model_folder / "tokenizer.json"
     tokenizer = json.loads(path.read_text())

@@ -17,7 +17,7 @@ from typing import Any
 
 from octavo.checkpoint.arch import Arch, Latent
 from octavo.checkpoint.config_reader.experts import read_experts
-from octavo.checkpoint.config_reader.families import FAMILIES, Family
+from octavo.checkpoint.config_reader.families import FAMILIES, HEADS, Family
 from octavo.checkpoint.config_reader.fields import Fields, read_json
 from octavo.checkpoint.config_reader.layers import read_layers
 from octavo.checkpoint.config_reader.outside import read_outside
@@ -139,6 +139,8 @@ def _architecture(fields: Fields) -> str:
     """The one architecture that the file names, if it is one of ours or the path of a class."""
     names = fields.get("architectures", [])
     name = names[0] if isinstance(names, list) and len(names) == 1 else None
+    if name in HEADS["eagle3"]:
+        fields.refuse("architectures", names, "this is a head that drafts: name it in speculative_config")
     if not isinstance(name, str) or (name not in FAMILIES and ":" not in name):
         fields.refuse(
             "architectures", names, f"known are {', '.join(sorted(FAMILIES))}, or a path 'package.module:Class'"
