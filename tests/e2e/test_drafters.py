@@ -23,7 +23,7 @@ from octavo.frontend.engine import Engine
 from octavo.model_state.default import DefaultModelState
 from octavo.request.outputs import RequestOutput
 from octavo.request.sampling_params import SamplingParams
-from random_models import DEEPSEEK, settings_of, token_prompts
+from random_models import DEEPSEEK, GEMMA, settings_of, token_prompts
 from test_drafts import EVERYTHING, LONG, PROMPTS, Counts, Job, facts, params, run
 
 K = 4
@@ -338,6 +338,36 @@ def test_modules_in_the_targets_own_checkpoint(tmp_path: Path, count: int) -> No
     counts = Counts(engine)
     assert facts(run(engine, jobs)) == expected
     assert counts.num_drafted > 20
+    engine.close()
+
+
+TARGETS: dict[str, Callable[[Path], tuple[dict[str, Any], dict[str, Any]]]] = {
+    "states": lambda _: ({"model": "octavo-tiny-hybrid"}, {**ITSELF, "draft_noise": 0.8}),
+    "windows": lambda folder: (
+        settings_of(GEMMA, folder / "target"),
+        {"method": "eagle", "model": str(random_head(folder / "head", hidden=64, vocab=300))},
+    ),
+}
+
+
+@pytest.mark.parametrize("chunk", [17, 512])
+@pytest.mark.parametrize("name", TARGETS)
+def test_targets_with_states_and_windows(name: str, chunk: int, tmp_path: Path) -> None:
+    """What a drafter's layers reserve ahead of a step takes nothing from what the target's layers keep of it."""
+    for part in ("target", "head"):
+        (tmp_path / part).mkdir()
+    fields, given = TARGETS[name](tmp_path)
+    fields = fields | {"max_num_batched_tokens": chunk, "max_model_len": 256, "kv_cache_memory_bytes": 32 << 20}
+    prompts = [each["prompt_token_ids"] for each in token_prompts(9, 62, 63, 64, 100, 127)]
+    jobs = [(prompt, params(max_tokens=30, logprobs=1, detokenize=False, seed=len(prompt))) for prompt in prompts]
+    reference = make(None, **fields)
+    expected = facts(run(reference, jobs))
+    reference.close()
+    engine = make(given, **fields)
+    counts = Counts(engine)
+    for _ in range(2):  # cold, and from the prefix cache
+        assert facts(run(engine, jobs)) == expected
+    assert counts.num_drafted > 100
     engine.close()
 
 

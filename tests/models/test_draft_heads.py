@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
+from hybrid_configs import HYBRIDS
 from loading import load_model
 from model_rig import Rig, make_reference
 from octavo.attention.base import ForwardContext, forward_context
@@ -199,13 +200,16 @@ def test_eagle_equals_a_plain_loop(target: Any, tmp_path: Path, brings: bool) ->
     assert drafter.begin(states) is states
 
 
-@pytest.mark.parametrize("family", ["deepseek3", "qwen3", "qwen3-moe", "glm4"])
+HYBRID = {"layer_types": ["linear_attention", "full_attention", "full_attention"]}
+
+
+@pytest.mark.parametrize("family", ["deepseek3", "qwen3", "qwen3-moe", "glm4", "qwen3-next", "qwen3.5-moe"])
 @pytest.mark.parametrize("under_mtp", [False, True], ids=["behind the layers", "under mtp"])
 def test_mtp_equals_transformers(family: str, under_mtp: bool, tmp_path: Path) -> None:
     """A module is one more layer of the target's kind: here one is made of a model that has a layer more."""
     from transformers.modeling_layers import MtpModel
 
-    longer = make_reference(family, num_hidden_layers=3)
+    longer = make_reference(family, num_hidden_layers=3, **(HYBRID if family in HYBRIDS else {}))
     longer.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config |= {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}

@@ -16,7 +16,7 @@ def preempt_at_next_growth(driver, monkeypatch):
     kv = driver.scheduler.kv
     reserve, reserve_each = kv.reserve, kv.reserve_each
 
-    def refuse(request, num_new):
+    def refuse(request, num_new, ahead):
         monkeypatch.setattr(kv, "reserve", reserve)
         monkeypatch.setattr(kv, "reserve_each", reserve_each)
 

@@ -105,11 +105,11 @@ class World:
         self._reserve, self._reserve_each = scheduler.kv.reserve, scheduler.kv.reserve_each
         scheduler.kv.reserve, scheduler.kv.reserve_each = self.reserve, self.reserve_each
 
-    def reserve(self, request: Request, num_new: int):
+    def reserve(self, request: Request, num_new: int, ahead: int = 0):
         if self.squeeze and len(self.scheduler.running) > 1:
             self.squeeze = False
             return None
-        return self._reserve(request, num_new)
+        return self._reserve(request, num_new, ahead)
 
     def reserve_each(self, requests: Sequence[Request], starts: Sequence[int]):
         return None if self.squeeze else self._reserve_each(requests, starts)

@@ -68,8 +68,8 @@ class Growth:
             if row in work.victims:
                 break
             request, count = self._running.owners[row], int(num_new[place])
-            reach = min(count + self._drafting.lookahead, self._max_model_len - request.num_computed)
-            while (blocks := self._kv.reserve(request, reach)) is None:
+            ahead = min(self._drafting.lookahead, self._max_model_len - request.num_computed - count)
+            while (blocks := self._kv.reserve(request, count, ahead)) is None:
                 victim = self._running.requests[-1]
                 if self._loads.keeps_blocks and self._loads.unpark_behind(victim):
                     continue
@@ -80,7 +80,7 @@ class Growth:
                     break
             else:
                 self._kv.publish(request, request.num_computed + count)
-                self._running.rows.num_reserved[row] = -(-(request.num_computed + reach) // size) * size
+                self._running.rows.num_reserved[row] = -(-(request.num_computed + count + ahead) // size) * size
             if blocks:
                 growth.append((row, blocks))
         work.growth = pack(growth)

@@ -83,6 +83,7 @@ class KVManager:
         self._num_blocks = [group.parts.blocks for group in groups]  # of an entry
         self._pool = BlockPool(num_blocks, sum(self._num_blocks))
         self._prefixes = Prefixes(groups, self._policies, self._pool)
+        self.unit = self._prefixes.unit  # hits are multiples of so many tokens
         self._chain = HashChain(self.block_size, secret=secret, identity=identity.encode())
         self._entries: dict[str, _Entry] = {}
         self._zeroed = [index for index, group in enumerate(groups) if group.zero_fresh_blocks]
@@ -97,11 +98,6 @@ class KVManager:
         self._being_written: dict[str, list[tuple[int, int]]] = {}
         self._fresh: list[int] = []  # blocks of these groups, handed out since the last `take_fresh`
         self._holds = Holds(self._pool)
-
-    @property
-    def unit(self) -> int:
-        """Tokens of the largest block: hits are multiples of it."""
-        return self._prefixes.unit
 
     @property
     def can_load(self) -> bool:
@@ -151,13 +147,21 @@ class KVManager:
         return min([policy.cut(start, end) for policy in self._policies])
 
     def admit(
-        self, request: Request, hit: Hit, num_tokens: int, *, max_new: int, keep_free: int, loads: bool = False
+        self,
+        request: Request,
+        hit: Hit,
+        num_tokens: int,
+        *,
+        max_new: int,
+        keep_free: int,
+        ahead: int = 0,
+        loads: bool = False,
     ) -> list[list[int]] | None:
         """Reserve blocks for the first `num_tokens` tokens behind the hit, which is shared: all per group, in order.
 
         None, and nothing changes, unless all tokens that are known, and one more, would fit now by steps of `max_new`
-        tokens and leave `keep_free` blocks. loads: the tokens behind the hit are to be loaded, so that there are null
-        blocks where nobody reads them.
+        tokens and leave `keep_free` blocks. ahead: those of the tokens that the next step does not compute. loads: the
+        tokens behind the hit are to be loaded, so that there are null blocks where nobody reads them.
         """
         assert request.request_id not in self._entries, "a request is admitted once, and again only after `release`"
         pool, tables = self._pool, [list(table) for table in hit.tables]
@@ -175,7 +179,7 @@ class KVManager:
         for block in shared:
             pool.share(block)
         entry, num_fresh = _Entry(request, tables, num_tokens, hit.num_tokens // self.block_size), len(self._fresh)
-        self._append_blocks(entry.tables, num_tokens, num_tokens)
+        self._append_blocks(entry.tables, num_tokens, num_tokens - ahead)
         if loads:  # they come whole, and are not to be zeroed by the next step
             del self._fresh[num_fresh:]
         self._entries[request.request_id] = entry
@@ -185,22 +189,20 @@ class KVManager:
             self.stats.hits += hit.num_tokens
         return [list(table) for table in entry.tables]
 
-    def reserve(self, request: Request, num_new: int) -> list[list[int]] | None:
+    def reserve(self, request: Request, num_new: int, ahead: int = 0) -> list[list[int]] | None:
         """New blocks per group for `num_new` more tokens; empty if the last block has room; None if too few are free.
 
-        Gives back what slid out of every window. Need not be called for one token inside a block.
+        And for `ahead` more, which the step does not compute. Gives back what slid out.
         """
-        entry = self._entries[request.request_id]
-        start = request.num_computed
-        end = start + num_new
+        entry, start = self._entries[request.request_id], request.num_computed
+        end = start + num_new + ahead
         if self._sliding:
             # Rejected drafts may take num_computed back, but never to before the last known token.
             self._slide(entry, min(start, request.num_tokens - 1))
-        new = self._append_blocks(entry.tables, end, min(end, request.num_tokens))
+        new = self._append_blocks(entry.tables, end, min(end - ahead, request.num_tokens))
         if new is None:
             return None
-        if end > entry.num_tokens:
-            entry.num_tokens = end
+        entry.num_tokens = max(entry.num_tokens, end)
         return new
 
     def reserve_each(self, requests: Sequence[Request], starts: Sequence[int]) -> list[int] | None:

@@ -355,8 +355,9 @@ class Scheduler:
             return None
         # Without room for the running ones to grow the newcomer would soon be preempted, and computed again.
         keep_free = HEADROOM_BLOCKS * len(self.running) * kv.num_groups
-        num_tokens = min(hit.num_tokens + num_new + self.drafting.lookahead, self._max_model_len)
-        blocks = kv.admit(request, hit, num_tokens, max_new=self._max_new, keep_free=keep_free)
+        end = hit.num_tokens + num_new
+        ahead = min(self.drafting.lookahead, self._max_model_len - end)
+        blocks = kv.admit(request, hit, end + ahead, max_new=self._max_new, keep_free=keep_free, ahead=ahead)
         if blocks is None:
             assert self.running or self.loads.keeps_blocks, "one request alone fits the pool"
             self._blocked = request, kv.num_free_blocks
@@ -401,8 +402,8 @@ class Scheduler:
         num_new = self._fit(request, num_computed, work.budget)
         if not num_new:
             return None
-        reach = min(num_new + self.drafting.lookahead, self._max_model_len - num_computed)
-        while self.kv.reserve(request, reach) is None:
+        ahead = min(self.drafting.lookahead, self._max_model_len - num_computed - num_new)
+        while self.kv.reserve(request, num_new, ahead) is None:
             if self.running or not self.loads.unpark_behind(request):
                 return None  # who runs or loads, or has arrived before, goes on
         del self.loads.arrived[request.request_id]

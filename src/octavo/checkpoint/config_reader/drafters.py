@@ -75,23 +75,22 @@ def read_modules(config: Mapping[str, Any], where: str, target: Arch, names: Col
 
     Raises ValueError, one line, where there are none, or for another target.
     """
-    fields = Fields(config, where)
+    text = config.get("text_config")
+    fields = Fields({**config, **text} if isinstance(text, Mapping) else config, where)
     under_mtp = any(name.startswith("mtp.") for name in names)
     counted = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")
     field = next((name for name in counted if fields.get(name) is not None), counted[1])
     num_modules = fields.integer(field, 0, 64, 1 if under_mtp else 0)
     if not num_modules:
         fields.refuse(field, num_modules, "the checkpoint has no modules of multi-token prediction")
-    text = config.get("text_config")
-    own = Fields({**config, **text} if isinstance(text, Mapping) else config, where)
     sizes = {
         "hidden_size": target.hidden_size,
         "vocab_size": target.vocab_size,
         "num_hidden_layers": target.num_layers,
     }
     for name, size in sizes.items():
-        if own.get(name) != size:
-            own.refuse(name, own.get(name), f"the target has {size}: take the modules of this model")
+        if fields.get(name) != size:
+            fields.refuse(name, fields.get(name), f"the target has {size}: take the modules of this model")
     return DraftArch(
         method="mtp", arch=target, num_modules=num_modules, vocab_size=target.vocab_size, under_mtp=under_mtp
     )

@@ -46,11 +46,11 @@ class MtpModule(Layer):
         super().__init__()
         arch = self.arch = dataclasses.replace(
             draft.arch,
-            layers=draft.arch.layers[-1:],
+            layers=tuple(kind for kind in draft.arch.layers if kind.mixer == "attention")[-1:],
             moe_layers=frozenset({0} if draft.arch.moe_layers else ()),  # a target's first layers alone may be dense
         )
         family: Callable[[Arch, torch.dtype], CausalLM] = type(target)
-        alone = family(arch, dtype)  # of one layer, like the target's last one
+        alone = family(arch, dtype)  # of one layer, like the target's last one that attends
         self.layer_specs: Sequence[LayerSpec] = alone.layer_specs
         self.rotary, self.layer = alone.rotary, cast(Layer, alone.layers[0])
         self.other_prefixes, self.stacked_weights = target.other_prefixes, target.stacked_weights
