@@ -41,3 +41,18 @@ def test_a_test_names_each_criterion() -> None:
 def test_what_tests_name_stands_in_the_docs() -> None:
     named = {re.sub(r"_", "-" if own.startswith("INV") else ".", own, count=1) for own in re.findall(_NAMED, _told())}
     assert named - set(_criteria()) == set()
+
+
+def test_the_loops_table_names_tests_that_exist_and_misses_no_criterion() -> None:
+    text = (ROOT / "docs" / "rl_criteria.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
+    assert len(named) > 60
+    missing = [
+        f"{path}::{name}"
+        for path, name in named
+        if not (ROOT / path).exists() or f"def {name}(" not in (ROOT / path).read_text(encoding="utf-8")
+    ]
+    assert not missing
+    numbers = re.findall(r"^\| (RL\.[A-Z]\d+) \| \S.* \| \S.* \|$", text, re.MULTILINE)
+    assert len(set(numbers)) == len(numbers) == len(re.findall(r"^\| RL", text, re.MULTILINE))
+    assert {own for own in _criteria() if own.startswith("RL.")} <= set(numbers)
