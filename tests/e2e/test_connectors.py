@@ -347,3 +347,16 @@ def test_C_13_O_5_windows_and_latent_layers_load_what_is_read_and_no_more(name, 
         assert stats.num_loaded_tokens >= 144 + 288
         if name != "DEEPSEEK":
             assert moved.num_loaded_blocks < num_groups * stats.num_loaded_tokens // 16, "of windows only their ends"
+
+
+def test_V_2_blocks_of_other_weights_are_not_found_and_those_of_old_ones_when_they_come_back(make_llm: Make, tmp_path):
+    llm = make_llm(max_model_len=512, kv_transfer_config=multi(host(), storage(tmp_path)))
+    bits(llm)
+    settle(llm)
+    scheduler = llm.engine.scheduler
+    for version, found in (("1", False), ("", True)):
+        scheduler.set_weights_version(version)
+        before = scheduler.stats().num_loaded_tokens
+        assert llm.reset_prefix_cache()
+        bits(llm)
+        assert (settle(llm)[0].num_loaded_tokens > before) is found

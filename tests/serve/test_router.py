@@ -142,6 +142,24 @@ def test_D_2_a_stream_is_passed_on_as_it_comes(trio):
     settled(first, second)
 
 
+def test_C_7_a_load_that_fails_by_the_policy_is_told_as_such(tmp_path):
+    transfer = {"kv_connector": "p2p", "kv_role": "kv_consumer", "kv_port": 0}
+    port = free_port()
+    one = Process(tmp_path / "log", port, "serve", *SERVE, "--kv-transfer-config", json.dumps(transfer))
+    try:
+        one.wait()
+        gone = {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": free_port(), "transfer_id": "x"}
+        asked = {**ASK, "kv_transfer_params": {**gone, "remote_num_tokens": 32}}
+        status, body = one.ask("POST", "/v1/completions", asked)
+        assert status == 500 and body["error"]["code"] == "kv_load_failed", body
+        assert one.metric("octavo:kv_load_failures_total") == 1 and one.metric("vllm:corrupted_requests_total") == 0
+        for name, value in (("remote_port", -1), ("do_remote_prefill", "yes"), ("max_load_tokens", 1.5)):
+            status, body = one.ask("POST", "/v1/completions", {**ASK, "kv_transfer_params": {name: value}})
+            assert status == 400 and body["error"]["param"] == f"kv_transfer_params.{name}"
+    finally:
+        one.stop()
+
+
 def test_what_is_wrong_with_a_request_the_server_says(trio):
     _, _, router = trio
     for body, status in (({**ASK, "temperature": -1}, 400), ({}, 400), ([1], 400)):

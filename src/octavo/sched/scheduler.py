@@ -23,6 +23,7 @@ import numpy as np
 
 from octavo.kv_connector import NO_CONNECTOR, Connector, Later
 from octavo.plan import NO_INTS, StepLimits, StepPlan, StepResult
+from octavo.request.outputs import LOAD_FAILED
 from octavo.request.request import FinishReason, Request, Status
 from octavo.request.updates import RequestUpdate
 from octavo.sched.drafts import Drafting, run_of
@@ -32,7 +33,7 @@ from octavo.sched.order import order_of
 from octavo.sched.prefixes import Hit
 from octavo.sched.results import NOTHING, Results
 from octavo.sched.running import Running
-from octavo.sched.transfers.loads import FAILURE_POLICIES, LOAD_FAILED, LOAD_TIMEOUT, NEVER, Loads
+from octavo.sched.transfers.loads import FAILURE_POLICIES, LOAD_TIMEOUT, NEVER, Loads
 from octavo.sched.versions import Versions
 from octavo.sched.work import Issued, PlanBuilder, SchedulerStats, cut_prompts, num_proven, take_back, without
 

@@ -27,7 +27,6 @@ _LOG = logging.getLogger(__name__)
 LOAD_TIMEOUT = 30.0  # seconds
 WAIT = 0.01  # seconds between two looks of an engine that has nothing else to do
 FAILURE_POLICIES = ("recompute", "fail")
-LOAD_FAILED = "kv_load_failed"  # the error of a request that ends by the policy "fail"
 
 
 @dataclasses.dataclass(slots=True)

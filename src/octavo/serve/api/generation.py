@@ -17,6 +17,7 @@ from msgspec import UNSET, UnsetType
 
 from octavo.frontend.frontend import Prompt
 from octavo.request.outputs import (
+    LOAD_FAILED,
     MASK_TOO_LARGE,
     MAX_SUPPORT_IDS,
     NO_TOKEN,
@@ -373,6 +374,9 @@ def _failure(completion: CompletionOutput) -> ApiError | None:
         return bad_request(MASK_TOO_LARGE, text, "return_sampling_mask")
     if completion.finish_reason == "error" and completion.stop_reason == TOO_COMPLEX:
         return bad_request(TOO_COMPLEX, "the output's form is too complex: it met a limit within the text")
+    if completion.finish_reason == "error" and completion.stop_reason == LOAD_FAILED:
+        message = "blocks of this request were lost on their way here: try again, or let the server recompute them"
+        return ApiError(500, LOAD_FAILED, message)
     if completion.finish_reason == "error":
         return ApiError(
             500,

@@ -23,7 +23,7 @@ from octavo.checkpoint.hub import find_model
 from octavo.config.engine_config import EngineConfig, resolve_max_logprobs
 from octavo.frontend.frontend import Frontend, Prompt
 from octavo.frontend.messages import COUNTERS, EngineInfo, Updates
-from octavo.request.outputs import OUTPUT_FAILED, REQUESTS_OWN
+from octavo.request.outputs import NOT_THE_MODELS, OUTPUT_FAILED
 from octavo.request.sampling_params import Limits, SamplingParams
 from octavo.request.updates import RequestUpdate, once_each
 from octavo.serve.engine.client import EngineClient, Supervision
@@ -437,7 +437,7 @@ class AsyncEngine(AsyncWeightMethods):
                 return
             facts.finish_reasons |= {o.index: o.finish_reason for o in output.outputs if o.finish_reason is not None}
             facts.is_corrupted |= any(
-                o.finish_reason == "error" and o.stop_reason not in REQUESTS_OWN for o in output.outputs
+                o.finish_reason == "error" and o.stop_reason not in NOT_THE_MODELS for o in output.outputs
             )
             if not stream.put(output):
                 self._give_up(stream, SlowReaderError("the stream was not read for too long"))
