@@ -23,6 +23,17 @@ MEANINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "mem_fraction_static": ("0.5", {"gpu_memory_utilization": 0.5}),
     "max_running_requests": ("7", {"max_num_seqs": 7}),
     "chunked_prefill_size": ("64", {"max_num_batched_tokens": 64}),
+    "kv_offloading_size": (
+        "0.5",
+        {
+            "kv_transfer_config": {
+                "kv_connector": "host",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 29},
+            }
+        },
+    ),
+    "mamba_ssm_cache_dtype": ("bfloat16", {"state_dtype": "bfloat16"}),
     "rope_theta": ("500000", {"hf_overrides": {"rope_theta": 500000.0}}),
     "rope_scaling": (
         '{"rope_type": "linear", "factor": 2}',

@@ -176,7 +176,6 @@ _MAMBA = "states of recurrent layers lie in blocks of the one cache, and advance
 _MODEL = {
     "model_weights": _never("weights are read from --model"),
     "model_class_overrides": _never("a new model is a file in src/octavo/models (docs/adding.md)"),
-    "enable_return_routed_experts": _never("which experts ran is not told", kind="switch"),
     "quantization_config": _never("--quantization says all there is"),
     "allow_deprecated_quantization": _idle("no quantization here is deprecated", kind="switch"),
     "qlora_adapter_name_or_path": _never("there are no LoRA adapters"),
