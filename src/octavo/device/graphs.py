@@ -24,6 +24,7 @@ from octavo.device.batch import StepShape
 _LOG = logging.getLogger(__name__)
 # 4,608: half of a step of 8,192 tokens, beside 512 rows that decode, as `LLM.generate` starts a batch
 _MIXED_TOKENS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 2048, 3072, 4096, 4608, 6144, 8192, 12288, 16384)
+_MOST_VERIFIED = 512  # tokens, all of which give logits
 _VERIFY_ROWS = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128)
 ANY_LENGTH = 1 << 31  # more than any request has
 _INTS = {2: "<i2", 4: "<i4"}  # by bytes per element
@@ -99,9 +100,9 @@ def verify_keys(max_num_rows: int, max_num_tokens: int, num_drafts: Callable[[in
     found = []
     for rows in dict.fromkeys([*(size for size in _VERIFY_ROWS if size < max_num_rows), max_num_rows]):
         drafts = num_drafts(rows)
-        if drafts > 0 and rows * (1 + drafts) <= max_num_tokens:
+        tokens = rows * (1 + drafts)
+        if drafts > 0 and tokens <= min(max_num_tokens, _MOST_VERIFIED):
             for whole in (True, False):
-                tokens = rows * (1 + drafts)
                 found.append(GraphKey(tokens, rows, max_long=rows, is_decode=whole, num_drafts=drafts))
     return found
 
@@ -144,7 +145,10 @@ class GraphPool:
         with torch.cuda.stream(self._stream):
             for key in self.first_keys():
                 rehearse(key)  # compiles and loads what the graph launches, and finds memory
-                self._capture(key, issue)
+                if not key.num_drafts:
+                    self._capture(key, issue)
+                elif not self._try_capture(key, issue):  # a drafter may do what no graph holds
+                    self._verify.clear()
             for key in self.missing_keys():
                 reserve(key)
         torch.cuda.synchronize()
@@ -171,12 +175,16 @@ class GraphPool:
             return True
         if key is EAGER:
             return False
+        with torch.cuda.stream(self._stream):
+            self._load(key)
+            if not self._try_capture(key, issue):
+                (self._verify if key.num_drafts else self._decode if key.is_decode else self._mixed).remove(key)
+        return key in self._graphs
+
+    def _try_capture(self, key: GraphKey, issue: Issue) -> bool:
         try:
-            with torch.cuda.stream(self._stream):
-                self._load(key)
-                self._capture(key, issue)
+            self._capture(key, issue)
         except RuntimeError as error:
-            (self._verify if key.num_drafts else self._decode if key.is_decode else self._mixed).remove(key)
             _LOG.warning("no graph for steps of %d tokens in %d rows: %s", key.num_tokens, key.num_rows, error)
         return key in self._graphs
 

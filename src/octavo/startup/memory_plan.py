@@ -17,6 +17,7 @@ from octavo.cache.policies import blocks_for_request
 from octavo.checkpoint.arch import Arch
 from octavo.config.engine_config import Resolved
 from octavo.config.settings import ConfigError
+from octavo.config.speculative import cheap_tokens
 from octavo.plan import StepLimits
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
@@ -135,7 +136,8 @@ def plan_memory(
 
 def _logits_bytes(arch: Arch, resolved: Resolved, max_num_drafts: int) -> int:
     """Logits of the largest step as computed, as processed, and room to sort."""
-    lines = min(resolved.max_num_seqs * (1 + max_num_drafts), resolved.max_num_batched_tokens)
+    rows, cheap = resolved.max_num_seqs, cheap_tokens(resolved.speculative, resolved.device)
+    lines = min(rows * (1 + max_num_drafts), rows + cheap if cheap else resolved.max_num_batched_tokens)
     return 3 * 4 * lines * arch.vocab_size
 
 

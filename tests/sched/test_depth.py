@@ -1,0 +1,53 @@
+"""How many drafts a row verifies: few where few are accepted, fewer where many rows run."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from octavo.plan import StepLimits
+from octavo.sched.drafts.depth import Depth
+
+ROWS = np.array([0, 1])
+
+
+def make(num_drafts: int = 4, cheap_tokens: int = 48) -> Depth:
+    return Depth(
+        StepLimits(max_num_rows=8, max_num_tokens=64, max_model_len=64, max_num_drafts=num_drafts), cheap_tokens
+    )
+
+
+def test_a_row_goes_as_deep_as_its_drafts_are_good() -> None:
+    """One whose drafts are all accepted goes to the end, one whose are all rejected stops, and tries again at times."""
+    depth = make()
+    for _ in range(20):
+        depth.learn(ROWS, np.array([4, 4]), np.array([4, 0]))
+    assert depth.of_rows(ROWS, 4, 2).tolist() == [4, 0]
+    tried = sum(depth.of_rows(ROWS, 4, 2)[1] for _ in range(64))
+    assert tried == 2, "one draft in 32 steps"
+    for _ in range(20):
+        depth.learn(ROWS[1:], np.array([1]), np.array([1]))
+    assert depth.of_rows(ROWS, 4, 2).tolist() == [4, 4]
+
+
+@pytest.mark.parametrize(("num_rows", "most"), [(1, 4), (9, 4), (10, 3), (16, 2), (24, 1), (25, 0), (1000, 0)])
+def test_a_batch_has_no_more_tokens_than_are_cheap(num_rows: int, most: int) -> None:
+    assert make().of_batch(num_rows) == most
+    assert make(cheap_tokens=0).of_batch(num_rows) == 4, "as the settings say"
+
+
+def test_a_draft_of_many_rows_must_be_better() -> None:
+    depth = make(num_drafts=8)
+    for _ in range(50):
+        depth.learn(ROWS, np.array([1, 1]), np.array([1, 0]))
+        depth.learn(ROWS, np.array([1, 1]), np.array([0, 1]))
+    alone, among_many = (depth.of_rows(ROWS, 8, count)[0] for count in (1, 40))
+    assert alone > among_many >= 0
+
+
+def test_who_enters_a_row_begins_anew() -> None:
+    depth = make()
+    for _ in range(20):
+        depth.learn(ROWS, np.array([4, 4]), np.array([0, 0]))
+    depth.clear(ROWS[:1])
+    assert depth.of_rows(ROWS, 4, 1).tolist() == [4, 0]
