@@ -58,13 +58,7 @@ struct Kept {
             else narrow(values + done, reinterpret_cast<bf16*>(at) + skip, n);
         });
     }
-    // Element `index` of an item; 0 where nothing is kept.
-    float get(const int32_t* table, int64_t entry, int64_t offset, int64_t index) const {
-        const char* at = place(table, entry, offset, index / line_size);
-        if (!at) return 0.0f;
-        const int64_t skip = index % line_size;
-        return dtype == F32 ? reinterpret_cast<const float*>(at)[skip] : to_float(reinterpret_cast<const bf16*>(at)[skip]);
-    }
+    // Element `index` of an item.
     void put(const int32_t* table, int64_t entry, int64_t offset, int64_t index, float value) const {
         char* at = place(table, entry, offset, index / line_size);
         if (!at) return;
@@ -130,10 +124,7 @@ struct StateRow {
         computed = end - (step.query_start[row + 1] - first);
     }
     int64_t border() const { return computed / chunk * chunk; }
-    // Of what the token at `position` brought.
-    float get(const Kept& kept, int64_t position, int64_t index) const {
-        return kept.get(inputs, position / block_size, position % block_size, index);
-    }
+    // Of what the token at `position` brings.
     void put(const Kept& kept, int64_t position, int64_t index, float value) const {
         kept.put(inputs, position / block_size, position % block_size, index, value);
     }
@@ -142,6 +133,30 @@ struct StateRow {
     }
     void write(const Kept& kept, int64_t position, int64_t first, int64_t count, const float* values) const {
         kept.write(inputs, position / block_size, position % block_size, first, count, values);
+    }
+    // Elements [first, first + count) of what the tokens at `begin` to `end` - 1 brought, to rows of `out`.
+    void read_tokens(const Kept& kept, int64_t begin, int64_t end, int64_t first, int64_t count, float* out,
+                     int64_t out_row) const {
+        const int64_t line = first / kept.line_size, skip = first % kept.line_size;
+        if (skip + count > kept.line_size || kept.lines > kept.run) {  // cut into several lines
+            for (int64_t t = begin; t < end; ++t) read(kept, t, first, count, out + (t - begin) * out_row);
+            return;
+        }
+        while (begin < end) {  // of one part: tokens lie equally far apart
+            const int64_t offset = begin % block_size, at = (offset * kept.lines + line) % kept.run;
+            int64_t n = (kept.run - 1 - at) / kept.lines + 1;
+            if (n > block_size - offset) n = block_size - offset;
+            if (n > end - begin) n = end - begin;
+            const char* from = kept.place(inputs, begin / block_size, offset, line);
+            if (!from) return;  // the open chunk of a row is kept
+            for (int64_t t = 0; t < n; ++t, from += kept.lines * kept.line_bytes, out += out_row) {
+                if (count == 1) *out = kept.dtype == F32 ? reinterpret_cast<const float*>(from)[skip]
+                                                         : to_float(reinterpret_cast<const bf16*>(from)[skip]);
+                else if (kept.dtype == F32) widen(reinterpret_cast<const float*>(from) + skip, out, count);
+                else widen(reinterpret_cast<const bf16*>(from) + skip, out, count);
+            }
+            begin += n;
+        }
     }
     // The state behind `border` tokens: elements [first, first + count); zeros at 0.
     void read_state(const Kept& kept, int64_t border, int64_t first, int64_t count, float* out) const {

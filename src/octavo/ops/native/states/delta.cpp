@@ -96,13 +96,10 @@ class DeltaTask {
     // Keys of the chunk, q and k of the step's tokens in it, and their products.
     void make_keys(int64_t border) {
         const int64_t size = rule_.key_size, fresh = last_ - first_, offset = rule_.num_key_heads * size;
-        for (int64_t t = 0; t < last_; ++t) {
+        if (kp_ > size) std::memset(s_.keys, 0, 4 * first_ * kp_);
+        row_.read_tokens(kept_.key, border, border + first_, key_head_ * size, size, s_.keys, kp_);
+        for (int64_t t = first_; t < last_; ++t) {
             float* key = s_.keys + t * kp_;
-            if (t < first_) {
-                for (int64_t i = size; i < kp_; ++i) key[i] = 0.0f;
-                row_.read(kept_.key, border + t, key_head_ * size, size, key);
-                continue;
-            }
             const T* x = token(border, t) + key_head_ * size;
             normalize(x + offset, size, kp_, 0.0f, false, key);
             for (int64_t i = 0; i < kp_; i += VL) store(key + i, rounded<T>(load(key + i)));
@@ -120,18 +117,15 @@ class DeltaTask {
 
     // Sums of g and rates of one head: of places that are known from what is kept.
     void make_gates(int64_t border, int64_t head) {
-        float sum = 0.0f;
-        for (int64_t t = 0; t < last_; ++t) {
-            if (t < first_) {
-                sum = row_.get(kept_.decay, border + t, head);
-            } else {
-                const int64_t at = row_.first + border + t - row_.computed;
-                const float a = to_float(args_.a[at * args_.a_stride + head]);
-                sum = sum + rule_.decay[head] * vsoftplus(a + rule_.dt_bias[head]);
-                s_.rate[t] = sigmoid(to_float(args_.b[at * args_.b_stride + head]));
-                row_.put(kept_.decay, border + t, head, sum);
-                row_.put(kept_.rate, border + t, head, s_.rate[t]);
-            }
+        row_.read_tokens(kept_.decay, border, border + first_, head, 1, s_.total, 1);
+        float sum = first_ ? s_.total[first_ - 1] : 0.0f;
+        for (int64_t t = first_; t < last_; ++t) {
+            const int64_t at = row_.first + border + t - row_.computed;
+            const float a = to_float(args_.a[at * args_.a_stride + head]);
+            sum = sum + rule_.decay[head] * vsoftplus(a + rule_.dt_bias[head]);
+            s_.rate[t] = sigmoid(to_float(args_.b[at * args_.b_stride + head]));
+            row_.put(kept_.decay, border + t, head, sum);
+            row_.put(kept_.rate, border + t, head, s_.rate[t]);
             s_.total[t] = sum;
         }
     }
@@ -144,11 +138,8 @@ class DeltaTask {
     void head(int64_t border, int64_t h) {
         const int64_t head = key_head_ * group_ + h, size = rule_.value_size, fresh = last_ - first_;
         make_gates(border, head);
-        for (int64_t t = 0; t < first_; ++t) {
-            float* update = s_.updates + t * vp_;
-            for (int64_t i = size; i < vp_; ++i) update[i] = 0.0f;
-            row_.read(kept_.update, border + t, head * size, size, update);
-        }
+        if (vp_ > size) std::memset(s_.updates, 0, 4 * first_ * vp_);
+        row_.read_tokens(kept_.update, border, border + first_, head * size, size, s_.updates, vp_);
         std::memset(s_.rest, 0, 8 * fresh * vp_);
         add_chains(s_.vectors, kp_, 2 * fresh, rule_.key_size, s_.state[h], vp_, vp_, s_.rest, vp_);
         for (int64_t t = 0; t < fresh; ++t) place(border, head, t);

@@ -79,13 +79,11 @@ class Mamba2Task {
     // B of the chunk, C of the step's tokens in it, and their products.
     void make_pairs(int64_t border) {
         const int64_t size = scan_.state_size, inner = scan_.num_heads * scan_.head_size;
-        for (int64_t t = 0; t < last_; ++t) {
+        if (np_ > size) std::memset(s_.b, 0, 4 * first_ * np_);
+        row_.read_tokens(kept_.b, border, border + first_, group_ * size, size, s_.b, np_);
+        for (int64_t t = first_; t < last_; ++t) {
             float* b = s_.b + t * np_;
             for (int64_t i = size; i < np_; ++i) b[i] = 0.0f;
-            if (t < first_) {
-                row_.read(kept_.b, border + t, group_ * size, size, b);
-                continue;
-            }
             const T* x = args_.xbc + token(border, t) * args_.xbc_stride + inner + group_ * size;
             float* c = s_.c + (t - first_) * np_;
             for (int64_t i = size; i < np_; ++i) c[i] = 0.0f;
@@ -100,19 +98,16 @@ class Mamba2Task {
 
     // Sums of dt * decay, and dt, of one head.
     void make_gates(int64_t border, int64_t head) {
-        float sum = 0.0f;
-        for (int64_t t = 0; t < last_; ++t) {
-            if (t < first_) {
-                sum = row_.get(kept_.decay, border + t, head);
-                s_.dt[t] = row_.get(kept_.dt, border + t, head);
-            } else {
-                float dt = vsoftplus(to_float(args_.dt[token(border, t) * args_.dt_stride + head]) + scan_.dt_bias[head]);
-                dt = dt < scan_.dt_min ? scan_.dt_min : dt > scan_.dt_max ? scan_.dt_max : dt;
-                sum = sum + dt * scan_.decay[head];
-                s_.dt[t] = dt;
-                row_.put(kept_.decay, border + t, head, sum);
-                row_.put(kept_.dt, border + t, head, dt);
-            }
+        row_.read_tokens(kept_.decay, border, border + first_, head, 1, s_.total, 1);
+        row_.read_tokens(kept_.dt, border, border + first_, head, 1, s_.dt, 1);
+        float sum = first_ ? s_.total[first_ - 1] : 0.0f;
+        for (int64_t t = first_; t < last_; ++t) {
+            float dt = vsoftplus(to_float(args_.dt[token(border, t) * args_.dt_stride + head]) + scan_.dt_bias[head]);
+            dt = dt < scan_.dt_min ? scan_.dt_min : dt > scan_.dt_max ? scan_.dt_max : dt;
+            sum = sum + dt * scan_.decay[head];
+            s_.dt[t] = dt;
+            row_.put(kept_.decay, border + t, head, sum);
+            row_.put(kept_.dt, border + t, head, dt);
             s_.total[t] = sum;
         }
     }
@@ -124,15 +119,12 @@ class Mamba2Task {
     void head(int64_t border, int64_t h) {
         const int64_t head = group_ * heads_ + h, size = scan_.head_size, fresh = last_ - first_;
         make_gates(border, head);
-        for (int64_t t = 0; t < last_; ++t) {
+        if (pp_ > size) std::memset(s_.values, 0, 4 * last_ * pp_);
+        row_.read_tokens(kept_.x, border, border + first_, head * size, size, s_.values, pp_);
+        for (int64_t t = first_; t < last_; ++t) {
             float* x = s_.values + t * pp_;
-            for (int64_t i = size; i < pp_; ++i) x[i] = 0.0f;
-            if (t < first_) {
-                row_.read(kept_.x, border + t, head * size, size, x);
-            } else {
-                widen(args_.xbc + token(border, t) * args_.xbc_stride + head * size, x, size);
-                row_.write(kept_.x, border + t, head * size, size, x);
-            }
+            widen(args_.xbc + token(border, t) * args_.xbc_stride + head * size, x, size);
+            row_.write(kept_.x, border + t, head * size, size, x);
         }
         std::memset(s_.results, 0, 4 * fresh * pp_);
         add_chains(s_.c, np_, fresh, scan_.state_size, s_.state[h], pp_, pp_, s_.results, pp_);
