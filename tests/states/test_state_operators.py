@@ -9,8 +9,10 @@ import torch
 
 import state_rig as rig
 from octavo.cache.specs import with_state_dtype
-from octavo.layers.recurrent import state_spec
+from octavo.layers.recurrent import ShortConvolution, state_spec
 from octavo.ops import native
+from octavo.ops.gemm import pack_linear
+from octavo.ops.scan import DeltaNetOperands
 from octavo.states.base import StateBackend
 from octavo.states.cpu import CpuStates
 from octavo.states.reference import ReferenceStates
@@ -126,3 +128,26 @@ def test_H_3_a_state_behind_rejected_tokens_is_written_again(name: str) -> None:
         for each in (rows, clean)
     )
     assert torch.equal(own.nan_to_num(9.0), other.nan_to_num(9.0)) and not own.isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_a_delta_net_in_one_call_has_the_bits_of_its_operators(dtype: torch.dtype) -> None:
+    rule = rig.delta_case(dtype).part
+    conv = ShortConvolution(0, rule.channels, 4, dtype)
+    rig.fill(conv)
+    random = torch.Generator().manual_seed(9)
+    projections = torch.randn(rule.channels + 4 * 32 + 2 * 4, 24, generator=random).to(dtype)
+    net = DeltaNetOperands(pack_linear(projections), conv.operands, rule.operands, torch.linspace(0.5, 2, 32), 1e-6)
+    case = rig.Case(
+        "net",
+        rule,
+        lambda random, n: (torch.randn(n, 24, generator=random).to(dtype),),
+        lambda backend, own, drawn: backend.delta_net(own, net, *drawn),
+        lambda drawn: drawn[0],
+    )
+    drawn, spec = rig.draw_all(case, (1, 70, 130)), state_spec(conv, rule)
+    expected = rig.alone(case, ReferenceStates(), drawn, spec=spec)
+    rows = rig.Rows(case, CpuStates(), drawn, spec=spec)
+    for counts in ({1: 65, 0: 1}, {2: 100, 1: 1}, {1: 4, 2: 30}):
+        rows.compute(counts)
+    assert all(map(torch.equal, rows.results, expected))

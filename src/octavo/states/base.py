@@ -19,7 +19,7 @@ import torch
 from octavo.cache.pool import KVCachePool, PartsView
 from octavo.cache.specs import LayerSpec, StateSpec
 from octavo.ops import states as ops
-from octavo.ops.scan import ConvOperands, DeltaOperands, Mamba1Operands, Mamba2Operands
+from octavo.ops.scan import ConvOperands, DeltaNetOperands, DeltaOperands, Mamba1Operands, Mamba2Operands
 from octavo.ops.states import Store
 
 
@@ -81,6 +81,9 @@ class StateBackend(Protocol):
         self, own: LayerStates, rule: DeltaOperands, qkv: torch.Tensor, a: torch.Tensor, b: torch.Tensor
     ) -> torch.Tensor:
         """qkv [T, channels of q, k and v], behind their convolution; a, b [T, heads] -> [T, heads * value_size]."""
+
+    def delta_net(self, own: LayerStates, net: DeltaNetOperands, x: torch.Tensor) -> torch.Tensor:
+        """x [T, size] -> [T, heads * value_size]: projections, convolution, delta rule, gated norm of each head."""
 
     def mamba2(self, own: LayerStates, scan: Mamba2Operands, xbc: torch.Tensor, dt: torch.Tensor) -> torch.Tensor:
         """xbc [T, channels of x, B and C], behind their convolution; dt [T, heads] -> [T, heads * head_size]."""

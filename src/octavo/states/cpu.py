@@ -14,14 +14,16 @@ import torch
 from torch import Tensor
 
 from octavo.ops import native
-from octavo.ops.scan import ConvOperands, DeltaOperands, Mamba1Operands, Mamba2Operands
+from octavo.ops.scan import ConvOperands, DeltaNetOperands, DeltaOperands, Mamba1Operands, Mamba2Operands
 from octavo.ops.states import Store
+from octavo.states import composed
 from octavo.states.base import LayerStates, StateInputs
 from octavo.states.reference import DELTA_INPUTS, MAMBA1_INPUTS, MAMBA2_INPUTS, ReferenceStates
 
 _P, _I, _C, _F = native.PTR, native.I64, native.I32, native.F32
 native.declare("octavo_short_conv", [_P, _P, _P, _P, _P, _I, _P, _C])
 native.declare("octavo_gated_delta", [_P, _P, _P, _P, _P, _I, _P, _I, _P, _I, _P, _C])
+native.declare("octavo_delta_net", [_P, _P, _P, _I, _I, _P, _C])
 native.declare("octavo_mamba2", [_P, _P, _P, _P, _P, _I, _P, _I, _P, _C])
 native.declare("octavo_mamba1", [_P, _P, _P, _P, _P, _I, _P, _I, _P, _I, _P, _I, _P, _C])
 
@@ -74,6 +76,17 @@ class _DeltaRule(ctypes.Structure):
     )
 
 
+class _DeltaNet(ctypes.Structure):
+    """`octavo::DeltaNet` of delta_net.cpp."""
+
+    _fields_ = (
+        *((name, _P) for name in ("project", "norm")),
+        *((f"{operator}_{name}", _P) for operator in ("conv", "rule") for name in ("tables", "kept", "operands")),
+        *((name, _I) for name in ("channels", "num_heads", "value_size")),
+        ("eps", _F),
+    )
+
+
 class _Mamba2Scan(ctypes.Structure):
     """`octavo::Mamba2Scan` of mamba2.cpp."""
 
@@ -108,6 +121,7 @@ class CpuStates:
         """Layers and steps are told of as they come."""
         self._reference = ReferenceStates()
         self._told: dict[tuple[LayerStates, str], _Told] = {}
+        self._nets: dict[LayerStates, _DeltaNet] = {}
         self._step: tuple[StateInputs | None, _Step] = (None, _Step())
 
     def short_conv(self, own: LayerStates, conv: ConvOperands, x: Tensor) -> Tensor:
@@ -115,12 +129,7 @@ class CpuStates:
         lib = native.lib()
         if not lib or len(conv.weight) > _MOST_WIDTH:
             return self._reference.short_conv(own, conv, x)
-        told = self._told.get((own, "conv"))
-        if told is None:
-            width, channels = conv.weight.shape
-            bias = None if conv.bias is None else conv.bias.data_ptr()
-            operands = _ShortConv(channels, width, conv.weight.data_ptr(), bias, int(conv.silu))
-            told = self._tell(own, "conv", ("conv",), ("conv",), operands)
+        told = self._told.get((own, "conv")) or self._tell_conv(own, conv)
         x, out = _rows(x), torch.empty_like(x, memory_format=torch.contiguous_format)
         code = native.DTYPE_CODES[x.dtype]
         lib.octavo_short_conv(self._rows_of(own), *told.addresses, x.data_ptr(), x.stride(0), out.data_ptr(), code)
@@ -131,11 +140,7 @@ class CpuStates:
         lib = native.lib()
         if not lib or rule.num_heads > _MOST_DELTA_HEADS * rule.num_key_heads:
             return self._reference.gated_delta(own, rule, qkv, a, b)
-        told = self._told.get((own, "delta"))
-        if told is None:
-            pointers = rule.decay.data_ptr(), rule.dt_bias.data_ptr()
-            operands = _DeltaRule(*rule[:4], *pointers, rule.key_size**-0.5)
-            told = self._tell(own, "delta", ("state",), DELTA_INPUTS, operands)
+        told = self._told.get((own, "delta")) or self._tell_delta(own, rule)
         qkv, a, b = _rows(qkv), _rows(a), _rows(b)
         out = qkv.new_empty(len(qkv), rule.num_heads * rule.value_size)
         lib.octavo_gated_delta(
@@ -150,6 +155,24 @@ class CpuStates:
             out.data_ptr(),
             native.DTYPE_CODES[qkv.dtype],
         )
+        return out
+
+    def delta_net(self, own: LayerStates, net: DeltaNetOperands, x: Tensor) -> Tensor:
+        """See StateBackend."""
+        lib, rule = native.lib(), net.rule
+        is_wide = len(net.conv.weight) > _MOST_WIDTH or rule.num_heads > _MOST_DELTA_HEADS * rule.num_key_heads
+        if not lib or not net.project.header or is_wide:
+            return composed.delta_net(self, own, net, x)
+        told = self._nets.get(own)
+        if told is None:
+            conv, delta = self._tell_conv(own, net.conv), self._tell_delta(own, rule)
+            channels = 2 * rule.num_key_heads * rule.key_size + rule.num_heads * rule.value_size
+            sizes = channels, rule.num_heads, rule.value_size, net.eps
+            addresses = net.project.header, net.norm.data_ptr(), *conv.addresses, *delta.addresses
+            told = self._nets[own] = _DeltaNet(*addresses, *sizes)
+        x, out = _rows(x), x.new_empty(len(x), rule.num_heads * rule.value_size)
+        code, step = native.DTYPE_CODES[x.dtype], self._rows_of(own)
+        lib.octavo_delta_net(step, ctypes.addressof(told), x.data_ptr(), x.stride(0), len(x), out.data_ptr(), code)
         return out
 
     def mamba2(self, own: LayerStates, scan: Mamba2Operands, xbc: Tensor, dt: Tensor) -> Tensor:
@@ -192,6 +215,17 @@ class CpuStates:
         code = native.DTYPE_CODES[x.dtype]
         lib.octavo_mamba1(self._rows_of(own), *told.addresses, *places, out.data_ptr(), code)
         return out
+
+    def _tell_conv(self, own: LayerStates, conv: ConvOperands) -> _Told:
+        width, channels = conv.weight.shape
+        bias = None if conv.bias is None else conv.bias.data_ptr()
+        operands = _ShortConv(channels, width, conv.weight.data_ptr(), bias, int(conv.silu))
+        return self._tell(own, "conv", ("conv",), ("conv",), operands)
+
+    def _tell_delta(self, own: LayerStates, rule: DeltaOperands) -> _Told:
+        pointers = rule.decay.data_ptr(), rule.dt_bias.data_ptr()
+        operands = _DeltaRule(*rule[:4], *pointers, rule.key_size**-0.5)
+        return self._tell(own, "delta", ("state",), DELTA_INPUTS, operands)
 
     def _tell(
         self, own: LayerStates, name: str, states: tuple[str, ...], inputs: tuple[str, ...], operands: ctypes.Structure

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from octavo.ops.compile.row_sum import padded_length
-from octavo.ops.scan import ConvOperands, DeltaOperands, Mamba1Operands, Mamba2Operands
+from octavo.ops.scan import ConvOperands, DeltaNetOperands, DeltaOperands, Mamba1Operands, Mamba2Operands
 from octavo.ops.scan.conv_gpu import short_convolution
 from octavo.ops.scan.delta_gpu import delta_blocks, delta_scan
 from octavo.ops.scan.gates_gpu import normalize_keys, scan_gates
 from octavo.ops.scan.kept import Form, form_of
 from octavo.ops.scan.mamba1_gpu import mamba1_scan
 from octavo.ops.scan.mamba2_gpu import mamba2_scan
+from octavo.states import composed
 from octavo.states.base import LayerStates
 from octavo.states.reference import DELTA_INPUTS, MAMBA1_INPUTS, MAMBA2_INPUTS
 
@@ -110,6 +111,10 @@ class GpuStates:
             **named, LEVELS=num_rows.bit_length(), num_warps=2, num_stages=1, **_PLAIN,
         )  # fmt: skip
         return before, factor, inverse
+
+    def delta_net(self, own: LayerStates, net: DeltaNetOperands, x: Tensor) -> Tensor:
+        """See StateBackend."""
+        return composed.delta_net(self, own, net, x)
 
     def mamba2(self, own: LayerStates, scan: Mamba2Operands, xbc: Tensor, dt: Tensor) -> Tensor:
         """See StateBackend."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from octavo.ops.scan import (
     ConvOperands,
+    DeltaNetOperands,
     DeltaOperands,
     Mamba1Operands,
     Mamba2Operands,
@@ -22,6 +23,7 @@ from octavo.ops.scan import (
     softplus,
 )
 from octavo.ops.scan import reference as ops
+from octavo.states import composed
 from octavo.states.base import LayerStates
 
 DELTA_INPUTS = ("key", "value", "update", "decay", "rate")
@@ -121,6 +123,10 @@ class ReferenceStates:
             kept = tuple(torch.zeros_like(part) for part in kept)
         own.store_inputs((key, value, update, total, rate))
         return result.flatten(1)
+
+    def delta_net(self, own: LayerStates, net: DeltaNetOperands, x: Tensor) -> Tensor:
+        """See StateBackend."""
+        return composed.delta_net(self, own, net, x)
 
     def mamba2(self, own: LayerStates, scan: Mamba2Operands, xbc: Tensor, dt: Tensor) -> Tensor:
         """See StateBackend."""

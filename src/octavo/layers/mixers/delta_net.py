@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import torch
 
+from octavo.attention.base import current_context
 from octavo.checkpoint.arch import DeltaNet
 from octavo.layers.base import Layer
 from octavo.layers.linear import Linear
 from octavo.layers.recurrent import GatedDeltaRule, ShortConvolution, state_spec
-from octavo.ops.activation import gated_activation
-from octavo.ops.norm import rms_norm
+from octavo.ops.scan import DeltaNetOperands
 
 
 def _sizes(facts: DeltaNet) -> tuple[int, int, int]:
@@ -66,8 +66,7 @@ class GatedDeltaNet(Layer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [tokens, size] -> [tokens, values], which `out` takes."""
-        qkv, z, b, a = self.project.forward(x).split(self._parts, 1)
-        found = self.rule.mix(self.conv.mix(qkv), a, b)
-        heads = found.view(-1, self.norm.shape[0])
-        normed = rms_norm(heads, self.norm, self._eps).view_as(found)
-        return gated_activation(torch.cat((z, normed), 1), "silu")
+        own = current_context().layers[self.conv.index].states
+        assert own.backend is not None, "the engine gives every layer with a state its operators"
+        operands = DeltaNetOperands(self.project.packed, self.conv.operands, self.rule.operands, self.norm, self._eps)
+        return own.backend.delta_net(own, operands, x)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops.activation import exp_reference
+from octavo.ops.gemm import LinearWeight
 
 CHUNK = 64  # tokens of a chunk whose places are computed at once: gated delta rule, Mamba-2
 SHORT_CHUNK = 16  # of operators that compute the open chunk's places again, one by one: Mamba-1; and of convolutions
@@ -47,6 +48,16 @@ class DeltaOperands(NamedTuple):
     value_size: int
     decay: Tensor  # [num_heads] float32, -exp(A_log)
     dt_bias: Tensor  # [num_heads] float32
+
+
+class DeltaNetOperands(NamedTuple):
+    """A gated delta net around its rule: projections to q, k and v, z, b and a; a norm of each head, gated by z."""
+
+    project: LinearWeight
+    conv: ConvOperands
+    rule: DeltaOperands
+    norm: Tensor  # [value_size] float32
+    eps: float
 
 
 class Mamba2Operands(NamedTuple):
