@@ -37,7 +37,7 @@ def alone(llm: LLM, held_out_prompts: list[str]) -> list[list[int]]:
     return [list(llm.generate(prompt, GREEDY, use_tqdm=False)[0].outputs[0].token_ids) for prompt in prompts]
 
 
-def test_H6_alone(held_out_prompts: list[str], alone: list[list[int]]) -> None:
+def test_H_6_alone(held_out_prompts: list[str], alone: list[list[int]]) -> None:
     """Each token is the likeliest that transformers finds behind those before it, of 50 held-out prompts."""
     transformers = pytest.importorskip("transformers")
     folder = str(resources.files("octavo").joinpath(f"assets/{MODEL}"))
@@ -52,7 +52,7 @@ def test_H6_alone(held_out_prompts: list[str], alone: list[list[int]]) -> None:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_H8_together(held_out_prompts: list[str], alone: list[list[int]], name: str) -> None:
+def test_H_8_together(held_out_prompts: list[str], alone: list[list[int]], name: str) -> None:
     """Twice: what the first round left is found in the second."""
     with LLM(MODEL, dtype="float32", **SETTINGS[name]) as llm:
         for _ in range(2):
@@ -61,7 +61,7 @@ def test_H8_together(held_out_prompts: list[str], alone: list[list[int]], name: 
 
 
 @pytest.mark.parametrize("count", [pytest.param(8, id="8"), pytest.param(1000, id="1000", marks=pytest.mark.slow)])
-def test_H8_a_request_behind_a_disturbing_one_keeps_its_bits(llm: LLM, count: int) -> None:
+def test_H_8_a_request_behind_a_disturbing_one_keeps_its_bits(llm: LLM, count: int) -> None:
     """A, B, A: what B leaves in blocks, states and caches changes nothing of A's second answer."""
     rng = random.Random(count)
     params = SamplingParams(temperature=1.0, seed=1, max_tokens=6, ignore_eos=True, logprobs=0, detokenize=False)
@@ -83,7 +83,7 @@ def test_H8_a_request_behind_a_disturbing_one_keeps_its_bits(llm: LLM, count: in
         assert cached.engine.scheduler.stats().num_prefix_hits > 0
 
 
-def test_H4_hits_are_as_long_as_those_of_a_model_that_only_attends(held_out_prompts: list[str]) -> None:
+def test_H_4_hits_are_as_long_as_those_of_a_model_that_only_attends(held_out_prompts: list[str]) -> None:
     """With blocks of a chunk's size: a state is kept at every border, so both find all but the last block."""
     prompt = [index % 4000 + 3 for index in range(500)]
     params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)

@@ -50,7 +50,7 @@ def _results(llm: LLM, prompts: list[dict[str, list[int]]], first: int = 0) -> R
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_H8_every_setting(tmp_path: Path, family: str, dtype: str) -> None:
+def test_H_8_every_setting(tmp_path: Path, family: str, dtype: str) -> None:
     assert family in HYBRIDS
     make_reference(family, vocab_size=300).save_pretrained(tmp_path)
     own = {"model": str(tmp_path), "dtype": dtype, "max_model_len": 256, "skip_tokenizer_init": True}

@@ -34,7 +34,7 @@ def _error(case: Case, found: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
-def test_H6_logits_equal_transformers(tiny_case: Callable[[str], Case], family: str) -> None:
+def test_H_6_logits_equal_transformers(tiny_case: Callable[[str], Case], family: str) -> None:
     """H.6: a prompt, then the same in pieces whose borders are no chunk's, and decoded."""
     case = tiny_case(family)
     whole = HybridRig(case.model).run(PROMPT[:150], [150])
@@ -45,7 +45,7 @@ def test_H6_logits_equal_transformers(tiny_case: Callable[[str], Case], family: 
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 300, 1100])
 @pytest.mark.parametrize("family", HYBRIDS)
-def test_H6_logits_of_prompts_and_token_by_token(tiny_case: Callable[[str], Case], family: str, length: int) -> None:
+def test_H_6_logits_of_prompts_and_token_by_token(tiny_case: Callable[[str], Case], family: str, length: int) -> None:
     case = tiny_case(family)
     whole = HybridRig(case.model).run(PROMPT[:length], [length])
     assert _error(case, whole) <= TOLERANCE
@@ -55,7 +55,7 @@ def test_H6_logits_of_prompts_and_token_by_token(tiny_case: Callable[[str], Case
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["qwen3-next", "qwen3.5", "lfm2", "granite4", "nemotron-h", "falcon-h1", "jamba"])
-def test_H8_bits_do_not_depend_on_the_batch(tiny_case: Callable[[str], Case], family: str, dtype: torch.dtype) -> None:
+def test_H_8_bits_do_not_depend_on_the_batch(tiny_case: Callable[[str], Case], family: str, dtype: torch.dtype) -> None:
     """A row alone in one piece, and the same row in pieces beside others, give equal bits."""
     case = tiny_case(family)
     model = case.model if dtype == torch.float32 else load_model(read_arch(case.folder), case.folder, dtype)

@@ -1,0 +1,108 @@
+"""What checkpoints of families with states may say and hold: layers by name, text halves, experts in one tensor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hybrid_rig import HybridRig
+from loading import load_model
+from model_rig import Case
+from octavo.checkpoint.arch import Arch
+from octavo.checkpoint.config_reader.checkpoint import arch_from_config, read_arch
+
+PLAIN: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+
+
+def _read(name: str, **changes: Any) -> Arch:
+    return arch_from_config({**PLAIN, "architectures": [name], **changes})
+
+
+def _mixers(arch: Arch) -> str:
+    return "".join(kind.mixer[0] for kind in arch.layers)
+
+
+def test_layers_are_what_a_file_says_or_leaves_unsaid() -> None:
+    assert _mixers(_read("Qwen3_5ForCausalLM")) == "ddda"
+    assert _mixers(_read("Qwen3_5ForCausalLM", full_attention_interval=2)) == "dada"
+    assert _mixers(_read("Lfm2ForCausalLM", full_attn_idxs=[2])) == "ccac"
+    assert _mixers(_read("NemotronHForCausalLM", hybrid_override_pattern="M-*E")) == "mnan"
+    assert _mixers(_read("JambaForCausalLM", attn_layer_period=2, attn_layer_offset=1)) == "mama"
+    assert _mixers(_read("FalconH1ForCausalLM", mamba_n_heads=16)) == "amamamam", "each layer counts as two"
+    granite = _read("GraniteMoeHybridForCausalLM", mamba_n_heads=4, layer_types=["mamba", "attention"] * 2)
+    assert _mixers(granite) == "mama" and granite.layers[1].rope.kind == "none"
+
+
+def test_what_a_published_config_of_qwen3_next_says() -> None:
+    arch = _read(
+        "Qwen3NextForCausalLM", hidden_size=2048, num_attention_heads=16, head_dim=256, num_experts=512,
+        num_experts_per_tok=10, moe_intermediate_size=512, shared_expert_intermediate_size=512, norm_topk_prob=True,
+        partial_rotary_factor=0.25, rope_theta=1e7, rope_scaling=None, linear_num_value_heads=32, decoder_sparse_step=1,
+        mlp_only_layers=[],
+    )  # fmt: skip
+    assert arch.moe is not None and arch.delta is not None
+    assert (arch.moe.num_experts, arch.moe.shared_size, arch.moe.shared_gate) == (512, 512, True)
+    assert (arch.layers[3].rope.rotary_size, arch.layers[3].rope.theta) == (64, 1e7)
+    assert (arch.delta.num_key_heads, arch.delta.num_value_heads, arch.delta.key_size) == (16, 32, 128)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("Qwen3_5ForCausalLM", {"layer_types": ["conv"] * 3}, "unsupported layer_types="),
+        ("Qwen3_5ForCausalLM", {"linear_num_value_heads": 33}, r"linear_num_value_heads=33 \(linear_num_key_heads=16"),
+        ("Lfm2ForCausalLM", {"full_attn_idxs": 2}, "full_attn_idxs=2 .a list of layer numbers"),
+        ("NemotronHForCausalLM", {"hybrid_override_pattern": "M-X"}, 'layers_block_type="M-X"'),
+        ("NemotronHForCausalLM", {"mlp_hidden_act": "silu"}, 'mlp_hidden_act="silu" .only "relu2" is implemented'),
+        ("GraniteMoeHybridForCausalLM", {"position_embedding_type": "alibi"}, "only rope and nope are known"),
+        ("GraniteMoeHybridForCausalLM", {"mamba_n_heads": 4, "time_step_limit": [2, 1]}, r"time_step_limit=\[2, 1\]"),
+        ("BambaForCausalLM", {"mamba_n_heads": 7}, "mamba_n_heads=7 .heads of 128 channels in 1 groups must be equal"),
+        ("JambaForCausalLM", {"attn_layer_offset": 9}, "attn_layer_offset=9"),
+    ],
+)
+def test_what_is_not_understood_is_refused_in_one_line(name: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as refusal:
+        _read(name, **changes)
+    assert "\n" not in str(refusal.value)
+
+
+def test_the_text_half_of_a_larger_checkpoint(tiny_case: Callable[[str], Case], tmp_path: Path) -> None:
+    """Under names of its own, a layer's experts in one tensor; what is of images and further tokens is left alone."""
+    case = tiny_case("qwen3.5-moe")
+    weights: dict[str, torch.Tensor] = {}
+    for file in case.folder.glob("*.safetensors"):
+        weights |= load_file(file)
+    held = {name.replace("model.", "model.language_model.", 1): each for name, each in weights.items()}
+    for layer in range(4):
+        experts = f"model.language_model.layers.{layer}.mlp.experts"
+        parts = [
+            torch.stack([held.pop(f"{experts}.{expert}.{name}_proj.weight") for expert in range(8)])
+            for name in ("gate", "up", "down")
+        ]
+        held[f"{experts}.gate_up_proj"], held[f"{experts}.down_proj"] = torch.cat(parts[:2], 1), parts[2]
+    held |= {name: torch.ones(3) for name in ("model.visual.patch.weight", "mtp.layers.0.norm.weight")}
+    save_file(held, tmp_path / "model.safetensors")
+    text = json.loads((case.folder / "config.json").read_text())
+    config = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = load_model(read_arch(tmp_path), tmp_path, torch.float32)
+    prompt = list(range(30, 90))
+    assert torch.equal(HybridRig(model).run(prompt, [60]), HybridRig(case.model).run(prompt, [60]))
+    del held["model.language_model.layers.2.mlp.experts.down_proj"]
+    save_file(held, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"model.layers.2.mlp.experts.0.down_proj.weight: expected"):
+        load_model(read_arch(tmp_path), tmp_path, torch.float32)
