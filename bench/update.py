@@ -1,8 +1,9 @@
 """Benchmark of an update of octavo-tiny's weights on a CPU: `python bench/update.py [--updates 40] [--dtype bfloat16]`.
 
 An update is timed from its start to the first token that the new weights drew, of an engine that idles: an LLM of this
-process by each transport, and an `octavo serve` of its own process that is sent to over gloo. Both masters of float32
-and weights that were rounded before they are sent. Milliseconds: median, least and worst. The last line is JSON.
+process by each transport, and an `octavo serve` of its own process that is sent to over gloo. Sent are masters of
+float32, the same rounded to bfloat16 on their way, and weights that a trainer has in bfloat16. Milliseconds: median,
+least and worst. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -94,7 +95,12 @@ def main() -> None:
     args = parser.parse_args()
     weights = load_file(TINY / "model.safetensors")
     masters = [{name: each.float() * factor for name, each in weights.items()} for factor in (1.0, 1.25)]
-    sent = {"float32": None, "bfloat16": torch.bfloat16}
+    rounded = [{name: each.bfloat16() for name, each in own.items()} for own in masters]
+    sent = {
+        "float32": [WeightSource(own) for own in masters],
+        "rounded": [WeightSource(own, torch.bfloat16) for own in masters],
+        "bfloat16": [WeightSource(own) for own in rounded],
+    }
     results = {}
     for where, open_, backends in (
         ("in process", in_process, ("local", "shm", "gloo")),
@@ -102,8 +108,7 @@ def main() -> None:
     ):
         with open_(args.dtype) as (engine, ask):
             for backend in backends:
-                for sends, dtype in sent.items():
-                    sources = [WeightSource(each, dtype) for each in masters]
+                for sends, sources in sent.items():
                     times = measure(engine, ask, backend, sources, args.updates)
                     told = {"median": statistics.median(times), "least": min(times), "worst": max(times)}
                     results[f"{where}, {backend}, {sends} sent"] = told
