@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 
 from octavo.checkpoint.digest import WeightsDigest
+from octavo.config.speculative import NO_SPECULATION
 from octavo.worker.identity import model_digest
 
 CODE = """
@@ -32,7 +33,7 @@ def digest(folder: Path, monkeypatch: pytest.MonkeyPatch, factor: int) -> str:
         patch.syspath_prepend(str(folder))
         model: Any = importlib.import_module("strange.model").Model()
         model.arch = SimpleNamespace(layers=[], max_position=8)
-        resolved = cast(Any, SimpleNamespace(load_format="auto", seed=0))
+        resolved = cast(Any, SimpleNamespace(load_format="auto", seed=0, speculative=NO_SPECULATION))
         found = model_digest(model, {}, resolved, None, WeightsDigest())
     for name in [name for name in sys.modules if name.partition(".")[0] == "strange"]:
         del sys.modules[name]
