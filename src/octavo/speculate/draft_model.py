@@ -43,6 +43,7 @@ class DraftModelSpeculator:
         self._config = config
         self.num_drafts = config.num_speculative_tokens
         self.layer_specs: Sequence[LayerSpec] = ()
+        self._all_layers: Sequence[LayerContext] = ()  # the engine's, and of these its own
         self._layers: Sequence[LayerContext] = ()
 
     def load(self, target: Model, resolved: Resolved) -> int:
@@ -91,8 +92,8 @@ class DraftModelSpeculator:
 
     def _own(self, context: ForwardContext) -> ForwardContext:
         """A pass of the drafter, whose layers are numbered from 0: the last ones of the engine's."""
-        if not self._layers:
-            self._layers = context.layers[-len(self.layer_specs) :]
+        if context.layers is not self._all_layers:
+            self._all_layers, self._layers = context.layers, context.layers[-len(self.layer_specs) :]
         return dataclasses.replace(context, layers=self._layers)
 
 

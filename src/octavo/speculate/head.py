@@ -44,7 +44,8 @@ class HeadSpeculator:
         self.taps: Sequence[int] = ()
         self.layer_specs: Sequence[LayerSpec] = ()
         self._drafters: list[DraftHead] = []
-        self._layers: dict[int, Sequence[LayerContext]] = {}  # of each module, made once
+        self._all_layers: Sequence[LayerContext] = ()  # the engine's, and of these each module's own
+        self._layers: list[Sequence[LayerContext]] = []
 
     def load(self, target: Model, resolved: Resolved) -> int:
         """Read and fill the drafter. Modules of multi-token prediction may lie in the target's own checkpoint."""
@@ -94,12 +95,12 @@ class HeadSpeculator:
 
     def _own(self, context: ForwardContext, number: int) -> ForwardContext:
         """A pass of module `number`, whose layers are numbered from 0."""
-        layers = self._layers.get(number)
-        if layers is None:
-            before = sum(len(drafter.layer_specs) for drafter in self._drafters[:number])
-            first = len(context.layers) - len(self.layer_specs) + before
-            layers = self._layers[number] = context.layers[first : first + len(self._drafters[number].layer_specs)]
-        return dataclasses.replace(context, layers=layers)
+        if context.layers is not self._all_layers:
+            first, self._all_layers, self._layers = len(context.layers) - len(self.layer_specs), context.layers, []
+            for drafter in self._drafters:
+                self._layers.append(context.layers[first : first + len(drafter.layer_specs)])
+                first += len(drafter.layer_specs)
+        return dataclasses.replace(context, layers=self._layers[number])
 
     def _draw(self, step: DraftStep, drafter: DraftHead, states: torch.Tensor, place: int) -> torch.Tensor:
         """Drafts number `place` of all rows, which are written."""
