@@ -133,6 +133,24 @@ def test_rl_w5_checksums_are_the_files_and_tell_a_changed_bit(own_server: Runnin
         ("/weight_checker", {"action": "compare", "baseline": [1]}, "baseline"),
         ("/weights_checker", {"action": "reset_tensors"}, "send an update"),
         ("/weights_checker", {"action": "x" * 5000}, "must be checksum, snapshot or compare"),
+        ("/collective_rpc", {"method": "update_weights", "kwargs": {"update_info": [1, 2]}}, "Expected object"),
+        ("/collective_rpc", {"method": "update_weights", "args": [7]}, "update_info"),
+        (
+            "/collective_rpc",
+            {"method": "update_weights", "kwargs": {"update_info": [{"a_pickled": ""}]}},
+            "nothing is unpickled",
+        ),
+        (
+            "/init_weights_update_group",
+            {
+                "master_address": "127.0.0.1",
+                "master_port": 80,
+                "rank_offset": 1,
+                "world_size": 10**18,
+                "backend": "gloo",
+            },
+            "world_size must be at most 65536",
+        ),
         ("/get_weights_by_name", {}, "name: is missing"),
         ("/get_weights_by_name", {"name": "model.nothing.weight"}, "has no weight 'model.nothing.weight'"),
         ("/get_weights_by_name", {"name": "model.norm.weight", "truncate_size": 10**9}, r"[1, 1024], got 1000000000"),
@@ -148,3 +166,17 @@ def test_questions_about_weights_that_cannot_be_answered(
 ) -> None:
     reply = own_server.post(path, body)
     assert reply.status == 400 and words in reply.json()["error"]["message"], reply.body
+
+
+def test_a_folder_needs_no_meeting_whatever_backend_the_server_was_told(folder: Path) -> None:
+    """As a file's update comes to a server that waits for a trainer by gloo."""
+    config = '{"backend": "gloo", "timeout": 5}'
+    with RunningServer("--dtype", "bfloat16", "--weight-transfer-config", config) as server:
+        server.wait_ready()
+        before = _ids(server)
+        _post(server, "/update_weights_from_disk", model_path=str(folder))
+        assert _ids(server) != before
+        _post(server, "/update_weights_from_disk", model_path=TINY)
+        assert _ids(server) == before
+        figures = server.get("/metrics").body.decode()
+    assert 'octavo:weights_version_info{engine="0",model_name="octavo-tiny",version=' in figures

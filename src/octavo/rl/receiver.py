@@ -35,7 +35,7 @@ class WeightReceiver:
         self._device = torch.device(resolved.device)
         self._made: WeightPlan | None = None
         self._transport: Transport | None = None
-        self._backend = _NO_BACKEND  # of the transport, once there is one
+        self._backend = ""  # of the transport, once there is one
         self._session: Staged | None = None
         self._identity = ""  # of the weights that are there; empty: those of the start
 
@@ -151,7 +151,8 @@ class WeightReceiver:
         for key, backend in _UNMET.items():
             if key in info and backend != self._backend:
                 return backend, make_transport(backend, self._device, self._config)
-        return self._backend, self._receiving()
+        transport = self._receiving()
+        return self._backend or _NO_BACKEND, transport
 
     def _receiving(self) -> Transport:
         if self._transport is None:

@@ -23,6 +23,7 @@ from octavo.rl.session import WeightTransferError, WeightUpdateError
 from octavo.rl.transport import TIMEOUT, UNTOLD_BYTES, Put, Read, buffers, deadline, field, split, told
 
 _T = TypeVar("_T")
+_MAX_SIZE = 1 << 16  # members of a group
 _NAMED = ("names", "dtype_names", "shapes")
 _LEAST_SECONDS = 0.1  # for the rest of a meeting whose store answered late
 MakeGroup = Callable[[Any, int, int, datetime.timedelta, str], Any]
@@ -128,6 +129,8 @@ class GroupTransport:
         """Meet the others."""
         address, port = field(info, "master_address", str), field(info, "master_port", int)
         size, rank = field(info, "world_size", int), field(info, "rank_offset", int, 1) + worker
+        if size > _MAX_SIZE:
+            raise WeightUpdateError(f"world_size must be at most {_MAX_SIZE}, got {size}")
         if not 1 <= rank < size:
             raise WeightUpdateError(f"rank_offset + worker must be in [1, world_size), got {rank} of {size}")
         if not 1 <= port <= 65535:

@@ -8,7 +8,7 @@ one call is one update, whole or not at all.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -138,8 +138,7 @@ async def start(state: ServeState, exchange: Exchange) -> None:
 async def update(state: ServeState, exchange: Exchange) -> None:
     """POST /update_weights: receive tensors; answered when they are there."""
     options, warnings = await read_options(state, exchange, Update)
-    for own in options.update_info if isinstance(options.update_info, list) else [options.update_info]:
-        _refuse_pickles(own)
+    _refuse_pickles(options.update_info)
     async with updating(state, "update"):
         received = await state.engine.update_weights({"update_info": options.update_info})
     await exchange.reply_json(told({"message": "Weights updated", **received}, warnings))
@@ -244,8 +243,9 @@ async def _one_call(state: ServeState, request: Mapping[str, Any], label: str | 
     await engine.finish_weight_update(label)
 
 
-def _refuse_pickles(given: Mapping[str, Any]) -> None:
-    for name in given:
+def _refuse_pickles(given: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+    """Raise ApiError for a field that vLLM would unpickle, in a message or in one of its parts."""
+    for name in given if isinstance(given, Mapping) else (name for part in given for name in part):
         if name.endswith("_pickled"):
             raise bad_request("unsupported_parameter", f"update_info.{name}: {_PICKLED}", name)
 
@@ -310,9 +310,12 @@ async def _start(state: ServeState, options: Rpc) -> object:
 
 
 async def _update(state: ServeState, options: Rpc) -> object:
-    given = _named(options, "update_info")
-    _refuse_pickles(given.get("update_info") or {})
-    return await state.engine.update_weights(given)
+    try:
+        told = msgspec.convert(_named(options, "update_info"), Update).update_info
+    except msgspec.ValidationError as error:
+        raise bad_request("invalid_type", str(error).replace("`", "")[:200]) from None
+    _refuse_pickles(told)
+    return await state.engine.update_weights({"update_info": told})
 
 
 async def _finish(state: ServeState, options: Rpc) -> object:
