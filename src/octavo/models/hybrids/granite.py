@@ -57,6 +57,7 @@ class GraniteMambaLayer(Layer):
         assert arch.mamba is not None, "layers with a state space need its facts"
         self.input_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
         self.mamba = Mamba2(index, arch.hidden_size, arch.mamba, dtype)
+        self.spec = self.mamba.spec
         self.mlp_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
         self.mlp = make_network(index, arch, dtype)
 
@@ -75,6 +76,7 @@ class GraniteAttentionLayer(Layer):
         """Layer number `index` of `arch`."""
         super().__init__()
         self.input_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
+        self.spec = spec
         self.attention = Attention(index, spec, rotary, arch, dtype)
         self.mlp_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
         self.mlp = make_network(index, arch, dtype)
@@ -105,15 +107,13 @@ class GraniteHybridForCausalLM(CausalLM):
     def __init__(self, arch: Arch, dtype: torch.dtype) -> None:
         """On the meta device, of the shape that `arch` says."""
         attention, rotary = plain_specs(arch), rotary_tables(arch)
-        specs: list[LayerSpec] = list(attention)
-        layers: list[Layer] = []
-        for index, kind in enumerate(arch.layers):
-            if kind.mixer == "attention":
-                layers.append(GraniteAttentionLayer(index, arch, attention[index], rotary[kind.rope], dtype))
-            else:
-                own = GraniteMambaLayer(index, arch, dtype)
-                specs[index] = own.mamba.spec
-                layers.append(own)
+        layers = [
+            GraniteAttentionLayer(index, arch, attention[index], rotary[kind.rope], dtype)
+            if kind.mixer == "attention"
+            else GraniteMambaLayer(index, arch, dtype)
+            for index, kind in enumerate(arch.layers)
+        ]
+        specs: list[LayerSpec] = [layer.spec for layer in layers]
         weights = WEIGHT_MAP if arch.moe is None else MOE_WEIGHT_MAP
         if arch.name == "BambaForCausalLM":
             weights = BAMBA_WEIGHT_MAP

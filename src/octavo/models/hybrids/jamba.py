@@ -78,6 +78,7 @@ class JambaMambaLayer(Layer):
         assert arch.mamba is not None, "layers with a state space need its facts"
         self.input_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
         self.mamba = Mamba1(index, arch.hidden_size, arch.mamba, dtype)
+        self.spec = self.mamba.spec
         self.mlp_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
         self.mlp = make_network(index, arch, dtype)
 
@@ -96,6 +97,7 @@ class JambaAttentionLayer(Layer):
         """Layer number `index` of `arch`."""
         super().__init__()
         self.input_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
+        self.spec = spec
         self.attention = Attention(index, spec, rotary, arch, dtype)
         self.mlp_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
         self.mlp = make_network(index, arch, dtype)
@@ -118,13 +120,11 @@ class JambaForCausalLM(CausalLM):
     def __init__(self, arch: Arch, dtype: torch.dtype) -> None:
         """On the meta device, of the shape that `arch` says."""
         attention, rotary = plain_specs(arch), rotary_tables(arch)
-        specs: list[LayerSpec] = list(attention)
-        layers: list[Layer] = []
-        for index, kind in enumerate(arch.layers):
-            if kind.mixer == "attention":
-                layers.append(JambaAttentionLayer(index, arch, attention[index], rotary[kind.rope], dtype))
-            else:
-                own = JambaMambaLayer(index, arch, dtype)
-                specs[index] = own.mamba.spec
-                layers.append(own)
+        layers = [
+            JambaAttentionLayer(index, arch, attention[index], rotary[kind.rope], dtype)
+            if kind.mixer == "attention"
+            else JambaMambaLayer(index, arch, dtype)
+            for index, kind in enumerate(arch.layers)
+        ]
+        specs: list[LayerSpec] = [layer.spec for layer in layers]
         super().__init__(arch, dtype, specs, rotary.values(), layers, WEIGHT_MAP)

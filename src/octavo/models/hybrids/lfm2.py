@@ -68,6 +68,7 @@ class Lfm2Layer(Layer):
         assert arch.conv is not None, "layers with a convolution need its facts"
         self.input_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
         self.conv = GatedConvolution(index, arch.hidden_size, arch.conv, dtype)
+        self.spec = self.conv.spec
         self.mlp_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
         self.mlp = Mlp(arch.hidden_size, arch.intermediate_size, arch.activation, dtype)
 
@@ -86,6 +87,7 @@ class Lfm2AttentionLayer(Layer):
         """Layer number `index` of `arch`."""
         super().__init__()
         self.input_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
+        self.spec = spec
         self.attention = Attention(index, spec, rotary, arch, dtype, qk_norm=True)
         self.mlp_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
         self.mlp = Mlp(arch.hidden_size, arch.intermediate_size, arch.activation, dtype)
@@ -108,13 +110,11 @@ class Lfm2ForCausalLM(CausalLM):
     def __init__(self, arch: Arch, dtype: torch.dtype) -> None:
         """On the meta device, of the shape that `arch` says."""
         attention, rotary = plain_specs(arch), rotary_tables(arch)
-        specs: list[LayerSpec] = list(attention)
-        layers: list[Layer] = []
-        for index, kind in enumerate(arch.layers):
-            if kind.mixer == "attention":
-                layers.append(Lfm2AttentionLayer(index, arch, attention[index], rotary[kind.rope], dtype))
-            else:
-                own = Lfm2Layer(index, arch, dtype)
-                specs[index] = own.conv.spec
-                layers.append(own)
+        layers = [
+            Lfm2AttentionLayer(index, arch, attention[index], rotary[kind.rope], dtype)
+            if kind.mixer == "attention"
+            else Lfm2Layer(index, arch, dtype)
+            for index, kind in enumerate(arch.layers)
+        ]
+        specs: list[LayerSpec] = [layer.spec for layer in layers]
         super().__init__(arch, dtype, specs, rotary.values(), layers, WEIGHT_MAP)
