@@ -41,6 +41,7 @@ from octavo.serve.engine.stream import RequestFacts
 from octavo.serve.engine.suspects import Suspects
 from octavo.text.tokenizer import Tokenizer
 from patience import patient
+from standstill import stop
 
 
 async def open_streams(engine: AsyncEngine, count: int, max_tokens: int = 1500) -> list[Any]:
@@ -114,7 +115,7 @@ def test_a_stopped_engine_is_replaced() -> None:
             pid = pid_of(engine)
             assert pid is not None
             began = time.monotonic()
-            os.kill(pid, signal.SIGSTOP)
+            stop(pid)
             not_ready = await until(lambda: not engine.ready, 1.5)
             seconds = max(await asyncio.gather(*map(fails, streams))) - began
             print(f"SIGSTOP: not ready after {not_ready:.2f} s, streams told after {seconds:.2f} s")
@@ -404,7 +405,7 @@ def test_the_engine_never_outlives_its_front_end(how: signal.Signals, stopped: b
         assert front_end.stdout is not None
         pid = int(front_end.stdout.readline())
         if stopped:
-            os.kill(pid, signal.SIGSTOP)
+            stop(pid)
         front_end.send_signal(how)
         front_end.wait(patient(5))
         seconds = wait_until_gone(pid, 2.0)

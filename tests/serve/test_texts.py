@@ -19,6 +19,7 @@ from octavo.serve.http.strict_json import parse
 from octavo.serve.sandbox.texts import LONG_BODY
 from octavo.text.sandbox import LONG_TEXT
 from server_rig import Reply, RunningServer, StartServer
+from standstill import stop
 
 HOSTILE = {
     "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}",  # noqa: E501
@@ -60,7 +61,7 @@ def test_sigterm_ends_a_server_whose_template_does_not_end(start_server: StartSe
     server = start_server("--chat-template", template_file(tmp_path, HOSTILE["loops"]), "--drain-seconds", "1")
     children = text_children(server)
     for child in children:
-        child.send_signal(signal.SIGSTOP)  # it would end at its limit
+        stop(child.pid)  # it would end at its limit
     body = b'{"model": "octavo-tiny", "messages": [{"role": "user", "content": "a"}]}'
     head = b"Host: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
     with socket.create_connection((server.host, server.port), timeout=20) as client:
@@ -82,7 +83,7 @@ def test_nobody_waits_while_a_long_text_is_worked_on(start_server: StartServer) 
         while len(children := text_children(server)) < 3:
             assert {reply.status for reply in pool.map(lambda text: chat(server, text), [long_text] * 2)} == {400}
     for child in children:
-        child.send_signal(signal.SIGSTOP)
+        stop(child.pid)
     bodies: list[tuple[str, dict[str, Any]]] = [
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": long_text}]}),
         ("/v1/completions", {"prompt": long_text}),
@@ -117,7 +118,7 @@ def test_what_clients_who_left_have_asked_is_not_worked_on(start_server: StartSe
     server = start_server()
     children = text_children(server)
     for child in children:
-        child.send_signal(signal.SIGSTOP)
+        stop(child.pid)
     bodies = [
         json.dumps({"model": "octavo-tiny", "messages": [{"role": "user", "content": text}]}).encode()
         for text in ("a", "a " * LONG_TEXT, "a " * LONG_BODY)
@@ -143,7 +144,7 @@ def test_a_childs_death_is_no_requests_trouble(start_server: StartServer) -> Non
     server = start_server()
     for _ in range(2):
         for child in text_children(server):
-            child.send_signal(signal.SIGSTOP)
+            stop(child.pid)
         with ThreadPoolExecutor(8) as clients:
             replies = [clients.submit(chat, server, "a") for _ in range(8)]
             for child in text_children(server):

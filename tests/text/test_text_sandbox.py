@@ -18,6 +18,7 @@ from octavo.text.no_tokenizer import NoTokenizer
 from octavo.text.sandbox import LONG_TEXT, SandboxError, TextSandbox
 from octavo.text.template import TemplateError
 from octavo.text.tokenizer import Tokenizer
+from standstill import stop
 from test_template import CALLS, CASES, QWEN, SPECIALS, TALK, TOOLS
 from tiny_tokenizers import CHATML, CORPUS, byte_level, kinds
 
@@ -136,7 +137,7 @@ def test_who_waits_for_a_child_is_told_when_the_sandbox_closes(make_sandbox: Mak
     sandbox = make_sandbox()
     sandbox.start()
     child = child_of(sandbox)
-    child.send_signal(signal.SIGSTOP)
+    stop(child.pid)
     said: list[str] = []
 
     def ask() -> None:
@@ -231,7 +232,7 @@ def test_a_child_that_did_not_use_its_time_is_not_the_texts_fault(
     monkeypatch.setattr(sandbox_module, "SPARE_SECONDS", 0.01)
     sandbox = make_sandbox()
     sandbox.start()
-    child_of(sandbox).send_signal(signal.SIGSTOP)
+    stop(child_of(sandbox).pid)
     with pytest.raises(SandboxError) as caught:
         sandbox.render_chat(TALK, LIMITS)
     assert not caught.value.exceeded
