@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from block_states import BlockState, state_of
 from octavo.request.request import Request
-from octavo.sched.block_pool import BlockState
 from octavo.sched.kv_manager import KVManager
 from sched_harness import BLOCK, chunked, first_seen, full, make_request, nothing, sliding
 
@@ -414,7 +414,7 @@ def test_what_is_held_is_found_and_not_handed_on():
     _, blocks = admit(kv, request)
     hold = kv.hold(request, until=1.0)
     kv.check()
-    assert {kv._pool.state(block) for block in blocks[0]} == {BlockState.HELD}
+    assert {state_of(kv._pool, block) for block in blocks[0]} == {BlockState.HELD}
     assert (kv.num_held_blocks, kv.num_free_blocks, hold.until) == (5, 1, 1.0)
     assert admit(kv, make_request(8))[1] is None
     sharing = make_request([*PROMPT, 1])

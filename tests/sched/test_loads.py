@@ -7,10 +7,10 @@ import logging
 
 import pytest
 
+from block_states import BlockState, state_of
 from fake_connector import Clock, FakeConnector
 from octavo.kv_connector import NO_CONNECTOR
 from octavo.request.request import Request, Status
-from octavo.sched.block_pool import BlockState
 from sched_harness import BLOCK, Driver, expected_answer, full, make_request, make_scheduler, sliding
 
 PLAIN, HYBRID = (full(),), (full(), sliding(6), sliding(13))
@@ -43,7 +43,7 @@ def test_C_1_a_request_that_loads_has_blocks_and_no_work_and_none_of_them_is_fou
     (load,) = connector.begun.values()
     assert (load.start, load.end) == (0, 20)
     pool = driver.scheduler.kv._pool
-    assert {pool.state(block) for table in load.blocks for block in table if block} == {BlockState.RESERVED}
+    assert {state_of(pool, block) for table in load.blocks for block in table if block} == {BlockState.RESERVED}
     other = make_request(PROMPT, 1)  # an equal prompt neither hits what is not there nor is hit by it
     driver.add(other)
     assert driver.step().num_tokens.tolist() == [22] and request.status is Status.LOADING
@@ -63,14 +63,14 @@ def test_C_2_what_arrived_is_published_in_full_blocks_and_a_whole_prompt_compute
     plan = driver.step()
     assert plan.num_tokens.tolist() == [1] and plan.new_rows[0].block_ids == [list(load.blocks[0])]
     kv = driver.scheduler.kv
-    assert [kv._pool.state(block) for block in load.blocks[0]] == [BlockState.PUBLISHED] * 5
+    assert [state_of(kv._pool, block) for block in load.blocks[0]] == [BlockState.PUBLISHED] * 5
     second = offer(driver, connector, make_request([*PROMPT[:18], 7, 7, 7, 7], 2), 18)
     driver.step()
     (load,) = connector.begun.values()
     assert load.start == 16  # what is here is not loaded
     connector.arrive(load.number)
     driver.scheduler.take_loads()
-    assert [kv._pool.state(block) for block in load.blocks[0]] == [BlockState.PUBLISHED] * 4 + [BlockState.RESERVED]
+    assert [state_of(kv._pool, block) for block in load.blocks[0]] == [BlockState.PUBLISHED] * 4 + [BlockState.RESERVED]
     driver.run()
     assert is_right(driver, request, second)
 

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
+from block_states import BlockState, state_of
 from fake_connector import Clock, FakeConnector
 from octavo.kv_connector import Transfer
-from octavo.sched.block_pool import BlockState
 from sched_harness import BLOCK, Driver, full, make_request, make_scheduler, sliding, smallest_pool
 
 PLAIN, WINDOWS = (full(),), (full(), sliding(6), sliding(13))
@@ -70,7 +70,7 @@ def test_C_8_blocks_that_are_saved_are_nobody_elses_until_the_save_has_ended():
     (save,) = connector.begun.values()
     driver.scheduler.abort([request.request_id])
     pool = driver.scheduler.kv._pool
-    assert {pool.state(block) for block in save.blocks[0][:5]} == {BlockState.HELD}
+    assert {state_of(pool, block) for block in save.blocks[0][:5]} == {BlockState.HELD}
     driver.add(make_request(40, 2))
     for _ in range(3):
         driver.step()

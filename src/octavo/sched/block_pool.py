@@ -16,7 +16,6 @@ out.
 from __future__ import annotations
 
 import collections
-import enum
 import secrets
 import struct
 from collections.abc import Iterable, Mapping, Sequence
@@ -72,16 +71,6 @@ class HashChain:
         return digest.digest()
 
 
-class BlockState(enum.Enum):
-    """Where a block is in its life; see the module."""
-
-    FREE = "free"
-    CACHED = "cached"  # free, and found by its hash
-    RESERVED = "reserved"
-    PUBLISHED = "published"
-    HELD = "held"
-
-
 class BlockPool:
     """Blocks 1 .. num_blocks - 1, shared by all cache groups.
 
@@ -115,16 +104,6 @@ class BlockPool:
     def cached(self, group: int) -> Mapping[bytes, int]:
         """Hash -> block of one group, free or not."""
         return self._cached[group]
-
-    def state(self, block: int) -> BlockState:
-        """The state of `block`, which is not the null block."""
-        assert block != NULL_BLOCK, "the null block has no life"
-        named, references = self._hashes[block] is not None, self._references[block]
-        if not references:
-            return BlockState.CACHED if named else BlockState.FREE
-        if references == self._holds[block]:
-            return BlockState.HELD
-        return BlockState.PUBLISHED if named else BlockState.RESERVED
 
     @property
     def num_held(self) -> int:
