@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import socket
 import threading
 import time
@@ -18,7 +19,7 @@ from octavo.config.kv_transfer import read_kv_transfer
 from octavo.config.settings import ConfigError
 from octavo.kv_connector.table import make_kind
 from octavo.kv_connector.worker.gloo import GlooWay
-from octavo.kv_connector.worker.pair import Ask, Pair, Told
+from octavo.kv_connector.worker.pair import Ask, Pair, Told, TransferError
 
 PROMPTS = [GOOD_PROMPT * 9, GOOD_PROMPT * 3 + "x = 1", "nothing that was said before"]
 PARAMS = SamplingParams(temperature=0.8, seed=7, max_tokens=12, logprobs=2)
@@ -76,11 +77,23 @@ def until_idle(llm: LLM) -> None:
 CHUNKS = {"kv_cache_layout": "BLHNC", "max_num_batched_tokens": 24, "max_num_seqs": 4}
 
 
-@pytest.mark.parametrize("name", ["p2p", "nixl"])
+LIBRARIES = {"nixl": "nixl_cu12", "mooncake": "mooncake.engine"}
+
+
+def need_library(name: str) -> None:
+    """Skip where there is none: Mooncake's wheel needs libibverbs.so.1, which pip does not bring."""
+    try:
+        importlib.import_module(LIBRARIES.get(name, "octavo"))
+    except ImportError as error:
+        pytest.skip(f"{name}: {error}")
+
+
+@pytest.mark.parametrize("name", ["p2p", "nixl", "mooncake"])
 @pytest.mark.parametrize("fields", [{}, CHUNKS], ids=["whole", "chunks"])
-def test_P_1_N_5_D_2_D_3_a_pair_gives_one_engines_bits_and_computes_one_token_of_a_prompt(fields, name, make_llm: Make):
-    if name == "nixl":
-        pytest.importorskip("nixl_cu12")
+def test_P_1_N_5_K2_D_2_D_3_a_pair_gives_one_engines_bits_and_computes_one_token_of_a_prompt(
+    fields, name, make_llm: Make
+):
+    need_library(name)
     fields = {"max_model_len": 512, **fields}
     expected = bits(make_llm(**fields).generate(PROMPTS, PARAMS))
     first = make_llm(**fields, kv_transfer_config=p2p("kv_producer", kv_connector=name))
@@ -169,6 +182,19 @@ def test_P_3_a_peer_that_dies_in_the_middle_is_recomputed(make_llm: Make, monkey
     refused(make_llm, "recompute", lambda first, told: None)
 
 
+def test_P_3_what_a_peer_took_after_the_blocks_were_given_up_does_not_count(make_llm: Make, monkeypatch):
+    """Ways that read the other side's memory: who has it stops waiting, and the reader ends after that."""
+    given_up = threading.Event()
+
+    def gives_up(*args: Any) -> None:
+        given_up.set()
+        raise TransferError("it was not read in time")
+
+    monkeypatch.setattr(GlooWay, "give", gives_up)
+    monkeypatch.setattr(GlooWay, "take", lambda *args: given_up.wait(30))
+    refused(make_llm, "recompute", lambda first, told: None)
+
+
 def test_D_6_an_abort_on_either_side_gives_all_blocks_back(make_llm: Make):
     first = make_llm(max_model_len=512, kv_transfer_config=p2p("kv_producer", kv_transfer_timeout=0.5))
     second = make_llm(max_model_len=512, kv_transfer_config=p2p("kv_consumer", kv_transfer_timeout=0.5))
@@ -208,20 +234,28 @@ def test_N_a_missing_library_is_refused_with_the_line_that_installs_it(make_llm:
         make_kind(read_kv_transfer(p2p("kv_both", kv_connector="NixlConnector")))
 
 
-def test_N_3_sides_that_move_bytes_in_other_ways_are_refused_by_both_names(make_llm: Make, monkeypatch, caplog):
+def said_to(first: LLM, told: dict[str, Any], **changes: Any) -> str:
+    """What the first engine answers to who asks in another way."""
+    asked = {
+        "identity": first.engine.core._executor._worker._connector._identity,
+        "block_bytes": 1,
+        "way": "gloo",
+        "transfer_id": told["transfer_id"],
+        "digest": b"",
+        "places": [],
+        **changes,
+    }
+    address = told["remote_host"], told["remote_port"]
+    with stepping(first), contextlib.closing(socket.create_connection(address)) as sock:
+        pair = Pair(sock, 5.0)
+        pair.send(Ask(**asked))
+        return str(pair.receive(Told).refused)
+
+
+def test_N_3_sides_that_move_bytes_in_other_ways_are_refused_by_both_names(make_llm: Make, monkeypatch):
     monkeypatch.setattr(GlooWay, "name", "another")
     first = make_llm(max_model_len=512, kv_transfer_config=p2p("kv_producer", kv_transfer_timeout=0.5))
     told = prefill(first, PROMPTS[:1])[0]
-    asked = Ask(
-        identity=first.engine.core._executor._worker._connector._identity,
-        block_bytes=1,
-        way="gloo",
-        transfer_id=told["transfer_id"],
-        digest=b"",
-        places=[],
-    )
-    with stepping(first), contextlib.closing(socket.create_connection((told["remote_host"], told["remote_port"]))) as s:
-        pair = Pair(s, 5.0)
-        pair.send(asked)
-        assert "its blocks go by another, yours come by gloo" in pair.receive(Told).refused
+    assert "its blocks go by another, yours come by gloo" in said_to(first, told)
+    assert "speaks protocol 2 of octavo's, you speak 1" in said_to(first, told, protocol=1)
     until_idle(first)

@@ -29,6 +29,7 @@ from octavo.request.request import FinishReason, Request
 if TYPE_CHECKING:
     from octavo.kv_connector.worker import WorkerConnector
     from octavo.kv_connector.worker.cache_bytes import CacheBytes
+    from octavo.kv_connector.worker.pair import Way
 
 _LOG = logging.getLogger(__name__)
 _MAX_USED = 1 << 16  # requests whose offer has been used
@@ -40,11 +41,12 @@ class P2P:
 
     shares_names = True  # the two sides compare what their caches follow from
     answers = True
+    keys: tuple[str, ...] = ("backend", "num_threads")  # of kv_connector_extra_config
 
     def __init__(self, transfer: KVTransferConfig) -> None:
         """See Kind."""
         extra = Extra(transfer.extra)
-        extra.check_keys(("backend", "num_threads"))
+        extra.check_keys(self.keys)
         extra.choice("backend", "gloo", ("gloo",))
         self._transfer, self._num_threads = transfer, extra.number("num_threads", 2, 1, 64)
 
@@ -58,14 +60,21 @@ class P2P:
 
     def worker_half(self, cache: CacheBytes, identity: str) -> WorkerConnector:
         """See Kind."""
-        from octavo.kv_connector.worker.gloo import GlooWay
         from octavo.kv_connector.worker.p2p import P2PWorker
 
-        return P2PWorker(cache, self._transfer, identity, GlooWay(cache), num_threads=self._num_threads)
+        return P2PWorker(cache, self._transfer, identity, self.make_way(cache), num_threads=self._num_threads)
+
+    def make_way(self, cache: CacheBytes) -> Way:
+        """How the bytes go. Raises ConfigError."""
+        from octavo.kv_connector.worker.gloo import GlooWay
+
+        return GlooWay(cache)
 
 
 class Nixl(P2P):
     """See Kind. As `p2p`, and the bytes go from memory to memory by NIXL."""
+
+    keys = ("num_threads",)
 
     def __init__(self, transfer: KVTransferConfig) -> None:
         """See Kind."""
@@ -74,12 +83,11 @@ class Nixl(P2P):
             raise refuse("kv_connector", transfer.kv_connector, "needs the library nixl-cu12", install)
         super().__init__(transfer)
 
-    def worker_half(self, cache: CacheBytes, identity: str) -> WorkerConnector:
-        """See Kind."""
+    def make_way(self, cache: CacheBytes) -> Way:
+        """See P2P."""
         from octavo.kv_connector.worker.nixl import NixlWay
-        from octavo.kv_connector.worker.p2p import P2PWorker
 
-        return P2PWorker(cache, self._transfer, identity, NixlWay(cache), num_threads=self._num_threads)
+        return NixlWay(cache)
 
 
 def asked_of(request: Request) -> Mapping[str, Any]:

@@ -67,6 +67,7 @@ TABLE = {
     "host": "octavo.kv_connector.host:Host",
     "p2p": "octavo.kv_connector.p2p:P2P",
     "nixl": "octavo.kv_connector.p2p:Nixl",
+    "mooncake": "octavo.kv_connector.mooncake:Mooncake",
     "multi": "octavo.kv_connector.multi:Multi",
 }
 ALIASES = {
@@ -77,6 +78,7 @@ ALIASES = {
     "MultiConnector": "multi",
     "P2pNcclConnector": "p2p",
     "NixlConnector": "nixl",
+    "MooncakeConnector": "mooncake",
 }
 _PARTS = ("scheduler_half", "worker_half", "secret", "shares_names")
 

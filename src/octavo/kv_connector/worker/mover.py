@@ -161,6 +161,8 @@ class Mover:
         while (job := self._queues[is_load].get()) is not None:
             order = job.order
             try:
+                with job.touching():  # one that was cancelled while it waited for a thread keeps none
+                    pass
                 report = self._handler.handle(job)
             except Cancelled:
                 continue

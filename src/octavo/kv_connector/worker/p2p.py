@@ -1,8 +1,9 @@
-"""The worker's half of `p2p` and `nixl`: offers that peers fetch, and fetches from peers.
+"""The worker's half of `p2p` and its kin: offers that peers fetch, and fetches from peers.
 
 Owns the listening socket, on which a fetch is asked for; its bytes go the way that both sides are set to. One
 connection serves one fetch at a time. Invariants: whoever waits has a deadline, and an error that names the peer; an
-offer has ended when its peer says that it has all, and a fetch that breaks off leaves the offer open for another.
+offer has ended when its peer says that it has all, and a fetch that breaks off leaves the offer open for another; a
+fetch counts when the peer answers that the blocks were on offer until then.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from octavo.kv_connector.offers import Wanted
 from octavo.kv_connector.orders import Order, Report
 from octavo.kv_connector.worker.cache_bytes import CacheBytes
 from octavo.kv_connector.worker.mover import Job, Mover
-from octavo.kv_connector.worker.pair import Ask, Done, Pair, Told, TransferError, Way
+from octavo.kv_connector.worker.pair import PROTOCOL, Ask, Done, Pair, Told, TransferError, Way
 
 _LOG = logging.getLogger(__name__)
 _APPEARS = 5.0  # seconds in which an offer that a peer knows of has come here
@@ -172,15 +173,18 @@ class P2PWorker:
         self._way.give(pair, ask.told, job, blocks)
         pair.receive(Done)
         with self._changed:
-            if job.finish():
-                self._offers.pop(ask.transfer_id, None)
-                self._numbers.pop(job.order.number, None)
-                self._ended.append(Report(number=job.order.number))
+            if self._offers.get(ask.transfer_id) is not job or not job.finish():
+                raise TransferError(f"transfer {ask.transfer_id!r} ended before it was fetched")
+            del self._offers[ask.transfer_id], self._numbers[job.order.number]
+            self._ended.append(Report(number=job.order.number))
             self._sent_blocks += len(blocks)
             self._send_seconds += time.monotonic() - started
+        pair.send(Done())
 
     def _find(self, ask: Ask) -> tuple[str, Job | None, list[int]]:
         """Why there is nothing, or the offer and its blocks in the order that is asked for."""
+        if ask.protocol != PROTOCOL:
+            return f"it speaks protocol {PROTOCOL} of octavo's, you speak {ask.protocol}", None, []
         if ask.identity != self._identity:
             return f"its cache follows from {self._identity}, yours from {ask.identity}", None, []
         if ask.way != self._way.name:
@@ -228,6 +232,8 @@ class _Fetches:
         if kept is not None:
             try:
                 return self._fetch(kept, address, job, wanted)
+            except TimeoutError:
+                raise
             except (OSError, EOFError):  # the peer was started anew: once more, over a new connection
                 kept.close()
         try:
@@ -254,6 +260,7 @@ class _Fetches:
                 raise TransferError(f"{pair.peer}: {told.refused}")
             self._way.take(pair, told.told, job, job.order.blocks)
             pair.send(Done())
+            pair.receive(Done)
         except BaseException:
             pair.close()
             raise

@@ -16,7 +16,7 @@ import msgspec
 
 from octavo.kv_connector.worker.mover import Job
 
-PROTOCOL = 1
+PROTOCOL = 2
 _LENGTH = struct.Struct("<I")
 _MAX_MESSAGE = 16 << 20
 
@@ -46,7 +46,7 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Done(msgspec.Struct, frozen=True):
-    """All bytes are there."""
+    """All bytes are there; and the answer: they were the ones that were asked for."""
 
 
 class Pair:

@@ -1,0 +1,69 @@
+"""Where the blocks of a cache lie: what a peer that reads another one's memory is told.
+
+Owns the message and the addresses in it. Knows blocks as runs of bytes, and no library that reads them.
+"""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+import numpy as np
+
+from octavo.kv_connector.worker.cache_bytes import CacheBytes
+from octavo.kv_connector.worker.mover import Job
+from octavo.kv_connector.worker.pair import Pair, TransferError
+
+
+class Region(msgspec.Struct, frozen=True, kw_only=True):
+    """A cache's memory."""
+
+    agent: bytes  # how the library finds it
+    base: int  # address
+    device: int
+    num_pages: int
+    num_blocks: int
+    page_bytes: int
+    blocks: list[int]  # in the order that was asked for
+
+    def addresses(self, blocks: Sequence[int]) -> np.ndarray:
+        """Of each page of each block: uint64 [num_pages, len(blocks)]."""
+        page, block = np.meshgrid(
+            np.arange(self.num_pages, dtype=np.uint64), np.array(blocks, np.uint64), indexing="ij"
+        )
+        return np.uint64(self.base) + (page * np.uint64(self.num_blocks) + block) * np.uint64(self.page_bytes)
+
+
+def region_of(cache: CacheBytes, agent: bytes, blocks: Sequence[int]) -> Region:
+    """Where blocks of a cache are."""
+    return Region(
+        agent=agent,
+        base=cache.data.data_ptr(),
+        device=cache.device.index or 0,
+        num_pages=cache.num_pages,
+        num_blocks=cache.num_blocks,
+        page_bytes=cache.page_bytes,
+        blocks=list(blocks),
+    )
+
+
+def read_region(told: bytes, pair: Pair, cache: CacheBytes, count: int) -> Region:
+    """What a peer told of `count` blocks. Raises TransferError where they are of another form."""
+    theirs = msgspec.msgpack.decode(told, type=Region)
+    if len(theirs.blocks) != count:
+        raise TransferError(f"{pair.peer} tells of {len(theirs.blocks)} blocks, not of {count}")
+    if (theirs.num_pages, theirs.page_bytes) != (cache.num_pages, cache.page_bytes):
+        raise TransferError(f"{pair.peer} has blocks of {theirs.num_pages} pages of {theirs.page_bytes} bytes")
+    return theirs
+
+
+def until_read(pair: Pair, job: Job, every: float, work: Callable[[], object]) -> None:
+    """Keep blocks until the peer says something; meanwhile `work`, every so many seconds. Raises TransferError."""
+    until = time.monotonic() + pair.timeout
+    with job.touching():
+        while not select.select([pair.sock], [], [], every)[0]:
+            work()
+            if time.monotonic() > until:
+                raise TransferError(f"{pair.peer} did not take blocks within {pair.timeout:g} s")

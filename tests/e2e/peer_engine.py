@@ -1,0 +1,64 @@
+"""An engine in a process of its own: it computes prompts, says where their blocks are, and offers them until it ends.
+
+Input: a line of JSON with the engine's fields, then lines with prompts; output: for each a line with what the answers
+say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, cast
+
+PEER = Path(__file__)
+
+
+class Peer:
+    """Such a process, from outside."""
+
+    def __init__(self, fields: dict[str, Any]) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(PEER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self._say(fields)
+
+    def _say(self, what: Any) -> None:
+        file = cast(IO[str], self.process.stdin)
+        file.write(json.dumps(what) + "\n")
+        file.flush()
+
+    def prefill(self, prompts: list[str]) -> list[dict[str, Any]]:
+        self._say(prompts)
+        line = cast(IO[str], self.process.stdout).readline()
+        return cast(list[dict[str, Any]], json.loads(line))
+
+
+@contextlib.contextmanager
+def peer(fields: dict[str, Any]) -> Iterator[Peer]:
+    made = Peer(fields)
+    try:
+        yield made
+    finally:
+        made.process.kill()
+        made.process.communicate()
+
+
+def main() -> None:
+    from octavo import LLM, SamplingParams
+
+    llm = LLM(**json.loads(sys.stdin.readline()))
+    params = SamplingParams(
+        max_tokens=1, temperature=0.0, extra_args={"kv_transfer_params": {"do_remote_decode": True}}
+    )
+    for line in sys.stdin:
+        outputs = llm.generate(json.loads(line), params)
+        print(json.dumps([output.kv_transfer_params for output in outputs]), flush=True)
+    llm.close()
+
+
+if __name__ == "__main__":
+    main()
