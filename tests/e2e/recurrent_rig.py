@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +63,39 @@ def write_checkpoint(folder: Path, name: str) -> dict[str, Any]:
         "dtype": "float32",
         "device": "cpu",
     }
+
+
+@contextlib.contextmanager
+def packages() -> Iterator[None]:
+    """Within: models out of tree can be imported."""
+    sys.path.insert(0, str(PACKAGES))
+    yield
+    sys.path.remove(str(PACKAGES))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "far_away"]:
+        del sys.modules[name]
+
+
+def write_mixed(folder: Path) -> dict[str, Any]:
+    """A checkpoint of a window, full attention and states of every kind; the settings of an engine for it."""
+    from far_away.models import mixed as theirs
+
+    random = torch.Generator().manual_seed(5)
+    own = write_checkpoint(folder, "StatesAloneForCausalLM")
+    weights = {
+        "model.embed_tokens.weight": torch.randn(VOCAB, SIZE, generator=random),
+        "lm_head.weight": torch.randn(VOCAB, SIZE, generator=random) * 0.3,
+        "model.norm.weight": torch.ones(SIZE),
+    }
+    attention = {f"{name}.weight": shape for name, shape in _shapes(0)["a"].items()}
+    for index, kind in enumerate(theirs.MixedForCausalLM.pattern):
+        shapes = attention if kind in "wa" else theirs.weight_shapes(kind, SIZE)
+        for name, shape in shapes.items():
+            value = torch.randn(shape, generator=random) * (shape[-1] ** -0.5 if shape[1:] else 0.5)
+            weights[f"model.layers.{index}.{name}"] = value + 1 if "norm" in name else value
+    save_file(weights, folder / "model.safetensors")
+    config = {**CONFIG, "architectures": ["far_away.models.mixed:MixedForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return {**own, "kv_cache_memory_bytes": 16 << 20, "block_size": 64}
 
 
 def _shapes(width: int) -> dict[str, dict[str, tuple[int, ...]]]:

@@ -307,13 +307,6 @@ def test_a_connector_out_of_tree_is_three_methods(make_llm: Make, monkeypatch, c
         make_llm(kv_transfer_config={**own, EXTRA: {"mots": 1}})
 
 
-def test_C_12_a_model_whose_layers_keep_states_is_refused_by_name(make_llm: Make):
-    with pytest.raises(
-        ConfigError, match=r"moves blocks of tokens, and layers 0, 1, 2, 4\.\.\. of this model keep states"
-    ):
-        make_llm(model="octavo-tiny-hybrid", kv_transfer_config=host())
-
-
 @pytest.mark.parametrize("name", ["GEMMA", "OLMO3", "DEEPSEEK"])
 def test_C_13_O_5_windows_and_latent_layers_load_what_is_read_and_no_more(name, make_llm: Make, tmp_path):
     """A window's blocks are saved before it slides on, so a part of a prompt is found too."""
@@ -360,3 +353,28 @@ def test_V_2_blocks_of_other_weights_are_not_found_and_those_of_old_ones_when_th
         assert llm.reset_prefix_cache()
         bits(llm)
         assert (settle(llm)[0].num_loaded_tokens > before) is found
+
+
+def test_a_load_that_is_cut_short_ends_where_all_that_is_read_is_there(make_llm: Make):
+    """A preempted request that still owes log-probabilities of its prompt is loaded up to those, or less."""
+    fields = {"max_model_len": 512, "max_num_batched_tokens": 23, "enable_prefix_caching": False}
+    params = SamplingParams(temperature=0.0, max_tokens=6, logprobs=1, prompt_logprobs=1)
+
+    def said(llm: LLM, *, preempted: bool = False) -> Any:
+        llm.engine.add("x", llm.engine.tokenizer.encode(PROMPTS[0]), params)
+        outputs, scheduler = [], llm.engine.scheduler
+        while llm.engine.has_unfinished:
+            outputs += llm.engine.step()
+            if preempted and scheduler.running and scheduler.running[0].num_prompt_logprobs > 40:
+                assert scheduler.running[0].num_prompt_logprobs % 16
+                scheduler._preempt(scheduler.running[0])
+                preempted = False
+        return outputs[-1].prompt_logprobs, outputs[-1].outputs[0].logprobs
+
+    expected = said(make_llm(**fields))
+    llm = make_llm(**fields, kv_transfer_config=host())
+    assert said(llm) == expected
+    settle(llm)
+    assert said(llm, preempted=True) == expected
+    stats, _ = settle(llm)
+    assert stats.num_preemptions == 1 and stats.num_loaded_tokens == 32

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 import recurrent_rig as rig
 from insides import runner_of
@@ -24,29 +19,8 @@ FIRST = range(len(LENGTHS))
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """An engine's settings for the model."""
-    sys.path.insert(0, str(rig.PACKAGES))
-    from far_away.models import mixed as theirs
-
-    folder, random = tmp_path_factory.mktemp("mixed"), torch.Generator().manual_seed(5)
-    own = rig.write_checkpoint(folder, "StatesAloneForCausalLM")
-    weights = {
-        "model.embed_tokens.weight": torch.randn(rig.VOCAB, rig.SIZE, generator=random),
-        "lm_head.weight": torch.randn(rig.VOCAB, rig.SIZE, generator=random) * 0.3,
-        "model.norm.weight": torch.ones(rig.SIZE),
-    }
-    attention = {f"{name}.weight": shape for name, shape in rig._shapes(0)["a"].items()}
-    for index, kind in enumerate(theirs.MixedForCausalLM.pattern):
-        shapes = attention if kind in "wa" else theirs.weight_shapes(kind, rig.SIZE)
-        for name, shape in shapes.items():
-            value = torch.randn(shape, generator=random) * (shape[-1] ** -0.5 if shape[1:] else 0.5)
-            weights[f"model.layers.{index}.{name}"] = value + 1 if "norm" in name else value
-    save_file(weights, folder / "model.safetensors")
-    config = {**rig.CONFIG, "architectures": ["far_away.models.mixed:MixedForCausalLM"]}
-    (Path(folder) / "config.json").write_text(json.dumps(config))
-    yield {**own, "kv_cache_memory_bytes": 16 << 20, "block_size": 64}
-    sys.path.remove(str(rig.PACKAGES))
-    for name in [name for name in sys.modules if name.partition(".")[0] == "far_away"]:
-        del sys.modules[name]
+    with rig.packages():
+        yield rig.write_mixed(tmp_path_factory.mktemp("mixed"))
 
 
 def alone(own: dict[str, Any]) -> Result:

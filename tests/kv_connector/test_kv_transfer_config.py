@@ -6,10 +6,11 @@ import json
 
 import pytest
 
+from octavo.cache.groups import CacheGroup
 from octavo.config.engine_config import load_config
 from octavo.config.kv_transfer import EXTRA, NO_TRANSFER, read_kv_transfer
 from octavo.config.settings import ConfigError
-from octavo.kv_connector.table import ALIASES, TABLE, make_kind
+from octavo.kv_connector.table import ALIASES, TABLE, check_groups, make_kind
 
 GOOD = {"kv_connector": "host", "kv_role": "kv_both", EXTRA: {"cpu_bytes_to_use": "64M"}}
 
@@ -78,3 +79,14 @@ def test_the_command_line_takes_json_and_vllms_size_of_offloading():
     assert transfer.kv_connector == "host" and transfer.extra == {"cpu_bytes_to_use": 2 << 30}
     with pytest.raises(ConfigError, match="expected GiB"):
         load_config(argv_values={"kv_offloading_size": "-2"}, environ={})
+
+
+def test_C_12_layers_that_see_the_whole_prompt_are_refused_by_name():
+    groups = (CacheGroup(kind="full", block_size=16, layers=(0,)),)
+    transfer = read_kv_transfer(GOOD)
+    check_groups(make_kind(transfer), transfer, groups)
+    whole = (*groups, CacheGroup(kind="encoder_only", block_size=16, layers=(1, 2)))
+    check_groups(make_kind(NO_TRANSFER), NO_TRANSFER, whole)
+    said = "kv_connector='host': brings prefixes back, and layer 1 sees the whole prompt"
+    with pytest.raises(ConfigError, match=f"{said} .*; drop kv_transfer_config"):
+        check_groups(make_kind(transfer), transfer, whole)

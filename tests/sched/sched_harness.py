@@ -316,10 +316,15 @@ class FakeWorker:
         """Where tokens of a request lie, and what is there once they are computed. Null blocks are skipped."""
         past = history(request.tokens, request.cache_salt)
         for index, (group, table) in enumerate(zip(self.groups, blocks, strict=True)):
+            size = group.block_size
+            if group.kind == "state":
+                for border in range(start // size + 1, end // size + 1):
+                    for block in self._entry(group, list(table), border - 1):
+                        yield (block, 0), (index, border, past[border * size], self.version)
+                continue
             for position in range(start, end) if group.kind != "encoder_only" else ():
-                if block := table[position // group.block_size]:
-                    place = block, position % group.block_size
-                    yield place, (index, position, past[position + 1], self.version)
+                for block in self._entry(group, list(table), position // size):
+                    yield (block, position % size), (index, position, past[position + 1], self.version)
 
     def _attend(self, row: _Row, num_new: int) -> None:
         """The step's queries together read from the first one's window to the last one's position.

@@ -9,9 +9,10 @@ import pytest
 from block_states import BlockState, state_of
 from fake_connector import Clock, FakeConnector
 from octavo.kv_connector import Transfer
-from sched_harness import BLOCK, Driver, full, make_request, make_scheduler, sliding, smallest_pool
+from sched_harness import BLOCK, Driver, full, make_request, make_scheduler, sliding, smallest_pool, states
 
 PLAIN, WINDOWS = (full(),), (full(), sliding(6), sliding(13))
+STATES = (full(), sliding(6), *states(16, blocks=2))
 
 
 class Store(FakeConnector):
@@ -30,11 +31,14 @@ class Store(FakeConnector):
 
     def arrive(self, number: int, bad: object = None) -> None:
         save = self.begun[number]
-        for group, table in enumerate(save.blocks):
-            for place in range(save.start // BLOCK, save.end // BLOCK):
-                if table[place]:
-                    content = [self.worker.memory[table[place], offset][:3] for offset in range(BLOCK)]
-                    assert self.kept.setdefault((save.names[place], group), content) == content
+        for index, (group, table) in enumerate(zip(self.worker.groups, save.blocks, strict=True)):
+            size, num = group.block_size, group.parts.blocks
+            for place in range(save.start // size, save.end // size):
+                if blocks := [block for block in table[place * num : (place + 1) * num] if block]:
+                    offsets = (0,) if group.kind == "state" else range(size)
+                    content = [self.worker.memory[block, offset][:3] for block in blocks for offset in offsets]
+                    name = save.names[(place + 1) * size // BLOCK - 1]
+                    assert self.kept.setdefault((name, index), content) == content
         super().arrive(number)
 
 
@@ -81,7 +85,7 @@ def test_C_8_blocks_that_are_saved_are_nobody_elses_until_the_save_has_ended():
     driver.audit_idle()
 
 
-@pytest.mark.parametrize("groups", [PLAIN, WINDOWS], ids=["plain", "windows"])
+@pytest.mark.parametrize("groups", [PLAIN, WINDOWS, STATES], ids=["plain", "windows", "states"])
 @pytest.mark.parametrize("seed", range(6))
 def test_C_8_random_preemptions_and_slow_saves_keep_what_was_computed(groups, seed):
     rng = random.Random(seed)

@@ -81,7 +81,7 @@ class World:
 
     def __init__(self, shape: Shape) -> None:
         self.clock = Clock()
-        loadable = shape.transfers and not any(group.kind in ("state", "encoder_only") for group in shape.groups)
+        loadable = shape.transfers and not any(group.kind == "encoder_only" for group in shape.groups)
         self.connector = FakeConnector() if loadable else None
         options = {"connector": self.connector, "clock": self.clock, "load_timeout": 10.0} if loadable else {}
         budget = shape.max_num_batched_tokens if shape.chunked else max(shape.max_num_batched_tokens, MAX_LEN)

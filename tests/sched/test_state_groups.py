@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from octavo.cache.groups import CacheGroup
 from octavo.cache.policies import MOST_SNAPSHOTS, make_policies
 from octavo.sched.kv_manager import KVManager
-from sched_harness import Driver, full, make_request, make_scheduler, sliding, states
+from sched_harness import Driver, full, make_request, make_scheduler, nothing, sliding, states
 
 HYBRID = (full(), sliding(6), *states(16, blocks=3))
 
@@ -158,8 +158,55 @@ def test_H_4_a_hit_is_the_longest_that_all_groups_can_continue_from(kinds, seed:
         assert len(table) == group.num_blocks(hit.num_tokens)
 
 
-def test_H_5_blocks_that_layers_with_states_use_are_never_loaded() -> None:
-    """So none comes back from a failed load with bytes that nobody wrote."""
-    for groups in ((full(),), (dataclasses.replace(full(), zero_fresh_blocks=True),)):  # those are not zeroed
-        assert KVManager(groups, 100).can_load
-    assert not KVManager((full(), *states(16)), 100).can_load
+def test_H_5_what_a_failed_load_gives_back_is_zeroed_when_it_is_handed_out_again() -> None:
+    """And what a load fills is not: its bytes come whole."""
+    groups = tuple(dataclasses.replace(group, zero_fresh_blocks=True) for group in (full(), *states(16, blocks=2)))
+    kv = KVManager(groups, 100)
+    assert kv.can_load and not KVManager((full(), nothing()), 100).can_load
+    request = make_request(70)
+    tables = kv.admit(request, kv.match(request, 69), 64, max_new=70, keep_free=0, loads=True)
+    assert tables is not None and not kv.take_fresh()
+    attention, inputs, kept = ([block for block in table if block] for table in tables)
+    assert (len(attention), len(inputs), len(kept)) == (16, 0, 2), "of states the one at the border"
+    assert kv.finish_load(request, 0, 64, frozenset(kept[1:])) == 0, "half a state is none"
+    assert [sum(map(bool, table)) for table in kv.tables(request)] == [0, 0, 0]
+    assert kv.reserve(request, 20) is not None
+    assert sorted(kv.take_fresh()) == sorted(block for table in kv.tables(request) for block in table if block)
+
+
+@pytest.mark.parametrize(
+    ("end", "bad", "found"),
+    [
+        (64, (), 64),
+        (64, ((2, 3),), 24),  # the state at 64: what the hit before it reads goes on
+        (64, ((0, 9),), 24),  # K and V of 36 to 39: no state behind 24 is there
+        (70, ((1, 17),), 68),  # what 68 and 69 bring to the next state
+        (70, ((0, 6),), 24),
+        (32, ((0, 6),), 24),
+        (40, ((1, 9),), 36),
+        (40, ((2, 1),), 24),
+    ],
+)
+def test_C_6_a_count_falls_to_where_a_state_is(end: int, bad: tuple[tuple[int, int], ...], found: int) -> None:
+    """A request of 75 tokens, of which 24 were found here, behind a state at 16. bad: (group, entry)."""
+    groups = (full(), *states(16, blocks=2))
+    kv = KVManager(groups, 200)
+    first, request = make_request(list(range(500, 530))), make_request([*range(500, 524), *range(900, 951)])
+    assert kv.admit(first, kv.match(first, 29), 24, max_new=100, keep_free=0) is not None
+    first.num_computed = 24
+    kv.publish(first, 24)
+    kv.take_fresh()
+    hit = kv.match(request, 74)
+    assert hit.num_tokens == 24
+    tables = kv.admit(request, hit, end, max_new=100, keep_free=0, loads=True)
+    assert tables is not None
+    lost = frozenset(tables[group][entry * groups[group].parts.blocks] for group, entry in bad)
+    assert 0 not in lost
+    assert kv.finish_load(request, 24, end, lost if bad else None) == found
+    kv.check()
+    state = kv.tables(request)[2]
+    assert all(state[2 * (found // 16 - 1) :][:2]) and not any(state[: 2 * (found // 16 - 1)])
+    kv.release(request)
+    kv.release(first)
+    kv.check()
+    assert kv.usage == 0.0

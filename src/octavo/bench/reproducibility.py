@@ -118,7 +118,6 @@ def make_axes(device: str, jobs: Sequence[Job], rng: random.Random, *, state_blo
     if keeps_states:  # which take blocks, as does what tokens bring to them
         longest, needed = state_blocks + 20, needed * state_blocks * 16 // MAX_LEN // 2
     tight, tighter = ({"num_gpu_blocks_override": max(longest, needed // part), "block_size": 16} for part in (4, 14))
-    host = Axis("host memory", from_elsewhere, {"kv_transfer_config": _HOST})
     odd = Axis("odd kernel block", all_at_once, {"block_size": 144, "attention_config": {"kernel_block_size": 48}})
     axes = [
         Axis("batch size", in_groups),
@@ -129,7 +128,7 @@ def make_axes(device: str, jobs: Sequence[Job], rng: random.Random, *, state_blo
         Axis("logprobs", with_other_logprobs),
         Axis("chunk size", all_at_once, {"max_num_batched_tokens": rng.randint(64, 256), "max_num_seqs": 32}),
         Axis("prefix hit", twice, {"enable_prefix_caching": True}),
-        *([] if keeps_states else [host]),  # a connector moves blocks of tokens alone
+        Axis("host memory", from_elsewhere, {"kv_transfer_config": _HOST}),
         Axis("preemption", crowded, tight),
         Axis("speculation", with_drafts, {"speculative_config": _DRAFTS}),
         *(

@@ -33,7 +33,7 @@ class Transfer:
     request: Request
     start: int  # first token that moves
     end: int  # behind the last one
-    blocks: tuple[tuple[int, ...], ...]  # per cache group, by logical index; null blocks do not move
+    blocks: tuple[tuple[int, ...], ...]  # per cache group its entries' in order; null blocks do not move
     names: tuple[bytes, ...] = ()  # of the full blocks of the smallest size, from the first token on
     version: str = ""  # of the weights
 
@@ -80,6 +80,12 @@ class Connector(Protocol):
 
         Without side effects: it may be asked again, and its answer may be not used. `request.block_hashes` names all
         full blocks of the known tokens.
+        """
+
+    def shorter(self, request: Request, num_local: int, end: int) -> int:
+        """Of what `match` found, at most `end` tokens are wanted: how many can be loaded, all in all.
+
+        From `num_local` to `end`: a group may not have what is read behind any of them.
         """
 
     def allocated(self, load: Transfer) -> None:
@@ -129,6 +135,10 @@ class SilentConnector:
     def match(self, request: Request, num_local: int) -> int | Later:
         """See Connector."""
         return 0
+
+    def shorter(self, request: Request, num_local: int, end: int) -> int:
+        """See Connector."""
+        return end
 
     def allocated(self, load: Transfer) -> None:
         """See Connector."""

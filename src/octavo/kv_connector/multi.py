@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.config.kv_transfer import EXTRA, Extra, KVTransferConfig, read_kv_transfer, refuse
 from octavo.kv_connector import LATER, Connector, ConnectorStats, Later, SilentConnector, Transfer, TransferResults
 from octavo.kv_connector.orders import EngineSide
-from octavo.kv_connector.table import Kind, make_kind
+from octavo.kv_connector.table import Kind, make_kind, moves_states
 from octavo.request.request import Request
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ class Multi:
             self._transfers.append(child)
         self._kinds: list[Kind] = [make_kind(child) for child in self._transfers]
         self.shares_names = any(kind.shares_names for kind in self._kinds)
+        self.moves_states = all(moves_states(kind) for kind in self._kinds)
         telling = [t.kv_connector for t, kind in zip(self._transfers, self._kinds, strict=True) if _tells(kind)]
         if len(telling) > 1:
             limit = f"{' and '.join(telling)} both answer with kv_transfer_params: only one may"
@@ -102,6 +103,9 @@ class _MultiConnector(SilentConnector):
                     self._chosen.popitem(last=False)
                 return count
         return 0
+
+    def shorter(self, request: Request, num_local: int, end: int) -> int:
+        return self._children[self._chosen[request.request_id]].shorter(request, num_local, end)
 
     def allocated(self, load: Transfer) -> None:
         place = self._chosen.pop(load.request.request_id)

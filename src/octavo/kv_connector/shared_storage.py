@@ -32,6 +32,7 @@ class SharedStorage:
     """See Kind."""
 
     shares_names = True
+    moves_states = True
 
     def __init__(self, transfer: KVTransferConfig) -> None:
         """See Kind."""

@@ -30,6 +30,7 @@ class StoreKind(abc.ABC):
     """See Kind. A subclass says where bytes are kept; what it raises fails the transfer, by policy, and no other."""
 
     shares_names = True
+    moves_states = True
     num_threads = 1  # of each direction, that call `get` and `put`
 
     def __init__(self, transfer: KVTransferConfig) -> None:

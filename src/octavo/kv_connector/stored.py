@@ -1,8 +1,8 @@
 """StoredConnector: the scheduler's half of every connector that keeps blocks by their names.
 
-Owns which blocks of a request are looked for, loaded and saved, under which keys. Where they are kept an Index knows
-(files, host memory, a server), and how they get there the worker's half. A key is a block's name and its cache group.
-Invariant: a block is saved once under one key, however many requests have it.
+Owns which blocks of a request are looked for, loaded and saved. What they are called `keys` knows; where they are kept
+an Index (files, host memory, a server), and how they get there the worker's half. Invariant: a block is saved once
+under one key, however many requests have it.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from __future__ import annotations
 import abc
 from collections.abc import Iterable, Sequence
 
-from octavo.cache.policies import make_policies
 from octavo.kv_connector import ConnectorStats, SilentConnector, Transfer, TransferResults
-from octavo.kv_connector.keys import Pair, make_key
+from octavo.kv_connector.keys import GroupKeys, Pair, group_keys
 from octavo.kv_connector.orders import EngineSide, Order, Orders, Report
 from octavo.request.request import Request
 
@@ -51,14 +50,17 @@ class Index(abc.ABC):
 
 
 class _Known:
-    """What a group's policy looks for: names of what the cache has itself, and of what is stored."""
+    """What a group's policy looks for: names of what the cache has itself, and of what is stored, all blocks of it."""
 
-    def __init__(self, own: Iterable[bytes], group: int, index: Index) -> None:
-        self._own, self._group, self._index = frozenset(own), group, index
+    def __init__(self, own: Iterable[bytes], keys: GroupKeys, index: Index) -> None:
+        self._own, self._keys, self._index = frozenset(own), keys, index
 
     def __contains__(self, name: object) -> bool:
         assert isinstance(name, bytes), "blocks are looked for by name"
-        return name in self._own or make_key(name, self._group) in self._index
+        if name in self._own:
+            return True
+        keys = self._keys.keys(name)
+        return bool(keys) and all(key in self._index for key in keys)
 
 
 class StoredConnector(SilentConnector):
@@ -66,10 +68,9 @@ class StoredConnector(SilentConnector):
 
     def __init__(self, engine: EngineSide, index: Index, *, prompt_only: bool = False) -> None:
         """prompt_only: what was generated is not saved."""
-        groups = engine.groups
-        self._policies, self._sizes = make_policies(groups), [group.block_size for group in groups]
-        self._smallest = min(self._sizes)
-        self.save_unit = max(self._sizes)
+        self._groups = group_keys(engine.groups)
+        # nobody continues inside a block of tokens
+        self.save_unit = max(group.block_size for group in engine.groups if group.kind != "state")
         self.saves_running = engine.transfer.produces
         self._loads, self._saves = engine.transfer.consumes, engine.transfer.produces
         self._prompt_only = prompt_only
@@ -83,22 +84,27 @@ class StoredConnector(SilentConnector):
         """See Connector. The longest end that every group can continue from."""
         if not self._loads:
             return 0
-        end = self._limit(request, "max_load_tokens", request.num_tokens, num_local) // self.save_unit * self.save_unit
-        names = [self._names(request.block_hashes, group) for group in range(len(self._sizes))]
+        most = self._limit(request, "max_load_tokens", request.num_tokens, num_local)
+        return self.shorter(request, num_local, most) - num_local
+
+    def shorter(self, request: Request, num_local: int, end: int) -> int:
+        """See Connector."""
+        end = end // self.save_unit * self.save_unit
+        names = [group.names(request.block_hashes) for group in self._groups]
         known = [
-            _Known(own[: num_local // size], group, self.index)
-            for group, (own, size) in enumerate(zip(names, self._sizes, strict=True))
+            _Known(own[: num_local // group.group.block_size], group, self.index)
+            for group, own in zip(self._groups, names, strict=True)
         ]
         while end > num_local:
             settled = -1
             while settled != end:
                 settled = end
-                for policy, own, stored in zip(self._policies, names, known, strict=True):
-                    end = policy.longest_hit(stored, own, end) // self.save_unit * self.save_unit
+                for group, own, stored in zip(self._groups, names, known, strict=True):
+                    end = group.policy.longest_hit(stored, own, end) // self.save_unit * self.save_unit
             if end < request.num_tokens or self._has_last(names, known, end):
                 break
             end -= self.save_unit
-        return max(end - num_local, 0)
+        return max(end, num_local)
 
     def _limit(self, request: Request, name: str, most: int, base: int = 0) -> int:
         """A token up to which a request wants something done, counted from `base`."""
@@ -109,26 +115,14 @@ class StoredConnector(SilentConnector):
     def _has_last(self, names: Sequence[Sequence[bytes]], known: Sequence[_Known], end: int) -> bool:
         """Where all tokens of a request are to be loaded: whether what its last one reads is there too."""
         return all(
-            own[policy.first_needed(end - 1)] in stored
-            for policy, own, stored in zip(self._policies, names, known, strict=True)
+            own[place] in stored
+            for group, own, stored in zip(self._groups, names, known, strict=True)
+            for place in range(group.policy.first_needed(end - 1), group.policy.first_needed(end))
         )
-
-    def _names(self, hashes: Sequence[bytes], group: int) -> Sequence[bytes]:
-        ratio = self._sizes[group] // self._smallest
-        return hashes[ratio - 1 :: ratio]
-
-    def _pairs(self, transfer: Transfer, end: int) -> list[Pair]:
-        """Blocks that move, up to token `end`, group by group."""
-        found: list[Pair] = []
-        for group, (table, size) in enumerate(zip(transfer.blocks, self._sizes, strict=True)):
-            first, names = transfer.start // size, self._names(transfer.names, group)
-            places = range(first, min(end // size, len(names), len(table)))
-            found += [Pair(table[i], make_key(names[i], group)) for i in places if table[i]]
-        return found
 
     def allocated(self, load: Transfer) -> None:
         """See Connector."""
-        pairs = self._pairs(load, load.end)
+        pairs = [pair for group in self._groups for pair in group.loaded(load)]
         order, missing = self.index.order_load(load.number, pairs)
         if order is None:
             self._missed[load.number] = frozenset()
@@ -139,15 +133,23 @@ class StoredConnector(SilentConnector):
 
     def computed(self, save: Transfer) -> bool:
         """See Connector."""
-        return self.finished(save)
+        return self._save(save, has_ended=False)
 
     def finished(self, save: Transfer) -> bool:
         """See Connector."""
+        return self._save(save, has_ended=True)
+
+    def _save(self, save: Transfer, *, has_ended: bool) -> bool:
         if not self._saves:
             return False
         end = save.request.num_prompt if self._prompt_only else save.end
         end = min(save.end, self._limit(save.request, "max_offload_tokens", end))
-        pairs = [pair for pair in self._pairs(save, end) if pair.key not in self._saving and pair.key not in self.index]
+        pairs = [
+            pair
+            for group in self._groups
+            for pair in group.saved(save, end, has_ended=has_ended)
+            if pair.key not in self._saving and pair.key not in self.index
+        ]
         order = self.index.order_save(save.number, pairs) if pairs else None
         if order is None:
             return False

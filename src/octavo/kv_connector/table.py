@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, cast
 
 from octavo.cache.groups import CacheGroup
+from octavo.cache.policies import lost_prefixes
 from octavo.config.kv_transfer import KVTransferConfig, refuse
 from octavo.config.settings import did_you_mean
 from octavo.kv_connector import NO_CONNECTOR, Connector
@@ -22,7 +23,10 @@ if TYPE_CHECKING:
 
 
 class Kind(Protocol):
-    """One kind of connector, as it is configured: both halves are made of it, each in its process."""
+    """One kind of connector, as it is configured: both halves are made of it, each in its process.
+
+    One that moves what layers keep as a state, too, says so by `moves_states = True`.
+    """
 
     shares_names: bool  # names of blocks leave the process
 
@@ -113,13 +117,23 @@ def make_kind(transfer: KVTransferConfig) -> Kind:
     return cast(Kind, found(transfer))
 
 
-def check_groups(transfer: KVTransferConfig, groups: Sequence[CacheGroup]) -> None:
-    """Raise ConfigError for a model whose cache cannot move by blocks of tokens, if it is to."""
-    for group in groups if transfer.kv_connector else ():
-        if not group.is_attention or group.kind == "encoder_only":
-            kept = "nothing of them" if group.is_attention else "states"
-            limit = f"moves blocks of tokens, and layers {_shown(group.layers)} of this model keep {kept}"
-            raise refuse("kv_connector", transfer.kv_connector, limit, "drop kv_transfer_config for this model")
+def moves_states(kind: Kind) -> bool:
+    """Whether it moves what layers keep as a state: who does not say so moves blocks of tokens alone."""
+    return bool(getattr(kind, "moves_states", False))
+
+
+def check_groups(kind: Kind, transfer: KVTransferConfig, groups: Sequence[CacheGroup]) -> None:
+    """Raise ConfigError for a model whose cache cannot move as the connector moves it, if it is to."""
+    if not (name := transfer.kv_connector):
+        return
+    if lost := lost_prefixes(groups):
+        raise refuse(
+            "kv_connector", name, f"brings prefixes back, and {lost}", "drop kv_transfer_config for this model"
+        )
+    kept = [group for group in groups if group.kind == "state"]
+    if kept and not moves_states(kind):
+        limit = f"moves blocks of tokens, and layers {_shown(kept[0].layers)} of this model keep states"
+        raise refuse("kv_connector", name, limit, "take host, shared_storage, p2p or nixl, or a multi of these")
 
 
 def _shown(layers: Sequence[int]) -> str:

@@ -26,6 +26,7 @@ from octavo.request.request import Request
 from octavo.sched.block_pool import NULL_BLOCK, BlockPool, HashChain
 from octavo.sched.identity import LOCAL, CacheIdentity
 from octavo.sched.prefixes import Hit, Prefixes
+from octavo.sched.transfers.arrivals import Arrivals
 from octavo.sched.transfers.holds import Hold, Holds
 
 _NEVER = 1 << 62  # blocks: of requests that publish none any more
@@ -97,12 +98,12 @@ class KVManager:
         # request id -> (group, entry) of such that the step being planned writes, before which nobody may read them
         self._being_written: dict[str, list[tuple[int, int]]] = {}
         self._fresh: list[int] = []  # blocks of these groups, handed out since the last `take_fresh`
-        self._holds = Holds(self._pool)
+        self._holds, self._arrivals = Holds(self._pool), Arrivals(groups, self._policies)
 
     @property
     def can_load(self) -> bool:
-        """Whether all that groups keep are blocks of tokens."""
-        return all(group.is_attention and group.kind != "encoder_only" for group in self._groups)
+        """Whether a request can continue from tokens that it did not compute."""
+        return not lost_prefixes(self._groups)
 
     @property
     def slides(self) -> bool:
@@ -171,7 +172,7 @@ class KVManager:
         beyond = max(num_tokens - request.num_tokens, 0)  # of what is not known yet
         need = self._peak_blocks(request.num_tokens + max(beyond, 1), min(num_left + beyond, max_new))
         if loads:
-            self._skip_unread(tables, min(num_tokens, request.num_tokens - 1))
+            self._arrivals.skip_unread(tables, min(num_tokens, request.num_tokens - 1))
             lacking = (group.num_blocks(num_tokens) - len(own) for group, own in zip(self._groups, tables, strict=True))
             need = max(need, len(shared) + sum(lacking))
         if need - num_used + keep_free > pool.num_free:
@@ -235,12 +236,16 @@ class KVManager:
 
     def release(self, request: Request) -> None:
         """Give back all blocks; what is computed is published first. A request without blocks is ignored."""
-        entry = self._entries.get(request.request_id)
-        if entry is not None:
-            self._publish(request, entry, request.num_computed)
-            if self._enable_prefix_caching and entry.num_published < _NEVER:
-                self._publish_states(entry)
+        if request.request_id in self._entries:
+            self.publish_all(request)
             self._release(request)
+
+    def publish_all(self, request: Request) -> None:
+        """Of a request that ends: publish what is computed, its last state too."""
+        entry = self._entries[request.request_id]
+        self._publish(request, entry, request.num_computed)
+        if self._enable_prefix_caching and entry.num_published < _NEVER:
+            self._publish_states(entry)
 
     def discard(self, request: Request, first: int = 0) -> None:
         """Give back all blocks, and let none of the content behind token `first` be found: it may not be there."""
@@ -285,47 +290,22 @@ class KVManager:
     def finish_load(self, request: Request, start: int, end: int, bad: frozenset[int] | None) -> int:
         """How many tokens are there, where those from `start` to `end` were to be loaded into the request's blocks.
 
-        bad: the blocks that did not arrive; empty: all; None: none. What lies behind is given back, unpublished: the
-        count falls to the first bad block of any group, and on to where every group has all that is read next.
+        bad: the blocks that did not arrive; empty: all; None: none. What lies behind is given back, unpublished: see
+        Arrivals.count.
         """
         entry = self._entries[request.request_id]
         if bad is not None:
-            end = min([self._first_bad(group, table, start, end, bad) for group, table in self._pairs(entry)])
-            while end > start and not self._can_continue(entry, end):
-                end = (end - 1) // self.block_size * self.block_size
-            for group, table in self._pairs(entry):
+            end = self._arrivals.count(entry.tables, start, end, bad)
+            for group, table in zip(self._groups, entry.tables, strict=True):
                 keep = group.num_blocks(end)
                 self._pool.release(reversed(table[keep:]))
                 del table[keep:]
             entry.num_tokens = end
-        for index, policy in self._sliding:  # what the hit's own continuation would have read
-            table = entry.tables[index]
-            first = min(policy.first_needed(min(end, request.num_tokens - 1)), len(table))
-            self._pool.release(table[:first])
-            table[:first] = [NULL_BLOCK] * first
+        unread = self._arrivals.num_unread(min(end, request.num_tokens - 1))
+        for table, count in zip(entry.tables, unread, strict=True):  # what the hit's own continuation would have read
+            self._pool.release(table[:count])
+            table[:count] = [NULL_BLOCK] * min(count, len(table))
         return end
-
-    def _pairs(self, entry: _Entry) -> list[tuple[CacheGroup, list[int]]]:
-        return list(zip(self._groups, entry.tables, strict=True))
-
-    def _first_bad(self, group: CacheGroup, table: list[int], start: int, end: int, bad: frozenset[int]) -> int:
-        """The first token of a group's first block that did not arrive, else `end`."""
-        first = start // group.block_size
-        places = (place for place, block in enumerate(table[first:], first) if block and (not bad or block in bad))
-        return min(end, next(places, _NEVER) * group.block_size)
-
-    def _can_continue(self, entry: _Entry, position: int) -> bool:
-        """Whether all that a query at `position` reads before it has blocks."""
-        return all(
-            NULL_BLOCK not in table[policy.first_needed(position) : group.num_blocks(position)]
-            for policy, (group, table) in zip(self._policies, self._pairs(entry), strict=True)
-        )
-
-    def _skip_unread(self, tables: list[list[int]], position: int) -> None:
-        """Null blocks behind those of `tables`, up to where a query at `position` reads."""
-        for index, policy in self._sliding:
-            table = tables[index]
-            table += [NULL_BLOCK] * (policy.first_needed(position) - len(table))
 
     def hold(self, request: Request, until: float) -> Hold:
         """Take all blocks from a request; nobody gets them before `release_hold`, which is due at `until`.
@@ -338,8 +318,10 @@ class KVManager:
 
     def share(self, request: Request, start: int, end: int, until: float) -> Hold:
         """Hold the blocks of full entries of tokens `start` to `end` beside the request, which keeps them."""
-        tables = self._pairs(self._entries[request.request_id])
-        blocks = (b for group, own in tables for b in own[start // group.block_size : end // group.block_size])
+        blocks: list[int] = []
+        for group, table in zip(self._groups, self._entries[request.request_id].tables, strict=True):
+            size, num = group.block_size, group.parts.blocks
+            blocks += table[start // size * num : end // size * num]
         return self._holds.share(request.request_id, blocks, until)
 
     def release_hold(self, hold: Hold) -> None:

@@ -368,10 +368,7 @@ class Scheduler:
 
     def _find_load(self, request: Request, num_local: int) -> int | Later:
         """What can be loaded behind `num_local` tokens. Of what is found a drafter may give up the last block, too."""
-        found = self.loads.match(request, num_local)
-        if found and isinstance(found, int) and self.drafting.reads_next_token:
-            return (num_local + found - 1) // self.kv.unit * self.kv.unit - num_local
-        return found
+        return self.loads.match(request, num_local, self.kv.unit if self.drafting.reads_next_token else 0)
 
     def _fit(self, request: Request, num_computed: int, budget: int) -> int:
         """How many tokens of a waiting request this step computes; 0: it waits for a step with more room."""
@@ -462,7 +459,7 @@ class Scheduler:
             elif has_failed:
                 self.kv.discard(request)
             elif ran and self.loads.is_on and self.kv.is_current(request):
-                self.kv.publish(request, request.num_computed)
+                self.kv.publish_all(request)
                 self.loads.keep(request, self._step)
             else:
                 self.kv.release(request)

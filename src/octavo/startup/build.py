@@ -90,7 +90,7 @@ def build_core(
         facts = least(executor.call("load", resolved, folder))
     with phases("allocate the cache and the tables"):
         plan = _plan(arch, facts, executor)
-        check_groups(transfer, plan.groups)
+        check_groups(kind, transfer, plan.groups)
         resolved = dataclasses.replace(facts.resolved, max_model_len=plan.limits.max_model_len)
         executor.call("allocate", plan)
     if facts.compiles_ahead:

@@ -112,8 +112,11 @@ class Loads:
         """Whether blocks are taken that no running request has."""
         return bool(self._underway or self.arrived)
 
-    def match(self, request: Request, num_local: int) -> int | Later:
-        """Tokens that can be loaded behind `num_local`, of those that need not be computed."""
+    def match(self, request: Request, num_local: int, unit: int = 0) -> int | Later:
+        """Tokens that can be loaded behind `num_local`, of those that need not be computed.
+
+        unit: what is found ends behind a multiple of it, and not behind the last token that is there; 0: anywhere.
+        """
         if request.request_id in self._refused or (most := self._max_load(request)) <= num_local:
             return 0
         self._kv.name_blocks(request)
@@ -123,7 +126,11 @@ class Loads:
         found = self.connector.match(request, num_local)
         if isinstance(found, int):
             self._later.pop(request.request_id, None)
-            return max(min(found, most - num_local), 0)
+            most = min(num_local + found, most)
+            wanted = (most - 1) // unit * unit if unit else most
+            if num_local < wanted < num_local + found:
+                wanted = self.connector.shorter(request, num_local, wanted)
+            return max(wanted - num_local, 0)
         if self._clock() < self._later.setdefault(request.request_id, self._clock() + self._timeout):
             return found
         self.refuse(request)

@@ -1,0 +1,211 @@
+"""Hybrids whose states and blocks come from elsewhere: the same bits, whatever was found, late or lost (C.13, O.5)."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import random_models
+import recurrent_rig as rig
+from engine_checks import GOOD_PROMPT
+from octavo import LLM, SamplingParams
+from octavo.config.settings import ConfigError
+from octavo.kv_connector.worker.block_files import BlockFiles
+from octavo.kv_connector.worker.host_memory import HostHandler
+from test_connectors import host, multi, settle, storage
+
+CHUNK, BLOCK = 64, 16
+LONG = random_models.token_prompts(300)[0]["prompt_token_ids"]
+OTHER = random_models.token_prompts(7, 40)[1]["prompt_token_ids"]
+PROMPTS = [LONG, [*LONG[:150], *OTHER], LONG[:33], LONG[:128], LONG[:129]]
+PARAMS = SamplingParams(temperature=0.8, seed=7, max_tokens=10, logprobs=1, ignore_eos=True, detokenize=False)
+TINY = {"model": "octavo-tiny-hybrid", "max_model_len": 512}
+Make = Callable[..., LLM]
+
+
+def answers(llm: LLM, prompts: list[list[int]], params: SamplingParams = PARAMS) -> list[Any]:
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """Settings for a model of a window of 20, full attention and states with chunks of 64 and of 16 tokens."""
+    with rig.packages():
+        yield {**rig.write_mixed(tmp_path_factory.mktemp("mixed")), "block_size": BLOCK}
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "chunks": {"max_num_batched_tokens": 24, "max_num_seqs": 3},
+    "every second": {"snapshot_interval": 2},
+    "last": {"snapshot_interval": 0, "max_num_batched_tokens": 100},
+    "steps in flight": {"async_scheduling": True},
+    "blocks of 128": {"block_size": 128},
+    "fp8, bfloat16 states": {"kv_cache_dtype": "fp8", "state_dtype": "bfloat16"},
+    "nothing found here": {"enable_prefix_caching": False},
+    "drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_C_13_O_5_states_that_were_loaded_give_the_bits_of_computed_ones(name: str, make_llm: Make, tmp_path: Path):
+    fields = {**TINY, **SETTINGS[name]}
+    expected = answers(make_llm(**fields), PROMPTS)
+    for config in (host(), storage(tmp_path)) if name in ("plain", "last") else (host(),):
+        llm = make_llm(**fields, kv_transfer_config=config)
+        assert answers(llm, PROMPTS[:1]) == expected[:1]  # a miss
+        settle(llm)
+        assert llm.reset_prefix_cache() and answers(llm, PROMPTS[1:]) == expected[1:]  # parts of it
+        stats, _ = settle(llm)
+        assert stats.num_loaded_tokens >= 128 or name == "last"
+        assert llm.reset_prefix_cache() and answers(llm, PROMPTS) == expected  # all of it
+        more, _ = settle(llm)
+        assert more.num_loaded_tokens - stats.num_loaded_tokens >= 256
+        assert not more.num_load_failures and not more.num_load_misses
+
+
+@pytest.mark.parametrize("fields", [{}, {"max_num_batched_tokens": 21, "max_num_seqs": 4}], ids=["whole", "chunks"])
+def test_C_13_windows_states_and_full_layers_come_back_together(fields, mixed, make_llm: Make, tmp_path: Path):
+    own = {**mixed, **fields}
+    prompts, params = [LONG[:200], [*LONG[:100], *OTHER], LONG[:64], LONG[:65]], PARAMS
+    expected = answers(make_llm(**own), prompts)
+    config = multi(host(), storage(tmp_path))
+    llm = make_llm(**own, kv_transfer_config=config)
+    assert answers(llm, prompts[:1]) == expected[:1]
+    settle(llm)
+    assert llm.reset_prefix_cache() and answers(llm, prompts[1:2]) == expected[1:2]
+    assert settle(llm)[0].num_loaded_tokens == 64, "the last border of all groups in the part that it shares"
+    assert llm.reset_prefix_cache() and answers(llm, prompts) == expected
+    stats, _ = settle(llm)
+    assert stats.num_loaded_tokens >= 64 + 192 and not stats.num_load_failures and not stats.num_load_misses
+    assert llm.engine.scheduler.loads.connector._children[0].reset()
+    assert llm.reset_prefix_cache() and answers(llm, prompts, params) == expected, "from files"
+    assert settle(llm)[0].num_loaded_tokens > stats.num_loaded_tokens
+
+
+def test_C_12_O_5_of_windows_the_window_is_loaded_and_of_states_the_one_at_the_border(mixed, make_llm: Make):
+    llm = make_llm(**mixed, kv_transfer_config=host())
+    expected = answers(llm, [LONG[:200]])
+    settle(llm)
+    assert llm.reset_prefix_cache() and answers(llm, [LONG[:200]]) == expected
+    stats, moved = settle(llm)
+    assert stats.num_loaded_tokens == 192
+    wanted = {"full": 192 // BLOCK, "sliding": 2, "state": 1, "inputs": 0}  # entries; a window of 20 tokens
+    groups = llm.engine.memory.groups
+    assert {group.kind for group in groups} == set(wanted)
+    assert moved.num_loaded_blocks == sum(wanted[group.kind] * group.parts.blocks for group in groups)
+
+
+@pytest.mark.parametrize(("interval", "found"), [(1, 192), (2, 128), (3, 192), (0, 0)])
+def test_H_4_snapshots_are_saved_by_the_policy_and_the_last_ones_always(interval: int, found: int, make_llm: Make):
+    llm = make_llm(**TINY, snapshot_interval=interval, kv_transfer_config=host())
+    tokens = answers(llm, [LONG], msgspec.structs.replace(PARAMS, max_tokens=25))[0][0]
+    # a border in the prompt; the prompt's last one; the last one of all 324 tokens, as a next turn finds it
+    for prompt, count in ((LONG[:230], found), (LONG[:270], 256), ([*LONG, *tokens, 5], 320)):
+        before = settle(llm)[0].num_loaded_tokens
+        assert llm.reset_prefix_cache()
+        answers(llm, [prompt], msgspec.structs.replace(PARAMS, max_tokens=1))
+        assert settle(llm)[0].num_loaded_tokens - before == count
+
+
+def test_C_6_C_7_a_state_that_is_spoiled_or_late_is_computed(make_llm: Make, tmp_path: Path, monkeypatch):
+    expected = answers(make_llm(**TINY), PROMPTS)
+    llm = make_llm(**TINY, kv_transfer_config={**storage(tmp_path), "kv_load_failure_policy": "recompute"})
+    answers(llm, PROMPTS)
+    settle(llm)
+    columns = [group.parts.blocks for group in llm.engine.memory.groups]
+    states = [path for path in sorted(tmp_path.rglob("*.safetensors")) if path.stem.endswith(f"-{sum(columns) - 1}")]
+    assert states, "the last block of a state has a file"
+    for path in states:
+        path.write_bytes(path.read_bytes()[:-7])
+    assert llm.reset_prefix_cache() and answers(llm, PROMPTS) == expected
+    stats, _ = settle(llm)
+    assert stats.num_load_misses and not stats.num_load_failures
+
+    def fails(*_: object) -> bool:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(BlockFiles, "read", fails)
+    assert llm.reset_prefix_cache() and answers(llm, PROMPTS) == expected
+    assert settle(llm)[0].num_load_failures
+
+
+def test_O_2_a_load_that_is_late_is_given_up_and_its_blocks_come_back(make_llm: Make, monkeypatch):
+    expected = answers(make_llm(**TINY), PROMPTS)
+    config = {**host(), "kv_load_failure_policy": "recompute", "kv_transfer_timeout": 0.2}
+    llm = make_llm(**TINY, kv_transfer_config=config)
+    answers(llm, PROMPTS)
+    settle(llm)
+    gate, handle = threading.Event(), HostHandler.handle
+
+    def late(self: HostHandler, job: Any) -> Any:
+        while job.order.is_load and not gate.wait(0.01) and not llm.engine.scheduler.loads.stats.num_load_failures:
+            pass
+        return handle(self, job)
+
+    monkeypatch.setattr(HostHandler, "handle", late)
+    assert llm.reset_prefix_cache() and answers(llm, PROMPTS) == expected
+    gate.set()
+    assert settle(llm)[0].num_load_failures
+    assert llm.reset_prefix_cache() and answers(llm, PROMPTS) == expected
+    assert settle(llm)[0].num_loaded_tokens
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_O_7_pressure_on_both_pools_changes_no_bit(policy: str, make_llm: Make, tmp_path: Path):
+    rng = random.Random(1)
+    prompts = [[number, *LONG[: rng.randrange(60, 230)]] for number in rng.choices(range(3, 7), k=16)]
+    fields = {**TINY, "max_model_len": 256, "max_num_batched_tokens": 90, "enable_prefix_caching": False}
+    with make_llm(**fields) as llm:
+        expected = answers(llm, prompts)
+        tight = llm.engine.memory.blocks_per_request * 3 // 2
+    extra = {"storage_path": str(tmp_path), "storage_bytes": "16M"} if policy == "lru" else {}
+    config = host("3M", eviction_policy=policy, **extra)
+    llm = make_llm(**fields, num_gpu_blocks_override=tight, kv_transfer_config=config)
+    assert answers(llm, prompts) == expected
+    stats, moved = settle(llm)
+    assert moved.num_evicted_blocks and llm.reset_prefix_cache(reset_connector=True)
+    for _ in range(2):  # one prompt has room
+        assert answers(llm, prompts[-1:]) == expected[-1:]
+        before, (stats, moved) = stats, settle(llm)
+    assert stats.num_loaded_tokens > before.num_loaded_tokens
+    assert not stats.num_load_failures and moved.stored_bytes <= (3 + 16 * (policy == "lru")) << 20
+
+
+def test_C_12_a_connector_that_moves_blocks_of_tokens_alone_is_refused_by_name(make_llm: Make, monkeypatch):
+    root = Path(__file__).resolve().parents[2]
+    monkeypatch.syspath_prepend(str(root / "tests" / "packages"))
+    monkeypatch.syspath_prepend(str(root / "adapters" / "octavo-vllm" / "src"))
+    theirs = {"kv_connector": "MemoryConnector", "kv_connector_module_path": "vllm_connector", "kv_role": "kv_both"}
+    said = (
+        r"kv_connector='{}': moves blocks of tokens, and layers 0, 1, 2, 4\.\.\. of this model keep states; take host"
+    )
+    with pytest.raises(ConfigError, match=said.format("MemoryConnector")):
+        make_llm(**TINY, kv_transfer_config=theirs)
+    with pytest.raises(ConfigError, match=said.format("MultiConnector")):
+        make_llm(**TINY, kv_transfer_config=multi(host(), theirs))
+    own = {"kv_connector": "Dictionary", "kv_connector_module_path": "own_store", "kv_role": "kv_both"}
+    llm = make_llm(**TINY, kv_transfer_config=own)
+    expected = answers(llm, PROMPTS[:1])
+    settle(llm)
+    assert llm.reset_prefix_cache() and answers(llm, PROMPTS[:1]) == expected
+    assert settle(llm)[0].num_loaded_tokens == 256, "what stores bytes by name stores states"
+
+
+def test_the_models_prompt_text_takes_the_same_way(make_llm: Make):
+    """What users do: a text, twice, with the device's cache emptied between."""
+    llm = make_llm(**TINY, kv_transfer_config=host())
+    prompt, params = GOOD_PROMPT * 30, SamplingParams(temperature=0.0, max_tokens=8)
+    first = llm.generate(prompt, params)[0]
+    settle(llm)
+    assert llm.reset_prefix_cache()
+    again = llm.generate(prompt, params)[0]
+    assert again.outputs[0].text == first.outputs[0].text and again.num_cached_tokens >= 64
+    settle(llm)
