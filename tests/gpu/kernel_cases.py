@@ -213,7 +213,7 @@ def _attention_backward() -> None:
 
 CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "norm": (_norms, ("norm.gpu._norm_rows",)),
-    "activation": (_activation, ("activation.gpu._gated",)),
+    "activation": (_activation, ("activation.gpu._gated", "activation.gpu._sigmoid_gated")),
     "embedding": (functools.partial(gpu_rig.check_embedding, "cuda", BF16), ("embedding.gpu._gather",)),
     "rope and store": (_rope, ("rope.gpu._qk_norm_rope_store",)),
     "zeroed blocks": (_zero, ("cache_write.zero_blocks_gpu._zero",)),

@@ -55,7 +55,8 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     # the seam between engine and layers that keep states, as attention.base is of those that attend
     "states": ({"words", "cache", "ops"}, {"torch"}),
     "attention": ({"words", "cache", "ops", "states"}, {"torch", "numpy", "matplotlib"}),
-    "layers": ({"attention.base", "ops", "words"}, {"torch"}),
+    # both seams: a layer finds its own in the ForwardContext, and a decoder asks for the C form of what layers keep
+    "layers": ({"attention.base", "states.base", "ops", "words"}, {"torch"}),
     "models": ({"layers", "attention.base", "ops", "words"}, {"torch", "numpy"}),
     "checkpoint.hub": ({"words"}, {"huggingface_hub"}),
     "checkpoint": ({"models", "layers", "attention.base", "ops", "words"}, {"torch", "numpy", "safetensors", "xxhash"}),

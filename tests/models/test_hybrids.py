@@ -5,6 +5,7 @@ Three tiny random checkpoints of each. A prompt in one piece, in pieces and toke
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable
 
@@ -19,6 +20,8 @@ from octavo.attention.cpu import CpuBackend
 from octavo.checkpoint.config_reader.checkpoint import read_arch
 from octavo.checkpoint.config_reader.families import FAMILIES
 from octavo.layers import fusions
+from octavo.ops import native
+from octavo.ops.decoder import BoundDecoder
 
 TOLERANCE = 1e-5
 PROMPT = random.Random(0).choices(range(199), k=1100)
@@ -86,12 +89,52 @@ def test_every_hybrid_family_has_three_configurations() -> None:
     assert {name: given.count(name) for name in names} == dict.fromkeys(names, 3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["qwen3.5", "qwen3.5-partial", "qwen3.5-starts", "qwen3-next-every-other"])
+def test_a_model_of_delta_nets_is_one_native_call_with_the_bits_of_its_lines(
+    tiny_case: Callable[[str], Case], family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts, decoding rows and both, of all tokens and of the last ones; also where no library is loaded."""
+    case = tiny_case(family)
+    model = load_model(read_arch(case.folder), case.folder, dtype)
+    assert "one native call" in dict(model.describe_layers([CpuBackend] * len(model.layer_specs)))["all steps"]
+
+    def run() -> list[torch.Tensor]:
+        rig = HybridRig(model, "cpu", dtype)
+        prompts = {"a": PROMPT[:1], "b": PROMPT[7:80], "c": PROMPT[100:117]}
+        decoding = {"a": PROMPT[1:2], "b": PROMPT[80:81], "c": PROMPT[117:118]}
+        both = {"a": PROMPT[2:3], "d": PROMPT[200:260], "c": PROMPT[118:190]}
+        steps = [rig.compute(prompts), rig.compute(decoding), rig.compute(both, last=True)]
+        return [*steps, rig.compute({"d": PROMPT[260:262], "b": PROMPT[81:82]}, last=True)]
+
+    whole, called = native.lib().octavo_decode, [0]
+
+    def count(*arguments: object) -> None:
+        called[0] += 1
+        whole(*arguments)
+
+    monkeypatch.setattr(native.lib(), "octavo_decode", count)
+    found = run()
+    assert called == [4]
+    by_lines = dataclasses.replace(CpuBackend.capability, paged_operator=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(CpuBackend, "capability", by_lines)
+        assert all(map(torch.equal, run(), found))
+    assert called == [4]
+    with monkeypatch.context() as patch:
+        patch.setattr(BoundDecoder, "__call__", BoundDecoder.composed)
+        assert all(map(torch.equal, run(), found))
+    assert called == [4]
+
+
 @pytest.mark.parametrize("family", ["qwen3.5", "qwen3-next", "lfm2-biased", "granite4", "jamba"])
 def test_what_stands_behind_a_mixer_is_one_operator_with_the_bits_of_its_lines(
     tiny_case: Callable[[str], Case], family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = tiny_case(family)
     found = HybridRig(case.model, "cpu").run(PROMPT[:70], [64, 1, 5])
+    # one native call runs all of qwen3.5 where it may
+    monkeypatch.setattr(CpuBackend, "capability", dataclasses.replace(CpuBackend.capability, paged_operator=False))
     texts = [text for _, text in case.model.describe_layers([CpuBackend] * len(case.model.layer_specs))]
     assert any("linear add norm" in text and "-> post_attention" in text for text in texts)
     monkeypatch.setattr(fusions, "FUSIONS", ())

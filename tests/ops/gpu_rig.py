@@ -72,6 +72,8 @@ def check_activation(device: str, kind: str, dtype: torch.dtype, width: int = 20
     assert_close(
         gpu_activation.gated_activation(x, tanh=kind == "gelu_tanh"), activation.gated_activation_reference(x, kind), 2
     )
+    gate, value = x.chunk(2, 1)  # rows of both lie apart
+    assert_close(gpu_activation.sigmoid_gated(value, gate), activation.sigmoid_gated_reference(value, gate), 2)
 
 
 def check_embedding(device: str, dtype: torch.dtype, width: int = 1100) -> None:

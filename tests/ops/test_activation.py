@@ -4,7 +4,14 @@ import pytest
 import torch
 
 from octavo.ops import native
-from octavo.ops.activation import GATED_KINDS, exp_reference, gated_activation, gated_activation_reference
+from octavo.ops.activation import (
+    GATED_KINDS,
+    exp_reference,
+    gated_activation,
+    gated_activation_reference,
+    sigmoid_gated,
+    sigmoid_gated_reference,
+)
 
 
 def exact(gate_up: torch.Tensor, kind: str) -> torch.Tensor:
@@ -26,6 +33,20 @@ def test_every_library_gives_the_twins_bits(kind: str, dtype: torch.dtype, width
     for isa in native.built_isas():
         with native.using(isa):
             assert torch.equal(gated_activation(gate_up, kind), expected), isa
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [1, 16, 31, 100])
+def test_every_library_gates_with_the_references_bits(dtype: torch.dtype, width: int) -> None:
+    """Gates lie within wider rows, as behind the projections of gated attention; x may lie so too."""
+    torch.manual_seed(width)
+    x, gate = ((torch.randn(5, 3 * width) * 4).to(dtype)[:, -width:] for _ in range(2))
+    expected = sigmoid_gated_reference(x, gate)
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(expected.double(), gate.double().sigmoid() * x.double(), rtol=tolerance, atol=1e-12)
+    for isa in native.built_isas():
+        with native.using(isa):
+            assert torch.equal(sigmoid_gated(x, gate), expected), isa
 
 
 @pytest.mark.parametrize("kind", GATED_KINDS)

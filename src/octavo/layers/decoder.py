@@ -8,7 +8,8 @@ Invariants: K and V are stored by slot before attention runs; whatever runs a la
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeGuard
 
 import torch
@@ -18,8 +19,9 @@ from octavo.attention.base import AttentionBackend, ForwardContext, LayerContext
 from octavo.layers.base import Layer
 from octavo.layers.fusions import BatchClass, LayerLines, Operator, describe, resolve, runs_whole
 from octavo.layers.norm import RMSNorm
-from octavo.ops.decoder import BoundDecoder, DecoderLayerOperands, last_norm
+from octavo.ops.decoder import BoundDecoder, DecoderLayerOperands, last_norm, no_step
 from octavo.ops.gemm import LinearWeight
+from octavo.states.base import NO_STATES, LayerStates, NativeNets
 
 
 class Decoder:
@@ -70,9 +72,9 @@ class Decoder:
         self._resolved, self._unlike = {}, 0
         norm = self._norm
         if _is_plain(norm) and runs_whole(self._layers, [type(own.backend) for own in contexts]):
-            operands = [layer.operands for layer in self._layers]
+            operands = [layer.whole_operands(own.states) for layer, own in zip(self._layers, contexts, strict=True)]
             caches, tables = [own.cache for own in contexts], [own.table_index for own in contexts]
-            self._whole = BoundDecoder(operands, norm.weight, norm.eps, caches, tables)
+            self._whole = BoundDecoder(operands, norm.weight, norm.eps, caches, tables, _step_of(contexts))
 
     def _operators(self, context: ForwardContext) -> list[tuple[Operator, ...]]:
         """What runs the layers of a step."""
@@ -104,6 +106,18 @@ class Decoder:
         return num_unlike(
             [(own.table, own.spec, layer.kinds, _kind(own.cache), _kind(layer.operands)) for layer, own in facts]
         )
+
+
+def _step_of(contexts: Sequence[LayerContext]) -> Callable[[], int]:
+    """What gives the C form of a step's rows to layers with states."""
+    for own in contexts:
+        if own.states is not NO_STATES and isinstance(own.states.backend, NativeNets):
+            return functools.partial(_address_of_step, own.states.backend, own.states)
+    return no_step
+
+
+def _address_of_step(backend: NativeNets, states: LayerStates) -> int:
+    return backend.step_address(states.inputs)
 
 
 def _is_plain(norm: Layer) -> TypeGuard[RMSNorm]:

@@ -18,17 +18,20 @@ from typing import NamedTuple, TypeAlias
 from torch import Tensor, nn
 
 from octavo.attention.base import AttentionBackend, ForwardContext, FusedRopeBackend
+from octavo.layers.attention import Attention
 from octavo.layers.chain import Chain, Line, learn
 from octavo.layers.norm import RMSNorm
 from octavo.layers.standard import Standard, Tail, standard_form, tail_form
 from octavo.ops.decoder import (
     DecoderLayerOperands,
+    DeltaLayerOperands,
     PostOperands,
     enter_attention_of_few,
     post_attention,
     pre_attention,
     project,
 )
+from octavo.states.base import LayerStates
 
 State: TypeAlias = tuple[Tensor, Tensor | None]
 Operator: TypeAlias = Callable[[Tensor, Tensor | None, ForwardContext], State]
@@ -65,6 +68,20 @@ class LayerLines:
         """Of a layer with such an end, once its weights are final."""
         assert self.tail is not None, "the row of the table is for such ends"
         return self.tail.operands()
+
+    @property
+    def attention(self) -> Attention | None:
+        """Of a layer that compiled operators know from end to end, where it attends."""
+        if self.standard is not None:
+            return self.standard.attention
+        return None if self.tail is None or self.tail.mixer is None else self.tail.mixer.attention
+
+    def whole_operands(self, states: LayerStates) -> DecoderLayerOperands | DeltaLayerOperands:
+        """Of such a layer, once its weights are final, of one engine, which keeps `states` of it."""
+        if self.standard is not None:
+            return self.operands
+        assert self.tail is not None and self.tail.mixer is not None, "operators know the layer from end to end"
+        return self.tail.mixer.operands(self.tail_operands, states)
 
     @property
     def kinds(self) -> tuple[object, ...]:
@@ -309,13 +326,20 @@ def resolve(
 
 def runs_whole(layers: Sequence[LayerLines], backends: Sequence[type[AttentionBackend]]) -> bool:
     """Whether one native call runs all layers and the last norm, where a CPU has compiled operators for the cache."""
-    return all(
-        layer.standard is not None
-        and layer.standard.mlp is not None
-        and set(layer.standard.attention.spec.facts) <= {"window", "soft_cap"}
-        and backend.capability.paged_operator
-        for layer, backend in zip(layers, backends, strict=True)
+    attends = [backend for layer, backend in zip(layers, backends, strict=True) if layer.attention is not None]
+    return (
+        bool(attends)
+        and all(backend.capability.paged_operator for backend in attends)
+        and all(_is_known_whole(layer) for layer in layers)
     )
+
+
+def _is_known_whole(layer: LayerLines) -> bool:
+    """Whether compiled operators know a layer from end to end."""
+    end = layer.standard or layer.tail
+    if end is None or end.mlp is None or (isinstance(end, Tail) and end.mixer is None):
+        return False
+    return layer.attention is None or set(layer.attention.spec.facts) <= {"window", "soft_cap"}
 
 
 _CLASSES = {

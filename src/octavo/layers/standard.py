@@ -12,9 +12,12 @@ from collections.abc import Sequence
 from octavo.layers.attention import Attention
 from octavo.layers.chain import Line
 from octavo.layers.linear import Linear
+from octavo.layers.mixers.delta_net import GatedDeltaNet
+from octavo.layers.mixers.gated_attention import GatedAttention
 from octavo.layers.mlp import Mlp
 from octavo.layers.norm import RMSNorm
-from octavo.ops.decoder import DecoderLayerOperands, PostOperands
+from octavo.ops.decoder import DecoderLayerOperands, DeltaLayerOperands, PostOperands
+from octavo.states.base import LayerStates, NativeNets
 
 _BEGINNING = ("norm", "linear", "rope_store", "attend")
 _ENDS = (
@@ -73,6 +76,7 @@ class Standard:
 class Tail:
     """What stands behind what mixes a layer's tokens: a product, the sum, a norm, and an MLP that operators know."""
 
+    mixer: Mixer | None  # None: what mixes the tokens is not all that stands ahead, or operators do not know it
     output: Linear
     mlp_norm: RMSNorm
     mlp: Mlp | None
@@ -92,6 +96,62 @@ class Tail:
         )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Mixer:
+    """A norm and a gated delta net, or gated attention, that operators know."""
+
+    input_norm: RMSNorm
+    net: GatedDeltaNet | GatedAttention
+
+    @property
+    def attention(self) -> GatedAttention | None:
+        """Where it attends."""
+        return self.net if isinstance(self.net, GatedAttention) else None
+
+    def operands(self, tail: PostOperands, states: LayerStates) -> DecoderLayerOperands | DeltaLayerOperands:
+        """The finalized weights of the whole layer, which ends with `tail`. states: of one engine's layer."""
+        net, norm = self.net, self.input_norm.weight
+        behind = {field.name: getattr(tail, field.name) for field in dataclasses.fields(tail)}
+        if isinstance(net, GatedDeltaNet):
+            backend = states.backend
+            address = backend.net_address(states, net.operands) if isinstance(backend, NativeNets) else 0
+            return DeltaLayerOperands(**behind, input_norm=norm, mix=net.forward, net=address)
+        spec = net.spec
+        return DecoderLayerOperands(
+            **behind,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_size=spec.head_size,
+            input_norm=norm,
+            qkv=net.qkv.packed,
+            keys_values=None,
+            qkv_bias=net.qkv.bias,
+            q_norm=net.q_norm,
+            k_norm=net.k_norm,
+            head_eps=net.norm_eps,
+            cos_sin=net.rotary.cos_sin,
+            scale=spec.scale,
+            window=spec.window,
+            soft_cap=spec.soft_cap,
+            mix=net.forward,
+            key_scale=net.tensors.key_scale,
+            value_scale=net.tensors.value_scale,
+        )
+
+
+def _mixer(lines: Sequence[Line], eps: float) -> Mixer | None:
+    """Of lines ahead of an output product, whose layer's other norm has `eps`."""
+    if tuple(line.kind for line in lines) != ("norm", "own"):
+        return None
+    norm, net = (line.owner for line in lines)
+    if type(net) not in (GatedDeltaNet, GatedAttention) or "forward" in net.__dict__ or norm.eps != eps:
+        return None
+    product = net.project if isinstance(net, GatedDeltaNet) else net.qkv
+    is_plain = product.called_as == "linear" and product.out_dtype is None
+    is_known = product.bias is None or isinstance(net, GatedAttention)
+    return Mixer(input_norm=norm, net=net) if is_plain and is_known else None
+
+
 def tail_form(lines: Sequence[Line]) -> Tail | None:
     """The end of a layer of these lines whose tokens a line of its own mixes; None of another."""
     kinds = tuple(line.kind for line in lines)
@@ -105,7 +165,7 @@ def tail_form(lines: Sequence[Line]) -> Tail | None:
     mlp = network if kinds[-2] == "mlp" else None
     if output.out_dtype is not None or not (mlp is None or _is_plain(mlp)):
         return None
-    return Tail(output=output, mlp_norm=norm, mlp=mlp)
+    return Tail(mixer=_mixer(lines[:-5], norm.eps), output=output, mlp_norm=norm, mlp=mlp)
 
 
 def _is_plain(mlp: Mlp) -> bool:

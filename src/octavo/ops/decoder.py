@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -30,7 +30,7 @@ from octavo.ops.rope import Rotation, qk_norm_rope_store
 _P, _I, _C, _F = native.PTR, native.I64, native.I32, native.F32
 native.declare("octavo_enter_attention", [_P, _P, _P, _P, _P, _I, _P, _I, _P, _P, _I, _C])
 native.declare("octavo_leave_attention", [_P, _P, _P, _I, _P, _P, _I, _C])
-native.declare("octavo_decode", [_P, _P, _I, _P, _P, _P, _P, _F, _P, _I, _P, _P, _P, _C])
+native.declare("octavo_decode", [_P, _P, _I, _P, _P, _P, _P, _P, _F, _P, _I, _P, _I, _P, _P, _C])
 
 
 class _LayerHeader(ctypes.Structure):
@@ -38,11 +38,11 @@ class _LayerHeader(ctypes.Structure):
 
     _fields_ = (
         *((name, _P) for name in ("input_norm", "attention_norm", "mlp_norm", "mlp_out_norm")),
-        *((name, _P) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, _P) for name in ("qkv", "output", "gate_up", "down", "net")),
         *((name, _P) for name in ("qkv_bias", "output_bias", "q_norm", "k_norm", "cos_sin")),
         *((name, _I) for name in ("num_heads", "num_kv_heads", "head_size", "rotary_size", "window")),
         *((name, _F) for name in ("eps", "head_eps", "scale", "soft_cap")),
-        *((name, _C) for name in ("activation", "in_pairs")),
+        *((name, _C) for name in ("activation", "in_pairs", "gated")),
     )
 
 
@@ -86,16 +86,24 @@ class PostOperands:
     @functools.cached_property
     def header(self) -> _LayerHeader | None:
         """The C form; None where a weight has none."""
-        weights = {"output": self.output, "gate_up": self.gate_up, "down": self.down}
-        if any(weight is not None and not weight.header for weight in weights.values()):
-            return None
-        names = ("attention_norm", "mlp_norm", "mlp_out_norm", "output_bias")
-        return _LayerHeader(
-            **{name: _address(getattr(self, name)) for name in names},
-            **{name: None if weight is None else weight.header for name, weight in weights.items()},
-            eps=self.eps,
-            activation=GATED_KINDS[self.activation],
-        )
+        return _post_header(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class DeltaLayerOperands(PostOperands):
+    """What a whole decoder layer with a gated delta net computes with."""
+
+    input_norm: Tensor
+    mix: Callable[[Tensor], Tensor]  # of the normed tokens: what `output` takes, by operators of its own
+    net: int  # the C form of the same, of one engine's layer; 0: there is none
+
+    @functools.cached_property
+    def header(self) -> _LayerHeader | None:
+        """The C form; None where there is none."""
+        header = _post_header(self) if self.net else None
+        if header is not None:
+            header.input_norm, header.net = self.input_norm.data_ptr(), self.net
+        return header
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -116,6 +124,7 @@ class DecoderLayerOperands(PostOperands):
     scale: float  # of attention
     window: int = 0
     soft_cap: float = 0.0
+    mix: Callable[[Tensor], Tensor] | None = None  # as DeltaLayerOperands', of gated attention: qkv ends with the gates
     key_scale: Tensor | None = None  # [kv_heads] float32, of a quantized cache
     value_scale: Tensor | None = None
 
@@ -174,7 +183,21 @@ class DecoderLayerOperands(PostOperands):
             soft_cap=self.soft_cap,
             activation=GATED_KINDS[self.activation],
             in_pairs=self.in_pairs,
+            gated=self.mix is not None,
         )
+
+
+def _post_header(layer: PostOperands) -> _LayerHeader | None:
+    weights = {"output": layer.output, "gate_up": layer.gate_up, "down": layer.down}
+    if any(weight is not None and not weight.header for weight in weights.values()):
+        return None
+    names = ("attention_norm", "mlp_norm", "mlp_out_norm", "output_bias")
+    return _LayerHeader(
+        **{name: _address(getattr(layer, name)) for name in names},
+        **{name: None if weight is None else weight.header for name, weight in weights.items()},
+        eps=layer.eps,
+        activation=GATED_KINDS[layer.activation],
+    )
 
 
 def _address(tensor: Tensor | None) -> int | None:
@@ -305,6 +328,24 @@ def project(layer: DecoderLayerOperands, x: Tensor, residual: Tensor | None) -> 
     return linear(normed, layer.qkv, layer.qkv_bias), total
 
 
+def _mix_composed(
+    layer: DeltaLayerOperands | DecoderLayerOperands,
+    mix: Callable[[Tensor], Tensor],
+    x: Tensor,
+    residual: Tensor | None,
+    few: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """(x, residual) behind a layer whose tokens `mix` mixes. few: the tokens that go on; None: all."""
+    if residual is None:
+        mixed, residual = mix(rms_norm(x, layer.input_norm, layer.eps)), x
+    else:
+        normed, residual = add_rms_norm(x, residual, layer.input_norm, layer.eps)
+        mixed = mix(normed)
+    if few is not None:
+        mixed, residual = mixed.index_select(0, few), residual.index_select(0, few)
+    return leave_attention_composed(layer, mixed, residual)
+
+
 def leave_attention_composed(layer: PostOperands, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None]:
     """`post_attention` as separate operators, any device."""
     x, total, normed = attended.view(attended.shape[0], -1), None, None
@@ -342,30 +383,44 @@ class PagedRows(Protocol):
     slot_mapping: Tensor
 
 
+def no_step() -> int:
+    """Of a decoder whose layers keep no states."""
+    return 0
+
+
 class BoundDecoder:
-    """A decoder and the cache that it writes: every layer with `paged_attention`, then a last norm.
+    """A decoder and what it keeps: every layer with `paged_attention` or a delta net, then a last norm.
 
     One native call where that can serve.
     """
 
     def __init__(
         self,
-        layers: Sequence[DecoderLayerOperands],
+        layers: Sequence[DecoderLayerOperands | DeltaLayerOperands],
         norm: Tensor,
         eps: float,
         caches: Sequence[Tensor],
         tables: Sequence[int],
+        step: Callable[[], int] = no_step,
     ) -> None:
-        """`norm`: [size] float32; `caches[i]`: layer i's, as `paged_attention`'s, of block table `tables[i]`."""
+        """`norm`: [size] float32; `caches[i]`: layer i's, as `paged_attention`'s, of block table `tables[i]`.
+
+        Of a layer that attends, that is. step: gives the C form of a step's rows for layers with states.
+        """
         self._layers, self._norm, self._eps = layers, norm, eps
-        self._kv, self._groups = caches, tables
+        self._kv, self._groups, self._step = caches, tables, step
         headers = [layer.header for layer in layers if layer.header is not None and layer.gate_up is not None]
-        dtypes = {kv.dtype for kv in caches}
+        attends = [isinstance(layer, DecoderLayerOperands) for layer in layers]
+        dtypes = {kv.dtype for kv, own in zip(caches, attends, strict=True) if own}
         self._dtype = dtypes.pop() if len(dtypes) == 1 and len(headers) == len(layers) else None
         if self._dtype is not None:
+            last = layers[-1]
+            keys = last.without_queries.header if isinstance(last, DecoderLayerOperands) else None
             self._headers = (_LayerHeader * len(layers))(*headers)
-            self._last_keys = ctypes.byref(layers[-1].without_queries.header or headers[-1])
-            self._caches = (_CacheHeader * len(layers))(*map(_cache_header, caches, tables))
+            self._last_keys = ctypes.byref(keys or headers[-1])
+            facts = zip(caches, tables, attends, strict=True)
+            cache_headers = [_cache_header(kv, table) if own else _CacheHeader() for kv, table, own in facts]
+            self._caches = (_CacheHeader * len(layers))(*cache_headers)
             self._rows = (_RowsHeader * (max(tables) + 1))()
 
     def __call__(
@@ -385,20 +440,22 @@ class BoundDecoder:
             header.block_table, header.slots = group.block_table.data_ptr(), group.slot_mapping.data_ptr()
             header.num_rows, header.table_row = group.num_rows, group.block_table.stride(0)
         out = torch.empty_like(x) if last is None else x.new_empty(len(last.tokens), x.shape[1])
-        tokens, start = (None, None) if last is None else (last.tokens.data_ptr(), last.query_start.data_ptr())
+        few, count = (None, 0) if last is None else (last.tokens.data_ptr(), len(last.tokens))
         library.octavo_decode(
             self._headers,
             self._caches,
             len(self._layers),
             self._rows,
+            self._step(),
             positions.data_ptr(),
             x.data_ptr(),
             self._norm.data_ptr(),
             self._eps,
             out.data_ptr(),
             x.shape[0],
-            tokens,
-            start,
+            few,
+            count,
+            None if last is None else last.query_start.data_ptr(),
             self._last_keys,
             native.DTYPE_CODES[x.dtype],
         )
@@ -410,6 +467,11 @@ class BoundDecoder:
         """The same as separate operators."""
         residual: Tensor | None = None
         for layer, kv, index in zip(self._layers, self._kv, self._groups, strict=True):
+            if layer.mix is not None:
+                few = last.tokens if last is not None and layer is self._layers[-1] else None
+                x, residual = _mix_composed(layer, layer.mix, x, residual, few)
+                continue
+            assert isinstance(layer, DecoderLayerOperands), "what does not attend mixes by itself"
             group = rows[index]
             q, residual = enter_attention_composed(layer, x, residual, positions, kv, group.slot_mapping)
             start, count = group.query_start, group.num_rows

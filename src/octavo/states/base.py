@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -98,6 +98,17 @@ class StateBackend(Protocol):
         c: torch.Tensor,
     ) -> torch.Tensor:
         """x, dt [T, channels], x behind its convolution; b, c [T, state_size] -> [T, channels]."""
+
+
+@runtime_checkable
+class NativeNets(StateBackend, Protocol):
+    """One whose delta nets a decoder can call among its own compiled operators."""
+
+    def net_address(self, own: LayerStates, net: DeltaNetOperands) -> int:
+        """The C form of a layer's delta net, which stays; 0 where `delta_net` must be called."""
+
+    def step_address(self, inputs: StateInputs) -> int:
+        """The C form of a step's rows, for as long as no other step is asked for."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

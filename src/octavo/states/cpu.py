@@ -160,20 +160,28 @@ class CpuStates:
     def delta_net(self, own: LayerStates, net: DeltaNetOperands, x: Tensor) -> Tensor:
         """See StateBackend."""
         lib, rule = native.lib(), net.rule
-        is_wide = len(net.conv.weight) > _MOST_WIDTH or rule.num_heads > _MOST_DELTA_HEADS * rule.num_key_heads
-        if not lib or not net.project.header or is_wide:
+        address = self.net_address(own, net)
+        if not lib or not address:
             return composed.delta_net(self, own, net, x)
-        told = self._nets.get(own)
-        if told is None:
-            conv, delta = self._tell_conv(own, net.conv), self._tell_delta(own, rule)
-            channels = 2 * rule.num_key_heads * rule.key_size + rule.num_heads * rule.value_size
-            sizes = channels, rule.num_heads, rule.value_size, net.eps
-            addresses = net.project.header, net.norm.data_ptr(), *conv.addresses, *delta.addresses
-            told = self._nets[own] = _DeltaNet(*addresses, *sizes)
         x, out = _rows(x), x.new_empty(len(x), rule.num_heads * rule.value_size)
         code, step = native.DTYPE_CODES[x.dtype], self._rows_of(own)
-        lib.octavo_delta_net(step, ctypes.addressof(told), x.data_ptr(), x.stride(0), len(x), out.data_ptr(), code)
+        lib.octavo_delta_net(step, address, x.data_ptr(), x.stride(0), len(x), out.data_ptr(), code)
         return out
+
+    def net_address(self, own: LayerStates, net: DeltaNetOperands) -> int:
+        """See NativeNets."""
+        told, rule = self._nets.get(own), net.rule
+        if told is not None:
+            return ctypes.addressof(told)
+        is_wide = len(net.conv.weight) > _MOST_WIDTH or rule.num_heads > _MOST_DELTA_HEADS * rule.num_key_heads
+        if not net.project.header or is_wide:
+            return 0
+        conv, delta = self._tell_conv(own, net.conv), self._tell_delta(own, rule)
+        channels = 2 * rule.num_key_heads * rule.key_size + rule.num_heads * rule.value_size
+        sizes = channels, rule.num_heads, rule.value_size, net.eps
+        addresses = net.project.header, net.norm.data_ptr(), *conv.addresses, *delta.addresses
+        told = self._nets[own] = _DeltaNet(*addresses, *sizes)
+        return ctypes.addressof(told)
 
     def mamba2(self, own: LayerStates, scan: Mamba2Operands, xbc: Tensor, dt: Tensor) -> Tensor:
         """See StateBackend."""
@@ -246,8 +254,10 @@ class CpuStates:
         return told
 
     def _rows_of(self, own: LayerStates) -> int:
-        """The address of the step's rows."""
-        inputs = own.inputs
+        return self.step_address(own.inputs)
+
+    def step_address(self, inputs: StateInputs) -> int:
+        """See NativeNets."""
         if self._step[0] is not inputs:
             tensors = inputs.rows, inputs.query_start, inputs.seq_lens
             assert all(each.is_contiguous() for each in tensors), "a step's rows lie together"

@@ -8,6 +8,8 @@ tokens alone. Source: arXiv 2412.06464.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from octavo.attention.base import current_context
@@ -68,5 +70,9 @@ class GatedDeltaNet(Layer):
         """x [tokens, size] -> [tokens, values], which `out` takes."""
         own = current_context().layers[self.conv.index].states
         assert own.backend is not None, "the engine gives every layer with a state its operators"
-        operands = DeltaNetOperands(self.project.packed, self.conv.operands, self.rule.operands, self.norm, self._eps)
-        return own.backend.delta_net(own, operands, x)
+        return own.backend.delta_net(own, self.operands, x)
+
+    @functools.cached_property
+    def operands(self) -> DeltaNetOperands:
+        """The finalized weights, as operators take them."""
+        return DeltaNetOperands(self.project.packed, self.conv.operands, self.rule.operands, self.norm, self._eps)

@@ -13,7 +13,7 @@ from octavo.cache.specs import AttentionSpec
 from octavo.checkpoint.arch import Arch
 from octavo.layers.attention import Attention, RotaryTable
 from octavo.layers.linear import Linear
-from octavo.ops.activation import sigmoid
+from octavo.ops.activation import sigmoid_gated
 
 
 class _GatedLinear(Linear):
@@ -49,8 +49,7 @@ class GatedAttention(Attention):
         """x [tokens, size] -> [tokens, heads * head_size], which `out` takes."""
         both = self.qkv.forward(x)
         seen = self.attend(self.rope_and_store(both[:, : -self._size]))
-        gate = sigmoid(both[:, -self._size :].float())
-        return (seen.float() * gate).to(seen.dtype)
+        return sigmoid_gated(seen, both[:, -self._size :])
 
     @property
     def out(self) -> Linear:

@@ -15,9 +15,11 @@ from octavo.ops import native
 
 _P, _I = native.PTR, native.I64
 native.declare("octavo_gated_activation", [_P, _I, _P, _I, _I, native.I32, native.I32])
+native.declare("octavo_gated_product", [_P, _I, _P, _I, _P, _I, _I, native.I32, native.I32])
 
 # Names of gated activations -> their number in the C ABI.
 GATED_KINDS = {"silu": 0, "gelu_tanh": 1}
+_SIGMOID = 2
 
 _MAGIC = 12582912.0
 _MAGIC_BITS = 0x4B400000
@@ -49,6 +51,26 @@ def gated_activation(gate_up: Tensor, kind: str) -> Tensor:
         native.DTYPE_CODES[gate_up.dtype],
     )
     return out
+
+
+def sigmoid_gated(x: Tensor, gate: Tensor) -> Tensor:
+    """sigmoid(gate) * x, both [T, n], float32 or bfloat16, rows may be strided -> [T, n] contiguous."""
+    if x.is_cuda:
+        from octavo.ops.activation import gpu
+
+        return gpu.sigmoid_gated(x, gate)
+    lib = native.lib()
+    if not lib:
+        return sigmoid_gated_reference(x, gate)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    sizes = *x.shape, _SIGMOID, native.DTYPE_CODES[x.dtype]
+    lib.octavo_gated_product(gate.data_ptr(), gate.stride(0), x.data_ptr(), x.stride(0), out.data_ptr(), *sizes)
+    return out
+
+
+def sigmoid_gated_reference(x: Tensor, gate: Tensor) -> Tensor:
+    """The reference implementation of `sigmoid_gated`, the same bits."""
+    return (1.0 / (exp_reference(-gate.float()) + 1.0) * x.float()).to(x.dtype)
 
 
 def sigmoid(x: Tensor) -> Tensor:

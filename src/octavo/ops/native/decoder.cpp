@@ -14,10 +14,11 @@ namespace {
 struct DecoderLayer {  // octavo.ops.decoder._LayerHeader
     const float *input_norm, *attention_norm, *mlp_norm, *mlp_out_norm;  // the second and the fourth may be null
     const Weight *qkv, *output, *gate_up, *down;                         // the last two are null: another kind of MLP
+    const DeltaNet* net;                                                 // in the place of attention, or null
     const float *qkv_bias, *output_bias, *q_norm, *k_norm, *cos_sin;     // all but the last may be null
     int64_t num_heads, num_kv_heads, head_size, rotary_size, window;
     float eps, head_eps, scale, soft_cap;
-    int32_t activation, in_pairs;  // the latter: of attention
+    int32_t activation, in_pairs, gated;  // the latter two: of attention, whose gates are the last channels of qkv
 };
 
 struct LayerCache {  // octavo.ops.decoder._CacheHeader: [blocks, kv_heads, block_size, 2 * head_size], strides in elements
@@ -57,18 +58,27 @@ void* buffer(Scratch& scratch, const Tokens& tokens, int64_t width) {
     return scratch.bytes(tokens.count * width * (tokens.dtype == F32 ? 4 : 2));
 }
 
-void pre_attention(const DecoderLayer& layer, const LayerCache& cache, const int64_t* slots, const Tokens& tokens,
-                     Rows x, Rows residual, void* residual_out, void* q_out) {
-    static thread_local Scratch normed_scratch, qkv_scratch;
-    void* normed = buffer(normed_scratch, tokens, layer.qkv->k);
-    void* qkv = buffer(qkv_scratch, tokens, layer.qkv->n);
+// The norm of what the layer before left, in a buffer that stays until the next call.
+const void* norm_input(const DecoderLayer& layer, const Tokens& tokens, Rows x, Rows residual, void* residual_out) {
+    static thread_local Scratch scratch;
+    void* normed = buffer(scratch, tokens, layer.output->n);
     octavo_rms_norm(x.data, x.stride, residual.data, residual.stride, layer.input_norm, normed, residual_out,
-                    tokens.count, layer.qkv->k, layer.eps, tokens.dtype);
+                    tokens.count, layer.output->n, layer.eps, tokens.dtype);
+    return normed;
+}
+
+// Gives the projections, which stay until the next call.
+const void* pre_attention(const DecoderLayer& layer, const LayerCache& cache, const int64_t* slots,
+                          const Tokens& tokens, Rows x, Rows residual, void* residual_out, void* q_out) {
+    static thread_local Scratch scratch;
+    const void* normed = norm_input(layer, tokens, x, residual, residual_out);
+    void* qkv = buffer(scratch, tokens, layer.qkv->n);
     multiply(tokens, normed, layer.qkv, layer.qkv_bias, qkv);
     octavo_qk_norm_rope_store(qkv, tokens.positions, layer.cos_sin, layer.q_norm, layer.k_norm, cache.kv, q_out, slots,
                               tokens.count, layer.qkv->n, cache.block, cache.head, cache.token, layer.num_heads,
                               layer.num_kv_heads, layer.head_size, layer.rotary_size, cache.block_size, layer.head_eps,
                               1.0f, nullptr, nullptr, tokens.dtype, tokens.dtype);
+    return qkv;
 }
 
 void post_attention(const DecoderLayer& layer, const Tokens& tokens, const void* attended, Rows residual,
@@ -109,6 +119,13 @@ void attend(const DecoderLayer& layer, const LayerCache& cache, const GroupRows&
                            layer.scale, layer.soft_cap, extras, tokens.dtype);
 }
 
+// What attention gave times the sigmoid of its gates.
+void weight_by_gates(const DecoderLayer& layer, const Tokens& tokens, const void* qkv, void* attended) {
+    const int64_t width = layer.num_heads * layer.head_size, item = tokens.dtype == F32 ? 4 : 2;
+    const void* gates = static_cast<const char*>(qkv) + (layer.qkv->n - width) * item;
+    octavo_gated_product(gates, layer.qkv->n, attended, width, attended, tokens.count, width, 2, tokens.dtype);
+}
+
 }  // namespace
 }  // namespace octavo
 
@@ -132,36 +149,49 @@ OCTAVO_API void octavo_leave_attention(const octavo::DecoderLayer* layer, const 
 
 // x [tokens, size] contiguous -> out: the norm of what the last layer leaves of all tokens, or of each row's last token
 // where `last_tokens` [num_rows] says which these are; `last_start` is their query_start, `last_keys` the last layer
-// without its queries. `rows`: one per cache group.
+// without its queries, if it attends. `rows`: one per cache group; `states`: the rows as layers with states see them.
 OCTAVO_API void octavo_decode(const octavo::DecoderLayer* layers, const octavo::LayerCache* caches, int64_t num_layers,
-                              const octavo::GroupRows* rows, const int64_t* positions, const void* x, const float* norm,
-                              float eps, void* out, int64_t num_tokens, const int64_t* last_tokens,
-                              const int32_t* last_start, const octavo::DecoderLayer* last_keys, int32_t dtype) {
+                              const octavo::GroupRows* rows, const octavo::StateStep* states, const int64_t* positions,
+                              const void* x, const float* norm, float eps, void* out, int64_t num_tokens,
+                              const int64_t* last_tokens, int64_t num_last, const int32_t* last_start,
+                              const octavo::DecoderLayer* last_keys, int32_t dtype) {
     using namespace octavo;
     static thread_local Scratch residual_scratch, x_scratch, q_scratch, attended_scratch, last_scratch[3];
     Tokens tokens{positions, num_tokens, dtype};
-    const int64_t size = layers[0].qkv->k;
+    const int64_t size = layers[0].output->n, item = dtype == F32 ? 4 : 2;
     void* residual = buffer(residual_scratch, tokens, size);
     void* now = buffer(x_scratch, tokens, size);
     Rows left{x, size}, before{nullptr, 0};  // what the last layer left; the residual before it
     for (int64_t i = 0; i < num_layers; ++i) {
         const DecoderLayer& layer = layers[i];
-        GroupRows group = rows[caches[i].group];
-        void* q = buffer(q_scratch, tokens, layer.num_heads * layer.head_size);
-        void* attended = buffer(attended_scratch, tokens, layer.num_heads * layer.head_size);
-        if (last_tokens && i == num_layers - 1) {  // of the others nobody needs more than K and V
-            pre_attention(*last_keys, caches[i], group.slots, tokens, left, before, residual, q);
-            const void* stream = i == 0 ? x : residual;
-            tokens.count = group.num_rows, group.query_start = last_start;
-            tokens.positions = gather(last_scratch[0], last_tokens, tokens.count, positions);
-            group.slots = gather(last_scratch[1], last_tokens, tokens.count, group.slots);
-            left.data = gather(last_scratch[2], last_tokens, tokens.count, static_cast<const char*>(stream),
-                               size * (dtype == F32 ? 4 : 2));
-            before = {nullptr, 0};
+        const bool narrows = last_tokens && i == num_layers - 1;  // of the others nobody needs more than what is kept
+        void* mixed = buffer(attended_scratch, tokens, layer.output->k);
+        const void* stream = before.data ? residual : left.data;  // once the norm has added what the last layer left
+        if (layer.net) {
+            const void* normed = norm_input(layer, tokens, left, before, residual);
+            octavo_delta_net(states, layer.net, normed, size, tokens.count, mixed, dtype);
+            if (narrows) {
+                stream = gather(last_scratch[0], last_tokens, num_last, static_cast<const char*>(stream), size * item);
+                const int64_t width = layer.output->k * item;
+                mixed = gather(last_scratch[1], last_tokens, num_last, static_cast<char*>(mixed), width);
+                tokens.count = num_last;
+            }
+        } else {
+            GroupRows group = rows[caches[i].group];
+            void* q = buffer(q_scratch, tokens, layer.num_heads * layer.head_size);
+            if (narrows) {
+                pre_attention(*last_keys, caches[i], group.slots, tokens, left, before, residual, q);
+                tokens.count = num_last, group.query_start = last_start;
+                tokens.positions = gather(last_scratch[0], last_tokens, num_last, positions);
+                group.slots = gather(last_scratch[1], last_tokens, num_last, group.slots);
+                stream = gather(last_scratch[2], last_tokens, num_last, static_cast<const char*>(stream), size * item);
+                left.data = stream, before = {nullptr, 0};
+            }
+            const void* qkv = pre_attention(layer, caches[i], group.slots, tokens, left, before, residual, q);
+            attend(layer, caches[i], group, tokens, q, mixed);
+            if (layer.gated) weight_by_gates(layer, tokens, qkv, mixed);
         }
-        pre_attention(layer, caches[i], group.slots, tokens, left, before, residual, q);
-        attend(layer, caches[i], group, tokens, q, attended);
-        post_attention(layer, tokens, attended, before.data ? Rows{residual, size} : left, residual, now);
+        post_attention(layer, tokens, mixed, {stream, size}, residual, now);
         left = {now, size}, before = {residual, size};
     }
     octavo_rms_norm(left.data, size, before.data, size, norm, out, residual, tokens.count, size, eps, dtype);

@@ -23,6 +23,9 @@ struct AttentionExtras {
     int32_t in_pairs;  // bfloat16 over bfloat16 (attention_pairs.h)
 };
 
+struct DeltaNet;   // delta_net.cpp
+struct StateStep;  // kept.h
+
 }  // namespace octavo
 
 OCTAVO_API void octavo_linear(const void* x, int64_t x_stride, int64_t m, const octavo::Weight* weight,
@@ -31,6 +34,9 @@ OCTAVO_API void octavo_linear(const void* x, int64_t x_stride, int64_t m, const 
 OCTAVO_API void octavo_rms_norm(const void* x, int64_t x_stride, const void* residual, int64_t residual_stride,
                                 const float* weight, void* out, void* sum_out, int64_t rows, int64_t n, float eps,
                                 int32_t dtype);
+
+OCTAVO_API void octavo_gated_product(const void* gate, int64_t gate_stride, const void* up, int64_t up_stride,
+                                     void* out, int64_t rows, int64_t n, int32_t kind, int32_t dtype);
 
 OCTAVO_API void octavo_gated_activation(const void* gate_up, int64_t stride, void* out, int64_t rows, int64_t n,
                                         int32_t kind, int32_t dtype);
@@ -48,3 +54,6 @@ OCTAVO_API void octavo_paged_attention(
     int64_t kv_head, int64_t kv_token, int64_t table_row, int64_t num_rows, int64_t num_heads, int64_t num_kv_heads,
     int64_t head_size, int64_t block_size, int64_t window, int64_t value_size, float scale, float soft_cap,
     const octavo::AttentionExtras* extras, int32_t dtype);
+
+OCTAVO_API void octavo_delta_net(const octavo::StateStep* step, const octavo::DeltaNet* net, const void* x,
+                                 int64_t x_stride, int64_t tokens, void* out, int32_t dtype);

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <initializer_list>
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -284,6 +285,23 @@ class Scratch {
     void* data_ = nullptr;
     int64_t size_ = 0;
 };
+
+// An array of floats that a task works with.
+struct Piece {
+    float** place;
+    int64_t size;
+};
+
+// Gives every piece its place in `memory`, a cache line or more behind the one before.
+OCTAVO_INLINE void carve(Scratch& memory, std::initializer_list<Piece> pieces) {
+    int64_t all = 0;
+    for (const Piece& piece : pieces) all += piece.size + 16;
+    float* next = memory.floats(all);
+    for (const Piece& piece : pieces) {
+        *piece.place = next;
+        next += piece.size + 16;
+    }
+}
 
 // Threads that an operator may use (set by octavo_set_num_threads).
 int num_threads();

@@ -203,21 +203,13 @@ class DeltaTask {
     int64_t first_ = 0, last_ = 0;  // places of the step's tokens in the chunk
 };
 
-static DeltaScratch carve(const DeltaRule& rule, int64_t chunk, Scratch& memory) {
+static DeltaScratch scratch_of(const DeltaRule& rule, int64_t chunk, Scratch& memory) {
     const int64_t kp = padded16(rule.key_size), vp = padded16(rule.value_size), c = padded16(chunk);
     const int64_t group = rule.num_heads / rule.num_key_heads;
-    const int64_t weights = (kp > vp ? kp : vp) * c + c;
-    const int64_t sizes[] = {c * kp, 2 * c * kp, c * c, c * c, c * vp, 2 * c * vp, c, c, c, weights, group * kp * vp, kp * vp};
-    int64_t all = 0;
-    for (int64_t size : sizes) all += size + 16;
     DeltaScratch s;
-    float** parts[] = {&s.keys, &s.vectors, &s.between, &s.seen, &s.updates, &s.rest,
-                       &s.total, &s.left, &s.rate, &s.weights, &s.states, &s.advanced};
-    float* next = memory.floats(all);
-    for (int i = 0; i < 12; ++i) {
-        *parts[i] = next;
-        next += sizes[i] + 16;
-    }
+    carve(memory, {{&s.keys, c * kp}, {&s.vectors, 2 * c * kp}, {&s.between, c * c}, {&s.seen, c * c},
+                   {&s.updates, c * vp}, {&s.rest, 2 * c * vp}, {&s.total, c}, {&s.left, c}, {&s.rate, c},
+                   {&s.weights, (kp > vp ? kp : vp) * c + c}, {&s.states, group * kp * vp}, {&s.advanced, kp * vp}});
     return s;
 }
 
@@ -227,7 +219,7 @@ static void run(const DeltaArgs<T>& args) {
     const int64_t work = args.step->num_tokens * rule.num_heads * rule.key_size * rule.value_size;
     parallel_tasks(threads_for(work, 32768), args.step->num_rows * rule.num_key_heads, [&](int64_t task) {
         static thread_local Scratch memory;
-        DeltaScratch scratch = carve(rule, args.tables->chunk, memory);
+        DeltaScratch scratch = scratch_of(rule, args.tables->chunk, memory);
         DeltaTask<T>(args, task / rule.num_key_heads, task % rule.num_key_heads, scratch).run();
     });
 }

@@ -38,12 +38,10 @@ OCTAVO_API void octavo_delta_net(const octavo::StateStep* step, const octavo::De
     const int64_t item = dtype == F32 ? 4 : 2, width = net->project->n, heads = net->num_heads;
     const int64_t values = heads * net->value_size;
     static thread_local Scratch memory;
-    // a token's projections, and its convolution, then results, then z beside the normed results
-    const int64_t row = width + net->channels + values + 2 * values;
+    const int64_t row = width + net->channels + values;  // a token's projections, its convolution, its results
     char* projected = static_cast<char*>(memory.bytes(tokens * row * item + 256));
     char* mixed = projected + tokens * width * item;
     char* found = mixed + tokens * net->channels * item;
-    char* gates = found + tokens * values * item;
     octavo_linear(x, x_stride, tokens, net->project, nullptr, projected, width, dtype, dtype);
     octavo_short_conv(step, net->conv.tables, net->conv.kept, net->conv.operands, projected, width, mixed, dtype);
     const char* b = projected + (net->channels + values) * item;
@@ -52,10 +50,5 @@ OCTAVO_API void octavo_delta_net(const octavo::StateStep* step, const octavo::De
     // the norm runs over heads as rows; its results overwrite them
     octavo_rms_norm(found, net->value_size, nullptr, 0, net->norm, found, nullptr, tokens * heads, net->value_size,
                     net->eps, dtype);
-    for (int64_t t = 0; t < tokens; ++t) {
-        char* own = gates + t * 2 * values * item;
-        std::memcpy(own, projected + (t * width + net->channels) * item, values * item);
-        std::memcpy(own + values * item, found + t * values * item, values * item);
-    }
-    octavo_gated_activation(gates, 2 * values, out, tokens, values, 0, dtype);
+    octavo_gated_product(projected + net->channels * item, width, found, values, out, tokens, values, 0, dtype);
 }

@@ -178,20 +178,13 @@ class Mamba2Task {
     int64_t first_ = 0, last_ = 0;  // places of the step's tokens in the chunk
 };
 
-static Mamba2Scratch carve(const Mamba2Scan& scan, int64_t chunk, Scratch& memory) {
+static Mamba2Scratch scratch_of(const Mamba2Scan& scan, int64_t chunk, Scratch& memory) {
     const int64_t np = padded16(scan.state_size), pp = padded16(scan.head_size), c = padded16(chunk);
     const int64_t heads = scan.num_heads / scan.num_groups;
-    const int64_t sizes[] = {c * np, c * np, c * c, c * pp, c * pp, c, c, c, np * c + c, heads * np * pp, np * pp};
-    int64_t all = 0;
-    for (int64_t size : sizes) all += size + 16;
     Mamba2Scratch s;
-    float** parts[] = {&s.b, &s.c, &s.seen, &s.values, &s.results, &s.total,
-                       &s.left, &s.dt, &s.weights, &s.states, &s.advanced};
-    float* next = memory.floats(all);
-    for (int i = 0; i < 11; ++i) {
-        *parts[i] = next;
-        next += sizes[i] + 16;
-    }
+    carve(memory, {{&s.b, c * np}, {&s.c, c * np}, {&s.seen, c * c}, {&s.values, c * pp}, {&s.results, c * pp},
+                   {&s.total, c}, {&s.left, c}, {&s.dt, c}, {&s.weights, np * c + c}, {&s.states, heads * np * pp},
+                   {&s.advanced, np * pp}});
     return s;
 }
 
@@ -201,7 +194,7 @@ static void run(const Mamba2Args<T>& args) {
     const int64_t work = args.step->num_tokens * scan.num_heads * scan.state_size * scan.head_size;
     parallel_tasks(threads_for(work, 32768), args.step->num_rows * scan.num_groups, [&](int64_t task) {
         static thread_local Scratch memory;
-        Mamba2Scratch scratch = carve(scan, args.tables->chunk, memory);
+        Mamba2Scratch scratch = scratch_of(scan, args.tables->chunk, memory);
         Mamba2Task<T>(args, task / scan.num_groups, task % scan.num_groups, scratch).run();
     });
 }
