@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# A trainer on a GPU, an H200 that nothing else uses. From the repository's root of a checkout; logs under $OUT; about 170 s.
-# Give names of parts, or none for all: kernels bits recorded weights_tests weights rl
+# A trainer on a GPU, an H200 that nothing else uses. From the repository's root of a checkout; logs under $OUT; about 210 s.
+# Give names of parts, or none for all: kernels bits recorded sleep weights_tests weights rl
 set -u
 OUT=${OUT:-/tmp/rlgpu}; mkdir -p "$OUT"
 export PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 began=$SECONDS
 T="timeout 120 python3 -m pytest -q -p no:cacheprovider -o addopts= -m gpu --durations=8"
-WANTED=" ${*:-kernels bits weights_tests recorded weights rl} "
+WANTED=" ${*:-kernels bits sleep weights_tests recorded weights rl} "
 wants() { case "$WANTED" in *" $1 "*) return 0;; esac; return 1; }
 done_() { echo "=== $1: rc $2, after $((SECONDS - began)) s"; tail -"$3" "$OUT/$1.log" | cut -c1-180; }
 # 1: what is right, side by side: each engine has its own, small memory
@@ -15,7 +15,8 @@ wants bits && { $T -n 8 tests/gpu/test_rl_gpu.py >"$OUT/bits.log" 2>&1; echo $? 
 wants recorded && { $T tests/gpu/test_recorded_bits_gpu.py >"$OUT/recorded.log" 2>&1; echo $? >"$OUT/recorded.rc"; } &
 wait
 for name in kernels bits recorded; do wants $name && done_ $name "$(cat "$OUT/$name.rc")" 16; done
-# 2: alone, since one of them reads the device's free memory
+# 2: alone, since some of them read the device's free memory
+if wants sleep; then $T -s tests/gpu/test_rl_sleep_gpu.py >"$OUT/sleep.log" 2>&1; done_ sleep $? 20; fi
 if wants weights_tests; then $T tests/gpu/test_rl_weights_gpu.py >"$OUT/weights_tests.log" 2>&1; done_ weights_tests $? 14; fi
 # 3: speed, alone
 if wants weights; then timeout 60 python3 bench/weights.py ipc disk >"$OUT/weights.log" 2>&1; done_ weights $? 14; fi

@@ -204,6 +204,8 @@ class EngineCore:
     def capture_next(self) -> bool:
         """Capture one of the graphs that the start has left; False if there is none. Takes 10 to 30 ms."""
         self._check_alive()
+        if self.gate.asleep:  # what a graph reads may have no memory
+            return False
         self._has_uncaptured = self._has_uncaptured and any(self.ask_workers("capture_next", bool))
         return self._has_uncaptured
 
@@ -377,36 +379,46 @@ class EngineCore:
     def _check_sleep(self, order: pause.SleepOrder) -> pause.Standing:
         if not 0 <= order.level <= 2:
             raise ValueError(f"level: must be 0, 1 or 2, got {order.level}")
-        self.ask_workers("check_sleep", type(None), _tags_of(order.level))
-        if self.weights.is_open and "weights" in _tags_of(order.level):  # what has come would be lost
+        going = self.ask_workers("check_sleep", list[str], order.keeps)
+        if self.weights.is_open and any("weights" in tags for tags in going):  # what has come would be lost
             return self.standing("sleep: an update of the weights is open: finish or abort it first")
         return self.standing(self.gate.check_sleep(order.level))
 
     def _sleep(self, order: pause.SleepOrder) -> pause.Standing:
-        checked, tags = self._check_sleep(order), _tags_of(order.level)
-        if checked.refused:
-            return checked
+        refused = self._check_sleep(order).refused
+        try:
+            refused = refused or self._stop_for_sleep(order)
+            if order.keeps and not refused:
+                refused = next(filter(None, self.ask_workers("sleep", str, order.keeps)), "")
+        except BaseException:
+            self.gate.sleep(order.level, order.tags)  # nobody knows what memory is there: no step may look
+            raise
+        else:
+            if not refused:
+                self.gate.sleep(order.level, order.tags)
+        finally:
+            self.gate.paused &= not order.ends_pause
+        return self.standing(refused)
+
+    def _stop_for_sleep(self, order: pause.SleepOrder) -> str:
+        """Let steps end, and forget a cache that is to go; why that cannot be, or ""."""
         self.settle()
         if self.gate.draining:
             self._end_of_wait(at_once=True)
-        if tags and not self._forget_cache():
-            return self.standing("sleep: a transfer holds blocks of the cache: ask again when it has ended")
-        self.ask_workers("drop_memory", int, tags)
-        self.gate.sleep(order.level, order.tags)
-        self.gate.paused &= not order.ends_pause
-        return self.standing()
+        if order.keeps and not self._forget_cache():
+            return "sleep: a transfer holds blocks of the cache: ask again when it has ended"
+        return ""
 
     def _wake_up(self, order: pause.WakeOrder) -> pause.Standing:
         unknown = [tag for tag in order.tags or () if tag not in pause.TAGS]
         if unknown:
             raise ValueError(f"tags: unknown {unknown[0][:64]!r}: known are {', '.join(pause.TAGS)}")
-        self.gate.wake(order.tags)
-        return self.standing()
-
-
-def _tags_of(level: int) -> list[str]:
-    """Of memory that is given back: the cache's first."""
-    return list(reversed(pause.MEMORY_TAGS))[:level]
+        asleep = [tag for tag in pause.MEMORY_TAGS if tag in self.gate.asleep]
+        tags = [tag for tag in asleep if order.tags is None or tag in order.tags]
+        refused = next(filter(None, self.ask_workers("wake", str, tags)), "") if tags else ""
+        if not refused:
+            self.gate.wake(order.tags)
+        return self.standing(refused)
 
 
 _Order = TypeVar("_Order")

@@ -8,7 +8,7 @@ from one group to another; page s of a block belongs to the s-th layer of whiche
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -55,11 +55,13 @@ class KVCachePool:
         device: torch.device,
         layout: Layout,
         tables: Sequence[TableSpec] = (),
+        allocate: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] | None = None,
     ) -> None:
         """Allocate. Fresh memory is not touched: bytes that no token has written are never read.
 
-        tables: as `choose_tables` gives them; empty: one per group, blocks are not split. Raises ValueError where
-        blocks cannot be split so, and where their pages differ in size and `layout` keeps a layer's pages together.
+        tables: as `choose_tables` gives them; empty: one per group, blocks are not split. allocate: whose memory it is,
+        on `device`; None: torch's. Raises ValueError where blocks cannot be split so, and where their pages differ in
+        size and `layout` keeps a layer's pages together.
         """
         itemsize = dtype.itemsize
         if pages_differ(groups, itemsize) and not layout.block_outermost:
@@ -72,7 +74,8 @@ class KVCachePool:
         # of a block; of use where all have one size
         attention = [group for group in groups if group.is_attention and group.kind != "encoder_only"]
         self.num_pages = max((len(group.layers) for group in attention), default=1)
-        self.buffer = torch.empty(num_blocks * self.block_bytes // itemsize, dtype=dtype, device=device)
+        shape = (num_blocks * self.block_bytes // itemsize,)
+        self.buffer = allocate(shape, dtype) if allocate else torch.empty(shape, dtype=dtype, device=device)
         num_layers = 1 + max(layer for group in groups for layer in group.layers)
         self.views: list[torch.Tensor] = [self.buffer[:0]] * num_layers
         self.states: dict[int, PartsView] = {}

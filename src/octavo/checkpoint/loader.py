@@ -28,6 +28,7 @@ from octavo.config.engine_config import Resolved
 from octavo.layers.base import Layer, WeightForm
 from octavo.models import ARCHITECTURES
 from octavo.models.base import Loadable, Model
+from octavo.ops import placement
 from octavo.ops.finite import is_finite
 from octavo.startup.memory_plan import matrix_dtype
 
@@ -145,8 +146,14 @@ class _Filler:
             path, _, name = parameter.rpartition(".")
             declared = self._layers[path].get_parameter(name)
             spare = self._spare.pop((declared.shape, declared.dtype), None)
-            self._buffers[parameter] = _empty(declared, self.device) if spare is None else spare
+            self._buffers[parameter] = self._empty(path, name, declared) if spare is None else spare
         return self._buffers[parameter][start : start + count]
+
+    def _empty(self, path: str, name: str, declared: torch.Tensor) -> torch.Tensor:
+        """Memory of a parameter, and not the lasting one's where `finalize` lets go of it."""
+        allocate = torch.empty if name in self._layers[path].remade_by_finalize else placement.empty
+        # not empty_like: on a meta tensor that imports sympy, a third of a second
+        return allocate(tuple(declared.shape), dtype=declared.dtype, device=self.device)
 
     def filled(self, parameter: str, count: int) -> None:
         """`count` more rows of `parameter` have their values."""
@@ -285,11 +292,6 @@ def _check_fit(checkpoint: Checkpoint, targets: dict[str, Target], ignored: Sequ
     if problems:
         more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise ValueError(f"{folder}: weights do not fit config.json: {'; '.join(problems[:5])}{more}")
-
-
-def _empty(declared: torch.Tensor, device: torch.device) -> torch.Tensor:
-    # not empty_like: on a meta tensor that imports sympy, a third of a second
-    return torch.empty(declared.shape, dtype=declared.dtype, device=device)
 
 
 def _fill_dummy(model: nn.Module, filler: _Filler, seed: int) -> None:

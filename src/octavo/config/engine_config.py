@@ -165,6 +165,9 @@ class EngineConfig:
         {}, 'how new weights come: {"backend": "disk", "shm", "gloo", "nccl" or "ipc"}', "dict"
     )
 
+    enable_sleep_mode: bool = setting(
+        False, "let sleep levels 1 and 2 give a GPU's memory of weights and cache back; a CPU's always goes", "bool"
+    )
     enable_return_routed_experts: bool = setting(False, "let requests ask which experts tokens went to", "bool")
     seed: int = setting(0, "seeds what requests without a seed sample", "int", low=0, high=_INT64_MAX)
     max_logprobs: int = setting(
@@ -281,6 +284,7 @@ class Resolved:
     num_gpu_blocks_override: int | None
     gpu_memory_utilization: float
     weight_transfer_config: Mapping[str, Any]
+    enable_sleep_mode: bool  # a GPU's memory can go while addresses stay
     speculative: SpeculativeConfig
     kept_experts: tuple[int, int]  # layers, and experts of a token in each, where steps record them; else zeros
     seed: int
@@ -294,7 +298,7 @@ _UNCHANGED = (
     "model", "load_format", "quantization", "numerics", "enforce_eager", "enable_chunked_prefill",
     "enable_prefix_caching", "snapshot_interval", "state_dtype", "scheduling_policy", "priority_aging",
     "kv_cache_layout", "kv_cache_memory_bytes", "num_gpu_blocks_override", "gpu_memory_utilization",
-    "weight_transfer_config", "seed", "logprobs_mode",
+    "weight_transfer_config", "enable_sleep_mode", "seed", "logprobs_mode",
 )  # fmt: skip
 DEFAULT_BLOCK_SIZE = {"cpu": 16, "cuda": 64}  # kernels for a GPU read tiles of 64 tokens
 _FP8_CAPABILITY = (8, 9)

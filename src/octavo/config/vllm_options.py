@@ -210,7 +210,6 @@ _MODEL = {
     "disable_sliding_window": _never(_CHECKPOINT, kind="switch"),
     "disable_cascade_attn": _idle("there is no cascade attention", kind="switch"),
     "enable_prompt_embeds": _never(_TEXT, kind="switch"),
-    "enable_sleep_mode": _never("an engine keeps its memory until it ends", kind="switch"),
     "override_attention_dtype": _never("attention computes in --dtype"),
     "logits_processors": _never("what changes logits is a feature of Octavo's own (docs/adding.md)", kind="values"),
     "logits_processor_pattern": _never("what changes logits is a feature of Octavo's own (docs/adding.md)"),

@@ -42,6 +42,7 @@ class P2P:
     shares_names = True  # the two sides compare what their caches follow from
     answers = True
     keys: tuple[str, ...] = ("backend", "num_threads")  # of kv_connector_extra_config
+    registers = False  # the cache's memory, with who moves bytes
 
     def __init__(self, transfer: KVTransferConfig) -> None:
         """See Kind."""
@@ -62,6 +63,9 @@ class P2P:
         """See Kind."""
         from octavo.kv_connector.worker.p2p import P2PWorker
 
+        if self.registers and cache.moves:
+            limit = "registers the cache's memory once, and enable_sleep_mode takes it away"
+            raise refuse("kv_connector", self._transfer.kv_connector, limit, "set one of the two, or kv_connector p2p")
         return P2PWorker(cache, self._transfer, identity, self.make_way(cache), num_threads=self._num_threads)
 
     def make_way(self, cache: CacheBytes) -> Way:
@@ -75,6 +79,7 @@ class Nixl(P2P):
     """See Kind. As `p2p`, and the bytes go from memory to memory by NIXL."""
 
     keys = ("num_threads",)
+    registers = True
 
     def __init__(self, transfer: KVTransferConfig) -> None:
         """See Kind."""

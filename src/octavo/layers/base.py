@@ -63,6 +63,8 @@ class Layer(nn.Module):
     widens_exactly: frozenset[str] = frozenset()
     # Parameters whose memory is free again after `finalize`.
     copied_by_finalize: frozenset[str] = frozenset()
+    # Parameters of which no attribute is left, on any device: `finalize` makes others of them.
+    remade_by_finalize: frozenset[str] = frozenset()
 
     # What a call of it is among a layer's lines (`octavo.layers.chain`).
     kind: str = "own"

@@ -32,6 +32,7 @@ _INNER_EPS = 1e-6  # of the norms on compressed states: no config.json sets it
 class LatentAttention(Layer):
     """Attention of layer number `index`."""
 
+    remade_by_finalize = frozenset({"expand"})
     rotary: RotaryTable
     expand: torch.Tensor  # [heads * (nope + value), latent], until `finalize`
     absorb_key: HeadWeights  # per head [latent, nope]

@@ -25,11 +25,20 @@ class PauseOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SleepOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Stop, and give memory back. Level 0: none; 1: the cache's; 2: the weights' too, whose values are lost."""
+    """Stop, and give memory back. Level 0: none; 1: the cache's; 2: the weights' too, whose values are lost.
+
+    At level 1 a GPU's weights go as well, and come back from the host's memory.
+    """
 
     level: int = 1
-    tags: list[str] | None = None  # of memory, that are to be woken; None: all
+    tags: list[str] | None = None  # of memory, which alone goes and is to be woken; None: all
     ends_pause: bool = False  # the pause that is there was made for this alone
+
+    @property
+    def keeps(self) -> dict[str, bool]:
+        """Tags of memory that is to go -> whether its values are to come back. The cache's first."""
+        tags = [tag for tag in reversed(MEMORY_TAGS) if self.level and (self.tags is None or tag in self.tags)]
+        return {tag: tag == "weights" and self.level == 1 for tag in tags}
 
 
 class WakeOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -100,11 +109,11 @@ class Gate:
         return ""
 
     def sleep(self, level: int, tags: Sequence[str] | None = None) -> None:
-        """What `check_sleep` allows. tags: that are to be woken; None: all."""
+        """What `check_sleep` allows. tags: whose memory goes, and that are to be woken; None: all."""
         self.level = level
-        known = MEMORY_TAGS if level else ()
-        self.asleep |= {"scheduling", *(tag for tag in known if tags is None or tag in tags)}
-        if level == 2:
+        known = [tag for tag in MEMORY_TAGS if level and (tags is None or tag in tags)]
+        self.asleep |= {"scheduling", *known}
+        if level == 2 and "weights" in known:
             self.lose(LOST)
 
     def lose(self, because: str) -> None:

@@ -30,6 +30,7 @@ from octavo.device.staging import WriteQueue
 from octavo.grammar.compiler import NO_GRAMMARS, Grammars
 from octavo.model_state.default import DefaultModelState
 from octavo.models.base import Model
+from octavo.ops.placement import Allocate
 from octavo.plan import StepLimits
 from octavo.sampling.sampler import Sampler
 from octavo.speculate import NO_SPECULATOR, Speculator
@@ -50,18 +51,15 @@ def make_runner(
     plan: CachePlan,
     grammars: Grammars = NO_GRAMMARS,
     speculator: Speculator = NO_SPECULATOR,
+    allocate: Allocate | None = None,
 ) -> Runner:
-    """Allocate the cache and the tables for `model` and the drafter's layers, and wire them to a runner."""
+    """Allocate the cache and the tables for `model` and the drafter's layers, and wire them to a runner.
+
+    allocate: whose memory the cache's is; None: torch's.
+    """
     layer_specs = [*model.layer_specs, *speculator.layer_specs]
     device, limits = torch.device(resolved.device), plan.limits
-    pool = KVCachePool(
-        plan.groups,
-        num_blocks=plan.num_blocks,
-        dtype=cache_dtype(resolved),
-        device=device,
-        layout=LAYOUTS[plan.layout],
-        tables=plan.tables,
-    )
+    pool = _make_pool(resolved, plan, device, allocate)
     calibrate_kv_scales(model, resolved, plan)
     block_sizes = [block_map.kernel_block_size for block_map in pool.block_maps]
     _LOG.info("attention backend %s: %s", attention_names(resolved), resolved.why.get("attention_backend", "chosen"))
@@ -104,6 +102,18 @@ def make_runner(
     drafter = make_drafter(speculator, batches, model.arch.hidden_size, getattr(torch, resolved.dtype))
     parts = model, state, pool, requests, tables, buffers, sampler, graphs
     return Runner(*parts, drafter=drafter, kept_experts=resolved.kept_experts)
+
+
+def _make_pool(resolved: Resolved, plan: CachePlan, device: torch.device, allocate: Allocate | None) -> KVCachePool:
+    return KVCachePool(
+        plan.groups,
+        num_blocks=plan.num_blocks,
+        dtype=cache_dtype(resolved),
+        device=device,
+        layout=LAYOUTS[plan.layout],
+        tables=plan.tables,
+        allocate=allocate,
+    )
 
 
 def _graph_keys(

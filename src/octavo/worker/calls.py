@@ -13,12 +13,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import msgspec
-import torch
 
-from octavo.layers.base import Layer
-from octavo.layers.embedding import Embedding
-from octavo.ops.gemm import LinearWeight
-from octavo.ops.native.memory import drop_pages
+from octavo.device.sleep import WorkerMemory
 from octavo.rl.receiver import WeightReceiver
 from octavo.worker.observe_logits import LogitsDigest
 from octavo.worker.runner import Runner
@@ -32,9 +28,9 @@ Span = tuple[str, int, int]
 class Calls:
     """A worker's answers."""
 
-    def __init__(self, runner: Runner, weights: WeightReceiver) -> None:
+    def __init__(self, runner: Runner, weights: WeightReceiver, memory: WorkerMemory) -> None:
         """Nobody watches."""
-        self._runner, self.weights = runner, weights
+        self._runner, self.weights, self._memory = runner, weights, memory
         self._digest: LogitsDigest | None = None
         self._spans: list[Span] = []
 
@@ -75,22 +71,17 @@ class Calls:
         spans, self._spans = self._spans, []
         return spans
 
-    def check_sleep(self, tags: list[str]) -> None:
-        """Raise ValueError where the memory of these tags cannot be given back while addresses live."""
-        device = self._runner.cache.device.type
-        if tags and device != "cpu":
-            raise ValueError(
-                f"sleep: giving back memory of a {device} device needs its virtual memory, which is not built yet: use "
-                "level 0, which stops scheduling, or a CPU"
-            )
+    def check_sleep(self, keeps: dict[str, bool]) -> list[str]:
+        """Of tags and whether their values are kept: whose memory would go. Raises ValueError where none can."""
+        return self._memory.going(keeps)
 
-    def drop_memory(self, tags: list[str]) -> int:
-        """Give back the memory of these tags; how many bytes. What was in it is lost, addresses stay."""
-        self.check_sleep(tags)
-        dropped = [self._runner.cache] if "kv_cache" in tags else []
-        if "weights" in tags:
-            dropped += _matrices(self._runner.model)
-        return sum(drop_pages(tensor) for tensor in dropped)
+    def sleep(self, keeps: dict[str, bool]) -> str:
+        """Give the memory of these tags back; or why that cannot be, and then nothing has changed."""
+        return self._memory.sleep(keeps)
+
+    def wake(self, tags: list[str]) -> str:
+        """Take the memory of these tags again; or why not, and then they sleep on."""
+        return self._memory.wake(tags)
 
     def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
@@ -101,15 +92,6 @@ class Calls:
             return result
 
         return run
-
-
-def _matrices(model: object) -> list[torch.Tensor]:
-    """A model's large weights: all that a checkpoint holds but vectors, which take no page of their own."""
-    assert isinstance(model, torch.nn.Module), "models are trees of layers"
-    values = [value for layer in model.modules() if isinstance(layer, Layer) for value in vars(layer).values()]
-    found = [value.storage for value in values if isinstance(value, LinearWeight)]
-    tables = [layer.weight for layer in model.modules() if isinstance(layer, Embedding)]
-    return list({tensor.data_ptr(): tensor for tensor in [*found, *tables]}.values())
 
 
 class _Handler(NamedTuple):
@@ -125,8 +107,9 @@ _HANDLERS = {
     "take_digests": _Handler(Calls.take_digests),
     "time_issue": _Handler(Calls.time_issue, bool),
     "take_spans": _Handler(Calls.take_spans),
-    "check_sleep": _Handler(Calls.check_sleep, list[str]),
-    "drop_memory": _Handler(Calls.drop_memory, list[str]),
+    "check_sleep": _Handler(Calls.check_sleep, dict[str, bool]),
+    "sleep": _Handler(Calls.sleep, dict[str, bool]),
+    "wake": _Handler(Calls.wake, list[str]),
     "weights_init": _Handler(WeightReceiver.init, dict[str, Any]),
     "weights_shutdown": _Handler(WeightReceiver.shutdown),
     "weights_start": _Handler(WeightReceiver.start, bool),

@@ -22,7 +22,10 @@ from octavo.checkpoint.loader import build_model, fill_model, weight_bytes
 from octavo.config.engine_config import EngineConfig, Resolved
 from octavo.config.settings import ConfigError
 from octavo.layers.attention import Attention
+from octavo.layers.base import Layer
+from octavo.layers.embedding import Embedding
 from octavo.models.base import Model
+from octavo.ops.gemm import LinearWeight
 from octavo.ops.native.memory import PACKED_WEIGHTS
 from octavo.speculate import Speculator
 from octavo.startup.fresh_pages import FRESH_PAGES
@@ -68,6 +71,15 @@ def fill(
         )
     FRESH_PAGES.end()
     return size
+
+
+def matrices(model: Model) -> list[torch.Tensor]:
+    """A model's large weights, once it is filled: all that a checkpoint holds but vectors."""
+    assert isinstance(model, torch.nn.Module), "models are trees of layers"
+    values = [value for layer in model.modules() if isinstance(layer, Layer) for value in vars(layer).values()]
+    found = [value.storage for value in values if isinstance(value, LinearWeight)]
+    tables = [layer.weight for layer in model.modules() if isinstance(layer, Embedding)]
+    return list({tensor.data_ptr(): tensor for tensor in [*found, *tables]}.values())
 
 
 def check_drafts(speculator: Speculator, model: Model, resolved: Resolved) -> None:

@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from octavo.attention.mods.choice import mods_of, request_fields_of
 from octavo.attention.mods.digest import mods_digest
 from octavo.cache.groups import TableSpec
@@ -27,10 +29,12 @@ from octavo.checkpoint.digest import WeightsDigest, unseen
 from octavo.config.device_facts import DeviceFacts
 from octavo.config.engine_config import EngineConfig, Resolved
 from octavo.config.kv_transfer import KVTransferConfig
+from octavo.device.sleep import CACHE, WEIGHTS, make_memory
 from octavo.kv_connector.table import make_kind
 from octavo.kv_connector.worker import NO_WORKER_CONNECTOR, WorkerConnector
 from octavo.kv_connector.worker.cache_bytes import CacheBytes
 from octavo.observe import Count
+from octavo.ops.placement import placed_by
 from octavo.plan import StepPlan
 from octavo.rl.receiver import WeightReceiver
 from octavo.speculate import NO_SPECULATOR, Speculator, make_speculator
@@ -79,15 +83,18 @@ class Worker:
     def load(self, resolved: Resolved, folder: Path) -> WorkerFacts:
         """Load the weights. Raises ValueError, in one line, for a model or settings that cannot run."""
         self._folder, self._operators = folder, Operators(resolved)
+        self._memory = make_memory(resolved, self._tensors)
         with room(resolved, "the weights", "load_format", "take a smaller model or dtype"), self._operators:
             self._model, resolved = models.build(self._arch, self._config, resolved, self._mods)
             # names of blocks that leave the process hold a digest of the weights, which takes time
             is_named = self._config.prefix_cache_secret_file is not None or self._config.kv_transfer_config
             seen = self._weights.add if is_named else unseen
-            size = models.fill(self._model, folder, resolved, seen)
+            with placed_by(self._memory.allocator(WEIGHTS)):
+                size = models.fill(self._model, folder, resolved, seen)
             if self._speculator is NO_SPECULATOR:
                 self._speculator = make_speculator(resolved.speculative)
-            size += self._speculator.load(self._model, resolved)
+            with placed_by(self._memory.allocator(WEIGHTS, always_kept=True)):
+                size += self._speculator.load(self._model, resolved)
             models.check_drafts(self._speculator, self._model, resolved)
             self._opening.join()  # what it loads takes memory
         self._resolved = resolved
@@ -121,9 +128,10 @@ class Worker:
         with room(resolved, "the cache and the tables", sized_by(resolved), change), self._operators:
             models.try_mods(self._model, self._mods, resolved)
             grammars = grammars_of(self._config, self._folder, self._arch)
-            self._runner = make_runner(self._model, resolved, plan, grammars, self._speculator)
+            cache = self._memory.allocator(CACHE)
+            self._runner = make_runner(self._model, resolved, plan, grammars, self._speculator, cache)
         receiver = WeightReceiver(self._model, resolved, self._config.weight_transfer_config)
-        self._plan, self._calls = plan, Calls(self._runner, receiver)
+        self._plan, self._calls = plan, Calls(self._runner, receiver, self._memory)
 
     def identify(self) -> tuple[str, str]:
         """Digests of the model, as far as its weights were seen, and of the mods. Behind `allocate`."""
@@ -136,7 +144,8 @@ class Worker:
 
         Raises ConfigError.
         """
-        cache = CacheBytes(self._runner.cache_blocks, probe.memory_bytes()[0], self._runner.cache_views)
+        runner, moves = self._runner, self._memory.moves
+        cache = CacheBytes(runner.cache_blocks, probe.memory_bytes()[0], runner.cache_views, moves=moves)
         self._connector = make_kind(transfer).worker_half(cache, identity)
 
     def transfer(self, name: str, *args: Any) -> Any:
@@ -177,6 +186,10 @@ class Worker:
         self._enter_thread()
         with self._operators:
             return self._calls.answer(name, payload)
+
+    def _tensors(self, tag: str) -> list[torch.Tensor]:
+        """What has the memory of a tag: the cache, or weights but for vectors, which take no page of their own."""
+        return [self._runner.cache] if tag == CACHE else models.matrices(self._model)
 
     def _enter_thread(self) -> None:
         """What a GPU's driver is called with is a thread's own: another one that issues steps has to say so."""

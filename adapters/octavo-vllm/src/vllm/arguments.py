@@ -13,7 +13,7 @@ from octavo.request.sampling_params import ParameterError
 
 # About more than one process or device, or about how vLLM is built: nothing follows from them here.
 _NO_EFFECT = frozenset((
-    "enable_sleep_mode", "model_impl", "distributed_executor_backend", "tensor_parallel_size", "data_parallel_size",
+    "model_impl", "distributed_executor_backend", "tensor_parallel_size", "data_parallel_size",
     "worker_extension_cls", "disable_custom_all_reduce", "enable_expert_parallel", "compilation_config",
     "disable_log_stats", "disable_log_requests", "attention_config",
 ))  # fmt: skip

@@ -18,12 +18,15 @@ _STAGING_BYTES = 64 << 20  # of a direction: what is gathered on a GPU before it
 class CacheBytes:
     """The blocks of one worker. Any thread may read, and any write: each on a stream of its direction."""
 
-    def __init__(self, data: torch.Tensor, free_bytes: int, views: Sequence[torch.Tensor] = ()) -> None:
+    def __init__(
+        self, data: torch.Tensor, free_bytes: int, views: Sequence[torch.Tensor] = (), *, moves: bool = False
+    ) -> None:
         """data: uint8 [pages, num_blocks, bytes of a page], as `KVCachePool.data`. free_bytes: of the host's memory.
 
         views: the same by layers, as attention sees them, [kernel blocks, heads, tokens, channels].
+        moves: the memory behind these addresses may go, and other may come.
         """
-        self.data, self.free_bytes, self.views = data, free_bytes, views
+        self.data, self.free_bytes, self.views, self.moves = data, free_bytes, views, moves
         self.device = data.device
         self.num_pages, self.num_blocks, self.page_bytes = data.shape
         self.block_bytes = self.num_pages * self.page_bytes

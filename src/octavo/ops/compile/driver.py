@@ -22,6 +22,11 @@ _SWIZZLES, _PROMOTE_128 = {64: 2, 128: 3}, 2  # of a descriptor
 class DriverError(RuntimeError):
     """A call of the driver failed, or the driver has no such call."""
 
+    def __init__(self, text: str, status: int = 0) -> None:
+        """`status`: what the driver said, 0 where it was not asked."""
+        super().__init__(text)
+        self.status = status
+
 
 class _NodeParams(ctypes.Structure):
     _fields_ = [
@@ -77,7 +82,7 @@ def call(name: str, *args: Any) -> None:
     except AttributeError:
         raise DriverError(f"the driver has no {name}") from None
     if status:
-        raise DriverError(f"{name} failed with {status}")
+        raise DriverError(f"{name} failed with {status}", status)
 
 
 def load(machine_code: bytes, name: str, shared: int) -> int:

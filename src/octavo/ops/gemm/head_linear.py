@@ -10,6 +10,7 @@ import dataclasses
 
 import torch
 
+from octavo.ops import placement
 from octavo.ops.gemm import LinearWeight, linear, pack_linear
 
 
@@ -30,7 +31,7 @@ def pack_heads(weight: torch.Tensor, into: HeadWeights | None = None) -> HeadWei
             pack_linear(head.contiguous(), into=packed)
         return into
     if weight.is_cuda:
-        return HeadWeights((), weight.contiguous())
+        return HeadWeights((), placement.empty(tuple(weight.shape), weight.dtype, weight.device).copy_(weight))
     return HeadWeights(tuple(pack_linear(head.contiguous()) for head in weight), None)
 
 

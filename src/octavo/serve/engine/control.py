@@ -77,7 +77,7 @@ class AsyncControl:
         await self.move("resume")
 
     async def sleep(self, level: object = 1, mode: object = "abort", tags: Sequence[str] | None = None) -> None:
-        """See LLM.sleep. tags: those that are to be woken; None: all of the level's."""
+        """See LLM.sleep. tags: those whose memory goes, and that are to be woken; None: all of the level's."""
         order, mode = SleepOrder(level=check_level(level), tags=check_tags(tags)), check_mode(mode)
         before = await self.move("check_sleep", order)
         await self.pause(mode)

@@ -213,9 +213,9 @@ async def is_sleeping(state: ServeState, exchange: Exchange) -> None:
 
 
 async def release_kv_cache_memory(state: ServeState, exchange: Exchange) -> None:
-    """POST /release_kv_cache_memory: what sleep level 1 does."""
+    """POST /release_kv_cache_memory: what sleep level 1 does, of the cache alone."""
     _, warnings = await read_options(state, exchange, Nothing)
-    await _sleep(state, 1, "keep")
+    await _sleep(state, 1, "keep", ["kv_cache"])
     await exchange.reply_json(told({"status": "asleep", "level": 1}, warnings))
 
 

@@ -41,7 +41,8 @@ def _vllm_config(state: ServeState) -> dict[str, Any]:
             "dtype": f"torch.{info.dtype}" if info else None, "logprobs_mode": config.logprobs_mode,
             "max_model_len": engine.limits.max_model_len, "max_logprobs": engine.limits.max_logprobs,
             "seed": config.seed, "quantization": info.quantization if info else None,
-            "skip_tokenizer_init": config.skip_tokenizer_init, "enable_sleep_mode": True,
+            "skip_tokenizer_init": config.skip_tokenizer_init,
+            "enable_sleep_mode": config.enable_sleep_mode or bool(info and info.device == "cpu"),
         },
         "weight_transfer_config": config.weight_transfer_config
         or {"backend": "gloo" if info and info.device == "cpu" else "nccl"},
