@@ -19,6 +19,7 @@ from octavo.config.settings import ConfigError
 from octavo.kv_connector.worker.block_files import BlockFiles
 from octavo.kv_connector.worker.host_memory import HostHandler
 from test_connectors import host, multi, settle, storage
+from test_p2p import need_library, p2p, stepping, until_idle, with_transfer
 
 CHUNK, BLOCK = 64, 16
 LONG = random_models.token_prompts(300)[0]["prompt_token_ids"]
@@ -185,7 +186,7 @@ def test_C_12_a_connector_that_moves_blocks_of_tokens_alone_is_refused_by_name(m
     monkeypatch.syspath_prepend(str(root / "adapters" / "octavo-vllm" / "src"))
     theirs = {"kv_connector": "MemoryConnector", "kv_connector_module_path": "vllm_connector", "kv_role": "kv_both"}
     said = (
-        r"kv_connector='{}': moves blocks of tokens, and layers 0, 1, 2, 4\.\.\. of this model keep states; take host"
+        r"kv_connector='{}': moves blocks of tokens, and layers 0, 1, 2, 4\.\.\. of this model keep states; take one of"
     )
     with pytest.raises(ConfigError, match=said.format("MemoryConnector")):
         make_llm(**TINY, kv_transfer_config=theirs)
@@ -209,3 +210,58 @@ def test_the_models_prompt_text_takes_the_same_way(make_llm: Make):
     again = llm.generate(prompt, params)[0]
     assert again.outputs[0].text == first.outputs[0].text and again.num_cached_tokens >= 64
     settle(llm)
+
+
+def pair_of(fields: dict[str, Any], make_llm: Make, name: str = "p2p") -> tuple[LLM, LLM]:
+    config = p2p("kv_producer", kv_connector=name), p2p("kv_consumer", kv_connector=name)
+    return make_llm(**fields, kv_transfer_config=config[0]), make_llm(**fields, kv_transfer_config=config[1])
+
+
+def fetched(first: LLM, second: LLM, prompts: list[list[int]], longer: list[list[int]], params: SamplingParams) -> Any:
+    """What the second engine says to prompts that begin with those which the first one has computed."""
+    given = [{"prompt_token_ids": prompt} for prompt in prompts]
+    told = first.generate(given, with_transfer(params, {"do_remote_decode": True}, max_tokens=1), use_tqdm=False)
+    asked = [with_transfer(params, output.kv_transfer_params) for output in told]
+    with stepping(first):
+        outputs = second.generate([{"prompt_token_ids": prompt} for prompt in longer], asked, use_tqdm=False)
+    until_idle(first)
+    until_idle(second)
+    return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
+
+
+@pytest.mark.parametrize("name", ["p2p", "nixl", "mooncake"])
+@pytest.mark.parametrize("model", ["tiny", "mixed"])
+def test_D_2_D_3_a_pair_moves_the_last_state_and_the_open_chunk(name: str, model: str, mixed, make_llm: Make):
+    need_library(name)
+    fields = {**(TINY if model == "tiny" else mixed), "max_num_batched_tokens": 90, "max_num_seqs": 8}
+    prompts = [LONG[:count] for count in (1, 17, 63, 64, 65, 128, 129, 190)]
+    expected = answers(make_llm(**fields), prompts)
+    first, second = pair_of({**fields, "enable_prefix_caching": False}, make_llm, name)
+    for _ in range(2):
+        before = second.engine.scheduler.stats()
+        assert fetched(first, second, prompts, prompts, PARAMS) == expected
+        stats = second.engine.scheduler.stats()
+        assert stats.num_loaded_tokens - before.num_loaded_tokens == sum(map(len, prompts))
+        assert stats.num_scheduled_tokens - before.num_scheduled_tokens == len(prompts) * 10, "one token of a prompt"
+        assert not stats.num_load_failures
+
+
+def test_D_2_what_is_here_is_not_fetched_and_what_is_offered_may_be_a_part(mixed, make_llm: Make):
+    prompts = [LONG[:count] for count in (70, 128, 150)]
+    longer = [[*prompt, *OTHER] for prompt in prompts]
+    expected = answers(make_llm(**mixed), longer)
+    first, second = pair_of(mixed, make_llm)
+    answers(second, [LONG[:100]])
+    before = second.engine.scheduler.stats()
+    assert fetched(first, second, prompts, longer, PARAMS) == expected
+    stats = second.engine.scheduler.stats()
+    assert 0 < stats.num_loaded_tokens - before.num_loaded_tokens < 70 + 128 + 150 and not stats.num_load_failures
+
+
+def test_an_offer_that_is_cut_short_of_its_state_is_computed(make_llm: Make):
+    """Who wants the log-probabilities of a prompt's tokens computes these: what lies before them is not offered."""
+    prompts, params = [LONG[:150]], msgspec.structs.replace(PARAMS, prompt_logprobs=0)
+    expected = answers(make_llm(**TINY), prompts)
+    first, second = pair_of(TINY, make_llm)
+    assert fetched(first, second, prompts, prompts, params) == expected
+    assert second.engine.scheduler.stats().num_load_failures == 0

@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 
 from octavo.cache.groups import CacheGroup
+from octavo.cache.policies import make_policies
 from octavo.config.kv_transfer import Extra, KVTransferConfig, refuse
 from octavo.kv_connector import Connector, ConnectorStats, SilentConnector, Transfer, TransferResults
 from octavo.kv_connector.offers import Wanted
@@ -41,6 +42,7 @@ class P2P:
 
     shares_names = True  # the two sides compare what their caches follow from
     answers = True
+    moves_states = True
     keys: tuple[str, ...] = ("backend", "num_threads")  # of kv_connector_extra_config
     registers = False  # the cache's memory, with who moves bytes
 
@@ -106,6 +108,7 @@ class _P2PConnector(SilentConnector):
 
     def __init__(self, engine: EngineSide) -> None:
         self._transfer, self._groups = engine.transfer, engine.groups
+        self._policies = make_policies(engine.groups)
         self.offers = engine.transfer.produces
         self._orders = Orders(engine.ask)
         self._host, self._port = "", 0
@@ -136,6 +139,12 @@ class _P2PConnector(SilentConnector):
         self._used[request.request_id] = None
         while len(self._used) > _MAX_USED:
             self._used.popitem(last=False)
+
+    def shorter(self, request: Request, num_local: int, end: int) -> int:
+        """See Connector. What is kept for a request that goes on at the end of an offer, or one token before it."""
+        last = asked_of(request)["remote_num_tokens"] - 1
+        is_there = all(policy.first_needed(end) >= policy.first_needed(last) for policy in self._policies)
+        return end if is_there else num_local
 
     def allocated(self, load: Transfer) -> None:
         """See Connector."""
@@ -224,7 +233,7 @@ def _moving(transfer: Transfer, groups: Sequence[CacheGroup]) -> tuple[list[int]
     blocks: list[int] = []
     places: list[tuple[int, int]] = []
     for index, (group, table) in enumerate(zip(groups, transfer.blocks, strict=True)):
-        first, last = transfer.start // group.block_size, group.num_blocks(transfer.end)
+        first, last = transfer.start // group.block_size * group.parts.blocks, group.num_blocks(transfer.end)
         moving = [place for place in range(first, min(last, len(table))) if table[place]]
         blocks += [table[place] for place in moving]
         places += [(index, place) for place in moving]

@@ -133,7 +133,7 @@ def check_groups(kind: Kind, transfer: KVTransferConfig, groups: Sequence[CacheG
     kept = [group for group in groups if group.kind == "state"]
     if kept and not moves_states(kind):
         limit = f"moves blocks of tokens, and layers {_shown(kept[0].layers)} of this model keep states"
-        raise refuse("kv_connector", name, limit, "take host, shared_storage, p2p or nixl, or a multi of these")
+        raise refuse("kv_connector", name, limit, f"take one of {', '.join(TABLE)}")
 
 
 def _shown(layers: Sequence[int]) -> str:
