@@ -1,7 +1,7 @@
 """An engine in a process of its own: it computes prompts, says where their blocks are, and offers them until it ends.
 
-Input: a line of JSON with the engine's fields, then lines with prompts; output: for each a line with what the answers
-say.
+Input: a line of JSON with the engine's fields, then lines with prompts, and whether their transfers are to end; output:
+for each a line with what the answers say.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Peer:
         file.write(json.dumps(what) + "\n")
         file.flush()
 
-    def prefill(self, prompts: list[str]) -> list[dict[str, Any]]:
-        self._say(prompts)
+    def prefill(self, prompts: list[str], *, settle: bool = False) -> list[dict[str, Any]]:
+        self._say((prompts, settle))
         line = cast(IO[str], self.process.stdout).readline()
         return cast(list[dict[str, Any]], json.loads(line))
 
@@ -42,6 +42,7 @@ def peer(fields: dict[str, Any]) -> Iterator[Peer]:
     made = Peer(fields)
     try:
         yield made
+        made.process.communicate()
     finally:
         made.process.kill()
         made.process.communicate()
@@ -55,7 +56,10 @@ def main() -> None:
         max_tokens=1, temperature=0.0, extra_args={"kv_transfer_params": {"do_remote_decode": True}}
     )
     for line in sys.stdin:
-        outputs = llm.generate(json.loads(line), params)
+        prompts, settle = json.loads(line)
+        outputs = llm.generate(prompts, params)
+        while settle and llm.engine.has_unfinished:
+            llm.engine.step()
         print(json.dumps([output.kv_transfer_params for output in outputs]), flush=True)
     llm.close()
 

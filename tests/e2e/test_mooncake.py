@@ -18,12 +18,12 @@ from octavo.config.kv_transfer import read_kv_transfer
 from octavo.config.settings import ConfigError
 from octavo.kv_connector.orders import Order
 from octavo.kv_connector.table import make_kind
-from octavo.kv_connector.worker import mooncake
 from octavo.kv_connector.worker.cache_bytes import CacheBytes
-from octavo.kv_connector.worker.mooncake import MooncakeWay
 from octavo.kv_connector.worker.mover import Job
 from octavo.kv_connector.worker.pair import Pair, TransferError
-from octavo.kv_connector.worker.regions import region_of
+from octavo.kv_connector.worker.ways import mooncake
+from octavo.kv_connector.worker.ways.mooncake import MooncakeWay
+from octavo.kv_connector.worker.ways.regions import region_of
 from peer_engine import peer
 from test_p2p import PARAMS, PROMPTS, bits, need_library, p2p, prefill, stepping, until_idle, with_transfer
 

@@ -18,8 +18,8 @@ from octavo import LLM, RequestOutput, SamplingParams
 from octavo.config.kv_transfer import read_kv_transfer
 from octavo.config.settings import ConfigError
 from octavo.kv_connector.table import make_kind
-from octavo.kv_connector.worker.gloo import GlooWay
 from octavo.kv_connector.worker.pair import Ask, Pair, Told, TransferError
+from octavo.kv_connector.worker.ways.gloo import GlooWay
 
 PROMPTS = [GOOD_PROMPT * 9, GOOD_PROMPT * 3 + "x = 1", "nothing that was said before"]
 PARAMS = SamplingParams(temperature=0.8, seed=7, max_tokens=12, logprobs=2)

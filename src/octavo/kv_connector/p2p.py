@@ -72,7 +72,7 @@ class P2P:
 
     def make_way(self, cache: CacheBytes) -> Way:
         """How the bytes go. Raises ConfigError."""
-        from octavo.kv_connector.worker.gloo import GlooWay
+        from octavo.kv_connector.worker.ways.gloo import GlooWay
 
         return GlooWay(cache)
 
@@ -92,7 +92,7 @@ class Nixl(P2P):
 
     def make_way(self, cache: CacheBytes) -> Way:
         """See P2P."""
-        from octavo.kv_connector.worker.nixl import NixlWay
+        from octavo.kv_connector.worker.ways.nixl import NixlWay
 
         return NixlWay(cache)
 

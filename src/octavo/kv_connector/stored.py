@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Iterable, Sequence
 
-from octavo.kv_connector import ConnectorStats, SilentConnector, Transfer, TransferResults
+from octavo.kv_connector import LATER, ConnectorStats, Later, SilentConnector, Transfer, TransferResults
 from octavo.kv_connector.keys import GroupKeys, Pair, group_keys
 from octavo.kv_connector.orders import EngineSide, Order, Orders, Report
 from octavo.request.request import Request
@@ -18,6 +18,17 @@ from octavo.request.request import Request
 
 class Index(abc.ABC):
     """What is stored, as the scheduler knows it."""
+
+    answers_later = False  # `is_known` has to be asked
+
+    def is_known(self, request_id: str, keys: Sequence[bytes]) -> bool:
+        """Whether it knows which of these there are. False: ask again in a later step."""
+        return True
+
+    @property
+    def is_looking(self) -> bool:
+        """Whether `is_known` may say more soon."""
+        return False
 
     @abc.abstractmethod
     def __contains__(self, key: object) -> bool:
@@ -80,11 +91,13 @@ class StoredConnector(SilentConnector):
         self._missing: dict[int, list[int]] = {}  # load -> blocks for which there was nothing
         self._missed: dict[int, frozenset[int]] = {}  # loads that ended before they began
 
-    def match(self, request: Request, num_local: int) -> int:
+    def match(self, request: Request, num_local: int) -> int | Later:
         """See Connector. The longest end that every group can continue from."""
         if not self._loads:
             return 0
         most = self._limit(request, "max_load_tokens", request.num_tokens, num_local)
+        if self.index.answers_later and not self._is_known(request, num_local, most):
+            return LATER
         return self.shorter(request, num_local, most) - num_local
 
     def shorter(self, request: Request, num_local: int, end: int) -> int:
@@ -105,6 +118,17 @@ class StoredConnector(SilentConnector):
                 break
             end -= self.save_unit
         return max(end, num_local)
+
+    def _is_known(self, request: Request, start: int, end: int) -> bool:
+        keys = [
+            key
+            for group in self._groups
+            for name in group.names(request.block_hashes)[
+                start // group.group.block_size : end // group.group.block_size
+            ]
+            for key in group.keys(name)
+        ]
+        return self.index.is_known(request.request_id, keys)
 
     def _limit(self, request: Request, name: str, most: int, base: int = 0) -> int:
         """A token up to which a request wants something done, counted from `base`."""
@@ -191,7 +215,7 @@ class StoredConnector(SilentConnector):
 
     def wait(self, seconds: float) -> None:
         """See Connector."""
-        if self._orders and not self._missed:
+        if (self._orders or self.index.is_looking) and not self._missed:
             self._orders.wait(seconds)
 
     def reset(self) -> bool:

@@ -72,6 +72,7 @@ TABLE = {
     "p2p": "octavo.kv_connector.p2p:P2P",
     "nixl": "octavo.kv_connector.p2p:Nixl",
     "mooncake": "octavo.kv_connector.mooncake:Mooncake",
+    "mooncake_store": "octavo.kv_connector.mooncake:MooncakeStore",
     "multi": "octavo.kv_connector.multi:Multi",
 }
 ALIASES = {
@@ -83,6 +84,7 @@ ALIASES = {
     "P2pNcclConnector": "p2p",
     "NixlConnector": "nixl",
     "MooncakeConnector": "mooncake",
+    "MooncakeStoreConnector": "mooncake_store",
 }
 _PARTS = ("scheduler_half", "worker_half", "secret", "shares_names")
 

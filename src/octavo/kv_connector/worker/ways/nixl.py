@@ -19,7 +19,7 @@ from nixl_cu12._api import nixl_agent, nixl_agent_config
 from octavo.kv_connector.worker.cache_bytes import CacheBytes
 from octavo.kv_connector.worker.mover import Job
 from octavo.kv_connector.worker.pair import Pair, TransferError
-from octavo.kv_connector.worker.regions import Region, read_region, region_of, until_read
+from octavo.kv_connector.worker.ways.regions import Region, read_region, region_of, until_read
 
 _POLL = 0.0002  # seconds between two questions
 

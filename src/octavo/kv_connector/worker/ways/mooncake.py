@@ -18,7 +18,7 @@ import numpy as np
 from octavo.kv_connector.worker.cache_bytes import CacheBytes
 from octavo.kv_connector.worker.mover import Job
 from octavo.kv_connector.worker.pair import Pair, TransferError
-from octavo.kv_connector.worker.regions import read_region, region_of, until_read
+from octavo.kv_connector.worker.ways.regions import read_region, region_of, until_read
 
 _MAX_RUNS = 2048  # of a batch: with more on their way to one peer the library refuses it, and all that follow
 _PIECE_BYTES = 16 << 20  # of the memory of a connection

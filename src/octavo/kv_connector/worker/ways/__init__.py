@@ -1,0 +1,1 @@
+"""How the bytes of blocks come from one engine to another, one way a module. See `worker.pair.Way`."""
