@@ -112,6 +112,23 @@ def test_K2_another_process_has_put_it_there_and_a_longer_prompt_is_a_partial_hi
         assert 16 <= stats.num_loaded_tokens < stats.num_matched_tokens and moved.num_saved_blocks
 
 
+def test_K2_C_13_states_of_a_hybrid_come_back(master, make_llm: Make):
+    fields = {"model": "octavo-tiny-hybrid", "max_model_len": 512, "kv_cache_dtype": "fp8"}
+    prompts = [GOOD_PROMPT * 20, GOOD_PROMPT * 15 + "x = 1"]
+    params = SamplingParams(temperature=0.8, seed=7, max_tokens=8, logprobs=1)
+
+    def answers(llm: LLM) -> list[Any]:
+        return [(each.outputs[0].token_ids, each.outputs[0].logprobs) for each in llm.generate(prompts, params)]
+
+    expected = answers(make_llm(**fields))
+    llm = make_llm(**fields, kv_transfer_config=store(master))
+    assert answers(llm) == expected
+    settle(llm)
+    assert llm.reset_prefix_cache() and answers(llm) == expected
+    stats, _ = settle(llm)
+    assert stats.num_loaded_tokens >= 64 and not stats.num_load_misses and not stats.num_load_failures
+
+
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 def test_K2_a_store_that_fails_is_the_policys_and_one_that_does_not_answer_has_nothing(
     policy, master, make_llm: Make, monkeypatch

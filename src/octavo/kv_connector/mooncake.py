@@ -68,6 +68,7 @@ class MooncakeStore:
     """See Kind."""
 
     shares_names = True
+    moves_states = True
 
     def __init__(self, transfer: KVTransferConfig) -> None:
         """See Kind."""
