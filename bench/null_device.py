@@ -22,6 +22,7 @@ from octavo.ops.inputs.tensors import RowTensors
 from octavo.plan import NewRow, StepLimits
 from octavo.sampling.sampler import Sampler
 from octavo.speculate.drafter import Drafter
+from octavo.worker.results import NOTHING_TOLD, Told
 from octavo.worker.runner import Runner
 
 CPU = torch.device("cpu")
@@ -83,7 +84,7 @@ class _Drafter(Drafter):
         """Nothing is written."""
 
 
-class _Model:
+class _Model(torch.nn.Module):
     arch = SimpleNamespace(num_layers=0)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -133,5 +134,5 @@ class NullRunner(Runner):
     def _forward(self, batch: Batch, **_: Any) -> torch.Tensor:
         return torch.zeros(batch.total_tokens, _VOCAB_SIZE)
 
-    def _verify(self, *_: Any) -> list[Any]:
-        return []
+    def _verify(self, *_: Any) -> Told:
+        return NOTHING_TOLD

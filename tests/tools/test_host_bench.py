@@ -1,0 +1,22 @@
+"""bench/host.py: its stand-ins are worth a figure only as long as they fit the runner that they stand in for."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).parents[2] / "bench"
+
+
+@pytest.mark.parametrize("drafts", [[], ["--drafts", "2"], ["--drafts", "2", "--fixed-depth"]], ids=" ".join)
+def test_every_scenario_runs(
+    drafts: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+    monkeypatch.setattr(sys, "argv", ["host.py", "--requests", "3", "--steps", "2", *drafts])
+    runpy.run_path(str(BENCH / "host.py"), run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[:-1]] == ["steady", "growing", "aligned", "streamed", "churning"]
