@@ -29,7 +29,7 @@ class StepLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int  # tokens of a request, prompt and output
     max_num_drafts: int = 0  # of a row in one step
     num_lookahead: int = 0  # tokens behind a step's last one that a drafter's layers are written for
-    reads_next_token: bool = False  # a token's entry in these follows from the token behind it as well
+    num_next_tokens: int = 0  # tokens behind a token from which its entry in these follows as well
 
 
 class NewRow(msgspec.Struct, frozen=True, kw_only=True):

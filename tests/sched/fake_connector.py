@@ -46,7 +46,8 @@ class FakeConnector(SilentConnector):
         self.driver, self.worker = driver, driver.worker
 
     def match(self, request: Request, num_local: int) -> int | Later:
-        assert len(request.block_hashes) == request.num_tokens // self.driver.scheduler.kv.block_size
+        kv = self.driver.scheduler.kv
+        assert len(request.block_hashes) == max(request.num_tokens - kv.num_next_tokens, 0) // kv.block_size
         sizes = [group.block_size for group in self.worker.groups if group.kind != "state"]
         assert not any(num_local % size for size in sizes), "it is asked at a block's border"
         self.matched.append((request.request_id, num_local))

@@ -81,14 +81,22 @@ def make_scheduler(
     enable_prefix_caching: bool = True,
     whole_prompts: bool = False,
     num_drafts: int = 0,
+    num_next_tokens: int = 0,
     **options: Any,
 ) -> Scheduler:
-    kv = KVManager(groups, num_blocks, enable_prefix_caching=enable_prefix_caching, secret=b"test")
+    kv = KVManager(
+        groups,
+        num_blocks,
+        enable_prefix_caching=enable_prefix_caching,
+        secret=b"test",
+        num_next_tokens=num_next_tokens,
+    )
     limits = StepLimits(
         max_num_rows=max_num_seqs,
         max_num_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
         max_num_drafts=num_drafts,
+        num_next_tokens=num_next_tokens,
     )
     return Scheduler(
         kv,

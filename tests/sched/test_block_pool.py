@@ -165,3 +165,16 @@ def test_identity_and_salt_do_not_run_together():
 def test_token_ids_use_all_32_bits():
     chain = HashChain(1, secret=b"s")
     assert len({names(chain, [token])[0] for token in (0, 1, 2**16, 2**24, 2**32 - 1)}) == 5
+
+
+def test_a_block_may_be_named_by_tokens_behind_it_as_well():
+    """As the entries of some drafters' layers follow from them."""
+    chain, plain = HashChain(2, secret=b"s", num_ahead=1), HashChain(2, secret=b"s")
+    assert [chain.num_named(count) for count in range(6)] == [0, 0, 0, 1, 1, 2]
+    hashes: dict[int, list[bytes]] = {behind: [] for behind in (5, 6)}
+    for behind, own in hashes.items():
+        chain.extend(own, [1, 2, 3, 4, behind], "", 2)
+    assert hashes[5][0] == hashes[6][0] and hashes[5][1] != hashes[6][1]
+    assert names(plain, [1, 2, 3, 4])[0] != hashes[5][0]
+    with pytest.raises(AssertionError, match="known tokens"):
+        chain.extend([], [1, 2], "", 1)

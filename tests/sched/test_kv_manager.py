@@ -425,3 +425,25 @@ def test_what_is_held_is_found_and_not_handed_on():
     assert kv.usage == 0.0
     with pytest.raises(AssertionError, match="released before"):
         kv.release_hold(hold)
+
+
+@pytest.mark.parametrize("num_next", [1, 2])
+def test_a_hit_is_of_blocks_behind_which_the_same_tokens_stood(num_next):
+    """For drafters whose entries follow from them: only where texts part at a border one block fewer is shared."""
+    kv = KVManager((full(),), 100, secret=b"test", num_next_tokens=num_next)
+    first = make_request(PROMPT)
+    admit(kv, first)
+    generate(kv, first, 3 * BLOCK)
+    known = first.tokens
+    published = (len(known) - BLOCK + 1 - num_next) // BLOCK * BLOCK  # output is named as its next block is reserved
+    for end in range(num_next + 1, len(known) - num_next):
+        parted = make_request([*known[:end], 7777, 7778])
+        hit = kv.match(parted, parted.num_tokens - 1)
+        assert hit.num_tokens == min(end - num_next, published) // BLOCK * BLOCK
+    # both texts have their own block in front of the border, and those behind find it
+    other = make_request([*PROMPT[:12], *range(200, 210)])
+    assert admit(kv, other)[0] == 12 - BLOCK
+    assert admit(kv, make_request(other.tokens + [1, 2]))[0] == 20
+    kv.release(first)
+    assert admit(kv, make_request([*known, 5, 6]))[0] == 28, "what stands behind the last block nobody knew"
+    assert kv.reserve_each([], []) is None, "each is looked at: a name may wait"

@@ -129,3 +129,18 @@ def test_C_8_what_a_failed_step_was_to_compute_is_not_saved():
     driver.run()
     assert request.error == "mod_failed" and not connector.kept
     driver.audit_idle()
+
+
+def test_C_8_what_is_named_by_the_token_behind_it_is_offered_when_that_is_known():
+    """For drafters that read it: a prompt that ends at a block's border loses no block, nor does the output."""
+    driver, connector = drive(max_num_batched_tokens=10, num_next_tokens=1)
+    connector.hurries = True
+    request = make_request(5 * BLOCK, 7 * BLOCK)
+    driver.add(request)
+    driver.run()
+    assert len({place for place, _ in connector.kept}) == 12 - 1, "the last token of all is never computed"
+    again = make_request(list(request.tokens), 3)
+    driver.scheduler.reset_prefix_cache()
+    driver.add(again)
+    driver.run()
+    driver.audit_idle()

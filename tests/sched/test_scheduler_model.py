@@ -97,6 +97,7 @@ class World:
             enable_chunked_prefill=shape.chunked,
             enable_prefix_caching=shape.caching,
             num_drafts=shape.drafts,
+            num_next_tokens=shape.spare_blocks % 3 if shape.drafts else 0,
             **options,
         )
         self.driver = Driver(scheduler, shape.groups)

@@ -73,13 +73,14 @@ class Connector(Protocol):
 
     saves_running: bool  # `computed` is asked of requests that run
     save_unit: int  # tokens: it saves whole multiples of it
+    has_own_names: bool  # what it finds it finds by tokens, or names of its own, and not by `request.block_hashes`
     offers: bool  # its saves wait for somebody else, who may never come
 
     def match(self, request: Request, num_local: int) -> int | Later:
         """How many tokens behind the first `num_local` can be loaded; 0: none; LATER: ask again in a later step.
 
-        Without side effects: it may be asked again, and its answer may be not used. `request.block_hashes` names all
-        full blocks of the known tokens.
+        Without side effects: it may be asked again, and its answer may be not used. `request.block_hashes` names
+        full blocks of the known tokens: all, but for the last where a drafter's entries follow from next tokens, too.
         """
 
     def shorter(self, request: Request, num_local: int, end: int) -> int:
@@ -130,6 +131,7 @@ class SilentConnector:
 
     saves_running = False
     save_unit = 1
+    has_own_names = False
     offers = False
 
     def match(self, request: Request, num_local: int) -> int | Later:

@@ -86,6 +86,7 @@ class _MultiConnector(SilentConnector):
         self._children = children
         self.saves_running = any(child.saves_running for child in children)
         self.save_unit = math.lcm(*(child.save_unit for child in children))
+        self.has_own_names = any(child.has_own_names for child in children)
         self.offers = any(child.offers for child in children)
         self._chosen = collections.OrderedDict[str, int]()  # request -> the child that has tokens of it
         self._loads: dict[int, int] = {}  # load -> its child

@@ -102,8 +102,9 @@ class StoredConnector(SilentConnector):
 
     def shorter(self, request: Request, num_local: int, end: int) -> int:
         """See Connector."""
-        end = end // self.save_unit * self.save_unit
         names = [group.names(request.block_hashes) for group in self._groups]
+        named = max(len(own) * group.group.block_size for group, own in zip(self._groups, names, strict=True))
+        end = min(end, named) // self.save_unit * self.save_unit
         known = [
             _Known(own[: num_local // group.group.block_size], group, self.index)
             for group, own in zip(self._groups, names, strict=True)

@@ -28,19 +28,22 @@ HASH_SIZE = 16  # bytes
 class HashChain:
     """Names of full blocks: a keyed hash of the block's tokens and of the block before it.
 
+    Where an entry of a token follows from the tokens behind it as well, as in some drafters' layers, so does the name of
+    its block: `num_ahead` of them. Texts that part at a block's border then have two blocks in front of it.
+
     The secret keeps names from being guessed, or made to collide, from outside. It is drawn per process; processes that
     are given one name equal blocks alike. `identity` separates what the tokens do not show (see CacheIdentity); a
     request's cache salt separates tenants.
     """
 
-    def __init__(self, block_size: int, *, secret: bytes = b"", identity: bytes = b"") -> None:
+    def __init__(self, block_size: int, *, secret: bytes = b"", identity: bytes = b"", num_ahead: int = 0) -> None:
         """`secret`: up to 64 bytes, the same in every run that shall have the same names; empty: drawn."""
-        self.block_size = block_size
+        self.block_size, self.num_ahead = block_size, num_ahead
         self._secret = secret or secrets.token_bytes(32)
         self._keyed = blake2b(key=self._secret, digest_size=HASH_SIZE)  # copied: the key is set up once
         self._identity = identity
         self._root = self.root("")
-        self._pack = struct.Struct(f"<{block_size}I").pack
+        self._pack = struct.Struct(f"<{block_size + num_ahead}I").pack
 
     def set_identity(self, identity: bytes) -> None:
         """Name blocks by another one from now on."""
@@ -52,20 +55,24 @@ class HashChain:
         message = struct.pack("<Q", len(self._identity)) + self._identity + salt.encode()
         return blake2b(message, key=self._secret, digest_size=HASH_SIZE, person=b"octavo.root").digest()
 
+    def num_named(self, num_tokens: int) -> int:
+        """How many blocks of a text have a name, of which so many tokens are known."""
+        return max(num_tokens - self.num_ahead, 0) // self.block_size
+
     def extend(self, hashes: list[bytes], tokens: list[int], salt: str, num_blocks: int) -> None:
         """Append to `hashes` the names of the blocks from `len(hashes)` up to `num_blocks`."""
-        size, pack = self.block_size, self._pack
+        size, pack, ahead = self.block_size, self._pack, self.num_ahead
         first, last = len(hashes) * size, num_blocks * size
         if first >= last:
             return
-        assert len(tokens) >= last, "only full blocks of known tokens have a name"
+        assert len(tokens) >= last + ahead, "only full blocks of known tokens have a name"
         parent = hashes[-1] if hashes else self.root(salt) if salt else self._root
         for start in range(first, last, size):
-            parent = self.after(parent, pack(*tokens[start : start + size]))
+            parent = self.after(parent, pack(*tokens[start : start + size + ahead]))
             hashes.append(parent)
 
     def after(self, parent: bytes, tokens: bytes) -> bytes:
-        """The name of the block behind the one named `parent`. tokens: its own, 32-bit words, little-endian."""
+        """The name of the block behind the one named `parent`. tokens: of its name, 32-bit words, little-endian."""
         digest = self._keyed.copy()
         digest.update(parent + tokens)
         return digest.digest()

@@ -64,9 +64,10 @@ class KVManager:
         enable_prefix_caching: bool = True,
         secret: bytes = b"",
         identity: CacheIdentity = LOCAL,
+        num_next_tokens: int = 0,
     ) -> None:
-        """`num_blocks` counts the null block. `secret`: see HashChain."""
-        self.identity = identity
+        """`num_blocks` counts the null block. `secret`: see HashChain; num_next_tokens: see StepLimits."""
+        self.identity, self.num_next_tokens = identity, num_next_tokens
         self.block_size = min(group.block_size for group in groups)
         self.num_groups = sum(group.parts.blocks for group in groups)  # blocks that a new block of tokens may take
         self.stats = CacheStats()
@@ -85,12 +86,12 @@ class KVManager:
         self._pool = BlockPool(num_blocks, sum(self._num_blocks))
         self._prefixes = Prefixes(groups, self._policies, self._pool)
         self.unit = self._prefixes.unit  # hits are multiples of so many tokens
-        self._chain = HashChain(self.block_size, secret=secret, identity=identity.encode())
+        self._chain = HashChain(self.block_size, secret=secret, identity=identity.encode(), num_ahead=num_next_tokens)
         self._entries: dict[str, _Entry] = {}
         self._zeroed = [index for index, group in enumerate(groups) if group.zero_fresh_blocks]
         # one growing list of blocks for each request, as nearly all models have
         self._is_single = len(groups) == 1 and groups[0].kind in ("full", "mla", "sliding", "chunked")
-        self._is_plain = self._is_single and not self._sliding and not self._zeroed
+        self._is_plain = self._is_single and not self._sliding and not self._zeroed and not num_next_tokens
         # a table of each group has one block for the same tokens
         self._are_alike = len(set(sizes)) == 1 and not self._states and all(g.kind != "encoder_only" for g in groups)
         # what rows that run side by side do not pass on: an update of the open chunk follows from those before it
@@ -134,7 +135,7 @@ class KVManager:
         if not self._enable_prefix_caching:
             return Hit(0, [[] for _ in self._groups])
         unit, hashes = self._prefixes.unit, request.block_hashes
-        num_tokens = max_tokens // unit * unit
+        num_tokens = min(max_tokens, self._chain.num_named(request.num_tokens) * self.block_size) // unit * unit
         self._chain.extend(hashes, request.tokens, request.cache_salt, num_tokens // self.block_size)
         return self._prefixes.match(hashes, num_tokens)
 
@@ -210,7 +211,8 @@ class KVManager:
         """What `reserve` gives each for one token more, where that is a block: requests[i] has computed starts[i].
 
         Publishes the blocks that they leave. None, and nothing changes, where it takes a look at each: with several
-        groups, sliding ones or such as need zeros, too few free blocks, and after rejected drafts, which leave room.
+        groups, sliding ones or such as need zeros, names that follow from the tokens behind a block, too few free blocks,
+        and after rejected drafts, which leave room.
         """
         if not self._is_plain or len(requests) > self._pool.num_free:
             return None
@@ -280,7 +282,7 @@ class KVManager:
 
     def name_blocks(self, request: Request) -> None:
         """Complete `request.block_hashes` for its known tokens."""
-        num_full = request.num_tokens // self.block_size
+        num_full = self._chain.num_named(request.num_tokens)
         self._chain.extend(request.block_hashes, request.tokens, request.cache_salt, num_full)
 
     def tables(self, request: Request) -> list[list[int]]:
@@ -338,8 +340,6 @@ class KVManager:
                 for group, index in written:
                     self._publish_entries(self._entries[request_id], group, index, index + 1)
             self._being_written.clear()
-        if not self._fresh:
-            return []
         fresh, self._fresh = self._fresh, []
         return fresh
 
@@ -423,7 +423,7 @@ class KVManager:
         if not self._enable_prefix_caching:
             return
         hashes, tokens = request.block_hashes, request.tokens
-        num_full = min(up_to, len(tokens)) // self.block_size
+        num_full = min(up_to // self.block_size, self._chain.num_named(len(tokens)))
         if num_full <= entry.num_published:
             return
         self._chain.extend(hashes, tokens, request.cache_salt, num_full)

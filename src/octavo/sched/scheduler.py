@@ -72,7 +72,7 @@ class Scheduler:
         # a step's tokens, and those that a row may lie behind its upper bound, but for the one that it always may
         self._max_new = limits.max_num_tokens + limits.max_num_drafts + limits.num_lookahead
         assert kv.fits_alone(limits.max_model_len, self._max_new), "one request of max_model_len fits the pool"
-        self._cuts = in_pieces and kv.cuts
+        self._cuts, self._reads_next = in_pieces and kv.cuts, limits.num_next_tokens > 0
         self.kv = kv
         self.waiting: list[Request] = []
         self.num_preemptions = self.num_scheduled_tokens = 0
@@ -347,8 +347,6 @@ class Scheduler:
             if blocked is request and kv.num_free_blocks <= num_free:
                 return None
         hit = kv.match(request, request.max_hit)
-        if self.drafting.reads_next_token and hit.num_tokens:
-            hit = kv.match(request, hit.num_tokens - 1)
         if self.loads.is_on and (found := self._find_load(request, hit.num_tokens)):
             return self._begin_load(request, hit, found, work) if isinstance(found, int) else False
         num_new = self._fit(request, hit.num_tokens, work.budget)
@@ -367,8 +365,12 @@ class Scheduler:
         return True
 
     def _find_load(self, request: Request, num_local: int) -> int | Later:
-        """What can be loaded behind `num_local` tokens. Of what is found a drafter may give up the last block, too."""
-        return self.loads.match(request, num_local, self.kv.unit if self.drafting.reads_next_token else 0)
+        """What can be loaded behind `num_local` tokens.
+
+        Where a drafter reads next tokens our names say which, and of what is found by others the last block is given up.
+        """
+        gives_up = self._reads_next and self.loads.connector.has_own_names
+        return self.loads.match(request, num_local, self.kv.unit if gives_up else 0)
 
     def _fit(self, request: Request, num_computed: int, budget: int) -> int:
         """How many tokens of a waiting request this step computes; 0: it waits for a step with more room."""

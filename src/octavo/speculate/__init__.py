@@ -46,9 +46,9 @@ class Speculator(Protocol):
     layers is what `Model.forward` gives, behind the last norm. Empty: none. Final once `load` was called."""
     layer_specs: Sequence[LayerSpec]
     """What its own layers keep: layers of attention, numbered behind the target's. Final once `load` was called."""
-    reads_next_token: bool
-    """Whether a token's entry in its layers follows from the token behind it, too, as in EAGLE and MTP. A prefix hit
-    then gives up its last block, whose last entry may be of another request's next token."""
+    num_next_tokens: int
+    """How many tokens behind a token its entry in the layers follows from, too: one in EAGLE, in MTP one for each module.
+    Blocks are then named by so many tokens behind them as well. Final once `load` was called."""
 
     captures: bool
     """Whether a CUDA graph may hold `propose` behind a step in which every row verifies: it then always proposes K, or
@@ -80,7 +80,7 @@ class NoSpeculator:
     num_drafts = 0
     taps: Sequence[int] = ()
     layer_specs: Sequence[LayerSpec] = ()
-    reads_next_token = False
+    num_next_tokens = 0
     captures = False
 
     def load(self, target: Model, resolved: Resolved) -> int:

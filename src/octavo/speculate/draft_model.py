@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 class DraftModelSpeculator:
     """See octavo.speculate.Speculator."""
 
-    reads_next_token, captures = False, True
+    num_next_tokens, captures = 0, True
     taps: Sequence[int] = ()
 
     def __init__(self, config: SpeculativeConfig) -> None:

@@ -35,12 +35,13 @@ if TYPE_CHECKING:
 class HeadSpeculator:
     """See octavo.speculate.Speculator."""
 
-    reads_next_token = captures = True
+    captures = True
 
     def __init__(self, config: SpeculativeConfig) -> None:
         """Nothing is read yet."""
         self._config = config
         self.num_drafts = config.num_speculative_tokens
+        self.num_next_tokens = 1
         self.taps: Sequence[int] = ()
         self.layer_specs: Sequence[LayerSpec] = ()
         self._drafters: list[DraftHead] = []
@@ -53,6 +54,7 @@ class HeadSpeculator:
         folder = self._folder = find_model(config.model or resolved.model, config.revision)
         draft = read_drafter(folder, config.method, target.arch, resolved.load_format)
         self._drafters = build_drafters(draft, target, dtype)
+        self.num_next_tokens = len(self._drafters)
         size = sum(weight_bytes(drafter, resolved) for drafter in self._drafters)
         for drafter in self._drafters:
             device, seed = torch.device(resolved.device), resolved.seed

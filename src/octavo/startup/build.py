@@ -146,7 +146,7 @@ def _plan(arch: Arch, facts: WorkerFacts, executor: Executor) -> CachePlan:
         buffer_bytes=buffer_bytes,
         max_num_drafts=facts.num_drafts,
         num_lookahead=facts.num_lookahead,
-        reads_next_token=facts.reads_next_token,
+        num_next_tokens=facts.num_next_tokens,
     )
 
 
@@ -179,7 +179,14 @@ def _make_scheduler(
     """Raises ConfigError where what is remembered of so many blocks takes too much memory."""
     caching = resolved.enable_prefix_caching
     try:
-        kv = KVManager(plan.groups, plan.num_blocks, enable_prefix_caching=caching, secret=secret, identity=identity)
+        kv = KVManager(
+            plan.groups,
+            plan.num_blocks,
+            enable_prefix_caching=caching,
+            secret=secret,
+            identity=identity,
+            num_next_tokens=plan.limits.num_next_tokens,
+        )
     except MemoryError:
         free, total = map(show_bytes, probe.memory_bytes())
         limit = f"the books of {plan.num_blocks} blocks do not fit memory, which has {free} of {total} left"

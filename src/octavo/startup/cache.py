@@ -40,7 +40,7 @@ def plan_cache(
     buffer_bytes: Callable[[Sequence[TableSpec]], int],
     max_num_drafts: int = 0,
     num_lookahead: int = 0,
-    reads_next_token: bool = False,
+    num_next_tokens: int = 0,
 ) -> CachePlan:
     """The layers' groups, the layout and the block tables that suit all backends, and as many blocks as fit.
 
@@ -86,7 +86,7 @@ def plan_cache(
             **_of_prefixes(resolved, groups, max(block_bytes(groups, itemsize), 1)),
         },
     )
-    return dataclasses.replace(plan, limits=msgspec.structs.replace(plan.limits, reads_next_token=reads_next_token))
+    return dataclasses.replace(plan, limits=msgspec.structs.replace(plan.limits, num_next_tokens=num_next_tokens))
 
 
 def _zeroed(

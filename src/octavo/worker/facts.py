@@ -38,7 +38,7 @@ class WorkerFacts:
     request_fields: tuple[FieldSpec, ...]  # what mods read of a request
     num_drafts: int  # that its speculator proposes per row, at most
     num_lookahead: int  # tokens behind a step's last one that the speculator's layers are written for
-    reads_next_token: bool  # see Speculator
+    num_next_tokens: int  # see Speculator
     compiles_ahead: bool  # what its steps launch can be compiled before the first
     native: str  # instruction set of its compiled operators, or "none"
     gpu: str  # its name; empty: none

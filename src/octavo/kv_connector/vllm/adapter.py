@@ -69,7 +69,7 @@ class VLLMConnector:
 class _Adapted(SilentConnector):
     """See Connector."""
 
-    saves_running = True
+    saves_running = has_own_names = True
 
     def __init__(self, connector: Any, engine: EngineSide, *, takes_groups: bool) -> None:
         self._connector, self._orders = connector, Orders(engine.ask)

@@ -34,11 +34,7 @@ class Drafting:
 
     def __init__(self, limits: StepLimits, kv: KVManager, rows: RequestRows, *, cheap_tokens: int) -> None:
         """`limits`: the worker's. cheap_tokens: see Depth."""
-        self.most, self.lookahead, self.reads_next_token = (
-            limits.max_num_drafts,
-            limits.num_lookahead,
-            limits.reads_next_token,
-        )
+        self.most, self.lookahead = limits.max_num_drafts, limits.num_lookahead
         self.depth = Depth(limits, cheap_tokens)
         self.stats = DraftStats(accepted_per_position=[0] * self.most)
         self._kv, self._rows = kv, rows
@@ -95,8 +91,11 @@ class Drafting:
 
         left: by row, the requests that run there no longer.
         """
-        order = plan.rows.argsort()
-        drafted = plan.num_drafts[order[plan.rows.searchsorted(result.rows, sorter=order)]]
+        if np.array_equal(plan.rows, result.rows):
+            drafted = plan.num_drafts
+        else:
+            order = plan.rows.argsort()
+            drafted = plan.num_drafts[order[plan.rows.searchsorted(result.rows, sorter=order)]]
         rejected = 1 + drafted - result.num_sampled
         here = np.ones(len(result.rows), np.bool_)
         if left:
@@ -106,9 +105,9 @@ class Drafting:
                     here[place] = False
                     if request.status is not Status.FINISHED:
                         request.num_in_flight -= int(rejected[place])
-        rows = result.rows[here]
-        self._rows.num_known[rows] -= rejected[here]
-        self._rows.num_computed[rows] -= rejected[here]
+        rows, rejected = (result.rows[here], rejected[here]) if left else (result.rows, rejected)
+        self._rows.num_known[rows] -= rejected
+        self._rows.num_computed[rows] -= rejected
         self._learn(result, drafted, here)
 
     def _learn(self, result: StepResult, drafted: IntArray, here: np.ndarray) -> None:
@@ -119,7 +118,8 @@ class Drafting:
         stats.num_drafts += len(own)
         stats.num_draft_tokens += int(own.sum())
         stats.num_accepted_tokens += int(accepted.sum())
-        for place, count in enumerate((accepted[:, None] > np.arange(self.most)).sum(axis=0).tolist()):
+        beyond = len(own) - np.bincount(accepted, minlength=self.most).cumsum()  # [i]: rows that accepted more than i
+        for place, count in enumerate(beyond[: self.most].tolist()):
             stats.accepted_per_position[place] += count
         running = here[judged]
         self.depth.learn(result.rows[judged][running], own[running], accepted[running])

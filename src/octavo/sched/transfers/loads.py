@@ -89,7 +89,7 @@ class Loads:
         self._asked: set[str] = set()  # requests that were matched
         self.num_preemptions = 0
         self._saves_running = self.is_on and connector.saves_running
-        self._saves = Saves(num_rows, connector.save_unit, slides=kv.slides)
+        self._saves = Saves(num_rows, connector.save_unit, slides=kv.slides, num_next_tokens=kv.num_next_tokens)
         self.arrived: dict[str, Request] = {}  # they have blocks and wait for a row
 
     @property

@@ -30,8 +30,12 @@ class Offer(NamedTuple):
 class Saves:
     """What runs, as far as it has been offered."""
 
-    def __init__(self, num_rows: int, unit: int, *, slides: bool) -> None:
-        """unit: tokens that are offered together at least; slides: requests give blocks back while they run."""
+    def __init__(self, num_rows: int, unit: int, *, slides: bool, num_next_tokens: int) -> None:
+        """unit: tokens that are offered together at least; slides: requests give blocks back while they run.
+
+        num_next_tokens: that are known behind what is offered, see StepLimits.
+        """
+        self._num_next = num_next_tokens
         self._unit, self._every = unit, unit if slides else unit * _EVERY
         self._offered: dict[str, int] = {}  # by request: tokens
         self._next = np.full(num_rows, _NEVER)  # tokens of a row at which it is looked at
@@ -57,7 +61,10 @@ class Saves:
             request = running.owners.get(row)
             if request is None:
                 continue
-            start, end = self._offered[request.request_id], min(request.num_computed, request.num_tokens)
+            start, end = (
+                self._offered[request.request_id],
+                min(request.num_computed, request.num_tokens - self._num_next),
+            )
             end = max(end // self._unit * self._unit, start)
             self._offered[request.request_id], self._next[row] = end, self._first(request, end)
             if end > start:
