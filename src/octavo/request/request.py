@@ -83,6 +83,14 @@ class RequestRows:
         self.num_tokens[rows] = lengths
         return lengths
 
+    def append_runs(self, rows: IntArray, tokens: IntArray, counts: IntArray) -> None:
+        """The first counts[i] of tokens[i] ([S, W]) for rows[i], each once."""
+        lengths, places = self.num_tokens[rows], np.arange(tokens.shape[1])
+        cells = (lengths[:, None] + places) % NUM_RECENT + rows[:, None] * NUM_RECENT
+        counted = places < counts[:, None]
+        self.recent_tokens.reshape(-1)[cells[counted]] = tokens[counted]
+        self.num_tokens[rows] = lengths + counts
+
     def clear(self, row: int) -> None:
         """Hold no request in `row`."""
         self._numbers[:, row] = 0

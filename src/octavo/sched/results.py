@@ -83,25 +83,16 @@ class Results:
         self, rows: IntArray, tokens: IntArray, counts: IntArray, result: StepResult, updates: list[RequestUpdate]
     ) -> None:
         """The first counts[i] of tokens[i] for each of `rows`, all of which run, as far as none ends its request."""
-        ended: dict[int, Request] = {}
-        goes_on = counts > 0
-        for place in range(tokens.shape[1]):
-            goes_on &= counts > place
-            here = goes_on.nonzero()[0]
-            if not len(here):
-                break
-            own = tokens[here, place]
-            lengths = self._running.rows.append(rows[here], own)
-            look = self._running.may_end.take(own, mode="clip")
-            look |= lengths >= self._running.rows.check_at[rows[here]]
-            for line in here[look].tolist():
-                request, token = self._running.owners[rows.item(line)], tokens.item(line, place)
-                known = request.tokens  # takes what only the row had
-                if (token in request.end_token_ids or len(known) >= request.check_from) and ends(request, token):
-                    num_left = request.num_in_flight - (counts.item(line) - place - 1)
-                    # accepted drafts behind it are nobody's
-                    request.num_computed = min(request.num_computed, request.num_tokens + num_left)
-                    goes_on[line], ended[request.row] = False, request
+        table, ended = self._running.rows, dict[int, Request]()
+        counted = np.arange(tokens.shape[1]) < counts[:, None]
+        looked_at = (self._running.may_end.take(tokens, mode="clip") & counted).any(1)
+        looked_at |= table.num_tokens[rows] + counts >= table.check_at[rows]
+        usual = ~looked_at
+        table.append_runs(rows[usual], tokens[usual], counts[usual])
+        for line in looked_at.nonzero()[0].tolist():
+            request = self._running.owners[rows.item(line)]
+            if self._ends_in(request, rows[line : line + 1], tokens[line : line + 1], counts.item(line)):
+                ended[request.row] = request
         if ended:
             self._end(list(ended.values()))
             for row, request in ended.items():
@@ -110,6 +101,21 @@ class Results:
             row = rows.item(line)
             if row not in ended:
                 self.emit(self._running.owners[row], row, result, updates)
+
+    def _ends_in(self, request: Request, row: IntArray, tokens: IntArray, count: int) -> bool:
+        """Whether `request` ends with one of the first `count` of its `tokens`, [1, W]; takes those up to it."""
+        for place in range(count):
+            token = tokens.item(0, place)
+            length = self._running.rows.append(row, tokens[:, place])
+            if token not in request.end_token_ids and length < self._running.rows.check_at[row]:
+                continue
+            known = request.tokens  # takes what only the row had
+            if (token in request.end_token_ids or len(known) >= request.check_from) and ends(request, token):
+                num_left = request.num_in_flight - (count - place - 1)
+                # accepted drafts behind it are nobody's
+                request.num_computed = min(request.num_computed, request.num_tokens + num_left)
+                return True
+        return False
 
     def _check_stop(self, rows: list[int], tokens: list[int], result: StepResult, updates: list[RequestUpdate]) -> None:
         """At requests that may end with `tokens`, or whose row has no more room."""

@@ -127,7 +127,8 @@ class PendingStep:
         failed = {row: FAILURES[reason] for row, reason in said if reason != HELD}
         tokens = packed & _TOKEN_MASK
         logprobs = self._by_row(to_token_logprobs(self._logprobs), num_sampled)
-        supports = self._by_row(to_ids(self._supports, self._drawn(tokens)), num_sampled)
+        given = to_ids(self._supports, self._drawn(tokens)) if self._supports else {}
+        supports = self._by_row(given, num_sampled)
         if self._failed:
             failed |= self._failed
             count = len(self._unsampled)
