@@ -443,7 +443,7 @@ def test_a_hit_is_of_blocks_behind_which_the_same_tokens_stood(num_next):
     # both texts have their own block in front of the border, and those behind find it
     other = make_request([*PROMPT[:12], *range(200, 210)])
     assert admit(kv, other)[0] == 12 - BLOCK
-    assert admit(kv, make_request(other.tokens + [1, 2]))[0] == 20
+    assert admit(kv, make_request([*other.tokens, 1, 2]))[0] == 20
     kv.release(first)
     assert admit(kv, make_request([*known, 5, 6]))[0] == 28, "what stands behind the last block nobody knew"
     assert kv.reserve_each([], []) is None, "each is looked at: a name may wait"

@@ -47,7 +47,7 @@ class Speculator(Protocol):
     layer_specs: Sequence[LayerSpec]
     """What its own layers keep: layers of attention, numbered behind the target's. Final once `load` was called."""
     num_next_tokens: int
-    """How many tokens behind a token its entry in the layers follows from, too: one in EAGLE, in MTP one for each module.
+    """How many tokens behind a token its entry in the layers follows from: one in EAGLE, in MTP one for each module.
     Blocks are then named by so many tokens behind them as well. Final once `load` was called."""
 
     captures: bool
