@@ -28,8 +28,8 @@ HASH_SIZE = 16  # bytes
 class HashChain:
     """Names of full blocks: a keyed hash of the block's tokens and of the block before it.
 
-    Where an entry of a token follows from `num_ahead` tokens behind it as well, as in some drafters' layers, so does the
-    name of its block. Texts that part at a block's border then have two blocks in front of it.
+    Where an entry follows from `num_ahead` tokens behind its own as well, as in some drafters' layers, so does its
+    block's name. Texts that part at a block's border then have two blocks in front of it.
 
     The secret keeps names from being guessed, or made to collide, from outside. It is drawn per process; processes that
     are given one name equal blocks alike. `identity` separates what the tokens do not show (see CacheIdentity); a

@@ -211,8 +211,8 @@ class KVManager:
         """What `reserve` gives each for one token more, where that is a block: requests[i] has computed starts[i].
 
         Publishes the blocks that they leave. None, and nothing changes, where it takes a look at each: with several
-        groups, sliding ones or such as need zeros, names that follow from tokens behind a block, too few free blocks, and
-        after rejected drafts, which leave room.
+        groups, sliding ones or such as need zeros, names that follow from tokens behind a block, too few free blocks,
+        and after rejected drafts, which leave room.
         """
         if not self._is_plain or len(requests) > self._pool.num_free:
             return None

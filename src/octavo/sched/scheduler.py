@@ -367,7 +367,7 @@ class Scheduler:
     def _find_load(self, request: Request, num_local: int) -> int | Later:
         """What can be loaded behind `num_local` tokens.
 
-        Where a drafter reads next tokens our names say which, and of what is found by others the last block is given up.
+        Where a drafter reads next tokens, our names say which; of what is found by others the last block is given up.
         """
         gives_up = self._reads_next and self.loads.connector.has_own_names
         return self.loads.match(request, num_local, self.kv.unit if gives_up else 0)
