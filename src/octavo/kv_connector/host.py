@@ -95,7 +95,12 @@ class Host:
 
     def scheduler_half(self, engine: EngineSide) -> Connector:
         """See Kind."""
-        index = _Slots(self._num_slots(engine.block_bytes), engine.block_bytes, self._options)
+        num_slots, size = self._num_slots(engine.block_bytes), engine.block_bytes
+        most = max(group.parts.blocks for group in engine.groups if group.kind != "inputs")
+        if num_slots <= most > 1:
+            limit = f"a state of this model's layers takes {most} blocks of {size} bytes, beside K and V before it"
+            raise _refuse_bytes(self._options.num_bytes, limit, "raise it")
+        index = _Slots(num_slots, size, self._options)
         return StoredConnector(engine, index, prompt_only=self._options.prompt_only)
 
     def worker_half(self, cache: CacheBytes, identity: str) -> WorkerConnector:
