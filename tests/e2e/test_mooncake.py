@@ -17,6 +17,7 @@ from octavo import LLM
 from octavo.config.kv_transfer import read_kv_transfer
 from octavo.config.settings import ConfigError
 from octavo.kv_connector.orders import Order
+from octavo.kv_connector.peers.description import NO_DESCRIPTION
 from octavo.kv_connector.table import make_kind
 from octavo.kv_connector.worker.cache_bytes import CacheBytes
 from octavo.kv_connector.worker.mover import Job
@@ -88,19 +89,21 @@ def test_K2_what_arrives_after_a_read_was_given_up_is_written_nowhere(tmp_path):
         job = Job(Order(number=1, is_load=True, blocks=list(range(8))))
         with socket.create_server(("127.0.0.1", 0)) as listener:
             pair = Pair(socket.create_connection(listener.getsockname()), 1.0)
-        way.take(pair, told, job, range(8))
+        pair.theirs = msgspec.structs.replace(NO_DESCRIPTION, block_bytes=cache.block_bytes)
+        way.take(pair, told, job, [range(8)])
         assert (cache.data == 7).all(), "a read that nothing stops"
         cache.data.zero_()
-        rows = pair.state.rows
+        rows = pair.state.data
         with torch.inference_mode():
             rows.zero_()
         process.send_signal(signal.SIGSTOP)
         with pytest.raises(TransferError, match="did not send blocks: Mooncake's read"):
-            way.take(pair, told, job, range(8))
+            way.take(pair, told, job, [range(8)])
         pair.close()
         process.send_signal(signal.SIGCONT)
         other = Pair(socket.create_connection(("127.0.0.1", port)), 1.0)
-        way.take(other, told, job, range(8))  # it goes on
+        other.theirs = pair.theirs
+        way.take(other, told, job, [range(8)])  # it goes on
         other.close()
         process.stdin.close()
     assert not rows.any()

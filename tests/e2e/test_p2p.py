@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
+import random
 import socket
 import threading
 import time
@@ -13,12 +15,13 @@ from typing import Any
 import msgspec
 import pytest
 
+import random_models
 from engine_checks import GOOD_PROMPT, assert_idle, num_missing_blocks
 from octavo import LLM, RequestOutput, SamplingParams
 from octavo.config.kv_transfer import read_kv_transfer
 from octavo.config.settings import ConfigError
 from octavo.kv_connector.table import make_kind
-from octavo.kv_connector.worker.pair import Ask, Pair, Told, TransferError
+from octavo.kv_connector.worker.pair import Hello, Pair, TransferError, Welcome
 from octavo.kv_connector.worker.ways.gloo import GlooWay
 
 PROMPTS = [GOOD_PROMPT * 9, GOOD_PROMPT * 3 + "x = 1", "nothing that was said before"]
@@ -170,8 +173,8 @@ def test_P_3_D_8_a_peer_that_is_gone_or_silent_ends_the_wait_and_the_policy_deci
 
 
 def test_P_3_an_engine_of_another_cache_is_refused_by_both_names(make_llm: Make, caplog):
-    refused(make_llm, "recompute", lambda first, told: None, kv_cache_layout="BLHNC")
-    assert "its cache follows from" in caplog.text
+    refused(make_llm, "recompute", lambda first, told: None, dtype="bfloat16")
+    assert "its dtype is 'float32', yours 'bfloat16'" in caplog.text
 
 
 def test_P_3_a_peer_that_dies_in_the_middle_is_recomputed(make_llm: Make, monkeypatch):
@@ -234,28 +237,105 @@ def test_N_a_missing_library_is_refused_with_the_line_that_installs_it(make_llm:
         make_kind(read_kv_transfer(p2p("kv_both", kv_connector="NixlConnector")))
 
 
-def said_to(first: LLM, told: dict[str, Any], **changes: Any) -> str:
-    """What the first engine answers to who asks in another way."""
-    asked = {
-        "identity": first.engine.core._executor._worker._connector._identity,
-        "block_bytes": 1,
-        "way": "gloo",
-        "transfer_id": told["transfer_id"],
-        "digest": b"",
-        "places": [],
-        **changes,
-    }
-    address = told["remote_host"], told["remote_port"]
-    with stepping(first), contextlib.closing(socket.create_connection(address)) as sock:
-        pair = Pair(sock, 5.0)
-        pair.send(Ask(**asked))
-        return str(pair.receive(Told).refused)
-
-
 def test_N_3_sides_that_move_bytes_in_other_ways_are_refused_by_both_names(make_llm: Make, monkeypatch):
     monkeypatch.setattr(GlooWay, "name", "another")
     first = make_llm(max_model_len=512, kv_transfer_config=p2p("kv_producer", kv_transfer_timeout=0.5))
     told = prefill(first, PROMPTS[:1])[0]
-    assert "its blocks go by another, yours come by gloo" in said_to(first, told)
-    assert "speaks protocol 2 of octavo's, you speak 1" in said_to(first, told, protocol=1)
+    for hello, said in [
+        (Hello(way="gloo", cache=msgspec.Raw(b"\x80")), "its blocks go by another, yours come by gloo"),
+        (Hello(protocol=1, way="another", cache=msgspec.Raw(b"\x80")), "speaks protocol 3 of octavo's, you speak 1"),
+    ]:
+        address = told["remote_host"], told["remote_port"]
+        with stepping(first), contextlib.closing(socket.create_connection(address)) as sock:
+            pair = Pair(sock, 5.0)
+            pair.send(hello)
+            assert said in pair.receive(Welcome).refused
     until_idle(first)
+
+
+LONG = [GOOD_PROMPT * 30, *PROMPTS[1:]]
+R2, R8 = {"attention_config": {"kernel_block_size": 16}}, {"attention_config": {"kernel_block_size": 8}}
+SIDES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "16 to 64": ({"block_size": 16, "kv_cache_layout": "LBHNC"}, {"block_size": 64, "kv_cache_layout": "BLNHC"}),
+    "64 to 16": ({"block_size": 64, "kv_cache_layout": "LBNHC"}, {"block_size": 16, "kv_cache_layout": "BLHNC"}),
+    "32/16 to 64/8": ({"block_size": 32, "kv_cache_layout": "LBHNC", **R2}, {"block_size": 64, **R8}),
+    "layer by layer": ({"kv_cache_layout": "LBHNC"}, {"kv_cache_layout": "BLHNC"}),
+}
+
+
+@pytest.mark.parametrize(
+    ("sides", "name"), [*itertools.product(SIDES, ("p2p", "nixl")), ("16 to 64", "mooncake")], ids=str
+)
+def test_T_2_T_3_N_6_sides_of_other_blocks_and_layouts_give_one_engines_bits(sides, name, make_llm: Make):
+    """The second time the second engine has the beginning of the prompts, so fewer blocks come than were offered."""
+    need_library(name)
+    ours, theirs = ({"max_model_len": 512, **fields} for fields in SIDES[sides])
+    expected = bits(make_llm(**theirs).generate(LONG, PARAMS))
+    first = make_llm(**ours, kv_transfer_config=p2p("kv_producer", kv_connector=name))
+    second = make_llm(**theirs, kv_transfer_config=p2p("kv_consumer", kv_connector=name))
+    for known in (0, 64):
+        assert second.reset_prefix_cache()
+        if known:
+            tokens = second.generate(LONG[0], PARAMS)[0].prompt_token_ids
+            assert second.reset_prefix_cache()
+            second.generate({"prompt_token_ids": tokens[: known + 1]}, PARAMS)
+        told = prefill(first, LONG)
+        before = second.engine.scheduler.stats()
+        with stepping(first):
+            asked = [with_transfer(PARAMS, each) for each in told]
+            assert bits(second.generate(LONG, asked)) == expected
+        until_idle(first)
+        until_idle(second)
+        stats = second.engine.scheduler.stats()
+        assert not stats.num_load_failures
+        assert stats.num_scheduled_tokens - before.num_scheduled_tokens == len(LONG) * 12, known
+
+
+def test_N_6_what_was_loaded_is_found_again(make_llm: Make):
+    """Blocks that came in other sizes are published as those that were computed here."""
+    fields = {"max_model_len": 512, "block_size": 64}
+    expected = bits(make_llm(**fields).generate(LONG, PARAMS))
+    first = make_llm(max_model_len=512, kv_transfer_config=p2p("kv_producer"))
+    second = make_llm(**fields, kv_transfer_config=p2p("kv_consumer"))
+    with stepping(first):
+        second.generate(LONG[:1], with_transfer(PARAMS, prefill(first, LONG[:1])[0]))
+    hits = second.engine.scheduler.kv.stats.hits
+    assert bits(second.generate(LONG, PARAMS)) == expected
+    assert second.engine.scheduler.kv.stats.hits - hits >= 64
+    until_idle(second)
+    until_idle(first)
+
+
+def test_T_2_T_5_C_13_a_window_that_slides_comes_from_smaller_blocks_and_nobody_else_finds_what_is_not_whole(
+    make_llm: Make, tmp_path
+):
+    """The first engine has dropped, of a block there, what the request reads no more: others compute that block."""
+    fields: dict[str, Any] = {
+        **random_models.settings_of(random_models.GEMMA, tmp_path),
+        "skip_tokenizer_init": True,
+        "max_model_len": 512,
+        "max_num_batched_tokens": 48,
+    }
+    rng = random.Random(5)
+    # of 150 tokens the last 6 are a chunk, so of the window of 40 before them the first engine has those from 96 on:
+    # a block of tokens 64 to 127 comes in part, and who has only 129 of these tokens reads more of it
+    prompts = [[rng.randrange(3, 300) for _ in range(length)] for length in (290, 150, 97)]
+    shorter = [prompt[: length // 64 * 64 + 1] for prompt, length in zip(prompts, (280, 140, 96), strict=True)]
+
+    def answers(llm: LLM, prompts: list[list[int]], told: list[dict[str, Any] | None]) -> list[Any]:
+        asked = [with_transfer(PARAMS, each, ignore_eos=True) for each in told]
+        return bits(llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], asked))
+
+    for sizes in ((16, 64), (64, 16), (16, 128)):
+        alone = make_llm(**fields, block_size=sizes[1], enable_prefix_caching=False)
+        first = make_llm(**fields, block_size=sizes[0], kv_transfer_config=p2p("kv_producer"))
+        second = make_llm(**fields, block_size=sizes[1], kv_transfer_config=p2p("kv_consumer"))
+        params = with_transfer(PARAMS, {"do_remote_decode": True}, max_tokens=1, ignore_eos=True)
+        told = [first.generate({"prompt_token_ids": prompt}, params)[0].kv_transfer_params for prompt in prompts]
+        with stepping(first):
+            assert answers(second, prompts, told) == answers(alone, prompts, [None] * 3)
+        until_idle(first)
+        until_idle(second)
+        stats = second.engine.scheduler.stats()
+        assert not stats.num_load_failures and stats.num_scheduled_tokens == len(prompts) * 12
+        assert answers(second, shorter, [None] * 3) == answers(alone, shorter, [None] * 3)

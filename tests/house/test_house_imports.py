@@ -94,7 +94,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
         {"words", "speculate", "grammar", "startup.cuda_init", "startup.fresh_pages", "startup.frontend"}
         | {"startup.probe"}
         | {"rl.receiver"}  # of new weights
-        | {"kv_connector.table", "kv_connector.worker"}
+        | {"kv_connector.peers.description", "kv_connector.table", "kv_connector.worker"}
         | DEVICE_SIDE,
         {"torch", "numpy", "msgspec"},
     ),

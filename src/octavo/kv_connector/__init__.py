@@ -46,6 +46,8 @@ class TransferResults:
     failed: Mapping[int, frozenset[int]] = dataclasses.field(default_factory=dict)  # load -> its bad blocks; none: all
     # load -> blocks that were not there any more, none: all; whatever the policy says of failures, they are computed
     missed: Mapping[int, frozenset[int]] = dataclasses.field(default_factory=dict)
+    # load that is done -> blocks of which only what its request reads is there: nobody else may find them
+    partial: Mapping[int, frozenset[int]] = dataclasses.field(default_factory=dict)
 
 
 NO_RESULTS = TransferResults()

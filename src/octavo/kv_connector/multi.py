@@ -145,6 +145,7 @@ class _MultiConnector(SilentConnector):
         done: list[int] = []
         failed: dict[int, frozenset[int]] = {}
         missed: dict[int, frozenset[int]] = {}
+        partial: dict[int, frozenset[int]] = {}
         for place, child in enumerate(self._children):
             results = child.take_results()
             for number in (*results.done, *results.failed, *results.missed):
@@ -160,7 +161,8 @@ class _MultiConnector(SilentConnector):
                         missed[number] = results.missed[number]
                     else:
                         done.append(number)
-        return TransferResults(done=done, failed=failed, missed=missed)
+                        partial[number] = results.partial.get(number, frozenset())
+        return TransferResults(done=done, failed=failed, missed=missed, partial=partial)
 
     def wait(self, seconds: float) -> None:
         for child in self._children:

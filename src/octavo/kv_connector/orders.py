@@ -36,6 +36,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     number: int
     failed: list[int] = []  # blocks that were lost on the way
     missed: list[int] = []  # blocks that were not there any more
+    partial: list[int] = []  # blocks of which only what the request reads has come
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,4 +118,5 @@ def _merge(reports: Sequence[Report]) -> Report:
     """One worker's bad block is bad for all."""
     failed = {block for report in reports for block in report.failed}
     missed = {block for report in reports for block in report.missed}
-    return Report(number=reports[0].number, failed=sorted(failed), missed=sorted(missed))
+    partial = {block for report in reports for block in report.partial}
+    return Report(number=reports[0].number, failed=sorted(failed), missed=sorted(missed), partial=sorted(partial))

@@ -14,7 +14,7 @@ import importlib.util
 import logging
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import numpy as np
@@ -23,8 +23,8 @@ from octavo.cache.groups import CacheGroup
 from octavo.cache.policies import make_policies
 from octavo.config.kv_transfer import Extra, KVTransferConfig, refuse
 from octavo.kv_connector import Connector, ConnectorStats, SilentConnector, Transfer, TransferResults
-from octavo.kv_connector.offers import Wanted
 from octavo.kv_connector.orders import EngineSide, Order, Orders
+from octavo.kv_connector.peers.offers import Wanted
 from octavo.request.request import FinishReason, Request
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 _MAX_USED = 1 << 16  # requests whose offer has been used
 _REMOTE = ("remote_host", "remote_port", "transfer_id", "remote_num_tokens")
+_ADDRESSES = "remote_addresses"  # of an engine of several ranks, beside the first one's
+_Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 
 
 class P2P:
@@ -68,7 +70,7 @@ class P2P:
         if self.registers and cache.moves:
             limit = "registers the cache's memory once, and enable_sleep_mode takes it away"
             raise refuse("kv_connector", self._transfer.kv_connector, limit, "set one of the two, or kv_connector p2p")
-        return P2PWorker(cache, self._transfer, identity, self.make_way(cache), num_threads=self._num_threads)
+        return P2PWorker(cache, self._transfer, self.make_way(cache), num_threads=self._num_threads)
 
     def make_way(self, cache: CacheBytes) -> Way:
         """How the bytes go. Raises ConfigError."""
@@ -111,9 +113,7 @@ class _P2PConnector(SilentConnector):
         self._policies = make_policies(engine.groups)
         self.offers = engine.transfer.produces
         self._orders = Orders(engine.ask)
-        self._host, self._port = "", 0
-        if engine.transfer.produces:
-            self._host, self._port = engine.ask("address")[0]
+        self._addresses: list[tuple[str, int]] = engine.ask("address") if engine.transfer.produces else []
         self._offered: dict[str, str] = {}  # request that has ended -> its transfer id
         self._open: set[str] = set()  # transfer ids on offer
         self._by_order: dict[int, str] = {}
@@ -125,6 +125,8 @@ class _P2PConnector(SilentConnector):
         if not asked.get("do_remote_prefill") or not self._transfer.consumes or request.request_id in self._used:
             return 0
         lacking = [name for name in _REMOTE if not asked.get(name)]
+        if not lacking and not _addresses(asked):
+            lacking = ["remote_host and remote_port of a listener"]
         if lacking:
             self._use(request)
             _LOG.warning("request %s has no %s: its prompt is computed here", request.request_id, ", ".join(lacking))
@@ -155,8 +157,10 @@ class _P2PConnector(SilentConnector):
             transfer_id=str(asked["transfer_id"]),
             digest=_digest(load),
             places=places,
-            host=str(asked["remote_host"]),
-            port=int(asked["remote_port"]),
+            end=load.end,
+            position=min(load.end, load.request.num_tokens - 1),
+            fetch=f"{self._transfer.engine_id} {load.number}",
+            addresses=_addresses(asked),
         )
         self._orders.begin(_order(load, blocks, wanted, is_load=True))
 
@@ -174,16 +178,18 @@ class _P2PConnector(SilentConnector):
             return None
         self._offered[request.request_id] = transfer_id
         self._open.add(transfer_id)
-        return {
+        host, port = self._addresses[0]
+        told = {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "transfer_id": transfer_id,
             "remote_engine_id": self._transfer.engine_id,
             "remote_request_id": request.request_id,
-            "remote_host": self._host,
-            "remote_port": self._port,
+            "remote_host": host,
+            "remote_port": port,
             "remote_num_tokens": min(request.num_computed, request.num_tokens),
         }
+        return told if len(self._addresses) == 1 else {**told, _ADDRESSES: self._addresses}
 
     def finished(self, save: Transfer) -> bool:
         """See Connector."""
@@ -192,7 +198,7 @@ class _P2PConnector(SilentConnector):
             return False
         blocks, places = _moving(save, self._groups)
         self._by_order[save.number] = transfer_id
-        wanted = Wanted(transfer_id=transfer_id, digest=_digest(save), places=places)
+        wanted = Wanted(transfer_id=transfer_id, digest=_digest(save), places=places, end=save.end)
         self._orders.begin(_order(save, blocks, wanted, is_load=False))
         return True
 
@@ -207,13 +213,16 @@ class _P2PConnector(SilentConnector):
         """See Connector."""
         done: list[int] = []
         failed: dict[int, frozenset[int]] = {}
+        partial: dict[int, frozenset[int]] = {}
         for report in self._orders.take():
             self._open.discard(self._by_order.pop(report.number, ""))
             if report.failed or report.missed:
                 failed[report.number] = frozenset([*report.failed, *report.missed])
-            else:
-                done.append(report.number)
-        return TransferResults(done=done, failed=failed)
+                continue
+            done.append(report.number)
+            if report.partial:
+                partial[report.number] = frozenset(report.partial)
+        return TransferResults(done=done, failed=failed, partial=partial)
 
     def wait(self, seconds: float) -> None:
         """See Connector."""
@@ -226,6 +235,15 @@ class _P2PConnector(SilentConnector):
     def close(self) -> None:
         """See Connector."""
         self._orders.close()
+
+
+def _addresses(asked: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """Where the other engine's ranks are; empty: it does not say so in a form that can be used."""
+    try:
+        told = asked.get(_ADDRESSES) or [(asked["remote_host"], asked["remote_port"])]
+        return msgspec.convert(told, list[tuple[str, _Port]], strict=False)
+    except (ValueError, KeyError):
+        return []
 
 
 def _moving(transfer: Transfer, groups: Sequence[CacheGroup]) -> tuple[list[int], list[tuple[int, int]]]:

@@ -43,7 +43,7 @@ class CacheStats:
 class _Entry:
     """The blocks of one admitted request."""
 
-    __slots__ = ("num_dead", "num_published", "num_tokens", "request", "tables")
+    __slots__ = ("hidden", "num_dead", "num_published", "num_tokens", "request", "tables")
 
     def __init__(self, request: Request, tables: list[list[int]], num_tokens: int, num_hit: int) -> None:
         self.request = request
@@ -51,6 +51,7 @@ class _Entry:
         self.num_tokens = num_tokens  # that the tables were made for
         self.num_published = num_hit  # leading blocks of the smallest size that are found by a hash, or were once
         self.num_dead = [0] * len(tables)  # leading entries that were given back: no query reads them any more
+        self.hidden: frozenset[int] = frozenset()  # blocks that no hash may find
 
 
 class KVManager:
@@ -259,6 +260,10 @@ class KVManager:
         for name in request.block_hashes[first // self.block_size :]:
             self._pool.unpublish(name)
 
+    def hide(self, request: Request, blocks: frozenset[int]) -> None:
+        """Let these blocks of a request be found by nobody: only what the request itself reads of them is there."""
+        self._entries[request.request_id].hidden |= blocks
+
     def is_current(self, request: Request) -> bool:
         """Whether the blocks of an admitted request are all made with the weights of now."""
         return self._entries[request.request_id].num_published < _NEVER
@@ -439,7 +444,10 @@ class KVManager:
         entry.num_published = num_full
 
     def _publish_entries(self, entry: _Entry, group: int, first: int, last: int) -> None:
-        self._prefixes.publish(entry.tables[group], entry.request.block_hashes, group, first, last)
+        table = entry.tables[group]
+        if entry.hidden:
+            table = [NULL_BLOCK if block in entry.hidden else block for block in table]
+        self._prefixes.publish(table, entry.request.block_hashes, group, first, last)
 
     def _publish_states(self, entry: _Entry) -> None:
         """Let hashes find the states that were written, and the last one, which a longer request can continue from."""

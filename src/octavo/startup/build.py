@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from octavo.cache.groups import TableSpec
@@ -33,7 +33,7 @@ from octavo.speculate import NO_SPECULATOR, Speculator
 from octavo.startup import probe
 from octavo.startup.cache import plan_cache
 from octavo.startup.frontend import FrontendParts, find_and_read, load_frontend
-from octavo.startup.identity import make_identity, read_secret
+from octavo.startup.identity import make_identity, read_secret, shared_facts
 from octavo.startup.memory_plan import sized_by
 from octavo.worker.executor import Executor, InlineExecutor, ThreadExecutor
 from octavo.worker.facts import WorkerFacts, least
@@ -111,11 +111,11 @@ def build_core(
         native=facts.native,
         gpu=facts.gpu,
     )
-    identity = LOCAL
-    if secret or kind.shares_names:  # names leave the process; the contract takes 25 ms
-        identity = make_identity(resolved, plan, engine_facts.numerics_contract(), executor.call("identify"))
+    leaves = secret or kind.shares_names  # names leave the process; the contract takes 25 ms
+    identity, shared = _identify(engine_facts, executor) if leaves else (LOCAL, dict[str, str]())
+    connector = _connect(kind, transfer, plan, identity, shared, executor)
     core = EngineCore(
-        _make_scheduler(resolved, plan, secret, identity, _connect(kind, transfer, plan, identity, executor), transfer),
+        _make_scheduler(resolved, plan, secret, identity, connector, transfer),
         executor,
         eos_token_ids=engine_facts.eos_token_ids,
         seed=resolved.seed,
@@ -150,12 +150,26 @@ def _plan(arch: Arch, facts: WorkerFacts, executor: Executor) -> CachePlan:
     )
 
 
+def _identify(facts: EngineFacts, executor: Executor) -> tuple[CacheIdentity, dict[str, str]]:
+    """What blocks are named by, and what a peer's K and V must have in common with them."""
+    contract, digests = facts.numerics_contract(), executor.call("identify")
+    return (
+        make_identity(facts.resolved, facts.memory, contract, digests),
+        shared_facts(facts.resolved, contract, digests),
+    )
+
+
 def _connect(
-    kind: Kind, transfer: KVTransferConfig, plan: CachePlan, identity: CacheIdentity, executor: Executor
+    kind: Kind,
+    transfer: KVTransferConfig,
+    plan: CachePlan,
+    identity: CacheIdentity,
+    facts: Mapping[str, str],
+    executor: Executor,
 ) -> Connector:
     """Both halves of the connector. Raises ConfigError."""
     digest = "" if identity is LOCAL else hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
-    executor.call("connect", transfer, digest)
+    executor.call("connect", transfer, digest, facts)
     return kind.scheduler_half(
         EngineSide(
             transfer=transfer,

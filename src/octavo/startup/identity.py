@@ -6,6 +6,7 @@ engine without one has names that no other process can make.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
 
@@ -54,3 +55,19 @@ def make_identity(
         cache=f"{plan.layout} {groups} {list(map(tuple, plan.tables))}",
         mods=mods[0],
     )
+
+
+def shared_facts(resolved: Resolved, contract: Mapping[str, str], digests: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """What K and V follow from wherever they lie, by name: engines that pass blocks on have all of it in common.
+
+    No bit follows from layouts, block sizes or kernel blocks, so these are not among it.
+    """
+    options = {name: value for name, value in resolved.attention_options.items() if name != "kernel_block_size"}
+    models, mods = zip(*digests, strict=True)
+    return {
+        **{name: value for name, value in contract.items() if name != "cache"},
+        "kv_cache_dtype": contract["cache"],
+        "attention": probe.attention_names(dataclasses.replace(resolved, attention_options=options)),
+        "model": " ".join(models),
+        "mods": mods[0],
+    }

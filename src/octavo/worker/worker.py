@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from octavo.config.device_facts import DeviceFacts
 from octavo.config.engine_config import EngineConfig, Resolved
 from octavo.config.kv_transfer import KVTransferConfig
 from octavo.device.sleep import CACHE, WEIGHTS, make_memory
+from octavo.kv_connector.peers.description import describe
 from octavo.kv_connector.table import make_kind
 from octavo.kv_connector.worker import NO_WORKER_CONNECTOR, WorkerConnector
 from octavo.kv_connector.worker.cache_bytes import CacheBytes
@@ -139,13 +140,17 @@ class Worker:
         model = model_digest(self._model, overrides, self._resolved, self._folder, self._weights)
         return f"{model} {self._speculator.identity()}".rstrip(), mods_digest(self._mods)
 
-    def connect(self, transfer: KVTransferConfig, identity: str) -> None:
+    def connect(self, transfer: KVTransferConfig, identity: str, facts: Mapping[str, str]) -> None:
         """Let blocks of the cache come and go as `transfer` says. identity: what their bytes follow from.
 
-        Raises ConfigError.
+        facts: what K and V follow from, however they lie, by name; both empty where no name leaves the process. Raises
+        ConfigError.
         """
-        runner, moves = self._runner, self._memory.moves
-        cache = CacheBytes(runner.cache_blocks, probe.memory_bytes()[0], runner.cache_views, moves=moves)
+        plan, runner, moves = self._plan, self._runner, self._memory.moves
+        size, itemsize = plan.bytes_per_block, runner.cache.itemsize
+        description = describe(plan.groups, plan.tables, plan.layout, block_bytes=size, itemsize=itemsize, facts=facts)
+        views, free_bytes = runner.cache_views, probe.memory_bytes()[0]
+        cache = CacheBytes(runner.cache_blocks, free_bytes, views, description=description, moves=moves)
         self._connector = make_kind(transfer).worker_half(cache, identity)
 
     def transfer(self, name: str, *args: Any) -> Any:

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
+from octavo.kv_connector.peers.description import NO_DESCRIPTION, CacheDescription
+
 _STAGING_BYTES = 64 << 20  # of a direction: what is gathered on a GPU before it goes over the bus
 
 
@@ -19,14 +21,21 @@ class CacheBytes:
     """The blocks of one worker. Any thread may read, and any write: each on a stream of its direction."""
 
     def __init__(
-        self, data: torch.Tensor, free_bytes: int, views: Sequence[torch.Tensor] = (), *, moves: bool = False
+        self,
+        data: torch.Tensor,
+        free_bytes: int,
+        views: Sequence[torch.Tensor] = (),
+        *,
+        description: CacheDescription = NO_DESCRIPTION,
+        moves: bool = False,
     ) -> None:
         """data: uint8 [pages, num_blocks, bytes of a page], as `KVCachePool.data`. free_bytes: of the host's memory.
 
-        views: the same by layers, as attention sees them, [kernel blocks, heads, tokens, channels].
-        moves: the memory behind these addresses may go, and other may come.
+        views: the same by layers, as attention sees them, [kernel blocks, heads, tokens, channels]. description: what
+        another engine is told of it. moves: the memory behind these addresses may go, and other may come.
         """
         self.data, self.free_bytes, self.views, self.moves = data, free_bytes, views, moves
+        self.description = description
         self.device = data.device
         self.num_pages, self.num_blocks, self.page_bytes = data.shape
         self.block_bytes = self.num_pages * self.page_bytes

@@ -32,26 +32,28 @@ class Job:
         self.order = order
         self.began = time.monotonic()
         self._lock = threading.Lock()
+        self._num_touching = 0
         self._is_cancelled = False
         self._is_done = False
 
     @contextlib.contextmanager
     def touching(self) -> Iterator[None]:
-        """Within: blocks of the order are read or written. Raises Cancelled."""
+        """Within: blocks of the order are read or written, by several threads perhaps. Raises Cancelled."""
         with self._lock:
             if self._is_cancelled:
                 raise Cancelled
+            self._num_touching += 1
+        try:
             yield
+        finally:
+            with self._lock:
+                self._num_touching -= 1
 
     def cancel(self) -> bool:
         """Whether it touches no block from now on. False: it does at this moment, or has ended."""
-        if not self._lock.acquire(blocking=False):
-            return False
-        try:
-            self._is_cancelled |= not self._is_done
+        with self._lock:
+            self._is_cancelled |= not self._is_done and not self._num_touching
             return self._is_cancelled
-        finally:
-            self._lock.release()
 
     def finish(self) -> bool:
         """Whether it is to be reported."""

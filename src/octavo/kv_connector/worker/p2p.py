@@ -2,13 +2,15 @@
 
 Owns the listening socket, on which a fetch is asked for; its bytes go the way that both sides are set to. One
 connection serves one fetch at a time. Invariants: whoever waits has a deadline, and an error that names the peer; an
-offer has ended when its peer says that it has all, and a fetch that breaks off leaves the offer open for another; a
-fetch counts when the peer answers that the blocks were on offer until then.
+offer has ended when all ranks of a peer say that they have all, and a fetch that breaks off leaves it open for another;
+a fetch counts when each rank is answered that the blocks were on offer until then.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
 import logging
 import socket
 import threading
@@ -19,26 +21,36 @@ import msgspec
 
 from octavo.config.kv_transfer import KVTransferConfig, refuse
 from octavo.kv_connector import ConnectorStats
-from octavo.kv_connector.offers import Wanted
 from octavo.kv_connector.orders import Order, Report
+from octavo.kv_connector.peers.description import CacheDescription, differences
+from octavo.kv_connector.peers.offers import Wanted
 from octavo.kv_connector.worker.cache_bytes import CacheBytes
+from octavo.kv_connector.worker.fetches import Fetches
 from octavo.kv_connector.worker.mover import Job, Mover
-from octavo.kv_connector.worker.pair import PROTOCOL, Ask, Done, Pair, Told, TransferError, Way
+from octavo.kv_connector.worker.pair import PROTOCOL, Ask, Done, Hello, Pair, Told, TransferError, Way, Welcome
 
 _LOG = logging.getLogger(__name__)
 _APPEARS = 5.0  # seconds in which an offer that a peer knows of has come here
+_MAX_DIFFERENCES = 3  # that are said
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Offer:
+    """Blocks that peers fetch."""
+
+    job: Job
+    wanted: Wanted
+    fetched: dict[str, set[int]] = dataclasses.field(default_factory=dict)  # fetch -> ranks that have all
 
 
 class P2PWorker:
     """See WorkerConnector."""
 
-    def __init__(
-        self, cache: CacheBytes, transfer: KVTransferConfig, identity: str, way: Way, *, num_threads: int
-    ) -> None:
+    def __init__(self, cache: CacheBytes, transfer: KVTransferConfig, way: Way, *, num_threads: int) -> None:
         """Listens, where blocks go out. Raises ConfigError for an address that cannot be had."""
-        self._cache, self._identity, self._timeout, self._way = cache, identity, transfer.timeout, way
-        self._mover = Mover(_Fetches(cache, identity, transfer.timeout, way), cache.block_bytes, num_threads)
-        self._offers: dict[str, Job] = {}
+        self._cache, self._timeout, self._way = cache, transfer.timeout, way
+        self._mover = Mover(Fetches(cache, transfer.timeout, way), cache.block_bytes, num_threads)
+        self._offers: dict[str, _Offer] = {}
         self._numbers: dict[int, str] = {}  # order -> its transfer id
         self._ended: list[Report] = []
         self._changed = threading.Condition()
@@ -69,7 +81,7 @@ class P2PWorker:
             return
         wanted = msgspec.msgpack.decode(order.payload, type=Wanted)
         with self._changed:
-            self._offers[wanted.transfer_id] = Job(order)
+            self._offers[wanted.transfer_id] = _Offer(Job(order), wanted)
             self._numbers[order.number] = wanted.transfer_id
             self._changed.notify_all()
 
@@ -85,7 +97,7 @@ class P2PWorker:
             transfer_id = self._numbers.get(number)
             if transfer_id is None:
                 return self._mover.cancel(number) and all(report.number != number for report in self._ended)
-            if not self._offers[transfer_id].cancel():
+            if not self._offers[transfer_id].job.cancel():
                 return False
             del self._offers[transfer_id], self._numbers[number]
             return True
@@ -150,6 +162,7 @@ class P2PWorker:
             return
         self._pairs.add(pair)
         try:
+            self._meet(pair)
             while not self._closing:
                 sock.settimeout(None)  # until the peer wants something again, if it ever does
                 ask = pair.receive(Ask)
@@ -164,106 +177,61 @@ class P2PWorker:
             self._pairs.discard(pair)
             pair.close()
 
+    def _meet(self, pair: Pair) -> None:
+        """Hear what the peer's cache is, and tell of this one. Raises TransferError where no block can pass."""
+        hello = pair.receive(Hello)
+        refused = self._refuse(hello)
+        pair.send(Welcome(refused=refused) if refused else Welcome(cache=self._cache.description))
+        if refused:
+            raise TransferError(f"it was told: {refused}")
+        pair.theirs = msgspec.msgpack.decode(hello.cache, type=CacheDescription)
+
+    def _refuse(self, hello: Hello) -> str:
+        """Why no block of this cache can pass; empty: they can."""
+        if hello.protocol != PROTOCOL:
+            return f"it speaks protocol {PROTOCOL} of octavo's, you speak {hello.protocol}"
+        if hello.way != self._way.name:
+            return f"its blocks go by {self._way.name}, yours come by {hello.way}"
+        theirs = msgspec.msgpack.decode(hello.cache, type=CacheDescription)
+        return "; ".join(differences(self._cache.description, theirs)[:_MAX_DIFFERENCES])
+
     def _answer(self, pair: Pair, ask: Ask) -> None:
-        refused, job, blocks = self._find(ask)
-        pair.send(Told(refused=refused, told=b"" if job is None else self._way.tell(blocks)))
-        if job is None:
+        refused, offer = self._find(ask)
+        if offer is None:
+            pair.send(Told(refused=refused))
             return
+        found = dict(zip(offer.wanted.places, offer.job.order.blocks, strict=True))
+        lacking = [index for index, place in enumerate(ask.places) if place not in found]
+        ends = itertools.accumulate(ask.pieces)
+        cut = (ask.places[end - count : end] for end, count in zip(ends, ask.pieces, strict=True))
+        pieces = [own for piece in cut if (own := [found[place] for place in piece if place in found])]
+        blocks = [block for piece in pieces for block in piece]
+        pair.send(Told(lacking=lacking, told=self._way.tell(blocks) if pieces else b""))
         started = time.monotonic()
-        self._way.give(pair, ask.told, job, blocks)
+        if pieces:
+            self._way.give(pair, ask.told, offer.job, pieces)
         pair.receive(Done)
         with self._changed:
-            if self._offers.get(ask.transfer_id) is not job or not job.finish():
+            if self._offers.get(ask.transfer_id) is not offer:
                 raise TransferError(f"transfer {ask.transfer_id!r} ended before it was fetched")
-            del self._offers[ask.transfer_id], self._numbers[job.order.number]
-            self._ended.append(Report(number=job.order.number))
+            ranks = offer.fetched.setdefault(ask.fetch, set())
+            ranks.add(pair.theirs.rank)
+            if len(ranks) == pair.theirs.num_ranks and offer.job.finish():
+                del self._offers[ask.transfer_id], self._numbers[offer.job.order.number]
+                self._ended.append(Report(number=offer.job.order.number))
             self._sent_blocks += len(blocks)
             self._send_seconds += time.monotonic() - started
         pair.send(Done())
 
-    def _find(self, ask: Ask) -> tuple[str, Job | None, list[int]]:
-        """Why there is nothing, or the offer and its blocks in the order that is asked for."""
-        if ask.protocol != PROTOCOL:
-            return f"it speaks protocol {PROTOCOL} of octavo's, you speak {ask.protocol}", None, []
-        if ask.identity != self._identity:
-            return f"its cache follows from {self._identity}, yours from {ask.identity}", None, []
-        if ask.way != self._way.name:
-            return f"its blocks go by {self._way.name}, yours come by {ask.way}", None, []
+    def _find(self, ask: Ask) -> tuple[str, _Offer | None]:
+        """Why there is nothing, or the offer."""
         with self._changed:
             self._changed.wait_for(lambda: ask.transfer_id in self._offers or self._closing, _APPEARS)
-            job = self._offers.get(ask.transfer_id)
-        if job is None:
-            return f"it offers no transfer {ask.transfer_id!r} (any more)", None, []
-        wanted = msgspec.msgpack.decode(job.order.payload, type=Wanted)
-        if wanted.digest != ask.digest or ask.block_bytes != self._cache.block_bytes:
-            return f"transfer {ask.transfer_id!r} is of other tokens, salts or versions of the weights", None, []
-        found = dict(zip(wanted.places, job.order.blocks, strict=True))
-        missing = [place for place in ask.places if place not in found]
-        if missing:
-            return f"transfer {ask.transfer_id!r} has no block at {missing[0]}", None, []
-        return "", job, [found[place] for place in ask.places]
-
-
-class _Fetches:
-    """See Handler: loads from peers, over connections that are kept."""
-
-    stored_bytes = 0
-    num_evicted = 0
-
-    def __init__(self, cache: CacheBytes, identity: str, timeout: float, way: Way) -> None:
-        self._cache, self._identity, self._timeout, self._way = cache, identity, timeout, way
-        self._lock = threading.Lock()
-        self._idle: dict[tuple[str, int], list[Pair]] = {}
-
-    def reset(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        for pairs in self._idle.values():
-            for pair in pairs:
-                pair.close()
-
-    def handle(self, job: Job) -> Report:
-        wanted = msgspec.msgpack.decode(job.order.payload, type=Wanted)
-        address = wanted.host, wanted.port
-        with self._lock:
-            pairs = self._idle.get(address, [])
-            kept = pairs.pop() if pairs else None
-        if kept is not None:
-            try:
-                return self._fetch(kept, address, job, wanted)
-            except TimeoutError:
-                raise
-            except (OSError, EOFError):  # the peer was started anew: once more, over a new connection
-                kept.close()
-        try:
-            sock = socket.create_connection(address, self._timeout)
-        except OSError as error:
-            raise TransferError(f"{wanted.host}:{wanted.port} cannot be reached: {error}") from None
-        return self._fetch(Pair(sock, self._timeout), address, job, wanted)
-
-    def _fetch(self, pair: Pair, address: tuple[str, int], job: Job, wanted: Wanted) -> Report:
-        try:
-            pair.send(
-                Ask(
-                    identity=self._identity,
-                    block_bytes=self._cache.block_bytes,
-                    transfer_id=wanted.transfer_id,
-                    digest=wanted.digest,
-                    places=wanted.places,
-                    way=self._way.name,
-                    told=self._way.ask(pair),
-                )
-            )
-            told = pair.receive(Told)
-            if told.refused:
-                raise TransferError(f"{pair.peer}: {told.refused}")
-            self._way.take(pair, told.told, job, job.order.blocks)
-            pair.send(Done())
-            pair.receive(Done)
-        except BaseException:
-            pair.close()
-            raise
-        with self._lock:
-            self._idle.setdefault(address, []).append(pair)
-        return Report(number=job.order.number)
+            offer = self._offers.get(ask.transfer_id)
+        if offer is None:
+            return f"it offers no transfer {ask.transfer_id!r} (any more)", None
+        if offer.wanted.digest != ask.digest:
+            return f"transfer {ask.transfer_id!r} is of other tokens, salts or versions of the weights", None
+        if len(set(ask.places)) < len(ask.places) or sum(ask.pieces) != len(ask.places) or min([1, *ask.pieces]) < 1:
+            return f"pieces of {ask.pieces[:4]} are no division of {len(ask.places)} blocks, each asked for once", None
+        return "", offer

@@ -9,14 +9,16 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any, Protocol
 
 import msgspec
+import torch
 
+from octavo.kv_connector.peers.description import NO_DESCRIPTION, CacheDescription
 from octavo.kv_connector.worker.mover import Job
 
-PROTOCOL = 2
+PROTOCOL = 3
 _LENGTH = struct.Struct("<I")
 _MAX_MESSAGE = 16 << 20
 
@@ -25,23 +27,37 @@ class TransferError(RuntimeError):
     """A peer that fails, or says no."""
 
 
+class Hello(msgspec.Struct, frozen=True, kw_only=True):
+    """The first word of a connection, from who wants blocks. What it says of its cache is read behind the protocol."""
+
+    protocol: int = PROTOCOL
+    way: str  # how the bytes are to come
+    cache: msgspec.Raw  # a CacheDescription
+
+
+class Welcome(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer: the cache that blocks come from, unless it says why none can."""
+
+    refused: str = ""
+    cache: CacheDescription = NO_DESCRIPTION
+
+
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """Fetch: from who goes on with a request."""
 
-    protocol: int = PROTOCOL
-    identity: str
-    block_bytes: int
+    fetch: str  # all ranks of who goes on ask under this name, and the offer has ended when all of them have
     transfer_id: str
     digest: bytes
-    places: list[tuple[int, int]]
-    way: str  # how the bytes are to come
-    told: bytes = b""  # what that needs to know
+    places: list[tuple[int, int]]  # of blocks there: cache group, and place in the request's list
+    pieces: list[int]  # how many of them come at a time
+    told: bytes = b""  # what the way of the bytes needs to know
 
 
 class Told(msgspec.Struct, frozen=True, kw_only=True):
     """The answer: bytes follow, unless it says why not."""
 
     refused: str = ""
+    lacking: list[int] = []  # which of the places have no block: these do not come
     told: bytes = b""  # what the way of the bytes needs to know
 
 
@@ -61,6 +77,7 @@ class Pair:
         self.peer_host, port = sock.getpeername()[:2]
         self.peer = f"{self.peer_host}:{port}"
         self.state: Any = None  # of the way of the bytes, while the connection lasts
+        self.theirs = NO_DESCRIPTION  # the cache on the other side
 
     def send(self, message: msgspec.Struct) -> None:
         """Raises OSError."""
@@ -105,11 +122,20 @@ class Way(Protocol):
     def tell(self, blocks: Sequence[int]) -> bytes:
         """What the side that wants these blocks must know."""
 
-    def give(self, pair: Pair, asked: bytes, job: Job, blocks: Sequence[int]) -> None:
-        """Until the peer has the bytes, but for its word Done. Raises as `Pair.receive` and `Job.touching`."""
+    def give(self, pair: Pair, asked: bytes, job: Job, pieces: Sequence[Sequence[int]]) -> None:
+        """Until the peer has these blocks, some at a time, but for its word Done.
 
-    def take(self, pair: Pair, told: bytes, job: Job, blocks: Sequence[int]) -> None:
-        """Until the bytes are in these blocks. Raises as `Pair.receive` and `Job.touching`."""
+        Raises as `Pair.receive` and `Job.touching`.
+        """
+
+    def take(self, pair: Pair, told: bytes, job: Job, pieces: Sequence[Sequence[int]]) -> None:
+        """Until the bytes are in these blocks, which mean what the peer's mean. Raises as `give`."""
+
+    def rows(self, pair: Pair, told: bytes, pieces: Sequence[int]) -> Generator[torch.Tensor]:
+        """The peer's blocks as they are there, so many at a time: uint8 [count, block_bytes there], on the host.
+
+        A piece is there until the next one is asked for. Raises as `Pair.receive`.
+        """
 
     def close(self) -> None:
         """Nothing moves any more."""

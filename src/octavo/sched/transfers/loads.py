@@ -207,6 +207,7 @@ class Loads:
         """What has ended, in time or not, of loads."""
         results, now = self.connector.take_results(), self._clock()
         for number in results.done:
+            self._hide(number, results.partial.get(number, frozenset()))
             yield from self._end(number, None)
         for number, bad in results.failed.items():
             yield from self._end(number, bad)
@@ -214,6 +215,11 @@ class Loads:
             yield from self._end(number, missed, is_failure=False)
         for number, entry in [pair for pair in self._underway.items() if pair[1].until <= now]:
             yield from self._expire(number, entry)
+
+    def _hide(self, number: int, blocks: frozenset[int]) -> None:
+        entry = self._underway.get(number)
+        if blocks and entry is not None and entry.loads and entry.hold is None:
+            self._kv.hide(entry.transfer.request, blocks)
 
     def _end(self, number: int, bad: frozenset[int] | None, *, is_failure: bool = True) -> Iterator[Ended]:
         entry = self._underway.get(number)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 
+import torch
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from octavo.kv_connector.worker.cache_bytes import CacheBytes
 from octavo.kv_connector.worker.mover import Job
 from octavo.kv_connector.worker.pair import Pair, TransferError
 from octavo.rl.transport.gloo import make_gloo
-
-_PIECE_BYTES = 16 << 20  # of a send
 
 
 class GlooWay:
@@ -37,7 +36,7 @@ class GlooWay:
         """See Way."""
         return b""
 
-    def give(self, pair: Pair, asked: bytes, job: Job, blocks: Sequence[int]) -> None:
+    def give(self, pair: Pair, asked: bytes, job: Job, pieces: Sequence[Sequence[int]]) -> None:
         """See Way."""
         limit = datetime.timedelta(seconds=pair.timeout)
         with _deadline(pair, "take"):
@@ -45,14 +44,20 @@ class GlooWay:
                 store = TCPStore(pair.peer_host, int(asked), 2, False, limit, wait_for_workers=False)
                 pair.state = store, make_gloo(PrefixStore("octavo blocks", store), 1, 2, limit, pair.own_host)
             _, group = pair.state
-        for piece in self._pieces(blocks):
+        for piece in pieces:
             rows = self._cache.host_memory(len(piece), self._cache.block_bytes)
             with job.touching():
                 self._cache.read(piece, list(rows))
             with _deadline(pair, "take"):
                 group.send([rows.view(-1)], 0, 0).wait(limit)
 
-    def take(self, pair: Pair, told: bytes, job: Job, blocks: Sequence[int]) -> None:
+    def take(self, pair: Pair, told: bytes, job: Job, pieces: Sequence[Sequence[int]]) -> None:
+        """See Way."""
+        for piece, rows in zip(pieces, self.rows(pair, told, list(map(len, pieces))), strict=True):
+            with job.touching():
+                self._cache.write(piece, list(rows))
+
+    def rows(self, pair: Pair, told: bytes, pieces: Sequence[int]) -> Generator[torch.Tensor]:
         """See Way."""
         limit = datetime.timedelta(seconds=pair.timeout)
         with _deadline(pair, "send"):
@@ -60,19 +65,14 @@ class GlooWay:
                 store = pair.state
                 pair.state = store, make_gloo(PrefixStore("octavo blocks", store), 0, 2, limit, pair.own_host)
             _, group = pair.state
-        for piece in self._pieces(blocks):
-            rows = self._cache.host_memory(len(piece), self._cache.block_bytes)
+        for count in pieces:
+            rows = self._cache.host_memory(count, pair.theirs.block_bytes)
             with _deadline(pair, "send"):
                 group.recv([rows.view(-1)], 1, 0).wait(limit)
-            with job.touching():
-                self._cache.write(piece, list(rows))
+            yield rows
 
     def close(self) -> None:
         """See Way."""
-
-    def _pieces(self, blocks: Sequence[int]) -> list[Sequence[int]]:
-        count = max(_PIECE_BYTES // self._cache.block_bytes, 1)
-        return [blocks[start : start + count] for start in range(0, len(blocks), count)]
 
 
 @contextlib.contextmanager

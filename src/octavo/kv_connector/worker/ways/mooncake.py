@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
+import torch
 
 from octavo.kv_connector.worker.cache_bytes import CacheBytes
 from octavo.kv_connector.worker.mover import Job
 from octavo.kv_connector.worker.pair import Pair, TransferError
-from octavo.kv_connector.worker.ways.regions import read_region, region_of, until_read
+from octavo.kv_connector.worker.ways.regions import Region, read_region, region_of, until_read
 
 _MAX_RUNS = 2048  # of a batch: with more on their way to one peer the library refuses it, and all that follow
-_PIECE_BYTES = 16 << 20  # of the memory of a connection
+_LEAST_BYTES = 16 << 20  # of the memory of a connection
 _LEAST_SECONDS = 5  # that the library gives a batch
 
 
@@ -33,8 +34,6 @@ class MooncakeWay:
         self._cache, self._protocol, self._timeout = cache, protocol, timeout
         self.name = f"mooncake over {protocol}"
         self._engine = self._make(host, cache.data.data_ptr(), cache.data.numel()) if gives else None
-        row_bytes = cache.block_bytes
-        self._count = max(min(_PIECE_BYTES // row_bytes, _MAX_RUNS // cache.num_pages), 1)
 
     def _make(self, host: str, address: int, num_bytes: int) -> Any:
         """An engine that may move this memory."""
@@ -58,41 +57,47 @@ class MooncakeWay:
         assert self._engine is not None, "who offers blocks has registered them"
         return msgspec.msgpack.encode(region_of(self._cache, str(self._engine.get_rpc_port()).encode(), blocks))
 
-    def give(self, pair: Pair, asked: bytes, job: Job, blocks: Sequence[int]) -> None:
+    def give(self, pair: Pair, asked: bytes, job: Job, pieces: Sequence[Sequence[int]]) -> None:
         """See Way: the library's threads do it."""
         until_read(pair, job, pair.timeout, lambda: None)
 
-    def take(self, pair: Pair, told: bytes, job: Job, blocks: Sequence[int]) -> None:
+    def take(self, pair: Pair, told: bytes, job: Job, pieces: Sequence[Sequence[int]]) -> None:
         """See Way: read them."""
-        theirs = read_region(told, pair, self._cache, len(blocks))
-        if pair.state is None:
-            pair.state = _Memory(self, pair.own_host)
-        memory = pair.state
-        segment = f"{pair.peer_host}:{int(theirs.agent)}"
-        for start in range(0, len(blocks), self._count):
-            part = slice(start, start + self._count)
-            self._read(pair, memory, segment, theirs.addresses(theirs.blocks[part]))
+        for piece, rows in zip(pieces, self.rows(pair, told, list(map(len, pieces))), strict=True):
             with job.touching():
-                self._cache.write(blocks[part], list(memory.rows[: len(blocks[part])]))
+                self._cache.write(piece, list(rows))
 
-    def _read(self, pair: Pair, memory: _Memory, segment: str, remote: np.ndarray) -> None:
-        """remote: uint64 [num_pages, blocks]."""
-        size = self._cache.page_bytes
-        page, block = np.meshgrid(*map(np.arange, remote.shape), indexing="ij")
-        local = memory.rows.data_ptr() + block * self._cache.block_bytes + page * size
-        own, others = local.ravel().tolist(), remote.ravel().tolist()
-        for start in range(0, len(own), _MAX_RUNS):
-            run = slice(start, start + _MAX_RUNS)
-            code = memory.engine.batch_transfer_sync_read(segment, own[run], others[run], [size] * len(own[run]))
+    def rows(self, pair: Pair, told: bytes, pieces: Sequence[int]) -> Generator[torch.Tensor]:
+        """See Way: read them into the memory of the connection."""
+        theirs, size, start = read_region(told, pair, sum(pieces)), pair.theirs.block_bytes, 0
+        num_bytes = max(pieces, default=0) * size
+        if pair.state is None or pair.state.data.numel() < num_bytes:
+            pair.state = _Memory(self, pair.own_host, max(num_bytes, _LEAST_BYTES))
+        memory = pair.state
+        here = msgspec.structs.replace(theirs, base=memory.data.data_ptr(), num_pages=1, page_bytes=size)
+        for count in pieces:
+            remote = theirs.runs(theirs.blocks[start : start + count], theirs.num_pages)
+            self._read(pair, memory.engine, theirs, here.runs(range(count), theirs.num_pages), remote)
+            yield memory.data[: count * size].view(count, size)
+            start += count
+
+    def _read(self, pair: Pair, engine: Any, theirs: Region, local: np.ndarray, remote: np.ndarray) -> None:
+        """local, remote: of as many runs, see Region."""
+        segment = f"{pair.peer_host}:{int(theirs.agent)}"
+        for start in range(0, len(local), _MAX_RUNS):
+            part = slice(start, start + _MAX_RUNS)
+            code = engine.batch_transfer_sync_read(
+                segment, local[part, 0].tolist(), remote[part, 0].tolist(), local[part, 1].tolist()
+            )
             if code:
                 raise TransferError(
                     f"{pair.peer} did not send blocks: Mooncake's read from {segment} ended with {code}"
                 )
 
-    def new_memory(self, host: str) -> tuple[Any, Any]:
+    def new_memory(self, host: str, num_bytes: int) -> tuple[torch.Tensor, Any]:
         """Memory of a connection, and an engine that fills it."""
-        rows = self._cache.host_memory(self._count, self._cache.block_bytes)
-        return rows, self._make(host, rows.data_ptr(), rows.numel())
+        data = self._cache.host_memory(1, num_bytes)[0]
+        return data, self._make(host, data.data_ptr(), num_bytes)
 
     def close(self) -> None:
         """See Way."""
@@ -102,8 +107,8 @@ class MooncakeWay:
 class _Memory:
     """Where blocks arrive. It outlives its engine."""
 
-    def __init__(self, way: MooncakeWay, host: str) -> None:
-        self.rows, self.engine = way.new_memory(host)
+    def __init__(self, way: MooncakeWay, host: str, num_bytes: int) -> None:
+        self.data, self.engine = way.new_memory(host, num_bytes)
 
     def __del__(self) -> None:
         self.engine = None

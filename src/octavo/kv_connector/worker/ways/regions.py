@@ -22,18 +22,24 @@ class Region(msgspec.Struct, frozen=True, kw_only=True):
 
     agent: bytes  # how the library finds it
     base: int  # address
+    kind: str  # of memory, in NIXL's words
     device: int
     num_pages: int
     num_blocks: int
     page_bytes: int
     blocks: list[int]  # in the order that was asked for
 
-    def addresses(self, blocks: Sequence[int]) -> np.ndarray:
-        """Of each page of each block: uint64 [num_pages, len(blocks)]."""
-        page, block = np.meshgrid(
-            np.arange(self.num_pages, dtype=np.uint64), np.array(blocks, np.uint64), indexing="ij"
-        )
-        return np.uint64(self.base) + (page * np.uint64(self.num_blocks) + block) * np.uint64(self.page_bytes)
+    def runs(self, blocks: Sequence[int], num_pages: int) -> np.ndarray:
+        """(address, bytes) of each of the `num_pages` parts of each block, part by part: uint64 [runs, 2].
+
+        num_pages: those that there are, or where all pages of a block lie together as one, how many that one has.
+        """
+        parts = num_pages // self.num_pages
+        size = self.page_bytes // parts
+        page, block = np.meshgrid(np.arange(num_pages), np.array(blocks, np.int64), indexing="ij")
+        offsets = (page // parts * self.num_blocks + block) * self.page_bytes + page % parts * size
+        addresses = np.uint64(self.base) + offsets.ravel().astype(np.uint64)
+        return np.column_stack([addresses, np.full(len(addresses), size, np.uint64)])
 
 
 def region_of(cache: CacheBytes, agent: bytes, blocks: Sequence[int]) -> Region:
@@ -41,6 +47,7 @@ def region_of(cache: CacheBytes, agent: bytes, blocks: Sequence[int]) -> Region:
     return Region(
         agent=agent,
         base=cache.data.data_ptr(),
+        kind="VRAM" if cache.on_gpu else "DRAM",
         device=cache.device.index or 0,
         num_pages=cache.num_pages,
         num_blocks=cache.num_blocks,
@@ -49,12 +56,12 @@ def region_of(cache: CacheBytes, agent: bytes, blocks: Sequence[int]) -> Region:
     )
 
 
-def read_region(told: bytes, pair: Pair, cache: CacheBytes, count: int) -> Region:
-    """What a peer told of `count` blocks. Raises TransferError where they are of another form."""
+def read_region(told: bytes, pair: Pair, count: int) -> Region:
+    """What a peer told of `count` blocks. Raises TransferError where they are not those of its cache."""
     theirs = msgspec.msgpack.decode(told, type=Region)
     if len(theirs.blocks) != count:
         raise TransferError(f"{pair.peer} tells of {len(theirs.blocks)} blocks, not of {count}")
-    if (theirs.num_pages, theirs.page_bytes) != (cache.num_pages, cache.page_bytes):
+    if theirs.num_pages * theirs.page_bytes != pair.theirs.block_bytes:
         raise TransferError(f"{pair.peer} has blocks of {theirs.num_pages} pages of {theirs.page_bytes} bytes")
     return theirs
 

@@ -11,5 +11,8 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     transfer_id: str
     digest: bytes  # of what was computed: tokens, salt, version of the weights
     places: list[tuple[int, int]]  # of each block: its cache group and its place in a request's list
-    host: str = ""
-    port: int = 0
+    end: int  # behind the last token
+    # of a load
+    position: int = 0  # of the token that is computed next
+    fetch: str = ""  # its name, the same for all ranks
+    addresses: list[tuple[str, int]] = []  # where the ranks of the other engine are

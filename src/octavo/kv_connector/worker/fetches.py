@@ -1,0 +1,258 @@
+"""Fetches: loads from the ranks of a peer engine, over connections that are kept.
+
+Owns the connections, what is asked of which rank, and what is done with what comes: blocks that mean the same on both
+sides are taken as they are, others go by rows through host memory (`peers.mapping`), a batch of blocks at a time. Knows
+no library that moves bytes. Invariant: a row is written whole, with zeros where nothing came.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import socket
+import threading
+from collections.abc import Generator, Iterator, Sequence
+from typing import NamedTuple
+
+import msgspec
+import torch
+
+from octavo.kv_connector.orders import Report
+from octavo.kv_connector.peers.description import CacheDescription, has_same_rows
+from octavo.kv_connector.peers.mapping import (
+    Part,
+    Place,
+    Tokens,
+    batches,
+    copy,
+    divide,
+    first_read,
+    needed_places,
+    span,
+)
+from octavo.kv_connector.peers.offers import Wanted
+from octavo.kv_connector.worker.cache_bytes import CacheBytes
+from octavo.kv_connector.worker.mover import Job
+from octavo.kv_connector.worker.pair import Ask, Done, Hello, Pair, Told, TransferError, Way, Welcome
+
+_PIECE_BYTES = 16 << 20  # of blocks that come together
+Address = tuple[str, int]
+
+
+class _Batch(NamedTuple):
+    """Blocks here that are filled together, and the blocks of each peer that have something of them."""
+
+    tokens: Tokens
+    targets: list[int]  # which of an order's blocks
+    sources: list[list[Place]]  # of each peer
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Fetch:
+    """One load: its order, and what it says."""
+
+    job: Job
+    wanted: Wanted
+    pairs: list[Pair]  # of the ranks of the peer, in their order
+
+    @property
+    def peers(self) -> list[CacheDescription]:
+        return [pair.theirs for pair in self.pairs]
+
+    def targets(self, numbers: Sequence[int]) -> list[Place]:
+        return [self.wanted.places[number] for number in numbers]
+
+
+class Fetches:
+    """See Handler."""
+
+    stored_bytes = 0
+    num_evicted = 0
+
+    def __init__(self, cache: CacheBytes, timeout: float, way: Way) -> None:
+        """timeout: seconds that a peer may take for anything."""
+        self._cache, self._own, self._timeout, self._way = cache, cache.description, timeout, way
+        self._lock = threading.Lock()
+        self._idle: dict[Address, list[Pair]] = {}
+
+    def reset(self) -> bool:
+        """See Handler."""
+        return True
+
+    def close(self) -> None:
+        """See Handler."""
+        for pairs in self._idle.values():
+            for pair in pairs:
+                pair.close()
+
+    def handle(self, job: Job) -> Report:
+        """See Handler. Raises TransferError, OSError, EOFError."""
+        wanted = msgspec.msgpack.decode(job.order.payload, type=Wanted)
+        kept = [self._take_idle(address) for address in wanted.addresses]
+        try:
+            return self._fetch(job, wanted, kept)
+        except (OSError, EOFError) as error:
+            if isinstance(error, TimeoutError) or not any(kept):
+                raise
+        return self._fetch(job, wanted, [None] * len(kept))  # a peer was started anew: once more, over new connections
+
+    def _take_idle(self, address: Address) -> Pair | None:
+        with self._lock:
+            pairs = self._idle.get(address, [])
+            return pairs.pop() if pairs else None
+
+    def _fetch(self, job: Job, wanted: Wanted, kept: Sequence[Pair | None]) -> Report:
+        pairs = [pair for pair in kept if pair is not None]
+        try:
+            ordered: list[Pair] = []
+            for address, pair in zip(wanted.addresses, kept, strict=True):
+                if pair is None:
+                    pairs.append(pair := self._connect(address))
+                ordered.append(pair)
+            partial = self._move(_Fetch(job, wanted, ordered))
+            for pair in ordered:
+                pair.send(Done())
+            for pair in ordered:
+                pair.receive(Done)
+        except BaseException:
+            for pair in pairs:
+                pair.close()
+            raise
+        with self._lock:
+            for address, pair in zip(wanted.addresses, ordered, strict=True):
+                self._idle.setdefault(address, []).append(pair)
+        return Report(number=job.order.number, partial=partial)
+
+    def _connect(self, address: Address) -> Pair:
+        """Raises TransferError for a peer that cannot be reached, or has another cache."""
+        try:
+            pair = Pair(socket.create_connection(address, self._timeout), self._timeout)
+        except OSError as error:
+            raise TransferError(f"{address[0]}:{address[1]} cannot be reached: {error}") from None
+        try:
+            pair.send(Hello(way=self._way.name, cache=msgspec.Raw(msgspec.msgpack.encode(self._own))))
+            welcome = pair.receive(Welcome)
+            if welcome.refused:
+                raise TransferError(f"{pair.peer}: {welcome.refused}")
+        except BaseException:
+            pair.close()
+            raise
+        pair.theirs = welcome.cache
+        return pair
+
+    def _move(self, fetch: _Fetch) -> list[int]:
+        """Fill the order's blocks. Those of which only what the request reads has come."""
+        names = ", ".join(pair.peer for pair in fetch.pairs)
+        try:
+            divided = divide(self._own, fetch.peers)
+        except ValueError as error:
+            raise TransferError(f"{names} {error}") from None
+        givers = [number for number, parts in enumerate(divided) if parts]
+        if len(givers) == 1 and has_same_rows(fetch.peers[givers[0]], self._own):
+            self._take_as_they_are(fetch, givers[0])
+            return []
+        return self._take_by_rows(fetch, divided)
+
+    def _ask(self, fetch: _Fetch, number: int, pieces: Sequence[Sequence[Place]]) -> Told:
+        """Ask a rank for blocks, some at a time. Raises TransferError for no."""
+        pair, wanted = fetch.pairs[number], fetch.wanted
+        pair.send(
+            Ask(
+                fetch=wanted.fetch,
+                transfer_id=wanted.transfer_id,
+                digest=wanted.digest,
+                places=[place for piece in pieces for place in piece],
+                pieces=list(map(len, pieces)),
+                told=self._way.ask(pair) if pieces else b"",
+            )
+        )
+        told: Told = pair.receive(Told)
+        if told.refused:
+            raise TransferError(f"{pair.peer}: {told.refused}")
+        return told
+
+    def _take_as_they_are(self, fetch: _Fetch, giver: int) -> None:
+        count = max(_PIECE_BYTES // self._cache.block_bytes, 1)
+        places, blocks = fetch.wanted.places, fetch.job.order.blocks
+        starts = range(0, len(places), count)
+        told = Told()
+        for number, pair in enumerate(fetch.pairs):
+            answer = self._ask(fetch, number, [places[s : s + count] for s in starts] if number == giver else [])
+            if answer.lacking:
+                raise _lacks(pair, fetch, places[answer.lacking[0]])
+            told = answer if number == giver else told
+        self._way.take(fetch.pairs[giver], told.told, fetch.job, [blocks[s : s + count] for s in starts])
+
+    def _take_by_rows(self, fetch: _Fetch, divided: Sequence[Sequence[Part]]) -> list[int]:
+        steps = list(self._batches(fetch, divided))
+        partial: set[int] = set()
+        streams: list[Generator[torch.Tensor]] = []
+        for number, parts in enumerate(divided):
+            pieces = [batch.sources[number] for batch in steps if batch.sources[number]]
+            told = self._ask(fetch, number, pieces)
+            asked = [place for piece in pieces for place in piece]
+            lacking = {asked[index] for index in told.lacking}
+            for place in lacking:
+                partial |= self._spoilt(fetch, number, parts, place)
+            for batch in steps:
+                batch.sources[number][:] = [place for place in batch.sources[number] if place not in lacking]
+            counts = [len(batch.sources[number]) for batch in steps if batch.sources[number]]
+            streams.append(self._way.rows(fetch.pairs[number], told.told, counts))
+        with contextlib.ExitStack() as ends:
+            for stream in streams:
+                ends.enter_context(contextlib.closing(stream))
+            for batch in steps:
+                self._fill(fetch, divided, batch, streams)
+        return sorted(partial)
+
+    def _batches(self, fetch: _Fetch, divided: Sequence[Sequence[Part]]) -> Iterator[_Batch]:
+        places, groups = fetch.wanted.places, self._own.groups
+        starts = [place * groups[group].block_size for group, place in places]
+        for tokens in batches([self._own, *fetch.peers], Tokens(min(starts), fetch.wanted.end), _PIECE_BYTES):
+            own = [number for number, start in enumerate(starts) if tokens.start <= start < tokens.end]
+            targets = fetch.targets(own)
+            sources = [
+                needed_places(peer, self._own, parts, targets, tokens)
+                for peer, parts in zip(fetch.peers, divided, strict=True)
+            ]
+            yield _Batch(tokens, own, sources)
+
+    def _fill(
+        self, fetch: _Fetch, divided: Sequence[Sequence[Part]], batch: _Batch, streams: Sequence[Iterator[torch.Tensor]]
+    ) -> None:
+        targets = fetch.targets(batch.targets)
+        memory = self._cache.host_memory(len(targets), self._cache.block_bytes)
+        rows = memory.numpy()
+        rows.fill(0)
+        for peer, parts, places, stream in zip(fetch.peers, divided, batch.sources, streams, strict=True):
+            if places:
+                copy(
+                    peer,
+                    self._own,
+                    parts,
+                    (places, next(stream).numpy()),
+                    (targets, rows),
+                    batch.tokens,
+                )
+        blocks = [fetch.job.order.blocks[number] for number in batch.targets]
+        with fetch.job.touching():
+            self._cache.write(blocks, list(memory))
+
+    def _spoilt(self, fetch: _Fetch, number: int, parts: Sequence[Part], place: Place) -> set[int]:
+        """The blocks here that a missing block of a peer leaves incomplete.
+
+        Raises TransferError where the request reads what is missing.
+        """
+        lost = span(fetch.peers[number].groups[place[0]], place[1], Tokens(0, fetch.wanted.end))
+        groups = {part.target for part in parts if part.source == place[0]}
+        if any(first_read(self._own.groups[group], fetch.wanted.position) < lost.end for group in groups):
+            raise _lacks(fetch.pairs[number], fetch, place)
+        return {
+            block
+            for (group, own), block in zip(fetch.wanted.places, fetch.job.order.blocks, strict=True)
+            if group in groups and span(self._own.groups[group], own, lost).num_tokens > 0
+        }
+
+
+def _lacks(pair: Pair, fetch: _Fetch, place: Place) -> TransferError:
+    return TransferError(f"{pair.peer}: transfer {fetch.wanted.transfer_id!r} has no block at {place}")
