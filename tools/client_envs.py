@@ -1,7 +1,8 @@
 """Make the environments of tests/clients: one virtual environment per client, since their pins clash.
 
 Owns the table of clients and their versions. Re-runnable: an environment whose stamp names the same requirements is
-left alone. Octavo itself is never installed in them: they reach it over HTTP only.
+left alone. Octavo itself is never installed in them: they reach it over HTTP, and LMCache is looked for behind Octavo's
+own packages.
 """
 
 from __future__ import annotations
@@ -16,11 +17,17 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parents[1] / ".venv-clients"
 _TORCH = "torch==2.13.0"  # installed first: any build of it will do, so the smallest that the index offers is kept
+_LMCACHE = """
+lmcache==0.5.6 aiofile aiofiles blake3 cachetools caio cffi cryptography llvmlite numba nvtx py-cpuinfo pycparser pyzmq
+redis
+"""
 # Name -> steps of requirements, each one pip call.
 CLIENTS: dict[str, list[list[str]]] = {
     "langchain": [["langchain-openai>=1.3,<2"]],
     "litellm": [["litellm>=1.90,<2", "mcp"]],
     "lm-eval": [["lm_eval[api]>=0.4.11,<0.5", "transformers>=4.57"]],
+    # a library, not a client: its folder of packages is put behind Octavo's own. All that it needs without a GPU
+    "lmcache": [["--no-deps", *_LMCACHE.split()]],
     "guidellm": [[_TORCH], ["guidellm>=0.6,<1", _TORCH]],
 }
 

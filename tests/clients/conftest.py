@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "tests/serve"))
+sys.path += [str(ROOT / "tests" / name) for name in ("serve", "e2e")]
 
 
 @pytest.fixture(scope="session")

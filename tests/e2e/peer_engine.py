@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,9 +21,14 @@ PEER = Path(__file__)
 class Peer:
     """Such a process, from outside."""
 
-    def __init__(self, fields: dict[str, Any]) -> None:
+    def __init__(self, fields: dict[str, Any], packages: str) -> None:
+        path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), packages)))
         self.process = subprocess.Popen(
-            [sys.executable, str(PEER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, str(PEER)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": path},
         )
         self._say(fields)
 
@@ -38,8 +44,9 @@ class Peer:
 
 
 @contextlib.contextmanager
-def peer(fields: dict[str, Any]) -> Iterator[Peer]:
-    made = Peer(fields)
+def peer(fields: dict[str, Any], packages: str = "") -> Iterator[Peer]:
+    """packages: a folder of more of them."""
+    made = Peer(fields, packages)
     try:
         yield made
         made.process.communicate()

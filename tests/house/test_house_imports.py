@@ -47,7 +47,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     "kv_connector": ({"words", "kv_connector.worker"}, {"msgspec", "numpy", "xxhash"}),
     "kv_connector.worker": (
         {"words", "kv_connector", "rl.transport.gloo"},
-        {"torch", "numpy", "msgspec", "xxhash", "nixl_cu12", "mooncake"},
+        {"torch", "numpy", "msgspec", "xxhash", "nixl_cu12", "mooncake", "lmcache"},
     ),
     "sched": ({"words", "kv_connector"}, {"numpy", "msgspec"}),
     "cache": ({"words"}, {"torch", "numpy"}),

@@ -90,3 +90,9 @@ def test_C_12_layers_that_see_the_whole_prompt_are_refused_by_name():
     said = "kv_connector='host': brings prefixes back, and layer 1 sees the whole prompt"
     with pytest.raises(ConfigError, match=f"{said} .*; drop kv_transfer_config"):
         check_groups(make_kind(transfer), transfer, whole)
+
+
+def test_lmcache_that_is_not_there_is_refused_with_the_line_that_installs_it(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None)
+    with pytest.raises(ConfigError, match=r"needs the library lmcache: .*; pip install 'octavo\[lmcache\]'"):
+        read(kv_connector="LMCacheConnectorV1", **{EXTRA: {"lmcache.remote_url": "lm://127.0.0.1:65432"}})

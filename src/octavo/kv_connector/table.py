@@ -73,6 +73,7 @@ TABLE = {
     "nixl": "octavo.kv_connector.p2p:Nixl",
     "mooncake": "octavo.kv_connector.mooncake:Mooncake",
     "mooncake_store": "octavo.kv_connector.mooncake:MooncakeStore",
+    "lmcache": "octavo.kv_connector.lmcache:LMCache",
     "multi": "octavo.kv_connector.multi:Multi",
 }
 ALIASES = {
@@ -83,6 +84,8 @@ ALIASES = {
     "MultiConnector": "multi",
     "P2pNcclConnector": "p2p",
     "NixlConnector": "nixl",
+    "LMCacheConnectorV1": "lmcache",
+    "LMCacheConnector": "lmcache",
     "MooncakeConnector": "mooncake",
     "MooncakeStoreConnector": "mooncake_store",
 }
