@@ -24,6 +24,7 @@ from octavo import LLM
 from octavo.rl import Sender, WeightSource
 from octavo.rl import sender as sender_module
 from octavo.rl.session import WeightTransferError, WeightUpdateError
+from octavo.rl.transport import split
 from patience import patient
 from rl_rig import TINY
 from weights_rig import Weights, answers, old_weights, other_weights
@@ -170,6 +171,57 @@ def test_a_trainer_that_is_silent_meets_the_deadline() -> None:
             with pytest.raises(WeightTransferError, match="was silent for 1 s, while model"):
                 llm.update_weights({"update_info": info})
         assert answers(llm) == before
+
+
+def test_what_is_refused_waits_for_no_further_buffer() -> None:
+    """RL.W8: the next one is asked for already when the first one's values are looked at."""
+    with LLM(**FIELDS, weight_transfer_config={"backend": "gloo", "timeout": 60.0}) as llm:
+        before = answers(llm)
+        with Trainer("spoils", "packed", "1") as trainer:
+            llm.init_weight_transfer_engine({"init_info": trainer.hear()})
+            llm.start_weight_update()
+            began = time.monotonic()
+            with pytest.raises(WeightUpdateError, match="holds NaN or Inf"):
+                llm.update_weights({"update_info": trainer.hear()})
+            assert time.monotonic() - began < patient(15) < 60
+            with pytest.raises(WeightUpdateError, match="there is no group, or it failed"):
+                llm.start_weight_update()
+                llm.update_weights({"update_info": {"names": [], "dtype_names": [], "shapes": []}})
+        assert answers(llm) == before
+
+
+def test_masters_are_rounded_before_they_travel(llm: LLM, new: Weights) -> None:
+    """RL.W6: where the engine rounds them, by its own word: half the bytes, and the bits of a file of masters."""
+    sender = Sender(llm, "gloo", timeout=20)
+    sender.send(WeightSource(new), "1")
+    wanted, start = answers(llm), llm.weight_state()["stats"]["num_received_bytes"]
+    sender.send(WeightSource(new), "2")
+    received = llm.weight_state()["stats"]["num_received_bytes"] - start
+    vectors = sum(each.nbytes for each in new.values() if each.dim() == 1)  # norms, which an engine has in float32
+    assert received == vectors + sum(each.nbytes // 2 for each in new.values() if each.dim() > 1)
+    sender._dtypes = {}
+    sender.send(WeightSource(new), "3")
+    assert answers(llm) == wanted and llm.weight_state()["stats"]["num_received_bytes"] - start > 1.9 * received
+    sender.close()
+
+
+def test_a_source_rounds_to_what_is_narrower_alone() -> None:
+    given = {
+        "a.0.w": torch.randn(3, 5),
+        "a.1.w": torch.randn(1, 7).bfloat16(),
+        "b.w": torch.randn(3),
+        "c": torch.ones(1),
+    }
+    source = WeightSource(given).rounded({"a.*.w": torch.bfloat16, "b.w": torch.float32})
+    assert [each.dtype for each in source.incoming] == [torch.bfloat16, torch.bfloat16, torch.float32, torch.float32]
+    assert torch.equal(source.gather("a.0.w"), given["a.0.w"].bfloat16())
+    packed = sender_module._packed(source, source.incoming, "cpu")
+    assert len(packed) == 30 + 14 + 12 + 4
+    for (name, own), (each, sent) in zip(given.items(), split(packed, source.incoming), strict=True):
+        assert each.name == name and torch.equal(sent, own.to(each.dtype)), name
+    odd = WeightSource({"a": torch.ones(3).bfloat16(), "b": torch.randn(5)})  # begins in the middle of a word
+    packed = sender_module._packed(odd, odd.incoming, "cpu")
+    assert [torch.equal(sent, odd.tensors[each.name]) for each, sent in split(packed, odd.incoming)] == [True, True]
 
 
 @pytest.mark.parametrize(

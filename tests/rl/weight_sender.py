@@ -1,6 +1,7 @@
 """A trainer's process for tests: sends weights to an LLM elsewhere, and says over its output what an engine is to do.
 
-`python weight_sender.py FOLDER HOW`: HOW is "whole", "stops" (in the middle, and waits to be killed) or "short".
+`python weight_sender.py FOLDER HOW`: HOW is "whole", "stops" (in the middle, and waits to be killed) or "spoils" (the
+same, and its first weight is NaN).
 """
 
 from __future__ import annotations
@@ -32,14 +33,16 @@ store = TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
 say(master_address="127.0.0.1", master_port=store.port, rank_offset=1, world_size=2, packed=PACKED)
 group = Group(make_gloo, "127.0.0.1", store.port, 0, 2, 30.0, store=store)
 incoming = source.incoming
+if HOW == "spoils":
+    source.tensors[incoming[0].name].fill_(float("nan"))
 say(**told(incoming), packed=PACKED, packed_buffer_size_bytes=BUFFER)
 parts = list(buffers(incoming, BUFFER if PACKED else 0))
-if HOW == "stops":
+if HOW != "whole":
     parts = parts[: int(sys.argv[4]) % len(parts)]
 for part in parts:
     pieces = [source.gather(each.name).reshape(-1).view(torch.uint8) for each in part]
     group.broadcast(torch.cat(pieces), part[0].name, 30.0)
-if HOW == "stops":
+if HOW != "whole":
     say(stopped=len(parts))
     time.sleep(60)
 group.close()

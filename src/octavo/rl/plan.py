@@ -34,6 +34,11 @@ _SHOWN = 5
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
+def pattern_of(name: str) -> str:
+    """A weight's name without the numbers of layers and experts."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
 class Incoming(NamedTuple):
     """A tensor that a sender tells of."""
 
@@ -72,7 +77,7 @@ def _joined(targets: Mapping[str, Target], stacked: Mapping[str, Sequence[str]])
         size, place = target.shape[0], int(gated and projection == "up")
         piece = Piece(name, int(number), slice(place * size, (place + 1) * size))
         found.setdefault(f"{experts}.{own}", []).append(piece)
-        pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
+        pattern = pattern_of(name)
         if pattern in places:
             layer = next(part for part in name.split(".") if part.isdigit())
             together, place = places[pattern]
@@ -106,6 +111,16 @@ class WeightPlan:
         self.by_layer: dict[str, list[str]] = {}
         for path in self.shapes:
             self.by_layer.setdefault(path.rpartition(".")[0], []).append(path)
+
+    def dtypes_by_pattern(self) -> dict[str, str]:
+        """What weights are rounded to, as a sender may before it sends; by `pattern_of`, without those of two types."""
+        found: dict[str, set[torch.dtype]] = {}
+        joined = ((name, pieces[0].name) for name, pieces in self._joined.items())
+        for name, known in (*((name, name) for name in self.targets), *self._aliases.items(), *joined):
+            found.setdefault(pattern_of(name), set()).add(self.dtypes[self.targets[known].parameter])
+        return {
+            pattern: str(dtypes.pop()).removeprefix("torch.") for pattern, dtypes in found.items() if len(dtypes) == 1
+        }
 
     def known(self, name: str) -> str | None:
         """The checkpoint's name of `name`; None for one that the model has no place for."""
@@ -183,6 +198,8 @@ class Staged:
         self._kept_on = device or torch.device("cpu")
         self._plan, self.partial = plan, partial
         self._values: dict[str, torch.Tensor] = {}  # parameter -> all of its rows, as it was declared
+        self._rows_left: dict[str, int] = {}  # of these parameters
+        self._digest = WeightsDigest()
         self.arrived: dict[str, None] = {}
 
     def put(self, incoming: Incoming, tensor: torch.Tensor) -> None:
@@ -200,6 +217,7 @@ class Staged:
         if target.parameter not in self._values:
             shape, dtype = self._plan.shapes[target.parameter], self._plan.dtypes[target.parameter]
             self._values[target.parameter] = torch.empty(shape, dtype=dtype, device=self._kept_on)
+            self._rows_left[target.parameter] = shape[0]
         rows = self._values[target.parameter][target.start : target.start + target.shape[0]]
         if known in self.arrived:
             if not torch.equal(tensor.to(device=rows.device, dtype=rows.dtype), rows):
@@ -213,6 +231,13 @@ class Staged:
                 "weight_transfer_config for an engine that takes float32"
             )
         self.arrived[known] = None
+        self._rows_left[target.parameter] -= target.shape[0]
+        if not self._rows_left[target.parameter]:
+            self._complete(target.parameter)
+
+    def _complete(self, parameter: str) -> None:
+        """All rows of a parameter are there. A digest is made while others are on their way."""
+        self._digest.add(parameter, self._values[parameter])
 
     def check(self) -> None:
         """Raise WeightUpdateError, with the first five names, unless the set is whole."""
@@ -230,12 +255,9 @@ class Staged:
 
     def identity(self, before: str) -> str:
         """A name for the weights that come of it: equal for equal ones of whole updates. before: the old ones'."""
-        digest = WeightsDigest()
-        for path, value in self._values.items():
-            digest.add(path, value)
         if not self.partial:
-            return digest.hexdigest()
-        parts = f"{before or secrets.token_hex(16)}+{digest.hexdigest()}"
+            return self._digest.hexdigest()
+        parts = f"{before or secrets.token_hex(16)}+{self._digest.hexdigest()}"
         return hashlib.blake2b(parts.encode(), digest_size=16).hexdigest()
 
     def apply(self, quantization: str | None, device: torch.device) -> None:

@@ -52,7 +52,7 @@ class WeightReceiver:
             transport.close()
             raise
         self._transport, self._backend = transport, backend
-        return {"backend": backend, **facts}
+        return {"backend": backend, "dtypes": self._plan.dtypes_by_pattern(), **facts}
 
     def shutdown(self) -> None:
         """Let go of the sender."""

@@ -8,6 +8,7 @@ there, if anybody answers.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import http.client
 import json
@@ -23,7 +24,7 @@ import torch
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from octavo.rl.plan import Incoming
+from octavo.rl.plan import DTYPES, Incoming, pattern_of
 from octavo.rl.session import WeightConflictError, WeightTransferError, WeightUpdateError
 from octavo.rl.transport import BUFFER_BYTES, TIMEOUT, buffers
 from octavo.rl.transport.gloo import make_gloo
@@ -34,7 +35,7 @@ from octavo.rl.transport.nccl import make_nccl
 from octavo.rl.transport.shm import FOLDER, PREFIX
 
 _BACKENDS = ("local", "shm", "gloo", "nccl", "ipc")
-_GLOO_BYTES = 2 << 20  # of a buffer that is gathered, sent and taken in from a processor's cache
+_GLOO_BYTES = 4 << 20  # of a buffer that is gathered, sent and taken in from a processor's cache
 
 
 class WeightSource:
@@ -45,7 +46,7 @@ class WeightSource:
 
         A tied weight is there once. Of a DTensor the whole is sent: all of its ranks have to ask for it.
         """
-        self._dtype = dtype
+        self._dtype, self._taken = dtype, dict[str, torch.dtype]()
         named = module.state_dict() if isinstance(module, nn.Module) else dict(module)
         seen: dict[tuple[int, torch.Size], str] = {}
         self._tensors: dict[str, torch.Tensor] = {}
@@ -56,12 +57,23 @@ class WeightSource:
             if seen.setdefault((own.data_ptr(), tensor.shape), name) == name:
                 self._tensors[name] = tensor
 
+    def rounded(self, dtypes: Mapping[str, torch.dtype]) -> WeightSource:
+        """The same, in the types of `dtypes`, by pattern, where those are narrower: what a receiver would round to."""
+        other = copy.copy(self)
+        other._taken = {
+            name: taken
+            for name, tensor in self._tensors.items()
+            if (taken := dtypes.get(pattern_of(name))) and taken.itemsize < (self._dtype or tensor.dtype).itemsize
+        }
+        return other
+
+    def _dtype_of(self, name: str) -> torch.dtype:
+        return self._taken.get(name) or self._dtype or self._tensors[name].dtype
+
     @property
     def incoming(self) -> list[Incoming]:
         """What is told of the tensors, in their order."""
-        return [
-            Incoming(name, self._dtype or tensor.dtype, tuple(tensor.shape)) for name, tensor in self._tensors.items()
-        ]
+        return [Incoming(name, self._dtype_of(name), tuple(tensor.shape)) for name, tensor in self._tensors.items()]
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
@@ -70,9 +82,21 @@ class WeightSource:
 
     def gather(self, name: str) -> torch.Tensor:
         """One tensor, whole and contiguous, where its rank has it."""
+        return self._whole(name).to(self._dtype_of(name)).contiguous()
+
+    def gather_into(self, name: str, buffer: torch.Tensor) -> None:
+        """The same into a part of a buffer [bytes] uint8, on any device, in one pass where it begins as it should."""
+        dtype, whole = self._dtype_of(name), self._whole(name)
+        if (buffer.data_ptr() | int(buffer.storage_offset())) % dtype.itemsize:
+            buffer.copy_(_bytes(whole.to(dtype).contiguous()))
+        else:
+            buffer.view(dtype).view(whole.shape).copy_(whole)
+
+    def _whole(self, name: str) -> torch.Tensor:
+        """As it is to be rounded: in the type that was asked for."""
         tensor = self._tensors[name].detach()
         whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-        return whole.to(self._dtype or whole.dtype).contiguous()
+        return whole if self._dtype is None or name not in self._taken else whole.to(self._dtype)
 
 
 def told(incoming: list[Incoming]) -> dict[str, Any]:
@@ -108,6 +132,7 @@ class Sender:
         self._address, self._size = address, num_workers + 1
         self._group: Group | None = None
         self._has_met = backend == "local"
+        self._dtypes: dict[str, torch.dtype] = {}  # what the engine rounds to, by pattern
 
     def send(
         self,
@@ -127,7 +152,7 @@ class Sender:
         self._engine.start_weight_update(on_running=on_running)
         try:
             for part in _sources(source):
-                getattr(self, f"_send_{self._backend}")(part)
+                getattr(self, f"_send_{self._backend}")(part.rounded(self._dtypes))
         except BaseException:
             with contextlib.suppress(WeightUpdateError, OSError):  # it is over already where the engine refused
                 self._engine.abort_weight_update()
@@ -144,14 +169,19 @@ class Sender:
 
     def _meet(self) -> None:
         if self._backend not in ("gloo", "nccl"):
-            self._engine.init_weight_transfer_engine({"backend": self._backend, "init_info": {}})
+            self._read(self._engine.init_weight_transfer_engine({"backend": self._backend, "init_info": {}}))
             return
         store = TCPStore(self._address, 0, self._size, True, wait_for_workers=False, use_libuv=True, multi_tenant=False)
         make = make_gloo if self._backend == "gloo" else make_nccl
         info = {"master_address": self._address, "master_port": store.port, "rank_offset": 1, "world_size": self._size}
         request = {"backend": self._backend, "init_info": info}
-        with _Beside(lambda: self._engine.init_weight_transfer_engine(request)):
+        with _Beside(lambda: self._read(self._engine.init_weight_transfer_engine(request))):
             self._group = Group(make, self._address, store.port, 0, self._size, self._timeout, store=store)
+
+    def _read(self, met: Mapping[str, Any]) -> None:
+        """What an engine says of itself. All of its workers have one model's types."""
+        told_types = met["workers"][0].get("dtypes", {}) if met.get("workers") else {}
+        self._dtypes = {pattern: DTYPES[name] for pattern, name in told_types.items() if name in DTYPES}
 
     def _send_group(self, source: WeightSource) -> None:
         group, incoming = self._group, source.incoming
@@ -176,8 +206,8 @@ class Sender:
     _send_gloo = _send_nccl = _send_group
 
     def _send_local(self, source: WeightSource) -> None:
-        for each in source.incoming:
-            with Handed({each.name: source.gather(each.name)}) as update_info:
+        for part in buffers(source.incoming, BUFFER_BYTES):
+            with Handed({each.name: source.gather(each.name) for each in part}) as update_info:
                 self._engine.update_weights({"update_info": update_info})
 
     def _send_shm(self, source: WeightSource) -> None:
@@ -218,8 +248,13 @@ def _sources(source: WeightSource | Iterable[tuple[str, torch.Tensor]]) -> Itera
 
 
 def _packed(source: WeightSource, part: list[Incoming], device: str) -> torch.Tensor:
-    pieces = [_bytes(source.gather(each.name)).to(device) for each in part]
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    if len(part) == 1:
+        return _bytes(source.gather(part[0].name)).to(device)
+    packed, begin = torch.empty(sum(each.num_bytes for each in part), dtype=torch.uint8, device=device), 0
+    for each in part:
+        source.gather_into(each.name, packed[begin : begin + each.num_bytes])
+        begin += each.num_bytes
+    return packed
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -265,8 +300,9 @@ class _Server:
         self._connect = functools.partial(kinds[parts.scheme], parts.netloc, timeout=2 * timeout)
         self._idle: list[http.client.HTTPConnection] = []  # which the last calls have left
 
-    def init_weight_transfer_engine(self, request: Mapping[str, Any]) -> None:
-        self._post("init_weight_transfer_engine", request)
+    def init_weight_transfer_engine(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self._post("init_weight_transfer_engine", request))
+        return found
 
     def start_weight_update(self, *, on_running: str) -> None:
         self._post("start_weight_update", {"on_running": on_running})
@@ -280,7 +316,7 @@ class _Server:
     def abort_weight_update(self) -> None:
         self._post("abort_weight_update", {})
 
-    def _post(self, name: str, body: Mapping[str, Any]) -> None:
+    def _post(self, name: str, body: Mapping[str, Any]) -> bytes:
         headers = {"Content-Type": "application/json"}
         if self._key is not None:
             headers["Authorization"] = f"Bearer {self._key}"
@@ -292,6 +328,7 @@ class _Server:
         if status >= 300:
             text = f"{self._url}/{name} answered {status}: {said[:2000].decode(errors='replace')}"
             raise (WeightConflictError if status == 409 else WeightUpdateError)(text)
+        return said
 
     def _exchange(self, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, bytes]:
         """(status, body) of an answer, on the connection that the last call has left, if the server keeps it."""

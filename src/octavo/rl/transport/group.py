@@ -12,7 +12,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +25,7 @@ from octavo.rl.transport import TIMEOUT, UNTOLD_BYTES, Put, Read, buffers, deadl
 _T = TypeVar("_T")
 _MAX_SIZE = 1 << 16  # members of a group
 _NAMED = ("names", "dtype_names", "shapes")
+_AHEAD_BYTES = 64 << 20  # of a buffer beside which the next one may be on its way
 _LEAST_SECONDS = 0.1  # for the rest of a meeting whose store answered late
 MakeGroup = Callable[[Any, int, int, datetime.timedelta, str], Any]
 """(store, rank, size, timeout, this machine's address) -> a process group."""
@@ -123,6 +124,7 @@ class GroupTransport:
         """Nobody is met."""
         self._device, self._options = device, options
         self._group: Group | None = None
+        self._is_awaited = False  # a buffer is on its way, and nobody waits for it
         self._last: dict[str, Any] = {}  # what the last message told of its tensors
 
     def open(self, info: Mapping[str, Any], worker: int) -> dict[str, Any]:
@@ -154,18 +156,24 @@ class GroupTransport:
         is_packed = field(info, "packed", bool, self._packed)
         size = field(info, "packed_buffer_size_bytes", int, self._buffer_bytes) if is_packed else 0
         try:
-            for part in buffers(incoming, size):
-                self._receive_part(group, part, put)
+            for part, buffer in self._arriving(group, buffers(incoming, size)):
+                for each, tensor in split(buffer, part):
+                    put(each, tensor)
         except BaseException:
             self.close()
             raise
         return incoming
 
     def close(self) -> None:
-        """Leave the group."""
+        """Leave the group; one with a buffer on its way is left meanwhile, which takes until that is given up."""
         group, self._group = self._group, None
-        if group is not None:
+        if group is None:
+            return
+        if self._is_awaited:
+            threading.Thread(target=group.close, daemon=True, name="octavo-leaving").start()
+        else:
             group.close()
+        self._is_awaited = False
 
     def _with_names(self, info: Mapping[str, Any]) -> Mapping[str, Any]:
         """`info` with the tensors of the last message, where it names none: a sender tells of them once."""
@@ -175,12 +183,27 @@ class GroupTransport:
             raise WeightUpdateError("names may be empty only behind a message of the same group that had them")
         return {**info, **self._last}
 
-    def _receive_part(self, group: Group, part: Sequence[Incoming], put: Put) -> None:
+    def _arriving(self, group: Group, parts: Iterator[list[Incoming]]) -> Iterator[tuple[list[Incoming], torch.Tensor]]:
+        """Each part when its buffer is there. The next one is on its way by then, where two are no matter of memory."""
+        part = next(parts, None)
+        begun = None if part is None else self._begin(group, part)
+        while part is not None and begun is not None:
+            buffer, wait = begun
+            wait()
+            self._is_awaited = False
+            following = next(parts, None)
+            begun = None
+            if following is not None and buffer.device.type == "cpu" and buffer.numel() <= _AHEAD_BYTES:
+                begun, self._is_awaited = self._begin(group, following), True
+            yield part, buffer
+            part = following
+            if part is not None and begun is None:
+                begun = self._begin(group, part)
+
+    def _begin(self, group: Group, part: Sequence[Incoming]) -> tuple[torch.Tensor, Callable[[], None]]:
         num_bytes = sum(each.num_bytes for each in part)
         buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        group.broadcast(buffer, part[0].name, deadline(self._options, num_bytes))
-        for each, tensor in split(buffer, part):
-            put(each, tensor)
+        return buffer, group.begin_broadcast(buffer, part[0].name, deadline(self._options, num_bytes))
 
 
 def _torchs_store(store: Any, name: str, make: MakeGroup) -> Any:
