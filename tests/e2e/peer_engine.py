@@ -21,14 +21,14 @@ PEER = Path(__file__)
 class Peer:
     """Such a process, from outside."""
 
-    def __init__(self, fields: dict[str, Any], packages: str) -> None:
+    def __init__(self, fields: dict[str, Any], packages: str, environment: dict[str, str]) -> None:
         path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), packages)))
         self.process = subprocess.Popen(
             [sys.executable, str(PEER)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": path},
+            env={**os.environ, "PYTHONPATH": path, **environment},
         )
         self._say(fields)
 
@@ -44,9 +44,9 @@ class Peer:
 
 
 @contextlib.contextmanager
-def peer(fields: dict[str, Any], packages: str = "") -> Iterator[Peer]:
+def peer(fields: dict[str, Any], packages: str = "", **environment: str) -> Iterator[Peer]:
     """packages: a folder of more of them."""
-    made = Peer(fields, packages)
+    made = Peer(fields, packages, environment)
     try:
         yield made
         made.process.communicate()

@@ -20,9 +20,12 @@ from engine_checks import GOOD_PROMPT, assert_idle, num_missing_blocks
 from octavo import LLM, RequestOutput, SamplingParams
 from octavo.config.kv_transfer import read_kv_transfer
 from octavo.config.settings import ConfigError
+from octavo.kv_connector.p2p import P2P
 from octavo.kv_connector.table import make_kind
 from octavo.kv_connector.worker.pair import Hello, Pair, TransferError, Welcome
 from octavo.kv_connector.worker.ways.gloo import GlooWay
+from octavo.kv_connector.worker.ways.nccl import NcclWay
+from octavo.rl.transport.gloo import make_gloo
 
 PROMPTS = [GOOD_PROMPT * 9, GOOD_PROMPT * 3 + "x = 1", "nothing that was said before"]
 PARAMS = SamplingParams(temperature=0.8, seed=7, max_tokens=12, logprobs=2)
@@ -121,6 +124,27 @@ def test_P_1_N_5_K2_D_2_D_3_a_pair_gives_one_engines_bits_and_computes_one_token
         assert stats.num_scheduled_tokens - before.num_scheduled_tokens == len(PROMPTS) * 12, turn
     moved = second.engine.scheduler.loads.connector.stats()
     assert moved.loaded_bytes == first.engine.scheduler.loads.connector.stats().saved_bytes > 0
+
+
+def test_P_4_O_2_nccl_goes_the_same_way_and_is_refused_without_a_gpu(make_llm: Make, monkeypatch):
+    """Its tensors lie beside the cache: on a CPU in the host's memory, and gloo stands for NCCL."""
+    extra = {"kv_connector_extra_config": {"backend": "nccl"}}
+    with pytest.raises(ConfigError, match=r"extra_config\.backend='nccl': moves blocks from GPU to GPU"):
+        make_llm(kv_transfer_config=p2p("kv_producer", **extra))
+    monkeypatch.setattr(NcclWay, "make", staticmethod(make_gloo))
+    monkeypatch.setattr(P2P, "make_way", lambda self, cache: NcclWay(cache))
+    expected = bits(make_llm(max_model_len=512).generate(PROMPTS, PARAMS))
+    first = make_llm(max_model_len=512, kv_transfer_config=p2p("kv_producer", **extra))
+    second = make_llm(max_model_len=512, kv_transfer_config=p2p("kv_consumer", **extra))
+    other = make_llm(max_model_len=512, block_size=32, kv_transfer_config=p2p("kv_consumer", **extra))  # by rows
+    for taker in (second, second, other):
+        told = prefill(first, PROMPTS)
+        with stepping(first):
+            assert bits(taker.generate(PROMPTS, [with_transfer(PARAMS, each) for each in told])) == expected
+        until_idle(first)
+        until_idle(taker)
+        assert taker.engine.scheduler.stats().num_loaded_tokens and taker.reset_prefix_cache()
+        assert not taker.engine.scheduler.stats().num_load_failures
 
 
 Spoil = Callable[[LLM, dict[str, Any]], None]

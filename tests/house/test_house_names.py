@@ -17,6 +17,7 @@ PROTOCOLS = {
     "_start_asgi_task", "capture_signals",  # uvicorn's and httptools'
     "backward",  # torch.autograd's
     "maybe_append_choice",  # torch's templates
+    "batched_from_gpu", "batched_to_gpu", "get_shape",  # LMCache's
 }  # fmt: skip
 # What users and vLLM's programs read of an answer, or call.
 PROMISED = {
@@ -33,9 +34,6 @@ KEPT = {
     "admin_key_file": "read by its key's name and `_file`",
     "block_view": "a block's place among kernel blocks, of which every layout's tests ask the pool",
     "num_held_blocks": "whether a hold was released shows nowhere else",
-    "batched_from_gpu": "LMCache calls what its interface names",
-    "batched_to_gpu": "LMCache calls what its interface names",
-    "get_shape": "LMCache calls what its interface names",
     "_UNUSED": "numbers of a format's token types",
     "_BYTE": "numbers of a format's token types",
 }

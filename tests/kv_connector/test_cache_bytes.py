@@ -32,11 +32,13 @@ def test_O_1_a_row_is_exactly_one_block_of_all_layers(layout, ratio):
     assert cache.num_pages == (1 if LAYOUTS[layout].block_outermost else 3), "one copy where a block lies together"
     memory = cache.host_memory(4, cache.block_bytes)
     cache.read([1, 7, 3, 8], list(memory))
+    assert torch.equal(cache.gather([1, 7, 3, 8]), memory)
     before = pool.buffer.clone()
     expected = [pool.block_view(layer)[[1, 7, 3, 8]].clone() for layer in range(3)]
-    pool.data[:, [1, 3, 7, 8]] = 255
-    cache.write([8, 1, 7, 3], list(memory))
-    for layer in range(3):
-        assert torch.equal(pool.block_view(layer)[[8, 1, 7, 3]], expected[layer])
+    for write in (cache.write, lambda blocks, rows: cache.scatter(blocks, torch.stack(rows))):
+        pool.data[:, [1, 3, 7, 8]] = 255
+        write([8, 1, 7, 3], list(memory))
+        for layer in range(3):
+            assert torch.equal(pool.block_view(layer)[[8, 1, 7, 3]], expected[layer])
     untouched = [0, 2, 4, 5, 6]
     assert torch.equal(pool.data[:, untouched], before.view(torch.uint8).view(pool.data.shape)[:, untouched])

@@ -21,7 +21,7 @@ import numpy as np
 
 from octavo.cache.groups import CacheGroup
 from octavo.cache.policies import make_policies
-from octavo.config.kv_transfer import Extra, KVTransferConfig, refuse
+from octavo.config.kv_transfer import EXTRA, Extra, KVTransferConfig, refuse
 from octavo.kv_connector import Connector, ConnectorStats, SilentConnector, Transfer, TransferResults
 from octavo.kv_connector.orders import EngineSide, Order, Orders
 from octavo.kv_connector.peers.offers import Wanted
@@ -52,7 +52,7 @@ class P2P:
         """See Kind."""
         extra = Extra(transfer.extra)
         extra.check_keys(self.keys)
-        extra.choice("backend", "gloo", ("gloo",))
+        self._backend = extra.choice("backend", "gloo", ("gloo", "nccl"))
         self._transfer, self._num_threads = transfer, extra.number("num_threads", 2, 1, 64)
 
     def secret(self) -> bytes:
@@ -74,6 +74,13 @@ class P2P:
 
     def make_way(self, cache: CacheBytes) -> Way:
         """How the bytes go. Raises ConfigError."""
+        if self._backend == "nccl":
+            if not cache.on_gpu:
+                limit = "moves blocks from GPU to GPU, and this cache is the host's"
+                raise refuse(f"{EXTRA}.backend", self._backend, limit, "set gloo, or device cuda")
+            from octavo.kv_connector.worker.ways.nccl import NcclWay
+
+            return NcclWay(cache)
         from octavo.kv_connector.worker.ways.gloo import GlooWay
 
         return GlooWay(cache)

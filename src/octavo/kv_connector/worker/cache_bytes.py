@@ -69,6 +69,25 @@ class CacheBytes:
             for block, row in zip(blocks, rows, strict=True):
                 self.data[:, block].copy_(row.view(self.num_pages, self.page_bytes))
 
+    def gather(self, blocks: Sequence[int]) -> torch.Tensor:
+        """Blocks as rows beside the cache, uint8 [len(blocks), block_bytes]: on the current stream, not waited for."""
+        with torch.inference_mode():
+            rows = self._by_block().index_select(0, self._index(blocks))
+            return rows.view(torch.uint8).view(-1, self.block_bytes)
+
+    def scatter(self, blocks: Sequence[int], rows: torch.Tensor) -> None:
+        """Fill blocks with rows that lie beside the cache: on the current stream, not waited for."""
+        with torch.inference_mode():
+            own = self._by_block()
+            own.index_copy_(0, self._index(blocks), rows.view(own.dtype).view(-1, *own.shape[1:]))
+
+    def _by_block(self) -> torch.Tensor:
+        words = torch.int64 if self.page_bytes % 8 == 0 else torch.uint8  # a thread moves a word
+        return self.data.view(words).transpose(0, 1)  # [num_blocks, pages, words]
+
+    def _index(self, blocks: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(blocks, dtype=torch.int64, device=self.device)
+
 
 class _Lane:
     """Copies of one direction on a GPU: one stream, one staging buffer, one thread at a time."""

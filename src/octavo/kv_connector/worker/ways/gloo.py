@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 from collections.abc import Generator, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -13,12 +14,16 @@ from octavo.kv_connector.worker.cache_bytes import CacheBytes
 from octavo.kv_connector.worker.mover import Job
 from octavo.kv_connector.worker.pair import Pair, TransferError
 from octavo.rl.transport.gloo import make_gloo
+from octavo.rl.transport.group import MakeGroup
+
+TAKES, GIVES = 0, 1  # ranks of a group of two
 
 
 class GlooWay:
     """See Way. The side that wants blocks has the store, where the group meets; it stays while the connection does."""
 
     name = "gloo"
+    make: MakeGroup = staticmethod(make_gloo)
 
     def __init__(self, cache: CacheBytes) -> None:
         """Nobody is met."""
@@ -38,18 +43,13 @@ class GlooWay:
 
     def give(self, pair: Pair, asked: bytes, job: Job, pieces: Sequence[Sequence[int]]) -> None:
         """See Way."""
-        limit = datetime.timedelta(seconds=pair.timeout)
-        with _deadline(pair, "take"):
-            if asked:
+        if asked:
+            limit = datetime.timedelta(seconds=pair.timeout)
+            with deadline(pair, "take"):
                 store = TCPStore(pair.peer_host, int(asked), 2, False, limit, wait_for_workers=False)
-                pair.state = store, make_gloo(PrefixStore("octavo blocks", store), 1, 2, limit, pair.own_host)
-            _, group = pair.state
+            self._meet(pair, store, GIVES)
         for piece in pieces:
-            rows = self._cache.host_memory(len(piece), self._cache.block_bytes)
-            with job.touching():
-                self._cache.read(piece, list(rows))
-            with _deadline(pair, "take"):
-                group.send([rows.view(-1)], 0, 0).wait(limit)
+            self._send(pair, job, piece)
 
     def take(self, pair: Pair, told: bytes, job: Job, pieces: Sequence[Sequence[int]]) -> None:
         """See Way."""
@@ -59,24 +59,52 @@ class GlooWay:
 
     def rows(self, pair: Pair, told: bytes, pieces: Sequence[int]) -> Generator[torch.Tensor]:
         """See Way."""
-        limit = datetime.timedelta(seconds=pair.timeout)
-        with _deadline(pair, "send"):
-            if not isinstance(pair.state, tuple):
-                store = pair.state
-                pair.state = store, make_gloo(PrefixStore("octavo blocks", store), 0, 2, limit, pair.own_host)
-            _, group = pair.state
+        self._meet(pair, pair.state, TAKES)
         for count in pieces:
-            rows = self._cache.host_memory(count, pair.theirs.block_bytes)
-            with _deadline(pair, "send"):
-                group.recv([rows.view(-1)], 1, 0).wait(limit)
-            yield rows
+            yield self._receive(pair, count)
+
+    def _meet(self, pair: Pair, store: Any, rank: int) -> None:
+        """Make the group of both, if it is not there. Raises TransferError."""
+        if isinstance(store, Member):
+            return
+        limit = datetime.timedelta(seconds=pair.timeout)
+        with deadline(pair, "take" if rank == GIVES else "send"):
+            group = type(self).make(PrefixStore("octavo blocks", store), rank, 2, limit, pair.own_host)
+        pair.state = Member(store, group)
+
+    def _send(self, pair: Pair, job: Job, piece: Sequence[int]) -> None:
+        rows = self._cache.host_memory(len(piece), self._cache.block_bytes)
+        with job.touching():
+            self._cache.read(piece, list(rows))
+        limit = datetime.timedelta(seconds=pair.timeout)
+        with deadline(pair, "take"):
+            pair.state.group.send([rows.view(-1)], TAKES, 0).wait(limit)
+
+    def _receive(self, pair: Pair, count: int) -> torch.Tensor:
+        rows = self._cache.host_memory(count, pair.theirs.block_bytes)
+        limit = datetime.timedelta(seconds=pair.timeout)
+        with deadline(pair, "send"):
+            pair.state.group.recv([rows.view(-1)], GIVES, 0).wait(limit)
+        return rows
 
     def close(self) -> None:
         """See Way."""
 
 
+class Member:
+    """This side of a group of two, which ends with the connection."""
+
+    def __init__(self, store: Any, group: Any) -> None:
+        """The group is made."""
+        self.store, self.group = store, group
+
+    def __del__(self) -> None:
+        """A group of NCCL's waits for its peer otherwise."""
+        getattr(self.group, "abort", lambda: None)()
+
+
 @contextlib.contextmanager
-def _deadline(pair: Pair, what: str) -> Iterator[None]:
+def deadline(pair: Pair, what: str) -> Iterator[None]:
     """Within: a peer has to do something in time. Raises TransferError."""
     try:
         yield
