@@ -71,7 +71,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     "sampling": ({"device", "grammar", "ops", "words"}, {"torch", "numpy"}),
     # a trainer's side: the engine's operators, layers and families, and nothing that runs requests
     "rl": (
-        {"attention", "cache", "layers", "models", "ops", "words", "rl.sender", "rl.current_weights"},
+        {"attention", "cache", "layers", "models", "ops", "states", "words", "rl.sender", "rl.current_weights"},
         {"torch", "xxhash"},
     ),
     # the state machine of a weight update: an engine's loop, its frontends and a sender know it, without torch

@@ -73,14 +73,15 @@ def convert(
     attention_mods: AttentionMods | None = None,
     attention_backend: str | None = None,
     max_model_len: int | None = None,
+    state_dtype: str = "float32",
 ) -> nn.Module:
     """Make the forward of a transformers model Octavo's, in place, and return the model.
 
     dtype: the sampler's; None: the parameters' own. With bfloat16 and float32 parameters, matrices are rounded in
     every forward, as an engine of dtype="bfloat16" rounds those of a float32 checkpoint. attention_mods,
-    attention_backend, max_model_len: as the engine's settings, where it has them (the last one decides on rotations
-    that depend on the longest request). Before or after `fully_shard`, once. Raises ValueError for a model that the
-    engine does not run, and for what would change bits, by name.
+    attention_backend, max_model_len, state_dtype: as the engine's settings, where it has them (the length decides on
+    rotations that depend on the longest request). Before or after `fully_shard`, once. Raises ValueError for a model
+    that the engine does not run, and for what would change bits, by name.
     """
     name = architecture_of(model)
     facts = getattr(model, "config").to_dict()  # noqa: B009, a module's attributes are tensors and modules to mypy
@@ -88,7 +89,7 @@ def convert(
     first = next(model.parameters()).dtype
     if (dtype or first) not in _DTYPES:
         raise ValueError(f"dtype must be float32, bfloat16 or float16, got {dtype or first}")
-    plan = plan_of(facts, name, dtype or first, attention_mods, max_model_len)
+    plan = plan_of(facts, name, dtype or first, attention_mods, max_model_len, state_dtype)
     _refuse_ends(plan, name)
     shared = Converted(plan, dtype, attention_backend)
     try:
@@ -225,7 +226,7 @@ class _Layer:
             plan=self.plan,
             weights=self.weights,
             norm_offset=self.shared.plan.norm_offset,
-            cos_sin=self.shared.cos_sin(self.index, x.device),
+            cos_sin=self.shared.cos_sin(self.index, x.device) if self.plan.attends else x.new_empty(0),
             backend=self.shared.backend,
             pack=pack,
         )

@@ -22,6 +22,8 @@ from octavo.layers.base import Layer
 from octavo.layers.chain import learn
 from octavo.layers.latent_attention import LatentAttention
 from octavo.layers.linear import Linear
+from octavo.layers.mixers.delta_net import GatedDeltaNet
+from octavo.layers.mixers.gated_attention import GatedAttention
 from octavo.layers.mlp import Mlp
 from octavo.layers.moe import MoeMlp
 from octavo.layers.norm import RMSNorm
@@ -31,6 +33,7 @@ from octavo.rl.autograd.latent import head_linear, latent_rope
 from octavo.rl.autograd.linear import linear
 from octavo.rl.autograd.moe import moe
 from octavo.rl.autograd.norm import norm
+from octavo.rl.autograd.recurrent import DeltaSizes, gated_delta, short_conv, sigmoid, sigmoid_gated
 from octavo.rl.autograd.rope import qk_norm_rope
 from octavo.rl.family import LayerPlan, Parameters
 from octavo.rl.pack import Pack
@@ -126,7 +129,7 @@ class _QkvPart(_Part):
     """Each head's channels in the operators' order."""
 
     def forward(self, x: Tensor) -> Tensor:
-        joined, rope, spec = self.project(x, self.path), self.run.plan.rope, self.run.plan.spec
+        joined, rope, spec = self.project(x, self.path), self.run.plan.rope, self.run.plan.attention
         if not rope.interleaved:
             return joined
         size = rope.rotary_size or spec.head_size
@@ -143,7 +146,7 @@ class _AttentionPart(_Part):
 
     def __init__(self, run: LayerRun, layer: nn.Module, path: str) -> None:
         super().__init__(run, layer, path)
-        self.spec = run.plan.spec
+        self.spec = run.plan.attention
         self.qkv = _QkvPart(run, layer.get_submodule("qkv"), f"{path}.qkv")
 
     def rope_and_store(self, qkv: Tensor) -> Tensor:
@@ -156,6 +159,40 @@ class _AttentionPart(_Part):
 
     def attend(self, q: Tensor) -> Tensor:
         return attention(q, self.states, self.run.pack, self.spec, self.run.backend).flatten(1)
+
+
+class _GatedAttentionPart(_AttentionPart):
+    """A checkpoint has each head's query and gate beside each other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The lines of the engine's, whose product's rows are in another order."""
+        joined, heads, size = self.project(x, f"{self.path}.qkv"), self.spec.num_heads, self.spec.head_size
+        queries, gates = joined[:, : 2 * heads * size].unflatten(1, (heads, 2, size)).unbind(2)
+        qkv = torch.cat((queries.flatten(1), joined[:, 2 * heads * size :]), dim=1)
+        return sigmoid_gated(self.attend(self.rope_and_store(qkv)), gates.flatten(1))
+
+    @property
+    def out(self) -> _Part:
+        return _LinearPart(self.run, self.layer.get_submodule("output"), f"{self.path}.output")
+
+
+class _DeltaNetPart(_Part):
+    """The operators that an engine's one operator is made of (`octavo.states.composed`)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        run, weights, net = self.run, self.run.weights, cast(GatedDeltaNet, self.layer)
+        facts, pack, spec = run.arch.delta, run.pack, run.plan.state
+        assert facts is not None, "layers with a delta net need its facts"
+        sizes = DeltaSizes(facts.num_key_heads, facts.num_value_heads, facts.key_size, facts.value_size)
+        joined = self.project(x, f"{self.path}.project")
+        order = net.row_order
+        joined = joined if order is None else joined[:, torch.tensor(order, device=x.device)]
+        qkv, z, b, a = joined.split(net.parts, 1)
+        qkv = short_conv(qkv, weights.needed(f"{self.path}.conv.weight"), pack, spec)
+        a_log, dt_bias = (weights.needed(f"{self.path}.rule.{name}") for name in ("A_log", "dt_bias"))
+        found = gated_delta(qkv, a, b, a_log, dt_bias, pack, spec, sizes)
+        normed = norm(found.view(-1, facts.value_size), weights.needed(f"{self.path}.norm"), run.arch.norm_eps)
+        return gated(torch.cat((z, normed.view_as(found)), dim=1))
 
 
 class _LatentPart(_Part):
@@ -191,7 +228,7 @@ class _LatentPart(_Part):
         return torch.cat((absorbed, rotated), dim=2)
 
     def attend(self, q: Tensor) -> Tensor:
-        return attention(q, self.states, self.run.pack, self.run.plan.spec, self.run.backend)
+        return attention(q, self.states, self.run.pack, self.run.plan.attention, self.run.backend)
 
     def values_of(self, seen: Tensor) -> Tensor:
         return head_linear(seen, self.expand, slice(self.latent.nope_size, None)).flatten(1)
@@ -221,14 +258,24 @@ class _MoePart(_Part):
             arch.moe,
             arch.activation,
             weights.one(f"{self.path}.correction"),
-            self.shared(x) if arch.moe.num_shared else None,
+            self._shared_of(x) if arch.moe.num_shared else None,
         )
+
+    def _shared_of(self, x: Tensor) -> Tensor:
+        """What the experts that every token meets make of x, weighted by its gate if there is one."""
+        result: Tensor = self.shared(x)
+        if cast(MoeMlp, self.layer).shared_gate is None:
+            return result
+        weights = self.run.weights.rows(f"{self.path}.shared_gate.weight")
+        return sigmoid(linear(x, weights, out_dtype=torch.float32)) * result
 
 
 _PARTS: dict[type[nn.Module], type[_Part]] = {
     RMSNorm: _NormPart,
     Linear: _LinearPart,
     Attention: _AttentionPart,
+    GatedAttention: _GatedAttentionPart,
+    GatedDeltaNet: _DeltaNetPart,
     LatentAttention: _LatentPart,
     Mlp: _MlpPart,
     MoeMlp: _MoePart,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from octavo.attention.mods import NO_MODS, AttentionMods
 from octavo.attention.mods.choice import with_mods
 from octavo.attention.mods.loading import mods_of_layers
-from octavo.cache.specs import AttentionSpec, StateSpec
+from octavo.cache.specs import AttentionSpec, StateSpec, with_state_dtype
 from octavo.checkpoint.arch import Arch, Rope
 from octavo.checkpoint.config_reader.checkpoint import arch_from_config
 from octavo.checkpoint.config_reader.families import FAMILIES
@@ -29,13 +29,14 @@ from octavo.models.base import Model
 from octavo.models.causal_lm import CausalLM
 from octavo.ops.rope import rope_table
 
+STATE_DTYPES = ("float32", "bfloat16")
 _EXPERTS = "mlp.experts."
 # Facts of Arch that the engine's layers read, or that no bit follows from. The ends read others, which their classes
 # in `convert` name: a fact that nobody names is refused where it is not at its default.
 LAYER_FACTS = {
     "name", "dtype", "intermediate_size", "num_heads", "num_kv_heads", "head_size", "max_position", "default_length",
-    "layers", "moe_layers", "moe", "latent", "activation", "attention_bias", "output_bias", "mlp_bias", "qk_norm",
-    "attention_scale", "eos_token_ids", "bos_token_id",
+    "layers", "moe_layers", "moe", "latent", "delta", "activation", "attention_bias", "output_bias", "mlp_bias",
+    "qk_norm", "attention_scale", "eos_token_ids", "bos_token_id",
 }  # fmt: skip
 
 
@@ -44,10 +45,27 @@ class LayerPlan:
     """What one layer's lines compute with."""
 
     layer: Layer  # the engine's, on the meta device: its forward runs
-    spec: AttentionSpec
+    spec: AttentionSpec | StateSpec
     rope: Rope
     names: Mapping[str, Sequence[str]]  # parameter of the engine's layer -> the trainer's, whose rows make it up
     routed: bool  # a router over experts stands in the place of the MLP
+
+    @property
+    def attends(self) -> bool:
+        """Whether it keeps K and V, and turns what it keeps."""
+        return isinstance(self.spec, AttentionSpec)
+
+    @property
+    def attention(self) -> AttentionSpec:
+        """Of a layer that attends."""
+        assert isinstance(self.spec, AttentionSpec), "the layer keeps a state"
+        return self.spec
+
+    @property
+    def state(self) -> StateSpec:
+        """Of a layer that keeps one."""
+        assert isinstance(self.spec, StateSpec), "the layer attends"
+        return self.spec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -67,19 +85,18 @@ def plan_of(
     dtype: torch.dtype,
     mods: AttentionMods | None = None,
     max_model_len: int | None = None,
+    state_dtype: str = "float32",
 ) -> FamilyPlan:
     """The plan of a model whose config.json is `config` and whose class is called `name`. Raises ValueError."""
     arch = arch_from_config({**config, "architectures": [name]}, f"the config of {name}")
+    if state_dtype not in STATE_DTYPES:
+        raise ValueError(f"state_dtype must be {' or '.join(STATE_DTYPES)}, got {state_dtype!r}")
     length = max_model_len or arch.default_length or arch.max_position
     if length > arch.max_position:
         raise ValueError(f"max_model_len={length} exceeds the {arch.max_position} positions of the model")
     arch = dataclasses.replace(arch, max_position=length)
     model = cast(Model, ARCHITECTURES.resolve(name)(arch, dtype))
-    specs = [spec for spec in model.layer_specs if isinstance(spec, AttentionSpec)]
-    if len(specs) < arch.num_layers:
-        first, spec = next(each for each in enumerate(model.layer_specs) if not isinstance(each[1], AttentionSpec))
-        kept = f"a state ({arch.layers[first].mixer})" if isinstance(spec, StateSpec) else "nothing of a sequence"
-        raise ValueError(f"octavo.rl does not run {name} yet: its layer {first} keeps {kept}, and is no attention")
+    specs = _specs_of(model, arch, name, state_dtype)
     names = _names(model)
     own_mods = mods_of_layers(mods, arch.num_layers) if mods is not None else [NO_MODS] * arch.num_layers
     layers = []
@@ -88,7 +105,7 @@ def plan_of(
         layers.append(
             LayerPlan(
                 layer=cast(Layer, cast(nn.Module, model).get_submodule(prefix[:-1])),
-                spec=with_mods(specs[index], own_mods[index]),
+                spec=_with_own(specs[index], own_mods[index]),
                 rope=kind.rope,
                 names={path.removeprefix(prefix): found for path, found in names.items() if path.startswith(prefix)},
                 routed=index in arch.moe_layers,
@@ -97,6 +114,25 @@ def plan_of(
     ends = {path: found[0] for path, found in names.items() if not path.startswith("layers.")}
     norm_offset = getattr(model, "norm_offset", 0.0)
     return FamilyPlan(arch=arch, layers=layers, norm_offset=norm_offset, ends=ends, own_ends=_own_ends(model))
+
+
+def _specs_of(model: Model, arch: Arch, name: str, state_dtype: str) -> list[AttentionSpec | StateSpec]:
+    """What each layer keeps. Raises ValueError for layers that keep something else than K and V or a delta net's."""
+    specs: list[AttentionSpec | StateSpec] = []
+    for index, kind in enumerate(arch.layers):
+        spec = model.layer_specs[index]
+        if isinstance(spec, AttentionSpec):
+            specs.append(spec)
+        elif isinstance(spec, StateSpec) and kind.mixer == "delta":
+            specs.append(with_state_dtype(spec, state_dtype))
+        else:
+            kept = f"a state ({kind.mixer})" if isinstance(spec, StateSpec) else "nothing of a sequence"
+            raise ValueError(f"octavo.rl does not run {name} yet: its layer {index} keeps {kept}, and is no attention")
+    return specs
+
+
+def _with_own(spec: AttentionSpec | StateSpec, mods: AttentionMods) -> AttentionSpec | StateSpec:
+    return with_mods(spec, mods) if isinstance(spec, AttentionSpec) else spec
 
 
 def _own_ends(model: Model) -> list[str]:

@@ -36,12 +36,12 @@ class _GroupedLinear(Linear):
         own = facts.key_size, facts.key_size, group * facts.value_size, group * facts.value_size
         rows = torch.arange(2 * (keys + values)).view(count, -1).split(own, 1)
         gates = 2 * (keys + values) + torch.arange(2 * heads).view(count, -1)
-        self._order = [row for part in (*rows, *gates.split((group, group), 1)) for row in part.flatten().tolist()]
+        self.order = [row for part in (*rows, *gates.split((group, group), 1)) for row in part.flatten().tolist()]
 
     def finalize(self, quantization: str | None) -> None:
         """Put the rows into the order q, k, v, z, b, a, then pack."""
         weight = self.get_parameter("weight")
-        weight.copy_(weight[self._order])
+        weight.copy_(weight[self.order])
         super().finalize(quantization)
 
 
@@ -56,10 +56,10 @@ class GatedDeltaNet(Layer):
         """`size`: of the hidden state; `grouped`: checkpoints store the projections head by head."""
         super().__init__()
         keys, values, heads = _sizes(facts)
-        self._parts = 2 * keys + values, values, heads, heads
-        shards = {"qkv": self._parts[0], "z": values, "b": heads, "a": heads}
+        self.parts = 2 * keys + values, values, heads, heads  # channels of q, k and v together, of z, b and a
+        shards = {"qkv": self.parts[0], "z": values, "b": heads, "a": heads}
         self.project: Linear = _GroupedLinear(size, facts, dtype) if grouped else Linear(size, shards, dtype)
-        self.conv = ShortConvolution(index, self._parts[0], facts.conv_size, dtype)
+        self.conv = ShortConvolution(index, self.parts[0], facts.conv_size, dtype)
         self.rule = GatedDeltaRule(index, facts.num_key_heads, heads, facts.key_size, facts.value_size, dtype)
         self.spec = state_spec(self.conv, self.rule)
         self.declare("norm", (facts.value_size,), torch.float32, dummy=1.0)
@@ -71,6 +71,11 @@ class GatedDeltaNet(Layer):
         own = current_context().layers[self.conv.index].states
         assert own.backend is not None, "the engine gives every layer with a state its operators"
         return own.backend.delta_net(own, self.operands, x)
+
+    @property
+    def row_order(self) -> list[int] | None:
+        """Rows of a checkpoint's projections in the order of `parts`; None where they lie so."""
+        return self.project.order if isinstance(self.project, _GroupedLinear) else None
 
     @functools.cached_property
     def operands(self) -> DeltaNetOperands:

@@ -1,0 +1,233 @@
+"""short_conv, gated_delta, sigmoid_gated: what a gated delta net and its gated attention are made of, with gradients.
+
+Owns the way forward through the sampler's operators, over sequences that are whole, so that no state and no input has
+to be kept, and the way back, which computes the chunks again in plain torch. Invariant: forward is the state backend's
+that an engine takes on the device; a sequence's bits depend on that sequence alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.cache.groups import make_groups
+from octavo.cache.layout import layout_by_name
+from octavo.cache.pool import KVCachePool
+from octavo.cache.specs import StateSpec
+from octavo.ops import activation
+from octavo.ops.scan import CHUNK, L2_EPS, ConvOperands, DeltaOperands
+from octavo.rl.autograd.outside import apply, first_order, outside_autocast
+from octavo.rl.pack import BLOCK_SIZE, Pack
+from octavo.states.base import LayerStates, StateBackend, StateInputs, StateStep, layer_states
+from octavo.states.choice import state_backend
+
+
+class DeltaSizes(NamedTuple):
+    """Of a gated delta rule; see DeltaOperands."""
+
+    num_key_heads: int
+    num_heads: int
+    key_size: int
+    value_size: int
+
+
+def short_conv(x: Tensor, weight: Tensor, pack: Pack, spec: StateSpec) -> Tensor:
+    """A causal convolution of each channel with silu behind it: x [tokens, channels] -> the same shape and dtype.
+
+    weight: [channels, 1, width]; spec: of the layer, whose inputs have one called "conv".
+    """
+    result: Tensor = apply(_ShortConv, x, weight, pack, spec)
+    return result
+
+
+def gated_delta(
+    qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, pack: Pack, spec: StateSpec, sizes: DeltaSizes
+) -> Tensor:
+    """The gated delta rule: qkv [tokens, channels], behind their convolution; a, b [tokens, heads] -> [tokens, values].
+
+    a_log, dt_bias: [heads]; spec: of the layer, whose states have one called "state".
+    """
+    result: Tensor = apply(_GatedDelta, qkv, a, b, a_log, dt_bias, pack, spec, sizes)
+    return result
+
+
+def sigmoid_gated(x: Tensor, gate: Tensor) -> Tensor:
+    """sigmoid(gate) * x: both [tokens, size], of one dtype."""
+    result: Tensor = apply(_SigmoidGated, x, gate)
+    return result
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """Of float32, of any shape."""
+    result: Tensor = apply(_Sigmoid, x)
+    return result
+
+
+def _of_pack(pack: Pack, spec: StateSpec, dtype: torch.dtype) -> tuple[StateBackend, LayerStates]:
+    """An engine's operators, and a layer of it whose rows are the pack's sequences, all of which begin.
+
+    Their tables name null blocks alone, to which nothing is written: nobody goes on from what a sequence leaves. Made
+    for each call: a backend remembers where operands lie, and a trainer's move.
+    """
+    groups = make_groups((spec,), BLOCK_SIZE, dtype.itemsize)
+    pool = KVCachePool(groups, num_blocks=1, dtype=dtype, device=pack.device, layout=layout_by_name("BLHNC"))
+    longest, rows = max(pack.lengths), len(pack.lengths)
+    columns = [max(group.num_blocks(longest + spec.chunk), 1) for group in groups]
+    tables = [torch.zeros(rows, count, dtype=torch.int32, device=pack.device) for count in columns]
+    step, backend, inputs = StateStep(), state_backend(pack.device), pack.inputs
+    assert inputs.rows is not None, "a pack's sequences are rows"
+    step.prepare(
+        StateInputs(
+            max_query_len=longest,
+            max_seq_len=longest,
+            rows=inputs.rows,
+            query_start=inputs.query_start,
+            seq_lens=inputs.seq_lens,
+            positions=pack.positions,
+        )
+    )
+    return backend, layer_states((spec,), pool, tables, step, backend)[0]
+
+
+class _ShortConv(torch.autograd.Function):
+    @staticmethod
+    @outside_autocast
+    def forward(ctx: Any, x: Tensor, weight: Tensor, pack: Pack, spec: StateSpec) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.pack = pack
+        backend, own = _of_pack(pack, spec, x.dtype)
+        operands = ConvOperands(weight.detach().float().squeeze(1).t().contiguous(), None, True)
+        return backend.short_conv(own, operands, x.detach())
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = (each.detach().float().requires_grad_() for each in ctx.saved_tensors)
+        with torch.enable_grad():
+            result = convolved(x, weight, ctx.pack)
+        found = torch.autograd.grad(result, (x, weight), grad.float())
+        return *(own.to(each.dtype) for own, each in zip(found, ctx.saved_tensors, strict=True)), None, None
+
+
+class _GatedDelta(torch.autograd.Function):
+    @staticmethod
+    @outside_autocast
+    def forward(
+        ctx: Any,
+        qkv: Tensor,
+        a: Tensor,
+        b: Tensor,
+        a_log: Tensor,
+        dt_bias: Tensor,
+        pack: Pack,
+        spec: StateSpec,
+        sizes: DeltaSizes,
+    ) -> Tensor:
+        ctx.save_for_backward(qkv, a, b, a_log, dt_bias)
+        ctx.facts = pack, sizes
+        backend, own = _of_pack(pack, spec, qkv.dtype)
+        operands = DeltaOperands(*sizes, -a_log.detach().float().exp(), dt_bias.detach().float().contiguous())
+        return backend.gated_delta(own, operands, qkv.detach(), a.detach(), b.detach())
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        # chunks summed in float32 lose 8e-6 of a gradient; many a GPU has little float64
+        dtype = torch.float32 if grad.is_cuda else torch.float64
+        wide = [each.detach().to(dtype).requires_grad_() for each in ctx.saved_tensors]
+        with torch.enable_grad():
+            result = delta_rule(*wide, *ctx.facts)
+        found = torch.autograd.grad(result, wide, grad.to(dtype))
+        return *(own.to(each.dtype) for own, each in zip(found, ctx.saved_tensors, strict=True)), None, None, None
+
+
+class _SigmoidGated(torch.autograd.Function):
+    @staticmethod
+    @outside_autocast
+    def forward(ctx: Any, x: Tensor, gate: Tensor) -> Tensor:
+        ctx.save_for_backward(x, gate)
+        return activation.sigmoid_gated(x.detach(), gate.detach())
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, gate = ctx.saved_tensors
+        own, share = grad.float(), gate.float().sigmoid()
+        return (own * share).to(x.dtype), (own * x.float() * share * (1 - share)).to(gate.dtype)
+
+
+class _Sigmoid(torch.autograd.Function):
+    @staticmethod
+    @outside_autocast
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        result = activation.sigmoid(x.detach())
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (share,) = ctx.saved_tensors
+        return grad * share * (1 - share)
+
+
+# The same mathematics in plain torch, of any dtype, with gradients of their own.
+
+
+def convolved(x: Tensor, weight: Tensor, pack: Pack) -> Tensor:
+    """What `short_conv` computes: x [tokens, channels], weight [channels, 1, width]."""
+    width, total = weight.shape[2], torch.zeros_like(x)
+    at = torch.arange(len(x), device=x.device)
+    for back in range(width):
+        seen = (pack.positions >= back)[:, None]
+        total = total + torch.where(seen, x[(at - back).clamp(min=0)], 0.0) * weight[:, 0, width - 1 - back]
+    return torch.nn.functional.silu(total)
+
+
+def delta_rule(
+    qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, pack: Pack, sizes: DeltaSizes
+) -> Tensor:
+    """What `gated_delta` computes, chunk by chunk of all sequences at once."""
+    num_keys, heads, key_size, value_size = sizes
+    q, k, v = qkv.split((num_keys * key_size, num_keys * key_size, heads * value_size), 1)
+    q, k = (_unit(each.unflatten(1, (-1, key_size))) for each in (q, k))
+    q, k = (each.repeat_interleave(heads // num_keys, 1) for each in (q * key_size**-0.5, k))
+    decay = -a_log.exp() * torch.nn.functional.softplus(a + dt_bias)
+    row = torch.arange(len(pack.lengths), device=qkv.device)
+    row = row.repeat_interleave(torch.tensor(pack.lengths, device=qkv.device))
+    length = -(-max(pack.lengths) // CHUNK) * CHUNK
+
+    def padded(x: Tensor) -> Tensor:
+        """[tokens, heads, ...] -> [sequences, heads, length, ...], zeros behind each sequence."""
+        rows = x.new_zeros(len(pack.lengths), length, *x.shape[1:]).index_put((row, pack.positions), x)
+        return rows.transpose(1, 2)
+
+    given = [padded(each) for each in (q, k, v.unflatten(1, (-1, value_size)), decay, b.sigmoid())]
+    state, found = qkv.new_zeros(len(pack.lengths), heads, key_size, value_size), []
+    for chunk in zip(*(each.split(CHUNK, 2) for each in given), strict=True):
+        result, state = _delta_chunk(state, *chunk)
+        found.append(result)
+    return torch.cat(found, 2).transpose(1, 2)[row, pack.positions].flatten(1)
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
+
+
+def _delta_chunk(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor) -> tuple[Tensor, Tensor]:
+    """(results, the next state) of a chunk: state [N, H, K, V]; q, k, v [N, H, C, ...]; decay, rate [N, H, C].
+
+    The updates solve a triangular system: each place's needs those before it.
+    """
+    total = decay.cumsum(2)
+    seen = torch.ones(total.shape[2], total.shape[2], dtype=torch.bool, device=total.device).tril()
+    left = (total[..., :, None] - total[..., None, :]).masked_fill(~seen, 0.0).exp() * seen
+    begun = total.exp()[..., None]
+    right = rate[..., None] * (v - begun * (k @ state))
+    between = rate[..., None] * left * (k @ k.mT)
+    update = torch.linalg.solve_triangular(between, right, upper=False, unitriangular=True)
+    result = begun * (q @ state) + (left * (q @ k.mT)) @ update
+    rest = (total[..., -1:] - total).exp()[..., None]
+    return result, total[..., -1, None, None].exp() * state + (rest * k).mT @ update
