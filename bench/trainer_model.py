@@ -1,4 +1,4 @@
-"""A trainer's model on a GPU: transformers' Qwen3 with random weights, which follow from a seed."""
+"""A trainer's model, on a GPU where there is one: transformers' Qwen3 with random weights, which follow from a seed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from octavo.bench.shapes import SHAPES
 
 
 def make_model(name: str, seed: int = 0) -> Any:
-    """Of a shape's name, bfloat16, on the current GPU."""
+    """Of a shape's name, bfloat16, on the current GPU or else the CPU."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(**{key: value for key, value in SHAPES[name].items() if key != "architectures"})
@@ -21,7 +21,7 @@ def make_model(name: str, seed: int = 0) -> Any:
             model = Qwen3ForCausalLM(config)
     finally:
         torch.set_default_dtype(before)
-    model.to_empty(device="cuda")
+    model.to_empty(device="cuda" if torch.cuda.is_available() else "cpu")
     model.tie_weights()
     torch.manual_seed(seed)
     with torch.no_grad():

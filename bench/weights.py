@@ -1,9 +1,10 @@
-"""Benchmark of an update of a running engine's weights: `python bench/weights.py [--model 8b] [ipc nccl disk]`.
+"""Benchmark of an update of a running engine's weights: `python bench/weights.py [--model 8b] [ipc nccl disk ...]`.
 
 A trainer's process makes the weights on a GPU, the engine's own one or (nccl) the next, and sends them; an update's
 time is from its start to the first new token of an engine that idles. `disk` reads safetensors that lie in memory, in
-/dev/shm or, where that is too small, in the system's cache of files that were just written. One engine serves all;
-what is made ready meanwhile is told with its time.
+/dev/shm or, where that is too small, in the system's cache of files that were just written. `shm` and `gloo` pass
+through the host, and run without a GPU too. NCCL refuses two processes on one GPU: what a machine has not is left out,
+by name. One engine serves all; what is made ready meanwhile is told with its time.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import concurrent.futures
 import contextlib
 import json
+import platform
 import shutil
 import subprocess
 import sys
@@ -60,13 +62,15 @@ def be_trainer(name: str, device: int) -> None:
     """Send the weights of each seed that is asked for, by a line, or write them to files."""
     from trainer_model import make_model  # imports transformers, which the engine's process does without
 
-    torch.cuda.set_device(device)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(device)
     senders: dict[str, Sender] = {}
     print(json.dumps({"ready": True}), flush=True)
     for line in iter(sys.stdin.readline, ""):
         words = json.loads(line)
         model = make_model(name, words["seed"])
-        torch.cuda.synchronize()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         if "folder" in words:
             write_files(Path(words["folder"]), WeightSource(model).tensors)
         else:
@@ -196,11 +200,14 @@ def by_trainer(llm: LLM, trainer: Trainer, backend: str, rounds: int) -> list[fl
 
 
 def report(name: str, backend: str, measure: Callable[[], list[float]]) -> None:
-    """A line, as soon as it is known."""
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    """A line, as soon as it is known. What is beside the model is a GPU's."""
+    extra, has_gpu = 0.0, torch.cuda.is_available()
+    if has_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated() if has_gpu else 0
     times = measure()
-    extra = (torch.cuda.max_memory_allocated() - before) / 2**30
+    if has_gpu:
+        extra = (torch.cuda.max_memory_allocated() - before) / 2**30
     print(f"{name:<6} {backend:<6} {times[0]:>8.3f} {min(times):>8.3f} {extra:>8.2f}", flush=True)
 
 
@@ -209,11 +216,19 @@ def tell(what: str) -> None:
     print(f"  [{time.perf_counter() - _BEGAN:.1f} s] {what}", file=sys.stderr, flush=True)
 
 
+def has_gpus(backend: str) -> bool:
+    """Whether there are as many as a backend needs; what is left out is told."""
+    needed, count = {"ipc": 1, "nccl": 2}.get(backend, 0), torch.cuda.device_count()
+    if count < needed:
+        tell(f"{backend} is left out: it needs {needed} GPUs, and there are {count}")
+    return count >= needed
+
+
 def run(name: str, backends: list[str], rounds: int) -> None:
     """All of them with one engine, and a trainer on each GPU that one is needed on, which starts meanwhile."""
     fields = {"kv_cache_memory_bytes": 1 << 30, "max_model_len": 1024, "max_num_seqs": 8, "enforce_eager": True}
     with contextlib.ExitStack() as stack:
-        places = {backend: int(backend == "nccl") for backend in backends}
+        places = {backend: int(backend == "nccl") for backend in backends if has_gpus(backend)}
         trainers = {device: stack.enter_context(Trainer(name, device)) for device in sorted(set(places.values()))}
         config = {"staging": "none", "timeout": 30}
         llm = stack.enter_context(dummy_model(name, weight_transfer_config=config, **fields))
@@ -222,7 +237,8 @@ def run(name: str, backends: list[str], rounds: int) -> None:
         for trainer in trainers.values():
             trainer.meet(llm)
         tell("trainers are there")
-        print(f"{torch.cuda.get_device_name()}: seconds from an update's start to a token; GiB beside the model")
+        device_name = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "CPU"
+        print(f"{device_name}: seconds from an update's start to a token; GiB beside the model")
         print(f"{'model':<6} {'how':<6} {'first':>8} {'best':>8} {'extra':>8}", flush=True)
         for backend, device in places.items():
             if backend == "disk":

@@ -28,6 +28,7 @@ from model_rig import make_reference  # isort: skip, its folder is known through
 
 pytestmark = pytest.mark.gpu
 FAMILIES = ["qwen3", "llama3-rope", "mistral-window", "gemma3-32", "olmo3", "glm4", "qwen3-moe"]
+LATENT = ["deepseek2-biased", "deepseek2-groups", "deepseek3", "deepseek3-yarn"]
 LENGTHS = (1, 31, 32, 255, 256, 257, 600)
 # Memory of their own, since others run beside these; few rows and no graphs, so that few kernels are compiled.
 SMALL: dict[str, Any] = {
@@ -127,6 +128,40 @@ def test_RL_N1_families(family: str, tmp_path: Path) -> None:
     assert num_differing(pack.split(found), theirs) == 0
     found.sum().backward()
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", LATENT)
+def test_RL_N1_latent_attention(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Drawn with attention over states, with experts that are shared and a choice that is corrected."""
+    model = make_reference(family).to(dtype)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):  # of the choice alone: it moves many
+            buffer.copy_(torch.linspace(-0.3, 0.3, len(buffer))[torch.randperm(len(buffer))])
+    model.save_pretrained(tmp_path)
+    with LLM(str(tmp_path), dtype=str(dtype)[6:], skip_tokenizer_init=True, **SMALL | {"max_model_len": 256}) as llm:
+        sequences, theirs = sampled(llm, random_ids(1, 33, 70, 2, 64, 200))
+    rl.convert(model.cuda(), max_model_len=256)
+    pack = rl.Pack.of(sequences, device="cuda")
+    found = rl.logprobs(model, pack).logprobs
+    assert num_differing(pack.split(found), theirs) == 0
+    with torch.no_grad():
+        alone = [rl.logprobs(model, rl.Pack.of([each], device="cuda")).logprobs for each in sequences]
+    assert num_differing(alone, theirs) == 0
+    found.sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters() if parameter.grad is not None)
+    assert all(layer.self_attn.kv_b_proj.weight.grad.abs().sum() > 0 for layer in model.model.layers)
+
+
+def test_RL_N2_latent_gradients_are_those_of_the_cpu() -> None:
+    gradients = []
+    for device in ("cpu", "cuda"):
+        model = rl.convert(make_reference("deepseek3").to(device), max_model_len=256)
+        pack = rl.Pack.of(random_ids(40, 200, 7), device=device)
+        rl.logprobs(model, pack).logprobs.sum().backward()
+        gradients.append({name: parameter.grad.cpu() for name, parameter in model.named_parameters()})
+    for name, mine in gradients[0].items():
+        assert float((mine - gradients[1][name]).norm()) <= 1e-4 * float(mine.norm()), name
 
 
 def test_RL_G3_processed_logprobs() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "rl"))
@@ -22,6 +24,8 @@ from octavo.checkpoint.safetensors import Checkpoint
 from octavo.rl import Sender, WeightSource
 from octavo.rl.plan import Incoming
 from octavo.rl.transport import ipc, split
+from octavo.rl.transport.group import Group
+from octavo.rl.transport.nccl import make_nccl
 from octavo.rl.transport.pieces import PIECE_BYTES, read_ahead
 from rl_rig import TINY
 from trainer_model import make_model
@@ -63,6 +67,35 @@ def test_RL_W5_weights_of_another_process(backend: str) -> None:
                 free.append(torch.cuda.mem_get_info()[0])
             assert max(free) - min(free[1:]) <= 64 << 20, free
             assert answers(llm, ASKED) == expected[1]
+
+
+def test_RL_W5_nccl_of_one_process() -> None:
+    """What one GPU can show: a communicator that meets in time, a broadcast over it, its end, and the next one."""
+    for turn in range(2):
+        store = TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
+        group = Group(make_nccl, "127.0.0.1", store.port, 0, 1, 30.0, store=store)
+        sent = torch.full((5, 7), float(turn), device="cuda")
+        group.broadcast(sent, "a weight", 30.0)
+        assert sent.tolist() == [[float(turn)] * 7] * 5
+        group.close()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="of one GPU")
+def test_RL_W8_two_processes_on_one_gpu_are_refused_in_time() -> None:
+    """NCCL refuses them; the engine says so within its deadline, serves on, and is met by another backend."""
+    config = {"backend": "nccl", "staging": "none", "timeout": 20}
+    with dummy_model("tiny", weight_transfer_config=config, **FIELDS) as llm, Trainer("tiny", 0) as trainer:
+        Sender(llm, "local").send(WeightSource(make_model("tiny", 1)))
+        before, began = answers(llm, ASKED), time.monotonic()
+        trainer.meet(llm)
+        with pytest.raises(RuntimeError, match="the trainer ended"):
+            trainer.send(1, "nccl")
+        took = time.monotonic() - began
+        assert took < 60 and answers(llm, ASKED) == before, took
+        with Trainer("tiny", 0) as other:
+            other.meet(llm)
+            other.send(1, "ipc")
+            assert answers(llm, ASKED) == before
 
 
 def test_RL_W5_files_reach_a_gpu_through_pinned_memory(tmp_path: Path) -> None:

@@ -211,6 +211,7 @@ class VirtualMemory:
         range_ = self._range
         if range_ is None:
             return
+        self._pages.settle()  # the device is this thread's then
         try:
             for piece in range_.pieces:
                 if not piece.is_mapped:
