@@ -97,9 +97,21 @@ def test_a_silent_store_costs_its_request_the_limit_and_nobody_else_anything(rig
     assert rig.index.is_known("first", KEYS) and not rig.index.is_looking
     assert "request first: the store did not answer within 60 s" in caplog.text
     assert rig.index.is_known("first", KEYS), "it is asked once"
-    rig.store.gate.set()
+    assert rig.index.is_known("second", KEYS), "who is silent is not waited for again"
     rig.store.kept = dict.fromkeys(KEYS, np.zeros(16, np.uint8))
-    assert rig.answered("second") == [True] * 3
+    rig.store.gate.set()
+    rig.mover.wait(60)  # it has answered the first one
+    assert rig.answered("third") == [True] * 3
+
+
+def test_what_was_there_is_not_there_when_the_store_does_not_answer_any_more(rig: Rig):
+    rig.store.kept = dict.fromkeys(KEYS, np.zeros(16, np.uint8))
+    assert rig.answered("first") == [True] * 3
+    rig.store.gate.clear()
+    assert not rig.index.is_known("second", KEYS)
+    rig.now = 61.0
+    assert rig.index.is_known("second", KEYS)
+    assert rig.answered("third") == [False] * 3
 
 
 def test_a_store_that_fails_has_nothing(rig: Rig, caplog):

@@ -1,7 +1,8 @@
 """LookedUp: what a store elsewhere has, as far as it has been asked.
 
 Owns the questions, one for each request, and what the answers said. The worker's half asks, beside the steps.
-Invariant: the thread that schedules never waits for the store: a request waits, and for a limited time.
+Invariant: the thread that schedules never waits for the store: a request does, for a limited time, and none does while
+the store is silent.
 """
 
 from __future__ import annotations
@@ -35,20 +36,28 @@ class LookedUp(Index):
         self._waiting: dict[str, tuple[Sequence[bytes], float]] = {}  # request -> its keys, until when
         self._came: dict[str, list[Sequence[bool]]] = {}  # request -> what the workers said
         self._known = collections.OrderedDict[str, int]()  # request -> how many keys were asked for
+        self._is_silent = False  # a question was not answered in time, and none since: nobody waits for another
         self._saving: dict[int, list[bytes]] = {}  # save -> its keys
 
     def is_known(self, request_id: str, keys: Sequence[bytes]) -> bool:
         """See Index."""
         if not keys or self._known.get(request_id, 0) >= len(keys):
             return True
+        self._collect()
+        if self._is_silent and request_id not in self._waiting:
+            self._end(request_id, keys, [False] * len(keys))
+            return True
+        if self._known.get(request_id, 0) >= len(keys):
+            return True
         if request_id not in self._waiting:
             self._waiting[request_id] = keys, self._clock() + self._limit
             self._ask("look", request_id, list(keys))
-        self._collect()
-        return request_id not in self._waiting
+        return False
 
     def _collect(self) -> None:
         answers: list[Sequence[tuple[str, Sequence[bool]]]] = self._ask("looked")
+        if any(answers):
+            self._is_silent = False
         for own in answers:
             for request_id, found in own:
                 if request_id in self._waiting:
@@ -56,16 +65,19 @@ class LookedUp(Index):
         for request_id, (keys, until) in list(self._waiting.items()):
             came = self._came.get(request_id, ())
             if len(came) == len(answers):
-                self._learn(keys, [all(each) for each in zip(*came, strict=True)])
-            elif self._clock() < until:
-                continue
-            else:
+                self._end(request_id, keys, [all(each) for each in zip(*came, strict=True)])
+            elif self._clock() >= until:
+                self._is_silent = True
                 _LOG.warning("request %s: the store did not answer within %g s", request_id, self._limit)
-            del self._waiting[request_id]
-            self._came.pop(request_id, None)
-            self._known[request_id] = len(keys)
-            while len(self._known) > _MAX_REQUESTS:
-                self._known.popitem(last=False)
+                self._end(request_id, keys, [False] * len(keys))
+
+    def _end(self, request_id: str, keys: Sequence[bytes], found: Sequence[bool]) -> None:
+        self._learn(keys, found)
+        self._waiting.pop(request_id, None)
+        self._came.pop(request_id, None)
+        self._known[request_id] = len(keys)
+        while len(self._known) > _MAX_REQUESTS:
+            self._known.popitem(last=False)
 
     def _learn(self, keys: Sequence[bytes], found: Sequence[bool]) -> None:
         for key, is_there in zip(keys, found, strict=True):
