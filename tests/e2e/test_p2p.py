@@ -287,16 +287,28 @@ SIDES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+EXTRA_WRITE = {"kv_connector_extra_config": {"transfer_mode": "write"}}
+WAYS: dict[str, dict[str, Any]] = {
+    **{name: {"kv_connector": name} for name in ("p2p", "nixl", "mooncake")},
+    "push": {"kv_connector": "nixl", "kv_connector_extra_config": {"transfer_mode": "push"}},
+}
+
+
 @pytest.mark.parametrize(
-    ("sides", "name"), [*itertools.product(SIDES, ("p2p", "nixl")), ("16 to 64", "mooncake")], ids=str
+    ("sides", "name"),
+    [
+        *itertools.product(SIDES, ("p2p", "nixl")),
+        *itertools.product(("16 to 64", "layer by layer"), ("push",)),
+        ("16 to 64", "mooncake"),
+    ],
 )
-def test_T_2_T_3_N_6_sides_of_other_blocks_and_layouts_give_one_engines_bits(sides, name, make_llm: Make):
+def test_T_2_T_3_N_5_N_6_sides_of_other_blocks_and_layouts_give_one_engines_bits(sides, name, make_llm: Make):
     """The second time the second engine has the beginning of the prompts, so fewer blocks come than were offered."""
-    need_library(name)
+    need_library(WAYS[name]["kv_connector"])
     ours, theirs = ({"max_model_len": 512, **fields} for fields in SIDES[sides])
     expected = bits(make_llm(**theirs).generate(LONG, PARAMS))
-    first = make_llm(**ours, kv_transfer_config=p2p("kv_producer", kv_connector=name))
-    second = make_llm(**theirs, kv_transfer_config=p2p("kv_consumer", kv_connector=name))
+    first = make_llm(**ours, kv_transfer_config=p2p("kv_producer", **WAYS[name]))
+    second = make_llm(**theirs, kv_transfer_config=p2p("kv_consumer", **WAYS[name]))
     for known in (0, 64):
         assert second.reset_prefix_cache()
         if known:
@@ -363,3 +375,19 @@ def test_T_2_T_5_C_13_a_window_that_slides_comes_from_smaller_blocks_and_nobody_
         stats = second.engine.scheduler.stats()
         assert not stats.num_load_failures and stats.num_scheduled_tokens == len(prompts) * 12
         assert answers(second, shorter, [None] * 3) == answers(alone, shorter, [None] * 3)
+
+
+def test_N_3_N_5_one_side_that_pushes_and_one_that_pulls_are_refused_by_both_names(make_llm: Make, caplog):
+    need_library("nixl")
+    config = {"kv_transfer_timeout": 0.5, "kv_load_failure_policy": "recompute"}
+    expected = bits(make_llm(max_model_len=512).generate(PROMPTS[:1], PARAMS))
+    first = make_llm(max_model_len=512, kv_transfer_config=p2p("kv_producer", **WAYS["push"], **config))
+    second = make_llm(max_model_len=512, kv_transfer_config=p2p("kv_consumer", **WAYS["nixl"], **config))
+    told = prefill(first, PROMPTS[:1])
+    with stepping(first):
+        assert bits(second.generate(PROMPTS[:1], with_transfer(PARAMS, told[0]))) == expected
+    assert "its blocks go by nixl, pushed, yours come by nixl" in caplog.text
+    until_idle(second)
+    until_idle(first)
+    with pytest.raises(ConfigError, match="transfer_mode='write': must be one of pull, push"):
+        make_kind(read_kv_transfer(p2p("kv_both", kv_connector="nixl", **EXTRA_WRITE)))

@@ -89,7 +89,7 @@ class P2P:
 class Nixl(P2P):
     """See Kind. As `p2p`, and the bytes go from memory to memory by NIXL."""
 
-    keys = ("num_threads",)
+    keys = ("num_threads", "transfer_mode")
     registers = True
 
     def __init__(self, transfer: KVTransferConfig) -> None:
@@ -98,12 +98,14 @@ class Nixl(P2P):
             install = "pip install 'octavo[nixl]', or pip install --no-deps nixl-cu12"
             raise refuse("kv_connector", transfer.kv_connector, "needs the library nixl-cu12", install)
         super().__init__(transfer)
+        self._pushes = Extra(transfer.extra).choice("transfer_mode", "pull", ("pull", "push")) == "push"
 
     def make_way(self, cache: CacheBytes) -> Way:
         """See P2P."""
         from octavo.kv_connector.worker.ways.nixl import NixlWay
+        from octavo.kv_connector.worker.ways.nixl_push import NixlPushWay
 
-        return NixlWay(cache)
+        return (NixlPushWay if self._pushes else NixlWay)(cache, gives=self._transfer.produces)
 
 
 def asked_of(request: Request) -> Mapping[str, Any]:

@@ -156,6 +156,7 @@ class Fetches:
     def _ask(self, fetch: _Fetch, number: int, pieces: Sequence[Sequence[Place]]) -> Told:
         """Ask a rank for blocks, some at a time. Raises TransferError for no."""
         pair, wanted = fetch.pairs[number], fetch.wanted
+        num_bytes = max(map(len, pieces), default=0) * pair.theirs.block_bytes
         pair.send(
             Ask(
                 fetch=wanted.fetch,
@@ -163,7 +164,7 @@ class Fetches:
                 digest=wanted.digest,
                 places=[place for piece in pieces for place in piece],
                 pieces=list(map(len, pieces)),
-                told=self._way.ask(pair) if pieces else b"",
+                told=self._way.ask(pair, num_bytes) if pieces else b"",
             )
         )
         told: Told = pair.receive(Told)

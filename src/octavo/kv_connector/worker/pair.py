@@ -108,7 +108,12 @@ class Pair:
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
         self.sock.close()
-        self.state = None
+        self.drop_state()
+
+    def drop_state(self) -> None:
+        """What the way of the bytes keeps of the connection ends, with its `close` if it has one."""
+        state, self.state = self.state, None
+        getattr(state, "close", int)()
 
 
 class Way(Protocol):
@@ -116,8 +121,8 @@ class Way(Protocol):
 
     name: str
 
-    def ask(self, pair: Pair) -> bytes:
-        """What the side that has the blocks must know."""
+    def ask(self, pair: Pair, num_bytes: int) -> bytes:
+        """What the side that has the blocks must know. num_bytes: of what comes at a time, at most."""
 
     def tell(self, blocks: Sequence[int]) -> bytes:
         """What the side that wants these blocks must know."""

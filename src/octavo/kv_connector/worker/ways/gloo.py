@@ -29,7 +29,7 @@ class GlooWay:
         """Nobody is met."""
         self._cache = cache
 
-    def ask(self, pair: Pair) -> bytes:
+    def ask(self, pair: Pair, num_bytes: int) -> bytes:
         """See Way: the store's port, or nothing where the group is there."""
         if pair.state is not None:
             return b""

@@ -48,7 +48,7 @@ class MooncakeWay:
             raise RuntimeError(f"Mooncake's transfer engine does not take {num_bytes} bytes of memory: {code}")
         return engine
 
-    def ask(self, pair: Pair) -> bytes:
+    def ask(self, pair: Pair, num_bytes: int) -> bytes:
         """See Way."""
         return b""
 

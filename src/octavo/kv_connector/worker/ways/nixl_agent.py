@@ -1,0 +1,103 @@
+"""NixlAgent: an agent of NIXL's with the memory that it may move.
+
+Owns the calls of the library, under a lock: NIXL's own threads are off, so whoever waits for bytes, on either side,
+asks NIXL again and again, and a transfer goes on only then. Invariant: behind `close` no byte of a transfer that was
+given up arrives any more. Over TCP it would as long as the agent lived, whatever became of its handle.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from typing import Any, NamedTuple
+
+import numpy as np
+from nixl_cu12._api import nixl_agent, nixl_agent_config
+
+from octavo.kv_connector.worker.pair import Pair, TransferError
+
+POLL = 0.0002  # seconds between two questions
+
+
+class Runs(NamedTuple):
+    """Runs of bytes on one side."""
+
+    places: np.ndarray  # uint64 [runs, 2]: address, bytes
+    device: int
+    kind: str  # of memory, in NIXL's words
+
+
+class NixlAgent:
+    """Any thread may use it."""
+
+    def __init__(self) -> None:
+        """It may move nothing."""
+        self._lock = threading.Lock()
+        config = nixl_agent_config(enable_prog_thread=False, enable_listen_thread=False, backends=["UCX"])
+        self._agent: Any = nixl_agent(f"octavo-{uuid.uuid4()}", config)
+
+    def register(self, address: int, num_bytes: int, device: int, kind: str) -> Any:
+        """Let memory be moved; what it is forgotten by."""
+        with self._lock:
+            return self._agent.register_memory([(address, num_bytes, device, "")], kind)
+
+    def forget(self, registered: Any) -> None:
+        """Let memory be moved no more."""
+        with self._lock:
+            if self._agent is not None:
+                self._agent.deregister_memory(registered)
+
+    def metadata(self) -> bytes:
+        """What another agent must know to move bytes to and from this memory."""
+        with self._lock:
+            return bytes(self._agent.get_agent_metadata())
+
+    def meet(self, metadata: bytes) -> str:
+        """Another agent's name."""
+        with self._lock:
+            name = self._agent.add_remote_agent(metadata)
+        return name.decode() if isinstance(name, bytes) else str(name)
+
+    def part(self, name: str) -> None:
+        """Forget another agent, and the memory that its connection takes."""
+        with self._lock:
+            if self._agent is not None:
+                self._agent.remove_remote_agent(name)
+
+    def work(self) -> None:
+        """Let what others move go on."""
+        with self._lock:
+            self._agent.get_new_notifs()
+
+    def move(self, what: str, own: Runs, others: Runs, name: str, pair: Pair) -> None:
+        """READ from, or WRITE to, the agent `name` of a peer, until it is done. Raises TransferError."""
+        until = time.monotonic() + pair.timeout
+        with self._lock:
+            sides = [
+                self._agent.get_xfer_descs(
+                    np.column_stack([r.places, np.full(len(r.places), r.device, np.uint64)]), r.kind
+                )
+                for r in (own, others)
+            ]
+            handle = self._agent.initialize_xfer(what, *sides, name, b"octavo")
+            state = self._agent.transfer(handle)
+        try:
+            while state == "PROC":
+                if time.monotonic() > until:
+                    raise TransferError(f"{pair.peer}: a {what} of blocks did not end within {pair.timeout:g} s")
+                time.sleep(POLL)
+                with self._lock:
+                    state = self._agent.check_xfer_state(handle)
+            if state != "DONE":
+                raise TransferError(f"{pair.peer}: a {what} of blocks ended with {state}")
+        finally:
+            with self._lock:
+                self._agent.release_xfer_handle(handle)
+
+    def close(self) -> None:
+        """Move nothing any more. May be called twice."""
+        with self._lock:
+            agent, self._agent = self._agent, None
+            if agent is not None:
+                agent.agent = None  # the library's object, which ends with its last name
