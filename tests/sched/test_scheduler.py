@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from octavo.plan import StepResult
+from octavo.plan import StepResult, TokenLogprobs
 from octavo.request.request import FinishReason
 from octavo.request.sampling_params import RepetitionDetectionParams
 from sched_harness import BLOCK, Driver, expected_answer, full, make_request, make_scheduler, sliding, smallest_pool
-from step_words import blocks_by_row, result_of
+from step_words import blocks_by_row, result_of, scores_of
 
 HYBRID = (full(), sliding(6), sliding(13))
 
@@ -279,6 +279,26 @@ def test_a_row_with_drafts_may_be_held():
     assert (request.num_tokens, request.num_in_flight, request.num_computed) == (4, 0, 3)
     again = scheduler.schedule()
     assert (again.num_tokens.tolist(), again.num_drafts.tolist(), again.computed.tolist()) == ([3], [2], [3])
+
+
+@pytest.mark.parametrize("num_others", [1, 6])
+def test_a_held_rows_prompt_logprobs_are_told(num_others):
+    """Once: its prompt was scored, and its form's mask came late, in a step that verifies other rows' drafts."""
+    scheduler = make_scheduler(num_drafts=2)
+    others = [make_request(3, 20) for _ in range(num_others)]
+    for request in others:
+        scheduler.add(request)
+    scheduler.update(scheduler.schedule(), result_of(0, range(num_others), [[3]] * num_others))
+    scheduler.add(request := make_request(3, 20, prompt_logprobs=0))
+    plan = scheduler.schedule()
+    assert len(plan.num_drafts)
+    scores = scores_of([TokenLogprobs([1], [-1.0], [1]), TokenLogprobs([2], [-2.0], [1])])
+    rows, counts = np.arange(num_others + 1), np.array([1] * num_others + [0])
+    tokens = np.full((num_others + 1, 3), 4)
+    held = StepResult(step=1, rows=rows, tokens=tokens, num_sampled=counts, prompt_logprobs={num_others: scores})
+    own = [update for update in scheduler.update(plan, held) if update.request_id == request.request_id]
+    assert [(update.tokens, update.prompt_logprobs.num_positions) for update in own] == [([], 2)]
+    assert (request.num_tokens, request.num_computed) == (3, 2)
 
 
 def test_drafts_that_were_accepted_come_before_a_failure():

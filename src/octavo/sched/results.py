@@ -46,7 +46,7 @@ class Results:
         one_by_one = range(len(rows)) if len(rows) <= _FEW else _places(rows, left)
         for place in one_by_one:
             request = left.get(row := rows.item(place)) or self._running.owners[row]
-            if request.status is not Status.FINISHED:
+            if request.status is not Status.FINISHED and result.num_sampled[place]:
                 self.append(request, row, tokens[place, : result.num_sampled[place]].tolist(), result, updates)
         if len(one_by_one) == len(rows):
             return
@@ -149,12 +149,13 @@ class Results:
     def take_prompt_logprobs(
         self, result: StepResult, owners: Mapping[int, Request], updates: list[RequestUpdate]
     ) -> None:
-        """And their experts. Those of rows that sampled too are told with their token."""
+        """And their experts. Those of rows that sampled too, and were not held, are told with their token."""
         for row, part in result.prompt_logprobs.items():
             owners[row].num_prompt_logprobs += part.num_positions
+        sampled = result.rows[result.num_sampled > 0]
         for row in result.prompt_logprobs.keys() | result.experts.keys():
             request = owners[row]
-            if row not in result.rows and request.status is not Status.FINISHED:
+            if row not in sampled and request.status is not Status.FINISHED:
                 self.emit(request, row, result, updates)
 
     def take_untold(self, requests: Iterable[Request]) -> list[RequestUpdate]:
