@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# One H200 or two, at most 150 s: `host` and file hits against recomputation, copies beside decoding (8b in the default layout, then 0.6b in a
-# block-outermost one), the same bits from host memory, and blocks by NCCL (one GPU: refused in time; two: the same bits).
+# One H200 or two, at most 175 s: `host` and file hits against recomputation, copies beside decoding (8b in the default layout, then 0.6b in a
+# block-outermost one), the same bits from host memory, states among them, and blocks by NCCL (one GPU: refused in time; two: the same bits).
 # Table last. Run in the repository root; PY names the interpreter.
 set -u
 PY=${PY:-python3}; OUT=${OUT:-/tmp}
@@ -8,8 +8,10 @@ export PYTHONPATH=$PWD/src
 timeout 60 $PY -m octavo bench connectors --shape 8b --length 2000 --rows 64 > "$OUT/connectors_default.txt" 2>&1; a=$?
 timeout 25 $PY -m octavo bench connectors --shape 0.6b --length 2000 --rows 64 --kv-cache-layout BLHNC > "$OUT/connectors_blhnc.txt" 2>&1; b=$?
 timeout 25 $PY -m octavo bench reproducibility --shape 0.6b --tokens 2000 --axis "host memory" > "$OUT/connectors_bits.txt" 2>&1; c=$?
+timeout 25 $PY -m octavo bench reproducibility --model octavo-tiny-hybrid --tokens 2000 --axis "host memory" > "$OUT/connectors_states.txt" 2>&1; e=$?
 timeout 60 $PY -m pytest -q -n 0 -m gpu -rs tests/gpu/test_connectors_gpu.py > "$OUT/connectors_nccl.txt" 2>&1; d=$?
-echo "exit codes: 8b default layout $a, 0.6b BLHNC $b, bits $c, NCCL $d"
+echo "exit codes: 8b default layout $a, 0.6b BLHNC $b, bits $c, of states $e, NCCL $d"
 tail -3 "$OUT/connectors_nccl.txt" | cut -c1-200
 tail -4 "$OUT/connectors_bits.txt" | cut -c1-200
+tail -4 "$OUT/connectors_states.txt" | cut -c1-200
 for f in connectors_default connectors_blhnc; do grep -v '^{' "$OUT/$f.txt" | tail -20; done

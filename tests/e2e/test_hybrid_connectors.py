@@ -140,20 +140,22 @@ def test_C_6_C_7_a_state_that_is_spoiled_or_late_is_computed(make_llm: Make, tmp
 
 def test_O_2_a_load_that_is_late_is_given_up_and_its_blocks_come_back(make_llm: Make, monkeypatch):
     expected = answers(make_llm(**TINY), PROMPTS)
-    config = {**host(), "kv_load_failure_policy": "recompute", "kv_transfer_timeout": 0.2}
-    llm = make_llm(**TINY, kv_transfer_config=config)
+    llm = make_llm(**TINY, kv_transfer_config={**host(), "kv_load_failure_policy": "recompute"})
     answers(llm, PROMPTS)
     settle(llm)
+    loads = llm.engine.scheduler.loads
     gate, handle = threading.Event(), HostHandler.handle
 
     def late(self: HostHandler, job: Any) -> Any:
-        while job.order.is_load and not gate.wait(0.01) and not llm.engine.scheduler.loads.stats.num_load_failures:
+        while job.order.is_load and not gate.wait(0.01) and not loads.stats.num_load_failures:
             pass
         return handle(self, job)
 
     monkeypatch.setattr(HostHandler, "handle", late)
+    monkeypatch.setattr(loads, "_timeout", 0.1)
     assert llm.reset_prefix_cache() and answers(llm, PROMPTS) == expected
     gate.set()
+    monkeypatch.setattr(loads, "_timeout", 30.0)
     assert settle(llm)[0].num_load_failures
     assert llm.reset_prefix_cache() and answers(llm, PROMPTS) == expected
     assert settle(llm)[0].num_loaded_tokens
@@ -170,8 +172,9 @@ def test_O_7_pressure_on_both_pools_changes_no_bit(policy: str, make_llm: Make, 
     extra = {"storage_path": str(tmp_path), "storage_bytes": "16M"} if policy == "lru" else {}
     config = host("3M", eviction_policy=policy, **extra)
     llm = make_llm(**fields, num_gpu_blocks_override=tight, kv_transfer_config=config)
-    assert answers(llm, prompts) == expected
-    stats, moved = settle(llm)
+    for half in (slice(8), slice(8, None)):
+        assert answers(llm, prompts[half]) == expected[half]
+        stats, moved = settle(llm)
     assert moved.num_evicted_blocks and llm.reset_prefix_cache(reset_connector=True)
     for _ in range(2):  # one prompt has room
         assert answers(llm, prompts[-1:]) == expected[-1:]
@@ -244,6 +247,29 @@ def test_D_2_D_3_a_pair_moves_the_last_state_and_the_open_chunk(name: str, model
         assert stats.num_loaded_tokens - before.num_loaded_tokens == sum(map(len, prompts))
         assert stats.num_scheduled_tokens - before.num_scheduled_tokens == len(prompts) * 10, "one token of a prompt"
         assert not stats.num_load_failures
+
+
+def test_D_2_sides_may_keep_other_snapshots(make_llm: Make):
+    """An engine that computes prompts and keeps none of their states but the last, as it has no use for others."""
+    prompts = [LONG[:count] for count in (65, 128, 190)]
+    expected = answers(make_llm(**TINY), prompts)
+    first = make_llm(**TINY, snapshot_interval=0, kv_transfer_config=p2p("kv_producer"))
+    second = make_llm(**TINY, kv_transfer_config=p2p("kv_consumer"))
+    assert fetched(first, second, prompts, prompts, PARAMS) == expected
+    stats = second.engine.scheduler.stats()
+    assert stats.num_loaded_tokens == sum(map(len, prompts)) and not stats.num_load_failures
+
+
+def test_T_5_states_of_sides_whose_blocks_differ_are_refused_by_both_values(make_llm: Make, caplog):
+    prompts = [LONG[:100]]
+    expected = answers(make_llm(**TINY), prompts)
+    first = make_llm(**TINY, block_size=32, kv_transfer_config=p2p("kv_producer", kv_transfer_timeout=1))
+    config = p2p("kv_consumer", kv_load_failure_policy="recompute")
+    second = make_llm(**TINY, kv_transfer_config=config)
+    assert fetched(first, second, prompts, prompts, PARAMS) == expected
+    assert second.engine.scheduler.stats().num_load_failures == 1
+    said = "what layers keep as states passes only where these are equal"
+    assert said in caplog.text and "blocks of 32, 64" in caplog.text and "blocks of 16, 64" in caplog.text
 
 
 def test_D_2_what_is_here_is_not_fetched_and_what_is_offered_may_be_a_part(mixed, make_llm: Make):
