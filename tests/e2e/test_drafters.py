@@ -390,7 +390,8 @@ BAD: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
     ),
     "no modules": (lambda _: {"method": "mtp"}, r"no modules of multi-token prediction"),
     "no model": (lambda _: {"method": "eagle3"}, r"eagle3.*model"),
-    "dflash": (lambda _: {"method": "dflash", "model": "x"}, r"dflash"),
+    "no drafter of blocks": (lambda _: {"method": "dflash"}, r"dflash.*model"),
+    "heads without a cache": (lambda _: {"method": "medusa", "model": "x"}, r"medusa.*EAGLE"),
 }
 
 

@@ -37,7 +37,7 @@ class Oracle:
 
     num_drafts = K
     taps = layer_specs = ()
-    num_next_tokens, captures = 0, False
+    num_next_tokens, num_lookahead, captures = 0, 0, False
 
     def __init__(self) -> None:
         self.answers: list[list[int]] = []  # prompts with their outputs

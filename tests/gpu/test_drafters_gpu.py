@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import time
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 if __name__ != "__main__" and not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
@@ -35,6 +37,46 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "small pool": {"num_gpu_blocks_override": 40, "max_model_len": 512, "max_num_seqs": 24},
 }
 CACHE = {"kv_cache_memory_bytes": 1 << 28, "max_model_len": 1024}
+
+
+def block_drafter(folder: Path) -> str:
+    """A DFlash drafter of random weights for octavo-tiny."""
+    generator = torch.Generator().manual_seed(4)
+    shapes = {"fc.weight": (256, 512), "hidden_norm.weight": (256,), "norm.weight": (256,)}
+    for layer in range(2):
+        own = {
+            "input_layernorm": (256,),
+            "post_attention_layernorm": (256,),
+            "self_attn.q_norm": (64,),
+            "self_attn.k_norm": (64,),
+            "self_attn.q_proj": (256, 256),
+            "self_attn.k_proj": (128, 256),
+            "self_attn.v_proj": (128, 256),
+            "self_attn.o_proj": (256, 256),
+            "mlp.gate_proj": (128, 256),
+            "mlp.up_proj": (128, 256),
+            "mlp.down_proj": (256, 128),
+        }
+        shapes |= {f"layers.{layer}.{name}.weight": shape for name, shape in own.items()}
+    weights = {
+        name: torch.randn(shape, generator=generator) * shape[-1] ** -0.5 + (len(shape) == 1)
+        for name, shape in shapes.items()
+    }
+    save_file(weights, folder / "model.safetensors")
+    config = {
+        "architectures": ["DFlashDraftModel"],
+        "hidden_size": 256,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "max_position_embeddings": 2048,
+        "block_size": 8,
+        "dflash_config": {"mask_token_id": 7, "target_layer_ids": [1, 4]},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
 
 
 def prompts(count: int) -> list[str]:
@@ -82,6 +124,45 @@ def test_S_2_the_bits_of_no_drafts(plain: tuple[str, list[Any]], name: str, sett
         assert stats.num_draft_tokens > 100
         if name == "draft_model":
             assert stats.num_accepted_tokens == stats.num_draft_tokens, "it drafts what it says, from sound entries"
+
+
+BLOCKS: dict[str, dict[str, Any]] = {
+    **SETTINGS,
+    "flex": {"attention_backend": "flex"},
+    "flex without graphs": {"attention_backend": "flex", "enforce_eager": True},
+}
+
+
+@pytest.mark.parametrize("setting", BLOCKS)
+def test_S_2_blocks_leave_the_bits_of_no_drafts(plain: tuple[str, list[Any]], setting: str, tmp_path: Path) -> None:
+    """DFlash, whose queries see each other, on the paged backend and on flex."""
+    own = BLOCKS[setting]
+    given = {"method": "dflash", "model": block_drafter(tmp_path)}
+    expected = plain[1]
+    if "attention_backend" in own:
+        with make(None, dtype=plain[0], **own) as llm:
+            expected = answers(llm, 24)
+    with make(given, dtype=plain[0], **own) as llm:
+        answers(llm, 2)
+        with no_waits():
+            assert answers(llm, 24) == expected
+            assert answers(llm, 24) == expected
+        assert llm.engine.scheduler.drafting.stats.num_draft_tokens > 100
+
+
+def test_S_11_blocks_on_flex_in_a_pool_beyond_32_bit_offsets(tmp_path: Path) -> None:
+    """More than 2**31 / (2 H D) tokens, of which the last blocks are handed out first."""
+    given, found = {"method": "dflash", "model": block_drafter(tmp_path)}, []
+    for size in (1 << 28, 64 << 30):
+        fields = {"dtype": "bfloat16", "attention_backend": "flex", "kv_cache_memory_bytes": size}
+        with LLM(
+            device="cuda", max_model_len=1024, speculative_config={"num_speculative_tokens": K, **given}, **fields
+        ) as llm:
+            pool = llm.engine.scheduler.kv._pool
+            assert size == 1 << 28 or pool.num_blocks * 16 > 2**31 // (2 * 2 * 64)
+            pool._free_uncached.reverse()
+            found.append(answers(llm, 8))
+    assert found[0] == found[1]
 
 
 def show(name: str, given: dict[str, Any] | None, count: int) -> None:

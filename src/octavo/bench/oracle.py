@@ -42,13 +42,14 @@ class Oracle:
         self._cost = make_speculator(cost)
         self.taps: Sequence[int] = ()
         self.layer_specs: Sequence[LayerSpec] = ()
-        self.num_next_tokens, self.captures = self._cost.num_next_tokens, True
+        self.num_next_tokens, self.num_lookahead = self._cost.num_next_tokens, self._cost.num_lookahead
+        self.captures = True
 
     def load(self, target: Model, resolved: Resolved) -> int:
         """The answers, and the drafter that is run for its cost."""
         size = self._cost.load(target, resolved)
         self.taps, self.layer_specs = self._cost.taps, self._cost.layer_specs
-        self.num_next_tokens = self._cost.num_next_tokens
+        self.num_next_tokens, self.num_lookahead = self._cost.num_next_tokens, self._cost.num_lookahead
         self.captures = self._cost.captures or not self._cost.num_drafts
         answers = json.loads(self._path.read_text())
         longest = max(map(len, answers)) + self.num_drafts

@@ -123,7 +123,7 @@ def make_groups(
 
 def _class_of(spec: AttentionSpec, layer: int, block_size: int) -> CacheGroup:
     """The group of one layer of attention, without its layers."""
-    if not spec.causal:  # it sees the whole prompt in one step, and keeps nothing
+    if not (spec.causal or spec.sees_block):  # it sees the whole prompt in one step, and keeps nothing
         return CacheGroup(kind="encoder_only", block_size=block_size, layers=())
     if block_size % spec.tokens_per_state:
         raise ValueError(

@@ -32,6 +32,9 @@ class AttentionSpec:
     alibi_slopes: tuple[float, ...] = ()  # per head: slope * (key - query) joins the capped score; empty: none
     sinks: bool = False  # the layer brings a logit per head that joins the softmax and has no value
     causal: bool = True  # False: queries see all of the row (with a window: keys less than `window` away)
+    sees_block: bool = (
+        False  # not causal, and yet K and V are kept: a drafter's, whose queries are blocks at a row's end
+    )
     mods: AttentionMods = NO_MODS  # a user's mask and score changes, after the model's own
     tokens_per_state: int = 1  # tokens that one cached K and V stands for: more than 1 in compressed caches
 

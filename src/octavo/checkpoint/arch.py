@@ -164,15 +164,18 @@ class Arch:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DraftArch:
-    """Facts of a drafter that reads a target's hidden states: an EAGLE head, or modules of multi-token prediction."""
+    """Facts of a drafter that reads a target's hidden states: a head, modules of multi-token prediction, or layers."""
 
-    method: str  # eagle | eagle3 | mtp
+    method: str  # eagle | eagle3 | mtp | dflash
     arch: Arch  # of its layers; mtp: the target's, whose last layer a module's is like
     num_modules: int = 1  # mtp: modules, each for one place further ahead
     vocab_size: int = 0  # of the drafts: eagle3 may know fewer tokens than the target
-    taps: tuple[int, ...] = ()  # eagle3: it reads the stream behind so many of the target's layers
-    target_size: int = 0  # eagle3: elements of a tap
+    taps: tuple[int, ...] = ()  # eagle3, dflash: it reads the stream behind so many of the target's layers
+    target_size: int = 0  # eagle3, dflash: elements of a tap
     norm_before_residual: bool = False  # eagle3: the stream is the normed state
     fc_bias: bool = False  # eagle
     has_embedding: bool = False  # the checkpoint brings its own
+    block_size: int = 0  # dflash: places of a block, the last known token's and those of drafts
+    mask_token: int = -1  # dflash: what stands where a draft is asked for
+    is_causal: tuple[bool, ...] = ()  # dflash: of each layer, whether places see none behind them
     under_mtp: bool = False  # mtp: weights are called `mtp.`, else as layers behind the last one

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from octavo.checkpoint.arch import Arch, DraftArch
-from octavo.checkpoint.config_reader.drafters import read_head, read_modules
+from octavo.checkpoint.config_reader.drafters import read_block, read_head, read_modules
 from octavo.checkpoint.config_reader.fields import read_json
 from octavo.checkpoint.safetensors import Checkpoint
 from octavo.models.causal_lm import CausalLM
 from octavo.models.drafters import DRAFTERS, DraftHead
+from octavo.models.drafters.dflash import BlockDrafter
 
 if TYPE_CHECKING:
     from octavo.models.base import Model
@@ -41,13 +42,28 @@ def build_drafters(draft: DraftArch, target: Model, dtype: torch.dtype) -> list[
     They reach as far as the target does. Raises ValueError for a target whose ends are not those of
     octavo.models.causal_lm.CausalLM: its embedding and its head are the drafter's as well.
     """
+    draft, target = _of_target(draft, target)
+    kind = DRAFTERS.resolve(draft.method)
+    if draft.method != "mtp":
+        return [cast(DraftHead, kind(draft, target, dtype))]
+    return [cast(DraftHead, kind(draft, target, dtype, number)) for number in range(draft.num_modules)]
+
+
+def build_block_drafter(folder: Path, target: Model, dtype: torch.dtype, num_drafts: int) -> BlockDrafter:
+    """The drafter of blocks in `folder`, of `num_drafts` drafts, on the meta device, to be filled as the others are.
+
+    Raises ValueError, as `read_drafter` and `build_drafters` do.
+    """
+    path = folder / "config.json"
+    draft, whole = _of_target(read_block(read_json(path), str(path), target.arch, num_drafts), target)
+    return BlockDrafter(draft, whole, dtype)
+
+
+def _of_target(draft: DraftArch, target: Model) -> tuple[DraftArch, CausalLM]:
+    """The drafter as long as its target, and the target with its ends."""
     if not isinstance(target, CausalLM):
         raise ValueError(
             f"method {draft.method!r} needs a target with an embedding and a head, {target.arch.name} has none"
         )
     arch = dataclasses.replace(draft.arch, max_position=target.arch.max_position)
-    draft = dataclasses.replace(draft, arch=arch)
-    kind = DRAFTERS.resolve(draft.method)
-    if draft.method != "mtp":
-        return [cast(DraftHead, kind(draft, target, dtype))]
-    return [cast(DraftHead, kind(draft, target, dtype, number)) for number in range(draft.num_modules)]
+    return dataclasses.replace(draft, arch=arch), target

@@ -24,8 +24,9 @@ METHODS: dict[str, tuple[str, ...]] = {
     "eagle": _OF_MODELS,
     "eagle3": _OF_MODELS,
     "mtp": _OF_MODELS,
+    "dflash": _OF_MODELS,
 }
-_NEED_MODEL = ("draft_model", "eagle", "eagle3")  # modules of mtp may lie in the target's own checkpoint
+_NEED_MODEL = ("draft_model", "eagle", "eagle3", "dflash")  # modules of mtp may lie in the target's own checkpoint
 _ALIASES = {  # other names of vLLM's
     "deepseek_mtp": "mtp",
     "glm4_moe_mtp": "mtp",
@@ -33,7 +34,6 @@ _ALIASES = {  # other names of vLLM's
     "ngram_gpu": "ngram",
 }
 _REFUSED_METHODS = {
-    "dflash": "its drafter attends to a block of places at once, in no order, which no drafter here does",
     "medusa": "its heads draft without a cache, each by itself: EAGLE heads have taken their place",
     "mlp_speculator": "its heads draft without a cache: EAGLE heads have taken their place",
     "suffix": "it looks drafts up on the host, between steps: ngram does on the device",

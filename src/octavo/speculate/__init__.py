@@ -28,6 +28,7 @@ SPECULATORS = Registry(
         "eagle": _HEAD,
         "eagle3": _HEAD,
         "mtp": _HEAD,
+        "dflash": "octavo.speculate.block:BlockSpeculator",
     },
 )
 
@@ -49,6 +50,8 @@ class Speculator(Protocol):
     num_next_tokens: int
     """How many tokens behind a token its entry in the layers follows from: one in EAGLE, in MTP one for each module.
     Blocks are then named by so many tokens behind them as well. Final once `load` was called."""
+    num_lookahead: int
+    """How many tokens behind a step's last one its layers are written for, at most. Final once `load` was called."""
 
     captures: bool
     """Whether a CUDA graph may hold `propose` behind a step in which every row verifies: it then always proposes K, or
@@ -80,7 +83,7 @@ class NoSpeculator:
     num_drafts = 0
     taps: Sequence[int] = ()
     layer_specs: Sequence[LayerSpec] = ()
-    num_next_tokens = 0
+    num_next_tokens = num_lookahead = 0
     captures = False
 
     def load(self, target: Model, resolved: Resolved) -> int:

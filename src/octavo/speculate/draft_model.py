@@ -41,7 +41,7 @@ class DraftModelSpeculator:
     def __init__(self, config: SpeculativeConfig) -> None:
         """Nothing is read yet."""
         self._config = config
-        self.num_drafts = config.num_speculative_tokens
+        self.num_drafts = self.num_lookahead = config.num_speculative_tokens
         self.layer_specs: Sequence[LayerSpec] = ()
         self._all_layers: Sequence[LayerContext] = ()  # the engine's, and of these its own
         self._layers: Sequence[LayerContext] = ()

@@ -38,12 +38,23 @@ class DraftSampler:
 
     def draw(self, step: DraftStep, logits: torch.Tensor, vocabulary: Vocabulary, place: int) -> torch.Tensor:
         """Drafts number `place` of the rows [R] int64, ids of the target. logits: [R, any] float32."""
+        return self._draw(logits, vocabulary, step.batch.rows, step.totals() + place)
+
+    def draw_all(self, step: DraftStep, logits: torch.Tensor, vocabulary: Vocabulary) -> torch.Tensor:
+        """All drafts of the rows [R, N] int64 at once. logits: [R * N, any] float32, row by row."""
+        rows, count = step.batch.rows, len(logits) // step.batch.num_rows
+        positions = step.totals()[:, None] + torch.arange(count, device=rows.device)
+        return self._draw(logits, vocabulary, rows.repeat_interleave(count), positions.view(-1)).view(-1, count)
+
+    def _draw(
+        self, logits: torch.Tensor, vocabulary: Vocabulary, rows: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """A draft for each of `logits`, which is of a row and a position."""
         if not self._noise:
             return vocabulary.token_ids(logits.argmax(-1))
         if logits.shape[1] < self._vocab_size:  # noise is of the target's ids
             places = torch.arange(logits.shape[1], device=logits.device)
             every = logits.new_full((len(logits), self._vocab_size), -torch.inf)
             logits = every.index_copy_(1, vocabulary.token_ids(places), logits)
-        positions, temperatures = step.totals() + place, self._temperatures * self._noise
-        tokens, _ = draw(logits.contiguous(), step.batch.rows, temperatures, self._seeds, positions)
+        tokens, _ = draw(logits.contiguous(), rows, self._temperatures * self._noise, self._seeds, positions)
         return tokens

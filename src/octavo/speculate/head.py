@@ -40,7 +40,7 @@ class HeadSpeculator:
     def __init__(self, config: SpeculativeConfig) -> None:
         """Nothing is read yet."""
         self._config = config
-        self.num_drafts = config.num_speculative_tokens
+        self.num_drafts = self.num_lookahead = config.num_speculative_tokens
         self.num_next_tokens = 1
         self.taps: Sequence[int] = ()
         self.layer_specs: Sequence[LayerSpec] = ()

@@ -20,7 +20,7 @@ class NgramSpeculator:
 
     taps: Sequence[int] = ()
     layer_specs: Sequence[LayerSpec] = ()
-    num_next_tokens = 0
+    num_next_tokens = num_lookahead = 0
     captures = True
 
     def __init__(self, config: SpeculativeConfig) -> None:

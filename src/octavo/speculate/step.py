@@ -115,8 +115,8 @@ class DraftBatches:
         """
         self.sampling = sampling
         rows, device = limits.max_num_rows, table.token_ids.device
-        self.limits, self.table, self._prepare = limits, table, prepare
-        self._block_tables = block_tables
+        self.limits, self.table, self.prepare = limits, table, prepare
+        self.tables, self.block_tables = tables, block_tables
         self._input_ids = torch.zeros(rows, dtype=torch.int64, device=device)
         self._positions = torch.zeros(rows, dtype=torch.int64, device=device)
         self._next_positions = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -134,7 +134,7 @@ class DraftBatches:
 
         What it stores of rejected drafts the next step's pass overwrites. `step.batch` has ids and positions.
         """
-        return self._prepare(dataclasses.replace(step.batch, logit_tokens=None), for_capture=step.for_capture)
+        return self.prepare(dataclasses.replace(step.batch, logit_tokens=None), for_capture=step.for_capture)
 
     def last(self, step: DraftStep) -> ForwardContext:
         """For a pass over the last token of each row that counts, whose entry `again` stored: no slot is written."""
@@ -169,10 +169,10 @@ class DraftBatches:
             results=source.results,
             counts=source.counts,
             slot_mapping=[slots[:rows] for slots in self._slots],
-            block_tables=[table[:rows] for table in self._block_tables],
+            block_tables=[table[:rows] for table in self.block_tables],
             logit_tokens=None,
         )
         gather_inputs(batch, dataclasses.replace(self.table, num_computed=self._computed), self._groups)
         for slots in batch.slot_mapping:
             slots.masked_fill_(torch.ones_like(live) if offset < 0 else ~live, -1)
-        return batch, self._prepare(batch, for_capture=step.for_capture)
+        return batch, self.prepare(batch, for_capture=step.for_capture)

@@ -111,7 +111,7 @@ class Worker:
             total_bytes=total_bytes,
             request_fields=request_fields_of(self._model.layer_specs),
             num_drafts=self._speculator.num_drafts,
-            num_lookahead=self._speculator.num_drafts if self._speculator.layer_specs else 0,
+            num_lookahead=self._speculator.num_lookahead,
             num_next_tokens=self._speculator.num_next_tokens,
             compiles_ahead=compiles_ahead(resolved, [facts.name for facts in backends], specs),
             native=resolved.native,

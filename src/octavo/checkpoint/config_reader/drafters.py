@@ -1,8 +1,8 @@
 """config.json and the names of the weights of a drafter that reads hidden states, translated to DraftArch.
 
-Owns what published EAGLE heads leave unsaid, and where a checkpoint keeps modules of multi-token prediction. Reads no
-weights. Invariant: what changes the drafts' computation is translated or refused by name; what fits no target is
-refused with both numbers.
+Owns what published heads and DFlash drafters leave unsaid, and where a checkpoint keeps modules of multi-token
+prediction. Reads no weights. Invariant: what changes the drafts' computation is translated or refused by name; what
+fits no target is refused with both numbers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from octavo.checkpoint.arch import Arch, DraftArch
 from octavo.checkpoint.config_reader.checkpoint import read_fields
-from octavo.checkpoint.config_reader.families import HEAD_LAYERS, HEADS
+from octavo.checkpoint.config_reader.families import BLOCK_LAYERS, HEAD_LAYERS, HEADS
 from octavo.checkpoint.config_reader.fields import Fields
 
 
@@ -23,10 +23,8 @@ def read_head(config: Mapping[str, Any], where: str, method: str, target: Arch, 
     Raises ValueError, one line, for a head that Octavo does not run or that is not for this target.
     """
     fields = Fields({"rms_norm_eps": 1e-6, **config}, where)
-    known = HEADS[method]
-    if fields.get("architectures", [known[0]]) not in [[name] for name in known]:
-        fields.refuse("architectures", fields.get("architectures"), f"method {method!r} knows {', '.join(known)}")
-    arch = dataclasses.replace(read_fields(fields, HEAD_LAYERS), name=known[0])
+    name = _known_name(fields, method)
+    arch = dataclasses.replace(read_fields(fields, HEAD_LAYERS), name=name)
     if arch.num_layers != 1:
         fields.refuse("num_hidden_layers", arch.num_layers, "heads of one layer are run")
     if arch.vocab_size != target.vocab_size:
@@ -49,6 +47,60 @@ def read_head(config: Mapping[str, Any], where: str, method: str, target: Arch, 
         target_size=_target_size(fields, target),
         norm_before_residual=fields.flag("norm_before_residual", False),
         has_embedding=has_embedding,
+    )
+
+
+def _known_name(fields: Fields, method: str) -> str:
+    known = HEADS[method]
+    if fields.get("architectures", [known[0]]) not in [[name] for name in known]:
+        fields.refuse("architectures", fields.get("architectures"), f"method {method!r} knows {', '.join(known)}")
+    return known[0]
+
+
+def read_block(config: Mapping[str, Any], where: str, target: Arch, num_drafts: int) -> DraftArch:
+    """The facts of a DFlash drafter for `target`, which is to draft `num_drafts` tokens at once.
+
+    Raises ValueError, one line, for a drafter that Octavo does not run or that is not for this target.
+    """
+    own = config.get("dflash_config")
+    ends = ("bos_token_id", "eos_token_id")  # a drafter begins and ends no text
+    known = {name: value for name, value in config.items() if name not in ends}
+    given = {"rms_norm_eps": 1e-6, "vocab_size": target.vocab_size, **known}
+    given |= own if isinstance(own, Mapping) else {}
+    fields = Fields(given, where)
+    arch = dataclasses.replace(read_fields(fields, BLOCK_LAYERS), name=_known_name(fields, "dflash"))
+    for name, size in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
+        if getattr(arch, name) != size:
+            fields.refuse(name, getattr(arch, name), f"the target has {size}, whose embedding and head it takes")
+    for name, usual in (("input_embedding_scale", 1.0), ("output_multiplier", 1.0), ("final_logit_softcapping", 0.0)):
+        if fields.number(name, -1e30, 1e30, usual) != usual:
+            fields.refuse(name, fields.get(name), f"only {usual:g} is implemented")
+    if target.embedding_scale != 1.0:
+        fields.refuse("hidden_size", arch.hidden_size, "the target scales its embedding, which a block takes as it is")
+    block_size = fields.integer("block_size", 2, 1 << 10, 16)
+    if num_drafts >= block_size:
+        fields.refuse("block_size", block_size, f"it drafts {block_size - 1} tokens: lower num_speculative_tokens")
+    behind = fields.get("target_layer_ids")
+    last = target.num_layers - 1
+    if not isinstance(behind, list) or not behind or any(type(n) is not int or not 0 <= n <= last for n in behind):
+        fields.refuse("target_layer_ids", behind, f"the target has layers 0 to {last}")
+    # where a file is silent, layers with a window are causal, but for those of transformers' own drafter, whose windows
+    # hold a token more on either side
+    types = fields.get("layer_types") or ["full_attention"] * arch.num_layers
+    looks_back = fields.get("architectures") != [HEADS["dflash"][1]]
+    causal = [fields.flag("is_causal", looks_back and kind == "sliding_attention") for kind in types]
+    if not looks_back:
+        wider = [dataclasses.replace(kind, window=kind.window + (kind.window > 0)) for kind in arch.layers]
+        arch = dataclasses.replace(arch, layers=tuple(wider))
+    return DraftArch(
+        method="dflash",
+        arch=arch,
+        vocab_size=target.vocab_size,
+        taps=tuple(layer + 1 for layer in behind),
+        target_size=_target_size(fields, target),
+        block_size=block_size,
+        mask_token=fields.integer("mask_token_id", 0, target.vocab_size - 1),
+        is_causal=tuple(causal),
     )
 
 

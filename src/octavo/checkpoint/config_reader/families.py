@@ -163,8 +163,10 @@ FAMILIES = {
     "Gemma3ForConditionalGeneration": _GEMMA3,  # its text half
 }  # fmt: skip
 
-HEADS = {  # method of drafting -> what published heads call themselves, whose layer is Llama's
+HEADS = {  # method of drafting -> what published drafters call themselves: layers are Llama's, dflash's Qwen3's
     "eagle": ("LlamaForCausalLM", "EagleLlamaForCausalLM", "LlamaForCausalLMEagle"),
     "eagle3": ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"),
+    "dflash": ("DFlashDraftModel", "MuseGlimmerAssistantModel"),
 }
 HEAD_LAYERS = FAMILIES["LlamaForCausalLM"]
+BLOCK_LAYERS = dataclasses.replace(FAMILIES["Qwen3ForCausalLM"], window_flag=False)

@@ -1,0 +1,89 @@
+"""Drafts of a block at once: method dflash.
+
+Owns the two passes behind a step. First the entries of the step's tokens are stored, which follow from the target's
+hidden states alone; then each row's block is computed: its last token and a mask for every draft, at the places where
+these would stand. What a block leaves in its slots the next step's entries overwrite: nothing reads it. Knows rows, not
+requests. Invariants: an entry follows from the row's tokens up to it; nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from octavo.attention.base import ForwardContext, LayerContext, forward_context
+from octavo.cache.specs import LayerSpec
+from octavo.checkpoint.digest import files_digest
+from octavo.checkpoint.drafters import build_block_drafter
+from octavo.checkpoint.hub import find_model
+from octavo.checkpoint.loader import fill_model, weight_bytes
+from octavo.config.speculative import SpeculativeConfig
+from octavo.speculate.block_batch import BlockBatches
+from octavo.speculate.draw import DraftSampler
+
+if TYPE_CHECKING:
+    from octavo.config.engine_config import Resolved
+    from octavo.models.base import Model
+    from octavo.speculate.step import DraftBatches, DraftStep
+
+
+class BlockSpeculator:
+    """See octavo.speculate.Speculator."""
+
+    captures = True
+    num_next_tokens = 0
+
+    def __init__(self, config: SpeculativeConfig) -> None:
+        """Nothing is read yet."""
+        self._config = config
+        self.num_drafts = config.num_speculative_tokens
+        self.num_lookahead = self.num_drafts + 1  # a block begins behind the step's last token, and is as long
+        self.taps: Sequence[int] = ()
+        self.layer_specs: Sequence[LayerSpec] = ()
+        self._all_layers: Sequence[LayerContext] = ()  # the engine's, and of these its own
+        self._layers: Sequence[LayerContext] = ()
+
+    def load(self, target: Model, resolved: Resolved) -> int:
+        """Read and fill the drafter. Raises ValueError for one of another target."""
+        config, dtype = self._config, getattr(torch, resolved.dtype)
+        assert config.model, "dflash has a model"
+        folder = self._folder = find_model(config.model, config.revision)
+        drafter = self._drafter = build_block_drafter(folder, target, dtype, self.num_drafts)
+        size = weight_bytes(drafter, resolved)
+        device = torch.device(resolved.device)
+        fill_model(drafter, folder, resolved.quantization, resolved.load_format, device=device, seed=resolved.seed)
+        self._vocab_size = target.arch.vocab_size
+        self.taps, self.layer_specs = drafter.taps, drafter.layer_specs
+        return size
+
+    def identity(self) -> str:
+        """See Speculator."""
+        return f"{self._config.method} {files_digest(self._folder)}"
+
+    def allocate(self, batches: DraftBatches) -> None:
+        """See Speculator."""
+        self._batches, self._blocks = batches, BlockBatches(batches, self.num_drafts)
+        self._sampler = DraftSampler(self._config, batches, self._vocab_size)
+
+    def propose(self, step: DraftStep) -> None:
+        """See Speculator. Entries are stored whether drafts are asked for or not: later ones read them."""
+        drafter = self._drafter
+        with forward_context(self._own(self._batches.again(step))):
+            drafter.store(step.taps)
+        count = self._blocks.most_drafts(step)
+        if not count:
+            return
+        block = self._blocks.of(step, count)
+        with forward_context(self._own(block.context)):
+            states = drafter.forward(torch.where(block.masked, drafter.mask_token, block.batch.input_ids))
+        logits = drafter.logits(states.index_select(0, block.behind))
+        step.write_all(self._sampler.draw_all(step, logits, drafter))
+
+    def _own(self, context: ForwardContext) -> ForwardContext:
+        """A pass of the drafter, whose layers are numbered from 0: the last ones of the engine's."""
+        if context.layers is not self._all_layers:
+            self._all_layers, self._layers = context.layers, context.layers[-len(self.layer_specs) :]
+        return dataclasses.replace(context, layers=self._layers)
