@@ -23,7 +23,10 @@ from octavo.request.outputs import RequestOutput
 from octavo.rl.session import WeightConflictError, WeightUpdateError
 from octavo.sched.pause import MODES, TAGS
 from patience import patient
+from sleep_rig import move_memory
 from weights_rig import Weights, give, params, small_weights
+
+from pages_double import PagesDouble  # isort: skip, its folder is known through sleep_rig
 
 NUM_THREADS = 8
 NUM_WAITING = 24  # requests at most
@@ -43,9 +46,9 @@ REFUSED = re.compile(
 class Crowd:
     """One engine, and what eight threads do with it."""
 
-    def __init__(self, folder: Path, staging: str) -> None:
+    def __init__(self, folder: Path, staging: str, **more: Any) -> None:
         self.weights: list[Weights] = small_weights(folder, 3)
-        fields = {"dtype": "float32", "max_model_len": 256, "skip_tokenizer_init": True}
+        fields = {"dtype": "float32", "max_model_len": 256, "skip_tokenizer_init": True, **more}
         self.llm = LLM(str(folder), **fields, weight_transfer_config={"backend": "disk", "staging": staging})
         self.right: dict[tuple[str, int], list[int]] = {}
         for label, weights in enumerate(self.weights):
@@ -175,11 +178,19 @@ MOVES = (
 )
 
 
-@pytest.fixture(params=["host", "none"])
-def crowd(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Crowd]:
-    made = Crowd(tmp_path, request.param)
+@pytest.fixture(params=["host", "none", "memory that moves"])
+def crowd(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Crowd]:
+    if request.param == "memory that moves":  # who touches what has none ends by a signal
+        pages = PagesDouble()
+        move_memory(monkeypatch, pages)
+        made = Crowd(tmp_path, "none", native="off", num_gpu_blocks_override=400)
+    else:
+        made = Crowd(tmp_path, request.param)
     with made.llm:
         yield made
+    if request.param == "memory that moves":
+        pages.check()
+        assert pages.calls["unmap"] > 4, "it has slept"
 
 
 @pytest.mark.parametrize("num_sequences", [120, pytest.param(10_000, marks=pytest.mark.slow)])

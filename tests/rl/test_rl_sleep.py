@@ -7,17 +7,13 @@ ends by a signal.
 from __future__ import annotations
 
 import gc
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "device"))
 
 from octavo import LLM, SamplingParams
 from octavo.config.settings import ConfigError
@@ -25,14 +21,13 @@ from octavo.device import sleep
 from octavo.frontend.control import WrongStateError
 from octavo.kv_connector.mooncake import Mooncake
 from octavo.kv_connector.p2p import Nixl
-from octavo.layers import linear
-from octavo.ops.gemm import LinearWeight, pack_linear
 from octavo.rl import Sender, WeightSource
 from octavo.rl.session import WeightConflictError
-from octavo.worker import worker
-from pages_double import PAGE, PagesDouble
 from patience import patient
+from sleep_rig import move_memory
 from weights_rig import answers, give, old_weights, other_weights
+
+from pages_double import PAGE, PagesDouble  # isort: skip, its folder is known through sleep_rig
 
 CONFIG: dict[str, Any] = {
     "dtype": "float32",
@@ -44,23 +39,12 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def _plain(weight: torch.Tensor, quantization: str | None = None, into: LinearWeight | None = None) -> LinearWeight:
-    """As a GPU's `pack_linear`: the weight as it is, where it is."""
-    return pack_linear(weight, into=into) if into else LinearWeight(*weight.shape, "float32", weight)
-
-
-def _like_a_gpu(patch: pytest.MonkeyPatch, pages: PagesDouble) -> None:
-    patch.setattr(linear, "pack_linear", _plain)
-    patch.setattr(linear.Linear, "copied_by_finalize", frozenset())
-    patch.setattr(worker, "make_memory", lambda *_: sleep.MovingMemory(pages, pages.give_spare))
-
-
 class Engine:
     """One whose memory is a double's."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.pages = PagesDouble()
-        _like_a_gpu(patch, self.pages)
+        move_memory(patch, self.pages)
         self.llm = LLM(**CONFIG)
         self.whole = self.pages.used
         worker_ = self.llm.engine.core._executor._worker  # type: ignore[attr-defined]

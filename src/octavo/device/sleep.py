@@ -16,8 +16,10 @@ import torch
 
 from octavo.cache.plan import show_bytes
 from octavo.config.engine_config import Resolved
+from octavo.config.settings import ConfigError
 from octavo.device.cuda_pages import CudaPages
 from octavo.device.virtual_memory import Pages, VirtualMemory
+from octavo.ops.compile.driver import DriverError
 from octavo.ops.native.memory import drop_pages
 from octavo.ops.placement import Allocate
 
@@ -169,9 +171,13 @@ class MovingMemory:
 
 
 def make_memory(resolved: Resolved, tensors: Callable[[str], list[torch.Tensor]]) -> WorkerMemory:
-    """What a worker on this device has. tensors: those of a tag, once they are there."""
+    """What a worker on this device has. tensors: those of a tag, once they are there. Raises ConfigError."""
     if resolved.device == "cpu":
         return HostMemory(tensors)
     if not resolved.enable_sleep_mode:
         return LastingMemory()
-    return MovingMemory(CudaPages(torch.device(resolved.device)))
+    try:
+        return MovingMemory(CudaPages(torch.device(resolved.device)))
+    except DriverError as error:
+        limit = f"this GPU's driver has no virtual memory: {error}"
+        raise ConfigError("enable_sleep_mode", True, limit, "leave it out: an engine then sleeps at level 0") from None
