@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from engine_rig import PROMPT, params, read, running
 from octavo.request.outputs import WeightsSpan, join_spans
 from octavo.rl.session import Received, State, WeightConflictError, WeightUpdateError, WeightUpdates
-from octavo.sched.pause import Gate
+from octavo.sched.pause import Gate, Standing
+from octavo.serve.api.generation import _failure
 from octavo.serve.engine.refusals import EngineHaltedError
 from octavo.serve.engine.stream import OutputStream, pieces
 from patience import patient
@@ -82,6 +83,23 @@ async def _break_and_repair(tmp_path: Path) -> None:
         await engine.finish_weight_update()
         tokens, _ = await asyncio.wait_for(read(engine.generate("b", PROMPT, params(max_tokens=2))), patient(30))
         assert len(tokens) == 2
+
+
+def test_a_request_that_was_on_its_way_when_the_weights_went_says_so() -> None:
+    """RL.S2: it met the sleep in the engine, where its front end had not heard of it: as one that comes later."""
+    asyncio.run(_arrive_late())
+
+
+async def _arrive_late() -> None:
+    async with running(**FIELDS) as engine:
+        await engine.control.sleep(2)
+        await engine.control.wake_up()
+        engine.control.last = Standing()  # the front end's, a message earlier
+        _, output = await asyncio.wait_for(read(engine.generate("a", PROMPT, params(max_tokens=2))), patient(30))
+        (told,) = output.outputs
+        assert (told.finish_reason, told.stop_reason) == ("error", "weights_discarded")
+        refused = _failure(told)
+        assert refused is not None and (refused.status, refused.code) == (503, "weights_discarded")
 
 
 class Core:

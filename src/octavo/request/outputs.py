@@ -21,8 +21,10 @@ MASK_TOO_LARGE = "sampling_mask_too_large"
 MAX_SUPPORT_IDS = 1 << 22  # of a request's sampling masks that are kept until they are handed out
 LOAD_FAILED = "kv_load_failed"  # blocks that a connector was to bring were lost, and the policy is "fail"
 REQUESTS_OWN = (NO_TOKEN, TOO_COMPLEX, MASK_TOO_LARGE)
-NOT_THE_MODELS = (*REQUESTS_OWN, LOAD_FAILED)
 WEIGHTS_BROKEN = "weights_broken"  # an update of the weights failed when some were overwritten
+WEIGHTS_DISCARDED = "weights_discarded"  # at sleep level 2, when the request was on its way
+NO_WEIGHTS = (WEIGHTS_BROKEN, WEIGHTS_DISCARDED)
+NOT_THE_MODELS = (*REQUESTS_OWN, *NO_WEIGHTS, LOAD_FAILED)
 OUTPUT_FAILED = "output_failed"  # of outputs whose text could not be made
 
 

@@ -21,7 +21,9 @@ from octavo.request.outputs import (
     MASK_TOO_LARGE,
     MAX_SUPPORT_IDS,
     NO_TOKEN,
+    NO_WEIGHTS,
     TOO_COMPLEX,
+    WEIGHTS_DISCARDED,
     CompletionOutput,
     RequestOutput,
 )
@@ -377,6 +379,9 @@ def _failure(completion: CompletionOutput) -> ApiError | None:
     if completion.finish_reason == "error" and completion.stop_reason == LOAD_FAILED:
         message = "blocks of this request were lost on their way here: try again, or let the server recompute them"
         return ApiError(500, LOAD_FAILED, message)
+    if completion.finish_reason == "error" and completion.stop_reason in NO_WEIGHTS:
+        message = "the weights were discarded or partly overwritten while this request ran: send a whole update"
+        return ApiError(503, WEIGHTS_DISCARDED, message, headers=[(b"retry-after", b"1")])
     if completion.finish_reason == "error":
         return ApiError(
             500,

@@ -50,7 +50,7 @@ from octavo.frontend.messages import (
     encode,
 )
 from octavo.observe import Phases, setup_logging
-from octavo.request.outputs import WEIGHTS_BROKEN
+from octavo.request.outputs import WEIGHTS_BROKEN, WEIGHTS_DISCARDED
 from octavo.request.sampling_params import Limits, ParameterError, check, check_request_options, check_token_ids
 from octavo.request.updates import RequestUpdate
 from octavo.rl.session import WeightsBrokenError
@@ -284,8 +284,10 @@ class EngineProcess:
             _LOG.error("refused a request: %s", error if isinstance(error, ValueError) else _describe(error))
             self._sequences.difference_update(ids)
             for sequence_id in ids:
-                is_broken = isinstance(error, WeightsBrokenError)
-                self._send_refusal(sequence_id, WEIGHTS_BROKEN if is_broken else "refused_by_engine")
+                reason = "refused_by_engine"
+                if isinstance(error, WeightsBrokenError):
+                    reason = WEIGHTS_BROKEN if client.core.gate.broken else WEIGHTS_DISCARDED
+                self._send_refusal(sequence_id, reason)
 
 
 def build_core(config: EngineConfig, phases: Phases) -> tuple[EngineCore, EngineInfo]:
