@@ -49,9 +49,13 @@ def settle(llm: LLM) -> Any:
     return llm.engine.scheduler.stats()
 
 
-@pytest.mark.parametrize("layout", ["LBNHC", "BLHNC"])
+SPLIT = {"block_size": 16, "attention_config": {"kernel_block_size": 8}}
+
+
+@pytest.mark.parametrize("layout", ["LBNHC", "BLHNC", "LBNHC split", "BLNHC split"])
 def test_C_14_a_subclass_of_vllms_base_saves_loads_and_answers(layout, theirs, make_llm: Make):
-    fields = {"max_model_len": 512, "kv_cache_layout": layout}
+    """Blocks that are split for the attention kernel are shown whole where a token's heads lie together."""
+    fields = {"max_model_len": 512, "kv_cache_layout": layout.split()[0], **(SPLIT if "split" in layout else {})}
     expected = bits(make_llm(**fields).generate(PROMPTS, PARAMS))
     llm = make_llm(**fields, kv_transfer_config=CONFIG)
     outputs = llm.generate(PROMPTS, PARAMS)
@@ -69,9 +73,8 @@ def test_C_14_a_subclass_of_vllms_base_saves_loads_and_answers(layout, theirs, m
 
 
 def test_C_14_what_it_cannot_have_is_refused_by_name(theirs, make_llm: Make, monkeypatch):
-    split = {"block_size": 32, "attention_config": {"kernel_block_size": 16}}
-    with pytest.raises(ConfigError, match="takes blocks as they are"):
-        make_llm(**split, kv_transfer_config=CONFIG)
+    with pytest.raises(ConfigError, match=r"takes whole blocks, .* have their heads apart; set kv_cache_layout"):
+        make_llm(**SPLIT, kv_cache_layout="LBHNC", kv_transfer_config=CONFIG)
     monkeypatch.setitem(sys.modules, "vllm.distributed.kv_transfer.kv_connector.v1.base", None)
     with pytest.raises(ConfigError, match="octavo-vllm"):
         make_llm(kv_transfer_config=CONFIG)

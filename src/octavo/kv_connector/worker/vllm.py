@@ -26,17 +26,19 @@ class VLLMWorker:
     """See WorkerConnector."""
 
     def __init__(self, cache: CacheBytes, make: Callable[..., Any], transfer: KVTransferConfig) -> None:
-        """`make`: the connector, of groups and how many blocks. Raises ConfigError for split blocks."""
+        """`make`: the connector, of groups and how many blocks."""
         self._cache, self._make, self._transfer = cache, make, transfer
 
     def setup(self, groups: Sequence[CacheGroup], num_blocks: int) -> None:
         """Make the connector, and show it the cache: [num_blocks, heads, tokens, channels] of each layer."""
-        sizes = {layer: group.block_size for group in groups for layer in group.layers}
-        caches = {layer: self._cache.views[layer] for layer in sizes}
+        sizes = {layer: group.states_per_block for group in groups for layer in group.layers}
+        caches = {layer: whole_blocks(self._cache.views[layer], num_blocks, size) for layer, size in sizes.items()}
         for layer, view in caches.items():
-            if view.shape[0] != num_blocks or view.ndim != 4:
-                limit = f"takes blocks as they are, and those of layer {layer} are split for the attention kernel"
-                change = "set attention_config kernel_block_size to the block size"
+            if view.shape[0] != num_blocks:
+                limit = f"takes whole blocks, and kernel blocks of layer {layer} have their heads apart"
+                change = (
+                    "set kv_cache_layout to LBNHC or BLNHC, or attention_config kernel_block_size to the block size"
+                )
                 raise refuse("kv_connector", self._transfer.kv_connector, limit, change)
         connector = self._make(groups, num_blocks)
         named = {layer_name(layer): view for layer, view in caches.items()}
@@ -70,6 +72,20 @@ class VLLMWorker:
     def close(self) -> None:
         """See WorkerConnector."""
         self._mover.close()
+
+
+def whole_blocks(view: torch.Tensor, num_blocks: int, size: int) -> torch.Tensor:
+    """A layer's view [kernel blocks, heads, tokens, channels] by blocks of `size` tokens, the same bytes.
+
+    As it is where blocks are not split, or the tokens of their parts do not follow each other: heads lie between them.
+    """
+    kernel_blocks, heads, tokens, channels = view.shape
+    ratio = size // tokens
+    if ratio == 1 or view.stride(0) != tokens * view.stride(2):
+        return view
+    step = (kernel_blocks - ratio) // (num_blocks - 1)  # kernel blocks from one block to the next
+    strides = (step * view.stride(0), *view.stride()[1:])
+    return view.as_strided((num_blocks, heads, size, channels), strides, view.storage_offset())
 
 
 class _Steps:
