@@ -7,6 +7,7 @@ little memory, and tests that take long come first.
 from __future__ import annotations
 
 import sys
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from trainer_model import make_model  # isort: skip
 from model_rig import make_reference  # isort: skip, its folder is known through rl_rig
 
 pytestmark = pytest.mark.gpu
+HYBRID = str(resources.files("octavo").joinpath("assets/octavo-tiny-hybrid"))
 FAMILIES = ["qwen3", "llama3-rope", "mistral-window", "gemma3-32", "olmo3", "glm4", "qwen3-moe"]
 LATENT = ["deepseek2-biased", "deepseek2-groups", "deepseek3", "deepseek3-yarn"]
 LENGTHS = (1, 31, 32, 255, 256, 257, 600)
@@ -113,6 +115,29 @@ def test_RL_N1_octavo_tiny_and_its_control(dtype: torch.dtype) -> None:
         weight = model.model.layers[3].mlp.down_proj.weight
         flip_lowest_bit(weight, int(weight.abs().argmax()))
         assert num_differing(pack.split(rl.logprobs(model, pack).logprobs), theirs) > 0
+
+
+def test_RL_N1_octavo_tiny_hybrid_and_its_gradients() -> None:
+    """Gated delta nets: bits, packed and alone; gradients near those of the same model on a CPU."""
+    from transformers import AutoModelForCausalLM
+
+    with LLM(HYBRID, dtype="bfloat16", **SMALL) as llm:
+        sequences, theirs = sampled(llm, random_ids(*LENGTHS, vocab_size=4096))
+    models = [
+        rl.convert(AutoModelForCausalLM.from_pretrained(HYBRID, dtype=torch.bfloat16).to(device))
+        for device in ("cuda", "cpu")
+    ]
+    pack = rl.Pack.of(sequences, device="cuda")
+    with torch.no_grad():
+        assert num_differing(pack.split(rl.logprobs(models[0], pack).logprobs), theirs) == 0
+        alone = [rl.logprobs(models[0], rl.Pack.of([each], device="cuda")).logprobs for each in sequences]
+        assert num_differing(alone, theirs) == 0
+    for model, device in zip(models, ("cuda", "cpu"), strict=True):
+        rl.logprobs(model, rl.Pack.of(sequences[:4], device=device)).logprobs.sum().backward()
+    for (name, own), other in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        assert own.grad is not None and other.grad is not None, name
+        error = (own.grad.double().cpu() - other.grad.double()).norm() / other.grad.double().norm()
+        assert float(error) < 0.1, (name, float(error))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

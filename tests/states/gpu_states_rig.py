@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import random
+import unittest.mock
 from collections.abc import Sequence
 
 import torch
 
 import state_rig as rig
+from octavo.layers.recurrent import GatedDeltaRule, ShortConvolution, state_spec
+from octavo.rl.autograd import recurrent
+from octavo.rl.autograd.recurrent import DeltaSizes, gated_delta, short_conv
+from octavo.rl.pack import Pack
+from octavo.states.base import StateBackend
 from octavo.states.gpu import GpuStates
+from octavo.states.reference import ReferenceStates
 
 MAKERS = rig.CASES
 
@@ -43,4 +50,27 @@ def interpreted(name: str) -> None:
     check_results("cpu", name, torch.float32, (1, 17, 70, 140), 80 if name != "mamba1" else 20)
 
 
-INTERPRETED = {name: lambda name=name: interpreted(name) for name in MAKERS}
+def packed_sequences() -> None:
+    """A trainer's sequences, which leave nothing behind: near the reference's, and the same bits however packed."""
+    lengths, drawn = (1, 17, 70), torch.Generator().manual_seed(0)
+    sizes, channels = DeltaSizes(1, 2, 16, 16), 64
+    spec = state_spec(ShortConvolution(0, channels, 4, torch.float32), GatedDeltaRule(0, *sizes, torch.float32))
+    qkv, gates = torch.randn(88, channels, generator=drawn), torch.randn(2, 88, 2, generator=drawn)
+    weight, of_heads = torch.randn(channels, 1, 4, generator=drawn), torch.randn(2, 2, generator=drawn)
+
+    def run(backend: StateBackend, lengths: tuple[int, ...], rows: slice) -> torch.Tensor:
+        with unittest.mock.patch.object(recurrent, "state_backend", lambda device: backend):
+            pack = Pack(lengths)
+            found = short_conv(qkv[rows], weight, pack, spec)
+            return gated_delta(found, gates[0, rows], gates[1, rows], *of_heads, pack, spec, sizes)
+
+    found = run(GpuStates(), lengths, slice(None))
+    expected = run(ReferenceStates(), lengths, slice(None))
+    assert (found - expected).abs().max() < 3e-5 * expected.abs().max()
+    alone = [
+        run(GpuStates(), (count,), slice(end - count, end)) for count, end in zip(lengths, (1, 18, 88), strict=True)
+    ]
+    assert torch.equal(torch.cat(alone), found)
+
+
+INTERPRETED = {name: lambda name=name: interpreted(name) for name in MAKERS} | {"a pack": packed_sequences}
