@@ -1,0 +1,168 @@
+"""Benchmark of a pair of engines: `python bench/pair.py --shape 8b --length 4000 p2p:nccl p2p nixl mooncake`.
+
+An engine in a process of its own, on the next GPU if there are two, computes prompts of random tokens; this one fetches
+their blocks and computes one token. What is told of each way: seconds to the first token here, alone and of the pair
+(the other engine's included), and the rate of the fetches beside one plain copy between the two GPUs. A way whose
+library is missing is left out, by name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from octavo import LLM, SamplingParams
+from octavo.bench.shapes import SHAPES
+
+_REPEATS = 4
+_MARK = "octavo: "
+
+
+def fields_of(folder: str, length: int, way: str, role: str) -> dict[str, Any]:
+    """Settings of one side."""
+    name, _, backend = way.partition(":")
+    on_gpu = torch.cuda.is_available()
+    fields: dict[str, Any] = {
+        "model": folder,
+        "load_format": "dummy",
+        "dtype": "bfloat16" if on_gpu else "float32",
+        "device": "cuda" if on_gpu else "cpu",
+        "max_model_len": length + 64,
+        "enable_prefix_caching": False,
+        "skip_tokenizer_init": True,
+    }
+    if role:
+        fields["kv_transfer_config"] = {
+            "kv_connector": name,
+            "kv_role": role,
+            "kv_port": 0,
+            "kv_transfer_timeout": 120,
+            "kv_connector_extra_config": {"backend": backend} if backend else {},
+        }
+    return fields
+
+
+def first_token(llm: LLM, prompt: list[int], said: dict[str, Any] | None) -> tuple[float, dict[str, Any] | None]:
+    """Seconds, and what the answer says of its blocks."""
+    params = SamplingParams(
+        max_tokens=1, temperature=0.0, detokenize=False, extra_args={"kv_transfer_params": said} if said else None
+    )
+    started = time.perf_counter()
+    (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+    return time.perf_counter() - started, output.kv_transfer_params
+
+
+def serve(fields: dict[str, Any]) -> None:
+    """The other side: a prompt a line, until input ends."""
+    with LLM(**fields) as llm:
+        print(_MARK, flush=True)
+        for line in sys.stdin:
+            print(_MARK + json.dumps(first_token(llm, json.loads(line), {"do_remote_decode": True})), flush=True)
+
+
+def answer(lines: IO[str]) -> str:
+    """The next one; libraries print lines of their own."""
+    for line in lines:
+        if line.startswith(_MARK):
+            return line.removeprefix(_MARK)
+    raise RuntimeError("the other engine has ended")
+
+
+def measure(folder: str, length: int, way: str, prompts: Sequence[list[int]], alone: float) -> dict[str, float]:
+    """One way. The first prompt makes the connection."""
+    own = fields_of(folder, length, way, "kv_producer")
+    more = {"CUDA_VISIBLE_DEVICES": "1"} if torch.cuda.device_count() > 1 else {}
+    command = [sys.executable, __file__, "--serve", json.dumps(own)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env={**os.environ, **more}) as other:
+        assert other.stdin is not None and other.stdout is not None
+        fetched, computed = [], []
+        with LLM(**fields_of(folder, length, way, "kv_consumer")) as llm:
+            connector = llm.engine.scheduler.loads.connector
+            answer(other.stdout)
+            for number, prompt in enumerate(prompts):
+                other.stdin.write(json.dumps(prompt) + "\n")
+                other.stdin.flush()
+                seconds, told = json.loads(answer(other.stdout))
+                if number == 1:
+                    before = connector.stats()
+                computed.append(seconds)
+                fetched.append(first_token(llm, prompt, told)[0])
+            assert llm.engine.scheduler.stats().num_loaded_tokens >= len(prompts) * (length - 1), "all were fetched"
+            after = connector.stats()
+        other.stdin.close()
+        other.wait()
+    busy = after.load_seconds - before.load_seconds
+    pair = statistics.median(computed[1:]) + statistics.median(fetched[1:])
+    return {
+        "fetched_s": statistics.median(fetched[1:]),
+        "pair_s": pair,
+        "pair_to_alone": pair / alone,
+        "fetch_gb_s": (after.loaded_bytes - before.loaded_bytes) / busy / 1e9,
+    }
+
+
+def link() -> float:
+    """GB/s of a plain copy from one GPU to the next; 0: there are not two."""
+    if torch.cuda.device_count() < 2:
+        return 0.0
+    source = torch.empty(1 << 28, dtype=torch.uint8, device="cuda:1")
+    target = torch.empty_like(source, device="cuda:0")
+    for timed in (False, True):
+        started = time.perf_counter()
+        for _ in range(8):
+            target.copy_(source)
+        torch.cuda.synchronize(0)
+        torch.cuda.synchronize(1)
+        if timed:
+            break
+    return 8 * len(source) / (time.perf_counter() - started) / 1e9
+
+
+def main() -> int:
+    """Measure each way, and print a table, then one line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("ways", nargs="*", default=["p2p"], help="kv_connector, or p2p:nccl; default: p2p")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny")
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        serve(json.loads(options.serve))
+        return 0
+    rng, vocab = random.Random(1), SHAPES[options.shape]["vocab_size"]
+    prompts = [[rng.randrange(vocab) for _ in range(options.length)] for _ in range(_REPEATS + 1)]
+    found: dict[str, Any] = {"link_gb_s": link()}
+    with tempfile.TemporaryDirectory(prefix="octavo-bench-") as folder:
+        Path(folder, "config.json").write_text(json.dumps(SHAPES[options.shape]))
+        with LLM(**fields_of(folder, options.length, "", "")) as llm:
+            found["alone_s"] = statistics.median([first_token(llm, prompt, None)[0] for prompt in prompts][1:])
+        for way in options.ways:
+            try:
+                found[way] = measure(folder, options.length, way, prompts, found["alone_s"])
+            except (ValueError, RuntimeError) as error:
+                print(f"{way}: {error}", file=sys.stderr)
+    print(
+        f"{options.shape}, prompts of {options.length}: alone {found['alone_s']:.4f} s, link {found['link_gb_s']:.1f}"
+    )
+    for way in options.ways:
+        for key, value in found.get(way, {}).items():
+            print(f"  {way:12} {key:16} {value:12.4f}")
+    print(json.dumps({"shape": options.shape, "length": options.length, "results": found}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
