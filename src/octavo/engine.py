@@ -22,6 +22,7 @@ from octavo.request.outputs import WEIGHTS_BROKEN
 from octavo.request.request import FinishReason, Request
 from octavo.request.sampling_params import SamplingParams
 from octavo.request.seeds import sample_seed
+from octavo.request.transfer_params import of_sibling
 from octavo.request.updates import RequestUpdate
 from octavo.rl.session import WeightUpdates
 from octavo.sched import pause
@@ -130,9 +131,11 @@ class EngineCore:
         cache_salt = salt_with_fields(cache_salt, self._request_fields, params.extra_args)
         if self._looks_ahead:
             cache_salt = salt_with_prompt(cache_salt, prompt_token_ids)
-        others = params  # the prompt of one request is scored once
-        if params.prompt_logprobs is not None and len(sequence_ids) > 1:
-            others = msgspec.structs.replace(params, prompt_logprobs=None)
+        others = params  # the prompt of one request is scored once, and its blocks go from engine to engine once
+        if len(sequence_ids) > 1:
+            others = of_sibling(params)
+            if params.prompt_logprobs is not None:
+                others = msgspec.structs.replace(others, prompt_logprobs=None)
         sequences = [
             Request(
                 sequence_id,

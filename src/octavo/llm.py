@@ -27,6 +27,7 @@ from octavo.frontend.shared_control import Control
 from octavo.frontend.sharing import Call, SharedEngine
 from octavo.frontend.weights import WeightMethods
 from octavo.observe import Phases, progress
+from octavo.request import transfer_params
 from octavo.request.outputs import FlatLogprobs, RequestOutput
 from octavo.request.sampling_params import (
     ParameterError,
@@ -420,7 +421,10 @@ class LLM(WeightMethods):
         if params is None:
             return [self.get_default_sampling_params()] * count
         if isinstance(params, SamplingParams):  # a clone: these may be changed while requests run
-            return [params.clone()] * count
+            own, said = params.clone(), (params.extra_args or {}).get(transfer_params.NAME)
+            if count == 1 or not isinstance(said, Mapping):
+                return [own] * count
+            return [transfer_params.with_own(own, each) for each in transfer_params.split(said, count)]
         given = _listed("sampling_params", params, "SamplingParams, or a list of them")
         if len(given) != count:
             raise ParameterError("sampling_params", f"{len(given)} given for {count} prompts: give one, or one each")

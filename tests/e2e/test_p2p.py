@@ -242,6 +242,9 @@ def test_P_1_one_transfer_id_is_offered_once_and_what_lacks_is_computed_here(mak
     first = make_llm(max_model_len=512, kv_transfer_config=p2p("kv_both", kv_transfer_timeout=0.5))
     params = with_transfer(PARAMS, {"do_remote_decode": True, "transfer_id": "mine"}, max_tokens=1)
     told = [output.kv_transfer_params for output in first.generate(PROMPTS[:2], params)]
+    assert [each and each["transfer_id"] for each in told] == ["mine", "mine-1"] and not caplog.text
+    until_idle(first)
+    told = [output.kv_transfer_params for output in first.generate(PROMPTS[:2], [params, params])]
     assert sum(each is not None for each in told) == 1 and "on offer already" in caplog.text
     until_idle(first)
     outputs = first.generate(PROMPTS[2], with_transfer(PARAMS, {"do_remote_prefill": True, "transfer_id": "mine"}))

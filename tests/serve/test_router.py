@@ -92,6 +92,7 @@ def trio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Process, Pr
         first, second = server(folder, "kv_producer", ports[0]), server(folder, "kv_consumer", ports[1])
         first.wait()
         second.wait()
+        until(router, "octavo_router_server_up", 2)
         yield first, second, router
     finally:
         for process in (first, second, router):
@@ -142,6 +143,37 @@ def test_D_2_a_stream_is_passed_on_as_it_comes(trio):
     settled(first, second)
 
 
+def test_P_1_D_2_each_prompt_of_a_list_has_its_own_blocks(trio):
+    first, second, router = trio
+    router.wait("/health")
+    failures, expired = "octavo:kv_load_failures_total", "octavo:kv_expired_holds_total"
+    before = second.metric(failures), first.metric(expired), second.metric("vllm:external_prefix_cache_hits_total")
+    prompts = [f"{index} of a list, {PROMPT}" for index in range(3)]
+    for changes in ({"prompt": prompts}, {"prompt": prompts[1:], "n": 2}, {"n": 3}):
+        status, routed = router.ask("POST", "/v1/completions", {**ASK, **changes})
+        assert (
+            status == 200
+            and routed["choices"] == second.ask("POST", "/v1/completions", {**ASK, **changes})[1]["choices"]
+        )
+    status, text = router.ask(
+        "POST", "/v1/completions", {**ASK, "prompt": [f"x{each}" for each in prompts], "stream": True}
+    )
+    assert status == 200 and '"error"' not in text and text.rstrip().endswith("[DONE]")
+    asked = {
+        **ASK,
+        "max_tokens": 1,
+        "n": 2,
+        "kv_transfer_params": {"do_remote_decode": True, "transfer_id": "two of one"},
+    }
+    told = first.ask("POST", "/v1/completions", asked)[1]["kv_transfer_params"]
+    assert second.ask("POST", "/v1/completions", {**ASK, "n": 2, "kv_transfer_params": told})[0] == 200
+    settled(first, second)
+    assert (second.metric(failures), first.metric(expired)) == before[:2]
+    assert second.metric("vllm:external_prefix_cache_hits_total") - before[2] > 400
+    logs = first.log.read_text() + second.log.read_text()
+    assert "on offer already" not in logs and "did not end in time" not in logs
+
+
 def test_C_7_a_load_that_fails_by_the_policy_is_told_as_such(tmp_path):
     transfer = {"kv_connector": "p2p", "kv_role": "kv_consumer", "kv_port": 0}
     port = free_port()
@@ -153,7 +185,7 @@ def test_C_7_a_load_that_fails_by_the_policy_is_told_as_such(tmp_path):
         status, body = one.ask("POST", "/v1/completions", asked)
         assert status == 500 and body["error"]["code"] == "kv_load_failed", body
         assert one.metric("octavo:kv_load_failures_total") == 1 and one.metric("vllm:corrupted_requests_total") == 0
-        for name, value in (("remote_port", -1), ("do_remote_prefill", "yes"), ("max_load_tokens", 1.5)):
+        for name, value in (("remote_port", 65536), ("do_remote_prefill", "yes"), ("remote_host", ["127.0.0.1"])):
             status, body = one.ask("POST", "/v1/completions", {**ASK, "kv_transfer_params": {name: value}})
             assert status == 400 and body["error"]["param"] == f"kv_transfer_params.{name}"
     finally:

@@ -36,6 +36,7 @@ from octavo.request.sampling_params import (
     check_text,
     check_token_ids,
 )
+from octavo.request.transfer_params import join, with_own
 from octavo.serve.api.shapes import CompletionDetails, PromptDetails, Usage
 from octavo.serve.engine.refusals import EngineDeadError, EngineDrainingError, EngineHaltedError, QueueFullError
 from octavo.serve.engine.stream import OutputStream, SlowReaderError, pieces
@@ -59,6 +60,7 @@ class Run(msgspec.Struct, kw_only=True):
     priority: int
     cache_salt: str
     names: tuple[str, ...] = ()  # by which a client may abort it
+    transfers: list[dict[str, Any]] = []  # of several prompts: what is said of the blocks of each
 
     @property
     def num_choices(self) -> int:
@@ -231,7 +233,8 @@ async def submit(state: ServeState, run: Run) -> list[OutputStream]:
     streams: list[OutputStream] = []
     try:
         for index, prompt in enumerate(run.prompts):
-            params = state.thinking.apply(run.params, prompt.text, prompt.token_ids, may_open=prompt.is_chat)
+            params = with_own(run.params, run.transfers[index]) if run.transfers else run.params
+            params = state.thinking.apply(params, prompt.text, prompt.token_ids, may_open=prompt.is_chat)
             streams.append(
                 state.engine.generate(
                     f"{run.key}-{index}",
@@ -400,7 +403,7 @@ class TokenCounter:
         self.num_reasoning: int | None = None  # None: this model does not reason
         self._prompts = [len(prompt.token_ids) for prompt in run.prompts]
         self._cached = [0] * len(run.prompts)
-        self.kv_transfer_params: dict[str, Any] | UnsetType = UNSET  # what the engine's connector answers
+        self._told: list[dict[str, Any] | None] = [None] * len(run.prompts)  # what the engine's connector answers
         self._n = run.params.n
         self._outputs = [0] * run.num_choices
 
@@ -408,11 +411,17 @@ class TokenCounter:
         """Note what an output of prompt `index` says of the cache."""
         self._cached[index] = max(self._cached[index], output.num_cached_tokens or 0)
         if output.kv_transfer_params is not None:
-            self.kv_transfer_params = output.kv_transfer_params
+            self._told[index] = output.kv_transfer_params
 
     def add(self, index: int, completion: CompletionOutput) -> None:
         """Take a completion's new tokens into account."""
         self._outputs[index * self._n + completion.index] += len(completion.token_ids)
+
+    @property
+    def kv_transfer_params(self) -> dict[str, Any] | UnsetType:
+        """What the engine's connector answers, in the form of a request with as many prompts."""
+        told = join(self._told)
+        return UNSET if told is None else told
 
     @property
     def num_prompt(self) -> int:

@@ -32,7 +32,7 @@ from octavo.serve.api.logprobs import Offsets, TokenTexts, completion_logprobs
 from octavo.serve.api.origin import tell_origin
 from octavo.serve.api.protocol import Common, CompletionRequest, Parsed, StreamOptions, read
 from octavo.serve.api.shapes import Completion, CompletionChoice
-from octavo.serve.api.transfers import with_transfer
+from octavo.serve.api.transfers import each_transfer, with_transfer
 from octavo.serve.errors import bad_request, renaming
 from octavo.serve.http import json_pieces
 from octavo.serve.http.exchange import Exchange
@@ -61,6 +61,7 @@ async def create(state: ServeState, exchange: Exchange) -> None:
         prompts = await read_prompts(state, request.prompt, add_special_tokens=request.add_special_tokens, kept=kept)
     tell_of_cut(state, parsed.warnings, "max_tokens", parsed.sampling.get("max_tokens"), prompts)
     run = make_run(exchange, "cmpl-", request, prompts, params)
+    run.transfers = each_transfer(request.kv_transfer_params, len(prompts))
     only_prompt = _only_prompt(parsed)
     await send(
         state, exchange, run, _Answer(state, run, request, model, parsed.warnings, only_prompt=only_prompt), request
