@@ -77,7 +77,6 @@ def test_lengths_that_are_none(text: str) -> None:
         ("seed", 2**63, "from 0 to"),
         ("enable_prefix_caching", "maybe", "true or false"),
         ("enable_prefix_caching", 1, "true or false"),
-        ("enable_prefix_caching", None, "true or false"),
         ("attention_config", "{", "a mapping"),
         ("attention_config", "[" * 100_000, "a mapping"),
         ("attention_config", '["backend"]', "a mapping"),
@@ -95,6 +94,16 @@ def test_a_wrong_value_names_field_value_and_limit_in_one_line(field: str, value
         load(**{field: value})
     message = str(caught.value)
     assert message.startswith(f"{field}=") and said in message and "\n" not in message and len(message) < 300
+
+
+def test_none_from_python_is_the_default_and_from_elsewhere_no_value() -> None:
+    names = ("speculative_config", "kv_transfer_config", "hf_overrides", "seed", "dtype", "enable_prefix_caching")
+    config, origins = load_config(python_kwargs=dict.fromkeys((*names, "kv_offloading_size")), environ={})
+    assert config == EngineConfig() and {origins[name] for name in names} == {"default"}
+    with pytest.raises(ConfigError, match=r"enable_prefix_caching=None.*true or false"):
+        load_config(yaml_path="a.yaml", yaml_values={"enable_prefix_caching": None}, environ={})
+    with pytest.raises(ConfigError, match="did you mean seed"):
+        load_config(python_kwargs={"sed": None}, environ={})
 
 
 def test_an_unknown_name_gets_a_suggestion() -> None:

@@ -14,6 +14,7 @@ from octavo import LLM
 from octavo.bench import reproducibility
 from octavo.bench.circumstances import Answer, Run, in_groups, make_jobs
 from octavo.bench.reproducibility import Bench, Difference
+from octavo.cli.flags import UsageError
 
 # Every axis in float32; in bfloat16 those that test_same_bits.py has not.
 ALL: tuple[str, ...] = ()
@@ -88,6 +89,11 @@ def test_the_control_asks_float32_where_the_fast_mode_keeps_its_bits(monkeypatch
     assert [one.get("dtype") for one in asked] == [None, "float32"] and all(one["numerics"] == "fast" for one in asked)
     splits = True
     assert bench.control() == (Difference(tokens=1, different_folds=1), "numerics=fast") and len(asked) == 3
+
+
+def test_an_unknown_axis_is_refused_before_anything_runs() -> None:
+    with pytest.raises(UsageError, match=r"preemptoin: no such axis; did you mean preemption\?"):
+        reproducibility.main(["--axis", "preemptoin"])
 
 
 def test_a_comparison_ends_where_tokens_part() -> None:

@@ -79,6 +79,9 @@ def test_the_command_line_takes_json_and_vllms_size_of_offloading():
     assert transfer.kv_connector == "host" and transfer.extra == {"cpu_bytes_to_use": 2 << 30}
     with pytest.raises(ConfigError, match="expected GiB"):
         load_config(argv_values={"kv_offloading_size": "-2"}, environ={})
+    both = {"kv_offloading_size": "2", "kv_transfer_config": {"kv_connector": "host", "kv_role": "kv_both"}}
+    with pytest.raises(ConfigError, match=r"kv_transfer_config is given in two ways; leave one of them out"):
+        load_config(argv_values=both, environ={})
 
 
 def test_C_12_layers_that_see_the_whole_prompt_are_refused_by_name():

@@ -51,7 +51,7 @@ def test_C_1_a_request_that_loads_has_blocks_and_no_work_and_none_of_them_is_fou
     assert driver.step().new_rows[0].num_computed == 20 and request.status is Status.RUNNING
     driver.run()
     assert is_right(driver, request, other) and driver.worker.computed[request.request_id] == 2 + 3
-    assert request.num_cached == 20 and driver.scheduler.stats().num_loaded_tokens == 20
+    assert request.num_cached == request.num_loaded == driver.scheduler.stats().num_loaded_tokens == 20
 
 
 def test_C_2_what_arrived_is_published_in_full_blocks_and_a_whole_prompt_computes_its_last_token():

@@ -73,6 +73,7 @@ def _facts(**changes: Any) -> RequestFacts:
         "max_tokens": 16,
         "arrival": 100.0,
         "num_cached_tokens": 4,
+        "num_loaded_tokens": 3,
         "num_output_tokens": 5,
         "num_new_tokens": 1,
         "queue_seconds": 0.25,
@@ -144,7 +145,8 @@ def test_a_request_from_first_token_to_end(metrics: ServerMetrics) -> None:
     metrics.observe("finished", _facts())
     assert _value(metrics, "prompt_tokens_total") == 10
     assert _value(metrics, "prompt_tokens_cached_total") == 4
-    assert _value(metrics, "prompt_tokens_by_source_total", source="local_compute") == 6
+    sources = [("local_compute", 6), ("local_cache_hit", 1), ("external_kv_transfer", 3)]
+    assert all(_value(metrics, "prompt_tokens_by_source_total", source=name) == count for name, count in sources)
     assert _value(metrics, "generation_tokens_total") == 5
     assert _value(metrics, "time_to_first_token_seconds_sum") == 1.0
     assert _value(metrics, "inter_token_latency_seconds_sum") == 6.0

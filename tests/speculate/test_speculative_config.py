@@ -36,6 +36,10 @@ def test_nothing_said_is_the_null_member() -> None:
         ({"method": "ngram", "num_speculative_tokens": 17}, "from 1 to 16"),
         ({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_mn": 2}, "did you mean prompt_lookup_min?"),
         ({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 9, "prompt_lookup_max": 4}, "lower it"),
+        (
+            {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 0},
+            "prompt_lookup_max: must be a whole",
+        ),
         ({"method": "ngram", "num_speculative_tokens": 3, "model": "x"}, "method ngram has no use for it"),
         ({"method": "ngram", "num_speculative_tokens": 3, "rejection_sample_method": "standard"}, "no bit changes"),
         ({"method": "ngram", "num_speculative_tokens": 3, "rejection_sample_method": "x"}, "unknown"),
@@ -63,3 +67,10 @@ def test_a_method_out_of_tree_is_named_by_its_path() -> None:
     assert make_speculator(config).num_drafts == 2
     with pytest.raises(ConfigError, match="does not load"):
         make_speculator(read_speculative({"method": "no.such:Thing", "num_speculative_tokens": 2}))
+    for path, said in (
+        ("os:path", "no load"),
+        ("collections:OrderedDict", "no load, identity"),
+        ("os:getcwd", "no load"),
+    ):
+        with pytest.raises(ConfigError, match=f"is no speculator: it has {said}"):
+            make_speculator(read_speculative({"method": path, "num_speculative_tokens": 2}))

@@ -52,6 +52,7 @@ from octavo.bench.engine import dummy_model
 from octavo.bench.shapes import SHAPES
 from octavo.cli.flags import Parser
 from octavo.config.engine_config import DEFAULT_BLOCK_SIZE
+from octavo.config.settings import did_you_mean
 from octavo.llm import LLM
 
 NUM_CONTROL = 64  # requests that suffice to show a difference
@@ -270,6 +271,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--write", metavar="PATH", help="write the answers of the reference, and do no more")
     given, started = list(sys.argv[1:] if argv is None else argv), time.perf_counter()
     options = vars(parser.parse_args(given))
+    _check_axes(parser, options["axis"])
     names = ("model", "device", "dtype", "quantization", "attention_backend")
     settings = {name: options[name] for name in names if options[name] is not None}
     bench = Bench(options["shape"], settings, options["tokens"], options["seed"])
@@ -283,12 +285,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, difference, remark in bench.results(restarted, chosen):
         rows[name] = _print(name, difference, remark, started)
         good &= not difference.any and bool(difference.tokens)
+    good &= bool(rows)
     control, remark = bench.control()
     remark += ": must differ" + ("" if control.any else ", and does not")
     rows["control"] = _print("control", control, remark, started)
     document = {"shape": options["shape"], **settings, "device": bench.device, "seed": options["seed"], "axes": rows}
     print(json.dumps(document | {"good": good and control.any}))
     return 0 if good and control.any else 1
+
+
+def _check_axes(parser: Parser, chosen: Sequence[str]) -> None:
+    known = ["restart"]
+    for device, state_blocks in (("cpu", 0), ("cuda", 0), ("cpu", 1)):
+        known += [axis.name for axis in make_axes(device, (), random.Random(), state_blocks=state_blocks)]
+    for name in chosen:
+        if name not in known:
+            hint = did_you_mean(name, known) or f"known are {', '.join(dict.fromkeys(known))}"
+            parser.error(f"--axis {name}: no such axis; {hint}")
 
 
 def _in_another_process(argv: Sequence[str]) -> list[Answer]:

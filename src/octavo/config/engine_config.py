@@ -30,7 +30,7 @@ from octavo.config.settings import (
     settings_of,
 )
 from octavo.config.speculative import SpeculativeConfig, read_speculative
-from octavo.config.vllm_options import translate
+from octavo.config.vllm_options import said, translate
 from octavo.request.sampling_params import MAX_N
 
 DEFAULT_MODEL = "octavo-tiny"
@@ -234,15 +234,14 @@ def load_config(
     """Fill the fields: defaults, then the YAML file, the environment, Python arguments, the command line; last wins.
 
     Returns the config and, per field, where its value came from. `environ` defaults to the process's. An unknown name
-    is a ConfigError with a suggestion; an unknown OCTAVO_ variable is logged as a warning. Options of other engines are
-    read by `octavo.config.vllm_options`. `yaml_values` stands for the file's contents where somebody else takes a part
-    of them.
+    is a ConfigError with a suggestion; an unknown OCTAVO_ variable is logged as a warning. Options of others, and
+    Python's None, are read by `octavo.config.vllm_options`. `yaml_values`: the file, less what somebody else takes.
     """
     layers: list[tuple[str, Mapping[str, Any]]] = []
     if yaml_path is not None:
         layers.append((f"file {yaml_path}", read_yaml(yaml_path) if yaml_values is None else yaml_values))
     layers.append(("environment", read_environment(os.environ if environ is None else environ)))
-    layers.append(("Python argument", python_kwargs or {}))
+    layers.append(("Python argument", said(python_kwargs or {}, SETTINGS)))
     layers.append(("command line", argv_values or {}))
     return fill(EngineConfig, [(origin, translate(values, SETTINGS, origin=origin)) for origin, values in layers])
 

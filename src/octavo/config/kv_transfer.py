@@ -22,6 +22,7 @@ POLICIES = ("fail", "recompute")
 DEFAULT_PORT = 14579
 DEFAULT_TIMEOUT = 30.0  # seconds
 _MAX_TIMEOUT = 86400.0
+_MAX_GIB = 1 << 20
 _EXAMPLE = (
     'e.g. {"kv_connector": "host", "kv_role": "kv_both", "kv_connector_extra_config": {"cpu_bytes_to_use": "4G"}}'
 )
@@ -118,8 +119,8 @@ def offloading(name: str, value: Any) -> dict[str, Any]:
         size = float(value)
     except (TypeError, ValueError):
         size = -1.0
-    if not 0 <= size < 1 << 20:
-        raise ConfigError(name, value, "expected GiB, at least 0")
+    if not 0 <= size < _MAX_GIB:
+        raise ConfigError(name, value, f"expected GiB, from 0 to {_MAX_GIB - 1}")
     if not size:
         return {}
     extra = {"cpu_bytes_to_use": int(size * 2**30)}

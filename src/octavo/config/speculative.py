@@ -115,12 +115,10 @@ def read_speculative(given: Mapping[str, Any]) -> SpeculativeConfig:
     for key in ("model", "revision"):
         if key in given and (not isinstance(given[key], str) or not given[key]):
             raise _refuse(key, given[key], "expected text")
-    lowest = _whole(given, "prompt_lookup_min", given.get("prompt_lookup_max", 1) if method == "ngram" else 1, 1, 64)
-    highest = _whole(given, "prompt_lookup_max", max(lowest, given.get("prompt_lookup_min", 4)), 1, 64)
+    lowest = _whole(given, "prompt_lookup_min", 1, 1, 64)
+    highest = _whole(given, "prompt_lookup_max", max(lowest, 4), 1, 64)
     if lowest > highest:
         raise _refuse("prompt_lookup_min", lowest, f"prompt_lookup_max is {highest}", "lower it")
-    if "prompt_lookup_min" not in given:
-        lowest = 1
     return SpeculativeConfig(
         method=method,
         num_speculative_tokens=_whole(given, "num_speculative_tokens", None, 1, MAX_DRAFTS),

@@ -121,6 +121,7 @@ class Request:
         "max_tokens",
         "num_cached",
         "num_found",
+        "num_loaded",
         "num_preemptions",
         "num_prompt",
         "num_prompt_logprobs",
@@ -177,6 +178,7 @@ class Request:
         self.num_reported = 0  # output tokens that updates have told
         self.num_cached = 0  # prompt tokens found in the prefix cache at first admission
         self.num_found = 0  # tokens found there at the last admission
+        self.num_loaded = 0  # tokens of `num_cached` that a connector brought
         self.num_preemptions = 0
         self.num_prompt_logprobs = 0  # prompt positions whose log-probabilities were delivered
         self.block_hashes: list[bytes] = []  # of full blocks, extended by the KV manager

@@ -26,6 +26,7 @@ class RequestUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
     finish_reason: str | None = None  # "stop", "length", "abort", "error", "repetition"; None: goes on
     stop_reason: int | str | None = None  # the stop token's id or the stop string; None for EOS
     num_cached: int = 0  # prompt tokens that a prefix hit saved; a request's are those of its first completion
+    num_loaded: int = 0  # those of them that a connector brought
     queue_time: float | None = None  # seconds from add to the first schedule, in one update at most
     weights_version: str = ""  # of the weights that draw its tokens from this update on; empty: as before
     weights_mixed: bool = False  # these tokens attend K and V of older weights too

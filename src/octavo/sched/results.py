@@ -187,6 +187,7 @@ class Results:
                 finish_reason=request.finish_reason,
                 stop_reason=request.stop_reason,
                 num_cached=request.num_cached,
+                num_loaded=request.num_loaded,
                 queue_time=self.queue_times.pop(request.request_id, None),
                 weights_version=self.version if is_first else "",
                 weights_mixed=is_first and request.request_id in self.mixed,

@@ -151,8 +151,10 @@ class ServerMetrics(Collector):
             self._histograms["time_to_first_token_seconds"].observe(facts.first_token_at - facts.arrival)
         values["prompt_tokens"][""] += facts.num_prompt_tokens
         values["prompt_tokens_cached"][""] += cached
-        values["prompt_tokens_by_source"]["local_cache_hit"] += cached
-        values["prompt_tokens_by_source"]["local_compute"] += facts.num_prompt_tokens - cached
+        loaded, by_source = min(facts.num_loaded_tokens, cached), values["prompt_tokens_by_source"]
+        by_source["external_kv_transfer"] += loaded
+        by_source["local_cache_hit"] += cached - loaded
+        by_source["local_compute"] += facts.num_prompt_tokens - cached
         values["generation_tokens"][""] += facts.num_new_tokens
 
     def _tokens(self, facts: RequestFacts) -> None:

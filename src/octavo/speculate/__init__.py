@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from octavo.cache.specs import LayerSpec
-from octavo.config.speculative import SpeculativeConfig
+from octavo.config.settings import ConfigError
+from octavo.config.speculative import FIELD, SpeculativeConfig
 from octavo.registry import Registry
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from octavo.speculate.step import DraftBatches, DraftStep
 
 _HEAD = "octavo.speculate.head:HeadSpeculator"
+_PARTS = ("load", "identity", "allocate", "propose")  # what a method's class has
 SPECULATORS = Registry(
     "speculative method",
     {
@@ -108,16 +110,17 @@ def make_speculator(config: SpeculativeConfig) -> Speculator:
     """Who proposes by these settings. Raises ConfigError for a method that is not known or does not load."""
     if not config.method:
         return NO_SPECULATOR
-    made: Speculator = resolve_method(config.method)(config)
+    try:
+        found = SPECULATORS.resolve(config.method)
+    except ValueError as error:
+        raise _refuse(config.method, str(error)) from None
+    lacking = [part for part in _PARTS if not hasattr(found, part)]
+    if lacking or not isinstance(found, type):
+        said = f"it has no {', '.join(lacking)}" if lacking else "it is no class"
+        raise _refuse(config.method, f"is no speculator: {said} (see docs/speculation.md)")
+    made: Speculator = found(config)
     return made
 
 
-def resolve_method(name: str) -> type:
-    """The class behind a method's name. Raises ConfigError."""
-    from octavo.config.settings import ConfigError
-
-    try:
-        found: type = SPECULATORS.resolve(name)
-    except ValueError as error:
-        raise ConfigError("speculative_config", name, str(error), "set its method") from None
-    return found
+def _refuse(name: str, limit: str) -> ConfigError:
+    return ConfigError(FIELD, name, limit, "set its method")

@@ -140,7 +140,9 @@ def _architecture(fields: Fields) -> str:
     names = fields.get("architectures", [])
     name = names[0] if isinstance(names, list) and len(names) == 1 else None
     if name in HEADS["eagle3"]:
-        fields.refuse("architectures", names, "this is a head that drafts: name it in speculative_config")
+        fields.refuse(
+            "architectures", names, "this is a head that drafts: name it in speculative_config, with its method"
+        )
     if not isinstance(name, str) or (name not in FAMILIES and ":" not in name):
         fields.refuse(
             "architectures", names, f"known are {', '.join(sorted(FAMILIES))}, or a path 'package.module:Class'"

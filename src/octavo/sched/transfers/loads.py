@@ -244,6 +244,8 @@ class Loads:
                 end - transfer.start,
             )
         self.stats.num_loaded_tokens += end - transfer.start
+        if not request.num_preemptions:
+            request.num_loaded = max(end - transfer.start, 0)
         request.num_computed = min(end, request.num_tokens - 1)
         self._kv.publish(request, request.num_computed)
         request.status = entry.before

@@ -417,7 +417,7 @@ class AsyncEngine(AsyncWeightMethods):
         for update in updates:
             num_new += len(update.tokens)
             if update.num_cached > facts.num_cached_tokens and update.request_id == stream.sequence_ids[0]:
-                facts.num_cached_tokens = update.num_cached
+                facts.num_cached_tokens, facts.num_loaded_tokens = update.num_cached, update.num_loaded
             if update.queue_time is not None and facts.queue_seconds is None:
                 facts.queue_seconds = update.queue_time
         if num_new:

@@ -35,6 +35,7 @@ class RequestFacts(msgspec.Struct, kw_only=True):
     max_tokens: int  # as resolved: what the context leaves
     arrival: float
     num_cached_tokens: int = 0
+    num_loaded_tokens: int = 0  # those of them that a connector brought
     num_output_tokens: int = 0  # of all completions
     num_new_tokens: int = 0  # of them, those that the last event brought
     queue_seconds: float | None = None  # until the engine first ran it
