@@ -118,7 +118,7 @@ def test_controls_differ(case: tuple[LLM, Any]) -> None:
 @pytest.mark.parametrize(
     ("family", "reason"),
     [
-        ("lfm2", r"Lfm2ForCausalLM yet: its layer 0 keeps a state \(conv\)"),
+        ("jamba", r"JambaForCausalLM yet: its layer 0 keeps a state \(mamba\)"),
         ("nemotron-h", r"NemotronHForCausalLM yet: its layer 0 keeps a state \(mamba\)"),
     ],
 )

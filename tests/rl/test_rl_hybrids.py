@@ -1,4 +1,4 @@
-"""Delta nets in a trainer's hands: the sampler's bits, and gradients that are right (RL.N1, RL.N2, RL.N6)."""
+"""Layers with states in a trainer's hands: the sampler's bits, and gradients that are right (RL.N1, RL.N2, RL.N6)."""
 
 from __future__ import annotations
 
@@ -36,9 +36,13 @@ def alone(compute: Callable[..., Tensor], tensors: list[Tensor], *rest: Tensor) 
     return torch.cat([compute(*parts, *rest) for parts in zip(*(x.split(LENGTHS) for x in tensors), strict=True)])
 
 
-def conv64(x: Tensor, weight: Tensor) -> Tensor:
+def sum64(x: Tensor, weight: Tensor) -> Tensor:
     wide = torch.cat((x.new_zeros(3, CHANNELS), x)).t()[None]
-    return torch.nn.functional.silu(torch.nn.functional.conv1d(wide, weight, groups=CHANNELS))[0].t()
+    return torch.nn.functional.conv1d(wide, weight, groups=CHANNELS)[0].t()
+
+
+def conv64(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.nn.functional.silu(sum64(x, weight))
 
 
 def rule64(qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
@@ -58,10 +62,19 @@ def rule64(qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) ->
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 class TestOperators:
-    def test_RL_N2_short_convolution(self, dtype: torch.dtype) -> None:
+    @pytest.mark.parametrize("silu", [True, False])
+    def test_RL_N2_short_convolution(self, dtype: torch.dtype, silu: bool) -> None:
         pack, spec = rl.Pack(LENGTHS), spec_of(dtype)
         inputs = [torch.randn(sum(LENGTHS), CHANNELS), torch.randn(CHANNELS, 1, 4)]
-        _compare(lambda x, w: short_conv(x, w, pack, spec), lambda x, w: alone(conv64, [x], w), inputs, dtype)
+        if silu:
+            _compare(lambda x, w: short_conv(x, w, pack, spec), lambda x, w: alone(conv64, [x], w), inputs, dtype)
+            return
+        _compare(
+            lambda x, w, b: short_conv(x, w, pack, spec, b, silu=False),
+            lambda x, w, b: alone(sum64, [x], w) + b,
+            [*inputs, torch.randn(CHANNELS)],
+            dtype,
+        )
 
     def test_RL_N2_gated_delta_rule(self, dtype: torch.dtype) -> None:
         torch.manual_seed(0)
@@ -98,8 +111,8 @@ def test_RL_N2_the_way_back_through_a_whole_model_is_as_near_as_plain_torchs() -
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", ["qwen3-next", "qwen3.5", "qwen3.5-moe", "qwen3-next-every-other"])
-def test_RL_N1_families_with_delta_nets(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen3-next", "qwen3.5", "qwen3.5-moe", "qwen3-next-every-other", "lfm2-biased"])
+def test_RL_N1_families_with_states(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     model = make_reference(family).to(dtype)
     model.save_pretrained(tmp_path)
     settings: dict[str, Any] = {"model": str(tmp_path), "dtype": str(dtype)[6:], "max_model_len": 256}

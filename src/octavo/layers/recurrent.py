@@ -57,7 +57,7 @@ class ShortConvolution(_Part):
     ) -> None:
         """`width`: tokens, at least 2."""
         super().__init__(index, dtype)
-        self._silu = silu
+        self.silu = silu
         self.declare("weight", (channels, 1, width), torch.float32)
         if bias:
             self.declare("bias", (channels,), torch.float32)
@@ -68,7 +68,7 @@ class ShortConvolution(_Part):
         """Make the operands."""
         super().finalize(quantization)
         weight: torch.Tensor = self.__dict__.pop("weight")
-        self.operands = ConvOperands(weight.squeeze(1).t().contiguous(), self.__dict__.pop("bias", None), self._silu)
+        self.operands = ConvOperands(weight.squeeze(1).t().contiguous(), self.__dict__.pop("bias", None), self.silu)
 
     @line("own")
     def mix(self, x: torch.Tensor) -> torch.Tensor:

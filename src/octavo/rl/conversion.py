@@ -94,7 +94,8 @@ def convert(
     shared = Converted(plan, dtype, attention_backend)
     try:
         trunk, head = model.get_submodule("model"), model.get_submodule("lm_head")
-        embedding, last = trunk.get_submodule("embed_tokens"), trunk.get_submodule("norm")
+        own_norm = plan.ends["norm.weight"].removeprefix("model.").removesuffix(".weight")
+        embedding, last = trunk.get_submodule("embed_tokens"), trunk.get_submodule(own_norm)
         layers = list(trunk.get_submodule("layers").children())
     except AttributeError as error:
         raise ValueError(f"octavo.rl does not run {name} as it is built here: {error}") from None
@@ -114,7 +115,7 @@ def convert(
     _replace(embedding, _Embedding(shared, embedding))
     _replace(last, _Norm(shared, last))
     _replace(head, _Head(shared, head))
-    _replace(trunk, _Trunk(trunk))
+    _replace(trunk, _Trunk(trunk, own_norm))
     _replace(model, _Model(model, name))
     return model
 
@@ -276,9 +277,10 @@ class _Head:
 
 @dataclasses.dataclass(eq=False)
 class _Trunk:
-    """From a pack's ids to hidden states behind the last norm, [tokens, size]."""
+    """From a pack's ids to hidden states behind the last norm, [tokens, size]. norm: what the trunk calls it."""
 
     module: nn.Module
+    norm: str
 
     def __call__(self, pack: Pack | None = None, *_: Any, **others: Any) -> Tensor:
         if not isinstance(pack, Pack):
@@ -287,7 +289,7 @@ class _Trunk:
         x = self.module.get_submodule("embed_tokens")(pack.ids)
         for layer in self.module.get_submodule("layers").children():
             x = layer(x, pack=pack)
-        hidden: Tensor = self.module.get_submodule("norm")(x)
+        hidden: Tensor = self.module.get_submodule(self.norm)(x)
         return hidden
 
 

@@ -27,6 +27,7 @@ from octavo.layers.mixers.gated_attention import GatedAttention
 from octavo.layers.mlp import Mlp
 from octavo.layers.moe import MoeMlp
 from octavo.layers.norm import RMSNorm
+from octavo.layers.recurrent import ShortConvolution
 from octavo.rl.autograd.attention import attention
 from octavo.rl.autograd.gated import gated
 from octavo.rl.autograd.latent import head_linear, latent_rope
@@ -102,7 +103,7 @@ class _Part:
         result: Tensor = type(self.layer).forward(self, x)
         return result
 
-    def project(self, x: Tensor, name: str) -> Tensor:
+    def product(self, x: Tensor, name: str) -> Tensor:
         """The product with the weights called `name`."""
         weights, layer = self.run.weights.rows(f"{name}.weight"), cast(Layer, self.run.plan.layer.get_submodule(name))
         return linear(x, weights, self.run.weights.biases(f"{name}.bias", layer, len(weights)))
@@ -122,14 +123,14 @@ class _NormPart(_Part):
 
 class _LinearPart(_Part):
     def forward(self, x: Tensor) -> Tensor:
-        return self.project(x, self.path)
+        return self.product(x, self.path)
 
 
 class _QkvPart(_Part):
     """Each head's channels in the operators' order."""
 
     def forward(self, x: Tensor) -> Tensor:
-        joined, rope, spec = self.project(x, self.path), self.run.plan.rope, self.run.plan.attention
+        joined, rope, spec = self.product(x, self.path), self.run.plan.rope, self.run.plan.attention
         if not rope.interleaved:
             return joined
         size = rope.rotary_size or spec.head_size
@@ -166,7 +167,7 @@ class _GatedAttentionPart(_AttentionPart):
 
     def forward(self, x: Tensor) -> Tensor:
         """The lines of the engine's, whose product's rows are in another order."""
-        joined, heads, size = self.project(x, f"{self.path}.qkv"), self.spec.num_heads, self.spec.head_size
+        joined, heads, size = self.product(x, f"{self.path}.qkv"), self.spec.num_heads, self.spec.head_size
         queries, gates = joined[:, : 2 * heads * size].unflatten(1, (heads, 2, size)).unbind(2)
         qkv = torch.cat((queries.flatten(1), joined[:, 2 * heads * size :]), dim=1)
         return sigmoid_gated(self.attend(self.rope_and_store(qkv)), gates.flatten(1))
@@ -174,6 +175,15 @@ class _GatedAttentionPart(_AttentionPart):
     @property
     def out(self) -> _Part:
         return _LinearPart(self.run, self.layer.get_submodule("output"), f"{self.path}.output")
+
+
+class _ShortConvPart(_Part):
+    """Of a layer that mixes by its convolution alone; a delta net's is its part's own."""
+
+    def mix(self, x: Tensor) -> Tensor:
+        run, weights, conv = self.run, self.run.weights, cast(ShortConvolution, self.layer)
+        weight, bias = weights.needed(f"{self.path}.weight"), weights.one(f"{self.path}.bias")
+        return short_conv(x, weight, run.pack, run.plan.state, bias, silu=conv.silu)
 
 
 class _DeltaNetPart(_Part):
@@ -184,7 +194,7 @@ class _DeltaNetPart(_Part):
         facts, pack, spec = run.arch.delta, run.pack, run.plan.state
         assert facts is not None, "layers with a delta net need its facts"
         sizes = DeltaSizes(facts.num_key_heads, facts.num_value_heads, facts.key_size, facts.value_size)
-        joined = self.project(x, f"{self.path}.project")
+        joined = self.product(x, f"{self.path}.project")
         order = net.row_order
         joined = joined if order is None else joined[:, torch.tensor(order, device=x.device)]
         qkv, z, b, a = joined.split(net.parts, 1)
@@ -241,8 +251,8 @@ class _LatentPart(_Part):
 
 class _MlpPart(_Part):
     def forward(self, x: Tensor) -> Tensor:
-        inner = gated(self.project(x, f"{self.path}.gate_up"), self.run.arch.activation)
-        return self.project(inner, f"{self.path}.down")
+        inner = gated(self.product(x, f"{self.path}.gate_up"), self.run.arch.activation)
+        return self.product(inner, f"{self.path}.down")
 
 
 class _MoePart(_Part):
@@ -272,6 +282,7 @@ class _MoePart(_Part):
 
 _PARTS: dict[type[nn.Module], type[_Part]] = {
     RMSNorm: _NormPart,
+    ShortConvolution: _ShortConvPart,
     Linear: _LinearPart,
     Attention: _AttentionPart,
     GatedAttention: _GatedAttentionPart,

@@ -30,12 +30,13 @@ from octavo.models.causal_lm import CausalLM
 from octavo.ops.rope import rope_table
 
 STATE_DTYPES = ("float32", "bfloat16")
+_MIXERS = ("delta", "conv")  # of layers with states, that parts with gradients run
 _EXPERTS = "mlp.experts."
 # Facts of Arch that the engine's layers read, or that no bit follows from. The ends read others, which their classes
 # in `convert` name: a fact that nobody names is refused where it is not at its default.
 LAYER_FACTS = {
     "name", "dtype", "intermediate_size", "num_heads", "num_kv_heads", "head_size", "max_position", "default_length",
-    "layers", "moe_layers", "moe", "latent", "delta", "activation", "attention_bias", "output_bias", "mlp_bias",
+    "layers", "moe_layers", "moe", "latent", "delta", "conv", "activation", "attention_bias", "output_bias", "mlp_bias",
     "qk_norm", "attention_scale", "eos_token_ids", "bos_token_id",
 }  # fmt: skip
 
@@ -117,13 +118,13 @@ def plan_of(
 
 
 def _specs_of(model: Model, arch: Arch, name: str, state_dtype: str) -> list[AttentionSpec | StateSpec]:
-    """What each layer keeps. Raises ValueError for layers that keep something else than K and V or a delta net's."""
+    """What each layer keeps. Raises ValueError for layers that keep what no part with gradients reads."""
     specs: list[AttentionSpec | StateSpec] = []
     for index, kind in enumerate(arch.layers):
         spec = model.layer_specs[index]
         if isinstance(spec, AttentionSpec):
             specs.append(spec)
-        elif isinstance(spec, StateSpec) and kind.mixer == "delta":
+        elif isinstance(spec, StateSpec) and kind.mixer in _MIXERS:
             specs.append(with_state_dtype(spec, state_dtype))
         else:
             kept = f"a state ({kind.mixer})" if isinstance(spec, StateSpec) else "nothing of a sequence"

@@ -33,12 +33,15 @@ class DeltaSizes(NamedTuple):
     value_size: int
 
 
-def short_conv(x: Tensor, weight: Tensor, pack: Pack, spec: StateSpec) -> Tensor:
-    """A causal convolution of each channel with silu behind it: x [tokens, channels] -> the same shape and dtype.
+def short_conv(
+    x: Tensor, weight: Tensor, pack: Pack, spec: StateSpec, bias: Tensor | None = None, *, silu: bool = True
+) -> Tensor:
+    """A causal convolution of each channel: x [tokens, channels] -> the same shape and dtype.
 
-    weight: [channels, 1, width]; spec: of the layer, whose inputs have one called "conv".
+    weight: [channels, 1, width]; bias: [channels]; silu: stands behind it; spec: of the layer, whose inputs have one
+    called "conv".
     """
-    result: Tensor = apply(_ShortConv, x, weight, pack, spec)
+    result: Tensor = apply(_ShortConv, x, weight, bias, pack, spec, silu)
     return result
 
 
@@ -94,21 +97,26 @@ def _of_pack(pack: Pack, spec: StateSpec, dtype: torch.dtype) -> tuple[StateBack
 class _ShortConv(torch.autograd.Function):
     @staticmethod
     @outside_autocast
-    def forward(ctx: Any, x: Tensor, weight: Tensor, pack: Pack, spec: StateSpec) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.pack = pack
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, pack: Pack, spec: StateSpec, silu: bool
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, bias)
+        ctx.facts = pack, silu
         backend, own = _of_pack(pack, spec, x.dtype)
-        operands = ConvOperands(weight.detach().float().squeeze(1).t().contiguous(), None, True)
+        added = None if bias is None else bias.detach().float().contiguous()
+        operands = ConvOperands(weight.detach().float().squeeze(1).t().contiguous(), added, silu)
         return backend.short_conv(own, operands, x.detach())
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = (each.detach().float().requires_grad_() for each in ctx.saved_tensors)
+        saved = [each for each in ctx.saved_tensors if each is not None]
+        wide = [each.detach().float().requires_grad_() for each in saved]
         with torch.enable_grad():
-            result = convolved(x, weight, ctx.pack)
-        found = torch.autograd.grad(result, (x, weight), grad.float())
-        return *(own.to(each.dtype) for own, each in zip(found, ctx.saved_tensors, strict=True)), None, None
+            result = convolved(wide[0], wide[1], ctx.facts[0], *wide[2:], silu=ctx.facts[1])
+        found = torch.autograd.grad(result, wide, grad.float())
+        own: list[Tensor | None] = [each.to(one.dtype) for each, one in zip(found, saved, strict=True)]
+        return *own, *[None] * (6 - len(own))
 
 
 class _GatedDelta(torch.autograd.Function):
@@ -176,14 +184,15 @@ class _Sigmoid(torch.autograd.Function):
 # The same mathematics in plain torch, of any dtype, with gradients of their own.
 
 
-def convolved(x: Tensor, weight: Tensor, pack: Pack) -> Tensor:
-    """What `short_conv` computes: x [tokens, channels], weight [channels, 1, width]."""
+def convolved(x: Tensor, weight: Tensor, pack: Pack, bias: Tensor | None = None, *, silu: bool = True) -> Tensor:
+    """What `short_conv` computes: x [tokens, channels], weight [channels, 1, width], bias [channels]."""
     width, total = weight.shape[2], torch.zeros_like(x)
     at = torch.arange(len(x), device=x.device)
     for back in range(width):
         seen = (pack.positions >= back)[:, None]
         total = total + torch.where(seen, x[(at - back).clamp(min=0)], 0.0) * weight[:, 0, width - 1 - back]
-    return torch.nn.functional.silu(total)
+    total = total if bias is None else total + bias
+    return torch.nn.functional.silu(total) if silu else total
 
 
 def delta_rule(
