@@ -1,4 +1,4 @@
-"""Blocks from GPU to GPU by NCCL (P.4, O.2): the same bits, and a deadline where NCCL cannot reach the peer."""
+"""Blocks from GPU to GPU: by NCCL (P.4, O.2), and between sides that differ (T): the same bits, and deadlines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
 
 from octavo import LLM
 from peer_engine import peer
-from test_p2p import PARAMS, PROMPTS, bits, p2p, until_idle, with_transfer
+from test_p2p import LONG, PARAMS, PROMPTS, WAYS, bits, need_library, p2p, until_idle, with_transfer
 
 pytestmark = pytest.mark.gpu
 FIELDS: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 512, "kv_cache_memory_bytes": 1 << 28}
@@ -61,3 +61,26 @@ def test_P_3_one_gpu_for_both_sides_is_a_failed_load_and_is_recomputed() -> None
         until_idle(llm)
         assert llm.engine.scheduler.stats().num_load_failures == len(PROMPTS)
         other.process.kill()
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("p2p", (16, 64)), ("nixl", (64, 16)), ("nixl", (16, 16)), ("push", (16, 64))]
+)
+def test_T_2_T_3_N_5_one_gpus_blocks_pass_into_blocks_of_another_size(name: str, sizes: tuple[int, int]) -> None:
+    """Of other sizes through host memory; of one size, in layouts that keep a block together or apart, as they are."""
+    need_library(WAYS[name]["kv_connector"])
+    theirs = {**FIELDS, "block_size": sizes[0], "kv_cache_layout": "LBNHC"}
+    ours = {**FIELDS, "block_size": sizes[1], "kv_cache_layout": "BLNHC"}
+    with LLM(**ours) as alone:
+        expected = bits(alone.generate(LONG, PARAMS))
+    config = {**WAYS[name], "kv_transfer_timeout": 60}
+    with (
+        peer({**theirs, "kv_transfer_config": p2p("kv_producer", **config)}) as other,
+        LLM(**ours, kv_transfer_config=p2p("kv_consumer", **config)) as llm,
+    ):
+        for _ in range(2):
+            told = other.prefill(LONG)
+            assert bits(llm.generate(LONG, [with_transfer(PARAMS, each) for each in told])) == expected
+            until_idle(llm)
+            assert llm.reset_prefix_cache()
+        assert not llm.engine.scheduler.stats().num_load_failures

@@ -7,6 +7,8 @@ given up arrives any more. Over TCP it would as long as the agent lived, whateve
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 import time
 import uuid
@@ -18,6 +20,15 @@ from nixl_cu12._api import nixl_agent, nixl_agent_config
 from octavo.kv_connector.worker.pair import Pair, TransferError
 
 POLL = 0.0002  # seconds between two questions
+
+
+def _leave_stdout() -> None:
+    """NIXL logs to stdout, which is the program's: its warnings go where others' go."""
+    log = logging.getLogger("nixl")
+    log.handlers.clear()
+    log.propagate = True
+    if not os.environ.get("NIXL_LOG_LEVEL"):
+        log.setLevel(logging.WARNING)
 
 
 class Runs(NamedTuple):
@@ -34,6 +45,7 @@ class NixlAgent:
     def __init__(self) -> None:
         """It may move nothing."""
         self._lock = threading.Lock()
+        _leave_stdout()
         config = nixl_agent_config(enable_prog_thread=False, enable_listen_thread=False, backends=["UCX"])
         self._agent: Any = nixl_agent(f"octavo-{uuid.uuid4()}", config)
 

@@ -1,0 +1,65 @@
+"""Engines whose blocks lie in other ways, of other families and cache types, and in processes of their own (T, N.1)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import random_models
+from octavo import LLM
+from peer_engine import peer
+from test_p2p import LONG, PARAMS, bits, need_library, p2p, stepping, until_idle, with_transfer
+
+Make = Callable[..., LLM]
+SMALL = {"block_size": 16, "kv_cache_layout": "BLHNC"}
+LARGE = {"block_size": 64, "kv_cache_layout": "BLNHC", "attention_config": {"kernel_block_size": 16}}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "latent": {"shape": random_models.DEEPSEEK},
+    "windows": {"shape": random_models.OLMO3},
+    "fp8": {"kv_cache_dtype": "fp8"},
+    "int8": {"kv_cache_dtype": "int8"},
+    "zeroed": {"attention_backend": "flex"},
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("sides", [(SMALL, LARGE), (LARGE, SMALL)], ids=["16 to 64", "64 to 16"])
+def test_T_2_T_3_T_5_C_13_every_kind_of_cache_passes_into_blocks_of_another_size(name, sides, make_llm: Make, tmp_path):
+    """Latent layers, windows, quantized caches, and a backend that reads what no token has written."""
+    fields = {"max_model_len": 512, "skip_tokenizer_init": True, **FAMILIES[name]}
+    if shape := fields.pop("shape", None):
+        fields |= random_models.settings_of(shape, tmp_path)
+    rng = random.Random(5)
+    prompts = [{"prompt_token_ids": [rng.randrange(3, 300) for _ in range(count)]} for count in (270, 128, 33, 1)]
+    first = make_llm(**{**fields, **sides[0]}, kv_transfer_config=p2p("kv_producer"))
+    second = make_llm(**{**fields, **sides[1]}, kv_transfer_config=p2p("kv_consumer"))
+    expected = bits(make_llm(**{**fields, **sides[1]}).generate(prompts, PARAMS))
+    told = first.generate(prompts, with_transfer(PARAMS, {"do_remote_decode": True}, max_tokens=1))
+    with stepping(first):
+        asked = [with_transfer(PARAMS, output.kv_transfer_params) for output in told]
+        assert bits(second.generate(prompts, asked)) == expected
+    until_idle(first)
+    until_idle(second)
+    stats = second.engine.scheduler.stats()
+    assert not stats.num_load_failures and stats.num_loaded_tokens == 270 + 128 + 33 + 1
+
+
+def test_N_1_two_processes_pass_blocks_of_128_in_kernel_blocks_of_64(make_llm: Make):
+    need_library("nixl")
+    fields = {"dtype": "float32", "max_model_len": 512}
+    theirs = {**fields, "block_size": 128, "attention_config": {"kernel_block_size": 64}}
+    ours = {**fields, "block_size": 32, "kv_cache_layout": "BLNHC"}
+    expected = bits(make_llm(**ours).generate(LONG, PARAMS))
+    config = {"kv_connector": "nixl", "kv_transfer_timeout": 60}
+    llm = make_llm(**ours, kv_transfer_config=p2p("kv_consumer", **config))
+    with peer({**theirs, "kv_transfer_config": p2p("kv_producer", **config)}) as other:
+        for _ in range(2):  # the second time over the same connection
+            told = other.prefill(LONG)
+            assert llm.reset_prefix_cache()
+            assert bits(llm.generate(LONG, [with_transfer(PARAMS, each) for each in told])) == expected
+        until_idle(llm)
+        stats = llm.engine.scheduler.stats()
+        assert not stats.num_load_failures and stats.num_loaded_tokens > 512
