@@ -148,8 +148,9 @@ class Layer(nn.Module):
             fresh.register_parameter(name, nn.Parameter(value, requires_grad=False))
         fresh.finalize(quantization)
         for name, value in fresh.__dict__.items():
-            if not isinstance(value, nn.Module):
-                _copy_values(value, self.__dict__.get(name))
+            before = self.__dict__.get(name)
+            if value is not before and not isinstance(value, nn.Module):
+                _copy_values(value, before)
 
     def join(self) -> None:
         """Make what the operators need of several layers' values. All layers are finalized; no step has run."""

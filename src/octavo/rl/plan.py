@@ -94,6 +94,7 @@ class WeightPlan:
         """`dtype`: as `build_model`'s."""
         blank = build_model(model.arch, dtype)
         self._prefixes, self._ignored = dict(blank.other_prefixes), tuple(blank.ignored_weights)
+        self._own_names: dict[str, str] = {}  # of names that were asked for, and are known
         parameters = dict(cast(nn.Module, blank).named_parameters())
         self.targets: dict[str, Target] = dict(weight_targets(cast(nn.Module, blank)))
         self._joined = _joined(self.targets, blank.stacked_weights)
@@ -124,13 +125,18 @@ class WeightPlan:
 
     def known(self, name: str) -> str | None:
         """The checkpoint's name of `name`; None for one that the model has no place for."""
-        name = self._renamed(name)
-        name = self._aliases.get(name, name)
-        return name if name in self.targets else None
+        found = self._own_names.get(name)
+        if found is None:
+            own = self._renamed(name)
+            own = self._aliases.get(own, own)
+            if own not in self.targets:
+                return None
+            found = self._own_names[name] = own
+        return found
 
     def pieces(self, name: str) -> Sequence[Piece]:
         """The checkpoint's weights that a tensor of all experts of a layer holds; none for another one."""
-        return self._joined.get(self._renamed(name), ())
+        return self._joined.get(self._renamed(name), ()) if self._joined else ()
 
     def expected(self, name: str) -> tuple[int, ...] | None:
         """The shape of what comes under `name`; None for a name that the model has no place for."""
