@@ -128,7 +128,7 @@ def test_K2_one_transfer_id_is_offered_once(make_llm: Make, caplog):
     need_library("mooncake")
     first = make_llm(max_model_len=512, kv_transfer_config=moon("kv_producer", kv_transfer_timeout=0.5))
     params = with_transfer(PARAMS, {"do_remote_decode": True, "transfer_id": "mine"}, max_tokens=1)
-    told = [output.kv_transfer_params for output in first.generate(PROMPTS[:2], params)]
+    told = [output.kv_transfer_params for output in first.generate(PROMPTS[:2], [params, params])]
     assert sum(each is not None for each in told) == 1 and "on offer already" in caplog.text
     until_idle(first)
 

