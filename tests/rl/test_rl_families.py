@@ -119,7 +119,8 @@ def test_controls_differ(case: tuple[LLM, Any]) -> None:
     ("family", "reason"),
     [
         ("jamba", r"JambaForCausalLM yet: its layer 0 keeps a state \(mamba\)"),
-        ("nemotron-h", r"NemotronHForCausalLM yet: its layer 0 keeps a state \(mamba\)"),
+        ("nemotron-h", r"NemotronHForCausalLM yet: its layer 1 keeps nothing of a sequence"),
+        ("falcon-h1", r"FalconH1ForCausalLM yet: its layers run in parts"),
     ],
 )
 def test_layers_with_states_of_other_kinds_are_refused_by_name(family: str, reason: str) -> None:

@@ -13,14 +13,31 @@ from torch import Tensor
 
 from octavo import LLM, rl
 from octavo.cache.specs import StateSpec
-from octavo.layers.recurrent import GatedDeltaRule, ShortConvolution, state_spec
-from octavo.rl.autograd.recurrent import DeltaSizes, gated_delta, short_conv, sigmoid, sigmoid_gated
+from octavo.layers.recurrent import GatedDeltaRule, Mamba2Scan, ShortConvolution, state_spec
+from octavo.rl.autograd.recurrent import (
+    DeltaSizes,
+    Mamba2Sizes,
+    gated_delta,
+    mamba2,
+    short_conv,
+    sigmoid,
+    sigmoid_gated,
+)
 from rl_rig import DTYPES, num_differing, random_ids, sampled
 from test_rl_gradients import _compare
 
 from model_rig import make_reference  # isort: skip, its folder is known through rl_rig
 
 HYBRID = str(resources.files("octavo").joinpath("assets/octavo-tiny-hybrid"))
+FAMILIES = [
+    "qwen3-next",
+    "qwen3.5",
+    "qwen3.5-moe",
+    "qwen3-next-every-other",
+    "lfm2-biased",
+    "bamba-biased",
+    "granite4-dense",
+]
 PROMPTS = random_ids(1, 33, 70, 2, 64, 130)
 LENGTHS = [70, 1, 130, 64]
 SIZES = DeltaSizes(2, 4, 16, 24)
@@ -60,6 +77,19 @@ def rule64(qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) ->
     return torch.stack(found).flatten(1)
 
 
+def scan64(xbc: Tensor, dt: Tensor, a_log: Tensor, dt_bias: Tensor, skip: Tensor) -> Tensor:
+    """Mamba-2's recurrence, token by token: 4 heads of 16, two groups of 8 states, steps of 0.05 to 3."""
+    x, b, c = xbc.split((64, 16, 16), 1)
+    x, b, c = x.view(-1, 4, 16), *(each.view(-1, 2, 8).repeat_interleave(2, 1) for each in (b, c))
+    step = torch.nn.functional.softplus(dt + dt_bias).clamp(0.05, 3.0)
+    left = (-a_log.exp() * step).exp()
+    state, found = xbc.new_zeros(4, 8, 16), []
+    for t in range(len(x)):
+        state = state * left[t, :, None, None] + step[t, :, None, None] * b[t, :, :, None] * x[t, :, None]
+        found.append(torch.einsum("hs,hsp->hp", c[t], state) + skip[:, None] * x[t])
+    return torch.stack(found).flatten(1)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 class TestOperators:
     @pytest.mark.parametrize("silu", [True, False])
@@ -88,6 +118,19 @@ class TestOperators:
             dtype,
         )
 
+    def test_RL_N2_mamba2(self, dtype: torch.dtype) -> None:
+        torch.manual_seed(0)
+        sizes, count = Mamba2Sizes(4, 16, 2, 8, 0.05, 3.0), sum(LENGTHS)
+        spec = state_spec(ShortConvolution(0, 96, 4, dtype), Mamba2Scan(0, *sizes[:4], dtype))
+        inputs = [torch.randn(count, 96), torch.randn(count, 4), torch.randn(4) / 2, torch.randn(4), torch.randn(4)]
+        pack = rl.Pack(LENGTHS)
+        _compare(
+            lambda *t: mamba2(*t, pack, spec, sizes),
+            lambda xbc, dt, *rest: alone(scan64, [xbc, dt], *rest),
+            inputs,
+            dtype,
+        )
+
     def test_RL_N2_gates(self, dtype: torch.dtype) -> None:
         inputs = [torch.randn(33, 48), torch.randn(33, 48)]
         _compare(sigmoid_gated, lambda x, gate: x * gate.sigmoid(), inputs, dtype)
@@ -111,7 +154,7 @@ def test_RL_N2_the_way_back_through_a_whole_model_is_as_near_as_plain_torchs() -
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", ["qwen3-next", "qwen3.5", "qwen3.5-moe", "qwen3-next-every-other", "lfm2-biased"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_RL_N1_families_with_states(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     model = make_reference(family).to(dtype)
     model.save_pretrained(tmp_path)

@@ -24,6 +24,7 @@ from octavo.layers.latent_attention import LatentAttention
 from octavo.layers.linear import Linear
 from octavo.layers.mixers.delta_net import GatedDeltaNet
 from octavo.layers.mixers.gated_attention import GatedAttention
+from octavo.layers.mixers.mamba import Mamba2
 from octavo.layers.mlp import Mlp
 from octavo.layers.moe import MoeMlp
 from octavo.layers.norm import RMSNorm
@@ -34,7 +35,15 @@ from octavo.rl.autograd.latent import head_linear, latent_rope
 from octavo.rl.autograd.linear import linear
 from octavo.rl.autograd.moe import moe
 from octavo.rl.autograd.norm import norm
-from octavo.rl.autograd.recurrent import DeltaSizes, gated_delta, short_conv, sigmoid, sigmoid_gated
+from octavo.rl.autograd.recurrent import (
+    DeltaSizes,
+    Mamba2Sizes,
+    gated_delta,
+    mamba2,
+    short_conv,
+    sigmoid,
+    sigmoid_gated,
+)
 from octavo.rl.autograd.rope import qk_norm_rope
 from octavo.rl.family import LayerPlan, Parameters
 from octavo.rl.pack import Pack
@@ -205,6 +214,38 @@ class _DeltaNetPart(_Part):
         return gated(torch.cat((z, normed.view_as(found)), dim=1))
 
 
+class _Mamba2Part(_Part):
+    """The lines of the engine's, with gradients."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        run, weights, net = self.run, self.run.weights, cast(Mamba2, self.layer)
+        facts, pack, spec = net.facts, run.pack, run.plan.state
+        joined = self.product(x if facts.in_scale == 1.0 else x * facts.in_scale, f"{self.path}.project")
+        if facts.scales:
+            scales = torch.tensor(facts.scales).repeat_interleave(torch.tensor(net.widths))
+            joined = (joined * scales.to(x.device)).to(x.dtype)
+        z, xbc, dt = joined.split(net.parts, 1)
+        bias = weights.one(f"{self.path}.conv.bias")
+        xbc = short_conv(xbc, weights.needed(f"{self.path}.conv.weight"), pack, spec, bias)
+        a_log, dt_bias, skip = (weights.needed(f"{self.path}.scan.{name}") for name in ("A_log", "dt_bias", "D"))
+        heads, states = facts.num_heads, facts.state_size
+        sizes = Mamba2Sizes(heads, facts.inner_size // heads, facts.num_groups, states, *facts.step_limit)
+        found = mamba2(xbc, dt, a_log, dt_bias, skip, pack, spec, sizes)
+        if facts.norm == "before_gate":
+            found = self.norm_of_groups(found)
+        result = gated(torch.cat((z, found), dim=1))
+        return self.norm_of_groups(result) if facts.norm == "gated" else result
+
+    def norm_of_groups(self, x: Tensor) -> Tensor:
+        """See GroupNorm."""
+        weight, facts = self.run.weights.needed(f"{self.path}.norm.weight"), cast(Mamba2, self.layer).facts
+        if facts.num_groups == 1:
+            return norm(x, weight, facts.eps)
+        size = len(weight) // facts.num_groups
+        groups = norm(x.float().reshape(-1, size), torch.ones(size, device=x.device), facts.eps)
+        return (groups.view_as(x) * weight.float()).to(x.dtype)
+
+
 class _LatentPart(_Part):
     """The states of a run lie in a cache of its own, from `absorb_and_store` to `attend`."""
 
@@ -288,6 +329,7 @@ _PARTS: dict[type[nn.Module], type[_Part]] = {
     GatedAttention: _GatedAttentionPart,
     GatedDeltaNet: _DeltaNetPart,
     LatentAttention: _LatentPart,
+    Mamba2: _Mamba2Part,
     Mlp: _MlpPart,
     MoeMlp: _MoePart,
 }

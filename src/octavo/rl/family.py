@@ -30,14 +30,14 @@ from octavo.models.causal_lm import CausalLM
 from octavo.ops.rope import rope_table
 
 STATE_DTYPES = ("float32", "bfloat16")
-_MIXERS = ("delta", "conv")  # of layers with states, that parts with gradients run
+_MIXERS = ("delta", "conv")  # of layers with states, that parts with gradients run; and Mamba-2
 _EXPERTS = "mlp.experts."
 # Facts of Arch that the engine's layers read, or that no bit follows from. The ends read others, which their classes
 # in `convert` name: a fact that nobody names is refused where it is not at its default.
 LAYER_FACTS = {
     "name", "dtype", "intermediate_size", "num_heads", "num_kv_heads", "head_size", "max_position", "default_length",
-    "layers", "moe_layers", "moe", "latent", "delta", "conv", "activation", "attention_bias", "output_bias", "mlp_bias",
-    "qk_norm", "attention_scale", "eos_token_ids", "bos_token_id",
+    "layers", "moe_layers", "moe", "latent", "delta", "conv", "mamba", "activation", "attention_bias", "output_bias",
+    "mlp_bias", "qk_norm", "attention_scale", "eos_token_ids", "bos_token_id",
 }  # fmt: skip
 
 
@@ -119,12 +119,14 @@ def plan_of(
 
 def _specs_of(model: Model, arch: Arch, name: str, state_dtype: str) -> list[AttentionSpec | StateSpec]:
     """What each layer keeps. Raises ValueError for layers that keep what no part with gradients reads."""
+    if getattr(type(model), "run_layers", CausalLM.run_layers) is not CausalLM.run_layers:
+        raise ValueError(f"octavo.rl does not run {name} yet: its layers run in parts, each with a state of its own")
     specs: list[AttentionSpec | StateSpec] = []
     for index, kind in enumerate(arch.layers):
         spec = model.layer_specs[index]
         if isinstance(spec, AttentionSpec):
             specs.append(spec)
-        elif isinstance(spec, StateSpec) and kind.mixer in _MIXERS:
+        elif isinstance(spec, StateSpec) and (kind.mixer in _MIXERS or (arch.mamba and arch.mamba.num_heads)):
             specs.append(with_state_dtype(spec, state_dtype))
         else:
             kept = f"a state ({kind.mixer})" if isinstance(spec, StateSpec) else "nothing of a sequence"

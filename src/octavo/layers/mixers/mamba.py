@@ -26,20 +26,20 @@ class GroupNorm(Layer):
         """`groups` divides `size`."""
         super().__init__()
         self.declare("weight", (size,), torch.float32, dummy=1.0)
-        self._groups, self._eps = groups, eps
+        self.groups, self.eps = groups, eps
         self.ones: torch.Tensor | None = None
 
     def finalize(self, quantization: str | None) -> None:
         """What norms a group before its weights differ."""
         super().finalize(quantization)
-        if self._groups > 1:
-            self.ones = torch.ones_like(self.weight[: len(self.weight) // self._groups])
+        if self.groups > 1:
+            self.ones = torch.ones_like(self.weight[: len(self.weight) // self.groups])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [tokens, size] -> the same shape and dtype."""
         if self.ones is None:
-            return rms_norm(x, self.weight, self._eps)
-        groups = rms_norm(x.float().reshape(-1, len(self.ones)), self.ones, self._eps)
+            return rms_norm(x, self.weight, self.eps)
+        groups = rms_norm(x.float().reshape(-1, len(self.ones)), self.ones, self.eps)
         return (groups.view_as(x) * self.weight).to(x.dtype)
 
 
@@ -52,9 +52,9 @@ class Mamba2(Layer):
         """`size`: of the hidden state."""
         super().__init__()
         inner, shared = facts.inner_size, facts.num_groups * facts.state_size
-        self._parts = inner, inner + 2 * shared, facts.num_heads
-        self.project = Linear(size, sum(self._parts), dtype, bias=facts.in_bias)
-        self.conv = ShortConvolution(index, self._parts[1], facts.conv_size, dtype, bias=facts.conv_bias)
+        self.parts = inner, inner + 2 * shared, facts.num_heads
+        self.project = Linear(size, sum(self.parts), dtype, bias=facts.in_bias)
+        self.conv = ShortConvolution(index, self.parts[1], facts.conv_size, dtype, bias=facts.conv_bias)
         self.scan = Mamba2Scan(
             index,
             facts.num_heads,
@@ -67,24 +67,24 @@ class Mamba2(Layer):
         self.spec = state_spec(self.conv, self.scan)
         self.norm = None if facts.norm == "none" else GroupNorm(inner, facts.num_groups, facts.eps)
         self.out = Linear(inner, size, dtype, bias=facts.out_bias)
-        self._facts = facts
-        self._widths = inner, inner, shared, shared, facts.num_heads
+        self.facts = facts
+        self.widths = inner, inner, shared, shared, facts.num_heads
         self.scales = None
 
     def finalize(self, quantization: str | None) -> None:
         """Lay out what the projections are multiplied by."""
         super().finalize(quantization)
-        if self._facts.scales:
-            self.scales = torch.tensor(self._facts.scales).repeat_interleave(torch.tensor(self._widths))
+        if self.facts.scales:
+            self.scales = torch.tensor(self.facts.scales).repeat_interleave(torch.tensor(self.widths))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [tokens, size] -> [tokens, inner size], which `out` takes."""
-        projected = self.project.forward(x if self._facts.in_scale == 1.0 else x * self._facts.in_scale)
+        projected = self.project.forward(x if self.facts.in_scale == 1.0 else x * self.facts.in_scale)
         if self.scales is not None:
             projected = (projected * self.scales).to(x.dtype)
-        z, xbc, dt = projected.split(self._parts, 1)
+        z, xbc, dt = projected.split(self.parts, 1)
         found = self.scan.mix(self.conv.mix(xbc), dt)
-        if self.norm is not None and self._facts.norm == "before_gate":
+        if self.norm is not None and self.facts.norm == "before_gate":
             found = self.norm.forward(found)
         gated = gated_activation(torch.cat((z, found), 1), "silu")
-        return self.norm.forward(gated) if self._facts.norm == "gated" else gated  # type: ignore[union-attr]
+        return self.norm.forward(gated) if self.facts.norm == "gated" else gated  # type: ignore[union-attr]

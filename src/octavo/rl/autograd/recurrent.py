@@ -1,4 +1,4 @@
-"""short_conv, gated_delta, sigmoid_gated: what a gated delta net and its gated attention are made of, with gradients.
+"""What layers with states are made of, with gradients: short_conv, gated_delta, mamba2, and the gates beside them.
 
 Owns the way forward through the sampler's operators, over sequences that are whole, so that no state and no input has
 to be kept, and the way back, which computes the chunks again in plain torch. Invariant: forward is the state backend's
@@ -7,6 +7,7 @@ that an engine takes on the device; a sequence's bits depend on that sequence al
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from octavo.cache.layout import layout_by_name
 from octavo.cache.pool import KVCachePool
 from octavo.cache.specs import StateSpec
 from octavo.ops import activation
-from octavo.ops.scan import CHUNK, L2_EPS, ConvOperands, DeltaOperands
+from octavo.ops.scan import CHUNK, L2_EPS, ConvOperands, DeltaOperands, Mamba2Operands
 from octavo.rl.autograd.outside import apply, first_order, outside_autocast
 from octavo.rl.pack import BLOCK_SIZE, Pack
 from octavo.states.base import LayerStates, StateBackend, StateInputs, StateStep, layer_states
@@ -31,6 +32,17 @@ class DeltaSizes(NamedTuple):
     num_heads: int
     key_size: int
     value_size: int
+
+
+class Mamba2Sizes(NamedTuple):
+    """Of a Mamba-2 scan; see Mamba2Operands."""
+
+    num_heads: int
+    head_size: int
+    num_groups: int
+    state_size: int
+    dt_min: float
+    dt_max: float
 
 
 def short_conv(
@@ -53,6 +65,24 @@ def gated_delta(
     a_log, dt_bias: [heads]; spec: of the layer, whose states have one called "state".
     """
     result: Tensor = apply(_GatedDelta, qkv, a, b, a_log, dt_bias, pack, spec, sizes)
+    return result
+
+
+def mamba2(
+    xbc: Tensor,
+    dt: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    skip: Tensor,
+    pack: Pack,
+    spec: StateSpec,
+    sizes: Mamba2Sizes,
+) -> Tensor:
+    """Mamba-2: xbc [tokens, channels], behind their convolution; dt [tokens, heads] -> [tokens, heads * head_size].
+
+    a_log, dt_bias, skip: [heads]; spec: of the layer, whose states have one called "state".
+    """
+    result: Tensor = apply(_Mamba2, xbc, dt, a_log, dt_bias, skip, pack, spec, sizes)
     return result
 
 
@@ -142,13 +172,45 @@ class _GatedDelta(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # chunks summed in float32 lose 8e-6 of a gradient; many a GPU has little float64
-        dtype = torch.float32 if grad.is_cuda else torch.float64
-        wide = [each.detach().to(dtype).requires_grad_() for each in ctx.saved_tensors]
-        with torch.enable_grad():
-            result = delta_rule(*wide, *ctx.facts)
-        found = torch.autograd.grad(result, wide, grad.to(dtype))
-        return *(own.to(each.dtype) for own, each in zip(found, ctx.saved_tensors, strict=True)), None, None, None
+        return *_by_recomputing(delta_rule, ctx, grad), None, None, None
+
+
+class _Mamba2(torch.autograd.Function):
+    @staticmethod
+    @outside_autocast
+    def forward(
+        ctx: Any,
+        xbc: Tensor,
+        dt: Tensor,
+        a_log: Tensor,
+        dt_bias: Tensor,
+        skip: Tensor,
+        pack: Pack,
+        spec: StateSpec,
+        sizes: Mamba2Sizes,
+    ) -> Tensor:
+        ctx.save_for_backward(xbc, dt, a_log, dt_bias, skip)
+        ctx.facts = pack, sizes
+        backend, own = _of_pack(pack, spec, xbc.dtype)
+        bias, through = (each.detach().float().contiguous() for each in (dt_bias, skip))
+        operands = Mamba2Operands(*sizes[:4], -a_log.detach().float().exp(), bias, through, *sizes[4:])
+        return backend.mamba2(own, operands, xbc.detach(), dt.detach())
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return *_by_recomputing(state_space, ctx, grad), None, None, None
+
+
+def _by_recomputing(compute: Callable[..., Tensor], ctx: Any, grad: Tensor) -> list[Tensor]:
+    """Gradients of what a function saved, by the same mathematics in plain torch."""
+    # chunks summed in float32 lose 8e-6 of a gradient; many a GPU has little float64
+    dtype = torch.float32 if grad.is_cuda else torch.float64
+    wide = [each.detach().to(dtype).requires_grad_() for each in ctx.saved_tensors]
+    with torch.enable_grad():
+        result = compute(*wide, *ctx.facts)
+    found = torch.autograd.grad(result, wide, grad.to(dtype))
+    return [own.to(each.dtype) for own, each in zip(found, ctx.saved_tensors, strict=True)]
 
 
 class _SigmoidGated(torch.autograd.Function):
@@ -204,21 +266,47 @@ def delta_rule(
     q, k = (_unit(each.unflatten(1, (-1, key_size))) for each in (q, k))
     q, k = (each.repeat_interleave(heads // num_keys, 1) for each in (q * key_size**-0.5, k))
     decay = -a_log.exp() * torch.nn.functional.softplus(a + dt_bias)
-    row = torch.arange(len(pack.lengths), device=qkv.device)
-    row = row.repeat_interleave(torch.tensor(pack.lengths, device=qkv.device))
-    length = -(-max(pack.lengths) // CHUNK) * CHUNK
-
-    def padded(x: Tensor) -> Tensor:
-        """[tokens, heads, ...] -> [sequences, heads, length, ...], zeros behind each sequence."""
-        rows = x.new_zeros(len(pack.lengths), length, *x.shape[1:]).index_put((row, pack.positions), x)
-        return rows.transpose(1, 2)
-
-    given = [padded(each) for each in (q, k, v.unflatten(1, (-1, value_size)), decay, b.sigmoid())]
+    spread = _Spread(pack)
+    given = [spread(each) for each in (q, k, v.unflatten(1, (-1, value_size)), decay, b.sigmoid())]
     state, found = qkv.new_zeros(len(pack.lengths), heads, key_size, value_size), []
     for chunk in zip(*(each.split(CHUNK, 2) for each in given), strict=True):
         result, state = _delta_chunk(state, *chunk)
         found.append(result)
-    return torch.cat(found, 2).transpose(1, 2)[row, pack.positions].flatten(1)
+    return spread.back(torch.cat(found, 2)).flatten(1)
+
+
+def state_space(
+    xbc: Tensor, dt: Tensor, a_log: Tensor, dt_bias: Tensor, skip: Tensor, pack: Pack, sizes: Mamba2Sizes
+) -> Tensor:
+    """What `mamba2` computes, chunk by chunk of all sequences at once."""
+    heads, size, groups, states, dt_min, dt_max = sizes
+    x, b, c = xbc.split((heads * size, groups * states, groups * states), 1)
+    x, spread = x.unflatten(1, (-1, size)), _Spread(pack)
+    b, c = (each.unflatten(1, (-1, states)).repeat_interleave(heads // groups, 1) for each in (b, c))
+    step = torch.nn.functional.softplus(dt + dt_bias).clamp(dt_min, dt_max)
+    given = [spread(each) for each in (x * step[..., None], b, c, -a_log.exp() * step)]
+    state, found = xbc.new_zeros(len(pack.lengths), heads, states, size), []
+    for chunk in zip(*(each.split(CHUNK, 2) for each in given), strict=True):
+        result, state = _mamba2_chunk(state, *chunk)
+        found.append(result)
+    return (spread.back(torch.cat(found, 2)) + skip[:, None] * x).flatten(1)
+
+
+class _Spread:
+    """Sequences side by side: [tokens, heads, ...] <-> [sequences, heads, length, ...], zeros behind each."""
+
+    def __init__(self, pack: Pack) -> None:
+        self._count, device = len(pack.lengths), pack.positions.device
+        counts = torch.tensor(pack.lengths, device=device)
+        self._at = torch.arange(self._count, device=device).repeat_interleave(counts), pack.positions
+        self._length = -(-max(pack.lengths) // CHUNK) * CHUNK
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.new_zeros(self._count, self._length, *x.shape[1:]).index_put(self._at, x)
+        return rows.transpose(1, 2)
+
+    def back(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2)[self._at]
 
 
 def _unit(x: Tensor) -> Tensor:
@@ -231,8 +319,7 @@ def _delta_chunk(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, 
     The updates solve a triangular system: each place's needs those before it.
     """
     total = decay.cumsum(2)
-    seen = torch.ones(total.shape[2], total.shape[2], dtype=torch.bool, device=total.device).tril()
-    left = (total[..., :, None] - total[..., None, :]).masked_fill(~seen, 0.0).exp() * seen
+    left = _left(total)
     begun = total.exp()[..., None]
     right = rate[..., None] * (v - begun * (k @ state))
     between = rate[..., None] * left * (k @ k.mT)
@@ -240,3 +327,17 @@ def _delta_chunk(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, 
     result = begun * (q @ state) + (left * (q @ k.mT)) @ update
     rest = (total[..., -1:] - total).exp()[..., None]
     return result, total[..., -1, None, None].exp() * state + (rest * k).mT @ update
+
+
+def _left(total: Tensor) -> Tensor:
+    """What is left at each place of what came at those before it: total [N, H, C], summed logarithms."""
+    seen = torch.ones(total.shape[2], total.shape[2], dtype=torch.bool, device=total.device).tril()
+    return (total[..., :, None] - total[..., None, :]).masked_fill(~seen, 0.0).exp() * seen
+
+
+def _mamba2_chunk(state: Tensor, x: Tensor, b: Tensor, c: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
+    """(results, the next state) of a chunk: state [N, H, S, P]; x [N, H, C, P], times dt; b, c [N, H, C, S]."""
+    total = decay.cumsum(2)
+    result = total.exp()[..., None] * (c @ state) + (_left(total) * (c @ b.mT)) @ x
+    rest = (total[..., -1:] - total).exp()[..., None]
+    return result, total[..., -1, None, None].exp() * state + (rest * b).mT @ x
