@@ -195,3 +195,56 @@ def test_a_pass_finds_the_kernels_of_all_steps_and_changes_no_state(
     counts = Counter(found)
     assert all(counts[name] >= least for name, least in kernels.items()), counts
     assert len(found) < 100, "few kernels serve all steps"
+
+
+@pytest.mark.parametrize(
+    ("given", "kernels"),
+    [
+        ({"method": "ngram"}, {"_look_up"}),
+        ({"method": "eagle3", "model": "octavo-tiny-eagle3"}, {"_qk_norm_rope_store"}),
+        ({"method": "mtp", "model": "octavo-tiny-mtp"}, {"_qk_norm_rope_store"}),
+        ({"method": "draft_model", "model": "octavo-tiny"}, {"_qk_norm_rope_store"}),
+    ],
+    ids=lambda each: each["method"] if isinstance(each, dict) else "",
+)
+def test_a_pass_finds_the_kernels_of_drafts_as_well(
+    found: list[str], monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], kernels: set[str]
+) -> None:
+    """Behind prompts too, and of steps that verify beside them: none is left to the first requests."""
+    speculative = {"num_speculative_tokens": 3, **given}
+    shared = {"dtype": "float32", "attention_backend": "reference", "native": "off", "max_model_len": 512}
+    with LLM(device="cpu", num_gpu_blocks_override=400, speculative_config=speculative, **shared) as llm:
+        engine, worker = llm.engine, llm.engine.core._executor._worker
+        resolved: Resolved = dataclasses.replace(
+            engine.resolved, attention_backend="paged", max_num_seqs=16, max_num_batched_tokens=256
+        )
+        speculator, model = worker._speculator, runner_of(engine).model
+        specs = [*model.layer_specs, *speculator.layer_specs]
+        plan = plan_cache(
+            engine.arch,
+            resolved,
+            specs,
+            backend_facts(resolved, len(specs)),
+            free_bytes=1 << 40,
+            total_bytes=0,
+            weight_bytes=0,
+            weights_loaded=True,
+            buffer_bytes=functools.partial(buffer_bytes, resolved),
+            max_num_drafts=speculator.num_drafts,
+            num_lookahead=speculator.num_lookahead,
+            num_next_tokens=speculator.num_next_tokens,
+        )
+        proposed = list[int]()
+        propose = type(speculator).propose
+
+        def counted(self: Any, step: Any) -> None:
+            proposed.append(step.batch.total_tokens)
+            propose(self, step)
+
+        monkeypatch.setattr(type(speculator), "propose", counted)
+        runner = make_runner(model, resolved, plan, speculator=speculator)
+        tokens = runner._requests.token_ids.data.clone()
+        monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)
+        runner.compile_ahead(lambda *_: None)
+    assert kernels | {"_gather", "_draw"} <= {*found} and {1, 256} <= {*proposed}
+    assert torch.equal(runner._requests.token_ids.data, tokens)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from safetensors.torch import save_file
 
 if __name__ != "__main__" and not torch.cuda.is_available():
@@ -124,6 +125,20 @@ def test_S_2_the_bits_of_no_drafts(plain: tuple[str, list[Any]], name: str, sett
         assert stats.num_draft_tokens > 100
         if name == "draft_model":
             assert stats.num_accepted_tokens == stats.num_draft_tokens, "it drafts what it says, from sound entries"
+
+
+@pytest.mark.parametrize("name", ["ngram", *SPEAKERS])
+def test_the_first_requests_compile_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a start that has compiled ahead: prompts, steps that verify, chunks beside them, any number of drafts."""
+    compiled: list[str] = []
+    given = {"adaptive_depth": True, **SPEAKERS.get(name, {"method": "ngram"})}
+    with make(given, dtype="bfloat16", max_num_batched_tokens=256) as llm:
+        monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **told: compiled.append(told["repr"]))
+        for count in (1, 3, 24):
+            answers(llm, count)
+        monkeypatch.undo()
+    print(f"{name}: {len(compiled)} kernels compiled behind the start")
+    assert not compiled
 
 
 BLOCKS: dict[str, dict[str, Any]] = {

@@ -11,6 +11,9 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
+from octavo.device.batch import StepShape
 from octavo.device.graphs import GraphKey
 from octavo.plan import StepLimits
 
@@ -27,6 +30,25 @@ class Shape(NamedTuple):
     max_query_len: int
     max_seq_len: int
     every: bool  # hidden states of all tokens are asked for
+    num_drafts: int = 0  # of each row
+
+    @property
+    def drafts(self) -> StepShape | None:
+        """What is to be known of the step's drafts, if its rows have any."""
+        if not self.num_drafts:
+            return None
+        each = np.ones(self.num_rows, np.int64)
+        return StepShape(
+            rows=0 * each,
+            num_tokens=(1 + self.num_drafts) * each,
+            query_start=np.arange(self.num_rows + 1, dtype=np.int32) * (1 + self.num_drafts),
+            seq_lens=self.max_seq_len * each,
+            max_query_len=self.max_query_len,
+            max_seq_len=self.max_seq_len,
+            sampling=each.cumsum() - 1,
+            is_decode=False,
+            num_drafts=self.num_drafts * each,
+        )
 
 
 class Rehearser(Protocol):
@@ -42,12 +64,12 @@ class Rehearser(Protocol):
         """Issue what brings a step's rows to the device."""
 
     def rehearse_step(self, shape: Shape) -> object:
-        """Issue a step without a graph, with all that a sampler may do."""
+        """Issue a step without a graph, with all that a sampler may do, and a drafter behind it."""
 
 
 def step_shapes(limits: StepLimits, *, decodes: bool) -> list[Shape]:
     """Steps that stand for all that no graph holds, the largest first. decodes: those of rows that decode too."""
-    max_num_tokens, max_model_len = limits.max_num_tokens, limits.max_model_len
+    max_num_tokens, max_model_len, most = limits.max_num_tokens, limits.max_model_len, limits.max_num_drafts
     found: dict[Shape, None] = {}
     for size in (max_num_tokens, *(size for size in reversed(_SIZES) if size < max_num_tokens)):
         for num_rows in _row_counts(size, limits.max_num_rows, max_model_len):
@@ -56,6 +78,8 @@ def step_shapes(limits: StepLimits, *, decodes: bool) -> list[Shape]:
                 found[Shape(num_rows, size, longest, length, False)] = None
                 if longest > 1:
                     found[Shape(num_rows, size, longest, length, True)] = None
+                if 0 < most < longest and num_rows * (1 + most) <= size:
+                    found[Shape(num_rows, size, longest, length, False, most)] = None
     return [shape for shape in found if decodes or shape.max_query_len > 1]
 
 

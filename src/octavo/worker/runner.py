@@ -137,17 +137,28 @@ class Runner:
 
     def rehearse_step(self, shape: Shape) -> None:
         """See `compile_ahead.Rehearser`."""
-        rows, tokens, query_len, seq_len, every = shape
-        batch = self._buffers.view(rows, tokens, query_len, seq_len, rows, every=every)
+        rows, tokens, query_len, seq_len, every, num_drafts = shape
+        work = shape.drafts
+        batch = self._buffers.view(rows, tokens, query_len, seq_len, rows, every=every, drafts=work)
         hidden = self._forward(batch, for_capture=False, warmup_only=True)
-        logits = self.model.logits(hidden[:rows])
-        self._sampler.rehearse(logits, batch.rows, batch.next_positions)
+        logits = self.model.logits(hidden[: rows * (1 + num_drafts)])
+        of_rows, positions = batch.rows, batch.next_positions
+        if work is not None:
+            given = self._buffers.drafted(work, batch)
+            of_rows, positions = given.rows, given.positions
+        self._sampler.rehearse(logits, of_rows, positions)
         if every:
             scored = hidden[:ROWS_AT_A_TIME]
             self._prompts.score(scored, batch.positions[: len(scored)], 1)
-        for again in (False, True):
-            drawn = self._sampler.draw(logits, batch.rows, batch.next_positions)
-            self._commit(batch, *drawn, again=again)
+        drawn = self._sampler.draw(logits, of_rows, positions)
+        if work is not None:
+            self._commit_drafts(batch, *drawn)
+        else:
+            for again in (False, True):
+                self._commit(batch, *drawn, again=again)
+        if self._drafter.is_on:
+            most = self._buffers.limits.max_num_drafts
+            self._drafter.propose(batch, self._sample_of(batch), most, np.full(rows, seq_len))
 
     @property
     def num_uncaptured(self) -> int:

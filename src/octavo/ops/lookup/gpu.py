@@ -12,6 +12,7 @@ from octavo.ops.compile.launch import begin_after, chained, launched
 from octavo.ops.inputs.tensors import RowTensors
 
 _BLOCK = 1024  # places that a program looks at at once
+_MOST = 64  # drafts: one kernel for any number, which follows the batch
 _PLACES = 1 << 32  # a key is a run's length, then how far ahead it stands
 
 
@@ -63,7 +64,7 @@ def look_up_rows(
     table: RowTensors, rows: torch.Tensor, live: torch.Tensor, shortest: int, longest: int, num_drafts: int
 ) -> None:
     """See `ops.lookup.look_up`."""
-    most = triton.next_power_of_2(max(num_drafts, 1))
+    assert num_drafts <= _MOST, "more drafts than a row may have"
     _look_up[(len(rows),)](
         table.token_ids,
         table.total_len,
@@ -74,7 +75,7 @@ def look_up_rows(
         PLACES=_PLACES,
         SHORTEST=shortest,
         LONGEST=longest,
-        MOST=most,
+        MOST=_MOST,
         BLOCK=_BLOCK,
         num_warps=4,
         **chained(rows.device),
