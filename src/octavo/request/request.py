@@ -289,6 +289,11 @@ class Request:
             f"computed={self.num_computed}, in_flight={self.num_in_flight})"
         )
 
+    def make_room(self) -> None:
+        """Take the tokens that only the row has: it has room for more then."""
+        if self.row >= 0:
+            self._fetch()
+
     def _fetch(self) -> None:
         """Take the tokens that only the row has."""
         start, end = len(self._tokens), self._rows.num_tokens.item(self.row)

@@ -86,7 +86,11 @@ class Results:
         table, ended = self._running.rows, dict[int, Request]()
         counted = np.arange(tokens.shape[1]) < counts[:, None]
         looked_at = (self._running.may_end.take(tokens, mode="clip") & counted).any(1)
-        looked_at |= table.num_tokens[rows] + counts >= table.check_at[rows]
+        lengths = table.num_tokens[rows] + counts
+        full = (lengths >= table.check_at[rows]).nonzero()[0]
+        for row in rows[full].tolist():
+            self._running.owners[row].make_room()  # which is all that most need
+        looked_at[full] |= lengths[full] >= table.check_at[rows[full]]
         usual = ~looked_at
         table.append_runs(rows[usual], tokens[usual], counts[usual])
         for line in looked_at.nonzero()[0].tolist():
