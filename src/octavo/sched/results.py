@@ -85,7 +85,8 @@ class Results:
         """The first counts[i] of tokens[i] for each of `rows`, all of which run, as far as none ends its request."""
         table, ended = self._running.rows, dict[int, Request]()
         counted = np.arange(tokens.shape[1]) < counts[:, None]
-        looked_at = (self._running.may_end.take(tokens, mode="clip") & counted).any(1)
+        may_end = self._running.may_end.take(tokens, mode="clip") & counted
+        looked_at = np.logical_or.reduce(may_end, axis=1)
         lengths = table.num_tokens[rows] + counts
         full = (lengths >= table.check_at[rows]).nonzero()[0]
         for row in rows[full].tolist():
