@@ -25,7 +25,7 @@ def move(givers: Sequence[Side], taker: Side, tokens: Tokens, room: int = 1 << 2
     """By batches, as a worker does."""
     described = [giver.described for giver in givers]
     divided = divide(taker.described, described)
-    for part_of in batches([taker.described, *described], tokens, room):
+    for part_of in batches(taker.described, described, tokens, room):
         size = taker.described.groups[0].block_size
         start = part_of.start // size * size
         targets = taker.places(Tokens(start, part_of.end))
@@ -67,6 +67,17 @@ def test_T_2_T_3_T_4_B2_7_blocks_of_all_sizes_both_ways_in_every_pair_of_layouts
         start = rng.randrange(0, 130 // sizes[1] + 1) * sizes[1]
         tokens = Tokens(start, rng.randrange(start + 1, 200))
         check(giver, taker, tokens, room=rng.choice((1, 1 << 20)))
+
+
+@pytest.mark.parametrize("sizes", [(48, 64), (528, 48), (16, 48), (144, 128)])
+@pytest.mark.parametrize("room", [1, 1 << 16, 1 << 20])
+def test_T_2_sizes_with_few_common_multiples_take_no_more_room(sizes, room):
+    """A block there that lies in two batches is asked for twice."""
+    giver, taker = make_side("LBHNC", sizes[0], 1), make_side("BLNHC", sizes[1], 1)
+    check(giver, taker, Tokens(0, 187), room)
+    most = max(giver.cache.block_bytes, taker.cache.block_bytes)
+    for part in batches(taker.described, [giver.described], Tokens(0, 10**5), room):
+        assert part.num_tokens / sizes[1] * taker.cache.block_bytes <= 5 * max(room, most)
 
 
 def test_T_1_each_rank_gets_the_slice_that_its_global_head_numbers_say():

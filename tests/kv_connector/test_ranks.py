@@ -15,6 +15,7 @@ from octavo.config.kv_transfer import read_kv_transfer
 from octavo.kv_connector.orders import Order, Report
 from octavo.kv_connector.peers.mapping import Place, Tokens
 from octavo.kv_connector.peers.offers import Wanted
+from octavo.kv_connector.worker import fetches
 from octavo.kv_connector.worker.p2p import P2PWorker
 from octavo.kv_connector.worker.ways.gloo import GlooWay
 
@@ -65,6 +66,40 @@ def test_T_1_P_5_every_rank_fetches_its_heads_and_an_offer_ends_when_all_ranks_h
             assert ended(consumer) == [Report(number=3)]
             assert np.array_equal(side.values(TOKENS), slice_of(values, rank, takers))
         assert all(ended(producer) == [Report(number=7)] for producer in producers)
+
+
+def test_T_2_a_block_that_two_batches_need_comes_twice(monkeypatch):
+    monkeypatch.setattr(fetches, "_PIECE_BYTES", 1)
+    values = numbers(2, TOKENS)
+    theirs, ours = make_side("LBHNC", 528, 1, tokens=TOKENS), make_side("LBNHC", 16, 1, tokens=TOKENS)
+    theirs.fill(values)
+    with worker(theirs, "kv_producer") as producer, worker(ours, "kv_consumer") as consumer:
+        producer.begin(order(theirs, 7, theirs.places(Tokens(0, TOKENS)), is_load=False))
+        said = {"fetch": "f", "position": TOKENS - 1, "addresses": [producer.address()]}
+        consumer.begin(order(ours, 3, ours.places(Tokens(0, TOKENS)), is_load=True, **said))
+        assert ended(consumer) == [Report(number=3)] and ended(producer) == [Report(number=7)]
+        assert np.array_equal(ours.values(TOKENS), values)
+        assert producer.stats().num_saved_blocks == 5
+
+
+def test_D_8_a_rank_that_dies_or_lacks_what_is_read_fails_the_load_and_the_others_keep_their_offers(caplog):
+    theirs = [make_side("LBHNC", 16, 1, rank=rank, ranks=2) for rank in range(2)]
+    ours = make_side("LBHNC", 32, 1)
+    places, wanted = theirs[0].places(Tokens(0, TOKENS)), ours.places(Tokens(0, TOKENS))
+    with worker(theirs[1], "kv_producer") as second, worker(ours, "kv_consumer") as consumer:
+        second.begin(order(theirs[1], 8, places, is_load=False))
+        with worker(theirs[0], "kv_producer") as first:
+            addresses = [first.address(), second.address()]
+            said = {"fetch": "f", "position": TOKENS - 1, "addresses": addresses}
+            first.begin(order(theirs[0], 7, places[1:], is_load=False))  # as of a window that has slid on
+            consumer.begin(order(ours, 3, wanted, is_load=True, **said))
+            assert ended(consumer)[0].failed == ours.blocks(wanted)
+            assert f"127.0.0.1:{addresses[0][1]}: transfer 't' has no block at (0, 0)" in caplog.text
+            assert first.cancel(7)
+        consumer.begin(order(ours, 4, wanted, is_load=True, **said))
+        assert ended(consumer)[0].failed == ours.blocks(wanted)
+        assert f"127.0.0.1:{addresses[0][1]} cannot be reached" in caplog.text
+        assert not second.take() and second.cancel(8)
 
 
 def test_T_1_a_rank_that_is_not_there_fails_the_load_by_its_address(caplog):

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from octavo.kv_connector.peers.description import CacheDescription, GroupDescription
 
 Bytes = npt.NDArray[np.uint8]  # rows of blocks: [blocks, block_bytes]
+_MOST_ROOMS = 4  # that a batch may take to spare what comes twice
 Place = tuple[int, int]  # a cache group, and a block's place in a request's list of it
 
 
@@ -76,13 +77,30 @@ def _has_head(group: GroupDescription, head: int) -> bool:
     return group.first_head <= head < group.first_head + group.num_heads
 
 
-def batches(caches: Sequence[CacheDescription], tokens: Tokens, room: int) -> Iterator[Tokens]:
-    """`tokens` in ranges that no block of any cache crosses, each of about `room` bytes of the widest cache."""
-    unit = math.lcm(*(group.block_size for cache in caches for group in cache.groups))
-    bytes_of_unit = max(sum(unit // group.block_size * cache.block_bytes for group in cache.groups) for cache in caches)
-    step = unit * max(room // bytes_of_unit, 1)
+def batches(own: CacheDescription, peers: Sequence[CacheDescription], tokens: Tokens, room: int) -> Iterator[Tokens]:
+    """`tokens` in ranges that no block of `own` crosses, each of about `room` bytes of the widest cache.
+
+    No block of a peer either, and so none comes twice, unless block sizes with few common multiples would take much
+    more room.
+    """
+    caches = (own, *peers)
+    unit = _common_size(caches)
+    if _bytes_of(caches, unit) > _MOST_ROOMS * room:
+        unit = _common_size([own])
+    step = unit * max(room // _bytes_of(caches, unit), 1)
     for start in range(tokens.start // unit * unit, tokens.end, step):
         yield Tokens(max(start, tokens.start), min(start + step, tokens.end))
+
+
+def _common_size(caches: Sequence[CacheDescription]) -> int:
+    return math.lcm(*(group.block_size for cache in caches for group in cache.groups))
+
+
+def _bytes_of(caches: Sequence[CacheDescription], num_tokens: int) -> int:
+    """Of so many tokens in the widest cache."""
+    return max(
+        sum(-(-num_tokens // group.block_size) * cache.block_bytes for group in cache.groups) for cache in caches
+    )
 
 
 def first_read(group: GroupDescription, position: int) -> int:

@@ -209,6 +209,8 @@ class Fetches:
             lacking = {asked[index] for index in told.lacking}
             for place in lacking:
                 partial |= self._spoilt(fetch, number, parts, place)
+            if lacking:
+                fetch.pairs[number].send(Done())
             for batch in steps:
                 batch.sources[number][:] = [place for place in batch.sources[number] if place not in lacking]
             counts = [len(batch.sources[number]) for batch in steps if batch.sources[number]]
@@ -223,7 +225,7 @@ class Fetches:
     def _batches(self, fetch: _Fetch, divided: Sequence[Sequence[Part]]) -> Iterator[_Batch]:
         places, groups = fetch.wanted.places, self._own.groups
         starts = [place * groups[group].block_size for group, place in places]
-        for tokens in batches([self._own, *fetch.peers], Tokens(min(starts), fetch.wanted.end), _PIECE_BYTES):
+        for tokens in batches(self._own, fetch.peers, Tokens(min(starts), fetch.wanted.end), _PIECE_BYTES):
             own = [number for number, start in enumerate(starts) if tokens.start <= start < tokens.end]
             targets = fetch.targets(own)
             sources = [

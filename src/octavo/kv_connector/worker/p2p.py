@@ -207,6 +207,8 @@ class P2PWorker:
         pieces = [own for piece in cut if (own := [found[place] for place in piece if place in found])]
         blocks = [block for piece in pieces for block in piece]
         pair.send(Told(lacking=lacking, told=self._way.tell(blocks) if pieces else b""))
+        if lacking:  # then the peer decides whether the rest will do
+            pair.receive(Done)
         started = time.monotonic()
         if pieces:
             self._way.give(pair, ask.told, offer.job, pieces)
@@ -223,6 +225,12 @@ class P2PWorker:
             self._send_seconds += time.monotonic() - started
         pair.send(Done())
 
+    def _has_room(self, ask: Ask) -> bool:
+        """Whether no piece has a block twice: so none is larger than what there is."""
+        ends = itertools.accumulate(ask.pieces)
+        cut = (ask.places[end - count : end] for end, count in zip(ends, ask.pieces, strict=True))
+        return all(len(set(piece)) == len(piece) for piece in cut)
+
     def _find(self, ask: Ask) -> tuple[str, _Offer | None]:
         """Why there is nothing, or the offer."""
         with self._changed:
@@ -232,6 +240,6 @@ class P2PWorker:
             return f"it offers no transfer {ask.transfer_id!r} (any more)", None
         if offer.wanted.digest != ask.digest:
             return f"transfer {ask.transfer_id!r} is of other tokens, salts or versions of the weights", None
-        if len(set(ask.places)) < len(ask.places) or sum(ask.pieces) != len(ask.places) or min([1, *ask.pieces]) < 1:
-            return f"pieces of {ask.pieces[:4]} are no division of {len(ask.places)} blocks, each asked for once", None
+        if sum(ask.pieces) != len(ask.places) or min([1, *ask.pieces]) < 1 or not self._has_room(ask):
+            return f"pieces of {ask.pieces[:4]} are no division of {len(ask.places)} blocks", None
         return "", offer

@@ -60,7 +60,7 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
     """The answer: bytes follow, unless it says why not."""
 
     refused: str = ""
-    lacking: list[int] = []  # which of the places have no block: these do not come
+    lacking: list[int] = []  # which of the places have no block: if Done is the answer, the rest comes
     told: bytes = b""  # what the way of the bytes needs to know
 
 
