@@ -165,7 +165,20 @@ def test_K2_C_8_pressure_preemptions_and_a_full_store_change_no_token(master, ma
     llm = make_llm(**fields, kv_transfer_config={**config, "kv_load_failure_policy": "recompute"})
     for _ in range(2):
         assert [output.outputs[0].token_ids for output in llm.generate(prompts, params)] == expected
-    assert settle(llm)[0].num_loaded_tokens
+    stats, _ = settle(llm)
+    assert stats.num_loaded_tokens and stats.num_preemptions
+
+
+def test_K2_settings_of_mooncakes_own_file_are_read(master, make_llm: Make, monkeypatch, tmp_path):
+    file = tmp_path / "mooncake.json"
+    file.write_text(f'{{"master_server_address": "{master}", "global_segment_size": 16777216, "device_name": ""}}')
+    monkeypatch.setenv("MOONCAKE_CONFIG_PATH", str(file))
+    config = {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both", EXTRA: {"local_buffer_size": "4M"}}
+    llm = make_llm(**FIELDS, kv_transfer_config=config)
+    assert bits(llm) and settle(llm)[1].num_saved_blocks
+    file.write_text("[1]")
+    with pytest.raises(ConfigError, match=r"MOONCAKE_CONFIG_PATH='.*mooncake.json': cannot be read"):
+        make_kind(read_kv_transfer(config))
 
 
 def test_K2_wrong_values_of_the_store_are_refused_in_one_line(master, make_llm: Make, monkeypatch):

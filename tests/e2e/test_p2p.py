@@ -276,6 +276,12 @@ def test_a_port_that_is_taken_is_refused(make_llm: Make):
             make_llm(kv_transfer_config=p2p("kv_producer", kv_port=port))
 
 
+def test_an_address_that_nobody_reaches_is_refused():
+    with pytest.raises(ConfigError, match=r"kv_ip='0\.0\.0\.0': is told to peers, who cannot reach that; give the"):
+        make_kind(read_kv_transfer(p2p("kv_producer", kv_ip="0.0.0.0")))
+    make_kind(read_kv_transfer(p2p("kv_consumer", kv_ip="0.0.0.0")))  # which listens nowhere
+
+
 def test_N_a_missing_library_is_refused_with_the_line_that_installs_it(make_llm: Make, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None)
     with pytest.raises(ConfigError, match=r"needs the library nixl-cu12; pip install 'octavo\[nixl\]'"):

@@ -12,6 +12,7 @@ import os
 from typing import TYPE_CHECKING
 
 from octavo.config.kv_transfer import EXTRA, Extra, KVTransferConfig, refuse
+from octavo.config.settings import ConfigError
 from octavo.kv_connector import Connector
 from octavo.kv_connector.lookups import LookedUp
 from octavo.kv_connector.orders import EngineSide
@@ -68,6 +69,8 @@ class LMCache:
         try:
             store = LMCacheStore(cache, identity, self._own, self._transfer.timeout)
         except WrongSetting as error:
-            label = f"{EXTRA}.{_PREFIX}{error.name}" if error.name in self._own else error.name
-            raise refuse(label, error.value, error.limit, "change it here or in LMCACHE_CONFIG_FILE") from None
+            change = "change it in --kv-transfer-config, or in LMCACHE_CONFIG_FILE"
+            if error.name in self._own:
+                raise refuse(f"{EXTRA}.{_PREFIX}{error.name}", error.value, error.limit, change) from None
+            raise ConfigError(error.name, error.value, error.limit, change) from None
         return RemoteMover(cache, store, 1, self._lookup)

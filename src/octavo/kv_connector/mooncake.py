@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import json
 import os
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from octavo.config.kv_transfer import EXTRA, Extra, KVTransferConfig, refuse
+from octavo.config.settings import ConfigError
 from octavo.kv_connector import Connector
 from octavo.kv_connector.lookups import LookedUp
 from octavo.kv_connector.orders import EngineSide
@@ -25,17 +28,16 @@ if TYPE_CHECKING:
 
 _HOST_ONLY = "mooncake-transfer-engine-non-cuda"
 _INSTALL = "pip install 'octavo[mooncake]' and apt-get install libibverbs1"
-_STORE_KEYS = (
+_SETTINGS_PATH = "MOONCAKE_CONFIG_PATH"
+_FILE_KEYS = (
     "master_server_address",
     "metadata_server",
     "protocol",
     "device_name",
     "global_segment_size",
     "local_buffer_size",
-    "num_threads",
-    "prompt_only",
-    "lookup_timeout",
 )
+_STORE_KEYS = (*_FILE_KEYS, "num_threads", "prompt_only", "lookup_timeout")
 
 
 class Mooncake(P2P):
@@ -73,8 +75,8 @@ class MooncakeStore:
     def __init__(self, transfer: KVTransferConfig) -> None:
         """See Kind."""
         _check_library(transfer, "mooncake.store")
-        extra = Extra(transfer.extra)
-        extra.check_keys(_STORE_KEYS)
+        Extra(transfer.extra).check_keys(_STORE_KEYS)
+        extra = Extra({**_settings_file(), **transfer.extra})
         self._master = extra.text("master_server_address", "")
         host, _, port = self._master.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
@@ -123,6 +125,19 @@ class MooncakeStore:
             change = "start mooncake_master there, or change it"
             raise refuse(f"{EXTRA}.master_server_address", self._master, str(error), change) from None
         return RemoteMover(cache, store, self._num_threads, self._lookup)
+
+
+def _settings_file() -> dict[str, Any]:
+    """What the file of Mooncake's own setting says, whose keys are the same. Raises ConfigError."""
+    path = os.environ.get(_SETTINGS_PATH)
+    if not path:
+        return {}
+    try:
+        told = json.loads(Path(path).read_bytes())
+        return {key: told[key] for key in _FILE_KEYS if told.get(key) not in (None, "")}
+    except (OSError, ValueError, AttributeError) as error:
+        text = " ".join(str(error).split())[:160]
+        raise ConfigError(_SETTINGS_PATH, path, f"cannot be read: {text}", "name a JSON file, or unset it") from None
 
 
 def _check_library(transfer: KVTransferConfig, module: str) -> None:

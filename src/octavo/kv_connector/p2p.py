@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import hashlib
 import importlib.util
+import ipaddress
 import logging
 import uuid
 from collections.abc import Mapping, Sequence
@@ -52,6 +53,9 @@ class P2P:
         """See Kind."""
         extra = Extra(transfer.extra)
         extra.check_keys(self.keys)
+        if transfer.produces and _is_every_address(transfer.kv_ip):
+            limit = "is told to peers, who cannot reach that"
+            raise refuse("kv_ip", transfer.kv_ip, limit, "give the address at which they reach this machine")
         self._backend = extra.choice("backend", "gloo", ("gloo", "nccl"))
         self._transfer, self._num_threads = transfer, extra.number("num_threads", 2, 1, 64)
 
@@ -84,6 +88,14 @@ class P2P:
         from octavo.kv_connector.worker.ways.gloo import GlooWay
 
         return GlooWay(cache)
+
+
+def _is_every_address(host: str) -> bool:
+    """Whether a listener there hears on all of a machine's, and none of them is named."""
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:  # a name
+        return False
 
 
 class Nixl(P2P):
