@@ -15,44 +15,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tiny_model import Layer, RMSNorm, Shape, rotary_table, rotate
+
 CHUNK = 64
+NORM_OFFSET = 1.0  # a norm's weight is a distance from one
 _ADDED = ("o_proj.weight", "out_proj.weight", "down_proj.weight")  # what a half of a layer ends with
 
 
 @dataclass(frozen=True)
-class HybridShape:
+class HybridShape(Shape):
     """The model's dimensions, in the words of a Qwen3.5 configuration."""
 
-    vocab: int = 4096
-    hidden: int = 256
     layers: int = 8
     period: int = 4  # every so many layers one attends
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 64
     rotary_share: float = 0.25
     key_heads: int = 2
     value_heads: int = 4
     linear_dim: int = 64  # of a head of the delta net, of keys and values
     kernel: int = 4
     ff: int = 512
-    context: int = 2048
-    rope_theta: float = 10_000.0
-    eps: float = 1e-6
-
-
-class CenteredNorm(nn.Module):
-    """Root-mean-square normalisation in float32, whose weight is a distance from one."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (wide * (1 + self.weight)).to(x.dtype)
 
 
 class GatedNorm(nn.Module):
@@ -68,14 +49,6 @@ class GatedNorm(nn.Module):
         return wide * self.weight * functional.silu(gate.float())
 
 
-def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding of the first channels of x (batch, heads, length, head_dim), as many as cos has."""
-    size = 2 * cos.shape[-1]
-    left, right = x[..., :size].float().chunk(2, dim=-1)
-    turned = torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
-    return torch.cat([turned.to(x.dtype), x[..., size:]], dim=-1)
-
-
 class GatedAttention(nn.Module):
     """Causal grouped-query attention with normalised queries and keys, whose result is gated."""
 
@@ -87,15 +60,15 @@ class GatedAttention(nn.Module):
         self.k_proj = nn.Linear(shape.hidden, narrow, bias=False)
         self.v_proj = nn.Linear(shape.hidden, narrow, bias=False)
         self.o_proj = nn.Linear(wide, shape.hidden, bias=False)
-        self.q_norm = CenteredNorm(shape.head_dim, shape.eps)
-        self.k_norm = CenteredNorm(shape.head_dim, shape.eps)
+        self.q_norm = RMSNorm(shape.head_dim, shape.eps, NORM_OFFSET)
+        self.k_norm = RMSNorm(shape.head_dim, shape.eps, NORM_OFFSET)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         batch, length, _ = x.shape
         split = (batch, length, -1, self.shape.head_dim)
         q, gate = self.q_proj(x).view(batch, length, self.shape.heads, -1).chunk(2, dim=-1)
-        q = turn(self.q_norm(q).transpose(1, 2), cos, sin)
-        k = turn(self.k_norm(self.k_proj(x).view(split)).transpose(1, 2), cos, sin)
+        q = rotate(self.q_norm(q).transpose(1, 2), cos, sin)
+        k = rotate(self.k_norm(self.k_proj(x).view(split)).transpose(1, 2), cos, sin)
         v = self.v_proj(x).view(split).transpose(1, 2)
         group = self.shape.heads // self.shape.kv_heads
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
@@ -227,34 +200,13 @@ def delta_chunks(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, total: Tensor) -
     return step, kept.mT @ values, q * total.exp() - local @ reads, local @ values
 
 
-class MLP(nn.Module):
-    """The gated feed-forward layer."""
-
-    def __init__(self, shape: HybridShape) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden, shape.ff, bias=False)
-        self.up_proj = nn.Linear(shape.hidden, shape.ff, bias=False)
-        self.down_proj = nn.Linear(shape.ff, shape.hidden, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
-
-
-class Block(nn.Module):
-    """One decoder layer; dropout acts on what each half adds to the residual stream."""
+class Block(Layer):
+    """One decoder layer."""
 
     def __init__(self, shape: HybridShape, *, attends: bool, dropout: float) -> None:
-        super().__init__()
-        if attends:
-            self.self_attn = GatedAttention(shape)
-        else:
-            self.linear_attn = GatedDeltaNet(shape)
+        mixer = {"self_attn": GatedAttention(shape)} if attends else {"linear_attn": GatedDeltaNet(shape)}
+        super().__init__(shape, dropout, NORM_OFFSET, **mixer)
         self.attends = attends
-        self.mlp = MLP(shape)
-        self.input_layernorm = CenteredNorm(shape.hidden, shape.eps)
-        self.post_attention_layernorm = CenteredNorm(shape.hidden, shape.eps)
-        self.dropout = dropout
 
     def attend(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return self.ended(x, self.self_attn(self.input_layernorm(x), cos, sin))
@@ -264,10 +216,6 @@ class Block(nn.Module):
 
     def read(self, x: Tensor, states: Tensor, reading: Tensor, local: Tensor, gate: Tensor) -> Tensor:
         return self.ended(x, self.linear_attn.read(states, reading, local, gate))
-
-    def ended(self, x: Tensor, added: Tensor) -> Tensor:
-        x = x + functional.dropout(added, self.dropout, self.training)
-        return x + functional.dropout(self.mlp(self.post_attention_layernorm(x)), self.dropout, self.training)
 
 
 class TinyHybrid(nn.Module):
@@ -282,12 +230,10 @@ class TinyHybrid(nn.Module):
         self.embed_tokens = nn.Embedding(shape.vocab, shape.hidden)
         attends = [(layer + 1) % shape.period == 0 for layer in range(shape.layers)]
         self.layers = nn.ModuleList(Block(shape, attends=own, dropout=dropout) for own in attends)
-        self.norm = CenteredNorm(shape.hidden, shape.eps)
-        size = int(shape.head_dim * shape.rotary_share)
-        powers = torch.arange(0, size, 2, dtype=torch.float32) / size
-        angles = torch.outer(torch.arange(shape.context).float(), shape.rope_theta**-powers)
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
+        self.norm = RMSNorm(shape.hidden, shape.eps, NORM_OFFSET)
+        table = rotary_table(shape, int(shape.head_dim * shape.rotary_share))
+        for name, angles in zip(("cos", "sin"), table, strict=True):
+            self.register_buffer(name, angles, persistent=False)
         self.compiled: dict[str, Callable[..., Any]] = {}
         for name, weight in self.named_parameters():
             if weight.dim() == 2:

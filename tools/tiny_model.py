@@ -30,23 +30,35 @@ class Shape:
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square normalisation, computed in float32."""
+    """Root-mean-square normalisation, computed in float32; what it multiplies by is `offset` and its weight."""
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, offset: float = 0.0) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
+        self.weight = nn.Parameter(torch.full((size,), 1.0 - offset))
+        self.eps, self.offset = eps, offset
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (wide * self.weight).to(x.dtype)
+        return (wide * (self.offset + self.weight)).to(x.dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding in the half-split layout; x is (batch, heads, length, head_dim)."""
-    left, right = x.float().chunk(2, dim=-1)
-    return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1).to(x.dtype)
+    """Rotary position embedding in the half-split layout; x is (batch, heads, length, head_dim).
+
+    Of the first channels, as many as cos and sin have together.
+    """
+    size = 2 * cos.shape[-1]
+    left, right = x[..., :size].float().chunk(2, dim=-1)
+    turned = torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1).to(x.dtype)
+    return torch.cat([turned, x[..., size:]], dim=-1)
+
+
+def rotary_table(shape: Shape, size: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of all positions, for `size` channels of a head."""
+    powers = torch.arange(0, size, 2, dtype=torch.float32) / size
+    angles = torch.outer(torch.arange(shape.context).float(), shape.rope_theta**-powers)
+    return angles.cos(), angles.sin()
 
 
 class Attention(nn.Module):
@@ -90,21 +102,33 @@ class MLP(nn.Module):
         return out
 
 
-class Block(nn.Module):
-    """One decoder layer; dropout acts on what each half adds to the residual stream."""
+class Layer(nn.Module):
+    """A decoder layer; dropout acts on what each half adds to the residual stream."""
 
-    def __init__(self, shape: Shape, dropout: float) -> None:
+    def __init__(self, shape: Shape, dropout: float, norm_offset: float = 0.0, **mixer: nn.Module) -> None:
+        """mixer: what mixes the tokens, by its name; it comes first where weights are drawn."""
         super().__init__()
-        self.self_attn = Attention(shape)
+        for name, module in mixer.items():
+            self.add_module(name, module)
         self.mlp = MLP(shape)
-        self.input_layernorm = RMSNorm(shape.hidden, shape.eps)
-        self.post_attention_layernorm = RMSNorm(shape.hidden, shape.eps)
+        self.input_layernorm = RMSNorm(shape.hidden, shape.eps, norm_offset)
+        self.post_attention_layernorm = RMSNorm(shape.hidden, shape.eps, norm_offset)
         self.dropout = dropout
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        added = self.self_attn(self.input_layernorm(x), cos, sin)
+    def ended(self, x: Tensor, added: Tensor) -> Tensor:
+        """What the layer gives, whose first half adds `added`."""
         x = x + functional.dropout(added, self.dropout, self.training)
         return x + functional.dropout(self.mlp(self.post_attention_layernorm(x)), self.dropout, self.training)
+
+
+class Block(Layer):
+    """One decoder layer with attention."""
+
+    def __init__(self, shape: Shape, dropout: float) -> None:
+        super().__init__(shape, dropout, self_attn=Attention(shape))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return self.ended(x, self.self_attn(self.input_layernorm(x), cos, sin))
 
 
 class TinyQwen3(nn.Module):
@@ -119,10 +143,8 @@ class TinyQwen3(nn.Module):
         self.embed_tokens = nn.Embedding(shape.vocab, shape.hidden)
         self.layers = nn.ModuleList(Block(shape, dropout) for _ in range(shape.layers))
         self.norm = RMSNorm(shape.hidden, shape.eps)
-        powers = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
-        angles = torch.outer(torch.arange(shape.context).float(), shape.rope_theta**-powers)
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
+        for name, table in zip(("cos", "sin"), rotary_table(shape, shape.head_dim), strict=True):
+            self.register_buffer(name, table, persistent=False)
         for name, weight in self.named_parameters():
             if weight.dim() == 2:
                 depth = 2 * shape.layers if name.endswith(("o_proj.weight", "down_proj.weight")) else 1

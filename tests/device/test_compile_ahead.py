@@ -27,12 +27,15 @@ from families import SHARED, write_model  # noqa: E402
 from insides import runner_of  # noqa: E402
 from octavo import LLM  # noqa: E402
 from octavo.attention import mla, paged  # noqa: E402
+from octavo.cache.specs import StateSpec, StateTensor  # noqa: E402
 from octavo.config.engine_config import Resolved  # noqa: E402
 from octavo.device.graphs import GraphKey, GraphPool, decode_keys, mixed_keys  # noqa: E402
+from octavo.model_state import default  # noqa: E402
 from octavo.ops.attention import paged_plan  # noqa: E402
 from octavo.ops.compile import launch, side_by_side  # noqa: E402
 from octavo.plan import StepLimits  # noqa: E402
 from octavo.startup.cache import plan_cache  # noqa: E402
+from octavo.states.gpu import GpuStates  # noqa: E402
 from octavo.worker.assembly import make_runner  # noqa: E402
 from octavo.worker.backends import backend_facts, buffer_bytes, compiles_ahead  # noqa: E402
 from octavo.worker.compile_ahead import Shape, compile_ahead, step_shapes  # noqa: E402
@@ -41,6 +44,7 @@ from octavo.worker.worker import Worker  # noqa: E402
 
 SHARED_BYTES, PROCESSORS = 232448, 132  # an H200's
 ROWS, TOKENS, LENGTH = 64, 4096, SHARED["max_model_len"]
+NUM_BLOCKS = 2000
 LIMITS = StepLimits(max_num_rows=8, max_num_tokens=64, max_model_len=64)
 
 
@@ -117,6 +121,11 @@ def test_a_start_compiles_where_kernels_are_launched_as_they_are() -> None:
     assert compiles_ahead(resolved, ["paged"]) and compiles_ahead(resolved, ["paged", "mla"])
     assert not compiles_ahead(resolved, ["paged", "flex"])
     assert not compiles_ahead(cast(Resolved, SimpleNamespace(device="cpu")), ["paged"])
+    states = StateSpec(
+        states=(StateTensor("s", (4, 8), "float32"),), inputs=(StateTensor("x", (8,), "float32"),), chunk=8
+    )
+    assert not compiles_ahead(resolved, ["paged"], [states]), "it may look at what nothing has computed"
+    assert compiles_ahead(resolved, ["paged"], [dataclasses.replace(states, in_graphs=True)])
 
 
 @pytest.fixture
@@ -145,6 +154,7 @@ def found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]
                 monkeypatch.setattr(module, name, lambda device, value=value: value)
     for backend in (paged.PagedBackend, mla.MlaBackend):
         monkeypatch.setattr(backend, "capability", dataclasses.replace(backend.capability, devices=("cpu", "cuda")))
+    monkeypatch.setattr(default, "state_backend", lambda device: GpuStates())
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *args, pin_memory=False, **options: zeros(*args, **options))
     yield names
@@ -155,6 +165,8 @@ def found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]
     [
         ("Mistral", {"_qk_norm_rope_store": 2, "attend_rows": 2, "attend_tiles": 2, "product": 8}),
         ("Qwen3-MoE", {"_qk_norm_rope_store": 2, "attend_rows": 2, "_grouped_product": 4, "product": 8}),
+        ("Nemotron-H", {"short_convolution": 2, "scan_gates": 2, "mamba2_scan": 3, "mamba2_advance": 1, "product": 8}),
+        ("Qwen3.5", {"delta_blocks": 2, "delta_scan": 3, "delta_advance": 1, "_gated_by": 1, "product": 8}),
         ("DeepSeek-V3", {"_latent_rope_store": 1, "_attend": 2, "_merge": 1, "_grouped_product": 4, "product": 8}),
     ],
 )
@@ -163,7 +175,7 @@ def test_a_pass_finds_the_kernels_of_all_steps_and_changes_no_state(
 ) -> None:
     write_model(family, tmp_path)
     shared = SHARED | {"model": str(tmp_path), "dtype": "float32", "attention_backend": "reference", "native": "off"}
-    with LLM(device="cpu", num_gpu_blocks_override=400, **shared) as llm:
+    with LLM(device="cpu", num_gpu_blocks_override=NUM_BLOCKS, **shared) as llm:
         engine, is_latent = llm.engine, "DeepSeek" in family
         resolved: Resolved = dataclasses.replace(
             engine.resolved,
@@ -182,7 +194,7 @@ def test_a_pass_finds_the_kernels_of_all_steps_and_changes_no_state(
             weights_loaded=True,
             buffer_bytes=functools.partial(buffer_bytes, resolved),
         )
-        assert plan.num_blocks == 400
+        assert plan.num_blocks == NUM_BLOCKS
         runner = make_runner(runner_of(engine).model, resolved, plan)
         if not is_latent:
             runner._graphs = GraphPool([*decode_keys(ROWS), *mixed_keys(ROWS, 1024)])

@@ -56,6 +56,8 @@ OPS = Path(__file__).resolve().parents[2] / "src/octavo/ops"
 def _norms() -> None:
     gpu_rig.check_norm("cuda", 40, BF16, 3)
     gpu_rig.check_norm("cuda", 2560, F32, 2)
+    gpu_rig.check_group_norm("cuda", BF16, 8, 1024)
+    gpu_rig.check_group_norm("cuda", F32)
 
 
 def _activation() -> None:
@@ -82,6 +84,8 @@ def _inputs() -> None:
 def _states(name: str, sizes: tuple[int, ...]) -> None:
     for dtype in (BF16, F32):
         gpu_states_rig.check_results("cuda", name, dtype, (1, 17, 70, 130), 40, sizes)
+        if name in ("delta", "mamba2"):
+            gpu_states_rig.check_decoding("cuda", name, dtype, sizes)
 
 
 def _products() -> None:
@@ -212,8 +216,8 @@ def _attention_backward() -> None:
 
 
 CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
-    "norm": (_norms, ("norm.gpu._norm_rows",)),
-    "activation": (_activation, ("activation.gpu._gated", "activation.gpu._sigmoid_gated")),
+    "norm": (_norms, ("norm.gpu._norm_rows", "norm.gpu._norm_groups")),
+    "activation": (_activation, ("activation.gpu._gated", "activation.gpu._gated_by", "activation.gpu._squared_relu")),
     "embedding": (functools.partial(gpu_rig.check_embedding, "cuda", BF16), ("embedding.gpu._gather",)),
     "rope and store": (_rope, ("rope.gpu._qk_norm_rope_store",)),
     "zeroed blocks": (_zero, ("cache_write.zero_blocks_gpu._zero",)),
@@ -227,9 +231,13 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
             "scan.gates_gpu.scan_gates",
             "scan.delta_gpu.delta_blocks",
             "scan.delta_gpu.delta_scan",
+            "scan.delta_gpu.delta_advance",
         ),
     ),
-    "Mamba-2": (functools.partial(_states, "mamba2", (4, 48, 2, 80)), ("scan.mamba2_gpu.mamba2_scan",)),
+    "Mamba-2": (
+        functools.partial(_states, "mamba2", (4, 48, 2, 80)),
+        ("scan.mamba2_gpu.mamba2_scan", "scan.mamba2_gpu.mamba2_advance"),
+    ),
     "Mamba-1": (functools.partial(_states, "mamba1", (300, 16)), ("scan.mamba1_gpu.mamba1_scan",)),
     "staged writes": (functools.partial(inputs_rig.check_staged_write, "cuda"), ("inputs.staged_write_gpu._write",)),
     "products": (_products, ("gemm.kernels.product",)),

@@ -20,6 +20,7 @@ from octavo.ops.inputs.tensors import RowTensors
 from octavo.ops.lookup import gpu as gpu_lookup
 from octavo.ops.lookup import look_up_eager
 from octavo.ops.norm import gpu as gpu_norm
+from octavo.ops.norm.groups import group_norm
 from octavo.ops.rope import gpu as gpu_rope
 from octavo.ops.sampling import bitmask as gpu_bitmask
 from octavo.ops.sampling import gpu as gpu_sample
@@ -73,7 +74,29 @@ def check_activation(device: str, kind: str, dtype: torch.dtype, width: int = 20
         gpu_activation.gated_activation(x, tanh=kind == "gelu_tanh"), activation.gated_activation_reference(x, kind), 2
     )
     gate, value = x.chunk(2, 1)  # rows of both lie apart
-    assert_close(gpu_activation.sigmoid_gated(value, gate), activation.sigmoid_gated_reference(value, gate), 2)
+    for own in (kind, "sigmoid"):
+        assert_close(gpu_activation.gated_by(value, gate, own), activation.gated_by_reference(value, gate, own), 2)
+    positive = x.float().clamp(min=0.0)
+    assert_equal(gpu_activation.squared_relu(x[:, :width]), (positive * positive).to(dtype)[:, :width])
+
+
+def check_group_norm(device: str, dtype: torch.dtype, groups: int = 3, size: int = 40) -> None:
+    """Against the operators one by one, of rows that lie apart."""
+    x, gate = heavy(5, 2 * groups * size, dtype, device).chunk(2, 1)
+    weight = torch.randn(groups * size, generator=torch.Generator().manual_seed(2)).to(device)
+    gated = gpu_activation.gated_by(x, gate, "silu")
+    for own, given in ((x, None), (gated, gate)):
+        parts = [
+            gpu_norm.rms_norm(part, scale, 1e-6)
+            for part, scale in zip(own.chunk(groups, 1), weight.chunk(groups), strict=True)
+        ]
+        found = gpu_norm.group_norm(x, weight, 1e-6, given, num_groups=groups, gates_first=True)
+        assert_equal(found, torch.cat(parts, 1))
+        plain = group_norm(x.cpu(), weight.cpu(), groups, 1e-6, None if given is None else gate.cpu())
+        assert_close(found.cpu(), plain, 4)
+    normed = gpu_norm.rms_norm(x.reshape(-1, size), weight[:size], 1e-6).view_as(gated)
+    found = gpu_norm.group_norm(x, weight[:size], 1e-6, gate, num_groups=groups, gates_first=False)
+    assert_equal(found, gpu_activation.gated_by(normed, gate, "silu"))
 
 
 def check_embedding(device: str, dtype: torch.dtype, width: int = 1100) -> None:
@@ -291,6 +314,8 @@ def interpreted_norm() -> None:
     for width in (1, 17, 96, 256):
         check_norm("cpu", width, F32)
         check_norm("cpu", width, BF16)
+    check_group_norm("cpu", F32)
+    check_group_norm("cpu", BF16, 1, 96)
 
 
 def interpreted_activation() -> None:

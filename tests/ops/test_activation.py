@@ -9,8 +9,8 @@ from octavo.ops.activation import (
     exp_reference,
     gated_activation,
     gated_activation_reference,
-    sigmoid_gated,
-    sigmoid_gated_reference,
+    gated_by,
+    gated_by_reference,
 )
 
 
@@ -41,12 +41,14 @@ def test_every_library_gates_with_the_references_bits(dtype: torch.dtype, width:
     """Gates lie within wider rows, as behind the projections of gated attention; x may lie so too."""
     torch.manual_seed(width)
     x, gate = ((torch.randn(5, 3 * width) * 4).to(dtype)[:, -width:] for _ in range(2))
-    expected = sigmoid_gated_reference(x, gate)
+    expected = gated_by_reference(x, gate, "sigmoid")
     tolerance = 1e-6 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(expected.double(), gate.double().sigmoid() * x.double(), rtol=tolerance, atol=1e-12)
     for isa in native.built_isas():
         with native.using(isa):
-            assert torch.equal(sigmoid_gated(x, gate), expected), isa
+            assert torch.equal(gated_by(x, gate, "sigmoid"), expected), isa
+            for kind in GATED_KINDS:
+                assert torch.equal(gated_by(x, gate, kind), gated_activation(torch.cat((gate, x), 1), kind)), isa
 
 
 @pytest.mark.parametrize("kind", GATED_KINDS)

@@ -73,4 +73,24 @@ def packed_sequences() -> None:
     assert torch.equal(torch.cat(alone), found)
 
 
-INTERPRETED = {name: lambda name=name: interpreted(name) for name in MAKERS} | {"a pack": packed_sequences}
+def check_decoding(device: str, name: str, dtype: torch.dtype, sizes: tuple[int, ...] = ()) -> None:
+    """Two prompts that end shortly before a border, then steps of one token a row across it."""
+    case = MAKERS[name](dtype, *sizes)
+    chunk = case.part.chunk
+    drawn = rig.draw_all(case, (chunk + 3, chunk + 2))
+    move(case, device)
+    rows = rig.Rows(case, GpuStates(), drawn, beside=[rig.ATTENTION], device=device)
+    rows.compute({0: chunk - 1, 1: chunk - 2})
+    for _ in range(4):
+        rows.compute({0: 1, 1: 1})
+    move(case, "cpu")
+    for found, own in zip(rows.results, drawn, strict=True):
+        expected = case.oracle(own)
+        error = (found.double() - expected).abs().max() / expected.abs().max()
+        assert error < (3e-5 if dtype is torch.float32 else 3e-2), (name, error)
+
+
+INTERPRETED = {name: lambda name=name: interpreted(name) for name in MAKERS} | {
+    "a pack": packed_sequences,
+    f"{name} decodes": lambda name=name: check_decoding("cpu", name, torch.float32) for name in ("delta", "mamba2")
+}

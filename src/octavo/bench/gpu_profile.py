@@ -17,10 +17,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from octavo.bench.shapes import layers_of
 from octavo.llm import LLM
+from octavo.ops.scan import CHUNK
 
 # Family -> parts of kernel names, the first that fits; what fits none is "other".
 FAMILIES = {
+    "states": ("scan", "short_convolution", "delta_", "mamba2_", "normalize_keys"),
     "attention": ("attend", "divide", "merge"),
     "products": ("product", "streamed", "nvjet", "gemm", "gemv", "cutlass", "splitK"),
     "norms, rotation, activation": ("norm", "rope", "gated"),
@@ -53,6 +56,8 @@ def prefill_load(lengths: Sequence[int]) -> Load:
 
 def least_work(facts: dict[str, Any], load: Load) -> dict[str, tuple[float, float]]:
     """Family -> (bytes, operations) of a step over 16-bit weights and cache: each operand once, fused or not."""
+    if facts.get("model_type", "qwen3") != "qwen3":
+        return _work_of_layers(facts, load)
     hidden, ff, layers = facts["hidden_size"], facts["intermediate_size"], facts["num_hidden_layers"]
     q_size = facts["num_attention_heads"] * facts["head_dim"]
     kv_size = 2 * facts["num_key_value_heads"] * facts["head_dim"]
@@ -71,6 +76,36 @@ def least_work(facts: dict[str, Any], load: Load) -> dict[str, tuple[float, floa
         "attention": (attention, 4 * q_size * num_pairs),
         "products": (products, 2 * (layers * every * tokens + most * num_most + hidden * vocab * load.num_logits)),
         "norms, rotation, activation": (small, 0),
+        "sampling": (4 * vocab * load.num_logits, 0),
+        "inputs and results": (4 * hidden * tokens, 0),
+    }
+
+
+def _work_of_layers(facts: dict[str, Any], load: Load) -> dict[str, tuple[float, float]]:
+    """The same of a model whose layers differ; of a network's inner channels nothing is counted.
+
+    A row that decodes stands in the middle of its chunk.
+    """
+    layers, tokens = layers_of(facts), load.num_tokens
+    hidden, vocab = facts["hidden_size"], facts["vocab_size"]
+    heads, stream = sum(layer.heads for layer in layers), 4 * hidden * len(layers) * tokens
+    weights = sum(layer.read(tokens) for layer in layers) + hidden * vocab
+    decodes = tokens == load.num_logits
+    states = load.num_logits * sum(layer.state_bytes + decodes * layer.kept_bytes * (CHUNK // 2) for layer in layers)
+    return {
+        "states": (
+            states + 2 * tokens * sum(each.scanned for each in layers),
+            tokens * sum(each.scan for each in layers),
+        ),
+        "attention": (
+            2 * (sum(layer.kv for layer in layers) * load.num_read + 2 * heads * tokens),
+            4 * heads * load.num_pairs,
+        ),
+        "products": (
+            2 * weights + stream + 4 * vocab * load.num_logits,
+            2 * (sum(layer.active for layer in layers) * tokens + hidden * vocab * load.num_logits),
+        ),
+        "norms, rotation, activation": (2 * stream, 0),
         "sampling": (4 * vocab * load.num_logits, 0),
         "inputs and results": (4 * hidden * tokens, 0),
     }

@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from octavo.ops.scan import CHUNK
+
 _QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -93,6 +95,9 @@ class LayerWork:
     heads: int = 0  # query channels that attend
     kv: int = 0  # channels of K and V that a token leaves
     state_bytes: int = 0  # that a row's step reads
+    kept_bytes: int = 0  # that it reads of each token of the open chunk
+    scanned: int = 0  # elements of a token that convolution and scan take and give
+    scan: int = 0  # operations of a token's scan
     expert: int = 0  # weights of one expert
     num_experts: int = 0
     experts_per_token: int = 0
@@ -119,6 +124,9 @@ def layers_of(facts: dict[str, Any]) -> list[LayerWork]:
             "M": LayerWork(
                 weights=hidden * (3 * inner + shared + facts["mamba_num_heads"]),
                 state_bytes=4 * inner * facts["ssm_state_size"],
+                kept_bytes=2 * inner + shared + 8 * facts["mamba_num_heads"],
+                scanned=3 * (inner + shared) + inner,
+                scan=4 * inner * facts["ssm_state_size"] + CHUNK * (inner + shared // 2),
             ),
             "-": LayerWork(weights=2 * hidden * facts["intermediate_size"]),
             "*": LayerWork(weights=2 * hidden * (q + kv), heads=q, kv=2 * kv),
@@ -144,6 +152,10 @@ def layers_of(facts: dict[str, Any]) -> list[LayerWork]:
     delta = LayerWork(
         weights=hidden * (2 * keys + 3 * values + 2 * value_heads) + mlp,
         state_bytes=4 * values * facts["linear_key_head_dim"],
+        kept_bytes=2 * (keys + values) + 4 * value_heads,
+        scanned=3 * (2 * keys + values) + values,
+        scan=6 * values * facts["linear_key_head_dim"]
+        + 2 * CHUNK * (values + value_heads * facts["linear_key_head_dim"]),
         **network,
     )
     attention = LayerWork(weights=hidden * (3 * q + 2 * kv) + mlp, heads=q, kv=2 * kv, **network)

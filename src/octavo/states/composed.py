@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from octavo.ops.activation import gated_activation
 from octavo.ops.gemm import linear
-from octavo.ops.norm import rms_norm
+from octavo.ops.norm.groups import normed_heads_gated
 from octavo.ops.scan import DeltaNetOperands
 from octavo.states.base import LayerStates, StateBackend
 
@@ -19,5 +17,4 @@ def delta_net(backend: StateBackend, own: LayerStates, net: DeltaNetOperands, x:
     parts = 2 * keys + values, values, rule.num_heads, rule.num_heads
     qkv, z, b, a = linear(x, net.project).split(parts, 1)
     found = backend.gated_delta(own, rule, backend.short_conv(own, net.conv, qkv), a, b)
-    normed = rms_norm(found.view(-1, rule.value_size), net.norm, net.eps).view_as(found)
-    return gated_activation(torch.cat((z, normed), 1), "silu")
+    return normed_heads_gated(found, net.norm, net.eps, z)

@@ -14,17 +14,23 @@ from torch import Tensor
 from octavo.ops.compile.row_sum import padded_length
 from octavo.ops.scan import ConvOperands, DeltaNetOperands, DeltaOperands, Mamba1Operands, Mamba2Operands
 from octavo.ops.scan.conv_gpu import short_convolution
-from octavo.ops.scan.delta_gpu import delta_blocks, delta_scan
+from octavo.ops.scan.delta_gpu import delta_advance, delta_blocks, delta_scan
 from octavo.ops.scan.gates_gpu import normalize_keys, scan_gates
 from octavo.ops.scan.kept import Form, form_of
 from octavo.ops.scan.mamba1_gpu import mamba1_scan
-from octavo.ops.scan.mamba2_gpu import mamba2_scan
+from octavo.ops.scan.mamba2_gpu import mamba2_advance, mamba2_scan
 from octavo.states import composed
 from octavo.states.base import LayerStates
 from octavo.states.reference import DELTA_INPUTS, MAMBA1_INPUTS, MAMBA2_INPUTS
 
 _HEADS = 32  # of a program that sums gates
 _FEW = 16  # tokens of a row that are a short step
+# Channels and warps of a program: they move no bit. See tests/states/test_state_kernels.py for registers.
+_ADVANCING = "advance"
+_MAMBA2_TILES = {"decode": (64, 4), "short": (64, 8), "long": (64, 8), _ADVANCING: (32, 8)}
+_DELTA_TILES = {"decode": (64, 4), "short": (64, 8), "long": (32, 4), _ADVANCING: (32, 8)}
+_PARTS = 32  # programs of a row that advance states, which few rows do in a step
+_BLOCK_WARPS = 2
 _DELTA_FORMS = ("STATE_FORM", "KEY_FORM", "VALUE_FORM", "UPDATE_FORM", "TOTAL_FORM", "RATE_FORM")
 _PLAIN: dict[str, Any] = {"enable_fp_fusion": False}  # so that no kernel rounds less than another
 
@@ -59,7 +65,7 @@ class GpuStates:
             step.query_start, step.seq_lens, num_rows, *told.tables, *told.kept, *told.firsts,
             CHANNELS=channels, TILE=256, TOKENS=tokens, WIDTH=width, CHUNK=own.chunk, BLOCK=own.block_size,
             STATE_FORM=told.forms[0], INPUT_FORM=told.forms[1], HAS_BIAS=conv.bias is not None, SILU=conv.silu,
-            LEVELS=num_rows.bit_length(), num_warps=4, **_PLAIN,
+            num_warps=4, **_PLAIN,
         )  # fmt: skip
         return out
 
@@ -69,7 +75,7 @@ class GpuStates:
         told = self._tell(own, "delta", ("state",), DELTA_INPUTS, (values, keys, values, values, 1, 1))
         step, heads = own.inputs, rule.num_heads
         count, num_rows, padded = len(qkv), len(step.rows), padded_length(keys)
-        query, key = qkv.new_empty(2, count, rule.num_key_heads, keys)
+        query, key = (qkv.new_empty(count, rule.num_key_heads, keys) for _ in range(2))  # each aligned, at any length
         out = qkv.new_empty(count, heads * values)
         if count:
             norms = {"HEADS": rule.num_key_heads, "SIZE": keys, "PADDED": padded, "LEVELS": padded.bit_length() - 1}
@@ -78,14 +84,29 @@ class GpuStates:
         total, rate = self._gates(own, told, a, b, rule.decay, rule.dt_bias, (0.0, 0.0), slots=(4, 5))
         made = self._blocks(own, told, rule, query, key, total, rate)
         forms = dict(zip(_DELTA_FORMS, told.forms, strict=True))
-        tile = min(64, max(16, 1 << (values - 1).bit_length()))
+        tile, warps = _delta_tile(values, _kind_of(step.max_query_len))
         delta_scan[heads * -(-values // tile), num_rows](
             query, key, qkv[:, 2 * rule.num_key_heads * keys :], qkv.stride(0), total, rate, *made, out,
             step.rows, step.query_start, step.seq_lens, *told.tables, *told.kept, *told.firsts,
             **_delta_shape(own, rule, qkv), **forms, VALUE_SIZE=values, TILE=tile,
-            ROWS=16 if step.max_query_len <= _FEW else own.chunk, num_warps=8, num_stages=1, **_PLAIN,
+            ROWS=16 if step.max_query_len <= _FEW else own.chunk, ADVANCE=step.max_query_len > 1, num_warps=warps,
+            num_stages=1, **_PLAIN,
         )  # fmt: skip
+        if step.max_query_len == 1:
+            self._advance_delta(own, told, rule, qkv)
         return out
+
+    def _advance_delta(self, own: LayerStates, told: _Told, rule: DeltaOperands, qkv: Tensor) -> None:
+        """Write the states of rows whose one token ends a chunk."""
+        step, values = own.inputs, rule.value_size
+        state, key, _, update, total, _ = told.kept
+        forms = dict(zip(_DELTA_FORMS, told.forms, strict=True))
+        named = {name: forms[name] for name in ("STATE_FORM", "KEY_FORM", "UPDATE_FORM", "TOTAL_FORM")}
+        delta_advance[_PARTS, len(step.rows)](
+            step.rows, step.query_start, step.seq_lens, *told.tables, state, key, update, total, *told.firsts,
+            **_delta_shape(own, rule, qkv), VALUE_SIZE=values, TILE=_delta_tile(values, _ADVANCING)[0], PARTS=_PARTS,
+            **named, num_warps=_DELTA_TILES[_ADVANCING][1], num_stages=1, **_PLAIN,
+        )  # fmt: skip
 
     def _blocks(
         self,
@@ -99,16 +120,17 @@ class GpuStates:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """What `delta_blocks` makes of the step's blocks of 16 tokens."""
         step, heads = own.inputs, rule.num_heads
-        num_rows, blocks = len(step.rows), len(query) // 16 + 2 * len(step.rows)  # at most; see delta_blocks
+        is_one, num_rows = step.max_query_len == 1, len(step.rows)
+        blocks = num_rows if is_one else len(query) // 16 + 2 * num_rows  # at most; see delta_blocks
         before, factor = query.new_empty(2, blocks, heads, 16, own.chunk)
         inverse = torch.empty(blocks, heads, 16, 16, device=query.device)
         _, key_kept, _, _, total_kept, rate_kept = told.kept
         forms = dict(zip(_DELTA_FORMS, told.forms, strict=True))
         named = {name: forms[name] for name in ("KEY_FORM", "TOTAL_FORM", "RATE_FORM")}
-        delta_blocks[blocks, heads](
+        delta_blocks[blocks, heads, 2](
             query, key, total, rate, before, factor, inverse, step.rows, step.query_start, step.seq_lens, num_rows,
             *told.tables[2:], key_kept, total_kept, rate_kept, told.firsts[1], **_delta_shape(own, rule, query),
-            **named, LEVELS=num_rows.bit_length(), num_warps=2, num_stages=1, **_PLAIN,
+            **named, ONE=is_one, num_warps=_BLOCK_WARPS, num_stages=1, **_PLAIN,
         )  # fmt: skip
         return before, factor, inverse
 
@@ -124,15 +146,31 @@ class GpuStates:
         limits = scan.dt_min, scan.dt_max
         total, steps = self._gates(own, told, dt, dt, scan.decay, scan.dt_bias, limits, slots=(3, 4))
         forms = dict(zip(("STATE", "X", "B", "TOTAL", "DT"), told.forms, strict=True))
-        mamba2_scan[scan.num_heads, len(step.rows)](
+        wide, warps = _mamba2_tile(size, _kind_of(step.max_query_len))
+        mamba2_scan[scan.num_heads * -(-size // wide), len(step.rows)](
             xbc, xbc.stride(0), total, steps, scan.skip, out, step.rows, step.query_start, step.seq_lens,
             *told.tables, *told.kept, *told.firsts,
-            HEADS=scan.num_heads, GROUPS=scan.num_groups, SIZE=size, PADDED=padded_length(size), STATES=states,
+            HEADS=scan.num_heads, GROUPS=scan.num_groups, SIZE=size, WIDE=wide, STATES=states,
             STATES_PADDED=padded_length(states), TILE=16 if step.max_query_len <= _FEW else own.chunk,
             CHUNK=own.chunk, BLOCK=own.block_size, **{f"{name}_FORM": form for name, form in forms.items()},
-            PRECISION=_precision(xbc), num_warps=8, num_stages=1, **_PLAIN,
+            PRECISION=_precision(xbc), ADVANCE=step.max_query_len > 1, num_warps=warps, num_stages=1, **_PLAIN,
         )  # fmt: skip
+        if step.max_query_len == 1:
+            self._advance_mamba2(own, told, scan, xbc)
         return out
+
+    def _advance_mamba2(self, own: LayerStates, told: _Told, scan: Mamba2Operands, xbc: Tensor) -> None:
+        """Write the states of rows whose one token ends a chunk."""
+        step, size, states = own.inputs, scan.head_size, scan.state_size
+        forms = dict(zip(("STATE", "X", "B", "TOTAL", "DT"), told.forms, strict=True))
+        wide, warps = _mamba2_tile(size, _ADVANCING)
+        mamba2_advance[_PARTS, len(step.rows)](
+            step.rows, step.query_start, step.seq_lens, *told.tables, *told.kept, *told.firsts,
+            HEADS=scan.num_heads, GROUPS=scan.num_groups, SIZE=size, STATES=states,
+            STATES_PADDED=padded_length(states), WIDE=wide, PARTS=_PARTS, CHUNK=own.chunk, BLOCK=own.block_size,
+            **{f"{name}_FORM": form for name, form in forms.items()}, PRECISION=_precision(xbc), num_warps=warps,
+            num_stages=1, **_PLAIN,
+        )  # fmt: skip
 
     def mamba1(self, own: LayerStates, scan: Mamba1Operands, x: Tensor, dt: Tensor, b: Tensor, c: Tensor) -> Tensor:
         """See StateBackend."""
@@ -164,14 +202,15 @@ class GpuStates:
     ) -> tuple[Tensor, Tensor]:
         """(total, rate or dt), [T, heads] float32. slots: of the two among what is kept. Limits make it Mamba-2's."""
         step, heads = own.inputs, len(decay)
-        total, second = torch.empty(2, len(a), heads, device=a.device)
-        grid = len(step.rows), -(-step.max_query_len // own.chunk) + 1, -(-heads // _HEADS)
+        total, second = (torch.empty(len(a), heads, device=a.device) for _ in range(2))  # each aligned, at any length
+        is_one, num_rows = step.max_query_len == 1, len(step.rows)
+        grid = num_rows if is_one else len(a) // own.chunk + 2 * num_rows, -(-heads // _HEADS)
         first, last = slots
         scan_gates[grid](
             a, b, a.stride(0), b.stride(0), decay, dt_bias, total, second, step.rows, step.query_start, step.seq_lens,
-            *told.tables[2:], told.kept[first], told.kept[last], told.firsts[1], *limits,
+            num_rows, *told.tables[2:], told.kept[first], told.kept[last], told.firsts[1], *limits,
             HEADS=heads, TILE=_HEADS, CHUNK=own.chunk, BLOCK=own.block_size, TOTAL_FORM=told.forms[first],
-            SECOND_FORM=told.forms[last], DELTA=not any(limits), num_warps=1, **_PLAIN,
+            SECOND_FORM=told.forms[last], DELTA=not any(limits), ONE=is_one, num_warps=1, **_PLAIN,
         )  # fmt: skip
         return total, second
 
@@ -193,6 +232,21 @@ class GpuStates:
                 )
             self._told[own, name] = _Told(tuple(store.data for store in stores), found, firsts, tables)
         return self._told[own, name]
+
+
+def _kind_of(max_query_len: int) -> str:
+    """Which tiles serve rows of so many tokens at most."""
+    return "decode" if max_query_len == 1 else "short" if max_query_len <= _FEW else "long"
+
+
+def _mamba2_tile(size: int, kind: str) -> tuple[int, int]:
+    """Channels of a head that a program takes, and its warps."""
+    return min(_MAMBA2_TILES[kind][0], padded_length(size)), _MAMBA2_TILES[kind][1]
+
+
+def _delta_tile(size: int, kind: str) -> tuple[int, int]:
+    """The same of the delta rule."""
+    return min(_DELTA_TILES[kind][0], padded_length(size)), _DELTA_TILES[kind][1]
 
 
 def _delta_shape(own: LayerStates, rule: DeltaOperands, x: Tensor) -> dict[str, Any]:

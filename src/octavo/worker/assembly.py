@@ -18,7 +18,7 @@ from octavo.attention.mods.choice import knows_prompts, request_fields_of
 from octavo.cache.layout import LAYOUTS
 from octavo.cache.plan import CachePlan
 from octavo.cache.pool import KVCachePool
-from octavo.cache.specs import StateSpec, attention_specs
+from octavo.cache.specs import attention_specs
 from octavo.config.engine_config import Resolved
 from octavo.config.speculative import batch_depth, cheap_tokens
 from octavo.device.batch import InputBuffers
@@ -125,9 +125,7 @@ def _graph_keys(
     needs = {fact for spec in attention_specs(model.layer_specs) for fact in spec.facts}
     if resolved.kv_cache_dtype != resolved.dtype:
         needs.add("cache_dtypes")
-    held = {"decode", "mixed"}
-    if any(isinstance(spec, StateSpec) for spec in model.layer_specs):
-        held -= {"mixed"}  # what runs those is laid out by the most tokens of a row
+    held = frozenset({"decode", "mixed"})
     for facts in capabilities:
         held &= frozenset() if needs & facts.eager else facts.graphs
     rows = resolved.max_num_seqs

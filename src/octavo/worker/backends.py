@@ -48,9 +48,10 @@ def backend_classes(resolved: Resolved, num_layers: int) -> list[type[AttentionB
 def compiles_ahead(resolved: Resolved, names: Sequence[str], specs: Iterable[LayerSpec] = ()) -> bool:
     """Whether what steps with these backends launch can be compiled by steps that launch nothing.
 
-    Not where layers keep states: what runs those looks at lengths, which such steps do not compute.
+    Not where a layer with states waits for the device: such steps compute nothing that it could look at.
     """
-    if resolved.device != "cuda" or any(isinstance(spec, StateSpec) for spec in specs):
+    waits = any(isinstance(spec, StateSpec) and not spec.in_graphs for spec in specs)
+    if resolved.device != "cuda" or waits:
         return False
     return all(capability(name).compiles_ahead for name in names)
 

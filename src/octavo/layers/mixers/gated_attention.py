@@ -13,7 +13,7 @@ from octavo.cache.specs import AttentionSpec
 from octavo.checkpoint.arch import Arch
 from octavo.layers.attention import Attention, RotaryTable
 from octavo.layers.linear import Linear
-from octavo.ops.activation import sigmoid_gated
+from octavo.ops.activation import gated_by
 
 
 class _GatedLinear(Linear):
@@ -49,7 +49,7 @@ class GatedAttention(Attention):
         """x [tokens, size] -> [tokens, heads * head_size], which `out` takes."""
         both = self.qkv.forward(x)
         seen = self.attend(self.rope_and_store(both[:, : -self._size]))
-        return sigmoid_gated(seen, both[:, -self._size :])
+        return gated_by(seen, both[:, -self._size :], "sigmoid")
 
     @property
     def out(self) -> Linear:

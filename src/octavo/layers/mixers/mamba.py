@@ -13,8 +13,8 @@ from octavo.checkpoint.arch import Mamba
 from octavo.layers.base import Layer
 from octavo.layers.linear import Linear
 from octavo.layers.recurrent import Mamba2Scan, ShortConvolution, state_spec
-from octavo.ops.activation import gated_activation
-from octavo.ops.norm import rms_norm
+from octavo.ops.activation import gated_by
+from octavo.ops.norm.groups import group_norm
 
 
 class GroupNorm(Layer):
@@ -27,20 +27,10 @@ class GroupNorm(Layer):
         super().__init__()
         self.declare("weight", (size,), torch.float32, dummy=1.0)
         self.groups, self.eps = groups, eps
-        self.ones: torch.Tensor | None = None
 
-    def finalize(self, quantization: str | None) -> None:
-        """What norms a group before its weights differ."""
-        super().finalize(quantization)
-        if self.groups > 1:
-            self.ones = torch.ones_like(self.weight[: len(self.weight) // self.groups])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [tokens, size] -> the same shape and dtype."""
-        if self.ones is None:
-            return rms_norm(x, self.weight, self.eps)
-        groups = rms_norm(x.float().reshape(-1, len(self.ones)), self.ones, self.eps)
-        return (groups.view_as(x) * self.weight).to(x.dtype)
+    def forward(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+        """x [tokens, size] -> the same shape and dtype; of silu(gate) * x if there is a gate."""
+        return group_norm(x, self.weight, self.groups, self.eps, gate)
 
 
 class Mamba2(Layer):
@@ -84,7 +74,8 @@ class Mamba2(Layer):
             projected = (projected * self.scales).to(x.dtype)
         z, xbc, dt = projected.split(self.parts, 1)
         found = self.scan.mix(self.conv.mix(xbc), dt)
-        if self.norm is not None and self.facts.norm == "before_gate":
-            found = self.norm.forward(found)
-        gated = gated_activation(torch.cat((z, found), 1), "silu")
-        return self.norm.forward(gated) if self.facts.norm == "gated" else gated  # type: ignore[union-attr]
+        if self.norm is None:
+            return gated_by(found, z, "silu")
+        if self.facts.norm == "before_gate":
+            return gated_by(self.norm.forward(found), z, "silu")
+        return self.norm.forward(found, z)

@@ -22,7 +22,7 @@ from octavo.layers.mixers.mamba import Mamba2
 from octavo.layers.norm import RMSNorm
 from octavo.models.base import LLAMA_WEIGHTS, MAMBA2_WEIGHTS, WeightMap
 from octavo.models.causal_lm import CausalLM
-from octavo.ops.activation import gated_activation
+from octavo.ops.activation import gated_by
 
 _MAPPED: WeightMap = {
     **LLAMA_WEIGHTS,
@@ -57,7 +57,7 @@ class ScaledMlp(Layer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [tokens, size] -> the same shape."""
         gate, up = self.gate_up.forward(x).chunk(2, 1)
-        inner = gated_activation(torch.cat((gate * self._scales.gate, up), 1), self._activation)
+        inner = gated_by(up, gate * self._scales.gate, self._activation)
         return self.down.forward(inner) * self._scales.down
 
 

@@ -18,7 +18,7 @@ from octavo.layers.norm import RMSNorm
 from octavo.layers.recurrent import Mamba1Scan, ShortConvolution, state_spec
 from octavo.models.base import LLAMA_WEIGHTS, MAMBA2_WEIGHTS, WeightMap
 from octavo.models.causal_lm import CausalLM
-from octavo.ops.activation import gated_activation
+from octavo.ops.activation import gated_by
 
 _MAMBA = "model.layers.*.mamba"
 _MLP = "model.layers.*.feed_forward"
@@ -66,7 +66,7 @@ class Mamba1(Layer):
         dt, b, c = self.select.forward(mixed).split(self._parts, 1)
         steps = self.steps.forward(self.step_norm.forward(dt))
         found = self.scan.mix(mixed, steps, self.write_norm.forward(b), self.read_norm.forward(c))
-        return gated_activation(torch.cat((gate, found), 1), "silu")
+        return gated_by(found, gate, "silu")
 
 
 class JambaMambaLayer(Layer):

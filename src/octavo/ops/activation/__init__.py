@@ -19,7 +19,7 @@ native.declare("octavo_gated_product", [_P, _I, _P, _I, _P, _I, _I, native.I32, 
 
 # Names of gated activations -> their number in the C ABI.
 GATED_KINDS = {"silu": 0, "gelu_tanh": 1}
-_SIGMOID = 2
+_GATES = {**GATED_KINDS, "sigmoid": 2}
 
 _MAGIC = 12582912.0
 _MAGIC_BITS = 0x4B400000
@@ -53,23 +53,28 @@ def gated_activation(gate_up: Tensor, kind: str) -> Tensor:
     return out
 
 
-def sigmoid_gated(x: Tensor, gate: Tensor) -> Tensor:
-    """sigmoid(gate) * x, both [T, n], float32 or bfloat16, rows may be strided -> [T, n] contiguous."""
+def gated_by(x: Tensor, gate: Tensor, kind: str) -> Tensor:
+    """`act(gate) * x`, both [T, n], float32 or bfloat16, rows may be strided -> [T, n] contiguous.
+
+    kind: as `gated_activation`'s, or "sigmoid", 1 / (1 + e^-gate). Raises KeyError for another kind.
+    """
     if x.is_cuda:
         from octavo.ops.activation import gpu
 
-        return gpu.sigmoid_gated(x, gate)
+        return gpu.gated_by(x, gate, kind)
     lib = native.lib()
     if not lib:
-        return sigmoid_gated_reference(x, gate)
+        return gated_by_reference(x, gate, kind)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    sizes = *x.shape, _SIGMOID, native.DTYPE_CODES[x.dtype]
+    sizes = *x.shape, _GATES[kind], native.DTYPE_CODES[x.dtype]
     lib.octavo_gated_product(gate.data_ptr(), gate.stride(0), x.data_ptr(), x.stride(0), out.data_ptr(), *sizes)
     return out
 
 
-def sigmoid_gated_reference(x: Tensor, gate: Tensor) -> Tensor:
-    """The reference implementation of `sigmoid_gated`, the same bits."""
+def gated_by_reference(x: Tensor, gate: Tensor, kind: str) -> Tensor:
+    """The reference implementation of `gated_by`, the same bits."""
+    if kind != "sigmoid":
+        return gated_activation_reference(torch.cat((gate, x), 1), kind)
     return (1.0 / (exp_reference(-gate.float()) + 1.0) * x.float()).to(x.dtype)
 
 
@@ -83,6 +88,10 @@ def activate(x: Tensor, kind: str) -> Tensor:
     """What stands between an MLP's products: `gated_activation`, or for "relu2" the square of max(x, 0), [T, I]."""
     if kind != "relu2":
         return gated_activation(x, kind)
+    if x.is_cuda:
+        from octavo.ops.activation import gpu
+
+        return gpu.squared_relu(x)
     positive = x.float().clamp(min=0.0)
     return (positive * positive).to(x.dtype)
 

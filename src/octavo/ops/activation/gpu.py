@@ -1,4 +1,4 @@
-"""Gated activations on a GPU: `gated_activation` and `sigmoid_gated` of `octavo.ops.activation`.
+"""Gated activations on a GPU: `gated_activation`, `gated_by` and a squared ReLU of `octavo.ops.activation`.
 
 Owns the kernel. Invariant: elementwise, float32 inside, nothing contracted, rounded once; exp is the GPU's, so float32
 results are within a few units in the last place of the reference's, 16-bit ones within one.
@@ -41,30 +41,69 @@ def _gated(gate_up, out, in_row, SIZE: tl.constexpr, TANH: tl.constexpr, BLOCK: 
     tl.store(out + row * SIZE + channel, result.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def gate_value(gate, up, KIND: tl.constexpr):
+    """What float32 values are by gates, not rounded. KIND: silu | gelu_tanh | sigmoid."""
+    if KIND == "sigmoid":
+        return 1.0 / (tl.exp(-gate) + 1.0) * up
+    return gated_value(gate, up, KIND == "gelu_tanh")
+
+
 @launched(triton.jit)
-def _sigmoid_gated(x, gate, out, x_row, gate_row, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _gated_by(
+    x, gate, out, x_row, gate_row, SIZE: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     begin_after(PDL)
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < SIZE
     weight = tl.load(gate + row * gate_row + channel, mask=inside, other=0.0).to(tl.float32)
     value = tl.load(x + row * x_row + channel, mask=inside, other=0.0).to(tl.float32)
-    result = 1.0 / (tl.exp(-weight) + 1.0) * value
-    tl.store(out + row * SIZE + channel, result.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * SIZE + channel, gate_value(weight, value, KIND).to(out.dtype.element_ty), mask=inside)
 
 
-def sigmoid_gated(x: Tensor, gate: Tensor) -> Tensor:
-    """See `octavo.ops.activation.sigmoid_gated`; float16 too."""
+@launched(triton.jit)
+def _squared_relu(x, out, x_row, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    begin_after(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = channel < SIZE
+    value = tl.maximum(tl.load(x + row * x_row + channel, mask=inside, other=0.0).to(tl.float32), 0.0)
+    tl.store(out + row * SIZE + channel, (value * value).to(out.dtype.element_ty), mask=inside)
+
+
+def gated_by(x: Tensor, gate: Tensor, kind: str) -> Tensor:
+    """See `octavo.ops.activation.gated_by`; float16 too."""
     assert x.stride(1) == gate.stride(1) == 1, "channels are contiguous"
     rows, size = x.shape
     out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
     if rows:
-        _sigmoid_gated[(rows, triton.cdiv(size, _BLOCK))](
+        _gated_by[(rows, triton.cdiv(size, _BLOCK))](
             x,
             gate,
             out,
             x.stride(0),
             gate.stride(0),
+            SIZE=size,
+            KIND=kind,
+            BLOCK=_BLOCK,
+            num_warps=_WARPS,
+            enable_fp_fusion=False,
+            **chained(x.device),
+        )
+    return out
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """The square of max(x, 0), [T, I] of x's dtype; float16 too."""
+    assert x.stride(1) == 1, "channels are contiguous"
+    rows, size = x.shape
+    out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
+    if rows:
+        _squared_relu[(rows, triton.cdiv(size, _BLOCK))](
+            x,
+            out,
+            x.stride(0),
             SIZE=size,
             BLOCK=_BLOCK,
             num_warps=_WARPS,

@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 
 from octavo.ops.compile.launch import launched
-from octavo.ops.scan.kept import place
+from octavo.ops.scan.kept import place, row_of
 
 
-@launched(triton.jit)
+@launched(triton.jit(do_not_specialize=["num_rows"]))
 def short_convolution(
     x,
     x_row,
@@ -42,15 +42,10 @@ def short_convolution(
     INPUT_FORM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
-    LEVELS: tl.constexpr,
 ):
-    """TOKENS of the step, whatever rows they are of, and TILE channels. LEVELS: 2 ** LEVELS is more than the rows."""
+    """TOKENS of the step, whatever rows they are of, and TILE channels. TOKENS 1: every row has one."""
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)[:, None]
-    row = tl.zeros((TOKENS, 1), tl.int32)  # the last one that begins at the token or before it, and has tokens
-    for level in tl.static_range(LEVELS):
-        next = row + (1 << (LEVELS - 1 - level))
-        begin = tl.load(query_start + next, mask=next < num_rows, other=0)
-        row = tl.where((next < num_rows) & (begin <= token), next, row)
+    row = token if TOKENS == 1 else row_of(query_start, num_rows, token, 1, 0)
     first, behind = tl.load(query_start + row), tl.load(query_start + row + 1)
     end = tl.load(seq_lens + row)
     computed = end - (behind - first)

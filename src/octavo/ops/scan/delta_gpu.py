@@ -9,7 +9,8 @@ at the border, G the summed logarithms of what is left, and U the updates of the
 
 so that a row needs the rows up to it alone: a decoded token computes its block again from what is kept, and reads U.
 `delta_blocks` makes M, T and the factors of o, for all blocks side by side; `delta_scan` walks the chunks. The state is
-read once, and written at a chunk's end. Products are of the model's type with float32 sums, but for T's, which is
+read once, and written at a chunk's end: by `delta_advance` where every row decodes one token, since `delta_scan` with
+that takes twice the registers. Products are of the model's type with float32 sums, but for T's, which is
 float32 (tf32 for 16-bit models). Invariants: a row of a product has the same bits in a tile of any height, and a factor
 of 0 adds nothing; so decoding takes a block at a time, and prompts a chunk. Rows beyond the end change none before.
 """
@@ -21,7 +22,7 @@ import triton
 import triton.language as tl
 
 from octavo.ops.compile.launch import launched
-from octavo.ops.scan.kept import keep, numbers, read_state, tokens, write_state
+from octavo.ops.scan.kept import keep, numbers, read_state, row_of, tokens, write_state
 
 
 @triton.jit
@@ -36,7 +37,7 @@ def unit_inverse(below):
     return inverse
 
 
-@launched(triton.jit)
+@launched(triton.jit(do_not_specialize=["num_rows"]))
 def delta_blocks(
     query,  # [T, KEY_HEADS, KEY_SIZE], normed; key too
     key,
@@ -65,18 +66,16 @@ def delta_blocks(
     TOTAL_FORM: tl.constexpr,
     RATE_FORM: tl.constexpr,
     PRECISION: tl.constexpr,
-    LEVELS: tl.constexpr,
+    ONE: tl.constexpr,
 ):
-    """One block of 16 tokens and one head. LEVELS: 2 ** LEVELS is more than the rows."""
+    """One block of 16 tokens and one head: the factors of o, or M and T. ONE: every row has one token."""
     slot, head = tl.program_id(0), tl.program_id(1)
-    row = 0  # the last one whose blocks begin at the slot or before it
-    for level in tl.static_range(LEVELS):
-        next = row + (1 << (LEVELS - 1 - level))
-        begin = tl.load(query_start + next, mask=next < num_rows, other=0) // 16 + 2 * next
-        row = tl.where((next < num_rows) & (begin <= slot), next, row)
+    row = slot if ONE else row_of(query_start, num_rows, slot, 16, 2)
     token, end = tl.load(query_start + row), tl.load(seq_lens + row)
     computed = end - (tl.load(query_start + row + 1) - token)
-    begin = (computed // 16 + slot - (token // 16 + 2 * row)) * 16
+    begin = computed // 16 * 16
+    if not ONE:
+        begin += (slot - token // 16 - 2 * row) * 16
     if (begin >= end) | (computed < 0):
         return
     inputs = input_table + tl.load(rows + row) * input_columns
@@ -90,26 +89,30 @@ def delta_blocks(
     at, place = begin + here, tl.arange(0, CHUNK)
     then = first + place
     upto = tl.minimum(end, begin + 16)
-    k = tokens(keys, of_row, begin, here, key_head, width, within, KEY_FORM, KEY_SIZE)
     of_chunk = (inputs, input_first, token, computed, upto, BLOCK)
     k_then = tokens(keys, of_chunk, first, place, key_head, width, within, KEY_FORM, KEY_SIZE)
     own = numbers(totals, of_row, begin, here, head, TOTAL_FORM)
-    beta = numbers(rates, of_row, begin, here, head, RATE_FORM)[:, None]
     own_then = numbers(totals, of_chunk, first, place, head, TOTAL_FORM)
-    asked = query + (((token + at - computed).to(tl.int64) * KEY_HEADS + key_head) * KEY_SIZE)[:, None] + width[None, :]
-    q = tl.load(asked, mask=((at >= computed) & (at < end))[:, None] & within[None, :], other=0.0)
     is_seen = (at[:, None] >= then[None, :]) & (at < end)[:, None]
     left = tl.exp(tl.where(is_seen, own[:, None] - own_then[None, :], 0.0))
     line = ((slot.to(tl.int64) * HEADS + head) * 16 + here)[:, None]
-    product = beta * left * tl.dot(k, tl.trans(k_then), input_precision=PRECISION)
-    earlier = tl.where(is_seen & (then < begin)[None, :], product, 0.0)
-    tl.store(before + line * CHUNK + place[None, :], earlier.to(before.dtype.element_ty))
-    product = left * tl.dot(q, tl.trans(k_then), input_precision=PRECISION)
-    tl.store(factor + line * CHUNK + place[None, :], tl.where(is_seen, product, 0.0).to(factor.dtype.element_ty))
-    is_before = (here[:, None] > here[None, :]) & (at < end)[:, None]
-    left = tl.exp(tl.where(is_before, own[:, None] - own[None, :], 0.0))
-    below = beta * left * tl.dot(k, tl.trans(k), input_precision=PRECISION)
-    tl.store(inverse + line * 16 + here[None, :], unit_inverse(tl.where(is_before, below, 0.0)))
+    if tl.program_id(2) == 0:
+        asked = (token + at - computed).to(tl.int64) * KEY_HEADS + key_head
+        mask = ((at >= computed) & (at < end))[:, None] & within[None, :]
+        q = tl.load(query + (asked * KEY_SIZE)[:, None] + width[None, :], mask=mask, other=0.0)
+        product = left * tl.dot(q, tl.trans(k_then), input_precision=PRECISION)
+        factors = tl.where(is_seen, product, 0.0).to(factor.dtype.element_ty)
+        tl.store(factor + line * CHUNK + place[None, :], factors)
+    else:
+        k = tokens(keys, of_row, begin, here, key_head, width, within, KEY_FORM, KEY_SIZE)
+        beta = numbers(rates, of_row, begin, here, head, RATE_FORM)[:, None]
+        product = beta * left * tl.dot(k, tl.trans(k_then), input_precision=PRECISION)
+        earlier = tl.where(is_seen & (then < begin)[None, :], product, 0.0)
+        tl.store(before + line * CHUNK + place[None, :], earlier.to(before.dtype.element_ty))
+        is_before = (here[:, None] > here[None, :]) & (at < end)[:, None]
+        left_here = tl.exp(tl.where(is_before, own[:, None] - own[None, :], 0.0))
+        below = beta * left_here * tl.dot(k, tl.trans(k), input_precision=PRECISION)
+        tl.store(inverse + line * 16 + here[None, :], unit_inverse(tl.where(is_before, below, 0.0)))
 
 
 @triton.jit
@@ -137,7 +140,7 @@ def substitute(
 ):
     """The chunk's updates [CHUNK, TILE], block after block of those at `begin`; blocks before `known` are there."""
     place, first = tl.arange(0, CHUNK), begin // CHUNK * CHUNK
-    for stage in tl.static_range(ROWS // 16):
+    for stage in tl.range(ROWS // 16, disable_licm=True):
         rest = right - tl.dot(m, u_all, input_precision=PRECISION)
         u = tl.dot(t, rest, input_precision=PRECISION).to(u_all.dtype)
         if ROWS == CHUNK:
@@ -147,6 +150,15 @@ def substitute(
         is_block = (place // 16 == begin % CHUNK // 16 + stage) & (first + place // 16 * 16 >= known)
         u_all = tl.where(is_block[:, None], wide, u_all)
     return u_all
+
+
+@triton.jit
+def advanced(state, k, u, sums, PRECISION: tl.constexpr):
+    """The state behind a whole chunk, not rounded."""
+    place = tl.arange(0, sums.shape[0])
+    last = tl.sum(tl.where(place == sums.shape[0] - 1, sums, 0.0), 0)
+    weighted = (k.to(tl.float32) * tl.exp(last - sums)[:, None]).to(k.dtype)
+    return tl.exp(last) * state + tl.dot(tl.trans(weighted), u, input_precision=PRECISION)
 
 
 @launched(triton.jit)
@@ -192,8 +204,12 @@ def delta_scan(
     TOTAL_FORM: tl.constexpr,
     RATE_FORM: tl.constexpr,
     PRECISION: tl.constexpr,
+    ADVANCE: tl.constexpr,
 ):
-    """One row of the step, one head, TILE channels of the values; ROWS tokens at a time: 16, or a chunk."""
+    """One row of the step, one head, TILE channels of the values; ROWS tokens at a time: 16, or a chunk.
+
+    ADVANCE: write states, too; without, every row has one token.
+    """
     row, tiles = tl.program_id(1), tl.cdiv(VALUE_SIZE, TILE)
     head = tl.program_id(0) // tiles
     token, end = tl.load(query_start + row), tl.load(seq_lens + row)
@@ -219,10 +235,10 @@ def delta_scan(
     kept_states = (state_kept, states, state_first, runs, channel, within, inside)
     state = read_state(kept_states, border, STATE_FORM, VALUE_SIZE, CHUNK)
     known = computed // 16 * 16  # the blocks before are not computed again
-    slot = token // 16 + 2 * row - computed // 16
+    slot = (token // 16 + 2 * row if ADVANCE else row) - computed // 16
     of_known = (of_row[0], input_first, token, known, known, BLOCK)
     u_all = tokens(updates, of_known, border, place, head, channel, inside, UPDATE_FORM, VALUE_SIZE).to(kind)
-    for begin in range(computed // ROWS * ROWS, end, ROWS):
+    for begin in tl.range(computed // ROWS * ROWS, end, ROWS, disable_licm=True):  # what moved out of it would spill
         at = begin + here
         k = tokens(keys, of_row, begin, here, key_head, width, within, KEY_FORM, KEY_SIZE)
         v = tokens(values, of_row, begin, here, head, channel, inside, VALUE_FORM, VALUE_SIZE)
@@ -254,11 +270,63 @@ def delta_scan(
         if ((after % CHUNK == 0) | (after >= end)) & (begin + 2 * CHUNK > end):
             stored = ((chunk >= computed) & (chunk < end))[:, None] & inside[None, :]
             keep(updates, of_row, chunk, head, channel, u_all, stored, UPDATE_FORM, VALUE_SIZE)
-        if (after % CHUNK == 0) & (after <= end):
-            last = tl.sum(tl.where(here == ROWS - 1, own, 0.0), 0)
+        if ADVANCE & (after % CHUNK == 0) & (after <= end):
             k_all = tokens(keys, of_row, first, place, key_head, width, within, KEY_FORM, KEY_SIZE)
-            rest_of = tl.exp(last - numbers(totals, of_row, first, place, head, TOTAL_FORM))
-            weighted = (k_all.to(tl.float32) * rest_of[:, None]).to(kind)
-            state = tl.exp(last) * state + tl.dot(tl.trans(weighted), u_all, input_precision=PRECISION)
+            sums = numbers(totals, of_row, first, place, head, TOTAL_FORM)
+            state = advanced(state, k_all, u_all, sums, PRECISION)
             state = write_state(kept_states, after, state, STATE_FORM, VALUE_SIZE, CHUNK)
             u_all = tl.zeros((CHUNK, TILE), kind)
+
+
+@launched(triton.jit)
+def delta_advance(
+    rows,
+    query_start,
+    seq_lens,
+    state_table,
+    state_columns,
+    input_table,
+    input_columns,
+    state_kept,
+    key_kept,
+    update_kept,
+    total_kept,
+    state_first,
+    input_first,
+    HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    KEY_PADDED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    PARTS: tl.constexpr,
+    STATE_FORM: tl.constexpr,
+    KEY_FORM: tl.constexpr,
+    UPDATE_FORM: tl.constexpr,
+    TOTAL_FORM: tl.constexpr,
+):
+    """Every PARTS-th head of a row that decoded one token: if that ends a chunk, the state behind it."""
+    row, tiles = tl.program_id(1), tl.cdiv(VALUE_SIZE, TILE)
+    end = tl.load(seq_lens + row)
+    if (end % CHUNK != 0) | (tl.load(query_start + row + 1) == tl.load(query_start + row)):
+        return
+    table_row = tl.load(rows + row)
+    states = state_table + table_row * state_columns
+    of_row = (input_table + table_row * input_columns, input_first, 0, end, end, BLOCK)  # all of the chunk is kept
+    width, place, begin = tl.arange(0, KEY_PADDED), tl.arange(0, CHUNK), end - CHUNK
+    within = width < KEY_SIZE
+    for part in range(tl.program_id(0), HEADS * tiles, PARTS):
+        head, channel = part // tiles, part % tiles * TILE + tl.arange(0, TILE)
+        key_head, inside = head // (HEADS // KEY_HEADS), channel < VALUE_SIZE
+        kept_states = (state_kept, states, state_first, head * KEY_SIZE + width, channel, within, inside)
+        state = read_state(kept_states, begin, STATE_FORM, VALUE_SIZE, CHUNK)
+        k = tokens((key_kept, 0, 0, key_kept), of_row, begin, place, key_head, width, within, KEY_FORM, KEY_SIZE)
+        u = tokens(
+            (update_kept, 0, 0, update_kept), of_row, begin, place, head, channel, inside, UPDATE_FORM, VALUE_SIZE
+        )
+        sums = numbers((total_kept, 0, 0, total_kept), of_row, begin, place, head, TOTAL_FORM)
+        state = advanced(state, k, u, sums, PRECISION)
+        write_state(kept_states, end, state, STATE_FORM, VALUE_SIZE, CHUNK)

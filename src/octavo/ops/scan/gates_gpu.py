@@ -11,7 +11,7 @@ import triton.language as tl
 
 from octavo.ops.compile.launch import launched
 from octavo.ops.compile.row_sum import row_sums
-from octavo.ops.scan.kept import place
+from octavo.ops.scan.kept import place, row_of
 
 
 @triton.jit
@@ -30,7 +30,7 @@ def softplus(x):
     return tl.maximum(x, 0.0) + (p * square + 1.0) * (s + s)
 
 
-@launched(triton.jit)
+@launched(triton.jit(do_not_specialize=["num_rows"]))
 def scan_gates(
     a,  # [T, H]: a of the delta rule, dt of Mamba-2
     b,  # [T, H]: b of the delta rule
@@ -43,6 +43,7 @@ def scan_gates(
     rows,
     query_start,
     seq_lens,
+    num_rows,
     input_table,
     input_columns,
     total_kept,
@@ -57,16 +58,20 @@ def scan_gates(
     TOTAL_FORM: tl.constexpr,
     SECOND_FORM: tl.constexpr,
     DELTA: tl.constexpr,
+    ONE: tl.constexpr,
 ):
-    """One row's chunk of the step, and TILE heads."""
-    row = tl.program_id(0)
+    """One row's chunk of the step, and TILE heads. ONE: every row has one token."""
+    slot = tl.program_id(0)
+    row = slot if ONE else row_of(query_start, num_rows, slot, CHUNK, 2)
     token, end = tl.load(query_start + row), tl.load(seq_lens + row)
     computed = end - (tl.load(query_start + row + 1) - token)
-    border = (computed // CHUNK + tl.program_id(1)) * CHUNK
+    border = computed // CHUNK * CHUNK
+    if not ONE:
+        border += (slot - token // CHUNK - 2 * row) * CHUNK
     if (border >= end) | (computed < 0):
         return
     table = input_table + tl.load(rows + row) * input_columns
-    head = tl.program_id(2) * TILE + tl.arange(0, TILE)
+    head = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = head < HEADS
     rate, bias = tl.load(decay + head, mask=inside), tl.load(dt_bias + head, mask=inside)
     first = tl.maximum(border, computed)

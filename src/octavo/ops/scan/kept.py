@@ -40,6 +40,32 @@ def place(table, first_part, entry, offset, run, inside, FORM: tl.constexpr, WID
 
 
 @triton.jit
+def row_of(query_start, num_rows, slot, PER: tl.constexpr, EXTRA: tl.constexpr):
+    """The last row whose slots begin at `slot` or before it: row i's begin at query_start[i] // PER + EXTRA * i."""
+    reach = num_rows * 0 + 1
+    while reach < num_rows:
+        reach *= 2
+    row = slot * 0
+    while reach > 0:
+        next = row + reach
+        begin = tl.load(query_start + next, mask=next < num_rows, other=0) // PER + EXTRA * next
+        row = tl.where((next < num_rows) & (begin <= slot), next, row)
+        reach //= 2
+    return row
+
+
+@triton.jit
+def _token_at(source, of_row, position, run, FORM: tl.constexpr, WIDTH: tl.constexpr):
+    """(where run `run` of what the tokens at `position` brought begins, of the step or kept; which there are)."""
+    fresh, stride, first, kept = source
+    table, first_part, token, computed, end, block = of_row
+    is_old = position < computed
+    where, _ = place(table, first_part, position // block, position % block, run, is_old, FORM, WIDTH)
+    at = (token + position - computed).to(tl.int64) * stride + first
+    return tl.where(is_old, kept + where, fresh + at), position < end
+
+
+@triton.jit
 def tokens(source, of_row, begin, here, run, channel, inside, FORM: tl.constexpr, WIDTH: tl.constexpr):
     """[places, channels]: what the tokens at begin + here brought, of the step or kept; 0 beyond the row's end.
 
@@ -47,34 +73,15 @@ def tokens(source, of_row, begin, here, run, channel, inside, FORM: tl.constexpr
     of inputs, the layer's first part, its first token of the step, positions of that and behind its last one, tokens of
     an entry). channel: [channels], `inside`: which there are.
     """
-    fresh, stride, first, kept = source
-    table, first_part, token, computed, end, block = of_row
-    position = begin + here
-    is_new = (position >= computed) & (position < end)
-    at = (token + position - computed).to(tl.int64) * stride + first
-    found = tl.load(fresh + at[:, None] + channel[None, :], mask=is_new[:, None] & inside[None, :], other=0.0)
-    if begin < computed:
-        is_old = position < computed
-        where, _ = place(table, first_part, position // block, position % block, run, is_old, FORM, WIDTH)
-        old = tl.load(kept + where[:, None] + channel[None, :], mask=is_old[:, None] & inside[None, :], other=0.0)
-        found = tl.where(is_old[:, None], old.to(found.dtype), found)
-    return found
+    at, is_there = _token_at(source, of_row, begin + here, run, FORM, WIDTH)
+    return tl.load(at[:, None] + channel[None, :], mask=is_there[:, None] & inside[None, :], other=0.0)
 
 
 @triton.jit
 def numbers(source, of_row, begin, here, run, FORM: tl.constexpr):
     """[places]: `tokens`, of one number each."""
-    fresh, stride, first, kept = source
-    table, first_part, token, computed, end, block = of_row
-    position = begin + here
-    is_new = (position >= computed) & (position < end)
-    at = (token + position - computed).to(tl.int64) * stride + first
-    found = tl.load(fresh + at, mask=is_new, other=0.0)
-    if begin < computed:
-        is_old = position < computed
-        where, _ = place(table, first_part, position // block, position % block, run, is_old, FORM, 1)
-        found = tl.where(is_old, tl.load(kept + where, mask=is_old, other=0.0), found)
-    return found
+    at, is_there = _token_at(source, of_row, begin + here, run, FORM, 1)
+    return tl.load(at, mask=is_there, other=0.0)
 
 
 @triton.jit

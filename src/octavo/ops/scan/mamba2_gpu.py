@@ -1,13 +1,14 @@
 """Mamba-2 over the open chunk, on a GPU: prefill, decode and verification are one kernel.
 
-Owns the kernel and its order. Of a token t of a chunk, with S the state at the border and G the summed logarithms of
+Owns the kernels and their order. Of a token t of a chunk, with S the state at the border and G the summed logarithms of
 what is left,
 
     y = exp(G_t) C_t S + sum over i up to t of (exp(G_t - G_i) (C_t . B_i) dt_i) x_i + skip x_t
 
 where the sum over i is one product over all places of the chunk, those behind t being 0. The state is read once, and
 written at a chunk's end. Products are of the model's type with float32 sums. Invariant: a row of a product has the same
-bits in a tile of any height, so a decoded token is a tile of few rows, and a prompt's are of many.
+bits in a tile of any height, so a decoded token is a tile of few rows, and a prompt's are of many. Where every row
+decodes one token `mamba2_advance` writes states, behind the kernel: with that it would take twice the registers.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, assignment"
@@ -18,6 +19,53 @@ import triton.language as tl
 
 from octavo.ops.compile.launch import launched
 from octavo.ops.scan.kept import keep, numbers, read_state, tokens, write_state
+
+
+@triton.jit
+def attend(
+    fixed,
+    asked,
+    own,
+    at,
+    sums,
+    steps,
+    b,
+    x,
+    rounded,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Write the results of the step's tokens at positions `own`, of the chunk at positions `at`."""
+    total, skip, out, token, computed, end, head, channel, inside, width, within = fixed
+    xbc, xbc_row, first_c, first_x = asked
+    is_own = (own >= computed) & (own < end) & (own // CHUNK == tl.min(at, 0) // CHUNK)
+    fresh = (token + own - computed).to(tl.int64)
+    mask = is_own[:, None] & inside[None, :]
+    c = tl.load(
+        xbc + (fresh * xbc_row + first_c)[:, None] + width[None, :], mask=is_own[:, None] & within[None, :], other=0.0
+    )
+    own_sum = tl.load(total + fresh * HEADS + head, mask=is_own, other=0.0)
+    is_seen = own[:, None] >= at[None, :]
+    left = tl.exp(tl.where(is_seen, own_sum[:, None] - sums[None, :], 0.0))
+    weight = left * tl.dot(c, tl.trans(b), input_precision=PRECISION) * steps[None, :]
+    weight = tl.where(is_seen, weight, 0.0).to(x.dtype)
+    result = tl.exp(own_sum)[:, None] * tl.dot(c, rounded, input_precision=PRECISION)
+    result += tl.dot(weight, x, input_precision=PRECISION)
+    own_x = tl.load(xbc + (fresh * xbc_row + first_x)[:, None] + channel[None, :], mask=mask, other=0.0)
+    result += tl.load(skip + head) * own_x.to(tl.float32)
+    target = ((fresh * HEADS + head) * SIZE)[:, None] + channel[None, :]
+    tl.store(out + target, result.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def advanced(state, b, x, sums, steps, PRECISION: tl.constexpr):
+    """The state behind a whole chunk, not rounded."""
+    place = tl.arange(0, sums.shape[0])
+    last = tl.sum(tl.where(place == sums.shape[0] - 1, sums, 0.0), 0)
+    weighted = (b.to(tl.float32) * (tl.exp(last - sums) * steps)[:, None]).to(x.dtype)
+    return tl.exp(last) * state + tl.dot(tl.trans(weighted), x, input_precision=PRECISION)
 
 
 @launched(triton.jit)
@@ -45,7 +93,7 @@ def mamba2_scan(
     HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
     SIZE: tl.constexpr,
-    PADDED: tl.constexpr,
+    WIDE: tl.constexpr,
     STATES: tl.constexpr,
     STATES_PADDED: tl.constexpr,
     TILE: tl.constexpr,
@@ -57,9 +105,11 @@ def mamba2_scan(
     TOTAL_FORM: tl.constexpr,
     DT_FORM: tl.constexpr,
     PRECISION: tl.constexpr,
+    ADVANCE: tl.constexpr,
 ):
-    """One row of the step and one head; TILE tokens at a time."""
-    row, head = tl.program_id(1), tl.program_id(0)
+    """One row of the step, one head and WIDE of its channels; TILE tokens at a time. ADVANCE: write states."""
+    row, tiles = tl.program_id(1), tl.cdiv(SIZE, WIDE)
+    head, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     token, end = tl.load(query_start + row), tl.load(seq_lens + row)
     computed = end - (tl.load(query_start + row + 1) - token)
     if (computed >= end) | (computed < 0):  # nothing, or a row of padding
@@ -68,7 +118,7 @@ def mamba2_scan(
     states = state_table + table_row * state_columns
     of_row = (input_table + table_row * input_columns, input_first, token, computed, end, BLOCK)
     group = head // (HEADS // GROUPS)
-    channel, width, here = tl.arange(0, PADDED), tl.arange(0, STATES_PADDED), tl.arange(0, TILE)
+    channel, width, here = tile * WIDE + tl.arange(0, WIDE), tl.arange(0, STATES_PADDED), tl.arange(0, TILE)
     place = tl.arange(0, CHUNK)
     inside, within = channel < SIZE, width < STATES
     first_b = HEADS * SIZE + group * STATES
@@ -79,8 +129,7 @@ def mamba2_scan(
     border = computed // CHUNK * CHUNK
     kept_states = (state_kept, states, state_first, runs, channel, within, inside)
     state = read_state(kept_states, border, STATE_FORM, SIZE, CHUNK)
-    factor = tl.load(skip + head)
-    for begin in range(border, end, CHUNK):
+    for begin in tl.range(border, end, CHUNK, disable_licm=True):  # what moved out of the loop would spill
         at = begin + place
         b = tokens(bs, of_row, begin, place, group, width, within, B_FORM, STATES)
         x = tokens(xs, of_row, begin, place, head, channel, inside, X_FORM, SIZE)
@@ -89,29 +138,71 @@ def mamba2_scan(
         is_new = ((at >= computed) & (at < end))[:, None]
         if begin + 2 * CHUNK > end:  # chunks before are kept by no table
             keep(xs, of_row, at, head, channel, x, is_new & inside[None, :], X_FORM, SIZE)
-            is_first = head % (HEADS // GROUPS) == 0  # of those that share B
+            is_first = (head % (HEADS // GROUPS) == 0) & (tile == 0)  # of those that share B
             keep(bs, of_row, at, group, width, b, is_new & within[None, :] & is_first, B_FORM, STATES)
         rounded = state.to(kind)
-        for first in range(tl.maximum(begin, computed), tl.minimum(begin + CHUNK, end), TILE):
-            own = first + here
-            is_own = (own < end) & (own < begin + CHUNK)
-            fresh = (token + own - computed).to(tl.int64)
-            asked = xbc + (fresh * xbc_row + first_b + GROUPS * STATES)[:, None] + width[None, :]
-            c = tl.load(asked, mask=is_own[:, None] & within[None, :], other=0.0)
-            own_sum = tl.load(total + fresh * HEADS + head, mask=is_own, other=0.0)
-            mask = is_own[:, None] & inside[None, :]
-            own_x = tl.load(xbc + (fresh * xbc_row + head * SIZE)[:, None] + channel[None, :], mask=mask, other=0.0)
-            is_seen = own[:, None] >= at[None, :]
-            left = tl.exp(tl.where(is_seen, own_sum[:, None] - sums[None, :], 0.0))
-            weight = left * tl.dot(c, tl.trans(b), input_precision=PRECISION) * steps[None, :]
-            weight = tl.where(is_seen, weight, 0.0).to(kind)
-            result = tl.exp(own_sum)[:, None] * tl.dot(c, rounded, input_precision=PRECISION)
-            result += tl.dot(weight, x, input_precision=PRECISION)
-            result += factor * own_x.to(tl.float32)
-            target = ((fresh * HEADS + head) * SIZE)[:, None] + channel[None, :]
-            tl.store(out + target, result.to(out.dtype.element_ty), mask=mask)
-        if begin + CHUNK <= end:
-            last = tl.sum(tl.where(place == CHUNK - 1, sums, 0.0), 0)
-            weighted = (b.to(tl.float32) * (tl.exp(last - sums) * steps)[:, None]).to(kind)
-            state = tl.exp(last) * state + tl.dot(tl.trans(weighted), x, input_precision=PRECISION)
+        fixed = (total, skip, out, token, computed, end, head, channel, inside, width, within)
+        asked = (xbc, xbc_row, first_b + GROUPS * STATES, head * SIZE)
+        if TILE == CHUNK:
+            attend(fixed, asked, at, at, sums, steps, b, x, rounded, HEADS, SIZE, CHUNK, PRECISION)
+        else:
+            for first in range(tl.maximum(begin, computed), tl.minimum(begin + CHUNK, end), TILE):
+                attend(fixed, asked, first + here, at, sums, steps, b, x, rounded, HEADS, SIZE, CHUNK, PRECISION)
+        if ADVANCE & (begin + CHUNK <= end):
+            state = advanced(state, b, x, sums, steps, PRECISION)
             state = write_state(kept_states, begin + CHUNK, state, STATE_FORM, SIZE, CHUNK)
+
+
+@launched(triton.jit)
+def mamba2_advance(
+    rows,
+    query_start,
+    seq_lens,
+    state_table,
+    state_columns,
+    input_table,
+    input_columns,
+    state_kept,
+    x_kept,
+    b_kept,
+    total_kept,
+    dt_kept,
+    state_first,
+    input_first,
+    HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    STATES: tl.constexpr,
+    STATES_PADDED: tl.constexpr,
+    WIDE: tl.constexpr,
+    PARTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STATE_FORM: tl.constexpr,
+    X_FORM: tl.constexpr,
+    B_FORM: tl.constexpr,
+    TOTAL_FORM: tl.constexpr,
+    DT_FORM: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Every PARTS-th head of a row that decoded one token: if that ends a chunk, the state behind it."""
+    row, tiles = tl.program_id(1), tl.cdiv(SIZE, WIDE)
+    end = tl.load(seq_lens + row)
+    if (end % CHUNK != 0) | (tl.load(query_start + row + 1) == tl.load(query_start + row)):
+        return
+    table_row = tl.load(rows + row)
+    states = state_table + table_row * state_columns
+    of_row = (input_table + table_row * input_columns, input_first, 0, end, end, BLOCK)  # all of the chunk is kept
+    width, place, begin = tl.arange(0, STATES_PADDED), tl.arange(0, CHUNK), end - CHUNK
+    within = width < STATES
+    for part in range(tl.program_id(0), HEADS * tiles, PARTS):
+        head, channel = part // tiles, part % tiles * WIDE + tl.arange(0, WIDE)
+        group, inside = head // (HEADS // GROUPS), channel < SIZE
+        kept_states = (state_kept, states, state_first, head * STATES + width, channel, within, inside)
+        state = read_state(kept_states, begin, STATE_FORM, SIZE, CHUNK)
+        b = tokens((b_kept, 0, 0, b_kept), of_row, begin, place, group, width, within, B_FORM, STATES)
+        x = tokens((x_kept, 0, 0, x_kept), of_row, begin, place, head, channel, inside, X_FORM, SIZE)
+        sums = numbers((total_kept, 0, 0, total_kept), of_row, begin, place, head, TOTAL_FORM)
+        steps = numbers((dt_kept, 0, 0, dt_kept), of_row, begin, place, head, DT_FORM)
+        state = advanced(state, b, x, sums, steps, PRECISION)
+        write_state(kept_states, end, state, STATE_FORM, SIZE, CHUNK)
