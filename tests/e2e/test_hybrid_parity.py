@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Iterator
 from importlib import resources
@@ -10,7 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from engine_checks import Uncaptured
+from insides import runner_of
 from octavo import LLM, SamplingParams
+from octavo.attention.paged import PagedBackend
+from octavo.device.graphs import decode_keys, mixed_keys
+from octavo.plan import StepLimits
+from octavo.worker.assembly import _graph_keys
 
 MODEL, NUM_OUTPUT = "octavo-tiny-hybrid", 24
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT, ignore_eos=True)
@@ -94,3 +101,18 @@ def test_H_4_hits_are_as_long_as_those_of_a_model_that_only_attends(held_out_pro
                 llm.generate(prompt[:cut], params, use_tqdm=False)
             found.append(llm.engine.scheduler.stats().num_prefix_hits)
     assert found[0] == found[1] == 448 + 448 + 384 + 320 + 128 + 64
+
+
+def test_padded_as_for_graphs(held_out_prompts: list[str], alone: list[list[int]]) -> None:
+    """Decode steps whole, and steps with prompts up to their hidden states, as a GPU holds both in graphs."""
+    with LLM(MODEL, dtype="float32", enable_prefix_caching=False, max_num_seqs=5, max_num_batched_tokens=40) as llm:
+        runner = runner_of(llm.engine)
+        pool = runner._graphs = Uncaptured([*decode_keys(5), *mixed_keys(5, 40)])
+        runner.capture()
+        outputs = llm.generate(held_out_prompts[:9], GREEDY, use_tqdm=False)
+        assert [list(output.outputs[0].token_ids) for output in outputs] == alone[:9]
+        assert {(True, True), (False, True)} <= pool.replayed
+        resolved = dataclasses.replace(llm.engine.resolved, device="cuda")
+        limits = StepLimits(max_num_rows=5, max_num_tokens=40, max_model_len=2048)
+        keys = _graph_keys(runner.model, resolved, limits, [PagedBackend.capability])
+        assert {key.is_decode for key in keys} == {True, False}

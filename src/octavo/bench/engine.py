@@ -195,6 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quantization", choices=["int8"])
     parser.add_argument("--numerics", choices=["reproducible", "fast"], default="reproducible")
     parser.add_argument("--attention-backend", help="as the engine's setting of this name; without it, its own choice")
+    parser.add_argument("--state-dtype", choices=["float32", "bfloat16"], help="as the engine's setting of this name")
     parser.add_argument("--async-scheduling", action="store_true")
     parser.add_argument("--profile", action="store_true", help="on a GPU: where a decode step's time goes")
     parser.add_argument(
@@ -211,8 +212,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     if arguments.attention_backend:
         fields["attention_config"] = {"backend": arguments.attention_backend}
-    if arguments.async_scheduling:
-        fields["async_scheduling"] = True
+    given = {"state_dtype": arguments.state_dtype, "async_scheduling": arguments.async_scheduling}
+    fields |= {name: value for name, value in given.items() if value}
     drafts = _drafts(parser, arguments)
     known = gpu_engine.DRAFTED if drafts else gpu_engine.WORKLOADS if on_gpu else WORKLOADS
     names = {"all": list(known), "none": []}.get(arguments.workload, [arguments.workload])

@@ -1,0 +1,289 @@
+"""Layers with states on a GPU, one part a call: `python bench/h200/states.py correct|times|engine [--dry]`.
+
+correct: operators against float64, and bits over cuts, batches and rejected drafts. times: microseconds of operators in
+a graph beside what their bytes or operations take, and of other tiles. engine: octavo-tiny-hybrid with graphs and
+without, and what requests compile. --dry: the same with tiny shapes on a CPU, kernels interpreted; times are nobody's.
+A table comes last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests/states")]
+
+DRY = "--dry" in sys.argv
+DEVICE = "cpu" if DRY else "cuda"
+BF16, F32 = torch.bfloat16, torch.float32
+READS, PRODUCTS = 4.8e6, 800e6  # bytes and operations a microsecond, of an H200; an H100 reads 3.35e6
+SHAPES: dict[str, tuple[int, ...]] = {
+    "delta": (16, 32, 128, 128),
+    "mamba2": (128, 64, 8, 128),
+    "conv": (8192, 4),
+    "mamba1": (8192, 16),
+}
+TINY: dict[str, tuple[int, ...]] = {
+    "delta": (1, 2, 16, 32),
+    "mamba2": (2, 16, 1, 16),
+    "conv": (64, 4),
+    "mamba1": (32, 16),
+}
+BEGAN = time.time()
+table: list[tuple[str, str]] = []
+
+
+def attempt(name: str, ask: Callable[..., str], *args: Any) -> None:
+    """A line of the table, whatever happens."""
+    try:
+        text = ask(*args)
+    except Exception as error:
+        traceback.print_exc()
+        text = f"FAILED {type(error).__name__}: {str(error)[:160]}"
+    table.append((name, text))
+    print(f"[{time.time() - BEGAN:5.1f}s] {name}: {text}", flush=True)
+
+
+def sizes_of(name: str) -> tuple[int, ...]:
+    """Of a case."""
+    return (TINY if DRY else SHAPES)[name]
+
+
+def accuracy(name: str, dtype: torch.dtype) -> str:
+    """Prompts in pieces, and decoding across a border."""
+    import gpu_states_rig
+
+    lengths = (1, 17, 70) if DRY else (1, 17, 70, 200)
+    gpu_states_rig.check_results(DEVICE, name, dtype, lengths, 90, sizes_of(name))
+    if name in ("delta", "mamba2"):
+        gpu_states_rig.check_decoding(DEVICE, name, dtype, sizes_of(name))
+    return "within 3e-5 of float64" if dtype is F32 else "within 3e-2 of float64"
+
+
+def bits(name: str, dtype: torch.dtype) -> str:
+    """Rows alone in one step, and the same rows cut anyhow, beside others, with rejected tokens behind."""
+    import gpu_states_rig
+    import state_rig
+    from octavo.states.gpu import GpuStates
+
+    case = gpu_states_rig.MAKERS[name](dtype, *sizes_of(name))
+    gpu_states_rig.move(case, DEVICE)
+    lengths = (70, 33) if DRY else (130, 200, 64, 65, 15)
+    drawn, backend = state_rig.draw_all(case, lengths), GpuStates()
+    expected = state_rig.alone(case, backend, drawn, device=DEVICE, block_size=64)
+    bad = count = 0
+    cuts = ((7, 3, 64),) if DRY else ((1, 0, 64), (7, 3, 64), (64, 0, 64), (100, 2, 16 if dtype is BF16 else 64))
+    for largest, spoilt, block_size in cuts:
+        rng = random.Random(largest)
+        rows = state_rig.Rows(case, backend, drawn, device=DEVICE, block_size=block_size, seed=largest)
+        while left := [row for row, length in enumerate(lengths) if rows.computed[row] < length]:
+            chosen = rng.sample(left, rng.randint(1, len(left)))
+            rows.compute(
+                {row: min(rng.randint(1, largest), lengths[row] - rows.computed[row]) for row in chosen}, spoilt
+            )
+        for row, (found, own) in enumerate(zip(rows.results, expected, strict=True)):
+            wrong = (found != own).any(1).nonzero().flatten().tolist()
+            bad, count = bad + len(wrong), count + len(own)
+            if wrong:
+                print(name, dtype, f"steps of {largest}, row {row} of {len(own)}: differs at {wrong[:20]}")
+    return f"{bad} of {count} results differ"
+
+
+def operator(name: str, counts: Sequence[int], computed: int) -> tuple[Callable[[], object], Any]:
+    """(what runs a step of an operator, where rows have `computed` tokens already; what it keeps alive)."""
+    import gpu_states_rig
+    import state_rig
+    from octavo.states.base import StateInputs
+    from octavo.states.gpu import GpuStates
+
+    case = gpu_states_rig.MAKERS[name](BF16, *sizes_of(name))
+    gpu_states_rig.move(case, DEVICE)
+    one = [each[:1] for each in case.draw(torch.Generator().manual_seed(0), 1)]
+    drawn = [tuple(each.expand(computed + counts[0], *each.shape[1:]) for each in one)] * len(counts)
+    rows = state_rig.Rows(case, GpuStates(), drawn, device=DEVICE, block_size=64)
+    rows.pool.buffer.zero_()
+    starts = torch.tensor([0, *counts]).cumsum(0)
+    rows.step.prepare(
+        StateInputs(
+            max_query_len=max(counts),
+            max_seq_len=computed + max(counts),
+            rows=torch.arange(len(counts), device=DEVICE),
+            query_start=starts.int().to(DEVICE),
+            seq_lens=torch.tensor([computed + count for count in counts], dtype=torch.int32, device=DEVICE),
+            positions=torch.cat([torch.arange(computed, computed + count) for count in counts]).to(DEVICE),
+        )
+    )
+    given = [torch.randn(sum(counts), *each.shape[1:], device=DEVICE).to(each.dtype) for each in one]
+    return lambda: case.run(rows.backend, rows.own, given), rows
+
+
+def timed(name: str, counts: Sequence[int], computed: int) -> tuple[float, dict[str, float]]:
+    """(microseconds of the operator in a graph, of its kernels by name)."""
+    run, kept = operator(name, counts, computed)
+    if DRY:
+        began = time.perf_counter()
+        run()
+        return (time.perf_counter() - began) * 1e6, {"interpreted": 1.0}
+    for _ in range(2):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    times = []
+    for _ in range(6):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(3):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / 3)
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    parts = {event.key: event.self_device_time_total for event in profiler.key_averages()}
+    del kept, graph
+    torch.cuda.empty_cache()
+    return statistics.median(times), {key: us for key, us in parts.items() if us > 0.5}
+
+
+def shown(parts: dict[str, float]) -> str:
+    """The longest kernels."""
+    longest = sorted(parts.items(), key=lambda part: -part[1])[:6]
+    return ", ".join(f"{kernel[:20]} {us:.0f}" for kernel, us in longest)
+
+
+def decode(name: str, num_rows: int, computed: int) -> str:
+    """One token a row."""
+    us, parts = timed(name, [1] * num_rows, computed)
+    place = computed % 64
+    if name == "delta":
+        key_heads, heads, keys, values = sizes_of(name)
+        state, opened = 4 * heads * keys * values, place * (2 * key_heads * keys + 4 * heads + 2 * heads * values)
+        step = 2 * (2 * key_heads * keys + heads * values) + 6 * heads * values + 2 * key_heads * keys
+    else:
+        heads, size, groups, states = sizes_of(name)
+        state, opened = 4 * heads * size * states, place * (2 * heads * size + 2 * groups * states + 8 * heads)
+        step = 2 * (heads * size + 2 * groups * states) + 4 * heads * size
+    limit = num_rows * (state + opened + step) / READS
+    alone = limit / max(parts.values())
+    return f"{us:8.1f} us, bytes {limit:7.1f}: {limit / us:4.0%}, longest kernel {alone:4.0%} [{shown(parts)}]"
+
+
+def prefill(name: str, num_rows: int, count: int) -> str:
+    """Whole prompts."""
+    us, parts = timed(name, [count] * num_rows, 0)
+    tokens = num_rows * count
+    if name == "delta":
+        key_heads, heads, keys, values = sizes_of(name)
+        num_bytes = 2 * tokens * (2 * key_heads * keys + 2 * heads * values)
+        operations = tokens * heads * (6 * keys * values + 2 * 64 * (keys + values))
+    else:
+        heads, size, groups, states = sizes_of(name)
+        num_bytes = 2 * tokens * (2 * heads * size + 2 * groups * states)
+        operations = tokens * (heads * (4 * states * size + 64 * size) + groups * 64 * states)
+    limit = max(num_bytes / READS, operations / PRODUCTS)
+    kind = "bytes" if num_bytes / READS > operations / PRODUCTS else "products"
+    return f"{us:8.0f} us, {kind} {limit:6.0f}: {limit / us:4.0%} [{shown(parts)}]"
+
+
+def tiles(name: str, kind: str, counts: Sequence[int], computed: int) -> str:
+    """Microseconds of other tiles of `octavo.states.gpu`: (channels, warps)."""
+    from octavo.states import gpu
+
+    own = gpu._DELTA_TILES if name == "delta" else gpu._MAMBA2_TILES
+    before, found = own[kind], []
+    for tile in ((64, 4), (64, 8), (32, 4), (32, 8)):
+        own[kind] = tile
+        with contextlib.suppress(Exception):  # it needs more shared memory than there is
+            found.append(f"{tile[0]}x{tile[1]} {timed(name, counts, computed)[0]:.0f}")
+    own[kind] = before
+    return f"chosen {before[0]}x{before[1]}; us: {', '.join(found)}"
+
+
+@contextlib.contextmanager
+def compiled() -> Iterator[list[str]]:
+    """Names of the kernels that Triton compiles within, and does not find on disk."""
+    import triton
+
+    names: list[str] = []
+    knobs = triton.knobs.compilation
+    before = knobs.listener
+    knobs.listener = lambda *, src, cache_hit, **_: names.append(getattr(src, "name", "?")) if not cache_hit else None
+    try:
+        yield names
+    finally:
+        knobs.listener = before
+
+
+def engine(dtype: str) -> str:
+    """Graphs and none give the same, steps with prompts among them, and no request compiles anything."""
+    from insides import runner_of
+    from octavo import LLM, SamplingParams
+
+    rng = random.Random(0)
+    prompts = [{"prompt_token_ids": rng.choices(range(50, 4000), k=rng.randint(1, 150))} for _ in range(24)]
+    params = SamplingParams(temperature=0.8, seed=7, max_tokens=70, ignore_eos=True, logprobs=0, detokenize=False)
+    shared: dict[str, Any] = {"model": "octavo-tiny-hybrid", "device": DEVICE, "dtype": dtype, "max_model_len": 512}
+    found, texts = [], []
+    for eager in (False, True):
+        began = time.time()
+        with (
+            LLM(**shared, enforce_eager=eager, max_num_seqs=16, gpu_memory_utilization=0.3) as llm,
+            compiled() as names,
+        ):
+            started = time.time() - began
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            logprobs = [
+                [next(iter(each.values())).logprob for each in own.outputs[0].logprobs or ()] for own in outputs
+            ]
+            found.append(([list(own.outputs[0].token_ids) for own in outputs], logprobs))
+            keys = list(runner_of(llm.engine)._graphs._graphs)
+        kinds = f"{sum(key.is_decode for key in keys)} decode and {sum(not key.is_decode for key in keys)} mixed graphs"
+        texts.append(
+            f"{'eager' if eager else kinds}: start {started:.1f} s, requests compiled {len(names)} {names[:4]}"
+        )
+    return f"{'SAME BITS' if found[0] == found[1] else 'BITS DIFFER'}; {'; '.join(texts)}"
+
+
+def main() -> None:
+    """The parts that are asked for."""
+    if "correct" in sys.argv:
+        for name in SHAPES:
+            attempt(f"accuracy {name} bfloat16", accuracy, name, F32 if DRY else BF16)
+            attempt(f"bits {name} bfloat16", bits, name, F32 if DRY else BF16)
+        for name in () if DRY else ("delta", "mamba2"):
+            attempt(f"bits {name} float32", bits, name, F32)
+    if "times" in sys.argv:
+        for name in ("mamba2", "delta"):
+            steps = ((1, 70),) if DRY else ((1, 1056), (64, 1056), (64, 1087), (256, 160))
+            for num_rows, computed in steps:
+                attempt(f"decode {name} {num_rows} rows at {computed}", decode, name, num_rows, computed)
+            for num_rows, count in ((1, 70),) if DRY else ((1, 8192), (16, 512), (2, 4000)):
+                attempt(f"prefill {name} {num_rows} x {count}", prefill, name, num_rows, count)
+            attempt(f"tiles {name} decode 64", tiles, name, "decode", [1] * (2 if DRY else 64), 70 if DRY else 1056)
+            attempt(f"tiles {name} prefill", tiles, name, "long", [33 if DRY else 4000] * (1 if DRY else 2), 0)
+    if "engine" in sys.argv:
+        for dtype in ("bfloat16", "float32"):
+            attempt(f"engine {dtype}", engine, dtype)
+    where = "a CPU, interpreted" if DRY else torch.cuda.get_device_name()
+    print(f"\n{where}, {time.time() - BEGAN:.0f} s")
+    for name, text in table:
+        print(f"{name:<30} {text}")
+
+
+if __name__ == "__main__":
+    main()
