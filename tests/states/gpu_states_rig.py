@@ -90,7 +90,7 @@ def check_decoding(device: str, name: str, dtype: torch.dtype, sizes: tuple[int,
         assert error < (3e-5 if dtype is torch.float32 else 3e-2), (name, error)
 
 
-INTERPRETED = {name: lambda name=name: interpreted(name) for name in MAKERS} | {
-    "a pack": packed_sequences,
+_DECODED = {
     f"{name} decodes": lambda name=name: check_decoding("cpu", name, torch.float32) for name in ("delta", "mamba2")
 }
+INTERPRETED = {name: lambda name=name: interpreted(name) for name in MAKERS} | _DECODED | {"a pack": packed_sequences}

@@ -218,7 +218,7 @@ class _SigmoidGated(torch.autograd.Function):
     @outside_autocast
     def forward(ctx: Any, x: Tensor, gate: Tensor) -> Tensor:
         ctx.save_for_backward(x, gate)
-        return activation.sigmoid_gated(x.detach(), gate.detach())
+        return activation.gated_by(x.detach(), gate.detach(), "sigmoid")
 
     @staticmethod
     @first_order
