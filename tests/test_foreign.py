@@ -22,6 +22,7 @@ MEANINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "model_path": ("x/y", {"model": "x/y"}),
     "context_length": ("16k", {"max_model_len": 16000}),
     "mem_fraction_static": ("0.5", {"gpu_memory_utilization": 0.5}),
+    "enable_memory_saver": ("true", {"enable_sleep_mode": True}),
     "max_running_requests": ("7", {"max_num_seqs": 7}),
     "chunked_prefill_size": ("64", {"max_num_batched_tokens": 64}),
     "kv_offloading_size": (

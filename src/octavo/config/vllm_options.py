@@ -231,6 +231,7 @@ _CACHE = {
     "ec_manager_config": idle(_TEXT),
     "swap_space": idle("a preempted request is computed again, to the same bits; no memory is set aside"),
     "mem_fraction_static": same("gpu_memory_utilization"),
+    "enable_memory_saver": switch("enable_sleep_mode", when_on=True),
     "prefix_caching_hash_algo": idle("blocks are named by one hash"),
     "cpu_offload_gb": only("0 0.0", "weights stay on the device"),
     "kv_offloading_size": Option(becomes=offloading),

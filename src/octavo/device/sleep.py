@@ -157,8 +157,6 @@ class MovingMemory:
             for part in away:
                 part.take_again()
                 taken.append(part)
-            for part in parts:
-                part.restore()
         except torch.OutOfMemoryError:
             for part in taken:
                 part.give_back()
@@ -167,6 +165,8 @@ class MovingMemory:
                 f"wake_up: {wanted} of the GPU's memory are needed for {', '.join(tags)}, and others have it: free it "
                 "there, then wake up again; until then the engine sleeps as it did"
             )
+        for part in parts:
+            part.restore()
         return ""
 
 
