@@ -64,10 +64,11 @@ def shared_facts(resolved: Resolved, contract: Mapping[str, str], digests: Seque
     """
     options = {name: value for name, value in resolved.attention_options.items() if name != "kernel_block_size"}
     models, mods = zip(*digests, strict=True)
-    return {
-        **{name: value for name, value in contract.items() if name != "cache"},
-        "kv_cache_dtype": contract["cache"],
-        "attention": probe.attention_names(dataclasses.replace(resolved, attention_options=options)),
+    return {  # what users set comes first, as it is said first
         "model": " ".join(models),
+        "dtype": contract["dtype"],
+        "kv_cache_dtype": contract["cache"],
+        **{name: value for name, value in contract.items() if name != "cache"},
+        "attention": probe.attention_names(dataclasses.replace(resolved, attention_options=options)),
         "mods": mods[0],
     }

@@ -110,7 +110,7 @@ def describe(
 def differences(theirs: CacheDescription, own: CacheDescription) -> list[str]:
     """What keeps blocks of one cache from being used in the other, each with both values; empty: nothing."""
     found = []
-    for name in sorted(theirs.facts.keys() | own.facts.keys()):
+    for name in {**own.facts, **theirs.facts}:
         their_value, own_value = theirs.facts.get(name, "nothing"), own.facts.get(name, "nothing")
         if their_value != own_value:
             found.append(f"its {name} is {their_value!r}, yours {own_value!r}")
