@@ -14,6 +14,7 @@ from house import ROOT, SRC, defined_names, files, modules, tree
 from octavo.cli.flags import sampling_kinds
 from octavo.config.engine_config import SETTINGS
 from octavo.config.settings import flag_name
+from octavo.router.settings import ROUTER_SETTINGS
 from octavo.serve.settings import SERVE_SETTINGS
 
 DOCS = [ROOT / "README.md", *files(".md", under=("docs",))]
@@ -121,7 +122,7 @@ def _is_known(span: str) -> bool:
 
 @functools.cache
 def _flags() -> set[str]:
-    known = {flag_name(name) for name in (*SETTINGS, *SERVE_SETTINGS, *sampling_kinds())}
+    known = {flag_name(name) for name in (*SETTINGS, *SERVE_SETTINGS, *ROUTER_SETTINGS, *sampling_kinds())}
     for module in (
         "cli/main",
         "cli/terminal",

@@ -19,7 +19,7 @@ WORDS = {
     "cache.groups", "cache.parts", "cache.plan", "cache.policies", "cache.specs", "checkpoint.arch",
     "checkpoint.config_reader", "checkpoint.generation_config", "config", "grammar.json_schema", "grammar.schema_sets",
     "observe", "plan", "registry", "request", "startup.child", "startup.forks", "startup.gc_control",
-    "startup.interrupts", "startup.memory_plan",
+    "startup.interrupts", "startup.listen", "startup.memory_plan",
 }  # fmt: skip
 DEVICE_SIDE = {
     "attention",

@@ -152,6 +152,11 @@ def add_server_flags(parser: Parser, settings: Mapping[str, Setting]) -> None:
     _add_foreign(group, settings, server=True)
 
 
+def add_own_flags(parser: Parser, title: str, settings: Mapping[str, Setting]) -> None:
+    """One flag per setting of a command that knows no other engine's; `given_server` reads them."""
+    _add_settings(parser.add_argument_group(title), "serve", settings)
+
+
 def _add_foreign(group: Any, settings: Mapping[str, Setting], *, server: bool) -> None:
     """The options of others, which help does not list. Their values stay as they are given."""
     for name, option in OPTIONS.items():

@@ -36,6 +36,7 @@ from octavo.serve.engine.refusals import EngineDeadError
 from octavo.serve.http.protocol import GuardedProtocol, guarded
 from octavo.serve.settings import SERVE_SETTINGS, ServeConfig, load_both
 from octavo.startup import gc_control
+from octavo.startup.listen import listen_tcp
 
 _LOG = logging.getLogger(__name__)
 _BACKLOG = 4096
@@ -143,18 +144,7 @@ def listen(serve: ServeConfig) -> socket.socket:
         finally:
             os.umask(old_mask)
     else:
-        field = "port"
-        try:
-            info = socket.getaddrinfo(serve.host.strip("[]"), serve.port, type=socket.SOCK_STREAM)[0]
-            sock = socket.socket(info[0], socket.SOCK_STREAM)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            field = "port" if info[4][1] else "host"
-            sock.bind(info[4])
-        except socket.gaierror:
-            raise ConfigError("host", serve.host, "is no address of this machine") from None
-        except OSError as error:
-            raise ConfigError(field, getattr(serve, field), f"cannot be bound ({error.strerror})") from None
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+        return listen_tcp(serve.host, serve.port, send_buffer=_SEND_BUFFER_BYTES)
     sock.setblocking(False)
     return sock
 
