@@ -99,3 +99,9 @@ def test_lmcache_that_is_not_there_is_refused_with_the_line_that_installs_it(mon
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None)
     with pytest.raises(ConfigError, match=r"needs the library lmcache: .*; pip install 'octavo\[lmcache\]'"):
         read(kv_connector="LMCacheConnectorV1", **{EXTRA: {"lmcache.remote_url": "lm://127.0.0.1:65432"}})
+    with pytest.raises(ConfigError, match="needs the library lmcache"):  # LMCache's own page of vLLM says so
+        read(
+            kv_connector="LMCacheConnectorV1Dynamic",
+            kv_connector_module_path="lmcache.integration.vllm.lmcache_connector_v1",
+            **{EXTRA: {}},
+        )

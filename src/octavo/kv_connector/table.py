@@ -86,6 +86,7 @@ ALIASES = {
     "NixlConnector": "nixl",
     "LMCacheConnectorV1": "lmcache",
     "LMCacheConnector": "lmcache",
+    "LMCacheConnectorV1Dynamic": "lmcache",
     "MooncakeConnector": "mooncake",
     "MooncakeStoreConnector": "mooncake_store",
 }
@@ -97,7 +98,8 @@ def make_kind(transfer: KVTransferConfig) -> Kind:
     name = transfer.kv_connector
     if not name:
         return _NoKind(transfer)
-    if transfer.module_path:
+    brings_own = ALIASES.get(name) == "lmcache" and transfer.module_path.startswith("lmcache.")  # LMCache's, for vLLM
+    if transfer.module_path and not brings_own:
         module, attribute = transfer.module_path, name
     else:
         path = TABLE.get(ALIASES.get(name, name), name)
