@@ -77,7 +77,8 @@ def be_trainer(name: str, device: int) -> None:
             backend = words["backend"]
             if backend not in senders:
                 senders[backend] = Sender(Remote(), backend)
-            senders[backend].send(WeightSource(model), f"seed-{words['seed']}")
+            for _ in range(words["times"]):
+                senders[backend].send(WeightSource(model), f"seed-{words['seed']}")
         del model
         print(json.dumps({"done": words["seed"]}), flush=True)
     for sender in senders.values():
@@ -108,9 +109,9 @@ class Trainer:
         self._process.kill()
         self._process.communicate()
 
-    def send(self, seed: int, backend: str) -> None:
-        """One update."""
-        self._say({"seed": seed, "backend": backend})
+    def send(self, seed: int, backend: str, times: int = 1) -> None:
+        """One update, or many of the same weights."""
+        self._say({"seed": seed, "backend": backend, "times": times})
         self._serve("done")
 
     def write(self, seed: int, folder: str) -> None:

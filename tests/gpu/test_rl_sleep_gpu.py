@@ -138,6 +138,15 @@ def test_RL_S1_and_S4_each_tag_gives_its_memory_back(llm: LLM) -> None:
         assert found == expected
 
 
+def test_bits_do_not_depend_on_whose_memory_it_is(llm: LLM) -> None:
+    """Nor does a kernel or a library choose otherwise by where weights and cache lie."""
+    expected = answers(llm, ASKED)
+    with dummy_model("0.6b", **FIELDS | {"enable_sleep_mode": False}) as other:
+        bring(other, 1)
+        found = answers(other, ASKED)
+    assert found == expected
+
+
 def test_RL_S2_level_2_and_a_session(llm: LLM) -> None:
     """The weights that are sent to where nothing was are those that were sent before, in bits."""
     bring(llm, 2)

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -67,6 +68,23 @@ def test_RL_W5_weights_of_another_process(backend: str) -> None:
                 free.append(torch.cuda.mem_get_info()[0])
             assert max(free) - min(free[1:]) <= 64 << 20, free
             assert answers(llm, ASKED) == expected[1]
+
+
+def test_RL_W11_a_thousand_updates_by_ipc() -> None:
+    """The device's and the host's memory stay as they are, and so do the answers."""
+    with dummy_model("tiny", weight_transfer_config={"timeout": 30}, **FIELDS) as llm, Trainer("tiny", 0) as trainer:
+        trainer.meet(llm)
+        trainer.send(1, "ipc", 100)
+        expected, process, held = answers(llm, ASKED), psutil.Process(), list[tuple[int, int, int]]()
+        for _ in range(9):
+            trainer.send(1, "ipc", 100)
+            torch.cuda.synchronize()
+            held.append((torch.cuda.mem_get_info()[0], process.memory_info().rss, process.num_fds()))
+        found = answers(llm, ASKED)
+        assert found == expected
+        device, host, files = (max(each[1:]) - min(each[1:]) for each in zip(*held, strict=True))
+        print(f"900 updates: the device's memory moved by {device} bytes, the host's by {host}, files by {files}")
+        assert device <= 64 << 20 and host <= 64 << 20 and files <= 2
 
 
 def test_RL_W5_nccl_of_one_process() -> None:
