@@ -220,30 +220,20 @@ class _Mamba2Part(_Part):
     def forward(self, x: Tensor) -> Tensor:
         run, weights, net = self.run, self.run.weights, cast(Mamba2, self.layer)
         facts, pack, spec = net.facts, run.pack, run.plan.state
-        joined = self.product(x if facts.in_scale == 1.0 else x * facts.in_scale, f"{self.path}.project")
-        if facts.scales:
-            scales = torch.tensor(facts.scales).repeat_interleave(torch.tensor(net.widths))
-            joined = (joined * scales.to(x.device)).to(x.dtype)
-        z, xbc, dt = joined.split(net.parts, 1)
+        assert facts.norm == "gated" and facts.in_scale == 1.0 and not facts.scales, "Falcon-H1 is refused by name"
+        z, xbc, dt = self.product(x, f"{self.path}.project").split(net.parts, 1)
         bias = weights.one(f"{self.path}.conv.bias")
         xbc = short_conv(xbc, weights.needed(f"{self.path}.conv.weight"), pack, spec, bias)
         a_log, dt_bias, skip = (weights.needed(f"{self.path}.scan.{name}") for name in ("A_log", "dt_bias", "D"))
         heads, states = facts.num_heads, facts.state_size
         sizes = Mamba2Sizes(heads, facts.inner_size // heads, facts.num_groups, states, *facts.step_limit)
         found = mamba2(xbc, dt, a_log, dt_bias, skip, pack, spec, sizes)
-        if facts.norm == "before_gate":
-            found = self.norm_of_groups(found)
-        result = gated(torch.cat((z, found), dim=1))
-        return self.norm_of_groups(result) if facts.norm == "gated" else result
-
-    def norm_of_groups(self, x: Tensor) -> Tensor:
-        """See GroupNorm."""
-        weight, facts = self.run.weights.needed(f"{self.path}.norm.weight"), cast(Mamba2, self.layer).facts
+        result, weight = gated(torch.cat((z, found), dim=1)), weights.needed(f"{self.path}.norm.weight")
         if facts.num_groups == 1:
-            return norm(x, weight, facts.eps)
+            return norm(result, weight, facts.eps)
         size = len(weight) // facts.num_groups
-        groups = norm(x.float().reshape(-1, size), torch.ones(size, device=x.device), facts.eps)
-        return (groups.view_as(x) * weight.float()).to(x.dtype)
+        groups = norm(result.float().reshape(-1, size), torch.ones(size, device=x.device), facts.eps)
+        return (groups.view_as(result) * weight.float()).to(x.dtype)
 
 
 class _LatentPart(_Part):
