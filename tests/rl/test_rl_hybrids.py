@@ -18,6 +18,7 @@ from octavo.rl.autograd.recurrent import (
     DeltaSizes,
     Mamba2Sizes,
     gated_delta,
+    gated_norm,
     mamba2,
     short_conv,
     sigmoid,
@@ -130,6 +131,17 @@ class TestOperators:
             inputs,
             dtype,
         )
+
+    @pytest.mark.parametrize("gates_first", [False, True])
+    def test_RL_N2_gated_norm(self, dtype: torch.dtype, gates_first: bool) -> None:
+        def right(x: Tensor, weight: Tensor, gate: Tensor) -> Tensor:
+            by = torch.nn.functional.silu(gate)
+            own = (by * x if gates_first else x).view(33, 3, 16)
+            own = own / (own.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.view(-1, 16)
+            return own.view(33, 48) if gates_first else own.view(33, 48) * by
+
+        inputs = [torch.randn(33, 48), 1 + torch.rand(48 if gates_first else 16), torch.randn(33, 48)]
+        _compare(lambda x, w, gate: gated_norm(x, w, gate, 1e-6, 3, gates_first=gates_first), right, inputs, dtype)
 
     def test_RL_N2_gates(self, dtype: torch.dtype) -> None:
         inputs = [torch.randn(33, 48), torch.randn(33, 48)]

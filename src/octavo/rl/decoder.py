@@ -39,6 +39,7 @@ from octavo.rl.autograd.recurrent import (
     DeltaSizes,
     Mamba2Sizes,
     gated_delta,
+    gated_norm,
     mamba2,
     short_conv,
     sigmoid,
@@ -210,8 +211,8 @@ class _DeltaNetPart(_Part):
         qkv = short_conv(qkv, weights.needed(f"{self.path}.conv.weight"), pack, spec)
         a_log, dt_bias = (weights.needed(f"{self.path}.rule.{name}") for name in ("A_log", "dt_bias"))
         found = gated_delta(qkv, a, b, a_log, dt_bias, pack, spec, sizes)
-        normed = norm(found.view(-1, facts.value_size), weights.needed(f"{self.path}.norm"), run.arch.norm_eps)
-        return gated(torch.cat((z, normed.view_as(found)), dim=1))
+        weight = weights.needed(f"{self.path}.norm")
+        return gated_norm(found, weight, z, run.arch.norm_eps, sizes.num_heads, gates_first=False)
 
 
 class _Mamba2Part(_Part):
@@ -228,12 +229,8 @@ class _Mamba2Part(_Part):
         heads, states = facts.num_heads, facts.state_size
         sizes = Mamba2Sizes(heads, facts.inner_size // heads, facts.num_groups, states, *facts.step_limit)
         found = mamba2(xbc, dt, a_log, dt_bias, skip, pack, spec, sizes)
-        result, weight = gated(torch.cat((z, found), dim=1)), weights.needed(f"{self.path}.norm.weight")
-        if facts.num_groups == 1:
-            return norm(result, weight, facts.eps)
-        size = len(weight) // facts.num_groups
-        groups = norm(result.float().reshape(-1, size), torch.ones(size, device=x.device), facts.eps)
-        return (groups.view_as(result) * weight.float()).to(x.dtype)
+        weight = weights.needed(f"{self.path}.norm.weight")
+        return gated_norm(found, weight, z, facts.eps, facts.num_groups, gates_first=True)
 
 
 class _LatentPart(_Part):

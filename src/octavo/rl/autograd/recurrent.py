@@ -18,6 +18,7 @@ from octavo.cache.layout import layout_by_name
 from octavo.cache.pool import KVCachePool
 from octavo.cache.specs import StateSpec
 from octavo.ops import activation
+from octavo.ops.norm import groups
 from octavo.ops.scan import CHUNK, L2_EPS, ConvOperands, DeltaOperands, Mamba2Operands
 from octavo.rl.autograd.outside import apply, first_order, outside_autocast
 from octavo.rl.pack import BLOCK_SIZE, Pack
@@ -86,6 +87,15 @@ def mamba2(
     return result
 
 
+def gated_norm(x: Tensor, weight: Tensor, gate: Tensor, eps: float, num_groups: int, *, gates_first: bool) -> Tensor:
+    """The RMS norm of each group of channels of silu(gate) * x, or silu(gate) times that of x: x, gate [tokens, size].
+
+    weight: [size], or [size / num_groups] if the gate comes last.
+    """
+    result: Tensor = apply(_GatedNorm, x, weight, gate, eps, num_groups, gates_first)
+    return result
+
+
 def sigmoid_gated(x: Tensor, gate: Tensor) -> Tensor:
     """sigmoid(gate) * x: both [tokens, size], of one dtype."""
     result: Tensor = apply(_SigmoidGated, x, gate)
@@ -104,10 +114,10 @@ def _of_pack(pack: Pack, spec: StateSpec, dtype: torch.dtype) -> tuple[StateBack
     Their tables name null blocks alone, to which nothing is written: nobody goes on from what a sequence leaves. Made
     for each call: a backend remembers where operands lie, and a trainer's move.
     """
-    groups = make_groups((spec,), BLOCK_SIZE, dtype.itemsize)
-    pool = KVCachePool(groups, num_blocks=1, dtype=dtype, device=pack.device, layout=layout_by_name("BLHNC"))
+    kept = make_groups((spec,), BLOCK_SIZE, dtype.itemsize)
+    pool = KVCachePool(kept, num_blocks=1, dtype=dtype, device=pack.device, layout=layout_by_name("BLHNC"))
     longest, rows = max(pack.lengths), len(pack.lengths)
-    columns = [max(group.num_blocks(longest + spec.chunk), 1) for group in groups]
+    columns = [max(group.num_blocks(longest + spec.chunk), 1) for group in kept]
     tables = [torch.zeros(rows, count, dtype=torch.int32, device=pack.device) for count in columns]
     step, backend, inputs = StateStep(), state_backend(pack.device), pack.inputs
     assert inputs.rows is not None, "a pack's sequences are rows"
@@ -202,6 +212,25 @@ class _Mamba2(torch.autograd.Function):
         return *_by_recomputing(state_space, ctx, grad), None, None, None
 
 
+class _GatedNorm(torch.autograd.Function):
+    @staticmethod
+    @outside_autocast
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, gate: Tensor, eps: float, num_groups: int, gates_first: bool
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, gate)
+        ctx.facts = eps, num_groups, gates_first
+        own, wide, by = x.detach(), weight.detach().float().contiguous(), gate.detach()
+        if gates_first:
+            return groups.group_norm(own, wide, num_groups, eps, by)
+        return groups.normed_heads_gated(own, wide, eps, by)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return *_by_recomputing(normed_and_gated, ctx, grad), None, None, None
+
+
 def _by_recomputing(compute: Callable[..., Tensor], ctx: Any, grad: Tensor) -> list[Tensor]:
     """Gradients of what a function saved, by the same mathematics in plain torch."""
     # chunks summed in float32 lose 8e-6 of a gradient; many a GPU has little float64
@@ -279,10 +308,10 @@ def state_space(
     xbc: Tensor, dt: Tensor, a_log: Tensor, dt_bias: Tensor, skip: Tensor, pack: Pack, sizes: Mamba2Sizes
 ) -> Tensor:
     """What `mamba2` computes, chunk by chunk of all sequences at once."""
-    heads, size, groups, states, dt_min, dt_max = sizes
-    x, b, c = xbc.split((heads * size, groups * states, groups * states), 1)
+    heads, size, num_groups, states, dt_min, dt_max = sizes
+    x, b, c = xbc.split((heads * size, num_groups * states, num_groups * states), 1)
     x, spread = x.unflatten(1, (-1, size)), _Spread(pack)
-    b, c = (each.unflatten(1, (-1, states)).repeat_interleave(heads // groups, 1) for each in (b, c))
+    b, c = (each.unflatten(1, (-1, states)).repeat_interleave(heads // num_groups, 1) for each in (b, c))
     step = torch.nn.functional.softplus(dt + dt_bias).clamp(dt_min, dt_max)
     given = [spread(each) for each in (x * step[..., None], b, c, -a_log.exp() * step)]
     state, found = xbc.new_zeros(len(pack.lengths), heads, states, size), []
@@ -307,6 +336,16 @@ class _Spread:
 
     def back(self, x: Tensor) -> Tensor:
         return x.transpose(1, 2)[self._at]
+
+
+def normed_and_gated(x: Tensor, weight: Tensor, gate: Tensor, eps: float, num_groups: int, gates_first: bool) -> Tensor:
+    """What `gated_norm` computes."""
+    by = torch.nn.functional.silu(gate)
+    own = (by * x if gates_first else x).unflatten(1, (num_groups, -1))
+    normed = own * torch.rsqrt(own.square().mean(-1, keepdim=True) + eps)
+    if gates_first:
+        return normed.flatten(1) * weight
+    return by * (normed * weight).flatten(1)
 
 
 def _unit(x: Tensor) -> Tensor:
