@@ -269,6 +269,14 @@ def test_what_would_change_bits_is_refused(model: Any) -> None:
     for support in (torch.ones(1, 7, dtype=torch.bool), torch.tensor([[4096]])):
         with pytest.raises(ValueError, match="support"):
             rl.head_logprob(torch.zeros(1, 4), torch.zeros(4096, 4), torch.tensor([3]), 1.0, support)
+    for token, shown in ((4096, r"1 \.\. 4096"), (-1, r"-1 \.\. 1")):
+        with pytest.raises(ValueError, match=rf"ids of a Pack must lie in 0 \.\. 4095, got {shown}"):
+            rl.logprobs(model, rl.Pack.of([[1, token]]), torch.tensor([1, -1]))
+    for asked in (lambda: rl.Pack.of([[1.5, 2]]), lambda: rl.logprobs(model, rl.Pack.of([[1, 2]]), torch.ones(2))):
+        with pytest.raises(ValueError, match=r"must be whole numbers, got torch\.float32"):
+            asked()
+    with pytest.raises(ValueError, match="attention_mask: row 1 has a hole"):
+        model(torch.tensor([[1, 2, 3]] * 2), attention_mask=torch.tensor([[0, 1, 1], [1, 0, 1]]))
     with pytest.raises(ValueError, match="position_ids must count"):
         model(torch.tensor([[1, 2]]), position_ids=torch.tensor([[4, 5]]))
     with pytest.raises(ValueError, match="targets must be"):
@@ -357,7 +365,7 @@ def test_RL_N10_assert_same_says_where_bits_differ(model: Any) -> None:
         return found
 
     assert rl.assert_same(model, same, SEQUENCES) == 49 + 6 + 32
-    assert rl.assert_same(model, same) == 32
+    assert rl.assert_same(model, same) == rl.assert_same(model, types.SimpleNamespace(score=same)) == 32
     with pytest.raises(rl.DifferenceError, match=r"1 of 87 .* sequence 1, position 5, token") as caught:
         rl.assert_same(model, other, SEQUENCES)
     assert [(each.sequence, each.position) for each in caught.value.differences] == [(1, 5)]

@@ -297,6 +297,33 @@ def test_RL_N2_a_support_has_the_same_gradient_in_every_form(form: str) -> None:
     _compare(lambda x: rl.token_logprob(x, ids, 0.7, support).logprobs, right, [logits], torch.float32)
 
 
+def test_a_row_whose_support_names_no_token_is_not_cut() -> None:
+    logits, ids = torch.randn(2, 9, requires_grad=True), torch.tensor([3, 5])
+    whole = rl.token_logprob(logits, ids)
+    for support in (torch.tensor([[3, 4], [-1, -1]]), torch.tensor([[0, 0, 0, 1, 1, 0, 0, 0, 0], [0] * 9]).bool()):
+        found = rl.token_logprob(logits, ids, 1.0, support)
+        assert found.logprobs[1] == whole.logprobs[1] and found.logprobs[0] > whole.logprobs[0]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"top_p": 0.0}, {"top_p": 1.5}, {"top_p": float("nan")}, {"min_p": 2.0}, {"top_k": -7}]
+)
+def test_a_truncation_refuses_what_the_sampler_refuses(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        rl.Truncation(**wrong)
+
+
+@pytest.mark.parametrize("scale", [0.01, 1.0, 30.0, 600.0])
+def test_RL_N1_entropies_of_large_logits_are_as_exact_as_small_ones(scale: float) -> None:
+    """They are no difference of sums as large as logits; and never below 0."""
+    torch.manual_seed(0)
+    logits = torch.randn(64, 500) * scale
+    logs = logits.double().log_softmax(-1)
+    found = rl.token_logprob(logits, logits.argmax(1)).entropy
+    assert (found - -(logs.exp() * logs).sum(1)).abs().max() < 2e-6 * max(1.0, float(found.max()))
+    assert found.min() >= 0.0
+
+
 def test_a_token_outside_of_the_support_has_no_gradient() -> None:
     logits = torch.randn(2, 9, requires_grad=True)
     found = rl.token_logprob(logits, torch.tensor([3, 5]), 1.0, torch.tensor([[3, 4], [6, 7]])).logprobs

@@ -205,6 +205,17 @@ def test_masters_are_rounded_before_they_travel(llm: LLM, new: Weights) -> None:
     sender.close()
 
 
+def test_RL_W2_a_sender_is_given_each_weight_once_and_no_whole_numbers(llm: LLM, new: Weights) -> None:
+    before = answers(llm)
+    name, sender = next(iter(new)), Sender(llm, "local")
+    twice = [*new.items(), (name, new[name] + 1)]
+    with pytest.raises(WeightUpdateError, match=f"{name}: came before in this update"):
+        sender.send(iter(twice), "twice")
+    with pytest.raises(WeightUpdateError, match=r"counter: expected floating-point values, got torch\.int64"):
+        sender.send(iter([*new.items(), ("counter", torch.tensor(3))]), "counts")
+    assert answers(llm) == before
+
+
 def test_a_source_rounds_to_what_is_narrower_alone() -> None:
     given = {
         "a.0.w": torch.randn(3, 5),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -98,8 +100,19 @@ def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(llm: LLM, new:
         llm.weights() as load,
     ):
         load(name, new[name])
-    with pytest.raises(WeightUpdateError, match="NaN or Inf"), llm.weights() as load:
-        load(name, new[name] * float("nan"))
+    size = new[name].numel()
+    for value, said in (
+        (float("nan"), f"holds NaN or Inf: {size} in all, the first is nan at [0"),
+        (3.4e38, "does not hold"),
+    ):
+        with pytest.raises(WeightUpdateError, match=re.escape(said)), llm.weights() as load:
+            load(name, torch.full_like(new[name], value, dtype=torch.float32))
+    with pytest.raises(WeightUpdateError, match="came before with other values"), llm.weights() as load:
+        load(name, new[name])
+        load(name, new[name] + 1)
+    for odd, said in (([1.0], "a tensor, got list"), (new[name].to("meta"), "a dense tensor with values")):
+        with pytest.raises(WeightUpdateError, match=rf"{re.escape(name)}: expected {said}"), llm.weights() as load:
+            load(name, odd)
     assert answers(llm) == before and llm.get_weight_version() == "default"
 
 

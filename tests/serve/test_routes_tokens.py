@@ -67,6 +67,13 @@ def test_sglangs_generate(server: RunningServer, drawn: dict[str, Any]) -> None:
     events = server.post("/generate", body | {"stream": True}).events()
     assert events[-1] == "[DONE]" and events[-2]["output_ids"] == drawn["token_ids"]
     assert events[-2]["meta_info"]["output_token_logprobs"] == meta["output_token_logprobs"]
+    prompt_alone = {**body, "sampling_params": {"max_new_tokens": 0, "temperature": 0}, "logprob_start_len": 0}
+    scored = server.post("/generate", prompt_alone).json()
+    assert (scored["output_ids"], scored["text"], scored["meta_info"]["completion_tokens"]) == ([], "", 0)
+    assert scored["meta_info"]["finish_reason"] == {"type": "length", "length": 0}
+    assert [line[1] for line in scored["meta_info"]["input_token_logprobs"]] == PROMPT
+    wrong = server.post("/generate", {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": -1}}).json()["error"]
+    assert wrong["param"] == "max_new_tokens" and wrong["message"].startswith("max_new_tokens")
     many = server.post("/generate", {"input_ids": [PROMPT, [9, 9]], "sampling_params": THEIRS}).json()
     assert [len(each["output_ids"]) for each in many] == [12, 12] and many[0]["output_ids"] == drawn["token_ids"]
     scored = body | {"logprob_start_len": 0, "return_text_in_logprobs": True, "text": None}

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import struct
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import nn
@@ -57,18 +58,35 @@ class DifferenceError(AssertionError):
         )
 
 
-def assert_same(model: nn.Module, sampler: Sampler | str, sequences: Sequence[Sequence[int]] | None = None) -> int:
+class Scores(Protocol):
+    """What an LLM has."""
+
+    def score(self, prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[float]]:
+        """As a Sampler."""
+
+
+def assert_same(
+    model: nn.Module,
+    sampler: Sampler | Scores | str,
+    sequences: Sequence[Sequence[int]] | None = None,
+    *,
+    api_key: str | None = None,
+) -> int:
     """Raise DifferenceError unless model and sampler agree in every bit; returns how many log-probabilities agreed.
 
-    model: of `convert`. sampler: a function of sequences of ids, or the address of `octavo serve`, such as
-    "http://127.0.0.1:8000". sequences: ids, each at least 2; None: 32 tokens of a fixed rule. Raises ValueError for a
-    sampler that answers with something else, ConnectionError where there is no server.
+    model: of `convert`. sampler: an LLM, a function of sequences of ids, or the address of `octavo serve`, such as
+    "http://127.0.0.1:8000". sequences: ids, each at least 2; None: 32 tokens of a fixed rule. api_key: of that server;
+    None: OCTAVO_API_KEY, if it is set. Raises ValueError for a sampler that answers with something else,
+    ConnectionError where there is no server.
     """
     vocab_size = next(int(each.config.vocab_size) for each in model.modules() if hasattr(each, "config"))  # type: ignore[union-attr,arg-type]
     asked = sequences or [[(7 * i * i + 3 * i + 5) % vocab_size for i in range(33)]]
     if any(len(sequence) < 2 for sequence in asked):
         raise ValueError("sequences must hold at least 2 tokens each: the first one has no log-probability")
-    theirs = _of_server(sampler, asked) if isinstance(sampler, str) else sampler(asked)
+    if isinstance(sampler, str):
+        theirs: Sequence[Sequence[float]] = _of_server(sampler, asked, api_key or os.environ.get("OCTAVO_API_KEY"))
+    else:
+        theirs = sampler(asked) if callable(sampler) else sampler.score(asked)
     pack = Pack.of(asked, device=next(model.parameters()).device)
     with torch.no_grad():
         ours = pack.split(logprobs(model, pack).logprobs)
@@ -85,20 +103,21 @@ def assert_same(model: nn.Module, sampler: Sampler | str, sequences: Sequence[Se
     return count
 
 
-def _of_server(url: str, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+def _of_server(url: str, sequences: Sequence[Sequence[int]], key: str | None) -> list[list[float]]:
     """What a server says of prompts: the log-probabilities that it echoes."""
-    model = _call(f"{url.rstrip('/')}/v1/models")["data"][0]["id"]
+    model = _call(f"{url.rstrip('/')}/v1/models", key)["data"][0]["id"]
     found = []
     for ids in sequences:
         body = {"model": model, "prompt": list(ids), "max_tokens": 0, "echo": True, "logprobs": 0}
-        choice = _call(f"{url.rstrip('/')}/v1/completions", body)["choices"][0]
+        choice = _call(f"{url.rstrip('/')}/v1/completions", key, body)["choices"][0]
         found.append([float(value) for value in choice["logprobs"]["token_logprobs"][1:]])
     return found
 
 
-def _call(url: str, body: dict[str, Any] | None = None) -> Any:
+def _call(url: str, key: str | None, body: dict[str, Any] | None = None) -> Any:
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    headers = {"Content-Type": "application/json"} | ({} if key is None else {"Authorization": f"Bearer {key}"})
+    request = urllib.request.Request(url, data, headers)
     until = time.monotonic() + _TIMEOUT
     while True:
         try:

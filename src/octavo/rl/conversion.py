@@ -331,6 +331,7 @@ class _Model:
         pack = request.pack
         if pack.device.type != device.type:
             raise ValueError(f"the pack lies on {pack.device}, the model on {device}: give Pack device={device!r}")
+        pack.check_ids(self.module.config.vocab_size)  # type: ignore[union-attr,arg-type]
         hidden = self.module.get_submodule("model")(pack)
         asked = (request.targets != NO_TOKEN).nonzero().flatten()
         if isinstance(request.support, Tensor):
@@ -346,6 +347,10 @@ class _Model:
         if known.shape != ids.shape:
             raise ValueError(f"attention_mask must be {list(ids.shape)}, 1 for tokens, got {list(known.shape)}")
         counted = known.long().cumsum(1) - 1
+        holes = (known[:, 1:] & ~known[:, :-1]).sum(1) + known[:, 0] > 1
+        if holes.any():
+            place = int(holes.nonzero()[0])
+            raise ValueError(f"attention_mask: row {place} has a hole: padding may stand before tokens or behind them")
         if positions is not None and not torch.equal(positions.expand_as(ids)[known], counted[known]):
             raise ValueError("position_ids must count each row's tokens from 0: give packed sequences as rows")
         rows = known.any(1)

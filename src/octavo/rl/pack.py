@@ -55,7 +55,10 @@ class Pack:
         self.num_tokens = sum(self.lengths)
         if ids is not None and ids.shape != (self.num_tokens,):
             raise ValueError(f"ids must be [{self.num_tokens}], the sum of lengths, got {list(ids.shape)}")
+        if ids is not None and (ids.is_floating_point() or ids.dtype == torch.bool):
+            raise ValueError(f"ids must be whole numbers, got {ids.dtype}")
         self.ids = None if ids is None else ids.to(self.device, torch.int64)
+        self._ids_below = 0  # all ids are known to be
         self.tables = {name: table.to(self.device) for name, table in (fields or {}).items()}  # as mods read them
         if prompt_lengths is not None:
             known = torch.tensor(list(prompt_lengths), dtype=torch.int32, device=self.device)
@@ -103,10 +106,19 @@ class Pack:
     ) -> Pack:
         """The pack of sequences of token ids, ids included."""
         known = [list(sequence) for sequence in sequences]
-        ids = torch.tensor([token for sequence in known for token in sequence], dtype=torch.int64)
+        ids = torch.tensor([token for sequence in known for token in sequence])
         return cls(
             [len(sequence) for sequence in known], ids, device=device, fields=fields, prompt_lengths=prompt_lengths
         )
+
+    def check_ids(self, vocab_size: int) -> None:
+        """Raise ValueError unless all ids lie in 0 .. vocab_size - 1. Waits for the device the first time."""
+        if self.ids is None or 0 < self._ids_below <= vocab_size:
+            return
+        least, most = int(self.ids.min()), int(self.ids.max())
+        if least < 0 or most >= vocab_size:
+            raise ValueError(f"ids of a Pack must lie in 0 .. {vocab_size - 1}, got {least} .. {most}")
+        self._ids_below = most + 1
 
     def next_tokens(self) -> Tensor:
         """[tokens] int64: the token behind each one; NO_TOKEN behind a sequence's last.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import fnmatch
 import hashlib
+import math
 import re
 import secrets
 from collections.abc import Mapping, Sequence
@@ -227,10 +228,11 @@ class Staged:
         rows = self._values[target.parameter][target.start : target.start + target.shape[0]]
         if known in self.arrived:
             if not torch.equal(tensor.to(device=rows.device, dtype=rows.dtype), rows):
-                raise WeightUpdateError(f"{incoming.name}: is {known}, which came before with other values")
+                before = "came" if known == incoming.name else f"is {known}, which came"
+                raise WeightUpdateError(f"{incoming.name}: {before} before with other values")
             return
         rows.copy_(tensor)
-        check_finite(incoming.name, rows)
+        check_finite(incoming.name, rows, tensor)
         if self._plan.kept_narrower(target.parameter) and not torch.equal(rows.to(torch.bfloat16).float(), rows):
             raise WeightUpdateError(
                 f"{incoming.name}: expected values of bfloat16, as its checkpoint has them, found others: set "
@@ -277,10 +279,17 @@ class Staged:
         self._plan.layer(path).refill(values, quantization)
 
 
-def check_finite(name: str, tensor: torch.Tensor) -> None:
-    """Raise WeightUpdateError for NaN or Inf."""
-    if not (bool(tensor.isfinite().all()) if tensor.is_cuda else is_finite(tensor.contiguous())):
-        raise WeightUpdateError(f"{name}: holds NaN or Inf")
+def check_finite(name: str, tensor: torch.Tensor, sent: torch.Tensor | None = None) -> None:
+    """Raise WeightUpdateError for NaN or Inf. sent: what `tensor` was rounded from."""
+    if bool(tensor.isfinite().all()) if tensor.is_cuda else is_finite(tensor.contiguous()):
+        return
+    wrong = (~tensor.isfinite()).nonzero()
+    place = wrong[0].tolist()
+    given = tensor[tuple(place)].item() if sent is None else sent[tuple(place)].item()
+    what = "NaN or Inf"
+    if math.isfinite(given):
+        what = f"values that {str(tensor.dtype).removeprefix('torch.')} does not hold"
+    raise WeightUpdateError(f"{name}: holds {what}: {len(wrong)} in all, the first is {given} at {place}")
 
 
 def refuse(what: str, problems: Sequence[str]) -> None:

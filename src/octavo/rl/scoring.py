@@ -33,6 +33,8 @@ def _logprobs(
 ) -> LogProbs:
     if pack.ids is None:
         raise ValueError("this Pack has lengths alone: make it with ids, or by Pack.of(sequences)")
+    if targets is not None and targets.is_floating_point():
+        raise ValueError(f"targets must be whole numbers, got {targets.dtype}")
     asked = pack.next_tokens() if targets is None else targets.to(pack.device, torch.int64)
     if asked.shape != (pack.num_tokens,):
         raise ValueError(f"targets must be [{pack.num_tokens}], one for each token, got {list(asked.shape)}")

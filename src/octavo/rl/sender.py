@@ -44,6 +44,8 @@ class WeightSource:
     def __init__(self, module: nn.Module | Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> None:
         """`dtype`: to round to before sending, half the bytes of float32; the receiver would round to the same bits.
 
+        Raises WeightUpdateError for a tensor of whole numbers that is given by its name.
+
         A tied weight is there once. Of a DTensor the whole is sent: all of its ranks have to ask for it.
         """
         self._dtype, self._taken = dtype, dict[str, torch.dtype]()
@@ -52,7 +54,9 @@ class WeightSource:
         self._tensors: dict[str, torch.Tensor] = {}
         for name, tensor in named.items():
             if not tensor.is_floating_point():
-                continue
+                if isinstance(module, nn.Module):  # a buffer that counts, say: no checkpoint's weight
+                    continue
+                raise WeightUpdateError(f"{name}: expected floating-point values, got {tensor.dtype}: leave it out")
             own = getattr(tensor, "_local_tensor", tensor)
             if seen.setdefault((own.data_ptr(), tensor.shape), name) == name:
                 self._tensors[name] = tensor
@@ -235,8 +239,11 @@ def _sources(source: WeightSource | Iterable[tuple[str, torch.Tensor]]) -> Itera
     if isinstance(source, WeightSource):
         yield source
         return
-    part, total = dict[str, torch.Tensor](), 0
+    part, total, seen = dict[str, torch.Tensor](), 0, set[str]()
     for name, tensor in source:
+        if name in seen:
+            raise WeightUpdateError(f"{name}: came before in this update: send each weight once")
+        seen.add(name)
         whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
         part[name] = whole.detach().clone()
         total += whole.nbytes

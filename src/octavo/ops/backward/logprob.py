@@ -23,10 +23,15 @@ def _entropies(logits, sums, out, logits_row, vocab_size, BLOCK: tl.constexpr):
     log_sum = tl.load(sums + row)
     lane = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
+    weights = tl.zeros((BLOCK,), tl.float32)  # their sum is 1, but for the rounding of log_sum
     for begin in range(0, vocab_size, BLOCK):
         x = tl.load(logits + row * logits_row + begin + lane, mask=lane < vocab_size - begin, other=float("-inf"))
-        total += tl.where(x == float("-inf"), 0.0, tl.exp(x - log_sum) * x)
-    tl.store(out + row, log_sum - tl.sum(total, 0))
+        log = x - log_sum
+        weight = tl.exp(log)
+        weights += weight
+        total += tl.where(x == float("-inf"), 0.0, weight * log)
+    scale = tl.sum(weights, 0)
+    tl.store(out + row, tl.maximum(tl.log(scale) - tl.sum(total, 0) / scale, 0.0))
 
 
 def entropies(logits: Tensor, sums: Tensor) -> Tensor:

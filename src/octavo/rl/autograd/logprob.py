@@ -27,15 +27,30 @@ _NEG_INF = float("-inf")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Truncation:
-    """A support that is found again from the logits, by the sampler's own cut: its sampling parameters' names."""
+    """A support that is found again from the logits, by the sampler's own cut: its sampling parameters' names.
 
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
+    Raises ValueError for what SamplingParams refuses.
+    """
+
+    top_k: int = 0  # 0 or -1: all
+    top_p: float = 1.0  # (0, 1]
+    min_p: float = 0.0  # [0, 1]
+
+    def __post_init__(self) -> None:
+        """Check."""
+        if not isinstance(self.top_k, int) or self.top_k < -1:
+            raise ValueError(f"top_k must be a whole number, at least -1, got {self.top_k!r}")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p!r}")
+        if not 0.0 <= self.min_p <= 1.0:
+            raise ValueError(f"min_p must be in [0, 1], got {self.min_p!r}")
 
 
 Support = Truncation | Tensor
-"""Which tokens could be drawn: parameters; or [tokens, K] int64, their ids, padded with -1; or [tokens, vocab] bool."""
+"""Which tokens could be drawn: parameters; or [tokens, K] int64, their ids, padded with -1; or [tokens, vocab] bool.
+
+A row that names none is not cut: a sampling mask that says nothing of a token says that any could be drawn.
+"""
 
 
 class LogProbs(NamedTuple):
@@ -192,8 +207,10 @@ def _entropies(scaled: Tensor, sums: Tensor) -> Tensor:
         from octavo.ops.backward.logprob import entropies  # needs triton
 
         return entropies(scaled, sums)
-    weights = (scaled - sums[:, None]).exp()
-    return sums - (weights * scaled.masked_fill_(scaled == _NEG_INF, 0.0)).sum(1)
+    logs = scaled - sums[:, None]
+    weights = logs.exp()
+    total = weights.sum(1)  # 1, but for the rounding of the sums, which is as large as logits are
+    return (total.log() - (weights * logs.masked_fill_(logs == _NEG_INF, 0.0)).sum(1) / total).clamp_(min=0.0)
 
 
 def _of_product(
@@ -248,7 +265,7 @@ def _cut(logits: Tensor, temperature: float, support: Truncation) -> Tensor:
         torch.arange(count, device=device),
         TruncationRows(
             divisors=torch.full((count,), temperature, device=device),
-            top_k=torch.full((count,), support.top_k, dtype=torch.int64, device=device),
+            top_k=torch.full((count,), max(support.top_k, 0), dtype=torch.int64, device=device),
             top_p=torch.full((count,), support.top_p, device=device),
             min_p=torch.full((count,), support.min_p, device=device),
         ),
@@ -257,13 +274,13 @@ def _cut(logits: Tensor, temperature: float, support: Truncation) -> Tensor:
 
 
 def _keep(logits: Tensor, support: Tensor) -> Tensor:
-    """Logits [rows, vocab] of the tokens of `support` alone, -inf elsewhere."""
-    if support.dtype == torch.bool:
-        return logits.masked_fill_(~support, _NEG_INF)
-    vocab_size = logits.shape[1]
-    kept = torch.zeros(len(logits), vocab_size + 1, dtype=torch.bool, device=logits.device)
-    kept.scatter_(1, torch.where(support < 0, vocab_size, support), True)
-    return logits.masked_fill_(~kept[:, :vocab_size], _NEG_INF)
+    """Logits [rows, vocab] of the tokens of `support` alone, -inf elsewhere; a row that names none as it is."""
+    kept = support
+    if support.dtype != torch.bool:
+        vocab_size = logits.shape[1]
+        kept = torch.zeros(len(logits), vocab_size + 1, dtype=torch.bool, device=logits.device)
+        kept = kept.scatter_(1, torch.where(support < 0, vocab_size, support), True)[:, :vocab_size]
+    return logits.masked_fill_(~kept & kept.any(1, keepdim=True), _NEG_INF)
 
 
 def checked_ids(ids: Tensor, num_tokens: int, vocab_size: int) -> Tensor:

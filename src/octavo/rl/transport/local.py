@@ -20,7 +20,13 @@ class Handed:
     """Tensors that workers of this process may take while the context is open. `update_info` tells of them."""
 
     def __init__(self, named: Mapping[str, torch.Tensor]) -> None:
-        """Nothing is copied."""
+        """Nothing is copied. Raises WeightUpdateError for what is no tensor, or holds no values, by name."""
+        for name, tensor in named.items():
+            if not isinstance(tensor, torch.Tensor):
+                raise WeightUpdateError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+            if tensor.layout is not torch.strided or tensor.is_meta:
+                kind = f"{tensor.layout} on {tensor.device}"
+                raise WeightUpdateError(f"{name}: expected a dense tensor with values, got {kind}")
         self._key = next(_KEYS)
         self._tensors = [tensor.detach() for tensor in named.values()]
         self.update_info: dict[str, Any] = {

@@ -19,7 +19,7 @@ from octavo.serve.api.generation import Run, check_options, drive, make_params, 
 from octavo.serve.api.logprobs import finite
 from octavo.serve.api.origin import int32_of
 from octavo.serve.api.protocol import SAMPLING, read
-from octavo.serve.errors import bad_request
+from octavo.serve.errors import bad_request, renaming
 from octavo.serve.http.exchange import Exchange
 from octavo.serve.routes.tokens import END, refuse_not_kept, sampling_of
 from octavo.serve.state import ServeState
@@ -70,7 +70,8 @@ async def create(state: ServeState, exchange: Exchange) -> None:
         given = given[0] if given else {}
     if not isinstance(given, Mapping):
         raise bad_request("invalid_type", "sampling_params: must be an object", "sampling_params")
-    params = _params(state, request, given, parsed.warnings)
+    with renaming({own: theirs for theirs, own in _NAMES.items()} | {"prompt": "input_ids"}):
+        params = _params(state, request, given, parsed.warnings)
     state.check_ready()
     params = await state.check_structured(exchange, params)
     check_options(state, request, parsed.warnings)
@@ -79,7 +80,9 @@ async def create(state: ServeState, exchange: Exchange) -> None:
         prompts = await read_prompts(state, asked)
     many = isinstance(asked, list) and bool(asked) and isinstance(asked[0], str | list)
     run = make_run(exchange, "", request, prompts, params)
-    await send(state, exchange, run, _Answer(state, run, request, is_list=many or params.n > 1), request)
+    is_shown = given.get("max_new_tokens", 1) != 0
+    answer = _Answer(state, run, request, is_list=many or params.n > 1, is_shown=is_shown)
+    await send(state, exchange, run, answer, request)
 
 
 def _params(
@@ -102,6 +105,8 @@ def _params(
     found |= {name: True for name in ("return_sampling_mask", "return_routed_experts") if getattr(request, name)}
     if request.return_routed_experts:
         found["routed_experts_prompt_start"] = request.routed_experts_start_len
+    if found.get("max_tokens") == 0:
+        found["max_tokens"] = 1  # computes the prompt; the token is not shown, see _Answer
     if request.return_logprob:
         found["logprobs"] = request.top_logprobs_num
         if type(request.logprob_start_len) is int and request.logprob_start_len >= 0:
@@ -112,8 +117,9 @@ def _params(
 class _Answer:
     """One answer in the making."""
 
-    def __init__(self, state: ServeState, run: Run, request: GenerateRequest, *, is_list: bool) -> None:
-        self._state, self._run, self._request, self._is_list = state, run, request, is_list
+    def __init__(self, state: ServeState, run: Run, request: GenerateRequest, *, is_list: bool, is_shown: bool) -> None:
+        """is_shown: whether what was drawn was asked for, or the prompt alone."""
+        self._state, self._run, self._request, self._is_list, self._is_shown = state, run, request, is_list, is_shown
         self._began = time.monotonic()
         self._said = [_Said() for _ in range(run.num_choices)]
         self._decode = None if isinstance(state.engine.tokenizer, NoTokenizer) else state.engine.tokenizer.decode_token
@@ -143,7 +149,7 @@ class _Answer:
         places = []
         for completion in output.outputs:
             place = index * self._run.params.n + completion.index
-            self._said[place].add(completion)
+            self._said[place].add(completion, is_shown=self._is_shown)
             self._said[place].num_cached = max(self._said[place].num_cached, output.num_cached_tokens or 0)
             if output.prompt_logprobs is not None:
                 self._said[index * self._run.params.n].scores = output.prompt_logprobs
@@ -209,21 +215,23 @@ class _Said:
         self.experts: Any = None
         self._end: CompletionOutput | None = None
 
-    def add(self, part: CompletionOutput) -> None:
-        """What is new of it."""
+    def add(self, part: CompletionOutput, *, is_shown: bool) -> None:
+        """What is new of it; its end alone where it is not shown."""
+        if part.finish_reason is not None:
+            self._end = part if is_shown else msgspec.structs.replace(part, finish_reason="length", stop_reason=None)
+        self.experts = part.routed_experts
+        if not is_shown:
+            return
         self.text += part.text
         self.token_ids += part.token_ids
         self.logprobs += list(part.logprobs or ())
         if part.sampling_mask is not None:
             self.masks = (self.masks or []) + part.sampling_mask
-        self.experts = part.routed_experts
         for span in part.weight_versions:
             if self.spans and self.spans[-1]["version"] == span.version:
                 self.spans[-1]["end"] = span.end
             else:
                 self.spans.append({"version": span.version, "start": span.start, "end": span.end})
-        if part.finish_reason is not None:
-            self._end = part
 
     def finish_reason(self) -> dict[str, Any] | None:
         """Why it ended, in SGLang's words."""
