@@ -7,7 +7,8 @@ forbidden is a function of the request and of the row's output before the positi
 flight need no care, and an allowed token keeps its bits; no form is compiled within a step, and rows that ask for no
 form wait for masks for a twentieth of a step's time at most.
 
-A row with drafts has several lines of logits, each with the mask behind the drafts before it.
+A row with drafts has several lines of logits, each with the mask behind the drafts before it. On a GPU the drafts are
+copied to the host as soon as they are written, beside the tokens that count, and waited for as drawn tokens are.
 
 Masks are made beside the steps (`mask_jobs`). On CPU the next one is begun as soon as a token is drawn. On a GPU each
 drawn token is copied to the host as soon as it is there, and the next call waits for that copy alone: the forward pass
@@ -21,6 +22,7 @@ import collections
 import dataclasses
 import threading
 import time
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -33,6 +35,7 @@ from octavo.plan import NO_INTS, IntArray, NewRow
 from octavo.sampling.mask_jobs import MaskJob, MaskLanes
 from octavo.sampling.rows import RowSet, SampleBatch, Selection, to_device
 from octavo.sampling.thinking import AfterThinking, Anything, Form
+from octavo.sampling.told import ToldTokens
 
 HELD, TOO_COMPLEX = 3, 4  # places in `sampler.FAILURES`
 PATIENCE = 0.05  # of a step's time that it waits for masks
@@ -52,6 +55,7 @@ class _Row:
     tokens: list[int]
     lock: threading.Lock
     job: MaskJob | None = None  # the latest
+    drafts: list[int] = dataclasses.field(default_factory=list)  # on a GPU: behind what it has said
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -98,7 +102,9 @@ class GrammarMask:
         self._bounds = np.where(eight, _INF, -_INF).astype(np.float32)  # [256, 8]: of a byte of eight tokens' bits
         self._of_row: dict[int, _Row] = {}
         self._tokens = tokens
-        self._verifies = False  # drafts came: on a GPU what rows have said is read from their table from then on
+        self._told = None if self._ring is None else ToldTokens(tokens, self._ring)
+        self._verifies = False  # somebody proposes drafts: what is drawn need not be what counts
+        self._told_rows: list[_Row] = []  # of whom the copy tells
         self._drawn: list[_Drawn] = []  # at most one, on a GPU
         self._current: _Current | None = None
         self._lanes = MaskLanes()
@@ -143,14 +149,12 @@ class GrammarMask:
         numbers = batch.rows_np[selection.at_np]
         rows = [self._of_row[row] for row in numbers.tolist()]
         self._verifies |= batch.has_drafts
-        if self._tokens_np is None and not self._verifies:
+        tokens_np = self._tokens_np
+        if tokens_np is None:
             self._settle()
-            jobs = [self._job(row, np.array(row.tokens, np.int32)) for row in rows]
+            jobs = [self._job(row, output) for row, output in self._outputs(numbers.tolist(), rows)]
         else:
             positions = batch.positions.index_select(0, selection.at).tolist()
-            tokens_np = self._tokens_np
-            if tokens_np is None:  # waits for the device: the host knows neither drafts nor how many were accepted
-                tokens_np = self._tokens[:, : batch.max_position].cpu().numpy()
             places = zip(rows, numbers.tolist(), positions, strict=True)
             jobs = [self._job(row, tokens_np[at, row.start : position]) for row, at, position in places]
         has_others = len(jobs) < len(batch.rows_np)
@@ -170,6 +174,15 @@ class GrammarMask:
         else:
             self._hide_on_cpu(logits, selection, bits)
         self._ended_at = time.perf_counter()
+
+    @staticmethod
+    def _outputs(numbers: list[int], rows: list[_Row]) -> Iterator[tuple[_Row, NDArray[np.int32]]]:
+        """What each line of logits stands behind: of a row what it has said, and with each line a draft more."""
+        num_lines: dict[int, int] = {}
+        for number, row in zip(numbers, rows, strict=True):
+            num_drafts = num_lines[number] = num_lines.get(number, -1) + 1
+            assert num_drafts <= len(row.drafts), "drafts are verified that nobody has written"
+            yield row, np.array(row.tokens + row.drafts[:num_drafts], np.int32)
 
     def _job(self, row: _Row, output: NDArray[np.int32]) -> MaskJob:
         """The mask behind `output`, begun now unless it was begun before."""
@@ -248,8 +261,25 @@ class GrammarMask:
         rows = current.numbers[said].tolist()
         self._drawn.append(_Drawn([(row, self._of_row[row]) for row in rows], host.numpy(), event))
 
+    def proposed(self, total_len: torch.Tensor, most_drafts: int) -> None:
+        """Drafts were written behind the rows' known tokens, of which there are total_len [max_num_rows + 1] int32."""
+        self._verifies = True
+        self._drawn.clear()  # all that is known is told of
+        if self._told is not None and self._of_row and self._current is not None:
+            self._told_rows = list(self._of_row.values())
+            self._told.begin(list(self._of_row), total_len, most_drafts)
+
     def _settle(self) -> None:
         """Wait for the tokens on their way, and append them to the rows that still are who they were."""
+        if self._told is not None:
+            for was, line in zip(self._told_rows, self._told.take(), strict=False):
+                if self._of_row.get(line.number) is not was:
+                    continue
+                lacking, was.drafts = line.total - was.start - len(was.tokens), line.drafts
+                if lacking > len(line.last):  # nobody has asked for so long: this waits for the step
+                    was.tokens = self._tokens[line.number, was.start : line.total].tolist()
+                elif lacking > 0:
+                    was.tokens += line.last[-lacking:]
         for drawn in self._drawn:
             drawn.event.synchronize()
             for (row, was), token in zip(drawn.rows, drawn.tokens.tolist(), strict=True):

@@ -204,6 +204,10 @@ class Sampler:
         held = self._grammar.held if changed is not None else NO_INTS
         return SamplerOutput(tokens, failed, found, supports, held)
 
+    def proposed(self, total_len: torch.Tensor, most_drafts: int) -> None:
+        """Up to `most_drafts` drafts were written behind the rows' known tokens, total_len [max_num_rows + 1] int32."""
+        self._grammar.proposed(total_len, most_drafts)
+
     def rehearse(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> None:
         """Issue all that a call may launch, while nothing is launched: see `octavo.worker.compile_ahead`."""
         num_rows, vocab_size = logits.shape

@@ -237,8 +237,10 @@ class Runner:
         rows = work.rows if work.is_decode else work.rows[work.sampling]
         if key.is_decode and (told or self._drafter.is_on):
             batch = self._batch_of(key)
-        if self._drafter.is_on and not proposed:
-            self._drafter.propose(batch, self._sample_of(batch), plan.depth, work.seq_lens)
+        if self._drafter.is_on:
+            if not proposed:
+                self._drafter.propose(batch, self._sample_of(batch), plan.depth, work.seq_lens)
+            self._sampler.proposed(self._requests.tensors.total_len, self._buffers.limits.max_num_drafts)
         packed, runs = self._buffers.results[self._turn, : len(rows)], NO_RUNS
         if work.has_drafts:
             packed = self._buffers.results[self._turn, : work.num_rows]
