@@ -215,8 +215,8 @@ def test_the_models_prompt_text_takes_the_same_way(make_llm: Make):
     settle(llm)
 
 
-def pair_of(fields: dict[str, Any], make_llm: Make, name: str = "p2p") -> tuple[LLM, LLM]:
-    config = p2p("kv_producer", kv_connector=name), p2p("kv_consumer", kv_connector=name)
+def pair_of(fields: dict[str, Any], make_llm: Make, name: str = "p2p", **more: Any) -> tuple[LLM, LLM]:
+    config = p2p("kv_producer", kv_connector=name, **more), p2p("kv_consumer", kv_connector=name, **more)
     return make_llm(**fields, kv_transfer_config=config[0]), make_llm(**fields, kv_transfer_config=config[1])
 
 
@@ -288,7 +288,7 @@ def test_an_offer_that_is_cut_short_of_its_state_is_computed(make_llm: Make):
     """Who wants the log-probabilities of a prompt's tokens computes these: what lies before them is not offered."""
     prompts, params = [LONG[:150]], msgspec.structs.replace(PARAMS, prompt_logprobs=0)
     expected = answers(make_llm(**TINY), prompts)
-    first, second = pair_of(TINY, make_llm)
+    first, second = pair_of(TINY, make_llm, kv_transfer_timeout=0.5)  # nobody fetches
     assert fetched(first, second, prompts, prompts, params) == expected
     assert second.engine.scheduler.stats().num_load_failures == 0
 

@@ -34,7 +34,7 @@ Make = Callable[..., LLM]
 
 def p2p(role: str, **more: object) -> dict[str, Any]:
     """The configuration of one side."""
-    return {"kv_connector": "p2p", "kv_role": role, "kv_port": 0, "kv_transfer_timeout": 5, **more}
+    return {"kv_connector": "p2p", "kv_role": role, "kv_port": 0, "kv_transfer_timeout": 30, **more}
 
 
 def with_transfer(params: SamplingParams, said: dict[str, Any] | None, **changes: Any) -> SamplingParams:
