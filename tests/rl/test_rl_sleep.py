@@ -10,6 +10,7 @@ import gc
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,8 +26,9 @@ from octavo.rl import Sender, WeightSource
 from octavo.rl.session import WeightConflictError
 from patience import patient
 from sleep_rig import move_memory
-from weights_rig import answers, give, old_weights, other_weights
+from weights_rig import answers, give, old_weights, other_weights, prompts
 
+from model_rig import make_reference  # isort: skip, its folder is known through rl_rig
 from pages_double import PAGE, PagesDouble  # isort: skip, its folder is known through sleep_rig
 
 CONFIG: dict[str, Any] = {
@@ -277,3 +279,24 @@ def test_a_library_that_registers_memory_is_refused(library: Any) -> None:
     cache = type("C", (), {"moves": True})()
     with pytest.raises(ConfigError, match="enable_sleep_mode"):
         kind.worker_half(cache, "")
+
+
+@pytest.mark.parametrize("family", ["deepseek3", "qwen3-moe", "qwen3-next", "gemma3-32"])
+def test_families_sleep_at_both_levels(family: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Experts, latent states, recurrent ones, norms with an offset: what layers make of weights is filled too."""
+    model = make_reference(family)
+    model.save_pretrained(tmp_path)
+    pages, asked = PagesDouble(), prompts(5, 40)
+    move_memory(monkeypatch, pages)
+    fields = CONFIG | {"num_gpu_blocks_override": 400, "skip_tokenizer_init": True}
+    with LLM(str(tmp_path), **fields) as llm:
+        said, whole = answers(llm, asked), pages.used
+        assert whole > sum(each.nbytes for each in model.parameters()) / 2
+        llm.sleep(1)
+        assert pages.used == 0 and llm.wake_up()
+        assert answers(llm, asked) == said
+        llm.sleep(2)
+        assert pages.used == 0 and not llm.wake_up(["weights"])
+        Sender(llm, "local").send(WeightSource(model))
+        assert llm.wake_up() and pages.used == whole
+        assert answers(llm, asked) == said
