@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -22,6 +22,8 @@ from octavo.config.kv_transfer import read_kv_transfer
 from octavo.config.settings import ConfigError
 from octavo.kv_connector.p2p import P2P
 from octavo.kv_connector.table import make_kind
+from octavo.kv_connector.worker.cache_bytes import CacheBytes
+from octavo.kv_connector.worker.mover import Job
 from octavo.kv_connector.worker.pair import Hello, Pair, TransferError, Welcome
 from octavo.kv_connector.worker.ways.gloo import GlooWay
 from octavo.kv_connector.worker.ways.nccl import NcclWay
@@ -267,6 +269,19 @@ def test_P_1_one_transfer_id_is_offered_once_and_what_lacks_is_computed_here(mak
     until_idle(first)
     outputs = first.generate(PROMPTS[2], with_transfer(PARAMS, {"do_remote_prefill": True, "transfer_id": "mine"}))
     assert outputs[0].outputs[0].finish_reason in ("stop", "length") and "remote_host" in caplog.text
+
+
+def test_P_3_a_peer_that_is_gone_when_blocks_are_to_go_is_told_at_once_and_in_one_line(capfd):
+    """It asked, and died: nobody listens where the group was to meet."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_server(("127.0.0.1", 0)) as meeting:
+        port = meeting.getsockname()[1]
+        other = socket.create_connection(listener.getsockname())
+        pair = Pair(listener.accept()[0], 3.0)
+    other.close()
+    started, job = time.monotonic(), cast(Job, None)
+    with contextlib.closing(pair), pytest.raises(TransferError, match=rf"port {port} cannot be reached"):
+        GlooWay(cast(CacheBytes, None)).give(pair, str(port).encode(), job, [[1]])
+    assert time.monotonic() - started < 2.5 and "frame #" not in capfd.readouterr().err
 
 
 def test_a_port_that_is_taken_is_refused(make_llm: Make):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import socket
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
@@ -46,6 +47,7 @@ class GlooWay:
         if asked:
             limit = datetime.timedelta(seconds=pair.timeout)
             with deadline(pair, "take"):
+                _reach(pair, int(asked))
                 store = TCPStore(pair.peer_host, int(asked), 2, False, limit, wait_for_workers=False)
             self._meet(pair, store, GIVES)
         for piece in pieces:
@@ -101,6 +103,17 @@ class Member:
     def __del__(self) -> None:
         """A group of NCCL's waits for its peer otherwise."""
         getattr(self.group, "abort", lambda: None)()
+
+
+def _reach(pair: Pair, port: int) -> None:
+    """See that the peer listens: where nobody does the store would try until its limit, and print its stack.
+
+    Raises RuntimeError.
+    """
+    try:
+        socket.create_connection((pair.peer_host, port), pair.timeout).close()
+    except OSError as error:
+        raise RuntimeError(f"port {port} cannot be reached: {error.strerror or 'no answer'}") from None
 
 
 @contextlib.contextmanager

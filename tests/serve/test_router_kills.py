@@ -1,0 +1,244 @@
+"""Two prefill servers, two decode servers and a router, killed and stopped at random places under load (D.4).
+
+`python -m pytest -m slow -s tests/serve/test_router_kills.py` makes 200 kills; KILLS=40 in the environment, 40.
+"""
+
+from __future__ import annotations
+
+import collections
+import http.client
+import json
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from patience import patient
+from router_rig import Process, free_port, server, settled, until
+
+NUM_KILLS, NUM_CLIENTS = int(os.environ.get("KILLS", "200")), 4
+LONGEST_STOP = 4.0  # seconds; more than --health-timeout
+HEALTH = ("--health-interval", "0.2", "--health-timeout", "1.5", "--connect-timeout", "1.5")
+# Three tries of each phase, each as long as it takes to see that a server is down, and waits for blocks; and a router
+# that stands still meanwhile.
+DEADLINE = 6 * (0.2 + 1.5 + 1.5) + 3 * 2.0 + 2 * LONGEST_STOP
+PROMPTS = [f"def number_{index}(a, b):\n    return " * 9 for index in range(6)]
+BASE = {"max_tokens": 24, "temperature": 0.8, "seed": 7, "logprobs": 1}
+ASKED: list[dict[str, Any]] = [
+    *({**BASE, "prompt": prompt} for prompt in PROMPTS),
+    *({**BASE, "prompt": prompt, "stream": True, "max_tokens": 60} for prompt in PROMPTS),
+    {**BASE, "prompt": PROMPTS[:3]},
+    {**BASE, "prompt": "x", "temperature": 0.0},
+]
+
+
+class Cluster:
+    """The servers and the router, and who is down at the moment."""
+
+    def __init__(self, folder: Path) -> None:
+        self.prefill = [self._server(folder, "kv_producer", index) for index in range(2)]
+        self.decode = [self._server(folder, "kv_consumer", index) for index in range(2)]
+        urls = [part for each in self.prefill for part in ("--prefill", f"http://127.0.0.1:{each.port}")]
+        urls += [part for each in self.decode for part in ("--decode", f"http://127.0.0.1:{each.port}")]
+        self.router = Process(folder / "router.log", free_port(), "router", *urls, *HEALTH)
+        self.everybody = [*self.prefill, *self.decode, self.router]
+        self.at_work: set[Process] = set()  # that nobody kills at the moment
+        self.num_router_kills = 0
+        self.done = collections.Counter[str]()
+        self._mending: list[threading.Thread] = []
+
+    @staticmethod
+    def _server(folder: Path, role: str, index: int) -> Process:
+        own = folder / str(index)
+        own.mkdir(exist_ok=True)
+        return server(own, role, free_port())
+
+    def wait(self) -> None:
+        """Until all serve."""
+        for thread in self._mending:
+            thread.join()
+        for each in self.everybody:
+            each.wait("/health" if each is self.router else "/ready", timeout=120)
+        until(self.router, "octavo_router_server_up", 4)
+        self.at_work = set(self.everybody)
+
+    def hurt(self, dice: random.Random) -> None:
+        """Kill one that works, or let it stand still; it comes back by itself."""
+        both = dice.random() < 0.1  # else one of a kind goes on
+        while not (likely := [each for each in self.everybody if self._may_hurt(each, both)]):
+            time.sleep(0.01)
+        victim = dice.choice(likely)
+        self.at_work.discard(victim)
+        role = "router" if victim is self.router else "prefill" if victim in self.prefill else "decode"
+        kills = dice.random() < 0.5
+        seconds, whole = dice.uniform(0.05, LONGEST_STOP), dice.random() < 0.7
+        self.done[f"{'SIGKILL' if kills else 'SIGSTOP'} {role}"] += 1
+        if kills:
+            self.num_router_kills += victim is self.router
+            victim.kill()
+            mend = threading.Thread(target=self._start_again, args=(victim,))
+        else:
+            stopped = [victim.child.pid, *(children(victim.child.pid) if whole else ())]
+            signal_all(stopped, signal.SIGSTOP)
+            mend = threading.Thread(target=self._go_on, args=(victim, stopped, seconds))
+        mend.start()
+        self._mending.append(mend)
+
+    def _may_hurt(self, victim: Process, both: bool) -> bool:
+        alike = self.prefill if victim in self.prefill else self.decode if victim in self.decode else [victim]
+        return victim in self.at_work and (both or self.at_work.issuperset(alike))
+
+    def _start_again(self, victim: Process) -> None:
+        victim.start()
+        victim.wait("/health" if victim is self.router else "/ready", timeout=120)
+        self.at_work.add(victim)
+
+    def _go_on(self, victim: Process, stopped: list[int], seconds: float) -> None:
+        time.sleep(seconds)
+        signal_all(stopped, signal.SIGCONT)
+        self.at_work.add(victim)
+
+    def close(self) -> None:
+        for each in self.everybody:
+            each.kill()
+
+
+def signal_all(pids: list[int], number: signal.Signals) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            continue
+
+
+def children(pid: int) -> list[int]:
+    """The processes that it has started."""
+    try:
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    made = Cluster(tmp_path)
+    try:
+        made.wait()
+        yield made
+    finally:
+        made.close()
+
+
+class Client:
+    """Asks one thing after the other, each until it is answered, and notes what it hears."""
+
+    def __init__(self, cluster: Cluster, expected: list[Any], seed: int) -> None:
+        self.cluster, self.expected = cluster, expected
+        self.dice = random.Random(seed)
+        self.heard = collections.Counter[str]()
+        self.wrong: list[str] = []
+        self.longest = 0.0
+
+    def run(self, stop: threading.Event) -> None:
+        while not stop.is_set():
+            index = self.dice.randrange(len(ASKED))
+            for _ in range(1000):
+                began, kills, was_there = time.monotonic(), self.cluster.num_router_kills, self._router_is_there
+                try:
+                    outcome = self._try(index)
+                except (OSError, http.client.HTTPException) as error:
+                    seconds = time.monotonic() - began
+                    by_router = self.cluster.num_router_kills != kills or not (was_there and self._router_is_there)
+                    outcome = "cut by the router's end" if by_router and seconds < patient(DEADLINE) else "lost"
+                    if outcome == "lost":
+                        self.wrong.append(f"{index} after {seconds:.1f} s: {type(error).__name__} {error}")
+                self.longest = max(self.longest, time.monotonic() - began)
+                self.heard[outcome] += 1
+                if outcome == "answered":
+                    break
+                time.sleep(0.1)
+            else:
+                self.wrong.append(f"{index} was never answered")
+
+    @property
+    def _router_is_there(self) -> bool:
+        return self.cluster.router in self.cluster.at_work
+
+    def _try(self, index: int) -> str:
+        status, body = self.cluster.router.ask("POST", "/v1/completions", ASKED[index], timeout=DEADLINE)
+        if status == 503:
+            return "503"
+        if status != 200:
+            self.wrong.append(f"{index}: {status} {body}")
+            return "another status"
+        if not ASKED[index].get("stream"):
+            if body["choices"] != self.expected[index]:
+                self.wrong.append(f"{index}: {body}")
+            return "answered"
+        text, end = read_events(body)
+        want = self.expected[index]
+        if (end == "done" and text == want) or (end == "error" and want.startswith(text)):
+            return "answered" if end == "done" else "error event"
+        self.wrong.append(f"{index}: {end} {text!r} for {want!r}")
+        return "another stream"
+
+
+def read_events(body: str) -> tuple[str, str]:
+    """The text of a stream, and how it ended."""
+    text, end = "", "cut"
+    for line in body.splitlines():
+        if line == "data: [DONE]":
+            end = "done"
+        elif line.startswith("data: "):
+            event = json.loads(line[6:])
+            end = "error" if "error" in event else end
+            text += "".join(choice["text"] for choice in event.get("choices", ()))
+    return text, end
+
+
+def plain(process: Process, asked: dict[str, Any]) -> Any:
+    """What one engine alone answers."""
+    status, body = process.ask("POST", "/v1/completions", asked)
+    assert status == 200, body
+    return read_events(body)[0] if asked.get("stream") else body["choices"]
+
+
+@pytest.mark.slow
+def test_D_4_D_8_kills_at_random_places_lose_no_request_and_all_comes_back(cluster: Cluster) -> None:
+    expected = [plain(cluster.decode[0], asked) for asked in ASKED]
+    clients = [Client(cluster, expected, seed) for seed in range(NUM_CLIENTS)]
+    stop, dice, began = threading.Event(), random.Random(NUM_KILLS), time.monotonic()
+    threads = [threading.Thread(target=client.run, args=(stop,)) for client in clients]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(NUM_KILLS):
+            cluster.hurt(dice)
+            time.sleep(dice.uniform(0.0, 1.0))
+    finally:
+        cluster.wait()
+        stop.set()
+        for thread in threads:
+            thread.join()
+    heard = sum((client.heard for client in clients), collections.Counter[str]())
+    longest = max(client.longest for client in clients)
+    print(f"\n{dict(cluster.done)} in {time.monotonic() - began:.0f} s; {dict(heard)}; longest {longest:.1f} s")
+    wrong = [each for client in clients for each in client.wrong]
+    assert not wrong, wrong[:5]
+    assert heard["answered"] > NUM_KILLS
+    settled(*cluster.prefill, *cluster.decode)
+    for first in cluster.prefill:  # both sides have met again
+        for second in cluster.decode:
+            asked = {**BASE, "prompt": f"of {first.port} and {second.port}: " + PROMPTS[0]}
+            hits = second.metric("vllm:external_prefix_cache_hits_total")
+            given = {**asked, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+            told = first.ask("POST", "/v1/completions", given)[1]["kv_transfer_params"]
+            assert plain(second, {**asked, "kv_transfer_params": told}) == plain(first, asked)
+            assert second.metric("vllm:external_prefix_cache_hits_total") > hits + 64
+    settled(*cluster.prefill, *cluster.decode)
