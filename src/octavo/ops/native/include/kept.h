@@ -72,6 +72,19 @@ struct Kept {
         const char* at = place(table, entry, 0, first / line_size);
         return at ? reinterpret_cast<const float*>(at) + first % line_size : nullptr;
     }
+    // Whether rows of `size` elements can be read where they lie, by each_run.
+    bool has_rows(int64_t size) const { return dtype == F32 && line_size == size; }
+    // Lines [first, first + count) of a float32 item where they lie: body(the first, which it is of them, how many
+    // follow each other, line_bytes apart).
+    template <class Body>
+    void each_run(const int32_t* table, int64_t entry, int64_t first, int64_t count, Body body) const {
+        for (int64_t done = 0; done < count;) {
+            const int64_t left = run - (first + done) % run, n = left < count - done ? left : count - done;
+            const char* from = place(table, entry, 0, first + done);
+            if (from) body(reinterpret_cast<const float*>(from), done, n);
+            done += n;
+        }
+    }
     // Rounded as they are kept.
     void round(float* values, int64_t count) const {
         if (dtype == F32) return;

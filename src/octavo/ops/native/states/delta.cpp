@@ -79,12 +79,24 @@ class DeltaTask {
         return args_.qkv + (row_.first + border + place - row_.computed) * args_.qkv_stride;
     }
 
+    // Whether the step passes no border, and reads a state once.
+    bool stays(int64_t border) const { return border && row_.end - border < chunk_; }
+
+    // The products of vectors with the state of one head, where it lies or as it was read.
+    void of_state(int64_t border, int64_t h, int64_t count, const float* vectors, float* out) {
+        if (s_.state[h]) return add_chains(vectors, kp_, count, rule_.key_size, s_.state[h], vp_, vp_, out, vp_);
+        const int64_t first = (key_head_ * group_ + h) * rule_.key_size, stride = kept_.state.line_bytes / 4;
+        kept_.state.each_run(row_.states, border / chunk_ - 1, first, rule_.key_size, [&](const float* rows, int64_t at, int64_t n) {
+            add_chains(vectors + at, kp_, count, n, rows, stride, vp_, out, vp_);
+        });
+    }
+
     void load_state(int64_t border, int64_t h) {
         const int64_t size = rule_.key_size * rule_.value_size, first = (key_head_ * group_ + h) * size;
         float* own = s_.states + h * kp_ * vp_;
         const bool whole = vp_ == rule_.value_size;
         s_.state[h] = border && whole ? kept_.state.direct(row_.states, border / chunk_ - 1, first, size) : nullptr;
-        if (s_.state[h]) return;
+        if (s_.state[h] || (whole && stays(border) && kept_.state.has_rows(vp_))) return;
         s_.state[h] = own;
         if (whole) return row_.read_state(kept_.state, border, first, size, own);
         for (int64_t d = 0; d < rule_.key_size; ++d) {
@@ -141,7 +153,7 @@ class DeltaTask {
         if (vp_ > size) std::memset(s_.updates, 0, 4 * first_ * vp_);
         row_.read_tokens(kept_.update, border, border + first_, head * size, size, s_.updates, vp_);
         std::memset(s_.rest, 0, 8 * fresh * vp_);
-        add_chains(s_.vectors, kp_, 2 * fresh, rule_.key_size, s_.state[h], vp_, vp_, s_.rest, vp_);
+        of_state(border, h, 2 * fresh, s_.vectors, s_.rest);
         for (int64_t t = 0; t < fresh; ++t) place(border, head, t);
         if (last_ == chunk_) advance(border + chunk_, h, head);
     }

@@ -62,12 +62,24 @@ class Mamba2Task {
   private:
     int64_t token(int64_t border, int64_t place) const { return row_.first + border + place - row_.computed; }
 
+    // Whether the step passes no border, and reads a state once.
+    bool stays(int64_t border) const { return border && row_.end - border < chunk_; }
+
+    // The products of vectors with the state of one head, where it lies or as it was read.
+    void of_state(int64_t border, int64_t h, int64_t count, const float* vectors, float* out) {
+        if (s_.state[h]) return add_chains(vectors, np_, count, scan_.state_size, s_.state[h], pp_, pp_, out, pp_);
+        const int64_t first = (group_ * heads_ + h) * scan_.state_size, stride = kept_.state.line_bytes / 4;
+        kept_.state.each_run(row_.states, border / chunk_ - 1, first, scan_.state_size, [&](const float* rows, int64_t at, int64_t n) {
+            add_chains(vectors + at, np_, count, n, rows, stride, pp_, out, pp_);
+        });
+    }
+
     void load_state(int64_t border, int64_t h) {
         const int64_t size = scan_.state_size * scan_.head_size, first = (group_ * heads_ + h) * size;
         float* own = s_.states + h * np_ * pp_;
         const bool whole = pp_ == scan_.head_size;
         s_.state[h] = border && whole ? kept_.state.direct(row_.states, border / chunk_ - 1, first, size) : nullptr;
-        if (s_.state[h]) return;
+        if (s_.state[h] || (whole && stays(border) && kept_.state.has_rows(pp_))) return;
         s_.state[h] = own;
         if (whole) return row_.read_state(kept_.state, border, first, size, own);
         for (int64_t n = 0; n < scan_.state_size; ++n) {
@@ -127,7 +139,7 @@ class Mamba2Task {
             row_.write(kept_.x, border + t, head * size, size, x);
         }
         std::memset(s_.results, 0, 4 * fresh * pp_);
-        add_chains(s_.c, np_, fresh, scan_.state_size, s_.state[h], pp_, pp_, s_.results, pp_);
+        of_state(border, h, fresh, s_.c, s_.results);
         for (int64_t t = 0; t < fresh; ++t) place(border, head, t);
         if (last_ == chunk_) advance(border + chunk_, h, head);
     }
