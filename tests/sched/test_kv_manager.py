@@ -63,7 +63,9 @@ def test_reserving_for_many_is_reserving_for_each(caching):
     for _ in range(3):
         starts = [other.num_computed for _, other in pairs]
         expected = [compute(each, request, 1) for request, _ in pairs]
-        assert all_at_once.reserve_each([other for _, other in pairs], starts) == [blocks[0][0] for blocks in expected]
+        assert all_at_once.reserve_each([other for _, other in pairs], starts, [at + 1 for at in starts]) == [
+            blocks[0][0] for blocks in expected
+        ]
         for request, other in pairs:
             other.num_computed += 1
             for one in (request, other):
@@ -79,16 +81,20 @@ def test_what_takes_a_look_at_each_is_not_reserved_for_many():
     for kv in (make_kv(full(), full()), make_kv(sliding(8))):
         request = make_request(PROMPT)
         admit(kv, request)
-        assert kv.reserve_each([request], [request.num_computed]) is None
+        assert kv.reserve_each([request], [request.num_computed], [request.num_computed + 1]) is None
     kv = make_kv(num_blocks=1 + 5 + 2)
     requests = [make_request(PROMPT[:BLOCK]) for _ in range(2)]
     for request in requests:
         admit(kv, request, BLOCK)
     others = make_request(list(range(300, 300 + 4 * BLOCK)))
     admit(kv, others)
-    assert kv.num_free_blocks == 1 and kv.reserve_each(requests, [BLOCK, BLOCK]) is None and kv.num_free_blocks == 1
-    assert kv.reserve_each(requests[:1], [BLOCK]) is not None
-    assert kv.reserve_each(requests[:1], [BLOCK]) is None  # its last block has room
+    assert (
+        kv.num_free_blocks == 1
+        and kv.reserve_each(requests, [BLOCK, BLOCK], [BLOCK + 1] * 2) is None
+        and kv.num_free_blocks == 1
+    )
+    assert kv.reserve_each(requests[:1], [BLOCK], [BLOCK + 1]) is not None
+    assert kv.reserve_each(requests[:1], [BLOCK], [BLOCK + 1]) is None  # its last block has room
 
 
 def test_a_hit_leaves_one_token_to_compute():
@@ -446,4 +452,26 @@ def test_a_hit_is_of_blocks_behind_which_the_same_tokens_stood(num_next):
     assert admit(kv, make_request([*other.tokens, 1, 2]))[0] == 20
     kv.release(first)
     assert admit(kv, make_request([*known, 5, 6]))[0] == 28, "what stands behind the last block nobody knew"
-    assert kv.reserve_each([], []) is None, "each is looked at: a name may wait"
+    assert kv.reserve_each([], [], []) is None, "each is looked at: a name may wait"
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_reserving_for_drafts_of_many_is_reserving_for_each(caching):
+    """Rows whose drafts reach into their next block: the same blocks, and the same content is found."""
+    each, all_at_once = make_kv(caching=caching), make_kv(caching=caching)
+    rows = [list(range(start, start + 6)) for start in (100, 200, 300)]
+    ones, others = ([make_request(tokens) for tokens in rows] for _ in range(2))
+    for kv, requests in ((each, ones), (all_at_once, others)):
+        for request in requests:
+            admit(kv, request)
+            request.tokens.append(7)
+    for kv, requests in ((each, ones), (all_at_once, others)):
+        if kv is each:
+            expected = [compute(kv, request, 4)[0][0] for request in requests]
+        else:
+            assert kv.reserve_each(requests, [6] * 3, [10] * 3) == expected
+            assert kv.reserve_each(requests, [6] * 3, [10] * 3) is None, "there is room"
+            assert kv.reserve_each(requests, [6] * 3, [18] * 3) is None, "more than a block"
+        kv.check()
+        found = [kv.match(make_request([*tokens, 7, 8, 9]), 8).num_tokens for tokens in rows]
+        assert found == [BLOCK if caching else 0] * 3

@@ -21,7 +21,7 @@ def preempt_at_next_growth(driver, monkeypatch):
         monkeypatch.setattr(kv, "reserve_each", reserve_each)
 
     monkeypatch.setattr(kv, "reserve", refuse)
-    monkeypatch.setattr(kv, "reserve_each", lambda requests, starts: None)
+    monkeypatch.setattr(kv, "reserve_each", lambda *_: None)
 
 
 def crowded(policy: str = "fcfs", priorities=(0, 0, 0)):

@@ -112,8 +112,8 @@ class World:
             return None
         return self._reserve(request, num_new, ahead)
 
-    def reserve_each(self, requests: Sequence[Request], starts: Sequence[int]):
-        return None if self.squeeze else self._reserve_each(requests, starts)
+    def reserve_each(self, requests: Sequence[Request], starts: Sequence[int], ends: Sequence[int]):
+        return None if self.squeeze else self._reserve_each(requests, starts, ends)
 
     @property
     def scheduler(self):

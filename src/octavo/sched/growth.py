@@ -47,14 +47,18 @@ class Growth:
             places = ((starts % self._kv.block_size == 0) | (num_new > 1)).nonzero()[0]
         if not len(places):
             return False
-        if not ahead and num_new[places].max() == 1 and self.extend(at[places], starts[places], work):
+        ends = np.minimum(starts + num_new + ahead, self._max_model_len)[places]
+        if (self._drafting.most or num_new[places].max() == 1) and self.extend(at[places], starts[places], ends, work):
+            if self._drafting.most:
+                self._running.rows.num_reserved[at[places]] = -(-ends // self._kv.block_size) * self._kv.block_size
             return False
         self._grow_each(at, num_new, places.tolist(), work)
         return bool(work.victims)
 
-    def extend(self, rows: IntArray, starts: IntArray, work: PlanBuilder) -> bool:
-        """A block for each of `rows`, which have computed `starts`; False, and nothing is done: see KVManager."""
-        blocks = self._kv.reserve_each([self._running.owners[row] for row in rows.tolist()], starts.tolist())
+    def extend(self, rows: IntArray, starts: IntArray, ends: IntArray, work: PlanBuilder) -> bool:
+        """A block for each of `rows`, which go from `starts` to `ends`; False, and nothing is done: see KVManager."""
+        owners = [self._running.owners[row] for row in rows.tolist()]
+        blocks = self._kv.reserve_each(owners, starts.tolist(), ends.tolist())
         if blocks is None:
             return False
         work.growth = [NewBlocks(rows, np.array(blocks))]

@@ -208,25 +208,27 @@ class KVManager:
         entry.num_tokens = max(entry.num_tokens, end)
         return new
 
-    def reserve_each(self, requests: Sequence[Request], starts: Sequence[int]) -> list[int] | None:
-        """What `reserve` gives each for one token more, where that is a block: requests[i] has computed starts[i].
+    def reserve_each(self, requests: Sequence[Request], starts: Sequence[int], ends: Sequence[int]) -> list[int] | None:
+        """What `reserve` gives each to reach ends[i] tokens, where that is a block: requests[i] has computed starts[i].
 
         Publishes the blocks that they leave. None, and nothing changes, where it takes a look at each: with several
         groups, sliding ones or such as need zeros, names that follow from tokens behind a block, too few free blocks,
-        and after rejected drafts, which leave room.
+        and where somebody has room, as rejected drafts leave it, or needs more than a block.
         """
         if not self._is_plain or len(requests) > self._pool.num_free:
             return None
         entries, size = [self._entries[request.request_id] for request in requests], self.block_size
-        if any(len(entry.tables[0]) * size > start for entry, start in zip(entries, starts, strict=True)):
+        if any(-(-end // size) - len(entry.tables[0]) != 1 for entry, end in zip(entries, ends, strict=True)):
             return None
         blocks = self._pool.reserve(len(requests))
-        for entry, start, block in zip(entries, starts, blocks, strict=True):
+        for entry, end, block in zip(entries, ends, blocks, strict=True):
             entry.tables[0].append(block)
-            entry.num_tokens = start + 1
+            entry.num_tokens = end
         if self._enable_prefix_caching:
             for request, entry, start in zip(requests, entries, starts, strict=True):
-                self._publish_last(request, entry, start)
+                up_to = min(start + 1, request.num_tokens) // size * size  # of drafts in flight few may count
+                if up_to > entry.num_published * size:
+                    self._publish_last(request, entry, up_to)
         return blocks
 
     def publish(self, request: Request, up_to: int) -> None:

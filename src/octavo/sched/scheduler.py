@@ -313,7 +313,7 @@ class Scheduler:
         rows, at = self._running.rows, self._running.at
         starts = rows.num_computed[at]
         places = (starts % self.kv.block_size == 0).nonzero()[0]
-        if len(places) and not self._growth.extend(at[places], starts[places], work):
+        if len(places) and not self._growth.extend(at[places], starts[places], starts[places] + 1, work):
             return False
         work.rows, work.num_tokens, work.num_sampling = at, self._running.ones, len(at)
         work.budget -= len(at)
