@@ -12,6 +12,7 @@ import dataclasses
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -24,9 +25,9 @@ from octavo.request.sampling_params import SamplingParams
 from octavo.request.seeds import sample_seed
 from octavo.request.transfer_params import of_sibling
 from octavo.request.updates import RequestUpdate
-from octavo.rl.session import WeightUpdates
+from octavo.rl.session import HOLD_TIMEOUT, WeightUpdates
 from octavo.sched import pause
-from octavo.worker.executor import Executor, PendingResult, ask
+from octavo.worker.executor import Executor, PendingResult, ask, ask_beside
 
 if TYPE_CHECKING:
     from octavo.sched.scheduler import Scheduler
@@ -78,11 +79,13 @@ class EngineCore:
         request_fields: Sequence[FieldSpec] = (),
         looks_ahead: bool = False,
         num_uncaptured: int = 0,
+        session_timeout: float | None = None,
     ) -> None:
         """`seed` draws the seeds of requests that have none; `async_scheduling` plans a step while one runs.
 
         `request_fields`: what the attention reads of a request beside its tokens; `looks_ahead`: whether a query may
-        see later keys of the prompt. num_uncaptured: graphs that the workers' start has left.
+        see later keys of the prompt. num_uncaptured: graphs that the workers' start has left. session_timeout: seconds
+        after which an update of which nothing is heard is over, or makes room.
         """
         self.scheduler = scheduler
         self.times = StepTimes()
@@ -98,8 +101,8 @@ class EngineCore:
         self.gate = pause.Gate()
         self._held: list[RequestUpdate] = []  # of steps that a pause has waited for; the next step tells them
         self._later: list[Request] = []  # that came while a pause waits for others
-        self.weights = WeightUpdates(self, self.gate)
-        self._calls: dict[str, Callable[[bytes], bytes]] = {
+        self.weights = WeightUpdates(self, self.gate, hold_timeout=session_timeout or HOLD_TIMEOUT)
+        self._calls: dict[str, Callable[[bytes], bytes | Future[bytes]]] = {
             "reset_prefix_cache": _call(pause.ResetOrder, self._reset),
             "standing": lambda _: msgspec.msgpack.encode(self.standing()),
             "pause": _call(pause.PauseOrder, self._pause),
@@ -167,12 +170,29 @@ class EngineCore:
         `reset_prefix_cache`: not a success, and nothing is done, while any block is held. `pause`: no step runs and
         no result is on its way when it answers, but for one that waits, which is done once `standing` is settled.
         New weights: `octavo.rl.session`. Raises ValueError for an unknown name, and for what an order may not hold.
+        One that waits for a trainer is waited for, without steps: `begin_call` does not.
+        """
+        answer = self.begin_call(name, payload)
+        while not answer.done():
+            self.weights.moves.wait()
+            self.weights.moves.poll()
+        return answer.result()
+
+    def begin_call(self, name: str, payload: bytes = b"") -> Future[bytes]:
+        """As `call`; what waits for a trainer waits beside the steps, and `weights.moves.poll` answers it later.
+
+        Cancelled, such a call is cut short, or not begun.
         """
         self._check_alive()
-        answer = self._calls.get(name)
-        if answer is None:
+        call = self._calls.get(name)
+        if call is None:
             raise ValueError(f"unknown call {name!r}: known are {', '.join(sorted(self._calls))}")
-        return answer(payload)
+        answer = call(payload)
+        if isinstance(answer, Future):
+            return answer
+        done = Future[bytes]()
+        done.set_result(answer)
+        return done
 
     @property
     def has_unfinished(self) -> bool:
@@ -207,7 +227,7 @@ class EngineCore:
     def capture_next(self) -> bool:
         """Capture one of the graphs that the start has left; False if there is none. Takes 10 to 30 ms."""
         self._check_alive()
-        if self.gate.asleep:  # what a graph reads may have no memory
+        if self.gate.asleep or self.gate.overwriting:  # what a graph reads may have no memory, or change
             return False
         self._has_uncaptured = self._has_uncaptured and any(self.ask_workers("capture_next", bool))
         return self._has_uncaptured
@@ -219,6 +239,10 @@ class EngineCore:
         """
         self._check_alive()
         return ask(self._executor, name, reply, request)
+
+    def ask_beside(self, name: str, reply: type[_Reply], request: Any = None) -> list[_Reply]:
+        """As `ask_workers`, from another thread, while steps run: for what touches nothing of them."""
+        return ask_beside(self._executor, name, reply, request)
 
     def close(self) -> None:
         """Wait for issued steps and release the worker. The engine cannot be used afterwards."""
@@ -253,6 +277,10 @@ class EngineCore:
         """Between two steps: plan none until the weights have changed, or are broken."""
         self.settle()
         self.gate.overwriting = True
+
+    def release_weights(self) -> None:
+        """Between two steps: plan them again, for no weight was overwritten."""
+        self.gate.overwriting = False
 
     def break_weights(self, reason: str) -> None:
         """Between two steps: end all requests, for nothing can be computed until whole weights have come."""

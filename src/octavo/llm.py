@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import logging
 import numbers
@@ -298,24 +299,24 @@ class LLM(WeightMethods):
         They serve from the end of the block on; an exception in it leaves the old ones. A DTensor is gathered, which
         all of its ranks have to do. See `start_weight_update` and `finish_weight_update`.
         """
-        self.start_weight_update(partial=partial, on_running=on_running)
+        session = self.start_weight_update(partial=partial, on_running=on_running)
         try:
-            yield self._load_weight
+            yield functools.partial(self._load_weight, session=session)
         except BaseException:
             with contextlib.suppress(WeightConflictError):  # it is over if a tensor was refused
-                self.abort_weight_update()
+                self.abort_weight_update(session=session)
             raise
-        self.finish_weight_update(version)
+        self.finish_weight_update(version, session=session)
 
-    def _load_weight(self, name: str, tensor: Any) -> None:
+    def _load_weight(self, name: str, tensor: Any, session: str | None = None) -> None:
         from octavo.rl.transport.local import Handed
 
         whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
         with Handed({name: whole}) as update_info:
-            self.update_weights(update_info)
+            self.update_weights({"update_info": update_info, "session": session})
 
     def _ask_core(self, name: str, payload: bytes = b"") -> bytes:
-        return self._shared.exclusively(lambda: self.engine.call(name, payload))
+        return self._shared.call(name, payload)
 
     @property
     def numerics_id(self) -> str:

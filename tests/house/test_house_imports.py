@@ -75,7 +75,9 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
         {"torch", "xxhash"},
     ),
     # the state machine of a weight update: an engine's loop, its frontends and a sender know it, without torch
-    "rl.session": (set(), {"msgspec"}),
+    "rl.session": ({"rl.moves"}, {"msgspec"}),
+    # what of it waits for a trainer beside the steps
+    "rl.moves": (set(), set()),
     # where new weights lie in a model: the loader's weight map for one that runs
     "rl.plan": ({"rl.session", "checkpoint", "models", "layers", "ops"}, {"torch"}),
     "rl.current_weights": ({"rl.session", "rl.plan", "checkpoint", "layers"}, {"torch"}),

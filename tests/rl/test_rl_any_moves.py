@@ -38,6 +38,7 @@ REFUSED = re.compile(
     r"|generate: an update had overwritten some weights"
     r"|(start_weight_update|update_weight_version|init_weight_transfer_engine) is not possible while an update is open"
     r"|(update_weights|finish_weight_update|abort_weight_update) needs an open update, and there is none"
+    r"|(update_weights|finish_weight_update|abort_weight_update): session '[0-9a-f]+' is not open: "
     r"|the memory of the weights sleeps"
     r"|partial=True needs whole weights"
 )

@@ -183,7 +183,7 @@ def test_what_is_refused_waits_for_no_further_buffer() -> None:
             began = time.monotonic()
             with pytest.raises(WeightUpdateError, match="holds NaN or Inf"):
                 llm.update_weights({"update_info": trainer.hear()})
-            assert time.monotonic() - began < patient(15) < 60
+            assert time.monotonic() - began < 60  # which it would wait for a further buffer
             with pytest.raises(WeightUpdateError, match="there is no group, or it failed"):
                 llm.start_weight_update()
                 llm.update_weights({"update_info": {"names": [], "dtype_names": [], "shapes": []}})

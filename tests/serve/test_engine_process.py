@@ -24,6 +24,7 @@ from octavo.checkpoint.hub import find_model
 from octavo.config.engine_config import EngineConfig
 from octavo.frontend import messages
 from octavo.frontend.messages import (
+    WITHDRAWN,
     Abort,
     Add,
     BadFrameError,
@@ -35,6 +36,7 @@ from octavo.frontend.messages import (
     Start,
     Stop,
     Updates,
+    Withdraw,
     decode_from_engine,
     decode_to_engine,
     encode,
@@ -197,6 +199,17 @@ def test_aborts_of_unknown_and_finished_sequences_are_ignored_and_counted() -> N
         done = raw.until(CallDone)
         assert done.call_id == 7 and msgspec.msgpack.decode(done.result, type=Standing).success
         assert raw.until(Heartbeat, busy=False).stats.num_unknown_aborts == 3
+
+
+def test_a_call_that_was_withdrawn_before_it_began_changes_nothing(one_raw_engine: RawEngine) -> None:
+    """RL.W8: its client has left; it is told so, and what comes behind it finds nothing changed."""
+    raw = one_raw_engine
+    raw.until(Heartbeat, busy=False)
+    raw.socket.sendall(bytes(encode(Call(11, "pause")) + encode(Withdraw(11)) + encode(Call(12, "standing"))))
+    assert raw.until(CallDone, call_id=11).error == WITHDRAWN
+    assert not msgspec.msgpack.decode(raw.until(CallDone, call_id=12).result, type=Standing).paused
+    raw.send(Withdraw(12), Withdraw(99), Call(13, "standing"))  # one that was answered, and one that never was
+    assert not raw.until(CallDone, call_id=13).error
 
 
 def test_stop_ends_the_process_in_order() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from octavo.checkpoint.hub import find_model
 from octavo.serve.routes.weights import METHODS
 from server_rig import RunningServer
+from test_routes_status import Client
 
 TINY = find_model("octavo-tiny", None, None)
 BODY = {"prompt": list(range(40)), "max_tokens": 12, "temperature": 0, "return_token_ids": True, "ignore_eos": True}
@@ -135,6 +137,43 @@ def test_rl_a4_a_recorded_loop_of_sglangs_clients(own_server: RunningServer, fol
     assert ids_of(own_server) == wanted
     post(own_server, "/update_weights_from_disk", {"model_path": str(TINY)})
     assert ids_of(own_server) == before
+
+
+def test_rl_w8_a_meeting_ends_with_its_client_and_stops_nobody(own_server: RunningServer) -> None:
+    """RL.W8: requests and questions are answered meanwhile; once nobody waits for its answer it is cut short."""
+    before = ids_of(own_server)
+
+    def waits() -> bool:
+        return bool(own_server.get("/weight_info").json()["waits_for_trainer"])
+
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        place = {"master_address": "127.0.0.1", "master_port": silent.getsockname()[1], "world_size": 2}
+        with Client(own_server, {"init_info": place}, "/init_weight_transfer_engine"):
+            while not waits():
+                pass
+            assert ids_of(own_server) == before
+            assert own_server.get("/is_paused").json() == {"is_paused": False}
+            assert own_server.get("/health").status == 200
+        while waits():
+            pass
+    assert ids_of(own_server) == before
+
+
+def test_rl_w9_a_session_has_a_name_that_vllms_clients_need_not_know(own_server: RunningServer, folder: Path) -> None:
+    """RL.W9: one that names another session is told how its own ended; one that names none goes on as before."""
+    first = post(own_server, "/start_weight_update")["session"]
+    post(own_server, "/abort_weight_update", {"session": first})
+    second = post(own_server, "/start_weight_update")["session"]
+    late = {"update_info": {"path": str(folder)}, "session": first}
+    for path, body in (("/update_weights", late), ("/finish_weight_update", late), ("/abort_weight_update", late)):
+        refused = own_server.post(
+            path, {key: body[key] for key in body if key == "session" or path == "/update_weights"}
+        )
+        assert refused.status == 409 and f"session '{first}' is not open: the update was aborted" in str(refused.json())
+    assert own_server.get("/weight_info").json()["state"] == "open" and second != first
+    post(own_server, "/abort_weight_update")
 
 
 @pytest.mark.parametrize(

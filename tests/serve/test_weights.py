@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import Future
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from engine_rig import PROMPT, params, read, running
 from octavo.request.outputs import WeightsSpan, join_spans
-from octavo.rl.session import Received, State, WeightConflictError, WeightUpdateError, WeightUpdates
+from octavo.rl.session import Received, State, Way, WeightConflictError, WeightUpdateError, WeightUpdates
 from octavo.sched.pause import Gate, Standing
 from octavo.serve.api.generation import _failure
+from octavo.serve.engine.leaving import Leaving
 from octavo.serve.engine.refusals import EngineHaltedError
 from octavo.serve.engine.stream import OutputStream, pieces
 from patience import patient
@@ -102,6 +104,36 @@ async def _arrive_late() -> None:
         assert refused is not None and (refused.status, refused.code) == (503, "weights_discarded")
 
 
+def test_a_move_whose_client_left_is_dropped_or_carried_to_its_end() -> None:
+    """RL.W8: before its first call began it is withdrawn; later only what waits for a trainer is."""
+    asyncio.run(_leave())
+
+
+async def _leave() -> None:
+    withdrawn: list[Future[bytes]] = []
+    leaving, asked = Leaving(withdrawn.append), dict[str, Future[bytes]]()
+
+    async def move(*names: str) -> None:
+        for name in names:
+            asked[name] = Future()
+            await leaving.answered(name, asked[name])
+
+    early = asyncio.create_task(move("pause"))
+    begun = asyncio.create_task(move("check_sleep", "sleep"))
+    update = asyncio.create_task(move("start_weight_update", "update_weights"))
+    await asyncio.sleep(0)
+    for name in ("check_sleep", "start_weight_update"):
+        asked[name].set_result(b"")
+    while "sleep" not in asked or "update_weights" not in asked:
+        await asyncio.sleep(0)
+    for task in (early, begun, update):
+        leaving.leave(task)
+    assert withdrawn == [asked["pause"], asked["update_weights"]]
+    for name in ("pause", "sleep", "update_weights"):
+        asked[name].set_result(b"")
+    await asyncio.gather(early, begun, update)
+
+
 class Core:
     """Of an engine whose worker says whether the old weights are whole."""
 
@@ -109,13 +141,27 @@ class Core:
         self.whole, self.broken = whole, ""
 
     def ask_workers(self, name: str, reply: type[Any], request: Any = None) -> list[Any]:
-        return [{"weights_update": Received(1, 8, 0.1, not self.whole), "weights_abort": self.whole}.get(name)]
+        received, way = Received(1, 8, 0.1, not self.whole), Way(False, not self.whole)
+        return [{"weights_expect": way, "weights_update": received, "weights_abort": self.whole}.get(name)]
+
+    ask_beside = ask_workers
+
+    def release_weights(self) -> None:
+        pass
 
     def hold_weights(self) -> None:
         pass
 
     def break_weights(self, reason: str) -> None:
         self.broken = reason
+
+
+def _told(updates: WeightUpdates, answer: Future[bytes]) -> bytes:
+    """Also of a move that waits."""
+    while not answer.done():
+        updates.moves.wait()
+        updates.moves.poll()
+    return answer.result()
 
 
 def test_an_update_that_holds_the_steps_is_given_up_in_time() -> None:
@@ -148,8 +194,8 @@ def test_an_update_whose_trainer_has_gone_stands_in_nobodys_way() -> None:
         now[0] += 3.0
         calls["update_weights"](b"\x80")
         now[0] += 9.0
-        assert b"while an update is open, for 12.0 s" in calls[name](b"\x80")
+        assert b"while an update is open, for 12.0 s" in calls[name](b"\x80").result()
         now[0] += 2.0
-        assert b"error" not in calls[name](b"\x80")
+        assert b"error" not in _told(updates, calls[name](b"\x80"))
         assert updates.state is (State.OPEN if name == "start_weight_update" else State.READY)
     assert updates.stats.num_failed_updates == 2 and not core.broken

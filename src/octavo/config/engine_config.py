@@ -213,6 +213,10 @@ class EngineConfig:
                 if key not in known:
                     hint = did_you_mean(str(key), known) or f"known keys: {', '.join(known)}"
                     raise ConfigError(name, key, "unknown key", hint)
+        for key in ("timeout", "session_timeout"):
+            seconds = self.weight_transfer_config.get(key, 1.0)
+            if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < 1e9:
+                raise ConfigError("weight_transfer_config", seconds, f"{key} must be a number of seconds above 0")
         read_speculative(self.speculative_config)
         named = self.attention_config.get("backend")
         if named is not None and self.attention_backend not in (None, named):

@@ -10,6 +10,7 @@ import functools
 import gc
 import time
 from collections.abc import Iterable
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -116,7 +117,11 @@ class Engine:
 
     def call(self, name: str, payload: bytes = b"") -> bytes:
         """Ask the core between two steps; see EngineCore.call. Raises ValueError for what it cannot use."""
-        return self._client.call(name, payload).result()
+        return self.core.call(name, payload)
+
+    def begin_call(self, name: str, payload: bytes = b"") -> Future[bytes]:
+        """As `call`, without waiting for a trainer; see EngineCore.begin_call."""
+        return self._client.call(name, payload)
 
     @property
     def has_unfinished(self) -> bool:

@@ -17,7 +17,8 @@ from octavo.request.fields import FieldSpec
 from octavo.request.sampling_params import SamplingParams
 from octavo.request.updates import RequestUpdate
 
-PROTOCOL = 2
+WITHDRAWN = "withdrawn"  # the error of a call that was withdrawn, and was not carried out
+PROTOCOL = 3
 MAX_FRAME_BYTES = 64 << 20
 MAX_TEXT = 2000  # characters of an error that a message carries
 _LENGTH = struct.Struct("<I")
@@ -56,11 +57,17 @@ class Call(msgspec.Struct, frozen=True, tag="call", forbid_unknown_fields=True):
     payload: bytes = b""  # msgpack, as the name says
 
 
+class Withdraw(msgspec.Struct, frozen=True, tag="withdraw", forbid_unknown_fields=True):
+    """Nobody waits for a call's answer: it is not begun, or what it waits for is cut short; else nothing changes."""
+
+    call_id: int
+
+
 class Stop(msgspec.Struct, frozen=True, tag="stop", forbid_unknown_fields=True):
     """Finish the step that runs and exit."""
 
 
-ToEngine = Start | Add | Abort | Call | Stop
+ToEngine = Start | Add | Abort | Call | Withdraw | Stop
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):

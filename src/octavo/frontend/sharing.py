@@ -122,6 +122,22 @@ class SharedEngine:
         """Ask the core between two steps; see Engine.ask."""
         return self.exclusively(lambda: self._engine.ask(name, order))
 
+    def call(self, name: str, payload: bytes = b"") -> bytes:
+        """Ask the core; see EngineCore.call. What waits for a trainer does so while others step.
+
+        Interrupted, it is cut short.
+        """
+        moves = self._engine.core.weights.moves
+        answer = self.exclusively(lambda: self._engine.begin_call(name, payload))
+        try:
+            while not answer.done():
+                moves.wait()
+                self.exclusively(moves.poll)
+        except BaseException:
+            self.exclusively(answer.cancel)
+            raise
+        return answer.result()
+
     def halt(self, order: PauseOrder, *, abort: bool) -> None:
         """Stop planning steps, and hand out what they gave. abort: with it every request that was queued ends."""
 

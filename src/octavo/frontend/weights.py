@@ -66,38 +66,43 @@ class WeightMethods(abc.ABC):
 
     def start_weight_update(
         self, *, partial: bool = False, on_running: str = "recompute", is_checkpoint_format: bool = True
-    ) -> None:
-        """Begin an update. The old weights serve until it is finished.
+    ) -> str:
+        """Begin an update. The old weights serve until it is finished. Its name: what comes with another is refused.
 
         partial: a subset of the weights may come. on_running: what becomes of requests that have begun: "recompute"
         (their tokens stay, K and V are computed again), "keep_kv" (later tokens attend K and V of the old weights, and
         say so) or "abort". Raises WeightConflictError while one is open.
         """
         fields = {"partial": partial, "on_running": on_running, "is_checkpoint_format": is_checkpoint_format}
-        result_of(self._ask_core("start_weight_update", message(**fields)))
+        return str(result_of(self._ask_core("start_weight_update", message(**fields)))["session"])
 
     def update_weights(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Receive tensors: `{"update_info": {"names", "dtype_names", "shapes", ...}}`, with the checkpoint's names.
 
+        Beside it may stand "session", the name that the start gave. Other threads' requests go on meanwhile.
         Returns {"num_tensors", "num_bytes"}. Whatever it raises, the update is over: the old weights serve on, unless a
         transport had begun to overwrite them.
         """
         return dict(result_of(self._ask_core("update_weights", told("update_info", request))))
 
     def finish_weight_update(
-        self, weight_version: str | None = None, *, on_running: str | None = None
+        self, weight_version: str | None = None, *, on_running: str | None = None, session: str | None = None
     ) -> dict[str, Any]:
         """Apply the update: steps from now on run with it. Returns {"weight_version", "num_tensors"}.
 
         weight_version: a label of up to 256 characters; None: the number of updates so far. on_running: instead of
-        what the start said. Raises WeightUpdateError, which names tensors, unless every weight has come.
+        what the start said. session: the name that the start gave. Raises WeightUpdateError, which names tensors,
+        unless every weight has come.
         """
-        fields = {"weight_version": weight_version, "on_running": on_running}
+        fields = {"weight_version": weight_version, "on_running": on_running, "session": session}
         return dict(result_of(self._ask_core("finish_weight_update", message(**fields))))
 
-    def abort_weight_update(self) -> None:
-        """End the update that is open without applying it."""
-        result_of(self._ask_core("abort_weight_update"))
+    def abort_weight_update(self, *, session: str | None = None) -> None:
+        """End the update that is open without applying it; a receive or a meeting that waits is cut short.
+
+        session: the name that the start gave. Raises WeightConflictError where no update is open, or another one.
+        """
+        result_of(self._ask_core("abort_weight_update", message(session=session)))
 
     def update_weight_version(self, weight_version: str) -> None:
         """Give the weights that are there another label. No request and no cached block is touched."""

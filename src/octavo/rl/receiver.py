@@ -18,8 +18,8 @@ from octavo.config.engine_config import Resolved
 from octavo.models.base import Model
 from octavo.rl.current_weights import CurrentWeights
 from octavo.rl.in_place import InPlace
-from octavo.rl.plan import Staged, WeightPlan
-from octavo.rl.session import Prepared, Received, WeightUpdateError
+from octavo.rl.plan import Incoming, Staged, WeightPlan
+from octavo.rl.session import Prepared, Received, Way, WeightTransferError, WeightUpdateError
 from octavo.rl.transport import Transport, make_transport
 
 _NO_BACKEND = "disk"  # for engines that were told of none
@@ -38,14 +38,21 @@ class WeightReceiver:
         self._backend = ""  # of the transport, once there is one
         self._session: Staged | None = None
         self._identity = ""  # of the weights that are there; empty: those of the start
+        self._is_watched = False  # the trainer's connection was there when the session began, and is the session's
+        self._waits_as = 0  # the number of the wait, for `cut`; 0: it is none
+        self._cut_until, self._why = -1, ""  # waits up to this number are cut short
 
-    def init(self, info: Mapping[str, Any]) -> dict[str, Any]:
-        """Meet the sender. What there was before is closed."""
+    def init(self, numbered: tuple[int, Mapping[str, Any]]) -> dict[str, Any]:
+        """Meet the sender. What there was before is closed. numbered: of the wait, for `cut`; and what is told.
+
+        Beside the steps, as `update` is: it touches nothing of them.
+        """
+        self._waits_as, info = numbered
         self.shutdown()
         inner = info.get("init_info", info)
         default = self._config.get("backend", self._group_backend if "master_address" in inner else _NO_BACKEND)
         backend = str(info.get("backend", default))
-        transport = make_transport(backend, self._device, self._config)
+        transport = make_transport(backend, self._device, self._config, self._check)
         try:
             facts = transport.open(inner, self._number)
         except BaseException:
@@ -63,22 +70,68 @@ class WeightReceiver:
     def start(self, partial: bool) -> None:
         """Begin a session."""
         self._session = Staged(self._plan, partial=partial)
+        self._is_watched = self._transport is not None and not self._transport.peer_is_gone
 
-    def update(self, info: Mapping[str, Any]) -> Received:
-        """Receive one message's tensors."""
-        began, session = time.perf_counter(), self._session
-        assert session is not None, "the engine has begun a session"
+    def cut(self, until: tuple[int, str]) -> None:
+        """End waits up to a number, and why. From any thread, while they wait."""
+        number, self._why = until
+        self._cut_until = max(number, self._cut_until)
+
+    def peer_is_gone(self) -> bool:
+        """Whether the open session can never be whole: the trainer that was there at its start has gone."""
+        transport, session = self._transport, self._session
+        if not self._is_watched or session is None or transport is None or not transport.peer_is_gone:
+            return False
+        try:
+            session.check()
+        except WeightUpdateError:
+            return True
+        return False
+
+    def _check(self) -> None:
+        if 0 < self._waits_as <= self._cut_until:
+            raise WeightTransferError(f"it was cut short: {self._why}")
+
+    def expect(self, info: Mapping[str, Any]) -> Way:
+        """Be ready for one message's tensors, between two steps."""
         info = self._own(info.get("update_info", info))
-        backend, transport = self._of(info)
+        _, transport = self._of(info)
+        session = self._session_for(transport)
+        overwrites = isinstance(session, InPlace)
+        if overwrites:
+            self._wait_for_device()  # for steps that read what may be overwritten
+        return Way(transport.waits, overwrites)
+
+    def _session_for(self, transport: Transport) -> Staged:
+        """The session, as one whose values come by this transport."""
+        session = self._session
+        assert session is not None, "the engine has begun a session"
         if self._config.get("staging", "none" if transport.overwrites else "host") == "none" and not isinstance(
             session, InPlace
         ):
             if session.arrived:
                 raise WeightUpdateError("one update has one backend: some of its tensors were kept until its end")
             session = self._session = InPlace(self._plan, self._resolved.quantization, self._device, of=session)
-        self._wait_for_device()  # for steps that read what may be overwritten
-        incoming = transport.receive(info, self._plan.read, session.put)
-        self._wait_for_device()
+        return session
+
+    def update(self, numbered: tuple[int, Mapping[str, Any]]) -> Received:
+        """Receive one message's tensors; `expect` was told of them. numbered: as of `init`.
+
+        Values of a session that overwrites nothing are kept on the host: steps may run meanwhile.
+        """
+        began = time.perf_counter()
+        self._waits_as, info = numbered
+        info = self._own(info.get("update_info", info))
+        backend, transport = self._of(info)
+        session = self._session_for(transport)
+
+        def put(incoming: Incoming, tensor: torch.Tensor) -> None:
+            self._check()
+            session.put(incoming, tensor)
+
+        incoming = transport.receive(info, self._plan.read, put)
+        if isinstance(session, InPlace):
+            self._wait_for_device()
         num_bytes = sum(each.num_bytes for each in incoming)
         overwrites = isinstance(session, InPlace) and session.has_overwritten
         return Received(len(incoming), num_bytes, time.perf_counter() - began, overwrites, backend)
@@ -110,7 +163,7 @@ class WeightReceiver:
 
     def abort(self) -> bool:
         """Drop the session; whether the old weights are whole."""
-        session, self._session = self._session, None
+        session, self._session, self._is_watched = self._session, None, False
         whole = not (isinstance(session, InPlace) and session.has_overwritten)
         if not whole:
             self._identity = secrets.token_hex(16)
@@ -150,7 +203,8 @@ class WeightReceiver:
         """What a message comes by: a folder and this process's tensors need no meeting, whoever was met."""
         for key, backend in _UNMET.items():
             if key in info and backend != self._backend:
-                return backend, make_transport(backend, self._device, self._config)
+                self._is_watched = False  # whoever was met is not who sends
+                return backend, make_transport(backend, self._device, self._config, self._check)
         transport = self._receiving()
         return self._backend or _NO_BACKEND, transport
 
@@ -159,5 +213,5 @@ class WeightReceiver:
             backend = str(self._config.get("backend", _NO_BACKEND))
             if backend != "disk":
                 raise WeightUpdateError(f"backend {backend!r} needs init_weight_transfer_engine before an update")
-            self._transport = make_transport(backend, self._device, self._config)
+            self._transport = make_transport(backend, self._device, self._config, self._check)
         return self._transport

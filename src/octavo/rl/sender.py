@@ -136,6 +136,7 @@ class Sender:
         self._address, self._size = address, num_workers + 1
         self._group: Group | None = None
         self._has_met = backend == "local"
+        self._session: str | None = None  # what the engine calls the update that is open
         self._dtypes: dict[str, torch.dtype] = {}  # what the engine rounds to, by pattern
 
     def send(
@@ -153,16 +154,16 @@ class Sender:
         if not self._has_met:
             self._meet()
             self._has_met = True
-        self._engine.start_weight_update(on_running=on_running)
+        self._session = self._engine.start_weight_update(on_running=on_running)
         try:
             for part in _sources(source):
                 getattr(self, f"_send_{self._backend}")(part.rounded(self._dtypes))
         except BaseException:
             with contextlib.suppress(WeightUpdateError, OSError):  # it is over already where the engine refused
-                self._engine.abort_weight_update()
+                self._engine.abort_weight_update(session=self._session)
             self.close()
             raise
-        self._engine.finish_weight_update(version)
+        self._engine.finish_weight_update(version, session=self._session)
 
     def close(self) -> None:
         """Leave the group, if there is one; the next `send` makes another."""
@@ -179,8 +180,9 @@ class Sender:
         make = make_gloo if self._backend == "gloo" else make_nccl
         info = {"master_address": self._address, "master_port": store.port, "rank_offset": 1, "world_size": self._size}
         request = {"backend": self._backend, "init_info": info}
-        with _Beside(lambda: self._read(self._engine.init_weight_transfer_engine(request))):
-            self._group = Group(make, self._address, store.port, 0, self._size, self._timeout, store=store)
+        with _Beside(lambda: self._read(self._engine.init_weight_transfer_engine(request))) as beside:
+            place = self._address, store.port
+            self._group = Group(make, *place, 0, self._size, self._timeout, store=store, check=beside.check)
 
     def _read(self, met: Mapping[str, Any]) -> None:
         """What an engine says of itself. All of its workers have one model's types."""
@@ -193,7 +195,8 @@ class Sender:
         device = "cuda" if self._backend == "nccl" else "cpu"
         size = BUFFER_BYTES if self._backend == "nccl" else _GLOO_BYTES
         message = {"update_info": {**told(incoming), "packed": True, "packed_buffer_size_bytes": size}}
-        with _Beside(lambda: self._engine.update_weights(message)) as beside:
+        with _Beside(lambda: self._update(message)) as beside:
+            group.check = beside.check  # what the engine refuses is heard while the group waits
             sent: Callable[[], None] | None = None
             for part in buffers(incoming, size):
                 beside.check()
@@ -209,10 +212,14 @@ class Sender:
 
     _send_gloo = _send_nccl = _send_group
 
+    def _update(self, message: Mapping[str, Any]) -> None:
+        """Tell of tensors that come, in this update and no other."""
+        self._engine.update_weights({**message, "session": self._session})
+
     def _send_local(self, source: WeightSource) -> None:
         for part in buffers(source.incoming, BUFFER_BYTES):
             with Handed({each.name: source.gather(each.name) for each in part}) as update_info:
-                self._engine.update_weights({"update_info": update_info})
+                self._update({"update_info": update_info})
 
     def _send_shm(self, source: WeightSource) -> None:
         for part in buffers(source.incoming, BUFFER_BYTES):
@@ -222,7 +229,7 @@ class Sender:
                 with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
                     for each in part:
                         file.write(memoryview(_bytes(source.gather(each.name)).cpu().numpy()))  # type: ignore[arg-type]
-                self._engine.update_weights({"update_info": {**told(part), "shm_name": name}})
+                self._update({"update_info": {**told(part), "shm_name": name}})
             finally:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path)
@@ -231,7 +238,7 @@ class Sender:
         for part in buffers(source.incoming, BUFFER_BYTES):
             buffer = _packed(source, part, "cuda")
             torch.cuda.current_stream().synchronize()
-            self._engine.update_weights({"update_info": {**told(part), "ipc_handle": handle_of(buffer)}})
+            self._update({"update_info": {**told(part), "ipc_handle": handle_of(buffer)}})
 
 
 def _sources(source: WeightSource | Iterable[tuple[str, torch.Tensor]]) -> Iterator[WeightSource]:
@@ -311,23 +318,25 @@ class _Server:
         found: dict[str, Any] = json.loads(self._post("init_weight_transfer_engine", request))
         return found
 
-    def start_weight_update(self, *, on_running: str) -> None:
-        self._post("start_weight_update", {"on_running": on_running})
+    def start_weight_update(self, *, on_running: str) -> str | None:
+        session: str | None = json.loads(self._post("start_weight_update", {"on_running": on_running})).get("session")
+        return session
 
     def update_weights(self, request: Mapping[str, Any]) -> None:
         self._post("update_weights", request)
 
-    def finish_weight_update(self, weight_version: str | None) -> None:
-        self._post("finish_weight_update", {} if weight_version is None else {"weight_version": weight_version})
+    def finish_weight_update(self, weight_version: str | None, *, session: str | None = None) -> None:
+        self._post("finish_weight_update", {"weight_version": weight_version, "session": session})
 
-    def abort_weight_update(self) -> None:
-        self._post("abort_weight_update", {})
+    def abort_weight_update(self, *, session: str | None = None) -> None:
+        self._post("abort_weight_update", {"session": session})
 
     def _post(self, name: str, body: Mapping[str, Any]) -> bytes:
         headers = {"Content-Type": "application/json"}
         if self._key is not None:
             headers["Authorization"] = f"Bearer {self._key}"
-        sent = f"{self._path}/{name}", json.dumps(body).encode(), headers
+        told = {key: value for key, value in body.items() if value is not None}
+        sent = f"{self._path}/{name}", json.dumps(told).encode(), headers
         try:
             status, said = self._exchange(*sent)
         except (OSError, http.client.HTTPException) as error:

@@ -9,19 +9,27 @@ named by: that is a digest of the weights, or a name that comes once.
 
 from __future__ import annotations
 
+import collections
 import enum
 import logging
+import secrets
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 import msgspec
+
+from octavo.rl.moves import Moves, Waiting
 
 BACKENDS = ("disk", "shm", "gloo", "nccl", "ipc", "local")  # the ways that tensors come
 _LOG = logging.getLogger(__name__)
 DEFAULT_VERSION = "default"  # before the first update, as other engines call it
 ON_RUNNING = ("recompute", "keep_kv", "abort")
 HOLD_TIMEOUT = 60.0  # seconds between two messages of a session that holds the steps, or stands in another's way
+_GONE = "its trainer has gone: the connection to it was closed, and tensors are missing"
+_LOOK_SECONDS = 1.0  # between two looks at whether a trainer is there
+_NUM_OVER = 16  # sessions whose end is remembered
 MAX_VERSION = 256  # characters of a version
 
 
@@ -64,6 +72,12 @@ class Start(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     is_checkpoint_format: bool = True  # names and shapes are a checkpoint's: there is no other form
 
 
+class Session(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which session a move is for."""
+
+    session: str | None = None  # the name that its start gave; None: the one that is open
+
+
 class Update(msgspec.Struct, frozen=True):
     """Tensors that come now, in this order; what else it says is the transport's to read."""
 
@@ -77,6 +91,7 @@ class Finish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     weight_version: str | None = None  # None: a number that counts updates
     on_running: str | None = None  # None: as the start said
+    session: str | None = None
 
 
 class Prepared(msgspec.Struct, frozen=True):
@@ -84,6 +99,13 @@ class Prepared(msgspec.Struct, frozen=True):
 
     identity: str  # of the weights that it makes: equal for equal ones
     num_tensors: int
+
+
+class Way(msgspec.Struct, frozen=True):
+    """How a message's tensors will come to a worker."""
+
+    waits: bool  # for a peer, or for files
+    overwrites: bool  # the old weights may be overwritten as they come
 
 
 class Received(msgspec.Struct, frozen=True):
@@ -118,6 +140,9 @@ class Core(Protocol):
     def ask_workers(self, name: str, reply: type[Any], request: Any = None) -> list[Any]:
         """Ask every worker; see EngineCore."""
 
+    def ask_beside(self, name: str, reply: type[Any], request: Any = None) -> list[Any]:
+        """Ask every worker from another thread, while steps run."""
+
     def change_weights(self, apply: Callable[[], object], identity: str, version: str, on_running: str) -> int:
         """Let steps that were issued end, apply, and go on with new names; how many requests ran."""
 
@@ -126,6 +151,9 @@ class Core(Protocol):
 
     def hold_weights(self) -> None:
         """Plan no step until `change_weights` or `break_weights`."""
+
+    def release_weights(self) -> None:
+        """Plan steps again: the old weights are whole."""
 
     def break_weights(self, reason: str) -> None:
         """End all requests: nothing can be computed."""
@@ -150,16 +178,20 @@ class WeightUpdates:
         self.state, self.version, self.stats = State.READY, DEFAULT_VERSION, UpdateStats()
         self._identity = ""  # of the weights that are being applied
         self._start, self._began, self._last, self._hold_timeout = Start(), 0.0, 0.0, hold_timeout
+        self._session, self._looked = "", 0.0  # the name of the session that is open, or was; the last look at its peer
+        self._over: collections.OrderedDict[str, str] = collections.OrderedDict()  # sessions -> how they ended
+        self._was_cut = False  # what waited, by an abort that is about to be answered
+        self.moves = Moves(_answer, self._cut)
 
-    def calls(self) -> dict[str, Callable[[bytes], bytes]]:
-        """What a core answers by name: an Answer each, whatever goes wrong."""
+    def calls(self) -> dict[str, Callable[[bytes], Future[bytes]]]:
+        """What a core answers by name: an Answer each, whatever goes wrong; behind a move that waits, or at once."""
         return {
-            "init_weight_transfer_engine": self._answering(self._init, dict[str, Any]),
-            "shutdown_weight_transfer_engine": self._answering(lambda _: self._shutdown()),
-            "start_weight_update": self._answering(self._open, Start),
-            "update_weights": self._answering(self._receive, dict[str, Any]),
-            "finish_weight_update": self._answering(self._finish, Finish),
-            "abort_weight_update": self._answering(lambda _: self._abort()),
+            "init_weight_transfer_engine": self._answering(self._init, dict[str, Any], after=self._before_init),
+            "shutdown_weight_transfer_engine": self._answering(lambda _: self._shutdown(), after=self._before_shutdown),
+            "start_weight_update": self._answering(self._open, Start, after=lambda _: not self.is_open),
+            "update_weights": self._answering(self._receive, dict[str, Any], after=_always),
+            "finish_weight_update": self._answering(self._finish, Finish, after=_always),
+            "abort_weight_update": self._answering(self._abort, Session, after=self._before_abort),
             "update_weight_version": self._answering(self._set_version, str),
             "weight_checksums": self._answering(lambda _: self._checksums()),
             "weight_values": self._answering(self._values, tuple[str, int]),
@@ -174,37 +206,80 @@ class WeightUpdates:
     @property
     def expires_in(self) -> float | None:
         """Seconds until a session that holds the steps is given up, if nothing is heard of it; None: there is none."""
-        return max(0.0, self._last + self._hold_timeout - self._clock()) if self.state is State.HELD else None
+        if self.state is not State.HELD or self.moves.is_busy:  # a receive has a deadline of its own
+            return None
+        return min(max(0.0, self._last + self._hold_timeout - self._clock()), _LOOK_SECONDS)
 
     def expire(self) -> None:
-        """Give up a session that holds the steps, and of which nothing was heard for `hold_timeout` seconds."""
-        if self.state is State.HELD and not self.expires_in:
+        """Give up a session that nobody can end: its trainer has gone, or holds the steps and was silent for long."""
+        if not self.is_open or self.moves.is_busy:
+            return
+        now = self._clock()
+        if self.state is State.HELD and now >= self._last + self._hold_timeout:
             self._fail(f"nothing was heard of it for {self._hold_timeout:g} s")
+        elif now >= self._looked + _LOOK_SECONDS:
+            self._look()
 
-    def _answering(self, move: Callable[[Any], Any], request: Any = None) -> Callable[[bytes], bytes]:
-        def answer(payload: bytes) -> bytes:
-            try:
+    def _look(self) -> None:
+        self._looked = self._clock()
+        if any(self._core.ask_workers("weights_peer_is_gone", bool)):
+            self._fail(_GONE)
+
+    def _answering(
+        self, move: Callable[[Any], Any], request: Any = None, *, after: Callable[[Any], bool] | None = None
+    ) -> Callable[[bytes], Future[bytes]]:
+        """`after`: whether it waits for a move that waits, as told; None: it does not."""
+
+        def answer(payload: bytes) -> Future[bytes]:
+            def read_and_move() -> Any:
                 self.expire()
-                told = msgspec.msgpack.decode(payload or b"\xc0", type=request or Any)
-                return msgspec.msgpack.encode({"result": move(told)})
-            except (ValueError, OSError) as error:
-                kinds = (kind for kind, known in reversed(ERRORS.items()) if isinstance(error, known))
-                return msgspec.msgpack.encode({"error": next(kinds, "invalid"), "text": str(error)})
+                return move(read())
+
+            def read() -> Any:
+                return msgspec.msgpack.decode(payload or (b"\x80" if request else b"\xc0"), type=request or Any)
+
+            try:
+                waits = after is not None and self.moves.is_busy and after(read())
+            except ValueError:  # it is told so by the move itself
+                waits = False
+            return self.moves.line_up(read_and_move) if waits else self.moves.do(read_and_move)
 
         return answer
 
-    def _init(self, info: dict[str, Any]) -> dict[str, Any]:
+    def _cut(self, number: int, reason: str) -> None:
+        """End the wait of a move that waits."""
+        self._core.ask_beside("weights_cut", type(None), (number, reason))
+
+    def _before_init(self, info: dict[str, Any]) -> bool:
+        """Whether it comes behind what waits: another meeting gives way to it."""
+        if not self.is_open:
+            self.moves.cut("another init_weight_transfer_engine came")
+        return not self.is_open
+
+    def _before_abort(self, which: Session) -> bool:
+        """Whether it comes behind what waits, which it cuts short: a receive of the session, or a meeting."""
+        if self.is_open:
+            self._need_open("abort_weight_update", which.session)
+        self.moves.cut("abort_weight_update came")
+        self._was_cut = True
+        return True
+
+    def _before_shutdown(self, _: None) -> bool:
+        self.moves.cut("shutdown_weight_transfer_engine came")
+        return True
+
+    def _init(self, info: dict[str, Any]) -> Waiting:
         self._make_room("init_weight_transfer_engine")
-        workers = self._core.ask_workers("weights_init", dict[str, Any], info)
+        workers = yield lambda number: self._core.ask_beside("weights_init", dict[str, Any], (number, info))
         _LOG.info("a sender of weights was met: %s", workers)
         return {"workers": workers}
 
     def _shutdown(self) -> None:
         if self.is_open:
-            self._abort()
+            self._fail("shutdown_weight_transfer_engine came")
         self._core.ask_workers("weights_shutdown", type(None))
 
-    def _open(self, start: Start) -> None:
+    def _open(self, start: Start) -> dict[str, str]:
         self._make_room("start_weight_update")
         _check_on_running(start.on_running)
         if not start.is_checkpoint_format:
@@ -216,21 +291,29 @@ class WeightUpdates:
         self._core.ask_workers("weights_start", type(None), start.partial)
         _LOG.info("an update of the weights begins: %s; weights %r serve", start, self.version)
         self._start, self._began = start, self._clock()
-        self._last = self._began
-        self.state = State.OPEN
+        self._last = self._looked = self._began
+        self.state, self._session = State.OPEN, secrets.token_hex(8)
+        return {"session": self._session}
 
-    def _receive(self, info: dict[str, Any]) -> dict[str, Any]:
-        self._need_open("update_weights")
+    def _receive(self, info: dict[str, Any]) -> Waiting:
+        self._need_open("update_weights", info.get("session"))
         try:
-            received = self._core.ask_workers("weights_update", Received, info)
+            ways = self._core.ask_workers("weights_expect", Way, info)
+            if self.state is State.OPEN and any(way.overwrites for way in ways):
+                self.state = State.HELD
+                self._core.hold_weights()
+            if any(way.waits for way in ways):
+                received = yield lambda number: self._core.ask_beside("weights_update", Received, (number, info))
+            else:
+                received = self._core.ask_workers("weights_update", Received, (0, info))
         except Exception as error:
             self._fail(str(error))
             raise
         finally:
             self._last = self._clock()
-        if self.state is State.OPEN and any(each.overwrites for each in received):
-            self.state = State.HELD
-            self._core.hold_weights()
+        if self.state is State.HELD and not any(each.overwrites for each in received):
+            self.state = State.OPEN
+            self._core.release_weights()
         self.stats.num_received_tensors += received[0].num_tensors
         self.stats.num_received_bytes += sum(each.num_bytes for each in received)
         seconds = max(each.seconds for each in received)
@@ -241,7 +324,7 @@ class WeightUpdates:
         return {"num_tensors": received[0].num_tensors, "num_bytes": received[0].num_bytes}
 
     def _finish(self, finish: Finish) -> dict[str, Any]:
-        self._need_open("finish_weight_update")
+        self._need_open("finish_weight_update", finish.session)
         on_running = finish.on_running or self._start.on_running
         version = str(self.stats.num_updates + 1) if finish.weight_version is None else finish.weight_version
         _check_on_running(on_running)
@@ -259,6 +342,7 @@ class WeightUpdates:
             self._fail(str(error), overwritten=True)
             raise
         self.state, self.version = State.READY, version
+        self._remember(f"it was finished, as {version!r}")
         stats, now = self.stats, self._clock()
         stats.num_updates += 1
         stats.update_seconds += now - self._began
@@ -280,22 +364,28 @@ class WeightUpdates:
     def _apply(self) -> None:
         self._core.ask_workers("weights_apply", type(None), self._identity)
 
-    def _abort(self) -> None:
-        self._need_open("abort_weight_update")
-        self._fail("the update was aborted")
+    def _abort(self, which: Session) -> None:
+        was_cut, self._was_cut = self._was_cut, False
+        if not was_cut:
+            self._need_open("abort_weight_update", which.session)
+        if self.is_open:
+            self._fail("the update was aborted")
 
     def _fail(self, reason: str, *, overwritten: bool = False) -> None:
         """The session is over: roll back, or break."""
         whole = all(self._core.ask_workers("weights_abort", bool)) and not overwritten
         self.stats.num_failed_updates += 1
         self.state = State.READY
+        self._remember(reason)
         _LOG.warning(
             "an update of the weights failed, weights %r %s: %s",
             self.version,
             "serve on" if whole else "are no longer whole",
             reason,
         )
-        if not whole:
+        if whole:
+            self._core.release_weights()
+        else:
             self._core.break_weights(
                 f"an update had overwritten some weights when it failed: send all of them ({reason})"
             )
@@ -329,12 +419,16 @@ class WeightUpdates:
             "weight_version": self.version,
             "age": age,
             "lost_because": self._gate.lost_because,
+            "waits_for_trainer": self.moves.is_busy,
         } | {"stats": msgspec.structs.asdict(self.stats)}
 
     def _make_room(self, move: str) -> None:
         """Raise WeightConflictError while an update is open, unless nothing was heard of it for long: it is over."""
-        if self.state is State.OPEN and self._clock() - self._last > self._hold_timeout:
-            self._fail(f"nothing was heard of it for {self._hold_timeout:g} s")
+        if self.state is State.OPEN and not self.moves.is_busy:
+            if self._clock() - self._last > self._hold_timeout:
+                self._fail(f"nothing was heard of it for {self._hold_timeout:g} s")
+            else:
+                self._look()
         self._refuse_if_open(move)
 
     def _refuse_if_open(self, move: str) -> None:
@@ -342,11 +436,33 @@ class WeightUpdates:
             age = self._clock() - self._began
             raise WeightConflictError(
                 f"{move} is not possible while an update is open, for {age:.1f} s by now: finish or abort it first"
+                f"{self._when_it_ends()}"
             )
 
-    def _need_open(self, move: str) -> None:
-        if not self.is_open:
-            raise WeightConflictError(f"{move} needs an open update, and there is none: start one first")
+    def _when_it_ends(self) -> str:
+        if self.moves.is_busy:
+            return "; its tensors are on their way now"
+        rest = max(0.0, self._last + self._hold_timeout - self._clock())
+        return (
+            f"; it makes room by itself in {rest:.1f} s, once nothing was heard of it for {self._hold_timeout:g} s"
+            " (session_timeout of weight_transfer_config), or when its trainer's connection is seen to be closed"
+        )
+
+    def _need_open(self, move: str, session: object = None) -> None:
+        """Raise WeightConflictError unless a session is open, and the one that the move is for, if that is said."""
+        if not self.is_open and session is None:
+            last = next(reversed(self._over.values()), "")
+            why = f" (the last one is over: {last})" if last else ""
+            raise WeightConflictError(f"{move} needs an open update, and there is none: start one first{why}")
+        if session is not None and not (self.is_open and session == self._session):
+            how = self._over.get(str(session), "it is none of this engine's last ones")
+            raise WeightConflictError(f"{move}: session {str(session)[:64]!r} is not open: {how}")
+
+    def _remember(self, how: str) -> None:
+        """How the session ended."""
+        self._over[self._session] = how
+        while len(self._over) > _NUM_OVER:
+            self._over.popitem(last=False)
 
 
 def result_of(answer: bytes) -> Any:
@@ -355,6 +471,19 @@ def result_of(answer: bytes) -> Any:
     if "error" in told:
         raise ERRORS[told["error"]](told["text"])
     return told["result"]
+
+
+def _answer(move: Callable[[], Any]) -> bytes:
+    """What came of a move, as a core's answer."""
+    try:
+        return msgspec.msgpack.encode({"result": move()})
+    except (ValueError, OSError) as error:
+        kinds = (kind for kind, known in reversed(ERRORS.items()) if isinstance(error, known))
+        return msgspec.msgpack.encode({"error": next(kinds, "invalid"), "text": str(error)})
+
+
+def _always(_: object) -> bool:
+    return True
 
 
 def _check_version(version: str) -> None:

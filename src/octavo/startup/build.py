@@ -123,6 +123,7 @@ def build_core(
         request_fields=facts.request_fields,
         looks_ahead=resolved.looks_ahead,
         num_uncaptured=num_uncaptured,
+        session_timeout=resolved.weight_transfer_config.get("session_timeout"),
     )
     return Built(core, engine_facts, frontend)
 

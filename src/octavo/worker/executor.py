@@ -59,6 +59,12 @@ def ask(executor: Executor, name: str, reply: type[_Reply], request: Any = None)
     return [msgspec.msgpack.decode(answer, type=reply) for answer in executor.call("call", name, payload)]
 
 
+def ask_beside(executor: Executor, name: str, reply: type[_Reply], request: Any = None) -> list[_Reply]:
+    """As `ask`, on the caller's thread, while steps may run."""
+    payload = msgspec.msgpack.encode(request)
+    return [msgspec.msgpack.decode(answer, type=reply) for answer in executor.beside("beside", name, payload)]
+
+
 class _Closed:
     """In place of a worker that was released."""
 

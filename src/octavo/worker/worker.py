@@ -192,6 +192,15 @@ class Worker:
         with self._operators:
             return self._calls.answer(name, payload)
 
+    def beside(self, name: str, payload: bytes) -> bytes:
+        """Do, on a thread of its own, what `octavo.worker.calls` has under `name`, and what touches nothing of a step.
+
+        Raises as `call`.
+        """
+        self._runner.enter_thread()
+        with Operators(self._resolved):  # this thread's
+            return self._calls.answer(name, payload)
+
     def _tensors(self, tag: str) -> list[torch.Tensor]:
         """What has the memory of a tag: the cache, or weights but for vectors, which take no page of their own."""
         return [self._runner.cache] if tag == CACHE else models.matrices(self._model)

@@ -23,12 +23,43 @@ _BYTES_PER_SECOND = 1e9
 
 Read = Callable[[Sequence[str], Sequence[str], Sequence[Sequence[int]]], list[Incoming]]
 Put = Callable[[Incoming, torch.Tensor], None]
+Check = Callable[[], None]
+"""Asked again and again by who waits for a peer; what it raises ends the wait."""
+
+
+def go_on() -> None:
+    """Nothing ends the wait."""
+
+
+class Alone:
+    """What a transport is that keeps no connection: it opens nothing, and nobody can go."""
+
+    overwrites = False
+    waits = True
+    peer_is_gone = False
+
+    def __init__(self) -> None:
+        """Nothing is opened."""
+        self.check: Check = go_on
+
+    def open(self, info: Mapping[str, Any], worker: int) -> dict[str, Any]:
+        """There is nobody to meet."""
+        return {}
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 class Transport(Protocol):
     """One worker's end. A message of a session is a dict whose further keys are the transport's own."""
 
     overwrites: bool  # tensors go to where they belong as they come; else they are kept on the host until all are there
+    waits: bool  # a receive waits for a peer or for files: it is done beside the steps
+    check: Check  # asked while a meeting or a receive waits for a peer
+
+    @property
+    def peer_is_gone(self) -> bool:
+        """Whether the sender's process has ended, as far as its connection tells. Waits for nothing."""
 
     def __init__(self, device: torch.device, options: Mapping[str, Any]) -> None:
         """`options`: what weight_transfer_config says beside the backend."""
@@ -47,12 +78,13 @@ class Transport(Protocol):
         """Let go of the sender. May be called twice."""
 
 
-def make_transport(backend: str, device: torch.device, options: Mapping[str, Any]) -> Transport:
+def make_transport(backend: str, device: torch.device, options: Mapping[str, Any], check: Check = go_on) -> Transport:
     """The backend's. Raises WeightUpdateError for an unknown one."""
     if backend not in BACKENDS:
         raise WeightUpdateError(f"unknown weight transfer backend {backend!r}: known are {', '.join(BACKENDS)}")
     module = importlib.import_module(f"octavo.rl.transport.{backend}")
     transport: Transport = module.TRANSPORT(device, options)
+    transport.check = check
     return transport
 
 

@@ -13,22 +13,17 @@ from octavo.checkpoint.cache_scales import scale_names
 from octavo.checkpoint.safetensors import DTYPES, Checkpoint
 from octavo.rl.plan import Incoming
 from octavo.rl.session import WeightTransferError, WeightUpdateError
-from octavo.rl.transport import Put, Read, field
+from octavo.rl.transport import Alone, Put, Read, field
 from octavo.rl.transport.pieces import read_ahead
 
 
-class DiskTransport:
+class DiskTransport(Alone):
     """See octavo.rl.transport.Transport. A message has `path`, a folder; `names` may choose among its tensors."""
-
-    overwrites = False
 
     def __init__(self, device: torch.device, options: Mapping[str, Any]) -> None:
         """Nothing is opened. options: `staging`, "none" where tensors go on to the device at once."""
+        super().__init__()
         self._onto = device if options.get("staging") == "none" else torch.device("cpu")
-
-    def open(self, info: Mapping[str, Any], worker: int) -> dict[str, Any]:
-        """There is nobody to meet."""
-        return {}
 
     def receive(self, info: Mapping[str, Any], read: Read, put: Put) -> list[Incoming]:
         """Read the files."""
@@ -62,9 +57,6 @@ class DiskTransport:
         finally:
             checkpoint.close()
         return incoming
-
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 TRANSPORT = DiskTransport

@@ -7,6 +7,7 @@ and another one may be made.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import queue
 import socket
@@ -20,35 +21,61 @@ from torch.distributed import BroadcastOptions, PrefixStore, TCPStore  # type: i
 
 from octavo.rl.plan import Incoming
 from octavo.rl.session import WeightTransferError, WeightUpdateError
-from octavo.rl.transport import TIMEOUT, UNTOLD_BYTES, Put, Read, buffers, deadline, field, split, told
+from octavo.rl.transport import (
+    TIMEOUT,
+    UNTOLD_BYTES,
+    Check,
+    Put,
+    Read,
+    buffers,
+    deadline,
+    field,
+    go_on,
+    split,
+    told,
+)
 
 _T = TypeVar("_T")
 _MAX_SIZE = 1 << 16  # members of a group
 _NAMED = ("names", "dtype_names", "shapes")
 _AHEAD_BYTES = 64 << 20  # of a buffer beside which the next one may be on its way
 _LEAST_SECONDS = 0.1  # for the rest of a meeting whose store answered late
+_ENDING = 0.5  # seconds in which what waits by a limit of its own may say what it waited for
+_LOOK_SECONDS = 0.05  # between two looks at whether who waits is to go on waiting
+_POLL_SECONDS = 0.0005  # between two looks at a GPU
 MakeGroup = Callable[[Any, int, int, datetime.timedelta, str], Any]
 """(store, rank, size, timeout, this machine's address) -> a process group."""
 
 
-def in_time(make: Callable[[], Any], seconds: float) -> Any:
-    """What `make` gives, which waits for a peer by limits of its own, one behind the other. Raises TimeoutError."""
+def in_time(make: Callable[[], Any], seconds: float, check: Check = go_on) -> Any:
+    """What `make` gives, which waits for a peer by limits of its own, one behind the other. Raises TimeoutError.
+
+    What `check` raises is raised here, while it waits; `make` is left to itself then.
+    """
     made: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    until = time.monotonic() + seconds
 
     def run() -> None:
         try:
+            if device is not None:  # a thread begins on the first one
+                torch.cuda.set_device(device)
             made.put((make(), None))
         except BaseException as error:
             made.put((None, error))
 
     threading.Thread(target=run, daemon=True, name="octavo-meeting").start()
-    try:
-        result, error = made.get(timeout=seconds)
-    except queue.Empty:
-        raise TimeoutError("the time was over") from None
-    if error is not None:
-        raise error
-    return result
+    while True:
+        try:
+            result, error = made.get(timeout=max(min(_LOOK_SECONDS, until - time.monotonic()), 0.0))
+        except queue.Empty:
+            check()
+            if time.monotonic() < until:
+                continue
+            raise TimeoutError("the time was over") from None
+        if error is not None:
+            raise error
+        return result
 
 
 class Group:
@@ -65,20 +92,45 @@ class Group:
         *,
         store: Any = None,
         name: str = "",
+        check: Check = go_on,
     ) -> None:
         """Waits for all. Raises WeightTransferError. store: rank 0's, if it is there already.
 
-        name: of a group that rank 0 makes with torch's `_new_process_group_helper`, as SGLang's clients do.
+        name: of a group that rank 0 makes with torch's `_new_process_group_helper`, as SGLang's clients do. check:
+        asked in every wait, here and later; what it raises ends that.
         """
-        self.peer = f"rank 0 of {size} at {address}:{port}"
+        self.peer, self.check = f"rank 0 of {size} at {address}:{port}", check
         until, limit = time.monotonic() + timeout, datetime.timedelta(seconds=timeout)
-        try:
-            self._store = store or TCPStore(address, port, size, False, limit, wait_for_workers=bool(name))
-            prefixed = _torchs_store(self._store, name, make) if name else PrefixStore("octavo weights", self._store)
+
+        def meet() -> tuple[Any, Any]:
+            # torch's client asks again and again, beyond its own limit
+            met = store or TCPStore(address, port, size, False, limit, wait_for_workers=bool(name))
+            prefixed = _torchs_store(met, name, make) if name else PrefixStore("octavo weights", met)
             rest = datetime.timedelta(seconds=max(until - time.monotonic(), _LEAST_SECONDS))
-            self._group = make(prefixed, rank, size, rest, _own_address(address, port))
+            return met, make(prefixed, rank, size, rest, _own_address(address, port))
+
+        try:
+            self._store, self._group = in_time(meet, timeout + _ENDING, check)
+        except TimeoutError:
+            raise WeightTransferError(
+                f"{self.peer} was not met within {timeout:g} s: {_who_is_there(address, port)}"
+            ) from None
         except (RuntimeError, OSError) as error:
             raise WeightTransferError(f"{self.peer} was not met within {timeout:g} s: {_line(error)}") from None
+        self._quiet = None if store else _quiet_connection(address, port)
+        self._works: list[Any] = []  # that were begun, and may be on their way
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether rank 0's process has ended, or let go of its store. Waits for nothing."""
+        if self._quiet is None:
+            return False
+        try:
+            return not self._quiet.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
     def broadcast(self, tensor: torch.Tensor, name: str, seconds: float) -> None:
         """Send `tensor`, or receive into it. Raises WeightTransferError, with the tensor's name."""
@@ -90,9 +142,11 @@ class Group:
         options = BroadcastOptions()
         options.rootRank, options.timeout = 0, limit
         work = self._telling(name, seconds, lambda: self._group.broadcast([tensor], options))
+        self._works.append(work)
 
         def wait() -> None:
-            work.wait(limit)
+            _wait_for(work, time.monotonic() + seconds, self.check, is_cuda=tensor.is_cuda)
+            self._works.remove(work)
             if tensor.is_cuda:
                 torch.cuda.current_stream(tensor.device).synchronize()
 
@@ -107,24 +161,35 @@ class Group:
             ) from None
 
     def close(self) -> None:
-        """Leave."""
+        """Leave; a group with a buffer on its way is left meanwhile, which takes until that is given up."""
+        if self._quiet is not None:
+            self._quiet.close()
+            self._quiet = None
+        works, self._works = self._works, []
+        if all(work.is_completed() for work in works):
+            self._leave()
+        else:
+            threading.Thread(target=self._leave, daemon=True, name="octavo-leaving").start()
+
+    def _leave(self) -> None:
         abort = getattr(self._group, "abort", None)
         if abort is not None:
             abort()
-        self._group = self._store = None
+        self._group = self._store = None  # nobody else has them: this may wait, too
 
 
 class GroupTransport:
     """See octavo.rl.transport.Transport. `init_info` has master_address, master_port, rank_offset and world_size."""
 
     overwrites = False
+    waits = True
     make: MakeGroup
 
     def __init__(self, device: torch.device, options: Mapping[str, Any]) -> None:
         """Nobody is met."""
         self._device, self._options = device, options
+        self.check: Check = go_on
         self._group: Group | None = None
-        self._is_awaited = False  # a buffer is on its way, and nobody waits for it
         self._last: dict[str, Any] = {}  # what the last message told of its tensors
 
     def open(self, info: Mapping[str, Any], worker: int) -> dict[str, Any]:
@@ -142,7 +207,7 @@ class GroupTransport:
         self._packed = field(info, "packed", bool, False)
         self._buffer_bytes = field(info, "packed_buffer_size_bytes", int, UNTOLD_BYTES)
         self._last = {}
-        self._group = Group(type(self).make, address, port, rank, size, seconds, name=name)
+        self._group = Group(type(self).make, address, port, rank, size, seconds, name=name, check=self.check)
         return {"rank": rank, "world_size": size}
 
     def receive(self, info: Mapping[str, Any], read: Read, put: Put) -> list[Incoming]:
@@ -164,16 +229,16 @@ class GroupTransport:
             raise
         return incoming
 
+    @property
+    def peer_is_gone(self) -> bool:
+        """Whether the trainer has gone."""
+        return self._group is not None and self._group.is_gone
+
     def close(self) -> None:
-        """Leave the group; one with a buffer on its way is left meanwhile, which takes until that is given up."""
+        """Leave the group."""
         group, self._group = self._group, None
-        if group is None:
-            return
-        if self._is_awaited:
-            threading.Thread(target=group.close, daemon=True, name="octavo-leaving").start()
-        else:
+        if group is not None:
             group.close()
-        self._is_awaited = False
 
     def _with_names(self, info: Mapping[str, Any]) -> Mapping[str, Any]:
         """`info` with the tensors of the last message, where it names none: a sender tells of them once."""
@@ -190,11 +255,10 @@ class GroupTransport:
         while part is not None and begun is not None:
             buffer, wait = begun
             wait()
-            self._is_awaited = False
             following = next(parts, None)
             begun = None
             if following is not None and buffer.device.type == "cpu" and buffer.numel() <= _AHEAD_BYTES:
-                begun, self._is_awaited = self._begin(group, following), True
+                begun = self._begin(group, following)
             yield part, buffer
             part = following
             if part is not None and begun is None:
@@ -204,6 +268,37 @@ class GroupTransport:
         num_bytes = sum(each.num_bytes for each in part)
         buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         return buffer, group.begin_broadcast(buffer, part[0].name, deadline(self._options, num_bytes))
+
+
+def _wait_for(work: Any, until: float, check: Check, *, is_cuda: bool) -> None:
+    """Wait for what a group does. Raises RuntimeError where it fails or the time is over, and what `check` raises."""
+    while not work.is_completed() and time.monotonic() < until:  # a GPU's wait that is over would end the group
+        check()
+        if is_cuda:
+            time.sleep(_POLL_SECONDS)
+            continue
+        with contextlib.suppress(RuntimeError):  # what failed is told below
+            work.wait(datetime.timedelta(seconds=_LOOK_SECONDS))
+    work.wait(datetime.timedelta(seconds=max(until - time.monotonic(), 0.001)))
+
+
+def _quiet_connection(address: str, port: int) -> socket.socket | None:
+    """A connection on which nothing is said, and which ends with who holds the store. None: there is none."""
+    try:
+        quiet = socket.create_connection((address, port), _ENDING)
+    except OSError:
+        return None
+    quiet.setblocking(False)
+    return quiet
+
+
+def _who_is_there(address: str, port: int) -> str:
+    """Why nobody was met at an address, as far as a connection tells."""
+    try:
+        socket.create_connection((address, port), _ENDING).close()
+    except OSError as error:
+        return f"nobody answers there ({error.strerror or error}): is it the trainer's address and port?"
+    return "its store answers, and not all of the group have come to it"
 
 
 def _torchs_store(store: Any, name: str, make: MakeGroup) -> Any:

@@ -14,7 +14,7 @@ import torch
 
 from octavo.rl.plan import Incoming
 from octavo.rl.session import WeightTransferError, WeightUpdateError
-from octavo.rl.transport import Put, Read, field, split, told
+from octavo.rl.transport import Alone, Put, Read, field, split, told
 
 # Of what torch says of a storage that is shared, in its order, without the device's number, which is a process's own.
 _BYTES = ("handle", "ref_counter_handle", "event_handle")
@@ -41,15 +41,17 @@ def handle_of(buffer: torch.Tensor) -> dict[str, Any]:
     return {**parts, **told, "device_uuid": uuid}
 
 
-class IpcTransport:
+class IpcTransport(Alone):
     """See octavo.rl.transport.Transport. A message has `ipc_handle`, one or one of each GPU by its uuid."""
 
     overwrites = True
+    waits = False
 
     def __init__(self, device: torch.device, options: Mapping[str, Any]) -> None:
         """Raises WeightUpdateError without a GPU."""
         if device.type != "cuda":
             raise WeightUpdateError(f"backend 'ipc' needs a GPU, and the engine runs on {device.type}: take 'shm'")
+        super().__init__()
         self._index = torch.cuda.current_device() if device.index is None else device.index
 
     def open(self, info: Mapping[str, Any], worker: int) -> dict[str, Any]:
@@ -72,9 +74,6 @@ class IpcTransport:
         torch.cuda.synchronize(self._index)
         del buffer
         return incoming
-
-    def close(self) -> None:
-        """Nothing is open between two messages."""
 
     @property
     def _uuid(self) -> str:

@@ -10,7 +10,7 @@ import torch
 
 from octavo.rl.plan import Incoming
 from octavo.rl.session import WeightUpdateError
-from octavo.rl.transport import Put, Read, field, told
+from octavo.rl.transport import Alone, Put, Read, field, told
 
 _HANDED: dict[int, list[torch.Tensor]] = {}
 _KEYS = itertools.count()
@@ -46,17 +46,14 @@ class Handed:
         _HANDED.pop(self._key, None)
 
 
-class LocalTransport:
+class LocalTransport(Alone):
     """See octavo.rl.transport.Transport. A message has `local_key`, of a Handed that is open."""
 
-    overwrites = False
+    waits = False
 
     def __init__(self, device: torch.device, options: Mapping[str, Any]) -> None:
         """Nothing is opened."""
-
-    def open(self, info: Mapping[str, Any], worker: int) -> dict[str, Any]:
-        """There is nobody to meet."""
-        return {}
+        super().__init__()
 
     def receive(self, info: Mapping[str, Any], read: Read, put: Put) -> list[Incoming]:
         """Take the tensors where they are."""
@@ -67,9 +64,6 @@ class LocalTransport:
         for each, tensor in zip(incoming, tensors, strict=True):
             put(each, tensor)
         return incoming
-
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 TRANSPORT = LocalTransport

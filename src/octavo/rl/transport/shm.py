@@ -15,24 +15,19 @@ import torch
 
 from octavo.rl.plan import Incoming
 from octavo.rl.session import WeightTransferError, WeightUpdateError
-from octavo.rl.transport import BUFFER_BYTES, Put, Read, buffers, field, split, told
+from octavo.rl.transport import BUFFER_BYTES, Alone, Put, Read, buffers, field, split, told
 
 FOLDER = "/dev/shm"
 PREFIX = "octavo-weights-"
 _NAME = re.compile(re.escape(PREFIX) + r"[0-9a-f]{32}")
 
 
-class ShmTransport:
+class ShmTransport(Alone):
     """See octavo.rl.transport.Transport. A message has `shm_name`; its tensors lie one behind the other."""
-
-    overwrites = False
 
     def __init__(self, device: torch.device, options: Mapping[str, Any]) -> None:
         """Nothing is opened."""
-
-    def open(self, info: Mapping[str, Any], worker: int) -> dict[str, Any]:
-        """There is nobody to meet."""
-        return {}
+        super().__init__()
 
     def receive(self, info: Mapping[str, Any], read: Read, put: Put) -> list[Incoming]:
         """Read the file, a buffer at a time."""
@@ -55,9 +50,6 @@ class ShmTransport:
         finally:
             os.close(file)
         return incoming
-
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 def _open(name: str) -> int:

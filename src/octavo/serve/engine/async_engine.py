@@ -28,6 +28,7 @@ from octavo.request.sampling_params import Limits, SamplingParams
 from octavo.request.updates import RequestUpdate, once_each
 from octavo.serve.engine.client import EngineClient, Supervision
 from octavo.serve.engine.control import AsyncControl
+from octavo.serve.engine.leaving import Leaving
 from octavo.serve.engine.model_files import ModelFiles
 from octavo.serve.engine.refusals import EngineDeadError, EngineDrainingError, EngineLoadingError, QueueFullError
 from octavo.serve.engine.stream import OutputStream, RequestFacts, SlowReaderError, Stream
@@ -67,6 +68,7 @@ class AsyncEngine(AsyncWeightMethods):
         self._suspects = Suspects()
         self.observers: list[Observer] = [self._suspects.watch]
         self.control = AsyncControl(self.call, self._deliver_now, self.abort_all)
+        self.leaving = Leaving(lambda answer: self._client.withdraw(answer))
         self._client: EngineClient
         self._frontend: Frontend  # of the engine process that is there
         self._streams: dict[str, Stream] = {}
@@ -187,10 +189,11 @@ class AsyncEngine(AsyncWeightMethods):
     async def call(self, name: str, payload: bytes = b"") -> bytes:
         """Ask the core between two steps; see EngineCore.call.
 
-        Raises EngineDeadError if the engine is down or goes away, ValueError for what the core cannot use.
+        Raises EngineDeadError if the engine is down or goes away, ValueError for what the core cannot use, and
+        CallWithdrawnError where nobody waits for it: see `leaving`.
         """
         self._refuse_if_down()
-        return await asyncio.wrap_future(self._client.call(name, payload))
+        return await self.leaving.answered(name, self._client.call(name, payload))
 
     async def wait_ready(self, timeout: float | None = None) -> None:
         """Until requests are taken. Raises EngineDeadError with the reason if that will never be, or TimeoutError."""

@@ -27,6 +27,7 @@ import octavo
 from octavo.config.engine_config import EngineConfig
 from octavo.frontend.messages import (
     PROTOCOL,
+    WITHDRAWN,
     Abort,
     Add,
     BadFrameError,
@@ -42,12 +43,13 @@ from octavo.frontend.messages import (
     Stop,
     ToEngine,
     Updates,
+    Withdraw,
     decode_from_engine,
     encode,
 )
 from octavo.request.sampling_params import ParameterError
 from octavo.request.updates import RequestUpdate
-from octavo.serve.engine.refusals import EngineDeadError
+from octavo.serve.engine.refusals import CallWithdrawnError, EngineDeadError
 
 _LOG = logging.getLogger(__name__)
 
@@ -186,6 +188,13 @@ class EngineClient:
         self._answers[self._num_calls] = answer
         return answer
 
+    def withdraw(self, answer: Future[bytes]) -> None:
+        """Nobody waits for a call's answer: if it has not begun, or waits for a trainer, it fails, withdrawn."""
+        for call_id, known in self._answers.items():
+            if known is answer:
+                self.send(Withdraw(call_id))
+                return
+
     def send(self, message: ToEngine) -> None:
         """Queue a message; those of one turn of the event loop go out together. Lost if the engine is down.
 
@@ -293,7 +302,9 @@ class EngineClient:
         answer = self._answers.pop(message.call_id, None)
         if answer is None or not answer.set_running_or_notify_cancel():
             return
-        if message.error:
+        if message.error == WITHDRAWN:
+            answer.set_exception(CallWithdrawnError("who asked has left"))
+        elif message.error:
             answer.set_exception((ValueError if message.is_users else RuntimeError)(message.error))
         else:
             answer.set_result(message.result)

@@ -21,6 +21,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import NoReturn
 
 import msgspec
@@ -31,6 +32,7 @@ from octavo.frontend.in_process import InProcessClient
 from octavo.frontend.messages import (
     MAX_TEXT,
     PROTOCOL,
+    WITHDRAWN,
     Abort,
     Add,
     BadFrameError,
@@ -46,6 +48,7 @@ from octavo.frontend.messages import (
     Stop,
     ToEngine,
     Updates,
+    Withdraw,
     decode_to_engine,
     encode,
 )
@@ -82,6 +85,8 @@ class EngineProcess:
         self._limits = Limits(vocab_size=0, max_model_len=0)
         self._sequences: set[str] = set()  # unfinished ones
         self._calls: collections.deque[Call] = collections.deque()
+        self._answers: dict[int, Future[bytes]] = {}  # of calls that were begun and wait for a trainer
+        self._withdrawn: set[int] = set()  # calls of the two, that nobody waits for any more
         self._stopping = False
         self._is_answering = False  # a call, which has a deadline of its own, and no step
         self._num_turns = 0
@@ -144,9 +149,13 @@ class EngineProcess:
 
     def _loop(self, client: InProcessClient) -> None:
         core = client.core
+        core.weights.moves.on_news = self._wake.set
         idle = False
         while not self._stopping:
             self._wake.clear()
+            core.weights.moves.poll()
+            if self._withdrawn:
+                self._withdraw()
             if not (core.has_unfinished or self._calls):
                 if not idle:
                     idle = True
@@ -167,9 +176,27 @@ class EngineProcess:
 
     def _answer(self, client: InProcessClient, call: Call) -> None:
         """Ask the core. What goes wrong is told to whoever called; the engine goes on."""
+        if call.call_id in self._withdrawn:
+            self._withdrawn.discard(call.call_id)
+            self.send(CallDone(call.call_id, error=WITHDRAWN))
+            return
         self._is_answering = True
         try:
-            self.send(CallDone(call.call_id, client.call(call.name, call.payload).result()))
+            answer = client.call(call.name, call.payload)
+        finally:
+            self._is_answering = False
+        self._answers[call.call_id] = answer
+        answer.add_done_callback(lambda done: self._tell(call, done))  # at once, unless it waits for a trainer
+
+    def _tell(self, call: Call, answer: Future[bytes]) -> None:
+        """Send what came of a call."""
+        self._answers.pop(call.call_id, None)
+        self._withdrawn.discard(call.call_id)
+        if answer.cancelled():
+            self.send(CallDone(call.call_id, error=WITHDRAWN))
+            return
+        try:
+            self.send(CallDone(call.call_id, answer.result()))
         except OSError:
             raise
         except Exception as error:
@@ -177,8 +204,16 @@ class EngineProcess:
             text = str(error) if is_users else _describe(error)
             _LOG.error("call %s failed: %s", call.name, text)
             self.send(CallDone(call.call_id, error=text[:MAX_TEXT], is_users=is_users))
-        finally:
-            self._is_answering = False
+
+    def _withdraw(self) -> None:
+        """Let go of calls whose clients have left; those that were answered meanwhile are not known here."""
+        waiting = {call.call_id for call in list(self._calls)}
+        for call_id in list(self._withdrawn):
+            answer = self._answers.get(call_id)
+            if answer is not None:
+                answer.cancel()
+            elif call_id not in waiting:
+                self._withdrawn.discard(call_id)
 
     def _send_updates(self, step: int, updates: list[RequestUpdate]) -> None:
         """In one frame, or in as few as may be."""
@@ -260,6 +295,8 @@ class EngineProcess:
             self._client.abort(known)
         elif isinstance(message, Call):
             self._calls.append(message)
+        elif isinstance(message, Withdraw):
+            self._withdrawn.add(message.call_id)
         elif isinstance(message, Stop):
             self._stopping = True
         else:

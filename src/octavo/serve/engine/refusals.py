@@ -23,6 +23,10 @@ class EngineDrainingError(EngineDeadError):
     """The server is about to stop."""
 
 
+class CallWithdrawnError(RuntimeError):
+    """The core was asked, and who asked has left before it was done: nothing was changed."""
+
+
 class EngineHaltedError(RuntimeError):
     """The engine lives, and takes no request until somebody lets it. `code`: a word for why."""
 

@@ -41,25 +41,25 @@ class AsyncWeightMethods(abc.ABC):
 
     async def start_weight_update(
         self, *, partial: bool = False, on_running: str = "recompute", is_checkpoint_format: bool = True
-    ) -> None:
+    ) -> str:
         """See WeightMethods."""
         fields = {"partial": partial, "on_running": on_running, "is_checkpoint_format": is_checkpoint_format}
-        result_of(await self._moved("start_weight_update", message(**fields)))
+        return str(result_of(await self._moved("start_weight_update", message(**fields)))["session"])
 
     async def update_weights(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """See WeightMethods."""
         return dict(result_of(await self._moved("update_weights", told("update_info", request))))
 
     async def finish_weight_update(
-        self, weight_version: str | None = None, *, on_running: str | None = None
+        self, weight_version: str | None = None, *, on_running: str | None = None, session: str | None = None
     ) -> dict[str, Any]:
         """See WeightMethods."""
-        fields = {"weight_version": weight_version, "on_running": on_running}
+        fields = {"weight_version": weight_version, "on_running": on_running, "session": session}
         return dict(result_of(await self._moved("finish_weight_update", message(**fields))))
 
-    async def abort_weight_update(self) -> None:
+    async def abort_weight_update(self, *, session: str | None = None) -> None:
         """See WeightMethods."""
-        result_of(await self._moved("abort_weight_update"))
+        result_of(await self._moved("abort_weight_update", message(session=session)))
 
     async def update_weight_version(self, weight_version: str) -> None:
         """See WeightMethods."""

@@ -64,6 +64,7 @@ class Exchange:
         self.notes: dict[str, Any] = {}  # figures for the log
         self.last_sent = self.started  # of a stream
         self._streaming = self._ended = self._left = False
+        self._read: bytes | None = None  # the body, once it was read ahead
         self._config, self._receive, self._send = config, receive, send
         self._parse = parse
 
@@ -86,6 +87,16 @@ class Exchange:
         """Whether a body was announced."""
         return self.header(b"content-length") not in (b"", b"0") or bool(self.header(b"transfer-encoding"))
 
+    @property
+    def has_left(self) -> bool:
+        """Whether the client has left."""
+        return self._left
+
+    async def read_ahead(self) -> None:
+        """Read the body, if there is one: then `watching` may begin before `json`. Raises ApiError."""
+        if self.has_body:
+            self._read = await self._body()
+
     async def json(self) -> dict[str, Any]:
         """The body, which must be a JSON object. Raises ApiError."""
         media, _, parameters = self.header(b"content-type").lower().partition(b";")
@@ -96,13 +107,15 @@ class Exchange:
             raise ApiError(415, "unsupported_encoding", "Content-Encoding is not supported")
         assert self._parse is not None, "an exchange that has a body knows how to read it"
         body = await self._body()
-        if len(body) <= _WATCHED_BYTES:
+        if len(body) <= _WATCHED_BYTES or self._read is not None:
             return await self._parse(body, self._config.max_items)
         async with self.watching():
             return await self._parse(body, self._config.max_items)
 
     async def reply(self, status: int, body: bytes, content_type: bytes = JSON, headers: Headers = ()) -> None:
         """Send a whole reply."""
+        if self._left:
+            return
         sent = [
             (b"content-type", content_type),
             (b"content-length", b"%d" % len(body)),
@@ -207,6 +220,8 @@ class Exchange:
             task.cancel()
 
     async def _body(self) -> bytes:
+        if self._read is not None:
+            return self._read
         limit = self._config.max_body_bytes
         too_long = ApiError(413, "body_too_large", f"the body exceeds {limit} bytes (max_body_bytes)")
         length = self.header(b"content-length")

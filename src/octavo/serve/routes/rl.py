@@ -1,18 +1,49 @@
 """The table of routes for a trainer's loop: vLLM's names, then SGLang's.
 
-Owns the table alone. Invariants: whatever changes the engine is for administrators; no route depends on a mode of the
-server.
+Owns the table, and what its routes have in common. Invariants: whatever changes the engine is for administrators; no
+route depends on a mode of the server; a client that leaves is noticed while its move is made.
 """
 
 from __future__ import annotations
 
+import asyncio
+
 from octavo.serve.http.auth import Access
+from octavo.serve.http.exchange import ClientLeftError, Exchange
 from octavo.serve.routes import control, facts, sglang, tokens, weight_checks, weights
 from octavo.serve.routes.route import Handler, Route
+from octavo.serve.state import ServeState
 
 
 def _admin(path: str, handler: Handler, *methods: str) -> list[Route]:
-    return [Route(method, path, handler, Access.ADMIN) for method in methods or ("POST",)]
+    return [
+        Route(method, path, _left_behind(handler) if method == "POST" else handler, Access.ADMIN)
+        for method in methods or ("POST",)
+    ]
+
+
+def _left_behind(handler: Handler) -> Handler:
+    """A route whose client may leave: see `octavo.serve.engine.leaving` for what becomes of its move."""
+
+    async def answer(state: ServeState, exchange: Exchange) -> None:
+        await exchange.read_ahead()
+        move = asyncio.create_task(_quietly(handler, state, exchange))
+        try:
+            async with exchange.watching():
+                await asyncio.shield(move)
+        except ClientLeftError:
+            state.engine.leaving.leave(move)
+            raise
+
+    return answer
+
+
+async def _quietly(handler: Handler, state: ServeState, exchange: Exchange) -> None:
+    try:
+        await handler(state, exchange)
+    except Exception:
+        if not exchange.has_left:  # else there is nobody to tell
+            raise
 
 
 RL_ROUTES = (

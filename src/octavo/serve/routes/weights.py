@@ -48,6 +48,7 @@ class Update(msgspec.Struct, kw_only=True):
     """POST /update_weights."""
 
     update_info: dict[str, Any] | list[dict[str, Any]] = {}  # a list: one for each worker
+    session: str | None = None  # the name that the start gave
 
 
 class Finish(msgspec.Struct, kw_only=True):
@@ -55,6 +56,13 @@ class Finish(msgspec.Struct, kw_only=True):
 
     weight_version: str | None = None
     on_running: str | None = None
+    session: str | None = None
+
+
+class Session(msgspec.Struct, kw_only=True):
+    """POST /abort_weight_update."""
+
+    session: str | None = None
 
 
 class Version(msgspec.Struct, kw_only=True):
@@ -131,8 +139,9 @@ async def start(state: ServeState, exchange: Exchange) -> None:
     """POST /start_weight_update: until /finish_weight_update the old weights serve."""
     options, warnings = await read_options(state, exchange, Start, _FLUSHES)
     async with updating(state, "start"):
-        await state.engine.start_weight_update(**msgspec.structs.asdict(options))
-    await exchange.reply_json(told({"success": True, "message": "Weight update started"}, warnings))
+        session = await state.engine.start_weight_update(**msgspec.structs.asdict(options))
+    answer = {"success": True, "message": "Weight update started", "session": session}
+    await exchange.reply_json(told(answer, warnings))
 
 
 async def update(state: ServeState, exchange: Exchange) -> None:
@@ -140,7 +149,8 @@ async def update(state: ServeState, exchange: Exchange) -> None:
     options, warnings = await read_options(state, exchange, Update)
     _refuse_pickles(options.update_info)
     async with updating(state, "update"):
-        received = await state.engine.update_weights({"update_info": options.update_info})
+        request = {"update_info": options.update_info, "session": options.session}
+        received = await state.engine.update_weights(request)
     await exchange.reply_json(told({"message": "Weights updated", **received}, warnings))
 
 
@@ -148,15 +158,17 @@ async def finish(state: ServeState, exchange: Exchange) -> None:
     """POST /finish_weight_update: the new weights serve from here on."""
     options, warnings = await read_options(state, exchange, Finish, _FLUSHES)
     async with updating(state, "finish"):
-        done = await state.engine.finish_weight_update(options.weight_version, on_running=options.on_running)
+        done = await state.engine.finish_weight_update(
+            options.weight_version, on_running=options.on_running, session=options.session
+        )
     await exchange.reply_json(told({"success": True, "message": "Weight update finished", **done}, warnings))
 
 
 async def abort(state: ServeState, exchange: Exchange) -> None:
     """POST /abort_weight_update: the old weights go on."""
-    _, warnings = await read_options(state, exchange, Nothing)
+    options, warnings = await read_options(state, exchange, Session)
     async with updating(state, "abort"):
-        await state.engine.abort_weight_update()
+        await state.engine.abort_weight_update(session=options.session)
     await exchange.reply_json(told({"message": "Weight update aborted"}, warnings))
 
 
@@ -233,14 +245,14 @@ async def _one_call(state: ServeState, request: Mapping[str, Any], label: str | 
     if (await engine.weight_state())["state"] in ("open", "held"):
         await engine.update_weights(request)
         return
-    await engine.start_weight_update(partial=partial)
+    session = await engine.start_weight_update(partial=partial)
     try:
-        await engine.update_weights(request)
+        await engine.update_weights({**request, "session": session})
     except BaseException:
         with contextlib.suppress(ValueError):  # it is over, if that was what failed
-            await engine.abort_weight_update()
+            await engine.abort_weight_update(session=session)
         raise
-    await engine.finish_weight_update(label)
+    await engine.finish_weight_update(label, session=session)
 
 
 def _refuse_pickles(given: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
