@@ -96,10 +96,7 @@ def build_core(
     if facts.compiles_ahead:
         with phases("compile kernels"):
             executor.call("compile")
-    num_uncaptured = 0
-    if resolved.device == "cuda" and not resolved.enforce_eager:
-        with phases("capture the first graphs"):
-            num_uncaptured = max(executor.call("capture"))
+    num_uncaptured = _capture(resolved, executor, phases)
     if resolved.device == "cpu" and resolved.async_scheduling:
         executor = ThreadExecutor(worker)
     engine_facts = EngineFacts(
@@ -126,6 +123,14 @@ def build_core(
         session_timeout=resolved.weight_transfer_config.get("session_timeout"),
     )
     return Built(core, engine_facts, frontend)
+
+
+def _capture(resolved: Resolved, executor: Executor, phases: Phases) -> int:
+    """Capture the graphs that a start needs; how many are left."""
+    if resolved.device != "cuda" or resolved.enforce_eager:
+        return 0
+    with phases("capture the first graphs"):
+        return max(executor.call("capture"))
 
 
 def _plan(arch: Arch, facts: WorkerFacts, executor: Executor) -> CachePlan:
