@@ -65,6 +65,17 @@ def test_steps_of_all_sizes_stand_for_the_others(limits: tuple[int, int, int]) -
     assert any(shape.every for shape in prompts) or length == 1
 
 
+@pytest.mark.parametrize("most", [1, 4, 16])
+def test_steps_with_drafts_have_no_more_logits_than_there_is_room_for(most: int) -> None:
+    asked = StepLimits(max_num_rows=256, max_num_tokens=8192, max_model_len=4096, max_num_drafts=most)
+    drafted = [shape for shape in step_shapes(asked, decodes=False) if shape.num_drafts]
+    assert {shape.num_drafts for shape in drafted} == {most} and len(drafted) > 5
+    for shape in drafted:
+        work = shape.drafts
+        assert work is not None and work.num_logit_tokens == shape.num_rows * (1 + most) <= 256
+        assert work.num_logit_tokens <= shape.num_tokens and work.max_logits_per_row == 1 + most
+
+
 class Steps:
     """In place of a runner."""
 

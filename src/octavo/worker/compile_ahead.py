@@ -19,6 +19,7 @@ from octavo.plan import StepLimits
 
 # Sizes between which operators choose other kernels, and some between.
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
+MOST_DRAFTED = 256  # drafts of a step, and tokens that verify some: for so many logits there is room in any plan
 _SETTLED_SECONDS = 0.5  # in which what the first steps launch is loaded, if it was compiled before
 
 
@@ -78,7 +79,7 @@ def step_shapes(limits: StepLimits, *, decodes: bool) -> list[Shape]:
                 found[Shape(num_rows, size, longest, length, False)] = None
                 if longest > 1:
                     found[Shape(num_rows, size, longest, length, True)] = None
-                if 0 < most < longest and num_rows * (1 + most) <= size:
+                if 0 < most < longest and num_rows * (1 + most) <= min(size, max(limits.max_num_rows, MOST_DRAFTED)):
                     found[Shape(num_rows, size, longest, length, False, most)] = None
     return [shape for shape in found if decodes or shape.max_query_len > 1]
 

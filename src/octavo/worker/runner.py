@@ -36,7 +36,7 @@ from octavo.sampling.prompt_scores import ROWS_AT_A_TIME, PromptScores
 from octavo.sampling.rows import SampleBatch
 from octavo.sampling.sampler import Sampler
 from octavo.speculate.drafter import Drafter
-from octavo.worker.compile_ahead import Shape, compile_ahead
+from octavo.worker.compile_ahead import MOST_DRAFTED, Shape, compile_ahead
 from octavo.worker.observe_logits import LogitsObserver
 from octavo.worker.results import NO_CHOSEN, NO_RUNS, NOTHING_TOLD, PendingStep, Runs, Told, chosen_experts
 
@@ -157,8 +157,8 @@ class Runner:
             for again in (False, True):
                 self._commit(batch, *drawn, again=again)
         if self._drafter.is_on:
-            most = self._buffers.limits.max_num_drafts
-            self._drafter.propose(batch, self._sample_of(batch), most, np.full(rows, seq_len))
+            depth = min(self._buffers.limits.max_num_drafts, max(MOST_DRAFTED // rows, 1))
+            self._drafter.propose(batch, self._sample_of(batch), depth, np.full(rows, seq_len))
 
     @property
     def num_uncaptured(self) -> int:
