@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import pickle
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -120,3 +121,57 @@ def test_a_folder_has_one_secret_whoever_comes_first(tmp_path):
     (tmp_path / "octavo.key").write_bytes(b"short")
     with pytest.raises(OSError, match="5 bytes"):
         folder_secret(tmp_path)
+
+
+def folder_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("??/*"))
+
+
+@pytest.mark.parametrize("num_fitting", [1, 2, 37])
+def test_O_7_files_never_hold_more_than_the_limit_not_even_while_one_is_written(num_fitting, tmp_path, monkeypatch):
+    size, most, replace = 64, 0, os.replace  # a header is far larger than such a block
+    probe = BlockFiles(tmp_path / "probe", size)
+    probe.write(key(0), block(0)[:size])
+    limit = num_fitting * folder_bytes(tmp_path / "probe")
+
+    def seen(source: Path, target: Path) -> None:
+        nonlocal most
+        replace(source, target)
+        most = max(most, folder_bytes(tmp_path / "kv"))
+
+    monkeypatch.setattr(os, "replace", seen)
+    files = BlockFiles(tmp_path / "kv", size, max_bytes=limit)
+    for number in range(100):
+        files.write(key(number), block(number)[:size])
+        assert files.path(key(number)).exists() and folder_bytes(tmp_path / "kv") <= files.stored_bytes <= limit
+    assert most <= limit and files.num_evicted == 100 - len(list((tmp_path / "kv").glob("??/*")))
+
+
+def test_O_7_writes_side_by_side_share_the_limit_and_one_that_fails_gives_its_room_back(tmp_path, monkeypatch):
+    files = BlockFiles(tmp_path, SIZE, max_bytes=3 * (SIZE + 400))
+    most, replace, both = 0, os.replace, threading.Barrier(2)
+
+    def together(source: Path, target: Path) -> None:
+        nonlocal most
+        both.wait(30)  # both temporary files are there
+        most = max(most, folder_bytes(tmp_path))
+        both.wait(30)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", together)
+    for number in range(0, 20, 2):
+        threads = [threading.Thread(target=files.write, args=(key(number + i), block(number + i))) for i in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert 2 * SIZE < most <= 3 * (SIZE + 400) and folder_bytes(tmp_path) <= files.stored_bytes
+
+    def fails(source: Path, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", fails)
+    for number in range(20, 40):
+        with pytest.raises(OSError, match="No space left"):
+            files.write(key(number), block(number))
+    assert files.stored_bytes == folder_bytes(tmp_path) and not list(tmp_path.rglob(".*"))

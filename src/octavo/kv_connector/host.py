@@ -23,7 +23,7 @@ from octavo.kv_connector import Connector
 from octavo.kv_connector.eviction import EVICTION, Eviction
 from octavo.kv_connector.keys import Pair, file_path
 from octavo.kv_connector.orders import EngineSide, Order, Report
-from octavo.kv_connector.shared_storage import folder_secret
+from octavo.kv_connector.shared_storage import check_room, folder_secret
 from octavo.kv_connector.stored import Index, StoredConnector
 
 if TYPE_CHECKING:
@@ -96,6 +96,8 @@ class Host:
     def scheduler_half(self, engine: EngineSide) -> Connector:
         """See Kind."""
         num_slots, size = self._num_slots(engine.block_bytes), engine.block_bytes
+        if self._options.storage_path:
+            check_room(f"{EXTRA}.storage_bytes", self._options.storage_bytes, size)
         most = max(group.parts.blocks for group in engine.groups if group.kind != "inputs")
         if num_slots <= most > 1:
             limit = f"a state of this model's layers takes {most} blocks of {size} bytes, beside K and V before it"
@@ -167,8 +169,13 @@ class _Slots(Index):
         return bool(self._folder) and os.path.exists(file_path(self._folder, key))
 
     def order_load(self, number: int, pairs: Sequence[Pair]) -> tuple[Order | None, list[int]]:
-        there = [pair for pair in pairs if pair.key in self]
-        missing = [pair.block for pair in pairs if pair.key not in self]
+        there: list[Pair] = []
+        missing: list[int] = []
+        for pair in pairs:  # one look at each: files come and go meanwhile
+            if pair.key in self:
+                there.append(pair)
+            else:
+                missing.append(pair.block)
         if not there:
             return None, missing
         kept = [pair.key for pair in there if pair.key in self._slots]

@@ -16,6 +16,7 @@ from octavo.cache.policies import Policy, make_policies
 from octavo.kv_connector import Transfer
 
 SUFFIX = ".safetensors"
+MAX_HEADER_BYTES = 4096  # of a file, before its block
 _NAME_BYTES = 16
 
 

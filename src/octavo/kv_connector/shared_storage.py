@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from octavo.config.kv_transfer import EXTRA, Extra, KVTransferConfig, refuse
 from octavo.kv_connector import Connector
-from octavo.kv_connector.keys import Pair, file_path
+from octavo.kv_connector.keys import MAX_HEADER_BYTES, Pair, file_path
 from octavo.kv_connector.orders import EngineSide, Order
 from octavo.kv_connector.stored import Index, StoredConnector
 
@@ -58,9 +58,7 @@ class SharedStorage:
 
     def scheduler_half(self, engine: EngineSide) -> Connector:
         """See Kind."""
-        if 0 < self._max_bytes < engine.block_bytes:
-            limit = f"a block has {engine.block_bytes} bytes"
-            raise refuse(f"{EXTRA}.max_bytes", self._max_bytes, limit, "raise it, or 0: no limit")
+        check_room(f"{EXTRA}.max_bytes", self._max_bytes, engine.block_bytes)
         return StoredConnector(engine, _Files(self._folder), prompt_only=self._prompt_only)
 
     def worker_half(self, cache: CacheBytes, identity: str) -> WorkerConnector:
@@ -90,6 +88,13 @@ class _Files(Index):
     def order_save(self, number: int, pairs: Sequence[Pair]) -> Order:
         blocks, keys = [pair.block for pair in pairs], [pair.key for pair in pairs]
         return Order(number=number, is_load=False, blocks=blocks, keys=keys)
+
+
+def check_room(name: str, max_bytes: int, block_bytes: int) -> None:
+    """Raise ConfigError for the setting `name` where `max_bytes`, 0: no limit, leave no room for one block's file."""
+    least = block_bytes + MAX_HEADER_BYTES
+    if 0 < max_bytes < least:
+        raise refuse(name, max_bytes, f"a block's file has up to {least} bytes", "raise it, or 0: no limit")
 
 
 def folder_secret(folder: Path) -> bytes:

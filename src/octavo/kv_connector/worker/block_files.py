@@ -20,12 +20,11 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from octavo.kv_connector.keys import SUFFIX, file_path
+from octavo.kv_connector.keys import MAX_HEADER_BYTES, SUFFIX, file_path
 
 _LOG = logging.getLogger(__name__)
 _FORMAT = "octavo block 1"
 _LENGTH = struct.Struct("<Q")
-_MAX_HEADER = 4096  # bytes
 _KEPT_SHARE = 0.9  # of the limit: what is left when files had to give way
 
 
@@ -44,11 +43,12 @@ class BlockFiles:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._found = sum(size for _, size, _ in self._scan())  # bytes of all files when they were last counted
         self._new = 0  # bytes written since
+        self._writing = 0  # bytes on their way
 
     @property
     def stored_bytes(self) -> int:
         """Bytes of the folder's files, as far as this one knows."""
-        return self._found + self._new
+        return self._found + self._new + self._writing
 
     @property
     def num_evicted(self) -> int:
@@ -60,24 +60,41 @@ class BlockFiles:
         return Path(file_path(str(self._folder), key))
 
     def write(self, key: bytes, block: np.ndarray) -> None:
-        """Keep a block, uint8 [block_bytes]. Raises OSError."""
+        """Keep a block, uint8 [block_bytes]; others give way to it first, or, if there is no room, it to them.
+
+        Raises OSError.
+        """
         assert block.nbytes == self._block_bytes, "a folder holds blocks of one size"
-        path = self.path(key)
+        header = self._header(key, block)
+        size = len(header) + block.nbytes
+        with self._lock:
+            if self._max_bytes and self.stored_bytes + size > self._max_bytes:
+                self._evict(size)
+                if self.stored_bytes + size > self._max_bytes:  # other threads write now
+                    self._num_evicted += 1
+                    return
+            self._writing += size
+        written = 0
+        try:
+            self._put(self.path(key), header, block)
+            written = size
+        finally:
+            with self._lock:
+                self._writing -= size
+                self._new += written
+
+    def _put(self, path: Path, header: bytes, block: np.ndarray) -> None:
         path.parent.mkdir(exist_ok=True)
         temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             with os.fdopen(descriptor, "wb", buffering=0) as file:
-                _write_all(file.fileno(), self._header(key, block), block.data)
+                _write_all(file.fileno(), header, block.data)
             os.replace(temporary, path)
         except BaseException:
             with contextlib.suppress(OSError):
                 temporary.unlink()
             raise
-        with self._lock:
-            self._new += self._block_bytes
-            if self._max_bytes and self.stored_bytes > self._max_bytes:
-                self._evict()
 
     def read(self, key: bytes, block: np.ndarray) -> bool:
         """Fill uint8 [block_bytes] with what is kept. False: there is nothing, or nothing that can be used.
@@ -111,7 +128,7 @@ class BlockFiles:
     def _fill(self, descriptor: int, key: bytes, block: np.ndarray) -> str:
         """Why the file cannot be used; empty: it can."""
         start = os.read(descriptor, _LENGTH.size)
-        if len(start) < _LENGTH.size or not 0 < (length := _LENGTH.unpack(start)[0]) <= _MAX_HEADER:
+        if len(start) < _LENGTH.size or not 0 < (length := _LENGTH.unpack(start)[0]) <= MAX_HEADER_BYTES:
             return "it has no header"
         try:
             facts = json.loads(os.read(descriptor, length))["__metadata__"]
@@ -144,17 +161,18 @@ class BlockFiles:
                             found.append((facts.st_mtime, facts.st_size, entry.path))
         return found
 
-    def _evict(self) -> None:
-        """Let the least recently used give way."""
+    def _evict(self, size: int) -> None:
+        """Let the least recently used give way to `size` bytes, and to some more: a look at all takes time."""
         files = sorted(self._scan())
-        left = sum(size for _, size, _ in files)
-        for _, size, path in files:
-            if left <= self._max_bytes * _KEPT_SHARE:
+        left = sum(each for _, each, _ in files)
+        most = max(self._max_bytes * _KEPT_SHARE - self._writing - size, 0)
+        for _, each, path in files:
+            if left <= most:
                 break
             with contextlib.suppress(OSError):
                 os.unlink(path)
                 self._num_evicted += 1
-                left -= size
+                left -= each
         self._found, self._new = left, 0
 
     def clear(self) -> None:
