@@ -7,7 +7,7 @@
 set -u
 OUT=${OUT:-/tmp/families_out}; mkdir -p "$OUT"
 PY=${PY:-python3}; [ -x .venv/bin/python ] && PY=.venv/bin/python
-export PYTHONPATH=$PWD/src OMP_NUM_THREADS=1
+export PYTHONPATH=$PWD/src${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=1
 part=${1:-all}
 if [ "$part" = 1 ] || [ "$part" = all ]; then
   timeout 240 "$PY" -m pytest -q -m gpu -n 10 --dist loadgroup tests/gpu/test_families_gpu.py \

@@ -4,7 +4,7 @@
 # cost; 64 rows of 8b; n-grams. Every comparison fails if a token differs. Table last. Run in the repository root.
 set -u
 PY=${PY:-python3}; OUT=${OUT:-/tmp}; PARTS=${PARTS:-"bench bits tests"}
-export PYTHONPATH=$PWD/src
+export PYTHONPATH=$PWD/src${PYTHONPATH:+:$PYTHONPATH}
 $PY - "$OUT" <<'PYEOF'
 import json, pathlib, sys
 for name, hidden, heads, kv, ff in (("0.6b", 1024, 16, 8, 3072), ("8b", 4096, 32, 8, 12288)):

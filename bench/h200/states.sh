@@ -8,7 +8,7 @@
 set -u
 OUT=${OUT:-/tmp/states_out}; mkdir -p "$OUT"
 PY=${PY:-python3}; [ -x .venv/bin/python ] && PY=.venv/bin/python
-export PYTHONPATH=$PWD/src OMP_NUM_THREADS=1
+export PYTHONPATH=$PWD/src${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=1
 bench() { # shape, seconds, flags
   timeout "$2" "$PY" -m octavo bench engine --shape "$1" --device cuda "${@:3}" > "$OUT/$1.$4.log" 2>&1
   echo "$1 $4: rc $?"; grep -vE '^\{|^ +[0-9.]+ us' "$OUT/$1.$4.log" | cut -c1-150 | tail -${LINES_SHOWN:-30}

@@ -93,11 +93,11 @@ def test_a_range_ends_with_its_last_tensor() -> None:
     tensor.fill_(3)
     part = tensor[1000:]
     del memory, tensor
-    assert before - free_bytes() >= 1 << 28
+    assert before - free_bytes() >= (1 << 28) - SLACK
     assert int(part.max()) == 3
     del part
     gc.collect()
-    assert before - free_bytes() <= 4 << 20
+    assert before - free_bytes() <= SLACK  # a kernel's code is loaded when it is first launched
 
 
 @pytest.fixture(scope="module")
