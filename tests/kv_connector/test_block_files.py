@@ -175,3 +175,29 @@ def test_O_7_writes_side_by_side_share_the_limit_and_one_that_fails_gives_its_ro
         with pytest.raises(OSError, match="No space left"):
             files.write(key(number), block(number))
     assert files.stored_bytes == folder_bytes(tmp_path) and not list(tmp_path.rglob(".*"))
+
+
+def test_O_7_a_file_for_which_others_leave_no_room_meanwhile_is_not_written(tmp_path, monkeypatch):
+    files, replace = BlockFiles(tmp_path, SIZE, max_bytes=SIZE + 400), os.replace
+
+    def beside(source: Path, target: Path) -> None:
+        monkeypatch.setattr(os, "replace", replace)
+        files.write(key(2), block(2))  # as another thread
+        assert folder_bytes(tmp_path) <= files.stored_bytes <= SIZE + 400
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", beside)
+    files.write(key(1), block(1))
+    assert read(files, 1) is not None and read(files, 2) is None and files.num_evicted == 1
+
+
+def test_O_7_what_an_engine_that_was_killed_had_half_written_goes(tmp_path):
+    BlockFiles(tmp_path, SIZE).write(key(0), block(0))
+    path = BlockFiles(tmp_path, SIZE).path(key(0))
+    old, new = (path.with_name(f".{path.name}.{number}.00000000") for number in (1, 2))
+    for half in (old, new):
+        half.write_bytes(b"half")
+    os.utime(old, (1, 1))
+    files = BlockFiles(tmp_path, SIZE)
+    assert not old.exists() and new.exists(), "another engine may be writing it now"
+    assert read(files, 0) is not None

@@ -15,6 +15,7 @@ import os
 import secrets
 import struct
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ _LOG = logging.getLogger(__name__)
 _FORMAT = "octavo block 1"
 _LENGTH = struct.Struct("<Q")
 _KEPT_SHARE = 0.9  # of the limit: what is left when files had to give way
+_MAX_WRITE_SECONDS = 3600.0  # after which who writes a file is taken for dead
 
 
 class BlockFiles:
@@ -41,6 +43,7 @@ class BlockFiles:
         self._lock = threading.Lock()
         self._num_evicted = 0
         self._folder.mkdir(parents=True, exist_ok=True)
+        self._sweep()
         self._found = sum(size for _, size, _ in self._scan())  # bytes of all files when they were last counted
         self._new = 0  # bytes written since
         self._writing = 0  # bytes on their way
@@ -148,6 +151,13 @@ class BlockFiles:
                 return f"it ends after {done} of {size} bytes"
             done += count
         return "" if xxhash.xxh3_128_hexdigest(block.data) == checksum else "its checksum is wrong"
+
+    def _sweep(self) -> None:
+        """Remove what engines that were killed had half written."""
+        for path in self._folder.glob(f"??/.*{SUFFIX}.*"):
+            with contextlib.suppress(OSError):
+                if path.stat().st_mtime < time.time() - _MAX_WRITE_SECONDS:
+                    path.unlink()
 
     def _scan(self) -> list[tuple[float, int, str]]:
         """(last use, bytes, path) of each file."""
