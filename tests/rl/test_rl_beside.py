@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import gc
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -18,6 +20,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from octavo import LLM
 from octavo.config.settings import ConfigError
 from octavo.rl import Sender, WeightSource
+from octavo.rl.moves import Moves
 from octavo.rl.sender import told
 from octavo.rl.session import State, WeightConflictError, WeightTransferError, WeightUpdateError
 from octavo.rl.transport import group as group_module
@@ -280,3 +283,24 @@ def test_a_sender_hears_a_refusal_while_it_waits_for_its_group(
     sender.send(WeightSource(new), "1")
     assert llm.get_weight_version() == "1"
     sender.close()
+
+
+def test_the_thread_of_waits_holds_no_engine() -> None:
+    """RL.W11: it serves one move after the other, and ends with whom it works for."""
+    moves = Moves(lambda move: bytes(move() or 0), lambda number, why: None)
+
+    def waits() -> Iterator[Callable[[int], Any]]:
+        yield lambda number: number
+
+    for _ in range(2):
+        answer = moves.do(waits)
+        moves.wait()
+        moves.poll()
+        assert answer.result() == b""
+    thread, gone = moves._thread, weakref.ref(moves)
+    assert thread is not None
+    del moves, answer
+    gc.collect()
+    assert gone() is None
+    thread.join(patient(10))
+    assert not thread.is_alive()

@@ -8,7 +8,9 @@ the thread runs what a move gives it and nothing else; whatever else a move does
 from __future__ import annotations
 
 import collections
+import queue
 import threading
+import weakref
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, wait
 from typing import Any
@@ -17,6 +19,9 @@ Waiting = Generator[Callable[[int], Any], Any, Any]
 """A move that waits: it yields what is to be run beside the steps, is sent what came of it, and returns its result."""
 Move = Callable[[], Any]
 """Gives a result, or a Waiting."""
+
+
+_Works = queue.SimpleQueue[tuple[Callable[[], Any], Future[Any], Callable[[], object]] | None]
 
 
 def _nobody() -> None:
@@ -31,6 +36,8 @@ class Moves:
         self.on_news: Callable[[], object] = _nobody  # called by the thread, when `poll` has something to do
         self._tell, self._cut = tell, cut
         self._number = 0  # of the move that waits, or waited last
+        self._thread: threading.Thread | None = None
+        self._works: _Works = queue.SimpleQueue()  # of the thread
         self._waiting: tuple[Waiting, Future[bytes], Future[Any]] | None = None
         self._line: collections.deque[tuple[Move, Future[bytes]]] = collections.deque()
 
@@ -123,18 +130,27 @@ class Moves:
         self._number += 1
         number, done = self._number, Future[Any]()
         self._waiting = move, answer, done
-
-        def run() -> None:
-            try:
-                made = work(number)
-            except BaseException as error:
-                done.set_exception(error)
-            else:
-                done.set_result(made)
-            self.on_news()
-
-        threading.Thread(target=run, daemon=True, name="octavo-weights").start()
+        if self._thread is None or not self._thread.is_alive():  # a forked process has none
+            self._works = queue.SimpleQueue()
+            self._thread = threading.Thread(
+                target=_work_through, args=(self._works,), daemon=True, name="octavo-weights"
+            )
+            self._thread.start()
+            weakref.finalize(self, self._works.put, None)
+        self._works.put((lambda: work(number), done, self.on_news))
         answer.add_done_callback(lambda each: each.cancelled() and self._cut(number, "who asked for it has left"))
+
+
+def _work_through(works: _Works) -> None:
+    """The thread: one for all waits, since what libraries keep for a thread takes time to make. It holds no engine."""
+    while (work := works.get()) is not None:
+        run, done, on_news = work
+        try:
+            done.set_result(run())
+        except BaseException as error:
+            done.set_exception(error)
+        on_news()
+        del work, run, done, on_news
 
 
 _LATER = object()  # in place of a result that comes later
