@@ -70,12 +70,13 @@ class Cluster:
 
     def hurt(self, dice: random.Random) -> None:
         """Kill one that works, or let it stand still; it comes back by itself."""
+        kinds = {"prefill": self.prefill, "decode": self.decode, "router": [self.router]}
+        role = dice.choices(list(kinds), (4, 4, 2))[0]
         both = dice.random() < 0.1  # else one of a kind goes on
-        while not (likely := [each for each in self.everybody if self._may_hurt(each, both)]):
+        while not (self.at_work.issuperset(kinds[role]) or (both and self.at_work.intersection(kinds[role]))):
             time.sleep(0.01)
-        victim = dice.choice(likely)
+        victim = dice.choice([each for each in kinds[role] if each in self.at_work])
         self.at_work.discard(victim)
-        role = "router" if victim is self.router else "prefill" if victim in self.prefill else "decode"
         kills = dice.random() < 0.5
         seconds, whole = dice.uniform(0.05, LONGEST_STOP), dice.random() < 0.7
         self.done[f"{'SIGKILL' if kills else 'SIGSTOP'} {role}"] += 1
@@ -89,10 +90,6 @@ class Cluster:
             mend = threading.Thread(target=self._go_on, args=(victim, stopped, seconds))
         mend.start()
         self._mending.append(mend)
-
-    def _may_hurt(self, victim: Process, both: bool) -> bool:
-        alike = self.prefill if victim in self.prefill else self.decode if victim in self.decode else [victim]
-        return victim in self.at_work and (both or self.at_work.issuperset(alike))
 
     def _start_again(self, victim: Process) -> None:
         victim.start()

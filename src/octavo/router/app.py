@@ -59,8 +59,7 @@ class Router:
     async def _answer(self, exchange: Exchange) -> None:
         path, method = exchange.path, exchange.method
         if path in ("/health", "/ready", "/ping"):
-            is_up = self.is_ready if path == "/ready" else self.decode.is_well
-            await exchange.reply(200 if is_up else 503, self._standing())
+            await exchange.reply(200 if self.decode.is_well else 503, self._standing())
         elif path == "/metrics":
             await exchange.reply(200, self.metrics.render(), CONTENT_TYPE)
         elif path in ROUTES and method == "POST":

@@ -152,8 +152,8 @@ class Response:
             yield data
 
     async def _chunk_size(self) -> int:
-        line = await self._wait(self._line.reader.readline())
         try:
+            line = await self._wait(self._line.reader.readline())
             return int(line.split(b";")[0], 16)
         except ValueError:
             raise self._line.broken("before its end") from None
