@@ -52,6 +52,7 @@ class Cluster:
         self.num_router_kills = 0
         self.done = collections.Counter[str]()
         self._mending: list[threading.Thread] = []
+        self._is_closed = False
 
     @staticmethod
     def _server(folder: Path, role: str, index: int) -> Process:
@@ -70,13 +71,12 @@ class Cluster:
 
     def hurt(self, dice: random.Random) -> None:
         """Kill one that works, or let it stand still; it comes back by itself."""
-        kinds = {"prefill": self.prefill, "decode": self.decode, "router": [self.router]}
-        role = dice.choices(list(kinds), (4, 4, 2))[0]
         both = dice.random() < 0.1  # else one of a kind goes on
-        while not (self.at_work.issuperset(kinds[role]) or (both and self.at_work.intersection(kinds[role]))):
+        while not (likely := [each for each in self.everybody if self._may_hurt(each, both)]):
             time.sleep(0.01)
-        victim = dice.choice([each for each in kinds[role] if each in self.at_work])
+        victim = dice.choice(likely)
         self.at_work.discard(victim)
+        role = "router" if victim is self.router else "prefill" if victim in self.prefill else "decode"
         kills = dice.random() < 0.5
         seconds, whole = dice.uniform(0.05, LONGEST_STOP), dice.random() < 0.7
         self.done[f"{'SIGKILL' if kills else 'SIGSTOP'} {role}"] += 1
@@ -91,7 +91,13 @@ class Cluster:
         mend.start()
         self._mending.append(mend)
 
+    def _may_hurt(self, victim: Process, both: bool) -> bool:
+        alike = self.prefill if victim in self.prefill else self.decode if victim in self.decode else [victim]
+        return victim in self.at_work and (both or self.at_work.issuperset(alike))
+
     def _start_again(self, victim: Process) -> None:
+        if self._is_closed:
+            return
         victim.start()
         victim.wait("/health" if victim is self.router else "/ready", timeout=120)
         self.at_work.add(victim)
@@ -102,6 +108,7 @@ class Cluster:
         self.at_work.add(victim)
 
     def close(self) -> None:
+        self._is_closed = True
         for each in self.everybody:
             each.kill()
 
@@ -207,6 +214,7 @@ def plain(process: Process, asked: dict[str, Any]) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_D_4_D_8_kills_at_random_places_lose_no_request_and_all_comes_back(cluster: Cluster) -> None:
     expected = [plain(cluster.decode[0], asked) for asked in ASKED]
     clients = [Client(cluster, expected, seed) for seed in range(NUM_CLIENTS)]
