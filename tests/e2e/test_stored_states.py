@@ -102,7 +102,7 @@ def test_C_8_what_is_stored_under_a_name_is_what_is_computed(seed: int, mixed: d
             assert (tokens, logprobs) == tuple(part[:count] for part in expected[name])
         slots = dict(llm.engine.scheduler.loads.connector.index._slots)
         (handler,) = gate.handlers
-        stored = {key: handler._memory[slot].numpy().tobytes() for key, slot in slots.items()}
+        stored = {key: handler._row(slot).numpy().tobytes() for key, slot in slots.items()}
     computed: dict[bytes, bytes] = {}
     with engine_of(mixed) as llm:
         params = SamplingParams(max_tokens=1, detokenize=False)

@@ -8,7 +8,10 @@ import torch
 from octavo.cache.groups import CacheGroup, TableSpec
 from octavo.cache.layout import LAYOUTS
 from octavo.cache.pool import KVCachePool
+from octavo.kv_connector.orders import Order
+from octavo.kv_connector.worker import host_memory
 from octavo.kv_connector.worker.cache_bytes import CacheBytes
+from octavo.kv_connector.worker.mover import Job
 
 BLOCK, HEADS, HEAD = 16, 2, 8
 
@@ -42,3 +45,25 @@ def test_O_1_a_row_is_exactly_one_block_of_all_layers(layout, ratio):
             assert torch.equal(pool.block_view(layer)[[8, 1, 7, 3]], expected[layer])
     untouched = [0, 2, 4, 5, 6]
     assert torch.equal(pool.data[:, untouched], before.view(torch.uint8).view(pool.data.shape)[:, untouched])
+
+
+def test_O_3_slots_take_hardly_more_pinned_memory_than_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch rounds an allocation of it up to a power of two."""
+    pool, taken = make_pool("LBNHC", 1), list[int]()
+    cache = CacheBytes(pool.data, 1 << 30)
+    allocate, num_slots = cache.host_memory, 11
+
+    def counted(num_rows: int, row_bytes: int) -> torch.Tensor:
+        taken.append(1 << (num_rows * row_bytes - 1).bit_length())
+        return allocate(num_rows, row_bytes)
+
+    monkeypatch.setattr(cache, "host_memory", counted)
+    monkeypatch.setattr(host_memory, "_PART_BYTES", 1 << 14)
+    handler = host_memory.HostHandler(cache, num_slots, None)
+    assert sum(taken) <= 1.1 * num_slots * cache.block_bytes
+    blocks, expected = list(range(9)), pool.buffer.clone()
+    slots = [3, 8, 0, 4, 10, 1, 5, 2, 6]  # of all parts
+    handler.handle(Job(Order(number=1, is_load=False, blocks=blocks, slots=slots)))
+    pool.buffer.zero_()
+    handler.handle(Job(Order(number=2, is_load=True, blocks=blocks, keys=[b""] * 9, slots=slots)))
+    assert torch.equal(pool.buffer, expected)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import threading
 
+import torch
+
 from octavo.kv_connector.orders import Report
 from octavo.kv_connector.worker.block_files import BlockFiles
 from octavo.kv_connector.worker.cache_bytes import CacheBytes
 from octavo.kv_connector.worker.mover import Job
+
+_PART_BYTES = 256 << 20  # torch rounds an allocation of pinned memory up to a power of two
 
 
 class HostHandler:
@@ -16,9 +20,11 @@ class HostHandler:
     def __init__(self, cache: CacheBytes, num_slots: int, files: BlockFiles | None) -> None:
         """files: behind the memory; None: what gives way is lost. Raises RuntimeError for too little memory."""
         self._cache, self._files = cache, files
-        self._memory = cache.host_memory(num_slots, cache.block_bytes)
+        self._per_part = max(_PART_BYTES // cache.block_bytes, 1)  # slots
+        starts = range(0, num_slots, self._per_part)
+        self._memory = [cache.host_memory(min(self._per_part, num_slots - s), cache.block_bytes) for s in starts]
         self._lock = threading.Lock()
-        self._spare = cache.host_memory(1, cache.block_bytes)[0] if files is not None else self._memory[0]
+        self._spare = cache.host_memory(1, cache.block_bytes)[0] if files is not None else self._row(0)
 
     @property
     def stored_bytes(self) -> int:
@@ -36,12 +42,12 @@ class HostHandler:
 
     def close(self) -> None:
         """See Handler."""
-        self._memory = self._memory[:0]
+        self._memory = []
 
     def handle(self, job: Job) -> Report:
         """See Handler."""
         order = job.order
-        rows = [self._memory[slot] for slot in order.slots if slot >= 0]
+        rows = [self._row(slot) for slot in order.slots if slot >= 0]
         if not order.is_load:
             for slot, key in order.spills:
                 self._spill(slot, key)
@@ -58,9 +64,13 @@ class HostHandler:
         ]
         return Report(number=order.number, missed=missed)
 
+    def _row(self, slot: int) -> torch.Tensor:
+        part, place = divmod(slot, self._per_part)
+        return self._memory[part][place]
+
     def _spill(self, slot: int, key: bytes) -> None:
         assert self._files is not None, "what gives way is kept only where there are files"
-        self._files.write(key, self._memory[slot].numpy())
+        self._files.write(key, self._row(slot).numpy())
 
     def _from_file(self, job: Job, block: int, key: bytes) -> bool:
         assert self._files is not None, "a block without a slot has a file"
