@@ -22,6 +22,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from octavo import LLM, SamplingParams
+from octavo.kv_connector.orders import Report
+from octavo.kv_connector.worker.host_memory import HostHandler
+from octavo.kv_connector.worker.mover import Job
 from octavo.sched.work import SchedulerStats
 from test_connectors import host, settle
 
@@ -30,6 +33,7 @@ NUM_WAITING = 12  # requests that are there at a time
 NUM_TENTHS = 10
 RESIDENT = 12  # MiB that may be more resident at the end than behind the third tenth
 SCAN_EVERY = 20  # steps
+SHARE_LATE, MAX_LATE = 0.3, 0.2  # of the copies; seconds, where no step passes
 TINY = {"max_num_batched_tokens": 48, "max_model_len": 160, "num_gpu_blocks_override": 13}
 HYBRID = {
     "model": "octavo-tiny-hybrid",
@@ -53,7 +57,7 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "tiny": Kind(TINY, 120, (1, 3, 6, 40), 3, 6),
+    "tiny": Kind(TINY, 120, (1, 3, 6, 40), 2, 6),
     "hybrid": Kind(HYBRID, 170, (1, 3, 6, 40), 3, 16, 0.1),
 }
 
@@ -102,12 +106,36 @@ def expected() -> Callable[[str], list[list[int]]]:
     return tokens
 
 
+@pytest.fixture(autouse=True)
+def late(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """A part of the copies waits until a step has passed, or some, so that others come between."""
+    passed, draw, handle = threading.Event(), random.Random(3), HostHandler.handle
+
+    def lately(self: HostHandler, job: Job) -> Report:
+        if draw.random() < SHARE_LATE:
+            passed.clear()
+            passed.wait(MAX_LATE)
+        return handle(self, job)
+
+    monkeypatch.setattr(HostHandler, "handle", lately)
+    return passed
+
+
 class Soak:
     """One engine, and what has been seen of it."""
 
-    def __init__(self, llm: LLM, kind: str, expected: list[list[int]], folder: Path | None, draw: random.Random):
-        """`folder`: of its files; None: it has none."""
+    def __init__(
+        self,
+        llm: LLM,
+        kind: str,
+        expected: list[list[int]],
+        folder: Path | None,
+        draw: random.Random,
+        late: threading.Event,
+    ) -> None:
+        """`folder`: of its files; None: it has none. late: lets a copy that waits go on."""
         self.llm, self._kind, self._expected, self._folder, self._draw = llm, kind, expected, folder, draw
+        self.late = late
         self._num_steps, self._preempted = 0, KINDS[kind].preempted
         self.most_kept = self.most_in_files = self.num_aborted = self.num_ended = 0
         self.differing: list[str] = []
@@ -129,6 +157,8 @@ class Soak:
             going = [name for name in doomed.pop(self._num_steps, ()) if name in asked]
             aborted.update(going)
             engine.abort(going)
+            if draw.random() < 0.4:
+                self.late.set()
             for output in engine.step():
                 if output.finished:
                     self._check(output, asked.pop(output.request_id), output.request_id in aborted)
@@ -171,7 +201,15 @@ def resident() -> float:
 
 
 def run_soak(
-    kind: str, policy: str, folder: Path | None, num_requests: int, make_llm: Make, expected: Any, *, is_async: bool
+    kind: str,
+    policy: str,
+    folder: Path | None,
+    num_requests: int,
+    make_llm: Make,
+    expected: Any,
+    late: Any,
+    *,
+    is_async: bool,
 ) -> tuple[SchedulerStats, list[float]]:
     """Ask, check what holds of all of them, and print the figures; gives MiB resident behind each tenth, too."""
     own, wanted = KINDS[kind], expected(kind)
@@ -179,7 +217,7 @@ def run_soak(
     config = {**host(f"{own.memory}M", eviction_policy=policy, **extra), "kv_transfer_timeout": 600}
     threads, num_files = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
     llm = make_llm(**own.fields, max_num_seqs=6, async_scheduling=is_async, kv_transfer_config=config)
-    soak = Soak(llm, kind, wanted, folder, random.Random(f"{kind} {policy} {folder is None}"))
+    soak = Soak(llm, kind, wanted, folder, random.Random(f"{kind} {policy} {folder is None}"), late)
     held = []
     for _ in range(NUM_TENTHS):
         soak.run(num_requests // NUM_TENTHS)
@@ -212,10 +250,10 @@ def run_soak(
 
 @pytest.mark.parametrize(("policy", "has_files", "is_async"), [("lru", True, True), ("arc", True, False)])
 def test_O_7_soak_in_small(
-    policy: str, has_files: bool, is_async: bool, make_llm: Make, expected: Any, tmp_path: Path
+    policy: str, has_files: bool, is_async: bool, make_llm: Make, expected: Any, late: Any, tmp_path: Path
 ) -> None:
     folder = tmp_path / "kv" if has_files else None
-    run_soak("tiny", policy, folder, 150, make_llm, expected, is_async=is_async)
+    run_soak("tiny", policy, folder, 150, make_llm, expected, late, is_async=is_async)
 
 
 @pytest.mark.slow
@@ -239,9 +277,10 @@ def test_O_7_soak(
     is_async: bool,
     make_llm: Make,
     expected: Any,
+    late: Any,
     tmp_path: Path,
 ) -> None:
     folder = tmp_path / "kv" if has_files else None
-    stats, held = run_soak(kind, policy, folder, num_requests, make_llm, expected, is_async=is_async)
+    stats, held = run_soak(kind, policy, folder, num_requests, make_llm, expected, late, is_async=is_async)
     assert stats.num_preemptions
     assert held[-1] - held[2] < RESIDENT
