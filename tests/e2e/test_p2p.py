@@ -433,3 +433,27 @@ def test_N_3_N_5_one_side_that_pushes_and_one_that_pulls_are_refused_by_both_nam
     until_idle(first)
     with pytest.raises(ConfigError, match="transfer_mode='write': must be one of pull, push"):
         make_kind(read_kv_transfer(p2p("kv_both", kv_connector="nixl", **EXTRA_WRITE)))
+
+
+@pytest.mark.parametrize("way", ["nixl", "push"])
+def test_N_5_a_thread_in_which_nixl_works_was_entered(way: str, make_llm: Make, monkeypatch: pytest.MonkeyPatch):
+    """A GPU's driver knows no new one: UCX then passes NVLink by, or fails."""
+    need_library("nixl")
+    from octavo.kv_connector.worker.ways.nixl_agent import NixlAgent
+
+    entered, worked, move = set[int](), set[int](), NixlAgent.move
+
+    def moving(agent: NixlAgent, *args: Any) -> None:
+        worked.add(threading.get_ident())
+        move(agent, *args)
+
+    monkeypatch.setattr(NixlAgent, "move", moving)
+    monkeypatch.setattr(CacheBytes, "enter_thread", lambda _: entered.add(threading.get_ident()))
+    first = make_llm(max_model_len=512, kv_transfer_config=p2p("kv_producer", **WAYS[way]))
+    second = make_llm(max_model_len=512, kv_transfer_config=p2p("kv_consumer", **WAYS[way]))
+    told = prefill(first, PROMPTS[:1])
+    with stepping(first):
+        second.generate(PROMPTS[:1], with_transfer(PARAMS, told[0]))
+    until_idle(second)
+    until_idle(first)
+    assert worked and worked <= entered

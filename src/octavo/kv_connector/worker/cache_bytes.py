@@ -46,6 +46,11 @@ class CacheBytes:
         """Whether host memory for copies has to be pinned."""
         return self.data.is_cuda
 
+    def enter_thread(self) -> None:
+        """Let a library work in the calling thread: a new one has no context of a GPU's driver, which UCX asks for."""
+        if self.on_gpu:
+            torch.cuda.current_stream(self.device).query()
+
     def host_memory(self, num_rows: int, row_bytes: int) -> torch.Tensor:
         """Memory for copies: uint8 [num_rows, row_bytes], pinned for a GPU. Raises RuntimeError where there is none."""
         with torch.inference_mode():

@@ -49,6 +49,7 @@ class NixlWay:
 
     def give(self, pair: Pair, asked: bytes, job: Job, pieces: Sequence[Sequence[int]]) -> None:
         """See Way: let NIXL work until the peer says something."""
+        self._cache.enter_thread()
         until_read(pair, job, POLL, self._agent.work)
 
     def take(self, pair: Pair, told: bytes, job: Job, pieces: Sequence[Sequence[int]]) -> None:
@@ -78,7 +79,8 @@ class NixlWay:
             reader.agent.forget(registered)
 
     def _reader(self, pair: Pair, theirs: Region) -> Met:
-        """The agent of a connection."""
+        """The agent of a connection, for this thread."""
+        self._cache.enter_thread()
         if pair.state is None:
             agent = self._spare.pop() if self._spare else self._make_reader()
             pair.state = Met(agent, agent.meet(theirs.agent))

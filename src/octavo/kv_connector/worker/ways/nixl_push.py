@@ -49,6 +49,7 @@ class NixlPushWay:
 
     def give(self, pair: Pair, asked: bytes, job: Job, pieces: Sequence[Sequence[int]]) -> None:
         """See Way: write a piece and say so; the next one when its memory is free again."""
+        self._cache.enter_thread()
         theirs = msgspec.msgpack.decode(asked, type=Region)
         if pair.state is None or pair.state.metadata != theirs.agent:
             pair.drop_state()
