@@ -45,6 +45,15 @@ from octavo.worker.worker import Worker  # noqa: E402
 SHARED_BYTES, PROCESSORS = 232448, 132  # an H200's
 ROWS, TOKENS, LENGTH = 64, 4096, SHARED["max_model_len"]
 NUM_BLOCKS = 2000
+_OF_STATES = (
+    "short_convolution",
+    "scan_gates",
+    "mamba2_scan",
+    "mamba2_advance",
+    "delta_blocks",
+    "delta_scan",
+    "delta_advance",
+)
 LIMITS = StepLimits(max_num_rows=8, max_num_tokens=64, max_model_len=64)
 
 
@@ -107,6 +116,19 @@ def test_two_steps_find_out_whether_kernels_are_missing(
     shapes = step_shapes(LIMITS, decodes=not with_graphs)
     everything = [*runner.keys, *shapes, "writes"]
     assert runner.issued == (everything[:2] if is_settled else everything)
+
+
+@pytest.mark.parametrize("with_graphs", [True, False])
+def test_a_drafter_is_among_the_steps_that_find_out(monkeypatch: pytest.MonkeyPatch, with_graphs: bool) -> None:
+    """A start without one may have compiled all but what it launches."""
+    made = SimpleNamespace(is_settled=lambda seconds: True, num_made=0)
+    monkeypatch.setattr(side_by_side, "compiling", lambda told, num_threads: contextlib.nullcontext(made))
+    runner = Steps(*(decode_keys(8) if with_graphs else []))
+    compile_ahead(
+        runner, lambda *_: None, StepLimits(max_num_rows=8, max_num_tokens=64, max_model_len=64, max_num_drafts=3)
+    )
+    assert [shape.num_drafts for shape in runner.issued if isinstance(shape, Shape)][-1:] == [3]
+    assert len(runner.issued) == 3
 
 
 def test_a_triton_that_compiles_nothing_aside_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,6 +239,8 @@ def test_a_pass_finds_the_kernels_of_all_steps_and_changes_no_state(
     assert {"_gather", "_draw", "_cut", "_settle", "_list", "_leaf_sums", "_allow_bits"} <= {*found}
     counts = Counter(found)
     assert all(counts[name] >= least for name, least in kernels.items()), counts
+    alike = {name: count for name, count in kernels.items() if name in _OF_STATES}
+    assert {name: counts[name] for name in alike} == alike, "layers that are alike launch the same kernels"
     assert len(found) < 100, "few kernels serve all steps"
 
 

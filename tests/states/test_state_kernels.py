@@ -39,6 +39,22 @@ def test_its_kernels_compile_for_hopper_and_spill_no_register(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Of prompts, of verified runs and of decoding rows."""
+    found = _compiled(monkeypatch, name, torch.bfloat16, SHAPES[name], (64, 5, 1))
+    for kernel in found:
+        assert kernel.asm["cubin"] and kernel.metadata.shared <= SHARED_BYTES
+        assert _spilled_bytes(kernel.asm["ptx"], tmp_path) == 0, kernel.metadata.name
+
+
+def test_many_states_of_float32_fit_shared_memory_where_rows_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Falcon-H1 has 256."""
+    for kernel in _compiled(monkeypatch, "mamba2", torch.float32, (24, 64, 1, 256), (1,)):
+        assert kernel.metadata.shared <= SHARED_BYTES, kernel.metadata.name
+
+
+def _compiled(
+    monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype, sizes: tuple[int, ...], counts: tuple[int, ...]
+) -> list[Any]:
+    """What a row launches in steps of so many tokens, compiled for a Hopper that is not there."""
     found: list[Any] = []
     run = JITFunction.run
 
@@ -53,14 +69,11 @@ def test_its_kernels_compile_for_hopper_and_spill_no_register(
     )
     monkeypatch.setattr(driver, "_active", no_device)
     monkeypatch.setattr(JITFunction, "run", compile_only)
-    case = rig.CASES[name](torch.bfloat16, *SHAPES[name])
-    rows = rig.Rows(case, GpuStates(), rig.draw_all(case, [70]), block_size=64)
-    rows.compute({0: 64})
-    rows.compute({0: 5})
-    rows.compute({0: 1})
-    for kernel in {id(kernel): kernel for kernel in found}.values():
-        assert kernel.asm["cubin"] and kernel.metadata.shared <= SHARED_BYTES
-        assert _spilled_bytes(kernel.asm["ptx"], tmp_path) == 0, kernel.metadata.name
+    case = rig.CASES[name](dtype, *sizes)
+    rows = rig.Rows(case, GpuStates(), rig.draw_all(case, [sum(counts)]), block_size=64)
+    for count in counts:
+        rows.compute({0: count})
+    return list({id(kernel): kernel for kernel in found}.values())
 
 
 def _spilled_bytes(ptx: str, folder: Path) -> int:

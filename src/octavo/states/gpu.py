@@ -29,6 +29,7 @@ _FEW = 16  # tokens of a row that are a short step
 _ADVANCING = "advance"
 _MAMBA2_TILES = {"decode": (64, 4), "short": (64, 8), "long": (64, 8), _ADVANCING: (32, 8)}
 _DELTA_TILES = {"decode": (64, 4), "short": (64, 8), "long": (32, 4), _ADVANCING: (32, 8)}
+_MOST_STATES, _FEW_CHANNELS = 128, 32  # of float32: with more states, more channels do not fit a Hopper's shared memory
 _PARTS = 32  # programs of a row that advance states, which few rows do in a step
 _BLOCK_WARPS = 2
 _DELTA_FORMS = ("STATE_FORM", "KEY_FORM", "VALUE_FORM", "UPDATE_FORM", "TOTAL_FORM", "RATE_FORM")
@@ -146,7 +147,7 @@ class GpuStates:
         limits = scan.dt_min, scan.dt_max
         total, steps = self._gates(own, told, dt, dt, scan.decay, scan.dt_bias, limits, slots=(3, 4))
         forms = dict(zip(("STATE", "X", "B", "TOTAL", "DT"), told.forms, strict=True))
-        wide, warps = _mamba2_tile(size, _kind_of(step.max_query_len))
+        wide, warps = _mamba2_tile(size, _kind_of(step.max_query_len), states, xbc)
         mamba2_scan[scan.num_heads * -(-size // wide), len(step.rows)](
             xbc, xbc.stride(0), total, steps, scan.skip, out, step.rows, step.query_start, step.seq_lens,
             *told.tables, *told.kept, *told.firsts,
@@ -163,7 +164,7 @@ class GpuStates:
         """Write the states of rows whose one token ends a chunk."""
         step, size, states = own.inputs, scan.head_size, scan.state_size
         forms = dict(zip(("STATE", "X", "B", "TOTAL", "DT"), told.forms, strict=True))
-        wide, warps = _mamba2_tile(size, _ADVANCING)
+        wide, warps = _mamba2_tile(size, _ADVANCING, states, xbc)
         mamba2_advance[_PARTS, len(step.rows)](
             step.rows, step.query_start, step.seq_lens, *told.tables, *told.kept, *told.firsts,
             HEADS=scan.num_heads, GROUPS=scan.num_groups, SIZE=size, STATES=states,
@@ -239,9 +240,12 @@ def _kind_of(max_query_len: int) -> str:
     return "decode" if max_query_len == 1 else "short" if max_query_len <= _FEW else "long"
 
 
-def _mamba2_tile(size: int, kind: str) -> tuple[int, int]:
+def _mamba2_tile(size: int, kind: str, states: int, x: Tensor) -> tuple[int, int]:
     """Channels of a head that a program takes, and its warps."""
-    return min(_MAMBA2_TILES[kind][0], padded_length(size)), _MAMBA2_TILES[kind][1]
+    wide, warps = _MAMBA2_TILES[kind]
+    if x.dtype is torch.float32 and states > _MOST_STATES:
+        wide = _FEW_CHANNELS
+    return min(wide, padded_length(size)), warps
 
 
 def _delta_tile(size: int, kind: str) -> tuple[int, int]:

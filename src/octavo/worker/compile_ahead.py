@@ -97,8 +97,8 @@ def compile_ahead(
 ) -> int:
     """Compile what a runner's steps launch, side by side; how many kernels were not compiled before.
 
-    Two large steps find out whether any is missing; if none is, that is all. told: see `side_by_side.Told`.
-    num_threads: 0 means as many as processors.
+    Two large steps find out whether any is missing, and one with drafts where there are any; if none is, that is all.
+    told: see `side_by_side.Told`. num_threads: 0 means as many as processors.
     """
     from octavo.ops.compile import side_by_side  # needs Triton
 
@@ -109,10 +109,14 @@ def compile_ahead(
     issued: list[Callable[[], object]] = [functools.partial(runner.rehearse, key) for key in keys]
     issued += [functools.partial(runner.rehearse_step, shape) for shape in shapes]
     issued.append(runner.rehearse_writes)
+    num_first, drafted = 2, [place for place, shape in enumerate(shapes) if shape.num_drafts]
+    if drafted:  # a start without a drafter has compiled all but what that launches
+        issued.insert(2, issued.pop(len(keys) + drafted[0]))
+        num_first = 3
     with side_by_side.compiling(told, num_threads) as made:
-        for issue in issued[:2]:
+        for issue in issued[:num_first]:
             issue()
         if not made.is_settled(_SETTLED_SECONDS):
-            for issue in issued[2:]:
+            for issue in issued[num_first:]:
                 issue()
     return made.num_made

@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 
 from octavo.ops.compile.launch import launched
-from octavo.ops.scan.kept import place, row_of
+from octavo.ops.scan.kept import PLACES, place, row_of
 
 
-@launched(triton.jit(do_not_specialize=["num_rows"]))
+@launched(triton.jit(do_not_specialize=["num_rows", *PLACES]))
 def short_convolution(
     x,
     x_row,

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from octavo.ops.compile.launch import launched
-from octavo.ops.scan.kept import keep, numbers, read_state, row_of, tokens, write_state
+from octavo.ops.scan.kept import PLACES, keep, numbers, read_state, row_of, tokens, write_state
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def unit_inverse(below):
     return inverse
 
 
-@launched(triton.jit(do_not_specialize=["num_rows"]))
+@launched(triton.jit(do_not_specialize=["num_rows", "input_columns", "input_first"]))
 def delta_blocks(
     query,  # [T, KEY_HEADS, KEY_SIZE], normed; key too
     key,
@@ -161,7 +161,7 @@ def advanced(state, k, u, sums, PRECISION: tl.constexpr):
     return tl.exp(last) * state + tl.dot(tl.trans(weighted), u, input_precision=PRECISION)
 
 
-@launched(triton.jit)
+@launched(triton.jit(do_not_specialize=PLACES))
 def delta_scan(
     query,  # [T, KEY_HEADS, KEY_SIZE], normed; key too
     key,
@@ -278,7 +278,7 @@ def delta_scan(
             u_all = tl.zeros((CHUNK, TILE), kind)
 
 
-@launched(triton.jit)
+@launched(triton.jit(do_not_specialize=PLACES))
 def delta_advance(
     rows,
     query_start,

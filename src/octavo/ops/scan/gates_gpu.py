@@ -30,7 +30,7 @@ def softplus(x):
     return tl.maximum(x, 0.0) + (p * square + 1.0) * (s + s)
 
 
-@launched(triton.jit(do_not_specialize=["num_rows"]))
+@launched(triton.jit(do_not_specialize=["num_rows", "input_columns", "first_part"]))
 def scan_gates(
     a,  # [T, H]: a of the delta rule, dt of Mamba-2
     b,  # [T, H]: b of the delta rule

@@ -13,6 +13,8 @@ import triton.language as tl
 from octavo.ops.states import Store
 
 Form = tuple[int, int, int, int, int, int, int, int]
+# Parameters by which layers differ that are alike: one kernel serves all of them, wherever a layer's parts begin.
+PLACES = ["state_columns", "input_columns", "state_first", "input_first"]
 
 
 def form_of(store: Store, width: int) -> Form | None:

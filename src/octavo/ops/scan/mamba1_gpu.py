@@ -12,7 +12,7 @@ import triton.language as tl
 from octavo.ops.compile.launch import launched
 from octavo.ops.compile.row_sum import row_sums
 from octavo.ops.scan.gates_gpu import softplus
-from octavo.ops.scan.kept import place
+from octavo.ops.scan.kept import PLACES, place
 
 
 @triton.jit
@@ -35,7 +35,7 @@ def _keep(kept, of_row, position, channel, values, inside, FORM: tl.constexpr):
     tl.store(kept + where, values.to(kept.dtype.element_ty), mask=is_there)
 
 
-@launched(triton.jit)
+@launched(triton.jit(do_not_specialize=PLACES))
 def mamba1_scan(
     x,  # [T, CHANNELS]; dt too
     dt,

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from octavo.ops.compile.launch import launched
-from octavo.ops.scan.kept import keep, numbers, read_state, tokens, write_state
+from octavo.ops.scan.kept import PLACES, keep, numbers, read_state, tokens, write_state
 
 
 @triton.jit
@@ -68,7 +68,7 @@ def advanced(state, b, x, sums, steps, PRECISION: tl.constexpr):
     return tl.exp(last) * state + tl.dot(tl.trans(weighted), x, input_precision=PRECISION)
 
 
-@launched(triton.jit)
+@launched(triton.jit(do_not_specialize=PLACES))
 def mamba2_scan(
     xbc,  # [T, channels of x, B and C]
     xbc_row,
@@ -153,7 +153,7 @@ def mamba2_scan(
             state = write_state(kept_states, begin + CHUNK, state, STATE_FORM, SIZE, CHUNK)
 
 
-@launched(triton.jit)
+@launched(triton.jit(do_not_specialize=PLACES))
 def mamba2_advance(
     rows,
     query_start,
