@@ -152,8 +152,8 @@ def main() -> int:
         for way in options.ways:
             try:
                 found[way] = measure(folder, options.length, way, prompts, found["alone_s"])
-            except (ValueError, RuntimeError) as error:
-                print(f"{way}: {error}", file=sys.stderr)
+            except (ValueError, RuntimeError, AssertionError, OSError) as error:  # the others are measured, and told
+                print(f"{way}: {type(error).__name__}: {error}", file=sys.stderr)
     print(
         f"{options.shape}, prompts of {options.length}: alone {found['alone_s']:.4f} s, link {found['link_gb_s']:.1f}"
     )
