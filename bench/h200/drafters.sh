@@ -15,6 +15,7 @@ case "$PARTS" in *bits*) tests bits 280 -k "not compile_nothing"; esac
 case "$PARTS" in *bench*) timeout 90 "$PY" tests/gpu/test_drafters_gpu.py > "$OUT/bench.log" 2>&1; esac
 for part in $PARTS; do
   echo "== $part"
-  if [ "$part" = bench ]; then grep -E "tokens/s|Error" "$OUT/bench.log" | cut -c1-200
-  else grep -E "compiled behind| FAILED| ERROR|^E  |: rc " "$OUT/$part.log" | cut -c1-200 | tail -25; fi
+  if [ "$part" = bench ]; then grep -E "tokens/s|Error" "$OUT/bench.log" || tail -5 "$OUT/bench.log"
+  else grep -qE " PASSED| FAILED" "$OUT/$part.log" || tail -5 "$OUT/$part.log" # nothing ran: why
+    grep -E "compiled behind| FAILED| ERROR|^E  |: rc " "$OUT/$part.log" | tail -25; fi | cut -c1-200
 done

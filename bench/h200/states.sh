@@ -23,9 +23,9 @@ timeout 150 "$PY" tests/gpu/kernel_cases.py "short convolution" "gated delta rul
   > "$OUT/cases.log" 2>&1; echo "kernel cases: rc $?; $(tail -1 "$OUT/cases.log" | cut -c1-200)"
 wait $first; echo "correct: rc $?"; wait $second; echo "engine: rc $?"
 timeout 90 "$PY" bench/h200/states.py times > "$OUT/times.log" 2>&1; echo "times: rc $?"
-bench mamba2 45 --workload single --profile
-bench mamba2 35 --workload start
-bench mamba2 35 --workload decode64
+bench mamba2 80 --workload single --profile
+bench mamba2 50 --workload start
+bench mamba2 50 --workload decode64
 for part in correct engine times; do # a part that was cut off has no table, but a line for each answer
   if grep -qE "^[^[].*, [0-9]+ s$" "$OUT/$part.log"; then grep -A60 -E "^[^[].*, [0-9]+ s$" "$OUT/$part.log"
   else echo "$part: no table"; grep -E "^\[" "$OUT/$part.log" || tail -5 "$OUT/$part.log"; fi | cut -c1-220
