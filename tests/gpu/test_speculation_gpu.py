@@ -18,7 +18,7 @@ if not torch.cuda.is_available():
 
 import gpu_rig
 from insides import runner_of
-from octavo import LLM, SamplingParams
+from octavo import LLM, SamplingParams, StructuredOutputsParams
 from sync_guard import no_waits
 
 pytestmark = pytest.mark.gpu
@@ -95,6 +95,27 @@ def test_S_13_rows_that_only_draw_take_whole_graphs(plain: dict[int, Answers]) -
         assert answers(llm, 3) == plain[3]
         whole = [key for key in seen if key.num_drafts and key.is_decode]
         assert len(whole) > 5 and {key.num_rows for key in whole} <= {1, 2, 4}
+
+
+def test_S_10_forms_behind_drafts_say_what_they_say_without() -> None:
+    """Masks are made of copies of tokens and drafts: no step waits."""
+    forms = [{"regex": "[a-d ]{20,40}"}, {"choice": ["return a", "return b"]}, None]
+    params = [
+        SamplingParams(
+            temperature=0.8 * (index % 2),
+            seed=index,
+            max_tokens=40,
+            structured_outputs=form and StructuredOutputsParams(**form),
+        )
+        for index, form in enumerate(forms * 4)
+    ]
+    found = []
+    for own in ({}, {"speculative_config": NGRAM}):
+        with make_llm(**own) as llm:
+            outputs = llm.generate([LINES[index % len(LINES)] for index in range(12)], params, use_tqdm=False)
+            found.append([list(output.outputs[0].token_ids) for output in outputs])
+            drafted = llm.engine.scheduler.stats().num_accepted_tokens
+    assert found[0] == found[1] and drafted > 0
 
 
 def test_prompt_lookup_equals_its_reference() -> None:
