@@ -99,6 +99,11 @@ def test_rl_s2_a_whole_update_wakes_an_engine_whose_weights_are_gone(
     rpc = {"method": "update_weights_from_path", "kwargs": {"weight_dir": str(TINY)}}
     assert post(own_server, "/collective_rpc", rpc) == {"results": [None]}
     assert ids_of(own_server) == before
+    post(own_server, "/sleep?level=2")  # vLLM's own way back
+    post(own_server, "/wake_up?tags=weights")
+    assert post(own_server, "/collective_rpc", {"method": "reload_weights"}) == {"results": [None]}
+    post(own_server, "/wake_up?tags=kv_cache")
+    assert ids_of(own_server) == before
 
 
 def test_rl_a4_a_recorded_loop_of_sglangs_clients(own_server: RunningServer, folder: Path, wanted: list[int]) -> None:

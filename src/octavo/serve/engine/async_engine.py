@@ -14,6 +14,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 import msgspec
@@ -58,7 +59,7 @@ class AsyncEngine(AsyncWeightMethods):
     ) -> None:
         """Use `start`."""
         self.config, self.arch = config, arch
-        self.model_name = config.model
+        self.model_name, self.folder = config.model, Path(config.model)  # the folder itself, once it was found
         self.default_sampling = SamplingParams()
         self.state = "loading"  # loading | ready | restarting | draining | dead
         self.error = ""  # why the engine is down, or was last
@@ -97,6 +98,7 @@ class AsyncEngine(AsyncWeightMethods):
         """
         folder, arch = await asyncio.to_thread(find_and_read, config)
         engine = cls(config, arch, max_num_queued_reqs=max_num_queued_reqs, max_num_queued_tokens=max_num_queued_tokens)
+        engine.folder = folder
         # the engine process reads the same folder, whatever a hub says by then
         found = dataclasses.replace(config, model=str(folder), revision=None)
         tokenizer = (

@@ -315,6 +315,13 @@ async def _from_folder(state: ServeState, options: Rpc) -> object:
     return None
 
 
+async def _reload(state: ServeState, options: Rpc) -> object:
+    """vLLM's, as it follows a sleep of level 2: the folder that the server was started with, or another."""
+    path = _named(options, "weights_iterator", "weights_path").get("weights_path") or str(state.engine.folder)
+    await _one_call(state, {"update_info": {"path": path}}, None, partial=False)
+    return None
+
+
 async def _start(state: ServeState, options: Rpc) -> object:
     given = _named(options, "is_checkpoint_format")
     await state.engine.start_weight_update(**given)
@@ -343,6 +350,7 @@ METHODS: dict[str, tuple[str, Callable[[ServeState, Rpc], Awaitable[object]]]] =
     "init_process_group": ("init", _join_group),
     "update_weight": ("update", _one_tensor),
     "update_weights_from_path": ("update", _from_folder),
+    "reload_weights": ("update", _reload),
     "start_weight_update": ("start", _start),
     "skyrl_start_weight_update": ("start", _start),
     "update_weights": ("update", _update),
