@@ -159,12 +159,20 @@ def test_K2_C_8_pressure_preemptions_and_a_full_store_change_no_token(master, ma
     prompts = [f"# {number}\n" + GOOD_PROMPT * (number % 5 + 5) for number in rng.choices(range(16), k=24)]
     params = SamplingParams(temperature=0.9, seed=1, max_tokens=6, ignore_eos=True)
     fields: dict[str, Any] = {"max_model_len": 256, "num_gpu_blocks_override": 24, "max_num_seqs": 6}
-    expected = [output.outputs[0].token_ids for output in make_llm(**fields).generate(prompts, params)]
+    alone = make_llm(**fields).generate(prompts, params)
     config = multi(store(master, global_segment_size="16M"), host("2M"))
     del config[EXTRA]["connectors"][0]["kv_transfer_timeout"]
     llm = make_llm(**fields, kv_transfer_config={**config, "kv_load_failure_policy": "recompute"})
+    scheduler = llm.engine.scheduler
     for _ in range(2):
-        assert [output.outputs[0].token_ids for output in llm.generate(prompts, params)] == expected
+        told = {}
+        for name, output in enumerate(alone):
+            llm.engine.add(str(name), output.prompt_token_ids, params)
+        while llm.engine.has_unfinished:
+            told |= {output.request_id: output.outputs[0].token_ids for output in llm.engine.step() if output.finished}
+            if rng.random() < 0.1 and scheduler.running:  # how full the pool gets depends on how long loads take
+                scheduler._preempt(scheduler.running[-1])
+        assert [told[str(name)] for name in range(len(alone))] == [output.outputs[0].token_ids for output in alone]
     stats, _ = settle(llm)
     assert stats.num_loaded_tokens and stats.num_preemptions
 

@@ -33,6 +33,7 @@ from engine_rig import (
     wait_until_gone,
 )
 from octavo.config.engine_config import EngineConfig
+from octavo.frontend.messages import PROTOCOL
 from octavo.request.sampling_params import ParameterError, SamplingParams
 from octavo.serve.engine.async_engine import AsyncEngine
 from octavo.serve.engine.client import Supervision, child_environment
@@ -357,7 +358,7 @@ def test_an_engine_that_talks_rubbish_is_replaced(kind: str) -> None:
 def test_an_engine_of_another_version_is_refused() -> None:
     async def main() -> None:
         rules = Supervision(first_delay=0.01, max_failures=1)
-        with pytest.raises(EngineDeadError, match="speaks protocol 0, not 2"):
+        with pytest.raises(EngineDeadError, match=f"speaks protocol 0, not {PROTOCOL}"):
             async with running(helper("rogue_engine.py", "old_protocol"), supervision=rules):
                 pass
 
