@@ -168,10 +168,9 @@ def test_O_2_a_delayed_copy_changes_no_bit_and_a_late_one_is_given_up(make_llm: 
     assert llm.reset_prefix_cache()
     threading.Timer(0.7, gate.set).start()
     assert bits(llm) == expected
-    settle(llm)
-    assert llm.reset_prefix_cache() and bits(llm) == expected
-    stats, _ = settle(llm)
-    assert stats.num_loaded_tokens
+    before = settle(llm)[0].num_loaded_tokens
+    while settle(llm)[0].num_loaded_tokens == before:  # on a loaded machine a copy may be late by itself
+        assert llm.reset_prefix_cache() and bits(llm) == expected
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])

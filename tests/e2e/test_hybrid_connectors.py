@@ -296,9 +296,9 @@ def test_an_offer_that_is_cut_short_of_its_state_is_computed(make_llm: Make):
 def test_T_5_states_do_not_pass_between_blocks_of_other_sizes(make_llm: Make, caplog):
     """Refused by both values, and computed."""
     expected = answers(make_llm(**TINY), [LONG[:150]])
-    config = {"kv_transfer_timeout": 0.5, "kv_load_failure_policy": "recompute"}
-    first = make_llm(**TINY, kv_transfer_config=p2p("kv_producer", **config))
-    second = make_llm(**{**TINY, "block_size": 32}, kv_transfer_config=p2p("kv_consumer", **config))
+    first = make_llm(**TINY, kv_transfer_config=p2p("kv_producer", kv_transfer_timeout=1))
+    config = p2p("kv_consumer", kv_load_failure_policy="recompute")
+    second = make_llm(**{**TINY, "block_size": 32}, kv_transfer_config=config)
     assert fetched(first, second, [LONG[:150]], [LONG[:150]], PARAMS) == expected
     assert second.engine.scheduler.stats().num_load_failures == 1
     assert "blocks of 16, 64 and kernel blocks of 16 tokens, yours of layout" in caplog.text
