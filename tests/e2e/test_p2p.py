@@ -85,6 +85,10 @@ def until_idle(llm: LLM) -> None:
 CHUNKS = {"kv_cache_layout": "BLHNC", "max_num_batched_tokens": 24, "max_num_seqs": 4}
 
 
+WAYS: dict[str, dict[str, Any]] = {
+    **{name: {"kv_connector": name} for name in ("p2p", "nixl", "mooncake")},
+    "push": {"kv_connector": "nixl", "kv_connector_extra_config": {"transfer_mode": "push"}},
+}
 LIBRARIES = {"nixl": "nixl_cu12", "mooncake": "mooncake.engine"}
 
 
@@ -198,6 +202,40 @@ def test_P_3_D_8_a_peer_that_is_gone_or_silent_ends_the_wait_and_the_policy_deci
     assert "127.0.0.1" in caplog.text or "first 0 arrived" in caplog.text
 
 
+@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_P_3_blocks_of_another_engine_than_the_one_that_was_named_are_not_taken(policy, name, make_llm: Make, caplog):
+    """It listens where the one that was named did, and offers the same tokens under the same id."""
+    need_library(WAYS[name]["kv_connector"])
+    taker = p2p("kv_consumer", kv_load_failure_policy=policy, **WAYS[name])
+    first, second = (
+        make_llm(max_model_len=512, kv_transfer_config=config)
+        for config in (p2p("kv_producer", engine_id="the new one", kv_transfer_timeout=5, **WAYS[name]), taker)
+    )
+    expected = bits(make_llm(max_model_len=512).generate(PROMPTS[:1], PARAMS))
+    for known in (False, True):  # the second time over a connection that is there
+        (told,) = prefill(first, PROMPTS[:1])
+        named = {**told, "remote_engine_id": "the old one"}
+        with stepping(first):
+            (output,) = second.generate(PROMPTS[:1], with_transfer(PARAMS, named))
+            assert second.engine.scheduler.stats().num_load_failures == 1 + known
+            if policy == "fail":
+                assert output.outputs[0].stop_reason == "kv_load_failed"
+            else:
+                assert bits([output]) == expected
+            lines = [line for line in caplog.text.splitlines() if "'the old one'" in line]
+            assert len(lines) == 1 and "engine 'the new one' listens there" in lines[0]
+            assert second.reset_prefix_cache()
+            assert bits(second.generate(PROMPTS[:1], with_transfer(PARAMS, told))) == expected, (
+                "the offer is still open"
+            )
+        assert second.engine.scheduler.stats().num_load_failures == 1 + known
+        caplog.clear()
+        assert second.reset_prefix_cache()
+        until_idle(second)
+        until_idle(first)
+
+
 def test_P_3_an_engine_of_another_cache_is_refused_by_both_names(make_llm: Make, caplog):
     refused(make_llm, "recompute", lambda first, told: None, dtype="bfloat16")
     assert "its dtype is 'float32', yours 'bfloat16'" in caplog.text
@@ -309,7 +347,7 @@ def test_N_3_sides_that_move_bytes_in_other_ways_are_refused_by_both_names(make_
     told = prefill(first, PROMPTS[:1])[0]
     for hello, said in [
         (Hello(way="gloo", cache=msgspec.Raw(b"\x80")), "its blocks go by another, yours come by gloo"),
-        (Hello(protocol=1, way="another", cache=msgspec.Raw(b"\x80")), "speaks protocol 3 of octavo's, you speak 1"),
+        (Hello(protocol=1, way="another", cache=msgspec.Raw(b"\x80")), "speaks protocol 4 of octavo's, you speak 1"),
     ]:
         address = told["remote_host"], told["remote_port"]
         with stepping(first), contextlib.closing(socket.create_connection(address)) as sock:
@@ -330,10 +368,6 @@ SIDES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 EXTRA_WRITE = {"kv_connector_extra_config": {"transfer_mode": "write"}}
-WAYS: dict[str, dict[str, Any]] = {
-    **{name: {"kv_connector": name} for name in ("p2p", "nixl", "mooncake")},
-    "push": {"kv_connector": "nixl", "kv_connector_extra_config": {"transfer_mode": "push"}},
-}
 
 
 @pytest.mark.parametrize(

@@ -182,6 +182,7 @@ class _P2PConnector(SilentConnector):
             position=min(load.end, load.request.num_tokens - 1),
             fetch=f"{self._transfer.engine_id} {load.number}",
             addresses=_addresses(asked),
+            engine_id=str(asked.get("remote_engine_id") or ""),
         )
         self._orders.begin(_order(load, blocks, wanted, is_load=True))
 

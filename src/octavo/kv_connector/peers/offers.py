@@ -16,3 +16,4 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     position: int = 0  # of the token that is computed next
     fetch: str = ""  # its name, the same for all ranks
     addresses: list[tuple[str, int]] = []  # where the ranks of the other engine are
+    engine_id: str = ""  # the other engine's; empty: whoever listens there

@@ -88,7 +88,7 @@ class Fetches:
     def handle(self, job: Job) -> Report:
         """See Handler. Raises TransferError, OSError, EOFError."""
         wanted = msgspec.msgpack.decode(job.order.payload, type=Wanted)
-        kept = [self._take_idle(address) for address in wanted.addresses]
+        kept = [self._take_idle(address, wanted.engine_id) for address in wanted.addresses]
         try:
             return self._fetch(job, wanted, kept)
         except (OSError, EOFError) as error:
@@ -96,10 +96,11 @@ class Fetches:
                 raise
         return self._fetch(job, wanted, [None] * len(kept))  # a peer was started anew: once more, over new connections
 
-    def _take_idle(self, address: Address) -> Pair | None:
+    def _take_idle(self, address: Address, engine_id: str) -> Pair | None:
         with self._lock:
             pairs = self._idle.get(address, [])
-            return pairs.pop() if pairs else None
+            fitting = [number for number, pair in enumerate(pairs) if engine_id in ("", pair.engine_id)]
+            return pairs.pop(fitting[-1]) if fitting else None
 
     def _fetch(self, job: Job, wanted: Wanted, kept: Sequence[Pair | None]) -> Report:
         pairs = [pair for pair in kept if pair is not None]
@@ -107,7 +108,7 @@ class Fetches:
             ordered: list[Pair] = []
             for address, pair in zip(wanted.addresses, kept, strict=True):
                 if pair is None:
-                    pairs.append(pair := self._connect(address))
+                    pairs.append(pair := self._connect(address, wanted.engine_id))
                 ordered.append(pair)
             partial = self._move(_Fetch(job, wanted, ordered))
             for pair in ordered:
@@ -123,8 +124,8 @@ class Fetches:
                 self._idle.setdefault(address, []).append(pair)
         return Report(number=job.order.number, partial=partial)
 
-    def _connect(self, address: Address) -> Pair:
-        """Raises TransferError for a peer that cannot be reached, or has another cache."""
+    def _connect(self, address: Address, engine_id: str) -> Pair:
+        """Raises TransferError for a peer that cannot be reached, is another engine, or has another cache."""
         self._drop_gone()
         try:
             pair = Pair(socket.create_connection(address, self._timeout), self._timeout)
@@ -133,12 +134,16 @@ class Fetches:
         try:
             pair.send(Hello(way=self._way.name, cache=msgspec.Raw(msgspec.msgpack.encode(self._own))))
             welcome = pair.receive(Welcome)
+            if welcome.engine_id and engine_id not in ("", welcome.engine_id):
+                there = f"{pair.peer}: engine {welcome.engine_id!r} listens there"
+                wanted = f"the blocks are of engine {engine_id!r} (remote_engine_id)"
+                raise TransferError(f"{there}, and {wanted}, which was started anew or is elsewhere")
             if welcome.refused:
                 raise TransferError(f"{pair.peer}: {welcome.refused}")
         except BaseException:
             pair.close()
             raise
-        pair.theirs = welcome.cache
+        pair.theirs, pair.engine_id = welcome.cache, welcome.engine_id
         return pair
 
     def _drop_gone(self) -> None:

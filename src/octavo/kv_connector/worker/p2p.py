@@ -22,7 +22,7 @@ import msgspec
 from octavo.config.kv_transfer import KVTransferConfig, refuse
 from octavo.kv_connector import ConnectorStats
 from octavo.kv_connector.orders import Order, Report
-from octavo.kv_connector.peers.description import CacheDescription, differences
+from octavo.kv_connector.peers.description import NO_DESCRIPTION, CacheDescription, differences
 from octavo.kv_connector.peers.offers import Wanted
 from octavo.kv_connector.worker.cache_bytes import CacheBytes
 from octavo.kv_connector.worker.fetches import Fetches
@@ -49,6 +49,7 @@ class P2PWorker:
     def __init__(self, cache: CacheBytes, transfer: KVTransferConfig, way: Way, *, num_threads: int) -> None:
         """Listens, where blocks go out. Raises ConfigError for an address that cannot be had."""
         self._cache, self._timeout, self._way = cache, transfer.timeout, way
+        self._engine_id = transfer.engine_id
         self._mover = Mover(Fetches(cache, transfer.timeout, way), cache.block_bytes, num_threads)
         self._offers: dict[str, _Offer] = {}
         self._numbers: dict[int, str] = {}  # order -> its transfer id
@@ -181,7 +182,8 @@ class P2PWorker:
         """Hear what the peer's cache is, and tell of this one. Raises TransferError where no block can pass."""
         hello = pair.receive(Hello)
         refused = self._refuse(hello)
-        pair.send(Welcome(refused=refused) if refused else Welcome(cache=self._cache.description))
+        cache = NO_DESCRIPTION if refused else self._cache.description
+        pair.send(Welcome(refused=refused, cache=cache, engine_id=self._engine_id))
         if refused:
             raise TransferError(f"it was told: {refused}")
         pair.theirs = msgspec.msgpack.decode(hello.cache, type=CacheDescription)

@@ -20,7 +20,7 @@ import torch
 from octavo.kv_connector.peers.description import NO_DESCRIPTION, CacheDescription
 from octavo.kv_connector.worker.mover import Job
 
-PROTOCOL = 3
+PROTOCOL = 4
 _LENGTH = struct.Struct("<I")
 _MAX_MESSAGE = 16 << 20
 _POLL_STEP = 0.001  # seconds: poll() rounds up to it
@@ -43,6 +43,7 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True):
 
     refused: str = ""
     cache: CacheDescription = NO_DESCRIPTION
+    engine_id: str = ""  # of kv_transfer_config; empty: of a protocol before 4, which is refused
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,6 +83,7 @@ class Pair:
         self.peer = f"{self.peer_host}:{port}"
         self.state: Any = None  # of the way of the bytes, while the connection lasts
         self.theirs = NO_DESCRIPTION  # the cache on the other side
+        self.engine_id = ""  # of who has blocks there, once it has said so
 
     def send(self, message: msgspec.Struct) -> None:
         """Raises OSError."""
