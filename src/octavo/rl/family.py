@@ -31,6 +31,7 @@ from octavo.ops.rope import rope_table
 
 STATE_DTYPES = ("float32", "bfloat16")
 _MIXERS = ("delta", "conv")  # of layers with states, that parts with gradients run; and Mamba-2
+_ONE_MIXER = "a converted layer has one of attention, gated delta nets, Mamba-2 and short convolutions"
 _EXPERTS = "mlp.experts."
 # Facts of Arch that the engine's layers read, or that no bit follows from. The ends read others, which their classes
 # in `convert` name: a fact that nobody names is refused where it is not at its default.
@@ -99,6 +100,7 @@ def plan_of(
     model = cast(Model, ARCHITECTURES.resolve(name)(arch, dtype))
     specs = _specs_of(model, arch, name, state_dtype)
     names = _names(model)
+    _refuse_experts(names, name)
     own_mods = mods_of_layers(mods, arch.num_layers) if mods is not None else [NO_MODS] * arch.num_layers
     layers = []
     for index, kind in enumerate(arch.layers):
@@ -120,7 +122,8 @@ def plan_of(
 def _specs_of(model: Model, arch: Arch, name: str, state_dtype: str) -> list[AttentionSpec | StateSpec]:
     """What each layer keeps. Raises ValueError for layers that keep what no part with gradients reads."""
     if getattr(type(model), "run_layers", CausalLM.run_layers) is not CausalLM.run_layers:
-        raise ValueError(f"octavo.rl does not run {name} yet: its layers run in parts, each with a state of its own")
+        reason = "its layers run in parts, each with a state of its own"
+        raise ValueError(f"octavo.rl does not run {name} yet: {reason}, and {_ONE_MIXER}")
     specs: list[AttentionSpec | StateSpec] = []
     for index, kind in enumerate(arch.layers):
         spec = model.layer_specs[index]
@@ -129,9 +132,24 @@ def _specs_of(model: Model, arch: Arch, name: str, state_dtype: str) -> list[Att
         elif isinstance(spec, StateSpec) and (kind.mixer in _MIXERS or (arch.mamba and arch.mamba.num_heads)):
             specs.append(with_state_dtype(spec, state_dtype))
         else:
-            kept = f"a state ({kind.mixer})" if isinstance(spec, StateSpec) else "nothing of a sequence"
-            raise ValueError(f"octavo.rl does not run {name} yet: its layer {index} keeps {kept}, and is no attention")
+            kept = "nothing of a sequence (an MLP or experts alone)"
+            if isinstance(spec, StateSpec):
+                kept = f"a state ({kind.mixer})" + " of Mamba-1" * (kind.mixer == "mamba")
+            raise ValueError(f"octavo.rl does not run {name} yet: its layer {index} keeps {kept}, and {_ONE_MIXER}")
     return specs
+
+
+def _refuse_experts(names: Mapping[str, Sequence[str]], name: str) -> None:
+    """Raises ValueError for experts that a trainer's layer has under other names than a converted one reads."""
+    for path, (first, *_) in names.items():
+        index, _, own = path.removeprefix("layers.").partition(".")
+        held = first.removeprefix(f"model.layers.{index}.")
+        if own.startswith(_EXPERTS) and not held.startswith(_EXPERTS):
+            held = held.partition(".experts.")[0] + ".experts"
+            limit = f"and a converted layer reads {_EXPERTS[:-1]} alone; models of this class without experts run"
+            raise ValueError(
+                f"octavo.rl does not run {name} with experts yet: its layer {index} has them as {held}, {limit}"
+            )
 
 
 def _with_own(spec: AttentionSpec | StateSpec, mods: AttentionMods) -> AttentionSpec | StateSpec:
