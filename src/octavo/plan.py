@@ -43,7 +43,7 @@ class NewRow(msgspec.Struct, frozen=True, kw_only=True):
     block_ids: list[list[int]]  # per cache group, in logical order
     sampling: SamplingParams
     seed: int  # resolved: never None
-    eos_token_ids: list[int] = []  # what min_tokens forbids, beside sampling.stop_token_ids
+    eos_token_ids: list[int] = []  # also ignored ones: what min_tokens forbids, beside sampling.stop_token_ids
     prompt_logprobs_start: int = -1  # first prompt position whose log-probabilities are wanted; -1: none
 
 

@@ -82,6 +82,12 @@ def test_min_tokens_puts_the_end_off(llm: LLM, stops: dict[str, Any]) -> None:
     assert found.finish_reason == "stop"
 
 
+def test_min_tokens_puts_ends_that_are_ignored_off_as_well(llm: LLM) -> None:
+    found = complete(llm, greedy(min_tokens=5, max_tokens=8, logit_bias={EOS: 100.0}))
+    assert EOS not in found.token_ids[:5] and found.token_ids[5:] == [EOS] * 3
+    assert found.finish_reason == "length"
+
+
 def test_min_tokens_puts_stop_strings_off(llm: LLM) -> None:
     word = llm.get_tokenizer().decode_token(FORCED)
     found = complete(llm, greedy(min_tokens=5, stop=[word], logit_bias={FORCED: 100.0}))

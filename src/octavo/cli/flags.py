@@ -40,7 +40,7 @@ _SAMPLING_HELP = {
     "top_k": "keep so many likeliest tokens; 0: all",
     "min_p": "drop tokens below this share of the likeliest one's probability",
     "max_tokens": "most tokens to generate; none: fill the context",
-    "min_tokens": "no end before so many tokens",
+    "min_tokens": "no end before so many tokens, and no end-of-text token with --ignore-eos either",
     "stop": "a text that ends the output; may be repeated",
     "stop_token_ids": "token ids that end the output, with commas",
     "ignore_eos": "go on after the end-of-text token",

@@ -119,6 +119,7 @@ class Request:
         "finish_reason",
         "kv_transfer_params",
         "max_tokens",
+        "model_eos_token_ids",
         "num_cached",
         "num_found",
         "num_loaded",
@@ -163,7 +164,8 @@ class Request:
         self.seed = seed
         # a structured output may be followed by EOS alone once it is complete, so there EOS always ends it
         goes_on = params.ignore_eos and params.structured_outputs is None
-        self.eos_token_ids = frozenset() if goes_on else eos_token_ids
+        self.eos_token_ids = frozenset() if goes_on else eos_token_ids  # that end it
+        self.model_eos_token_ids = eos_token_ids  # min_tokens forbids them whether or not they would end it
         self.stop_token_ids = frozenset(params.stop_token_ids or ())
         self.end_token_ids = self.eos_token_ids | self.stop_token_ids  # one look-up per token tells whether it may end
         self.check_from = 0  # known tokens from which any token may end it; set with `max_tokens` by the scheduler

@@ -95,9 +95,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, metaclass
     )
     stop: str | list[str] | None = None  # at most 256 strings of 1 to 256 characters
     stop_token_ids: list[int] | None = None
-    ignore_eos: bool = False
+    ignore_eos: bool = False  # EOS ends nothing; below min_tokens it is still not drawn
     max_tokens: int | None = 16  # None: fill the context
-    min_tokens: int = 0  # no EOS, stop token or stop string before so many tokens
+    min_tokens: int = 0  # no EOS (ignored ones too), stop token or stop string before so many tokens
     logprobs: int | None = None  # the sampled token's, and those of so many likeliest tokens; -1: of all
     prompt_logprobs: int | None = None
     prompt_logprobs_temperature: float = 1.0  # 1e-5 to 1e30; they are of logits / this

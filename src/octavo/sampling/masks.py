@@ -96,10 +96,10 @@ class AllowedTokens(_TokenLists):
 
 
 class MinTokens(_TokenLists):
-    """Forbids EOS and the stop tokens until the output has min_tokens tokens."""
+    """Forbids EOS, ignored or not, and the stop tokens until the output has min_tokens tokens."""
 
     def _read(self, new: NewRow) -> Columns | None:
-        """The tokens that would end a row, with the position up to which they may not."""
+        """EOS and the tokens that would end a row, with the position up to which they may not."""
         ends = sorted({*new.eos_token_ids, *(new.sampling.stop_token_ids or ())})
         if not ends or new.sampling.min_tokens <= 0:
             return None

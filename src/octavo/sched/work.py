@@ -87,7 +87,7 @@ class PlanBuilder:
                 block_ids=blocks,
                 sampling=request.params,
                 seed=request.seed,
-                eos_token_ids=list(request.eos_token_ids),
+                eos_token_ids=list(request.model_eos_token_ids),
                 prompt_logprobs_start=request.num_prompt_logprobs + 1 if owes else -1,
             )
         )
