@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from typing import Any
@@ -107,6 +108,33 @@ def test_what_no_double_says_is_refused_by_name(schema: dict[str, Any]) -> None:
     with pytest.raises(ParameterError, match=r"(const|enum|minimum).*use a string") as caught:
         GRAMMARS.check(StructuredOutputsParams(json=schema))
     assert caught.value.code == "unsupported"
+
+
+@pytest.mark.parametrize(
+    ("value", "limit"),
+    [
+        (EXACT + 1, "beyond 2**53, where it is no double"),
+        (-4 * EXACT - 4, "beyond 2**53, where it is no double"),
+        (EDGE - 1, "beyond 2**63 - 1024 in size"),
+        (4 * EDGE, "beyond 2**63 - 1024 in size"),
+        (1e300, "beyond 2**63 - 1024 in size"),
+    ],
+)
+@pytest.mark.parametrize("keyword", ["const", "enum"])
+def test_a_constant_that_would_lose_digits_is_refused_with_its_value_and_the_limit(keyword, value, limit) -> None:
+    schema = {keyword: value if keyword == "const" else [0, value]}
+    said = re.escape(f"{keyword} holds {value}, {limit}; use a string")
+    forms = [{"json": {"items": schema}}, {"grammar": f"start: %json {json.dumps(schema)}"}]
+    for form in forms if type(value) is float or abs(value) < 2 * EDGE else forms[1:]:  # as text it is a double there
+        with pytest.raises(ParameterError, match=said):
+            GRAMMARS.check(StructuredOutputsParams(**form))
+
+
+@pytest.mark.parametrize("value", [EXACT - 1, EXACT + 2, 2**60, -MAX_BOUND, MAX_BOUND, 10**18, 1.5e17])
+def test_a_constant_that_is_a_double_keeps_its_digits(value: float) -> None:
+    compiled = GRAMMARS.build(StructuredOutputsParams(json={"enum": ["a", value]}))
+    assert _allows(compiled, str(int(value)))
+    assert not any(_allows(compiled, str(int(value) + step)) for step in (-2, -1, 1, 2))
 
 
 def test_what_is_safe_stays_as_it_is() -> None:

@@ -92,10 +92,10 @@ class _Numbers:
         if isinstance(value, list):
             for each in value:
                 self._constant(key, each)
-        elif type(value) is int and (abs(value) > MAX_BOUND or int(float(value)) != value):
-            raise self._unsupported(f"{key} holds an integer that is beyond 2**53 and no double; use a string")
-        elif type(value) is float and abs(value) > MAX_BOUND:  # beside the type integer it is a bound
-            raise self._unsupported(f"{key} holds a number beyond 2**63 - 1024 in size; use a string")
+        elif type(value) in (int, float) and abs(value) > MAX_BOUND:  # a double is a bound, beside the type integer
+            raise self._unsupported(f"{key} holds {str(value)[:40]}, beyond 2**63 - 1024 in size; use a string")
+        elif type(value) is int and int(float(value)) != value:
+            raise self._unsupported(f"{key} holds {value}, beyond 2**53, where it is no double; use a string")
 
     def _reference(self, reference: Any) -> None:
         """Refuse a way to a schema within data, unless its numbers are safe as they are."""
