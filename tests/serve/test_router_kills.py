@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import http.client
 import json
+import math
 import os
 import random
 import signal
@@ -23,6 +24,7 @@ from patience import patient
 from router_rig import Process, free_port, server, settled, until
 
 NUM_KILLS, NUM_CLIENTS = int(os.environ.get("KILLS", "200")), 4
+WAYS = ("SIGKILL", "SIGSTOP")
 LONGEST_STOP = 4.0  # seconds; more than --health-timeout
 HEALTH = ("--health-interval", "0.2", "--health-timeout", "1.5", "--connect-timeout", "1.5")
 # Three tries of each phase, each as long as it takes to see that a server is down, and waits for blocks; and a router
@@ -47,12 +49,14 @@ class Cluster:
         urls = [part for each in self.prefill for part in ("--prefill", f"http://127.0.0.1:{each.port}")]
         urls += [part for each in self.decode for part in ("--decode", f"http://127.0.0.1:{each.port}")]
         self.router = Process(folder / "router.log", free_port(), "router", *urls, *HEALTH)
+        self.kinds = {"prefill": self.prefill, "decode": self.decode, "router": [self.router]}
         self.everybody = [*self.prefill, *self.decode, self.router]
         self.at_work: set[Process] = set()  # that nobody kills at the moment
         self.num_router_kills = 0
         self.done = collections.Counter[str]()
         self._mending: list[threading.Thread] = []
         self._is_closed = False
+        self._broken: str | None = None  # why one that was killed has not come back
 
     @staticmethod
     def _server(folder: Path, role: str, index: int) -> Process:
@@ -70,16 +74,20 @@ class Cluster:
         self.at_work = set(self.everybody)
 
     def hurt(self, dice: random.Random) -> None:
-        """Kill one that works, or let it stand still; it comes back by itself."""
+        """Kill one of a kind that is drawn first, or let it stand still; it comes back by itself.
+
+        Until one of the kind is at work nobody else is hurt: the router comes back soonest, and would be hit most.
+        """
+        role = dice.choice(list(self.kinds))
         both = dice.random() < 0.1  # else one of a kind goes on
-        while not (likely := [each for each in self.everybody if self._may_hurt(each, both)]):
+        while not (likely := [each for each in self.kinds[role] if self._may_hurt(each, both)]):
+            assert self._broken is None, self._broken
             time.sleep(0.01)
         victim = dice.choice(likely)
         self.at_work.discard(victim)
-        role = "router" if victim is self.router else "prefill" if victim in self.prefill else "decode"
         kills = dice.random() < 0.5
         seconds, whole = dice.uniform(0.05, LONGEST_STOP), dice.random() < 0.7
-        self.done[f"{'SIGKILL' if kills else 'SIGSTOP'} {role}"] += 1
+        self.done[f"{WAYS[not kills]} {role}"] += 1
         if kills:
             self.num_router_kills += victim is self.router
             victim.kill()
@@ -92,14 +100,18 @@ class Cluster:
         self._mending.append(mend)
 
     def _may_hurt(self, victim: Process, both: bool) -> bool:
-        alike = self.prefill if victim in self.prefill else self.decode if victim in self.decode else [victim]
+        alike = next(kind for kind in self.kinds.values() if victim in kind)
         return victim in self.at_work and (both or self.at_work.issuperset(alike))
 
     def _start_again(self, victim: Process) -> None:
         if self._is_closed:
             return
-        victim.start()
-        victim.wait("/health" if victim is self.router else "/ready", timeout=120)
+        try:
+            victim.start()
+            victim.wait("/health" if victim is self.router else "/ready", timeout=120)
+        except Exception as error:
+            self._broken = f"{type(error).__name__}: {error}"
+            raise
         self.at_work.add(victim)
 
     def _go_on(self, victim: Process, stopped: list[int], seconds: float) -> None:
@@ -236,6 +248,9 @@ def test_D_4_D_8_kills_at_random_places_lose_no_request_and_all_comes_back(clust
     print(f"\n{dict(cluster.done)} in {time.monotonic() - began:.0f} s; {dict(heard)}; longest {longest:.1f} s")
     wrong = [each for client in clients for each in client.wrong]
     assert not wrong, wrong[:5]
+    third, deviation = NUM_KILLS / 3, math.sqrt(NUM_KILLS * 2 / 9)
+    for kind in cluster.kinds:
+        assert abs(sum(cluster.done[f"{way} {kind}"] for way in WAYS) - third) < 4 * deviation, cluster.done
     assert heard["answered"] > NUM_KILLS
     settled(*cluster.prefill, *cluster.decode)
     for first in cluster.prefill:  # both sides have met again
