@@ -9,22 +9,23 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import BroadcastOptions, HashStore, TCPStore  # type: ignore[attr-defined]
 
 from octavo import LLM
 from octavo.config.settings import ConfigError
 from octavo.rl import Sender, WeightSource
 from octavo.rl.moves import Moves
+from octavo.rl.plan import Incoming
 from octavo.rl.sender import told
 from octavo.rl.session import State, WeightConflictError, WeightTransferError, WeightUpdateError
 from octavo.rl.transport import group as group_module
-from octavo.rl.transport.gloo import make_gloo
+from octavo.rl.transport.gloo import GlooTransport, make_gloo
 from octavo.rl.transport.group import Group
 from patience import patient
 from weights_rig import Weights, answers, old_weights, other_weights
@@ -256,6 +257,45 @@ def test_what_ends_between_two_looks_has_not_failed() -> None:
     work, looks = Work(), list[int]()
     group_module._wait_for(work, time.monotonic() + SECONDS, lambda: looks.append(1), is_cuda=False)
     assert (work.num_waits, len(looks)) == (2, 1)
+
+
+class Ends:
+    """A group of torch's whose broadcasts are over at once: what was begun, and its limit in seconds."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[int, float]] = []
+
+    def broadcast(self, tensors: list[torch.Tensor], options: BroadcastOptions) -> Work:
+        self.begun.append((tensors[0].numel(), options.timeout.total_seconds()))
+        work = Work()
+        work.done = True
+        return work
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "ahead"),
+    [(1 << 10, [(3, 300.0)] * 3), (5, [(2, 100.0), (3, 100.0), (3, 100.0)]), (3, [(1, 100.0), (2, 100.0), (3, 100.0)])],
+)
+def test_buffers_are_on_their_way_together_and_each_has_its_time(
+    monkeypatch: pytest.MonkeyPatch, num_bytes: int, ahead: list[tuple[int, float]]
+) -> None:
+    """As many as few bytes allow. RL.W8: each may take as long as if it were alone.
+
+    `ahead`: how many had begun when each was taken, and the limit of the last of them.
+    """
+    monkeypatch.setattr(group_module, "_AHEAD_BYTES", num_bytes)
+    ends, taken = Ends(), list[tuple[int, float]]()
+    transport = GlooTransport(torch.device("cpu"), {"timeout": 100.0})
+    store = HashStore()
+    transport._group = Group(lambda *_: ends, "127.0.0.1", 1, 0, 2, SECONDS, store=store)
+    transport._packed, transport._buffer_bytes = False, 0
+    names = {"names": ["a", "b", "c"], "dtype_names": ["float32"] * 3, "shapes": [[1]] * 3}
+
+    def read(names: Sequence[str], _: object, shapes: object) -> list[Incoming]:
+        return [Incoming(name, torch.float32, (1,)) for name in names]
+
+    transport.receive(names, read, lambda *_: taken.append((len(ends.begun), round(ends.begun[-1][1]))))
+    assert taken == ahead and [size for size, _ in ends.begun] == [4, 4, 4]
 
 
 class Refuses:

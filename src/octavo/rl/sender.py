@@ -7,6 +7,7 @@ there, if anybody answers.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import functools
@@ -35,6 +36,7 @@ from octavo.rl.transport.nccl import make_nccl
 from octavo.rl.transport.shm import FOLDER, PREFIX
 
 _BACKENDS = ("local", "shm", "gloo", "nccl", "ipc")
+_GLOO_AHEAD = 2  # of them, on their way while the next one is gathered
 _GLOO_BYTES = 4 << 20  # of a buffer that is gathered, sent and taken in from a processor's cache
 
 
@@ -197,18 +199,17 @@ class Sender:
         message = {"update_info": {**told(incoming), "packed": True, "packed_buffer_size_bytes": size}}
         with _Beside(lambda: self._update(message)) as beside:
             group.check = beside.check  # what the engine refuses is heard while the group waits
-            sent: Callable[[], None] | None = None
+            sent: collections.deque[Callable[[], None]] = collections.deque()
+            ahead = _GLOO_AHEAD if self._backend == "gloo" else 0  # on a device one buffer is enough
             for part in buffers(incoming, size):
                 beside.check()
                 packed = _packed(source, part, device)
-                if sent is not None:
-                    sent()
-                sent = group.begin_broadcast(packed, part[0].name, self._timeout)
-                if self._backend == "nccl":  # one buffer on the device is enough
-                    sent()
-                    sent = None
-            if sent is not None:
-                sent()
+                sent.append(group.begin_broadcast(packed, part[0].name, self._timeout, len(sent)))
+                while len(sent) > (ahead if packed.numel() <= 2 * size else min(ahead, 1)):
+                    sent.popleft()()
+                del packed
+            for each in sent:
+                each()
 
     _send_gloo = _send_nccl = _send_group
 

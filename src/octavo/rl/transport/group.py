@@ -7,6 +7,7 @@ and another one may be made.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import datetime
 import queue
@@ -14,7 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.distributed import BroadcastOptions, PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -38,7 +39,7 @@ from octavo.rl.transport import (
 _T = TypeVar("_T")
 _MAX_SIZE = 1 << 16  # members of a group
 _NAMED = ("names", "dtype_names", "shapes")
-_AHEAD_BYTES = 64 << 20  # of a buffer beside which the next one may be on its way
+_AHEAD_BYTES = 64 << 20  # of buffers that are on their way together, and of one beside which another one may be
 _LEAST_SECONDS = 0.1  # for the rest of a meeting whose store answered late
 _ENDING = 0.5  # seconds in which what waits by a limit of its own may say what it waited for
 _LOOK_SECONDS = 0.05  # between two looks at whether who waits is to go on waiting
@@ -136,11 +137,15 @@ class Group:
         """Send `tensor`, or receive into it. Raises WeightTransferError, with the tensor's name."""
         self.begin_broadcast(tensor, name, seconds)()
 
-    def begin_broadcast(self, tensor: torch.Tensor, name: str, seconds: float) -> Callable[[], None]:
-        """Begin to send `tensor`, or to receive into it; what waits for the end. Both raise as `broadcast`."""
-        limit = datetime.timedelta(seconds=seconds)
+    def begin_broadcast(
+        self, tensor: torch.Tensor, name: str, seconds: float, num_before: int = 0
+    ) -> Callable[[], None]:
+        """Begin to send `tensor`, or to receive into it; what waits for the end. Both raise as `broadcast`.
+
+        seconds: from when that is waited for. num_before: others on their way, each of which may take as long.
+        """
         options = BroadcastOptions()
-        options.rootRank, options.timeout = 0, limit
+        options.rootRank, options.timeout = 0, datetime.timedelta(seconds=seconds * (1 + num_before))
         work = self._telling(name, seconds, lambda: self._group.broadcast([tensor], options))
         self._works.append(work)
 
@@ -249,25 +254,48 @@ class GroupTransport:
         return {**info, **self._last}
 
     def _arriving(self, group: Group, parts: Iterator[list[Incoming]]) -> Iterator[tuple[list[Incoming], torch.Tensor]]:
-        """Each part when its buffer is there. The next one is on its way by then, where two are no matter of memory."""
-        part = next(parts, None)
-        begun = None if part is None else self._begin(group, part)
-        while part is not None and begun is not None:
-            buffer, wait = begun
+        """Each part when its buffer is there. Others are on their way by then, where they are no matter of memory."""
+        begun: collections.deque[_Begun] = collections.deque()
+        following, in_hand = next(parts, None), 0  # bytes of what has begun, and of the buffer that is being taken
+        while begun or following is not None:
+            while following is not None and self._has_room(following, in_hand, bool(begun)):
+                begun.append(self._begin(group, following, len(begun)))
+                in_hand += begun[-1].buffer.numel()
+                following = next(parts, None)
+            part, buffer, wait = begun.popleft()
             wait()
-            following = next(parts, None)
-            begun = None
-            if following is not None and buffer.device.type == "cpu" and buffer.numel() <= _AHEAD_BYTES:
-                begun = self._begin(group, following)
+            if not begun and following is not None and self._has_room(following, in_hand, False):
+                begun.append(self._begin(group, following, 0))
+                in_hand += begun[-1].buffer.numel()
+                following = next(parts, None)
             yield part, buffer
-            part = following
-            if part is not None and begun is None:
-                begun = self._begin(group, part)
+            in_hand -= buffer.numel()
+            del buffer, wait
 
-    def _begin(self, group: Group, part: Sequence[Incoming]) -> tuple[torch.Tensor, Callable[[], None]]:
-        num_bytes = sum(each.num_bytes for each in part)
-        buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        return buffer, group.begin_broadcast(buffer, part[0].name, deadline(self._options, num_bytes))
+    def _has_room(self, part: Sequence[Incoming], in_hand: int, is_waiting: bool) -> bool:
+        """Whether a buffer may be on its way beside those in hand: in all few bytes, or one beside one."""
+        if not in_hand:
+            return True
+        fits = in_hand + _bytes_of(part) <= _AHEAD_BYTES or (not is_waiting and in_hand <= _AHEAD_BYTES)
+        return fits and self._device.type == "cpu"
+
+    def _begin(self, group: Group, part: list[Incoming], num_before: int) -> _Begun:
+        """`num_before`: that are on their way, each of which may take its time."""
+        buffer = torch.empty(_bytes_of(part), dtype=torch.uint8, device=self._device)
+        seconds = deadline(self._options, buffer.numel())
+        return _Begun(part, buffer, group.begin_broadcast(buffer, part[0].name, seconds, num_before))
+
+
+class _Begun(NamedTuple):
+    """A buffer that is on its way."""
+
+    part: list[Incoming]
+    buffer: torch.Tensor  # [bytes] uint8
+    wait: Callable[[], None]
+
+
+def _bytes_of(part: Sequence[Incoming]) -> int:
+    return sum(each.num_bytes for each in part)
 
 
 def _wait_for(work: Any, until: float, check: Check, *, is_cuda: bool) -> None:
