@@ -41,9 +41,12 @@ async def _spans(stream: OutputStream) -> list[WeightsSpan]:
 
 async def _update_while_it_answers(tmp_path: Path, update: dict[str, Any], count: int) -> None:
     async with running(**FIELDS, weight_transfer_config={"backend": "disk"}) as engine:
+        asked, call = list[str](), engine._client.call
+        engine._client.call = lambda name, payload=b"": (asked.append(name), call(name, payload))[1]  # type: ignore
         stream = engine.generate("a", PROMPT, params(max_tokens=200, ignore_eos=True))
         reader = asyncio.create_task(_spans(stream))
         await engine.start_weight_update()
+        assert asked == ["start_weight_update"], "its answer tells how the engine stands, too"
         with pytest.raises(WeightConflictError, match="while an update is open"):
             await engine.start_weight_update()
         with pytest.raises(WeightUpdateError, match="cannot read"):
@@ -154,6 +157,9 @@ class Core:
 
     def break_weights(self, reason: str) -> None:
         self.broken = reason
+
+    def standing(self) -> Standing:
+        return Standing(lost=bool(self.broken), lost_because=self.broken)
 
 
 def _told(updates: WeightUpdates, answer: Future[bytes]) -> bytes:

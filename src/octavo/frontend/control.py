@@ -40,6 +40,15 @@ def read_standing(answer: bytes) -> Standing:
     return standing
 
 
+class _Told(msgspec.Struct):
+    standing: Standing
+
+
+def standing_after(answer: bytes) -> Standing:
+    """How the engine stood behind a call for new weights, of the core's answer to that."""
+    return msgspec.msgpack.decode(answer, type=_Told).standing
+
+
 def check_mode(mode: object) -> str:
     """Of a pause. Raises ParameterError."""
     if not isinstance(mode, str) or mode not in MODES:

@@ -158,6 +158,9 @@ class Core(Protocol):
     def break_weights(self, reason: str) -> None:
         """End all requests: nothing can be computed."""
 
+    def standing(self) -> object:
+        """How the engine stands, as it is told behind every move."""
+
 
 class Gate(Protocol):
     """What an engine's gate knows of its weights (`octavo.sched.pause`)."""
@@ -181,7 +184,7 @@ class WeightUpdates:
         self._session, self._looked = "", 0.0  # the name of the session that is open, or was; the last look at its peer
         self._over: collections.OrderedDict[str, str] = collections.OrderedDict()  # sessions -> how they ended
         self._was_cut = False  # what waited, by an abort that is about to be answered
-        self.moves = Moves(_answer, self._cut)
+        self.moves = Moves(self._answer, self._cut)
 
     def calls(self) -> dict[str, Callable[[bytes], Future[bytes]]]:
         """What a core answers by name: an Answer each, whatever goes wrong; behind a move that waits, or at once."""
@@ -245,6 +248,15 @@ class WeightUpdates:
             return self.moves.line_up(read_and_move) if waits else self.moves.do(read_and_move)
 
         return answer
+
+    def _answer(self, move: Callable[[], Any]) -> bytes:
+        """What came of a move, as a core's answer, and how the engine stands then."""
+        try:
+            came = {"result": move()}
+        except (ValueError, OSError) as error:
+            kinds = (kind for kind, known in reversed(ERRORS.items()) if isinstance(error, known))
+            came = {"error": next(kinds, "invalid"), "text": str(error)}
+        return msgspec.msgpack.encode({**came, "standing": self._core.standing()})
 
     def _cut(self, number: int, reason: str) -> None:
         """End the wait of a move that waits."""
@@ -471,15 +483,6 @@ def result_of(answer: bytes) -> Any:
     if "error" in told:
         raise ERRORS[told["error"]](told["text"])
     return told["result"]
-
-
-def _answer(move: Callable[[], Any]) -> bytes:
-    """What came of a move, as a core's answer."""
-    try:
-        return msgspec.msgpack.encode({"result": move()})
-    except (ValueError, OSError) as error:
-        kinds = (kind for kind, known in reversed(ERRORS.items()) if isinstance(error, known))
-        return msgspec.msgpack.encode({"error": next(kinds, "invalid"), "text": str(error)})
 
 
 def _always(_: object) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from octavo.frontend.control import standing_after
 from octavo.frontend.weights import message, rows_of, told
 from octavo.rl.session import result_of
 from octavo.serve.engine.control import AsyncControl
@@ -28,7 +29,7 @@ class AsyncWeightMethods(abc.ABC):
     async def _moved(self, name: str, payload: bytes = b"") -> bytes:
         """The same; then how the engine stands is known, for an update may leave it without whole weights."""
         answer = await self.call(name, payload)
-        await self.control.standing()
+        self.control.learn(standing_after(answer))
         return answer
 
     async def init_weight_transfer_engine(self, request: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -113,9 +113,10 @@ async def updating(state: ServeState, operation: str) -> AsyncIterator[None]:
             raise ApiError(409, "weight_update_conflict", str(error)) from None
         except WeightTransferError as error:
             raise ApiError(504, "weight_transfer_failed", str(error)) from None
-        finally:
+        except BaseException:  # no answer, which would have told how the engine stands
             with contextlib.suppress(EngineDeadError):
-                await state.engine.control.standing()  # whether there are whole weights now
+                await state.engine.control.standing()
+            raise
 
 
 async def init(state: ServeState, exchange: Exchange) -> None:
