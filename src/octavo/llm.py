@@ -24,6 +24,7 @@ from octavo.config.settings import ConfigError, python_names
 from octavo.frontend.engine import Engine
 from octavo.frontend.frontend import Checked
 from octavo.frontend.frontend import Prompt as EnginePrompt
+from octavo.frontend.metrics import Metric, metrics_of
 from octavo.frontend.shared_control import Control
 from octavo.frontend.sharing import Call, SharedEngine
 from octavo.frontend.weights import WeightMethods
@@ -317,6 +318,14 @@ class LLM(WeightMethods):
 
     def _ask_core(self, name: str, payload: bytes = b"") -> bytes:
         return self._shared.call(name, payload)
+
+    def get_metrics(self) -> list[Metric]:
+        """The engine's counts and gauges of this moment, by the names and in the forms that vLLM's `get_metrics` has.
+
+        They are those of the core: requests, cache, preemptions, drafts, connectors, weights. When a request's tokens
+        came, and what it took, stands in its RequestOutput.
+        """
+        return metrics_of(self.engine.stats, {"model_name": str(self.config.model), "engine": "0"})
 
     @property
     def numerics_id(self) -> str:

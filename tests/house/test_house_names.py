@@ -25,7 +25,7 @@ PROMISED = {
     "prompt_tokens_details", "completion_tokens_details", "owned_by", "permission",
     "extract", "inject", "split_kv",  # docs/attention.md
     "resume_generation", "set_bfloat16_chain",  # a trainer's
-    "num_received_tensors",
+    "num_received_tensors", "get_metrics",
     "get_from_extra_config", "get_block_ids", "get_unhashed_block_ids",  # connectors written for vLLM
 }  # fmt: skip
 # name -> why it stays

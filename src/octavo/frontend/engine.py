@@ -20,6 +20,7 @@ from octavo.engine import StepTimes
 from octavo.frontend.control import Standing, read_standing
 from octavo.frontend.frontend import Checked, Frontend, Prompt
 from octavo.frontend.in_process import InProcessClient
+from octavo.frontend.messages import EngineStats
 from octavo.observe import Phases
 from octavo.request.outputs import RequestOutput
 from octavo.request.sampling_params import SamplingParams
@@ -69,6 +70,11 @@ class Engine:
     def scheduler(self) -> Scheduler:
         """The core's scheduler, for its figures."""
         return self.core.scheduler
+
+    @property
+    def stats(self) -> EngineStats:
+        """The core's figures of this moment, for any thread."""
+        return self._client.stats
 
     @property
     def times(self) -> StepTimes:

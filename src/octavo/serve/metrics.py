@@ -21,6 +21,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from octavo.frontend.messages import EngineInfo
+from octavo.frontend.metrics import COUNTERS, GAUGES
 from octavo.serve.engine.stream import RequestFacts
 from octavo.serve.metric_families import FAMILIES, FINISH_REASONS, HTTP, OWN, VLLM, Family, token_buckets
 
@@ -28,21 +29,8 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OTHER = "other"  # what every unknown method and unknown route is called
 _RENDER_SECONDS = 0.1  # between two renderings for HTTP, which take some ms of the event loop each
 _STATUSES = ("2xx", "3xx", "4xx", "5xx")
-
-_TRANSFERS = (
-    ("external_prefix_cache_queries", "num_matched_tokens"),
-    ("external_prefix_cache_hits", "num_loaded_tokens"),
-    ("kv_load_failures", "num_load_failures"),
-    ("kv_load_misses", "num_load_misses"),
-    ("kv_expired_holds", "num_expired_holds"),
-    ("kv_saved_blocks", "num_kv_saved_blocks"),
-    ("kv_loaded_blocks", "num_kv_loaded_blocks"),
-    ("kv_saved_bytes", "kv_saved_bytes"),
-    ("kv_loaded_bytes", "kv_loaded_bytes"),
-    ("kv_save_seconds", "kv_save_seconds"),
-    ("kv_load_seconds", "kv_load_seconds"),
-    ("kv_evicted_blocks", "num_kv_evicted_blocks"),
-)
+_GAUGES = (*((name.partition(":")[2], source) for name, source in GAUGES), ("num_requests_open", "num_requests"))
+_COUNTERS = (*((name.partition(":")[2], source) for name, source in COUNTERS), ("engine_restarts", "num_restarts"))
 
 
 class Watched(Protocol):
@@ -227,15 +215,7 @@ class ServerMetrics(Collector):
         if self._engine is None:
             return
         stats, values = self._engine.stats, self._values
-        for name, source in (
-            ("num_requests_running", "num_running"),
-            ("num_requests_waiting", "num_waiting"),
-            ("kv_cache_usage_perc", "cache_usage"),
-            ("num_free_blocks", "num_free_blocks"),
-            ("engine_resident_memory_bytes", "rss_bytes"),
-            ("num_requests_open", "num_requests"),
-            ("kv_stored_bytes", "kv_stored_bytes"),
-        ):
+        for name, source in _GAUGES:
             values[name][""] = stats.get(source, 0.0)
         with contextlib.suppress(RuntimeError):  # no loop: it is asked for outside a server
             values["num_tasks"][""] = len(asyncio.all_tasks())
@@ -245,20 +225,7 @@ class ServerMetrics(Collector):
         values["paused"][""] = stats.get("paused", 0.0)
         values["num_requests_waiting_by_reason"]["capacity"] = stats["num_waiting"]
         values["num_requests_waiting_by_reason"]["deferred"] = stats.get("num_loading", 0.0)
-        for name, source in (
-            ("num_preemptions", "num_preemptions"),
-            ("prefix_cache_queries", "num_prefix_queries"),
-            ("prefix_cache_hits", "num_prefix_hits"),
-            ("engine_restarts", "num_restarts"),
-            ("spec_decode_num_drafts", "num_drafts"),
-            ("spec_decode_num_draft_tokens", "num_draft_tokens"),
-            ("spec_decode_num_accepted_tokens", "num_accepted_tokens"),
-            *_TRANSFERS,
-            ("weight_updates", "num_weight_updates"),
-            ("failed_weight_updates", "num_failed_weight_updates"),
-            ("weight_update_seconds", "weight_update_seconds"),
-            ("weight_pause_seconds", "weight_pause_seconds"),
-        ):
+        for name, source in _COUNTERS:
             values[name][""] += self._grown(name, stats.get(source, 0.0))
         for name, source in (
             ("weight_update_bytes", "weight_bytes_by_"),
