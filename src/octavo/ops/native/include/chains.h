@@ -37,14 +37,20 @@ OCTAVO_INLINE float dot16(const float* x, const float* y, int64_t n) {
     return reduce_add(sum);
 }
 
-template <int ROWS, int COLS>
+struct Nothing {
+    OCTAVO_INLINE void operator()() const {}
+};
+
+// beside() runs once a step of the depth.
+template <int ROWS, int COLS, class Beside = Nothing>
 static OCTAVO_INLINE void chain_tile(const float* x, int64_t x_row, int64_t depth, const float* y, int64_t y_row,
-                                     float* out, int64_t out_row) {
+                                     float* out, int64_t out_row, const Beside& beside = {}) {
     vf sum[ROWS][COLS];
     OCTAVO_UNROLL for (int r = 0; r < ROWS; ++r)
         OCTAVO_UNROLL for (int c = 0; c < COLS; ++c) sum[r][c] = load(out + r * out_row + c * VL);
     for (int64_t d = 0; d < depth; ++d) {
         vf w[COLS];
+        beside();
         OCTAVO_UNROLL for (int c = 0; c < COLS; ++c) w[c] = load(y + d * y_row + c * VL);
         OCTAVO_UNROLL for (int r = 0; r < ROWS; ++r) {
             vf factor = splat(x[r * x_row + d]);
@@ -64,10 +70,16 @@ static OCTAVO_INLINE void chain_rows(const float* x, int64_t x_row, int64_t rows
     for (; r < rows; ++r) chain_tile<1, COLS>(x + r * x_row, x_row, depth, y, y_row, out + r * out_row, out_row);
 }
 
-// out[r][c] += x[r][0] y[0][c] + x[r][1] y[1][c] + ..., in that order; columns a multiple of VL.
+// out[r][c] += x[r][0] y[0][c] + x[r][1] y[1][c] + ..., in that order; columns a multiple of VL. Of one or two rows, a
+// decoding row's, lines of y are read whole: they come from memory, and beside() asks for others meanwhile.
+template <class Beside = Nothing>
 static inline void add_chains(const float* x, int64_t x_row, int64_t rows, int64_t depth, const float* y,
-                              int64_t y_row, int64_t columns, float* out, int64_t out_row) {
+                              int64_t y_row, int64_t columns, float* out, int64_t out_row, const Beside& beside = {}) {
     int64_t c = 0;
+    for (; rows <= 2 && c + 4 * VL <= columns; c += 4 * VL) {
+        if (rows == 2) chain_tile<2, 4>(x, x_row, depth, y + c, y_row, out + c, out_row, beside);
+        else chain_tile<1, 4>(x, x_row, depth, y + c, y_row, out + c, out_row, beside);
+    }
     for (; c + 2 * VL <= columns; c += 2 * VL) chain_rows<2>(x, x_row, rows, depth, y + c, y_row, out + c, out_row);
     for (; c < columns; c += VL) chain_rows<1>(x, x_row, rows, depth, y + c, y_row, out + c, out_row);
 }

@@ -25,10 +25,49 @@ OCTAVO_INLINE void narrow(const float* in, T* out, int64_t n) {
 // x as an element of type T has it.
 template <class T>
 OCTAVO_INLINE vf rounded(vf x) {
-    T bits[VL];
-    store(bits, x);
-    return load(bits);
+    if constexpr (sizeof(T) == 4) return x;
+    else return as_float(bf16_bits(x) << 16);
 }
+
+// A processor waits for more lines at once that go to its L2 than for those that go to L1.
+constexpr int TO_L2 = 2;
+
+// Asks for the cache lines of `bytes` at `at`.
+OCTAVO_INLINE void fetch_lines(const char* at, int64_t bytes) {
+    for (int64_t done = 0; done < bytes; done += 64) __builtin_prefetch(at + done, 0, TO_L2);
+    if (bytes) __builtin_prefetch(at + bytes - 1, 0, TO_L2);
+}
+
+// Pieces of memory that the next task reads, asked for line by line while this one computes: rows' states and inputs
+// lie anywhere in the cache, and a burst of requests would stall the loads behind it.
+class FetchList {
+  public:
+    // What does not fit is read when it is needed.
+    void add(const void* from, int64_t bytes) {
+        const uintptr_t at = reinterpret_cast<uintptr_t>(from), begin = at / 64 * 64, end = at + bytes;
+        if (count_ == MOST || (count_ && begin + 64 == ends_[count_ - 1] && end <= begin + 64)) return;
+        begins_[count_] = begin, ends_[count_++] = (end + 63) / 64 * 64;
+        lines_ += (end - begin + 63) / 64;
+    }
+    // Divides them over `steps`.
+    void begin(int64_t steps) { each_ = lines_ / steps + 1; }
+    OCTAVO_INLINE void step() {
+        for (int64_t i = 0; i < each_; ++i, at_ += 64) {
+            if (at_ == end_) {
+                if (next_ == count_) return;
+                at_ = begins_[next_], end_ = ends_[next_++];
+            }
+            __builtin_prefetch(reinterpret_cast<const char*>(at_), 0, TO_L2);
+        }
+    }
+
+  private:
+    static constexpr int MOST = 256;
+    uintptr_t begins_[MOST], ends_[MOST];
+    uintptr_t at_ = 0, end_ = 0;
+    int64_t lines_ = 0, each_ = 0;
+    int count_ = 0, next_ = 0;
+};
 
 // One tensor of what a layer keeps; octavo.states.cpu._Kept.
 struct Kept {
@@ -58,6 +97,20 @@ struct Kept {
             else narrow(values + done, reinterpret_cast<bf16*>(at) + skip, n);
         });
     }
+    // Asks for the cache lines of elements [first, first + count) of an item, long before they are read.
+    void fetch(const int32_t* table, int64_t entry, int64_t offset, int64_t first, int64_t count) const {
+        const int64_t size = dtype == F32 ? 4 : 2;
+        each(table, entry, offset, first, count, [&](const char* at, int64_t skip, int64_t, int64_t n) {
+            fetch_lines(at + skip * size, n * size);
+        });
+    }
+    // The same, in its turn.
+    void tell(FetchList& list, const int32_t* table, int64_t entry, int64_t first, int64_t count) const {
+        const int64_t size = dtype == F32 ? 4 : 2;
+        each(table, entry, 0, first, count, [&](const char* at, int64_t skip, int64_t, int64_t n) {
+            list.add(at + skip * size, n * size);
+        });
+    }
     // Element `index` of an item.
     void put(const int32_t* table, int64_t entry, int64_t offset, int64_t index, float value) const {
         char* at = place(table, entry, offset, index / line_size);
@@ -78,11 +131,15 @@ struct Kept {
     // follow each other, line_bytes apart).
     template <class Body>
     void each_run(const int32_t* table, int64_t entry, int64_t first, int64_t count, Body body) const {
-        for (int64_t done = 0; done < count;) {
-            const int64_t left = run - (first + done) % run, n = left < count - done ? left : count - done;
-            const char* from = place(table, entry, 0, first + done);
-            if (from) body(reinterpret_cast<const float*>(from), done, n);
+        const int64_t part = first_part + first / run;
+        int64_t block = part / per_block, slot = part % per_block, line = first % run;
+        for (int64_t done = 0; done < count; line = 0) {
+            const int64_t n = run - line < count - done ? run - line : count - done;
+            const int64_t id = table[entry * blocks + block];
+            const char* from = data + id * block_bytes + slot * part_bytes + line * line_bytes;
+            if (id) body(reinterpret_cast<const float*>(from), done, n);
             done += n;
+            if (++slot == per_block) slot = 0, ++block;
         }
     }
     // Rounded as they are kept.
@@ -147,6 +204,9 @@ struct StateRow {
     void write(const Kept& kept, int64_t position, int64_t first, int64_t count, const float* values) const {
         kept.write(inputs, position / block_size, position % block_size, first, count, values);
     }
+    void fetch(const Kept& kept, int64_t position, int64_t first, int64_t count) const {
+        kept.fetch(inputs, position / block_size, position % block_size, first, count);
+    }
     // Elements [first, first + count) of what the tokens at `begin` to `end` - 1 brought, to rows of `out`.
     void read_tokens(const Kept& kept, int64_t begin, int64_t end, int64_t first, int64_t count, float* out,
                      int64_t out_row) const {
@@ -179,6 +239,77 @@ struct StateRow {
     void write_state(const Kept& kept, int64_t border, int64_t first, int64_t count, const float* values) const {
         kept.write(states, border / chunk - 1, 0, first, count, values);
     }
+};
+
+// Where tokens of an open chunk lie, found once for all tensors that are cut alike: a line a token.
+class TokenPlaces {
+  public:
+    // memory: two numbers a token of a chunk.
+    TokenPlaces(const Kept& like, int64_t* memory) : like_(like), parts_(memory) {}
+
+    static bool serves(const Kept& like, const Kept& other) {
+        return like.lines == 1 && other.lines == 1 && like.run == other.run && like.first_part == other.first_part &&
+               like.per_block == other.per_block && like.blocks == other.blocks &&
+               like.block_bytes == other.block_bytes && like.part_bytes == other.part_bytes;
+    }
+    // Tokens [begin, begin + count) of a row.
+    void find(const StateRow& row, int64_t begin, int64_t count) {
+        int64_t entry = begin / row.block_size, offset = begin % row.block_size;
+        for (int64_t t = 0; t < count; ++entry, offset = 0) {
+            const int64_t part = like_.first_part + offset / like_.run;
+            int64_t block = part / like_.per_block, slot = part % like_.per_block, line = offset % like_.run;
+            for (; t < count && offset < row.block_size; ++t, ++offset) {
+                const int64_t id = row.inputs[entry * like_.blocks + block];
+                parts_[2 * t] = id ? id * like_.block_bytes + slot * like_.part_bytes : -1;
+                parts_[2 * t + 1] = line;
+                if (++line < like_.run) continue;
+                line = 0;
+                if (++slot == like_.per_block) slot = 0, ++block;
+            }
+        }
+    }
+    // Element `index` of token `t`; null where nothing is kept.
+    char* at(const Kept& kept, int64_t t, int64_t index) const {
+        if (parts_[2 * t] < 0) return nullptr;
+        char* line = kept.data + parts_[2 * t] + parts_[2 * t + 1] * kept.line_bytes;
+        return line + index * (kept.dtype == F32 ? 4 : 2);
+    }
+    void tell(FetchList& list, const Kept& kept, int64_t t, int64_t first, int64_t size) const {
+        if (const char* from = at(kept, t, first)) list.add(from, size * (kept.dtype == F32 ? 4 : 2));
+    }
+    void read(const Kept& kept, int64_t count, int64_t first, int64_t size, float* out, int64_t out_row) const {
+        for (int64_t t = 0; t < count; ++t, out += out_row) {
+            const char* from = at(kept, t, first);
+            if (!from) continue;  // the open chunk of a row is kept
+            if (kept.dtype == F32) widen(reinterpret_cast<const float*>(from), out, size);
+            else widen(reinterpret_cast<const bf16*>(from), out, size);
+        }
+    }
+    // One element of each.
+    void read(const Kept& kept, int64_t count, int64_t index, float* out) const {
+        for (int64_t t = 0; t < count; ++t) {
+            const char* from = at(kept, t, index);
+            if (!from) continue;
+            out[t] = kept.dtype == F32 ? *reinterpret_cast<const float*>(from)
+                                       : to_float(*reinterpret_cast<const bf16*>(from));
+        }
+    }
+    void put(const Kept& kept, int64_t t, int64_t index, float value) const {
+        char* to = at(kept, t, index);
+        if (!to) return;
+        if (kept.dtype == F32) *reinterpret_cast<float*>(to) = value;
+        else *reinterpret_cast<bf16*>(to) = to_bf16(value);
+    }
+    void write(const Kept& kept, int64_t t, int64_t first, int64_t size, const float* values) const {
+        char* to = at(kept, t, first);
+        if (!to) return;
+        if (kept.dtype == F32) narrow(values, reinterpret_cast<float*>(to), size);
+        else narrow(values, reinterpret_cast<bf16*>(to), size);
+    }
+
+  private:
+    const Kept& like_;
+    int64_t* parts_;
 };
 
 }  // namespace octavo

@@ -177,15 +177,17 @@ OCTAVO_INLINE void store(fp8* p, vf v) {
     for (int i = 0; i < VL; ++i) p[i].bits = uint8_t(result[i] | sign[i]);
 }
 
-// The first n < VL lanes; the others read as zero and are not written.
+// The first n <= VL lanes; the others read as zero and are not written. Of all lanes nothing is copied in between.
 template <class T>
 OCTAVO_INLINE vf load_first(const T* p, int64_t n) {
+    if (n == VL) return load(p);
     T tail[VL] = {};
     std::memcpy(tail, p, sizeof(T) * n);
     return load(tail);
 }
 template <class T>
 OCTAVO_INLINE void store_first(T* p, vf v, int64_t n) {
+    if (n == VL) return store(p, v);
     T tail[VL];
     store(tail, v);
     std::memcpy(p, tail, sizeof(T) * n);
@@ -224,11 +226,17 @@ typedef float f32x8 __attribute__((vector_size(32)));
 typedef float f32x4 __attribute__((vector_size(16)));
 template <class Op>
 OCTAVO_INLINE float reduce16(const lanes16& a, Op op) {
+#if defined(__AVX512F__)
+    const __m512d all = _mm512_castps_pd((__m512)a.v[0]);
+    f32x8 x = op((f32x8)_mm512_maskz_extractf64x4_pd(255, all, 0), (f32x8)_mm512_maskz_extractf64x4_pd(255, all, 1));
+    f32x4 y = op((f32x4)_mm256_castps256_ps128((__m256)x), (f32x4)_mm256_extractf128_ps((__m256)x, 1));
+#else
     float t[16];
     a.store(t);
     f32x8 x = op(load_bits<f32x8>(t), load_bits<f32x8>(t + 8));
     std::memcpy(t, &x, sizeof(x));
     f32x4 y = op(load_bits<f32x4>(t), load_bits<f32x4>(t + 4));
+#endif
     float s0 = op(y[0], y[2]), s1 = op(y[1], y[3]);
     return op(s0, s1);
 }

@@ -30,6 +30,18 @@ struct ConvArgs {
     T* out;
 };
 
+// Asks for what the row's first token is computed from, while another row is: rows lie anywhere in the cache.
+template <class T>
+static void fetch_row(const ConvArgs<T>& args, int64_t row_index, int64_t begin) {
+    const ShortConv& conv = *args.conv;
+    const StateRow row(*args.step, *args.tables, row_index);
+    if (row.computed >= row.end) return;
+    const int64_t count = conv.channels - begin < CONV_CHANNELS ? conv.channels - begin : CONV_CHANNELS;
+    const int64_t oldest = row.computed - conv.width + 1, border = row.border();
+    for (int64_t position = oldest > border ? oldest : border; position <= row.computed; ++position)
+        row.fetch(args.kept->input, position, begin, count);
+}
+
 template <class T>
 static void convolve(const ConvArgs<T>& args, int64_t row_index, int64_t begin) {
     const ShortConv& conv = *args.conv;
@@ -74,8 +86,12 @@ static void convolve(const ConvArgs<T>& args, int64_t row_index, int64_t begin) 
 template <class T>
 static void run(const ConvArgs<T>& args) {
     const int64_t blocks = (args.conv->channels + CONV_CHANNELS - 1) / CONV_CHANNELS;
-    parallel_tasks(threads_for(args.step->num_tokens * args.conv->channels, 8192), args.step->num_rows * blocks,
-                   [&](int64_t task) { convolve(args, task / blocks, task % blocks * CONV_CHANNELS); });
+    const int64_t tasks = args.step->num_rows * blocks;
+    parallel_tasks(threads_for(args.step->num_tokens * args.conv->channels, 8192), tasks, [&](int64_t task) {
+        const int64_t next = task + 1;
+        if (next < tasks) fetch_row(args, next / blocks, next % blocks * CONV_CHANNELS);
+        convolve(args, task / blocks, task % blocks * CONV_CHANNELS);
+    });
 }
 
 }  // namespace octavo

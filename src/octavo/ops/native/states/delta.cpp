@@ -18,6 +18,11 @@ struct DeltaRule {  // octavo.states.cpu._DeltaRule
 
 struct DeltaKept {  // in the order of GatedDeltaRule's tensors
     Kept state, key, value, update, decay, rate;
+
+    bool alike() const {
+        return TokenPlaces::serves(key, value) && TokenPlaces::serves(key, update) && TokenPlaces::serves(key, decay) &&
+               TokenPlaces::serves(key, rate);
+    }
 };
 
 template <class T>
@@ -40,6 +45,7 @@ struct DeltaScratch {
     float *total, *left, *rate;  // [C]
     float *weights;           // [kp, C]
     float *states, *advanced; // [heads, kp, vp]; [kp, vp]
+    float *places;            // [2 C] of 64 bits
     const float* state[64];   // of each head
 };
 
@@ -60,21 +66,49 @@ class DeltaTask {
     DeltaTask(const DeltaArgs<T>& args, int64_t row, int64_t key_head, DeltaScratch& scratch)
         : args_(args), rule_(*args.rule), kept_(*args.kept), row_(*args.step, *args.tables, row), s_(scratch),
           key_head_(key_head), group_(rule_.num_heads / rule_.num_key_heads), kp_(padded16(rule_.key_size)),
-          vp_(padded16(rule_.value_size)), chunk_(row_.chunk) {}
+          vp_(padded16(rule_.value_size)), chunk_(row_.chunk),
+          places_(kept_.key, reinterpret_cast<int64_t*>(scratch.places)), alike_(kept_.alike()) {}
 
-    void run() {
+    // What the task reads, in its order, and where its first token is written.
+    void tell(FetchList& list) {
+        if (row_.computed >= row_.end) return;
+        const int64_t border = row_.border(), size = rule_.value_size, key = rule_.key_size;
+        if (alike_) tell_tokens(list, border, row_.computed - border);
+        if (!border) return;
+        const int64_t entry = border / chunk_ - 1, first = key_head_ * group_ * key, rows = group_ * key;
+        if (kept_.state.line_size != size) return kept_.state.tell(list, row_.states, entry, first * size, rows * size);
+        kept_.state.each_run(row_.states, entry, first, rows, [&](const float* from, int64_t, int64_t n) {
+            list.add(from, n * kept_.state.line_bytes);
+        });
+    }
+
+    // ahead: what the next task reads.
+    void run(FetchList& ahead) {
+        ahead_ = &ahead;
+        ahead.begin(group_ * rule_.key_size);
         if (row_.computed >= row_.end) return;
         int64_t border = row_.border();
         for (int64_t h = 0; h < group_; ++h) load_state(border, h);
         for (; border < row_.end; border += chunk_) {
             first_ = row_.computed > border ? row_.computed - border : 0;
             last_ = row_.end - border < chunk_ ? row_.end - border : chunk_;
+            if (alike_) places_.find(row_, border, last_);
             make_keys(border);
             for (int64_t h = 0; h < group_; ++h) head(border, h);
         }
     }
 
   private:
+    void tell_tokens(FetchList& list, int64_t border, int64_t known) {
+        const int64_t keys = rule_.key_size, values = group_ * rule_.value_size;
+        places_.find(row_, border, known + 1);
+        for (int64_t t = 0; t <= known; ++t) {
+            places_.tell(list, kept_.key, t, key_head_ * keys, keys);
+            places_.tell(list, kept_.update, t, key_head_ * values, values);
+            places_.tell(list, kept_.decay, t, key_head_ * group_, group_);
+        }
+        places_.tell(list, kept_.value, known, key_head_ * values, values);
+    }
     const T* token(int64_t border, int64_t place) const {
         return args_.qkv + (row_.first + border + place - row_.computed) * args_.qkv_stride;
     }
@@ -82,12 +116,29 @@ class DeltaTask {
     // Whether the step passes no border, and reads a state once.
     bool stays(int64_t border) const { return border && row_.end - border < chunk_; }
 
+    // What the tokens before the step's brought, and what token `t` of the chunk brings.
+    void read_tokens(const Kept& kept, int64_t border, int64_t first, int64_t count, float* out,
+                     int64_t out_row) const {
+        if (alike_) places_.read(kept, first_, first, count, out, out_row);
+        else row_.read_tokens(kept, border, border + first_, first, count, out, out_row);
+    }
+    void write(const Kept& kept, int64_t border, int64_t t, int64_t first, int64_t count, const float* values) const {
+        if (alike_) places_.write(kept, t, first, count, values);
+        else row_.write(kept, border + t, first, count, values);
+    }
+    void put(const Kept& kept, int64_t border, int64_t t, int64_t index, float value) const {
+        if (alike_) places_.put(kept, t, index, value);
+        else row_.put(kept, border + t, index, value);
+    }
+
     // The products of vectors with the state of one head, where it lies or as it was read.
     void of_state(int64_t border, int64_t h, int64_t count, const float* vectors, float* out) {
-        if (s_.state[h]) return add_chains(vectors, kp_, count, rule_.key_size, s_.state[h], vp_, vp_, out, vp_);
-        const int64_t first = (key_head_ * group_ + h) * rule_.key_size, stride = kept_.state.line_bytes / 4;
-        kept_.state.each_run(row_.states, border / chunk_ - 1, first, rule_.key_size, [&](const float* rows, int64_t at, int64_t n) {
-            add_chains(vectors + at, kp_, count, n, rows, stride, vp_, out, vp_);
+        const auto beside = [this] { ahead_->step(); };
+        const int64_t size = rule_.key_size, first = (key_head_ * group_ + h) * size;
+        if (s_.state[h]) return add_chains(vectors, kp_, count, size, s_.state[h], vp_, vp_, out, vp_, beside);
+        const int64_t entry = border / chunk_ - 1, stride = kept_.state.line_bytes / 4;
+        kept_.state.each_run(row_.states, entry, first, size, [&](const float* rows, int64_t at, int64_t n) {
+            add_chains(vectors + at, kp_, count, n, rows, stride, vp_, out, vp_, beside);
         });
     }
 
@@ -109,7 +160,7 @@ class DeltaTask {
     void make_keys(int64_t border) {
         const int64_t size = rule_.key_size, fresh = last_ - first_, offset = rule_.num_key_heads * size;
         if (kp_ > size) std::memset(s_.keys, 0, 4 * first_ * kp_);
-        row_.read_tokens(kept_.key, border, border + first_, key_head_ * size, size, s_.keys, kp_);
+        read_tokens(kept_.key, border, key_head_ * size, size, s_.keys, kp_);
         for (int64_t t = first_; t < last_; ++t) {
             float* key = s_.keys + t * kp_;
             const T* x = token(border, t) + key_head_ * size;
@@ -117,7 +168,7 @@ class DeltaTask {
             for (int64_t i = 0; i < kp_; i += VL) store(key + i, rounded<T>(load(key + i)));
             normalize(x, size, kp_, rule_.query_scale, true, s_.vectors + (fresh + t - first_) * kp_);
             std::memcpy(s_.vectors + (t - first_) * kp_, key, 4 * kp_);
-            row_.write(kept_.key, border + t, key_head_ * size, size, key);
+            write(kept_.key, border, t, key_head_ * size, size, key);
         }
         for (int64_t t = 0; t < fresh; ++t) {
             for (int64_t i = 0; i <= first_ + t; ++i) {
@@ -129,15 +180,16 @@ class DeltaTask {
 
     // Sums of g and rates of one head: of places that are known from what is kept.
     void make_gates(int64_t border, int64_t head) {
-        row_.read_tokens(kept_.decay, border, border + first_, head, 1, s_.total, 1);
+        if (alike_) places_.read(kept_.decay, first_, head, s_.total);
+        else row_.read_tokens(kept_.decay, border, border + first_, head, 1, s_.total, 1);
         float sum = first_ ? s_.total[first_ - 1] : 0.0f;
         for (int64_t t = first_; t < last_; ++t) {
             const int64_t at = row_.first + border + t - row_.computed;
             const float a = to_float(args_.a[at * args_.a_stride + head]);
             sum = sum + rule_.decay[head] * vsoftplus(a + rule_.dt_bias[head]);
             s_.rate[t] = sigmoid(to_float(args_.b[at * args_.b_stride + head]));
-            row_.put(kept_.decay, border + t, head, sum);
-            row_.put(kept_.rate, border + t, head, s_.rate[t]);
+            put(kept_.decay, border, t, head, sum);
+            put(kept_.rate, border, t, head, s_.rate[t]);
             s_.total[t] = sum;
         }
     }
@@ -151,7 +203,7 @@ class DeltaTask {
         const int64_t head = key_head_ * group_ + h, size = rule_.value_size, fresh = last_ - first_;
         make_gates(border, head);
         if (vp_ > size) std::memset(s_.updates, 0, 4 * first_ * vp_);
-        row_.read_tokens(kept_.update, border, border + first_, head * size, size, s_.updates, vp_);
+        read_tokens(kept_.update, border, head * size, size, s_.updates, vp_);
         std::memset(s_.rest, 0, 8 * fresh * vp_);
         of_state(border, h, 2 * fresh, s_.vectors, s_.rest);
         for (int64_t t = 0; t < fresh; ++t) place(border, head, t);
@@ -168,20 +220,21 @@ class DeltaTask {
         const T* value = token(border, at) + 2 * rule_.num_key_heads * rule_.key_size + head * size;
         float* weight = s_.weights;
         widen(value, weight, size);
-        row_.write(kept_.value, border + at, head * size, size, weight);
+        write(kept_.value, border, at, head * size, size, weight);
         for (int64_t i = size; i < vp_; ++i) weight[i] = 0.0f;
         for (int64_t i = 0; i < vp_; i += VL) {
             store(rest + i, load(weight + i) - begun * load(rest + i));
             store(result + i, begun * load(result + i));
         }
+        float* seen = weight + chunk_;
         for (int64_t i = 0; i < at; ++i) weight[i] = -(s_.left[i] * s_.between[t * chunk_ + i]);
-        add_chains(weight, 0, 1, at, s_.updates, vp_, vp_, rest, vp_);
+        for (int64_t i = 0; i <= at; ++i) seen[i] = s_.left[i] * s_.seen[t * chunk_ + i];
+        add_chains(weight, chunk_, 2, at, s_.updates, vp_, vp_, rest, result - rest);
         for (int64_t i = 0; i < vp_; i += VL) store(update + i, rounded<T>(s_.rate[at] * load(rest + i)));
-        for (int64_t i = 0; i <= at; ++i) weight[i] = s_.left[i] * s_.seen[t * chunk_ + i];
-        add_chains(weight, 0, 1, at + 1, s_.updates, vp_, vp_, result, vp_);
+        add_chains(seen + at, 0, 1, 1, update, vp_, vp_, result, vp_);
         narrow(result, args_.out + (row_.first + border + at - row_.computed) * rule_.num_heads * size + head * size,
                size);
-        row_.write(kept_.update, border + at, head * size, size, update);
+        write(kept_.update, border, at, head * size, size, update);
     }
 
     // The state behind the chunk, as it is kept.
@@ -212,6 +265,9 @@ class DeltaTask {
     const StateRow row_;
     DeltaScratch& s_;
     const int64_t key_head_, group_, kp_, vp_, chunk_;
+    TokenPlaces places_;
+    const bool alike_;  // the tensors of inputs are cut alike, and places_ are those of all
+    FetchList* ahead_ = nullptr;
     int64_t first_ = 0, last_ = 0;  // places of the step's tokens in the chunk
 };
 
@@ -221,7 +277,8 @@ static DeltaScratch scratch_of(const DeltaRule& rule, int64_t chunk, Scratch& me
     DeltaScratch s;
     carve(memory, {{&s.keys, c * kp}, {&s.vectors, 2 * c * kp}, {&s.between, c * c}, {&s.seen, c * c},
                    {&s.updates, c * vp}, {&s.rest, 2 * c * vp}, {&s.total, c}, {&s.left, c}, {&s.rate, c},
-                   {&s.weights, (kp > vp ? kp : vp) * c + c}, {&s.states, group * kp * vp}, {&s.advanced, kp * vp}});
+                   {&s.weights, (kp > vp ? kp : vp) * c + c}, {&s.states, group * kp * vp}, {&s.advanced, kp * vp},
+                   {&s.places, 4 * c}});
     return s;
 }
 
@@ -229,10 +286,14 @@ template <class T>
 static void run(const DeltaArgs<T>& args) {
     const DeltaRule& rule = *args.rule;
     const int64_t work = args.step->num_tokens * rule.num_heads * rule.key_size * rule.value_size;
-    parallel_tasks(threads_for(work, 32768), args.step->num_rows * rule.num_key_heads, [&](int64_t task) {
+    const int64_t heads = rule.num_key_heads, tasks = args.step->num_rows * heads;
+    parallel_tasks(threads_for(work, 32768), tasks, [&](int64_t task) {
         static thread_local Scratch memory;
         DeltaScratch scratch = scratch_of(rule, args.tables->chunk, memory);
-        DeltaTask<T>(args, task / rule.num_key_heads, task % rule.num_key_heads, scratch).run();
+        const int64_t next = task + 1;
+        FetchList ahead;
+        if (next < tasks) DeltaTask<T>(args, next / heads, next % heads, scratch).tell(ahead);
+        DeltaTask<T>(args, task / heads, task % heads, scratch).run(ahead);
     });
 }
 
