@@ -117,7 +117,6 @@ def test_controls_differ(case: tuple[LLM, Any]) -> None:
 
 MAMBA1 = r"JambaForCausalLM yet: its layer 0 keeps a state \(mamba\) of Mamba-1, and"
 NOTHING = r"NemotronHForCausalLM yet: its layer 1 keeps nothing of a sequence \(an MLP or experts alone\), and"
-ELSEWHERE = r"GraniteMoeHybridForCausalLM with experts yet: its layer 0 has them as block_sparse_moe\.experts, and"
 
 
 @pytest.mark.parametrize(
@@ -128,13 +127,9 @@ ELSEWHERE = r"GraniteMoeHybridForCausalLM with experts yet: its layer 0 has them
         ("nemotron-h", NOTHING),
         ("nemotron-h-latent", NOTHING),
         ("falcon-h1", r"FalconH1ForCausalLM yet: its layers run in parts, each with a state of its own, and"),
-        ("granite4", ELSEWHERE),
-        ("granite4-biased", ELSEWHERE),
     ],
 )
 def test_layers_of_other_kinds_are_refused_by_what_is_missing_and_what_is_there(family: str, reason: str) -> None:
-    there = "mlp.experts alone; models of this class without experts run"
-    if not family.startswith("granite"):
-        there = "a converted layer has one of attention, gated delta nets, Mamba-2 and short convolutions"
+    there = "a converted layer has one of attention, gated delta nets, Mamba-2 and short convolutions"
     with pytest.raises(ValueError, match=f"{reason} .*{there}$"):
         rl.convert(make_reference(family))

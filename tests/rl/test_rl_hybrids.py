@@ -38,6 +38,8 @@ FAMILIES = [
     "lfm2-biased",
     "bamba-biased",
     "granite4-dense",
+    "granite4",
+    "granite4-biased",
 ]
 PROMPTS = random_ids(1, 33, 70, 2, 64, 130)
 LENGTHS = [70, 1, 130, 64]
@@ -149,11 +151,13 @@ class TestOperators:
         _compare(sigmoid, torch.sigmoid, inputs[:1], torch.float32)
 
 
-def test_RL_N2_the_way_back_through_a_whole_model_is_as_near_as_plain_torchs() -> None:
+@pytest.mark.parametrize("family", ["qwen3.5", "granite4"])
+def test_RL_N2_the_way_back_through_a_whole_model_is_as_near_as_plain_torchs(family: str) -> None:
     """To transformers' gradients in float64, as transformers' own in float32 are."""
-    model, pack = rl.convert(make_reference("qwen3.5")), rl.Pack.of(PROMPTS[1:3])
+    model, pack = rl.convert(make_reference(family)), rl.Pack.of(PROMPTS[1:3])
     rl.logprobs(model, pack).logprobs.sum().backward()
-    plain, right = make_reference("qwen3.5"), make_reference("qwen3.5").double()
+    plain, right = make_reference(family), make_reference(family).double()
+    right.set_experts_implementation("eager")  # the other ones know no float64
     for ids in PROMPTS[1:3]:
         for other in (plain, right):
             logits = other(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
@@ -208,6 +212,22 @@ def test_RL_N1_a_state_in_bfloat16_is_the_engines_too(tmp_path: Path) -> None:
             assert (num_differing(pack.split(rl.logprobs(model, pack).logprobs), theirs) == 0) is is_same
     with pytest.raises(ValueError, match="state_dtype must be float32 or bfloat16, got 'int8'"):
         rl.convert(make_reference("qwen3.5"), state_dtype="int8")
+
+
+def test_RL_W3_a_model_in_memory_is_sent_by_the_names_that_it_has_there(tmp_path: Path) -> None:
+    """Granite 4's router has another name there than in its files."""
+    model = rl.convert(make_reference("granite4"), max_model_len=256)
+    model.save_pretrained(tmp_path)
+    own: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "weight_transfer_config": {"backend": "disk"}}
+    with LLM(str(tmp_path), **own, skip_tokenizer_init=True) as llm:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter *= 1 + 0.1 * torch.rand_like(parameter)
+        rl.Sender(llm, "local").send(rl.WeightSource(model))
+        sequences, theirs = sampled(llm, PROMPTS[1:3])
+    pack = rl.Pack.of(sequences)
+    with torch.no_grad():
+        assert num_differing(pack.split(rl.logprobs(model, pack).logprobs), theirs) == 0
 
 
 def test_RL_N6_updates_of_the_bundled_hybrid_keep_its_bits() -> None:

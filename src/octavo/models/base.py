@@ -20,6 +20,12 @@ WeightMap = dict[str, tuple[str, str]]
 the same one on both sides, in order. Entries for parameters that a model does not have (biases) are allowed."""
 
 
+def with_numbers(pattern: str, numbers: Sequence[str]) -> str:
+    """A name by its pattern: the numbers stand for its stars, in order."""
+    first, *rest = pattern.split("*")
+    return first + "".join(number + part for number, part in zip(numbers, rest, strict=True))
+
+
 class Loadable(Protocol):
     """What is built on the meta device, to be filled by `octavo.checkpoint.loader.fill_model`: a tree of layers."""
 
@@ -38,6 +44,9 @@ class Model(Loadable, Protocol):
 
     It asks of a step no more than tokens, positions and, in its attention layers, the ForwardContext.
     """
+
+    # what transformers' model in memory calls a weight -> what its checkpoints call it, with a `*` for the layer
+    trainer_names: Mapping[str, str]
 
     def __init__(self, arch: Arch, dtype: torch.dtype) -> None:
         """`dtype`: of activations, and of weights before packing."""

@@ -31,6 +31,7 @@ class CausalLM(Layer):
     ignored_weights: Sequence[str] = ("*.rotary_emb.inv_freq", "lm_head.weight")
     stacked_weights: Mapping[str, Sequence[str]] = {}
     other_prefixes: Mapping[str, str] = {}
+    trainer_names: Mapping[str, str] = {}
     norm_offset = 0.0  # of the last norm, as RMSNorm's
 
     def __init__(

@@ -214,7 +214,7 @@ class _Layer:
         reason = why_not(self.plan.layer)
         if reason:
             raise ValueError(f"octavo.rl does not run layer {self.index}: {reason}")
-        experts = [f"mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")] if self.plan.routed else []
+        experts = self.weights.experts if self.plan.routed else ()
         for wrong, names in (("no", self.weights.missing(experts)), ("other", self.weights.unused(experts))):
             if names:
                 raise ValueError(

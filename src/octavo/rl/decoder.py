@@ -287,7 +287,7 @@ class _MoePart(_Part):
     def forward(self, x: Tensor) -> Tensor:
         weights, arch = self.run.weights, self.run.arch
         assert arch.moe is not None, "layers with experts need their facts"
-        gate_up, down = (weights.named(f"{self.path}.experts.{name}") for name in ("gate_up_proj", "down_proj"))
+        gate_up, down = map(weights.named, weights.experts)
         return moe(
             x,
             weights.needed(f"{self.path}.router.weight"),

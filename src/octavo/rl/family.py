@@ -25,7 +25,7 @@ from octavo.layers.base import Layer
 from octavo.layers.embedding import Embedding, OutputHead, TiedEmbedding
 from octavo.layers.norm import RMSNorm
 from octavo.models import ARCHITECTURES
-from octavo.models.base import Model
+from octavo.models.base import Model, with_numbers
 from octavo.models.causal_lm import CausalLM
 from octavo.ops.rope import rope_table
 
@@ -100,7 +100,6 @@ def plan_of(
     model = cast(Model, ARCHITECTURES.resolve(name)(arch, dtype))
     specs = _specs_of(model, arch, name, state_dtype)
     names = _names(model)
-    _refuse_experts(names, name)
     own_mods = mods_of_layers(mods, arch.num_layers) if mods is not None else [NO_MODS] * arch.num_layers
     layers = []
     for index, kind in enumerate(arch.layers):
@@ -139,19 +138,6 @@ def _specs_of(model: Model, arch: Arch, name: str, state_dtype: str) -> list[Att
     return specs
 
 
-def _refuse_experts(names: Mapping[str, Sequence[str]], name: str) -> None:
-    """Raises ValueError for experts that a trainer's layer has under other names than a converted one reads."""
-    for path, (first, *_) in names.items():
-        index, _, own = path.removeprefix("layers.").partition(".")
-        held = first.removeprefix(f"model.layers.{index}.")
-        if own.startswith(_EXPERTS) and not held.startswith(_EXPERTS):
-            held = held.partition(".experts.")[0] + ".experts"
-            limit = f"and a converted layer reads {_EXPERTS[:-1]} alone; models of this class without experts run"
-            raise ValueError(
-                f"octavo.rl does not run {name} with experts yet: its layer {index} has them as {held}, {limit}"
-            )
-
-
 def _with_own(spec: AttentionSpec | StateSpec, mods: AttentionMods) -> AttentionSpec | StateSpec:
     return with_mods(spec, mods) if isinstance(spec, AttentionSpec) else spec
 
@@ -185,8 +171,9 @@ def rotary_table(arch: Arch, rope: Rope, device: torch.device) -> Tensor:
 
 
 def _names(model: Model) -> dict[str, list[str]]:
-    """Parameter of the engine's model -> the checkpoint's names, in the order of its rows."""
-    theirs = {target: name for name, target in model.weight_map.items()}
+    """Parameter of the engine's model -> the trainer's names, in the order of its rows; of experts, a checkpoint's."""
+    held = {stored: own for own, stored in model.trainer_names.items()}
+    theirs = {target: held.get(name, name) for name, target in model.weight_map.items()}
     found = {}
     for path, _ in cast(nn.Module, model).named_parameters():
         numbers = [part for part in path.split(".") if part.isdigit()]
@@ -194,11 +181,7 @@ def _names(model: Model) -> dict[str, list[str]]:
         module_path, _, own = path.rpartition(".")
         layer = cast(Layer, cast(nn.Module, model).get_submodule(module_path))
         shards = [""] if (pattern, "") in theirs else list(layer.shards(own))
-        pieces = [theirs[pattern, shard].split("*") for shard in shards]
-        found[path] = [
-            piece[0] + "".join(number + rest for number, rest in zip(numbers, piece[1:], strict=True))
-            for piece in pieces
-        ]
+        found[path] = [with_numbers(theirs[pattern, shard], numbers) for shard in shards]
     return found
 
 
@@ -213,6 +196,13 @@ class Parameters:
             for path, names in plan.names.items()
             if not path.startswith(_EXPERTS)
         }
+        expert = next((names[0] for path, names in plan.names.items() if path.startswith(_EXPERTS)), "")
+        self._experts = expert.removeprefix(prefix).partition(".experts.")[0] + ".experts"
+
+    @property
+    def experts(self) -> tuple[str, str]:
+        """What the trainer's layer calls the two tensors that hold all experts of the engine's."""
+        return f"{self._experts}.gate_up_proj", f"{self._experts}.down_proj"
 
     def __contains__(self, path: str) -> bool:
         """Whether the engine's layer has such a parameter."""

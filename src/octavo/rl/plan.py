@@ -23,7 +23,7 @@ from torch import nn
 from octavo.checkpoint.digest import WeightsDigest
 from octavo.checkpoint.loader import Target, build_model, weight_targets
 from octavo.layers.base import Layer
-from octavo.models.base import Model
+from octavo.models.base import Model, with_numbers
 from octavo.ops.finite import is_finite
 from octavo.ops.gemm import LinearWeight
 from octavo.rl.session import WeightUpdateError
@@ -106,6 +106,11 @@ class WeightPlan:
             self._aliases = {"lm_head.weight": head}
         else:
             self._aliases = {}
+        held = {stored: own for own, stored in blank.trainer_names.items()}
+        for name in self.targets:
+            if (pattern := pattern_of(name)) in held:
+                numbers = [part for part in name.split(".") if part.isdigit()]
+                self._aliases[with_numbers(held[pattern], numbers)] = name
         self._layers = {
             path: layer for path, layer in cast(nn.Module, model).named_modules() if isinstance(layer, Layer)
         }

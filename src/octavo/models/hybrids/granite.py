@@ -104,6 +104,10 @@ class GraniteHybridForCausalLM(CausalLM):
         "model.layers.*.block_sparse_moe.output_linear.weight": (f"{_EXPERTS}.down_proj.weight",),
     }
 
+    trainer_names = {
+        "model.layers.*.block_sparse_moe.router.weight": "model.layers.*.block_sparse_moe.router.layer.weight",
+    }
+
     def __init__(self, arch: Arch, dtype: torch.dtype) -> None:
         """On the meta device, of the shape that `arch` says."""
         attention, rotary = plain_specs(arch), rotary_tables(arch)
