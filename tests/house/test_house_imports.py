@@ -87,8 +87,8 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
         {"torch"},
     ),
     # a worker's end of a transport; files are read as the loader reads them
-    # a trainer's end: the same rules, buffers and groups, and no engine
-    "rl.sender": ({"rl.session", "rl.plan", "rl.transport"}, {"torch"}),
+    # a trainer's end: the same rules, buffers and groups, and no engine; copies that no other thread is waited for in
+    "rl.sender": ({"rl.session", "rl.plan", "rl.transport", "ops.copying"}, {"torch"}),
     "rl.transport": ({"rl.session", "rl.plan", "checkpoint"}, {"torch"}),
     "worker.executor": ({"words"}, {"msgspec"}),  # all that an engine's loop knows of workers, and without torch
     "worker.facts": ({"words", "cache"}, set()),

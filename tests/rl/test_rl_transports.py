@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
 import select
 import signal
@@ -19,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from octavo import LLM
 from octavo.rl import Sender, WeightSource
@@ -214,6 +216,37 @@ def test_RL_W2_a_sender_is_given_each_weight_once_and_no_whole_numbers(llm: LLM,
     with pytest.raises(WeightUpdateError, match=r"counter: expected floating-point values, got torch\.int64"):
         sender.send(iter([*new.items(), ("counter", torch.tensor(3))]), "counts")
     assert answers(llm) == before
+
+
+@pytest.fixture
+def team() -> Iterator[None]:
+    """Torch shares out what is large among threads, whatever the machine and its environment say."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="threads are counted in /proc")
+@pytest.mark.parametrize("num_rows", [1, 1 << 11])
+def test_a_tensor_is_gathered_by_the_thread_that_sends(team: None, num_rows: int) -> None:
+    """A thread's team of OpenMP is as many as there are cores: where others use those, each copy waits for its last."""
+    value = torch.randn(num_rows, 512, generator=torch.Generator().manual_seed(0))
+    source, counts, gathered = WeightSource({"a": value}, torch.bfloat16), list[int](), list[Tensor]()
+
+    def gather() -> None:  # in a thread that has no team yet
+        counts.append(len(os.listdir("/proc/self/task")))
+        gathered.append(source.gather("a"))
+        source.gather_into("a", into)
+        counts.append(len(os.listdir("/proc/self/task")))
+
+    into = torch.empty(2 * value.numel(), dtype=torch.uint8)
+    thread = threading.Thread(target=gather)
+    thread.start()
+    thread.join()
+    assert counts[0] == counts[1]
+    for found in (gathered[0], into.view(torch.bfloat16).view(value.shape)):
+        assert torch.equal(found, value.to(torch.bfloat16))
 
 
 def test_a_source_rounds_to_what_is_narrower_alone() -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from octavo.layers.chain import Symbol
+from octavo.ops.copying import copy_alone
 from octavo.ops.gemm import packed_bytes
 
 
@@ -43,7 +44,7 @@ def _copy_values(source: object, target: object) -> None:
         return
     if isinstance(source, torch.Tensor):
         if isinstance(target, torch.Tensor) and source.data_ptr() != target.data_ptr():
-            target.copy_(source)
+            copy_alone(target, source)
     elif isinstance(source, tuple | list) and isinstance(target, tuple | list):
         for own, other in zip(source, target, strict=True):
             _copy_values(own, other)

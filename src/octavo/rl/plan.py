@@ -24,6 +24,7 @@ from octavo.checkpoint.digest import WeightsDigest
 from octavo.checkpoint.loader import Target, build_model, weight_targets
 from octavo.layers.base import Layer
 from octavo.models.base import Model, with_numbers
+from octavo.ops.copying import copy_alone
 from octavo.ops.finite import is_finite
 from octavo.ops.gemm import LinearWeight
 from octavo.rl.session import WeightUpdateError
@@ -236,7 +237,7 @@ class Staged:
                 before = "came" if known == incoming.name else f"is {known}, which came"
                 raise WeightUpdateError(f"{incoming.name}: {before} before with other values")
             return
-        rows.copy_(tensor)
+        copy_alone(rows, tensor)
         check_finite(incoming.name, rows, tensor)
         if self._plan.kept_narrower(target.parameter) and not torch.equal(rows.to(torch.bfloat16).float(), rows):
             raise WeightUpdateError(

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from octavo.ops.copying import copy_alone
 from octavo.rl.plan import DTYPES, Incoming, pattern_of
 from octavo.rl.session import WeightConflictError, WeightTransferError, WeightUpdateError
 from octavo.rl.transport import BUFFER_BYTES, TIMEOUT, buffers
@@ -88,7 +89,10 @@ class WeightSource:
 
     def gather(self, name: str) -> torch.Tensor:
         """One tensor, whole and contiguous, where its rank has it."""
-        return self._whole(name).to(self._dtype_of(name)).contiguous()
+        dtype, whole = self._dtype_of(name), self._whole(name)
+        if whole.dtype is dtype:
+            return whole.contiguous()
+        return copy_alone(torch.empty(whole.shape, dtype=dtype, device=whole.device), whole)
 
     def gather_into(self, name: str, buffer: torch.Tensor) -> None:
         """The same into a part of a buffer [bytes] uint8, on any device, in one pass where it begins as it should."""
@@ -96,7 +100,7 @@ class WeightSource:
         if (buffer.data_ptr() | int(buffer.storage_offset())) % dtype.itemsize:
             buffer.copy_(_bytes(whole.to(dtype).contiguous()))
         else:
-            buffer.view(dtype).view(whole.shape).copy_(whole)
+            copy_alone(buffer.view(dtype).view(whole.shape), whole)
 
     def _whole(self, name: str) -> torch.Tensor:
         """As it is to be rounded: in the type that was asked for."""
