@@ -64,13 +64,14 @@ static void convolve(const ConvArgs<T>& args, int64_t row_index, int64_t begin) 
         float* own = window[position % conv.width];
         widen(x, own, count);
         row.write(kept.input, position, begin, count, own);
+        const float* inputs[MOST_WIDTH];  // from the oldest on
+        for (int64_t j = 0; j < conv.width; ++j) inputs[j] = window[(position + 1 + j) % conv.width];
         for (int64_t i = 0; i < count; i += VL) {
             const int64_t n = count - i < VL ? count - i : VL;
             vf sum = vf{};
             if (conv.bias) sum = sum + load_first(conv.bias + begin + i, n);
             for (int64_t j = 0; j < conv.width; ++j) {
-                const float* value = window[(position + 1 + j) % conv.width] + i;
-                sum = sum + load_first(value, n) * load_first(conv.weight + j * conv.channels + begin + i, n);
+                sum = sum + load_first(inputs[j] + i, n) * load_first(conv.weight + j * conv.channels + begin + i, n);
             }
             if (conv.silu) sum = sum / (vexp(-sum) + 1.0f);
             store_first(out + i, sum, n);
