@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,7 +53,7 @@ def test_a_pass_compiles_each_kernel_once_and_launches_none(no_gpu: SimpleNamesp
     with side_by_side.compiling(lambda *facts: told.append(facts), 2) as made:
         for _ in range(2):
             assert not multiply(1).any() and not multiply(200).any(), "new tensors are zero"
-    assert made.num_made == 2
+    assert [future.exception() for future in made._futures] == [None] * 2 and made.num_made == 2
     assert {name for _, _, name in told} == {"product"}
     assert told[-1][:2] == (2, 2) and [done for done, *_ in told] == sorted(done for done, *_ in told)
     assert side_by_side.current() is None
@@ -88,7 +89,24 @@ def test_threads_compile_at_the_same_time(no_gpu: SimpleNamespace, monkeypatch: 
     with side_by_side.compiling(lambda *_: None, 2) as made:
         multiply(1)
         multiply(200)
-    assert made.num_made == 2 and not both.broken
+    assert [future.exception() for future in made._futures] == [None] * 2 and not both.broken
+    assert made.num_made == 2
+
+
+def test_one_thread_at_a_time_parses(no_gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.11 raises SystemError, "recursion depth mismatch", where two threads build trees and one is cut off."""
+    alone, parse = [], ast.parse
+
+    def told(source: Any, *args: Any, **options: Any) -> Any:
+        if "def product" in str(source):
+            alone.append(side_by_side._PARSING.locked())
+        return parse(source, *args, **options)
+
+    monkeypatch.setattr(ast, "parse", told)
+    with side_by_side.compiling(lambda *_: None, 2):
+        multiply(1)
+        multiply(200)
+    assert len(alone) >= 2 and all(alone)
 
 
 def test_other_threads_launch_as_ever(no_gpu: SimpleNamespace) -> None:

@@ -318,7 +318,7 @@ def test_a_process_that_cannot_be_started_is_tried_again(monkeypatch: pytest.Mon
             os.kill(pid_of(engine), signal.SIGKILL)
             await until(lambda: "cannot be started: no memory" in engine.error, 5)
             await engine.wait_ready(patient(10))
-            assert engine.stats["num_restarts"] == 4 and psutil.Process().num_fds() == num_fds
+            assert engine.stats["num_restarts"] == 4 and psutil.Process().num_fds() <= num_fds
 
     asyncio.run(main())
 

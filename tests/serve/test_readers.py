@@ -157,7 +157,7 @@ async def check_memory(count: int) -> None:
             f"{count} requests, {tokens} tokens in {seconds:.1f} s ({count / seconds:.0f} requests/s): front end "
             f"{before[0]:.1f} -> {after[0]:.1f} MiB, engine {before[1]:.1f} -> {after[1]:.1f} MiB"
         )
-        assert after[2:] == before[2:]
+        assert all(now <= was for now, was in zip(after[2:], before[2:], strict=True))  # less: of tests before it
         assert after[0] - before[0] < 4 and after[1] - before[1] < 4
         await until(lambda: engine.stats["cache_usage"] == 0, 10)
 

@@ -28,6 +28,7 @@ Told = Callable[[int, int, str], object]
 """Called from any thread, one call at a time: (kernels done, kernels asked for so far, the name of the last)."""
 _MODE = getattr(triton, "AsyncCompileMode", None)  # Triton 3.6 has it
 _ONE = threading.Lock()  # a process makes one pass at a time
+_PARSING = threading.Lock()  # Python 3.11 counts the depth of all trees that threads build in one place, and may raise
 _MAX_THREADS = 32
 
 
@@ -200,8 +201,8 @@ def _listening(made: Pass) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _taken() -> Iterator[None]:
-    """Within: launches of a thread that is in a pass launch nothing."""
-    run, find = JITFunction.run, launch.Direct.__getitem__
+    """Within: launches of a thread that is in a pass launch nothing, and one thread at a time parses a kernel."""
+    run, parse, find = JITFunction.run, JITFunction.parse, launch.Direct.__getitem__
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         made = _MINE.current
@@ -209,13 +210,17 @@ def _taken() -> Iterator[None]:
             made.naming, warmup = self.__name__, True
         return run(self, *args, grid=grid, warmup=warmup, **options)
 
+    def parse_alone(self: Any) -> Any:
+        with _PARSING:
+            return parse(self)
+
     def find_or_compile(self: launch.Direct, grid: tuple[int, ...]) -> Any:
         made = _MINE.current
         return find(self, grid) if made is None else launch.once(self.kernel, made.seen)
 
     swapped: Any = JITFunction, launch.Direct
-    swapped[0].run, swapped[1].__getitem__ = compile_only, find_or_compile
+    swapped[0].run, swapped[0].parse, swapped[1].__getitem__ = compile_only, parse_alone, find_or_compile
     try:
         yield
     finally:
-        swapped[0].run, swapped[1].__getitem__ = run, find
+        swapped[0].run, swapped[0].parse, swapped[1].__getitem__ = run, parse, find
