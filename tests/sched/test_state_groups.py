@@ -13,6 +13,7 @@ from octavo.cache.groups import CacheGroup
 from octavo.cache.policies import MOST_SNAPSHOTS, make_policies
 from octavo.sched.kv_manager import KVManager
 from sched_harness import Driver, full, make_request, make_scheduler, nothing, sliding, states
+from test_preemption import preempt_at_next_growth
 
 HYBRID = (full(), sliding(6), *states(16, blocks=3))
 
@@ -103,6 +104,23 @@ def test_a_step_passes_so_many_kept_borders_that_all_are_kept(interval: int) -> 
         kept = (length - 1) // step * step if interval else (length - 1) // 16 * 16
         assert run_one(driver, prompt[:length]) >= kept
     assert run_one(make_driver(groups, enable_chunked_prefill=False), prompt) == 0, "whole prompts are not cut"
+
+
+@pytest.mark.parametrize("depth", [0, 1], ids=["sync", "async"])
+@pytest.mark.parametrize("num_steps", range(1, 5))
+def test_a_row_that_is_preempted_beside_a_prompt_that_is_cut_does_not_sample(num_steps: int, depth: int, monkeypatch):
+    """The prompt's row does not sample in such a step: places among rows are none among those that sample."""
+    groups = (full(), *states(16, interval=1))
+    driver = make_driver(groups)
+    first, second = make_request(900, 6), make_request(20, 40)
+    driver.add(first, second)
+    for _ in range(num_steps):
+        driver.step(depth)
+    assert first.num_computed < 900
+    preempt_at_next_growth(driver, monkeypatch)
+    driver.run(depth)
+    assert (first.num_preemptions, second.num_preemptions) == (0, 1)
+    assert [len(request.tokens) for request in (first, second)] == [906, 60]
 
 
 def test_attention_cuts_nowhere() -> None:

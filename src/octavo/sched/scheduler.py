@@ -297,8 +297,8 @@ class Scheduler:
             num_new, total = num_new + drafts, total + int(drafts.sum())
         if self._growth.grow(at, num_new, work):
             count = next((place for place, row in enumerate(at.tolist()) if row in work.victims), len(at))
-            at, num_new, sampling, drafts = at[:count], num_new[:count], sampling[:count], drafts[:count]
-            total = int(num_new.sum())
+            at, num_new, drafts = at[:count], num_new[:count], drafts[:count]
+            sampling, total = sampling[np.isin(sampling, at)], int(num_new.sum())
         work.rows, work.num_tokens, work.num_sampling = at, num_new, len(sampling)
         if self.drafting.most:
             self.drafting.plan(work, drafts, self._outstanding.values(), len(self.running))
