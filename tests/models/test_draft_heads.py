@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
+import pkgutil
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,7 @@ from octavo.attention.base import ForwardContext, forward_context
 from octavo.checkpoint.config_reader.checkpoint import read_arch
 from octavo.checkpoint.drafters import build_drafters, read_drafter
 from octavo.checkpoint.loader import fill_model
+from octavo.models import ARCHITECTURES
 from octavo.models.drafters import DraftHead
 
 SIZE, HEADS, KV_HEADS, HEAD, INNER, VOCAB, DRAFT_VOCAB = 64, 4, 2, 16, 96, 199, 61
@@ -147,24 +152,31 @@ def embedded(target: Any, tokens: torch.Tensor) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("normed", [False, True], ids=["published", "norm-before-residual"])
-def test_eagle3_equals_a_plain_loop(target: Any, tmp_path: Path, normed: bool) -> None:
-    torch.manual_seed(3)
-    ids = torch.randperm(VOCAB)[:DRAFT_VOCAB].sort().values
+def eagle3_weights(ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Of a head that knows the tokens `ids`, in order."""
     known = torch.zeros(VOCAB, dtype=torch.bool)
     known[ids] = True
-    weights = {
+    return {
         **head_weights("midlayer.", 2 * SIZE),
         "midlayer.input_layernorm.weight": random(SIZE),
         "midlayer.hidden_norm.weight": random(SIZE),
         "fc.weight": random(SIZE, 3 * SIZE),
         "norm.weight": random(SIZE),
-        "lm_head.weight": random(DRAFT_VOCAB, SIZE),
-        "d2t": ids - torch.arange(DRAFT_VOCAB),
+        "lm_head.weight": random(len(ids), SIZE),
+        "d2t": ids - torch.arange(len(ids)),
         "t2d": known,
     }
-    config = {**HEAD_CONFIG, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": DRAFT_VOCAB}
-    folder = write(tmp_path, {**config, "norm_before_residual": normed}, weights)
+
+
+EAGLE3 = {**HEAD_CONFIG, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": DRAFT_VOCAB}
+
+
+@pytest.mark.parametrize("normed", [False, True], ids=["published", "norm-before-residual"])
+def test_eagle3_equals_a_plain_loop(target: Any, tmp_path: Path, normed: bool) -> None:
+    torch.manual_seed(3)
+    ids = torch.randperm(VOCAB)[:DRAFT_VOCAB].sort().values
+    weights = eagle3_weights(ids)
+    folder = write(tmp_path, {**EAGLE3, "norm_before_residual": normed}, weights)
     draft = read_drafter(folder, "eagle3", target.arch)
     assert draft.taps == (2, 2, 1), "near the bottom, the middle and the top of four layers"
     (drafter,) = load(folder, "eagle3", target)
@@ -181,6 +193,63 @@ def test_eagle3_equals_a_plain_loop(target: Any, tmp_path: Path, normed: bool) -
     assert found.dtype == torch.float32
     assert (found - logits).abs().max() <= TOLERANCE
     assert drafter.token_ids(logits.argmax(-1)).equal(ids[logits.argmax(-1)])
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "why"),
+    [
+        (0, 5000, r"d2t\[0\]=5000 \(place 0 would draft token 5000, the target has tokens 0 to 198"),
+        (17, -9000, r"d2t\[17\]=-9000 \(place 17 would draft token -8983, the target has tokens 0 to 198"),
+        (60, 139, r"d2t\[60\]=139 \(place 60 would draft token 199, "),
+        (3, 2**63 - 1, r"d2t\[3\]=9223372036854775807 "),
+        (9, -4, r"d2t\[9\]=-4 \(places 5 and 9 would both draft token 5: each token has one place"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_a_map_that_leaves_the_vocabulary_is_refused(
+    target: Any, tmp_path: Path, place: int, value: int, why: str, dtype: torch.dtype
+) -> None:
+    """Before a request meets it: it names the file, the entry, its value and the limit."""
+    weights = eagle3_weights(torch.arange(DRAFT_VOCAB))
+    weights["d2t"][place] = value
+    if dtype == torch.int64 or value < 2**31:
+        weights["d2t"] = weights["d2t"].to(dtype)
+    with pytest.raises(ValueError, match=rf"{tmp_path}/model.safetensors: unsupported {why}"):
+        load(write(tmp_path, EAGLE3, weights), "eagle3", target)
+
+
+@pytest.mark.parametrize(
+    ("d2t", "why"),
+    [
+        (torch.zeros(DRAFT_VOCAB), "d2t: expected one of I64, I32, found F32"),
+        (torch.zeros(DRAFT_VOCAB - 1, dtype=torch.int64), r"d2t: expected \[61\], found \[60\]"),
+        (None, r"d2t: expected \[61\], found nothing"),
+    ],
+)
+def test_a_map_of_another_form_is_refused(target: Any, tmp_path: Path, d2t: torch.Tensor | None, why: str) -> None:
+    weights = eagle3_weights(torch.arange(DRAFT_VOCAB))
+    weights = {name: value for name, value in weights.items() if name != "d2t"} | ({} if d2t is None else {"d2t": d2t})
+    with pytest.raises(ValueError, match=why):
+        load(write(tmp_path, EAGLE3, weights), "eagle3", target)
+
+
+def test_a_layer_that_declares_integers_says_which_fit() -> None:
+    """Values that index something are checked when they are read: on a device they end the engine, or read others'."""
+    from octavo.layers.base import Layer
+    from octavo.models import drafters
+
+    def below(kind: type[Layer]) -> list[type[Layer]]:
+        return [kind, *(each for own in kind.__subclasses__() for each in below(own))]
+
+    for module in pkgutil.iter_modules(drafters.__path__, "octavo.models.drafters."):
+        importlib.import_module(module.name)
+    for name in ARCHITECTURES:
+        ARCHITECTURES.resolve(name)
+    own = [kind for kind in below(Layer) if kind.__module__.startswith("octavo.")]
+    declares = re.compile(r"self\.declare\([^\n]*torch\.(?:u?int\d+|bool|long)")
+    having = [kind for kind in own if declares.search(inspect.getsource(kind))]
+    assert [kind.__name__ for kind in having] == ["DraftVocabulary"]
+    assert all("fault_of" in vars(kind) for kind in having)
 
 
 @pytest.mark.parametrize("brings", [False, True], ids=["target's embedding", "own embedding and bias"])

@@ -140,6 +140,11 @@ class _Filler:
         if name in layer.widens_exactly:
             layer.declare(name, tuple(layer.get_parameter(name).shape), torch.bfloat16)
 
+    def fault_of(self, parameter: str, values: torch.Tensor) -> str:
+        """See Layer."""
+        path, _, name = parameter.rpartition(".")
+        return self._layers[path].fault_of(name, values)
+
     def rows(self, parameter: str, start: int, count: int) -> torch.Tensor:
         """The memory of rows start .. start + count of `parameter`, to be filled; then call `filled`."""
         if parameter not in self._buffers:
@@ -241,6 +246,8 @@ def _fill_from_folder(
                 checkpoint.read(name, read)
                 if check_finite and not is_finite(read):
                     raise ValueError(f"{folder}: tensor {name!r} holds NaN or Inf")
+                if target.is_integer and (fault := filler.fault_of(target.parameter, read)):
+                    raise ValueError(f"{checkpoint.path(name)}: unsupported {name}{fault}")
                 seen(name, read)
                 if read is not rows:
                     host.send(read, rows)

@@ -117,6 +117,10 @@ class Checkpoint:
                 entries[piece] = dataclasses.replace(entry, shape=shape, start=entry.start + index * size, size=size)
         self.entries = entries
 
+    def path(self, name: str) -> Path:
+        """The file that holds a tensor."""
+        return self._paths[self.entries[name].shard]
+
     def read(self, name: str, out: torch.Tensor) -> None:
         """Read a tensor into `out`, contiguous CPU memory of its shape; converts where `out` has another dtype."""
         entry = self.entries[name]

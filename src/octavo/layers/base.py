@@ -108,6 +108,14 @@ class Layer(nn.Module):
         """Shard name -> (first row, rows) of the parameter `name`; one that is not fused is one shard, ""."""
         return {"": (0, self._parameters[name].shape[0])}  # type: ignore[union-attr]
 
+    def fault_of(self, name: str, values: torch.Tensor) -> str:
+        """Why `values`, a checkpoint's, on the host, of the parameter `name` cannot be run; empty: they can.
+
+        "[place]=value (reason)". A parameter of integers has its range here: what indexes something is known to fit
+        before a step uses it.
+        """
+        return ""
+
     def weight_bytes(self, form: WeightForm) -> int:
         """Bytes that this layer's own parameters, declared by now, will take once they are finalized."""
         return sum(

@@ -51,10 +51,27 @@ class DraftVocabulary(Layer):
 
     offsets: torch.Tensor  # [draft vocabulary] int64
 
-    def __init__(self, size: int) -> None:
-        """`size`: of the reduced vocabulary."""
+    def __init__(self, size: int, target_size: int) -> None:
+        """Sizes of the reduced vocabulary and of the target's."""
         super().__init__()
+        self._target_size = target_size
         self.declare("offsets", (size,), torch.int64)
+
+    def fault_of(self, name: str, values: torch.Tensor) -> str:
+        """Each place stands for a token of the target's, and no two for one: logits are stored by these ids."""
+        ids = values + torch.arange(len(values))
+        outside = ((ids < 0) | (ids >= self._target_size)).nonzero()[:, 0].tolist()
+        if outside:
+            place, last = outside[0], self._target_size - 1
+            reason = f"place {place} would draft token {ids[place]}, the target has tokens 0 to {last}"
+            return f"[{place}]={values[place]} ({reason}: take the head of this model)"
+        known: dict[int, int] = {}
+        for place, token in enumerate(ids.tolist()):
+            if token in known:
+                reason = f"places {known[token]} and {place} would both draft token {token}: each token has one place"
+                return f"[{place}]={values[place]} ({reason})"
+            known[token] = place
+        return ""
 
     def finalize(self, quantization: str | None) -> None:
         """Distances become ids."""
@@ -88,7 +105,9 @@ class Eagle3Head(Layer):
         self.mlp_norm, self.norm = RMSNorm(size, eps), RMSNorm(size, eps)
         self.mlp = Mlp(size, arch.intermediate_size, arch.activation, dtype)
         self.head = OutputHead(draft.vocab_size, size, dtype)
-        self.vocabulary = DraftVocabulary(draft.vocab_size) if draft.vocab_size < arch.vocab_size else None
+        self.vocabulary = (
+            DraftVocabulary(draft.vocab_size, arch.vocab_size) if draft.vocab_size < arch.vocab_size else None
+        )
         if draft.has_embedding:
             self.embedding = Embedding(arch.vocab_size, size, dtype)
         else:
