@@ -297,6 +297,8 @@ class EngineCore:
         self._drain_inbox()
         if not self.gate.is_open:
             self.weights.expire()
+            if self.gate.draining:  # what it waits for may have been ended
+                self._end_of_wait()
             if self.gate.broken:  # for those that came while that was found
                 self._held += self.scheduler.versions.end_all(FinishReason.ERROR, WEIGHTS_BROKEN)
             held, self._held = self._held, []

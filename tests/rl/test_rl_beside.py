@@ -162,6 +162,30 @@ def test_an_abort_cuts_a_receive_short(llm: LLM, pool: ThreadPoolExecutor, new: 
     assert answers(llm) == before
 
 
+def test_who_waits_hears_of_a_receive_that_nobody_waits_for_any_more(
+    pool: ThreadPoolExecutor, new: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RL.W8: it held the steps, its caller was interrupted, and no call comes behind it."""
+    config = {"backend": "gloo", "timeout": SECONDS, "staging": "none"}
+    with LLM(**FIELDS, weight_transfer_config=config) as llm, Trainer(llm, pool, new) as trainer:
+        llm.start_weight_update()
+        moves, interrupted = llm.engine.core.weights.moves, threading.Event()
+
+        def waits() -> None:
+            interrupted.wait(patient(30))
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(moves, "wait", waits)  # of who called; its interrupt comes when others wait
+            update = trainer.begin()
+            stream = pool.submit(llm.generate, [[5, 6, 7]], use_tqdm=False)
+            until(lambda: bool(llm._shared._waiting))
+            interrupted.set()
+            with pytest.raises(KeyboardInterrupt):
+                update.result(patient(20))
+            assert stream.result(patient(20))[0].outputs[0].finish_reason == "length", "nothing was overwritten"
+
+
 def test_what_comes_for_another_session_is_refused(llm: LLM) -> None:
     """RL.W9: a trainer that was given up wakes in the next one's update; its name says so, and how its own ended."""
     first = llm.start_weight_update()

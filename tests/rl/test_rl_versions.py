@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from octavo import LLM, SamplingParams
-from octavo.frontend.control import WrongStateError
+from octavo.frontend.control import PauseOrder, WrongStateError
 from octavo.ops.gemm import LinearWeight
 from octavo.request.outputs import RequestOutput, WeightsSpan
 from octavo.rl import Sender, WeightSource
@@ -204,6 +204,32 @@ def test_a_session_that_went_silent_ends_for_those_who_wait(monkeypatch: pytest.
         (late,) = llm.engine.step()
         assert late.outputs[0].stop_reason == "weights_broken"
         give(llm, WEIGHTS[1])
+        assert len(answers(llm)) == 3
+
+
+def test_a_pause_that_waits_is_over_with_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RL.S1, RL.W8: an update breaks while a pause waits for requests; they end, those behind the pause too."""
+    fields = FIELDS | {"weight_transfer_config": {"backend": "disk", "staging": "none"}}
+    name, ended = "model.norm.weight", dict[str, object]()
+    with LLM(**fields) as llm:
+        engine = llm.engine
+        engine.add("ran", [5, 6, 7], _long())
+        engine.step()
+        assert not engine.ask("pause", PauseOrder(wait=True)).settled
+        engine.add("came behind", [5, 6, 7], _long())
+        llm.start_weight_update()
+        with Handed({name: WEIGHTS[0][name]}) as update_info:
+            llm.update_weights({"update_info": update_info})
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.core.weights, "_hold_timeout", 0.0)  # type: ignore[attr-defined]
+            assert llm.weight_state()["lost_because"]
+        while engine.has_unfinished:
+            ended |= {each.request_id: each.outputs[0].stop_reason for each in engine.step() if each.finished}
+        assert ended == {"ran": "weights_broken", "came behind": "weights_broken"}
+        standing = engine.ask("standing")
+        assert standing.settled and standing.paused
+        give(llm, WEIGHTS[1])
+        llm.resume_generation()
         assert len(answers(llm)) == 3
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -320,3 +321,21 @@ def test_keys_do_not_reach_the_engine_process(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("OCTAVO_API_KEY", "a-key-of-sixteen-letters")
     with raw_engine(script()) as raw:
         assert not [name for name in psutil.Process(raw.process.pid).environ() if name.startswith("OCTAVO_")]
+
+
+def test_what_a_call_has_begun_is_no_step_that_hangs() -> None:
+    """RL.W8: weights are applied behind what was waited for, and a request that comes meanwhile waits longer."""
+    busy: list[bool] = []
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        process = engine_process.EngineProcess(theirs)
+        moves = SimpleNamespace(poll=lambda: process._send_heartbeat(client))
+        core = SimpleNamespace(has_unfinished=True, weights=SimpleNamespace(moves=moves))
+        client: Any = SimpleNamespace(core=core, stats=messages.EngineStats())
+        process._look_after(core)  # type: ignore[arg-type]
+        process._send_heartbeat(client)
+        for frame in FrameReader().feed(ours.recv(1 << 16)):
+            told = decode_from_engine(frame)
+            assert isinstance(told, Heartbeat)
+            busy.append(told.busy)
+    assert busy == [False, True]

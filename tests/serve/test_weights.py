@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from concurrent.futures import Future
 from importlib import resources
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from engine_rig import PROMPT, params, read, running
+from engine_rig import PROMPT, QUICK, params, read, running
 from octavo.request.outputs import WeightsSpan, join_spans
 from octavo.rl.session import Received, State, Way, WeightConflictError, WeightUpdateError, WeightUpdates
 from octavo.sched.pause import Gate, Standing
@@ -86,6 +87,39 @@ async def _break_and_repair(tmp_path: Path) -> None:
         await engine.start_weight_update()
         await engine.update_weights({"update_info": {"path": str(tmp_path)}})
         await engine.finish_weight_update()
+        tokens, _ = await asyncio.wait_for(read(engine.generate("b", PROMPT, params(max_tokens=2))), patient(30))
+        assert len(tokens) == 2
+
+
+def test_an_update_in_place_that_goes_silent_ends_for_those_who_wait(tmp_path: Path) -> None:
+    """RL.W8: nobody asks the engine anything meanwhile; it lives longer than a step may take, and can be repaired."""
+    asyncio.run(_go_silent(tmp_path))
+
+
+async def _go_silent(tmp_path: Path) -> None:
+    weights = load_file(str(TINY))
+    save_file(weights, tmp_path / "model.safetensors")
+    (tmp_path / "part").mkdir()
+    save_file({"model.norm.weight": weights["model.norm.weight"]}, tmp_path / "part" / "model.safetensors")
+    rules = dataclasses.replace(QUICK, step_deadline=QUICK.step_deadline / 2)
+    config = {"backend": "disk", "staging": "none", "session_timeout": 1.5 * rules.step_deadline}
+    async with running(supervision=rules, **FIELDS, weight_transfer_config=config) as engine:
+        ran = engine.generate("ran", PROMPT, params(max_tokens=200))
+        await anext(ran)
+        await engine.control.pause("keep")
+        await engine.start_weight_update()
+        await engine.update_weights({"update_info": {"path": str(tmp_path / "part")}})
+        await engine.control.resume()
+        came = engine.generate("came", PROMPT, params(max_tokens=2))
+        for stream in (ran, came):
+            _, output = await asyncio.wait_for(read(stream), patient(30))
+            assert output.outputs[0].stop_reason == "weights_broken"
+        assert engine.stats["num_restarts"] == 0
+        state = await engine.weight_state()
+        assert state["state"] == "ready" and "nothing was heard of it for" in state["lost_because"]
+        await engine.start_weight_update()
+        await engine.update_weights({"update_info": {"path": str(tmp_path)}})
+        await engine.finish_weight_update("whole")
         tokens, _ = await asyncio.wait_for(read(engine.generate("b", PROMPT, params(max_tokens=2))), patient(30))
         assert len(tokens) == 2
 

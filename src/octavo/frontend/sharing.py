@@ -61,6 +61,13 @@ class SharedEngine:
         self._process = os.getpid()
         self._foreign = ""  # why this process cannot use the engine
         tell_in_child(self._forked)
+        waiting = self._waiting  # and no more than that: the thread that calls holds no engine
+
+        def wake_all() -> None:
+            for call in list(waiting):  # the one that leads too: it may have looked just before
+                call.wake.set()
+
+        engine.core.weights.moves.on_news = wake_all
 
     def submit(self, call: Call) -> None:
         """Ask for a call's requests. They are queued by whoever steps next. Raises as `check_process`."""
@@ -222,6 +229,7 @@ class SharedEngine:
             self._arriving.remove(call)
 
     def _step(self) -> None:
+        self._engine.core.weights.moves.poll()  # who asked for what waits may have been interrupted
         for output in self._engine.step():
             call = self._owners.get(output.request_id)
             if call is not None:

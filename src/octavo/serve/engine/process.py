@@ -88,7 +88,7 @@ class EngineProcess:
         self._answers: dict[int, Future[bytes]] = {}  # of calls that were begun and wait for a trainer
         self._withdrawn: set[int] = set()  # calls of the two, that nobody waits for any more
         self._stopping = False
-        self._is_answering = False  # a call, which has a deadline of its own, and no step
+        self._is_answering = False  # a call, or what one has begun, which has a deadline of its own, and no step
         self._num_turns = 0
         self._num_bad_frames = 0
         self._num_unknown_aborts = 0
@@ -153,14 +153,11 @@ class EngineProcess:
         idle = False
         while not self._stopping:
             self._wake.clear()
-            core.weights.moves.poll()
-            if self._withdrawn:
-                self._withdraw()
+            self._look_after(core)
             if not (core.has_unfinished or self._calls):
                 if not idle:
                     idle = True
                     self._send_heartbeat(client)
-                core.weights.expire()
                 if not self._stopping and not core.capture_next():
                     self._wake.wait(_LOOK_SECONDS if core.weights.is_open else None)
                 continue
@@ -173,6 +170,18 @@ class EngineProcess:
                 self._send_updates(core.times.num_steps, updates)
             for call in calls:
                 self._answer(client, call)
+
+    def _look_after(self, core: EngineCore) -> None:
+        """What changes beside the steps. It may end requests: whether anything is left to do is read behind it."""
+        self._is_answering = True  # what a call has begun may be carried on here
+        try:
+            core.weights.moves.poll()
+            if self._withdrawn:
+                self._withdraw()
+            if not core.has_unfinished:
+                core.weights.expire()
+        finally:
+            self._is_answering = False
 
     def _answer(self, client: InProcessClient, call: Call) -> None:
         """Ask the core. What goes wrong is told to whoever called; the engine goes on."""
