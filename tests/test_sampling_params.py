@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from octavo.request.repetition import ends_in_repetition
 from octavo.request.sampling_params import (
     Limits,
     ParameterError,
@@ -20,7 +21,6 @@ from octavo.request.sampling_params import (
     check_request_options,
     check_text,
     check_token_ids,
-    ends_in_repetition,
     num_kept,
 )
 

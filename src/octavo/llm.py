@@ -13,7 +13,7 @@ import functools
 import itertools
 import logging
 import numbers
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -32,6 +32,8 @@ from octavo.observe import Phases, progress
 from octavo.request import transfer_params
 from octavo.request.outputs import FlatLogprobs, RequestOutput
 from octavo.request.sampling_params import (
+    GREEDY_BELOW,
+    MAX_TEMPERATURE,
     ParameterError,
     RequestOutputKind,
     SamplingParams,
@@ -39,6 +41,8 @@ from octavo.request.sampling_params import (
     check_token_ids,
     num_kept,
 )
+from octavo.request.scores import scored_alone
+from octavo.request.validation import as_float, listed, shown
 from octavo.rl.session import WeightConflictError
 from octavo.startup import gc_control
 from octavo.startup.probe import numerics_id
@@ -179,7 +183,7 @@ class LLM(WeightMethods):
                 )
                 for conversation, own in zip(conversations, params, strict=True)
             ]
-            return self._run(ready, params, use_tqdm, None)
+            return self._run(ready, params, use_tqdm, None, "chat")
 
     def stream(
         self, prompt: Prompt | Messages, sampling_params: SamplingParams | None = None
@@ -194,7 +198,7 @@ class LLM(WeightMethods):
             ready = self._ready_chat(prompt, params)
         else:
             ready = self._ready(prompt, params)  # type: ignore[arg-type]
-        request = self._check(ready, _with_kind(params, RequestOutputKind.DELTA), 0)
+        request = self._check(ready, _with_kind(params, RequestOutputKind.DELTA), 0, "stream")
         call = Call([[(str(next(self._ids)), request)]])
         try:
             self._shared.submit(call)
@@ -224,18 +228,24 @@ class LLM(WeightMethods):
 
         The first token of a sequence has none: with `start` 0 the list begins at the second. They are `logits /
         temperature` without truncation, in the bits of the same tokens' when they are sampled; no cache is read.
+        A sequence has at most max_model_len tokens. Raises ParameterError before anything runs.
         """
         if isinstance(start, bool) or not isinstance(start, int) or start < 0:
-            raise ParameterError("start", "must be an index, at least 0", "invalid_value")
+            raise ParameterError("start", f"must be an index, at least 0, got {shown(start)}", "invalid_value")
+        divisor = as_float("temperature", temperature, GREEDY_BELOW, MAX_TEMPERATURE)
         params = SamplingParams(
             max_tokens=1,
             temperature=0.0,
             prompt_logprobs=0,
-            prompt_logprobs_temperature=temperature,
+            prompt_logprobs_temperature=divisor,
             detokenize=False,
             flat_logprobs=True,
         )
-        outputs = self.generate([list(ids) for ids in prompts], params, use_tqdm=use_tqdm)
+        ready = scored_alone(prompts, params, self.engine.limits)
+        self._shared.check_process()
+        with gc_control.relaxed():
+            asked = [EnginePrompt(ids) for ids, _ in ready]
+            outputs = self._run(asked, [own for _, own in ready], use_tqdm, None, "score")
         found = []
         for output in outputs:
             scores = output.prompt_logprobs
@@ -370,8 +380,8 @@ class LLM(WeightMethods):
         limits = self.engine.limits
         kept = num_kept(params, limits)
         if token_ids is not None:
-            shown = text if isinstance(text, str) else None
-            return EnginePrompt(check_token_ids(token_ids, limits, kept), shown, cache_salt)
+            beside = text if isinstance(text, str) else None
+            return EnginePrompt(check_token_ids(token_ids, limits, kept), beside, cache_salt)
         text = check_text(text, limits)
         return EnginePrompt(self.engine.tokenizer.encode(text)[-(kept or 0) :], text, cache_salt)
 
@@ -381,10 +391,10 @@ class LLM(WeightMethods):
         is_chat = options.get("add_generation_prompt", True)
         return EnginePrompt(check_token_ids(token_ids, limits, num_kept(params, limits)), text, is_chat=is_chat)
 
-    def _check(self, prompt: EnginePrompt, params: SamplingParams, priority: int) -> Checked:
+    def _check(self, prompt: EnginePrompt, params: SamplingParams, priority: int, asked: str) -> Checked:
         # An answer's text is not taken apart here: with a parser by name reasoning is expected; else only what the
         # prompt has begun may come before a form.
-        self._control.check_awake()
+        self._control.check_awake(asked)
         may_open = prompt.is_chat and self.config.reasoning_parser != "auto"
         params = self._thinking.apply(params, prompt.text, prompt.token_ids, may_open=may_open)
         return self.engine.check(prompt, params, priority=priority)
@@ -395,10 +405,12 @@ class LLM(WeightMethods):
         params: list[SamplingParams],
         use_tqdm: bool | None,
         priority: Sequence[int] | None,
+        asked: str = "generate",
     ) -> list[RequestOutput]:
+        """asked: the method that a refusal names."""
         priorities = [0] * len(ready) if priority is None else _priorities(priority, len(ready))
         final = [_with_kind(own, RequestOutputKind.FINAL_ONLY) for own in params]
-        requests = [self._check(*entry) for entry in zip(ready, final, priorities, strict=True)]
+        requests = [self._check(*entry, asked) for entry in zip(ready, final, priorities, strict=True)]
         parts = [[(str(next(self._ids)), request) for request in part] for part in self._parts(requests)]
         outputs: dict[str, RequestOutput] = {}
         call = Call(parts)
@@ -435,7 +447,7 @@ class LLM(WeightMethods):
             if count == 1 or not isinstance(said, Mapping):
                 return [own] * count
             return [transfer_params.with_own(own, each) for each in transfer_params.split(said, count)]
-        given = _listed("sampling_params", params, "SamplingParams, or a list of them")
+        given = listed("sampling_params", params, "SamplingParams, or a list of them")
         if len(given) != count:
             raise ParameterError("sampling_params", f"{len(given)} given for {count} prompts: give one, or one each")
         for index, entry in enumerate(given):
@@ -457,7 +469,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A single prompt becomes a list of one. A list of ints, also numpy's, is one prompt, whatever else it holds."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    many = _listed("prompts", prompts, "text, token ids, an object, or a list of these")
+    many = listed("prompts", prompts, "text, token ids, an object, or a list of these")
     if any(isinstance(entry, numbers.Real) for entry in many):
         return [many]
     return many
@@ -472,15 +484,7 @@ def _refuse_given(**arguments: object) -> None:
 
 def _priorities(priority: Sequence[int], count: int) -> list[int]:
     """One per prompt; each is checked with its request."""
-    given = _listed("priority", priority, "a list of integers")
+    given = listed("priority", priority, "a list of integers")
     if len(given) != count:
         raise ParameterError("priority", f"{len(given)} values for {count} prompts")
     return given
-
-
-def _listed(name: str, value: Any, wanted: str) -> list[Any]:
-    """`value` as a list, if it is one that is neither text nor an object."""
-    value = value.tolist() if hasattr(value, "tolist") else value  # arrays are welcome
-    if isinstance(value, str | bytes | bytearray | Mapping) or not isinstance(value, Iterable):
-        raise ParameterError(name, f"must be {wanted}, got {type(value).__name__}", "invalid_type")
-    return list(value)

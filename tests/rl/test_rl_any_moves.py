@@ -32,10 +32,10 @@ NUM_THREADS = 8
 NUM_WAITING = 24  # requests at most
 PROMPTS = [[5 + branch, 6, 7, *range(20, 20 + 17 * branch)] for branch in range(4)]
 REFUSED = re.compile(
-    r"(sleep|resume|generate): the engine sleeps (at|\()"
+    r"(sleep|resume|generate|stream): the engine sleeps (at|\()"
     r"|sleep: an update of the weights is open"
-    r"|generate: weights were discarded at sleep level 2"
-    r"|generate: an update had overwritten some weights"
+    r"|(generate|stream): weights were discarded at sleep level 2"
+    r"|(generate|stream): an update had overwritten some weights"
     r"|(start_weight_update|update_weight_version|init_weight_transfer_engine) is not possible while an update is open"
     r"|(update_weights|finish_weight_update|abort_weight_update) needs an open update, and there is none"
     r"|(update_weights|finish_weight_update|abort_weight_update): session '[0-9a-f]+' is not open: "

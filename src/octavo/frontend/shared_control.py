@@ -66,10 +66,10 @@ class Control:
         """Whether it was reset."""
         return self._shared.ask("reset_prefix_cache", ResetOrder(reset_running_requests, reset_connector)).success
 
-    def check_awake(self) -> None:
-        """Raise WrongStateError where a request would wait for nothing that its own thread could do."""
+    def check_awake(self, asked: str) -> None:
+        """Raise WrongStateError where a request would wait for nothing that its own thread could do. asked: by what."""
         gate = self._shared.engine.core.gate
         if gate.lost:
-            raise WrongStateError(f"generate: {gate.lost_because}")
+            raise WrongStateError(f"{asked}: {gate.lost_because}")
         if gate.asleep:
-            raise WrongStateError(f"generate: the engine sleeps at level {gate.level}: call wake_up first")
+            raise WrongStateError(f"{asked}: the engine sleeps at level {gate.level}: call wake_up first")

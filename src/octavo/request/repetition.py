@@ -1,9 +1,11 @@
 """RepetitionDetectionParams: when a request ends because it repeats itself.
 
-Owns what a user may set. `octavo.sched.stops` looks for the pattern.
+Owns what a user may set, and the pattern's look. `octavo.sched.stops` asks when.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import msgspec
 
@@ -29,3 +31,17 @@ class RepetitionDetectionParams(msgspec.Struct, frozen=True, kw_only=True):
         as_int(f"{name}.max_pattern_size", self.max_pattern_size, 0, MAX_PATTERN)
         as_int(f"{name}.min_pattern_size", self.min_pattern_size, 0, self.max_pattern_size)
         as_int(f"{name}.min_count", self.min_count, 2 if self.max_pattern_size else 0, MAX_PATTERN)
+
+
+def ends_in_repetition(tokens: Sequence[int], detection: RepetitionDetectionParams) -> bool:
+    """Whether `tokens` end in one pattern, repeated as `detection` describes."""
+    num, count, last = len(tokens), detection.min_count, tokens[-1] if tokens else -1
+    most = min(detection.max_pattern_size, num // count) if count else 0
+    for size in range(max(detection.min_pattern_size, 1), most + 1):
+        if tokens[-1 - size] != last:
+            continue
+        # the last `count` patterns are equal if each of their tokens equals the one `size` before
+        span = size * (count - 1)
+        if tokens[num - span :] == tokens[num - span - size : num - size]:
+            return True
+    return False

@@ -261,7 +261,8 @@ class Request:
     @property
     def owes_prompt_logprobs(self) -> bool:
         """Whether prompt positions wait for their log-probabilities. The first position has none."""
-        return self.params.prompt_logprobs is not None and self.num_prompt_logprobs < self.num_prompt - 1
+        num_scored = self.num_prompt - (self.params.scored_token_id is None)
+        return self.params.prompt_logprobs is not None and self.num_prompt_logprobs < num_scored
 
     @property
     def max_hit(self) -> int:

@@ -115,6 +115,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, metaclass
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None  # word sequences that are never completed
     bad_words_token_ids: list[list[int]] | None = None  # set by the text layer from `bad_words`, not by users
+    scored_token_id: int | None = None  # scored behind the prompt's last token: see octavo.request.scores, not by users
     extra_args: dict[str, Any] | None = None  # request fields of attention mods, and plug-ins'; plain data
     repetition_detection: RepetitionDetectionParams | None = None
     structured_outputs: StructuredOutputsParams | None = None
@@ -208,7 +209,7 @@ _ELSEWHERE = {
     "use_beam_search": "is not supported: there is no beam search",
     "logits_processors": "is not supported: see docs/adding.md for what changes logits",
 }
-_NOT_USERS = ("bad_words_token_ids", "thinking")  # fields that the text layer sets
+_NOT_USERS = ("bad_words_token_ids", "scored_token_id", "thinking")  # fields that are set here
 
 
 def _refuse_unknown(fields: Iterable[str], *unknown: str) -> None:
@@ -246,6 +247,7 @@ _INTS = (
     ("routed_experts_prompt_start", 0, INT32_MAX, False),
     ("stream_interval", 1, INT32_MAX, False),
     ("thinking_token_budget", -1, INT32_MAX, True),
+    ("scored_token_id", 0, INT32_MAX, True),
 )
 FLOAT_FIELDS, INT_FIELDS = (frozenset(name for name, *_ in table) for table in (_FLOATS, _INTS))
 _BOOLS = (
@@ -373,6 +375,7 @@ def check(params: SamplingParams, limits: Limits, num_prompt_tokens: int) -> int
     lists |= {
         "logit_bias": params.logit_bias,
         "bad_words": [max(ids) for ids in params.bad_words_token_ids or ()],
+        "scored_token_id": [params.scored_token_id or 0],
     }
     for name, ids in lists.items():
         if ids and max(ids) >= limits.vocab_size:
@@ -381,15 +384,19 @@ def check(params: SamplingParams, limits: Limits, num_prompt_tokens: int) -> int
     return max_tokens
 
 
-def check_length(num_tokens: int, limits: Limits, max_tokens: int | None = None) -> None:
-    """Check a prompt's length: at least one token, and room for one more. Raises ParameterError."""
+def check_length(
+    num_tokens: int, limits: Limits, max_tokens: int | None = None, *, name: str = "prompt", is_answered: bool = True
+) -> None:
+    """Check a prompt's length: at least one token, and room for one more if it is answered. Raises ParameterError."""
     if num_tokens < 1:
-        raise ParameterError("prompt", "must not be empty", "empty_prompt")
-    if num_tokens >= limits.max_model_len:
+        raise ParameterError(name, "must not be empty", "empty_prompt")
+    if num_tokens >= limits.max_model_len + (not is_answered):
         message = f"{num_tokens} tokens leave no room for an answer within max_model_len {limits.max_model_len}"
         if max_tokens is not None:
             message = f"{num_tokens} tokens + max_tokens {max_tokens} > max_model_len {limits.max_model_len}"
-        raise ParameterError("prompt", message, "context_length_exceeded")
+        if not is_answered:
+            message = f"{num_tokens} tokens exceed max_model_len {limits.max_model_len}"
+        raise ParameterError(name, message, "context_length_exceeded")
 
 
 def num_kept(params: SamplingParams, limits: Limits) -> int | None:
@@ -401,7 +408,9 @@ def num_kept(params: SamplingParams, limits: Limits) -> int | None:
     raise ParameterError("truncate_prompt_tokens", message)
 
 
-def check_token_ids(token_ids: object, limits: Limits, kept: int | None = None) -> list[int]:
+def check_token_ids(
+    token_ids: object, limits: Limits, kept: int | None = None, *, name: str = "prompt", is_answered: bool = True
+) -> list[int]:
     """Check a prompt given as token ids: their number first, then each one. kept: only so many last ones count.
 
     Returns:
@@ -413,13 +422,13 @@ def check_token_ids(token_ids: object, limits: Limits, kept: int | None = None) 
     """
     if isinstance(token_ids, str | bytes | dict) or not isinstance(token_ids, Sequence):
         if not hasattr(token_ids, "tolist"):  # arrays are welcome
-            raise type_error("prompt", "text or a list of token ids", token_ids)
+            raise type_error(name, "text or a list of token ids", token_ids)
         token_ids = token_ids.tolist()
         if not isinstance(token_ids, list):
-            raise type_error("prompt", "text or a list of token ids", token_ids)
+            raise type_error(name, "text or a list of token ids", token_ids)
     if kept is not None:
         token_ids = token_ids[-kept:]
-    check_length(len(token_ids), limits)
+    check_length(len(token_ids), limits, name=name, is_answered=is_answered)
     high = limits.num_token_ids or limits.vocab_size
     # the loop says what is wrong, or takes other integers; msgspec tells of half a character as of UTF-8
     with contextlib.suppress(msgspec.ValidationError, UnicodeEncodeError):
@@ -430,10 +439,10 @@ def check_token_ids(token_ids: object, limits: Limits, kept: int | None = None) 
         found = plain_int(token)
         if found is None:
             message = f"token id at index {i} must be an integer, got {shown(token)}"
-            raise ParameterError("prompt", message, "invalid_token_id")
+            raise ParameterError(name, message, "invalid_token_id")
         if not 0 <= found < high:
             message = f"token id at index {i} must be in [0, {high}), got {shown(found)}"
-            raise ParameterError("prompt", message, "invalid_token_id")
+            raise ParameterError(name, message, "invalid_token_id")
         ids.append(found)
     return ids
 
@@ -476,17 +485,3 @@ def check_request_options(cache_salt: object = "", priority: object = 0) -> None
         wanted = f"at most {MAX_CACHE_SALT_BYTES} bytes without control characters"
         raise ParameterError("cache_salt", f"must be {wanted}, got {shown(cache_salt)}")
     as_int("priority", priority, -INT32_MAX - 1, INT32_MAX)
-
-
-def ends_in_repetition(tokens: Sequence[int], detection: RepetitionDetectionParams) -> bool:
-    """Whether `tokens` end in one pattern, repeated as `detection` describes."""
-    num, count, last = len(tokens), detection.min_count, tokens[-1] if tokens else -1
-    most = min(detection.max_pattern_size, num // count) if count else 0
-    for size in range(max(detection.min_pattern_size, 1), most + 1):
-        if tokens[-1 - size] != last:
-            continue
-        # the last `count` patterns are equal if each of their tokens equals the one `size` before
-        span = size * (count - 1)
-        if tokens[num - span :] == tokens[num - span - size : num - size]:
-            return True
-    return False

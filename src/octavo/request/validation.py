@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import numbers
 import operator
-from collections.abc import Iterable, Sized
+from collections.abc import Iterable, Mapping, Sized
 from typing import Any, SupportsIndex
 
 INT32_MAX = 2**31 - 1
@@ -92,6 +92,14 @@ def as_list(name: str, value: object, most: int, wanted: str) -> list[Any]:
         raise type_error(name, wanted, value) from None
     if num > most:
         raise ParameterError(name, f"may hold at most {most} entries, got {num}", "too_many_items")
+    return list(value)
+
+
+def listed(name: str, value: Any, wanted: str) -> list[Any]:
+    """`value` as a list, if it is one that is neither text nor an object. Raises ParameterError."""
+    value = value.tolist() if hasattr(value, "tolist") else value  # arrays are welcome
+    if isinstance(value, str | bytes | bytearray | Mapping) or not isinstance(value, Iterable):
+        raise ParameterError(name, f"must be {wanted}, got {type(value).__name__}", "invalid_type")
     return list(value)
 
 

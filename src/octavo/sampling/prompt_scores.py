@@ -26,9 +26,10 @@ class _Owed:
     """What a row still owes."""
 
     next_position: int
-    num_prompt: int
+    num_prompt: int  # and the token behind it, if that is scored
     num_logprobs: int
     temperature: float
+    behind: int | None  # the token that is scored in the place of the one that is drawn
 
 
 class PromptScores:
@@ -44,9 +45,10 @@ class PromptScores:
         if new.prompt_logprobs_start >= 0:
             wanted = new.sampling.prompt_logprobs
             assert wanted is not None, "a row that owes prompt log-probabilities was asked for them"
-            self._owed[new.row] = _Owed(
-                new.prompt_logprobs_start, new.num_prompt, wanted, new.sampling.prompt_logprobs_temperature
-            )
+            behind = new.sampling.scored_token_id
+            num_prompt = new.num_prompt + (behind is not None)
+            temperature = new.sampling.prompt_logprobs_temperature
+            self._owed[new.row] = _Owed(new.prompt_logprobs_start, num_prompt, wanted, temperature, behind)
 
     def remove(self, row: int) -> None:
         """Forget `row`."""
@@ -69,6 +71,8 @@ class PromptScores:
             if start < stop:
                 offset = int(work.query_start[entry]) - first
                 targets = self._tokens[row, start + 1 : stop + 1].to(torch.int64)
+                if owed.behind is not None and stop == owed.num_prompt - 1:
+                    targets[-1] = owed.behind
                 scored = hidden[start + offset : stop + offset]
                 collected[row] = self.score(scored, targets, owed.num_logprobs, owed.temperature)
                 owed.next_position = stop + 1

@@ -6,8 +6,8 @@ parameters alone.
 
 from __future__ import annotations
 
+from octavo.request.repetition import ends_in_repetition
 from octavo.request.request import FinishReason, Request
-from octavo.request.sampling_params import ends_in_repetition
 
 
 def ends(request: Request, token: int) -> bool:

@@ -36,6 +36,7 @@ from octavo.request.sampling_params import (
     check_text,
     check_token_ids,
 )
+from octavo.request.scores import without_answer
 from octavo.request.transfer_params import join, with_own
 from octavo.serve.api.shapes import CompletionDetails, PromptDetails, Usage
 from octavo.serve.engine.refusals import EngineDeadError, EngineDrainingError, EngineHaltedError, QueueFullError
@@ -60,6 +61,7 @@ class Run(msgspec.Struct, kw_only=True):
     priority: int
     cache_salt: str
     names: tuple[str, ...] = ()  # by which a client may abort it
+    only_prompts: bool = False  # what is drawn behind them is nobody's
     transfers: list[dict[str, Any]] = []  # of several prompts: what is said of the blocks of each
 
     @property
@@ -87,7 +89,15 @@ class Reply(Protocol):
         """Send events as outputs come."""
 
 
-def make_run(exchange: Exchange, prefix: str, request: _Options, prompts: list[Prompt], params: SamplingParams) -> Run:
+def make_run(
+    exchange: Exchange,
+    prefix: str,
+    request: _Options,
+    prompts: list[Prompt],
+    params: SamplingParams,
+    *,
+    only_prompts: bool = False,
+) -> Run:
     """The run of a request whose prompts and parameters are checked. `prefix`: of its id, which holds the body's."""
     given = read_request_id(request.request_id)
     shown = prefix + (f"{given}-{exchange.own_id[:12]}" if given else exchange.own_id)  # two may give the same
@@ -99,6 +109,7 @@ def make_run(exchange: Exchange, prefix: str, request: _Options, prompts: list[P
         params=params,
         priority=request.priority,
         cache_salt=request.cache_salt,
+        only_prompts=only_prompts,
     )
 
 
@@ -136,11 +147,16 @@ def tell_of_cut(state: ServeState, warnings: list[str], name: str, max_tokens: A
 
 
 async def read_prompts(
-    state: ServeState, given: Any, *, add_special_tokens: bool = True, kept: int | None = None
+    state: ServeState,
+    given: Any,
+    *,
+    add_special_tokens: bool = True,
+    kept: int | None = None,
+    is_answered: bool = True,
 ) -> list[Prompt]:
     """`prompt` of a request: a text, token ids, or a list of these. kept: only so many last tokens of each count.
 
-    Raises ParameterError.
+    is_answered: tokens are wanted behind them, for which there has to be room. Raises ParameterError.
     """
     if given is None:
         raise ParameterError("prompt", "is missing", "missing_field")
@@ -158,9 +174,9 @@ async def read_prompts(
             if kept is not None and len(read.token_ids) > kept:
                 read = Prompt(read.token_ids[-kept:], None)
             prompts.append(read)
-            check_length(len(prompts[-1].token_ids), limits)
+            check_length(len(prompts[-1].token_ids), limits, is_answered=is_answered)
         else:
-            prompts.append(Prompt(check_token_ids(entry, limits, kept), None))
+            prompts.append(Prompt(check_token_ids(entry, limits, kept, is_answered=is_answered), None))
         total += len(prompts[-1].token_ids)
         if total > limits.max_total_tokens:
             message = f"all prompts together may hold at most {limits.max_total_tokens} tokens (--max-total-tokens)"
@@ -235,10 +251,13 @@ async def submit(state: ServeState, run: Run) -> list[OutputStream]:
         for index, prompt in enumerate(run.prompts):
             params = with_own(run.params, run.transfers[index]) if run.transfers else run.params
             params = state.thinking.apply(params, prompt.text, prompt.token_ids, may_open=prompt.is_chat)
+            token_ids = prompt.token_ids
+            if run.only_prompts:
+                token_ids, params = without_answer(token_ids, params, state.engine.limits)
             streams.append(
                 state.engine.generate(
                     f"{run.key}-{index}",
-                    prompt.token_ids,
+                    token_ids,
                     params,
                     prompt=prompt.text,
                     priority=run.priority,

@@ -140,6 +140,7 @@ _NOT_IN_BODIES = {
     "detokenize",
     "stream_interval",
     "logprobs",
+    "scored_token_id",
     "structured_outputs",
     "thinking",
 }
@@ -163,7 +164,7 @@ REFUSED: dict[str, tuple[str, str]] = {
          "audio", "previous_response_id", "n_discard", "moderation"),
         _UNSUPPORTED,
     ),
-    **dict.fromkeys(("chat_template", "bad_words_token_ids", "lora_request"), _NOT_ALLOWED),
+    **dict.fromkeys(("chat_template", "bad_words_token_ids", "scored_token_id", "lora_request"), _NOT_ALLOWED),
     **dict.fromkeys(
         ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend",
          "guided_whitespace_pattern"),

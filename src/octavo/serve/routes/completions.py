@@ -56,13 +56,15 @@ async def create(state: ServeState, exchange: Exchange) -> None:
         state.check_ready()
         params = await state.check_structured(exchange, params)
     check_options(state, request, parsed.warnings)
-    kept = num_kept(params, state.engine.limits)
-    async with exchange.watching():
-        prompts = await read_prompts(state, request.prompt, add_special_tokens=request.add_special_tokens, kept=kept)
-    tell_of_cut(state, parsed.warnings, "max_tokens", parsed.sampling.get("max_tokens"), prompts)
-    run = make_run(exchange, "cmpl-", request, prompts, params)
-    run.transfers = each_transfer(request.kv_transfer_params, len(prompts))
     only_prompt = _only_prompt(parsed)
+    kept, special = num_kept(params, state.engine.limits), request.add_special_tokens
+    async with exchange.watching():
+        prompts = await read_prompts(
+            state, request.prompt, add_special_tokens=special, kept=kept, is_answered=not only_prompt
+        )
+    tell_of_cut(state, parsed.warnings, "max_tokens", parsed.sampling.get("max_tokens"), prompts)
+    run = make_run(exchange, "cmpl-", request, prompts, params, only_prompts=only_prompt)
+    run.transfers = each_transfer(request.kv_transfer_params, len(prompts))
     await send(
         state, exchange, run, _Answer(state, run, request, model, parsed.warnings, only_prompt=only_prompt), request
     )

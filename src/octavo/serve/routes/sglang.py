@@ -76,11 +76,13 @@ async def create(state: ServeState, exchange: Exchange) -> None:
     params = await state.check_structured(exchange, params)
     check_options(state, request, parsed.warnings)
     asked = request.text if request.input_ids is None else request.input_ids
-    async with exchange.watching():
-        prompts = await read_prompts(state, asked)
-    many = isinstance(asked, list) and bool(asked) and isinstance(asked[0], str | list)
-    run = make_run(exchange, "", request, prompts, params)
     is_shown = given.get("max_new_tokens", 1) != 0
+    names = {"prompt": "text" if request.input_ids is None else "input_ids"}
+    with renaming(names):
+        async with exchange.watching():
+            prompts = await read_prompts(state, asked, is_answered=is_shown)
+    many = isinstance(asked, list) and bool(asked) and isinstance(asked[0], str | list)
+    run = make_run(exchange, "", request, prompts, params, only_prompts=not is_shown)
     answer = _Answer(state, run, request, is_list=many or params.n > 1, is_shown=is_shown)
     await send(state, exchange, run, answer, request)
 
