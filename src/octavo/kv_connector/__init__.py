@@ -94,6 +94,15 @@ class Connector(Protocol):
     def allocated(self, load: Transfer) -> None:
         """Load. Nobody else writes or reads these blocks from now on, steps that were issued before included."""
 
+    def loads_no_more(self, request: Request) -> None:
+        """`request` runs, or has ended: what has not been loaded for it will not be. May be told again."""
+
+    def release(self, transfer_ids: Sequence[str]) -> int:
+        """Nobody will fetch what is, or is going to be, on offer under these ids: how many offers end.
+
+        Who reads one at this moment reads it to the end.
+        """
+
     def computed(self, save: Transfer) -> bool:
         """These tokens of a request that goes on are complete: whether they are kept until the save is reported."""
 
@@ -147,6 +156,13 @@ class SilentConnector:
     def allocated(self, load: Transfer) -> None:
         """See Connector."""
         raise AssertionError("nothing was offered")
+
+    def loads_no_more(self, request: Request) -> None:
+        """See Connector."""
+
+    def release(self, transfer_ids: Sequence[str]) -> int:
+        """See Connector."""
+        return 0
 
     def computed(self, save: Transfer) -> bool:
         """See Connector."""

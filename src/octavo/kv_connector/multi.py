@@ -113,6 +113,13 @@ class _MultiConnector(SilentConnector):
         self._loads[load.number] = place
         self._children[place].allocated(load)
 
+    def loads_no_more(self, request: Request) -> None:
+        for child in self._children:
+            child.loads_no_more(request)
+
+    def release(self, transfer_ids: Sequence[str]) -> int:
+        return sum(child.release(transfer_ids) for child in self._children)
+
     def computed(self, save: Transfer) -> bool:
         return self._save(save, [child.saves_running and child.computed(save) for child in self._children])
 

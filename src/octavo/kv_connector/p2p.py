@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from octavo.kv_connector.worker.pair import Way
 
 _LOG = logging.getLogger(__name__)
-_MAX_USED = 1 << 16  # requests whose offer has been used
+_MAX_EARLY = 1 << 12  # transfer ids that are released before they are on offer
 _REMOTE = ("remote_host", "remote_port", "transfer_id", "remote_num_tokens")
 _ADDRESSES = "remote_addresses"  # of an engine of several ranks, beside the first one's
 _Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
@@ -133,12 +133,14 @@ class _P2PConnector(SilentConnector):
         self._transfer, self._groups = engine.transfer, engine.groups
         self._policies = make_policies(engine.groups)
         self.offers = engine.transfer.produces
-        self._orders = Orders(engine.ask)
+        self._ask, self._orders = engine.ask, Orders(engine.ask)
         self._addresses: list[tuple[str, int]] = engine.ask("address") if engine.transfer.produces else []
         self._offered: dict[str, str] = {}  # request that has ended -> its transfer id
         self._open: set[str] = set()  # transfer ids on offer
         self._by_order: dict[int, str] = {}
-        self._used = collections.OrderedDict[str, None]()
+        self._early = collections.OrderedDict[str, None]()  # transfer ids that were released, and are not on offer yet
+        self._used: set[str] = set()  # requests, unfinished ones, whose offer has been used
+        self._fetches: dict[int, Wanted] = {}  # by order
 
     def match(self, request: Request, num_local: int) -> int:
         """See Connector."""
@@ -149,19 +151,13 @@ class _P2PConnector(SilentConnector):
         if not lacking and not _addresses(asked):
             lacking = ["remote_host and remote_port of a listener"]
         if lacking:
-            self._use(request)
+            self._used.add(request.request_id)
             _LOG.warning("request %s has no %s: its prompt is computed here", request.request_id, ", ".join(lacking))
             return 0
         count = asked["remote_num_tokens"]
         if not isinstance(count, int) or count > request.num_tokens:
             return 0
         return max(count - num_local, 0)
-
-    def _use(self, request: Request) -> None:
-        """An offer is good once: who is preempted computes."""
-        self._used[request.request_id] = None
-        while len(self._used) > _MAX_USED:
-            self._used.popitem(last=False)
 
     def shorter(self, request: Request, num_local: int, end: int) -> int:
         """See Connector. What is kept for a request that goes on at the end of an offer, or one token before it."""
@@ -171,7 +167,7 @@ class _P2PConnector(SilentConnector):
 
     def allocated(self, load: Transfer) -> None:
         """See Connector."""
-        self._use(load.request)
+        self._used.add(load.request.request_id)  # an offer is good once: who is preempted computes
         asked = asked_of(load.request)
         blocks, places = _moving(load, self._groups)
         wanted = Wanted(
@@ -184,7 +180,41 @@ class _P2PConnector(SilentConnector):
             addresses=_addresses(asked),
             engine_id=str(asked.get("remote_engine_id") or ""),
         )
+        self._fetches[load.number] = wanted
         self._orders.begin(_order(load, blocks, wanted, is_load=True))
+
+    def loads_no_more(self, request: Request) -> None:
+        """See Connector. Who has its blocks on offer hears so."""
+        asked = asked_of(request)
+        if not asked.get("do_remote_prefill") or not self._transfer.consumes:
+            return
+        is_used = request.request_id in self._used
+        self._used.add(request.request_id)
+        if request.finished:
+            self._used.discard(request.request_id)
+        addresses = _addresses(asked)
+        if not is_used and asked.get("transfer_id") and addresses:
+            self._give_up(addresses, str(asked.get("remote_engine_id") or ""), str(asked["transfer_id"]))
+
+    def _give_up(self, addresses: Sequence[tuple[str, int]], engine_id: str, transfer_id: str) -> None:
+        """Tell who has blocks on offer that they will not be fetched, beside the steps."""
+        self._ask("give_up", addresses, engine_id, transfer_id)
+
+    def _end_fetch(self, number: int, *, failed: bool) -> None:
+        wanted = self._fetches.pop(number, None)
+        if wanted is not None and failed:
+            self._give_up(wanted.addresses, wanted.engine_id, wanted.transfer_id)
+
+    def release(self, transfer_ids: Sequence[str]) -> int:
+        """See Connector."""
+        begun = set(self._by_order.values())
+        known = [each for each in transfer_ids if each in self._open]
+        self._early.update(dict.fromkeys(each for each in transfer_ids if each not in begun))
+        while len(self._early) > _MAX_EARLY:
+            self._early.popitem(last=False)
+        if found := [each for each in known if each in begun]:
+            self._ask("release", found)
+        return len(known)
 
     def ending(self, save: Transfer) -> dict[str, Any] | None:
         """See Connector."""
@@ -195,6 +225,9 @@ class _P2PConnector(SilentConnector):
         if request.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
             return None
         transfer_id = str(asked.get("transfer_id") or uuid.uuid4())
+        if transfer_id in self._early:
+            del self._early[transfer_id]
+            return None
         if transfer_id in self._open:
             _LOG.warning("request %s: its transfer_id is on offer already, so it is not offered", request.request_id)
             return None
@@ -218,6 +251,10 @@ class _P2PConnector(SilentConnector):
         transfer_id = self._offered.pop(save.request.request_id, "")
         if not transfer_id:
             return False
+        if transfer_id in self._early:
+            del self._early[transfer_id]
+            self._open.discard(transfer_id)
+            return False
         blocks, places = _moving(save, self._groups)
         self._by_order[save.number] = transfer_id
         wanted = Wanted(transfer_id=transfer_id, digest=_digest(save), places=places, end=save.end)
@@ -229,6 +266,7 @@ class _P2PConnector(SilentConnector):
         if not self._orders.cancel(number):
             return False
         self._open.discard(self._by_order.pop(number, ""))
+        self._end_fetch(number, failed=True)
         return True
 
     def take_results(self) -> TransferResults:
@@ -238,6 +276,7 @@ class _P2PConnector(SilentConnector):
         partial: dict[int, frozenset[int]] = {}
         for report in self._orders.take():
             self._open.discard(self._by_order.pop(report.number, ""))
+            self._end_fetch(report.number, failed=bool(report.failed or report.missed))
             if report.failed or report.missed:
                 failed[report.number] = frozenset([*report.failed, *report.missed])
                 continue

@@ -2,12 +2,14 @@
 
 Owns the listening socket, on which a fetch is asked for; its bytes go the way that both sides are set to. One
 connection serves one fetch at a time. Invariants: whoever waits has a deadline, and an error that names the peer; an
-offer has ended when all ranks of a peer say that they have all, and a fetch that breaks off leaves it open for another;
-a fetch counts when each rank is answered that the blocks were on offer until then.
+offer has ended when all ranks of a peer say that they have all, or when it is released and nobody reads it; a fetch
+that breaks off leaves it open for another, and for a short time if the peer has gone; a fetch counts when each rank is
+answered that the blocks were on offer until then.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import itertools
@@ -15,7 +17,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
@@ -28,19 +30,24 @@ from octavo.kv_connector.worker.cache_bytes import CacheBytes
 from octavo.kv_connector.worker.fetches import Fetches
 from octavo.kv_connector.worker.mover import Job, Mover
 from octavo.kv_connector.worker.pair import PROTOCOL, Ask, Done, Hello, Pair, Told, TransferError, Way, Welcome
+from octavo.kv_connector.worker.releases import Releases
 
 _LOG = logging.getLogger(__name__)
 _APPEARS = 5.0  # seconds in which an offer that a peer knows of has come here
+_MAX_ENDED = 1 << 12  # transfer ids whose offers have ended
 _MAX_DIFFERENCES = 3  # that are said
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(eq=False, slots=True)
 class _Offer:
     """Blocks that peers fetch."""
 
     job: Job
     wanted: Wanted
     fetched: dict[str, set[int]] = dataclasses.field(default_factory=dict)  # fetch -> ranks that have all
+    num_readers: int = 0  # connections over which it is fetched now
+    is_released: bool = False  # nobody else will fetch it
+    left_at: float | None = None  # on the monotonic clock: when a peer went away over its fetch
 
 
 class P2PWorker:
@@ -54,6 +61,8 @@ class P2PWorker:
         self._offers: dict[str, _Offer] = {}
         self._numbers: dict[int, str] = {}  # order -> its transfer id
         self._ended: list[Report] = []
+        self._ended_ids = collections.OrderedDict[str, None]()
+        self._releases = Releases(self._hello, transfer.timeout)
         self._changed = threading.Condition()
         self._pairs: set[Pair] = set()
         self._threads: list[threading.Thread] = []
@@ -83,12 +92,14 @@ class P2PWorker:
         wanted = msgspec.msgpack.decode(order.payload, type=Wanted)
         with self._changed:
             self._offers[wanted.transfer_id] = _Offer(Job(order), wanted)
+            self._ended_ids.pop(wanted.transfer_id, None)
             self._numbers[order.number] = wanted.transfer_id
             self._changed.notify_all()
 
     def take(self) -> Sequence[Report]:
         """See WorkerConnector."""
         with self._changed:
+            self._release_left()
             ended, self._ended = self._ended, []
         return [*self._mover.take(), *ended]
 
@@ -100,8 +111,45 @@ class P2PWorker:
                 return self._mover.cancel(number) and all(report.number != number for report in self._ended)
             if not self._offers[transfer_id].job.cancel():
                 return False
-            del self._offers[transfer_id], self._numbers[number]
+            self._forget(self._offers[transfer_id])
             return True
+
+    def _forget(self, offer: _Offer) -> None:
+        del self._offers[offer.wanted.transfer_id], self._numbers[offer.job.order.number]
+        self._ended_ids[offer.wanted.transfer_id] = None
+        while len(self._ended_ids) > _MAX_ENDED:
+            self._ended_ids.popitem(last=False)
+        self._changed.notify_all()
+
+    def give_up(self, addresses: Sequence[tuple[str, int]], engine_id: str, transfer_id: str) -> None:
+        """Tell the ranks of a peer that what they have on offer will not be fetched. Does not wait for them."""
+        if self._cache.description.rank == 0:  # one word is enough
+            self._releases.give(addresses, engine_id, transfer_id)
+
+    def _hello(self, engine_id: str, gives_up: list[str]) -> Hello:
+        own = msgspec.Raw(msgspec.msgpack.encode(self._cache.description))
+        return Hello(way=self._way.name, cache=own, gives_up=gives_up, engine_id=engine_id)
+
+    def release(self, transfer_ids: Sequence[str]) -> None:
+        """Nobody will fetch these offers: each ends when nobody reads it. Unknown ids are ignored."""
+        with self._changed:
+            for offer in filter(None, map(self._offers.get, transfer_ids)):
+                offer.is_released = True
+                self._end_released(offer)
+
+    def _end_released(self, offer: _Offer) -> None:
+        is_open = self._offers.get(offer.wanted.transfer_id) is offer
+        if offer.is_released and not offer.num_readers and is_open and offer.job.finish():
+            self._forget(offer)
+            self._ended.append(Report(number=offer.job.order.number))
+
+    def _release_left(self) -> None:
+        """Offers whose reader has gone, and which nobody has asked for since, end."""
+        latest = time.monotonic() - _APPEARS
+        for offer in list(self._offers.values()):
+            if offer.left_at is not None and offer.left_at <= latest:
+                offer.is_released = True
+                self._end_released(offer)
 
     def wait(self, seconds: float) -> None:
         """See WorkerConnector."""
@@ -136,6 +184,7 @@ class P2PWorker:
             self._changed.notify_all()
         for thread in self._threads:  # a process group that outlives the interpreter would end it by abort()
             thread.join(self._timeout)
+        self._releases.close()
         self._mover.close()
         self._way.close()
 
@@ -163,7 +212,11 @@ class P2PWorker:
             return
         self._pairs.add(pair)
         try:
-            self._meet(pair)
+            hello = pair.receive(Hello)
+            if hello.gives_up:
+                self._hear(hello)
+                return
+            self._meet(pair, hello)
             while not self._closing:
                 sock.settimeout(None)  # until the peer wants something again, if it ever does
                 ask = pair.receive(Ask)
@@ -178,9 +231,21 @@ class P2PWorker:
             self._pairs.discard(pair)
             pair.close()
 
-    def _meet(self, pair: Pair) -> None:
-        """Hear what the peer's cache is, and tell of this one. Raises TransferError where no block can pass."""
-        hello = pair.receive(Hello)
+    def _hear(self, hello: Hello) -> None:
+        """A peer will not fetch what is on offer here, or will be soon: whatever its cache is, it may say so."""
+        if hello.engine_id not in ("", self._engine_id):
+            return
+        until, ids = time.monotonic() + _APPEARS, hello.gives_up
+        self.release(ids)
+        with self._changed:
+            self._changed.wait_for(
+                lambda: all(each in self._offers or each in self._ended_ids for each in ids) or self._closing,
+                max(until - time.monotonic(), 0.0),
+            )
+        self.release(ids)
+
+    def _meet(self, pair: Pair, hello: Hello) -> None:
+        """Tell of the cache here, where the peer's is like it. Raises TransferError where no block can pass."""
         refused = self._refuse(hello)
         cache = NO_DESCRIPTION if refused else self._cache.description
         pair.send(Welcome(refused=refused, cache=cache, engine_id=self._engine_id))
@@ -202,6 +267,30 @@ class P2PWorker:
         if offer is None:
             pair.send(Told(refused=refused))
             return
+        with self._reading(offer):
+            self._give(pair, ask, offer)
+
+    @contextlib.contextmanager
+    def _reading(self, offer: _Offer) -> Iterator[None]:
+        """Within: a peer reads an offer, which does not end but by this fetch, or when its time is over."""
+        with self._changed:
+            if self._offers.get(offer.wanted.transfer_id) is not offer:
+                raise TransferError(f"transfer {offer.wanted.transfer_id!r} ended before it was fetched")
+            offer.num_readers += 1
+            offer.left_at = None
+        left = False
+        try:
+            yield
+        except (EOFError, ConnectionError):
+            left = True
+            raise
+        finally:
+            with self._changed:
+                offer.num_readers -= 1
+                offer.left_at = time.monotonic() if left and not offer.num_readers else None
+                self._end_released(offer)
+
+    def _give(self, pair: Pair, ask: Ask, offer: _Offer) -> None:
         found = dict(zip(offer.wanted.places, offer.job.order.blocks, strict=True))
         lacking = [index for index, place in enumerate(ask.places) if place not in found]
         ends = itertools.accumulate(ask.pieces)
@@ -221,7 +310,7 @@ class P2PWorker:
             ranks = offer.fetched.setdefault(ask.fetch, set())
             ranks.add(pair.theirs.rank)
             if len(ranks) == pair.theirs.num_ranks and offer.job.finish():
-                del self._offers[ask.transfer_id], self._numbers[offer.job.order.number]
+                self._forget(offer)
                 self._ended.append(Report(number=offer.job.order.number))
             self._sent_blocks += len(blocks)
             self._send_seconds += time.monotonic() - started

@@ -36,6 +36,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     protocol: int = PROTOCOL
     way: str  # how the bytes are to come
     cache: msgspec.Raw  # a CacheDescription
+    gives_up: list[str] = []  # transfer ids that it will not fetch: all that it has to say, and it hears no answer
+    engine_id: str = ""  # the engine that offers them; empty: whoever listens
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True):

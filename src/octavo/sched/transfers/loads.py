@@ -172,6 +172,8 @@ class Loads:
 
     def enter(self, request: Request) -> None:
         """A request runs from now on."""
+        if self.is_on:
+            self.connector.loads_no_more(request)
         if self._saves_running:
             self._saves.enter(request)
 
@@ -310,6 +312,8 @@ class Loads:
 
     def forget(self, request: Request) -> None:
         """`request` has ended."""
+        if self.is_on:
+            self.connector.loads_no_more(request)
         self._refused.discard(request.request_id)
         self._asked.discard(request.request_id)
         self._saves.forget(request)
